@@ -1,7 +1,7 @@
 //! Products with a weight on CUDA.
 //!
 //! [`route`] selects a kernel for a call. Each kernel has a file of its name: `NAME.rs` divides the work among blocks
-//! and builds the launches, `linear_NAME.cu` is the kernel.
+//! and builds the launches, `linear_NAME.cu` is the kernel. `batch` has a folder.
 //!
 //! | kernel | serves | limit |
 //! |---|---|---|

@@ -21,12 +21,13 @@ params! {
     }
 }
 
-static SOURCE: Source = Source {
-    name: "linear_batch.cu",
-    text: include_str!("linear_batch.cu"),
-    headers: headers::ALL,
-    layouts: &[LinearParams::layout, OutParts::layout, LinearBatchParams::layout],
-};
+static SOURCE: Source = source("linear_batch.cu", include_str!("linear_batch.cu"));
+static ARRANGE: Source = source("linear_batch_arrange.cu", include_str!("linear_batch_arrange.cu"));
+
+const fn source(name: &'static str, text: &'static str) -> Source {
+    let layouts = &[LinearParams::layout, OutParts::layout, LinearBatchParams::layout];
+    Source { name, text, headers: headers::ALL, layouts }
+}
 
 /// Inputs of a block, and outputs of a tile, of which there are half as many where chunks have halves.
 const BLOCK: usize = 64;
@@ -215,7 +216,7 @@ impl BatchTiling {
         let together = ARRANGED_ROWS.min(self.rows);
         let blocks = (self.chunks * self.depth).div_ceil(ARRANGED_ROWS / together);
         b.push(
-            common(Launch::new(NAME, &SOURCE, "linear_batch_arrange"), 4)
+            common(Launch::new(NAME, &ARRANGE, "linear_batch_arrange"), 4)
                 .read(0, &call.x)
                 .scratch(1, &arranged, Use::Write)
                 .scratch(2, &counters, Use::Write)

@@ -9,18 +9,14 @@
 // f32 it is subtracted from codes of 4 and 6 bits before the products. With more rows (FOLDED) scaling takes longer
 // than making weights of the codes, rounded to bf16.
 //
-// linear_batch_arrange: x [rows, inputs] -> for every tile of ROWS rows and every DEPTH blocks of inputs a chunk:
-// matrices of BLOCK inputs in the layout of wgmma.h, then, unless FOLDED, the sums of the blocks, [DEPTH][ROWS] floats.
-// The padding is zeros. A thread has 16 bytes of a row. It also sets the counters of linear_batch to 0.
-//
-// linear_batch: out^T = W x^T, in tiles of OUTPUTS outputs by ROWS rows. The chunks of all tiles, one after the other,
-// are divided evenly among the blocks, wherever that cuts a tile. One warpgroup copies codes and x to a ring in shared
-// memory, a chunk a stage, and scales and biases to two slots, for SPAN inputs at once: in smaller pieces they would
-// take as long as the codes. The others multiply, 64 outputs each, or twice as many: a thread unpacks 16
-// neighbouring codes of two outputs, the left sides of four products. With HALVES of 2, two warpgroups have the same 64
-// outputs, each half of a chunk's inputs, and their sums are added through shared memory. Chunks are longer then, and
-// longer pieces of rows are read faster. A tile that several blocks share is left in
-// `partials`, and added up, in the order of its inputs, by the block that is done last.
+// x is in chunks, by linear_batch_arrange.cu. Tiles are OUTPUTS outputs by ROWS rows, of out^T = W x^T. The chunks of
+// all tiles, one after the other, are divided evenly among the blocks, wherever that cuts a tile. One warpgroup copies
+// codes and x to a ring in shared memory, a chunk a stage, and scales and biases to two slots, for SPAN inputs at
+// once: in smaller pieces they would take as long as the codes. The others multiply, 64 outputs each, or twice as
+// many: a thread unpacks 16 neighbouring codes of two outputs, the left sides of four products (codes.h). With HALVES
+// of 2, two warpgroups have the same 64 outputs, each half of a chunk's inputs, and their sums are added through
+// shared memory. Chunks are longer then, and longer pieces of rows are read faster. A tile that several blocks share
+// is left in `partials`, and added up, in the order of its inputs, by the block that is done last.
 //
 // Where tiles are at most half as many as multiprocessors, several blocks would share each, and the last one of a small
 // matrix would add for longer than it multiplies. There the CLUSTER blocks of a cluster divide the chunks of a tile,
@@ -36,271 +32,10 @@
 #include "device/ring_cursor.h"
 #include "device/vectors.h"
 #include "device/wgmma.h"
+#include "linear/batch/chunk.h"
+#include "linear/batch/codes.h"
+#include "linear/batch/layout.h"
 #include "linear/out_parts.h"
-#include "linear/params.h"
-
-constexpr uint NONE = 0xFFFFFFFF;
-constexpr uint BLOCK = 64;
-// Inputs of a chunk, and the bytes of x in it and of its sums.
-constexpr uint INPUTS = DEPTH * BLOCK;
-constexpr uint X_BLOCK = ROWS * BLOCK * 2;
-constexpr uint X_BYTES = DEPTH * X_BLOCK;
-constexpr bool FOLDED = ROWS > 32;
-constexpr uint SUMS_BYTES = FOLDED ? 0 : DEPTH * ROWS * 4;
-
-struct LinearBatchParams {
-    LinearParams linear;
-    // Tiles of rows, fewer of which may exist with experts, and tiles of outputs.
-    uint row_tiles;
-    uint output_tiles;
-    OutParts parts;
-};
-
-inline uint chunks_of(uint inputs) {
-    return (inputs + INPUTS - 1) / INPUTS;
-}
-
-// The order of a lane's 16 codes: pair i are inputs 8 (i % 2) + 2 t and the next one of product i / 2.
-constexpr uint code_of(uint pair, uint which) {
-    return BITS == 4   ? pair / 4 * 8 + pair % 4 + which * 4
-           : BITS == 6 ? pair / 2 * 4 + pair % 2 + which * 2
-                       : pair * 2 + which;
-}
-
-#if KERNEL_linear_batch_arrange
-
-// Blocks: x counts blocks of inputs, of whole chunks, as many as a block has threads for; y 32 rows, or a tile of
-// fewer.
-extern "C" __global__ void __launch_bounds__(256)
-    KVANT_KERNEL(const uchar *x, uchar *out, uint *counters, const LinearBatchParams p, const uint *experts, const uint *order) {
-    take_turn();
-    if (blockIdx.x == 0 && blockIdx.y == 0) {
-        for (uint i = threadIdx.x; i < p.row_tiles * p.output_tiles; i += 256) {
-            counters[i] = 0;
-        }
-    }
-    constexpr uint TOGETHER = ROWS < 32 ? ROWS : 32;
-    const uint place = blockIdx.y * TOGETHER + threadIdx.x / 8 % TOGETHER, tile = place / ROWS, r = place % ROWS;
-    if (EXPERTS && experts[tile] == NONE) {
-        return;
-    }
-    const uint block = blockIdx.x * (32 / TOGETHER) + threadIdx.x / 8 / TOGETHER, chunks = chunks_of(p.linear.inputs);
-    const uint piece = threadIdx.x % 8, row = EXPERTS ? order[place] : place;
-    const bool there = row < p.linear.rows && block < p.linear.inputs / BLOCK;
-    const ushort *from = reinterpret_cast<const ushort *>(x) + (there ? ulong(row / p.linear.rows_per_input) * p.linear.inputs + block * BLOCK : 0);
-    uint words[4];
-    float sum = 0;
-#pragma unroll
-    for (uint i = 0; i < 4; i++) {
-        const ushort low = there ? from[i * 16 + code_of(piece, 0)] : 0, high = there ? from[i * 16 + code_of(piece, 1)] : 0;
-        words[i] = low | uint(high) << 16;
-        sum += bf16_to_float(low) + bf16_to_float(high);
-    }
-#pragma unroll
-    for (uint step = 1; step < 8; step *= 2) {
-        sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-    }
-    if (block >= chunks * DEPTH) {
-        return;
-    }
-    uchar *chunk = out + (ulong(tile) * chunks + block / DEPTH) * (X_BYTES + SUMS_BYTES);
-    *reinterpret_cast<uint4 *>(chunk + block % DEPTH * X_BLOCK + r * 128 + (piece ^ r % 8) * 16) =
-        make_uint4(words[0], words[1], words[2], words[3]);
-    if (!FOLDED && piece == 0) {
-        reinterpret_cast<float *>(chunk + X_BYTES)[block % DEPTH * ROWS + r] = sum;
-    }
-}
-
-#else
-
-constexpr uint OUTPUTS = 256 / HALVES;
-constexpr uint PRODUCERS = 128;
-// Tiles of 64 outputs that a warpgroup multiplies. Registers suffice for so many sums with fewer warpgroups.
-constexpr uint TILES = ROWS <= 64 ? 1 : 2;
-constexpr uint CONSUMERS = 512 / TILES;
-constexpr uint THREADS = PRODUCERS + CONSUMERS;
-// Threads whose sums are of different outputs, and blocks of a chunk that a thread multiplies.
-constexpr uint WRITERS = CONSUMERS / HALVES;
-constexpr uint OWN_BLOCKS = DEPTH / HALVES;
-static_assert(HALVES == 1 || !FOLDED, "linear: halves of chunks are for few rows");
-// Bytes of a row of codes, and from one to the next, so that the lanes of a load meet in no bank: where rows are not
-// padded, their units of 16 bytes are permuted (swizzled).
-constexpr uint CODES = INPUTS / 8 * BITS;
-constexpr uint PITCH = BITS == 4 ? CODES : BITS == 8 ? CODES + 64 : CODES + 16;
-// Lanes that copy a row, 16 bytes at a time.
-constexpr uint ROW_LANES = CODES / 16 % 8 == 0 ? 8 : CODES / 16 % 4 == 0 ? 4 : 2;
-// A stage: x, codes, sums of x.
-constexpr uint AT_CODES = X_BYTES;
-constexpr uint AT_SUMS = AT_CODES + OUTPUTS * PITCH;
-constexpr uint STAGE = (AT_SUMS + SUMS_BYTES + 1023) / 1024 * 1024;
-// Chunks, of SPAN inputs, whose scales and biases are copied together; how many a thread has of a chunk; their bytes
-// for an output, and from one output to the next. They are copied in pieces of 8 bytes or, where these are not aligned,
-// in words: the first scale, or bias, of all may be in the middle of one (SCALES_ODD, BIASES_ODD: 0 or 1), and that of
-// any output.
-constexpr uint SPAN_CHUNKS = SPAN / INPUTS;
-constexpr uint FACTORS = INPUTS / GROUP / HALVES;
-constexpr uint SPAN_BYTES = SPAN / GROUP * 2;
-constexpr uint FACTOR_PITCH = SPAN_BYTES + 8;
-constexpr uint FACTOR_PIECES = SPAN_BYTES / 8;
-constexpr uint SIDE = OUTPUTS * FACTOR_PITCH;
-constexpr uint SLOTS = 2;
-// The ring begins behind the barriers, at a multiple of 1024 bytes.
-constexpr uint AT_RING = 1024;
-constexpr uint AT_SLOTS = AT_RING + STAGES * STAGE;
-// The sums over the second halves, of two tiles in turn.
-constexpr uint AT_HALVES = AT_SLOTS + SLOTS * 2 * SIDE;
-constexpr uint HALF_BYTES = HALVES == 1 ? 0 : OUTPUTS * ROWS * 4;
-static_assert(1024 + AT_HALVES + 2 * HALF_BYTES == SHARED_BYTES, "linear: the shared memory that Rust asks for");
-static_assert(CLUSTER == 1 || STAGES * STAGE >= OUTPUTS * ROWS * 4, "linear: the sums of a tile take the place of the ring");
-static_assert(CLUSTER == 1 || !EXPERTS, "linear: how many tiles of experts there are is not known before");
-static_assert(INPUTS / HALVES % GROUP == 0 && SPAN % INPUTS == 0 && GROUP % BLOCK == 0, "linear: whole groups in a chunk, whole blocks in a group");
-static_assert(X_DTYPE == BF16 && (OUT_DTYPE == BF16 || OUT_DTYPE == F32 && !FOLDED), "linear: the dtypes of rows");
-static_assert(W_DTYPE == BF16 || W_DTYPE == F16 && !FOLDED, "linear: the dtype of scales");
-
-// What is added to codes: the lowest of seven bits behind the exponent of 128 counts 1. Codes of 8 bits are counted
-// from their middle.
-constexpr bool EXACT = OUT_DTYPE == F32 && BITS != 8;
-constexpr float OFFSET = BITS == 8 ? -128 : EXACT ? 0 : 128;
-constexpr uint MINUS_OFFSET = BITS == 8 ? 0x43004300 : 0xC300C300;
-
-// (word & mask) | 128 in both halves, in one instruction.
-inline uint masked(uint word, uint mask) {
-    uint out;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "r"(mask), "r"(0x43004300));
-    return out;
-}
-
-// Pair i of a lane's 16 codes.
-inline uint pair_of(const uint (&w)[4], uint i) {
-    if (BITS == 4) {
-        return masked(w[i / 4] >> i % 4 * 4, 0x000F000F);
-    }
-    if (BITS == 6) {
-        // 24 bits, from bit 24 (i / 2) on, of which the pair has bits 0 and 12, or 6 and 18.
-        const uint quad = i / 2;
-        const uint four = quad == 0 ? w[0] : quad == 1 ? __funnelshift_r(w[0], w[1], 24) : quad == 2 ? __funnelshift_r(w[1], w[2], 16)
-                                                                                                  : w[2] >> 8;
-        const uint two = four >> i % 2 * 6;
-        return masked(two << 4, 0x3F0000) | two & 0x3F;
-    }
-    const uint two = w[i / 2] >> i % 2 * 16;
-    // 2^23 plus the code; minus 2^23 and the middle it has 8 bits, all in the upper half of the float.
-    constexpr float OFF = 8388608 + 128;
-    const float low = __uint_as_float(two & 255 | 0x4B000000) - OFF, high = __uint_as_float(two >> 8 & 255 | 0x4B000000) - OFF;
-    return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-}
-
-// Unit `unit` of 16 bytes of a row of codes is in this place.
-inline uint swizzled(uint row, uint unit) {
-    return BITS == 4 ? unit ^ (DEPTH % 4 == 0 ? row & 3 : row >> 1 & 1) << 1 : unit;
-}
-
-// A lane's 16 codes of each of its two outputs.
-inline void load_codes(uint (&w)[2][4], const uchar *codes) {
-#pragma unroll
-    for (uint r = 0; r < 2; r++) {
-        const uchar *from = codes + r * 8 * PITCH;
-        if (BITS == 4) {
-            const uint2 two = *reinterpret_cast<const uint2 *>(from);
-            w[r][0] = two.x;
-            w[r][1] = two.y;
-        } else if (BITS == 6) {
-#pragma unroll
-            for (uint i = 0; i < 3; i++) {
-                w[r][i] = reinterpret_cast<const uint *>(from)[i];
-            }
-        } else {
-            const uint4 four = *reinterpret_cast<const uint4 *>(from);
-            w[r][0] = four.x;
-            w[r][1] = four.y;
-            w[r][2] = four.z;
-            w[r][3] = four.w;
-        }
-    }
-}
-
-// Scales and biases of a lane's two outputs for one group. FOLDED: as bf16, twice each.
-struct Factors {
-    uint scale[2];
-    uint bias[2];
-};
-
-// Codes as bf16, exactly.
-inline uint codes_of(uint pair) {
-    uint codes;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(codes) : "r"(pair), "r"(0x3F803F80), "r"(MINUS_OFFSET));
-    return codes;
-}
-
-// scale * code + bias, rounded once.
-inline uint weights_of(uint pair, uint scale, uint bias) {
-    uint out;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(codes_of(pair)), "r"(scale), "r"(bias));
-    return out;
-}
-
-// The left sides of N products of a block from the one `first` on: rows g and g + 8 of the warp's outputs.
-template <uint N>
-inline void operands(uint (&a)[N][4], const uint (&w)[2][4], uint first, const Factors &factors) {
-#pragma unroll
-    for (uint i = 0; i < N; i++) {
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            const uint pair = pair_of(w[j % 2], 2 * (first + i) + j / 2);
-            a[i][j] = FOLDED ? weights_of(pair, factors.scale[j % 2], factors.bias[j % 2]) : EXACT ? codes_of(pair) : pair;
-        }
-    }
-}
-
-// The shares of the blocks: `each` of all chunks of all tiles (in a cluster, of its tile), and one more for the first
-// `longer` blocks.
-struct Shares {
-    uint each;
-    uint longer;
-
-    uint begin(uint block) const {
-        return block * each + min(block, longer);
-    }
-    uint block_of(uint unit) const {
-        const uint of_longer = longer * (each + 1);
-        return unit < of_longer ? unit / (each + 1) : longer + (unit - of_longer) / each;
-    }
-};
-
-// The chunks of one tile that a block has.
-struct Segment {
-    uint tile;
-    uint from;
-    uint to;
-};
-
-inline Segment segment_at(uint unit, uint end, uint chunks) {
-    const uint tile = unit / chunks, from = unit % chunks;
-    return {tile, from, min(chunks, from + (end - unit))};
-}
-
-// The scales, or biases, of an output for a chunk; `odd` if they begin in the middle of a word.
-inline void load_factors(uint (&to)[FACTORS], const uchar *from, bool odd) {
-    ushort halves[FACTORS];
-    if constexpr (FACTORS_ALIGNED && FACTORS % 2 == 0) {
-#pragma unroll
-        for (uint i = 0; i < FACTORS; i += 2) {
-            // The compiler joins neighbouring words.
-            const uint two = reinterpret_cast<const uint *>(from)[i / 2];
-            halves[i] = ushort(two);
-            halves[i + 1] = ushort(two >> 16);
-        }
-    } else {
-#pragma unroll
-        for (uint i = 0; i < FACTORS; i++) {
-            halves[i] = reinterpret_cast<const ushort *>(from)[i + odd];
-        }
-    }
-#pragma unroll
-    for (uint i = 0; i < FACTORS; i++) {
-        to[i] = FOLDED ? halves[i] * 0x10001u : W_DTYPE == F16 ? __float_as_uint(half_to_float(halves[i])) : uint(halves[i]) << 16;
-    }
-}
 
 // Blocks: the grid has one dimension.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
@@ -623,10 +358,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             Column of[2];
         };
         const auto columns_of = [&](uint tile) -> Columns {
-            return {{column_in_parts(p.linear, p.parts, output_of(tile, 0)), column_in_parts(p.linear, p.parts, output_of(tile, 1))}};
+            const auto column = [&](uint h) { return column_in_parts(p.linear, p.parts, output_of(tile, h)); };
+            return {{column(0), column(1)}};
         };
-        // Lanes of even g take a column of two neighbouring outputs, those of odd g the next column. `columns` are those
-        // of the tile: found once, since code that runs once a tile is slow to fetch.
+        // Lanes of even g take a column of two neighbouring outputs, those of odd g the next column.
+        // `columns` are found once for all rows, which leaves less code.
         const auto store = [&](uint i, const float *four, const Columns &columns) {
             const uint at = row_tile * ROWS + i % (ROWS / 8) * 8 + 2 * t + g % 2;
             const uint row = EXPERTS ? order[at] : at;
@@ -755,5 +491,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         }
     }
 }
-
-#endif
