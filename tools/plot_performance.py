@@ -366,24 +366,23 @@ def prompts(records):
 
 def models_h200(records):
     record = records["h200-real-sizes"]
-    some = [row for row in rows(record) if row["decode µs at 32768"] is not None]
     svg = Svg(720, 250, "A decode step of models of released sizes on an H200")
     svg.text(16, 26, "A decode step on an H200, one sequence, random weights: milliseconds, less is better", "title")
     source(svg, record, 46)
     axes = Axes(svg, (170, 60, 500, 140), (0, 8), (0, 1))
     axes.grid([(x, f"{x}") for x in range(0, 9)], [])
     y = 68
-    for row in some:
+    for row in rows(record):
         svg.text(16, y + 20, f"{row['model']}, {row['weights']}")
-        for i, (label, colour) in enumerate((("decode µs at 128", "kvant"), ("decode µs at 32768", "two"))):
+        for i, (label, colour) in enumerate((("step at 128 tokens, µs", "kvant"), ("at 32768, µs", "two"))):
             x, _ = axes.at(row[label] / 1e3, 0)
             svg.bar(170, y + 17 * i, x - 170, 13, colour)
             svg.text(x + 6, y + 17 * i + 11, f"{row[label] / 1e3:.2f}", "small")
-        x, _ = axes.at(floor_us(row, records) / 1e3, 0)
+        x, _ = axes.at(row["step at 128 tokens, µs"] * float(row["of a read"].rstrip(" %")) / 1e5, 0)
         svg.line(x, y - 4, x, y + 34, "limit")
         y += 44
     legend(svg, 170, 236, [("kvant", "128 tokens"), ("two", "32768 tokens")])
-    svg.text(704, 236, "Dashed: active weights read once at 4561 GB/s.", "small", "end")
+    svg.text(704, 236, "Dashed: what is read at 128 tokens, at the rate of a plain read.", "small", "end")
     return svg.render()
 
 
@@ -550,22 +549,6 @@ def table_cpu_models(records):
     return markdown(["machine, prompt", "commit", "program", "prompt, tokens/s", "decode, tokens/s", "kvant's prompt ÷", "kvant's decode ÷"], body)
 
 
-def floor_us(row, records):
-    """The time of reading a model's active weights at the rate of the plain read."""
-    limit = float(re.search(r"reading 8 GiB once: (\d+) GB/s", " ".join(records["h200-decode"]["notes"]))[1])
-    # The record's floor is the bytes of the weights at a nominal 4300 GB/s.
-    return row["floor µs"] * 4300 / limit
-
-
-def table_real_sizes(records):
-    body = []
-    for row in rows(records["h200-real-sizes"]):
-        step = row["decode µs at 128"]
-        body.append([row["model"], row["weights"], step, row["decode µs at 32768"], f"{1e6 / step:.0f}",
-                     f"{100 * floor_us(row, records) / step:.0f} %"])
-    return markdown(["model", "weights", "step at 128 tokens, µs", "at 32768", "tokens/s at 128", "of the floor"], body)
-
-
 def table_real_sizes_prompts(records):
     body = []
     for row in rows(records["h200-real-sizes-prompts"]):
@@ -639,9 +622,10 @@ TABLES = {
     "cpu-e2b": plain("cpu-e2b"),
     "cpu-server": plain("cpu-server-xeon"),
     "cpu-models": table_cpu_models,
-    "real-sizes": table_real_sizes,
+    "real-sizes": plain("h200-real-sizes"),
     "real-sizes-prompts": table_real_sizes_prompts,
-    "real-sizes-steps": plain("h200-real-sizes-steps"),
+    "sequences": plain("h200-sequences"),
+    "sequences-h100": plain("h100-sequences"),
     "real-sizes-logits": plain("h200-real-sizes-logits"),
     "h200-model": table_h200_model,
     "h200-linear": table_linear,
