@@ -151,6 +151,11 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
+    /// Whether an id has a token. [`Tokenizer::decode`] leaves out ids without one.
+    pub fn has_token(&self, id: u32) -> bool {
+        self.inner.id_to_token(id).is_some()
+    }
+
     /// The names of special tokens.
     pub(crate) fn special_names(&self) -> Vec<String> {
         let tokens = self.inner.get_added_tokens_decoder();

@@ -68,9 +68,23 @@ pub(crate) async fn detokenize(
     Json(request): Json<DetokenizeRequest>,
 ) -> Result<Json<Value>> {
     app.model(request.model.as_deref())?;
-    let decoded = app.blocking(move |app| app.engine.tokenizer().decode_with_special(&request.tokens));
-    let text = tokenized("tokens", decoded.await?)?;
+    let decoded = app.blocking(move |app| {
+        let tokenizer = app.engine.tokenizer();
+        // A text without them would not show that something is missing.
+        if let Some((index, &id)) = request.tokens.iter().enumerate().find(|&(_, &id)| !tokenizer.has_token(id)) {
+            return Err(unknown(index, id, tokenizer.vocab_size()));
+        }
+        tokenized("tokens", tokenizer.decode_with_special(&request.tokens))
+    });
+    let text = decoded.await??;
     Ok(Json(json!({"prompt": text, "content": text})))
+}
+
+/// 400 for an id that has no token.
+fn unknown(index: usize, id: u32, vocabulary: usize) -> ApiError {
+    let field = format!("tokens[{index}]");
+    let message = format!("`{field}` must be the id of a token, below the vocabulary's {vocabulary}, got {id}");
+    ApiError::field(field, message)
 }
 
 /// What clients need to know that make prompts of ids.

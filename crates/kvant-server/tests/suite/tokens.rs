@@ -34,4 +34,11 @@ async fn what_is_refused() {
         assert_eq!(post(router(), "/tokenize", body).await.refused(), field);
     }
     assert_eq!(post(router(), "/detokenize", json!({"tokens": [-1]})).await.refused(), "tokens[0]");
+    for id in [4096, u32::MAX] {
+        let answer = post(router(), "/detokenize", json!({"tokens": [5, id, 6]})).await;
+        let expected = format!("`tokens[1]` must be the id of a token, below the vocabulary's 4096, got {id}");
+        assert_eq!(answer.json()["error"]["message"], expected);
+        assert_eq!(answer.refused(), "tokens[1]");
+    }
+    post(router(), "/detokenize", json!({"tokens": [4095]})).await.ok();
 }
