@@ -39,8 +39,8 @@ const HELP: &str = "/system TEXT     set the system message\n\
 
 /// Chat with a model
 ///
-/// Lines are messages, and lines that begin with / are commands: /help lists them. Reads lines without a prompt where
-/// standard input is no terminal.
+/// Lines are messages, and lines that begin with / are commands: /help lists them. Where standard input is no terminal,
+/// lines are read without a prompt, and the exit code is 1 if one of them has failed.
 #[derive(clap::Args)]
 pub struct ChatArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
@@ -180,14 +180,18 @@ impl Chat<'_> {
     }
 
     fn with_lines(&mut self) -> Result {
+        let (mut lines, mut failed) = (0, 0);
         for line in std::io::stdin().lock().lines() {
-            self.line(&line.map_err(|error| format!("standard input: {error}"))?)?;
+            lines += 1;
+            let succeeded = self.line(&line.map_err(|error| format!("standard input: {error}"))?)?;
+            failed += usize::from(!succeeded);
         }
-        Ok(())
+        // Nobody may have watched: a script needs the exit code.
+        if failed == 0 { Ok(()) } else { Err(format!("{failed} of {lines} lines failed").into()) }
     }
 
-    /// Runs a command or answers a message. Their errors do not end the chat.
-    fn line(&mut self, line: &str) -> Result {
+    /// Runs a command or answers a message, and returns whether that succeeded. Their errors do not end the chat.
+    fn line(&mut self, line: &str) -> Result<bool> {
         let done = match line.trim() {
             "" => Ok(()),
             command if command.starts_with('/') => self.command(command),
@@ -197,9 +201,9 @@ impl Chat<'_> {
             Err(error) if output::is_closed(&*error) => Err(error),
             Err(error) => {
                 output::report(&*error);
-                Ok(())
+                Ok(false)
             }
-            done => done,
+            Ok(()) => Ok(true),
         }
     }
 

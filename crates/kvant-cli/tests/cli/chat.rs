@@ -10,12 +10,10 @@ fn a_model_without_a_template_says_what_to_do() {
 fn lines_are_messages_and_commands() {
     let directory = scratch("chat");
     let saved = directory.join("saved.json");
-    let input = format!("What is a Vec?\n/nope\nAnd a slice?\n/save {}\n", saved.display());
+    let input = format!("What is a Vec?\nAnd a slice?\n/save {}\n", saved.display());
     let model = shipped();
     let args = ["chat", str(&model), "--plain", "--max-tokens", "8", "--temperature", "0", "--system", "Be brief."];
-    let run = kvant_with_input(&args, input.as_bytes());
-    assert!(run.stderr.contains("/nope"), "{}", run.stderr);
-    let text = run.ok();
+    let text = kvant_with_input(&args, input.as_bytes()).ok();
     let messages: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(&saved).unwrap()).unwrap();
     let roles: Vec<_> = messages.iter().map(|message| message["role"].as_str().unwrap()).collect();
     assert_eq!(roles, ["system", "user", "assistant", "user", "assistant"]);
@@ -39,8 +37,21 @@ fn wrong_lines_say_what_is_expected() {
     for message in ["/save needs", "/load needs", "on, off or hidden, got \"maybe\"", "/nope: no such command"] {
         assert!(run.stderr.contains(message), "{}", run.stderr);
     }
-    assert_eq!(run.ok(), "");
+    assert!(run.error().ends_with("error: 4 of 4 lines failed\n"));
     assert!(kvant_with_input(&args, b"\xff\n").error().contains("standard input: "));
+}
+
+/// The lines after it are answered all the same.
+#[test]
+fn a_message_that_fails_is_in_the_exit_code() {
+    let model = shipped();
+    let args = ["chat", str(&model), "--plain", "--context", "64", "--max-tokens", "4", "--temperature", "0"];
+    let input = format!("{}\nWhat is a Vec?\n", "long ".repeat(100));
+    let run = kvant_with_input(&args, input.as_bytes());
+    assert!(run.code == 1 && run.stdout.lines().count() > 0, "{}", run.stderr);
+    for message in ["fewer tokens than --context 64", "error: 1 of 2 lines failed\n"] {
+        assert!(run.stderr.contains(message), "{}", run.stderr);
+    }
 }
 
 #[test]
