@@ -62,7 +62,7 @@ impl DeviceArgs {
         let device = match self.device {
             DeviceChoice::Auto => Device::default(),
             DeviceChoice::Cpu => Device::cpu(),
-            DeviceChoice::Cuda(number) => Device::cuda(number)?,
+            DeviceChoice::Cuda(number) => Device::cuda(number).map_err(|error| with_number(error, number))?,
             DeviceChoice::Metal => Device::open(DeviceKind::Metal)?,
             DeviceChoice::Reference => Device::reference(),
         };
@@ -73,6 +73,16 @@ impl DeviceArgs {
         }
         let (threads, eight_bit_activations) = (self.threads, self.eight_bit_activations);
         Ok(Device::cpu_with(CpuOptions { threads, eight_bit_activations, ..CpuOptions::default() })?)
+    }
+}
+
+/// Names the GPU in the message of a device that cannot be opened. The first one is also that of `cuda`.
+fn with_number(error: kvant::Error, number: usize) -> Box<dyn std::error::Error> {
+    match error {
+        kvant::Error::NoDevice { kind, reason } if number > 0 => {
+            format!("device {kind}:{number} is not available: {reason}").into()
+        }
+        error => error.into(),
     }
 }
 

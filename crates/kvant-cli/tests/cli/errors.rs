@@ -45,10 +45,10 @@ fn arguments() {
 
 #[test]
 fn absent_devices_say_why() {
-    for kind in ["cuda", "metal"] {
+    for (kind, device) in [("cuda", "cuda"), ("cuda", "cuda:7"), ("metal", "metal")] {
         // On a machine that has one there is nothing to test here.
         if kvant(&["devices"]).ok().lines().any(|line| line.contains(kind) && line.contains("not available")) {
-            fails(&["generate", "--device", kind], &format!("device {kind} is not available: "));
+            fails(&["generate", "--device", device], &format!("device {device} is not available: "));
         }
     }
 }
