@@ -55,11 +55,12 @@ pub struct OpArgs {
     /// head_dim:heads:kv_heads of the attention layers
     #[arg(long, value_name = "D:H:Hk,…", value_delimiter = ',', default_value = "128:32:8,256:16:8,512:16:2")]
     shapes: Vec<Heads>,
-    /// Tokens in the cache (attend) or in one call (others) [default: 1024,32768 or 1,512]
+    /// Tokens in the cache (attend) or in one call (others) [default: 1024,32768 for attend; 512 for encode; 1,512 for
+    /// kv-write and norm-rope]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<Vec<u32>>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V [default:
-    /// depends on the operation]
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V;
+    /// norm-rope has none [default: f16,tq8,tq4 for attend; f16,tq4 for kv-write; tq8,tq6,tq5,tq4,tq3,tq2 for encode]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Option<Vec<KvCodec>>,
     /// Use a pool with so many positions in a page: 16, 32, 64, 128 or 256 [default: contiguous layers; 64 for types
