@@ -72,8 +72,8 @@ def golden(folder, tokens):
 def main():
     parser = argparse.ArgumentParser(description="Logits, losses and token ids of the trained model rustdoc-11m.")
     root = Path(__file__).resolve().parent.parent
-    parser.add_argument("--bf16", type=Path, required=True, help="folder of rustdoc-11m-bf16")
-    parser.add_argument("--quantized", type=Path, required=True, help="folder of rustdoc-11m-4bit")
+    parser.add_argument("--bf16", type=Path, required=True, help="folder of rustdoc-11m in bf16")
+    parser.add_argument("--quantized", type=Path, required=True, help="folder of rustdoc-11m in 4 bits")
     parser.add_argument("--text", type=Path, required=True, help="the held-out text, rustdoc-valid.txt")
     parser.add_argument("--out", type=Path, default=root / "crates/kvant-models/tests/golden/rustdoc-11m")
     args = parser.parse_args()
