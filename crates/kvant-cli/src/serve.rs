@@ -1,6 +1,12 @@
 //! `kvant serve`: an HTTP server for a model.
 
-use std::{net::TcpListener, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
+use std::{
+    net::{IpAddr, Ipv6Addr, TcpListener},
+    path::PathBuf,
+    str::FromStr,
+    sync::Arc,
+    time::Duration,
+};
 
 use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use kvant::Device;
@@ -20,6 +26,9 @@ use crate::{
 
 /// Tokens of a step, unless the requests that decode are more.
 const MOST_STEP: usize = 2048;
+
+/// Larger numbers of requests at once are typing errors.
+const MOST_SEQUENCES: u64 = 65536;
 
 /// Serve a model over HTTP, for clients of OpenAI and Anthropic
 ///
@@ -61,7 +70,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(2..))]
     context: Option<usize>,
     /// Requests that run at once
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 16,
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MOST_SEQUENCES))]
     max_sequences: usize,
     /// Memory for KV pages, as in 4GiB; requests wait while it is full [default: enough for all sequences at full
     /// context, or nine tenths of what the model leaves, if that suffices for one]
@@ -71,7 +81,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "BYTES", default_value = "0")]
     host_cache: Bytes,
     /// Draft tokens that a step tries for a request, from its own text; for texts that repeat themselves, on a GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0,
+          value_parser = RangedU64ValueParser::<usize>::new().range(..=EngineOptions::MOST_DRAFTS as u64))]
     drafts: usize,
     /// How long the start may take to compile kernels and record passes for all sizes of batches, on a GPU; 0 to do
     /// that when they are needed
@@ -88,13 +99,13 @@ pub struct ServeArgs {
     drain: u64,
     /// A name by which clients can reach a server that listens on localhost, for example behind a proxy; can be
     /// repeated. It answers to localhost and addresses anyway
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = host_name)]
     allowed_host: Vec<String>,
     /// Connections at once; more wait
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_connections: usize,
-    /// The origin whose web pages can use the server, or `*`
-    #[arg(long, value_name = "ORIGIN")]
+    /// The origin whose web pages can use the server, as in https://example.com:8080, or `*`
+    #[arg(long, value_name = "ORIGIN", value_parser = origin)]
     cors: Option<String>,
     #[command(flatten)]
     activations: ActivationArgs,
@@ -215,6 +226,37 @@ impl ServeArgs {
     }
 }
 
+/// An origin as browsers send it, or `*`. In another form it would never be equal to theirs.
+fn origin(text: &str) -> std::result::Result<String, String> {
+    let is_scheme = |scheme: &str| {
+        let rest = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"+-.".contains(&b);
+        scheme.starts_with(|c: char| c.is_ascii_lowercase()) && scheme.bytes().all(rest)
+    };
+    let is_host = |host: &str| match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+        Some(v6) => v6.parse::<Ipv6Addr>().is_ok(),
+        None => host_name(host).is_ok() && !host.contains(|c: char| c == ':' || c.is_ascii_uppercase()),
+    };
+    let is_port = |port: &str| port.bytes().all(|b| b.is_ascii_digit()) && port.parse::<u16>().is_ok();
+    let is_origin = text.split_once("://").is_some_and(|(scheme, place)| {
+        let (host, port) = match place.rsplit_once(':') {
+            Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
+            _ => (place, None),
+        };
+        is_scheme(scheme) && is_host(host) && port.is_none_or(is_port)
+    });
+    let expected = "expected an origin in lower case and without a path, as in https://example.com:8080, or *";
+    if text == "*" || is_origin { Ok(text.to_string()) } else { Err(expected.to_string()) }
+}
+
+/// A name as in the header `Host`, without the port.
+fn host_name(text: &str) -> std::result::Result<String, String> {
+    let is_label =
+        |label: &str| !label.is_empty() && label.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b));
+    let is_name = text.split('.').all(is_label) || text.parse::<IpAddr>().is_ok();
+    let expected = "expected the name of a host, without scheme and port, as in box.example";
+    if is_name { Ok(text.to_string()) } else { Err(expected.to_string()) }
+}
+
 /// A number of bytes: `4GiB`, `512M`, `1000000`. All units are powers of 1024.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Bytes(usize);
@@ -241,6 +283,49 @@ impl FromStr for Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn origins_as_browsers_send_them() {
+        for good in [
+            "*",
+            "http://localhost",
+            "https://example.com:8443",
+            "http://127.0.0.1:3000",
+            "http://[::1]",
+            "http://[::1]:3000",
+            "chrome-extension://abcdefgh",
+        ] {
+            assert_eq!(origin(good).as_deref(), Ok(good));
+        }
+        for bad in [
+            "",
+            "nonsense",
+            "example.com",
+            "https://",
+            "https://example.com/",
+            "https://example.com/page",
+            "https://Example.com",
+            "HTTPS://example.com",
+            "https://a.example, https://b.example",
+            "http://localhost:",
+            "http://localhost:70000",
+            "http://localhost:+80",
+            "http://[x]",
+            "://example.com",
+        ] {
+            assert!(origin(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn names_without_ports() {
+        for good in ["box", "box.example", "Box-1.example", "my_service", "10.0.0.7", "::1"] {
+            assert_eq!(host_name(good).as_deref(), Ok(good));
+        }
+        for bad in ["", " ", "*", "box.example:8080", "http://box.example", "box.example.", ".example", "a,b", "a b"] {
+            assert!(host_name(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn bytes_with_units() {

@@ -5,9 +5,6 @@ use std::time::Duration;
 use kvant::Codec;
 use kvant_models::CacheCodecs;
 
-/// The most draft tokens of a request in a step.
-const MOST_DRAFTS: usize = 32;
-
 /// Options of [`Engine::start`](crate::Engine::start).
 ///
 /// ```
@@ -75,6 +72,9 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
+    /// The largest [`EngineOptions::drafts`].
+    pub const MOST_DRAFTS: usize = 32;
+
     /// Checks the options that the pages do not check.
     pub(crate) fn check(&self, context: usize) -> kvant_models::Result<()> {
         let at_least = |arg, least: usize, got: usize| match got >= least {
@@ -88,8 +88,8 @@ impl EngineOptions {
         at_least("sequences", 1, self.sequences)?;
         at_least("step_tokens", self.sequences.saturating_add(1), self.step_tokens)?;
         at_least("unread", 1, self.unread)?;
-        if self.drafts > MOST_DRAFTS {
-            let (expected, got) = (format!("at most {MOST_DRAFTS}"), self.drafts.to_string());
+        if self.drafts > EngineOptions::MOST_DRAFTS {
+            let (expected, got) = (format!("at most {}", EngineOptions::MOST_DRAFTS), self.drafts.to_string());
             return Err(kvant_models::Error::Argument { arg: "drafts", expected, got });
         }
         Ok(())

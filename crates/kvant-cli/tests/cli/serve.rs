@@ -19,9 +19,20 @@ fn what_cannot_be_served() {
     assert!(kvant(&["serve", "--chat-template", "missing.jinja", "--port", "0"]).error().contains("missing.jinja"));
     assert!(kvant(&["serve", "missing/model", "--port", "0"]).error().contains("missing/model"));
     // Before the model loads.
-    for [option, value] in [["--context", "1"], ["--max-sequences", "0"], ["--max-connections", "0"], ["--name", ""]] {
+    for (option, value, expected) in [
+        ("--context", "1", "2.."),
+        ("--max-sequences", "0", "1..=65536"),
+        ("--max-sequences", "1000000000", "1..=65536"),
+        ("--drafts", "33", "0..=32"),
+        ("--max-connections", "0", "1.."),
+        ("--name", "", ""),
+        ("--cors", "nonsense", "expected an origin"),
+        ("--allowed-host", "", "the name of a host"),
+        ("--allowed-host", "box:8080", "without scheme and port"),
+    ] {
         let error = kvant(&["serve", "--port", "0", option, value]).error();
-        assert!(error.contains(option) && !error.contains("loaded"), "{error}");
+        assert!(error.contains(option) && error.contains(value) && error.contains(expected), "{error}");
+        assert!(!error.contains("loaded"), "{error}");
     }
 }
 
