@@ -270,6 +270,17 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(failed)
 }
 
+/// Prints the path, or for embedded files their number.
+impl fmt::Display for Files {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Place::Directory(path) => path.display().fmt(f),
+            Place::Gguf(gguf) => gguf.path().display().fmt(f),
+            Place::Embedded(files) => write!(f, "{} embedded files", files.len()),
+        }
+    }
+}
+
 /// Prints names only: the contents are megabytes.
 impl fmt::Debug for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

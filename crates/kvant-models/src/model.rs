@@ -139,7 +139,7 @@ impl Model {
             return Err(Error::argument("pass_tokens", "at least 1", 0));
         }
         let model = with_source(files, |config, source| Model::assemble(config, source, device, options))?;
-        tracing::info!(?files, %device, bytes = model.weight_bytes(), "loaded");
+        tracing::info!(%files, %device, bytes = model.weight_bytes(), "loaded");
         Ok(model)
     }
 

@@ -44,11 +44,13 @@ fn it_answers_until_sigterm() {
         .spawn()
         .unwrap();
     let mut log = BufReader::new(child.stderr.take().unwrap());
-    let mut line = String::new();
+    let (mut line, mut start) = (String::new(), String::new());
     while !line.contains("listening on http://") {
         line.clear();
         assert!(log.read_line(&mut line).unwrap() > 0, "the server has ended");
+        start += &line;
     }
+    assert!(start.contains(" loaded files=4 embedded files device="), "{start}");
     let address = line.trim().rsplit("http://").next().unwrap();
     let mut stream = TcpStream::connect(address).unwrap();
     stream.write_all(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n").unwrap();
