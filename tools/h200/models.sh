@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures models of released sizes, with random weights, as docs/performance.md has them: a step of one sequence, steps of many
-# sequences, prompts; and transformers' prompts of E4B in the same run.
+# sequences, prompts; and transformers' prompts of E4B in the same run. Compares logits of E4B with those of transformers.
 #
 #   tools/h200/models.sh KVANT OUT [MODELS]
 #
@@ -38,3 +38,8 @@ measure 26b bf16 --prompts 6752 --decode 128,32768 --sequences 8,32,64,128
 measure 26b tq4 --sequences 2,4,8,16,32,64,128
 measure e4b bf16 --prompts 6752 --decode 128,32768 --sequences 2,8,16,32,64,128
 measure e4b tq4 --sequences 8,32,64,128
+for kv in bf16 tq8 tq4; do
+    logits=$models/e4b/logits-$kv.safetensors
+    "$kvant" logits --model "$models/e4b" --tokens-file "$models/e4b/tokens.txt" --device cuda --activations bf16 --kv "$kv" --out "$logits"
+    python3 "$here/compare.py" "$models/e4b/ref.pt" "$logits" | tee "$out/logits-e4b-$kv.txt"
+done

@@ -107,8 +107,12 @@ pub(crate) type Sent = Result<sse::Event, Infallible>;
 
 /// An event with JSON as its data.
 pub(crate) fn data(value: &impl Serialize) -> Sent {
+    with_data(sse::Event::default(), value)
+}
+
+fn with_data(event: sse::Event, value: &impl Serialize) -> Sent {
     // JSON has no line breaks, and every value has one.
-    Ok(sse::Event::default().data(serde_json::to_string(value).unwrap_or_default()))
+    Ok(event.data(serde_json::to_string(value).unwrap_or_default()))
 }
 
 /// Answers with a stream. Pings keep the connection while nothing else comes, for example during a long prompt.
@@ -171,7 +175,6 @@ impl Sender {
     /// Sends JSON with a name.
     pub async fn named(&self, name: &str, value: &impl Serialize) -> Result<(), Gone> {
         // The name first, as OpenAI and Anthropic send it: simple clients rely on this order.
-        let json = serde_json::to_string(value).unwrap_or_default();
-        self.send(Ok(sse::Event::default().event(name).data(json))).await
+        self.send(with_data(sse::Event::default().event(name), value)).await
     }
 }
