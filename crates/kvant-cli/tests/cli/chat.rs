@@ -41,7 +41,7 @@ fn wrong_lines_say_what_is_expected() {
     assert!(kvant_with_input(&args, b"\xff\n").error().contains("standard input: "));
 }
 
-/// The lines after it are answered all the same.
+/// A message that alone is too long, for example. The lines after it are answered all the same.
 #[test]
 fn a_message_that_fails_is_in_the_exit_code() {
     let model = shipped();

@@ -169,11 +169,6 @@ fn a_chat_goes_on_when_the_context_is_full() {
     run.ok();
     let messages: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(&saved).unwrap()).unwrap();
     assert_eq!(messages.len(), 1 + 2 * 6, "all are saved");
-    // One message alone that is too long is an error, and the chat goes on.
-    let input = format!("{}\nHello\n", "x".repeat(200));
-    let run = kvant_with_input(&args, input.as_bytes());
-    assert!(run.stderr.contains("the message has ") && run.stderr.contains("--context 128"), "{}", run.stderr);
-    assert!(!run.ok().is_empty());
 }
 
 #[test]
