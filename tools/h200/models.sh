@@ -39,7 +39,7 @@ measure 26b tq4 --sequences 2,4,8,16,32,64,128
 measure e4b bf16 --prompts 6752 --decode 128,32768 --sequences 2,8,16,32,64,128
 measure e4b tq4 --sequences 8,32,64,128
 for kv in bf16 tq8 tq4; do
-    logits=$models/e4b/logits-$kv.safetensors
+    logits=$models/logits-e4b-$kv.safetensors
     "$kvant" logits --model "$models/e4b" --tokens-file "$models/e4b/tokens.txt" --device cuda --activations bf16 --kv "$kv" --out "$logits"
     python3 "$here/compare.py" "$models/e4b/ref.pt" "$logits" | tee "$out/logits-e4b-$kv.txt"
 done

@@ -199,7 +199,7 @@ fn transform_short(row: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-    use crate::{CpuOptions, Device, Result, SimdLevel, Tensor, codec, ops};
+    use crate::{Device, Result, Tensor, codec, cpu::testing, ops};
 
     fn hadamard(device: &Device, x: &Tensor, inverse: bool) -> Result<Tensor> {
         let out = Tensor::zeros(device, x.dtype(), x.shape())?;
@@ -209,11 +209,8 @@ mod tests {
         Ok(out)
     }
 
-    fn levels() -> Vec<Device> {
-        let supported = SimdLevel::ALL.into_iter().filter(|level| level.is_supported());
-        let options =
-            supported.map(|level| CpuOptions { threads: Some(2), simd: Some(level), ..CpuOptions::default() });
-        options.map(|options| Device::cpu_with(options).unwrap()).collect()
+    fn devices() -> Vec<Device> {
+        testing::levels().map(|level| testing::device(level, 2)).collect()
     }
 
     fn numbers(n: usize) -> Vec<f32> {
@@ -237,7 +234,7 @@ mod tests {
 
     #[test]
     fn every_size_equals_the_definition_on_every_level() {
-        for device in levels() {
+        for device in devices() {
             for dim in (1..=12).map(|log2| 1usize << log2) {
                 let data = numbers(3 * dim);
                 let x = Tensor::from_slice(&device, &data, &[3, dim]).unwrap();
@@ -257,7 +254,7 @@ mod tests {
     fn levels_agree_bit_for_bit() {
         for dim in [64, 128, 2048] {
             let data = numbers(dim);
-            let results: Vec<Vec<u32>> = levels()
+            let results: Vec<Vec<u32>> = devices()
                 .iter()
                 .map(|device| {
                     let x = Tensor::from_slice(device, &data, &[dim]).unwrap();
@@ -270,7 +267,7 @@ mod tests {
 
     #[test]
     fn in_place_and_back_over_many_rows() {
-        for device in levels() {
+        for device in devices() {
             // More than one task.
             let data = numbers(300 * 128);
             let x = Tensor::from_slice(&device, &data, &[300, 128]).unwrap();

@@ -81,8 +81,9 @@ impl SimdKernel for KvReadTask<'_> {
 #[cfg(test)]
 mod tests {
     use crate::{
-        Codec, CpuOptions, DType, Device, HeadOrder, KvLayer, LayerSpec, SimdLevel, Step, Tensor,
+        Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor,
         codec::BITS,
+        cpu::testing,
         ops::{self, KvSide},
     };
 
@@ -114,9 +115,8 @@ mod tests {
     #[test]
     fn wrapped_ranges_equal_the_reference() {
         let codecs = [Codec::F32, Codec::F16].into_iter().chain(BITS.map(Codec::tq));
-        for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
-            let device =
-                Device::cpu_with(CpuOptions { threads: Some(2), simd: Some(level), ..CpuOptions::default() }).unwrap();
+        for level in testing::levels() {
+            let device = testing::device(level, 2);
             for codec in codecs.clone() {
                 for slots in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {
                     for order in [HeadOrder::HeadMajor, HeadOrder::TokenMajor] {

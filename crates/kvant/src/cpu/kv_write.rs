@@ -216,17 +216,15 @@ impl KvWriteTask<'_> {
 #[cfg(test)]
 mod tests {
     use crate::{
-        Codec, CpuOptions, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, SimdLevel, Step, Tensor, bf16,
+        Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor, bf16,
         codec::{BITS, Norm, TurboQuant},
+        cpu::testing,
         f16,
         ops::{self, KvSide},
     };
 
     fn devices() -> Vec<Device> {
-        let supported = SimdLevel::ALL.into_iter().filter(|level| level.is_supported());
-        let options =
-            supported.map(|level| CpuOptions { threads: Some(3), simd: Some(level), ..CpuOptions::default() });
-        options.map(|options| Device::cpu_with(options).unwrap()).collect()
+        testing::levels().map(|level| testing::device(level, 3)).collect()
     }
 
     /// Numbers from about −1 to 1, no two rows alike.

@@ -2,6 +2,17 @@
 
 use crate::{CpuOptions, DType, Device, SimdLevel, Tensor, bf16, f16};
 
+/// The instruction sets of this machine, the best one last.
+pub(super) fn levels() -> impl Iterator<Item = SimdLevel> {
+    SimdLevel::ALL.into_iter().filter(|level| level.is_supported())
+}
+
+/// A CPU device.
+pub(super) fn device(simd: SimdLevel, threads: usize) -> Device {
+    let options = CpuOptions { threads: Some(threads), simd: Some(simd), ..CpuOptions::default() };
+    Device::cpu_with(options).expect("the level is supported")
+}
+
 /// A CPU device of each supported instruction set, with one thread and with two; if `KVANT_TEST_SCOPE` is `quick`, only
 /// of the best instruction set.
 pub(super) fn devices() -> Vec<Device> {
@@ -10,7 +21,7 @@ pub(super) fn devices() -> Vec<Device> {
 
 /// The same, with activations of 8 bits in matrix products or without.
 pub(super) fn devices_with(eight_bit_activations: bool) -> Vec<Device> {
-    let levels: Vec<_> = SimdLevel::ALL.into_iter().filter(|level| level.is_supported()).collect();
+    let levels: Vec<_> = levels().collect();
     let quick = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "quick");
     let first = if quick { levels.len() - 1 } else { 0 };
     levels[first..]

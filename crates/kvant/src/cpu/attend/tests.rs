@@ -3,7 +3,8 @@
 use half::{bf16, f16};
 
 use crate::{
-    Codec, CpuOptions, DType, Device, HeadOrder, KvLayer, LayerSpec, Planes, Result, SimdLevel, Step, Tensor,
+    Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Planes, Result, SimdLevel, Step, Tensor,
+    cpu::testing::{self, device},
     ops::{self, Attend, Query, attend::visible},
 };
 
@@ -208,14 +209,9 @@ fn close(got: &[f32], want: &[f32], bound: f64, what: &str) {
     assert!(error <= bound * norm, "{what}: normalised squared error {:e}", error / norm);
 }
 
-fn device(simd: SimdLevel, threads: usize) -> Device {
-    Device::cpu_with(CpuOptions { threads: Some(threads), simd: Some(simd), ..CpuOptions::default() }).unwrap()
-}
-
 /// Every level, with another number of threads each.
 fn devices() -> Vec<Device> {
-    let levels = SimdLevel::ALL.into_iter().filter(|level| level.is_supported());
-    levels.enumerate().map(|(i, level)| device(level, 1 + (i + 1) % 3)).collect()
+    testing::levels().enumerate().map(|(i, level)| device(level, 1 + (i + 1) % 3)).collect()
 }
 
 const CODECS: [Codec; 9] = [

@@ -23,7 +23,6 @@
 // and each adds up a part of its sums, through distributed shared memory.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known.
-#include "device/affine.h"
 #include "device/cluster.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
