@@ -626,7 +626,7 @@ TABLES = {
     "real-sizes-prompts": table_real_sizes_prompts,
     "sequences": plain("h200-sequences"),
     "sequences-h100": plain("h100-sequences"),
-    "real-sizes-logits": plain("h200-real-sizes-logits"),
+    "e4b-logits": plain("e4b-logits"),
     "h200-model": table_h200_model,
     "h200-linear": table_linear,
     "h200-layer": plain("h200-layer"),

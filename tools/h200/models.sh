@@ -7,11 +7,13 @@
 # KVANT is the command, built elsewhere. OUT gets a file for each model and cache type, and is printed. MODELS (OUT/models) is a
 # folder for the checkpoints, 50 GB; those that are there are not made again. Requires a GPU of 80 GB, PyTorch and transformers.
 set -euo pipefail
-if [ $# -lt 2 ]; then
+if [ $# -lt 2 ] || [ ! -x "$1" ]; then
     sed -n '5p' "$0" >&2
     exit 2
 fi
-kvant=$(realpath "$1") && out=$(mkdir -p "$2" && realpath "$2")
+kvant=$(realpath "$1")
+mkdir -p "$2"
+out=$(realpath "$2")
 models=${3:-$out/models}
 here=$(cd "$(dirname "$0")" && pwd)
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
@@ -38,8 +40,12 @@ measure 26b bf16 --prompts 6752 --decode 128,32768 --sequences 8,32,64,128
 measure 26b tq4 --sequences 2,4,8,16,32,64,128
 measure e4b bf16 --prompts 6752 --decode 128,32768 --sequences 2,8,16,32,64,128
 measure e4b tq4 --sequences 8,32,64,128
-for kv in bf16 tq8 tq4; do
-    logits=$models/logits-e4b-$kv.safetensors
-    "$kvant" logits --model "$models/e4b" --tokens-file "$models/e4b/tokens.txt" --device cuda --activations bf16 --kv "$kv" --out "$logits"
-    python3 "$here/compare.py" "$models/e4b/ref.pt" "$logits" | tee "$out/logits-e4b-$kv.txt"
-done
+compare() {
+    local activations=$1 kv=$2 logits=$models/logits-e4b-$1-$2.safetensors
+    "$kvant" logits --model "$models/e4b" --tokens-file "$models/e4b/tokens.txt" --device cuda --activations "$activations" --kv "$kv" --out "$logits"
+    python3 "$here/compare.py" "$models/e4b/ref.pt" "$logits" | tee "$out/logits-e4b-$activations-$kv.txt"
+}
+compare f32 f32
+compare bf16 bf16
+compare bf16 tq8
+compare bf16 tq4

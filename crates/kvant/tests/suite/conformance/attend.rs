@@ -116,7 +116,7 @@ fn codec_pairs() {
     if leaves_out() {
         cases.retain(|(third, _)| *third == 0);
     }
-    one_in(1, |(_, case)| case.head_dim.to_string(), cases).iter().for_each(|(_, case)| case.check());
+    on_threads(&one_in(1, |(_, case)| case.head_dim.to_string(), cases), |(_, case)| case.check());
 }
 
 #[test]
