@@ -82,4 +82,14 @@ inline void barrier_wait(uint at, uint parity) {
 #undef WAIT
 }
 
+// Whether the phase has ended.
+inline bool barrier_is_over(uint at, uint parity) {
+    uint is;
+    asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.u32 %0, 1, 0, over;\n}"
+                 : "=r"(is)
+                 : "r"(at), "r"(parity)
+                 : "memory");
+    return is != 0;
+}
+
 #endif

@@ -12,6 +12,10 @@ template <uint COUNT> struct RingCursor {
         stage = stage + 1 == COUNT ? 0 : stage + 1;
         parity ^= stage == 0 ? 1 : 0;
     }
+    // The same, as numbers of one lane, which are the warp's: the compiler computes with them once, not in each lane.
+    inline RingCursor of_warp() const {
+        return {__shfl_sync(0xFFFFFFFF, stage, 0), __shfl_sync(0xFFFFFFFF, parity, 0)};
+    }
     // The stage before this one.
     inline uint before() const {
         return stage == 0 ? COUNT - 1 : stage - 1;

@@ -596,6 +596,38 @@ fn long_prefills() {
     for_cuda(&cases, |case| comes_to(case, "attend_prefill"), Case::check);
 }
 
+/// More work items than a GPU has multiprocessors, so that blocks on CUDA do several; of all heads, or of every third,
+/// a value is not finite, so that blocks do some of them twice. Nothing of this is new to other devices.
+#[test]
+fn prefills_of_many_items() {
+    let mut cases = Vec::new();
+    for head_dim in HEAD_DIMS {
+        for (window, splits) in [(None, 1), (Some(40), 1), (None, 3)] {
+            let sequences = vec![(20, 100), (0, 70), (3, 64)];
+            let (codec, dtype) = (Codec::BF16, DType::BF16);
+            let (k, v, source, q, out) = (codec, codec, dtype, dtype, dtype);
+            // With one query head a KV head, a block knows one item at a time.
+            let (kv_heads, group, splits) = (80, if window.is_some() { 1 } else { 2 }, Some(splits));
+            let case = Case { head_dim, kv_heads, group, k, v, source, q, out, sequences, window, ..Case::default() };
+            cases.push(Case { splits, ..case });
+        }
+    }
+    let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
+    on_threads(&cases, |case| {
+        comes_to(case, "attend_prefill");
+        if has_cuda {
+            case.check();
+            for apart in [1, 3] {
+                let mut data = case.data();
+                for head in (0..case.kv_heads).step_by(apart) {
+                    data.source.v[(141 * case.kv_heads + head) * case.head_dim + 6] = f32::INFINITY;
+                }
+                case.check_data(&data);
+            }
+        }
+    });
+}
+
 /// What the kernel cannot do is another's.
 #[test]
 fn kernels_of_many_tokens() {

@@ -3,8 +3,11 @@
 //
 // q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
 //
-// A block has one work item: ROWS query rows of one KV head, numbered token by token, the heads of the group within;
-// and all keys that any of them sees, sequence by sequence (segments), in tiles of TILE. The warps share the work:
+// A work item is ROWS query rows of one KV head, numbered token by token, the heads of the group within; and all keys
+// that any of them sees, sequence by sequence (segments), in tiles of TILE. With products of warpgroups a block does
+// one item after the other, the first by its number, then whichever no block has taken: warps that copy go on to the
+// next one while those that compute finish theirs, if shared memory has room for the tokens of two ITEMS. Otherwise a
+// block has one item. The warps share the work:
 //
 //   two warpgroups compute. Each has 64 rows and all coordinates. At head size 512, whose sums fill the registers of
 //     both, they have the same 64 rows: the scores of half of a tile's keys each, and half of the values' coordinates.
@@ -25,7 +28,8 @@
 // up a tile's units. Keys that no page holds are zeros, and masked.
 //
 // 0 times a value that is not finite is NaN, so rows may get NaN from keys that they do not see. If a result is not
-// finite, the item is computed again, and tiles with such values are added key by key (nonfinite.h).
+// finite, the item is computed again, and tiles with such values are added key by key (nonfinite.h). A block that does
+// several items has begun one or two others by then.
 #include "attend/prefill/copies.h"
 #include "attend/prefill/nonfinite.h"
 #include "attend/prefill/products.h"
@@ -57,12 +61,14 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
     return seen;
 }
 
-// The work of a warp for all keys, by products that run while it does something else.
+// The work of a warp for all keys, by products that run while it does something else. Calls scored() when all scores
+// are there, if it knows when.
+template <typename Scored>
 inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
-                         Copier &copier, Cursor &cursor, Work &work) {
+                         Copier &copier, Cursor &cursor, Work &work, Scored scored) {
     const uint base = shared.address();
     clear(work);
-    each_segment(shared, [&](Range keys, uint sequence) {
+    each_segment(shared, [&](Range keys, uint sequence, bool last) {
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
         float s[SCORED / 2], f[2];
@@ -105,6 +111,9 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
         }
         scale(work, f);
         take_weights(shared, s, w);
+        if (last) {
+            scored();
+        }
         Cursor used = cursor;
         begin_values(base, copier, cursor, w, work);
         end_values(base, used, work);
@@ -118,7 +127,7 @@ inline void attend_in_order(const AttendParams &p, const Shared &shared, const I
     const uint base = shared.address();
     clear(work);
     copier.begin();
-    each_segment(shared, [&](Range keys, uint sequence) {
+    each_segment(shared, [&](Range keys, uint sequence, bool) {
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
         float s[SCORED / 2], f[2];
@@ -204,72 +213,159 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
     }
 }
 
+// The work of the warps that only copy: for one item after the other, its tokens, then its chunks. Whether an item has
+// failed is known when the place in which it was is free again: it is done once more in that place.
+inline void produce_items(const AttendParams &p, uchar *memory, const uchar *k, const uchar *v, const uint *positions,
+                          const uint *sequence, const uint *lens, const uint *table, uint *taken) {
+    constexpr uint PRODUCERS = THREADS - CONSUMERS;
+    const uint own = threadIdx.x - CONSUMERS, all = p.items * p.kv_heads * (SPLIT ? p.splits : 1);
+    const auto meet_producers = [] { meet(8, PRODUCERS); };
+    // The first thread's: the next item that the block has taken.
+    uint next = blockIdx.x;
+    uint chunks = 0;
+    Cursor cursor;
+    for (RingCursor<ITEMS> place;; place.next()) {
+        place = place.of_warp();
+        cursor = cursor.of_warp();
+        const Shared shared = {memory, place.stage};
+        const uint full = shared.address() + AT_ITEM_FULL + place.stage * 8, free = shared.address() + AT_ITEM_FREE;
+        ItemState &state = shared.state();
+        barrier_wait(free + place.stage * 8, place.parity ^ 1);
+        if (own == 0) {
+            state.careful = state.failed != 0;
+            if (!state.careful && next < all) {
+                state.number = next;
+                // There are as many calls as items: the last one leaves 0 for the next launch.
+                next = gridDim.x < all ? gridDim.x + atomicInc(taken, all - 1) : NONE;
+            } else if (!state.careful) {
+                // Only the item before this one may still fail.
+                const uint before = place.before();
+                ItemState &last = Shared{memory, before}.state();
+                barrier_wait(free + before * 8, place.parity ^ (place.stage == 0 ? 1 : 0));
+                state.careful = last.failed != 0;
+                state.number = state.careful ? last.number : NONE;
+                last.failed = 0;
+            }
+        }
+        meet_producers();
+        if (state.number == NONE) {
+            barrier_arrive(full);
+            return;
+        }
+        const Item item(p, state.number);
+        const uint ahead = state.careful ? 0 : 1;
+        load_item(p, shared, item, positions, sequence, lens, own, meet_producers);
+        barrier_arrive(full);
+        produce(p, shared, item, k, v, table, ahead, cursor, chunks);
+    }
+}
+
+// The work of the warps that compute, for the items that the others announce.
+inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, uchar *out, const uchar *k, const uchar *v,
+                          const uint *table, float *states, uint *arrivals, const float *sinks) {
+    // Warps with the same rows, or the same state to merge, fail together.
+    constexpr bool ALL_FAIL = SHARED_ROWS || SPLIT;
+    const uint group = of_warp(threadIdx.x / 128);
+    bool has_queries = false;
+    Cursor cursor;
+    Work work;
+    for (RingCursor<ITEMS> place;; place.next()) {
+        place = place.of_warp();
+        cursor = cursor.of_warp();
+        const Shared shared = {memory, place.stage};
+        const uint base = shared.address();
+        barrier_wait(base + AT_ITEM_FULL + place.stage * 8, place.parity);
+        const uint number = of_warp(shared.state().number);
+        if (number == NONE) {
+            return;
+        }
+        const bool careful = of_warp(shared.state().careful) != 0;
+        const Item item(p, number);
+        if (!has_queries) {
+            copy_queries(p, shared, item, q);
+        }
+        has_queries = false;
+        copies_wait<0>();
+        show_to_products();
+        meet_rows();
+        Copier copier = {p, shared, item, k, v, table};
+        if (careful) {
+            attend_in_order<true>(p, shared, item, table, copier, cursor, work);
+        } else {
+            attend_ahead(p, shared, item, table, copier, cursor, work, [&] {
+                // The queries are not needed any more: those of the next item are copied, if it is known.
+                meet_rows();
+                RingCursor<ITEMS> then = place;
+                then.next();
+                has_queries = __all_sync(0xFFFFFFFF, barrier_is_over(base + AT_ITEM_FULL + then.stage * 8, then.parity));
+                if (has_queries) {
+                    const uint following = of_warp(Shared{memory, then.stage}.state().number);
+                    if (following != NONE) {
+                        copy_queries(p, shared, Item(p, following), q);
+                    }
+                }
+            });
+        }
+        const bool failed = any_of(results_are_nonfinite(item, work), ALL_FAIL ? 1 : 2 + group, ALL_FAIL ? CONSUMERS : 128);
+        if (failed && !careful) {
+            if (threadIdx.x % 128 == 0) {
+                atomicOr(&shared.state().failed, 1u);
+            }
+        } else if (!SPLIT || merge(p, shared, item, states, arrivals, work)) {
+            finish(p, shared, item, table, work, out, sinks);
+        }
+        barrier_arrive(base + AT_ITEM_FREE + place.stage * 8);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *states, uint *arrivals,
            const float *sinks,
            const AttendParams p, const uint *table) {
     extern __shared__ __align__(1024) uchar memory[];
-    const Shared shared = {memory};
+    const uint base = shared_address(memory);
     // What wgmma.h needs; it always holds.
-    if (shared_address(memory) % 1024 != 0) {
+    if (base % 1024 != 0) {
         __trap();
-    }
-    // The last items, which see the most keys, come first.
-    Item item;
-    const uint pair = SPLIT ? blockIdx.x / p.splits : blockIdx.x;
-    const uint number = p.items - 1 - pair / p.kv_heads;
-    item.head = pair % p.kv_heads;
-    item.first_row = number * ROWS;
-    item.rows = min(p.tokens * p.group - item.first_row, ROWS);
-    item.first_token = item.first_row / p.group;
-    item.tokens = (item.first_row + item.rows - 1) / p.group + 1 - item.first_token;
-
-    const bool consumes = THREADS == CONSUMERS || threadIdx.x < CONSUMERS;
-    if (consumes) {
-        copy_queries(p, shared, item, q);
     }
     if (threadIdx.x == 0) {
         for (uint i = 0; i < STAGES; i++) {
-            barrier_init(shared.address() + AT_FULL + i * 8, 32);
-            barrier_init(shared.address() + AT_FREE + i * 8, CONSUMERS / 32 * WARP_ARRIVALS);
+            barrier_init(base + AT_FULL + i * 8, 32);
+            barrier_init(base + AT_FREE + i * 8, CONSUMERS / 32 * WARP_ARRIVALS);
+        }
+        for (uint i = 0; WARPGROUP_PRODUCTS && i < ITEMS; i++) {
+            barrier_init(base + AT_ITEM_FULL + i * 8, THREADS - CONSUMERS);
+            barrier_init(base + AT_ITEM_FREE + i * 8, CONSUMERS);
+            Shared{memory, i}.state().failed = 0;
         }
     }
-    load_item(p, shared, item, positions, sequence, lens);
-    Cursor cursor;
-    if (!consumes) {
-        if constexpr (WARPGROUP_PRODUCTS) {
+    if constexpr (WARPGROUP_PRODUCTS) {
+        __syncthreads();
+        if (threadIdx.x >= CONSUMERS) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        }
-#pragma unroll 1
-        for (uint ahead = 1; ahead != NONE; ahead = ahead == 1 && shared.words()[1] != 0 ? 0 : NONE) {
-            produce(p, shared, item, k, v, table, ahead, cursor);
-            if (ahead == 1) {
-                meet(0, THREADS);
-            }
+            // Behind the counters of arrivals is that of items that blocks have taken.
+            uint *taken = arrivals + (SPLIT ? p.items * p.kv_heads : 0);
+            produce_items(p, memory, k, v, positions, sequence, lens, table, taken);
+        } else {
+            asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+            consume_items(p, memory, q, out, k, v, table, states, arrivals, sinks);
         }
     } else {
-        if constexpr (WARPGROUP_PRODUCTS) {
-            asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        }
+        const Shared shared = {memory, 0};
+        const Item item(p, blockIdx.x);
+        copy_queries(p, shared, item, q);
+        load_item(p, shared, item, positions, sequence, lens, threadIdx.x, [] { __syncthreads(); });
         copies_wait<0>();
-        show_to_products();
-        meet(1, CONSUMERS);
+        __syncthreads();
         Copier copier = {p, shared, item, k, v, table};
+        Cursor cursor;
         Work work;
-        if constexpr (WARPGROUP_PRODUCTS) {
-            attend_ahead(p, shared, item, table, copier, cursor, work);
-        } else {
-            attend_in_order<false>(p, shared, item, table, copier, cursor, work);
-        }
-        if (results_are_nonfinite(item, work)) {
-            atomicOr(shared.words() + 1, 1u);
-        }
-        meet(0, THREADS);
-        if (shared.words()[1] != 0) {
+        attend_in_order<false>(p, shared, item, table, copier, cursor, work);
+        if (any_of(results_are_nonfinite(item, work), 1, CONSUMERS)) {
             attend_in_order<true>(p, shared, item, table, copier, cursor, work);
         }
-        if (!SPLIT || merge(p, shared, pair, states, arrivals, work)) {
+        if (!SPLIT || merge(p, shared, item, states, arrivals, work)) {
             finish(p, shared, item, table, work, out, sinks);
         }
     }

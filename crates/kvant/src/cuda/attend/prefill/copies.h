@@ -10,6 +10,8 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
                        uint to, uint page) {
     constexpr uint PIECES = COLUMNS / 8;
     constexpr uint TOGETHER = 32 / PIECES;
+    // A copy keeps the register of its address until it has been sent. Several of them pay at head size 64 alone.
+    constexpr uint ADDRESSES = WARPGROUP_PRODUCTS && HEAD_DIM == 64 ? 4 : 1;
     const uint lane = threadIdx.x % 32, piece = lane % PIECES, in_block = piece % 8;
     uint column = chunk * COLUMNS * 2 + piece * 16;
     if (SHARED_ROWS && of_values) {
@@ -36,11 +38,19 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
         return;
     }
     if (there == TILE && (!RING || slot0 + TILE <= p.capacity)) {
-        const uchar *from = plane + ulong(slot0 + r0) * step + column;
-#pragma unroll 8
-        for (uint r = r0; r < TILE; r += TOGETHER) {
-            copy_async<16>(to + r * 128 + (in_block ^ r % 8) * 16, from, true);
-            from += TOGETHER * step;
+        const uchar *from[ADDRESSES];
+#pragma unroll
+        for (uint i = 0; i < ADDRESSES; i++) {
+            from[i] = plane + ulong(slot0 + r0 + i * TOGETHER) * step + column;
+        }
+#pragma unroll(ADDRESSES == 1 ? 8 : 1)
+        for (uint r = r0; r < TILE; r += ADDRESSES * TOGETHER) {
+#pragma unroll
+            for (uint i = 0; i < ADDRESSES; i++) {
+                const uint row = r + i * TOGETHER;
+                copy_async<16>(to + row * 128 + (in_block ^ row % 8) * 16, from[i], true);
+                from[i] += ADDRESSES * TOGETHER * step;
+            }
         }
     } else {
 #pragma unroll 1
@@ -70,23 +80,22 @@ inline void fill(const AttendParams &p, uint base, const uchar *k, const uchar *
     barrier_wait(base + AT_FREE + cursor.stage * 8, cursor.parity ^ 1);
     copy_chunk(p, (of_values ? v : k) + plane, keys, first, of_values ? i - CHUNKS : i, of_values,
                base + AT_RING + cursor.stage * CHUNK, pages.page(entry));
-    if constexpr (WARPGROUP_PRODUCTS) {
+    if constexpr (COPIES_ARRIVE) {
+        barrier_arrive_behind_copies(base + AT_FULL + cursor.stage * 8);
+    } else {
         copies_commit();
         copies_wait<0>();
         show_to_products();
         barrier_arrive(base + AT_FULL + cursor.stage * 8);
-    } else {
-        barrier_arrive_behind_copies(base + AT_FULL + cursor.stage * 8);
     }
 }
 
-// The work of a warp that only copies: the chunks in the order in which they are used, keys of tile i, values of tile i
-// - `ahead`.
+// The item's chunks, by a warp that only copies, in the order in which they are used: keys of tile i, values of tile
+// i - `ahead`. `number` counts chunks of all items.
 inline void produce(const AttendParams &p, const Shared &shared, const Item &item, const uchar *k, const uchar *v,
-                    const uint *table, uint ahead, Cursor &cursor) {
+                    const uint *table, uint ahead, Cursor &cursor, uint &number) {
     const uint warp = threadIdx.x / 32 % 4, base = shared.address();
-    uint number = 0;
-    each_segment(shared, [&](Range keys, uint sequence) {
+    each_segment(shared, [&](Range keys, uint sequence, bool) {
         const ulong plane = plane_of(p, item, sequence);
         const uint tiles = tiles_of(keys);
 #pragma unroll 1
@@ -157,7 +166,7 @@ struct Copier {
 
     // To the first segment from `from` on that has keys.
     inline void go_to(uint from) {
-        const uint count = shared.words()[0];
+        const uint count = shared.state().segments;
         keys = {0, 0};
         for (segment = from; segment < count; segment++) {
             keys = shared.keys()[segment];

@@ -12,6 +12,9 @@ constexpr uint ROW = HEAD_DIM * 2;
 constexpr uint CONSUMERS = 256;
 // Warps that copy in turn: those that do nothing else, or all.
 constexpr uint COPYING_WARPS = WARPGROUP_PRODUCTS ? WARPS - CONSUMERS / 32 : WARPS;
+// Whether copies signal that a buffer is full, and the warps that multiply make it visible to products of warpgroups.
+// Otherwise a warp that copies waits for its copies and does that: faster where buffers need not be filled sooner.
+constexpr bool COPIES_ARRIVE = !WARPGROUP_PRODUCTS || HEAD_DIM == 64 || HEAD_DIM == 512;
 // Both consumers have the same rows: the scores of half of a tile's keys, and half of the values' coordinates each.
 constexpr bool SHARED_ROWS = HEAD_DIM == 512;
 // Keys of a tile whose scores a warpgroup computes.
@@ -44,30 +47,48 @@ static_assert(WARPGROUP_PRODUCTS ? STAGES >= 4 && STAGES > CHUNKS : STAGES > 1 &
 constexpr uint AT_RING = ROWS * ROW;
 constexpr uint AT_FULL = AT_RING + STAGES * CHUNK;
 constexpr uint AT_FREE = AT_FULL + STAGES * 8;
-constexpr uint AT_TOKENS = (AT_FREE + STAGES * 8 + 15) / 16 * 16;
-constexpr uint AT_KEYS = AT_TOKENS + ROWS * 12;
-constexpr uint AT_WORDS = AT_KEYS + ROWS * 8;
-constexpr uint AT_WEIGHTS = AT_WORDS + 32;
+constexpr uint AT_ITEM_FULL = AT_FREE + STAGES * 8;
+constexpr uint AT_ITEM_FREE = AT_ITEM_FULL + ITEMS * 8;
+constexpr uint AT_ITEMS = AT_ITEM_FREE + ITEMS * 8;
+constexpr uint ITEM_BYTES = TOKENS * 20 + 32;
+constexpr uint AT_WEIGHTS = AT_ITEMS + ITEMS * ITEM_BYTES;
 constexpr uint AT_NUMBERS = AT_WEIGHTS + WEIGHTS;
 static_assert(AT_NUMBERS + NUMBERS == SHARED_BYTES, "attend: the shared memory that Rust asks for");
 
+// What the block knows of an item.
+struct ItemState {
+    // Its number (Item); NONE behind the last.
+    uint number;
+    // Whether it is done again, since results are not finite: values may not be.
+    bool careful;
+    // How many of `keys` may hold something.
+    uint segments;
+    // 1 if it has to be done again.
+    uint failed;
+    // Whether the block is the last of those that share it.
+    bool last;
+};
+
 struct Shared {
     uchar *base;
+    // Of the ITEMS.
+    uint place;
 
     uint address() const {
         return shared_address(base);
     }
     // The tokens of the item; by the first token of each sequence, the keys that any of its tokens sees.
     Token *tokens() const {
-        return reinterpret_cast<Token *>(base + AT_TOKENS);
+        return reinterpret_cast<Token *>(item());
     }
     Range *keys() const {
-        return reinterpret_cast<Range *>(base + AT_KEYS);
+        return reinterpret_cast<Range *>(item() + TOKENS * 12);
     }
-    // 0: how many of `keys` may hold something. 1: whether there are results that are not finite. 2: whether the block
-    // is the last of its item.
-    uint *words() const {
-        return reinterpret_cast<uint *>(base + AT_WORDS);
+    ItemState &state() const {
+        return *reinterpret_cast<ItemState *>(item() + TOKENS * 20);
+    }
+    uchar *item() const {
+        return base + AT_ITEMS + place * ITEM_BYTES;
     }
     // Piece `piece` of a thread's weights.
     uint4 *weights(uint piece, uint thread) const {
@@ -86,14 +107,42 @@ struct Item {
     uint rows;
     uint first_token;
     uint tokens;
+    // Its number among all items of all heads, and of the blocks that share it.
+    uint pair;
+    uint part;
+
+    // The last items, which see the most keys, come first.
+    Item(const AttendParams &p, uint work) {
+        pair = SPLIT ? work / p.splits : work;
+        part = SPLIT ? work % p.splits : 0;
+        head = pair % p.kv_heads;
+        first_row = (p.items - 1 - pair / p.kv_heads) * ROWS;
+        rows = min(p.tokens * p.group - first_row, ROWS);
+        first_token = first_row / p.group;
+        tokens = (first_row + rows - 1) / p.group + 1 - first_token;
+    }
 };
 
 // The next chunk of the ring.
 using Cursor = RingCursor<STAGES>;
 
+// A number of one lane, which is the warp's: the compiler computes with it once, not in each lane.
+inline uint of_warp(uint x) {
+    return __shfl_sync(0xFFFFFFFF, x, 0);
+}
+
 // Waits for the warps of one warpgroup, or of both consumers.
 inline void meet(uint barrier, uint threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Waits for all warps that have the same queries.
+inline void meet_rows() {
+    if (SHARED_ROWS) {
+        meet(1, CONSUMERS);
+    } else {
+        meet(2 + of_warp(threadIdx.x / 128), 128);
+    }
 }
 
 // With SHARED_ROWS: waits for the warp of the other warpgroup that has the same rows.
@@ -114,9 +163,9 @@ inline ulong row_of(const AttendParams &p, const Item &item, uint r) {
     return (ulong(row / p.group) * p.kv_heads + item.head) * p.group + row % p.group;
 }
 
-// Shortens the segments to the block's share of all tiles.
-inline void keep_share(const AttendParams &p, const Shared &shared) {
-    const uint count = shared.words()[0], part = blockIdx.x % p.splits;
+// Shortens the segments to the share of all tiles that part `part` is.
+inline void keep_share(const AttendParams &p, const Shared &shared, uint part) {
+    const uint count = shared.state().segments;
     uint tiles = 0;
     for (uint i = 0; i < count; i++) {
         tiles += tiles_of(shared.keys()[i]);
@@ -135,21 +184,23 @@ inline void keep_share(const AttendParams &p, const Shared &shared) {
     }
 }
 
+// Finds the item's tokens and keys, by at least TOKENS threads, of which this one is `thread`; they meet by meet().
+template <typename Meet>
 inline void load_item(const AttendParams &p, const Shared &shared, const Item &item, const uint *positions,
-                      const uint *sequence, const uint *lens) {
-    const uint thread = threadIdx.x;
+                      const uint *sequence, const uint *lens, uint thread, Meet meet) {
     Token token = {0, NONE, 0};
-    if (thread < ROWS) {
+    if (thread < TOKENS) {
         if (thread < item.tokens) {
             token = load_token(p, positions, sequence, lens, item.first_token + thread);
         }
         shared.tokens()[thread] = token;
         shared.keys()[thread] = {NONE, 0};
     }
-    if (thread < 8) {
-        shared.words()[thread] = 0;
+    if (thread == 0) {
+        shared.state().segments = 0;
+        shared.state().failed = 0;
     }
-    __syncthreads();
+    meet();
     if (token.sequence != NONE) {
         uint first = 0;
         while (shared.tokens()[first].sequence != token.sequence) {
@@ -159,15 +210,15 @@ inline void load_item(const AttendParams &p, const Shared &shared, const Item &i
         if (seen.first < seen.end) {
             atomicMin(&shared.keys()[first].first, in_units(seen).first);
             atomicMax(&shared.keys()[first].end, seen.end);
-            atomicMax(shared.words(), first + 1);
+            atomicMax(&shared.state().segments, first + 1);
         }
     }
-    __syncthreads();
+    meet();
     if (SPLIT) {
         if (thread == 0) {
-            keep_share(p, shared);
+            keep_share(p, shared, item.part);
         }
-        __syncthreads();
+        meet();
     }
 }
 
@@ -178,15 +229,15 @@ inline uint entry_of_lane(const Pages &pages, uint first, uint end) {
     return PAGE_SHIFT > 0 && at < TILE && at < end - first ? pages.entry(first + at) : NONE;
 }
 
-// Calls use(keys, sequence) for each sequence of the item that has keys.
+// Calls use(keys, sequence, last) for each sequence of the item that has keys; `last` if it is known to be the last.
 template <typename Use>
 inline void each_segment(const Shared &shared, Use use) {
-    const uint count = shared.words()[0];
+    const uint count = of_warp(shared.state().segments);
 #pragma unroll 1
     for (uint i = 0; i < count; i++) {
-        const Range keys = shared.keys()[i];
+        const Range keys = {of_warp(shared.keys()[i].first), of_warp(shared.keys()[i].end)};
         if (keys.first < keys.end) {
-            use(keys, shared.tokens()[i].sequence);
+            use(keys, shared.tokens()[i].sequence, i + 1 == count);
         }
     }
 }

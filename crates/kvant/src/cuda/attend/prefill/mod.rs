@@ -38,8 +38,14 @@ pub(super) struct AttendPrefill {
     /// Query rows of a work item.
     rows: usize,
     items: usize,
+    /// The most tokens of a work item.
+    item_tokens: usize,
+    /// Items whose tokens a block knows: with two, it begins the next one while it finishes one.
+    known_items: usize,
     /// Blocks that share the keys of an item and KV head.
     splits: usize,
+    /// Shares of items and KV heads, and the blocks that do them one after the other.
+    shares: usize,
     blocks: usize,
     warpgroup_products: bool,
     tile: usize,
@@ -85,6 +91,7 @@ impl AttendPrefill {
     /// None if a block has too little shared memory.
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendPrefill> {
         let (rows, items) = (item_rows(call.head_dim), items(call));
+        let item_tokens = item_tokens(rows, call.heads / call.layer.spec().kv_heads);
         let pairs = items.saturating_mul(call.layer.spec().kv_heads);
         let batch = call.step.batch();
         let seen = call.window.saturating_add(batch.most_new).min(most_keys(call)).min(batch.longest);
@@ -92,29 +99,46 @@ impl AttendPrefill {
             0 => (limits.busy_groups / pairs.max(1)).min(seen / LEAST_KEYS).clamp(1, MAX_SPLITS),
             splits => splits.min(MAX_SPLITS),
         };
-        let blocks = pairs.saturating_mul(splits);
+        let shares = pairs.saturating_mul(splits);
         let warpgroup_products = limits.warpgroup_products;
-        let shared = |tile, stages| shared_bytes(call.head_dim, rows, tile, stages);
+        let blocks = if warpgroup_products { shares.min(limits.busy_groups) } else { shares };
+        let shared = |known, tile, stages| shared_bytes(call.head_dim, rows, [known, item_tokens], tile, stages);
         let (tile, stages) = tiles(call.head_dim, warpgroup_products).iter().find_map(|&(tile, least)| {
-            let fits = |&stages: &usize| shared(tile, stages) <= limits.threadgroup_bytes;
+            let fits = |&stages: &usize| shared(1, tile, stages) <= limits.threadgroup_bytes;
             Some((tile, (least..=MAX_STAGES).rev().find(fits)?))
         })?;
-        let (dtype, shared_bytes) = (call.q.dtype(), shared(tile, stages));
-        Some(AttendPrefill { dtype, rows, items, splits, blocks, warpgroup_products, tile, stages, shared_bytes })
+        // Not at the cost of a buffer.
+        let two_fit = shared(2, tile, stages) <= limits.threadgroup_bytes;
+        let known_items = if warpgroup_products && two_fit { 2 } else { 1 };
+        let (dtype, shared_bytes) = (call.q.dtype(), shared(known_items, tile, stages));
+        Some(AttendPrefill {
+            dtype,
+            rows,
+            items,
+            item_tokens,
+            known_items,
+            splits,
+            shares,
+            blocks,
+            warpgroup_products,
+            tile,
+            stages,
+            shared_bytes,
+        })
     }
 
     pub(super) fn reason(&self) -> String {
-        let AttendPrefill { rows, items, splits, blocks, tile, warpgroup_products, .. } = *self;
+        let AttendPrefill { rows, items, shares, blocks, tile, warpgroup_products, .. } = *self;
         let products = if warpgroup_products { "warpgroups" } else { "warps" };
         format!(
-            "{items} work items of up to {rows} query rows per KV head; {blocks} blocks, {splits} for each item; {tile} keys a \
-             tile; products of {products}"
+            "{items} work items of up to {rows} query rows per KV head, {shares} shares of them by {blocks} blocks; {tile} keys \
+             a tile; products of {products}"
         )
     }
 
     /// The launch.
     pub(super) fn launch(&self, call: &Call, unpacked: Option<&UnpackedPages>, b: &Builder) -> Result<Launch> {
-        Launch::uint(NAME, "q", self.items.saturating_mul(self.rows))?;
+        Launch::uint(NAME, "q", self.items.saturating_mul(self.rows).max(self.shares))?;
         let mut params = params(call, HeadShares::whole(call), self.rows, self.items, self.splits)?;
         let warps = if self.warpgroup_products { CONSUMERS + COPIERS } else { CONSUMERS };
         let launch = Launch::new(NAME, &SOURCE, PREFILL)
@@ -123,6 +147,8 @@ impl AttendPrefill {
             .constant("DTYPE", self.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("WARPS", warps as u32)
+            .constant("TOKENS", self.item_tokens as u32)
+            .constant("ITEMS", self.known_items as u32)
             .constant("TILE", self.tile as u32)
             .constant("STAGES", self.stages as u32)
             .constant("SPLIT", self.splits > 1)
@@ -145,21 +171,32 @@ impl AttendPrefill {
             }
         };
         let launch = launch.params(14, &params);
+        // How many shares of an item have arrived, where there are several; and how many shares blocks have taken.
+        let arrivals = if self.splits > 1 { self.shares / self.splits } else { 0 };
+        let launch = match arrivals + usize::from(self.shares > self.blocks) {
+            0 => launch,
+            counters => launch.scratch(12, &b.zeroed_scratch(counters * 4)?, Use::ReadWrite),
+        };
         if self.splits == 1 {
             return Ok(launch);
         }
         // A state: the sums of the item's rows, and four numbers of each thread that computes.
         let state = self.rows * call.head_dim + 32 * CONSUMERS * 4;
-        let states = b.scratch(self.blocks.saturating_mul(state * 4))?;
-        let arrivals = b.zeroed_scratch(self.blocks / self.splits * 4)?;
-        Ok(launch.scratch(11, &states, Use::ReadWrite).scratch(12, &arrivals, Use::ReadWrite))
+        let states = b.scratch(self.shares.saturating_mul(state * 4))?;
+        Ok(launch.scratch(11, &states, Use::ReadWrite))
     }
 }
 
+/// The most tokens of a work item, a multiple of four: its rows may begin and end in the middle of a token's.
+fn item_tokens(rows: usize, group: usize) -> usize {
+    let most = if rows.is_multiple_of(group) { rows / group } else { rows.div_ceil(group) + 1 };
+    most.min(rows).next_multiple_of(4)
+}
+
 /// Bytes of shared memory: the sum that `layout.h` computes.
-fn shared_bytes(head_dim: usize, rows: usize, tile: usize, stages: usize) -> usize {
+fn shared_bytes(head_dim: usize, rows: usize, [items, tokens]: [usize; 2], tile: usize, stages: usize) -> usize {
     let chunk = tile * if head_dim == 512 { 128 } else { head_dim } * 2;
     // What the two warpgroups exchange: weights, at least 16 bytes of a thread, and a number of each row.
     let exchanged = if head_dim == 512 { 32 * CONSUMERS * tile.max(32) / 2 + rows * 8 } else { 0 };
-    rows * head_dim * 2 + (stages * (chunk + 16)).next_multiple_of(16) + rows * 20 + 32 + exchanged
+    rows * head_dim * 2 + stages * (chunk + 16) + items * (16 + tokens * 20 + 32) + exchanged
 }

@@ -9,6 +9,17 @@ inline uint load_shared(uint at) {
     return x;
 }
 
+// Whether any of the threads that meet found something.
+inline bool any_of(bool found, uint barrier, uint threads) {
+    __syncwarp();
+    uint any;
+    asm volatile("{\n.reg .pred own, any;\nsetp.ne.u32 own, %1, 0;\nbar.red.or.pred any, %2, %3, own;\nselp.u32 %0, 1, 0, any;\n}"
+                 : "=r"(any)
+                 : "r"(uint(found)), "r"(barrier), "r"(threads)
+                 : "memory");
+    return of_warp(any) != 0;
+}
+
 // Whether any of the values at the cursor that this warpgroup needs is not finite.
 inline bool values_are_nonfinite(uint base, Cursor cursor) {
     constexpr uint EXPONENT = HALF ? 0x7C00 : 0x7F80;
@@ -25,13 +36,7 @@ inline bool values_are_nonfinite(uint base, Cursor cursor) {
         }
         cursor.next();
     }
-    __syncwarp();
-    uint any;
-    asm volatile("{\n.reg .pred own, any;\nsetp.ne.u32 own, %1, 0;\nbar.red.or.pred any, %2, 128, own;\nselp.u32 %0, 1, 0, any;\n}"
-                 : "=r"(any)
-                 : "r"(uint(found)), "r"(2 + group)
-                 : "memory");
-    return any != 0;
+    return any_of(found, 2 + group, 128);
 }
 
 // O += P V for the tile at the cursor, whose first key is `first`, key by key over those that a row sees.

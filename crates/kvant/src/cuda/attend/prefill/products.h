@@ -82,6 +82,14 @@ inline void scale(Work &work, const float (&f)[2]) {
     }
 }
 
+// Waits for the chunk at the cursor.
+inline void wait_for_chunk(uint base, const Cursor &cursor) {
+    barrier_wait(base + AT_FULL + cursor.stage * 8, cursor.parity);
+    if constexpr (COPIES_ARRIVE) {
+        show_to_products();
+    }
+}
+
 inline void release(uint base, uint stage) {
     barrier_arrive_warp(base + AT_FREE + stage * 8);
 }
@@ -101,7 +109,7 @@ inline void begin_scores(uint base, Copier &copier, Cursor &cursor, float (&s)[S
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
         copier.next();
-        barrier_wait(base + AT_FULL + cursor.stage * 8, cursor.parity);
+        wait_for_chunk(base, cursor);
         products_begin();
         const uint keys = base + AT_RING + cursor.stage * CHUNK + first_scored() * 128;
 #pragma unroll
@@ -140,7 +148,7 @@ inline void begin_values(uint base, Copier &copier, Cursor &cursor, const uint (
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
         copier.next();
-        barrier_wait(base + AT_FULL + cursor.stage * 8, cursor.parity);
+        wait_for_chunk(base, cursor);
         products_begin();
         const uint values = base + AT_RING + cursor.stage * CHUNK + own_block;
 #pragma unroll

@@ -10,9 +10,9 @@ constexpr uint SUM_QUADS = CHUNKS * PARTS * WIDTH / 8;
 
 // Leaves the block's state. Returns true in the block that arrives last, which then holds the merge of all, added in
 // the order of the keys.
-inline bool merge(const AttendParams &p, const Shared &shared, uint pair, float *states, uint *arrivals, Work &work) {
-    float4 *first = reinterpret_cast<float4 *>(states) + ulong(pair) * p.splits * (SUM_QUADS + 1) * CONSUMERS + threadIdx.x;
-    float4 *own = first + ulong(blockIdx.x % p.splits) * (SUM_QUADS + 1) * CONSUMERS;
+inline bool merge(const AttendParams &p, const Shared &shared, const Item &item, float *states, uint *arrivals, Work &work) {
+    float4 *first = reinterpret_cast<float4 *>(states) + ulong(item.pair) * p.splits * (SUM_QUADS + 1) * CONSUMERS + threadIdx.x;
+    float4 *own = first + ulong(item.part) * (SUM_QUADS + 1) * CONSUMERS;
     __stcg(own, make_float4(work.m[0], work.m[1], work.l[0], work.l[1]));
 #pragma unroll
     for (uint i = 0; i < SUM_QUADS; i++) {
@@ -21,10 +21,10 @@ inline bool merge(const AttendParams &p, const Shared &shared, uint pair, float 
     }
     meet(1, CONSUMERS);
     if (threadIdx.x == 0) {
-        shared.words()[2] = count_arrival(arrivals + pair, p.splits);
+        shared.state().last = count_arrival(arrivals + item.pair, p.splits);
     }
     meet(1, CONSUMERS);
-    if (shared.words()[2] == 0) {
+    if (!shared.state().last) {
         return false;
     }
     clear(work);

@@ -197,7 +197,7 @@ const PTX: [(&str, &str); 53] = [
     ("ld.shared.u32 %0, [%1];", "kvant_load(at, x);"),
     ("bar.sync %0, %1;", "kvant_wait_for_threads(barrier, threads);"),
     ("bar.sync 1, %0;", "kvant_wait_for_threads(1, CONSUMERS);"),
-    ("bar.red.or.pred any", "any = kvant_count_of_threads(2 + group, 128, found) > 0;"),
+    ("bar.red.or.pred any", "any = kvant_count_of_threads(barrier, threads, found) > 0;"),
     ("mbarrier.init.shared::cta.b64", "kvant_store(at, (unsigned long)count);"),
     ("mbarrier.arrive.shared::cta.b64", "kvant_barrier_arrive(kvant_at(at));"),
     ("cp.async.mbarrier.arrive.noinc.shared::cta.b64", "kvant_barrier_arrive(kvant_at(at));"),
