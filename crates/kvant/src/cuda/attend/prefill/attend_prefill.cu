@@ -247,6 +247,7 @@ inline void produce_items(const AttendParams &p, uchar *memory, const uchar *k, 
                 last.failed = 0;
             }
         }
+        // Until here a warp may still look at tokens and keys of the item that was in this place.
         meet_producers();
         if (state.number == NONE) {
             barrier_arrive(full);
