@@ -62,6 +62,7 @@ pub(super) static ALL: &[Header] = headers![
     "device/products.h",
     "device/reduce.h",
     "device/ring_cursor.h",
+    "device/uniform.h",
     "device/vectors.h",
     "device/warp_products.h",
     "device/wgmma.h",

@@ -1,7 +1,7 @@
 // A place in a ring of COUNT buffers in shared memory, each of which has barriers (mbarrier.h).
 #ifndef KVANT_CUDA_DEVICE_RING_CURSOR_H
 #define KVANT_CUDA_DEVICE_RING_CURSOR_H
-#include "device/convert.h"
+#include "device/uniform.h"
 
 template <uint COUNT> struct RingCursor {
     uint stage = 0;
@@ -12,9 +12,9 @@ template <uint COUNT> struct RingCursor {
         stage = stage + 1 == COUNT ? 0 : stage + 1;
         parity ^= stage == 0 ? 1 : 0;
     }
-    // The same, as numbers of one lane, which are the warp's: the compiler computes with them once, not in each lane.
+    // The same, as numbers of one lane (uniform.h).
     inline RingCursor of_warp() const {
-        return {__shfl_sync(0xFFFFFFFF, stage, 0), __shfl_sync(0xFFFFFFFF, parity, 0)};
+        return {::of_warp(stage), ::of_warp(parity)};
     }
     // The stage before this one.
     inline uint before() const {

@@ -27,6 +27,7 @@
 #include "device/elements.h"
 #include "device/fragments.h"
 #include "device/ring_cursor.h"
+#include "device/uniform.h"
 #include "linear/out_parts.h"
 #include "linear/params.h"
 #include "linear/tile_sums.h"
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *x, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
                  const LinearBulkRowsParams p, float *partials, uint *arrivals, const uint *experts, const uint *order) {
     extern __shared__ __align__(128) uchar memory[];
-    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = of_warp(threadIdx.x / 32);
     const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
     const uint outputs = p.linear.outputs, output_tiles = outputs / TILE;
     // The work is divided by tiles of experts, or by outputs.
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const uint tile = first + threadIdx.x;
             row_tiles += __syncthreads_count(tile < p.row_tiles && experts[min(tile, p.row_tiles - 1)] != NONE);
         }
-        units = __shfl_sync(0xFFFFFFFF, row_tiles, 0) * output_tiles;
+        units = of_warp(row_tiles) * output_tiles;
     }
     const auto begin_of = [&](uint stretch) {
         const uint unit = uint(ulong(units) * stretch / stretches);

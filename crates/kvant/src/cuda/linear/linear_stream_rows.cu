@@ -23,6 +23,7 @@
 #include "device/elements.h"
 #include "device/fragments.h"
 #include "device/ring_cursor.h"
+#include "device/uniform.h"
 #include "device/vectors.h"
 #include "linear/out_parts.h"
 #include "linear/tile_sums.h"
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const LinearStreamRowsParams p, float *partials,
                  uint *arrivals) {
     extern __shared__ __align__(128) uchar memory[];
-    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = of_warp(threadIdx.x / 32);
     const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
     const uint first = uint(ulong(p.outputs) * stretch / stretches), end = uint(ulong(p.outputs) * (stretch + 1) / stretches);
     const uint tiles = (end - first + TILE - 1) / TILE, items = tiles * SEGMENTS;

@@ -6,6 +6,7 @@
 #include "device/fragments.h"
 #include "device/mbarrier.h"
 #include "device/ring_cursor.h"
+#include "device/uniform.h"
 
 constexpr bool HALF = DTYPE == F16;
 constexpr uint ROW = HEAD_DIM * 2;
@@ -125,11 +126,6 @@ struct Item {
 
 // The next chunk of the ring.
 using Cursor = RingCursor<STAGES>;
-
-// A number of one lane, which is the warp's: the compiler computes with it once, not in each lane.
-inline uint of_warp(uint x) {
-    return __shfl_sync(0xFFFFFFFF, x, 0);
-}
 
 // Waits for the warps of one warpgroup, or of both consumers.
 inline void meet(uint barrier, uint threads) {

@@ -29,6 +29,7 @@
 #include "device/fragments.h"
 #include "device/mbarrier.h"
 #include "device/ring_cursor.h"
+#include "device/uniform.h"
 #include "device/vectors.h"
 #include "device/wgmma.h"
 #include "linear/batch/chunk.h"
@@ -62,8 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         for (uint first = 0; first < p.row_tiles; first += THREADS) {
             row_tiles += __syncthreads_count(first + thread < p.row_tiles && experts[min(first + thread, p.row_tiles - 1)] != NONE);
         }
-        // A number of one lane: see `half`.
-        row_tiles = __shfl_sync(0xFFFFFFFF, row_tiles, 0);
+        row_tiles = of_warp(row_tiles);
     } else {
         __syncthreads();
     }
@@ -186,9 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
 
     const uint lane = thread % 32, g = lane / 4, t = lane % 4;
     // The first of the lane's outputs: the second is 8 later, those of another tile 64.
-    // Numbers of one lane are the warp's: the compiler computes with them once, not in each lane.
-    const uint half = HALVES == 1 ? 0 : __shfl_sync(0xFFFFFFFF, thread / WRITERS, 0), writer = HALVES == 1 ? thread : thread % WRITERS;
-    const uint own = __shfl_sync(0xFFFFFFFF, writer / 128, 0) * (64 * TILES) + thread % 128 / 32 * 16 + g;
+    const uint half = HALVES == 1 ? 0 : of_warp(thread / WRITERS), writer = HALVES == 1 ? thread : thread % WRITERS;
+    const uint own = of_warp(writer / 128) * (64 * TILES) + thread % 128 / 32 * 16 + g;
     const uint blocks = p.linear.inputs / BLOCK, groups = p.linear.inputs / GROUP;
     const auto meet = [](uint barrier, uint threads) {
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
