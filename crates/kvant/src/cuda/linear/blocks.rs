@@ -139,8 +139,7 @@ pub(super) fn build(
 ) -> Result<()> {
     let [of_codes, of_factors] = alignments(call, weight);
     let tiles = most_tiles(call, tiling.tokens);
-    let ids = call.experts.as_ref().filter(|_| is_sorted(call));
-    let sorted = ids.map(|ids| sort(call, ids, params, [tiles, tiling.tokens], b)).transpose()?;
+    let sorted = if is_sorted(call) { sort(call, params, [tiles, tiling.tokens], b)? } else { None };
     let launch = tiling
         .launch(&SOURCE, name, call, weight, params)
         .constant("W_ALIGNMENT", of_codes as u32)

@@ -145,10 +145,7 @@ impl BulkRowsTiling {
         b: &mut Builder,
     ) -> Result<()> {
         let uint = |value| Launch::uint(NAME, "out", value);
-        let sorted = match &call.experts {
-            Some(ids) => Some(sort(call, ids, params, [self.row_tiles, ROWS], b)?),
-            None => None,
-        };
+        let sorted = sort(call, params, [self.row_tiles, ROWS], b)?;
         let inputs = params.inputs;
         let params = LinearBulkRowsParams {
             linear: *params,

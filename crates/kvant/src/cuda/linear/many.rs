@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::LinearParams;
 use crate::cuda::{THREADS, affine::Parts, headers};
 use crate::{
-    DType, Result, Tensor,
+    DType, Result,
     gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, params},
     ops::linear::{Call, NAME},
 };
@@ -82,14 +82,14 @@ pub(super) struct ManyChunks {
 }
 
 /// Adds the launch that sorts rows by expert, for so many tiles of so many rows: the expert of every tile, and the row
-/// at each of its places.
+/// at each of its places. None without experts.
 pub(super) fn sort(
     call: &Call,
-    ids: &Tensor,
     params: &LinearParams,
     [tiles, rows]: [usize; 2],
     b: &mut Builder,
-) -> Result<[Scratch; 2]> {
+) -> Result<Option<[Scratch; 2]>> {
+    let Some(ids) = &call.experts else { return Ok(None) };
     let (experts, order) = (b.scratch(tiles * 4)?, b.scratch(tiles * rows * 4)?);
     let counts = (call.dims.experts + 1) * 4;
     let tiles = Launch::uint(NAME, "experts.ids", tiles)?;
@@ -104,7 +104,7 @@ pub(super) fn sort(
             .threadgroup_memory((2 * counts).next_multiple_of(16))
             .grid([1, 1, 1], [SORTERS, 1, 1]),
     )?;
-    Ok([experts, order])
+    Ok(Some([experts, order]))
 }
 
 /// The tiles of so many rows that `count` rows need at most: every expert, and the rows that have none, may leave one
@@ -215,8 +215,7 @@ impl ManyChunks {
 
     /// Adds the launches of the kernels that sort rows and arrange x, for codes of so many bits (0: bf16).
     pub(super) fn arrange(&self, call: &Call, bits: u32, params: &LinearParams, b: &mut Builder) -> Result<Arranged> {
-        let sorted =
-            call.experts.as_ref().map(|ids| sort(call, ids, params, [self.tiles, self.rows], b)).transpose()?;
+        let sorted = sort(call, params, [self.tiles, self.rows], b)?;
         let blocks = call.dims.inputs.div_ceil(BLOCK).next_multiple_of(DEPTH);
         let blocks_of_sums = if bits == 0 { 0 } else { (call.dims.inputs * self.sums / BLOCK).div_ceil(BLOCK) };
         let of_tile = blocks + blocks_of_sums * self.terms;

@@ -612,7 +612,7 @@ fn prefills_of_many_items() {
             cases.push(Case { splits, ..case });
         }
     }
-    let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
+    let has_cuda = has_cuda();
     on_threads(&cases, |case| {
         comes_to(case, "attend_prefill");
         if has_cuda {
@@ -699,10 +699,14 @@ fn check_not_finite(case: &Case, token: usize, query_row: usize) {
     }
 }
 
+fn has_cuda() -> bool {
+    devices().iter().any(|device| device.kind() == DeviceKind::Cuda)
+}
+
 /// Cases that are many because CUDA has kernels of its own for them. Elsewhere each is one of what other tests have
 /// many of, so every fifth is enough; what CUDA would choose is seen to for all.
 fn for_cuda(cases: &[Case], chosen: impl Fn(&Case) + Sync, check: impl Fn(&Case) + Sync) {
-    let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
+    let has_cuda = has_cuda();
     let numbered: Vec<(usize, &Case)> = cases.iter().enumerate().collect();
     on_threads(&numbered, |&(i, case)| {
         chosen(case);
@@ -748,7 +752,7 @@ fn decode_of_what_is_not_finite() {
 /// tiles of 16 keys, few copies of tables.
 #[test]
 fn little_shared_memory() {
-    let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
+    let has_cuda = has_cuda();
     let Some(device) = has_cuda.then(|| limited::cuda_like(Model::Rtx4090)).flatten() else { return };
     let (f32, f16, tq4, tq8) = (Codec::F32, Codec::F16, Codec::tq(4), Codec::tq(8));
     let pairs =

@@ -177,10 +177,7 @@ impl BatchTiling {
         b: &mut Builder,
     ) -> Result<()> {
         let uint = |value| Launch::uint(NAME, "out", value);
-        let sorted = match &call.experts {
-            Some(ids) => Some(sort(call, ids, params, [self.row_tiles, self.rows], b)?),
-            None => None,
-        };
+        let sorted = sort(call, params, [self.row_tiles, self.rows], b)?;
         let sorted = sorted.as_ref();
         let arranged = b.scratch(self.row_tiles * self.chunks * chunk_bytes(self.rows, self.depth))?;
         let counters = b.scratch(self.row_tiles * self.output_tiles * 4)?;
