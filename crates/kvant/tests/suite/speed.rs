@@ -591,8 +591,9 @@ fn linear_many(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Batches by dense weights of Gemma 4 E4B: gate and up, down, q, k and v, the attention's output, the two products of
-/// the per-layer input, logits.
+/// Few rows by dense weights. Of Gemma 4 E4B: gate and up, down, q, k and v, the attention's output, the two products
+/// of the per-layer input, logits. Of Llama 3 8B: gate and up, down, the attention's output. Of Qwen 2.5 0.5B: gate and
+/// up, down.
 fn linear_dense(device: &Device) -> Result<()> {
     for (widths, k, out) in [
         (vec![10_240, 10_240], 2560, DType::BF16),
@@ -602,13 +603,18 @@ fn linear_dense(device: &Device) -> Result<()> {
         (vec![256], 2560, DType::BF16),
         (vec![2560], 256, DType::BF16),
         (vec![262_144], 2560, DType::F32),
+        (vec![28_672], 4096, DType::BF16),
+        (vec![4096], 14_336, DType::BF16),
+        (vec![4096], 4096, DType::BF16),
+        (vec![9728], 896, DType::BF16),
+        (vec![896], 4864, DType::BF16),
     ] {
         let n: usize = widths.iter().sum();
         let bytes = n * k * 2;
         let values = random_bits(bytes);
         let weights = (0..copies(bytes)).map(|_| Tensor::from_bytes(device, DType::BF16, &[n, k], &values));
         let weights: Vec<Tensor> = weights.collect::<Result<_>>()?;
-        for rows in [8, 9, 16, 17, 32, 33] {
+        for rows in [1, 2, 8, 9, 16, 17, 32, 33] {
             let x = noise(device, DType::BF16, &[rows, k])?;
             let out = Tensor::zeros(device, out, &[rows, n])?;
             line(device, &format!("linear {rows} × {widths:?} × {k}, bf16"), bytes, weights.len(), |enc, i| {

@@ -2,6 +2,7 @@
 
 use super::{
     LinearParams, aligned16,
+    gating::Gating,
     many::{MOST_EXPERTS, most_tiles, sort},
     out_parts::{MOST_PARTS, OutParts},
     splits::{SPLITS, Splits},
@@ -33,6 +34,10 @@ static SOURCE: Source = Source {
 
 /// The most rows of x, or of a tile of an expert.
 const ROWS: usize = 8;
+/// Rows of experts that are few: each is a tile, whether or not others have its expert. Where there are fewer rows than
+/// a quarter of the experts, few of them share one, whose W then comes from the level-2 cache.
+const ALONE: usize = 8;
+const EXPERTS_PER_ROW: usize = 4;
 /// Inputs that a warp multiplies in a step.
 const BLOCK: usize = 64;
 /// Warps of a block that multiply, at most, and the most steps of so many warps: x takes eight registers of a lane for
@@ -52,8 +57,9 @@ const SLOTS: usize = 2;
 #[derive(Clone, Copy)]
 pub(super) struct BulkRowsTiling {
     division: Splits,
-    /// Tiles of rows.
+    /// Tiles of rows, and whether they have one row each.
     row_tiles: usize,
+    alone: bool,
     teams: usize,
     warps: usize,
     /// Blocks of inputs of a warp.
@@ -69,11 +75,13 @@ impl BulkRowsTiling {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let group = weight.group as usize;
+        let most_alone = ALONE.max(call.dims.experts / EXPERTS_PER_ROW);
+        let alone = call.experts.is_some() && (1..=most_alone).contains(&call.rows);
         let has_few_rows = match call.experts {
+            // Twice the mean number of rows of an expert, so that most experts need one tile.
             Some(_) => {
-                // Twice the mean number of rows of an expert, so that most experts need one tile.
                 let rows = 2 * call.rows.div_ceil(call.dims.experts.max(1));
-                call.rows > ROWS && rows <= ROWS && outputs.is_multiple_of(TILE)
+                (alone || call.rows > 0 && rows <= ROWS) && outputs.is_multiple_of(TILE)
             }
             None => (2..=ROWS).contains(&call.rows),
         };
@@ -110,7 +118,7 @@ impl BulkRowsTiling {
             let divides = |&warps: &usize| blocks.is_multiple_of(warps) && blocks / warps <= most_steps(warps);
             let teams = if blocks <= SHORT && splits == 1 { TEAMS } else { 1 };
             let warps = if teams > 1 { 1 } else { (1..=WARPS).rev().find(divides)? };
-            let row_tiles = most_tiles(call, ROWS);
+            let row_tiles = if alone { call.rows } else { most_tiles(call, ROWS) };
             let (units, of_unit) = match call.experts {
                 Some(_) => (row_tiles.checked_mul(outputs / TILE)?, TILE),
                 None => (outputs / aligned_rows, aligned_rows),
@@ -131,21 +139,27 @@ impl BulkRowsTiling {
                 (FEWEST_STAGES.min(most)..=most).rev().filter(|stages| stages.is_multiple_of(teams)).find(fits)?;
             let (steps, bytes) = (blocks / warps, bytes(stages));
             let division = Splits { splits, stretches, tiles };
-            Some(BulkRowsTiling { division, row_tiles, teams, warps, steps, stages, bytes })
+            Some(BulkRowsTiling { division, row_tiles, alone, teams, warps, steps, stages, bytes })
         })
     }
 
-    /// Adds the launch.
+    /// Whether the kernel can compute a gate, too.
+    pub(super) fn can_gate(&self, call: &Call, gating: Gating) -> bool {
+        gating.is_halves() && call.experts.is_some()
+    }
+
+    /// Adds the launches.
     pub(super) fn build(
         &self,
         name: &'static str,
         call: &Call,
         weight: &Parts,
         params: &LinearParams,
+        gating: Gating,
         b: &mut Builder,
     ) -> Result<()> {
         let uint = |value| Launch::uint(NAME, "out", value);
-        let sorted = sort(call, params, [self.row_tiles, ROWS], b)?;
+        let sorted = if self.alone { None } else { sort(call, params, [self.row_tiles, ROWS], b)? };
         let inputs = params.inputs;
         let params = LinearBulkRowsParams {
             linear: *params,
@@ -153,13 +167,15 @@ impl BulkRowsTiling {
             most_tiles: uint(self.division.tiles)?,
             parts: OutParts::of(call)?,
         };
-        let launch = Launch::new(NAME, &SOURCE, name)
+        let launch = gating
+            .bind(Launch::new(NAME, &SOURCE, name), 7)
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("W_DTYPE", weight.dtype)
             .constant("GROUP", weight.group)
             .constant("INPUTS", inputs / self.division.splits as u32)
             .constant("SPLITS", self.division.splits as u32)
-            .constant("EXPERTS", sorted.is_some())
+            .constant("EXPERTS", call.experts.is_some())
+            .constant("ALONE", self.alone)
             .constant("TEAMS", self.teams as u32)
             .constant("WARPS", self.warps as u32)
             .constant("STEPS", self.steps as u32)
@@ -176,9 +192,12 @@ impl BulkRowsTiling {
                 [self.division.blocks(), 1, 1],
                 [(self.teams * self.warps + if self.warps > 1 { 2 } else { 1 }) * WARP, 1, 1],
             );
+        // Experts are written by a kernel before this one.
         if let Some([experts, order]) = &sorted {
-            // The experts are written by a kernel before this one.
-            return b.push(launch.scratch(8, experts, Use::Read).scratch(9, order, Use::Read));
+            return b.push(launch.scratch(9, experts, Use::Read).scratch(10, order, Use::Read));
+        }
+        if let Some(ids) = &call.experts {
+            return b.push(launch.read(9, ids));
         }
         self.division.push(launch.reads_ahead(&[1, 2, 3]), 6, ROWS, b)
     }

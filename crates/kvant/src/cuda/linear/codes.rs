@@ -118,7 +118,7 @@ pub(super) fn launch(
     gating: Gating,
 ) -> Launch {
     gating
-        .bind(tiling.launch(&SOURCE, name, call, weight, params))
+        .bind(tiling.launch(&SOURCE, name, call, weight, params), 7)
         .constant("DEPTH", depth(call, tiling.warps) as u32)
         .constant("W_ALIGNED", weight.aligned && (call.dims.inputs / 32 * weight.bits as usize).is_multiple_of(4))
         .constant("WHOLE", call.dims.inputs.is_multiple_of(SPAN))

@@ -16,22 +16,36 @@ inline uint in_tile(uint r, uint outputs) {
 // Outputs of the first half that a tile has, or all of them.
 constexpr uint TILE_STEP = GATING == HALVES ? 8 : 16;
 
-// Stores a result of a row; of halves, both results of a pair.
-inline void store_result(uchar *out, const uchar *up, uchar *gated, ulong row, uint outputs, uint i, float result, float other) {
-    store(out, row * outputs + i, result, OUT_DTYPE);
+// Where a result is in `out`, and the other one of a pair, of halves; the factor in `up`, and what the gate makes of
+// these in `gated`.
+struct Places {
+    ulong result;
+    ulong other;
+    ulong factor;
+    ulong gated;
+};
+
+// Those of result i of a row of `outputs`, or of its first half; of the only row, if the factors are in `up`.
+inline Places places_in_row(ulong row, uint outputs, uint i) {
+    const uint dim = GATING == HALVES ? outputs / 2 : outputs;
+    return {row * outputs + i, row * outputs + dim + i, i, row * dim + i};
+}
+
+// Stores a result; of halves, both results of a pair.
+inline void store_result(uchar *out, const uchar *up, uchar *gated, Places at, float result, float other) {
+    store(out, at.result, result, OUT_DTYPE);
     if (GATING == 0) {
         return;
     }
-    const uint dim = GATING == HALVES ? outputs / 2 : outputs;
     float factor;
     if (GATING == HALVES) {
-        store(out, row * outputs + dim + i, other, OUT_DTYPE);
+        store(out, at.other, other, OUT_DTYPE);
         factor = rounded(other, OUT_DTYPE);
     } else {
-        factor = load(up, i, UP_DTYPE);
+        factor = load(up, at.factor, UP_DTYPE);
     }
     const float activated = activate(rounded(result, OUT_DTYPE), ACTIVATION);
-    store(gated, row * dim + i, activated * factor_of(factor, ACTIVATION), GATED_DTYPE);
+    store(gated, at.gated, activated * factor_of(factor, ACTIVATION), GATED_DTYPE);
 }
 
 #endif

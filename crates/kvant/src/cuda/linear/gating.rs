@@ -11,25 +11,32 @@ use crate::{
 #[derive(Clone, Copy)]
 pub(super) enum Gating<'a> {
     None,
-    /// They are the input of a gate, of one row.
+    /// They are the input of a gate.
     Input(&'a gate::Call),
-    /// The first half of a row is the input of a gate, the second half its factors.
+    /// The first half of a row, or the first of two parts, is the input of a gate, the second its factors.
     Halves(&'a gate::Call),
 }
 
 impl<'a> Gating<'a> {
     /// How a gate depends on the product before it, if a kernel may compute both.
     pub fn of(product: &Call, gate: &'a gate::Call) -> Option<Gating<'a>> {
-        let (out, outputs) = (&product.out, product.dims.outputs);
+        let (out, outputs, rows) = (&product.out, product.dims.outputs, product.rows);
         let size = out.dtype().size();
+        // The columns of each part, and whether parts follow each other in memory instead of in a row.
+        let (width, has_parts) = match product.parts[..] {
+            [] => (outputs, false),
+            [first, second] if first == second => (first, true),
+            _ => return None,
+        };
         // Whether columns are those of the result from `first` on.
         let are = |columns: &gate::OwnedColumns, first: usize| {
-            let is_there = columns.tensor.byte_offset() + columns.start * size == out.byte_offset() + first * size;
-            let apart = gate.rows == 1 || columns.width == outputs;
+            let before = if has_parts { first * rows } else { first };
+            let is_there = columns.tensor.byte_offset() + columns.start * size == out.byte_offset() + before * size;
+            let apart = rows == 1 || columns.width == width;
             overlap(&columns.tensor, out) && columns.tensor.dtype() == out.dtype() && is_there && apart
         };
         // Other blocks still read what the product reads.
-        let mut is_free = gate.rows == product.rows && product.parts.is_empty();
+        let mut is_free = gate.rows == rows;
         product.touches(&mut |touch| {
             is_free &= touch.arg == "out" || !overlap(touch.tensor, &gate.out);
         });
@@ -40,15 +47,23 @@ impl<'a> Gating<'a> {
             return Some(Gating::Halves(gate));
         }
         let apart = !overlap(&gate.up.tensor, out) && !overlap(&gate.up.tensor, &gate.out);
-        (outputs == gate.dim && gate.rows == 1 && apart).then_some(Gating::Input(gate))
+        (outputs == gate.dim && apart).then_some(Gating::Input(gate))
     }
 
     pub fn is_halves(self) -> bool {
         matches!(self, Gating::Halves(_))
     }
 
-    /// Adds what `linear/gating.h` needs.
-    pub fn bind(self, launch: Launch) -> Launch {
+    /// Columns of the tensor that has the factors; 0 if they are results of the product.
+    pub fn up_width(self) -> usize {
+        match self {
+            Gating::Input(gate) => gate.up.width,
+            _ => 0,
+        }
+    }
+
+    /// Adds what `linear/gating.h` needs: constants, and the arguments `index`, `up`, and the next one, `gated`.
+    pub fn bind(self, launch: Launch, index: u32) -> Launch {
         let with = |launch: Launch, kind: u32, activation, up, gated| {
             launch
                 .constant("GATING", kind)
@@ -60,9 +75,11 @@ impl<'a> Gating<'a> {
             Gating::None => with(launch, 0, Activation::Silu, DType::F32, DType::F32),
             Gating::Input(gate) => {
                 let launch = with(launch, 1, gate.activation, gate.up.tensor.dtype(), gate.out.dtype());
-                launch.read_from(7, &gate.up.tensor, gate.up.start).write(8, &gate.out)
+                launch.read_from(index, &gate.up.tensor, gate.up.start).write(index + 1, &gate.out)
             }
-            Gating::Halves(gate) => with(launch, 2, gate.activation, DType::F32, gate.out.dtype()).write(8, &gate.out),
+            Gating::Halves(gate) => {
+                with(launch, 2, gate.activation, DType::F32, gate.out.dtype()).write(index + 1, &gate.out)
+            }
         }
     }
 }

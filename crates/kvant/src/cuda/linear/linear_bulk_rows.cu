@@ -17,8 +17,9 @@
 // Registers do not hold x of long rows. SPLITS blocks then have the same outputs, and INPUTS of each row: they leave
 // their sums in `partials`, and the one that is done last adds them up.
 //
-// EXPERTS: linear_many_sort has put rows into tiles of ROWS rows of one expert, in `experts` and `order`. Tiles of the
-// same rows follow each other.
+// EXPERTS: tiles are of one expert each. linear_many_sort has put rows into tiles of ROWS rows, in `experts` and
+// `order`; or, if they are few, each is a tile (ALONE), and `experts` are theirs. Tiles of the same rows follow each
+// other. Of the two halves of the results that a gate needs (linear/gating.h), a tile has eight outputs each.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known;
 // x is read later.
@@ -28,6 +29,7 @@
 #include "device/fragments.h"
 #include "device/ring_cursor.h"
 #include "device/uniform.h"
+#include "linear/gating.h"
 #include "linear/out_parts.h"
 #include "linear/params.h"
 #include "linear/tile_sums.h"
@@ -36,6 +38,8 @@ constexpr uint TILE = 16;
 constexpr uint ROWS = 8;
 constexpr uint BLOCK = 64;
 constexpr uint NONE = 0xFFFFFFFF;
+// Neighbouring outputs of a tile.
+constexpr uint NEIGHBOURS = TILE_STEP;
 // Warps that multiply; the one behind them copies, and one more adds if teams have several warps.
 constexpr uint CONSUMERS = TEAMS * WARPS;
 constexpr uint THREADS = 32 * (CONSUMERS + (WARPS > 1 ? 2 : 1));
@@ -62,6 +66,7 @@ constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * WARPS * 32 * 16;
 static_assert(BARRIERS_AT + (STAGES + SLOTS) * 16 + 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(WARPS * OWN == INPUTS && GROUP % BLOCK == 0 && INPUTS % GROUP == 0, "linear: whole blocks and groups");
 static_assert(SPLITS == 1 || ROW_BY_ROW && !ODD && !EXPERTS, "linear: parts of rows are copied one by one");
+static_assert(GATING == 0 || GATING == HALVES && EXPERTS, "linear: halves of experts' results have gates");
 static_assert(TEAMS == 1 || WARPS == 1 && STAGES % TEAMS == 0 && SPLITS == 1, "linear: teams have their own stages, and add up nothing");
 
 struct LinearBulkRowsParams {
@@ -134,7 +139,8 @@ struct Place {
 // Blocks divide the outputs among them, SPLITS neighbouring ones together.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *x, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                 const LinearBulkRowsParams p, float *partials, uint *arrivals, const uint *experts, const uint *order) {
+                 const LinearBulkRowsParams p, float *partials, uint *arrivals, uchar *gated, const uint *experts,
+                 const uint *order) {
     extern __shared__ __align__(128) uchar memory[];
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = of_warp(threadIdx.x / 32);
     const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
@@ -143,8 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     uint units = outputs / ALIGNED_ROWS;
     if (EXPERTS) {
         wait_for_previous();
-        uint row_tiles = 0;
-        for (uint first = 0; first < p.row_tiles; first += THREADS) {
+        uint row_tiles = ALONE ? p.row_tiles : 0;
+        for (uint first = 0; !ALONE && first < p.row_tiles; first += THREADS) {
             const uint tile = first + threadIdx.x;
             row_tiles += __syncthreads_count(tile < p.row_tiles && experts[min(tile, p.row_tiles - 1)] != NONE);
         }
@@ -157,9 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint first = begin_of(stretch), end = begin_of(stretch + 1), tiles = EXPERTS ? end - first : (end - first + TILE - 1) / TILE;
     // The first tile, and the first output of a tile.
     const Place begin = EXPERTS ? Place{first / output_tiles, first % output_tiles} : Place{0, 0};
-    const auto output_of = [&](Place place) { return (EXPERTS ? 0 : first) + place.tile * TILE; };
+    const auto output_of = [&](Place place) { return (EXPERTS ? 0 : first) + place.tile * NEIGHBOURS; };
     // Row r of a tile of rows; no less than `rows` if there is none.
-    const auto row_of = [&](uint row_tile, uint r) { return EXPERTS ? order[row_tile * ROWS + r] : r; };
+    const auto row_of = [&](uint row_tile, uint r) {
+        return ALONE ? (r == 0 ? row_tile : NONE) : EXPERTS ? order[row_tile * ROWS + r] : r;
+    };
     const uint shared = shared_address(memory);
     const TileBarriers barriers = {shared + BARRIERS_AT};
     if (threadIdx.x == 0) {
@@ -169,24 +177,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp == CONSUMERS) {
         if (elected()) {
             constexpr uint ROW = CODES * SPLITS, FACTOR_ROW = FACTOR_BYTES * SPLITS;
-            RingCursor<STAGES> cursor;
-            Place place = begin;
-#pragma unroll 1
-            for (uint tile = 0; tile < tiles; tile++, place.advance(1, output_tiles)) {
-                const uint output = output_of(place), rows = EXPERTS ? TILE : min(TILE, end - output);
-                const uint expert = EXPERTS ? experts[place.row_tile] : 0;
-                const ulong row = ulong(expert < p.linear.experts ? expert : 0) * outputs + output;
-                if (tile >= STAGES) {
-                    barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
-                }
-                const uint barrier = barriers.full(cursor.stage), to = shared + cursor.stage * STAGE;
-                barrier_expect(barrier, rows * (CODES + 2 * FACTOR_BYTES));
+            // So many rows of W, from `row` on, are those of a stage from n on.
+            const auto copy_rows = [&](uint stage, uint n, uint rows, ulong row, uint barrier) {
+                const uint to = stage + n * PITCH, factors_to = stage + FACTORS_AT + n * FACTOR_PITCH;
                 const uchar *from = codes + row * ROW + part * CODES;
                 const uchar *sides[2] = {scales + row * FACTOR_ROW + part * FACTOR_BYTES, biases + row * FACTOR_ROW + part * FACTOR_BYTES};
                 if (!ROW_BY_ROW) {
 #pragma unroll
                     for (uint side = 0; side < 2; side++) {
-                        copy_bulk(to + FACTORS_AT + side * FACTORS, sides[side], rows * FACTOR_BYTES, barrier);
+                        copy_bulk(factors_to + side * FACTORS, sides[side], rows * FACTOR_BYTES, barrier);
                     }
                 }
                 if (ODD) {
@@ -201,10 +200,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         if (ROW_BY_ROW) {
 #pragma unroll
                             for (uint side = 0; side < 2; side++) {
-                                copy_bulk(to + FACTORS_AT + side * FACTORS + r * FACTOR_PITCH, sides[side] + r * FACTOR_ROW, FACTOR_BYTES, barrier);
+                                copy_bulk(factors_to + side * FACTORS + r * FACTOR_PITCH, sides[side] + r * FACTOR_ROW, FACTOR_BYTES, barrier);
                             }
                         }
                     }
+                }
+            };
+            RingCursor<STAGES> cursor;
+            Place place = begin;
+#pragma unroll 1
+            for (uint tile = 0; tile < tiles; tile++, place.advance(1, output_tiles)) {
+                const uint output = output_of(place), rows = EXPERTS ? TILE : min(TILE, end - output);
+                const uint expert = EXPERTS ? experts[place.row_tile] : 0;
+                const ulong row = ulong(expert < p.linear.experts ? expert : 0) * outputs + output;
+                if (tile >= STAGES) {
+                    barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
+                }
+                const uint barrier = barriers.full(cursor.stage), to = shared + cursor.stage * STAGE;
+                barrier_expect(barrier, rows * (CODES + 2 * FACTOR_BYTES));
+#pragma unroll
+                for (uint n = 0; n < TILE; n += NEIGHBOURS) {
+                    copy_rows(to, n, min(NEIGHBOURS, rows), row + n / NEIGHBOURS * (outputs / 2), barrier);
                 }
                 cursor.next();
             }
@@ -226,6 +242,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const uint output = output_of(place);
         const bool known = !EXPERTS || experts[place.row_tile] < p.linear.experts;
         const uint row[2] = {row_of(place.row_tile, 2 * t), row_of(place.row_tile, 2 * t + 1)};
+        if constexpr (GATING == HALVES) {
+#pragma unroll
+            for (uint c = 0; c < 2; c++) {
+                if (row[c] < p.linear.rows) {
+                    const float result = known ? p.linear.alpha * total[c] : 0, other = known ? p.linear.alpha * total[2 + c] : 0;
+                    store_result(out, nullptr, gated, places_in_row(row[c], outputs, output + g), result, other);
+                }
+            }
+            return;
+        }
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
             const uint own = output + g + c / 2 * 8;

@@ -379,8 +379,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             other += GATING == HALVES ? parts[(w * OUTPUTS + at + 8) * TOKENS + token] : 0;
         }
         if (first_output + output < dim && first_row + token < p.rows) {
-            store_result(out, up, gated, first_row + token, p.outputs, first_output + output, known ? p.alpha * sum : 0.0f,
-                         known ? p.alpha * other : 0.0f);
+            store_result(out, up, gated, places_in_row(first_row + token, p.outputs, first_output + output),
+                         known ? p.alpha * sum : 0.0f, known ? p.alpha * other : 0.0f);
         }
     }
 }

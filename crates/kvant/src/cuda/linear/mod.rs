@@ -7,8 +7,7 @@
 //! |---|---|---|
 //! | `bulk` | one row, affine weight, GPUs with bulk copies | reading W |
 //! | `codes` | one or two rows, or few rows of experts, affine weight | reading W |
-//! | `stream` | one row, dense 16-bit weight, GPUs with bulk copies | reading W |
-//! | `stream_rows` | 2 to 32 rows, dense 16-bit weight of the same dtype, GPUs with bulk copies | reading W |
+//! | `stream_rows` | 1 to 32 rows, dense 16-bit weight of the same dtype, GPUs with bulk copies | reading W |
 //! | `rows` | few rows | reading W |
 //! | `blocks` | few rows by blocks, small floats, affine codes of 2, 3 and 5 bits | reading W |
 //! | `batch` | 4 to 128 rows of bf16, or few rows of each expert, affine weight, Hopper | reading W |
@@ -33,7 +32,6 @@ mod out_parts;
 mod route;
 mod rows;
 mod splits;
-mod stream;
 mod stream_rows;
 mod warp_tiling;
 
@@ -62,10 +60,11 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
 pub(crate) fn build_gated(call: &Call, gate: &gate::Call, b: &mut Builder) -> Result<bool> {
     let Some(gating) = Gating::of(call, gate) else { return Ok(false) };
     let (matrix, params) = (parts(&call.weight, call.dims.inputs), params_of(call)?);
-    match route::select(call, &matrix, &b.limits).launch_gated(call, &matrix, &params, gating, &b.limits) {
-        Some(launch) => b.push(launch).map(|()| true),
-        None => Ok(false),
+    let kernel = route::select(call, &matrix, &b.limits);
+    if !call.parts.is_empty() && !kernel.writes_parts() {
+        return Ok(false);
     }
+    kernel.build_gated(call, &matrix, &params, gating, b)
 }
 
 fn params_of(call: &Call) -> Result<LinearParams> {

@@ -14,14 +14,13 @@ use super::{
     generic::{self, GenericKernel},
     many::ManyChunks,
     rows,
-    stream::StreamTiling,
     stream_rows::StreamRowsTiling,
     warp_tiling::WarpTiling,
 };
 use crate::{
     Result,
     cuda::affine::Parts,
-    gpu::{Builder, Launch, Limits},
+    gpu::{Builder, Limits},
     ops::linear::Call,
 };
 
@@ -34,7 +33,6 @@ pub(super) enum CudaLinearKernel {
     BulkRows(BulkRowsTiling),
     Codes(WarpTiling),
     Rows(WarpTiling),
-    Stream(StreamTiling),
     StreamRows(StreamRowsTiling),
     Blocks(WarpTiling),
     Few,
@@ -67,10 +65,7 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinear
     if call.rows <= blocks::most_rows(call) && blocks::suits(call, weight) {
         return CudaLinearKernel::Blocks(blocks::tiling(call, weight, limits));
     }
-    if let Some(tiling) = StreamTiling::new(call, weight, false, limits) {
-        return CudaLinearKernel::Stream(tiling);
-    }
-    if let Some(tiling) = StreamRowsTiling::new(call, weight, limits) {
+    if let Some(tiling) = StreamRowsTiling::new(call, weight, false, limits) {
         return CudaLinearKernel::StreamRows(tiling);
     }
     let many = ManyChunks::new(call, weight, limits);
@@ -119,7 +114,6 @@ impl CudaLinearKernel {
             CudaLinearKernel::BulkRows(_) => "linear_bulk_rows",
             CudaLinearKernel::Codes(_) => "linear_codes",
             CudaLinearKernel::Rows(_) => "linear_rows",
-            CudaLinearKernel::Stream(_) => "linear_stream",
             CudaLinearKernel::StreamRows(_) => "linear_stream_rows",
             CudaLinearKernel::Blocks(_) => "linear_blocks",
             CudaLinearKernel::Few => "linear_few",
@@ -138,23 +132,31 @@ impl CudaLinearKernel {
         )
     }
 
-    /// The launch of the kernel with a gate behind it, if it can have one.
-    pub(super) fn launch_gated(
+    /// Adds the launches of the kernel with a gate behind it, if it can have one.
+    pub(super) fn build_gated(
         &self,
         call: &Call,
         weight: &Parts,
         params: &LinearParams,
         gating: Gating,
-        limits: &Limits,
-    ) -> Option<Launch> {
-        Some(match self {
-            CudaLinearKernel::Codes(tiling) => codes::launch(self.name(), tiling, call, weight, params, gating),
-            CudaLinearKernel::Stream(_) => {
-                let tiling = StreamTiling::new(call, weight, gating.is_halves(), limits)?;
-                tiling.launch(self.name(), call, weight, params, gating)
+        b: &mut Builder,
+    ) -> Result<bool> {
+        match self {
+            CudaLinearKernel::BulkRows(tiling) if tiling.can_gate(call, gating) => {
+                tiling.build(self.name(), call, weight, params, gating, b)?;
             }
-            _ => return None,
-        })
+            CudaLinearKernel::Codes(tiling) if call.rows == 1 || gating.is_halves() => {
+                b.push(codes::launch(self.name(), tiling, call, weight, params, gating))?;
+            }
+            CudaLinearKernel::StreamRows(_) => {
+                let Some(tiling) = StreamRowsTiling::new(call, weight, gating.is_halves(), &b.limits) else {
+                    return Ok(false);
+                };
+                tiling.build(self.name(), call, weight, params, gating, b)?;
+            }
+            _ => return Ok(false),
+        }
+        Ok(true)
     }
 
     /// Adds the launches.
@@ -165,13 +167,12 @@ impl CudaLinearKernel {
             CudaLinearKernel::Dequantise(dense) => dense.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Batch(tiling) => tiling.build(self.name(), call, weight, params, b),
             CudaLinearKernel::Bulk(tiling) => b.push(tiling.launch(self.name(), call, weight, params)),
-            CudaLinearKernel::BulkRows(tiling) => tiling.build(self.name(), call, weight, params, b),
+            CudaLinearKernel::BulkRows(tiling) => tiling.build(self.name(), call, weight, params, Gating::None, b),
             CudaLinearKernel::Codes(tiling) => {
                 b.push(codes::launch(self.name(), tiling, call, weight, params, Gating::None))
             }
             CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)?),
-            CudaLinearKernel::Stream(tiling) => b.push(tiling.launch(self.name(), call, weight, params, Gating::None)),
-            CudaLinearKernel::StreamRows(tiling) => tiling.build(self.name(), call, weight, params, b),
+            CudaLinearKernel::StreamRows(tiling) => tiling.build(self.name(), call, weight, params, Gating::None, b),
             CudaLinearKernel::Blocks(tiling) => blocks::build(self.name(), tiling, call, weight, params, b),
             CudaLinearKernel::Few => {
                 b.push(generic::launch(GenericKernel::Few, self.name(), call, weight, params, x_aligned))
@@ -212,7 +213,7 @@ mod tests {
             (64, 4096, false, "linear_batch"),
             (128, 4096, false, "linear_batch"),
             (129, 4096, false, "linear_many"),
-            (8, 1024, true, "linear_codes"),
+            (8, 1024, true, "linear_bulk_rows"),
             (9, 1024, true, "linear_batch"),
         ] {
             let mut call = call(4, DType::BF16, [rows, outputs, 4096], experts);
@@ -234,7 +235,7 @@ mod tests {
             (4,     8,   4096, false, ["linear_rows",  "linear_rows",       "linear_rows"]),
             (4,     512, 4096, false, ["linear_dequantise", "linear_dequantise", "linear_dequantise"]),
             (4,     1,   1024, true,  ["linear_codes", "linear_codes",      "linear_codes"]),
-            (DENSE, 1,   4096, false, ["linear_stream", "linear_rows",      "linear_rows"]),
+            (DENSE, 1,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
             (DENSE, 2,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
             (DENSE, 8,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
             // cuBLASLt takes the place of tiles.

@@ -10,7 +10,7 @@ use kvant::{
 /// Where the factors of the gate come from, and where its results go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sides {
-    /// The product's second half; the results replace the first half.
+    /// The product's second half, or the second of its parts; the results replace the first.
     HalvesInPlace,
     /// The product's second half.
     Halves,
@@ -53,12 +53,13 @@ impl Case {
         let up = input(device, up, &rng.normals(rows * (dim + 8)), &[rows, dim + 8])?;
         let (whole, out) = (Out::new(device, product, &[rows, outputs])?, Out::new(device, result, &[rows, dim])?);
         let sides_of = |tensor: &Tensor| -> Result<[Tensor; 2]> {
-            let both = tensor.reshape(&[2, dim])?;
-            Ok([both.rows(0..1)?, both.rows(1..2)?])
+            let both = tensor.reshape(&[2 * rows, dim])?;
+            Ok([both.rows(0..rows)?, both.rows(rows..2 * rows)?])
         };
         let graph = Encoder::capture(device, |enc| {
             let args = Linear::new(&x, w.weight(), &whole.tensor).alpha((inputs as f32).sqrt().recip());
-            ops::linear(enc, &args.experts(experts.map(|_| Experts::new(&ids))))?;
+            let parts: &[usize] = if sides == HalvesInPlace { &[dim, dim] } else { &[] };
+            ops::linear(enc, &args.parts(parts).experts(experts.map(|_| Experts::new(&ids))))?;
             let product = &whole.tensor;
             match sides {
                 HalvesInPlace => {
@@ -120,9 +121,9 @@ const ACTIVATIONS: [Activation; 3] = [Activation::GeluTanh, Activation::Silu, Ac
 fn one_row() {
     let (mut rng, mut cases) = (Rng::of("one gated row"), Vec::new());
     for (kind, file, inputs, dims) in [
-        (Kind::Dense(DType::BF16), "linear_stream.cu", 2560, [1, 70, 1400]),
-        (Kind::Dense(DType::F16), "linear_stream.cu", 264, [3, 132, 4700]),
-        (Kind::Dense(DType::BF16), "linear_stream.cu", 10_248, [2, 16, 133]),
+        (Kind::Dense(DType::BF16), "linear_stream_rows.cu", 2560, [1, 70, 1400]),
+        (Kind::Dense(DType::F16), "linear_stream_rows.cu", 576, [3, 132, 4700]),
+        (Kind::Dense(DType::BF16), "linear_stream_rows.cu", 14_336, [2, 16, 133]),
         (affine(4), "linear_codes.cu", 320, [1, 20, 1060]),
         (affine(8), "linear_codes.cu", 448, [3, 40, 2116]),
     ] {
@@ -131,6 +132,9 @@ fn one_row() {
             let all = [HalvesInPlace, Other, OtherInPlace, Halves];
             for &sides in if i == 2 { &all[..2] } else { &all[..] } {
                 let mut dtypes = [(); 4].map(|()| rng.pick(&FLOATS));
+                if let Kind::Dense(dtype) = kind {
+                    dtypes[0] = dtype;
+                }
                 if sides == OtherInPlace {
                     dtypes[3] = dtypes[1];
                 }
@@ -144,14 +148,47 @@ fn one_row() {
     one_in(3, |case| format!("{:?}", case.sides), cases).into_iter().for_each(Case::check);
 }
 
-/// Few rows of experts.
+/// Few rows of a dense weight, whose kernel gates: gates of halves, of parts and of another tensor's columns; tiles
+/// that are not full; rows that several blocks divide.
+#[test]
+fn few_dense_rows() {
+    let (mut rng, mut cases) = (Rng::of("few gated rows"), Vec::new());
+    for (dtype, tokens, inputs, dims) in [
+        (DType::BF16, 2, 2560, [1, 70, 1400]),
+        (DType::F16, 7, 256, [3, 132, 4700]),
+        (DType::BF16, 13, 10_240, [2, 16, 133]),
+        (DType::BF16, 32, 2048, [8, 66, 1061]),
+        (DType::F16, 20, 5376, [5, 16, 300]),
+    ] {
+        for (i, dim) in dims.into_iter().enumerate() {
+            // The largest with half of the cases.
+            let all = [HalvesInPlace, Other, OtherInPlace, Halves];
+            for &sides in if i == 2 { &all[..2] } else { &all[..] } {
+                let mut dtypes = [dtype, rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&FLOATS)];
+                if matches!(sides, OtherInPlace | HalvesInPlace) {
+                    dtypes[3] = dtypes[1];
+                }
+                let (kind, activation) = (Kind::Dense(dtype), rng.pick(&ACTIVATIONS));
+                let case = Case { kind, sides, tokens, experts: None, inputs, dim, dtypes, activation };
+                assert_eq!(case.files(), ["linear_stream_rows.cu"], "{case:?}");
+                cases.push(case);
+            }
+        }
+    }
+    one_in(3, |case| format!("{:?}", case.sides), cases).into_iter().for_each(Case::check);
+}
+
+/// Few rows of experts, by integer products.
 #[test]
 fn experts() {
     let mut rng = Rng::of("gated experts");
     for bits in [4, 6, 8] {
         for (tokens, experts, inputs, dim) in [(1, [8, 16], 704, 96), (1, [2, 4], 2816, 20), (2, [3, 5], 320, 35)] {
             for sides in [Halves, Other] {
-                let dtypes = [(); 4].map(|()| rng.pick(&FLOATS));
+                let mut dtypes = [(); 4].map(|()| rng.pick(&FLOATS));
+                if dtypes[0] == DType::BF16 && bits == 4 {
+                    dtypes[0] = DType::F16;
+                }
                 let (kind, activation) = (affine(bits), rng.pick(&ACTIVATIONS));
                 let case = Case { kind, sides, tokens, experts: Some(experts), inputs, dim, dtypes, activation };
                 let files: &[&str] =
@@ -159,6 +196,33 @@ fn experts() {
                 assert_eq!(case.files(), files, "{case:?}");
                 case.check();
             }
+        }
+    }
+}
+
+/// Few rows of experts by bulk copies, each by itself and sorted: short rows and long ones, rows of scales that are
+/// copied one by one and together.
+#[test]
+fn experts_by_bulk_copies() {
+    let mut rng = Rng::of("gated experts by bulk copies");
+    for (tokens, experts, inputs, dim) in [
+        (1, [8, 128], 2816, 704),
+        (1, [8, 16], 704, 96),
+        (1, [1, 2], 5376, 16),
+        (12, [2, 16], 384, 64),
+        (4, [8, 128], 512, 80),
+        (9, [4, 40], 512, 80),
+    ] {
+        for sides in [Halves, Other] {
+            let dtypes = [DType::BF16, rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&FLOATS)];
+            let (kind, activation) = (affine(4), rng.pick(&ACTIVATIONS));
+            let case = Case { kind, sides, tokens, experts: Some(experts), inputs, dim, dtypes, activation };
+            let alone = tokens * experts[0] <= (experts[1] / 4).max(8);
+            let sort = (!alone).then_some("linear_many.cu");
+            let gate = (sides == Other).then_some("gate.cu");
+            let files: Vec<&str> = sort.into_iter().chain(["linear_bulk_rows.cu"]).chain(gate).collect();
+            assert_eq!(case.files(), files, "{case:?}");
+            case.check();
         }
     }
 }
@@ -172,9 +236,12 @@ fn others() {
         (Kind::Blocks(BlockFormat::Q4_K), 1, DType::BF16),
         (affine(4), 1, DType::BF16),
         (affine(4), 9, DType::BF16),
-        (Kind::Dense(DType::BF16), 3, DType::BF16),
+        (Kind::Dense(DType::BF16), 33, DType::BF16),
+        // Of two rows linear_codes gates halves, but neither parts nor other columns.
+        (affine(8), 2, DType::BF16),
     ] {
-        for sides in [Halves, Other] {
+        let first = if tokens == 2 { HalvesInPlace } else { Halves };
+        for sides in [first, Other] {
             let (dtypes, activation) = ([dtype; 4], Activation::Silu);
             let case = Case { kind, sides, tokens, experts: None, inputs: 512, dim: 48, dtypes, activation };
             assert_eq!(case.files().last().map(String::as_str), Some("gate.cu"), "{case:?}");

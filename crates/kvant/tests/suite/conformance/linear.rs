@@ -475,32 +475,38 @@ fn one_row_of_a_long_matrix() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(Case::check);
 }
 
-/// CUDA takes one row of a dense weight by bulk copies from Hopper on: several rows of a warp at a time, or parts of a
-/// row, of which the last is shorter; parts of the last 256 inputs; more copies than there is room for; fewer outputs
-/// than blocks; stretches of outputs of different lengths.
+/// CUDA takes one row of a dense weight by bulk copies from Hopper on: inputs that two, four and eight warps divide,
+/// and several blocks; fewer outputs than blocks; stretches of outputs of different lengths.
 #[test]
 fn one_dense_row() {
     let (mut rng, mut cases) = (Rng::of("one dense row"), Vec::new());
     let sizes = [
-        (8, 1),
-        (264, 4321),
+        (64, 1),
+        (576, 4321),
         (256, 9000),
-        (1032, 131),
-        (1288, 2200),
+        (1152, 131),
+        (896, 2200),
         (2560, 1333),
-        (2568, 40),
-        (5384, 300),
+        (2624, 40),
+        (4864, 896),
+        (5376, 300),
         (10_240, 133),
+        (18_944, 71),
         (28_672, 17),
     ];
     for (inputs, outputs) in sizes {
         for weight in [DType::F16, DType::BF16] {
-            let (x, out) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
+            let (x, out) = (weight, rng.pick(&FLOATS));
             let alpha = rng.pick(&[1.0, -0.5]);
             let case = Case { kind: Kind::Dense(weight), tokens: 1, inputs, outputs, x, out, alpha };
-            case.comes_to("linear_stream.cu/");
+            case.comes_to("linear_stream_rows.cu/");
             cases.push(case);
         }
+    }
+    // Other dtypes of x, and rows that are not divided evenly.
+    for (x, inputs) in [(DType::F32, 1024), (DType::F16, 1024), (DType::BF16, 1032), (DType::BF16, 8)] {
+        let kind = Kind::Dense(DType::BF16);
+        cases.push(Case { kind, tokens: 1, inputs, outputs: 70, x, out: rng.pick(&FLOATS), alpha: 1.0 });
     }
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
 }
@@ -809,7 +815,7 @@ fn batches_of_experts() {
 }
 
 /// Few rows of each expert by codes of 4 bits, which CUDA takes by bulk copies from Hopper on: experts of no row, of
-/// one, of several tiles; long rows and short ones, for one warp each.
+/// one, of several tiles; long rows and short ones, for one warp each; so few rows that each is by itself.
 #[test]
 fn few_rows_of_experts() {
     let mut cases = Vec::new();
@@ -821,6 +827,10 @@ fn few_rows_of_experts() {
         (12, 4, 16, true, 2048, 16, 128),
         (10, 2, 20, false, 384, 16, 128),
         (60, 2, 40, true, 64, 1600, 64),
+        (1, 8, 128, false, 2816, 1408, 64),
+        (1, 8, 128, true, 704, 2816, 64),
+        (4, 2, 3, false, 512, 64, 128),
+        (1, 1, 2, true, 5376, 16, 64),
     ] {
         for (scales, out_type) in [(DType::BF16, DType::BF16), (DType::F16, DType::F32)] {
             let kind = Kind::Affine { bits: 4, group, scales };
