@@ -89,9 +89,10 @@ fn with_number(error: kvant::Error, number: usize) -> Box<dyn std::error::Error>
 /// `--activations`.
 #[derive(clap::Args)]
 pub struct ActivationArgs {
-    /// Dtype of activations [default: bf16 on CUDA, f32 elsewhere]. Caches and weights keep their dtypes; sums are
-    /// always f32. The fastest attention on CUDA requires f16 or bf16 here, and the same dtype or a tq type in --kv.
-    /// f16 overflows above 65504; use bf16 for models whose activations exceed that
+    /// Dtype of activations [default: bf16 on CUDA, f32 elsewhere]. Caches and weights keep their dtypes, except that
+    /// with bf16 on CUDA dense matrices of f16 and f32 become bf16. Sums are always f32. The fastest attention on CUDA
+    /// requires f16 or bf16 here, and the same dtype or a tq type in --kv. f16 overflows above 65504; use bf16 for
+    /// models whose activations exceed that
     #[arg(long, value_name = "TYPE", value_enum)]
     activations: Option<Activations>,
 }
@@ -118,7 +119,9 @@ impl ActivationArgs {
             Some(Activations::Bf16) => DType::BF16,
             None => options.activations,
         };
-        LoadOptions { activations, ..options }
+        // Other activations are asked for to be exact.
+        let dense_weights = options.dense_weights.filter(|_| activations == options.activations);
+        LoadOptions { activations, dense_weights, ..options }
     }
 
     /// The cache type: the one that was asked for, or the one that attention is fastest with.

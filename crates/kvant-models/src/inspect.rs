@@ -8,7 +8,7 @@ use crate::{
     BlockSpec, CacheCodecs, Config, DecoderSpec, Files, KvCodec, LoadOptions, PoolOptions, Result,
     forward::workspace_bytes,
     model::with_source,
-    source::{Form, Part, Role, Source},
+    source::{Form, Part, Role, Source, converted::is_converted},
     spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, RouterSpec},
 };
 
@@ -29,10 +29,12 @@ pub struct Inspection {
     pub config: Config,
     /// Numbers in all tensors of the text model.
     pub parameters: usize,
-    /// Bytes of the matrices, as they are in memory.
+    /// Bytes of the matrices in the file; in memory, too, unless [`LoadOptions::dense_weights`] changes that.
     pub weight_bytes: usize,
     /// The formats of the matrices, those with the most bytes first.
     pub formats: Vec<StoredFormat>,
+    /// Numbers and bytes of the matrices that [`LoadOptions::dense_weights`] is for.
+    dense: [usize; 2],
 }
 
 /// The matrices of one format.
@@ -78,7 +80,7 @@ impl Inspection {
     fn of(config: Config, source: &dyn Source) -> Result<Inspection> {
         let spec = &config.decoder;
         spec.check()?;
-        let (mut parameters, mut weight_bytes) = (0usize, 0usize);
+        let (mut parameters, mut weight_bytes, mut dense) = (0usize, 0usize, [0usize; 2]);
         let mut formats = BTreeMap::<String, StoredFormat>::new();
         for tensor in tensors(spec, source) {
             let elements = tensor.shape.iter().product::<usize>();
@@ -89,6 +91,9 @@ impl Inspection {
             let form = source.form(tensor.role, &tensor.shape)?;
             let bytes = form.bytes(&tensor.shape);
             weight_bytes = weight_bytes.saturating_add(bytes);
+            if is_converted(tensor.role, form) {
+                dense = [dense[0].saturating_add(elements), dense[1].saturating_add(bytes)];
+            }
             let name = form.to_string();
             let format = formats.entry(name.clone()).or_insert(StoredFormat { name, parameters: 0, bytes: 0 });
             format.parameters = format.parameters.saturating_add(elements);
@@ -96,7 +101,7 @@ impl Inspection {
         }
         let mut formats: Vec<StoredFormat> = formats.into_values().collect();
         formats.sort_by_key(|format| std::cmp::Reverse(format.bytes));
-        Ok(Inspection { config, parameters, weight_bytes, formats })
+        Ok(Inspection { config, parameters, weight_bytes, formats, dense })
     }
 
     /// Bytes of a pool for this model.
@@ -115,7 +120,10 @@ impl Inspection {
         let spec = &self.config.decoder;
         let scratch = workspace_bytes(spec, load.activations, load.pass_tokens.min(pool.longest));
         let scratch = scratch.saturating_add(spec.vocab_size.saturating_mul(DType::F32.size()));
-        Ok(MemoryEstimate { weights: self.weight_bytes, cache: self.cache_bytes(pool, load)?, scratch })
+        let [elements, bytes] = self.dense;
+        let converted = load.dense_weights.map_or(bytes, |dtype| elements.saturating_mul(dtype.size()));
+        let weights = self.weight_bytes.saturating_sub(bytes).saturating_add(converted);
+        Ok(MemoryEstimate { weights, cache: self.cache_bytes(pool, load)?, scratch })
     }
 
     /// The longest sequences that fit in `bytes` with the weights: at most those of `pool`, in whole pages. `None` if

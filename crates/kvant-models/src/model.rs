@@ -16,18 +16,23 @@ use crate::{
     gguf::{self, source::GgufSource},
     inspect,
     safetensors::Checkpoint,
-    source::{Source, hf::HfSource, quantization::Quantization},
+    source::{Source, converted::Converted, hf::HfSource, quantization::Quantization},
     weights::Weights,
 };
 
 /// Options of [`Model::load_with`].
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
-    /// The dtype of activations: f32 (the default), f16 or bf16. Weights keep the dtype of the file.
+    /// The dtype of activations: f32 (the default), f16 or bf16.
     ///
     /// f16 overflows above 65504. A model that was trained in bf16 may exceed this; its logits are then NaN
     /// ([`Error::NotANumber`]).
     pub activations: DType,
+    /// The dtype that matrices get which are dense in the file, but for those of routers: f32, f16 or bf16. `None` (the
+    /// default) keeps the file's. Quantised matrices and vectors always stay as they are.
+    ///
+    /// CUDA multiplies activations of bf16 fast with matrices of bf16, and slowly with those of f16 or f32.
+    pub dense_weights: Option<DType>,
     /// The most tokens of a pass of [`Model::feed`], at least 1; 512 is the default. On a GPU, more are faster. They
     /// need memory for activations, and in pools for the layers with windows.
     pub pass_tokens: usize,
@@ -35,13 +40,13 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        LoadOptions { activations: DType::F32, pass_tokens: 512 }
+        LoadOptions { activations: DType::F32, dense_weights: None, pass_tokens: 512 }
     }
 }
 
 impl LoadOptions {
-    /// What is fast on a device. On CUDA: activations of bf16, and passes of 1024 to 8192 tokens, depending on the
-    /// device's memory. Elsewhere the defaults.
+    /// What is fast on a device. On CUDA: activations and dense matrices of bf16, and passes of 1024 to 8192 tokens,
+    /// depending on the device's memory. Elsewhere the defaults.
     pub fn for_device(device: &Device) -> LoadOptions {
         let options = LoadOptions::default();
         if device.kind() != DeviceKind::Cuda {
@@ -53,7 +58,7 @@ impl LoadOptions {
             60..120 => 4096,
             _ => 8192,
         };
-        LoadOptions { activations: DType::BF16, pass_tokens }
+        LoadOptions { activations: DType::BF16, dense_weights: Some(DType::BF16), pass_tokens }
     }
 }
 
@@ -135,6 +140,9 @@ impl Model {
         if !options.activations.is_float() {
             return Err(Error::argument("activations", "f32, f16 or bf16", options.activations));
         }
+        if let Some(dtype) = options.dense_weights.filter(|dtype| !dtype.is_float()) {
+            return Err(Error::argument("dense_weights", "f32, f16 or bf16", dtype));
+        }
         if options.pass_tokens == 0 {
             return Err(Error::argument("pass_tokens", "at least 1", 0));
         }
@@ -150,6 +158,8 @@ impl Model {
         device: &Device,
         options: &LoadOptions,
     ) -> Result<Model> {
+        let converted = options.dense_weights.map(|dtype| Converted { source, dtype });
+        let source = converted.as_ref().map_or(source, |converted| converted as &dyn Source);
         let weights = Weights::load(&config.decoder, source, device)?;
         let network = Arc::new(Network::new(config, weights, options.activations)?);
         Ok(Model { network, device: device.clone(), pass_tokens: options.pass_tokens, spaces: Arc::default() })

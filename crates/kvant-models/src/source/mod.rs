@@ -19,6 +19,7 @@
 //!    reads is an error that names the tensor.
 //! 3. Pass both to [`Model`](crate::Model)'s `assemble`.
 
+pub(crate) mod converted;
 mod experts;
 mod fp8;
 pub(crate) mod hf;

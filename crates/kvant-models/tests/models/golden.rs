@@ -1,7 +1,10 @@
 //! Whole models against logits computed by transformers and MLX in f32.
 
-use crate::common::{FAMILIES, GGUF_MODELS, Parts, VARIANTS, exact, floats, golden, ids, max_difference, model_dir};
-use kvant::{Device, Sequence};
+use crate::common::{
+    FAMILIES, GGUF_MODELS, Parts, VARIANTS, exact, floats, golden, ids, max_difference, model_dir, with_header,
+};
+use half::{bf16, f16};
+use kvant::{DType, Device, Sequence};
 use kvant_models::{
     Files, Inspection, LoadOptions, Logits, Model, PoolOptions,
     safetensors::{Checkpoint, SafetensorsFile},
@@ -296,4 +299,58 @@ fn experts_of_two_formats_match() {
         let model = Model::load(dir.path(), &device).unwrap();
         check_within(&model, variant, ROUNDED);
     }
+}
+
+/// Dense matrices of other dtypes become what was asked for, as if the file had had that; routers and vectors do not.
+#[test]
+fn dense_matrices_are_converted() {
+    for (variant, dtype) in [("llama", DType::F32), ("moe", DType::F16), ("ple_shared", DType::F32)] {
+        let dir = golden(variant);
+        let config = std::fs::read(dir.join("config.json")).unwrap();
+        let parts = Parts::read(&dir.join("model.safetensors"));
+        // Numbers that bf16 does not have, and these rounded to it.
+        let written = |is_rounded: bool| {
+            let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+            for name in parts.names() {
+                let entry = &parts.header[&name];
+                let offset = |i: usize| entry["data_offsets"][i].as_u64().unwrap() as usize;
+                let dims = entry["shape"].as_array().unwrap().len();
+                let to = if is_rounded && dims > 1 && !name.contains("router") { DType::BF16 } else { dtype };
+                let begin = data.len();
+                for bytes in parts.data[offset(0)..offset(1)].chunks_exact(2) {
+                    let value = bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32() * (1.0 + 1.0 / 512.0);
+                    match (dtype, to) {
+                        (DType::F32, DType::F32) => data.extend(value.to_le_bytes()),
+                        (DType::F32, _) => data.extend(bf16::from_f32(value).to_le_bytes()),
+                        (_, DType::F16) => data.extend(f16::from_f32(value).to_le_bytes()),
+                        _ => data.extend(bf16::from_f32(f16::from_f32(value).to_f32()).to_le_bytes()),
+                    }
+                }
+                let name_of_dtype = to.name().to_uppercase();
+                let offsets = [begin, data.len()];
+                header.insert(
+                    name,
+                    serde_json::json!({ "dtype": name_of_dtype, "shape": entry["shape"], "data_offsets": offsets }),
+                );
+            }
+            with_header(serde_json::to_string(&header).unwrap().as_bytes(), &data)
+        };
+        let run = |is_rounded, dense_weights| {
+            let dir = model_dir(&config, &written(is_rounded));
+            let options = LoadOptions { dense_weights, ..LoadOptions::default() };
+            let model = Model::load_with(dir.path(), &Device::cpu(), &options).unwrap();
+            let estimate = Inspection::open(&Files::directory(dir.path())).unwrap();
+            let estimate = estimate.memory(&PoolOptions::default(), &options).unwrap();
+            assert_eq!(estimate.weights, model.weight_bytes(), "{variant}");
+            let tokens = ids(&golden(variant).join("logits.safetensors"), "tokens");
+            let mut sequence = model.new_pool(&exact(1024)).unwrap().sequence();
+            (stepwise(&model, &mut sequence, &tokens[..8], 1), model.weight_bytes())
+        };
+        let [kept, converted, want] = [run(false, None), run(false, Some(DType::BF16)), run(true, None)];
+        assert!(kept.0 != want.0, "{variant}: rounding shows");
+        assert!(converted == want, "{variant}: {} and {} bytes", converted.1, want.1);
+    }
+    let options = LoadOptions { dense_weights: Some(DType::U8), ..LoadOptions::default() };
+    let error = Model::load_with(&golden("llama"), &Device::cpu(), &options).unwrap_err();
+    assert!(error.to_string().contains("dense_weights"), "{error}");
 }

@@ -1,0 +1,79 @@
+//! Dense matrices in another dtype than the file's.
+
+use kvant::{
+    DType, Device, Tensor,
+    ops::{self, Embed, Weight},
+};
+
+use super::{Form, Matrix, Part, Role, Source};
+use crate::Result;
+
+/// Rows that are converted together.
+const ROWS: usize = 1 << 16;
+
+/// Whether a matrix is converted: a dense one, but for those of routers, whose results choose experts.
+pub(crate) fn is_converted(role: Role, form: Form) -> bool {
+    matches!(form, Form::Dense(_)) && !matches!(role, Role::Block(_, Part::Router))
+}
+
+/// A source whose dense matrices have `dtype`.
+pub(crate) struct Converted<'a> {
+    pub source: &'a dyn Source,
+    pub dtype: DType,
+}
+
+impl Source for Converted<'_> {
+    fn name(&self, role: Role) -> Option<String> {
+        self.source.name(role)
+    }
+
+    fn has(&self, role: Role) -> bool {
+        self.source.has(role)
+    }
+
+    fn form(&self, role: Role, shape: &[usize]) -> Result<Form> {
+        let form = self.source.form(role, shape)?;
+        Ok(if is_converted(role, form) { Form::Dense(self.dtype) } else { form })
+    }
+
+    fn read(&self, role: Role, to: &Matrix) -> Result<()> {
+        let Matrix::Dense(to_dense) = to else { return self.source.read(role, to) };
+        let shape = to_dense.shape();
+        let stored = self.source.form(role, shape)?;
+        if stored == Form::Dense(to_dense.dtype()) {
+            return self.source.read(role, to);
+        }
+        let from = Matrix::zeros(stored, shape, to_dense.device())?;
+        self.source.read(role, &from)?;
+        convert(&from, to_dense)
+    }
+
+    fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor> {
+        self.source.vector(role, len, device)
+    }
+
+    fn bias(&self, role: Role, shape: &[usize], device: &Device) -> Result<Tensor> {
+        self.source.bias(role, shape, device)
+    }
+
+    fn same(&self, a: Role, b: Role) -> Result<bool> {
+        self.source.same(a, b)
+    }
+}
+
+/// Writes a dense matrix in the dtype of `to`, of the same shape, on the device: all of its rows are looked up.
+fn convert(from: &Matrix, to: &Tensor) -> Result<()> {
+    let Matrix::Dense(from) = from else { unreachable!("dense matrices are read as such") };
+    let (&inputs, outer) = to.shape().split_last().expect("a matrix has dimensions");
+    let rows: usize = outer.iter().product();
+    let [from, to] = [from.reshape(&[rows, inputs])?, to.reshape(&[rows, inputs])?];
+    let ids: Vec<u32> = (0..rows.min(ROWS) as u32).collect();
+    let ids = Tensor::from_slice(to.device(), &ids, &[ids.len()])?;
+    let mut enc = to.device().encoder()?;
+    for first in (0..rows).step_by(ROWS) {
+        let end = (first + ROWS).min(rows);
+        let [from, to] = [from.rows(first..end)?, to.rows(first..end)?];
+        ops::embed(&mut enc, &Embed::new(Weight::Dense(&from), &ids.rows(0..end - first)?, &to))?;
+    }
+    Ok(enc.commit()?.wait()?)
+}
