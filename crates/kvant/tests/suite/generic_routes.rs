@@ -136,7 +136,7 @@ impl On {
 type Explains = fn(&On) -> bool;
 
 /// Why the general kernels serve what they serve. The first reason that explains a case is its own.
-const REASONS: [(&str, Explains); 6] = [
+const REASONS: [(&str, Explains); 7] = [
     ("prompts over quantised caches have no kernel of their own", |on| {
         on.batch[1] >= 512 && on.codec().is_some_and(|codec| codec.is_quantised())
     }),
@@ -146,6 +146,9 @@ const REASONS: [(&str, Explains); 6] = [
         |on| matches!(on.case, Case::Attention(Attention(_, _, 64, _), codec) if codec.is_quantised()),
     ),
     ("the shared memory is too small", |on| on.codec().is_some() && on.gpu != Model::H200),
+    ("kvant-models makes matrices of f16 and f32 bf16, as activations are", |on| {
+        matches!(on.case, Case::Product(_, Kind::Dense(DType::F16 | DType::F32)))
+    }),
     ("cuBLASLt multiplies in its place", |on| {
         matches!(on.case, Case::Product([_, _, 0], Kind::Dense(_))) && on.tokens() > 8
     }),
@@ -169,6 +172,8 @@ fn cases() -> Vec<(&'static str, Case)> {
         Kind::Affine(8),
         Kind::Affine(3),
         Kind::Dense(DType::BF16),
+        Kind::Dense(DType::F16),
+        Kind::Dense(DType::F32),
         Kind::Blocks(BlockFormat::Q4_K),
         Kind::Blocks(BlockFormat::Q5_0),
         Kind::Floats(FloatFormat::Mxfp4),
