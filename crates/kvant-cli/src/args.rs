@@ -90,7 +90,7 @@ fn with_number(error: kvant::Error, number: usize) -> Box<dyn std::error::Error>
 #[derive(clap::Args)]
 pub struct ActivationArgs {
     /// Dtype of activations [default: bf16 on CUDA, f32 elsewhere]. Caches and weights keep their dtypes, except that
-    /// with bf16 on CUDA dense matrices of f16 and f32 become bf16. Sums are always f32. The fastest attention on CUDA
+    /// with f16 or bf16 on CUDA dense matrices get that dtype. Sums are always f32. The fastest attention on CUDA
     /// requires f16 or bf16 here, and the same dtype or a tq type in --kv. f16 overflows above 65504; use bf16 for
     /// models whose activations exceed that
     #[arg(long, value_name = "TYPE", value_enum)]
@@ -119,8 +119,8 @@ impl ActivationArgs {
             Some(Activations::Bf16) => DType::BF16,
             None => options.activations,
         };
-        // Other activations are asked for to be exact.
-        let dense_weights = options.dense_weights.filter(|_| activations == options.activations);
+        // Those of f32 are asked for to be exact.
+        let dense_weights = options.dense_weights.and((activations != DType::F32).then_some(activations));
         LoadOptions { activations, dense_weights, ..options }
     }
 

@@ -29,7 +29,7 @@ pub struct Inspection {
     pub config: Config,
     /// Numbers in all tensors of the text model.
     pub parameters: usize,
-    /// Bytes of the matrices in the file; in memory, too, unless [`LoadOptions::dense_weights`] changes that.
+    /// Bytes of the matrices, as they are in memory unless [`LoadOptions::dense_weights`] changes that.
     pub weight_bytes: usize,
     /// The formats of the matrices, those with the most bytes first.
     pub formats: Vec<StoredFormat>,

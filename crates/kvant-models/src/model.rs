@@ -31,7 +31,9 @@ pub struct LoadOptions {
     /// The dtype that matrices get which are dense in the file, but for those of routers: f32, f16 or bf16. `None` (the
     /// default) keeps the file's. Quantised matrices and vectors always stay as they are.
     ///
-    /// CUDA multiplies activations of bf16 fast with matrices of bf16, and slowly with those of f16 or f32.
+    /// CUDA multiplies activations of bf16 fast with matrices of bf16, and slowly with those of f16 or f32; those of
+    /// f16 with matrices of f16. Numbers above 65504 become infinite in f16. While a matrix is converted, memory holds
+    /// it in both dtypes.
     pub dense_weights: Option<DType>,
     /// The most tokens of a pass of [`Model::feed`], at least 1; 512 is the default. On a GPU, more are faster. They
     /// need memory for activations, and in pools for the layers with windows.

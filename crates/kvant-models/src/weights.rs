@@ -305,7 +305,7 @@ impl Loader<'_> {
         Ok(GateUp::Fused(Projection { matrix: self.joined_experts([gate, up], form, shape)?, bias }))
     }
 
-    /// Two matrices `[E, I, H]` as one of `[E, 2I, H]`. A copy of one of them exists while it is moved.
+    /// Two matrices `[E, I, H]` as one of `[E, 2I, H]`. While one of them is moved, it exists twice.
     fn joined_experts(&mut self, roles: [Role; 2], form: Form, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, width, h] = shape;
         let whole = Matrix::zeros(form, &[experts, 2 * width, h], self.device)?;

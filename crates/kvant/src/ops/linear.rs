@@ -16,7 +16,7 @@ pub(crate) const NAME: &str = "linear";
 /// # Infinities
 ///
 /// - On CUDA, with one or two rows for one matrix or few rows of experts of affine weights, an activation that is not
-///   finite or at least 2¹⁰⁶ in magnitude makes all results of its row NaN.
+///   finite or at least 2¹⁰⁶ in magnitude may make all results of its row NaN.
 /// - On CUDA, an infinite activation may make a result NaN that would be infinite.
 /// - On Metal, up to 8 rows of affine weights: so may an activation that is infinite, or so large that its products
 ///   with codes are infinite.

@@ -146,7 +146,7 @@ const REASONS: [(&str, Explains); 7] = [
         |on| matches!(on.case, Case::Attention(Attention(_, _, 64, _), codec) if codec.is_quantised()),
     ),
     ("the shared memory is too small", |on| on.codec().is_some() && on.gpu != Model::H200),
-    ("kvant-models makes matrices of f16 and f32 bf16, as activations are", |on| {
+    ("kvant-models gives dense matrices the dtype of activations", |on| {
         matches!(on.case, Case::Product(_, Kind::Dense(DType::F16 | DType::F32)))
     }),
     ("cuBLASLt multiplies in its place", |on| {

@@ -143,11 +143,6 @@ impl BulkRowsTiling {
         })
     }
 
-    /// Whether the kernel can compute a gate, too.
-    pub(super) fn can_gate(&self, call: &Call, gating: Gating) -> bool {
-        gating.is_halves() && call.experts.is_some()
-    }
-
     /// Adds the launches.
     pub(super) fn build(
         &self,

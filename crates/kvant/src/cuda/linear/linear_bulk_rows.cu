@@ -38,8 +38,6 @@ constexpr uint TILE = 16;
 constexpr uint ROWS = 8;
 constexpr uint BLOCK = 64;
 constexpr uint NONE = 0xFFFFFFFF;
-// Neighbouring outputs of a tile.
-constexpr uint NEIGHBOURS = TILE_STEP;
 // Warps that multiply; the one behind them copies, and one more adds if teams have several warps.
 constexpr uint CONSUMERS = TEAMS * WARPS;
 constexpr uint THREADS = 32 * (CONSUMERS + (WARPS > 1 ? 2 : 1));
@@ -163,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint first = begin_of(stretch), end = begin_of(stretch + 1), tiles = EXPERTS ? end - first : (end - first + TILE - 1) / TILE;
     // The first tile, and the first output of a tile.
     const Place begin = EXPERTS ? Place{first / output_tiles, first % output_tiles} : Place{0, 0};
-    const auto output_of = [&](Place place) { return (EXPERTS ? 0 : first) + place.tile * NEIGHBOURS; };
+    const auto output_of = [&](Place place) { return (EXPERTS ? 0 : first) + place.tile * TILE_STEP; };
     // Row r of a tile of rows; no less than `rows` if there is none.
     const auto row_of = [&](uint row_tile, uint r) {
         return ALONE ? (r == 0 ? row_tile : NONE) : EXPERTS ? order[row_tile * ROWS + r] : r;
@@ -219,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const uint barrier = barriers.full(cursor.stage), to = shared + cursor.stage * STAGE;
                 barrier_expect(barrier, rows * (CODES + 2 * FACTOR_BYTES));
 #pragma unroll
-                for (uint n = 0; n < TILE; n += NEIGHBOURS) {
-                    copy_rows(to, n, min(NEIGHBOURS, rows), row + n / NEIGHBOURS * (outputs / 2), barrier);
+                for (uint n = 0; n < TILE; n += TILE_STEP) {
+                    copy_rows(to, n, min(TILE_STEP, rows), row + n / TILE_STEP * (outputs / 2), barrier);
                 }
                 cursor.next();
             }

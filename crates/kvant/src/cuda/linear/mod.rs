@@ -6,6 +6,7 @@
 //! | kernel | serves | limit |
 //! |---|---|---|
 //! | `bulk` | one row, affine weight, GPUs with bulk copies | reading W |
+//! | `bulk_rows` | 2 to 8 rows, or few rows of experts, affine codes of 4 bits, GPUs with bulk copies | reading W |
 //! | `codes` | one or two rows, or few rows of experts, affine weight | reading W |
 //! | `stream_rows` | 1 to 32 rows, dense 16-bit weight of the same dtype, GPUs with bulk copies | reading W |
 //! | `rows` | few rows | reading W |

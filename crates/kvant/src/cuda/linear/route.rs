@@ -142,7 +142,7 @@ impl CudaLinearKernel {
         b: &mut Builder,
     ) -> Result<bool> {
         match self {
-            CudaLinearKernel::BulkRows(tiling) if tiling.can_gate(call, gating) => {
+            CudaLinearKernel::BulkRows(tiling) if call.experts.is_some() && gating.is_halves() => {
                 tiling.build(self.name(), call, weight, params, gating, b)?;
             }
             CudaLinearKernel::Codes(tiling) if call.rows == 1 || gating.is_halves() => {

@@ -109,18 +109,21 @@ impl StreamRowsTiling {
         if splits > 1 && division.partial_bytes(rows) > MOST_PARTIALS {
             return None;
         }
-        // As few segments as stages of their size allow, of whole steps.
+        // As few segments as stages of their size allow, and shared memory; of whole steps.
         let steps = inputs / step;
         let most_steps = (STAGE / TILE - PADDING) / (step * 2);
-        let segment = steps.div_ceil(steps.div_ceil(most_steps)) * step;
-        let items = tiles * inputs.div_ceil(segment);
-        let bytes = |stages: usize| {
-            let sums = SLOTS * warps * TILE * rows * size_of::<f32>();
-            stages * TILE * (segment * 2 + PADDING) + sums + (stages + SLOTS) * 16 + 16
-        };
-        let mut stages = (FEWEST_STAGES.min(items)..=STAGES.min(items)).rev();
-        let stages = stages.find(|&stages| bytes(stages) <= limits.threadgroup_bytes)?;
-        Some(StreamRowsTiling { rows, division, warps, inputs, segment, stages, bytes: bytes(stages) })
+        let (segment, stages, bytes) = (steps.div_ceil(most_steps)..=steps).find_map(|segments| {
+            let segment = steps.div_ceil(segments) * step;
+            let items = tiles * inputs.div_ceil(segment);
+            let bytes = |stages: usize| {
+                let sums = SLOTS * warps * TILE * rows * size_of::<f32>();
+                stages * TILE * (segment * 2 + PADDING) + sums + (stages + SLOTS) * 16 + 16
+            };
+            let mut stages = (FEWEST_STAGES.min(items)..=STAGES.min(items)).rev();
+            let stages = stages.find(|&stages| bytes(stages) <= limits.threadgroup_bytes)?;
+            Some((segment, stages, bytes(stages)))
+        })?;
+        Some(StreamRowsTiling { rows, division, warps, inputs, segment, stages, bytes })
     }
 
     /// Adds the launch.
@@ -182,34 +185,44 @@ mod tests {
 
     #[test]
     fn a_block_fits_into_what_devices_have() {
-        for bytes in [48 << 10, 99 << 10, 227 << 10] {
-            let limits = Limits { threadgroup_bytes: bytes, ..H200 };
-            let inputs =
-                [64, 4864, 18_944, 256, 512, 576, 768, 896, 1152, 2048, 2560, 2816, 4096, 5120, 5376, 10_240, 14_336];
+        let sizes =
+            [64, 256, 512, 576, 768, 896, 1152, 2048, 2560, 2816, 4096, 4864, 5120, 5376, 10_240, 14_336, 18_944];
+        for (bytes, warpgroup_products) in [(48 << 10, false), (99 << 10, false), (227 << 10, false), (227 << 10, true)]
+        {
+            let limits = Limits { threadgroup_bytes: bytes, warpgroup_products, ..H200 };
             for (inputs, rows) in
-                inputs.into_iter().flat_map(|inputs| [1, 2, 8, 9, 16, 17, 32].map(|rows| (inputs, rows)))
+                sizes.into_iter().flat_map(|inputs| [1, 2, 8, 9, 16, 17, 32].map(|rows| (inputs, rows)))
             {
-                for outputs in [1, 16, 100, 2560, 20_480, 262_144] {
+                for (outputs, halves) in [1, 16, 100, 2560, 20_480, 262_144]
+                    .into_iter()
+                    .flat_map(|outputs| [(outputs, false), (outputs + outputs % 2, true)])
+                {
                     let call = call(0, DType::BF16, [rows, 8, inputs], false);
                     let call = Call { dims: crate::ops::linear::WeightDims { outputs, ..call.dims }, ..call };
-                    let case = format!("{rows} rows, {outputs} x {inputs}, {bytes} bytes");
-                    let Some(shape) = StreamRowsTiling::new(&call, &parts(&call.weight, inputs), false, &limits) else {
+                    let case =
+                        format!("{rows} rows, {outputs} x {inputs}, {bytes} bytes, {warpgroup_products}, {halves}");
+                    let shape = StreamRowsTiling::new(&call, &parts(&call.weight, inputs), halves, &limits);
+                    let Some(shape) = shape else {
                         // Too many registers for a block, or an odd number of steps that blocks cannot divide.
                         let is_long = rows > 16 && inputs > 10_240;
                         let is_odd = rows > 8 && inputs == 18_944 || rows > 16 && inputs == 4864;
                         let has_many_sums = rows > 8 && outputs == 262_144;
-                        assert!(bytes < 227 << 10 || is_long || is_odd || has_many_sums, "{case}: not taken");
+                        assert!(!warpgroup_products || is_long || is_odd || has_many_sums, "{case}: not taken");
+                        assert!(bytes < 99 << 10 || inputs != 2560 || has_many_sums, "{case}: not taken");
                         continue;
                     };
                     assert!(shape.bytes <= bytes && shape.stages > 0, "{case}: {}", shape.bytes);
                     let Splits { splits, stretches, tiles } = shape.division;
                     assert_eq!(splits * shape.inputs, inputs, "{case}");
-                    assert!(registers_of_x(shape.rows, shape.inputs / shape.warps) <= MOST_REGISTERS, "{case}");
+                    let registers = registers_of_x(shape.rows, shape.inputs / shape.warps);
+                    let can_have_many = warpgroup_products || shape.warps < WARPS[0];
+                    assert!(registers <= if can_have_many { MOST_REGISTERS } else { FEW_REGISTERS }, "{case}");
                     assert!(shape.rows >= rows, "{case}: {}", shape.rows);
                     assert!(TILE * (shape.segment * 2 + PADDING) <= STAGE, "{case}: {}", shape.segment);
                     assert!(shape.segment.is_multiple_of(shape.warps * STEP), "{case}: {}", shape.segment);
-                    assert!(stretches <= outputs && stretches * splits <= 132, "{case}");
-                    assert!(stretches * tiles * TILE >= outputs, "{case}: {tiles}");
+                    let all = if halves { outputs / 2 } else { outputs };
+                    assert!(stretches <= all && stretches * splits <= 132, "{case}");
+                    assert!(stretches * tiles * if halves { TILE / 2 } else { TILE } >= all, "{case}: {tiles}");
                 }
             }
         }
