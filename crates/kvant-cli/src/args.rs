@@ -86,6 +86,13 @@ fn with_number(error: kvant::Error, number: usize) -> Box<dyn std::error::Error>
     }
 }
 
+/// A device's options with other activations. Where dense matrices are converted, they get the same 16-bit dtype; with
+/// f32, which is for exact results, they keep the dtype of the file.
+fn with_activations(options: LoadOptions, activations: DType) -> LoadOptions {
+    let dense_weights = options.dense_weights.and((activations != DType::F32).then_some(activations));
+    LoadOptions { activations, dense_weights, ..options }
+}
+
 /// `--activations`.
 #[derive(clap::Args)]
 pub struct ActivationArgs {
@@ -113,15 +120,12 @@ impl ActivationArgs {
     /// How a checkpoint is loaded.
     pub fn options(&self, device: &Device) -> LoadOptions {
         let options = LoadOptions::for_device(device);
-        let activations = match self.activations {
-            Some(Activations::F32) => DType::F32,
-            Some(Activations::F16) => DType::F16,
-            Some(Activations::Bf16) => DType::BF16,
-            None => options.activations,
-        };
-        // Those of f32 are asked for to be exact.
-        let dense_weights = options.dense_weights.and((activations != DType::F32).then_some(activations));
-        LoadOptions { activations, dense_weights, ..options }
+        match self.activations {
+            Some(Activations::F32) => with_activations(options, DType::F32),
+            Some(Activations::F16) => with_activations(options, DType::F16),
+            Some(Activations::Bf16) => with_activations(options, DType::BF16),
+            None => options,
+        }
     }
 
     /// The cache type: the one that was asked for, or the one that attention is fastest with.
@@ -216,6 +220,20 @@ impl FromStr for Heads {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn dense_matrices_follow_16_bit_activations() {
+        let cuda = LoadOptions { dense_weights: Some(DType::BF16), ..LoadOptions::default() };
+        for (options, activations, want) in [
+            (cuda, DType::BF16, Some(DType::BF16)),
+            (cuda, DType::F16, Some(DType::F16)),
+            (cuda, DType::F32, None),
+            (LoadOptions::default(), DType::BF16, None),
+        ] {
+            let got = with_activations(options, activations);
+            assert_eq!((got.activations, got.dense_weights), (activations, want));
+        }
+    }
 
     #[test]
     fn gpus_have_numbers() {

@@ -33,7 +33,7 @@ pub struct Inspection {
     pub weight_bytes: usize,
     /// The formats of the matrices, those with the most bytes first.
     pub formats: Vec<StoredFormat>,
-    /// Numbers and bytes of the matrices that [`LoadOptions::dense_weights`] is for.
+    /// Numbers and bytes of the matrices to which [`LoadOptions::dense_weights`] applies.
     dense: [usize; 2],
 }
 

@@ -28,12 +28,11 @@ pub struct LoadOptions {
     /// f16 overflows above 65504. A model that was trained in bf16 may exceed this; its logits are then NaN
     /// ([`Error::NotANumber`]).
     pub activations: DType,
-    /// The dtype that matrices get which are dense in the file, but for those of routers: f32, f16 or bf16. `None` (the
-    /// default) keeps the file's. Quantised matrices and vectors always stay as they are.
+    /// The dtype of dense matrices in memory: f32, f16 or bf16. `None` (the default) keeps the dtype of the file.
+    /// Routers, quantised matrices and vectors are never converted.
     ///
-    /// CUDA multiplies activations of bf16 fast with matrices of bf16, and slowly with those of f16 or f32; those of
-    /// f16 with matrices of f16. Numbers above 65504 become infinite in f16. While a matrix is converted, memory holds
-    /// it in both dtypes.
+    /// On CUDA, products are fast if activations and dense matrices have the same 16-bit dtype. f16 overflows above
+    /// 65504. While a matrix is converted, it is in memory in both dtypes.
     pub dense_weights: Option<DType>,
     /// The most tokens of a pass of [`Model::feed`], at least 1; 512 is the default. On a GPU, more are faster. They
     /// need memory for activations, and in pools for the layers with windows.

@@ -11,7 +11,8 @@ use crate::Result;
 /// Rows that are converted together.
 const ROWS: usize = 1 << 16;
 
-/// Whether a matrix is converted: a dense one, but for those of routers, whose results choose experts.
+/// Whether [`LoadOptions::dense_weights`](crate::LoadOptions::dense_weights) applies to a matrix. It does to dense
+/// matrices, except routers: rounding a router could change which experts are chosen.
 pub(crate) fn is_converted(role: Role, form: Form) -> bool {
     matches!(form, Form::Dense(_)) && !matches!(role, Role::Block(_, Part::Router))
 }
@@ -37,15 +38,14 @@ impl Source for Converted<'_> {
     }
 
     fn read(&self, role: Role, to: &Matrix) -> Result<()> {
-        let Matrix::Dense(to_dense) = to else { return self.source.read(role, to) };
-        let shape = to_dense.shape();
-        let stored = self.source.form(role, shape)?;
-        if stored == Form::Dense(to_dense.dtype()) {
-            return self.source.read(role, to);
-        }
-        let from = Matrix::zeros(stored, shape, to_dense.device())?;
-        self.source.read(role, &from)?;
-        convert(&from, to_dense)
+        let Matrix::Dense(converted) = to else { return self.source.read(role, to) };
+        let stored = match self.source.form(role, converted.shape())? {
+            Form::Dense(dtype) if dtype != converted.dtype() => dtype,
+            _ => return self.source.read(role, to),
+        };
+        let from = Tensor::zeros(converted.device(), stored, converted.shape())?;
+        self.source.read(role, &Matrix::Dense(from.clone()))?;
+        convert(&from, converted)
     }
 
     fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor> {
@@ -61,9 +61,8 @@ impl Source for Converted<'_> {
     }
 }
 
-/// Writes a dense matrix in the dtype of `to`, of the same shape, on the device: all of its rows are looked up.
-fn convert(from: &Matrix, to: &Tensor) -> Result<()> {
-    let Matrix::Dense(from) = from else { unreachable!("dense matrices are read as such") };
+/// Converts a dense matrix to the dtype of `to`, which has the same shape. The device does it, by looking up all rows.
+fn convert(from: &Tensor, to: &Tensor) -> Result<()> {
     let (&inputs, outer) = to.shape().split_last().expect("a matrix has dimensions");
     let rows: usize = outer.iter().product();
     let [from, to] = [from.reshape(&[rows, inputs])?, to.reshape(&[rows, inputs])?];

@@ -34,8 +34,8 @@ static SOURCE: Source = Source {
 
 /// The most rows of x, or of a tile of an expert.
 const ROWS: usize = 8;
-/// Rows of experts that are few: each is a tile, whether or not others have its expert. Where there are fewer rows than
-/// a quarter of the experts, few of them share one, whose W then comes from the level-2 cache.
+/// Up to this many rows of experts, or a quarter of the number of experts, each row is a tile of its own, and rows are
+/// not sorted. Few rows then share an expert, which is read again from the level-2 cache.
 const ALONE: usize = 8;
 const EXPERTS_PER_ROW: usize = 4;
 /// Inputs that a warp multiplies in a step.

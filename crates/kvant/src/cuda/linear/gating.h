@@ -16,8 +16,8 @@ inline uint in_tile(uint r, uint outputs) {
 // Outputs of the first half that a tile has, or all of them.
 constexpr uint TILE_STEP = GATING == HALVES ? 8 : 16;
 
-// Where a result is in `out`, and the other one of a pair, of halves; the factor in `up`, and what the gate makes of
-// these in `gated`.
+// Indices of elements: a result in `out`; with HALVES, the second result of the pair in `out`; the factor in `up`; the
+// gate's result in `gated`.
 struct Places {
     ulong result;
     ulong other;
@@ -25,13 +25,13 @@ struct Places {
     ulong gated;
 };
 
-// Those of result i of a row of `outputs`, or of its first half; of the only row, if the factors are in `up`.
+// The indices for result i of a row of `outputs` results (with HALVES, of its first half). With INPUT, `row` must be 0.
 inline Places places_in_row(ulong row, uint outputs, uint i) {
     const uint dim = GATING == HALVES ? outputs / 2 : outputs;
     return {row * outputs + i, row * outputs + dim + i, i, row * dim + i};
 }
 
-// Stores a result; of halves, both results of a pair.
+// Stores a result (with HALVES, both results of a pair) and the gate's result.
 inline void store_result(uchar *out, const uchar *up, uchar *gated, Places at, float result, float other) {
     store(out, at.result, result, OUT_DTYPE);
     if (GATING == 0) {

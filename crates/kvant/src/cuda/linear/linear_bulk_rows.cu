@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp == CONSUMERS) {
         if (elected()) {
             constexpr uint ROW = CODES * SPLITS, FACTOR_ROW = FACTOR_BYTES * SPLITS;
-            // So many rows of W, from `row` on, are those of a stage from n on.
+            // Copies `rows` rows of W from `row` on, to the rows of a stage from n on.
             const auto copy_rows = [&](uint stage, uint n, uint rows, ulong row, uint barrier) {
                 const uint to = stage + n * PITCH, factors_to = stage + FACTORS_AT + n * FACTOR_PITCH;
                 const uchar *from = codes + row * ROW + part * CODES;
