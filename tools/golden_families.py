@@ -45,7 +45,17 @@ GPT_OSS = dict(
 VARIANTS = {
     "llama": ("llama", "Llama", "bf16", dict(rope_theta=5e5, rope_scaling=LLAMA3, mlp_bias=False, attention_bias=False), 51, None),
     "llama_mlx": ("llama", "Llama", "f16", dict(rope_theta=1e4, tie_word_embeddings=True), 52, dict(group_size=64, bits=4)),
+    # As the code models of Granite.
+    "llama_bias": ("llama", "Llama", "bf16", dict(rope_theta=1e4, mlp_bias=True, attention_bias=True, tie_word_embeddings=True), 68, None),
     "mistral": ("mistral", "Mistral", "f16", dict(sliding_window=8, rope_theta=1e4, num_attention_heads=4), 53, None),
+    "qwen2": ("qwen2", "Qwen2", "bf16", dict(rope_theta=1e6, use_sliding_window=False, sliding_window=8, max_window_layers=1), 69, None),
+    # The layers from `max_window_layers` on have the window.
+    "qwen2_window": ("qwen2", "Qwen2", "f16", dict(
+        tie_word_embeddings=True, use_sliding_window=True, sliding_window=8, max_window_layers=1, num_attention_heads=4,
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+    ), 70, None),
+    "qwen2_mlx": ("qwen2", "Qwen2", "f16", dict(rope_theta=1e6, num_attention_heads=1), 71, dict(group_size=32, bits=4)),
+    "qwen3_bias": ("qwen3", "Qwen3", "bf16", dict(rope_theta=1e6, attention_bias=True, num_hidden_layers=1), 72, None),
     "qwen3": ("qwen3", "Qwen3", "f32", dict(
         tie_word_embeddings=True, rope_theta=1e6, attention_bias=False, use_sliding_window=False,
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
@@ -71,6 +81,11 @@ VARIANTS = {
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
         rope_parameters={F: dict(rope_type="linear", factor=8.0, rope_theta=1e6), S: dict(rope_type="default", rope_theta=1e4)},
     ), 57, None),
+    "gemma3_bias": ("gemma3_text", "Gemma3", "bf16", dict(
+        tie_word_embeddings=True, num_hidden_layers=2, layer_types=[S, F], sliding_window=8, query_pre_attn_scalar=64, attention_bias=True,
+        hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
+        rope_parameters={F: dict(rope_type="default", rope_theta=1e6), S: dict(rope_type="default", rope_theta=1e4)},
+    ), 73, None),
     "gpt_oss": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_local_experts=3, num_experts_per_tok=2), 59, None),
     "gpt_oss_mxfp4": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_hidden_layers=3), 60, "mxfp4"),
     # compressed-tensors: each projection in another of its forms.

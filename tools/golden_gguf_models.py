@@ -32,6 +32,9 @@ MODELS = {
     "llama_gguf": ("llama", "llama", "LlamaForCausalLM", {}),
     "mistral_gguf": ("mistral", "llama", "MistralForCausalLM", {}),
     "ministral3_gguf": ("ministral3", "mistral3", "Ministral3ForCausalLM", {}),
+    # Q and K have their biases in pairs, too.
+    "llama_bias_gguf": ("llama_bias", "llama", "LlamaForCausalLM", {}),
+    "qwen2_gguf": ("qwen2", "qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_gguf": ("qwen3", "qwen3", "Qwen3ForCausalLM", {}),
     # No dense layers: this architecture has none in GGUF.
     "qwen3_moe_gguf": ("qwen3_moe", "qwen3moe", "Qwen3MoeForCausalLM", {"mlp_only_layers": [], "num_hidden_layers": 2}),
@@ -82,11 +85,11 @@ def random_blocks(rng, kind, shape):
 
 def pairs(weight, heads):
     """Rows of each head from halves to adjacent pairs."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def halves(weight, heads):
-    return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def metadata(writer, arch, config, experts):
@@ -234,8 +237,8 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
     """Quantises a parameter, writes it, and leaves what the file holds in the model."""
     target = stored(name, arch, config, mapping)
     values_of = parameter.detach().numpy().copy()
-    role = target.removesuffix(".weight").split(".")[-1] if target.endswith(".weight") else ""
-    kind = types.get(role, Type.F32) if values_of.ndim > 1 else Type.F32
+    role = target.rpartition(".")[0].split(".")[-1]
+    kind = types.get(role, Type.F32) if values_of.ndim > 1 and target.endswith(".weight") else Type.F32
     if values_of.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = Type.F16
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(role)

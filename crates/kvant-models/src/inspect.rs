@@ -238,20 +238,20 @@ impl InBlock<'_> {
         self.vector_if(true, Part::AttentionNorm, &[h]);
         let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)];
         for (part, width) in &qkv[..1 + spec.kv_projections()] {
-            self.matrix(*part, &[*width, h], spec.biases);
+            self.matrix(*part, &[*width, h], spec.qkv_bias);
         }
         self.vector_if(spec.qk_norm, Part::QueryNorm, &[spec.head_dim]);
         self.vector_if(spec.qk_norm && spec.source().is_none(), Part::KeyNorm, &[spec.head_dim]);
         self.vector_if(spec.sinks, Part::Sinks, &[spec.heads]);
-        self.matrix(Part::AttentionOutput, &[h, q], spec.biases);
+        self.matrix(Part::AttentionOutput, &[h, q], spec.output_bias);
     }
 
     fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {
         self.vector_if(true, Part::FeedForwardNorm, &[h]);
-        if let Some(DenseSpec { width, .. }) = spec.dense() {
-            self.matrix(Part::Gate, &[width, h], false);
-            self.matrix(Part::Up, &[width, h], false);
-            self.matrix(Part::Down, &[h, width], false);
+        if let Some(DenseSpec { width, biases, .. }) = spec.dense() {
+            self.matrix(Part::Gate, &[width, h], biases);
+            self.matrix(Part::Up, &[width, h], biases);
+            self.matrix(Part::Down, &[h, width], biases);
         }
         if let Some(moe) = spec.moe() {
             self.moe(&moe, h, source);

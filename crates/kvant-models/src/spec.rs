@@ -93,8 +93,10 @@ pub struct AttentionSpec {
     pub qk_norm: bool,
     /// Whether values are normed per head, without weights.
     pub v_norm: bool,
-    /// Whether the projections of queries, keys, values and the output have biases.
-    pub biases: bool,
+    /// Whether the projections of queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the projection of the output has a bias.
+    pub output_bias: bool,
     /// Whether each query head has a sink ([`kvant::ops::Attend::sinks`]).
     pub sinks: bool,
     /// The source of keys and values.
@@ -158,6 +160,12 @@ impl FeedForwardSpec {
     }
 }
 
+impl From<DenseSpec> for FeedForwardSpec {
+    fn from(dense: DenseSpec) -> FeedForwardSpec {
+        FeedForwardSpec::Dense(dense)
+    }
+}
+
 /// A gated MLP: down(activation(gate(x)) · up(x)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DenseSpec {
@@ -165,6 +173,8 @@ pub struct DenseSpec {
     pub width: usize,
     /// The activation function.
     pub activation: Activation,
+    /// Whether gate, up and down have biases.
+    pub biases: bool,
 }
 
 /// A mixture of experts, each a gated MLP.

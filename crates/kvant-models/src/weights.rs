@@ -95,7 +95,7 @@ pub(crate) struct FeedForwardWeights {
 pub(crate) struct DenseWeights {
     /// The gate and up projections.
     pub gate_up: Stack,
-    pub down: Matrix,
+    pub down: Projection,
 }
 
 #[derive(Debug)]
@@ -230,11 +230,11 @@ impl Loader<'_> {
         let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)].map(|(part, width)| (role(part), width));
         Ok(AttentionWeights {
             norm: self.norm(role(Part::AttentionNorm), h)?,
-            qkv: self.stack(&qkv[..1 + spec.kv_projections()], h, spec.biases)?,
+            qkv: self.stack(&qkv[..1 + spec.kv_projections()], h, spec.qkv_bias)?,
             q_norm: self.norm_if(spec.qk_norm, role(Part::QueryNorm), spec.head_dim)?,
             k_norm: self.norm_if(spec.qk_norm && spec.source().is_none(), role(Part::KeyNorm), spec.head_dim)?,
             sinks: if spec.sinks { Some(self.sinks(role(Part::Sinks), spec.heads)?) } else { None },
-            output: self.projection(role(Part::AttentionOutput), &[h, q], spec.biases)?,
+            output: self.projection(role(Part::AttentionOutput), &[h, q], spec.output_bias)?,
             post_norm: self.norm_if(post_norm, role(Part::AttentionPostNorm), h)?,
         })
     }
@@ -262,8 +262,8 @@ impl Loader<'_> {
         let h = self.spec.hidden_size;
         let gate_up = [Part::Gate, Part::Up].map(|part| (Role::Block(l, part), spec.width));
         Ok(DenseWeights {
-            gate_up: self.stack(&gate_up, h, false)?,
-            down: self.matrix(Role::Block(l, Part::Down), &[h, spec.width])?,
+            gate_up: self.stack(&gate_up, h, spec.biases)?,
+            down: self.projection(Role::Block(l, Part::Down), &[h, spec.width], spec.biases)?,
         })
     }
 

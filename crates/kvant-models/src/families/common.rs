@@ -101,10 +101,17 @@ impl ConfigJson<'_> {
         }
     }
 
-    /// The gated MLP of `intermediate_size`.
-    pub(super) fn dense(&self) -> Result<FeedForwardSpec> {
+    /// The gated MLP of `intermediate_size`, without biases.
+    pub(super) fn dense(&self) -> Result<DenseSpec> {
         let width = self.text.size("intermediate_size", None, MAX_WIDTH)?;
-        Ok(FeedForwardSpec::Dense(DenseSpec { width, activation: self.activation("hidden_act", "silu")? }))
+        Ok(DenseSpec { width, activation: self.activation("hidden_act", "silu")?, biases: false })
+    }
+
+    /// Whether the projections of queries, keys and values have biases, and whether that of the output has one:
+    /// `attention_bias` of most families stands for both.
+    pub(super) fn attention_bias(&self, default: bool) -> Result<(bool, bool)> {
+        let is_biased = self.text.bool_or_null("attention_bias")?.unwrap_or(default);
+        Ok((is_biased, is_biased))
     }
 
     /// Attention to all positions with a scale of D^-½, as Llama's. `head_dim` is the default; without one it is
@@ -131,7 +138,8 @@ impl ConfigJson<'_> {
             softcap: None,
             qk_norm: false,
             v_norm: false,
-            biases: false,
+            qkv_bias: false,
+            output_bias: false,
             sinks: false,
             keys_values: KeysValues::Own,
         })

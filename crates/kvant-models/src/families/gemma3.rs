@@ -25,7 +25,7 @@ pub(super) static FAMILY: Family = Family {
 const PATTERN: usize = 6;
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
-    json.refuse_true(&["attention_bias", "use_bidirectional_attention"])?;
+    json.refuse_true(&["use_bidirectional_attention"])?;
     let text = &json.text;
     let hidden_size = text.size("hidden_size", None, MAX_WIDTH)?;
     let count = json.layers()?;
@@ -41,8 +41,9 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         attention.scale = scalar.powf(-0.5) as f32;
         attention.window = (kind == Kind::Sliding).then_some(window);
         attention.qk_norm = true;
+        (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
         attention.softcap = json.softcap("attn_logit_softcapping")?;
-        let feed_forward = FeedForwardSpec::Dense(DenseSpec { width, activation });
+        let feed_forward = FeedForwardSpec::Dense(DenseSpec { width, activation, biases: false });
         Ok(BlockSpec { attention, feed_forward, post_norms: true, scalar: false })
     };
     Ok(DecoderSpec {

@@ -145,7 +145,8 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
             softcap: None,
             qk_norm: true,
             v_norm: true,
-            biases: false,
+            qkv_bias: false,
+            output_bias: false,
             sinks: false,
             keys_values: match source {
                 Some(source) => KeysValues::SharedWith(source),
@@ -154,7 +155,7 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
             },
         };
         let width = if double_wide && source.is_some() { 2 * intermediate } else { intermediate };
-        let dense = DenseSpec { width, activation: Activation::GeluTanh };
+        let dense = DenseSpec { width, activation: Activation::GeluTanh, biases: false };
         let feed_forward = match moe {
             Some(moe) => FeedForwardSpec::Parallel(dense, moe),
             None => FeedForwardSpec::Dense(dense),

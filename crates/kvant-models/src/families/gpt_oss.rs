@@ -54,7 +54,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         None => [Kind::Sliding, Kind::Full].into_iter().cycle().take(json.layers()?).collect(),
     };
     let mut attention = json.attention(Some(64), &scaling(text)?)?;
-    attention.biases = text.bool_or_null("attention_bias")?.unwrap_or(true);
+    (attention.qkv_bias, attention.output_bias) = json.attention_bias(true)?;
     attention.sinks = true;
     let window = if kinds.contains(&Kind::Sliding) { Some(window(text)?) } else { None };
     let moe = FeedForwardSpec::Moe(moe(text)?);

@@ -28,7 +28,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let text = &json.text;
     let mut attention = json.attention(Some(128), &Scaling::parse(text, 1e6)?)?;
     attention.window = text.size_or_null("sliding_window", MAX_POSITIONS)?;
-    let mut decoder = json.pre_norm(|_| Ok((attention.clone(), json.dense()?)))?;
+    let dense = json.dense()?;
+    let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
     decoder.query_scaling = query_scaling(json)?;
     Ok(decoder)
 }

@@ -16,6 +16,7 @@ mod gemma4;
 mod gpt_oss;
 mod llama;
 mod ministral3;
+mod qwen2;
 mod qwen3;
 mod rope;
 
@@ -73,8 +74,15 @@ pub(crate) enum ExpertLayout {
 /// A table of tensor names.
 pub(crate) type Names = &'static [(Part, &'static str)];
 
-static FAMILIES: [&Family; 6] =
-    [&gemma3::FAMILY, &gemma4::FAMILY, &gpt_oss::FAMILY, &llama::FAMILY, &ministral3::FAMILY, &qwen3::FAMILY];
+static FAMILIES: [&Family; 7] = [
+    &gemma3::FAMILY,
+    &gemma4::FAMILY,
+    &gpt_oss::FAMILY,
+    &llama::FAMILY,
+    &ministral3::FAMILY,
+    &qwen2::FAMILY,
+    &qwen3::FAMILY,
+];
 
 /// The names of a block whose norms precede its halves (Llama, Qwen).
 const PRE_NORM: Names = &[

@@ -2,7 +2,8 @@
 
 use super::{
     ExpertNames, Family, Names, PRE_NORM,
-    common::{ConfigJson, Kind, MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH},
+    common::{ConfigJson, MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH},
+    qwen2,
     rope::Scaling,
 };
 use crate::{
@@ -36,45 +37,25 @@ pub(super) static FAMILY: Family = Family {
 const ROUTER: Names = &[(Part::Router, "mlp.gate.weight")];
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
-    json.refuse_true(&["attention_bias"])?;
     let text = &json.text;
     let scaling = Scaling::parse(text, 1e4)?;
     let mut attention = json.attention(Some(128), &scaling)?;
     attention.qk_norm = true;
+    (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
     let count = json.layers()?;
-    let windows = windows(json, count)?;
-    let experts = if json.model_type == "qwen3_moe" { Some(Experts::parse(json, count)?) } else { None };
+    let is_moe = json.model_type == "qwen3_moe";
+    // In a mixture of experts, transformers knows no kinds of layers.
+    let windows = if is_moe { vec![qwen2::window(json)?; count] } else { qwen2::windows(json)? };
+    let experts = if is_moe { Some(Experts::parse(json, count)?) } else { None };
     json.pre_norm(|l| {
         let mut attention = attention.clone();
         attention.window = windows[l];
         let feed_forward = match &experts {
             Some(experts) if experts.has(l) => FeedForwardSpec::Moe(experts.spec),
-            _ => json.dense()?,
+            _ => json.dense()?.into(),
         };
         Ok((attention, feed_forward))
     })
-}
-
-/// The window of each layer.
-fn windows(json: &ConfigJson, count: usize) -> Result<Vec<Option<usize>>> {
-    let text = &json.text;
-    // Without `use_sliding_window`, the width of the window has no effect.
-    let is_used = text.bool_or_null("use_sliding_window")? == Some(true);
-    let default = text.get("sliding_window").is_none().then_some(4096);
-    let width = text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default).filter(|_| is_used);
-    // In a mixture of experts, transformers knows no kinds of layers.
-    if json.model_type == "qwen3_moe" {
-        return Ok(vec![width; count]);
-    }
-    let Some(kinds) = json.layer_types(count)? else {
-        let full = text.count("max_window_layers", Some(28), MAX_LAYERS)?;
-        return Ok((0..count).map(|l| width.filter(|_| l >= full)).collect());
-    };
-    if width.is_none() && kinds.contains(&Kind::Sliding) {
-        let expected = "true, with a sliding_window, where layer_types has \"sliding_attention\"";
-        return Err(text.error("use_sliding_window", expected, is_used));
-    }
-    Ok(kinds.into_iter().map(|kind| width.filter(|_| kind == Kind::Sliding)).collect())
 }
 
 /// The layers with experts, which are all alike.

@@ -63,7 +63,7 @@ impl<'a> Pass<'a> {
     fn dense(&mut self, weights: &DenseWeights, own: &DenseViews, activation: Activation, out: &Tensor) -> Result<()> {
         self.project(&weights.gate_up, &own.gate_up, &[&own.gate, &own.up])?;
         self.gate(Columns::from(&own.gate), Columns::from(&own.up), activation, &own.gate)?;
-        self.linear(&own.gate, &weights.down, out)
+        self.biased_linear(&own.gate, &weights.down, out)
     }
 
     /// Chooses the experts of each token.

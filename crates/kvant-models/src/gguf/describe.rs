@@ -15,14 +15,10 @@ use crate::{
     Config, Error, Result,
     config::once_each,
     families,
-    spec::{AttentionSpec, DecoderSpec, FeedForwardSpec, KeysValues},
+    spec::{AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, KeysValues},
 };
 
 const ARCHITECTURE: &str = "general.architecture";
-/// The only architecture whose projections have biases, and which ones.
-const GPT_OSS: &str = "gpt-oss";
-const BIASED: [&str; 8] =
-    ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
 /// Frequencies divided by this or more do not rotate.
 const STILL: f32 = 1e20;
 /// More layers than any family allows.
@@ -34,16 +30,33 @@ struct Architecture {
     write: fn(&Keys) -> Result<Value>,
     /// Q and K have their rows permuted, so that adjacent coordinates form a pair.
     adjacent_pairs: bool,
+    /// Which biases there are is known by the tensors of the first block. Others have those of their description.
+    optional_biases: bool,
 }
 
-static ARCHITECTURES: [Architecture; 7] = [
-    Architecture { name: "llama", write: llama, adjacent_pairs: true },
-    Architecture { name: "mistral3", write: mistral3, adjacent_pairs: true },
-    Architecture { name: "qwen3", write: qwen3, adjacent_pairs: false },
-    Architecture { name: "qwen3moe", write: qwen3_moe, adjacent_pairs: false },
-    Architecture { name: "gemma3", write: gemma3, adjacent_pairs: false },
-    Architecture { name: "gemma4", write: gemma4, adjacent_pairs: false },
-    Architecture { name: GPT_OSS, write: gpt_oss, adjacent_pairs: false },
+impl Architecture {
+    const fn new(name: &'static str, write: fn(&Keys) -> Result<Value>) -> Architecture {
+        Architecture { name, write, adjacent_pairs: false, optional_biases: false }
+    }
+
+    const fn adjacent_pairs(self) -> Architecture {
+        Architecture { adjacent_pairs: true, ..self }
+    }
+
+    const fn optional_biases(self) -> Architecture {
+        Architecture { optional_biases: true, ..self }
+    }
+}
+
+static ARCHITECTURES: [Architecture; 8] = [
+    Architecture::new("llama", llama).adjacent_pairs().optional_biases(),
+    Architecture::new("mistral3", mistral3).adjacent_pairs().optional_biases(),
+    Architecture::new("qwen2", qwen2),
+    Architecture::new("qwen3", qwen3).optional_biases(),
+    Architecture::new("qwen3moe", qwen3_moe).optional_biases(),
+    Architecture::new("gemma3", gemma3).optional_biases(),
+    Architecture::new("gemma4", gemma4),
+    Architecture::new("gpt-oss", gpt_oss),
 ];
 
 /// Keys of `config.json` and those of the metadata after the architecture's name.
@@ -76,10 +89,11 @@ pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
         });
     };
     let keys = Keys { gguf, metadata, architecture: architecture.name };
-    keys.refuse_other_arithmetic()?;
+    keys.refuse_partial_rotation()?;
     let json = (architecture.write)(&keys)?;
     let mut config = families::parse(&json).map_err(|error| keys.rename(error))?;
     keys.adjust(&mut config.decoder, architecture)?;
+    keys.refuse_other_biases(&config.decoder)?;
     config.decoder.check()?;
     let id = |name: &str| {
         let id = metadata.whole(&format!("tokenizer.ggml.{name}_token_id"))?;
@@ -109,6 +123,11 @@ fn mistral3(keys: &Keys) -> Result<Value> {
     json.insert("rope_scaling".into(), rope.into());
     keys.refuse_experts()?;
     Ok(json.into())
+}
+
+fn qwen2(keys: &Keys) -> Result<Value> {
+    keys.refuse_experts()?;
+    Ok(keys.common("qwen2")?.into())
 }
 
 fn qwen3(keys: &Keys) -> Result<Value> {
@@ -290,18 +309,25 @@ impl Keys<'_> {
         array.iter().map(name).collect::<Result<Vec<_>>>().map(Value::from)
     }
 
-    /// Traits that these architectures can have in a file, and no description expresses.
-    fn refuse_other_arithmetic(&self) -> Result<()> {
-        let known =
-            |name: &str| self.is(GPT_OSS) && BIASED.iter().any(|module| name.ends_with(&format!(".{module}.bias")));
-        let bias = |name: &&str| name.starts_with("blk.") && name.ends_with(".bias") && !known(name);
-        if let Some(name) = self.gguf.tensors().map(|(name, _)| name).filter(bias).min() {
-            let shown: String = name.chars().take(80).collect();
-            return Err(Error::Unsupported {
-                what: format!("tensor `{shown}`"),
-                reason: format!("{} has no such bias", self.architecture),
-            });
-        }
+    /// Biases that the description does not have would be ignored.
+    fn refuse_other_biases(&self, decoder: &DecoderSpec) -> Result<()> {
+        let unknown = |name: &&str| {
+            let Some((block, module)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+                return false;
+            };
+            let block = block.parse().ok().and_then(|l: usize| decoder.blocks.get(l));
+            module.strip_suffix(".bias").is_some_and(|module| !block.is_some_and(|block| has_bias(block, module)))
+        };
+        let Some(name) = self.gguf.tensors().map(|(name, _)| name).filter(unknown).min() else { return Ok(()) };
+        let shown: String = name.chars().take(80).collect();
+        Err(Error::Unsupported {
+            what: format!("tensor `{shown}`"),
+            reason: format!("{} has no such bias", self.architecture),
+        })
+    }
+
+    /// Heads that rotate in part are not expressed.
+    fn refuse_partial_rotation(&self) -> Result<()> {
         // Gemma 4 has one of these per kind of layer, and factors for pairs that do not rotate.
         let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is("gemma4"));
         match rotated {
@@ -393,6 +419,10 @@ impl Keys<'_> {
         let factors = self.frequency_factors()?;
         for (l, block) in decoder.blocks.iter_mut().enumerate() {
             let attention = &mut block.attention;
+            if architecture.optional_biases {
+                attention.qkv_bias = self.has_bias("attn_q");
+                attention.output_bias = self.has_bias("attn_output");
+            }
             if architecture.adjacent_pairs {
                 attention.rope.layout = PairLayout::Interleaved;
             }
@@ -414,6 +444,9 @@ impl Keys<'_> {
             }
             if let FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _) = &mut block.feed_forward {
                 set(&mut dense.width, &widths);
+                if architecture.optional_biases {
+                    dense.biases = self.has_bias("ffn_gate");
+                }
             }
         }
         for block in &decoder.blocks {
@@ -433,6 +466,11 @@ impl Keys<'_> {
             return Ok(());
         }
         Err(error(&self.full(key), format_args!("from 1 to {MOST}"), size))
+    }
+
+    /// Whether the module of the first block has a bias.
+    fn has_bias(&self, module: &str) -> bool {
+        self.gguf.tensor(&format!("blk.0.{module}.bias")).is_some()
     }
 
     fn is(&self, architecture: &str) -> bool {
@@ -464,6 +502,19 @@ impl Keys<'_> {
         let Error::Config { key, expected, got } = error else { return error };
         let known = KEYS.iter().find(|(config, _)| *config == key).map(|(_, name)| self.full(name));
         Error::Metadata { key: known.unwrap_or(key), expected, got }
+    }
+}
+
+/// Whether the description of a block has a bias of the module.
+fn has_bias(block: &BlockSpec, module: &str) -> bool {
+    match module {
+        "attn_q" | "attn_k" | "attn_v" => block.attention.qkv_bias,
+        "attn_output" => block.attention.output_bias,
+        "ffn_gate" | "ffn_up" | "ffn_down" => block.feed_forward.dense().is_some_and(|dense| dense.biases),
+        "ffn_gate_inp" | "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps" | "ffn_gate_up_exps" => {
+            block.feed_forward.moe().is_some_and(|moe| moe.biases)
+        }
+        _ => false,
     }
 }
 

@@ -233,13 +233,18 @@ fn models_that_cannot_run() {
         llama("llama.rope.dimension_count", u32(32)),
         "`llama.rope.dimension_count` must be 64, all of a head, got 32",
     );
-    let biased = llama("x", u32(0)).tensor("blk.0.attn_q.bias", &[64], 0, vec![0; 256]);
-    named(biased, "tensor `blk.0.attn_q.bias` is not supported: llama has no such bias");
-    let gpt_oss = llama("general.architecture", text("gpt-oss"));
-    let biased = gpt_oss.tensor("blk.0.attn_q.bias", &[64], 0, vec![0; 256]);
+    // The first block's tensors say which biases there are.
+    for name in ["blk.0.attn_k.bias", "blk.1.attn_q.bias", "blk.0.attn_norm.bias", "blk.7.attn_q.bias", "blk.x.y.bias"]
+    {
+        let biased = llama("x", u32(0)).tensor(name, &[64], 0, vec![0; 256]);
+        named(biased, &format!("tensor `{name}` is not supported: llama has no such bias"));
+    }
+    let mut qwen2 = llama("general.architecture", text("qwen2"));
+    qwen2.pairs.iter_mut().for_each(|(key, _)| *key = key.replace("llama.", "qwen2."));
+    let biased = qwen2.tensor("blk.0.attn_q.bias", &[64], 0, vec![0; 256]);
     named(
-        biased.tensor("blk.0.attn_norm.bias", &[64], 0, vec![0; 256]),
-        "`blk.0.attn_norm.bias` is not supported: gpt-oss",
+        biased.tensor("blk.1.attn_output.bias", &[64], 0, vec![0; 256]),
+        "`blk.1.attn_output.bias` is not supported: qwen2",
     );
     let factors = llama("x", u32(0)).tensor("rope_freqs.weight", &[16], 0, vec![0; 64]);
     named(factors, "tensor `rope_freqs.weight`");

@@ -33,7 +33,9 @@ fn released_configurations_are_understood() {
     let windows: Vec<_> = blocks.iter().map(|block| block.attention.window).collect();
     assert_eq!(windows, [Some(128), None].repeat(12));
     let (attention, moe) = (&blocks[1].attention, blocks[1].feed_forward.moe().unwrap());
-    assert!(attention.biases && attention.sinks && moe.biases && !config.decoder.tied_output);
+    assert!(
+        attention.qkv_bias && attention.output_bias && attention.sinks && moe.biases && !config.decoder.tied_output
+    );
     assert_eq!((moe.experts, moe.top_k, moe.width, moe.activation), (32, 4, 2880, Activation::ClampedSwish));
     // 0.1 · ln(32) + 1, on queries and keys.
     let factor = (attention.scale * 8.0).sqrt();

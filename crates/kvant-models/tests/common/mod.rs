@@ -10,10 +10,12 @@ use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders with a `model.gguf` (`tools/golden_gguf_models.py`).
-pub const GGUF_MODELS: [&str; 11] = [
+pub const GGUF_MODELS: [&str; 13] = [
     "llama_gguf",
+    "llama_bias_gguf",
     "mistral_gguf",
     "ministral3_gguf",
+    "qwen2_gguf",
     "qwen3_gguf",
     "qwen3_moe_gguf",
     "gemma3_gguf",
@@ -25,21 +27,27 @@ pub const GGUF_MODELS: [&str; 11] = [
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 17] = [
+pub const FAMILIES: [&str; 23] = [
     "llama",
+    "llama_bias",
     "llama_mlx",
     "llama_mxfp8",
     "llama_w4a16",
     "llama_fp8",
     "mistral",
     "ministral3",
+    "qwen2",
+    "qwen2_window",
+    "qwen2_mlx",
     "qwen3",
+    "qwen3_bias",
     "qwen3_window",
     "qwen3_moe",
     "qwen3_moe_mlx",
     "qwen3_moe_nvfp4",
     "qwen3_moe_window",
     "gemma3",
+    "gemma3_bias",
     "gpt_oss",
     "gpt_oss_mxfp4",
     "gpt_oss_mlx",

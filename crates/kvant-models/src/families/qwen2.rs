@@ -1,0 +1,57 @@
+//! Qwen 2 and 2.5: as Llama, with biases of queries, keys and values.
+
+use super::{
+    Family, PRE_NORM,
+    common::{ConfigJson, Kind, MAX_LAYERS, MAX_POSITIONS},
+    rope::Scaling,
+};
+use crate::{Result, spec::DecoderSpec};
+
+pub(super) static FAMILY: Family = Family {
+    name: "qwen2",
+    model_types: &["qwen2"],
+    wrappers: &[],
+    architectures: &[("Qwen2ForCausalLM", "qwen2")],
+    describe,
+    names: &[PRE_NORM],
+    experts: &[],
+};
+
+fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
+    let mut attention = json.attention(None, &Scaling::parse(&json.text, 1e4)?)?;
+    attention.qkv_bias = true;
+    let dense = json.dense()?;
+    let windows = windows(json)?;
+    json.pre_norm(|l| {
+        let mut attention = attention.clone();
+        attention.window = windows[l];
+        Ok((attention, dense.into()))
+    })
+}
+
+/// The window of each layer, also in Qwen 3: of those that `layer_types` names, or of those from `max_window_layers`
+/// on.
+pub(super) fn windows(json: &ConfigJson) -> Result<Vec<Option<usize>>> {
+    let text = &json.text;
+    let count = json.layers()?;
+    let width = window(json)?;
+    let Some(kinds) = json.layer_types(count)? else {
+        let full = text.count("max_window_layers", Some(28), MAX_LAYERS)?;
+        return Ok((0..count).map(|l| width.filter(|_| l >= full)).collect());
+    };
+    if width.is_none() && kinds.contains(&Kind::Sliding) {
+        let expected = "true, with a sliding_window, where layer_types has \"sliding_attention\"";
+        let is_used = text.bool_or_null("use_sliding_window")? == Some(true);
+        return Err(text.error("use_sliding_window", expected, is_used));
+    }
+    Ok(kinds.into_iter().map(|kind| width.filter(|_| kind == Kind::Sliding)).collect())
+}
+
+/// The width of the window. It has no effect without `use_sliding_window`.
+pub(super) fn window(json: &ConfigJson) -> Result<Option<usize>> {
+    let text = &json.text;
+    let default = text.get("sliding_window").is_none().then_some(4096);
+    let width = text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default);
+    let is_used = text.bool_or_null("use_sliding_window")? == Some(true);
+    Ok(width.filter(|_| is_used))
+}
