@@ -41,6 +41,15 @@ GPT_OSS = dict(
     rope_scaling=dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=64),
 )
 
+GRANITE = dict(embedding_multiplier=6.0, residual_multiplier=0.22, attention_multiplier=0.03125, logits_scaling=2.0)
+HUNYUAN = dict(type="dynamic", alpha=50.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.0)
+
+
+def factors(count, first, last):
+    """Factors of LongRoPE that grow."""
+    return [round(first + (last - first) * i / (count - 1), 3) for i in range(count)]
+
+
 # name: (model_type, class, dtype, config, seed, how MLX quantises it)
 VARIANTS = {
     "llama": ("llama", "Llama", "bf16", dict(rope_theta=5e5, rope_scaling=LLAMA3, mlp_bias=False, attention_bias=False), 51, None),
@@ -86,6 +95,52 @@ VARIANTS = {
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
         rope_parameters={F: dict(rope_type="default", rope_theta=1e6), S: dict(rope_type="default", rope_theta=1e4)},
     ), 73, None),
+    # The second layer of three has no rotary embedding, and so has the window.
+    "smollm3": ("smollm3", "SmolLM3", "bf16", dict(
+        rope_theta=1e5, num_hidden_layers=3, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=8, tie_word_embeddings=True,
+    ), 74, None),
+    "smollm3_mlx": ("smollm3", "SmolLM3", "f16", dict(
+        rope_theta=1e5, num_hidden_layers=4, num_attention_heads=1, intermediate_size=64, tie_word_embeddings=True,
+    ), 75, dict(group_size=64, bits=4)),
+    "seed_oss": ("seed_oss", "SeedOss", "bf16", dict(rope_theta=1e7, attention_bias=True, attention_out_bias=True), 76, None),
+    "seed_oss_mlx": ("seed_oss", "SeedOss", "f16", dict(rope_theta=1e7, attention_bias=True), 77, dict(group_size=32, bits=4)),
+    "granite": ("granite", "Granite", "bf16", dict(
+        rope_theta=1e4, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **GRANITE,
+    ), 78, None),
+    "granite_mlx": ("granite", "Granite", "f16", dict(
+        rope_theta=1e4, attention_bias=False, mlp_bias=False, num_attention_heads=1, intermediate_size=128, tie_word_embeddings=True, **GRANITE,
+    ), 79, dict(group_size=32, bits=6)),
+    # Norms over both KV heads at once.
+    "olmo2": ("olmo2", "Olmo2", "bf16", dict(rope_theta=5e5, num_attention_heads=4, num_key_value_heads=2), 80, None),
+    "olmo3": ("olmo3", "Olmo3", "bf16", dict(rope_theta=5e5, num_hidden_layers=4, sliding_window=8, rope_scaling=dict(
+        rope_type="yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0,
+    )), 81, None),
+    "olmo2_mlx": ("olmo2", "Olmo2", "f16", dict(rope_theta=5e5), 82, dict(group_size=32, bits=4)),
+    "exaone4": ("exaone4", "Exaone4", "bf16", dict(
+        rope_theta=1e6, num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4, rope_scaling=LLAMA3,
+    ), 83, None),
+    "exaone4_mlx": ("exaone4", "Exaone4", "f16", dict(
+        rope_theta=1e6, sliding_window=None, sliding_window_pattern=None, layer_types=[F, F], rope_scaling=dict(rope_type="linear", factor=2.0),
+    ), 84, dict(group_size=32, bits=4)),
+    # Three quarters of a head rotate. The prompt is shorter than the original context.
+    "phi3": ("phi3", "Phi3", "bf16", dict(
+        num_attention_heads=1, rope_theta=1e4, partial_rotary_factor=0.75, tie_word_embeddings=True, original_max_position_embeddings=64,
+        rope_scaling=dict(type="longrope", short_factor=factors(24, 1.0, 1.5), long_factor=factors(24, 1.0, 9.0)),
+    ), 85, None),
+    # Heads of 96 coordinates, a window, and a prompt that is longer than the original context.
+    "phi3_long": ("phi3", "Phi3", "f16", dict(
+        hidden_size=192, head_dim=96, sliding_window=24, original_max_position_embeddings=32, rope_theta=1e4,
+        rope_scaling=dict(type="longrope", short_factor=factors(48, 1.0, 1.5), long_factor=factors(48, 1.0, 9.0)),
+    ), 86, None),
+    "phi3_partial_long": ("phi3", "Phi3", "bf16", dict(
+        num_attention_heads=1, rope_theta=1e4, partial_rotary_factor=0.75, tie_word_embeddings=True, original_max_position_embeddings=32, num_hidden_layers=1,
+        rope_scaling=dict(type="longrope", short_factor=factors(24, 1.0, 1.5), long_factor=factors(24, 1.0, 9.0)),
+    ), 87, None),
+    "phi3_mlx": ("phi3", "Phi3", "f16", dict(rope_theta=1e4, num_attention_heads=1, partial_rotary_factor=0.5), 88, dict(group_size=32, bits=4)),
+    "ernie4_5": ("ernie4_5", "Ernie4_5", "bf16", dict(rope_theta=5e5, use_bias=True, tie_word_embeddings=True), 89, None),
+    "ernie4_5_mlx": ("ernie4_5", "Ernie4_5", "f16", dict(rope_theta=5e5, use_bias=False), 90, dict(group_size=32, bits=4)),
+    "hunyuan": ("hunyuan_v1_dense", "HunYuanDenseV1", "bf16", dict(rope_theta=1e4, tie_word_embeddings=True, rope_scaling=HUNYUAN), 91, None),
+    "hunyuan_mlx": ("hunyuan_v1_dense", "HunYuanDenseV1", "f16", dict(rope_theta=1e4, rope_scaling=HUNYUAN), 92, dict(group_size=32, bits=4)),
     "gpt_oss": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_local_experts=3, num_experts_per_tok=2), 59, None),
     "gpt_oss_mxfp4": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_hidden_layers=3), 60, "mxfp4"),
     # compressed-tensors: each projection in another of its forms.

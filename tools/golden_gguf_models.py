@@ -44,6 +44,18 @@ MODELS = {
     "gemma4_shared_gguf": ("ple_shared", "gemma4", "Gemma4ForCausalLM", {}),
     "gemma4_moe_gguf": ("moe", "gemma4", "Gemma4ForCausalLM", {}),
     "gpt_oss_gguf": ("gpt_oss", "gpt-oss", "GptOssForCausalLM", {}),
+    # The last of four layers has no rotary embedding: files cannot say another one.
+    "smollm3_gguf": ("smollm3", "smollm3", "SmolLM3ForCausalLM", {
+        "num_hidden_layers": 4, "no_rope_layers": None, "use_sliding_window": False,
+    }),
+    "seed_oss_gguf": ("seed_oss", "seed_oss", "SeedOssForCausalLM", {}),
+    "granite_gguf": ("granite", "granite", "GraniteForCausalLM", {}),
+    "olmo2_gguf": ("olmo2", "olmo2", "Olmo2ForCausalLM", {}),
+    "olmo3_gguf": ("olmo3", "olmo2", "Olmo3ForCausalLM", {}),
+    "exaone4_gguf": ("exaone4", "exaone4", "Exaone4ForCausalLM", {}),
+    "phi3_gguf": ("phi3", "phi3", "Phi3ForCausalLM", {}),
+    "ernie4_5_gguf": ("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {}),
+    "hunyuan_gguf": ("hunyuan", "hunyuan-dense", "HunYuanDenseV1ForCausalLM", {}),
     # Rows of 256 elements in random K-quants, in place of the checkpoint's weights.
     "k_quants_gguf": ("llama", "llama", "LlamaForCausalLM", {
         "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "rope_scaling": None,
@@ -53,7 +65,7 @@ TYPES = {
     "attn_q": Type.Q8_0, "attn_k": Type.Q4_0, "attn_v": Type.Q4_1, "attn_output": Type.Q5_0, "ffn_gate": Type.Q5_1,
     "ffn_up": Type.Q8_0, "ffn_down": Type.Q4_1, "token_embd": Type.Q8_0, "output": Type.F16, "ffn_gate_exps": Type.Q8_0,
     "ffn_up_exps": Type.Q4_0, "ffn_down_exps": Type.Q5_0, "ffn_gate_up_exps": Type.Q8_0, "inp_gate": Type.BF16, "proj": Type.F32,
-    "per_layer_token_embd": Type.Q8_0, "per_layer_model_proj": Type.Q8_0,
+    "attn_qkv": Type.Q4_1, "per_layer_token_embd": Type.Q8_0, "per_layer_model_proj": Type.Q8_0,
 }  # fmt: skip
 K_TYPES = {
     "attn_q": Type.Q4_K, "attn_k": Type.Q2_K, "attn_v": Type.IQ4_XS, "attn_output": Type.Q5_K, "ffn_gate": Type.Q3_K,
@@ -105,7 +117,10 @@ def metadata(writer, arch, config, experts):
     writer.add_embedding_length(c["hidden_size"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    writer.add_rope_freq_base(full.get("rope_theta", c.get("rope_theta")))
+    theta = full.get("rope_theta", c.get("rope_theta"))
+    if "alpha" in scaling:
+        theta *= scaling["alpha"] ** (head_dim / (head_dim - 2))
+    writer.add_rope_freq_base(theta)
     writer.add_vocab_size(c["vocab_size"])
     kv_heads, width = c["num_key_value_heads"], c["intermediate_size"]
     if arch == "gemma4":
@@ -132,7 +147,21 @@ def metadata(writer, arch, config, experts):
     writer.add_feed_forward_length(width)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    kind = scaling.get("rope_type")
+    for key, write in (
+        ("embedding_multiplier", writer.add_embedding_scale), ("residual_multiplier", writer.add_residual_scale),
+        ("attention_multiplier", writer.add_attention_scale), ("logits_scaling", writer.add_logit_scale),
+    ):  # fmt: skip
+        if key in c:
+            write(c[key])
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if arch == "phi3":
+        original = c["original_max_position_embeddings"]
+        writer.add_rope_dimension_count(int(head_dim * c["partial_rotary_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(original)
+        growth = c["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(growth) / np.log(original))))
+        for length in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(scaling[f"{length}_factor"], np.float32))
     if kind in ("yarn", "linear"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(scaling["factor"])
@@ -202,8 +231,8 @@ def make(folder, out):
         known = model.state_dict()
         for name in model.load_state_dict({k: v for k, v in weights.items() if k in known}, strict=False).missing_keys:
             # The checkpoint has its experts one by one.
-            assert ".mlp." in name or name == "lm_head.weight", name
-            if ".mlp." in name:
+            assert ".mlp." in name or name == "lm_head.weight" or ".layers.3." in name, name
+            if name.endswith("proj.weight") or ".experts." in name:
                 torch.nn.init.normal_(known[name], std=0.2)
     out.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(out / "model.gguf", arch)
@@ -242,7 +271,7 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
     if values_of.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = Type.F16
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(role)
-    permuted = heads is not None and arch in ("llama", "mistral3")
+    permuted = heads is not None and arch in ("llama", "mistral3", "smollm3", "granite")
     if permuted:
         values_of = pairs(values_of, heads)
     shift = np.float32(arch == "gemma3" and target.endswith("norm.weight"))

@@ -185,7 +185,10 @@ fn tensors(spec: &DecoderSpec, source: &dyn Source) -> Vec<Stored> {
     }
     for (l, block) in spec.blocks.iter().enumerate() {
         let mut list = InBlock { list: &mut list, l };
-        list.attention(&block.attention, h);
+        for part in [Part::AttentionNorm, Part::FeedForwardNorm] {
+            list.vector_if(block.pre_norms, part, &[h]);
+        }
+        list.attention(&block.attention, h, source);
         list.feed_forward(&block.feed_forward, h, source);
         for part in [Part::AttentionPostNorm, Part::FeedForwardPostNorm] {
             list.vector_if(block.post_norms, part, &[h]);
@@ -233,24 +236,31 @@ impl InBlock<'_> {
         }
     }
 
-    fn attention(&mut self, spec: &AttentionSpec, h: usize) {
-        let (q, kv) = (spec.q_width(), spec.kv_width());
-        self.vector_if(true, Part::AttentionNorm, &[h]);
-        let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)];
-        for (part, width) in &qkv[..1 + spec.kv_projections()] {
-            self.matrix(*part, &[*width, h], spec.qkv_bias);
+    /// Matrices with the same inputs, which some files have as one.
+    fn stack(&mut self, fused: Part, parts: &[(Part, usize)], h: usize, is_biased: bool, source: &dyn Source) {
+        if source.name(Role::Block(self.l, fused)).is_some() {
+            let outputs = parts.iter().map(|(_, outputs)| outputs).sum();
+            return self.matrix(fused, &[outputs, h], is_biased);
         }
-        self.vector_if(spec.qk_norm, Part::QueryNorm, &[spec.head_dim]);
-        self.vector_if(spec.qk_norm && spec.source().is_none(), Part::KeyNorm, &[spec.head_dim]);
+        for (part, outputs) in parts {
+            self.matrix(*part, &[*outputs, h], is_biased);
+        }
+    }
+
+    fn attention(&mut self, spec: &AttentionSpec, h: usize, source: &dyn Source) {
+        let (q, kv) = (spec.q_width(), spec.kv_width());
+        let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)];
+        self.stack(Part::QueryKeyValue, &qkv[..1 + spec.kv_projections()], h, spec.qkv_bias, source);
+        for (part, width) in [Part::QueryNorm, Part::KeyNorm].into_iter().zip(spec.qk_norm_widths()) {
+            width.into_iter().for_each(|width| self.vector_if(true, part, &[width]));
+        }
         self.vector_if(spec.sinks, Part::Sinks, &[spec.heads]);
         self.matrix(Part::AttentionOutput, &[h, q], spec.output_bias);
     }
 
     fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {
-        self.vector_if(true, Part::FeedForwardNorm, &[h]);
         if let Some(DenseSpec { width, biases, .. }) = spec.dense() {
-            self.matrix(Part::Gate, &[width, h], biases);
-            self.matrix(Part::Up, &[width, h], biases);
+            self.stack(Part::GateUp, &[(Part::Gate, width), (Part::Up, width)], h, biases, source);
             self.matrix(Part::Down, &[h, width], biases);
         }
         if let Some(moe) = spec.moe() {

@@ -37,11 +37,15 @@ pub struct LoadOptions {
     /// The most tokens of a pass of [`Model::feed`], at least 1; 512 is the default. On a GPU, more are faster. They
     /// need memory for activations, and in pools for the layers with windows.
     pub pass_tokens: usize,
+    /// The longest text that will be fed, in tokens. It matters only to models with LongRoPE (Phi 3 and 4), which have
+    /// other factors for texts that are longer than their original context: these factors apply to every text if
+    /// `context` is longer, and a longer text than either is refused. `None` (the default) is the original context.
+    pub context: Option<usize>,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        LoadOptions { activations: DType::F32, dense_weights: None, pass_tokens: 512 }
+        LoadOptions { activations: DType::F32, dense_weights: None, pass_tokens: 512, context: None }
     }
 }
 
@@ -59,7 +63,7 @@ impl LoadOptions {
             60..120 => 4096,
             _ => 8192,
         };
-        LoadOptions { activations: DType::BF16, dense_weights: Some(DType::BF16), pass_tokens }
+        LoadOptions { activations: DType::BF16, dense_weights: Some(DType::BF16), pass_tokens, ..options }
     }
 }
 
@@ -144,6 +148,9 @@ impl Model {
         if let Some(dtype) = options.dense_weights.filter(|dtype| !dtype.is_float()) {
             return Err(Error::argument("dense_weights", "f32, f16 or bf16", dtype));
         }
+        if options.context == Some(0) {
+            return Err(Error::argument("context", "at least 1", 0));
+        }
         if options.pass_tokens == 0 {
             return Err(Error::argument("pass_tokens", "at least 1", 0));
         }
@@ -162,7 +169,7 @@ impl Model {
         let converted = options.dense_weights.map(|dtype| Converted { source, dtype });
         let source = converted.as_ref().map_or(source, |converted| converted as &dyn Source);
         let weights = Weights::load(&config.decoder, source, device)?;
-        let network = Arc::new(Network::new(config, weights, options.activations)?);
+        let network = Arc::new(Network::new(config, weights, options.activations, options.context)?);
         Ok(Model { network, device: device.clone(), pass_tokens: options.pass_tokens, spaces: Arc::default() })
     }
 
@@ -437,13 +444,22 @@ impl Model {
         }
     }
 
-    /// Checks the length of a sequence after a pass: queries that are scaled by position have a table of factors.
+    /// Checks the length of a sequence after a pass: queries that are scaled by position have a table of factors, and
+    /// LongRoPE is for the context that the model was loaded for.
     pub(crate) fn check_length(&self, length: usize) -> Result<()> {
-        match self.decoder().query_scaling {
-            Some(scaling) if length > scaling.positions => {
-                Err(Error::argument("tokens", format_args!("at most {} of a sequence", scaling.positions), length))
+        match self.network.max_length() {
+            Some(most) if length > most => {
+                Err(Error::argument("tokens", format_args!("at most {most} of a sequence ({})", self.limit()), length))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// The reason for the limit on a sequence's length.
+    fn limit(&self) -> &'static str {
+        match self.decoder().original_context() {
+            Some(_) => "the context that the model was loaded for",
+            None => "the context that it was made for",
         }
     }
 

@@ -9,7 +9,7 @@
 //! h *= scalar
 //! ```
 //!
-//! where post norms, per-layer inputs and the scalar are optional.
+//! where the norms before or after both halves, per-layer inputs and the scalar are optional.
 
 use kvant::ops::{Activation, PairLayout, attend::HEAD_DIMS};
 
@@ -33,6 +33,10 @@ pub struct DecoderSpec {
     pub norm_eps: f32,
     /// Added to the weights of every norm when they are loaded: 1 for families that multiply by 1 + w.
     pub norm_offset: f32,
+    /// Multiplies the outputs of both halves of a block that has no norms of them.
+    pub residual_scale: f32,
+    /// Multiplies the logits, before the cap.
+    pub logit_scale: f32,
     /// The cap c of the final c·tanh(logit/c).
     pub final_softcap: Option<f32>,
     /// Whether the embedding is also the output matrix.
@@ -66,6 +70,8 @@ pub struct BlockSpec {
     pub attention: AttentionSpec,
     /// The second half.
     pub feed_forward: FeedForwardSpec,
+    /// Whether the inputs of both halves are normed. Without these norms, a half reads the residual stream.
+    pub pre_norms: bool,
     /// Whether the outputs of both halves are normed before they are added to the residual stream.
     pub post_norms: bool,
     /// Whether a stored scalar multiplies the block's output. Requires `post_norms`.
@@ -89,8 +95,8 @@ pub struct AttentionSpec {
     pub scale: f32,
     /// The cap c of c·tanh(score/c).
     pub softcap: Option<f32>,
-    /// Whether queries and keys are normed per head, before the rotary embedding.
-    pub qk_norm: bool,
+    /// The norms of queries and keys.
+    pub qk_norm: Option<QkNorm>,
     /// Whether values are normed per head, without weights.
     pub v_norm: bool,
     /// Whether the projections of queries, keys and values have biases.
@@ -101,6 +107,17 @@ pub struct AttentionSpec {
     pub sinks: bool,
     /// The source of keys and values.
     pub keys_values: KeysValues,
+}
+
+/// What the norms of queries and keys cover.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Each head, before the rotary embedding.
+    Heads,
+    /// Each head, after the rotary embedding.
+    RotatedHeads,
+    /// All heads of a token together, before the rotary embedding.
+    Rows,
 }
 
 /// The source of a block's keys and values.
@@ -118,17 +135,40 @@ pub enum KeysValues {
 /// A rotary embedding with frequencies theta^(−2i/n) / factorᵢ; n is given in [`kvant::ops::Angles::Theta`].
 ///
 /// Scalings (linear, llama3, YaRN) are factors. A factor on all cosines and sines, as in YaRN, is part of
-/// [`AttentionSpec::scale`].
+/// [`AttentionSpec::scale`], unless coordinates remain that do not rotate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeSpec {
     /// The base.
     pub theta: f64,
-    /// The number of rotated pairs, at most D/2.
+    /// The number of rotated pairs, at most D/2. 0 means no positions.
     pub rotated_pairs: usize,
     /// Which coordinates form a pair.
     pub layout: PairLayout,
     /// Divides the frequency of each pair; `None` for 1.
     pub factors: Option<Vec<f32>>,
+    /// Other factors for long texts.
+    pub long: Option<LongRope>,
+}
+
+impl RopeSpec {
+    /// Rotates no pair: the block does not know positions.
+    pub(crate) fn stop(&mut self) {
+        *self = RopeSpec { rotated_pairs: 0, factors: None, long: None, ..self.clone() };
+    }
+}
+
+/// LongRoPE: a rotary embedding whose factors depend on the length of the text.
+///
+/// A cached key has been rotated by one of the two, so that a text cannot change from one to the other. The context
+/// that the model is loaded for ([`LoadOptions::context`](crate::LoadOptions::context)) decides.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LongRope {
+    /// The longest text for which [`RopeSpec::factors`] apply.
+    pub original: usize,
+    /// Divides the frequency of each pair, for longer texts.
+    pub factors: Vec<f32>,
+    /// Multiplies cosines and sines.
+    pub magnitude: f32,
 }
 
 /// The second half of a block.
@@ -226,6 +266,11 @@ impl DecoderSpec {
         self.vocab_size.min(self.per_layer_input.map_or(usize::MAX, |inputs| inputs.vocab_size))
     }
 
+    /// The longest text for which the factors of every rotary embedding apply; `None` without LongRoPE.
+    pub(crate) fn original_context(&self) -> Option<usize> {
+        self.blocks.iter().filter_map(|block| Some(block.attention.rope.long.as_ref()?.original)).min()
+    }
+
     /// Checks that the interpreter can run the description. Families report wrong values by key; this is for relations
     /// that hold in every format.
     ///
@@ -236,10 +281,16 @@ impl DecoderSpec {
         for (l, block) in self.blocks.iter().enumerate() {
             let unsupported = |reason| Error::Unsupported { what: format!("layer {l}"), reason };
             self.check_block(l, own).map_err(unsupported)?;
+            if !block.pre_norms && self.blocks.iter().any(|block| !block.post_norms) {
+                return Err(unsupported("inputs without norms require norms of the outputs, in every layer".into()));
+            }
+            if self.residual_scale != 1.0 && block.post_norms {
+                return Err(unsupported("outputs with norms have no factor".into()));
+            }
             if (block.scalar || self.per_layer_input.is_some()) && !block.post_norms {
                 return Err(unsupported("a scalar and per-layer inputs require norms of the block's outputs".into()));
             }
-            if self.query_scaling.is_some() && block.attention.qk_norm {
+            if self.query_scaling.is_some() && block.attention.qk_norm.is_some() {
                 return Err(unsupported("queries that are scaled by position have no norm".into()));
             }
             if let FeedForwardSpec::Moe(MoeSpec { router: RouterSpec::Scaled, .. }) = block.feed_forward {
@@ -266,6 +317,9 @@ impl DecoderSpec {
         if rope.factors.as_ref().is_some_and(|factors| factors.len() != rope.rotated_pairs) {
             return Err(format!("the rotary embedding needs {} factors", rope.rotated_pairs));
         }
+        if rope.long.as_ref().is_some_and(|long| long.factors.len() != rope.rotated_pairs) {
+            return Err(format!("the rotary embedding needs {} factors for long texts", rope.rotated_pairs));
+        }
         match attention.source() {
             None if l >= own => Err("layers that share keys and values are the last ones".to_string()),
             None => Ok(()),
@@ -287,6 +341,13 @@ impl AttentionSpec {
         }
     }
 
+    /// Makes the factor of cosines and sines a part of the scale, if all coordinates have it.
+    pub(crate) fn fold_magnitude(&mut self) {
+        if let Some(long) = self.rope.long.as_mut().filter(|_| self.rope.rotated_pairs == self.head_dim / 2) {
+            self.scale *= std::mem::replace(&mut long.magnitude, 1.0).powi(2);
+        }
+    }
+
     /// The number of key and value projections.
     pub(crate) fn kv_projections(&self) -> usize {
         match self.keys_values {
@@ -294,6 +355,16 @@ impl AttentionSpec {
             KeysValues::KeysAreValues => 1,
             KeysValues::SharedWith(_) => 0,
         }
+    }
+
+    /// The numbers of weights of the norms of queries and keys that the block has.
+    pub(crate) fn qk_norm_widths(&self) -> [Option<usize>; 2] {
+        let [q, k] = match self.qk_norm {
+            None => return [None, None],
+            Some(QkNorm::Heads | QkNorm::RotatedHeads) => [self.head_dim, self.head_dim],
+            Some(QkNorm::Rows) => [self.q_width(), self.kv_width()],
+        };
+        [Some(q), self.source().is_none().then_some(k)]
     }
 
     /// Outputs of the query projection.

@@ -5,7 +5,7 @@ use kvant::{Device, Tensor};
 use crate::{
     Error, Result,
     source::{Form, Matrix, Part, Role, Source},
-    spec::{AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, MoeSpec, PerLayerInputSpec, RouterSpec},
+    spec::{BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, MoeSpec, PerLayerInputSpec, RouterSpec},
 };
 
 /// Matrices with the same inputs.
@@ -28,6 +28,20 @@ pub(crate) struct StackBiases {
     pub whole: Tensor,
     /// Views of `whole`.
     pub parts: Vec<Tensor>,
+}
+
+impl StackBiases {
+    /// `all` are the biases of matrices with these numbers of outputs.
+    fn new(device: &Device, all: &[f32], outputs: &[usize]) -> Result<StackBiases> {
+        let whole = Tensor::from_slice(device, all, &[all.len()])?;
+        let mut end = 0;
+        let part = |&outputs: &usize| {
+            end += outputs;
+            Ok(whole.rows(end - outputs..end)?)
+        };
+        let parts = outputs.iter().map(part).collect::<Result<_>>()?;
+        Ok(StackBiases { whole, parts })
+    }
 }
 
 /// A matrix with a bias, or the matrices `[E, outputs, inputs]` of all experts with biases `[E, outputs]`.
@@ -69,7 +83,7 @@ pub(crate) struct BlockWeights {
 
 #[derive(Debug)]
 pub(crate) struct AttentionWeights {
-    pub norm: Tensor,
+    pub norm: Option<Tensor>,
     /// Queries, keys and values. No keys and values if the block attends to another block's; no values if they are
     /// the raw keys.
     pub qkv: Stack,
@@ -83,7 +97,7 @@ pub(crate) struct AttentionWeights {
 
 #[derive(Debug)]
 pub(crate) struct FeedForwardWeights {
-    pub norm: Tensor,
+    pub norm: Option<Tensor>,
     pub dense: Option<DenseWeights>,
     pub moe: Option<MoeWeights>,
     /// If both are present.
@@ -209,8 +223,8 @@ impl Loader<'_> {
         let h = self.spec.hidden_size;
         let role = |part| Role::Block(l, part);
         Ok(BlockWeights {
-            attention: self.attention(l, &block.attention, block.post_norms)?,
-            feed_forward: self.feed_forward(l, &block.feed_forward, block.post_norms)?,
+            attention: self.attention(l, block)?,
+            feed_forward: self.feed_forward(l, block)?,
             per_layer: match self.spec.per_layer_input {
                 Some(inputs) => Some(LayerInputWeights {
                     gate: self.matrix(role(Part::PerLayerGate), &[inputs.size, h])?,
@@ -223,27 +237,30 @@ impl Loader<'_> {
         })
     }
 
-    fn attention(&mut self, l: usize, spec: &AttentionSpec, post_norm: bool) -> Result<AttentionWeights> {
+    fn attention(&mut self, l: usize, block: &BlockSpec) -> Result<AttentionWeights> {
         let h = self.spec.hidden_size;
+        let spec = &block.attention;
         let role = |part| Role::Block(l, part);
         let (q, kv) = (spec.q_width(), spec.kv_width());
         let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)].map(|(part, width)| (role(part), width));
+        let [q_norm, k_norm] = spec.qk_norm_widths();
         Ok(AttentionWeights {
-            norm: self.norm(role(Part::AttentionNorm), h)?,
-            qkv: self.stack(&qkv[..1 + spec.kv_projections()], h, spec.qkv_bias)?,
-            q_norm: self.norm_if(spec.qk_norm, role(Part::QueryNorm), spec.head_dim)?,
-            k_norm: self.norm_if(spec.qk_norm && spec.source().is_none(), role(Part::KeyNorm), spec.head_dim)?,
+            norm: self.norm_if(block.pre_norms.then_some(h), role(Part::AttentionNorm))?,
+            qkv: self.stack(role(Part::QueryKeyValue), &qkv[..1 + spec.kv_projections()], h, spec.qkv_bias)?,
+            q_norm: self.norm_if(q_norm, role(Part::QueryNorm))?,
+            k_norm: self.norm_if(k_norm, role(Part::KeyNorm))?,
             sinks: if spec.sinks { Some(self.sinks(role(Part::Sinks), spec.heads)?) } else { None },
-            output: self.projection(role(Part::AttentionOutput), &[h, q], spec.output_bias)?,
-            post_norm: self.norm_if(post_norm, role(Part::AttentionPostNorm), h)?,
+            output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias)?,
+            post_norm: self.norm_if(block.post_norms.then_some(h), role(Part::AttentionPostNorm))?,
         })
     }
 
-    fn feed_forward(&mut self, l: usize, spec: &FeedForwardSpec, post_norm: bool) -> Result<FeedForwardWeights> {
+    fn feed_forward(&mut self, l: usize, block: &BlockSpec) -> Result<FeedForwardWeights> {
         let h = self.spec.hidden_size;
+        let spec = &block.feed_forward;
         let role = |part| Role::Block(l, part);
         Ok(FeedForwardWeights {
-            norm: self.norm(role(Part::FeedForwardNorm), h)?,
+            norm: self.norm_if(block.pre_norms.then_some(h), role(Part::FeedForwardNorm))?,
             dense: spec.dense().map(|dense| self.dense(l, dense)).transpose()?,
             moe: spec.moe().map(|moe| self.moe(l, moe)).transpose()?,
             parallel: match spec {
@@ -254,7 +271,7 @@ impl Loader<'_> {
                 }),
                 _ => None,
             },
-            post_norm: self.norm_if(post_norm, role(Part::FeedForwardPostNorm), h)?,
+            post_norm: self.norm_if(block.post_norms.then_some(h), role(Part::FeedForwardPostNorm))?,
         })
     }
 
@@ -262,8 +279,8 @@ impl Loader<'_> {
         let h = self.spec.hidden_size;
         let gate_up = [Part::Gate, Part::Up].map(|part| (Role::Block(l, part), spec.width));
         Ok(DenseWeights {
-            gate_up: self.stack(&gate_up, h, spec.biases)?,
-            down: self.projection(Role::Block(l, Part::Down), &[h, spec.width], spec.biases)?,
+            gate_up: self.stack(Role::Block(l, Part::GateUp), &gate_up, h, spec.biases)?,
+            down: self.output_projection(Role::Block(l, Part::Down), &[h, spec.width], spec.biases)?,
         })
     }
 
@@ -283,7 +300,7 @@ impl Loader<'_> {
             router: self.projection(role(Part::Router), &[experts, h], biases)?,
             router_scales,
             gate_up: self.expert_gate_up(l, spec)?,
-            down: self.projection(role(Part::ExpertDown), &[experts, h, width], biases)?,
+            down: self.output_projection(role(Part::ExpertDown), &[experts, h, width], biases)?,
         })
     }
 
@@ -345,8 +362,9 @@ impl Loader<'_> {
         Ok(Tensor::from_slice(self.device, &shifted, &[len])?)
     }
 
-    fn norm_if(&self, wanted: bool, role: Role, len: usize) -> Result<Option<Tensor>> {
-        wanted.then(|| self.norm(role, len)).transpose()
+    /// A norm of this length, if there is one.
+    fn norm_if(&self, len: Option<usize>, role: Role) -> Result<Option<Tensor>> {
+        len.map(|len| self.norm(role, len)).transpose()
     }
 
     /// The value of a `[1]` tensor.
@@ -378,6 +396,18 @@ impl Loader<'_> {
         Ok(Projection { matrix: self.matrix(role, shape)?, bias })
     }
 
+    /// The last projection of half a block. Its bias has the factor of the residual stream, the matrix gets it in each
+    /// product.
+    fn output_projection(&mut self, role: Role, shape: &[usize], is_biased: bool) -> Result<Projection> {
+        let mut projection = self.projection(role, shape, is_biased)?;
+        let scale = self.spec.residual_scale;
+        if let Some(bias) = projection.bias.as_mut().filter(|_| scale != 1.0) {
+            let scaled: Vec<f32> = bias.to_f32()?.iter().map(|b| b * scale).collect();
+            *bias = Tensor::from_slice(self.device, &scaled, bias.shape())?;
+        }
+        Ok(projection)
+    }
+
     fn matrix(&mut self, role: Role, shape: &[usize]) -> Result<Matrix> {
         let form = self.source.form(role, shape)?;
         let matrix = Matrix::zeros(form, shape, self.device)?;
@@ -386,8 +416,12 @@ impl Loader<'_> {
         Ok(matrix)
     }
 
-    /// Matrices with the given numbers of outputs and the same inputs.
-    fn stack(&mut self, roles: &[(Role, usize)], inputs: usize, is_biased: bool) -> Result<Stack> {
+    /// Matrices with the given numbers of outputs and the same inputs, or `fused`, the one matrix that some files have
+    /// in their place.
+    fn stack(&mut self, fused: Role, roles: &[(Role, usize)], inputs: usize, is_biased: bool) -> Result<Stack> {
+        if self.source.name(fused).is_some() {
+            return self.fused_stack(fused, roles, inputs, is_biased);
+        }
         let biases = if is_biased { Some(self.stack_biases(roles)?) } else { None };
         let forms = roles.iter().map(|&(role, outputs)| self.source.form(role, &[outputs, inputs]));
         let forms: Vec<Form> = forms.collect::<Result<_>>()?;
@@ -396,6 +430,7 @@ impl Loader<'_> {
             return Ok(Stack { matrices: StackMatrices::Separate(parts.collect::<Result<_>>()?), biases });
         }
         let outputs = roles.iter().map(|(_, outputs)| outputs).sum();
+        let parts = roles.iter().map(|(_, outputs)| *outputs).collect();
         let whole = Matrix::zeros(forms[0], &[outputs, inputs], self.device)?;
         let mut first = 0;
         for &(role, outputs) in roles {
@@ -403,19 +438,29 @@ impl Loader<'_> {
             first += outputs;
         }
         self.bytes += whole.bytes();
-        let parts = roles.iter().map(|(_, outputs)| *outputs).collect();
+        Ok(Stack { matrices: StackMatrices::Joined(Box::new(whole), parts), biases })
+    }
+
+    /// A stack that is one matrix in the file.
+    fn fused_stack(&mut self, role: Role, roles: &[(Role, usize)], inputs: usize, is_biased: bool) -> Result<Stack> {
+        let parts: Vec<usize> = roles.iter().map(|(_, outputs)| *outputs).collect();
+        let outputs = parts.iter().sum();
+        let biases = if is_biased {
+            let all = self.source.bias(role, &[outputs], self.device)?.to_f32()?;
+            Some(StackBiases::new(self.device, &all, &parts)?)
+        } else {
+            None
+        };
+        let whole = self.matrix(role, &[outputs, inputs])?;
         Ok(Stack { matrices: StackMatrices::Joined(Box::new(whole), parts), biases })
     }
 
     fn stack_biases(&self, roles: &[(Role, usize)]) -> Result<StackBiases> {
-        let (mut all, mut ends) = (Vec::new(), Vec::new());
+        let mut all = Vec::new();
         for &(role, outputs) in roles {
             all.extend(self.source.bias(role, &[outputs], self.device)?.to_f32()?);
-            ends.push(all.len());
         }
-        let whole = Tensor::from_slice(self.device, &all, &[all.len()])?;
-        let starts = std::iter::once(0).chain(ends.iter().copied());
-        let parts = starts.zip(&ends).map(|(start, &end)| Ok(whole.rows(start..end)?)).collect::<Result<_>>()?;
-        Ok(StackBiases { whole, parts })
+        let parts: Vec<usize> = roles.iter().map(|(_, outputs)| *outputs).collect();
+        StackBiases::new(self.device, &all, &parts)
     }
 }

@@ -119,6 +119,21 @@ impl<'a> Fields<'a> {
         self.float_or_null(key, expected, ok)?.or(default).ok_or_else(|| self.missing(key, expected))
     }
 
+    /// An array of so many numbers.
+    pub(crate) fn floats(&self, key: &str, count: usize, expected: &str, ok: impl Fn(f64) -> bool) -> Result<Vec<f64>> {
+        let expected = format_args!("an array of {count} numbers {expected}");
+        let float = |value: &Value| {
+            let float = value.as_f64().filter(|&x| x.is_finite() && ok(x));
+            float.ok_or_else(|| self.error(key, expected, shown(value)))
+        };
+        match self.present(key) {
+            Some(Value::Array(values)) if values.len() == count => values.iter().map(float).collect(),
+            Some(Value::Array(values)) => Err(self.error(key, expected, format_args!("{} of them", values.len()))),
+            Some(value) => Err(self.error(key, expected, shown(value))),
+            None => Err(self.missing(key, expected)),
+        }
+    }
+
     /// An array of numbers below `limit`; none if the key is absent or null.
     pub(crate) fn indices(&self, key: &str, limit: usize) -> Result<Vec<usize>> {
         let expected = format_args!("an array of whole numbers below {limit}");

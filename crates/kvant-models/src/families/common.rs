@@ -60,8 +60,12 @@ impl ConfigJson<'_> {
     }
 
     pub(super) fn norm_eps(&self) -> Result<f32> {
+        self.norm_eps_or(1e-6)
+    }
+
+    pub(super) fn norm_eps_or(&self, default: f64) -> Result<f32> {
         let expected = "a small number, 0 or more";
-        let eps = self.text.float("rms_norm_eps", Some(1e-6), expected, |eps| (0.0..1.0).contains(&eps))?;
+        let eps = self.text.float("rms_norm_eps", Some(default), expected, |eps| (0.0..1.0).contains(&eps))?;
         Ok(eps as f32)
     }
 
@@ -107,6 +111,21 @@ impl ConfigJson<'_> {
         Ok(DenseSpec { width, activation: self.activation("hidden_act", "silu")?, biases: false })
     }
 
+    /// The layers that keep the positions of their window. `kinds` are those of all layers.
+    pub(super) fn windows(&self, kinds: &[Kind], window: Option<usize>) -> Result<Vec<Option<usize>>> {
+        if window.is_none() && kinds.contains(&Kind::Sliding) {
+            return Err(self
+                .text
+                .missing("sliding_window", "a number of positions, because layer_types has sliding ones"));
+        }
+        Ok(kinds.iter().map(|kind| window.filter(|_| *kind == Kind::Sliding)).collect())
+    }
+
+    /// A factor of the arithmetic; 1 if it is absent.
+    pub(super) fn multiplier(&self, key: &str) -> Result<f64> {
+        self.text.float(key, Some(1.0), "above 0, at most 1e6", |factor| factor > 0.0 && factor <= 1e6)
+    }
+
     /// Whether the projections of queries, keys and values have biases, and whether that of the output has one:
     /// `attention_bias` of most families stands for both.
     pub(super) fn attention_bias(&self, default: bool) -> Result<(bool, bool)> {
@@ -122,6 +141,11 @@ impl ConfigJson<'_> {
         let head_dim = self.text.size_or_null("head_dim", MAX_WIDTH)?.or(head_dim).unwrap_or(hidden / heads);
         let kv_heads = self.text.size_or_null("num_key_value_heads", MAX_HEADS)?.unwrap_or(heads);
         self.check_heads(heads, kv_heads, head_dim, "every layer")?;
+        let rotated_pairs = scaling.rotated_pairs(head_dim);
+        if rotated_pairs == 0 {
+            let expected = format_args!("a share of {head_dim} coordinates that is an even number of them");
+            return Err(self.text.error("partial_rotary_factor", expected, "another one"));
+        }
         Ok(AttentionSpec {
             heads,
             kv_heads,
@@ -129,14 +153,15 @@ impl ConfigJson<'_> {
             window: None,
             rope: RopeSpec {
                 theta: scaling.theta(),
-                rotated_pairs: head_dim / 2,
-                layout: PairLayout::Halves,
-                factors: scaling.factors(head_dim),
+                rotated_pairs,
+                layout: if rotated_pairs < head_dim / 2 { PairLayout::LeadingHalves } else { PairLayout::Halves },
+                factors: scaling.factors(2 * rotated_pairs),
+                long: None,
             },
             // Both queries and keys have the factor of cosines and sines.
             scale: ((head_dim as f64).powf(-0.5) * scaling.attention_factor().powi(2)) as f32,
             softcap: None,
-            qk_norm: false,
+            qk_norm: None,
             v_norm: false,
             qkv_bias: false,
             output_bias: false,
@@ -170,7 +195,7 @@ impl ConfigJson<'_> {
     ) -> Result<DecoderSpec> {
         let blocks = (0..self.layers()?).map(|l| {
             let (attention, feed_forward) = block(l)?;
-            Ok(BlockSpec { attention, feed_forward, post_norms: false, scalar: false })
+            Ok(BlockSpec { attention, feed_forward, pre_norms: true, post_norms: false, scalar: false })
         });
         Ok(DecoderSpec {
             hidden_size: self.text.size("hidden_size", None, MAX_WIDTH)?,
@@ -180,10 +205,24 @@ impl ConfigJson<'_> {
             blocks: blocks.collect::<Result<_>>()?,
             norm_eps: self.norm_eps()?,
             norm_offset: 0.0,
+            residual_scale: 1.0,
+            logit_scale: 1.0,
             final_softcap: None,
             tied_output: self.tied_output(false)?,
             query_scaling: None,
         })
+    }
+
+    /// A decoder of blocks with norms of the outputs of their halves alone, as OLMo 2's.
+    pub(super) fn post_norm(
+        &self,
+        block: impl Fn(usize) -> Result<(AttentionSpec, FeedForwardSpec)>,
+    ) -> Result<DecoderSpec> {
+        let mut decoder = self.pre_norm(block)?;
+        for block in &mut decoder.blocks {
+            (block.pre_norms, block.post_norms) = (false, true);
+        }
+        Ok(decoder)
     }
 
     /// The kinds that `layer_types` names.

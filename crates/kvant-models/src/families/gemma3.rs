@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     Result,
-    spec::{BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec},
+    spec::{BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, QkNorm},
 };
 
 pub(super) static FAMILY: Family = Family {
@@ -40,11 +40,11 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         let mut attention = json.attention(Some(256), if kind == Kind::Full { &full } else { &sliding })?;
         attention.scale = scalar.powf(-0.5) as f32;
         attention.window = (kind == Kind::Sliding).then_some(window);
-        attention.qk_norm = true;
+        attention.qk_norm = Some(QkNorm::Heads);
         (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
         attention.softcap = json.softcap("attn_logit_softcapping")?;
         let feed_forward = FeedForwardSpec::Dense(DenseSpec { width, activation, biases: false });
-        Ok(BlockSpec { attention, feed_forward, post_norms: true, scalar: false })
+        Ok(BlockSpec { attention, feed_forward, pre_norms: true, post_norms: true, scalar: false })
     };
     Ok(DecoderSpec {
         hidden_size,
@@ -54,6 +54,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         blocks: kinds.into_iter().map(block).collect::<Result<_>>()?,
         norm_eps: json.norm_eps()?,
         norm_offset: 1.0,
+        residual_scale: 1.0,
+        logit_scale: 1.0,
         final_softcap: json.softcap("final_logit_softcapping")?,
         tied_output: json.tied_output(true)?,
         query_scaling: None,
@@ -74,12 +76,8 @@ fn scalings(json: &ConfigJson) -> Result<[Scaling; 2]> {
     const LOCAL: f64 = 1e4;
     const GLOBAL: f64 = 1e6;
     let text = &json.text;
-    if let Some(all) = text.object("rope_parameters")?.filter(|all| all.get(Kind::Full.name()).is_some()) {
-        let of = |kind: Kind, theta| {
-            let fields = all.object(kind.name())?.ok_or_else(|| all.missing(kind.name(), "an object"))?;
-            Scaling::of(&fields, text, super::rope::theta_of(&fields, Some(theta))?)
-        };
-        return Ok([of(Kind::Sliding, LOCAL)?, of(Kind::Full, GLOBAL)?]);
+    if let Some(both) = Scaling::by_kind(text, [LOCAL, GLOBAL])? {
+        return Ok(both);
     }
     let fits = |theta: f64| (1.0..=1e12).contains(&theta);
     let local = text.float("rope_local_base_freq", Some(LOCAL), "a number from 1 to 1e12", fits)?;

@@ -14,7 +14,7 @@ use crate::{
     source::Part,
     spec::{
         AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, MoeSpec, PerLayerInputSpec,
-        RopeSpec, RouterSpec,
+        QkNorm, RopeSpec, RouterSpec,
     },
 };
 
@@ -74,6 +74,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         blocks: blocks(json)?,
         norm_eps: json.norm_eps()?,
         norm_offset: 0.0,
+        residual_scale: 1.0,
+        logit_scale: 1.0,
         final_softcap: json.softcap("final_logit_softcapping")?,
         tied_output: json.tied_output(true)?,
         query_scaling: None,
@@ -143,7 +145,7 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
             rope: rope(text, kind, head_dim)?,
             scale: 1.0,
             softcap: None,
-            qk_norm: true,
+            qk_norm: Some(QkNorm::Heads),
             v_norm: true,
             qkv_bias: false,
             output_bias: false,
@@ -160,7 +162,7 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
             Some(moe) => FeedForwardSpec::Parallel(dense, moe),
             None => FeedForwardSpec::Dense(dense),
         };
-        blocks.push(BlockSpec { attention, feed_forward, post_norms: true, scalar: true });
+        blocks.push(BlockSpec { attention, feed_forward, pre_norms: true, post_norms: true, scalar: true });
     }
     Ok(blocks)
 }
@@ -241,6 +243,7 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeSpec> {
         rotated_pairs,
         layout: PairLayout::Halves,
         factors: (factor != 1.0).then(|| vec![factor as f32; rotated_pairs]),
+        long: None,
     };
     let Some(all) = text.object("rope_parameters")? else {
         return Ok(match kind {

@@ -11,14 +11,22 @@
 //! [`common`] has the keys that most families share, [`rope`] the scalings of rotary embeddings.
 
 mod common;
+mod ernie4_5;
+mod exaone4;
 mod gemma3;
 mod gemma4;
 mod gpt_oss;
+mod granite;
+mod hunyuan;
 mod llama;
 mod ministral3;
+mod olmo2;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod rope;
+mod seed_oss;
+mod smollm3;
 
 use serde_json::Value;
 
@@ -74,14 +82,22 @@ pub(crate) enum ExpertLayout {
 /// A table of tensor names.
 pub(crate) type Names = &'static [(Part, &'static str)];
 
-static FAMILIES: [&Family; 7] = [
+static FAMILIES: [&Family; 15] = [
+    &ernie4_5::FAMILY,
+    &exaone4::FAMILY,
     &gemma3::FAMILY,
     &gemma4::FAMILY,
     &gpt_oss::FAMILY,
+    &granite::FAMILY,
+    &hunyuan::FAMILY,
     &llama::FAMILY,
     &ministral3::FAMILY,
+    &olmo2::FAMILY,
+    &phi3::FAMILY,
     &qwen2::FAMILY,
     &qwen3::FAMILY,
+    &seed_oss::FAMILY,
+    &smollm3::FAMILY,
 ];
 
 /// The names of a block whose norms precede its halves (Llama, Qwen).

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     Result,
     source::Part,
-    spec::{DecoderSpec, FeedForwardSpec, MoeSpec, RouterSpec},
+    spec::{DecoderSpec, FeedForwardSpec, MoeSpec, QkNorm, RouterSpec},
 };
 
 pub(super) static FAMILY: Family = Family {
@@ -40,7 +40,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let text = &json.text;
     let scaling = Scaling::parse(text, 1e4)?;
     let mut attention = json.attention(Some(128), &scaling)?;
-    attention.qk_norm = true;
+    attention.qk_norm = Some(QkNorm::Heads);
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
     let count = json.layers()?;
     let is_moe = json.model_type == "qwen3_moe";

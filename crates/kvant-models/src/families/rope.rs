@@ -2,7 +2,7 @@
 
 use std::f64::consts::PI;
 
-use super::common::MAX_POSITIONS;
+use super::common::{Kind, MAX_POSITIONS};
 use crate::{Result, config::fields::Fields};
 
 /// A base with a scaling.
@@ -10,6 +10,8 @@ use crate::{Result, config::fields::Fields};
 pub(super) struct Scaling {
     theta: f64,
     kind: ScalingKind,
+    /// The share of a head's coordinates that rotate, the first ones.
+    share: f64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -39,6 +41,11 @@ const FACTOR: &str = "a number from 1e-3 to 1e6";
 impl Scaling {
     /// Reads `rope_theta` and `rope_scaling`, or the `rope_parameters` of newer files, which have both.
     pub(super) fn parse(text: &Fields, theta: f64) -> Result<Scaling> {
+        Scaling::parse_partial(text, theta)?.whole(text)
+    }
+
+    /// As [`Scaling::parse`], for families whose heads may rotate in part: `partial_rotary_factor`.
+    pub(super) fn parse_partial(text: &Fields, theta: f64) -> Result<Scaling> {
         let parameters = text.object("rope_parameters")?;
         let scaling = text.object("rope_scaling")?;
         let mut base = theta_of(text, Some(theta))?;
@@ -46,16 +53,44 @@ impl Scaling {
             base = theta_of(parameters, Some(base))?;
         }
         match scaling.or(parameters) {
-            Some(fields) => Scaling::of(&fields, text, theta_of(&fields, Some(base))?),
-            None => Ok(Scaling { theta: base, kind: ScalingKind::None }),
+            Some(fields) => Scaling::of_partial(&fields, text, theta_of(&fields, Some(base))?),
+            None => Ok(Scaling { theta: base, kind: ScalingKind::None, share: share_of(&[text])? }),
         }
     }
 
     /// Reads an object with `rope_type` and its parameters. `text` has the context length.
     pub(super) fn of(fields: &Fields, text: &Fields, theta: f64) -> Result<Scaling> {
-        for fields in [fields, text] {
-            fields.float("partial_rotary_factor", Some(1.0), "absent or 1", |part| part == 1.0)?;
+        Scaling::of_partial(fields, text, theta)?.whole(fields)
+    }
+
+    /// The base and the share of rotating coordinates that `text` and `fields`, its scaling, have; for types of scaling
+    /// that a family reads.
+    pub(super) fn unscaled(text: &Fields, fields: &Fields, theta: f64) -> Result<Scaling> {
+        let theta = theta_of(fields, Some(theta_of(text, Some(theta))?))?;
+        Ok(Scaling { theta, kind: ScalingKind::None, share: share_of(&[fields, text])? })
+    }
+
+    /// The scalings of sliding and of full layers, if `rope_parameters` has one for each.
+    pub(super) fn by_kind(text: &Fields, thetas: [f64; 2]) -> Result<Option<[Scaling; 2]>> {
+        let Some(all) = text.object("rope_parameters")?.filter(|all| all.get(Kind::Full.name()).is_some()) else {
+            return Ok(None);
+        };
+        let of = |kind: Kind, theta| {
+            let fields = all.object(kind.name())?.ok_or_else(|| all.missing(kind.name(), "an object"))?;
+            Scaling::of(&fields, text, theta_of(&fields, Some(theta))?)
+        };
+        Ok(Some([of(Kind::Sliding, thetas[0])?, of(Kind::Full, thetas[1])?]))
+    }
+
+    /// Refuses heads that rotate in part.
+    fn whole(self, fields: &Fields) -> Result<Scaling> {
+        if self.share == 1.0 {
+            return Ok(self);
         }
+        Err(fields.error("partial_rotary_factor", "absent or 1", self.share))
+    }
+
+    fn of_partial(fields: &Fields, text: &Fields, theta: f64) -> Result<Scaling> {
         let factor = || fields.float("factor", None, FACTOR, |f| (1e-3..=1e6).contains(&f));
         let kind = match type_of(fields)? {
             "default" => ScalingKind::None,
@@ -67,16 +102,22 @@ impl Scaling {
                 return Err(fields.error("rope_type", expected, format_args!("{other:?}")));
             }
         };
-        Ok(Scaling { theta, kind })
+        Ok(Scaling { theta, kind, share: share_of(&[fields, text])? })
     }
 
     /// No scaling.
     pub(super) fn none(theta: f64) -> Scaling {
-        Scaling { theta, kind: ScalingKind::None }
+        Scaling { theta, kind: ScalingKind::None, share: 1.0 }
     }
 
     pub(super) fn theta(&self) -> f64 {
         self.theta
+    }
+
+    /// The pairs of a head that rotate; 0 if the share is not that of a whole number of pairs.
+    pub(super) fn rotated_pairs(&self, head_dim: usize) -> usize {
+        let rotated = (head_dim as f64 * self.share) as usize;
+        if rotated.is_multiple_of(2) { rotated / 2 } else { 0 }
     }
 
     /// Multiplies cosines and sines of queries and keys.
@@ -122,6 +163,18 @@ impl Scaling {
             }
         }
     }
+}
+
+/// `partial_rotary_factor` of the first of these objects that has it.
+fn share_of(all: &[&Fields]) -> Result<f64> {
+    for fields in all {
+        let share =
+            fields.float_or_null("partial_rotary_factor", "above 0, at most 1", |share| share > 0.0 && share <= 1.0)?;
+        if let Some(share) = share {
+            return Ok(share);
+        }
+    }
+    Ok(1.0)
 }
 
 pub(super) fn theta_of(fields: &Fields, default: Option<f64>) -> Result<f64> {

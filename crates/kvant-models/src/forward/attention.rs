@@ -2,11 +2,14 @@
 
 use kvant::{
     KvPool,
-    ops::{self, Attend, HeadNorm, MoeCombine, NormRope, NormRopeWrite, Rope},
+    ops::{self, Attend, HeadNorm, MoeCombine, NormRope, NormRopeWrite, RmsNorm, Rope},
 };
 
 use super::{Network, Pass};
-use crate::{Result, spec::KeysValues};
+use crate::{
+    Result,
+    spec::{KeysValues, QkNorm},
+};
 
 impl Pass<'_> {
     /// y = attention(x).
@@ -16,8 +19,14 @@ impl Pass<'_> {
         let weights = &self.network.weights.blocks[l].attention;
         let own = &views.blocks[l];
         let kv = pool.layer(spec.source().unwrap_or(l))?;
-        self.project(&weights.qkv, &own.qkv, &[&own.q[0], &own.k[0], &own.v[0]])?;
-        let (norms, rope) = (HeadNorms::new(self.network, l), Some(self.network.rope(l)));
+        self.project(self.input(l), &weights.qkv, &own.qkv, &[&own.q[0], &own.k[0], &own.v[0]])?;
+        let norms = HeadNorms::new(self.network, l);
+        let mut rope = self.network.rope(l);
+        match spec.qk_norm {
+            Some(QkNorm::Rows) => self.norm_rows(l)?,
+            Some(QkNorm::RotatedHeads) => self.rotate_heads(l, rope.take())?,
+            None | Some(QkNorm::Heads) => {}
+        }
         let (mut from, q, k) = (&own.q[1], &own.q[1], &own.k[1]);
         if self.network.query_factors.is_some() {
             // A rotation commutes with a factor. The output of attention is still unused.
@@ -45,7 +54,32 @@ impl Pass<'_> {
         let attend = Attend::new(q, kv, self.step, &own.attended[1]);
         let attend = attend.scale(spec.scale).softcap(spec.softcap).window(spec.window).sinks(weights.sinks.as_ref());
         ops::attend(self.enc, &attend)?;
-        self.biased_linear(&own.attended[0], &weights.output, &views.y)
+        self.output_linear(&own.attended[0], &weights.output, &views.y)
+    }
+
+    /// Norms queries and keys, in place, over all heads of a token.
+    fn norm_rows(&mut self, l: usize) -> Result<()> {
+        let own = &self.views.blocks[l];
+        let weights = &self.network.weights.blocks[l].attention;
+        for (x, weight) in [(&own.q[0], &weights.q_norm), (&own.k[0], &weights.k_norm)] {
+            if let Some(weight) = weight {
+                ops::rms_norm(self.enc, &RmsNorm::new(x, self.spec().norm_eps, x).weight(Some(weight)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Rotates queries and keys, in place, before their norms.
+    fn rotate_heads(&mut self, l: usize, rope: Option<Rope>) -> Result<()> {
+        if rope.is_none() {
+            return Ok(());
+        }
+        let own = &self.views.blocks[l];
+        ops::norm_rope(self.enc, &NormRope::new(&own.q[1], self.step.positions(), &own.q[1]).rope(rope))?;
+        if self.spec().blocks[l].attention.source().is_none() {
+            ops::norm_rope(self.enc, &NormRope::new(&own.k[1], self.step.positions(), &own.k[1]).rope(rope))?;
+        }
+        Ok(())
     }
 }
 
@@ -60,19 +94,16 @@ impl<'a> HeadNorms<'a> {
     fn new(network: &'a Network, l: usize) -> HeadNorms<'a> {
         let eps = network.spec().norm_eps;
         let weights = &network.weights.blocks[l].attention;
-        let weighted = |weight: &'a Option<_>| weight.as_ref().map(|weight| HeadNorm::new(eps).weight(Some(weight)));
-        let v_norm = network.spec().blocks[l].attention.v_norm;
+        let spec = &network.spec().blocks[l].attention;
+        let is_of_heads = spec.qk_norm != Some(QkNorm::Rows);
+        let weighted = |weight: &'a Option<_>| {
+            weight.as_ref().filter(|_| is_of_heads).map(|weight| HeadNorm::new(eps).weight(Some(weight)))
+        };
+        let v_norm = spec.v_norm;
         HeadNorms {
             q: weighted(&weights.q_norm),
             k: weighted(&weights.k_norm),
             v: v_norm.then_some(HeadNorm::new(eps)),
         }
-    }
-}
-
-impl Network {
-    fn rope(&self, l: usize) -> Rope<'_> {
-        let rope = &self.spec().blocks[l].attention.rope;
-        Rope::new(rope.theta, rope.rotated_pairs).layout(rope.layout).freq_factors(self.factors[l].as_ref())
     }
 }

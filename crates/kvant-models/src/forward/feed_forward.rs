@@ -21,7 +21,7 @@ impl<'a> Pass<'a> {
     /// The norms of h that the half reads: x, and in a parallel one the inputs of the router and of the experts.
     pub(super) fn feed_forward_norms(&self, l: usize) -> HalfNorms<'a> {
         let weights = &self.network.weights.blocks[l].feed_forward;
-        let mut norms = HalfNorms::new(NextNorm::new(&self.views.x).weight(Some(&weights.norm)));
+        let mut norms = HalfNorms::new(&self.views.x, weights.norm.as_ref());
         if let (Some(parallel), Some(views), Some(moe)) = (&weights.parallel, &self.views.parallel, &weights.moe) {
             norms.push(NextNorm::new(&views.experts_input).weight(Some(&parallel.before_experts)));
             if let Some((weight, _)) = &moe.router_scales {
@@ -32,21 +32,22 @@ impl<'a> Pass<'a> {
         norms
     }
 
-    /// y = feed_forward(x), where x = norm(h).
+    /// y = feed_forward(x), where x = norm(h) or h.
     pub(super) fn feed_forward(&mut self, l: usize) -> Result<()> {
         let views = self.views;
+        let x = self.input(l);
         let own = &views.blocks[l];
         let spec = &self.spec().blocks[l].feed_forward;
         let weights = &self.network.weights.blocks[l].feed_forward;
         let parallel = weights.parallel.as_ref().zip(views.parallel.as_ref());
         if let (Some(dense), Some(dense_views), Some(spec)) = (&weights.dense, &own.dense, spec.dense()) {
             let out = parallel.map_or(&views.y, |(_, views)| &views.dense_output);
-            self.dense(dense, dense_views, spec.activation, out)?;
+            self.dense(x, dense, dense_views, spec.activation, out)?;
         }
         let (Some(moe), Some(moe_views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else { return Ok(()) };
         let Some((norms, parallel)) = parallel else {
-            self.route(&views.x, moe, moe_views, spec)?;
-            self.experts(&views.x, moe, moe_views, spec)?;
+            self.route(x, moe, moe_views, spec)?;
+            self.experts(x, moe, moe_views, spec)?;
             return Ok(ops::moe_combine(self.enc, &MoeCombine::new(&moe_views.out, &moe_views.weights, &views.y))?);
         };
         // A router without a norm of its own reads what the experts read.
@@ -60,10 +61,17 @@ impl<'a> Pass<'a> {
     }
 
     /// out = mlp(x).
-    fn dense(&mut self, weights: &DenseWeights, own: &DenseViews, activation: Activation, out: &Tensor) -> Result<()> {
-        self.project(&weights.gate_up, &own.gate_up, &[&own.gate, &own.up])?;
+    fn dense(
+        &mut self,
+        x: &Tensor,
+        weights: &DenseWeights,
+        own: &DenseViews,
+        activation: Activation,
+        out: &Tensor,
+    ) -> Result<()> {
+        self.project(x, &weights.gate_up, &own.gate_up, &[&own.gate, &own.up])?;
         self.gate(Columns::from(&own.gate), Columns::from(&own.up), activation, &own.gate)?;
-        self.biased_linear(&own.gate, &weights.down, out)
+        self.output_linear(&own.gate, &weights.down, out)
     }
 
     /// Chooses the experts of each token.
@@ -79,17 +87,17 @@ impl<'a> Pass<'a> {
     fn experts(&mut self, x: &Tensor, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
         match &moe.gate_up {
             GateUp::Fused(both) => {
-                self.expert_linear(x, both, own, false, &own.gate_up)?;
+                self.expert_linear(x, both, own, false, 1.0, &own.gate_up)?;
                 let up = Columns { tensor: &own.gate_up, start: spec.width };
                 self.gate(Columns::from(&own.gate_up), up, spec.activation, &own.gate)?;
             }
             GateUp::Split { gate, up } => {
-                self.expert_linear(x, gate, own, false, &own.gate)?;
-                self.expert_linear(x, up, own, false, &own.up)?;
+                self.expert_linear(x, gate, own, false, 1.0, &own.gate)?;
+                self.expert_linear(x, up, own, false, 1.0, &own.up)?;
                 self.gate(Columns::from(&own.gate), Columns::from(&own.up), spec.activation, &own.gate)?;
             }
         }
-        self.expert_linear(&own.gate, &moe.down, own, true, &own.out)
+        self.expert_linear(&own.gate, &moe.down, own, true, self.spec().residual_scale, &own.out)
     }
 
     /// Multiplies each row by the matrix of its expert, and adds that expert's bias.
@@ -99,10 +107,11 @@ impl<'a> Pass<'a> {
         weights: &Projection,
         own: &MoeViews,
         expanded: bool,
+        alpha: f32,
         out: &Tensor,
     ) -> Result<()> {
         let experts = Some(Experts::new(&own.ids).expanded(expanded));
-        ops::linear(self.enc, &Linear::new(x, weights.matrix.weight(), out).experts(experts))?;
+        ops::linear(self.enc, &Linear::new(x, weights.matrix.weight(), out).experts(experts).alpha(alpha))?;
         if let Some(bias) = &weights.bias {
             ops::add_bias(self.enc, &AddBias::new(out, bias, out).experts(Some(&own.ids)))?;
         }

@@ -8,6 +8,7 @@
 mod attention;
 mod feed_forward;
 mod per_layer;
+mod rope;
 mod workspace;
 
 use half::{bf16, f16};
@@ -22,28 +23,33 @@ use crate::{
     spec::DecoderSpec,
     weights::{Projection, Stack, StackMatrices, Weights},
 };
+use rope::BlockRope;
 pub(crate) use workspace::{Views, Workspace, workspace_bytes};
 
 /// A description with its tensors.
 pub(crate) struct Network {
     pub config: Config,
     pub weights: Weights,
-    /// The factors of each block's frequencies, f32 `[rotated_pairs]`.
-    factors: Vec<Option<Tensor>>,
+    /// The rotary embedding of each block.
+    ropes: Vec<Option<BlockRope>>,
     /// The factor of the queries at each position, f32 `[P, 1]`.
     query_factors: Option<Tensor>,
+    /// The longest text that can be fed.
+    max_length: Option<usize>,
     /// The factor of the embedding, rounded to the dtype of activations.
     embedding_scale: f32,
     activations: DType,
 }
 
 impl Network {
-    pub(crate) fn new(config: Config, weights: Weights, activations: DType) -> Result<Network> {
+    /// `context` is the longest text that will be fed; without it, LongRoPE is for its original context.
+    pub(crate) fn new(config: Config, weights: Weights, activations: DType, context: Option<usize>) -> Result<Network> {
         let spec = &config.decoder;
         let device = weights.norm.device();
-        let tensor = |factors: &Vec<f32>| Tensor::from_slice(device, factors, &[factors.len()]);
-        let of_block = |block: &crate::BlockSpec| Ok(block.attention.rope.factors.as_ref().map(tensor).transpose()?);
-        let factors = spec.blocks.iter().map(of_block).collect::<Result<_>>()?;
+        let original = spec.original_context();
+        let context = original.map(|original| original.max(context.unwrap_or(0)));
+        let ropes = rope::of_blocks(spec, device, context)?;
+        let max_length = context.into_iter().chain(spec.query_scaling.map(|scaling| scaling.positions)).min();
         let embedding_scale = rounded(spec.embedding_scale, activations);
         let query_factors = match spec.query_scaling {
             Some(scaling) => {
@@ -52,7 +58,7 @@ impl Network {
             }
             None => None,
         };
-        Ok(Network { config, weights, factors, query_factors, embedding_scale, activations })
+        Ok(Network { config, weights, ropes, query_factors, max_length, embedding_scale, activations })
     }
 
     pub(crate) fn spec(&self) -> &DecoderSpec {
@@ -61,6 +67,11 @@ impl Network {
 
     pub(crate) fn activations(&self) -> DType {
         self.activations
+    }
+
+    /// The longest text that can be fed, if there is a limit other than memory.
+    pub(crate) fn max_length(&self) -> Option<usize> {
+        self.max_length
     }
 
     /// Encodes the pass over the tokens of a step, whose ids are in `views`. `wanted` says which rows get logits, and
@@ -151,15 +162,17 @@ enum Stream {
     Normed,
 }
 
-/// The norms of h that half a block reads, in place, because a decode step allocates nothing.
+/// The norms of h that half a block reads, in place, because a decode step allocates nothing. A half without norms
+/// reads h.
 struct HalfNorms<'a> {
     norms: [NextNorm<'a>; 3],
     count: usize,
 }
 
 impl<'a> HalfNorms<'a> {
-    fn new(first: NextNorm<'a>) -> Self {
-        HalfNorms { norms: [first; 3], count: 1 }
+    /// The norm with this weight, if there is one, into x.
+    fn new(x: &'a Tensor, weight: Option<&'a Tensor>) -> Self {
+        HalfNorms { norms: [NextNorm::new(x).weight(weight); 3], count: usize::from(weight.is_some()) }
     }
 
     fn push(&mut self, next: NextNorm<'a>) {
@@ -243,13 +256,17 @@ impl<'a> Pass<'a> {
 
     /// The norms of h that attention reads.
     fn attention_norms(&self, l: usize) -> HalfNorms<'a> {
-        let weight = &self.network.weights.blocks[l].attention.norm;
-        HalfNorms::new(NextNorm::new(&self.views.x).weight(Some(weight)))
+        HalfNorms::new(&self.views.x, self.network.weights.blocks[l].attention.norm.as_ref())
     }
 
     /// The norm of h that the output matrix reads.
     fn final_norm(&self) -> HalfNorms<'a> {
-        HalfNorms::new(NextNorm::new(&self.views.x).weight(Some(&self.network.weights.norm)))
+        HalfNorms::new(&self.views.x, Some(&self.network.weights.norm))
+    }
+
+    /// The input of both halves of a block.
+    fn input(&self, l: usize) -> &'a Tensor {
+        if self.spec().blocks[l].pre_norms { &self.views.x } else { &self.views.h }
     }
 
     /// Writes the norms of h that a half reads, after an addition that is pending.
@@ -286,8 +303,10 @@ impl<'a> Pass<'a> {
     fn logits(&mut self, out: &Tensor) -> Result<()> {
         let weights = &self.network.weights;
         self.enter(&self.final_norm())?;
-        self.linear(&self.views.x, weights.output.as_ref().unwrap_or(&weights.embed), out)?;
-        if let Some(cap) = self.network.spec().final_softcap {
+        let matrix = weights.output.as_ref().unwrap_or(&weights.embed);
+        let spec = self.network.spec();
+        ops::linear(self.enc, &ops::Linear::new(&self.views.x, matrix.weight(), out).alpha(spec.logit_scale))?;
+        if let Some(cap) = spec.final_softcap {
             ops::softcap(self.enc, &ops::Softcap::new(out, cap, out))?;
         }
         Ok(())
@@ -303,6 +322,13 @@ impl<'a> Pass<'a> {
         self.add_bias(weights.bias.as_ref(), out)
     }
 
+    /// The last projection of half a block.
+    fn output_linear(&mut self, x: &Tensor, weights: &Projection, out: &Tensor) -> Result<()> {
+        let args = ops::Linear::new(x, weights.matrix.weight(), out).alpha(self.spec().residual_scale);
+        ops::linear(self.enc, &args)?;
+        self.add_bias(weights.bias.as_ref(), out)
+    }
+
     fn add_bias(&mut self, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {
         match bias {
             Some(bias) => Ok(ops::add_bias(self.enc, &ops::AddBias::new(out, bias, out))?),
@@ -311,8 +337,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Multiplies x by a stack of matrices, into `outs`, which follow each other in the memory of `all`.
-    fn project(&mut self, stack: &Stack, all: &Tensor, outs: &[&Tensor]) -> Result<()> {
-        let x = &self.views.x;
+    fn project(&mut self, x: &Tensor, stack: &Stack, all: &Tensor, outs: &[&Tensor]) -> Result<()> {
         match &stack.matrices {
             StackMatrices::Joined(matrix, parts) => {
                 ops::linear(self.enc, &ops::Linear::new(x, matrix.weight(), all).parts(parts))?;

@@ -8,7 +8,7 @@ use kvant::{Device, ops::PairLayout};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Gguf, GgufTensor, Metadata,
+    Gguf, Metadata,
     metadata::{MetadataValue, Scalar, error},
 };
 use crate::{
@@ -48,7 +48,7 @@ impl Architecture {
     }
 }
 
-static ARCHITECTURES: [Architecture; 8] = [
+static ARCHITECTURES: [Architecture; 16] = [
     Architecture::new("llama", llama).adjacent_pairs().optional_biases(),
     Architecture::new("mistral3", mistral3).adjacent_pairs().optional_biases(),
     Architecture::new("qwen2", qwen2),
@@ -57,6 +57,14 @@ static ARCHITECTURES: [Architecture; 8] = [
     Architecture::new("gemma3", gemma3).optional_biases(),
     Architecture::new("gemma4", gemma4),
     Architecture::new("gpt-oss", gpt_oss),
+    Architecture::new("smollm3", smollm3).adjacent_pairs().optional_biases(),
+    Architecture::new("seed_oss", seed_oss).optional_biases(),
+    Architecture::new("granite", granite).adjacent_pairs().optional_biases(),
+    Architecture::new("olmo2", olmo2),
+    Architecture::new("exaone4", exaone4),
+    Architecture::new("phi3", phi3),
+    Architecture::new("ernie4_5", ernie4_5).optional_biases(),
+    Architecture::new("hunyuan-dense", hunyuan).optional_biases(),
 ];
 
 /// Keys of `config.json` and those of the metadata after the architecture's name.
@@ -107,7 +115,7 @@ pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
 
 /// Llama and Mistral. A window makes it Mistral.
 fn llama(keys: &Keys) -> Result<Value> {
-    let window = keys.whole("attention.sliding_window")?.filter(|&window| window > 0);
+    let window = keys.window()?;
     let mut json = keys.common(if window.is_some() { "mistral" } else { "llama" })?;
     json.insert("sliding_window".into(), json!(window));
     keys.refuse_experts()?;
@@ -157,20 +165,15 @@ fn gemma3(keys: &Keys) -> Result<Value> {
     json.insert("hidden_activation".into(), json!("gelu_pytorch_tanh"));
     json.insert("final_logit_softcapping".into(), json!(keys.softcap()?));
     json.insert("rope_local_base_freq".into(), json!(keys.number("rope.freq_base_swa")?.unwrap_or(1e4)));
-    match keys.whole("attention.sliding_window")?.filter(|&window| window > 0) {
-        None => json.insert("sliding_window_pattern".into(), json!(1)),
+    match keys.window()? {
+        None => {
+            json.insert("sliding_window_pattern".into(), json!(1));
+        }
         Some(window) => {
             json.insert("sliding_window".into(), json!(window));
-            match keys.get("attention.sliding_window_pattern") {
-                None => None,
-                Some(MetadataValue::Scalar(_)) => {
-                    let pattern = keys.required("attention.sliding_window_pattern")?;
-                    json.insert("sliding_window_pattern".into(), json!(pattern))
-                }
-                Some(_) => json.insert("layer_types".into(), keys.layer_types()?),
-            }
+            keys.insert_layer_types(&mut json)?;
         }
-    };
+    }
     Ok(json.into())
 }
 
@@ -229,6 +232,89 @@ fn gpt_oss(keys: &Keys) -> Result<Value> {
     let rope = json.entry("rope_scaling").or_insert(json!({"rope_type": "default"}));
     rope["truncate"] = json!(false);
     Ok(json.into())
+}
+
+/// Files do not say which layers have no rotary embedding: every fourth one.
+fn smollm3(keys: &Keys) -> Result<Value> {
+    keys.common("smollm3").map(Value::from)
+}
+
+fn seed_oss(keys: &Keys) -> Result<Value> {
+    keys.common("seed_oss").map(Value::from)
+}
+
+fn granite(keys: &Keys) -> Result<Value> {
+    keys.refuse_experts()?;
+    let mut json = keys.common("granite")?;
+    let names = [
+        ("embedding_multiplier", "embedding_scale"),
+        ("residual_multiplier", "residual_scale"),
+        ("attention_multiplier", "attention.scale"),
+        ("logits_scaling", "logit_scale"),
+    ];
+    for (config, name) in names {
+        // 0 means none.
+        json.insert(config.into(), json!(keys.number(name)?.filter(|&scale| scale != 0.0)));
+    }
+    if json["attention_multiplier"].is_null() {
+        json.insert("attention_multiplier".into(), json!((keys.head_dim()? as f64).powf(-0.5)));
+    }
+    Ok(json.into())
+}
+
+/// OLMo 2 and 3. A window makes it OLMo 3.
+fn olmo2(keys: &Keys) -> Result<Value> {
+    let Some(window) = keys.window()? else { return keys.common("olmo2").map(Value::from) };
+    let mut json = keys.common("olmo3")?;
+    let theta = json.remove("rope_theta").unwrap_or_default();
+    let mut full = json.remove("rope_scaling").unwrap_or(json!({"rope_type": "default"}));
+    full["rope_theta"] = theta.clone();
+    json.insert(
+        "rope_parameters".into(),
+        json!({"sliding_attention": {"rope_type": "default", "rope_theta": theta}, "full_attention": full}),
+    );
+    json.insert("sliding_window".into(), json!(window));
+    keys.insert_layer_types(&mut json)?;
+    Ok(json.into())
+}
+
+fn exaone4(keys: &Keys) -> Result<Value> {
+    let mut json = keys.common("exaone4")?;
+    json.insert("sliding_window".into(), json!(keys.window()?));
+    keys.insert_layer_types(&mut json)?;
+    Ok(json.into())
+}
+
+fn phi3(keys: &Keys) -> Result<Value> {
+    keys.refuse_experts()?;
+    let mut json = keys.common("phi3")?;
+    json.insert("sliding_window".into(), json!(keys.window()?));
+    let rotated = keys.whole("rope.dimension_count")?.unwrap_or(keys.head_dim()?);
+    json.insert("partial_rotary_factor".into(), json!(rotated as f64 / keys.head_dim()?.max(1) as f64));
+    if keys.gguf.tensor("rope_factors_short.weight").is_some() {
+        let original = keys.required("rope.scaling.original_context_length")?;
+        json.insert("original_max_position_embeddings".into(), json!(original));
+        json.insert(
+            "rope_scaling".into(),
+            json!({
+                "rope_type": "longrope",
+                "short_factor": keys.factors("rope_factors_short.weight")?,
+                "long_factor": keys.factors("rope_factors_long.weight")?,
+                "attention_factor": keys.number("rope.scaling.attn_factor")?,
+            }),
+        );
+    }
+    Ok(json.into())
+}
+
+fn ernie4_5(keys: &Keys) -> Result<Value> {
+    keys.refuse_experts()?;
+    keys.common("ernie4_5").map(Value::from)
+}
+
+/// The base that files have is already raised.
+fn hunyuan(keys: &Keys) -> Result<Value> {
+    keys.common("hunyuan_v1_dense").map(Value::from)
 }
 
 /// The metadata of an architecture.
@@ -294,6 +380,22 @@ impl Keys<'_> {
         array.iter().map(whole).collect::<Result<_>>().map(Some)
     }
 
+    /// 0 means none.
+    fn window(&self) -> Result<Option<u64>> {
+        Ok(self.whole("attention.sliding_window")?.filter(|&window| window > 0))
+    }
+
+    /// `layer_types`, if the file has a pattern with an entry per layer, or the interval of full layers.
+    fn insert_layer_types(&self, json: &mut Map<String, Value>) -> Result<()> {
+        const KEY: &str = "attention.sliding_window_pattern";
+        match self.get(KEY) {
+            None => None,
+            Some(MetadataValue::Scalar(_)) => json.insert("sliding_window_pattern".into(), json!(self.required(KEY)?)),
+            Some(_) => json.insert("layer_types".into(), self.layer_types()?),
+        };
+        Ok(())
+    }
+
     /// The layers that the pattern marks are sliding.
     fn layer_types(&self) -> Result<Value> {
         let key = self.full("attention.sliding_window_pattern");
@@ -328,8 +430,8 @@ impl Keys<'_> {
 
     /// Heads that rotate in part are not expressed.
     fn refuse_partial_rotation(&self) -> Result<()> {
-        // Gemma 4 has one of these per kind of layer, and factors for pairs that do not rotate.
-        let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is("gemma4"));
+        // Gemma 4 has one of these per kind of layer, and factors for pairs that do not rotate. Phi reads the key.
+        let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is("gemma4") && !self.is("phi3"));
         match rotated {
             Some(rotated) if rotated != self.head_dim()? => Err(error(
                 &self.full("rope.dimension_count"),
@@ -383,6 +485,8 @@ impl Keys<'_> {
         let key = self.full("rope.scaling.type");
         let kind = match self.metadata.text(&key)? {
             None | Some("none") => return Ok(None),
+            // The tensors of factors say the rest.
+            Some("longrope") if self.is("phi3") => return Ok(None),
             Some(kind @ ("linear" | "yarn")) => kind,
             Some(other) => {
                 let shown: String = other.chars().take(80).collect();
@@ -439,7 +543,8 @@ impl Keys<'_> {
                 attention.keys_values = KeysValues::KeysAreValues;
             }
             // Gemma's sliding layers rotate all pairs.
-            if let Some(factors) = factors.as_ref().filter(|_| !(self.is("gemma4") && attention.window.is_some())) {
+            let is_rotated = attention.rope.rotated_pairs > 0 && !(self.is("gemma4") && attention.window.is_some());
+            if let Some(factors) = factors.as_ref().filter(|_| is_rotated) {
                 rotate(attention, factors)?;
             }
             if let FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _) = &mut block.feed_forward {
@@ -480,21 +585,22 @@ impl Keys<'_> {
     /// The factors that divide the frequency of each pair.
     fn frequency_factors(&self) -> Result<Option<Vec<f32>>> {
         const NAME: &str = "rope_freqs.weight";
-        let Some(GgufTensor { shape, .. }) = self.gguf.tensor(NAME) else { return Ok(None) };
-        if shape.len() != 1 || shape[0] > 1 << 12 {
-            let got = shape.clone();
-            return Err(Error::TensorShape {
-                name: NAME.to_string(),
-                expected: vec![self.head_dim()? as usize / 2],
-                got,
-            });
+        self.gguf.tensor(NAME).map(|_| self.factors(NAME)).transpose()
+    }
+
+    /// A tensor of factors.
+    fn factors(&self, name: &str) -> Result<Vec<f32>> {
+        let tensor = self.gguf.tensor(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
+        if tensor.shape.len() != 1 || tensor.shape[0] > 1 << 12 {
+            let (expected, got) = (vec![self.head_dim()? as usize / 2], tensor.shape.clone());
+            return Err(Error::TensorShape { name: name.to_string(), expected, got });
         }
-        let factors = self.gguf.read(NAME, &Device::cpu())?.to_f32()?;
+        let factors = self.gguf.read(name, &Device::cpu())?.to_f32()?;
         if let Some(wrong) = factors.iter().find(|factor| !(factor.is_finite() && **factor > 0.0)) {
             let (expected, got) = ("positive numbers", wrong.to_string());
-            return Err(Error::TensorValue { name: NAME.to_string(), expected, got });
+            return Err(Error::TensorValue { name: name.to_string(), expected, got });
         }
-        Ok(Some(factors))
+        Ok(factors)
     }
 
     /// Names the key of the metadata instead of that of `config.json`.

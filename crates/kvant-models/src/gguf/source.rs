@@ -19,6 +19,8 @@ impl GgufSource<'_> {
             Part::Query => "attn_q.weight",
             Part::Key => "attn_k.weight",
             Part::Value => "attn_v.weight",
+            // Files have one matrix or several.
+            Part::QueryKeyValue => return self.present(format!("blk.{l}.attn_qkv.weight")),
             Part::QueryNorm => "attn_q_norm.weight",
             Part::KeyNorm => "attn_k_norm.weight",
             Part::Sinks => "attn_sinks.weight",
@@ -30,6 +32,11 @@ impl GgufSource<'_> {
                 let is_other = self.0.tensor(&own).is_none() && self.0.tensor(&other).is_some();
                 return Some(if is_other { other } else { own });
             }
+            Part::GateUp => {
+                // Phi's files call both `ffn_up`.
+                let has_gate = self.0.tensor(&format!("blk.{l}.ffn_gate.weight")).is_some();
+                return if has_gate { None } else { self.present(format!("blk.{l}.ffn_up.weight")) };
+            }
             Part::Gate => "ffn_gate.weight",
             Part::Up => "ffn_up.weight",
             Part::Down => "ffn_down.weight",
@@ -37,10 +44,7 @@ impl GgufSource<'_> {
             Part::Router => "ffn_gate_inp.weight",
             Part::RouterNorm => "ffn_gate_inp.scale",
             Part::ExpertScale => "ffn_down_exps.scale",
-            Part::ExpertGateUp => {
-                let fused = format!("blk.{l}.ffn_gate_up_exps.weight");
-                return self.0.tensor(&fused).is_some().then_some(fused);
-            }
+            Part::ExpertGateUp => return self.present(format!("blk.{l}.ffn_gate_up_exps.weight")),
             Part::ExpertGate => "ffn_gate_exps.weight",
             Part::ExpertUp => "ffn_up_exps.weight",
             Part::ExpertDown => "ffn_down_exps.weight",
@@ -53,6 +57,11 @@ impl GgufSource<'_> {
             Part::Scalar => "layer_output_scale.weight",
         };
         Some(format!("blk.{l}.{name}"))
+    }
+
+    /// The name, if the file has the tensor.
+    fn present(&self, name: String) -> Option<String> {
+        self.0.tensor(&name).is_some().then_some(name)
     }
 
     fn required(&self, role: Role) -> Result<String> {

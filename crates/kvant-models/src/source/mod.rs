@@ -99,9 +99,12 @@ pub(crate) enum Part {
     Key,
     /// `[kv_heads·D, H]`.
     Value,
-    /// `[D]`.
+    /// Queries, keys and values in one matrix, in this order: `[(heads + 2·kv_heads)·D, H]`. A layout has either this
+    /// or the three.
+    QueryKeyValue,
+    /// `[D]`, or `[heads·D]` if it covers all heads.
     QueryNorm,
-    /// `[D]`.
+    /// `[D]`, or `[kv_heads·D]` if it covers all heads.
     KeyNorm,
     /// A score of each query head, `[heads]`.
     Sinks,
@@ -111,6 +114,8 @@ pub(crate) enum Part {
     AttentionPostNorm,
     /// The norm of the feed-forward's input, `[H]`.
     FeedForwardNorm,
+    /// Gate and up in one matrix, the gate's rows first: `[2I, H]`. A layout has either this or the next two.
+    GateUp,
     /// `[I, H]`.
     Gate,
     /// `[I, H]`.

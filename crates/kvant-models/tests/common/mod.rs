@@ -10,7 +10,7 @@ use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders with a `model.gguf` (`tools/golden_gguf_models.py`).
-pub const GGUF_MODELS: [&str; 13] = [
+pub const GGUF_MODELS: [&str; 22] = [
     "llama_gguf",
     "llama_bias_gguf",
     "mistral_gguf",
@@ -23,11 +23,20 @@ pub const GGUF_MODELS: [&str; 13] = [
     "gemma4_shared_gguf",
     "gemma4_moe_gguf",
     "gpt_oss_gguf",
+    "smollm3_gguf",
+    "seed_oss_gguf",
+    "granite_gguf",
+    "olmo2_gguf",
+    "olmo3_gguf",
+    "exaone4_gguf",
+    "phi3_gguf",
+    "ernie4_5_gguf",
+    "hunyuan_gguf",
     "k_quants_gguf",
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 23] = [
+pub const FAMILIES: [&str; 40] = [
     "llama",
     "llama_bias",
     "llama_mlx",
@@ -51,6 +60,23 @@ pub const FAMILIES: [&str; 23] = [
     "gpt_oss",
     "gpt_oss_mxfp4",
     "gpt_oss_mlx",
+    "smollm3",
+    "smollm3_mlx",
+    "seed_oss",
+    "seed_oss_mlx",
+    "granite",
+    "granite_mlx",
+    "olmo2",
+    "olmo2_mlx",
+    "olmo3",
+    "exaone4",
+    "exaone4_mlx",
+    "phi3",
+    "phi3_mlx",
+    "ernie4_5",
+    "ernie4_5_mlx",
+    "hunyuan",
+    "hunyuan_mlx",
 ];
 
 /// The folders of random checkpoints of Gemma 4.

@@ -119,6 +119,35 @@ fn every_variant_matches_on_the_reference_device() {
     }
 }
 
+/// LongRoPE: the context that a model is loaded for decides which factors apply, and how long texts may be.
+#[test]
+fn long_contexts_have_factors_of_their_own() {
+    for variant in ["phi3_long", "phi3_partial_long"] {
+        for device in [Device::cpu(), Device::reference()] {
+            let options = LoadOptions { context: Some(64), ..LoadOptions::default() };
+            check(&Model::load_with(&golden(variant), &device, &options).unwrap(), variant);
+        }
+        let model = Model::load(&golden(variant), &Device::cpu()).unwrap();
+        let file = golden(variant).join("logits.safetensors");
+        let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
+        let mut sequence = model.new_pool(&exact(64)).unwrap().sequence();
+        let got = model.feed(&mut sequence, &tokens[..32], Logits::All).unwrap().to_f32().unwrap();
+        assert!(max_difference(&got, &expected[..got.len()]) > 1e-2, "{variant}: short factors");
+        let error = model.feed(&mut sequence, &tokens[32..33], Logits::Last).unwrap_err().to_string();
+        assert!(error.contains("`tokens` must be at most 32 of a sequence"), "{error}");
+        assert_eq!(sequence.len(), 32);
+    }
+    // Contexts up to the original one change nothing.
+    let options = LoadOptions { context: Some(10), ..LoadOptions::default() };
+    check(&Model::load_with(&golden("phi3"), &Device::cpu(), &options).unwrap(), "phi3");
+    let options = LoadOptions { context: Some(0), ..LoadOptions::default() };
+    let error = Model::load_with(&golden("phi3"), &Device::cpu(), &options).unwrap_err().to_string();
+    assert!(error.contains("`context` must be at least 1"), "{error}");
+    let options = LoadOptions { context: Some(usize::MAX), ..LoadOptions::default() };
+    let error = Model::load_with(&golden("phi3"), &Device::cpu(), &options).unwrap_err().to_string();
+    assert!(error.contains("`context` must be at most 4194304"), "{error}");
+}
+
 /// `per_layer_config` says the same as `global_head_dim` and `num_global_key_value_heads`.
 #[test]
 fn both_forms_of_head_sizes_are_the_same_model() {

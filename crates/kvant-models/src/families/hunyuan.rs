@@ -1,0 +1,54 @@
+//! Hunyuan, dense: as Llama, with norms of queries and keys after the rotary embedding, whose base a factor raises.
+
+use super::{
+    Family, Names, PRE_NORM,
+    common::ConfigJson,
+    rope::{self, Scaling},
+};
+use crate::{
+    Result,
+    source::Part,
+    spec::{DecoderSpec, QkNorm},
+};
+
+pub(super) static FAMILY: Family = Family {
+    name: "hunyuan",
+    model_types: &["hunyuan_v1_dense"],
+    wrappers: &[],
+    architectures: &[("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")],
+    describe,
+    names: &[NORMS, PRE_NORM],
+    experts: &[],
+};
+
+const NORMS: Names =
+    &[(Part::QueryNorm, "self_attn.query_layernorm.weight"), (Part::KeyNorm, "self_attn.key_layernorm.weight")];
+
+fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
+    let text = &json.text;
+    // Transformers ignores the key, MLX reads it: with another value, the file is ambiguous.
+    if text.bool_or_null("use_qk_norm")? == Some(false) {
+        return Err(text.error("use_qk_norm", "true or absent", false));
+    }
+    let mut attention = json.attention(None, &Scaling::none(1e4))?;
+    let rope = scaling(json, attention.head_dim)?;
+    attention = json.attention(None, &rope)?;
+    attention.qk_norm = Some(QkNorm::RotatedHeads);
+    (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
+    let dense = json.dense()?;
+    let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
+    decoder.norm_eps = json.norm_eps_or(1e-5)?;
+    Ok(decoder)
+}
+
+/// The type `dynamic` with an `alpha` raises the base, whatever the length of the text.
+fn scaling(json: &ConfigJson, head_dim: usize) -> Result<Scaling> {
+    let text = &json.text;
+    let fields = match text.first_of(&["rope_scaling", "rope_parameters"])? {
+        Some(fields) if rope::type_of(&fields)? == "dynamic" => fields,
+        _ => return Scaling::parse(text, 1e4),
+    };
+    let alpha = fields.float("alpha", None, "a number from 1e-3 to 1e6", |alpha| (1e-3..=1e6).contains(&alpha))?;
+    let theta = Scaling::unscaled(text, &fields, 1e4)?.theta();
+    Ok(Scaling::none(theta * alpha.powf(head_dim as f64 / (head_dim as f64 - 2.0))))
+}

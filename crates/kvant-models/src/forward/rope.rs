@@ -1,0 +1,92 @@
+//! The rotary embeddings of blocks, as tensors.
+
+use kvant::{
+    Device, Tensor,
+    ops::{Angles, PairLayout, Rope},
+};
+
+use super::Network;
+use crate::{
+    Error, Result,
+    spec::{DecoderSpec, LongRope, RopeSpec},
+};
+
+/// The most positions that a table is made for.
+const MAX_TABLE: usize = 1 << 22;
+
+/// The rotary embedding of a block; blocks with the same one share its tensors.
+#[derive(Clone)]
+pub(super) enum BlockRope {
+    /// The factors of the frequencies, f32 `[rotated_pairs]`.
+    Factors(Option<Tensor>),
+    /// Cosines and sines, f32 `[P, rotated_pairs]`.
+    Tables { cos: Tensor, sin: Tensor },
+}
+
+/// The rotary embedding of each block; `None` where nothing rotates. `context` is the longest text, for LongRoPE.
+pub(super) fn of_blocks(spec: &DecoderSpec, device: &Device, context: Option<usize>) -> Result<Vec<Option<BlockRope>>> {
+    let rope = |l: usize| &spec.blocks[l].attention.rope;
+    let mut ropes: Vec<Option<BlockRope>> = Vec::with_capacity(spec.blocks.len());
+    for l in 0..spec.blocks.len() {
+        let head_dim = spec.blocks[l].attention.head_dim;
+        let is_same = |&m: &usize| rope(m) == rope(l) && spec.blocks[m].attention.head_dim == head_dim;
+        let of_block = match (0..l).find(is_same) {
+            Some(m) => ropes[m].clone(),
+            None if rope(l).rotated_pairs == 0 => None,
+            None => Some(BlockRope::new(rope(l), head_dim, device, context)?),
+        };
+        ropes.push(of_block);
+    }
+    Ok(ropes)
+}
+
+impl BlockRope {
+    fn new(rope: &RopeSpec, head_dim: usize, device: &Device, context: Option<usize>) -> Result<BlockRope> {
+        let long = rope.long.as_ref().zip(context);
+        let factors = match long {
+            Some((long, context)) if context > long.original => Some(&long.factors),
+            _ => rope.factors.as_ref(),
+        };
+        if let Some((long, context)) = long.filter(|(long, _)| long.magnitude != 1.0) {
+            return tables(rope, factors, head_dim, device, long, context);
+        }
+        let tensor = |factors: &Vec<f32>| Tensor::from_slice(device, factors, &[factors.len()]);
+        Ok(BlockRope::Factors(factors.map(tensor).transpose()?))
+    }
+}
+
+/// Tables, because frequencies have no factor of cosines and sines.
+fn tables(
+    rope: &RopeSpec,
+    factors: Option<&Vec<f32>>,
+    head_dim: usize,
+    device: &Device,
+    long: &LongRope,
+    context: usize,
+) -> Result<BlockRope> {
+    let (pairs, magnitude) = (rope.rotated_pairs, f64::from(long.magnitude));
+    if context > MAX_TABLE {
+        return Err(Error::argument("context", format_args!("at most {MAX_TABLE} for this model"), context));
+    }
+    let n = if rope.layout == PairLayout::Halves { head_dim } else { 2 * pairs } as f64;
+    let frequency = |i: usize| rope.theta.powf(-2.0 * i as f64 / n) / factors.map_or(1.0, |all| f64::from(all[i]));
+    let frequencies: Vec<f64> = (0..pairs).map(frequency).collect();
+    let table = |of: fn(f64) -> f64| {
+        let row = |position: usize| frequencies.iter().map(move |frequency| of(position as f64 * frequency));
+        let values: Vec<f32> = (0..context).flat_map(row).map(|value| (magnitude * value) as f32).collect();
+        Ok::<_, Error>(Tensor::from_slice(device, &values, &[context, pairs])?)
+    };
+    Ok(BlockRope::Tables { cos: table(f64::cos)?, sin: table(f64::sin)? })
+}
+
+impl Network {
+    /// The rotary embedding of a block; `None` if nothing rotates.
+    pub(super) fn rope(&self, l: usize) -> Option<Rope<'_>> {
+        let spec = &self.spec().blocks[l].attention.rope;
+        let (angles, factors) = match self.ropes[l].as_ref()? {
+            BlockRope::Factors(factors) => (Angles::Theta(spec.theta), factors.as_ref()),
+            BlockRope::Tables { cos, sin } => (Angles::Tables { cos, sin }, None),
+        };
+        Some(Rope::new(angles, spec.rotated_pairs).layout(spec.layout).freq_factors(factors))
+    }
+}
