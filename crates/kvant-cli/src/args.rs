@@ -136,9 +136,10 @@ impl ActivationArgs {
         })
     }
 
-    /// Loads a checkpoint to run with these activations.
-    pub fn load(&self, files: &Files, device: &Device) -> Result<Model> {
-        Ok(Model::load_files(files, device, &self.options(device))?)
+    /// Loads a checkpoint to run with these activations on texts of up to `context` tokens.
+    pub fn load(&self, files: &Files, device: &Device, context: usize) -> Result<Model> {
+        let options = LoadOptions { context: Some(context), ..self.options(device) };
+        Ok(Model::load_files(files, device, &options)?)
     }
 }
 

@@ -122,7 +122,7 @@ pub fn run(args: &ChatArgs) -> Result {
     let options = PoolOptions { codecs: kv.codecs, longest: args.context, ..PoolOptions::default() };
     let load = args.activations.options(&device);
     memory::check(&files, &device, &Demand { pool: options.clone(), load, bytes: None, shorter: "--context" })?;
-    let model = args.activations.load(&files, &device)?;
+    let model = args.activations.load(&files, &device, args.context)?;
     let sequence = model.new_pool(&options)?.sequence();
     let system = args.system.clone();
     let (fed, messages) = (Vec::new(), Vec::new());

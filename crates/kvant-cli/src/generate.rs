@@ -114,7 +114,7 @@ pub fn run(args: &GenerateArgs) -> Result {
     let options = PoolOptions { codecs: kv.codecs.clone(), longest, ..PoolOptions::default() };
     let load = args.activations.options(&device);
     memory::check(&files, &device, &Demand { pool: options.clone(), load, bytes: None, shorter: "--max-tokens" })?;
-    let model = args.activations.load(&files, &device)?;
+    let model = args.activations.load(&files, &device, longest)?;
     let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
     let mut sequence = model.new_pool(&options)?.sequence();
 

@@ -126,8 +126,9 @@ pub fn run(args: &ServeArgs) -> Result {
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let template = args.template(&files, &tokenizer)?;
     let kv = args.activations.kv(&device, args.kv.as_ref());
-    let load = args.load_options(&device);
-    let pages = args.pages(&files, &device, &kv, load)?;
+    let context = args.context(&files)?;
+    let load = args.load_options(&device, context);
+    let pages = args.pages(&files, &device, &kv, load, context)?;
     let model = Model::load_files(&files, &device, &load)?;
     let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens, pages))?;
     let server = Server::new(engine, template, options);
@@ -171,18 +172,29 @@ impl ServeArgs {
     }
 
     /// A pass of the model is a step of the engine. Steps longer than [`MOST_STEP`] would delay those who decode.
-    fn load_options(&self, device: &Device) -> LoadOptions {
+    fn load_options(&self, device: &Device, context: usize) -> LoadOptions {
         let options = self.activations.options(device);
         let decoding = self.max_sequences.saturating_mul(2 + self.drafts);
-        LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MOST_STEP)), ..options }
+        LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MOST_STEP)), context: Some(context), ..options }
+    }
+
+    /// The longest text in tokens.
+    fn context(&self, files: &Files) -> Result<usize> {
+        match self.context {
+            Some(context) => Ok(context),
+            None => Ok(Inspection::open(files)?.config.max_position_embeddings.unwrap_or(4096)),
+        }
     }
 
     /// Bytes for the engine's pages, or `None` for all that its sequences can need. Refuses a model that does not fit.
-    fn pages(&self, files: &Files, device: &Device, kv: &Kv, load: LoadOptions) -> Result<Option<usize>> {
-        let longest = match self.context {
-            Some(context) => context,
-            None => Inspection::open(files)?.config.max_position_embeddings.unwrap_or(4096),
-        };
+    fn pages(
+        &self,
+        files: &Files,
+        device: &Device,
+        kv: &Kv,
+        load: LoadOptions,
+        longest: usize,
+    ) -> Result<Option<usize>> {
         let (codecs, sequences) = (kv.codecs.clone(), self.max_sequences);
         let pool = PoolOptions { codecs, sequences, longest, ..PoolOptions::default() };
         let bytes = self.memory.map(|bytes| bytes.0);

@@ -140,8 +140,10 @@ impl Engine {
     /// # Errors
     /// `Argument` for options out of range; `Kvant` with `OutOfMemory` or invalid options of the pages.
     pub fn start(model: Model, tokenizer: Arc<Tokenizer>, options: EngineOptions) -> kvant_models::Result<Engine> {
-        let context = options.context.or(model.config().max_position_embeddings).unwrap_or(4096);
-        options.check(context)?;
+        let most = model.max_length().unwrap_or(usize::MAX);
+        let made_for = model.config().max_position_embeddings.unwrap_or(4096);
+        let context = options.context.unwrap_or(made_for.min(most));
+        options.check(context, most)?;
         let pool = new_pool(&model, &options, context)?;
         let ids = model.decoder().fed_vocab();
         let limits = Limits { context, ids, vocab: model.vocab_size() };

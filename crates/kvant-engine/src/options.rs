@@ -75,8 +75,8 @@ impl EngineOptions {
     /// The largest [`EngineOptions::drafts`].
     pub const MOST_DRAFTS: usize = 32;
 
-    /// Checks the options that the pages do not check.
-    pub(crate) fn check(&self, context: usize) -> kvant_models::Result<()> {
+    /// Checks the options that the pages do not check. `most` is the longest text that the model can be fed.
+    pub(crate) fn check(&self, context: usize, most: usize) -> kvant_models::Result<()> {
         let at_least = |arg, least: usize, got: usize| match got >= least {
             true => Ok(()),
             false => {
@@ -88,11 +88,15 @@ impl EngineOptions {
         at_least("sequences", 1, self.sequences)?;
         at_least("step_tokens", self.sequences.saturating_add(1), self.step_tokens)?;
         at_least("unread", 1, self.unread)?;
-        if self.drafts > EngineOptions::MOST_DRAFTS {
-            let (expected, got) = (format!("at most {}", EngineOptions::MOST_DRAFTS), self.drafts.to_string());
-            return Err(kvant_models::Error::Argument { arg: "drafts", expected, got });
-        }
-        Ok(())
+        let at_most = |arg, most: usize, got: usize| match got <= most {
+            true => Ok(()),
+            false => {
+                let (expected, got) = (format!("at most {most}"), got.to_string());
+                Err(kvant_models::Error::Argument { arg, expected, got })
+            }
+        };
+        at_most("context", most, context)?;
+        at_most("drafts", EngineOptions::MOST_DRAFTS, self.drafts)
     }
 
     /// Sets [`EngineOptions::codecs`].

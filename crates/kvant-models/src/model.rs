@@ -203,6 +203,12 @@ impl Model {
         self.pass_tokens
     }
 
+    /// The longest text that can be fed, if memory is not the only limit: that of [`LoadOptions::context`], or of a
+    /// table of factors.
+    pub fn max_length(&self) -> Option<usize> {
+        self.network.max_length()
+    }
+
     /// Bytes of the weight matrices.
     pub fn weight_bytes(&self) -> usize {
         self.network.weights.bytes
@@ -447,7 +453,7 @@ impl Model {
     /// Checks the length of a sequence after a pass: queries that are scaled by position have a table of factors, and
     /// LongRoPE is for the context that the model was loaded for.
     pub(crate) fn check_length(&self, length: usize) -> Result<()> {
-        match self.network.max_length() {
+        match self.max_length() {
             Some(most) if length > most => {
                 Err(Error::argument("tokens", format_args!("at most {most} of a sequence ({})", self.limit()), length))
             }

@@ -18,7 +18,7 @@ use std::{
 };
 
 use kvant::Codec;
-use kvant_models::{Files, PoolOptions, Tokenizer};
+use kvant_models::{Files, Inspection, PoolOptions, Tokenizer};
 use serde::{Deserialize, Serialize};
 
 use self::{cache_type::CacheType, measure::Measurement, progress::Progress, score::Score};
@@ -117,7 +117,7 @@ pub fn run(args: &EvalArgs) -> Result {
         let from = args.source.path().display();
         return Err(format!("{from}: at least 2 tokens are required, got {}", tokens.len()).into());
     }
-    let model = args.activations.load(&files, &device)?;
+    let model = args.activations.load(&files, &device, context(args, &files)?)?;
     let vocabulary = model.vocab_size();
     if let Some((index, id)) = tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocabulary) {
         return Err(format!("token {index} must be below the vocabulary's {vocabulary}, got {id}").into());
@@ -138,6 +138,15 @@ pub fn run(args: &EvalArgs) -> Result {
         output::text("kv           tokens   nats/token  perplexity   KL mean    KL p99     top-1     bytes/token\n")?;
     }
     lines.iter().try_for_each(|line| line.print(args.json))
+}
+
+/// The longest text: a window, or, because a report also looks for needles, what the model was made for.
+fn context(args: &EvalArgs, files: &Files) -> Result<usize> {
+    let window = args.window_tokens as usize;
+    if args.report.report.is_none() {
+        return Ok(window);
+    }
+    Ok(Inspection::open(files)?.config.max_position_embeddings.unwrap_or(window).max(window))
 }
 
 /// What a measurement depends on, in one line.

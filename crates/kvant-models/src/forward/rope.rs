@@ -11,8 +11,8 @@ use crate::{
     spec::{DecoderSpec, LongRope, RopeSpec},
 };
 
-/// The most positions that a table is made for.
-const MAX_TABLE: usize = 1 << 22;
+/// The most angles of a table: 64 MiB, whatever a file asks for.
+const MAX_TABLE: usize = 1 << 24;
 
 /// The rotary embedding of a block; blocks with the same one share its tensors.
 #[derive(Clone)]
@@ -65,8 +65,9 @@ fn tables(
     context: usize,
 ) -> Result<BlockRope> {
     let (pairs, magnitude) = (rope.rotated_pairs, f64::from(long.magnitude));
-    if context > MAX_TABLE {
-        return Err(Error::argument("context", format_args!("at most {MAX_TABLE} for this model"), context));
+    let most = MAX_TABLE / pairs;
+    if context > most {
+        return Err(Error::argument("context", format_args!("at most {most} for this model"), context));
     }
     let n = if rope.layout == PairLayout::Halves { head_dim } else { 2 * pairs } as f64;
     let frequency = |i: usize| rope.theta.powf(-2.0 * i as f64 / n) / factors.map_or(1.0, |all| f64::from(all[i]));

@@ -5,6 +5,7 @@
 mod common;
 mod compressed;
 mod config;
+mod families;
 mod gguf;
 mod gpt_oss;
 mod safetensors;

@@ -36,7 +36,7 @@ pub const GGUF_MODELS: [&str; 22] = [
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 40] = [
+pub const FAMILIES: [&str; 31] = [
     "llama",
     "llama_bias",
     "llama_mlx",
@@ -47,7 +47,6 @@ pub const FAMILIES: [&str; 40] = [
     "ministral3",
     "qwen2",
     "qwen2_window",
-    "qwen2_mlx",
     "qwen3",
     "qwen3_bias",
     "qwen3_window",
@@ -61,21 +60,26 @@ pub const FAMILIES: [&str; 40] = [
     "gpt_oss_mxfp4",
     "gpt_oss_mlx",
     "smollm3",
-    "smollm3_mlx",
     "seed_oss",
-    "seed_oss_mlx",
     "granite",
-    "granite_mlx",
     "olmo2",
-    "olmo2_mlx",
     "olmo3",
     "exaone4",
-    "exaone4_mlx",
     "phi3",
-    "phi3_mlx",
     "ernie4_5",
-    "ernie4_5_mlx",
     "hunyuan",
+];
+
+/// The folders of random checkpoints that differ from those of [`FAMILIES`] in the form of their weights only.
+pub const MLX_FAMILIES: [&str; 9] = [
+    "qwen2_mlx",
+    "smollm3_mlx",
+    "seed_oss_mlx",
+    "granite_mlx",
+    "olmo2_mlx",
+    "exaone4_mlx",
+    "phi3_mlx",
+    "ernie4_5_mlx",
     "hunyuan_mlx",
 ];
 

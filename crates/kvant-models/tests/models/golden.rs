@@ -1,7 +1,8 @@
 //! Whole models against logits computed by transformers and MLX in f32.
 
 use crate::common::{
-    FAMILIES, GGUF_MODELS, Parts, VARIANTS, exact, floats, golden, ids, max_difference, model_dir, with_header,
+    FAMILIES, GGUF_MODELS, MLX_FAMILIES, Parts, VARIANTS, exact, floats, golden, ids, max_difference, model_dir,
+    with_header,
 };
 use half::{bf16, f16};
 use kvant::{DType, Device, Sequence};
@@ -79,14 +80,14 @@ fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32],
 
 #[test]
 fn every_family_matches_on_the_cpu() {
-    for variant in FAMILIES {
+    for variant in FAMILIES.into_iter().chain(MLX_FAMILIES) {
         check(&Model::load(&golden(variant), &Device::cpu()).unwrap(), variant);
     }
 }
 
 #[test]
 fn every_family_matches_on_the_reference_device() {
-    for variant in FAMILIES {
+    for variant in FAMILIES.into_iter().chain(MLX_FAMILIES) {
         check(&Model::load(&golden(variant), &Device::reference()).unwrap(), variant);
     }
 }
@@ -145,7 +146,7 @@ fn long_contexts_have_factors_of_their_own() {
     assert!(error.contains("`context` must be at least 1"), "{error}");
     let options = LoadOptions { context: Some(usize::MAX), ..LoadOptions::default() };
     let error = Model::load_with(&golden("phi3"), &Device::cpu(), &options).unwrap_err().to_string();
-    assert!(error.contains("`context` must be at most 4194304"), "{error}");
+    assert!(error.contains("`context` must be at most 699050"), "{error}");
 }
 
 /// `per_layer_config` says the same as `global_head_dim` and `num_global_key_value_heads`.
@@ -168,7 +169,7 @@ fn both_forms_of_head_sizes_are_the_same_model() {
 /// Headers give the bytes that loading gives, and the numbers of all tensors.
 #[test]
 fn inspections_state_what_is_loaded() {
-    for variant in VARIANTS.into_iter().chain(FAMILIES) {
+    for variant in VARIANTS.into_iter().chain(FAMILIES).chain(MLX_FAMILIES) {
         let files = Files::directory(golden(variant));
         let (found, model) =
             (Inspection::open(&files).unwrap(), Model::load(&golden(variant), &Device::cpu()).unwrap());

@@ -152,7 +152,7 @@ pub fn run(args: &ModelArgs) -> Result {
     }
     let mut loaded = None;
     let us = timing::once(|| {
-        loaded = Some(args.activations.load(&files, &device)?);
+        loaded = Some(args.activations.load(&files, &device, args.longest())?);
         Ok(())
     })?;
     let model = loaded.ok_or("no model")?;
@@ -173,6 +173,18 @@ pub fn run(args: &ModelArgs) -> Result {
         }
     }
     Ok(())
+}
+
+/// The longest context in which decoding is measured by default.
+const DECODE: usize = 32768;
+
+impl ModelArgs {
+    /// The longest text of all cases, or more.
+    fn longest(&self) -> usize {
+        let lists = [&self.prompts, &self.decode];
+        let asked = lists.into_iter().flatten().flatten().chain(&self.context).map(|&tokens| tokens as usize);
+        asked.max().unwrap_or(0).max(DECODE) + parts::BATCH_STEPS
+    }
 }
 
 /// What is measured with each cache type.
@@ -197,7 +209,7 @@ impl Cases {
         let context = 2048.min(allowed.saturating_sub(parts::BATCH_STEPS).max(1));
         Cases {
             prompts: list(&args.prompts, &[512, 6752], allowed),
-            decode: list(&args.decode, &[128, 32768], allowed),
+            decode: list(&args.decode, &[128, DECODE], allowed),
             sequences: list(&args.sequences, &[1, 8, 32], usize::MAX),
             context: args.context.map_or(context, |context| context as usize),
         }

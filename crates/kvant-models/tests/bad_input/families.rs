@@ -1,0 +1,88 @@
+//! Keys of the dense families: impossible values are errors that name the key, and several spellings mean the same.
+
+use kvant::Device;
+use kvant_models::{Config, Error, Model};
+use serde_json::{Value, json};
+
+use crate::{assert_modest, common::golden, config_of};
+
+#[test]
+fn impossible_values_name_their_key() {
+    let long = |factors: Value| json!({"type": "longrope", "short_factor": factors, "long_factor": [1.0]});
+    let cases = [
+        ("smollm3", "no_rope_layers", json!([1, 0]), "no_rope_layers"),
+        ("smollm3", "no_rope_layers", json!([1, 2, 0]), "no_rope_layers"),
+        ("smollm3", "use_sliding_window", json!(3), "use_sliding_window"),
+        ("smollm3_mlx", "no_rope_layer_interval", json!(0), "no_rope_layer_interval"),
+        ("smollm3_mlx", "layer_types", json!(vec!["sliding_attention"; 4]), "sliding_window"),
+        ("seed_oss", "attention_out_bias", json!("x"), "attention_out_bias"),
+        ("granite", "residual_multiplier", json!(0), "residual_multiplier"),
+        ("granite", "logits_scaling", json!(-1), "logits_scaling"),
+        ("granite", "embedding_multiplier", json!("x"), "embedding_multiplier"),
+        ("granite", "attention_multiplier", json!(1e9), "attention_multiplier"),
+        ("olmo3", "rope_theta", json!(1e4), "rope_theta"),
+        ("olmo3", "sliding_window", json!(null), "sliding_window"),
+        ("exaone4", "sliding_window_pattern", json!("LX"), "sliding_window_pattern"),
+        ("exaone4", "sliding_window_pattern", json!(""), "sliding_window_pattern"),
+        ("exaone4", "sliding_window_pattern", json!(0), "sliding_window_pattern"),
+        ("phi3", "partial_rotary_factor", json!(0.71), "partial_rotary_factor"),
+        ("phi3", "partial_rotary_factor", json!(1.5), "partial_rotary_factor"),
+        ("phi3", "original_max_position_embeddings", json!(0), "original_max_position_embeddings"),
+        ("phi3", "rope_scaling", json!({"type": "linear", "factor": 2.0}), "rope_scaling.rope_type"),
+        ("phi3", "rope_scaling", long(json!([1.0])), "rope_scaling.short_factor"),
+        ("phi3", "rope_scaling", long(json!(vec![0.0; 24])), "rope_scaling.short_factor"),
+        ("phi3", "rope_scaling", long(json!(vec![1.0; 24])), "rope_scaling.long_factor"),
+        ("phi3", "attention_bias", json!(true), "attention_bias"),
+        ("ernie4_5", "use_bias", json!(3), "use_bias"),
+        ("hunyuan", "rope_scaling", json!({"type": "dynamic", "factor": 2.0}), "rope_scaling.alpha"),
+        ("hunyuan", "use_qk_norm", json!(false), "use_qk_norm"),
+        ("llama", "partial_rotary_factor", json!(0.5), "partial_rotary_factor"),
+    ];
+    for (variant, key, value, named) in cases {
+        let mut config = config_of(variant);
+        config[key] = value.clone();
+        match Config::parse(&config) {
+            Err(Error::Config { key: got, .. }) => assert_eq!(got, named, "{variant}: {key} {value}"),
+            other => panic!("{variant}: {key} {value}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn patterns_of_exaone4() {
+    let config = config_of("exaone4");
+    let parsed = Config::parse(&config).unwrap();
+    for pattern in [json!("LLLG"), json!(null)] {
+        let mut other = config.clone();
+        other["sliding_window_pattern"] = pattern;
+        assert_eq!(Config::parse(&other).unwrap(), parsed);
+    }
+    let kinds = parsed.decoder.blocks.iter().map(|block| &block.attention);
+    let kinds: Vec<_> = kinds.map(|attention| (attention.window, attention.rope.rotated_pairs)).collect();
+    assert_eq!(kinds, [(Some(8), 32), (Some(8), 32), (Some(8), 32), (None, 0)]);
+}
+
+#[test]
+fn layers_of_smollm3_without_a_list() {
+    let mut config = config_of("smollm3");
+    config["no_rope_layers"] = json!(null);
+    config["no_rope_layer_interval"] = json!(3);
+    let blocks = Config::parse(&config).unwrap().decoder.blocks;
+    let kinds = blocks.iter().map(|block| (block.attention.window, block.attention.rope.rotated_pairs));
+    assert_eq!(kinds.collect::<Vec<_>>(), [(None, 32), (None, 32), (Some(8), 0)]);
+}
+
+/// The original context of a file is no reason to allocate a table of that length.
+#[test]
+fn long_rope_tables_are_limited() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(golden("phi3").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    let mut config = config_of("phi3");
+    config["original_max_position_embeddings"] = json!(1 << 30);
+    // Without a factor of cosines and sines, there are no tables.
+    config["rope_scaling"]["attention_factor"] = json!(1.5);
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let error = Model::load(dir.path(), &Device::cpu()).unwrap_err().to_string();
+    assert!(error.contains("`context` must be at most 699050"), "{error}");
+    assert_modest();
+}
