@@ -42,6 +42,11 @@ GPT_OSS = dict(
 )
 
 GRANITE = dict(embedding_multiplier=6.0, residual_multiplier=0.22, attention_multiplier=0.03125, logits_scaling=2.0)
+# Granite 4 without layers other than attention.
+HYBRID = dict(
+    GRANITE, attention_bias=False, rope_theta=1e4, layer_types=["attention", "attention"], num_local_experts=0, num_experts_per_tok=0, position_embedding_type="rope",
+    shared_intermediate_size=128, intermediate_size=128, tie_word_embeddings=True, mamba_n_heads=4,
+)
 HUNYUAN = dict(type="dynamic", alpha=50.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.0)
 
 
@@ -110,6 +115,8 @@ VARIANTS = {
     "granite_mlx": ("granite", "Granite", "f16", dict(
         rope_theta=1e4, attention_bias=False, mlp_bias=False, num_attention_heads=1, intermediate_size=128, tie_word_embeddings=True, **GRANITE,
     ), 79, dict(group_size=32, bits=6)),
+    "granite_hybrid": ("granitemoehybrid", "GraniteMoeHybrid", "bf16", HYBRID, 93, None),
+    "granite_hybrid_mlx": ("granitemoehybrid", "GraniteMoeHybrid", "f16", dict(HYBRID, num_attention_heads=1), 94, dict(group_size=32, bits=4)),
     # Norms over both KV heads at once.
     "olmo2": ("olmo2", "Olmo2", "bf16", dict(rope_theta=5e5, num_attention_heads=4, num_key_value_heads=2), 80, None),
     "olmo3": ("olmo3", "Olmo3", "bf16", dict(rope_theta=5e5, num_hidden_layers=4, sliding_window=8, rope_scaling=dict(
@@ -405,6 +412,20 @@ def dequantised(model):
     return out
 
 
+def shared_mlp(weights):
+    """mlx_lm splits the MLP of Granite's hybrid architecture without experts."""
+    out = {}
+    for name, w in weights.items():
+        base, _, part = name.rpartition("mlp.")
+        if part == "gate_proj.weight":
+            out[f"{base}shared_mlp.input_linear.weight"] = mx.concatenate([w, weights[f"{base}mlp.up_proj.weight"]])
+        elif part == "down_proj.weight":
+            out[f"{base}shared_mlp.output_linear.weight"] = w
+        elif part != "up_proj.weight":
+            out[name] = w
+    return out
+
+
 def mlx_names(weights):
     """mlx_lm splits gpt-oss' experts, and multiplies by `[E, outputs, inputs]`."""
     out = {}
@@ -441,7 +462,9 @@ def mlx_variant(folder, name, config, dtype, weights, how):
     loaded, _ = load_model(folder)
     loaded.set_dtype(mx.float32)
     direct = reference(name, config)
-    missing, unexpected = direct.load_state_dict(to_torch(dequantised(loaded)), strict=False)
+    dense = dequantised(loaded)
+    dense = shared_mlp(dense) if name == "GraniteMoeHybrid" else dense
+    missing, unexpected = direct.load_state_dict(to_torch(dense), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     direct.tie_weights()
     return [lambda t: logits_of(direct, t), lambda t: np.array(loaded(mx.array([t]))[0].astype(mx.float32))]

@@ -1,8 +1,14 @@
 //! Granite 3 and 4, dense: as Llama, with factors of the embedding, of the scores, of the outputs of both halves and of
-//! the logits.
+//! the logits. Granite 4 is the hybrid architecture without its other layers and without experts.
 
-use super::{Family, PRE_NORM, common::ConfigJson, rope::Scaling};
-use crate::{Result, spec::DecoderSpec};
+use serde_json::Value;
+
+use super::{
+    ExpertNames, Family, PRE_NORM,
+    common::{ConfigJson, MAX_EXPERTS, MAX_WIDTH},
+    rope::Scaling,
+};
+use crate::{Result, source::Part, spec::DecoderSpec};
 
 pub(super) static FAMILY: Family = Family {
     name: "granite",
@@ -14,16 +20,70 @@ pub(super) static FAMILY: Family = Family {
     experts: &[],
 };
 
+pub(super) static HYBRID: Family = Family {
+    name: "granite_hybrid",
+    model_types: &["granitemoehybrid"],
+    wrappers: &[],
+    architectures: &[("GraniteMoeHybridForCausalLM", "granitemoehybrid")],
+    describe,
+    names: &[PRE_NORM],
+    // The names of the MLP: Hugging Face, and MLX, which splits it.
+    experts: &[
+        ExpertNames::plain(&[
+            (Part::GateUp, "shared_mlp.input_linear.weight"),
+            (Part::Down, "shared_mlp.output_linear.weight"),
+        ]),
+        ExpertNames::plain(&[(Part::Down, "mlp.down_proj.weight")]),
+    ],
+};
+
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let scaling = Scaling::parse(&json.text, 1e4)?;
     let mut attention = json.attention(None, &scaling)?;
+    let mut dense = json.dense()?;
+    if json.model_type == "granitemoehybrid" {
+        check_hybrid(json)?;
+        dense.width = json.text.size("shared_intermediate_size", Some(1024), MAX_WIDTH)?;
+        if !is_rotated(json)? {
+            attention.rope.stop();
+        }
+    } else {
+        dense.biases = json.text.bool_or_null("mlp_bias")?.unwrap_or(false);
+    }
     attention.scale = (json.multiplier("attention_multiplier")? * scaling.attention_factor().powi(2)) as f32;
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
-    let mut dense = json.dense()?;
-    dense.biases = json.text.bool_or_null("mlp_bias")?.unwrap_or(false);
     let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
     decoder.embedding_scale = json.multiplier("embedding_multiplier")? as f32;
     decoder.residual_scale = json.multiplier("residual_multiplier")? as f32;
     decoder.logit_scale = (1.0 / json.multiplier("logits_scaling")?) as f32;
     Ok(decoder)
+}
+
+/// Refuses layers other than attention, and experts.
+fn check_hybrid(json: &ConfigJson) -> Result<()> {
+    let text = &json.text;
+    let experts = text.count("num_local_experts", Some(8), MAX_EXPERTS)?;
+    if experts > 0 {
+        return Err(text.error("num_local_experts", "0", experts));
+    }
+    let expected = "an array with \"attention\" for every layer";
+    let Some(Value::Array(kinds)) = text.get("layer_types") else {
+        return Err(text.missing("layer_types", expected));
+    };
+    let other = kinds.iter().find(|kind| !matches!(kind.as_str(), Some("attention" | "full_attention")));
+    match other {
+        Some(other) => Err(text.error("layer_types", expected, other)),
+        None if kinds.len() != json.layers()? => Err(text.error("layer_types", expected, kinds.len())),
+        None => Ok(()),
+    }
+}
+
+/// Without the key, transformers rotates nothing, and MLX all: such a file is ambiguous.
+fn is_rotated(json: &ConfigJson) -> Result<bool> {
+    const KEY: &str = "position_embedding_type";
+    match json.text.string(KEY)? {
+        Some("rope") => Ok(true),
+        Some("nope") => Ok(false),
+        other => Err(json.text.error(KEY, "\"rope\" or \"nope\"", format_args!("{:?}", other.unwrap_or_default()))),
+    }
 }

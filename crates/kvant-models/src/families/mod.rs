@@ -82,13 +82,14 @@ pub(crate) enum ExpertLayout {
 /// A table of tensor names.
 pub(crate) type Names = &'static [(Part, &'static str)];
 
-static FAMILIES: [&Family; 15] = [
+static FAMILIES: [&Family; 16] = [
     &ernie4_5::FAMILY,
     &exaone4::FAMILY,
     &gemma3::FAMILY,
     &gemma4::FAMILY,
     &gpt_oss::FAMILY,
     &granite::FAMILY,
+    &granite::HYBRID,
     &hunyuan::FAMILY,
     &llama::FAMILY,
     &ministral3::FAMILY,

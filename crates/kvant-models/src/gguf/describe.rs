@@ -524,7 +524,7 @@ impl Keys<'_> {
         for (l, block) in decoder.blocks.iter_mut().enumerate() {
             let attention = &mut block.attention;
             if architecture.optional_biases {
-                attention.qkv_bias = self.has_bias("attn_q");
+                attention.qkv_bias = self.has_bias("attn_q") || self.has_bias("attn_qkv");
                 attention.output_bias = self.has_bias("attn_output");
             }
             if architecture.adjacent_pairs {
@@ -614,7 +614,7 @@ impl Keys<'_> {
 /// Whether the description of a block has a bias of the module.
 fn has_bias(block: &BlockSpec, module: &str) -> bool {
     match module {
-        "attn_q" | "attn_k" | "attn_v" => block.attention.qkv_bias,
+        "attn_q" | "attn_k" | "attn_v" | "attn_qkv" => block.attention.qkv_bias,
         "attn_output" => block.attention.output_bias,
         "ffn_gate" | "ffn_up" | "ffn_down" => block.feed_forward.dense().is_some_and(|dense| dense.biases),
         "ffn_gate_inp" | "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps" | "ffn_gate_up_exps" => {

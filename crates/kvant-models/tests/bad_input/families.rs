@@ -20,6 +20,11 @@ fn impossible_values_name_their_key() {
         ("granite", "logits_scaling", json!(-1), "logits_scaling"),
         ("granite", "embedding_multiplier", json!("x"), "embedding_multiplier"),
         ("granite", "attention_multiplier", json!(1e9), "attention_multiplier"),
+        ("granite_hybrid", "num_local_experts", json!(8), "num_local_experts"),
+        ("granite_hybrid", "layer_types", json!(["attention", "linear_attention"]), "layer_types"),
+        ("granite_hybrid", "layer_types", json!(["attention"]), "layer_types"),
+        ("granite_hybrid", "layer_types", json!(null), "layer_types"),
+        ("granite_hybrid", "position_embedding_type", json!(null), "position_embedding_type"),
         ("olmo3", "rope_theta", json!(1e4), "rope_theta"),
         ("olmo3", "sliding_window", json!(null), "sliding_window"),
         ("exaone4", "sliding_window_pattern", json!("LX"), "sliding_window_pattern"),
@@ -70,6 +75,14 @@ fn layers_of_smollm3_without_a_list() {
     let blocks = Config::parse(&config).unwrap().decoder.blocks;
     let kinds = blocks.iter().map(|block| (block.attention.window, block.attention.rope.rotated_pairs));
     assert_eq!(kinds.collect::<Vec<_>>(), [(None, 32), (None, 32), (Some(8), 0)]);
+}
+
+#[test]
+fn granite_hybrids_may_have_no_positions() {
+    let mut config = config_of("granite_hybrid");
+    config["position_embedding_type"] = json!("nope");
+    let blocks = Config::parse(&config).unwrap().decoder.blocks;
+    assert!(blocks.iter().all(|block| block.attention.rope.rotated_pairs == 0));
 }
 
 /// The original context of a file is no reason to allocate a table of that length.

@@ -36,7 +36,7 @@ pub const GGUF_MODELS: [&str; 22] = [
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 31] = [
+pub const FAMILIES: [&str; 32] = [
     "llama",
     "llama_bias",
     "llama_mlx",
@@ -62,6 +62,7 @@ pub const FAMILIES: [&str; 31] = [
     "smollm3",
     "seed_oss",
     "granite",
+    "granite_hybrid",
     "olmo2",
     "olmo3",
     "exaone4",
@@ -71,11 +72,12 @@ pub const FAMILIES: [&str; 31] = [
 ];
 
 /// The folders of random checkpoints that differ from those of [`FAMILIES`] in the form of their weights only.
-pub const MLX_FAMILIES: [&str; 9] = [
+pub const MLX_FAMILIES: [&str; 10] = [
     "qwen2_mlx",
     "smollm3_mlx",
     "seed_oss_mlx",
     "granite_mlx",
+    "granite_hybrid_mlx",
     "olmo2_mlx",
     "exaone4_mlx",
     "phi3_mlx",
