@@ -55,6 +55,8 @@ pub(crate) struct Shared {
     is_draining: AtomicBool,
     failure: Mutex<Option<String>>,
     pub stats: Mutex<EngineStats>,
+    /// Requests that the engine's thread has not seen. It changes while `stats` is locked.
+    pub unseen: AtomicUsize,
     /// The most requests at once, running or waiting.
     limit: usize,
 }
@@ -153,6 +155,7 @@ impl Engine {
             is_draining: AtomicBool::new(false),
             failure: Mutex::default(),
             stats: Mutex::default(),
+            unseen: AtomicUsize::new(0),
             limit: options.sequences.saturating_add(options.queue),
         });
         let (commands, received) = flume::unbounded();
@@ -192,7 +195,9 @@ impl Engine {
             has_ended: false,
         };
         let job = Job { id, request, grammar, reader, submitted: Instant::now() };
+        handle.shared.unseen.fetch_add(1, Ordering::Relaxed);
         if handle.commands.send(Command::Submit(Box::new(job))).is_err() {
+            handle.shared.unseen.fetch_sub(1, Ordering::Relaxed);
             handle.shared.ended();
             let reason = handle.shared.failure().unwrap_or_else(|| "its thread has ended".to_string());
             return Err(SubmitError::Unhealthy { reason });
@@ -234,9 +239,11 @@ impl Engine {
         self.0.limits.context
     }
 
-    /// Counts since the start, and the state after the latest step.
+    /// Counts since the start and up to the latest step, and the requests that run and wait now.
     pub fn stats(&self) -> EngineStats {
-        lock(&self.0.shared.stats).clone()
+        let stats = lock(&self.0.shared.stats);
+        let unseen = self.0.shared.unseen.load(Ordering::Relaxed);
+        EngineStats { waiting: stats.waiting + unseen, ..stats.clone() }
     }
 
     /// Requests that have not ended.

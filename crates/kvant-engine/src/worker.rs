@@ -117,6 +117,7 @@ impl Worker {
         drop(self);
         for command in commands.iter() {
             if let Command::Submit(job) = command {
+                shared.unseen.fetch_sub(1, Ordering::Relaxed);
                 job.reader.send(Event::Failed(Failure::Engine(reason.clone())));
                 shared.ended();
             }
@@ -188,6 +189,7 @@ impl Worker {
             }
             Err(error) => self.fail(id, Failure::Request(error.to_string())),
         }
+        self.count_requests(1);
     }
 
     /// Takes a request out of the scheduler.
@@ -223,6 +225,8 @@ impl Worker {
         with_drafts.map_or(Ok(()), |flight| self.land(flight))?;
         let plan = self.scheduler.schedule()?;
         self.end_scheduled();
+        // A step can take long.
+        self.count_requests(0);
         let before = self.flight.take();
         let Some(plan) = plan else {
             has_landed |= before.is_some();
@@ -350,6 +354,14 @@ impl Worker {
         if !self.news.is_empty() {
             let _ = self.outputs.send(std::mem::take(&mut self.news));
         }
+    }
+
+    /// Counts the requests that run and wait, `seen` of which are new.
+    fn count_requests(&self, seen: usize) {
+        let counts = self.scheduler.counts();
+        let mut stats = lock(&self.shared.stats);
+        self.shared.unseen.fetch_sub(seen, Ordering::Relaxed);
+        (stats.running, stats.waiting) = (counts.running, counts.waiting);
     }
 
     fn count(&self) {

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 
+use kvant_engine::EngineRequest;
 use kvant_server::ServeError;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -72,6 +73,25 @@ async fn read_until(stream: &mut TcpStream, text: &str) {
 
 fn long(more: Value) -> Value {
     and(json!({"prompt": "# A", "max_tokens": 7000, "ignore_eos": true, "temperature": 1}), more)
+}
+
+/// Also before and during its first step.
+#[test]
+fn a_request_always_runs_or_waits() {
+    let engine = engine(EngineOptions::default().sequences(1).prefix_cache(false));
+    let prompt: Vec<u32> = (0..3000).map(|i| i % 3000 + 10).collect();
+    let requests = [0, 1].map(|_| engine.submit(EngineRequest::new(prompt.clone()).max_tokens(4)).unwrap());
+    let mut looks = 0;
+    loop {
+        let stats = engine.stats();
+        if stats.generated_tokens > 0 {
+            break;
+        }
+        assert_eq!(stats.running + stats.waiting, requests.len(), "{stats:?}");
+        looks += 1;
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(looks > 10, "the prompt was computed too fast to be seen");
 }
 
 #[tokio::test(flavor = "multi_thread")]
