@@ -49,7 +49,7 @@ mod worker;
 
 pub use engine::{Engine, NoEvent, Responses};
 pub use event::{Event, Failure, FinishReason, Finished, TextToken, Usage};
-pub use grammar::{CompiledGrammar, Grammar};
+pub use grammar::{CompiledGrammar, Grammar, InexactNumber};
 pub use options::EngineOptions;
 pub use request::{CacheScope, EngineRequest, SubmitError};
 pub use stats::{EngineStats, Histogram};

@@ -3,9 +3,8 @@
 use kvant_engine::{Event, Finished};
 use kvant_models::{
     TokenLogprobs,
-    chat::{ReplyEvent, ReplyFormat, ReplyParser},
+    chat::{JsonValue, ReplyEvent, ReplyFormat, ReplyParser},
 };
-use serde_json::Value;
 
 use crate::sampling::random_id;
 
@@ -44,9 +43,18 @@ pub(crate) struct AnswerReader {
 }
 
 impl AnswerReader {
-    /// `prompt`: the end of the text that the answer continues, which can be within thoughts.
-    pub fn new(format: ReplyFormat, prompt: &str) -> AnswerReader {
-        let parser = ReplyParser::new(format).after_prompt(prompt);
+    /// The reader of an answer that can call `functions`. `prompt`: the end of the text that the answer continues, which
+    /// can be within thoughts.
+    pub fn new(format: ReplyFormat, functions: &[&str], prompt: &str) -> AnswerReader {
+        AnswerReader::of(ReplyParser::new(format).functions(functions.iter().copied()).after_prompt(prompt))
+    }
+
+    /// The reader of an answer whose beginning is in the prompt.
+    pub fn continuing(format: ReplyFormat, functions: &[&str], begun: &str) -> AnswerReader {
+        AnswerReader::of(ReplyParser::new(format).functions(functions.iter().copied()).after_reply(begun))
+    }
+
+    fn of(parser: ReplyParser) -> AnswerReader {
         let is_reasoning = matches!(parser.clone().push("x").first(), Some(ReplyEvent::Reasoning(_)));
         AnswerReader { parser: Some(parser), is_reasoning, has_calls: false, reasoning_tokens: 0 }
     }
@@ -82,7 +90,7 @@ impl AnswerReader {
             ReplyEvent::ToolCall(call) => {
                 self.has_calls = true;
                 let arguments = match call.arguments {
-                    Value::String(json) => json,
+                    JsonValue::String(json) => json,
                     value => value.to_string(),
                 };
                 vec![Part::Call { id: random_id("call_"), name: call.name }, Part::Arguments(arguments)]
@@ -98,7 +106,7 @@ mod tests {
 
     #[test]
     fn calls_have_ids_and_json() {
-        let mut reader = AnswerReader::new(ReplyFormat::Hermes, "");
+        let mut reader = AnswerReader::new(ReplyFormat::Hermes, &["f"], "");
         let parts = reader.push("Look.<tool_call>{\"name\": \"f\", \"arguments\": {\"x\": 3}}</tool_call>");
         let [Part::Text(text), Part::Call { id, name }, Part::Arguments(json)] = &parts[..] else {
             panic!("{parts:?}")
@@ -109,9 +117,9 @@ mod tests {
 
     #[test]
     fn a_prompt_can_end_within_thoughts() {
-        let mut reader = AnswerReader::new(ReplyFormat::Hermes, "<think>\n");
+        let mut reader = AnswerReader::new(ReplyFormat::Hermes, &[], "<think>\n");
         assert!(reader.is_reasoning);
         assert_eq!(reader.push("a"), [Part::Reasoning("a".to_string())]);
-        assert!(!AnswerReader::new(ReplyFormat::Plain, "<think>").is_reasoning);
+        assert!(!AnswerReader::new(ReplyFormat::Plain, &[], "<think>").is_reasoning);
     }
 }

@@ -9,7 +9,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvant_engine::{FinishReason, Finished};
-use kvant_models::chat::{ChatRole, Message, ToolCall};
+use kvant_models::chat::{ChatRole, JsonValue, Message, ToolCall};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -18,9 +18,10 @@ use crate::{
     app::{App, RequestId},
     blocks::{Block, Blocks, parsed},
     body::Json,
-    chat::{ONE_CALL, must_call},
-    conversation::{Talk, check_tools, content_text},
+    chat::{ONE_CALL, auto_tools, must_call},
+    conversation::{Talk, check_tools, content_text, ends_with_answer, sent_call},
     error::{ApiError, Result},
+    fields::{only_fields, string},
     generation::{Generation, Gone, Sender, channel, named_stream},
     sampling::{Drawn, Strings, random_id},
     structured::Shape,
@@ -31,7 +32,7 @@ pub(crate) struct MessagesRequest {
     model: Option<String>,
     max_tokens: usize,
     messages: Vec<TurnMessage>,
-    system: Option<Value>,
+    system: Option<JsonValue>,
     temperature: Option<f32>,
     top_p: Option<f32>,
     top_k: Option<i64>,
@@ -50,7 +51,7 @@ pub(crate) struct MessagesRequest {
 pub(crate) struct CountRequest {
     model: Option<String>,
     messages: Vec<TurnMessage>,
-    system: Option<Value>,
+    system: Option<JsonValue>,
     tools: Option<Vec<Tool>>,
     tool_choice: Option<Value>,
     thinking: Option<Value>,
@@ -59,7 +60,7 @@ pub(crate) struct CountRequest {
 #[derive(Debug, Deserialize)]
 struct TurnMessage {
     role: String,
-    content: Value,
+    content: JsonValue,
 }
 
 #[derive(Debug, Deserialize)]
@@ -68,7 +69,7 @@ struct Tool {
     kind: Option<String>,
     name: String,
     description: Option<String>,
-    input_schema: Option<Value>,
+    input_schema: Option<JsonValue>,
     // A hint: prefixes are cached anyway.
     #[expect(dead_code, reason = "has no effect")]
     cache_control: Option<Value>,
@@ -111,7 +112,8 @@ pub(crate) async fn create(
         ..Drawn::default()
     };
     let base = prompt.request().max_tokens(request.max_tokens).cache(app.scope(&headers, None));
-    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?])?;
+    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?]);
+    let generation = generation.map_err(|error| error.of_prompt("messages"))?;
     let (message_id, blocks) = (random_id("msg_"), Blocks::default());
     let answer = MessageAnswer { id: message_id, model, reader: prompt.reader, blocks, prompt_tokens, stops };
     if request.stream.unwrap_or(false) {
@@ -131,9 +133,9 @@ pub(crate) async fn count(State(app): State<Arc<App>>, Json(request): Json<Count
 
 fn talk(
     app: &App,
-    system: Option<Value>,
+    system: Option<JsonValue>,
     turns: Vec<TurnMessage>,
-    tools: Vec<Value>,
+    tools: Vec<JsonValue>,
     thinking: Option<&Value>,
 ) -> Result<Talk> {
     let most = app.options.messages;
@@ -156,32 +158,35 @@ fn talk(
             return Err(ApiError::field("thinking.type", "`thinking.type` must be enabled, adaptive or disabled"));
         }
     };
-    Ok(Talk { messages, tools, thinking, generation_prompt: true, ..Talk::default() })
+    let continues = ends_with_answer(&messages);
+    Ok(Talk { messages, tools, thinking, generation_prompt: true, continues, ..Talk::default() })
 }
 
 /// Tools in OpenAI's form, which templates expect, and the calls that the answer must have.
-fn chosen_tools(app: &App, tools: Option<Vec<Tool>>, choice: Option<&Value>) -> Result<(Vec<Value>, Shape)> {
+fn chosen_tools(app: &App, tools: Option<Vec<Tool>>, choice: Option<&Value>) -> Result<(Vec<JsonValue>, Shape)> {
     let mut converted = Vec::new();
     for (index, tool) in tools.unwrap_or_default().into_iter().enumerate() {
         if !matches!(tool.kind.as_deref(), None | Some("custom")) {
             return Err(ApiError::unsupported(format!("tools[{index}].type"), "only tools of the client"));
         }
-        let mut function = json!({"name": tool.name});
+        let mut function = JsonValue::from(json!({"name": tool.name}));
         if let Some(description) = tool.description {
-            function["description"] = Value::String(description);
+            function["description"] = description.into();
         }
         if let Some(schema) = tool.input_schema {
             function["parameters"] = schema;
         }
-        converted.push(json!({"type": "function", "function": function}));
+        let mut tool = JsonValue::from(json!({"type": "function"}));
+        tool["function"] = function;
+        converted.push(tool);
     }
     check_tools(app, &converted)?;
     match choice.map(|choice| choice["type"].as_str()) {
-        None => Ok((converted, Shape::default())),
+        None => auto_tools(converted, Shape::default()),
         Some(Some("auto")) if choice.is_some_and(|choice| choice["disable_parallel_tool_use"] == true) => {
             Err(ApiError::unsupported("tool_choice.disable_parallel_tool_use", ONE_CALL))
         }
-        Some(Some("auto")) => Ok((converted, Shape::default())),
+        Some(Some("auto")) => auto_tools(converted, Shape::default()),
         Some(Some("none")) => Ok((Vec::new(), Shape::default())),
         Some(Some("any")) => must_call(converted, None, Shape::default()),
         Some(Some("tool")) => match choice.and_then(|choice| choice["name"].as_str()) {
@@ -206,48 +211,72 @@ impl TurnMessage {
             }
         };
         let path = format!("{path}.content");
-        let Value::Array(blocks) = &self.content else {
+        let JsonValue::Array(blocks) = &self.content else {
             messages.push(Message::new(role, content_text(&self.content, &path)?));
             return Ok(());
         };
-        let (mut text, mut thoughts, mut calls) = (String::new(), None, Vec::new());
+        let mut turn = Turn { role, text: String::new(), thoughts: None, calls: Vec::new() };
         for (index, block) in blocks.iter().enumerate() {
-            let path = format!("{path}[{index}]");
-            let string = |field: &str| {
-                let path = format!("{path}.{field}");
-                block[field].as_str().ok_or_else(|| ApiError::field(&path, format!("`{path}` must be a string")))
-            };
-            match (block["type"].as_str().unwrap_or_default(), role) {
-                ("text", _) => text.push_str(string("text")?),
-                ("thinking", ChatRole::Assistant) => thoughts = Some(string("thinking")?.to_string()),
-                ("tool_use", ChatRole::Assistant) => {
-                    calls.push(ToolCall::new(string("id")?, string("name")?, block["input"].clone()));
-                }
-                ("tool_result", ChatRole::User) => {
-                    let content = match &block["content"] {
-                        Value::Null => String::new(),
-                        content => content_text(content, &format!("{path}.content"))?,
-                    };
-                    messages.push(Message::tool(string("tool_use_id")?, content));
-                }
-                (kind, _) => {
-                    let kind: String = kind.chars().take(32).collect();
-                    return Err(ApiError::unsupported(path, &format!("no {kind:?} in a message of {}", self.role)));
-                }
-            }
+            turn.add(messages, block, &format!("{path}[{index}]"))?;
         }
         let has_result = blocks.iter().any(|block| block["type"] == "tool_result");
-        if !text.is_empty() || !has_result {
-            let mut message = Message::new(role, text).tool_calls(calls);
-            message.reasoning_content = thoughts;
+        if !turn.text.is_empty() || !has_result {
+            let mut message = Message::new(role, turn.text).tool_calls(turn.calls);
+            message.reasoning_content = turn.thoughts;
             messages.push(message);
         }
         Ok(())
     }
 }
 
+/// The blocks of a turn that are one message.
+struct Turn {
+    role: ChatRole,
+    text: String,
+    thoughts: Option<String>,
+    calls: Vec<ToolCall>,
+}
+
+impl Turn {
+    /// Adds a block, with the fields that answers have, or a message if the block is the result of a tool.
+    fn add(&mut self, messages: &mut Vec<Message>, block: &JsonValue, path: &str) -> Result<()> {
+        let only = |known: &[&str]| only_fields(block, path, &[known, &["type", "cache_control"]].concat());
+        match (block["type"].as_str().unwrap_or_default(), self.role) {
+            ("text", _) => {
+                only(&["text", "citations", "parsed_output"])?;
+                self.text.push_str(string(block, path, "text")?);
+            }
+            ("thinking", ChatRole::Assistant) => {
+                only(&["thinking", "signature"])?;
+                self.thoughts.get_or_insert_default().push_str(string(block, path, "thinking")?);
+            }
+            // Thoughts that only their model can read.
+            ("redacted_thinking", ChatRole::Assistant) => only(&["data"])?,
+            ("tool_use", ChatRole::Assistant) => {
+                only(&["id", "name", "input", "caller"])?;
+                let (id, name) = (string(block, path, "id")?, string(block, path, "name")?);
+                self.calls.push(sent_call(id, name.to_string(), block["input"].clone()));
+            }
+            ("tool_result", ChatRole::User) => {
+                only(&["tool_use_id", "content", "is_error"])?;
+                let content = match &block["content"] {
+                    JsonValue::Null => String::new(),
+                    content => content_text(content, &format!("{path}.content"))?,
+                };
+                messages.push(Message::tool(string(block, path, "tool_use_id")?, content));
+            }
+            (kind, _) => {
+                let kind: String = kind.chars().take(32).collect();
+                let role = if self.role == ChatRole::User { "user" } else { "assistant" };
+                return Err(ApiError::unsupported(path, &format!("no {kind:?} in a message of {role}")));
+            }
+        }
+        Ok(())
+    }
+}
+
 impl MessageAnswer {
-    async fn collect(mut self, mut generation: Generation) -> Result<Value> {
+    async fn collect(mut self, mut generation: Generation) -> Result<JsonValue> {
         let mut end = None;
         while let Some(event) = generation.next().await {
             let added = self.reader.read(event?.1);
@@ -256,17 +285,18 @@ impl MessageAnswer {
             }
             end = added.finished.or(end);
         }
-        let content: Vec<Value> = self.blocks.0.iter().map(whole_block).collect();
         let (delta, usage) = self.end(end.as_ref());
-        let mut message = self.message(content, usage);
+        let mut message = self.message(usage);
         message["stop_reason"] = delta["stop_reason"].clone();
         message["stop_sequence"] = delta["stop_sequence"].clone();
+        let mut message = JsonValue::from(message);
+        message["content"] = JsonValue::Array(self.blocks.0.iter().map(whole_block).collect());
         Ok(message)
     }
 
     async fn stream(mut self, id: RequestId, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
         let usage = json!({"input_tokens": self.prompt_tokens, "output_tokens": 0});
-        let message = self.message(Vec::new(), usage);
+        let message = self.message(usage);
         sender.named("message_start", &json!({"type": "message_start", "message": message})).await?;
         let mut end = None;
         while let Some(event) = generation.next().await {
@@ -314,9 +344,10 @@ impl MessageAnswer {
         sender.named("content_block_stop", &json!({"type": "content_block_stop", "index": index})).await
     }
 
-    fn message(&self, content: Vec<Value>, usage: Value) -> Value {
+    /// The answer without content.
+    fn message(&self, usage: Value) -> Value {
         json!({
-            "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content,
+            "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": [],
             "stop_reason": null, "stop_sequence": null, "usage": usage,
         })
     }
@@ -349,12 +380,25 @@ fn empty_block(block: &Block) -> Value {
     }
 }
 
-fn whole_block(block: &Block) -> Value {
-    let mut value = empty_block(block);
+fn whole_block(block: &Block) -> JsonValue {
+    let mut value = JsonValue::from(empty_block(block));
     match block {
-        Block::Text(text) => value["text"] = json!(text),
-        Block::Reasoning(text) => value["thinking"] = json!(text),
+        Block::Text(text) => value["text"] = text.as_str().into(),
+        Block::Reasoning(text) => value["thinking"] = text.as_str().into(),
         Block::Call { arguments, .. } => value["input"] = parsed(arguments),
     }
     value
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn input_keeps_its_numbers() {
+        let arguments = r#"{"id":123456789012345678901,"share":0.12345678901234567890}"#.to_string();
+        let block = whole_block(&Block::Call { id: "c".to_string(), name: "f".to_string(), arguments });
+        let expected = r#"{"type":"tool_use","id":"c","name":"f","input":{"id":123456789012345678901,"share":0.12345678901234567890}}"#;
+        assert_eq!(block.to_string(), expected);
+    }
 }

@@ -1,6 +1,6 @@
 //! An answer as a list of blocks: Anthropic's content blocks and the output items of OpenAI's responses.
 
-use serde_json::Value;
+use kvant_models::chat::JsonValue;
 
 use crate::answer::Part;
 
@@ -52,8 +52,8 @@ impl Blocks {
 }
 
 /// Arguments of a call as JSON.
-pub(crate) fn parsed(arguments: &str) -> Value {
-    serde_json::from_str(arguments).unwrap_or_else(|_| Value::Object(Default::default()))
+pub(crate) fn parsed(arguments: &str) -> JsonValue {
+    JsonValue::parse(arguments).unwrap_or_else(|_| JsonValue::Object(Default::default()))
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Reads and checks the bodies of requests.
 
-use std::sync::Arc;
+use std::{fmt::Display, io::Read, sync::Arc};
 
 use axum::{
     body::Body,
@@ -8,9 +8,10 @@ use axum::{
     http::{HeaderMap, StatusCode, header},
     response::{IntoResponse, Response},
 };
+use flate2::read::MultiGzDecoder;
 use futures_util::StreamExt;
-use serde::{Serialize, de::DeserializeOwned};
-use serde_json::Value;
+use kvant_models::chat::JsonValue;
+use serde::de::DeserializeOwned;
 
 use crate::{
     app::App,
@@ -26,6 +27,7 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for Json<T> {
 
     async fn from_request(request: Request, app: &Arc<App>) -> Result<Self> {
         check_content_type(request.headers())?;
+        let is_compressed = is_gzip(request.headers())?;
         let limit = app.options.body_limit;
         let too_long = || {
             ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body is longer than the limit of {limit} bytes"))
@@ -38,16 +40,18 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for Json<T> {
         let read = tokio::time::timeout(app.options.body_time, read(request.into_body(), limit)).await;
         let late = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time");
         let bytes = read.map_err(late)??.ok_or_else(too_long)?;
-        parse(&bytes).map(Json)
+        if !is_compressed {
+            return parse(&bytes).map(Json);
+        }
+        let unpacked = app.blocking(move |_| unpacked(&bytes, limit)).await??;
+        parse(&unpacked.ok_or_else(too_long)?).map(Json)
     }
 }
 
-impl<T: Serialize> IntoResponse for Json<T> {
+/// JSON values print as JSON.
+impl<T: Display> IntoResponse for Json<T> {
     fn into_response(self) -> Response {
-        match serde_json::to_vec(&self.0) {
-            Ok(bytes) => ([(header::CONTENT_TYPE, "application/json")], bytes).into_response(),
-            Err(error) => ApiError::internal(error.to_string()).into_response(),
-        }
+        ([(header::CONTENT_TYPE, "application/json")], self.0.to_string()).into_response()
     }
 }
 
@@ -74,6 +78,30 @@ async fn read(body: Body, limit: usize) -> Result<Option<Vec<u8>>> {
     Ok((length <= limit).then_some(bytes))
 }
 
+/// Whether the body is compressed with gzip.
+fn is_gzip(headers: &HeaderMap) -> Result<bool> {
+    let encoding = headers.get(header::CONTENT_ENCODING).map(|value| value.to_str().unwrap_or("?").trim());
+    match encoding.map(str::to_ascii_lowercase).as_deref() {
+        None | Some("" | "identity") => Ok(false),
+        Some("gzip" | "x-gzip") => Ok(true),
+        Some(other) => {
+            let other: String = other.chars().take(32).collect();
+            let message = format!("the header Content-Encoding must be gzip or identity, got {other:?}");
+            Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
+        }
+    }
+}
+
+/// Decompresses a body. `None` if it is longer than the limit.
+fn unpacked(bytes: &[u8], limit: usize) -> Result<Option<Vec<u8>>> {
+    let mut unpacked = Vec::new();
+    let most = (limit as u64).saturating_add(1);
+    let read = MultiGzDecoder::new(bytes).take(most).read_to_end(&mut unpacked);
+    let invalid = |error| ApiError::new(StatusCode::BAD_REQUEST, format!("the body is not valid gzip: {error}"));
+    let length = read.map_err(invalid)?;
+    Ok((length <= limit).then_some(unpacked))
+}
+
 /// A page of another site can send other types without asking, even to a server on localhost.
 fn check_content_type(headers: &HeaderMap) -> Result<()> {
     let media = headers.get(header::CONTENT_TYPE).and_then(|media| media.to_str().ok()).unwrap_or_default();
@@ -87,25 +115,26 @@ fn check_content_type(headers: &HeaderMap) -> Result<()> {
 
 /// Parses a JSON body. A field that the type does not have is an error, unless its value is null.
 pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
-    let invalid = |error: serde_json::Error| {
+    let invalid = |error: &dyn std::fmt::Display| {
         ApiError::new(StatusCode::BAD_REQUEST, format!("the body is not valid JSON: {error}"))
     };
-    let value: Value = serde_json::from_slice(bytes).map_err(invalid)?;
+    let text = std::str::from_utf8(bytes).map_err(|error| invalid(&error))?;
+    let value = JsonValue::parse(text).map_err(|error| invalid(&error))?;
     if !value.is_object() {
         return Err(ApiError::new(StatusCode::BAD_REQUEST, "the body must be a JSON object"));
     }
     typed(&value)
 }
 
-/// Converts JSON to a type, as [`parse`].
-pub(crate) fn typed<T: DeserializeOwned>(value: &Value) -> Result<T> {
+/// Converts JSON to a type.
+fn typed<T: DeserializeOwned>(value: &JsonValue) -> Result<T> {
     let mut unknown: Option<String> = None;
     let mut track = serde_path_to_error::Track::new();
     let typed = {
         let tracked = serde_path_to_error::Deserializer::new(value, &mut track);
         let mut ignored = |path: serde_ignored::Path<'_>| {
             let path = field_path(&path.to_string());
-            if !value.pointer(&format!("/{}", path.replace('.', "/"))).is_some_and(Value::is_null) {
+            if !at(value, &path).is_some_and(JsonValue::is_null) {
                 unknown.get_or_insert(path);
             }
         };
@@ -121,6 +150,15 @@ pub(crate) fn typed<T: DeserializeOwned>(value: &Value) -> Result<T> {
         let path = missing.map_or_else(|| field_path(&path), |field| join(&path, field));
         let message = if is_missing { "the field is missing".to_string() } else { without_rust(&message) };
         ApiError::field(&path, if path.is_empty() { message } else { format!("`{path}`: {message}") })
+    })
+}
+
+/// The value at a path such as `a.0.b`.
+fn at<'v>(value: &'v JsonValue, path: &str) -> Option<&'v JsonValue> {
+    path.split('.').try_fold(value, |value, part| match value {
+        JsonValue::Object(fields) => fields.get(part),
+        JsonValue::Array(items) => items.get(part.parse::<usize>().ok()?),
+        _ => None,
     })
 }
 

@@ -8,6 +8,7 @@ use axum::{
     http::HeaderMap,
     response::{IntoResponse, Response},
 };
+use kvant_models::chat::JsonValue;
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -19,7 +20,7 @@ use crate::{
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs,
-    sampling::{drawn_request, now, random_id},
+    sampling::{TokenLimit, drawn_request, now, random_id},
     structured::{Shape, StructuredOutputs},
 };
 
@@ -32,21 +33,22 @@ drawn_request! {
     struct ChatRequest {
         model: Option<String>,
         messages: Vec<ChatMessage>,
-        max_tokens: Option<usize>,
-        max_completion_tokens: Option<usize>,
+        max_tokens: Option<TokenLimit>,
+        max_completion_tokens: Option<TokenLimit>,
         n: Option<usize>,
         stream: Option<bool>,
         stream_options: Option<StreamOptions>,
         logprobs: Option<bool>,
         top_logprobs: Option<usize>,
-        tools: Option<Vec<Value>>,
+        tools: Option<Vec<JsonValue>>,
         tool_choice: Option<Value>,
         parallel_tool_calls: Option<bool>,
-        response_format: Option<Value>,
+        response_format: Option<JsonValue>,
         structured_outputs: Option<StructuredOutputs>,
         reasoning_effort: Option<String>,
         chat_template_kwargs: Option<Map<String, Value>>,
         add_generation_prompt: Option<bool>,
+        continue_final_message: Option<bool>,
         cache_salt: Option<String>,
         modalities: Option<Vec<String>>,
         service_tier: Option<String>,
@@ -101,13 +103,13 @@ pub(crate) async fn create(
         (Some(_), Some(_)) => {
             return Err(ApiError::field("max_tokens", "`max_tokens` and `max_completion_tokens` exclude each other"));
         }
-        (some, None) | (None, some) => some.unwrap_or(app.engine.context()),
+        (some, None) | (None, some) => some.map_or(app.engine.context(), |TokenLimit(limit)| limit),
     };
     let mut variables = request.chat_template_kwargs.unwrap_or_default();
     let thinking = thinking(request.reasoning_effort, &mut variables)?;
-    let generation_prompt = request.add_generation_prompt.unwrap_or(true);
     let messages = messages(&app, request.messages)?;
-    let talk = Talk { messages, tools, variables, thinking, generation_prompt, shape };
+    let talk = Talk::new(messages, request.continue_final_message, request.add_generation_prompt)?;
+    let talk = Talk { tools, variables, thinking, shape, ..talk };
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
 
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, request.cache_salt));
@@ -118,7 +120,7 @@ pub(crate) async fn create(
         request.sampling.seed = request.sampling.seed.wrapping_add(choice);
         request
     });
-    let generation = Generation::submit(&app, &id, requests.collect())?;
+    let generation = Generation::submit(&app, &id, requests.collect()).map_err(|error| error.of_prompt("messages"))?;
     let choice = || ChatChoice { reader: prompt.reader.clone(), with_logprobs: top.is_some(), calls: 0 };
     let choices = (0..n).map(|_| choice()).collect();
     let usage = TokenUsage::default();
@@ -164,10 +166,10 @@ fn check_fixed(request: &ChatRequest) -> Result<()> {
 /// The tools that the template shows to the model, and the calls that an answer can or must have.
 pub(crate) fn chosen_tools(
     app: &App,
-    tools: Option<Vec<Value>>,
+    tools: Option<Vec<JsonValue>>,
     choice: Option<&Value>,
     shape: Shape,
-) -> Result<(Vec<Value>, Shape)> {
+) -> Result<(Vec<JsonValue>, Shape)> {
     let tools = tools.unwrap_or_default();
     check_tools(app, &tools)?;
     let name = match choice.map(|choice| choice.as_str()) {
@@ -190,7 +192,7 @@ pub(crate) fn chosen_tools(
     must_call(tools, name, shape)
 }
 
-fn auto_tools(tools: Vec<Value>, shape: Shape) -> Result<(Vec<Value>, Shape)> {
+pub(crate) fn auto_tools(tools: Vec<JsonValue>, shape: Shape) -> Result<(Vec<JsonValue>, Shape)> {
     if let Some(index) = tools.iter().position(|tool| tool["function"]["strict"] == true) {
         let what = "only with `tool_choice` required or a function; otherwise arguments can differ from the schema";
         return Err(ApiError::unsupported(format!("tools[{index}].function.strict"), what));
@@ -200,9 +202,9 @@ fn auto_tools(tools: Vec<Value>, shape: Shape) -> Result<(Vec<Value>, Shape)> {
 }
 
 /// The tools of an answer that calls one of them, or the one of a name.
-pub(crate) fn must_call(tools: Vec<Value>, name: Option<&str>, shape: Shape) -> Result<(Vec<Value>, Shape)> {
-    let is_chosen = |tool: &&Value| name.is_none_or(|name| tool["function"]["name"] == name);
-    let calls: Vec<Value> = tools.iter().filter(is_chosen).cloned().collect();
+pub(crate) fn must_call(tools: Vec<JsonValue>, name: Option<&str>, shape: Shape) -> Result<(Vec<JsonValue>, Shape)> {
+    let is_chosen = |tool: &&JsonValue| name.is_none_or(|name| tool["function"]["name"] == name);
+    let calls: Vec<JsonValue> = tools.iter().filter(is_chosen).cloned().collect();
     if calls.is_empty() {
         return Err(ApiError::field("tool_choice", "`tool_choice` must name one of `tools`, or there must be some"));
     }

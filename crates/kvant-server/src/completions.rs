@@ -9,7 +9,10 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvant_engine::{EngineRequest, Event};
-use kvant_models::{TokenLogprobs, chat::ReplyFormat};
+use kvant_models::{
+    TokenLogprobs,
+    chat::{JsonValue, ReplyFormat},
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -19,7 +22,7 @@ use crate::{
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs::number,
-    sampling::{drawn_request, now, random_id},
+    sampling::{TokenLimit, drawn_request, now, random_id},
     structured::{Shape, StructuredOutputs, Thoughts},
 };
 
@@ -30,7 +33,7 @@ drawn_request! {
     struct CompletionRequest {
         model: Option<String>,
         prompt: Prompts,
-        max_tokens: Option<usize>,
+        max_tokens: Option<TokenLimit>,
         n: Option<usize>,
         best_of: Option<usize>,
         stream: Option<bool>,
@@ -38,7 +41,7 @@ drawn_request! {
         logprobs: Option<usize>,
         echo: Option<bool>,
         suffix: Option<String>,
-        response_format: Option<Value>,
+        response_format: Option<JsonValue>,
         structured_outputs: Option<StructuredOutputs>,
         cache_salt: Option<String>,
         // Has no effect on the answer.
@@ -145,11 +148,12 @@ pub(crate) async fn create(
     let prompts = app.blocking(move |app| request.prompt.encode(app)).await??;
 
     let scope = app.scope(&headers, request.cache_salt);
+    let max_tokens = request.max_tokens.map_or(MAX_TOKENS, |TokenLimit(limit)| limit);
     let mut requests = Vec::new();
     let mut choices = Vec::new();
     for prompt in prompts {
         let ids = prompt.ids.clone();
-        let base = EngineRequest::new(ids).max_tokens(request.max_tokens.unwrap_or(MAX_TOKENS)).cache(scope.clone());
+        let base = EngineRequest::new(ids).max_tokens(max_tokens).cache(scope.clone());
         let base = drawn.clone().apply(base, &app)?;
         let base = if let Some(top) = top { base.logprobs(top) } else { base };
         let base = if let Some(grammar) = grammar.clone() { base.grammar(grammar) } else { base };

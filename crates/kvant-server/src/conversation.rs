@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use kvant_engine::{CompiledGrammar, EngineRequest};
-use kvant_models::chat::{ChatRole, ChatTemplate, Conversation, Message, ReplyFormat, ToolCall};
+use kvant_models::chat::{ChatRole, ChatTemplate, Content, Conversation, JsonValue, Message, ReplyFormat, ToolCall};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -13,32 +13,61 @@ use crate::{
     app::{App, tokenized},
     body::Json,
     error::{ApiError, Result},
-    structured::{Shape, Thoughts},
+    fields::{only_fields, string},
+    structured::{Shape, Thoughts, check_numbers},
 };
 
 /// A message in OpenAI's form.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ChatMessage {
     pub role: String,
-    pub content: Option<Value>,
+    pub content: Option<JsonValue>,
     pub name: Option<String>,
-    pub tool_calls: Option<Vec<ToolCall>>,
+    pub tool_calls: Option<Vec<SentCall>>,
     pub tool_call_id: Option<String>,
     pub reasoning_content: Option<String>,
     /// Another name of the same.
     pub reasoning: Option<String>,
     /// An earlier answer of other models.
     pub refusal: Option<String>,
+    // Sources of an earlier answer, and its content as clients have parsed it.
+    #[expect(dead_code, reason = "has no effect")]
+    pub annotations: Option<Vec<JsonValue>>,
+    #[expect(dead_code, reason = "has no effect")]
+    pub parsed: Option<JsonValue>,
+}
+
+/// A call in an earlier answer.
+#[derive(Debug, Deserialize)]
+pub(crate) struct SentCall {
+    id: Option<String>,
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    function: SentFunction,
+    /// The place of the call in a stream, which clients keep.
+    #[expect(dead_code, reason = "has no effect")]
+    index: Option<u64>,
+}
+
+#[derive(Debug, Deserialize)]
+struct SentFunction {
+    name: String,
+    /// JSON in a string, or an object.
+    arguments: JsonValue,
+    #[expect(dead_code, reason = "has no effect")]
+    parsed_arguments: Option<JsonValue>,
 }
 
 /// A conversation to answer.
 #[derive(Debug, Default)]
 pub(crate) struct Talk {
     pub messages: Vec<Message>,
-    pub tools: Vec<Value>,
+    pub tools: Vec<JsonValue>,
     pub variables: Map<String, Value>,
     pub thinking: Option<bool>,
     pub generation_prompt: bool,
+    /// Whether the answer continues the last message.
+    pub continues: bool,
     pub shape: Shape,
 }
 
@@ -99,55 +128,104 @@ impl ChatMessage {
             true => Err(ApiError::field(format!("{path}.{field}"), format!("`{path}.{field}` is not for this role"))),
             false => Ok(()),
         };
-        let calls = self.tool_calls.unwrap_or_default();
+        let calls = self.tool_calls.unwrap_or_default().into_iter().enumerate();
+        let calls = calls.map(|(index, call)| call.into_call(&format!("{path}.tool_calls[{index}]")));
+        let calls = calls.collect::<Result<Vec<_>>>()?;
         only(!calls.is_empty(), "tool_calls", ChatRole::Assistant)?;
         only(self.tool_call_id.is_some(), "tool_call_id", ChatRole::Tool)?;
         let text = self.content.map(|content| content_text(&content, &format!("{path}.content"))).transpose()?;
         let text = text.or(self.refusal);
-        if text.is_none() && calls.is_empty() {
+        let thoughts = self.reasoning_content.or(self.reasoning);
+        only(thoughts.is_some(), "reasoning_content", ChatRole::Assistant)?;
+        if text.is_none() && calls.is_empty() && thoughts.is_none() {
             return Err(ApiError::field(format!("{path}.content"), format!("`{path}.content` is needed")));
         }
-        let mut message = Message::new(role, text.clone().unwrap_or_default());
-        message.content = text.map(Into::into);
-        message.reasoning_content = self.reasoning_content.or(self.reasoning);
-        only(message.reasoning_content.is_some(), "reasoning_content", ChatRole::Assistant)?;
-        message.tool_calls = calls;
-        message.tool_calls.iter_mut().for_each(|call| call.function.parse_arguments());
+        // Many templates join the content with texts, which fails for null.
+        let mut message = Message::new(role, text.unwrap_or_default()).tool_calls(calls);
+        message.reasoning_content = thoughts;
         message.tool_call_id = self.tool_call_id;
         message.name = self.name;
         Ok(message)
     }
 }
 
-/// The text of a content: a string, or parts of text.
-pub(crate) fn content_text(content: &Value, path: &str) -> Result<String> {
-    let invalid = |path: String, what: &str| Err(ApiError::field(path.clone(), format!("`{path}` must be {what}")));
-    match content {
-        Value::String(text) => Ok(text.clone()),
-        Value::Array(parts) => {
-            let mut all = String::new();
-            for (index, part) in parts.iter().enumerate() {
-                let path = format!("{path}[{index}]");
-                match part["type"].as_str() {
-                    Some("text" | "input_text" | "output_text") => {}
-                    Some(other) => {
-                        let what =
-                            format!("the model reads text only, got {:?}", other.chars().take(32).collect::<String>());
-                        return Err(ApiError::unsupported(path, &what));
-                    }
-                    None => return invalid(path, "an object with `type`"),
-                }
-                let Some(text) = part["text"].as_str() else { return invalid(format!("{path}.text"), "a string") };
-                all.push_str(text);
-            }
-            Ok(all)
+impl SentCall {
+    fn into_call(self, path: &str) -> Result<ToolCall> {
+        if !matches!(self.kind.as_deref(), None | Some("function")) {
+            return Err(ApiError::unsupported(format!("{path}.type"), "only calls of functions"));
         }
-        _ => invalid(path.to_string(), "a string or a list of parts"),
+        let mut call = sent_call("", self.function.name, self.function.arguments);
+        call.id = self.id;
+        Ok(call)
     }
 }
 
+/// A call in an earlier answer, whose arguments are an object or its JSON. Nothing is an object without fields.
+pub(crate) fn sent_call(id: &str, name: String, arguments: JsonValue) -> ToolCall {
+    let is_empty = arguments.is_null() || arguments.as_str().is_some_and(|text| text.trim().is_empty());
+    let arguments = if is_empty { json!({}).into() } else { arguments };
+    let mut call = ToolCall::new(id, name, arguments);
+    call.function.parse_arguments();
+    call
+}
+
+/// Whether the answer continues the last message: if it is asked for, and if the last message is an answer and no field
+/// says otherwise, as in llama.cpp.
+fn continues(messages: &[Message], asked: Option<bool>, generation_prompt: Option<bool>) -> Result<bool> {
+    let field = "continue_final_message";
+    match (asked, generation_prompt) {
+        (Some(true), Some(true)) => {
+            Err(ApiError::field(field, format!("`{field}` and `add_generation_prompt` exclude each other")))
+        }
+        (Some(true), _) if !ends_with_answer(messages) => {
+            let message = format!("`{field}` needs a message of the assistant without calls at the end of `messages`");
+            Err(ApiError::field(field, message))
+        }
+        (Some(true), _) => Ok(true),
+        (None, None) => Ok(ends_with_answer(messages)),
+        _ => Ok(false),
+    }
+}
+
+/// Whether the last message is an answer that can go on.
+pub(crate) fn ends_with_answer(messages: &[Message]) -> bool {
+    messages.last().is_some_and(|last| last.role == ChatRole::Assistant && last.tool_calls.is_empty())
+}
+
+/// Fields of a part of text in requests and in answers that clients send back.
+const TEXT_FIELDS: [&str; 10] =
+    ["type", "text", "refusal", "annotations", "citations", "logprobs", "cache_control", "parsed", "id", "index"];
+
+/// The text of a content: a string, or parts of text.
+pub(crate) fn content_text(content: &JsonValue, path: &str) -> Result<String> {
+    let invalid = |what: &str| Err(ApiError::field(path, format!("`{path}` must be {what}")));
+    match content {
+        JsonValue::String(text) => Ok(text.clone()),
+        JsonValue::Array(parts) => {
+            let parts = parts.iter().enumerate().map(|(index, part)| part_text(part, &format!("{path}[{index}]")));
+            parts.collect()
+        }
+        _ => invalid("a string or a list of parts"),
+    }
+}
+
+fn part_text<'p>(part: &'p JsonValue, path: &str) -> Result<&'p str> {
+    let field = match part["type"].as_str() {
+        Some("text" | "input_text" | "output_text") => "text",
+        // The answer of another model.
+        Some("refusal") => "refusal",
+        Some(other) => {
+            let other: String = other.chars().take(32).collect();
+            return Err(ApiError::unsupported(path, &format!("the model reads text only, got {other:?}")));
+        }
+        None => return Err(ApiError::field(path, format!("`{path}` must be an object with `type`"))),
+    };
+    only_fields(part, path, &TEXT_FIELDS)?;
+    string(part, path, field)
+}
+
 /// Checks tools in OpenAI's form: `{"type": "function", "function": {"name", "description"?, "parameters"?}}`.
-pub(crate) fn check_tools(app: &App, tools: &[Value]) -> Result<()> {
+pub(crate) fn check_tools(app: &App, tools: &[JsonValue]) -> Result<()> {
     let limit = app.options.schema_limit;
     let length: usize = tools.iter().map(|tool| tool.to_string().len()).sum();
     if length > limit {
@@ -164,10 +242,12 @@ pub(crate) fn check_tools(app: &App, tools: &[Value]) -> Result<()> {
             let what = "must have 1 to 64 letters, digits, dots, dashes and underscores";
             return Err(ApiError::field(&path, format!("`{path}` {what}")));
         }
+        let path = format!("{path}.function.parameters");
         if !function["parameters"].is_object() && !function["parameters"].is_null() {
-            let path = format!("{path}.function.parameters");
             return Err(ApiError::field(&path, format!("`{path}` must be a JSON schema")));
         }
+        // Also where it is not enforced, the model must not see another one.
+        check_numbers(&function["parameters"], &path)?;
     }
     Ok(())
 }
@@ -177,6 +257,12 @@ fn is_name(name: &str) -> bool {
 }
 
 impl Talk {
+    /// A conversation whose answer is a new message, or continues the last one.
+    pub fn new(messages: Vec<Message>, continues_last: Option<bool>, generation_prompt: Option<bool>) -> Result<Talk> {
+        let continues = continues(&messages, continues_last, generation_prompt)?;
+        Ok(Talk { messages, continues, generation_prompt: generation_prompt.unwrap_or(true), ..Talk::default() })
+    }
+
     /// The prompt of a conversation, made by the model's template.
     ///
     /// Rendering and tokenising take long for long conversations: not for a thread of the runtime.
@@ -188,19 +274,33 @@ impl Talk {
         let tail = tokenized("messages", tokenizer.decode_with_special(tail))?;
         let family = template.reply_format();
         let format = self.shape.read_as(family);
-        let reader = AnswerReader::new(format, &tail);
-        let thoughts = match AnswerReader::new(family, &tail).is_reasoning {
+        let reader = self.reader(format, &tail);
+        let thoughts = match self.reader(family, &tail).is_reasoning {
             true => Thoughts::Open,
-            false if self.thinking == Some(false) => Thoughts::Never,
+            false if self.continues || self.thinking == Some(false) => Thoughts::Never,
             false => Thoughts::Allowed,
         };
         let grammar = self.shape.compile(app, family, thoughts)?;
         Ok(Prompt { ids, reader, has_marks: format != ReplyFormat::Plain, grammar })
     }
 
+    /// The reader of an answer after a prompt that ends with `tail`.
+    fn reader(&self, format: ReplyFormat, tail: &str) -> AnswerReader {
+        let functions: Vec<&str> = self.shape.functions().collect();
+        match self.messages.last().filter(|_| self.continues) {
+            Some(begun) => {
+                let begun = begun.content.as_ref().map(Content::text).unwrap_or_default();
+                AnswerReader::continuing(format, &functions, &begun)
+            }
+            None => AnswerReader::new(format, &functions, tail),
+        }
+    }
+
     fn conversation(&self) -> Conversation<'_> {
-        let mut conversation =
-            Conversation::new(&self.messages).tools(&self.tools).generation_prompt(self.generation_prompt);
+        let mut conversation = Conversation::new(&self.messages)
+            .tools(&self.tools)
+            .generation_prompt(self.generation_prompt)
+            .continue_last(self.continues);
         if let Some(on) = self.thinking {
             conversation = conversation.thinking(on);
         }
@@ -223,9 +323,10 @@ fn template(app: &App) -> Result<&ChatTemplate> {
 pub(crate) struct TemplateRequest {
     model: Option<String>,
     messages: Vec<ChatMessage>,
-    tools: Option<Vec<Value>>,
+    tools: Option<Vec<JsonValue>>,
     chat_template_kwargs: Option<Map<String, Value>>,
     add_generation_prompt: Option<bool>,
+    continue_final_message: Option<bool>,
 }
 
 /// `/apply-template`: the prompt of a conversation, as a text.
@@ -236,12 +337,11 @@ pub(crate) async fn apply_template(
     app.model(request.model.as_deref())?;
     let tools = request.tools.unwrap_or_default();
     check_tools(&app, &tools)?;
+    let messages = messages(&app, request.messages)?;
     let talk = Talk {
-        messages: messages(&app, request.messages)?,
         tools,
         variables: request.chat_template_kwargs.unwrap_or_default(),
-        generation_prompt: request.add_generation_prompt.unwrap_or(true),
-        ..Talk::default()
+        ..Talk::new(messages, request.continue_final_message, request.add_generation_prompt)?
     };
     let text = app.blocking(move |app| tokenized("messages", template(app)?.render(&talk.conversation()))).await??;
     Ok(Json(json!({"prompt": text})))

@@ -38,6 +38,33 @@ impl ApiError {
         ApiError { code: Some("unsupported_parameter"), ..ApiError::field(param, message) }
     }
 
+    /// The error of a request that the engine refuses.
+    pub fn of_submit(error: SubmitError, context: usize) -> ApiError {
+        match error {
+            // OpenAI's words, which clients look for.
+            SubmitError::ContextLength { .. } => {
+                ApiError::context_length(format!("this model's maximum context length is {context} tokens: {error}"))
+            }
+            other => other.into(),
+        }
+    }
+
+    fn context_length(message: String) -> ApiError {
+        ApiError { code: Some("context_length_exceeded"), ..ApiError::field("prompt", message) }
+    }
+
+    /// The same error where the prompt comes from another field.
+    pub fn of_prompt(self, field: &str) -> ApiError {
+        if self.param.as_deref() != Some("prompt") {
+            return self;
+        }
+        ApiError {
+            message: self.message.replace("`prompt`", &format!("`{field}`")),
+            param: Some(field.to_string()),
+            ..self
+        }
+    }
+
     pub fn internal(message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
@@ -95,9 +122,7 @@ impl From<SubmitError> for ApiError {
                 ApiError { code: Some("queue_full"), retry_after: Some(1), ..error }
             }
             SubmitError::Draining => ApiError::draining(),
-            SubmitError::ContextLength { .. } => {
-                ApiError { code: Some("context_length_exceeded"), ..ApiError::field("prompt", message) }
-            }
+            SubmitError::ContextLength { .. } => ApiError::context_length(message),
             SubmitError::Invalid { field, .. } => ApiError::field(field, message),
             _ => ApiError { code: Some("unhealthy"), ..ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message) },
         }

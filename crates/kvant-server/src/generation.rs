@@ -1,6 +1,6 @@
 //! The events of all choices of a request, as one stream.
 
-use std::{convert::Infallible, pin::Pin};
+use std::{convert::Infallible, fmt::Display, pin::Pin};
 
 use axum::response::{
     IntoResponse, Response,
@@ -11,7 +11,6 @@ use futures_util::{
     stream::{self, SelectAll},
 };
 use kvant_engine::{EngineRequest, Event, FinishReason, Responses, Usage};
-use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::{
@@ -31,8 +30,9 @@ pub(crate) struct Generation {
 impl Generation {
     /// Submits all choices, or none.
     pub fn submit(app: &App, id: &RequestId, requests: Vec<EngineRequest>) -> Result<Generation> {
-        let submitted: Vec<Responses> =
-            requests.into_iter().map(|request| app.engine.submit(request)).collect::<Result<_, _>>()?;
+        let refused = |error| ApiError::of_submit(error, app.engine.context());
+        let submit = |request| app.engine.submit(request).map_err(refused);
+        let submitted: Vec<Responses> = requests.into_iter().map(submit).collect::<Result<_>>()?;
         let choices = submitted.into_iter().enumerate().map(|(index, responses)| {
             let events = stream::unfold(responses, |mut responses| async move {
                 responses.recv_async().await.map(|event| (event, responses))
@@ -106,13 +106,13 @@ impl TokenUsage {
 pub(crate) type Sent = Result<sse::Event, Infallible>;
 
 /// An event with JSON as its data.
-pub(crate) fn data(value: &impl Serialize) -> Sent {
+pub(crate) fn data(value: &impl Display) -> Sent {
     with_data(sse::Event::default(), value)
 }
 
-fn with_data(event: sse::Event, value: &impl Serialize) -> Sent {
-    // JSON has no line breaks, and every value has one.
-    Ok(event.data(serde_json::to_string(value).unwrap_or_default()))
+fn with_data(event: sse::Event, value: &impl Display) -> Sent {
+    // JSON values print as JSON, which has no line breaks.
+    Ok(event.data(value.to_string()))
 }
 
 /// Answers with a stream. Pings keep the connection while nothing else comes, for example during a long prompt.
@@ -168,12 +168,12 @@ impl Sender {
     }
 
     /// Sends JSON without a name.
-    pub async fn data(&self, value: &impl Serialize) -> Result<(), Gone> {
+    pub async fn data(&self, value: &impl Display) -> Result<(), Gone> {
         self.send(data(value)).await
     }
 
     /// Sends JSON with a name.
-    pub async fn named(&self, name: &str, value: &impl Serialize) -> Result<(), Gone> {
+    pub async fn named(&self, name: &str, value: &impl Display) -> Result<(), Gone> {
         // The name first, as OpenAI and Anthropic send it: simple clients rely on this order.
         self.send(with_data(sse::Event::default().event(name), value)).await
     }

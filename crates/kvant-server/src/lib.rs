@@ -22,6 +22,7 @@ mod connections;
 mod conversation;
 mod documents;
 mod error;
+mod fields;
 mod generation;
 mod hosts;
 mod keys;

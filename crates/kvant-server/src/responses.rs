@@ -9,7 +9,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvant_engine::Finished;
-use kvant_models::chat::{ChatRole, Message, ToolCall};
+use kvant_models::chat::{ChatRole, JsonValue, Message};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -19,23 +19,24 @@ use crate::{
     blocks::{Block, Blocks},
     body::Json,
     chat::{chosen_tools, thinking},
-    conversation::{Talk, content_text},
+    conversation::{Talk, content_text, sent_call},
     error::{ApiError, Result},
+    fields::{only_fields, string},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
-    sampling::{Drawn, now, random_id},
+    sampling::{Drawn, TokenLimit, now, random_id},
     structured::Shape,
 };
 
 #[derive(Debug, Deserialize)]
 pub(crate) struct ResponsesRequest {
     model: Option<String>,
-    input: Value,
+    input: JsonValue,
     instructions: Option<String>,
-    max_output_tokens: Option<usize>,
+    max_output_tokens: Option<TokenLimit>,
     temperature: Option<f32>,
     top_p: Option<f32>,
     stream: Option<bool>,
-    tools: Option<Vec<Value>>,
+    tools: Option<Vec<JsonValue>>,
     tool_choice: Option<Value>,
     parallel_tool_calls: Option<bool>,
     reasoning: Option<Map<String, Value>>,
@@ -57,14 +58,14 @@ pub(crate) struct ResponsesRequest {
 
 #[derive(Debug, Default, Deserialize)]
 struct TextOptions {
-    format: Option<Value>,
+    format: Option<JsonValue>,
     verbosity: Option<String>,
 }
 
 /// What all events of an answer share.
 struct ResponseAnswer {
     /// The response without output.
-    object: Value,
+    object: JsonValue,
     reader: AnswerReader,
     blocks: Blocks,
     /// The id of each block.
@@ -89,13 +90,14 @@ pub(crate) async fn create(
     let mut variables = Map::new();
     let thinking = thinking(effort(request.reasoning.as_ref())?, &mut variables)?;
     let messages = messages(&app, &request)?;
-    let talk = Talk { messages, tools, variables, thinking, generation_prompt: true, shape };
+    let talk = Talk { messages, tools, variables, thinking, generation_prompt: true, shape, ..Talk::default() };
     let prompt = app.blocking(move |app| talk.prompt(app)).await??;
 
-    let max_tokens = request.max_output_tokens.unwrap_or(app.engine.context());
+    let max_tokens = request.max_output_tokens.map_or(app.engine.context(), |TokenLimit(limit)| limit);
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
     let drawn = Drawn { temperature: request.temperature, top_p: request.top_p, ..Drawn::default() };
-    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?])?;
+    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?]);
+    let generation = generation.map_err(|error| error.of_prompt("input"))?;
     let answer =
         ResponseAnswer { object, reader: prompt.reader, blocks: Blocks::default(), ids: Vec::new(), sequence: 0 };
     if request.stream.unwrap_or(false) {
@@ -137,17 +139,19 @@ fn effort(reasoning: Option<&Map<String, Value>>) -> Result<Option<String>> {
 }
 
 /// A tool of responses in the form of chat completions.
-fn nested(mut tool: Value) -> Value {
-    let Some(fields) = tool.as_object_mut() else { return tool };
-    let kind = fields.remove("type").unwrap_or_default();
-    json!({"type": kind, "function": fields})
+fn nested(mut function: JsonValue) -> JsonValue {
+    let Some(fields) = function.as_object_mut() else { return function };
+    let mut tool = JsonValue::default();
+    tool["type"] = fields.shift_remove("type").unwrap_or_default();
+    tool["function"] = function;
+    tool
 }
 
 fn messages(app: &App, request: &ResponsesRequest) -> Result<Vec<Message>> {
     let mut messages: Vec<Message> = request.instructions.iter().map(|text| Message::system(text.as_str())).collect();
     match &request.input {
-        Value::String(text) => messages.push(Message::user(text.as_str())),
-        Value::Array(items) if (1..=app.options.messages).contains(&items.len()) => {
+        JsonValue::String(text) => messages.push(Message::user(text.as_str())),
+        JsonValue::Array(items) if (1..=app.options.messages).contains(&items.len()) => {
             for (index, item) in items.iter().enumerate() {
                 add_item(&mut messages, item, &format!("input[{index}]"))?;
             }
@@ -160,15 +164,14 @@ fn messages(app: &App, request: &ResponsesRequest) -> Result<Vec<Message>> {
     Ok(messages)
 }
 
-/// Adds an item of the input. Thoughts and calls belong to the model's message before them.
-fn add_item(messages: &mut Vec<Message>, item: &Value, path: &str) -> Result<()> {
-    let string = |field: &str| {
-        let path = format!("{path}.{field}");
-        item[field].as_str().ok_or_else(|| ApiError::field(&path, format!("`{path}` must be a string")))
-    };
+/// Adds an item of the input, with the fields that items of answers have. Thoughts and calls belong to the model's
+/// message before them.
+fn add_item(messages: &mut Vec<Message>, item: &JsonValue, path: &str) -> Result<()> {
+    let only = |known: &[&str]| only_fields(item, path, &[known, &["type", "id", "status"]].concat());
     match item["type"].as_str().unwrap_or("message") {
         "message" => {
-            let role = match string("role")? {
+            only(&["role", "content", "phase"])?;
+            let role = match string(item, path, "role")? {
                 "system" | "developer" => ChatRole::System,
                 "user" => ChatRole::User,
                 "assistant" => ChatRole::Assistant,
@@ -184,20 +187,28 @@ fn add_item(messages: &mut Vec<Message>, item: &Value, path: &str) -> Result<()>
             }
         }
         "reasoning" => {
-            let texts = item["content"].as_array().into_iter().flatten().filter_map(|part| part["text"].as_str());
-            messages.push(Message::assistant("").reasoning(texts.collect::<String>()));
+            only(&["content", "summary", "encrypted_content"])?;
+            // Models whose thoughts nobody sees have summaries only.
+            let texts = |field: &str| -> String {
+                let parts = item[field].as_array().into_iter().flatten();
+                parts.filter_map(|part| part["text"].as_str()).collect()
+            };
+            let thoughts = Some(texts("content")).filter(|text| !text.is_empty()).unwrap_or_else(|| texts("summary"));
+            messages.push(Message::assistant("").reasoning(thoughts));
         }
         "function_call" => {
-            let mut call = ToolCall::new(string("call_id")?, string("name")?, json!(string("arguments")?));
-            call.function.parse_arguments();
+            only(&["call_id", "name", "arguments", "parsed_arguments", "namespace", "caller"])?;
+            let (id, name) = (string(item, path, "call_id")?, string(item, path, "name")?);
+            let call = sent_call(id, name.to_string(), string(item, path, "arguments")?.into());
             match messages.last_mut().filter(|last| last.role == ChatRole::Assistant) {
                 Some(last) => last.tool_calls.push(call),
                 None => messages.push(Message::assistant("").tool_calls(vec![call])),
             }
         }
         "function_call_output" => {
+            only(&["call_id", "output"])?;
             let text = content_text(&item["output"], &format!("{path}.output"))?;
-            messages.push(Message::tool(string("call_id")?, text));
+            messages.push(Message::tool(string(item, path, "call_id")?, text));
         }
         other => {
             let other: String = other.chars().take(32).collect();
@@ -217,23 +228,28 @@ fn is_open(message: &Message) -> bool {
 }
 
 /// The response before it has output.
-fn describe(app: &App, request: &ResponsesRequest, model: &str) -> Value {
+fn describe(app: &App, request: &ResponsesRequest, model: &str) -> JsonValue {
     let default = &app.options.sampling;
-    json!({
+    let max_output_tokens =
+        request.max_output_tokens.map(|TokenLimit(limit)| limit).filter(|&limit| limit < usize::MAX);
+    let object = json!({
         "id": random_id("resp_"), "object": "response", "created_at": now(), "status": "in_progress",
         "background": false, "error": null, "incomplete_details": null, "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens, "metadata": request.metadata.clone().unwrap_or_default(),
+        "max_output_tokens": max_output_tokens, "metadata": request.metadata.clone().unwrap_or_default(),
         "model": model, "output": [], "parallel_tool_calls": true, "previous_response_id": null,
         "reasoning": {"effort": request.reasoning.as_ref().and_then(|r| r.get("effort")), "summary": null},
         "store": false, "temperature": request.temperature.unwrap_or(default.temperature), "text": {"format": {"type": "text"}},
         "tool_choice": request.tool_choice.clone().unwrap_or(json!("auto")),
-        "tools": request.tools.clone().unwrap_or_default(), "top_p": request.top_p.unwrap_or(default.top_p),
+        "tools": [], "top_p": request.top_p.unwrap_or(default.top_p),
         "truncation": "disabled", "usage": null, "user": null,
-    })
+    });
+    let mut object = JsonValue::from(object);
+    object["tools"] = JsonValue::Array(request.tools.clone().unwrap_or_default());
+    object
 }
 
 impl ResponseAnswer {
-    async fn collect(mut self, mut generation: Generation) -> Result<Value> {
+    async fn collect(mut self, mut generation: Generation) -> Result<JsonValue> {
         let mut end = None;
         while let Some(event) = generation.next().await {
             let added = self.reader.read(event?.1);
@@ -260,14 +276,15 @@ impl ResponseAnswer {
     }
 
     /// The response at its end.
-    fn complete(&self, end: Option<&Finished>) -> Value {
+    fn complete(&self, end: Option<&Finished>) -> JsonValue {
         let mut object = self.object.clone();
-        object["output"] = (0..self.blocks.0.len()).map(|index| self.item(index, "completed")).collect();
+        let items = (0..self.blocks.0.len()).map(|index| self.item(index, "completed").into());
+        object["output"] = JsonValue::Array(items.collect());
         if let Some(end) = end {
             let is_complete = finish_reason(&end.reason) == "stop";
-            object["status"] = json!(if is_complete { "completed" } else { "incomplete" });
+            object["status"] = if is_complete { "completed" } else { "incomplete" }.into();
             if !is_complete {
-                object["incomplete_details"] = json!({"reason": "max_output_tokens"});
+                object["incomplete_details"] = json!({"reason": "max_output_tokens"}).into();
             }
             let mut usage = TokenUsage::default();
             usage.add(end.usage, true);
@@ -276,7 +293,8 @@ impl ResponseAnswer {
                 "output_tokens": usage.generated,
                 "output_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
                 "total_tokens": usage.prompt + usage.generated,
-            });
+            })
+            .into();
         }
         object
     }
@@ -314,8 +332,8 @@ impl ResponseAnswer {
 
     async fn stream(mut self, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
         for kind in ["response.created", "response.in_progress"] {
-            let event = json!({"response": self.object});
-            self.send(&sender, kind, event).await?;
+            let object = self.object.clone();
+            self.send_response(&sender, kind, object).await?;
         }
         let mut end = None;
         while let Some(event) = generation.next().await {
@@ -346,14 +364,14 @@ impl ResponseAnswer {
         }
         let response = self.complete(end.as_ref());
         let kind = if response["status"] == "completed" { "response.completed" } else { "response.incomplete" };
-        self.send(&sender, kind, json!({"response": response})).await
+        self.send_response(&sender, kind, response).await
     }
 
     async fn fail(&mut self, sender: &Sender, error: &ApiError) -> Result<(), Gone> {
         let mut response = self.complete(None);
-        response["status"] = json!("failed");
-        response["error"] = json!({"code": error.code.unwrap_or("server_error"), "message": error.message});
-        self.send(sender, "response.failed", json!({"response": response})).await
+        response["status"] = "failed".into();
+        response["error"] = json!({"code": error.code.unwrap_or("server_error"), "message": error.message}).into();
+        self.send_response(sender, "response.failed", response).await
     }
 
     async fn open(&mut self, sender: &Sender, index: usize) -> Result<(), Gone> {
@@ -410,9 +428,16 @@ impl ResponseAnswer {
         event
     }
 
-    async fn send(&mut self, sender: &Sender, kind: &str, mut event: Value) -> Result<(), Gone> {
-        event["type"] = json!(kind);
-        event["sequence_number"] = json!(self.sequence);
+    async fn send_response(&mut self, sender: &Sender, kind: &str, response: JsonValue) -> Result<(), Gone> {
+        let mut event = JsonValue::default();
+        event["response"] = response;
+        self.send(sender, kind, event).await
+    }
+
+    async fn send(&mut self, sender: &Sender, kind: &str, event: impl Into<JsonValue>) -> Result<(), Gone> {
+        let mut event = event.into();
+        event["type"] = kind.into();
+        event["sequence_number"] = json!(self.sequence).into();
         self.sequence += 1;
         sender.named(kind, &event).await
     }

@@ -6,11 +6,14 @@ use std::{
 };
 
 use kvant_engine::EngineRequest;
-use serde::Deserialize;
+use serde::{
+    Deserialize, Deserializer,
+    de::{Error, Visitor},
+};
 
 use crate::{
     app::App,
-    error::{ApiError, Result},
+    error::{self, ApiError},
 };
 
 /// One string or several.
@@ -30,6 +33,59 @@ impl Strings {
     }
 }
 
+/// The most tokens of an answer. -1 is no limit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct TokenLimit(pub usize);
+
+impl<'de> Deserialize<'de> for TokenLimit {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<TokenLimit, D::Error> {
+        let Whole(number) = Whole::deserialize(deserializer)?;
+        match number {
+            -1 => Ok(TokenLimit(usize::MAX)),
+            0.. => Ok(TokenLimit(usize::try_from(number).unwrap_or(usize::MAX))),
+            _ => Err(D::Error::custom(format_args!("must be at least 0, or -1 for no limit, got {number}"))),
+        }
+    }
+}
+
+/// A seed: 64 bits, with a sign or without one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Seed(pub u64);
+
+impl<'de> Deserialize<'de> for Seed {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Seed, D::Error> {
+        // Negative seeds are the upper half.
+        Whole::deserialize(deserializer).map(|Whole(number)| Seed(number as u64))
+    }
+}
+
+/// A whole number of 64 bits, with a sign or without one.
+struct Whole(i128);
+
+impl<'de> Deserialize<'de> for Whole {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Whole, D::Error> {
+        struct OfWhole;
+
+        impl Visitor<'_> for OfWhole {
+            type Value = Whole;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a whole number")
+            }
+
+            fn visit_u64<E: Error>(self, number: u64) -> Result<Whole, E> {
+                Ok(Whole(number.into()))
+            }
+
+            fn visit_i64<E: Error>(self, number: i64) -> Result<Whole, E> {
+                Ok(Whole(number.into()))
+            }
+        }
+
+        deserializer.deserialize_i64(OfWhole)
+    }
+}
+
 /// The fields that requests for completions and chat completions share.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Drawn {
@@ -37,7 +93,7 @@ pub(crate) struct Drawn {
     pub top_p: Option<f32>,
     pub top_k: Option<i64>,
     pub min_p: Option<f32>,
-    pub seed: Option<i64>,
+    pub seed: Option<Seed>,
     pub presence_penalty: Option<f32>,
     pub frequency_penalty: Option<f32>,
     pub repetition_penalty: Option<f32>,
@@ -63,7 +119,7 @@ macro_rules! drawn_request {
             top_p: Option<f32>,
             top_k: Option<i64>,
             min_p: Option<f32>,
-            seed: Option<i64>,
+            seed: Option<$crate::sampling::Seed>,
             presence_penalty: Option<f32>,
             frequency_penalty: Option<f32>,
             repetition_penalty: Option<f32>,
@@ -108,7 +164,7 @@ const LARGEST_BIAS: f32 = 100.0;
 
 impl Drawn {
     /// Sets what the fields say in a request, and the server's defaults for the others.
-    pub fn apply(self, request: EngineRequest, app: &App) -> Result<EngineRequest> {
+    pub fn apply(self, request: EngineRequest, app: &App) -> error::Result<EngineRequest> {
         let default = &app.options.sampling;
         let top_k = match self.top_k {
             None => default.top_k,
@@ -125,12 +181,12 @@ impl Drawn {
             .top_p(self.top_p.unwrap_or(default.top_p))
             .top_k(top_k)
             .min_p(self.min_p.unwrap_or(default.min_p))
-            .seed(self.seed.map_or_else(random, i64::cast_unsigned))
+            .seed(self.seed.map_or_else(random, |Seed(seed)| seed))
             .presence_penalty(self.presence_penalty.unwrap_or(default.presence_penalty))
             .frequency_penalty(self.frequency_penalty.unwrap_or(default.frequency_penalty))
             .repetition_penalty(self.repetition_penalty.unwrap_or(default.repetition_penalty));
         if let Some(bias) = self.logit_bias {
-            sampling.logit_bias = bias.into_iter().map(logit_bias).collect::<Result<_>>()?;
+            sampling.logit_bias = bias.into_iter().map(logit_bias).collect::<error::Result<_>>()?;
         }
         let stop = self.stop.map(Strings::into_vec).unwrap_or_default();
         let mut ids = self.stop_token_ids.unwrap_or_default();
@@ -152,7 +208,7 @@ impl Drawn {
 }
 
 /// A bias of -100 forbids a token.
-fn logit_bias((id, bias): (String, f32)) -> Result<(u32, f32)> {
+fn logit_bias((id, bias): (String, f32)) -> error::Result<(u32, f32)> {
     let invalid = |expected: &str, got: String| {
         Err(ApiError::field("logit_bias", format!("`logit_bias` must have {expected}, got {got}")))
     };
@@ -177,4 +233,20 @@ pub(crate) fn random_id(prefix: &str) -> String {
 /// Seconds since 1970.
 pub(crate) fn now() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_and_limits() {
+        let seed = |json: &str| serde_json::from_str::<Seed>(json).ok().map(|Seed(seed)| seed);
+        assert_eq!((seed("0"), seed("18446744073709551615")), (Some(0), Some(u64::MAX)));
+        assert_eq!((seed("-1"), seed("-9223372036854775808")), (Some(u64::MAX), Some(1 << 63)));
+        assert_eq!((seed("18446744073709551616"), seed("1.5"), seed("\"1\"")), (None, None, None));
+        let limit = |json: &str| serde_json::from_str::<TokenLimit>(json).ok().map(|TokenLimit(limit)| limit);
+        assert_eq!((limit("0"), limit("7"), limit("-1")), (Some(0), Some(7), Some(usize::MAX)));
+        assert_eq!((limit("-2"), limit("0.5")), (None, None));
+    }
 }

@@ -1,13 +1,14 @@
 //! Answers of a prescribed form: JSON, calls of tools, and other languages, as grammars for the engine.
 
-use kvant_engine::{CompiledGrammar, Grammar, SubmitError};
-use kvant_models::chat::ReplyFormat;
+use kvant_engine::{CompiledGrammar, Grammar, InexactNumber, SubmitError};
+use kvant_models::chat::{JsonValue, ReplyFormat};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
     app::App,
     error::{ApiError, Result},
+    fields::only_fields,
 };
 
 /// The form that an answer must have.
@@ -15,8 +16,8 @@ use crate::{
 pub(crate) struct Shape {
     /// The form of text.
     text: Option<TextShape>,
-    /// Functions, as tools in OpenAI's form.
-    calls: Vec<Value>,
+    /// The functions that the answer can call, as tools in OpenAI's form.
+    calls: Vec<JsonValue>,
     /// Whether the answer must be a call.
     must_call: bool,
 }
@@ -41,7 +42,7 @@ pub(crate) enum Thoughts {
 /// Other languages of texts, under vLLM's names. One of the fields is set.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct StructuredOutputs {
-    json: Option<Value>,
+    json: Option<JsonValue>,
     json_object: Option<bool>,
     regex: Option<String>,
     choice: Option<Vec<String>>,
@@ -51,18 +52,37 @@ pub(crate) struct StructuredOutputs {
 impl Shape {
     /// The form of text that `response_format` or, in `field`, its equivalent asks for. `wrapper` is the key of the
     /// object that has the schema.
-    pub fn of_format(format: Option<&Value>, field: &str, wrapper: Option<&str>) -> Result<Shape> {
+    pub fn of_format(format: Option<&JsonValue>, field: &str, wrapper: Option<&str>) -> Result<Shape> {
         let Some(format) = format else { return Ok(Shape::default()) };
         match format["type"].as_str() {
-            Some("text") => Ok(Shape::default()),
-            Some("json_object") => Ok(Shape::of_text(field.to_string(), Grammar::JsonObject)),
+            Some("text") => {
+                only_fields(format, field, &["type"])?;
+                Ok(Shape::default())
+            }
+            // As in llama.cpp, it can have a schema.
+            Some("json_object") => {
+                only_fields(format, field, &["type", "schema"])?;
+                match &format["schema"] {
+                    JsonValue::Null => Ok(Shape::of_text(field.to_string(), Grammar::JsonObject)),
+                    schema => Ok(Shape::of_text(format!("{field}.schema"), Grammar::JsonSchema(schema.to_string()))),
+                }
+            }
             Some("json_schema") => {
+                const OF_SCHEMA: [&str; 4] = ["name", "description", "schema", "strict"];
                 let (field, holder) = match wrapper {
-                    Some(key) => (format!("{field}.{key}.schema"), &format[key]),
-                    None => (format!("{field}.schema"), format),
+                    Some(key) => {
+                        only_fields(format, field, &["type", key])?;
+                        let holder = format!("{field}.{key}");
+                        only_fields(&format[key], &holder, &OF_SCHEMA)?;
+                        (format!("{holder}.schema"), &format[key])
+                    }
+                    None => {
+                        only_fields(format, field, &[&OF_SCHEMA[..], &["type"]].concat())?;
+                        (format!("{field}.schema"), format)
+                    }
                 };
                 match &holder["schema"] {
-                    Value::Null => Err(ApiError::field(&field, format!("`{field}` is needed"))),
+                    JsonValue::Null => Err(ApiError::field(&field, format!("`{field}` is needed"))),
                     schema => Ok(Shape::of_text(field, Grammar::JsonSchema(schema.to_string()))),
                 }
             }
@@ -82,6 +102,10 @@ impl Shape {
         let Some(outputs) = outputs else { return Ok(self) };
         let name = "structured_outputs";
         let StructuredOutputs { json, json_object, regex, choice, grammar } = outputs;
+        if choice.as_ref().is_some_and(Vec::is_empty) {
+            let field = format!("{name}.choice");
+            return Err(ApiError::field(&field, format!("`{field}` must have at least one element, got none")));
+        }
         let choice = choice.map(|choices| {
             let choices: Vec<String> = choices.iter().map(|choice| literal(choice)).collect();
             Grammar::Lark(format!("start: {}", choices.join(" | ")))
@@ -102,8 +126,13 @@ impl Shape {
     }
 
     /// Adds functions that the answer can call, or must call.
-    pub fn and_calls(self, calls: Vec<Value>, must_call: bool) -> Shape {
+    pub fn and_calls(self, calls: Vec<JsonValue>, must_call: bool) -> Shape {
         Shape { calls, must_call, ..self }
+    }
+
+    /// The names of the functions that the answer can call.
+    pub fn functions(&self) -> impl Iterator<Item = &str> {
+        self.calls.iter().filter_map(|tool| tool["function"]["name"].as_str())
     }
 
     /// How the answer is read: a call that is not in the family's own form is JSON.
@@ -114,27 +143,39 @@ impl Shape {
 
     /// The grammar of an answer, if it must have a form.
     pub fn compile(&self, app: &App, family: ReplyFormat, thoughts: Thoughts) -> Result<Option<CompiledGrammar>> {
-        let (field, grammar) = match &self.text {
-            Some(TextShape { field, .. }) if !self.must_call => (field.as_str(), self.grammar(app, family, thoughts)?),
-            _ if self.must_call => ("tools", self.grammar(app, family, thoughts)?),
-            _ => return Ok(None),
-        };
-        compiled(app, field, &grammar).map(Some)
+        if self.must_call {
+            let calls = compiled(app, "tools", &self.grammar(app, family, thoughts, None)?);
+            return calls.map(Some).map_err(|error| self.call_error(app).unwrap_or(error));
+        }
+        let Some(TextShape { field, grammar }) = &self.text else { return Ok(None) };
+        let marks = Marks::of(family);
+        let has_calls = !self.calls.is_empty() && marks.call.is_some();
+        let alone = || compiled(app, field, grammar);
+        if !has_calls && (marks.thoughts.is_none() || thoughts == Thoughts::Never) {
+            return alone().map(Some);
+        }
+        if matches!(grammar, Grammar::Lark(_)) {
+            // Places in its errors are those that the client knows.
+            alone()?;
+        }
+        let whole = compiled(app, field, &self.grammar(app, family, thoughts, Some(grammar))?);
+        whole.map(Some).map_err(|error| alone().err().unwrap_or(error))
     }
 
-    /// The text's own grammar, or one of thoughts and text or calls.
-    fn grammar(&self, app: &App, family: ReplyFormat, thoughts: Thoughts) -> Result<Grammar> {
+    /// The error of the first function whose parameters cannot be enforced.
+    fn call_error(&self, app: &App) -> Option<ApiError> {
+        self.calls.iter().find_map(|tool| {
+            let schema = Grammar::JsonSchema(parameters(&tool["function"]).to_string());
+            let error = compiled(app, "tools", &schema).err()?;
+            let name = tool["function"]["name"].as_str().unwrap_or_default();
+            Some(ApiError { message: format!("the parameters of {name:?}: {}", error.message), ..error })
+        })
+    }
+
+    /// The grammar of thoughts and then text or a call.
+    fn grammar(&self, app: &App, family: ReplyFormat, thoughts: Thoughts, text: Option<&Grammar>) -> Result<Grammar> {
         let marks = Marks::of(family);
-        let text = self.text.as_ref().filter(|_| !self.must_call).map(|text| &text.grammar);
         let has_calls = self.must_call || !self.calls.is_empty() && marks.call.is_some();
-        match text {
-            Some(grammar) if !has_calls && (marks.thoughts.is_none() || thoughts == Thoughts::Never) => {
-                return Ok(grammar.clone());
-            }
-            // They have rules of their own.
-            Some(grammar @ Grammar::Lark(_)) => return Ok(grammar.clone()),
-            _ => {}
-        }
         let mut rules = Vec::new();
         let start = match thoughts {
             Thoughts::Open => "start: rest answer",
@@ -146,8 +187,9 @@ impl Shape {
             None if thoughts == Thoughts::Open => {
                 return Err(ApiError::unsupported("tool_choice", "the prompt asks for thoughts first"));
             }
-            Some([open, close]) if thoughts != Thoughts::Never => {
-                rules.push(format!("open: {}\nGAP: /[ \\n]{{1,4}}/", mark(app, open)));
+            Some((open, close)) if thoughts != Thoughts::Never => {
+                let open = open.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" ");
+                rules.push(format!("open: {open}\nGAP: /[ \\n]{{1,4}}/"));
                 rules.push(match special(app, close) {
                     Some(close) => format!("rest: thoughts {close} GAP?\nthoughts: /(?s:.*)/"),
                     None => format!("rest: thoughts GAP?\nthoughts[suffix={}]: /(?s:.*)/", literal(close)),
@@ -175,6 +217,14 @@ impl Shape {
     }
 }
 
+/// Refuses a schema with a number that cannot be enforced exactly.
+pub(crate) fn check_numbers(schema: &JsonValue, field: &str) -> Result<()> {
+    match InexactNumber::find(schema) {
+        Some(number) => Err(ApiError::field(field, format!("`{field}`: {number}"))),
+        None => Ok(()),
+    }
+}
+
 /// Compiles a grammar. An error names `field`.
 fn compiled(app: &App, field: &str, grammar: &Grammar) -> Result<CompiledGrammar> {
     app.engine.compile(grammar).map_err(|error| match error {
@@ -188,8 +238,8 @@ fn compiled(app: &App, field: &str, grammar: &Grammar) -> Result<CompiledGrammar
 
 /// The marks in a family's answers.
 struct Marks {
-    /// Around thoughts.
-    thoughts: Option<[&'static str; 2]>,
+    /// Before and after thoughts.
+    thoughts: Option<(&'static [&'static str], &'static str)>,
     /// Before and after the JSON of a call.
     call: Option<[&'static [&'static str]; 2]>,
 }
@@ -198,13 +248,16 @@ impl Marks {
     fn of(family: ReplyFormat) -> Marks {
         match family {
             ReplyFormat::Hermes => Marks {
-                thoughts: Some(["<think>", "</think>"]),
+                thoughts: Some((&["<think>"], "</think>")),
                 call: Some([&["<tool_call>", "\n"], &["\n", "</tool_call>"]]),
             },
             ReplyFormat::Mistral => {
-                Marks { thoughts: Some(["[THINK]", "[/THINK]"]), call: Some([&["[TOOL_CALLS]", "["], &["]"]]) }
+                let thoughts: (&[&str], &str) = (&["[THINK]"], "[/THINK]");
+                Marks { thoughts: Some(thoughts), call: Some([&["[TOOL_CALLS]", "["], &["]"]]) }
             }
             ReplyFormat::Llama3 => Marks { thoughts: None, call: Some([&[], &[]]) },
+            // Its calls are no JSON.
+            ReplyFormat::Gemma4 => Marks { thoughts: Some((&["<|channel>", "thought\n"], "<channel|>")), call: None },
             _ => Marks { thoughts: None, call: None },
         }
     }
@@ -225,41 +278,100 @@ fn special(app: &App, name: &str) -> Option<String> {
 
 /// Text in a grammar.
 fn literal(text: &str) -> String {
-    Value::from(text).to_string()
+    Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }
 
 /// The call of a function as JSON.
-fn call(function: &Value, key: &str) -> String {
-    let schema = match &function["parameters"] {
-        Value::Null => json!({"type": "object"}),
-        schema => schema.clone(),
-    };
+fn call(function: &JsonValue, key: &str) -> String {
     let name = format!("{{\"name\": {}, \"{key}\": ", function["name"]);
-    format!("{} {} {}", literal(&name), json_rule(schema), literal("}"))
+    format!("{} {} {}", literal(&name), json_rule(parameters(function)), literal("}"))
+}
+
+/// The schema of a function's arguments, which are an object. A function without parameters has no arguments.
+fn parameters(function: &JsonValue) -> JsonValue {
+    match &function["parameters"] {
+        JsonValue::Null => json!({"type": "object", "properties": {}, "additionalProperties": false}).into(),
+        JsonValue::Object(fields) if fields.contains_key("type") => JsonValue::Object(fields.clone()),
+        JsonValue::Object(fields) => {
+            let mut schema = JsonValue::from(json!({"type": "object"}));
+            schema.as_object_mut().into_iter().for_each(|all| all.extend(fields.clone()));
+            schema
+        }
+        other => other.clone(),
+    }
 }
 
 /// A grammar as a part of another one.
 fn rule(grammar: &Grammar) -> String {
     match grammar {
-        Grammar::JsonSchema(schema) => json_rule(serde_json::from_str(schema).unwrap_or_default()),
-        Grammar::Regex(regex) => format!("/{}/", regex.replace('/', "\\/").replace('\n', "\\n")),
-        _ => json_rule(json!({"type": "object"})),
+        Grammar::JsonSchema(schema) => json_rule(JsonValue::parse(schema).unwrap_or_default()),
+        Grammar::Regex(regex) => format!("%lark {{\nstart: {}\n}}", regex_rule(regex)),
+        Grammar::Lark(lark) => format!("%lark {{\n{lark}\n}}"),
+        _ => json_rule(json!({"type": "object"}).into()),
     }
 }
 
-fn json_rule(schema: Value) -> String {
+/// A regular expression between slashes. Slashes in it are escaped, also those that are already.
+fn regex_rule(regex: &str) -> String {
+    // Two slashes begin a comment.
+    if regex.is_empty() {
+        return "\"\"".to_string();
+    }
+    let (mut out, mut is_escaped) = ("/".to_string(), false);
+    for c in regex.chars() {
+        match c {
+            '/' if !is_escaped => out += "\\/",
+            '\n' => out += if is_escaped { "n" } else { "\\n" },
+            c => out.push(c),
+        }
+        is_escaped = c == '\\' && !is_escaped;
+    }
+    out + "/"
+}
+
+fn json_rule(schema: JsonValue) -> String {
     // `true` allows everything.
-    let mut schema = if schema == true { json!({}) } else { schema };
-    if let Some(fields) = schema.as_object_mut() {
-        fields.insert("x-guidance".to_string(), json!({"whitespace_pattern": Grammar::WHITESPACE}));
+    let mut schema = if schema == true { json!({}).into() } else { schema };
+    if schema.is_object() {
+        schema["x-guidance"] = json!({"whitespace_pattern": Grammar::WHITESPACE}).into();
     }
     format!("%json {schema}")
 }
 
 /// The text of a schema, which some clients send as a string.
-fn schema_text(schema: Value) -> String {
+fn schema_text(schema: JsonValue) -> String {
     match schema {
-        Value::String(text) => text,
+        JsonValue::String(text) => text,
         schema => schema.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slashes_of_regular_expressions() {
+        for (regex, rule) in [
+            ("a/b", r"/a\/b/"),
+            (r"a\/b", r"/a\/b/"),
+            (r"a\\/b", r"/a\\\/b/"),
+            (r"[/\d]", r"/[\/\d]/"),
+            ("a\nb", r"/a\nb/"),
+            ("", "\"\""),
+        ] {
+            assert_eq!(regex_rule(regex), rule);
+        }
+    }
+
+    #[test]
+    fn arguments_are_an_object() {
+        let schema = |function: Value| parameters(&function.into()).to_string();
+        let none = r#"{"type":"object","properties":{},"additionalProperties":false}"#;
+        assert_eq!(schema(json!({"name": "f"})), none);
+        assert_eq!(schema(json!({"name": "f", "parameters": null})), none);
+        assert_eq!(schema(json!({"parameters": {}})), r#"{"type":"object"}"#);
+        let any = json!({"parameters": {"anyOf": [{"required": ["a"]}]}});
+        assert_eq!(schema(any), r#"{"type":"object","anyOf":[{"required":["a"]}]}"#);
     }
 }

@@ -23,6 +23,8 @@ use crate::engine::lock;
 
 /// Bytes of stack for the compilation of a grammar, which is recursive.
 const STACK: usize = 32 << 20;
+/// What begins a schema in a grammar.
+const SCHEMA: &str = "%json";
 /// The longest message about a grammar.
 const LONGEST_MESSAGE: usize = 500;
 
@@ -104,7 +106,11 @@ impl TableCompiler {
                 watchdog: Arc::clone(&self.watchdog),
                 end: self.end,
             }),
-            Some(error) => Err(message(&error)),
+            Some(error) => {
+                let reason = message(&error);
+                // Only a grammar has places that its author knows.
+                Err(if matches!(grammar, Grammar::Lark(_)) { reason } else { without_place(&reason).to_string() })
+            }
         }
     }
 }
@@ -113,26 +119,36 @@ impl TableCompiler {
 fn source(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
     let schema = match grammar {
         Grammar::Regex(regex) => return Ok(TopLevelGrammar::from_regex(regex)),
-        Grammar::Lark(lark) => {
-            // Schemas within it, wherever it has them.
-            for (at, name) in lark.match_indices("%json") {
-                let schema = serde_json::Deserializer::from_str(&lark[at + name.len()..]).into_iter().next();
-                schema.and_then(Result::ok).map_or(Ok(()), |schema: Value| schema::check(&schema))?;
-            }
-            return Ok(TopLevelGrammar::from_lark(lark.clone()));
-        }
+        Grammar::Lark(lark) => return Ok(TopLevelGrammar::from_lark(with_schemas(lark)?)),
         Grammar::JsonObject => json!({"type": "object"}),
-        Grammar::JsonSchema(schema) => serde_json::from_str(schema).map_err(|error| error.to_string())?,
+        Grammar::JsonSchema(schema) => schema::prepared(schema)?,
     };
     let mut schema = match schema {
         Value::Object(_) => schema,
         Value::Bool(true) => json!({}),
         other => return Err(format!("a JSON schema is an object, not {}", kind(&other))),
     };
-    schema::check(&schema)?;
     let whitespace_pattern = Some(Grammar::WHITESPACE.to_string());
     JsonCompileOptions { whitespace_pattern, ..JsonCompileOptions::default() }.apply_to(&mut schema);
     Ok(TopLevelGrammar::from_json_schema(schema))
+}
+
+/// A grammar whose schemas are prepared, wherever it has them.
+fn with_schemas(lark: &str) -> Result<String, String> {
+    let (mut out, mut rest) = (String::with_capacity(lark.len()), lark);
+    while let Some((before, after)) = rest.split_once(SCHEMA) {
+        out.push_str(before);
+        out.push_str(SCHEMA);
+        rest = after;
+        let mut schemas = serde_json::Deserializer::from_str(after).into_iter::<Value>();
+        if let Some(Ok(_)) = schemas.next() {
+            let (schema, after) = after.split_at(schemas.byte_offset());
+            out.push(' ');
+            out.push_str(&schema::prepared(schema)?.to_string());
+            rest = after;
+        }
+    }
+    Ok(out + rest)
 }
 
 fn kind(value: &Value) -> &'static str {
@@ -146,11 +162,29 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// The part of an error that concerns its reader: no backtraces, and no more than a few lines.
+/// The part of an error that concerns its reader: no backtraces, no source, and no more than a few lines.
 fn message(error: &impl ToString) -> String {
     let text = error.to_string();
-    let text = text.split("\n<").next().unwrap_or_default().trim();
-    text.chars().take(LONGEST_MESSAGE).collect()
+    let text = text.split("\n<").next().unwrap_or_default();
+    let lines: Vec<&str> = text.lines().filter(|line| !is_source(line)).map(str::trim).collect();
+    lines.join("\n").trim().chars().take(LONGEST_MESSAGE).collect()
+}
+
+/// Whether a line shows the source around an error: `   3 | start: "a"`, or the mark below it.
+fn is_source(line: &str) -> bool {
+    let (number, rest) = line.split_once('|').unwrap_or((line, ""));
+    let is_numbered =
+        !rest.is_empty() && !number.trim().is_empty() && number.trim().bytes().all(|b| b.is_ascii_digit());
+    is_numbered || line.trim() == "^"
+}
+
+/// A message without `at 1(8): `.
+fn without_place(message: &str) -> &str {
+    let Some((place, rest)) = message.strip_prefix("at ").and_then(|rest| rest.split_once(": ")) else {
+        return message;
+    };
+    let is_place = place.bytes().all(|b| b.is_ascii_digit() || b"()".contains(&b));
+    if is_place { rest } else { message }
 }
 
 /// The state of a text.

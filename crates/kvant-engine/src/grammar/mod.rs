@@ -8,8 +8,11 @@
 mod absent;
 #[cfg(feature = "grammar")]
 mod llguidance;
+mod numbers;
 #[cfg(all(test, feature = "grammar"))]
 mod random;
+#[cfg(feature = "grammar")]
+mod references;
 #[cfg(feature = "grammar")]
 mod schema;
 #[cfg(feature = "grammar")]
@@ -18,6 +21,8 @@ mod watchdog;
 use std::{fmt, sync::Arc};
 
 use kvant_models::Tokenizer;
+
+pub use self::numbers::InexactNumber;
 
 #[cfg(not(feature = "grammar"))]
 use self::absent::{NoCompiler as TableCompiler, NoState as MatcherState};
@@ -41,8 +46,8 @@ const MOST_DEPTH: usize = 64;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Grammar {
-    /// JSON that a JSON schema accepts; the schema as JSON. Properties come in the order of the schema. A keyword that
-    /// cannot be enforced is an error.
+    /// JSON that a JSON schema accepts; the schema as JSON. Properties come in the order of the schema. A keyword or a
+    /// number that cannot be enforced is an error. A `format` without a known pattern has no effect.
     JsonSchema(String),
     /// Any JSON object.
     JsonObject,

@@ -2,16 +2,34 @@
 
 use std::collections::BTreeSet;
 
+use kvant_models::chat::JsonValue;
 use serde_json::{Map, Value};
+
+use super::{InexactNumber, references};
 
 /// The largest product of all `multipleOf` of a schema: its automaton has as many states.
 const LARGEST_MULTIPLE: u128 = 100_000;
+
+/// The schema in a form that `llguidance` enforces.
+///
+/// # Errors
+/// The reason why it is refused.
+pub fn prepared(source: &str) -> Result<Value, String> {
+    let exact = JsonValue::parse(source).map_err(|error| error.to_string())?;
+    if let Some(number) = InexactNumber::find(&exact) {
+        return Err(number.to_string());
+    }
+    let mut schema = exact.to_rounded();
+    check(&schema)?;
+    references::normalize(&mut schema);
+    Ok(schema)
+}
 
 /// Checks a schema with all its parts.
 ///
 /// # Errors
 /// The reason why it is refused.
-pub fn check(schema: &Value) -> Result<(), String> {
+fn check(schema: &Value) -> Result<(), String> {
     let mut found = Keywords::default();
     found.value(schema)?;
     let product = found.multiples.iter().fold(1u128, |product, multiple| product.saturating_mul(*multiple));

@@ -4,9 +4,7 @@
 //! text. Each such name gets a mark after its first character, before the text is rendered. Text between marks is
 //! encoded separately, so no special token can reach over one.
 
-use serde_json::{Map, Value};
-
-use super::{ChatTemplate, Content, ContentPart, Conversation, Message};
+use super::{ChatTemplate, Content, ContentPart, Conversation, JsonValue, Message};
 use crate::{Error, Result, Tokenizer};
 
 /// Characters for the mark: the last private ones of Unicode, which no text needs.
@@ -21,8 +19,8 @@ impl ChatTemplate {
     pub fn encode(&self, conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         let marker = Marker::new(conversation, tokenizer)?;
         let messages: Vec<Message> = conversation.messages.iter().map(|message| marker.message(message)).collect();
-        let tools: Vec<Value> = conversation.tools.iter().map(|tool| marker.json(tool)).collect();
-        let marked = Conversation { messages: &messages, tools: &tools, ..conversation.clone() };
+        let tools: Vec<JsonValue> = conversation.tools.iter().map(|tool| marker.json(tool)).collect();
+        let marked = Conversation { messages: &messages, tools, ..conversation.clone() };
         let text = self.render(&marked)?;
         let mut ids = Vec::new();
         for piece in text.split(marker.mark).filter(|piece| !piece.is_empty()) {
@@ -30,6 +28,13 @@ impl ChatTemplate {
         }
         Ok(ids)
     }
+}
+
+/// A mark that no text of a conversation contains.
+pub(super) fn free_mark(conversation: &Conversation) -> Result<char> {
+    let texts = serde_json::to_string(&(conversation.messages, &conversation.tools)).unwrap_or_default();
+    let mark = MARKS.into_iter().find(|&mark| !texts.contains(mark));
+    mark.ok_or_else(|| Error::argument("messages", "without some private character", "all"))
 }
 
 struct Marker {
@@ -40,10 +45,7 @@ struct Marker {
 
 impl Marker {
     fn new(conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Marker> {
-        let texts = serde_json::to_string(&(conversation.messages, conversation.tools)).unwrap_or_default();
-        let mark = MARKS.into_iter().find(|&mark| !texts.contains(mark));
-        let mark = mark.ok_or_else(|| Error::argument("messages", "without some private character", "all"))?;
-        Ok(Marker { mark, names: tokenizer.special_names() })
+        Ok(Marker { mark: free_mark(conversation)?, names: tokenizer.special_names() })
     }
 
     fn text(&self, text: &str) -> String {
@@ -82,13 +84,12 @@ impl Marker {
     }
 
     /// Names of keys are texts as well.
-    fn json(&self, value: &Value) -> Value {
+    fn json(&self, value: &JsonValue) -> JsonValue {
         match value {
-            Value::String(text) => Value::String(self.text(text)),
-            Value::Array(items) => items.iter().map(|item| self.json(item)).collect(),
-            Value::Object(fields) => {
-                let fields = fields.iter().map(|(name, value)| (self.text(name), self.json(value)));
-                Value::Object(fields.collect::<Map<_, _>>())
+            JsonValue::String(text) => JsonValue::String(self.text(text)),
+            JsonValue::Array(items) => JsonValue::Array(items.iter().map(|item| self.json(item)).collect()),
+            JsonValue::Object(fields) => {
+                JsonValue::Object(fields.iter().map(|(name, value)| (self.text(name), self.json(value))).collect())
             }
             other => other.clone(),
         }

@@ -7,7 +7,7 @@ use minijinja::{
     value::{Kwargs, ValueKind},
 };
 
-use super::{jinja::spend, python};
+use super::{exact::LongNumber, jinja::spend, python};
 
 /// Nested deeper, values are refused.
 const MOST_DEPTH: usize = 128;
@@ -73,7 +73,10 @@ impl Dump {
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
             ValueKind::Map => self.object(value, depth)?,
             ValueKind::Seq | ValueKind::Iterable => self.array(value, depth)?,
-            kind => return Err(invalid(format!("{kind} is not JSON serializable"))),
+            kind => match value.downcast_object_ref::<LongNumber>() {
+                Some(number) => self.out.push_str(&number.0),
+                None => return Err(invalid(format!("{kind} is not JSON serializable"))),
+            },
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! The messages of a conversation, in the shape of OpenAI's chat completions.
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+
+use super::JsonValue;
 
 /// Who wrote a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -161,13 +162,13 @@ pub struct FunctionCall {
     pub name: String,
     /// The arguments. Templates expect an object. OpenAI's clients send the object's JSON in a string, which
     /// [`FunctionCall::parse_arguments`] converts.
-    pub arguments: Value,
+    pub arguments: JsonValue,
 }
 
 impl ToolCall {
     /// A call of a function.
-    pub fn new(id: impl Into<String>, name: impl Into<String>, arguments: Value) -> ToolCall {
-        let function = FunctionCall { name: name.into(), arguments };
+    pub fn new(id: impl Into<String>, name: impl Into<String>, arguments: impl Into<JsonValue>) -> ToolCall {
+        let function = FunctionCall { name: name.into(), arguments: arguments.into() };
         ToolCall { kind: self::function(), id: Some(id.into()), function }
     }
 }
@@ -175,8 +176,8 @@ impl ToolCall {
 impl FunctionCall {
     /// Replaces arguments that are the JSON of an object in a string by this object.
     pub fn parse_arguments(&mut self) {
-        if let Value::String(json) = &self.arguments
-            && let Ok(object @ Value::Object(_)) = serde_json::from_str(json)
+        if let JsonValue::String(json) = &self.arguments
+            && let Ok(object @ JsonValue::Object(_)) = JsonValue::parse(json)
         {
             self.arguments = object;
         }

@@ -6,11 +6,13 @@
 //! | render it with the model's template | [`ChatTemplate`], [`Conversation`] |
 //! | tokens of it, in which users cannot write special tokens | [`ChatTemplate::encode`] |
 //! | split a reply into thoughts, content and tool calls | [`ReplyParser`] |
+//! | JSON whose numbers keep their digits, as in the arguments of calls | [`JsonValue`] |
 //! | end a text at stop strings | [`StopStrings`] |
 //! | the sampling parameters that a checkpoint recommends | [`GenerationDefaults`] |
 
 mod defaults;
 mod encode;
+mod exact;
 mod format_time;
 mod jinja;
 mod json;
@@ -24,6 +26,7 @@ mod template;
 mod tool_calls;
 
 pub use defaults::GenerationDefaults;
+pub use exact::{JsonValue, keeps_digits};
 pub use message::{ChatRole, Content, ContentPart, FunctionCall, Message, ToolCall};
 pub use reply::{ReplyEvent, ReplyFormat, ReplyParser};
 pub use stop::StopStrings;

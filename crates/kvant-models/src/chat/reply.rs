@@ -59,6 +59,8 @@ pub enum ReplyEvent {
 #[derive(Clone, Debug)]
 pub struct ReplyParser {
     format: ReplyFormat,
+    /// The functions that the model was offered.
+    functions: Vec<String>,
     state: State,
     /// Text that is not decided yet.
     held: String,
@@ -77,21 +79,31 @@ enum State {
     Content,
     Reasoning,
     Call,
+    /// JSON that is a call or content.
+    UnmarkedCall,
     /// Before a harmony message, or the name of Gemma's channel.
     Header,
 }
 
 impl ReplyParser {
-    /// A parser of one reply.
+    /// A parser of one reply without calls: text that looks like a call is content. See [`ReplyParser::functions`].
     pub fn new(format: ReplyFormat) -> ReplyParser {
         ReplyParser {
             format,
+            functions: Vec::new(),
             state: State::Start,
             held: String::new(),
             name: None,
             is_begun: false,
             is_after_thoughts: false,
         }
+    }
+
+    /// Sets the functions that the model was offered, by name: with some, the reply can have calls. Where a call has no
+    /// mark, it must be one of these functions.
+    #[must_use]
+    pub fn functions(self, names: impl IntoIterator<Item = impl Into<String>>) -> ReplyParser {
+        ReplyParser { functions: names.into_iter().map(Into::into).collect(), ..self }
     }
 
     /// Continues the end of a prompt: templates that ask for thoughts write `<think>` themselves.
@@ -109,6 +121,16 @@ impl ReplyParser {
         self
     }
 
+    /// Continues a reply whose beginning is in the prompt. The events of the beginning are dropped.
+    #[must_use]
+    pub fn after_reply(mut self, beginning: &str) -> ReplyParser {
+        self.push(beginning);
+        if !matches!(self.state, State::Call | State::UnmarkedCall) {
+            self.held.clear();
+        }
+        self
+    }
+
     /// Takes a piece.
     pub fn push(&mut self, piece: &str) -> Vec<ReplyEvent> {
         self.held.push_str(piece);
@@ -122,15 +144,20 @@ impl ReplyParser {
         let mut events = Vec::new();
         let rest = std::mem::take(&mut self.held);
         match self.state {
-            State::Call => self.call(&rest, &mut events),
+            State::Call | State::UnmarkedCall => self.call(&rest, &mut events),
             State::Header => {}
             _ => self.text(rest, true, &mut events),
         }
         events
     }
 
-    /// The markers of a state, with the next state.
-    fn markers(&self) -> &'static [(&'static str, State)] {
+    /// The markers of the state, with the next state.
+    fn markers(&self) -> impl Iterator<Item = &'static (&'static str, State)> {
+        let has_calls = !self.functions.is_empty();
+        self.markers_with_calls().iter().filter(move |(_, next)| has_calls || *next != State::Call)
+    }
+
+    fn markers_with_calls(&self) -> &'static [(&'static str, State)] {
         use State::*;
         match (self.format, self.state) {
             (ReplyFormat::Plain, _) => &[],
@@ -140,7 +167,6 @@ impl ReplyParser {
             (ReplyFormat::Mistral, Reasoning) => &[("[/THINK]", Content)],
             (ReplyFormat::Mistral, Call) => &[("[TOOL_CALLS]", Call)],
             (ReplyFormat::Mistral, _) => &[("[THINK]", Reasoning), ("[TOOL_CALLS]", Call)],
-            (ReplyFormat::Llama3, Call) => &[("<|python_tag|>", Call)],
             (ReplyFormat::Llama3, _) => &[("<|python_tag|>", Call)],
             (ReplyFormat::Gemma4, Header) => &[("\n", Reasoning), ("<channel|>", Content)],
             (ReplyFormat::Gemma4, Reasoning) => &[("<channel|>", Content)],
@@ -161,13 +187,13 @@ impl ReplyParser {
     fn step(&mut self, events: &mut Vec<ReplyEvent>) -> bool {
         if self.state == State::Start {
             let Some(first) = self.held.trim_start().chars().next() else { return false };
-            self.state = if self.format == ReplyFormat::Llama3 && first == '{' { State::Call } else { State::Content };
+            let can_be_call = self.format == ReplyFormat::Llama3 && first == '{' && !self.functions.is_empty();
+            self.state = if can_be_call { State::UnmarkedCall } else { State::Content };
         }
-        let markers = self.markers();
-        let found = markers.iter().filter_map(|&(marker, next)| Some((self.held.find(marker)?, marker, next)));
+        let found = self.markers().filter_map(|&(marker, next)| Some((self.held.find(marker)?, marker, next)));
         let Some((place, marker, next)) = found.min_by_key(|(place, ..)| *place) else {
-            if !matches!(self.state, State::Call | State::Header) {
-                let keep = partial_end(&self.held, markers.iter().map(|(marker, _)| *marker));
+            if !matches!(self.state, State::Call | State::UnmarkedCall | State::Header) {
+                let keep = partial_end(&self.held, self.markers().map(|(marker, _)| *marker));
                 let text: String = self.held.drain(..self.held.len() - keep).collect();
                 self.text(text, false, events);
             }
@@ -176,7 +202,7 @@ impl ReplyParser {
         let before: String = self.held.drain(..place + marker.len()).collect();
         let before = &before[..place];
         match self.state {
-            State::Call => self.call(before, events),
+            State::Call | State::UnmarkedCall => self.call(before, events),
             State::Header => {}
             _ => self.text(before.to_string(), true, events),
         }
@@ -195,9 +221,9 @@ impl ReplyParser {
         let is_name = |c: char| c.is_alphanumeric() || matches!(c, '_' | '-' | '.');
         self.name = name.map(|name| name.chars().take_while(|&c| is_name(c)).collect());
         match self.name {
-            Some(_) => State::Call,
-            None if header.contains("analysis") => State::Reasoning,
-            None => State::Content,
+            Some(_) if !self.functions.is_empty() => State::Call,
+            _ if header.contains("analysis") => State::Reasoning,
+            _ => State::Content,
         }
     }
 
@@ -222,7 +248,11 @@ impl ReplyParser {
 
     /// Gives the calls of a text. One that cannot be parsed is content.
     fn call(&mut self, text: &str, events: &mut Vec<ReplyEvent>) {
-        match tool_calls::parse(self.format, self.name.take(), text) {
+        let calls = match self.state {
+            State::UnmarkedCall => tool_calls::parse_unmarked(&self.functions, text).map(|call| vec![call]),
+            _ => tool_calls::parse(self.format, self.name.take(), text),
+        };
+        match calls {
             Some(calls) => events.extend(calls.into_iter().map(ReplyEvent::ToolCall)),
             None if text.trim().is_empty() => {}
             None => events.push(ReplyEvent::Content(text.to_string())),
@@ -250,7 +280,7 @@ mod tests {
 
     #[test]
     fn any_cut_gives_the_same_parts() {
-        let weather = FunctionCall { name: "weather".into(), arguments: json!({"place": "Zürich", "days": 2}) };
+        let weather = FunctionCall { name: "weather".into(), arguments: json!({"place": "Zürich", "days": 2}).into() };
         let json_call = r#"{"name": "weather", "arguments": {"place": "Zürich", "days": 2}}"#;
         let cases: &[(ReplyFormat, String, &str, &str, usize)] = &[
             (ReplyFormat::Plain, "<think>a</think>".into(), "", "<think>a</think>", 0),
@@ -263,6 +293,8 @@ mod tests {
             (ReplyFormat::Llama3, json_call.replace("arguments", "parameters"), "", "", 1),
             (ReplyFormat::Llama3, format!("<|python_tag|>{json_call}"), "", "", 1),
             (ReplyFormat::Llama3, "{curly} text".into(), "", "{curly} text", 0),
+            (ReplyFormat::Llama3, r#"{"name": "Ada", "age": 36}"#.into(), "", r#"{"name": "Ada", "age": 36}"#, 0),
+            (ReplyFormat::Llama3, r#"{"name": "weather", "age": 36}"#.into(), "", r#"{"name": "weather", "age": 36}"#, 0),
             (
                 ReplyFormat::Gemma4,
                 "<|channel>thought\nHm.\n<channel|>Ok.<|tool_call>call:weather{days:2,place:<|\"|>Zürich<|\"|>}<tool_call|>".into(),
@@ -290,17 +322,81 @@ mod tests {
         for (format, text, reasoning, content, calls) in cases {
             let expected = (reasoning.to_string(), content.to_string(), vec![weather.clone(); *calls]);
             for cut in (0..=text.len()).filter(|&cut| text.is_char_boundary(cut)) {
-                let mut parser = ReplyParser::new(*format);
+                let mut parser = ReplyParser::new(*format).functions(["weather"]);
                 let mut events = parser.push(&text[..cut]);
                 events.extend(parser.push(&text[cut..]));
                 events.extend(parser.finish());
                 assert_eq!(joined(events), expected, "{text:?} cut at {cut}");
             }
-            let mut parser = ReplyParser::new(*format);
+            let mut parser = ReplyParser::new(*format).functions(["weather"]);
             let mut events: Vec<_> = text.chars().flat_map(|c| parser.push(&c.to_string())).collect();
             events.extend(parser.finish());
             assert_eq!(joined(events), expected, "{text:?}");
         }
+    }
+
+    /// Without functions, what looks like a call is content, marks included.
+    #[test]
+    fn no_functions_no_calls() {
+        let call = r#"{"name": "weather", "arguments": {}}"#;
+        for (format, text, content) in [
+            (ReplyFormat::Hermes, format!("<think>Hm</think><tool_call>{call}</tool_call>"), None),
+            (ReplyFormat::Mistral, format!("[THINK]Hm[/THINK][TOOL_CALLS][{call}]"), None),
+            (ReplyFormat::Llama3, call.to_string(), None),
+            (ReplyFormat::Llama3, format!("<|python_tag|>{call}"), None),
+            (ReplyFormat::Gemma4, "<|channel>thought\nHm<channel|><|tool_call>call:weather{}<tool_call|>".into(), None),
+            (
+                ReplyFormat::Harmony,
+                "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.weather \
+                 <|constrain|>json<|message|>{}<|call|>"
+                    .into(),
+                Some("{}"),
+            ),
+        ] {
+            let mut parser = ReplyParser::new(format);
+            let mut events: Vec<_> = text.chars().flat_map(|c| parser.push(&c.to_string())).collect();
+            events.extend(parser.finish());
+            let (_, found, calls) = joined(events);
+            let after_thoughts = ["</think>", "[/THINK]", "<channel|>"].iter().find_map(|end| text.split_once(end));
+            let expected = content.unwrap_or_else(|| after_thoughts.map_or(text.as_str(), |(_, rest)| rest));
+            assert_eq!((found.as_str(), calls.len()), (expected, 0), "{text}");
+        }
+    }
+
+    #[test]
+    fn arguments_keep_their_numbers() {
+        let arguments = r#"{"id":123456789012345678901,"share":0.12345678901234567890}"#;
+        for (format, text) in [
+            (ReplyFormat::Hermes, format!(r#"<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>"#)),
+            (ReplyFormat::Mistral, format!("[TOOL_CALLS]f[ARGS]{arguments}")),
+            (ReplyFormat::Llama3, format!(r#"{{"name": "f", "parameters": {arguments}}}"#)),
+            (
+                ReplyFormat::Gemma4,
+                "<|tool_call>call:f{id:123456789012345678901,share:0.12345678901234567890}<tool_call|>".into(),
+            ),
+            (ReplyFormat::Harmony, format!("<|channel|>commentary to=functions.f<|message|>{arguments}<|call|>")),
+        ] {
+            let mut parser = ReplyParser::new(format).functions(["f"]);
+            let mut events = parser.push(&text);
+            events.extend(parser.finish());
+            let [ReplyEvent::ToolCall(call)] = events.as_slice() else { panic!("{events:?}") };
+            assert_eq!(call.arguments.to_string(), arguments);
+        }
+    }
+
+    #[test]
+    fn a_reply_continues_its_beginning() {
+        let finish = |beginning: &str, rest: &str| {
+            let mut parser = ReplyParser::new(ReplyFormat::Hermes).functions(["f"]).after_reply(beginning);
+            let mut events = parser.push(rest);
+            events.extend(parser.finish());
+            joined(events)
+        };
+        assert_eq!(finish("One,", "\n two"), (String::new(), "\n two".into(), Vec::new()));
+        assert_eq!(finish("<think>\nOne,", " two</think>\n\nYes"), (" two".into(), "Yes".into(), Vec::new()));
+        assert_eq!(finish("<think>a</think>\n\nYes", " no"), (String::new(), " no".into(), Vec::new()));
+        let (.., calls) = finish("<tool_call>{\"name\": \"f\", ", "\"arguments\": {}}</tool_call>");
+        assert_eq!(calls.len(), 1);
     }
 
     #[test]

@@ -11,7 +11,10 @@ use serde::Serialize;
 use serde_json::Map;
 
 pub use super::format_time::Clock;
-use super::{Message, ReplyFormat, format_time::strftime, jinja, operators};
+use super::{
+    ChatRole, Content, JsonValue, Message, ReplyFormat, ToolCall, encode::free_mark, format_time::strftime, jinja,
+    operators,
+};
 use crate::{Error, Files, Result, gguf::Metadata, panics};
 
 /// Larger than any template.
@@ -77,9 +80,11 @@ pub struct Conversation<'a> {
     /// The messages.
     pub messages: &'a [Message],
     /// The tools that the model may call, each as `{"type": "function", "function": {…}}` with a JSON schema.
-    pub tools: &'a [serde_json::Value],
+    pub tools: Vec<JsonValue>,
     /// Whether the text ends with the beginning of an answer.
     pub generation_prompt: bool,
+    /// Whether the text ends within the last message, which the model continues.
+    pub continues_last: bool,
     /// Other variables of the template.
     pub variables: Map<String, serde_json::Value>,
     /// The time for templates that print a date.
@@ -89,19 +94,33 @@ pub struct Conversation<'a> {
 impl<'a> Conversation<'a> {
     /// A conversation that the model continues with its answer.
     pub fn new(messages: &'a [Message]) -> Conversation<'a> {
-        Conversation { messages, tools: &[], generation_prompt: true, variables: Map::new(), clock: Clock::Now }
+        Conversation {
+            messages,
+            tools: Vec::new(),
+            generation_prompt: true,
+            continues_last: false,
+            variables: Map::new(),
+            clock: Clock::Now,
+        }
     }
 
     /// Sets the tools.
     #[must_use]
-    pub fn tools(self, tools: &'a [serde_json::Value]) -> Conversation<'a> {
-        Conversation { tools, ..self }
+    pub fn tools<T: Into<JsonValue>>(self, tools: impl IntoIterator<Item = T>) -> Conversation<'a> {
+        Conversation { tools: tools.into_iter().map(Into::into).collect(), ..self }
     }
 
     /// Sets whether the text ends with the beginning of an answer.
     #[must_use]
     pub fn generation_prompt(self, generation_prompt: bool) -> Conversation<'a> {
         Conversation { generation_prompt, ..self }
+    }
+
+    /// Sets whether the text ends within the last message, an answer that the model continues. There is no beginning of
+    /// another answer then.
+    #[must_use]
+    pub fn continue_last(self, continues_last: bool) -> Conversation<'a> {
+        Conversation { continues_last, ..self }
     }
 
     /// Asks for thoughts before the answer, or for none. This sets the variables `enable_thinking` and `thinking`.
@@ -213,17 +232,42 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// `Template` with the template's message if it refuses the conversation, for example one that starts with an
-    /// answer, and if it takes too long or makes too much text; `Argument` for a time that does not exist.
+    /// answer, and if it takes too long or makes too much text; `Argument` for a time that does not exist, or for a
+    /// last message to continue that is no answer.
     pub fn render(&self, conversation: &Conversation) -> Result<String> {
+        if conversation.continues_last { self.render_open(conversation) } else { self.render_whole(conversation) }
+    }
+
+    /// The text up to the end of the last message's content, as transformers' `continue_final_message`.
+    fn render_open(&self, conversation: &Conversation) -> Result<String> {
+        let mark = free_mark(conversation)?;
+        let mut messages = conversation.messages.to_vec();
+        let last = messages.last_mut().filter(|last| last.role == ChatRole::Assistant);
+        let Some(last) = last else { return Err(Error::argument("messages", "an answer at the end", "none")) };
+        // A template that trims the content removes the space.
+        let end = format!("{mark} ");
+        let content = last.content.as_ref().map(Content::text).unwrap_or_default();
+        last.content = Some(Content::Text(content + &end));
+        let marked = Conversation { messages: &messages, generation_prompt: false, ..conversation.clone() };
+        let text = self.render_whole(&marked)?;
+        let Some(place) = text.rfind(mark) else {
+            return Err(Error::Template { reason: "it does not print the content of the last message".to_string() });
+        };
+        let open = text[..place].replace(&end, "").replace(mark, "");
+        Ok(if text[place..].starts_with(&end) { open } else { open.trim_end().to_string() })
+    }
+
+    fn render_whole(&self, conversation: &Conversation) -> Result<String> {
         let now = conversation.clock.zoned()?;
         let mut context: Vec<(&str, Value)> = Vec::new();
         context.extend(self.tokens.0.iter().map(|(name, token)| (name.as_str(), Value::from(token.as_str()))));
         context.push(("strftime_now", Value::from_function(move |format: &str| strftime(&now, format))));
         let messages = conversation.messages.iter().map(message_value).collect::<Vec<_>>();
         context.push(("messages", Value::from(messages)));
-        let (tools, documents) = (conversation.tools, Value::from(()));
-        context.push(("tools", if tools.is_empty() { Value::from(()) } else { Value::from_serialize(tools) }));
-        context.push(("documents", documents));
+        let tools: Vec<Value> = conversation.tools.iter().map(JsonValue::to_template).collect();
+        let has_tools = !tools.is_empty();
+        context.push(("tools", if has_tools { Value::from(tools) } else { Value::from(()) }));
+        context.push(("documents", Value::from(())));
         context.push(("add_generation_prompt", Value::from(conversation.generation_prompt)));
         context
             .extend(conversation.variables.iter().map(|(name, value)| (name.as_str(), Value::from_serialize(value))));
@@ -231,7 +275,7 @@ impl ChatTemplate {
 
         let source =
             |wanted: &str| self.sources.iter().find(|(name, _)| name == wanted).map(|(_, source)| source.as_str());
-        let tool_use = source(TOOL_USE).filter(|_| !tools.is_empty());
+        let tool_use = source(TOOL_USE).filter(|_| has_tools);
         let source = tool_use.or_else(|| source(DEFAULT)).unwrap_or_default();
         guarded(|| {
             let template = compile(source)?;
@@ -295,10 +339,27 @@ fn listed(templates: &serde_json::Value) -> Vec<(String, String)> {
 /// A message as templates see it. Thoughts have two names: gpt-oss reads `thinking`.
 fn message_value(message: &Message) -> Value {
     let value = Value::from_serialize(message);
-    let Some(thoughts) = &message.reasoning_content else { return value };
-    let mut entries = vec![(Value::from("thinking"), Value::from(thoughts.as_str()))];
-    let fields = value.try_iter().into_iter().flatten();
-    entries.extend(fields.map(|key| (key.clone(), value.get_item(&key).unwrap_or_default())));
+    let mut entries = Vec::new();
+    if let Some(thoughts) = &message.reasoning_content {
+        entries.push((Value::from("thinking"), Value::from(thoughts.as_str())));
+    }
+    for key in value.try_iter().into_iter().flatten() {
+        let field = match key.as_str() {
+            // Numbers in arguments keep their digits.
+            Some("tool_calls") => message.tool_calls.iter().map(call_value).collect(),
+            _ => value.get_item(&key).unwrap_or_default(),
+        };
+        entries.push((key, field));
+    }
+    entries.into_iter().collect()
+}
+
+fn call_value(call: &ToolCall) -> Value {
+    let function =
+        [("name", Value::from(call.function.name.as_str())), ("arguments", call.function.arguments.to_template())];
+    let mut entries = vec![("type", Value::from(call.kind.as_str()))];
+    entries.extend(call.id.as_deref().map(|id| ("id", Value::from(id))));
+    entries.push(("function", function.into_iter().collect()));
     entries.into_iter().collect()
 }
 

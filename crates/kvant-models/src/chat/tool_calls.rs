@@ -1,8 +1,8 @@
 //! The texts of tool calls.
 
-use serde_json::{Map, Value};
+use indexmap::IndexMap;
 
-use super::{FunctionCall, ReplyFormat};
+use super::{FunctionCall, JsonValue, ReplyFormat};
 
 /// Nested deeper, arguments are refused.
 const MOST_DEPTH: usize = 64;
@@ -18,24 +18,34 @@ pub fn parse(format: ReplyFormat, name: Option<String>, text: &str) -> Option<Ve
             let name = name.split("[CALL_ID]").next().unwrap_or_default().trim().to_string();
             Some(vec![FunctionCall { name, arguments: object(arguments)? }])
         }
-        _ => match serde_json::from_str(text).ok()? {
-            Value::Array(calls) => calls.into_iter().map(call).collect(),
+        _ => match JsonValue::parse(text).ok()? {
+            JsonValue::Array(calls) => calls.into_iter().map(call).collect(),
             value => Some(vec![call(value)?]),
         },
     }
 }
 
+/// The call in a reply that is JSON without a mark. `None` if the JSON has anything else than a call of one of the
+/// functions.
+pub fn parse_unmarked(functions: &[String], text: &str) -> Option<FunctionCall> {
+    let value = JsonValue::parse(text.trim()).ok()?;
+    let fields = value.as_object()?;
+    let is_call = |key: &String| matches!(key.as_str(), "type" | "name" | "parameters" | "arguments");
+    let is_offered = functions.iter().any(|name| fields.get("name").is_some_and(|asked| asked == name.as_str()));
+    (is_offered && fields.keys().all(is_call)).then(|| call(value)).flatten()
+}
+
 /// The JSON of an object.
-fn object(text: &str) -> Option<Value> {
-    serde_json::from_str(text.trim()).ok().filter(Value::is_object)
+fn object(text: &str) -> Option<JsonValue> {
+    JsonValue::parse(text.trim()).ok().filter(JsonValue::is_object)
 }
 
 /// `{"name": …, "arguments": …}`; Llama says `parameters`.
-fn call(mut value: Value) -> Option<FunctionCall> {
+fn call(mut value: JsonValue) -> Option<FunctionCall> {
     let fields = value.as_object_mut()?;
-    let arguments = fields.remove("arguments").or_else(|| fields.remove("parameters"));
-    let Some(Value::String(name)) = fields.remove("name") else { return None };
-    let mut call = FunctionCall { name, arguments: arguments.unwrap_or_else(|| Value::Object(Map::new())) };
+    let arguments = fields.shift_remove("arguments").or_else(|| fields.shift_remove("parameters"));
+    let Some(JsonValue::String(name)) = fields.shift_remove("name") else { return None };
+    let mut call = FunctionCall { name, arguments: arguments.unwrap_or_else(|| JsonValue::Object(IndexMap::new())) };
     call.parse_arguments();
     Some(call)
 }
@@ -69,12 +79,12 @@ impl<'a> Gemma<'a> {
         before.trim()
     }
 
-    fn value(&mut self, depth: usize) -> Option<Value> {
+    fn value(&mut self, depth: usize) -> Option<JsonValue> {
         if depth > MOST_DEPTH {
             return None;
         }
         if self.take("{") {
-            let mut fields = Map::new();
+            let mut fields = IndexMap::new();
             while !self.take("}") {
                 let quoted = self.take(Self::QUOTE);
                 let key =
@@ -85,7 +95,7 @@ impl<'a> Gemma<'a> {
                 fields.insert(key, self.value(depth + 1)?);
                 self.take(",");
             }
-            return Some(Value::Object(fields));
+            return Some(JsonValue::Object(fields));
         }
         if self.take("[") {
             let mut items = Vec::new();
@@ -93,13 +103,13 @@ impl<'a> Gemma<'a> {
                 items.push(self.value(depth + 1)?);
                 self.take(",");
             }
-            return Some(Value::Array(items));
+            return Some(JsonValue::Array(items));
         }
         if self.take(Self::QUOTE) {
-            return self.quoted().map(Value::String);
+            return self.quoted().map(JsonValue::String);
         }
         let word = self.until(|c| matches!(c, ',' | '}' | ']'));
-        serde_json::from_str(word).ok().or_else(|| (!word.is_empty()).then(|| Value::String(word.to_string())))
+        JsonValue::parse(word).ok().or_else(|| (!word.is_empty()).then(|| word.into()))
     }
 
     fn quoted(&mut self) -> Option<String> {
@@ -121,7 +131,7 @@ mod tests {
             gemma("call:f{a:1.5,b:true,c:null,d:[<|\"|>x, {y}<|\"|>,2],e:{f:<|\"|><|\"|>},g:word,h:{}}").unwrap();
         let expected =
             json!({"a": 1.5, "b": true, "c": null, "d": ["x, {y}", 2], "e": {"f": ""}, "g": "word", "h": {}});
-        assert_eq!(call, FunctionCall { name: "f".into(), arguments: expected });
+        assert_eq!(call, FunctionCall { name: "f".into(), arguments: expected.into() });
         for bad in [
             "call:f",
             "f{}",

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::Path};
 
 use kvant_models::{
     Files,
-    chat::{ChatTemplate, Clock, Conversation, Message, SpecialTokens},
+    chat::{ChatTemplate, Clock, Conversation, JsonValue, Message, SpecialTokens, ToolCall},
 };
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -241,4 +241,49 @@ fn checkpoints_keep_templates_in_several_places() {
     write("chat_template.jinja", "{{");
     let error = ChatTemplate::load_files(&files).unwrap_err().to_string();
     assert!(error.contains("chat template"), "{error}");
+}
+
+/// As transformers' `continue_final_message`.
+#[test]
+fn the_last_answer_can_be_continued() {
+    let plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}\
+                 {% if add_generation_prompt %}<assistant>{% endif %}";
+    let render = |source: &str, messages: &[Message]| {
+        let template = ChatTemplate::new(source, SpecialTokens::default()).unwrap();
+        template.render(&Conversation::new(messages).continue_last(true))
+    };
+    let messages = [Message::user("A"), Message::assistant(" One, ")];
+    assert_eq!(render(plain, &messages).unwrap(), "<user>A<end><assistant> One, ");
+    let trimmed = plain.replace("m.content", "m.content | trim");
+    assert_eq!(render(&trimmed, &messages).unwrap(), "<user>A<end><assistant>One,");
+    // A template that shows it twice is cut at the second place.
+    let twice = plain.replace("{{ m.content }}", "{{ m.content }}|{{ m.content }}");
+    assert_eq!(render(&twice, &messages).unwrap(), "<user>A|A<end><assistant> One, | One, ");
+    let empty = [Message::user("A"), Message::assistant("")];
+    assert_eq!(render(plain, &empty).unwrap(), "<user>A<end><assistant>");
+
+    assert!(render(plain, &messages[..1]).unwrap_err().to_string().contains("messages"));
+    assert!(render(plain, &[]).is_err());
+    assert!(render("{{ messages[0].content }}", &messages).unwrap_err().to_string().contains("last message"));
+}
+
+/// Python's whole numbers have any length. Others keep the text that JSON has.
+#[test]
+fn numbers_of_arguments_keep_their_digits() {
+    let arguments = JsonValue::parse(
+        r#"{"a": 123456789012345678901, "b": 1234567890123456789012345678901234567890123, "c": [0.12345678901234567890], "d": 1.50, "e": 1e400}"#,
+    );
+    let messages = [Message::assistant("").tool_calls(vec![ToolCall::new("1", "f", arguments.unwrap())])];
+    let render = |source: &str| {
+        let source = source.replace("ARGS", "messages[0].tool_calls[0].function.arguments");
+        let template = ChatTemplate::new(&source, SpecialTokens::default()).unwrap();
+        template.render(&Conversation::new(&messages)).unwrap()
+    };
+    let json = r#"{"a": 123456789012345678901, "b": 1234567890123456789012345678901234567890123, "c": [0.12345678901234567890], "d": 1.5, "e": 1e400}"#;
+    assert_eq!(render("{{ ARGS | tojson }}"), json);
+    assert_eq!(render("{{ ARGS }}"), json.replace('"', "'"));
+    assert_eq!(
+        render("{{ ARGS.b }} {{ ARGS['e'] ~ '' }} {{ ARGS.d + 1 }}"),
+        "1234567890123456789012345678901234567890123 1e400 2.5"
+    );
 }

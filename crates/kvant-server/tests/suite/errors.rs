@@ -1,5 +1,8 @@
-//! Requests that are refused.
+//! Requests that are refused, and some that nearly are.
 
+use std::io::Write;
+
+use flate2::{Compression, write::GzEncoder};
 use kvant_server::ApiKeys;
 
 use super::*;
@@ -14,6 +17,8 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
         (json!({"n": 129}), "n"),
         (json!({"n": -1}), "n"),
         (json!({"max_tokens": "x"}), "max_tokens"),
+        (json!({"max_tokens": -2}), "max_tokens"),
+        (json!({"max_tokens": 0.5}), "max_tokens"),
         (json!({"min_tokens": 99}), "min_tokens"),
         (json!({"temperature": -1}), "temperature"),
         (json!({"temperature": 1e300}), "temperature"),
@@ -30,6 +35,7 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
         (json!({"stop": ""}), "stop"),
         (json!({"stop": 3}), "stop"),
         (json!({"seed": 0.5}), "seed"),
+        (json!({"seed": "1"}), "seed"),
         (json!({"stream_options": {"include_usage": true}}), "stream_options"),
         (json!({"stream": true, "stream_options": {"other": true}}), "stream_options.other"),
         (
@@ -73,6 +79,99 @@ async fn bodies_that_are_no_json() {
     let answer = post(with(ServerOptions::new(NAME).body_limit(1000)), "/v1/completions", long).await;
     assert_eq!(answer.status, StatusCode::PAYLOAD_TOO_LARGE);
     assert!(answer.json()["error"]["message"].as_str().unwrap().contains("1000"));
+}
+
+/// Too long a conversation is not the fault of a field that the client has not sent.
+#[tokio::test(flavor = "multi_thread")]
+async fn conversations_beyond_the_context() {
+    let messages = json!([{"role": "user", "content": "a b c d ".repeat(400)}]);
+    for (path, body, field) in [
+        ("/v1/chat/completions", json!({"messages": messages}), "messages"),
+        ("/v1/messages", json!({"messages": messages, "max_tokens": 5}), "messages"),
+        ("/v1/responses", json!({"input": messages}), "input"),
+        ("/v1/completions", json!({"prompt": "a b c d ".repeat(400)}), "prompt"),
+    ] {
+        let answer = post(chat_router(), path, body).await;
+        let error = answer.json()["error"].clone();
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("maximum context length is 1024 tokens"), "{message}");
+        assert!(message.contains(&format!("`{field}`")), "{message}");
+        if path != "/v1/messages" {
+            assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!(field)));
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_limit_of_tokens() {
+    let long = json!({"prompt": vec![5; 1000], "max_tokens": -1, "ignore_eos": true});
+    assert_eq!(post(router(), "/v1/completions", long).await.ok()["usage"]["completion_tokens"], 24);
+    let messages = json!([{"role": "user", "content": "a b c d ".repeat(240)}]);
+    for (path, body, reason) in [
+        ("/v1/chat/completions", json!({"messages": messages, "max_tokens": -1, "ignore_eos": true}), "length"),
+        (
+            "/v1/chat/completions",
+            json!({"messages": messages, "max_completion_tokens": -1, "ignore_eos": true}),
+            "length",
+        ),
+        ("/v1/responses", json!({"input": messages, "max_output_tokens": -1}), ""),
+    ] {
+        let answer = post(chat_router(), path, body).await.ok();
+        let usage = &answer["usage"];
+        let total = usage["total_tokens"].as_u64().unwrap();
+        assert!(total <= 1024, "{usage}");
+        if reason == "length" {
+            assert_eq!((total, &answer["choices"][0]["finish_reason"]), (1024, &json!("length")));
+        } else {
+            assert!(answer["max_output_tokens"].is_null());
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_seed_of_64_bits() {
+    let text = |seed: &str| {
+        let body = format!(r#"{{"prompt": "Vec", "max_tokens": 12, "seed": {seed}}}"#);
+        let request = Request::post("/v1/completions").header(header::CONTENT_TYPE, "application/json");
+        send(router(), request.body(Body::from(body)).unwrap())
+    };
+    let most = text("18446744073709551615").await.ok()["choices"][0]["text"].clone();
+    assert_eq!(text("18446744073709551615").await.ok()["choices"][0]["text"], most);
+    // The same bits.
+    assert_eq!(text("-1").await.ok()["choices"][0]["text"], most);
+    assert_ne!(text("-9223372036854775808").await.ok()["choices"][0]["text"], most);
+    assert_eq!(text("18446744073709551616").await.refused(), "seed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn compressed_bodies() {
+    let packed = |text: &str| {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(text.as_bytes()).unwrap();
+        encoder.finish().unwrap()
+    };
+    let ask = |encoding: &'static str, body: Vec<u8>| {
+        let request = Request::post("/v1/completions").header(header::CONTENT_TYPE, "application/json");
+        let request = request.header(header::CONTENT_ENCODING, encoding).body(Body::from(body)).unwrap();
+        send(with(ServerOptions::new(NAME).body_limit(1000)), request)
+    };
+    let fine = r#"{"prompt": "a", "max_tokens": 1}"#;
+    assert_eq!(ask("gzip", packed(fine)).await.status, StatusCode::OK);
+    assert_eq!(ask("X-GZIP", packed(fine)).await.status, StatusCode::OK);
+    assert_eq!(ask("identity", fine.into()).await.status, StatusCode::OK);
+    // Two members are one body.
+    let (first, second) = fine.split_at(9);
+    assert_eq!(ask("gzip", [packed(first), packed(second)].concat()).await.status, StatusCode::OK);
+    let bomb = ask("gzip", packed(&" ".repeat(1 << 20))).await;
+    assert_eq!(bomb.status, StatusCode::PAYLOAD_TOO_LARGE, "{}", bomb.text);
+    for body in [fine.into(), packed(fine)[..20].to_vec(), Vec::new()] {
+        let answer = ask("gzip", body).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        assert!(answer.text.contains("gzip"), "{}", answer.text);
+    }
+    let other = ask("br", packed(fine)).await;
+    assert_eq!(other.status, StatusCode::UNSUPPORTED_MEDIA_TYPE);
+    assert!(other.text.contains("Content-Encoding") && other.text.contains("br"), "{}", other.text);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,6 +7,7 @@ mod documents;
 mod errors;
 mod lifecycle;
 mod responses;
+mod round_trips;
 mod structured;
 mod tokens;
 

@@ -167,6 +167,244 @@ async fn thoughts_come_first() {
     );
 }
 
+/// Routes with a template of the family whose calls are JSON without a mark.
+fn llama_router() -> Router {
+    let source = "{% for message in messages %}<|start_header_id|>{{ message.role }}\n\n{{ message.content }}\n\n\
+                  {% endfor %}{% if tools %}name and parameters{% endif %}# assistant\n\n";
+    let template = ChatTemplate::new(source, [("bos_token", "<bos>")].into_iter().collect()).unwrap();
+    Server::new(shared_engine(), Some(template), ServerOptions::new(NAME)).router()
+}
+
+/// The content of an answer in one piece and as a stream.
+async fn contents(router: fn() -> Router, body: Value) -> [String; 2] {
+    let whole = post(router(), CHAT, body.clone()).await.ok();
+    let chunks = post(router(), CHAT, and(body, json!({"stream": true}))).await.chunks();
+    let deltas = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str());
+    [whole["choices"][0]["message"]["content"].as_str().unwrap_or_default().to_string(), deltas.collect()]
+}
+
+/// JSON that looks like a call is content if no such call was offered.
+#[tokio::test(flavor = "multi_thread")]
+async fn json_is_a_call_only_if_it_was_offered() {
+    let person = json!({
+        "type": "object", "properties": {"name": {"enum": ["Ada"]}, "age": {"enum": [36]}}, "required": ["name", "age"],
+        "additionalProperties": false,
+    });
+    let format = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": person}}});
+    let is_person = |text: &str| {
+        let value: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
+        assert_eq!(value, json!({"name": "Ada", "age": 36}));
+    };
+    contents(llama_router, and(ask(), format.clone())).await.iter().for_each(|text| is_person(text));
+    let none = json!({"tools": tools(), "tool_choice": "none"});
+    contents(llama_router, and(and(ask(), format.clone()), none)).await.iter().for_each(|text| is_person(text));
+    for seed in 0..4 {
+        let body = and(and(ask(), format.clone()), json!({"tools": tools(), "seed": seed}));
+        let message = post(llama_router(), CHAT, body).await.ok()["choices"][0]["message"].clone();
+        match message["tool_calls"][0]["function"]["name"].as_str() {
+            Some(name) => assert!(["count", "find"].contains(&name), "{message}"),
+            None => is_person(message["content"].as_str().unwrap()),
+        }
+    }
+    let body = json!({"input": "Vec", "text": {"format": {"type": "json_schema", "name": "p", "schema": person}}});
+    let answer = post(llama_router(), "/v1/responses", body).await.ok();
+    is_person(answer["output"][0]["content"][0]["text"].as_str().unwrap());
+    // Where calls have marks, those stay as well.
+    let marked = "<tool_call>\n{\"name\": \"find\", \"arguments\": {}}\n</tool_call>";
+    let choice = json!({"structured_outputs": {"choice": [marked]}});
+    assert_eq!(contents(chat_router, and(ask(), choice.clone())).await, [marked, marked]);
+    let offered = and(and(ask(), choice), json!({"tools": tools()}));
+    assert_eq!(contents(chat_router, offered).await, ["", ""]);
+}
+
+/// The first answer without thoughts, where the model may think.
+async fn without_thoughts(more: Value) -> String {
+    for seed in 0..100 {
+        let body = and(and(ask(), more.clone()), json!({"reasoning_effort": null, "max_tokens": 12, "seed": seed}));
+        let message = post(chat_router(), CHAT, body).await.ok()["choices"][0]["message"].clone();
+        if message["reasoning_content"].is_null() {
+            return message["content"].as_str().unwrap().to_string();
+        }
+    }
+    panic!("the model always thinks: {more}")
+}
+
+/// Every form leaves thoughts free that the prompt has opened.
+#[tokio::test(flavor = "multi_thread")]
+async fn open_thoughts_are_free() {
+    for outputs in [
+        json!({"choice": ["zq", "zx"]}),
+        json!({"grammar": "start: \"z\" (\"q\" | \"x\") // end"}),
+        json!({"regex": "z[qx]"}),
+        json!({"json": {"enum": ["zq"]}}),
+    ] {
+        let body = and(ask(), json!({"reasoning_effort": "low", "max_tokens": 40, "structured_outputs": outputs}));
+        let choice = post(chat_router(), CHAT, body).await.ok()["choices"][0].clone();
+        let thoughts = choice["message"]["reasoning_content"].as_str().unwrap();
+        assert!(thoughts.len() > 4 && !thoughts.starts_with("z"), "{choice}");
+        let content = choice["message"]["content"].as_str().unwrap();
+        assert!(["", "zq", "zx", "\"zq\""].contains(&content), "{choice}");
+        assert!(!content.is_empty() || choice["finish_reason"] == "length", "{choice}");
+        let content = without_thoughts(json!({"structured_outputs": outputs})).await;
+        assert!(["zq", "zx", "\"zq\""].contains(&content.as_str()), "{outputs}: {content}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn regular_expressions_with_slashes() {
+    for regex in ["a/b", "a\\/b", "a[/]b", "a[\\/]b"] {
+        let outputs = json!({"structured_outputs": {"regex": regex}});
+        assert_eq!(without_thoughts(outputs.clone()).await, "a/b", "{regex}");
+        let text = post(router(), TEXT, and(json!({"prompt": "x"}), outputs)).await.ok();
+        assert_eq!(text["choices"][0]["text"], "a/b", "{regex}");
+    }
+    for (outputs, field) in [
+        (json!({"regex": "("}), "regex"),
+        (json!({"regex": "(?=a)b"}), "regex"),
+        (json!({"grammar": "start: \"a\nother"}), "grammar"),
+        (json!({"json": {"pattern": "(?=a)b", "type": "string"}}), "json"),
+    ] {
+        for effort in [json!("none"), Value::Null] {
+            let body = and(ask(), json!({"structured_outputs": outputs, "reasoning_effort": effort}));
+            let answer = post(chat_router(), CHAT, body).await;
+            let message = answer.json()["error"]["message"].as_str().unwrap().to_string();
+            assert_eq!(answer.refused(), format!("structured_outputs.{field}"));
+            for inner in [" | ", "start", "%lark", "GAP", "thoughts"] {
+                assert!(!message.contains(inner), "{message}");
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_object_of_a_schema() {
+    let body = and(ask(), json!({"response_format": {"type": "json_object", "schema": schema()}}));
+    contents(plain_router, body).await.iter().for_each(|text| check(text));
+}
+
+/// A function without parameters has no arguments, and arguments are always an object.
+#[tokio::test(flavor = "multi_thread")]
+async fn functions_without_parameters() {
+    for (parameters, is_empty) in [(Value::Null, true), (json!({"maxProperties": 0}), true), (json!({}), false)] {
+        let function = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+        for router in [chat_router, plain_router] {
+            let body = and(ask(), json!({"tools": [function], "tool_choice": "required", "max_tokens": 60}));
+            let choice = post(router(), CHAT, body).await.ok()["choices"][0].clone();
+            let arguments = choice["message"]["tool_calls"][0]["function"]["arguments"].as_str();
+            match arguments {
+                Some(arguments) if is_empty => assert_eq!(arguments, "{}"),
+                Some(arguments) => assert!(serde_json::from_str::<Value>(arguments).unwrap().is_object()),
+                None => assert!(!is_empty && choice["finish_reason"] == "length", "{choice}"),
+            }
+        }
+    }
+    let body = json!({"messages": ask()["messages"], "max_tokens": 200, "thinking": {"type": "disabled"}});
+    let body = and(body, json!({"tools": [{"name": "f"}], "tool_choice": {"type": "any"}}));
+    for _ in 0..20 {
+        let answer = post(chat_router(), "/v1/messages", body.clone()).await.ok();
+        // The form has no seed, and the model can write white space up to the limit.
+        if answer["stop_reason"] == "tool_use" {
+            assert_eq!(answer["content"][0]["input"], json!({}));
+            return;
+        }
+    }
+    panic!("no call is complete");
+}
+
+/// The arguments of a call keep the digits that the model writes.
+#[tokio::test(flavor = "multi_thread")]
+async fn arguments_keep_their_digits() {
+    let arguments = r#"{"id":123456789012345678901,"share":0.12345678901234567890}"#;
+    let call = format!("<tool_call>\n{{\"name\": \"f\", \"arguments\": {arguments}}}\n</tool_call>");
+    let function = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}});
+    let more = json!({"tools": [function], "structured_outputs": {"choice": [call]}});
+    let written = |message: &Value| message["tool_calls"][0]["function"]["arguments"].as_str().map(str::to_string);
+    let mut found = None;
+    for seed in 0..40 {
+        let body = and(and(ask(), more.clone()), json!({"seed": seed, "max_tokens": 120}));
+        let answer = post(chat_router(), CHAT, body).await.ok();
+        found = written(&answer["choices"][0]["message"]).filter(|text| text.contains("\"share\""));
+        if found.is_some() {
+            break;
+        }
+    }
+    assert_eq!(found.as_deref(), Some(arguments));
+}
+
+/// Formats and references that generators of schemas write.
+#[tokio::test(flavor = "multi_thread")]
+async fn schemas_of_generators() {
+    for (schema, text) in [
+        (json!({"type": "string", "format": "password", "pattern": "^a$"}), "\"a\""),
+        (json!({"type": "string", "format": "binary", "maxLength": 0}), "\"\""),
+        (json!({"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"const": 1}}}), "1"),
+        (json!({"$ref": "#/definitions/Partial%3CT%3E", "definitions": {"Partial<T>": {"const": 2}}}), "2"),
+        (json!({"$id": "https://a.b/c", "$ref": "https://a.b/c#/$defs/x", "$defs": {"x": {"const": 3}}}), "3"),
+        (json!({"$ref": "#x", "$defs": {"y": {"$anchor": "x", "const": 4}}}), "4"),
+    ] {
+        let format =
+            json!({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}});
+        for router in [chat_router, plain_router] {
+            assert_eq!(contents(router, and(ask(), format.clone())).await, [text, text], "{schema}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn numbers_that_cannot_be_exact_are_refused() {
+    let raw = |path: &'static str, body: String| {
+        let request = Request::post(path).header(header::CONTENT_TYPE, "application/json");
+        send(chat_router(), request.body(Body::from(body)).unwrap())
+    };
+    let messages = r#""messages": [{"role": "user", "content": "a"}], "max_tokens": 9"#;
+    for (keyword, place) in [
+        (r#""maximum": 9007199254740993"#, "maximum"),
+        (r#""minimum": 123456789012345678901"#, "minimum"),
+        (r#""multipleOf": 0.12345678901234567890"#, "multipleOf"),
+        (r#""enum": [1, 18446744073709551615]"#, "enum[1]"),
+        (r#""const": {"a": 1e400}"#, "const.a"),
+    ] {
+        let schema = format!(r#"{{"type": "object", "properties": {{"a": {{{keyword}}}}}}}"#);
+        let place = format!("`properties.a.{place}`");
+        for (path, body, field) in [
+            (
+                CHAT,
+                format!(
+                    r#"{{{messages}, "response_format": {{"type": "json_schema", "json_schema": {{"name": "a", "schema": {schema}}}}}}}"#
+                ),
+                "response_format.json_schema.schema",
+            ),
+            (CHAT, format!(r#"{{{messages}, "structured_outputs": {{"json": {schema}}}}}"#), "structured_outputs.json"),
+            (
+                CHAT,
+                format!(
+                    r#"{{{messages}, "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}]}}"#
+                ),
+                "tools[0].function.parameters",
+            ),
+            (
+                "/v1/responses",
+                format!(
+                    r#"{{"input": "a", "text": {{"format": {{"type": "json_schema", "name": "a", "schema": {schema}}}}}}}"#
+                ),
+                "text.format.schema",
+            ),
+        ] {
+            let answer = raw(path, body).await;
+            assert!(answer.text.contains(&place), "{}", answer.text);
+            assert_eq!(answer.refused(), field);
+        }
+    }
+    // Where nothing is enforced, any number is fine.
+    let tool = r#"{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": {"a": 123456789012345678901}}}}"#;
+    let answer = raw("/v1/responses", r#"{"input": "a", "max_output_tokens": 1, "tools": [{"type": "function", "name": "f", "parameters": {"default": 123456789012345678901}}]}"#.to_string()).await;
+    assert!(answer.status == StatusCode::OK && answer.text.contains(":123456789012345678901"), "{}", answer.text);
+    assert_eq!(
+        raw(CHAT, format!(r#"{{{messages}, "tools": [{tool}], "tool_choice": "required"}}"#)).await.status,
+        StatusCode::OK
+    );
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_cannot_be_enforced_is_named() {
     let format = |schema: Value| json!({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}});
@@ -178,6 +416,14 @@ async fn what_cannot_be_enforced_is_named() {
         (format(json!([1])), "response_format.json_schema.schema"),
         (format(deep), "response_format.json_schema.schema"),
         (format(json!({"description": "x".repeat(300 << 10)})), "response_format.json_schema.schema"),
+        (json!({"response_format": {"type": "json_object", "schema": {"type": "strin"}}}), "response_format.schema"),
+        (json!({"response_format": {"type": "json_object", "json_schema": {}}}), "response_format.json_schema"),
+        (json!({"response_format": {"type": "text", "schema": {}}}), "response_format.schema"),
+        (
+            json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mode": 1}}}),
+            "response_format.json_schema.mode",
+        ),
+        (json!({"structured_outputs": {"choice": []}}), "structured_outputs.choice"),
         (json!({"structured_outputs": {"regex": "("}}), "structured_outputs.regex"),
         (json!({"structured_outputs": {"grammar": "begin: \"a\""}}), "structured_outputs.grammar"),
         (json!({"structured_outputs": {"regex": "a", "choice": ["b"]}}), "structured_outputs"),
