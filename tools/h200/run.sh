@@ -160,6 +160,8 @@ conformance::softcap softcap
 conformance::sample argmax_of_what_is_not_finite
 conformance::moe moe_route
 conformance::moe moe_route_of_equals_and_nan
+conformance::moe moe_route_of_small_sums
+conformance::moe moe_route_of_equal_scores_and_nan
 conformance::moe moe_combine
 conformance::linear block_formats
 conformance::linear odd_offsets

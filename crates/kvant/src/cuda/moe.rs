@@ -19,7 +19,7 @@ pub(crate) fn build_route(call: &route::Call, b: &mut Builder) -> Result<()> {
     let per_lane = if call.top_k <= LANES && per_lane <= MOST_PER_LANE { per_lane } else { 0 };
     let launch = moe::route(call, &SOURCE)?.constant("PER_LANE", per_lane as u32);
     // The general kernel reads nothing ahead.
-    b.push(if per_lane == 0 { launch } else { launch.reads_ahead(&[1]) })
+    b.push(if per_lane == 0 { launch } else { launch.reads_ahead(&[1, moe::BIAS]) })
 }
 
 pub(crate) fn build_combine(call: &combine::Call, b: &mut Builder) -> Result<()> {

@@ -87,7 +87,8 @@
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
-//! | [`moe_route`](moe_route()) | | f32 | none | ids are exact |
+//! | [`moe_route`](moe_route()) | chosen by logits | f32 | none | ids are exact |
+//! | | with a bias or groups | f32 | none | the choice between corrected scores, or values of groups, that differ by less than 2⁻²² may be another one; scores below 2⁻¹²⁶ may count as zero |
 //! | [`moe_combine`](moe_combine()) | | f32 | none | |
 //! | [`argmax`](argmax()) | | none | none | exact |
 //! | [`sample`](sample()) | | f32 or wider | none | a random number within rounding of the border between two candidates may pick either |
@@ -128,7 +129,7 @@ pub use hadamard::{Hadamard, hadamard};
 pub use kv_read::{KvRead, KvSide, kv_read};
 pub use kv_write::{KvWrite, kv_write};
 pub use linear::{Affine, Experts, Linear, Weight, linear};
-pub use moe::{MoeCombine, MoeRoute, moe_combine, moe_route};
+pub use moe::{ExpertGroups, ExpertScores, MoeCombine, MoeRoute, moe_combine, moe_route};
 pub use norm_rope::{Angles, HeadNorm, NormRope, PairLayout, Rope, norm_rope};
 pub use norm_rope_write::{NormRopeWrite, norm_rope_write};
 pub use rms_norm::{NextNorm, Residual, RmsNorm, rms_norm};

@@ -40,7 +40,7 @@ pub use gate::{activate, gate};
 pub use hadamard::hadamard;
 pub(crate) use io::round_f16;
 pub use linear::{AffineRow, dequantise, linear};
-pub use moe::{moe_combine, moe_route};
+pub use moe::{Routing, moe_combine, moe_route};
 pub use norm_rope::{rope, rope_angles};
 pub use rms_norm::rms_norm;
 pub use sample::{Sampling, candidates, sample};

@@ -11,9 +11,10 @@ use kvant::{
     codec::BITS,
     gpu,
     ops::{
-        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts,
-        FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm,
-        NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, ScaledFloats, Softcap, Weight,
+        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, ExpertGroups,
+        ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine,
+        MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, ScaledFloats,
+        Softcap, Weight,
     },
 };
 
@@ -574,8 +575,21 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         ops::moe_route(enc, &args)?;
         let factors = zeros(device, DType::F32, &[dim])?;
         ops::moe_route(enc, &MoeRoute::new(&x, &chosen, &weights).expert_scale(Some(&factors)))?;
+        for scores in [ExpertScores::Softmax, ExpertScores::Sigmoid] {
+            let groups = (dim % 4 == 0).then_some(ExpertGroups { count: 4, chosen: 3 });
+            for args in [MoeRoute::new(&x, &chosen, &weights), MoeRoute::new(&x, &all, &weights_of_all)] {
+                let args = args.scores(scores).groups(groups).bias(Some(&factors));
+                ops::moe_route(enc, &args.scale(2.0))?;
+                ops::moe_route(enc, &args.bias(None).normalise(false).expert_scale(Some(&factors)))?;
+            }
+        }
         let rows = zeros(device, dtype, &[6, dim])?;
         ops::moe_combine(enc, &MoeCombine::new(&rows, &weights, &out))?;
+        let (added, factors) = (zeros(device, dtype, &[3, dim])?, zeros(device, DType::F32, &[3, 1])?);
+        for factors in [None, Some(&factors)] {
+            let args = MoeCombine::new(&rows, &weights, &out).added(Some(&added)).added_weights(factors);
+            ops::moe_combine(enc, &args)?;
+        }
     }
     let rows = zeros(device, dtype, &[3, 512])?;
     let out = zeros(device, DType::F32, &[3, 512])?;

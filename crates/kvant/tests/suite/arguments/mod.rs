@@ -12,9 +12,10 @@ use kvant::{
     Codec, CpuOptions, DType, Device, Encoder, Error, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
     codec::{BITS, Norm, TurboQuant},
     ops::{
-        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, Experts,
-        FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm,
-        NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SampleRow, ScaledFloats, Softcap, Weight,
+        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, ExpertGroups,
+        ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine,
+        MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SampleRow,
+        ScaledFloats, Softcap, Weight,
     },
 };
 use operations::*;

@@ -354,14 +354,25 @@ pub(super) fn moe_route(w: &mut World) -> Result<()> {
     let scale = w.tape.flag().then(|| w.f32(&[experts]));
     let ids = w.u32s(&[tokens, top_k], 10, true);
     let weights = w.tensor(&[DType::F32], &[tokens, top_k], Content::Floats, true);
+    let bias = w.tape.flag().then(|| w.f32(&[experts]));
+    let groups = w.tape.flag().then(|| ExpertGroups { count: w.tape.size(&[1, 2, 4]), chosen: w.tape.size(&[1, 2]) });
+    let scores = w.tape.pick(&[ExpertScores::Softmax, ExpertScores::Sigmoid]);
+    let [min_sum, epsilon, scale_all] = [0.0, 1e-20, 1.0].map(|valid| w.tape.number(&[valid]));
     w.attempt("moe_route", |enc| {
         let (logits, ids, weights) = (&logits, &ids, &weights);
-        ops::moe_route(enc, &MoeRoute::new(logits, ids, weights).expert_scale(scale.as_ref()))
+        let args = MoeRoute::new(logits, ids, weights).expert_scale(scale.as_ref()).bias(bias.as_ref());
+        let args = args.scores(scores).groups(groups).min_sum(min_sum).epsilon(epsilon).scale(scale_all);
+        ops::moe_route(enc, &args)
     })
 }
 
 pub(super) fn moe_combine(w: &mut World) -> Result<()> {
     let (tokens, top_k, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&[2, 1, 8, 0]), w.tape.pick(&WIDTHS));
     let (x, weights, out) = (w.input(&[tokens * top_k, dim]), w.f32(&[tokens, top_k]), w.output(&[tokens, dim]));
-    w.attempt("moe_combine", |enc| ops::moe_combine(enc, &MoeCombine::new(&x, &weights, &out)))
+    let added = w.tape.flag().then(|| w.input(&[tokens, dim]));
+    let added_weights = (added.is_some() && w.tape.flag()).then(|| w.f32(&[tokens, 1]));
+    w.attempt("moe_combine", |enc| {
+        let args = MoeCombine::new(&x, &weights, &out).added(added.as_ref()).added_weights(added_weights.as_ref());
+        ops::moe_combine(enc, &args)
+    })
 }

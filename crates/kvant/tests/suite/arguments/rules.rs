@@ -384,3 +384,41 @@ fn nothing_recorded() {
         let _ = input(device, DType::F32, &[1.0], &[1]).unwrap();
     }
 }
+
+/// Groups divide the experts and have enough of them; numbers are finite, and sums are not negative.
+#[test]
+fn options_of_routes_must_fit() {
+    for device in devices() {
+        let (logits, weights) = (f32s(device, &[2, 12]), f32s(device, &[2, 4]));
+        let ids = Tensor::zeros(device, DType::U32, &[2, 4]).unwrap();
+        let valid = MoeRoute::new(&logits, &ids, &weights);
+        let groups = |count, chosen| valid.groups(Some(ExpertGroups { count, chosen }));
+        for taken in [groups(1, 1), groups(6, 2), groups(3, 3), valid.min_sum(-0.0).epsilon(f32::MAX).scale(-1.0)] {
+            run(device, |enc| ops::moe_route(enc, &taken)).unwrap();
+        }
+        let before = bytes_of(&weights).unwrap();
+        for (args, name) in [
+            (groups(0, 1), "groups.count"),
+            (groups(5, 1), "groups.count"),
+            (groups(12, 6), "groups.count"),
+            (groups(24, 6), "groups.count"),
+            (groups(usize::MAX, 6), "groups.count"),
+            (groups(3, 0), "groups.chosen"),
+            (groups(3, 4), "groups.chosen"),
+            (groups(6, 1), "top_k"),
+            (valid.min_sum(-1.0), "min_sum"),
+            (valid.min_sum(f32::NAN), "min_sum"),
+            (valid.epsilon(f32::INFINITY), "epsilon"),
+            (valid.scale(f32::NAN), "scale"),
+        ] {
+            let refusal = run(device, |enc| ops::moe_route(enc, &args)).unwrap_err();
+            assert!(matches!(refusal, Error::Value { arg, .. } if arg == name), "{device}: {refusal}");
+        }
+        let short = f32s(device, &[11]);
+        for (args, name) in [(valid.bias(Some(&short)), "bias"), (valid.expert_scale(Some(&short)), "expert_scale")] {
+            let refusal = run(device, |enc| ops::moe_route(enc, &args)).unwrap_err();
+            assert!(matches!(refusal, Error::Shape { arg, .. } if arg == name), "{device}: {refusal}");
+        }
+        assert_eq!(bytes_of(&weights).unwrap(), before, "{device}: something was written");
+    }
+}
