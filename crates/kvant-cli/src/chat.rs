@@ -266,7 +266,7 @@ impl Chat<'_> {
         let sampling = self.sampling.clone();
         let max_tokens = room.min(self.args.max_tokens as usize);
         let request = Request { max_tokens, sampling, stop: self.tokenizer.eos(), ..Request::new(&prompt[rest..]) };
-        let (mut stream, mut printed) = (self.tokenizer.stream_with_special(), Ok(()));
+        let (mut stream, mut printed) = (self.tokenizer.stream_with_special().after(&prompt)?, Ok(()));
         let fed = &mut self.fed;
         fed.extend(&prompt[rest..]);
         STOPPED.store(false, Ordering::Relaxed);

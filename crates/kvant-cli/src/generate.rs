@@ -129,7 +129,7 @@ pub fn run(args: &GenerateArgs) -> Result {
         _ => 0.0,
     };
     // Parts of an answer are told apart by special tokens.
-    let stream = if args.chat { tokenizer.stream_with_special() } else { tokenizer.stream() };
+    let stream = tokenizer.stream().special(args.chat).after(&prompt_ids)?;
     let mut writer = Writer { stream, printer: ReplyPrinter::new(parser, &args.stop).json(args.json), json: args.json };
     let mut written = Ok(());
     let stats = generate(&model, &mut sequence, &request, |token| {
@@ -175,7 +175,7 @@ fn warm_up(model: &Model, sequence: &mut Sequence, request: &Request) -> Result<
 
 /// Where the text goes, piece by piece.
 struct Writer<'a> {
-    stream: TextStream<'a>,
+    stream: TextStream<&'a Tokenizer>,
     printer: ReplyPrinter,
     json: bool,
 }

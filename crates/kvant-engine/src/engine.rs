@@ -225,7 +225,7 @@ impl Engine {
     }
 
     /// The tokenizer.
-    pub fn tokenizer(&self) -> &Tokenizer {
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.0.tokenizer
     }
 

@@ -44,7 +44,8 @@ pub(crate) struct NewText {
     pub stop: StopFinder,
     pub special_tokens: bool,
     pub min_tokens: usize,
-    pub prompt_tokens: usize,
+    /// The text continues it.
+    pub prompt: Vec<u32>,
     pub reader: Reader,
 }
 
@@ -54,7 +55,7 @@ impl NewText {
             stop: StopFinder::new(request.stop.clone(), request.include_stop),
             special_tokens: request.special_tokens,
             min_tokens: request.min_tokens,
-            prompt_tokens: request.prompt.len(),
+            prompt: request.prompt.clone(),
             reader,
         }
     }
@@ -78,7 +79,7 @@ impl Reader {
 
 /// The text of a request.
 struct Text<'t> {
-    stream: TextStream<'t>,
+    stream: TextStream<&'t Tokenizer>,
     stop: StopFinder,
     min_tokens: usize,
     usage: Usage,
@@ -115,10 +116,7 @@ fn handle<'t>(
     to: &WeakSender<Command>,
 ) {
     if let Output::Start(new) = output {
-        let NewText { stop, special_tokens, min_tokens, prompt_tokens, reader } = *new;
-        let stream = if special_tokens { tokenizer.stream_with_special() } else { tokenizer.stream() };
-        let usage = Usage { prompt_tokens, ..Usage::default() };
-        texts.insert(id, Text { stream, stop, min_tokens, usage, stop_logprobs: None, reader });
+        start(tokenizer, texts, id, *new, shared, to);
         return;
     }
     // Tokens after a stop string, which the engine has computed meanwhile, belong to no text.
@@ -144,6 +142,29 @@ fn handle<'t>(
     }
     texts.remove(&id);
     shared.ended();
+}
+
+/// Starts the text of a request where its prompt ends.
+fn start<'t>(
+    tokenizer: &'t Tokenizer,
+    texts: &mut HashMap<u64, Text<'t>>,
+    id: u64,
+    new: NewText,
+    shared: &Shared,
+    to: &WeakSender<Command>,
+) {
+    let NewText { stop, special_tokens, min_tokens, prompt, reader } = new;
+    let usage = Usage { prompt_tokens: prompt.len(), ..Usage::default() };
+    match tokenizer.stream().special(special_tokens).after(&prompt) {
+        Ok(stream) => {
+            texts.insert(id, Text { stream, stop, min_tokens, usage, stop_logprobs: None, reader });
+        }
+        Err(error) => {
+            let _ = to.upgrade().map(|to| to.send(Command::End { id, is_complete: false }));
+            reader.send(Event::Failed(Failure::Request(error.to_string())));
+            shared.ended();
+        }
+    }
 }
 
 impl Text<'_> {

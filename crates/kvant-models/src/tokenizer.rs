@@ -1,13 +1,19 @@
 //! Converting text to token ids and back with the model's `tokenizer.json` or the metadata of its GGUF file.
 
+mod growth;
 mod pieces;
+mod stream;
 
 use std::path::Path;
 
 use serde_json::Value;
+use tokenizers::PostProcessorWrapper;
 
 use crate::{Config, Error, Files, Result, panics};
+use growth::Growth;
+use pieces::TokenDecoder;
 pub use pieces::TokenPiece;
+pub use stream::TextStream;
 
 /// Several times the size of the largest existing vocabulary.
 const TOKENIZER_LIMIT: u64 = 256 << 20;
@@ -19,6 +25,10 @@ const TOKENIZER_LIMIT: u64 = 256 << 20;
 /// [`Tokenizer::catches_panics`] to stay silent for these panics.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    decoder: TokenDecoder,
+    growth: Growth,
+    /// Ids of the model are below: the rows of its embedding.
+    ids: usize,
     bos: Option<u32>,
     eos: Vec<u32>,
     eos_token: Option<u32>,
@@ -49,8 +59,12 @@ impl Tokenizer {
     /// As [`Tokenizer::load`], from any [`Files`].
     pub fn load_files(files: &Files) -> Result<Tokenizer> {
         if let Some(gguf) = files.as_gguf() {
-            return Tokenizer::from_gguf(gguf.metadata());
+            let mut tokenizer = Tokenizer::from_gguf(gguf.metadata())?;
+            let rows = gguf.tensor("token_embd.weight").and_then(|table| table.shape.first().copied());
+            tokenizer.limit_ids(rows.unwrap_or(usize::MAX)).map_err(|e| Error::file(gguf.path(), e))?;
+            return Ok(tokenizer);
         }
+        check_kind(files)?;
         let json = files.read("tokenizer.json", TOKENIZER_LIMIT)?;
         let mut tokenizer = Tokenizer::parse(&json).map_err(|e| Error::file(&files.path("tokenizer.json"), e))?;
         if let Some(json) = files.read_json_if_there("tokenizer_config.json")? {
@@ -65,6 +79,8 @@ impl Tokenizer {
             tokenizer.bos = tokenizer.bos.or(config.bos_token_id);
             tokenizer.eos_token = tokenizer.eos_token.or(config.eos_token_ids.first().copied());
             tokenizer.eos.extend(config.eos_token_ids);
+            let limited = tokenizer.limit_ids(config.decoder.vocab_size);
+            limited.map_err(|e| Error::file(&files.path("tokenizer.json"), e))?;
         }
         tokenizer.eos.sort_unstable();
         tokenizer.eos.dedup();
@@ -76,17 +92,30 @@ impl Tokenizer {
     /// # Errors
     /// `Tokenizer`.
     pub fn parse(json: &[u8]) -> Result<Tokenizer> {
-        check_sections(json)?;
+        let growth = check_sections(json)?;
         let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(json))?;
         // A prompt must never be truncated or padded implicitly.
         guarded(|| inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
-        Ok(Tokenizer { inner, bos: None, eos: Vec::new(), eos_token: None, adds_bos: true })
+        // It would only add special tokens. Hostile ones repeat the text.
+        inner.with_post_processor(None::<PostProcessorWrapper>);
+        let decoder = TokenDecoder::of(inner.get_decoder());
+        Ok(Tokenizer {
+            inner,
+            decoder,
+            growth,
+            ids: usize::MAX,
+            bos: None,
+            eos: Vec::new(),
+            eos_token: None,
+            adds_bos: true,
+        })
     }
 
     pub(crate) fn from_parts(inner: tokenizers::Tokenizer, ids: SpecialIds) -> Tokenizer {
         let SpecialIds { bos, adds_bos, eos_token, eos } = ids;
-        Tokenizer { inner, bos, eos, eos_token, adds_bos }
+        let decoder = TokenDecoder::of(inner.get_decoder());
+        Tokenizer { inner, decoder, growth: Growth::NONE, ids: usize::MAX, bos, eos, eos_token, adds_bos }
     }
 
     /// Converts a text to ids. With `add_bos`, [`Tokenizer::bos`] comes first, if the model has such an id and its
@@ -96,7 +125,11 @@ impl Tokenizer {
     /// The name of a special token in the text becomes that token, whoever wrote it. Remove such names from untrusted
     /// text.
     pub fn encode(&self, text: &str, add_bos: bool) -> Result<Vec<u32>> {
+        self.growth.admit(text)?;
         let encoding = guarded(|| self.inner.encode_fast(text, false))?;
+        if let Some(&id) = encoding.get_ids().iter().find(|&&id| id as usize >= self.ids) {
+            return Err(self.beyond_embedding(id));
+        }
         let bos = self.bos.filter(|_| add_bos && self.adds_bos);
         Ok(bos.into_iter().chain(encoding.get_ids().iter().copied()).collect())
     }
@@ -156,6 +189,12 @@ impl Tokenizer {
         self.inner.id_to_token(id).is_some()
     }
 
+    /// Whether an id is a special token, which is not part of a text.
+    pub fn is_special(&self, id: u32) -> bool {
+        let token = self.inner.id_to_token(id);
+        token.is_some_and(|token| self.inner.get_added_vocabulary().is_special_token(&token))
+    }
+
     /// The names of special tokens.
     pub(crate) fn special_names(&self) -> Vec<String> {
         let tokens = self.inner.get_added_tokens_decoder();
@@ -166,14 +205,31 @@ impl Tokenizer {
             .collect()
     }
 
-    /// Decodes ids one by one, without special tokens.
-    pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, ids: Vec::new(), known: 0, text: String::new(), special: false }
+    /// Decodes the ids of a text one by one, without special tokens. [`TextStream::after`] continues a prompt.
+    pub fn stream(&self) -> TextStream<&Tokenizer> {
+        TextStream::new(self)
     }
 
-    /// Decodes ids one by one, with the names of special tokens.
-    pub fn stream_with_special(&self) -> TextStream<'_> {
-        TextStream { special: true, ..self.stream() }
+    /// As [`Tokenizer::stream`], with the names of special tokens.
+    pub fn stream_with_special(&self) -> TextStream<&Tokenizer> {
+        self.stream().special(true)
+    }
+
+    /// Sets the number of rows of the model's embedding. Special tokens can have ids beyond it, as that for images of
+    /// Gemma 3 models without images has: a text with its name is an error.
+    fn limit_ids(&mut self, rows: usize) -> Result<()> {
+        self.ids = rows;
+        let ids = self.inner.get_vocab(true).into_values();
+        match ids.filter(|&id| id as usize >= rows && !self.is_special(id)).min() {
+            Some(id) => Err(self.beyond_embedding(id)),
+            None => Ok(()),
+        }
+    }
+
+    fn beyond_embedding(&self, id: u32) -> Error {
+        let token = self.inner.id_to_token(id).unwrap_or_default();
+        let reason = format!("ids must be below the {} rows of the model's embedding, got {id} of {token:?}", self.ids);
+        Error::Tokenizer { reason }
     }
 
     /// The id of a token, given as its text or as an object with the text in `content`.
@@ -189,22 +245,35 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
-/// Parses the sections on whose broken JSON the `tokenizers` crate panics, to return an error instead.
-fn check_sections(json: &[u8]) -> Result<()> {
+/// Names the file to get for checkpoints that have their tokenizer in another one.
+fn check_kind(files: &Files) -> Result<()> {
+    const OTHERS: [&str; 4] = ["tokenizer.model", "tekken.json", "vocab.json", "spiece.model"];
+    let other = OTHERS.into_iter().find(|name| files.has(name));
+    let Some(other) = other.filter(|_| !files.has("tokenizer.json")) else { return Ok(()) };
+    let reason = format!(
+        "has no tokenizer.json, and its {other} is not supported: get tokenizer.json from the model's repository, or \
+         write it with AutoTokenizer.from_pretrained(…).save_pretrained(…) of transformers"
+    );
+    Err(files.error(&reason))
+}
+
+/// Parses the sections on whose broken JSON the `tokenizers` crate panics, to return an error instead, and checks that
+/// they cannot make too much of a text.
+fn check_sections(json: &[u8]) -> Result<Growth> {
     #[derive(serde::Deserialize)]
-    #[expect(dead_code, reason = "parsed only to check that it is valid")]
     struct Sections {
         #[serde(default)]
         normalizer: Value,
         #[serde(default)]
         pre_tokenizer: Value,
         #[serde(default)]
+        #[expect(dead_code, reason = "parsed only to check that it is valid")]
         post_processor: Value,
         #[serde(default)]
         decoder: Value,
     }
     match serde_json::from_slice::<Sections>(json) {
-        Ok(_) => Ok(()),
+        Ok(sections) => Growth::check(&sections.normalizer, &sections.pre_tokenizer, &sections.decoder),
         Err(error) => Err(Error::Tokenizer { reason: error.to_string() }),
     }
 }
@@ -217,77 +286,4 @@ pub(crate) fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizer
         Err(message) => format!("the file's contents are inconsistent ({message})"),
     };
     Err(Error::Tokenizer { reason })
-}
-
-/// The number of ids that the stream holds back for an incomplete character, before it treats them as invalid bytes.
-const LONGEST: usize = 64;
-
-/// Decodes ids one by one into pieces of whole characters. If the ids are valid text, the concatenated pieces equal
-/// [`Tokenizer::decode`] of all ids.
-///
-/// A character may span several tokens, and the text of a token can depend on the previous tokens. The stream
-/// therefore decodes new ids together with those of the previous piece, and returns text that ends with a whole
-/// character.
-///
-/// If bytes are not valid text, some decoders (`ByteFallback`) replace every neighbouring byte by U+FFFD, including
-/// those of complete characters. The stream has already returned these characters. In this case it differs from
-/// [`Tokenizer::decode`] in these characters and in the number of U+FFFD, and in nothing else.
-pub struct TextStream<'a> {
-    tokenizer: &'a Tokenizer,
-    /// The ids of the last piece, and those whose text is held back.
-    ids: Vec<u32>,
-    /// The number of ids of the last piece.
-    known: usize,
-    /// The text of the last piece's ids alone.
-    text: String,
-    /// Whether the text has the names of special tokens.
-    special: bool,
-}
-
-impl TextStream<'_> {
-    /// Takes an id and returns the text that is now complete: usually that of this id, sometimes nothing.
-    pub fn push(&mut self, id: u32) -> Result<String> {
-        self.ids.push(id);
-        let piece = self.waiting()?;
-        let patient = self.ids.len() - self.known < LONGEST;
-        if piece.is_empty() {
-            // Ids without text can affect the next ones, but only a limited number is kept.
-            if !patient {
-                self.ids.truncate(self.known);
-            }
-            return Ok(piece);
-        }
-        // The end may be the first bytes of a character.
-        if patient && piece.ends_with('\u{fffd}') {
-            return Ok(String::new());
-        }
-        self.ids.drain(..self.known);
-        self.known = self.ids.len();
-        self.text = self.decode(&self.ids)?;
-        Ok(piece)
-    }
-
-    /// Returns the text that was held back for bytes that did not follow.
-    pub fn finish(self) -> Result<String> {
-        self.waiting()
-    }
-
-    /// As [`TextStream::finish`], of a stream that stays where it is.
-    pub fn rest(&self) -> Result<String> {
-        self.waiting()
-    }
-
-    fn decode(&self, ids: &[u32]) -> Result<String> {
-        if self.special { self.tokenizer.decode_with_special(ids) } else { self.tokenizer.decode(ids) }
-    }
-
-    /// The text of the ids after the last piece.
-    fn waiting(&self) -> Result<String> {
-        let text = self.decode(&self.ids)?;
-        match text.strip_prefix(&self.text) {
-            Some(rest) => Ok(rest.to_string()),
-            // The new ids change the text of the last piece, which has already been returned.
-            None => self.decode(&self.ids[self.known..]),
-        }
-    }
 }

@@ -103,10 +103,26 @@ impl App {
         tokenized("prompt", self.engine.tokenizer().encode_prompt(text))
     }
 
-    /// The text of one token, special ones by their names.
-    pub fn token_text(&self, id: u32) -> String {
-        self.engine.tokenizer().decode_with_special(&[id]).unwrap_or_default()
+    /// The bytes of one token within a text, special ones by their names.
+    pub fn token_bytes(&self, id: u32) -> Vec<u8> {
+        self.engine.tokenizer().token_bytes(id).unwrap_or_default()
     }
+
+    /// The text of one token, special ones by their names. A token that begins or ends within a character is shown by
+    /// its bytes, as in `bytes:\xf0\x9f`, so that different tokens stay different.
+    pub fn token_text(&self, id: u32) -> String {
+        bytes_text(&self.token_bytes(id))
+    }
+}
+
+/// Bytes as text if they are UTF-8, or with escapes, in OpenAI's form.
+pub(crate) fn bytes_text(bytes: &[u8]) -> String {
+    std::str::from_utf8(bytes).map_or_else(|_| escaped(bytes), str::to_string)
+}
+
+/// Bytes with escapes, in OpenAI's form.
+pub(crate) fn escaped(bytes: &[u8]) -> String {
+    format!("bytes:{}", bytes.escape_ascii())
 }
 
 /// An error of the tokenizer is about the text.

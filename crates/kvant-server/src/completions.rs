@@ -10,14 +10,14 @@ use axum::{
 };
 use kvant_engine::{EngineRequest, Event};
 use kvant_models::{
-    TokenLogprobs,
+    TextStream, TokenLogprobs, Tokenizer,
     chat::{JsonValue, ReplyFormat},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::{
-    app::{App, RequestId, tokenized},
+    app::{App, RequestId, escaped, tokenized},
     body::Json,
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
@@ -86,6 +86,16 @@ pub(crate) enum Prompts {
 struct PromptText {
     ids: Vec<u32>,
     text: String,
+    shown: SpecialNames,
+}
+
+/// The special tokens of a prompt whose names are in its text.
+#[derive(Clone, Copy, PartialEq)]
+enum SpecialNames {
+    All,
+    /// All but the first token, which the tokenizer has added.
+    AllButFirst,
+    None,
 }
 
 impl Prompts {
@@ -98,10 +108,18 @@ impl Prompts {
     }
 
     fn encode(self, app: &App) -> Result<Vec<PromptText>> {
-        let of_text = |text: String| Ok(PromptText { ids: app.encode_prompt(&text)?, text });
+        let of_text = |text: String| {
+            let ids = app.encode_prompt(&text)?;
+            let bos = ids.first().filter(|&&id| app.engine.tokenizer().bos() == Some(id));
+            let is_added = bos.is_some_and(|&bos| !text.as_bytes().starts_with(&app.token_bytes(bos)));
+            let shown = if is_added { SpecialNames::AllButFirst } else { SpecialNames::All };
+            Ok(PromptText { ids, text, shown })
+        };
         let of_ids = |ids: Vec<u32>| {
-            let text = tokenized("prompt", app.engine.tokenizer().decode(&ids))?;
-            Ok(PromptText { ids, text })
+            let mut stream = app.engine.tokenizer().stream();
+            // The rest of a character follows with the generated text.
+            let text = tokenized("prompt", ids.iter().map(|&id| stream.push(id)).collect())?;
+            Ok(PromptText { ids, text, shown: SpecialNames::None })
         };
         match self {
             Prompts::Text(text) => Ok(vec![of_text(text)?]),
@@ -164,7 +182,7 @@ pub(crate) async fn create(
                 request = request.prompt_logprobs(top);
             }
             requests.push(request);
-            choices.push(ChoiceText::new(&app, echo.then_some(&prompt), top.is_some()));
+            choices.push(ChoiceText::new(&app, &prompt, echo, top.is_some(), base.special_tokens)?);
         }
     }
     let generation = Generation::submit(&app, &id, requests)?;
@@ -270,7 +288,8 @@ struct Logprobs {
     token_logprobs: Vec<Value>,
     /// The most probable tokens and the token itself.
     top_logprobs: Vec<Value>,
-    /// The position of each token in the text, in characters.
+    /// The position of each token in the text, in characters: the number of whole characters before it. A token that
+    /// starts within a character has the position of that character.
     text_offset: Vec<usize>,
 }
 
@@ -302,25 +321,43 @@ struct ChoiceText {
     /// The first piece: the prompt, if it is repeated, with its first token, which has no log probability.
     start: Piece,
     with_logprobs: bool,
-    /// Characters of the tokens so far.
+    /// The text of the tokens, which offsets count.
+    stream: TextStream<Arc<Tokenizer>>,
+    /// Whole characters of the tokens so far.
     offset: usize,
+    /// Whether the generated text has the names of special tokens, and whether the prompt has.
+    special: bool,
+    prompt_special: bool,
 }
 
 impl ChoiceText {
-    fn new(app: &App, echoed: Option<&PromptText>, with_logprobs: bool) -> ChoiceText {
-        let mut choice = ChoiceText { start: Piece::default(), with_logprobs, offset: 0 };
-        choice.start.logprobs = with_logprobs.then(Logprobs::default);
-        if let Some(prompt) = echoed {
-            choice.start.text = prompt.text.clone();
-            if let (Some(logprobs), Some(&first)) = (&mut choice.start.logprobs, prompt.ids.first()) {
-                logprobs.tokens.push(app.token_text(first));
-                logprobs.token_logprobs.push(Value::Null);
-                logprobs.top_logprobs.push(Value::Null);
-                logprobs.text_offset.push(0);
-                choice.offset = visible(app, first);
-            }
+    fn new(app: &App, prompt: &PromptText, echo: bool, with_logprobs: bool, special: bool) -> Result<ChoiceText> {
+        let mut choice = ChoiceText {
+            start: Piece { logprobs: with_logprobs.then(Logprobs::default), ..Piece::default() },
+            with_logprobs,
+            stream: TextStream::new(Arc::clone(app.engine.tokenizer())),
+            offset: 0,
+            special,
+            prompt_special: prompt.shown != SpecialNames::None,
+        };
+        if echo {
+            choice.echo(app, prompt);
+        } else if with_logprobs {
+            choice.stream = tokenized("prompt", choice.stream.special(special).after(&prompt.ids))?;
         }
-        choice
+        Ok(choice)
+    }
+
+    /// Starts with the text of the prompt, and its first token.
+    fn echo(&mut self, app: &App, prompt: &PromptText) {
+        self.start.text = prompt.text.clone();
+        if let (Some(logprobs), Some(&first)) = (&mut self.start.logprobs, prompt.ids.first()) {
+            logprobs.tokens.push(app.token_text(first));
+            logprobs.token_logprobs.push(Value::Null);
+            logprobs.top_logprobs.push(Value::Null);
+            logprobs.text_offset.push(0);
+            self.count(first, prompt.shown == SpecialNames::All);
+        }
     }
 
     fn start(&mut self) -> Piece {
@@ -328,47 +365,61 @@ impl ChoiceText {
     }
 
     fn piece(&mut self, app: &App, event: Event) -> Option<Piece> {
+        let special = self.special;
         match event {
-            Event::Prompt(logprobs) => Some(Piece { logprobs: self.logprobs(app, &logprobs), ..Piece::default() }),
+            Event::Prompt(logprobs) => {
+                let logprobs = self.logprobs(app, &logprobs, self.prompt_special);
+                Some(Piece { logprobs, ..Piece::default() })
+            }
             Event::Token(token) => {
-                let logprobs = self.logprobs(app, token.logprobs.as_slice());
+                let logprobs = self.logprobs(app, token.logprobs.as_slice(), special);
                 Some(Piece { text: token.text, logprobs, finish: None })
             }
             Event::Finished(finished) => {
                 let finish = Some(finish_reason(&finished.reason));
                 // The end of a text is a token, although it has no text.
                 let logprobs = finished.logprobs.as_ref().map(std::slice::from_ref);
-                let logprobs = logprobs.and_then(|logprobs| self.logprobs(app, logprobs));
+                let logprobs = logprobs.and_then(|logprobs| self.logprobs(app, logprobs, special));
                 Some(Piece { text: finished.text, logprobs, finish })
             }
             _ => None,
         }
     }
 
-    fn logprobs(&mut self, app: &App, tokens: &[TokenLogprobs]) -> Option<Logprobs> {
+    /// The log probabilities of tokens. `special`: the text has the names of special tokens.
+    fn logprobs(&mut self, app: &App, tokens: &[TokenLogprobs], special: bool) -> Option<Logprobs> {
         if !self.with_logprobs {
             return None;
         }
         let mut logprobs = Logprobs::default();
         for token in tokens {
-            let text = app.token_text(token.id);
-            let mut top: Map<String, Value> = Map::new();
-            // Of tokens with the same text, the most probable one.
-            for &(id, logprob) in &token.top {
-                top.entry(app.token_text(id)).or_insert_with(|| number(logprob));
-            }
-            top.entry(text.clone()).or_insert_with(|| number(token.logprob));
-            logprobs.tokens.push(text);
+            logprobs.tokens.push(app.token_text(token.id));
             logprobs.token_logprobs.push(number(token.logprob));
-            logprobs.top_logprobs.push(Value::Object(top));
+            logprobs.top_logprobs.push(Value::Object(alternatives(app, token)));
             logprobs.text_offset.push(self.offset);
-            self.offset += visible(app, token.id);
+            self.count(token.id, special);
         }
         Some(logprobs)
     }
+
+    /// Counts the characters that a token completes.
+    fn count(&mut self, id: u32, special: bool) {
+        self.stream.set_special(special);
+        self.offset += self.stream.push(id).map_or(0, |text| text.chars().count());
+    }
 }
 
-/// Characters of a token in the text.
-fn visible(app: &App, id: u32) -> usize {
-    app.engine.tokenizer().decode(&[id]).map_or(0, |text| text.chars().count())
+/// The most probable tokens and the token itself, each with a key of its own.
+fn alternatives(app: &App, token: &TokenLogprobs) -> Map<String, Value> {
+    let own = app.token_text(token.id);
+    let mut all = Map::new();
+    for &(id, logprob) in &token.top {
+        let text = app.token_text(id);
+        // The byte token `<0x0A>` and a line break have the same text.
+        let is_taken = all.contains_key(&text) || (id != token.id && text == own);
+        let key = if is_taken { escaped(&app.token_bytes(id)) } else { text };
+        all.entry(key).or_insert_with(|| number(logprob));
+    }
+    all.entry(own).or_insert_with(|| number(token.logprob));
+    all
 }

@@ -3,7 +3,7 @@
 use kvant_models::TokenLogprobs;
 use serde_json::{Value, json};
 
-use crate::app::App;
+use crate::app::{App, bytes_text};
 
 /// The least log probability in answers: JSON has no infinity.
 const LEAST: f32 = -9999.0;
@@ -22,8 +22,6 @@ pub(crate) fn of_token(app: &App, token: &TokenLogprobs) -> Value {
 }
 
 fn entry(app: &App, id: u32, logprob: f32) -> Value {
-    let text = app.token_text(id);
-    // A part of a character has no text from which its bytes follow.
-    let bytes = if text.contains('\u{fffd}') { Value::Null } else { json!(text.as_bytes()) };
-    json!({"token": text, "logprob": number(logprob), "bytes": bytes})
+    let bytes = app.token_bytes(id);
+    json!({"token": bytes_text(&bytes), "logprob": number(logprob), "bytes": bytes})
 }

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
-    app::{App, tokenized},
+    app::{App, bytes_text, tokenized},
     body::Json,
     error::{ApiError, Result},
 };
@@ -43,17 +43,26 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, Json(request): Json<To
         let tokenizer = app.engine.tokenizer();
         let ids = if adds_bos { tokenizer.encode_prompt(&text) } else { tokenizer.encode(&text, false) };
         let ids = tokenized("prompt", ids)?;
-        let strings = (strings || pieces).then(|| ids.iter().map(|&id| app.token_text(id)).collect::<Vec<_>>());
-        Ok((ids, strings))
+        let bytes = |ids: &[u32]| ids.iter().map(|&id| app.token_bytes(id)).collect::<Vec<_>>();
+        let bytes = (strings || pieces).then(|| bytes(&ids));
+        Ok((ids, bytes))
     });
-    let (tokens, strs) = encoded.await??;
+    let (tokens, bytes) = encoded.await??;
     let (count, max_model_len) = (tokens.len(), app.engine.context());
-    let tokens: Vec<Value> = match &strs {
-        Some(strs) if pieces => tokens.iter().zip(strs).map(|(id, piece)| json!({"id": id, "piece": piece})).collect(),
+    let tokens: Vec<Value> = match &bytes {
+        Some(bytes) if pieces => {
+            tokens.iter().zip(bytes).map(|(id, bytes)| json!({"id": id, "piece": piece(bytes)})).collect()
+        }
         _ => tokens.into_iter().map(Value::from).collect(),
     };
-    let token_strs = strs.filter(|_| strings);
+    let token_strs = bytes.filter(|_| strings);
+    let token_strs: Option<Vec<String>> = token_strs.map(|bytes| bytes.iter().map(|bytes| bytes_text(bytes)).collect());
     Ok(Json(json!({"count": count, "max_model_len": max_model_len, "tokens": tokens, "token_strs": token_strs})))
+}
+
+/// llama.cpp's form of a token: its text, or its bytes if they are not UTF-8.
+fn piece(bytes: &[u8]) -> Value {
+    std::str::from_utf8(bytes).map_or_else(|_| json!(bytes), Value::from)
 }
 
 #[derive(Debug, Deserialize)]

@@ -1,5 +1,7 @@
 use std::process::Stdio;
 
+use serde_json::{Value, json};
+
 use crate::{assert_keys, command, copy_of_the_model, kvant, kvant_with_input, shipped, str};
 
 const KEYS: &str = "text prompt_tokens generated_tokens decode_steps warm_up_seconds prompt_tokens_per_s \
@@ -114,4 +116,33 @@ fn long_texts_are_noted() {
         assert_eq!(run.stderr.contains("made for at most 8"), noted, "{}", run.stderr);
         run.ok();
     }
+}
+
+/// A model whose tokens are words that begin with ▁, which the first word of a text loses.
+fn model_of_words(name: &str) -> std::path::PathBuf {
+    let directory = copy_of_the_model(name);
+    let vocabulary: serde_json::Map<String, Value> = (0..4096).map(|id| (format!("▁w{id}"), json!(id))).collect();
+    let mark = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});
+    let json = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": mark, "post_processor": null, "decoder": mark,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "▁w0"},
+    });
+    std::fs::write(directory.join("tokenizer.json"), json.to_string()).unwrap();
+    directory
+}
+
+#[test]
+fn a_word_after_the_prompt_keeps_its_space() {
+    let model = model_of_words("a_word_after_the_prompt_keeps_its_space");
+    let args = ["generate", "--model", str(&model), "--prompt", "w300", "--max-tokens", "3", "--temperature", "0"];
+    let text = kvant(&args).ok();
+    assert!(text.starts_with(" w") && text.matches(" w").count() == 3, "{text:?}");
+    assert_eq!(format!("{}\n", kvant(&[&args[..], &["--json"]].concat()).json()[0]["text"].as_str().unwrap()), text);
+    // A stop string begins with the space.
+    let word = text.split_whitespace().next().unwrap();
+    assert_eq!(kvant(&[&args[..], &["--stop", &format!(" {word}")]].concat()).ok(), "\n");
+    let chat = ["chat", str(&model), "--plain", "--max-tokens", "3", "--temperature", "0"];
+    let text = kvant_with_input(&chat, b"w300\n").ok();
+    assert!(text.starts_with(" w") && text.matches(" w").count() == 3, "{text:?}");
 }

@@ -1,8 +1,8 @@
 //! Neither drafts nor overlapping steps change texts.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
-use crate::common::{collect, engine, model, options, request, shipped};
+use crate::common::{collect, engine, model, options, request, shipped, words};
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Grammar};
 use kvant_models::Sampling;
 
@@ -182,4 +182,28 @@ fn speed() {
             );
         }
     }
+}
+
+/// The ids of `▁world` and of the byte 0xF0 in [`words`].
+const WORLD: u32 = 260;
+const F0: u32 = 3 + 0xF0;
+
+/// The text of two tokens `forced` after a prompt.
+fn after(engine: &Engine, prompt: &[u32], forced: u32, stop: &[&str]) -> String {
+    let sampling = Sampling::default().logit_bias(vec![(forced, 1000.0)]);
+    let request = EngineRequest::new(prompt.to_vec()).max_tokens(2).sampling(sampling).stop(stop.iter().copied());
+    collect(engine.submit(request).unwrap()).1
+}
+
+#[test]
+fn a_text_continues_its_prompt() {
+    let engine = Engine::start(model(), Arc::new(words()), options()).unwrap();
+    assert_eq!(after(&engine, &[2, 259], WORLD, &[]), " world world");
+    // The first word of a whole text.
+    assert_eq!(after(&engine, &[2], WORLD, &[]), "world world");
+    // Stop strings see the space.
+    assert_eq!(after(&engine, &[2, 259], WORLD, &[" world"]), "");
+    assert_eq!(after(&engine, &[2], WORLD, &[" world"]), "world");
+    // A character whose first three bytes are the prompt's.
+    assert_eq!(after(&engine, &[2, F0, 3 + 0x9F, 3 + 0x98], 3 + 0x80, &[]), "😀\u{fffd}");
 }

@@ -1,8 +1,8 @@
 //! The bytes that each id adds to a text.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::LazyLock};
 
-use tokenizers::{Decoder, DecoderWrapper};
+use tokenizers::{Decoder, DecoderWrapper, pre_tokenizers::metaspace::PrependScheme};
 
 use super::{Tokenizer, guarded};
 use crate::{Error, Result};
@@ -27,7 +27,10 @@ impl Tokenizer {
     /// `Tokenizer` if the decoder joins tokens by other rules than these: byte-level, or a word mark in place of spaces
     /// and single bytes as `<0x0A>`.
     pub fn pieces(&self) -> Result<Vec<TokenPiece>> {
-        let decoder = ByteDecoder::of(self.inner.get_decoder())?;
+        if matches!(self.decoder, TokenDecoder::Library) {
+            let reason = "the bytes of its tokens are unknown: its decoder is not supported".to_string();
+            return Err(Error::Tokenizer { reason });
+        }
         let special: HashMap<u32, String> = self
             .inner
             .get_added_tokens_decoder()
@@ -38,10 +41,31 @@ impl Tokenizer {
         let ids = self.inner.get_vocab(true).into_values().max().map_or(0, |id| id.saturating_add(1));
         let piece = |id: u32| match (special.get(&id), self.inner.id_to_token(id)) {
             (Some(name), _) => Ok(TokenPiece::Special(name.clone())),
-            (None, Some(token)) => decoder.bytes(token).map(TokenPiece::Text),
+            (None, Some(token)) => self.decoder.bytes(token, false).map(TokenPiece::Text),
             (None, None) => Ok(TokenPiece::Unused),
         };
         (0..ids.min(MOST_IDS)).map(piece).collect()
+    }
+
+    /// The bytes that an id adds to a text after other tokens: they can begin or end within a character, and a word
+    /// keeps the space before it. A special token has its name. An id without a token has no bytes.
+    ///
+    /// # Errors
+    /// `Tokenizer` if the decoder fails.
+    pub fn token_bytes(&self, id: u32) -> Result<Vec<u8>> {
+        self.bytes_after(Some(id), id)
+    }
+
+    /// The bytes that an id adds to a text after the token `last`, or at its start.
+    pub(super) fn bytes_after(&self, last: Option<u32>, id: u32) -> Result<Vec<u8>> {
+        let Some(token) = self.inner.id_to_token(id) else { return Ok(Vec::new()) };
+        if !matches!(self.decoder, TokenDecoder::Library) {
+            return self.decoder.bytes(token, last.is_none());
+        }
+        let alone = self.decode_with_special(&[id])?;
+        let Some(last) = last else { return Ok(alone.into_bytes()) };
+        let (before, both) = (self.decode_with_special(&[last])?, self.decode_with_special(&[last, id])?);
+        Ok(both.strip_prefix(&before).unwrap_or(&alone).as_bytes().to_vec())
     }
 }
 
@@ -49,65 +73,90 @@ impl Tokenizer {
 const MOST_IDS: u32 = 1 << 22;
 
 /// How tokens become bytes.
-enum ByteDecoder<'a> {
+pub(super) enum TokenDecoder {
     /// Each character stands for a byte.
-    ByteLevel(HashMap<char, u8>),
+    ByteLevel,
     /// Tokens are text, in which single characters or strings are replaced.
-    Words { steps: Vec<Step<'a>>, has_bytes: bool },
+    Words { steps: Vec<Step>, has_bytes: bool, strip: Strip },
+    /// The bytes of a token depend on the previous one, by rules of the library.
+    Library,
 }
 
 /// A step of a decoder of words.
-enum Step<'a> {
-    Replace(&'a DecoderWrapper),
-    /// The mark of a space.
-    Mark(char),
+pub(super) enum Step {
+    Replace(DecoderWrapper),
+    /// The mark of a space, and whether the first token of a text loses its marks.
+    Mark {
+        mark: char,
+        first_loses: bool,
+    },
 }
 
-impl<'a> ByteDecoder<'a> {
-    fn of(decoder: Option<&'a DecoderWrapper>) -> Result<ByteDecoder<'a>> {
+/// Characters that are removed from the start of a text.
+#[derive(Clone, Copy)]
+pub(super) struct Strip {
+    pub content: char,
+    pub most: usize,
+}
+
+impl TokenDecoder {
+    pub fn of(decoder: Option<&DecoderWrapper>) -> TokenDecoder {
         let decoders = match decoder {
             Some(DecoderWrapper::Sequence(sequence)) => sequence.get_decoders(),
             Some(decoder) => std::slice::from_ref(decoder),
-            None => &[],
+            None => return TokenDecoder::Library,
         };
-        let (mut steps, mut has_bytes) = (Vec::new(), false);
+        let (mut steps, mut has_bytes, mut is_fused) = (Vec::new(), false, false);
+        let mut strip = Strip { content: ' ', most: 0 };
         for decoder in decoders {
             match decoder {
-                DecoderWrapper::ByteLevel(_) => return Ok(ByteDecoder::ByteLevel(byte_characters())),
-                DecoderWrapper::Replace(_) => steps.push(Step::Replace(decoder)),
-                DecoderWrapper::Metaspace(mark) => steps.push(Step::Mark(mark.get_replacement())),
+                DecoderWrapper::ByteLevel(_) if decoders.len() == 1 => return TokenDecoder::ByteLevel,
+                DecoderWrapper::Replace(_) if !is_fused => steps.push(Step::Replace(decoder.clone())),
+                DecoderWrapper::Metaspace(mark) if !is_fused => steps.push(Step::Mark {
+                    mark: mark.get_replacement(),
+                    first_loses: mark.prepend_scheme != PrependScheme::Never,
+                }),
                 DecoderWrapper::ByteFallback(_) => has_bytes = true,
-                // They join tokens, and remove a space before the first one.
-                DecoderWrapper::Fuse(_) | DecoderWrapper::Strip(_) => {}
-                _ => return Err(unknown_decoder()),
+                DecoderWrapper::Fuse(_) => is_fused = true,
+                DecoderWrapper::Strip(ends) if is_fused && ends.stop == 0 && strip.most == 0 => {
+                    strip = Strip { content: ends.content, most: ends.start };
+                }
+                _ => return TokenDecoder::Library,
             }
         }
-        if steps.is_empty() { Err(unknown_decoder()) } else { Ok(ByteDecoder::Words { steps, has_bytes }) }
+        TokenDecoder::Words { steps, has_bytes, strip }
     }
 
-    fn bytes(&self, token: String) -> Result<Vec<u8>> {
+    /// The characters that a text loses at its start.
+    pub fn strip(&self) -> Strip {
         match self {
-            ByteDecoder::ByteLevel(characters) => {
-                let bytes: Option<Vec<u8>> = token.chars().map(|c| characters.get(&c).copied()).collect();
-                // Added tokens have their text.
-                Ok(bytes.unwrap_or_else(|| token.into_bytes()))
-            }
-            ByteDecoder::Words { has_bytes: true, .. } if byte(&token).is_some() => {
-                Ok(byte(&token).into_iter().collect())
-            }
-            ByteDecoder::Words { steps, .. } => {
-                let text = steps.iter().try_fold(token, |token, step| match step {
-                    Step::Replace(replace) => guarded(|| replace.decode_chain(vec![token])).map(|texts| texts.concat()),
-                    Step::Mark(mark) => Ok(token.replace(*mark, " ")),
-                })?;
-                Ok(text.into_bytes())
-            }
+            TokenDecoder::Words { strip, .. } => *strip,
+            _ => Strip { content: ' ', most: 0 },
         }
     }
-}
 
-fn unknown_decoder() -> Error {
-    Error::Tokenizer { reason: "the bytes of its tokens are unknown: its decoder is not supported".to_string() }
+    /// Whether each byte that is not UTF-8 becomes one U+FFFD, or else each incomplete character.
+    pub fn replaces_bytes(&self) -> bool {
+        matches!(self, TokenDecoder::Words { .. })
+    }
+
+    /// The bytes of a token. `is_first` is for the first token of a text.
+    pub fn bytes(&self, token: String, is_first: bool) -> Result<Vec<u8>> {
+        let TokenDecoder::Words { steps, has_bytes, .. } = self else {
+            let bytes: Option<Vec<u8>> = token.chars().map(|c| BYTE_CHARACTERS.get(&c).copied()).collect();
+            // Added tokens have their text.
+            return Ok(bytes.unwrap_or_else(|| token.into_bytes()));
+        };
+        if *has_bytes && let Some(byte) = byte(&token) {
+            return Ok(vec![byte]);
+        }
+        let text = steps.iter().try_fold(token, |token, step| match step {
+            Step::Replace(replace) => guarded(|| replace.decode_chain(vec![token])).map(|texts| texts.concat()),
+            Step::Mark { mark, first_loses } if *first_loses && is_first => Ok(token.replace(*mark, "")),
+            Step::Mark { mark, .. } => Ok(token.replace(*mark, " ")),
+        })?;
+        Ok(text.into_bytes())
+    }
 }
 
 /// The byte of a token such as `<0x0A>`.
@@ -115,6 +164,9 @@ fn byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
 }
+
+/// The byte of each character of byte-level vocabularies.
+static BYTE_CHARACTERS: LazyLock<HashMap<char, u8>> = LazyLock::new(byte_characters);
 
 /// The character that stands for each byte in byte-level vocabularies: itself if it is visible, or else one from U+0100
 /// on, in the order of bytes.

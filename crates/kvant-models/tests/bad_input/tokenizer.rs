@@ -53,6 +53,78 @@ proptest! {
     }
 }
 
+/// Normalisers and decoders that grow without limit, with an added token that the library normalises as it loads.
+#[test]
+fn tokenizers_that_expand_are_refused() {
+    let doubling = || vec![json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}); 36];
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    for (section, value) in [
+        ("normalizer", json!({"type": "Sequence", "normalizers": doubling()})),
+        ("normalizer", json!({"type": "Prepend", "prepend": "a".repeat(1 << 20)})),
+        ("pre_tokenizer", json!({"type": "Sequence", "pretokenizers": vec![byte_level; 40]})),
+        ("decoder", json!({"type": "Sequence", "decoders": doubling()})),
+    ] {
+        let mut json = small_tokenizer();
+        json[section] = value;
+        let added = json!({"id": 6, "content": "aé", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": true, "special": false});
+        json["added_tokens"].as_array_mut().unwrap().push(added);
+        let error = Tokenizer::parse(json.to_string().as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("bytes of one, the limit is"), "{error}");
+        assert_modest();
+    }
+}
+
+/// A post-processor that repeats a text, and one after it for which the library has no code: it is "not yet
+/// implemented" there.
+#[test]
+fn post_processors_change_nothing() {
+    let many = json!({"type": "TemplateProcessing", "single": vec![json!({"Sequence": {"id": "A", "type_id": 0}}); 3],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}], "special_tokens": {}});
+    let mut json = small_tokenizer();
+    for processor in [many.clone(), json!({"type": "Sequence", "processors": [many.clone(), many]})] {
+        json["post_processor"] = processor;
+        let tokenizer = Tokenizer::parse(json.to_string().as_bytes()).unwrap();
+        assert_eq!(tokenizer.encode("abba", false).unwrap(), [5, 4, 3]);
+    }
+}
+
+/// A model's embedding has a row for each id, except for special tokens that the model does not use.
+#[test]
+fn ids_beyond_the_embedding_are_found_at_load() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokenizer.json");
+    std::fs::copy(shipped().join("config.json"), dir.path().join("config.json")).unwrap();
+    let load = |json: &Value| {
+        std::fs::write(&path, json.to_string()).unwrap();
+        Tokenizer::load(dir.path())
+    };
+    let mut json = small_tokenizer();
+    json["model"]["vocab"]["c"] = json!(4095);
+    load(&json).unwrap();
+    json["model"]["vocab"]["c"] = json!(4096);
+    let error = load(&json).unwrap_err().to_string();
+    let expected =
+        "tokenizer.json: tokenizer: ids must be below the 4096 rows of the model's embedding, got 4096 of \"c\"";
+    assert!(error.ends_with(expected), "{error}");
+
+    let added = |special: bool| {
+        let mut json = small_tokenizer();
+        let token = json!({"id": 4096, "content": "<image>", "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": special});
+        json["added_tokens"].as_array_mut().unwrap().push(token);
+        // The library gives added tokens the next free ids.
+        json["model"]["vocab"].as_object_mut().unwrap().extend((6..4096).map(|id| (format!("w{id}"), json!(id))));
+        load(&json)
+    };
+    assert!(added(false).unwrap_err().to_string().contains("got 4096 of \"<image>\""));
+    // As in Gemma 3's files for models without images.
+    let tokenizer = added(true).unwrap();
+    assert_eq!(tokenizer.encode("ab", false).unwrap(), [5]);
+    let error = tokenizer.encode("a<image>", false).unwrap_err().to_string();
+    assert!(error.contains("got 4096 of \"<image>\""), "{error}");
+}
+
 /// The shipped tokenizer with a vocabulary of a few words.
 fn small_tokenizer() -> Value {
     let text = std::fs::read(shipped().join("tokenizer.json")).unwrap();

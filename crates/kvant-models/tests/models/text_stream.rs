@@ -1,7 +1,7 @@
 //! Text that comes id by id, with the decoders of tokenizers that have tokens for single bytes (Gemma, Llama), and
 //! others.
 
-use kvant_models::Tokenizer;
+use kvant_models::{TextStream, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -56,9 +56,81 @@ fn word(word: &str) -> u32 {
 }
 
 fn streamed(tokenizer: &Tokenizer, ids: &[u32]) -> String {
-    let mut stream = tokenizer.stream();
+    rest_of(tokenizer.stream(), ids)
+}
+
+fn rest_of(mut stream: TextStream<&Tokenizer>, ids: &[u32]) -> String {
     let pieces: String = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
     pieces + &stream.finish().unwrap()
+}
+
+/// The text of a prompt without the first bytes of a character, and the text that follows.
+fn prompt_and_rest(tokenizer: &Tokenizer, special: bool, prompt: &[u32], rest: &[u32]) -> [String; 2] {
+    let mut stream = tokenizer.stream().special(special);
+    let text = prompt.iter().map(|&id| stream.push(id).unwrap()).collect();
+    [text, rest_of(tokenizer.stream().special(special).after(prompt).unwrap(), rest)]
+}
+
+#[test]
+fn a_word_after_a_prompt_keeps_its_space() {
+    let the = word("▁the");
+    for (name, tokenizer) in all() {
+        let first = if name == "gemma" { " the" } else { "the" };
+        let first = if name == "wordpiece" { "▁the" } else { first };
+        let next = if name == "wordpiece" { " ▁the" } else { " the" };
+        assert_eq!(prompt_and_rest(&tokenizer, false, &[the], &[the]), [first, next], "{name}");
+        // The start of a text does not begin one: this is the first word.
+        assert_eq!(prompt_and_rest(&tokenizer, false, &[2], &[the]), ["", first], "{name}");
+        assert_eq!(prompt_and_rest(&tokenizer, false, &[], &[the, the]), ["", &format!("{first}{next}")], "{name}");
+        // In a text with the names of special tokens it is the second.
+        assert_eq!(prompt_and_rest(&tokenizer, true, &[2], &[the]), ["<bos>", next], "{name}");
+    }
+}
+
+#[test]
+fn a_character_that_begins_in_the_prompt_is_in_the_text() {
+    let ids: Vec<u32> = [word("a")].into_iter().chain(bytes("😀")).chain([word("▁the")]).collect();
+    for tokenizer in [gemma(), llama()] {
+        for prompt in 1..5 {
+            let (prompt, rest) = ids.split_at(prompt);
+            assert_eq!(prompt_and_rest(&tokenizer, false, prompt, rest), ["a", "😀 the"]);
+        }
+        // Bytes that do not follow.
+        assert_eq!(prompt_and_rest(&tokenizer, false, &ids[..3], &[word("b")]), ["a", "\u{fffd}\u{fffd}b"]);
+    }
+}
+
+#[test]
+fn only_the_end_of_a_long_prompt_matters() {
+    for count in [63, 64, 65, 1000] {
+        for (name, tokenizer) in all() {
+            let mut prompt = vec![2; count];
+            let [_, first] = prompt_and_rest(&tokenizer, false, &prompt, &[word("▁the")]);
+            assert_eq!(first, tokenizer.decode(&[word("▁the")]).unwrap(), "{name}");
+            prompt.extend(vec![word("a"); count]);
+            prompt.extend(bytes("é").take(1));
+            let rest: Vec<u32> = bytes("é").skip(1).chain([word("▁the")]).collect();
+            if name != "wordpiece" && name != "metaspace" {
+                assert_eq!(prompt_and_rest(&tokenizer, false, &prompt, &rest)[1], "é the", "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_of_single_tokens() {
+    for (name, tokenizer) in all() {
+        let text = |token: u32| String::from_utf8(tokenizer.token_bytes(token).unwrap()).unwrap();
+        // This decoder puts a space before every token.
+        let bos = if name == "wordpiece" { " <bos>" } else { "<bos>" };
+        assert_eq!([text(2), text(5000)], [bos, ""], "{name}");
+        let space = if name == "wordpiece" { " ▁the" } else { " the" };
+        assert_eq!(text(word("▁the")), space, "{name}");
+        if let "gemma" | "llama" = name {
+            assert_eq!(tokenizer.token_bytes(FIRST_BYTE + 0xF0).unwrap(), [0xF0], "{name}");
+            assert_eq!([text(word("▁▁")), text(word("日本"))], ["  ", "日本"], "{name}");
+        }
+    }
 }
 
 /// A script that the vocabulary lacks: a run of byte tokens as long as the text.
@@ -132,6 +204,16 @@ proptest! {
     fn valid_text_is_the_decoded_text(ids in valid()) {
         for (name, tokenizer) in all() {
             prop_assert_eq!(streamed(&tokenizer, &ids), tokenizer.decode(&ids).unwrap(), "{}", name);
+        }
+    }
+
+    /// Wherever the prompt ends.
+    #[test]
+    fn prompt_and_rest_are_the_text(ids in valid(), end in prop::arbitrary::any::<prop::sample::Index>(), special in prop::bool::ANY) {
+        let (prompt, rest) = ids.split_at(end.index(ids.len() + 1));
+        for (name, tokenizer) in all() {
+            let whole = if special { tokenizer.decode_with_special(&ids) } else { tokenizer.decode(&ids) };
+            prop_assert_eq!(prompt_and_rest(&tokenizer, special, prompt, rest).concat(), whole.unwrap(), "{}", name);
         }
     }
 

@@ -117,6 +117,33 @@ async fn log_probabilities() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn log_probabilities_of_split_characters() {
+    let body = json!({"logprobs": true, "top_logprobs": 5, "max_tokens": 20, "reasoning_effort": "none",
+        "structured_outputs": {"regex": "é😀한"}});
+    let answer = chat(and(hello(), body)).await;
+    let content = answer["choices"][0]["logprobs"]["content"].as_array().unwrap();
+    let bytes = |entry: &Value| -> Vec<u8> {
+        let bytes = entry["bytes"].as_array().unwrap_or_else(|| panic!("{entry}"));
+        bytes.iter().map(|byte| byte.as_u64().unwrap() as u8).collect()
+    };
+    let text: Vec<u8> = content.iter().flat_map(bytes).collect();
+    assert_eq!(String::from_utf8(text).unwrap(), "é😀한");
+    assert!(content.len() > 3, "{content:?}");
+    let mut split = 0;
+    for entry in content.iter().chain(content.iter().flat_map(|token| token["top_logprobs"].as_array().unwrap())) {
+        let token = entry["token"].as_str().unwrap();
+        match String::from_utf8(bytes(entry)) {
+            Ok(text) => assert_eq!(token, text),
+            Err(error) => {
+                split += 1;
+                assert_eq!(token, format!("bytes:{}", error.as_bytes().escape_ascii()));
+            }
+        }
+    }
+    assert!(split > 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn every_field_that_is_wrong_or_unknown_is_named() {
     let message = |message: Value| json!({"messages": [message]});
     for (more, field) in [

@@ -183,3 +183,82 @@ async fn the_end_of_a_text_has_log_probabilities() {
     assert_eq!(choice["logprobs"]["tokens"], json!(["<eos>"]));
     assert!(choice["logprobs"]["token_logprobs"][0].as_f64().unwrap() < 0.0);
 }
+
+/// The ids of words and bytes in [`words`].
+const HELLO: u32 = 3;
+const WORLD: u32 = 4;
+
+fn byte(byte: u8) -> u32 {
+    259 + u32::from(byte)
+}
+
+/// A completion of two tokens that are `forced`.
+async fn words_after(prompt: Value, forced: u32, more: Value) -> Value {
+    let body = json!({"prompt": prompt, "max_tokens": 2, "temperature": 0, "logit_bias": {forced.to_string(): 100}});
+    post(words_router(), PATH, and(body, more)).await.ok()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_word_after_the_prompt_keeps_its_space() {
+    assert_eq!(text(&words_after(json!("Hello"), WORLD, json!({})).await), " world world");
+    assert_eq!(text(&words_after(json!([2]), WORLD, json!({})).await), "world world");
+    for prompt in [json!("Hello"), json!([HELLO])] {
+        let answer = words_after(prompt, WORLD, json!({"echo": true, "logprobs": 1})).await;
+        assert_eq!(text(&answer), "Hello world world");
+        let logprobs = &answer["choices"][0]["logprobs"];
+        assert_eq!(logprobs["tokens"], json!([" Hello", " world", " world"]));
+        assert_eq!(logprobs["text_offset"], json!([0, 5, 11]));
+    }
+    let answer = words_after(json!("Hello"), WORLD, json!({"logprobs": 0})).await;
+    assert_eq!(answer["choices"][0]["logprobs"]["text_offset"], json!([0, 6]));
+    assert_eq!(text(&words_after(json!("Hello"), WORLD, json!({"stop": [" world"]})).await), "");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn names_of_special_tokens_count_where_the_text_has_them() {
+    let more = json!({"echo": true, "logprobs": 0, "skip_special_tokens": false});
+    // In the text of the prompt, and in the generated text.
+    let answer = words_after(json!("Hello<bos>"), 2, more.clone()).await;
+    assert_eq!(text(&answer), "Hello<bos><bos><bos>");
+    assert_eq!(answer["choices"][0]["logprobs"]["text_offset"], json!([0, 5, 10, 15]));
+    // Ids as a prompt have a text without them.
+    let answer = words_after(json!([HELLO, 2]), 2, more).await;
+    assert_eq!(text(&answer), "Hello<bos><bos>");
+    assert_eq!(answer["choices"][0]["logprobs"]["text_offset"], json!([0, 5, 5, 10]));
+    let answer = words_after(json!([HELLO, 2]), 2, json!({"echo": true, "logprobs": 0})).await;
+    assert_eq!((text(&answer), &answer["choices"][0]["logprobs"]["text_offset"]), ("Hello", &json!([0, 5, 5, 5])));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn characters_of_several_tokens_have_one_place() {
+    let prompt = json!([HELLO, byte(0xF0), byte(0x9F), byte(0x98)]);
+    let answer = words_after(prompt.clone(), byte(0x80), json!({"echo": true, "logprobs": 2})).await;
+    // The second byte 0x80 begins no character.
+    assert_eq!(text(&answer), "Hello😀\u{fffd}");
+    let logprobs = &answer["choices"][0]["logprobs"];
+    let tokens = [" Hello", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80", r"bytes:\x80"];
+    assert_eq!(logprobs["tokens"], json!(tokens));
+    assert_eq!(logprobs["text_offset"], json!([0, 5, 5, 5, 5, 6]));
+    assert!(logprobs["top_logprobs"][4].get(r"bytes:\x80").is_some(), "{logprobs}");
+    // Without the prompt.
+    let answer = words_after(prompt, byte(0x80), json!({"logprobs": 0})).await;
+    assert_eq!(text(&answer), "😀\u{fffd}");
+    assert_eq!(answer["choices"][0]["logprobs"]["text_offset"], json!([0, 1]));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn alternatives_have_keys_of_their_own() {
+    let body = json!({"prompt": "Hello", "max_tokens": 8, "temperature": 0, "logprobs": 100});
+    let answer = post(words_router(), PATH, body).await.ok();
+    let logprobs = &answer["choices"][0]["logprobs"];
+    let mut parts = 0;
+    for (token, top) in logprobs["tokens"].as_array().unwrap().iter().zip(logprobs["top_logprobs"].as_array().unwrap())
+    {
+        let top = top.as_object().unwrap();
+        assert_eq!(top.len(), 100, "{top:?}");
+        assert!(top.contains_key(token.as_str().unwrap()));
+        assert!(top.keys().all(|key| !key.contains('\u{fffd}')), "{top:?}");
+        parts += top.keys().filter(|key| key.starts_with("bytes:")).count();
+    }
+    assert!(parts > 8, "{parts}");
+}

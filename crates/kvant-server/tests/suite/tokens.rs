@@ -23,6 +23,26 @@ async fn there_and_back() {
     assert_eq!(named["tokens"], json!([with["tokens"][0]]));
 }
 
+/// A word keeps its space, and a part of a character is its bytes, as in llama.cpp. A whole text starts with its word.
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_within_a_text() {
+    let body = json!({"content": "Hello world", "with_pieces": true, "return_token_strs": true});
+    let answer = post(words_router(), "/tokenize", body).await.ok();
+    assert_eq!(answer["tokens"], json!([{"id": 3, "piece": " Hello"}, {"id": 4, "piece": " world"}]));
+    assert_eq!(answer["token_strs"], json!([" Hello", " world"]));
+    let back = post(words_router(), "/detokenize", json!({"tokens": [3, 4]})).await.ok();
+    assert_eq!(back["content"], "Hello world");
+
+    let answer = post(router(), "/tokenize", json!({"content": "😀", "with_pieces": true})).await.ok();
+    let mut bytes = Vec::new();
+    for token in answer["tokens"].as_array().unwrap() {
+        bytes.extend(token["piece"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8));
+    }
+    assert_eq!(bytes, "😀".as_bytes());
+    let answer = post(router(), "/tokenize", json!({"content": "😀", "return_token_strs": true})).await.ok();
+    assert_eq!(answer["token_strs"][0], r"bytes:\xf0");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_refused() {
     for (body, field) in [
