@@ -2,7 +2,15 @@
 
 use jiff::{Timestamp, Zoned, fmt::strtime, tz::TimeZone};
 
+use super::jinja;
 use crate::{Error, Result};
+
+/// Bytes of a format. Those of templates have some twenty.
+const LONGEST_FORMAT: usize = 1024;
+/// Bytes of a rendering's budget for a call and for each byte of its format: about the time that as many bytes take
+/// elsewhere.
+const CALL_COST: usize = 1024;
+const BYTE_COST: usize = 64;
 
 /// The time that templates ask for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,7 +36,13 @@ impl Clock {
 
 /// `datetime.now().strftime(format)` of Python.
 pub fn strftime(time: &Zoned, format: &str) -> std::result::Result<String, minijinja::Error> {
-    strtime::format(format, time).map_err(|error| {
-        minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, format!("strftime_now: {error}"))
-    })
+    let failed = |reason: &dyn std::fmt::Display| {
+        minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, format!("strftime_now: {reason}"))
+    };
+    if format.len() > LONGEST_FORMAT {
+        let reason = format!("the format must have at most {LONGEST_FORMAT} bytes, got {}", format.len());
+        return Err(failed(&reason));
+    }
+    jinja::spend(CALL_COST + format.len() * BYTE_COST)?;
+    jinja::made(strtime::format(format, time).map_err(|error| failed(&error))?)
 }

@@ -23,6 +23,8 @@ const ARCHITECTURE: &str = "general.architecture";
 const STILL: f32 = 1e20;
 /// More layers than any family allows.
 const MAX_LAYERS: u64 = 1024;
+/// The limit of every width: products of two do not overflow.
+const MAX_SIZE: u64 = 1 << 18;
 
 /// An architecture and its differences from the others.
 struct Architecture {
@@ -97,6 +99,7 @@ pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
         });
     };
     let keys = Keys { gguf, metadata, architecture: architecture.name };
+    keys.check_lengths()?;
     keys.refuse_partial_rotation()?;
     let json = (architecture.write)(&keys)?;
     let mut config = families::parse(&json).map_err(|error| keys.rename(error))?;
@@ -349,6 +352,27 @@ impl Keys<'_> {
         self.metadata.number(&self.full(key))
     }
 
+    /// Checks sizes before others are derived from them, whose keys would be named instead.
+    fn check_lengths(&self) -> Result<()> {
+        const SIZES: [&str; 7] = [
+            "embedding_length",
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.value_length",
+            "attention.key_length_swa",
+            "attention.value_length_swa",
+        ];
+        let size = |key: &str, most: u64| match self.whole(key)? {
+            Some(size) if !(1..=most).contains(&size) => {
+                Err(error(&self.full(key), format_args!("from 1 to {most}"), size))
+            }
+            _ => Ok(()),
+        };
+        size("block_count", MAX_LAYERS)?;
+        SIZES.iter().try_for_each(|key| size(key, MAX_SIZE))
+    }
+
     fn heads(&self) -> Result<u64> {
         self.required("attention.head_count")
     }
@@ -564,13 +588,11 @@ impl Keys<'_> {
         Ok(())
     }
 
-    /// The limit of every width: products of two do not overflow.
     fn check_sizes(&self, size: usize, key: &str) -> Result<()> {
-        const MOST: usize = 1 << 18;
-        if (1..=MOST).contains(&size) {
+        if (1..=MAX_SIZE).contains(&(size as u64)) {
             return Ok(());
         }
-        Err(error(&self.full(key), format_args!("from 1 to {MOST}"), size))
+        Err(error(&self.full(key), format_args!("from 1 to {MAX_SIZE}"), size))
     }
 
     /// Whether the module of the first block has a bias.

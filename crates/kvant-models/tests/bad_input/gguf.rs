@@ -222,7 +222,18 @@ fn models_that_cannot_run() {
     named(llama("general.architecture", text("gemma3")), "`gemma3.");
     named(llama("llama.embedding_length", text("x")), "`llama.embedding_length` must be a whole number");
     named(llama("llama.attention.head_count", u32(0)), "llama.attention.head_count");
-    named(llama("llama.block_count", u32(1 << 30)), "`llama.block_count`");
+    // Sizes that others are derived from, with a width of rotations as in every released file.
+    for key in
+        ["embedding_length", "block_count", "attention.head_count", "attention.head_count_kv", "attention.key_length"]
+    {
+        for size in [0, 1 << 30, u32::MAX] {
+            let key = format!("llama.{key}");
+            let file = llama(&key, u32(size)).pair("llama.rope.dimension_count", u32(64));
+            named(file, &format!("metadata: `{key}` must be from 1 to "));
+            let file = llama(&key, u32(size)).pair("llama.rope.dimension_count", u32(64));
+            named(file, &format!(", got {size}"));
+        }
+    }
     named(llama("llama.expert_count", u32(8)), "`llama.expert_count` must be absent or 0, got 8");
     named(llama("llama.rope.scaling.type", text("longrope")), "`llama.rope.scaling.type` must be");
     named(llama("llama.attention.value_length", u32(32)), "`llama.attention.value_length` must be the same");

@@ -175,6 +175,21 @@ fn hostile_templates_end_with_an_error() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+#[test]
+fn dates_count_towards_the_limit() {
+    for source in [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ strftime_now('%c') }}{% endfor %}{% endfor %}",
+        &format!("{{% for i in range(99999) %}}{{{{ strftime_now('{}') }}}}{{% endfor %}}", "%c".repeat(500)),
+        &format!("{{{{ strftime_now('{}') }}}}", "%c".repeat(100_000)),
+    ] {
+        let started = std::time::Instant::now();
+        let message = render(source).unwrap_err().to_string();
+        assert!(message.contains("makes more than") || message.contains("at most 1024 bytes"), "{message}");
+        assert!(started.elapsed().as_secs() < 10, "{:?}", started.elapsed());
+    }
+    assert_eq!(render("{{ strftime_now('%d') }}").unwrap().len(), 2);
+}
+
 /// These overflow or never end in libraries.
 #[test]
 fn odd_templates_return() {
