@@ -1,12 +1,16 @@
 //! Standard output for results, standard error for everything else. A closed pipe ends the command silently.
+//!
+//! Names from files and generated text are untrusted. On a terminal, control characters are escaped; a file or a pipe
+//! gets generated text as it is. Errors are escaped and shortened everywhere.
 
 use std::{
     error::Error,
     fs::{self, File},
-    io::{self, Write},
+    io::{self, IsTerminal, Write},
     path::Path,
 };
 
+use kvant_models::untrusted;
 use serde::Serialize;
 
 use crate::Result;
@@ -20,9 +24,7 @@ pub fn json_line(value: &impl Serialize) -> Result {
 
 /// Writes text to standard output and flushes it.
 pub fn text(text: &str) -> Result {
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    Ok(out.flush()?)
+    write(io::stdout().lock(), text)
 }
 
 /// Writes text for humans: to standard output, or to standard error if standard output is used for JSON. In the
@@ -37,9 +39,23 @@ pub fn people(text: &str, json: bool) -> Result {
 
 /// Writes text to standard error.
 pub fn note(text: &str) -> Result {
+    write(io::stderr().lock(), text)
+}
+
+/// Replaces the current line of a terminal at standard error.
+pub fn progress(line: &str) -> Result {
     let mut err = io::stderr().lock();
-    err.write_all(text.as_bytes())?;
+    write!(err, "\r\x1b[K{}", untrusted::line(line))?;
     Ok(err.flush()?)
+}
+
+fn write(mut out: impl Write + IsTerminal, text: &str) -> Result {
+    if out.is_terminal() {
+        out.write_all(untrusted::text(text).as_bytes())?;
+    } else {
+        out.write_all(text.as_bytes())?;
+    }
+    Ok(out.flush()?)
 }
 
 /// Whether an error means that the reader of standard output has closed it (`kvant … | head`).
@@ -59,7 +75,7 @@ pub fn report(error: &(dyn Error + 'static)) {
         cause = inner.source();
     }
     // A closed standard error cannot be reported.
-    let _ = note(&format!("error: {message}\n"));
+    let _ = note(&format!("error: {}\n", untrusted::message(&message)));
 }
 
 /// Writes a file such that it is complete, or as it was. A device, a pipe or a link is written in place.

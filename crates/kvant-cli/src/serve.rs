@@ -1,8 +1,9 @@
 //! `kvant serve`: an HTTP server for a model.
 
 use std::{
+    ffi::OsStr,
     net::{IpAddr, Ipv6Addr, TcpListener},
-    path::PathBuf,
+    path::{Path, PathBuf},
     str::FromStr,
     sync::Arc,
     time::Duration,
@@ -145,7 +146,8 @@ impl ServeArgs {
     fn server_options(&self) -> Result<ServerOptions> {
         // A name on the hub is no path.
         let path = self.model.as_deref().map(|path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf()));
-        let name = path.as_deref().and_then(|path| path.file_name()?.to_str()).unwrap_or("rustdoc-11m");
+        let name = path.as_deref().and_then(Path::file_name).map(OsStr::to_string_lossy);
+        let name = name.as_deref().unwrap_or("rustdoc-11m");
         let name = name.strip_suffix(".gguf").unwrap_or(name);
         let mut names = self.name.iter().cloned();
         let mut options = ServerOptions::new(names.next().unwrap_or_else(|| name.to_string()));

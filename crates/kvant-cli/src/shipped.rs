@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use kvant_models::Files;
+use kvant_models::{Files, untrusted::line};
 
 use crate::{
     Result,
@@ -16,8 +16,8 @@ pub const PROMPT: &str = "# Fearless Concurrency\n\n";
 /// The files of the requested model, or of the shipped one.
 pub fn files(asked: Option<&Path>) -> Result<Files> {
     let Some(path) = asked else { return shipped() };
-    let name = path.display();
-    if path.exists() {
+    let name = line(&path.to_string_lossy()).into_owned();
+    if path.try_exists().map_err(|error| format!("{name}: cannot be read: {error}"))? {
         of_path(path)
     } else if let Some(hub_name) = HubName::parse(path) {
         match hub::find(&hub_name)? {
@@ -33,7 +33,7 @@ pub fn files(asked: Option<&Path>) -> Result<Files> {
 fn is_complete(place: &Path) -> bool {
     place.is_file()
         || Files::at(place).is_ok_and(|files| files.as_gguf().is_some())
-        || place.join("config.json").exists()
+        || place.join("config.json").try_exists().unwrap_or(true)
 }
 
 /// Downloads a model that is not in the cache, or not all of it.
@@ -52,9 +52,11 @@ fn download(name: &HubName, found: Option<PathBuf>) -> Result<PathBuf> {
 
 /// The checkpoint of a directory, or a GGUF file.
 fn of_path(path: &Path) -> Result<Files> {
-    let name = path.display();
+    let name = line(&path.to_string_lossy()).into_owned();
     let files = Files::at(path)?;
-    if files.as_gguf().is_some() || path.join("config.json").exists() {
+    let config = path.join("config.json");
+    let has_config = || config.try_exists().map_err(|error| format!("{name}/config.json: cannot be read: {error}"));
+    if files.as_gguf().is_some() || (path.is_dir() && has_config()?) {
         Ok(files)
     } else if path.is_dir() {
         Err(format!("{name}: not a checkpoint: it has no config.json and no GGUF model").into())

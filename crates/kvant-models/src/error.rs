@@ -4,10 +4,15 @@ use std::path::Path;
 
 use kvant::DType;
 
+use crate::untrusted::line;
+
 /// The result of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// An error while loading or running a model.
+///
+/// Fields can have text from files, such as names of tensors. The message shows them by
+/// [`untrusted::line`](crate::untrusted::line): escaped and shortened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -15,7 +20,7 @@ pub enum Error {
     #[error(transparent)]
     Kvant(#[from] kvant::Error),
     /// A file does not exist, cannot be read, or has invalid contents.
-    #[error("{path}: {reason}")]
+    #[error("{}: {}", line(path), line(reason))]
     File {
         /// The file.
         path: String,
@@ -23,7 +28,7 @@ pub enum Error {
         reason: String,
     },
     /// A key of `config.json` is missing, out of range or of the wrong type.
-    #[error("config.json: `{key}` must be {expected}, got {got}")]
+    #[error("config.json: `{}` must be {}, got {}", line(key), line(expected), line(got))]
     Config {
         /// The key, with the keys of the enclosing objects.
         key: String,
@@ -33,7 +38,7 @@ pub enum Error {
         got: String,
     },
     /// A key of a GGUF file's metadata is missing, out of range or of the wrong type.
-    #[error("metadata: `{key}` must be {expected}, got {got}")]
+    #[error("metadata: `{}` must be {}, got {}", line(key), line(expected), line(got))]
     Metadata {
         /// The key.
         key: String,
@@ -43,7 +48,7 @@ pub enum Error {
         got: String,
     },
     /// The file requires a feature that this crate does not support.
-    #[error("{what} is not supported: {reason}")]
+    #[error("{} is not supported: {}", line(what), line(reason))]
     Unsupported {
         /// The feature, e.g. `model_type "llama"`.
         what: String,
@@ -51,13 +56,13 @@ pub enum Error {
         reason: String,
     },
     /// The checkpoint lacks a tensor that the configuration requires.
-    #[error("the checkpoint has no tensor `{name}`")]
+    #[error("the checkpoint has no tensor `{}`", line(name))]
     MissingTensor {
         /// Its full name.
         name: String,
     },
     /// The shape of a tensor does not match the configuration.
-    #[error("tensor `{name}` must have shape {expected:?}, got {got:?}")]
+    #[error("tensor `{}` must have shape {expected:?}, got {}", line(name), line(&format!("{got:?}")))]
     TensorShape {
         /// Its full name.
         name: String,
@@ -67,7 +72,7 @@ pub enum Error {
         got: Vec<usize>,
     },
     /// A tensor has a dtype that cannot be used for its purpose.
-    #[error("tensor `{name}` must be {expected}, got {got}")]
+    #[error("tensor `{}` must be {expected}, got {}", line(name), line(got))]
     TensorDType {
         /// Its full name.
         name: String,
@@ -77,7 +82,7 @@ pub enum Error {
         got: String,
     },
     /// A tensor holds an invalid value.
-    #[error("tensor `{name}` must hold {expected}, got {got}")]
+    #[error("tensor `{}` must hold {expected}, got {}", line(name), line(got))]
     TensorValue {
         /// Its full name.
         name: String,
@@ -87,7 +92,7 @@ pub enum Error {
         got: String,
     },
     /// An argument does not fit the model.
-    #[error("`{arg}` must be {expected}, got {got}")]
+    #[error("`{arg}` must be {}, got {}", line(expected), line(got))]
     Argument {
         /// The argument.
         arg: &'static str,
@@ -111,13 +116,13 @@ pub enum Error {
         position: usize,
     },
     /// A chat template is invalid, or refuses a conversation.
-    #[error("chat template: {reason}")]
+    #[error("chat template: {}", line(reason))]
     Template {
         /// The line and what is wrong, or the template's message.
         reason: String,
     },
     /// The tokenizer failed.
-    #[error("tokenizer: {reason}")]
+    #[error("tokenizer: {}", line(reason))]
     Tokenizer {
         /// Its message.
         reason: String,

@@ -4,14 +4,14 @@ use std::{
     borrow::Cow,
     fmt,
     fs::File,
-    io::{self, Read},
+    io::{self, Read, Seek},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
 use serde_json::Value;
 
-use crate::{Error, Result, gguf::Gguf};
+use crate::{Error, Result, gguf::Gguf, untrusted::line};
 
 /// Larger than any model's config.json, and small enough to hold in memory.
 const JSON_LIMIT: u64 = 16 << 20;
@@ -108,9 +108,14 @@ impl Files {
     /// which may be split. Files whose names start with `mmproj` are encoders of images or sound, not models.
     ///
     /// # Errors
-    /// `File` for a directory with several GGUF models, and as [`Gguf::open`].
+    /// `File` for a directory that cannot be read or has several GGUF models, and as [`Gguf::open`].
     pub fn at(path: &Path) -> Result<Files> {
-        if !path.is_dir() {
+        let is_directory = match std::fs::metadata(path) {
+            Ok(found) => found.is_dir(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+            Err(error) => return Err(unreadable(path, error)),
+        };
+        if !is_directory {
             return if is_gguf(path) { Files::gguf(path) } else { Ok(Files::directory(path)) };
         }
         let directory = Files::directory(path);
@@ -239,7 +244,7 @@ fn is_gguf(path: &Path) -> bool {
 
 /// The GGUF models in a directory, sorted; of a split model, its first file.
 fn gguf_models(directory: &Path) -> Result<Vec<PathBuf>> {
-    let failed = |e| Error::file(directory, e);
+    let failed = |e| unreadable(directory, e);
     let mut models = Vec::new();
     for entry in std::fs::read_dir(directory).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
@@ -261,21 +266,43 @@ fn is_later_part(name: &str) -> bool {
     five(count) && five(number) && number != "00001"
 }
 
+fn unreadable(path: &Path, error: io::Error) -> Error {
+    Error::file(path, format_args!("cannot be read: {error}"))
+}
+
+/// The start of a file that Git LFS puts in place of a large one.
+const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+/// Git LFS's limit on such a file.
+const LFS_LIMIT: u64 = 1024;
+
 /// Opens a regular file. Opening a pipe would block until a writer appears.
+///
+/// # Errors
+/// `File`, also for a pointer of Git LFS.
 pub(crate) fn open(path: &Path) -> Result<File> {
     let failed = |e| Error::file(path, e);
-    if !std::fs::metadata(path).map_err(failed)?.is_file() {
+    let found = std::fs::metadata(path).map_err(failed)?;
+    if !found.is_file() {
         return Err(Error::file(path, "not a regular file"));
     }
-    File::open(path).map_err(failed)
+    let mut file = File::open(path).map_err(failed)?;
+    if (LFS_POINTER.len() as u64..LFS_LIMIT).contains(&found.len()) {
+        let mut start = [0; LFS_POINTER.len()];
+        file.read_exact(&mut start).and_then(|()| file.rewind()).map_err(failed)?;
+        if start == LFS_POINTER {
+            let reason = "a pointer of Git LFS, not the file itself: `git lfs pull` in its repository fetches the file";
+            return Err(Error::file(path, reason));
+        }
+    }
+    Ok(file)
 }
 
 /// Prints the path, or for embedded files their number.
 impl fmt::Display for Files {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Place::Directory(path) => path.display().fmt(f),
-            Place::Gguf(gguf) => gguf.path().display().fmt(f),
+            Place::Directory(path) => line(&path.to_string_lossy()).fmt(f),
+            Place::Gguf(gguf) => line(&gguf.path().to_string_lossy()).fmt(f),
             Place::Embedded(files) => write!(f, "{} embedded files", files.len()),
         }
     }

@@ -30,7 +30,7 @@
 //! let prompt = tokenizer.encode("# Fearless Concurrency", true)?;
 //! let sampling = Sampling::default().temperature(0.7).top_p(0.9);
 //! let request = Request { max_tokens: 100, sampling, stop: tokenizer.eos(), ..Request::new(&prompt) };
-//! let mut text = tokenizer.stream();
+//! let mut text = tokenizer.stream().after(&prompt)?;
 //! generate(&model, &mut sequence, &request, |token| {
 //!     if let Ok(piece) = text.push(token) {
 //!         print!("{piece}");
@@ -66,6 +66,7 @@ mod sampling;
 mod source;
 pub mod spec;
 mod tokenizer;
+pub mod untrusted;
 mod weights;
 
 pub use batch_decoder::{BatchDecoder, PassSize};

@@ -5,6 +5,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvant_engine::{Failure, SubmitError};
+use kvant_models::untrusted;
 use serde_json::{Value, json};
 
 pub(crate) type Result<T, E = ApiError> = std::result::Result<T, E>;
@@ -22,13 +23,16 @@ pub(crate) struct ApiError {
 }
 
 impl ApiError {
+    /// The message can have text of requests and templates: it is escaped and shortened.
     pub fn new(status: StatusCode, message: impl Into<String>) -> ApiError {
-        ApiError { status, message: message.into(), param: None, code: None, retry_after: None }
+        let message = untrusted::message(&message.into()).into_owned();
+        ApiError { status, message, param: None, code: None, retry_after: None }
     }
 
     /// 400 about one field of the request.
     pub fn field(param: impl Into<String>, message: impl Into<String>) -> ApiError {
-        ApiError { param: Some(param.into()), ..ApiError::new(StatusCode::BAD_REQUEST, message) }
+        let param = untrusted::line(&param.into()).into_owned();
+        ApiError { param: Some(param), ..ApiError::new(StatusCode::BAD_REQUEST, message) }
     }
 
     /// 400 for a field, or a value of a field, that this server does not support.

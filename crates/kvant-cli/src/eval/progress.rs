@@ -32,15 +32,15 @@ impl Progress {
         if self.last_shown.is_some_and(|last| last.elapsed() >= INTERVAL) {
             self.last_shown = Some(Instant::now());
             // A closed standard error is no reason to stop.
-            let _ =
-                output::note(&format!("\r\x1b[K{}{}", self.label, line(self.done, self.total, self.started.elapsed())));
+            let line = line(self.done, self.total, self.started.elapsed());
+            let _ = output::progress(&format!("{}{line}", self.label));
         }
     }
 
     /// Removes the line.
     pub fn finish(self) {
         if self.last_shown.is_some() {
-            let _ = output::note("\r\x1b[K");
+            let _ = output::progress("");
         }
     }
 }

@@ -183,11 +183,52 @@ fn broken_tokenizers() {
     // Well formed, and the crate that reads it panics.
     let mut senseless: serde_json::Value =
         serde_json::from_slice(&std::fs::read(shipped().join("tokenizer.json")).unwrap()).unwrap();
-    senseless["normalizer"] = serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"});
+    senseless["normalizer"] = serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAAAP8="});
     std::fs::write(&tokenizer, senseless.to_string()).unwrap();
     generate_fails(&directory, "inconsistent");
     std::fs::remove_file(&tokenizer).unwrap();
     generate_fails(&directory, "tokenizer.json");
+}
+
+/// In a clone without Git LFS, small texts have the names of large files.
+#[test]
+fn pointers_of_git_lfs() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n";
+    for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"] {
+        let directory = copy_of_the_model("pointers_of_git_lfs");
+        std::fs::write(directory.join(name), pointer).unwrap();
+        generate_fails(&directory, &format!("{name}: a pointer of Git LFS, not the file itself: `git lfs pull`"));
+    }
+    let directory = scratch("pointers_of_git_lfs");
+    let file = directory.join("model.gguf");
+    std::fs::write(&file, pointer).unwrap();
+    for path in [&directory, &file] {
+        generate_fails(path, "model.gguf: a pointer of Git LFS");
+    }
+}
+
+/// Checkpoints of other software have their tokenizer in another file.
+#[test]
+fn the_tokenizer_file_to_get_is_named() {
+    for name in ["tokenizer.model", "tekken.json", "vocab.json"] {
+        let directory = copy_of_the_model("the_tokenizer_file_to_get_is_named");
+        std::fs::rename(directory.join("tokenizer.json"), directory.join(name)).unwrap();
+        let message = format!("has no tokenizer.json, and its {name} is not supported: get tokenizer.json from");
+        generate_fails(&directory, &message);
+    }
+}
+
+/// The system's reason, not that there is no file. A loop of links cannot be read by anybody.
+#[cfg(unix)]
+#[test]
+fn folders_that_cannot_be_read() {
+    let directory = scratch("folders_that_cannot_be_read");
+    let link = directory.join("loop");
+    std::os::unix::fs::symlink(&link, &link).unwrap();
+    generate_fails(&link, "loop: cannot be read: ");
+    generate_fails(&link.join("model"), "model: cannot be read: ");
+    std::os::unix::fs::symlink("config.json", directory.join("config.json")).unwrap();
+    generate_fails(&directory, "config.json: cannot be read: ");
 }
 
 #[test]

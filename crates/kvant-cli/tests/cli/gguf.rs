@@ -2,7 +2,7 @@
 
 #[allow(dead_code, reason = "kvant-models uses the rest")]
 #[path = "../../../kvant-models/tests/common/gguf.rs"]
-mod writer;
+pub mod writer;
 
 use std::path::{Path, PathBuf};
 

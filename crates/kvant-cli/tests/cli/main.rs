@@ -13,6 +13,7 @@ mod inspect;
 mod logits;
 #[cfg(feature = "serve")]
 mod serve;
+mod untrusted;
 
 use std::{
     io::Write,
