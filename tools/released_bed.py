@@ -9,10 +9,8 @@ into target/released/ unless this Python has them. Without a network it says tha
 """
 
 import argparse
-import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from released.compare import Mismatch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 GOLDEN = os.path.join(HERE, "released", "golden")
-REQUIREMENTS = os.path.join(HERE, "released", "requirements.txt")
+MODULES = ["torch", "transformers", "xllamacpp", "gguf", "accelerate"]
 # The largest difference of a logit in f32.
 BOUND = 5e-3
 # Tokens of the text, and at which of them golden data has logits. Gemma 3's windows have 512 tokens.
@@ -35,6 +33,8 @@ def golden_path(name):
 
 
 def read_golden(name):
+    if not os.path.exists(golden_path(name)):
+        raise Mismatch("it has no golden data: --write makes them")
     with open(golden_path(name), encoding="utf-8") as file:
         return json.load(file)
 
@@ -144,21 +144,6 @@ def check(kvant, name, model, golden, right):
         print(f"{name}: {line}", flush=True)
 
 
-def has_references():
-    return all(importlib.util.find_spec(name) for name in ("torch", "transformers", "xllamacpp", "gguf", "accelerate"))
-
-
-def with_references():
-    """Starts anew in a Python that has the packages, or returns False."""
-    if has_references():
-        return True
-    python = released_models.environment()
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", REQUIREMENTS]
-    if subprocess.run(install).returncode != 0:
-        return False
-    os.execv(python, [python, *sys.argv])
-
-
 def main():
     format = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=format)
@@ -169,7 +154,7 @@ def main():
     parser.add_argument("model", nargs="*", choices=[*released_models.MODELS, []], metavar="MODEL")
     args = parser.parse_args()
     recompute = args.recompute or args.write
-    if recompute and not with_references():
+    if recompute and not released_models.restart_with(MODULES, "-r", texts.REQUIREMENTS):
         print("the references cannot be installed: the golden data are used")
         recompute = False
     for name in list(released_models.MODELS) if args.all else args.model or ["smollm2"]:

@@ -10,6 +10,7 @@ Requires pip's index; needs no package.
 import argparse
 import fnmatch
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -74,6 +75,17 @@ def environment():
     if not os.path.exists(python):
         venv.create(ENVIRONMENT, with_pip=True)
     return python
+
+
+def restart_with(modules, *install):
+    """Whether Python has the modules. If not, installs packages into target/ and starts this program anew with them."""
+    if all(importlib.util.find_spec(name) for name in modules):
+        return True
+    python = environment()
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *install]
+    if os.path.samefile(sys.prefix, ENVIRONMENT) or subprocess.run(pip).returncode != 0:
+        return False
+    os.execv(python, [python, *sys.argv])
 
 
 def sha256(path):

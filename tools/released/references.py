@@ -95,9 +95,9 @@ class LlamaCpp:
         return steps
 
 
-def logits(model, ids, every):
+def logits(ids, rows, every):
     """Logits of a text at some positions, and the logarithm of the sum of their exponentials."""
-    rows, chance = model.logits(ids), random.Random(1)
+    chance = random.Random(1)
     at = list(range(0, len(ids), every))
     chosen = [row.topk(TOP).indices.tolist() + chance.sample(range(len(row)), RANDOM) for row in rows[at]]
     values = [[round(row[id].item(), 5) for id in some] for row, some in zip(rows[at], chosen)]
@@ -149,10 +149,11 @@ def make(name, path, length, every):
     questions = texts.QUESTIONS if has_template else texts.CONTINUATIONS
     chats = {name: model.render(*chat) for name, *chat in texts.chats()} if has_template else {}
     ids = model.encode(texts.long_text(), special=True)[:length]
+    rows = model.logits(ids)
     return {
         "versions": {package: metadata.version(package) for package in PACKAGES},
-        "logits": logits(model, ids, every),
+        "logits": logits(ids, rows, every),
         "token_ids": token_ids(name, model, llama_cpp),
         "chats": chats,
         "answers": [answer(model, llama_cpp, question, 64) for question in questions],
-    }, model.logits(ids)
+    }, rows

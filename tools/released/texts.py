@@ -5,6 +5,7 @@ import os
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 RUSTDOC = os.path.join(ROOT, "models", "rustdoc-valid.txt")
+REQUIREMENTS = os.path.join(ROOT, "tools", "released", "requirements.txt")
 CHATS = os.path.join(ROOT, "crates", "kvant-models", "tests", "golden", "chat", "templates.json")
 
 MIXED = '''The harbour master wrote three letters on 7 March 1998: one to the mayor, one to her brother, and one that she
