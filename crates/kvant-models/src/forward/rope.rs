@@ -11,8 +11,8 @@ use crate::{
     spec::{DecoderSpec, LongRope, RopeSpec},
 };
 
-/// The most angles of a table: 64 MiB, whatever a file asks for.
-const MAX_TABLE: usize = 1 << 24;
+/// The most angles of a table: 32 MiB, whatever a file asks for.
+const MAX_TABLE: usize = 1 << 23;
 
 /// The rotary embedding of a block; blocks with the same one share its tensors.
 #[derive(Clone)]
@@ -73,8 +73,10 @@ fn tables(
     let frequency = |i: usize| rope.theta.powf(-2.0 * i as f64 / n) / factors.map_or(1.0, |all| f64::from(all[i]));
     let frequencies: Vec<f64> = (0..pairs).map(frequency).collect();
     let table = |of: fn(f64) -> f64| {
-        let row = |position: usize| frequencies.iter().map(move |frequency| of(position as f64 * frequency));
-        let values: Vec<f32> = (0..context).flat_map(row).map(|value| (magnitude * value) as f32).collect();
+        let mut values = Vec::with_capacity(context * pairs);
+        for position in 0..context {
+            values.extend(frequencies.iter().map(|frequency| (magnitude * of(position as f64 * frequency)) as f32));
+        }
         Ok::<_, Error>(Tensor::from_slice(device, &values, &[context, pairs])?)
     };
     Ok(BlockRope::Tables { cos: table(f64::cos)?, sin: table(f64::sin)? })

@@ -282,7 +282,9 @@ proptest! {
     /// Some keys of a configuration replaced: an error, or a model that loads and runs with modest memory.
     #[test]
     fn mutated_configurations_never_panic(
-        variant in prop::sample::select(vec!["ple_shared", "moe", "moe_mlx"]),
+        variant in prop::sample::select(vec![
+            "ple_shared", "moe", "moe_mlx", "qwen2_window", "smollm3", "granite_hybrid", "olmo3", "exaone4", "phi3", "ernie4_5", "hunyuan",
+        ]),
         edits in prop::collection::vec((any::<prop::sample::Index>(), any_value()), 1..3),
     ) {
         let mut config = config_of(variant);

@@ -96,6 +96,6 @@ fn long_rope_tables_are_limited() {
     config["rope_scaling"]["attention_factor"] = json!(1.5);
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let error = Model::load(dir.path(), &Device::cpu()).unwrap_err().to_string();
-    assert!(error.contains("`context` must be at most 699050"), "{error}");
+    assert!(error.contains("`context` must be at most 349525"), "{error}");
     assert_modest();
 }

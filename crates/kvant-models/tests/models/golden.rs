@@ -146,7 +146,7 @@ fn long_contexts_have_factors_of_their_own() {
     assert!(error.contains("`context` must be at least 1"), "{error}");
     let options = LoadOptions { context: Some(usize::MAX), ..LoadOptions::default() };
     let error = Model::load_with(&golden("phi3"), &Device::cpu(), &options).unwrap_err().to_string();
-    assert!(error.contains("`context` must be at most 699050"), "{error}");
+    assert!(error.contains("`context` must be at most 349525"), "{error}");
 }
 
 /// `per_layer_config` says the same as `global_head_dim` and `num_global_key_value_heads`.
