@@ -1,11 +1,12 @@
 //! Recording operations, and replaying them.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use crate::{
     Device, Error, Result, Tensor,
     backend::{Pass, Replay, Wait},
     ops::Call,
+    step::StepPages,
 };
 
 /// How an operation accesses a tensor.
@@ -56,6 +57,28 @@ pub(crate) struct Touch<'a> {
 pub struct Encoder {
     device: Device,
     mode: Mode,
+    steps: PoolSteps,
+}
+
+/// The steps of pools that recorded operations use.
+///
+/// A step is checked when an operation is recorded, and again before the operations run: a sequence that was dropped or
+/// truncated in between has given pages back, which may have another owner by then.
+#[derive(Default)]
+struct PoolSteps(Vec<Arc<StepPages>>);
+
+impl PoolSteps {
+    fn add(&mut self, call: &Call) {
+        if let Some(step) = call.step().and_then(|step| step.pages.as_ref())
+            && !self.0.iter().any(|known| Arc::ptr_eq(known, step))
+        {
+            self.0.push(step.clone());
+        }
+    }
+
+    fn check(&self, op: &'static str) -> Result<()> {
+        self.0.iter().try_for_each(|step| step.check_is_latest(op))
+    }
 }
 
 enum Mode {
@@ -65,7 +88,8 @@ enum Mode {
 
 impl Encoder {
     pub(crate) fn new(device: &Device) -> Result<Encoder> {
-        Ok(Encoder { device: device.clone(), mode: Mode::Run(device.backend().clone().begin()?) })
+        let mode = Mode::Run(device.backend().clone().begin()?);
+        Ok(Encoder { device: device.clone(), mode, steps: PoolSteps::default() })
     }
 
     /// Records what `record` encodes, without running it, as a [`Graph`] that can be replayed.
@@ -92,11 +116,12 @@ impl Encoder {
     /// # Ok::<(), kvant::Error>(())
     /// ```
     pub fn capture(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<Graph> {
-        let mut enc = Encoder { device: device.clone(), mode: Mode::Capture(Vec::new()) };
+        let mode = Mode::Capture(Vec::new());
+        let mut enc = Encoder { device: device.clone(), mode, steps: PoolSteps::default() };
         record(&mut enc)?;
         match enc.mode {
             Mode::Capture(calls) if enc.device == *device => {
-                Ok(Graph { replay: device.backend().clone().capture(calls)? })
+                Ok(Graph { replay: device.backend().clone().capture(calls)?, steps: enc.steps })
             }
             // `record` can assign another encoder through its `&mut`.
             _ => Err(Error::Value {
@@ -119,8 +144,10 @@ impl Encoder {
     /// operations or after all of them.
     ///
     /// # Errors
-    /// `OutOfRange` on the CPU, for the contents of an index buffer; `DeviceFault`.
+    /// `Value` if a step of a pool is out of date, because one of its sequences has changed since the operation was
+    /// recorded: nothing runs. `OutOfRange` on the CPU, for the contents of an index buffer; `DeviceFault`.
     pub fn commit(self) -> Result<Submission> {
+        self.steps.check("commit")?;
         match self.mode {
             Mode::Run(pass) => Ok(Submission { pending: Some(pass.commit()?) }),
             Mode::Capture(_) => Ok(Submission { pending: None }),
@@ -130,6 +157,7 @@ impl Encoder {
     /// Accepts a call whose shapes, dtypes and values `ops/` has validated.
     pub(crate) fn submit(&mut self, call: Call) -> Result<()> {
         self.check_tensors(&call)?;
+        self.steps.add(&call);
         match &mut self.mode {
             Mode::Run(pass) => pass.submit(call),
             Mode::Capture(calls) => {
@@ -219,11 +247,17 @@ impl Submission {
 /// A graph can be sent to another thread, but only one thread at a time can use it.
 pub struct Graph {
     replay: Box<dyn Replay>,
+    steps: PoolSteps,
 }
 
 impl Graph {
     /// Runs the captured operations again.
+    ///
+    /// # Errors
+    /// `Value` if a step of a pool is out of date ([`KvPool::step_into`](crate::KvPool::step_into) renews it): nothing
+    /// runs. `OutOfRange` on the CPU, for the contents of an index buffer; `DeviceFault`.
     pub fn replay(&self) -> Result<Submission> {
+        self.steps.check("replay")?;
         Ok(Submission { pending: self.replay.replay()? })
     }
 }

@@ -122,9 +122,10 @@ impl StepPages {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a sequence has changed since.
-    fn is_stale(&self) -> bool {
-        self.lock().stamps.iter().any(|stamp| stamp.changes.load(Ordering::Relaxed) != stamp.seen)
+    /// An error if a sequence has changed since the step was written.
+    pub fn check_is_latest(&self, op: &'static str) -> Result<()> {
+        let is_latest = self.lock().stamps.iter().all(|stamp| stamp.changes.load(Ordering::Relaxed) == stamp.seen);
+        check::value_is(op, "step", is_latest, "the latest step of its sequences", "one that is out of date")
     }
 }
 
@@ -314,8 +315,7 @@ impl Step {
             let expected = format!("a step of {}", of_pool(wanted));
             return Err(Error::Value { op, arg: "step", expected, got: format!("a step of {}", of_pool(got)) });
         }
-        let is_stale = self.pages.as_ref().is_some_and(|pages| pages.is_stale());
-        check::value_is(op, "step", !is_stale, "the latest step of its sequences", "one that is out of date")
+        self.pages.as_ref().map_or(Ok(()), |pages| pages.check_is_latest(op))
     }
 
     /// Checks the contents of the buffers: sequences exist, lengths fit a linear layer, and positions are below the

@@ -137,7 +137,7 @@ pub use sample::{Sample, SampleRow, sample};
 pub use softcap::{Softcap, softcap};
 
 use crate::{
-    Result,
+    Result, Step,
     encoder::{Access, Touch},
 };
 
@@ -202,4 +202,17 @@ calls! {
     RmsNorm(rms_norm),
     Sample(sample),
     Softcap(softcap),
+}
+
+impl Call {
+    /// The step that says where tokens are in a cache.
+    pub(crate) fn step(&self) -> Option<&Step> {
+        match self {
+            Call::Attend(call) => Some(&call.step),
+            Call::KvRead(call) => call.step.as_ref(),
+            Call::KvWrite(call) => Some(&call.step),
+            Call::NormRopeWrite(call) => Some(&call.step),
+            _ => None,
+        }
+    }
 }

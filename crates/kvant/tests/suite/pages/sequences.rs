@@ -159,3 +159,79 @@ fn a_graph_serves_sequences_that_join_and_leave() {
 fn widen(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
+
+/// Changes of a sequence after which its steps are out of date.
+const CHANGES: [(&str, fn(&KvPool, Sequence) -> Option<Sequence>); 4] = [
+    ("dropped", |_, sequence| {
+        drop(sequence);
+        None
+    }),
+    ("emptied", |_, mut sequence| {
+        sequence.truncate(0).unwrap();
+        Some(sequence)
+    }),
+    ("truncated by a token", |_, mut sequence| {
+        sequence.truncate(sequence.len() - 1).unwrap();
+        Some(sequence)
+    }),
+    ("extended", |pool, mut sequence| {
+        drop(pool.step(&mut [(&mut sequence, 1)]).unwrap());
+        Some(sequence)
+    }),
+];
+
+/// The error of operations whose step is out of date.
+fn is_out_of_date(result: &kvant::Result<kvant::Submission>, op: &str) -> bool {
+    matches!(result, Err(Error::Value { op: found, arg: "step", .. }) if *found == op)
+}
+
+/// Operations recorded for a sequence do not run after it has changed: its pages may have another owner.
+#[test]
+fn recorded_operations_are_refused_after_their_sequence_changed() {
+    for device in devices() {
+        for (change, apply) in CHANGES {
+            let spec = PoolSpec::new(vec![CacheLayer::new(1, DIM, Codec::F32)], 0).page_tokens(16);
+            let pool = KvPool::new(device, &spec.room_for(2, 32, 1).unwrap()).unwrap();
+            let mut sequence = pool.sequence();
+            let step = pool.step(&mut [(&mut sequence, 20)]).unwrap();
+            let rows = Tensor::from_slice(device, &vec![7f32; 20 * DIM], &[20, 1, DIM]).unwrap();
+            let mut enc = device.encoder().unwrap();
+            ops::kv_write(&mut enc, &KvWrite::new(&rows, &rows, &step, pool.layer(0).unwrap())).unwrap();
+            let kept = apply(&pool, sequence);
+            let mut next = pool.sequence();
+            feed(&pool, &mut next, &(0..20).collect::<Vec<u32>>());
+            let before = next.export().unwrap();
+            let committed = enc.commit();
+            assert!(is_out_of_date(&committed, "commit"), "{device}: {change}: {:?}", committed.err());
+            assert!(next.export().unwrap() == before, "{device}: {change}: a page of another sequence was written");
+            drop(kept);
+        }
+    }
+}
+
+/// A graph runs again when its step has been rewritten.
+#[test]
+fn replays_are_refused_after_their_sequence_changed() {
+    for device in devices() {
+        let spec = PoolSpec::new(vec![CacheLayer::new(1, DIM, Codec::F32)], 1 << 20).page_tokens(16);
+        let pool = KvPool::new(device, &spec).unwrap();
+        let step = pool.reserve_step(StepSize::decode(2, 64)).unwrap();
+        let rows = Tensor::from_slice(device, &[7f32; 2 * DIM], &[2, 1, DIM]).unwrap();
+        let graph =
+            Encoder::capture(device, |enc| ops::kv_write(enc, &KvWrite::new(&rows, &rows, &step, pool.layer(0)?)));
+        let graph = graph.unwrap();
+        for (change, apply) in CHANGES {
+            let (mut a, mut b) = (pool.sequence(), pool.sequence());
+            for _ in 0..3 {
+                pool.step_into(&mut [(&mut a, 1), (&mut b, 1)], &step).unwrap();
+                graph.replay().unwrap().wait().unwrap();
+            }
+            let kept = apply(&pool, a);
+            let replayed = graph.replay();
+            assert!(is_out_of_date(&replayed, "replay"), "{device}: {change}: {:?}", replayed.err());
+            pool.step_into(&mut [(&mut b, 1)], &step).unwrap();
+            graph.replay().unwrap().wait().unwrap();
+            drop(kept);
+        }
+    }
+}
