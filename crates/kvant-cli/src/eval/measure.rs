@@ -4,13 +4,14 @@
 //! token. All caches, the f32 one included, advance through a window together, a few tokens at a time: the f32 logits
 //! are computed once, and only a few rows of logits are held.
 
-use kvant::{Codec, KvPool, PoolSpec, Tensor};
+use kvant::{Codec, KvPool, PoolSpec};
 use kvant_models::{CacheCodecs, Logits, Model, PoolOptions};
+use rayon::prelude::*;
 
 use super::{
     cache_type::CacheType,
     progress::Progress,
-    score::{Prediction, Score},
+    score::{Comparison, Exact, Score},
 };
 use crate::Result;
 
@@ -57,6 +58,7 @@ impl Measurement<'_> {
 
     /// The score of each cache type. Counts the tokens of the text in `progress`.
     pub fn scores(&self, types: &[CacheType], progress: &mut Progress) -> Result<Vec<Score>> {
+        let vocabulary = self.model.vocab_size().max(1);
         let mut exact = self.pool(&Codec::F32.into())?.sequence();
         let mut candidates = Vec::new();
         for kv in types {
@@ -69,12 +71,14 @@ impl Measurement<'_> {
             // The last token is predicted, but predicts nothing.
             let chunks = window[..window.len() - 1].chunks(self.step_tokens);
             for (chunk, targets) in chunks.zip(window[1..].chunks(self.step_tokens)) {
-                let reference = predictions(&self.model.feed(&mut exact, chunk, Logits::All)?)?;
+                let logits = self.model.feed(&mut exact, chunk, Logits::All)?.to_f32()?;
+                let exact: Vec<Exact> = logits.par_chunks_exact(vocabulary).map(Exact::new).collect();
                 for (kv, sequence, score) in &mut candidates {
-                    let logits = kv.feed(self.model, sequence, chunk, Logits::All)?;
-                    for ((exact, other), &token) in reference.iter().zip(&predictions(&logits)?).zip(targets) {
-                        score.add(exact, other, token);
-                    }
+                    let logits = kv.feed(self.model, sequence, chunk, Logits::All)?.to_f32()?;
+                    let rows = exact.par_iter().zip(logits.par_chunks_exact(vocabulary)).zip(targets);
+                    let compared: Vec<Comparison> =
+                        rows.map(|((exact, other), &token)| exact.compare(other, token)).collect();
+                    compared.into_iter().for_each(|of| score.add(of));
                 }
                 progress.add(chunk.len());
             }
@@ -82,9 +86,4 @@ impl Measurement<'_> {
         }
         Ok(candidates.into_iter().map(|(.., score)| score).collect())
     }
-}
-
-fn predictions(logits: &Tensor) -> Result<Vec<Prediction>> {
-    let vocabulary = logits.shape().last().copied().unwrap_or(0).max(1);
-    Ok(logits.to_f32()?.chunks_exact(vocabulary).map(Prediction::new).collect())
 }

@@ -1,18 +1,92 @@
 //! The distance of a cache's predictions from the text, and from the predictions with an f32 cache.
 
-/// Logarithms of the probabilities, and the most probable token.
-pub struct Prediction {
-    pub ln_p: Vec<f64>,
-    pub top: usize,
+/// The distribution of the next token with an f32 cache, with which others are compared.
+pub struct Exact<'a> {
+    logits: &'a [f32],
+    /// exp(logit − max).
+    weights: Vec<f32>,
+    max: f64,
+    /// The sum of `weights`.
+    total: f64,
+    top: usize,
 }
 
-impl Prediction {
-    pub fn new(logits: &[f32]) -> Prediction {
+/// The distance of another cache's distribution from the text, and from the distribution with an f32 cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Comparison {
+    /// −ln of the probability of the text's token.
+    nats: f64,
+    /// KL(f32 ‖ other), in nats.
+    divergence: f64,
+    /// Whether both have the same most probable token. NaN agrees with nothing, including NaN.
+    agrees: bool,
+}
+
+impl<'a> Exact<'a> {
+    pub fn new(logits: &'a [f32]) -> Exact<'a> {
         let top = argmax(logits);
-        let max = f64::from(logits[top]);
-        let sum: f64 = logits.iter().map(|&x| (f64::from(x) - max).exp()).sum();
-        let ln_sum = max + sum.ln();
-        Prediction { ln_p: logits.iter().map(|&x| f64::from(x) - ln_sum).collect(), top }
+        let max = logits[top];
+        let weights: Vec<f32> = logits.iter().map(|x| (x - max).exp()).collect();
+        let total = weights.iter().map(|&w| f64::from(w)).sum();
+        Exact { logits, weights, max: max.into(), total, top }
+    }
+
+    /// ln Σ exp(logit).
+    fn ln_sum(&self) -> f64 {
+        self.max + self.total.ln()
+    }
+
+    /// The probability of a token.
+    pub fn probability(&self, token: u32) -> f64 {
+        (f64::from(self.logits[token as usize]) - self.ln_sum()).exp()
+    }
+
+    /// Compares with other logits, where the text has `token`.
+    ///
+    /// With differences d = exact − other and any number c, KL = E\[d\] + ln E\[exp(−d)\]. For e = d − c and
+    /// E\[exp(−e)\] = 1 − E\[e\] + E\[exp(−e) − 1 + e\], all terms of the last sum are positive: rounding of c = E\[d\]
+    /// and of the terms to f32 changes a small divergence by little.
+    pub fn compare(&self, other: &[f32], token: u32) -> Comparison {
+        let differences = || self.logits.iter().zip(other).map(|(x, y)| x - y).zip(&self.weights);
+        let mean = |sum: f64| sum / self.total;
+        let centre = mean(differences().map(|(d, &w)| f64::from(w) * f64::from(d)).sum()) as f32;
+        let (mut rest, mut excess) = (0.0, 0.0);
+        for (d, &w) in differences() {
+            let e = d - centre;
+            rest += f64::from(w) * f64::from(e);
+            excess += f64::from(w) * f64::from(excess_of(e));
+        }
+        let (rest, excess) = (mean(rest), mean(excess));
+        let (ln_sum, divergence) = if excess.is_finite() {
+            let ln = (excess - rest).ln_1p();
+            (self.ln_sum() - f64::from(centre) + ln, rest + ln)
+        } else {
+            self.compare_far(other)
+        };
+        Comparison {
+            nats: ln_sum - f64::from(other[token as usize]),
+            // Negative only by rounding. A NaN is kept.
+            divergence: if divergence < 0.0 { 0.0 } else { divergence },
+            agrees: argmax(other) == self.top && !divergence.is_nan(),
+        }
+    }
+
+    /// ln Σ exp(logit) of others, and the divergence, where f32 overflows or something is not finite.
+    fn compare_far(&self, other: &[f32]) -> (f64, f64) {
+        let max = f64::from(other[argmax(other)]);
+        let ln_sum = max + other.iter().map(|&y| (f64::from(y) - max).exp()).sum::<f64>().ln();
+        let (ln_p, ln_q) = (|x: f32| f64::from(x) - self.ln_sum(), |y: f32| f64::from(y) - ln_sum);
+        let terms = self.logits.iter().zip(other).map(|(&x, &y)| ln_p(x).exp() * (ln_p(x) - ln_q(y)));
+        (ln_sum, terms.sum())
+    }
+}
+
+/// exp(−e) − 1 + e, without cancellation.
+fn excess_of(e: f32) -> f32 {
+    if e.abs() < 0.25 {
+        e * e * (0.5 - e * (1.0 / 6.0 - e * (1.0 / 24.0 - e * (1.0 / 120.0 - e / 720.0))))
+    } else {
+        (-e).exp() - 1.0 + e
     }
 }
 
@@ -32,16 +106,11 @@ pub struct Score {
 }
 
 impl Score {
-    /// Adds the prediction of `token` by `exact`, with an f32 cache, and `other`, with the cache type under test.
-    pub fn add(&mut self, exact: &Prediction, other: &Prediction, token: u32) {
-        self.nats -= other.ln_p[token as usize];
-        let terms = exact.ln_p.iter().zip(&other.ln_p).map(|(&p, &q)| p.exp() * (p - q));
-        // Negative only by rounding. A NaN is kept.
-        let divergence: f64 = terms.sum();
-        self.divergences.push(if divergence < 0.0 { 0.0 } else { divergence });
-        // NaN agrees with nothing, including NaN.
-        let numbers = !(exact.ln_p[exact.top] + other.ln_p[other.top]).is_nan();
-        self.agreements += usize::from(numbers && exact.top == other.top);
+    /// Adds a prediction.
+    pub fn add(&mut self, of: Comparison) {
+        self.nats += of.nats;
+        self.divergences.push(of.divergence);
+        self.agreements += usize::from(of.agrees);
     }
 
     /// The number of predictions.
@@ -81,25 +150,70 @@ impl Score {
 mod tests {
     use super::*;
 
+    /// The divergence and the nats of a token, in f64 and term by term.
+    fn naive(exact: &[f32], other: &[f32], token: usize) -> (f64, f64) {
+        let ln_p = |logits: &[f32]| -> Vec<f64> {
+            let max = logits.iter().fold(f64::NEG_INFINITY, |max, &x| max.max(x.into()));
+            let ln_sum = max + logits.iter().map(|&x| (f64::from(x) - max).exp()).sum::<f64>().ln();
+            logits.iter().map(|&x| f64::from(x) - ln_sum).collect()
+        };
+        let (p, q) = (ln_p(exact), ln_p(other));
+        (p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum(), -q[token])
+    }
+
+    fn score(exact: &[f32], other: &[f32], token: u32) -> Score {
+        let mut score = Score::default();
+        score.add(Exact::new(exact).compare(other, token));
+        score
+    }
+
     #[test]
-    fn a_prediction_is_a_distribution() {
-        let prediction = Prediction::new(&[1000.0, 1001.0, 999.0]);
-        assert_eq!(prediction.top, 1);
-        assert!((prediction.ln_p.iter().map(|p| p.exp()).sum::<f64>() - 1.0).abs() < 1e-12);
-        assert!((prediction.ln_p[1] - prediction.ln_p[0] - 1.0).abs() < 1e-12);
+    fn a_probability_is_that_of_a_softmax() {
+        let exact = Exact::new(&[1000.0, 1001.0, 999.0]);
+        assert!(((0..3).map(|token| exact.probability(token)).sum::<f64>() - 1.0).abs() < 1e-6);
+        assert!(((exact.probability(1) / exact.probability(0)).ln() - 1.0).abs() < 1e-9);
     }
 
     #[test]
     fn divergence_of_known_distributions() {
         // p = (1/2, 1/2), q = (1/4, 3/4): KL = ½ ln 2 + ½ ln ⅔.
-        let (p, q) = (Prediction::new(&[0.0, 0.0]), Prediction::new(&[0.0, 3f32.ln()]));
-        let mut score = Score::default();
-        score.add(&p, &q, 1);
+        let (p, q) = ([0.0, 0.0], [0.0, 3f32.ln()]);
+        let mut score = score(&p, &q, 1);
         assert!((score.kl_mean() - 0.5 * (2f64 * 2.0 / 3.0).ln()).abs() < 1e-7);
         assert!((score.nats_per_token() + 0.75f64.ln()).abs() < 1e-7);
         assert_eq!((score.top1_agreement(), score.tokens()), (0.0, 1));
-        score.add(&q, &q, 0);
+        score.add(Exact::new(&q).compare(&q, 0));
         assert_eq!(score.top1_agreement(), 0.5);
+        assert_eq!(score.divergences()[1], 0.0);
+    }
+
+    /// From the rounding of 16 bits to logits that have nothing in common, with and without a common offset.
+    #[test]
+    fn divergences_equal_those_in_f64() {
+        let mut state = 1u64;
+        let mut noise = || {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        for size in [1e-4f32, 1e-3, 1e-2, 0.1, 1.0, 10.0, 60.0] {
+            for offset in [0.0, 7.0] {
+                let exact: Vec<f32> = (0..5000).map(|_| 12.0 * noise()).collect();
+                let other: Vec<f32> = exact.iter().map(|x| x + size * noise() + offset).collect();
+                let ((divergence, nats), got) = (naive(&exact, &other, 17), score(&exact, &other, 17));
+                let error = (got.kl_mean() / divergence - 1.0).abs();
+                assert!(error < 1e-3, "noise of {size}, offset {offset}: {} is not {divergence}", got.kl_mean());
+                assert!((got.nats_per_token() - nats).abs() < 1e-5, "noise of {size}, offset {offset}");
+            }
+        }
+    }
+
+    /// A token that an f32 cache excludes, and another cache prefers.
+    #[test]
+    fn distributions_far_from_each_other_have_a_finite_divergence() {
+        let (exact, other) = ([0.0, -300.0, 1.0], [0.0, 300.0, 1.0]);
+        let (divergence, nats) = naive(&exact, &other, 0);
+        let got = score(&exact, &other, 0);
+        assert!((got.kl_mean() / divergence - 1.0).abs() < 1e-6 && (got.nats_per_token() / nats - 1.0).abs() < 1e-6);
     }
 
     #[test]
@@ -113,13 +227,11 @@ mod tests {
 
     #[test]
     fn nan_shows() {
-        let (p, q) = (Prediction::new(&[0.0, 1.0]), Prediction::new(&[f32::NAN, 1.0]));
-        let mut score = Score::default();
-        score.add(&p, &q, 1);
+        let mut score = score(&[0.0, 1.0], &[f32::NAN, 1.0], 1);
         assert!(score.kl_mean().is_nan() && score.kl_p99().is_nan() && score.nats_per_token().is_nan());
         assert_eq!(score.top1_agreement(), 0.0);
-        let nan = Prediction::new(&[f32::NAN; 2]);
-        score.add(&nan, &nan, 1);
+        let nan = [f32::NAN; 2];
+        score.add(Exact::new(&nan).compare(&nan, 1));
         assert_eq!(score.top1_agreement(), 0.0);
     }
 }

@@ -10,6 +10,7 @@ mod rotation;
 use std::{fmt, str::FromStr};
 
 use kvant::ops::KvSide;
+use rayon::prelude::*;
 
 pub use floats::f16;
 
@@ -86,12 +87,17 @@ impl Format {
     /// Replaces vectors of `head_dim` coordinates by their stored form. A block with a number that is not finite
     /// becomes anything but finite numbers of others.
     pub fn store(self, side: KvSide, head_dim: usize, vectors: &mut [f64]) {
+        vectors.par_chunks_exact_mut(head_dim).with_min_len(16).for_each(|vector| self.store_one(side, vector));
+    }
+
+    fn store_one(self, side: KvSide, vector: &mut [f64]) {
+        let head_dim = vector.len();
         let rotation = match side {
             KvSide::K => head_dim,
             KvSide::V => 64,
         };
         if self.rotated {
-            rotation::rotate(vectors, head_dim, rotation);
+            rotation::rotate(vector, head_dim, rotation);
         }
         let block = match self.kind {
             Kind::Q8_0 => blocks::q8_0,
@@ -101,9 +107,9 @@ impl Format {
             Kind::Fp8 => blocks::fp8,
             Kind::Nvfp4 => blocks::nvfp4,
         };
-        vectors.chunks_exact_mut(self.block()).for_each(block);
+        vector.chunks_exact_mut(self.block()).for_each(block);
         if self.rotated {
-            rotation::rotate(vectors, head_dim, rotation);
+            rotation::rotate(vector, head_dim, rotation);
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use kvant_models::{Logits, PoolOptions};
 
-use super::super::{cache_type::CacheType, measure::Measurement, progress::Progress, score::Prediction};
+use super::super::{cache_type::CacheType, measure::Measurement, progress::Progress, score::Exact};
 use crate::Result;
 
 /// Needles in a context.
@@ -92,7 +92,7 @@ impl Needles<'_> {
                 let mut fork = sequence.fork();
                 let logits = kv.feed(model, &mut fork, &needle[..NEEDLE - 1], Logits::All)?.to_f32()?;
                 let rows = logits.chunks_exact(model.vocab_size().max(1)).zip(&needle[1..]).skip(CUE - 1);
-                let rest: f64 = rows.map(|(row, &token)| Prediction::new(row).ln_p[token as usize].exp()).sum();
+                let rest: f64 = rows.map(|(row, &token)| Exact::new(row).probability(token)).sum();
                 *sum += rest / (NEEDLE - CUE) as f64 / self.contexts.len() as f64;
                 progress.add(NEEDLE - 1);
             }
