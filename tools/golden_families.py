@@ -148,6 +148,15 @@ VARIANTS = {
     "ernie4_5_mlx": ("ernie4_5", "Ernie4_5", "f16", dict(rope_theta=5e5, use_bias=False), 90, dict(group_size=32, bits=4)),
     "hunyuan": ("hunyuan_v1_dense", "HunYuanDenseV1", "bf16", dict(rope_theta=1e4, tie_word_embeddings=True, rope_scaling=HUNYUAN), 91, None),
     "hunyuan_mlx": ("hunyuan_v1_dense", "HunYuanDenseV1", "f16", dict(rope_theta=1e4, rope_scaling=HUNYUAN), 92, dict(group_size=32, bits=4)),
+    # The factor of cosines and sines multiplies the scores of full layers alone.
+    "gemma3_yarn": ("gemma3_text", "Gemma3", "bf16", dict(
+        tie_word_embeddings=True, num_hidden_layers=3, layer_types=[S, F, S], sliding_window=8, query_pre_attn_scalar=96,
+        hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=5.0, final_logit_softcapping=None,
+        rope_parameters={
+            F: dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.5, rope_theta=1e6),
+            S: dict(rope_type="default", rope_theta=1e4),
+        },
+    ), 68, None),
     "gpt_oss": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_local_experts=3, num_experts_per_tok=2), 59, None),
     "gpt_oss_mxfp4": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_hidden_layers=3), 60, "mxfp4"),
     # compressed-tensors: each projection in another of its forms.

@@ -30,6 +30,10 @@ SLIDING = "sliding_attention"
 # folder: (checkpoint, architecture, class, changes of the config)
 MODELS = {
     "llama_gguf": ("llama", "llama", "LlamaForCausalLM", {}),
+    # `attention_factor` has a key of its own.
+    "llama_yarn_gguf": ("llama", "llama", "LlamaForCausalLM", {"num_hidden_layers": 1, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.5,
+    }}),
     "mistral_gguf": ("mistral", "llama", "MistralForCausalLM", {}),
     "ministral3_gguf": ("ministral3", "mistral3", "Ministral3ForCausalLM", {}),
     # Q and K have their biases in pairs, too.
@@ -167,6 +171,8 @@ def metadata(writer, arch, config, experts):
         writer.add_rope_scaling_factor(scaling["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        if "attention_factor" in scaling:
+            writer.add_rope_scaling_yarn_attn_factor(scaling["attention_factor"])
         if "mscale_all_dim" in scaling:
             writer.add_rope_scaling_yarn_log_mul(scaling["mscale_all_dim"])
             writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])

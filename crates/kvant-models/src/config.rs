@@ -7,7 +7,7 @@ use std::{collections::HashSet, path::Path};
 use serde_json::Value;
 
 use crate::{DecoderSpec, Error, Files, Result, families, gguf};
-use fields::Fields;
+use fields::{Fields, in_file};
 
 /// The configuration of a model, from any format.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,14 +46,8 @@ impl Config {
         let mut config = Config::parse(json)?;
         if let Some(generation) = files.read_json_if_there("generation_config.json")? {
             let path = files.path("generation_config.json");
-            let ids = Fields::new(&generation)?.token_ids("eos_token_id").map_err(|error| match error {
-                // The message of `Error::Config` names config.json, but the key is in another file.
-                Error::Config { key, expected, got } => {
-                    Error::file(&path, format_args!("`{key}` must be {expected}, got {got}"))
-                }
-                other => other,
-            });
-            config.eos_token_ids.extend(ids?);
+            let ids = Fields::new(&generation)?.token_ids("eos_token_id");
+            config.eos_token_ids.extend(in_file(&path, ids)?);
             config.eos_token_ids = once_each(config.eos_token_ids);
         }
         config.check_token_ids()?;

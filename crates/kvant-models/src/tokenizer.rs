@@ -7,7 +7,7 @@ mod stream;
 use std::path::Path;
 
 use serde_json::Value;
-use tokenizers::PostProcessorWrapper;
+use tokenizers::{AddedToken, Encoding, PostProcessor, PostProcessorWrapper};
 
 use crate::{Config, Error, Files, Result, panics};
 use growth::Growth;
@@ -32,7 +32,8 @@ pub struct Tokenizer {
     bos: Option<u32>,
     eos: Vec<u32>,
     eos_token: Option<u32>,
-    adds_bos: bool,
+    /// The tokens before every text: none, or almost always `bos`.
+    start: Vec<u32>,
 }
 
 /// The ids that start and end texts, for [`Tokenizer::from_parts`].
@@ -68,11 +69,11 @@ impl Tokenizer {
         let json = files.read("tokenizer.json", TOKENIZER_LIMIT)?;
         let mut tokenizer = Tokenizer::parse(&json).map_err(|e| Error::file(&files.path("tokenizer.json"), e))?;
         if let Some(json) = files.read_json_if_there("tokenizer_config.json")? {
-            tokenizer.bos = tokenizer.named(&json["bos_token"]);
-            tokenizer.eos_token = tokenizer.named(&json["eos_token"]);
-            tokenizer.eos.extend(tokenizer.eos_token);
-            // Qwen has an id for the start of a text, and does not use it.
-            tokenizer.adds_bos = json["add_bos_token"].as_bool().unwrap_or(true);
+            let [bos, eos] = ["bos_token", "eos_token"].map(|key| tokenizer.named(&json[key]));
+            tokenizer.make_special(&[bos, eos])?;
+            tokenizer.bos = tokenizer.bos.or(bos);
+            tokenizer.eos_token = eos;
+            tokenizer.eos.extend(eos);
         }
         if files.has("config.json") {
             let config = Config::load_files(files)?;
@@ -87,7 +88,8 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Parses the contents of a `tokenizer.json`. The ids that start and end a text are unknown in this case.
+    /// Parses the contents of a `tokenizer.json`. The ids that end a text are unknown in this case, and the one that
+    /// starts a text is known if the post-processor adds it.
     ///
     /// # Errors
     /// `Tokenizer`.
@@ -97,6 +99,7 @@ impl Tokenizer {
         // A prompt must never be truncated or padded implicitly.
         guarded(|| inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
+        let start = added_before(&inner)?;
         // It would only add special tokens. Hostile ones repeat the text.
         inner.with_post_processor(None::<PostProcessorWrapper>);
         let decoder = TokenDecoder::of(inner.get_decoder());
@@ -105,22 +108,32 @@ impl Tokenizer {
             decoder,
             growth,
             ids: usize::MAX,
-            bos: None,
+            bos: start.first().copied(),
+            start,
             eos: Vec::new(),
             eos_token: None,
-            adds_bos: true,
         })
+    }
+
+    /// Makes tokens special that the vocabulary has as text, as transformers does with those that
+    /// `tokenizer_config.json` names: then a text can contain them, and an answer does not show them.
+    fn make_special(&mut self, ids: &[Option<u32>]) -> Result<()> {
+        let added = self.inner.get_added_tokens_decoder();
+        let text = |id: &u32| self.inner.id_to_token(*id).filter(|_| !added.contains_key(id));
+        let tokens: Vec<AddedToken> =
+            ids.iter().flatten().filter_map(text).map(|text| AddedToken::from(text, true)).collect();
+        guarded(|| self.inner.add_special_tokens(tokens).map(drop))
     }
 
     pub(crate) fn from_parts(inner: tokenizers::Tokenizer, ids: SpecialIds) -> Tokenizer {
         let SpecialIds { bos, adds_bos, eos_token, eos } = ids;
         let decoder = TokenDecoder::of(inner.get_decoder());
-        Tokenizer { inner, decoder, growth: Growth::NONE, ids: usize::MAX, bos, eos, eos_token, adds_bos }
+        let start = bos.into_iter().filter(|_| adds_bos).collect();
+        Tokenizer { inner, decoder, growth: Growth::NONE, ids: usize::MAX, bos, start, eos, eos_token }
     }
 
-    /// Converts a text to ids. With `add_bos`, [`Tokenizer::bos`] comes first, if the model has such an id and its
-    /// texts start with it ([`Tokenizer::adds_bos`]), as in transformers: also where the text starts with the name of
-    /// this token.
+    /// Converts a text to ids. With `add_bos`, the tokens come first that the model's texts start with, if there are
+    /// any ([`Tokenizer::adds_bos`]), as in transformers: also where the text starts with the name of such a token.
     ///
     /// The name of a special token in the text becomes that token, whoever wrote it. Remove such names from untrusted
     /// text.
@@ -130,18 +143,15 @@ impl Tokenizer {
         if let Some(&id) = encoding.get_ids().iter().find(|&&id| id as usize >= self.ids) {
             return Err(self.beyond_embedding(id));
         }
-        let bos = self.bos.filter(|_| add_bos && self.adds_bos);
-        Ok(bos.into_iter().chain(encoding.get_ids().iter().copied()).collect())
+        let start: &[u32] = if add_bos { &self.start } else { &[] };
+        Ok([start, encoding.get_ids()].concat())
     }
 
-    /// Converts a prompt to ids. They start with [`Tokenizer::bos`], if the model has such an id and its texts start
-    /// with it. A prompt that starts with its name gets it only once.
+    /// Converts a prompt to ids, as [`Tokenizer::encode`] with `add_bos`. A prompt that starts with the names of these
+    /// tokens gets them only once.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
-        let mut ids = self.encode(text, false)?;
-        if let Some(bos) = self.bos.filter(|bos| self.adds_bos && ids.first() != Some(bos)) {
-            ids.insert(0, bos);
-        }
-        Ok(ids)
+        let ids = self.encode(text, false)?;
+        Ok(if ids.starts_with(&self.start) { ids } else { [&self.start[..], &ids].concat() })
     }
 
     /// Converts ids to text, without special tokens. Bytes that are not UTF-8 become U+FFFD.
@@ -161,7 +171,7 @@ impl Tokenizer {
 
     /// Whether texts start with [`Tokenizer::bos`]. A model can have the id and not use it so.
     pub fn adds_bos(&self) -> bool {
-        self.adds_bos
+        !self.start.is_empty()
     }
 
     /// The id that ends a text in training: the tokenizer's `eos_token`.
@@ -276,6 +286,17 @@ fn check_sections(json: &[u8]) -> Result<Growth> {
         Ok(sections) => Growth::check(&sections.normalizer, &sections.pre_tokenizer, &sections.decoder),
         Err(error) => Err(Error::Tokenizer { reason: error.to_string() }),
     }
+}
+
+/// The tokens that the post-processor puts before a text. Transformers adds these, whatever `add_bos_token` in
+/// `tokenizer_config.json` says: that key is for tokenizers without a `tokenizer.json`.
+fn added_before(inner: &tokenizers::Tokenizer) -> Result<Vec<u32>> {
+    /// Stands for the tokens of a text.
+    const TEXT: u32 = u32::MAX;
+    let Some(processor) = inner.get_post_processor() else { return Ok(Vec::new()) };
+    let text = Encoding::from_tokens(vec![tokenizers::Token::new(TEXT, "text".to_string(), (0, 4))], 0);
+    let processed = guarded(|| processor.process(text, None, true))?;
+    Ok(processed.get_ids().iter().copied().take_while(|&id| id != TEXT).collect())
 }
 
 /// Calls the `tokenizers` crate and converts its panics to errors.

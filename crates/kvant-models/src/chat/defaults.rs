@@ -1,11 +1,14 @@
 //! `generation_config.json`, or metadata of a GGUF file: how a model's authors sample it.
 
-use serde::Deserialize;
+use serde_json::Value;
 
-use crate::{Error, Files, Result, Sampling};
+use crate::{
+    Config, Error, Files, Result, Sampling,
+    config::fields::{Fields, in_file, shown},
+};
 
-/// The sampling parameters that a checkpoint recommends.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+/// The sampling parameters that a checkpoint recommends. All are valid for [`Sampling`].
+#[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct GenerationDefaults {
     /// Whether to draw at random. Without it, a temperature implies it.
@@ -27,15 +30,49 @@ pub struct GenerationDefaults {
 impl GenerationDefaults {
     /// Reads `generation_config.json`, or the metadata of a GGUF file. Without them, nothing is set.
     ///
+    /// A value with a meaning at its limit is replaced by the nearest one that [`Sampling`] accepts: `top_k` −1 is all,
+    /// `top_p` 0 keeps one token, `top_p` above 1 keeps all. Suppressed tokens outside the vocabulary are left out.
+    ///
     /// # Errors
-    /// `File`, `Metadata`.
+    /// `File`, `Metadata` for any other value out of range.
     pub fn load_files(files: &Files) -> Result<GenerationDefaults> {
         const NAME: &str = "generation_config.json";
-        if let Some(gguf) = files.as_gguf() {
-            return gguf.metadata().generation_defaults();
+        let mut defaults = match (files.as_gguf(), files.read_json_if_there(NAME)?) {
+            (Some(gguf), _) => gguf.metadata().generation_defaults()?,
+            (None, Some(json)) => in_file(&files.path(NAME), GenerationDefaults::parse(&json))?,
+            (None, None) => GenerationDefaults::default(),
+        };
+        let has_config = files.as_gguf().is_some() || files.has("config.json");
+        if let Some(suppressed) = defaults.suppress_tokens.as_mut().filter(|_| has_config) {
+            let vocab = Config::load_files(files)?.decoder.vocab_size;
+            suppressed.retain(|&id| (id as usize) < vocab);
         }
-        let Some(json) = files.read_json_if_there(NAME)? else { return Ok(GenerationDefaults::default()) };
-        serde_json::from_value(json).map_err(|error| Error::file(&files.path(NAME), error))
+        Ok(defaults)
+    }
+
+    /// Checks a parsed `generation_config.json`.
+    fn parse(json: &Value) -> Result<GenerationDefaults> {
+        let fields = Fields::new(json)?;
+        let number = |key: &str, rule: &Rule| match fields.get(key).filter(|value| !value.is_null()) {
+            None => Ok(None),
+            Some(value) => {
+                let accepted = value.as_f64().and_then(rule.accept);
+                accepted.map(Some).ok_or_else(|| fields.error(key, rule.expected, shown(value)))
+            }
+        };
+        let float = |key: &str, rule: &Rule| Ok::<_, Error>(number(key, rule)?.map(|x| x as f32));
+        let has_suppressed = fields.get("suppress_tokens").is_some_and(|ids| !ids.is_null());
+        number("typical_p", &TYPICAL_P)?;
+        warn_of_unsupported(&fields);
+        Ok(GenerationDefaults {
+            do_sample: fields.bool_or_null("do_sample")?,
+            temperature: float("temperature", &TEMPERATURE)?,
+            top_p: float("top_p", &TOP_P)?,
+            top_k: number("top_k", &TOP_K)?.map(|k| k as usize),
+            min_p: float("min_p", &MIN_P)?,
+            repetition_penalty: float("repetition_penalty", &REPETITION_PENALTY)?,
+            suppress_tokens: has_suppressed.then(|| fields.token_ids("suppress_tokens")).transpose()?,
+        })
     }
 
     /// The parameters, with those of `otherwise` where the file has none.
@@ -53,6 +90,53 @@ impl GenerationDefaults {
             repetition_penalty: self.repetition_penalty.unwrap_or(otherwise.repetition_penalty),
             suppressed: self.suppress_tokens.clone().unwrap_or_else(|| otherwise.suppressed.clone()),
             ..otherwise
+        }
+    }
+}
+
+/// The accepted values of a sampling parameter.
+pub(crate) struct Rule {
+    /// In words.
+    pub expected: &'static str,
+    /// The value for [`Sampling`], if there is one.
+    pub accept: fn(f64) -> Option<f64>,
+}
+
+impl Rule {
+    const fn new(expected: &'static str, accept: fn(f64) -> Option<f64>) -> Rule {
+        Rule { expected, accept }
+    }
+}
+
+/// The largest number below 1.
+const BELOW_ONE: f64 = 1.0 - f32::EPSILON as f64 / 2.0;
+
+pub(crate) const TEMPERATURE: Rule =
+    Rule::new("a number of 0 or more", |t| Some(t).filter(|t| (0.0..=f64::from(f32::MAX)).contains(t)));
+/// All programs keep everything at 1 or more, and the most probable token at 0.
+pub(crate) const TOP_P: Rule = Rule::new("a number of 0 or more", |p| {
+    Some(p).filter(|&p| p >= 0.0).map(|p| p.clamp(f64::from(f32::MIN_POSITIVE), 1.0))
+});
+/// Some files mark "all" with −1, and transformers with 0.
+pub(crate) const TOP_K: Rule = Rule::new("a whole number, or -1 for all", |k| {
+    Some(k).filter(|k| k.fract() == 0.0 && (-1.0..=f64::from(u32::MAX)).contains(k)).map(|k| k.max(0.0))
+});
+/// At 1, the most probable token is left.
+pub(crate) const MIN_P: Rule =
+    Rule::new("a number from 0 to 1", |p| Some(p).filter(|p| (0.0..=1.0).contains(p)).map(|p| p.min(BELOW_ONE)));
+pub(crate) const REPETITION_PENALTY: Rule = Rule::new("a number above 0", |penalty| {
+    Some(penalty).filter(|p| (f64::from(f32::MIN_POSITIVE)..=f64::from(f32::MAX)).contains(p))
+});
+const TYPICAL_P: Rule = Rule::new("a number above 0", |p| Some(p).filter(|&p| p > 0.0));
+
+/// Parameters of transformers that change the text, with the value that turns each off.
+const UNSUPPORTED: [(&str, f64); 4] =
+    [("typical_p", 1.0), ("epsilon_cutoff", 0.0), ("eta_cutoff", 0.0), ("no_repeat_ngram_size", 0.0)];
+
+fn warn_of_unsupported(fields: &Fields) {
+    for (key, off) in UNSUPPORTED {
+        if let Some(value) = fields.get(key).and_then(Value::as_f64).filter(|&value| value != off) {
+            tracing::warn!("generation_config.json: `{key}` {value} has no effect: it is not supported");
         }
     }
 }

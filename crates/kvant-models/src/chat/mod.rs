@@ -10,7 +10,7 @@
 //! | end a text at stop strings | [`StopStrings`] |
 //! | the sampling parameters that a checkpoint recommends | [`GenerationDefaults`] |
 
-mod defaults;
+pub(crate) mod defaults;
 mod encode;
 mod exact;
 mod format_time;

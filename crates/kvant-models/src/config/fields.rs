@@ -1,6 +1,6 @@
 //! Typed, range-checked access to the keys of a JSON object. Every error names the key.
 
-use std::fmt::Display;
+use std::{fmt::Display, path::Path};
 
 use serde_json::{Map, Value};
 
@@ -42,7 +42,16 @@ impl<'a> Fields<'a> {
     }
 
     pub(crate) fn missing(&self, key: &str, expected: impl Display) -> Error {
-        self.error(key, expected, "nothing")
+        self.error(key, expected, if self.map.contains_key(key) { "null" } else { "nothing" })
+    }
+
+    pub(crate) fn map(&self) -> &'a Map<String, Value> {
+        self.map
+    }
+
+    /// Other keys at the same place in the file.
+    pub(crate) fn with_keys<'b>(&self, map: &'b Map<String, Value>) -> Fields<'b> {
+        Fields { map, path: self.path.clone() }
     }
 
     /// The value, if it exists and is not null.
@@ -163,10 +172,20 @@ impl<'a> Fields<'a> {
 }
 
 /// A value for an error message. Arrays and objects are shown by their kind, because they may be long.
-fn shown(value: &Value) -> String {
+pub(crate) fn shown(value: &Value) -> String {
     match value {
         Value::Array(_) => "an array".to_string(),
         Value::Object(_) => "an object".to_string(),
         other => other.to_string(),
     }
+}
+
+/// Names another file than `config.json` in an error about a key.
+pub(crate) fn in_file<T>(path: &Path, result: Result<T>) -> Result<T> {
+    result.map_err(|error| match error {
+        Error::Config { key, expected, got } => {
+            Error::file(path, format_args!("`{key}` must be {expected}, got {got}"))
+        }
+        other => other,
+    })
 }

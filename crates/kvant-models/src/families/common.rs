@@ -25,9 +25,9 @@ pub(super) const MAX_POSITIONS: usize = u32::MAX as usize;
 pub(crate) struct ConfigJson<'a> {
     /// The `model_type` of the text model.
     pub model_type: String,
-    /// The keys of the text model.
+    /// The keys of the text model, with the defaults of those that the file leaves out.
     pub text: Fields<'a>,
-    /// The whole file: the same, unless the text model is in `text_config`.
+    /// The whole file, without defaults: the same, unless the text model is in `text_config`.
     pub outer: Fields<'a>,
 }
 
@@ -48,10 +48,10 @@ impl Kind {
 }
 
 impl ConfigJson<'_> {
-    pub(super) fn vocab_size(&self, default: Option<usize>) -> Result<usize> {
+    pub(super) fn vocab_size(&self) -> Result<usize> {
         match self.text.size_or_null("vocab_size", MAX_VOCAB)? {
             Some(vocab_size) => Ok(vocab_size),
-            None => self.outer.size("vocab_size", default, MAX_VOCAB),
+            None => self.outer.size("vocab_size", None, MAX_VOCAB),
         }
     }
 
@@ -60,12 +60,8 @@ impl ConfigJson<'_> {
     }
 
     pub(super) fn norm_eps(&self) -> Result<f32> {
-        self.norm_eps_or(1e-6)
-    }
-
-    pub(super) fn norm_eps_or(&self, default: f64) -> Result<f32> {
         let expected = "a small number, 0 or more";
-        let eps = self.text.float("rms_norm_eps", Some(default), expected, |eps| (0.0..1.0).contains(&eps))?;
+        let eps = self.text.float("rms_norm_eps", None, expected, |eps| (0.0..1.0).contains(&eps))?;
         Ok(eps as f32)
     }
 
@@ -133,12 +129,12 @@ impl ConfigJson<'_> {
         Ok((is_biased, is_biased))
     }
 
-    /// Attention to all positions with a scale of D^-½, as Llama's. `head_dim` is the default; without one it is
+    /// Attention to all positions with a scale of D^-½, as Llama's. Without `head_dim`, D is
     /// hidden_size / num_attention_heads.
-    pub(super) fn attention(&self, head_dim: Option<usize>, scaling: &Scaling) -> Result<AttentionSpec> {
+    pub(super) fn attention(&self, scaling: &Scaling) -> Result<AttentionSpec> {
         let heads = self.text.size("num_attention_heads", None, MAX_HEADS)?;
         let hidden = self.text.size("hidden_size", None, MAX_WIDTH)?;
-        let head_dim = self.text.size_or_null("head_dim", MAX_WIDTH)?.or(head_dim).unwrap_or(hidden / heads);
+        let head_dim = self.text.size_or_null("head_dim", MAX_WIDTH)?.unwrap_or(hidden / heads);
         let kv_heads = self.text.size_or_null("num_key_value_heads", MAX_HEADS)?.unwrap_or(heads);
         self.check_heads(heads, kv_heads, head_dim, "every layer")?;
         let rotated_pairs = scaling.rotated_pairs(head_dim);
@@ -158,8 +154,7 @@ impl ConfigJson<'_> {
                 factors: scaling.factors(2 * rotated_pairs),
                 long: None,
             },
-            // Both queries and keys have the factor of cosines and sines.
-            scale: ((head_dim as f64).powf(-0.5) * scaling.attention_factor().powi(2)) as f32,
+            scale: scaling.score_scale((head_dim as f64).powf(-0.5)),
             softcap: None,
             qk_norm: None,
             v_norm: false,
@@ -199,7 +194,7 @@ impl ConfigJson<'_> {
         });
         Ok(DecoderSpec {
             hidden_size: self.text.size("hidden_size", None, MAX_WIDTH)?,
-            vocab_size: self.vocab_size(None)?,
+            vocab_size: self.vocab_size()?,
             embedding_scale: 1.0,
             per_layer_input: None,
             blocks: blocks.collect::<Result<_>>()?,

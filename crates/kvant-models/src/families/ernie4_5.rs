@@ -16,14 +16,13 @@ pub(super) static FAMILY: Family = Family {
 };
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
-    let mut attention = json.attention(Some(128), &Scaling::parse(&json.text, 5e5)?)?;
+    let mut attention = json.attention(&Scaling::parse(&json.text, 5e5)?)?;
     attention.rope.layout = PairLayout::Interleaved;
     let is_biased = json.text.bool_or_null("use_bias")?.unwrap_or(false);
     (attention.qkv_bias, attention.output_bias) = (is_biased, is_biased);
     let mut dense = json.dense()?;
     dense.biases = is_biased;
     let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
-    decoder.norm_eps = json.norm_eps_or(1e-5)?;
     decoder.tied_output = json.tied_output(true)?;
     Ok(decoder)
 }

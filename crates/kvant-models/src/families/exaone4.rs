@@ -25,22 +25,23 @@ pub(super) static FAMILY: Family = Family {
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let text = &json.text;
-    let mut attention = json.attention(None, &Scaling::parse(text, 1e4)?)?;
+    let mut attention = json.attention(&Scaling::parse(text, 1e4)?)?;
     attention.qk_norm = Some(QkNorm::Heads);
     let default = text.get("sliding_window").is_none().then_some(4096);
     let window = text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default);
     let kinds = kinds(json, window.is_some())?;
     let windows = json.windows(&kinds, window)?;
     let dense = json.dense()?;
-    let mut decoder = json.post_norm(|l| {
+    let decoder = json.post_norm(|l| {
         let mut attention = attention.clone();
         attention.window = windows[l];
         if window.is_some() && kinds[l] == Kind::Full {
             attention.rope.stop();
+            // YaRN's factor is part of the cosines and sines that these layers do not have.
+            attention.scale = (attention.head_dim as f64).powf(-0.5) as f32;
         }
         Ok((attention, dense.into()))
     })?;
-    decoder.norm_eps = json.norm_eps_or(1e-5)?;
     Ok(decoder)
 }
 

@@ -1,13 +1,16 @@
 //! Gemma 3, text: norms of 1 + w before and after both halves, five sliding layers to a full one, a base of the rotary
 //! embedding for each kind.
 
+use serde_json::Map;
+
 use super::{
     Family, PRE_NORM, SANDWICH,
     common::{ConfigJson, Kind, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH},
-    rope::Scaling,
+    rope::{Scaling, theta_of},
 };
 use crate::{
     Result,
+    config::fields::Fields,
     spec::{BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, QkNorm},
 };
 
@@ -31,24 +34,25 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let count = json.layers()?;
     let kinds = kinds(json, count)?;
     let [sliding, full] = scalings(json)?;
-    let window = text.size("sliding_window", Some(4096), MAX_POSITIONS)?;
+    let is_sliding = kinds.contains(&Kind::Sliding);
+    let window = if is_sliding { Some(text.size("sliding_window", None, MAX_POSITIONS)?) } else { None };
     let width = text.size("intermediate_size", None, MAX_WIDTH)?;
     let activation = json.activation("hidden_activation", "gelu_pytorch_tanh")?;
     let positive = |scalar: f64| scalar > 0.0 && scalar <= 1e6;
-    let scalar = text.float("query_pre_attn_scalar", Some(256.0), "above 0, at most 1e6", positive)?;
+    let scalar = text.float("query_pre_attn_scalar", None, "above 0, at most 1e6", positive)?;
     let block = |kind: Kind| {
-        let mut attention = json.attention(Some(256), if kind == Kind::Full { &full } else { &sliding })?;
-        attention.scale = scalar.powf(-0.5) as f32;
-        attention.window = (kind == Kind::Sliding).then_some(window);
+        let scaling = if kind == Kind::Full { &full } else { &sliding };
+        let mut attention = json.attention(scaling)?;
+        attention.scale = scaling.score_scale(scalar.powf(-0.5));
+        attention.window = window.filter(|_| kind == Kind::Sliding);
         attention.qk_norm = Some(QkNorm::Heads);
         (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
-        attention.softcap = json.softcap("attn_logit_softcapping")?;
         let feed_forward = FeedForwardSpec::Dense(DenseSpec { width, activation, biases: false });
         Ok(BlockSpec { attention, feed_forward, pre_norms: true, post_norms: true, scalar: false })
     };
     Ok(DecoderSpec {
         hidden_size,
-        vocab_size: json.vocab_size(Some(262_208))?,
+        vocab_size: json.vocab_size()?,
         embedding_scale: (hidden_size as f32).sqrt(),
         per_layer_input: None,
         blocks: kinds.into_iter().map(block).collect::<Result<_>>()?,
@@ -70,16 +74,36 @@ fn kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
     Ok((1..=count).map(|l| if l.is_multiple_of(pattern) { Kind::Full } else { Kind::Sliding }).collect())
 }
 
-/// The rotary embeddings of sliding and of full layers: from `rope_parameters`, which has one for each, or from
-/// `rope_local_base_freq` and `rope_theta` with `rope_scaling`, which older files have.
+/// The rotary embeddings of sliding and of full layers. `rope_parameters` has an object for each kind; older files have
+/// `rope_local_base_freq`, `rope_theta`, and `rope_scaling` for full layers. Either completes the other.
 fn scalings(json: &ConfigJson) -> Result<[Scaling; 2]> {
-    const LOCAL: f64 = 1e4;
-    const GLOBAL: f64 = 1e6;
     let text = &json.text;
-    if let Some(both) = Scaling::by_kind(text, [LOCAL, GLOBAL])? {
-        return Ok(both);
+    let none = Map::new();
+    let empty = text.with_keys(&none);
+    let parameters = text.object("rope_parameters")?;
+    let all = parameters.as_ref().unwrap_or(&empty);
+    // Transformers ignores keys outside the objects, other programs do not.
+    if let Some(key) = all.keys().find(|key| ![Kind::Sliding, Kind::Full].map(Kind::name).contains(key)) {
+        return Err(all.error(key, "in the objects of sliding_attention and full_attention", "a key beside them"));
     }
-    let fits = |theta: f64| (1.0..=1e12).contains(&theta);
-    let local = text.float("rope_local_base_freq", Some(LOCAL), "a number from 1 to 1e12", fits)?;
-    Ok([Scaling::none(local), Scaling::parse(text, GLOBAL)?])
+    // Transformers changes the full layers' object, and keeps its `rope_type` where a file has the key's old name.
+    let changes = text.object("rope_scaling")?;
+    if changes.is_some() && parameters.is_some() && all.get(Kind::Full.name()).is_none() {
+        return Err(all.missing(Kind::Full.name(), "an object, which rope_scaling changes"));
+    }
+    if let Some(old) = changes.as_ref().filter(|changes| changes.get("rope_type") != changes.get("type")) {
+        old.string("rope_type")?.ok_or_else(|| old.missing("rope_type", "the type"))?;
+    }
+    let of = |kind: Kind, changes: Option<Fields>, theta: &str| {
+        let own = all.object(kind.name())?;
+        let mut keys = own.as_ref().map(|own| own.map().clone()).unwrap_or_default();
+        keys.extend(changes.iter().flat_map(|changes| changes.map().clone()));
+        let fields = own.or(changes).unwrap_or_else(|| empty.clone());
+        let fields = fields.with_keys(&keys);
+        let fits = |theta: f64| (1.0..=1e12).contains(&theta);
+        let theta = text.float(theta, None, "a number from 1 to 1e12", fits)?;
+        Scaling::of_kind(&fields, text, theta_of(&fields, Some(theta))?)
+    };
+    let full = of(Kind::Full, changes, "rope_theta")?;
+    Ok([of(Kind::Sliding, None, "rope_local_base_freq")?, full])
 }

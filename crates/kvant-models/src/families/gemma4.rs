@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     Result,
-    config::fields::Fields,
+    config::fields::{Fields, shown},
     source::Part,
     spec::{
         AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, MoeSpec, PerLayerInputSpec,
@@ -68,7 +68,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let hidden_size = json.text.size("hidden_size", None, MAX_WIDTH)?;
     Ok(DecoderSpec {
         hidden_size,
-        vocab_size: json.vocab_size(None)?,
+        vocab_size: json.vocab_size()?,
         embedding_scale: (hidden_size as f32).sqrt(),
         per_layer_input: if unified { None } else { per_layer_input(&json.text)? },
         blocks: blocks(json)?,
@@ -196,7 +196,7 @@ fn layer_kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
 
 /// (head_dim, kv_heads) of every layer, from `per_layer_config` if present, or else from the `global_` keys.
 fn head_shapes(text: &Fields, kinds: &[Kind]) -> Result<Vec<(usize, usize)>> {
-    let head_dim = text.size("head_dim", Some(256), MAX_WIDTH)?;
+    let head_dim = text.size("head_dim", None, MAX_WIDTH)?;
     let kv_heads = text.size("num_key_value_heads", None, MAX_HEADS)?;
     let mut shapes = vec![(head_dim, kv_heads); kinds.len()];
     if let Some(overrides) = text.object("per_layer_config")? {
@@ -223,7 +223,7 @@ fn head_shapes(text: &Fields, kinds: &[Kind]) -> Result<Vec<(usize, usize)>> {
             );
         }
     } else {
-        let global_dim = text.size("global_head_dim", Some(512), MAX_WIDTH)?;
+        let global_dim = text.size("global_head_dim", None, MAX_WIDTH)?;
         let global_heads = match text.bool_or_null("attention_k_eq_v")? {
             Some(true) => text.size_or_null("num_global_key_value_heads", MAX_HEADS)?.unwrap_or(kv_heads),
             // Without K = V, the key has no effect.
@@ -245,12 +245,11 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeSpec> {
         factors: (factor != 1.0).then(|| vec![factor as f32; rotated_pairs]),
         long: None,
     };
-    let Some(all) = text.object("rope_parameters")? else {
-        return Ok(match kind {
-            Kind::Sliding => spec(1e4, half, 1.0),
-            Kind::Full => spec(1e6, head_dim / 8, 1.0),
-        });
-    };
+    // The older key, even null, makes transformers forget `rope_parameters`.
+    if let Some(old) = text.get("rope_scaling") {
+        return Err(text.error("rope_scaling", "absent: rope_parameters has the scalings", shown(old)));
+    }
+    let all = text.object("rope_parameters")?.ok_or_else(|| text.missing("rope_parameters", "an object"))?;
     let fields = all.object(kind.name())?.ok_or_else(|| all.missing(kind.name(), "an object"))?;
     let theta = fields.float("rope_theta", None, "a number from 1 to 1e12", |t| (1.0..=1e12).contains(&t))?;
     match super::rope::type_of(&fields)? {
@@ -273,15 +272,12 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeSpec> {
 }
 
 fn per_layer_input(text: &Fields) -> Result<Option<PerLayerInputSpec>> {
-    // Absent means 256; null and 0 mean none.
-    let size = match text.get("hidden_size_per_layer_input") {
-        Some(Value::Null) => 0,
-        _ => text.count("hidden_size_per_layer_input", Some(256), MAX_WIDTH)?,
-    };
+    // Null and 0 mean none.
+    let size = text.count("hidden_size_per_layer_input", Some(0), MAX_WIDTH)?;
     if size == 0 {
         return Ok(None);
     }
-    let vocab_size = text.size("vocab_size_per_layer_input", Some(262_144), MAX_VOCAB)?;
+    let vocab_size = text.size("vocab_size_per_layer_input", None, MAX_VOCAB)?;
     Ok(Some(PerLayerInputSpec { size, vocab_size }))
 }
 

@@ -1,12 +1,12 @@
 //! gpt-oss: experts with biases and a clamped activation, sinks, and a window in every other layer.
 
 use kvant::ops::Activation;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{
     ExpertLayout, ExpertNames, Family, Names, PRE_NORM,
     common::{ConfigJson, Kind, MAX_EXPERTS, MAX_POSITIONS, MAX_WIDTH},
-    rope::{Scaling, theta_of},
+    rope::Scaling,
 };
 use crate::{
     Result,
@@ -53,30 +53,25 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         Some(kinds) => kinds,
         None => [Kind::Sliding, Kind::Full].into_iter().cycle().take(json.layers()?).collect(),
     };
-    let mut attention = json.attention(Some(64), &scaling(text)?)?;
+    let mut attention = json.attention(&Scaling::parse(text, THETA)?)?;
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(true)?;
     attention.sinks = true;
-    let window = if kinds.contains(&Kind::Sliding) { Some(window(text)?) } else { None };
+    let is_sliding = kinds.contains(&Kind::Sliding);
+    let window = if is_sliding { Some(text.size("sliding_window", None, MAX_POSITIONS)?) } else { None };
     let moe = FeedForwardSpec::Moe(moe(text)?);
-    let mut decoder = json.pre_norm(|l| {
+    json.pre_norm(|l| {
         let mut attention = attention.clone();
         attention.window = window.filter(|_| kinds[l] == Kind::Sliding);
         Ok((attention, moe))
-    })?;
-    if text.get("rms_norm_eps").is_none() {
-        decoder.norm_eps = 1e-5;
-    }
-    Ok(decoder)
+    })
 }
 
 fn moe(text: &Fields) -> Result<MoeSpec> {
-    // Transformers knows the number of experts by two names.
-    let key = if text.get("num_local_experts").is_none() { "num_experts" } else { "num_local_experts" };
-    let experts = text.size(key, Some(128), MAX_EXPERTS)?;
+    let experts = text.size("num_local_experts", None, MAX_EXPERTS)?;
     Ok(MoeSpec {
         experts,
-        top_k: text.size("num_experts_per_tok", Some(4), experts)?,
-        width: text.size("intermediate_size", Some(2880), MAX_WIDTH)?,
+        top_k: text.size("num_experts_per_tok", None, experts)?,
+        width: text.size("intermediate_size", None, MAX_WIDTH)?,
         activation: Activation::ClampedSwish,
         normalise: true,
         biases: true,
@@ -93,21 +88,4 @@ fn check_activation(json: &ConfigJson) -> Result<()> {
     text.float("swiglu_limit", Some(7.0), "absent or 7", |limit| limit == 7.0)?;
     text.float("swiglu_alpha", Some(1.702), "absent or 1.702", |alpha| alpha == 1.702)?;
     Ok(())
-}
-
-fn window(text: &Fields) -> Result<usize> {
-    let default = text.get("sliding_window").is_none().then_some(128);
-    text.size("sliding_window", default, MAX_POSITIONS)
-}
-
-/// A file without a scaling means that of the released models.
-fn scaling(text: &Fields) -> Result<Scaling> {
-    if text.first_of(&["rope_scaling", "rope_parameters"])?.is_some() {
-        return Scaling::parse(text, THETA);
-    }
-    let released = json!({
-        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
-        "original_max_position_embeddings": 4096,
-    });
-    Scaling::of(&Fields::new(&released)?, text, theta_of(text, Some(THETA))?)
 }

@@ -39,18 +39,20 @@ pub(super) static HYBRID: Family = Family {
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let scaling = Scaling::parse(&json.text, 1e4)?;
-    let mut attention = json.attention(None, &scaling)?;
+    let mut attention = json.attention(&scaling)?;
+    attention.scale = scaling.score_scale(json.multiplier("attention_multiplier")?);
     let mut dense = json.dense()?;
     if json.model_type == "granitemoehybrid" {
         check_hybrid(json)?;
-        dense.width = json.text.size("shared_intermediate_size", Some(1024), MAX_WIDTH)?;
+        dense.width = json.text.size("shared_intermediate_size", None, MAX_WIDTH)?;
         if !is_rotated(json)? {
             attention.rope.stop();
+            // YaRN's factor is part of the cosines and sines that these layers do not have.
+            attention.scale = json.multiplier("attention_multiplier")? as f32;
         }
     } else {
         dense.biases = json.text.bool_or_null("mlp_bias")?.unwrap_or(false);
     }
-    attention.scale = (json.multiplier("attention_multiplier")? * scaling.attention_factor().powi(2)) as f32;
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
     let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
     decoder.embedding_scale = json.multiplier("embedding_multiplier")? as f32;

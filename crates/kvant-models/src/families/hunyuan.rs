@@ -30,21 +30,19 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     if text.bool_or_null("use_qk_norm")? == Some(false) {
         return Err(text.error("use_qk_norm", "true or absent", false));
     }
-    let mut attention = json.attention(None, &Scaling::none(1e4))?;
+    let mut attention = json.attention(&Scaling::none(1e4))?;
     let rope = scaling(json, attention.head_dim)?;
-    attention = json.attention(None, &rope)?;
+    attention = json.attention(&rope)?;
     attention.qk_norm = Some(QkNorm::RotatedHeads);
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
     let dense = json.dense()?;
-    let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
-    decoder.norm_eps = json.norm_eps_or(1e-5)?;
-    Ok(decoder)
+    json.pre_norm(|_| Ok((attention.clone(), dense.into())))
 }
 
 /// The type `dynamic` with an `alpha` raises the base, whatever the length of the text.
 fn scaling(json: &ConfigJson, head_dim: usize) -> Result<Scaling> {
     let text = &json.text;
-    let fields = match text.first_of(&["rope_scaling", "rope_parameters"])? {
+    let fields = match rope::object(text)? {
         Some(fields) if rope::type_of(&fields)? == "dynamic" => fields,
         _ => return Scaling::parse(text, 1e4),
     };

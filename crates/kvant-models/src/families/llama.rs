@@ -24,17 +24,15 @@ pub(super) static FAMILY: Family = Family {
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let scaling = Scaling::parse(&json.text, 1e4)?;
-    let mut attention = json.attention(None, &scaling)?;
+    let mut attention = json.attention(&scaling)?;
     let mut dense = json.dense()?;
     if json.model_type == "llama" {
         (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
         dense.biases = json.text.bool_or_null("mlp_bias")?.unwrap_or(false);
     } else {
         json.refuse_true(&["attention_bias", "mlp_bias"])?;
-        // Null means no window; files of the first version, which has one, may lack the key. Transformers does the
-        // same in a `mistral3` file: its default without a window is only for files without a `text_config`.
-        let default = json.text.get("sliding_window").is_none().then_some(4096);
-        attention.window = json.text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default);
+        // Null means no window.
+        attention.window = json.text.size_or_null("sliding_window", MAX_POSITIONS)?;
     }
     json.pre_norm(|_| Ok((attention.clone(), dense.into())))
 }

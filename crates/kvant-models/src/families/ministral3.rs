@@ -26,7 +26,7 @@ const MAX_TABLE: usize = 1 << 22;
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     json.refuse_true(&["attention_bias", "mlp_bias"])?;
     let text = &json.text;
-    let mut attention = json.attention(Some(128), &Scaling::parse(text, 1e6)?)?;
+    let mut attention = json.attention(&Scaling::parse(text, 1e4)?)?;
     attention.window = text.size_or_null("sliding_window", MAX_POSITIONS)?;
     let dense = json.dense()?;
     let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
@@ -36,15 +36,13 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
 
 fn query_scaling(json: &ConfigJson) -> Result<Option<QueryScaling>> {
     const BETA: &str = "llama_4_scaling_beta";
-    // The default of transformers has a scaling, and a file without the object would mean it.
     let text = &json.text;
-    let fields = text.first_of(&["rope_scaling", "rope_parameters"])?;
-    let fields = fields.ok_or_else(|| text.missing("rope_parameters", "an object"))?;
+    let fields = rope::object(text)?.ok_or_else(|| text.missing("rope_parameters", "an object"))?;
     let beta = fields.float(BETA, None, "a number from 0 to 100", |beta| (0.0..=100.0).contains(&beta))?;
     if beta == 0.0 {
         return Ok(None);
     }
-    let period = rope::original(&fields, text)?;
-    let positions = text.size("max_position_embeddings", Some(262_144), MAX_TABLE)?;
+    let period = rope::visible_original(&fields, text)?;
+    let positions = text.size("max_position_embeddings", None, MAX_TABLE)?;
     Ok(Some(QueryScaling { beta, period, positions }))
 }

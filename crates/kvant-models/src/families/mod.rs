@@ -6,11 +6,14 @@
 //! 2. `describe` reads the keys. A key that the family has must be read: a value that would change the arithmetic in
 //!    ways that the description cannot express is an error that names the key. Unknown keys are ignored.
 //! 3. `names` is the family's table of tensors, followed by the tables that complete it.
-//! 4. Add a golden checkpoint (`tools/golden_families.py`), and its name to the tests' list.
+//! 4. Add its types to the table of `tools/config_defaults.py` and run it: keys that a file leaves out get the defaults
+//!    of the class in transformers (`defaults.json`), so `describe` states none.
+//! 5. Add a golden checkpoint (`tools/golden_families.py`), and its name to the tests' list.
 //!
 //! [`common`] has the keys that most families share, [`rope`] the scalings of rotary embeddings.
 
 mod common;
+mod defaults;
 mod ernie4_5;
 mod exaone4;
 mod gemma3;
@@ -141,7 +144,8 @@ pub(crate) fn parse(json: &Value) -> Result<Config> {
     }
     let family = FAMILIES.into_iter().find(|family| family.model_types.contains(&model_type.as_str()));
     let family = family.ok_or_else(|| unsupported(format!("model_type {model_type:?}")))?;
-    let json = ConfigJson { model_type, text, outer };
+    let keys = defaults::complete(&model_type, &text, &outer)?;
+    let json = ConfigJson { model_type, text: text.with_keys(&keys), outer };
     let decoder = (family.describe)(&json)?;
     decoder.check()?;
     let ConfigJson { text, outer, .. } = &json;

@@ -34,14 +34,13 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let default = text.get("sliding_window").is_none().then_some(4096);
     let windows = json.windows(&kinds, text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default))?;
     let dense = json.dense()?;
-    let mut decoder = json.post_norm(|l| {
-        let mut attention = json.attention(None, if kinds[l] == Kind::Full { &full } else { &sliding })?;
+    let decoder = json.post_norm(|l| {
+        let mut attention = json.attention(if kinds[l] == Kind::Full { &full } else { &sliding })?;
         attention.window = windows[l];
         attention.qk_norm = Some(QkNorm::Rows);
         (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
         Ok((attention, dense.into()))
     })?;
-    decoder.norm_eps = json.norm_eps_or(1e-5)?;
     Ok(decoder)
 }
 

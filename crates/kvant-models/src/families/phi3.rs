@@ -27,7 +27,7 @@ const FUSED: Names = &[(Part::QueryKeyValue, "self_attn.qkv_proj.weight"), (Part
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     json.refuse_true(&["attention_bias", "mlp_bias"])?;
     let text = &json.text;
-    let long = match text.first_of(&["rope_scaling", "rope_parameters"])? {
+    let long = match rope::object(text)? {
         Some(fields) if is_long(&fields)? => Some(fields),
         _ => None,
     };
@@ -35,15 +35,13 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         Some(fields) => Scaling::unscaled(text, fields, 1e4)?,
         None => Scaling::parse_partial(text, 1e4)?,
     };
-    let mut attention = json.attention(None, &scaling)?;
+    let mut attention = json.attention(&scaling)?;
     attention.window = text.size_or_null("sliding_window", MAX_POSITIONS)?;
     if let Some(fields) = &long {
         long_rope(json, fields, &mut attention)?;
     }
     let dense = json.dense()?;
-    let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
-    decoder.norm_eps = json.norm_eps_or(1e-5)?;
-    Ok(decoder)
+    json.pre_norm(|_| Ok((attention.clone(), dense.into())))
 }
 
 /// Whether the type is LongRoPE, which had other names.

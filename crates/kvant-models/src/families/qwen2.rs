@@ -18,7 +18,7 @@ pub(super) static FAMILY: Family = Family {
 };
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
-    let mut attention = json.attention(None, &Scaling::parse(&json.text, 1e4)?)?;
+    let mut attention = json.attention(&Scaling::parse(&json.text, 1e4)?)?;
     attention.qkv_bias = true;
     let dense = json.dense()?;
     let windows = windows(json)?;
@@ -36,7 +36,7 @@ pub(super) fn windows(json: &ConfigJson) -> Result<Vec<Option<usize>>> {
     let count = json.layers()?;
     let width = window(json)?;
     let Some(kinds) = json.layer_types(count)? else {
-        let full = text.count("max_window_layers", Some(28), MAX_LAYERS)?;
+        let full = text.count("max_window_layers", None, MAX_LAYERS)?;
         return Ok((0..count).map(|l| width.filter(|_| l >= full)).collect());
     };
     if width.is_none() && kinds.contains(&Kind::Sliding) {
@@ -50,8 +50,7 @@ pub(super) fn windows(json: &ConfigJson) -> Result<Vec<Option<usize>>> {
 /// The width of the window. It has no effect without `use_sliding_window`.
 pub(super) fn window(json: &ConfigJson) -> Result<Option<usize>> {
     let text = &json.text;
-    let default = text.get("sliding_window").is_none().then_some(4096);
-    let width = text.size_or_null("sliding_window", MAX_POSITIONS)?.or(default);
+    let width = text.size_or_null("sliding_window", MAX_POSITIONS)?;
     let is_used = text.bool_or_null("use_sliding_window")? == Some(true);
     Ok(width.filter(|_| is_used))
 }

@@ -39,7 +39,7 @@ const ROUTER: Names = &[(Part::Router, "mlp.gate.weight")];
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let text = &json.text;
     let scaling = Scaling::parse(text, 1e4)?;
-    let mut attention = json.attention(Some(128), &scaling)?;
+    let mut attention = json.attention(&scaling)?;
     attention.qk_norm = Some(QkNorm::Heads);
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
     let count = json.layers()?;
@@ -70,19 +70,19 @@ struct Experts {
 impl Experts {
     fn parse(json: &ConfigJson, layers: usize) -> Result<Experts> {
         let text = &json.text;
-        let experts = text.size("num_experts", Some(128), MAX_EXPERTS)?;
-        let top_k = text.size("num_experts_per_tok", Some(8), experts)?;
+        let experts = text.size("num_experts", None, MAX_EXPERTS)?;
+        let top_k = text.size("num_experts_per_tok", None, experts)?;
         let spec = MoeSpec {
             experts,
             top_k,
-            width: text.size("moe_intermediate_size", Some(768), MAX_WIDTH)?,
+            width: text.size("moe_intermediate_size", None, MAX_WIDTH)?,
             activation: json.activation("hidden_act", "silu")?,
             normalise: text.bool_or_null("norm_topk_prob")?.unwrap_or(false),
             biases: false,
             router: RouterSpec::Plain,
         };
         let dense = text.indices("mlp_only_layers", layers)?;
-        Ok(Experts { spec, step: text.size("decoder_sparse_step", Some(1), MAX_LAYERS)?, dense })
+        Ok(Experts { spec, step: text.size("decoder_sparse_step", None, MAX_LAYERS)?, dense })
     }
 
     fn has(&self, layer: usize) -> bool {

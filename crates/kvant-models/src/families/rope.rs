@@ -2,6 +2,8 @@
 
 use std::f64::consts::PI;
 
+use serde_json::Value;
+
 use super::common::{Kind, MAX_POSITIONS};
 use crate::{Result, config::fields::Fields};
 
@@ -36,31 +38,36 @@ enum ScalingKind {
     },
 }
 
+const ORIGINAL: &str = "original_max_position_embeddings";
 const FACTOR: &str = "a number from 1e-3 to 1e6";
 
 impl Scaling {
-    /// Reads `rope_theta` and `rope_scaling`, or the `rope_parameters` of newer files, which have both.
+    /// Reads `rope_theta` and the [`object`] with the scaling. `theta` is the default of both.
     pub(super) fn parse(text: &Fields, theta: f64) -> Result<Scaling> {
         Scaling::parse_partial(text, theta)?.whole(text)
     }
 
     /// As [`Scaling::parse`], for families whose heads may rotate in part: `partial_rotary_factor`.
     pub(super) fn parse_partial(text: &Fields, theta: f64) -> Result<Scaling> {
-        let parameters = text.object("rope_parameters")?;
-        let scaling = text.object("rope_scaling")?;
-        let mut base = theta_of(text, Some(theta))?;
-        if let Some(parameters) = &parameters {
-            base = theta_of(parameters, Some(base))?;
-        }
-        match scaling.or(parameters) {
-            Some(fields) => Scaling::of_partial(&fields, text, theta_of(&fields, Some(base))?),
+        let base = theta_of(text, Some(theta))?;
+        match object(text)? {
+            Some(fields) => Scaling::of_partial(&fields, text, theta_of(&fields, Some(base))?, original),
             None => Ok(Scaling { theta: base, kind: ScalingKind::None, share: share_of(&[text])? }),
         }
     }
 
-    /// Reads an object with `rope_type` and its parameters. `text` has the context length.
-    pub(super) fn of(fields: &Fields, text: &Fields, theta: f64) -> Result<Scaling> {
-        Scaling::of_partial(fields, text, theta)?.whole(fields)
+    /// Reads the object of one kind of layer, in files that have an object for each kind. For these, transformers
+    /// ignores `original_max_position_embeddings` and `truncate` where other programs read them.
+    pub(super) fn of_kind(fields: &Fields, text: &Fields, theta: f64) -> Result<Scaling> {
+        match fields.get("truncate") {
+            None | Some(Value::Bool(true)) => {}
+            Some(other) => return Err(fields.error("truncate", "absent or true for a kind of layer", other)),
+        }
+        let original = |fields: &Fields, text: &Fields| match fields.size_or_null(ORIGINAL, MAX_POSITIONS)? {
+            Some(own) => Ok(own),
+            None => longest(fields, text),
+        };
+        Scaling::of_partial(fields, text, theta, original)?.whole(fields)
     }
 
     /// The base and the share of rotating coordinates that `text` and `fields`, its scaling, have; for types of scaling
@@ -77,7 +84,7 @@ impl Scaling {
         };
         let of = |kind: Kind, theta| {
             let fields = all.object(kind.name())?.ok_or_else(|| all.missing(kind.name(), "an object"))?;
-            Scaling::of(&fields, text, theta_of(&fields, Some(theta))?)
+            Scaling::of_kind(&fields, text, theta_of(&fields, Some(theta))?)
         };
         Ok(Some([of(Kind::Sliding, thetas[0])?, of(Kind::Full, thetas[1])?]))
     }
@@ -90,7 +97,13 @@ impl Scaling {
         Err(fields.error("partial_rotary_factor", "absent or 1", self.share))
     }
 
-    fn of_partial(fields: &Fields, text: &Fields, theta: f64) -> Result<Scaling> {
+    /// Reads an object with `rope_type` and its parameters. `original` finds the context length before scaling.
+    fn of_partial(
+        fields: &Fields,
+        text: &Fields,
+        theta: f64,
+        original: impl Fn(&Fields, &Fields) -> Result<usize>,
+    ) -> Result<Scaling> {
         let factor = || fields.float("factor", None, FACTOR, |f| (1e-3..=1e6).contains(&f));
         let kind = match type_of(fields)? {
             "default" => ScalingKind::None,
@@ -120,11 +133,12 @@ impl Scaling {
         if rotated.is_multiple_of(2) { rotated / 2 } else { 0 }
     }
 
-    /// Multiplies cosines and sines of queries and keys.
-    pub(super) fn attention_factor(&self) -> f64 {
+    /// The scale of scores, from that of a model without a scaling: the cosines and sines of both queries and keys have
+    /// YaRN's attention factor.
+    pub(super) fn score_scale(&self, plain: f64) -> f32 {
         match self.kind {
-            ScalingKind::Yarn { attention_factor, .. } => attention_factor,
-            _ => 1.0,
+            ScalingKind::Yarn { attention_factor, .. } => (plain * attention_factor * attention_factor) as f32,
+            _ => plain as f32,
         }
     }
 
@@ -193,19 +207,36 @@ pub(super) fn type_of<'a>(fields: &Fields<'a>) -> Result<&'a str> {
     }
 }
 
-/// The context length before scaling.
-pub(super) fn original(fields: &Fields, text: &Fields) -> Result<usize> {
-    const KEY: &str = "original_max_position_embeddings";
-    let own = match fields.size_or_null(KEY, MAX_POSITIONS)? {
-        Some(own) => own,
-        None => match text.size_or_null(KEY, MAX_POSITIONS)? {
-            Some(outer) => outer,
-            None => text
-                .size_or_null("max_position_embeddings", MAX_POSITIONS)?
-                .ok_or_else(|| fields.missing(KEY, "a number of positions"))?,
-        },
-    };
-    Ok(own)
+/// The object with the scaling of all layers. As in transformers, `rope_scaling` replaces `rope_parameters` unless it
+/// is empty.
+pub(super) fn object<'a>(text: &Fields<'a>) -> Result<Option<Fields<'a>>> {
+    match text.object("rope_scaling")?.filter(|scaling| !scaling.map().is_empty()) {
+        Some(scaling) => Ok(Some(scaling)),
+        None => text.object("rope_parameters"),
+    }
+}
+
+/// The context length before scaling. As in transformers, that of the model precedes that of the scaling.
+fn original(fields: &Fields, text: &Fields) -> Result<usize> {
+    for fields in [text, fields] {
+        if let Some(original) = fields.size_or_null(ORIGINAL, MAX_POSITIONS)? {
+            return Ok(original);
+        }
+    }
+    longest(fields, text)
+}
+
+/// The context length before scaling that a model sees after loading: transformers completes it for some types only.
+pub(super) fn visible_original(fields: &Fields, text: &Fields) -> Result<usize> {
+    match type_of(fields)? {
+        "llama3" | "yarn" => original(fields, text),
+        _ => fields.size(ORIGINAL, None, MAX_POSITIONS),
+    }
+}
+
+fn longest(fields: &Fields, text: &Fields) -> Result<usize> {
+    let longest = text.size_or_null("max_position_embeddings", MAX_POSITIONS)?;
+    longest.ok_or_else(|| fields.missing(ORIGINAL, "a number of positions"))
 }
 
 fn llama3(fields: &Fields, factor: f64, original: f64) -> Result<ScalingKind> {
@@ -233,6 +264,7 @@ fn yarn(fields: &Fields, factor: f64, original: f64) -> Result<ScalingKind> {
         (None, Some(mscale_of), Some(all)) => mscale(mscale_of) / mscale(all),
         _ => mscale(1.0),
     };
-    let truncate = fields.bool_or_null("truncate")?.unwrap_or(true);
+    // Null is false.
+    let truncate = fields.bool_or_null("truncate")?.unwrap_or(fields.get("truncate").is_none());
     Ok(ScalingKind::Yarn { factor, beta_fast, beta_slow, original, truncate, attention_factor })
 }

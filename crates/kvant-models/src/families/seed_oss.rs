@@ -15,7 +15,7 @@ pub(super) static FAMILY: Family = Family {
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let is = |key: &str, default| Ok::<_, crate::Error>(json.text.bool_or_null(key)?.unwrap_or(default));
-    let mut attention = json.attention(Some(128), &Scaling::parse(&json.text, 1e4)?)?;
+    let mut attention = json.attention(&Scaling::parse(&json.text, 1e4)?)?;
     attention.qkv_bias = is("attention_bias", true)?;
     attention.output_bias = is("attention_out_bias", false)?;
     let mut dense = json.dense()?;

@@ -20,7 +20,7 @@ pub(super) static FAMILY: Family = Family {
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let text = &json.text;
     let count = json.layers()?;
-    let mut attention = json.attention(None, &Scaling::parse(text, 2e6)?)?;
+    let mut attention = json.attention(&Scaling::parse(text, 2e6)?)?;
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
     let mut dense = json.dense()?;
     dense.biases = text.bool_or_null("mlp_bias")?.unwrap_or(false);
@@ -31,6 +31,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         attention.window = windows[l];
         if !rotates[l] {
             attention.rope.stop();
+            // YaRN's factor is part of the cosines and sines that these layers do not have.
+            attention.scale = (attention.head_dim as f64).powf(-0.5) as f32;
         }
         Ok((attention, dense.into()))
     })?;

@@ -70,7 +70,7 @@ static ARCHITECTURES: [Architecture; 16] = [
 ];
 
 /// Keys of `config.json` and those of the metadata after the architecture's name.
-const KEYS: [(&str, &str); 13] = [
+const KEYS: [(&str, &str); 18] = [
     ("hidden_size", "embedding_length"),
     ("num_hidden_layers", "block_count"),
     ("num_attention_heads", "attention.head_count"),
@@ -84,6 +84,11 @@ const KEYS: [(&str, &str); 13] = [
     ("num_kv_shared_layers", "attention.shared_kv_layers"),
     ("final_logit_softcapping", "final_logit_softcapping"),
     ("moe_intermediate_size", "expert_feed_forward_length"),
+    ("rope_scaling.factor", "rope.scaling.factor"),
+    ("rope_scaling.original_max_position_embeddings", "rope.scaling.original_context_length"),
+    ("rope_scaling.beta_fast", "rope.scaling.yarn_beta_fast"),
+    ("rope_scaling.beta_slow", "rope.scaling.yarn_beta_slow"),
+    ("rope_scaling.attention_factor", "rope.scaling.yarn_attn_factor"),
 ];
 
 /// The configuration of a model.
@@ -161,6 +166,8 @@ fn gemma3(keys: &Keys) -> Result<Value> {
     /// Of the layers of the 27B, whose scale is that of H / heads coordinates.
     const LAYERS_27B: u64 = 62;
     let mut json = keys.common("gemma3_text")?;
+    // llama.cpp would apply it to sliding layers as well.
+    keys.refuse_number("rope.scaling.attn_factor", 1.0)?;
     let layers = keys.required("block_count")?;
     let scalar =
         if layers == LAYERS_27B { keys.required("embedding_length")? / keys.heads()?.max(1) } else { keys.head_dim()? };
@@ -182,6 +189,10 @@ fn gemma3(keys: &Keys) -> Result<Value> {
 
 fn gemma4(keys: &Keys) -> Result<Value> {
     let mut json = keys.common("gemma4_text")?;
+    if let Some(scaling) = json.remove("rope_scaling") {
+        let key = keys.full("rope.scaling.type");
+        return Err(error(&key, "absent: Gemma 4 has no scaling", &scaling["rope_type"]));
+    }
     let experts = keys.whole("expert_count")?.unwrap_or(0);
     let per_layer = keys.gguf.tensor("per_layer_token_embd.weight").and_then(|table| table.shape.first().copied());
     let theta = |key: &str, default: f64| Ok::<_, Error>(keys.number(key)?.unwrap_or(default));
@@ -373,6 +384,10 @@ impl Keys<'_> {
         SIZES.iter().try_for_each(|key| size(key, MAX_SIZE))
     }
 
+    fn required_number(&self, key: &str) -> Result<f64> {
+        self.number(key)?.ok_or_else(|| error(&self.full(key), "a number", "nothing"))
+    }
+
     fn heads(&self) -> Result<u64> {
         self.required("attention.head_count")
     }
@@ -489,9 +504,9 @@ impl Keys<'_> {
             ("num_attention_heads".into(), json!(heads)),
             ("num_key_value_heads".into(), json!(self.whole("attention.head_count_kv")?.unwrap_or(heads))),
             ("head_dim".into(), json!(self.head_dim()?)),
-            ("rms_norm_eps".into(), json!(self.number("attention.layer_norm_rms_epsilon")?)),
-            ("max_position_embeddings".into(), json!(self.whole("context_length")?)),
-            ("rope_theta".into(), json!(self.number("rope.freq_base")?)),
+            ("rms_norm_eps".into(), json!(self.required_number("attention.layer_norm_rms_epsilon")?)),
+            ("max_position_embeddings".into(), json!(self.required("context_length")?)),
+            ("rope_theta".into(), json!(self.number("rope.freq_base")?.unwrap_or(1e4))),
             ("vocab_size".into(), json!(embedding.shape.first())),
             ("tie_word_embeddings".into(), json!(self.gguf.tensor("output.weight").is_none())),
         ]);
@@ -504,37 +519,63 @@ impl Keys<'_> {
         Ok(json)
     }
 
-    /// `rope_scaling`, for files that have one other than the factors in `rope_freqs.weight`.
+    /// `rope_scaling`, for files that have one other than the factors in `rope_freqs.weight`. Keys and defaults are
+    /// llama.cpp's.
     fn scaling(&self) -> Result<Option<Map<String, Value>>> {
         let key = self.full("rope.scaling.type");
         let kind = match self.metadata.text(&key)? {
-            None | Some("none") => return Ok(None),
             // The tensors of factors say the rest.
-            Some("longrope") if self.is("phi3") => return Ok(None),
-            Some(kind @ ("linear" | "yarn")) => kind,
+            _ if self.is("phi3") && self.gguf.tensor("rope_factors_short.weight").is_some() => return Ok(None),
+            None => "linear",
+            Some(kind @ ("none" | "linear" | "yarn")) => kind,
             Some(other) => {
                 let shown: String = other.chars().take(80).collect();
                 return Err(error(&key, "\"none\", \"linear\" or \"yarn\"", format_args!("{shown:?}")));
             }
         };
         let number = |name: &str| self.number(&format!("rope.scaling.{name}"));
-        let factor = number("factor")?.unwrap_or(1.0);
-        let mut json = Map::from_iter([("rope_type".into(), json!(kind)), ("factor".into(), json!(factor))]);
-        if kind == "yarn" {
-            // llama.cpp multiplies the usual factor of cosines and sines by `attn_factor`.
-            let usual = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
-            let attention = number("attn_factor")?.map(|scale| scale * usual);
-            let weight = number("yarn_log_multiplier")?.filter(|&weight| weight != 0.0);
-            json.extend([
-                ("original_max_position_embeddings".into(), json!(self.whole("rope.scaling.original_context_length")?)),
-                ("beta_fast".into(), json!(number("yarn_beta_fast")?)),
-                ("beta_slow".into(), json!(number("yarn_beta_slow")?)),
-                ("attention_factor".into(), json!(attention)),
-                ("mscale".into(), json!(weight.map(|_| 1.0))),
-                ("mscale_all_dim".into(), json!(weight)),
-            ]);
+        if kind != "yarn" {
+            self.refuse_number("rope.scaling.attn_factor", 1.0)?;
         }
-        Ok(Some(json))
+        // Old files have the factor under another name. 0 means none.
+        let factor = match number("factor")? {
+            None => self.number("rope.scale_linear")?,
+            factor => factor,
+        };
+        let factor = factor.filter(|&factor| factor != 0.0).unwrap_or(1.0);
+        match kind {
+            "yarn" => Ok(Some(self.yarn(factor)?)),
+            "linear" if factor != 1.0 => {
+                Ok(Some(Map::from_iter([("rope_type".into(), json!("linear")), ("factor".into(), json!(factor))])))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    fn yarn(&self, factor: f64) -> Result<Map<String, Value>> {
+        let number = |name: &str| self.number(&format!("rope.scaling.{name}"));
+        self.refuse_number("rope.scaling.yarn_ext_factor", 1.0)?;
+        let mscale = |weight: f64| if factor > 1.0 { 0.1 * weight * factor.ln() + 1.0 } else { 1.0 };
+        let weight = number("yarn_log_multiplier")?.unwrap_or(0.0);
+        let usual = if weight == 0.0 { mscale(1.0) } else { mscale(1.0) / mscale(weight) };
+        // The converter writes the factor of cosines and sines under one key; another one multiplies it.
+        let attention = number("yarn_attn_factor")?.unwrap_or(usual) * number("attn_factor")?.unwrap_or(1.0);
+        Ok(Map::from_iter([
+            ("rope_type".into(), json!("yarn")),
+            ("factor".into(), json!(factor)),
+            ("original_max_position_embeddings".into(), json!(self.whole("rope.scaling.original_context_length")?)),
+            ("beta_fast".into(), json!(number("yarn_beta_fast")?)),
+            ("beta_slow".into(), json!(number("yarn_beta_slow")?)),
+            ("attention_factor".into(), json!(attention)),
+        ]))
+    }
+
+    /// Refuses a factor that has no place in the description unless it has no effect.
+    fn refuse_number(&self, key: &str, neutral: f64) -> Result<()> {
+        match self.number(key)?.filter(|&number| number != neutral) {
+            None => Ok(()),
+            Some(number) => Err(error(&self.full(key), format_args!("absent or {neutral}"), number)),
+        }
     }
 
     /// What `config.json` cannot say.

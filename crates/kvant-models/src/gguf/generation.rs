@@ -4,7 +4,10 @@ use super::{
     Metadata,
     metadata::{Scalar, error},
 };
-use crate::{Result, chat::GenerationDefaults};
+use crate::{
+    Error, Result,
+    chat::defaults::{GenerationDefaults, MIN_P, REPETITION_PENALTY, Rule, TEMPERATURE, TOP_K, TOP_P},
+};
 
 impl Metadata {
     /// The Jinja template of chats, or a further one by its name (`tool_use`, `rag`).
@@ -26,33 +29,23 @@ impl Metadata {
     /// # Errors
     /// `Metadata` for a value of another type or out of range.
     pub fn generation_defaults(&self) -> Result<GenerationDefaults> {
-        let key = |name: &str| format!("general.sampling.{name}");
-        let float = |name: &str, most: f64| {
-            let (key, expected) = (key(name), format!("a number from 0 to {most}"));
+        let number = |name: &str, rule: &Rule| {
+            let key = format!("general.sampling.{name}");
             match self.number(&key)? {
-                Some(x) if !(0.0..=most).contains(&x) => Err(error(&key, expected, x)),
-                number => Ok(number.map(|x| x as f32)),
+                None => Ok(None),
+                Some(x) => (rule.accept)(x).map(Some).ok_or_else(|| error(&key, rule.expected, x)),
             }
         };
+        let float = |name: &str, rule: &Rule| Ok::<_, Error>(number(name, rule)?.map(|x| x as f32));
         Ok(GenerationDefaults {
             do_sample: None,
-            temperature: float("temp", 100.0)?,
-            top_k: self.top_k(&key("top_k"))?,
-            top_p: float("top_p", 1.0)?,
-            min_p: float("min_p", 1.0)?,
-            repetition_penalty: float("penalty_repeat", 100.0)?,
+            temperature: float("temp", &TEMPERATURE)?,
+            top_k: number("top_k", &TOP_K)?.map(|k| k as usize),
+            top_p: float("top_p", &TOP_P)?,
+            min_p: float("min_p", &MIN_P)?,
+            repetition_penalty: float("penalty_repeat", &REPETITION_PENALTY)?,
             suppress_tokens: self.suppressed_tokens()?,
         })
-    }
-
-    /// Some files mark "all" with −1.
-    fn top_k(&self, key: &str) -> Result<Option<usize>> {
-        match self.number(key)? {
-            None => Ok(None),
-            Some(-1.0) => Ok(Some(0)),
-            Some(n) if n.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&n) => Ok(Some(n as usize)),
-            Some(other) => Err(error(key, "a whole number, or -1 for all", other)),
-        }
     }
 
     fn suppressed_tokens(&self) -> Result<Option<Vec<u32>>> {

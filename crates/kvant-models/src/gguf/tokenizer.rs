@@ -36,7 +36,6 @@ impl Tokenizer {
         let key = "tokenizer.ggml.model";
         let model = metadata.text(key)?.ok_or_else(|| error(key, "a string", "nothing"))?;
         let mut vocabulary = Vocabulary::read(metadata)?;
-        let eos = vocabulary.ends()?;
         let (mut inner, adds_bos) = match model {
             "gpt2" => {
                 let rule = PreTokenizer::named(metadata.text("tokenizer.ggml.pre")?.unwrap_or("default"))?;
@@ -65,7 +64,7 @@ impl Tokenizer {
             bos: vocabulary.special("bos_token_id")?,
             adds_bos: metadata.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos),
             eos_token: vocabulary.special("eos_token_id")?,
-            eos,
+            eos: vocabulary.ends,
         };
         Ok(Tokenizer::from_parts(inner, ids))
     }

@@ -28,23 +28,23 @@ pub(super) struct Vocabulary<'a> {
     kinds: Vec<TokenKind>,
     /// The id of each token.
     pub ids: Vocab,
+    /// The ids that end generation, ascending: those that the file names, and those of well-known texts.
+    pub ends: Vec<u32>,
 }
 
-/// Texts of tokens that end a turn or an answer, for files that name no id of their own.
-const ENDS: [&str; 13] = [
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|return|>",
-    "<|call|>",
-    "<|end|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<end_of_utterance>",
-    "<EOT>",
-    "<｜end▁of▁sentence｜>",
+/// Keys of the ids that end generation. Models of code have tokens between files, after which no answer goes on.
+const END_KEYS: [&str; 6] =
+    ["eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"];
+
+/// Texts of tokens that end a turn or an answer, as in llama.cpp, for files that name no id of their own.
+#[rustfmt::skip]
+const ENDS: [&str; 30] = [
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|return|>", "<|call|>",
+    "<|calls|>", "<|flush|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>",
+    "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>",
+    // Between and after files of code.
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
 ];
 
 impl<'a> Vocabulary<'a> {
@@ -71,7 +71,13 @@ impl<'a> Vocabulary<'a> {
                 return Err(error("tokenizer.ggml.token_type", expected, kinds.len()));
             }
         };
-        Ok(Vocabulary { metadata, tokens, kinds, ids })
+        let mut vocabulary = Vocabulary { metadata, tokens, kinds, ids, ends: Vec::new() };
+        vocabulary.ends = vocabulary.find_ends()?;
+        // Exporters give them any kind, and as text they would not end anything.
+        for &id in &vocabulary.ends {
+            vocabulary.kinds[id as usize] = TokenKind::Control;
+        }
+        Ok(vocabulary)
     }
 
     pub fn kind(&self, id: usize) -> TokenKind {
@@ -93,17 +99,14 @@ impl<'a> Vocabulary<'a> {
         Ok(u32::try_from(id).ok().filter(|&id| (id as usize) < self.tokens.len()))
     }
 
-    /// The ids that end generation: those that the file names, and those of control tokens with well-known names.
-    pub fn ends(&self) -> Result<Vec<u32>> {
+    fn find_ends(&self) -> Result<Vec<u32>> {
         let mut ends = Vec::new();
-        for name in ["eos_token_id", "eot_token_id", "eom_token_id"] {
-            ends.extend(self.special(name)?);
+        for key in END_KEYS {
+            ends.extend(self.special(key)?);
         }
-        let control = |name: &&str| self.ids.get(*name).filter(|id| self.kind(**id as usize) == TokenKind::Control);
+        ends.extend(ENDS.iter().filter_map(|name| self.ids.get(*name)));
         // In OpenAI's harmony format, <|end|> ends a message, after which the model goes on.
-        let harmony = ["<|return|>", "<|call|>"].iter().all(|name| self.ids.contains_key(*name));
-        ends.extend(ENDS.iter().filter(|name| !(harmony && **name == "<|end|>")).filter_map(control));
-        if harmony {
+        if ["<|return|>", "<|call|>"].iter().all(|name| self.ids.contains_key(*name)) {
             ends.retain(|id| self.tokens.get(*id as usize) != Some("<|end|>"));
         }
         ends.sort_unstable();

@@ -10,9 +10,10 @@ use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders with a `model.gguf` (`tools/golden_gguf_models.py`).
-pub const GGUF_MODELS: [&str; 22] = [
+pub const GGUF_MODELS: [&str; 23] = [
     "llama_gguf",
     "llama_bias_gguf",
+    "llama_yarn_gguf",
     "mistral_gguf",
     "ministral3_gguf",
     "qwen2_gguf",
@@ -56,6 +57,7 @@ pub const FAMILIES: [&str; 32] = [
     "qwen3_moe_window",
     "gemma3",
     "gemma3_bias",
+    "gemma3_yarn",
     "gpt_oss",
     "gpt_oss_mxfp4",
     "gpt_oss_mlx",

@@ -2,9 +2,12 @@
 
 mod chat_encode;
 mod chat_templates;
+
 #[path = "../common/mod.rs"]
 mod common;
+mod configs;
 mod gguf;
 mod golden;
 mod rustdoc;
+mod special_tokens;
 mod text_stream;

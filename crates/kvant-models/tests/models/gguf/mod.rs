@@ -2,5 +2,6 @@
 
 mod blocks;
 mod files;
+mod rope;
 mod tokenizers;
 mod vocabularies;

@@ -113,8 +113,33 @@ fn the_end_of_a_harmony_message_is_not_the_end() {
     assert_eq!(tokenizer(&with_merges(&tokens)).unwrap().eos(), [2, 3]);
     // Phi 3 ends a turn with the same token.
     assert_eq!(tokenizer(&with_merges(&tokens[..2])).unwrap().eos(), [1]);
-    // A token of that name that is not special is text.
-    assert!(tokenizer(&with_merges(&[("a", NORMAL, 0.0), ("<|end|>", NORMAL, 0.0)])).unwrap().eos().is_empty());
+}
+
+/// As in llama.cpp: exporters give the ends of turns any kind.
+#[test]
+fn ends_of_any_kind_end_and_are_no_text() {
+    for kind in [NORMAL, USER, CONTROL, 5] {
+        let tokens = [("a", NORMAL, 0.0), ("<|im_end|>", kind, 0.0), ("stop", kind, 0.0), ("pause", kind, 0.0)];
+        let writer = || {
+            vocabulary("gpt2", &tokens)
+                .pair("tokenizer.ggml.pre", text("qwen2"))
+                .pair("tokenizer.ggml.merges", texts(["a a"]))
+        };
+        let named = |key: &str| tokenizer(&writer().pair(&format!("tokenizer.ggml.{key}_token_id"), u32(2))).unwrap();
+        assert_eq!(tokenizer(&writer()).unwrap().eos(), [1]);
+        for key in ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"] {
+            let tokenizer = named(key);
+            assert_eq!(tokenizer.eos(), [1, 2], "{key}");
+            // A template's end of a turn is one token, and an answer does not show it.
+            assert_eq!(tokenizer.encode("a<|im_end|>astop", false).unwrap(), [0, 1, 0, 2], "{key} {kind}");
+            assert_eq!(tokenizer.decode(&[0, 1, 2, 0]).unwrap(), "aa", "{key} {kind}");
+        }
+    }
+    // A file without kinds.
+    let mut writer = sentence_piece();
+    writer.pairs.retain(|(key, _)| key != "tokenizer.ggml.token_type");
+    let tokenizer = tokenizer(&writer).unwrap();
+    assert_eq!((tokenizer.eos(), tokenizer.decode(&[SPACE_A, TURN]).unwrap().as_str()), (&[2, TURN][..], "a"));
 }
 
 #[test]
@@ -175,7 +200,10 @@ fn templates_and_sampling_parameters() {
     assert_eq!((defaults.temperature, defaults.top_k, defaults.top_p), (Some(0.6), Some(20), Some(0.95)));
     assert_eq!((defaults.min_p, defaults.repetition_penalty), (None, None));
     assert_eq!(defaults.suppress_tokens, Some(vec![5, 7]));
-    for (key, value) in [("temp", f32(-1.0)), ("top_p", f32(1.5)), ("top_k", f32(0.5)), ("min_p", text("0"))] {
+    let odd = Writer::default().pair("general.sampling.top_p", f32(1.5)).pair("general.sampling.top_k", i32(-1));
+    let defaults = open(&odd).metadata().generation_defaults().unwrap();
+    assert_eq!((defaults.top_p, defaults.top_k), (Some(1.0), Some(0)));
+    for (key, value) in [("temp", f32(-1.0)), ("top_p", f32(-0.5)), ("top_k", f32(0.5)), ("min_p", text("0"))] {
         let key = format!("general.sampling.{key}");
         let error = open(&Writer::default().pair(&key, value)).metadata().generation_defaults().unwrap_err();
         assert!(error.to_string().contains(&key), "{error}");
