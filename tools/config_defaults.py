@@ -49,6 +49,11 @@ CLASSES = {
     "exaone4": {"head_dim": None},
     "phi3": {"head_dim": None},
     "granitemoehybrid": {"head_dim": None},
+    "qwen2_moe": {"head_dim": None},
+    "glm4_moe": {},
+    "ernie4_5_moe": {"head_dim": None},
+    "hunyuan_v1_moe": {},
+    "minimax_m2": {},
 }
 # Wrappers, with the type of their text model.
 WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}

@@ -41,6 +41,22 @@ GPT_OSS = dict(
     rope_scaling=dict(rope_type="yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=64),
 )
 
+GLM = dict(
+    rope_theta=1e6, rope_scaling=None, partial_rotary_factor=0.5, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+    n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.5, norm_topk_prob=True, first_k_dense_replace=1,
+    use_qk_norm=False, num_nextn_predict_layers=1,
+)
+QWEN2_MOE = dict(
+    rope_theta=1e6, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=96, norm_topk_prob=False,
+)
+MINIMAX = dict(
+    rope_theta=5e6, rotary_dim=32, num_local_experts=6, num_experts_per_tok=2, intermediate_size=32, shared_intermediate_size=0,
+    scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True,
+)
+ERNIE = dict(
+    rope_theta=5e5, moe_num_experts=6, moe_k=2, moe_intermediate_size=32, moe_num_shared_experts=2, moe_layer_start_index=1,
+    moe_layer_interval=1, use_bias=False,
+)
 GRANITE = dict(embedding_multiplier=6.0, residual_multiplier=0.22, attention_multiplier=0.03125, logits_scaling=2.0)
 # Granite 4 without layers other than attention.
 HYBRID = dict(
@@ -95,6 +111,25 @@ VARIANTS = {
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
         rope_parameters={F: dict(rope_type="linear", factor=8.0, rope_theta=1e6), S: dict(rope_type="default", rope_theta=1e4)},
     ), 57, None),
+    # Two of four groups are chosen; the first layer is dense. The second shared expert makes the MLP as wide as two.
+    "glm4_moe": ("glm4_moe", "Glm4Moe", "bf16", dict(
+        GLM, num_hidden_layers=3, n_group=4, topk_group=2, n_shared_experts=2, attention_bias=True, use_qk_norm=True, hidden_size=64,
+    ), 90, None),
+    "glm4_moe_mlx": ("glm4_moe", "Glm4Moe", "f32", dict(GLM, attention_bias=True), 91, dict(group_size=32, bits=8)),
+    # Layers 0 and 2 have the window; layer 1 is dense.
+    "qwen2_moe": ("qwen2_moe", "Qwen2Moe", "bf16", dict(
+        QWEN2_MOE, mlp_only_layers=[1], num_hidden_layers=3, use_sliding_window=True, sliding_window=8, norm_topk_prob=True,
+    ), 92, None),
+    "qwen2_moe_mlx": ("qwen2_moe", "Qwen2Moe", "f32", dict(QWEN2_MOE, num_attention_heads=1), 93, dict(group_size=32, bits=8)),
+    "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", "bf16", dict(ERNIE, num_hidden_layers=3, moe_layer_end_index=1), 94, None),
+    # MLX leaves out the bias of the scores.
+    "ernie4_5_moe_mlx": ("ernie4_5_moe", "Ernie4_5_Moe", "f32", dict(ERNIE, tie_word_embeddings=True), 95, dict(group_size=32, bits=8)),
+    "hunyuan_moe": ("hunyuan_v1_moe", "HunYuanMoEV1", "bf16", dict(
+        rope_theta=1e4, rope_scaling=HUNYUAN, intermediate_size=64, num_experts=6, moe_topk=[2, 2], tie_word_embeddings=True,
+        num_shared_expert=[1, 1], moe_intermediate_size=[64, 64], use_cla=False, use_qk_norm=True, use_mixed_mlp_moe=True,
+    ), 96, None),
+    "minimax_m2": ("minimax_m2", "MiniMaxM2", "bf16", MINIMAX, 97, None),
+    "minimax_m2_mlx": ("minimax_m2", "MiniMaxM2", "f32", MINIMAX, 98, dict(group_size=32, bits=8)),
     "gemma3_bias": ("gemma3_text", "Gemma3", "bf16", dict(
         tie_word_embeddings=True, num_hidden_layers=2, layer_types=[S, F], sliding_window=8, query_pre_attn_scalar=64, attention_bias=True,
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
@@ -226,19 +261,24 @@ def to_torch(weights):
 
 
 def released_names(weights):
-    """Released files of Qwen have a matrix per expert; transformers joins them in memory."""
+    """Released files have a matrix per expert; transformers joins them in memory. Those of MiniMax have other names."""
+    is_minimax = any(name.endswith("mlp.e_score_correction_bias") for name in weights)
+    gate, up, down = ("w1", "w3", "w2") if is_minimax else ("gate_proj", "up_proj", "down_proj")
     out = {}
     for name, w in weights.items():
+        name = name.replace("mlp.gate.moe_statics", "mlp.moe_statics")
+        if is_minimax:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
         if any("sinks" in other for other in weights):
             out[name] = w
-        elif name.endswith("mlp.experts.gate_up_proj"):
+        elif name.endswith(".experts.gate_up_proj"):
             base, inner = name.removesuffix("gate_up_proj"), w.shape[1] // 2
             for e in range(w.shape[0]):
-                out[f"{base}{e}.gate_proj.weight"] = w[e, :inner]
-                out[f"{base}{e}.up_proj.weight"] = w[e, inner:]
-        elif name.endswith("mlp.experts.down_proj"):
+                out[f"{base}{e}.{gate}.weight"] = w[e, :inner]
+                out[f"{base}{e}.{up}.weight"] = w[e, inner:]
+        elif name.endswith(".experts.down_proj"):
             for e in range(w.shape[0]):
-                out[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = w[e]
+                out[f"{name.removesuffix('down_proj')}{e}.{down}.weight"] = w[e]
         else:
             out[name] = w
     return out
@@ -402,6 +442,7 @@ def dequantised(model):
         if not name.endswith((".scales", ".biases")):
             dense.setdefault(name, w.astype(mx.float32))
     out = {}
+    dense = {name.replace("block_sparse_moe", "mlp"): w for name, w in dense.items()}
     for name, w in dense.items():
         if name.endswith("switch_mlp.gate_proj.weight"):
             up = dense[name.replace("gate_proj", "up_proj")]
@@ -474,6 +515,7 @@ def mlx_variant(folder, name, config, dtype, weights, how):
     dense = dequantised(loaded)
     dense = shared_mlp(dense) if name == "GraniteMoeHybrid" else dense
     missing, unexpected = direct.load_state_dict(to_torch(dense), strict=False)
+    missing = [n for n in missing if "moe_statics" not in n]
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     direct.tie_weights()
     return [lambda t: logits_of(direct, t), lambda t: np.array(loaded(mx.array([t]))[0].astype(mx.float32))]

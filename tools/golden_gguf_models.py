@@ -42,6 +42,14 @@ MODELS = {
     "qwen3_gguf": ("qwen3", "qwen3", "Qwen3ForCausalLM", {}),
     # No dense layers: this architecture has none in GGUF.
     "qwen3_moe_gguf": ("qwen3_moe", "qwen3moe", "Qwen3MoeForCausalLM", {"mlp_only_layers": [], "num_hidden_layers": 2}),
+    "qwen2_moe_gguf": ("qwen2_moe", "qwen2moe", "Qwen2MoeForCausalLM", {
+        "mlp_only_layers": [], "num_hidden_layers": 2, "use_sliding_window": False, "sliding_window": None, "norm_topk_prob": False,
+    }),
+    "glm4_moe_gguf": ("glm4_moe", "glm4moe", "Glm4MoeForCausalLM", {}),
+    "hunyuan_moe_gguf": ("hunyuan_moe", "hunyuan-moe", "HunYuanMoEV1ForCausalLM", {}),
+    "minimax_m2_gguf": ("minimax_m2", "minimax-m2", "MiniMaxM2ForCausalLM", {}),
+    # The experts go on to the last layer.
+    "ernie4_5_moe_gguf": ("ernie4_5_moe", "ernie4_5-moe", "Ernie4_5_MoeForCausalLM", {"moe_layer_end_index": -1}),
     # The scale of scores cannot be given.
     "gemma3_gguf": ("gemma3", "gemma3", "Gemma3ForCausalLM", {"query_pre_attn_scalar": 64}),
     "gemma4_gguf": ("dense", "gemma4", "Gemma4ForCausalLM", {}),
@@ -69,6 +77,7 @@ TYPES = {
     "attn_q": Type.Q8_0, "attn_k": Type.Q4_0, "attn_v": Type.Q4_1, "attn_output": Type.Q5_0, "ffn_gate": Type.Q5_1,
     "ffn_up": Type.Q8_0, "ffn_down": Type.Q4_1, "token_embd": Type.Q8_0, "output": Type.F16, "ffn_gate_exps": Type.Q8_0,
     "ffn_up_exps": Type.Q4_0, "ffn_down_exps": Type.Q5_0, "ffn_gate_up_exps": Type.Q8_0, "inp_gate": Type.BF16, "proj": Type.F32,
+    "ffn_gate_shexp": Type.Q8_0, "ffn_up_shexp": Type.Q4_0, "ffn_down_shexp": Type.Q5_0,
     "attn_qkv": Type.Q4_1, "per_layer_token_embd": Type.Q8_0, "per_layer_model_proj": Type.Q8_0,
 }  # fmt: skip
 K_TYPES = {
@@ -116,7 +125,8 @@ def metadata(writer, arch, config, experts):
     scaling = c.get("rope_scaling") or full
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     swa = [kind == SLIDING for kind in c.get("layer_types") or []]
-    writer.add_block_count(c["num_hidden_layers"])
+    # Layers for multi-token prediction count, too.
+    writer.add_block_count(c["num_hidden_layers"] + c.get("num_nextn_predict_layers", 0))
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_head_count(c["num_attention_heads"])
@@ -183,9 +193,43 @@ def metadata(writer, arch, config, experts):
         factors = [1.0] * rotated + [1e30] * (head_dim // 2 - rotated)
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     if experts:
-        writer.add_expert_count(c.get("num_experts") or c["num_local_experts"])
-        writer.add_expert_used_count(c.get("num_experts_per_tok") or c["top_k_experts"])
-        writer.add_expert_feed_forward_length(c.get("moe_intermediate_size") or c["intermediate_size"])
+        writer.add_expert_count(experts)
+        used = first(c, "num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+        width = c.get("moe_intermediate_size") or c["intermediate_size"]
+        writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
+        writer.add_expert_feed_forward_length(width[0] if isinstance(width, list) else width)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
+    elif arch == "hunyuan-moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(c["intermediate_size"])
+    elif arch == "minimax-m2":
+        writer.add_rope_dimension_count(c["rotary_dim"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    elif arch == "glm4moe":
+        writer.add_nextn_predict_layers(c["num_nextn_predict_layers"])
+        writer.add_rope_dimension_count(int(head_dim * c["partial_rotary_factor"]))
+        writer.add_leading_dense_block_count(c["first_k_dense_replace"])
+        writer.add_expert_shared_count(c["n_shared_experts"])
+        writer.add_expert_group_count(c["n_group"])
+        writer.add_expert_group_used_count(c["topk_group"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(c["routed_scaling_factor"])
+        writer.add_expert_weights_norm(c["norm_topk_prob"])
+    elif arch == "ernie4_5-moe":
+        writer.add_leading_dense_block_count(c["moe_layer_start_index"])
+        writer.add_interleave_moe_layer_step(c["moe_layer_interval"])
+        writer.add_expert_shared_count(c["moe_num_shared_experts"])
+        writer.add_expert_shared_feed_forward_length(c["moe_intermediate_size"] * c["moe_num_shared_experts"])
+
+
+def first(config, *keys):
+    """The value of the first key that a family has."""
+    return next(config[key] for key in keys if key in config)
+
+
+def number_of_experts(config):
+    return next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if config.get(key)), 0)
 
 
 def llama3_factors(scaling, theta, dim):
@@ -215,6 +259,9 @@ def stored(name, arch, config, mapping):
         return f"blk.{name.split('.')[2]}.ffn_gate_up_exps.bias"
     if name.endswith("experts.down_proj_bias"):
         return f"blk.{name.split('.')[2]}.ffn_down_exps.bias"
+    if arch == "minimax-m2":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    name = name.replace("mlp.gate.moe_statics", "mlp.moe_statics").replace("e_score_correction_bias", "e_score_correction.bias")
     name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
     found = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found, f"{arch}: {name}"
@@ -244,8 +291,7 @@ def make(folder, out):
     writer = gguf.GGUFWriter(out / "model.gguf", arch)
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     mapping = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    experts = bool(config.get("num_experts") or config.get("num_local_experts"))
-    metadata(writer, arch, config, experts)
+    metadata(writer, arch, config, number_of_experts(config))
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_tokenizer_model("none")
@@ -272,6 +318,8 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
     """Quantises a parameter, writes it, and leaves what the file holds in the model."""
     target = stored(name, arch, config, mapping)
     values_of = parameter.detach().numpy().copy()
+    # A matrix of one row is a vector.
+    values_of = values_of[0] if values_of.ndim == 2 and len(values_of) == 1 else values_of
     role = target.rpartition(".")[0].split(".")[-1]
     kind = types.get(role, Type.F32) if values_of.ndim > 1 and target.endswith(".weight") else Type.F32
     if values_of.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
@@ -286,7 +334,7 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
         write_interleaved(writer, target, parameter)
         return
     # `gate_up_proj` of transformers may have two matrices that GGUF has apart.
-    if role == "ffn_gate_up_exps" and arch == "qwen3moe":
+    if role == "ffn_gate_up_exps" and arch != "gemma4":
         width = values_of.shape[1] // 2
         halves_of = []
         for part, rows in (("ffn_gate_exps", values_of[:, :width]), ("ffn_up_exps", values_of[:, width:])):
@@ -306,7 +354,7 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
         writer.add_tensor(target, blocks, raw_dtype=kind)
         result = gguf.dequantize(blocks, kind)
     result = result - shift
-    parameter.data.copy_(torch.tensor(halves(result, heads) if permuted else result))
+    parameter.data.copy_(torch.tensor(halves(result, heads) if permuted else result).reshape(parameter.shape))
 
 
 def write_interleaved(writer, target, parameter):

@@ -9,7 +9,8 @@ use crate::{
     forward::workspace_bytes,
     model::with_source,
     source::{Form, Part, Role, Source, converted::is_converted},
-    spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, RouterSpec},
+    spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, ParallelSum, RouterSpec},
+    weights::{dense_parts, has_router_bias},
 };
 
 /// A checkpoint's configuration and sizes.
@@ -260,15 +261,20 @@ impl InBlock<'_> {
 
     fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {
         if let Some(DenseSpec { width, biases, .. }) = spec.dense() {
-            self.stack(Part::GateUp, &[(Part::Gate, width), (Part::Up, width)], h, biases, source);
-            self.matrix(Part::Down, &[h, width], biases);
+            let [fused, gate, up, down] = dense_parts(spec);
+            self.stack(fused, &[(gate, width), (up, width)], h, biases, source);
+            self.matrix(down, &[h, width], biases);
         }
         if let Some(moe) = spec.moe() {
             self.moe(&moe, h, source);
         }
-        if let FeedForwardSpec::Parallel(..) = spec {
-            for part in [Part::DensePostNorm, Part::ExpertsNorm, Part::ExpertsPostNorm] {
-                self.vector_if(true, part, &[h]);
+        match spec.parallel_sum() {
+            None | Some(ParallelSum::Plain) => {}
+            Some(ParallelSum::Gated) => self.matrix(Part::SharedRouter, &[1, h], false),
+            Some(ParallelSum::Normed) => {
+                for part in [Part::DensePostNorm, Part::ExpertsNorm, Part::ExpertsPostNorm] {
+                    self.vector_if(true, part, &[h]);
+                }
             }
         }
     }
@@ -279,6 +285,8 @@ impl InBlock<'_> {
         self.matrix(Part::Router, &[experts, h], biases);
         self.vector_if(is_scaled, Part::RouterNorm, &[h]);
         self.vector_if(is_scaled, Part::ExpertScale, &[experts]);
+        let bias = Role::Block(self.l, Part::RouterBias);
+        self.vector_if(has_router_bias(spec.routing.bias, bias, source), Part::RouterBias, &[experts]);
         if source.name(Role::Block(self.l, Part::ExpertGateUp)).is_some() {
             self.matrix(Part::ExpertGateUp, &[experts, 2 * width, h], biases);
         } else {

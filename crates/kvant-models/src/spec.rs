@@ -11,7 +11,7 @@
 //!
 //! where the norms before or after both halves, per-layer inputs and the scalar are optional.
 
-use kvant::ops::{Activation, PairLayout, attend::HEAD_DIMS};
+use kvant::ops::{Activation, ExpertGroups, ExpertScores, PairLayout, attend::HEAD_DIMS};
 
 use crate::{Error, Result};
 
@@ -172,21 +172,32 @@ pub struct LongRope {
 }
 
 /// The second half of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum FeedForwardSpec {
     /// A gated MLP.
     Dense(DenseSpec),
     /// A mixture of experts.
     Moe(MoeSpec),
-    /// Both (Gemma 4): norm₁(dense(norm(h))) + norm₂(experts(norm₃(h))).
-    Parallel(DenseSpec, MoeSpec),
+    /// Both, whose outputs are added.
+    Parallel(DenseSpec, MoeSpec, ParallelSum),
+}
+
+/// The sum of a gated MLP and experts in parallel, where x = norm(h).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParallelSum {
+    /// dense(x) + experts(x): shared experts.
+    Plain,
+    /// sigmoid(g·x) · dense(x) + experts(x), with a stored g (Qwen 2).
+    Gated,
+    /// norm₁(dense(x)) + norm₂(experts(norm₃(h))) (Gemma 4).
+    Normed,
 }
 
 impl FeedForwardSpec {
     /// The gated MLP.
     pub fn dense(&self) -> Option<DenseSpec> {
         match *self {
-            FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _) => Some(dense),
+            FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, ..) => Some(dense),
             FeedForwardSpec::Moe(_) => None,
         }
     }
@@ -194,8 +205,16 @@ impl FeedForwardSpec {
     /// The mixture of experts.
     pub fn moe(&self) -> Option<MoeSpec> {
         match *self {
-            FeedForwardSpec::Moe(moe) | FeedForwardSpec::Parallel(_, moe) => Some(moe),
+            FeedForwardSpec::Moe(moe) | FeedForwardSpec::Parallel(_, moe, _) => Some(moe),
             FeedForwardSpec::Dense(_) => None,
+        }
+    }
+
+    /// The sum of both.
+    pub fn parallel_sum(&self) -> Option<ParallelSum> {
+        match *self {
+            FeedForwardSpec::Parallel(_, _, sum) => Some(sum),
+            FeedForwardSpec::Dense(_) | FeedForwardSpec::Moe(_) => None,
         }
     }
 }
@@ -218,7 +237,7 @@ pub struct DenseSpec {
 }
 
 /// A mixture of experts, each a gated MLP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MoeSpec {
     /// Experts, E.
     pub experts: usize,
@@ -228,12 +247,80 @@ pub struct MoeSpec {
     pub width: usize,
     /// The activation function.
     pub activation: Activation,
-    /// Whether the weights of a token's experts are the softmax over their logits only, and not over all experts.
-    pub normalise: bool,
+    /// How a token chooses its experts.
+    pub routing: RoutingSpec,
     /// Whether the router and the experts' projections have biases.
     pub biases: bool,
     /// The input of the router.
     pub router: RouterSpec,
+}
+
+/// How a token chooses its experts and weighs them: the options of [`kvant::ops::MoeRoute`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RoutingSpec {
+    /// The function from logits to scores.
+    pub scores: ExpertScores,
+    /// Added to the scores for the choice, but not for the weights.
+    pub bias: ScoreBias,
+    /// The groups that a token chooses before its experts.
+    pub groups: Option<ExpertGroups>,
+    /// Whether the weights are divided by their sum.
+    pub normalise: bool,
+    /// The minimum of that sum.
+    pub min_sum: f32,
+    /// Added to that sum.
+    pub epsilon: f32,
+    /// Multiplies the weights.
+    pub scale: f32,
+}
+
+/// The presence of a bias of the scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScoreBias {
+    /// There is none.
+    None,
+    /// The checkpoint has one.
+    Stored,
+    /// The checkpoint may have one.
+    IfStored,
+}
+
+impl RoutingSpec {
+    /// The softmax over the logits of the chosen experts (`normalise`), or over those of all.
+    pub const fn softmax(normalise: bool) -> RoutingSpec {
+        RoutingSpec {
+            scores: ExpertScores::Softmax,
+            bias: ScoreBias::None,
+            groups: None,
+            normalise,
+            min_sum: 0.0,
+            epsilon: 0.0,
+            scale: 1.0,
+        }
+    }
+
+    /// Whether the choice or the weights need more than the softmax over logits.
+    pub(crate) fn has_scores(&self) -> bool {
+        *self != RoutingSpec::softmax(self.normalise)
+    }
+
+    /// Checks what [`kvant::ops::moe_route()`] requires.
+    fn check(&self, experts: usize, top_k: usize) -> std::result::Result<(), String> {
+        if let Some(ExpertGroups { count, chosen }) = self.groups {
+            let max = ExpertGroups::MAX.min(experts / 2);
+            if !(1..=max).contains(&count) || !experts.is_multiple_of(count) {
+                return Err(format!("{experts} experts have from 1 to {max} groups of the same size, not {count}"));
+            }
+            if !(1..=count).contains(&chosen) || top_k > chosen * (experts / count) {
+                return Err(format!("{chosen} of {count} groups of {experts} experts do not have {top_k}"));
+            }
+        }
+        let is_sum = |value: f32| value.is_finite() && value >= 0.0;
+        if !(is_sum(self.min_sum) && is_sum(self.epsilon) && self.scale.is_finite()) {
+            return Err("the weights of experts are not finite".to_string());
+        }
+        Ok(())
+    }
 }
 
 /// The input of a router, and factors of its results.
@@ -293,8 +380,10 @@ impl DecoderSpec {
             if self.query_scaling.is_some() && block.attention.qk_norm.is_some() {
                 return Err(unsupported("queries that are scaled by position have no norm".into()));
             }
-            if let FeedForwardSpec::Moe(MoeSpec { router: RouterSpec::Scaled, .. }) = block.feed_forward {
-                return Err(unsupported("a router with a norm of its own requires a parallel MLP".into()));
+            let Some(moe) = block.feed_forward.moe() else { continue };
+            moe.routing.check(moe.experts, moe.top_k).map_err(unsupported)?;
+            if moe.router == RouterSpec::Scaled && block.feed_forward.parallel_sum() != Some(ParallelSum::Normed) {
+                return Err(unsupported("a router with a norm of its own requires a parallel MLP with norms".into()));
             }
         }
         Ok(())

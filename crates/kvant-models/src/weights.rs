@@ -5,7 +5,7 @@ use kvant::{Device, Tensor};
 use crate::{
     Error, Result,
     source::{Form, Matrix, Part, Role, Source},
-    spec::{BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, MoeSpec, PerLayerInputSpec, RouterSpec},
+    spec::{BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec, ParallelSum, PerLayerInputSpec, RouterSpec, ScoreBias},
 };
 
 /// Matrices with the same inputs.
@@ -100,8 +100,7 @@ pub(crate) struct FeedForwardWeights {
     pub norm: Option<Tensor>,
     pub dense: Option<DenseWeights>,
     pub moe: Option<MoeWeights>,
-    /// If both are present.
-    pub parallel: Option<ParallelNorms>,
+    pub parallel: Option<ParallelWeights>,
     pub post_norm: Option<Tensor>,
 }
 
@@ -117,8 +116,20 @@ pub(crate) struct MoeWeights {
     pub router: Projection,
     /// The router's own norm and the factors f32 `[E]` of the experts' weights.
     pub router_scales: Option<(Tensor, Tensor)>,
+    /// f32 `[E]`: added to the scores for the choice.
+    pub router_bias: Option<Tensor>,
     pub gate_up: GateUp,
     pub down: Projection,
+}
+
+/// The weights that add a dense feed-forward and experts.
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
+pub(crate) enum ParallelWeights {
+    Plain,
+    /// `[1, H]`.
+    Gated(Matrix),
+    Normed(ParallelNorms),
 }
 
 /// The norms of a dense feed-forward and experts that run in parallel.
@@ -182,6 +193,25 @@ impl Weights {
             };
         }
         bytes
+    }
+}
+
+/// Gate and up in one matrix or two, and down of a dense feed-forward.
+pub(crate) fn dense_parts(spec: &FeedForwardSpec) -> [Part; 4] {
+    match spec.parallel_sum() {
+        Some(ParallelSum::Plain | ParallelSum::Gated) => {
+            [Part::SharedGateUp, Part::SharedGate, Part::SharedUp, Part::SharedDown]
+        }
+        None | Some(ParallelSum::Normed) => [Part::GateUp, Part::Gate, Part::Up, Part::Down],
+    }
+}
+
+/// Whether the scores have a bias in this checkpoint.
+pub(crate) fn has_router_bias(bias: ScoreBias, role: Role, source: &dyn Source) -> bool {
+    match bias {
+        ScoreBias::None => false,
+        ScoreBias::Stored => true,
+        ScoreBias::IfStored => source.has(role),
     }
 }
 
@@ -249,7 +279,7 @@ impl Loader<'_> {
             qkv: self.stack(role(Part::QueryKeyValue), &qkv[..1 + spec.kv_projections()], h, spec.qkv_bias)?,
             q_norm: self.norm_if(q_norm, role(Part::QueryNorm))?,
             k_norm: self.norm_if(k_norm, role(Part::KeyNorm))?,
-            sinks: if spec.sinks { Some(self.sinks(role(Part::Sinks), spec.heads)?) } else { None },
+            sinks: if spec.sinks { Some(self.finite_tensor(role(Part::Sinks), spec.heads)?) } else { None },
             output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias)?,
             post_norm: self.norm_if(block.post_norms.then_some(h), role(Part::AttentionPostNorm))?,
         })
@@ -261,27 +291,32 @@ impl Loader<'_> {
         let role = |part| Role::Block(l, part);
         Ok(FeedForwardWeights {
             norm: self.norm_if(block.pre_norms.then_some(h), role(Part::FeedForwardNorm))?,
-            dense: spec.dense().map(|dense| self.dense(l, dense)).transpose()?,
+            dense: self.dense(l, spec)?,
             moe: spec.moe().map(|moe| self.moe(l, moe)).transpose()?,
-            parallel: match spec {
-                FeedForwardSpec::Parallel(..) => Some(ParallelNorms {
+            parallel: match spec.parallel_sum() {
+                None => None,
+                Some(ParallelSum::Plain) => Some(ParallelWeights::Plain),
+                Some(ParallelSum::Gated) => {
+                    Some(ParallelWeights::Gated(self.matrix(role(Part::SharedRouter), &[1, h])?))
+                }
+                Some(ParallelSum::Normed) => Some(ParallelWeights::Normed(ParallelNorms {
                     after_dense: self.norm(role(Part::DensePostNorm), h)?,
                     before_experts: self.norm(role(Part::ExpertsNorm), h)?,
                     after_experts: self.norm(role(Part::ExpertsPostNorm), h)?,
-                }),
-                _ => None,
+                })),
             },
             post_norm: self.norm_if(block.post_norms.then_some(h), role(Part::FeedForwardPostNorm))?,
         })
     }
 
-    fn dense(&mut self, l: usize, spec: DenseSpec) -> Result<DenseWeights> {
+    fn dense(&mut self, l: usize, spec: &FeedForwardSpec) -> Result<Option<DenseWeights>> {
+        let Some(dense) = spec.dense() else { return Ok(None) };
         let h = self.spec.hidden_size;
-        let gate_up = [Part::Gate, Part::Up].map(|part| (Role::Block(l, part), spec.width));
-        Ok(DenseWeights {
-            gate_up: self.stack(Role::Block(l, Part::GateUp), &gate_up, h, spec.biases)?,
-            down: self.output_projection(Role::Block(l, Part::Down), &[h, spec.width], spec.biases)?,
-        })
+        let [fused, gate, up, down] = dense_parts(spec).map(|part| Role::Block(l, part));
+        Ok(Some(DenseWeights {
+            gate_up: self.stack(fused, &[(gate, dense.width), (up, dense.width)], h, dense.biases)?,
+            down: self.output_projection(down, &[h, dense.width], dense.biases)?,
+        }))
     }
 
     fn moe(&mut self, l: usize, spec: MoeSpec) -> Result<MoeWeights> {
@@ -299,9 +334,15 @@ impl Loader<'_> {
         Ok(MoeWeights {
             router: self.projection(role(Part::Router), &[experts, h], biases)?,
             router_scales,
+            router_bias: self.router_bias(role(Part::RouterBias), spec)?,
             gate_up: self.expert_gate_up(l, spec)?,
             down: self.output_projection(role(Part::ExpertDown), &[experts, h, width], biases)?,
         })
+    }
+
+    fn router_bias(&self, role: Role, spec: MoeSpec) -> Result<Option<Tensor>> {
+        let is_stored = has_router_bias(spec.routing.bias, role, self.source);
+        is_stored.then(|| self.finite_tensor(role, spec.experts)).transpose()
     }
 
     /// The gate and up matrices of every expert. Separate ones of the same format are joined.
@@ -372,9 +413,9 @@ impl Loader<'_> {
         Ok(self.finite(role, 1)?[0])
     }
 
-    /// The sinks of the query heads.
-    fn sinks(&self, role: Role, heads: usize) -> Result<Tensor> {
-        Ok(Tensor::from_slice(self.device, &self.finite(role, heads)?, &[heads])?)
+    /// A vector of finite numbers, f32.
+    fn finite_tensor(&self, role: Role, len: usize) -> Result<Tensor> {
+        Ok(Tensor::from_slice(self.device, &self.finite(role, len)?, &[len])?)
     }
 
     /// The values of a vector, which must be finite.

@@ -13,8 +13,8 @@ use crate::{
     config::fields::{Fields, shown},
     source::Part,
     spec::{
-        AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, MoeSpec, PerLayerInputSpec,
-        QkNorm, RopeSpec, RouterSpec,
+        AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, MoeSpec, ParallelSum,
+        PerLayerInputSpec, QkNorm, RopeSpec, RouterSpec, RoutingSpec,
     },
 };
 
@@ -159,7 +159,7 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
         let width = if double_wide && source.is_some() { 2 * intermediate } else { intermediate };
         let dense = DenseSpec { width, activation: Activation::GeluTanh, biases: false };
         let feed_forward = match moe {
-            Some(moe) => FeedForwardSpec::Parallel(dense, moe),
+            Some(moe) => FeedForwardSpec::Parallel(dense, moe, ParallelSum::Normed),
             None => FeedForwardSpec::Dense(dense),
         };
         blocks.push(BlockSpec { attention, feed_forward, pre_norms: true, post_norms: true, scalar: true });
@@ -291,7 +291,7 @@ fn moe(text: &Fields) -> Result<Option<MoeSpec>> {
         top_k: text.size("top_k_experts", None, experts)?,
         width: text.size("moe_intermediate_size", None, MAX_WIDTH)?,
         activation: Activation::GeluTanh,
-        normalise: true,
+        routing: RoutingSpec::softmax(true),
         biases: false,
         router: RouterSpec::Scaled,
     }))

@@ -12,7 +12,7 @@ use crate::{
     Result,
     config::fields::Fields,
     source::Part,
-    spec::{DecoderSpec, FeedForwardSpec, MoeSpec, RouterSpec},
+    spec::{DecoderSpec, FeedForwardSpec, MoeSpec, RouterSpec, RoutingSpec},
 };
 
 pub(super) static FAMILY: Family = Family {
@@ -73,7 +73,7 @@ fn moe(text: &Fields) -> Result<MoeSpec> {
         top_k: text.size("num_experts_per_tok", None, experts)?,
         width: text.size("intermediate_size", None, MAX_WIDTH)?,
         activation: Activation::ClampedSwish,
-        normalise: true,
+        routing: RoutingSpec::softmax(true),
         biases: true,
         router: RouterSpec::Plain,
     })

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     Result,
     source::Part,
-    spec::{DecoderSpec, QkNorm},
+    spec::{AttentionSpec, DecoderSpec, QkNorm},
 };
 
 pub(super) static FAMILY: Family = Family {
@@ -21,10 +21,17 @@ pub(super) static FAMILY: Family = Family {
     experts: &[],
 };
 
-const NORMS: Names =
+pub(super) const NORMS: Names =
     &[(Part::QueryNorm, "self_attn.query_layernorm.weight"), (Part::KeyNorm, "self_attn.key_layernorm.weight")];
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
+    let attention = attention(json)?;
+    let dense = json.dense()?;
+    json.pre_norm(|_| Ok((attention.clone(), dense.into())))
+}
+
+/// The attention of every layer, also of models with experts.
+pub(super) fn attention(json: &ConfigJson) -> Result<AttentionSpec> {
     let text = &json.text;
     // Transformers ignores the key, MLX reads it: with another value, the file is ambiguous.
     if text.bool_or_null("use_qk_norm")? == Some(false) {
@@ -35,8 +42,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     attention = json.attention(&rope)?;
     attention.qk_norm = Some(QkNorm::RotatedHeads);
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
-    let dense = json.dense()?;
-    json.pre_norm(|_| Ok((attention.clone(), dense.into())))
+    Ok(attention)
 }
 
 /// The type `dynamic` with an `alpha` raises the base, whatever the length of the text.

@@ -15,17 +15,23 @@
 mod common;
 mod defaults;
 mod ernie4_5;
+mod ernie4_5_moe;
 mod exaone4;
+mod experts;
 mod gemma3;
 mod gemma4;
+mod glm4_moe;
 mod gpt_oss;
 mod granite;
 mod hunyuan;
+mod hunyuan_v1_moe;
 mod llama;
+mod minimax_m2;
 mod ministral3;
 mod olmo2;
 mod phi3;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
 mod rope;
 mod seed_oss;
@@ -85,20 +91,25 @@ pub(crate) enum ExpertLayout {
 /// A table of tensor names.
 pub(crate) type Names = &'static [(Part, &'static str)];
 
-static FAMILIES: [&Family; 16] = [
+static FAMILIES: [&Family; 21] = [
     &ernie4_5::FAMILY,
+    &ernie4_5_moe::FAMILY,
     &exaone4::FAMILY,
     &gemma3::FAMILY,
     &gemma4::FAMILY,
+    &glm4_moe::FAMILY,
     &gpt_oss::FAMILY,
     &granite::FAMILY,
     &granite::HYBRID,
     &hunyuan::FAMILY,
+    &hunyuan_v1_moe::FAMILY,
     &llama::FAMILY,
+    &minimax_m2::FAMILY,
     &ministral3::FAMILY,
     &olmo2::FAMILY,
     &phi3::FAMILY,
     &qwen2::FAMILY,
+    &qwen2_moe::FAMILY,
     &qwen3::FAMILY,
     &seed_oss::FAMILY,
     &smollm3::FAMILY,

@@ -33,7 +33,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     };
     let scaling = match &long {
         Some(fields) => Scaling::unscaled(text, fields, 1e4)?,
-        None => Scaling::parse_partial(text, 1e4)?,
+        None => Scaling::parse_partial(text, 1e4, 1.0)?,
     };
     let mut attention = json.attention(&scaling)?;
     attention.window = text.size_or_null("sliding_window", MAX_POSITIONS)?;

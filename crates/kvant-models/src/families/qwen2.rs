@@ -21,7 +21,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let mut attention = json.attention(&Scaling::parse(&json.text, 1e4)?)?;
     attention.qkv_bias = true;
     let dense = json.dense()?;
-    let windows = windows(json)?;
+    let windows = windows(json, |l, max| l >= max)?;
     json.pre_norm(|l| {
         let mut attention = attention.clone();
         attention.window = windows[l];
@@ -29,15 +29,15 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     })
 }
 
-/// The window of each layer, also in Qwen 3: of those that `layer_types` names, or of those from `max_window_layers`
-/// on.
-pub(super) fn windows(json: &ConfigJson) -> Result<Vec<Option<usize>>> {
+/// The window of each layer, also in Qwen 3 and with experts: of those that `layer_types` names. Without it,
+/// `is_sliding` gets the layer and `max_window_layers`.
+pub(super) fn windows(json: &ConfigJson, is_sliding: fn(usize, usize) -> bool) -> Result<Vec<Option<usize>>> {
     let text = &json.text;
     let count = json.layers()?;
     let width = window(json)?;
     let Some(kinds) = json.layer_types(count)? else {
-        let full = text.count("max_window_layers", None, MAX_LAYERS)?;
-        return Ok((0..count).map(|l| width.filter(|_| l >= full)).collect());
+        let max = text.count("max_window_layers", None, MAX_LAYERS)?;
+        return Ok((0..count).map(|l| width.filter(|_| is_sliding(l, max))).collect());
     };
     if width.is_none() && kinds.contains(&Kind::Sliding) {
         let expected = "true, with a sliding_window, where layer_types has \"sliding_attention\"";

@@ -44,15 +44,16 @@ const FACTOR: &str = "a number from 1e-3 to 1e6";
 impl Scaling {
     /// Reads `rope_theta` and the [`object`] with the scaling. `theta` is the default of both.
     pub(super) fn parse(text: &Fields, theta: f64) -> Result<Scaling> {
-        Scaling::parse_partial(text, theta)?.whole(text)
+        Scaling::parse_partial(text, theta, 1.0)?.whole(text)
     }
 
-    /// As [`Scaling::parse`], for families whose heads may rotate in part: `partial_rotary_factor`.
-    pub(super) fn parse_partial(text: &Fields, theta: f64) -> Result<Scaling> {
+    /// As [`Scaling::parse`], for families whose heads may rotate in part: `partial_rotary_factor`, with the default
+    /// `share`.
+    pub(super) fn parse_partial(text: &Fields, theta: f64, share: f64) -> Result<Scaling> {
         let base = theta_of(text, Some(theta))?;
         match object(text)? {
-            Some(fields) => Scaling::of_partial(&fields, text, theta_of(&fields, Some(base))?, original),
-            None => Ok(Scaling { theta: base, kind: ScalingKind::None, share: share_of(&[text])? }),
+            Some(fields) => Scaling::of_partial(&fields, text, theta_of(&fields, Some(base))?, original, share),
+            None => Ok(Scaling { theta: base, kind: ScalingKind::None, share: share_of(&[text], share)? }),
         }
     }
 
@@ -67,14 +68,14 @@ impl Scaling {
             Some(own) => Ok(own),
             None => longest(fields, text),
         };
-        Scaling::of_partial(fields, text, theta, original)?.whole(fields)
+        Scaling::of_partial(fields, text, theta, original, 1.0)?.whole(fields)
     }
 
     /// The base and the share of rotating coordinates that `text` and `fields`, its scaling, have; for types of scaling
     /// that a family reads.
     pub(super) fn unscaled(text: &Fields, fields: &Fields, theta: f64) -> Result<Scaling> {
         let theta = theta_of(fields, Some(theta_of(text, Some(theta))?))?;
-        Ok(Scaling { theta, kind: ScalingKind::None, share: share_of(&[fields, text])? })
+        Ok(Scaling { theta, kind: ScalingKind::None, share: share_of(&[fields, text], 1.0)? })
     }
 
     /// The scalings of sliding and of full layers, if `rope_parameters` has one for each.
@@ -103,6 +104,7 @@ impl Scaling {
         text: &Fields,
         theta: f64,
         original: impl Fn(&Fields, &Fields) -> Result<usize>,
+        share: f64,
     ) -> Result<Scaling> {
         let factor = || fields.float("factor", None, FACTOR, |f| (1e-3..=1e6).contains(&f));
         let kind = match type_of(fields)? {
@@ -115,7 +117,7 @@ impl Scaling {
                 return Err(fields.error("rope_type", expected, format_args!("{other:?}")));
             }
         };
-        Ok(Scaling { theta, kind, share: share_of(&[fields, text])? })
+        Ok(Scaling { theta, kind, share: share_of(&[fields, text], share)? })
     }
 
     /// No scaling.
@@ -180,7 +182,7 @@ impl Scaling {
 }
 
 /// `partial_rotary_factor` of the first of these objects that has it.
-fn share_of(all: &[&Fields]) -> Result<f64> {
+fn share_of(all: &[&Fields], default: f64) -> Result<f64> {
     for fields in all {
         let share =
             fields.float_or_null("partial_rotary_factor", "above 0, at most 1", |share| share > 0.0 && share <= 1.0)?;
@@ -188,7 +190,7 @@ fn share_of(all: &[&Fields]) -> Result<f64> {
             return Ok(share);
         }
     }
-    Ok(1.0)
+    Ok(default)
 }
 
 pub(super) fn theta_of(fields: &Fields, default: Option<f64>) -> Result<f64> {

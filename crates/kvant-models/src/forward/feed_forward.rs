@@ -3,7 +3,8 @@
 use kvant::{
     Tensor,
     ops::{
-        self, Activation, AddBias, Columns, Experts, Gate, Linear, MoeCombine, MoeRoute, NextNorm, Residual, RmsNorm,
+        self, Activation, AddBias, Columns, ExpertScores, Experts, Gate, Linear, MoeCombine, MoeRoute, NextNorm,
+        Residual, RmsNorm,
     },
 };
 
@@ -13,8 +14,8 @@ use super::{
 };
 use crate::{
     Result,
-    spec::MoeSpec,
-    weights::{DenseWeights, GateUp, MoeWeights, Projection},
+    spec::{MoeSpec, RoutingSpec},
+    weights::{DenseWeights, GateUp, MoeWeights, ParallelWeights, Projection},
 };
 
 impl<'a> Pass<'a> {
@@ -22,8 +23,9 @@ impl<'a> Pass<'a> {
     pub(super) fn feed_forward_norms(&self, l: usize) -> HalfNorms<'a> {
         let weights = &self.network.weights.blocks[l].feed_forward;
         let mut norms = HalfNorms::new(&self.views.x, weights.norm.as_ref());
-        if let (Some(parallel), Some(views), Some(moe)) = (&weights.parallel, &self.views.parallel, &weights.moe) {
-            norms.push(NextNorm::new(&views.experts_input).weight(Some(&parallel.before_experts)));
+        let (parallel, views) = (&weights.parallel, &self.views.parallel);
+        if let (Some(ParallelWeights::Normed(own)), Some(views), Some(moe)) = (parallel, views, &weights.moe) {
+            norms.push(NextNorm::new(&views.experts_input).weight(Some(&own.before_experts)));
             if let Some((weight, _)) = &moe.router_scales {
                 let scale = (self.spec().hidden_size as f32).sqrt().recip();
                 norms.push(NextNorm::new(&views.router_input).weight(Some(weight)).scale(scale));
@@ -39,16 +41,19 @@ impl<'a> Pass<'a> {
         let own = &views.blocks[l];
         let spec = &self.spec().blocks[l].feed_forward;
         let weights = &self.network.weights.blocks[l].feed_forward;
-        let parallel = weights.parallel.as_ref().zip(views.parallel.as_ref());
+        let normed = match (&weights.parallel, &views.parallel) {
+            (Some(ParallelWeights::Normed(norms)), Some(views)) => Some((norms, views)),
+            _ => None,
+        };
         if let (Some(dense), Some(dense_views), Some(spec)) = (&weights.dense, &own.dense, spec.dense()) {
-            let out = parallel.map_or(&views.y, |(_, views)| &views.dense_output);
+            let out = normed.map_or(&views.y, |(_, views)| &views.dense_output);
             self.dense(x, dense, dense_views, spec.activation, out)?;
         }
         let (Some(moe), Some(moe_views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else { return Ok(()) };
-        let Some((norms, parallel)) = parallel else {
+        let Some((norms, parallel)) = normed else {
             self.route(x, moe, moe_views, spec)?;
             self.experts(x, moe, moe_views, spec)?;
-            return Ok(ops::moe_combine(self.enc, &MoeCombine::new(&moe_views.out, &moe_views.weights, &views.y))?);
+            return self.combine(x, moe_views, weights.parallel.as_ref());
         };
         // A router without a norm of its own reads what the experts read.
         let router_input = if moe.router_scales.is_some() { &parallel.router_input } else { &parallel.experts_input };
@@ -58,6 +63,20 @@ impl<'a> Pass<'a> {
         let residual = Residual::Normed { residual: &parallel.dense_output, weight: Some(&norms.after_dense) };
         let args = RmsNorm::new(&moe_views.out, self.spec().norm_eps, &views.y).weight(Some(&norms.after_experts));
         Ok(ops::rms_norm(self.enc, &args.combine(Some(&moe_views.weights)).residual(residual))?)
+    }
+
+    /// y = Σ weight · expert, plus y if that is the output of a dense branch.
+    fn combine(&mut self, x: &Tensor, own: &MoeViews, parallel: Option<&ParallelWeights>) -> Result<()> {
+        let views = self.views;
+        let args = MoeCombine::new(&own.out, &own.weights, &views.y).added(parallel.map(|_| &views.y));
+        let (Some(ParallelWeights::Gated(gate)), Some(shared)) = (parallel, &views.shared_router) else {
+            return Ok(ops::moe_combine(self.enc, &args)?);
+        };
+        // The sigmoid of a single expert's logit is its weight.
+        self.linear(x, gate, &shared.logits)?;
+        let route = MoeRoute::new(&shared.logits, &shared.ids, &shared.weights).scores(ExpertScores::Sigmoid);
+        ops::moe_route(self.enc, &route.normalise(false))?;
+        Ok(ops::moe_combine(self.enc, &args.added_weights(Some(&shared.weights)))?)
     }
 
     /// out = mlp(x).
@@ -78,8 +97,16 @@ impl<'a> Pass<'a> {
     fn route(&mut self, x: &Tensor, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
         self.biased_linear(x, &moe.router, &own.logits)?;
         let expert_scale = moe.router_scales.as_ref().map(|(_, factors)| factors);
-        let args =
-            MoeRoute::new(&own.logits, &own.ids, &own.weights).expert_scale(expert_scale).normalise(spec.normalise);
+        let RoutingSpec { scores, bias: _, groups, normalise, min_sum, epsilon, scale } = spec.routing;
+        let args = MoeRoute::new(&own.logits, &own.ids, &own.weights)
+            .scores(scores)
+            .bias(moe.router_bias.as_ref())
+            .groups(groups)
+            .expert_scale(expert_scale)
+            .normalise(normalise)
+            .min_sum(min_sum)
+            .epsilon(epsilon)
+            .scale(scale);
         Ok(ops::moe_route(self.enc, &args)?)
     }
 

@@ -4,7 +4,7 @@ use kvant::{DType, Device, Tensor};
 
 use crate::{
     Result,
-    spec::{BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec},
+    spec::{BlockSpec, DecoderSpec, MoeSpec, ParallelSum},
 };
 
 /// Scratch for passes of up to `rows` tokens, with views for the latest number of tokens.
@@ -21,6 +21,7 @@ struct Buffers {
     query_factors: Tensor,
     hidden: [Tensor; 3],
     parallel: Option<[Tensor; 3]>,
+    shared_router: Option<[Tensor; 3]>,
     qkv: Tensor,
     attended: Tensor,
     gate_up: Tensor,
@@ -42,15 +43,25 @@ pub(crate) struct Views {
     /// The output of half a block, `[T, H]`.
     pub y: Tensor,
     pub parallel: Option<ParallelViews>,
+    pub shared_router: Option<SharedRouterViews>,
     pub blocks: Vec<BlockViews>,
     pub per_layer: Option<PerLayerViews>,
 }
 
-/// For a dense branch that runs in parallel with the experts; `[T, H]` each.
+/// For a dense branch with norms that runs in parallel with the experts; `[T, H]` each.
 pub(crate) struct ParallelViews {
     pub dense_output: Tensor,
     pub router_input: Tensor,
     pub experts_input: Tensor,
+}
+
+/// For a dense branch with a weight of its own; `[T, 1]` each.
+pub(crate) struct SharedRouterViews {
+    pub logits: Tensor,
+    /// u32: zeros.
+    pub ids: Tensor,
+    /// f32.
+    pub weights: Tensor,
 }
 
 /// A pair is one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries,
@@ -142,7 +153,7 @@ impl Buffers {
         let moe = match most_moe(&|moe| moe.top_k) {
             0 => None,
             top_k => Some([
-                float(most_moe(&|moe| moe.experts))?,
+                flat(logits_dtype(spec, dtype), most_moe(&|moe| moe.experts))?,
                 flat(DType::U32, top_k)?,
                 flat(DType::F32, top_k)?,
                 float(most_moe(&|moe| moe.top_k * 2 * moe.width))?,
@@ -154,7 +165,16 @@ impl Buffers {
             ids: flat(DType::U32, 1)?,
             query_factors: flat(DType::F32, 1)?,
             hidden: [float(hidden)?, float(hidden)?, float(hidden)?],
-            parallel: if has_parallel(spec) { Some([float(hidden)?, float(hidden)?, float(hidden)?]) } else { None },
+            parallel: if has(spec, ParallelSum::Normed) {
+                Some([float(hidden)?, float(hidden)?, float(hidden)?])
+            } else {
+                None
+            },
+            shared_router: if has(spec, ParallelSum::Gated) {
+                Some([flat(DType::F32, 1)?, flat(DType::U32, 1)?, flat(DType::F32, 1)?])
+            } else {
+                None
+            },
             qkv: float(most(&|block| block.attention.q_width() + 2 * block.attention.kv_width()))?,
             attended: float(most(&|block| block.attention.q_width()))?,
             gate_up: float(most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width)))?,
@@ -190,6 +210,14 @@ impl Buffers {
                     dense_output: stream(dense_output)?,
                     router_input: stream(router_input)?,
                     experts_input: stream(experts_input)?,
+                }),
+                None => None,
+            },
+            shared_router: match &self.shared_router {
+                Some([logits, ids, weights]) => Some(SharedRouterViews {
+                    logits: front(logits, &[tokens, 1])?,
+                    ids: front(ids, &[tokens, 1])?,
+                    weights: front(weights, &[tokens, 1])?,
                 }),
                 None => None,
             },
@@ -230,9 +258,16 @@ impl Buffers {
     }
 }
 
-/// Whether a dense branch runs in parallel with experts.
-fn has_parallel(spec: &DecoderSpec) -> bool {
-    spec.blocks.iter().any(|block| matches!(block.feed_forward, FeedForwardSpec::Parallel(..)))
+/// Whether a dense branch is added to experts in this way.
+fn has(spec: &DecoderSpec, sum: ParallelSum) -> bool {
+    spec.blocks.iter().any(|block| block.feed_forward.parallel_sum() == Some(sum))
+}
+
+/// The dtype of routers' logits. Scores with a bias are next to each other, so that rounded logits would change the
+/// choice.
+fn logits_dtype(spec: &DecoderSpec, activations: DType) -> DType {
+    let has_scores = |block: &BlockSpec| block.feed_forward.moe().is_some_and(|moe| moe.routing.has_scores());
+    if spec.blocks.iter().any(has_scores) { DType::F32 } else { activations }
 }
 
 /// Bytes of the scratch for passes of up to `rows` tokens.
@@ -245,7 +280,7 @@ pub(crate) fn workspace_bytes(spec: &DecoderSpec, dtype: DType, rows: usize) -> 
         block.feed_forward.moe().map_or(0, |moe| moe.experts + moe.top_k * (3 * moe.width + hidden + 2))
     });
     let per_layer = spec.per_layer_input.map_or(0, |inputs| (2 * spec.blocks.len() + 1) * inputs.size);
-    let streams = if has_parallel(spec) { 6 } else { 3 };
+    let streams = if has(spec, ParallelSum::Normed) { 6 } else { 3 };
     let width = streams * spec.hidden_size + qkv + dense + moe + per_layer;
     rows.saturating_mul(width).saturating_mul(dtype.size())
 }

@@ -15,12 +15,15 @@ use crate::{
     Config, Error, Result,
     config::once_each,
     families,
-    spec::{AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, KeysValues},
+    spec::{AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, KeysValues, ParallelSum, ScoreBias},
 };
 
 const ARCHITECTURE: &str = "general.architecture";
 /// Frequencies divided by this or more do not rotate.
 const STILL: f32 = 1e20;
+/// Values of `expert_gating_func`.
+const SOFTMAX: u64 = 1;
+const SIGMOID: u64 = 2;
 /// More layers than any family allows.
 const MAX_LAYERS: u64 = 1024;
 /// The limit of every width: products of two do not overflow.
@@ -34,11 +37,13 @@ struct Architecture {
     adjacent_pairs: bool,
     /// Which biases there are is known by the tensors of the first block. Others have those of their description.
     optional_biases: bool,
+    /// Heads may rotate in part: `rope.dimension_count`.
+    partial_rotation: bool,
 }
 
 impl Architecture {
     const fn new(name: &'static str, write: fn(&Keys) -> Result<Value>) -> Architecture {
-        Architecture { name, write, adjacent_pairs: false, optional_biases: false }
+        Architecture { name, write, adjacent_pairs: false, optional_biases: false, partial_rotation: false }
     }
 
     const fn adjacent_pairs(self) -> Architecture {
@@ -48,12 +53,17 @@ impl Architecture {
     const fn optional_biases(self) -> Architecture {
         Architecture { optional_biases: true, ..self }
     }
+
+    const fn partial_rotation(self) -> Architecture {
+        Architecture { partial_rotation: true, ..self }
+    }
 }
 
-static ARCHITECTURES: [Architecture; 16] = [
+static ARCHITECTURES: [Architecture; 21] = [
     Architecture::new("llama", llama).adjacent_pairs().optional_biases(),
     Architecture::new("mistral3", mistral3).adjacent_pairs().optional_biases(),
     Architecture::new("qwen2", qwen2),
+    Architecture::new("qwen2moe", qwen2_moe),
     Architecture::new("qwen3", qwen3).optional_biases(),
     Architecture::new("qwen3moe", qwen3_moe).optional_biases(),
     Architecture::new("gemma3", gemma3).optional_biases(),
@@ -64,13 +74,17 @@ static ARCHITECTURES: [Architecture; 16] = [
     Architecture::new("granite", granite).adjacent_pairs().optional_biases(),
     Architecture::new("olmo2", olmo2),
     Architecture::new("exaone4", exaone4),
-    Architecture::new("phi3", phi3),
+    Architecture::new("phi3", phi3).partial_rotation(),
     Architecture::new("ernie4_5", ernie4_5).optional_biases(),
     Architecture::new("hunyuan-dense", hunyuan).optional_biases(),
+    Architecture::new("glm4moe", glm4_moe).optional_biases().partial_rotation(),
+    Architecture::new("ernie4_5-moe", ernie4_5_moe),
+    Architecture::new("hunyuan-moe", hunyuan_moe).optional_biases(),
+    Architecture::new("minimax-m2", minimax_m2).partial_rotation(),
 ];
 
 /// Keys of `config.json` and those of the metadata after the architecture's name.
-const KEYS: [(&str, &str); 18] = [
+const KEYS: [(&str, &str); 28] = [
     ("hidden_size", "embedding_length"),
     ("num_hidden_layers", "block_count"),
     ("num_attention_heads", "attention.head_count"),
@@ -89,6 +103,16 @@ const KEYS: [(&str, &str); 18] = [
     ("rope_scaling.beta_fast", "rope.scaling.yarn_beta_fast"),
     ("rope_scaling.beta_slow", "rope.scaling.yarn_beta_slow"),
     ("rope_scaling.attention_factor", "rope.scaling.yarn_attn_factor"),
+    ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+    ("num_experts_per_tok", "expert_used_count"),
+    ("moe_k", "expert_used_count"),
+    ("num_experts", "expert_count"),
+    ("n_routed_experts", "expert_count"),
+    ("moe_num_experts", "expert_count"),
+    ("n_group", "expert_group_count"),
+    ("topk_group", "expert_group_used_count"),
+    ("routed_scaling_factor", "expert_weights_scale"),
+    ("partial_rotary_factor", "rope.dimension_count"),
 ];
 
 /// The configuration of a model.
@@ -105,7 +129,9 @@ pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
     };
     let keys = Keys { gguf, metadata, architecture: architecture.name };
     keys.check_lengths()?;
-    keys.refuse_partial_rotation()?;
+    if !architecture.partial_rotation {
+        keys.refuse_partial_rotation()?;
+    }
     let json = (architecture.write)(&keys)?;
     let mut config = families::parse(&json).map_err(|error| keys.rename(error))?;
     keys.adjust(&mut config.decoder, architecture)?;
@@ -144,6 +170,20 @@ fn mistral3(keys: &Keys) -> Result<Value> {
 fn qwen2(keys: &Keys) -> Result<Value> {
     keys.refuse_experts()?;
     Ok(keys.common("qwen2")?.into())
+}
+
+fn qwen2_moe(keys: &Keys) -> Result<Value> {
+    keys.check_gating(SOFTMAX)?;
+    let mut json = keys.common("qwen2_moe")?;
+    json.extend([
+        ("qkv_bias".into(), json!(keys.has_bias("attn_q"))),
+        ("num_experts".into(), json!(keys.required("expert_count")?)),
+        ("num_experts_per_tok".into(), json!(keys.required("expert_used_count")?)),
+        ("moe_intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
+        ("shared_expert_intermediate_size".into(), json!(keys.required("expert_shared_feed_forward_length")?)),
+        ("norm_topk_prob".into(), json!(false)),
+    ]);
+    Ok(json.into())
 }
 
 fn qwen3(keys: &Keys) -> Result<Value> {
@@ -303,8 +343,7 @@ fn phi3(keys: &Keys) -> Result<Value> {
     keys.refuse_experts()?;
     let mut json = keys.common("phi3")?;
     json.insert("sliding_window".into(), json!(keys.window()?));
-    let rotated = keys.whole("rope.dimension_count")?.unwrap_or(keys.head_dim()?);
-    json.insert("partial_rotary_factor".into(), json!(rotated as f64 / keys.head_dim()?.max(1) as f64));
+    json.insert("partial_rotary_factor".into(), json!(keys.rotated_share()?));
     if keys.gguf.tensor("rope_factors_short.weight").is_some() {
         let original = keys.required("rope.scaling.original_context_length")?;
         json.insert("original_max_position_embeddings".into(), json!(original));
@@ -329,6 +368,72 @@ fn ernie4_5(keys: &Keys) -> Result<Value> {
 /// The base that files have is already raised.
 fn hunyuan(keys: &Keys) -> Result<Value> {
     keys.common("hunyuan_v1_dense").map(Value::from)
+}
+
+/// The layers for multi-token prediction are the last ones, and are not read.
+fn glm4_moe(keys: &Keys) -> Result<Value> {
+    keys.check_gating(SIGMOID)?;
+    let mut json = keys.common("glm4_moe")?;
+    let predicting = keys.whole("nextn_predict_layers")?.unwrap_or(0);
+    let layers = keys.required("block_count")?.saturating_sub(predicting);
+    json.extend([
+        ("num_hidden_layers".into(), json!(layers)),
+        ("partial_rotary_factor".into(), json!(keys.rotated_share()?)),
+        ("use_qk_norm".into(), json!(keys.gguf.tensor("blk.0.attn_q_norm.weight").is_some())),
+        ("first_k_dense_replace".into(), json!(keys.whole("leading_dense_block_count")?.unwrap_or(0))),
+        ("n_routed_experts".into(), json!(keys.required("expert_count")?)),
+        ("num_experts_per_tok".into(), json!(keys.required("expert_used_count")?)),
+        ("moe_intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
+        ("n_shared_experts".into(), json!(keys.shared_experts()?)),
+        ("n_group".into(), json!(keys.whole("expert_group_count")?.filter(|&count| count > 0))),
+        ("topk_group".into(), json!(keys.whole("expert_group_used_count")?.filter(|&count| count > 0))),
+        ("norm_topk_prob".into(), json!(keys.flag("expert_weights_norm")?)),
+        // 0 means none.
+        ("routed_scaling_factor".into(), json!(keys.number("expert_weights_scale")?.filter(|&scale| scale != 0.0))),
+    ]);
+    Ok(json.into())
+}
+
+fn ernie4_5_moe(keys: &Keys) -> Result<Value> {
+    keys.check_gating(SOFTMAX)?;
+    let mut json = keys.common("ernie4_5_moe")?;
+    json.extend([
+        ("moe_num_experts".into(), json!(keys.required("expert_count")?)),
+        ("moe_k".into(), json!(keys.required("expert_used_count")?)),
+        ("moe_intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
+        ("moe_num_shared_experts".into(), json!(keys.shared_experts()?)),
+        ("moe_layer_start_index".into(), json!(keys.whole("leading_dense_block_count")?.unwrap_or(0))),
+        ("moe_layer_interval".into(), json!(keys.whole("interleave_moe_layer_step")?.unwrap_or(1))),
+    ]);
+    Ok(json.into())
+}
+
+/// The base that files have is already raised.
+fn hunyuan_moe(keys: &Keys) -> Result<Value> {
+    keys.check_gating(SOFTMAX)?;
+    let mut json = keys.common("hunyuan_v1_moe")?;
+    let shared = keys.shared_experts()?;
+    if shared != 1 {
+        return Err(error(&keys.full("expert_shared_count"), "1, as wide as the others", shared));
+    }
+    json.extend([
+        ("num_experts".into(), json!(keys.required("expert_count")?)),
+        ("moe_topk".into(), json!(keys.required("expert_used_count")?)),
+        ("intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
+    ]);
+    Ok(json.into())
+}
+
+fn minimax_m2(keys: &Keys) -> Result<Value> {
+    keys.check_gating(SIGMOID)?;
+    let mut json = keys.common("minimax_m2")?;
+    json.extend([
+        ("partial_rotary_factor".into(), json!(keys.rotated_share()?)),
+        ("num_local_experts".into(), json!(keys.required("expert_count")?)),
+        ("num_experts_per_tok".into(), json!(keys.required("expert_used_count")?)),
+        ("intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
+    ]);
+    Ok(json.into())
 }
 
 /// The metadata of an architecture.
@@ -396,6 +501,41 @@ impl Keys<'_> {
         match self.whole("attention.key_length")? {
             Some(width) => Ok(width),
             None => Ok(self.required("embedding_length")? / self.heads()?.max(1)),
+        }
+    }
+
+    /// The share of a head's coordinates that rotate.
+    fn rotated_share(&self) -> Result<f64> {
+        let head_dim = self.head_dim()?;
+        let rotated = self.whole("rope.dimension_count")?.unwrap_or(head_dim);
+        Ok(rotated as f64 / head_dim.max(1) as f64)
+    }
+
+    fn flag(&self, key: &str) -> Result<bool> {
+        match self.get(key) {
+            None => Ok(false),
+            Some(MetadataValue::Scalar(Scalar::Bool(is_set))) => Ok(*is_set),
+            Some(_) => Err(error(&self.full(key), "true or false", "another value")),
+        }
+    }
+
+    /// The number of shared experts, which are as wide as the others.
+    fn shared_experts(&self) -> Result<u64> {
+        const WIDTH: &str = "expert_shared_feed_forward_length";
+        let width = self.required("expert_feed_forward_length")?.max(1);
+        match self.whole(WIDTH)? {
+            None => Ok(self.whole("expert_shared_count")?.unwrap_or(0)),
+            Some(shared) if shared.is_multiple_of(width) => Ok(shared / width),
+            Some(other) => Err(error(&self.full(WIDTH), format_args!("a multiple of the experts' {width}"), other)),
+        }
+    }
+
+    /// The function from logits to scores is that of the architecture.
+    fn check_gating(&self, expected: u64) -> Result<()> {
+        const KEY: &str = "expert_gating_func";
+        match self.whole(KEY)?.filter(|&function| function != expected) {
+            Some(other) => Err(error(&self.full(KEY), format_args!("absent or {expected}"), other)),
+            None => Ok(()),
         }
     }
 
@@ -469,8 +609,8 @@ impl Keys<'_> {
 
     /// Heads that rotate in part are not expressed.
     fn refuse_partial_rotation(&self) -> Result<()> {
-        // Gemma 4 has one of these per kind of layer, and factors for pairs that do not rotate. Phi reads the key.
-        let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is("gemma4") && !self.is("phi3"));
+        // Gemma 4 has one of these per kind of layer, and factors for pairs that do not rotate.
+        let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is("gemma4"));
         match rotated {
             Some(rotated) if rotated != self.head_dim()? => Err(error(
                 &self.full("rope.dimension_count"),
@@ -612,7 +752,10 @@ impl Keys<'_> {
             if let Some(factors) = factors.as_ref().filter(|_| is_rotated) {
                 rotate(attention, factors)?;
             }
-            if let FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _) = &mut block.feed_forward {
+            // Shared experts have a width of their own.
+            if let FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _, ParallelSum::Normed) =
+                &mut block.feed_forward
+            {
                 set(&mut dense.width, &widths);
                 if architecture.optional_biases {
                     dense.biases = self.has_bias("ffn_gate");
@@ -683,6 +826,7 @@ fn has_bias(block: &BlockSpec, module: &str) -> bool {
         "ffn_gate_inp" | "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps" | "ffn_gate_up_exps" => {
             block.feed_forward.moe().is_some_and(|moe| moe.biases)
         }
+        "exp_probs_b" => block.feed_forward.moe().is_some_and(|moe| moe.routing.bias != ScoreBias::None),
         _ => false,
     }
 }

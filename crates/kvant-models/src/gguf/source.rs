@@ -48,6 +48,12 @@ impl GgufSource<'_> {
             Part::ExpertGate => "ffn_gate_exps.weight",
             Part::ExpertUp => "ffn_up_exps.weight",
             Part::ExpertDown => "ffn_down_exps.weight",
+            Part::RouterBias => "exp_probs_b.bias",
+            Part::SharedGateUp => return None,
+            Part::SharedGate => "ffn_gate_shexp.weight",
+            Part::SharedUp => "ffn_up_shexp.weight",
+            Part::SharedDown => "ffn_down_shexp.weight",
+            Part::SharedRouter => "ffn_gate_inp_shexp.weight",
             Part::DensePostNorm => "post_ffw_norm_1.weight",
             Part::ExpertsNorm => "pre_ffw_norm_2.weight",
             Part::ExpertsPostNorm => "post_ffw_norm_2.weight",
@@ -80,7 +86,8 @@ impl GgufSource<'_> {
     /// Existence and shape are checked in the header, before any allocation.
     fn checked(&self, name: &str, expected: &[usize]) -> Result<&GgufTensor> {
         let info = self.0.tensor(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
-        if info.shape == expected {
+        // The matrix of a single output is stored as a vector.
+        if info.shape == expected || expected.len() == 2 && expected[0] == 1 && info.shape == expected[1..] {
             return Ok(info);
         }
         Err(Error::TensorShape { name: name.to_string(), expected: expected.to_vec(), got: info.shape.clone() })

@@ -14,7 +14,7 @@ const ROWS: usize = 1 << 16;
 /// Whether [`LoadOptions::dense_weights`](crate::LoadOptions::dense_weights) applies to a matrix. It does to dense
 /// matrices, except routers: rounding a router could change which experts are chosen.
 pub(crate) fn is_converted(role: Role, form: Form) -> bool {
-    matches!(form, Form::Dense(_)) && !matches!(role, Role::Block(_, Part::Router))
+    matches!(form, Form::Dense(_)) && !matches!(role, Role::Block(_, Part::Router | Part::SharedRouter))
 }
 
 /// A source whose dense matrices have `dtype`.

@@ -284,8 +284,12 @@ impl Source for HfSource<'_> {
 
     fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor> {
         let name = self.required(role)?;
-        self.float_dtype(&name, &[len])?;
-        self.checkpoint.read(&name, device)
+        // ERNIE stores its biases of routers as a row.
+        let row = [1, len];
+        let is_bias = matches!(role, Role::Block(_, Part::RouterBias));
+        let is_row = is_bias && self.checkpoint.info(&name).is_some_and(|info| info.shape == row);
+        self.float_dtype(&name, if is_row { &row } else { &row[1..] })?;
+        Ok(self.checkpoint.read(&name, device)?.reshape(&[len])?)
     }
 
     fn bias(&self, role: Role, shape: &[usize], device: &Device) -> Result<Tensor> {

@@ -139,6 +139,18 @@ pub(crate) enum Part {
     ExpertUp,
     /// `[E, H, I]`.
     ExpertDown,
+    /// Added to the scores of the experts for the choice, `[E]`.
+    RouterBias,
+    /// The shared experts as one MLP, gate and up in one matrix: `[2I, H]`.
+    SharedGateUp,
+    /// `[I, H]`.
+    SharedGate,
+    /// `[I, H]`.
+    SharedUp,
+    /// `[H, I]`.
+    SharedDown,
+    /// The logit of the shared experts' weight, `[1, H]`.
+    SharedRouter,
     /// In a parallel feed-forward: the norm of the dense output, `[H]`.
     DensePostNorm,
     /// In a parallel feed-forward: the norm of the experts' input, `[H]`.

@@ -12,6 +12,52 @@ use crate::{
     config_bytes, config_of, load,
 };
 
+/// Routers that no description expresses, and numbers that do not fit each other.
+#[test]
+fn other_experts_are_refused_by_key() {
+    let cases = [
+        ("glm4_moe", "scoring_func", json!("softmax")),
+        ("glm4_moe", "topk_method", json!("greedy")),
+        ("glm4_moe", "n_group", json!(0)),
+        ("glm4_moe", "n_group", json!(9)),
+        ("glm4_moe", "topk_group", json!(5)),
+        ("glm4_moe", "routed_scaling_factor", json!(1e9)),
+        ("glm4_moe", "num_experts_per_tok", json!(9)),
+        ("glm4_moe", "partial_rotary_factor", json!(0.01)),
+        ("glm4_moe", "n_shared_experts", json!(-1)),
+        ("qwen2_moe", "shared_expert_intermediate_size", json!(0)),
+        ("ernie4_5_moe", "moe_gate_act", json!("sigmoid")),
+        ("ernie4_5_moe", "moe_norm_min", json!(-1)),
+        ("ernie4_5_moe", "moe_layer_end_index", json!(-2)),
+        ("ernie4_5_moe", "use_bias", json!(true)),
+        ("hunyuan_moe", "moe_topk", json!([2, 3])),
+        ("hunyuan_moe", "moe_topk", json!([])),
+        ("hunyuan_moe", "num_shared_expert", json!(2)),
+        ("hunyuan_moe", "use_cla", json!(true)),
+        ("minimax_m2", "scoring_func", json!("softmax")),
+        ("minimax_m2", "qk_norm_type", json!("per_head")),
+        ("minimax_m2", "rotary_dim", json!(65)),
+        ("minimax_m2", "use_routing_bias", json!(false)),
+    ];
+    for (variant, key, value) in cases {
+        let mut config = config_of(variant);
+        config[key] = value.clone();
+        let dir = model_dir(config.to_string().as_bytes(), &checkpoint(variant).bytes());
+        match load(dir.path()) {
+            Err(Error::Config { key: named, .. }) => assert_eq!(named, key, "{variant}: {value}"),
+            other => panic!("{variant}: {key} = {value}: {other:?}"),
+        }
+    }
+    // Groups that do not divide the experts, or have too few.
+    for (count, chosen) in [(3, 1), (8, 4), (4, 1)] {
+        let mut config = config_of("glm4_moe");
+        (config["n_group"], config["topk_group"]) = (count.into(), chosen.into());
+        let dir = model_dir(config.to_string().as_bytes(), &checkpoint("glm4_moe").bytes());
+        let error = load(dir.path()).unwrap_err();
+        assert!(matches!(&error, Error::Unsupported { what, .. } if what == "layer 1"), "{error}");
+    }
+}
+
 #[test]
 fn absurd_configurations_are_refused_by_key() {
     let cases = [

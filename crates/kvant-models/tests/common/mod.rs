@@ -10,7 +10,7 @@ use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders with a `model.gguf` (`tools/golden_gguf_models.py`).
-pub const GGUF_MODELS: [&str; 23] = [
+pub const GGUF_MODELS: [&str; 28] = [
     "llama_gguf",
     "llama_bias_gguf",
     "llama_yarn_gguf",
@@ -19,6 +19,11 @@ pub const GGUF_MODELS: [&str; 23] = [
     "qwen2_gguf",
     "qwen3_gguf",
     "qwen3_moe_gguf",
+    "qwen2_moe_gguf",
+    "glm4_moe_gguf",
+    "ernie4_5_moe_gguf",
+    "hunyuan_moe_gguf",
+    "minimax_m2_gguf",
     "gemma3_gguf",
     "gemma4_gguf",
     "gemma4_shared_gguf",
@@ -37,7 +42,7 @@ pub const GGUF_MODELS: [&str; 23] = [
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 32] = [
+pub const FAMILIES: [&str; 42] = [
     "llama",
     "llama_bias",
     "llama_mlx",
@@ -55,6 +60,15 @@ pub const FAMILIES: [&str; 32] = [
     "qwen3_moe_mlx",
     "qwen3_moe_nvfp4",
     "qwen3_moe_window",
+    "qwen2_moe",
+    "qwen2_moe_mlx",
+    "glm4_moe",
+    "glm4_moe_mlx",
+    "ernie4_5_moe",
+    "ernie4_5_moe_mlx",
+    "hunyuan_moe",
+    "minimax_m2",
+    "minimax_m2_mlx",
     "gemma3",
     "gemma3_bias",
     "gemma3_yarn",
