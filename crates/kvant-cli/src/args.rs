@@ -23,6 +23,11 @@ pub struct DeviceArgs {
     /// stays as it is
     #[arg(long)]
     eight_bit_activations: bool,
+    /// On the CPU device, the same seed and prompt give the same text whatever runs at the same time: logits depend on
+    /// the text alone, not on prefixes found in the cache, chunks of prompts, other requests or the number of threads.
+    /// Prompts are slower
+    #[arg(long, conflicts_with = "eight_bit_activations")]
+    batch_invariant: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,13 +71,17 @@ impl DeviceArgs {
             DeviceChoice::Metal => Device::open(DeviceKind::Metal)?,
             DeviceChoice::Reference => Device::reference(),
         };
-        let options = [("--threads", self.threads.is_some()), ("--eight-bit-activations", self.eight_bit_activations)];
+        let DeviceArgs { threads, eight_bit_activations, batch_invariant, .. } = *self;
+        let options = [
+            ("--threads", threads.is_some()),
+            ("--eight-bit-activations", eight_bit_activations),
+            ("--batch-invariant", batch_invariant),
+        ];
         let Some((name, _)) = options.into_iter().find(|(_, is_given)| *is_given) else { return Ok(device) };
         if device.kind() != DeviceKind::Cpu {
             return Err(format!("{name} is for the CPU device, got --device {}", device.kind()).into());
         }
-        let (threads, eight_bit_activations) = (self.threads, self.eight_bit_activations);
-        Ok(Device::cpu_with(CpuOptions { threads, eight_bit_activations, ..CpuOptions::default() })?)
+        Ok(Device::cpu_with(CpuOptions { threads, eight_bit_activations, batch_invariant, ..CpuOptions::default() })?)
     }
 }
 

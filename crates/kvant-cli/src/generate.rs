@@ -61,7 +61,7 @@ pub struct GenerateArgs {
     /// Sample from the K most probable tokens; 0 for all [default: 0; with --chat the model's, if it has one]
     #[arg(long, value_name = "K", allow_negative_numbers = true)]
     top_k: Option<usize>,
-    /// The same seed gives the same text
+    /// The same seed gives the same text on one machine
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     seed: u64,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with

@@ -13,7 +13,8 @@ use crate::{
 /// Tokens, positions, lengths and page tables are read from device memory, so nothing is planned or validated again.
 /// On CUDA, a recorded pass is a CUDA graph. On a GPU, passes have 1, 2, 4, 8 … rows, and the rows that a batch does
 /// not fill are [inactive](Step::INACTIVE). Results are those of [`Model::forward`], up to rounding: kernels depend on
-/// the number of rows.
+/// the number of rows, except on a
+/// [batch-invariant](kvant::CpuOptions::batch_invariant) CPU device.
 ///
 /// Several tokens of a sequence, such as drafts to verify, are as many [rows](KvPool::tokens_into) of the same passes,
 /// each with logits and a draw. Few are worth it: attention reads the keys of the sequence for each of them.

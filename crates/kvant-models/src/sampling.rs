@@ -32,7 +32,7 @@ pub struct Sampling {
     /// Keeps tokens with at least this probability relative to the most probable one; at least 0 and below 1; 0 for
     /// all.
     pub min_p: f32,
-    /// Selects the stream of random numbers: the same seed gives the same text.
+    /// Selects the stream of random numbers: the same seed draws the same tokens from the same logits.
     pub seed: u64,
     /// Divides positive logits, and multiplies negative ones, of tokens of the prompt and the text; above 0; 1 for
     /// none.

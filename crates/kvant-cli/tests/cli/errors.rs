@@ -25,6 +25,9 @@ fn arguments() {
     fails(&["generate", "--device", "reference", "--threads", "2"], "--threads is for the CPU");
     let message = "--eight-bit-activations is for the CPU device, got --device reference";
     fails(&["generate", "--device", "reference", "--eight-bit-activations"], message);
+    let message = "--batch-invariant is for the CPU device, got --device reference";
+    fails(&["generate", "--device", "reference", "--batch-invariant"], message);
+    fails(&["serve", "--eight-bit-activations", "--batch-invariant"], "cannot be used with");
     fails(&["generate", "--temperature=-1"], "temperature");
     fails(&["generate", "--temperature", "-1"], "`temperature`");
     fails(&["generate", "--temperature", "NaN"], "temperature");

@@ -8,8 +8,11 @@ use kvant_models::{Model, Tokenizer};
 use serde_json::{Value, json};
 
 pub fn model() -> Model {
-    let device = Device::cpu_with(CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
-    Model::load(shipped(), &device).unwrap()
+    model_on(CpuOptions::default())
+}
+
+fn model_on(options: CpuOptions) -> Model {
+    Model::load(shipped(), &Device::cpu_with(CpuOptions { threads: Some(2), ..options }).unwrap()).unwrap()
 }
 
 pub fn shipped() -> &'static Path {
@@ -18,6 +21,12 @@ pub fn shipped() -> &'static Path {
 
 pub fn engine(options: EngineOptions) -> Engine {
     Engine::start(model(), Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
+}
+
+/// Of a batch-invariant device.
+pub fn batch_invariant_engine(options: EngineOptions) -> Engine {
+    let model = model_on(CpuOptions { batch_invariant: true, ..CpuOptions::default() });
+    Engine::start(model, Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
 }
 
 /// Exact caches, so that the shape of a batch changes results by rounding in f32 only.

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use crate::common::{collect, engine, model, options, request, shipped};
+use crate::common::{batch_invariant_engine, collect, engine, model, options, request, shipped};
 use kvant::Codec;
 use kvant_engine::{CacheScope, Engine, EngineRequest, Event, Failure, FinishReason, NoEvent, Responses, SubmitError};
 use kvant_models::{Model, PoolOptions, Request, Sampling, Tokenizer, generate};
@@ -111,6 +111,48 @@ fn prefixes_are_computed_once() {
     assert_eq!(collect(engine.submit(salted).unwrap()).2.usage.cached_tokens, 0, "another salt shares nothing");
     let private = request(&engine, &prompt).cache(CacheScope::Private);
     assert_eq!(collect(engine.submit(private).unwrap()).2.usage.cached_tokens, 0);
+}
+
+/// On a batch-invariant device, the same seed gives the same text: with nothing cached, after a prefix that is found in
+/// the cache, in a crowd, with small steps and with drafts.
+#[test]
+fn a_seed_gives_one_text_on_a_batch_invariant_device() {
+    // Longer than pages and steps, and no multiple of either.
+    let prompts: Vec<String> = PROMPTS.iter().map(|prompt| format!("{prompt} and so on, ").repeat(9)).collect();
+    let sampling = |seed| Sampling::default().temperature(1.0).seed(seed);
+    for codec in [Codec::F16, Codec::tq(4), Codec::tq_centred(4)] {
+        let options = || options().codecs(codec).page_tokens(16);
+        let engine = batch_invariant_engine(options());
+        let seeded = |engine: &Engine, index: usize| {
+            engine.submit(request(engine, &prompts[index]).sampling(sampling(index as u64))).unwrap()
+        };
+        let cold: Vec<_> = (0..prompts.len()).map(|index| collect(seeded(&engine, index))).collect();
+        let check = |index: usize, (ids, _, finished): (Vec<u32>, String, kvant_engine::Finished), what: &str| {
+            assert_eq!(ids, cold[index].0, "{codec}, {what}: {}", PROMPTS[index]);
+            finished.usage.cached_tokens
+        };
+        for index in 0..prompts.len() {
+            assert_eq!(cold[index].2.usage.cached_tokens, 0);
+            let cached = check(index, collect(seeded(&engine, index)), "warm");
+            assert!(cached >= 32, "{cached} tokens of the prompt were cached");
+        }
+        // Some are cached in part: others share their beginning.
+        let crowded = batch_invariant_engine(options().sequences(5).step_tokens(24));
+        let others = prompts
+            .iter()
+            .map(|prompt| &prompt[..prompt.len() / 2])
+            .map(|prompt| crowded.submit(request(&crowded, prompt).sampling(sampling(99))).unwrap());
+        let others: Vec<_> = others.collect();
+        let all: Vec<_> = (0..2 * prompts.len()).map(|i| seeded(&crowded, i % prompts.len())).collect();
+        for (i, responses) in all.into_iter().enumerate() {
+            check(i % prompts.len(), collect(responses), "in a crowd");
+        }
+        drop(others);
+        let drafting = batch_invariant_engine(options().drafts(4));
+        for index in 0..prompts.len() {
+            check(index, collect(seeded(&drafting, index)), "with drafts");
+        }
+    }
 }
 
 #[test]

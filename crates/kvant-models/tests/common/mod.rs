@@ -1,6 +1,7 @@
 //! Helpers of the integration tests.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub mod batch_invariance;
 pub mod gguf;
 
 use std::path::{Path, PathBuf};

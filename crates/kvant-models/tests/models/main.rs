@@ -1,5 +1,6 @@
 //! Whole models, tokenizers, chat templates and GGUF files, in one binary.
 
+mod batch_invariance;
 mod chat_encode;
 mod chat_templates;
 

@@ -53,6 +53,10 @@ pub struct CpuOptions {
     /// rounds activations and weights to bf16 from 48 rows on (16 for weights of 16 bits): 0.25 %. Nothing changes at
     /// levels without VNNI, for f32 and MXFP8 weights, and for those of 16 bits without AMX.
     pub eight_bit_activations: bool,
+    /// Whether the results of a token depend on its own sequence alone: not on the tokens that are processed with it, the
+    /// chunks of a prompt, or the number of threads. They are equal to the bit then. Kernels of many rows are not used,
+    /// so prompts are slower; decode hardly is. Excludes `eight_bit_activations`.
+    pub batch_invariant: bool,
 }
 
 const MAX_THREADS: usize = 1024;
@@ -62,6 +66,7 @@ pub(crate) struct Cpu {
     threads: ThreadPool,
     level: SimdLevel,
     eight_bit_activations: bool,
+    batch_invariant: bool,
 }
 
 impl Cpu {
@@ -70,8 +75,22 @@ impl Cpu {
         check::value_is("cpu", "threads", (1..=MAX_THREADS).contains(&threads), "1 to 1024", threads)?;
         let level = options.simd.unwrap_or_else(SimdLevel::best);
         check::value_is("cpu", "simd", level.is_supported(), "an instruction set of this machine", level)?;
-        let eight_bit_activations = options.eight_bit_activations;
-        Ok(Cpu { threads: ThreadPool::new(threads), level, eight_bit_activations })
+        let CpuOptions { eight_bit_activations, batch_invariant, .. } = options;
+        let excluded = eight_bit_activations && batch_invariant;
+        check::value_is(
+            "cpu",
+            "eight_bit_activations",
+            !excluded,
+            "false with `batch_invariant`",
+            eight_bit_activations,
+        )?;
+        Ok(Cpu { threads: ThreadPool::new(threads), level, eight_bit_activations, batch_invariant })
+    }
+
+    /// The number of rows that selects the kernel for `rows` rows: all get that of a single one where results must not
+    /// depend on the others.
+    fn selecting_rows(&self, rows: usize) -> usize {
+        if self.batch_invariant { rows.min(1) } else { rows }
     }
 }
 
@@ -81,8 +100,12 @@ impl HostExecutor for Cpu {
     }
 
     fn name(&self) -> String {
-        let eight_bits = if self.eight_bit_activations { ", 8-bit activations" } else { "" };
-        format!("{}, {} threads{eight_bits}", self.level, self.threads.threads())
+        let option = match self {
+            Cpu { eight_bit_activations: true, .. } => ", 8-bit activations",
+            Cpu { batch_invariant: true, .. } => ", batch-invariant",
+            _ => "",
+        };
+        format!("{}, {} threads{option}", self.level, self.threads.threads())
     }
 
     fn run(&self, call: &Call) -> Result<()> {

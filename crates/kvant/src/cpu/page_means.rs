@@ -3,7 +3,8 @@
 //! The tokens of a step are sorted into runs of one page each. A run that fills its page, or opens the first page of a
 //! sequence, makes the page's mean of its own vectors. A run that opens another page makes it of the vectors that the
 //! previous page stores, which the same step may have written: such runs follow when the others are done. Within each
-//! of the two parts, threads share the runs. A run takes one KV head of one side after the other: its vectors stay in
+//! of the two parts, threads share the runs. On a batch-invariant device every run that opens a page follows the previous
+//! page, and the first page's mean is zero: otherwise means depended on the chunks of a prompt. A run takes one KV head of one side after the other: its vectors stay in
 //! the first- or second-level cache while their mean is made and they are encoded around it.
 
 use std::{cell::RefCell, ops::Range};
@@ -55,7 +56,7 @@ pub(super) trait TokenVectors: Sync {
 pub(super) fn write<V: TokenVectors>(cpu: &Cpu, layer: &KvLayer, tokens: &Tokens, sides: [PlaneRows; 2], vectors: &V) {
     let Some(page_tokens) = layer.pages().map(|pages| pages.page_tokens) else { return };
     let mut plan = PLAN.take();
-    plan.make(layer, tokens, page_tokens);
+    plan.make(layer, tokens, page_tokens, cpu.batch_invariant);
     let work = PageWork { layer, page_tokens, sides, vectors, order: &plan.order };
     work.write_runs(cpu, &plan.first, true);
     // Only a step with gaps opens two pages of a sequence without filling the first.
@@ -98,12 +99,14 @@ enum MeanOfRun {
     Own,
     /// That of the vectors in the page `bytes` bytes from the start of the pool's memory.
     Previous { bytes: usize },
+    /// Zero.
+    Zero,
     /// The one that the page has.
     Kept,
 }
 
 impl PageRuns {
-    fn make(&mut self, layer: &KvLayer, tokens: &Tokens, page_tokens: usize) {
+    fn make(&mut self, layer: &KvLayer, tokens: &Tokens, page_tokens: usize, batch_invariant: bool) {
         let PageRuns { order, first, second } = self;
         order.clear();
         first.clear();
@@ -133,7 +136,8 @@ impl PageRuns {
             let previous = index.checked_sub(1).and_then(place);
             let mean = match previous {
                 _ if !(run[0].1 as usize).is_multiple_of(page_tokens) => MeanOfRun::Kept,
-                Some(from) if run.len() < page_tokens => MeanOfRun::Previous { bytes: from.bytes },
+                Some(from) if run.len() < page_tokens || batch_invariant => MeanOfRun::Previous { bytes: from.bytes },
+                None if batch_invariant => MeanOfRun::Zero,
                 _ => MeanOfRun::Own,
             };
             let list = if matches!(mean, MeanOfRun::Previous { .. }) { &mut *second } else { &mut *first };
@@ -276,6 +280,10 @@ impl<V: TokenVectors> HeadOfRun<'_, '_, V> {
                         sum.add::<S>(x);
                     }
                     sum.finish();
+                    stored.store(mean);
+                }
+                MeanOfRun::Zero => {
+                    mean.fill(0.0);
                     stored.store(mean);
                 }
                 MeanOfRun::Kept => {}

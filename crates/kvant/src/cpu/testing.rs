@@ -27,7 +27,7 @@ pub(super) fn devices_with(eight_bit_activations: bool) -> Vec<Device> {
     levels[first..]
         .iter()
         .flat_map(|&level| [1, 2].map(|threads| (Some(threads), Some(level))))
-        .map(|(threads, simd)| CpuOptions { threads, simd, eight_bit_activations })
+        .map(|(threads, simd)| CpuOptions { threads, simd, eight_bit_activations, ..CpuOptions::default() })
         .map(|options| Device::cpu_with(options).expect("the level is supported"))
         .collect()
 }

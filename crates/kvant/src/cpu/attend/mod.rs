@@ -21,6 +21,10 @@
 //! the order of f32 sums matters: splits end where tiles do, so rounding relative to a tile is the same. The tiles of a
 //! prompt begin at other positions than in decode: there the same token agrees within the error that
 //! [`Attend`](crate::ops::Attend) states.
+//!
+//! On a batch-invariant device a token's result depends on its own keys alone. Each token adds them in the same order:
+//! by tiles, which end at multiples of 64 positions, within parts of [`PART`](plan::PART) positions, whose states are
+//! merged in order. Tasks share parts or have them all, as there are threads. Kernels of few rows serve every block.
 
 use std::cell::RefCell;
 
@@ -77,6 +81,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         head_dim: call.head_dim,
         level,
         quantised,
+        batch_invariant: cpu.batch_invariant,
         paged: call.layer.is_paged(),
         threads: cpu.threads.threads(),
         splits: call.splits,

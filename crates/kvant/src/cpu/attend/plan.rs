@@ -41,6 +41,9 @@ const LONG_KEYS: usize = 4096;
 /// Limits against absurd requests: splits of a block, and floats of all partial states.
 const MAX_SPLITS: usize = 4096;
 const PARTIAL_FLOATS: usize = 1 << 26;
+/// Positions of a part on a batch-invariant device, a multiple of every tile: enough that merges take no time, and few
+/// enough that threads share long contexts.
+pub(super) const PART: usize = 512;
 
 /// The input of a plan.
 pub(super) struct BatchShape<'a> {
@@ -56,6 +59,8 @@ pub(super) struct BatchShape<'a> {
     pub level: SimdLevel,
     /// Whether keys or values are.
     pub quantised: bool,
+    /// Whether a token's result depends on its own keys alone.
+    pub batch_invariant: bool,
     /// Whether the keys are in pages.
     pub paged: bool,
     pub threads: usize,
@@ -76,6 +81,8 @@ pub(super) struct Segment {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct QueryBlock {
     pub segment: Segment,
+    /// The first position that at least one of its tokens may see.
+    pub start: usize,
     /// Keys that at least one of its tokens may see.
     pub keys: usize,
     pub splits: usize,
@@ -95,6 +102,18 @@ pub(super) struct WorkPlan {
 }
 
 impl BatchShape<'_> {
+    /// The kernel for a number of query rows.
+    pub fn kernel(&self, rows: usize) -> AttendKernel {
+        select(self.level, self.quantised, if self.batch_invariant { 1 } else { rows })
+    }
+
+    /// The parts of some positions whose states are merged in order, of any task.
+    pub fn parts(&self, positions: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let part = if self.batch_invariant { PART } else { usize::MAX };
+        let bounds = positions.start / part..positions.end.div_ceil(part);
+        bounds.map(move |i| positions.start.max(i * part)..positions.end.min((i + 1).saturating_mul(part)))
+    }
+
     /// The length of a sequence. An inactive row is of no sequence, and sees nothing.
     pub fn len(&self, sequence: usize) -> usize {
         self.lens.get(sequence).map_or(0, |&len| len as usize)
@@ -121,7 +140,7 @@ impl BatchShape<'_> {
     /// The KV heads of a task, whose queries and sums must stay in the second-level cache.
     fn task_heads(&self, block: &Segment, keys: usize) -> usize {
         let (rows, heads) = (block.tokens * self.group, self.kv_heads.min(TASK_HEADS));
-        let kernel = select(self.level, self.quantised, rows);
+        let kernel = self.kernel(rows);
         let many = matches!(kernel, AttendKernel::ManyRows | AttendKernel::TileRows);
         let floats = BlockLimits::of(AttendKernel::FewRows).floats;
         let fits = rows.saturating_mul(heads).saturating_mul(self.head_dim) <= floats;
@@ -131,7 +150,8 @@ impl BatchShape<'_> {
     /// The most tokens of a block. More than [`SHARED_ROWS`] rows, which read keys and values fewer times, only where
     /// each thread has enough tasks.
     fn block_tokens(&self) -> usize {
-        let most = block_tokens(self.level, self.quantised, self.head_dim, self.group);
+        let rows = if self.batch_invariant { 1 } else { usize::MAX };
+        let most = block_tokens(self.level, self.quantised, rows, self.head_dim, self.group);
         if self.threads == 1 {
             return most;
         }
@@ -150,17 +170,28 @@ impl BatchShape<'_> {
 }
 
 impl QueryBlock {
-    /// The keys of a split. Cuts are where tiles end, unless there would be less than a tile for each.
-    pub fn part(&self, split: usize) -> Range<usize> {
+    /// The positions of its keys.
+    fn positions(&self) -> Range<usize> {
+        self.start..self.start + self.keys
+    }
+
+    /// The positions of a split. Cuts are where tiles end, unless there would be less than a tile for each.
+    pub fn of_split(&self, shape: &BatchShape, split: usize) -> Range<usize> {
+        if self.splits == 1 {
+            return self.positions();
+        }
+        if shape.batch_invariant {
+            return shape.parts(self.positions()).nth(split).unwrap_or(0..0);
+        }
         let unit = if self.keys >= self.splits * TILE { TILE } else { 1 };
         let cut = |i: usize| if i == self.splits { self.keys } else { self.keys * i / self.splits / unit * unit };
-        cut(split)..cut(split + 1)
+        self.start + cut(split)..self.start + cut(split + 1)
     }
 }
 
-/// The most tokens of a block. `group`: query heads per KV head.
-pub(super) fn block_tokens(level: SimdLevel, quantised: bool, head_dim: usize, group: usize) -> usize {
-    let BlockLimits { floats, rows, tokens } = BlockLimits::of(select(level, quantised, usize::MAX));
+/// The most tokens of a block of the kernel for `rows` rows. `group`: query heads per KV head.
+pub(super) fn block_tokens(level: SimdLevel, quantised: bool, rows: usize, head_dim: usize, group: usize) -> usize {
+    let BlockLimits { floats, rows, tokens } = BlockLimits::of(select(level, quantised, rows));
     let rows = (floats / head_dim).clamp(rows.start, rows.end);
     (rows / group).clamp(1, tokens)
 }
@@ -176,10 +207,12 @@ impl WorkPlan {
         while token < tokens {
             let segment = shape.next_segment(token, most);
             token += segment.tokens;
-            let keys = shape.seen_by_any(&segment).len();
+            let seen = shape.seen_by_any(&segment);
+            let (start, keys) = (seen.start, seen.len());
             all_keys = all_keys.saturating_add(keys);
             let task_heads = shape.task_heads(&segment, keys);
-            self.blocks.push(QueryBlock { segment, keys, splits: 1, task_heads, first_task: 0, first_partial: 0 });
+            let (splits, first_task, first_partial) = (1, 0, 0);
+            self.blocks.push(QueryBlock { segment, start, keys, splits, task_heads, first_task, first_partial });
         }
         self.split(shape, all_keys);
     }
@@ -195,16 +228,22 @@ impl WorkPlan {
                 forced => forced.min(block.keys),
             }
             .clamp(1, MAX_SPLITS);
+            if shape.batch_invariant && block.splits > 1 {
+                block.splits = shape.parts(block.positions()).count();
+            }
             if block.splits > 1 {
                 floats =
                     floats.saturating_add(block.segment.tokens * shape.group * shape.kv_heads * (shape.head_dim + 2));
             }
         }
         // As many splits as there is room for, of those blocks that are split.
-        let most = (PARTIAL_FLOATS / floats.max(1)).max(1);
+        let most = (PARTIAL_FLOATS / floats.max(1)).clamp(1, MAX_SPLITS);
         (self.tasks, self.partial_rows) = (0, 0);
         for block in &mut self.blocks {
-            block.splits = block.splits.min(most);
+            if block.splits > most {
+                // Parts are not divided otherwise.
+                block.splits = if shape.batch_invariant { 1 } else { most };
+            }
             (block.first_task, block.first_partial) = (self.tasks, self.partial_rows);
             self.tasks += block.splits * shape.kv_heads.div_ceil(block.task_heads);
             if block.splits > 1 {
@@ -239,6 +278,7 @@ mod tests {
             head_dim: 256,
             level: SimdLevel::Avx512Vbmi,
             quantised: true,
+            batch_invariant: false,
             paged: false,
             threads: 4,
             splits: 0,
@@ -274,9 +314,11 @@ mod tests {
         for (keys, splits) in
             [(1, 1), (3000, 7), (64 * 5, 5), (64 * 5 + 1, 5), (64 * 5 - 1, 5), (100, 100), (1 << 32, 4096)]
         {
-            let block = QueryBlock { segment, keys, splits, task_heads: 1, first_task: 0, first_partial: 0 };
-            let ends: Vec<usize> = (0..splits).map(|i| block.part(i).end).collect();
-            let starts = (0..splits).map(|i| block.part(i).start);
+            let block = QueryBlock { segment, start: 0, keys, splits, task_heads: 1, first_task: 0, first_partial: 0 };
+            let mut buffers = Default::default();
+            let shape = shape(&[], &[], &mut buffers);
+            let ends: Vec<usize> = (0..splits).map(|i| block.of_split(&shape, i).end).collect();
+            let starts = (0..splits).map(|i| block.of_split(&shape, i).start);
             assert!(
                 starts.eq(std::iter::once(0).chain(ends[..splits - 1].iter().copied())),
                 "each where the last one ends"
@@ -285,6 +327,28 @@ mod tests {
             let whole = ends[..splits - 1].iter().all(|end| end % TILE == 0);
             assert!(whole || keys < splits * TILE, "{keys} keys in {splits} splits: {ends:?}");
         }
+    }
+
+    /// Whatever else a task or a step has, the parts of a token's keys end at the same positions.
+    #[test]
+    fn parts_depend_on_positions_alone_where_that_is_promised() {
+        let mut plan = WorkPlan::default();
+        let (lens, mut buffers) = ([10 * PART as u32], Default::default());
+        let last = lens[0] - 1;
+        let tokens = [(0, last)];
+        let alone = BatchShape { batch_invariant: true, window: 5 * PART + 7, ..shape(&tokens, &lens, &mut buffers) };
+        let of = |threads, plan: &mut WorkPlan| {
+            plan.make(&BatchShape { threads, ..alone });
+            let block = &plan.blocks[0];
+            let splits = (0..block.splits).map(|split| block.of_split(&alone, split));
+            (block.splits, splits.flat_map(|positions| alone.parts(positions)).collect::<Vec<_>>())
+        };
+        let (splits, parts) = of(1, &mut plan);
+        assert_eq!((splits, parts.len()), (1, 6));
+        let (first, end) = (last as usize - 5 * PART - 6, 5 * PART);
+        assert_eq!((parts[0].clone(), parts[1].clone()), (first..end, end..end + PART));
+        assert_eq!(of(64, &mut plan), (6, parts));
+        assert_eq!([1, 7, 100].map(|rows| alone.kernel(rows)), [alone.kernel(1); 3]);
     }
 
     #[test]

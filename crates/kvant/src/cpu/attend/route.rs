@@ -25,7 +25,8 @@ pub(super) enum AttendKernel {
     TileRows,
 }
 
-/// The kernel for `rows` query rows over keys and values from one source, of which one or both are `quantised`.
+/// The kernel for `rows` query rows over keys and values from one source, of which one or both are `quantised`. Those of
+/// few rows give a row the same result whatever the others are.
 pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKernel {
     if rows >= MANY_ROWS_BY_TILES && level.multiplies_tiles() {
         return AttendKernel::TileRows;
@@ -64,8 +65,8 @@ pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Explanation {
     let group = call.heads / spec.kv_heads;
     let tokens = call.step.batch().most_new.max(1);
     let level = level_of(cpu.level, call.head_dim);
-    let most = block_tokens(level, quantised, call.head_dim, group);
-    let (kernel, reason) = match select(level, quantised, group * tokens.min(most)) {
+    let most = block_tokens(level, quantised, cpu.selecting_rows(usize::MAX), call.head_dim, group);
+    let (kernel, reason) = match select(level, quantised, cpu.selecting_rows(group * tokens.min(most))) {
         AttendKernel::FewRows => ("few_rows", "few query rows per KV head: each key is read once, in tiles of 64"),
         AttendKernel::FixedPoint => ("fixed_point", "a quantised cache and AVX-512 VBMI: products of integers"),
         AttendKernel::ManyRows => ("many_rows", "many query rows per KV head: matrix products over tiles of 64 keys"),

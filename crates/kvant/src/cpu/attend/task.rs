@@ -9,7 +9,7 @@ use super::{
     kv_rows::{KvRows, KvRun, KvSource},
     many_rows::{QueryLanes, TransposeQueries},
     plan::{QueryBlock, TASK_HEADS},
-    route::{AttendKernel, select},
+    route::AttendKernel,
     tile::{self, AbsorbTiles, KeyTile, MAX_TILE, Queries, TILE},
     tile_rows::TileRows,
 };
@@ -46,7 +46,7 @@ pub(super) fn run_task(job: &AttendJob, task: usize) {
 fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<usize>, split: usize) {
     let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
     let len = rows * (head_dim + 2);
-    let kernel = select(job.level, job.shape.quantised, rows);
+    let kernel = job.shape.kernel(rows);
     let fixed = kernel == AttendKernel::FixedPoint;
     let rounded = if fixed { rows * (head_dim / 2 + head_dim.div_ceil(BLOCK)) } else { 0 };
     let many = match kernel {
@@ -55,9 +55,12 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
         // Queries that are not finite go to the other kernel.
         AttendKernel::TileRows => TileRows::len(rows, head_dim).max(QueryLanes::len(rows, head_dim)),
     };
-    let sizes = [rows * head_dim, rounded, len].map(|size| size * heads.len());
-    let sizes = [sizes[0], sizes[1], sizes[2], TileMemory::len(rows, head_dim), many];
-    with_aligned(sizes, |[mut q, mut rounded_q, mut states, room, many]| {
+    let positions = block.of_split(job.shape, split);
+    let parts = job.shape.parts(positions.clone()).count();
+    let totals = if parts > 1 { len } else { 0 };
+    let sizes = [rows * head_dim, rounded, len, totals].map(|size| size * heads.len());
+    let sizes = [sizes[0], sizes[1], sizes[2], sizes[3], TileMemory::len(rows, head_dim), many];
+    with_aligned(sizes, |[mut q, mut rounded_q, mut states, mut all_totals, room, many]| {
         let mut heads: [Option<HeadWork>; N] = std::array::from_fn(|i| {
             let head = heads.clone().nth(i)?;
             // An inactive row is of no sequence, and sees no key.
@@ -66,10 +69,12 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
             let q = take_floats(&mut q, rows * head_dim);
             let rounded = take_floats(&mut rounded_q, rounded);
             let states = SoftmaxStates::new(take_floats(&mut states, len), rows, head_dim);
-            Some(HeadWork { job, block, head, source, q, rounded, states })
+            let totals = take_floats(&mut all_totals, totals);
+            let totals = (parts > 1).then(|| SoftmaxStates::new(totals, rows, head_dim));
+            Some(HeadWork { job, block, head, source, q, rounded, states, totals })
         });
         let room = TileMemory::new(room, rows, head_dim);
-        let mut work = BlockWork { job, block, kernel, keys: block.part(split), room, many };
+        let mut work = BlockWork { job, block, kernel, positions, room, many };
         // SAFETY: the plan gives every task its own rows.
         unsafe { work.run(&mut heads) };
         for HeadWork { head, states, .. } in heads.iter_mut().flatten() {
@@ -123,7 +128,10 @@ struct HeadWork<'a> {
     q: &'a mut [f32],
     /// The same in fixed point, and its units, where that is wanted.
     rounded: &'a mut [f32],
+    /// Of the part of the keys that is processed.
     states: SoftmaxStates<'a>,
+    /// Of the parts before, where there are several.
+    totals: Option<SoftmaxStates<'a>>,
 }
 
 /// A task at work, with scratch memory.
@@ -131,8 +139,8 @@ struct BlockWork<'a> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
     kernel: AttendKernel,
-    /// Its part of the block's keys, counted from the first that any of its tokens sees.
-    keys: Range<usize>,
+    /// Those of its keys.
+    positions: Range<usize>,
     room: TileMemory,
     /// For [`QueryLanes`] or [`TileRows`].
     many: &'a mut [f32],
@@ -141,21 +149,30 @@ struct BlockWork<'a> {
 impl BlockWork<'_> {
     /// The states of the block's queries over the task's keys, for each of its heads. The first heads are there.
     unsafe fn run(&mut self, heads: &mut [Option<HeadWork>]) {
-        let (job, segment) = (self.job, &self.block.segment);
-        let first = job.shape.seen_by_any(segment).start;
-        let positions = first + self.keys.start..first + self.keys.end;
         heads.iter_mut().flatten().for_each(|head| head.states.clear());
-        if positions.is_empty() {
+        if self.positions.is_empty() {
             return;
         }
         heads.iter_mut().flatten().for_each(HeadWork::load);
+        for (index, part) in self.job.shape.parts(self.positions.clone()).enumerate() {
+            // SAFETY: passed on to the caller.
+            unsafe { self.absorb_heads(heads, part) };
+            heads.iter_mut().flatten().for_each(|head| {
+                head.finish();
+                head.add_to_totals(index == 0);
+            });
+        }
+        heads.iter_mut().flatten().for_each(HeadWork::take_totals);
+    }
+
+    /// Adds `positions` to the states of each head. The first heads are there.
+    unsafe fn absorb_heads(&mut self, heads: &mut [Option<HeadWork>], positions: Range<usize>) {
         if let [Some(head)] = heads {
             // SAFETY: passed on to the caller.
-            unsafe { self.absorb(head, positions, None) };
-            return head.finish();
+            return unsafe { self.absorb(head, positions, None) };
         }
         let count = heads.iter().flatten().count();
-        let (span, mut start) = (span(job.call.layer.spec()), positions.start);
+        let (span, mut start) = (span(self.job.call.layer.spec()), positions.start);
         while start < positions.end {
             let end = ((start / span + 1) * span).min(positions.end);
             for head in 0..count {
@@ -169,7 +186,6 @@ impl BlockWork<'_> {
             }
             start = end;
         }
-        heads.iter_mut().flatten().for_each(HeadWork::finish);
     }
 }
 
@@ -192,6 +208,24 @@ impl HeadWork<'_> {
             }
             let (interleaved, head_dim) = (v.interleaved && !v.fixed, self.job.shape.head_dim);
             self.job.level.dispatch(UnrotateSums { interleaved, o: self.states.o, head_dim });
+        }
+    }
+
+    /// Adds the states of a part to those of the parts before, and clears them for the next one.
+    fn add_to_totals(&mut self, is_first: bool) {
+        let Some(totals) = &mut self.totals else { return };
+        if is_first {
+            std::mem::swap(totals, &mut self.states);
+        } else {
+            self.job.level.dispatch(AddStates { to: totals, states: &mut self.states });
+        }
+        self.states.clear();
+    }
+
+    /// The states of all parts become the head's.
+    fn take_totals(&mut self) {
+        if let Some(totals) = self.totals.take() {
+            self.states = totals;
         }
     }
 
@@ -237,7 +271,11 @@ impl BlockWork<'_> {
         let len = shape.len(segment.sequence);
         let (queries, source) = (head.queries(), &head.source);
         let within = |seen: Range<usize>| seen.start.max(positions.start)..seen.end.min(positions.end);
-        let all = within(shape.seen_by_all(segment));
+        let mut all = within(shape.seen_by_all(segment));
+        if shape.batch_invariant && segment.tokens > 1 {
+            // Tiles are the same whichever tokens share them.
+            all = all.start.next_multiple_of(TILE)..all.end / TILE * TILE;
+        }
         // SAFETY: passed on to the caller; a level that multiplies tiles selects their kernel.
         unsafe {
             match self.kernel {
@@ -249,21 +287,20 @@ impl BlockWork<'_> {
                 },
             }
         }
-        // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
-        unsafe {
-            few_rows::absorb(level, source, all.clone(), queries, self.room, after.unwrap_or(NextKeys::none(source)));
-            for token in 0..segment.tokens {
-                let seen = within(shape.seen(len, segment.position + token));
-                let queries = queries.rows(token * shape.group..(token + 1) * shape.group);
-                let absorb = |seen| few_rows::absorb(level, source, seen, queries, self.room, NextKeys::none(source));
-                if all.is_empty() {
-                    absorb(seen);
-                } else {
-                    absorb(seen.start..all.start);
-                    absorb(all.end..seen.end);
-                }
-            }
+        let absorb = |token: usize, positions| {
+            let rows = token * shape.group..(token + 1) * shape.group;
+            // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
+            unsafe { few_rows::absorb(level, source, positions, queries.rows(rows), self.room, NextKeys::none(source)) }
+        };
+        let seen = |token| within(shape.seen(len, segment.position + token));
+        if all.is_empty() {
+            return (0..segment.tokens).for_each(|token| absorb(token, seen(token)));
         }
+        (0..segment.tokens).for_each(|token| absorb(token, seen(token).start..all.start));
+        let after = after.unwrap_or(NextKeys::none(source));
+        // SAFETY: as above.
+        unsafe { few_rows::absorb(level, source, all.clone(), queries, self.room, after) };
+        (0..segment.tokens).for_each(|token| absorb(token, all.end..seen(token).end));
     }
 }
 
@@ -369,6 +406,21 @@ impl SimdKernel for LoadQueries<'_> {
                 to.chunks_exact_mut(2 * S::LANES).for_each(deinterleave);
             }
         }
+    }
+}
+
+/// Merges states into others.
+struct AddStates<'a, 'b> {
+    to: &'a mut SoftmaxStates<'b>,
+    states: &'a mut SoftmaxStates<'b>,
+}
+
+impl SimdKernel for AddStates<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        // SAFETY: `dispatch` enables the instructions; both have the same rows of whole vectors.
+        unsafe { self.to.merge::<S>(self.states) }
     }
 }
 

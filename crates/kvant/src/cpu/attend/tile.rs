@@ -84,15 +84,21 @@ pub(super) trait AbsorbTiles {
     unsafe fn absorb(&self, level: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool;
 }
 
-/// The tiles of `positions`, in order: runs of at most `most` keys.
+/// The tiles of `positions`, in order: runs of at most `most` keys, which end at its multiples. So the tiles that a
+/// token sees do not depend on the tokens next to it.
 pub(super) fn tiles<'a>(
     source: &KvSource<'a>,
     positions: Range<usize>,
     most: usize,
 ) -> impl Iterator<Item = KvRun> + use<'a> {
     source.runs(positions).flat_map(move |run| {
-        let cut = move |i| KvRun { position: run.position + i, row: run.row + i, keys: most.min(run.keys - i), ..run };
-        (0..run.keys).step_by(most).map(cut)
+        let mut next = 0;
+        std::iter::from_fn(move || {
+            let (position, row) = (run.position + next, run.row + next);
+            let keys = (most - position % most).min(run.keys - next);
+            next += keys;
+            (keys > 0).then_some(KvRun { position, row, keys, ..run })
+        })
     })
 }
 

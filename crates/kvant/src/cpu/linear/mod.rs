@@ -71,7 +71,8 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let list = RowList { rows, bounds, chosen };
     let x = Elements::of(&call.x);
     let (mean, eight_bits) = (out_rows / list.chosen.len().max(1), cpu.eight_bit_activations);
-    let kernel = select(cpu.level, WeightClass::of(&matrix), most, mean, eight_bits);
+    let [selecting, mean] = [most, mean].map(|rows| cpu.selecting_rows(rows));
+    let kernel = select(cpu.level, WeightClass::of(&matrix), selecting, mean, eight_bits);
     let form = match (kernel, matrix.layout()) {
         (LinearKernel::ByteProducts, Some(layout)) => Form::Integers(Integers::Bytes(layout)),
         (LinearKernel::PanelProducts, Some(rows)) => {
@@ -94,7 +95,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
         prepare(cpu, stride, &mut prepared[..x_rows * stride], |row, to| {
             cpu.level.dispatch(Prepare { matrix, x, first: first + row, to });
         });
-        LinearJob { call, matrix, prepared, form: Form::Floats, list }.run(cpu, select_f32(most));
+        LinearJob { call, matrix, prepared, form: Form::Floats, list }.run(cpu, select_f32(cpu.selecting_rows(most)));
     };
     if let Form::Floats = form {
         return in_floats(prepared, list, most);
@@ -302,7 +303,7 @@ impl LinearJob<'_> {
             }
             Form::Floats => {}
         }
-        if select_f32(rows.len()) == LinearKernel::FewRows {
+        if select_f32(cpu.selecting_rows(rows.len())) == LinearKernel::FewRows {
             let x = Prepared::new(&matrix, x);
             return cpu.level.dispatch(FewRows { matrix, base, outputs, x, rows, alpha, out, width });
         }

@@ -237,7 +237,12 @@ fn shared() -> &'static Shared {
         let levels = levels.filter(|simd| only.as_deref().is_none_or(|only| only == simd.to_string()));
         let levels: Vec<SimdLevel> = levels.collect();
         let with_threads = |simd, eight_bit_activations| {
-            let with = |threads| CpuOptions { threads: Some(threads), simd: Some(simd), eight_bit_activations };
+            let with = |threads| CpuOptions {
+                threads: Some(threads),
+                simd: Some(simd),
+                eight_bit_activations,
+                ..CpuOptions::default()
+            };
             (1..=THREADS).map(|threads| Device::cpu_with(with(threads)).expect("the level is supported")).collect()
         };
         let cpus = levels.iter().map(|&simd| with_threads(simd, false)).collect();
