@@ -43,7 +43,7 @@ pub(crate) struct AnswerReader {
 }
 
 impl AnswerReader {
-    /// The reader of an answer that can call `functions`. `prompt`: the end of the text that the answer continues, which
+    /// The reader of an answer that can call `functions`. `prompt`: the end of the text that the answer continues; it
     /// can be within thoughts.
     pub fn new(format: ReplyFormat, functions: &[&str], prompt: &str) -> AnswerReader {
         AnswerReader::of(ReplyParser::new(format).functions(functions.iter().copied()).after_prompt(prompt))

@@ -57,7 +57,9 @@ impl Growth {
         let decoder = typed(decoder)?.map_or(Ok(Growth::NONE), |part| of_decoder(&part))?;
         let growth = normalizer.then(pre_tokenizer);
         let parts = [("normalizer", growth, LARGEST), ("decoder", decoder, LARGEST_DECODER)];
-        match parts.into_iter().find(|(_, growth, largest)| !(growth.of_byte() <= *largest)) {
+        // NaN is not within a limit.
+        let is_within = |growth: &Growth, largest: f64| growth.of_byte() <= largest;
+        match parts.into_iter().find(|(_, growth, largest)| !is_within(growth, *largest)) {
             None => Ok(growth),
             Some((name, growth, largest)) => {
                 let bytes = growth.of_byte();

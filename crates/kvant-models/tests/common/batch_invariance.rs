@@ -26,8 +26,8 @@ fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
-/// Feeds a text of two pages and a half at once, in chunks, token by token, after a prefix of whole pages, and in batches
-/// with others. Returns its logits, as bits.
+/// Feeds a text of two pages and a half at once, in chunks, token by token, after a prefix of whole pages, and in
+/// batches with others. Returns its logits, as bits.
 pub fn check(model: &Model, codec: Codec, page: usize, what: &str) -> Vec<u32> {
     let tokens = 5 * page / 2;
     let options = PoolOptions { codecs: codec.into(), sequences: 3, longest: 3 * page, page_tokens: page };

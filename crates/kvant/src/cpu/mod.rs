@@ -53,9 +53,9 @@ pub struct CpuOptions {
     /// rounds activations and weights to bf16 from 48 rows on (16 for weights of 16 bits): 0.25 %. Nothing changes at
     /// levels without VNNI, for f32 and MXFP8 weights, and for those of 16 bits without AMX.
     pub eight_bit_activations: bool,
-    /// Whether the results of a token depend on its own sequence alone: not on the tokens that are processed with it, the
-    /// chunks of a prompt, or the number of threads. They are equal to the bit then. Kernels of many rows are not used,
-    /// so prompts are slower; decode hardly is. Excludes `eight_bit_activations`.
+    /// Whether the results of a token depend on its own sequence alone, bit for bit: not on the tokens that are
+    /// processed with it, the chunks of a prompt, or the number of threads. Kernels of many rows are not used, so
+    /// prompts are slower. Excludes `eight_bit_activations`.
     pub batch_invariant: bool,
 }
 

@@ -3,9 +3,11 @@
 //! The tokens of a step are sorted into runs of one page each. A run that fills its page, or opens the first page of a
 //! sequence, makes the page's mean of its own vectors. A run that opens another page makes it of the vectors that the
 //! previous page stores, which the same step may have written: such runs follow when the others are done. Within each
-//! of the two parts, threads share the runs. On a batch-invariant device every run that opens a page follows the previous
-//! page, and the first page's mean is zero: otherwise means depended on the chunks of a prompt. A run takes one KV head of one side after the other: its vectors stay in
+//! of the two parts, threads share the runs. A run takes one KV head of one side after the other: its vectors stay in
 //! the first- or second-level cache while their mean is made and they are encoded around it.
+//!
+//! On a batch-invariant device every run that opens a page uses the mean of the previous page, and the first page's
+//! mean is zero, so that means do not depend on the chunks of a prompt.
 
 use std::{cell::RefCell, ops::Range};
 

@@ -25,8 +25,8 @@ pub(super) enum AttendKernel {
     TileRows,
 }
 
-/// The kernel for `rows` query rows over keys and values from one source, of which one or both are `quantised`. Those of
-/// few rows give a row the same result whatever the others are.
+/// The kernel for `rows` query rows over keys and values from one source; `quantised`: at least one of the two is. The
+/// result of a row in the kernels of few rows does not depend on the other rows.
 pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKernel {
     if rows >= MANY_ROWS_BY_TILES && level.multiplies_tiles() {
         return AttendKernel::TileRows;
