@@ -7,6 +7,7 @@ import json
 import os
 import random
 import socket
+import unicodedata
 import urllib.request
 from importlib import metadata
 
@@ -109,7 +110,9 @@ def token_ids(name, model, llama_cpp):
     """The ids of each string. Where the references differ, texts.DIFFERENCES must say whose are right."""
     found, differences = [], texts.DIFFERENCES[name]
     for text in texts.STRINGS:
-        ids = {"transformers": model.encode(text), "llama.cpp": llama_cpp.encode(text)}
+        form = texts.NORMALISED.get(name)
+        normal = unicodedata.normalize(form, text) if form else text
+        ids = {"transformers": model.encode(normal), "llama.cpp": llama_cpp.encode(normal)}
         differ = ids["transformers"] != ids["llama.cpp"]
         assert differ == (text in differences), f"{name}: {text!r} must be in texts.DIFFERENCES, or not be there: {ids}"
         found.append([text, ids[differences[text][0] if differ else "transformers"]])

@@ -105,3 +105,6 @@ DIFFERENCES = {
         "</s>": ("transformers", "an ordinary token of the file; llama.cpp makes a special token of every token with this text"),
     },
 }
+# What the model's tokenizer.json does with a text first. The file has no key for it, kvant knows it by `tokenizer.ggml.pre`, and both
+# references leave it out: they get the composed text.
+NORMALISED = {"qwen2.5": "NFC"}
