@@ -55,3 +55,17 @@ pub(super) fn complete(model_type: &str, text: &Fields, outer: &Fields) -> Resul
     }
     Ok(map)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::families::FAMILIES;
+
+    #[test]
+    fn every_model_type_has_its_defaults() {
+        for model_type in FAMILIES.into_iter().flat_map(|family| family.model_types) {
+            let class = class(model_type).unwrap_or_else(|| panic!("{model_type} has no defaults"));
+            assert!(class.keys.contains_key("rms_norm_eps"), "{model_type}");
+        }
+    }
+}
