@@ -1,7 +1,7 @@
 //! Text from files, templates and models, made safe for terminals and logs.
 //!
 //! Names in hostile files can have control characters, which move a terminal's cursor or change its title, and
-//! millions of characters. [`Error`](crate::Error)s display their parts by [`line`]; programs pass other text by these
+//! millions of characters. [`Error`](crate::Error)s display their parts by [`line()`]; programs pass other text by these
 //! functions, too.
 
 use std::borrow::Cow;
@@ -22,7 +22,7 @@ pub fn line(text: &str) -> Cow<'_, str> {
     escaped(shortened(text, LINE), |_| false)
 }
 
-/// A message, which can have several lines: as [`line`], but it keeps line breaks and tabs.
+/// A message, which can have several lines: as [`line()`], but it keeps line breaks and tabs.
 pub fn message(text: &str) -> Cow<'_, str> {
     escaped(shortened(text, MESSAGE), is_layout)
 }

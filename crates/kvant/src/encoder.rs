@@ -65,19 +65,28 @@ pub struct Encoder {
 /// A step is checked when an operation is recorded, and again before the operations run: a sequence that was dropped or
 /// truncated in between has given pages back, which may have another owner by then.
 #[derive(Default)]
-struct PoolSteps(Vec<Arc<StepPages>>);
+struct PoolSteps {
+    /// Not in `others`, because recording a decode step allocates nothing.
+    first: Option<Arc<StepPages>>,
+    others: Vec<Arc<StepPages>>,
+}
 
 impl PoolSteps {
     fn add(&mut self, call: &Call) {
-        if let Some(step) = call.step().and_then(|step| step.pages.as_ref())
-            && !self.0.iter().any(|known| Arc::ptr_eq(known, step))
-        {
-            self.0.push(step.clone());
+        let Some(step) = call.step().and_then(|step| step.pages.as_ref()) else { return };
+        match &self.first {
+            None => self.first = Some(step.clone()),
+            Some(_) if self.all().any(|known| Arc::ptr_eq(known, step)) => {}
+            Some(_) => self.others.push(step.clone()),
         }
     }
 
+    fn all(&self) -> impl Iterator<Item = &Arc<StepPages>> {
+        self.first.iter().chain(&self.others)
+    }
+
     fn check(&self, op: &'static str) -> Result<()> {
-        self.0.iter().try_for_each(|step| step.check_is_latest(op))
+        self.all().try_for_each(|step| step.check_is_latest(op))
     }
 }
 

@@ -131,8 +131,8 @@ fn a_seed_gives_one_text_on_a_batch_invariant_device() {
             assert_eq!(ids, cold[index].0, "{codec}, {what}: {}", PROMPTS[index]);
             finished.usage.cached_tokens
         };
-        for index in 0..prompts.len() {
-            assert_eq!(cold[index].2.usage.cached_tokens, 0);
+        for (index, (.., finished)) in cold.iter().enumerate() {
+            assert_eq!(finished.usage.cached_tokens, 0);
             let cached = check(index, collect(seeded(&engine, index)), "warm");
             assert!(cached >= 32, "{cached} tokens of the prompt were cached");
         }
