@@ -1,8 +1,8 @@
 //! Text from files, templates and models, made safe for terminals and logs.
 //!
 //! Names in hostile files can have control characters, which move a terminal's cursor or change its title, and
-//! millions of characters. [`Error`](crate::Error)s display their parts by [`line()`]; programs pass other text by these
-//! functions, too.
+//! millions of characters. [`Error`](crate::Error)s display their parts by [`line()`]; programs pass other text by
+//! these functions, too.
 
 use std::borrow::Cow;
 

@@ -14,7 +14,7 @@ use crate::{
     body::Json,
     error::{ApiError, Result},
     fields::{only_fields, string},
-    structured::{Shape, Thoughts, check_numbers},
+    structured::{Shape, Thoughts},
 };
 
 /// A message in OpenAI's form.
@@ -246,8 +246,6 @@ pub(crate) fn check_tools(app: &App, tools: &[JsonValue]) -> Result<()> {
         if !function["parameters"].is_object() && !function["parameters"].is_null() {
             return Err(ApiError::field(&path, format!("`{path}` must be a JSON schema")));
         }
-        // Also where it is not enforced, the model must not see another one.
-        check_numbers(&function["parameters"], &path)?;
     }
     Ok(())
 }

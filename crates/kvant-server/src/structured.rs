@@ -143,6 +143,9 @@ impl Shape {
 
     /// The grammar of an answer, if it must have a form.
     pub fn compile(&self, app: &App, family: ReplyFormat, thoughts: Thoughts) -> Result<Option<CompiledGrammar>> {
+        if self.must_call || self.text.is_some() {
+            self.check_numbers()?;
+        }
         if self.must_call {
             let calls = compiled(app, "tools", &self.grammar(app, family, thoughts, None)?);
             return calls.map(Some).map_err(|error| self.call_error(app).unwrap_or(error));
@@ -160,6 +163,17 @@ impl Shape {
         }
         let whole = compiled(app, field, &self.grammar(app, family, thoughts, Some(grammar))?);
         whole.map(Some).map_err(|error| alone().err().unwrap_or(error))
+    }
+
+    /// Refuses parameters of functions with a number that cannot be enforced exactly.
+    fn check_numbers(&self) -> Result<()> {
+        let inexact = |tool: &JsonValue| {
+            let function = &tool["function"];
+            let number = InexactNumber::find(&function["parameters"])?;
+            let name = function["name"].as_str().unwrap_or_default();
+            Some(ApiError::field("tools", format!("the parameters of {name:?}: {number}")))
+        };
+        self.calls.iter().find_map(inexact).map_or(Ok(()), Err)
     }
 
     /// The error of the first function whose parameters cannot be enforced.
@@ -214,14 +228,6 @@ impl Shape {
         }
         rules.push(format!("answer: {}", answers.join(" | ")));
         Ok(Grammar::Lark(rules.join("\n")))
-    }
-}
-
-/// Refuses a schema with a number that cannot be enforced exactly.
-pub(crate) fn check_numbers(schema: &JsonValue, field: &str) -> Result<()> {
-    match InexactNumber::find(schema) {
-        Some(number) => Err(ApiError::field(field, format!("`{field}`: {number}"))),
-        None => Ok(()),
     }
 }
 

@@ -378,9 +378,9 @@ async fn numbers_that_cannot_be_exact_are_refused() {
             (
                 CHAT,
                 format!(
-                    r#"{{{messages}, "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}]}}"#
+                    r#"{{{messages}, "tool_choice": "required", "tools": [{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}]}}"#
                 ),
-                "tools[0].function.parameters",
+                "tools",
             ),
             (
                 "/v1/responses",
@@ -394,6 +394,10 @@ async fn numbers_that_cannot_be_exact_are_refused() {
             assert!(answer.text.contains(&place), "{}", answer.text);
             assert_eq!(answer.refused(), field);
         }
+        // Tools that the model may call are not enforced.
+        let tool = format!(r#"{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}"#);
+        let answer = raw(CHAT, format!(r#"{{{messages}, "tools": [{tool}]}}"#)).await;
+        assert_eq!(answer.status, StatusCode::OK, "{}", answer.text);
     }
     // Where nothing is enforced, any number is fine.
     let tool = r#"{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": {"a": 123456789012345678901}}}}"#;
