@@ -4,12 +4,15 @@ use kvant_models::{Config, Error, Result, spec::AttentionSpec};
 
 use crate::common::gguf::{Value, Writer, f32, text, u32};
 
+/// A key without the architecture, and its value.
+type Pair<'a> = (&'a str, Value);
+
 /// The first layer's attention in a model of an architecture with more keys.
-fn attention(architecture: &str, keys: &[(&str, Value)]) -> Result<AttentionSpec> {
+fn attention(architecture: &str, keys: &[Pair]) -> Result<AttentionSpec> {
     attention_without("", architecture, keys)
 }
 
-fn attention_without(lacks: &str, architecture: &str, keys: &[(&str, Value)]) -> Result<AttentionSpec> {
+fn attention_without(lacks: &str, architecture: &str, keys: &[Pair]) -> Result<AttentionSpec> {
     let full = |key: &str| format!("{architecture}.{key}");
     let writer = Writer::default()
         .pair("general.architecture", text(architecture))
@@ -85,7 +88,7 @@ fn yarn_scales_scores_by_the_square_of_its_factor() {
 #[test]
 fn factors_without_a_place_are_refused_by_key() {
     let yarn = || ("rope.scaling.type", text("yarn"));
-    let cases: [(&str, &[(&str, Value)], &str); 7] = [
+    let cases: [(&str, &[Pair], &str); 7] = [
         ("llama", &[("rope.scaling.attn_factor", f32(2.0))], "llama.rope.scaling.attn_factor"),
         ("llama", &[yarn(), ("rope.scaling.yarn_ext_factor", f32(0.5))], "llama.rope.scaling.yarn_ext_factor"),
         ("llama", &[("rope.scaling.factor", f32(-4.0))], "llama.rope.scaling.factor"),
