@@ -160,8 +160,11 @@ fn widen(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
+/// Changes a sequence, and returns it unless it is gone.
+type Change = fn(&KvPool, Sequence) -> Option<Sequence>;
+
 /// Changes of a sequence after which its steps are out of date.
-const CHANGES: [(&str, fn(&KvPool, Sequence) -> Option<Sequence>); 4] = [
+const CHANGES: [(&str, Change); 4] = [
     ("dropped", |_, sequence| {
         drop(sequence);
         None
