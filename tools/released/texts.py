@@ -81,9 +81,15 @@ WITH_TOOLS = ["hello", "system", "call", "call and text", "result", "answered", 
 
 
 def chats():
-    """Every rendering: its name, messages, tools, and whether the prompt of the answer follows."""
+    """Every rendering: its name, messages, tools, and whether the prompt of the answer follows.
+
+    A content that is null is "", as kvant gives it to templates: some cannot render null, and answers with calls have it.
+    """
     with open(CHATS, encoding="utf-8") as file:
         data = json.load(file)
+    for messages in data["conversations"].values():
+        for message in messages:
+            message["content"] = message.get("content") or ""
     for is_prompt in (True, False):
         for name in PLAIN:
             yield f"{name}, {is_prompt}", data["conversations"][name], None, is_prompt
