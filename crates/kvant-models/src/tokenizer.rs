@@ -295,7 +295,9 @@ fn added_before(inner: &tokenizers::Tokenizer) -> Result<Vec<u32>> {
     const TEXT: u32 = u32::MAX;
     let Some(processor) = inner.get_post_processor() else { return Ok(Vec::new()) };
     let text = Encoding::from_tokens(vec![tokenizers::Token::new(TEXT, "text".to_string(), (0, 4))], 0);
-    let processed = guarded(|| processor.process(text, None, true))?;
+    let processed = guarded(|| processor.process(text, None, true)).map_err(|_| Error::Tokenizer {
+        reason: "`post_processor` must be one that the library can run".to_string(),
+    })?;
     Ok(processed.get_ids().iter().copied().take_while(|&id| id != TEXT).collect())
 }
 
