@@ -356,7 +356,7 @@ impl Worker {
         }
     }
 
-    /// Counts the requests that run and wait, `seen` of which are new.
+    /// Counts the running and waiting requests. `seen`: new ones among them.
     fn count_requests(&self, seen: usize) {
         let counts = self.scheduler.counts();
         let mut stats = lock(&self.shared.stats);

@@ -109,7 +109,7 @@ pub struct AttentionSpec {
     pub keys_values: KeysValues,
 }
 
-/// What the norms of queries and keys cover.
+/// The extent of the norms of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QkNorm {
     /// Each head, before the rotary embedding.

@@ -221,7 +221,7 @@ fn the_tokenizer_file_to_get_is_named() {
     }
 }
 
-/// The system's reason, not that there is no file. A loop of links cannot be read by anybody.
+/// The error has the system's reason instead of reporting a missing file. Nobody can read a loop of links.
 #[cfg(unix)]
 #[test]
 fn folders_that_cannot_be_read() {

@@ -23,7 +23,7 @@ use crate::engine::lock;
 
 /// Bytes of stack for the compilation of a grammar, which is recursive.
 const STACK: usize = 32 << 20;
-/// What begins a schema in a grammar.
+/// The keyword before a schema in a grammar.
 const SCHEMA: &str = "%json";
 /// The longest message about a grammar.
 const LONGEST_MESSAGE: usize = 500;

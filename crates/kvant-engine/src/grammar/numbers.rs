@@ -15,7 +15,7 @@ pub struct InexactNumber {
     pub number: String,
 }
 
-/// What a value in a schema is.
+/// The role of a value in a schema.
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
     Schema,

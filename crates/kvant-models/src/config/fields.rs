@@ -128,7 +128,7 @@ impl<'a> Fields<'a> {
         self.float_or_null(key, expected, ok)?.or(default).ok_or_else(|| self.missing(key, expected))
     }
 
-    /// An array of so many numbers.
+    /// An array of a given number of numbers.
     pub(crate) fn floats(&self, key: &str, count: usize, expected: &str, ok: impl Fn(f64) -> bool) -> Result<Vec<f64>> {
         let expected = format_args!("an array of {count} numbers {expected}");
         let float = |value: &Value| {

@@ -123,7 +123,7 @@ impl ConfigJson<'_> {
     }
 
     /// Whether the projections of queries, keys and values have biases, and whether that of the output has one:
-    /// `attention_bias` of most families stands for both.
+    /// in most families `attention_bias` sets both.
     pub(super) fn attention_bias(&self, default: bool) -> Result<(bool, bool)> {
         let is_biased = self.text.bool_or_null("attention_bias")?.unwrap_or(default);
         Ok((is_biased, is_biased))

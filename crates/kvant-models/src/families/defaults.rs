@@ -1,4 +1,4 @@
-//! What a configuration means by the keys that it leaves out: the defaults of the family's class in transformers.
+//! Defaults of keys that a configuration leaves out: those of the family's class in transformers.
 
 use std::sync::LazyLock;
 
