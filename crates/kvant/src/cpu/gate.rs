@@ -1,7 +1,7 @@
 //! out = activation(gate) · up, element by element. Threads share the rows, or parts of them.
 //!
-//! All activations are x/(1 + e⁻ᶻ). SiLU: z = x; the clamped one: z = 1.702·x. GELU-tanh: z = 2√(2/π)(x + 0.044715x³),
-//! because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
+//! All activations are x/(1 + e⁻ᶻ), except the sigmoid, 1/(1 + e⁻ˣ). SiLU: z = x; the clamped one: z = 1.702·x.
+//! GELU-tanh: z = 2√(2/π)(x + 0.044715x³), because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
 
 use super::{
     Cpu,
@@ -83,7 +83,7 @@ impl SimdKernel for GatePiece {
                     y = S::add(S::max(S::splat(-7.0), S::min(S::splat(7.0), y)), S::splat(1.0));
                 }
                 let z = match self.activation {
-                    Activation::Silu => x,
+                    Activation::Silu | Activation::Sigmoid => x,
                     Activation::ClampedSwish => S::mul(x, S::splat(1.702)),
                     Activation::GeluTanh => {
                         // 2√(2/π) and 0.044715 of it.
@@ -94,7 +94,10 @@ impl SimdKernel for GatePiece {
                 let e = S::exp(S::sub(S::zero(), z));
                 // The exponential ends at 2¹²⁷: where it does, x must not be so large that the quotient shows. Below
                 // −10⁴ this takes away what is beyond, which leaves no number of −∞.
-                let x = S::sub(x, S::min(S::add(x, S::splat(1e4)), S::zero()));
+                let x = match self.activation {
+                    Activation::Sigmoid => S::splat(1.0),
+                    _ => S::sub(x, S::min(S::add(x, S::splat(1e4)), S::zero())),
+                };
                 S::store(g, S::mul(S::div(x, S::add(S::splat(1.0), e)), y));
             }
             self.out.0.store::<S>(self.out.1, &gate);
@@ -147,7 +150,7 @@ mod tests {
     fn agrees_with_the_reference() {
         let devices = devices();
         for (rows, dim) in [(1, 1), (3, 17), (2, 1024), (1, 20_000), (70, 300), (0, 5), (3, 0)] {
-            for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish] {
+            for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
                 for dtypes in [FLOATS, [DType::F16; 3], [DType::BF16, DType::F32, DType::F32]] {
                     for in_place in [false, true] {
                         let case = GateCase { rows, dim, dtypes, activation, in_place };
@@ -162,7 +165,7 @@ mod tests {
     #[test]
     fn large_inputs() {
         let data = [-3e38, -1e5, -200.0, -87.5, -20.0, -1e-30, 0.0, 1e-30, 50.0, 1e5, 3e38, f32::NAN];
-        for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish] {
+        for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
             let go = |device: &Device| {
                 let x = tensor(device, DType::F32, &data, &[1, data.len()]);
                 let up = tensor(device, DType::F32, &[1.0; 12], &[1, data.len()]);

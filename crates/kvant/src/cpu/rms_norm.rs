@@ -36,6 +36,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         next: call.next.each_ref().map(|of| of.as_ref().map(next)),
         dim: call.dim,
         eps: call.eps,
+        next_eps: call.next_eps,
         scale: call.scale,
     };
     let rows = (TASK / call.dim).max(1);
@@ -62,6 +63,7 @@ struct RmsNormTensors<'a> {
     next: [Option<NextElements>; MOST_NEXT],
     dim: usize,
     eps: f32,
+    next_eps: f32,
     scale: f32,
 }
 
@@ -81,7 +83,7 @@ impl SimdKernel for RmsNormRows<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let RmsNormTensors { x, residual, sum, out, dim, eps, scale, .. } = self.norm;
+        let RmsNormTensors { x, residual, sum, out, dim, eps, next_eps, scale, .. } = self.norm;
         let padded = dim.next_multiple_of(S::LANES);
         let buffer = &mut *scratch::take(3 * padded);
         let (row, buffer) = buffer.split_at_mut(padded);
@@ -121,7 +123,7 @@ impl SimdKernel for RmsNormRows<'_> {
                 for next in self.norm.next.iter().flatten() {
                     // The previous norm has overwritten the row.
                     load_row::<S>(out, start, row, dim);
-                    norm::<S>(row, next.weight, weights, dim, eps);
+                    norm::<S>(row, next.weight, weights, dim, next_eps);
                     multiply::<S>(row, next.scale);
                     next.out.store::<S>(start, &row[..dim]);
                 }

@@ -20,6 +20,7 @@ struct RmsNormParams {
     uint dim;
     uint terms;
     float eps;
+    float next_eps;
     float scale;
     float next_scales[3];
 };
@@ -205,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const auto stored_of = [&](uint i) { return load4(out, start + i, p.dim - i, OUT_DTYPE, ALIGNED); };
     const auto each_stored = [&](const auto &visit) { each_of(values, stored_of, visit); };
     const float stored_squares = over_row<Sum>(squares_of(each_stored, 1), room + 6 * EXCHANGE, team);
-    const Factors next_factors = factors_of(each_stored, stored_squares, inverse, p.eps, room + 7 * EXCHANGE, team);
+    const Factors next_factors = factors_of(each_stored, stored_squares, inverse, p.next_eps, room + 7 * EXCHANGE, team);
     const auto finish_next = [&](uint n, uint i, float4 value, float4 weight) {
         value = next_factors.of(value);
         if (weight_dtype(n) != NO_WEIGHT) {

@@ -12,6 +12,7 @@ params! {
         pub dim: u32,
         pub terms: u32,
         pub eps: f32,
+        pub next_eps: f32,
         pub scale: f32,
         pub next_scales: [f32; MOST_NEXT],
     }
@@ -38,6 +39,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
         dim: Launch::uint(NAME, "x", call.dim)?,
         terms: Launch::uint(NAME, "combine", call.terms())?,
         eps: call.eps,
+        next_eps: call.next_eps,
         scale: call.scale,
         next_scales: call.next.each_ref().map(|next| next.as_ref().map_or(1.0, |next| next.scale)),
     };

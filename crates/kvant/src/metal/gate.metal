@@ -22,10 +22,14 @@ constant bool ALIGNED [[function_constant(4)]];
 // gpu/gate.rs; GELU is the one by tanh.
 constant constexpr uint GELU = 0;
 constant constexpr uint CLAMPED_SWISH = 2;
+constant constexpr uint SIGMOID = 3;
 
-// All are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because (1 + tanh u) / 2 = 1 / (1 +
-// e^-2u).
+// All but the sigmoid are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because
+// (1 + tanh u) / 2 = 1 / (1 + e^-2u).
 inline float activate(float x) {
+    if (ACTIVATION == SIGMOID) {
+        return 1.0f / (1.0f + precise::exp(-x));
+    }
     if (ACTIVATION == CLAMPED_SWISH) {
         // Not min(), which may drop a NaN.
         x = x > 7.0f ? 7.0f : x;

@@ -17,6 +17,7 @@ struct RmsNormParams {
     uint dim;
     uint terms;
     float eps;
+    float next_eps;
     float scale;
     float next_scales[3];
 };
@@ -183,7 +184,7 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
 
     // A thread reads what it has written itself.
     const Row stored = {out, OUT_DTYPE, false, nullptr, 0, nullptr, false, start, p.dim, row.first, row.step};
-    const float2 next_factors = factors_of(stored, p.eps, shared, place);
+    const float2 next_factors = factors_of(stored, p.next_eps, shared, place);
     for (uint i = row.first; i < row.dim; i += row.step) {
         const uint count = p.dim - i;
         const float4 value = four_of(stored, i) * next_factors.x * next_factors.y;

@@ -12,7 +12,7 @@ pub(crate) const NAME: &str = "gate";
 /// `gate` and `up` may be columns of one tensor (a fused projection) or of two tensors. `out` may be the gate's
 /// tensor if the gate covers all of its columns.
 ///
-/// The formulas also hold for infinities: every activation of −∞ is NaN.
+/// The formulas also hold for infinities: every activation of −∞ is NaN, except the sigmoid, which is 0.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Gate<'a> {
@@ -63,6 +63,8 @@ pub enum Activation {
     Silu,
     /// gpt-oss: with g = min(gate, 7) and u = up clamped to ±7, the result is (u + 1)·g / (1 + e^(−1.702·g)).
     ClampedSwish,
+    /// 1 / (1 + e⁻ˣ): gates of attention.
+    Sigmoid,
 }
 
 /// Runs [`Gate`].

@@ -204,7 +204,7 @@ impl HeadNorm<'_> {
             check::float(op, arg, weight)?;
             check::shape(op, arg, weight, &[("D", head_dim)])?;
         }
-        check_eps(op, self.eps)?;
+        check_eps(op, "eps", self.eps)?;
         Ok(NormCall { weight: self.weight.cloned(), eps: self.eps })
     }
 }

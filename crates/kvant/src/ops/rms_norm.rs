@@ -58,12 +58,24 @@ pub struct RmsNorm<'a> {
     pub out: &'a Tensor,
     /// Norms of `out`; at most 3.
     pub next: &'a [NextNorm<'a>],
+    /// The `eps` of those norms; [`RmsNorm::new`] sets the one of the first norm.
+    pub next_eps: f32,
 }
 
 impl<'a> RmsNorm<'a> {
     /// The norm of each row of `x`, without a weight or a residual.
     pub fn new(x: &'a Tensor, eps: f32, out: &'a Tensor) -> Self {
-        RmsNorm { x, eps, out, combine: None, weight: None, residual: Residual::None, scale: 1.0, next: &[] }
+        RmsNorm {
+            x,
+            eps,
+            out,
+            combine: None,
+            weight: None,
+            residual: Residual::None,
+            scale: 1.0,
+            next: &[],
+            next_eps: eps,
+        }
     }
 }
 
@@ -73,9 +85,10 @@ setters! { RmsNorm<'a> {
     residual: Residual<'a>,
     scale: f32,
     next: &'a [NextNorm<'a>],
+    next_eps: f32,
 } }
 
-/// A norm of the result of an [`RmsNorm`], with the same `eps`.
+/// A norm of the result of an [`RmsNorm`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct NextNorm<'a> {
@@ -146,7 +159,8 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
         check::shape(NAME, arg, weight, &[("N", dim)])
     };
     check_weight("weight", args.weight)?;
-    check_eps(NAME, args.eps)?;
+    check_eps(NAME, "eps", args.eps)?;
+    check_eps(NAME, "next_eps", args.next_eps)?;
     check::finite(NAME, "scale", args.scale)?;
     if let Some(residual) = args.residual.tensor() {
         same_shape("residual", residual)?;
@@ -167,6 +181,7 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
         combine: args.combine.cloned(),
         weight: args.weight.cloned(),
         eps: args.eps,
+        next_eps: args.next_eps,
         residual: args.residual.tensor().cloned(),
         add: match args.residual {
             Residual::None | Residual::After(_) => Add::After,
@@ -193,8 +208,8 @@ impl<'a> Residual<'a> {
 }
 
 /// An epsilon is finite and not negative.
-pub(crate) fn check_eps(op: &'static str, eps: f32) -> Result<()> {
-    check::value_is(op, "eps", eps.is_finite() && eps >= 0.0, "finite and not negative", eps)
+pub(crate) fn check_eps(op: &'static str, arg: &'static str, eps: f32) -> Result<()> {
+    check::value_is(op, arg, eps.is_finite() && eps >= 0.0, "finite and not negative", eps)
 }
 
 #[derive(Clone, Debug)]
@@ -203,6 +218,7 @@ pub(crate) struct Call {
     pub combine: Option<Tensor>,
     pub weight: Option<Tensor>,
     pub eps: f32,
+    pub next_eps: f32,
     pub residual: Option<Tensor>,
     pub add: Add,
     pub scale: f32,

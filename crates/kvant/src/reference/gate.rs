@@ -13,6 +13,7 @@ pub fn activate(activation: Activation, x: f64) -> f64 {
             0.5 * x * (1.0 + inner.tanh())
         }
         Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
     }
 }
 

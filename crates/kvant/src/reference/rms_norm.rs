@@ -30,10 +30,10 @@ fn weighted_sums(x: &[f64], weights: &[f64], call: &Call) -> Vec<f64> {
 }
 
 pub(crate) fn run(call: &Call) {
-    let norm = |x: &[f64], weight: Option<&Tensor>| -> Vec<f64> {
+    let norm = |x: &[f64], weight: Option<&Tensor>, eps: f32| -> Vec<f64> {
         let weight = weight.map(io::load);
         let rows = x.chunks(call.dim);
-        let normed = |row| rms_norm(row, weight.as_deref(), call.eps.into()).expect("validation compared the lengths");
+        let normed = |row| rms_norm(row, weight.as_deref(), eps.into()).expect("validation compared the lengths");
         rows.flat_map(normed).collect()
     };
     let sum = |a: Vec<f64>, b: Vec<f64>| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
@@ -46,13 +46,13 @@ pub(crate) fn run(call: &Call) {
     let mut residual = call.residual.as_ref().map(io::load);
     match &call.add {
         Add::After => {}
-        Add::Normed { weight } => residual = residual.map(|residual| norm(&residual, weight.as_ref())),
+        Add::Normed { weight } => residual = residual.map(|residual| norm(&residual, weight.as_ref(), call.eps)),
         Add::Before { sum: to } => {
             x = sum(x, residual.take().expect("there is a residual to add"));
             io::store(to, &x);
         }
     }
-    let normed = norm(&x, call.weight.as_ref());
+    let normed = norm(&x, call.weight.as_ref(), call.eps);
     let out = match residual {
         Some(residual) => sum(normed, residual),
         None => normed,
@@ -60,6 +60,7 @@ pub(crate) fn run(call: &Call) {
     io::store(&call.out, &scaled(out, call.scale));
     let stored = io::load(&call.out);
     for next in call.nexts() {
-        io::store(&next.out, &scaled(norm(&stored, next.weight.as_ref()), next.scale));
+        let normed = norm(&stored, next.weight.as_ref(), call.next_eps);
+        io::store(&next.out, &scaled(normed, next.scale));
     }
 }

@@ -547,7 +547,7 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
             ops::rms_norm(enc, &args.next(&next[..count]))?;
         }
         norms_of_long_rows(device, enc, dtype, 16 * dim)?;
-        for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish] {
+        for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
             let (gate, up) = (Columns::from(&x), Columns::from(&other));
             ops::gate(enc, &Gate::new(gate, up, activation, &out))?;
         }

@@ -6,10 +6,14 @@
 // gpu/gate.rs; GELU is the one by tanh.
 constexpr uint GELU = 0;
 constexpr uint CLAMPED_SWISH = 2;
+constexpr uint SIGMOID = 3;
 
-// All are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because (1 + tanh u) / 2 = 1 / (1 +
-// e^-2u). `activation` is a constant.
+// All but the sigmoid are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because
+// (1 + tanh u) / 2 = 1 / (1 + e^-2u). `activation` is a constant.
 inline float activate(float x, uint activation) {
+    if (activation == SIGMOID) {
+        return 1.0f / (1.0f + expf(-x));
+    }
     if (activation == CLAMPED_SWISH) {
         // Not fminf(), which drops a NaN.
         x = x > 7.0f ? 7.0f : x;

@@ -154,6 +154,7 @@ pub(super) fn rms_norm(w: &mut World) -> Result<()> {
     let kind = w.tape.next() % 4;
     let (residual, sum, residual_weight) = (w.input(&shape), w.output(&shape), w.weight(&[shape[1]]));
     let (eps, scale) = (w.tape.number(&[1e-6, 0.0]), w.tape.number(&[1.0, -0.5]));
+    let next_eps = w.tape.number(&[1e-6, 0.0]);
     let nexts: Vec<_> = (0..w.tape.next() % 5)
         .map(|_| (w.weight(&[shape[1]]), w.output(&shape), w.tape.number(&[1.0, -0.5])))
         .collect();
@@ -166,7 +167,7 @@ pub(super) fn rms_norm(w: &mut World) -> Result<()> {
         };
         let next: Vec<_> = nexts.iter().map(|(w, out, s)| NextNorm::new(out).weight(w.as_ref()).scale(*s)).collect();
         let args = RmsNorm::new(&x, eps, &out).weight(weight.as_ref()).residual(residual).scale(scale);
-        ops::rms_norm(enc, &args.combine(combine.as_ref()).next(&next))
+        ops::rms_norm(enc, &args.combine(combine.as_ref()).next(&next).next_eps(next_eps))
     })
 }
 
@@ -294,8 +295,10 @@ pub(super) fn gate(w: &mut World) -> Result<()> {
     let before = w.tape.pick(&[0, 2]);
     let (one, two) = (w.input(&[rows, before + dim]), w.input(&[rows, dim]));
     let out = w.output(&[rows, dim]);
-    let (start, activation) =
-        (w.tape.size(&[before]), w.tape.pick(&[Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish]));
+    let (start, activation) = (
+        w.tape.size(&[before]),
+        w.tape.pick(&[Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid]),
+    );
     w.attempt("gate", |enc| {
         let (gate, up) = (Columns { tensor: &one, start }, Columns::from(&two));
         ops::gate(enc, &Gate::new(gate, up, activation, &out))

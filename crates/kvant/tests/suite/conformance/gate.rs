@@ -10,7 +10,7 @@ use kvant::{
 #[test]
 fn gate() {
     let mut rng = Rng::of("gate");
-    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish] {
+    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
         for (rows, dim) in SIZES {
             for x in FLOATS {
                 for out_type in FLOATS {
@@ -52,7 +52,7 @@ fn gate() {
 #[test]
 fn gate_far_out() {
     let x = vec![-1e30, -1e4, -100.0, -20.0, -10.0, -5.0, -1e-3, -1e-20, 0.0, 1e-20, 1e-3, 5.0, 10.0, 100.0, 1e4, 1e30];
-    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish] {
+    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
         for out_type in FLOATS {
             conform(format!("gate {activation:?} far out -> {out_type}"), |device| {
                 let n = x.len();
@@ -65,7 +65,7 @@ fn gate_far_out() {
                 run(device, |enc| ops::gate(enc, &Gate::new(gate, up, activation, &out.tensor)))?;
                 for (x, y) in x.iter().zip(out.tensor.to_f32()?) {
                     // Below 1e-6 of the input the tails are noise of 1 + tanh.
-                    let y = if y.abs() < 1e-6 * x.abs() { 0.0 } else { y };
+                    let y = if *x < 0.0 && y.abs() < -1e-6 * x { 0.0 } else { y };
                     outputs.push(Output::Close(format!("f({x})"), vec![y], Bound::of(out_type).times(100.0)));
                 }
                 Ok(outputs)
@@ -74,12 +74,12 @@ fn gate_far_out() {
     }
 }
 
-/// What is not finite is as the formula says, not a large finite number: −∞ / (1 + ∞) is no number.
+/// What is not finite is as the formula says, not a large finite number: −∞ / (1 + ∞) is no number, 1 / (1 + ∞) is 0.
 #[test]
 fn gate_of_what_is_not_finite() {
     let x = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, -f32::NAN, f32::MIN, f32::MAX, -1e30, -65504.0, 1.0];
     let n = x.len();
-    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish] {
+    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
         for dtype in FLOATS {
             conform(format!("{activation:?} of what is not finite, {dtype}"), |device| {
                 let (g, up) = (input(device, dtype, &x, &[n, 1])?, input(device, dtype, &vec![1.0; n], &[n, 1])?);
@@ -90,7 +90,8 @@ fn gate_of_what_is_not_finite() {
                 let bound = Bound::of(DType::F32).times(100.0);
                 let each = x.iter().zip(y).map(|(x, y)| {
                     // As far out as this the tails are nothing.
-                    let y = if x.is_finite() && y.abs() < 1e-6 * x.abs() { 0.0 } else { y };
+                    let is_tail = *x < 0.0 && y.abs() < 1e-6 * x.abs().min(f32::MAX);
+                    let y = if is_tail { 0.0 } else { y };
                     Output::Close(format!("f({x})"), vec![y], bound)
                 });
                 Ok(each.collect())

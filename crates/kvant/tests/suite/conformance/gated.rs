@@ -113,7 +113,8 @@ fn affine(bits: u32) -> Kind {
     Kind::Affine { bits, group: 64, scales: DType::BF16 }
 }
 
-const ACTIVATIONS: [Activation; 3] = [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish];
+const ACTIVATIONS: [Activation; 4] =
+    [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid];
 
 /// One row by each of the kernels that gate: tiles that are not full, blocks with less to do than others, parts of
 /// rows.

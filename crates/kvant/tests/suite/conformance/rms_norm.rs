@@ -24,7 +24,7 @@ fn rms_norm() {
                 for out in FLOATS {
                     let weight = rng.pick(&[None, Some(DType::F32), Some(DType::F16), Some(DType::BF16)]);
                     let (other, sum, scale) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 0.73]));
-                    let eps = rng.pick(&[1e-6, 1e-5]);
+                    let eps = [rng.pick(&[1e-6, 1e-5]), rng.pick(&[1e-6, 0.5])];
                     let (next, terms) = (rng.below(4), rng.pick(&[None, None, Some(1), Some(3), Some(9)]));
                     norm_case(&Norm { size, terms, add, x, out, weight, other, sum, scale, eps, next, in_place: None });
                 }
@@ -48,7 +48,7 @@ fn rms_norm_in_place() {
                     let (x, out, other, sum, weight) = (dtype, dtype, dtype, dtype, Some(dtype));
                     let size = (9, 131);
                     let in_place = Some(over);
-                    let (scale, eps, next) = (1.5, 1e-6, 2);
+                    let (scale, eps, next) = (1.5, [1e-6; 2], 2);
                     let terms = None;
                     norm_case(&Norm { size, terms, add, x, out, weight, other, sum, scale, eps, next, in_place });
                 }
@@ -188,7 +188,8 @@ struct Norm {
     other: DType,
     sum: DType,
     scale: f32,
-    eps: f32,
+    /// Of the norm, and of those of out.
+    eps: [f32; 2],
     /// Norms of out.
     next: usize,
     in_place: Option<Over>,
@@ -238,7 +239,7 @@ fn norm_case(case: &Norm) {
             Some(Over::SumIsResidual) => (&out, &residual),
             Some(Over::Swapped) => (&x, &residual),
         };
-        let args = RmsNorm::new(&x.tensor, case.eps, &out.tensor)
+        let args = RmsNorm::new(&x.tensor, case.eps[0], &out.tensor)
             .combine(combine.as_ref())
             .weight(weight.as_ref())
             .residual(match case.add {
@@ -248,7 +249,8 @@ fn norm_case(case: &Norm) {
                 Add::Before => Residual::Before { residual: &residual.tensor, sum: &sum.tensor },
             })
             .scale(case.scale)
-            .next(&next);
+            .next(&next)
+            .next_eps(case.eps[1]);
         run(device, |enc| ops::rms_norm(enc, &args))?;
         let mut outputs = vec![out.close("out")?];
         for (i, next) in next_outs.iter().enumerate() {
@@ -276,7 +278,7 @@ fn separate(
     next: &Tensor,
 ) -> Result<()> {
     let out = Out::new(device, next.dtype(), next.shape())?;
-    let args = RmsNorm::new(x, case.eps, &out.tensor).weight(weight).scale(scale);
+    let args = RmsNorm::new(x, case.eps[1], &out.tensor).weight(weight).scale(scale);
     run(device, |enc| ops::rms_norm(enc, &args))?;
     let (got, want) = (next.to_f32()?, out.tensor.to_f32()?);
     let bound = 2.0 * Bound::of(next.dtype()).unit as f32 + 1e-6;
