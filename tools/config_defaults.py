@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModel
 
 ROOT = Path(__file__).resolve().parent.parent / "crates/kvant-models"
 DEFAULTS, GOLDEN = ROOT / "src/families/defaults.json", ROOT / "tests/golden/configs"
@@ -47,16 +47,22 @@ CLASSES = {
     "olmo2": {"head_dim": None},
     "olmo3": {"head_dim": None},
     "exaone4": {"head_dim": None},
-    "phi3": {"head_dim": None},
+    "phi3": {},
     "granitemoehybrid": {"head_dim": None},
     "qwen2_moe": {"head_dim": None},
-    "glm4_moe": {},
+    "glm4_moe": {"head_dim": None},
     "ernie4_5_moe": {"head_dim": None},
     "hunyuan_v1_moe": {},
     "minimax_m2": {},
+    "muse_glimmer_text": {},
 }
 # Wrappers, with the type of their text model.
-WRAPPERS = {"mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+WRAPPERS = {
+    "mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
+    "muse_glimmer": "muse_glimmer_text",
+}  # fmt: skip
+# Without these keys, a model is not one of the kinds that kvant runs.
+BASES = {"granitemoehybrid": dict(layer_types=["attention"] * 7, num_local_experts=0, position_embedding_type="rope")}
 # These do not change what a model computes, or they belong to the tokenizer.
 IGNORED = {
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout", "pretraining_tp",
@@ -111,6 +117,8 @@ def defaults():
         out[model_type] = {"keys": {**keys, **rope_defaults(model_type)}}
         if class_of(model_type).attribute_map:
             out[model_type]["aliases"] = dict(class_of(model_type).attribute_map)
+    for wrapper in WRAPPERS:
+        out[wrapper] = {"keys": {"tie_word_embeddings": getattr(class_of(wrapper)(), "tie_word_embeddings", False)}}
     return out
 
 
@@ -121,7 +129,9 @@ def base(model_type):
         if name in declared(model_type):
             keys[name] = VALUES[name]
     # Padding must be in the small vocabulary.
-    return {**{name: VALUES.get(name, value) for name, value in keys.items()}, **FIXED, "model_type": model_type}
+    return {
+        **{name: VALUES.get(name, value) for name, value in keys.items()}, **FIXED, **BASES.get(model_type, {}), "model_type": model_type,
+    }  # fmt: skip
 
 
 # Objects of scalings.
@@ -172,6 +182,11 @@ def rope_cases(model_type):
     """Changes of the base, by name."""
     extra = {"llama_4_scaling_beta": 0.1} if model_type == "ministral3" else {}
     flat = {name: {**scaling, **extra} for name, scaling in FLAT.items()}
+    if model_type == "phi3":
+        # Its class checks that there is a factor for each pair.
+        every = base(model_type)
+        pairs = every["hidden_size"] // every["num_attention_heads"] // 2
+        flat["longrope"] |= {name: flat["longrope"][name][:pairs] for name in ("short_factor", "long_factor")}
     cases = {}
     for name, scaling in flat.items():
         cases[f"scaling/{name}"] = dict(rope_scaling=scaling)
@@ -228,7 +243,8 @@ def key_cases(model_type):
     cases |= {f"null/{name}": {name: None} for name in every if name not in ("model_type", "hidden_act", "hidden_activation", *FIXED)}
     for alias, name in class_of(model_type).attribute_map.items():
         written = name if alias in every else alias
-        cases[f"alias/{written}"] = {alias: ..., name: ..., written: 24}
+        # No more experts than there are.
+        cases[f"alias/{written}"] = {alias: ..., name: ..., written: 3 if name == "moe_topk" else 24}
     return cases
 
 
@@ -243,6 +259,8 @@ def rounded(values):
 
 def rotary(model, config):
     """Frequencies and the factor of cosines and sines of each kind of layer."""
+    if model.rotary_emb is None:
+        return {"": dict(frequencies=[], factor=1.0)}
     rope = type(model.rotary_emb)(config)
     if not isinstance(rope.rope_type, dict):
         return {"": dict(frequencies=rounded(rope.inv_freq.tolist()), factor=rope.attention_scaling)}
@@ -265,29 +283,37 @@ def layer_facts(layer, index, config, ropes):
         window = None
     rope = ropes.get("") or ropes[kinds[index]]
     head_dim = attention.head_dim
-    if not rotates(attention, config):
+    if not rotates(attention, config, index):
         rope = dict(frequencies=[0.0] * (head_dim // 2), factor=1.0)
     # Frequencies of the coordinates that do not rotate.
     rope["frequencies"] = rope["frequencies"] + [0.0] * (head_dim // 2 - len(rope["frequencies"]))
-    facts = dict(heads=config.num_attention_heads, head_dim=head_dim, window=window, rope=rope, scale=attention.scaling * rope["factor"] ** 2)
+    facts = dict(heads=config.num_attention_heads, head_dim=head_dim, window=window, rope=rope)
+    facts["scale"] = attention.scaling * rope["factor"] ** 2 * getattr(attention, "qk_scale_factor", 1.0)
     if hasattr(attention, "qkv_proj"):
         facts["kv_heads"] = attention.qkv_proj.out_features // head_dim // 2 - config.num_attention_heads // 2
     elif getattr(attention, "k_proj", None) is not None:
         facts["kv_heads"] = attention.k_proj.out_features // head_dim
-    mlp = layer.mlp
-    if hasattr(mlp, "gate_proj"):
-        facts["width"] = mlp.gate_proj.out_features
-    elif hasattr(mlp, "gate_up_proj") and not hasattr(mlp, "experts"):
-        facts["width"] = mlp.gate_up_proj.out_features // 2
+    mlp = getattr(layer, "mlp", None) or layer.shared_mlp
     experts = getattr(mlp, "experts", None)
+    dense = mlp if experts is None or hasattr(mlp, "gate_proj") else first(mlp, "shared_expert", "shared_experts", "shared_mlp")
+    if dense is not None:
+        both = first(dense, "gate_up_proj", "input_linear")
+        facts["width"] = dense.gate_proj.out_features if both is None else both.out_features // 2
     if experts is not None:
-        router = getattr(mlp, "gate", None) or mlp.router
+        router = first(mlp, "gate", "router")
         facts["experts"] = dict(count=experts.num_experts, top_k=router.top_k, width=config_width(config))
     return facts
 
 
-def rotates(attention, config):
+def first(module, *names):
+    """The first of these parts that a module has."""
+    return next((part for name in names if (part := getattr(module, name, None)) is not None), None)
+
+
+def rotates(attention, config, index):
     """Whether a layer has a rotary embedding."""
+    if config.model_type == "muse_glimmer_text":
+        return bool(config.layer_rope_theta[index])
     if config.model_type == "exaone4":
         return attention.sliding_window is None or attention.is_sliding
     return bool(getattr(attention, "use_rope", True))
@@ -303,8 +329,7 @@ def facts(config_json):
     config = class_of(config_json.pop("model_type"))(**config_json)
     text = config.get_text_config()
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(text)
-    model = whole.model
+        model = AutoModel.from_config(text)
     ropes = rotary(model, text)
     layers = [layer_facts(layer, index, text, ropes) for index, layer in enumerate(model.layers)]
     distinct = []
@@ -314,7 +339,7 @@ def facts(config_json):
     norm = model.norm
     out = dict(
         hidden=model.embed_tokens.weight.shape[1], vocab=model.embed_tokens.weight.shape[0], positions=text.max_position_embeddings,
-        eps=getattr(norm, "variance_epsilon", None) or norm.eps, tied=config.tie_word_embeddings,
+        eps=getattr(norm, "variance_epsilon", None) or norm.eps, tied=getattr(config, "tie_word_embeddings", False),
         softcap=getattr(text, "final_logit_softcapping", None), kinds=distinct, layers=[distinct.index(layer) for layer in layers],
     )  # fmt: skip
     beta = (text.rope_parameters or {}).get("llama_4_scaling_beta")
@@ -339,14 +364,13 @@ def wrapper_cases(wrapper, model_type):
     sparse["hidden_size"] = 4096
     if model_type == "gemma3_text":
         sparse |= dict(rope_scaling=dict(rope_type="linear", factor=8.0), sliding_window=1024)
-    # Without the key, transformers ties the output of a mistral3 model unless the checkpoint has another one.
-    tied = {} if wrapper.startswith("gemma") else dict(tie_word_embeddings=False)
-    whole = lambda text, **more: {"model_type": wrapper, "text_config": text, **tied, **more}
+    whole = lambda text, **more: {"model_type": wrapper, "text_config": text, **more}
     return {
         "wrapper/full": whole(text, tie_word_embeddings=False),
         "wrapper/sparse": whole(sparse),
         "wrapper/sparse_with_type": whole(sparse | {"model_type": model_type}),
         "wrapper/empty": whole({}),
+        "wrapper/untied": whole(sparse, tie_word_embeddings=False),
     }
 
 

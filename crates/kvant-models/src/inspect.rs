@@ -10,7 +10,7 @@ use crate::{
     model::with_source,
     source::{Form, Part, Role, Source, converted::is_converted},
     spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, ParallelSum, RouterSpec},
-    weights::{dense_parts, has_router_bias},
+    weights::{dense_parts, has_output, has_router_bias},
 };
 
 /// A checkpoint's configuration and sizes.
@@ -175,7 +175,7 @@ fn tensors(spec: &DecoderSpec, source: &dyn Source) -> Vec<Stored> {
     let mut list = List(Vec::new());
     list.matrix(Role::Embedding, &[spec.vocab_size, h]);
     list.vector(Role::FinalNorm, &[h]);
-    if !spec.tied_output {
+    if has_output(spec.output, source) {
         list.matrix(Role::Output, &[spec.vocab_size, h]);
     }
     if let Some(inputs) = spec.per_layer_input {

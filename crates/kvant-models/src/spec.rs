@@ -39,10 +39,21 @@ pub struct DecoderSpec {
     pub logit_scale: f32,
     /// The cap c of the final c·tanh(logit/c).
     pub final_softcap: Option<f32>,
-    /// Whether the embedding is also the output matrix.
-    pub tied_output: bool,
+    /// The matrix from the residual stream to logits.
+    pub output: OutputMatrix,
     /// Multiplies the queries by a factor of their position.
     pub query_scaling: Option<QueryScaling>,
+}
+
+/// The matrix from the residual stream to logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputMatrix {
+    /// A matrix of its own.
+    Own,
+    /// The embedding.
+    Embedding,
+    /// A matrix of its own if the checkpoint has one, otherwise the embedding.
+    OwnIfStored,
 }
 
 /// Queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / period⌋).

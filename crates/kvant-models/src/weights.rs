@@ -5,7 +5,10 @@ use kvant::{Device, Tensor};
 use crate::{
     Error, Result,
     source::{Form, Matrix, Part, Role, Source},
-    spec::{BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec, ParallelSum, PerLayerInputSpec, RouterSpec, ScoreBias},
+    spec::{
+        BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec, OutputMatrix, ParallelSum, PerLayerInputSpec, RouterSpec,
+        ScoreBias,
+    },
 };
 
 /// Matrices with the same inputs.
@@ -206,6 +209,15 @@ pub(crate) fn dense_parts(spec: &FeedForwardSpec) -> [Part; 4] {
     }
 }
 
+/// Whether a model of this checkpoint has an output matrix of its own.
+pub(crate) fn has_output(output: OutputMatrix, source: &dyn Source) -> bool {
+    match output {
+        OutputMatrix::Own => true,
+        OutputMatrix::Embedding => false,
+        OutputMatrix::OwnIfStored => source.has(Role::Output),
+    }
+}
+
 /// Whether the scores have a bias in this checkpoint.
 pub(crate) fn has_router_bias(bias: ScoreBias, role: Role, source: &dyn Source) -> bool {
     match bias {
@@ -226,7 +238,7 @@ impl Loader<'_> {
     /// If the embedding is also the output matrix, a file that has both must have identical ones. Otherwise,
     /// transformers uses the second one regardless.
     fn output(&mut self) -> Result<Option<Matrix>> {
-        if !self.spec.tied_output {
+        if has_output(self.spec.output, self.source) {
             let shape = [self.spec.vocab_size, self.spec.hidden_size];
             return self.matrix(Role::Output, &shape).map(Some);
         }

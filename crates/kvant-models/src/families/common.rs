@@ -4,11 +4,11 @@ use std::fmt::Display;
 
 use kvant::ops::{Activation, PairLayout, attend::HEAD_DIMS};
 
-use super::rope::Scaling;
+use super::{defaults, rope::Scaling};
 use crate::{
     Result,
     config::fields::Fields,
-    spec::{AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, RopeSpec},
+    spec::{AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, OutputMatrix, RopeSpec},
 };
 
 // Limits of a configuration: several times the size of existing models, and small enough that no product of two
@@ -29,6 +29,9 @@ pub(crate) struct ConfigJson<'a> {
     pub text: Fields<'a>,
     /// The whole file, without defaults: the same, unless the text model is in `text_config`.
     pub outer: Fields<'a>,
+    /// Whether no key says whether the output matrix is the embedding, the text model's default is a matrix of its own,
+    /// and the whole model's is the embedding. Transformers then ties them unless the checkpoint has both.
+    pub is_tied_outside: bool,
 }
 
 /// The kind of a layer's attention.
@@ -71,14 +74,17 @@ impl ConfigJson<'_> {
         Ok(self.text.float_or_null(key, "at least 1.2e-38", fits)?.map(|c| c as f32))
     }
 
-    /// Transformers reads the outer of two keys, MLX the inner one: they must agree.
-    pub(super) fn tied_output(&self, default: bool) -> Result<bool> {
-        const KEY: &str = "tie_word_embeddings";
+    /// The output matrix by `tie_word_embeddings`; `is_tied` is the default. Transformers reads the outer of two keys,
+    /// MLX the inner one: they must agree.
+    pub(super) fn output(&self, is_tied: bool) -> Result<OutputMatrix> {
+        const KEY: &str = defaults::TIED;
+        let of = |is_tied| if is_tied { OutputMatrix::Embedding } else { OutputMatrix::Own };
         match (self.text.bool_or_null(KEY)?, self.outer.bool_or_null(KEY)?) {
             (Some(inner), Some(tie)) if inner != tie => {
                 Err(self.outer.error(KEY, format_args!("the same as in text_config, {inner}"), tie))
             }
-            (inner, tie) => Ok(inner.or(tie).unwrap_or(default)),
+            (None, None) if self.is_tied_outside => Ok(OutputMatrix::OwnIfStored),
+            (inner, tie) => Ok(of(inner.or(tie).unwrap_or(is_tied))),
         }
     }
 
@@ -203,7 +209,7 @@ impl ConfigJson<'_> {
             residual_scale: 1.0,
             logit_scale: 1.0,
             final_softcap: None,
-            tied_output: self.tied_output(false)?,
+            output: self.output(false)?,
             query_scaling: None,
         })
     }

@@ -1,6 +1,6 @@
 //! Defaults of keys that a configuration leaves out: those of the family's class in transformers.
 
-use std::sync::LazyLock;
+use std::{collections::HashMap, sync::LazyLock};
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -18,11 +18,17 @@ struct Class {
 }
 
 /// Written by `tools/config_defaults.py`, from the classes themselves.
-static CLASSES: LazyLock<Map<String, Value>> =
+static CLASSES: LazyLock<HashMap<String, Class>> =
     LazyLock::new(|| serde_json::from_str(include_str!("defaults.json")).unwrap_or_default());
 
-fn class(model_type: &str) -> Option<Class> {
-    Class::deserialize(CLASSES.get(model_type)?).ok()
+/// Whether the embedding is the output matrix.
+pub(super) const TIED: &str = "tie_word_embeddings";
+
+/// Whether a file leaves [`TIED`] out that its class ties by default and its text model's class does not.
+pub(super) fn is_tied_outside(whole_type: &str, model_type: &str, text: &Fields, outer: &Fields) -> bool {
+    let default = |model_type| CLASSES.get(model_type).and_then(|class| class.keys.get(TIED)).and_then(Value::as_bool);
+    let is_absent = [text, outer].iter().all(|fields| fields.get(TIED).is_none());
+    is_absent && default(whole_type) == Some(true) && default(model_type) == Some(false)
 }
 
 /// The keys of a text model, with those that it leaves out. `outer` is the whole file.
@@ -33,7 +39,7 @@ fn class(model_type: &str) -> Option<Class> {
 /// `Config` for a key with two names and two values.
 pub(super) fn complete(model_type: &str, text: &Fields, outer: &Fields) -> Result<Map<String, Value>> {
     let mut map = text.map().clone();
-    let Some(class) = class(model_type) else { return Ok(map) };
+    let Some(class) = CLASSES.get(model_type) else { return Ok(map) };
     for (alias, name) in class.aliases.iter().filter_map(|(alias, name)| Some((alias, name.as_str()?))) {
         match (text.get(alias), text.get(name)) {
             (Some(one), Some(other)) if one != other => {
@@ -49,9 +55,11 @@ pub(super) fn complete(model_type: &str, text: &Fields, outer: &Fields) -> Resul
         map.remove("rope_parameters");
     }
     // These may be next to the text model.
-    let is_outer = |key: &str| ["vocab_size", "tie_word_embeddings"].contains(&key) && outer.get(key).is_some();
-    for (key, value) in class.keys.into_iter().filter(|(key, _)| !is_outer(key)) {
-        map.entry(key).or_insert(value);
+    let is_outer = |key: &str| ["vocab_size", TIED].contains(&key) && outer.get(key).is_some();
+    for (key, value) in class.keys.iter().filter(|(key, _)| !is_outer(key)) {
+        if !map.contains_key(key) {
+            map.insert(key.clone(), value.clone());
+        }
     }
     Ok(map)
 }
@@ -59,12 +67,14 @@ pub(super) fn complete(model_type: &str, text: &Fields, outer: &Fields) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::families::FAMILIES;
+    use crate::families::{FAMILIES, Family};
 
     #[test]
     fn every_model_type_has_its_defaults() {
-        for model_type in FAMILIES.into_iter().flat_map(|family| family.model_types) {
-            let class = class(model_type).unwrap_or_else(|| panic!("{model_type} has no defaults"));
+        let is_wrapper = |family: &Family, name: &str| family.wrappers.iter().any(|(wrapper, _)| *wrapper == name);
+        let types = FAMILIES.into_iter().flat_map(|family| family.model_types.iter().map(move |name| (family, name)));
+        for (_, model_type) in types.filter(|(family, name)| !is_wrapper(family, name)) {
+            let class = CLASSES.get(*model_type).unwrap_or_else(|| panic!("{model_type} has no defaults"));
             assert!(class.keys.contains_key("rms_norm_eps"), "{model_type}");
         }
     }

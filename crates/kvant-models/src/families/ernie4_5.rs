@@ -23,6 +23,6 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let mut dense = json.dense()?;
     dense.biases = is_biased;
     let mut decoder = json.pre_norm(|_| Ok((attention.clone(), dense.into())))?;
-    decoder.tied_output = json.tied_output(true)?;
+    decoder.output = json.output(true)?;
     Ok(decoder)
 }

@@ -38,7 +38,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         let feed_forward = if layers.has_experts(l) { experts } else { json.dense()?.into() };
         Ok((attention.clone(), feed_forward))
     })?;
-    decoder.tied_output = json.tied_output(true)?;
+    decoder.output = json.output(true)?;
     Ok(decoder)
 }
 

@@ -1,16 +1,13 @@
 //! Gemma 3, text: norms of 1 + w before and after both halves, five sliding layers to a full one, a base of the rotary
 //! embedding for each kind.
 
-use serde_json::Map;
-
 use super::{
     Family, PRE_NORM, SANDWICH,
     common::{ConfigJson, Kind, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH},
-    rope::{Scaling, theta_of},
+    rope::Scaling,
 };
 use crate::{
     Result,
-    config::fields::Fields,
     spec::{BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, QkNorm},
 };
 
@@ -33,7 +30,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let hidden_size = text.size("hidden_size", None, MAX_WIDTH)?;
     let count = json.layers()?;
     let kinds = kinds(json, count)?;
-    let [sliding, full] = scalings(json)?;
+    let theta = |key: &str| text.float(key, None, "a number from 1 to 1e12", |theta| (1.0..=1e12).contains(&theta));
+    let [sliding, full] = Scaling::of_kinds(text, [theta("rope_local_base_freq")?, theta("rope_theta")?])?;
     let is_sliding = kinds.contains(&Kind::Sliding);
     let window = if is_sliding { Some(text.size("sliding_window", None, MAX_POSITIONS)?) } else { None };
     let width = text.size("intermediate_size", None, MAX_WIDTH)?;
@@ -61,7 +59,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         residual_scale: 1.0,
         logit_scale: 1.0,
         final_softcap: json.softcap("final_logit_softcapping")?,
-        tied_output: json.tied_output(true)?,
+        output: json.output(true)?,
         query_scaling: None,
     })
 }
@@ -72,38 +70,4 @@ fn kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
     }
     let pattern = json.text.size("sliding_window_pattern", Some(PATTERN), MAX_LAYERS)?;
     Ok((1..=count).map(|l| if l.is_multiple_of(pattern) { Kind::Full } else { Kind::Sliding }).collect())
-}
-
-/// The rotary embeddings of sliding and of full layers. `rope_parameters` has an object for each kind; older files have
-/// `rope_local_base_freq`, `rope_theta`, and `rope_scaling` for full layers. Either completes the other.
-fn scalings(json: &ConfigJson) -> Result<[Scaling; 2]> {
-    let text = &json.text;
-    let none = Map::new();
-    let empty = text.with_keys(&none);
-    let parameters = text.object("rope_parameters")?;
-    let all = parameters.as_ref().unwrap_or(&empty);
-    // Transformers ignores keys outside the objects, other programs do not.
-    if let Some(key) = all.keys().find(|key| ![Kind::Sliding, Kind::Full].map(Kind::name).contains(key)) {
-        return Err(all.error(key, "in the objects of sliding_attention and full_attention", "a key beside them"));
-    }
-    // Transformers changes the full layers' object, and keeps its `rope_type` where a file has the key's old name.
-    let changes = text.object("rope_scaling")?;
-    if changes.is_some() && parameters.is_some() && all.get(Kind::Full.name()).is_none() {
-        return Err(all.missing(Kind::Full.name(), "an object, which rope_scaling changes"));
-    }
-    if let Some(old) = changes.as_ref().filter(|changes| changes.get("rope_type") != changes.get("type")) {
-        old.string("rope_type")?.ok_or_else(|| old.missing("rope_type", "the type"))?;
-    }
-    let of = |kind: Kind, changes: Option<Fields>, theta: &str| {
-        let own = all.object(kind.name())?;
-        let mut keys = own.as_ref().map(|own| own.map().clone()).unwrap_or_default();
-        keys.extend(changes.iter().flat_map(|changes| changes.map().clone()));
-        let fields = own.or(changes).unwrap_or_else(|| empty.clone());
-        let fields = fields.with_keys(&keys);
-        let fits = |theta: f64| (1.0..=1e12).contains(&theta);
-        let theta = text.float(theta, None, "a number from 1 to 1e12", fits)?;
-        Scaling::of_kind(&fields, text, theta_of(&fields, Some(theta))?)
-    };
-    let full = of(Kind::Full, changes, "rope_theta")?;
-    Ok([of(Kind::Sliding, None, "rope_local_base_freq")?, full])
 }

@@ -77,7 +77,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         residual_scale: 1.0,
         logit_scale: 1.0,
         final_softcap: json.softcap("final_logit_softcapping")?,
-        tied_output: json.tied_output(true)?,
+        output: json.output(true)?,
         query_scaling: None,
     })
 }

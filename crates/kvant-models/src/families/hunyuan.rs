@@ -2,7 +2,7 @@
 
 use super::{
     Family, Names, PRE_NORM,
-    common::ConfigJson,
+    common::{ConfigJson, MAX_WIDTH},
     rope::{self, Scaling},
 };
 use crate::{
@@ -37,6 +37,8 @@ pub(super) fn attention(json: &ConfigJson) -> Result<AttentionSpec> {
     if text.bool_or_null("use_qk_norm")? == Some(false) {
         return Err(text.error("use_qk_norm", "true or absent", false));
     }
+    // Transformers does not derive it.
+    text.size("head_dim", None, MAX_WIDTH)?;
     let mut attention = json.attention(&Scaling::none(1e4))?;
     let rope = scaling(json, attention.head_dim)?;
     attention = json.attention(&rope)?;

@@ -53,7 +53,8 @@ pub(crate) struct Family {
     pub name: &'static str,
     /// The `model_type` of its text models.
     pub model_types: &'static [&'static str],
-    /// The `model_type` of models whose text model is in `text_config`, with that model's type if it has none.
+    /// The `model_type` of models whose text model is in `text_config`, with that model's type if it has none. If it is
+    /// also one of `model_types`, files may have the text model's keys beside it.
     pub wrappers: &'static [(&'static str, &'static str)],
     /// The entries of `architectures`, for files without `model_type`, with the type that they stand for.
     pub architectures: &'static [(&'static str, &'static str)],
@@ -146,17 +147,30 @@ pub(crate) fn named(name: &str) -> Result<&'static Family> {
 pub(crate) fn parse(json: &Value) -> Result<Config> {
     let outer = Fields::new(json)?;
     let mut text = outer.clone();
-    let mut model_type = type_of(&outer)?;
-    let wrappers = || FAMILIES.iter().flat_map(|family| family.wrappers);
-    if let Some((_, inner)) = wrappers().find(|(wrapper, _)| *wrapper == model_type) {
-        text = outer.object("text_config")?.ok_or_else(|| outer.missing("text_config", "an object"))?;
-        let named = ["model_type", "architectures"].iter().any(|key| text.get(key).is_some());
+    let whole_type = type_of(&outer)?;
+    let mut model_type = whole_type.clone();
+    let wrappers = || FAMILIES.iter().flat_map(|family| family.wrappers.iter().map(move |names| (family, names)));
+    if let Some((family, (_, inner))) = wrappers().find(|(_, (wrapper, _))| *wrapper == model_type) {
+        let may_be_flat = family.model_types.contains(&model_type.as_str());
+        let mut named = false;
+        match outer.object("text_config")? {
+            Some(inner) => {
+                named = ["model_type", "architectures"].iter().any(|key| inner.get(key).is_some());
+                text = inner;
+            }
+            None if may_be_flat => {}
+            None => return Err(outer.missing("text_config", "an object")),
+        }
         model_type = if named { type_of(&text)? } else { (*inner).to_string() };
     }
     let family = FAMILIES.into_iter().find(|family| family.model_types.contains(&model_type.as_str()));
     let family = family.ok_or_else(|| unsupported(format!("model_type {model_type:?}")))?;
-    let keys = defaults::complete(&model_type, &text, &outer)?;
-    let json = ConfigJson { model_type, text: text.with_keys(&keys), outer };
+    let mut keys = defaults::complete(&model_type, &text, &outer)?;
+    let is_tied_outside = defaults::is_tied_outside(&whole_type, &model_type, &text, &outer);
+    if is_tied_outside {
+        keys.remove(defaults::TIED);
+    }
+    let json = ConfigJson { model_type, text: text.with_keys(&keys), outer, is_tied_outside };
     let decoder = (family.describe)(&json)?;
     decoder.check()?;
     let ConfigJson { text, outer, .. } = &json;

@@ -49,17 +49,14 @@ fn kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
     Ok(json.layer_types(count)?.unwrap_or_else(|| (1..=count).map(kind).collect()))
 }
 
-/// The rotary embeddings of OLMo 3's sliding and full layers: from `rope_parameters`, which has one for each, or from
-/// `rope_theta` and the `rope_scaling` of full layers.
+/// The rotary embeddings of OLMo 3's sliding and full layers: `rope_theta` is the base of full ones.
 fn scalings(json: &ConfigJson) -> Result<[Scaling; 2]> {
-    if let Some(both) = Scaling::by_kind(&json.text, [THETA, THETA])? {
-        return Ok(both);
-    }
-    let full = Scaling::parse(&json.text, THETA)?;
+    let text = &json.text;
+    let theta = theta_of(text, Some(THETA))?;
+    let both = Scaling::of_kinds(text, [THETA, theta])?;
     // For sliding layers, transformers ignores the key, and MLX reads it: with another number, the file is ambiguous.
-    if full.theta() != THETA {
-        let theta = theta_of(&json.text, Some(THETA))?;
-        return Err(json.text.error("rope_theta", format_args!("{THETA}, or in rope_parameters by layer type"), theta));
+    if theta != THETA && both[0].theta() == THETA {
+        return Err(text.error("rope_theta", format_args!("{THETA}, or in rope_parameters by layer type"), theta));
     }
-    Ok([Scaling::none(THETA), full])
+    Ok(both)
 }

@@ -2,7 +2,7 @@
 
 use std::f64::consts::PI;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::common::{Kind, MAX_POSITIONS};
 use crate::{Result, config::fields::Fields};
@@ -78,16 +78,35 @@ impl Scaling {
         Ok(Scaling { theta, kind: ScalingKind::None, share: share_of(&[fields, text], 1.0)? })
     }
 
-    /// The scalings of sliding and of full layers, if `rope_parameters` has one for each.
-    pub(super) fn by_kind(text: &Fields, thetas: [f64; 2]) -> Result<Option<[Scaling; 2]>> {
-        let Some(all) = text.object("rope_parameters")?.filter(|all| all.get(Kind::Full.name()).is_some()) else {
-            return Ok(None);
-        };
-        let of = |kind: Kind, theta| {
-            let fields = all.object(kind.name())?.ok_or_else(|| all.missing(kind.name(), "an object"))?;
+    /// The scalings of sliding and of full layers. `rope_parameters` has an object for each kind; older files have
+    /// `rope_scaling` for full layers. Either completes the other. `thetas` are the bases of objects without one.
+    pub(super) fn of_kinds(text: &Fields, thetas: [f64; 2]) -> Result<[Scaling; 2]> {
+        let none = Map::new();
+        let empty = text.with_keys(&none);
+        let parameters = text.object("rope_parameters")?;
+        let all = parameters.as_ref().unwrap_or(&empty);
+        // Transformers ignores keys outside the objects, other programs do not.
+        if let Some(key) = all.keys().find(|key| ![Kind::Sliding, Kind::Full].map(Kind::name).contains(key)) {
+            return Err(all.error(key, "in the objects of sliding_attention and full_attention", "a key beside them"));
+        }
+        // Transformers changes the full layers' object, and keeps its `rope_type` where a file has the key's old name.
+        let changes = text.object("rope_scaling")?;
+        if changes.is_some() && parameters.is_some() && all.get(Kind::Full.name()).is_none() {
+            return Err(all.missing(Kind::Full.name(), "an object, which rope_scaling changes"));
+        }
+        if let Some(old) = changes.as_ref().filter(|changes| changes.get("rope_type") != changes.get("type")) {
+            old.string("rope_type")?.ok_or_else(|| old.missing("rope_type", "the type"))?;
+        }
+        let of = |kind: Kind, changes: Option<Fields>, theta: f64| {
+            let own = all.object(kind.name())?;
+            let mut keys = own.as_ref().map(|own| own.map().clone()).unwrap_or_default();
+            keys.extend(changes.iter().flat_map(|changes| changes.map().clone()));
+            let fields = own.or(changes).unwrap_or_else(|| empty.clone());
+            let fields = fields.with_keys(&keys);
             Scaling::of_kind(&fields, text, theta_of(&fields, Some(theta))?)
         };
-        Ok(Some([of(Kind::Sliding, thetas[0])?, of(Kind::Full, thetas[1])?]))
+        let full = of(Kind::Full, changes, thetas[1])?;
+        Ok([of(Kind::Sliding, None, thetas[0])?, full])
     }
 
     /// Refuses heads that rotate in part.

@@ -36,7 +36,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         }
         Ok((attention, dense.into()))
     })?;
-    decoder.tied_output = json.tied_output(true)?;
+    decoder.output = json.output(true)?;
     Ok(decoder)
 }
 

@@ -14,7 +14,7 @@
 //!    | the 1 of 1 + w is already part of the norms | `DecoderSpec::norm_offset` is 0 |
 //!    | rows of Q and K are permuted for adjacent pairs | `RopeSpec::layout` is `Interleaved` |
 //!    | the file has factors of frequencies as a tensor | `RopeSpec::factors` |
-//!    | the output matrix is absent | `DecoderSpec::tied_output` |
+//!    | the output matrix is absent | `DecoderSpec::output` is `Embedding` |
 //! 2. Implement [`Source`]: map every [`Role`] to a name, and every stored type to a [`Form`]. A type that no kernel
 //!    reads is an error that names the tensor.
 //! 3. Pass both to [`Model`](crate::Model)'s `assemble`.

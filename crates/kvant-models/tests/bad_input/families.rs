@@ -1,10 +1,14 @@
 //! Keys of the dense families: impossible values are errors that name the key, and several spellings mean the same.
 
 use kvant::Device;
-use kvant_models::{Config, Error, Model};
+use kvant_models::{Config, Error, Files, Inspection, Model, spec::OutputMatrix};
 use serde_json::{Value, json};
 
-use crate::{assert_modest, common::golden, config_of};
+use crate::{
+    assert_modest,
+    common::{Parts, golden, model_dir},
+    config_of,
+};
 
 #[test]
 fn impossible_values_name_their_key() {
@@ -45,12 +49,46 @@ fn impossible_values_name_their_key() {
     ];
     for (variant, key, value, named) in cases {
         let mut config = config_of(variant);
-        config[key] = value.clone();
+        let text = if config.get("text_config").is_some() { &mut config["text_config"] } else { &mut config };
+        text[key] = value.clone();
         match Config::parse(&config) {
-            Err(Error::Config { key: got, .. }) => assert_eq!(got, named, "{variant}: {key} {value}"),
+            Err(Error::Config { key: got, .. }) => {
+                assert_eq!(got.trim_start_matches("text_config."), named, "{variant}: {key} {value}");
+            }
             other => panic!("{variant}: {key} {value}: {other:?}"),
         }
     }
+}
+
+/// Mistral 3 has the embedding for its output unless a key or the checkpoint says otherwise.
+#[test]
+fn output_of_a_wrapper_without_the_key() {
+    let text = config_of("mistral");
+    let mut text = text.as_object().unwrap().clone();
+    text.remove("tie_word_embeddings");
+    let wrapper = json!({"model_type": "mistral3", "text_config": text});
+    let output = |config: &Value| Config::parse(config).unwrap().decoder.output;
+    assert_eq!(output(&wrapper), OutputMatrix::OwnIfStored);
+    for (is_tied, expected) in [(true, OutputMatrix::Embedding), (false, OutputMatrix::Own)] {
+        for inside in [true, false] {
+            let mut config = wrapper.clone();
+            let object = if inside { &mut config["text_config"] } else { &mut config };
+            object["tie_word_embeddings"] = is_tied.into();
+            assert_eq!(output(&config), expected, "{config}");
+        }
+    }
+    let own = Parts::read(&golden("mistral").join("model.safetensors"));
+    let mut tied = own.clone();
+    tied.remove("lm_head.weight");
+    let bytes = |parts: &Parts| {
+        let dir = model_dir(wrapper.to_string().as_bytes(), &parts.bytes());
+        let model = Model::load(dir.path(), &Device::cpu()).unwrap();
+        let listed = Inspection::open(&Files::at(dir.path()).unwrap()).unwrap();
+        assert_eq!(model.weight_bytes(), listed.weight_bytes);
+        model.weight_bytes()
+    };
+    // f16.
+    assert_eq!(bytes(&own) - bytes(&tied), 2 * 96 * 64);
 }
 
 #[test]

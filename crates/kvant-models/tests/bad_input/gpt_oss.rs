@@ -1,7 +1,7 @@
 //! Configurations and files of gpt-oss.
 
 use kvant::ops::Activation;
-use kvant_models::{Config, Error};
+use kvant_models::{Config, Error, spec::OutputMatrix};
 use serde_json::{Value, json};
 
 use crate::{checkpoint, common::model_dir, config_bytes, config_of, load};
@@ -34,7 +34,11 @@ fn released_configurations_are_understood() {
     assert_eq!(windows, [Some(128), None].repeat(12));
     let (attention, moe) = (&blocks[1].attention, blocks[1].feed_forward.moe().unwrap());
     assert!(
-        attention.qkv_bias && attention.output_bias && attention.sinks && moe.biases && !config.decoder.tied_output
+        attention.qkv_bias
+            && attention.output_bias
+            && attention.sinks
+            && moe.biases
+            && config.decoder.output == OutputMatrix::Own
     );
     assert_eq!((moe.experts, moe.top_k, moe.width, moe.activation), (32, 4, 2880, Activation::ClampedSwish));
     // 0.1 · ln(32) + 1, on queries and keys.

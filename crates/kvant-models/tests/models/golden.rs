@@ -9,6 +9,7 @@ use kvant::{DType, Device, Sequence};
 use kvant_models::{
     Files, Inspection, LoadOptions, Logits, Model, PoolOptions,
     safetensors::{Checkpoint, SafetensorsFile},
+    spec::OutputMatrix,
 };
 
 /// What the logits may differ by, with an f32 cache.
@@ -240,7 +241,7 @@ fn a_token_reads_a_part_of_the_weights() {
             assert!(bytes > 0);
             expected -= bytes / table.vocab_size * (table.vocab_size - 1);
         }
-        if !decoder.tied_output {
+        if decoder.output == OutputMatrix::Own {
             expected -= bytes_of("embed_tokens.") / model.vocab_size() * (model.vocab_size() - 1);
         }
         assert_eq!(model.weight_bytes_per_token(), expected, "{variant}");
