@@ -63,6 +63,16 @@ HYBRID = dict(
     GRANITE, attention_bias=False, rope_theta=1e4, layer_types=["attention", "attention"], num_local_experts=0, num_experts_per_tok=0, position_embedding_type="rope",
     shared_intermediate_size=128, intermediate_size=128, tie_word_embeddings=True, mamba_n_heads=4,
 )
+# The layers of the default pattern: the last one is full and has no rotary embedding. Only an embedding far from its norm
+# shows that it is normed.
+GLIMMER = dict(
+    num_hidden_layers=3, sliding_window=8, hidden_activation="silu", rope_parameters=dict(rope_type="default", rope_theta=5e4), post_norm_eps=0.05,
+    qk_scale_factor=1.7, output_multiplier=0.5, final_logit_softcapping=5.0,
+)
+# Unused: only the text model is in the file.
+VISION = dict(
+    hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, patch_size=2, pos_emb_height=2, pos_emb_width=2,
+)
 HUNYUAN = dict(type="dynamic", alpha=50.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.0)
 
 
@@ -183,6 +193,11 @@ VARIANTS = {
     "ernie4_5_mlx": ("ernie4_5", "Ernie4_5", "f16", dict(rope_theta=5e5, use_bias=False), 90, dict(group_size=32, bits=4)),
     "hunyuan": ("hunyuan_v1_dense", "HunYuanDenseV1", "bf16", dict(rope_theta=1e4, tie_word_embeddings=True, rope_scaling=HUNYUAN), 91, None),
     "hunyuan_mlx": ("hunyuan_v1_dense", "HunYuanDenseV1", "f16", dict(rope_theta=1e4, rope_scaling=HUNYUAN), 92, dict(group_size=32, bits=4)),
+    "muse_glimmer": ("muse_glimmer", "MuseGlimmer", "bf16", dict(GLIMMER, attention_bias=True), 99, None),
+    # The first layer has no rotary embedding, but a window.
+    "muse_glimmer_mlx": ("muse_glimmer", "MuseGlimmer", "f16", dict(
+        GLIMMER, num_hidden_layers=2, layer_types=[S, F], layer_rope_theta=[0, 5e4], num_attention_heads=1,
+    ), 100, dict(group_size=32, bits=4)),
     # The factor of cosines and sines multiplies the scores of full layers alone.
     "gemma3_yarn": ("gemma3_text", "Gemma3", "bf16", dict(
         tie_word_embeddings=True, num_hidden_layers=3, layer_types=[S, F, S], sliding_window=8, query_pre_attn_scalar=96,
@@ -206,12 +221,17 @@ VARIANTS = {
 
 def text_config(model_type, name, changes):
     config = {**COMMON, **copy.deepcopy(changes), "model_type": model_type}
-    config["architectures"] = [f"{name}ForCausalLM"]
+    if name == "MuseGlimmer":
+        tied = config["tie_word_embeddings"]
+        text = dict(config, model_type="muse_glimmer_text")
+        config = dict(model_type=model_type, text_config=text, vision_config=dict(VISION), out_hidden_size=64, projector_hidden_size=16, tie_word_embeddings=tied)
+    config["architectures"] = [class_of(name)[0].__name__]
     return config
 
 
 def class_of(name):
-    causal = getattr(transformers, f"{name}ForCausalLM")
+    """The class of the text model with its output matrix, or that of the whole model if there is no other."""
+    causal = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}ForConditionalGeneration")
     return causal, causal.config_class
 
 
@@ -229,12 +249,13 @@ def draw(model, seed, tied):
     rng = np.random.default_rng(seed)
     weights = {}
     for name, like in sorted(model.state_dict().items()):
-        if name == "lm_head.weight" and tied:
+        if name == "lm_head.weight" and tied or "vision" in name:
             continue
         shape = tuple(like.shape)
         if "norm" in name:
-            # Gemma's norms multiply by 1 + w.
-            centre = 0.0 if "Gemma3" in type(model).__name__ else 1.0
+            # Gemma's norms multiply by 1 + w, and Muse Glimmer's except the last.
+            is_shifted = "Gemma3" in type(model).__name__ or "Glimmer" in type(model).__name__ and "layernorm" in name
+            centre = 0.0 if is_shifted else 1.0
             w = centre + 0.3 * rng.standard_normal(shape)
         elif name.endswith("experts.gate_up_proj") and "GptOss" in type(model).__name__:
             # `[E, inputs, outputs]`. Some gates and ups leave the range that the activation clamps to.
@@ -245,7 +266,7 @@ def draw(model, seed, tied):
             w = rng.standard_normal(shape) * 0.5
         elif "embed" in name:
             # Tied ones are the output matrix, too: small logits, so that a tolerance means the same everywhere.
-            w = rng.standard_normal(shape) * (0.15 if tied else 1.0)
+            w = rng.standard_normal(shape) * (0.15 if tied or "Glimmer" in type(model).__name__ else 1.0)
         else:
             w = rng.standard_normal(shape) * 1.2 / np.sqrt(shape[-1])
         weights[name] = mx.array(w.astype(np.float32))
@@ -514,8 +535,10 @@ def mlx_variant(folder, name, config, dtype, weights, how):
     direct = reference(name, config)
     dense = dequantised(loaded)
     dense = shared_mlp(dense) if name == "GraniteMoeHybrid" else dense
+    if name == "MuseGlimmer":
+        dense = {n.replace("model.", "model.language_model.", 1): w for n, w in dense.items()}
     missing, unexpected = direct.load_state_dict(to_torch(dense), strict=False)
-    missing = [n for n in missing if "moe_statics" not in n]
+    missing = [n for n in missing if "moe_statics" not in n and "vision" not in n]
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     direct.tie_weights()
     return [lambda t: logits_of(direct, t), lambda t: np.array(loaded(mx.array([t]))[0].astype(mx.float32))]

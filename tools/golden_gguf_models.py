@@ -67,6 +67,10 @@ MODELS = {
     "exaone4_gguf": ("exaone4", "exaone4", "Exaone4ForCausalLM", {}),
     "phi3_gguf": ("phi3", "phi3", "Phi3ForCausalLM", {}),
     "ernie4_5_gguf": ("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {}),
+    # Files cannot say the epsilon of the norms of outputs.
+    "muse_glimmer_gguf": ("muse_glimmer", "muse-glimmer", "MuseGlimmerForConditionalGeneration", {
+        "attention_bias": False, "post_norm_eps": 1e-8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }),
     "hunyuan_gguf": ("hunyuan", "hunyuan-dense", "HunYuanDenseV1ForCausalLM", {}),
     # Rows of 256 elements in random K-quants, in place of the checkpoint's weights.
     "k_quants_gguf": ("llama", "llama", "LlamaForCausalLM", {
@@ -78,7 +82,7 @@ TYPES = {
     "ffn_up": Type.Q8_0, "ffn_down": Type.Q4_1, "token_embd": Type.Q8_0, "output": Type.F16, "ffn_gate_exps": Type.Q8_0,
     "ffn_up_exps": Type.Q4_0, "ffn_down_exps": Type.Q5_0, "ffn_gate_up_exps": Type.Q8_0, "inp_gate": Type.BF16, "proj": Type.F32,
     "ffn_gate_shexp": Type.Q8_0, "ffn_up_shexp": Type.Q4_0, "ffn_down_shexp": Type.Q5_0,
-    "attn_qkv": Type.Q4_1, "per_layer_token_embd": Type.Q8_0, "per_layer_model_proj": Type.Q8_0,
+    "attn_qkv": Type.Q4_1, "attn_gate": Type.Q5_0, "per_layer_token_embd": Type.Q8_0, "per_layer_model_proj": Type.Q8_0,
 }  # fmt: skip
 K_TYPES = {
     "attn_q": Type.Q4_K, "attn_k": Type.Q2_K, "attn_v": Type.IQ4_XS, "attn_output": Type.Q5_K, "ffn_gate": Type.Q3_K,
@@ -164,6 +168,7 @@ def metadata(writer, arch, config, experts):
     for key, write in (
         ("embedding_multiplier", writer.add_embedding_scale), ("residual_multiplier", writer.add_residual_scale),
         ("attention_multiplier", writer.add_attention_scale), ("logits_scaling", writer.add_logit_scale),
+        ("output_multiplier", writer.add_logit_scale),
     ):  # fmt: skip
         if key in c:
             write(c[key])
@@ -261,6 +266,7 @@ def stored(name, arch, config, mapping):
         return f"blk.{name.split('.')[2]}.ffn_down_exps.bias"
     if arch == "minimax-m2":
         name = name.replace(".mlp.", ".block_sparse_moe.")
+    name = name.replace("model.language_model.", "model.")
     name = name.replace("mlp.gate.moe_statics", "mlp.moe_statics").replace("e_score_correction_bias", "e_score_correction.bias")
     name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
     found = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -270,11 +276,14 @@ def stored(name, arch, config, mapping):
 
 def make(folder, out):
     checkpoint, arch, model_class, changes = MODELS[folder]
-    config = json.loads((GOLDEN / checkpoint / "config.json").read_text()) | changes
+    config = json.loads((GOLDEN / checkpoint / "config.json").read_text())
+    text = config.get("text_config", config)
+    text.update(changes)
     k_quants = folder.startswith("k_")
     types = K_TYPES if k_quants else TYPES
     model_class = getattr(transformers, model_class)
     hf_config = model_class.config_class(**config)
+    config = text
     hf_config._attn_implementation = "eager"
     torch.manual_seed(7)
     model = model_class(hf_config).to(torch.float32).eval()
@@ -284,12 +293,14 @@ def make(folder, out):
         known = model.state_dict()
         for name in model.load_state_dict({k: v for k, v in weights.items() if k in known}, strict=False).missing_keys:
             # The checkpoint has its experts one by one.
-            assert ".mlp." in name or name == "lm_head.weight" or ".layers.3." in name, name
+            assert ".mlp." in name or name == "lm_head.weight" or ".layers.3." in name or "vision" in name, name
             if name.endswith("proj.weight") or ".experts." in name:
                 torch.nn.init.normal_(known[name], std=0.2)
     out.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(out / "model.gguf", arch)
-    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    # The package does not know Muse Glimmer, whose names are those of AFMoE without experts.
+    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = known["afmoe" if arch == "muse-glimmer" else arch]
     mapping = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     metadata(writer, arch, config, number_of_experts(config))
     writer.add_bos_token_id(config["bos_token_id"])
@@ -299,9 +310,14 @@ def make(folder, out):
     state = model.state_dict()
     tied = config["tie_word_embeddings"]
     for name, parameter in state.items():
-        if (tied and name == "lm_head.weight") or "rotary" in name or name.endswith(("embed_scale", "_ids")):
+        if (tied and name == "lm_head.weight") or "rotary" in name or "vision" in name or name.endswith(("embed_scale", "_ids")):
             continue
         write_tensor(writer, name, parameter, arch, config, mapping, types, rng if k_quants else None)
+    if arch == "muse-glimmer":
+        # Norms without weights, with the factor of the queries.
+        for l in range(config["num_hidden_layers"]):
+            for role, factor in (("q", config["qk_scale_factor"]), ("k", 1.0)):
+                writer.add_tensor(f"blk.{l}.attn_{role}_norm.weight", np.full(config["head_dim"], factor, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -325,10 +341,11 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
     if values_of.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = Type.F16
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(role)
-    permuted = heads is not None and arch in ("llama", "mistral3", "smollm3", "granite")
+    permuted = heads is not None and arch in ("llama", "mistral3", "smollm3", "granite", "muse-glimmer")
     if permuted:
         values_of = pairs(values_of, heads)
-    shift = np.float32(arch == "gemma3" and target.endswith("norm.weight"))
+    is_shifted = arch == "gemma3" and target.endswith("norm.weight") or arch == "muse-glimmer" and name.endswith("layernorm.weight")
+    shift = np.float32(is_shifted)
     values_of = values_of + shift
     if arch == "gpt-oss" and "_exps" in target:
         write_interleaved(writer, target, parameter)

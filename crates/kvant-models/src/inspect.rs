@@ -256,6 +256,9 @@ impl InBlock<'_> {
             width.into_iter().for_each(|width| self.vector_if(true, part, &[width]));
         }
         self.vector_if(spec.sinks, Part::Sinks, &[spec.heads]);
+        if spec.output_gate {
+            self.matrix(Part::AttentionGate, &[q, h], false);
+        }
         self.matrix(Part::AttentionOutput, &[h, q], spec.output_bias);
     }
 

@@ -25,14 +25,20 @@ pub struct DecoderSpec {
     /// Multiplies the embedding, rounded to the dtype of activations. Gemma's √H is rounded in the same way by
     /// transformers.
     pub embedding_scale: f32,
+    /// Whether the embedding is normed, without weights.
+    pub embedding_norm: bool,
     /// Per-layer input embeddings.
     pub per_layer_input: Option<PerLayerInputSpec>,
     /// The blocks, first to last.
     pub blocks: Vec<BlockSpec>,
-    /// The epsilon of every norm.
+    /// The epsilon of every norm, except those of the halves' outputs.
     pub norm_eps: f32,
-    /// Added to the weights of every norm when they are loaded: 1 for families that multiply by 1 + w.
+    /// The epsilon of the norms of the halves' outputs.
+    pub post_norm_eps: f32,
+    /// Added to the weights of the norms of blocks when they are loaded: 1 for families that multiply by 1 + w.
     pub norm_offset: f32,
+    /// Added to the weights of the last norm.
+    pub final_norm_offset: f32,
     /// Multiplies the outputs of both halves of a block that has no norms of them.
     pub residual_scale: f32,
     /// Multiplies the logits, before the cap.
@@ -116,6 +122,8 @@ pub struct AttentionSpec {
     pub output_bias: bool,
     /// Whether each query head has a sink ([`kvant::ops::Attend::sinks`]).
     pub sinks: bool,
+    /// Whether the output of the heads is multiplied by sigmoid(gate(x)) before its projection.
+    pub output_gate: bool,
     /// The source of keys and values.
     pub keys_values: KeysValues,
 }
@@ -129,6 +137,8 @@ pub enum QkNorm {
     RotatedHeads,
     /// All heads of a token together, before the rotary embedding.
     Rows,
+    /// Each head without weights, before the rotary embedding.
+    Unweighted,
 }
 
 /// The source of a block's keys and values.
@@ -385,6 +395,9 @@ impl DecoderSpec {
             if self.residual_scale != 1.0 && block.post_norms {
                 return Err(unsupported("outputs with norms have no factor".into()));
             }
+            if self.per_layer_input.is_some() && self.post_norm_eps != self.norm_eps {
+                return Err(unsupported("with per-layer inputs all norms have one epsilon".into()));
+            }
             if (block.scalar || self.per_layer_input.is_some()) && !block.post_norms {
                 return Err(unsupported("a scalar and per-layer inputs require norms of the block's outputs".into()));
             }
@@ -460,7 +473,7 @@ impl AttentionSpec {
     /// The numbers of weights of the norms of queries and keys that the block has.
     pub(crate) fn qk_norm_widths(&self) -> [Option<usize>; 2] {
         let [q, k] = match self.qk_norm {
-            None => return [None, None],
+            None | Some(QkNorm::Unweighted) => return [None, None],
             Some(QkNorm::Heads | QkNorm::RotatedHeads) => [self.head_dim, self.head_dim],
             Some(QkNorm::Rows) => [self.q_width(), self.kv_width()],
         };
@@ -470,6 +483,11 @@ impl AttentionSpec {
     /// Outputs of the query projection.
     pub(crate) fn q_width(&self) -> usize {
         self.heads * self.head_dim
+    }
+
+    /// Outputs of the gate of the heads' output; 0 without one.
+    pub(crate) fn gate_width(&self) -> usize {
+        if self.output_gate { self.q_width() } else { 0 }
     }
 
     /// Outputs of the key projection.

@@ -94,6 +94,7 @@ pub(crate) struct AttentionWeights {
     pub k_norm: Option<Tensor>,
     /// f32 `[heads]`.
     pub sinks: Option<Tensor>,
+    pub output_gate: Option<Matrix>,
     pub output: Projection,
     pub post_norm: Option<Tensor>,
 }
@@ -167,7 +168,7 @@ impl Weights {
         spec.check()?;
         let mut loader = Loader { spec, source, device, bytes: 0 };
         let embed = loader.matrix(Role::Embedding, &[spec.vocab_size, spec.hidden_size])?;
-        let norm = loader.norm(Role::FinalNorm, spec.hidden_size)?;
+        let norm = loader.shifted(Role::FinalNorm, spec.hidden_size, spec.final_norm_offset)?;
         let output = loader.output()?;
         let per_layer = spec.per_layer_input.map(|inputs| loader.per_layer(inputs)).transpose()?;
         let blocks = spec.blocks.iter().enumerate();
@@ -292,6 +293,7 @@ impl Loader<'_> {
             q_norm: self.norm_if(q_norm, role(Part::QueryNorm))?,
             k_norm: self.norm_if(k_norm, role(Part::KeyNorm))?,
             sinks: if spec.sinks { Some(self.finite_tensor(role(Part::Sinks), spec.heads)?) } else { None },
+            output_gate: if spec.output_gate { Some(self.matrix(role(Part::AttentionGate), &[q, h])?) } else { None },
             output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias)?,
             post_norm: self.norm_if(block.post_norms.then_some(h), role(Part::AttentionPostNorm))?,
         })
@@ -405,13 +407,18 @@ impl Loader<'_> {
         self.source.vector(role, len, self.device)
     }
 
-    /// The weights of a norm as operations multiply by them. With an offset they are f32, so that 1 + w is not rounded.
+    /// The weights of a block's norm as operations multiply by them.
     fn norm(&self, role: Role, len: usize) -> Result<Tensor> {
+        self.shifted(role, len, self.spec.norm_offset)
+    }
+
+    /// The weights of a norm plus an offset. With one they are f32, so that 1 + w is not rounded.
+    fn shifted(&self, role: Role, len: usize, offset: f32) -> Result<Tensor> {
         let weights = self.vector(role, len)?;
-        if self.spec.norm_offset == 0.0 {
+        if offset == 0.0 {
             return Ok(weights);
         }
-        let shifted: Vec<f32> = weights.to_f32()?.iter().map(|w| w + self.spec.norm_offset).collect();
+        let shifted: Vec<f32> = weights.to_f32()?.iter().map(|w| w + offset).collect();
         Ok(Tensor::from_slice(self.device, &shifted, &[len])?)
     }
 

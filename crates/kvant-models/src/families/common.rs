@@ -62,9 +62,9 @@ impl ConfigJson<'_> {
         self.text.size("num_hidden_layers", None, MAX_LAYERS)
     }
 
-    pub(super) fn norm_eps(&self) -> Result<f32> {
+    pub(super) fn norm_eps(&self, key: &str) -> Result<f32> {
         let expected = "a small number, 0 or more";
-        let eps = self.text.float("rms_norm_eps", None, expected, |eps| (0.0..1.0).contains(&eps))?;
+        let eps = self.text.float(key, None, expected, |eps| (0.0..1.0).contains(&eps))?;
         Ok(eps as f32)
     }
 
@@ -167,6 +167,7 @@ impl ConfigJson<'_> {
             qkv_bias: false,
             output_bias: false,
             sinks: false,
+            output_gate: false,
             keys_values: KeysValues::Own,
         })
     }
@@ -202,10 +203,13 @@ impl ConfigJson<'_> {
             hidden_size: self.text.size("hidden_size", None, MAX_WIDTH)?,
             vocab_size: self.vocab_size()?,
             embedding_scale: 1.0,
+            embedding_norm: false,
             per_layer_input: None,
             blocks: blocks.collect::<Result<_>>()?,
-            norm_eps: self.norm_eps()?,
+            norm_eps: self.norm_eps("rms_norm_eps")?,
+            post_norm_eps: self.norm_eps("rms_norm_eps")?,
             norm_offset: 0.0,
+            final_norm_offset: 0.0,
             residual_scale: 1.0,
             logit_scale: 1.0,
             final_softcap: None,

@@ -28,6 +28,7 @@ mod hunyuan_v1_moe;
 mod llama;
 mod minimax_m2;
 mod ministral3;
+mod muse_glimmer;
 mod olmo2;
 mod phi3;
 mod qwen2;
@@ -92,7 +93,7 @@ pub(crate) enum ExpertLayout {
 /// A table of tensor names.
 pub(crate) type Names = &'static [(Part, &'static str)];
 
-static FAMILIES: [&Family; 21] = [
+static FAMILIES: [&Family; 22] = [
     &ernie4_5::FAMILY,
     &ernie4_5_moe::FAMILY,
     &exaone4::FAMILY,
@@ -107,6 +108,7 @@ static FAMILIES: [&Family; 21] = [
     &llama::FAMILY,
     &minimax_m2::FAMILY,
     &ministral3::FAMILY,
+    &muse_glimmer::FAMILY,
     &olmo2::FAMILY,
     &phi3::FAMILY,
     &qwen2::FAMILY,

@@ -2,7 +2,7 @@
 
 use kvant::{
     KvPool,
-    ops::{self, Attend, HeadNorm, MoeCombine, NormRope, NormRopeWrite, RmsNorm, Rope},
+    ops::{self, Activation, Attend, Columns, HeadNorm, MoeCombine, NormRope, NormRopeWrite, RmsNorm, Rope},
 };
 
 use super::{Network, Pass};
@@ -25,7 +25,7 @@ impl Pass<'_> {
         match spec.qk_norm {
             Some(QkNorm::Rows) => self.norm_rows(l)?,
             Some(QkNorm::RotatedHeads) => self.rotate_heads(l, rope.take())?,
-            None | Some(QkNorm::Heads) => {}
+            None | Some(QkNorm::Heads | QkNorm::Unweighted) => {}
         }
         let (mut from, q, k) = (&own.q[1], &own.q[1], &own.k[1]);
         if self.network.query_factors.is_some() {
@@ -54,7 +54,14 @@ impl Pass<'_> {
         let attend = Attend::new(q, kv, self.step, &own.attended[1]);
         let attend = attend.scale(spec.scale).softcap(spec.softcap).window(spec.window).sinks(weights.sinks.as_ref());
         ops::attend(self.enc, &attend)?;
-        self.output_linear(&own.attended[0], &weights.output, &views.y)
+        let mut attended = &own.attended[0];
+        if let (Some(matrix), Some(gate)) = (&weights.output_gate, &own.output_gate) {
+            // Some kernels of the product compute the gate, too, if it follows at once.
+            self.linear(self.input(l), matrix, gate)?;
+            self.gate(Columns::from(gate), Columns::from(attended), Activation::Sigmoid, gate)?;
+            attended = gate;
+        }
+        self.output_linear(attended, &weights.output, &views.y)
     }
 
     /// Norms queries and keys, in place, over all heads of a token.
@@ -95,14 +102,15 @@ impl<'a> HeadNorms<'a> {
         let eps = network.spec().norm_eps;
         let weights = &network.weights.blocks[l].attention;
         let spec = &network.spec().blocks[l].attention;
-        let is_of_heads = spec.qk_norm != Some(QkNorm::Rows);
-        let weighted = |weight: &'a Option<_>| {
-            weight.as_ref().filter(|_| is_of_heads).map(|weight| HeadNorm::new(eps).weight(Some(weight)))
+        let of_heads = |weight: &'a Option<_>| match spec.qk_norm {
+            None | Some(QkNorm::Rows) => None,
+            Some(QkNorm::Unweighted) => Some(HeadNorm::new(eps)),
+            Some(QkNorm::Heads | QkNorm::RotatedHeads) => Some(HeadNorm::new(eps).weight(weight.as_ref())),
         };
         let v_norm = spec.v_norm;
         HeadNorms {
-            q: weighted(&weights.q_norm),
-            k: weighted(&weights.k_norm),
+            q: of_heads(&weights.q_norm),
+            k: of_heads(&weights.k_norm),
             v: v_norm.then_some(HeadNorm::new(eps)),
         }
     }

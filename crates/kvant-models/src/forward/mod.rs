@@ -202,7 +202,11 @@ impl<'a> Pass<'a> {
     fn embed(&mut self) -> Result<()> {
         let table = self.network.weights.embed.weight();
         let scale = self.network.embedding_scale;
-        ops::embed(self.enc, &ops::Embed::new(table, &self.views.ids, &self.views.h).scale(scale))?;
+        let h = &self.views.h;
+        ops::embed(self.enc, &ops::Embed::new(table, &self.views.ids, h).scale(scale))?;
+        if self.spec().embedding_norm {
+            ops::rms_norm(self.enc, &RmsNorm::new(h, self.spec().norm_eps, h))?;
+        }
         self.query_factors()?;
         self.per_layer_inputs()
     }
@@ -359,8 +363,8 @@ impl<'a> Pass<'a> {
     /// h = scale · (h + norm(x)), and norms of h.
     fn add_normed(&mut self, x: &Tensor, weight: &Tensor, scale: f32, next: &[NextNorm]) -> Result<()> {
         let h = &self.views.h;
-        let args = RmsNorm::new(x, self.spec().norm_eps, h).weight(Some(weight)).residual(Residual::After(h));
-        ops::rms_norm(self.enc, &args.scale(scale).next(next))?;
+        let args = RmsNorm::new(x, self.spec().post_norm_eps, h).weight(Some(weight)).residual(Residual::After(h));
+        ops::rms_norm(self.enc, &args.scale(scale).next(next).next_eps(self.spec().norm_eps))?;
         self.stream = if next.is_empty() { Stream::Complete } else { Stream::Normed };
         Ok(())
     }

@@ -24,6 +24,7 @@ struct Buffers {
     shared_router: Option<[Tensor; 3]>,
     qkv: Tensor,
     attended: Tensor,
+    output_gate: Tensor,
     gate_up: Tensor,
     per_layer: Option<[Tensor; 3]>,
     moe: Option<[Tensor; 6]>,
@@ -73,6 +74,8 @@ pub(crate) struct BlockViews {
     pub k: [Tensor; 2],
     pub v: [Tensor; 2],
     pub attended: [Tensor; 2],
+    /// The gate of the heads' output, then the gated output: `[T, heads·D]`.
+    pub output_gate: Option<Tensor>,
     pub dense: Option<DenseViews>,
     pub moe: Option<MoeViews>,
 }
@@ -177,6 +180,7 @@ impl Buffers {
             },
             qkv: float(most(&|block| block.attention.q_width() + 2 * block.attention.kv_width()))?,
             attended: float(most(&|block| block.attention.q_width()))?,
+            output_gate: float(most(&|block| block.attention.gate_width()))?,
             gate_up: float(most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width)))?,
             per_layer,
             moe,
@@ -242,6 +246,10 @@ impl Buffers {
             k: heads(&self.qkv, tokens * q_width, kv, dim)?,
             v: heads(&self.qkv, tokens * (q_width + kv_width), kv, dim)?,
             attended: heads(&self.attended, 0, q, dim)?,
+            output_gate: match attention.gate_width() {
+                0 => None,
+                width => Some(front(&self.output_gate, &[tokens, width])?),
+            },
             dense: match block.feed_forward.dense() {
                 Some(dense) => Some(DenseViews {
                     gate: front(&self.gate_up, &[tokens, dense.width])?,
@@ -274,6 +282,7 @@ fn logits_dtype(spec: &DecoderSpec, activations: DType) -> DType {
 pub(crate) fn workspace_bytes(spec: &DecoderSpec, dtype: DType, rows: usize) -> usize {
     let most = |width: &dyn Fn(&BlockSpec) -> usize| spec.blocks.iter().map(width).max().unwrap_or(0);
     let qkv = most(&|block| 2 * block.attention.q_width() + 2 * block.attention.kv_width());
+    let output_gate = most(&|block| block.attention.gate_width());
     let dense = most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width));
     let moe = most(&|block| {
         let hidden = spec.hidden_size;
@@ -281,7 +290,7 @@ pub(crate) fn workspace_bytes(spec: &DecoderSpec, dtype: DType, rows: usize) -> 
     });
     let per_layer = spec.per_layer_input.map_or(0, |inputs| (2 * spec.blocks.len() + 1) * inputs.size);
     let streams = if has(spec, ParallelSum::Normed) { 6 } else { 3 };
-    let width = streams * spec.hidden_size + qkv + dense + moe + per_layer;
+    let width = streams * spec.hidden_size + qkv + output_gate + dense + moe + per_layer;
     rows.saturating_mul(width).saturating_mul(dtype.size())
 }
 

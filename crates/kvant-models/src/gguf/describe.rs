@@ -15,7 +15,7 @@ use crate::{
     Config, Error, Result,
     config::once_each,
     families,
-    spec::{AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, KeysValues, ParallelSum, ScoreBias},
+    spec::{AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, KeysValues, ParallelSum, QkNorm, ScoreBias},
 };
 
 const ARCHITECTURE: &str = "general.architecture";
@@ -59,7 +59,7 @@ impl Architecture {
     }
 }
 
-static ARCHITECTURES: [Architecture; 21] = [
+static ARCHITECTURES: [Architecture; 22] = [
     Architecture::new("llama", llama).adjacent_pairs().optional_biases(),
     Architecture::new("mistral3", mistral3).adjacent_pairs().optional_biases(),
     Architecture::new("qwen2", qwen2),
@@ -81,10 +81,11 @@ static ARCHITECTURES: [Architecture; 21] = [
     Architecture::new("ernie4_5-moe", ernie4_5_moe),
     Architecture::new("hunyuan-moe", hunyuan_moe).optional_biases(),
     Architecture::new("minimax-m2", minimax_m2).partial_rotation(),
+    Architecture::new("muse-glimmer", muse_glimmer).adjacent_pairs(),
 ];
 
 /// Keys of `config.json` and those of the metadata after the architecture's name.
-const KEYS: [(&str, &str); 28] = [
+const KEYS: [(&str, &str); 29] = [
     ("hidden_size", "embedding_length"),
     ("num_hidden_layers", "block_count"),
     ("num_attention_heads", "attention.head_count"),
@@ -97,6 +98,7 @@ const KEYS: [(&str, &str); 28] = [
     ("sliding_window", "attention.sliding_window"),
     ("num_kv_shared_layers", "attention.shared_kv_layers"),
     ("final_logit_softcapping", "final_logit_softcapping"),
+    ("output_multiplier", "logit_scale"),
     ("moe_intermediate_size", "expert_feed_forward_length"),
     ("rope_scaling.factor", "rope.scaling.factor"),
     ("rope_scaling.original_max_position_embeddings", "rope.scaling.original_context_length"),
@@ -436,6 +438,28 @@ fn minimax_m2(keys: &Keys) -> Result<Value> {
     Ok(json.into())
 }
 
+/// The factor of queries is the weight of their norm. The layers with a window have a rotary embedding.
+fn muse_glimmer(keys: &Keys) -> Result<Value> {
+    let mut json = keys.common("muse_glimmer_text")?;
+    let scale = keys.required_number("logit_scale")?;
+    let kinds = keys.layer_types()?;
+    let theta = keys.number("rope.freq_base_swa")?.map_or_else(|| json["rope_theta"].clone(), Value::from);
+    let of_kind = |kind: &Value| if kind == "full_attention" { json!(0) } else { theta.clone() };
+    let thetas: Vec<Value> = kinds.as_array().into_iter().flatten().map(of_kind).collect();
+    json.extend([
+        ("layer_rope_theta".into(), thetas.into()),
+        ("layer_types".into(), kinds),
+        ("rope_theta".into(), theta),
+        ("sliding_window".into(), json!(keys.required("attention.sliding_window")?)),
+        ("output_multiplier".into(), json!(scale)),
+        ("final_logit_softcapping".into(), json!(keys.softcap()?)),
+        ("qk_scale_factor".into(), json!(1.0)),
+        // llama.cpp's.
+        ("post_norm_eps".into(), json!(1e-8)),
+    ]);
+    Ok(json.into())
+}
+
 /// The metadata of an architecture.
 struct Keys<'a> {
     gguf: &'a Gguf,
@@ -721,7 +745,7 @@ impl Keys<'_> {
     /// What `config.json` cannot say.
     fn adjust(&self, decoder: &mut DecoderSpec, architecture: &Architecture) -> Result<()> {
         // The 1 of 1 + w is part of the weights.
-        decoder.norm_offset = 0.0;
+        (decoder.norm_offset, decoder.final_norm_offset) = (0.0, 0.0);
         let heads = self.of_layers("attention.head_count")?;
         let kv_heads = self.of_layers("attention.head_count_kv")?;
         let widths = self.of_layers("feed_forward_length")?;
@@ -742,6 +766,10 @@ impl Keys<'_> {
             };
             set(&mut attention.heads, &heads);
             set(&mut attention.kv_heads, &kv_heads);
+            // Files have weights: the factor of queries, and ones.
+            if attention.qk_norm == Some(QkNorm::Unweighted) {
+                attention.qk_norm = Some(QkNorm::Heads);
+            }
             // A file without the projection of values uses the keys.
             let value = format!("blk.{l}.attn_v.weight");
             if attention.keys_values == KeysValues::Own && self.gguf.tensor(&value).is_none() && self.is("gemma4") {

@@ -24,6 +24,7 @@ impl GgufSource<'_> {
             Part::QueryNorm => "attn_q_norm.weight",
             Part::KeyNorm => "attn_k_norm.weight",
             Part::Sinks => "attn_sinks.weight",
+            Part::AttentionGate => "attn_gate.weight",
             Part::AttentionOutput => "attn_output.weight",
             Part::AttentionPostNorm => "post_attention_norm.weight",
             Part::FeedForwardNorm => {

@@ -11,7 +11,7 @@
 //!
 //!    | difference | value |
 //!    |---|---|
-//!    | the 1 of 1 + w is already part of the norms | `DecoderSpec::norm_offset` is 0 |
+//!    | the 1 of 1 + w is already part of the norms | `DecoderSpec::norm_offset` and `final_norm_offset` are 0 |
 //!    | rows of Q and K are permuted for adjacent pairs | `RopeSpec::layout` is `Interleaved` |
 //!    | the file has factors of frequencies as a tensor | `RopeSpec::factors` |
 //!    | the output matrix is absent | `DecoderSpec::output` is `Embedding` |
@@ -108,6 +108,8 @@ pub(crate) enum Part {
     KeyNorm,
     /// A score of each query head, `[heads]`.
     Sinks,
+    /// The gate of the attention's output, `[heads·D, H]`.
+    AttentionGate,
     /// `[H, heads·D]`.
     AttentionOutput,
     /// The norm of the attention's output, `[H]`.

@@ -329,7 +329,7 @@ proptest! {
     #[test]
     fn mutated_configurations_never_panic(
         variant in prop::sample::select(vec![
-            "ple_shared", "moe", "moe_mlx", "qwen2_window", "smollm3", "granite_hybrid", "olmo3", "exaone4", "phi3", "ernie4_5", "hunyuan",
+            "ple_shared", "moe", "moe_mlx", "qwen2_window", "smollm3", "granite_hybrid", "olmo3", "exaone4", "phi3", "ernie4_5", "hunyuan", "muse_glimmer",
         ]),
         edits in prop::collection::vec((any::<prop::sample::Index>(), any_value()), 1..3),
     ) {

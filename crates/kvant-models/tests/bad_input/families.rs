@@ -46,6 +46,15 @@ fn impossible_values_name_their_key() {
         ("hunyuan", "rope_scaling", json!({"type": "dynamic", "factor": 2.0}), "rope_scaling.alpha"),
         ("hunyuan", "use_qk_norm", json!(false), "use_qk_norm"),
         ("llama", "partial_rotary_factor", json!(0.5), "partial_rotary_factor"),
+        ("muse_glimmer", "layer_rope_theta", json!([5e4, 0]), "layer_rope_theta"),
+        ("muse_glimmer", "layer_rope_theta", json!([5e4, 1e4, 0]), "layer_rope_theta"),
+        ("muse_glimmer", "layer_rope_theta", json!(5e4), "layer_rope_theta"),
+        ("muse_glimmer", "post_norm_eps", json!(-1), "post_norm_eps"),
+        ("muse_glimmer", "qk_scale_factor", json!(0), "qk_scale_factor"),
+        ("muse_glimmer", "output_multiplier", json!("x"), "output_multiplier"),
+        ("muse_glimmer", "final_logit_softcapping", json!(0), "final_logit_softcapping"),
+        ("muse_glimmer", "sliding_window", json!(null), "sliding_window"),
+        ("muse_glimmer", "hidden_activation", json!("relu"), "hidden_activation"),
     ];
     for (variant, key, value, named) in cases {
         let mut config = config_of(variant);
@@ -58,6 +67,15 @@ fn impossible_values_name_their_key() {
             other => panic!("{variant}: {key} {value}: {other:?}"),
         }
     }
+}
+
+/// Files of MLX have the keys of Muse Glimmer's text model beside the type of the whole one.
+#[test]
+fn muse_glimmer_without_text_config() {
+    let nested = config_of("muse_glimmer");
+    let mut flat = nested["text_config"].clone();
+    flat["model_type"] = "muse_glimmer".into();
+    assert_eq!(Config::parse(&flat).unwrap().decoder, Config::parse(&nested).unwrap().decoder);
 }
 
 /// Mistral 3 has the embedding for its output unless a key or the checkpoint says otherwise.

@@ -196,6 +196,7 @@ fn lies_in_models() {
 /// Errors name the key or the tensor.
 #[test]
 fn models_that_cannot_run() {
+    const PATTERN: &str = "muse-glimmer.attention.sliding_window_pattern";
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.gguf");
     let named = |writer: Writer, expected: &str| {
@@ -257,6 +258,15 @@ fn models_that_cannot_run() {
         biased.tensor("blk.1.attn_output.bias", &[64], 0, vec![0; 256]),
         "`blk.1.attn_output.bias` is not supported: qwen2",
     );
+    let glimmer = |key: &str, value: Value| {
+        let mut writer = llama("general.architecture", text("muse-glimmer")).pair(key, value);
+        writer.pairs.iter_mut().for_each(|(key, _)| *key = key.replace("llama.", "muse-glimmer."));
+        writer
+    };
+    named(glimmer("x", u32(0)), "`muse-glimmer.logit_scale` must be a number, got nothing");
+    let scaled = |pattern: Value| glimmer("llama.logit_scale", f32(0.5)).pair(PATTERN, pattern);
+    named(scaled(u32(4)), "`muse-glimmer.attention.sliding_window_pattern`");
+    named(scaled(array(&[u32(1), u32(0)])), "`muse-glimmer.attention.sliding_window` must be a whole number");
     let factors = llama("x", u32(0)).tensor("rope_freqs.weight", &[16], 0, vec![0; 64]);
     named(factors, "tensor `rope_freqs.weight`");
     std::fs::write(&path, llama("llama.feed_forward_length", widths(2)).bytes()).unwrap();

@@ -11,7 +11,7 @@ use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders with a `model.gguf` (`tools/golden_gguf_models.py`).
-pub const GGUF_MODELS: [&str; 28] = [
+pub const GGUF_MODELS: [&str; 29] = [
     "llama_gguf",
     "llama_bias_gguf",
     "llama_yarn_gguf",
@@ -39,11 +39,12 @@ pub const GGUF_MODELS: [&str; 28] = [
     "phi3_gguf",
     "ernie4_5_gguf",
     "hunyuan_gguf",
+    "muse_glimmer_gguf",
     "k_quants_gguf",
 ];
 
 /// The folders of random checkpoints of other families than Gemma 4.
-pub const FAMILIES: [&str; 42] = [
+pub const FAMILIES: [&str; 43] = [
     "llama",
     "llama_bias",
     "llama_mlx",
@@ -86,10 +87,11 @@ pub const FAMILIES: [&str; 42] = [
     "phi3",
     "ernie4_5",
     "hunyuan",
+    "muse_glimmer",
 ];
 
 /// The folders of random checkpoints that differ from those of [`FAMILIES`] in the form of their weights only.
-pub const MLX_FAMILIES: [&str; 10] = [
+pub const MLX_FAMILIES: [&str; 11] = [
     "qwen2_mlx",
     "smollm3_mlx",
     "seed_oss_mlx",
@@ -100,6 +102,7 @@ pub const MLX_FAMILIES: [&str; 10] = [
     "phi3_mlx",
     "ernie4_5_mlx",
     "hunyuan_mlx",
+    "muse_glimmer_mlx",
 ];
 
 /// The folders of random checkpoints of Gemma 4.
