@@ -1,6 +1,6 @@
 //! `/v1/chat/completions`.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use axum::{
     Extension,
@@ -46,7 +46,7 @@ drawn_request! {
         response_format: Option<JsonValue>,
         structured_outputs: Option<StructuredOutputs>,
         reasoning_effort: Option<String>,
-        chat_template_kwargs: Option<Map<String, Value>>,
+        chat_template_kwargs: Option<BTreeMap<String, JsonValue>>,
         add_generation_prompt: Option<bool>,
         continue_final_message: Option<bool>,
         cache_salt: Option<String>,
@@ -212,12 +212,12 @@ pub(crate) fn must_call(tools: Vec<JsonValue>, name: Option<&str>, shape: Shape)
 }
 
 /// Whether the model thinks before its answer. The effort is a variable of some templates.
-pub(crate) fn thinking(effort: Option<String>, variables: &mut Map<String, Value>) -> Result<Option<bool>> {
+pub(crate) fn thinking(effort: Option<String>, variables: &mut BTreeMap<String, JsonValue>) -> Result<Option<bool>> {
     let Some(effort) = effort else { return Ok(None) };
     match effort.as_str() {
         "none" => Ok(Some(false)),
         "minimal" | "low" | "medium" | "high" | "xhigh" => {
-            variables.entry("reasoning_effort").or_insert(Value::String(effort));
+            variables.entry("reasoning_effort".to_string()).or_insert(JsonValue::String(effort));
             Ok(Some(true))
         }
         _ => {

@@ -1,12 +1,12 @@
 //! Conversations as requests have them, and the prompts that the model's template makes of them.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use axum::extract::State;
 use kvant_engine::{CompiledGrammar, EngineRequest};
 use kvant_models::chat::{ChatRole, ChatTemplate, Content, Conversation, JsonValue, Message, ReplyFormat, ToolCall};
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::{
     answer::AnswerReader,
@@ -63,7 +63,7 @@ struct SentFunction {
 pub(crate) struct Talk {
     pub messages: Vec<Message>,
     pub tools: Vec<JsonValue>,
-    pub variables: Map<String, Value>,
+    pub variables: BTreeMap<String, JsonValue>,
     pub thinking: Option<bool>,
     pub generation_prompt: bool,
     /// Whether the answer continues the last message.
@@ -322,7 +322,7 @@ pub(crate) struct TemplateRequest {
     model: Option<String>,
     messages: Vec<ChatMessage>,
     tools: Option<Vec<JsonValue>>,
-    chat_template_kwargs: Option<Map<String, Value>>,
+    chat_template_kwargs: Option<BTreeMap<String, JsonValue>>,
     add_generation_prompt: Option<bool>,
     continue_final_message: Option<bool>,
 }

@@ -1,6 +1,6 @@
 //! `/v1/responses`: text, tools and streams of OpenAI's responses. Nothing is stored.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use axum::{
     Extension,
@@ -87,7 +87,7 @@ pub(crate) async fn create(
     let format = request.text.as_ref().and_then(|text| text.format.as_ref());
     let shape = Shape::of_format(format, "text.format", None)?;
     let (tools, shape) = chosen_tools(&app, tools, request.tool_choice.as_ref(), shape)?;
-    let mut variables = Map::new();
+    let mut variables = BTreeMap::new();
     let thinking = thinking(effort(request.reasoning.as_ref())?, &mut variables)?;
     let messages = messages(&app, &request)?;
     let talk = Talk { messages, tools, variables, thinking, generation_prompt: true, shape, ..Talk::default() };

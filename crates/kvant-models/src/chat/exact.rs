@@ -296,6 +296,12 @@ impl From<&JsonValue> for JsonValue {
     }
 }
 
+impl From<bool> for JsonValue {
+    fn from(value: bool) -> JsonValue {
+        JsonValue::Bool(value)
+    }
+}
+
 impl From<&str> for JsonValue {
     fn from(text: &str) -> JsonValue {
         JsonValue::String(text.to_string())

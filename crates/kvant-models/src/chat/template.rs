@@ -1,6 +1,6 @@
 //! Chat templates.
 
-use std::{sync::Arc, thread};
+use std::{collections::BTreeMap, sync::Arc, thread};
 
 use minijinja::{
     AutoEscape, Environment, Value,
@@ -8,7 +8,6 @@ use minijinja::{
     syntax::SyntaxConfig,
 };
 use serde::Serialize;
-use serde_json::Map;
 
 pub use super::format_time::Clock;
 use super::{
@@ -86,7 +85,7 @@ pub struct Conversation<'a> {
     /// Whether the text ends within the last message, which the model continues.
     pub continues_last: bool,
     /// Other variables of the template.
-    pub variables: Map<String, serde_json::Value>,
+    pub variables: BTreeMap<String, JsonValue>,
     /// The time for templates that print a date.
     pub clock: Clock,
 }
@@ -99,7 +98,7 @@ impl<'a> Conversation<'a> {
             tools: Vec::new(),
             generation_prompt: true,
             continues_last: false,
-            variables: Map::new(),
+            variables: BTreeMap::new(),
             clock: Clock::Now,
         }
     }
@@ -132,7 +131,7 @@ impl<'a> Conversation<'a> {
 
     /// Sets a variable of the template, such as `reasoning_effort` of gpt-oss.
     #[must_use]
-    pub fn variable(mut self, name: impl Into<String>, value: impl Into<serde_json::Value>) -> Conversation<'a> {
+    pub fn variable(mut self, name: impl Into<String>, value: impl Into<JsonValue>) -> Conversation<'a> {
         self.variables.insert(name.into(), value.into());
         self
     }
@@ -269,8 +268,7 @@ impl ChatTemplate {
         context.push(("tools", if has_tools { Value::from(tools) } else { Value::from(()) }));
         context.push(("documents", Value::from(())));
         context.push(("add_generation_prompt", Value::from(conversation.generation_prompt)));
-        context
-            .extend(conversation.variables.iter().map(|(name, value)| (name.as_str(), Value::from_serialize(value))));
+        context.extend(conversation.variables.iter().map(|(name, value)| (name.as_str(), value.to_template())));
         let context: Value = context.into_iter().collect();
 
         let source =

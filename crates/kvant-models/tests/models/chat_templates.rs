@@ -7,7 +7,7 @@ use kvant_models::{
     chat::{ChatTemplate, Clock, Conversation, JsonValue, Message, SpecialTokens, ToolCall},
 };
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 /// A file of `tools/chat_templates.py`.
 #[derive(Deserialize)]
@@ -16,7 +16,7 @@ struct Golden {
     tokens: BTreeMap<String, String>,
     conversations: BTreeMap<String, Vec<Message>>,
     tools: BTreeMap<String, Option<Vec<Value>>>,
-    thinking: BTreeMap<String, Map<String, Value>>,
+    thinking: BTreeMap<String, BTreeMap<String, JsonValue>>,
     cases: Vec<Case>,
     /// By template.
     expected: BTreeMap<String, Vec<Expected>>,

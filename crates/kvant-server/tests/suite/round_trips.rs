@@ -214,6 +214,22 @@ async fn numbers_of_history_keep_their_digits() {
     assert_eq!(count, same["count"]);
 }
 
+/// Numbers for the template keep their digits, too.
+#[tokio::test(flavor = "multi_thread")]
+async fn numbers_of_variables_keep_their_digits() {
+    let numbers = r#"[9007199254740993, 123456789012345678901, 0.12345678901234567890, -1e400]"#;
+    let source = "{{ id }} {{ all|tojson }}";
+    let template = ChatTemplate::new(source, [("bos_token", "<bos>")].into_iter().collect()).unwrap();
+    let router = Server::new(shared_engine(), Some(template), ServerOptions::new(NAME)).router();
+    let body = format!(
+        r#"{{"messages": [{{"role": "user", "content": "a"}}],
+        "chat_template_kwargs": {{"id": 18446744073709551617, "all": {numbers}}}}}"#
+    );
+    let request = Request::post("/apply-template").header(header::CONTENT_TYPE, "application/json");
+    let answer = send(router, request.body(Body::from(body)).unwrap()).await.ok();
+    assert_eq!(answer["prompt"], format!("18446744073709551617 {numbers}"));
+}
+
 /// An answer at the end of a conversation goes on.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_last_answer_is_continued() {
