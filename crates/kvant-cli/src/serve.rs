@@ -13,7 +13,7 @@ use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
 use kvant_models::{
-    Files, Inspection, LoadOptions, Model, PoolOptions, Sampling, Tokenizer,
+    Config, Files, LoadOptions, Model, PoolOptions, Sampling, Tokenizer,
     chat::{ChatTemplate, GenerationDefaults},
 };
 use kvant_server::{ApiKeys, Server, ServerOptions};
@@ -184,7 +184,7 @@ impl ServeArgs {
     fn context(&self, files: &Files) -> Result<usize> {
         match self.context {
             Some(context) => Ok(context),
-            None => Ok(Inspection::open(files)?.config.max_position_embeddings.unwrap_or(4096)),
+            None => Ok(Config::load_files(files)?.max_position_embeddings.unwrap_or(4096)),
         }
     }
 

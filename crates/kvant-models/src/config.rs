@@ -34,7 +34,8 @@ impl Config {
         Config::load_files(&Files::at(dir)?)
     }
 
-    pub(crate) fn load_files(files: &Files) -> Result<Config> {
+    /// As [`Config::load`], from any [`Files`].
+    pub fn load_files(files: &Files) -> Result<Config> {
         if let Some(gguf) = files.as_gguf() {
             return gguf::describe::config(gguf);
         }

@@ -18,7 +18,7 @@ use std::{
 };
 
 use kvant::Codec;
-use kvant_models::{Files, Inspection, PoolOptions, Tokenizer};
+use kvant_models::{Config, Files, PoolOptions, Tokenizer};
 use serde::{Deserialize, Serialize};
 
 use self::{cache_type::CacheType, measure::Measurement, progress::Progress, score::Score};
@@ -146,7 +146,7 @@ fn context(args: &EvalArgs, files: &Files) -> Result<usize> {
     if args.report.report.is_none() {
         return Ok(window);
     }
-    Ok(Inspection::open(files)?.config.max_position_embeddings.unwrap_or(window).max(window))
+    Ok(Config::load_files(files)?.max_position_embeddings.unwrap_or(window).max(window))
 }
 
 /// What a measurement depends on, in one line.
