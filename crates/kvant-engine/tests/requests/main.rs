@@ -5,3 +5,5 @@ mod grammar;
 mod scheduling;
 mod serving;
 mod texts;
+#[path = "../words/mod.rs"]
+mod words;

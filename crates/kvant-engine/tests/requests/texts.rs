@@ -2,7 +2,10 @@
 
 use std::{sync::Arc, time::Instant};
 
-use crate::common::{collect, engine, model, options, request, shipped, words};
+use crate::{
+    common::{collect, engine, model, options, request, shipped},
+    words::words,
+};
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Grammar};
 use kvant_models::Sampling;
 
@@ -184,9 +187,10 @@ fn speed() {
     }
 }
 
-/// The ids of `▁world` and of the byte 0xF0 in [`words`].
-const WORLD: u32 = 260;
-const F0: u32 = 3 + 0xF0;
+/// Ids of [`words`]: `▁Hello`, `▁world`, and the first byte.
+const HELLO: u32 = 3;
+const WORLD: u32 = 4;
+const BYTES: u32 = 259;
 
 /// The text of two tokens `forced` after a prompt.
 fn after(engine: &Engine, prompt: &[u32], forced: u32, stop: &[&str]) -> String {
@@ -198,12 +202,12 @@ fn after(engine: &Engine, prompt: &[u32], forced: u32, stop: &[&str]) -> String 
 #[test]
 fn a_text_continues_its_prompt() {
     let engine = Engine::start(model(), Arc::new(words()), options()).unwrap();
-    assert_eq!(after(&engine, &[2, 259], WORLD, &[]), " world world");
+    assert_eq!(after(&engine, &[2, HELLO], WORLD, &[]), " world world");
     // The first word of a whole text.
     assert_eq!(after(&engine, &[2], WORLD, &[]), "world world");
     // Stop strings see the space.
-    assert_eq!(after(&engine, &[2, 259], WORLD, &[" world"]), "");
+    assert_eq!(after(&engine, &[2, HELLO], WORLD, &[" world"]), "");
     assert_eq!(after(&engine, &[2], WORLD, &[" world"]), "world");
     // A character whose first three bytes are the prompt's.
-    assert_eq!(after(&engine, &[2, F0, 3 + 0x9F, 3 + 0x98], 3 + 0x80, &[]), "😀\u{fffd}");
+    assert_eq!(after(&engine, &[2, BYTES + 0xF0, BYTES + 0x9F, BYTES + 0x98], BYTES + 0x80, &[]), "😀\u{fffd}");
 }

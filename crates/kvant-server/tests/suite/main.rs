@@ -11,6 +11,8 @@ mod round_trips;
 mod structured;
 mod tokens;
 mod untrusted;
+#[path = "../../../kvant-engine/tests/words/mod.rs"]
+mod words;
 
 use std::{
     path::Path,
@@ -29,6 +31,7 @@ use kvant_models::{Model, Tokenizer, chat::ChatTemplate};
 use kvant_server::{Server, ServerOptions};
 use serde_json::{Value, json};
 use tower::ServiceExt;
+use words::words;
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-cli/model");
 const NAME: &str = "rustdoc-11m";
@@ -54,32 +57,6 @@ fn router() -> Router {
 
 fn with(options: ServerOptions) -> Router {
     Server::new(shared_engine(), None, options).router()
-}
-
-/// A tokenizer of SentencePiece's kind for the shipped model's ids: words begin with ▁, which the first word of a text
-/// loses, and all bytes are tokens, with ids that the model finds probable.
-fn words() -> Tokenizer {
-    let mut vocabulary: Vec<String> = ["<pad>", "<eos>", "<bos>", "▁Hello", "▁world"].map(str::to_string).to_vec();
-    vocabulary.extend((vocabulary.len()..259).map(|id| format!("▁w{id}")));
-    vocabulary.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
-    vocabulary.extend((vocabulary.len()..4096).map(|id| format!("▁w{id}")));
-    let special = |id: usize| {
-        json!({"id": id, "content": vocabulary[id], "single_word": false, "lstrip": false, "rstrip": false,
-            "normalized": false, "special": true})
-    };
-    let added: Vec<Value> = (0..3).map(special).collect();
-    let vocabulary: serde_json::Map<String, Value> =
-        vocabulary.iter().enumerate().map(|(id, token)| (token.clone(), json!(id))).collect();
-    let space = json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "});
-    let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
-    let decoders = json!([space, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]);
-    let json = json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true},
-        "post_processor": null, "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<pad>"},
-    });
-    Tokenizer::parse(json.to_string().as_bytes()).unwrap()
 }
 
 /// The routes with [`words`].
