@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -267,7 +268,7 @@ def rotary(model, config):
     return {
         kind: dict(
             frequencies=rounded(getattr(rope, f"{kind}_inv_freq").tolist()), factor=getattr(rope, f"{kind}_attention_scaling"))
-        for kind in rope.rope_type
+        for kind in sorted(rope.rope_type)
     }
 
 
@@ -355,7 +356,9 @@ def judged(config):
     try:
         return facts(config)
     except Exception as error:  # Whatever goes wrong: transformers does not run this configuration.
-        return {"fails": f"{type(error).__name__}: {error}"[:120]}
+        # Messages show sets of keys in any order.
+        message = re.sub(r"\{([^{}]*)\}", lambda match: "{" + ", ".join(sorted(match[1].split(", "))) + "}", str(error))
+        return {"fails": f"{type(error).__name__}: {message}"[:120]}
 
 
 def wrapper_cases(wrapper, model_type):
