@@ -1,10 +1,12 @@
 //! The storage of one layer's keys and values.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use crate::{
     DType, Device, Error, Result, Tensor,
     codec::{self, BLOCK, Codec},
     encoder::{Access, Touch},
-    ops::check,
+    ops::{attend::Results, check},
 };
 
 /// The specification of a [`KvLayer`].
@@ -206,6 +208,17 @@ pub struct KvLayer {
     pub(crate) k: Planes,
     pub(crate) v: Planes,
     pages: Option<LayerPages>,
+    /// The dense pages, if pages are sealed: then the planes above are those of sealed pages.
+    dense: Option<Arc<DensePages>>,
+}
+
+/// The dense pages of a layer that seals pages.
+#[derive(Debug)]
+struct DensePages {
+    layer: KvLayer,
+    /// Room for results of attention over some of the pages, of all layers of the pool in turn: a pass runs one
+    /// operation after the other.
+    results: Arc<Mutex<Option<Results>>>,
 }
 
 /// What a page table counts in: an entry is the distance of a page from the start of the pool's memory, in units of
@@ -257,12 +270,59 @@ impl KvLayer {
             k: Planes::zeros(device, spec.k, rows, spec.head_dim)?,
             v: Planes::zeros(device, spec.v, rows, spec.head_dim)?,
             pages: None,
+            dense: None,
         })
     }
 
     /// A layer of a pool. The planes begin where they are in a page at the start of `memory`, and end where it does.
     pub(crate) fn paged(spec: LayerSpec, pages: LayerPages, k: Planes, v: Planes) -> KvLayer {
-        KvLayer { spec, k, v, pages: Some(pages) }
+        KvLayer { spec, k, v, pages: Some(pages), dense: None }
+    }
+
+    /// The layer with pages that are dense until they are sealed. `results` is shared by the layers of a pool.
+    pub(crate) fn with_dense_pages(self, layer: KvLayer, results: &Arc<Mutex<Option<Results>>>) -> KvLayer {
+        KvLayer { dense: Some(Arc::new(DensePages { layer, results: Arc::clone(results) })), ..self }
+    }
+
+    /// The dense pages of a layer that seals pages, as a layer of its own.
+    pub(crate) fn dense(&self) -> Option<&KvLayer> {
+        self.dense.as_ref().map(|dense| &dense.layer)
+    }
+
+    /// The sealed pages alone.
+    pub(crate) fn sealed(&self) -> KvLayer {
+        KvLayer { dense: None, ..self.clone() }
+    }
+
+    /// The layer that new tokens are written to.
+    pub(crate) fn written(&self) -> &KvLayer {
+        self.dense().unwrap_or(self)
+    }
+
+    /// Whether attention takes rotated queries.
+    pub(crate) fn rotates_queries(&self) -> bool {
+        self.written().spec.k.is_quantised()
+    }
+
+    /// Room for results of attention over some of the pages: f32 `[T, H, D]` and `[T, H]`.
+    pub(crate) fn results(&self, tokens: usize, heads: usize) -> Result<Results> {
+        let dim = self.spec.head_dim;
+        let rows = crate::tensor::element_count(&[tokens, heads])?;
+        let elements = crate::tensor::element_count(&[rows, dim])?;
+        let shared = self.dense.as_ref().map(|dense| dense.results.lock().unwrap_or_else(PoisonError::into_inner));
+        let kept = shared.as_deref().and_then(Option::as_ref);
+        let room = match kept.filter(|kept| kept.out.elements() >= elements && kept.ends.elements() >= rows) {
+            Some(kept) => kept.clone(),
+            None => {
+                let zeros = |elements| Tensor::zeros(self.device(), DType::F32, &[elements]);
+                Results { out: zeros(elements)?, ends: zeros(rows)? }
+            }
+        };
+        if let Some(mut shared) = shared {
+            *shared = Some(room.clone());
+        }
+        let out = room.out.rows(0..elements)?.reshape(&[tokens, heads, dim])?;
+        Ok(Results { out, ends: room.ends.rows(0..rows)?.reshape(&[tokens, heads])? })
     }
 
     /// Makes a layer over existing dense tensors of S·Hk·cap·D elements each, in the order of `spec.order`. Their
@@ -299,7 +359,7 @@ impl KvLayer {
             let low = tensor.reshape(&[rows, spec.head_dim])?;
             Ok(Planes { codec, low, high: None, norms: None, means: None })
         };
-        Ok(KvLayer { spec, k: side("k", spec.k, k)?, v: side("v", spec.v, v)?, pages: None })
+        Ok(KvLayer { spec, k: side("k", spec.k, k)?, v: side("v", spec.v, v)?, pages: None, dense: None })
     }
 
     /// The specification.
@@ -352,6 +412,11 @@ impl KvLayer {
         self.pages.is_some()
     }
 
+    /// Positions of a page; `usize::MAX` without pages.
+    pub(crate) fn page_tokens(&self) -> usize {
+        self.pages.map_or(usize::MAX, |pages| pages.page_tokens)
+    }
+
     /// The most positions of a sequence, if the layer has slots for no more: those of a linear layer.
     pub(crate) fn limit(&self) -> Option<usize> {
         (!self.spec.ring && self.pages.is_none()).then_some(self.spec.capacity)
@@ -393,11 +458,6 @@ impl KvLayer {
         self.pages.map_or(0, |pages| row / pages.page_tokens)
     }
 
-    /// Whether a side is stored minus the means of its pages.
-    pub(crate) fn is_centred(&self) -> bool {
-        self.spec.k.is_centred() || self.spec.v.is_centred()
-    }
-
     /// The number of rows between a head's slot and its next slot.
     #[inline]
     pub fn slot_stride(&self) -> usize {
@@ -433,7 +493,12 @@ impl LayerPages {
         if index >= table.width {
             return None;
         }
-        let entry = *table.entries.get(sequence * table.width + index)?;
+        self.start(*table.entries.get(sequence * table.width + index)?)
+    }
+
+    /// The distance in bytes of the page that an entry is from the start of the pool's memory.
+    #[inline]
+    pub(crate) fn start(&self, entry: u32) -> Option<usize> {
         (entry < self.entries).then_some(entry as usize * PAGE_UNIT)
     }
 }

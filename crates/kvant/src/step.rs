@@ -9,10 +9,10 @@ use std::{
 };
 
 use crate::{
-    DType, Device, Error, KvLayer, Result, Tensor,
+    DType, Device, Encoder, Error, KvLayer, Result, Tensor,
     encoder::{Access, Touch},
     layer::PageTable,
-    ops::check,
+    ops::{self, check},
 };
 
 /// The tokens of one forward pass: T tokens of up to S sequences, each with its own position.
@@ -95,6 +95,10 @@ pub(crate) struct StepPages {
     pub pool: u64,
     /// For each group, u32 `[S, width]`.
     pub tables: Vec<Tensor>,
+    /// For each group of sealed pages, u32 `[n, 2]`: the pages that are sealed in the pass, as
+    /// [`seal`](crate::ops::seal::seal) takes them. Empty for the other groups, and where no sequence has more new
+    /// tokens than a page has positions: then the pool seals before the pass.
+    pub seals: Vec<Tensor>,
     /// What all tensors of the step are parts of.
     pub base: Tensor,
     pub written: Mutex<WrittenStep>,
@@ -256,8 +260,8 @@ impl Step {
         let upload = |words: &[u32]| Tensor::from_slice(self.positions.device(), words, &[words.len()]);
         let step = Step { positions: upload(&positions)?, sequence: upload(&sequence)?, ..self.clone() };
         let written = Mutex::new(WrittenStep { stamps, tokens: [positions, sequence].concat() });
-        let (tables, base) = (pages.tables.clone(), pages.base.clone());
-        Ok(step.with_pages(StepPages { pool: pages.pool, tables, base, written }).with_known_batch(batch))
+        let (tables, seals, base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
+        Ok(step.with_pages(StepPages { pool: pages.pool, tables, seals, base, written }).with_known_batch(batch))
     }
 
     /// The tokens of a range, of which the host knows `batch`. Lengths and page tables are those of the whole step.
@@ -274,6 +278,13 @@ impl Step {
     /// The number of sequences, S: of rows of the page tables, and of lengths.
     pub(crate) fn sequences(&self) -> usize {
         self.lens.elements()
+    }
+
+    /// Seals the pages of a layer that later tokens of the step see as sealed, when the keys and values are written.
+    pub(crate) fn seal(&self, enc: &mut Encoder, layer: &KvLayer) -> Result<()> {
+        let group = layer.pages().map(|pages| pages.group);
+        let seals = self.pages.as_ref().zip(group).and_then(|(pages, group)| pages.seals.get(group));
+        seals.map_or(Ok(()), |pages| ops::seal::seal(enc, layer, pages))
     }
 
     /// The page table of a layer, which has been validated; nothing for a contiguous layer.

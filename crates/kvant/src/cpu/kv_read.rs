@@ -61,7 +61,9 @@ impl SimdKernel for KvReadTask<'_> {
                 unsafe {
                     let to = out.start.add(out_row * spec.head_dim * out.dtype.size());
                     let Some(RowPlace { bytes, row }) = place else {
-                        to.write_bytes(0, spec.head_dim * out.dtype.size());
+                        if call.fills {
+                            to.write_bytes(0, spec.head_dim * out.dtype.size());
+                        }
                         continue;
                     };
                     let planes = self.planes.shifted(bytes);

@@ -6,7 +6,6 @@
 
 use super::{
     Cpu, convert,
-    page_means::{self, TokenVectors},
     planes::{PlaneRows, Tokens},
     scratch,
     simd::{Simd, SimdKernel},
@@ -28,10 +27,6 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         SourceAndPlanes { source: SourceRows::new(&call.k), planes: PlaneRows::new(&call.layer, &call.layer.k) },
         SourceAndPlanes { source: SourceRows::new(&call.v), planes: PlaneRows::new(&call.layer, &call.layer.v) },
     ];
-    if call.layer.is_centred() {
-        let planes = [sides[0].planes, sides[1].planes];
-        return page_means::write(cpu, &call.layer, &tokens, planes, &KvWriteVectors { call, sides: &sides });
-    }
     // Longer pieces of a head's memory are written faster, as long as the sources stay in the second-level cache.
     let [least, most] = [TASK, 8 * TASK].map(|elements| (elements / (spec.kv_heads * spec.head_dim)).max(1));
     let mut per_task = call.tokens.div_ceil(4 * cpu.threads.threads()).clamp(least, most);
@@ -87,56 +82,6 @@ impl SimdKernel for KvWriteTask<'_> {
             }
             token += run;
         }
-    }
-}
-
-/// The call's sources, for layers with page means.
-struct KvWriteVectors<'a> {
-    call: &'a Call,
-    sides: &'a [SourceAndPlanes; 2],
-}
-
-impl KvWriteVectors<'_> {
-    /// The address and dtype of a vector.
-    #[inline(always)]
-    fn source(&self, side: usize, token: usize, head: usize) -> (*const u8, DType) {
-        let (call, SourceRows { start, dtype }) = (self.call, self.sides[side].source);
-        let spec = call.layer.spec();
-        let row = call.order.row(call.first_token + token, head, call.source_tokens, spec.kv_heads);
-        (start.wrapping_add(row * spec.head_dim * dtype.size()), dtype)
-    }
-}
-
-impl TokenVectors for KvWriteVectors<'_> {
-    const LOADS_TWICE: bool = true;
-
-    #[inline(always)]
-    fn shared_len(&self) -> usize {
-        0
-    }
-    #[inline(always)]
-    unsafe fn share<S: Simd>(&self, _: usize, _: &mut [f32]) {}
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(&self, side: usize, token: usize, head: usize, _: &[f32], to: &mut [f32]) {
-        let (from, dtype) = self.source(side, token, head);
-        // SAFETY: passed on to the caller; the row exists in the source.
-        unsafe { convert::load_row::<S>(from, dtype, to) }
-    }
-
-    /// Bit for bit, if the dtypes are the same.
-    #[inline(always)]
-    unsafe fn store<S: Simd>(
-        &self,
-        (side, token, head): (usize, usize, usize),
-        _: &[f32],
-        row: &mut [f32],
-        to: *mut u8,
-        to_dtype: DType,
-    ) {
-        let (from, dtype) = self.source(side, token, head);
-        // SAFETY: as above, and the caller's row has room for the vector.
-        unsafe { convert::convert_row::<S>(from, dtype, to, to_dtype, row.len()) }
     }
 }
 

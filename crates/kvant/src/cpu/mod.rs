@@ -23,11 +23,11 @@ mod linear;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
-mod page_means;
 mod planes;
 mod rms_norm;
 mod sample;
 mod scratch;
+mod seal;
 mod simd;
 mod softcap;
 #[cfg(test)]
@@ -126,6 +126,7 @@ impl HostExecutor for Cpu {
             Call::NormRopeWrite(call) => norm_rope_write::run(self, call),
             Call::RmsNorm(call) => rms_norm::run(self, call),
             Call::Sample(call) => sample::run(self, call),
+            Call::Seal(call) => seal::run(self, call),
             Call::Softcap(call) => softcap::run(self, call),
         }
         Ok(())

@@ -6,7 +6,6 @@
 use super::{
     Cpu, hadamard,
     norm_rope::{Activations, HeadRmsNorm, Rotary, tokens_per_task},
-    page_means::{self, TokenVectors},
     planes::{PlaneRows, Tokens},
     scratch,
     simd::{Simd, SimdKernel},
@@ -36,9 +35,6 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         rotary: call.rope.as_ref().map(|rope| Rotary::new(rope, dim)),
         signs: call.rotate_q.then(|| hadamard::signs(dim)),
     };
-    if call.layer.is_centred() {
-        page_means::write(cpu, &call.layer, &work.tokens, [work.k.planes, work.v.planes], &work);
-    }
     let mut per_task = tokens_per_task((call.heads + 2 * spec.kv_heads) * dim);
     if per_task < call.tokens && !work.tokens.are_distinct() {
         per_task = call.tokens;
@@ -68,33 +64,6 @@ struct CachedSide {
     planes: PlaneRows,
 }
 
-impl TokenVectors for NormRopeWriteWork<'_> {
-    /// Cosines and sines.
-    #[inline(always)]
-    fn shared_len(&self) -> usize {
-        2 * self.rotary.as_ref().map_or(0, Rotary::pairs)
-    }
-
-    #[inline(always)]
-    unsafe fn share<S: Simd>(&self, token: usize, turns: &mut [f32]) {
-        if let Some(rotary) = &self.rotary {
-            // SAFETY: passed on to the caller; the memory is as long as `shared_len` says.
-            unsafe { rotary.turns::<S>(self.tokens.positions[token], turns) }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(&self, side: usize, token: usize, head: usize, turns: &[f32], to: &mut [f32]) {
-        let (side, rotary) = if side == 0 { (&self.k, self.rotary.as_ref()) } else { (&self.v, None) };
-        let row = token * self.call.layer.spec().kv_heads + head;
-        // SAFETY: passed on to the caller.
-        unsafe {
-            side.source.load::<S>(row, to);
-            prepare::<S>(to, side.norm.as_ref(), rotary, turns);
-        }
-    }
-}
-
 struct NormRopeWriteTask<'a> {
     work: &'a NormRopeWriteWork<'a>,
     range: std::ops::Range<usize>,
@@ -117,9 +86,7 @@ impl SimdKernel for NormRopeWriteTask<'_> {
                 if let Some(rotary) = rotary {
                     rotary.turns::<S>(position, turns);
                 }
-                // Layers with page means have their keys and values already.
-                let place = if call.layer.is_centred() { None } else { tokens.place(&call.layer, token) };
-                if let Some(place) = place {
+                if let Some(place) = tokens.place(&call.layer, token) {
                     for (side, rotary) in [(&self.work.k, rotary.as_ref()), (&self.work.v, None)] {
                         let planes = side.planes.shifted(place.bytes);
                         for head in 0..spec.kv_heads {

@@ -3,9 +3,8 @@
 use std::cell::RefCell;
 
 use super::{
-    convert,
-    page_means::StoredMean,
-    scratch,
+    convert, scratch,
+    seal::StoredMean,
     simd::{Simd, SimdKernel},
     turboquant::{Quantiser, Vector},
 };

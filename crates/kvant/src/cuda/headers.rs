@@ -43,7 +43,6 @@ pub(super) static ALL: &[Header] = headers![
     "codec/encode_rows.h",
     "codec/encode_tiles.h",
     "codec/nearest_centroid.h",
-    "codec/page_means.h",
     "codec/planes.h",
     "codec/rotate_block.h",
     "codec/rotate_warp.h",
@@ -66,10 +65,6 @@ pub(super) static ALL: &[Header] = headers![
     "device/vectors.h",
     "device/warp_products.h",
     "device/wgmma.h",
-    "kv_write/page_lanes.h",
-    "kv_write/page_sums.h",
-    "kv_write/step_pages.h",
-    "kv_write/vectors.h",
     "linear/batch/chunk.h",
     "linear/batch/codes.h",
     "linear/batch/layout.h",
@@ -80,7 +75,8 @@ pub(super) static ALL: &[Header] = headers![
     "linear/out_parts.h",
     "linear/params.h",
     "linear/tile_sums.h",
-    "norm_rope/head.h";
+    "norm_rope/head.h",
+    "seal/page_mean.h";
     // Lanes read different entries at a time; constant memory would serialise these reads.
     "codec/codebooks.h" => || tables::codebooks("__device__ __align__(8) const float"),
     "codec/signs.h" => || tables::signs("__device__ const unsigned"),

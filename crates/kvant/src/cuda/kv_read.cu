@@ -2,7 +2,8 @@
 //
 // A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to
 // shared memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. A
-// dense one of out's dtype keeps its bits. A position for which the sequence has no page is zeros.
+// dense one of out's dtype keeps its bits. A position for which the sequence has no page is zeros if FILLS, and
+// otherwise left as it is.
 #include "codec/planes.h"
 #include "codec/rotate_block.h"
 #include "device/cache_slots.h"
@@ -31,7 +32,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, con
         const uint slot = uint(p.layer.ring != 0 ? position % p.layer.capacity : position);
         place = {layer_row(p.layer, p.sequence, head, slot), 0};
     } else if (!find_in_pages(p.layer, table, p.sequence, head, position, place)) {
-        for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
+        for (uint j = threadIdx.x; FILLS && j < dim; j += blockDim.x) {
             store(out, to + j, 0, OUT_DTYPE);
         }
         return;

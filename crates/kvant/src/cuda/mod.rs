@@ -1,7 +1,7 @@
 //! The CUDA backend: the kernels, and the runtime that runs them on an NVIDIA GPU.
 //!
 //! An operation of one kernel file is `NAME.cu`, the kernels, and `NAME.rs`, which builds their launches. An operation
-//! of several is a folder: `attend/`, `linear/`, `norm_rope/`. In the first two `route.rs` selects the kernel.
+//! of several is a folder: `attend/`, `linear/`, `norm_rope/`, `seal/`. In the first two `route.rs` selects the kernel.
 //!
 //! | shared | contents |
 //! |---|---|
@@ -36,6 +36,7 @@ mod rms_norm;
 #[cfg(feature = "cuda")]
 mod runtime;
 mod sample;
+mod seal;
 mod softcap;
 
 #[cfg(feature = "cuda")]
@@ -177,6 +178,7 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::NormRopeWrite(call) => norm_rope::write::build(call, b),
         Call::RmsNorm(call) => rms_norm::build(call, b),
         Call::Sample(call) => sample::build(call, b),
+        Call::Seal(call) => seal::build(call, b),
         Call::Softcap(call) => softcap::build(call, b),
     }
 }

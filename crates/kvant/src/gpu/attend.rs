@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use crate::{
-    Result,
-    ops::attend::{Call, Explanation},
+    Result, Tensor,
+    ops::attend::{Call, Explanation, Results},
 };
 
 /// The decode rows of a call and the rest, if it has both.
@@ -17,8 +17,12 @@ pub(crate) fn parts(call: &Call) -> Result<Option<[Call; 2]>> {
     let rest = batch.sequences(batch.sequences.saturating_sub(decode)).decode(0);
     let of = |tokens: Range<usize>, batch| -> Result<Call> {
         let step = call.step.range(tokens.clone(), batch)?;
-        let (q, out) = (call.q.rows(tokens.clone())?, call.out.rows(tokens.clone())?);
-        Ok(Call { q, out, step, tokens: tokens.len(), ..call.clone() })
+        let rows = |tensor: &Tensor| tensor.rows(tokens.clone());
+        let earlier =
+            call.earlier.as_ref().map(|Results { out, ends }| Ok(Results { out: rows(out)?, ends: rows(ends)? }));
+        let (earlier, ends) = (earlier.transpose()?, call.ends.as_ref().map(rows).transpose()?);
+        let (q, out) = (rows(&call.q)?, rows(&call.out)?);
+        Ok(Call { q, out, step, earlier, ends, tokens: tokens.len(), ..call.clone() })
     };
     Ok(Some([of(0..decode, batch.sequences(decode).most_new(1))?, of(decode..call.tokens, rest)?]))
 }

@@ -38,6 +38,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         .constant("HEAD_MAJOR", call.order == HeadOrder::HeadMajor)
         .constant("KEEP_ROTATED", call.keep_rotated)
         .constant("PAGE_SHIFT", page_shift(&call.layer))
+        .constant("FILLS", call.fills)
         .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.planes().low, &call.out]));
     Ok(planes::bind(launch, 0, call.planes(), Use::Read)
         .write(3, &call.out)

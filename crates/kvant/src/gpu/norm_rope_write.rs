@@ -1,19 +1,15 @@
 //! The launch of `norm_rope_write` except its grid and its threadgroup memory.
 
 use super::{
-    Builder, Launch, Layout, Params, Scratch, Source, Use, dtype_code,
-    kv_write::WrittenVectors,
+    Builder, Launch, Layout, Params, Source, Use,
     norm_rope::{RopeParams, bind_rope, eps, norm_constants},
     params,
     planes::{self, LayerParams, codec_code, norm_code, page_shift},
     rows_aligned4,
 };
 use crate::{
-    Codec, DType, Result,
-    ops::{
-        norm_rope::AnglesCall,
-        norm_rope_write::{Call, NAME},
-    },
+    Result,
+    ops::norm_rope_write::{Call, NAME},
 };
 
 params! {
@@ -32,28 +28,8 @@ params! {
 
 pub(crate) const LAYOUTS: &[fn() -> Layout] = &[NormRopeWriteParams::layout, RopeParams::layout, LayerParams::layout];
 
-/// Keys and values that a launch leaves as rows of f32, for the launches of `kv_write` ([`rows_of_call`]).
-pub(crate) type Rows = [Scratch; 2];
-
-/// Memory for the rows of a call.
-pub(crate) fn rows(call: &Call, b: &Builder) -> Result<Rows> {
-    let side = || WrittenVectors::scratch(b, call.tokens, &call.layer);
-    Ok([side()?, side()?])
-}
-
-/// What `kv_write` does with them.
-pub(crate) fn rows_of_call<'a>(call: &'a Call, [k, v]: &'a Rows) -> WrittenVectors<'a> {
-    let vectors = WrittenVectors::of_rows([k, v], call.tokens, &call.step, &call.layer);
-    let position_limit = match call.rope.as_ref().map(|rope| &rope.angles) {
-        // The launch skips positions without angles.
-        Some(AnglesCall::Tables { rows, .. }) => u32::try_from(*rows).unwrap_or(u32::MAX),
-        _ => u32::MAX,
-    };
-    WrittenVectors { position_limit, ..vectors }
-}
-
-/// The launch. With `rows`, keys and values go there instead of the layer.
-pub(crate) fn launch(call: &Call, rows: Option<&Rows>, source: &'static Source, b: &Builder) -> Result<Launch> {
+/// The launch.
+pub(crate) fn launch(call: &Call, source: &'static Source, b: &Builder) -> Result<Launch> {
     let (spec, layer, dim) = (call.layer.spec(), &call.layer, call.head_dim);
     let ((k_stored, k_scale), (v_stored, v_scale)) = (norm_code(spec.k), norm_code(spec.v));
     let params = NormRopeWriteParams {
@@ -70,9 +46,7 @@ pub(crate) fn launch(call: &Call, rows: Option<&Rows>, source: &'static Source, 
     let (q_norm, q_weight, q_weight_dtype) = norm_constants(call.q_norm.as_ref());
     let (k_norm, k_weight, k_weight_dtype) = norm_constants(call.k_norm.as_ref());
     let (v_norm, v_weight, v_weight_dtype) = norm_constants(call.v_norm.as_ref());
-    let planes = if rows.is_some() { vec![] } else { vec![&layer.k.low, &layer.v.low] };
-    let aligned = rows_aligned4(dim, [&call.q, &call.k, &call.v, &call.q_out].into_iter().chain(planes));
-    let codec = |codec: Codec| if rows.is_some() { dtype_code(DType::F32) } else { codec_code(codec) };
+    let aligned = rows_aligned4(dim, [&call.q, &call.k, &call.v, &call.q_out, &layer.k.low, &layer.v.low]);
     let launch = Launch::new(NAME, source, "norm_rope_write")
         .constant("Q_DTYPE", call.q.dtype())
         .constant("K_DTYPE", call.k.dtype())
@@ -85,12 +59,11 @@ pub(crate) fn launch(call: &Call, rows: Option<&Rows>, source: &'static Source, 
         .constant("K_WEIGHT_DTYPE", k_weight_dtype)
         .constant("V_WEIGHT_DTYPE", v_weight_dtype)
         .constant("ROTATE_Q", call.rotate_q)
-        .constant("K_CODEC", codec(spec.k))
-        .constant("V_CODEC", codec(spec.v))
+        .constant("K_CODEC", codec_code(spec.k))
+        .constant("V_CODEC", codec_code(spec.v))
         .constant("K_STORED_NORM", k_stored)
         .constant("V_STORED_NORM", v_stored)
         .constant("PAGE_SHIFT", page_shift(layer))
-        .constant("IN_ROWS", rows.is_some())
         .constant("ALIGNED", aligned)
         .read(0, &call.q)
         .read(1, &call.k)
@@ -104,12 +77,6 @@ pub(crate) fn launch(call: &Call, rows: Option<&Rows>, source: &'static Source, 
         .read(11, &call.step.lens)
         .write(12, &call.q_out)
         .read_if(20, call.step.table_of(layer));
-    let launch = launch.params(19, &params);
-    if let Some([k, v]) = rows {
-        return Ok(launch.scratch(13, k, Use::Write).scratch(16, v, Use::Write));
-    }
-    let access = if layer.is_centred() { Use::ReadWrite } else { Use::Write };
-    let launch = planes::bind(launch, 13, layer.k(), access);
-    let launch = planes::bind(launch, 16, layer.v(), access);
-    Ok(planes::bind_means(launch, [21, 22], layer, access))
+    let launch = planes::bind(launch, 13, layer.k(), Use::Write);
+    Ok(planes::bind(launch, 16, layer.v(), Use::Write).params(19, &params))
 }

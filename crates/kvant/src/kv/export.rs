@@ -1,26 +1,26 @@
 //! A sequence as bytes: a safetensors file in memory, for a file, another process or another machine.
 //!
-//! The tensor `group.N` is u8 `[pages, bytes of a page]`: the pages of layer group N as they are on the device, with
-//! encoded keys and values, and the means of centred codecs. The metadata has the layers, the length, and the first
-//! page of each group. The bytes are untrusted when they come back: everything is checked against the pool before a
-//! page is taken.
+//! The tensor `group.N` is u8 `[pages, bytes of a page]`: the pages of layer group N as they are on the device. Layers
+//! that seal pages have a group of sealed pages, with the means of centred codecs, and one of dense pages. The metadata
+//! has the layers, the length, the first page of each group, and whether page 0 is there before it. The bytes are
+//! untrusted when they come back: everything is checked against the pool before a page is taken.
 
 use std::{borrow::Cow, collections::HashMap};
 
 use safetensors::{Dtype, SafeTensors, View};
 
 use super::{
-    pool::{CacheLayer, KvPool, PoolLayout, PoolState},
+    layout::{PageKind, PoolLayout},
+    pool::{CacheLayer, KvPool, PoolState},
     sequence::{GroupPages, Sequence, SequencePages},
 };
 use crate::{Codec, Error, Result, codec::TurboQuant};
 
 const FORMAT: &str = "kvant-sequence";
 
-/// The version of files: 2 if a layer is centred, whose pages hold means and norms in f16.
+/// The version of files: 3 if a layer seals pages. Version 2 had centred codecs without dense pages.
 fn version(pool: &KvPool) -> &'static str {
-    let mut codecs = pool.spec().layers.iter().flat_map(|layer| [layer.k, layer.v]);
-    if codecs.any(Codec::is_centred) { "2" } else { "1" }
+    if pool.layout().seals() { "3" } else { "1" }
 }
 
 /// The description of a codec, which files of version 1 have, too.
@@ -70,16 +70,20 @@ impl Sequence {
         metadata.insert("len".to_string(), self.len().to_string());
         for (index, held) in self.pages.groups.iter().enumerate() {
             let page_bytes = pool.layout().groups[index].page_bytes;
-            let total = page_bytes.saturating_mul(held.pages.len());
+            let count = held.all().count();
+            let total = page_bytes.saturating_mul(count);
             let mut bytes = Vec::new();
             let failed = |_| Error::OutOfMemory { device: "the host".to_string(), bytes: total };
             bytes.try_reserve_exact(total).map_err(failed)?;
             bytes.resize(total, 0);
-            for (&page, to) in held.pages.iter().zip(bytes.chunks_exact_mut(page_bytes)) {
+            for (page, to) in held.all().zip(bytes.chunks_exact_mut(page_bytes)) {
                 pool.page(index, page)?.read_bytes(to)?;
             }
             metadata.insert(format!("first.{index}"), held.first.to_string());
-            tensors.push((format!("group.{index}"), GroupBytes { shape: [held.pages.len(), page_bytes], bytes }));
+            if held.kept.is_some() {
+                metadata.insert(format!("kept.{index}"), "1".to_string());
+            }
+            tensors.push((format!("group.{index}"), GroupBytes { shape: [count, page_bytes], bytes }));
         }
         safetensors::serialize(tensors, Some(metadata)).map_err(|error| file(&error.to_string()))
     }
@@ -111,48 +115,51 @@ impl KvPool {
         for index in 0..layout.groups.len() {
             let (name, first) = (format!("group.{index}"), number(&format!("first.{index}"))?);
             let tensor = tensors.tensor(&name).map_err(|error| file(&format!("{name}: {error}")))?;
-            let pages = pages_of(layout, index, len, first).ok_or_else(|| {
-                file(&format!("`first.{index}` is {first}: the next of {len} tokens sees older positions, or none"))
-            })?;
-            let expected = [pages, layout.groups[index].page_bytes];
+            let page_bytes = layout.groups[index].page_bytes;
+            let count = tensor.shape().first().copied().unwrap_or(0);
+            let expected = [count, page_bytes];
             if tensor.dtype() != Dtype::U8 || tensor.shape() != expected {
                 let (dtype, shape) = (tensor.dtype(), tensor.shape());
                 return Err(file(&format!("{name} is {dtype:?} {shape:?}, not U8 {expected:?}")));
             }
-            contents.push((first, tensor.data()));
+            let kept = metadata.contains_key(&format!("kept.{index}"));
+            contents.push(GroupContents { first, kept, count, bytes: tensor.data() });
         }
+        check_contents(layout, len, &contents)?;
         let mut sequence = self.sequence();
         sequence.pages = self.take_all(len, &contents)?;
         // From here on the pages are the sequence's, which gives them back if a transfer fails.
-        for (index, (_, bytes)) in contents.iter().enumerate() {
-            let pages = bytes.chunks_exact(layout.groups[index].page_bytes);
-            for (&page, bytes) in sequence.pages.groups[index].pages.iter().zip(pages) {
+        for (index, of) in contents.iter().enumerate() {
+            let pages = of.bytes.chunks_exact(layout.groups[index].page_bytes);
+            for (page, bytes) in sequence.pages.groups[index].all().zip(pages) {
                 self.page(index, page)?.write_bytes(bytes)?;
             }
         }
         Ok(sequence)
     }
 
-    /// Takes the pages of a sequence of `len` tokens: the first page and the bytes of each group.
-    fn take_all(&self, len: usize, contents: &[(usize, &[u8])]) -> Result<SequencePages> {
+    /// Takes the pages of a sequence of `len` tokens.
+    fn take_all(&self, len: usize, contents: &[GroupContents]) -> Result<SequencePages> {
         let layout = self.layout();
         let PoolState { pages, prefixes, .. } = &mut *self.lock();
-        let counts = || contents.iter().zip(&layout.groups).map(|((_, bytes), group)| bytes.len() / group.page_bytes);
         prefixes.make_room(pages, self, |trial| {
-            let lacks = |(group, count): (usize, usize)| (0..count).filter(|_| trial.take(group).is_none()).count();
-            counts().enumerate().map(lacks).sum()
+            let lacks =
+                |(group, of): (usize, &GroupContents)| (0..of.count).filter(|_| trial.take(group).is_none()).count();
+            contents.iter().enumerate().map(lacks).sum()
         })?;
-        let mut taken = SequencePages::new(layout.groups.len());
-        for (group, count) in counts().enumerate() {
-            let first = contents[group].0;
-            taken.groups[group] = GroupPages { first, pages: Vec::with_capacity(count), settled: first };
-            for _ in 0..count {
-                match pages.take(group) {
-                    Some(page) => taken.groups[group].pages.push(page),
-                    None => {
-                        taken.release(pages);
-                        return Err(Error::OutOfPages { missing: 1 });
-                    }
+        let mut taken = SequencePages::new(layout);
+        for (group, of) in contents.iter().enumerate() {
+            let held = GroupPages { first: of.first, settled: of.first, ..Default::default() };
+            taken.groups[group] = held;
+            for index in 0..of.count {
+                let Some(page) = pages.take(group) else {
+                    taken.release(layout, pages);
+                    return Err(Error::OutOfPages { missing: 1 });
+                };
+                let held = &mut taken.groups[group];
+                match of.kept && index == 0 {
+                    true => held.kept = Some(page),
+                    false => held.pages.push(page),
                 }
             }
         }
@@ -161,11 +168,58 @@ impl KvPool {
     }
 }
 
-/// The number of pages of a group from `first` on, for a sequence of `len` tokens; `None` if the group then lacks a
-/// position that the next token sees, or begins beyond the end.
-fn pages_of(layout: &PoolLayout, group: usize, len: usize, first: usize) -> Option<usize> {
-    let holds = first.checked_mul(layout.page_tokens)? <= layout.groups[group].oldest_seen(len);
-    holds.then(|| len.div_ceil(layout.page_tokens).checked_sub(first)).flatten()
+/// The pages of a group in a file: `count` of them, the first of which is page 0 if it was kept, and the others those
+/// from `first` on.
+struct GroupContents<'a> {
+    first: usize,
+    kept: bool,
+    count: usize,
+    bytes: &'a [u8],
+}
+
+impl GroupContents<'_> {
+    /// The index after that of the last page, if there is one.
+    fn end(&self) -> Option<usize> {
+        self.first.checked_add(self.count.checked_sub(usize::from(self.kept))?)
+    }
+}
+
+/// Checks that the pages are those of a sequence of `len` tokens, which can be continued.
+fn check_contents(layout: &PoolLayout, len: usize, contents: &[GroupContents]) -> Result<()> {
+    let page_tokens = layout.page_tokens;
+    for (index, (group, of)) in layout.groups.iter().zip(contents).enumerate() {
+        let wrong = || {
+            let GroupContents { first, count, .. } = of;
+            let text = "the next token sees older pages, or there are not as many";
+            Err(file(&format!("`first.{index}` is {first}, with {count} pages of {len} tokens: {text}")))
+        };
+        let Some(end) = of.end() else { return wrong() };
+        let needed = group.first_needed(len, page_tokens);
+        let fits = match group.kind {
+            PageKind::Plain => !of.kept && of.first <= needed && end == group.end_needed(len, page_tokens),
+            PageKind::Sealed => {
+                // Those after its end are dense.
+                let dense = layout.dense_group(index).and_then(|dense| contents.get(dense));
+                let follows = dense.is_some_and(|dense| dense.first <= end.max(needed));
+                let most = group.end_needed(len, page_tokens);
+                !of.kept
+                    && of.first >= 1
+                    && (of.first <= needed || of.count == 0)
+                    && end <= most.max(of.first)
+                    && follows
+            }
+            PageKind::Dense => {
+                let sees_first = group.oldest_seen(len) < page_tokens;
+                let has_first = of.kept || of.first == 0 || !sees_first;
+                let kept_is_before = !of.kept || of.first > 0;
+                has_first && kept_is_before && of.first <= needed && end == group.end_needed(len, page_tokens)
+            }
+        };
+        if !fits {
+            return wrong();
+        }
+    }
+    Ok(())
 }
 
 /// What two pools must have in common.
@@ -177,10 +231,11 @@ fn describe(pool: &KvPool) -> HashMap<String, String> {
         ("layers".to_string(), pool.spec().layers.len().to_string()),
     ]);
     for (index, layer) in pool.spec().layers.iter().enumerate() {
-        let CacheLayer { kv_heads, head_dim, window, k, v } = layer;
+        let CacheLayer { kv_heads, head_dim, window, k, v, dense } = layer;
         let window = window.map_or("all".to_string(), |window| window.to_string());
         let (k, v) = (codec_text(*k), codec_text(*v));
-        let text = format!("{kv_heads} heads of {head_dim}, window {window}, keys {k}, values {v}");
+        let dense = if layer.seals() { format!(", dense pages {dense:?}") } else { String::new() };
+        let text = format!("{kv_heads} heads of {head_dim}, window {window}, keys {k}, values {v}{dense}");
         metadata.insert(format!("layer.{index}"), text);
     }
     metadata

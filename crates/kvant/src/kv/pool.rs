@@ -6,13 +6,14 @@ use std::sync::{
 };
 
 use super::{
+    layout::{LayerGroup, LayerPlace, PageKind, PoolLayout, layer_groups},
     pages::{Page, Pages},
     prefix::Prefixes,
     sequence::{Sequence, SequencePages},
 };
 use crate::{
     Batch, Codec, DType, Device, Error, HeadOrder, KvLayer, LayerSpec, Planes, Result, Step, Tensor,
-    layer::{LayerPages, PAGE_UNIT, PlaneBytes},
+    layer::{LayerPages, PAGE_UNIT},
     ops::{self, check},
     step::StepPages,
 };
@@ -20,6 +21,11 @@ use crate::{
 pub(super) const NAME: &str = "kv_pool";
 
 /// One layer of a [`PoolSpec`].
+///
+/// If a codec is centred (`tq4c`), the layer **seals** pages. A token sees exactly, as dense rows, the first page of
+/// its sequence, its own page and the page before; the other pages are encoded, each as a whole and around its own
+/// mean. That depends on positions alone: the same tokens give the same cache, whatever their batches and chunks were,
+/// and whether a prefix was found or computed. `docs/codec.md` has the reasons.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CacheLayer {
@@ -33,12 +39,19 @@ pub struct CacheLayer {
     pub k: Codec,
     /// The codec of values.
     pub v: Codec,
+    /// The dtype of dense pages, where a codec is centred.
+    pub dense: DType,
 }
 
 impl CacheLayer {
     /// A layer whose tokens see all positions, with keys and values in `codec`.
     pub fn new(kv_heads: usize, head_dim: usize, codec: Codec) -> CacheLayer {
-        CacheLayer { kv_heads, head_dim, window: None, k: codec, v: codec }
+        CacheLayer { kv_heads, head_dim, window: None, k: codec, v: codec, dense: DType::F16 }
+    }
+
+    /// Whether the layer seals pages.
+    pub fn seals(&self) -> bool {
+        self.k.is_centred() || self.v.is_centred()
     }
 }
 
@@ -46,6 +59,7 @@ setters! { CacheLayer {
     window: Option<usize>,
     k: Codec,
     v: Codec,
+    dense: DType,
 } }
 
 /// The specification of a [`KvPool`].
@@ -77,14 +91,10 @@ impl PoolSpec {
     /// # Errors
     /// As [`KvPool::new`].
     pub fn room_for(self, sequences: usize, longest: usize, most_new: usize) -> Result<PoolSpec> {
-        let (groups, _, _) = layer_groups(&self)?;
+        let (groups, _) = layer_groups(&self)?;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
         let of_group = |group: &LayerGroup| {
-            let all = longest.div_ceil(self.page_tokens);
-            // The window may begin and end within a page.
-            let in_window =
-                |window: usize| window.saturating_add(most_new).div_ceil(self.page_tokens).saturating_add(1);
-            let pages = group.window.map_or(all, |window| in_window(window).min(all)).max(1);
+            let pages = group.most_pages(longest, most_new, self.page_tokens).max(1);
             pages.checked_mul(sequences.max(1))?.div_ceil(slab / group.page_bytes).checked_mul(slab)
         };
         let bytes = groups.iter().map(of_group).try_fold(0usize, |sum, bytes| sum.checked_add(bytes?));
@@ -203,40 +213,19 @@ pub(super) struct PoolState {
     words: Vec<u32>,
 }
 
-/// How the memory of a pool is divided: follows from its specification.
-#[derive(Clone, Debug)]
-pub(super) struct PoolLayout {
-    pub groups: Vec<LayerGroup>,
-    /// The group of each layer.
-    layer_groups: Vec<usize>,
-    pub page_tokens: usize,
-    slab_units: u32,
-    slabs: u32,
-}
-
-/// Layers with the same window, which hold the same positions.
-#[derive(Clone, Debug)]
-pub(super) struct LayerGroup {
-    pub window: Option<usize>,
-    pub page_bytes: usize,
-}
-
-impl LayerGroup {
-    /// The oldest position that a token at `position` sees.
-    pub fn oldest_seen(&self, position: usize) -> usize {
-        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
-    }
-}
-
 /// What a step changes in the books. `sequence` is an index of the batch.
 #[derive(Clone, Copy, Debug)]
 enum Change {
     /// The oldest page, which the window has passed.
     Passed { sequence: usize, group: usize, page: Page },
+    /// Page 0, which stays while the pages after it go.
+    Kept { sequence: usize, group: usize },
+    /// The kept page, which the window has passed.
+    Dropped { sequence: usize, group: usize, page: Page },
     /// The last page, which others hold too, and its copy.
     Copied { sequence: usize, group: usize, from: Page, to: Page },
-    /// A new last page.
-    New { sequence: usize, group: usize, page: Page },
+    /// A new last page, and its index in the sequence.
+    New { sequence: usize, group: usize, index: usize, page: Page },
 }
 
 impl KvPool {
@@ -247,21 +236,27 @@ impl KvPool {
     /// group; `OutOfMemory`.
     pub fn new(device: &Device, spec: &PoolSpec) -> Result<KvPool> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let (layout, offsets) = PoolLayout::new(spec)?;
+        let (layout, places) = PoolLayout::new(spec)?;
         let bytes = layout.slabs as usize * layout.slab_units as usize * PAGE_UNIT;
         let memory = Tensor::sparse(device, DType::U8, &[bytes])?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        let layers = spec.layers.iter().zip(&layout.layer_groups).zip(&offsets);
-        let layers = layers.map(|((layer, &group), offsets)| {
-            let entries = (bytes - layout.groups[group].page_bytes) / PAGE_UNIT + 1;
-            let pages = LayerPages { pool: id, group, page_tokens: layout.page_tokens, entries: entries as u32 };
-            let CacheLayer { kv_heads, head_dim, window, k, v } = *layer;
+        let paged = |layer: &CacheLayer, place: &LayerPlace, k, v| {
+            let entries = (bytes - layout.groups[place.group].page_bytes) / PAGE_UNIT + 1;
+            let (group, page_tokens) = (place.group, layout.page_tokens);
+            let pages = LayerPages { pool: id, group, page_tokens, entries: entries as u32 };
+            let CacheLayer { kv_heads, head_dim, window, .. } = *layer;
             let (sequences, capacity) = (u32::MAX as usize, u32::MAX as usize);
             let order = HeadOrder::HeadMajor;
             let spec = LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, window, ring: false, order };
-            let [k, v] =
-                [(k, offsets[0]), (v, offsets[1])].map(|(codec, at)| Planes::of_pages(&memory, codec, head_dim, at));
-            Ok(KvLayer::paged(spec, pages, k?, v?))
+            let side = |codec, at| Planes::of_pages(&memory, codec, head_dim, at);
+            Ok(KvLayer::paged(spec, pages, side(k, place.planes[0])?, side(v, place.planes[1])?))
+        };
+        let results = Arc::default();
+        let layers = spec.layers.iter().zip(&places).map(|(layer, (place, dense))| {
+            let whole = paged(layer, place, layer.k, layer.v)?;
+            let Some(dense) = dense else { return Ok(whole) };
+            let codec = Codec::Dense(layer.dense);
+            Ok(whole.with_dense_pages(paged(layer, dense, codec, codec)?, &results))
         });
         let layers = layers.collect::<Result<_>>()?;
         let units: Vec<u32> = layout.groups.iter().map(|group| (group.page_bytes / PAGE_UNIT) as u32).collect();
@@ -302,9 +297,33 @@ impl KvPool {
         PoolUsage { bytes: self.0.memory.bytes(), used, host: state.prefixes.host_bytes() }
     }
 
+    /// The most bytes that the pages of a sequence of up to `longest` tokens take, fed with up to `most_new` tokens at
+    /// a time, with what is lost where pages do not divide the memory evenly.
+    pub fn need(&self, longest: usize, most_new: usize) -> usize {
+        let layout = self.layout();
+        let of_group = |group: &LayerGroup| {
+            let pages = group.most_pages(longest, most_new, layout.page_tokens);
+            pages.saturating_mul(layout.share(group))
+        };
+        layout.groups.iter().map(of_group).fold(0, usize::saturating_add)
+    }
+
+    /// The bytes of [`KvPool::need`] that a sequence shares with the prefix of `found` tokens that it continues,
+    /// however long it becomes.
+    pub fn shared(&self, found: usize) -> usize {
+        let layout = self.layout();
+        let pages = |group: &&LayerGroup| match group.kind {
+            PageKind::Plain => found / layout.page_tokens,
+            PageKind::Sealed => (found / layout.page_tokens).saturating_sub(2),
+            PageKind::Dense => 0,
+        };
+        let full = layout.groups.iter().filter(|group| group.window.is_none());
+        full.map(|group| pages(&group).saturating_mul(layout.share(group))).fold(0, usize::saturating_add)
+    }
+
     /// An empty sequence. It has no page yet.
     pub fn sequence(&self) -> Sequence {
-        Sequence::new(self.clone(), SequencePages::new(self.layout().groups.len()))
+        Sequence::new(self.clone(), SequencePages::new(self.layout()))
     }
 
     /// Appends tokens to sequences: `batch` has each sequence and the number of its new tokens, which may be 0. Row i
@@ -365,8 +384,8 @@ impl KvPool {
     /// decode steps thereby also verifies drafts. Attention reads the keys of a sequence once for each of its tokens.
     ///
     /// # Errors
-    /// As [`KvPool::step_into`]; `Value` for several tokens of a sequence whose pages have means, because each token
-    /// changes the mean of its page.
+    /// As [`KvPool::step_into`]; `Value` for more tokens of a sequence than a page has positions, where a layer seals
+    /// pages.
     pub fn tokens_into(&self, batch: &mut [(&mut Sequence, usize)], step: &Step) -> Result<()> {
         self.rewrite(batch, step, true)
     }
@@ -408,7 +427,12 @@ impl KvPool {
         let limits = step.batch();
         let longest = limits.longest.min(width * self.layout().page_tokens);
         // Several tokens of a sequence are several rows.
-        let most_new = if shape.is_unrolled && !self.has_means() { most_tokens } else { limits.most_new };
+        let most_new = match shape.is_unrolled {
+            // Pages are sealed before the pass, not within it.
+            true if self.layout().seals() => most_tokens.min(self.layout().page_tokens),
+            true => most_tokens,
+            false => limits.most_new,
+        };
         let (mut tokens, mut live, mut alone, mut rows) = (0usize, 0usize, 0, 0usize);
         for (sequence, count) in batch {
             let own_rows = shape.rows(*count);
@@ -465,8 +489,56 @@ impl KvPool {
         let PoolState { log, words, .. } = state;
         shape.fill(words, batch);
         shape.fill_pages(words, log, batch);
+        let sealed = self.seal_in_pass(words, log, batch, shape);
         shape.repeat_tables(words, batch);
-        shape.base.write(words)
+        shape.base.write(words)?;
+        self.seal_now(&sealed)
+    }
+
+    /// Writes the pages to seal into the words of a step that has room for them: one whose pass seals. Returns those of
+    /// another step, with their groups: their tokens were written by earlier passes.
+    fn seal_in_pass(
+        &self,
+        words: &mut [u32],
+        log: &[Change],
+        batch: &[(&mut Sequence, usize)],
+        shape: &StepShape,
+    ) -> Vec<(usize, [Page; 2])> {
+        let (mut now, mut next) = (Vec::new(), vec![0; self.layout().groups.len()]);
+        for change in log {
+            let Change::New { sequence, group, index, page } = *change else { continue };
+            let Some(dense) = self.layout().dense_group(group) else { continue };
+            let from = words[shape.table_row(dense, shape.first_row(batch, sequence)) + index];
+            if shape.seals == 0 {
+                now.push((group, [from, page]));
+                continue;
+            }
+            let at = shape.at_seals(self.layout().sealed_before(group), self.layout().groups.len()) + 2 * next[group];
+            words[at..at + 2].copy_from_slice(&[from, page]);
+            next[group] += 1;
+        }
+        now
+    }
+
+    /// Seals pages at once, in all layers of their groups.
+    fn seal_now(&self, sealed: &[(usize, [Page; 2])]) -> Result<()> {
+        if sealed.is_empty() {
+            return Ok(());
+        }
+        let mut enc = self.0.device.encoder()?;
+        for group in 0..self.layout().groups.len() {
+            let pages: Vec<u32> = sealed.iter().filter(|(of, _)| *of == group).flat_map(|(_, pages)| *pages).collect();
+            if pages.is_empty() {
+                continue;
+            }
+            let pages = Tensor::from_slice(&self.0.device, &pages, &[pages.len() / 2, 2])?;
+            for (layer, _) in self.0.layers.iter().zip(&self.layout().layer_groups).filter(|(_, of)| **of == group) {
+                ops::seal::seal(&mut enc, layer, &pages)?;
+            }
+        }
+        // The next operations on these pages come later on the device.
+        drop(enc.commit()?);
+        Ok(())
     }
 
     /// Tells the host's memory of the pages that are full: they are read many times, and huge pages make that faster.
@@ -474,6 +546,7 @@ impl KvPool {
         for (sequence, _) in batch.iter_mut().filter(|(_, count)| *count > 0) {
             let (full, pages) = (sequence.len() / self.layout().page_tokens, &mut sequence.pages);
             for (group, held) in pages.groups.iter_mut().enumerate() {
+                let full = full.min(held.end());
                 for index in held.settled.max(held.first)..full {
                     let page = held.pages.get(index - held.first).map(|&page| self.page(group, page));
                     if let Some(Ok(memory)) = page {
@@ -496,25 +569,32 @@ impl KvPool {
         let [at_sequence, at_lens] = [1, 2].map(|n| padded(tokens)?.checked_mul(n));
         let (at_sequence, at_lens) = (at_sequence.ok_or_else(overflow)?, at_lens.ok_or_else(overflow)?);
         let at_tables = padded(sequences).and_then(|n| n.checked_add(at_lens)).ok_or_else(overflow)?;
-        let total = table.checked_mul(groups).and_then(|n| n.checked_add(at_tables)).ok_or_else(overflow)?;
+        let at_seals = table.checked_mul(groups).and_then(|n| n.checked_add(at_tables)).ok_or_else(overflow)?;
+        let page_tokens = self.layout().page_tokens;
+        let sealing = (0..groups).filter(|&group| self.layout().dense_group(group).is_some()).count();
+        // Otherwise the pool seals before the pass.
+        let seals = if most_new > page_tokens { tokens.div_ceil(page_tokens).checked_add(sequences) } else { Some(0) };
+        let of_group = seals.and_then(|n| padded(n.checked_mul(2)?)).ok_or_else(overflow)?;
+        let total = of_group.checked_mul(sealing).and_then(|n| n.checked_add(at_seals)).ok_or_else(overflow)?;
         let base = Tensor::zeros(&self.0.device, DType::U32, &[total])?;
         let part = |first: usize, len: usize| base.rows(first..first + len);
         let tables =
             (0..groups).map(|group| part(at_tables + group * table, sequences * width)?.reshape(&[sequences, width]));
+        let seals = (0..groups).map(|group| {
+            let room = if self.layout().dense_group(group).is_some() { seals.unwrap_or(0) } else { 0 };
+            let first = at_seals + self.layout().sealed_before(group) * of_group;
+            part(first, 2 * room)?.reshape(&[room, 2])
+        });
         let pages = StepPages {
             pool: self.0.id,
             tables: tables.collect::<Result<_>>()?,
+            seals: seals.collect::<Result<_>>()?,
             written: Mutex::default(),
             base: base.clone(),
         };
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
         let batch = Batch { sequences, longest, most_new, decode: alone };
         Ok(step.with_pages(pages).with_known_batch(batch))
-    }
-
-    /// Whether pages of a layer have means.
-    fn has_means(&self) -> bool {
-        self.0.layers.iter().any(KvLayer::is_centred)
     }
 
     pub(super) fn layout(&self) -> &PoolLayout {
@@ -561,26 +641,38 @@ fn grow(pages: &mut Pages, layout: &PoolLayout, batch: &[(&mut Sequence, usize)]
     for (sequence, (owner, _)) in growing() {
         let owner = &owner.pages;
         for (group, held) in owner.groups.iter().enumerate() {
-            let oldest = layout.groups[group].oldest_seen(owner.len).saturating_sub(owner.hold);
-            let passed = (oldest / layout.page_tokens).saturating_sub(held.first).min(held.pages.len());
-            for &page in &held.pages[..passed] {
+            let of = &layout.groups[group];
+            let passed = of.first_held(owner.len, owner.hold, layout.page_tokens);
+            let passed = passed.saturating_sub(held.first).min(held.pages.len());
+            // Dense layers keep the first page while the window has it.
+            let first_is_seen = of.oldest_seen(owner.len).saturating_sub(owner.hold) < layout.page_tokens;
+            for (index, &page) in (held.first..).zip(&held.pages[..passed]) {
+                if of.kind == PageKind::Dense && index == 0 && first_is_seen {
+                    log.push(Change::Kept { sequence, group });
+                } else {
+                    pages.release(page);
+                    log.push(Change::Passed { sequence, group, page });
+                }
+            }
+            if let Some(page) = held.kept.filter(|_| !first_is_seen) {
                 pages.release(page);
-                log.push(Change::Passed { sequence, group, page });
+                log.push(Change::Dropped { sequence, group, page });
             }
         }
     }
     for (sequence, (owner, count)) in growing() {
         let owner = &owner.pages;
         for (group, held) in owner.groups.iter().enumerate() {
-            let end = held.first + held.pages.len();
-            for _ in end..(owner.len + count).div_ceil(layout.page_tokens) {
+            let of = &layout.groups[group];
+            for index in of.new_pages(owner.len, owner.len + count, held.end(), layout.page_tokens) {
                 match pages.take(group) {
-                    Some(page) => log.push(Change::New { sequence, group, page }),
+                    Some(page) => log.push(Change::New { sequence, group, index, page }),
                     None => missing += 1,
                 }
             }
             // The last page gets new tokens: a copy, unless it is held by this sequence only.
-            if owner.len % layout.page_tokens != 0
+            if of.kind != PageKind::Sealed
+                && owner.len % layout.page_tokens != 0
                 && let Some(&from) = held.pages.last()
                 && pages.holds(from) > 1
             {
@@ -601,7 +693,8 @@ fn grow(pages: &mut Pages, layout: &PoolLayout, batch: &[(&mut Sequence, usize)]
 fn undo(pages: &mut Pages, log: &mut Vec<Change>) {
     for change in log.drain(..).rev() {
         match change {
-            Change::Passed { group, page, .. } => pages.undo_release(group, page),
+            Change::Passed { group, page, .. } | Change::Dropped { group, page, .. } => pages.undo_release(group, page),
+            Change::Kept { .. } => {}
             Change::Copied { group, from, to, .. } => {
                 pages.undo_release(group, from);
                 pages.release(to);
@@ -622,11 +715,21 @@ fn apply(log: &mut Vec<Change>, batch: &mut [(&mut Sequence, usize)]) {
                 held.pages.remove(0);
                 held.first += 1;
             }
+            Change::Kept { sequence, group } => {
+                let held = &mut batch[sequence].0.pages.groups[group];
+                held.kept = Some(held.pages.remove(0));
+                held.first += 1;
+            }
+            Change::Dropped { sequence, group, .. } => batch[sequence].0.pages.groups[group].kept = None,
             Change::Copied { sequence, group, from, to } => {
                 let held = &mut batch[sequence].0.pages.groups[group].pages;
                 held.iter_mut().filter(|page| **page == from).for_each(|page| *page = to);
             }
-            Change::New { sequence, group, page } => batch[sequence].0.pages.groups[group].pages.push(page),
+            Change::New { sequence, group, index, page } => {
+                let held = &mut batch[sequence].0.pages.groups[group];
+                held.first = if held.pages.is_empty() { index } else { held.first };
+                held.pages.push(page);
+            }
         }
     }
 }
@@ -638,6 +741,8 @@ struct StepShape<'a> {
     /// Rows of lengths and tables.
     sequences: usize,
     width: usize,
+    /// The most pages of a group that the pass seals.
+    seals: usize,
     /// Each token has a row, and not each sequence.
     is_unrolled: bool,
 }
@@ -651,7 +756,14 @@ impl<'a> StepShape<'a> {
     fn of(step: &Step, pages: &'a StepPages) -> StepShape<'a> {
         let width = pages.tables.first().map_or(0, |table| table.shape()[1]);
         let (tokens, sequences) = (step.tokens(), step.sequences());
-        StepShape { base: &pages.base, tokens, sequences, width, is_unrolled: false }
+        let seals = pages.seals.iter().map(|seals| seals.shape()[0]).max().unwrap_or(0);
+        StepShape { base: &pages.base, tokens, sequences, width, seals, is_unrolled: false }
+    }
+
+    /// The first word of the pages to seal of a group of sealed pages, before which `before` others have theirs.
+    fn at_seals(&self, before: usize, groups: usize) -> usize {
+        let of_group = padded(2 * self.seals).expect("the step's size has been checked");
+        self.table_row(groups, 0) + before * of_group
     }
 
     /// The rows of a sequence with so many new tokens.
@@ -702,7 +814,12 @@ impl<'a> StepShape<'a> {
             }
             for (group, held) in sequence.pages.groups.iter().enumerate().filter(|_| rows > 0) {
                 let at = self.table_row(group, row);
-                words[at + held.first..][..held.pages.len()].copy_from_slice(&held.pages);
+                if let Some(kept) = held.kept {
+                    words[at] = kept;
+                }
+                if !held.pages.is_empty() {
+                    words[at + held.first..][..held.pages.len()].copy_from_slice(&held.pages);
+                }
             }
             row += rows;
         }
@@ -724,11 +841,10 @@ impl<'a> StepShape<'a> {
 
     /// Brings the tables up to date with the changes of a step.
     fn fill_pages(&self, words: &mut [u32], log: &[Change], batch: &[(&mut Sequence, usize)]) {
-        // A sequence's new pages follow one another in the log.
-        let mut next = (usize::MAX, usize::MAX, 0);
         for change in log {
             match *change {
-                Change::Passed { sequence, group, page } => {
+                Change::Kept { .. } => {}
+                Change::Passed { sequence, group, page } | Change::Dropped { sequence, group, page } => {
                     let row = self.table_row(group, self.first_row(batch, sequence));
                     words[row..row + self.width].iter_mut().filter(|entry| **entry == page).for_each(|entry| {
                         *entry = Step::INACTIVE;
@@ -740,75 +856,10 @@ impl<'a> StepShape<'a> {
                         *entry = to;
                     });
                 }
-                Change::New { sequence, group, page } => {
-                    if (next.0, next.1) != (sequence, group) {
-                        let held = &batch[sequence].0.pages.groups[group];
-                        next = (sequence, group, held.first + held.pages.len());
-                    }
-                    words[self.table_row(group, self.first_row(batch, sequence)) + next.2] = page;
-                    next.2 += 1;
+                Change::New { sequence, group, index, page } => {
+                    words[self.table_row(group, self.first_row(batch, sequence)) + index] = page;
                 }
             }
         }
-    }
-}
-
-/// The groups of a specification, the group of each layer, and where the planes of its keys and values are in a page.
-#[allow(clippy::type_complexity, reason = "three lists that are made together")]
-fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<usize>, Vec<[PlaneBytes; 2]>)> {
-    let page_tokens = spec.page_tokens;
-    let sizes = page_tokens.is_power_of_two() && (16..=256).contains(&page_tokens);
-    check::value_is(NAME, "page_tokens", sizes, "16, 32, 64, 128 or 256", page_tokens)?;
-    check::value_is(NAME, "layers", !spec.layers.is_empty(), "at least one layer", 0)?;
-    let mut groups: Vec<LayerGroup> = Vec::new();
-    let (mut layer_groups, mut offsets) = (Vec::new(), Vec::new());
-    for layer in &spec.layers {
-        check::positive(NAME, "kv_heads", layer.kv_heads)?;
-        check::positive(NAME, "head_dim", layer.head_dim)?;
-        layer.window.map_or(Ok(()), |window| check::positive(NAME, "window", window))?;
-        layer.k.validate(NAME, "k", layer.head_dim)?;
-        layer.v.validate(NAME, "v", layer.head_dim)?;
-        let group = groups.iter().position(|group| group.window == layer.window).unwrap_or_else(|| {
-            groups.push(LayerGroup { window: layer.window, page_bytes: 0 });
-            groups.len() - 1
-        });
-        let overflow = || Error::Overflow { op: NAME, arg: "layers" };
-        let mut at = groups[group].page_bytes;
-        let mut side = |codec| -> Result<PlaneBytes> {
-            let mut planes = Planes::page_bytes(codec, layer.head_dim, layer.kv_heads, page_tokens);
-            for plane in planes.as_mut().ok_or_else(overflow)?.iter_mut().flatten() {
-                let end = plane.checked_next_multiple_of(PAGE_UNIT).and_then(|bytes| at.checked_add(bytes));
-                *plane = std::mem::replace(&mut at, end.ok_or_else(overflow)?);
-            }
-            planes.ok_or_else(overflow)
-        };
-        offsets.push([side(layer.k)?, side(layer.v)?]);
-        groups[group].page_bytes = at;
-        layer_groups.push(group);
-    }
-    Ok((groups, layer_groups, offsets))
-}
-
-impl PoolLayout {
-    /// The layout, and where the planes of each layer's keys and values are in a page.
-    fn new(spec: &PoolSpec) -> Result<(PoolLayout, Vec<[PlaneBytes; 2]>)> {
-        let (groups, layer_groups, offsets) = layer_groups(spec)?;
-        let page_tokens = spec.page_tokens;
-        let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
-        let enough = spec.bytes / slab >= groups.len();
-        let least = slab.saturating_mul(groups.len());
-        let expected = format_args!("at least {least} for a page of each group");
-        check::value_is(NAME, "bytes", enough, expected, spec.bytes)?;
-        let units = spec.bytes / slab * (slab / PAGE_UNIT);
-        check::value_is(NAME, "bytes", units < u32::MAX as usize, "less than 1 TiB", spec.bytes)?;
-        let (slabs, slab_units) = ((spec.bytes / slab) as u32, (slab / PAGE_UNIT) as u32);
-        Ok((PoolLayout { groups, layer_groups, page_tokens, slab_units, slabs }, offsets))
-    }
-
-    /// The group of a layer.
-    pub fn group_of(&self, layer: usize) -> Result<usize> {
-        let layers = self.layer_groups.len();
-        check::value_is(NAME, "layer", layer < layers, format_args!("below {layers}"), layer)?;
-        Ok(self.layer_groups[layer])
     }
 }

@@ -6,15 +6,21 @@
 //!
 //! A sequence can continue after a node if every group has the pages that the next token sees: a group without window
 //! all pages of the path, a group with a window the last ones. Those are kept at the end of each prefix that is kept.
+//!
+//! Of layers that seal pages the next token sees the last page, and the first one, as dense pages; the others sealed.
+//! A kept prefix has dense pages where its sequence had them when it was kept, and can be continued there. When memory
+//! is short, dense pages within prefixes that do not branch there are given up first.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
     hash::BuildHasher,
+    ops::Range,
 };
 
 use super::{
+    layout::{LayerGroup, PageKind, PoolLayout},
     pages::{Page, Pages},
-    pool::{KvPool, NAME, PoolLayout},
+    pool::{KvPool, NAME},
     sequence::{GroupPages, Sequence, SequencePages},
 };
 use crate::{Error, Result, ops::check};
@@ -100,13 +106,24 @@ impl Node {
 
     /// Its pages of groups with a window that no sequence holds, with their groups.
     fn passed<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
-        let of_group =
-            self.pages.iter().zip(&layout.groups).enumerate().filter(|(_, (_, group))| group.window.is_some());
+        let goes = |group: &LayerGroup| group.window.is_some() || group.kind == PageKind::Dense;
+        let of_group = self.pages.iter().zip(&layout.groups).enumerate().filter(move |(_, (_, group))| goes(group));
         let on_device = of_group.filter_map(|(index, (held, _))| match held {
             PagePlace::Device(page) => Some((index, *page)),
             _ => None,
         });
         on_device.filter(|(_, page)| pages.holds(*page) == 1)
+    }
+
+    /// Its dense pages that are sealed as well and that no sequence holds, with their groups, if the prefix goes on in
+    /// one way only.
+    fn within<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
+        let is_sealed = |group: usize| {
+            let sealed = layout.sealed_group(group).map(|sealed| &self.pages[sealed]);
+            sealed.is_some_and(|held| !matches!(held, PagePlace::Nowhere))
+        };
+        let passed = self.passed(pages, layout).filter(|_| self.children == 1);
+        passed.filter(move |(group, _)| is_sealed(*group))
     }
 
     /// Whether a sequence holds one of its pages.
@@ -163,50 +180,55 @@ impl super::pool::PoolState {
         let path = self.prefixes.path(salt, tokens, layout.page_tokens);
         for host in [true, false] {
             let depth = self.prefixes.continuable(&path, layout, host);
-            if let Some(found) = self.acquire(pool, &path[..depth])? {
+            if depth > 0
+                && let Some(found) = self.acquire(pool, &path[..depth], host)?
+            {
                 return Ok(found);
             }
         }
-        Ok(SequencePages::new(layout.groups.len()))
+        Ok(SequencePages::new(layout))
     }
 
     /// Holds the pages of a path that can be continued. `None` if pages in host memory find no room on the device.
-    fn acquire(&mut self, pool: &KvPool, path: &[usize]) -> Result<Option<SequencePages>> {
+    fn acquire(&mut self, pool: &KvPool, path: &[usize], host: bool) -> Result<Option<SequencePages>> {
         let layout = pool.layout();
-        let mut found = SequencePages::new(layout.groups.len());
+        let mut found = SequencePages::new(layout);
         found.len = path.len() * layout.page_tokens;
         // First those on the device: what is held is not evicted for the others.
         let mut missing = Vec::new();
         for (group, held) in found.groups.iter_mut().enumerate() {
-            held.first = first_needed(layout, group, path.len());
-            for &node in &path[held.first.min(path.len())..] {
-                match self.prefixes.nodes[node].pages[group] {
-                    PagePlace::Device(page) => {
-                        self.pages.hold(page);
-                        held.pages.push(page);
-                    }
-                    _ => {
-                        missing.push((group, held.pages.len(), node));
-                        held.pages.push(Page::MAX);
-                    }
+            let Some(NeededPages { kept, pages }) = self.prefixes.needed(path, layout, group, host) else {
+                continue;
+            };
+            held.first = if pages.is_empty() { held.first } else { pages.start };
+            let mut hold = |place: Option<usize>, node: usize| match self.prefixes.nodes[node].pages[group] {
+                PagePlace::Device(page) => {
+                    self.pages.hold(page);
+                    page
                 }
-            }
+                _ => {
+                    missing.push(Missing { group, place, node });
+                    Page::MAX
+                }
+            };
+            held.kept = if kept { Some(hold(None, path[0])) } else { None };
+            held.pages = path[pages].iter().enumerate().map(|(place, &node)| hold(Some(place), node)).collect();
         }
         let restored = self.restore(pool, &missing, &mut found.groups);
         if !matches!(restored, Ok(true)) {
             for group in &mut found.groups {
+                group.kept = group.kept.filter(|&page| page != Page::MAX);
                 group.pages.retain(|&page| page != Page::MAX);
             }
-            found.release(&mut self.pages);
+            found.release(layout, &mut self.pages);
             return restored.map(|_| None);
         }
         Ok(Some(found))
     }
 
-    /// Copies pages from host memory to the device: (group, place in the sequence, node). Returns whether there was
-    /// room.
-    fn restore(&mut self, pool: &KvPool, missing: &[(usize, usize, usize)], groups: &mut [GroupPages]) -> Result<bool> {
-        for &(group, place, node) in missing {
+    /// Copies pages from host memory to the device. Returns whether there was room.
+    fn restore(&mut self, pool: &KvPool, missing: &[Missing], groups: &mut [GroupPages]) -> Result<bool> {
+        for &Missing { group, place, node } in missing {
             let page = loop {
                 if let Some(page) = self.pages.take(group) {
                     break page;
@@ -227,15 +249,28 @@ impl super::pool::PoolState {
             // Held by the sequence and by the tree.
             self.pages.hold(page);
             self.prefixes.set(node, group, PagePlace::Device(page));
-            groups[group].pages[place] = page;
+            match place {
+                Some(place) => groups[group].pages[place] = page,
+                None => groups[group].kept = Some(page),
+            }
         }
         Ok(true)
     }
 }
 
-/// The first page that a group needs, for a sequence of `depth` full pages.
-fn first_needed(layout: &PoolLayout, group: usize, depth: usize) -> usize {
-    layout.groups[group].oldest_seen(depth * layout.page_tokens) / layout.page_tokens
+/// A page of a found prefix that is in host memory: its node, and its place in the sequence, where the kept page has
+/// none.
+#[derive(Clone, Copy)]
+struct Missing {
+    group: usize,
+    place: Option<usize>,
+    node: usize,
+}
+
+/// The pages of a group that a sequence of some full pages holds, by their index, and whether page 0 besides.
+struct NeededPages {
+    kept: bool,
+    pages: Range<usize>,
 }
 
 impl Prefixes {
@@ -291,19 +326,39 @@ impl Prefixes {
 
     /// The most nodes of a path after which every group can continue; `host`: with pages in host memory.
     fn continuable(&self, path: &[usize], layout: &PoolLayout, host: bool) -> usize {
-        let has = |node: usize, group: usize| match self.nodes[node].pages[group] {
+        let fits =
+            |path: &[usize]| (0..layout.groups.len()).all(|group| self.needed(path, layout, group, host).is_some());
+        (1..=path.len()).rev().find(|&depth| fits(&path[..depth])).unwrap_or(0)
+    }
+
+    /// The pages of a group that a sequence needs which continues after the last node of a path; `None` if one of them
+    /// is nowhere.
+    fn needed(&self, path: &[usize], layout: &PoolLayout, group: usize, host: bool) -> Option<NeededPages> {
+        let of = &layout.groups[group];
+        let (depth, len) = (path.len(), path.len() * layout.page_tokens);
+        let has = |group: usize, index: usize| match self.nodes[path[index]].pages[group] {
             PagePlace::Device(_) => true,
             PagePlace::Host(_) => host,
             PagePlace::Nowhere => false,
         };
-        let groups = 0..layout.groups.len();
-        let fits = |depth: usize| {
-            groups.clone().all(|group| {
-                let first = first_needed(layout, group, depth).min(depth);
-                path[first..depth].iter().all(|&node| has(node, group))
-            })
+        let seen = (of.oldest_seen(len) / layout.page_tokens).min(depth);
+        // The pages that are there sealed: up to the last one before the end, which is dense.
+        let sealed = |group: usize| {
+            let first = seen.max(1);
+            let all = first..(depth - 1).max(first);
+            first..all.clone().find(|&index| !has(group, index)).unwrap_or(all.end)
         };
-        (1..=path.len()).rev().find(|&depth| fits(depth)).unwrap_or(0)
+        let (kept, pages) = match of.kind {
+            PageKind::Plain => (false, seen..depth),
+            PageKind::Sealed => return Some(NeededPages { kept: false, pages: sealed(group) }),
+            PageKind::Dense => {
+                let first = sealed(layout.sealed_group(group)?).end.min(depth - 1).max(seen);
+                (first > 0 && seen == 0, first..depth)
+            }
+        };
+        // The last page is the one that most often is not there.
+        let has_all = pages.clone().rev().all(|index| has(group, index)) && (!kept || has(group, 0));
+        has_all.then_some(NeededPages { kept, pages })
     }
 
     fn keep(&mut self, pages: &mut Pages, layout: &PoolLayout, salt: &[u8], from: &SequencePages, tokens: &[u32]) {
@@ -329,11 +384,10 @@ impl Prefixes {
             self.nodes[node].used = self.clock;
             for (group, held) in from.groups.iter().enumerate() {
                 // A window's pages are kept only where the prefix ends.
-                let needed = index >= first_needed(layout, group, depth);
-                let place = index.checked_sub(held.first).and_then(|place| held.pages.get(place));
-                if let (true, Some(&page), false) =
-                    (needed, place, matches!(self.nodes[node].pages[group], PagePlace::Device(_)))
-                {
+                let of = &layout.groups[group];
+                let needed = index >= of.oldest_seen(depth * layout.page_tokens) / layout.page_tokens;
+                let is_there = matches!(self.nodes[node].pages[group], PagePlace::Device(_));
+                if let (true, Some(page), false) = (needed, held.get(index), is_there) {
                     pages.hold(page);
                     self.set(node, group, PagePlace::Device(page));
                 }
@@ -451,6 +505,9 @@ impl Prefixes {
     /// A node gives up the pages of all its groups at once: a window's pages are not taken from under pages that need
     /// them, unless nothing else is left.
     pub fn evict(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
+        if self.drop_dense(pages, pool.layout()) {
+            return true;
+        }
         let leaves = self.nodes.iter().enumerate().filter(|(_, node)| node.is_on_device() && node.device_children == 0);
         let unused = leaves.filter(|(_, node)| !node.is_in_use(pages));
         let Some((index, _)) = unused.min_by_key(|(_, node)| node.used) else {
@@ -467,6 +524,21 @@ impl Prefixes {
             self.drop_below(index);
         }
         self.prune(index);
+        true
+    }
+
+    /// Gives up the dense page of the least recently used node that no sequence holds, is sealed as well, and whose
+    /// prefix goes on in one way only. Returns whether there was one.
+    fn drop_dense(&mut self, pages: &mut Pages, layout: &PoolLayout) -> bool {
+        let of_node = |(index, node): (usize, &Node)| {
+            let (group, page) = node.within(pages, layout).next()?;
+            Some((node.used, index, group, page))
+        };
+        let Some((_, index, group, page)) = self.nodes.iter().enumerate().filter_map(of_node).min() else {
+            return false;
+        };
+        self.set(index, group, PagePlace::Nowhere);
+        pages.release(page);
         true
     }
 

@@ -9,8 +9,9 @@ use std::{
 };
 
 use super::{
+    layout::{PageKind, PoolLayout},
     pages::{Page, Pages},
-    pool::{KvPool, NAME, PoolLayout},
+    pool::{KvPool, NAME},
 };
 use crate::{Error, Result, ops::check, step::Stamp};
 
@@ -39,28 +40,68 @@ pub(super) struct SequencePages {
 pub(super) struct GroupPages {
     pub first: usize,
     pub pages: Vec<Page>,
+    /// Page 0, kept when the group's other pages begin later: where the first page stays dense.
+    pub kept: Option<Page>,
     /// Pages before this one are in huge pages of the host's memory, where there are such.
     pub settled: usize,
 }
 
+impl GroupPages {
+    /// All pages, with the kept one.
+    pub fn all(&self) -> impl Iterator<Item = Page> + '_ {
+        self.kept.iter().chain(&self.pages).copied()
+    }
+
+    /// The index after that of the last page.
+    pub fn end(&self) -> usize {
+        self.first + self.pages.len()
+    }
+
+    /// The page with an index, if it is there.
+    pub fn get(&self, index: usize) -> Option<Page> {
+        let kept = if index == 0 { self.kept } else { None };
+        kept.or_else(|| self.pages.get(index.checked_sub(self.first)?).copied())
+    }
+
+    /// Takes away the pages from index `end` on.
+    fn cut(&mut self, end: usize) -> Vec<Page> {
+        let mut cut = self.pages.split_off(end.saturating_sub(self.first).min(self.pages.len()));
+        if end <= 1
+            && self.first > 0
+            && let Some(kept) = self.kept.take()
+        {
+            // Page 0 is the last one again.
+            cut.append(&mut self.pages);
+            (self.first, self.pages) = (0, vec![kept]);
+        }
+        if end == 0 {
+            cut.append(&mut self.pages);
+        }
+        self.settled = self.settled.min(end);
+        cut
+    }
+}
+
 impl SequencePages {
-    pub fn new(groups: usize) -> SequencePages {
-        SequencePages { groups: vec![GroupPages::default(); groups], ..Default::default() }
+    /// No page: of sealed pages the first one would have index 1.
+    pub fn new(layout: &PoolLayout) -> SequencePages {
+        let groups = layout.groups.iter().map(|group| GroupPages { first: group.first_index(), ..Default::default() });
+        SequencePages { groups: groups.collect(), ..Default::default() }
     }
 
     /// The same pages, held once more.
     pub fn fork(&self, pages: &mut Pages) -> SequencePages {
-        self.groups.iter().flat_map(|group| &group.pages).for_each(|&page| pages.hold(page));
+        self.groups.iter().flat_map(GroupPages::all).for_each(|page| pages.hold(page));
         SequencePages { len: self.len, hold: self.hold, groups: self.groups.clone(), changes: Arc::default() }
     }
 
     /// Gives all pages up.
-    pub fn release(&mut self, pages: &mut Pages) {
-        for group in &mut self.groups {
-            group.pages.drain(..).for_each(|page| {
+    pub fn release(&mut self, layout: &PoolLayout, pages: &mut Pages) {
+        for (group, held) in layout.groups.iter().zip(&mut self.groups) {
+            held.all().for_each(|page| {
                 pages.release(page);
             });
-            (group.first, group.settled) = (0, 0);
+            *held = GroupPages { first: group.first_index(), ..Default::default() };
         }
         self.len = 0;
         self.changed();
@@ -74,11 +115,6 @@ impl SequencePages {
     /// The sequence as it is now, for a step.
     pub fn stamp(&self) -> Stamp {
         Stamp { changes: Arc::clone(&self.changes), seen: self.changes.load(Ordering::Relaxed) }
-    }
-
-    /// The oldest position that a group holds.
-    pub fn oldest(&self, group: usize, page_tokens: usize) -> usize {
-        self.groups[group].first * page_tokens
     }
 }
 
@@ -107,8 +143,16 @@ impl Sequence {
     /// # Errors
     /// `Value` for a layer that does not exist.
     pub fn held(&self, layer: usize) -> Result<Range<usize>> {
-        let group = self.pool.layout().group_of(layer)?;
-        Ok(self.pages.oldest(group, self.pool.layout().page_tokens).min(self.len())..self.len())
+        let layout = self.pool.layout();
+        let group = layout.group_of(layer)?;
+        let held = &self.pages.groups[group];
+        // Sealed pages begin after the first one, which is dense.
+        let first = match layout.dense_group(group).map(|dense| &self.pages.groups[dense]) {
+            Some(dense) if dense.get(0).is_some() => 0,
+            Some(dense) if held.pages.is_empty() => dense.first,
+            _ => held.first,
+        };
+        Ok((first * layout.page_tokens).min(self.len())..self.len())
     }
 
     /// Keeps `tokens` positions more than the windows need, from the next step on, so that as many tokens can be
@@ -139,24 +183,29 @@ impl Sequence {
             return Ok(());
         }
         let pool = self.pool.clone();
-        let PoolLayout { ref groups, page_tokens, .. } = *pool.layout();
+        let layout = pool.layout();
         if len == 0 {
-            self.pages.release(&mut pool.lock().pages);
+            self.pages.release(layout, &mut pool.lock().pages);
             return Ok(());
         }
-        for (index, group) in groups.iter().enumerate() {
-            let (needed, oldest) = (group.oldest_seen(len), self.pages.oldest(index, page_tokens));
-            if needed < oldest {
+        for (group, held) in layout.groups.iter().zip(&self.pages.groups) {
+            let needed = group.first_needed(len, layout.page_tokens);
+            let end = group.end_needed(len, layout.page_tokens);
+            let is_held = match group.kind {
+                PageKind::Dense => (needed..end).all(|index| held.get(index).is_some()),
+                // Sealed pages may end earlier: those after them are dense.
+                PageKind::Plain | PageKind::Sealed => needed >= held.first,
+            };
+            if !is_held {
+                let [needed, oldest] = [needed, held.first].map(|page| page * layout.page_tokens);
                 return Err(Error::NotHeld { needed, oldest });
             }
         }
         let mut state = pool.lock();
-        for group in &mut self.pages.groups {
-            group.settled = group.settled.min(len / page_tokens);
-            let keep = len.div_ceil(page_tokens) - group.first;
-            group.pages.drain(keep..).for_each(|page| {
+        for (group, held) in layout.groups.iter().zip(&mut self.pages.groups) {
+            for page in held.cut(group.end_needed(len, layout.page_tokens)) {
                 state.pages.release(page);
-            });
+            }
         }
         self.pages.len = len;
         self.pages.changed();
@@ -166,7 +215,7 @@ impl Sequence {
 
 impl Drop for Sequence {
     fn drop(&mut self) {
-        self.pages.release(&mut self.pool.lock().pages);
+        self.pages.release(self.pool.layout(), &mut self.pool.lock().pages);
     }
 }
 

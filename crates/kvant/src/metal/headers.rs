@@ -14,7 +14,6 @@ pub(super) static HEADERS: &[Header] = headers![
     "elements.h",
     "norm_rope.h",
     "ordered.h",
-    "page_means.h",
     "pages.h",
     "planes.h",
     "reduce.h",

@@ -2,7 +2,7 @@
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
 // threadgroup memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED.
-// A dense one of out's dtype keeps its bits. A position without a page gives zeros.
+// A dense one of out's dtype keeps its bits. A position without a page gives zeros if FILLS, else `out` stays as it is.
 #include "planes.h"
 #include "rotate.h"
 #include "rows.h"
@@ -22,6 +22,7 @@ constant bool HEAD_MAJOR [[function_constant(2)]];
 constant bool KEEP_ROTATED [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
 constant uint PAGE_SHIFT [[function_constant(5)]];
+constant bool FILLS [[function_constant(6)]];
 constant bool PAGED = PAGE_SHIFT != 0;
 constant bool HAS_HIGH = (WITH_HIGH >> CODEC % CENTRED & 1) != 0;
 constant bool HAS_NORMS = CODEC >= TQ2;
@@ -42,7 +43,7 @@ kernel void kv_read(device const uchar *low [[buffer(0)]],
     const RowPlace from = layer_place(p.layer, PAGED ? table : nullptr, PAGE_SHIFT, p.sequence, head, p.start + token);
     const ulong to = (HEAD_MAJOR ? ulong(head) * p.tokens + token : ulong(token) * p.layer.kv_heads + head) * dim;
     if (!from.held) {
-        for (uint j = 4 * index; j < dim; j += 4 * threads.x) {
+        for (uint j = 4 * index; FILLS && j < dim; j += 4 * threads.x) {
             store4(out, to + j, dim - j, float4(0), OUT_DTYPE, ALIGNED);
         }
         return;

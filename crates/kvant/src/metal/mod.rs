@@ -27,6 +27,7 @@ mod rms_norm;
 #[cfg(target_os = "macos")]
 mod runtime;
 mod sample;
+mod seal;
 mod softcap;
 mod vectors;
 
@@ -71,6 +72,7 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::NormRopeWrite(call) => norm_rope_write::build(call, b),
         Call::RmsNorm(call) => rms_norm::build(call, b),
         Call::Sample(call) => sample::build(call, b),
+        Call::Seal(call) => seal::build(call, b),
         Call::Softcap(call) => softcap::build(call, b),
     }
 }

@@ -5,11 +5,9 @@
 // of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer
 // does not hold when the step is written are skipped, as are tokens whose sequence or position is out of range, or that
 // have no page.
-//
-// Around page means (page_means.h) it serves steps without two tokens of a sequence. Of others it leaves keys and
-// values as rows of f32, [T, Hk, D], which kv_write stores (IN_ROWS).
 #include "norm_rope.h"
-#include "page_means.h"
+#include "slots.h"
+#include "turboquant.h"
 
 struct NormRopeWriteParams {
     RopeParams rope;
@@ -42,19 +40,16 @@ constant uint K_STORED_NORM [[function_constant(15)]];
 constant uint V_STORED_NORM [[function_constant(16)]];
 constant bool ALIGNED [[function_constant(17)]];
 constant uint PAGE_SHIFT [[function_constant(18)]];
-constant bool IN_ROWS [[function_constant(19)]];
 constant bool PAGED = PAGE_SHIFT != 0;
 constant bool Q_HAS_WEIGHT = Q_NORM == WEIGHTED_NORM;
 constant bool K_HAS_WEIGHT = K_NORM == WEIGHTED_NORM;
 constant bool V_HAS_WEIGHT = V_NORM == WEIGHTED_NORM;
 constant bool HAS_FACTORS = ANGLES == THETA_FACTORS;
 constant bool HAS_TABLES = ANGLES == TABLES;
-constant bool K_HAS_HIGH = (WITH_HIGH >> K_CODEC % CENTRED & 1) != 0;
-constant bool V_HAS_HIGH = (WITH_HIGH >> V_CODEC % CENTRED & 1) != 0;
+constant bool K_HAS_HIGH = (WITH_HIGH >> K_CODEC & 1) != 0;
+constant bool V_HAS_HIGH = (WITH_HIGH >> V_CODEC & 1) != 0;
 constant bool K_HAS_NORMS = K_CODEC >= TQ2;
 constant bool V_HAS_NORMS = V_CODEC >= TQ2;
-constant bool K_HAS_MEANS = (K_CODEC & CENTRED) != 0;
-constant bool V_HAS_MEANS = (V_CODEC & CENTRED) != 0;
 
 static_assert(WRITE_ROOM >= NORM_ROOM, "norm_rope_write: norm and storing use the same room");
 
@@ -79,8 +74,6 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
                             device uchar *v_norms [[buffer(18), function_constant(V_HAS_NORMS)]],
                             constant NormRopeWriteParams &p [[buffer(19)]],
                             device const uint *table [[buffer(20), function_constant(PAGED)]],
-                            device uchar *k_means [[buffer(21), function_constant(K_HAS_MEANS)]],
-                            device uchar *v_means [[buffer(22), function_constant(V_HAS_MEANS)]],
                             threadgroup float *row [[threadgroup(0)]],
                             uint3 group [[threadgroup_position_in_grid]],
                             uint lane [[thread_index_in_simdgroup]],
@@ -111,31 +104,25 @@ kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
     const bool is_key = group.x < p.heads + kv_heads;
     const uint head = group.x - p.heads - (is_key ? 0 : kv_heads), seq = sequence[token];
     const ulong vector = ulong(token) * kv_heads + head;
-    const StepTokens step = {positions, sequence, lens, PAGED ? table : nullptr, 0, 0};
-    RowPlace at = {0, vector, true};
-    if (!IN_ROWS) {
-        if (!is_kept(p.layer, seq, position, lens)) {
-            return;
-        }
-        at = layer_place(p.layer, step.table, PAGE_SHIFT, seq, head, position);
-        if (!at.held) {
-            return;
-        }
+    if (!is_kept(p.layer, seq, position, lens)) {
+        return;
+    }
+    const RowPlace at = layer_place(p.layer, PAGED ? table : nullptr, PAGE_SHIFT, seq, head, position);
+    if (!at.held) {
+        return;
     }
     if (is_key) {
         const Norm norm = {K_NORM, K_HAS_WEIGHT ? k_weight : nullptr, K_WEIGHT_DTYPE, p.k_eps};
-        const WritablePlanes to = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr,
-                                   K_HAS_MEANS ? k_means : nullptr};
+        const WritablePlanes to = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr, nullptr};
         norm_rope_head(row, room, k, vector * dim, K_DTYPE, ALIGNED, dim, norm, rope, p.rope, position, place);
-        write_alone(row, room, to, at, p.layer, step, seq, position, head, dim, PAGE_SHIFT,
-                    Encoding{K_CODEC, K_STORED_NORM, p.k_scale}, ALIGNED, place);
+        write_row(row, room, shifted(to, at.bytes, K_CODEC), at.row, dim,
+                  Encoding{K_CODEC, K_STORED_NORM, p.k_scale}, ALIGNED, place);
     } else {
         const Norm norm = {V_NORM, V_HAS_WEIGHT ? v_weight : nullptr, V_WEIGHT_DTYPE, p.v_eps};
         const Rope none = {NO_ROPE, HALVES, nullptr, nullptr, nullptr};
-        const WritablePlanes to = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr,
-                                   V_HAS_MEANS ? v_means : nullptr};
+        const WritablePlanes to = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr, nullptr};
         norm_rope_head(row, room, v, vector * dim, V_DTYPE, ALIGNED, dim, norm, none, p.rope, position, place);
-        write_alone(row, room, to, at, p.layer, step, seq, position, head, dim, PAGE_SHIFT,
-                    Encoding{V_CODEC, V_STORED_NORM, p.v_scale}, ALIGNED, place);
+        write_row(row, room, shifted(to, at.bytes, V_CODEC), at.row, dim,
+                  Encoding{V_CODEC, V_STORED_NORM, p.v_scale}, ALIGNED, place);
     }
 }

@@ -1,10 +1,9 @@
-use super::{headers::HEADERS, kv_write};
+use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
         Builder, Source,
-        kv_write::takes_passes,
-        norm_rope_write::{LAYOUTS, launch, rows, rows_of_call},
+        norm_rope_write::{LAYOUTS, launch},
         planes::row_threads,
     },
     ops::norm_rope_write::Call,
@@ -19,12 +18,9 @@ static SOURCE: Source = Source {
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (dim, all_heads) = (call.head_dim, call.heads + 2 * call.layer.spec().kv_heads);
-    // Passes over all vectors follow.
-    let rows = if takes_passes(&call.layer, &call.step) { Some(rows(call, b)?) } else { None };
     b.push(
-        launch(call, rows.as_ref(), &SOURCE, b)?
+        launch(call, &SOURCE, b)?
             .threadgroup_memory(dim * size_of::<f32>())
             .grid([all_heads, call.tokens, 1], [row_threads(dim), 1, 1]),
-    )?;
-    rows.map_or(Ok(()), |rows| kv_write::push(&rows_of_call(call, &rows), b))
+    )
 }

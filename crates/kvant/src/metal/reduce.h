@@ -19,6 +19,15 @@ inline uint threads_of(Place place) {
     return place.simdgroups * 32;
 }
 
+// A barrier of the threads that share a place. A threadgroup may have several places if each is one SIMD-group.
+inline void wait_for(Place place) {
+    if (place.simdgroups == 1) {
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+}
+
 struct Sum {
     static float over_simd(float x) { return simd_sum(x); }
     static uint over_simd(uint x) { return simd_sum(x); }

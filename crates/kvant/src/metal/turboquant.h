@@ -102,7 +102,7 @@ inline void sum_squares(threadgroup const float *row, threadgroup float *parts, 
             parts[start / 128] = squares;
         }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    wait_for(place);
 }
 
 // Stores norm i of all. A half is rounded to nearest, and infinite above the largest.
@@ -135,7 +135,7 @@ inline void encode(threadgroup const float *row, threadgroup float *room, Writab
         }
         unit = unit_of(reduce<Max>(largest, products, place));
         // Others may still add up the squares: within a SIMD-group a reduction has no barrier.
-        threadgroup_barrier(mem_flags::mem_threadgroup);
+        wait_for(place);
         sum_squares(row, squares, unit, dim, place);
     }
     const uint block = min(dim, 256u);
@@ -158,7 +158,7 @@ inline void encode(threadgroup const float *row, threadgroup float *room, Writab
             }
         }
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    wait_for(place);
     const uint blocks = dim / block;
     for (uint b = index; b < blocks; b += threads) {
         const float energy = block_sum(squares, b * block, dim);

@@ -139,7 +139,12 @@ pub struct Explanation {
 /// # Errors
 /// Those of [`attend`](attend()) when it is recorded.
 pub fn explain(args: &Attend, device: &Device) -> Result<Explanation> {
-    Ok(device.backend().explain_attend(&validate(args)?))
+    let calls = validate(args)?.spans()?;
+    let mut explained = calls.iter().map(|call| (call.span, device.backend().explain_attend(call)));
+    let (_, last) = explained.next_back().expect("a call attends to some positions");
+    let before: Vec<String> =
+        explained.map(|(span, of)| format!("; {}: {} ({})", span.text(), of.kernel, of.reason)).collect();
+    Ok(Explanation { reason: format!("{}{}", last.reason, before.concat()).into(), ..last })
 }
 
 /// Runs [`Attend`].
@@ -152,8 +157,7 @@ pub fn explain(args: &Attend, device: &Device) -> Result<Explanation> {
 ///
 /// A GPU does not check these values; see [`Step`].
 pub fn attend(enc: &mut Encoder, args: &Attend) -> Result<()> {
-    let call = validate(args)?;
-    enc.submit(super::Call::Attend(call))
+    validate(args)?.spans()?.into_iter().try_for_each(|call| enc.submit(super::Call::Attend(call)))
 }
 
 fn validate(args: &Attend) -> Result<Call> {
@@ -188,8 +192,8 @@ fn validate(args: &Attend) -> Result<Call> {
         let most = spec.window.unwrap_or(usize::MAX);
         check::value_is(NAME, "window", window <= most, format_args!("at most the layer's {most}"), window)?;
     }
-    let rotated_ok = !args.q.is_rotated() || spec.k.is_quantised();
-    check::value_is(NAME, "q", rotated_ok, "raw queries over dense keys", "rotated ones")?;
+    let rotated_ok = !args.q.is_rotated() || args.layer.rotates_queries();
+    check::value_is(NAME, "q", rotated_ok, "raw queries over keys of which some are dense", "rotated ones")?;
     if let Some(sinks) = args.sinks {
         check::dtype(NAME, "sinks", sinks, DType::F32)?;
         check::shape(NAME, "sinks", sinks, &[("H", heads)])?;
@@ -207,7 +211,10 @@ fn validate(args: &Attend) -> Result<Call> {
         q_rotated: args.q.is_rotated(),
         sinks: args.sinks.cloned(),
         splits: args.splits.unwrap_or(0),
+        span: PageSpan::All,
+        earlier: None,
         out: args.out.clone(),
+        ends: None,
         tokens,
         heads,
         head_dim,
@@ -228,13 +235,104 @@ pub(crate) struct Call {
     pub sinks: Option<Tensor>,
     /// 0 leaves the choice to the kernel.
     pub splits: usize,
+    /// Which of the positions that a token sees the call attends to.
+    pub span: PageSpan,
+    /// The results over other positions, which the call merges with its own.
+    pub earlier: Option<Results>,
+    /// With `ends` the result over this call's and the earlier positions, in f32.
     pub out: Tensor,
+    /// f32 `[T, H]`: where the ends of a result go that a later call merges.
+    pub ends: Option<Tensor>,
     pub tokens: usize,
     pub heads: usize,
     pub head_dim: usize,
 }
 
+/// Which of the positions that a token at p sees a call attends to. With P the positions of a page and
+/// r = max(⌊p/P⌋ − 1, 0)·P the start of the token's recent pages:
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PageSpan {
+    /// All.
+    All,
+    /// Those below min(P, r): the first page, unless it is recent.
+    First,
+    /// Those from P to r: pages that are sealed.
+    Sealed,
+    /// Those from r on.
+    Recent,
+}
+
+impl PageSpan {
+    /// Those of the positions `seen` by a token at `position` that are in the span. `page_tokens` is that of the layer.
+    #[inline]
+    pub fn of(self, seen: std::ops::Range<usize>, position: usize, page_tokens: usize) -> std::ops::Range<usize> {
+        let recent = (position / page_tokens).saturating_sub(1) * page_tokens;
+        let (start, end) = match self {
+            PageSpan::All => return seen,
+            PageSpan::First => (0, page_tokens.min(recent)),
+            PageSpan::Sealed => (page_tokens, recent),
+            PageSpan::Recent => (recent, usize::MAX),
+        };
+        let end = seen.end.min(end);
+        seen.start.max(start).min(end)..end
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            PageSpan::All => "all positions",
+            PageSpan::First => "the first page",
+            PageSpan::Sealed => "sealed pages",
+            PageSpan::Recent => "recent pages",
+        }
+    }
+}
+
+/// The results of an attention over some of the positions, which can be merged with those over others.
+#[derive(Clone, Debug)]
+pub(crate) struct Results {
+    /// f32 `[T, H, D]`: the results, zeros where nothing was seen.
+    pub out: Tensor,
+    /// f32 `[T, H]`: log2 Σⱼ 2^sⱼ, with s the scores in units of log 2; −∞ where nothing was seen, or only scores of
+    /// −∞.
+    pub ends: Tensor,
+}
+
 impl Call {
+    /// The calls that make up this one, in order. Over a layer that seals pages: one for each span in which a token of
+    /// the step may see something. The last one writes `out`.
+    fn spans(self) -> Result<Vec<Call>> {
+        let Some(dense) = self.layer.dense().cloned() else { return Ok(vec![self]) };
+        let (pages, longest) = (self.layer.page_tokens(), self.step.batch().longest);
+        // A token sees two recent pages, and the first one; no other page is there below three pages.
+        let spans: &[PageSpan] = match longest {
+            _ if longest <= 2 * pages => &[PageSpan::Recent],
+            _ if longest <= 3 * pages => &[PageSpan::First, PageSpan::Recent],
+            _ => &[PageSpan::First, PageSpan::Sealed, PageSpan::Recent],
+        };
+        let results = (spans.len() > 1).then(|| self.layer.results(self.tokens, self.heads)).transpose()?;
+        let calls = spans.iter().enumerate().map(|(index, &span)| {
+            let is_last = index + 1 == spans.len();
+            let later = results.clone().filter(|_| !is_last);
+            Call {
+                layer: if span == PageSpan::Sealed { self.layer.sealed() } else { dense.clone() },
+                span,
+                earlier: results.clone().filter(|_| index > 0),
+                sinks: self.sinks.clone().filter(|_| is_last),
+                out: later.as_ref().map_or(&self.out, |results| &results.out).clone(),
+                ends: later.map(|results| results.ends),
+                ..self.clone()
+            }
+        });
+        Ok(calls.collect())
+    }
+
+    /// The positions of `layer` that a token at `position` of a sequence of `len` tokens attends to.
+    #[inline]
+    pub(crate) fn seen(&self, position: usize, len: usize) -> std::ops::Range<usize> {
+        let seen = visible(position, len, self.layer.spec().capacity, self.window);
+        self.span.of(seen, position, self.layer.page_tokens())
+    }
+
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "q", tensor: &self.q, access: Read });
         self.layer.touches(Read, visit);
@@ -242,11 +340,18 @@ impl Call {
         if let Some(tensor) = &self.sinks {
             visit(Touch { arg: "sinks", tensor, access: Read });
         }
+        if let Some(Results { out, ends }) = &self.earlier {
+            visit(Touch { arg: "earlier.out", tensor: out, access: Read });
+            visit(Touch { arg: "earlier.ends", tensor: ends, access: Read });
+        }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
+        if let Some(tensor) = &self.ends {
+            visit(Touch { arg: "ends", tensor, access: Write });
+        }
     }
 
     pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
-        &[]
+        &[("out", "earlier.out"), ("ends", "earlier.ends")]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -23,7 +23,8 @@ pub struct KvRead<'a> {
     /// layers.
     pub step: Option<&'a Step>,
     /// The first position. On a ring, the caller must know which positions are held: the slots of other positions
-    /// contain later positions, or positions that were truncated. Positions without a page are read as zeros.
+    /// contain later positions, or positions that were truncated. Positions without a page are read as zeros. Of a
+    /// layer that seals pages, those that are dense are read from the dense page.
     pub start: usize,
     /// Whether to leave TurboQuant vectors rotated. No effect on dense vectors.
     pub keep_rotated: bool,
@@ -98,8 +99,12 @@ pub fn kv_read(enc: &mut Encoder, args: &KvRead) -> Result<()> {
         format_args!("a range within {most} slots"),
         format_args!("{}..{end}", args.start),
     )?;
-    enc.submit(super::Call::KvRead(Call {
-        layer: args.layer.clone(),
+    if args.layer.dense().is_some() {
+        let raw = format_args!("not set for a layer that seals pages");
+        check::value_is(NAME, "keep_rotated", !args.keep_rotated, raw, args.keep_rotated)?;
+    }
+    let call = |layer: &KvLayer, fills| Call {
+        layer: layer.clone(),
         side: args.side,
         sequence: args.sequence,
         step: args.step.cloned(),
@@ -107,8 +112,11 @@ pub fn kv_read(enc: &mut Encoder, args: &KvRead) -> Result<()> {
         tokens,
         keep_rotated: args.keep_rotated,
         order: args.order,
+        fills,
         out: args.out.clone(),
-    }))
+    };
+    enc.submit(super::Call::KvRead(call(&args.layer.sealed(), true)))?;
+    args.layer.dense().map_or(Ok(()), |dense| enc.submit(super::Call::KvRead(call(dense, false))))
 }
 
 #[derive(Clone, Debug)]
@@ -121,6 +129,8 @@ pub(crate) struct Call {
     pub tokens: usize,
     pub keep_rotated: bool,
     pub order: HeadOrder,
+    /// Whether positions without a page are zeros, or left as they are.
+    pub fills: bool,
     pub out: Tensor,
 }
 

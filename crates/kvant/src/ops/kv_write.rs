@@ -17,6 +17,9 @@ pub(crate) const NAME: &str = "kv_write";
 /// earlier tokens of the batch may need: to attend within a batch, feed at most `capacity − window + 1` tokens at once,
 /// or use pages ([`KvPool`](crate::KvPool)), which have no such limit.
 ///
+/// A layer of a pool that seals pages gets dense rows. The pages that later tokens of the same step see as sealed are
+/// sealed then ([`CacheLayer`](crate::CacheLayer)).
+///
 /// A dense destination with the source's dtype gets the source's bits, NaN payloads included. Conversion from f32 to
 /// f16 or bf16 rounds to nearest, ties to even, and overflows to infinity.
 #[derive(Clone, Copy, Debug)]
@@ -48,8 +51,7 @@ setters! { KvWrite<'a> {
     first_token: usize,
 } }
 
-/// Runs [`KvWrite`], in one launch for any number of tokens. With a centred codec, a step in which a sequence has
-/// several tokens takes four launches on a GPU.
+/// Runs [`KvWrite`], in one launch for any number of tokens, and one more where pages are sealed.
 ///
 /// # Errors
 /// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` for a sequence that
@@ -81,8 +83,9 @@ pub fn kv_write(enc: &mut Encoder, args: &KvWrite) -> Result<()> {
         first_token: args.first_token,
         tokens,
         step: args.step.clone(),
-        layer: args.layer.clone(),
-    }))
+        layer: args.layer.written().clone(),
+    }))?;
+    args.step.seal(enc, args.layer)
 }
 
 #[derive(Clone, Debug)]

@@ -116,6 +116,7 @@ pub(crate) mod norm_rope;
 pub(crate) mod norm_rope_write;
 pub(crate) mod rms_norm;
 pub(crate) mod sample;
+pub(crate) mod seal;
 pub(crate) mod softcap;
 
 pub use add_bias::{AddBias, add_bias};
@@ -201,6 +202,7 @@ calls! {
     NormRopeWrite(norm_rope_write),
     RmsNorm(rms_norm),
     Sample(sample),
+    Seal(seal),
     Softcap(softcap),
 }
 

@@ -69,7 +69,7 @@ setters! { NormRopeWrite<'a> {
 /// Those of [`norm_rope`](super::norm_rope()) and [`kv_write`](super::kv_write()).
 pub fn norm_rope_write<'a>(enc: &mut Encoder, args: &NormRopeWrite<'a>) -> Result<Query<'a>> {
     let spec = args.layer.spec();
-    let rotate_q = spec.k.is_quantised();
+    let rotate_q = args.layer.rotates_queries();
     let [tokens, heads, head_dim] = check::rank(NAME, "q", args.q, ["T", "H", "D"])?;
     for (arg, tensor, h) in
         [("q", args.q, heads), ("q_out", args.q_out, heads), ("k", args.k, spec.kv_heads), ("v", args.v, spec.kv_heads)]
@@ -90,12 +90,13 @@ pub fn norm_rope_write<'a>(enc: &mut Encoder, args: &NormRopeWrite<'a>) -> Resul
         rope,
         rotate_q,
         step: args.step.clone(),
-        layer: args.layer.clone(),
+        layer: args.layer.written().clone(),
         q_out: args.q_out.clone(),
         tokens,
         heads,
         head_dim,
     }))?;
+    args.step.seal(enc, args.layer)?;
     Ok(Query::of(args.q_out, rotate_q))
 }
 

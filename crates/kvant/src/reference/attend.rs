@@ -1,10 +1,7 @@
 use std::{collections::BTreeMap, ops::Range};
 
 use super::{check_len, hadamard, io, softcap};
-use crate::{
-    Result,
-    ops::attend::{Call, visible},
-};
+use crate::{Result, ops::attend::Call};
 
 /// A partial result of attention, over some of the keys: enough to go on from, or to be merged with the result over
 /// other keys (Milakov & Gimelshein 2018; Dao et al. 2022).
@@ -44,6 +41,19 @@ impl State {
     pub fn finish(&self) -> Vec<f64> {
         let no_key = self.m == f64::NEG_INFINITY && self.l == 0.0;
         self.o.iter().map(|o| if no_key { 0.0 } else { o / self.l }).collect()
+    }
+
+    /// log2 Σⱼ exp(scoreⱼ): with the result all that a merge needs. −∞ when there was no key, or every score was −∞.
+    fn end(&self) -> f64 {
+        (self.m + self.l.ln()) * std::f64::consts::LOG2_E
+    }
+
+    /// The state that has a result and its end.
+    fn of_result(result: &[f64], end: f64) -> State {
+        if end == f64::NEG_INFINITY {
+            return State::empty(result.len());
+        }
+        State { o: result.to_vec(), m: end * std::f64::consts::LN_2, l: 1.0 }
     }
 }
 
@@ -114,15 +124,16 @@ pub(crate) fn run(call: &Call) {
     let positions = io::load_u32(&call.step.positions);
     let sequences = io::load_u32(&call.step.sequence);
     let sinks = call.sinks.as_ref().map(io::load);
+    let earlier = call.earlier.as_ref().map(|earlier| (io::load(&earlier.out), io::load(&earlier.ends)));
     // SAFETY: the device's lock is held, and nothing writes to the step.
     let table = unsafe { call.step.page_table(layer) };
-    let mut out = vec![0.0; q.len()];
+    let (mut out, mut ends) = (vec![0.0; q.len()], vec![f64::NEG_INFINITY; call.tokens * call.heads]);
     for (sequence, &len) in lens.iter().enumerate() {
         let tokens: Vec<(usize, usize)> = (0..call.tokens)
             .filter(|&token| sequences[token] as usize == sequence)
             .map(|token| (token, positions[token] as usize))
             .collect();
-        let seen = |position: usize| visible(position, len as usize, spec.capacity, call.window);
+        let seen = |position: usize| call.seen(position, len as usize);
         for kv_head in 0..spec.kv_heads {
             let mut context = Context { call, cached: BTreeMap::new() };
             for &(_, position) in &tokens {
@@ -142,15 +153,28 @@ pub(crate) fn run(call: &Call) {
                     let softcap = call.softcap.map(f64::from);
                     let query = QueryVector { q: &q, scale: call.scale.into(), softcap };
                     let mut state = context.attend(query, seen(position));
+                    let row = at / dim;
+                    if let Some((earlier, ends)) = &earlier {
+                        state = state.merge(State::of_result(&earlier[at..at + dim], ends[row]));
+                    }
                     if let Some(sinks) = &sinks {
                         state = state.merge(State { o: vec![0.0; dim], m: sinks[head], l: 1.0 });
                     }
-                    out[at..at + dim].copy_from_slice(&state.finish());
+                    ends[row] = state.end();
+                    let result = if call.ends.is_some() && ends[row] == f64::NEG_INFINITY {
+                        vec![0.0; dim]
+                    } else {
+                        state.finish()
+                    };
+                    out[at..at + dim].copy_from_slice(&result);
                 }
             }
         }
     }
     io::store(&call.out, &out);
+    if let Some(to) = &call.ends {
+        io::store(to, &ends);
+    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 
 use half::{bf16, f16};
 
-use super::page_means;
+use super::seal;
 use crate::{
     Codec, DType, KvLayer, Planes, Tensor,
     codec::{self, Encoded},
@@ -131,7 +131,7 @@ pub(super) fn load_vector(layer: &KvLayer, planes: &Planes, place: RowPlace, kee
     codec::unpack(tq.bits, &low, &high, &mut encoded.indices).expect("the planes have the lengths of their codec");
     let decoded = codec::decode_rotated(tq, &encoded);
     let mut y = decoded.expect("the layer checked its codec, and unpacked indices are within the codebook");
-    if let Some(mean) = page_means::of_vector(layer, planes, place) {
+    if let Some(mean) = seal::of_vector(layer, planes, place) {
         y.iter_mut().zip(mean.rotated()).for_each(|(y, mean)| *y += mean);
     }
     if keep_rotated { y } else { super::hadamard(&y, true).expect("the layer checked its codec") }
@@ -142,7 +142,7 @@ pub(super) fn store_vector(layer: &KvLayer, planes: &Planes, place: RowPlace, x:
     let Codec::TurboQuant(tq) = planes.codec() else {
         return store_range(&planes.low, first_element(&planes.low, place, x.len()), x);
     };
-    let encoded = match page_means::of_vector(layer, planes, place) {
+    let encoded = match seal::of_vector(layer, planes, place) {
         Some(mean) => codec::encode_around(tq, &mean, x),
         None => codec::encode(tq, x),
     };

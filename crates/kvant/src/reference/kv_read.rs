@@ -11,7 +11,8 @@ pub(crate) fn run(call: &Call) {
             let place = call.layer.place(table, call.sequence, head, call.start + token);
             let to = call.order.row(token, head, call.tokens, spec.kv_heads) * dim;
             match place {
-                None => io::store_range(&call.out, to, &vec![0.0; dim]),
+                None if call.fills => io::store_range(&call.out, to, &vec![0.0; dim]),
+                None => {}
                 Some(place) if call.out.dtype() == planes.low.dtype() => {
                     io::copy_elements(&planes.low, io::first_element(&planes.low, place, dim), &call.out, to, dim);
                 }

@@ -1,4 +1,4 @@
-use super::{io, page_means};
+use super::io;
 use crate::{
     KvLayer, Step,
     layer::RowPlace,
@@ -32,12 +32,6 @@ pub(crate) fn run(call: &Call) {
     for (source, planes) in [(&call.k, &call.layer.k), (&call.v, &call.layer.v)] {
         let first =
             |token, head| call.order.row(call.first_token + token, head, call.source_tokens, spec.kv_heads) * dim;
-        if planes.codec().is_centred() {
-            page_means::write(&call.step, &call.layer, planes, |token, head| {
-                io::load_range(source, first(token, head)..first(token, head) + dim)
-            });
-            continue;
-        }
         for (token, head, place) in destinations(&call.step, &call.layer) {
             let from = first(token, head);
             if source.dtype() == planes.low.dtype() {

@@ -27,9 +27,9 @@ mod linear;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
-mod page_means;
 mod rms_norm;
 mod sample;
+mod seal;
 mod softcap;
 
 pub use argmax::argmax;
@@ -79,6 +79,7 @@ impl HostExecutor for Reference {
             Call::NormRopeWrite(call) => norm_rope_write::run(call),
             Call::RmsNorm(call) => rms_norm::run(call),
             Call::Sample(call) => sample::run(call),
+            Call::Seal(call) => seal::run(call),
             Call::Softcap(call) => softcap::run(call),
         }
         Ok(())

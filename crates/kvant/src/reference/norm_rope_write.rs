@@ -1,4 +1,4 @@
-use super::{io, kv_write, norm_rope::Head, page_means};
+use super::{io, kv_write, norm_rope::Head};
 use crate::{Tensor, ops::norm_rope_write::Call};
 
 pub(crate) fn run(call: &Call) {
@@ -18,10 +18,6 @@ pub(crate) fn run(call: &Call) {
             let from = (token * kv_heads + head) * call.head_dim;
             &rows[from..from + call.head_dim]
         };
-        if planes.codec().is_centred() {
-            page_means::write(&call.step, &call.layer, planes, |token, head| vector(token, head).to_vec());
-            continue;
-        }
         for (token, head, place) in kv_write::destinations(&call.step, &call.layer) {
             io::store_vector(&call.layer, planes, place, vector(token, head));
         }

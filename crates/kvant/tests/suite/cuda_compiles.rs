@@ -41,7 +41,7 @@ fn every_kernel_compiles() -> Result<()> {
     for codec in [Codec::F32, Codec::F16, Codec::BF16].into_iter().chain(BITS.map(Codec::tq)) {
         caches(&device, &mut enc, codec)?;
     }
-    caches_over_pages(&device, &mut enc, 64, 128, Codec::tq_centred(4))?;
+    caches_over_pages(&device, &mut enc, 64, 128, Codec::tq_centred(4), DType::BF16)?;
     attention(&device, &mut enc, true)?;
     // A prompt whose keys and values are decoded before.
     let prompt = (64, Codec::tq(4), Codec::tq(4), DType::BF16, DType::BF16, 4, 99);
@@ -272,7 +272,7 @@ fn kernels_of_other_head_sizes_compile() -> Result<()> {
             }
         }
         if model == Model::H200 {
-            caches_over_pages(&device, &mut enc, 16, 80, Codec::F32)?;
+            caches_over_pages(&device, &mut enc, 16, 80, Codec::F32, DType::F16)?;
         }
         enc.commit()?.wait()?;
         println!("{model:?}: {} kernels", launches.kernels.lock().unwrap().len());
@@ -289,11 +289,22 @@ fn kernels_over_pages_compile() -> Result<()> {
         attention_over_pages(&device, &mut enc, model)?;
         if model == Model::H200 {
             for (i, codec) in [Codec::F32, Codec::BF16, Codec::tq(4), Codec::tq(5)].into_iter().enumerate() {
-                caches_over_pages(&device, &mut enc, 16 << i, 128, codec)?;
+                caches_over_pages(&device, &mut enc, 16 << i, 128, codec, DType::F16)?;
             }
-            for (i, bits) in BITS.into_iter().enumerate() {
-                let head_dim = [64, 128, 256, 512, 8, 4096][i];
-                caches_over_pages(&device, &mut enc, 16 << (i % 5), head_dim, Codec::tq_centred(bits))?;
+            // Pages are sealed in tiles, and by rows.
+            let shapes = [
+                (64, DType::F16),
+                (128, DType::BF16),
+                (256, DType::F16),
+                (512, DType::BF16),
+                (8, DType::F32),
+                (4096, DType::F16),
+            ];
+            for (i, (bits, (head_dim, dense))) in BITS.into_iter().zip(shapes).enumerate() {
+                caches_over_pages(&device, &mut enc, 16 << (i % 5), head_dim, Codec::tq_centred(bits), dense)?;
+            }
+            for head_dim in [128, 512] {
+                caches_over_pages(&device, &mut enc, 256, head_dim, Codec::tq_centred(4), DType::BF16)?;
             }
         }
         enc.commit()?.wait()?;
@@ -313,7 +324,7 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
     let cases: [AttentionOverPages; 41] = [
         ("attend_generic", 9999, None, (128, tq(2), tq(3), bf16, DType::F32, 4, 1)),
         // Around page means: decode and prompts.
-        ("attend_generic", 9999, None, (128, centred(4), centred(3), bf16, DType::F32, 4, 1)),
+        ("attend_generic", 9999, None, (128, centred(4), centred(3), DType::F32, DType::F32, 4, 1)),
         ("attend_generic", 9999, Some(300), (512, centred(2), centred(8), DType::F32, DType::F32, 2, 9)),
         ("attend_generic", 9999, None, (64, centred(3), dense_f16, f16, f16, 1, 99)),
         ("attend_generic", 9999, None, (256, dense_bf16, centred(6), bf16, bf16, 3, 1)),
@@ -377,13 +388,22 @@ fn attend_over_pages(
     let (kernel, longest, window, (head_dim, k, v, q, out, group, tokens)) = case;
     let kv_heads = 2;
     let layer = CacheLayer::new(kv_heads, head_dim, k).v(v).window(window);
+    let layer = layer.dense(if q == DType::F32 { DType::BF16 } else { q });
+    let has_sealed_pages = |page_tokens: usize| !layer.seals() || longest > 3 * page_tokens;
+    let page_tokens = (0..5).map(|i| page_tokens >> i).find(|&tokens| has_sealed_pages(tokens)).unwrap_or(16);
     let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(page_tokens))?;
     let step = pool.reserve_step(StepSize::decode(1, longest).tokens(tokens, tokens))?;
     let shape = [tokens, kv_heads * group, head_dim];
     let (q, out) = (zeros(device, q, &shape)?, zeros(device, out, &shape)?);
     let args = Attend::new(&q, pool.layer(0)?, &step, &out).scale(1.0).softcap(softcap);
     let explained = ops::explain(&args, device)?;
-    assert_eq!(explained.kernel, kernel, "{case:?}: {explained:?}");
+    if layer.seals() {
+        // The kernel is that of sealed pages. Those of dense pages are the same for all codecs.
+        let part = format!("sealed pages: {kernel} (");
+        assert!(explained.reason.contains(&part), "{case:?}: {explained:?}");
+    } else {
+        assert_eq!(explained.kernel, kernel, "{case:?}: {explained:?}");
+    }
     ops::attend(enc, &args)
 }
 
@@ -393,17 +413,19 @@ fn caches_over_pages(
     page_tokens: usize,
     head_dim: usize,
     codec: Codec,
+    dense: DType,
 ) -> Result<()> {
     let (kv_heads, order) = (8, HeadOrder::TokenMajor);
     let v = if head_dim == 256 { codec } else { Codec::BF16 };
-    let layer = CacheLayer::new(kv_heads, head_dim, codec).v(v);
+    let layer = CacheLayer::new(kv_heads, head_dim, codec).v(v).dense(dense);
+    let seals = layer.seals();
     let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 64 << 20).page_tokens(page_tokens))?;
     let layer = pool.layer(0)?;
     for (dtype, tokens) in [(DType::F16, 1), (DType::F32, 2), (DType::BF16, 600)] {
         let step = pool.reserve_step(StepSize::decode(1, 999).tokens(tokens, tokens))?;
         let kv = zeros(device, dtype, &[tokens, kv_heads, head_dim])?;
         ops::kv_write(enc, &KvWrite::new(&kv, &kv, &step, layer).order(order))?;
-        for (side, keep_rotated) in [(KvSide::K, true), (KvSide::K, false), (KvSide::V, false)] {
+        for (side, keep_rotated) in [(KvSide::K, !seals), (KvSide::K, false), (KvSide::V, false)] {
             let (sequence, start, step) = (0, 5, Some(&step));
             ops::kv_read(
                 enc,

@@ -1,7 +1,7 @@
 //! Replaces `fixed_point` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
 
 use super::{kv_rows::KvRows, prefetch::Prefetcher, tile::FixedPart};
-use crate::cpu::page_means::StoredMean;
+use crate::cpu::seal::StoredMean;
 
 const WHY: &str = "no side is in fixed point";
 

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     DType, KvLayer, Planes,
     codec::{self, BLOCK, Codec},
-    cpu::{page_means::StoredMean, simd::Simd},
+    cpu::{seal::StoredMean, simd::Simd},
     layer::{LayerPages, PageTable},
 };
 

@@ -32,7 +32,10 @@ use super::{
     Cpu, convert, scratch,
     simd::{Simd, SimdKernel, SimdLevel},
 };
-use crate::{layer::PageTable, ops::attend::Call};
+use crate::{
+    layer::PageTable,
+    ops::attend::{Call, Results},
+};
 
 mod few_rows;
 #[cfg_attr(not(target_arch = "x86_64"), path = "fixed_point_stub.rs")]
@@ -76,6 +79,8 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         lens,
         capacity: spec.capacity,
         window: call.window,
+        span: call.span,
+        page_tokens: call.layer.page_tokens(),
         kv_heads: spec.kv_heads,
         group: call.heads / spec.kv_heads,
         head_dim: call.head_dim,
@@ -138,7 +143,8 @@ impl AttendJob<'_> {
         SoftmaxStates::new(floats, rows, head_dim)
     }
 
-    /// Normalises the states and writes them to `out`.
+    /// Merges the states with earlier results, normalises them and writes them to `out`, with their ends where a later
+    /// call merges them.
     ///
     /// # Safety
     /// The level's instructions are enabled; the states are those of the block's rows, which nobody else writes.
@@ -149,10 +155,26 @@ impl AttendJob<'_> {
         let sinks: Option<&[f32]> = self.call.sinks.as_ref().map(|sinks| unsafe { sinks.host_slice() });
         for row in 0..states.rows() {
             let mut state = states.row(row);
-            // SAFETY: passed on to the caller.
+            // SAFETY: passed on to the caller. Results of a row are read before they are overwritten.
             unsafe {
+                let at = self.offset(block, head, row) / self.shape.head_dim;
+                if let Some(Results { out, ends }) = &self.call.earlier {
+                    let end = ends.host_ptr().cast::<f32>().add(at);
+                    let o = out.host_ptr().cast::<f32>().add(at * self.shape.head_dim);
+                    let o = std::slice::from_raw_parts_mut(o, self.shape.head_dim);
+                    if *end != f32::NEG_INFINITY {
+                        state.merge::<S>(&SoftmaxState { o, m: &mut { *end }, l: &mut 1.0 });
+                    }
+                }
                 if let Some(sinks) = sinks {
                     state.add_sink::<S>(sinks[head * group + row % group] * std::f32::consts::LOG2_E);
+                }
+                if let Some(ends) = &self.call.ends {
+                    let end = state.end();
+                    *ends.host_ptr().cast::<f32>().add(at) = end;
+                    if end == f32::NEG_INFINITY {
+                        state.clear();
+                    }
                 }
                 state.finish::<S>();
                 let to = out.host_ptr().add(self.offset(block, head, row) * out.dtype().size());

@@ -6,7 +6,10 @@ use super::{
     route::{AttendKernel, select},
     tile::TILE,
 };
-use crate::{cpu::SimdLevel, ops::attend::visible};
+use crate::{
+    cpu::SimdLevel,
+    ops::attend::{PageSpan, visible},
+};
 
 /// Limits of a block: of its query rows (tokens × query heads of a KV head), and of their floats.
 struct BlockLimits {
@@ -52,6 +55,9 @@ pub(super) struct BatchShape<'a> {
     pub lens: &'a [u32],
     pub capacity: usize,
     pub window: usize,
+    /// Which of the positions that a token sees the call attends to, and the positions of a page.
+    pub span: PageSpan,
+    pub page_tokens: usize,
     pub kv_heads: usize,
     /// Query heads of a KV head.
     pub group: usize,
@@ -121,7 +127,7 @@ impl BatchShape<'_> {
 
     /// The positions of a sequence of `len` tokens that a token at `position` sees.
     pub fn seen(&self, len: usize, position: usize) -> Range<usize> {
-        visible(position, len, self.capacity, self.window)
+        self.span.of(visible(position, len, self.capacity, self.window), position, self.page_tokens)
     }
 
     /// Positions that contain all that the tokens of `block` see.
@@ -273,6 +279,8 @@ mod tests {
             lens,
             capacity: 1 << 20,
             window: usize::MAX,
+            span: PageSpan::All,
+            page_tokens: usize::MAX,
             kv_heads: 1,
             group: 4,
             head_dim: 256,

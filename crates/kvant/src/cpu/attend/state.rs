@@ -61,6 +61,12 @@ impl SoftmaxState<'_> {
         }
     }
 
+    /// log2 Σ 2^s, with which the result can be merged with those over other keys; −∞ without keys, or if all scores
+    /// are −∞.
+    pub fn end(&self) -> f32 {
+        if *self.l < 0.5 { f32::NEG_INFINITY } else { *self.m + self.l.log2() }
+    }
+
     /// o/l, the attention's result; zeros without keys, NaN where all scores are −∞.
     ///
     /// # Safety

@@ -46,11 +46,14 @@ struct States {
     }
 };
 
+// Quads of a row belong to several threads and blocks, which do not wait for each other.
+static_assert(!(EARLIER && ENDS), "attend: the end of an earlier result must not be overwritten while others read it");
+
 // The destination of the rows of an item and head.
 struct Output {
     const AttendParams &p;
     uchar *out;
-    const float *sinks;
+    RowEnds ends;
     QueryRows rows;
     // Whether the item's token sees any key if pages hold all; over pages, these keys.
     bool sees;
@@ -63,10 +66,16 @@ struct Output {
         }
         const ulong at = rows.at(quad / (HEAD_DIM / 4));
         const uint column = quad % (HEAD_DIM / 4) * 4;
-        const float l = with_sink(p, sinks, at, sum.m, sum.l);
-        const float inverse = inverse_of_sum(l, [&] { return sees && (PAGE_SHIFT == 0 || pages.hold_any(seen)); });
-        const float4 o = make_float4(sum.o.x * inverse, sum.o.y * inverse, sum.o.z * inverse, sum.o.w * inverse);
+        const RowFactors f = finish_row(p, ends, at, sum.m, sum.l, ends.of_earlier(at),
+                                        [&] { return sees && (PAGE_SHIFT == 0 || pages.hold_any(seen)); });
+        float4 o = make_float4(sum.o.x * f.own, sum.o.y * f.own, sum.o.z * f.own, sum.o.w * f.own);
+        if (EARLIER) {
+            add_scaled(o, ends.earlier_at<float4>(at * HEAD_DIM + column), f.earlier);
+        }
         store4(out, at * HEAD_DIM + column, o, OUT_DTYPE);
+        if (column == 0) {
+            ends.leave(at, f.end);
+        }
     }
 };
 

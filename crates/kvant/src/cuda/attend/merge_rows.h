@@ -25,7 +25,7 @@ inline bool has_coord(uint i, uint lane) {
 struct Partials {
     float *states;
     uint *counters;
-    const float *sinks;
+    RowEnds ends;
     uchar *out;
 };
 
@@ -179,12 +179,23 @@ inline void finish_rows(const AttendParams &p, const Partials &to, const S &stat
             unrotate<HEAD_DIM>(x, lane);
         }
         const float2 end = state.end(r);
-        const float l = with_sink(p, to.sinks, at, end.x, end.y);
-        const float inverse = inverse_of_sum(l, [&] { return sees(r); });
+        const RowFactors f = finish_row(p, to.ends, at, end.x, end.y, to.ends.of_earlier(at), [&] { return sees(r); });
 #pragma unroll
         for (uint i = 0; i < LANE_COORDS; i++) {
             if (has_coord(i, lane)) {
-                store(to.out, at * HEAD_DIM + lane + 32 * i, x[i] * inverse, OUT_DTYPE);
+                const ulong to_coord = at * HEAD_DIM + lane + 32 * i;
+                float y = x[i] * f.own;
+                if (EARLIER) {
+                    y += to.ends.earlier_at<float>(to_coord) * f.earlier;
+                }
+                store(to.out, to_coord, y, OUT_DTYPE);
+            }
+        }
+        if (ENDS) {
+            // All lanes have read the earlier end.
+            __syncwarp();
+            if (lane == 0) {
+                to.ends.leave(at, f.end);
             }
         }
     }

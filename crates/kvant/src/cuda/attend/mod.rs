@@ -14,11 +14,14 @@
 //! | `unpack` | many tokens over quantised caches in pages, before `prefill` | all |
 //! | `generic` | everything else | all |
 //!
+//! All of them serve calls over a part of the positions (`PageSpan`), merge an earlier result with theirs, and leave
+//! the ends of their rows for a later call to merge.
+//!
 //! Headers that several kernels share:
 //!
 //! | header | contents |
 //! |---|---|
-//! | `work.h` | parameters, visible keys, and how work items are divided among blocks |
+//! | `work.h` | parameters, visible keys, how work items are divided among blocks, and the end of a row |
 //! | `state.h` | the state of a softmax (m, l, o) and its merge |
 //! | `softmax.h` | numbers of the softmax: exponentials, factors, powers of two |
 //! | `dense.h` | queries, scores and weights over dense 16-bit keys |
@@ -27,9 +30,9 @@
 
 use super::{MAX_CLUSTER, clusters_at_once};
 use crate::{
-    HeadOrder, Planes, Result, Tensor,
+    DType, HeadOrder, Planes, Result, Tensor,
     gpu::{Builder, Launch, Limits, Use, attend, params, planes::page_shift},
-    ops::attend::{Call, Explanation, NAME},
+    ops::attend::{Call, Explanation, NAME, PageSpan, Results},
 };
 
 mod decode;
@@ -191,13 +194,39 @@ fn bind_result(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
 
 /// The same without the page table.
 fn bind_output(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
-    launch
+    let launch = with_span(launch, call)
         .constant("SHARES", heads.shares as u32)
         .constant("LACKING", heads.lacking as u32)
         .write(1, &call.out)
         .constant("SINKS", call.sinks.is_some())
         .read_if(13, call.sinks.as_ref())
-        .constant("PAGE_SHIFT", page_shift(&call.layer))
+        .constant("EARLIER", call.earlier.is_some())
+        .constant("ENDS", call.ends.is_some())
+        .write_if(20, call.ends.as_ref());
+    match &call.earlier {
+        Some(Results { out, ends }) => launch.read(18, out).read(19, ends),
+        None => launch,
+    }
+}
+
+/// The constants of the positions that tokens see.
+fn with_span(launch: Launch, call: &Call) -> Launch {
+    launch.constant("PAGE_SHIFT", page_shift(&call.layer)).constant("SPAN", span_code(call.span))
+}
+
+/// The number of a span in kernels: `work.h` has the same.
+fn span_code(span: PageSpan) -> u32 {
+    match span {
+        PageSpan::All => 0,
+        PageSpan::First => 1,
+        PageSpan::Sealed => 2,
+        PageSpan::Recent => 3,
+    }
+}
+
+/// The dtype whose precision a result needs: that of the output, or if a later call merges the result, of the queries.
+fn precision(call: &Call) -> DType {
+    if call.ends.is_some() { call.q.dtype() } else { call.out.dtype() }
 }
 
 /// The most keys of a sequence that the device may find.
@@ -212,7 +241,18 @@ fn most_keys(call: &Call) -> usize {
 
 /// The longest context, in keys, that the device may find in the lengths.
 fn longest_context(call: &Call) -> usize {
-    call.window.min(most_keys(call))
+    keys_of_tokens(call, 1)
+}
+
+/// The most keys that so many successive tokens of a sequence see together.
+fn keys_of_tokens(call: &Call, tokens: usize) -> usize {
+    let page_tokens = call.layer.page_tokens();
+    let of_span = match call.span {
+        PageSpan::All | PageSpan::Sealed => usize::MAX,
+        PageSpan::First => page_tokens,
+        PageSpan::Recent => page_tokens.saturating_mul(2).saturating_add(tokens - 1),
+    };
+    call.window.saturating_add(tokens - 1).min(most_keys(call)).min(of_span)
 }
 
 /// The (token, KV head) pairs of a decode call, or (token, share of a KV head).

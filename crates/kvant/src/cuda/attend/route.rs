@@ -7,7 +7,7 @@ use super::{
     HeadShares, MAX_GROUP,
     decode::AttendDecode,
     generic::AttendGeneric,
-    has_clusters, is_aligned, is_aligned16, longest_context,
+    has_clusters, is_aligned, is_aligned16, longest_context, precision,
     prefill::{AttendPrefill, PREFILL},
     quantised::AttendQuantised,
     short::AttendShort,
@@ -40,10 +40,12 @@ struct AttendTraits {
     one_token_each: bool,
     /// The query heads of a KV head, or equal shares of them, are at most [`MAX_GROUP`].
     few_heads: bool,
-    /// The output is f16 or bf16.
-    output_is_16_bit: bool,
-    /// Queries begin at a multiple of 16 bytes, and the output at a multiple of 8.
+    /// The result needs the precision of f16 or bf16.
+    is_16_bit: bool,
+    /// Queries begin at a multiple of 16 bytes, and the output at a multiple of four elements.
     has_aligned_rows: bool,
+    /// The call merges an earlier result, and a later one merges its own, perhaps in the same memory.
+    merges_in_place: bool,
     /// Rows of the cache begin at multiples of 16 bytes.
     has_aligned_cache: bool,
     /// Bits of keys and values, if both are quantised.
@@ -65,8 +67,10 @@ impl AttendTraits {
         AttendTraits {
             one_token_each: call.step.batch().most_new <= 1,
             few_heads: HeadShares::of_decode(call).group <= MAX_GROUP,
-            output_is_16_bit: call.out.dtype() != DType::F32,
-            has_aligned_rows: is_aligned16(&call.q) && call.out.byte_offset().is_multiple_of(8),
+            is_16_bit: precision(call) != DType::F32,
+            has_aligned_rows: is_aligned16(&call.q)
+                && call.out.byte_offset().is_multiple_of(4 * call.out.dtype().size()),
+            merges_in_place: call.earlier.is_some() && call.ends.is_some(),
             has_aligned_cache: [&call.layer.k, &call.layer.v].into_iter().all(is_aligned),
             quantised: match [spec.k, spec.v] {
                 [Codec::TurboQuant(k), Codec::TurboQuant(v)] => Some([k.bits, v.bits]),
@@ -89,7 +93,7 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
     if !t.has_fast_head_dim {
         return Ok(CudaAttendKernel::Generic(AttendGeneric::new(call, limits)?));
     }
-    let is_decode = t.one_token_each && t.few_heads && t.output_is_16_bit && t.has_aligned_cache;
+    let is_decode = t.one_token_each && t.few_heads && t.is_16_bit && t.has_aligned_cache;
     if is_decode && let Some(bits) = t.quantised {
         if t.fits_in_cluster
             && t.has_aligned_rows
@@ -103,7 +107,7 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
             return Ok(CudaAttendKernel::Quantised(kernel));
         }
     }
-    if is_decode && t.dense_16_bit && t.has_aligned_rows {
+    if is_decode && t.dense_16_bit && t.has_aligned_rows && !t.merges_in_place {
         if t.fits_in_cluster
             && let Some(kernel) = AttendShort::new(call, limits)
         {
@@ -132,7 +136,7 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
 /// Whether a call suits the kernel of prompts, whatever its keys are.
 fn is_prompt(call: &Call) -> bool {
     call.q.dtype() != DType::F32
-        && call.out.dtype() != DType::F32
+        && precision(call) != DType::F32
         && is_aligned16(&call.q)
         && is_aligned16(&call.out)
         // A negative scale reverses the order of scores.
@@ -190,7 +194,9 @@ impl CudaAttendKernel {
 mod tests {
     use super::*;
     use crate::{
-        CacheLayer, Device, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, StepSize, Tensor, codec::BITS,
+        CacheLayer, Device, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, StepSize, Tensor,
+        codec::BITS,
+        ops::attend::{PageSpan, Results},
     };
 
     const H200: Limits = Limits {
@@ -265,6 +271,9 @@ mod tests {
             q_rotated: false,
             splits: 0,
             sinks: None,
+            span: PageSpan::All,
+            earlier: None,
+            ends: None,
             tokens,
             heads,
             head_dim,
@@ -275,7 +284,7 @@ mod tests {
     fn call_over_pages(k: Codec, v: Codec, page_tokens: usize, size: StepSize, dtype: DType) -> Result<Call> {
         let layers = vec![CacheLayer::new(8, 128, k).v(v)];
         let pool = KvPool::new(&Device::reference(), &PoolSpec::new(layers, 1 << 20).page_tokens(page_tokens))?;
-        call(pool.layer(0)?.clone(), pool.reserve_step(size)?, 64, dtype)
+        call(pool.layer(0)?.sealed(), pool.reserve_step(size)?, 64, dtype)
     }
 
     /// One sequence, decode. Columns: H200, A100, RTX 4090.
@@ -409,6 +418,34 @@ mod tests {
         ] {
             let call = call_over_pages(k, v, page_tokens, StepSize::decode(1, longest), DType::BF16)?;
             assert_eq!(select(&call, &H200)?.name(), want, "{k}, {v}, {page_tokens}, {longest}");
+        }
+        Ok(())
+    }
+
+    /// Calls over a part of the positions, whose results later calls merge in f32, have the kernels of 16-bit outputs.
+    #[test]
+    fn spans() -> Result<()> {
+        let (decode, prompt) = (StepSize::decode(1, 8192), StepSize::decode(1, 8192).tokens(512, 512));
+        let (bf16, tq4c) = (Codec::BF16, Codec::tq_centred(4));
+        for (span, codec, size, want) in [
+            (PageSpan::First, bf16, decode, ["attend_short", "attend_decode"]),
+            (PageSpan::Sealed, tq4c, decode, ["attend_quantised"; 2]),
+            (PageSpan::Recent, bf16, decode, ["attend_short", "attend_decode"]),
+            (PageSpan::First, bf16, prompt, ["attend_prefill"; 2]),
+            (PageSpan::Sealed, tq4c, prompt, ["attend_prefill"; 2]),
+            (PageSpan::Recent, bf16, prompt, ["attend_prefill"; 2]),
+        ] {
+            let mut call = call_over_pages(codec, codec, 64, size, DType::BF16)?;
+            let zeros = |shape: &[usize]| Tensor::zeros(call.q.device(), DType::F32, shape);
+            let results = Results { out: zeros(call.q.shape())?, ends: zeros(&[call.tokens, call.heads])? };
+            call.earlier = Some(results.clone()).filter(|_| span != PageSpan::First);
+            if span != PageSpan::Recent {
+                (call.out, call.ends) = (results.out, Some(results.ends));
+            }
+            call.span = span;
+            for (limits, want) in [H200, A100].iter().zip(want) {
+                assert_eq!(select(&call, limits)?.name(), want, "{span:?}, {} tokens", call.tokens);
+            }
         }
         Ok(())
     }

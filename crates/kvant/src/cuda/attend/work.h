@@ -88,6 +88,10 @@ struct Range {
     }
 };
 
+// What entries of a page table count in: layer.rs.
+constexpr uint PAGE_UNIT = 256;
+constexpr uint PAGE_KEYS = 1u << PAGE_SHIFT;
+
 // Position and sequence of a token, and the length of that sequence; NONE for a sequence that does not exist.
 struct Token {
     uint position;
@@ -105,7 +109,14 @@ inline Token load_token(const AttendParams &p, const uint *positions, const uint
     return t;
 }
 
-// The positions that a token sees.
+// Which of the positions that a token sees a launch attends to: `PageSpan` of ops/attend.rs. All but the first over
+// pages only.
+constexpr uint ALL_POSITIONS = 0;
+constexpr uint FIRST_PAGE = 1;
+constexpr uint SEALED_PAGES = 2;
+constexpr uint RECENT_PAGES = 3;
+
+// The positions that a token sees, of those in the launch's span. Both ends grow with the token's position.
 inline Range visible(const AttendParams &p, Token token) {
     const uint after = token.position == NONE ? NONE : token.position + 1;
     const uint window_first = after > p.window ? after - p.window : 0;
@@ -115,13 +126,15 @@ inline Range visible(const AttendParams &p, Token token) {
     if (!RING) {
         end = min(end, p.capacity);
     }
-    const uint first = max(held, window_first);
+    uint first = max(held, window_first);
+    if (SPAN != ALL_POSITIONS) {
+        // The start of the token's page and the one before.
+        const uint recent = (max(token.position >> PAGE_SHIFT, 1u) - 1) << PAGE_SHIFT;
+        first = max(first, SPAN == FIRST_PAGE ? 0 : SPAN == SEALED_PAGES ? PAGE_KEYS : recent);
+        end = min(end, SPAN == FIRST_PAGE ? min(PAGE_KEYS, recent) : SPAN == SEALED_PAGES ? recent : NONE);
+    }
     return {min(first, end), end};
 }
-
-// What entries of a page table count in: layer.rs.
-constexpr uint PAGE_UNIT = 256;
-constexpr uint PAGE_KEYS = 1u << PAGE_SHIFT;
 
 // The pages of a sequence, over a layer of a pool (PAGE_SHIFT > 0). A page holds PAGE_KEYS positions, which begin at a
 // multiple of that; all planes are moved by page_bytes() for its rows.
@@ -199,17 +212,18 @@ struct EarlyPages {
 };
 
 // As load_token, with the entries of the first pages that the token may see, which depend on its position and its
-// sequence. If the sequence is 0, as it most likely is, and the first of these pages is page 0, no load waits for
-// another: they are loaded at once.
+// sequence. If the sequence is 0, as it most likely is, and the first of these pages is the first of the span, no load
+// waits for another: they are loaded at once.
 template <uint MOST>
 inline Token load_token_and_pages(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens,
                                   const uint *table, uint token, EarlyPages<MOST> &pages) {
     const uint len = lens[0];
     const Token t = {positions[token], sequence[token], len};
     if (PAGE_SHIFT > 0) {
-        pages.load(p, table, 0, 0);
+        constexpr uint LIKELY = SPAN == SEALED_PAGES ? 1 : 0;
+        pages.load(p, table, 0, LIKELY);
         const uint first = visible(p, {t.position, 0, NONE}).first >> PAGE_SHIFT;
-        if ((t.sequence > 0 || first > 0) && t.sequence < p.sequences) {
+        if ((t.sequence > 0 || first != LIKELY) && t.sequence < p.sequences) {
             pages.load(p, table, t.sequence, first);
         }
     }
@@ -269,20 +283,87 @@ inline bool sees_any(const AttendParams &p, const uint *table, Token token) {
     return PAGE_SHIFT == 0 ? seen.len() > 0 : pages_of(p, table, token.sequence).hold_any(seen);
 }
 
-// The sum of the weights of row `row` of the output, with that of its head's sink, a score without a value. m is the
-// largest score, and l is the sum of the weights times `scale`.
-inline float with_sink(const AttendParams &p, const float *sinks, ulong row, float m, float l, float scale = 1) {
-    return SINKS ? l + scale * factor_of(sinks[row % query_heads(p)] * LOG2_E, m) : l;
-}
+// Besides keys and values: what rows of the output are made of, and where their ends go. A row's end is log2 of the sum
+// of the weights of its scores, -inf for none: with the row all that a merge with other positions' results needs.
+struct RowEnds {
+    // Scores without a value, by query heads; null unless SINKS.
+    const float *sinks;
+#if EARLIER
+    // The results over other positions and their ends, [T, H, D] and [T, H].
+    const float *earlier;
+    const float *earlier_ends;
+#endif
+#if ENDS
+    // [T, H]; may be `earlier_ends`, as the output may be `earlier`.
+    float *ends;
+#endif
 
-// The factor of a row whose weights have the sum l: 1 / l. The sum is 0 in two cases: no key is seen, and the output is
-// 0; or every score is -inf, and the output is NaN.
-template <typename Sees>
-inline float inverse_of_sum(float l, Sees sees) {
-    if (l != 0) {
-        return 1 / l;
+    RowEnds(const float *sinks, const float *earlier, const float *earlier_ends, float *ends) : sinks(sinks) {
+#if EARLIER
+        this->earlier = earlier;
+        this->earlier_ends = earlier_ends;
+#endif
+#if ENDS
+        this->ends = ends;
+#endif
     }
-    return sees() ? __uint_as_float(0x7FC00000) : 0;
+    // The end of the row's earlier result. Read by all threads of the row before any of them calls leave().
+    float of_earlier(ulong row) const {
+#if EARLIER
+        return earlier_ends[row];
+#else
+        return nothing();
+#endif
+    }
+    // Elements `i` and following of the earlier results.
+    template <typename T> T earlier_at(ulong i) const {
+#if EARLIER
+        return *reinterpret_cast<const T *>(earlier + i);
+#else
+        return T();
+#endif
+    }
+    void leave(ulong row, float end) const {
+#if ENDS
+        ends[row] = end;
+#endif
+    }
+};
+
+// A row of the output is o times `own`, plus the earlier result times `earlier`.
+struct RowFactors {
+    float own;
+    float earlier;
+    float end;
+};
+
+// Those of row `row`, whose state is m, l and o, l and o times `scale`; `earlier_end` is RowEnds::of_earlier(). If the
+// sum of the weights is 0, either no key is seen, and the output is 0; or every score is -inf, and the output is NaN,
+// unless a later launch merges it with other results.
+template <typename Sees>
+inline RowFactors finish_row(const AttendParams &p, const RowEnds &ends, ulong row, float m, float l, float earlier_end,
+                             Sees sees, float scale = 1) {
+    RowFactors f = {1, 0, nothing()};
+    if (EARLIER && earlier_end != nothing()) {
+        const float most = fmaxf(m, earlier_end);
+        f.own = factor_of(m, most);
+        f.earlier = scale * factor_of(earlier_end, most);
+        l = l * f.own + f.earlier;
+        m = most;
+    }
+    if (SINKS) {
+        l += scale * factor_of(ends.sinks[row % query_heads(p)] * LOG2_E, m);
+    }
+    float inverse = 0;
+    if (l != 0) {
+        inverse = 1 / l;
+        f.end = m + log2f(l / scale);
+    } else if (!ENDS && sees()) {
+        inverse = __uint_as_float(0x7FC00000);
+    }
+    f.own *= inverse;
+    f.earlier *= inverse;
+    return f;
 }
 
 inline uint tiles_of(Range keys) {

@@ -12,6 +12,7 @@
 #include "codec/rotate_block.h"
 #include "device/cache_slots.h"
 #include "device/reduce.h"
+#include "device/vectors.h"
 
 // The numbers of norms (gpu/planes.rs).
 constexpr uint NORM_RMS = 0;
@@ -23,15 +24,11 @@ struct WritablePlanes {
     uchar *high;
     // Floats, or halves if the codec is centred.
     float *norms;
-    uchar *means;
 
     // Where rows of a page are counted from.
     inline WritablePlanes of_page(uint page) const {
         const ulong bytes = page_bytes(page);
-        return {low + bytes, high + bytes, norms + bytes / sizeof(float), means + bytes};
-    }
-    inline Planes readable() const {
-        return {low, high, norms, means};
+        return {low + bytes, high + bytes, norms + bytes / sizeof(float)};
     }
 };
 
@@ -79,6 +76,18 @@ template <uint MINE> struct Signs {
         return __uint_as_float(__float_as_uint(y) ^ (bits[j / 32] << (31 - j % 32) & 0x80000000));
     }
 };
+
+// A lane's part of a row of the source, from element `from` on. `aligned`, a constant, is that of load4.
+template <uint DTYPE, uint MINE> inline void load_part(float (&y)[MINE], const uchar *source, ulong from, bool aligned) {
+#pragma unroll
+    for (uint j = 0; j < MINE; j += 4) {
+        const float4 four = load4(source, from + j, 4, DTYPE, aligned);
+        y[j] = four.x;
+        y[j + 1] = four.y;
+        y[j + 2] = four.z;
+        y[j + 3] = four.w;
+    }
+}
 
 // The rotation of a row, `lane` of SHARERS.
 template <uint MINE, uint SHARERS> inline void rotate_row(float (&y)[MINE], const Signs<MINE> &signs, uint lane) {

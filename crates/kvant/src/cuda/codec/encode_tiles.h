@@ -1,5 +1,5 @@
 // Rows of a cache layer, encoded eight at a time by a warp from sources of 16 bits: the way of kv_write and
-// write_pages for many of them.
+// seal for many of them.
 //
 // The D coordinates of a row are 16 strips of STRIP neighbours, D = 16 * STRIP, and the rotation is one over the strips
 // followed by one within them. Over the strips it is a product with Sylvester's matrix of 16 on tensor cores, whose

@@ -1,3 +1,4 @@
-//! Tables that the device code of the codecs reads.
+//! What kernels of the codecs share: tables that device code reads, and how kernels that encode are compiled.
 
+pub(super) mod encoders;
 pub(super) mod threshold_cells;

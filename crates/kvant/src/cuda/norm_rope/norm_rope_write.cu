@@ -6,12 +6,10 @@
 // does not hold when the step is written, or for which their sequence has no page, are skipped, as are tokens whose
 // sequence or position is out of range.
 //
-// Around page means it serves steps without two tokens of a sequence. Of others it leaves keys and values as rows of
-// f32, [T, Hk, D], which the launches of kv_write store (IN_ROWS).
-//
 // Positions, sequences, lengths, page tables, weights and angles are read before the previous kernel has ended
 // (device/dependent_launch.h).
-#include "codec/page_means.h"
+#include "codec/encode_rows.h"
+#include "device/cache_slots.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 #include "norm_rope/head.h"
@@ -40,18 +38,14 @@ template <uint CODEC> inline void fill_tables(uint *tables) {
     }
 }
 
-// Encodes a rotated row of a head around `mean`; `opened` returns the page that its token opens.
-template <uint CODEC, uint NORM, typename Opened>
-inline void encode(float (&y)[PER], const MeanPart<PER> &mean, const WritablePlanes &planes, RowPlace place, uint head,
-                   Opened opened, float scale, uint lane, const uint *tables) {
+// Encodes a rotated row of a head.
+template <uint CODEC, uint NORM>
+inline void encode(float (&y)[PER], const WritablePlanes &planes, RowPlace place, float scale, uint lane,
+                   const uint *tables) {
     if constexpr (is_quantised(CODEC)) {
-        const bool kept = threadIdx.x < LANES;
         const Nearest<CODEC, COPIES> nearest_to(tables);
-        if constexpr (is_centred(CODEC)) {
-            subtract_mean<PER, LANES, CODEC>(y, mean, planes, place, head, kept, opened(), lane, nearest_to);
-        }
         const WritablePlanes to = planes.of_page(place.page);
-        store_encoded<PER, LANES, CODEC, NORM, COPIES>(y, to, place.row, kept, scale, lane, nearest_to);
+        store_encoded<PER, LANES, CODEC, NORM, COPIES>(y, to, place.row, threadIdx.x < LANES, scale, lane, nearest_to);
     }
 }
 #endif
@@ -62,7 +56,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
                                            const uint *sequence, const uint *lens, uchar *q_out, uchar *k_low,
                                            uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high,
                                            float *v_norms, const __grid_constant__ NormRopeWriteParams p,
-                                           const uint *table, uchar *k_means, uchar *v_means) {
+                                           const uint *table) {
     extern __shared__ float row[];
     const uint token = blockIdx.x, kv_heads = p.layer.kv_heads;
     constexpr uint dim = HEAD_DIM;
@@ -94,9 +88,9 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     const uint position = positions[token], seq = sequence[token];
     const bool known = !HAS_TABLES || position < p.rope.table_rows;
     const uint head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
-    bool kept = !is_query && (IN_ROWS || is_kept(p.layer, seq, position, lens));
+    bool kept = !is_query && is_kept(p.layer, seq, position, lens);
     RowPlace place = {0, 0};
-    if (PAGE_SHIFT > 0 && kept && !IN_ROWS) {
+    if (PAGE_SHIFT > 0 && kept) {
         kept = find_in_pages(p.layer, table, seq, head, position, place);
     }
     Needed n;
@@ -113,12 +107,6 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
         copies_wait<0>();
         return;
     }
-#if IN_REGISTERS
-    MeanPart<PER> mean = {};
-    if (kept && threadIdx.x < 32 && is_centred(is_key ? K_CODEC : V_CODEC)) {
-        mean.load((is_key ? k_means : v_means) + mean_at(place, head, dim), dim, lane);
-    }
-#endif
     if (is_query) {
         const ulong at = (ulong(token) * p.heads + blockIdx.y) * dim;
         const float squares = load_head(row, q, at, Q_DTYPE, dim, team);
@@ -156,9 +144,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     if (!kept) {
         return;
     }
-    if (IN_ROWS) {
-        place.row = ulong(token) * kv_heads + head;
-    } else if (PAGE_SHIFT == 0) {
+    if (PAGE_SHIFT == 0) {
         place.row = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
     }
     const uint codec = is_key ? K_CODEC : V_CODEC;
@@ -171,18 +157,17 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     }
 #if IN_REGISTERS
     const WritablePlanes planes =
-        is_key ? WritablePlanes{k_low, k_high, k_norms, k_means} : WritablePlanes{v_low, v_high, v_norms, v_means};
+        is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
     const float scale = is_key ? p.k_scale : p.v_scale;
-    const auto opened = [&] { return opened_page(p.layer, table, seq, head, position); };
     if (threadIdx.x < 32) {
         float y[PER];
         from_shared(y);
         rotate_row<PER, LANES>(y, signs, lane);
         // The same code where both are encoded alike.
         if (is_key || (K_CODEC == V_CODEC && K_STORED_NORM == V_STORED_NORM)) {
-            encode<K_CODEC, K_STORED_NORM>(y, mean, planes, place, head, opened, scale, lane, tables);
+            encode<K_CODEC, K_STORED_NORM>(y, planes, place, scale, lane, tables);
         } else {
-            encode<V_CODEC, V_STORED_NORM>(y, mean, planes, place, head, opened, scale, lane, tables);
+            encode<V_CODEC, V_STORED_NORM>(y, planes, place, scale, lane, tables);
         }
     }
 #endif

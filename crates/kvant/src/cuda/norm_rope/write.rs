@@ -1,10 +1,9 @@
-use crate::cuda::{headers, kv_write, norm_rope};
+use crate::cuda::{headers, norm_rope};
 use crate::{
     Result,
     gpu::{
         Builder, LANES, Source,
-        kv_write::takes_passes,
-        norm_rope_write::{LAYOUTS, launch, rows, rows_of_call},
+        norm_rope_write::{LAYOUTS, launch},
         planes::row_threads,
     },
     ops::norm_rope_write::Call,
@@ -20,14 +19,12 @@ static SOURCE: Source = Source {
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let spec = call.layer.spec();
     let (dim, all_heads) = (call.head_dim, call.heads + 2 * spec.kv_heads);
-    // Passes over all vectors follow.
-    let rows = if takes_passes(&call.layer, &call.step) { Some(rows(call, b)?) } else { None };
     // A warp has a row in registers: the shorter a lane's part, the faster.
     let in_registers = call.rotate_q || spec.k.is_quantised() || spec.v.is_quantised();
     let per = dim.min(8).max(dim / LANES);
     let threads = row_threads(dim);
     b.push(
-        launch(call, rows.as_ref(), &SOURCE, b)?
+        launch(call, &SOURCE, b)?
             .constant("IN_REGISTERS", in_registers)
             .constant("HEAD_DIM", dim as u32)
             .constant("PER", per as u32)
@@ -36,6 +33,5 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
             // Weights, angles, positions, sequences, lengths and page tables.
             .reads_ahead(&[3, 4, 5, 6, 7, 8, 9, 10, 11, 20])
             .grid([call.tokens, all_heads, 1], [threads, 1, 1]),
-    )?;
-    rows.map_or(Ok(()), |rows| kv_write::push(&rows_of_call(call, &rows), b))
+    )
 }

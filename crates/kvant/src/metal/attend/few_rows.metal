@@ -407,12 +407,15 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                        device const uchar *v_high [[buffer(9), function_constant(V_HIGH)]],
                        device const uchar *v_norms [[buffer(10), function_constant(V_QUANTISED)]],
                        device const float *sinks [[buffer(11), function_constant(SINKS_HERE)]],
+                       device const float *earlier_out [[buffer(12), function_constant(EARLIER_HERE)]],
                        device float *partial_o [[buffer(13), function_constant(PARTIAL)]],
                        device float2 *partial_states [[buffer(14), function_constant(PARTIAL)]],
                        constant MetalAttendParams &p [[buffer(15)]],
                        device const uint *table [[buffer(16), function_constant(PAGED)]],
                        device const uchar *k_means [[buffer(17), function_constant(K_CENTRED)]],
                        device const uchar *v_means [[buffer(18), function_constant(V_CENTRED)]],
+                       device const float *earlier_ends [[buffer(19), function_constant(EARLIER_HERE)]],
+                       device float *ends [[buffer(20), function_constant(ENDS_HERE)]],
                        uint3 group [[threadgroup_position_in_grid]],
                        uint index [[thread_index_in_threadgroup]],
                        uint lane [[thread_index_in_simdgroup]],
@@ -525,16 +528,24 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
             continue;
         }
         const ulong start = ulong(vector) * D, at = split * (ulong(p.tokens) * p.heads) * D + start;
-        const State state = work.states[r];
+        State state = work.states[r];
+        float2 factors = float2(1, 0);
+        if (EARLIER_HERE) {
+            // Read by the lane that overwrites it, where `ends` is the same memory.
+            factors = with_earlier(state, simd_shuffle(lane == 0 ? earlier_ends[vector] : 0, ushort(0)));
+        }
         const float factor = PARTIAL ? 1 : finish(with_sink(state, SINKS_HERE ? sinks : nullptr, vector, p));
         for (uint n = 0; n < Of::QUADS; n++) {
             const uint quad = quad_of(n, work.c, Of::L, pairs);
             if (n % (32 / Of::L) != work.first / Of::L || quad >= D / 4) {
                 continue;
             }
-            const float4 o =
+            float4 o =
                 V_QUANTISED ? reinterpret_cast<threadgroup const float4 *>(room)[(set * Of::ROWS + r) * (D / 4) + quad]
                             : work.o[r][n];
+            if (EARLIER_HERE) {
+                o = o * factors.x + *reinterpret_cast<device const float4 *>(earlier_out + start + 4 * quad) * factors.y;
+            }
             if (!PARTIAL) {
                 store4(out, start + 4 * quad, 4, o * factor, OUT_DTYPE, false);
             } else if (state.m != -INFINITY) {
@@ -543,6 +554,9 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         }
         if (PARTIAL && lane == 0) {
             partial_states[at / D] = packed(state);
+        }
+        if (ENDS_HERE && lane == 0) {
+            ends[vector] = end_of(state);
         }
     }
 }

@@ -43,13 +43,26 @@ inline uint window_start(uint position, uint window) {
     return position >= window ? position - window + 1 : 0;
 }
 
+// The positions of the call's span for a token at `position`: from x on, below y.
+inline uint2 span_of(uint position) {
+    const uint page = position >> PAGE_SHIFT, recent = (page > 0 ? page - 1 : 0) << PAGE_SHIFT;
+    switch (SPAN) {
+    case FIRST_PAGE: return uint2(0, min(1u << PAGE_SHIFT, recent));
+    case SEALED_PAGES: return uint2(1u << PAGE_SHIFT, recent);
+    case RECENT_PAGES: return uint2(recent, NONE);
+    default: return uint2(0, NONE);
+    }
+}
+
 // The row as it sees the keys of `sequence`, of which there are `len`.
 inline Row seeing(Row row, uint position, uint sequence, uint len, constant MetalAttendParams &p) {
     const uint stored = RING ? len : min(len, p.capacity);
     if (row.y == sequence && stored > 0) {
         const uint held = stored > p.capacity ? stored - p.capacity : 0;
-        const uint first = max(held, window_start(position, p.window)), last = min(position, stored - 1);
-        if (first <= last) {
+        const uint2 span = span_of(position);
+        const uint first = max(max(held, window_start(position, p.window)), span.x), end = min(stored, span.y);
+        const uint last = min(position, end - 1);
+        if (first < end && first <= last) {
             return uint4(row.xy, first, last);
         }
     }

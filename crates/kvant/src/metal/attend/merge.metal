@@ -1,15 +1,18 @@
 // attend, the merge of splits.
 //
-// attend_merge: merges the partial states of the splits in order, a threadgroup per query row.
+// attend_merge: merges the partial states of the splits in order, then an earlier result, a threadgroup per query row.
 #include "attend/params.h"
 #include "attend/softmax.h"
 
 template <uint D>
 kernel void attend_merge(device uchar *out [[buffer(1)]],
                          device const float *sinks [[buffer(11), function_constant(SINKS)]],
+                         device const float *earlier_out [[buffer(12), function_constant(EARLIER)]],
                          device const float *partial_o [[buffer(13)]],
                          device const float2 *partial_states [[buffer(14)]],
                          constant MetalAttendParams &p [[buffer(15)]],
+                         device const float *earlier_ends [[buffer(19), function_constant(EARLIER)]],
+                         device float *ends [[buffer(20), function_constant(ENDS)]],
                          uint row [[threadgroup_position_in_grid]],
                          uint index [[thread_index_in_threadgroup]]) {
     constexpr uint MERGE_THREADS = 64;
@@ -32,6 +35,18 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
                 o[n] = o[n] * factors.x + partial_o[at * D + n * MERGE_THREADS + index] * factors.y;
             }
         }
+    }
+    if (EARLIER) {
+        const float end = earlier_ends[row];
+        // `ends` may be the same memory.
+        threadgroup_barrier(mem_flags::mem_device);
+        const float2 factors = with_earlier(total, end);
+        for (uint n = 0; n < own; n++) {
+            o[n] = o[n] * factors.x + earlier_out[ulong(row) * D + n * MERGE_THREADS + index] * factors.y;
+        }
+    }
+    if (ENDS && index == 0) {
+        ends[row] = end_of(total);
     }
     const float factor = finish(with_sink(total, SINKS ? sinks : nullptr, row, p));
     for (uint n = 0; n < own; n++) {

@@ -11,7 +11,7 @@ use crate::{
         headers::HEADERS,
         planes::{self, codec_code, page_shift},
     },
-    ops::attend::{Call, Explanation, NAME},
+    ops::attend::{Call, Explanation, NAME, PageSpan, Results},
 };
 
 params! {
@@ -130,20 +130,40 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
     let launch = planes::bind_means(launch, [17, 18], &call.layer, Use::Read);
     let launch = launch.params(15, &params);
     if !partial {
-        return b.push(launch.write(1, &call.out).read_if(11, call.sinks.as_ref()));
+        return b.push(bind_results(launch, call));
     }
     let o = b.scratch(route.splits * rows * call.head_dim * size_of::<f32>())?;
     let states = b.scratch(route.splits * rows * 2 * size_of::<f32>())?;
     b.push(launch.scratch(13, &o, Use::Write).scratch(14, &states, Use::Write))?;
+    let merge = specialise(Launch::new(NAME, &MERGE, MERGE_ENTRIES[by_head_dim(call.head_dim)]), call, partial);
     b.push(
-        specialise(Launch::new(NAME, &MERGE, MERGE_ENTRIES[by_head_dim(call.head_dim)]), call, partial)
-            .write(1, &call.out)
-            .read_if(11, call.sinks.as_ref())
+        bind_results(merge, call)
             .scratch(13, &o, Use::Read)
             .scratch(14, &states, Use::Read)
             .params(15, &params)
             .grid([rows, 1, 1], [MERGE_THREADS, 1, 1]),
     )
+}
+
+/// Binds the buffers of the kernel that finishes rows: the results, and those of earlier calls that it merges.
+fn bind_results(launch: Launch, call: &Call) -> Launch {
+    let (earlier_out, earlier_ends) = call.earlier.as_ref().map(|Results { out, ends }| (out, ends)).unzip();
+    launch
+        .write(1, &call.out)
+        .read_if(11, call.sinks.as_ref())
+        .read_if(12, earlier_out)
+        .read_if(19, earlier_ends)
+        .write_if(20, call.ends.as_ref())
+}
+
+/// The number of a span in kernels: `params.h` has the same.
+fn span_code(span: PageSpan) -> u32 {
+    match span {
+        PageSpan::All => 0,
+        PageSpan::First => 1,
+        PageSpan::Sealed => 2,
+        PageSpan::Recent => 3,
+    }
 }
 
 /// The kernel of a route with its constants and its grid, without buffers.
@@ -187,5 +207,8 @@ fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
         .constant("Q_ROTATED", call.q_rotated)
         .constant("PARTIAL", partial)
         .constant("SINKS", call.sinks.is_some())
+        .constant("SPAN", span_code(call.span))
+        .constant("EARLIER", call.earlier.is_some())
+        .constant("ENDS", call.ends.is_some())
         .constant("PAGE_SHIFT", page_shift(&call.layer))
 }

@@ -40,6 +40,17 @@ constant uint PAGE_SHIFT [[function_constant(12)]];
 
 // Each query head has a score without a value.
 constant bool SINKS [[function_constant(13)]];
+// Which of the positions that a token sees the call attends to: ops::attend::Span.
+constant uint SPAN [[function_constant(14)]];
+// The results over other positions are merged with those of the call.
+constant bool EARLIER [[function_constant(15)]];
+// A later call merges the results: their ends are stored, too.
+constant bool ENDS [[function_constant(16)]];
+
+// The spans (metal/attend/mod.rs).
+constant constexpr uint FIRST_PAGE = 1;
+constant constexpr uint SEALED_PAGES = 2;
+constant constexpr uint RECENT_PAGES = 3;
 
 constant bool K_QUANTISED = K_CODEC >= TQ2;
 constant bool V_QUANTISED = V_CODEC >= TQ2;
@@ -50,5 +61,7 @@ constant bool V_CENTRED = (V_CODEC & CENTRED) != 0;
 constant bool WHOLE = !PARTIAL;
 constant bool PAGED = PAGE_SHIFT != 0;
 constant bool SINKS_HERE = SINKS && WHOLE;
+constant bool EARLIER_HERE = EARLIER && WHOLE;
+constant bool ENDS_HERE = ENDS && WHOLE;
 
 #endif

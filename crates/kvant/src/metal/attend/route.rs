@@ -5,7 +5,7 @@ use crate::{
     Codec,
     codec::TurboQuant,
     gpu::Limits,
-    ops::attend::{Call, HEAD_DIMS},
+    ops::attend::{Call, HEAD_DIMS, PageSpan},
 };
 
 /// The most query rows of a threadgroup of `attend_few`.
@@ -51,14 +51,23 @@ pub(super) struct AttendSize {
 impl AttendSize {
     pub(super) fn of(call: &Call) -> AttendSize {
         let spec = call.layer.spec();
+        let capacity =
+            if call.layer.is_paged() { capacity(call).min(call.step.batch().longest) } else { spec.capacity };
+        let page_tokens = call.layer.page_tokens();
+        // First and recent pages are few, however long the sequence.
+        let (capacity, window) = match call.span {
+            PageSpan::First => (capacity.min(page_tokens), call.window),
+            PageSpan::Recent => (capacity, call.window.min(page_tokens.saturating_mul(2))),
+            PageSpan::All | PageSpan::Sealed => (capacity, call.window),
+        };
         AttendSize {
             tokens: call.tokens,
             most_new: call.step.batch().most_new,
             kv_heads: spec.kv_heads,
             group: call.heads / spec.kv_heads,
             head_dim: call.head_dim,
-            capacity: if call.layer.is_paged() { capacity(call).min(call.step.batch().longest) } else { spec.capacity },
-            window: call.window,
+            capacity,
+            window,
             splits: call.splits,
             codecs: [call.layer.k.codec(), call.layer.v.codec()],
             no_tiles: false,

@@ -39,10 +39,21 @@ inline float raised(float m, float score) {
     return score > m ? score : max(m, -FLT_MAX);
 }
 
-// What o is multiplied by to give the attention's result: 0 without keys, infinity where all scores are -inf, and o
-// is 0.
+// Merges the result of an earlier call, which has the end `end`, into a state. Returns what o and the result are
+// multiplied by before they are added.
+inline float2 with_earlier(thread State &state, float end) {
+    return end == -INFINITY ? float2(1, 0) : merge(state, State{end, 1});
+}
+
+// log2 of the sum of 2^score: with the result all that a merge needs. -inf without keys, or where all scores are -inf.
+inline float end_of(State state) {
+    return state.l != 0 ? state.m + precise::log2(state.l) : -INFINITY;
+}
+
+// What o is multiplied by to give the attention's result: 0 without keys. Where all scores are -inf, and o is 0:
+// infinity, so that the result is NaN, but 0 if a later call merges it.
 inline float finish(State state) {
-    return state.l != 0 ? 1 / state.l : state.m == -INFINITY ? 0 : INFINITY;
+    return state.l != 0 ? 1 / state.l : ENDS || state.m == -INFINITY ? 0 : INFINITY;
 }
 
 // The state with the sink of a query row's head: a score without a value.

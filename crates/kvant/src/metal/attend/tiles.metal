@@ -442,12 +442,15 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                          device const uchar *v_high [[buffer(9), function_constant(V_HIGH)]],
                          device const uchar *v_norms [[buffer(10), function_constant(V_QUANTISED)]],
                          device const float *sinks [[buffer(11), function_constant(SINKS_HERE)]],
+                         device const float *earlier_out [[buffer(12), function_constant(EARLIER_HERE)]],
                          device float *partial_o [[buffer(13), function_constant(PARTIAL)]],
                          device float2 *partial_states [[buffer(14), function_constant(PARTIAL)]],
                          constant MetalAttendParams &p [[buffer(15)]],
                          device const uint *table [[buffer(16), function_constant(PAGED)]],
                          device const uchar *k_means [[buffer(17), function_constant(K_CENTRED)]],
                          device const uchar *v_means [[buffer(18), function_constant(V_CENTRED)]],
+                         device const float *earlier_ends [[buffer(19), function_constant(EARLIER_HERE)]],
+                         device float *ends [[buffer(20), function_constant(ENDS_HERE)]],
                          threadgroup float4 *memory [[threadgroup(0)]],
                          uint3 group [[threadgroup_position_in_grid]],
                          uint index [[thread_index_in_threadgroup]],
@@ -530,6 +533,12 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     if (V_QUANTISED) {
         rotate_rows(work.o, true, stage, work);
     }
+    float end = -INFINITY;
+    if (EARLIER_HERE) {
+        end = vector != NONE ? earlier_ends[vector] : end;
+        // `ends` may be the same memory.
+        threadgroup_barrier(mem_flags::mem_device);
+    }
     if (vector == NONE) {
         return;
     }
@@ -546,10 +555,18 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
             partial_states[at / D] = packed(work.state);
         }
     } else {
+        const float2 factors = with_earlier(work.state, end);
         const float factor = finish(with_sink(work.state, SINKS_HERE ? sinks : nullptr, vector, p));
 #pragma unroll
         for (uint n = 0; n < Of::PAIRS; n++) {
-            store4(out, start + 16 * n, 4, factor * quad_of_pair(work.o[2 * n], work.o[2 * n + 1]), OUT_DTYPE, false);
+            float4 o = quad_of_pair(work.o[2 * n], work.o[2 * n + 1]);
+            if (EARLIER_HERE) {
+                o = o * factors.x + *reinterpret_cast<device const float4 *>(earlier_out + start + 16 * n) * factors.y;
+            }
+            store4(out, start + 16 * n, 4, factor * o, OUT_DTYPE, false);
+        }
+        if (ENDS_HERE && work.part == 0 && fragment_column(lane) == 0) {
+            ends[vector] = end_of(work.state);
         }
     }
 }

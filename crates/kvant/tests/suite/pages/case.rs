@@ -58,7 +58,8 @@ impl Filled {
 
 impl Case {
     pub fn layer(&self) -> CacheLayer {
-        CacheLayer::new(self.kv_heads, self.head_dim, self.k).v(self.v).window(self.window)
+        let dense = if self.dtype == DType::F32 { DType::F16 } else { self.dtype };
+        CacheLayer::new(self.kv_heads, self.head_dim, self.k).v(self.v).window(self.window).dense(dense)
     }
 
     /// The keys and values of all sequences, one after the other.

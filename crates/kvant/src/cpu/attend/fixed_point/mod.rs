@@ -20,7 +20,7 @@ use super::{
     prefetch::Prefetcher,
     tile::FixedPart,
 };
-use crate::cpu::page_means::StoredMean;
+use crate::cpu::seal::StoredMean;
 
 mod byte_codes;
 mod packed_codes;

@@ -1,7 +1,7 @@
 // attend_decode: softmax(scale * q K^T [softcap] + mask) V for decode over dense 16-bit keys and values: every token is
 // of another sequence.
 //
-// q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
+// q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out any dtype.
 //
 // A work item (work.h) is a token; the GROUP <= 8 query heads of a KV head are computed together, so that each key and
 // value is read once. Larger groups are halved (SHARES = 2): then each half counts as a KV head, and both read the same
@@ -264,7 +264,8 @@ inline void add_values(uint buffer, Work &work) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *partials, uint *counters,
-           const float *sinks, const AttendParams p, const uint *table) {
+           const float *sinks, const AttendParams p, const uint *table, const uchar *, const uchar *,
+           const float *earlier, const float *earlier_ends, float *new_ends) {
     extern __shared__ __align__(128) uchar memory[];
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const uint rank = blockIdx.x % CLUSTER;
@@ -272,6 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     float2 *sums = reinterpret_cast<float2 *>(memory + AT_SUMS);
     Item *shared_items = reinterpret_cast<Item *>(memory + AT_ITEMS);
     uint *flag = reinterpret_cast<uint *>(memory + AT_FLAG);
+    const RowEnds row_ends(sinks, earlier, earlier_ends, new_ends);
 
     const Division division(p);
     const uint items = division.items, heads = division.heads;
@@ -449,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, own - first_part, slot};
         const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
         const Pages pages = pages_of(p, table, place.item.sequence);
-        const Output output = {p, out, sinks, rows, place.item.keys.len() > 0, place.item.keys, pages};
+        const Output output = {p, out, row_ends, rows, place.item.keys.len() > 0, place.item.keys, pages};
         const SharedState own_state = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
 #pragma unroll 1
         for (uint quad = thread; quad < QUADS; quad += THREADS) {

@@ -343,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
            const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens,
            float *partials, uint *counters, const float *sinks, const AttendParams p, const uint *table,
-           const uchar *k_means, const uchar *v_means) {
+           const uchar *k_means, const uchar *v_means, const float *earlier, const float *earlier_ends, float *new_ends) {
     extern __shared__ __align__(128) uchar memory[];
     const Shared shared = {memory};
     Token only = {0, NONE, 0};
@@ -351,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         only = load_token(p, positions, sequence, lens, 0);
     }
     const Buffers b = {only,      q,        {k_low, k_high, k_norms, k_means}, {v_low, v_high, v_norms, v_means},
-                       positions, sequence, lens,  {partials, counters, sinks, out}, table};
+                       positions, sequence, lens,  {partials, counters, RowEnds(sinks, earlier, earlier_ends, new_ends), out}, table};
     const uint thread = threadIdx.x;
     bool tables_filled = false;
 

@@ -5,8 +5,8 @@ use crate::{
     codec::{self, BLOCK},
     cuda::{
         attend::{
-            AttendParams, HeadShares, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result, is_aligned, most_keys,
-            params,
+            AttendParams, HeadShares, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result, is_aligned,
+            keys_of_tokens, params, precision,
         },
         blocks_per_multiprocessor, headers, planes,
     },
@@ -190,7 +190,7 @@ impl AttendGeneric {
     /// A block has too little shared memory.
     pub(super) fn new(call: &Call, limits: &Limits) -> Result<AttendGeneric> {
         let spec = call.layer.spec();
-        let precise = call.out.dtype() == DType::F32;
+        let precise = precision(call) == DType::F32;
         let group = call.heads / spec.kv_heads;
         let tokens_of_sequence = call.step.batch().most_new;
         let wanted = tokens_of_sequence.saturating_mul(group).max(1);
@@ -219,7 +219,7 @@ impl AttendGeneric {
             splits => splits.min(MAX_SPLITS),
         };
         // The most keys that a work item may see.
-        let seen = call.window.saturating_add(tokens_of_sequence).min(most_keys(call));
+        let seen = keys_of_tokens(call, tokens_of_sequence.max(1));
         let blocks = if splits == 0 {
             busy.min(pairs.saturating_mul(seen.div_ceil(tiling.tile) + 1))
         } else {

@@ -1,7 +1,7 @@
 // attend_prefill: softmax(scale * q K^T [softcap] + mask) V for many tokens over dense 16-bit keys and values, on
 // tensor cores: by products of warpgroups (WARPGROUP_PRODUCTS, Hopper) or of warps.
 //
-// q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
+// q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out any dtype.
 //
 // A work item is ROWS query rows of one KV head, numbered token by token, the heads of the group within; and all keys
 // that any of them sees, sequence by sequence (segments), in tiles of TILE. With products of warpgroups a block does
@@ -156,9 +156,15 @@ inline void attend_in_order(const AttendParams &p, const Shared &shared, const I
 
 // Writes the thread's results to the output.
 inline void finish(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Work &work, uchar *out,
-                   const float *sinks) {
+                   const RowEnds &ends) {
     const uint group = threadIdx.x / 128, t = threadIdx.x % 4;
     const uint first_column = SHARED_ROWS ? group * (HEAD_DIM / 2) : 0;
+    // Before threads of the rows meet below: one of them overwrites the ends.
+    float earlier_end[2];
+#pragma unroll
+    for (uint c = 0; c < 2; c++) {
+        earlier_end[c] = own_row(c) < item.rows ? ends.of_earlier(row_of(p, item, own_row(c))) : nothing();
+    }
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
         work.l[c] += __shfl_xor_sync(0xFFFFFFFF, work.l[c], 1);
@@ -175,20 +181,47 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
         const uint r = own_row(c);
         const bool writes = r < item.rows;
         const ulong row = row_of(p, item, writes ? r : 0);
-        const float l = with_sink(p, sinks, row, work.m[c], work.l[c], 1 << WEIGHT_BITS);
-        const float inverse = inverse_of_sum(l, [&] {
+        const auto sees = [&] {
             return sees_any(p, table, shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token]);
-        });
+        };
+        const RowFactors f = finish_row(p, ends, row, work.m[c], work.l[c], earlier_end[c], sees, 1 << WEIGHT_BITS);
+        if (ENDS) {
+            __syncwarp();
+            if (writes && t == 0 && first_column == 0) {
+                ends.leave(row, f.end);
+            }
+        }
+        // Columns 2t and 2t + 1 of eight.
+        const auto result = [&](uint i, uint eight) {
+            const float *o = work.o[i] + 4 * eight + 2 * c;
+            float2 two = make_float2(o[0] * f.own, o[1] * f.own);
+            if (EARLIER && writes) {
+                const float2 before = ends.earlier_at<float2>(row * HEAD_DIM + first_column + i * WIDTH + eight * 8 + 2 * t);
+                two = make_float2(two.x + before.x * f.earlier, two.y + before.y * f.earlier);
+            }
+            return two;
+        };
 #pragma unroll
         for (uint i = 0; i < CHUNKS * PARTS; i++) {
+            if constexpr (OUT_DTYPE == F32) {
+#pragma unroll
+                for (uint eight = 0; eight < WIDTH / 8; eight++) {
+                    const ulong at = row * HEAD_DIM + first_column + i * WIDTH + eight * 8 + 2 * t;
+                    const float2 two = result(i, eight);
+                    if (writes) {
+                        *reinterpret_cast<float2 *>(out + at * 4) = two;
+                    }
+                }
+                continue;
+            }
             // Four pairs by 8 columns each become, across the four lanes of a row, 16 bytes of 8 columns for each.
 #pragma unroll
             for (uint j = 0; j < WIDTH / 8; j += 4) {
                 uint pairs[4];
 #pragma unroll
                 for (uint n = 0; n < 4; n++) {
-                    const float x = work.o[i][4 * (j + n) + 2 * c], y = work.o[i][4 * (j + n) + 2 * c + 1];
-                    pairs[n] = pack<OUT_DTYPE == F16>(x * inverse, y * inverse);
+                    const float2 two = result(i, j + n);
+                    pairs[n] = pack<OUT_DTYPE == F16>(two.x, two.y);
                 }
                 // With lane t ^ 1, then t ^ 2.
 #pragma unroll
@@ -263,7 +296,7 @@ inline void produce_items(const AttendParams &p, uchar *memory, const uchar *k, 
 
 // The work of the warps that compute, for the items that the others announce.
 inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, uchar *out, const uchar *k, const uchar *v,
-                          const uint *table, float *states, uint *arrivals, const float *sinks) {
+                          const uint *table, float *states, uint *arrivals, const RowEnds &ends) {
     // Warps with the same rows, or the same state to merge, fail together.
     constexpr bool ALL_FAIL = SHARED_ROWS || SPLIT;
     const uint group = of_warp(threadIdx.x / 128);
@@ -313,7 +346,7 @@ inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, 
                 atomicOr(&shared.state().failed, 1u);
             }
         } else if (!SPLIT || merge(p, shared, item, states, arrivals, work)) {
-            finish(p, shared, item, table, work, out, sinks);
+            finish(p, shared, item, table, work, out, ends);
         }
         barrier_arrive(base + AT_ITEM_FREE + place.stage * 8);
     }
@@ -322,9 +355,10 @@ inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *states, uint *arrivals,
-           const float *sinks,
-           const AttendParams p, const uint *table) {
+           const float *sinks, const AttendParams p, const uint *table, const uchar *, const uchar *, const float *earlier,
+           const float *earlier_ends, float *new_ends) {
     extern __shared__ __align__(1024) uchar memory[];
+    const RowEnds ends(sinks, earlier, earlier_ends, new_ends);
     const uint base = shared_address(memory);
     // What wgmma.h needs; it always holds.
     if (base % 1024 != 0) {
@@ -350,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             produce_items(p, memory, k, v, positions, sequence, lens, table, taken);
         } else {
             asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-            consume_items(p, memory, q, out, k, v, table, states, arrivals, sinks);
+            consume_items(p, memory, q, out, k, v, table, states, arrivals, ends);
         }
     } else {
         const Shared shared = {memory, 0};
@@ -367,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             attend_in_order<true>(p, shared, item, table, copier, cursor, work);
         }
         if (!SPLIT || merge(p, shared, item, states, arrivals, work)) {
-            finish(p, shared, item, table, work, out, sinks);
+            finish(p, shared, item, table, work, out, ends);
         }
     }
 }

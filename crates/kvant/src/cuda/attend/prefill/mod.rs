@@ -6,7 +6,8 @@ use crate::{
     DType, Result,
     cuda::{
         attend::{
-            AttendParams, HeadShares, MAX_SPLITS, bind_output, bind_result, most_keys, params, unpack::UnpackedPages,
+            AttendParams, HeadShares, MAX_SPLITS, bind_output, bind_result, keys_of_tokens, params,
+            unpack::UnpackedPages,
         },
         headers,
     },
@@ -94,7 +95,7 @@ impl AttendPrefill {
         let item_tokens = item_tokens(rows, call.heads / call.layer.spec().kv_heads);
         let pairs = items.saturating_mul(call.layer.spec().kv_heads);
         let batch = call.step.batch();
-        let seen = call.window.saturating_add(batch.most_new).min(most_keys(call)).min(batch.longest);
+        let seen = keys_of_tokens(call, batch.most_new.max(1)).min(batch.longest);
         let splits = match call.splits {
             0 => (limits.busy_groups / pairs.max(1)).min(seen / LEAST_KEYS).clamp(1, MAX_SPLITS),
             splits => splits.min(MAX_SPLITS),

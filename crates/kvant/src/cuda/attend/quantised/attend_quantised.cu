@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                      const uchar *v_low, const uchar *v_high, const float *v_norms, const uint *positions,
                      const uint *sequence, const uint *lens, float *partials, uint *counters, const float *sinks,
                      const __grid_constant__ AttendParams p, const uint *table, const uchar *k_means,
-                     const uchar *v_means) {
+                     const uchar *v_means, const float *earlier, const float *earlier_ends, float *new_ends) {
     const uint thread = threadIdx.x;
     const Division division(p);
     const uint items = division.items, first_item = division.first_item;
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     take_turn();
     const Buffers b = {q,         {k_low, k_high, k_norms, k_means}, {v_low, v_high, v_norms, v_means},
                        positions, sequence,                          lens,
-                       {partials, counters, sinks, out},             items == 1,
+                       {partials, counters, RowEnds(sinks, earlier, earlier_ends, new_ends), out}, items == 1,
                        only,      table};
     BlockState block_state = {false, 0};
     // Empty tiles after those of each head: they account for the time to begin and end a part.

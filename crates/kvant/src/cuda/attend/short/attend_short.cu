@@ -1,7 +1,7 @@
 // attend_short: attend_decode for short contexts: decode over dense 16-bit keys and values that fit into the shared
 // memory of a cluster.
 //
-// q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out that or the other one.
+// q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out any dtype.
 //
 // Every token and KV head has a cluster of blocks, which divide its keys evenly. A block copies all of its keys and
 // values at once. Then
@@ -113,7 +113,8 @@ inline void scores(const AttendParams &p, const uchar *k, const uint4 (&q)[LOADS
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, const float *sinks,
-           const AttendParams p, const uint *table) {
+           const AttendParams p, const uint *table, const uchar *, const uchar *, const float *earlier,
+           const float *earlier_ends, float *new_ends) {
     extern __shared__ __align__(128) uchar memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -313,6 +314,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             sum.add(shared.l[b][r], x, f[b]);
         }
         const Pages pages = pages_of(p, table, exists ? token.sequence : 0);
-        Output{p, out, sinks, query_rows, seen.len() > 0, seen, pages}.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
+        const RowEnds row_ends(sinks, earlier, earlier_ends, new_ends);
+        const Output output = {p, out, row_ends, query_rows, seen.len() > 0, seen, pages};
+        output.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);
     }
 }

@@ -152,9 +152,16 @@ inline void multiply_keys(const Shared &shared, const KeyLookup &lookup, uint un
 // sees(): whether the token sees any key. One warp calls it.
 template <typename Sees>
 inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes, const QueryRuns &runs, Sees sees, uchar *out,
-                   const float *sinks) {
+                   const RowEnds &ends) {
     constexpr uint RUN = QueryRuns::RUN;
     const uint lane = threadIdx.x % 32;
+    // While outputs are awaited.
+    const float earlier_end = ends.of_earlier(row);
+    float before[HEAD_DIM / 32];
+#pragma unroll
+    for (uint i = 0; i < HEAD_DIM / 32; i++) {
+        before[i] = ends.earlier_at<float>(row * HEAD_DIM + QueryRuns::coord(i / RUN, lane) + i % RUN);
+    }
     // Two of the cluster's warps for each lane: of the lower four blocks, and the upper.
     barrier_wait(shared_address(&shared.all_ends), 0);
     const float2 low = shared.ends[0][lane], high = shared.ends[CLUSTER / 2][lane];
@@ -195,16 +202,27 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes
     }
     transform_warp<HEAD_DIM>(x, l, lane);
     runs.flip(x);
-    const float inverse = norm_of_rotation() * inverse_of_sum(with_sink(p, sinks, row, whole, l), sees);
+    const RowFactors factors = finish_row(p, ends, row, whole, l, earlier_end, sees);
+    const float own = norm_of_rotation() * factors.own;
+#pragma unroll
+    for (uint i = 0; i < HEAD_DIM / 32; i++) {
+        x[i] = EARLIER ? x[i] * own + before[i] * factors.earlier : x[i] * own;
+    }
 #pragma unroll
     for (uint i = 0; i < HEAD_DIM / 32; i += RUN) {
         const uint coord = QueryRuns::coord(i / RUN, lane);
         if constexpr (RUN == 4) {
-            const float4 four = make_float4(x[i] * inverse, x[i + 1] * inverse, x[i + 2] * inverse, x[i + 3] * inverse);
-            store4(out, row * HEAD_DIM + coord, four, OUT_DTYPE);
+            store4(out, row * HEAD_DIM + coord, make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]), OUT_DTYPE);
         } else {
-            store(out, row * HEAD_DIM + coord, x[i] * inverse, OUT_DTYPE);
-            store(out, row * HEAD_DIM + coord + 1, x[i + 1] * inverse, OUT_DTYPE);
+            store(out, row * HEAD_DIM + coord, x[i], OUT_DTYPE);
+            store(out, row * HEAD_DIM + coord + 1, x[i + 1], OUT_DTYPE);
+        }
+    }
+    if (ENDS) {
+        // All lanes have read the earlier end.
+        __syncwarp();
+        if (lane == 0) {
+            ends.leave(row, factors.end);
         }
     }
 }
@@ -212,7 +230,8 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const uchar *k_norms, const uchar *v_low,
            const uchar *v_high, const uchar *v_norms, const uint *positions, const uint *sequence, const uint *lens, float *, uint *,
-           const float *sinks, const AttendParams p, const uint *table, const uchar *k_means, const uchar *v_means) {
+           const float *sinks, const AttendParams p, const uint *table, const uchar *k_means, const uchar *v_means,
+           const float *earlier, const float *earlier_ends, float *new_ends) {
     Shared &shared = *reinterpret_cast<Shared *>(at_place(AT_SHARED));
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
@@ -507,6 +526,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     if (rank < GROUP && warp == 0) {
         // Pages are looked at only if need be.
         const bool any = PAGE_SHIFT == 0 && sees_any(p, table, token);
-        finish(p, shared, rows.at(rank), rows.has(rank), runs, [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); }, out, sinks);
+        const RowEnds ends(sinks, earlier, earlier_ends, new_ends);
+        const auto sees = [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); };
+        finish(p, shared, rows.at(rank), rows.has(rank), runs, sees, out, ends);
     }
 }

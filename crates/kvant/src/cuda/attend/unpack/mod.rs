@@ -4,7 +4,7 @@
 use crate::{
     Codec, DType, Error, Planes, Result, Step,
     cuda::{
-        attend::{AttendParams, HeadShares, most_keys, params, prefill::AttendPrefill},
+        attend::{AttendParams, HeadShares, keys_of_tokens, most_keys, params, prefill::AttendPrefill, with_span},
         headers, planes,
     },
     gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
@@ -73,7 +73,7 @@ impl AttendUnpack {
         // The batch of a pool's step bounds what the device finds in it.
         let batch = call.step.batch();
         let slots = batch.sequences.min(call.tokens).min(call.step.sequences());
-        let seen = call.window.saturating_add(batch.most_new).min(most_keys(call));
+        let seen = keys_of_tokens(call, batch.most_new.max(1));
         let slot_pages = (seen.div_ceil(page_tokens) + 1).min(most_keys(call).div_ceil(page_tokens));
         let page_bytes = spec.kv_heads.checked_mul(page_tokens * call.head_dim * 2)?;
         let bytes = slots.checked_mul(slot_pages)?.checked_mul(page_bytes)?;
@@ -109,14 +109,15 @@ impl AttendUnpack {
         let attend = params(call, HeadShares::whole(call), 0, 0, 1)?;
         let Step { positions, sequence, lens, .. } = &call.step;
         let constants = |launch: Launch, warps: usize| {
-            launch
+            with_span(launch, call)
                 .constant("WARPS", warps as u32)
                 .constant("TILE", 16u32)
                 .constant("RING", false)
                 .constant("SHARES", 1u32)
                 .constant("LACKING", 0u32)
                 .constant("SINKS", false)
-                .constant("PAGE_SHIFT", crate::gpu::planes::page_shift(&call.layer))
+                .constant("EARLIER", false)
+                .constant("ENDS", false)
                 .grid([1; 3], [32 * warps, 1, 1])
         };
         let find = constants(Launch::new(NAME, &RANGES, "attend_unpack_ranges"), RANGE_WARPS)

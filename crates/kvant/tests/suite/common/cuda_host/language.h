@@ -37,7 +37,7 @@ unsigned kvant_count_of_threads(unsigned barrier, unsigned threads, bool own);
 // Of barriers in shared memory.
 void kvant_barrier_arrive(void *barrier);
 void kvant_barrier_wait(const void *barrier, unsigned parity);
-[[noreturn]] void kvant_has_no_ptx();
+[[noreturn]] void kvant_has_no_ptx(const char *statement);
 // Copies 16 bytes to the other lanes of the warp, and theirs from them; returns which lanes there are.
 unsigned kvant_exchange(const void *own, void *all);
 }

@@ -176,7 +176,7 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 53] = [
+const PTX: [(&str, &str); 54] = [
     ("fma.rn.bf16x2 %0, %0, %1, %2", "pair = kvant_fma<kvant_of_bf16, kvant_to_bf16>(pair, 0x3F803F80, 0xC300C300);"),
     ("setmaxnreg", ";"),
     ("griddepcontrol", ";"),
@@ -236,6 +236,11 @@ const PTX: [(&str, &str); 53] = [
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\": \"=r\"(w.x)",
         "w = kvant_load_matrices_transposed(from);",
     ),
+    (
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\": \"=r\"(a[j][0])",
+        "{ const uint4 all = kvant_load_matrices_transposed((j == 0 ? from + other : from - other) + (i + j) * 32); \
+         a[j][0] = all.x; a[j][1] = all.y; a[j][2] = all.z; a[j][3] = all.w; }",
+    ),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "out = kvant_transpose8(pair);"),
     ("ex2.approx.ftz.f32 %0", "y = exp2f(x);"),
     ("cp.async.cg.shared.global [%0], [%1], 16", "kvant_copy(to, from, 16, bytes);"),
@@ -274,7 +279,7 @@ fn text(launch: &Launch) -> String {
                     statement += lines.next().unwrap_or(";").trim();
                 }
                 let known = PTX.iter().find(|(part, _)| statement.contains(part));
-                known.map_or("kvant_has_no_ptx();", |(_, here)| here).to_string()
+                known.map_or_else(|| format!("kvant_has_no_ptx({statement:?});"), |(_, here)| (*here).to_string())
             }
             // Dynamic shared memory is not static.
             line => match line.strip_prefix("extern __shared__ ").and_then(|rest| rest.strip_suffix("[];")) {

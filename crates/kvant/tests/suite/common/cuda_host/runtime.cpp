@@ -16,7 +16,7 @@ void kvant_wait_for_block();
 unsigned kvant_count_of_threads(unsigned barrier, unsigned threads, bool own);
 void kvant_barrier_arrive(void *barrier);
 void kvant_barrier_wait(const void *barrier, unsigned parity);
-void kvant_has_no_ptx();
+void kvant_has_no_ptx(const char *statement);
 unsigned kvant_exchange(const void *own, void *all);
 void kvant_enter(void **args);
 int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsigned shared_bytes);
@@ -195,8 +195,8 @@ void kvant_barrier_wait(const void *barrier, unsigned parity) {
     progress = true;
 }
 
-void kvant_has_no_ptx() {
-    std::fputs("cuda-host: the kernel has come to PTX, which does not run here\n", stderr);
+void kvant_has_no_ptx(const char *statement) {
+    std::fprintf(stderr, "cuda-host: the kernel has come to PTX, which does not run here: %s\n", statement);
     std::abort();
 }
 

@@ -6,15 +6,33 @@
 // at a time, blockDim.y rows side by side, ROWS one after the other; they are loaded before their destination is known.
 // A dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, for
 // which its sequence has no page, or whose sequence or position is out of range, is skipped, so that no slot is written
-// twice. Around page means it serves steps without two tokens of a sequence: a warp has one row, so that all its lanes
-// choose the mean of a page that the row's token opens. write_pages.cu and open_pages.cu serve the others.
-#include "codec/page_means.h"
+// twice. Rows of centred codecs are written by seal.cu.
+#include "codec/encode_rows.h"
+#include "device/cache_slots.h"
 #include "device/elements.h"
-#include "kv_write/vectors.h"
+#include "device/vectors.h"
 #if TILES
 #include "codec/encode_tiles.h"
 #endif
 #include "device/dependent_launch.h"
+
+struct KvWriteParams {
+    ulong first_token;
+    ulong source_tokens;
+    ulong tokens;
+    LayerParams layer;
+    float k_scale;
+    float v_scale;
+    uint head_dim;
+};
+
+// The tokens of the step, and the page table of the layer's group.
+struct Tokens {
+    const uint *positions;
+    const uint *sequence;
+    const uint *lens;
+    const uint *table;
+};
 
 // A row of the source, and where it goes.
 struct Place {
@@ -31,7 +49,8 @@ inline Place place_of(const KvWriteParams &p, uint i) {
 }
 
 inline ulong source_row(const KvWriteParams &p, Place place) {
-    return source_row(p, place.token, place.head);
+    const ulong at = p.first_token + place.token;
+    return HEAD_MAJOR ? place.head * p.source_tokens + at : at * p.layer.kv_heads + place.head;
 }
 
 // The row of the layer that takes it; false when none does.
@@ -56,7 +75,7 @@ static_assert(HEAD_DIM * 2 + (K_WORDS > V_WORDS ? K_WORDS : V_WORDS) * 4 == SHAR
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void encode(const uchar *source, WritablePlanes to, float scale, const Tokens &tokens, const KvWriteParams &p,
                    uint *tables) {
-    const uint all = p.tokens * p.layer.kv_heads;
+    const uint all = uint(p.tokens) * p.layer.kv_heads;
     if constexpr (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
         constexpr uint PIECES = HEAD_DIM / 8, BESIDE = THREADS / PIECES;
@@ -110,8 +129,6 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
 #elif ENCODE
 
 constexpr uint LANES = HEAD_DIM / PER;
-// Threads of a row.
-constexpr uint ROW_THREADS = is_centred(K_CODEC) || is_centred(V_CODEC) ? 32 : LANES;
 
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void encode(const uchar *source, WritablePlanes to, float scale, const Tokens &tokens, const KvWriteParams &p,
@@ -122,41 +139,21 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         __syncthreads();
     }
     const uint lane = threadIdx.x % LANES;
-    const Place place = place_of(p, blockIdx.x * (blockDim.x / ROW_THREADS) + threadIdx.x / ROW_THREADS);
-    // The first lanes store the row.
-    const bool stores = threadIdx.x % ROW_THREADS < LANES;
+    const Place place = place_of(p, blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES);
     const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
     RowPlace at = {0, 0};
     if (CODEC == DTYPE) {
         // The dense side of a layer of which the other is quantised: its bits.
-        if (stores && target_row(p, place, tokens, at)) {
+        if (target_row(p, place, tokens, at)) {
             uchar *low = to.low + page_bytes(at.page);
             move_row(source, from, DTYPE, low, at.row * HEAD_DIM + lane * PER, DTYPE, PER, ALIGNED, 0, 1);
         }
         return;
     }
     float y[PER];
-#pragma unroll
-    for (uint j = 0; j < PER; j += 4) {
-        const float4 four = load4(source, from + j, 4, DTYPE, ALIGNED);
-        y[j] = four.x;
-        y[j + 1] = four.y;
-        y[j + 2] = four.z;
-        y[j + 3] = four.w;
-    }
-    const bool is_held = target_row(p, place, tokens, at), kept = is_held && stores;
-    if constexpr (is_centred(CODEC)) {
-        OpenedPage opened = {false, false, 0};
-        if (is_held) {
-            const uint position = tokens.positions[place.token], seq = tokens.sequence[place.token];
-            opened = opened_page(p.layer, tokens.table, seq, place.head, position);
-        }
-        store_row_around<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to, at, place.head, kept, opened, scale, lane,
-                                                                tables);
-    } else {
-        store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to.of_page(at.page), at.row, kept, scale, lane, tables,
-                                                         ALIGNED);
-    }
+    load_part<DTYPE>(y, source, from, ALIGNED);
+    const bool kept = target_row(p, place, tokens, at);
+    store_row<PER, LANES, CODEC, NORM, TABLE_COPIES>(y, to.of_page(at.page), at.row, kept, scale, lane, tables, ALIGNED);
 }
 
 #else
@@ -200,7 +197,7 @@ inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvW
 extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     KVANT_KERNEL(const uchar *k, const uchar *v, const uint *positions, const uint *sequence, const uint *lens, uchar *k_low,
              uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high, float *v_norms,
-             const __grid_constant__ KvWriteParams p, const uint *table, uchar *k_means, uchar *v_means) {
+             const __grid_constant__ KvWriteParams p, const uint *table) {
     take_turn();
     const Tokens tokens = {positions, sequence, lens, table};
     const bool is_key = blockIdx.y == 0;
@@ -214,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
 #endif
     const uchar *source = is_key ? k : v;
     const WritablePlanes to =
-        is_key ? WritablePlanes{k_low, k_high, k_norms, k_means} : WritablePlanes{v_low, v_high, v_norms, v_means};
+        is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
     const float scale = is_key ? p.k_scale : p.v_scale;
     // The same code where both are encoded alike.
     if (is_key || (K_DTYPE == V_DTYPE && K_CODEC == V_CODEC && K_NORM == V_NORM)) {

@@ -1,10 +1,14 @@
 // The mean of a page's rotated vectors, of which each warp of a block has some.
-#ifndef KVANT_CUDA_KV_WRITE_PAGE_SUMS_H
-#define KVANT_CUDA_KV_WRITE_PAGE_SUMS_H
-#include "codec/page_means.h"
+#ifndef KVANT_CUDA_SEAL_PAGE_MEAN_H
+#define KVANT_CUDA_SEAL_PAGE_MEAN_H
+#include "codec/encode_rows.h"
+#include "device/reduce.h"
 #include "device/vectors.h"
 
 constexpr uint WARPS = THREADS / 32;
+
+// The largest code of a mean.
+constexpr float MEAN_LEVELS = 127;
 
 // In shared memory. Pages take the halves of it in turn, so that no warp waits for others that still read.
 struct __align__(16) PageSums {

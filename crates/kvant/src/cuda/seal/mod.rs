@@ -1,0 +1,96 @@
+//! Sealing of pages on CUDA.
+
+use super::{
+    codec::encoders::{EIGHTS, can_encode_eights, per_lane, table_bytes, table_copies},
+    headers,
+};
+use crate::{
+    Result,
+    gpu::{
+        Builder, LANES, Launch, Params, Source, Use, dtype_code, params,
+        planes::{self, codec_code, norm_code, page_shift},
+    },
+    ops::seal::{Call, NAME},
+};
+
+params! {
+    pub(crate) struct SealParams {
+        pub count: u32,
+        pub kv_heads: u32,
+        pub dense_entries: u32,
+        pub sealed_entries: u32,
+        pub k_scale: f32,
+        pub v_scale: f32,
+    }
+}
+
+static SOURCE: Source =
+    Source { name: "seal.cu", text: include_str!("seal.cu"), headers: headers::ALL, layouts: &[SealParams::layout] };
+
+/// The most threads of a block, and the most sums of coordinates that its warps have.
+const MOST_THREADS: usize = 512;
+const MOST_SUMS: usize = 4096;
+
+pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
+    let (dense, sealed, spec) = (&call.dense, &call.sealed, call.sealed.spec());
+    let (Some(from), Some(to)) = (dense.pages(), sealed.pages()) else { return Ok(()) };
+    let (dim, page_tokens) = (spec.head_dim, to.page_tokens);
+    let items = Launch::uint(NAME, "pages", call.count().saturating_mul(spec.kv_heads))? as usize;
+    let sides = [(&dense.k, &sealed.k), (&dense.v, &sealed.v)];
+    let tiles = matches!(dim, 128 | 256 | 512)
+        && sides.into_iter().all(|(from, to)| can_encode_eights(&from.low, to.codec(), &to.low));
+    let per = per_lane(dim);
+    let threads = if tiles {
+        EIGHTS.min(page_tokens * 4)
+    } else {
+        // Threads for all rows of a page, and room for their sums.
+        let most = (LANES * MOST_SUMS / dim).clamp(LANES, MOST_THREADS);
+        (page_tokens * (dim / per)).clamp(LANES, most)
+    };
+    // PageSums of page_mean.h: two sums and counts of each warp, and a mean.
+    let sums = (threads / LANES * (3 * dim + 2) * size_of::<f32>()).next_multiple_of(16);
+    let signs = if tiles { 2 * dim } else { 0 };
+    let shared = |copies| (signs + table_bytes(spec, copies)).next_multiple_of(16) + sums;
+    // Registers allow for so many threads; long rows take more of them.
+    let at_once = match (tiles, dim) {
+        (true, 512) => EIGHTS / threads,
+        (false, 1024..) => 1,
+        _ => (2 * EIGHTS / threads).max(1),
+    };
+    let copies = if tiles { table_copies(spec, at_once, shared, &b.limits) } else { 1 };
+    // Half of the blocks for keys, and half for values.
+    let blocks = items.min((b.limits.busy_groups * at_once).div_ceil(2));
+    let ((k_norm, k_scale), (v_norm, v_scale)) = (norm_code(spec.k), norm_code(spec.v));
+    let params = SealParams {
+        count: Launch::uint(NAME, "pages", call.count())?,
+        kv_heads: Launch::uint(NAME, "layer.kv_heads", spec.kv_heads)?,
+        dense_entries: from.entries,
+        sealed_entries: to.entries,
+        k_scale,
+        v_scale,
+    };
+    let launch = Launch::new(NAME, &SOURCE, "seal")
+        .constant("TILES", tiles)
+        .constant("DENSE", dtype_code(dense.k.low.dtype()))
+        .constant("K_CODEC", codec_code(spec.k))
+        .constant("V_CODEC", codec_code(spec.v))
+        .constant("K_NORM", k_norm)
+        .constant("V_NORM", v_norm)
+        .constant("PAGE_SHIFT", page_shift(sealed))
+        .constant("HEAD_DIM", dim as u32)
+        .constant("PER", per as u32)
+        .constant("THREADS", threads as u32)
+        .constant("MINBLOCKS", at_once as u32)
+        .constant("TABLE_COPIES", copies as u32)
+        .constant("SHARED_BYTES", shared(copies) as u32)
+        .read(0, &call.pages)
+        .read(1, &dense.k.low)
+        .read(2, &dense.v.low);
+    let launch = planes::bind(planes::bind(launch, 3, &sealed.k, Use::Write), 6, &sealed.v, Use::Write);
+    b.push(
+        planes::bind_means(launch, [9, 10], sealed, Use::Write)
+            .params(11, &params)
+            .threadgroup_memory(shared(copies))
+            .grid([blocks, 2, 1], [threads, 1, 1]),
+    )
+}

@@ -1,0 +1,227 @@
+//! How the memory of a pool is divided into the pages of layer groups, and which pages a sequence of some length holds.
+
+use std::ops::Range;
+
+use super::pool::{CacheLayer, NAME, PoolSpec};
+use crate::{
+    Codec, Error, Planes, Result,
+    layer::{PAGE_UNIT, PlaneBytes},
+    ops::check,
+};
+
+/// How the memory of a pool is divided: follows from its specification.
+#[derive(Clone, Debug)]
+pub(super) struct PoolLayout {
+    pub groups: Vec<LayerGroup>,
+    /// The group of each layer.
+    pub layer_groups: Vec<usize>,
+    pub page_tokens: usize,
+    pub slab_units: u32,
+    pub slabs: u32,
+}
+
+/// What the pages of a group are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PageKind {
+    /// Those of layers that do not seal pages.
+    Plain,
+    /// The dense pages of layers that seal pages.
+    Dense,
+    /// Their sealed pages.
+    Sealed,
+}
+
+/// Layers with the same window, which hold the same positions. Layers that seal pages have two groups.
+#[derive(Clone, Debug)]
+pub(super) struct LayerGroup {
+    pub window: Option<usize>,
+    pub kind: PageKind,
+    pub page_bytes: usize,
+}
+
+/// The index after that of the last page that is sealed when a sequence has `len` tokens: the last token sees its own
+/// page and the one before as dense pages.
+fn sealed_end(len: usize, page_tokens: usize) -> usize {
+    (len.saturating_sub(1) / page_tokens).saturating_sub(1).max(1)
+}
+
+impl LayerGroup {
+    /// The index of the first page that an empty sequence gets: page 0 is never sealed.
+    pub fn first_index(&self) -> usize {
+        usize::from(self.kind == PageKind::Sealed)
+    }
+
+    /// The first page that the next token of a sequence of `len` tokens needs, not counting page 0 where it is kept.
+    pub fn first_needed(&self, len: usize, page_tokens: usize) -> usize {
+        let seen = self.oldest_seen(len) / page_tokens;
+        match self.kind {
+            PageKind::Plain => seen,
+            PageKind::Dense => seen.max((len / page_tokens).saturating_sub(1)),
+            PageKind::Sealed => seen.max(1),
+        }
+    }
+
+    /// The index after that of the last page that a sequence cut to `len` tokens needs.
+    pub fn end_needed(&self, len: usize, page_tokens: usize) -> usize {
+        match self.kind {
+            PageKind::Plain | PageKind::Dense => len.div_ceil(page_tokens),
+            // The pages that its next token sees as sealed.
+            PageKind::Sealed => (len / page_tokens).saturating_sub(1).max(1),
+        }
+    }
+
+    /// The first page that a sequence of `len` tokens holds, which can be cut by up to `hold` tokens.
+    pub fn first_held(&self, len: usize, hold: usize, page_tokens: usize) -> usize {
+        let seen = self.oldest_seen(len).saturating_sub(hold) / page_tokens;
+        match self.kind {
+            PageKind::Plain => seen,
+            // Those that are not sealed yet.
+            PageKind::Dense => seen.max((len.saturating_sub(1).saturating_sub(hold) / page_tokens).saturating_sub(1)),
+            PageKind::Sealed => seen.max(1),
+        }
+    }
+
+    /// The most pages that a sequence of up to `longest` tokens holds, fed with up to `most_new` tokens at a time.
+    pub fn most_pages(&self, longest: usize, most_new: usize, page_tokens: usize) -> usize {
+        let all = longest.div_ceil(page_tokens);
+        // The window may begin and end within a page.
+        let in_window = |window: usize| window.saturating_add(most_new).div_ceil(page_tokens).saturating_add(1);
+        let seen = self.window.map_or(all, |window| in_window(window).min(all));
+        match self.kind {
+            PageKind::Plain => seen,
+            // The first page, the two before the new tokens, and theirs.
+            PageKind::Dense => most_new.div_ceil(page_tokens).saturating_add(3).min(all),
+            PageKind::Sealed => seen.min(all.saturating_sub(2)),
+        }
+    }
+
+    /// The pages that a sequence gets when it grows from `len` to `new_len` tokens and has pages up to `end`.
+    pub fn new_pages(&self, len: usize, new_len: usize, end: usize, page_tokens: usize) -> Range<usize> {
+        match self.kind {
+            PageKind::Plain | PageKind::Dense => end..new_len.div_ceil(page_tokens),
+            // Pages that the window has passed need not be sealed.
+            PageKind::Sealed => {
+                let first = end.max(self.oldest_seen(len) / page_tokens);
+                first..sealed_end(new_len, page_tokens)
+            }
+        }
+    }
+
+    /// The oldest position that a token at `position` sees.
+    pub fn oldest_seen(&self, position: usize) -> usize {
+        self.window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+}
+
+/// Where a layer is in the pages of a group: where the planes of its keys and values begin.
+pub(super) struct LayerPlace {
+    pub group: usize,
+    pub planes: [PlaneBytes; 2],
+}
+
+/// The place of a layer, and that of its dense pages if it seals pages.
+pub(super) type LayerPlaces = (LayerPlace, Option<LayerPlace>);
+
+/// The groups of a specification, and the places of each layer.
+pub(super) fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<LayerPlaces>)> {
+    let page_tokens = spec.page_tokens;
+    let sizes = page_tokens.is_power_of_two() && (16..=256).contains(&page_tokens);
+    check::value_is(NAME, "page_tokens", sizes, "16, 32, 64, 128 or 256", page_tokens)?;
+    check::value_is(NAME, "layers", !spec.layers.is_empty(), "at least one layer", 0)?;
+    let (mut groups, mut places) = (Vec::new(), Vec::new());
+    for layer in &spec.layers {
+        check::positive(NAME, "kv_heads", layer.kv_heads)?;
+        check::positive(NAME, "head_dim", layer.head_dim)?;
+        layer.window.map_or(Ok(()), |window| check::positive(NAME, "window", window))?;
+        let dense = Codec::Dense(layer.dense);
+        for (arg, codec) in [("k", layer.k), ("v", layer.v), ("dense", dense)] {
+            codec.validate(NAME, arg, layer.head_dim)?;
+        }
+        let kind = if layer.seals() { PageKind::Sealed } else { PageKind::Plain };
+        let place = add_to_group(&mut groups, layer, kind, [layer.k, layer.v], page_tokens)?;
+        let dense = layer.seals().then(|| add_to_group(&mut groups, layer, PageKind::Dense, [dense; 2], page_tokens));
+        places.push((place, dense.transpose()?));
+    }
+    Ok((groups, places))
+}
+
+/// Adds a layer to the pages of its group, which is made unless it is there.
+fn add_to_group(
+    groups: &mut Vec<LayerGroup>,
+    layer: &CacheLayer,
+    kind: PageKind,
+    codecs: [Codec; 2],
+    page_tokens: usize,
+) -> Result<LayerPlace> {
+    let is_same = |group: &LayerGroup| (group.window, group.kind) == (layer.window, kind);
+    let group = groups.iter().position(is_same).unwrap_or_else(|| {
+        groups.push(LayerGroup { window: layer.window, kind, page_bytes: 0 });
+        groups.len() - 1
+    });
+    let overflow = || Error::Overflow { op: NAME, arg: "layers" };
+    let mut at = groups[group].page_bytes;
+    let mut side = |codec| -> Result<PlaneBytes> {
+        let mut planes = Planes::page_bytes(codec, layer.head_dim, layer.kv_heads, page_tokens);
+        for plane in planes.as_mut().ok_or_else(overflow)?.iter_mut().flatten() {
+            let end = plane.checked_next_multiple_of(PAGE_UNIT).and_then(|bytes| at.checked_add(bytes));
+            *plane = std::mem::replace(&mut at, end.ok_or_else(overflow)?);
+        }
+        planes.ok_or_else(overflow)
+    };
+    let planes = [side(codecs[0])?, side(codecs[1])?];
+    groups[group].page_bytes = at;
+    Ok(LayerPlace { group, planes })
+}
+
+impl PoolLayout {
+    /// The layout, and the place of each layer, with that of its dense pages if it seals pages.
+    pub fn new(spec: &PoolSpec) -> Result<(PoolLayout, Vec<LayerPlaces>)> {
+        let (groups, places) = layer_groups(spec)?;
+        let layer_groups = places.iter().map(|(place, _)| place.group).collect();
+        let page_tokens = spec.page_tokens;
+        let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
+        let enough = spec.bytes / slab >= groups.len();
+        let least = slab.saturating_mul(groups.len());
+        let expected = format_args!("at least {least} for a page of each group");
+        check::value_is(NAME, "bytes", enough, expected, spec.bytes)?;
+        let units = spec.bytes / slab * (slab / PAGE_UNIT);
+        check::value_is(NAME, "bytes", units < u32::MAX as usize, "less than 1 TiB", spec.bytes)?;
+        let (slabs, slab_units) = ((spec.bytes / slab) as u32, (slab / PAGE_UNIT) as u32);
+        Ok((PoolLayout { groups, layer_groups, page_tokens, slab_units, slabs }, places))
+    }
+
+    /// The bytes of a page, and its share of those of a slab that no page fits into.
+    pub fn share(&self, group: &LayerGroup) -> usize {
+        let slab = self.slab_units as usize * PAGE_UNIT;
+        slab / (slab / group.page_bytes.max(1)).max(1)
+    }
+
+    /// Whether a layer seals pages.
+    pub fn seals(&self) -> bool {
+        self.groups.iter().any(|group| group.kind == PageKind::Sealed)
+    }
+
+    /// The group of the dense pages of a group of sealed pages.
+    pub fn dense_group(&self, sealed: usize) -> Option<usize> {
+        let LayerGroup { window, kind, .. } = self.groups[sealed];
+        let is_its = |group: &LayerGroup| group.kind == PageKind::Dense && group.window == window;
+        if kind == PageKind::Sealed { self.groups.iter().position(is_its) } else { None }
+    }
+
+    /// The group of sealed pages of a group of dense pages.
+    pub fn sealed_group(&self, dense: usize) -> Option<usize> {
+        (0..self.groups.len()).find(|&group| self.dense_group(group) == Some(dense))
+    }
+
+    /// The number of groups of sealed pages before a group.
+    pub fn sealed_before(&self, group: usize) -> usize {
+        self.groups[..group].iter().filter(|group| group.kind == PageKind::Sealed).count()
+    }
+
+    /// The group of a layer.
+    pub fn group_of(&self, layer: usize) -> Result<usize> {
+        let layers = self.layer_groups.len();
+        check::value_is(NAME, "layer", layer < layers, format_args!("below {layers}"), layer)?;
+        Ok(self.layer_groups[layer])
+    }
+}

@@ -1,0 +1,215 @@
+// seal: dense rows of whole pages become the rows of sealed pages, each page around its own mean.
+//
+// `pages` is [n, 2]: the entries of a dense and of a sealed page; a pair with an entry that is no page is skipped. A
+// threadgroup takes one KV head of one side of a page: group.x is the head, group.y the pair, group.z 0 for keys and 1
+// for values. The rows of a head in a page are [P, D], one behind the other.
+//   mean   if the codec is centred: all threads add up the vectors whose squared lengths are finite. The mean is
+//          rotated, and stored as codes of 8 bits and a scale (docs/codec.md).
+//   rows   a SIMD-group takes a row at a time; all of them share a long row. The row is rotated, the stored mean is
+//          subtracted, and the rest is encoded. Rows of a dense side are converted.
+#include "pages.h"
+#include "turboquant.h"
+
+struct MetalSealParams {
+    uint head_dim;
+    uint dense_entries;
+    uint sealed_entries;
+    float k_scale;
+    float v_scale;
+};
+
+constant uint DENSE [[function_constant(0)]];
+constant uint K_CODEC [[function_constant(1)]];
+constant uint V_CODEC [[function_constant(2)]];
+constant uint K_NORM [[function_constant(3)]];
+constant uint V_NORM [[function_constant(4)]];
+constant uint PAGE_SHIFT [[function_constant(5)]];
+constant bool ALIGNED [[function_constant(6)]];
+constant uint POSITIONS = 1u << PAGE_SHIFT;
+constant bool K_HAS_HIGH = (WITH_HIGH >> K_CODEC % CENTRED & 1) != 0;
+constant bool V_HAS_HIGH = (WITH_HIGH >> V_CODEC % CENTRED & 1) != 0;
+constant bool K_HAS_NORMS = K_CODEC >= TQ2;
+constant bool V_HAS_NORMS = V_CODEC >= TQ2;
+constant bool K_HAS_MEANS = (K_CODEC & CENTRED) != 0;
+constant bool V_HAS_MEANS = (V_CODEC & CENTRED) != 0;
+
+// SIMD-groups of a threadgroup, and the most coordinates of a row that one of them has alone (metal/seal.rs).
+constant constexpr uint SIMDS = 8;
+constant constexpr uint MAX_ALONE = 512;
+// The largest code of a mean.
+constant constexpr float MEAN_LEVELS = 127;
+// The most positions of a page.
+constant constexpr uint MAX_POSITIONS = 256;
+// The most quads of a vector that a thread adds up.
+constant constexpr uint MAX_QUADS = 4;
+
+// The dense vectors of a head in a page.
+struct DenseRows {
+    device const uchar *elements; // of the page
+    ulong first;                  // the head's first row in a page
+    uint dim;
+
+    ulong start(uint i) const {
+        return (first + i) * dim;
+    }
+    float4 quad(uint i, uint j) const {
+        return load4(elements, start(i) + j, 4, DENSE, ALIGNED);
+    }
+};
+
+// finite ← for each vector 1 if its squared length is finite, so that it belongs to the mean. Ends with a barrier.
+inline void note_finite(DenseRows rows, threadgroup uint *finite, Place place) {
+    for (uint i = place.simdgroup; i < POSITIONS; i += place.simdgroups) {
+        float squares = 0;
+        for (uint j = 4 * place.lane; j < rows.dim; j += 128) {
+            const float4 x = rows.quad(i, j);
+            squares += dot(x, x);
+        }
+        squares = simd_sum(squares);
+        if (place.lane == 0) {
+            finite[i] = is_finite(squares) ? 1 : 0;
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// row ← the rotated mean of the vectors that belong to it. Threads form slices; each slice adds up every `slices`-th
+// vector, and `row` has room for the sum of each slice. Ends with a barrier.
+inline void make_mean(DenseRows rows, threadgroup const uint *finite, threadgroup float *row, threadgroup float *room,
+                      Place place) {
+    const uint index = index_of(place), threads = threads_of(place), dim = rows.dim;
+    const uint quads = clamp(dim / 4, 32u, threads), slices = threads / quads;
+    const uint slice = index / quads, quad = index % quads;
+    float4 sums[MAX_QUADS];
+    for (uint k = 0; k < MAX_QUADS; k++) {
+        sums[k] = float4(0);
+    }
+    uint count = 0;
+    for (uint i = slice; i < POSITIONS; i += slices) {
+        if (finite[i] == 0) {
+            continue;
+        }
+        count++;
+        for (uint k = 0; k < MAX_QUADS; k++) {
+            const uint j = 4 * (quad + k * quads);
+            if (j < dim) {
+                sums[k] += rows.quad(i, j);
+            }
+        }
+    }
+    count = reduce<Sum>(quad == 0 ? count : 0, reinterpret_cast<threadgroup uint *>(room), place);
+    for (uint k = 0; k < MAX_QUADS; k++) {
+        const uint j = 4 * (quad + k * quads);
+        if (j < dim) {
+            put4(row, slice * dim + j, 4, sums[k], true);
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint j = 4 * index; j < dim; j += 4 * threads) {
+        float4 sum = get4(row, j, 4, true);
+        for (uint s = 1; s < slices; s++) {
+            sum += get4(row, s * dim + j, 4, true);
+        }
+        put4(row, j, 4, sum / float(max(count, 1u)), true);
+    }
+    rotate(row, 1, dim, false, index, threads);
+}
+
+// Stores the mean nearest to a rotated row.
+inline void store_mean(threadgroup const float *row, device uchar *to, uint dim, threadgroup float *room, Place place) {
+    const uint index = index_of(place), threads = threads_of(place);
+    float largest = 0;
+    for (uint j = 4 * index; j < dim; j += 4 * threads) {
+        const float4 size = abs(get4(row, j, 4, true));
+        largest = max(largest, max(max(size.x, size.y), max(size.z, size.w)));
+    }
+    const float scale = reduce<Max>(largest, room, place) / MEAN_LEVELS;
+    for (uint j = 4 * index; j < dim; j += 4 * threads) {
+        const float4 most = float4(MEAN_LEVELS), mean = get4(row, j, 4, true);
+        const float4 codes = scale > 0 ? clamp(rint(mean / scale), -most, most) : float4(0);
+        const uint4 bytes = uint4(int4(codes)) & 255;
+        *reinterpret_cast<device uint *>(to + j) = bytes.x | bytes.y << 8 | bytes.z << 16 | bytes.w << 24;
+    }
+    if (index == 0) {
+        *reinterpret_cast<device float *>(to + dim) = scale;
+    }
+}
+
+// Threadgroup memory: a row of D floats for each SIMD-group, or one for all; WRITE_ROOM floats for each SIMD-group; a
+// flag for each vector.
+struct SealRoom {
+    threadgroup float *rows;
+    threadgroup float *encoding;
+    threadgroup uint *finite;
+};
+
+// Seals the rows of a head. `to`: the planes of the sealed page. All threads call it.
+inline void seal_head(DenseRows rows, WritablePlanes to, uint head, Encoding encoding, SealRoom shared, Place place) {
+    const uint dim = rows.dim;
+    const bool alone = dim <= MAX_ALONE;
+    const Place own = alone ? Place{place.lane, 0, 1} : place;
+    const uint index = index_of(own), threads = threads_of(own);
+    threadgroup float *row = shared.rows + (alone ? place.simdgroup * dim : 0);
+    threadgroup float *room = shared.encoding + (alone ? place.simdgroup * WRITE_ROOM : 0);
+    const bool centred = is_centred(encoding.codec);
+    device uchar *mean = centred ? to.means + head * mean_bytes(dim) : nullptr;
+    if (centred) {
+        note_finite(rows, shared.finite, place);
+        make_mean(rows, shared.finite, shared.rows, shared.encoding, place);
+        store_mean(shared.rows, mean, dim, shared.encoding, place);
+        threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+    }
+    const uint step = alone ? place.simdgroups : 1;
+    for (uint i = alone ? place.simdgroup : 0; i < POSITIONS; i += step) {
+        if (!is_quantised(encoding.codec)) {
+            move_row(rows.elements, rows.start(i), DENSE, to.low, rows.start(i), encoding.codec, dim, ALIGNED, index, threads);
+            continue;
+        }
+        load_row(row, rows.elements, rows.start(i), dim, DENSE, ALIGNED, index, threads);
+        // Each SIMD-group has the same number of rows, so that all reach the barriers of `rotate`.
+        rotate(row, 1, dim, false, index, threads);
+        for (uint j = 4 * index; centred && j < dim; j += 4 * threads) {
+            put4(row, j, 4, get4(row, j, 4, true) - load_mean4(mean, j, dim), true);
+        }
+        encode(row, room, to, rows.first + i, dim, encoding, own);
+    }
+}
+
+kernel void seal(device const uint *pages [[buffer(0)]],
+                 device const uchar *k_dense [[buffer(1)]],
+                 device const uchar *v_dense [[buffer(2)]],
+                 device uchar *k_low [[buffer(3)]],
+                 device uchar *k_high [[buffer(4), function_constant(K_HAS_HIGH)]],
+                 device uchar *k_norms [[buffer(5), function_constant(K_HAS_NORMS)]],
+                 device uchar *v_low [[buffer(6)]],
+                 device uchar *v_high [[buffer(7), function_constant(V_HAS_HIGH)]],
+                 device uchar *v_norms [[buffer(8), function_constant(V_HAS_NORMS)]],
+                 device uchar *k_means [[buffer(9), function_constant(K_HAS_MEANS)]],
+                 device uchar *v_means [[buffer(10), function_constant(V_HAS_MEANS)]],
+                 constant MetalSealParams &p [[buffer(11)]],
+                 threadgroup float *rows [[threadgroup(0)]],
+                 uint3 group [[threadgroup_position_in_grid]],
+                 uint lane [[thread_index_in_simdgroup]],
+                 uint simdgroup [[simdgroup_index_in_threadgroup]],
+                 uint simdgroups [[simdgroups_per_threadgroup]]) {
+    threadgroup float encoding[SIMDS * WRITE_ROOM];
+    threadgroup uint finite[MAX_POSITIONS];
+    const SealRoom room = {rows, encoding, finite};
+    const Place place = {lane, simdgroup, simdgroups};
+    const uint from = pages[2 * group.y], to = pages[2 * group.y + 1], head = group.x;
+    if (from >= p.dense_entries || to >= p.sealed_entries) {
+        return;
+    }
+    const ulong dense = from * PAGE_UNIT, sealed = to * PAGE_UNIT, first = ulong(head) << PAGE_SHIFT;
+    if (group.z == 0) {
+        const WritablePlanes planes = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr,
+                                       K_HAS_MEANS ? k_means : nullptr};
+        seal_head(DenseRows{k_dense + dense, first, p.head_dim}, shifted(planes, sealed, K_CODEC), head,
+                  Encoding{K_CODEC, K_NORM, p.k_scale}, room, place);
+    } else {
+        const WritablePlanes planes = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr,
+                                       V_HAS_MEANS ? v_means : nullptr};
+        seal_head(DenseRows{v_dense + dense, first, p.head_dim}, shifted(planes, sealed, V_CODEC), head,
+                  Encoding{V_CODEC, V_NORM, p.v_scale}, room, place);
+    }
+}
