@@ -110,7 +110,7 @@ impl Inspection {
     /// # Errors
     /// `Kvant` for a codec that does not have the model's head sizes, or a size that overflows.
     pub fn cache_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
-        Ok(pool_spec(&self.config.decoder, options, load.pass_tokens)?.bytes)
+        Ok(pool_spec(&self.config.decoder, options, load.pass_tokens, load.activations)?.bytes)
     }
 
     /// Memory for the model and a pool. Kernels and the device's own tables are not included.
@@ -147,16 +147,25 @@ impl Inspection {
 }
 
 /// The pool of a decoder.
-pub(crate) fn pool_spec(spec: &DecoderSpec, options: &PoolOptions, pass_tokens: usize) -> Result<PoolSpec> {
-    let pool = PoolSpec::new(cache_layers(spec, &options.codecs)?, 0).page_tokens(options.page_tokens);
+pub(crate) fn pool_spec(
+    spec: &DecoderSpec,
+    options: &PoolOptions,
+    pass_tokens: usize,
+    activations: DType,
+) -> Result<PoolSpec> {
+    let layers = cache_layers(spec, &options.codecs, activations)?;
+    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens);
     Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
 }
 
-/// The layers of a pool: the blocks with their own keys and values.
-pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs) -> Result<Vec<CacheLayer>> {
+/// The layers of a pool: the blocks with their own keys and values. Dense pages of layers that seal pages are in the
+/// activations' dtype, or in f16 for activations in f32.
+pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs, activations: DType) -> Result<Vec<CacheLayer>> {
+    let dense = if activations == DType::BF16 { DType::BF16 } else { DType::F16 };
     let layer = |(block, kv): (&BlockSpec, KvCodec)| {
         let attention = &block.attention;
-        CacheLayer::new(attention.kv_heads, attention.head_dim, kv.k).v(kv.v).window(attention.window)
+        let layer = CacheLayer::new(attention.kv_heads, attention.head_dim, kv.k).v(kv.v).dense(dense);
+        layer.window(attention.window)
     };
     let layers = spec.cache_layers();
     Ok(spec.blocks[..layers].iter().zip(codecs.of_layers(layers)?).map(layer).collect())

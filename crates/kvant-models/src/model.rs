@@ -235,7 +235,7 @@ impl Model {
 
     /// The specification of such a pool, which says how many bytes it takes.
     pub fn pool_spec(&self, options: &PoolOptions) -> Result<PoolSpec> {
-        inspect::pool_spec(self.decoder(), options, self.pass_tokens)
+        inspect::pool_spec(self.decoder(), options, self.pass_tokens, self.network.activations())
     }
 
     /// The layers of a pool for this model: those that have their own keys and values.
@@ -243,7 +243,7 @@ impl Model {
     /// # Errors
     /// `Argument` for codecs of another number of layers.
     pub fn cache_layers(&self, codecs: &CacheCodecs) -> Result<Vec<CacheLayer>> {
-        inspect::cache_layers(self.decoder(), codecs)
+        inspect::cache_layers(self.decoder(), codecs, self.network.activations())
     }
 
     /// Runs a batch: any mixture of sequences and numbers of tokens. `step` is of `pool`, and `tokens` are the ids of

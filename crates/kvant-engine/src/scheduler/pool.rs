@@ -1,6 +1,6 @@
 //! The pages of a [`KvPool`], as the scheduler sees them.
 
-use kvant::{CacheLayer, Codec, KvPool, PrefixCache, Sequence, Step};
+use kvant::{KvPool, PrefixCache, Sequence, Step};
 use kvant_models::BatchDecoder;
 
 use super::{Storage, StorageError};
@@ -11,7 +11,6 @@ const KEEP_EVERY: usize = 128;
 /// A [`KvPool`] as the storage of a [`Scheduler`](super::Scheduler).
 pub struct PoolStorage {
     pool: KvPool,
-    groups: Vec<PageGroup>,
     /// The most tokens that a sequence gets in a step.
     most_new: usize,
     /// Whether prefixes are kept.
@@ -30,43 +29,17 @@ pub enum PoolStep {
     Mixed(Box<Step>),
 }
 
-/// Layers with the same window.
-#[derive(Debug)]
-struct PageGroup {
-    window: Option<usize>,
-    /// Bytes of a page, and the share of the memory that no page fits into.
-    page_bytes: usize,
-}
-
 impl PoolStorage {
     /// `most_new` is the most tokens of a step. `keeps`: whether requests share prefixes.
     pub fn new(pool: KvPool, most_new: usize, keeps: bool) -> PoolStorage {
-        let page_tokens = pool.spec().page_tokens;
-        let mut groups: Vec<PageGroup> = Vec::new();
-        for layer in &pool.spec().layers {
-            let CacheLayer { kv_heads, head_dim, window, k, v, .. } = *layer;
-            let of_page =
-                |codec: Codec| page_tokens * codec.bytes_per_vector(head_dim) + codec.bytes_per_mean(head_dim);
-            let bytes = kv_heads * (of_page(k) + of_page(v));
-            match groups.iter_mut().find(|group| group.window == window) {
-                Some(group) => group.page_bytes += bytes,
-                None => groups.push(PageGroup { window, page_bytes: bytes }),
-            }
-        }
-        // The pool divides its memory into slabs of the largest page.
-        let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(1).max(1);
-        for group in &mut groups {
-            group.page_bytes = slab / (slab / group.page_bytes.max(1)).max(1);
-        }
-        PoolStorage { pool, groups, most_new, keeps, decoder: None, most_recorded: 0 }
+        PoolStorage { pool, most_new, keeps, decoder: None, most_recorded: 0 }
     }
 
-    /// Steps of at most `most` tokens of each request are steps of a decoder of this pool, as far as it has rows. Where
-    /// pages have means, these are steps of one token of each request.
+    /// Steps of at most `most` tokens of each request are steps of a decoder of this pool, as far as it has rows.
     #[must_use]
     pub fn with_decoder(self, decoder: BatchDecoder, most: usize) -> PoolStorage {
-        let has_mean = |layer: &CacheLayer| [layer.k, layer.v].iter().any(|of| of.bytes_per_mean(layer.head_dim) > 0);
-        let most_recorded = if self.pool.spec().layers.iter().any(has_mean) { 1 } else { most };
+        // The pool seals pages before such a step, not within it.
+        let most_recorded = most.min(self.pool.spec().page_tokens);
         PoolStorage { decoder: Some(decoder), most_recorded, ..self }
     }
 
@@ -103,7 +76,7 @@ impl Storage for PoolStorage {
         }
         let cache = PrefixCache::new(&self.pool, salt);
         // A window's pages are kept only where a prefix ends.
-        if self.groups.iter().any(|group| group.window.is_some()) {
+        if self.pool.spec().layers.iter().any(|layer| layer.window.is_some()) {
             let first = (done / KEEP_EVERY + 1) * KEEP_EVERY;
             for end in (first..tokens.len()).step_by(KEEP_EVERY) {
                 let mut prefix = sequence.fork();
@@ -144,19 +117,11 @@ impl Storage for PoolStorage {
     }
 
     fn need(&self, len: usize) -> usize {
-        let page = self.page_tokens();
-        let of_group = |group: &PageGroup| {
-            let all = len.div_ceil(page);
-            // The window may begin and end within a page.
-            let in_window = |window: usize| window.saturating_add(self.most_new).div_ceil(page) + 1;
-            group.window.map_or(all, |window| in_window(window).min(all)).saturating_mul(group.page_bytes)
-        };
-        self.groups.iter().map(of_group).fold(0, usize::saturating_add)
+        self.pool.need(len, self.most_new)
     }
 
     fn spared(&self, found: usize) -> usize {
-        let full = self.groups.iter().filter(|group| group.window.is_none());
-        full.map(|group| found / self.page_tokens() * group.page_bytes).sum()
+        self.pool.shared(found)
     }
 
     fn capacity(&self) -> usize {
