@@ -23,7 +23,7 @@ pub struct LogitsArgs {
     model: Option<PathBuf>,
     #[command(flatten)]
     tokens: Tokens,
-    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means
+    /// Cache type: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with sealed pages
     /// (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, default_value_t = Kv::from(Codec::F32))]
     kv: Kv,

@@ -64,7 +64,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
-    /// page means (tq4c), K:V as in f16:tq4, or @FILE with types per layer
+    /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
     /// The longest text in tokens, prompt included [default: the model's]

@@ -59,12 +59,12 @@ pub struct OpArgs {
     /// kv-write and norm-rope]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<Vec<u32>>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), or K:V;
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with sealed pages (tq4c), or K:V;
     /// norm-rope has none [default: f16,tq8,tq4 for attend; f16,tq4 for kv-write; tq8,tq6,tq5,tq4,tq3,tq2 for encode]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Option<Vec<KvCodec>>,
     /// Use a pool with so many positions in a page: 16, 32, 64, 128 or 256 [default: contiguous layers; 64 for types
-    /// with page means]
+    /// with sealed pages]
     #[arg(long, value_name = "N")]
     page_tokens: Option<usize>,
     #[command(flatten)]

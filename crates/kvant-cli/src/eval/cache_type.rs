@@ -1,11 +1,11 @@
-//! The cache types that an evaluation knows: those of kvant, formats of other software, and another policy for pages.
+//! The cache types that an evaluation knows: those of kvant, and formats of other software.
 
 use std::{fmt, str::FromStr};
 
-use kvant::{Codec, PoolSpec, Sequence, Tensor, codec::TurboQuant, ops::KvSide};
+use kvant::{Codec, PoolSpec, Sequence, Tensor, ops::KvSide};
 use kvant_models::{Logits, Model};
 
-use super::{formats::Format, open_page, vectors};
+use super::{formats::Format, vectors};
 use crate::{Result, args::Kv};
 
 /// A cache type.
@@ -15,13 +15,7 @@ pub enum CacheType {
     Kv(Kv),
     /// A format of other software: an f32 cache whose keys and values become what this would store.
     Format(Format),
-    /// A centred codec whose open pages keep 16 bits, until they are full: an f32 cache whose keys and values become
-    /// what this would store.
-    OpenPage(TurboQuant),
 }
-
-/// What the name of a centred codec whose open pages keep 16 bits ends with.
-const OPEN: &str = "-open";
 
 impl FromStr for CacheType {
     type Err = String;
@@ -29,11 +23,6 @@ impl FromStr for CacheType {
     fn from_str(name: &str) -> std::result::Result<CacheType, String> {
         if let Ok(format) = name.parse() {
             return Ok(CacheType::Format(format));
-        }
-        if let Some(Ok(Codec::TurboQuant(turbo))) = name.strip_suffix(OPEN).map(str::parse::<Codec>)
-            && turbo.centred
-        {
-            return Ok(CacheType::OpenPage(turbo));
         }
         Ok(CacheType::Kv(name.parse()?))
     }
@@ -44,7 +33,6 @@ impl fmt::Display for CacheType {
         match self {
             CacheType::Kv(kv) => kv.fmt(f),
             CacheType::Format(format) => f.pad(&format.to_string()),
-            CacheType::OpenPage(turbo) => f.pad(&format!("{}{OPEN}", Codec::TurboQuant(*turbo))),
         }
     }
 }
@@ -60,12 +48,12 @@ impl CacheType {
     pub fn codecs(&self) -> kvant_models::CacheCodecs {
         match self {
             CacheType::Kv(kv) => kv.codecs.clone(),
-            CacheType::Format(_) | CacheType::OpenPage(_) => Codec::F32.into(),
+            CacheType::Format(_) => Codec::F32.into(),
         }
     }
 
-    /// Bytes of keys and values of a token in all layers, with its share of the means of pages. With open pages,
-    /// a sequence of `longest` tokens has one page of 16 bits on top.
+    /// Bytes of keys and values of a token in all layers, on average over a sequence of `longest` tokens: with the
+    /// means of sealed pages, and three dense pages.
     pub fn bytes_per_token(&self, spec: &PoolSpec, longest: usize) -> usize {
         let stored = |codec: Codec, dim: usize| {
             codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
@@ -73,12 +61,14 @@ impl CacheType {
         let bytes = spec.layers.iter().map(|layer| {
             let dim = layer.head_dim;
             let vectors = match self {
+                CacheType::Kv(_) if layer.seals() => {
+                    let (all, dense) = (longest.max(1), (3 * spec.page_tokens).min(longest.max(1)));
+                    let sealed = (all - dense) as f64 * (stored(layer.k, dim) + stored(layer.v, dim));
+                    let dense = (dense * 2 * Codec::Dense(layer.dense).bytes_per_vector(dim)) as f64;
+                    (sealed + dense) / all as f64
+                }
                 CacheType::Kv(_) => stored(layer.k, dim) + stored(layer.v, dim),
                 CacheType::Format(format) => 2.0 * dim as f64 * format.bits() / 8.0,
-                CacheType::OpenPage(turbo) => {
-                    let page = (Codec::F16.bytes_per_vector(dim) * spec.page_tokens) as f64;
-                    2.0 * (stored(Codec::TurboQuant(*turbo), dim) + page / longest.max(1) as f64)
-                }
             };
             layer.kv_heads as f64 * vectors
         });
@@ -109,7 +99,6 @@ impl CacheType {
                 };
                 Ok(vectors::write(&pool, layer, step, &[stored(KvSide::K)?, stored(KvSide::V)?])?)
             })?,
-            CacheType::OpenPage(turbo) => open_page::feed(*turbo, model, sequence, tokens, logits)?,
         })
     }
 }
@@ -120,10 +109,10 @@ mod tests {
 
     #[test]
     fn names_are_read_as_they_are_written() {
-        for name in ["tq4", "f16:tq4c", "q8_0", "iq4_nl-rot", "tq4c-open", "nvfp4"] {
+        for name in ["tq4", "f16:tq4c", "q8_0", "iq4_nl-rot", "nvfp4"] {
             assert_eq!(name.parse::<CacheType>().unwrap().to_string(), name);
         }
-        for bad in ["tq4-open", "f16-open", "-open", "q4_0:tq4", "tq4c-open:f16", "tq7c-open"] {
+        for bad in ["tq4-open", "q4_0:tq4", "tq7c"] {
             assert!(bad.parse::<CacheType>().is_err(), "{bad:?}");
         }
     }

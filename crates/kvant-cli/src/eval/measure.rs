@@ -45,12 +45,6 @@ impl Measurement<'_> {
         self.windows.first().map_or(0, |window| window.len())
     }
 
-    /// Whether the device stores vectors minus the means of their pages.
-    pub fn has_page_means(&self) -> bool {
-        let pool = self.pool(&Codec::tq_centred(4).into());
-        !matches!(pool, Err(kvant_models::Error::Kvant(kvant::Error::Unsupported { .. })))
-    }
-
     /// Tokens of all windows.
     pub fn tokens(&self) -> usize {
         self.windows.iter().map(|window| window.len()).sum()

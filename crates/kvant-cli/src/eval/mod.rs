@@ -4,7 +4,6 @@ mod budget;
 mod cache_type;
 mod formats;
 mod measure;
-mod open_page;
 mod progress;
 mod report;
 mod resume;
@@ -32,7 +31,7 @@ use crate::{
 ///
 /// The tokens are cut into windows. Each starts with an empty cache and predicts its second to its last token.
 /// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token are
-/// those of the keys and values of one token in all layers, with its share of the means of pages.
+/// those of the keys and values of one token in all layers, on average over a window.
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
@@ -41,11 +40,10 @@ pub struct EvalArgs {
     model: Option<PathBuf>,
     #[command(flatten)]
     source: TextSource,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with page means (tq4c), K:V as in f16:tq4, or
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with sealed pages (tq4c), K:V as in f16:tq4, or
     /// @FILE with types per layer. Also, as references that only eval has: q8_0, q4_0 and iq4_nl of llama.cpp (q4_0-rot
-    /// rotated), mlx4, fp8 and nvfp4; and tq4c-open, whose open page keeps 16 bits. For --budget, the types to choose
-    /// from [default: f16,tq8,tq6,tq5,tq4,tq3,tq2; for --budget tq8c to tq2c, or tq8 to tq2 where the device has no
-    /// page means]
+    /// rotated), mlx4, fp8 and nvfp4. For --budget, the types to choose from [default: f16 and tq8c to tq2c; for
+    /// --budget tq8c to tq2c]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<CacheType>,
     #[command(flatten)]
@@ -55,10 +53,6 @@ pub struct EvalArgs {
     /// Tokens in a window
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]
     window_tokens: u32,
-    /// Tokens of a step [default: a page]. A token sees only the contents of the cache, so this number matters to types
-    /// with page means only: steps of whole pages store them as prompts are stored, steps of one token as answers are
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    step_tokens: Option<u32>,
     /// Positions of a page: 16, 32, 64, 128 or 256
     #[arg(long, value_name = "N", default_value_t = PoolOptions::default().page_tokens)]
     page_tokens: usize,
@@ -90,8 +84,20 @@ impl TextSource {
 }
 
 /// The cache types that are measured unless others are named.
-const DEFAULTS: [Codec; 7] =
-    [Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4), Codec::tq(3), Codec::tq(2)];
+const DEFAULTS: [Codec; 7] = [
+    Codec::F16,
+    Codec::tq_centred(8),
+    Codec::tq_centred(6),
+    Codec::tq_centred(5),
+    Codec::tq_centred(4),
+    Codec::tq_centred(3),
+    Codec::tq_centred(2),
+];
+
+/// Tokens of a step, and the most logits of one. A token sees only the contents of the cache, which do not depend on
+/// steps.
+const STEP_TOKENS: usize = 256;
+const STEP_LOGITS: usize = 1 << 25;
 
 /// The results of a cache type.
 #[derive(Clone, Serialize, Deserialize)]
@@ -123,7 +129,7 @@ pub fn run(args: &EvalArgs) -> Result {
         return Err(format!("token {index} must be below the vocabulary's {vocabulary}, got {id}").into());
     }
     let page_tokens = args.page_tokens;
-    let step_tokens = args.step_tokens.map_or(page_tokens.max(1), |tokens| tokens as usize);
+    let step_tokens = (STEP_LOGITS / vocabulary.max(1)).clamp(1, STEP_TOKENS);
     let measurement = Measurement { model: &model, windows, step_tokens, page_tokens };
     let subject = subject(args, &measurement);
     let lines = match (args.budget.asked(), &args.report.report) {
@@ -151,16 +157,13 @@ fn context(args: &EvalArgs, files: &Files) -> Result<usize> {
 
 /// What a measurement depends on, in one line.
 fn subject(args: &EvalArgs, measurement: &Measurement) -> String {
-    let Measurement { model, windows, step_tokens, page_tokens } = measurement;
+    let Measurement { model, windows, page_tokens, .. } = measurement;
     let mut hasher = DefaultHasher::new();
     windows.hash(&mut hasher);
     let (name, device) =
         (args.model.as_deref().map_or("shipped".into(), |path| path.to_string_lossy()), model.device());
     let text = format!("{:016x}", hasher.finish());
-    format!(
-        "model {name:?} in {} on {device}, text {text}, steps of {step_tokens}, pages of {page_tokens}",
-        model.activations()
-    )
+    format!("model {name:?} in {} on {device}, text {text}, pages of {page_tokens}", model.activations())
 }
 
 /// Measures cache types.

@@ -38,7 +38,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// Cache types [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
-    /// page means (tq4c), K:V as in f16:tq4, or @FILE with types per layer
+    /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<Kv>,
     #[command(flatten)]

@@ -66,7 +66,7 @@ pub fn run(
     if let Some(folder) = out.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
         return Err(format!("--out: {}: no such directory", folder.display()).into());
     }
-    let codecs = codecs(kv, measurement)?;
+    let codecs = codecs(kv)?;
     let sides = Sides::of(measurement.model);
     let search = Search {
         bits: codecs.iter().map(|&codec| bits(codec)).collect(),
@@ -96,7 +96,7 @@ pub fn run(
 }
 
 /// The codecs to choose from, by their bits.
-fn codecs(kv: &[CacheType], measurement: &Measurement) -> Result<Vec<Codec>> {
+fn codecs(kv: &[CacheType]) -> Result<Vec<Codec>> {
     let mut codecs = Vec::new();
     for kv in kv {
         match kv {
@@ -105,8 +105,7 @@ fn codecs(kv: &[CacheType], measurement: &Measurement) -> Result<Vec<Codec>> {
         }
     }
     if codecs.is_empty() {
-        let has_means = measurement.has_page_means();
-        codecs.extend(kvant::codec::BITS.map(|bits| if has_means { Codec::tq_centred(bits) } else { Codec::tq(bits) }));
+        codecs.extend(kvant::codec::BITS.map(Codec::tq_centred));
     }
     codecs.sort_by(|&a, &b| bits(a).total_cmp(&bits(b)));
     if let Some(pair) = codecs.windows(2).find(|pair| bits(pair[0]) == bits(pair[1])) {

@@ -12,8 +12,6 @@ use std::{fmt, str::FromStr};
 use kvant::ops::KvSide;
 use rayon::prelude::*;
 
-pub use floats::f16;
-
 /// A format for the vectors of a cache. Vectors are cut into blocks, each of which is stored alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {

@@ -109,15 +109,14 @@ enum Known {
     Needles(Vec<f64>),
 }
 
-/// The cache types of a report: those of `kv`; or f16, TurboQuant, with the means of pages where there are any, and the
+/// The cache types of a report: those of `kv`; or f16, TurboQuant without and with sealed pages, and the
 /// formats of other software that can store the model's vectors.
 fn caches(kv: &[CacheType], measurement: &Measurement) -> Vec<CacheType> {
     if !kv.is_empty() {
         return kv.to_vec();
     }
     let bits = || kvant::codec::BITS.into_iter().rev();
-    let centred = bits().map(Codec::tq_centred).filter(|_| measurement.has_page_means());
-    let codecs = [Codec::F16].into_iter().chain(bits().map(Codec::tq)).chain(centred);
+    let codecs = [Codec::F16].into_iter().chain(bits().map(Codec::tq)).chain(bits().map(Codec::tq_centred));
     let peers = Format::PEERS.into_iter().map(CacheType::Format);
     let own = codecs.map(|codec| CacheType::from(KvCodec::from(codec)));
     own.chain(peers.filter(|peer| peer.check(measurement.model).is_ok())).collect()
@@ -134,7 +133,7 @@ pub fn run(
     std::fs::create_dir_all(folder).map_err(|error| format!("--report: {}: {error}", folder.display()))?;
     let caches = caches(kv, measurement);
     let bits = 4;
-    let codec = if measurement.has_page_means() { Codec::tq_centred(bits) } else { Codec::tq(bits) };
+    let codec = Codec::tq_centred(bits);
     let mut known = ResumeFile::open(folder.join("measurements.part"), subject)?;
     let all: Vec<CacheType> = caches.iter().cloned().chain(sides(codec, measurement)).collect();
     let mut measured = measure(&all, measurement, &mut known)?;

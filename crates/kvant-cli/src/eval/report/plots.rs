@@ -35,7 +35,7 @@ fn family(kv: &str) -> &'static str {
     match kv {
         kv if kv.starts_with('@') => "types per layer",
         kv if kv.contains(':') => "keys and values differ",
-        kv if kv.starts_with("tq") && kv.ends_with('c') => "TurboQuant with page means",
+        kv if kv.starts_with("tq") && kv.ends_with('c') => "TurboQuant with sealed pages",
         kv if kv.starts_with("tq") && kv.ends_with("-open") => "open pages of 16 bits",
         kv if kv.starts_with("tq") => "TurboQuant",
         kv if kv.parse::<Format>().is_ok() => PEERS,
