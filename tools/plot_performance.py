@@ -215,7 +215,7 @@ def bytes_and_kl(records):
     for _, x, y, _ in centred:
         svg.dot(*axes.at(x, y), "one", 4)
     px, py = axes.at(*centred[0][1:3])
-    svg.text(px + 8, py + 14, "with page means: tq8c to tq2c")
+    svg.text(px + 8, py + 14, "with sealed pages: tq8c to tq2c")
     for name, x, y, same in points:
         px, py = axes.at(x, y)
         svg.dot(px, py, "kvant", 5)
@@ -417,20 +417,20 @@ def table_cost(records):
           scientific(row["KL mean"]), scientific(row["KL 99 %"]), f"{row['same top token, %']:.2f} %"] for row in some])
 
 
-def table_page_means(records):
-    some = rows(records["accuracy-page-means"])
+def table_released(records):
+    some = [row for name in ("accuracy-released", "accuracy-released-gemma") for row in rows(records[name])]
     return markdown(
-        ["model", "bits", "KL, plain", "KL, page means", "of plain", "fed token by token", "same top token, plain", "page means"],
-        [[row["model"], row["bits"], scientific(row["KL plain"]), scientific(row["KL"]), f"{100 * row['KL'] / row['KL plain']:.0f} %",
-          row["KL token by token"] and scientific(row["KL token by token"]), f"{row['top plain, %']:.2f} %", f"{row['top, %']:.2f} %"]
-         for row in some])
+        ["model", "window", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
+        [[row["model"], row["tokens"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
+          f"{row['same top token, %']:.2f} %", f"{row['perplexity']:.3f}"] for row in some])
 
 
-def table_budget(records):
-    some = rows(records["accuracy-budget"])
+def table_released_short(records):
+    """One window of each model."""
+    some = [row for row in rows(records["accuracy-released"]) if row["tokens"] == 8192] + rows(records["accuracy-released-gemma"])
     return markdown(
-        ["model", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
-        [[row["model"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
+        ["model, tokens of a window", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
+        [[f"{row['model']}, {row['tokens']}", row["cache"], row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
           f"{row['same top token, %']:.2f} %", f"{row['perplexity']:.3f}"] for row in some])
 
 
@@ -439,15 +439,6 @@ def table_formats(records):
         ["model", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token"],
         [[row["model"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
           f"{row['same top token, %']:.2f} %"] for row in rows(records["accuracy-formats"])])
-
-
-def table_open_pages(records):
-    return markdown(
-        ["model", "bits", "bytes per token", "with an open page", "KL, fed by pages", "with an open page",
-         "KL, fed token by token", "with an open page"],
-        [[row["model"], row["bits"], row["bytes"], row["bytes open"], row["KL"] and scientific(row["KL"]), row["KL open"] and scientific(row["KL open"]),
-          scientific(row["KL token by token"]), scientific(row["KL open token by token"])]
-         for row in rows(records["accuracy-open-pages"])])
 
 
 def table_speed(records):
@@ -607,10 +598,9 @@ def table_sources(records):
 
 TABLES = {
     "cost": table_cost,
-    "page-means": table_page_means,
-    "budget": table_budget,
+    "released": table_released,
+    "released-short": table_released_short,
     "formats": table_formats,
-    "open-pages": table_open_pages,
     "speed": table_speed,
     "simd": table_simd,
     "cpu-decode": table_cpu_decode,
