@@ -202,11 +202,7 @@ fn check_contents(layout: &PoolLayout, len: usize, contents: &[GroupContents]) -
                 let dense = layout.dense_group(index).and_then(|dense| contents.get(dense));
                 let follows = dense.is_some_and(|dense| dense.first <= end.max(needed));
                 let most = group.end_needed(len, page_tokens);
-                !of.kept
-                    && of.first >= 1
-                    && (of.first <= needed || of.count == 0)
-                    && end <= most.max(of.first)
-                    && follows
+                !of.kept && (1..=needed).contains(&of.first) && end <= most.max(of.first) && follows
             }
             PageKind::Dense => {
                 let sees_first = group.oldest_seen(len) < page_tokens;

@@ -495,8 +495,8 @@ impl KvPool {
         self.seal_now(&sealed)
     }
 
-    /// Writes the pages to seal into the words of a step that has room for them: one whose pass seals. Returns those of
-    /// another step, with their groups: their tokens were written by earlier passes.
+    /// Writes the pages that the pass fills, and then seals, into the words of the step. Returns the others, which
+    /// earlier passes have filled, with their groups.
     fn seal_in_pass(
         &self,
         words: &mut [u32],
@@ -509,7 +509,8 @@ impl KvPool {
             let Change::New { sequence, group, index, page } = *change else { continue };
             let Some(dense) = self.layout().dense_group(group) else { continue };
             let from = words[shape.table_row(dense, shape.first_row(batch, sequence)) + index];
-            if shape.seals == 0 {
+            // A pass seals as many pages as its new tokens fill: there is room for them.
+            if index < batch[sequence].0.len() / self.layout().page_tokens || next[group] == shape.seals {
                 now.push((group, [from, page]));
                 continue;
             }

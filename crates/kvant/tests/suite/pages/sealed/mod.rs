@@ -428,6 +428,18 @@ fn exports_carry_both_kinds_of_pages() {
             assert!(text.contains(&format!("\"version\":\"{version}\"")), "{text}");
             let mut moved = other.import(&bytes).unwrap();
             assert!(feed(&other, &mut moved, &tokens) == feed(&pool, &mut sequence, &tokens), "{device}");
+            if version == "3" {
+                // Pages that are not where they should be: of sealed pages, of dense ones, and without the first page.
+                for (from, to) in
+                    [("first.0\":\"1", "first.0\":\"2"), ("first.1\":\"2", "first.1\":\"1"), ("kept.1", "kept.9")]
+                {
+                    let at = bytes.windows(from.len()).position(|part| part == from.as_bytes()).expect(from);
+                    let mut lying = bytes.clone();
+                    lying[at..at + to.len()].copy_from_slice(to.as_bytes());
+                    let result = other.import(&lying);
+                    assert!(matches!(result, Err(Error::File { .. })), "{device}: {to}: {result:?}");
+                }
+            }
             let plain = if version == "3" { Codec::tq(5) } else { Codec::tq_centred(5) };
             let layer = layer.k(plain);
             let spec = PoolSpec::new(vec![layer, layer.window(Some(WINDOW))], 1 << 20).page_tokens(PAGE);
