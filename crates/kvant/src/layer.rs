@@ -299,8 +299,8 @@ impl KvLayer {
         self.dense().unwrap_or(self)
     }
 
-    /// Whether attention takes rotated queries.
-    pub(crate) fn rotates_queries(&self) -> bool {
+    /// Whether attention takes queries with the Hadamard rotation: all keys are quantised.
+    pub fn rotates_queries(&self) -> bool {
         self.written().spec.k.is_quantised()
     }
 

@@ -43,7 +43,7 @@ impl Pass<'_> {
             KeysValues::KeysAreValues => ops::norm_rope_write(self.enc, &write(k))?,
             KeysValues::SharedWith(_) => {
                 let args = NormRope::new(from, self.step.positions(), q).norm(norms.q).rope(rope);
-                ops::norm_rope(self.enc, &args.rotate(kv.spec().k.is_quantised()))?
+                ops::norm_rope(self.enc, &args.rotate(kv.rotates_queries()))?
             }
         };
         if let (Some(stored), None) = (&mut self.stored, spec.source()) {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use kvant::{Codec, KvPool, Sequence};
 use kvant_models::{Logits, Model, PoolOptions};
 
-/// A text that is longer than two pages, and its logits.
+/// A text that is longer than four pages, and its logits.
 struct Expected<'a> {
     model: &'a Model,
     page: usize,
@@ -26,11 +26,11 @@ fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
-/// Feeds a text of two pages and a half at once, in chunks, token by token, after a prefix of whole pages, and in
+/// Feeds a text of four pages and a half at once, in chunks, token by token, after a prefix of whole pages, and in
 /// batches with others. Returns its logits, as bits.
 pub fn check(model: &Model, codec: Codec, page: usize, what: &str) -> Vec<u32> {
-    let tokens = 5 * page / 2;
-    let options = PoolOptions { codecs: codec.into(), sequences: 3, longest: 3 * page, page_tokens: page };
+    let tokens = 9 * page / 2;
+    let options = PoolOptions { codecs: codec.into(), sequences: 3, longest: 5 * page, page_tokens: page };
     let pool = model.new_pool(&options).unwrap();
     let text = text(model, 1, tokens);
     let logits = bits(&model.feed(&mut pool.sequence(), &text, Logits::All).unwrap().to_f32().unwrap());
@@ -65,7 +65,9 @@ impl Expected<'_> {
         let mut sequences = [pool.sequence(), pool.sequence(), pool.sequence()];
         let page = self.page;
         let half = page / 2;
-        for counts in [[half, half, 0], [1, 1, 1], [0, half, page], [3, half + 3, 1], [1, page - 4, 1]] {
+        for counts in
+            [[half, half, 0], [1, 1, 1], [0, half, page], [1, 2 * page, 1], [3, half + 3, 1], [1, page - 4, 1]]
+        {
             let starts = sequences.each_ref().map(|sequence| sequence.len());
             let mut batch: Vec<_> = sequences.iter_mut().zip(counts).filter(|(_, count)| *count > 0).collect();
             let step = pool.step(&mut batch).unwrap();

@@ -20,7 +20,7 @@ fn check_levels(load: impl Fn(&Device) -> Model, codec: Codec, what: &str) {
 fn check_threads(load: impl Fn(&Device) -> Model, level: SimdLevel, most: usize, codec: Codec, what: &str) {
     let of_threads = |threads| {
         let model = load(&device(level, threads));
-        check(&model, codec, 64, &format!("{what}, {codec}, {level}, {threads} threads"))
+        check(&model, codec, 32, &format!("{what}, {codec}, {level}, {threads} threads"))
     };
     let expected = of_threads(1);
     for threads in 2..=most {

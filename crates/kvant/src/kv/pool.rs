@@ -504,10 +504,12 @@ impl KvPool {
         batch: &[(&mut Sequence, usize)],
         shape: &StepShape,
     ) -> Vec<(usize, [Page; 2])> {
-        let (mut now, mut next) = (Vec::new(), vec![0; self.layout().groups.len()]);
+        // Most steps seal nothing, and allocate nothing.
+        let (mut now, mut next) = (Vec::new(), Vec::new());
         for change in log {
             let Change::New { sequence, group, index, page } = *change else { continue };
             let Some(dense) = self.layout().dense_group(group) else { continue };
+            next.resize(self.layout().groups.len(), 0);
             let from = words[shape.table_row(dense, shape.first_row(batch, sequence)) + index];
             // A pass seals as many pages as its new tokens fill: there is room for them.
             if index < batch[sequence].0.len() / self.layout().page_tokens || next[group] == shape.seals {

@@ -140,7 +140,7 @@ pub struct Explanation {
 /// Those of [`attend`](attend()) when it is recorded.
 pub fn explain(args: &Attend, device: &Device) -> Result<Explanation> {
     let calls = validate(args)?.spans()?;
-    let mut explained = calls.iter().map(|call| (call.span, device.backend().explain_attend(call)));
+    let mut explained = calls.iter().flatten().map(|call| (call.span, device.backend().explain_attend(call)));
     let (_, last) = explained.next_back().expect("a call attends to some positions");
     let before: Vec<String> =
         explained.map(|(span, of)| format!("; {}: {} ({})", span.text(), of.kernel, of.reason)).collect();
@@ -157,7 +157,8 @@ pub fn explain(args: &Attend, device: &Device) -> Result<Explanation> {
 ///
 /// A GPU does not check these values; see [`Step`].
 pub fn attend(enc: &mut Encoder, args: &Attend) -> Result<()> {
-    validate(args)?.spans()?.into_iter().try_for_each(|call| enc.submit(super::Call::Attend(call)))
+    let mut calls = validate(args)?.spans()?.into_iter().flatten();
+    calls.try_for_each(|call| enc.submit(super::Call::Attend(call)))
 }
 
 fn validate(args: &Attend) -> Result<Call> {
@@ -300,8 +301,8 @@ pub(crate) struct Results {
 impl Call {
     /// The calls that make up this one, in order. Over a layer that seals pages: one for each span in which a token of
     /// the step may see something. The last one writes `out`.
-    fn spans(self) -> Result<Vec<Call>> {
-        let Some(dense) = self.layer.dense().cloned() else { return Ok(vec![self]) };
+    fn spans(self) -> Result<[Option<Call>; 3]> {
+        let Some(dense) = self.layer.dense().cloned() else { return Ok([Some(self), None, None]) };
         let (pages, longest) = (self.layer.page_tokens(), self.step.batch().longest);
         // A token sees two recent pages, and the first one; no other page is there below three pages.
         let spans: &[PageSpan] = match longest {
@@ -310,10 +311,10 @@ impl Call {
             _ => &[PageSpan::First, PageSpan::Sealed, PageSpan::Recent],
         };
         let results = (spans.len() > 1).then(|| self.layer.results(self.tokens, self.heads)).transpose()?;
-        let calls = spans.iter().enumerate().map(|(index, &span)| {
-            let is_last = index + 1 == spans.len();
+        let call = |index: usize| {
+            let (span, is_last) = (*spans.get(index)?, index + 1 == spans.len());
             let later = results.clone().filter(|_| !is_last);
-            Call {
+            Some(Call {
                 layer: if span == PageSpan::Sealed { self.layer.sealed() } else { dense.clone() },
                 span,
                 earlier: results.clone().filter(|_| index > 0),
@@ -321,9 +322,9 @@ impl Call {
                 out: later.as_ref().map_or(&self.out, |results| &results.out).clone(),
                 ends: later.map(|results| results.ends),
                 ..self.clone()
-            }
-        });
-        Ok(calls.collect())
+            })
+        };
+        Ok(std::array::from_fn(call))
     }
 
     /// The positions of `layer` that a token at `position` of a sequence of `len` tokens attends to.
