@@ -336,13 +336,23 @@ fn pairs(bytes: &[u8; 16], to: &mut [u8; 32]) {
 /// As [`halves`], with a fifth bit each.
 #[inline(always)]
 fn fives(bytes: &[u8; 16], high: &[u8; 4], to: &mut [u8; 32]) {
+    // The bit of each byte of `spread`, which has a byte of `high` eight times. Compilers make vectors of these loops.
+    const BITS: [u8; 32] = {
+        let mut bits = [0; 32];
+        let mut j = 0;
+        while j < 32 {
+            bits[j] = 1 << (j % 8);
+            j += 1;
+        }
+        bits
+    };
+    let mut spread = [0u8; 32];
+    for (spread, &high) in spread.chunks_exact_mut(8).zip(high) {
+        spread.copy_from_slice(&(u64::from(high) * 0x0101_0101_0101_0101).to_le_bytes());
+    }
     halves(bytes, to);
-    for (to, &high) in to.chunks_exact_mut(8).zip(high) {
-        // Bit j alone in byte j, then 16 wherever one is.
-        let bits = (u64::from(high) * 0x0101_0101_0101_0101) & 0x8040_2010_0804_0201;
-        let fifths = ((bits + 0x7F7F_7F7F_7F7F_7F7F) & 0x8080_8080_8080_8080) >> 3;
-        let codes = u64::from_le_bytes(*part(to, 0)) | fifths;
-        to.copy_from_slice(&codes.to_le_bytes());
+    for j in 0..32 {
+        to[j] |= if spread[j] & BITS[j] == 0 { 0 } else { 16 };
     }
 }
 
