@@ -18,81 +18,15 @@ kvant's one text by `kvant generate` is measured in the same turns. --json write
 """
 
 import argparse
-import http.client
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
+import server_load
 from beside_llama_cpp import ROOT, convert, kvant_speeds
 
 PROMPT = 320  # characters of a prompt, about 100 tokens
-
-
-class Server:
-    """A server, as a context manager."""
-
-    def __init__(self, name, command, port):
-        self.name, self.command, self.port = name, [str(word) for word in command], port
-
-    def __enter__(self):
-        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(600):
-            time.sleep(0.1)
-            try:
-                if self.ask("GET", "/health").status == 200:
-                    return self
-            except OSError:
-                if self.process.poll() is not None:
-                    break
-        sys.exit(f"{self.name} does not start: {' '.join(self.command)}")
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait()
-
-    def ask(self, method, path, body=None, timeout=10):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        connection.request(method, path, body and json.dumps(body), {"content-type": "application/json"})
-        return connection.getresponse()
-
-    def text(self, prompt, tokens):
-        """The times of the first and of the last token, counted from the request."""
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        body["stream_options"] = {"include_usage": True}
-        start, first, usage = time.perf_counter(), None, {}
-        for line in self.ask("POST", "/v1/completions", body, timeout=600):
-            if not line.startswith(b"data: {"):
-                continue
-            first = first or time.perf_counter() - start
-            last = time.perf_counter() - start
-            if b'"usage"' in line:
-                usage = json.loads(line[6:]).get("usage") or usage
-        if usage.get("completion_tokens") != tokens:
-            sys.exit(f"{self.name} gives {usage} instead of {tokens} tokens")
-        return first, last
-
-
-def load(server, prompts, tokens):
-    """(tokens a second of all clients, median time to the first token). `prompts` has a list for each client."""
-    times = [[] for _ in prompts]
-
-    def client(own, times):
-        times.extend(server.text(prompt, tokens) for prompt in own)
-
-    threads = [threading.Thread(target=client, args=pair) for pair in zip(prompts, times)]
-    start = time.perf_counter()
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    took = time.perf_counter() - start
-    texts = [pair for own in times for pair in own]
-    if len(texts) != sum(map(len, prompts)):
-        sys.exit(f"{server.name}: a client has failed")
-    return len(texts) * tokens / took, statistics.median(first for first, _ in texts)
 
 
 def main():
@@ -119,21 +53,23 @@ def main():
         # A context of 1024 tokens for each place.
         theirs = [args.llama_server, "-m", weights, "-t", args.threads, "-tb", args.threads, "-c", 1024 * most, "-np", most]
         theirs += ["--port", args.port, "--host", "127.0.0.1", "--no-webui"]
-        servers = [Server("kvant", ours, args.port), Server("llama.cpp", theirs, args.port)]
+        servers = [server_load.Server("kvant", ours, args.port), server_load.Server("llama.cpp", theirs, args.port)]
         results = {(server.name, count): [] for server in servers for count in counts}
         alone, at = [], 0
         for round in range(args.rounds):
             alone.append(kvant_speeds(args.kvant, args.model, text[:PROMPT], args.tokens, args.threads)[2])
             for server in servers if round % 2 == 0 else servers[::-1]:
                 with server:
-                    server.text(text[:PROMPT], args.tokens)
+                    server_load.run(args.port, [[text[:PROMPT]]], args.tokens)
                     for count in counts:
                         prompts = []
                         for _ in range(count):
                             starts = [at + PROMPT * n for n in range(args.texts)]
                             prompts.append([text[start : start + PROMPT] for start in starts])
                             at = (at + PROMPT * args.texts) % (len(text) - PROMPT * (args.texts + 1))
-                        results[server.name, count].append(load(server, prompts, args.tokens))
+                        load = server_load.run(args.port, prompts, args.tokens)
+                        first = statistics.median(answer.prompt_seconds() for answer in load.texts)
+                        results[server.name, count].append((load.rate(), first))
     print(f"{args.threads} threads, prompts of {PROMPT} characters, {args.tokens} tokens each; medians of {args.rounds} rounds")
     print(f"kvant generate, one text, decode alone: {statistics.median(alone):.0f} tokens/s\n")
     print("| clients | kvant, tokens/s | llama.cpp, tokens/s | ratio | kvant, first token | llama.cpp, first token |")
