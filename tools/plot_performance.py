@@ -556,6 +556,19 @@ def plain(name):
     return table
 
 
+def table_released(records):
+    """A row for each model and cache, whose cells are kvant's rate, llama.cpp's, and the ratio."""
+    whats = ["prompt of 512", "decode", "1 client", "4 clients", "8 clients"]
+    body = []
+    for key, machine in (("cpu-released-xeon", "Xeon, 8"), ("cpu-released-epyc", "EPYC, 2")):
+        cells = {}
+        for row in rows(records[key]):
+            cell = f"{row['kvant']} / {row['llama.cpp']} ({row['times as fast']:.2f})"
+            cells.setdefault((row["model"], row["cache"]), {})[row["what"]] = cell
+        body += [[machine, model, cache] + [of[what] for what in whats] for (model, cache), of in cells.items()]
+    return markdown(["machine, threads", "model", "cache"] + whats, body)
+
+
 def table_h200_model(records):
     body = [[row["activations"], row["cache"]] + [f"{row[c]:.1f} ({1e6 / row[c]:.0f})" for c in ("128 tokens", "1024", "4096")]
             for row in rows(records["h200-model"])]
@@ -611,6 +624,7 @@ TABLES = {
     "serve": table_serve,
     "cpu-e2b": plain("cpu-e2b"),
     "cpu-server": plain("cpu-server-xeon"),
+    "cpu-released": table_released,
     "cpu-models": table_cpu_models,
     "real-sizes": plain("h200-real-sizes"),
     "real-sizes-prompts": table_real_sizes_prompts,
