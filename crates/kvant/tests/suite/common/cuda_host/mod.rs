@@ -176,7 +176,7 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
 /// once.
-const PTX: [(&str, &str); 54] = [
+const PTX: [(&str, &str); 55] = [
     ("fma.rn.bf16x2 %0, %0, %1, %2", "pair = kvant_fma<kvant_of_bf16, kvant_to_bf16>(pair, 0x3F803F80, 0xC300C300);"),
     ("setmaxnreg", ";"),
     ("griddepcontrol", ";"),
@@ -243,6 +243,7 @@ const PTX: [(&str, &str); 54] = [
     ),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "out = kvant_transpose8(pair);"),
     ("ex2.approx.ftz.f32 %0", "y = exp2f(x);"),
+    ("max.NaN.f32 %0, %1, %2;\" : \"=f\"(m)", "m = a != a || b != b ? a + b : fmaxf(a, b);"),
     ("cp.async.cg.shared.global [%0], [%1], 16", "kvant_copy(to, from, 16, bytes);"),
     ("cp.async.ca.shared.global [%0], [%1], %3", "kvant_copy(to, from, BYTES, bytes);"),
     ("cp.async.commit_group", ";"),
