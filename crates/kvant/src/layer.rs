@@ -3,9 +3,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{
-    DType, Device, Error, Result, Tensor,
+    DType, Device, Error, KeyBias, Result, Tensor,
     codec::{self, BLOCK, Codec},
-    encoder::{Access, Touch},
+    encoder::{
+        Access::{self, Read},
+        Touch,
+    },
     ops::{attend::Results, check},
 };
 
@@ -210,6 +213,8 @@ pub struct KvLayer {
     pages: Option<LayerPages>,
     /// The dense pages, if pages are sealed: then the planes above are those of sealed pages.
     dense: Option<Arc<DensePages>>,
+    /// What the keys of sealed pages are stored without.
+    key_bias: Option<KeyBias>,
 }
 
 /// The dense pages of a layer that seals pages.
@@ -271,17 +276,29 @@ impl KvLayer {
             v: Planes::zeros(device, spec.v, rows, spec.head_dim)?,
             pages: None,
             dense: None,
+            key_bias: None,
         })
     }
 
     /// A layer of a pool. The planes begin where they are in a page at the start of `memory`, and end where it does.
     pub(crate) fn paged(spec: LayerSpec, pages: LayerPages, k: Planes, v: Planes) -> KvLayer {
-        KvLayer { spec, k, v, pages: Some(pages), dense: None }
+        KvLayer { spec, k, v, pages: Some(pages), dense: None, key_bias: None }
     }
 
     /// The layer with pages that are dense until they are sealed. `results` is shared by the layers of a pool.
     pub(crate) fn with_dense_pages(self, layer: KvLayer, results: &Arc<Mutex<Option<Results>>>) -> KvLayer {
         KvLayer { dense: Some(Arc::new(DensePages { layer, results: Arc::clone(results) })), ..self }
+    }
+
+    /// The layer with sealed keys that are stored without their bias; not if they are dense.
+    pub(crate) fn with_key_bias(self, bias: Option<KeyBias>) -> KvLayer {
+        let key_bias = bias.filter(|_| self.spec.k.is_quantised());
+        KvLayer { key_bias, ..self }
+    }
+
+    /// What the keys of sealed pages are stored without.
+    pub(crate) fn key_bias(&self) -> Option<&KeyBias> {
+        self.key_bias.as_ref()
     }
 
     /// The dense pages of a layer that seals pages, as a layer of its own.
@@ -359,7 +376,14 @@ impl KvLayer {
             let low = tensor.reshape(&[rows, spec.head_dim])?;
             Ok(Planes { codec, low, high: None, norms: None, means: None })
         };
-        Ok(KvLayer { spec, k: side("k", spec.k, k)?, v: side("v", spec.v, v)?, pages: None, dense: None })
+        Ok(KvLayer {
+            spec,
+            k: side("k", spec.k, k)?,
+            v: side("v", spec.v, v)?,
+            pages: None,
+            dense: None,
+            key_bias: None,
+        })
     }
 
     /// The specification.
@@ -475,6 +499,9 @@ impl KvLayer {
 
     /// Calls `visit` with every plane.
     pub(crate) fn touches(&self, access: Access, visit: &mut dyn FnMut(Touch)) {
+        if let Some(bias) = &self.key_bias {
+            bias.tensors().into_iter().for_each(|tensor| visit(Touch { arg: "layer.key_bias", tensor, access: Read }));
+        }
         if self.pages.is_some() {
             // The planes of all pages: one range of the pool's memory, which contains both sides.
             visit(Touch { arg: "layer", tensor: &self.k.low, access });

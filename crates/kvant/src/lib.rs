@@ -103,6 +103,7 @@ mod error;
 pub mod gpu;
 mod host;
 mod host_memory;
+mod key_bias;
 mod kv;
 mod layer;
 mod metal;
@@ -117,6 +118,7 @@ pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, KernelReport, Memo
 pub use dtype::{DType, Element, Float};
 pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
+pub use key_bias::{KeyBias, KeyTurns};
 pub use kv::{CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, Sequence, StepSize};
 pub use layer::{HeadOrder, KvLayer, LayerSpec, Planes};
 pub use readback::Readback;

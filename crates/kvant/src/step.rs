@@ -95,7 +95,7 @@ pub(crate) struct StepPages {
     pub pool: u64,
     /// For each group, u32 `[S, width]`.
     pub tables: Vec<Tensor>,
-    /// For each group of sealed pages, u32 `[n, 2]`: the pages that are sealed in the pass, as
+    /// For each group of sealed pages, u32 `[n, 3]`: the pages that are sealed in the pass, as
     /// [`seal`](crate::ops::seal::seal) takes them. Empty for the other groups, and where no sequence has more new
     /// tokens than a page has positions: then the pool seals before the pass.
     pub seals: Vec<Tensor>,

@@ -4,6 +4,7 @@
 
 use super::{
     Cpu, convert,
+    key_bias::HeadBias,
     planes::PlaneRows,
     scratch,
     simd::{Simd, SimdKernel},
@@ -53,7 +54,12 @@ impl SimdKernel for KvReadTask<'_> {
         let (call, out) = (self.call, self.out);
         let spec = call.layer.spec();
         let x = &mut *scratch::take(spec.head_dim);
+        let room = &mut *scratch::take(3 * spec.head_dim);
+        let (at_page, room) = room.split_at_mut(spec.head_dim);
+        let (pairs, at_slot) = room.split_at_mut(spec.head_dim);
         for head in 0..spec.kv_heads {
+            // SAFETY: the device's lock is held while a call runs.
+            let bias = call.key_bias().map(|bias| unsafe { HeadBias::new(bias, head) });
             for i in self.range.clone() {
                 let place = call.layer.place(self.table, call.sequence, head, call.start + i);
                 let out_row = call.order.row(i, head, call.tokens, spec.kv_heads);
@@ -72,6 +78,12 @@ impl SimdKernel for KvReadTask<'_> {
                         convert::convert_row::<S>(from, dtype, to, out.dtype, spec.head_dim);
                     } else {
                         planes.load::<S>(row, x, call.keep_rotated);
+                        if let Some(bias) = &bias {
+                            let position = call.start + i;
+                            bias.at_page(position / bias.page_tokens, at_page);
+                            bias.at_slot(at_page, position % bias.page_tokens, pairs, at_slot);
+                            x.iter_mut().zip(&*at_slot).for_each(|(x, bias)| *x += bias);
+                        }
                         convert::store_row::<S>(x, to, out.dtype);
                     }
                 }

@@ -17,6 +17,7 @@ mod elements;
 mod embed;
 mod gate;
 mod hadamard;
+mod key_bias;
 mod kv_read;
 mod kv_write;
 mod linear;

@@ -5,6 +5,7 @@
 
 use super::{
     Cpu,
+    key_bias::HeadBias,
     planes::PlaneRows,
     scratch,
     simd::{Simd, SimdKernel},
@@ -24,13 +25,16 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     cpu.threads.run(call.count() * 2 * heads, |task| {
         let (page, side, head) = (task / (2 * heads), task / heads % 2, task % heads);
         let start = |layer: &crate::KvLayer, entry| layer.pages().and_then(|pages| pages.start(entry));
-        let from = start(&call.dense, entries[2 * page]);
-        let to = start(&call.sealed, entries[2 * page + 1]);
+        let from = start(&call.dense, entries[3 * page]);
+        let to = start(&call.sealed, entries[3 * page + 1]);
         if let (Some(from), Some(to)) = (from, to) {
             let SealedSide { dense, sealed } = &sides[side];
             let rows = head * call.sealed.page_tokens()..(head + 1) * call.sealed.page_tokens();
             let dim = call.sealed.spec().head_dim;
-            cpu.level.dispatch(SealTask { dense: dense.shifted(from), sealed: sealed.shifted(to), rows, dim });
+            // SAFETY: as above.
+            let bias = call.sealed.key_bias().filter(|_| side == 0).map(|bias| unsafe { HeadBias::new(bias, head) });
+            let bias = bias.map(|bias| (bias, entries[3 * page + 2] as usize));
+            cpu.level.dispatch(SealTask { dense: dense.shifted(from), sealed: sealed.shifted(to), rows, dim, bias });
         }
     });
 }
@@ -41,18 +45,20 @@ struct SealedSide {
 }
 
 /// The rows of one side and KV head of a page.
-struct SealTask {
+struct SealTask<'a> {
     dense: PlaneRows,
     sealed: PlaneRows,
     rows: std::ops::Range<usize>,
     dim: usize,
+    /// What the vectors are stored without, and the page's index in its sequence.
+    bias: Option<(HeadBias<'a>, usize)>,
 }
 
-impl SimdKernel for SealTask {
+impl SimdKernel for SealTask<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let SealTask { dense, sealed, rows, dim } = self;
+        let SealTask { dense, sealed, rows, dim, bias } = self;
         let (count, first) = (rows.len(), rows.start);
         let vectors = &mut *scratch::take(count * dim);
         let mean = &mut *scratch::take(dim);
@@ -60,6 +66,16 @@ impl SimdKernel for SealTask {
         unsafe {
             for (row, x) in rows.clone().zip(vectors.chunks_exact_mut(dim)) {
                 dense.load::<S>(row, x, false);
+            }
+            if let Some((bias, page)) = bias {
+                let room = &mut *scratch::take(3 * dim);
+                let (at_page, room) = room.split_at_mut(dim);
+                let (pairs, at_slot) = room.split_at_mut(dim);
+                bias.at_page(page, at_page);
+                for (slot, x) in vectors.chunks_exact_mut(dim).enumerate() {
+                    bias.at_slot(at_page, slot, pairs, at_slot);
+                    x.iter_mut().zip(&*at_slot).for_each(|(x, bias)| *x -= bias);
+                }
             }
             let stored = sealed.centred(first);
             if let Some((quantiser, stored)) = stored {

@@ -12,7 +12,7 @@ use super::{
     sequence::{Sequence, SequencePages},
 };
 use crate::{
-    Batch, Codec, DType, Device, Error, HeadOrder, KvLayer, LayerSpec, Planes, Result, Step, Tensor,
+    Batch, Codec, DType, Device, Error, HeadOrder, KeyBias, KvLayer, LayerSpec, Planes, Result, Step, Tensor,
     layer::{LayerPages, PAGE_UNIT},
     ops::{self, check},
     step::StepPages,
@@ -201,6 +201,8 @@ struct Shared {
     spec: PoolSpec,
     layout: PoolLayout,
     layers: Vec<KvLayer>,
+    /// No sequence becomes longer: there are turns of key biases for so many positions.
+    longest: usize,
     memory: Tensor,
     state: Mutex<PoolState>,
 }
@@ -235,8 +237,26 @@ impl KvPool {
     /// `Value`, `DType` or `Overflow` for an invalid specification, and for a budget without room for a page of each
     /// group; `OutOfMemory`.
     pub fn new(device: &Device, spec: &PoolSpec) -> Result<KvPool> {
+        KvPool::with_key_biases(device, spec, Vec::new())
+    }
+
+    /// As [`KvPool::new`], for layers whose keys have biases: one entry per layer, or none at all. Where a layer seals
+    /// pages and its keys are quantised, they are stored without the bias. Sequences then have at most as many tokens
+    /// as there are turns for.
+    ///
+    /// # Errors
+    /// As [`KvPool::new`]; `Value` for another number of biases than layers, or a bias of keys or pages of another
+    /// shape; `WrongDevice`.
+    pub fn with_key_biases(device: &Device, spec: &PoolSpec, biases: Vec<Option<KeyBias>>) -> Result<KvPool> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let (layout, places) = PoolLayout::new(spec)?;
+        let count = biases.is_empty() || biases.len() == spec.layers.len();
+        check::value_is(NAME, "biases", count, format_args!("none, or {}", spec.layers.len()), biases.len())?;
+        for (bias, layer) in biases.iter().zip(&spec.layers) {
+            let CacheLayer { kv_heads, head_dim, .. } = *layer;
+            bias.as_ref().map_or(Ok(()), |bias| bias.check(device, kv_heads, head_dim, spec.page_tokens))?;
+        }
+        let longest = biases.iter().flatten().map(KeyBias::positions).min().unwrap_or(usize::MAX);
         let bytes = layout.slabs as usize * layout.slab_units as usize * PAGE_UNIT;
         let memory = Tensor::sparse(device, DType::U8, &[bytes])?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -252,11 +272,12 @@ impl KvPool {
             Ok(KvLayer::paged(spec, pages, side(k, place.planes[0])?, side(v, place.planes[1])?))
         };
         let results = Arc::default();
-        let layers = spec.layers.iter().zip(&places).map(|(layer, (place, dense))| {
+        let biases = biases.into_iter().chain(std::iter::repeat(None));
+        let layers = spec.layers.iter().zip(&places).zip(biases).map(|((layer, (place, dense)), bias)| {
             let whole = paged(layer, place, layer.k, layer.v)?;
             let Some(dense) = dense else { return Ok(whole) };
             let codec = Codec::Dense(layer.dense);
-            Ok(whole.with_dense_pages(paged(layer, dense, codec, codec)?, &results))
+            Ok(whole.with_dense_pages(paged(layer, dense, codec, codec)?, &results).with_key_bias(bias))
         });
         let layers = layers.collect::<Result<_>>()?;
         let units: Vec<u32> = layout.groups.iter().map(|group| (group.page_bytes / PAGE_UNIT) as u32).collect();
@@ -267,7 +288,7 @@ impl KvPool {
             words: Vec::new(),
         };
         let (device, spec, state) = (device.clone(), spec.clone(), Mutex::new(state));
-        Ok(KvPool(Arc::new(Shared { id, device, spec, layout, layers, memory, state })))
+        Ok(KvPool(Arc::new(Shared { id, device, spec, layout, layers, longest, memory, state })))
     }
 
     /// The specification.
@@ -425,7 +446,7 @@ impl KvPool {
     fn check_batch(&self, batch: &[(&mut Sequence, usize)], step: &Step, shape: &StepShape) -> Result<()> {
         let StepShape { tokens: most_tokens, sequences, width, .. } = *shape;
         let limits = step.batch();
-        let longest = limits.longest.min(width * self.layout().page_tokens);
+        let longest = limits.longest.min(width * self.layout().page_tokens).min(self.0.longest);
         // Several tokens of a sequence are several rows.
         let most_new = match shape.is_unrolled {
             // Pages are sealed before the pass, not within it.
@@ -503,7 +524,7 @@ impl KvPool {
         log: &[Change],
         batch: &[(&mut Sequence, usize)],
         shape: &StepShape,
-    ) -> Vec<(usize, [Page; 2])> {
+    ) -> Vec<(usize, [u32; 3])> {
         // Most steps seal nothing, and allocate nothing.
         let (mut now, mut next) = (Vec::new(), Vec::new());
         for change in log {
@@ -512,19 +533,20 @@ impl KvPool {
             next.resize(self.layout().groups.len(), 0);
             let from = words[shape.table_row(dense, shape.first_row(batch, sequence)) + index];
             // A pass seals as many pages as its new tokens fill: there is room for them.
+            let row = [from, page, index as u32];
             if index < batch[sequence].0.len() / self.layout().page_tokens || next[group] == shape.seals {
-                now.push((group, [from, page]));
+                now.push((group, row));
                 continue;
             }
-            let at = shape.at_seals(self.layout().sealed_before(group), self.layout().groups.len()) + 2 * next[group];
-            words[at..at + 2].copy_from_slice(&[from, page]);
+            let at = shape.at_seals(self.layout().sealed_before(group), self.layout().groups.len()) + 3 * next[group];
+            words[at..at + 3].copy_from_slice(&row);
             next[group] += 1;
         }
         now
     }
 
     /// Seals pages at once, in all layers of their groups.
-    fn seal_now(&self, sealed: &[(usize, [Page; 2])]) -> Result<()> {
+    fn seal_now(&self, sealed: &[(usize, [u32; 3])]) -> Result<()> {
         if sealed.is_empty() {
             return Ok(());
         }
@@ -534,7 +556,7 @@ impl KvPool {
             if pages.is_empty() {
                 continue;
             }
-            let pages = Tensor::from_slice(&self.0.device, &pages, &[pages.len() / 2, 2])?;
+            let pages = Tensor::from_slice(&self.0.device, &pages, &[pages.len() / 3, 3])?;
             for (layer, _) in self.0.layers.iter().zip(&self.layout().layer_groups).filter(|(_, of)| **of == group) {
                 ops::seal::seal(&mut enc, layer, &pages)?;
             }
@@ -577,7 +599,7 @@ impl KvPool {
         let sealing = (0..groups).filter(|&group| self.layout().dense_group(group).is_some()).count();
         // Otherwise the pool seals before the pass.
         let seals = if most_new > page_tokens { tokens.div_ceil(page_tokens).checked_add(sequences) } else { Some(0) };
-        let of_group = seals.and_then(|n| padded(n.checked_mul(2)?)).ok_or_else(overflow)?;
+        let of_group = seals.and_then(|n| padded(n.checked_mul(3)?)).ok_or_else(overflow)?;
         let total = of_group.checked_mul(sealing).and_then(|n| n.checked_add(at_seals)).ok_or_else(overflow)?;
         let base = Tensor::zeros(&self.0.device, DType::U32, &[total])?;
         let part = |first: usize, len: usize| base.rows(first..first + len);
@@ -586,7 +608,7 @@ impl KvPool {
         let seals = (0..groups).map(|group| {
             let room = if self.layout().dense_group(group).is_some() { seals.unwrap_or(0) } else { 0 };
             let first = at_seals + self.layout().sealed_before(group) * of_group;
-            part(first, 2 * room)?.reshape(&[room, 2])
+            part(first, 3 * room)?.reshape(&[room, 3])
         });
         let pages = StepPages {
             pool: self.0.id,
@@ -765,7 +787,7 @@ impl<'a> StepShape<'a> {
 
     /// The first word of the pages to seal of a group of sealed pages, before which `before` others have theirs.
     fn at_seals(&self, before: usize, groups: usize) -> usize {
-        let of_group = padded(2 * self.seals).expect("the step's size has been checked");
+        let of_group = padded(3 * self.seals).expect("the step's size has been checked");
         self.table_row(groups, 0) + before * of_group
     }
 

@@ -1,6 +1,6 @@
 use super::check;
 use crate::{
-    Encoder, Error, HeadOrder, KvLayer, Planes, Result, Step, Tensor,
+    Encoder, Error, HeadOrder, KeyBias, KvLayer, Planes, Result, Step, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -140,6 +140,11 @@ impl Call {
             KvSide::K => &self.layer.k,
             KvSide::V => &self.layer.v,
         }
+    }
+
+    /// What the vectors of the side are stored without.
+    pub(crate) fn key_bias(&self) -> Option<&KeyBias> {
+        self.layer.key_bias().filter(|_| self.side == KvSide::K)
     }
 
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

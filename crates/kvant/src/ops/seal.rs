@@ -13,8 +13,10 @@ pub(crate) const NAME: &str = "seal";
 /// Encodes whole pages of a layer that seals pages: of each page and KV head the keys, and the values, each side around
 /// its own mean where the codec is centred. Vectors of dense sides are converted.
 ///
-/// `pages` is u32 `[n, 2]`: entries of the page tables of the dense and of the sealed pages. A row with an entry that
-/// is no page is skipped. No sealed page is there twice.
+/// `pages` is u32 `[n, 3]`: entries of the page tables of the dense and of the sealed pages, and the page's index in its
+/// sequence. A row with an entry that is no page is skipped. No sealed page is there twice.
+///
+/// Keys are encoded without their bias, if the layer has one ([`KeyBias`](crate::KeyBias)).
 pub(crate) fn seal(enc: &mut Encoder, layer: &KvLayer, pages: &Tensor) -> Result<()> {
     let Some(dense) = layer.dense() else { return Ok(()) };
     if pages.elements() == 0 {
@@ -30,7 +32,7 @@ pub(crate) struct Call {
     pub dense: KvLayer,
     /// That of the sealed pages.
     pub sealed: KvLayer,
-    /// u32 `[n, 2]`.
+    /// u32 `[n, 3]`.
     pub pages: Tensor,
 }
 

@@ -1,6 +1,6 @@
 use std::{collections::BTreeMap, ops::Range};
 
-use super::{check_len, hadamard, io, softcap};
+use super::{check_len, hadamard, io, key_bias, softcap};
 use crate::{Result, ops::attend::Call};
 
 /// A partial result of attention, over some of the keys: enough to go on from, or to be merged with the result over
@@ -139,7 +139,13 @@ pub(crate) fn run(call: &Call) {
             for &(_, position) in &tokens {
                 for j in seen(position) {
                     let Some(place) = layer.place(table, sequence, kv_head, j) else { continue };
-                    let load = || [&layer.k, &layer.v].map(|side| io::load_vector(layer, side, place, false));
+                    let load = || {
+                        let mut rows = [&layer.k, &layer.v].map(|side| io::load_vector(layer, side, place, false));
+                        if let Some(bias) = layer.key_bias() {
+                            rows[0].iter_mut().zip(key_bias::at(bias, kv_head, j)).for_each(|(k, bias)| *k += bias);
+                        }
+                        rows
+                    };
                     context.cached.entry(j).or_insert_with(load);
                 }
             }

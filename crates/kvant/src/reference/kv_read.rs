@@ -1,4 +1,4 @@
-use super::io;
+use super::{io, key_bias};
 use crate::{layer::PageTable, ops::kv_read::Call};
 
 pub(crate) fn run(call: &Call) {
@@ -17,7 +17,12 @@ pub(crate) fn run(call: &Call) {
                     io::copy_elements(&planes.low, io::first_element(&planes.low, place, dim), &call.out, to, dim);
                 }
                 Some(place) => {
-                    io::store_range(&call.out, to, &io::load_vector(&call.layer, planes, place, call.keep_rotated))
+                    let mut x = io::load_vector(&call.layer, planes, place, call.keep_rotated);
+                    if let Some(bias) = call.key_bias() {
+                        let bias = key_bias::at(bias, head, call.start + token);
+                        x.iter_mut().zip(bias).for_each(|(x, bias)| *x += bias);
+                    }
+                    io::store_range(&call.out, to, &x);
                 }
             }
         }

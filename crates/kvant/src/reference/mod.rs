@@ -21,6 +21,7 @@ mod embed;
 mod gate;
 mod hadamard;
 mod io;
+mod key_bias;
 mod kv_read;
 mod kv_write;
 mod linear;

@@ -1,26 +1,36 @@
 //! Sealing of pages, and the means of sealed pages.
 
-use super::io;
-use crate::{KvLayer, Planes, Tensor, codec::PageMean, layer::RowPlace, ops::seal::Call};
+use super::{io, key_bias};
+use crate::{KeyBias, KvLayer, Planes, Tensor, codec::PageMean, layer::RowPlace, ops::seal::Call};
 
 pub(crate) fn run(call: &Call) {
     let entries = io::load_u32(&call.pages);
-    for pair in entries.chunks_exact(2) {
+    for row in entries.chunks_exact(3) {
         let place = |layer: &KvLayer, entry| layer.pages().and_then(|pages| pages.start(entry));
-        let (Some(from), Some(to)) = (place(&call.dense, pair[0]), place(&call.sealed, pair[1])) else { continue };
-        seal_side(call, &call.dense.k, &call.sealed.k, [from, to]);
-        seal_side(call, &call.dense.v, &call.sealed.v, [from, to]);
+        let (Some(from), Some(to)) = (place(&call.dense, row[0]), place(&call.sealed, row[1])) else { continue };
+        let first = row[2] as usize * call.sealed.page_tokens();
+        let bias = call.sealed.key_bias().map(|bias| (bias, first));
+        seal_side(call, &call.dense.k, &call.sealed.k, [from, to], bias);
+        seal_side(call, &call.dense.v, &call.sealed.v, [from, to], None);
     }
 }
 
-/// Encodes one side of a page: the bytes at which the dense and the sealed page begin.
-fn seal_side(call: &Call, dense: &Planes, sealed: &Planes, [from, to]: [usize; 2]) {
+/// Encodes one side of a page: the bytes at which the dense and the sealed page begin, the bias that the vectors are
+/// stored without, and the position of the first one.
+fn seal_side(call: &Call, dense: &Planes, sealed: &Planes, [from, to]: [usize; 2], bias: Option<(&KeyBias, usize)>) {
     let (layer, page_tokens) = (&call.sealed, call.sealed.page_tokens());
     let dim = layer.spec().head_dim;
     for head in 0..layer.spec().kv_heads {
         let rows = head * page_tokens..(head + 1) * page_tokens;
-        let vectors: Vec<Vec<f64>> =
-            rows.clone().map(|row| io::load_vector(&call.dense, dense, RowPlace { bytes: from, row }, false)).collect();
+        let vector = |row: usize| {
+            let mut x = io::load_vector(&call.dense, dense, RowPlace { bytes: from, row }, false);
+            if let Some((bias, first)) = bias {
+                let bias = key_bias::at(bias, head, first + row % page_tokens);
+                x.iter_mut().zip(bias).for_each(|(x, bias)| *x -= bias);
+            }
+            x
+        };
+        let vectors: Vec<Vec<f64>> = rows.clone().map(vector).collect();
         if sealed.codec().is_centred() {
             let mean = PageMean::of(dim, vectors.iter().map(Vec::as_slice)).expect("the layer checked its codec");
             store(layer, sealed, RowPlace { bytes: to, row: rows.start }, &mean);

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     DType, KvLayer, Planes,
     codec::{self, BLOCK, Codec},
-    cpu::{seal::StoredMean, simd::Simd},
+    cpu::{key_bias::HeadBias, seal::StoredMean, simd::Simd},
     layer::{LayerPages, PageTable},
 };
 
@@ -413,6 +413,8 @@ pub(super) struct KvSource<'a> {
     capacity: usize,
     /// The pages of the sequence; `None` if its rows are in one place.
     pages: Option<PagesOfSequence<'a>>,
+    /// What the keys are stored without.
+    pub bias: Option<HeadBias<'a>>,
 }
 
 /// Where the pages of a sequence are.
@@ -451,7 +453,9 @@ impl<'a> KvSource<'a> {
             let side = KvRows::new(planes, first, layer.slot_stride(), spec.head_dim, head);
             KvRows { fixed: fixed && side.quantised, ..side }
         };
-        KvSource { k: side(&layer.k), v: side(&layer.v), capacity, pages }
+        // SAFETY: the device's lock is held while a call runs.
+        let bias = layer.key_bias().map(|bias| unsafe { HeadBias::new(bias, head) });
+        KvSource { k: side(&layer.k), v: side(&layer.v), capacity, pages, bias }
     }
 
     /// The source whose planes begin `bytes` bytes later.

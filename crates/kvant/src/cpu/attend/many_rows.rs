@@ -15,10 +15,13 @@ use super::{
     kv_rows::KvSource,
     lane_softmax::{LANES, LEAST, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
-    stage::{StagedPart, StagedSide, stage},
+    stage::{RowMeans, StagedPart, StagedSide, key_means, stage},
     tile::{AbsorbTiles, KeyTile, Queries, TILE},
 };
-use crate::cpu::simd::{Simd, SimdKernel, SimdLevel};
+use crate::cpu::{
+    scratch,
+    simd::{Simd, SimdKernel, SimdLevel},
+};
 
 /// Keys that are widened at a time; their sums stay in registers.
 const KEYS: usize = 12;
@@ -166,11 +169,11 @@ impl QueryLanes {
         // SAFETY: passed on to the caller; what is staged fits.
         unsafe {
             let [k_mean, v_mean] = [self.means, self.means.add(dim)];
-            let k_centred = k.mean::<S>(false, std::slice::from_raw_parts_mut(k_mean, dim));
+            let biased = &mut *scratch::take(if source.bias.is_some() { tile.keys * dim } else { 0 });
+            let k_means = key_means::<S>(source, tile, std::slice::from_raw_parts_mut(k_mean, dim), biased);
             let v_centred = v.mean::<S>(true, std::slice::from_raw_parts_mut(v_mean, dim));
-            let [k_mean, v_mean] =
-                [(k_centred, k_mean), (v_centred, v_mean)].map(|(centred, mean)| centred.then_some(mean.cast_const()));
-            let [k, v] = [(k, k_mean), (v, v_mean)].map(|(side, mean)| StagedSide { side, mean });
+            let v_means = v_centred.then(|| RowMeans::shared(v_mean));
+            let [k, v] = [(k, k_means), (v, v_means)].map(|(side, means)| StagedSide { side, means });
             // All coordinates of some rows.
             let whole = |from, row, keys| StagedPart {
                 from,

@@ -1,14 +1,83 @@
 //! Keys and values in f32, as matrix products take them.
 
-use super::kv_rows::{KvRows, LoadRows, RowLoader, with_loader};
-use crate::cpu::simd::{Simd, SimdKernel, SimdLevel};
+use super::{
+    kv_rows::{KvRows, KvSource, LoadRows, RowLoader, with_loader},
+    task::deinterleave,
+    tile::KeyTile,
+};
+use crate::cpu::{
+    hadamard,
+    simd::{Simd, SimdKernel, SimdLevel},
+};
 
-/// Rows of a side, and the mean of their page if they are stored minus it.
+/// Rows of a side, and what they are stored without.
 #[derive(Clone, Copy)]
 pub(super) struct StagedSide<'a> {
     pub side: &'a KvRows,
-    /// In the order of chunks.
-    pub mean: Option<*const f32>,
+    pub means: Option<RowMeans>,
+}
+
+/// What rows of quantised vectors are stored without, in the order of chunks: the mean of their page, or a vector for
+/// each row.
+#[derive(Clone, Copy)]
+pub(super) struct RowMeans {
+    start: *const f32,
+    /// The row that `start` belongs to, and the floats from one row to the next; 0 for a mean that rows share.
+    first: usize,
+    stride: usize,
+}
+
+impl RowMeans {
+    /// A mean that all rows share.
+    pub fn shared(mean: *const f32) -> RowMeans {
+        RowMeans { start: mean, first: 0, stride: 0 }
+    }
+
+    /// Vectors of `stride` floats, for the rows from `first` on.
+    pub fn of_rows(start: *const f32, first: usize, stride: usize) -> RowMeans {
+        RowMeans { start, first, stride }
+    }
+
+    #[inline(always)]
+    fn row(self, row: usize) -> *const f32 {
+        self.start.wrapping_add((row - self.first) * self.stride)
+    }
+}
+
+/// What the keys of a tile are stored without: decodes the mean of the page to `mean`, and adds it to the bias of each
+/// key, if there is one, in `rows`, `[keys, D]`.
+///
+/// # Safety
+/// The level's instructions are enabled; the source has the keys, and they are not in fixed point; the slices are as
+/// long as their vectors.
+#[inline(always)]
+pub(super) unsafe fn key_means<S: Simd>(
+    source: &KvSource,
+    tile: &KeyTile,
+    mean: &mut [f32],
+    rows: &mut [f32],
+) -> Option<RowMeans> {
+    let (k, dim) = (&source.k, mean.len());
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let centred = k.mean::<S>(false, mean);
+        let Some(bias) = source.bias else { return centred.then(|| RowMeans::shared(mean.as_ptr())) };
+        if !centred {
+            mean.fill(0.0);
+        }
+        let (page, slot) = (tile.position / bias.page_tokens, tile.position % bias.page_tokens);
+        let (at_page, pairs) = (&mut [0f32; 512][..dim], &mut [0f32; 512][..dim]);
+        bias.at_page(page, at_page);
+        for (key, row) in rows.chunks_exact_mut(dim).take(tile.keys).enumerate() {
+            bias.at_slot(at_page, slot + key, pairs, row);
+            hadamard::rotate::<S>(row, hadamard::signs(dim));
+            if k.interleaved {
+                row.chunks_exact_mut(2 * S::LANES).for_each(deinterleave);
+            }
+            row.iter_mut().zip(&*mean).for_each(|(x, mean)| *x += mean);
+        }
+        Some(RowMeans::of_rows(rows.as_ptr(), tile.row, dim))
+    }
 }
 
 impl StagedSide<'_> {
@@ -18,7 +87,7 @@ impl StagedSide<'_> {
     /// The level's instructions are enabled; `rows` is the side's loader, and the row exists and has the chunk.
     #[inline(always)]
     pub unsafe fn chunk<S: Simd, R: LoadRows>(&self, rows: &R, row: usize, first: usize) -> (S::F, S::F) {
-        let StagedSide { side, mean } = *self;
+        let StagedSide { side, means } = *self;
         // SAFETY: passed on to the caller.
         unsafe {
             let (a, b) = rows.chunk::<S>(row, first / (2 * S::LANES));
@@ -26,7 +95,7 @@ impl StagedSide<'_> {
                 return (a, b);
             }
             let norm = S::splat(side.norm(row, first / side.block));
-            match mean.map(|mean| mean.add(first)) {
+            match means.map(|means| means.row(row).add(first)) {
                 Some(mean) => (S::fma(a, norm, S::load(mean)), S::fma(b, norm, S::load(mean.add(S::LANES)))),
                 None => (S::mul(a, norm), S::mul(b, norm)),
             }

@@ -18,6 +18,7 @@ use crate::{
     codec::BLOCK,
     cpu::{
         convert, hadamard,
+        key_bias::HeadBias,
         scratch::{self, LINE},
         simd::{Simd, SimdKernel},
     },
@@ -58,9 +59,10 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
     let positions = block.of_split(job.shape, split);
     let parts = job.shape.parts(positions.clone()).count();
     let totals = if parts > 1 { len } else { 0 };
-    let sizes = [rows * head_dim, rounded, len, totals].map(|size| size * heads.len());
-    let sizes = [sizes[0], sizes[1], sizes[2], sizes[3], TileMemory::len(rows, head_dim), many];
-    with_aligned(sizes, |[mut q, mut rounded_q, mut states, mut all_totals, room, many]| {
+    let biased = if job.call.layer.key_bias().is_some() { rows * head_dim } else { 0 };
+    let sizes = [rows * head_dim, rounded, biased, len, totals].map(|size| size * heads.len());
+    let sizes = [sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], TileMemory::len(rows, head_dim), many];
+    with_aligned(sizes, |[mut q, mut rounded_q, mut all_biased, mut states, mut all_totals, room, many]| {
         let mut heads: [Option<HeadWork>; N] = std::array::from_fn(|i| {
             let head = heads.clone().nth(i)?;
             // An inactive row is of no sequence, and sees no key.
@@ -68,10 +70,11 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
             let source = KvSource::new(&job.call.layer, job.table, sequence, head, fixed);
             let q = take_floats(&mut q, rows * head_dim);
             let rounded = take_floats(&mut rounded_q, rounded);
+            let biased = take_floats(&mut all_biased, biased);
             let states = SoftmaxStates::new(take_floats(&mut states, len), rows, head_dim);
             let totals = take_floats(&mut all_totals, totals);
             let totals = (parts > 1).then(|| SoftmaxStates::new(totals, rows, head_dim));
-            Some(HeadWork { job, block, head, source, q, rounded, states, totals })
+            Some(HeadWork { job, block, head, source, q, rounded, biased, states, totals })
         });
         let room = TileMemory::new(room, rows, head_dim);
         let mut work = BlockWork { job, block, kernel, positions, room, many };
@@ -128,6 +131,8 @@ struct HeadWork<'a> {
     q: &'a mut [f32],
     /// The same in fixed point, and its units, where that is wanted.
     rounded: &'a mut [f32],
+    /// Where keys are stored without a bias, the queries' products with it.
+    biased: &'a mut [f32],
     /// Of the part of the keys that is processed.
     states: SoftmaxStates<'a>,
     /// Of the parts before, where there are several.
@@ -231,8 +236,9 @@ impl HeadWork<'_> {
 
     /// The block's queries in f32, times scale · log2 e.
     fn load_queries(&mut self, rotate: bool, interleaved: bool) {
-        let HeadWork { job, block, head, ref mut q, .. } = *self;
-        job.level.dispatch(LoadQueries { job, block, head, rotate, interleaved, q });
+        let HeadWork { job, block, head, ref mut q, ref mut biased, .. } = *self;
+        let bias = self.source.bias;
+        job.level.dispatch(LoadQueries { job, block, head, rotate, interleaved, q, bias, biased });
     }
 
     /// The block's queries in fixed point.
@@ -249,7 +255,7 @@ impl HeadWork<'_> {
 
     /// Queries and states, as kernels take them.
     fn queries(&mut self) -> Queries {
-        let HeadWork { job, q, rounded, states, .. } = self;
+        let HeadWork { job, q, rounded, biased, states, .. } = self;
         Queries {
             q: q.as_ptr(),
             o: states.o.as_mut_ptr(),
@@ -257,6 +263,7 @@ impl HeadWork<'_> {
             l: states.l.as_mut_ptr(),
             rounded: rounded.as_ptr().cast(),
             units: rounded.as_ptr().wrapping_add(q.len() / 2),
+            biased: biased.as_ptr(),
             rows: states.m.len(),
             head_dim: job.shape.head_dim,
             softcap: job.call.softcap.map(|cap| cap * std::f32::consts::LOG2_E),
@@ -357,7 +364,7 @@ impl BlockWork<'_> {
                     }
                 }
                 let seen = if is_seen_by_all { None } else { Some(&rows[..keys]) };
-                if many.absorb(level, page, &KeyTile { row, keys, next, next_from, seen }) {
+                if many.absorb(level, page, &KeyTile { position, row, keys, next, next_from, seen }) {
                     continue;
                 }
                 many.store_states();
@@ -384,6 +391,8 @@ struct LoadQueries<'a> {
     rotate: bool,
     interleaved: bool,
     q: &'a mut [f32],
+    bias: Option<HeadBias<'a>>,
+    biased: &'a mut [f32],
 }
 
 impl SimdKernel for LoadQueries<'_> {
@@ -397,6 +406,11 @@ impl SimdKernel for LoadQueries<'_> {
             // SAFETY: the row lies within q; `dispatch` enables the instructions.
             unsafe {
                 convert::load_row::<S>(call.q.host_ptr().add(from), call.q.dtype(), to);
+                if let Some(bias) = self.bias {
+                    let biased = &mut self.biased[row * shape.head_dim..][..shape.head_dim];
+                    bias.product(to, biased);
+                    biased.iter_mut().for_each(|x| *x *= factor);
+                }
                 if self.rotate {
                     hadamard::rotate::<S>(to, hadamard::signs(shape.head_dim));
                 }

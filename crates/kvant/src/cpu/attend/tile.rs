@@ -23,6 +23,8 @@ pub(super) struct Queries {
     /// `q` in fixed point, `[rows, head_dim]`, and its units, `[rows, blocks]`, where keys are.
     pub rounded: *const i16,
     pub units: *const f32,
+    /// `[rows, head_dim]`, where keys are stored without a bias: `HeadBias::product` of each query.
+    pub biased: *const f32,
     pub rows: usize,
     pub head_dim: usize,
     /// In units of log 2.
@@ -42,6 +44,7 @@ impl Queries {
                 l: self.l.add(rows.start),
                 rounded: self.rounded.wrapping_add(rows.start * self.head_dim),
                 units: self.units.wrapping_add(rows.start * self.head_dim.div_ceil(BLOCK)),
+                biased: self.biased.wrapping_add(rows.start * self.head_dim),
                 rows: rows.len(),
                 ..*self
             }
@@ -51,6 +54,8 @@ impl Queries {
 
 /// Some keys of a source, and which query rows see each.
 pub(super) struct KeyTile<'a> {
+    /// The position of the first key, and its row.
+    pub position: usize,
     pub row: usize,
     pub keys: usize,
     /// The keys that come next, counted from the start of `next_from`.

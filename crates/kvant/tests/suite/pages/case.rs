@@ -6,8 +6,8 @@ use crate::common::{
     query, run,
 };
 use kvant::{
-    CacheLayer, Codec, DType, Device, KvLayer, KvPool, PoolSpec, Result, Sequence, Step, Tensor,
-    ops::{self, Attend, Hadamard},
+    CacheLayer, Codec, DType, Device, KeyBias, KeyTurns, KvLayer, KvPool, PoolSpec, Result, Sequence, Step, Tensor,
+    ops::{self, Attend, Hadamard, PairLayout, Rope},
 };
 
 /// Attention over pages: sequences of (past, new) tokens, the past written in pieces.
@@ -22,6 +22,8 @@ pub struct Case {
     pub page_tokens: usize,
     pub window: Option<usize>,
     pub q_rotated: bool,
+    /// How the bias of keys turns, if they have one: ten times longer than the keys without it.
+    pub rope: Option<(PairLayout, usize)>,
     pub sequences: Vec<(usize, usize)>,
 }
 
@@ -35,6 +37,7 @@ pub const CASE: Case = Case {
     page_tokens: 16,
     window: None,
     q_rotated: false,
+    rope: None,
     sequences: Vec::new(),
 };
 
@@ -68,6 +71,19 @@ impl Case {
         Source::random(&mut Rng::of(format!("{self:?}")), all, self.kv_heads, self.head_dim)
     }
 
+    /// The bias of keys, and the pool's layers have it, but the first.
+    fn biases(&self, device: &Device, longest: usize) -> Result<Vec<Option<KeyBias>>> {
+        let Some((layout, pairs)) = self.rope else { return Ok(Vec::new()) };
+        let factors: Vec<f32> = (0..pairs).map(|i| 1.0 + i as f32 / 7.0).collect();
+        let factors = input(device, DType::F32, &factors, &[pairs])?;
+        let rope = Rope::new(1e4, pairs).layout(layout).freq_factors(Some(&factors));
+        let turns = KeyTurns::new(device, rope, self.head_dim, self.page_tokens, longest)?;
+        let bias = Rng::of("bias of keys").normals(self.kv_heads * self.head_dim);
+        let bias: Vec<f32> = bias.iter().map(|x| 10.0 * x).collect();
+        let bias = input(device, DType::F32, &bias, &[self.kv_heads, self.head_dim])?;
+        Ok(vec![None, Some(KeyBias::new(&bias, &turns)?)])
+    }
+
     /// Sequences whose past the device has written. Pages are taken in turns, so that those of a sequence do not follow
     /// one another. Memory that nobody has written holds NaN.
     pub fn filled(&self, device: &Device, source: &Source) -> Result<Filled> {
@@ -91,7 +107,7 @@ impl Case {
         let tokens = self.sequences.iter().map(held).sum::<usize>() + self.page_tokens;
         let spec = PoolSpec::new(vec![before, self.layer()], 0).page_tokens(self.page_tokens);
         let spec = spec.room_for(1, tokens, tokens)?;
-        let pool = KvPool::new(device, &spec)?;
+        let pool = KvPool::with_key_biases(device, &spec, self.biases(device, tokens)?)?;
         layers::fill(pool.layer(0)?, 0xFF)?;
         let firsts: Vec<usize> = self
             .sequences
@@ -153,6 +169,10 @@ impl Case {
     pub fn bound(&self, device: &Device) -> Bound {
         let codec = if self.k.is_quantised() { self.k } else { self.v };
         let mut bound = Bound::of(self.dtype).over(device, codec, 1.0);
+        if self.rope.is_some() {
+            // Scores get a second product, of larger factors.
+            bound.arithmetic *= 4.0;
+        }
         if self.k.is_centred() || self.v.is_centred() {
             // A mean adds to each sum.
             bound.arithmetic *= 1.5;

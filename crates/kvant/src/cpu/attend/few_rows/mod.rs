@@ -9,13 +9,17 @@ use std::ops::Range;
 
 use super::{
     fixed_point,
-    kv_rows::{KvRun, KvSource, LoadRows, RowLoader, with_loader},
-    prefetch::{PrefetchRuns, Prefetcher},
+    kv_rows::{DenseRows, KvRun, KvSource, LoadRows, RowLoader, with_loader},
+    prefetch::{PLANES, Plane, PrefetchRuns, Prefetcher},
     tile::{FixedPart, Queries, TILE, tiles},
 };
 use crate::{
     codec::BLOCK,
-    cpu::simd::{Simd, SimdKernel, SimdLevel},
+    cpu::{
+        key_bias::HeadBias,
+        scratch,
+        simd::{Simd, SimdKernel, SimdLevel},
+    },
 };
 
 pub(super) mod scores;
@@ -120,7 +124,7 @@ impl SimdKernel for FewRowsTile<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let FewRowsTile { source, tile: KvRun { row, keys, .. }, next, queries, room } = self;
+        let FewRowsTile { source, tile: KvRun { position, row, keys, .. }, next, queries, room } = self;
         let KvSource { k, v, .. } = source;
         let chunk = 2 * S::LANES;
         let plane = queries.rows * TILE;
@@ -141,7 +145,11 @@ impl SimdKernel for FewRowsTile<'_> {
                 let part = TilePart { row, keys, first_chunk: chunks.start, chunks, queries, lines };
                 with_loader!(k.loader, rows => score::<S, _>(rows, part, scores, room.staged, &mut prefetch));
             }
-            softmax::<S>(source, (row, keys), queries, room);
+            let of_bias = &mut *scratch::take(if source.bias.is_some() { plane } else { 0 });
+            if let Some(bias) = source.bias {
+                score_bias::<S>(bias, position, keys, queries, of_bias, room.staged);
+            }
+            softmax::<S>(source, (row, keys), of_bias, queries, room);
             let NextKeys { source: KvSource { k: next, .. }, run } = next;
             let wanted = PrefetchRuns::new(&next.planes, run.bytes, run.row, run.keys);
             let blocks = queries.head_dim / v.block;
@@ -203,6 +211,42 @@ impl<R: LoadRows> SimdKernel for WidenRows<R> {
     }
 }
 
+/// What the bias of keys adds to the scores of a tile, `[rows, TILE]`: products of the queries, turned to the start of
+/// the page, and the turns within a page.
+///
+/// # Safety
+/// As for [`absorb`]; the keys are of one page.
+#[inline(always)]
+unsafe fn score_bias<S: Simd>(
+    bias: HeadBias,
+    position: usize,
+    keys: usize,
+    queries: Queries,
+    scores: &mut [f32],
+    staged: *mut f32,
+) {
+    let dim = queries.head_dim;
+    let turned = &mut *scratch::take(queries.rows * dim);
+    for (row, to) in turned.chunks_exact_mut(dim).enumerate() {
+        // SAFETY: there are as many products as queries.
+        let product = unsafe { std::slice::from_raw_parts(queries.biased.add(row * dim), dim) };
+        bias.product_at_page(product, position / bias.page_tokens, to);
+    }
+    let nothing = PrefetchRuns::new(&[Plane::NONE; PLANES], 0, 0, 0);
+    let queries = Queries { q: turned.as_ptr(), ..queries };
+    let part = TilePart {
+        row: position % bias.page_tokens,
+        keys,
+        chunks: 0..dim / (2 * S::LANES),
+        first_chunk: 0,
+        queries,
+        lines: 0,
+    };
+    let turns = DenseRows::<f32> { start: bias.steps.as_ptr(), stride: dim };
+    // SAFETY: passed on to the caller; a page has as many turns as positions.
+    unsafe { score::<S, _>(turns, part, scores.as_mut_ptr(), staged, &mut Prefetcher::new(&nothing)) }
+}
+
 /// ⟨a, b⟩ of `n` floats, a multiple of two vectors.
 #[inline(always)]
 unsafe fn product<S: Simd>(a: *const f32, b: *const f32, n: usize) -> f32 {
@@ -219,12 +263,19 @@ unsafe fn product<S: Simd>(a: *const f32, b: *const f32, n: usize) -> f32 {
 }
 
 /// Scores to weights 2^(s − m), with m raised to the tile's largest score; l and o are rescaled to it. Means of the
-/// page add a product with the query to its scores, and the sum of its weights times the mean to its sum.
+/// page add a product with the query to its scores, and the sum of its weights times the mean to its sum. `of_bias`:
+/// what is added to the scores, `[rows, TILE]`; empty for nothing.
 ///
 /// # Safety
 /// As for [`absorb`].
 #[inline(always)]
-unsafe fn softmax<S: Simd>(source: &KvSource, (row, keys): (usize, usize), queries: Queries, room: TileMemory) {
+unsafe fn softmax<S: Simd>(
+    source: &KvSource,
+    (row, keys): (usize, usize),
+    of_bias: &[f32],
+    queries: Queries,
+    room: TileMemory,
+) {
     let KvSource { k, v, .. } = source;
     let (plane, head_dim) = (queries.rows * TILE, queries.head_dim);
     let padded = keys.next_multiple_of(S::LANES);
@@ -257,6 +308,12 @@ unsafe fn softmax<S: Simd>(source: &KvSource, (row, keys): (usize, usize), queri
         }
         for query in 0..queries.rows {
             let scores = room.scores.add(query * TILE);
+            if let Some(of_bias) = of_bias.get(query * TILE..(query + 1) * TILE) {
+                for i in (0..padded).step_by(S::LANES) {
+                    let sum = S::add(S::load(scores.add(i)), S::load(of_bias.as_ptr().add(i)));
+                    S::store(scores.add(i), sum);
+                }
+            }
             if let Some(cap) = queries.softcap {
                 for i in (0..padded).step_by(S::LANES) {
                     let t = S::tanh(S::mul(S::load(scores.add(i)), S::splat(1.0 / cap)));

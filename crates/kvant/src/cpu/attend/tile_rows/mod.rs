@@ -23,10 +23,11 @@ use super::{
     kv_rows::{KvSource, RowLoader},
     lane_softmax::{LANES, LEAST, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
-    stage::StagedSide,
+    stage::{RowMeans, StagedSide, key_means},
     tile::{AbsorbTiles, KeyTile, MAX_TILE as TILE, Queries},
 };
 use crate::cpu::{
+    scratch,
     simd::{Avx512, Simd, SimdLevel, amx::Tiles},
     tile_product::{BLOCK, PAIR, TileProduct, digits},
 };
@@ -290,10 +291,13 @@ impl AbsorbTiles for TileRows {
             let means = [self.means, self.means.add(dim)];
             let slices = means.map(|mean| std::slice::from_raw_parts_mut(mean, dim));
             let [k_slice, v_slice] = slices;
-            let centred = [k.mean::<Avx512>(false, k_slice), v.mean::<Avx512>(true, v_slice)];
+            let biased = &mut *scratch::take(if source.bias.is_some() { tile.keys * dim } else { 0 });
+            let v_centred = v.mean::<Avx512>(true, v_slice);
+            let means =
+                [key_means::<Avx512>(source, tile, k_slice, biased), v_centred.then(|| RowMeans::shared(means[1]))];
             let [is_exact_k, is_exact_v] = [k, v].map(|side| matches!(side.loader, RowLoader::Bf16(_)));
             let part = |side, i: usize, is_exact, to| StagedTile {
-                from: StagedSide { side, mean: centred[i].then_some(means[i].cast_const()) },
+                from: StagedSide { side, means: means[i] },
                 row: tile.row,
                 keys: tile.keys,
                 head_dim: dim,

@@ -2,6 +2,7 @@
 //! tokens see with naive attention.
 
 mod attention;
+mod biases;
 mod decode;
 mod shared;
 

@@ -1,0 +1,163 @@
+//! Biases of keys: layers that seal pages store keys without them.
+
+use std::sync::Arc;
+
+use crate::{
+    Device, Error, Result, Tensor,
+    ops::{Angles, Rope, check},
+};
+
+const NAME: &str = "key_bias";
+
+/// The bias that a model adds to the keys of a layer before the rotary embedding (Qwen 2 and 2.5, gpt-oss).
+///
+/// Such a bias can be many times longer than the keys without it, and the rotary embedding turns it from position to
+/// position, so that neither a codec nor the mean of a page describes it well. A layer that seals pages
+/// ([`CacheLayer`](crate::CacheLayer)) therefore encodes keys minus their turned bias, and attention adds the product of
+/// the query and the turned bias to the scores: with [`KvPool::with_key_biases`](crate::KvPool::with_key_biases). Dense
+/// pages, and keys of a dense codec, keep the bias. A bias that a norm follows has no place here.
+///
+/// ```
+/// use kvant::{CacheLayer, Codec, Device, KeyBias, KeyTurns, KvPool, PoolSpec, Tensor, ops::Rope};
+/// let device = Device::cpu();
+/// let (kv_heads, head_dim, longest) = (2, 64, 4096);
+/// let spec = PoolSpec::new(vec![CacheLayer::new(kv_heads, head_dim, Codec::tq(4).centred()?)], 4 << 20);
+/// let turns = KeyTurns::new(&device, Rope::new(1e6, head_dim / 2), head_dim, spec.page_tokens, longest)?;
+/// let bias = Tensor::from_slice(&device, &vec![0.5f32; kv_heads * head_dim], &[kv_heads, head_dim])?;
+/// let pool = KvPool::with_key_biases(&device, &spec, vec![Some(KeyBias::new(&bias, &turns)?)])?;
+/// # Ok::<(), kvant::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct KeyBias {
+    /// f32 `[Hk, 2, D/2]`: the first coordinates of all pairs, then the second ones.
+    pub(crate) pairs: Tensor,
+    pub(crate) turns: Arc<Turns>,
+}
+
+/// How the rotary embedding turns the bias of keys, for all layers that have the same one. Cloning is cheap.
+#[derive(Clone, Debug)]
+pub struct KeyTurns(Arc<Turns>);
+
+#[derive(Debug)]
+pub(crate) struct Turns {
+    pub head_dim: usize,
+    pub page_tokens: usize,
+    /// There are turns for positions below this one.
+    pub positions: usize,
+    /// The angle from a position to the next one, of each of D/2 pairs. Zero for pairs that do not rotate.
+    pub frequencies: Vec<f64>,
+    /// u32 `[D]`: where a coordinate is among those of [`KeyBias::pairs`].
+    pub places: Tensor,
+    /// f32 `[pages, 2, D/2]`: cosines, then sines, of the angles of each page's first position.
+    pub starts: Tensor,
+    /// f32 `[page_tokens, 2, D/2]`: the same of the distances from a page's first position.
+    pub steps: Tensor,
+}
+
+impl KeyTurns {
+    /// The turns of positions below `positions`, of heads of `head_dim` coordinates, for pages of `page_tokens`
+    /// positions. `rope` is that of the keys. Takes 4·D bytes for each page.
+    ///
+    /// # Errors
+    /// As [`norm_rope`](crate::ops::norm_rope()) for `rope`; `Value` for [`Angles::Tables`], an odd head size, or no
+    /// position; `OutOfMemory`.
+    pub fn new(device: &Device, rope: Rope, head_dim: usize, page_tokens: usize, positions: usize) -> Result<KeyTurns> {
+        let even = head_dim > 0 && head_dim.is_multiple_of(2);
+        check::value_is(NAME, "head_dim", even, "positive and even", head_dim)?;
+        check::positive(NAME, "page_tokens", page_tokens)?;
+        check::positive(NAME, "positions", positions)?;
+        check::at_most(NAME, "positions", positions, u32::MAX as usize)?;
+        rope.validate(NAME, head_dim)?;
+        let Angles::Theta(theta) = rope.angles else {
+            let (expected, got) = ("Angles::Theta".to_string(), "Angles::Tables".to_string());
+            return Err(Error::Value { op: NAME, arg: "rope.angles", expected, got });
+        };
+        let factors = rope.freq_factors.map(Tensor::to_vec::<f32>).transpose()?;
+        let n = rope.layout.frequency_base(head_dim, rope.rotated_pairs) as f64;
+        let mut frequencies = vec![0.0; head_dim / 2];
+        for (i, frequency) in frequencies.iter_mut().take(rope.rotated_pairs).enumerate() {
+            *frequency = theta.powf(-2.0 * i as f64 / n) / factors.as_ref().map_or(1.0, |all| f64::from(all[i]));
+        }
+        let pages = positions.div_ceil(page_tokens);
+        let turns = |count: usize, distance: usize| {
+            let angle = |at: usize, of: fn(f64) -> f64| {
+                frequencies.iter().map(move |frequency| of((at * distance) as f64 * frequency) as f32)
+            };
+            let rows = (0..count).flat_map(|at| angle(at, f64::cos).chain(angle(at, f64::sin)));
+            crate::tensor::element_count(&[count, head_dim])?;
+            Tensor::from_slice(device, &rows.collect::<Vec<f32>>(), &[count, 2, head_dim / 2])
+        };
+        let places = Tensor::from_slice(device, &places(&rope, head_dim), &[head_dim])?;
+        let (starts, steps) = (turns(pages, page_tokens)?, turns(page_tokens, 1)?);
+        Ok(KeyTurns(Arc::new(Turns { head_dim, page_tokens, positions, frequencies, places, starts, steps })))
+    }
+}
+
+/// The place of each coordinate: those of rotated pairs by the pair, the others as they come.
+fn places(rope: &Rope, head_dim: usize) -> Vec<u32> {
+    let (half, rotated) = (head_dim / 2, rope.rotated_pairs);
+    let mut places = vec![u32::MAX; head_dim];
+    for i in 0..rotated {
+        let (first, second) = rope.layout.pair(i, head_dim, rotated);
+        (places[first], places[second]) = (i as u32, (half + i) as u32);
+    }
+    let mut free = (rotated..half).chain(half + rotated..head_dim);
+    for place in places.iter_mut().filter(|place| **place == u32::MAX) {
+        *place = free.next().map_or(0, |place| place as u32);
+    }
+    places
+}
+
+impl KeyBias {
+    /// The bias `[Hk, D]`, f32, f16 or bf16, in the order of the coordinates of keys.
+    ///
+    /// # Errors
+    /// `Shape`, `DType`, or `Device` if it is on another device than the turns.
+    pub fn new(bias: &Tensor, turns: &KeyTurns) -> Result<KeyBias> {
+        let turns = Arc::clone(&turns.0);
+        let [heads, _] = check::rank(NAME, "bias", bias, ["Hk", "D"])?;
+        check::float(NAME, "bias", bias)?;
+        check::shape(NAME, "bias", bias, &[("Hk", heads), ("D", turns.head_dim)])?;
+        check_device(NAME, "bias", bias, turns.steps.device())?;
+        let (dim, places) = (turns.head_dim, turns.places.to_vec::<u32>()?);
+        let mut pairs = vec![0f32; heads * dim];
+        for (from, to) in bias.to_f32()?.chunks_exact(dim).zip(pairs.chunks_exact_mut(dim)) {
+            from.iter().zip(&places).for_each(|(&x, &place)| to[place as usize] = x);
+        }
+        let pairs = Tensor::from_slice(bias.device(), &pairs, &[heads, 2, dim / 2])?;
+        Ok(KeyBias { pairs, turns })
+    }
+
+    /// What kernels read.
+    pub(crate) fn tensors(&self) -> [&Tensor; 4] {
+        [&self.pairs, &self.turns.places, &self.turns.starts, &self.turns.steps]
+    }
+
+    /// There are turns for positions below this one.
+    pub(crate) fn positions(&self) -> usize {
+        self.turns.positions
+    }
+
+    /// KV heads.
+    pub(crate) fn kv_heads(&self) -> usize {
+        self.pairs.shape()[0]
+    }
+
+    /// Checks that the bias is one of keys of this shape, in pages of this size, on the device.
+    pub(crate) fn check(&self, device: &Device, kv_heads: usize, head_dim: usize, page_tokens: usize) -> Result<()> {
+        let (op, arg) = ("kv_pool", "biases");
+        let got = [self.kv_heads(), self.turns.head_dim, self.turns.page_tokens];
+        let fits = got == [kv_heads, head_dim, page_tokens];
+        let of = |[heads, dim, tokens]: [usize; 3]| format!("{heads} KV heads of {dim}, pages of {tokens} positions");
+        check::value_is(op, arg, fits, of([kv_heads, head_dim, page_tokens]), of(got))?;
+        check_device(op, arg, &self.pairs, device)
+    }
+}
+
+fn check_device(op: &'static str, arg: &'static str, tensor: &Tensor, device: &Device) -> Result<()> {
+    if tensor.device() == device {
+        return Ok(());
+    }
+    let (expected, got) = (device.to_string(), tensor.device().to_string());
+    Err(Error::WrongDevice { op, arg, expected, got })
+}
