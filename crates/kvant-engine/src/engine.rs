@@ -298,7 +298,7 @@ fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_mod
         Some(_) => spec,
         None => spec.room_for_steps(options.sequences, context, options.step_tokens)?,
     };
-    Ok(KvPool::new(model.device(), &spec.host_bytes(options.host_memory))?)
+    model.pool_of(&spec.host_bytes(options.host_memory), context)
 }
 
 impl Handle {

@@ -57,6 +57,7 @@ mod forward;
 mod generate;
 pub mod gguf;
 mod inspect;
+mod key_bias;
 mod model;
 mod panics;
 mod parallel;

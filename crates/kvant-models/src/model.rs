@@ -230,7 +230,7 @@ impl Model {
                 "the pool is for texts of up to {longest} tokens, and the model was made for at most {made_for}"
             );
         }
-        Ok(KvPool::new(&self.device, &self.pool_spec(options)?)?)
+        self.pool_of(&self.pool_spec(options)?, longest)
     }
 
     /// The specification of such a pool, which says how many bytes it takes.

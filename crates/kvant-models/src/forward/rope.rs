@@ -84,7 +84,7 @@ fn tables(
 
 impl Network {
     /// The rotary embedding of a block; `None` if nothing rotates.
-    pub(super) fn rope(&self, l: usize) -> Option<Rope<'_>> {
+    pub(crate) fn rope(&self, l: usize) -> Option<Rope<'_>> {
         let spec = &self.spec().blocks[l].attention.rope;
         let (angles, factors) = match self.ropes[l].as_ref()? {
             BlockRope::Factors(factors) => (Angles::Theta(spec.theta), factors.as_ref()),

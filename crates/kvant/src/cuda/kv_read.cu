@@ -1,14 +1,15 @@
 // kv_read: positions start .. start+n of one side of a cache layer, in order, to out [n, Hk, D] or [Hk, n, D].
 //
 // A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to
-// shared memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. A
-// dense one of out's dtype keeps its bits. A position for which the sequence has no page is zeros if FILLS, and
+// shared memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. With
+// KEY_BIAS the bias that keys are stored without is added. A dense one of out's dtype keeps its bits. A position for which the sequence has no page is zeros if FILLS, and
 // otherwise left as it is.
 #include "codec/planes.h"
 #include "codec/rotate_block.h"
 #include "device/cache_slots.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
+#include "device/key_bias.h"
 
 struct KvReadParams {
     ulong start;
@@ -20,7 +21,8 @@ struct KvReadParams {
 
 extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, const float *norms, uchar *out,
                                    const __grid_constant__ KvReadParams p, const uint *table,
-                                   const uchar *means) {
+                                   const uchar *means, const float *bias_pairs, const uint *bias_places,
+                                   const float *bias_starts, const float *bias_steps) {
     take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, head = blockIdx.y, dim = p.head_dim;
@@ -65,7 +67,12 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, con
     } else {
         rotate(row, 1, dim, true, threadIdx.x, blockDim.x);
     }
+    const KeyBias bias = {bias_pairs, bias_places, bias_starts, bias_steps};
     for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
-        store(out, to + j, row[j], OUT_DTYPE);
+        float x = row[j];
+        if (KEY_BIAS) {
+            x += bias.at(head, uint(position >> PAGE_SHIFT), uint(position) & ((1u << PAGE_SHIFT) - 1), j, dim);
+        }
+        store(out, to + j, x, OUT_DTYPE);
     }
 }

@@ -231,7 +231,9 @@ fn describe(pool: &KvPool) -> HashMap<String, String> {
         let window = window.map_or("all".to_string(), |window| window.to_string());
         let (k, v) = (codec_text(*k), codec_text(*v));
         let dense = if layer.seals() { format!(", dense pages {dense:?}") } else { String::new() };
-        let text = format!("{kv_heads} heads of {head_dim}, window {window}, keys {k}, values {v}{dense}");
+        let has_bias = pool.layer(index).is_ok_and(|layer| layer.key_bias().is_some());
+        let bias = if has_bias { " without their bias" } else { "" };
+        let text = format!("{kv_heads} heads of {head_dim}, window {window}, keys {k}{bias}, values {v}{dense}");
         metadata.insert(format!("layer.{index}"), text);
     }
     metadata

@@ -52,6 +52,8 @@ struct AttendTraits {
     quantised: Option<[u32; 2]>,
     /// Keys or values are quantised.
     is_quantised: bool,
+    /// Keys are stored without a bias.
+    has_bias: bool,
     /// Keys and values are dense, and of the queries' 16-bit dtype.
     dense_16_bit: bool,
     /// A power of two: the head sizes that all kernels but the generic one are written for.
@@ -76,6 +78,7 @@ impl AttendTraits {
                 [Codec::TurboQuant(k), Codec::TurboQuant(v)] => Some([k.bits, v.bits]),
                 _ => None,
             },
+            has_bias: call.layer.key_bias().is_some(),
             is_quantised: spec.k.is_quantised() || spec.v.is_quantised(),
             dense_16_bit: dtype != DType::F32 && [spec.k, spec.v] == [Codec::Dense(dtype); 2],
             has_fast_head_dim: call.head_dim.is_power_of_two(),
@@ -94,7 +97,10 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
         return Ok(CudaAttendKernel::Generic(AttendGeneric::new(call, limits)?));
     }
     let is_decode = t.one_token_each && t.few_heads && t.is_16_bit && t.has_aligned_cache;
-    if is_decode && let Some(bits) = t.quantised {
+    if is_decode
+        && !t.has_bias
+        && let Some(bits) = t.quantised
+    {
         if t.fits_in_cluster
             && t.has_aligned_rows
             && let Some(kernel) = AttendShortQuantised::new(call, bits, limits)

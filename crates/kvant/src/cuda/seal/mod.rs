@@ -7,7 +7,7 @@ use super::{
 use crate::{
     Result,
     gpu::{
-        Builder, LANES, Launch, Params, Source, Use, dtype_code, params,
+        Builder, LANES, Launch, Params, Source, Use, dtype_code, key_bias, params,
         planes::{self, codec_code, norm_code, page_shift},
     },
     ops::seal::{Call, NAME},
@@ -37,7 +37,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (dim, page_tokens) = (spec.head_dim, to.page_tokens);
     let items = Launch::uint(NAME, "pages", call.count().saturating_mul(spec.kv_heads))? as usize;
     let sides = [(&dense.k, &sealed.k), (&dense.v, &sealed.v)];
+    // Tiles of rows come by asynchronous copies, as they are.
     let tiles = matches!(dim, 128 | 256 | 512)
+        && sealed.key_bias().is_none()
         && sides.into_iter().all(|(from, to)| can_encode_eights(&from.low, to.codec(), &to.low));
     let per = per_lane(dim);
     let threads = if tiles {
@@ -87,6 +89,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .read(1, &dense.k.low)
         .read(2, &dense.v.low);
     let launch = planes::bind(planes::bind(launch, 3, &sealed.k, Use::Write), 6, &sealed.v, Use::Write);
+    let launch = key_bias::bind(launch, 12, sealed.key_bias());
     b.push(
         planes::bind_means(launch, [9, 10], sealed, Use::Write)
             .params(11, &params)

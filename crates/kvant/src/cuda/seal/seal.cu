@@ -1,13 +1,14 @@
 // seal: pages of a pool, from dense rows to those of the layer's codecs; each page, KV head and side by itself, around
 // its own mean if the side's codec is centred.
 //
-// pages [n, 2]: entries of the dense and of the sealed pages. Grid (blocks, 2): blockIdx.y is 0 for keys and 1 for
+// pages [n, 3]: entries of the dense and of the sealed pages, and the index of the page in its sequence. Grid (blocks, 2): blockIdx.y is 0 for keys and 1 for
 // values. An item is one head of one page; a block takes every gridDim.x-th item that has pages. Its threads take the
 // rows together: they rotate them, sum them, make the mean, which is the rotated mean, and encode the rows around it.
 // With TILES a warp has eight rows at a time (codec/encode_tiles.h), otherwise HEAD_DIM / PER lanes have a row
 // (codec/encode_rows.h). The rows of a page stay in registers if there are threads for all of them; if not, they are
-// loaded and rotated twice. Rows of dense codecs are moved.
+// loaded and rotated twice. Rows of dense codecs are moved. With KEY_BIAS the turned bias is taken off keys first.
 #include "device/dependent_launch.h"
+#include "device/key_bias.h"
 #include "seal/page_mean.h"
 #if TILES
 #include "codec/encode_tiles.h"
@@ -39,6 +40,8 @@ struct Side {
     WritablePlanes planes;
     uchar *means;
     float scale;
+    bool is_key;
+    KeyBias bias;
 };
 
 // The rows of a head in a dense page, and where they go.
@@ -48,6 +51,9 @@ struct Item {
     uchar *mean;
     // Of the head, in the sealed page.
     ulong first_row;
+    uint head;
+    // The page's index in its sequence.
+    uint index;
 };
 
 // The items of a block, one after the other.
@@ -63,13 +69,15 @@ struct Items {
     bool take(Item &item) {
         while (next < p.count * p.kv_heads) {
             const uint page = next / p.kv_heads, head = next % p.kv_heads;
-            const uint dense = pages[2 * page], sealed = pages[2 * page + 1];
+            const uint dense = pages[3 * page], sealed = pages[3 * page + 1];
             next += gridDim.x;
             if (dense < p.dense_entries && sealed < p.sealed_entries) {
                 item.source = side.dense + page_bytes(dense) + ulong(head) * (PAGE_ROWS * ROW_BYTES);
                 item.to = side.planes.of_page(sealed);
                 item.mean = side.means + page_bytes(sealed) + head * mean_bytes(HEAD_DIM);
                 item.first_row = ulong(head) << PAGE_SHIFT;
+                item.head = head;
+                item.index = pages[3 * page + 2];
                 return true;
             }
         }
@@ -91,8 +99,8 @@ template <uint CODEC, uint NORM> struct Encoder {
     uint turn;
     Strips<HEAD_DIM> strips;
 
-    Encoder(PageSums &room, const uint *signs, const uint *tables, float scale)
-        : room(room), signs(signs), tables(tables), scale(scale), turn(0) {
+    Encoder(PageSums &room, const uint *signs, const uint *tables, const Side &side)
+        : room(room), signs(signs), tables(tables), scale(side.scale), turn(0) {
         // 1 / sqrt(HEAD_DIM), or that times sqrt(2).
         strip_matrix<HALF>(a, threadIdx.x % 32, HEAD_DIM == 128 ? 0.125f : 0.0625f);
     }
@@ -192,11 +200,12 @@ template <uint CODEC, uint NORM> struct Encoder {
     static constexpr uint SETS = (PAGE_ROWS + ROWS - 1) / ROWS;
     PageSums &room;
     const uint *tables;
+    const Side &side;
     float scale;
     uint turn;
 
-    Encoder(PageSums &room, const uint *, const uint *tables, float scale)
-        : room(room), tables(tables), scale(scale), turn(0) {
+    Encoder(PageSums &room, const uint *, const uint *tables, const Side &side)
+        : room(room), tables(tables), side(side), scale(side.scale), turn(0) {
     }
 
     void load_ahead(const Item &) {
@@ -207,6 +216,12 @@ template <uint CODEC, uint NORM> struct Encoder {
         const uint row = set * ROWS + threadIdx.x / LANES;
         const bool there = row < PAGE_ROWS;
         load_part<DENSE>(y, item.source, (there ? row : 0) * HEAD_DIM + lane * PER, true);
+        if (KEY_BIAS && side.is_key && there) {
+#pragma unroll
+            for (uint j = 0; j < PER; j++) {
+                y[j] -= side.bias.at(item.head, item.index, row, lane * PER + j, HEAD_DIM);
+            }
+        }
         rotate_row<PER, LANES>(y, signs, lane);
         return there;
     }
@@ -275,7 +290,7 @@ inline void seal_side(const SealParams &p, const uint *pages, const Side &side, 
         fill_signs<HEAD_DIM>(shared);
 #endif
         Nearest<CODEC, TABLE_COPIES>::fill(cells);
-        Encoder<CODEC, NORM> encoder(*reinterpret_cast<PageSums *>(shared + TABLE_WORDS), shared, cells, side.scale);
+        Encoder<CODEC, NORM> encoder(*reinterpret_cast<PageSums *>(shared + TABLE_WORDS), shared, cells, side);
         encoder.load_ahead(item);
         copies_wait<0>();
         __syncthreads();
@@ -294,12 +309,14 @@ inline void seal_side(const SealParams &p, const uint *pages, const Side &side, 
 extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     KVANT_KERNEL(const uint *pages, const uchar *k, const uchar *v, uchar *k_low, uchar *k_high, float *k_norms,
                  uchar *v_low, uchar *v_high, float *v_norms, uchar *k_means, uchar *v_means,
-                 const __grid_constant__ SealParams p) {
+                 const __grid_constant__ SealParams p, const float *bias_pairs, const uint *bias_places,
+                 const float *bias_starts, const float *bias_steps) {
     take_turn();
     extern __shared__ __align__(16) uint shared[];
     const bool is_key = blockIdx.y == 0;
-    const Side side = is_key ? Side{k, {k_low, k_high, k_norms}, k_means, p.k_scale}
-                             : Side{v, {v_low, v_high, v_norms}, v_means, p.v_scale};
+    const KeyBias bias = {bias_pairs, bias_places, bias_starts, bias_steps};
+    const Side side = is_key ? Side{k, {k_low, k_high, k_norms}, k_means, p.k_scale, true, bias}
+                             : Side{v, {v_low, v_high, v_norms}, v_means, p.v_scale, false, bias};
     // The same code where both are encoded alike.
     if (is_key || (K_CODEC == V_CODEC && K_NORM == V_NORM)) {
         seal_side<K_CODEC, K_NORM>(p, pages, side, shared);

@@ -21,7 +21,8 @@
 //
 // Over pages (work.h) a row's place is looked up when it is copied. A key that no page holds is zeros, and masked.
 // Around page means (generic/means.h) the scores of a page's keys get the product of the query and the mean of keys,
-// one for each page; o gets the mean of values times the sum of the weights, once for each page of a tile.
+// one for each page; o gets the mean of values times the sum of the weights, once for each page of a tile. Where keys
+// are stored without a bias, scores get its product with the query (generic/key_bias.h).
 //
 // Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
 #include "attend/division.h"
@@ -59,6 +60,10 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
         scores(shared, buffer, group, s[j]);
         if constexpr (K_CENTRED) {
             add_products(shared, first + group * 16, s[j]);
+        }
+        // Positions after the last one that is seen have no turns.
+        if (KEY_BIAS && first + group * 16 < segment.keys.end) {
+            add_bias(b, shared, first + group * 16, s[j]);
         }
         shape_scores(p, shared, position[0], position[1], whole && held, s[j]);
         if (V::QUANTISED) {
@@ -343,7 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const float *k_norms, const uchar *v_low,
            const uchar *v_high, const float *v_norms, const uint *positions, const uint *sequence, const uint *lens,
            float *partials, uint *counters, const float *sinks, const AttendParams p, const uint *table,
-           const uchar *k_means, const uchar *v_means, const float *earlier, const float *earlier_ends, float *new_ends) {
+           const uchar *k_means, const uchar *v_means, const float *earlier, const float *earlier_ends, float *new_ends,
+           const float *bias_pairs, const uint *bias_places, const float *bias_starts, const float *bias_steps) {
     extern __shared__ __align__(128) uchar memory[];
     const Shared shared = {memory};
     Token only = {0, NONE, 0};
@@ -351,7 +357,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         only = load_token(p, positions, sequence, lens, 0);
     }
     const Buffers b = {only,      q,        {k_low, k_high, k_norms, k_means}, {v_low, v_high, v_norms, v_means},
-                       positions, sequence, lens,  {partials, counters, RowEnds(sinks, earlier, earlier_ends, new_ends), out}, table};
+                       positions, sequence, lens,  {partials, counters, RowEnds(sinks, earlier, earlier_ends, new_ends), out}, table,
+                       {bias_pairs, bias_places, bias_starts, bias_steps}};
     const uint thread = threadIdx.x;
     bool tables_filled = false;
 

@@ -5,6 +5,7 @@
 #include "attend/generic/operands.h"
 #include "attend/merge_rows.h"
 #include "codec/planes.h"
+#include "device/key_bias.h"
 
 using K = Operand<K_CODEC, K_PARTS, HEAD_DIM>;
 using V = Operand<V_CODEC, V_PARTS, HEAD_DIM>;
@@ -64,7 +65,10 @@ constexpr uint AT_PRODUCTS = AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4;
 constexpr uint PAGES_AT_ONCE = 16;
 constexpr uint AT_SCALES = AT_PRODUCTS + (K_CENTRED ? PAGES_AT_ONCE * ROWS * 4 : 0);
 constexpr uint AT_MASSES = AT_SCALES + (V_CENTRED ? PAGES_AT_ONCE * 4 : 0);
-constexpr uint AT_END = AT_MASSES + (V_CENTRED ? KEY_GROUPS * ROWS * 4 : 0);
+constexpr uint AT_BIASED = AT_MASSES + (V_CENTRED ? KEY_GROUPS * ROWS * 4 : 0);
+// Floats of a row of products with the bias of keys: so that rows do not meet in a bank.
+constexpr uint BIASED_PITCH = HEAD_DIM + 4;
+constexpr uint AT_END = AT_BIASED + (KEY_BIAS ? ROWS * (BIASED_PITCH + 1) * 4 : 0);
 static_assert(AT_END == SHARED_BYTES, "attend: the shared memory that Rust asks for");
 static_assert(MAX_MERGE * ROWS * 8 <= AT_MAXIMA - AT_QUERIES, "attend: room for the parts that are merged");
 static_assert(PRODUCTS * 16 * WARPS == HEAD_DIM, "attend: every warp has a slice");
@@ -92,6 +96,7 @@ struct Buffers {
     const uint *lens;
     Partials to;
     const uint *table;
+    KeyBias bias;
 };
 
 struct Shared {
@@ -139,6 +144,14 @@ struct Shared {
     }
     float *masses() const {
         return reinterpret_cast<float *>(base + AT_MASSES);
+    }
+
+    // Over keys without their bias (generic/key_bias.h): a row's products, and what takes them to those of a scaled query.
+    float *biased(uint r) const {
+        return reinterpret_cast<float *>(base + AT_BIASED) + r * BIASED_PITCH;
+    }
+    float *bias_factors() const {
+        return reinterpret_cast<float *>(base + AT_BIASED) + ROWS * BIASED_PITCH;
     }
 
     // The state of an item's rows, for merge_rows.h; its parts use the memory of the queries, which are no longer

@@ -10,7 +10,7 @@ use crate::{
         },
         blocks_per_multiprocessor, headers, planes,
     },
-    gpu::{Builder, Launch, Limits, Params, Source, Use},
+    gpu::{Builder, Launch, Limits, Params, Source, Use, key_bias},
     ops::attend::{Call, NAME},
 };
 
@@ -93,6 +93,8 @@ struct GenericTiling {
     lane_copies: usize,
     /// Positions of a page; 1 without pages.
     page_tokens: usize,
+    /// Keys are stored without a bias.
+    has_bias: bool,
     shared_bytes: usize,
     blocks_per_multiprocessor: usize,
 }
@@ -103,6 +105,7 @@ impl GenericTiling {
         k: GenericOperand,
         v: GenericOperand,
         page_tokens: usize,
+        has_bias: bool,
         rows: usize,
         limits: &Limits,
     ) -> Option<GenericTiling> {
@@ -137,6 +140,7 @@ impl GenericTiling {
                     buffers,
                     lane_copies,
                     page_tokens,
+                    has_bias,
                     shared_bytes: 0,
                     blocks_per_multiprocessor: 1,
                 };
@@ -153,7 +157,7 @@ impl GenericTiling {
 
     /// Bytes of shared memory: the sum that `layout.h` computes.
     fn shared(&self) -> usize {
-        let GenericTiling { k, v, row_tiles, warps, tile, page_tokens, .. } = *self;
+        let GenericTiling { k, v, row_tiles, warps, tile, page_tokens, has_bias, .. } = *self;
         let dim = k.head_dim;
         let [k_norms, v_norms] = [k.row()[2], v.row()[2]];
         let means_of_values = v.codec.bytes_per_mean(dim) * (tile / page_tokens).max(1);
@@ -164,6 +168,7 @@ impl GenericTiling {
         let variants = if v.codec.is_quantised() && dim > BLOCK { 2 } else { 1 };
         let products = if k.codec.is_centred() { PAGES_AT_ONCE * self.rows() } else { 0 };
         let masses = if v.codec.is_centred() { PAGES_AT_ONCE + tile / 16 * self.rows() } else { 0 };
+        let biased = if has_bias { self.rows() * (dim + 5) } else { 0 };
         let operands = k.terms * (dim / 16) + variants * v.terms * (tile / 16);
         (self.buffers * buffer).max(self.rows() * dim * 4)
             + tables
@@ -171,7 +176,7 @@ impl GenericTiling {
             + warps * (self.rows() + 4) * 4
             + self.rows() * 32
             + (MAX_SHARED_ITEMS + 8) * 4
-            + (products + masses) * 4
+            + (products + masses + biased) * 4
     }
 }
 
@@ -200,15 +205,17 @@ impl AttendGeneric {
         // Precise sums take three times the registers.
         let page_tokens = call.layer.pages().map_or(1, |pages| pages.page_tokens);
         let most = if call.head_dim == 512 { 32 } else { 64 } / if precise { 2 } else { 1 };
-        let tiling =
-            GenericTiling::new(k, v, page_tokens, wanted.min(most), limits).ok_or_else(|| Error::Unsupported {
+        let has_bias = call.layer.key_bias().is_some();
+        let tiling = GenericTiling::new(k, v, page_tokens, has_bias, wanted.min(most), limits).ok_or_else(|| {
+            Error::Unsupported {
                 op: NAME,
                 device: "cuda",
                 reason: format!(
                     "attend_generic needs more than {} bytes of shared memory per block",
                     limits.threadgroup_bytes
                 ),
-            })?;
+            }
+        })?;
         let item_rows = wanted.min(tiling.rows());
         let items = (call.tokens * group).div_ceil(item_rows);
         let pairs = items * spec.kv_heads;
@@ -250,6 +257,7 @@ impl AttendGeneric {
             buffers,
             lane_copies,
             page_tokens: _,
+            has_bias: _,
             shared_bytes,
             blocks_per_multiprocessor,
         } = self.tiling;
@@ -290,6 +298,7 @@ impl AttendGeneric {
             .reads_ahead(&[8, 9, 10]);
         let launch = planes::bind(planes::bind(launch, 2, sides[0], Use::Read), 5, sides[1], Use::Read);
         let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
+        let launch = key_bias::bind(launch, 21, call.layer.key_bias());
         let launch = bind_result(launch, call, HeadShares::whole(call));
         if self.splits == 1 {
             return Ok(launch);

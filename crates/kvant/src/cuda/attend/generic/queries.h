@@ -1,7 +1,7 @@
 // Queries of attend_generic.cu as B operands.
 #ifndef KVANT_CUDA_ATTEND_GENERIC_QUERIES_H
 #define KVANT_CUDA_ATTEND_GENERIC_QUERIES_H
-#include "attend/generic/layout.h"
+#include "attend/generic/key_bias.h"
 #include "codec/rotate_warp.h"
 #include "device/fragments.h"
 
@@ -18,6 +18,9 @@ inline void load_queries(const AttendParams &p, const Buffers &b, const Shared &
             if (lane == 0) {
                 shared.rows()[r].factor = 0;
             }
+            for (uint i = lane; KEY_BIAS && i < HEAD_DIM; i += 32) {
+                shared.biased(r)[i] = 0;
+            }
             continue;
         }
         float x[LANE_COORDS];
@@ -28,6 +31,10 @@ inline void load_queries(const AttendParams &p, const Buffers &b, const Shared &
 #pragma unroll
         for (uint i = 0; i < LANE_COORDS; i++) {
             x[i] = has_coord(i, lane) ? load(b.q, at + 32 * i, Q_DTYPE) : 0;
+        }
+        float unscale = 1;
+        if constexpr (KEY_BIAS) {
+            unscale = leave_products(b, shared, r, head, x);
         }
         if constexpr (ROTATE_Q) {
             rotate<HEAD_DIM>(x, lane);
@@ -57,6 +64,9 @@ inline void load_queries(const AttendParams &p, const Buffers &b, const Shared &
                 const uint fragment = (term * STEPS + place.x) * NT + r / 8;
                 to[(fragment * 32 + r % 8 * 4 + place.y) * 4 + place.z] = ushort(terms[term]);
             }
+        }
+        if (KEY_BIAS && lane == 0) {
+            shared.bias_factors()[r] = unscale * range.x;
         }
         if (lane == 0) {
             shared.rows()[r].factor = p.scale * range.y * (SOFTCAP ? 1 / p.softcap : 1.4426950408889634f);

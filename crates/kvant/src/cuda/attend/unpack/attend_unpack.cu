@@ -4,6 +4,7 @@
 // out: pages [slots, slot_pages] of [Hk, PAGE_KEYS, D]. Those of a sequence begin with the page that has the first
 // position that any of its tokens sees (attend_unpack_ranges.cu). TABLE: also writes their page table [S, page_width];
 // a page that is not unpacked has the entry NONE. UNROTATE: quantised vectors are rotated back.
+// KEY_BIAS: keys get the bias that they are stored without.
 //
 // Grid (pages of a sequence, Hk, S): a block decodes one head of one page, a warp every WARPS-th row of it. Lanes hold
 // runs of coordinates (rotate_warp.h).
@@ -11,6 +12,7 @@
 #include "codec/planes.h"
 #include "codec/rotate_warp.h"
 #include "device/fragments.h"
+#include "device/key_bias.h"
 #include "device/vectors.h"
 
 struct AttendUnpackParams {
@@ -22,7 +24,8 @@ struct AttendUnpackParams {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     KVANT_KERNEL(const uchar *low, const uchar *high, const float *norms, const uchar *means, uchar *out,
-                 const uint *ranges, const uint *table, uint *new_table, const __grid_constant__ AttendUnpackParams p) {
+                 const uint *ranges, const uint *table, uint *new_table, const __grid_constant__ AttendUnpackParams p,
+                 const float *bias_pairs, const uint *bias_places, const float *bias_starts, const float *bias_steps) {
     constexpr uint VALUES = HEAD_DIM / 32;
     constexpr uint PAGE_BYTES = PAGE_KEYS * HEAD_DIM * 2;
     const uint index = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z;
@@ -44,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint lane = threadIdx.x % 32;
     const Runs<HEAD_DIM> runs(lane);
     constexpr uint RUN = Runs<HEAD_DIM>::RUN;
+    const KeyBias bias = {bias_pairs, bias_places, bias_starts, bias_steps};
 #pragma unroll 1
     for (uint row = threadIdx.x / 32; row < PAGE_KEYS; row += WARPS) {
         float x[VALUES];
@@ -67,6 +71,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (UNROTATE && is_quantised(CODEC)) {
             hadamard_warp<HEAD_DIM>(x, lane);
             runs.flip(x);
+        }
+#pragma unroll
+        for (uint i = 0; KEY_BIAS && i < VALUES; i++) {
+            x[i] += bias.at(head, index, row, Runs<HEAD_DIM>::coord(i / RUN, lane) + i % RUN, HEAD_DIM);
         }
 #pragma unroll
         for (uint i = 0; i < VALUES; i += 2) {

@@ -7,7 +7,7 @@ use crate::{
         attend::{AttendParams, HeadShares, keys_of_tokens, most_keys, params, prefill::AttendPrefill, with_span},
         headers, planes,
     },
-    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use},
+    gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, key_bias},
     ops::attend::{Call, NAME},
 };
 
@@ -137,6 +137,7 @@ impl AttendUnpack {
                 .constant("CODEC", planes::codec_code(planes.codec()))
                 .constant("UNROTATE", unrotate)
                 .constant("TABLE", is_keys);
+            let launch = key_bias::bind(launch, 9, call.layer.key_bias().filter(|_| is_keys));
             let launch = planes::bind(launch, 0, planes, Use::Read)
                 .read_if(3, planes.means.as_ref())
                 .scratch(4, to, Use::Write)

@@ -26,7 +26,7 @@ use kvant::{
 /// The compiler that msl-host uses, too.
 const CLANG: &str = "clang++-19";
 /// The most arguments of a kernel.
-const ARGUMENTS: usize = 24;
+const ARGUMENTS: usize = 25;
 
 /// The device.
 pub fn device() -> Device {

@@ -1,0 +1,50 @@
+//! The biases of keys, which a pool stores keys without.
+
+use kvant::{CacheLayer, KeyBias, KeyTurns, KvPool, PoolSpec, ops::Angles};
+
+use crate::{Model, Result, spec::RopeSpec};
+
+impl Model {
+    /// Makes a pool of `spec`, whose layers are [`Model::cache_layers`], for texts of up to `longest` tokens. Layers
+    /// that seal pages store keys without the biases of the model ([`KeyBias`]).
+    ///
+    /// # Errors
+    /// `Kvant` as [`KvPool::with_key_biases`].
+    pub fn pool_of(&self, spec: &PoolSpec, longest: usize) -> Result<KvPool> {
+        let mut turns = Vec::new();
+        let biases =
+            spec.layers.iter().enumerate().map(|(l, layer)| self.key_bias(l, layer, spec, longest, &mut turns));
+        let biases = biases.collect::<Result<Vec<_>>>()?;
+        Ok(KvPool::with_key_biases(self.device(), spec, biases)?)
+    }
+
+    /// The bias of a block's keys, unless they are normed after it, do not rotate, or are stored as they are. Blocks
+    /// with the same rotary embedding share its `turns`.
+    fn key_bias<'a>(
+        &'a self,
+        l: usize,
+        layer: &CacheLayer,
+        spec: &PoolSpec,
+        longest: usize,
+        turns: &mut Vec<(&'a RopeSpec, usize, KeyTurns)>,
+    ) -> Result<Option<KeyBias>> {
+        let network = self.network();
+        let Some(attention) = network.spec().blocks.get(l).map(|block| &block.attention) else { return Ok(None) };
+        let is_stored_without = layer.seals() && layer.k.is_quantised() && attention.qk_norm.is_none();
+        let biases = &network.weights.blocks[l].attention.qkv.biases;
+        let (Some(biases), Some(rope), true) = (biases, network.rope(l), is_stored_without) else { return Ok(None) };
+        // LongRoPE's tables: no model has both them and a bias.
+        let (Some(bias), Angles::Theta(_)) = (biases.parts.get(1), rope.angles) else { return Ok(None) };
+        let head_dim = attention.head_dim;
+        let known = turns.iter().find(|(rope, dim, _)| **rope == attention.rope && *dim == head_dim);
+        let of_rope = match known {
+            Some((_, _, of_rope)) => of_rope.clone(),
+            None => {
+                let made = KeyTurns::new(self.device(), rope, head_dim, spec.page_tokens, longest.max(1))?;
+                turns.push((&attention.rope, head_dim, made.clone()));
+                made
+            }
+        };
+        Ok(Some(KeyBias::new(&bias.reshape(&[attention.kv_heads, head_dim])?, &of_rope)?))
+    }
+}
