@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use super::check;
 use crate::{
-    DType, Device, Encoder, KvLayer, Result, Step, Tensor,
+    DType, Device, DeviceKind, Encoder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
 };
 
@@ -261,6 +261,8 @@ pub(crate) enum PageSpan {
     Sealed,
     /// Those from r on.
     Recent,
+    /// Those of the first and of the recent pages, for sequences with one token each. On CUDA alone.
+    Exact,
 }
 
 impl PageSpan {
@@ -273,6 +275,7 @@ impl PageSpan {
             PageSpan::First => (0, page_tokens.min(recent)),
             PageSpan::Sealed => (page_tokens, recent),
             PageSpan::Recent => (recent, usize::MAX),
+            PageSpan::Exact => unreachable!("host devices attend to the first and the recent pages one after the other"),
         };
         let end = seen.end.min(end);
         seen.start.max(start).min(end)..end
@@ -284,6 +287,7 @@ impl PageSpan {
             PageSpan::First => "the first page",
             PageSpan::Sealed => "sealed pages",
             PageSpan::Recent => "recent pages",
+            PageSpan::Exact => "the first and the recent pages",
         }
     }
 }
@@ -305,9 +309,12 @@ impl Call {
         let Some(dense) = self.layer.dense().cloned() else { return Ok([Some(self), None, None]) };
         let (pages, longest) = (self.layer.page_tokens(), self.step.batch().longest);
         // A token sees two recent pages, and the first one; no other page is there below three pages.
+        let at_once = self.q.device().kind() == DeviceKind::Cuda && self.step.batch().most_new <= 1;
         let spans: &[PageSpan] = match longest {
             _ if longest <= 2 * pages => &[PageSpan::Recent],
+            _ if longest <= 3 * pages && at_once => &[PageSpan::Exact],
             _ if longest <= 3 * pages => &[PageSpan::First, PageSpan::Recent],
+            _ if at_once => &[PageSpan::Exact, PageSpan::Sealed],
             _ => &[PageSpan::First, PageSpan::Sealed, PageSpan::Recent],
         };
         let results = (spans.len() > 1).then(|| self.layer.results(self.tokens, self.heads)).transpose()?;

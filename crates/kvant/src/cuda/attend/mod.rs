@@ -214,6 +214,12 @@ fn with_span(launch: Launch, call: &Call) -> Launch {
     launch.constant("PAGE_SHIFT", page_shift(&call.layer)).constant("SPAN", span_code(call.span))
 }
 
+/// What kernels over sealed pages read before the previous kernel has ended: if they merge its results, everything else.
+fn reads_ahead(call: &Call, usual: &'static [u32]) -> &'static [u32] {
+    const ALL: &[u32] = &[0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 21, 22, 23, 24];
+    if call.earlier.is_some() { ALL } else { usual }
+}
+
 /// The number of a span in kernels: `work.h` has the same.
 fn span_code(span: PageSpan) -> u32 {
     match span {
@@ -221,6 +227,7 @@ fn span_code(span: PageSpan) -> u32 {
         PageSpan::First => 1,
         PageSpan::Sealed => 2,
         PageSpan::Recent => 3,
+        PageSpan::Exact => 4,
     }
 }
 
@@ -251,6 +258,7 @@ fn keys_of_tokens(call: &Call, tokens: usize) -> usize {
         PageSpan::All | PageSpan::Sealed => usize::MAX,
         PageSpan::First => page_tokens,
         PageSpan::Recent => page_tokens.saturating_mul(2).saturating_add(tokens - 1),
+        PageSpan::Exact => page_tokens.saturating_mul(3),
     };
     call.window.saturating_add(tokens - 1).min(most_keys(call)).min(of_span)
 }

@@ -110,13 +110,29 @@ inline Token load_token(const AttendParams &p, const uint *positions, const uint
 }
 
 // Which of the positions that a token sees a launch attends to: `PageSpan` of ops/attend.rs. All but the first over
-// pages only.
+// pages only. EXACT_PAGES, the first page and the recent ones, are for sequences with one token each: positions then
+// count without the gap of pages between them, in key ranges and in all that they index.
 constexpr uint ALL_POSITIONS = 0;
 constexpr uint FIRST_PAGE = 1;
 constexpr uint SEALED_PAGES = 2;
 constexpr uint RECENT_PAGES = 3;
+constexpr uint EXACT_PAGES = 4;
 
-// The positions that a token sees, of those in the launch's span. Both ends grow with the token's position.
+// The pages between the first one and the recent ones, which EXACT_PAGES leaves out.
+inline uint gap_of(Token token) {
+    return SPAN == EXACT_PAGES ? max(token.position >> PAGE_SHIFT, 2u) - 2 : 0;
+}
+
+// A position, or the end of a range, without the gap.
+inline uint without_gap(uint position, uint gap) {
+    if (position <= PAGE_KEYS) {
+        return position;
+    }
+    return position <= (gap + 1) << PAGE_SHIFT ? PAGE_KEYS : position - (gap << PAGE_SHIFT);
+}
+
+// The positions that a token sees, of those in the launch's span. Both ends grow with the token's position, but for
+// EXACT_PAGES.
 inline Range visible(const AttendParams &p, Token token) {
     const uint after = token.position == NONE ? NONE : token.position + 1;
     const uint window_first = after > p.window ? after - p.window : 0;
@@ -127,7 +143,11 @@ inline Range visible(const AttendParams &p, Token token) {
         end = min(end, p.capacity);
     }
     uint first = max(held, window_first);
-    if (SPAN != ALL_POSITIONS) {
+    if (SPAN == EXACT_PAGES) {
+        const uint gap = gap_of(token);
+        first = without_gap(first, gap);
+        end = without_gap(end, gap);
+    } else if (SPAN != ALL_POSITIONS) {
         // The start of the token's page and the one before.
         const uint recent = (max(token.position >> PAGE_SHIFT, 1u) - 1) << PAGE_SHIFT;
         first = max(first, SPAN == FIRST_PAGE ? 0 : SPAN == SEALED_PAGES ? PAGE_KEYS : recent);
@@ -142,10 +162,15 @@ struct Pages {
     const uint *entries;
     // Entries from this one on are no pages.
     uint count;
+    uint gap;
 
+    // The entry of page `index`.
+    inline uint at(uint index) const {
+        return entries[SPAN == EXACT_PAGES && index > 0 ? index + gap : index];
+    }
     // The entry of a position below p.capacity, and the page that an entry is: NONE if it is none.
     inline uint entry(uint position) const {
-        return entries[position >> PAGE_SHIFT];
+        return at(position >> PAGE_SHIFT);
     }
     inline uint page(uint entry) const {
         return entry < count ? entry : NONE;
@@ -157,7 +182,7 @@ struct Pages {
     inline bool hold_any(Range keys) const {
         const uint last = (keys.end - 1) >> PAGE_SHIFT;
         for (uint i = keys.first >> PAGE_SHIFT; keys.len() > 0 && i <= last; i++) {
-            if (page(entries[i]) != NONE) {
+            if (page(at(i)) != NONE) {
                 return true;
             }
         }
@@ -165,9 +190,9 @@ struct Pages {
     }
 };
 
-// Those of a sequence that exists.
-inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence) {
-    return {table + ulong(sequence) * p.page_width, p.page_entries};
+// Those of a sequence that exists; the gap is that of its token.
+inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence, uint gap = 0) {
+    return {table + ulong(sequence) * p.page_width, p.page_entries, gap};
 }
 
 // As Pages, for the first MOST positions that a token may see: the lanes of a warp hold the entries, so all lanes call
@@ -180,12 +205,13 @@ struct EarlyPages {
     uint entries[COUNT];
     uint count;
 
-    inline void load(const AttendParams &p, const uint *table, uint sequence, uint from) {
+    inline void load(const AttendParams &p, const uint *table, uint sequence, uint from, uint gap) {
         first = from;
         count = p.page_entries;
 #pragma unroll
         for (uint i = 0; i < COUNT; i++) {
-            const uint at = from + i * 32 + threadIdx.x % 32;
+            uint at = from + i * 32 + threadIdx.x % 32;
+            at += SPAN == EXACT_PAGES && at > 0 ? gap : 0;
             entries[i] = at < p.page_width ? table[ulong(sequence) * p.page_width + at] : NONE;
         }
     }
@@ -221,10 +247,10 @@ inline Token load_token_and_pages(const AttendParams &p, const uint *positions, 
     const Token t = {positions[token], sequence[token], len};
     if (PAGE_SHIFT > 0) {
         constexpr uint LIKELY = SPAN == SEALED_PAGES ? 1 : 0;
-        pages.load(p, table, 0, LIKELY);
+        pages.load(p, table, 0, LIKELY, gap_of(t));
         const uint first = visible(p, {t.position, 0, NONE}).first >> PAGE_SHIFT;
         if ((t.sequence > 0 || first != LIKELY) && t.sequence < p.sequences) {
-            pages.load(p, table, t.sequence, first);
+            pages.load(p, table, t.sequence, first, gap_of(t));
         }
     }
     return t.sequence > 0 ? load_token(p, positions, sequence, lens, token) : t;
@@ -280,7 +306,7 @@ inline bool sees_any(const AttendParams &p, const uint *table, Token token) {
         return false;
     }
     const Range seen = visible(p, token);
-    return PAGE_SHIFT == 0 ? seen.len() > 0 : pages_of(p, table, token.sequence).hold_any(seen);
+    return PAGE_SHIFT == 0 ? seen.len() > 0 : pages_of(p, table, token.sequence, gap_of(token)).hold_any(seen);
 }
 
 // Besides keys and values: what rows of the output are made of, and where their ends go. A row's end is log2 of the sum

@@ -50,6 +50,20 @@ inline void swap(T &a, T &b) {
     b = c;
 }
 
+// An item: its keys, its sequence, and the units of one head in all items before it.
+struct Item {
+    Range keys;
+    uint sequence;
+    uint before;
+#if SPAN == 4
+    uint gap;
+#else
+    static constexpr uint gap = 0;
+#endif
+};
+constexpr uint ITEM_BYTES = SPAN == EXACT_PAGES ? 20 : 16;
+static_assert(sizeof(Item) == ITEM_BYTES, "attend: Item");
+
 // Shared memory, in bytes; decode/mod.rs computes the same sum. Rows of outputs are padded by 16 bytes against bank
 // conflicts.
 constexpr uint OUTPUT_PITCH = HEAD_DIM + 4;
@@ -59,18 +73,19 @@ constexpr uint AT_SUMS = AT_OUTPUTS + WARPS * GROUP * OUTPUT_PITCH * 4;
 constexpr uint AT_ENDS = AT_SUMS + WARPS * 8 * 8;
 constexpr uint AT_BARRIERS = AT_ENDS + 64;
 constexpr uint AT_ITEMS = AT_BARRIERS + WARPS * BUFFERS * 8;
-constexpr uint AT_FLAG = AT_ITEMS + MAX_SHARED_ITEMS * 16;
+constexpr uint AT_FLAG = AT_ITEMS + MAX_SHARED_ITEMS * ITEM_BYTES;
 static_assert(AT_FLAG + 16 == SHARED_BYTES, "attend: the shared memory that Rust asks for");
 
-// An item: its keys, its sequence, and the units of one head in all items before it.
-struct Item {
-    Range keys;
-    uint sequence;
-    uint before;
-};
-
 inline Item item_of(const AttendParams &p, Token token) {
-    return token.sequence == NONE ? Item{{0, 0}, 0, 0} : Item{visible(p, token), token.sequence, 0};
+    Item item = {};
+    if (token.sequence != NONE) {
+        item.keys = visible(p, token);
+        item.sequence = token.sequence;
+#if SPAN == 4
+        item.gap = gap_of(token);
+#endif
+    }
+    return item;
 }
 
 // At least one, so that a block writes the output.
@@ -81,7 +96,7 @@ inline uint units_of(const Item &item) {
 // The entry of a unit in the page table.
 inline uint entry_of(const AttendParams &p, const uint *table, const Item &item, uint unit) {
     const uint first = in_units(item.keys).first + unit * TILE;
-    return first < item.keys.end ? pages_of(p, table, item.sequence).entry(first) : NONE;
+    return first < item.keys.end ? pages_of(p, table, item.sequence, item.gap).entry(first) : NONE;
 }
 
 // The concatenated units of which the cluster has a share, and the end of that.
@@ -278,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const Division division(p);
     const uint items = division.items, heads = division.heads;
     const uint first_item = division.first_item, first_head = division.first_head(p);
-    Stretch stretch = {shared_items, {{0, 0}, 0, 0}, items, heads, items > 1 ? END_UNITS : 0, 0};
+    Stretch stretch = {shared_items, {}, items, heads, items > 1 ? END_UNITS : 0, 0};
     uint length;
     EarlyPages<31 * PAGE_KEYS> pages_of_only;
     if (items == 1) {
@@ -450,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const uint slot = division.block - own + first_part + item * p.kv_heads + head;
         const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, own - first_part, slot};
         const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
-        const Pages pages = pages_of(p, table, place.item.sequence);
+        const Pages pages = pages_of(p, table, place.item.sequence, place.item.gap);
         const Output output = {p, out, row_ends, rows, place.item.keys.len() > 0, place.item.keys, pages};
         const SharedState own_state = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
 #pragma unroll 1

@@ -10,7 +10,7 @@ use crate::{
         clusters_at_once, headers,
     },
     gpu::{Builder, Launch, Limits, Params, Source},
-    ops::attend::{Call, NAME},
+    ops::attend::{Call, NAME, PageSpan},
 };
 
 static SOURCE: Source = Source {
@@ -79,7 +79,8 @@ impl AttendDecode {
         let (warps, buffers, shared_bytes) = [most_warps, most_warps / 2].into_iter().find_map(|warps| {
             let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
             (2..=most.clamp(2, MAX_BUFFERS)).rev().find_map(|buffers| {
-                let bytes = shared_bytes(call.head_dim, group, warps, buffers, bulk);
+                let items = MAX_SHARED_ITEMS * if call.span == PageSpan::Exact { 20 } else { 16 };
+                let bytes = items + shared_bytes(call.head_dim, group, warps, buffers, bulk);
                 (bytes <= limits.threadgroup_bytes).then_some((warps, buffers, bytes))
             })
         })?;
@@ -183,8 +184,8 @@ pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, heads: HeadS
     bind_result(launch, call, heads)
 }
 
-/// Bytes of shared memory: the sum that `attend_decode.cu` computes.
+/// Bytes of shared memory without the items: with these the sum that `attend_decode.cu` computes.
 fn shared_bytes(head_dim: usize, group: usize, warps: usize, buffers: usize, bulk: bool) -> usize {
     let pitch = head_dim * 2 + if bulk { 0 } else { 16 };
-    warps * buffers * (UNIT * pitch + 8) + warps * (group * (head_dim + 4) * 4 + 64) + 64 + MAX_SHARED_ITEMS * 16 + 16
+    warps * buffers * (UNIT * pitch + 8) + warps * (group * (head_dim + 4) * 4 + 64) + 64 + 16
 }

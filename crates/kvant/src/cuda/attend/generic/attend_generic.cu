@@ -24,7 +24,8 @@
 // one for each page; o gets the mean of values times the sum of the weights, once for each page of a tile. Where keys
 // are stored without a bias, scores get its product with the query (generic/key_bias.h).
 //
-// Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h).
+// Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h); if that
+// leaves results to merge, everything but these.
 #include "attend/division.h"
 #include "attend/generic/means.h"
 #include "attend/generic/queries.h"
@@ -284,7 +285,8 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
             rows[r].seen = rows[r].token.sequence == sequence ? visible(p, rows[r].token) : Range{0, 0};
         }
         const uint mean = part.head / SHARES * MEAN_BYTES;
-        Segment segment = {any, sequence, 0, pages_of(p, b.table, sequence), mean, any.first};
+        const Pages pages = pages_of(p, b.table, sequence, gap_of(rows[lead].token));
+        Segment segment = {any, sequence, 0, pages, mean, any.first};
         any = in_tiles(any);
         segment.keys = part_of(any, before, part.tiles);
         before += tiles_of(any);
@@ -334,6 +336,9 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         rows[r].l = l;
     }
     __syncthreads();
+    if (EARLIER) {
+        take_turn();
+    }
     if (part.parts > 1 && !merge(p, b.to, shared, part, item.len())) {
         return;
     }
@@ -380,7 +385,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         }
     }
     __syncthreads();
-    take_turn();
+    if (!EARLIER) {
+        take_turn();
+    }
     // Prefetches the queries.
     constexpr uint Q_LINE = 128 / size_of(Q_DTYPE);
     if (threadIdx.x * ulong(Q_LINE) < ulong(p.tokens) * p.kv_heads * p.group * HEAD_DIM) {

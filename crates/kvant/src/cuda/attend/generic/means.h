@@ -19,7 +19,7 @@ inline const uchar *mean_of(const Planes &planes, const Segment &segment, uint l
     if (index < segment.keys.first >> PAGE_SHIFT || index > (segment.keys.end - 1) >> PAGE_SHIFT) {
         return nullptr;
     }
-    const uint page = segment.pages.page(segment.pages.entries[index]);
+    const uint page = segment.pages.page(segment.pages.at(index));
     return page == NONE ? nullptr : planes.means + page_bytes(page) + segment.mean;
 }
 

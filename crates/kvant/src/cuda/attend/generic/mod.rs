@@ -6,7 +6,7 @@ use crate::{
     cuda::{
         attend::{
             AttendParams, HeadShares, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result, is_aligned,
-            keys_of_tokens, params, precision,
+            keys_of_tokens, params, precision, reads_ahead,
         },
         blocks_per_multiprocessor, headers, planes,
     },
@@ -295,7 +295,7 @@ impl AttendGeneric {
             .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
             .threadgroup_memory(shared_bytes)
             // Positions, sequences and lengths.
-            .reads_ahead(&[8, 9, 10]);
+            .reads_ahead(reads_ahead(call, &[8, 9, 10]));
         let launch = planes::bind(planes::bind(launch, 2, sides[0], Use::Read), 5, sides[1], Use::Read);
         let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         let launch = key_bias::bind(launch, 21, call.layer.key_bias());

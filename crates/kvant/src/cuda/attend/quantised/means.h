@@ -22,7 +22,7 @@ struct Means {
     void look_up(const Pages &pages, uint from, uint last) {
         const uint index = from + threadIdx.x % LOT;
         first = from - LOT;
-        entry_after = index <= last ? pages.entries[index] : NONE;
+        entry_after = index <= last ? pages.at(index) : NONE;
     }
     // Begins with the lot that was looked up: to copy the means of its keys.
     void begin(const Pages &pages, uint last) {

@@ -6,7 +6,7 @@ use crate::{
     cuda::{
         attend::{
             AttendParams, HeadShares, MAX_CLUSTER, MAX_GROUP, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result,
-            has_clusters, longest_context, pairs, params,
+            has_clusters, longest_context, pairs, params, reads_ahead,
         },
         headers, planes, shared_bytes_of_each,
     },
@@ -236,7 +236,7 @@ impl AttendQuantised {
             .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
             .threadgroup_memory(self.shared_bytes)
             // Positions, sequences and lengths.
-            .reads_ahead(&[8, 9, 10]);
+            .reads_ahead(reads_ahead(call, &[8, 9, 10]));
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
         let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         let launch = bind_result(launch, call, self.heads);

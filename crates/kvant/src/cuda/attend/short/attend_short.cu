@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
             sum.add(shared.l[b][r], x, f[b]);
         }
-        const Pages pages = pages_of(p, table, exists ? token.sequence : 0);
+        const Pages pages = pages_of(p, table, exists ? token.sequence : 0, gap_of(token));
         const RowEnds row_ends(sinks, earlier, earlier_ends, new_ends);
         const Output output = {p, out, row_ends, query_rows, seen.len() > 0, seen, pages};
         output.finish(r * (HEAD_DIM / 4) + rank * ROW_QUADS + column, sum);

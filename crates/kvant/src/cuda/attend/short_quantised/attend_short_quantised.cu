@@ -156,6 +156,9 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes
     constexpr uint RUN = QueryRuns::RUN;
     const uint lane = threadIdx.x % 32;
     // While outputs are awaited.
+    if (EARLIER) {
+        take_turn();
+    }
     const float earlier_end = ends.of_earlier(row);
     float before[HEAD_DIM / 32];
 #pragma unroll
@@ -313,8 +316,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         }
     };
 
-    wait_for_previous();
-    let_next_begin();
+    if (!EARLIER) {
+        take_turn();
+    }
     const QueryRows rows(p, item, head);
     float x[HEAD_DIM / 32];
     if (warp < GROUP) {

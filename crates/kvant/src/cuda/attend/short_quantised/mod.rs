@@ -5,7 +5,7 @@ use crate::{
     codec::BLOCK,
     cuda::{
         attend::{
-            AttendParams, HeadShares, MAX_CLUSTER, bind_result, pairs, params,
+            AttendParams, HeadShares, MAX_CLUSTER, bind_result, pairs, params, reads_ahead,
             quantised::{K_LANES, high_bits, low_bits, table_bytes},
             short::{self, WARP_KEYS, WARPS},
         },
@@ -98,7 +98,7 @@ impl AttendShortQuantised {
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.requested_bytes)
             // Positions, sequences, lengths and page tables.
-            .reads_ahead(&[8, 9, 10, 15]);
+            .reads_ahead(reads_ahead(call, &[8, 9, 10, 15]));
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
         let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         Ok(bind_result(launch, call, self.heads))
