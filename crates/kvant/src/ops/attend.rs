@@ -275,10 +275,23 @@ impl PageSpan {
             PageSpan::First => (0, page_tokens.min(recent)),
             PageSpan::Sealed => (page_tokens, recent),
             PageSpan::Recent => (recent, usize::MAX),
-            PageSpan::Exact => unreachable!("host devices attend to the first and the recent pages one after the other"),
+            PageSpan::Exact => {
+                unreachable!("host devices attend to the first and the recent pages one after the other")
+            }
         };
         let end = seen.end.min(end);
         seen.start.max(start).min(end)..end
+    }
+
+    /// The number of a span in kernels: Metal's `params.h` and CUDA's `work.h` have the same.
+    pub(crate) fn code(self) -> u32 {
+        match self {
+            PageSpan::All => 0,
+            PageSpan::First => 1,
+            PageSpan::Sealed => 2,
+            PageSpan::Recent => 3,
+            PageSpan::Exact => 4,
+        }
     }
 
     fn text(self) -> &'static str {

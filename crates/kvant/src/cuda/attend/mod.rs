@@ -211,24 +211,13 @@ fn bind_output(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
 
 /// The constants of the positions that tokens see.
 fn with_span(launch: Launch, call: &Call) -> Launch {
-    launch.constant("PAGE_SHIFT", page_shift(&call.layer)).constant("SPAN", span_code(call.span))
+    launch.constant("PAGE_SHIFT", page_shift(&call.layer)).constant("SPAN", call.span.code())
 }
 
 /// What kernels over sealed pages read before the previous kernel has ended: if they merge its results, everything else.
 fn reads_ahead(call: &Call, usual: &'static [u32]) -> &'static [u32] {
     const ALL: &[u32] = &[0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 21, 22, 23, 24];
     if call.earlier.is_some() { ALL } else { usual }
-}
-
-/// The number of a span in kernels: `work.h` has the same.
-fn span_code(span: PageSpan) -> u32 {
-    match span {
-        PageSpan::All => 0,
-        PageSpan::First => 1,
-        PageSpan::Sealed => 2,
-        PageSpan::Recent => 3,
-        PageSpan::Exact => 4,
-    }
 }
 
 /// The dtype whose precision a result needs: that of the output, or if a later call merges the result, of the queries.

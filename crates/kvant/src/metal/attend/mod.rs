@@ -11,7 +11,7 @@ use crate::{
         headers::HEADERS,
         planes::{self, codec_code, page_shift},
     },
-    ops::attend::{Call, Explanation, NAME, PageSpan, Results},
+    ops::attend::{Call, Explanation, NAME, Results},
 };
 
 params! {
@@ -156,16 +156,6 @@ fn bind_results(launch: Launch, call: &Call) -> Launch {
         .write_if(20, call.ends.as_ref())
 }
 
-/// The number of a span in kernels: `params.h` has the same.
-fn span_code(span: PageSpan) -> u32 {
-    match span {
-        PageSpan::All => 0,
-        PageSpan::First => 1,
-        PageSpan::Sealed => 2,
-        PageSpan::Recent => 3,
-    }
-}
-
 /// The kernel of a route with its constants and its grid, without buffers.
 fn kernel_of(call: &Call, route: &AttendRoute) -> Launch {
     let source = match route.kernel {
@@ -207,7 +197,7 @@ fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
         .constant("Q_ROTATED", call.q_rotated)
         .constant("PARTIAL", partial)
         .constant("SINKS", call.sinks.is_some())
-        .constant("SPAN", span_code(call.span))
+        .constant("SPAN", call.span.code())
         .constant("EARLIER", call.earlier.is_some())
         .constant("ENDS", call.ends.is_some())
         .constant("PAGE_SHIFT", page_shift(&call.layer))

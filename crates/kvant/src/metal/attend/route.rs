@@ -58,7 +58,7 @@ impl AttendSize {
         let (capacity, window) = match call.span {
             PageSpan::First => (capacity.min(page_tokens), call.window),
             PageSpan::Recent => (capacity, call.window.min(page_tokens.saturating_mul(2))),
-            PageSpan::All | PageSpan::Sealed => (capacity, call.window),
+            PageSpan::All | PageSpan::Sealed | PageSpan::Exact => (capacity, call.window),
         };
         AttendSize {
             tokens: call.tokens,

@@ -5,8 +5,9 @@ use crate::{
     codec::BLOCK,
     cuda::{
         attend::{
-            AttendParams, HeadShares, MAX_CLUSTER, bind_result, pairs, params, reads_ahead,
+            AttendParams, HeadShares, MAX_CLUSTER, bind_result, pairs, params,
             quantised::{K_LANES, high_bits, low_bits, table_bytes},
+            reads_ahead,
             short::{self, WARP_KEYS, WARPS},
         },
         headers, planes,
