@@ -1,7 +1,7 @@
 //! The launch of `kv_read` except its grid.
 
 use super::{
-    Launch, Layout, Params, Source, Use, params,
+    Launch, Layout, Params, Source, Use, key_bias, params,
     planes::{self, LayerParams, codec_code, page_shift},
     rows_aligned4,
 };
@@ -40,6 +40,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         .constant("PAGE_SHIFT", page_shift(&call.layer))
         .constant("FILLS", call.fills)
         .constant("ALIGNED", rows_aligned4(spec.head_dim, [&call.planes().low, &call.out]));
+    let launch = key_bias::bind(launch, 7, call.key_bias());
     Ok(planes::bind(launch, 0, call.planes(), Use::Read)
         .write(3, &call.out)
         .read_if(6, call.planes().means.as_ref())

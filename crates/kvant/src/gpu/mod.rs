@@ -17,6 +17,7 @@ pub(crate) mod embed;
 pub(crate) mod gate;
 pub(crate) mod hadamard;
 mod headers;
+pub(crate) mod key_bias;
 pub(crate) mod kv_read;
 pub(crate) mod kv_write;
 mod launch;
