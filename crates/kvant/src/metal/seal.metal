@@ -60,7 +60,7 @@ struct DenseRows {
     }
     float4 quad(uint i, uint j) const {
         const float4 x = load4(elements, start(i) + j, 4, DENSE, ALIGNED);
-        return KEY_BIAS && biased ? x - bias.quad_at(position + i, j) : x;
+        return biased ? x - bias.quad_at(position + i, j) : x;
     }
 };
 
@@ -214,22 +214,22 @@ kernel void seal(device const uint *pages [[buffer(0)]],
         return;
     }
     const ulong dense = from * PAGE_UNIT, sealed = to * PAGE_UNIT, first = ulong(head) << PAGE_SHIFT;
-    DenseRows rows_of_head = {group.z == 0 ? k_dense + dense : v_dense + dense, first, p.head_dim};
-    if (KEY_BIAS && group.z == 0) {
-        rows_of_head.biased = true;
-        rows_of_head.bias =
-            key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, head, p.head_dim, PAGE_SHIFT);
-        rows_of_head.position = pages[3 * group.y + 2] << PAGE_SHIFT;
+    const uint position = KEY_BIAS ? pages[3 * group.y + 2] << PAGE_SHIFT : 0;
+    KeyBias bias = {nullptr, nullptr, nullptr, nullptr, p.head_dim, PAGE_SHIFT};
+    if (KEY_BIAS) {
+        bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, head, p.head_dim, PAGE_SHIFT);
     }
     if (group.z == 0) {
+        const DenseRows from_rows = {k_dense + dense, first, p.head_dim, KEY_BIAS, bias, position};
         const WritablePlanes planes = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr,
                                        K_HAS_MEANS ? k_means : nullptr};
-        seal_head(rows_of_head, shifted(planes, sealed, K_CODEC), head,
+        seal_head(from_rows, shifted(planes, sealed, K_CODEC), head,
                   Encoding{K_CODEC, K_NORM, p.k_scale}, room, place);
     } else {
+        const DenseRows from_rows = {v_dense + dense, first, p.head_dim, false, bias, position};
         const WritablePlanes planes = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr,
                                        V_HAS_MEANS ? v_means : nullptr};
-        seal_head(rows_of_head, shifted(planes, sealed, V_CODEC), head,
+        seal_head(from_rows, shifted(planes, sealed, V_CODEC), head,
                   Encoding{V_CODEC, V_NORM, p.v_scale}, room, place);
     }
 }
