@@ -2,7 +2,8 @@
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
 // threadgroup memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED.
-// The bias that keys are stored without is added last. A dense one of out's dtype keeps its bits. A position without a page gives zeros if FILLS, else `out` stays as it is.
+// The bias that keys are stored without is added last. A dense one of out's dtype keeps its bits. A position without a
+// page gives zeros if FILLS, else `out` stays as it is.
 #include "key_bias.h"
 #include "planes.h"
 #include "rotate.h"

@@ -1,9 +1,9 @@
 // seal: dense rows of whole pages become the rows of sealed pages, each page around its own mean.
 //
-// `pages` is [n, 3]: the entries of a dense and of a sealed page, and the page's index in its sequence; those with an
-// entry that is no page are skipped. A threadgroup takes one KV head of one side of a page: group.x is the head, group.y
-// the page, group.z 0 for keys and 1 for values. The rows of a head in a page are [P, D], one behind the other. Keys are
-// encoded without their bias, if the layer has one.
+// `pages` is [n, 3]: the entries of a dense and of a sealed page, and the page's index in its sequence; a row with an
+// entry that is no page is skipped. A threadgroup takes one KV head of one side of a page: group.x is the head, group.y
+// the row of `pages`, group.z 0 for keys and 1 for values. The rows of a head in a page are [P, D], one behind the
+// other. Keys are encoded without their bias, if the layer has one.
 //   mean   if the codec is centred: all threads add up the vectors whose squared lengths are finite. The mean is
 //          rotated, and stored as codes of 8 bits and a scale (docs/codec.md).
 //   rows   a SIMD-group takes a row at a time; all of them share a long row. The row is rotated, the stored mean is
@@ -223,13 +223,11 @@ kernel void seal(device const uint *pages [[buffer(0)]],
         const DenseRows from_rows = {k_dense + dense, first, p.head_dim, KEY_BIAS, bias, position};
         const WritablePlanes planes = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr,
                                        K_HAS_MEANS ? k_means : nullptr};
-        seal_head(from_rows, shifted(planes, sealed, K_CODEC), head,
-                  Encoding{K_CODEC, K_NORM, p.k_scale}, room, place);
+        seal_head(from_rows, shifted(planes, sealed, K_CODEC), head, Encoding{K_CODEC, K_NORM, p.k_scale}, room, place);
     } else {
         const DenseRows from_rows = {v_dense + dense, first, p.head_dim, false, bias, position};
         const WritablePlanes planes = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr,
                                        V_HAS_MEANS ? v_means : nullptr};
-        seal_head(from_rows, shifted(planes, sealed, V_CODEC), head,
-                  Encoding{V_CODEC, V_NORM, p.v_scale}, room, place);
+        seal_head(from_rows, shifted(planes, sealed, V_CODEC), head, Encoding{V_CODEC, V_NORM, p.v_scale}, room, place);
     }
 }

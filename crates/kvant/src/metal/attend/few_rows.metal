@@ -12,8 +12,8 @@
 // Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Norms are
 // multiplied with scores and weights, not with coordinates. Over page means 32 keys begin where a page does, or within
 // it: each mean of keys is one more key, and each mean of values one more value, whose weight is the sum of the page's
-// weights. The bias that keys are stored without is one more row of coordinates for each key: cosines and sines, by which
-// the queries' factors are multiplied (key_bias.h).
+// weights. The bias that keys are stored without is one more row of coordinates for each key: cosines and sines, which
+// multiply factors of the queries (key_bias.h).
 #include "attend/lanes.h"
 #include "attend/softmax.h"
 #include "key_bias.h"
@@ -186,7 +186,7 @@ void make_factors(thread Work<D, R> &work, device const uchar *q, Row row, uint 
 template <uint D, uint R>
 void add_bias(thread const Work<D, R> &work, thread const Tile<D> &tile, thread Sums<Division<D, R>::ROWS> &scores) {
     typedef Division<D, R> Of;
-    const uint position = tile.keys.first + tile.base;
+    const uint position = tile.keys.first + tile.base, first = position >> PAGE_SHIFT;
     for (uint page = 0; page < PAGES; page++) {
         // There are turns for all positions that are held.
         if (!tile.keys.place_of(tile.base + (page << PAGE_SHIFT)).held) {
@@ -196,8 +196,7 @@ void add_bias(thread const Work<D, R> &work, thread const Tile<D> &tile, thread 
         for (uint n = 0; n < Of::QUADS; n++) {
             const uint i = n * Of::L + work.c;
             for (uint r = 0; r < Of::ROWS; r++) {
-                factors[r][n] = i < D / 4 ? work.bias.factors_on_page(work.factors[r][n], (position >> PAGE_SHIFT) + page, i)
-                                          : float4(0);
+                factors[r][n] = i < D / 4 ? work.bias.factors_on_page(work.factors[r][n], first + page, i) : float4(0);
             }
         }
 #pragma clang loop unroll(disable)
