@@ -1,11 +1,16 @@
-//! The bias that keys of sealed pages are stored without, as kernels take it.
+//! The bias that keys of sealed pages are stored without, as kernels get it.
 
 use super::Launch;
 use crate::KeyBias;
 
-/// Binds the four tensors of a bias from index `first` on, and the constant KEY_BIAS: whether there is one.
+/// Sets the constant KEY_BIAS, and binds at four indices from `first` on: pairs f32 `[Hk, 2, D/2]`, places u32 `[D]`,
+/// starts f32 `[pages, 2, D/2]`, steps f32 `[P, 2, D/2]`. Without a bias the indices stay free.
 pub(crate) fn bind(launch: Launch, first: u32, bias: Option<&KeyBias>) -> Launch {
-    let launch = launch.constant("KEY_BIAS", bias.is_some());
-    let tensors = bias.map(KeyBias::tensors).into_iter().flatten();
+    bind_tensors(launch.constant("KEY_BIAS", bias.is_some()), first, bias)
+}
+
+/// The same without the constant.
+pub(crate) fn bind_tensors(launch: Launch, first: u32, bias: Option<&KeyBias>) -> Launch {
+    let tensors = bias.into_iter().flat_map(KeyBias::tensors);
     (first..).zip(tensors).fold(launch, |launch, (index, tensor)| launch.read(index, tensor))
 }

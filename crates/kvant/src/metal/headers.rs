@@ -12,6 +12,7 @@ pub(super) static HEADERS: &[Header] = headers![
     "attend/softmax.h",
     "blocks.h",
     "elements.h",
+    "key_bias.h",
     "norm_rope.h",
     "ordered.h",
     "pages.h",

@@ -2,7 +2,9 @@
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
 // threadgroup memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED.
-// A dense one of out's dtype keeps its bits. A position without a page gives zeros if FILLS, else `out` stays as it is.
+// The bias that keys are stored without is added last. A dense one of out's dtype keeps its bits. A position without a
+// page gives zeros if FILLS, else `out` stays as it is.
+#include "key_bias.h"
 #include "planes.h"
 #include "rotate.h"
 #include "rows.h"
@@ -23,6 +25,7 @@ constant bool KEEP_ROTATED [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
 constant uint PAGE_SHIFT [[function_constant(5)]];
 constant bool FILLS [[function_constant(6)]];
+constant bool KEY_BIAS [[function_constant(7)]];
 constant bool PAGED = PAGE_SHIFT != 0;
 constant bool HAS_HIGH = (WITH_HIGH >> CODEC % CENTRED & 1) != 0;
 constant bool HAS_NORMS = CODEC >= TQ2;
@@ -35,6 +38,10 @@ kernel void kv_read(device const uchar *low [[buffer(0)]],
                     constant KvReadParams &p [[buffer(4)]],
                     device const uint *table [[buffer(5), function_constant(PAGED)]],
                     device const uchar *means [[buffer(6), function_constant(HAS_MEANS)]],
+                    device const float *bias_pairs [[buffer(7), function_constant(KEY_BIAS)]],
+                    device const uint *bias_places [[buffer(8), function_constant(KEY_BIAS)]],
+                    device const float *bias_starts [[buffer(9), function_constant(KEY_BIAS)]],
+                    device const float *bias_steps [[buffer(10), function_constant(KEY_BIAS)]],
                     threadgroup float *row [[threadgroup(0)]],
                     uint3 group [[threadgroup_position_in_grid]],
                     uint index [[thread_index_in_threadgroup]],
@@ -64,6 +71,12 @@ kernel void kv_read(device const uchar *low [[buffer(0)]],
     // A thread stores the coordinates that it loaded, unless they were rotated.
     if (!KEEP_ROTATED) {
         rotate(row, 1, dim, true, index, threads.x);
+    }
+    if (KEY_BIAS) {
+        const KeyBias bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, head, dim, PAGE_SHIFT);
+        for (uint j = 4 * index; j < dim; j += 4 * threads.x) {
+            put4(row, j, 4, get4(row, j, 4, true) + bias.quad_at(uint(p.start + token), j), true);
+        }
     }
     store_row(out, to, row, dim, OUT_DTYPE, ALIGNED, index, threads.x);
 }

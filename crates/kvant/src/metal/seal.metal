@@ -1,12 +1,14 @@
 // seal: dense rows of whole pages become the rows of sealed pages, each page around its own mean.
 //
-// `pages` is [n, 2]: the entries of a dense and of a sealed page; a pair with an entry that is no page is skipped. A
-// threadgroup takes one KV head of one side of a page: group.x is the head, group.y the pair, group.z 0 for keys and 1
-// for values. The rows of a head in a page are [P, D], one behind the other.
+// `pages` is [n, 3]: the entries of a dense and of a sealed page, and the page's index in its sequence; a row with an
+// entry that is no page is skipped. A threadgroup takes one KV head of one side of a page: group.x is the head, group.y
+// the row of `pages`, group.z 0 for keys and 1 for values. The rows of a head in a page are [P, D], one behind the
+// other. Keys are encoded without their bias, if the layer has one.
 //   mean   if the codec is centred: all threads add up the vectors whose squared lengths are finite. The mean is
 //          rotated, and stored as codes of 8 bits and a scale (docs/codec.md).
 //   rows   a SIMD-group takes a row at a time; all of them share a long row. The row is rotated, the stored mean is
 //          subtracted, and the rest is encoded. Rows of a dense side are converted.
+#include "key_bias.h"
 #include "pages.h"
 #include "turboquant.h"
 
@@ -25,6 +27,7 @@ constant uint K_NORM [[function_constant(3)]];
 constant uint V_NORM [[function_constant(4)]];
 constant uint PAGE_SHIFT [[function_constant(5)]];
 constant bool ALIGNED [[function_constant(6)]];
+constant bool KEY_BIAS [[function_constant(7)]];
 constant uint POSITIONS = 1u << PAGE_SHIFT;
 constant bool K_HAS_HIGH = (WITH_HIGH >> K_CODEC % CENTRED & 1) != 0;
 constant bool V_HAS_HIGH = (WITH_HIGH >> V_CODEC % CENTRED & 1) != 0;
@@ -43,17 +46,21 @@ constant constexpr uint MAX_POSITIONS = 256;
 // The most quads of a vector that a thread adds up.
 constant constexpr uint MAX_QUADS = 4;
 
-// The dense vectors of a head in a page.
+// The dense vectors of a head in a page, without their bias.
 struct DenseRows {
     device const uchar *elements; // of the page
     ulong first;                  // the head's first row in a page
     uint dim;
+    bool biased;
+    KeyBias bias;
+    uint position; // of the page's first vector in its sequence
 
     ulong start(uint i) const {
         return (first + i) * dim;
     }
     float4 quad(uint i, uint j) const {
-        return load4(elements, start(i) + j, 4, DENSE, ALIGNED);
+        const float4 x = load4(elements, start(i) + j, 4, DENSE, ALIGNED);
+        return biased ? x - bias.quad_at(position + i, j) : x;
     }
 };
 
@@ -165,7 +172,9 @@ inline void seal_head(DenseRows rows, WritablePlanes to, uint head, Encoding enc
             move_row(rows.elements, rows.start(i), DENSE, to.low, rows.start(i), encoding.codec, dim, ALIGNED, index, threads);
             continue;
         }
-        load_row(row, rows.elements, rows.start(i), dim, DENSE, ALIGNED, index, threads);
+        for (uint j = 4 * index; j < dim; j += 4 * threads) {
+            put4(row, j, 4, rows.quad(i, j), true);
+        }
         // Each SIMD-group has the same number of rows, so that all reach the barriers of `rotate`.
         rotate(row, 1, dim, false, index, threads);
         for (uint j = 4 * index; centred && j < dim; j += 4 * threads) {
@@ -187,6 +196,10 @@ kernel void seal(device const uint *pages [[buffer(0)]],
                  device uchar *k_means [[buffer(9), function_constant(K_HAS_MEANS)]],
                  device uchar *v_means [[buffer(10), function_constant(V_HAS_MEANS)]],
                  constant MetalSealParams &p [[buffer(11)]],
+                 device const float *bias_pairs [[buffer(12), function_constant(KEY_BIAS)]],
+                 device const uint *bias_places [[buffer(13), function_constant(KEY_BIAS)]],
+                 device const float *bias_starts [[buffer(14), function_constant(KEY_BIAS)]],
+                 device const float *bias_steps [[buffer(15), function_constant(KEY_BIAS)]],
                  threadgroup float *rows [[threadgroup(0)]],
                  uint3 group [[threadgroup_position_in_grid]],
                  uint lane [[thread_index_in_simdgroup]],
@@ -196,20 +209,25 @@ kernel void seal(device const uint *pages [[buffer(0)]],
     threadgroup uint finite[MAX_POSITIONS];
     const SealRoom room = {rows, encoding, finite};
     const Place place = {lane, simdgroup, simdgroups};
-    const uint from = pages[2 * group.y], to = pages[2 * group.y + 1], head = group.x;
+    const uint from = pages[3 * group.y], to = pages[3 * group.y + 1], head = group.x;
     if (from >= p.dense_entries || to >= p.sealed_entries) {
         return;
     }
     const ulong dense = from * PAGE_UNIT, sealed = to * PAGE_UNIT, first = ulong(head) << PAGE_SHIFT;
+    const uint position = KEY_BIAS ? pages[3 * group.y + 2] << PAGE_SHIFT : 0;
+    KeyBias bias = {nullptr, nullptr, nullptr, nullptr, p.head_dim, PAGE_SHIFT};
+    if (KEY_BIAS) {
+        bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, head, p.head_dim, PAGE_SHIFT);
+    }
     if (group.z == 0) {
+        const DenseRows from_rows = {k_dense + dense, first, p.head_dim, KEY_BIAS, bias, position};
         const WritablePlanes planes = {k_low, K_HAS_HIGH ? k_high : nullptr, K_HAS_NORMS ? k_norms : nullptr,
                                        K_HAS_MEANS ? k_means : nullptr};
-        seal_head(DenseRows{k_dense + dense, first, p.head_dim}, shifted(planes, sealed, K_CODEC), head,
-                  Encoding{K_CODEC, K_NORM, p.k_scale}, room, place);
+        seal_head(from_rows, shifted(planes, sealed, K_CODEC), head, Encoding{K_CODEC, K_NORM, p.k_scale}, room, place);
     } else {
+        const DenseRows from_rows = {v_dense + dense, first, p.head_dim, false, bias, position};
         const WritablePlanes planes = {v_low, V_HAS_HIGH ? v_high : nullptr, V_HAS_NORMS ? v_norms : nullptr,
                                        V_HAS_MEANS ? v_means : nullptr};
-        seal_head(DenseRows{v_dense + dense, first, p.head_dim}, shifted(planes, sealed, V_CODEC), head,
-                  Encoding{V_CODEC, V_NORM, p.v_scale}, room, place);
+        seal_head(from_rows, shifted(planes, sealed, V_CODEC), head, Encoding{V_CODEC, V_NORM, p.v_scale}, room, place);
     }
 }

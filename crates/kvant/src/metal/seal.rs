@@ -2,7 +2,7 @@ use super::headers::HEADERS;
 use crate::{
     Result,
     gpu::{
-        Builder, LANES, Launch, Params, Source, THREADS, Use, params,
+        Builder, LANES, Launch, Params, Source, THREADS, Use, key_bias, params,
         planes::{self, codec_code, norm_code, page_shift},
         rows_aligned4,
     },
@@ -55,8 +55,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .read(2, &dense.v.low);
     let launch = planes::bind(planes::bind(launch, 3, &sealed.k, Use::Write), 6, &sealed.v, Use::Write);
     // Means are stored, and read again.
+    let launch = planes::bind_means(launch, [9, 10], sealed, Use::ReadWrite);
     b.push(
-        planes::bind_means(launch, [9, 10], sealed, Use::ReadWrite)
+        key_bias::bind(launch, 12, sealed.key_bias())
             .params(11, &params)
             .threadgroup_memory(rows_at_once * dim * size_of::<f32>())
             .grid([spec.kv_heads, call.count(), 2], [THREADS, 1, 1]),

@@ -12,9 +12,11 @@
 // Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Norms are
 // multiplied with scores and weights, not with coordinates. Over page means 32 keys begin where a page does, or within
 // it: each mean of keys is one more key, and each mean of values one more value, whose weight is the sum of the page's
-// weights.
+// weights. The bias that keys are stored without is one more row of coordinates for each key: cosines and sines, which
+// multiply factors of the queries (key_bias.h).
 #include "attend/lanes.h"
 #include "attend/softmax.h"
+#include "key_bias.h"
 #include "rotate.h"
 
 constant constexpr uint THREADS = 128;
@@ -63,6 +65,8 @@ template <uint D, uint R> struct Work {
     uint lane;
     uint c;     // which of the L lanes of a key
     uint first; // of these lanes
+    KeyBias bias;
+    float4 factors[Division<D, R>::ROWS][Division<D, R>::QUADS]; // of the bias
     Codebook keys;
     Codebook values;
 };
@@ -153,6 +157,70 @@ template <uint N> inline Sums<N> added(Sums<N> sums, uint most) {
     return sums;
 }
 
+// Makes the factors of the bias from the queries; all threads. Starts with a barrier; `room`, R·D floats, is read until
+// the next one.
+template <uint D, uint R>
+void make_factors(thread Work<D, R> &work, device const uchar *q, Row row, uint set, threadgroup float *room,
+                  uint simd) {
+    typedef Division<D, R> Of;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint r = simd; r < R; r += SIMDS) {
+        const uint vector = simd_shuffle(row.x, ushort(r));
+        for (uint j = 4 * work.lane; j < D; j += 128) {
+            const float4 x = vector != NONE ? load4(q, ulong(vector) * D + j, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
+            for (uint e = 0; e < 4; e++) {
+                room[r * D + work.bias.places[j + e]] = x[e];
+            }
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint r = 0; r < Of::ROWS; r++) {
+        for (uint n = 0; n < Of::QUADS; n++) {
+            const uint i = n * Of::L + work.c;
+            work.factors[r][n] = i < D / 4 ? work.bias.factors(room + (set * Of::ROWS + r) * D, i) : float4(0);
+        }
+    }
+}
+
+// Adds the products of the queries and the bias to scores.
+template <uint D, uint R>
+void add_bias(thread const Work<D, R> &work, thread const Tile<D> &tile, thread Sums<Division<D, R>::ROWS> &scores) {
+    typedef Division<D, R> Of;
+    const uint position = tile.keys.first + tile.base, first = position >> PAGE_SHIFT;
+    for (uint page = 0; page < PAGES; page++) {
+        // There are turns for all positions that are held.
+        if (!tile.keys.place_of(tile.base + (page << PAGE_SHIFT)).held) {
+            continue;
+        }
+        float4 factors[Of::ROWS][Of::QUADS];
+        for (uint n = 0; n < Of::QUADS; n++) {
+            const uint i = n * Of::L + work.c;
+            for (uint r = 0; r < Of::ROWS; r++) {
+                factors[r][n] = i < D / 4 ? work.bias.factors_on_page(work.factors[r][n], first + page, i) : float4(0);
+            }
+        }
+#pragma clang loop unroll(disable)
+        for (uint key = 0; key < Of::L; key++) {
+            const uint mine = work.first + key, slot = work.bias.slot_of(position + mine);
+            Sums<Of::ROWS> sums;
+            for (uint r = 0; r < Of::ROWS; r++) {
+                sums.of[r] = 0;
+            }
+            for (uint n = 0; n < Of::QUADS; n++) {
+                const uint i = n * Of::L + work.c;
+                const float4 turns = i < D / 4 ? work.bias.turns(slot, i) : float4(0);
+                for (uint r = 0; r < Of::ROWS; r++) {
+                    sums.of[r] += dot(factors[r][n], turns);
+                }
+            }
+            sums = added(sums, Of::L / 2);
+            for (uint r = 0; r < Of::ROWS; r++) {
+                scores.of[r] += work.c == key && (PAGES == 1 || mine >> PAGE_SHIFT == page) ? sums.of[r] : 0;
+            }
+        }
+    }
+}
+
 // The products of queries and keys, those of key i to lane i.
 template <uint D, uint R, bool FAST>
 Sums<Division<D, R>::ROWS> multiply_keys(thread const Work<D, R> &work, thread const Tile<D> &tile) {
@@ -213,6 +281,9 @@ Sums<Division<D, R>::ROWS> multiply_keys(thread const Work<D, R> &work, thread c
             }
             scores.of[r] += PAGES == 1 || work.lane >> PAGE_SHIFT == page ? sum : 0;
         }
+    }
+    if (KEY_BIAS) {
+        add_bias(work, tile, scores);
     }
     return scores;
 }
@@ -416,6 +487,10 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                        device const uchar *v_means [[buffer(18), function_constant(V_CENTRED)]],
                        device const float *earlier_ends [[buffer(19), function_constant(EARLIER_HERE)]],
                        device float *ends [[buffer(20), function_constant(ENDS_HERE)]],
+                       device const float *bias_pairs [[buffer(21), function_constant(KEY_BIAS)]],
+                       device const uint *bias_places [[buffer(22), function_constant(KEY_BIAS)]],
+                       device const float *bias_starts [[buffer(23), function_constant(KEY_BIAS)]],
+                       device const float *bias_steps [[buffer(24), function_constant(KEY_BIAS)]],
                        uint3 group [[threadgroup_position_in_grid]],
                        uint index [[thread_index_in_threadgroup]],
                        uint lane [[thread_index_in_simdgroup]],
@@ -465,6 +540,11 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
                         : load4(q, ulong(vector) * D + 4 * quad, 4, Q_DTYPE, Q_ALIGNED);
             }
         }
+    }
+    work.bias = KeyBias{nullptr, nullptr, nullptr, nullptr, D, PAGE_SHIFT};
+    if (KEY_BIAS) {
+        work.bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, kv_head, D, PAGE_SHIFT);
+        make_factors(work, q, row, set, room, simd);
     }
     if (has_table(K_CODEC) || has_table(V_CODEC)) {
         threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -49,17 +49,23 @@ inline void load_quad(threadgroup const T *quad, thread simdgroup_matrix<T, 8, 8
     set_pair(even, odd, *reinterpret_cast<threadgroup const Quad *>(quad));
 }
 
-// A pair whose columns are vectors in memory: two coordinates of the vector of the lane's first column, and of the
-// next.
+// A pair whose columns are vectors: two coordinates of the vector of the lane's first column, and of the next.
+template <typename T>
+inline void set_columns(thread simdgroup_matrix<T, 8, 8> &even, thread simdgroup_matrix<T, 8, 8> &odd, vec<T, 2> first,
+                        vec<T, 2> second) {
+    even.thread_elements()[0] = first.x;
+    even.thread_elements()[1] = second.x;
+    odd.thread_elements()[0] = first.y;
+    odd.thread_elements()[1] = second.y;
+}
+
+// The same from memory.
 template <typename T>
 inline void load_columns(threadgroup const T *first, threadgroup const T *second,
                          thread simdgroup_matrix<T, 8, 8> &even, thread simdgroup_matrix<T, 8, 8> &odd) {
     typedef vec<T, 2> Two;
-    const Two a = *reinterpret_cast<threadgroup const Two *>(first), b = *reinterpret_cast<threadgroup const Two *>(second);
-    even.thread_elements()[0] = a.x;
-    even.thread_elements()[1] = b.x;
-    odd.thread_elements()[0] = a.y;
-    odd.thread_elements()[1] = b.y;
+    set_columns(even, odd, *reinterpret_cast<threadgroup const Two *>(first),
+                *reinterpret_cast<threadgroup const Two *>(second));
 }
 
 inline float4 quad_at(threadgroup const half *quad) {

@@ -6,7 +6,7 @@ use route::{AttendKernel, AttendRoute, AttendSize, by_head_dim, select};
 
 use crate::{
     HeadOrder, Planes, Result, Tensor,
-    gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, attend, params},
+    gpu::{Builder, Constant, Launch, Limits, Params, Source, Use, attend, key_bias, params},
     metal::{
         headers::HEADERS,
         planes::{self, codec_code, page_shift},
@@ -128,7 +128,7 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
             .read_if(index + 2, side.norms.as_ref());
     }
     let launch = planes::bind_means(launch, [17, 18], &call.layer, Use::Read);
-    let launch = launch.params(15, &params);
+    let launch = key_bias::bind_tensors(launch, 21, call.layer.key_bias()).params(15, &params);
     if !partial {
         return b.push(bind_results(launch, call));
     }
@@ -201,4 +201,5 @@ fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
         .constant("EARLIER", call.earlier.is_some())
         .constant("ENDS", call.ends.is_some())
         .constant("PAGE_SHIFT", page_shift(&call.layer))
+        .constant("KEY_BIAS", call.layer.key_bias().is_some())
 }

@@ -46,6 +46,8 @@ constant uint SPAN [[function_constant(14)]];
 constant bool EARLIER [[function_constant(15)]];
 // A later call merges the results: their ends are stored, too.
 constant bool ENDS [[function_constant(16)]];
+// Keys are stored without a bias, whose product with the query belongs to the score.
+constant bool KEY_BIAS [[function_constant(17)]];
 
 // The spans (metal/attend/mod.rs).
 constant constexpr uint FIRST_PAGE = 1;

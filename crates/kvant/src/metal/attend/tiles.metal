@@ -10,10 +10,12 @@
 // Keys and values that are all f16 stay halves in threadgroup memory, others become floats there. There is room for
 // the keys and the values of one step, and two barriers between steps; floats of D > 128 share the room of one.
 // Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page
-// means these are added where keys and values are decoded, once for all rows of a tile.
+// means these are added where keys and values are decoded, once for all rows of a tile. The bias that keys are stored
+// without is one more product: of the queries' factors with the cosines and sines of keys (key_bias.h).
 #include "attend/fragments.h"
 #include "attend/lanes.h"
 #include "attend/softmax.h"
+#include "key_bias.h"
 #include "rotate.h"
 
 // metal/attend/route.rs has the bytes of the threadgroup memory that follow from these.
@@ -59,6 +61,8 @@ template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
     uint index;
     uint lane;
     uint simd;
+    KeyBias bias;
+    float4 factors[Of::PAIRS]; // of the bias
     Codebook keys;
     Codebook values;
 };
@@ -210,6 +214,64 @@ void multiply_keys(thread const Work<D, ROWS, SIMDS, KEYS> &work, threadgroup co
     }
 }
 
+// Makes the factors of the bias from the queries, KEYS rows of the tile at a time; all threads. They are as many as
+// coordinates, and have the coordinates' places: quad i has those of pairs 2i and 2i + 1.
+template <uint D, uint ROWS, uint SIMDS, uint KEYS>
+void make_factors(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup float *stage) {
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    const uint start = work.part * Of::WIDTH + 2 * fragment_column(work.lane);
+    for (uint first = 0; first < ROWS; first += KEYS) {
+        const bool mine = work.row - first < KEYS;
+        threadgroup float *query = stage + (mine ? work.row - first : 0) * D;
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (mine) {
+#pragma unroll
+            for (uint n = 0; n < Of::PAIRS; n++) {
+                const float4 quad = quad_of_pair(work.q[2 * n], work.q[2 * n + 1]);
+                for (uint e = 0; e < 4; e++) {
+                    query[work.bias.places[start + 16 * n + e]] = quad[e];
+                }
+            }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (mine) {
+#pragma unroll
+            for (uint n = 0; n < Of::PAIRS; n++) {
+                work.factors[n] = work.bias.factors(query, (start + 16 * n) / 4);
+            }
+        }
+    }
+}
+
+// Adds the products of the queries and the bias to those of keys base .. base + KEYS.
+template <bool FULL, uint D, uint ROWS, uint SIMDS, uint KEYS>
+void add_bias(thread const Work<D, ROWS, SIMDS, KEYS> &work, CachedKeys keys, uint base,
+              thread simdgroup_float8x8 *scores) {
+    typedef Division<D, ROWS, SIMDS, KEYS> Of;
+    const uint row = fragment_row(work.lane), column = fragment_column(work.lane);
+    const uint start = work.part * Of::WIDTH, first_quad = start / 4 + column / 2;
+#pragma unroll
+    for (uint b = 0; b < Of::BLOCKS; b++) {
+        // There are turns for all positions that are held; eight keys are on one page.
+        if (!FULL && (base + 8 * b > work.any.y || !keys.place_of(base + 8 * b).held)) {
+            continue;
+        }
+        const uint position = keys.first + base + 8 * b;
+        // The lane's two turns of 16: cosines or sines.
+        device const float *turns = work.bias.steps + (work.bias.slot_of(position) + column) * D + row % 2 * (D / 2);
+#pragma unroll
+        for (uint n = 0; n < Of::PAIRS; n++) {
+            simdgroup_float8x8 even, odd, even_turns, odd_turns;
+            set_pair(even, odd, work.bias.factors_on_page(work.factors[n], position >> PAGE_SHIFT, first_quad + 4 * n));
+            device const float *two = turns + (start + 16 * n) / 2 + row / 2 * 2;
+            set_columns(even_turns, odd_turns, *reinterpret_cast<device const float2 *>(two),
+                        *reinterpret_cast<device const float2 *>(two + D));
+            simdgroup_multiply_accumulate(scores[b], even, even_turns, scores[b]);
+            simdgroup_multiply_accumulate(scores[b], odd, odd_turns, scores[b]);
+        }
+    }
+}
+
 // Makes products of a step weights, and takes them into the state.
 template <bool FULL, uint D, uint ROWS, uint SIMDS, uint KEYS>
 void weigh(thread Work<D, ROWS, SIMDS, KEYS> &work, uint base, uint held, thread simdgroup_float8x8 *scores,
@@ -337,6 +399,11 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, 
             } else {
                 multiply_keys<false>(work, room.keys, base, scores);
             }
+            if (KEY_BIAS && full) {
+                add_bias<true>(work, keys, base, scores);
+            } else if (KEY_BIAS) {
+                add_bias<false>(work, keys, base, scores);
+            }
             if (Of::PARTS > 1) {
 #pragma unroll
                 for (uint b = 0; b < Of::BLOCKS; b++) {
@@ -451,6 +518,10 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                          device const uchar *v_means [[buffer(18), function_constant(V_CENTRED)]],
                          device const float *earlier_ends [[buffer(19), function_constant(EARLIER_HERE)]],
                          device float *ends [[buffer(20), function_constant(ENDS_HERE)]],
+                         device const float *bias_pairs [[buffer(21), function_constant(KEY_BIAS)]],
+                         device const uint *bias_places [[buffer(22), function_constant(KEY_BIAS)]],
+                         device const float *bias_starts [[buffer(23), function_constant(KEY_BIAS)]],
+                         device const float *bias_steps [[buffer(24), function_constant(KEY_BIAS)]],
                          threadgroup float4 *memory [[threadgroup(0)]],
                          uint3 group [[threadgroup_position_in_grid]],
                          uint index [[thread_index_in_threadgroup]],
@@ -495,6 +566,11 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
         work.o[2 * n] = work.o[2 * n + 1] = make_filled_simdgroup_matrix<float, 8, 8>(0);
         const float4 quad = vector != NONE ? load4(q, start + 16 * n, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
         set_pair(work.q[2 * n], work.q[2 * n + 1], quad);
+    }
+    work.bias = KeyBias{nullptr, nullptr, nullptr, nullptr, D, PAGE_SHIFT};
+    if (KEY_BIAS) {
+        work.bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, kv_head, D, PAGE_SHIFT);
+        make_factors(work, stage);
     }
     if (K_QUANTISED && !Q_ROTATED) {
         rotate_rows(work.q, false, stage, work);
