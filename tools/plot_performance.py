@@ -417,8 +417,11 @@ def table_cost(records):
           scientific(row["KL mean"]), scientific(row["KL 99 %"]), f"{row['same top token, %']:.2f} %"] for row in some])
 
 
+RELEASED = ("accuracy-released", "accuracy-released-gemma", "accuracy-released-qwen")
+
+
 def table_released(records):
-    some = [row for name in ("accuracy-released", "accuracy-released-gemma") for row in rows(records[name])]
+    some = [row for name in RELEASED for row in rows(records[name])]
     return markdown(
         ["model", "window", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
         [[row["model"], row["tokens"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
@@ -426,12 +429,13 @@ def table_released(records):
 
 
 def table_released_short(records):
-    """One window of each model."""
-    some = [row for row in rows(records["accuracy-released"]) if row["tokens"] == 8192] + rows(records["accuracy-released-gemma"])
-    return markdown(
-        ["model, tokens of a window", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
-        [[f"{row['model']}, {row['tokens']}", row["cache"], row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
-          f"{row['same top token, %']:.2f} %", f"{row['perplexity']:.3f}"] for row in some])
+    """A row for each cache type, with all models at 8192 tokens."""
+    some = [row for name in RELEASED for row in rows(records[name]) if row["tokens"] == 8192]
+    models = list(dict.fromkeys(row["model"] for row in some))
+    cells = {(row["cache"], row["model"]): f"{scientific(row['KL mean'])}, {row['same top token, %']:.1f} %" for row in some}
+    caches = ["tq4", "iq4_nl-rot", "tq4c", "tq5c:tq4c", "tq3c", "tq8c"]
+    body = [[f"`{cache}`"] + [cells.get((cache, model), "") for model in models] for cache in caches]
+    return markdown(["cache"] + models, body)
 
 
 def table_formats(records):
@@ -556,7 +560,7 @@ def plain(name):
     return table
 
 
-def table_released(records):
+def table_cpu_released(records):
     """A row for each model and cache, whose cells are kvant's rate, llama.cpp's, and the ratio."""
     whats = ["prompt of 512", "decode", "1 client", "4 clients", "8 clients"]
     body = []
@@ -624,7 +628,7 @@ TABLES = {
     "serve": table_serve,
     "cpu-e2b": plain("cpu-e2b"),
     "cpu-server": plain("cpu-server-xeon"),
-    "cpu-released": table_released,
+    "cpu-released": table_cpu_released,
     "cpu-models": table_cpu_models,
     "real-sizes": plain("h200-real-sizes"),
     "real-sizes-prompts": table_real_sizes_prompts,
