@@ -617,6 +617,7 @@ TABLES = {
     "cost": table_cost,
     "released": table_released,
     "released-short": table_released_short,
+    "pages-sealed": plain("accuracy-pages"),
     "formats": table_formats,
     "speed": table_speed,
     "simd": table_simd,

@@ -13,9 +13,9 @@ const NAME: &str = "key_bias";
 ///
 /// Such a bias can be many times longer than the keys without it, and the rotary embedding turns it from position to
 /// position, so that neither a codec nor the mean of a page describes it well. A layer that seals pages
-/// ([`CacheLayer`](crate::CacheLayer)) therefore encodes keys minus their turned bias, and attention adds the product of
-/// the query and the turned bias to the scores: with [`KvPool::with_key_biases`](crate::KvPool::with_key_biases). Dense
-/// pages, and keys of a dense codec, keep the bias. A bias that a norm follows has no place here.
+/// ([`CacheLayer`](crate::CacheLayer)) therefore encodes keys minus their turned bias, and attention adds the product
+/// of the query and the turned bias to the scores: with [`KvPool::with_key_biases`](crate::KvPool::with_key_biases).
+/// Dense pages, and keys of a dense codec, keep the bias. A bias that a norm follows has no place here.
 ///
 /// ```
 /// use kvant::{CacheLayer, Codec, Device, KeyBias, KeyTurns, KvPool, PoolSpec, Tensor, ops::Rope};

@@ -1,9 +1,9 @@
 // kv_read: positions start .. start+n of one side of a cache layer, in order, to out [n, Hk, D] or [Hk, n, D].
 //
-// A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to
-// shared memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. With
-// KEY_BIAS the bias that keys are stored without is added. A dense one of out's dtype keeps its bits. A position for which the sequence has no page is zeros if FILLS, and
-// otherwise left as it is.
+// A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to shared
+// memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. With
+// KEY_BIAS the bias that keys are stored without is added. A dense one of out's dtype keeps its bits. A position for
+// which the sequence has no page is zeros if FILLS, and otherwise left as it is.
 #include "codec/planes.h"
 #include "codec/rotate_block.h"
 #include "device/cache_slots.h"

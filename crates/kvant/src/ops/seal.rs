@@ -13,8 +13,8 @@ pub(crate) const NAME: &str = "seal";
 /// Encodes whole pages of a layer that seals pages: of each page and KV head the keys, and the values, each side around
 /// its own mean where the codec is centred. Vectors of dense sides are converted.
 ///
-/// `pages` is u32 `[n, 3]`: entries of the page tables of the dense and of the sealed pages, and the page's index in its
-/// sequence. A row with an entry that is no page is skipped. No sealed page is there twice.
+/// `pages` is u32 `[n, 3]`: entries of the page tables of the dense and of the sealed pages, and the page's index in
+/// its sequence. A row with an entry that is no page is skipped. No sealed page is there twice.
 ///
 /// Keys are encoded without their bias, if the layer has one ([`KeyBias`](crate::KeyBias)).
 pub(crate) fn seal(enc: &mut Encoder, layer: &KvLayer, pages: &Tensor) -> Result<()> {

@@ -1,12 +1,13 @@
 // seal: pages of a pool, from dense rows to those of the layer's codecs; each page, KV head and side by itself, around
 // its own mean if the side's codec is centred.
 //
-// pages [n, 3]: entries of the dense and of the sealed pages, and the index of the page in its sequence. Grid (blocks, 2): blockIdx.y is 0 for keys and 1 for
-// values. An item is one head of one page; a block takes every gridDim.x-th item that has pages. Its threads take the
-// rows together: they rotate them, sum them, make the mean, which is the rotated mean, and encode the rows around it.
-// With TILES a warp has eight rows at a time (codec/encode_tiles.h), otherwise HEAD_DIM / PER lanes have a row
-// (codec/encode_rows.h). The rows of a page stay in registers if there are threads for all of them; if not, they are
-// loaded and rotated twice. Rows of dense codecs are moved. With KEY_BIAS the turned bias is taken off keys first.
+// pages [n, 3]: entries of the dense and of the sealed pages, and the index of the page in its sequence. Grid (blocks,
+// 2): blockIdx.y is 0 for keys and 1 for values. An item is one head of one page; a block takes every gridDim.x-th item
+// that has pages. Its threads take the rows together: they rotate them, sum them, make the mean, which is the rotated
+// mean, and encode the rows around it. With TILES a warp has eight rows at a time (codec/encode_tiles.h), otherwise
+// HEAD_DIM / PER lanes have a row (codec/encode_rows.h). The rows of a page stay in registers if there are threads for
+// all of them; if not, they are loaded and rotated twice. Rows of dense codecs are moved. With KEY_BIAS the turned bias
+// is taken off keys first.
 #include "device/dependent_launch.h"
 #include "device/key_bias.h"
 #include "seal/page_mean.h"

@@ -1,8 +1,8 @@
 // The bias that keys are stored without (device/key_bias.h), in attend_generic.cu: what it adds to scores.
 //
-// The product of a query and the turned bias is a sum over pairs of coordinates, x cos + y sin. For each query row x and
-// y are made once (leave_products); turned to a page's first position they are B operands, and the turns within a page
-// A operands, the same for all pages. Both are sums of two f16 numbers.
+// The product of a query and the turned bias is a sum over pairs of coordinates, x cos + y sin. For each query row x
+// and y are made once (leave_products); turned to a page's first position they are B operands, and the turns within a
+// page A operands, the same for all pages. Both are sums of two f16 numbers.
 #ifndef KVANT_CUDA_ATTEND_GENERIC_KEY_BIAS_H
 #define KVANT_CUDA_ATTEND_GENERIC_KEY_BIAS_H
 #include "attend/generic/layout.h"

@@ -146,7 +146,8 @@ struct Shared {
         return reinterpret_cast<float *>(base + AT_MASSES);
     }
 
-    // Over keys without their bias (generic/key_bias.h): a row's products, and what takes them to those of a scaled query.
+    // Over keys without their bias (generic/key_bias.h): a row's products, and what takes them to those of a scaled
+    // query.
     float *biased(uint r) const {
         return reinterpret_cast<float *>(base + AT_BIASED) + r * BIASED_PITCH;
     }
