@@ -11,8 +11,9 @@ use safetensors::{Dtype, SafeTensors, View};
 
 use super::{
     layout::{PageKind, PoolLayout},
-    pool::{CacheLayer, KvPool, PoolState},
+    pool::{KvPool, PoolState},
     sequence::{GroupPages, Sequence, SequencePages},
+    spec::CacheLayer,
 };
 use crate::{Codec, Error, Result, codec::TurboQuant};
 

@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use super::pool::{CacheLayer, NAME, PoolSpec};
+use super::{
+    pool::NAME,
+    spec::{CacheLayer, PoolSpec},
+};
 use crate::{
     Codec, Error, Planes, Result,
     layer::{PAGE_UNIT, PlaneBytes},

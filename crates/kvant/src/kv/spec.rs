@@ -1,0 +1,139 @@
+//! What a pool and a step are made for.
+
+use super::{
+    layout::{LayerGroup, layer_groups},
+    pool::NAME,
+};
+use crate::{Codec, DType, Error, Result, layer::PAGE_UNIT};
+
+/// One layer of a [`PoolSpec`].
+///
+/// If a codec is centred (`tq4c`), the layer **seals** pages. A token sees exactly, as dense rows, the first page of
+/// its sequence, its own page and the page before; the other pages are encoded, each as a whole and around its own
+/// mean. That depends on positions alone: the same tokens give the same cache, whatever their batches and chunks were,
+/// and whether a prefix was found or computed. `docs/codec.md` has the reasons.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct CacheLayer {
+    /// KV heads, Hk.
+    pub kv_heads: usize,
+    /// Coordinates of a key or value, D.
+    pub head_dim: usize,
+    /// How many positions a token sees, itself included; `None` for all. [`attend`](crate::ops::attend()) applies it.
+    pub window: Option<usize>,
+    /// The codec of keys.
+    pub k: Codec,
+    /// The codec of values.
+    pub v: Codec,
+    /// The dtype of dense pages, where a codec is centred.
+    pub dense: DType,
+}
+
+impl CacheLayer {
+    /// A layer whose tokens see all positions, with keys and values in `codec`.
+    pub fn new(kv_heads: usize, head_dim: usize, codec: Codec) -> CacheLayer {
+        CacheLayer { kv_heads, head_dim, window: None, k: codec, v: codec, dense: DType::F16 }
+    }
+
+    /// Whether the layer seals pages.
+    pub fn seals(&self) -> bool {
+        self.k.is_centred() || self.v.is_centred()
+    }
+}
+
+setters! { CacheLayer {
+    window: Option<usize>,
+    k: Codec,
+    v: Codec,
+    dense: DType,
+} }
+
+/// The specification of a [`KvPool`].
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PoolSpec {
+    /// One entry per layer.
+    pub layers: Vec<CacheLayer>,
+    /// Bytes of all pages together.
+    pub bytes: usize,
+    /// Positions of a page: 16, 32, 64, 128 or 256.
+    pub page_tokens: usize,
+    /// Bytes of host memory for pages of prefixes that the device has no room for.
+    pub host_bytes: usize,
+}
+
+/// Tokens behind its windows that each of many sequences may hold.
+const HELD: usize = 128;
+
+impl PoolSpec {
+    /// Layers and a budget in bytes for the pages of all of them. A page has 64 positions, and no host memory is used.
+    pub fn new(layers: Vec<CacheLayer>, bytes: usize) -> PoolSpec {
+        PoolSpec { layers, bytes, page_tokens: 64, host_bytes: 0 }
+    }
+
+    /// Sets the budget so that so many sequences of up to `longest` tokens fit at once, fed with up to `most_new`
+    /// tokens at a time each. The size of pages and the layers must be set before.
+    ///
+    /// # Errors
+    /// As [`KvPool::new`].
+    pub fn room_for(self, sequences: usize, longest: usize, most_new: usize) -> Result<PoolSpec> {
+        let (groups, _) = layer_groups(&self)?;
+        let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
+        let of_group = |group: &LayerGroup| {
+            let pages = group.most_pages(longest, most_new, self.page_tokens).max(1);
+            pages.checked_mul(sequences.max(1))?.div_ceil(slab / group.page_bytes).checked_mul(slab)
+        };
+        let bytes = groups.iter().map(of_group).try_fold(0usize, |sum, bytes| sum.checked_add(bytes?));
+        Ok(PoolSpec { bytes: bytes.ok_or(Error::Overflow { op: NAME, arg: "longest" })?, ..self })
+    }
+
+    /// As [`PoolSpec::room_for`], where a step has up to `step_tokens` tokens of all sequences together. Each sequence
+    /// may also [hold](Sequence::hold) some that its windows have passed.
+    ///
+    /// # Errors
+    /// As [`KvPool::new`].
+    pub fn room_for_steps(self, sequences: usize, longest: usize, step_tokens: usize) -> Result<PoolSpec> {
+        self.room_for(sequences, longest, step_tokens.div_ceil(sequences.max(1)).max(HELD))
+    }
+}
+
+setters! { PoolSpec {
+    page_tokens: usize,
+    host_bytes: usize,
+} }
+
+/// The most that a step for a captured [`Graph`](crate::Graph) can hold ([`KvPool::reserve_step`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepSize {
+    /// Sequences.
+    pub sequences: usize,
+    /// Tokens, of all sequences together.
+    pub tokens: usize,
+    /// The longest length of a sequence.
+    pub longest: usize,
+    /// The most tokens of one sequence.
+    pub most_new: usize,
+    /// The number of tokens at the beginning that are the only ones of their sequences.
+    pub alone: usize,
+}
+
+impl StepSize {
+    /// A decode step: one token for each of `sequences` sequences of at most `longest` tokens.
+    pub fn decode(sequences: usize, longest: usize) -> StepSize {
+        StepSize { sequences, tokens: sequences, longest, most_new: 1, alone: sequences }
+    }
+
+    /// Sets the number of tokens, and how many of them one sequence can have. With more than one, none is known to be
+    /// the only one of its sequence.
+    #[must_use]
+    pub fn tokens(self, tokens: usize, most_new: usize) -> StepSize {
+        StepSize { tokens, most_new, alone: if most_new <= 1 { tokens } else { 0 }, ..self }
+    }
+
+    /// Sets the number of tokens at the beginning that are the only ones of their sequences.
+    #[must_use]
+    pub fn alone(self, tokens: usize) -> StepSize {
+        StepSize { alone: tokens.min(self.tokens), ..self }
+    }
+}

@@ -1,0 +1,134 @@
+//! The words of a step: its one upload to the device.
+
+use super::{growth::Change, sequence::Sequence};
+use crate::{Step, Tensor, step::StepPages};
+
+/// The parts of a step's one upload: positions, sequences, lengths, and the table of each group.
+pub(super) struct StepShape<'a> {
+    pub base: &'a Tensor,
+    pub tokens: usize,
+    /// Rows of lengths and tables.
+    pub sequences: usize,
+    pub width: usize,
+    /// The most pages of a group that the pass seals.
+    pub seals: usize,
+    /// Each token has a row, and not each sequence.
+    pub is_unrolled: bool,
+}
+
+/// A count of words, rounded up so that what follows is aligned to 16 bytes.
+pub(super) fn padded(words: usize) -> Option<usize> {
+    words.checked_next_multiple_of(4)
+}
+
+impl<'a> StepShape<'a> {
+    pub fn of(step: &Step, pages: &'a StepPages) -> StepShape<'a> {
+        let width = pages.tables.first().map_or(0, |table| table.shape()[1]);
+        let (tokens, sequences) = (step.tokens(), step.sequences());
+        let seals = pages.seals.iter().map(|seals| seals.shape()[0]).max().unwrap_or(0);
+        StepShape { base: &pages.base, tokens, sequences, width, seals, is_unrolled: false }
+    }
+
+    /// The first word of the pages to seal of a group of sealed pages, before which `before` others have theirs.
+    pub fn at_seals(&self, before: usize, groups: usize) -> usize {
+        let of_group = padded(3 * self.seals).expect("the step's size has been checked");
+        self.table_row(groups, 0) + before * of_group
+    }
+
+    /// The rows of a sequence with so many new tokens.
+    pub fn rows(&self, count: usize) -> usize {
+        if self.is_unrolled { count } else { 1 }
+    }
+
+    /// The first row of a sequence of a batch.
+    pub fn first_row(&self, batch: &[(&mut Sequence, usize)], sequence: usize) -> usize {
+        match self.is_unrolled {
+            true => batch[..sequence].iter().map(|(_, count)| count).sum(),
+            false => sequence,
+        }
+    }
+
+    /// The first word of the sequences.
+    pub fn at_sequence(&self) -> usize {
+        padded(self.tokens).expect("the step's size has been checked")
+    }
+
+    /// The first word of a row of a group's table.
+    pub fn table_row(&self, group: usize, row: usize) -> usize {
+        let [tokens, sequences, table] = [self.tokens, self.sequences, self.sequences * self.width]
+            .map(|words| padded(words).expect("the step's size has been checked"));
+        2 * tokens + sequences + group * table + row * self.width
+    }
+
+    /// Fills positions, sequences and lengths after the step, and the pages that the sequences hold before it, into the
+    /// first row of each.
+    pub fn fill(&self, words: &mut Vec<u32>, batch: &[(&mut Sequence, usize)]) {
+        words.clear();
+        words.resize(self.base.elements(), Step::INACTIVE);
+        let at_sequence = self.at_sequence();
+        let at_lens = 2 * at_sequence;
+        words[..self.tokens].fill(0);
+        words[at_lens..at_lens + self.sequences].fill(0);
+        let (mut token, mut row) = (0, 0);
+        for (sequence, count) in batch {
+            let (len, rows) = (sequence.len(), self.rows(*count));
+            for index in 0..*count {
+                words[token] = (len + index) as u32;
+                words[at_sequence + token] = (row + index.min(rows - 1)) as u32;
+                token += 1;
+            }
+            for index in 0..rows {
+                // The last row has the length of all.
+                words[at_lens + row + index] = (len + count - (rows - 1 - index)) as u32;
+            }
+            for (group, held) in sequence.pages.groups.iter().enumerate().filter(|_| rows > 0) {
+                let at = self.table_row(group, row);
+                if let Some(kept) = held.kept {
+                    words[at] = kept;
+                }
+                if !held.pages.is_empty() {
+                    words[at + held.first..][..held.pages.len()].copy_from_slice(&held.pages);
+                }
+            }
+            row += rows;
+        }
+    }
+
+    /// Copies the tables of a sequence to its other rows.
+    pub fn repeat_tables(&self, words: &mut [u32], batch: &[(&mut Sequence, usize)]) {
+        let mut row = 0;
+        for (sequence, count) in batch {
+            for other in 1..self.rows(*count) {
+                for group in 0..sequence.pages.groups.len() {
+                    let from = self.table_row(group, row);
+                    words.copy_within(from..from + self.width, self.table_row(group, row + other));
+                }
+            }
+            row += self.rows(*count);
+        }
+    }
+
+    /// Brings the tables up to date with the changes of a step.
+    pub fn fill_pages(&self, words: &mut [u32], log: &[Change], batch: &[(&mut Sequence, usize)]) {
+        for change in log {
+            match *change {
+                Change::Kept { .. } => {}
+                Change::Passed { sequence, group, page } | Change::Dropped { sequence, group, page } => {
+                    let row = self.table_row(group, self.first_row(batch, sequence));
+                    words[row..row + self.width].iter_mut().filter(|entry| **entry == page).for_each(|entry| {
+                        *entry = Step::INACTIVE;
+                    });
+                }
+                Change::Copied { sequence, group, from, to } => {
+                    let row = self.table_row(group, self.first_row(batch, sequence));
+                    words[row..row + self.width].iter_mut().filter(|entry| **entry == from).for_each(|entry| {
+                        *entry = to;
+                    });
+                }
+                Change::New { sequence, group, index, page } => {
+                    words[self.table_row(group, self.first_row(batch, sequence)) + index] = page;
+                }
+            }
+        }
+    }
+}
