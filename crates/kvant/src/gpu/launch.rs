@@ -177,6 +177,8 @@ pub struct Launch {
     /// Indices of buffers that the kernel may read before the previous launches have ended, unless the last of them
     /// writes to these buffers. Most kernels read nothing early. Without effect where launches never overlap.
     pub ahead: &'static [u32],
+    /// Whether the kernel waits for the previous one at its end, and lets the next one begin before.
+    pub late: bool,
     /// What the kernel computes, if it is a plain product of matrices: an executor may leave it to a library.
     pub product: Option<Product>,
 }
@@ -215,6 +217,7 @@ impl Launch {
             grid,
             threadgroup_bytes: 0,
             ahead: &[],
+            late: false,
             product: None,
         }
     }
@@ -298,6 +301,11 @@ impl Launch {
     /// Says which buffers are read ahead.
     pub(crate) fn reads_ahead(self, indices: &'static [u32]) -> Launch {
         Launch { ahead: indices, ..self }
+    }
+
+    /// Says that the kernel waits for the previous one at its end, and lets the next one begin before.
+    pub(crate) fn waits_late(self, late: bool) -> Launch {
+        Launch { late, ..self }
     }
 
     /// Whether one of two launches writes bytes that the other reads or writes.

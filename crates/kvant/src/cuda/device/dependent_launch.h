@@ -5,7 +5,8 @@
 // accesses one. A block without work may end without waiting, as long as one block of its grid waits.
 //
 // Most kernels let the next one begin only after they have waited: all kernels before them have ended by then. A short
-// one lets it begin first (take_turn_early), so that the next kernel reads ahead while this one waits. Then the next
+// one lets it begin first (take_turn_early), so that the next kernel reads ahead while this one waits, and so does one
+// that merges the previous kernel's results with its own at its end (take_turn_unless_late). Then the next
 // kernel may also run at the same time as the kernels that this one waits for (runtime/running.rs).
 #ifndef KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 #define KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
@@ -28,6 +29,21 @@ inline void let_next_begin() {
 inline void take_turn() {
     wait_for_previous();
     let_next_begin();
+}
+
+// For kernels that may need the previous kernel's results only at their end: IF_LATE, they wait there, and let the next
+// one begin now (gpu/launch.rs: `waits_late`).
+template <bool IF_LATE> inline void take_turn_unless_late() {
+    if (!IF_LATE) {
+        wait_for_previous();
+    }
+    let_next_begin();
+}
+
+template <bool IF_LATE> inline void wait_if_late() {
+    if (IF_LATE) {
+        wait_for_previous();
+    }
 }
 
 // For short kernels.

@@ -18,7 +18,7 @@ impl<'a> RunningKernels<'a> {
 
     /// Adds the kernel that is enqueued next.
     pub fn push(&mut self, launch: &'a Launch, overlaps: bool) {
-        if !overlaps || !headers::lets_next_begin_first(launch.source) {
+        if !overlaps || !(launch.late || headers::lets_next_begin_first(launch.source)) {
             self.0.clear();
         }
         self.0.push(launch);

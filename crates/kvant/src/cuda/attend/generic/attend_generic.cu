@@ -336,9 +336,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         rows[r].l = l;
     }
     __syncthreads();
-    if (EARLIER) {
-        take_turn();
-    }
+    wait_if_late<EARLIER>();
     if (part.parts > 1 && !merge(p, b.to, shared, part, item.len())) {
         return;
     }
@@ -385,9 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         }
     }
     __syncthreads();
-    if (!EARLIER) {
-        take_turn();
-    }
+    take_turn_unless_late<EARLIER>();
     // Prefetches the queries.
     constexpr uint Q_LINE = 128 / size_of(Q_DTYPE);
     if (threadIdx.x * ulong(Q_LINE) < ulong(p.tokens) * p.kv_heads * p.group * HEAD_DIM) {

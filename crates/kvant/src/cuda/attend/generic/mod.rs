@@ -295,7 +295,8 @@ impl AttendGeneric {
             .grid([self.blocks, 1, 1], [32 * warps, 1, 1])
             .threadgroup_memory(shared_bytes)
             // Positions, sequences and lengths.
-            .reads_ahead(reads_ahead(call, &[8, 9, 10]));
+            .reads_ahead(reads_ahead(call, &[8, 9, 10]))
+            .waits_late(call.earlier.is_some());
         let launch = planes::bind(planes::bind(launch, 2, sides[0], Use::Read), 5, sides[1], Use::Read);
         let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         let launch = key_bias::bind(launch, 21, call.layer.key_bias());

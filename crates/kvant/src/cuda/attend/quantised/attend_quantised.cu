@@ -168,9 +168,7 @@ struct TokenPlaces {
 // From the block's state to the output, or to a state in device memory. Not inlined, so that it does not share
 // registers with the loop over the keys.
 __noinline__ void finish(const AttendParams &p, const Partials to, const TokenPlaces places, const ItemPart part) {
-    if (EARLIER) {
-        take_turn();
-    }
+    wait_if_late<EARLIER>();
     const State state = {};
     const QueryRows of_share(p, part.item, part.head);
     const auto sees = [&](uint) {
@@ -297,9 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     }
     // So far the kernel has read only buffers that the previous kernel does not write (gpu/launch.rs: `reads_ahead`).
     // If that leaves results to merge, it writes nothing else that is read here.
-    if (!EARLIER) {
-        take_turn();
-    }
+    take_turn_unless_late<EARLIER>();
     const Buffers b = {q,         {k_low, k_high, k_norms, k_means}, {v_low, v_high, v_norms, v_means},
                        positions, sequence,                          lens,
                        {partials, counters, RowEnds(sinks, earlier, earlier_ends, new_ends), out}, items == 1,

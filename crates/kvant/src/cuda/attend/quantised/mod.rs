@@ -236,7 +236,8 @@ impl AttendQuantised {
             .grid([self.blocks, 1, 1], [32 * self.warps, 1, 1])
             .threadgroup_memory(self.shared_bytes)
             // Positions, sequences and lengths.
-            .reads_ahead(reads_ahead(call, &[8, 9, 10]));
+            .reads_ahead(reads_ahead(call, &[8, 9, 10]))
+            .waits_late(call.earlier.is_some());
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
         let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         let launch = bind_result(launch, call, self.heads);

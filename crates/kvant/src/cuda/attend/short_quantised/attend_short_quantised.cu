@@ -156,9 +156,7 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes
     constexpr uint RUN = QueryRuns::RUN;
     const uint lane = threadIdx.x % 32;
     // While outputs are awaited.
-    if (EARLIER) {
-        take_turn();
-    }
+    wait_if_late<EARLIER>();
     const float earlier_end = ends.of_earlier(row);
     float before[HEAD_DIM / 32];
 #pragma unroll
@@ -316,9 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         }
     };
 
-    if (!EARLIER) {
-        take_turn();
-    }
+    take_turn_unless_late<EARLIER>();
     const QueryRows rows(p, item, head);
     float x[HEAD_DIM / 32];
     if (warp < GROUP) {

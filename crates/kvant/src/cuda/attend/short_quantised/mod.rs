@@ -99,7 +99,8 @@ impl AttendShortQuantised {
             .grid([self.blocks, 1, 1], [32 * WARPS, 1, 1])
             .threadgroup_memory(self.requested_bytes)
             // Positions, sequences, lengths and page tables.
-            .reads_ahead(reads_ahead(call, &[8, 9, 10, 15]));
+            .reads_ahead(reads_ahead(call, &[8, 9, 10, 15]))
+            .waits_late(call.earlier.is_some());
         let launch = planes::bind(planes::bind(launch, 2, &call.layer.k, Use::Read), 5, &call.layer.v, Use::Read);
         let launch = planes::bind_means(launch, [16, 17], &call.layer, Use::Read);
         Ok(bind_result(launch, call, self.heads))
