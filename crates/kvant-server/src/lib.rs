@@ -29,6 +29,7 @@ mod keys;
 mod logprobs;
 mod metrics;
 mod models;
+mod ollama;
 mod options;
 mod responses;
 mod sampling;

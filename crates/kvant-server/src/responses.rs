@@ -56,6 +56,9 @@ pub(crate) struct ResponsesRequest {
     prompt_cache_key: Option<String>,
 }
 
+/// How the types of tools begin that OpenAI's servers run.
+const HOSTED: [&str; 4] = ["web_search", "file_search", "code_interpreter", "image_generation"];
+
 #[derive(Debug, Default, Deserialize)]
 struct TextOptions {
     format: Option<JsonValue>,
@@ -81,19 +84,23 @@ pub(crate) async fn create(
     Json(mut request): Json<ResponsesRequest>,
 ) -> Result<Response> {
     let model = app.model(request.model.as_deref())?;
-    check_fixed(&request)?;
+    check_fixed(&app, &request)?;
     let object = describe(&app, &request, &model);
-    let tools = request.tools.take().map(|tools| tools.into_iter().map(nested).collect());
+    let tools = request.tools.take().map(|tools| own_tools(&app, tools, request.tool_choice.as_ref()));
     let format = request.text.as_ref().and_then(|text| text.format.as_ref());
     let shape = Shape::of_format(format, "text.format", None)?;
     let (tools, shape) = chosen_tools(&app, tools, request.tool_choice.as_ref(), shape)?;
     let mut variables = BTreeMap::new();
     let thinking = thinking(effort(request.reasoning.as_ref())?, &mut variables)?;
     let messages = messages(&app, &request)?;
-    let talk = Talk { messages, tools, variables, thinking, generation_prompt: true, shape, ..Talk::default() };
-    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+    let one_call = request.parallel_tool_calls == Some(false);
+    let talk =
+        Talk { messages, tools, variables, thinking, shape, one_call, generation_prompt: true, ..Talk::default() };
+    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await?;
+    let prompt = prompt.map_err(|error| error.renamed("messages", "input"))?;
 
-    let max_tokens = request.max_output_tokens.map_or(app.engine.context(), |TokenLimit(limit)| limit);
+    let asked = request.max_output_tokens.map(|TokenLimit(limit)| limit);
+    let max_tokens = app.max_tokens(asked, app.engine.context());
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
     let drawn = Drawn { temperature: request.temperature, top_p: request.top_p, ..Drawn::default() };
     let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?]);
@@ -108,16 +115,19 @@ pub(crate) async fn create(
 }
 
 /// Checks fields of which this server supports one value.
-fn check_fixed(request: &ResponsesRequest) -> Result<()> {
+fn check_fixed(app: &App, request: &ResponsesRequest) -> Result<()> {
+    let strict = app.options.strict_fields;
     let text = request.text.as_ref();
+    let verbosity = text.and_then(|text| text.verbosity.as_deref());
+    let mut included = request.include.iter().flatten();
     let refused = [
-        ("text.verbosity", text.is_some_and(|text| !matches!(text.verbosity.as_deref(), None | Some("medium")))),
-        ("include", request.include.as_ref().is_some_and(|include| !include.is_empty())),
-        ("store", request.store == Some(true)),
+        ("text.verbosity", strict && !matches!(verbosity, None | Some("medium"))),
+        // The others are parts of what hosted tools and stored thoughts give, which there are none of.
+        ("include", included.any(|part| strict || part == "message.output_text.logprobs")),
+        ("store", strict && request.store == Some(true)),
         ("background", request.background == Some(true)),
         ("truncation", !matches!(request.truncation.as_deref(), None | Some("disabled"))),
-        ("service_tier", !matches!(request.service_tier.as_deref(), None | Some("auto" | "default"))),
-        ("parallel_tool_calls", request.parallel_tool_calls == Some(false)),
+        ("service_tier", strict && !matches!(request.service_tier.as_deref(), None | Some("auto" | "default"))),
     ];
     match refused.iter().find(|(_, is_asked)| *is_asked) {
         Some((field, _)) => Err(ApiError::unsupported(*field, "only its default")),
@@ -131,11 +141,22 @@ fn effort(reasoning: Option<&Map<String, Value>>) -> Result<Option<String>> {
     for (key, value) in reasoning.iter().filter(|(_, value)| !value.is_null()) {
         match (key.as_str(), value.as_str()) {
             ("effort", Some(word)) => effort = Some(word.to_string()),
-            ("summary", Some("auto")) => {}
+            ("summary" | "generate_summary", Some("auto" | "concise" | "detailed")) => {}
             _ => return Err(ApiError::unsupported(format!("reasoning.{key}"), "only `effort`")),
         }
     }
     Ok(effort)
+}
+
+/// The tools in the form of chat completions, without those that OpenAI's servers run where the model need not call
+/// them: it never does.
+fn own_tools(app: &App, tools: Vec<JsonValue>, choice: Option<&Value>) -> Vec<JsonValue> {
+    let is_free = !app.options.strict_fields && choice.is_none_or(|choice| choice == "auto" || choice == "none");
+    let is_hosted = |tool: &JsonValue| {
+        let kind = tool["type"].as_str().unwrap_or_default();
+        HOSTED.iter().any(|hosted| kind.starts_with(hosted))
+    };
+    tools.into_iter().filter(|tool| !(is_free && is_hosted(tool))).map(nested).collect()
 }
 
 /// A tool of responses in the form of chat completions.
@@ -236,7 +257,8 @@ fn describe(app: &App, request: &ResponsesRequest, model: &str) -> JsonValue {
         "id": random_id("resp_"), "object": "response", "created_at": now(), "status": "in_progress",
         "background": false, "error": null, "incomplete_details": null, "instructions": request.instructions,
         "max_output_tokens": max_output_tokens, "metadata": request.metadata.clone().unwrap_or_default(),
-        "model": model, "output": [], "parallel_tool_calls": true, "previous_response_id": null,
+        "model": model, "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true), "previous_response_id": null,
         "reasoning": {"effort": request.reasoning.as_ref().and_then(|r| r.get("effort")), "summary": null},
         "store": false, "temperature": request.temperature.unwrap_or(default.temperature), "text": {"format": {"type": "text"}},
         "tool_choice": request.tool_choice.clone().unwrap_or(json!("auto")),
