@@ -60,8 +60,8 @@ pub struct GenerateArgs {
     /// 0 always selects the most probable token [default: 0.7; with --chat the model's, if it has one]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Sample from the most probable tokens with a total probability of P [default: 0.95; with --chat the model's, if it
-    /// has one]
+    /// Sample from the most probable tokens with a total probability of P [default: 0.95; with --chat the model's, if
+    /// it has one]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Sample from the K most probable tokens; 0 for all [default: 0; with --chat the model's, if it has one]
