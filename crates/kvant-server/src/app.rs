@@ -29,6 +29,7 @@ use crate::{
     metrics::{self, Statuses},
     models, ollama, responses,
     sampling::{now, random_id},
+    store::Store,
     tokens,
 };
 
@@ -45,6 +46,8 @@ pub(crate) struct App {
     pub started: u64,
     /// How often each status was answered.
     pub statuses: Statuses,
+    /// Conversations of earlier responses.
+    pub store: Store,
 }
 
 /// The id of a request, in logs, errors and the header `x-request-id`.
@@ -61,15 +64,9 @@ const LONGEST_ID: usize = 128;
 impl App {
     pub fn new(engine: Engine, template: Option<ChatTemplate>, options: ServerOptions) -> App {
         let long_texts = Arc::new(Semaphore::new(LONG_TEXTS));
-        App {
-            engine,
-            template,
-            options,
-            is_draining: AtomicBool::new(false),
-            long_texts,
-            started: now(),
-            statuses: Statuses::default(),
-        }
+        let (statuses, store) = (Statuses::default(), Store::new(options.store_limit));
+        let is_draining = AtomicBool::new(false);
+        App { engine, template, options, is_draining, long_texts, started: now(), statuses, store }
     }
 
     /// The name of the model in answers, if a request may use `asked`.

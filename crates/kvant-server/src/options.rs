@@ -34,6 +34,8 @@ pub struct ServerOptions {
     pub schema_limit: usize,
     /// Whether fields that change nothing here are refused, too: hints, and what only other servers do. Default: false.
     pub strict_fields: bool,
+    /// The most bytes of conversations that are kept for `previous_response_id`; 0 for none. Default: 64 MiB.
+    pub store_limit: usize,
     /// The time between pings in a stream without other events. Default: 10 s.
     pub ping: Duration,
     /// The longest time that a shutdown waits for running requests. Default: 30 s.
@@ -77,6 +79,7 @@ impl ServerOptions {
             choices: 128,
             schema_limit: 256 << 10,
             strict_fields: false,
+            store_limit: 64 << 20,
             ping: Duration::from_secs(10),
             drain: Duration::from_secs(30),
             cors: None,
@@ -139,6 +142,12 @@ impl ServerOptions {
     #[must_use]
     pub fn strict_fields(self, strict_fields: bool) -> Self {
         ServerOptions { strict_fields, ..self }
+    }
+
+    /// Sets [`ServerOptions::store_limit`].
+    #[must_use]
+    pub fn store_limit(self, bytes: usize) -> Self {
+        ServerOptions { store_limit: bytes, ..self }
     }
 
     /// Sets [`ServerOptions::ping`].

@@ -44,7 +44,6 @@ async fn hints_change_nothing() {
             json!({"messages": [{"role": "user", "content": "Vec", "cache_control": {"type": "ephemeral"}}]}),
             "messages[0].cache_control",
         ),
-        ("/v1/responses", json!({"store": true}), "store"),
         ("/v1/responses", json!({"include": ["reasoning.encrypted_content"]}), "include"),
         ("/v1/responses", json!({"text": {"verbosity": "low"}}), "text.verbosity"),
         ("/v1/responses", json!({"service_tier": "priority"}), "service_tier"),

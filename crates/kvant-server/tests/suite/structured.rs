@@ -466,3 +466,29 @@ async fn what_cannot_be_enforced_is_named() {
     }
     post(chat_router(), CHAT, and(ask(), json!({"tools": strict, "tool_choice": "required"}))).await.ok();
 }
+
+/// Without a tool that must be called, text is free, and what begins as a call of a strict function follows its schema.
+#[tokio::test(flavor = "multi_thread")]
+async fn strict_calls_that_may_be() {
+    let ids = post(router(), "/tokenize", json!({"content": "{"})).await.ok()["tokens"].clone();
+    let brace = ids[0].to_string();
+    assert_eq!(ids.as_array().unwrap().len(), 1);
+    let parameters = json!({"type": "object", "properties": {"x": {"enum": [7, 8]}}, "required": ["x"],
+        "additionalProperties": false});
+    let function = |strict: bool| {
+        let function = json!({"name": "f", "parameters": parameters, "strict": strict});
+        json!({"tools": [{"type": "function", "function": function}], "tool_choice": "auto"})
+    };
+    let ask = |bias: i32, strict: bool| and(and(ask(), function(strict)), json!({"logit_bias": {brace.clone(): bias}}));
+    let answer = post(llama_router(), CHAT, ask(100, true)).await.ok()["choices"][0].clone();
+    let call = &answer["message"]["tool_calls"][0]["function"];
+    assert_eq!((&call["name"], &answer["finish_reason"]), (&json!("f"), &json!("tool_calls")), "{answer}");
+    let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+    assert!([json!({"x": 7}), json!({"x": 8})].contains(&arguments), "{arguments}");
+    let free = post(llama_router(), CHAT, and(ask(-100, true), json!({"max_tokens": 20}))).await.ok();
+    let message = &free["choices"][0]["message"];
+    assert!(message["tool_calls"].is_null() && !message["content"].as_str().unwrap().is_empty(), "{message}");
+    // Nothing holds a function that is not strict.
+    let loose = post(llama_router(), CHAT, and(ask(100, false), json!({"max_tokens": 20}))).await.ok();
+    assert!(loose["choices"][0]["message"]["tool_calls"].is_null(), "{loose}");
+}
