@@ -19,6 +19,7 @@ from clients.serving import DOWNLOADS, ROOT
 # Part, module, what it runs. The first ones run in `./check`, all in `./check all`.
 PARTS = {
     "packages": "the packages openai and anthropic",
+    "defaults": "clients and frameworks with their default settings",
     "faults": "clients that vanish, stall or send nothing; a shutdown under load",
     "openai_suite": "the test suite of the package openai",
     "lm_eval_suite": "lm-eval's local-completions: the same log likelihoods as `kvant eval`",
@@ -30,11 +31,12 @@ PARTS = {
 SMALL = ["packages", "faults"]
 REQUIREMENTS = os.path.join(ROOT, "tools", "clients", "requirements.txt")
 ALL_REQUIREMENTS = os.path.join(ROOT, "tools", "clients", "requirements-all.txt")
+DEFAULTS_REQUIREMENTS = os.path.join(ROOT, "tools", "clients", "requirements-defaults.txt")
 
 
 def install(requirements):
     """The Python of an environment with the clients, or None if they cannot be downloaded."""
-    venv = os.path.join(DOWNLOADS, "venv")
+    venv = os.path.join(DOWNLOADS, "venv-defaults" if requirements == DEFAULTS_REQUIREMENTS else "venv")
     python = os.path.join(venv, "bin", "python")
     done = os.path.join(venv, os.path.basename(requirements) + ".installed")
     with open(requirements) as file:
@@ -51,6 +53,16 @@ def install(requirements):
     return python
 
 
+def start(python, kvant, parts):
+    """Runs parts with the Python of an environment, and ends with their exit code if they fail."""
+    if python is None:
+        print(f"skipped: the clients of {', '.join(parts)} cannot be downloaded")
+        return
+    code = subprocess.run([python, os.path.abspath(__file__), "--installed", "--kvant", kvant, *parts]).returncode
+    if code != 0:
+        sys.exit(code)
+
+
 def main():
     listed = "\n".join(f"  {part:16} {what}" for part, what in PARTS.items())
     format = argparse.RawDescriptionHelpFormatter
@@ -62,11 +74,12 @@ def main():
     args = parser.parse_args()
     parts = list(PARTS) if args.all else args.part or SMALL
     if not args.installed:
-        python = install(REQUIREMENTS if set(parts) <= set(SMALL) else ALL_REQUIREMENTS)
-        if python is None:
-            print("skipped: the clients cannot be downloaded")
-            return
-        os.execv(python, [python, os.path.abspath(__file__), "--installed", "--kvant", args.kvant, *parts])
+        if "defaults" in parts:
+            start(install(DEFAULTS_REQUIREMENTS), args.kvant, ["defaults"])
+            parts.remove("defaults")
+        if parts:
+            start(install(REQUIREMENTS if set(parts) <= set(SMALL) else ALL_REQUIREMENTS), args.kvant, parts)
+        return
     for part in parts:
         started = time.monotonic()
         outcome = importlib.import_module(f"clients.{part}").run(args.kvant)

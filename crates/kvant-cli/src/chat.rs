@@ -11,7 +11,7 @@ use std::{
 use clap::builder::NonEmptyStringValueParser;
 use kvant::Sequence;
 use kvant_models::{
-    Files, Model, PoolOptions, Request, Sampling, Tokenizer,
+    Files, GenerateStats, Model, PoolOptions, Request, Sampling, Tokenizer,
     chat::{ChatRole, ChatTemplate, Conversation, GenerationDefaults, Message, ReplyParser, SpecialTokens},
     generate,
 };
@@ -23,7 +23,7 @@ use crate::{
     memory::{self, Demand},
     output,
     reply::ReplyPrinter,
-    shipped, tokens,
+    shipped, suggest, tokens,
 };
 
 /// For models without a template, by `--plain`.
@@ -32,9 +32,12 @@ const PLAIN: &str = "{{ bos_token }}{% for m in messages %}{{ m.role | capitaliz
 
 const HELP: &str = "/system TEXT     set the system message\n\
                     /think on|off|hidden\n\
+                    /retry           answer the last message again\n\
+                    /set NAME VALUE  temperature, top_p, top_k, min_p, seed or max_tokens; without a name, show all\n\
+                    /kv              show the cache: its type, tokens and bytes\n\
                     /save FILE, /load FILE\n\
                     /clear           forget the conversation\n\
-                    /help\n\
+                    /exit, /quit, /help\n\
                     A line that ends with \\ continues on the next. Ctrl-C stops an answer, Ctrl-D ends the chat.\n";
 
 /// Chat with a model
@@ -46,7 +49,7 @@ pub struct ChatArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
     /// openai/gpt-oss-20b
     #[arg(value_name = "MODEL")]
-    model: PathBuf,
+    model: Option<PathBuf>,
     /// The system message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
@@ -68,12 +71,16 @@ pub struct ChatArgs {
     /// 0 always selects the most probable token [default: the model's, or 0.7]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Sample from the most probable tokens with a total probability of P [default: the model's, or 0.9]
+    /// Sample from the most probable tokens with a total probability of P [default: the model's, or 0.95]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Sample from the K most probable tokens; 0 for all [default: the model's, or 0]
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
+    /// Sample from tokens with at least P times the probability of the most probable one [default: the model's, or
+    /// 0.05]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    min_p: Option<f32>,
     /// The same seed gives the same answers [default: random]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
@@ -96,6 +103,9 @@ struct Chat<'a> {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     sampling: Sampling,
+    /// The longest answer in tokens.
+    max_tokens: usize,
+    kv: String,
     sequence: Sequence,
     /// The tokens of the sequence.
     fed: Vec<u32>,
@@ -108,17 +118,22 @@ struct Chat<'a> {
 }
 
 pub fn run(args: &ChatArgs) -> Result {
-    let files = shipped::files(Some(&args.model))?;
+    let Some(name) = &args.model else {
+        return Err(format!("a model is needed. {}", suggest::text("chat")).into());
+    };
+    let files = shipped::files(Some(name))?;
     let template = template(args, &files)?;
     let device = args.device.open()?;
     let tokenizer = Tokenizer::load_files(&files)?;
     let defaults = GenerationDefaults::load_files(&files)?;
-    let mut sampling = defaults.sampling(Sampling::default().temperature(0.7).top_p(0.9));
+    let mut sampling = defaults.sampling(Sampling::usual());
     sampling.temperature = args.temperature.unwrap_or(sampling.temperature);
     sampling.top_p = args.top_p.unwrap_or(sampling.top_p);
     sampling.top_k = args.top_k.unwrap_or(sampling.top_k);
+    sampling.min_p = args.min_p.unwrap_or(sampling.min_p);
     sampling.seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
     let kv = args.activations.kv(&device, args.kv.as_ref());
+    memory::warn_of_context(&files, args.context)?;
     let options = PoolOptions { codecs: kv.codecs, longest: args.context, ..PoolOptions::default() };
     let load = args.activations.options(&device);
     memory::check(&files, &device, &Demand { pool: options.clone(), load, bytes: None, shorter: "--context" })?;
@@ -132,6 +147,8 @@ pub fn run(args: &ChatArgs) -> Result {
         tokenizer,
         template,
         sampling,
+        max_tokens: args.max_tokens as usize,
+        kv: kv.name,
         sequence,
         fed,
         messages,
@@ -150,10 +167,27 @@ fn template(args: &ChatArgs, files: &Files) -> Result<ChatTemplate> {
         Some(path) => Ok(ChatTemplate::new(&tokens::read_text(path)?, tokens()?)?),
         None if args.plain => Ok(ChatTemplate::new(PLAIN, tokens()?)?),
         None => ChatTemplate::load_files(files)?.ok_or_else(|| {
-            let name = args.model.display();
+            let name = args.model.as_deref().unwrap_or(std::path::Path::new("the model")).display();
             format!("{name}: the model has no chat template. Give one with --template FILE, or use --plain").into()
         }),
     }
+}
+
+/// Whether a line ends the chat.
+fn is_end(line: &str) -> bool {
+    matches!(line.trim(), "/exit" | "/quit")
+}
+
+fn messages_of(count: usize) -> String {
+    if count == 1 { "1 message".to_string() } else { format!("{count} messages") }
+}
+
+/// How fast an answer was.
+fn speed(stats: &GenerateStats) -> String {
+    let GenerateStats { prompt_tokens, generated_tokens, decode_steps, decode_seconds, prompt_seconds, .. } = *stats;
+    let rate = |count: usize, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
+    let (decode, prompt) = (rate(decode_steps, decode_seconds), rate(prompt_tokens, prompt_seconds));
+    format!("({generated_tokens} tokens, {decode:.1} a second; prompt {prompt_tokens}, {prompt:.0} a second)\n")
 }
 
 impl Chat<'_> {
@@ -170,6 +204,9 @@ impl Chat<'_> {
                     text += &line;
                     let text = std::mem::take(&mut text);
                     editor.add_history_entry(&text)?;
+                    if is_end(&text) {
+                        return Ok(());
+                    }
                     self.line(&text)?;
                 }
                 Err(ReadlineError::Interrupted) => text.clear(),
@@ -182,8 +219,12 @@ impl Chat<'_> {
     fn with_lines(&mut self) -> Result {
         let (mut lines, mut failed) = (0, 0);
         for line in std::io::stdin().lock().lines() {
+            let line = line.map_err(|error| format!("standard input: {error}"))?;
+            if is_end(&line) {
+                break;
+            }
             lines += 1;
-            let succeeded = self.line(&line.map_err(|error| format!("standard input: {error}"))?)?;
+            let succeeded = self.line(&line)?;
             failed += usize::from(!succeeded);
         }
         // Nobody may have watched: a script needs the exit code.
@@ -212,6 +253,9 @@ impl Chat<'_> {
         match (name, rest.trim()) {
             ("/help", _) => output::note(HELP)?,
             ("/clear", _) => (self.messages, self.left_out) = (Vec::new(), 0),
+            ("/retry", _) => return self.retry(),
+            ("/kv", _) => return self.show_cache(),
+            ("/set", setting) => return self.set(setting),
             ("/system", "") => self.system = None,
             ("/system", text) => self.system = Some(text.to_string()),
             ("/think", how @ ("on" | "off" | "hidden")) => {
@@ -221,17 +265,81 @@ impl Chat<'_> {
             ("/save", path) if !path.is_empty() => {
                 let json = serde_json::to_string_pretty(&self.conversation(0))?;
                 std::fs::write(path, json).map_err(|error| format!("{path}: {error}"))?;
+                output::note(&format!("(saved {} to {path})\n", messages_of(self.conversation(0).len())))?;
             }
             ("/load", path) if !path.is_empty() => {
                 let json = tokens::read_text(path.as_ref())?;
                 self.messages = serde_json::from_str(&json).map_err(|error| format!("{path}: {error}"))?;
                 (self.system, self.left_out) = (None, 0);
+                output::note(&format!("(loaded {} from {path})\n", messages_of(self.messages.len())))?;
             }
             ("/save" | "/load", _) => return Err(format!("{name} needs the name of a file").into()),
             ("/think", how) => return Err(format!("/think needs on, off or hidden, got {how:?}").into()),
             _ => return Err(format!("{command}: no such command; /help lists them").into()),
         }
         Ok(())
+    }
+
+    /// Answers the last message again.
+    fn retry(&mut self) -> Result {
+        let is_answer = |message: &Message| message.role == ChatRole::Assistant;
+        let answer = if self.messages.last().is_some_and(is_answer) { self.messages.pop() } else { None };
+        if self.messages.is_empty() {
+            return Err("there is no message to answer again".into());
+        }
+        // With the same numbers the answer would be the same.
+        self.sampling.seed = self.sampling.seed.wrapping_add(1);
+        match self.reply() {
+            Ok(reply) => self.messages.push(reply),
+            Err(error) => {
+                self.messages.extend(answer);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Shows or changes how answers are drawn.
+    fn set(&mut self, setting: &str) -> Result {
+        let (name, value) = setting.split_once([' ', '=']).map_or((setting, ""), |(name, value)| (name, value.trim()));
+        let Sampling { temperature, top_p, top_k, min_p, seed, .. } = self.sampling;
+        if name.is_empty() {
+            let max_tokens = self.max_tokens;
+            return output::note(&format!(
+                "temperature {temperature}, top_p {top_p}, top_k {top_k}, min_p {min_p}, seed {seed}, \
+                 max_tokens {max_tokens}\n"
+            ));
+        }
+        fn number<T: std::str::FromStr>(name: &str, value: &str) -> Result<T> {
+            value.parse().map_err(|_| format!("/set {name} needs a number, got {value:?}").into())
+        }
+        let sampling = self.sampling.clone();
+        let sampling = match name {
+            "temperature" => sampling.temperature(number(name, value)?),
+            "top_p" => sampling.top_p(number(name, value)?),
+            "top_k" => sampling.top_k(number(name, value)?),
+            "min_p" => sampling.min_p(number(name, value)?),
+            "seed" => sampling.seed(number(name, value)?),
+            "max_tokens" => {
+                let limit: std::num::NonZeroUsize = number(name, value)?;
+                self.max_tokens = limit.get();
+                return Ok(());
+            }
+            _ => {
+                let known = "temperature, top_p, top_k, min_p, seed and max_tokens";
+                return Err(format!("/set knows {known}, got {name:?}").into());
+            }
+        };
+        sampling.validate(self.model.vocab_size())?;
+        self.sampling = sampling;
+        Ok(())
+    }
+
+    /// Shows what the cache holds.
+    fn show_cache(&self) -> Result {
+        let (usage, tokens, context) = (self.sequence.pool().usage(), self.sequence.len(), self.args.context);
+        let [used, all] = [usage.used, usage.bytes].map(output::bytes);
+        output::note(&format!("{}: {tokens} of {context} tokens, {used} of {all}\n", self.kv))
     }
 
     /// The messages but the oldest, with the system message first.
@@ -264,7 +372,7 @@ impl Chat<'_> {
         let parser = parser.after_prompt(&self.template.render(&conversation)?);
         let mut printer = ReplyPrinter::new(parser, &self.args.stop).hides_thoughts(self.hides_thoughts);
         let sampling = self.sampling.clone();
-        let max_tokens = room.min(self.args.max_tokens as usize);
+        let max_tokens = room.min(self.max_tokens);
         let request = Request { max_tokens, sampling, stop: self.tokenizer.eos(), ..Request::new(&prompt[rest..]) };
         let (mut stream, mut printed) = (self.tokenizer.stream_with_special().after(&prompt)?, Ok(()));
         let fed = &mut self.fed;
@@ -278,17 +386,19 @@ impl Chat<'_> {
         });
         // The last token is not fed; after an error, even fewer are.
         self.fed.truncate(self.sequence.len());
-        generated?;
+        let stats = generated?;
         printed?;
         printer.push(&stream.finish()?)?;
-        printer.message()
+        let message = printer.message()?;
+        output::note(&speed(&stats))?;
+        Ok(message)
     }
 
     /// The messages to answer and their tokens. If they leave too little room, the oldest turns are left out, until
     /// half of the context is free: else every answer would compute all again.
     fn prompt(&mut self) -> Result<(Vec<Message>, Vec<u32>)> {
         let context = self.args.context;
-        let mut most = context - (self.args.max_tokens as usize).min(context / 4);
+        let mut most = context - self.max_tokens.min(context / 4);
         let before = self.left_out;
         loop {
             let messages = self.conversation(self.left_out);

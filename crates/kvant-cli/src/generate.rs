@@ -30,6 +30,12 @@ use crate::{
 /// Without arguments: the small model that ships with kvant, and a prompt that suits it.
 #[derive(clap::Args)]
 pub struct GenerateArgs {
+    /// As --model, and then the text as --prompt
+    #[arg(value_name = "MODEL", conflicts_with = "model")]
+    place: Option<PathBuf>,
+    /// As --prompt
+    #[arg(value_name = "PROMPT", conflicts_with = "prompt", requires = "place")]
+    text: Option<String>,
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
     /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(long, value_name = "PATH")]
@@ -54,8 +60,8 @@ pub struct GenerateArgs {
     /// 0 always selects the most probable token [default: 0.7; with --chat the model's, if it has one]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Sample from the most probable tokens with a total probability of P [default: 0.9; with --chat the model's, if it
-    /// has one]
+    /// Sample from the most probable tokens with a total probability of P [default: 0.95; with --chat the model's, if
+    /// it has one]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Sample from the K most probable tokens; 0 for all [default: 0; with --chat the model's, if it has one]
@@ -103,7 +109,7 @@ struct Report {
 }
 
 pub fn run(args: &GenerateArgs) -> Result {
-    let files = shipped::files(args.model.as_deref())?;
+    let files = shipped::files(args.model.as_deref().or(args.place.as_deref()))?;
     let device = args.device.open()?;
     let prompt = prompt(args)?;
     let tokenizer = Tokenizer::load_files(&files)?;
@@ -224,8 +230,9 @@ fn rate(tokens: usize, seconds: f64) -> f64 {
 }
 
 fn prompt(args: &GenerateArgs) -> Result<String> {
-    if args.prompt != "-" {
-        return Ok(args.prompt.clone());
+    let given = args.text.as_ref().unwrap_or(&args.prompt);
+    if given != "-" {
+        return Ok(given.clone());
     }
     let mut text = String::new();
     std::io::stdin().lock().read_to_string(&mut text).map_err(|error| format!("standard input: {error}"))?;
@@ -257,7 +264,7 @@ fn prompt_ids(
 /// How tokens are drawn. Tokens that the checkpoint suppresses are never drawn.
 fn sampling(args: &GenerateArgs, files: &Files) -> Result<Sampling> {
     let defaults = GenerationDefaults::load_files(files)?;
-    let own = Sampling::default().temperature(0.7).top_p(0.9);
+    let own = Sampling::usual();
     let mut sampling = defaults.sampling(own.clone());
     if !args.chat {
         let suppressed = std::mem::take(&mut sampling.suppressed);

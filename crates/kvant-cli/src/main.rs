@@ -12,8 +12,11 @@ mod doctor;
 mod download;
 mod eval;
 mod generate;
+#[cfg(feature = "serve")]
+mod heap;
 mod hub;
 mod inspect;
+mod log;
 mod logits;
 mod memory;
 mod output;
@@ -22,6 +25,7 @@ mod reply;
 mod serve;
 mod shell;
 mod shipped;
+mod suggest;
 mod tokens;
 
 use std::{io::IsTerminal, process::ExitCode};
@@ -73,7 +77,7 @@ fn main() -> ExitCode {
             return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
         }
     };
-    log(&cli.command);
+    let log = log(&cli.command);
     let result = match cli.command {
         Command::Chat(args) => chat::run(&args),
         Command::Completions(args) => shell::completions(&args),
@@ -88,6 +92,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Bench(bench) => bench::run(&bench),
     };
+    log.flush();
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if output::is_closed(&*error) => ExitCode::SUCCESS,
@@ -99,15 +104,26 @@ fn main() -> ExitCode {
 }
 
 /// Shows warnings of the libraries: a GPU that cannot be used, or a cache longer than the model's context. A server
-/// also shows its requests, with the time.
-fn log(command: &Command) {
+/// also shows its requests, with the time. Returns what writes the lines.
+fn log(command: &Command) -> log::LogWriter {
+    let writer = log::LogWriter::new(std::io::stderr());
+    let lines = writer.clone();
     let log = tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
+        .with_writer(move || lines.clone())
+        // Its own errors would go to standard error, and panic where that is closed.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false);
     match command {
         #[cfg(feature = "serve")]
-        Command::Serve(_) => log.with_max_level(LevelFilter::INFO).init(),
+        Command::Serve(args) => {
+            let log = log.with_max_level(LevelFilter::from(args.log_level));
+            match args.log_format {
+                log::LogFormat::Text => log.init(),
+                log::LogFormat::Json => log.json().flatten_event(true).init(),
+            }
+        }
         _ => log.with_max_level(LevelFilter::WARN).without_time().init(),
     }
+    writer
 }

@@ -1,7 +1,7 @@
 //! Refuses a model that cannot fit, before it is loaded, and shares what it leaves.
 
 use kvant::{Codec, Device};
-use kvant_models::{CacheCodecs, Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
+use kvant_models::{CacheCodecs, Config, Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
 
 use crate::{Result, output};
 
@@ -42,6 +42,38 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
     .into())
 }
 
+/// Refuses pages of `bytes` that do not hold one text of the longest length: a server would promise what it cannot do.
+///
+/// # Errors
+/// The numbers and what to change; errors of the files.
+pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
+    let model = Inspection::open(files)?;
+    let of = |longest: usize| -> Result<usize> {
+        let pool = PoolOptions { sequences: 1, longest, ..demand.pool.clone() };
+        Ok(model.memory(&pool, &demand.load)?.cache)
+    };
+    let (longest, page) = (demand.pool.longest, demand.pool.page_tokens.max(1));
+    let need = of(longest)?;
+    if need <= bytes {
+        return Ok(());
+    }
+    let (mut fit, mut least_not) = (0, longest.div_ceil(page));
+    while least_not - fit > 1 {
+        let middle = fit + (least_not - fit) / 2;
+        if of(middle * page)? <= bytes { fit = middle } else { least_not = middle }
+    }
+    let shorter = match fit * page {
+        0 => "; not even one page of it fits".to_string(),
+        fit => format!(", or {} {fit}", demand.shorter),
+    };
+    let (bytes, enough) = (output::bytes(bytes), need.div_ceil(1 << 20));
+    Err(format!(
+        "--memory: {bytes} do not hold one text of {longest} tokens, which takes {}: use --memory {enough}MiB{shorter}",
+        output::bytes(need)
+    )
+    .into())
+}
+
 /// Bytes for the pages of many sequences: `None` for all that `demand.pool` asks for, if the device has room for that,
 /// or else what the model leaves of nine tenths of its free memory.
 ///
@@ -77,6 +109,19 @@ fn pages_in(free: usize, model: &Inspection, demand: &Demand) -> Result<Pages> {
     let left = free.saturating_sub(all.weights.saturating_add(all.scratch));
     let one = model.memory(&PoolOptions { sequences: 1, ..demand.pool.clone() }, &demand.load)?;
     Ok(if one.cache <= left { Pages::Some(left) } else { Pages::TooFew })
+}
+
+/// Warns of texts that are longer than those that a model was trained with.
+pub fn warn_of_context(files: &Files, context: usize) -> Result {
+    let trained = Config::load_files(files)?.max_position_embeddings;
+    if let Some(trained) = trained.filter(|&trained| context > trained) {
+        let text = format!(
+            "warning: --context {context} is beyond the {trained} tokens that the model was trained for: answers get \
+             worse there\n"
+        );
+        let _ = output::note(&text);
+    }
+    Ok(())
 }
 
 /// What would fit.
@@ -124,6 +169,23 @@ fn most_sequences(model: &Inspection, free: usize, demand: &Demand) -> Result<Op
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_hold_one_text() {
+        let files = crate::shipped::files(None).unwrap();
+        let model = Inspection::open(&files).unwrap();
+        let pool = PoolOptions { sequences: 1, longest: 8192, ..PoolOptions::default() };
+        let demand = Demand { pool: pool.clone(), load: LoadOptions::default(), bytes: None, shorter: "--context" };
+        let one = model.memory(&pool, &demand.load).unwrap().cache;
+        check_pages(&files, &demand, one).unwrap();
+        let error = check_pages(&files, &demand, one / 2).unwrap_err().to_string();
+        let fit: usize = error.rsplit("--context ").next().unwrap().parse().unwrap();
+        assert!(error.contains("8192 tokens") && (1..8192).contains(&fit), "{error}");
+        check_pages(&files, &Demand { pool: PoolOptions { longest: fit, ..pool }, ..demand }, one / 2).unwrap();
+        let demand = Demand { pool: PoolOptions { longest: 8192, ..PoolOptions::default() }, ..demand };
+        let error = check_pages(&files, &demand, 1000).unwrap_err().to_string();
+        assert!(error.contains("not even one page"), "{error}");
+    }
 
     #[test]
     fn sequences_share_what_the_model_leaves() {

@@ -21,8 +21,9 @@ use kvant_server::{ApiKeys, Server, ServerOptions};
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Kv},
+    heap, log,
     memory::{self, Demand},
-    output, shipped,
+    output, shipped, suggest,
 };
 
 /// Tokens of a step, unless the requests that decode are more.
@@ -54,7 +55,7 @@ pub struct ServeArgs {
     /// A key that clients must send; can be repeated. Others on this machine see it in the list of processes
     #[arg(long, value_name = "KEY")]
     api_key: Vec<String>,
-    /// A file with such keys, one a line
+    /// A file with such keys, one a line; SIGHUP reads it again
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Give each API key a prefix cache of its own
@@ -95,6 +96,22 @@ pub struct ServeArgs {
     /// Requests that can wait; more get 429
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue: usize,
+    /// The most tokens of an answer, whatever a request asks for [default: those that the context leaves]
+    #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    max_tokens: Option<usize>,
+    /// The most tokens of an answer where a request does not say [default: 16 in /v1/completions, as in OpenAI's API,
+    /// else those that the context leaves]
+    #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    default_max_tokens: Option<usize>,
+    /// Refuse fields of requests that change nothing here, such as hints
+    #[arg(long)]
+    strict_fields: bool,
+    /// How log lines are written
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t = log::LogFormat::Text)]
+    pub log_format: log::LogFormat,
+    /// Which log lines are written
+    #[arg(long, value_name = "LEVEL", value_enum, default_value_t = log::LogLevel::Info)]
+    pub log_level: log::LogLevel,
     /// How long a shutdown waits for running requests
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     drain: u64,
@@ -132,14 +149,21 @@ pub fn run(args: &ServeArgs) -> Result {
     let pages = args.pages(&files, &device, &kv, load, context)?;
     let model = Model::load_files(&files, &device, &load)?;
     let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens, pages))?;
+    if template.is_none() && args.model.is_none() {
+        let advice = suggest::text("serve");
+        let _ = output::note(&format!(
+            "note: the model that ships with kvant continues texts, it does not chat. {advice}\n"
+        ));
+    }
     let server = Server::new(engine, template, options);
-    output::note(&format!("listening on http://{address}\n"))?;
+    // Whoever started the server may not read that.
+    let _ = output::note(&format!("listening on http://{address}\n"));
     Ok(server.run(listener)?)
 }
 
-/// What requests use that say nothing else: the parameters that the checkpoint recommends, or OpenAI's.
+/// What requests use that say nothing else: the parameters that the checkpoint recommends, or those of `kvant chat`.
 fn sampling(files: &Files) -> Result<Sampling> {
-    Ok(GenerationDefaults::load_files(files)?.sampling(Sampling::default().temperature(1.0)))
+    Ok(GenerationDefaults::load_files(files)?.sampling(Sampling::usual()))
 }
 
 impl ServeArgs {
@@ -161,14 +185,16 @@ impl ServeArgs {
         if let Some(origin) = &self.cors {
             options = options.cors(origin);
         }
-        let options = options.connections(self.max_connections);
+        let options = options.connections(self.max_connections).reclaim(heap::reclaim);
+        let options = options.strict_fields(self.strict_fields);
+        let options = self.max_tokens.map_or(options.clone(), |most| options.max_tokens(most));
+        let options = self.default_max_tokens.map_or(options.clone(), |tokens| options.default_max_tokens(tokens));
         Ok(options.keys(keys).salt_per_key(self.cache_per_key).drain(Duration::from_secs(self.drain)))
     }
 
     fn keys_of_file(&self) -> Result<ApiKeys> {
         let Some(path) = &self.api_key_file else { return Ok(ApiKeys::default()) };
-        let lines = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        let keys = ApiKeys::parse(&lines);
+        let keys = ApiKeys::file(path).map_err(|error| format!("{}: {error}", path.display()))?;
         // A server without keys is open to all.
         if keys.is_empty() { Err(format!("{}: no key", path.display()).into()) } else { Ok(keys) }
     }
@@ -183,7 +209,10 @@ impl ServeArgs {
     /// The longest text in tokens.
     fn context(&self, files: &Files) -> Result<usize> {
         match self.context {
-            Some(context) => Ok(context),
+            Some(context) => {
+                memory::warn_of_context(files, context)?;
+                Ok(context)
+            }
             None => Ok(Config::load_files(files)?.max_position_embeddings.unwrap_or(4096)),
         }
     }
@@ -201,16 +230,17 @@ impl ServeArgs {
         let pool = PoolOptions { codecs, sequences, longest, ..PoolOptions::default() };
         let bytes = self.memory.map(|bytes| bytes.0);
         let demand = Demand { pool, load, bytes, shorter: "--context" };
-        if bytes.is_some() {
+        if let Some(bytes) = bytes {
             memory::check(files, device, &demand)?;
-            return Ok(bytes);
+            memory::check_pages(files, &demand, bytes)?;
+            return Ok(Some(bytes));
         }
         let pages = memory::pages(files, device, &demand)?;
         if let Some(bytes) = pages {
             let bytes = output::bytes(bytes);
-            output::note(&format!(
+            let _ = output::note(&format!(
                 "{sequences} requests of {longest} tokens do not fit: they share {bytes} for pages\n"
-            ))?;
+            ));
         }
         Ok(pages)
     }

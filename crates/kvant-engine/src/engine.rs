@@ -154,7 +154,7 @@ impl Engine {
             none_live: Condvar::new(),
             is_draining: AtomicBool::new(false),
             failure: Mutex::default(),
-            stats: Mutex::default(),
+            stats: Mutex::new(EngineStats { pages_bytes: pool.usage().bytes, ..EngineStats::default() }),
             unseen: AtomicUsize::new(0),
             limit: options.sequences.saturating_add(options.queue),
         });

@@ -52,4 +52,4 @@ pub use event::{Event, Failure, FinishReason, Finished, TextToken, Usage};
 pub use grammar::{CompiledGrammar, Grammar, InexactNumber};
 pub use options::EngineOptions;
 pub use request::{CacheScope, EngineRequest, SubmitError};
-pub use stats::{EngineStats, Histogram};
+pub use stats::{EngineStats, Histogram, Seconds, Tokens, Unit};

@@ -52,44 +52,88 @@ pub struct EngineStats {
     pub inter_token: Histogram,
     /// Seconds from the submission of a request to its end.
     pub request_time: Histogram,
+    /// Seconds from the submission of a request to its first step.
+    pub queue_time: Histogram,
+    /// Seconds from the first step of a request to its first token.
+    pub prefill_time: Histogram,
+    /// Seconds from the first token of a request to its last one.
+    pub decode_time: Histogram,
+    /// Tokens of the prompts of requests.
+    pub prompt_lengths: Histogram<Tokens>,
+    /// Tokens of the texts of requests that have ended.
+    pub text_lengths: Histogram<Tokens>,
 }
 
-/// A histogram of seconds.
+/// What a [`Histogram`] counts.
+pub trait Unit: Clone + std::fmt::Debug + Default + PartialEq {
+    /// The upper bounds of all buckets except the last, which has none.
+    const BOUNDS: [f64; 18];
+}
+
+/// Seconds, from a millisecond to five minutes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Seconds;
+
+/// Numbers of tokens, by powers of two.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tokens;
+
+impl Unit for Seconds {
+    const BOUNDS: [f64; 18] =
+        [0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0];
+}
+
+impl Unit for Tokens {
+    const BOUNDS: [f64; 18] = [
+        1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0,
+        65536.0, 131072.0,
+    ];
+}
+
+/// A histogram: of seconds, unless another unit is named.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Histogram {
-    counts: [u64; Histogram::BOUNDS.len() + 1],
+pub struct Histogram<U: Unit = Seconds> {
+    counts: [u64; 19],
     sum: f64,
+    unit: std::marker::PhantomData<U>,
 }
 
 impl Histogram {
-    /// The upper bounds of all buckets except the last, which has none.
-    pub const BOUNDS: [f64; 18] =
-        [0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0];
-
     /// Counts a duration.
     pub(crate) fn add(&mut self, duration: Duration) {
-        let seconds = duration.as_secs_f64();
-        let bucket = Histogram::BOUNDS.partition_point(|&bound| bound < seconds);
-        self.counts[bucket] += 1;
-        self.sum += seconds;
+        self.count_value(duration.as_secs_f64());
+    }
+}
+
+impl Histogram<Tokens> {
+    /// Counts a number of tokens.
+    pub(crate) fn add_tokens(&mut self, tokens: usize) {
+        self.count_value(tokens as f64);
+    }
+}
+
+impl<U: Unit> Histogram<U> {
+    fn count_value(&mut self, value: f64) {
+        self.counts[U::BOUNDS.partition_point(|&bound| bound < value)] += 1;
+        self.sum += value;
     }
 
-    /// For each bound, the durations up to it; and at the end, all.
+    /// For each bound, the number of values up to it; and at the end, of all.
     pub fn cumulative(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
         let mut sum = 0;
-        let bounds = Histogram::BOUNDS.into_iter().chain([f64::INFINITY]);
+        let bounds = U::BOUNDS.into_iter().chain([f64::INFINITY]);
         bounds.zip(&self.counts).map(move |(bound, count)| {
             sum += count;
             (bound, sum)
         })
     }
 
-    /// The number of durations.
+    /// The number of values.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Their sum in seconds.
+    /// Their sum.
     pub fn sum(&self) -> f64 {
         self.sum
     }
@@ -108,5 +152,10 @@ mod tests {
         let counts: Vec<(f64, u64)> = histogram.cumulative().collect();
         assert_eq!((counts[0], counts[1], counts[17].1, counts[18]), ((0.001, 1), (0.0025, 2), 2, (f64::INFINITY, 3)));
         assert_eq!((histogram.count(), histogram.sum()), (3, 400.003));
+        let mut lengths = Histogram::<Tokens>::default();
+        [0, 1, 2, 3, 500_000].into_iter().for_each(|tokens| lengths.add_tokens(tokens));
+        let counts: Vec<(f64, u64)> = lengths.cumulative().collect();
+        assert_eq!((counts[0], counts[1], counts[2].1, counts[17].1), ((1.0, 2), (2.0, 3), 4, 4));
+        assert_eq!((lengths.count(), lengths.sum()), (5, 500_006.0));
     }
 }

@@ -196,7 +196,13 @@ impl Worker {
     fn remove(&mut self, id: u64) -> Option<Running> {
         self.scheduler.cancel(id);
         let running = self.running.remove(&id)?;
-        lock(&self.shared.stats).request_time.add(running.submitted.elapsed());
+        let mut stats = lock(&self.shared.stats);
+        stats.request_time.add(running.submitted.elapsed());
+        stats.text_lengths.add_tokens(running.generated);
+        if let (Some(first), Some(latest)) = (running.first, running.latest) {
+            stats.decode_time.add(latest - first);
+        }
+        drop(stats);
         Some(running)
     }
 
@@ -282,6 +288,11 @@ impl Worker {
         if let Some(running) = self.running.get_mut(&id)
             && !std::mem::replace(&mut running.has_begun, true)
         {
+            running.begun = Instant::now();
+            let mut stats = lock(&self.shared.stats);
+            stats.queue_time.add(running.begun - running.submitted);
+            stats.prompt_lengths.add_tokens(running.prompt_len);
+            drop(stats);
             self.news.push((id, Output::Began { cached_tokens }));
         }
     }
@@ -322,7 +333,11 @@ impl Worker {
         {
             let mut stats = lock(&self.shared.stats);
             match running.latest.replace(now) {
-                None => stats.time_to_first_token.add(now - running.submitted),
+                None => {
+                    running.first = Some(now);
+                    stats.time_to_first_token.add(now - running.submitted);
+                    stats.prefill_time.add(now - running.begun);
+                }
                 Some(before) => stats.inter_token.add(now - before),
             }
         }

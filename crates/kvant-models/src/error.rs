@@ -121,6 +121,20 @@ pub enum Error {
         /// The line and what is wrong, or the template's message.
         reason: String,
     },
+    /// The system starts no thread for a chat template: it has too many, or too little memory.
+    #[error("chat template: no thread: {}", line(reason))]
+    NoThread {
+        /// The system's message.
+        reason: String,
+    },
+    /// A text has more tokens than it may have. It was not tokenised.
+    #[error("the text has at least {least} tokens, the limit is {limit}")]
+    TooLong {
+        /// The least number of tokens that its length allows.
+        least: usize,
+        /// The most tokens.
+        limit: usize,
+    },
     /// The tokenizer failed.
     #[error("tokenizer: {}", line(reason))]
     Tokenizer {

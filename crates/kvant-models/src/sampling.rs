@@ -102,6 +102,11 @@ setters! {
 }
 
 impl Sampling {
+    /// For chats and servers of models that recommend nothing: temperature 0.7, top_p 0.95, min_p 0.05.
+    pub fn usual() -> Sampling {
+        Sampling::default().temperature(0.7).top_p(0.95).min_p(0.05)
+    }
+
     /// Checks the parameters for a model of `vocab` tokens.
     ///
     /// # Errors

@@ -1,15 +1,17 @@
 //! Converting text to token ids and back with the model's `tokenizer.json` or the metadata of its GGUF file.
 
+mod bound;
 mod growth;
 mod pieces;
 mod stream;
 
-use std::path::Path;
+use std::{path::Path, sync::OnceLock};
 
 use serde_json::Value;
 use tokenizers::{AddedToken, Encoding, PostProcessor, PostProcessorWrapper};
 
 use crate::{Config, Error, Files, Result, panics};
+use bound::TokenBytes;
 use growth::Growth;
 use pieces::TokenDecoder;
 pub use pieces::TokenPiece;
@@ -27,6 +29,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     decoder: TokenDecoder,
     growth: Growth,
+    /// Bytes of a token, when they have been asked for.
+    token_bytes: OnceLock<Option<TokenBytes>>,
     /// Ids of the model are below: the rows of its embedding.
     ids: usize,
     bos: Option<u32>,
@@ -107,6 +111,7 @@ impl Tokenizer {
             inner,
             decoder,
             growth,
+            token_bytes: OnceLock::new(),
             ids: usize::MAX,
             bos: start.first().copied(),
             start,
@@ -129,7 +134,8 @@ impl Tokenizer {
         let SpecialIds { bos, adds_bos, eos_token, eos } = ids;
         let decoder = TokenDecoder::of(inner.get_decoder());
         let start = bos.into_iter().filter(|_| adds_bos).collect();
-        Tokenizer { inner, decoder, growth: Growth::NONE, ids: usize::MAX, bos, start, eos, eos_token }
+        let (growth, token_bytes) = (Growth::NONE, OnceLock::new());
+        Tokenizer { inner, decoder, growth, token_bytes, ids: usize::MAX, bos, start, eos, eos_token }
     }
 
     /// Converts a text to ids. With `add_bos`, the tokens come first that the model's texts start with, if there are
@@ -152,6 +158,13 @@ impl Tokenizer {
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let ids = self.encode(text, false)?;
         Ok(if ids.starts_with(&self.start) { ids } else { [&self.start[..], &ids].concat() })
+    }
+
+    /// The least number of tokens that a text can have, by its length: a text of many megabytes can be refused without
+    /// being tokenised. 0 where the tokenizer can leave out parts of a text.
+    pub fn min_tokens(&self, text: &str) -> usize {
+        let bytes = self.token_bytes.get_or_init(|| TokenBytes::of(&self.inner));
+        bytes.map_or(0, |bytes| bytes.min_tokens(text))
     }
 
     /// Converts ids to text, without special tokens. Bytes that are not UTF-8 become U+FFFD.

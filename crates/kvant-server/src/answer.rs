@@ -6,7 +6,7 @@ use kvant_models::{
     chat::{JsonValue, ReplyEvent, ReplyFormat, ReplyParser},
 };
 
-use crate::sampling::random_id;
+use crate::{generation::finish_reason, sampling::random_id};
 
 /// A part of an answer, in the order of the model's text.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,6 +40,10 @@ pub(crate) struct AnswerReader {
     pub has_calls: bool,
     /// Tokens of thoughts.
     pub reasoning_tokens: usize,
+    /// Whether nothing after the first call counts.
+    one_call: bool,
+    /// Whether the answer is a call, so that the beginning of a mark is no text.
+    must_call: bool,
 }
 
 impl AnswerReader {
@@ -56,7 +60,26 @@ impl AnswerReader {
 
     fn of(parser: ReplyParser) -> AnswerReader {
         let is_reasoning = matches!(parser.clone().push("x").first(), Some(ReplyEvent::Reasoning(_)));
-        AnswerReader { parser: Some(parser), is_reasoning, has_calls: false, reasoning_tokens: 0 }
+        AnswerReader {
+            parser: Some(parser),
+            is_reasoning,
+            has_calls: false,
+            reasoning_tokens: 0,
+            one_call: false,
+            must_call: false,
+        }
+    }
+
+    /// Whether the answer is a call.
+    #[must_use]
+    pub fn must_call(self, must_call: bool) -> AnswerReader {
+        AnswerReader { must_call, ..self }
+    }
+
+    /// Whether the answer ends with its first call, whatever the model writes after it.
+    #[must_use]
+    pub fn one_call(self, one_call: bool) -> AnswerReader {
+        AnswerReader { one_call, ..self }
     }
 
     /// What an event adds.
@@ -69,7 +92,12 @@ impl AnswerReader {
             }
             Event::Finished(finished) => {
                 let mut parts = self.push(&finished.text);
-                let rest = self.parser.take().map(ReplyParser::finish).unwrap_or_default();
+                let is_cut = finish_reason(&finished.reason) == "length";
+                let finish = if is_cut { ReplyParser::finish_cut } else { ReplyParser::finish };
+                let rest = self.parser.take().map(finish).unwrap_or_default();
+                let is_mark = |event: &ReplyEvent| is_cut && matches!(event, ReplyEvent::Content(_));
+                let rest = rest.into_iter().filter(|event| !(self.must_call && is_mark(event)));
+                let rest: Vec<ReplyEvent> = rest.collect();
                 parts.extend(rest.into_iter().flat_map(|event| self.parts(event)));
                 Added { parts, logprobs: Vec::new(), finished: Some(finished) }
             }
@@ -83,6 +111,9 @@ impl AnswerReader {
     }
 
     fn parts(&mut self, event: ReplyEvent) -> Vec<Part> {
+        if self.one_call && self.has_calls {
+            return Vec::new();
+        }
         self.is_reasoning = matches!(event, ReplyEvent::Reasoning(_));
         match event {
             ReplyEvent::Reasoning(text) => vec![Part::Reasoning(text)],
@@ -113,6 +144,14 @@ mod tests {
         };
         assert_eq!((text.as_str(), name.as_str(), json.as_str()), ("Look.", "f", "{\"x\":3}"));
         assert!(id.starts_with("call_") && reader.has_calls);
+    }
+
+    #[test]
+    fn an_answer_can_end_with_its_first_call() {
+        let call = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
+        let text = format!("A{call}\n{call} B");
+        let count = |one: bool| AnswerReader::new(ReplyFormat::Hermes, &["f"], "").one_call(one).push(&text).len();
+        assert_eq!((count(true), count(false)), (3, 7));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::{
     app::{App, RequestId},
     blocks::{Block, Blocks, parsed},
     body::Json,
-    chat::{ONE_CALL, auto_tools, must_call},
+    chat::{auto_tools, must_call},
     conversation::{Talk, check_tools, content_text, ends_with_answer, sent_call},
     error::{ApiError, Result},
     fields::{only_fields, string},
@@ -42,9 +42,19 @@ pub(crate) struct MessagesRequest {
     tool_choice: Option<Value>,
     thinking: Option<Value>,
     service_tier: Option<String>,
+    output_config: Option<OutputConfig>,
     // Has no effect on the answer.
     #[expect(dead_code, reason = "has no effect")]
     metadata: Option<Map<String, Value>>,
+}
+
+/// The form of the answer, and how much effort it may take.
+#[derive(Debug, Deserialize)]
+struct OutputConfig {
+    format: Option<JsonValue>,
+    // A hint, for models that were trained for it.
+    #[expect(dead_code, reason = "has no effect")]
+    effort: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -55,6 +65,8 @@ pub(crate) struct CountRequest {
     tools: Option<Vec<Tool>>,
     tool_choice: Option<Value>,
     thinking: Option<Value>,
+    #[expect(dead_code, reason = "changes no prompt")]
+    output_config: Option<OutputConfig>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -70,6 +82,7 @@ struct Tool {
     name: String,
     description: Option<String>,
     input_schema: Option<JsonValue>,
+    strict: Option<bool>,
     // A hint: prefixes are cached anyway.
     #[expect(dead_code, reason = "has no effect")]
     cache_control: Option<Value>,
@@ -95,13 +108,17 @@ pub(crate) async fn create(
     if request.max_tokens == 0 {
         return Err(ApiError::field("max_tokens", "`max_tokens` must be at least 1, got 0"));
     }
-    if !matches!(request.service_tier.as_deref(), None | Some("auto" | "standard_only")) {
+    let strict = app.options.strict_fields;
+    if strict && !matches!(request.service_tier.as_deref(), None | Some("auto" | "standard_only")) {
         return Err(ApiError::unsupported("service_tier", "there is one tier"));
     }
-    let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
+    let format = request.output_config.as_ref().and_then(|config| config.format.as_ref());
+    let shape = Shape::of_format(format, "output_config.format", None)?;
+    let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), shape)?;
     let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
-    let talk = Talk { shape, ..talk };
-    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+    let one_call = request.tool_choice.is_some_and(|choice| choice["disable_parallel_tool_use"] == true);
+    let talk = Talk { shape, one_call, ..talk };
+    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;
     let prompt_tokens = prompt.ids.len();
     let stops = request.stop_sequences.unwrap_or_default();
     let drawn = Drawn {
@@ -111,7 +128,8 @@ pub(crate) async fn create(
         stop: Some(Strings::Many(stops.clone())),
         ..Drawn::default()
     };
-    let base = prompt.request().max_tokens(request.max_tokens).cache(app.scope(&headers, None));
+    let max_tokens = app.max_tokens(Some(request.max_tokens), request.max_tokens);
+    let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
     let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?]);
     let generation = generation.map_err(|error| error.of_prompt("messages"))?;
     let (message_id, blocks) = (random_id("msg_"), Blocks::default());
@@ -125,9 +143,9 @@ pub(crate) async fn create(
 
 pub(crate) async fn count(State(app): State<Arc<App>>, Json(request): Json<CountRequest>) -> Result<Json<Value>> {
     app.model(request.model.as_deref())?;
-    let (tools, _) = chosen_tools(&app, request.tools, request.tool_choice.as_ref())?;
+    let (tools, _) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), Shape::default())?;
     let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
-    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;
     Ok(Json(json!({"input_tokens": prompt.ids.len()})))
 }
 
@@ -163,7 +181,12 @@ fn talk(
 }
 
 /// Tools in OpenAI's form, which templates expect, and the calls that the answer must have.
-fn chosen_tools(app: &App, tools: Option<Vec<Tool>>, choice: Option<&Value>) -> Result<(Vec<JsonValue>, Shape)> {
+fn chosen_tools(
+    app: &App,
+    tools: Option<Vec<Tool>>,
+    choice: Option<&Value>,
+    shape: Shape,
+) -> Result<(Vec<JsonValue>, Shape)> {
     let mut converted = Vec::new();
     for (index, tool) in tools.unwrap_or_default().into_iter().enumerate() {
         if !matches!(tool.kind.as_deref(), None | Some("custom")) {
@@ -176,21 +199,21 @@ fn chosen_tools(app: &App, tools: Option<Vec<Tool>>, choice: Option<&Value>) -> 
         if let Some(schema) = tool.input_schema {
             function["parameters"] = schema;
         }
+        if tool.strict == Some(true) {
+            function["strict"] = true.into();
+        }
         let mut tool = JsonValue::from(json!({"type": "function"}));
         tool["function"] = function;
         converted.push(tool);
     }
     check_tools(app, &converted)?;
     match choice.map(|choice| choice["type"].as_str()) {
-        None => auto_tools(converted, Shape::default()),
-        Some(Some("auto")) if choice.is_some_and(|choice| choice["disable_parallel_tool_use"] == true) => {
-            Err(ApiError::unsupported("tool_choice.disable_parallel_tool_use", ONE_CALL))
-        }
-        Some(Some("auto")) => auto_tools(converted, Shape::default()),
-        Some(Some("none")) => Ok((Vec::new(), Shape::default())),
-        Some(Some("any")) => must_call(converted, None, Shape::default()),
+        None => auto_tools(converted, shape),
+        Some(Some("auto")) => auto_tools(converted, shape),
+        Some(Some("none")) => Ok((Vec::new(), shape)),
+        Some(Some("any")) => must_call(converted, None, shape),
         Some(Some("tool")) => match choice.and_then(|choice| choice["name"].as_str()) {
-            Some(name) => must_call(converted, Some(name), Shape::default()),
+            Some(name) => must_call(converted, Some(name), shape),
             None => Err(ApiError::field("tool_choice.name", "`tool_choice.name` is needed")),
         },
         Some(_) => Err(ApiError::field("tool_choice.type", "`tool_choice.type` must be auto, none, any or tool")),

@@ -18,14 +18,18 @@ use axum::{
 };
 use kvant_engine::{CacheScope, Engine};
 use kvant_models::{Result as ModelResult, chat::ChatTemplate};
+use tokio::sync::Semaphore;
 
 use crate::{
     ServerOptions, anthropic,
     body::Json,
     chat, completions, conversation, documents,
     error::{ApiError, Result},
-    hosts, keys, metrics, models, responses,
+    hosts, keys,
+    metrics::{self, Statuses},
+    models, ollama, responses,
     sampling::{now, random_id},
+    store::Store,
     tokens,
 };
 
@@ -36,20 +40,33 @@ pub(crate) struct App {
     pub template: Option<ChatTemplate>,
     pub options: ServerOptions,
     pub is_draining: AtomicBool,
+    /// Places for long texts that are tokenised at once.
+    long_texts: Arc<Semaphore>,
     /// When the server started, in seconds since 1970.
     pub started: u64,
+    /// How often each status was answered.
+    pub statuses: Statuses,
+    /// Conversations of earlier responses.
+    pub store: Store,
 }
 
 /// The id of a request, in logs, errors and the header `x-request-id`.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestId(pub Arc<str>);
 
+/// Texts from this length on wait for each other: the tokenizer takes some hundred bytes for each of theirs.
+const LONG_TEXT: usize = 256 << 10;
+/// Long texts that are tokenised at once.
+const LONG_TEXTS: usize = 2;
 /// The longest id that a client can choose.
 const LONGEST_ID: usize = 128;
 
 impl App {
     pub fn new(engine: Engine, template: Option<ChatTemplate>, options: ServerOptions) -> App {
-        App { engine, template, options, is_draining: AtomicBool::new(false), started: now() }
+        let long_texts = Arc::new(Semaphore::new(LONG_TEXTS));
+        let (statuses, store) = (Statuses::default(), Store::new(options.store_limit));
+        let is_draining = AtomicBool::new(false);
+        App { engine, template, options, is_draining, long_texts, started: now(), statuses, store }
     }
 
     /// The name of the model in answers, if a request may use `asked`.
@@ -66,6 +83,12 @@ impl App {
             }
             _ => Ok(name),
         }
+    }
+
+    /// The most tokens of an answer for which a request asks for `asked`, where `usual` is the route's default.
+    pub fn max_tokens(&self, asked: Option<usize>, usual: usize) -> usize {
+        let asked = asked.or(self.options.default_max_tokens).unwrap_or(usual);
+        asked.min(self.options.max_tokens.unwrap_or(usize::MAX))
     }
 
     /// Checks who asks, and by which name of the server.
@@ -98,9 +121,37 @@ impl App {
         result.map_err(|_| ApiError::internal("a thread of the server has failed"))
     }
 
-    /// The ids of a prompt.
+    /// As [`App::blocking`], for work that tokenises `bytes` bytes of text. Only a few long texts are tokenised at
+    /// once, so that many do not take all memory, and the memory of each goes back to the system.
+    pub async fn encoding<T: Send + 'static>(
+        self: &Arc<Self>,
+        bytes: usize,
+        work: impl FnOnce(&App) -> T + Send + 'static,
+    ) -> Result<T> {
+        if bytes < LONG_TEXT {
+            return self.blocking(work).await;
+        }
+        let place = Arc::clone(&self.long_texts).acquire_owned().await;
+        self.blocking(move |app| {
+            let result = work(app);
+            if let Some(reclaim) = app.options.reclaim {
+                reclaim();
+            }
+            // The client may have gone long ago: the place is free when the work is done.
+            drop(place);
+            result
+        })
+        .await
+    }
+
+    /// The ids of a prompt. One that must have more tokens than the context is not tokenised.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
-        tokenized("prompt", self.engine.tokenizer().encode_prompt(text))
+        let (tokenizer, limit) = (self.engine.tokenizer(), self.engine.context());
+        let least = tokenizer.min_tokens(text);
+        if least > limit {
+            return Err(ApiError::of_text("prompt", &kvant_models::Error::TooLong { least, limit }));
+        }
+        tokenized("prompt", tokenizer.encode_prompt(text))
     }
 
     /// The bytes of one token within a text, special ones by their names.
@@ -127,7 +178,7 @@ pub(crate) fn escaped(bytes: &[u8]) -> String {
 
 /// An error of the tokenizer is about the text.
 pub(crate) fn tokenized<T>(field: &str, result: ModelResult<T>) -> Result<T> {
-    result.map_err(|error| ApiError::field(field, format!("`{field}`: {error}")))
+    result.map_err(|error| ApiError::of_text(field, &error))
 }
 
 /// All routes.
@@ -136,6 +187,13 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/", get(documents::page))
         .route("/openapi.json", get(documents::openapi))
         .route("/health", get(health))
+        .route("/ping", get(health).post(health))
+        .route("/version", get(version))
+        .route("/api/version", get(version))
+        .route("/api/tags", get(ollama::tags))
+        .route("/api/show", post(ollama::show))
+        .route("/api/chat", post(ollama::chat))
+        .route("/api/generate", post(ollama::generate))
         .route("/metrics", get(metrics::get))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::get))
@@ -148,12 +206,38 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/tokenizer_info", get(tokens::info))
+        .merge(other_models())
         .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "there is no such route"))
         .method_not_allowed_fallback(async || {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "the route does not have this method")
         })
         .layer(middleware::from_fn_with_state(Arc::clone(app), observe))
         .with_state(Arc::clone(app))
+}
+
+/// Routes for models that are trained for something else than text.
+fn other_models() -> Router<Arc<App>> {
+    let answer = |what: &'static str| {
+        post(async move || {
+            let message =
+                format!("this model writes text, it was not trained to {what}: there is no such route for it");
+            let error = ApiError::new(StatusCode::NOT_FOUND, message);
+            ApiError { code: Some("model_not_supported"), ..error }
+        })
+    };
+    let (rank, embed) = ("score or rank texts", "embed texts");
+    let mut router = Router::new();
+    for path in ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"] {
+        router = router.route(path, answer(rank));
+    }
+    for path in ["/v1/embeddings", "/api/embed", "/api/embeddings"] {
+        router = router.route(path, answer(embed));
+    }
+    router
+}
+
+async fn version() -> Json<serde_json::Value> {
+    Json(serde_json::json!({"version": env!("CARGO_PKG_VERSION")}))
 }
 
 async fn health(State(app): State<Arc<App>>) -> Result<Json<serde_json::Value>> {
@@ -173,9 +257,8 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     let id = request_id(request.headers());
     request.extensions_mut().insert(id.clone());
     let (method, path) = (request.method().clone(), request.uri().path().to_string());
-    let is_anthropic = path.starts_with("/v1/messages");
     let is_preflight = method == Method::OPTIONS && app.options.cors.is_some();
-    let is_public = matches!(path.as_str(), "/" | "/health");
+    let is_public = matches!(path.as_str(), "/" | "/health" | "/ping");
 
     let mut response = if is_preflight {
         StatusCode::NO_CONTENT.into_response()
@@ -186,7 +269,11 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
         }
     };
     if let Some(error) = response.extensions_mut().remove::<ApiError>() {
-        let body = if is_anthropic { error.anthropic_body(&id.0) } else { error.openai_body() };
+        let body = match path.as_str() {
+            path if path.starts_with("/v1/messages") => error.anthropic_body(&id.0),
+            path if path.starts_with("/api/") => error.ollama_body(),
+            _ => error.openai_body(),
+        };
         *response.body_mut() = body.to_string().into();
         response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         response.headers_mut().remove(header::CONTENT_LENGTH);
@@ -198,12 +285,13 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     if let Some(origin) = &app.options.cors {
         allow(headers, origin);
     }
+    app.statuses.add(response.status().as_u16());
     let (status, ms) = (response.status().as_u16(), started.elapsed().as_millis() as u64);
     // A path can have a user's text, for example after a typing error. Those of routes cannot.
     let path = if status == 404 { "-" } else { path.as_str() };
     match path {
         // Asked for every few seconds by machines.
-        "/health" | "/metrics" => tracing::debug!(request_id = &*id.0, %method, path, status, ms, "request"),
+        "/health" | "/ping" | "/metrics" => tracing::debug!(request_id = &*id.0, %method, path, status, ms, "request"),
         _ => tracing::info!(request_id = &*id.0, %method, path, status, ms, "request"),
     }
     response

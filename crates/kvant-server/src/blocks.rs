@@ -1,8 +1,8 @@
 //! An answer as a list of blocks: Anthropic's content blocks and the output items of OpenAI's responses.
 
-use kvant_models::chat::JsonValue;
+use kvant_models::chat::{JsonValue, Message};
 
-use crate::answer::Part;
+use crate::{answer::Part, conversation::sent_call};
 
 /// A block of an answer.
 #[derive(Clone, Debug, PartialEq)]
@@ -43,6 +43,23 @@ impl Blocks {
         };
         self.0.push(block);
         Change { is_new: true, delta }
+    }
+
+    /// The answer as a message of a conversation.
+    pub fn message(&self) -> Message {
+        let (mut text, mut thoughts, mut calls) = (String::new(), String::new(), Vec::new());
+        for block in &self.0 {
+            match block {
+                Block::Text(more) => text += more,
+                Block::Reasoning(more) => thoughts += more,
+                Block::Call { id, name, arguments } => {
+                    calls.push(sent_call(id, name.clone(), parsed(arguments)));
+                }
+            }
+        }
+        let mut message = Message::assistant(text).tool_calls(calls);
+        message.reasoning_content = Some(thoughts).filter(|thoughts| !thoughts.is_empty());
+        message
     }
 
     /// The index of the last block.

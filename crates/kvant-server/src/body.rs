@@ -16,6 +16,7 @@ use serde::de::DeserializeOwned;
 use crate::{
     app::App,
     error::{ApiError, Result},
+    fields,
 };
 
 /// A JSON body: of a request, or of an answer.
@@ -40,11 +41,12 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for Json<T> {
         let read = tokio::time::timeout(app.options.body_time, read(request.into_body(), limit)).await;
         let late = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time");
         let bytes = read.map_err(late)??.ok_or_else(too_long)?;
+        let is_strict = app.options.strict_fields;
         if !is_compressed {
-            return parse(&bytes).map(Json);
+            return parse(&bytes, is_strict).map(Json);
         }
         let unpacked = app.blocking(move |_| unpacked(&bytes, limit)).await??;
-        parse(&unpacked.ok_or_else(too_long)?).map(Json)
+        parse(&unpacked.ok_or_else(too_long)?, is_strict).map(Json)
     }
 }
 
@@ -113,8 +115,9 @@ fn check_content_type(headers: &HeaderMap) -> Result<()> {
     Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
 }
 
-/// Parses a JSON body. A field that the type does not have is an error, unless its value is null.
-pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+/// Parses a JSON body. A field that the type does not have is an error, unless its value is null, or it is a hint and
+/// `is_strict` is false.
+pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8], is_strict: bool) -> Result<T> {
     let invalid = |error: &dyn std::fmt::Display| {
         ApiError::new(StatusCode::BAD_REQUEST, format!("the body is not valid JSON: {error}"))
     };
@@ -123,18 +126,19 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     if !value.is_object() {
         return Err(ApiError::new(StatusCode::BAD_REQUEST, "the body must be a JSON object"));
     }
-    typed(&value)
+    typed(&value, is_strict)
 }
 
 /// Converts JSON to a type.
-fn typed<T: DeserializeOwned>(value: &JsonValue) -> Result<T> {
+fn typed<T: DeserializeOwned>(value: &JsonValue, is_strict: bool) -> Result<T> {
     let mut unknown: Option<String> = None;
     let mut track = serde_path_to_error::Track::new();
     let typed = {
         let tracked = serde_path_to_error::Deserializer::new(value, &mut track);
         let mut ignored = |path: serde_ignored::Path<'_>| {
             let path = field_path(&path.to_string());
-            if !at(value, &path).is_some_and(JsonValue::is_null) {
+            let is_hint = !is_strict && fields::is_hint(&path);
+            if !is_hint && !at(value, &path).is_some_and(JsonValue::is_null) {
                 unknown.get_or_insert(path);
             }
         };
@@ -218,7 +222,7 @@ mod tests {
     }
 
     fn param(json: &str) -> String {
-        parse::<Outer>(json.as_bytes()).unwrap_err().param.unwrap_or_default()
+        parse::<Outer>(json.as_bytes(), true).unwrap_err().param.unwrap_or_default()
     }
 
     #[test]
@@ -236,7 +240,7 @@ mod tests {
 
     #[test]
     fn messages_name_no_type_of_rust() {
-        let message = |json: &str| parse::<Outer>(json.as_bytes()).unwrap_err().message;
+        let message = |json: &str| parse::<Outer>(json.as_bytes(), true).unwrap_err().message;
         assert_eq!(message(r#"{"inner": {}}"#), "`inner.number`: the field is missing");
         let negative = "`inner.number`: invalid value: integer `-1`, expected a whole number that is not negative";
         assert_eq!(message(r#"{"inner": {"number": -1}}"#), negative);
@@ -245,9 +249,9 @@ mod tests {
 
     #[test]
     fn null_is_no_value() {
-        let outer: Outer = parse(br#"{"inner": null, "other": null}"#).unwrap();
+        let outer: Outer = parse(br#"{"inner": null, "other": null}"#, true).unwrap();
         assert!(outer.inner.is_none());
-        parse::<Outer>(br#"{"list": [{"number": 1, "more": null}]}"#).unwrap();
-        assert_eq!(parse::<Outer>(br#"{"inner": {"number": 7}}"#).unwrap().inner.unwrap().number, 7);
+        parse::<Outer>(br#"{"list": [{"number": 1, "more": null}]}"#, true).unwrap();
+        assert_eq!(parse::<Outer>(br#"{"inner": {"number": 7}}"#, true).unwrap().inner.unwrap().number, 7);
     }
 }

@@ -15,7 +15,7 @@ use crate::{
     answer::{Added, AnswerReader, Part},
     app::{App, RequestId},
     body::Json,
-    completions::{StreamOptions, check_choices},
+    completions::{StreamOptions, UsageIn, check_choices},
     conversation::{ChatMessage, Talk, check_tools, messages},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
@@ -24,8 +24,6 @@ use crate::{
     structured::{Shape, StructuredOutputs},
 };
 
-/// Why one call at most is refused.
-pub(crate) const ONE_CALL: &str = "only where the answer must be a call, which is always one";
 /// The most alternatives of a token, as in OpenAI's API.
 const MOST_TOP: usize = 20;
 
@@ -72,7 +70,7 @@ struct ChatAnswer {
     model: String,
     choices: Vec<ChatChoice>,
     usage: TokenUsage,
-    include_usage: bool,
+    usage_in: UsageIn,
 }
 
 /// The state of a choice.
@@ -92,10 +90,10 @@ pub(crate) async fn create(
     let drawn = request.drawn();
     let model = app.model(request.model.as_deref())?;
     let streams = request.stream.unwrap_or(false);
-    let include_usage = StreamOptions::usage(request.stream_options, streams)?;
+    let usage_in = StreamOptions::usage(&app, request.stream_options, streams)?;
     let n = check_choices(&app, request.n, 1)?;
     let top = top_logprobs(request.logprobs, request.top_logprobs)?;
-    check_fixed(&request)?;
+    check_fixed(&app, &request)?;
     let shape = Shape::of_format(request.response_format.as_ref(), "response_format", Some("json_schema"))?;
     let shape = shape.and_structured(request.structured_outputs)?;
     let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), shape)?;
@@ -103,14 +101,15 @@ pub(crate) async fn create(
         (Some(_), Some(_)) => {
             return Err(ApiError::field("max_tokens", "`max_tokens` and `max_completion_tokens` exclude each other"));
         }
-        (some, None) | (None, some) => some.map_or(app.engine.context(), |TokenLimit(limit)| limit),
+        (some, None) | (None, some) => app.max_tokens(some.map(|TokenLimit(limit)| limit), app.engine.context()),
     };
     let mut variables = request.chat_template_kwargs.unwrap_or_default();
     let thinking = thinking(request.reasoning_effort, &mut variables)?;
     let messages = messages(&app, request.messages)?;
     let talk = Talk::new(messages, request.continue_final_message, request.add_generation_prompt)?;
-    let talk = Talk { tools, variables, thinking, shape, ..talk };
-    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+    let one_call = request.parallel_tool_calls == Some(false);
+    let talk = Talk { tools, variables, thinking, shape, one_call, ..talk };
+    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;
 
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, request.cache_salt));
     let base = drawn.apply(base, &app)?;
@@ -123,8 +122,8 @@ pub(crate) async fn create(
     let generation = Generation::submit(&app, &id, requests.collect()).map_err(|error| error.of_prompt("messages"))?;
     let choice = || ChatChoice { reader: prompt.reader.clone(), with_logprobs: top.is_some(), calls: 0 };
     let choices = (0..n).map(|_| choice()).collect();
-    let usage = TokenUsage::default();
-    let answer = ChatAnswer { id: random_id("chatcmpl-"), created: now(), model, choices, usage, include_usage };
+    let usage = TokenUsage::of_prompts(prompt.ids.len());
+    let answer = ChatAnswer { id: random_id("chatcmpl-"), created: now(), model, choices, usage, usage_in };
     if streams {
         let shared = Arc::clone(&app);
         let events = channel(move |sender| answer.stream(shared, generation, sender));
@@ -146,19 +145,15 @@ fn top_logprobs(logprobs: Option<bool>, top: Option<usize>) -> Result<Option<usi
 }
 
 /// Checks fields of which this server supports one value.
-fn check_fixed(request: &ChatRequest) -> Result<()> {
+fn check_fixed(app: &App, request: &ChatRequest) -> Result<()> {
     if request.modalities.as_ref().is_some_and(|kinds| kinds != &["text"]) {
         return Err(ApiError::unsupported("modalities", "the model writes text only"));
     }
-    if !matches!(request.service_tier.as_deref(), None | Some("auto" | "default")) {
+    if app.options.strict_fields && !matches!(request.service_tier.as_deref(), None | Some("auto" | "default")) {
         return Err(ApiError::unsupported("service_tier", "there is one tier"));
     }
-    if request.store == Some(true) {
+    if app.options.strict_fields && request.store == Some(true) {
         return Err(ApiError::unsupported("store", "this server stores nothing"));
-    }
-    let must_call = request.tool_choice.as_ref().is_some_and(|choice| choice == "required" || choice.is_object());
-    if request.parallel_tool_calls == Some(false) && !must_call {
-        return Err(ApiError::unsupported("parallel_tool_calls", ONE_CALL));
     }
     Ok(())
 }
@@ -193,10 +188,6 @@ pub(crate) fn chosen_tools(
 }
 
 pub(crate) fn auto_tools(tools: Vec<JsonValue>, shape: Shape) -> Result<(Vec<JsonValue>, Shape)> {
-    if let Some(index) = tools.iter().position(|tool| tool["function"]["strict"] == true) {
-        let what = "only with `tool_choice` required or a function; otherwise arguments can differ from the schema";
-        return Err(ApiError::unsupported(format!("tools[{index}].function.strict"), what));
-    }
     let shape = shape.and_calls(tools.clone(), false);
     Ok((tools, shape))
 }
@@ -243,8 +234,8 @@ impl ChatAnswer {
         let mut built: Vec<Built> = self.choices.iter().map(|_| Built::default()).collect();
         while let Some(event) = generation.next().await {
             let (index, event) = event?;
+            self.usage.count(&event, index == 0);
             let added = self.choices[index].reader.read(event);
-            self.count(index, &added);
             let finish = self.choices[index].finish(&added);
             built[index].add(app, added, finish);
         }
@@ -254,12 +245,6 @@ impl ChatAnswer {
             "id": id, "object": "chat.completion", "created": created, "model": model, "choices": choices,
             "usage": self.usage_json(),
         }))
-    }
-
-    fn count(&mut self, index: usize, added: &Added) {
-        if let Some(finished) = &added.finished {
-            self.usage.add(finished.usage, index == 0);
-        }
     }
 
     fn usage_json(&self) -> Value {
@@ -279,8 +264,8 @@ impl ChatAnswer {
                 Ok(event) => event,
                 Err(error) => return sender.data(&error.openai_body()).await,
             };
+            self.usage.count(&event, index == 0);
             let added = self.choices[index].reader.read(event);
-            self.count(index, &added);
             let finish = self.choices[index].finish(&added);
             let mut logprobs = self.choices[index].logprobs(&app, &added);
             for part in added.parts {
@@ -294,7 +279,7 @@ impl ChatAnswer {
                 sender.data(&self.chunk(index, json!({}), Value::Null, finish)).await?;
             }
         }
-        if self.include_usage {
+        if self.usage_in != UsageIn::None {
             let mut chunk = self.chunk(0, json!({}), Value::Null, None);
             chunk["choices"] = json!([]);
             chunk["usage"] = self.usage_json();
@@ -309,8 +294,10 @@ impl ChatAnswer {
         let mut chunk = json!({
             "id": id, "object": "chat.completion.chunk", "created": created, "model": model, "choices": [choice],
         });
-        if self.include_usage {
-            chunk["usage"] = Value::Null;
+        match self.usage_in {
+            UsageIn::None => {}
+            UsageIn::Last => chunk["usage"] = Value::Null,
+            UsageIn::Every => chunk["usage"] = self.usage.so_far(),
         }
         chunk
     }

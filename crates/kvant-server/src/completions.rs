@@ -54,21 +54,38 @@ drawn_request! {
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 pub(crate) struct StreamOptions {
     pub include_usage: Option<bool>,
+    /// vLLM's: whether every chunk has the usage so far.
+    pub continuous_usage_stats: Option<bool>,
     /// Asks for padding that hides lengths from who sees encrypted traffic. There is none.
     pub include_obfuscation: Option<bool>,
 }
 
+/// Which chunks of a stream have the usage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum UsageIn {
+    #[default]
+    None,
+    /// One of its own at the end.
+    Last,
+    /// All, and one of its own at the end.
+    Every,
+}
+
 impl StreamOptions {
-    /// Whether the stream ends with a chunk that has the usage.
-    pub fn usage(options: Option<StreamOptions>, streams: bool) -> Result<bool> {
-        let Some(options) = options else { return Ok(false) };
+    /// Which chunks have the usage.
+    pub fn usage(app: &App, options: Option<StreamOptions>, streams: bool) -> Result<UsageIn> {
+        let Some(options) = options else { return Ok(UsageIn::None) };
         if !streams {
             return Err(ApiError::field("stream_options", "`stream_options` needs `stream`"));
         }
-        if options.include_obfuscation == Some(true) {
+        if app.options.strict_fields && options.include_obfuscation == Some(true) {
             return Err(ApiError::unsupported("stream_options.include_obfuscation", "use TLS with padding"));
         }
-        Ok(options.include_usage.unwrap_or(false))
+        Ok(match (options.include_usage, options.continuous_usage_stats) {
+            (Some(true), Some(true)) => UsageIn::Every,
+            (Some(true), _) => UsageIn::Last,
+            _ => UsageIn::None,
+        })
     }
 }
 
@@ -107,6 +124,15 @@ impl Prompts {
         }
     }
 
+    /// Bytes of text to tokenise.
+    fn bytes(&self) -> usize {
+        match self {
+            Prompts::Text(text) => text.len(),
+            Prompts::Texts(texts) => texts.iter().map(String::len).sum(),
+            Prompts::Ids(_) | Prompts::IdLists(_) => 0,
+        }
+    }
+
     fn encode(self, app: &App) -> Result<Vec<PromptText>> {
         let of_text = |text: String| {
             let ids = app.encode_prompt(&text)?;
@@ -139,7 +165,7 @@ struct Answer {
     /// Choices of each prompt.
     n: usize,
     usage: TokenUsage,
-    include_usage: bool,
+    usage_in: UsageIn,
 }
 
 pub(crate) async fn create(
@@ -151,7 +177,7 @@ pub(crate) async fn create(
     let drawn = request.drawn();
     let model = app.model(request.model.as_deref())?;
     let streams = request.stream.unwrap_or(false);
-    let include_usage = StreamOptions::usage(request.stream_options, streams)?;
+    let usage_in = StreamOptions::usage(&app, request.stream_options, streams)?;
     let n = check_choices(&app, request.n, request.prompt.len())?;
     if request.best_of.is_some_and(|best| best != n) {
         return Err(ApiError::unsupported("best_of", "it must equal `n`"));
@@ -163,12 +189,12 @@ pub(crate) async fn create(
     let shape = Shape::of_format(request.response_format.as_ref(), "response_format", Some("json_schema"))?;
     let shape = shape.and_structured(request.structured_outputs)?;
     let grammar = app.blocking(move |app| shape.compile(app, ReplyFormat::Plain, Thoughts::Never)).await??;
-    let prompts = app.blocking(move |app| request.prompt.encode(app)).await??;
+    let prompts = app.encoding(request.prompt.bytes(), move |app| request.prompt.encode(app)).await??;
 
     let scope = app.scope(&headers, request.cache_salt);
-    let max_tokens = request.max_tokens.map_or(MAX_TOKENS, |TokenLimit(limit)| limit);
-    let mut requests = Vec::new();
-    let mut choices = Vec::new();
+    let max_tokens = app.max_tokens(request.max_tokens.map(|TokenLimit(limit)| limit), MAX_TOKENS);
+    let (mut requests, mut choices) = (Vec::new(), Vec::new());
+    let prompt_tokens = prompts.iter().map(|prompt| prompt.ids.len()).sum();
     for prompt in prompts {
         let ids = prompt.ids.clone();
         let base = EngineRequest::new(ids).max_tokens(max_tokens).cache(scope.clone());
@@ -186,8 +212,8 @@ pub(crate) async fn create(
         }
     }
     let generation = Generation::submit(&app, &id, requests)?;
-    let (id, usage) = (random_id("cmpl-"), TokenUsage::default());
-    let answer = Answer { id, created: now(), model, choices, n, usage, include_usage };
+    let (id, usage) = (random_id("cmpl-"), TokenUsage::of_prompts(prompt_tokens));
+    let answer = Answer { id, created: now(), model, choices, n, usage, usage_in };
     if streams {
         let shared = Arc::clone(&app);
         let events = channel(move |sender| answer.stream(shared, generation, sender));
@@ -244,7 +270,7 @@ impl Answer {
                 sender.data(&self.chunk(index, &piece)).await?;
             }
         }
-        if self.include_usage {
+        if self.usage_in != UsageIn::None {
             let mut chunk = self.chunk(0, &Piece::default());
             chunk["choices"] = json!([]);
             chunk["usage"] = self.usage.openai();
@@ -254,9 +280,7 @@ impl Answer {
     }
 
     fn piece(&mut self, app: &App, index: usize, event: Event) -> Option<Piece> {
-        if let Event::Finished(finished) = &event {
-            self.usage.add(finished.usage, index.is_multiple_of(self.n));
-        }
+        self.usage.count(&event, index.is_multiple_of(self.n));
         self.choices[index].piece(app, event)
     }
 
@@ -266,8 +290,10 @@ impl Answer {
         let mut chunk = json!({
             "id": id, "object": "text_completion", "created": created, "model": model, "choices": [choice],
         });
-        if self.include_usage {
-            chunk["usage"] = Value::Null;
+        match self.usage_in {
+            UsageIn::None => {}
+            UsageIn::Last => chunk["usage"] = Value::Null,
+            UsageIn::Every => chunk["usage"] = self.usage.so_far(),
         }
         chunk
     }

@@ -69,6 +69,8 @@ pub(crate) struct Talk {
     /// Whether the answer continues the last message.
     pub continues: bool,
     pub shape: Shape,
+    /// Whether the answer ends with its first call.
+    pub one_call: bool,
 }
 
 /// The ids of a conversation, and how its answer is read.
@@ -108,6 +110,21 @@ pub(crate) fn messages(app: &App, messages: Vec<ChatMessage>) -> Result<Vec<Mess
 }
 
 impl ChatMessage {
+    pub fn new(role: String, content: Option<JsonValue>) -> ChatMessage {
+        ChatMessage {
+            role,
+            content,
+            name: None,
+            tool_calls: None,
+            tool_call_id: None,
+            reasoning_content: None,
+            reasoning: None,
+            refusal: None,
+            annotations: None,
+            parsed: None,
+        }
+    }
+
     fn into_message(self, path: &str) -> Result<Message> {
         let role = match self.role.as_str() {
             // Templates know `system`, and treat it alike where they know both.
@@ -255,6 +272,15 @@ fn is_name(name: &str) -> bool {
 }
 
 impl Talk {
+    /// Bytes of the texts that the template gets.
+    pub fn bytes(&self) -> usize {
+        let of_message = |message: &Message| {
+            let content = message.content.as_ref().map_or(0, |content| content.text().len());
+            content + message.reasoning_content.as_ref().map_or(0, String::len)
+        };
+        self.messages.iter().map(of_message).sum()
+    }
+
     /// A conversation whose answer is a new message, or continues the last one.
     pub fn new(messages: Vec<Message>, continues_last: Option<bool>, generation_prompt: Option<bool>) -> Result<Talk> {
         let continues = continues(&messages, continues_last, generation_prompt)?;
@@ -267,12 +293,13 @@ impl Talk {
     pub fn prompt(&self, app: &App) -> Result<Prompt> {
         let (template, tokenizer) = (template(app)?, app.engine.tokenizer());
         // Names of special tokens in texts of users stay text.
-        let ids = tokenized("messages", template.encode(&self.conversation(), tokenizer))?;
+        let encoded = template.encode_within(&self.conversation(), tokenizer, app.engine.context());
+        let ids = tokenized("messages", encoded)?;
         let tail = &ids[ids.len().saturating_sub(TAIL)..];
         let tail = tokenized("messages", tokenizer.decode_with_special(tail))?;
         let family = template.reply_format();
         let format = self.shape.read_as(family);
-        let reader = self.reader(format, &tail);
+        let reader = self.reader(format, &tail).one_call(self.one_call).must_call(self.shape.must_call());
         let thoughts = match self.reader(family, &tail).is_reasoning {
             true => Thoughts::Open,
             false if self.continues || self.thinking == Some(false) => Thoughts::Never,

@@ -5,8 +5,11 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use kvant_engine::{Failure, SubmitError};
-use kvant_models::untrusted;
+use kvant_models::{Error as ModelError, untrusted};
 use serde_json::{Value, json};
+
+/// OpenAI's code of an error about a text that is too long.
+const CONTEXT_LENGTH: &str = "context_length_exceeded";
 
 pub(crate) type Result<T, E = ApiError> = std::result::Result<T, E>;
 
@@ -45,28 +48,60 @@ impl ApiError {
     /// The error of a request that the engine refuses.
     pub fn of_submit(error: SubmitError, context: usize) -> ApiError {
         match error {
-            // OpenAI's words, which clients look for.
-            SubmitError::ContextLength { .. } => {
-                ApiError::context_length(format!("this model's maximum context length is {context} tokens: {error}"))
-            }
+            SubmitError::ContextLength { got, .. } => ApiError::context_length("prompt", context, &got.to_string()),
             other => other.into(),
         }
     }
 
-    fn context_length(message: String) -> ApiError {
-        ApiError { code: Some("context_length_exceeded"), ..ApiError::field("prompt", message) }
+    /// 400 for a field that has too many tokens, in OpenAI's words, by which clients know it.
+    pub fn context_length(field: &str, context: usize, tokens: &str) -> ApiError {
+        let message = format!(
+            "This model's maximum context length is {context} tokens. However, your {field} resulted in {tokens} \
+             tokens. Please reduce the length of the {field}."
+        );
+        ApiError { code: Some(CONTEXT_LENGTH), ..ApiError::field(field, message) }
+    }
+
+    /// 400 for a prompt that the server's pages cannot hold.
+    pub fn out_of_pages(tokens: usize) -> ApiError {
+        let message = format!(
+            "the server's memory for keys and values does not hold a prompt of {tokens} tokens: start it with more \
+             --memory, or send a shorter prompt"
+        );
+        ApiError { code: Some(CONTEXT_LENGTH), ..ApiError::field("prompt", message) }
+    }
+
+    /// 503: the machine has too little of something to serve the request now.
+    pub fn short_of(message: impl Into<String>) -> ApiError {
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message);
+        ApiError { code: Some("overloaded"), retry_after: Some(1), ..error }
+    }
+
+    /// The error of a text of a field that cannot be made tokens of.
+    pub fn of_text(field: &str, error: &ModelError) -> ApiError {
+        match error {
+            ModelError::TooLong { least, limit } => {
+                ApiError::context_length(field, *limit, &format!("at least {least}"))
+            }
+            ModelError::NoThread { .. } => ApiError::short_of(error.to_string()),
+            error => ApiError::field(field, format!("`{field}`: {error}")),
+        }
     }
 
     /// The same error where the prompt comes from another field.
     pub fn of_prompt(self, field: &str) -> ApiError {
-        if self.param.as_deref() != Some("prompt") {
+        self.renamed("prompt", field)
+    }
+
+    /// The same error about a field that the client knows by another name.
+    pub fn renamed(self, from: &str, to: &str) -> ApiError {
+        if self.param.as_deref() != Some(from) {
             return self;
         }
-        ApiError {
-            message: self.message.replace("`prompt`", &format!("`{field}`")),
-            param: Some(field.to_string()),
-            ..self
-        }
+        let message = self.message.replace(&format!("`{from}`"), &format!("`{to}`"));
+        let message = message.replace(&format!("your {from} "), &format!("your {to} "));
+        let message = message.replace(&format!("of the {from}."), &format!("of the {to}."));
+        ApiError { message, param: Some(to.to_string()), ..self }
     }
 
     pub fn internal(message: impl Into<String>) -> ApiError {
@@ -110,9 +145,17 @@ impl ApiError {
         json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": code}})
     }
 
+    /// The body in Ollama's form.
+    pub fn ollama_body(&self) -> Value {
+        json!({"error": self.message})
+    }
+
     /// The body in Anthropic's form.
     pub fn anthropic_body(&self, request_id: &str) -> Value {
-        let error = json!({"type": self.anthropic_kind(), "message": self.message});
+        // Anthropic's words, by which its clients know that they must shorten the conversation.
+        let is_too_long = self.code == Some(CONTEXT_LENGTH);
+        let begin = if is_too_long { "prompt is too long: " } else { "" };
+        let error = json!({"type": self.anthropic_kind(), "message": format!("{begin}{}", self.message)});
         json!({"type": "error", "error": error, "request_id": request_id})
     }
 }
@@ -126,7 +169,7 @@ impl From<SubmitError> for ApiError {
                 ApiError { code: Some("queue_full"), retry_after: Some(1), ..error }
             }
             SubmitError::Draining => ApiError::draining(),
-            SubmitError::ContextLength { .. } => ApiError::context_length(message),
+            SubmitError::ContextLength { limit, got } => ApiError::context_length("prompt", limit, &got.to_string()),
             SubmitError::Invalid { field, .. } => ApiError::field(field, message),
             _ => ApiError { code: Some("unhealthy"), ..ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message) },
         }
@@ -153,5 +196,28 @@ impl IntoResponse for ApiError {
         }
         response.extensions_mut().insert(self);
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_texts() {
+        let short = ApiError::of_text("messages", &ModelError::NoThread { reason: "EAGAIN".to_string() });
+        assert_eq!((short.status.as_u16(), short.retry_after, short.param), (503, Some(1), None));
+        let long = ApiError::of_text("messages", &ModelError::TooLong { least: 900, limit: 512 });
+        assert_eq!((long.status.as_u16(), long.code), (400, Some("context_length_exceeded")));
+        assert_eq!(long.param.as_deref(), Some("messages"));
+        let prompt = ApiError::of_submit(SubmitError::ContextLength { limit: 511, got: 600 }, 512);
+        let input = prompt.clone().of_prompt("input");
+        assert_eq!(
+            input.message,
+            "This model's maximum context length is 512 tokens. However, your input resulted in 600 tokens. Please \
+             reduce the length of the input."
+        );
+        let body = prompt.anthropic_body("req_1");
+        assert!(body["error"]["message"].as_str().unwrap().starts_with("prompt is too long: "));
     }
 }

@@ -1,6 +1,6 @@
 //! The events of all choices of a request, as one stream.
 
-use std::{convert::Infallible, fmt::Display, pin::Pin};
+use std::{convert::Infallible, fmt::Display, pin::Pin, time::Instant};
 
 use axum::response::{
     IntoResponse, Response,
@@ -25,6 +25,9 @@ type Choice = Pin<Box<dyn Stream<Item = (usize, Event)> + Send>>;
 pub(crate) struct Generation {
     choices: SelectAll<Choice>,
     id: RequestId,
+    submitted: Instant,
+    /// When the first token of each choice came.
+    first: Vec<Option<Instant>>,
 }
 
 impl Generation {
@@ -32,14 +35,15 @@ impl Generation {
     pub fn submit(app: &App, id: &RequestId, requests: Vec<EngineRequest>) -> Result<Generation> {
         let refused = |error| ApiError::of_submit(error, app.engine.context());
         let submit = |request| app.engine.submit(request).map_err(refused);
-        let submitted: Vec<Responses> = requests.into_iter().map(submit).collect::<Result<_>>()?;
-        let choices = submitted.into_iter().enumerate().map(|(index, responses)| {
+        let responses: Vec<Responses> = requests.into_iter().map(submit).collect::<Result<_>>()?;
+        let first = vec![None; responses.len()];
+        let choices = responses.into_iter().enumerate().map(|(index, responses)| {
             let events = stream::unfold(responses, |mut responses| async move {
                 responses.recv_async().await.map(|event| (event, responses))
             });
             Box::pin(events.map(move |event| (index, event))) as Choice
         });
-        Ok(Generation { choices: stream::select_all(choices), id: id.clone() })
+        Ok(Generation { choices: stream::select_all(choices), id: id.clone(), submitted: Instant::now(), first })
     }
 
     /// The next event, with the number of its choice. `None` after the last event of the last choice. A failure, and
@@ -47,12 +51,35 @@ impl Generation {
     pub async fn next(&mut self) -> Option<Result<(usize, Event)>> {
         let (index, event) = self.choices.next().await?;
         match &event {
+            Event::Token(_) => {
+                self.first[index].get_or_insert_with(Instant::now);
+            }
             Event::Finished(finished) => {
                 let Usage { prompt_tokens, cached_tokens, generated_tokens, .. } = finished.usage;
                 let (request_id, reason) = (&*self.id.0, finish_reason(&finished.reason));
-                tracing::info!(request_id, index, prompt_tokens, cached_tokens, generated_tokens, reason, "finished");
+                let first = self.first[index].unwrap_or_else(Instant::now);
+                let first_ms = (first - self.submitted).as_millis() as u64;
+                let seconds = first.elapsed().as_secs_f64();
+                // The first token belongs to the prompt.
+                let rate = generated_tokens.saturating_sub(1) as f64 / seconds.max(1e-9);
+                let tokens_per_second = (rate * 10.0).round() / 10.0;
+                tracing::info!(
+                    request_id,
+                    index,
+                    prompt_tokens,
+                    cached_tokens,
+                    generated_tokens,
+                    first_ms,
+                    tokens_per_second,
+                    reason,
+                    "finished"
+                );
                 if finished.reason == FinishReason::Drained {
                     return Some(Err(ApiError::draining()));
+                }
+                // An empty text would look like an answer.
+                if finished.reason == FinishReason::OutOfPages && generated_tokens == 0 {
+                    return Some(Err(ApiError::out_of_pages(prompt_tokens)));
                 }
             }
             Event::Failed(failure) => {
@@ -79,9 +106,33 @@ pub(crate) struct TokenUsage {
     pub prompt: usize,
     pub cached: usize,
     pub generated: usize,
+    /// Tokens of all prompts, known before the first one has run.
+    of_prompts: usize,
+    /// Tokens that have come so far.
+    seen: usize,
 }
 
 impl TokenUsage {
+    /// Before the first token.
+    pub fn of_prompts(tokens: usize) -> TokenUsage {
+        TokenUsage { of_prompts: tokens, ..TokenUsage::default() }
+    }
+
+    /// Counts an event of a choice. `has_prompt`: it is the first one of its prompt.
+    pub fn count(&mut self, event: &Event, has_prompt: bool) {
+        match event {
+            Event::Token(_) => self.seen += 1,
+            Event::Finished(finished) => self.add(finished.usage, has_prompt),
+            _ => {}
+        }
+    }
+
+    /// The usage while the text grows, in the form of OpenAI's completions.
+    pub fn so_far(&self) -> Value {
+        let (prompt, generated) = (self.of_prompts, self.generated.max(self.seen));
+        json!({"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated})
+    }
+
     /// Counts a choice. `has_prompt`: it is the first one of its prompt.
     pub fn add(&mut self, usage: Usage, has_prompt: bool) {
         if has_prompt {
@@ -134,8 +185,9 @@ fn streamed(events: impl Stream<Item = Sent> + Send + 'static, pings: sse::KeepA
 
 /// A stream whose events come from an async function that writes to a channel of one event: a slow reader slows it
 /// down. It ends when nobody reads any more.
-pub(crate) fn channel<F>(run: impl FnOnce(Sender) -> F) -> impl Stream<Item = Sent> + Send
+pub(crate) fn channel<T, F>(run: impl FnOnce(Sender<T>) -> F) -> impl Stream<Item = Result<T, Infallible>> + Send
 where
+    T: Send + 'static,
     F: Future<Output = Result<(), Gone>> + Send + 'static,
 {
     let (sender, receiver) = tokio::sync::mpsc::channel(1);
@@ -160,13 +212,15 @@ where
 pub(crate) struct Gone;
 
 /// Writes the events of a stream.
-pub(crate) struct Sender(tokio::sync::mpsc::Sender<Sent>);
+pub(crate) struct Sender<T = sse::Event>(tokio::sync::mpsc::Sender<Result<T, Infallible>>);
 
-impl Sender {
-    pub async fn send(&self, event: Sent) -> Result<(), Gone> {
+impl<T> Sender<T> {
+    pub async fn send(&self, event: Result<T, Infallible>) -> Result<(), Gone> {
         self.0.send(event).await.map_err(|_| Gone)
     }
+}
 
+impl Sender {
     /// Sends JSON without a name.
     pub async fn data(&self, value: &impl Display) -> Result<(), Gone> {
         self.send(data(value)).await

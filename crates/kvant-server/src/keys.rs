@@ -1,5 +1,11 @@
 //! API keys.
 
+use std::{
+    fs, io,
+    path::PathBuf,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
+};
+
 use axum::http::{HeaderMap, StatusCode, header};
 use subtle::{Choice, ConstantTimeEq};
 
@@ -7,12 +13,22 @@ use crate::error::{ApiError, Result};
 
 /// The keys that clients can use. Empty: no key is needed.
 #[derive(Clone, Default)]
-pub struct ApiKeys(Vec<String>);
+pub struct ApiKeys {
+    fixed: Vec<String>,
+    file: Option<Arc<KeyFile>>,
+}
+
+/// Keys of a file, which can be read again.
+struct KeyFile {
+    path: PathBuf,
+    keys: RwLock<Vec<String>>,
+}
 
 impl ApiKeys {
     /// Keys, without those that are empty.
     pub fn new<K: Into<String>>(keys: impl IntoIterator<Item = K>) -> ApiKeys {
-        ApiKeys(keys.into_iter().map(Into::into).filter(|key: &String| !key.is_empty()).collect())
+        let fixed = keys.into_iter().map(Into::into).filter(|key: &String| !key.is_empty()).collect();
+        ApiKeys { fixed, file: None }
     }
 
     /// One key a line. Empty lines and lines that start with `#` are skipped.
@@ -20,15 +36,51 @@ impl ApiKeys {
         ApiKeys::new(lines.lines().map(str::trim).filter(|line| !line.starts_with('#')))
     }
 
-    /// Whether no key is needed.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    /// The keys of a file, as [`ApiKeys::parse`] reads them. A server that [runs](crate::Server::run) reads the file
+    /// again on SIGHUP.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn file(path: impl Into<PathBuf>) -> io::Result<ApiKeys> {
+        let path = path.into();
+        let keys = RwLock::new(ApiKeys::parse(&fs::read_to_string(&path)?).fixed);
+        Ok(ApiKeys { fixed: Vec::new(), file: Some(Arc::new(KeyFile { path, keys })) })
     }
 
-    /// Adds the keys of `other`.
+    /// Reads the file again, for all clones. Returns the number of its keys, or `None` if there is no file. A file
+    /// without keys would open the server to all: it is refused, and the keys stay.
+    ///
+    /// # Errors
+    /// The file cannot be read, or has no key.
+    pub fn reload(&self) -> io::Result<Option<usize>> {
+        let Some(file) = &self.file else { return Ok(None) };
+        let keys = ApiKeys::parse(&fs::read_to_string(&file.path)?).fixed;
+        if keys.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "no key"));
+        }
+        let count = keys.len();
+        *file.keys.write().unwrap_or_else(PoisonError::into_inner) = keys;
+        Ok(Some(count))
+    }
+
+    /// Whether no key is needed.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn len(&self) -> usize {
+        self.fixed.len() + self.of_file().map_or(0, |keys| keys.len())
+    }
+
+    fn of_file(&self) -> Option<RwLockReadGuard<'_, Vec<String>>> {
+        self.file.as_ref().map(|file| file.keys.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Adds the keys of `other`, whose file is read again if it has one.
     #[must_use]
     pub fn and(mut self, other: ApiKeys) -> ApiKeys {
-        self.0.extend(other.0);
+        self.fixed.extend(other.fixed);
+        self.file = other.file.or(self.file);
         self
     }
 
@@ -50,7 +102,9 @@ impl ApiKeys {
 
     /// Compares with every key, each in a time that depends on its length only.
     fn contains(&self, key: &[u8]) -> bool {
-        let equal = self.0.iter().map(|known| known.as_bytes().ct_eq(key));
+        let of_file = self.of_file();
+        let all = self.fixed.iter().chain(of_file.iter().flat_map(|keys| keys.iter()));
+        let equal = all.map(|known| known.as_bytes().ct_eq(key));
         equal.fold(Choice::from(0), |any, equal| any | equal).into()
     }
 }
@@ -67,7 +121,7 @@ pub(crate) fn key(headers: &HeaderMap) -> Option<&[u8]> {
 /// Prints no key.
 impl std::fmt::Debug for ApiKeys {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "ApiKeys({})", self.0.len())
+        write!(f, "ApiKeys({})", self.len())
     }
 }
 
@@ -89,5 +143,23 @@ mod tests {
         assert!(keys.check(&HeaderMap::new()).is_err());
         assert!(ApiKeys::new([""; 1]).check(&HeaderMap::new()).is_ok());
         assert_eq!(format!("{keys:?}"), "ApiKeys(3)");
+    }
+
+    #[test]
+    fn a_file_is_read_again() {
+        let path = std::env::temp_dir().join(format!("kvant-keys-{}", std::process::id()));
+        fs::write(&path, "one\n").unwrap();
+        let keys = ApiKeys::new(["fixed"]).and(ApiKeys::file(&path).unwrap());
+        let of_server = keys.clone();
+        assert!(of_server.contains(b"one") && of_server.contains(b"fixed") && !of_server.contains(b"two"));
+        fs::write(&path, "# new\ntwo\nthree\n").unwrap();
+        assert_eq!(keys.reload().unwrap(), Some(2));
+        assert!(of_server.contains(b"two") && of_server.contains(b"fixed") && !of_server.contains(b"one"));
+        // What would open the server, or cannot be read, changes nothing.
+        fs::write(&path, "# none\n").unwrap();
+        assert!(keys.reload().is_err());
+        fs::remove_file(&path).unwrap();
+        assert!(keys.reload().is_err() && of_server.contains(b"three"));
+        assert_eq!(ApiKeys::new(["a"]).reload().unwrap(), None);
     }
 }

@@ -6,8 +6,8 @@
 //! | serve in an async program | [`Server::serve`], [`Server::router`] |
 //! | names, keys, limits | [`ServerOptions`], [`ApiKeys`] |
 //!
-//! A field that the server does not support is answered with 400 and the field's name. A client that goes away cancels
-//! its request. Logs have no text of a user.
+//! A field that would change the answer, and is not supported, is answered with 400 and its name. A client that goes
+//! away cancels its request. Logs have no text of a user.
 
 #![forbid(unsafe_code)]
 
@@ -29,10 +29,12 @@ mod keys;
 mod logprobs;
 mod metrics;
 mod models;
+mod ollama;
 mod options;
 mod responses;
 mod sampling;
 mod server;
+mod store;
 mod structured;
 mod tokens;
 

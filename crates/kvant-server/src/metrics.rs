@@ -1,20 +1,65 @@
 //! `/metrics`: counts in Prometheus' text format, under the names of vLLM without their prefix.
 
-use std::{fmt::Write, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    fmt::Write,
+    fs,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use axum::{
     extract::State,
     http::header,
     response::{IntoResponse, Response},
 };
-use kvant_engine::{EngineStats, Histogram};
+use kvant_engine::{EngineStats, Histogram, Unit};
 
 use crate::app::App;
 
 pub(crate) async fn get(State(app): State<Arc<App>>) -> Response {
     let model = app.options.names.first().cloned().unwrap_or_default();
     let text = Text::new(&model).stats(&app.engine.stats());
+    let text = text + &Text::new(&model).server(&app.statuses, app.started);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+}
+
+/// How often each status was answered.
+#[derive(Default)]
+pub(crate) struct Statuses(Mutex<BTreeMap<u16, u64>>);
+
+impl Statuses {
+    pub fn add(&self, status: u16) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(status).or_default() += 1;
+    }
+
+    fn counts(&self) -> BTreeMap<u16, u64> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// What Linux tells of the process; nothing elsewhere.
+#[derive(Default)]
+struct Process {
+    resident: Option<u64>,
+    cpu_seconds: Option<f64>,
+    open_files: Option<usize>,
+}
+
+impl Process {
+    fn read() -> Process {
+        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let kilobytes = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kilobytes = kilobytes.and_then(|text| text.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        // The fields after the name, which can have spaces; times are in hundredths of a second.
+        let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+        let fields: Vec<&str> = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace().collect();
+        let ticks = |index: usize| fields.get(index).and_then(|text| text.parse::<u64>().ok());
+        Process {
+            resident: kilobytes.map(|kilobytes| kilobytes * 1024),
+            cpu_seconds: ticks(11).zip(ticks(12)).map(|(user, system)| (user + system) as f64 / 100.0),
+            open_files: fs::read_dir("/proc/self/fd").ok().map(Iterator::count),
+        }
+    }
 }
 
 /// Metrics as text.
@@ -66,6 +111,36 @@ impl Text {
         self.histogram("time_to_first_token_seconds", "Time to the first token", &stats.time_to_first_token);
         self.histogram("inter_token_latency_seconds", "Time between two tokens of a request", &stats.inter_token);
         self.histogram("e2e_request_latency_seconds", "Time of a request", &stats.request_time);
+        self.histogram("request_queue_time_seconds", "Time of a request before its first step", &stats.queue_time);
+        self.histogram(
+            "request_prefill_time_seconds",
+            "Time from the first step to the first token",
+            &stats.prefill_time,
+        );
+        self.histogram("request_decode_time_seconds", "Time from the first token to the last", &stats.decode_time);
+        self.histogram("request_prompt_tokens", "Tokens of a prompt", &stats.prompt_lengths);
+        self.histogram("request_generation_tokens", "Tokens of a text", &stats.text_lengths);
+        self.out
+    }
+
+    /// What the server and the system count.
+    fn server(mut self, statuses: &Statuses, started: u64) -> String {
+        self.head("http_requests_total", "Answers by their status", "counter");
+        for (status, count) in statuses.counts() {
+            self.value("http_requests_total", &format!(",status=\"{status}\""), count as f64);
+        }
+        self.gauge("process_start_time_seconds", "When the server started, in seconds since 1970", started as f64);
+        let process = Process::read();
+        if let Some(bytes) = process.resident {
+            self.gauge("process_resident_memory_bytes", "Memory of the process", bytes as f64);
+        }
+        if let Some(seconds) = process.cpu_seconds {
+            self.head("process_cpu_seconds_total", "Time of processors", "counter");
+            self.value("process_cpu_seconds_total", "", seconds);
+        }
+        if let Some(count) = process.open_files {
+            self.gauge("process_open_fds", "Open files and connections", count as f64);
+        }
         self.out
     }
 
@@ -89,7 +164,7 @@ impl Text {
         self.value(&name, "", value as f64);
     }
 
-    fn histogram(&mut self, name: &str, help: &str, histogram: &Histogram) {
+    fn histogram<U: Unit>(&mut self, name: &str, help: &str, histogram: &Histogram<U>) {
         self.head(name, help, "histogram");
         for (bound, count) in histogram.cumulative() {
             let bound = if bound.is_infinite() { "+Inf".to_string() } else { bound.to_string() };

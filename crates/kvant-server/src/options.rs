@@ -32,14 +32,23 @@ pub struct ServerOptions {
     pub choices: usize,
     /// The longest JSON schema, with those of all tools, in bytes. Default: 256 KiB.
     pub schema_limit: usize,
+    /// Whether fields that change nothing here are refused, too: hints, and what only other servers do. Default: false.
+    pub strict_fields: bool,
+    /// The most bytes of conversations that are kept for `previous_response_id`; 0 for none. Default: 64 MiB.
+    pub store_limit: usize,
     /// The time between pings in a stream without other events. Default: 10 s.
     pub ping: Duration,
     /// The longest time that a shutdown waits for running requests. Default: 30 s.
     pub drain: Duration,
     /// The origin whose pages can use the server, or `*`. Default: none.
     pub cors: Option<String>,
-    /// What requests use whose fields do not say otherwise; their seeds are random. Default: temperature 1.
+    /// What requests use whose fields do not say otherwise; their seeds are random. Default: [`Sampling::usual`].
     pub sampling: Sampling,
+    /// The most tokens of an answer, whatever a request asks for. Default: those that the context leaves.
+    pub max_tokens: Option<usize>,
+    /// The most tokens of an answer where a request does not say. Default: 16 for completions, as in OpenAI's API, else
+    /// those that the context leaves.
+    pub default_max_tokens: Option<usize>,
     /// The names by which clients can reach the server, in addition to localhost and addresses. A server that listens
     /// on localhost needs such a list: without it, a web page whose name resolves to this machine can use the server
     /// (DNS rebinding). Default: every name.
@@ -51,6 +60,9 @@ pub struct ServerOptions {
     pub head_time: Duration,
     /// The time in which the body of a request must arrive. Default: 60 s.
     pub body_time: Duration,
+    /// Called after a long text has been tokenised, which takes and frees much memory: gives that back to the system.
+    /// Default: nothing.
+    pub reclaim: Option<fn()>,
     /// The time after which a connection is closed whose client reads nothing of an answer. Default: 60 s.
     pub stall_time: Duration,
 }
@@ -66,14 +78,19 @@ impl ServerOptions {
             messages: 2048,
             choices: 128,
             schema_limit: 256 << 10,
+            strict_fields: false,
+            store_limit: 64 << 20,
             ping: Duration::from_secs(10),
             drain: Duration::from_secs(30),
             cors: None,
-            sampling: Sampling::default().temperature(1.0),
+            sampling: Sampling::usual(),
+            max_tokens: None,
+            default_max_tokens: None,
             hosts: None,
             connections: 1000,
             head_time: Duration::from_secs(60),
             body_time: Duration::from_secs(60),
+            reclaim: None,
             stall_time: Duration::from_secs(60),
         }
     }
@@ -121,6 +138,18 @@ impl ServerOptions {
         ServerOptions { schema_limit: bytes, ..self }
     }
 
+    /// Sets [`ServerOptions::strict_fields`].
+    #[must_use]
+    pub fn strict_fields(self, strict_fields: bool) -> Self {
+        ServerOptions { strict_fields, ..self }
+    }
+
+    /// Sets [`ServerOptions::store_limit`].
+    #[must_use]
+    pub fn store_limit(self, bytes: usize) -> Self {
+        ServerOptions { store_limit: bytes, ..self }
+    }
+
     /// Sets [`ServerOptions::ping`].
     #[must_use]
     pub fn ping(self, ping: Duration) -> Self {
@@ -145,6 +174,18 @@ impl ServerOptions {
         ServerOptions { sampling, ..self }
     }
 
+    /// Sets [`ServerOptions::max_tokens`].
+    #[must_use]
+    pub fn max_tokens(self, most: usize) -> Self {
+        ServerOptions { max_tokens: Some(most), ..self }
+    }
+
+    /// Sets [`ServerOptions::default_max_tokens`].
+    #[must_use]
+    pub fn default_max_tokens(self, tokens: usize) -> Self {
+        ServerOptions { default_max_tokens: Some(tokens), ..self }
+    }
+
     /// Sets [`ServerOptions::hosts`].
     #[must_use]
     pub fn hosts<S: Into<String>>(self, names: impl IntoIterator<Item = S>) -> Self {
@@ -167,6 +208,12 @@ impl ServerOptions {
     #[must_use]
     pub fn body_time(self, body_time: Duration) -> Self {
         ServerOptions { body_time, ..self }
+    }
+
+    /// Sets [`ServerOptions::reclaim`].
+    #[must_use]
+    pub fn reclaim(self, reclaim: fn()) -> Self {
+        ServerOptions { reclaim: Some(reclaim), ..self }
     }
 
     /// Sets [`ServerOptions::stall_time`].

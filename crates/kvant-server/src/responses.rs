@@ -1,4 +1,4 @@
-//! `/v1/responses`: text, tools and streams of OpenAI's responses. Nothing is stored.
+//! `/v1/responses`: text, tools and streams of OpenAI's responses, which can continue earlier ones.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -23,6 +23,7 @@ use crate::{
     error::{ApiError, Result},
     fields::{only_fields, string},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
+    keys,
     sampling::{Drawn, TokenLimit, now, random_id},
     structured::Shape,
 };
@@ -43,6 +44,7 @@ pub(crate) struct ResponsesRequest {
     text: Option<TextOptions>,
     include: Option<Vec<String>>,
     store: Option<bool>,
+    previous_response_id: Option<String>,
     background: Option<bool>,
     truncation: Option<String>,
     service_tier: Option<String>,
@@ -55,6 +57,9 @@ pub(crate) struct ResponsesRequest {
     #[expect(dead_code, reason = "has no effect")]
     prompt_cache_key: Option<String>,
 }
+
+/// How the types of tools begin that OpenAI's servers run.
+const HOSTED: [&str; 4] = ["web_search", "file_search", "code_interpreter", "image_generation"];
 
 #[derive(Debug, Default, Deserialize)]
 struct TextOptions {
@@ -72,6 +77,16 @@ struct ResponseAnswer {
     ids: Vec<String>,
     /// The number of the next event.
     sequence: u64,
+    /// What is kept of the conversation at the end.
+    keep: Option<Keep>,
+}
+
+/// A conversation to keep.
+struct Keep {
+    app: Arc<App>,
+    owner: Vec<u8>,
+    /// Without the instructions, which later requests have of their own.
+    messages: Vec<Message>,
 }
 
 pub(crate) async fn create(
@@ -81,25 +96,35 @@ pub(crate) async fn create(
     Json(mut request): Json<ResponsesRequest>,
 ) -> Result<Response> {
     let model = app.model(request.model.as_deref())?;
-    check_fixed(&request)?;
+    check_fixed(&app, &request)?;
     let object = describe(&app, &request, &model);
-    let tools = request.tools.take().map(|tools| tools.into_iter().map(nested).collect());
+    let tools = request.tools.take().map(|tools| own_tools(&app, tools, request.tool_choice.as_ref()));
     let format = request.text.as_ref().and_then(|text| text.format.as_ref());
     let shape = Shape::of_format(format, "text.format", None)?;
     let (tools, shape) = chosen_tools(&app, tools, request.tool_choice.as_ref(), shape)?;
     let mut variables = BTreeMap::new();
     let thinking = thinking(effort(request.reasoning.as_ref())?, &mut variables)?;
-    let messages = messages(&app, &request)?;
-    let talk = Talk { messages, tools, variables, thinking, generation_prompt: true, shape, ..Talk::default() };
-    let prompt = app.blocking(move |app| talk.prompt(app)).await??;
+    let owner = keys::key(&headers).unwrap_or_default().to_vec();
+    let earlier = request.previous_response_id.as_ref().map(|id| earlier(&app, &owner, id)).transpose()?;
+    let messages = messages(&app, &request, earlier.as_deref().unwrap_or_default())?;
+    let is_kept = request.store != Some(false) && app.store.is_on();
+    let instructions = usize::from(request.instructions.is_some());
+    let keep = || Keep { app: Arc::clone(&app), owner, messages: messages[instructions..].to_vec() };
+    let keep = is_kept.then(keep);
+    let one_call = request.parallel_tool_calls == Some(false);
+    let talk =
+        Talk { messages, tools, variables, thinking, shape, one_call, generation_prompt: true, ..Talk::default() };
+    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await?;
+    let prompt = prompt.map_err(|error| error.renamed("messages", "input"))?;
 
-    let max_tokens = request.max_output_tokens.map_or(app.engine.context(), |TokenLimit(limit)| limit);
+    let asked = request.max_output_tokens.map(|TokenLimit(limit)| limit);
+    let max_tokens = app.max_tokens(asked, app.engine.context());
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
     let drawn = Drawn { temperature: request.temperature, top_p: request.top_p, ..Drawn::default() };
     let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?]);
     let generation = generation.map_err(|error| error.of_prompt("input"))?;
     let answer =
-        ResponseAnswer { object, reader: prompt.reader, blocks: Blocks::default(), ids: Vec::new(), sequence: 0 };
+        ResponseAnswer { object, reader: prompt.reader, blocks: Blocks::default(), ids: Vec::new(), sequence: 0, keep };
     if request.stream.unwrap_or(false) {
         let events = channel(move |sender| answer.stream(generation, sender));
         return Ok(event_stream(&app, events));
@@ -108,16 +133,18 @@ pub(crate) async fn create(
 }
 
 /// Checks fields of which this server supports one value.
-fn check_fixed(request: &ResponsesRequest) -> Result<()> {
+fn check_fixed(app: &App, request: &ResponsesRequest) -> Result<()> {
+    let strict = app.options.strict_fields;
     let text = request.text.as_ref();
+    let verbosity = text.and_then(|text| text.verbosity.as_deref());
+    let mut included = request.include.iter().flatten();
     let refused = [
-        ("text.verbosity", text.is_some_and(|text| !matches!(text.verbosity.as_deref(), None | Some("medium")))),
-        ("include", request.include.as_ref().is_some_and(|include| !include.is_empty())),
-        ("store", request.store == Some(true)),
+        ("text.verbosity", strict && !matches!(verbosity, None | Some("medium"))),
+        // The others are parts of what hosted tools and stored thoughts give, which there are none of.
+        ("include", included.any(|part| strict || part == "message.output_text.logprobs")),
         ("background", request.background == Some(true)),
         ("truncation", !matches!(request.truncation.as_deref(), None | Some("disabled"))),
-        ("service_tier", !matches!(request.service_tier.as_deref(), None | Some("auto" | "default"))),
-        ("parallel_tool_calls", request.parallel_tool_calls == Some(false)),
+        ("service_tier", strict && !matches!(request.service_tier.as_deref(), None | Some("auto" | "default"))),
     ];
     match refused.iter().find(|(_, is_asked)| *is_asked) {
         Some((field, _)) => Err(ApiError::unsupported(*field, "only its default")),
@@ -131,11 +158,22 @@ fn effort(reasoning: Option<&Map<String, Value>>) -> Result<Option<String>> {
     for (key, value) in reasoning.iter().filter(|(_, value)| !value.is_null()) {
         match (key.as_str(), value.as_str()) {
             ("effort", Some(word)) => effort = Some(word.to_string()),
-            ("summary", Some("auto")) => {}
+            ("summary" | "generate_summary", Some("auto" | "concise" | "detailed")) => {}
             _ => return Err(ApiError::unsupported(format!("reasoning.{key}"), "only `effort`")),
         }
     }
     Ok(effort)
+}
+
+/// The tools in the form of chat completions, without those that OpenAI's servers run where the model need not call
+/// them: it never does.
+fn own_tools(app: &App, tools: Vec<JsonValue>, choice: Option<&Value>) -> Vec<JsonValue> {
+    let is_free = !app.options.strict_fields && choice.is_none_or(|choice| choice == "auto" || choice == "none");
+    let is_hosted = |tool: &JsonValue| {
+        let kind = tool["type"].as_str().unwrap_or_default();
+        HOSTED.iter().any(|hosted| kind.starts_with(hosted))
+    };
+    tools.into_iter().filter(|tool| !(is_free && is_hosted(tool))).map(nested).collect()
 }
 
 /// A tool of responses in the form of chat completions.
@@ -147,8 +185,18 @@ fn nested(mut function: JsonValue) -> JsonValue {
     tool
 }
 
-fn messages(app: &App, request: &ResponsesRequest) -> Result<Vec<Message>> {
+/// The conversation up to an earlier response.
+fn earlier(app: &App, owner: &[u8], id: &str) -> Result<Arc<[Message]>> {
+    app.store.get(owner, id).ok_or_else(|| {
+        let id: String = id.chars().take(64).collect();
+        let message = format!("there is no response {id:?}: it is too old, was not stored, or belongs to another key");
+        ApiError { code: Some("previous_response_not_found"), ..ApiError::field("previous_response_id", message) }
+    })
+}
+
+fn messages(app: &App, request: &ResponsesRequest, earlier: &[Message]) -> Result<Vec<Message>> {
     let mut messages: Vec<Message> = request.instructions.iter().map(|text| Message::system(text.as_str())).collect();
+    messages.extend_from_slice(earlier);
     match &request.input {
         JsonValue::String(text) => messages.push(Message::user(text.as_str())),
         JsonValue::Array(items) if (1..=app.options.messages).contains(&items.len()) => {
@@ -160,6 +208,12 @@ fn messages(app: &App, request: &ResponsesRequest) -> Result<Vec<Message>> {
             let message = format!("`input` must be a string or a list of 1 to {} items", app.options.messages);
             return Err(ApiError::field("input", message));
         }
+    }
+    let most = app.options.messages;
+    if messages.len() > most {
+        let message =
+            format!("`input` and what is before it must have at most {most} messages, got {}", messages.len());
+        return Err(ApiError::field("input", message));
     }
     Ok(messages)
 }
@@ -236,9 +290,10 @@ fn describe(app: &App, request: &ResponsesRequest, model: &str) -> JsonValue {
         "id": random_id("resp_"), "object": "response", "created_at": now(), "status": "in_progress",
         "background": false, "error": null, "incomplete_details": null, "instructions": request.instructions,
         "max_output_tokens": max_output_tokens, "metadata": request.metadata.clone().unwrap_or_default(),
-        "model": model, "output": [], "parallel_tool_calls": true, "previous_response_id": null,
+        "model": model, "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true), "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": request.reasoning.as_ref().and_then(|r| r.get("effort")), "summary": null},
-        "store": false, "temperature": request.temperature.unwrap_or(default.temperature), "text": {"format": {"type": "text"}},
+        "store": request.store != Some(false) && app.store.is_on(), "temperature": request.temperature.unwrap_or(default.temperature), "text": {"format": {"type": "text"}},
         "tool_choice": request.tool_choice.clone().unwrap_or(json!("auto")),
         "tools": [], "top_p": request.top_p.unwrap_or(default.top_p),
         "truncation": "disabled", "usage": null, "user": null,
@@ -258,7 +313,16 @@ impl ResponseAnswer {
             }
             end = added.finished.or(end);
         }
+        self.keep();
         Ok(self.complete(end.as_ref()))
+    }
+
+    /// Keeps the conversation, with the answer.
+    fn keep(&mut self) {
+        if let (Some(Keep { app, owner, mut messages }), Some(id)) = (self.keep.take(), self.object["id"].as_str()) {
+            messages.push(self.blocks.message());
+            app.store.insert(&owner, id, messages);
+        }
     }
 
     /// Adds a part, with an id if it is a new block.
@@ -362,6 +426,7 @@ impl ResponseAnswer {
         if !self.blocks.0.is_empty() {
             self.close(&sender, self.blocks.last()).await?;
         }
+        self.keep();
         let response = self.complete(end.as_ref());
         let kind = if response["status"] == "completed" { "response.completed" } else { "response.incomplete" };
         self.send_response(&sender, kind, response).await

@@ -11,7 +11,7 @@ use kvant_models::chat::ChatTemplate;
 use tokio::{net::TcpListener, sync::watch, time};
 
 use crate::{
-    ServerOptions,
+    ApiKeys, ServerOptions,
     app::{self, App},
     connections,
 };
@@ -98,10 +98,15 @@ impl Server {
             let stop = async move {
                 let _ = stopped.changed().await;
             };
-            tokio::select! {
+            #[cfg(unix)]
+            let reloading = tokio::spawn(reload(self.0.options.keys.clone()));
+            let served = tokio::select! {
                 outcome = self.serve(listener, stop) => outcome,
                 () = signalled => Err(ServeError::Drain),
-            }
+            };
+            #[cfg(unix)]
+            reloading.abort();
+            served
         });
         runtime.shutdown_background();
         outcome
@@ -120,6 +125,20 @@ impl Server {
             time::sleep(WATCH).await;
         }
         tracing::error!("the engine has failed");
+    }
+}
+
+/// Reads the file of keys again on each SIGHUP.
+#[cfg(unix)]
+async fn reload(keys: ApiKeys) {
+    use tokio::signal::unix::{SignalKind, signal};
+    let Ok(mut hangup) = signal(SignalKind::hangup()) else { return };
+    while hangup.recv().await.is_some() {
+        match keys.reload() {
+            Ok(Some(count)) => tracing::info!(count, "keys have been read again"),
+            Ok(None) => tracing::info!("there is no file of keys to read again"),
+            Err(error) => tracing::error!(%error, "keys stay as they are"),
+        }
     }
 }
 

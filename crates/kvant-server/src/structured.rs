@@ -83,7 +83,13 @@ impl Shape {
                 };
                 match &holder["schema"] {
                     JsonValue::Null => Err(ApiError::field(&field, format!("`{field}` is needed"))),
-                    schema => Ok(Shape::of_text(field, Grammar::JsonSchema(schema.to_string()))),
+                    schema => {
+                        let mut schema = schema.clone();
+                        if holder["strict"] == true {
+                            close(&mut schema);
+                        }
+                        Ok(Shape::of_text(field, Grammar::JsonSchema(schema.to_string())))
+                    }
                 }
             }
             _ => {
@@ -130,6 +136,11 @@ impl Shape {
         Shape { calls, must_call, ..self }
     }
 
+    /// Whether the answer must be a call.
+    pub fn must_call(&self) -> bool {
+        self.must_call
+    }
+
     /// The names of the functions that the answer can call.
     pub fn functions(&self) -> impl Iterator<Item = &str> {
         self.calls.iter().filter_map(|tool| tool["function"]["name"].as_str())
@@ -150,7 +161,7 @@ impl Shape {
             let calls = compiled(app, "tools", &self.grammar(app, family, thoughts, None)?);
             return calls.map(Some).map_err(|error| self.call_error(app).unwrap_or(error));
         }
-        let Some(TextShape { field, grammar }) = &self.text else { return Ok(None) };
+        let Some(TextShape { field, grammar }) = &self.text else { return self.compile_strict(app, family, thoughts) };
         let marks = Marks::of(family);
         let has_calls = !self.calls.is_empty() && marks.call.is_some();
         let alone = || compiled(app, field, grammar);
@@ -163,6 +174,23 @@ impl Shape {
         }
         let whole = compiled(app, field, &self.grammar(app, family, thoughts, Some(grammar))?);
         whole.map(Some).map_err(|error| alone().err().unwrap_or(error))
+    }
+
+    /// The grammar of an answer that is free, but for the calls of functions that are strict.
+    fn compile_strict(&self, app: &App, family: ReplyFormat, thoughts: Thoughts) -> Result<Option<CompiledGrammar>> {
+        let strict = self.calls.iter().position(|tool| is_strict(&tool["function"]));
+        let Some(index) = strict else { return Ok(None) };
+        // Without calls there is nothing to enforce.
+        if family == ReplyFormat::Plain {
+            return Ok(None);
+        }
+        if Marks::of(family).call.is_none() {
+            let what = "the model's calls are not JSON: only with `tool_choice` required or a function";
+            return Err(ApiError::unsupported(format!("tools[{index}].function.strict"), what));
+        }
+        self.check_numbers()?;
+        let grammar = compiled(app, "tools", &self.grammar(app, family, thoughts, None)?);
+        grammar.map(Some).map_err(|error| self.call_error(app).unwrap_or(error))
     }
 
     /// Refuses parameters of functions with a number that cannot be enforced exactly.
@@ -186,7 +214,7 @@ impl Shape {
         })
     }
 
-    /// The grammar of thoughts and then text or a call.
+    /// The grammar of thoughts and then text or a call. Text is free if it needs no form and no call must be.
     fn grammar(&self, app: &App, family: ReplyFormat, thoughts: Thoughts, text: Option<&Grammar>) -> Result<Grammar> {
         let marks = Marks::of(family);
         let has_calls = self.must_call || !self.calls.is_empty() && marks.call.is_some();
@@ -223,8 +251,28 @@ impl Shape {
                 .unwrap_or([&[], &[]])
                 .map(|parts| parts.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" "));
             let key = if family == ReplyFormat::Llama3 { "parameters" } else { "arguments" };
-            let calls: Vec<String> = self.calls.iter().map(|tool| call(&tool["function"], key)).collect();
-            rules.push(format!("call: {before} ({}) {after}", calls.join(" | ")));
+            let is_free = !self.must_call && text.is_none();
+            // Arguments of other functions are free where nothing else must have a form.
+            let schema = |function: &JsonValue| match is_free && !is_strict(function) {
+                true => json!({"type": "object"}).into(),
+                false => parameters(function),
+            };
+            let of_tool = |tool: &JsonValue| call(&tool["function"], key, schema(&tool["function"]));
+            let calls = self.calls.iter().map(of_tool).collect::<Vec<_>>().join(" | ");
+            match (is_free, marks.call.map(|[before, _]| before)) {
+                (false, _) => rules.push(format!("call: {before} ({calls}) {after}")),
+                (true, Some([first, ..])) => {
+                    // Several calls can be in one list.
+                    rules.push(format!("call: {before} ({calls}) (\",\" \" \"? ({calls}))* {after}"));
+                    rules.push(format!("FREE: {}", without(app, first)));
+                    answers = vec!["FREE (call FREE)*".to_string()];
+                }
+                // JSON is a call.
+                (true, _) => {
+                    rules.push(format!("call: {calls}\nFREE: /(\\s*[^{{\\s](?s:.*))?/"));
+                    answers.push("FREE".to_string());
+                }
+            }
         }
         rules.push(format!("answer: {}", answers.join(" | ")));
         Ok(Grammar::Lark(rules.join("\n")))
@@ -287,10 +335,25 @@ fn literal(text: &str) -> String {
     Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }
 
-/// The call of a function as JSON.
-fn call(function: &JsonValue, key: &str) -> String {
+/// Text without a mark, as a terminal. Text never has a special token.
+fn without(app: &App, mark: &str) -> String {
+    if special(app, mark).is_some() {
+        return "/(?s:.*)/".to_string();
+    }
+    let is_meta = |c: &char| "[](){}.*+?^$|\\/".contains(*c);
+    let escaped: String = mark.chars().flat_map(|c| is_meta(&c).then_some('\\').into_iter().chain([c])).collect();
+    format!("/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/")
+}
+
+/// Whether the arguments of a function must be as its schema says.
+fn is_strict(function: &JsonValue) -> bool {
+    function["strict"] == true
+}
+
+/// The call of a function as JSON, with arguments of a schema.
+fn call(function: &JsonValue, key: &str, schema: JsonValue) -> String {
     let name = format!("{{\"name\": {}, \"{key}\": ", function["name"]);
-    format!("{} {} {}", literal(&name), json_rule(parameters(function)), literal("}"))
+    format!("{} {} {}", literal(&name), json_rule(schema), literal("}"))
 }
 
 /// The schema of a function's arguments, which are an object. A function without parameters has no arguments.
@@ -304,6 +367,28 @@ fn parameters(function: &JsonValue) -> JsonValue {
             schema
         }
         other => other.clone(),
+    }
+}
+
+/// Objects of a strict schema have no other properties than those it names, as in OpenAI's API, which asks for
+/// `additionalProperties: false`.
+fn close(schema: &mut JsonValue) {
+    match schema {
+        JsonValue::Object(fields) => {
+            let has_properties = fields.get("properties").is_some_and(JsonValue::is_object);
+            if has_properties && !fields.contains_key("additionalProperties") {
+                fields.insert("additionalProperties".to_string(), false.into());
+            }
+            for (key, value) in fields {
+                match key.as_str() {
+                    // Values, not schemas.
+                    "enum" | "const" | "default" | "examples" => {}
+                    _ => close(value),
+                }
+            }
+        }
+        JsonValue::Array(items) => items.iter_mut().for_each(close),
+        _ => {}
     }
 }
 

@@ -39,7 +39,7 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, Json(request): Json<To
     let adds_bos = request.add_special_tokens.or(request.add_special).unwrap_or(adds_bos);
     let strings = request.return_token_strs.unwrap_or(false);
     let pieces = request.with_pieces.unwrap_or(false);
-    let encoded = app.blocking(move |app| -> Result<_> {
+    let encoded = app.encoding(text.len(), move |app| -> Result<_> {
         let tokenizer = app.engine.tokenizer();
         let ids = if adds_bos { tokenizer.encode_prompt(&text) } else { tokenizer.encode(&text, false) };
         let ids = tokenized("prompt", ids)?;

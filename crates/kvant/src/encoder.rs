@@ -154,7 +154,9 @@ impl Encoder {
     ///
     /// # Errors
     /// `Value` if a step of a pool is out of date, because one of its sequences has changed since the operation was
-    /// recorded: nothing runs. `OutOfRange` on the CPU, for the contents of an index buffer; `DeviceFault`.
+    /// recorded, or the step that it was selected of has been rewritten: nothing runs. A sequence that another thread
+    /// changes during the call is not noticed. `OutOfRange` on the CPU, for the contents of an index buffer;
+    /// `DeviceFault`.
     pub fn commit(self) -> Result<Submission> {
         self.steps.check("commit")?;
         match self.mode {

@@ -111,12 +111,28 @@ pub(crate) struct WrittenStep {
     pub stamps: Vec<Stamp>,
     /// The positions of the tokens, and at the end their sequences.
     pub tokens: Vec<u32>,
+    /// Counts rewrites, which change the page tables of steps that were selected before.
+    rewrites: Arc<AtomicU64>,
 }
 
-/// The state of a sequence that a step was made for.
+impl WrittenStep {
+    /// Takes what was written away. Steps that were selected of the step are out of date.
+    pub fn clear(&mut self) {
+        self.tokens.clear();
+        self.stamps.clear();
+        self.rewrites.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// What was written, as it is now.
+    fn stamp(&self) -> Stamp {
+        Stamp { changes: Arc::clone(&self.rewrites), seen: self.rewrites.load(Ordering::Relaxed) }
+    }
+}
+
+/// The state of something that a step was made for: of a sequence, or of the step that it is a part of.
 #[derive(Clone, Debug)]
 pub(crate) struct Stamp {
-    /// How often the sequence has changed.
+    /// How often it has changed.
     pub changes: Arc<AtomicU64>,
     pub seen: u64,
 }
@@ -126,7 +142,7 @@ impl StepPages {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An error if a sequence has changed since the step was written.
+    /// An error if a sequence, or the step that this one was selected of, has changed since the step was written.
     pub fn check_is_latest(&self, op: &'static str) -> Result<()> {
         let is_latest = self.lock().stamps.iter().all(|stamp| stamp.changes.load(Ordering::Relaxed) == stamp.seen);
         check::value_is(op, "step", is_latest, "the latest step of its sequences", "one that is out of date")
@@ -236,7 +252,7 @@ impl Step {
     }
 
     /// A step of some tokens of this step of a [`KvPool`](crate::KvPool): for operations that need no others. Lengths
-    /// and page tables are this step's.
+    /// and page tables are this step's: the selected step is out of date when this one is rewritten.
     ///
     /// # Errors
     /// `Value` for a step that no pool has made; `OutOfRange` for a token that is not there; `OutOfMemory`.
@@ -245,7 +261,11 @@ impl Step {
         let Some(pages) = &self.pages else {
             return check::value_is(op, "self", false, "a step of a pool", "another").map(|()| self.clone());
         };
-        let WrittenStep { stamps, tokens: written } = pages.lock().clone();
+        let (stamps, written) = {
+            let written = pages.lock();
+            let stamps: Vec<Stamp> = written.stamps.iter().cloned().chain([written.stamp()]).collect();
+            (stamps, written.tokens.clone())
+        };
         let at_sequence = written.len().saturating_sub(count);
         let (mut positions, mut sequence) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(tokens.len()));
         for (index, &token) in tokens.iter().enumerate() {
@@ -259,7 +279,8 @@ impl Step {
         let batch = Batch::of(&sequence).longest(self.batch.longest);
         let upload = |words: &[u32]| Tensor::from_slice(self.positions.device(), words, &[words.len()]);
         let step = Step { positions: upload(&positions)?, sequence: upload(&sequence)?, ..self.clone() };
-        let written = Mutex::new(WrittenStep { stamps, tokens: [positions, sequence].concat() });
+        let tokens = [positions, sequence].concat();
+        let written = Mutex::new(WrittenStep { stamps, tokens, rewrites: Arc::default() });
         let (tables, seals, base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
         Ok(step.with_pages(StepPages { pool: pages.pool, tables, seals, base, written }).with_known_batch(batch))
     }

@@ -79,10 +79,11 @@ pub fn run(args: &DoctorArgs) -> Result {
     let reference = Device::reference();
     let cases = cases::all(args.activations.dtype(&device), args.device.eight_bit_activations());
     output::people(&format!("{device}\n"), args.json)?;
-    let mut bad = 0;
+    let (mut bad, mut unsupported) = (0, 0);
     for case in &cases {
         let line = examine(&device, &reference, case)?;
         bad += usize::from(matches!(line.status, "wrong" | "failed"));
+        unsupported += usize::from(line.status == "unsupported");
         if args.json { output::json_line(&line)? } else { output::text(&text(&line))? }
     }
     for kernel in device.kernels() {
@@ -90,9 +91,21 @@ pub fn run(args: &DoctorArgs) -> Result {
         if args.json { output::json_line(&line)? } else { output::text(&line.text())? }
     }
     match bad {
-        0 => Ok(()),
+        0 => output::people(&verdict(&device, cases.len(), unsupported), args.json),
         _ => Err(format!("{bad} of {} cases are not as the reference has them", cases.len()).into()),
     }
+}
+
+/// What the cases say of a device.
+fn verdict(device: &Device, cases: usize, unsupported: usize) -> String {
+    let rest = match unsupported {
+        0 => String::new(),
+        count => format!(", {count} are not supported"),
+    };
+    format!(
+        "verdict: {device} computes as the reference does: {} of {cases} cases are right{rest}\n",
+        cases - unsupported
+    )
 }
 
 fn examine(device: &Device, reference: &Device, case: &Trial) -> Result<Finding> {

@@ -29,6 +29,58 @@ fn lines_are_messages_and_commands() {
     );
 }
 
+/// Commands that change how answers are drawn, or show what there is. The answer to a message says how fast it was.
+#[test]
+fn commands_of_a_chat() {
+    let model = shipped();
+    let args = ["chat", str(&model), "--plain", "--max-tokens", "6", "--seed", "1"];
+    let directory = scratch("chat-commands");
+    let saved = directory.join("saved.json");
+    let path = saved.display();
+    let input = format!(
+        "/set temperature 0\n/set max_tokens 5\nWhat is a Vec?\n/retry\n/set\n/kv\n/save {path}\n/load {path}\n/quit\nnever\n"
+    );
+    let run = kvant_with_input(&args, input.as_bytes());
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    // Greedy answers are equal, and what follows /quit is not read.
+    let speeds =
+        run.stderr.lines().filter(|line| line.starts_with("(5 tokens, ") && line.contains(" a second; prompt "));
+    assert_eq!(speeds.count(), 2, "{}", run.stderr);
+    for text in [
+        "temperature 0,",
+        "max_tokens 5",
+        "f16: ",
+        " of 4096 tokens, ",
+        "(saved 2 messages to ",
+        "(loaded 2 messages from ",
+    ] {
+        assert!(run.stderr.contains(text), "{text}: {}", run.stderr);
+    }
+    let half = run.stdout.len() / 2;
+    assert_eq!(run.stdout[..half], run.stdout[half..], "{}", run.stdout);
+    let wrong =
+        kvant_with_input(&args, b"/retry\n/set top_p x\n/set top_p 7\n/set max_tokens 0\n/set color red\n/exit\n");
+    for text in
+        ["no message to answer again", "got \"x\"", "`top_p` must be", "got \"0\"", "got \"color\"", "5 of 5 lines"]
+    {
+        assert!(wrong.stderr.contains(text), "{text}: {}", wrong.stderr);
+    }
+}
+
+#[test]
+fn a_chat_without_a_model_says_which_to_get() {
+    let error = kvant(&["chat"]).error();
+    assert!(error.contains("kvant chat ") && error.contains(".gguf"), "{error}");
+}
+
+/// A context beyond the trained length warns.
+#[test]
+fn a_long_context_warns() {
+    let model = shipped();
+    let run = kvant_with_input(&["chat", str(&model), "--plain", "--context", "20000"], b"/exit\n");
+    assert!(run.code == 0 && run.stderr.contains("was trained for"), "{}", run.stderr);
+}
+
 #[test]
 fn wrong_lines_say_what_is_expected() {
     let model = shipped();

@@ -25,5 +25,9 @@ fn the_cpu_is_well() {
 fn people_read_one_line_for_a_case() {
     let text = kvant(&["doctor", "--device", "reference", "--activations", "bf16"]).ok();
     assert!(text.starts_with("reference"), "{text}");
-    assert!(text.lines().skip(1).all(|line| line.starts_with("ok     ")), "{text}");
+    let lines: Vec<&str> = text.lines().skip(1).collect();
+    let (verdict, cases) = lines.split_last().unwrap();
+    assert!(cases.iter().all(|line| line.starts_with("ok     ")), "{text}");
+    let count = cases.len();
+    assert!(verdict.starts_with("verdict: ") && verdict.contains(&format!("{count} of {count} cases")), "{verdict}");
 }

@@ -146,3 +146,14 @@ fn a_word_after_the_prompt_keeps_its_space() {
     let text = kvant_with_input(&chat, b"w300\n").ok();
     assert!(text.starts_with(" w") && text.matches(" w").count() == 3, "{text:?}");
 }
+
+/// A model and a text without the names of options.
+#[test]
+fn a_model_and_a_text() {
+    let model = super::shipped();
+    let options = ["--temperature", "0", "--max-tokens", "4"];
+    let named = kvant(&[&["generate", "--model", str(&model), "--prompt", "# Vec"][..], &options].concat()).ok();
+    assert_eq!(kvant(&[&["generate", str(&model), "# Vec"][..], &options].concat()).ok(), named);
+    let both = kvant(&["generate", str(&model), "# Vec", "--prompt", "x"]);
+    assert!(both.code != 0 && both.stderr.contains("--prompt"), "{}", both.stderr);
+}

@@ -39,6 +39,10 @@ pub(super) struct Running {
     pub prompt_len: usize,
     pub generated: usize,
     pub submitted: Instant,
+    /// When the first step began; before that, when it was submitted.
+    pub begun: Instant,
+    /// When the first token was drawn.
+    pub first: Option<Instant>,
     /// When the latest token was drawn.
     pub latest: Option<Instant>,
     pub unread: Arc<AtomicUsize>,
@@ -89,6 +93,8 @@ impl Running {
             prompt_len: request.prompt.len(),
             generated: 0,
             submitted,
+            begun: submitted,
+            first: None,
             latest: None,
             unread: reader.unread,
             is_paused: false,

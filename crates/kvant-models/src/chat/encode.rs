@@ -17,13 +17,29 @@ impl ChatTemplate {
     /// # Errors
     /// As [`ChatTemplate::render`]; `Tokenizer`; `Argument` if the texts contain all 254 marks.
     pub fn encode(&self, conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
+        self.encode_within(conversation, tokenizer, usize::MAX)
+    }
+
+    /// As [`ChatTemplate::encode`], for conversations of at most `limit` tokens. Those that are longer by far are
+    /// refused before they are tokenised; others can give more ids than the limit.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::encode`]; `TooLong`.
+    pub fn encode_within(&self, conversation: &Conversation, tokenizer: &Tokenizer, limit: usize) -> Result<Vec<u32>> {
         let marker = Marker::new(conversation, tokenizer)?;
         let messages: Vec<Message> = conversation.messages.iter().map(|message| marker.message(message)).collect();
         let tools: Vec<JsonValue> = conversation.tools.iter().map(|tool| marker.json(tool)).collect();
         let marked = Conversation { messages: &messages, tools, ..conversation.clone() };
         let text = self.render(&marked)?;
         let mut ids = Vec::new();
-        for piece in text.split(marker.mark).filter(|piece| !piece.is_empty()) {
+        let pieces = text.split(marker.mark).filter(|piece| !piece.is_empty());
+        if limit != usize::MAX {
+            let least = pieces.clone().map(|piece| tokenizer.min_tokens(piece)).sum();
+            if least > limit {
+                return Err(Error::TooLong { least, limit });
+            }
+        }
+        for piece in pieces {
             ids.extend(tokenizer.encode(piece, false)?);
         }
         Ok(ids)

@@ -139,6 +139,24 @@ impl ReplyParser {
         events
     }
 
+    /// Ends a reply that was cut, for example because it reached a limit of tokens. The beginning of a call of an
+    /// offered function is a call whose arguments are a text: the JSON as far as it came. One without a whole name is
+    /// dropped.
+    pub fn finish_cut(mut self) -> Vec<ReplyEvent> {
+        let cut = match self.state {
+            State::Call => tool_calls::parse_cut(self.format, self.name.clone(), &self.functions, &self.held),
+            State::UnmarkedCall => tool_calls::parse_unmarked_cut(&self.functions, &self.held),
+            _ => None,
+        };
+        match cut {
+            Some(call) => {
+                self.held.clear();
+                call.into_iter().map(ReplyEvent::ToolCall).collect()
+            }
+            None => self.finish(),
+        }
+    }
+
     /// Ends the reply.
     pub fn finish(mut self) -> Vec<ReplyEvent> {
         let mut events = Vec::new();
@@ -265,6 +283,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::chat::JsonValue;
 
     fn joined(events: Vec<ReplyEvent>) -> (String, String, Vec<FunctionCall>) {
         let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
@@ -397,6 +416,59 @@ mod tests {
         assert_eq!(finish("<think>a</think>\n\nYes", " no"), (String::new(), " no".into(), Vec::new()));
         let (.., calls) = finish("<tool_call>{\"name\": \"f\", ", "\"arguments\": {}}</tool_call>");
         assert_eq!(calls.len(), 1);
+    }
+
+    /// A call that is cut anywhere is a call with a part of its arguments, nothing before its name is known, and never
+    /// content.
+    #[test]
+    fn a_cut_call_has_the_arguments_so_far() {
+        let arguments = r#"{"place": "Zürich, \"Wiedikon\"", "days": [2, {"x": 1}]}"#;
+        let json = |key: &str| format!(r#"{{"name": "weather", "{key}": {arguments}}}"#);
+        for (format, before, call, after) in [
+            (ReplyFormat::Hermes, "<tool_call>\n", json("arguments"), "\n</tool_call>"),
+            (ReplyFormat::Mistral, "[TOOL_CALLS][", json("arguments"), "]"),
+            (ReplyFormat::Mistral, "[TOOL_CALLS]weather[ARGS]", arguments.to_string(), ""),
+            (ReplyFormat::Llama3, "", json("parameters"), ""),
+            (ReplyFormat::Llama3, "<|python_tag|>", json("parameters"), ""),
+            (
+                ReplyFormat::Harmony,
+                "<|channel|>commentary to=functions.weather<|message|>",
+                arguments.to_string(),
+                "<|call|>",
+            ),
+        ] {
+            let text = format!("{before}{call}{after}");
+            let known = text.find("weather").unwrap() + "weather".len();
+            let begins = text.rfind(arguments).unwrap();
+            for cut in (before.len().max(1)..=text.len()).filter(|&cut| text.is_char_boundary(cut)) {
+                let mut parser = ReplyParser::new(format).functions(["weather"]);
+                let mut events = parser.push(&text[..cut]);
+                events.extend(parser.finish_cut());
+                let (reasoning, content, calls) = joined(events);
+                assert_eq!((reasoning.as_str(), content.as_str()), ("", ""), "{format:?}: {:?}", &text[..cut]);
+                let Some(found) = calls.first() else {
+                    // The quote after the name ends it.
+                    assert!(cut <= known, "{format:?}: no call in {:?}", &text[..cut]);
+                    continue;
+                };
+                assert_eq!((calls.len(), found.name.as_str()), (1, "weather"));
+                let so_far = &text[begins.min(cut)..cut.min(begins + arguments.len())];
+                match &found.arguments {
+                    JsonValue::String(part) => assert_eq!(part, so_far, "{format:?}: {:?}", &text[..cut]),
+                    whole => assert_eq!(*whole, JsonValue::parse(arguments).unwrap()),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_call_stays_content_when_cut() {
+        for text in [r#"{"name": "Ada", "age": 3"#, r#"{"name": "weather", "age": 3"#, "{curly", r#"{"x": {"name"#] {
+            let mut parser = ReplyParser::new(ReplyFormat::Llama3).functions(["weather"]);
+            let mut events = parser.push(text);
+            events.extend(parser.finish_cut());
+            assert_eq!(joined(events), (String::new(), text.to_string(), Vec::new()));
+        }
     }
 
     #[test]

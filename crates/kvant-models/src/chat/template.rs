@@ -401,9 +401,10 @@ fn guarded<T: Send>(call: impl FnOnce() -> std::result::Result<T, minijinja::Err
     let guarded = || panics::catch(call);
     let result = thread::scope(|scope| {
         let thread = thread::Builder::new().name("chat template".to_string()).stack_size(STACK_BYTES);
-        let thread = thread.spawn_scoped(scope, guarded).map_err(|error| format!("no thread: {error}"))?;
-        thread.join().unwrap_or_else(|_| Err(String::new()))
+        let thread = thread.spawn_scoped(scope, guarded)?;
+        Ok(thread.join().unwrap_or_else(|_| Err(String::new())))
     });
+    let result = result.map_err(|error: std::io::Error| Error::NoThread { reason: error.to_string() })?;
     let reason = match result {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => message(&error),

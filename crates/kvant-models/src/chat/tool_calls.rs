@@ -35,6 +35,90 @@ pub fn parse_unmarked(functions: &[String], text: &str) -> Option<FunctionCall> 
     (is_offered && fields.keys().all(is_call)).then(|| call(value)).flatten()
 }
 
+/// The call that a text has begun: with its arguments so far, as a text. Nothing if its name is not whole; `None` if it
+/// is no beginning of a call of one of the functions, or a whole one.
+pub fn parse_cut(
+    format: ReplyFormat,
+    name: Option<String>,
+    functions: &[String],
+    text: &str,
+) -> Option<Option<FunctionCall>> {
+    if parse(format, name.clone(), text).is_some() {
+        return None;
+    }
+    let text = text.trim_start();
+    match format {
+        ReplyFormat::Gemma4 => None,
+        ReplyFormat::Harmony => Some(Some(FunctionCall { name: name?, arguments: value_of(text).into() })),
+        ReplyFormat::Mistral if !text.starts_with(['[', '{']) => match text.split_once("[ARGS]") {
+            Some((name, arguments)) => {
+                let name = name.split("[CALL_ID]").next().unwrap_or_default().trim().to_string();
+                functions.contains(&name).then(|| Some(FunctionCall { name, arguments: arguments.into() }))
+            }
+            None => Some(None),
+        },
+        _ => begun(functions, text.strip_prefix('[').unwrap_or(text)),
+    }
+}
+
+/// As [`parse_cut`], of a reply that is JSON without a mark.
+pub fn parse_unmarked_cut(functions: &[String], text: &str) -> Option<Option<FunctionCall>> {
+    if parse_unmarked(functions, text).is_some() { None } else { begun(functions, text) }
+}
+
+/// The beginning of `{"name": …, "arguments": …}`.
+fn begun(functions: &[String], text: &str) -> Option<Option<FunctionCall>> {
+    let mut reader = CutText { rest: text };
+    for piece in ["{", "\"name\"", ":"] {
+        if !reader.take(piece)? {
+            return Some(None);
+        }
+    }
+    let mut quoted = functions.iter().map(|name| (name, JsonValue::from(name.as_str()).to_string()));
+    let (name, quoted) = quoted.find(|(_, quoted)| reader.can_take(quoted))?;
+    if !reader.take(&quoted)? {
+        return Some(None);
+    }
+    let call = |arguments: &str| Some(Some(FunctionCall { name: name.clone(), arguments: arguments.into() }));
+    if !reader.take(",")? {
+        return call("");
+    }
+    let key = ["\"arguments\"", "\"parameters\""].into_iter().find(|key| reader.can_take(key))?;
+    if !reader.take(key)? || !reader.take(":")? {
+        return call("");
+    }
+    call(value_of(reader.rest.trim_start()))
+}
+
+/// A text that may end anywhere.
+struct CutText<'t> {
+    rest: &'t str,
+}
+
+impl CutText<'_> {
+    /// Takes a piece after white space. Whether it is whole: the text may end within it. `None` for another text.
+    fn take(&mut self, piece: &str) -> Option<bool> {
+        let rest = self.rest.trim_start();
+        if let Some(after) = rest.strip_prefix(piece) {
+            self.rest = after;
+            return Some(true);
+        }
+        piece.starts_with(rest).then_some(false)
+    }
+
+    fn can_take(&self, piece: &str) -> bool {
+        let rest = self.rest.trim_start();
+        rest.starts_with(piece) || piece.starts_with(rest)
+    }
+}
+
+/// The JSON value at the beginning of a text, or all of the text if it ends within the value.
+fn value_of(text: &str) -> &str {
+    let mut stream = serde_json::Deserializer::from_str(text).into_iter::<serde::de::IgnoredAny>();
+    let is_whole = text.starts_with(['{', '[', '"']) && stream.next().is_some_and(|value| value.is_ok());
+    if is_whole { &text[..stream.byte_offset()] } else { text }
+}
+
 /// The JSON of an object.
 fn object(text: &str) -> Option<JsonValue> {
     JsonValue::parse(text.trim()).ok().filter(JsonValue::is_object)

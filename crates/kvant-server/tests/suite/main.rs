@@ -5,7 +5,9 @@ mod chat;
 mod completions;
 mod documents;
 mod errors;
+mod fields;
 mod lifecycle;
+mod ollama;
 mod responses;
 mod round_trips;
 mod structured;
@@ -198,7 +200,31 @@ async fn health_models_and_metrics() {
     ] {
         assert!(value(name) >= 0.0);
     }
-    assert!(value("time_to_first_token_seconds_count") >= 1.0);
+    for name in [
+        "time_to_first_token_seconds_count",
+        "request_queue_time_seconds_count",
+        "request_prefill_time_seconds_count",
+        "request_decode_time_seconds_count",
+        "request_prompt_tokens_count",
+        "request_generation_tokens_sum",
+        "process_start_time_seconds",
+    ] {
+        assert!(value(name) >= 1.0, "{name}");
+    }
+    #[cfg(target_os = "linux")]
+    for name in ["process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"] {
+        assert!(value(name) > 0.0, "{name}");
+    }
+    let own = router();
+    assert_eq!(get(own.clone(), "/v1/models").await.status, StatusCode::OK);
+    assert_eq!(get(own.clone(), "/nothing").await.status, StatusCode::NOT_FOUND);
+    let metrics = get(own, "/metrics").await.text;
+    for status in ["200", "404"] {
+        assert!(metrics.contains(&format!("http_requests_total{{model_name=\"{NAME}\",status=\"{status}\"}} 1\n")));
+    }
+    // Before the first request.
+    let fresh = engine(EngineOptions::default().context(256).sequences(1));
+    assert!(fresh.stats().pages_bytes > 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]

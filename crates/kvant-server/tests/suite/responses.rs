@@ -52,14 +52,11 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
     for (more, field) in [
         (json!({"previous_response_id": "resp_1"}), "previous_response_id"),
         (json!({"conversation": "c"}), "conversation"),
-        (json!({"store": true}), "store"),
         (json!({"background": true}), "background"),
         (json!({"truncation": "auto"}), "truncation"),
-        (json!({"include": ["reasoning.encrypted_content"]}), "include"),
         (json!({"text": {"format": {"type": "json_schema"}}}), "text.format.schema"),
-        (json!({"text": {"verbosity": "low"}}), "text.verbosity"),
-        (json!({"reasoning": {"summary": "detailed"}}), "reasoning.summary"),
-        (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
+        (json!({"reasoning": {"summary": "long"}}), "reasoning.summary"),
+        (json!({"tools": [{"type": "web_search"}], "tool_choice": "required"}), "tools[0].type"),
         (json!({"tool_choice": "required"}), "tool_choice"),
         (json!({"input": []}), "input"),
         (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
@@ -71,4 +68,38 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
     }
     let tools = json!({"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]});
     assert_eq!(post(chat_router(), PATH, and(hello(), tools)).await.ok()["tools"][0]["name"], "f");
+}
+
+/// A request can continue an earlier response, whole or streamed, with new instructions; other keys cannot.
+#[tokio::test(flavor = "multi_thread")]
+async fn earlier_responses_go_on() {
+    let router = chat_router();
+    let ask = |body: Value| {
+        let body = and(body, json!({"max_output_tokens": 4, "temperature": 0}));
+        post(router.clone(), PATH, body)
+    };
+    let first = ask(json!({"input": "Vec", "instructions": "A"})).await.ok();
+    assert_eq!((&first["store"], &first["previous_response_id"]), (&json!(true), &Value::Null));
+    let said = first["output"][0]["content"][0]["text"].clone();
+    let more = json!({"input": "And?", "instructions": "B"});
+    let second = ask(and(more.clone(), json!({"previous_response_id": first["id"]}))).await.ok();
+    let sent = json!({"instructions": "B", "input": [
+        {"role": "user", "content": "Vec"}, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
+    ]});
+    let same = ask(and(sent, json!({"store": false}))).await.ok();
+    assert_eq!(second["usage"]["input_tokens"], same["usage"]["input_tokens"]);
+    assert_eq!(second["output"][0]["content"][0]["text"], same["output"][0]["content"][0]["text"]);
+    assert_eq!(second["previous_response_id"], first["id"]);
+    // A stream is kept as well.
+    let events = ask(json!({"input": "Vec", "stream": true})).await.events();
+    let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    ask(json!({"input": "And?", "previous_response_id": last["response"]["id"]})).await.ok();
+    // What is not stored, or is another key's, cannot be continued.
+    let gone = ask(json!({"input": "And?", "previous_response_id": same["id"]})).await;
+    assert_eq!(gone.json()["error"]["code"], "previous_response_not_found");
+    assert_eq!(gone.refused(), "previous_response_id");
+    let body = json!({"input": "a", "previous_response_id": first["id"]}).to_string();
+    let request = Request::post(PATH).header(header::CONTENT_TYPE, "application/json");
+    let request = request.header("authorization", "Bearer other").body(Body::from(body)).unwrap();
+    assert_eq!(send(router.clone(), request).await.refused(), "previous_response_id");
 }

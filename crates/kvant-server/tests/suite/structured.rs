@@ -108,9 +108,15 @@ async fn any_json_and_other_languages() {
 async fn calls_that_must_be() {
     for router in [chat_router, plain_router] {
         let body = and(ask(), json!({"tools": tools(), "tool_choice": "required", "parallel_tool_calls": false}));
-        for seed in 0..6 {
+        let mut complete = 0;
+        for seed in 0..8 {
             let answer = post(router(), CHAT, and(body.clone(), json!({"seed": seed}))).await.ok();
             let choice = &answer["choices"][0];
+            // The model can write white space up to the limit.
+            if choice["finish_reason"] == "length" {
+                continue;
+            }
+            complete += 1;
             assert_eq!(
                 (&choice["finish_reason"], &choice["message"]["content"]),
                 (&json!("tool_calls"), &Value::Null),
@@ -124,6 +130,7 @@ async fn calls_that_must_be() {
                 other => panic!("{other}"),
             }
         }
+        assert!(complete >= 3, "{complete} calls are complete");
         let named = json!({"tool_choice": {"type": "function", "function": {"name": "find"}}});
         let answer = post(router(), CHAT, and(body.clone(), named)).await.ok();
         assert_eq!(answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "find");
@@ -221,6 +228,7 @@ async fn json_is_a_call_only_if_it_was_offered() {
 async fn without_thoughts(more: Value) -> String {
     for seed in 0..100 {
         let body = and(and(ask(), more.clone()), json!({"reasoning_effort": null, "max_tokens": 12, "seed": seed}));
+        let body = and(body, json!({"temperature": 1, "top_p": 1, "min_p": 0}));
         let message = post(chat_router(), CHAT, body).await.ok()["choices"][0]["message"].clone();
         if message["reasoning_content"].is_null() {
             return message["content"].as_str().unwrap().to_string();
@@ -290,11 +298,14 @@ async fn functions_without_parameters() {
         for router in [chat_router, plain_router] {
             let body = and(ask(), json!({"tools": [function], "tool_choice": "required", "max_tokens": 60}));
             let choice = post(router(), CHAT, body).await.ok()["choices"][0].clone();
-            let arguments = choice["message"]["tool_calls"][0]["function"]["arguments"].as_str();
-            match arguments {
-                Some(arguments) if is_empty => assert_eq!(arguments, "{}"),
-                Some(arguments) => assert!(serde_json::from_str::<Value>(arguments).unwrap().is_object()),
-                None => assert!(!is_empty && choice["finish_reason"] == "length", "{choice}"),
+            if choice["finish_reason"] == "length" {
+                assert!(!is_empty, "{choice}");
+                continue;
+            }
+            let arguments = choice["message"]["tool_calls"][0]["function"]["arguments"].as_str().unwrap();
+            match is_empty {
+                true => assert_eq!(arguments, "{}"),
+                false => assert!(serde_json::from_str::<Value>(arguments).unwrap().is_object()),
             }
         }
     }
@@ -446,7 +457,6 @@ async fn what_cannot_be_enforced_is_named() {
     let mut wrong = tools();
     wrong[0]["function"]["parameters"] = json!({"type": "strin"});
     for (more, field) in [
-        (json!({"tools": strict}), "tools[1].function.strict"),
         (json!({"tool_choice": "required"}), "tool_choice"),
         (json!({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "other"}}}), "tool_choice"),
         (json!({"tools": tools(), "tool_choice": {"type": "allowed_tools"}}), "tool_choice"),
@@ -455,4 +465,30 @@ async fn what_cannot_be_enforced_is_named() {
         assert_eq!(post(chat_router(), CHAT, and(ask(), more.clone())).await.refused(), field, "{more}");
     }
     post(chat_router(), CHAT, and(ask(), json!({"tools": strict, "tool_choice": "required"}))).await.ok();
+}
+
+/// Without a tool that must be called, text is free, and what begins as a call of a strict function follows its schema.
+#[tokio::test(flavor = "multi_thread")]
+async fn strict_calls_that_may_be() {
+    let ids = post(router(), "/tokenize", json!({"content": "{"})).await.ok()["tokens"].clone();
+    let brace = ids[0].to_string();
+    assert_eq!(ids.as_array().unwrap().len(), 1);
+    let parameters = json!({"type": "object", "properties": {"x": {"enum": [7, 8]}}, "required": ["x"],
+        "additionalProperties": false});
+    let function = |strict: bool| {
+        let function = json!({"name": "f", "parameters": parameters, "strict": strict});
+        json!({"tools": [{"type": "function", "function": function}], "tool_choice": "auto"})
+    };
+    let ask = |bias: i32, strict: bool| and(and(ask(), function(strict)), json!({"logit_bias": {brace.clone(): bias}}));
+    let answer = post(llama_router(), CHAT, ask(100, true)).await.ok()["choices"][0].clone();
+    let call = &answer["message"]["tool_calls"][0]["function"];
+    assert_eq!((&call["name"], &answer["finish_reason"]), (&json!("f"), &json!("tool_calls")), "{answer}");
+    let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+    assert!([json!({"x": 7}), json!({"x": 8})].contains(&arguments), "{arguments}");
+    let free = post(llama_router(), CHAT, and(ask(-100, true), json!({"max_tokens": 20}))).await.ok();
+    let message = &free["choices"][0]["message"];
+    assert!(message["tool_calls"].is_null() && !message["content"].as_str().unwrap().is_empty(), "{message}");
+    // Nothing holds a function that is not strict.
+    let loose = post(llama_router(), CHAT, and(ask(100, false), json!({"max_tokens": 20}))).await.ok();
+    assert!(loose["choices"][0]["message"]["tool_calls"].is_null(), "{loose}");
 }

@@ -1,7 +1,8 @@
 //! Draws one token per row of logits. Threads share the rows.
 //!
-//! The contract describes all entries in descending order. Every cut keeps a prefix of that order, and the draw ends
-//! within it. So a partial selection finds the few largest entries, and more only if those do not suffice.
+//! The contract describes all entries in descending order. Every cut keeps a prefix of that order. So a partial
+//! selection finds the few largest entries, and more only if those do not suffice. Without a cut no entry needs a
+//! place: a block of entries is passed over if its random bits are too large for its largest probability to win.
 
 use std::cell::RefCell;
 
@@ -12,7 +13,10 @@ use super::{
     scratch,
     simd::{Simd, SimdKernel},
 };
-use crate::ops::{Sample, SampleRow, sample::Call};
+use crate::ops::{
+    SampleRow,
+    sample::{Call, exponential_of, noise, stream},
+};
 
 /// Entries that are selected first when nothing says how many are needed.
 const FIRST: usize = 64;
@@ -36,20 +40,36 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let rows = SliceParts::new(out, 1);
     cpu.threads.run(rows.count(), |row| {
         let how = call.how(row, words);
-        let u = Sample::uniform(how.seed, counters[row]).into();
+        let stream = stream(how.seed, counters[row]);
         // SAFETY: each task takes its own part, of one row.
         let out = unsafe { rows.part(row) };
-        out[0] = cpu.level.dispatch(Draw { how, vocab: call.vocab, logits, row, u });
+        out[0] = cpu.level.dispatch(Draw { how, vocab: call.vocab, logits, row, stream });
     });
 }
 
-/// The token of one row for the uniform number `u`.
+/// The token of one row.
 struct Draw {
     how: SampleRow,
     vocab: usize,
     logits: Elements,
     row: usize,
-    u: f64,
+    /// The random bits of the row.
+    stream: u64,
+}
+
+/// The candidate with the largest rate so far.
+struct Best {
+    rate: f32,
+    id: usize,
+}
+
+impl Best {
+    fn offer(&mut self, id: usize, p: f32, bits: u32) {
+        let rate = p / exponential_of(bits);
+        if rate > self.rate || rate == self.rate && id < self.id {
+            *self = Best { rate, id };
+        }
+    }
 }
 
 impl SimdKernel for Draw {
@@ -80,8 +100,12 @@ impl Draw {
     /// From a row that is padded with −∞ to whole blocks, and has a finite largest entry.
     #[inline(always)]
     fn draw<S: Simd>(&self, row: &[f32], largest: f32) -> u32 {
-        let (vocab, SampleRow { top_k, temperature, .. }) = (self.vocab, self.how);
+        let (vocab, SampleRow { top_k, top_p, min_p, temperature, .. }) = (self.vocab, self.how);
         let all = top_k == vocab;
+        if all && top_p >= 1.0 && min_p <= 0.0 {
+            // SAFETY: `dispatch` enables the instructions.
+            return unsafe { self.draw_from_all::<S>(row, largest) };
+        }
         let mut selected = SELECTED.take();
         let mut count = if all { FIRST.min(vocab) } else { top_k };
         let mut all_p = None;
@@ -95,8 +119,7 @@ impl Draw {
             // SAFETY: as above; the slice is whole vectors.
             unsafe { exponentials::<S>(p, largest, temperature) };
             let p = &p[..selected.len()];
-            // Summed in this order where all are here: then the running sum reaches it, and an entry of −∞, whose
-            // probability is lost in it, is never drawn.
+            // Summed in this order where all are here: then the running sum reaches it.
             let total = match all_p {
                 _ if complete => p.iter().map(|&p| f64::from(p)).sum(),
                 Some(total) => total,
@@ -104,8 +127,13 @@ impl Draw {
                 None => unsafe { sum::<S>(row, largest, temperature) },
             };
             all_p = Some(total);
-            if let Some(choice) = self.choose(p, total, complete) {
-                break id_of(selected[choice]) as u32;
+            if let Some(keep) = self.cut(p, total, complete) {
+                let mut best = Best { rate: 0.0, id: usize::MAX };
+                for (&key, &p) in selected[..keep].iter().zip(p) {
+                    let id = id_of(key);
+                    best.offer(id, p, noise(self.stream, id as u32));
+                }
+                break best.id as u32;
             }
             count = count.saturating_mul(16).min(vocab);
         };
@@ -113,10 +141,10 @@ impl Draw {
         id
     }
 
-    /// Which of the selected entries, whose probabilities `p` fall, is drawn; `None` when that cannot be said without
-    /// more of them. `total` is the sum of all that top_k leaves; `complete` says that they are all here.
-    fn choose(&self, p: &[f32], total: f64, complete: bool) -> Option<usize> {
-        let (mut keep, mut left) = (p.len(), total);
+    /// How many of the selected entries, whose probabilities `p` fall, may be drawn; `None` when that cannot be said
+    /// without more of them. `total` is the sum of all that top_k leaves; `complete` says that they are all here.
+    fn cut(&self, p: &[f32], total: f64, complete: bool) -> Option<usize> {
+        let mut keep = p.len();
         // Whether the cuts fell among the selected entries, so that nothing behind them counts.
         let mut cut = complete;
         if self.how.top_p < 1.0 {
@@ -127,28 +155,63 @@ impl Draw {
                 running >= goal
             });
             match reached {
-                Some(last) => (keep, left, cut) = (last + 1, running, true),
+                Some(last) => (keep, cut) = (last + 1, true),
                 None if !complete => return None,
                 None => {}
             }
         }
         if self.how.min_p > 0.0 {
             let likely = p[..keep].partition_point(|&p| p >= self.how.min_p);
-            if likely == keep && !cut {
-                return None;
+            // The first one has the largest probability, which is enough.
+            (keep, cut) = (likely.max(1), cut || likely < keep);
+        }
+        cut.then_some(keep)
+    }
+
+    /// From all entries of a row that is padded with −∞ to whole blocks, and has a finite largest entry.
+    ///
+    /// # Safety
+    /// The instructions of `S` are enabled.
+    #[inline(always)]
+    unsafe fn draw_from_all<S: Simd>(&self, row: &[f32], largest: f32) -> u32 {
+        let blocks = row.len() / BLOCK;
+        let most = &mut *scratch::take(blocks.next_multiple_of(16));
+        most.fill(f32::NEG_INFINITY);
+        for (most, block) in most.iter_mut().zip(row.chunks_exact(BLOCK)) {
+            // SAFETY: the caller's promise; a block is whole vectors.
+            *most = unsafe { argmax::largest::<S>(block) };
+        }
+        // The block of the largest entry first: its rate is a bound for the others.
+        let first = most[..blocks].iter().position(|&most| most == largest).unwrap_or(0);
+        // SAFETY: the caller's promise; the slice is whole vectors.
+        unsafe { exponentials::<S>(most, largest, self.how.temperature) };
+        let mut best = Best { rate: 0.0, id: usize::MAX };
+        for block in std::iter::once(first).chain(0..blocks) {
+            let start = block * BLOCK;
+            // e is at least v, so larger bits give a lower rate. The factor covers rounding.
+            let bound = f64::from(most[block]) / f64::from(best.rate) * 2f64.powi(32) * 1.0001;
+            if bound < 0.25 {
+                continue;
             }
-            if likely < keep {
-                (keep, cut) = (likely, true);
-                left = p[..keep].iter().map(|&p| f64::from(p)).sum();
+            let mut bits = [0u32; BLOCK];
+            bits.iter_mut().zip(start as u32..).for_each(|(bits, id)| *bits = noise(self.stream, id));
+            // Infinite before the first offer.
+            let bound = bound as u32;
+            if !bits.iter().fold(false, |any, &bits| any | (bits <= bound)) {
+                continue;
+            }
+            let mut p = [0f32; BLOCK];
+            let entries = &row[start..start + BLOCK];
+            p.copy_from_slice(entries);
+            // SAFETY: as above.
+            unsafe { exponentials::<S>(&mut p, largest, self.how.temperature) };
+            for (index, (&p, &bits)) in p.iter().zip(&bits).enumerate() {
+                if bits <= bound && !entries[index].is_nan() {
+                    best.offer(start + index, p, bits);
+                }
             }
         }
-        let mut running = 0.0;
-        let drawn = p[..keep].iter().position(|&p| {
-            running += f64::from(p);
-            running > self.u * left
-        });
-        // The running sum reaches what it is compared with; if it did not, the last would be right.
-        drawn.or(if cut { keep.checked_sub(1) } else { None })
+        best.id as u32
     }
 }
 
@@ -275,7 +338,7 @@ mod tests {
             let want = self.run(&Device::reference(), logits);
             for device in devices {
                 let got = self.run(device, logits);
-                // Sums of f32 probabilities may fall on the other side of u where it is within 1e-6 of a boundary.
+                // Two rates may be equal up to the rounding of f32.
                 let differ = got.iter().zip(&want).filter(|(a, b)| a != b).count();
                 assert!(differ <= self.rows / 300, "{device} {self:?}: {differ} differ");
             }
@@ -340,7 +403,7 @@ mod tests {
 
     #[test]
     fn what_is_masked_is_never_drawn() {
-        // Flat logits: the draw reaches far into the order, up to the entries of −∞.
+        // Flat logits: any entry could be drawn.
         for device in devices() {
             let case = SampleCase { vocab: 3000, rows: 2000, temperature: 1.0, ..PLAIN };
             let mut logits = logits(&case, 0.01);

@@ -6,11 +6,12 @@
 // all blocks of the grid are resident at once, and meet at barriers in `shares`, [rows][SHARE] of 64 bits.
 //
 // Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
-// first. Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
-// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. The answer is found digit by digit of
-// its rank: all entries that share the digits known so far add their weight to a histogram of the next digit, and the
-// bin in which the goal falls is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are
-// exact, whatever the order of the additions, and a row's token does not depend on how its threads are scheduled.
+// first. A cut asks which entry, in falling order of rank, is the first at which a running sum of weights reaches a
+// goal: top_k sums ones, top_p sums probabilities. The answer is found digit by digit of its rank: all entries that
+// share the digits known so far add their weight to a histogram of the next digit, and the bin in which the goal falls
+// is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are exact, whatever the order of the
+// additions, and a row's token does not depend on how its threads are scheduled. Then the entry with the largest
+// probability over its random number is drawn.
 #include "device/dependent_launch.h"
 #include "device/float_order.h"
 #include "device/reduce.h"
@@ -42,9 +43,9 @@ inline SampleParams own_params(SampleParams p, const uint *rows, uint row) {
 // one bin.
 constexpr uint BINS = 256;
 
-// What the blocks of a row share: how often one came to the barrier, the largest key of each, and three histograms: one
-// is added to, one is read, and one made empty.
-constexpr uint SHARE = 8 + BLOCKS + 3 * BINS;
+// What the blocks of a row share: how often one came to the barrier, the largest key of each, the candidate of each,
+// and three histograms: one is added to, one is read, and one made empty.
+constexpr uint SHARE = 8 + 2 * BLOCKS + 3 * BINS;
 
 struct Shared {
     ulong *at;
@@ -52,7 +53,8 @@ struct Shared {
     uint phase;
 
     ulong *key_of(uint part) const { return at + 8 + part; }
-    ulong *histogram(uint phase) const { return at + 8 + BLOCKS + phase % 3 * BINS; }
+    ulong *candidate_of(uint part) const { return at + 8 + BLOCKS + part; }
+    ulong *histogram(uint phase) const { return at + 8 + 2 * BLOCKS + phase % 3 * BINS; }
 
     // What a block wrote before it, all of them see behind it.
     void barrier() const {
@@ -75,8 +77,8 @@ struct Shared {
     }
 };
 
-// What a sum is compared with: a number of entries, a share of all that there is, or a number below it.
-enum class Goal { Count, Share, Below };
+// What a sum is compared with: a number of entries, or a share of all that there is.
+enum class Goal { Count, Share };
 
 struct Row {
     const uchar *logits;
@@ -103,13 +105,27 @@ inline float probability(Row row, float logit) {
     return logit == row.largest ? 1.0f : expf((logit - row.largest) / row.temperature);
 }
 
-// 24 bits of a SplitMix64 step, as the upper bits of 64: a number below 1, times 2^64.
-inline ulong uniform_bits(ulong seed, uint counter) {
+// The random bits that all ids of a row share: a SplitMix64 step.
+inline ulong stream_of(ulong seed, uint counter) {
     ulong z = seed + (ulong(counter) + 1) * 0x9E3779B97F4A7C15ull;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    z ^= z >> 31;
-    return z >> 40 << 40;
+    return z ^ (z >> 31);
+}
+
+inline uint mixed(uint x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+// -ln(1 - v) of the random bits v of an id: a number of the exponential distribution. A polynomial where 1 - v would
+// lose the lower bits of v.
+inline float exponential(ulong stream, uint id) {
+    const uint bits = mixed(mixed(id + uint(stream)) ^ uint(stream >> 32));
+    const float v = (float(bits) + 0.5f) * 2.3283064365386963e-10f;
+    return v < 0.015625f ? v * (1.0f + v * (0.5f + v * (0.33333334f + v * 0.25f)))
+                         : -logf(fmaxf(1.0f - v, 5.9604645e-8f));
 }
 
 // Sums of 64 bits in each bin.
@@ -124,7 +140,7 @@ struct Histogram {
 
 // The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from
 // `cut` on. The histogram is empty before and after. All threads of the block call it.
-inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, Histogram &histogram, Shared &shared, Team team) {
+inline ulong search(Row row, ulong cut, Goal goal, ulong value, Histogram &histogram, Shared &shared, Team team) {
     ulong prefix = 0;
     for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
         const uint shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
@@ -137,11 +153,9 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
                 if (rank < cut || (digit > 0 && rank >> (shift + 8) != prefix)) {
                     continue;
                 }
-                ulong weight = 1;
-                if (goal != Goal::Count) {
-                    const float p = probability(row, part(values, j));
-                    weight = p < min_p ? 0 : ulong(p * float(ulong(1) << UNIT_BITS));
-                }
+                const ulong weight = goal == Goal::Count
+                                         ? 1
+                                         : ulong(probability(row, part(values, j)) * float(ulong(1) << UNIT_BITS));
                 if (weight != 0) {
                     atomicAdd(&histogram.bins[uint(rank >> shift) % BINS * COPIES + team.lane % COPIES], weight);
                 }
@@ -193,7 +207,6 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
                 switch (goal) {
                 case Goal::Count: left = min(value, total); break;
                 case Goal::Share: left = __umul64hi(total, value) + (total * value != 0 ? 1 : 0); break;
-                case Goal::Below: left = __umul64hi(total, value) + 1; break;
                 }
             }
             uint chunk = BINS / 16 - 1;
@@ -215,10 +228,39 @@ inline ulong search(Row row, ulong cut, Goal goal, ulong value, float min_p, His
     return prefix;
 }
 
+// The candidate with the largest probability over its random number, of the entries with ranks from `cut` on, that the
+// block has: the bits of that rate, and below them those of the id turned, so that the lower id is larger.
+inline ulong race(Row row, ulong cut, ulong stream, float min_p, uint *room, const Shared &shared, Team team) {
+    float largest = 0;
+    uint id = 0xFFFFFFFF;
+    for (ulong at = (shared.part * team.size + team.index) * 4; at < row.vocab; at += BLOCKS * team.size * 4) {
+        const uint i = uint(at);
+        const uint count = min(4u, row.vocab - i);
+        const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
+        for (uint j = 0; j < count; j++) {
+            const float p = probability(row, part(values, j));
+            if (p < min_p || rank_of(part(values, j), i + j) < cut) {
+                continue;
+            }
+            const float rate = p / exponential(stream, i + j);
+            // The lower id of equals, which comes first.
+            if (rate > largest) {
+                largest = rate;
+                id = i + j;
+            }
+        }
+    }
+    // Rates are not negative: their bits are in their order.
+    const uint rate = __float_as_uint(largest);
+    const uint most = over_team<Max>(rate, room, team);
+    const uint lowest = over_team<Min>(rate == most ? id : uint(Min::none), room + EXCHANGE, team);
+    return ulong(most) << 32 | (0xFFFFFFFFu - lowest);
+}
+
 extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter, uint *out, const SampleParams params, ulong *shares, const uint *rows) {
     take_turn();
     __shared__ Histogram histogram;
-    __shared__ uint room[EXCHANGE];
+    __shared__ uint room[2 * EXCHANGE];
     const Team team = whole_block();
     const uint row_index = blockIdx.x / BLOCKS;
     const SampleParams p = ROWS ? own_params(params, rows, row_index) : params;
@@ -266,18 +308,29 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter
     // NaN has the key 0.
     ulong cut = ulong(1) << (8 * ID_DIGITS);
     if (ROWS ? p.top_k < p.vocab : TOP_K) {
-        cut = search(row, cut, Goal::Count, p.top_k, 0, histogram, shared, team);
+        cut = search(row, cut, Goal::Count, p.top_k, histogram, shared, team);
     }
     if (ROWS ? ~p.top_p != 0 : TOP_P) {
-        cut = search(row, cut, Goal::Share, p.top_p, 0, histogram, shared, team);
+        cut = search(row, cut, Goal::Share, p.top_p, histogram, shared, team);
     }
-    // Of one candidate nothing is left to draw.
-    ulong drawn = cut;
-    if (!ROWS || p.top_k > 1 || p.vocab == 1) {
-        const ulong u = uniform_bits(p.seed, counter[row_index]);
-        drawn = search(row, cut, Goal::Below, u, p.min_p, histogram, shared, team);
+    // One candidate needs no draw.
+    if (ROWS && p.top_k == 1 && p.vocab > 1) {
+        if (team.index == 0 && shared.part == 0) {
+            out[row_index] = id_of(cut);
+        }
+        return;
+    }
+    ulong best = race(row, cut, stream_of(p.seed, counter[row_index]), p.min_p, room, shared, team);
+    if (BLOCKS > 1) {
+        if (team.index == 0) {
+            *shared.candidate_of(shared.part) = best;
+        }
+        shared.barrier();
+        for (uint part = 0; part < BLOCKS; part++) {
+            best = max(best, ulong(__ldcg(shared.candidate_of(part))));
+        }
     }
     if (team.index == 0 && shared.part == 0) {
-        out[row_index] = id_of(drawn);
+        out[row_index] = 0xFFFFFFFFu - uint(best);
     }
 }

@@ -32,6 +32,6 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if blocks == 1 {
         return b.push(launch);
     }
-    let shares = b.zeroed_scratch(rows * (8 + blocks + 3 * BINS) * size_of::<u64>())?;
+    let shares = b.zeroed_scratch(rows * (8 + 2 * blocks + 3 * BINS) * size_of::<u64>())?;
     b.push(launch.scratch(4, &shares, Use::ReadWrite).grid([rows * blocks, 1, 1], [THREADS, 1, 1]))
 }

@@ -285,9 +285,8 @@ impl KvPool {
         apply(log, batch);
         self.settle(batch);
         let mut written = of_pool.lock();
-        written.tokens.clear();
+        written.clear();
         written.tokens.extend_from_slice(&words[..shape.at_sequence() + shape.tokens]);
-        written.stamps.clear();
         for (sequence, count) in batch {
             if *count > 0 {
                 sequence.pages.len += *count;

@@ -5,17 +5,16 @@
 // One threadgroup per row.
 //
 // Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
-// first. Every question is the same one: which entry, in falling order of rank, is the first at which a running sum of
-// weights reaches a goal? top_k sums ones, top_p and the draw sum probabilities. Probabilities are integers, in units
-// of 2^-UNIT_BITS: their sums are exact, whatever the order of the additions, and a row's token does not depend on how
-// its threads are scheduled.
+// first. A cut asks which entry, in falling order of rank, is the first at which a running sum of weights reaches a
+// goal: top_k sums ones, top_p sums probabilities. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are
+// exact, whatever the order of the additions, and a row's token does not depend on how its threads are scheduled.
 //
-// The row is read three times, and up to twice more for top_k and top_p. First for its largest logit. Then every entry
-// adds 1 and its probability to one of 256 bins, by its distance from the largest: a bin is an eighth of a temperature,
-// and a probability of the last bin is less than a unit. The bin in which a goal falls is read into a list, with all
-// bins before it if there is room. In the list the answer is found digit by digit of its rank: all entries that share
-// the digits known so far add their weight to a histogram of the next digit. A bin that the list has no room for takes
-// a reading of the row for each digit instead.
+// The row is read twice: for its largest logit, and for the entry with the largest probability over its random number.
+// A cut reads it twice more. First every entry adds 1 and its probability to one of 256 bins, by its distance from the
+// largest: a bin is an eighth of a temperature, and a probability of the last bin is less than a unit. The bin in which
+// a goal falls is read into a list, with all bins before it if there is room. In the list the answer is found digit by
+// digit of its rank: all entries that share the digits known so far add their weight to a histogram of the next digit.
+// A bin that the list has no room for takes a reading of the row for each digit instead.
 #include "vectors.h"
 #include "ordered.h"
 #include "reduce.h"
@@ -54,8 +53,8 @@ inline SampleParams own_params(SampleParams p, device const uint *rows, uint row
     return p;
 }
 
-// What a sum is compared with: a number of entries, a share of all that there is, or a number below it.
-enum class Goal { Count, Share, Below };
+// What a sum is compared with: a number of entries, or a share of all that there is.
+enum class Goal { Count, Share };
 
 struct Row {
     device const uchar *logits;
@@ -82,13 +81,27 @@ inline float probability(Row row, float logit) {
     return logit == row.largest ? 1.0f : precise::exp((logit - row.largest) / row.temperature);
 }
 
-// 24 bits of a SplitMix64 step, as the upper bits of 64: a number below 1, times 2^64.
-inline ulong uniform_bits(ulong seed, uint counter) {
+// The random bits that all ids of a row share: a SplitMix64 step.
+inline ulong stream_of(ulong seed, uint counter) {
     ulong z = seed + (ulong(counter) + 1) * 0x9E3779B97F4A7C15ul;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ul;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBul;
-    z ^= z >> 31;
-    return z >> 40 << 40;
+    return z ^ (z >> 31);
+}
+
+inline uint mixed(uint x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+// -ln(1 - v) of the random bits v of an id: a number of the exponential distribution. A polynomial where 1 - v would
+// lose the lower bits of v.
+inline float exponential(ulong stream, uint id) {
+    const uint bits = mixed(mixed(id + uint(stream)) ^ uint(stream >> 32));
+    const float v = (float(bits) + 0.5f) * 2.3283064365386963e-10f;
+    return v < 0.015625f ? v * (1.0f + v * (0.5f + v * (0.33333334f + v * 0.25f)))
+                         : -precise::log(fmax(1.0f - v, 5.9604645e-8f));
 }
 
 // Entries of the list.
@@ -100,7 +113,7 @@ struct Shared {
     // A histogram of 64 bits in each bin, COPIES of each so that a SIMD-group's lanes meet less often in one.
     atomic_uint low[BINS * COPIES];
     atomic_uint high[BINS * COPIES];
-    // Of each bin by distance: entries of the row, and the probability of those that may be drawn.
+    // Of each bin by distance: entries of the row, and the probability of those that no cut has removed.
     atomic_uint counts[BINS];
     ulong weights[BINS];
     // What a goal is looked for in.
@@ -137,9 +150,8 @@ inline float logit_of(ulong rank) {
 }
 
 // Units of an entry.
-inline ulong weight_of(Row row, float logit, float min_p) {
-    const float p = probability(row, logit);
-    return p < min_p ? 0 : ulong(p * float(1ul << UNIT_BITS));
+inline ulong weight_of(Row row, float logit) {
+    return ulong(probability(row, logit) * float(1ul << UNIT_BITS));
 }
 
 template <uint COPIES>
@@ -189,22 +201,43 @@ template <uint COPIES> inline void settle(Worker worker, threadgroup Shared<COPI
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Adds ones and weights of entries from rank `cut` on to the bins by distance.
+// The entry with the largest probability over its random number, of those from rank `cut` on.
+struct Race {
+    Row row;
+    ulong stream;
+    ulong cut;
+    float min_p;
+    float largest;
+    uint id;
+
+    void take(float logit, uint other) {
+        const float p = probability(row, logit);
+        if (p < min_p || rank_of(logit, other) < cut) {
+            return;
+        }
+        const float rate = p / exponential(stream, other);
+        // The lower id of equals, which comes first.
+        if (rate > largest) {
+            largest = rate;
+            id = other;
+        }
+    }
+};
+
+// Adds ones and weights of entries to the bins by distance.
 template <uint COPIES> struct Distribute {
     threadgroup Shared<COPIES> *shared;
     Worker worker;
-    ulong cut;
-    float min_p;
     uint far; // entries of bin 0: often most of them, counted by each thread for itself
 
-    void take(float logit, uint id) {
+    void take(float logit, uint) {
         const uint bin = bin_of(worker.row, logit);
         if (bin == 0) {
             far++;
             return;
         }
         atomic_fetch_add_explicit(&shared->counts[bin], 1u, memory_order_relaxed);
-        const ulong weight = rank_of(logit, id) >= cut ? weight_of(worker.row, logit, min_p) : 0;
+        const ulong weight = weight_of(worker.row, logit);
         if (weight != 0) {
             add(*shared, bin, worker.lane, weight);
         }
@@ -212,12 +245,12 @@ template <uint COPIES> struct Distribute {
 };
 
 template <uint COPIES>
-inline void distribute(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut, float min_p) {
+inline void distribute(Worker worker, threadgroup Shared<COPIES> &shared) {
     for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
         atomic_store_explicit(&shared.counts[bin], 0u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    Distribute<COPIES> f = {&shared, worker, cut, min_p, 0};
+    Distribute<COPIES> f = {&shared, worker, 0};
     each_entry(worker, f);
     if (f.far != 0) {
         atomic_fetch_add_explicit(&shared.counts[0], f.far, memory_order_relaxed);
@@ -255,7 +288,6 @@ template <uint COPIES> struct Digit {
     ulong prefix;
     uint shift; // of the digit; 64 without
     bool ones;
-    float min_p;
 
     void take_rank(float logit, ulong rank) {
         if (rank < cut || bin_of(worker.row, logit) != bin) {
@@ -265,7 +297,7 @@ template <uint COPIES> struct Digit {
         if (above < 8 * (KEY_DIGITS + ID_DIGITS) && rank >> above != prefix) {
             return;
         }
-        const ulong weight = ones ? 1 : weight_of(worker.row, logit, min_p);
+        const ulong weight = ones ? 1 : weight_of(worker.row, logit);
         if (weight != 0) {
             add(*shared, shift < 64 ? uint(rank >> shift) % BINS : 0, worker.lane, weight);
         }
@@ -312,7 +344,6 @@ inline void find(Worker worker, threadgroup Shared<COPIES> &shared, Goal goal, u
             switch (goal) {
             case Goal::Count: left = min(value, total); break;
             case Goal::Share: left = upper_half(total, value) + (total * value != 0 ? 1 : 0); break;
-            case Goal::Below: left = upper_half(total, value) + 1; break;
             }
         }
         uint chunk = BINS / 16 - 1;
@@ -361,7 +392,7 @@ template <uint COPIES> inline void list_bin(Worker worker, threadgroup Shared<CO
 // The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from
 // `cut` on. The histogram is empty before and after. All threads of the threadgroup call it.
 template <uint COPIES>
-inline ulong search(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut, Goal goal, ulong value, float min_p) {
+inline ulong search(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut, Goal goal, ulong value) {
     for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
         shared.sums[bin] = goal == Goal::Count
                                ? ulong(atomic_load_explicit(&shared.counts[bin], memory_order_relaxed))
@@ -371,7 +402,7 @@ inline ulong search(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut
     find<true>(worker, shared, goal, value);
     const uint bin = shared.bin;
     list_bin(worker, shared, bin);
-    Digit<COPIES> f = {&shared, worker, bin, cut, 0, 0, goal == Goal::Count, min_p};
+    Digit<COPIES> f = {&shared, worker, bin, cut, 0, 0, goal == Goal::Count};
     for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
         f.shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
         add_digit(f, shared);
@@ -381,11 +412,11 @@ inline ulong search(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut
     return f.prefix;
 }
 
-// What is left to draw from when entries with ranks below `cut`, of bin `bin`, are not.
+// The weights that remain when entries with ranks below `cut`, of bin `bin`, are not.
 template <uint COPIES>
 inline void cut_down(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut) {
     const uint bin = bin_of(worker.row, logit_of(cut));
-    Digit<COPIES> f = {&shared, worker, bin, cut, 0, 64, false, 0};
+    Digit<COPIES> f = {&shared, worker, bin, cut, 0, 64, false};
     add_digit(f, shared);
     for (uint b = worker.index; b <= bin; b += worker.threads) {
         shared.weights[b] = b < bin ? 0 : shared.sums[0];
@@ -437,26 +468,33 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
 
     const bool top_k = ROWS ? p.top_k < p.vocab : TOP_K, top_p = ROWS ? ~p.top_p != 0 : TOP_P;
     ulong cut = 0;
-    distribute(worker, shared, cut, top_k || top_p ? 0 : p.min_p);
+    if (top_k || top_p) {
+        distribute(worker, shared);
+    }
     if (top_k) {
-        cut = search(worker, shared, cut, Goal::Count, p.top_k, 0);
-        cut_down(worker, shared, cut);
+        cut = search(worker, shared, cut, Goal::Count, p.top_k);
+    }
+    // One candidate needs no draw.
+    if (ROWS && top_k && p.top_k == 1) {
+        if (thread_index == 0) {
+            out[group] = id_of(cut);
+        }
+        return;
     }
     if (top_p) {
-        cut = search(worker, shared, cut, Goal::Share, p.top_p, 0);
-        cut_down(worker, shared, cut);
-    }
-    // Of one candidate nothing is left to draw.
-    ulong drawn = cut;
-    if (!ROWS || p.top_k > 1 || p.vocab == 1) {
-        if (p.min_p > 0 && (top_k || top_p)) {
-            distribute(worker, shared, cut, p.min_p);
+        if (top_k) {
+            cut_down(worker, shared, cut);
         }
-        const ulong u = uniform_bits(p.seed, counter[group]);
-        drawn = search(worker, shared, cut, Goal::Below, u, p.min_p);
+        cut = search(worker, shared, cut, Goal::Share, p.top_p);
     }
+    Race race = {worker.row, stream_of(p.seed, counter[group]), cut, p.min_p, 0, Min::none};
+    each_entry(worker, race);
+    // Rates are not negative: their bits are in their order.
+    const uint rate = as_type<uint>(race.largest);
+    const uint most = reduce<Max>(rate, largest, place);
+    const uint id = reduce<Min>(rate == most ? race.id : Min::none, largest, place);
     if (thread_index == 0) {
-        out[group] = id_of(drawn);
+        out[group] = id;
     }
 }
 

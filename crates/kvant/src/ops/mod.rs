@@ -91,7 +91,7 @@
 //! | | with a bias or groups | f32 | none | the choice between corrected scores, or values of groups, that differ by less than 2⁻²² may be another one; scores below 2⁻¹²⁶ may count as zero |
 //! | [`moe_combine`](moe_combine()) | | f32 | none | |
 //! | [`argmax`](argmax()) | | none | none | exact |
-//! | [`sample`](sample()) | | f32 or wider | none | a random number within rounding of the border between two candidates may pick either |
+//! | [`sample`](sample()) | | f32 or wider | none | of two candidates whose rates are equal up to rounding, either may be drawn |
 //!
 //! "Blocks" include MXFP4 and NVFP4 with separate scales, and on CUDA MXFP8, whose weights bf16 holds exactly. The CPU
 //! multiplies MXFP8 in f32.

@@ -15,11 +15,13 @@ pub(crate) const NAME: &str = "sample";
 /// 2. keep the shortest prefix whose share of the remaining probability reaches `top_p`;
 /// 3. keep the candidates with p ≥ `min_p` · the largest p.
 ///
-/// A uniform number u in [0, 1) selects the first candidate at which the running sum of p exceeds u times the sum
-/// over the remaining candidates. Temperature 0 selects the largest logit.
+/// The candidate with the largest p / e is drawn, the lower id among equals. e is a random number of the exponential
+/// distribution, one for each id ([`Sample::noise`]), so that a candidate is drawn with the share that its p has of the
+/// sum over the remaining candidates. Temperature 0 selects the largest logit.
 ///
-/// u depends only on `seed` and the row's counter ([`Sample::uniform`]). A captured step therefore draws a new number
-/// at each position, and a run can be repeated.
+/// e depends only on `seed`, the row's counter and the id. A captured step therefore draws with new numbers at each
+/// position, and a run can be repeated. Logits that differ by rounding rarely draw another token: only where two
+/// candidates are equal up to that rounding, whatever the order of the others.
 ///
 /// A row that holds only NaN draws `u32::MAX`, which is not a valid id. Activations that overflow their dtype produce
 /// such logits.
@@ -38,7 +40,7 @@ pub struct Sample<'a> {
     pub min_p: f32,
     /// Selects the stream of random numbers.
     pub seed: u64,
-    /// u32 `[T]`: the index of each row in the stream. Rows with equal counters draw with the same number. For one
+    /// u32 `[T]`: the index of each row in the stream. Rows with equal counters draw with equal numbers. For one
     /// sequence, its position is a suitable counter. Sequences that are sampled together need different counters, for
     /// example `position * sequences + sequence`, or separate calls with different seeds.
     pub counter: &'a Tensor,
@@ -157,14 +159,42 @@ pub(crate) fn scaled(share: f32) -> u64 {
 }
 
 impl Sample<'_> {
-    /// The uniform number in [0, 1) of a seed and a counter: 24 bits of a SplitMix64 step (Steele et al. 2014).
-    pub fn uniform(seed: u64, counter: u32) -> f32 {
-        let mut z = seed.wrapping_add((u64::from(counter) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^= z >> 31;
-        (z >> 40) as f32 / (1u32 << 24) as f32
+    /// The random bits of an id. They are a uniform number v = (bits + ½) / 2³², and e = −ln(1 − v).
+    pub fn noise(seed: u64, counter: u32, id: u32) -> u32 {
+        noise(stream(seed, counter), id)
     }
+}
+
+/// The random bits that all ids of a row share: a SplitMix64 step (Steele et al. 2014).
+pub(crate) fn stream(seed: u64, counter: u32) -> u64 {
+    let mut z = seed.wrapping_add((u64::from(counter) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// The random bits of an id of a row.
+#[inline(always)]
+pub(crate) fn noise(stream: u64, id: u32) -> u32 {
+    mixed(mixed(id.wrapping_add(stream as u32)) ^ (stream >> 32) as u32)
+}
+
+/// A bijection of 32 bits in which every bit depends on all (lowbias32 of C. Wellons' hash-prospector).
+#[inline(always)]
+fn mixed(mut x: u32) -> u32 {
+    x = (x ^ (x >> 16)).wrapping_mul(0x7FEB_352D);
+    x = (x ^ (x >> 15)).wrapping_mul(0x846C_A68B);
+    x ^ (x >> 16)
+}
+
+/// e of random bits. A polynomial where 1 − v would lose the lower bits of v.
+pub(crate) fn exponential_of(bits: u32) -> f32 {
+    let v = (bits as f32 + 0.5) * 2f32.powi(-32);
+    if v < 1.0 / 64.0 {
+        return v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)));
+    }
+    // v rounds to 1 at last.
+    -(1.0 - v).max(2f32.powi(-24)).ln()
 }
 
 /// Runs [`Sample`].

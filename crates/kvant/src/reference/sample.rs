@@ -17,22 +17,20 @@ pub struct Sampling {
     pub min_p: f64,
 }
 
-/// The token that the uniform number `u` in [0, 1) picks, as [`Sample`] says; none from nothing but NaN.
-pub fn sample(logits: &[f64], how: Sampling, u: f64) -> Option<usize> {
+/// The token that the random bits of ids pick, as [`Sample`] says; none from nothing but NaN.
+pub fn sample(logits: &[f64], how: Sampling, noise: impl Fn(usize) -> u32) -> Option<usize> {
     if how.temperature == 0.0 {
         return argmax(logits);
     }
-    let candidates = candidates(logits, how);
-    let total: f64 = candidates.iter().map(|c| c.1).sum();
-    let mut running = 0.0;
-    for &(id, p) in &candidates {
-        running += p;
-        if running > u * total {
-            return Some(id);
-        }
-    }
-    // Only when u is 1 or there is nothing to choose from.
-    candidates.last().map(|c| c.0)
+    let rate = |&(id, p): &(usize, f64)| (p / exponential(noise(id)), id);
+    let rates = candidates(logits, how).iter().map(rate).collect::<Vec<_>>();
+    let largest = rates.into_iter().reduce(|a, b| if b.0 > a.0 || b.0 == a.0 && b.1 < a.1 { b } else { a });
+    largest.map(|(_, id)| id)
+}
+
+/// −ln(1 − v) of v = (bits + ½) / 2³².
+fn exponential(bits: u32) -> f64 {
+    -(-(f64::from(bits) + 0.5) / 2f64.powi(32)).ln_1p()
 }
 
 /// Who may be drawn, in falling order, each with its probability up to a common factor.
@@ -67,7 +65,7 @@ pub(crate) fn run(call: &Call) {
     let draw = |(index_of_row, (row, counter)): (usize, (&[f64], u32))| {
         let SampleRow { temperature, top_k, top_p, min_p, seed } = call.how(index_of_row, words.as_deref());
         let how = Sampling { temperature: temperature.into(), top_k, top_p: top_p.into(), min_p: min_p.into() };
-        index(sample(row, how, Sample::uniform(seed, counter).into()))
+        index(sample(row, how, |id| Sample::noise(seed, counter, id as u32)))
     };
     let out: Vec<u32> = rows.map(draw).collect();
     io::store_raw(&call.out, 0, &out);
@@ -99,13 +97,27 @@ mod tests {
     }
 
     #[test]
-    fn the_uniform_number_picks_by_running_sum() {
+    fn the_largest_rate_is_drawn() {
         let logits = [0.25f64.ln(), 0.5f64.ln(), 0.25f64.ln()];
-        for (u, id) in [(0.0, 1), (0.49, 1), (0.51, 0), (0.74, 0), (0.76, 2), (0.999, 2)] {
-            assert_eq!(sample(&logits, ALL, u), Some(id), "u = {u}");
+        // e of these bits is ln 4/3, ln 2 and ln 4.
+        let [quarter, half, three] = [1 << 30, 1 << 31, 3 << 30];
+        let drawn = |logits: &[f64], how, bits: [u32; 3]| sample(logits, how, |id| bits[id]);
+        for (bits, id) in [
+            // Rates are p / e: equal e leave the largest p.
+            ([half; 3], 1),
+            // 0.25 / 0.288 is above 0.5 / 0.693, and that is above 0.5 / 1.386.
+            ([quarter, half, half], 0),
+            ([half, half, quarter], 2),
+            ([half, three, three], 0),
+            // The lower id of equals.
+            ([quarter, three, quarter], 0),
+        ] {
+            assert_eq!(drawn(&logits, ALL, bits), Some(id), "{bits:?}");
         }
-        assert_eq!(sample(&logits, Sampling { temperature: 0.0, ..ALL }, 0.9), Some(1));
-        assert_eq!(sample(&[f64::NAN; 3], ALL, 0.9), None);
-        assert_eq!(sample(&[f64::NEG_INFINITY, f64::INFINITY, 0.0], ALL, 0.9), Some(1));
+        // A candidate that a cut has removed is not drawn.
+        assert_eq!(drawn(&logits, Sampling { top_k: 2, ..ALL }, [half, three, 0]), Some(0));
+        assert_eq!(drawn(&logits, Sampling { temperature: 0.0, ..ALL }, [0; 3]), Some(1));
+        assert_eq!(drawn(&[f64::NAN; 3], ALL, [0; 3]), None);
+        assert_eq!(drawn(&[f64::NEG_INFINITY, f64::INFINITY, 0.0], ALL, [0, u32::MAX, 0]), Some(1));
     }
 }

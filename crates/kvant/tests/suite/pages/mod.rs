@@ -8,5 +8,6 @@ mod prefixes;
 mod rows;
 mod sealed;
 mod sequences;
+mod stale;
 mod tables;
 mod tokens;

@@ -191,6 +191,11 @@ fn steps_belong_to_a_pool_and_a_moment() {
     assert!(matches!(whole.select(&[3]), Err(Error::OutOfRange { .. })));
     ours.step_into(&mut [(&mut c, 3)], &whole).unwrap();
     refused(write_part(&part));
+    // Its page tables are those of the whole step, also where another sequence has taken it over.
+    let part = whole.select(&[2]).unwrap();
+    let mut d = ours.sequence();
+    ours.step_into(&mut [(&mut d, 3)], &whole).unwrap();
+    refused(write_part(&part));
     let mut foreign = other.sequence();
     assert!(matches!(ours.step(&mut [(&mut foreign, 1)]), Err(Error::Value { .. })));
     assert!(matches!(other.step_into(&mut [(&mut foreign, 1)], &new), Err(Error::Value { .. })));

@@ -1,0 +1,192 @@
+//! Logs on standard error, which never hold up or end what they are about.
+//!
+//! A reader that has gone, a full disk and a terminal that is stopped are no reason to leave a request without an
+//! answer. Lines of a server go to a thread, which writes them as fast as it can. Lines that find no place are counted
+//! instead.
+
+use std::{
+    io::{self, Write},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use tracing_subscriber::filter::LevelFilter;
+
+/// Lines that wait to be written.
+const ROOM: usize = 4096;
+/// The longest time that the end of the process waits for the last lines.
+const LAST_LINES: Duration = Duration::from_secs(1);
+
+/// How log lines are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogFormat {
+    /// A line of text for each event.
+    #[default]
+    Text,
+    /// A JSON object a line.
+    Json,
+}
+
+/// The least important lines that are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogLevel {
+    Error,
+    Warn,
+    #[default]
+    Info,
+    Debug,
+    Trace,
+}
+
+impl From<LogLevel> for LevelFilter {
+    fn from(level: LogLevel) -> LevelFilter {
+        match level {
+            LogLevel::Error => LevelFilter::ERROR,
+            LogLevel::Warn => LevelFilter::WARN,
+            LogLevel::Info => LevelFilter::INFO,
+            LogLevel::Debug => LevelFilter::DEBUG,
+            LogLevel::Trace => LevelFilter::TRACE,
+        }
+    }
+}
+
+enum Entry {
+    Line(Vec<u8>),
+    /// All lines before it have been written.
+    Flush(SyncSender<()>),
+}
+
+/// Writes log lines in a thread of its own. Every write succeeds.
+#[derive(Clone)]
+pub struct LogWriter {
+    lines: SyncSender<Entry>,
+    /// Lines that have been lost since the last one that was written.
+    lost: Arc<AtomicU64>,
+}
+
+impl LogWriter {
+    /// Starts the thread. Without one, lines are lost.
+    pub fn new(out: impl Write + Send + 'static) -> LogWriter {
+        let (lines, received) = sync_channel(ROOM);
+        let lost = Arc::new(AtomicU64::new(0));
+        let of_thread = Arc::clone(&lost);
+        let _ = thread::Builder::new().name("kvant-log".to_string()).spawn(move || write(out, &received, &of_thread));
+        LogWriter { lines, lost }
+    }
+
+    /// Waits until the lines so far have been written, but not for long.
+    pub fn flush(&self) {
+        let (end, (done, waiting)) = (Instant::now() + LAST_LINES, sync_channel(1));
+        let mut entry = Entry::Flush(done);
+        while let Err(TrySendError::Full(full)) = self.lines.try_send(entry) {
+            if Instant::now() >= end {
+                return;
+            }
+            entry = full;
+            thread::sleep(Duration::from_millis(2));
+        }
+        let _ = waiting.recv_timeout(end.saturating_duration_since(Instant::now()));
+    }
+}
+
+fn write(mut out: impl Write, received: &Receiver<Entry>, lost: &AtomicU64) {
+    for entry in received {
+        match entry {
+            // A line that cannot be written is lost; the next one may find a disk with room.
+            Entry::Line(line) => {
+                let _ = out.write_all(&line).and_then(|()| out.flush());
+                match lost.swap(0, Ordering::Relaxed) {
+                    0 => {}
+                    count => drop(writeln!(out, "{count} log lines were lost: their reader was too slow")),
+                }
+            }
+            Entry::Flush(done) => drop(done.try_send(())),
+        }
+    }
+}
+
+impl Write for LogWriter {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        if self.lines.try_send(Entry::Line(line.to_vec())).is_err() {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    /// Keeps what is written, after a gate has opened.
+    #[derive(Clone, Default)]
+    struct Sink {
+        written: Arc<Mutex<Vec<u8>>>,
+        gate: Arc<Mutex<()>>,
+        fails: bool,
+    }
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            let _open = self.gate.lock().unwrap();
+            if self.fails {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            self.written.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lines_are_written_in_order() {
+        let sink = Sink::default();
+        let mut log = LogWriter::new(sink.clone());
+        for line in 0..100 {
+            writeln!(log, "{line}").unwrap();
+        }
+        log.flush();
+        let want: String = (0..100).map(|line| format!("{line}\n")).collect();
+        assert_eq!(String::from_utf8(sink.written.lock().unwrap().clone()).unwrap(), want);
+    }
+
+    #[test]
+    fn a_slow_reader_costs_lines_and_no_time() {
+        let sink = Sink::default();
+        let closed = sink.gate.lock().unwrap();
+        let mut log = LogWriter::new(sink.clone());
+        for _ in 0..3 * ROOM {
+            log.write_all(b"line\n").unwrap();
+        }
+        drop(closed);
+        log.flush();
+        log.write_all(b"last\n").unwrap();
+        log.flush();
+        let written = String::from_utf8(sink.written.lock().unwrap().clone()).unwrap();
+        assert!(written.contains("log lines were lost") && written.contains("last\n"), "{} bytes", written.len());
+        assert!(written.lines().count() <= ROOM + 4);
+    }
+
+    #[test]
+    fn a_full_disk_is_no_error() {
+        let mut log = LogWriter::new(Sink { fails: true, ..Sink::default() });
+        for _ in 0..10 {
+            log.write_all(b"line\n").unwrap();
+        }
+        log.flush();
+    }
+}

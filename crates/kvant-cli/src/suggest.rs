@@ -1,0 +1,48 @@
+//! Which models to try where none is named, or the one that ships with kvant cannot do what is asked.
+
+use kvant::Device;
+
+use crate::output;
+
+/// Models that chat, small ones first, each with its parameters. Their checkpoints have two bytes a parameter.
+const MODELS: [(&str, usize); 5] = [
+    ("HuggingFaceTB/SmolLM2-360M-Instruct", 362_000_000),
+    ("Qwen/Qwen3-0.6B", 596_000_000),
+    ("Qwen/Qwen3-1.7B", 1_720_000_000),
+    ("Qwen/Qwen3-4B-Instruct-2507", 4_020_000_000),
+    ("Qwen/Qwen3-8B", 8_190_000_000),
+];
+
+/// Bytes of memory for each byte of weights: caches and activations need some as well.
+const ROOM: f64 = 1.25;
+
+/// What to start in place of a command without a model that chats.
+pub fn text(command: &str) -> String {
+    let free = Device::default().memory().ok().map(|memory| memory.free);
+    of_memory(command, free)
+}
+
+fn of_memory(command: &str, free: Option<usize>) -> String {
+    let fits = |parameters: usize| free.is_none_or(|free| parameters as f64 * 2.0 * ROOM <= free as f64);
+    let names: Vec<&str> = MODELS.iter().filter(|(_, parameters)| fits(*parameters)).map(|(name, _)| *name).collect();
+    let any = "The directory of a checkpoint or a .gguf file will do as well";
+    let Some(first) = names.first() else {
+        return format!("Small models in 4 bits are GGUF files: kvant {command} FILE.gguf. {any}");
+    };
+    let of_device = free.map_or(String::new(), |free| format!(" in the {} that are free", output::bytes(free)));
+    let names = names.join(", ");
+    format!("Models that fit{of_device}: {names}. `kvant {command} {first}` downloads it once and starts. {any}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_models_that_fit() {
+        let text = of_memory("chat", Some(2 << 30));
+        assert!(text.contains("Qwen3-0.6B") && !text.contains("Qwen3-4B") && text.contains("2.0 GiB"), "{text}");
+        assert!(of_memory("chat", None).contains("Qwen3-8B"));
+        assert!(of_memory("serve", Some(1 << 20)).contains("kvant serve FILE.gguf"));
+    }
+}

@@ -1,0 +1,500 @@
+//! `/api/chat`, `/api/generate`, `/api/tags`, `/api/show` and `/api/version`: a thin form of Ollama's API, for clients
+//! that know no other. Models are not pulled, made or deleted.
+
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
+
+use axum::{
+    Extension,
+    body::Body,
+    extract::State,
+    http::{HeaderMap, header},
+    response::{IntoResponse, Response},
+};
+use kvant_engine::{EngineRequest, Finished};
+use kvant_models::chat::{JsonValue, Message, ReplyFormat};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::{
+    answer::{Added, AnswerReader, Part},
+    app::{App, RequestId},
+    blocks::parsed,
+    body::Json,
+    conversation::{ChatMessage, SentCall, Talk, check_tools, messages},
+    error::{ApiError, Result},
+    generation::{Generation, Gone, Sender, channel, finish_reason},
+    sampling::{Drawn, Seed, Strings, now},
+    structured::Shape,
+};
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct OllamaChat {
+    model: Option<String>,
+    messages: Option<Vec<OllamaMessage>>,
+    tools: Option<Vec<JsonValue>>,
+    format: Option<JsonValue>,
+    options: Option<OllamaOptions>,
+    stream: Option<bool>,
+    think: Option<Value>,
+    #[expect(dead_code, reason = "the model always stays")]
+    keep_alive: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct OllamaGenerate {
+    model: Option<String>,
+    prompt: Option<String>,
+    system: Option<String>,
+    raw: Option<bool>,
+    format: Option<JsonValue>,
+    options: Option<OllamaOptions>,
+    stream: Option<bool>,
+    think: Option<Value>,
+    images: Option<Vec<Value>>,
+    suffix: Option<String>,
+    #[expect(dead_code, reason = "the model always stays")]
+    keep_alive: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct OllamaShow {
+    model: Option<String>,
+    name: Option<String>,
+    #[expect(dead_code, reason = "has no effect")]
+    verbose: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct OllamaMessage {
+    role: String,
+    content: Option<String>,
+    thinking: Option<String>,
+    images: Option<Vec<Value>>,
+    tool_calls: Option<Vec<SentCall>>,
+    tool_call_id: Option<String>,
+    tool_name: Option<String>,
+}
+
+/// The options of Ollama that decide how tokens are drawn, and those that say how its own engine runs.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct OllamaOptions {
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    seed: Option<Seed>,
+    stop: Option<Strings>,
+    num_predict: Option<i64>,
+    presence_penalty: Option<f32>,
+    frequency_penalty: Option<f32>,
+    repeat_penalty: Option<f32>,
+    // These say how another engine runs, or how much of the context it may use.
+    #[expect(dead_code, reason = "has no effect")]
+    num_ctx: Option<u64>,
+    #[expect(dead_code, reason = "has no effect")]
+    num_keep: Option<i64>,
+    #[expect(dead_code, reason = "has no effect")]
+    num_batch: Option<u64>,
+    #[expect(dead_code, reason = "has no effect")]
+    num_gpu: Option<i64>,
+    #[expect(dead_code, reason = "has no effect")]
+    main_gpu: Option<u64>,
+    #[expect(dead_code, reason = "has no effect")]
+    num_thread: Option<u64>,
+    #[expect(dead_code, reason = "has no effect")]
+    use_mmap: Option<bool>,
+}
+
+impl OllamaOptions {
+    /// The most tokens of the answer: of −1 and −2 those that the context leaves.
+    fn max_tokens(&self, app: &App) -> Result<usize> {
+        match self.num_predict {
+            None => Ok(app.max_tokens(None, app.engine.context())),
+            Some(-2 | -1) => Ok(app.max_tokens(Some(usize::MAX), usize::MAX)),
+            Some(limit @ 0..) => Ok(app.max_tokens(usize::try_from(limit).ok(), usize::MAX)),
+            Some(other) => {
+                let message =
+                    format!("`options.num_predict` must be at least 0, or -1 or -2 for no limit, got {other}");
+                Err(ApiError::field("options.num_predict", message))
+            }
+        }
+    }
+
+    fn drawn(self) -> Drawn {
+        Drawn {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            seed: self.seed,
+            stop: self.stop,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            repetition_penalty: self.repeat_penalty,
+            ..Drawn::default()
+        }
+    }
+}
+
+/// A name of the model. Ollama's clients add a tag.
+fn model(app: &App, asked: Option<&str>) -> Result<String> {
+    app.model(asked.map(|name| name.strip_suffix(":latest").unwrap_or(name)))
+}
+
+fn shape(format: Option<&JsonValue>) -> Result<Shape> {
+    let format = match format {
+        None => return Ok(Shape::default()),
+        Some(JsonValue::String(name)) if name.is_empty() => return Ok(Shape::default()),
+        Some(JsonValue::String(name)) if name == "json" => json!({"type": "json_object"}).into(),
+        Some(schema @ JsonValue::Object(_)) => {
+            let mut format = JsonValue::from(json!({"type": "json_schema"}));
+            format["schema"] = schema.clone();
+            format
+        }
+        Some(_) => return Err(ApiError::field("format", "`format` must be json or a JSON schema")),
+    };
+    Shape::of_format(Some(&format), "format", None)
+}
+
+/// Whether the model thinks: a boolean, or an effort.
+fn thinking(think: Option<&Value>) -> Result<Option<bool>> {
+    match think {
+        None => Ok(None),
+        Some(Value::Bool(on)) => Ok(Some(*on)),
+        Some(Value::String(effort)) if matches!(effort.as_str(), "low" | "medium" | "high") => Ok(Some(true)),
+        Some(_) => Err(ApiError::field("think", "`think` must be true, false, low, medium or high")),
+    }
+}
+
+fn no_images(images: Option<&Vec<Value>>, path: &str) -> Result<()> {
+    match images.is_some_and(|images| !images.is_empty()) {
+        true => Err(ApiError::unsupported(path, "the model reads text only")),
+        false => Ok(()),
+    }
+}
+
+impl OllamaMessage {
+    fn into_chat(self) -> ChatMessage {
+        let content = self.content.map(JsonValue::String);
+        let name = self.tool_name;
+        ChatMessage {
+            tool_calls: self.tool_calls,
+            tool_call_id: self.tool_call_id,
+            name,
+            reasoning_content: self.thinking,
+            ..ChatMessage::new(self.role, content)
+        }
+    }
+}
+
+pub(crate) async fn chat(
+    State(app): State<Arc<App>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    Json(request): Json<OllamaChat>,
+) -> Result<Response> {
+    let model = model(&app, request.model.as_deref())?;
+    let streams = request.stream.unwrap_or(true);
+    let sent = request.messages.unwrap_or_default();
+    if sent.is_empty() {
+        return Ok(Json(loaded(&model, Kind::Chat)).into_response());
+    }
+    for (index, message) in sent.iter().enumerate() {
+        no_images(message.images.as_ref(), &format!("messages[{index}].images"))?;
+    }
+    let tools = request.tools.unwrap_or_default();
+    check_tools(&app, &tools)?;
+    let shape = shape(request.format.as_ref())?.and_calls(tools.clone(), false);
+    let messages = messages(&app, sent.into_iter().map(OllamaMessage::into_chat).collect())?;
+    let thinking = thinking(request.think.as_ref())?;
+    let talk = Talk { tools, thinking, shape, ..Talk::new(messages, None, None)? };
+    let answer = OllamaAnswer::new(model, Kind::Chat);
+    answer.of_talk(app, id, &headers, talk, request.options.unwrap_or_default(), streams).await
+}
+
+pub(crate) async fn generate(
+    State(app): State<Arc<App>>,
+    Extension(id): Extension<RequestId>,
+    headers: HeaderMap,
+    Json(request): Json<OllamaGenerate>,
+) -> Result<Response> {
+    let model = model(&app, request.model.as_deref())?;
+    let (streams, options) = (request.stream.unwrap_or(true), request.options.unwrap_or_default());
+    no_images(request.images.as_ref(), "images")?;
+    if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
+        return Err(ApiError::unsupported("suffix", "the model cannot insert text"));
+    }
+    let Some(prompt) = request.prompt.filter(|prompt| !prompt.is_empty()) else {
+        return Ok(Json(loaded(&model, Kind::Generate)).into_response());
+    };
+    let (shape, thinking) = (shape(request.format.as_ref())?, thinking(request.think.as_ref())?);
+    let answer = OllamaAnswer::new(model, Kind::Generate);
+    // A model without a template continues the text.
+    if app.template.is_some() && request.raw != Some(true) {
+        let system = request.system.filter(|text| !text.is_empty()).map(Message::system);
+        let messages = system.into_iter().chain([Message::user(prompt)]).collect();
+        let talk = Talk { thinking, shape, ..Talk::new(messages, None, None)? };
+        return answer.of_talk(app, id, &headers, talk, options, streams).await;
+    }
+    let text = request.system.filter(|text| !text.is_empty()).map_or(prompt.clone(), |text| text + "\n\n" + &prompt);
+    let encoded = app.encoding(text.len(), move |app| -> Result<_> {
+        let grammar = shape.compile(app, ReplyFormat::Plain, crate::structured::Thoughts::Never)?;
+        Ok((app.encode_prompt(&text)?, grammar))
+    });
+    let (ids, grammar) = encoded.await??;
+    let base = EngineRequest::new(ids);
+    let base = if let Some(grammar) = grammar { base.grammar(grammar) } else { base };
+    let reader = AnswerReader::new(ReplyFormat::Plain, &[], "");
+    answer.run(app, id, &headers, (base, reader), options, streams).await
+}
+
+/// Which of the two forms an answer has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Chat,
+    Generate,
+}
+
+/// The answer to a request without a prompt, which loads the model.
+fn loaded(model: &str, kind: Kind) -> Value {
+    let mut answer = OllamaAnswer::new(model.to_string(), kind).chunk(json!(""), None, Vec::new());
+    answer["done"] = json!(true);
+    answer["done_reason"] = json!("load");
+    answer
+}
+
+/// What all chunks of an answer share.
+struct OllamaAnswer {
+    model: String,
+    kind: Kind,
+    started: Instant,
+    /// When the first token came.
+    first: Option<Instant>,
+    /// A call whose arguments are not complete.
+    call: Option<(String, String)>,
+}
+
+impl OllamaAnswer {
+    fn new(model: String, kind: Kind) -> OllamaAnswer {
+        OllamaAnswer { model, kind, started: Instant::now(), first: None, call: None }
+    }
+
+    async fn of_talk(
+        self,
+        app: Arc<App>,
+        id: RequestId,
+        headers: &HeaderMap,
+        talk: Talk,
+        options: OllamaOptions,
+        streams: bool,
+    ) -> Result<Response> {
+        let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;
+        let request = (prompt.request(), prompt.reader);
+        self.run(app, id, headers, request, options, streams).await.map_err(|error| error.of_prompt("messages"))
+    }
+
+    async fn run(
+        self,
+        app: Arc<App>,
+        id: RequestId,
+        headers: &HeaderMap,
+        (request, reader): (EngineRequest, AnswerReader),
+        options: OllamaOptions,
+        streams: bool,
+    ) -> Result<Response> {
+        let base = request.max_tokens(options.max_tokens(&app)?).cache(app.scope(headers, None));
+        let generation = Generation::submit(&app, &id, vec![options.drawn().apply(base, &app)?])?;
+        if !streams {
+            return Ok(Json(self.collect(generation, reader).await?).into_response());
+        }
+        let lines = channel(move |sender| self.stream(generation, reader, sender));
+        let headers = [(header::CONTENT_TYPE, "application/x-ndjson"), (header::CACHE_CONTROL, "no-store")];
+        Ok((headers, Body::from_stream(lines)).into_response())
+    }
+
+    async fn collect(mut self, mut generation: Generation, mut reader: AnswerReader) -> Result<JsonValue> {
+        let (mut text, mut thoughts, mut calls, mut end) = (String::new(), String::new(), Vec::new(), None);
+        while let Some(event) = generation.next().await {
+            let added = self.read(&mut reader, event?.1);
+            for part in added.parts {
+                match part {
+                    Part::Text(more) => text += &more,
+                    Part::Reasoning(more) => thoughts += &more,
+                    part => calls.extend(self.call(part)),
+                }
+            }
+            end = added.finished.or(end);
+        }
+        calls.extend(self.last_call());
+        let thoughts = Some(thoughts).filter(|thoughts| !thoughts.is_empty());
+        let chunk = self.chunk(json!(text), thoughts.map(Value::from), calls);
+        Ok(self.finished(chunk, end.as_ref()).into())
+    }
+
+    async fn stream(
+        mut self,
+        mut generation: Generation,
+        mut reader: AnswerReader,
+        sender: Sender<String>,
+    ) -> Result<(), Gone> {
+        let mut end = None;
+        while let Some(event) = generation.next().await {
+            let event = match event {
+                Ok((_, event)) => event,
+                Err(error) => return sender.send(Ok(format!("{}\n", error.ollama_body()))).await,
+            };
+            let added = self.read(&mut reader, event);
+            for part in added.parts {
+                let chunk = match part {
+                    Part::Text(text) => self.chunk(json!(text), None, Vec::new()),
+                    Part::Reasoning(text) => self.chunk(json!(""), Some(json!(text)), Vec::new()),
+                    part => match self.call(part) {
+                        Some(call) => self.chunk(json!(""), None, vec![call]),
+                        None => continue,
+                    },
+                };
+                sender.send(Ok(format!("{chunk}\n"))).await?;
+            }
+            end = added.finished.or(end);
+        }
+        let calls = self.last_call().into_iter().collect();
+        let last = self.finished(self.chunk(json!(""), None, calls), end.as_ref());
+        sender.send(Ok(format!("{last}\n"))).await
+    }
+
+    fn read(&mut self, reader: &mut AnswerReader, event: kvant_engine::Event) -> Added {
+        if matches!(event, kvant_engine::Event::Token(_)) {
+            self.first.get_or_insert_with(Instant::now);
+        }
+        reader.read(event)
+    }
+
+    /// Takes a part of a call. Returns the call before it, which is complete.
+    fn call(&mut self, part: Part) -> Option<Value> {
+        match part {
+            Part::Call { name, .. } => {
+                let before = self.last_call();
+                self.call = Some((name, String::new()));
+                before
+            }
+            Part::Arguments(json) => {
+                if let Some((_, arguments)) = &mut self.call {
+                    arguments.push_str(&json);
+                }
+                None
+            }
+            _ => None,
+        }
+    }
+
+    /// The call that has come last. Its arguments are an object.
+    fn last_call(&mut self) -> Option<Value> {
+        let (name, arguments) = self.call.take()?;
+        let arguments: Value = serde_json::from_str(&parsed(&arguments).to_string()).unwrap_or_default();
+        Some(json!({"function": {"name": name, "arguments": arguments}}))
+    }
+
+    fn chunk(&self, text: Value, thoughts: Option<Value>, calls: Vec<Value>) -> Value {
+        let created = rfc3339(now());
+        match self.kind {
+            Kind::Chat => {
+                let mut message = json!({"role": "assistant", "content": text});
+                if let Some(thoughts) = thoughts {
+                    message["thinking"] = thoughts;
+                }
+                if !calls.is_empty() {
+                    message["tool_calls"] = Value::Array(calls);
+                }
+                json!({"model": self.model, "created_at": created, "message": message, "done": false})
+            }
+            Kind::Generate => {
+                let mut chunk = json!({"model": self.model, "created_at": created, "response": text, "done": false});
+                if let Some(thoughts) = thoughts {
+                    chunk["thinking"] = thoughts;
+                }
+                chunk
+            }
+        }
+    }
+
+    /// The last chunk: with the reason of the end, counts, and times in nanoseconds.
+    fn finished(&self, mut chunk: Value, end: Option<&Finished>) -> Value {
+        let nanos = |from: Instant, to: Instant| to.saturating_duration_since(from).as_nanos() as u64;
+        let (now, first) = (Instant::now(), self.first.unwrap_or_else(Instant::now));
+        let usage = end.map(|end| end.usage).unwrap_or_default();
+        let more = json!({
+            "done": true, "done_reason": end.map_or("stop", |end| finish_reason(&end.reason)),
+            "total_duration": nanos(self.started, now), "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens, "prompt_eval_duration": nanos(self.started, first),
+            "eval_count": usage.generated_tokens, "eval_duration": nanos(first, now),
+        });
+        if let (Some(chunk), Value::Object(more)) = (chunk.as_object_mut(), more) {
+            chunk.extend(more);
+        }
+        chunk
+    }
+}
+
+pub(crate) async fn tags(State(app): State<Arc<App>>) -> Json<Value> {
+    let names = app.options.names.iter().filter(|name| *name != "*");
+    let models: Vec<Value> = names
+        .map(|name| {
+            json!({
+                "name": name, "model": name, "modified_at": rfc3339(app.started), "size": 0, "digest": "",
+                "details": details(),
+            })
+        })
+        .collect();
+    Json(json!({"models": models}))
+}
+
+pub(crate) async fn show(State(app): State<Arc<App>>, Json(request): Json<OllamaShow>) -> Result<Json<Value>> {
+    model(&app, request.model.or(request.name).as_deref())?;
+    let mut capabilities = vec!["completion"];
+    if app.template.is_some() {
+        capabilities.push("tools");
+    }
+    let info: BTreeMap<&str, Value> =
+        [("general.architecture", json!("kvant")), ("kvant.context_length", json!(app.engine.context()))].into();
+    Ok(Json(json!({
+        "modified_at": rfc3339(app.started), "details": details(), "model_info": info, "capabilities": capabilities,
+    })))
+}
+
+fn details() -> Value {
+    json!({
+        "parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": "",
+    })
+}
+
+/// A time in seconds since 1970 as text, in UTC. Days to dates by Howard Hinnant's algorithm.
+fn rfc3339(seconds: u64) -> String {
+    let (days, of_day) = (seconds / 86400 + 719_468, seconds % 86400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    let (hours, minutes, seconds) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hours:02}:{minutes:02}:{seconds:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_as_text() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (951_868_800, "2000-03-01T00:00:00Z"),
+            (1_767_225_599, "2025-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(rfc3339(seconds), text);
+        }
+    }
+}
