@@ -43,7 +43,7 @@ pub(crate) fn is_hint(path: &str) -> bool {
             }
         }
     };
-    HINTS.iter().any(|hint| is(&hint))
+    HINTS.iter().any(is)
 }
 
 /// Refuses fields of an object that are not among the known ones, unless they are null.

@@ -25,8 +25,8 @@ impl TokenBytes {
             return None;
         }
         let vocabulary = inner.get_vocab(true);
-        let is_byte_level = pre_tokenizer.is_some_and(|part| makes_bytes(part))
-            || inner.get_normalizer().is_some_and(|part| normalises_to_bytes(part));
+        let is_byte_level =
+            pre_tokenizer.is_some_and(makes_bytes) || inner.get_normalizer().is_some_and(normalises_to_bytes);
         let knows_every_text = match inner.get_model() {
             ModelWrapper::BPE(_) if is_byte_level => {
                 ByteLevel::alphabet().iter().all(|byte| vocabulary.contains_key(&byte.to_string()))
