@@ -8,7 +8,8 @@ Each format is a function from vectors to the numbers that are read back, in f64
 
     codec_study.py             print the squared error of each format for normal vectors, and for vectors with outliers
     codec_study.py --test      compare the formats with the packages `gguf` and `mlx`, where these have them
-    codec_study.py --golden    write crates/kvant-cli/tests/golden/formats.json, by these packages where they have a format
+    codec_study.py --golden    write formats.json and tiles.json of crates/kvant-cli/tests/golden, by these packages where they
+                               have a format
 
 Every command requires the packages of tools/requirements.txt.
 """
@@ -138,6 +139,69 @@ FORMATS = {"q8_0": (q8_0, 8.5), "q4_0": (q4_0, 4.5), "iq4_nl": (iq4_nl, 4.5), "m
 ROTATED = ("q8_0", "q4_0", "iq4_nl")
 
 
+# Formats that store tiles of 128 positions of a head, [128, dim].
+
+
+def ranges(x, bits, least):
+    """The integers of x along the last axis between its least and greatest number, that number, and the scale."""
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scale = np.maximum((high - low) / (2 ** bits - 1), least)
+    return np.clip(np.rint((x - low) / scale), 0, 2 ** bits - 1), low, scale
+
+
+def kivi(x, bits, keys):
+    """KIVI: groups of 32 positions of a channel for keys, of 32 channels of a position for values."""
+    groups = (x.T if keys else x).reshape(-1, 32)
+    code, low, scale = ranges(groups, bits, 1e-8)
+    stored = code * f16(scale) + f16(low)
+    return stored.reshape(x.shape[::-1]).T if keys else stored.reshape(x.shape)
+
+
+def kvarn(x, bits, keys):
+    """KVarN: rotated, rows and columns divided by factors that make their deviations alike; rows in integers."""
+    turned = rotate(x, x.shape[-1])
+    m = turned.T if keys else turned
+    rows, columns = np.zeros((len(m), 1)), np.zeros((1, m.shape[1]))
+
+    def imbalance(t):
+        return sum(d.max() / max(d.min(), 1e-8) for d in (t.std(0, ddof=1), t.std(1, ddof=1)))
+
+    least, best = imbalance(m), (np.exp(rows), np.exp(columns))
+    for _ in range(16):
+        now = m / np.exp(columns) / np.exp(rows)
+        columns = np.clip(columns + np.log(np.clip(now.std(0, ddof=1, keepdims=True), 1e-3, 1e3)), -0.3, 10)
+        now = m / np.exp(columns) / np.exp(rows)
+        rows = np.clip(rows + np.log(np.clip(now.std(1, ddof=1, keepdims=True), 1e-3, 1e3)), -0.3, 10)
+        now = imbalance(m / np.exp(columns) / np.exp(rows))
+        if now <= least:
+            least, best = now, (np.exp(rows), np.exp(columns))
+    rows, columns = best
+    code, low, scale = ranges(m / columns / rows, bits, 1e-10)
+    stored = (code * f16(rows * scale) + f16(rows * low)) * f16(columns)
+    return rotate(stored.T if keys else stored, x.shape[-1])
+
+
+TILES = {"kivi4": (kivi, 4), "kivi2": (kivi, 2), "kvarn4": (kvarn, 4), "kvarn2": (kvarn, 2)}
+
+
+def tile_numbers():
+    """[positions, heads, dim], as the test in `formats/mod.rs` makes them."""
+    p, h, i = np.ogrid[:256, :2, :64]
+    return np.sin(1 + p * 0.7 + i * i * 0.3 + h) * (1 + i % 5) + (i % 7 - 3) + np.cos(p / 19)
+
+
+def golden_tiles():
+    x, data = tile_numbers(), {}
+    for name, (function, bits) in TILES.items():
+        for side in "KV":
+            stored = np.empty_like(x)
+            for first in range(0, len(x), 128):
+                for head in range(x.shape[1]):
+                    stored[first:first + 128, head] = function(x[first:first + 128, head], bits, side == "K")
+            data[f"{name} {side}"] = [float(f"{v:.9g}") for v in stored.ravel()[::41]]
+    (GOLDEN.parent / "tiles.json").write_text(json.dumps(data).replace('], "', '],\n"') + "\n")
+
+
 # The packages. Their inputs are f32.
 
 
@@ -251,6 +315,7 @@ def main():
     if args.test:
         test()
     if args.golden:
+        golden_tiles()
         golden()
     if not (args.test or args.golden):
         table()

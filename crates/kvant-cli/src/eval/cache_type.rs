@@ -2,10 +2,10 @@
 
 use std::{fmt, str::FromStr};
 
-use kvant::{Codec, PoolSpec, Sequence, Tensor, ops::KvSide};
-use kvant_models::{Logits, Model};
+use kvant::{Codec, PoolSpec, ops::KvSide};
+use kvant_models::Model;
 
-use super::{formats::Format, vectors};
+use super::formats::Format;
 use crate::{Result, args::Kv};
 
 /// A cache type.
@@ -52,23 +52,38 @@ impl CacheType {
         }
     }
 
+    /// The format of other software, if it is one.
+    pub fn format(&self) -> Option<Format> {
+        match self {
+            CacheType::Kv(_) => None,
+            CacheType::Format(format) => Some(*format),
+        }
+    }
+
     /// Bytes of keys and values of a token in all layers, on average over a sequence of `longest` tokens: with the
-    /// means of sealed pages, and three dense pages.
+    /// means of sealed pages, and dense pages or tiles.
     pub fn bytes_per_token(&self, spec: &PoolSpec, longest: usize) -> usize {
         let stored = |codec: Codec, dim: usize| {
             codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
         };
+        // Keys and values of a token, of which `dense` tokens are stored in another dtype.
+        let mean = |stored: f64, dense: usize, of_dense: f64| {
+            let (all, dense) = (longest.max(1) as f64, dense.min(longest.max(1)) as f64);
+            ((all - dense) * stored + dense * of_dense) / all
+        };
         let bytes = spec.layers.iter().map(|layer| {
             let dim = layer.head_dim;
             let vectors = match self {
-                CacheType::Kv(_) if layer.seals() => {
-                    let (all, dense) = (longest.max(1), (3 * spec.page_tokens).min(longest.max(1)));
-                    let sealed = (all - dense) as f64 * (stored(layer.k, dim) + stored(layer.v, dim));
-                    let dense = (dense * 2 * Codec::Dense(layer.dense).bytes_per_vector(dim)) as f64;
-                    (sealed + dense) / all as f64
+                CacheType::Kv(_) => {
+                    let dense = if layer.seals() { 3 * spec.page_tokens } else { 0 };
+                    let of_dense = 2 * Codec::Dense(layer.dense).bytes_per_vector(dim);
+                    mean(stored(layer.k, dim) + stored(layer.v, dim), dense, of_dense as f64)
                 }
-                CacheType::Kv(_) => stored(layer.k, dim) + stored(layer.v, dim),
-                CacheType::Format(format) => 2.0 * dim as f64 * format.bits() / 8.0,
+                // An open tile is half full on average.
+                CacheType::Format(format) => {
+                    let stored = dim as f64 * (format.bits(KvSide::K, dim) + format.bits(KvSide::V, dim)) / 8.0;
+                    mean(stored, format.tile().map_or(0, |tile| tile / 2), 4.0 * dim as f64)
+                }
             };
             layer.kv_heads as f64 * vectors
         });
@@ -83,23 +98,6 @@ impl CacheType {
             Some(dim) => Err(format!("--kv: {format} cannot store vectors of {dim}").into()),
             None => Ok(()),
         }
-    }
-
-    /// Feeds tokens to a sequence of a pool with [`CacheType::codecs`].
-    pub fn feed(&self, model: &Model, sequence: &mut Sequence, tokens: &[u32], logits: Logits) -> Result<Tensor> {
-        let pool = sequence.pool().clone();
-        Ok(match self {
-            CacheType::Kv(_) => model.feed(sequence, tokens, logits)?,
-            CacheType::Format(format) => model.feed_with(sequence, tokens, logits, &mut |layer, step| {
-                let (positions, dim) = (vectors::positions(step)?, pool.layer(layer)?.spec().head_dim);
-                let stored = |side| -> kvant::Result<Vec<f64>> {
-                    let mut stored = vectors::read(&pool, layer, side, step, positions.clone())?;
-                    format.store(side, dim, &mut stored);
-                    Ok(stored)
-                };
-                Ok(vectors::write(&pool, layer, step, &[stored(KvSide::K)?, stored(KvSide::V)?])?)
-            })?,
-        })
     }
 }
 

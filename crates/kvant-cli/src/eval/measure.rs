@@ -5,13 +5,14 @@
 //! are computed once, and only a few rows of logits are held.
 
 use kvant::{Codec, KvPool, PoolSpec};
-use kvant_models::{CacheCodecs, Logits, Model, PoolOptions};
+use kvant_models::{CacheCodecs, KvCodec, Logits, Model, PoolOptions};
 use rayon::prelude::*;
 
 use super::{
     cache_type::CacheType,
     progress::Progress,
     score::{Comparison, Exact, Score},
+    sequence::{self, CacheSequence},
 };
 use crate::Result;
 
@@ -53,22 +54,25 @@ impl Measurement<'_> {
     /// The score of each cache type. Counts the tokens of the text in `progress`.
     pub fn scores(&self, types: &[CacheType], progress: &mut Progress) -> Result<Vec<Score>> {
         let vocabulary = self.model.vocab_size().max(1);
-        let mut exact = self.pool(&Codec::F32.into())?.sequence();
+        let text = |kv: &CacheType| -> Result<CacheSequence> {
+            let pool = sequence::pool(kv, self.model, 1, self.longest(), self.page_tokens)?;
+            Ok(CacheSequence::new(kv, &pool))
+        };
+        let mut exact = text(&CacheType::from(KvCodec::from(Codec::F32)))?;
         let mut candidates = Vec::new();
         for kv in types {
-            kv.check(self.model)?;
-            candidates.push((kv, self.pool(&kv.codecs())?.sequence(), Score::default()));
+            candidates.push((text(kv)?, Score::default()));
         }
         for window in &self.windows {
-            exact.truncate(0)?;
-            candidates.iter_mut().try_for_each(|(_, sequence, _)| sequence.truncate(0))?;
+            exact.clear()?;
+            candidates.iter_mut().try_for_each(|(text, _)| text.clear())?;
             // The last token is predicted, but predicts nothing.
             let chunks = window[..window.len() - 1].chunks(self.step_tokens);
             for (chunk, targets) in chunks.zip(window[1..].chunks(self.step_tokens)) {
-                let logits = self.model.feed(&mut exact, chunk, Logits::All)?.to_f32()?;
+                let logits = exact.feed(self.model, chunk, Logits::All)?;
                 let exact: Vec<Exact> = logits.par_chunks_exact(vocabulary).map(Exact::new).collect();
-                for (kv, sequence, score) in &mut candidates {
-                    let logits = kv.feed(self.model, sequence, chunk, Logits::All)?.to_f32()?;
+                for (text, score) in &mut candidates {
+                    let logits = text.feed(self.model, chunk, Logits::All)?;
                     let rows = exact.par_iter().zip(logits.par_chunks_exact(vocabulary)).zip(targets);
                     let compared: Vec<Comparison> =
                         rows.map(|((exact, other), &token)| exact.compare(other, token)).collect();
@@ -78,6 +82,6 @@ impl Measurement<'_> {
             }
             progress.add(1);
         }
-        Ok(candidates.into_iter().map(|(.., score)| score).collect())
+        Ok(candidates.into_iter().map(|(_, score)| score).collect())
     }
 }

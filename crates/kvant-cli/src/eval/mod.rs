@@ -1,5 +1,6 @@
 //! `kvant eval`: measures the prediction quality and memory of cache types.
 
+mod answers;
 mod budget;
 mod cache_type;
 mod formats;
@@ -8,6 +9,7 @@ mod progress;
 mod report;
 mod resume;
 mod score;
+mod sequence;
 mod stream;
 mod vectors;
 
@@ -20,14 +22,14 @@ use kvant::Codec;
 use kvant_models::{Config, Files, PoolOptions, Tokenizer};
 use serde::{Deserialize, Serialize};
 
-use self::{cache_type::CacheType, measure::Measurement, progress::Progress, score::Score};
+use self::{answers::AnswerLine, cache_type::CacheType, measure::Measurement, progress::Progress, score::Score};
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs},
     output, shipped, tokens,
 };
 
-/// Measure how well a model predicts a text with each cache type
+/// Measure how well a model predicts a text with each cache type, or answers with it
 ///
 /// The tokens are cut into windows. Each starts with an empty cache and predicts its second to its last token.
 /// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token are
@@ -42,10 +44,12 @@ pub struct EvalArgs {
     source: TextSource,
     /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with sealed pages (tq4c), K:V as in f16:tq4, or
     /// @FILE with types per layer. Also, as references that only eval has: q8_0, q4_0 and iq4_nl of llama.cpp (q4_0-rot
-    /// rotated), mlx4, fp8 and nvfp4. For --budget, the types to choose from [default: f16 and tq8c to tq2c; for
-    /// --budget tq8c to tq2c]
+    /// rotated), mlx4, fp8, nvfp4, kivi4, kivi2, kvarn4, kvarn2. For --budget, the types to choose from
+    /// [default: f16 and tq8c to tq2c; for --budget tq8c to tq2c]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<CacheType>,
+    #[command(flatten)]
+    answers: answers::AnswerArgs,
     #[command(flatten)]
     budget: budget::BudgetArgs,
     #[command(flatten)]
@@ -61,7 +65,8 @@ pub struct EvalArgs {
     #[command(flatten)]
     device: DeviceArgs,
     /// One JSON object per cache type: kv, tokens, nats_per_token, perplexity, kl_mean, kl_p99, top1_agreement,
-    /// bytes_per_token
+    /// bytes_per_token. With --answers kv, prompt_tokens, answer_tokens, first_divergence, kl_mean, kl_p99,
+    /// top1_agreement
     #[arg(long)]
     json: bool,
 }
@@ -132,12 +137,16 @@ pub fn run(args: &EvalArgs) -> Result {
     let step_tokens = (STEP_LOGITS / vocabulary.max(1)).clamp(1, STEP_TOKENS);
     let measurement = Measurement { model: &model, windows, step_tokens, page_tokens };
     let subject = subject(args, &measurement);
+    let answers = args.answers.answers.then(|| args.answers.prompts(&model, &tokens, page_tokens));
+    if let (Some(answers), None) = (&answers, &args.report.report) {
+        let kv = if args.kv.is_empty() { defaults()[1..].to_vec() } else { args.kv.clone() };
+        let lines = answers.measure(&kv)?;
+        return if args.json { lines.iter().try_for_each(output::json_line) } else { AnswerLine::print_all(&lines) };
+    }
     let lines = match (args.budget.asked(), &args.report.report) {
         (Some((bits, out)), _) => budget::run(bits, out, &args.kv, &measurement, &subject)?,
-        (None, Some(folder)) => report::run(&args.report, folder, &args.kv, &measurement, &subject)?,
-        _ if args.kv.is_empty() => {
-            lines(&DEFAULTS.map(|codec| CacheType::from(kvant_models::KvCodec::from(codec))), &measurement)?
-        }
+        (None, Some(folder)) => report::run(&args.report, folder, &args.kv, &measurement, answers.as_ref(), &subject)?,
+        _ if args.kv.is_empty() => lines(&defaults(), &measurement)?,
         _ => lines(&args.kv, &measurement)?,
     };
     if !args.json {
@@ -146,13 +155,22 @@ pub fn run(args: &EvalArgs) -> Result {
     lines.iter().try_for_each(|line| line.print(args.json))
 }
 
-/// The longest text: a window, or, because a report also looks for needles, what the model was made for.
+/// The longest text: a window, an answer with its prompt, or, because a report also looks for needles, what the model
+/// was made for.
 fn context(args: &EvalArgs, files: &Files) -> Result<usize> {
     let window = args.window_tokens as usize;
-    if args.report.report.is_none() {
+    if args.report.report.is_none() && !args.answers.answers {
         return Ok(window);
     }
-    Ok(Config::load_files(files)?.max_position_embeddings.unwrap_or(window).max(window))
+    let made_for = Config::load_files(files)?.max_position_embeddings;
+    if args.report.report.is_none() {
+        return Ok(args.answers.longest(made_for.unwrap_or(usize::MAX)));
+    }
+    Ok(made_for.unwrap_or(window).max(window))
+}
+
+fn defaults() -> [CacheType; 7] {
+    DEFAULTS.map(|codec| CacheType::from(kvant_models::KvCodec::from(codec)))
 }
 
 /// What a measurement depends on, in one line.

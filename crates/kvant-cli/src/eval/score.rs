@@ -19,7 +19,7 @@ pub struct Comparison {
     /// KL(f32 ‖ other), in nats.
     divergence: f64,
     /// Whether both have the same most probable token. NaN agrees with nothing, including NaN.
-    agrees: bool,
+    pub agrees: bool,
 }
 
 impl<'a> Exact<'a> {
@@ -29,6 +29,11 @@ impl<'a> Exact<'a> {
         let weights: Vec<f32> = logits.iter().map(|x| (x - max).exp()).collect();
         let total = weights.iter().map(|&w| f64::from(w)).sum();
         Exact { logits, weights, max: max.into(), total, top }
+    }
+
+    /// The most probable token.
+    pub fn top(&self) -> u32 {
+        self.top as u32
     }
 
     /// ln Σ exp(logit).

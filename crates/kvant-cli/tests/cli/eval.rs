@@ -86,6 +86,22 @@ fn sealed_pages_lower_the_divergence() {
     assert!((lines[1]["bytes_per_token"].as_f64().unwrap() - expected).abs() <= 1.0, "{expected}");
 }
 
+/// f16 gives its own answers; few bits leave them.
+#[test]
+fn answers_are_compared_token_by_token() {
+    let file = scratch("eval_answers").join("text");
+    std::fs::write(&file, TEXT.repeat(2)).unwrap();
+    let args = ["eval", "--text", str(&file), "--answers", "--prompt-tokens", "40", "--answer-tokens", "12"];
+    let lines = kvant(&[&args[..], &["--prompts", "2", "--kv", "f16,tq2,kivi2", "--json"]].concat()).json();
+    lines.iter().for_each(|line| {
+        assert_keys(line, "kv prompt_tokens answer_tokens first_divergence kl_mean kl_p99 top1_agreement");
+    });
+    assert_eq!((&lines[0]["kl_mean"], &lines[0]["first_divergence"]), (&json!(0.0), &json!([null, null])));
+    assert!(lines[1]["kl_mean"].as_f64().unwrap() > 1e-3);
+    // All 52 tokens are in the first tile, which is exact.
+    assert!(lines[2]["kl_mean"].as_f64().unwrap() < 1e-4);
+}
+
 /// The held-out tokens whose loss other implementations have computed with the same weights.
 #[test]
 fn known_tokens_give_the_known_loss() {

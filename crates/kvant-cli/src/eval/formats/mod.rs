@@ -6,6 +6,7 @@
 mod blocks;
 mod floats;
 mod rotation;
+mod tiles;
 
 use std::{fmt, str::FromStr};
 
@@ -35,44 +36,65 @@ enum Kind {
     Fp8,
     /// 16 floats of 4 bits (e2m1) with a scale in fp8 (e4m3), without a scale of the tensor.
     Nvfp4,
+    /// KIVI, with so many bits: 32 numbers of a channel (keys) or of a token (values) with scale and zero point.
+    Kivi(u32),
+    /// KVarN, with so many bits: a rotated tile of 128 tokens with factors of its rows and columns.
+    Kvarn(u32),
 }
 
 /// The formats by name, with those that the name can have `-rot` after.
-const NAMES: [(&str, Kind, bool); 6] = [
+const NAMES: [(&str, Kind, bool); 10] = [
     ("q8_0", Kind::Q8_0, true),
     ("q4_0", Kind::Q4_0, true),
     ("iq4_nl", Kind::Iq4Nl, true),
     ("mlx4", Kind::Mlx4, false),
     ("fp8", Kind::Fp8, false),
     ("nvfp4", Kind::Nvfp4, false),
+    ("kivi4", Kind::Kivi(4), false),
+    ("kivi2", Kind::Kivi(2), false),
+    ("kvarn4", Kind::Kvarn(4), false),
+    ("kvarn2", Kind::Kvarn(2), false),
 ];
 
 impl Format {
     /// Those that a report compares with.
-    pub const PEERS: [Format; 6] = [
+    pub const PEERS: [Format; 8] = [
         Format { kind: Kind::Q8_0, rotated: true },
         Format { kind: Kind::Fp8, rotated: false },
         Format { kind: Kind::Q4_0, rotated: true },
         Format { kind: Kind::Iq4Nl, rotated: true },
         Format { kind: Kind::Mlx4, rotated: false },
         Format { kind: Kind::Nvfp4, rotated: false },
+        Format { kind: Kind::Kivi(4), rotated: false },
+        Format { kind: Kind::Kvarn(4), rotated: false },
     ];
 
-    /// Bits of a number, with all scales.
-    pub fn bits(self) -> f64 {
-        match self.kind {
-            Kind::Q8_0 => 8.5,
-            Kind::Fp8 => 8.0,
-            Kind::Q4_0 | Kind::Iq4Nl | Kind::Mlx4 | Kind::Nvfp4 => 4.5,
+    /// Bits of a number of a stored vector, with all scales.
+    pub fn bits(self, side: KvSide, head_dim: usize) -> f64 {
+        // Numbers of 16 bits that a row and a column of KVarN's tile have.
+        let (of_row, of_column) = (2.0 * 16.0, 16.0);
+        let (tile, dim) = (tiles::TILE as f64, head_dim as f64);
+        match (self.kind, side) {
+            (Kind::Q8_0, _) => 8.5,
+            (Kind::Fp8, _) => 8.0,
+            (Kind::Q4_0 | Kind::Iq4Nl | Kind::Mlx4 | Kind::Nvfp4, _) => 4.5,
+            (Kind::Kivi(bits), _) => f64::from(bits) + 1.0,
+            (Kind::Kvarn(bits), KvSide::K) => f64::from(bits) + of_row / tile + of_column / dim,
+            (Kind::Kvarn(bits), KvSide::V) => f64::from(bits) + of_row / dim + of_column / tile,
         }
     }
 
-    /// Numbers that a block has.
+    /// The positions that are stored together, for formats with tiles. A token sees its own tile exactly.
+    pub fn tile(self) -> Option<usize> {
+        matches!(self.kind, Kind::Kivi(_) | Kind::Kvarn(_)).then_some(tiles::TILE)
+    }
+
+    /// Numbers of a vector that a block has.
     fn block(self) -> usize {
         match self.kind {
-            Kind::Q8_0 | Kind::Q4_0 | Kind::Iq4Nl => 32,
+            Kind::Q8_0 | Kind::Q4_0 | Kind::Iq4Nl | Kind::Kivi(_) => 32,
             Kind::Mlx4 => 64,
-            Kind::Fp8 => 1,
+            Kind::Fp8 | Kind::Kvarn(_) => 1,
             Kind::Nvfp4 => 16,
         }
     }
@@ -82,13 +104,22 @@ impl Format {
         head_dim.is_multiple_of(self.block())
     }
 
-    /// Replaces vectors of `head_dim` coordinates by their stored form. A block with a number that is not finite
-    /// becomes anything but finite numbers of others.
-    pub fn store(self, side: KvSide, head_dim: usize, vectors: &mut [f64]) {
-        vectors.par_chunks_exact_mut(head_dim).with_min_len(16).for_each(|vector| self.store_one(side, vector));
+    /// Replaces vectors, `[positions, heads, head_dim]`, by their stored form. A format with tiles stores whole ones,
+    /// and leaves positions after the last one as they are. A block with a number that is not finite becomes
+    /// anything but finite numbers of others.
+    pub fn store(self, side: KvSide, heads: usize, head_dim: usize, vectors: &mut [f64]) {
+        match self.tile() {
+            None => vectors
+                .par_chunks_exact_mut(head_dim)
+                .with_min_len(16)
+                .for_each(|vector| self.store_vector(side, vector)),
+            Some(tile) => vectors
+                .par_chunks_exact_mut(tile * heads * head_dim)
+                .for_each(|tile| self.store_tile(side, heads, head_dim, tile)),
+        }
     }
 
-    fn store_one(self, side: KvSide, vector: &mut [f64]) {
+    fn store_vector(self, side: KvSide, vector: &mut [f64]) {
         let head_dim = vector.len();
         let rotation = match side {
             KvSide::K => head_dim,
@@ -104,10 +135,27 @@ impl Format {
             Kind::Mlx4 => blocks::mlx4,
             Kind::Fp8 => blocks::fp8,
             Kind::Nvfp4 => blocks::nvfp4,
+            Kind::Kivi(_) | Kind::Kvarn(_) => unreachable!("they store tiles"),
         };
         vector.chunks_exact_mut(self.block()).for_each(block);
         if self.rotated {
             rotation::rotate(vector, head_dim, rotation);
+        }
+    }
+
+    fn store_tile(self, side: KvSide, heads: usize, head_dim: usize, vectors: &mut [f64]) {
+        let is_keys = matches!(side, KvSide::K);
+        for head in 0..heads {
+            let of_head = || (0..tiles::TILE).map(move |position| (position * heads + head) * head_dim);
+            let mut tile: Vec<f64> = of_head().flat_map(|at| vectors[at..][..head_dim].to_vec()).collect();
+            match self.kind {
+                Kind::Kivi(bits) => tiles::kivi(&mut tile, head_dim, bits, is_keys),
+                Kind::Kvarn(bits) => tiles::kvarn(&mut tile, head_dim, bits, is_keys),
+                _ => unreachable!("the others store vectors"),
+            }
+            for (at, vector) in of_head().zip(tile.chunks_exact(head_dim)) {
+                vectors[at..][..head_dim].copy_from_slice(vector);
+            }
         }
     }
 }
@@ -157,12 +205,15 @@ mod tests {
         let stored = golden["stored"].as_object().unwrap();
         for (name, _, can_rotate) in NAMES {
             let sides = [("K", KvSide::K), ("V", KvSide::V)];
+            if name.parse::<Format>().unwrap().tile().is_some() {
+                continue;
+            }
             let plain = [(name.to_string(), KvSide::K)];
             let rotated = sides.map(|(letter, side)| (format!("{name}-rot {letter}"), side));
             for (key, side) in plain.into_iter().chain(rotated.into_iter().filter(|_| can_rotate)) {
                 let format: Format = key.split(' ').next().unwrap().parse().unwrap();
                 let mut got = x.clone();
-                format.store(side, dim, &mut got);
+                format.store(side, 1, dim, &mut got);
                 let want = numbers(&stored[&key]);
                 let largest = want.iter().fold(0f64, |most, x| most.max(x.abs()));
                 for (at, (got, want)) in got.iter().zip(&want).enumerate() {
@@ -174,12 +225,45 @@ mod tests {
         assert_eq!(stored.len(), 12);
     }
 
+    /// Tiles as `tools/codec_study.py` stores them; the file has every 41st number. Heads do not mix.
+    #[test]
+    fn tiles_are_those_of_the_study() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/tiles.json");
+        let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let (heads, dim, positions) = (2, 64, 256);
+        // As `tile_numbers` of the study.
+        let x = |position: usize, head: usize, i: usize| {
+            let (p, h, i) = (position as f64, head as f64, i as f64);
+            (1.0 + p * 0.7 + i * i * 0.3 + h).sin() * (1.0 + i % 5.0) + (i % 7.0 - 3.0) + (p / 19.0).cos()
+        };
+        let place = |at: usize| (at / dim / heads, at / dim % heads, at % dim);
+        let exact = |at| x(place(at).0, place(at).1, place(at).2);
+        for (name, ..) in NAMES.iter().filter(|(_, kind, _)| matches!(kind, Kind::Kivi(_) | Kind::Kvarn(_))) {
+            let format: Format = name.parse().unwrap();
+            for (letter, side) in [("K", KvSide::K), ("V", KvSide::V)] {
+                let mut got: Vec<f64> = (0..positions * heads * dim + 5).map(exact).collect();
+                format.store(side, heads, dim, &mut got);
+                let want = golden[format!("{name} {letter}")].as_array().unwrap();
+                assert_eq!(want.len(), (positions * heads * dim).div_ceil(41));
+                for (at, want) in (0..).step_by(41).zip(want) {
+                    let want = want.as_f64().unwrap();
+                    assert!((got[at] - want).abs() < 1e-6, "{name} {letter}: {}, not {want}, at {at}", got[at]);
+                }
+                // An incomplete tile is exact.
+                let rest = positions * heads * dim;
+                assert!((rest..rest + 5).all(|at| got[at] == exact(at)));
+            }
+        }
+    }
+
     #[test]
     fn zeros_stay_zeros() {
         for (name, ..) in NAMES {
-            let mut x = [0.0; 64];
-            name.parse::<Format>().unwrap().store(KvSide::K, 64, &mut x);
-            assert_eq!(x, [0.0; 64], "{name}");
+            for side in [KvSide::K, KvSide::V] {
+                let mut x = [0.0; 128 * 64];
+                name.parse::<Format>().unwrap().store(side, 2, 32, &mut x);
+                assert_eq!(x, [0.0; 128 * 64], "{name}");
+            }
         }
     }
 

@@ -16,7 +16,13 @@ use serde::{Deserialize, Serialize};
 
 use self::{needles::Needles, pages::PageData};
 use super::{
-    EvalLine, cache_type::CacheType, formats::Format, measure::Measurement, progress::Progress, resume::ResumeFile,
+    EvalLine,
+    answers::{AnswerLine, Answers},
+    cache_type::CacheType,
+    formats::Format,
+    measure::Measurement,
+    progress::Progress,
+    resume::ResumeFile,
     score::Score,
 };
 use crate::{Result, args::Kv, output};
@@ -54,6 +60,16 @@ pub struct ReportData {
     pages: Option<PageData>,
     /// `None` if the text is too short.
     needles: Option<NeedleData>,
+    /// `None` without --answers.
+    answers: Option<AnswerData>,
+}
+
+/// Answers that are generated token by token.
+#[derive(Serialize)]
+pub struct AnswerData {
+    /// How many of which length.
+    subject: String,
+    caches: Vec<AnswerLine>,
 }
 
 /// One cache type.
@@ -107,6 +123,7 @@ enum Known {
     Cache(CacheData),
     Pages(Option<PageData>),
     Needles(Vec<f64>),
+    Answers(Vec<AnswerLine>),
 }
 
 /// The cache types of a report: those of `kv`; or f16, TurboQuant without and with sealed pages, and the
@@ -128,6 +145,7 @@ pub fn run(
     folder: &Path,
     kv: &[CacheType],
     measurement: &Measurement,
+    answers: Option<&Answers>,
     subject: &str,
 ) -> Result<Vec<EvalLine>> {
     std::fs::create_dir_all(folder).map_err(|error| format!("--report: {}: {error}", folder.display()))?;
@@ -147,6 +165,7 @@ pub fn run(
         layers: LayerData { kv: codec.to_string(), kl: SideNumbers { keys: every_other(0), values: every_other(1) } },
         pages: measure_pages(bits, measurement, &mut known)?,
         needles: measure_needles(args, &caches, measurement, &mut known)?,
+        answers: answers.map(|answers| measure_answers(answers, &caches, &mut known)).transpose()?,
     };
     output::replace(&folder.join("report.json"), &[serde_json::to_string_pretty(&data)?.as_bytes(), b"\n"])?;
     output::replace(&folder.join("report.html"), &[page::html(&data)?.as_bytes()])?;
@@ -234,6 +253,21 @@ fn measure_needles(
     let mut caches: Vec<CacheNeedles> = measurements().filter_map(probabilities).collect();
     let without = caches.pop().map(|cache| cache.probabilities).unwrap_or_default();
     Ok(Some(NeedleData { context: needles.context(), depths: needles::depths(), caches, without }))
+}
+
+/// Answers of all caches.
+fn measure_answers(answers: &Answers, caches: &[CacheType], known: &mut ResumeFile<Known>) -> Result<AnswerData> {
+    let subject = answers.subject();
+    let key = format!("{subject}: {caches:?}");
+    let caches = match known.get(&key) {
+        Some(Known::Answers(lines)) => lines.clone(),
+        _ => {
+            let lines = answers.measure(caches)?;
+            known.add(&key, Known::Answers(lines.clone()))?;
+            lines
+        }
+    };
+    Ok(AnswerData { subject, caches })
 }
 
 /// Mean divergences in parts of windows. A part that no window reaches has 0.

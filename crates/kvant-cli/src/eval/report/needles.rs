@@ -5,9 +5,16 @@
 //! tokens of its second half, each after the true ones before it. Without the needles, the same number shows how much a
 //! model knows without retrieval.
 
-use kvant_models::{Logits, PoolOptions};
+use kvant_models::Logits;
 
-use super::super::{cache_type::CacheType, measure::Measurement, progress::Progress, score::Exact};
+use super::super::{
+    cache_type::CacheType,
+    formats::Format,
+    measure::Measurement,
+    progress::Progress,
+    score::Exact,
+    sequence::{self, CacheSequence},
+};
 use crate::Result;
 
 /// Needles in a context.
@@ -75,22 +82,20 @@ impl Needles<'_> {
     /// contexts are without needles.
     pub fn measure(&self, kv: &CacheType, with_needles: bool, progress: &mut Progress) -> Result<Vec<f64>> {
         let Measurement { model, page_tokens, .. } = *self.measurement;
-        kv.check(model)?;
-        // Of a fork, the last page is copied, and it may get another one.
-        let longest = self.context() + NEEDLE + 2 * page_tokens;
-        let options = PoolOptions { codecs: kv.codecs(), longest, page_tokens, ..PoolOptions::default() };
-        let pool = model.new_pool(&options)?;
+        // Of a fork, the last page is copied, and it may get another one. A tile may be written anew.
+        let longest = self.context() + NEEDLE + 2 * page_tokens + kv.format().and_then(Format::tile).unwrap_or(0);
+        let pool = sequence::pool(kv, model, 1, longest, page_tokens)?;
         let mut sums = vec![0.0; DEPTHS];
         for context in &self.contexts {
-            let mut sequence = pool.sequence();
+            let mut sequence = CacheSequence::new(kv, &pool);
             let text = if with_needles { &context.with_needles } else { &context.text };
             for chunk in text.chunks(STEP.min(model.pass_tokens())) {
-                kv.feed(model, &mut sequence, chunk, Logits::Last)?;
+                sequence.feed(model, chunk, Logits::Last)?;
                 progress.add(chunk.len());
             }
             for (needle, sum) in context.needles.iter().zip(&mut sums) {
                 let mut fork = sequence.fork();
-                let logits = kv.feed(model, &mut fork, &needle[..NEEDLE - 1], Logits::All)?.to_f32()?;
+                let logits = fork.feed(model, &needle[..NEEDLE - 1], Logits::All)?;
                 let rows = logits.chunks_exact(model.vocab_size().max(1)).zip(&needle[1..]).skip(CUE - 1);
                 let rest: f64 = rows.map(|(row, &token)| Exact::new(row).probability(token)).sum();
                 *sum += rest / (NEEDLE - CUE) as f64 / self.contexts.len() as f64;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{ReportData, plots};
+use super::{AnswerData, ReportData, plots};
 use crate::Result;
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:0 1em;color:#222;\
@@ -38,7 +38,7 @@ pub fn html(data: &ReportData) -> Result<String> {
         )?;
     }
     page += "</table>\n";
-    page += "<p>Formats of other software (q8_0, q4_0, iq4_nl, mlx4, fp8, nvfp4; -rot: rotated) are references in f64: \
+    page += "<p>Formats of other software (q8_0, q4_0, iq4_nl, mlx4, fp8, nvfp4, KIVI, KVarN; -rot: rotated) are references in f64: \
              keys and values of an f32 cache become what the format would store.</p>\n";
     let mut section = |title: &str, about: &str, svg: &str| writeln!(page, "<h2>{title}</h2>\n{about}{svg}");
     section("Divergence against bytes", "", &plots::divergence(data)?)?;
@@ -67,8 +67,35 @@ pub fn html(data: &ReportData) -> Result<String> {
         );
         section("Retrieval", &about, &plots::needles(needles)?)?;
     }
+    if let Some(answers) = &data.answers {
+        page += &answer_table(answers)?;
+    }
     page += "</body></html>\n";
     Ok(page)
+}
+
+fn answer_table(answers: &AnswerData) -> Result<String> {
+    let mut table = format!(
+        "<h2>Answers, token by token</h2>\n<p>{}, greedy. Other caches follow the answers with an f16 cache: how many \
+         answers would be the same, how many tokens pass before the most probable one first differs (median), and KL \
+         from f16 along its answers.</p>\n<table><tr><th>cache</th><th>same answers</th><th>tokens to the first \
+         other</th><th>KL, mean</th><th>KL, 99 %</th><th>same top token</th></tr>\n",
+        answers.subject
+    );
+    for line in &answers.caches {
+        writeln!(
+            table,
+            "<tr><td>{}</td><td>{} of {}</td><td>{}</td><td>{:.2e}</td><td>{:.2e}</td><td>{:.2} %</td></tr>",
+            escape(&line.kv),
+            line.equal(),
+            line.first_divergence.len(),
+            line.median(),
+            line.kl_mean,
+            line.kl_p99,
+            100.0 * line.top1_agreement
+        )?;
+    }
+    Ok(table + "</table>\n")
 }
 
 fn escape(text: &str) -> String {

@@ -1,0 +1,139 @@
+//! Formats that store tiles: the vectors of a head at 128 positions, `[128, dim]`.
+
+use super::{floats::f16, rotation};
+
+/// Positions of a tile.
+pub const TILE: usize = 128;
+/// Numbers of KIVI that share a scale and a zero point.
+const GROUP: usize = 32;
+/// Passes in which KVarN balances rows and columns.
+const PASSES: usize = 16;
+
+/// KIVI: groups of a coordinate at 32 positions for keys, of 32 coordinates of a vector for values. Each is stored as
+/// integers between its least and greatest number.
+pub fn kivi(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
+    let mut group = [0.0; GROUP];
+    for first in 0..tile.len() / GROUP {
+        // The index of the first number of a group, and the distance between its numbers.
+        let (start, step) = if is_keys { (first / dim * GROUP * dim + first % dim, dim) } else { (first * GROUP, 1) };
+        group.iter_mut().enumerate().for_each(|(i, x)| *x = tile[start + i * step]);
+        let (least, scale) = range(&group, bits, 1e-8);
+        for (i, &x) in group.iter().enumerate() {
+            tile[start + i * step] = code(x, least, scale, bits) * f16(scale) + f16(least);
+        }
+    }
+}
+
+/// KVarN: rotated vectors, whose rows and columns are divided by factors that make their deviations alike. Each row is
+/// stored as integers between its least and greatest number. Rows are coordinates for keys, positions for values.
+pub fn kvarn(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
+    rotation::rotate(tile, dim, dim);
+    let mut matrix = Tile::new(tile, dim);
+    if is_keys {
+        matrix = matrix.transposed();
+    }
+    let (of_rows, of_columns) = matrix.balance();
+    for (row, of_row) in of_rows.iter().enumerate() {
+        let numbers: Vec<f64> = matrix.row(row).iter().zip(&of_columns).map(|(x, c)| x / c / of_row).collect();
+        let (least, scale) = range(&numbers, bits, 1e-10);
+        let (stored_scale, stored_least) = (f16(of_row * scale), f16(of_row * least));
+        for ((to, x), of_column) in matrix.row_mut(row).iter_mut().zip(numbers).zip(&of_columns) {
+            *to = (code(x, least, scale, bits) * stored_scale + stored_least) * f16(*of_column);
+        }
+    }
+    if is_keys {
+        matrix = matrix.transposed();
+    }
+    tile.copy_from_slice(&matrix.numbers);
+    rotation::rotate(tile, dim, dim);
+}
+
+/// The least number, and the distance of the integers between it and the greatest.
+fn range(numbers: &[f64], bits: u32, least_scale: f64) -> (f64, f64) {
+    let bounds = numbers.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &x| (a.min(x), b.max(x)));
+    (bounds.0, ((bounds.1 - bounds.0) / levels(bits)).max(least_scale))
+}
+
+fn code(x: f64, least: f64, scale: f64, bits: u32) -> f64 {
+    ((x - least) / scale).round_ties_even().clamp(0.0, levels(bits))
+}
+
+fn levels(bits: u32) -> f64 {
+    f64::from((1u32 << bits) - 1)
+}
+
+struct Tile {
+    numbers: Vec<f64>,
+    columns: usize,
+}
+
+impl Tile {
+    fn new(numbers: &[f64], columns: usize) -> Tile {
+        Tile { numbers: numbers.to_vec(), columns }
+    }
+
+    fn rows(&self) -> usize {
+        self.numbers.len() / self.columns
+    }
+
+    fn row(&self, row: usize) -> &[f64] {
+        &self.numbers[row * self.columns..][..self.columns]
+    }
+
+    fn row_mut(&mut self, row: usize) -> &mut [f64] {
+        &mut self.numbers[row * self.columns..][..self.columns]
+    }
+
+    fn transposed(&self) -> Tile {
+        let (rows, columns) = (self.rows(), self.columns);
+        let numbers = (0..rows * columns).map(|i| self.numbers[i % rows * columns + i / rows]).collect();
+        Tile { numbers, columns: rows }
+    }
+
+    /// The numbers divided by a factor of their row and one of their column.
+    fn scaled(&self, of_rows: &[f64], of_columns: &[f64]) -> Tile {
+        let at = |i: usize| self.numbers[i] / of_columns[i % self.columns] / of_rows[i / self.columns];
+        Tile { numbers: (0..self.numbers.len()).map(at).collect(), columns: self.columns }
+    }
+
+    /// The standard deviation of each row.
+    fn deviations(&self) -> Vec<f64> {
+        let deviation = |row: &[f64]| {
+            let mean = row.iter().sum::<f64>() / row.len() as f64;
+            (row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (row.len() - 1).max(1) as f64).sqrt()
+        };
+        (0..self.rows()).map(|row| deviation(self.row(row))).collect()
+    }
+
+    /// The factors of rows and columns: those of the pass after which deviations differ least.
+    fn balance(&self) -> (Vec<f64>, Vec<f64>) {
+        let mut logs = [vec![0.0; self.rows()], vec![0.0; self.columns]];
+        let factors = |logs: &[f64]| logs.iter().map(|log| log.exp()).collect::<Vec<f64>>();
+        let mut best = (factors(&logs[0]), factors(&logs[1]));
+        let mut least = self.imbalance();
+        for _ in 0..PASSES {
+            for side in [1, 0] {
+                let now = self.scaled(&factors(&logs[0]), &factors(&logs[1]));
+                let deviations = if side == 0 { now.deviations() } else { now.transposed().deviations() };
+                for (log, deviation) in logs[side].iter_mut().zip(deviations) {
+                    *log = (*log + deviation.clamp(1e-3, 1e3).ln()).clamp(-0.3, 10.0);
+                }
+            }
+            let (of_rows, of_columns) = (factors(&logs[0]), factors(&logs[1]));
+            let imbalance = self.scaled(&of_rows, &of_columns).imbalance();
+            if imbalance <= least {
+                (least, best) = (imbalance, (of_rows, of_columns));
+            }
+        }
+        best
+    }
+
+    /// The ratio of the greatest to the least deviation of rows, and that of columns, added.
+    fn imbalance(&self) -> f64 {
+        let ratio = |deviations: Vec<f64>| {
+            let greatest = deviations.iter().copied().fold(0.0, f64::max);
+            greatest / deviations.iter().copied().fold(f64::INFINITY, f64::min).max(1e-8)
+        };
+        ratio(self.deviations()) + ratio(self.transposed().deviations())
+    }
+}
