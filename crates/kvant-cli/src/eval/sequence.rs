@@ -81,7 +81,7 @@ impl CacheSequence {
                 Logits::All => rows.extend(piece_rows),
                 Logits::Last => rows = piece_rows,
             }
-            if open.len() % tile == 0 {
+            if open.len().is_multiple_of(tile) {
                 self.store_tile(format, tile)?;
             }
             tokens = rest;
