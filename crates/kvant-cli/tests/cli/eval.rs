@@ -274,10 +274,11 @@ fn a_report_is_one_page_with_its_data() {
     let kv = format!("f16,tq4,tq2c,@{}", str(&layers));
     let args = ["eval", "--text", str(&text), "--kv", &kv, "--report", str(&out), "--json"];
     let args = [&args[..], &["--window-tokens", "40", "--page-tokens", "16"]].concat();
-    let lines = kvant(&args).json();
+    let answers = ["--answers", "--answer-tokens", "5", "--prompt-tokens", "20", "--prompts", "2"];
+    let lines = kvant(&[&args[..], &answers].concat()).json();
     let read = |name: &str| std::fs::read_to_string(out.join(name)).unwrap();
     let data: serde_json::Value = serde_json::from_str(&read("report.json")).unwrap();
-    assert_keys(&data, "subject tokens window_tokens caches layers pages needles");
+    assert_keys(&data, "subject tokens window_tokens caches layers pages needles answers");
     assert_eq!(data["window_tokens"], 40);
     let caches = data["caches"].as_array().unwrap();
     assert_eq!(caches.len(), 4);
@@ -307,6 +308,9 @@ fn a_report_is_one_page_with_its_data() {
         assert!(clipped.len() == 6 && clipped.iter().all(|&share| share > 0.001 && share < 0.03), "{clipped:?}");
     }
     assert_eq!(pages["page_tokens"], 16);
+    let answers = data["answers"]["caches"].as_array().unwrap();
+    assert!(answers.iter().zip(&lines).all(|(answer, line)| answer["kv"] == line["kv"]) && answers.len() == 4);
+    assert_eq!(answers[0]["first_divergence"].as_array().unwrap().len(), 2);
     // The text is too short for needles.
     assert!(data["needles"].is_null());
     let page = read("report.html");
