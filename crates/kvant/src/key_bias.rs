@@ -21,7 +21,7 @@ const NAME: &str = "key_bias";
 /// use kvant::{CacheLayer, Codec, Device, KeyBias, KeyTurns, KvPool, PoolSpec, Tensor, ops::Rope};
 /// let device = Device::cpu();
 /// let (kv_heads, head_dim, longest) = (2, 64, 4096);
-/// let spec = PoolSpec::new(vec![CacheLayer::new(kv_heads, head_dim, Codec::tq(4).centred()?)], 4 << 20);
+/// let spec = PoolSpec::new(vec![CacheLayer::new(kv_heads, head_dim, Codec::tq_centred(4))], 4 << 20);
 /// let turns = KeyTurns::new(&device, Rope::new(1e6, head_dim / 2), head_dim, spec.page_tokens, longest)?;
 /// let bias = Tensor::from_slice(&device, &vec![0.5f32; kv_heads * head_dim], &[kv_heads, head_dim])?;
 /// let pool = KvPool::with_key_biases(&device, &spec, vec![Some(KeyBias::new(&bias, &turns)?)])?;

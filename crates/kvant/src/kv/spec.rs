@@ -48,7 +48,7 @@ setters! { CacheLayer {
     dense: DType,
 } }
 
-/// The specification of a [`KvPool`].
+/// The specification of a [`KvPool`](crate::KvPool).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PoolSpec {
@@ -75,7 +75,7 @@ impl PoolSpec {
     /// tokens at a time each. The size of pages and the layers must be set before.
     ///
     /// # Errors
-    /// As [`KvPool::new`].
+    /// As [`KvPool::new`](crate::KvPool::new).
     pub fn room_for(self, sequences: usize, longest: usize, most_new: usize) -> Result<PoolSpec> {
         let (groups, _) = layer_groups(&self)?;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
@@ -88,10 +88,10 @@ impl PoolSpec {
     }
 
     /// As [`PoolSpec::room_for`], where a step has up to `step_tokens` tokens of all sequences together. Each sequence
-    /// may also [hold](Sequence::hold) some that its windows have passed.
+    /// may also [hold](crate::Sequence::hold) some that its windows have passed.
     ///
     /// # Errors
-    /// As [`KvPool::new`].
+    /// As [`KvPool::new`](crate::KvPool::new).
     pub fn room_for_steps(self, sequences: usize, longest: usize, step_tokens: usize) -> Result<PoolSpec> {
         self.room_for(sequences, longest, step_tokens.div_ceil(sequences.max(1)).max(HELD))
     }
@@ -102,7 +102,8 @@ setters! { PoolSpec {
     host_bytes: usize,
 } }
 
-/// The most that a step for a captured [`Graph`](crate::Graph) can hold ([`KvPool::reserve_step`]).
+/// The most that a step for a captured [`Graph`](crate::Graph) can hold
+/// ([`KvPool::reserve_step`](crate::KvPool::reserve_step)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepSize {
