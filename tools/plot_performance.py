@@ -564,7 +564,9 @@ def table_cpu_released(records):
     """A row for each model and cache, whose cells are kvant's rate, llama.cpp's, and the ratio."""
     whats = ["prompt of 512", "decode", "1 client", "4 clients", "8 clients"]
     body = []
-    for key, machine in (("cpu-released-xeon", "Xeon, 8"), ("cpu-released-epyc", "EPYC, 2")):
+    machines = [("cpu-released-xeon", "Xeon, 8"), ("cpu-released-epyc", "EPYC, 2"),
+                ("cpu-released-xeon-amx", "Xeon, 8, kvant with AMX")]
+    for key, machine in machines:
         cells = {}
         for row in rows(records[key]):
             cell = f"{row['kvant']} / {row['llama.cpp']} ({row['times as fast']:.2f})"
