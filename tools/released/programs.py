@@ -140,7 +140,7 @@ def chat(kvant, model, question):
     with Terminal(command) as terminal:
         terminal.wait(r"(^|\n)>$")
         terminal.type(message)
-        text = terminal.wait("> " + re.escape(message) + r" *\n(.*)\n>$").group(1)
+        text = terminal.wait("> " + re.escape(message) + r" *\n(.*)\n\(\d+ tokens, [^\n]*\)\n+>$").group(1)
         terminal.type("/help")
         terminal.wait(r"/system TEXT")
         return text
