@@ -309,6 +309,7 @@ impl Launch {
     }
 
     /// Whether one of two launches writes bytes that the other reads or writes.
+    #[cfg(feature = "cuda")]
     pub(crate) fn conflicts(&self, other: &Launch) -> bool {
         let meet = |a: &Binding, b: &Binding| (a.access.writes() || b.access.writes()) && a.meets(b);
         self.bindings.iter().any(|a| other.bindings.iter().any(|b| meet(a, b)))
