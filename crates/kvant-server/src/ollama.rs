@@ -467,18 +467,10 @@ fn details() -> Value {
     })
 }
 
-/// A time in seconds since 1970 as text, in UTC. Days to dates by Howard Hinnant's algorithm.
+/// A time in seconds since 1970 as text, in UTC.
 fn rfc3339(seconds: u64) -> String {
-    let (days, of_day) = (seconds / 86400 + 719_468, seconds % 86400);
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    let (hours, minutes, seconds) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hours:02}:{minutes:02}:{seconds:02}Z")
+    let time = i64::try_from(seconds).ok().and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
+    time.unwrap_or(jiff::Timestamp::MAX).to_string()
 }
 
 #[cfg(test)]
