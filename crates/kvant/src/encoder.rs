@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 use crate::{
     Device, Error, Result, Tensor,
     backend::{Pass, Replay, Wait},
-    ops::Call,
+    ops::{Call, check},
     step::StepPages,
 };
 
@@ -184,13 +184,8 @@ impl Encoder {
         let op = call.name();
         let mut wrong = Ok(());
         call.touches(&mut |touch| {
-            if wrong.is_ok() && touch.tensor.device() != &self.device {
-                wrong = Err(Error::WrongDevice {
-                    op,
-                    arg: touch.arg,
-                    expected: self.device.to_string(),
-                    got: touch.tensor.device().to_string(),
-                });
+            if wrong.is_ok() {
+                wrong = check::device(op, touch.arg, touch.tensor, &self.device);
             }
         });
         wrong?;

@@ -118,7 +118,7 @@ impl KeyBias {
         let [heads, _] = check::rank(NAME, "bias", bias, ["Hk", "D"])?;
         check::float(NAME, "bias", bias)?;
         check::shape(NAME, "bias", bias, &[("Hk", heads), ("D", turns.head_dim)])?;
-        check_device(NAME, "bias", bias, turns.steps.device())?;
+        check::device(NAME, "bias", bias, turns.steps.device())?;
         let (dim, places) = (turns.head_dim, turns.places.to_vec::<u32>()?);
         let mut pairs = vec![0f32; heads * dim];
         for (from, to) in bias.to_f32()?.chunks_exact(dim).zip(pairs.chunks_exact_mut(dim)) {
@@ -150,14 +150,6 @@ impl KeyBias {
         let fits = got == [kv_heads, head_dim, page_tokens];
         let of = |[heads, dim, tokens]: [usize; 3]| format!("{heads} KV heads of {dim}, pages of {tokens} positions");
         check::value_is(op, arg, fits, of([kv_heads, head_dim, page_tokens]), of(got))?;
-        check_device(op, arg, &self.pairs, device)
+        check::device(op, arg, &self.pairs, device)
     }
-}
-
-fn check_device(op: &'static str, arg: &'static str, tensor: &Tensor, device: &Device) -> Result<()> {
-    if tensor.device() == device {
-        return Ok(());
-    }
-    let (expected, got) = (device.to_string(), tensor.device().to_string());
-    Err(Error::WrongDevice { op, arg, expected, got })
 }

@@ -1,6 +1,6 @@
 //! The checks that operations share. Every error names the operation and the argument.
 
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Device, Error, Result, Tensor};
 
 /// The tensor has exactly these dimensions; the error message uses the names.
 pub(crate) fn shape(op: &'static str, arg: &'static str, tensor: &Tensor, dims: &[(&str, usize)]) -> Result<()> {
@@ -39,6 +39,15 @@ pub(crate) fn float(op: &'static str, arg: &'static str, tensor: &Tensor) -> Res
         return Ok(());
     }
     Err(Error::DType { op, arg, expected: "f32, f16 or bf16", got: tensor.dtype() })
+}
+
+/// The tensor is on the device.
+pub(crate) fn device(op: &'static str, arg: &'static str, tensor: &Tensor, device: &Device) -> Result<()> {
+    if tensor.device() == device {
+        return Ok(());
+    }
+    let (expected, got) = (device.to_string(), tensor.device().to_string());
+    Err(Error::WrongDevice { op, arg, expected, got })
 }
 
 pub(crate) fn positive(op: &'static str, arg: &'static str, value: usize) -> Result<()> {
