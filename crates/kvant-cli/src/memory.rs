@@ -49,19 +49,14 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
 pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
     let model = Inspection::open(files)?;
     let of = |longest: usize| -> Result<usize> {
-        let pool = PoolOptions { sequences: 1, longest, ..demand.pool.clone() };
-        Ok(model.memory(&pool, &demand.load)?.cache)
+        Ok(model.cache_bytes(&PoolOptions { sequences: 1, longest, ..demand.pool.clone() }, &demand.load)?)
     };
     let (longest, page) = (demand.pool.longest, demand.pool.page_tokens.max(1));
     let need = of(longest)?;
     if need <= bytes {
         return Ok(());
     }
-    let (mut fit, mut least_not) = (0, longest.div_ceil(page));
-    while least_not - fit > 1 {
-        let middle = fit + (least_not - fit) / 2;
-        if of(middle * page)? <= bytes { fit = middle } else { least_not = middle }
-    }
+    let fit = largest_below(longest.div_ceil(page), |pages| Ok(of(pages * page)? <= bytes))?;
     let shorter = match fit * page {
         0 => "; not even one page of it fits".to_string(),
         fit => format!(", or {} {fit}", demand.shorter),
@@ -157,13 +152,20 @@ fn advice(model: &Inspection, estimate: &MemoryEstimate, free: usize, demand: &D
 
 /// How many sequences fit; `None` if not even one does.
 fn most_sequences(model: &Inspection, free: usize, demand: &Demand) -> Result<Option<usize>> {
-    let (mut fit, mut least_not) = (0, demand.pool.sequences);
-    while least_not - fit > 1 {
-        let middle = fit + (least_not - fit) / 2;
-        let total = model.memory(&PoolOptions { sequences: middle, ..demand.pool.clone() }, &demand.load)?.total();
-        if total <= free { fit = middle } else { least_not = middle }
-    }
+    let fit = largest_below(demand.pool.sequences, |sequences| {
+        Ok(model.memory(&PoolOptions { sequences, ..demand.pool.clone() }, &demand.load)?.total() <= free)
+    })?;
     Ok((fit > 0).then_some(fit))
+}
+
+/// The largest number below `end` that fits, where smaller ones do, too; 0 if none does.
+fn largest_below(end: usize, fits: impl Fn(usize) -> Result<bool>) -> Result<usize> {
+    let (mut fit, mut too_large) = (0, end);
+    while too_large - fit > 1 {
+        let middle = fit + (too_large - fit) / 2;
+        if fits(middle)? { fit = middle } else { too_large = middle }
+    }
+    Ok(fit)
 }
 
 #[cfg(test)]
