@@ -161,7 +161,7 @@ pub fn run(args: &ServeArgs) -> Result {
     Ok(server.run(listener)?)
 }
 
-/// What requests use that say nothing else: the parameters that the checkpoint recommends, or those of `kvant chat`.
+/// The sampling parameters of requests that name none: those that the checkpoint recommends, or those of `kvant chat`.
 fn sampling(files: &Files) -> Result<Sampling> {
     Ok(GenerationDefaults::load_files(files)?.sampling(Sampling::usual()))
 }

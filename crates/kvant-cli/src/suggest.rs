@@ -16,7 +16,7 @@ const MODELS: [(&str, usize); 5] = [
 /// Bytes of memory for each byte of weights: caches and activations need some as well.
 const ROOM: f64 = 1.25;
 
-/// What to start in place of a command without a model that chats.
+/// Advice for a command that needs a model that chats and has none.
 pub fn text(command: &str) -> String {
     let free = Device::default().memory().ok().map(|memory| memory.free);
     of_memory(command, free)

@@ -37,7 +37,7 @@ impl Statuses {
     }
 }
 
-/// What Linux tells of the process; nothing elsewhere.
+/// Figures of the process from `/proc`; nothing on other systems than Linux.
 #[derive(Default)]
 struct Process {
     resident: Option<u64>,

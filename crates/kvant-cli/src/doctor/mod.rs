@@ -96,7 +96,7 @@ pub fn run(args: &DoctorArgs) -> Result {
     }
 }
 
-/// What the cases say of a device.
+/// The result of all cases in a sentence.
 fn verdict(device: &Device, cases: usize, unsupported: usize) -> String {
     let rest = match unsupported {
         0 => String::new(),

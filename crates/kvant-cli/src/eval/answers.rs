@@ -87,7 +87,7 @@ struct Follower {
 }
 
 impl Answers<'_> {
-    /// What the measurement depends on, in one line.
+    /// The inputs of the measurement in one line.
     pub fn subject(&self) -> String {
         let (answers, prompt) = (self.prompts.len(), self.prompt_tokens());
         format!("{answers} answers of {} tokens after prompts of {prompt}", self.answer_tokens)

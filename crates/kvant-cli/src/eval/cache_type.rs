@@ -66,7 +66,7 @@ impl CacheType {
         let stored = |codec: Codec, dim: usize| {
             codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
         };
-        // Keys and values of a token, of which `dense` tokens are stored in another dtype.
+        // Bytes of a token on average, if `dense` tokens take `of_dense` bytes and the others `stored`.
         let mean = |stored: f64, dense: usize, of_dense: f64| {
             let (all, dense) = (longest.max(1) as f64, dense.min(longest.max(1)) as f64);
             ((all - dense) * stored + dense * of_dense) / all

@@ -173,7 +173,7 @@ fn defaults() -> [CacheType; 7] {
     DEFAULTS.map(|codec| CacheType::from(kvant_models::KvCodec::from(codec)))
 }
 
-/// What a measurement depends on, in one line.
+/// The inputs of a measurement in one line.
 fn subject(args: &EvalArgs, measurement: &Measurement) -> String {
     let Measurement { model, windows, page_tokens, .. } = measurement;
     let mut hasher = DefaultHasher::new();

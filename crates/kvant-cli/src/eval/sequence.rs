@@ -15,7 +15,7 @@ pub struct CacheSequence {
     open: Option<Sequence>,
 }
 
-/// A pool for so many texts of up to `longest` tokens in caches of a type.
+/// A pool for `sequences` texts of up to `longest` tokens in caches of a type.
 pub fn pool(kv: &CacheType, model: &Model, sequences: usize, longest: usize, page_tokens: usize) -> Result<KvPool> {
     kv.check(model)?;
     // Formats with tiles have two sequences for a text.
@@ -108,7 +108,7 @@ impl CacheSequence {
     }
 }
 
-/// What a format stores of the keys or values at `positions`.
+/// The keys or values at `positions` as a format stores them.
 fn stored(
     format: Format,
     pool: &KvPool,

@@ -82,7 +82,7 @@ impl Running {
         answer
     }
 
-    /// A number of kilobytes that Linux tells of the process.
+    /// A field of `/proc/PID/status` in kilobytes.
     #[cfg(target_os = "linux")]
     fn kilobytes(&self, key: &str) -> usize {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();

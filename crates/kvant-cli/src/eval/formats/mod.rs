@@ -36,9 +36,9 @@ enum Kind {
     Fp8,
     /// 16 floats of 4 bits (e2m1) with a scale in fp8 (e4m3), without a scale of the tensor.
     Nvfp4,
-    /// KIVI, with so many bits: 32 numbers of a channel (keys) or of a token (values) with scale and zero point.
+    /// KIVI with this number of bits: 32 numbers of a channel (keys) or of a token (values) with scale and zero point.
     Kivi(u32),
-    /// KVarN, with so many bits: a rotated tile of 128 tokens with factors of its rows and columns.
+    /// KVarN with this number of bits: a rotated tile of 128 tokens with factors of its rows and columns.
     Kvarn(u32),
 }
 

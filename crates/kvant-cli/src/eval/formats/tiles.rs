@@ -49,9 +49,9 @@ pub fn kvarn(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
 }
 
 /// The least number, and the distance of the integers between it and the greatest.
-fn range(numbers: &[f64], bits: u32, least_scale: f64) -> (f64, f64) {
+fn range(numbers: &[f64], bits: u32, min_scale: f64) -> (f64, f64) {
     let bounds = numbers.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &x| (a.min(x), b.max(x)));
-    (bounds.0, ((bounds.1 - bounds.0) / levels(bits)).max(least_scale))
+    (bounds.0, ((bounds.1 - bounds.0) / levels(bits)).max(min_scale))
 }
 
 fn code(x: f64, least: f64, scale: f64, bits: u32) -> f64 {

@@ -67,7 +67,7 @@ pub struct ReportData {
 /// Answers that are generated token by token.
 #[derive(Serialize)]
 pub struct AnswerData {
-    /// How many of which length.
+    /// Their number and length.
     subject: String,
     caches: Vec<AnswerLine>,
 }

@@ -55,6 +55,7 @@ struct Item {
     Range keys;
     uint sequence;
     uint before;
+// EXACT_PAGES.
 #if SPAN == 4
     uint gap;
 #else

@@ -79,6 +79,7 @@ impl AttendDecode {
         let (warps, buffers, shared_bytes) = [most_warps, most_warps / 2].into_iter().find_map(|warps| {
             let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
             (2..=most.clamp(2, MAX_BUFFERS)).rev().find_map(|buffers| {
+                // `Item`, which has a gap then.
                 let items = MAX_SHARED_ITEMS * if call.span == PageSpan::Exact { 20 } else { 16 };
                 let bytes = items + shared_bytes(call.head_dim, group, warps, buffers, bulk);
                 (bytes <= limits.threadgroup_bytes).then_some((warps, buffers, bytes))
