@@ -564,8 +564,8 @@ def table_cpu_released(records):
     """A row for each model and cache, whose cells are kvant's rate, llama.cpp's, and the ratio."""
     whats = ["prompt of 512", "decode", "1 client", "4 clients", "8 clients"]
     body = []
-    machines = [("cpu-released-xeon", "Xeon, 8"), ("cpu-released-epyc", "EPYC, 2"),
-                ("cpu-released-xeon-amx", "Xeon, 8, kvant with AMX")]
+    machines = [("cpu-released-xeon", "Xeon, 8"), ("cpu-released-epyc", "EPYC (Zen 4), 2"),
+                ("cpu-released-zen3", "EPYC (Zen 3), 2"), ("cpu-released-xeon-amx", "Xeon, 8, kvant with AMX")]
     for key, machine in machines:
         cells = {}
         for row in rows(records[key]):
