@@ -9,7 +9,7 @@ mod common;
 mod configs;
 mod gguf;
 mod golden;
-mod key_biases;
+mod planted;
 mod rustdoc;
 mod special_tokens;
 mod text_stream;
