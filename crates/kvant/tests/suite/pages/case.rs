@@ -168,7 +168,9 @@ impl Case {
 
     pub fn bound(&self, device: &Device) -> Bound {
         let codec = if self.k.is_quantised() { self.k } else { self.v };
-        let mut bound = Bound::of(self.dtype).over(device, codec, 1.0);
+        // Keys are written without the bias that is subtracted from them: what is stored is as long as the bias.
+        let spread = if self.rope.is_some() { 10.0 } else { 1.0 };
+        let mut bound = Bound::of(self.dtype).over(device, codec, spread);
         if self.rope.is_some() {
             // Scores get a second product, of larger factors.
             bound.arithmetic *= 4.0;
