@@ -36,8 +36,8 @@ fn with_large_biases(variant: &str, size: f32) -> tempfile::TempDir {
     model_dir(&config, &parts.bytes())
 }
 
-/// With a sink at [`FIRST`]: in the first layer, its key has one coordinate of `size`, which queries do not look at, and
-/// one which all queries look for.
+/// With a sink at [`FIRST`]: in the first layer, its key has one coordinate of `size`, which queries do not look at,
+/// and one which all queries look for.
 fn with_sink(variant: &str, size: f32) -> tempfile::TempDir {
     const HEAD_DIM: usize = 64;
     // Pairs of slow turns: (30, 62) and (31, 63) hardly change with positions.

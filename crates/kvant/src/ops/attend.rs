@@ -327,7 +327,8 @@ impl Call {
             _ if longest <= 2 * pages => &[PageSpan::Recent],
             _ if longest <= 3 * pages && at_once => &[PageSpan::Exact],
             _ if longest <= 3 * pages => &[PageSpan::First, PageSpan::Recent],
-            _ if at_once => &[PageSpan::Exact, PageSpan::Sealed],
+            // The kernel over codes is the longer one. So it comes first, and the other runs beside it.
+            _ if at_once => &[PageSpan::Sealed, PageSpan::Exact],
             _ => &[PageSpan::First, PageSpan::Sealed, PageSpan::Recent],
         };
         let results = (spans.len() > 1).then(|| self.layer.results(self.tokens, self.heads)).transpose()?;

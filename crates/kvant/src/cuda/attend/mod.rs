@@ -214,8 +214,8 @@ fn with_span(launch: Launch, call: &Call) -> Launch {
     launch.constant("PAGE_SHIFT", page_shift(&call.layer)).constant("SPAN", call.span.code())
 }
 
-/// What kernels over sealed pages read before the previous kernel has ended: if they merge its results, everything
-/// else.
+/// What a kernel over some of the positions reads before the previous kernel has ended: if it merges that kernel's
+/// results, everything else.
 fn reads_ahead(call: &Call, usual: &'static [u32]) -> &'static [u32] {
     const ALL: &[u32] = &[0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 21, 22, 23, 24];
     if call.earlier.is_some() { ALL } else { usual }

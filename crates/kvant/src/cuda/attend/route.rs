@@ -437,6 +437,7 @@ mod tests {
             (PageSpan::First, bf16, decode, ["attend_short", "attend_decode"]),
             (PageSpan::Sealed, tq4c, decode, ["attend_quantised"; 2]),
             (PageSpan::Recent, bf16, decode, ["attend_short", "attend_decode"]),
+            (PageSpan::Exact, bf16, decode, ["attend_short", "attend_decode"]),
             (PageSpan::First, bf16, prompt, ["attend_prefill"; 2]),
             (PageSpan::Sealed, tq4c, prompt, ["attend_prefill"; 2]),
             (PageSpan::Recent, bf16, prompt, ["attend_prefill"; 2]),
@@ -445,7 +446,7 @@ mod tests {
             let zeros = |shape: &[usize]| Tensor::zeros(call.q.device(), DType::F32, shape);
             let results = Results { out: zeros(call.q.shape())?, ends: zeros(&[call.tokens, call.heads])? };
             call.earlier = Some(results.clone()).filter(|_| span != PageSpan::First);
-            if span != PageSpan::Recent {
+            if ![PageSpan::Recent, PageSpan::Exact].contains(&span) {
                 (call.out, call.ends) = (results.out, Some(results.ends));
             }
             call.span = span;

@@ -33,10 +33,14 @@ inline void take_turn() {
 
 // For kernels that may need the previous kernel's results only at their end: IF_LATE, they wait there, and let the next
 // one begin now (gpu/launch.rs: `waits_late`).
-template <bool IF_LATE> inline void take_turn_unless_late() {
+template <bool IF_LATE> inline void wait_unless_late() {
     if (!IF_LATE) {
         wait_for_previous();
     }
+}
+
+template <bool IF_LATE> inline void take_turn_unless_late() {
+    wait_unless_late<IF_LATE>();
     let_next_begin();
 }
 

@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         look_up();
     }
 
-    wait_for_previous();
+    wait_unless_late<EARLIER>();
 
     const uchar *own_ring = memory + warp * RING_BYTES;
     Buffers ring(shared_address(own_ring), shared_address(memory + AT_BARRIERS) + warp * BUFFERS * 8);
@@ -441,6 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         if (place.next >= stretch.end) {
             let_next_begin();
         }
+        wait_if_late<EARLIER>();
         // The warps' states, merged.
         wait_for_others();
         const uint first_part = line.part_of(place.first), last_part = line.part_of(place.first + units_of(place.item) - 1);

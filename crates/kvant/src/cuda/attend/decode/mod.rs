@@ -5,7 +5,7 @@ use crate::{
     cuda::{
         attend::{
             AttendParams, HeadShares, MAX_CLUSTER, MAX_SHARED_ITEMS, MAX_SPLITS, PartialStates, bind_result,
-            clusters_per_pair, longest_context, pairs, params,
+            clusters_per_pair, longest_context, pairs, params, reads_ahead,
         },
         clusters_at_once, headers,
     },
@@ -181,7 +181,8 @@ pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, heads: HeadS
         .read(9, &call.step.sequence)
         .read(10, &call.step.lens)
         // Positions, sequences, lengths and page tables.
-        .reads_ahead(&[8, 9, 10, 15]);
+        .reads_ahead(reads_ahead(call, &[8, 9, 10, 15]))
+        .waits_late(call.earlier.is_some());
     bind_result(launch, call, heads)
 }
 

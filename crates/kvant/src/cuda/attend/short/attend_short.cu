@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         barrier_expect(all_o, sizeof(shared.l) + sizeof(shared.o));
     }
 
-    wait_for_previous();
+    wait_unless_late<EARLIER>();
     if (TWO_FIT) {
         let_next_begin();
     }
@@ -291,6 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         }
     }
 
+    wait_if_late<EARLIER>();
     // Merges the states that the blocks have sent, in their order. No block writes to one that has ended: it has waited
     // for all.
     constexpr uint ROW_QUADS = SLICE / 4;
