@@ -1,7 +1,7 @@
 //! Names of compiled kernels, as profilers show them.
 //!
-//! A name says operation, kernel and main constants: `attend_decode_bf16_d256`, `linear_rows_affine4_g64`. The compiler
-//! gets it as the macro `KVANT_KERNEL`, by which every kernel file names its function.
+//! A name says operation, kernel and main constants: `attend_decode_bf16_d256`, `linear_skinny_mma_affine4_g64`. The
+//! compiler gets it as the macro `KVANT_KERNEL`, by which every kernel file names its function.
 
 use crate::gpu::{
     Constant,
@@ -48,9 +48,9 @@ mod tests {
         let decode = [("WARPS", uint(8)), ("HEAD_DIM", uint(256)), ("DTYPE", bf16)];
         assert_eq!(name("attend_decode", &decode), "attend_decode_bf16_d256");
         let affine = [("X_DTYPE", bf16), ("W_DTYPE", bf16), ("BITS", uint(4)), ("GROUP", uint(64))];
-        assert_eq!(name("linear_rows", &affine), "linear_rows_affine4_g64");
+        assert_eq!(name("linear_skinny_mma", &affine), "linear_skinny_mma_affine4_g64");
         let dense = [("X_DTYPE", bf16), ("W_DTYPE", Constant::from(DType::F16)), ("BITS", uint(0)), ("GROUP", uint(1))];
-        assert_eq!(name("linear_rows", &dense), "linear_rows_f16");
+        assert_eq!(name("linear_skinny_mma", &dense), "linear_skinny_mma_f16");
         let codec = |codec| uint(codec_code(codec));
         let layer = |k, v| [("Q_DTYPE", bf16), ("HEAD_DIM", uint(128)), ("K_CODEC", codec(k)), ("V_CODEC", codec(v))];
         let (tq2, tq4, tq8) = (Codec::tq(2), Codec::tq(4), Codec::tq(8));

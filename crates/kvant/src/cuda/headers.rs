@@ -67,9 +67,9 @@ pub(super) static ALL: &[Header] = headers![
     "device/vectors.h",
     "device/warp_products.h",
     "device/wgmma.h",
-    "linear/batch/chunk.h",
-    "linear/batch/codes.h",
-    "linear/batch/layout.h",
+    "linear/gemm_affine_wgmma/chunk.h",
+    "linear/gemm_affine_wgmma/codes.h",
+    "linear/gemm_affine_wgmma/layout.h",
     "linear/block_codes.h",
     "linear/chunks.h",
     "linear/gating.h",
@@ -112,7 +112,7 @@ mod tests {
         let waits = |text| waits_itself(&source(text));
         assert!(waits(include_str!("softcap.cu")));
         assert!(waits(include_str!("attend/decode/attend_decode.cu")));
-        assert!(waits(include_str!("linear/linear_bulk.cu")));
+        assert!(waits(include_str!("linear/linear_gemv_affine_tma.cu")));
         assert!(!waits(include_str!("attend/prefill/attend_prefill.cu")));
     }
 }

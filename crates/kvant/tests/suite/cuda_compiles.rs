@@ -52,7 +52,7 @@ fn every_kernel_compiles() -> Result<()> {
     let seen = launches.kernels.lock().unwrap();
     for gating in [1, 2] {
         let part = format!("(\"GATING\", UInt({gating}))");
-        for file in ["linear_codes.cu/", "linear_stream_rows.cu/"] {
+        for file in ["linear_gemv_affine_int8.cu/", "linear_skinny_dense_tma.cu/"] {
             assert!(seen.iter().any(|key| key.starts_with(file) && key.contains(&part)), "{file}: {part}");
         }
     }
@@ -119,7 +119,13 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
     enc.commit()?.wait()?;
     let seen = launches.kernels.lock().unwrap();
     println!("{} kernels", seen.len());
-    for part in ["kv_write.cu/", "linear_codes.cu/", "linear_bulk.cu/", "linear_bulk_rows.cu/", "linear_blocks.cu/"] {
+    for part in [
+        "kv_write.cu/",
+        "linear_gemv_affine_int8.cu/",
+        "linear_gemv_affine_tma.cu/",
+        "linear_skinny_affine4_tma.cu/",
+        "linear_skinny_blocks_mma.cu/",
+    ] {
         assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
     }
     assert!(seen.iter().any(|key| key.contains("\"TILES\", Bool(true)")), "nothing is encoded by eights: {seen:?}");
@@ -150,16 +156,16 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
         "attend_decode.cu/",
         "attend_quantised.cu/",
         "attend_prefill.cu/",
-        "linear_codes.cu/",
-        "linear_many.cu/linear_many [",
+        "linear_gemv_affine_int8.cu/",
+        "linear_gemm_affine.cu/linear_gemm_affine [",
         "kv_write.cu/",
     ] {
         assert!(seen.iter().any(|key| key.starts_with(part)), "no kernel of {part} among {seen:?}");
     }
     let later = [
-        "linear_bulk.cu/",
-        "linear_bulk_rows.cu/",
-        "linear_stream_rows.cu/",
+        "linear_gemv_affine_tma.cu/",
+        "linear_skinny_affine4_tma.cu/",
+        "linear_skinny_dense_tma.cu/",
         "(\"CLUSTER\", UInt(8))",
         "(\"BULK\", Bool(true))",
         "(\"WARPGROUP_PRODUCTS\", Bool(true))",
@@ -190,7 +196,10 @@ fn products_of_many_rows_compile_for_gpus_of_little_shared_memory() -> Result<()
         println!("{model:?}: {} kernels", seen.len());
         for rows in [64, 128] {
             let part = format!("(\"ROWS\", UInt({rows}))");
-            assert!(seen.iter().any(|key| key.starts_with("linear_many.cu/linear_many [") && key.contains(&part)));
+            assert!(
+                seen.iter()
+                    .any(|key| key.starts_with("linear_gemm_affine.cu/linear_gemm_affine [") && key.contains(&part))
+            );
         }
     }
     Ok(())

@@ -1,4 +1,5 @@
-// Weights as linear_blocks reads them: the codes of a lane as pairs of bf16 or (HALF) f16 numbers, and their scales.
+// Weights as linear_skinny_blocks_mma reads them: the codes of a lane as pairs of bf16 or (HALF) f16 numbers, and their
+// scales.
 //
 // A row is read in spans of 256 inputs, a span in units of 32. Lane t of four has inputs 4 t .. 4 t + 3 of either half
 // of a unit. FORMAT is of device/blocks.h; affine codes have BITS (2, 3, 5) and scales of GROUP.

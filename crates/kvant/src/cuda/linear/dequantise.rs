@@ -1,9 +1,9 @@
 //! Products of many rows of bf16 with a quantised weight: the weight becomes bf16, and cuBLASLt multiplies, or, of
-//! experts, `linear_many`.
+//! experts, `linear_gemm_affine`.
 
 use std::ops::Range;
 
-use super::{LinearParams, generic, many::ManyChunks};
+use super::{LinearArgs, LinearKernel, LinearParams, gemm_affine::GemmAffine, generic};
 use crate::cuda::{THREADS, affine::Parts, headers};
 use crate::{
     DType, Result, Tensor,
@@ -26,7 +26,7 @@ static SOURCE: Source = Source {
     layouts: &[DequantiseParams::layout],
 };
 
-/// Rows from which on it pays: where `linear_many` multiplies codes by warpgroups, and elsewhere.
+/// Rows from which on it pays: where `linear_gemm_affine` multiplies codes by warpgroups, and elsewhere.
 const MANY: [usize; 2] = [1024, 33];
 /// The most bytes of dense matrices at a time.
 const MOST: usize = 1 << 30;
@@ -34,17 +34,24 @@ const MOST: usize = 1 << 30;
 const CHUNK: usize = 16;
 
 /// How the dense matrices are multiplied.
-pub(super) enum Dense {
+pub(super) enum Dequantise {
     /// One, by cuBLASLt.
     Matrix,
     /// Those of experts, so many at a time.
-    Experts { chunks: ManyChunks, at_once: usize },
+    Experts { chunks: GemmAffine, at_once: usize },
 }
 
-impl Dense {
-    /// None if the product is not computed this way: x and out are bf16, and so can W be. `takes_codes`: `linear_many`
-    /// multiplies these codes and is faster, up to 1023 rows; `few` are the rows of experts that other kernels take.
-    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits, takes_codes: bool, few: usize) -> Option<Dense> {
+impl Dequantise {
+    /// None if the product is not computed this way: x and out are bf16, and so can W be. `takes_codes`:
+    /// `linear_gemm_affine` multiplies these codes and is faster, up to 1023 rows; `few` are the rows of experts that
+    /// other kernels take.
+    pub(super) fn new(
+        call: &Call,
+        weight: &Parts,
+        limits: &Limits,
+        takes_codes: bool,
+        few: usize,
+    ) -> Option<Dequantise> {
         let Call { x, dims, out, rows, .. } = call;
         let bytes = dims.outputs.checked_mul(dims.inputs)?.checked_mul(2)?;
         let types = !weight.is_dense() && x.dtype() == DType::BF16 && out.dtype() == DType::BF16;
@@ -54,8 +61,8 @@ impl Dense {
         if call.experts.is_some() {
             // The contract lets weights of experts be rounded where there are products of warpgroups.
             let many = limits.warpgroup_products && !takes_codes && *rows > few;
-            let chunks = ManyChunks::of_dense(call, limits).filter(|_| many)?;
-            return Some(Dense::Experts { chunks, at_once: (MOST / bytes).min(dims.experts) });
+            let chunks = GemmAffine::of_dense(call, limits).filter(|_| many)?;
+            return Some(Dequantise::Experts { chunks, at_once: (MOST / bytes).min(dims.experts) });
         }
         let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
         let by_warpgroups = takes_codes && limits.warpgroup_products;
@@ -64,29 +71,29 @@ impl Dense {
             && aligned(x)
             && aligned(out)
             && dims.outputs.is_multiple_of(8);
-        suits.then_some(Dense::Matrix)
+        suits.then_some(Dequantise::Matrix)
+    }
+}
+
+impl LinearKernel for Dequantise {
+    fn name(&self) -> &'static str {
+        "linear_dequantise"
     }
 
     /// Adds the launches that make W dense, and those of the products.
-    pub(super) fn build(
-        &self,
-        name: &'static str,
-        call: &Call,
-        weight: &Parts,
-        params: &LinearParams,
-        b: &mut Builder,
-    ) -> Result<()> {
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
         let (outputs, inputs) = (call.dims.outputs, call.dims.inputs);
-        let Dense::Experts { chunks, at_once } = self else {
+        let Dequantise::Experts { chunks, at_once } = self else {
             let dense = b.scratch(outputs * inputs * 2)?;
-            b.push(dequantise(name, weight, &dense, params, 0..outputs)?)?;
+            b.push(dequantise(self.name(), weight, &dense, params, 0..outputs)?)?;
             return b.push(generic::launch_dense(call, &dense, params));
         };
         let dense = b.scratch(at_once * outputs * inputs * 2)?;
         let arranged = chunks.arrange(call, 0, params, b)?;
         for first in (0..call.dims.experts).step_by(*at_once) {
             let experts = first..(first + at_once).min(call.dims.experts);
-            b.push(dequantise(name, weight, &dense, params, experts.start * outputs..experts.end * outputs)?)?;
+            b.push(dequantise(self.name(), weight, &dense, params, experts.start * outputs..experts.end * outputs)?)?;
             b.push(chunks.dense_product(call, &dense, &arranged, params, experts)?)?;
         }
         Ok(())

@@ -1,10 +1,10 @@
 //! Products that no other kernel takes; many dense rows, which cuBLASLt multiplies where it is installed.
 
-use super::{LinearParams, aligned16};
+use super::{LinearArgs, LinearKernel, LinearParams, aligned16};
 use crate::{
-    DType,
-    cuda::{WARP, affine::Parts, headers},
-    gpu::{Launch, Params, Product, Scratch, Source, Use},
+    DType, Result,
+    cuda::{WARP, headers},
+    gpu::{Builder, Launch, Params, Product, Scratch, Source, Use},
     ops::linear::{Call, NAME, OwnedWeight},
 };
 
@@ -24,45 +24,47 @@ const TILE_THREADS: usize = 256;
 
 /// The kernels of the file.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum GenericKernel {
+pub(super) enum Generic {
     /// A warp for each two outputs.
     Few,
     /// Tiles of rows and outputs.
     Tiles,
 }
 
-/// The launch.
-pub(super) fn launch(
-    kernel: GenericKernel,
-    name: &'static str,
-    call: &Call,
-    weight: &Parts,
-    params: &LinearParams,
-    x_aligned: bool,
-) -> Launch {
-    let Call { dims, experts: ids, rows, .. } = call;
-    let few = kernel == GenericKernel::Few;
-    let tokens = match rows {
-        _ if !few || ids.is_some() => 1,
-        0 | 1 => 1,
-        2 => 2,
-        _ => 4,
-    };
-    let (groups, threads) = if few {
-        ([dims.outputs.div_ceil(ROWS * WARPS), rows.div_ceil(tokens)], WARPS * WARP)
-    } else {
-        let down = if ids.is_some() { dims.experts } else { rows.div_ceil(TILE[0]) };
-        ([dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
-    };
-    let product = (!few).then(|| product(call)).flatten();
-    let launch = weight
-        .bind(Launch::new(NAME, &SOURCE, name), call)
-        .constant("TOKENS", tokens as u32)
-        .constant("X_ALIGNED", x_aligned)
-        .constant("W_ALIGNED", weight.aligned)
-        .params(6, params)
-        .grid([groups[0], groups[1], 1], [threads, 1, 1]);
-    Launch { product, ..launch }
+impl LinearKernel for Generic {
+    fn name(&self) -> &'static str {
+        match self {
+            Generic::Few => "linear_few",
+            Generic::Tiles => "linear_tiles",
+        }
+    }
+
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
+        let Call { dims, experts: ids, rows, .. } = call;
+        let few = *self == Generic::Few;
+        let tokens = match rows {
+            _ if !few || ids.is_some() => 1,
+            0 | 1 => 1,
+            2 => 2,
+            _ => 4,
+        };
+        let (groups, threads) = if few {
+            ([dims.outputs.div_ceil(ROWS * WARPS), rows.div_ceil(tokens)], WARPS * WARP)
+        } else {
+            let down = if ids.is_some() { dims.experts } else { rows.div_ceil(TILE[0]) };
+            ([dims.outputs.div_ceil(TILE[1]), down], TILE_THREADS)
+        };
+        let product = (!few).then(|| product(call)).flatten();
+        let launch = weight
+            .bind(Launch::new(NAME, &SOURCE, self.name()), call)
+            .constant("TOKENS", tokens as u32)
+            .constant("X_ALIGNED", aligned16(&call.x, dims.inputs))
+            .constant("W_ALIGNED", weight.aligned)
+            .params(6, params)
+            .grid([groups[0], groups[1], 1], [threads, 1, 1]);
+        b.push(Launch { product, ..launch })
+    }
 }
 
 /// The launch over x and a dense W of bf16, which begin at multiples of 16 bytes.

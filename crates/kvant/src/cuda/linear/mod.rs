@@ -1,42 +1,44 @@
 //! Products with a weight on CUDA.
 //!
-//! [`route`] selects a kernel for a call. Each kernel has a file of its name: `NAME.rs` divides the work among blocks
-//! and builds the launches, `linear_NAME.cu` is the kernel. `batch` has a folder.
+//! [`route`] selects a kernel for a call. A kernel's name says for which shape it is, for which weight, and by which
+//! mechanism: `gemv` is for one row or two, `skinny` for few, `gemm` for many; `tma` copies in bulk, `int8`, `mma` and
+//! `wgmma` are products of tensor cores. Each kernel has a file of its name: `NAME.rs` divides the work among blocks
+//! and builds the launches, `linear_NAME.cu` is the kernel. `gemm_affine_wgmma` has a folder.
 //!
 //! | kernel | serves | limit |
 //! |---|---|---|
-//! | `bulk` | one row, affine weight, GPUs with bulk copies | reading W |
-//! | `bulk_rows` | 2 to 8 rows, or few rows of experts, affine codes of 4 bits, GPUs with bulk copies | reading W |
-//! | `codes` | one or two rows, or few rows of experts, affine weight | reading W |
-//! | `stream_rows` | 1 to 32 rows, dense 16-bit weight of the same dtype, GPUs with bulk copies | reading W |
-//! | `rows` | few rows | reading W |
-//! | `blocks` | few rows by blocks, small floats, affine codes of 2, 3 and 5 bits | reading W |
-//! | `batch` | 4 to 128 rows of bf16, or few rows of each expert, affine weight, Hopper | reading W |
-//! | `many` | many rows, also of experts, affine or bf16 weight | tensor cores |
-//! | `dequantise` | very many rows of bf16, any quantised weight: makes it bf16 for cuBLASLt, or for `many` | tensor cores |
+//! | `gemv_affine_tma` | one row, affine weight, GPUs with bulk copies | reading W |
+//! | `gemv_affine_int8` | one or two rows, or few rows of experts, affine weight | reading W |
+//! | `skinny_affine4_tma` | 2 to 8 rows, or few rows of experts, affine codes of 4 bits, GPUs with bulk copies | reading W |
+//! | `skinny_dense_tma` | 1 to 32 rows, dense 16-bit weight of the same dtype, GPUs with bulk copies | reading W |
+//! | `skinny_mma` | few rows, affine or dense weight | reading W |
+//! | `skinny_blocks_mma` | few rows by blocks, small floats, affine codes of 2, 3 and 5 bits | reading W |
+//! | `gemm_affine_wgmma` | 4 to 128 rows of bf16, or few rows of each expert, affine weight, Hopper | reading W |
+//! | `gemm_affine` | many rows, also of experts, affine or bf16 weight | tensor cores |
+//! | `dequantise` | very many rows of bf16, any quantised weight: makes it bf16 for cuBLASLt, or for `gemm_affine` | tensor cores |
 //! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows by blocks that do not become bf16 | |
 //!
 //! `out_parts` says where the results of several matrices are; `integer_products.h` has the exact integer products of
-//! `codes` and `bulk`; `warp_tiling.rs` what the launches of `rows`, `codes` and `blocks` have in common;
-//! `block_codes.h` unpacks what `blocks` reads.
+//! both `gemv` kernels; `warp_tiling.rs` what the launches of `skinny_mma`, `gemv_affine_int8` and `skinny_blocks_mma`
+//! have in common; `block_codes.h` unpacks what `skinny_blocks_mma` reads.
 
-mod batch;
-mod blocks;
-mod bulk;
-mod bulk_rows;
-mod codes;
 mod dequantise;
 mod gating;
+mod gemm_affine;
+mod gemm_affine_wgmma;
+mod gemv_affine_int8;
+mod gemv_affine_tma;
 mod generic;
-mod many;
 mod out_parts;
 mod route;
-mod rows;
+mod skinny_affine4_tma;
+mod skinny_blocks_mma;
+mod skinny_dense_tma;
+mod skinny_mma;
 mod splits;
-mod stream_rows;
 mod warp_tiling;
 
-use super::affine::parts;
+use super::affine::{Parts, parts};
 use crate::{
     Result, Tensor,
     gpu::{Builder, Launch, linear::LinearParams},
@@ -47,25 +49,52 @@ use crate::{
 };
 use gating::Gating;
 
+/// A product: the call, the buffers of its weight, and the parameters that kernels have in common.
+#[derive(Clone, Copy)]
+struct LinearArgs<'a> {
+    call: &'a Call,
+    weight: &'a Parts<'a>,
+    params: &'a LinearParams,
+}
+
+/// A kernel of products, with its division of the work for the product that it was made for.
+trait LinearKernel {
+    /// The kernel's name, which begins the name that a profiler shows.
+    fn name(&self) -> &'static str;
+
+    /// Whether the kernel writes the parts of `out` one after the other.
+    fn writes_parts(&self) -> bool {
+        false
+    }
+
+    /// Adds the launches.
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()>;
+
+    /// Adds the launches of the product with a gate behind it, if the kernel can compute both: returns whether it can.
+    fn build_gated(&self, _args: &LinearArgs, _gating: Gating, _b: &mut Builder) -> Result<bool> {
+        Ok(false)
+    }
+}
+
 /// Launches the product.
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let (matrix, params) = (parts(&call.weight, call.dims.inputs), params_of(call)?);
-    let kernel = route::select(call, &matrix, &b.limits);
+    let (weight, params) = (&parts(&call.weight, call.dims.inputs), &params_of(call)?);
+    let kernel = route::select(call, weight, &b.limits);
     if !call.parts.is_empty() && !kernel.writes_parts() {
         return call.each_part(|call| build(call, b));
     }
-    kernel.build(call, &matrix, &params, b)
+    kernel.build(&LinearArgs { call, weight, params }, b)
 }
 
 /// Launches a product and the gate behind it as one kernel, if there is one for both.
 pub(crate) fn build_gated(call: &Call, gate: &gate::Call, b: &mut Builder) -> Result<bool> {
     let Some(gating) = Gating::of(call, gate) else { return Ok(false) };
-    let (matrix, params) = (parts(&call.weight, call.dims.inputs), params_of(call)?);
-    let kernel = route::select(call, &matrix, &b.limits);
+    let (weight, params) = (&parts(&call.weight, call.dims.inputs), &params_of(call)?);
+    let kernel = route::select(call, weight, &b.limits);
     if !call.parts.is_empty() && !kernel.writes_parts() {
         return Ok(false);
     }
-    kernel.build_gated(call, &matrix, &params, gating, b)
+    kernel.build_gated(&LinearArgs { call, weight, params }, gating, b)
 }
 
 fn params_of(call: &Call) -> Result<LinearParams> {

@@ -3,43 +3,14 @@
 //! [`select`] is a decision tree, read from the top: the first kernel whose conditions hold takes the call.
 
 use super::{
-    LinearParams, aligned16,
-    batch::BatchTiling,
-    blocks,
-    bulk::BulkTiling,
-    bulk_rows::BulkRowsTiling,
-    codes,
-    dequantise::Dense,
-    gating::Gating,
-    generic::{self, GenericKernel},
-    many::ManyChunks,
-    rows,
-    stream_rows::StreamRowsTiling,
-    warp_tiling::WarpTiling,
+    LinearKernel, dequantise::Dequantise, gemm_affine::GemmAffine, gemm_affine_wgmma::GemmAffineWgmma,
+    gemv_affine_int8::GemvAffineInt8, gemv_affine_tma::GemvAffineTma, generic::Generic,
+    skinny_affine4_tma::SkinnyAffine4Tma, skinny_blocks_mma::SkinnyBlocksMma, skinny_dense_tma::SkinnyDenseTma,
+    skinny_mma::SkinnyMma,
 };
-use crate::{
-    Result,
-    cuda::affine::Parts,
-    gpu::{Builder, Limits},
-    ops::linear::Call,
-};
+use crate::{cuda::affine::Parts, gpu::Limits, ops::linear::Call};
 
-/// The kernel of a product, with its division of the work.
-pub(super) enum CudaLinearKernel {
-    Many(ManyChunks),
-    Dequantise(Dense),
-    Batch(BatchTiling),
-    Bulk(BulkTiling),
-    BulkRows(BulkRowsTiling),
-    Codes(WarpTiling),
-    Rows(WarpTiling),
-    StreamRows(StreamRowsTiling),
-    Blocks(WarpTiling),
-    Few,
-    Tiles,
-}
-
-/// Dense rows up to which reading the weight is the limit, where `linear_stream_rows` does not take them.
+/// Dense rows up to which reading the weight is the limit, where `linear_skinny_dense_tma` does not take them.
 const FEW: usize = 8;
 /// The same for affine weights, which no library multiplies.
 const FEW_AFFINE: usize = 32;
@@ -49,139 +20,60 @@ const FEW_PER_EXPERT: usize = 2;
 const LARGE: usize = 32 << 20;
 const FEW_OF_LARGE: usize = 4;
 
-/// The kernel that takes a product.
-pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> CudaLinearKernel {
+/// The kernel that takes a product, with its division of the work.
+pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> Box<dyn LinearKernel> {
     let is_of_experts = call.experts.is_some();
     let few_of_experts = FEW.max(FEW_PER_EXPERT * call.dims.experts);
     // Rows that read W at once where other kernels do not take it, and where they do.
     let few = if is_of_experts { few_of_experts } else { FEW };
     let few_aligned = if is_of_experts || weight.is_dense() { few } else { FEW_AFFINE };
-    if let Some(tiling) = BulkRowsTiling::new(call, weight, limits) {
-        return CudaLinearKernel::BulkRows(tiling);
+    if let Some(kernel) = SkinnyAffine4Tma::new(call, weight, limits) {
+        return Box::new(kernel);
     }
-    if let Some(tiling) = batch(call, weight, limits) {
-        return CudaLinearKernel::Batch(tiling);
+    if let Some(kernel) = batch(call, weight, limits) {
+        return Box::new(kernel);
     }
-    if call.rows <= blocks::most_rows(call) && blocks::suits(call, weight) {
-        return CudaLinearKernel::Blocks(blocks::tiling(call, weight, limits));
+    if let Some(kernel) = SkinnyBlocksMma::new(call, weight, limits) {
+        return Box::new(kernel);
     }
-    if let Some(tiling) = StreamRowsTiling::new(call, weight, false, limits) {
-        return CudaLinearKernel::StreamRows(tiling);
+    if let Some(kernel) = SkinnyDenseTma::new(call, weight, false, limits) {
+        return Box::new(kernel);
     }
-    let many = ManyChunks::new(call, weight, limits);
-    let takes_codes = many.as_ref().is_some_and(|chunks| chunks.replaces_dense);
-    if let Some(dense) = Dense::new(call, weight, limits, takes_codes, few) {
-        return CudaLinearKernel::Dequantise(dense);
+    let many = GemmAffine::new(call, weight, limits);
+    let takes_codes = many.as_ref().is_some_and(|kernel| kernel.replaces_dense);
+    if let Some(kernel) = Dequantise::new(call, weight, limits, takes_codes, few) {
+        return Box::new(kernel);
     }
-    if call.rows > few_aligned
-        && let Some(chunks) = many
-    {
-        return CudaLinearKernel::Many(chunks);
-    }
+    let many = match many {
+        Some(kernel) if call.rows > few_aligned => return Box::new(kernel),
+        many => many,
+    };
     let has_others = weight.format == 0 && matches!(weight.bits, 0 | 4 | 6 | 8);
-    if has_others && (1..=few_aligned).contains(&call.rows) && rows::suits(call, weight) {
-        if let Some(tiling) = BulkTiling::new(call, weight, limits) {
-            return CudaLinearKernel::Bulk(tiling);
+    if has_others
+        && (1..=few_aligned).contains(&call.rows)
+        && let Some(others) = SkinnyMma::new(call, weight, limits)
+    {
+        if let Some(kernel) = GemvAffineTma::new(call, weight, limits) {
+            return Box::new(kernel);
         }
-        if codes::suits(call, weight) {
-            return CudaLinearKernel::Codes(codes::tiling(call, weight, limits));
+        if let Some(kernel) = GemvAffineInt8::new(call, weight, limits) {
+            return Box::new(kernel);
         }
-        return CudaLinearKernel::Rows(rows::tiling(call, weight, limits));
+        return Box::new(others);
     }
     match many {
-        _ if call.rows <= few => CudaLinearKernel::Few,
-        Some(chunks) => CudaLinearKernel::Many(chunks),
-        None => CudaLinearKernel::Tiles,
+        _ if call.rows <= few => Box::new(Generic::Few),
+        Some(kernel) => Box::new(kernel),
+        None => Box::new(Generic::Tiles),
     }
 }
 
 /// The tiling of a batch: of more rows than other kernels read W once for or, for a matrix so large that a second
 /// launch is repaid, of a few. Measured on an H200 (docs/notes/cuda-linear.md).
-fn batch(call: &Call, weight: &Parts, limits: &Limits) -> Option<BatchTiling> {
+fn batch(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemmAffineWgmma> {
     let bytes = call.dims.outputs * (call.dims.inputs / 8) * weight.bits as usize;
     let least = if bytes >= LARGE { FEW_OF_LARGE } else { FEW + 1 };
-    if call.rows < least { None } else { BatchTiling::new(call, weight, limits) }
-}
-
-impl CudaLinearKernel {
-    /// The kernel's name, which begins the name that a profiler shows.
-    pub(super) fn name(&self) -> &'static str {
-        match self {
-            CudaLinearKernel::Many(_) => "linear_many",
-            CudaLinearKernel::Dequantise(_) => "linear_dequantise",
-            CudaLinearKernel::Batch(_) => "linear_batch",
-            CudaLinearKernel::Bulk(_) => "linear_bulk",
-            CudaLinearKernel::BulkRows(_) => "linear_bulk_rows",
-            CudaLinearKernel::Codes(_) => "linear_codes",
-            CudaLinearKernel::Rows(_) => "linear_rows",
-            CudaLinearKernel::StreamRows(_) => "linear_stream_rows",
-            CudaLinearKernel::Blocks(_) => "linear_blocks",
-            CudaLinearKernel::Few => "linear_few",
-            CudaLinearKernel::Tiles => "linear_tiles",
-        }
-    }
-
-    /// Whether the kernel writes the parts of `out` one after the other.
-    pub(super) fn writes_parts(&self) -> bool {
-        matches!(
-            self,
-            CudaLinearKernel::Batch(_)
-                | CudaLinearKernel::BulkRows(_)
-                | CudaLinearKernel::StreamRows(_)
-                | CudaLinearKernel::Rows(_)
-        )
-    }
-
-    /// Adds the launches of the kernel with a gate behind it, if it can have one.
-    pub(super) fn build_gated(
-        &self,
-        call: &Call,
-        weight: &Parts,
-        params: &LinearParams,
-        gating: Gating,
-        b: &mut Builder,
-    ) -> Result<bool> {
-        match self {
-            CudaLinearKernel::BulkRows(tiling) if call.experts.is_some() && gating.is_halves() => {
-                tiling.build(self.name(), call, weight, params, gating, b)?;
-            }
-            CudaLinearKernel::Codes(tiling) if call.rows == 1 || gating.is_halves() => {
-                b.push(codes::launch(self.name(), tiling, call, weight, params, gating))?;
-            }
-            CudaLinearKernel::StreamRows(_) => {
-                let Some(tiling) = StreamRowsTiling::new(call, weight, gating.is_halves(), &b.limits) else {
-                    return Ok(false);
-                };
-                tiling.build(self.name(), call, weight, params, gating, b)?;
-            }
-            _ => return Ok(false),
-        }
-        Ok(true)
-    }
-
-    /// Adds the launches.
-    pub(super) fn build(&self, call: &Call, weight: &Parts, params: &LinearParams, b: &mut Builder) -> Result<()> {
-        let x_aligned = aligned16(&call.x, call.dims.inputs);
-        match self {
-            CudaLinearKernel::Many(chunks) => chunks.build(self.name(), call, weight, params, b),
-            CudaLinearKernel::Dequantise(dense) => dense.build(self.name(), call, weight, params, b),
-            CudaLinearKernel::Batch(tiling) => tiling.build(self.name(), call, weight, params, b),
-            CudaLinearKernel::Bulk(tiling) => b.push(tiling.launch(self.name(), call, weight, params)),
-            CudaLinearKernel::BulkRows(tiling) => tiling.build(self.name(), call, weight, params, Gating::None, b),
-            CudaLinearKernel::Codes(tiling) => {
-                b.push(codes::launch(self.name(), tiling, call, weight, params, Gating::None))
-            }
-            CudaLinearKernel::Rows(tiling) => b.push(rows::launch(self.name(), tiling, call, weight, params)?),
-            CudaLinearKernel::StreamRows(tiling) => tiling.build(self.name(), call, weight, params, Gating::None, b),
-            CudaLinearKernel::Blocks(tiling) => blocks::build(self.name(), tiling, call, weight, params, b),
-            CudaLinearKernel::Few => {
-                b.push(generic::launch(GenericKernel::Few, self.name(), call, weight, params, x_aligned))
-            }
-            CudaLinearKernel::Tiles => {
-                b.push(generic::launch(GenericKernel::Tiles, self.name(), call, weight, params, x_aligned))
-            }
-        }
-    }
+    if call.rows < least { None } else { GemmAffineWgmma::new(call, weight, limits) }
 }
 
 #[cfg(test)]
@@ -191,7 +83,7 @@ mod tests {
         DType, Device, Tensor,
         cuda::{
             affine::parts,
-            linear::rows::tests::{H200, affine, call},
+            linear::skinny_mma::tests::{H200, affine, call},
         },
     };
 
@@ -204,17 +96,17 @@ mod tests {
     fn kernels_of_batches() {
         let mut large = call(8, DType::BF16, [4, 32_768, 4096], false);
         large.weight = affine([32_768, 4096], 8, 64, DType::BF16);
-        assert_eq!(select(&large, &parts(&large.weight, 4096), &H200).name(), "linear_batch");
+        assert_eq!(select(&large, &parts(&large.weight, 4096), &H200).name(), "linear_gemm_affine_wgmma");
         for (rows, outputs, experts, want) in [
-            (2, 4096, false, "linear_bulk_rows"),
-            (4, 32_768, false, "linear_bulk_rows"),
-            (8, 4096, false, "linear_bulk_rows"),
-            (9, 4096, false, "linear_batch"),
-            (64, 4096, false, "linear_batch"),
-            (128, 4096, false, "linear_batch"),
-            (129, 4096, false, "linear_many"),
-            (8, 1024, true, "linear_bulk_rows"),
-            (9, 1024, true, "linear_batch"),
+            (2, 4096, false, "linear_skinny_affine4_tma"),
+            (4, 32_768, false, "linear_skinny_affine4_tma"),
+            (8, 4096, false, "linear_skinny_affine4_tma"),
+            (9, 4096, false, "linear_gemm_affine_wgmma"),
+            (64, 4096, false, "linear_gemm_affine_wgmma"),
+            (128, 4096, false, "linear_gemm_affine_wgmma"),
+            (129, 4096, false, "linear_gemm_affine"),
+            (8, 1024, true, "linear_skinny_affine4_tma"),
+            (9, 1024, true, "linear_gemm_affine_wgmma"),
         ] {
             let mut call = call(4, DType::BF16, [rows, outputs, 4096], experts);
             call.weight = affine([outputs, 4096], 4, 64, DType::BF16);
@@ -230,20 +122,20 @@ mod tests {
         const DENSE: u32 = 0;
         #[rustfmt::skip]
         let cases = [
-            (4,     1,   4096, false, ["linear_bulk",  "linear_codes",      "linear_codes"]),
-            (4,     2,   4096, false, ["linear_codes", "linear_codes",      "linear_codes"]),
-            (4,     8,   4096, false, ["linear_rows",  "linear_rows",       "linear_rows"]),
+            (4,     1,   4096, false, ["linear_gemv_affine_tma",  "linear_gemv_affine_int8",      "linear_gemv_affine_int8"]),
+            (4,     2,   4096, false, ["linear_gemv_affine_int8", "linear_gemv_affine_int8",      "linear_gemv_affine_int8"]),
+            (4,     8,   4096, false, ["linear_skinny_mma",  "linear_skinny_mma",       "linear_skinny_mma"]),
             (4,     512, 4096, false, ["linear_dequantise", "linear_dequantise", "linear_dequantise"]),
-            (4,     1,   1024, true,  ["linear_codes", "linear_codes",      "linear_codes"]),
-            (DENSE, 1,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
-            (DENSE, 2,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
-            (DENSE, 8,   4096, false, ["linear_stream_rows", "linear_rows", "linear_rows"]),
+            (4,     1,   1024, true,  ["linear_gemv_affine_int8", "linear_gemv_affine_int8",      "linear_gemv_affine_int8"]),
+            (DENSE, 1,   4096, false, ["linear_skinny_dense_tma", "linear_skinny_mma", "linear_skinny_mma"]),
+            (DENSE, 2,   4096, false, ["linear_skinny_dense_tma", "linear_skinny_mma", "linear_skinny_mma"]),
+            (DENSE, 8,   4096, false, ["linear_skinny_dense_tma", "linear_skinny_mma", "linear_skinny_mma"]),
             // cuBLASLt takes the place of tiles.
-            (DENSE, 9,   4096, false, ["linear_stream_rows", "linear_tiles", "linear_tiles"]),
-            (DENSE, 32,  4096, false, ["linear_stream_rows", "linear_tiles", "linear_tiles"]),
+            (DENSE, 9,   4096, false, ["linear_skinny_dense_tma", "linear_tiles", "linear_tiles"]),
+            (DENSE, 32,  4096, false, ["linear_skinny_dense_tma", "linear_tiles", "linear_tiles"]),
             (DENSE, 33,  4096, false, ["linear_tiles", "linear_tiles",      "linear_tiles"]),
             (DENSE, 512, 4096, false, ["linear_tiles", "linear_tiles",      "linear_tiles"]),
-            (DENSE, 512, 1024, true,  ["linear_many",  "linear_many",       "linear_many"]),
+            (DENSE, 512, 1024, true,  ["linear_gemm_affine",  "linear_gemm_affine",       "linear_gemm_affine"]),
         ];
         for (bits, rows, outputs, experts, want) in cases {
             let call = call(bits, DType::BF16, [rows, outputs, 4096], experts);
@@ -290,7 +182,10 @@ mod tests {
                 }
             }
         }
-        assert_eq!(names, ["linear_many", "linear_dequantise", "linear_batch", "linear_blocks"].into());
+        assert_eq!(
+            names,
+            ["linear_gemm_affine", "linear_dequantise", "linear_gemm_affine_wgmma", "linear_skinny_blocks_mma"].into()
+        );
     }
 
     /// Chunks of rows of f32 are three times as large: less shared memory has room for fewer rows.
@@ -299,7 +194,7 @@ mod tests {
         for (dtype, want) in [(DType::F32, [128, 128, 64]), (DType::F16, [128, 128, 128])] {
             let call = call(0, dtype, [4096, 4096, 4096], false);
             let weight = parts(&call.weight, 4096);
-            let rows = [H200, A100, RTX_4090].map(|limits| ManyChunks::new(&call, &weight, &limits).unwrap().rows);
+            let rows = [H200, A100, RTX_4090].map(|limits| GemmAffine::new(&call, &weight, &limits).unwrap().rows);
             assert_eq!(rows, want, "{dtype}");
         }
     }

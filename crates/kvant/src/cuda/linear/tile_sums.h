@@ -1,5 +1,5 @@
-// Sums of a tile of 16 outputs whose inputs are divided among warps of a block, and among blocks: linear_bulk_rows.cu
-// and linear_stream_rows.cu, for their constants STAGES, WARPS and SPLITS.
+// Sums of a tile of 16 outputs whose inputs are divided among warps of a block, and among blocks:
+// linear_skinny_affine4_tma.cu and linear_skinny_dense_tma.cu, for their constants STAGES, WARPS and SPLITS.
 #ifndef KVANT_CUDA_LINEAR_TILE_SUMS_H
 #define KVANT_CUDA_LINEAR_TILE_SUMS_H
 #include "device/mbarrier.h"

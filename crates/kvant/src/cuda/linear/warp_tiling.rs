@@ -1,5 +1,5 @@
-//! The launches of `linear_rows.cu`, `linear_codes.cu` and `linear_blocks.cu`, whose warps divide the inputs of a row
-//! among them.
+//! The launches of `linear_skinny_mma.cu`, `linear_gemv_affine_int8.cu` and `linear_skinny_blocks_mma.cu`, whose warps
+//! divide the inputs of a row among them.
 
 use crate::cuda::affine::Parts;
 use crate::{

@@ -122,11 +122,11 @@ const ACTIVATIONS: [Activation; 4] =
 fn one_row() {
     let (mut rng, mut cases) = (Rng::of("one gated row"), Vec::new());
     for (kind, file, inputs, dims) in [
-        (Kind::Dense(DType::BF16), "linear_stream_rows.cu", 2560, [1, 70, 1400]),
-        (Kind::Dense(DType::F16), "linear_stream_rows.cu", 576, [3, 132, 4700]),
-        (Kind::Dense(DType::BF16), "linear_stream_rows.cu", 14_336, [2, 16, 133]),
-        (affine(4), "linear_codes.cu", 320, [1, 20, 1060]),
-        (affine(8), "linear_codes.cu", 448, [3, 40, 2116]),
+        (Kind::Dense(DType::BF16), "linear_skinny_dense_tma.cu", 2560, [1, 70, 1400]),
+        (Kind::Dense(DType::F16), "linear_skinny_dense_tma.cu", 576, [3, 132, 4700]),
+        (Kind::Dense(DType::BF16), "linear_skinny_dense_tma.cu", 14_336, [2, 16, 133]),
+        (affine(4), "linear_gemv_affine_int8.cu", 320, [1, 20, 1060]),
+        (affine(8), "linear_gemv_affine_int8.cu", 448, [3, 40, 2116]),
     ] {
         for (i, dim) in dims.into_iter().enumerate() {
             // The largest with half of the cases.
@@ -171,7 +171,7 @@ fn few_dense_rows() {
                 }
                 let (kind, activation) = (Kind::Dense(dtype), rng.pick(&ACTIVATIONS));
                 let case = Case { kind, sides, tokens, experts: None, inputs, dim, dtypes, activation };
-                assert_eq!(case.files(), ["linear_stream_rows.cu"], "{case:?}");
+                assert_eq!(case.files(), ["linear_skinny_dense_tma.cu"], "{case:?}");
                 cases.push(case);
             }
         }
@@ -192,8 +192,11 @@ fn experts() {
                 }
                 let (kind, activation) = (affine(bits), rng.pick(&ACTIVATIONS));
                 let case = Case { kind, sides, tokens, experts: Some(experts), inputs, dim, dtypes, activation };
-                let files: &[&str] =
-                    if sides == Halves { &["linear_codes.cu"] } else { &["linear_codes.cu", "gate.cu"] };
+                let files: &[&str] = if sides == Halves {
+                    &["linear_gemv_affine_int8.cu"]
+                } else {
+                    &["linear_gemv_affine_int8.cu", "gate.cu"]
+                };
                 assert_eq!(case.files(), files, "{case:?}");
                 case.check();
             }
@@ -219,9 +222,9 @@ fn experts_by_bulk_copies() {
             let (kind, activation) = (affine(4), rng.pick(&ACTIVATIONS));
             let case = Case { kind, sides, tokens, experts: Some(experts), inputs, dim, dtypes, activation };
             let alone = tokens * experts[0] <= (experts[1] / 4).max(8);
-            let sort = (!alone).then_some("linear_many.cu");
+            let sort = (!alone).then_some("linear_gemm_affine.cu");
             let gate = (sides == Other).then_some("gate.cu");
-            let files: Vec<&str> = sort.into_iter().chain(["linear_bulk_rows.cu"]).chain(gate).collect();
+            let files: Vec<&str> = sort.into_iter().chain(["linear_skinny_affine4_tma.cu"]).chain(gate).collect();
             assert_eq!(case.files(), files, "{case:?}");
             case.check();
         }
@@ -231,14 +234,14 @@ fn experts_by_bulk_copies() {
 /// Products whose kernels have no gate.
 #[test]
 fn others() {
-    // The row of four bits comes to linear_bulk.
+    // The row of four bits comes to linear_gemv_affine_tma.
     for (kind, tokens, dtype) in [
         (Kind::Dense(DType::F32), 1, DType::F32),
         (Kind::Blocks(BlockFormat::Q4_K), 1, DType::BF16),
         (affine(4), 1, DType::BF16),
         (affine(4), 9, DType::BF16),
         (Kind::Dense(DType::BF16), 33, DType::BF16),
-        // Of two rows linear_codes gates halves, but neither parts nor other columns.
+        // Of two rows linear_gemv_affine_int8 gates halves, but neither parts nor other columns.
         (affine(8), 2, DType::BF16),
     ] {
         let first = if tokens == 2 { HalvesInPlace } else { Halves };

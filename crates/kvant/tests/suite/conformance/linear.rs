@@ -345,7 +345,7 @@ fn few_rows_of_blocks() {
         ] {
             let x = rng.pick(&[DType::BF16, DType::BF16, DType::F16, DType::F32]);
             let case = Case { kind, tokens, inputs, outputs, x, out: rng.pick(&FLOATS), alpha: rng.pick(&[1.0, -0.5]) };
-            case.comes_to("linear_blocks.cu/");
+            case.comes_to("linear_skinny_blocks_mma.cu/");
             cases.push(case);
         }
     }
@@ -442,7 +442,7 @@ fn one_row_in_equal_parts() {
                 let launches = Launches::default();
                 case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
                 let all = launches.all.lock().unwrap();
-                let bulk = all.iter().any(|launch| launch.starts_with("linear_bulk.cu/"));
+                let bulk = all.iter().any(|launch| launch.starts_with("linear_gemv_affine_tma.cu/"));
                 assert!(bulk, "{case:?}: {all:?}");
                 cases.push((bits, case, false));
                 if inputs * outputs < 1 << 16 {
@@ -468,7 +468,10 @@ fn one_row_of_a_long_matrix() {
             case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
             let all = launches.all.lock().unwrap();
             let has_spans = format!("(\"SPANS\", UInt({spans}))");
-            assert!(all[0].starts_with("linear_bulk.cu/") && all[0].contains(&has_spans), "{case:?}: {all:?}");
+            assert!(
+                all[0].starts_with("linear_gemv_affine_tma.cu/") && all[0].contains(&has_spans),
+                "{case:?}: {all:?}"
+            );
             cases.push(case);
         }
     }
@@ -499,7 +502,7 @@ fn one_dense_row() {
             let (x, out) = (weight, rng.pick(&FLOATS));
             let alpha = rng.pick(&[1.0, -0.5]);
             let case = Case { kind: Kind::Dense(weight), tokens: 1, inputs, outputs, x, out, alpha };
-            case.comes_to("linear_stream_rows.cu/");
+            case.comes_to("linear_skinny_dense_tma.cu/");
             cases.push(case);
         }
     }
@@ -534,7 +537,7 @@ fn few_dense_rows() {
                 let tokens = rng.pick(rows);
                 let (out, alpha) = (rng.pick(&FLOATS), rng.pick(&[1.0, -0.5]));
                 let case = Case { kind: Kind::Dense(weight), tokens, inputs, outputs, x: weight, out, alpha };
-                case.comes_to("linear_stream_rows.cu/");
+                case.comes_to("linear_skinny_dense_tma.cu/");
                 cases.push(case);
             }
         }
@@ -574,7 +577,7 @@ fn few_affine_rows() {
     for case in one_in(3, |case| format!("{:?}", case.kind), cases) {
         let launches = Launches::default();
         case.launch_aligned(&gpu::cuda_device(launches.clone())).expect("it is launched");
-        case.came_to("linear_bulk_rows.cu/", &launches);
+        case.came_to("linear_skinny_affine4_tma.cu/", &launches);
         conform(format!("{case:?}"), |device| case.output(device, case.launch_aligned(device)?, false));
     }
 }
@@ -680,16 +683,16 @@ fn many_rows() {
                 let case =
                     Case { kind, tokens, inputs, outputs, x, out: rng.pick(&FLOATS), alpha: rng.pick(&[1.0, -0.5]) };
                 for (model, other) in [
-                    (Model::H200, "linear_batch.cu/"),
+                    (Model::H200, "linear_gemm_affine_wgmma.cu/"),
                     (Model::A100, "linear_dequantise.cu/"),
                     (Model::Rtx4090, "linear_dequantise.cu/"),
                 ] {
                     let launches = Launches { model, ..Launches::default() };
                     case.launch(&gpu::cuda_device(launches.clone()), false).expect("it is launched");
                     let all = launches.all.lock().unwrap();
-                    let mut files = vec!["linear_many.cu/", other];
+                    let mut files = vec!["linear_gemm_affine.cu/", other];
                     if may_be_dense {
-                        files.extend(["linear_dequantise.cu/", "linear_blocks.cu/"]);
+                        files.extend(["linear_dequantise.cu/", "linear_skinny_blocks_mma.cu/"]);
                     }
                     let is_one = |launch: &String| files.iter().any(|file| launch.starts_with(file));
                     assert!(all.iter().any(is_one), "{model:?}, {case:?}: {all:?}");
@@ -735,7 +738,7 @@ fn batches() {
             let outs: &[DType] = if tokens > 32 { &[DType::BF16] } else { &[DType::BF16, DType::F32] };
             for &out in outs {
                 let case = Case { kind, tokens, inputs, outputs, x, out, alpha };
-                case.comes_to("linear_batch.cu/");
+                case.comes_to("linear_gemm_affine_wgmma.cu/");
                 cases.push((bits, case));
             }
         }
@@ -807,7 +810,7 @@ fn batches_of_experts() {
             let launches = Launches::default();
             case.launch(&gpu::cuda_device(launches.clone()), case.uneven()).expect("it is launched");
             let all = launches.all.lock().unwrap();
-            assert!(all.iter().any(|launch| launch.starts_with("linear_batch.cu/")), "{case:?}: {all:?}");
+            assert!(all.iter().any(|launch| launch.starts_with("linear_gemm_affine_wgmma.cu/")), "{case:?}: {all:?}");
             cases.push(case);
         }
     }
@@ -839,7 +842,7 @@ fn few_rows_of_experts() {
             let launches = Launches::default();
             case.launch_with(&gpu::cuda_device(launches.clone()), case.uneven(), true).expect("it is launched");
             let all = launches.all.lock().unwrap();
-            assert!(all.iter().any(|launch| launch.starts_with("linear_bulk_rows.cu/")), "{case:?}: {all:?}");
+            assert!(all.iter().any(|launch| launch.starts_with("linear_skinny_affine4_tma.cu/")), "{case:?}: {all:?}");
             cases.push(case);
         }
     }
@@ -884,7 +887,7 @@ fn many_rows_of_experts() {
                 let launches = Launches { model, ..Launches::default() };
                 case.launch(&gpu::cuda_device(launches.clone()), case.uneven()).expect("it is launched");
                 let all = launches.all.lock().unwrap();
-                let is_sorted = all.iter().any(|launch| launch.contains("linear_many_sort"));
+                let is_sorted = all.iter().any(|launch| launch.contains("linear_gemm_affine_sort"));
                 assert!(is_sorted, "{model:?}, {case:?}: {all:?}");
             }
             cases.push(case);
@@ -902,8 +905,8 @@ fn many_rows_of_experts_of_blocks() {
         for (tokens, top_k, experts, expanded, kernel) in [
             (100, 2, 3, false, "linear_dequantise.cu/"),
             (300, 4, 20, true, "linear_dequantise.cu/"),
-            (60, 2, 3, true, "linear_blocks.cu/"),
-            (90, 4, 70, false, "linear_blocks.cu/"),
+            (60, 2, 3, true, "linear_skinny_blocks_mma.cu/"),
+            (90, 4, 70, false, "linear_skinny_blocks_mma.cu/"),
         ] {
             let (inputs, outputs) = (if kind.step() == 256 { 1024 } else { 192 }, 40);
             let (x_type, out_type) = (DType::BF16, DType::BF16);
@@ -912,7 +915,7 @@ fn many_rows_of_experts_of_blocks() {
             case.launch(&gpu::cuda_device(launches.clone()), case.uneven()).expect("it is launched");
             let all = launches.all.lock().unwrap();
             let has = |name: &str| all.iter().any(|launch| launch.contains(name));
-            assert!(has("linear_many_sort") && has(kernel), "{case:?}: {all:?}");
+            assert!(has("linear_gemm_affine_sort") && has(kernel), "{case:?}: {all:?}");
             cases.push(case);
         }
     }

@@ -1,7 +1,7 @@
 //! Products of a dense 16-bit weight with few rows, by bulk copies and on tensor cores.
 
 use super::{
-    LinearParams, aligned16,
+    LinearArgs, LinearKernel, LinearParams, aligned16,
     gating::Gating,
     out_parts::{MOST_PARTS, OutParts},
     splits::{SPLITS, Splits},
@@ -19,7 +19,7 @@ use crate::{
 };
 
 params! {
-    pub(crate) struct LinearStreamRowsParams {
+    pub(crate) struct SkinnyDenseTmaParams {
         pub rows: u32,
         pub outputs: u32,
         pub alpha: f32,
@@ -30,10 +30,10 @@ params! {
 }
 
 static SOURCE: Source = Source {
-    name: "linear_stream_rows.cu",
-    text: include_str!("linear_stream_rows.cu"),
+    name: "linear_skinny_dense_tma.cu",
+    text: include_str!("linear_skinny_dense_tma.cu"),
     headers: headers::ALL,
-    layouts: &[OutParts::layout, LinearStreamRowsParams::layout],
+    layouts: &[OutParts::layout, SkinnyDenseTmaParams::layout],
 };
 
 /// Rows of x that there are kernels for.
@@ -61,7 +61,7 @@ const SLOTS: usize = 2;
 
 /// How the work is divided.
 #[derive(Clone, Copy)]
-pub(super) struct StreamRowsTiling {
+pub(super) struct SkinnyDenseTma {
     /// Rows of x, with those that are not there.
     rows: usize,
     division: Splits,
@@ -74,10 +74,10 @@ pub(super) struct StreamRowsTiling {
     bytes: usize,
 }
 
-impl StreamRowsTiling {
+impl SkinnyDenseTma {
     /// None if the kernel does not take the product on this device. `halves` says that a tile has as many outputs of
     /// the second half as of the first.
-    pub(super) fn new(call: &Call, weight: &Parts, halves: bool, limits: &Limits) -> Option<StreamRowsTiling> {
+    pub(super) fn new(call: &Call, weight: &Parts, halves: bool, limits: &Limits) -> Option<SkinnyDenseTma> {
         let (all_inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let takes = limits.clusters
             && call.rows >= 1
@@ -123,23 +123,15 @@ impl StreamRowsTiling {
             let stages = stages.find(|&stages| bytes(stages) <= limits.threadgroup_bytes)?;
             Some((segment, stages, bytes(stages)))
         })?;
-        Some(StreamRowsTiling { rows, division, warps, inputs, segment, stages, bytes })
+        Some(SkinnyDenseTma { rows, division, warps, inputs, segment, stages, bytes })
     }
 
-    /// Adds the launch.
-    pub(super) fn build(
-        &self,
-        name: &'static str,
-        call: &Call,
-        weight: &Parts,
-        params: &LinearParams,
-        gating: Gating,
-        b: &mut Builder,
-    ) -> Result<()> {
+    fn push(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
         let &LinearParams { rows, outputs, alpha, .. } = params;
         let most_tiles = Launch::uint(NAME, "out", self.division.tiles)?;
         let up_width = Launch::uint(gate::NAME, "up", gating.up_width())?;
-        let params = LinearStreamRowsParams { rows, outputs, alpha, most_tiles, up_width, parts: OutParts::of(call)? };
+        let params = SkinnyDenseTmaParams { rows, outputs, alpha, most_tiles, up_width, parts: OutParts::of(call)? };
         let has_many = self.warps == WARPS[0] && registers_of_x(self.rows, self.inputs / self.warps) > FEW_REGISTERS;
         // A warpgroup where it gives registers to others; otherwise one warp copies, and one or two add.
         let others = match (has_many, self.rows) {
@@ -148,7 +140,7 @@ impl StreamRowsTiling {
             (false, _) => 3,
         };
         let launch = gating
-            .bind(Launch::new(NAME, &SOURCE, name), 6)
+            .bind(Launch::new(NAME, &SOURCE, self.name()), 6)
             .constant("DTYPE", weight.dtype)
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("ROWS", self.rows as u32)
@@ -170,6 +162,28 @@ impl StreamRowsTiling {
     }
 }
 
+impl LinearKernel for SkinnyDenseTma {
+    fn name(&self) -> &'static str {
+        "linear_skinny_dense_tma"
+    }
+
+    fn writes_parts(&self) -> bool {
+        true
+    }
+
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        self.push(args, Gating::None, b)
+    }
+
+    /// Every gate, if there is a tiling with both halves in a tile.
+    fn build_gated(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<bool> {
+        let tiling = SkinnyDenseTma::new(args.call, args.weight, gating.is_halves(), &b.limits);
+        let Some(tiling) = tiling else { return Ok(false) };
+        tiling.push(args, gating, b)?;
+        Ok(true)
+    }
+}
+
 /// Registers of a lane that x takes, of so many rows and inputs of a warp.
 fn registers_of_x(rows: usize, inputs: usize) -> usize {
     rows / EIGHT * (inputs / STEP) * 4
@@ -180,7 +194,7 @@ mod tests {
     use super::*;
     use crate::cuda::{
         affine::parts,
-        linear::rows::tests::{H200, call},
+        linear::skinny_mma::tests::{H200, call},
     };
 
     #[test]
@@ -201,7 +215,7 @@ mod tests {
                     let call = Call { dims: crate::ops::linear::WeightDims { outputs, ..call.dims }, ..call };
                     let case =
                         format!("{rows} rows, {outputs} x {inputs}, {bytes} bytes, {warpgroup_products}, {halves}");
-                    let shape = StreamRowsTiling::new(&call, &parts(&call.weight, inputs), halves, &limits);
+                    let shape = SkinnyDenseTma::new(&call, &parts(&call.weight, inputs), halves, &limits);
                     let Some(shape) = shape else {
                         // Too many registers for a block, or an odd number of steps that blocks cannot divide.
                         let is_long = rows > 16 && inputs > 10_240;
@@ -233,7 +247,7 @@ mod tests {
     fn long_rows_are_divided() {
         let splits = |rows, inputs, limits: &Limits| {
             let call = call(0, DType::BF16, [rows, 128, inputs], false);
-            StreamRowsTiling::new(&call, &parts(&call.weight, inputs), false, limits).map(|shape| shape.division.splits)
+            SkinnyDenseTma::new(&call, &parts(&call.weight, inputs), false, limits).map(|shape| shape.division.splits)
         };
         for (inputs, want) in [
             (256, [1, 1, 1]),
@@ -255,7 +269,7 @@ mod tests {
     fn other_products_are_not_taken() {
         let is_taken = |rows, inputs, limits: &Limits| {
             let call = call(0, DType::BF16, [rows, 128, inputs], false);
-            StreamRowsTiling::new(&call, &parts(&call.weight, inputs), false, limits).is_some()
+            SkinnyDenseTma::new(&call, &parts(&call.weight, inputs), false, limits).is_some()
         };
         assert!(is_taken(1, 4096, &H200) && is_taken(32, 4096, &H200) && !is_taken(33, 4096, &H200));
         assert!(!is_taken(8, 4128, &H200) && !is_taken(32, 14_336, &H200) && !is_taken(8, 65_536, &H200));

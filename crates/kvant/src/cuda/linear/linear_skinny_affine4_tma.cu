@@ -1,5 +1,5 @@
-// linear_bulk_rows: linear (linear_generic.cu) for affine codes of 4 bits and 2 to 8 rows, or few rows of each expert,
-// by bulk copies and on tensor cores. Reading W is the limit.
+// linear_skinny_affine4_tma: linear (linear_generic.cu) for affine codes of 4 bits and 2 to 8 rows, or few rows of each
+// expert, by bulk copies and on tensor cores. Reading W is the limit.
 //
 // x [rows, inputs] is bf16; rows begin at multiples of 16 bytes. W is [outputs, inputs], scales and biases 16 bits.
 // Results of the parts of W (linear/out_parts.h) follow each other.
@@ -17,7 +17,7 @@
 // Registers do not hold x of long rows. SPLITS blocks then have the same outputs, and INPUTS of each row: they leave
 // their sums in `partials`, and the one that is done last adds them up.
 //
-// EXPERTS: tiles are of one expert each. linear_many_sort has put rows into tiles of ROWS rows, in `experts` and
+// EXPERTS: tiles are of one expert each. linear_gemm_affine_sort has put rows into tiles of ROWS rows, in `experts` and
 // `order`; or, if they are few, each is a tile (ALONE), and `experts` are theirs. Tiles of the same rows follow each
 // other. Of the two halves of the results that a gate needs (linear/gating.h), a tile has eight outputs each.
 //
@@ -67,7 +67,7 @@ static_assert(SPLITS == 1 || ROW_BY_ROW && !ODD && !EXPERTS, "linear: parts of r
 static_assert(GATING == 0 || GATING == HALVES && EXPERTS, "linear: halves of experts' results have gates");
 static_assert(TEAMS == 1 || WARPS == 1 && STAGES % TEAMS == 0 && SPLITS == 1, "linear: teams have their own stages, and add up nothing");
 
-struct LinearBulkRowsParams {
+struct SkinnyAffine4TmaParams {
     LinearParams linear;
     // Tiles of rows, fewer of which may exist.
     uint row_tiles;
@@ -137,7 +137,7 @@ struct Place {
 // Blocks divide the outputs among them, SPLITS neighbouring ones together.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *x, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                 const LinearBulkRowsParams p, float *partials, uint *arrivals, uchar *gated, const uint *experts,
+                 const SkinnyAffine4TmaParams p, float *partials, uint *arrivals, uchar *gated, const uint *experts,
                  const uint *order) {
     extern __shared__ __align__(128) uchar memory[];
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = of_warp(threadIdx.x / 32);

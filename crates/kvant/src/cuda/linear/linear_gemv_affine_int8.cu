@@ -1,5 +1,5 @@
-// linear_codes: linear (linear_generic.cu) for affine codes and one or two rows, or few rows of experts, on integer
-// tensor cores. Reading W is the limit.
+// linear_gemv_affine_int8: linear (linear_generic.cu) for affine codes and one or two rows, or few rows of experts, on
+// integer tensor cores. Reading W is the limit.
 //
 // x is [.., inputs], f32, f16 or bf16; W is [outputs, inputs], codes of 4, 6 or 8 bits. Rows of both begin at multiples
 // of 16 bytes (of 8 for codes of 6 bits).

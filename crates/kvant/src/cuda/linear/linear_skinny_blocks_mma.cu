@@ -1,5 +1,5 @@
-// linear_blocks: linear (linear_generic.cu) for few rows by weights in blocks, by small floats with separate scales,
-// and by affine codes of 2, 3 and 5 bits (block_codes.h), on tensor cores. Reading W is the limit.
+// linear_skinny_blocks_mma: linear (linear_generic.cu) for few rows by weights in blocks, by small floats with separate
+// scales, and by affine codes of 2, 3 and 5 bits (block_codes.h), on tensor cores. Reading W is the limit.
 //
 // x is [.., inputs], f32, f16 or bf16, and its rows begin at multiples of 16 bytes; W begins anywhere.
 //
@@ -14,7 +14,8 @@
 // scale and bias are applied in float to the sums over their inputs, and a bias counts as often as a product with ones
 // says.
 //
-// With experts a block has one row; or (SORTED) TOKENS places of one expert in the order that linear_many_sort makes.
+// With experts a block has one row; or (SORTED) TOKENS places of one expert in the order that linear_gemm_affine_sort
+// makes.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
 #include "device/dependent_launch.h"

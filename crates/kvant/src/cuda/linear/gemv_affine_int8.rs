@@ -1,20 +1,21 @@
 //! Products of affine codes with one or two rows, or with few rows of experts, on integer tensor cores.
 
 use super::{
-    LinearParams,
+    LinearArgs, LinearKernel, LinearParams,
     gating::Gating,
     warp_tiling::{TILE, WarpTiling, vector},
 };
 use crate::cuda::{affine::Parts, headers};
 use crate::{
+    Result,
     cuda::{WARP, blocks_per_multiprocessor},
-    gpu::{Launch, Limits, Params, Source},
+    gpu::{Builder, Launch, Limits, Params, Source},
     ops::linear::Call,
 };
 
 static SOURCE: Source = Source {
-    name: "linear_codes.cu",
-    text: include_str!("linear_codes.cu"),
+    name: "linear_gemv_affine_int8.cu",
+    text: include_str!("linear_gemv_affine_int8.cu"),
     headers: headers::ALL,
     layouts: &[LinearParams::layout],
 };
@@ -33,19 +34,22 @@ const EXPERT_TILES: [usize; 2] = [4, 2];
 /// fit.
 const SMALL: usize = 4;
 const SMALL_WARPS: [usize; 2] = [5, 4];
-/// Inputs of a span, as `linear_codes.cu` has them.
+/// Inputs of a span, as `linear_gemv_affine_int8.cu` has them.
 const SPAN: usize = 128;
 /// Spans of x that a warp converts to integers together, at most.
 const DEPTH: usize = 8;
 
-/// Whether the kernel takes these rows, which `linear_rows` would.
-pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
+/// How the work is divided.
+pub(super) struct GemvAffineInt8(WarpTiling);
+
+/// Whether the kernel takes these rows, which `linear_skinny_mma` would.
+fn suits(call: &Call, weight: &Parts) -> bool {
     weight.bits != 0 && (call.rows <= TOKENS || call.experts.is_some())
 }
 
 /// As many outputs per block as give every multiprocessor one block, so that all have as much to do; or a tiling that
 /// needs less shared memory, where there is little.
-pub(super) fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
+fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let tiles = if call.experts.is_some() {
         let enough = |tiles: &usize| call.dims.outputs.div_ceil(TILE * tiles) * call.rows >= limits.busy_groups;
         EXPERT_TILES.into_iter().find(enough).unwrap_or(1)
@@ -108,20 +112,39 @@ fn within(call: &Call, weight: &Parts, [tiles, most_warps, stages]: [usize; 3]) 
     WarpTiling { tokens, tiles, stages, warps, vector, bytes: warps * (room + sums) }
 }
 
-/// The launch.
-pub(super) fn launch(
-    name: &'static str,
-    tiling: &WarpTiling,
-    call: &Call,
-    weight: &Parts,
-    params: &LinearParams,
-    gating: Gating,
-) -> Launch {
-    gating
-        .bind(tiling.launch(&SOURCE, name, call, weight, params), 7)
-        .constant("DEPTH", depth(call, tiling.warps) as u32)
-        .constant("W_ALIGNED", weight.aligned && (call.dims.inputs / 32 * weight.bits as usize).is_multiple_of(4))
-        .constant("WHOLE", call.dims.inputs.is_multiple_of(SPAN))
+impl GemvAffineInt8 {
+    /// None if the kernel does not take the product; it is one that `linear_skinny_mma` takes, too.
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemvAffineInt8> {
+        suits(call, weight).then(|| GemvAffineInt8(tiling(call, weight, limits)))
+    }
+
+    fn launch(&self, args: &LinearArgs, gating: Gating) -> Launch {
+        let LinearArgs { call, weight, params } = *args;
+        gating
+            .bind(self.0.launch(&SOURCE, self.name(), call, weight, params), 7)
+            .constant("DEPTH", depth(call, self.0.warps) as u32)
+            .constant("W_ALIGNED", weight.aligned && (call.dims.inputs / 32 * weight.bits as usize).is_multiple_of(4))
+            .constant("WHOLE", call.dims.inputs.is_multiple_of(SPAN))
+    }
+}
+
+impl LinearKernel for GemvAffineInt8 {
+    fn name(&self) -> &'static str {
+        "linear_gemv_affine_int8"
+    }
+
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        b.push(self.launch(args, Gating::None))
+    }
+
+    /// Every gate of one row, and gates of halves.
+    fn build_gated(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<bool> {
+        let takes = args.call.rows == 1 || gating.is_halves();
+        if takes {
+            b.push(self.launch(args, gating))?;
+        }
+        Ok(takes)
+    }
 }
 
 #[cfg(test)]
@@ -129,7 +152,7 @@ mod tests {
     use super::*;
     use crate::cuda::{
         affine::parts,
-        linear::rows::tests::{H200, calls},
+        linear::skinny_mma::tests::{H200, calls},
     };
 
     #[test]

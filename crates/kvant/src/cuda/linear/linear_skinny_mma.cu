@@ -1,4 +1,5 @@
-// linear_rows: linear (linear_generic.cu) for the few rows of a decode step, on tensor cores. Reading W is the limit.
+// linear_skinny_mma: linear (linear_generic.cu) for the few rows of a decode step, on tensor cores. Reading W is the
+// limit.
 //
 // x is [.., inputs], f32, f16 or bf16; W is [outputs, inputs], dense of x's dtype (or bf16 for x of f32), or affine
 // codes. Rows of both begin at multiples of 16 bytes (of 8 for codes of 6 bits).
@@ -24,7 +25,7 @@
 #include "linear/out_parts.h"
 #include "linear/params.h"
 
-struct LinearRowsParams {
+struct SkinnyMmaParams {
     LinearParams linear;
     OutParts parts;
 };
@@ -244,7 +245,7 @@ inline void unit_words(uint (&w)[UNIT_WORDS], const uint *stage, uint row, uint 
 // Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
-                const LinearRowsParams p) {
+                const SkinnyMmaParams p) {
     extern __shared__ __align__(16) uint shared[];
     const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;

@@ -1,7 +1,7 @@
-// What linear_batch.cu has in shared memory, and how its blocks divide the work.
+// What linear_gemm_affine_wgmma.cu has in shared memory, and how its blocks divide the work.
 #ifndef KVANT_CUDA_LINEAR_BATCH_LAYOUT_H
 #define KVANT_CUDA_LINEAR_BATCH_LAYOUT_H
-#include "linear/batch/chunk.h"
+#include "linear/gemm_affine_wgmma/chunk.h"
 
 constexpr uint OUTPUTS = 256 / HALVES;
 constexpr uint PRODUCERS = 128;

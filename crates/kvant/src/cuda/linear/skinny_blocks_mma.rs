@@ -2,8 +2,8 @@
 //! floats with separate scales, affine codes of 2, 3 and 5 bits.
 
 use super::{
-    LinearParams, aligned16,
-    many::{MOST_EXPERTS, most_tiles, sort},
+    LinearArgs, LinearKernel, LinearParams, aligned16,
+    gemm_affine::{MOST_EXPERTS, most_tiles, sort},
     warp_tiling::{TILE, WarpTiling},
 };
 use crate::cuda::{WARP, affine::Parts, headers};
@@ -14,8 +14,8 @@ use crate::{
 };
 
 static SOURCE: Source = Source {
-    name: "linear_blocks.cu",
-    text: include_str!("linear_blocks.cu"),
+    name: "linear_skinny_blocks_mma.cu",
+    text: include_str!("linear_skinny_blocks_mma.cu"),
     headers: headers::ALL,
     layouts: &[LinearParams::layout],
 };
@@ -36,6 +36,9 @@ const WARPS: usize = 8;
 const BUSY: [usize; 2] = [24, 10];
 /// Spans of inputs that a warp has in flight, at most.
 const STAGES: usize = 6;
+
+/// How the work is divided.
+pub(super) struct SkinnyBlocksMma(WarpTiling);
 
 /// Bytes of a row of a weight, in its codes and in each buffer of scales; 0 where there are none.
 fn row_bytes(weight: &OwnedWeight, inputs: usize) -> [usize; 2] {
@@ -62,7 +65,7 @@ fn alignments(call: &Call, weight: &Parts) -> [usize; 2] {
 }
 
 /// Whether the kernel takes these rows.
-pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
+fn suits(call: &Call, weight: &Parts) -> bool {
     let takes = weight.format != 0 || matches!(weight.bits, 2 | 3 | 5);
     let row = row_bytes(&call.weight, call.dims.inputs)[0];
     // Offsets within a tile are 32 bits.
@@ -70,7 +73,7 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
 }
 
 /// The most rows for which the kernel, which reads W again for every eight rows, is faster than a kernel of many rows.
-pub(super) fn most_rows(call: &Call) -> usize {
+fn most_rows(call: &Call) -> usize {
     match call.experts {
         Some(_) => call.dims.experts.saturating_mul(FEW_PER_EXPERT),
         None => FEW,
@@ -84,7 +87,7 @@ fn is_sorted(call: &Call) -> bool {
 }
 
 /// The best tiling, or one that needs less shared memory where the device has little.
-pub(super) fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
+fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let smaller = [(2, WARPS), (1, WARPS), (1, WARPS / 2), (1, WARPS / 4)];
     let mut tilings = smaller.into_iter().map(|most| within(call, weight, limits, most));
     let fits = tilings.find(|tiling| tiling.bytes <= limits.threadgroup_bytes);
@@ -128,34 +131,42 @@ fn within(call: &Call, weight: &Parts, limits: &Limits, (most_tiles, most_warps)
     WarpTiling { tokens, tiles, stages, warps, vector: 1, bytes: warps * (stages * stage + sums) }
 }
 
-/// Adds the launches.
-pub(super) fn build(
-    name: &'static str,
-    tiling: &WarpTiling,
-    call: &Call,
-    weight: &Parts,
-    params: &LinearParams,
-    b: &mut Builder,
-) -> Result<()> {
-    let [of_codes, of_factors] = alignments(call, weight);
-    let tiles = most_tiles(call, tiling.tokens);
-    let sorted = if is_sorted(call) { sort(call, params, [tiles, tiling.tokens], b)? } else { None };
-    let launch = tiling
-        .launch(&SOURCE, name, call, weight, params)
-        .constant("W_ALIGNMENT", of_codes as u32)
-        .constant("FACTOR_ALIGNMENT", of_factors as u32)
-        .constant("INPUTS_OF_SPANS", call.dims.inputs.is_multiple_of(SPAN))
-        .constant("SORTED", sorted.is_some());
-    b.push(match &sorted {
-        None => launch,
-        Some([experts, order]) => {
-            let [outputs, _, _] = launch.grid.groups;
-            launch
-                .scratch(7, experts, Use::Read)
-                .scratch(8, order, Use::Read)
-                .grid([outputs as usize, tiles, 1], [tiling.warps * WARP, 1, 1])
-        }
-    })
+impl SkinnyBlocksMma {
+    /// None if the kernel does not take the product, or is slower than one of many rows.
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<SkinnyBlocksMma> {
+        let takes = call.rows <= most_rows(call) && suits(call, weight);
+        takes.then(|| SkinnyBlocksMma(tiling(call, weight, limits)))
+    }
+}
+
+impl LinearKernel for SkinnyBlocksMma {
+    fn name(&self) -> &'static str {
+        "linear_skinny_blocks_mma"
+    }
+
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
+        let tiling = &self.0;
+        let [of_codes, of_factors] = alignments(call, weight);
+        let tiles = most_tiles(call, tiling.tokens);
+        let sorted = if is_sorted(call) { sort(call, params, [tiles, tiling.tokens], b)? } else { None };
+        let launch = tiling
+            .launch(&SOURCE, self.name(), call, weight, params)
+            .constant("W_ALIGNMENT", of_codes as u32)
+            .constant("FACTOR_ALIGNMENT", of_factors as u32)
+            .constant("INPUTS_OF_SPANS", call.dims.inputs.is_multiple_of(SPAN))
+            .constant("SORTED", sorted.is_some());
+        b.push(match &sorted {
+            None => launch,
+            Some([experts, order]) => {
+                let [outputs, _, _] = launch.grid.groups;
+                launch
+                    .scratch(7, experts, Use::Read)
+                    .scratch(8, order, Use::Read)
+                    .grid([outputs as usize, tiles, 1], [tiling.warps * WARP, 1, 1])
+            }
+        })
+    }
 }
 
 #[cfg(test)]
@@ -165,7 +176,7 @@ mod tests {
         Device,
         cuda::{
             affine::parts,
-            linear::rows::tests::{H200, call},
+            linear::skinny_mma::tests::{H200, call},
         },
         ops::BlockFormat,
     };

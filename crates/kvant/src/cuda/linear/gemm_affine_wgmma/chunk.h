@@ -1,4 +1,4 @@
-// Chunks of x, which linear_batch_arrange.cu makes for linear_batch.cu.
+// Chunks of x, which linear_gemm_affine_wgmma_arrange.cu makes for linear_gemm_affine_wgmma.cu.
 #ifndef KVANT_CUDA_LINEAR_BATCH_CHUNK_H
 #define KVANT_CUDA_LINEAR_BATCH_CHUNK_H
 #include "device/elements.h"
@@ -6,7 +6,7 @@
 #include "linear/params.h"
 
 // The parameters of both kernels.
-struct LinearBatchParams {
+struct GemmAffineWgmmaParams {
     LinearParams linear;
     // Tiles of rows, fewer of which may exist with experts, and tiles of outputs.
     uint row_tiles;

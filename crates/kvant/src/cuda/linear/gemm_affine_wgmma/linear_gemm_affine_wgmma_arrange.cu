@@ -1,14 +1,15 @@
-// linear_batch_arrange: x [rows, inputs] -> for every tile of ROWS rows and every DEPTH blocks of inputs a chunk:
-// matrices of BLOCK inputs in the layout of wgmma.h, then, unless FOLDED, the sums of the blocks, [DEPTH][ROWS] floats.
-// The padding is zeros. A thread has 16 bytes of a row. It also sets the counters of linear_batch to 0.
+// linear_gemm_affine_wgmma_arrange: x [rows, inputs] -> for every tile of ROWS rows and every DEPTH blocks of inputs a
+// chunk: matrices of BLOCK inputs in the layout of wgmma.h, then, unless FOLDED, the sums of the blocks, [DEPTH][ROWS]
+// floats. The padding is zeros. A thread has 16 bytes of a row. It also sets the counters of linear_gemm_affine_wgmma
+// to 0.
 #include "device/dependent_launch.h"
 #include "device/elements.h"
-#include "linear/batch/chunk.h"
+#include "linear/gemm_affine_wgmma/chunk.h"
 
 // Blocks: x counts blocks of inputs, of whole chunks, as many as a block has threads for; y 32 rows, or a tile of
 // fewer.
 extern "C" __global__ void __launch_bounds__(256)
-    KVANT_KERNEL(const uchar *x, uchar *out, uint *counters, const LinearBatchParams p, const uint *experts, const uint *order) {
+    KVANT_KERNEL(const uchar *x, uchar *out, uint *counters, const GemmAffineWgmmaParams p, const uint *experts, const uint *order) {
     take_turn();
     if (blockIdx.x == 0 && blockIdx.y == 0) {
         for (uint i = threadIdx.x; i < p.row_tiles * p.output_tiles; i += 256) {

@@ -1,9 +1,9 @@
 //! Products of affine codes of 4 bits with few rows, or few rows of each expert, by bulk copies and on tensor cores.
 
 use super::{
-    LinearParams, aligned16,
+    LinearArgs, LinearKernel, LinearParams, aligned16,
     gating::Gating,
-    many::{MOST_EXPERTS, most_tiles, sort},
+    gemm_affine::{MOST_EXPERTS, most_tiles, sort},
     out_parts::{MOST_PARTS, OutParts},
     splits::{SPLITS, Splits},
     warp_tiling::TILE,
@@ -17,7 +17,7 @@ use crate::{
 };
 
 params! {
-    pub(crate) struct LinearBulkRowsParams {
+    pub(crate) struct SkinnyAffine4TmaParams {
         pub linear: LinearParams,
         pub row_tiles: u32,
         pub most_tiles: u32,
@@ -26,10 +26,10 @@ params! {
 }
 
 static SOURCE: Source = Source {
-    name: "linear_bulk_rows.cu",
-    text: include_str!("linear_bulk_rows.cu"),
+    name: "linear_skinny_affine4_tma.cu",
+    text: include_str!("linear_skinny_affine4_tma.cu"),
     headers: headers::ALL,
-    layouts: &[LinearParams::layout, OutParts::layout, LinearBulkRowsParams::layout],
+    layouts: &[LinearParams::layout, OutParts::layout, SkinnyAffine4TmaParams::layout],
 };
 
 /// The most rows of x, or of a tile of an expert.
@@ -55,7 +55,7 @@ const SLOTS: usize = 2;
 
 /// How the work is divided.
 #[derive(Clone, Copy)]
-pub(super) struct BulkRowsTiling {
+pub(super) struct SkinnyAffine4Tma {
     division: Splits,
     /// Tiles of rows, and whether they have one row each.
     row_tiles: usize,
@@ -69,9 +69,9 @@ pub(super) struct BulkRowsTiling {
     bytes: usize,
 }
 
-impl BulkRowsTiling {
+impl SkinnyAffine4Tma {
     /// None if the kernel does not take the product on this device.
-    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<BulkRowsTiling> {
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<SkinnyAffine4Tma> {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let group = weight.group as usize;
@@ -139,31 +139,23 @@ impl BulkRowsTiling {
                 (FEWEST_STAGES.min(most)..=most).rev().filter(|stages| stages.is_multiple_of(teams)).find(fits)?;
             let (steps, bytes) = (blocks / warps, bytes(stages));
             let division = Splits { splits, stretches, tiles };
-            Some(BulkRowsTiling { division, row_tiles, alone, teams, warps, steps, stages, bytes })
+            Some(SkinnyAffine4Tma { division, row_tiles, alone, teams, warps, steps, stages, bytes })
         })
     }
 
-    /// Adds the launches.
-    pub(super) fn build(
-        &self,
-        name: &'static str,
-        call: &Call,
-        weight: &Parts,
-        params: &LinearParams,
-        gating: Gating,
-        b: &mut Builder,
-    ) -> Result<()> {
+    fn push(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
         let uint = |value| Launch::uint(NAME, "out", value);
         let sorted = if self.alone { None } else { sort(call, params, [self.row_tiles, ROWS], b)? };
         let inputs = params.inputs;
-        let params = LinearBulkRowsParams {
+        let params = SkinnyAffine4TmaParams {
             linear: *params,
             row_tiles: uint(self.row_tiles)?,
             most_tiles: uint(self.division.tiles)?,
             parts: OutParts::of(call)?,
         };
         let launch = gating
-            .bind(Launch::new(NAME, &SOURCE, name), 7)
+            .bind(Launch::new(NAME, &SOURCE, self.name()), 7)
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("W_DTYPE", weight.dtype)
             .constant("GROUP", weight.group)
@@ -198,18 +190,41 @@ impl BulkRowsTiling {
     }
 }
 
+impl LinearKernel for SkinnyAffine4Tma {
+    fn name(&self) -> &'static str {
+        "linear_skinny_affine4_tma"
+    }
+
+    fn writes_parts(&self) -> bool {
+        true
+    }
+
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        self.push(args, Gating::None, b)
+    }
+
+    /// Of experts, gates of halves.
+    fn build_gated(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<bool> {
+        let takes = args.call.experts.is_some() && gating.is_halves();
+        if takes {
+            self.push(args, gating, b)?;
+        }
+        Ok(takes)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cuda::{
         affine::parts,
-        linear::rows::tests::{H200, affine, call},
+        linear::skinny_mma::tests::{H200, affine, call},
     };
 
-    fn tiling(rows: usize, outputs: usize, inputs: usize, limits: &Limits) -> Option<BulkRowsTiling> {
+    fn tiling(rows: usize, outputs: usize, inputs: usize, limits: &Limits) -> Option<SkinnyAffine4Tma> {
         let mut call = call(4, DType::BF16, [rows, outputs, inputs], false);
         call.weight = affine([outputs, inputs], 4, 64, DType::BF16);
-        BulkRowsTiling::new(&call, &parts(&call.weight, inputs), limits)
+        SkinnyAffine4Tma::new(&call, &parts(&call.weight, inputs), limits)
     }
 
     #[test]

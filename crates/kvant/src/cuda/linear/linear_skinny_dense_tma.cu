@@ -1,8 +1,8 @@
-// linear_stream_rows: linear (linear_generic.cu) for a dense weight and 1 to 32 rows, by bulk copies and on tensor
+// linear_skinny_dense_tma: linear (linear_generic.cu) for a dense weight and 1 to 32 rows, by bulk copies and on tensor
 // cores. Reading W is the limit.
 //
 // x [rows, inputs] and W [outputs, inputs] have one dtype, f16 or bf16; rows begin at multiples of 16 bytes. Results of
-// the parts of W (LinearStreamRowsParams) follow each other.
+// the parts of W (SkinnyDenseTmaParams) follow each other.
 //
 // Every block has a stretch of outputs, and a multiprocessor to itself. Warp WARPS copies SEGMENT inputs (at last those
 // that are left) of a tile of 16 rows of W at a time, up to STAGES of these ahead of their use. The warps before it
@@ -64,7 +64,7 @@ static_assert(BARRIERS_AT + (STAGES + SLOTS) * 16 + 16 == SHARED_BYTES, "linear:
 static_assert(STEPS * 4 * LANE * WARPS == SEGMENT && INPUTS % (4 * LANE * WARPS) == 0, "linear: whole steps");
 static_assert(SEGMENT * 2 % 128 == 0, "linear: the padding is for rows of whole lines of banks");
 
-struct LinearStreamRowsParams {
+struct SkinnyDenseTmaParams {
     uint rows;
     uint outputs;
     float alpha;
@@ -77,7 +77,7 @@ struct LinearStreamRowsParams {
 
 // Blocks divide the outputs among them, SPLITS neighbouring ones together.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const LinearStreamRowsParams p, float *partials,
+    KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const SkinnyDenseTmaParams p, float *partials,
                  uint *arrivals, const uchar *up, uchar *gated) {
     extern __shared__ __align__(128) uchar memory[];
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = of_warp(threadIdx.x / 32);

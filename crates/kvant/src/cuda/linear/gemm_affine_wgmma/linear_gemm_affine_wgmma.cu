@@ -1,6 +1,6 @@
-// linear_batch: linear (linear_generic.cu) of up to 128 rows of bf16, or of rows of experts, with affine codes, on the
-// tensor cores of whole warpgroups. Every matrix is read once, which is the limit up to about 32 rows. Results are bf16
-// or, of up to 32 rows, f32.
+// linear_gemm_affine_wgmma: linear (linear_generic.cu) of up to 128 rows of bf16, or of rows of experts, with affine
+// codes, on the tensor cores of whole warpgroups. Every matrix is read once, which is the limit up to about 32 rows.
+// Results are bf16 or, of up to 32 rows, f32.
 //
 // With w = scale * code + bias,
 //   out = sum over blocks of  scale * (x . code) + bias * (x . 1)
@@ -9,14 +9,14 @@
 // f32 it is subtracted from codes of 4 and 6 bits before the products. With more rows (FOLDED) scaling takes longer
 // than making weights of the codes, rounded to bf16.
 //
-// x is in chunks, by linear_batch_arrange.cu. Tiles are OUTPUTS outputs by ROWS rows, of out^T = W x^T. The chunks of
-// all tiles, one after the other, are divided evenly among the blocks, wherever that cuts a tile. One warpgroup copies
-// codes and x to a ring in shared memory, a chunk a stage, and scales and biases to two slots, for SPAN inputs at
-// once: in smaller pieces they would take as long as the codes. The others multiply, 64 outputs each, or twice as
-// many: a thread unpacks 16 neighbouring codes of two outputs, the left sides of four products (codes.h). With HALVES
-// of 2, two warpgroups have the same 64 outputs, each half of a chunk's inputs, and their sums are added through
-// shared memory. Chunks are longer then, and longer pieces of rows are read faster. A tile that several blocks share
-// is left in `partials`, and added up, in the order of its inputs, by the block that is done last.
+// x is in chunks, by linear_gemm_affine_wgmma_arrange.cu. Tiles are OUTPUTS outputs by ROWS rows, of out^T = W x^T. The
+// chunks of all tiles, one after the other, are divided evenly among the blocks, wherever that cuts a tile. One
+// warpgroup copies codes and x to a ring in shared memory, a chunk a stage, and scales and biases to two slots, for
+// SPAN inputs at once: in smaller pieces they would take as long as the codes. The others multiply, 64 outputs each, or
+// twice as many: a thread unpacks 16 neighbouring codes of two outputs, the left sides of four products (codes.h). With
+// HALVES of 2, two warpgroups have the same 64 outputs, each half of a chunk's inputs, and their sums are added through
+// shared memory. Chunks are longer then, and longer pieces of rows are read faster. A tile that several blocks share is
+// left in `partials`, and added up, in the order of its inputs, by the block that is done last.
 //
 // Where tiles are at most half as many as multiprocessors, several blocks would share each, and the last one of a small
 // matrix would add for longer than it multiplies. There the CLUSTER blocks of a cluster divide the chunks of a tile,
@@ -32,15 +32,15 @@
 #include "device/uniform.h"
 #include "device/vectors.h"
 #include "device/wgmma.h"
-#include "linear/batch/chunk.h"
-#include "linear/batch/codes.h"
-#include "linear/batch/layout.h"
+#include "linear/gemm_affine_wgmma/chunk.h"
+#include "linear/gemm_affine_wgmma/codes.h"
+#include "linear/gemm_affine_wgmma/layout.h"
 #include "linear/out_parts.h"
 
 // Blocks: the grid has one dimension.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *arranged, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                 float *partials, uint *counters, const LinearBatchParams p, const uint *experts, const uint *order) {
+                 float *partials, uint *counters, const GemmAffineWgmmaParams p, const uint *experts, const uint *order) {
     extern __shared__ uchar memory[];
     const uint base = (shared_address(memory) + 1023) / 1024 * 1024;
     const uint full = base, free = base + STAGES * 8, slot_free = base + STAGES * 16, ring = base + AT_RING;

@@ -1,5 +1,5 @@
-// linear_many: linear (linear_generic.cu) of many rows with one W, affine or (BITS is 0) of bf16, on tensor cores: by
-// products of whole warpgroups (WARPGROUP_PRODUCTS), or of warps where GPUs have no others.
+// linear_gemm_affine: linear (linear_generic.cu) of many rows with one W, affine or (BITS is 0) of bf16, on tensor
+// cores: by products of whole warpgroups (WARPGROUP_PRODUCTS), or of warps where GPUs have no others.
 //
 // The products of an affine W use its codes, counted from the middle of their range, which bf16 holds exactly. With w =
 // scale * code + bias,
@@ -8,22 +8,22 @@
 // numbers. An x of f32 is a sum of three bf16 numbers, one of f16 of two: as many products of the same codes, or
 // weights.
 //
-// linear_many_sort, with EXPERTS: ids [rows] -> the rows in the order of their experts, in tiles of ROWS places of one
-// expert each. `experts` has the expert of a tile, or NONE where there is no such tile; `order` the row at a place, or
-// NONE for padding. Rows whose expert does not exist come last, as if there were one more. One block.
+// linear_gemm_affine_sort, with EXPERTS: ids [rows] -> the rows in the order of their experts, in tiles of ROWS places
+// of one expert each. `experts` has the expert of a tile, or NONE where there is no such tile; `order` the row at a
+// place, or NONE for padding. Rows whose expert does not exist come last, as if there were one more. One block.
 //
-// linear_many_arrange: x [rows, inputs] -> for every tile of ROWS rows and BLOCK inputs a chunk, a matrix in the layout
-// of wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The
+// linear_gemm_affine_arrange: x [rows, inputs] -> for every tile of ROWS rows and BLOCK inputs a chunk, a matrix in the
+// layout of wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The
 // padding is zeros. A thread has 16 bytes of a row.
 //
-// linear_many: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread (without
-// WARPGROUP_PRODUCTS, those that multiply) copies them into a ring in shared memory, and two warpgroups multiply, 64
-// outputs each. A thread reads the codes, or weights, of its two outputs directly into the registers of the products'
-// operands: the order of inputs within BLOCK is free, so a lane has 16 neighbours, or eight in each half (HALVED). With
-// groups of 32, the products of each half are scaled by themselves (SUMS is 2). While the products of 64 rows by
-// warpgroups run, those of the other 64 are scaled and added, and the next codes converted. Dense products are added in
-// the same way, BLOCK inputs at a time: tensor cores truncate sums instead of rounding them, which is visible after
-// some hundred inputs.
+// linear_gemm_affine: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread
+// (without WARPGROUP_PRODUCTS, those that multiply) copies them into a ring in shared memory, and two warpgroups
+// multiply, 64 outputs each. A thread reads the codes, or weights, of its two outputs directly into the registers of
+// the products' operands: the order of inputs within BLOCK is free, so a lane has 16 neighbours, or eight in each half
+// (HALVED). With groups of 32, the products of each half are scaled by themselves (SUMS is 2). While the products of 64
+// rows by warpgroups run, those of the other 64 are scaled and added, and the next codes converted. Dense products are
+// added in the same way, BLOCK inputs at a time: tensor cores truncate sums instead of rounding them, which is visible
+// after some hundred inputs.
 #include "device/affine.h"
 #include "device/dependent_launch.h"
 #include "device/fragments.h"
@@ -31,13 +31,13 @@
 #include "device/ring_cursor.h"
 #include "device/vectors.h"
 #include "linear/params.h"
-#if KERNEL_linear_many
+#if KERNEL_linear_gemm_affine
 #include "device/products.h"
 #endif
 
 constexpr uint NONE = 0xFFFFFFFF;
 
-struct LinearManyParams {
+struct GemmAffineParams {
     uint rows;
     uint outputs;
     uint inputs;
@@ -47,16 +47,16 @@ struct LinearManyParams {
     uint present;
 };
 
-struct LinearManySortParams {
+struct GemmAffineSortParams {
     uint rows;
     uint experts;
     uint tiles;
 };
 
-#if KERNEL_linear_many_sort
+#if KERNEL_linear_gemm_affine_sort
 
 extern "C" __global__ void __launch_bounds__(1024)
-    KVANT_KERNEL(const uint *ids, uint *experts, uint *order, const LinearManySortParams p) {
+    KVANT_KERNEL(const uint *ids, uint *experts, uint *order, const GemmAffineSortParams p) {
     // Rows of each expert; then where its next row goes.
     extern __shared__ uint counts[];
     uint *next = counts + p.experts + 1;
@@ -146,7 +146,7 @@ constexpr uint input_of(uint code) {
     return HALVED ? code / 8 * 32 + code % 8 : code;
 }
 
-#if KERNEL_linear_many_arrange
+#if KERNEL_linear_gemm_affine_arrange
 
 // Blocks: x counts BLOCK inputs, up to whole blocks of sums if there are any, y 32 places.
 extern "C" __global__ void __launch_bounds__(256)
@@ -383,7 +383,7 @@ inline void copy_chunk(uint to, const uchar *from, uint bytes, uint barrier) {
 // Blocks: x counts OUTPUTS outputs, y tiles of ROWS rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *chunks, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                const LinearManyParams p, const uint *experts, const uint *order) {
+                const GemmAffineParams p, const uint *experts, const uint *order) {
     extern __shared__ uchar memory[];
     const uint base = (shared_address(memory) + 1023) / 1024 * 1024;
     const uint full = base, free = base + STAGES * 8, ring = base + AT_RING;

@@ -1,4 +1,5 @@
-// linear_bulk: linear (linear_generic.cu) for affine codes and one row, by bulk copies. Reading W is the limit.
+// linear_gemv_affine_tma: linear (linear_generic.cu) for affine codes and one row, by bulk copies. Reading W is the
+// limit.
 //
 // x is [inputs], f32, f16 or bf16; W is [outputs, inputs], codes of 4, 6 or 8 bits. Rows of W have a whole number of
 // PARTs, rows of scales and biases one of 8 bytes, and outputs are a multiple of 16.
@@ -67,7 +68,7 @@ constexpr uint SUMS_AT = DIGITS_AT + WARPS * DIGITS * 4;
 constexpr uint BARRIERS_AT = SUMS_AT + WARPS * TILES * ROWS * 4;
 // bulk.rs computes the same sum.
 static_assert(BARRIERS_AT + STAGES * 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
-static_assert(INPUTS % PART == 0 && WARPS <= PARTS && FACTOR_ROW % FACTOR_COPY == 0 && AHEAD <= STAGES, "linear: shapes that linear_bulk takes");
+static_assert(INPUTS % PART == 0 && WARPS <= PARTS && FACTOR_ROW % FACTOR_COPY == 0 && AHEAD <= STAGES, "linear: shapes that linear_gemv_affine_tma takes");
 
 // Begins to copy the rows of a tile in a chunk. All lanes of a warp call it.
 inline void begin_tile(const uchar *values, const uchar *scales, const uchar *biases, uint shared, uint full, uint slot, ulong first_row,

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::LinearParams;
+use super::{LinearArgs, LinearKernel, LinearParams};
 use crate::cuda::{THREADS, affine::Parts, headers};
 use crate::{
     DType, Result,
@@ -13,8 +13,8 @@ use crate::{
 };
 
 params! {
-    /// Of `linear_many`.
-    pub(crate) struct LinearManyParams {
+    /// Of `linear_gemm_affine`.
+    pub(crate) struct GemmAffineParams {
         pub rows: u32,
         pub outputs: u32,
         pub inputs: u32,
@@ -27,8 +27,8 @@ params! {
 }
 
 params! {
-    /// Of `linear_many_sort`.
-    pub(crate) struct LinearManySortParams {
+    /// Of `linear_gemm_affine_sort`.
+    pub(crate) struct GemmAffineSortParams {
         pub rows: u32,
         pub experts: u32,
         /// Tiles that there is room for.
@@ -37,10 +37,10 @@ params! {
 }
 
 static SOURCE: Source = Source {
-    name: "linear_many.cu",
-    text: include_str!("linear_many.cu"),
+    name: "linear_gemm_affine.cu",
+    text: include_str!("linear_gemm_affine.cu"),
     headers: headers::ALL,
-    layouts: &[LinearParams::layout, LinearManyParams::layout, LinearManySortParams::layout],
+    layouts: &[LinearParams::layout, GemmAffineParams::layout, GemmAffineSortParams::layout],
 };
 
 /// Inputs of a chunk, and outputs of a block.
@@ -57,7 +57,8 @@ const RESULTS: usize = OUTPUTS + 4;
 const STAGES: std::ops::RangeInclusive<usize> = 3..=6;
 /// Rows of a chunk: where there are enough of them to keep the device busy, and otherwise.
 const ROWS: [usize; 2] = [128, 64];
-/// The most rows: the second dimension of the grid of `linear_many_arrange` counts rows of whole chunks, 32 at a time.
+/// The most rows: the second dimension of the grid of `linear_gemm_affine_arrange` counts rows of whole chunks, 32 at a
+/// time.
 const MOST_ROWS: usize = 65_535 * 32 / ROWS[0] * ROWS[0];
 
 /// Threads that sort rows by expert, and the most experts, for whose counts shared memory has room.
@@ -65,7 +66,7 @@ const SORTERS: usize = 1024;
 pub(super) const MOST_EXPERTS: usize = 8192;
 
 /// How x is divided into chunks.
-pub(super) struct ManyChunks {
+pub(super) struct GemmAffine {
     pub(super) rows: usize,
     /// Tiles of rows.
     tiles: usize,
@@ -93,9 +94,9 @@ pub(super) fn sort(
     let (experts, order) = (b.scratch(tiles * 4)?, b.scratch(tiles * rows * 4)?);
     let counts = (call.dims.experts + 1) * 4;
     let tiles = Launch::uint(NAME, "experts.ids", tiles)?;
-    let params = LinearManySortParams { rows: params.rows, experts: params.experts, tiles };
+    let params = GemmAffineSortParams { rows: params.rows, experts: params.experts, tiles };
     b.push(
-        Launch::new(NAME, &SOURCE, "linear_many_sort")
+        Launch::new(NAME, &SOURCE, "linear_gemm_affine_sort")
             .constant("ROWS", rows as u32)
             .read(0, ids)
             .scratch(1, &experts, Use::Write)
@@ -116,26 +117,26 @@ pub(super) fn most_tiles(call: &Call, rows: usize) -> usize {
     }
 }
 
-impl ManyChunks {
+impl GemmAffine {
     /// None if the kernels do not take the product: they take matrices of codes, or of bf16 where no library does:
     /// those of experts, where x is of another dtype, or where there is none.
-    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<ManyChunks> {
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemmAffine> {
         if weight.bits != 0 {
             let sums = BLOCK.div_ceil(weight.group as usize);
             let replaces_dense = sums == 1 && matches!(weight.bits, 4 | 6 | 8);
-            return Some(ManyChunks { replaces_dense, ..ManyChunks::of(call, sums, limits)? });
+            return Some(GemmAffine { replaces_dense, ..GemmAffine::of(call, sums, limits)? });
         }
         let by_library = limits.library_products && call.experts.is_none() && call.x.dtype() == DType::BF16;
         let takes = weight.is_dense() && weight.dtype == DType::BF16 && weight.aligned && !by_library;
-        if takes { ManyChunks::of_dense(call, limits) } else { None }
+        if takes { GemmAffine::of_dense(call, limits) } else { None }
     }
 
     /// The same for a weight of bf16.
-    pub(super) fn of_dense(call: &Call, limits: &Limits) -> Option<ManyChunks> {
-        ManyChunks::of(call, 1, limits)
+    pub(super) fn of_dense(call: &Call, limits: &Limits) -> Option<GemmAffine> {
+        GemmAffine::of(call, 1, limits)
     }
 
-    fn of(call: &Call, sums: usize, limits: &Limits) -> Option<ManyChunks> {
+    fn of(call: &Call, sums: usize, limits: &Limits) -> Option<GemmAffine> {
         let inputs = call.dims.inputs;
         let suits = call.dims.experts <= MOST_EXPERTS && inputs > 0 && inputs.is_multiple_of(BLOCK / sums);
         if !suits {
@@ -156,9 +157,9 @@ impl ManyChunks {
         let chunks = |rows, stages| {
             let warpgroups = limits.warpgroup_products;
             let (tiles, replaces_dense) = (most_tiles(call, rows), false);
-            ManyChunks { rows, tiles, parts, terms, stages, warpgroups, sums, replaces_dense }
+            GemmAffine { rows, tiles, parts, terms, stages, warpgroups, sums, replaces_dense }
         };
-        let fits = |chunks: &ManyChunks| {
+        let fits = |chunks: &GemmAffine| {
             let has_room = chunks.rows * RESULTS * 4 <= chunks.stages * chunks.bytes();
             has_room && chunks.shared_bytes() <= limits.threadgroup_bytes
         };
@@ -177,28 +178,6 @@ impl ManyChunks {
         self.stages * self.bytes() + 2048
     }
 
-    /// Adds the launches of the kernels that sort rows and arrange x, and of the product.
-    pub(super) fn build(
-        &self,
-        name: &'static str,
-        call: &Call,
-        weight: &Parts,
-        params: &LinearParams,
-        b: &mut Builder,
-    ) -> Result<()> {
-        let arranged = self.arrange(call, weight.bits, params, b)?;
-        let launch = self.product(name, call, weight.bits, &arranged, params, 0..call.dims.experts)?;
-        b.push(
-            launch
-                .constant("W_DTYPE", weight.dtype)
-                .constant("GROUP", weight.group)
-                .constant("W_ALIGNED", weight.aligned)
-                .read(1, weight.weight)
-                .read_if(2, weight.scales)
-                .read_if(3, weight.biases),
-        )
-    }
-
     /// The launch of the product with the matrices of these experts, of bf16.
     pub(super) fn dense_product(
         &self,
@@ -208,7 +187,7 @@ impl ManyChunks {
         params: &LinearParams,
         experts: Range<usize>,
     ) -> Result<Launch> {
-        let launch = self.product("linear_many", call, 0, arranged, params, experts)?;
+        let launch = self.product(call, 0, arranged, params, experts)?;
         let launch = launch.constant("W_DTYPE", DType::BF16).constant("GROUP", 1).constant("W_ALIGNED", true);
         Ok(launch.scratch(1, dense, Use::Read))
     }
@@ -220,7 +199,7 @@ impl ManyChunks {
         let blocks_of_sums = if bits == 0 { 0 } else { (call.dims.inputs * self.sums / BLOCK).div_ceil(BLOCK) };
         let of_tile = blocks + blocks_of_sums * self.terms;
         let arranged = Arranged { chunks: b.scratch(self.tiles * of_tile * self.bytes())?, sorted };
-        let launch = self.common(Launch::new(NAME, &SOURCE, "linear_many_arrange"), call, bits);
+        let launch = self.common(Launch::new(NAME, &SOURCE, "linear_gemm_affine_arrange"), call, bits);
         b.push(
             arranged
                 .bind_order(launch, 3)
@@ -248,7 +227,6 @@ impl ManyChunks {
     /// The launch of the product with the matrices of these experts, without what differs by their dtype.
     fn product(
         &self,
-        name: &'static str,
         call: &Call,
         bits: u32,
         arranged: &Arranged,
@@ -258,7 +236,7 @@ impl ManyChunks {
         let Call { dims, out, .. } = call;
         let size = out.dtype().size();
         let out_aligned = out.byte_offset().is_multiple_of(4 * size) && dims.outputs.is_multiple_of(4);
-        let params = LinearManyParams {
+        let params = GemmAffineParams {
             rows: params.rows,
             outputs: params.outputs,
             inputs: params.inputs,
@@ -267,7 +245,7 @@ impl ManyChunks {
             first_expert: Launch::uint(NAME, "weight", experts.start)?,
             present: Launch::uint(NAME, "weight", experts.len())?,
         };
-        let launch = self.common(Launch::new(NAME, &SOURCE, name), call, bits);
+        let launch = self.common(Launch::new(NAME, &SOURCE, self.name()), call, bits);
         let threads = CONSUMERS + if self.warpgroups { COPIERS } else { 0 };
         Ok(arranged
             .bind_order(launch, 6)
@@ -280,6 +258,28 @@ impl ManyChunks {
             .params(5, &params)
             .threadgroup_memory(self.shared_bytes())
             .grid([dims.outputs.div_ceil(OUTPUTS), self.tiles, 1], [threads, 1, 1]))
+    }
+}
+
+impl LinearKernel for GemmAffine {
+    fn name(&self) -> &'static str {
+        "linear_gemm_affine"
+    }
+
+    /// Adds the launches of the kernels that sort rows and arrange x, and of the product.
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
+        let arranged = self.arrange(call, weight.bits, params, b)?;
+        let launch = self.product(call, weight.bits, &arranged, params, 0..call.dims.experts)?;
+        b.push(
+            launch
+                .constant("W_DTYPE", weight.dtype)
+                .constant("GROUP", weight.group)
+                .constant("W_ALIGNED", weight.aligned)
+                .read(1, weight.weight)
+                .read_if(2, weight.scales)
+                .read_if(3, weight.biases),
+        )
     }
 }
 

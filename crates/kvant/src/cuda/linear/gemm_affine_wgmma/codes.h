@@ -1,7 +1,7 @@
-// Codes of linear_batch.cu, which become left sides of products, and their scales and biases.
+// Codes of linear_gemm_affine_wgmma.cu, which become left sides of products, and their scales and biases.
 #ifndef KVANT_CUDA_LINEAR_BATCH_CODES_H
 #define KVANT_CUDA_LINEAR_BATCH_CODES_H
-#include "linear/batch/layout.h"
+#include "linear/gemm_affine_wgmma/layout.h"
 
 // What is added to codes: the lowest of seven bits behind the exponent of 128 counts 1. Codes of 8 bits are counted
 // from their middle.

@@ -1,8 +1,8 @@
 //! Products of a batch of rows, or of rows of experts, with an affine weight, on GPUs with warpgroup products.
 
 use super::{
-    LinearParams,
-    many::{MOST_EXPERTS, most_tiles, sort},
+    LinearArgs, LinearKernel, LinearParams,
+    gemm_affine::{MOST_EXPERTS, most_tiles, sort},
     out_parts::{MOST_PARTS, OutParts},
 };
 use crate::cuda::{MAX_CLUSTER, affine::Parts, clusters_at_once, headers};
@@ -13,7 +13,7 @@ use crate::{
 };
 
 params! {
-    pub(crate) struct LinearBatchParams {
+    pub(crate) struct GemmAffineWgmmaParams {
         pub linear: LinearParams,
         pub row_tiles: u32,
         pub output_tiles: u32,
@@ -21,11 +21,12 @@ params! {
     }
 }
 
-static SOURCE: Source = source("linear_batch.cu", include_str!("linear_batch.cu"));
-static ARRANGE: Source = source("linear_batch_arrange.cu", include_str!("linear_batch_arrange.cu"));
+static SOURCE: Source = source("linear_gemm_affine_wgmma.cu", include_str!("linear_gemm_affine_wgmma.cu"));
+static ARRANGE: Source =
+    source("linear_gemm_affine_wgmma_arrange.cu", include_str!("linear_gemm_affine_wgmma_arrange.cu"));
 
 const fn source(name: &'static str, text: &'static str) -> Source {
-    let layouts = &[LinearParams::layout, OutParts::layout, LinearBatchParams::layout];
+    let layouts = &[LinearParams::layout, OutParts::layout, GemmAffineWgmmaParams::layout];
     Source { name, text, headers: headers::ALL, layouts }
 }
 
@@ -53,13 +54,13 @@ const MOST_OF_CODES: usize = 32;
 const FOUR_WARPGROUPS: usize = 64;
 /// The most chunks in shared memory.
 const MOST_STAGES: usize = 8;
-/// Rows of a block of `linear_batch_arrange`, or of all blocks of inputs that it has.
+/// Rows of a block of `linear_gemm_affine_wgmma_arrange`, or of all blocks of inputs that it has.
 const ARRANGED_ROWS: usize = 32;
 /// So many chunks more than without idle multiprocessors, in each block, and clusters are not worth it.
 const MOST_LONGER: usize = 8;
 
 /// How the work is divided.
-pub(super) struct BatchTiling {
+pub(super) struct GemmAffineWgmma {
     /// Rows of a tile, and tiles of rows.
     rows: usize,
     row_tiles: usize,
@@ -80,9 +81,9 @@ pub(super) struct BatchTiling {
     blocks: usize,
 }
 
-impl BatchTiling {
+impl GemmAffineWgmma {
     /// None if the kernels do not take the product.
-    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<BatchTiling> {
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemmAffineWgmma> {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let Call { x, out, dims, .. } = call;
         let group = weight.group as usize;
@@ -147,7 +148,7 @@ impl BatchTiling {
         let may_have_clusters = limits.clusters && call.experts.is_none() && sums_fit;
         let cluster = if may_have_clusters { cluster_of(row_tiles * output_tiles, chunks, limits) } else { 1 };
         let blocks = if cluster > 1 { row_tiles * output_tiles * cluster } else { units.min(limits.busy_groups) };
-        Some(BatchTiling {
+        Some(GemmAffineWgmma {
             rows,
             row_tiles,
             output_tiles,
@@ -166,16 +167,20 @@ impl BatchTiling {
     fn threads(&self) -> usize {
         WARPGROUP * if self.rows <= FOUR_WARPGROUPS { 5 } else { 3 }
     }
+}
+
+impl LinearKernel for GemmAffineWgmma {
+    fn name(&self) -> &'static str {
+        "linear_gemm_affine_wgmma"
+    }
+
+    fn writes_parts(&self) -> bool {
+        true
+    }
 
     /// Adds the launches of the kernels that sort rows and arrange x, and of the product.
-    pub(super) fn build(
-        &self,
-        name: &'static str,
-        call: &Call,
-        weight: &Parts,
-        params: &LinearParams,
-        b: &mut Builder,
-    ) -> Result<()> {
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
         let uint = |value| Launch::uint(NAME, "out", value);
         let sorted = sort(call, params, [self.row_tiles, self.rows], b)?;
         let sorted = sorted.as_ref();
@@ -186,7 +191,7 @@ impl BatchTiling {
             1 => Some(b.scratch(2 * self.blocks * self.outputs * self.rows * 4)?),
             _ => None,
         };
-        let params = LinearBatchParams {
+        let params = GemmAffineWgmmaParams {
             linear: *params,
             row_tiles: uint(self.row_tiles)?,
             output_tiles: uint(self.output_tiles)?,
@@ -213,14 +218,14 @@ impl BatchTiling {
         let together = ARRANGED_ROWS.min(self.rows);
         let blocks = (self.chunks * self.depth).div_ceil(ARRANGED_ROWS / together);
         b.push(
-            common(Launch::new(NAME, &ARRANGE, "linear_batch_arrange"), 4)
+            common(Launch::new(NAME, &ARRANGE, "linear_gemm_affine_wgmma_arrange"), 4)
                 .read(0, &call.x)
                 .scratch(1, &arranged, Use::Write)
                 .scratch(2, &counters, Use::Write)
                 .params(3, &params)
                 .grid([blocks, self.row_tiles * self.rows / together, 1], [8 * ARRANGED_ROWS, 1, 1]),
         )?;
-        let launch = common(Launch::new(NAME, &SOURCE, name), 8)
+        let launch = common(Launch::new(NAME, &SOURCE, self.name()), 8)
             .constant("X_DTYPE", call.x.dtype())
             .constant("OUT_DTYPE", call.out.dtype())
             .constant("W_DTYPE", weight.dtype)
@@ -286,7 +291,7 @@ mod tests {
     use super::*;
     use crate::cuda::{
         affine::parts,
-        linear::rows::tests::{H200, affine, call},
+        linear::skinny_mma::tests::{H200, affine, call},
     };
 
     /// Tiles that are fewer than multiprocessors have clusters, as large as they run at once.
@@ -312,9 +317,9 @@ mod tests {
             let mut call = call(4, DType::BF16, [rows, outputs, inputs], false);
             call.weight = affine([outputs, inputs], 4, 64, DType::BF16);
             let weight = parts(&call.weight, inputs);
-            let tiling = BatchTiling::new(&call, &weight, &H200).unwrap();
+            let tiling = GemmAffineWgmma::new(&call, &weight, &H200).unwrap();
             assert_eq!(tiling.cluster, want, "{rows} rows, {outputs} x {inputs}");
-            let without = BatchTiling::new(&call, &weight, &Limits { clusters: false, ..H200 }).unwrap();
+            let without = GemmAffineWgmma::new(&call, &weight, &Limits { clusters: false, ..H200 }).unwrap();
             assert_eq!(without.cluster, 1, "{rows} rows, {outputs} x {inputs}");
         }
     }
@@ -335,7 +340,7 @@ mod tests {
             let mut call = call(bits, DType::BF16, [rows, 4096, inputs], false);
             call.weight = affine([4096, inputs], bits, group, DType::BF16);
             let weight = parts(&call.weight, inputs);
-            let tiling = BatchTiling::new(&call, &weight, &H200).unwrap();
+            let tiling = GemmAffineWgmma::new(&call, &weight, &H200).unwrap();
             assert_eq!((tiling.halves, tiling.depth), want, "{bits} bits, {rows} rows, {inputs} inputs, group {group}");
         }
     }

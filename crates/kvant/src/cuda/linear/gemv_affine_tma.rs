@@ -1,16 +1,17 @@
 //! Products of affine codes with one row, by bulk copies.
 
-use super::{LinearParams, warp_tiling::TILE};
+use super::{LinearArgs, LinearKernel, LinearParams, warp_tiling::TILE};
 use crate::cuda::{affine::Parts, headers};
 use crate::{
+    Result,
     cuda::{WARP, blocks_per_multiprocessor},
-    gpu::{Launch, Limits, Params, Source},
+    gpu::{Builder, Launch, Limits, Params, Source},
     ops::linear::{Call, NAME},
 };
 
 static SOURCE: Source = Source {
-    name: "linear_bulk.cu",
-    text: include_str!("linear_bulk.cu"),
+    name: "linear_gemv_affine_tma.cu",
+    text: include_str!("linear_gemv_affine_tma.cu"),
     headers: headers::ALL,
     layouts: &[LinearParams::layout],
 };
@@ -27,13 +28,13 @@ const FEWEST_STAGES: usize = 3;
 /// computes, half of its W is fetched to shared memory and half to L2. All of it in shared memory would delay the end
 /// of the previous kernel.
 const SHORT: usize = 100 << 10;
-/// Between SHORT and this, codes of 8 bits are no faster than by `linear_codes`. Nor are codes of 6 bits above SHORT if
-/// a fourth of the multiprocessors would be idle.
+/// Between SHORT and this, codes of 8 bits are no faster than by `linear_gemv_affine_int8`. Nor are codes of 6 bits
+/// above SHORT if a fourth of the multiprocessors would be idle.
 const LONG: usize = 160 << 10;
 
 /// How the work is divided: a block has so many tiles of outputs, a warp so many spans of inputs at a time.
 #[derive(Clone, Copy)]
-pub(super) struct BulkTiling {
+pub(super) struct GemvAffineTma {
     tiles: usize,
     spans: usize,
     warps: usize,
@@ -46,9 +47,10 @@ pub(super) struct BulkTiling {
     bytes: usize,
 }
 
-impl BulkTiling {
-    /// None if the kernel does not take the product on this device; it is one that `linear_codes` takes, too.
-    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<BulkTiling> {
+impl GemvAffineTma {
+    /// None if the kernel does not take the product on this device; it is one that `linear_gemv_affine_int8` takes,
+    /// too.
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemvAffineTma> {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         // As they are copied.
@@ -87,22 +89,28 @@ impl BulkTiling {
             let items = tiles * chunks;
             let of = |stages| within(weight, inputs, [tiles, spans, stages]);
             if short {
-                let two = |shape: &BulkTiling| blocks_per_multiprocessor(shape.bytes, limits) >= 2;
+                let two = |shape: &GemvAffineTma| blocks_per_multiprocessor(shape.bytes, limits) >= 2;
                 let shape = (1..=items).rev().filter_map(of).find(two)?;
                 let ahead = items.div_ceil(2).min(shape.stages);
-                return Some(BulkTiling { ahead: [ahead, items - ahead], beside: 2, ..shape });
+                return Some(GemvAffineTma { ahead: [ahead, items - ahead], beside: 2, ..shape });
             }
             let most = if chunks == 1 || weight.bits == 8 { STAGES } else { STAGES - 1 };
-            let fits = |shape: &BulkTiling| shape.bytes <= limits.threadgroup_bytes;
+            let fits = |shape: &GemvAffineTma| shape.bytes <= limits.threadgroup_bytes;
             (FEWEST_STAGES.min(items)..=most.min(items)).rev().filter_map(of).find(fits)
         };
         whole_rows.iter().filter(is_whole).chain(spans).find_map(shape)
     }
+}
 
-    /// The launch.
-    pub(super) fn launch(&self, name: &'static str, call: &Call, weight: &Parts, params: &LinearParams) -> Launch {
-        weight
-            .bind(Launch::new(NAME, &SOURCE, name), call)
+impl LinearKernel for GemvAffineTma {
+    fn name(&self) -> &'static str {
+        "linear_gemv_affine_tma"
+    }
+
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
+        let launch = weight
+            .bind(Launch::new(NAME, &SOURCE, self.name()), call)
             .constant("INPUTS", params.inputs)
             .constant("TILES", self.tiles as u32)
             .constant("SPANS", self.spans as u32)
@@ -115,7 +123,8 @@ impl BulkTiling {
             .params(6, params)
             .threadgroup_memory(self.bytes)
             .grid([call.dims.outputs.div_ceil(TILE * self.tiles), 1, 1], [(self.warps + 1) * WARP, 1, 1])
-            .reads_ahead(&[1, 2, 3])
+            .reads_ahead(&[1, 2, 3]);
+        b.push(launch)
     }
 }
 
@@ -138,7 +147,7 @@ fn chunks(inputs: usize, spans: usize) -> Option<(usize, usize)> {
 }
 
 /// The tiling with so many tiles, spans and stages.
-fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> Option<BulkTiling> {
+fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> Option<GemvAffineTma> {
     let bits = weight.bits as usize;
     let (chunks, warps) = chunks(inputs, spans)?;
     let pitch = (warps * spans * SPAN / 8 * bits).next_multiple_of(128) + if bits == 6 { 32 } else { 16 };
@@ -148,7 +157,7 @@ fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> 
     let digits = spans * if bits == 4 { 128 } else { 3 * 36 + 4 } * 4;
     let sums = tiles * TILE * size_of::<f32>();
     let bytes = stages * TILE * pitch + slots * 2 * factors + warps * (digits + sums) + stages * 16;
-    Some(BulkTiling { tiles, spans, warps, stages, ahead: [stages, 0], beside: 1, bytes })
+    Some(GemvAffineTma { tiles, spans, warps, stages, ahead: [stages, 0], beside: 1, bytes })
 }
 
 #[cfg(test)]
@@ -156,7 +165,7 @@ mod tests {
     use super::*;
     use crate::cuda::{
         affine::parts,
-        linear::rows::tests::{H200, calls},
+        linear::skinny_mma::tests::{H200, calls},
     };
 
     #[test]
@@ -170,7 +179,7 @@ mod tests {
                     continue;
                 }
                 let case = format!("{} bits, {:?}, {}, {bytes} bytes", weight.bits, call.x.shape(), call.x.dtype());
-                let Some(shape) = BulkTiling::new(&call, &weight, &limits) else { continue };
+                let Some(shape) = GemvAffineTma::new(&call, &weight, &limits) else { continue };
                 taken += 1;
                 assert!(shape.bytes * shape.beside <= bytes, "{case}: {}", shape.bytes);
                 assert!(shape.ahead[0] <= shape.stages && shape.stages > 0, "{case}");
@@ -188,7 +197,7 @@ mod tests {
     #[test]
     fn devices_before_hopper_have_no_bulk_copies() {
         let limits = Limits { clusters: false, ..H200 };
-        let none = |call: &Call| BulkTiling::new(call, &parts(&call.weight, call.dims.inputs), &limits).is_none();
+        let none = |call: &Call| GemvAffineTma::new(call, &parts(&call.weight, call.dims.inputs), &limits).is_none();
         assert!(calls().all(|call| none(&call)));
     }
 }

@@ -1,7 +1,7 @@
 //! Products with few rows, on tensor cores.
 
 use super::{
-    LinearParams, aligned16,
+    LinearArgs, LinearKernel, LinearParams, aligned16,
     out_parts::{MOST_PARTS, OutParts},
     warp_tiling::{TILE, WarpTiling, vector},
 };
@@ -9,22 +9,22 @@ use crate::cuda::{affine::Parts, headers};
 use crate::{
     DType, Result,
     cuda::WARP,
-    gpu::{Launch, Limits, Params, Source, params},
+    gpu::{Builder, Limits, Params, Source, params},
     ops::linear::Call,
 };
 
 params! {
-    pub(crate) struct LinearRowsParams {
+    pub(crate) struct SkinnyMmaParams {
         pub linear: LinearParams,
         pub parts: OutParts,
     }
 }
 
 static SOURCE: Source = Source {
-    name: "linear_rows.cu",
-    text: include_str!("linear_rows.cu"),
+    name: "linear_skinny_mma.cu",
+    text: include_str!("linear_skinny_mma.cu"),
     headers: headers::ALL,
-    layouts: &[LinearParams::layout, OutParts::layout, LinearRowsParams::layout],
+    layouts: &[LinearParams::layout, OutParts::layout, SkinnyMmaParams::layout],
 };
 
 /// The most columns that the tokens of a block take: more would cost more in registers than reading W again does.
@@ -33,9 +33,12 @@ const COLUMNS: usize = 16;
 const WARPS: usize = 8;
 /// Bytes that a warp prefetches, about.
 const PREFETCHED: usize = 7 << 10;
-/// Inputs of a lane and of a warp in a span, as `linear_rows.cu` has them.
+/// Inputs of a lane and of a warp in a span, as `linear_skinny_mma.cu` has them.
 const LANE: usize = 32;
 const SPAN: usize = 4 * LANE;
+
+/// How the work is divided.
+pub(super) struct SkinnyMma(WarpTiling);
 
 /// Whether the kernel takes these rows: 16-bit numbers, or f32 that become a sum of some.
 pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
@@ -48,7 +51,7 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
 }
 
 /// The best tiling, or one that needs less shared memory where the device has little.
-pub(super) fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
+fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let smaller = [(2, WARPS), (1, WARPS), (1, WARPS / 2), (1, WARPS / 4)];
     let mut tilings = smaller.into_iter().map(|most| within(call, weight, limits.busy_groups, most));
     let fits = tilings.find(|tiling| tiling.bytes <= limits.threadgroup_bytes);
@@ -82,16 +85,27 @@ fn within(call: &Call, weight: &Parts, busy_groups: usize, (most_tiles, most_war
     WarpTiling { tokens, tiles, stages, warps, vector, bytes: warps * (stages * stage + factors + sums) }
 }
 
-/// The launch.
-pub(super) fn launch(
-    name: &'static str,
-    tiling: &WarpTiling,
-    call: &Call,
-    weight: &Parts,
-    params: &LinearParams,
-) -> Result<Launch> {
-    let params = LinearRowsParams { linear: *params, parts: OutParts::of(call)? };
-    Ok(tiling.launch(&SOURCE, name, call, weight, &params))
+impl SkinnyMma {
+    /// None if the kernel does not take the product.
+    pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<SkinnyMma> {
+        suits(call, weight).then(|| SkinnyMma(tiling(call, weight, limits)))
+    }
+}
+
+impl LinearKernel for SkinnyMma {
+    fn name(&self) -> &'static str {
+        "linear_skinny_mma"
+    }
+
+    fn writes_parts(&self) -> bool {
+        true
+    }
+
+    fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()> {
+        let LinearArgs { call, weight, params } = *args;
+        let params = SkinnyMmaParams { linear: *params, parts: OutParts::of(call)? };
+        b.push(self.0.launch(&SOURCE, self.name(), call, weight, &params))
+    }
 }
 
 #[cfg(test)]
