@@ -124,6 +124,7 @@ struct Handle {
     options: EngineOptions,
     limits: Limits,
     next: AtomicU64,
+    threads: [thread::JoinHandle<()>; 2],
 }
 
 /// What requests are checked against.
@@ -163,15 +164,15 @@ impl Engine {
         let mut worker =
             Worker::new(model, pool, Arc::clone(&tokenizer), &options, context, Arc::clone(&shared), outputs)?;
         worker.warm_up(options.warm_up);
-        thread("kvant-engine", move || worker.run(&received))?;
-        {
+        let steps = thread("kvant-engine", move || worker.run(&received))?;
+        let texts = {
             let (tokenizer, shared) = (Arc::clone(&tokenizer), Arc::clone(&shared));
             // Not a handle that keeps the engine alive.
             let commands = commands.downgrade();
-            thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?;
-        }
-        let (next, compiler) = (AtomicU64::new(0), OnceLock::new());
-        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, compiler, options, limits, next })))
+            thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?
+        };
+        let (next, compiler, threads) = (AtomicU64::new(0), OnceLock::new(), [steps, texts]);
+        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, compiler, options, limits, next, threads })))
     }
 
     /// Submits a request. Its events come from the returned channel.
@@ -268,6 +269,22 @@ impl Engine {
         false
     }
 
+    /// Ends the engine, and waits until the memory of its model and pages is free. It waits for [`Responses`] that
+    /// exist.
+    ///
+    /// # Errors
+    /// The engine, if it has other handles: it goes on.
+    pub fn close(self) -> Result<(), Engine> {
+        let Handle { commands, threads, .. } = Arc::try_unwrap(self.0).map_err(Engine)?;
+        // Without commands to come, the first thread ends, and with it the second one.
+        drop(commands);
+        for thread in threads {
+            // A panic is the engine's failure, which was reported.
+            let _ = thread.join();
+        }
+        Ok(())
+    }
+
     /// Makes the engine's thread panic, for tests of what follows.
     #[doc(hidden)]
     pub fn inject_panic(&self) {
@@ -282,11 +299,10 @@ impl fmt::Debug for Engine {
 }
 
 /// Starts a thread.
-fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Result<()> {
+fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Result<thread::JoinHandle<()>> {
     // Grammars are recursive.
     let started = thread::Builder::new().name(name.to_string()).stack_size(STACK).spawn(run);
     started
-        .map(|_| ())
         .map_err(|error| kvant_models::Error::Unsupported { what: format!("thread {name}"), reason: error.to_string() })
 }
 

@@ -34,11 +34,13 @@ mod options;
 mod responses;
 mod sampling;
 mod server;
+mod serving;
 mod store;
 mod structured;
 mod tokens;
 
 pub use keys::ApiKeys;
+pub use models::{ModelError, ModelFacts, Models, ServedModel};
 pub use options::ServerOptions;
 pub use server::{ServeError, Server};
 

@@ -16,8 +16,8 @@ use crate::ApiKeys;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ServerOptions {
-    /// The names of the model. The first one is in answers; a request can use any of them. `*` as the last one accepts
-    /// every name.
+    /// The names of the model of [`Server::new`](crate::Server::new). The first one is in answers; a request can use
+    /// any of them. `*` as the last one accepts every name. [`Models`](crate::Models) have names of their own.
     pub names: Vec<String>,
     /// The keys that clients need. Default: none.
     pub keys: ApiKeys,
@@ -40,9 +40,12 @@ pub struct ServerOptions {
     pub ping: Duration,
     /// The longest time that a shutdown waits for running requests. Default: 30 s.
     pub drain: Duration,
+    /// The longest time that a request waits for its model to be loaded. Default: 300 s.
+    pub load_time: Duration,
     /// The origin whose pages can use the server, or `*`. Default: none.
     pub cors: Option<String>,
-    /// What requests use whose fields do not say otherwise; their seeds are random. Default: [`Sampling::usual`].
+    /// What requests to the model of [`Server::new`](crate::Server::new) use whose fields do not say otherwise; their
+    /// seeds are random. Default: [`Sampling::usual`].
     pub sampling: Sampling,
     /// The most tokens of an answer, whatever a request asks for. Default: those that the context leaves.
     pub max_tokens: Option<usize>,
@@ -82,6 +85,7 @@ impl ServerOptions {
             store_limit: 64 << 20,
             ping: Duration::from_secs(10),
             drain: Duration::from_secs(30),
+            load_time: Duration::from_secs(300),
             cors: None,
             sampling: Sampling::usual(),
             max_tokens: None,
@@ -160,6 +164,12 @@ impl ServerOptions {
     #[must_use]
     pub fn drain(self, drain: Duration) -> Self {
         ServerOptions { drain, ..self }
+    }
+
+    /// Sets [`ServerOptions::load_time`].
+    #[must_use]
+    pub fn load_time(self, load_time: Duration) -> Self {
+        ServerOptions { load_time, ..self }
     }
 
     /// Sets [`ServerOptions::cors`].

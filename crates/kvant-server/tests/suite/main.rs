@@ -7,6 +7,7 @@ mod documents;
 mod errors;
 mod fields;
 mod lifecycle;
+mod models;
 mod ollama;
 mod responses;
 mod round_trips;
