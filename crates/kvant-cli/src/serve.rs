@@ -14,7 +14,7 @@ use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
 use kvant_models::{
-    Config, Files, LoadOptions, Model, PoolOptions, Sampling, Tokenizer,
+    Config, Files, LoadOptions, Model, PoolOptions, Pooling, Sampling, Tokenizer,
     chat::{ChatTemplate, GenerationDefaults},
 };
 use kvant_server::{ApiKeys, Server, ServerOptions};
@@ -77,6 +77,10 @@ pub struct ServeArgs {
     /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
+    /// How /v1/embeddings makes a vector of a text: by its last token, or as the mean of all [default: as the
+    /// checkpoint says, if it was trained to embed; others have no embeddings]
+    #[arg(long, value_name = "POOLING", value_enum)]
+    pooling: Option<PoolingChoice>,
     /// The longest text in tokens, prompt included [default: the model's]
     #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(2..))]
     context: Option<usize>,
@@ -162,7 +166,7 @@ pub fn run(args: &ServeArgs) -> Result {
 
 fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<Server> {
     let files = shipped::files(args.models.first().map(PathBuf::as_path))?;
-    let options = options.sampling(sampling(&files)?);
+    let options = options.sampling(sampling(&files)?).pooling(args.pooling(&files));
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let template = args.template(&files, &tokenizer)?;
     let kv = args.activations.kv(device, args.kv.as_ref());
@@ -188,6 +192,12 @@ fn name_of(path: &Path) -> String {
     name.strip_suffix(".gguf").unwrap_or(&name).to_string()
 }
 
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum PoolingChoice {
+    Last,
+    Mean,
+}
+
 /// The sampling parameters of requests that name none: those that the checkpoint recommends, or those of `kvant chat`.
 fn sampling(files: &Files) -> Result<Sampling> {
     Ok(GenerationDefaults::load_files(files)?.sampling(Sampling::usual()))
@@ -208,6 +218,18 @@ impl ServeArgs {
             return Err("--chat-template is for a server of one model".into());
         }
         Ok(())
+    }
+
+    /// How embeddings are made. A model whose pooling is not supported has none, and can still write text.
+    fn pooling(&self, files: &Files) -> Option<Pooling> {
+        match self.pooling {
+            Some(PoolingChoice::Last) => Some(Pooling::Last),
+            Some(PoolingChoice::Mean) => Some(Pooling::Mean),
+            None => Pooling::load_files(files).unwrap_or_else(|error| {
+                let _ = output::note(&format!("warning: no embeddings: {error}\n"));
+                None
+            }),
+        }
     }
 
     fn server_options(&self) -> Result<ServerOptions> {

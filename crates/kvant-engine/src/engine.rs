@@ -134,6 +134,8 @@ struct Limits {
     ids: usize,
     /// Logits of a token.
     vocab: usize,
+    /// Numbers of an embedding.
+    hidden: usize,
 }
 
 impl Engine {
@@ -149,7 +151,7 @@ impl Engine {
         options.check(context, most)?;
         let pool = new_pool(&model, &options, context)?;
         let ids = model.decoder().fed_vocab();
-        let limits = Limits { context, ids, vocab: model.vocab_size() };
+        let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
         let shared = Arc::new(Shared {
             live: Mutex::new(0),
             none_live: Condvar::new(),
@@ -238,6 +240,11 @@ impl Engine {
     /// The longest text in tokens, prompt included.
     pub fn context(&self) -> usize {
         self.0.limits.context
+    }
+
+    /// The length of an [embedding](EngineRequest::embed).
+    pub fn embedding_len(&self) -> usize {
+        self.0.limits.hidden
     }
 
     /// Counts since the start and up to the latest step, and the requests that run and wait now.
@@ -329,7 +336,7 @@ impl Handle {
 
     /// Checks a request. What depends on the model's state alone is checked again in the engine's thread.
     fn check(&self, request: &EngineRequest) -> Result<(), SubmitError> {
-        let Limits { context, ids, vocab } = self.limits;
+        let Limits { context, ids, vocab, .. } = self.limits;
         let at_most = |field, most: usize, got: usize| {
             if got <= most { Ok(()) } else { Err(SubmitError::invalid(field, format_args!("at most {most}"), got)) }
         };
@@ -347,6 +354,10 @@ impl Handle {
             kvant_models::Error::Argument { arg, expected, got } => SubmitError::Invalid { field: arg, expected, got },
             other => SubmitError::invalid("sampling", "valid", other),
         })?;
+        if request.pooling.is_some() {
+            at_most("max_tokens", 0, request.max_tokens)?;
+            at_most("prompt_logprobs", 0, request.prompt_logprobs.map_or(0, |top| top.max(1)))?;
+        }
         at_most("min_tokens", request.max_tokens, request.min_tokens)?;
         at_most("logprobs", MOST_LOGPROBS, request.logprobs.unwrap_or(0))?;
         at_most("prompt_logprobs", MOST_LOGPROBS, request.prompt_logprobs.unwrap_or(0))?;

@@ -22,7 +22,7 @@ use tokio::sync::Semaphore;
 use crate::{
     ServerOptions, anthropic,
     body::Json,
-    chat, completions, conversation, documents,
+    chat, completions, conversation, documents, embeddings,
     error::{ApiError, Result},
     hosts, keys,
     metrics::{self, Statuses},
@@ -115,6 +115,9 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/metrics", get(metrics::get))
         .route("/v1/models", get(models::routes::list))
         .route("/v1/models/{*name}", get(models::routes::get))
+        .route("/v1/embeddings", post(embeddings::create))
+        .route("/api/embed", post(embeddings::ollama))
+        .route("/api/embeddings", post(embeddings::ollama_one))
         .route("/v1/completions", post(completions::create))
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/responses", post(responses::create))
@@ -143,13 +146,9 @@ fn other_models() -> Router<Arc<App>> {
             ApiError { code: Some("model_not_supported"), ..error }
         })
     };
-    let (rank, embed) = ("score or rank texts", "embed texts");
     let mut router = Router::new();
     for path in ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"] {
-        router = router.route(path, answer(rank));
-    }
-    for path in ["/v1/embeddings", "/api/embed", "/api/embeddings"] {
-        router = router.route(path, answer(embed));
+        router = router.route(path, answer("score or rank texts"));
     }
     router
 }

@@ -117,7 +117,7 @@ enum SpecialNames {
 }
 
 impl Prompts {
-    fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         match self {
             Prompts::Text(_) | Prompts::Ids(_) => 1,
             Prompts::Texts(texts) => texts.len(),
@@ -126,11 +126,21 @@ impl Prompts {
     }
 
     /// Bytes of text to tokenise.
-    fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         match self {
             Prompts::Text(text) => text.len(),
             Prompts::Texts(texts) => texts.iter().map(String::len).sum(),
             Prompts::Ids(_) | Prompts::IdLists(_) => 0,
+        }
+    }
+
+    /// The ids of texts that are embedded.
+    pub fn into_ids(self, app: &Serving) -> Result<Vec<Vec<u32>>> {
+        match self {
+            Prompts::Text(text) => Ok(vec![app.encode_whole(&text)?]),
+            Prompts::Texts(texts) => texts.iter().map(|text| app.encode_whole(text)).collect(),
+            Prompts::Ids(ids) => Ok(vec![ids]),
+            Prompts::IdLists(lists) => Ok(lists),
         }
     }
 

@@ -21,6 +21,7 @@ mod completions;
 mod connections;
 mod conversation;
 mod documents;
+mod embeddings;
 mod error;
 mod fields;
 mod generation;

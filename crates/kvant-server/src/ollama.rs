@@ -139,7 +139,7 @@ impl OllamaOptions {
 }
 
 /// The model of a name. Ollama's clients add a tag.
-async fn serving(app: &Arc<App>, asked: Option<&str>) -> Result<Arc<Serving>> {
+pub(crate) async fn serving(app: &Arc<App>, asked: Option<&str>) -> Result<Arc<Serving>> {
     Serving::of(app, asked.map(|name| name.strip_suffix(":latest").unwrap_or(name))).await
 }
 

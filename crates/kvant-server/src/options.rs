@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvant_models::Sampling;
+use kvant_models::{Pooling, Sampling};
 
 use crate::ApiKeys;
 
@@ -47,6 +47,8 @@ pub struct ServerOptions {
     /// What requests to the model of [`Server::new`](crate::Server::new) use whose fields do not say otherwise; their
     /// seeds are random. Default: [`Sampling::usual`].
     pub sampling: Sampling,
+    /// How the model of [`Server::new`](crate::Server::new) makes embeddings. Default: not at all.
+    pub pooling: Option<Pooling>,
     /// The most tokens of an answer, whatever a request asks for. Default: those that the context leaves.
     pub max_tokens: Option<usize>,
     /// The most tokens of an answer where a request does not say. Default: 16 for completions, as in OpenAI's API, else
@@ -88,6 +90,7 @@ impl ServerOptions {
             load_time: Duration::from_secs(300),
             cors: None,
             sampling: Sampling::usual(),
+            pooling: None,
             max_tokens: None,
             default_max_tokens: None,
             hosts: None,
@@ -164,6 +167,12 @@ impl ServerOptions {
     #[must_use]
     pub fn drain(self, drain: Duration) -> Self {
         ServerOptions { drain, ..self }
+    }
+
+    /// Sets [`ServerOptions::pooling`].
+    #[must_use]
+    pub fn pooling(self, pooling: Option<Pooling>) -> Self {
+        ServerOptions { pooling, ..self }
     }
 
     /// Sets [`ServerOptions::load_time`].

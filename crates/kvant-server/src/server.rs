@@ -51,6 +51,7 @@ impl Server {
     /// A server for an engine. Without a template, it refuses conversations.
     pub fn new(engine: Engine, template: Option<ChatTemplate>, options: ServerOptions) -> Server {
         let model = ServedModel::new(engine).template(template).sampling(options.sampling.clone());
+        let model = model.pooling(options.pooling);
         Server(Arc::new(App::new(Catalog::of_one(model, options.names.clone()), options)))
     }
 

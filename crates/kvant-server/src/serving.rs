@@ -77,12 +77,22 @@ impl Serving {
 
     /// The ids of a prompt. One that must have more tokens than the context is not tokenised.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
-        let (tokenizer, limit) = (self.model.engine.tokenizer(), self.model.engine.context());
-        let least = tokenizer.min_tokens(text);
-        if least > limit {
-            return Err(ApiError::of_text("prompt", &kvant_models::Error::TooLong { least, limit }));
+        self.check_length(text)?;
+        tokenized("prompt", self.model.engine.tokenizer().encode_prompt(text))
+    }
+
+    /// The ids of a text that is embedded. One that must have more tokens than the context is not tokenised.
+    pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
+        self.check_length(text)?;
+        tokenized("prompt", self.model.engine.tokenizer().encode_whole(text))
+    }
+
+    fn check_length(&self, text: &str) -> Result<()> {
+        let (least, limit) = (self.model.engine.tokenizer().min_tokens(text), self.model.engine.context());
+        match least > limit {
+            true => Err(ApiError::of_text("prompt", &kvant_models::Error::TooLong { least, limit })),
+            false => Ok(()),
         }
-        tokenized("prompt", tokenizer.encode_prompt(text))
     }
 
     /// The bytes of one token within a text, special ones by their names.

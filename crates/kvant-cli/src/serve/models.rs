@@ -9,7 +9,7 @@ use std::{
 use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
 use kvant_models::{
-    LoadOptions, Model, PoolOptions, Sampling, Tokenizer,
+    LoadOptions, Model, PoolOptions, Pooling, Sampling, Tokenizer,
     chat::{ChatTemplate, GenerationDefaults},
 };
 use kvant_server::{ModelFacts, Models, ServedModel, Server, ServerOptions};
@@ -30,6 +30,7 @@ struct OnDemand {
     device: Device,
     load: LoadOptions,
     engine: EngineOptions,
+    pooling: Option<Pooling>,
 }
 
 /// A server for several models. Those that the command names are loaded.
@@ -88,7 +89,8 @@ fn source(args: &ServeArgs, path: &Path, device: &Device, limit: usize) -> Resul
     let has_template = ChatTemplate::load_files(&files)?.is_some();
     let engine = args.engine_options(kv, load.pass_tokens, Some(share.pages));
     let facts = ModelFacts::new(share.total, context).has_template(has_template);
-    Ok((OnDemand { path: path.to_path_buf(), device: device.clone(), load, engine }, facts))
+    let pooling = args.pooling(&files);
+    Ok((OnDemand { path: path.to_path_buf(), device: device.clone(), load, engine, pooling }, facts))
 }
 
 impl OnDemand {
@@ -103,7 +105,7 @@ impl OnDemand {
         let sampling = GenerationDefaults::load_files(&files)?.sampling(Sampling::usual());
         let model = Model::load_files(&files, &self.device, &self.load)?;
         let engine = Engine::start(model, tokenizer, self.engine.clone())?;
-        Ok(ServedModel::new(engine).template(template).sampling(sampling))
+        Ok(ServedModel::new(engine).template(template).sampling(sampling).pooling(self.pooling))
     }
 }
 

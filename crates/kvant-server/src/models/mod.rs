@@ -12,7 +12,7 @@ use std::{
 
 use axum::http::StatusCode;
 use kvant_engine::{Engine, EngineStats};
-use kvant_models::{Sampling, chat::ChatTemplate};
+use kvant_models::{Pooling, Sampling, chat::ChatTemplate};
 
 use crate::error::{ApiError, Result};
 pub(crate) use registry::Loads;
@@ -28,18 +28,26 @@ pub struct ServedModel {
     pub template: Option<ChatTemplate>,
     /// What requests use whose fields do not say otherwise. Default: [`Sampling::usual`].
     pub sampling: Sampling,
+    /// How embeddings are made. Without it, there are none.
+    pub pooling: Option<Pooling>,
 }
 
 impl ServedModel {
     /// A model that continues texts.
     pub fn new(engine: Engine) -> ServedModel {
-        ServedModel { engine, template: None, sampling: Sampling::usual() }
+        ServedModel { engine, template: None, sampling: Sampling::usual(), pooling: None }
     }
 
     /// Sets [`ServedModel::template`].
     #[must_use]
     pub fn template(self, template: Option<ChatTemplate>) -> Self {
         ServedModel { template, ..self }
+    }
+
+    /// Sets [`ServedModel::pooling`].
+    #[must_use]
+    pub fn pooling(self, pooling: Option<Pooling>) -> Self {
+        ServedModel { pooling, ..self }
     }
 
     /// Sets [`ServedModel::sampling`].
