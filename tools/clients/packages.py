@@ -37,6 +37,15 @@ def with_openai(url):
         deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
     assert deltas == response.output_text
 
+    # The package asks for base64 unless told otherwise.
+    options = dict(model=name, input=["Vec", "String"])
+    vectors = client.embeddings.create(**options)
+    numbers = client.embeddings.create(**options, encoding_format="float")
+    for a, b in zip(vectors.data, numbers.data, strict=True):
+        assert abs(sum(x * x for x in a.embedding) - 1) < 1e-4
+        assert sum(x * y for x, y in zip(a.embedding, b.embedding, strict=True)) > 0.999
+    assert len(client.embeddings.create(**options, dimensions=8).data[1].embedding) == 8
+
     for call, error in [
         (lambda: client.completions.create(model=name, prompt="a", suffix="b"), openai.BadRequestError),
         (lambda: client.completions.create(model="other", prompt="a"), openai.NotFoundError),
@@ -76,7 +85,7 @@ def with_anthropic(url):
 
 
 def run(kvant):
-    with Server(kvant, "--api-key", "secret") as server:
+    with Server(kvant, "--api-key", "secret", "--pooling", "mean") as server:
         with_openai(server.url)
         with_anthropic(server.url)
     return "openai and anthropic agree"

@@ -88,6 +88,34 @@ pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<u
     check(files, device, &Demand { pool, ..*demand }).map(|()| None)
 }
 
+/// The memory of a model that shares the device with others.
+#[derive(Debug, PartialEq)]
+pub struct Share {
+    /// Bytes of all that it takes.
+    pub total: usize,
+    /// Bytes of its pages.
+    pub pages: usize,
+}
+
+/// The memory of a model within `limit` bytes. Its pages take what `demand.pool` asks for, at most `most` bytes or what
+/// one sequence needs.
+///
+/// # Errors
+/// The model with one sequence takes more than `limit`; errors of the files.
+pub fn share(files: &Files, demand: &Demand, limit: usize, most: usize) -> Result<Share> {
+    let model = Inspection::open(files)?;
+    let all = model.memory(&demand.pool, &demand.load)?;
+    let one = model.memory(&PoolOptions { sequences: 1, ..demand.pool.clone() }, &demand.load)?.cache;
+    let others = all.weights.saturating_add(all.scratch);
+    if others.saturating_add(one) > limit {
+        let [need, limit] = [others.saturating_add(one), limit].map(output::bytes);
+        let advice = demand.shorter;
+        return Err(format!("the model needs {need} for one text, and --memory is {limit}: shorten {advice}").into());
+    }
+    let pages = all.cache.min(most).max(one).min(limit - others);
+    Ok(Share { total: others + pages, pages })
+}
+
 #[derive(Debug, PartialEq)]
 enum Pages {
     All,
@@ -187,6 +215,24 @@ mod tests {
         let demand = Demand { pool: PoolOptions { longest: 8192, ..PoolOptions::default() }, ..demand };
         let error = check_pages(&files, &demand, 1000).unwrap_err().to_string();
         assert!(error.contains("not even one page"), "{error}");
+    }
+
+    #[test]
+    fn models_share_memory() {
+        let files = crate::shipped::files(None).unwrap();
+        let model = Inspection::open(&files).unwrap();
+        let pool = PoolOptions { sequences: 16, longest: 8192, ..PoolOptions::default() };
+        let load = LoadOptions::default();
+        let demand = Demand { pool: pool.clone(), load, bytes: None, shorter: "--context" };
+        let all = model.memory(&pool, &load).unwrap();
+        let one = model.memory(&PoolOptions { sequences: 1, ..pool.clone() }, &load).unwrap().cache;
+        let others = all.weights + all.scratch;
+        let of = |limit, most| share(&files, &demand, limit, most).map(|share| (share.total - others, share.pages));
+        assert_eq!(of(usize::MAX, usize::MAX).unwrap(), (all.cache, all.cache));
+        assert_eq!(of(usize::MAX, 2 * one).unwrap(), (2 * one, 2 * one));
+        assert_eq!(of(usize::MAX, 1).unwrap(), (one, one));
+        assert_eq!(of(others + one + 5, usize::MAX).unwrap(), (one + 5, one + 5));
+        assert!(of(others + one - 1, 1).unwrap_err().to_string().contains("--context"));
     }
 
     #[test]

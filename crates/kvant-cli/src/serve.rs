@@ -1,7 +1,8 @@
-//! `kvant serve`: an HTTP server for a model.
+//! `kvant serve`: an HTTP server for one model or several.
+
+mod models;
 
 use std::{
-    ffi::OsStr,
     net::{IpAddr, Ipv6Addr, TcpListener},
     path::{Path, PathBuf},
     str::FromStr,
@@ -13,7 +14,7 @@ use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
 use kvant_models::{
-    Config, Files, LoadOptions, Model, PoolOptions, Sampling, Tokenizer,
+    Config, Files, LoadOptions, Model, PoolOptions, Pooling, Sampling, Tokenizer,
     chat::{ChatTemplate, GenerationDefaults},
 };
 use kvant_server::{ApiKeys, Server, ServerOptions};
@@ -32,24 +33,32 @@ const MOST_STEP: usize = 2048;
 /// Larger numbers of requests at once are typing errors.
 const MOST_SEQUENCES: u64 = 65536;
 
-/// Serve a model over HTTP, for clients of OpenAI and Anthropic
+/// Serve models over HTTP, for clients of OpenAI and Anthropic
 ///
 /// GET / is a page to try the model, GET /openapi.json describes all routes. SIGTERM or Ctrl-C lets running requests
 /// finish.
 #[derive(clap::Args)]
 pub struct ServeArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
-    /// openai/gpt-oss-20b [default: the model that ships with kvant]
+    /// openai/gpt-oss-20b; several are loaded next to each other, and requests name theirs [default: the model that
+    /// ships with kvant]
     #[arg(value_name = "MODEL")]
-    model: Option<PathBuf>,
+    models: Vec<PathBuf>,
+    /// A directory with models, which are loaded when requests name them. When --memory is full, the least recently
+    /// used ones are put out
+    #[arg(long, value_name = "DIR")]
+    models_dir: Option<PathBuf>,
+    /// How long a request waits for its model to be loaded
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    load_time: u64,
     /// The address to listen on; 0.0.0.0 for all
     #[arg(long, default_value = "127.0.0.1")]
     host: String,
     /// The port; 0 for a free one
     #[arg(long, default_value_t = 8080)]
     port: u16,
-    /// The name of the model in requests and answers; more names are aliases, and `*` as the last one accepts every
-    /// name [default: the name of the directory or file]
+    /// The name of the first MODEL in requests and answers; more names are aliases, and `*` as the last one accepts
+    /// every name [default: the name of the directory or file]
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     name: Vec<String>,
     /// A key that clients must send; can be repeated. Others on this machine see it in the list of processes
@@ -68,6 +77,10 @@ pub struct ServeArgs {
     /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
+    /// How /v1/embeddings makes a vector of a text: by its last token, or as the mean of all [default: as the
+    /// checkpoint says, if it was trained to embed; others have no embeddings]
+    #[arg(long, value_name = "POOLING", value_enum)]
+    pooling: Option<PoolingChoice>,
     /// The longest text in tokens, prompt included [default: the model's]
     #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(2..))]
     context: Option<usize>,
@@ -76,7 +89,8 @@ pub struct ServeArgs {
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MOST_SEQUENCES))]
     max_sequences: usize,
     /// Memory for KV pages, as in 4GiB; requests wait while it is full [default: enough for all sequences at full
-    /// context, or nine tenths of what the model leaves, if that suffices for one]
+    /// context, or nine tenths of what the model leaves, if that suffices for one]. With several models, it is the
+    /// memory of all that are loaded: weights, pages and activations [default: nine tenths of the free memory]
     #[arg(long, value_name = "BYTES")]
     memory: Option<Bytes>,
     /// Host memory for pages that the device has no room for
@@ -132,33 +146,56 @@ pub struct ServeArgs {
 }
 
 pub fn run(args: &ServeArgs) -> Result {
-    let files = shipped::files(args.model.as_deref())?;
-    let options = args.server_options()?.sampling(sampling(&files)?);
-    // Before the model loads, which can take long.
+    args.check()?;
+    let options = args.server_options()?;
+    // Before a model loads, which can take long.
     let listener = TcpListener::bind((args.host.as_str(), args.port))
         .map_err(|error| format!("cannot listen on {}:{}: {error}", args.host, args.port))?;
     let address = listener.local_addr()?;
     let is_checked = address.ip().is_loopback() || !args.allowed_host.is_empty();
     let options = if is_checked { options.hosts(&args.allowed_host) } else { options };
     let device = args.device.open()?;
+    let server = match args.has_several() {
+        true => models::server(args, &device, options)?,
+        false => one_model(args, &device, options)?,
+    };
+    // Whoever started the server may not read that.
+    let _ = output::note(&format!("listening on http://{address}\n"));
+    Ok(server.run(listener)?)
+}
+
+fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<Server> {
+    let files = shipped::files(args.models.first().map(PathBuf::as_path))?;
+    let options = options.sampling(sampling(&files)?).pooling(args.pooling(&files));
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let template = args.template(&files, &tokenizer)?;
-    let kv = args.activations.kv(&device, args.kv.as_ref());
+    let kv = args.activations.kv(device, args.kv.as_ref());
     let context = args.context(&files)?;
-    let load = args.load_options(&device, context);
-    let pages = args.pages(&files, &device, &kv, load, context)?;
-    let model = Model::load_files(&files, &device, &load)?;
+    let load = args.load_options(device, context);
+    let pages = args.pages(&files, device, &kv, load, context)?;
+    let model = Model::load_files(&files, device, &load)?;
     let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens, pages))?;
-    if template.is_none() && args.model.is_none() {
+    if template.is_none() && args.models.is_empty() {
         let advice = suggest::text("serve");
         let _ = output::note(&format!(
             "note: the model that ships with kvant continues texts, it does not chat. {advice}\n"
         ));
     }
-    let server = Server::new(engine, template, options);
-    // Whoever started the server may not read that.
-    let _ = output::note(&format!("listening on http://{address}\n"));
-    Ok(server.run(listener)?)
+    Ok(Server::new(engine, template, options))
+}
+
+/// The name of a model: that of its directory or file.
+fn name_of(path: &Path) -> String {
+    // A name on the hub is no path.
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.strip_suffix(".gguf").unwrap_or(&name).to_string()
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum PoolingChoice {
+    Last,
+    Mean,
 }
 
 /// The sampling parameters of requests that name none: those that the checkpoint recommends, or those of `kvant chat`.
@@ -167,14 +204,38 @@ fn sampling(files: &Files) -> Result<Sampling> {
 }
 
 impl ServeArgs {
+    /// Whether requests choose among models.
+    fn has_several(&self) -> bool {
+        self.models.len() > 1 || self.models_dir.is_some()
+    }
+
+    /// Refuses options that do not fit together.
+    fn check(&self) -> Result {
+        if self.models_dir.is_some() && self.models.is_empty() && !self.name.is_empty() {
+            return Err("--name is the name of the first MODEL, and there is none".into());
+        }
+        if self.has_several() && self.chat_template.is_some() {
+            return Err("--chat-template is for a server of one model".into());
+        }
+        Ok(())
+    }
+
+    /// How embeddings are made. A model whose pooling is not supported has none, and can still write text.
+    fn pooling(&self, files: &Files) -> Option<Pooling> {
+        match self.pooling {
+            Some(PoolingChoice::Last) => Some(Pooling::Last),
+            Some(PoolingChoice::Mean) => Some(Pooling::Mean),
+            None => Pooling::load_files(files).unwrap_or_else(|error| {
+                let _ = output::note(&format!("warning: no embeddings: {error}\n"));
+                None
+            }),
+        }
+    }
+
     fn server_options(&self) -> Result<ServerOptions> {
-        // A name on the hub is no path.
-        let path = self.model.as_deref().map(|path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf()));
-        let name = path.as_deref().and_then(Path::file_name).map(OsStr::to_string_lossy);
-        let name = name.as_deref().unwrap_or("rustdoc-11m");
-        let name = name.strip_suffix(".gguf").unwrap_or(name);
+        let name = self.models.first().map_or_else(|| "rustdoc-11m".to_string(), |path| name_of(path));
         let mut names = self.name.iter().cloned();
-        let mut options = ServerOptions::new(names.next().unwrap_or_else(|| name.to_string()));
+        let mut options = ServerOptions::new(names.next().unwrap_or(name));
         for name in names {
             options = options.alias(name);
         }
@@ -186,6 +247,7 @@ impl ServeArgs {
             options = options.cors(origin);
         }
         let options = options.connections(self.max_connections).reclaim(heap::reclaim);
+        let options = options.load_time(Duration::from_secs(self.load_time));
         let options = options.strict_fields(self.strict_fields);
         let options = self.max_tokens.map_or(options.clone(), |most| options.max_tokens(most));
         let options = self.default_max_tokens.map_or(options.clone(), |tokens| options.default_max_tokens(tokens));

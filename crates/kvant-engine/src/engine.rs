@@ -124,6 +124,7 @@ struct Handle {
     options: EngineOptions,
     limits: Limits,
     next: AtomicU64,
+    threads: [thread::JoinHandle<()>; 2],
 }
 
 /// What requests are checked against.
@@ -133,6 +134,8 @@ struct Limits {
     ids: usize,
     /// Logits of a token.
     vocab: usize,
+    /// Numbers of an embedding.
+    hidden: usize,
 }
 
 impl Engine {
@@ -148,7 +151,7 @@ impl Engine {
         options.check(context, most)?;
         let pool = new_pool(&model, &options, context)?;
         let ids = model.decoder().fed_vocab();
-        let limits = Limits { context, ids, vocab: model.vocab_size() };
+        let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
         let shared = Arc::new(Shared {
             live: Mutex::new(0),
             none_live: Condvar::new(),
@@ -163,15 +166,15 @@ impl Engine {
         let mut worker =
             Worker::new(model, pool, Arc::clone(&tokenizer), &options, context, Arc::clone(&shared), outputs)?;
         worker.warm_up(options.warm_up);
-        thread("kvant-engine", move || worker.run(&received))?;
-        {
+        let steps = thread("kvant-engine", move || worker.run(&received))?;
+        let texts = {
             let (tokenizer, shared) = (Arc::clone(&tokenizer), Arc::clone(&shared));
             // Not a handle that keeps the engine alive.
             let commands = commands.downgrade();
-            thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?;
-        }
-        let (next, compiler) = (AtomicU64::new(0), OnceLock::new());
-        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, compiler, options, limits, next })))
+            thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?
+        };
+        let (next, compiler, threads) = (AtomicU64::new(0), OnceLock::new(), [steps, texts]);
+        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, compiler, options, limits, next, threads })))
     }
 
     /// Submits a request. Its events come from the returned channel.
@@ -239,6 +242,11 @@ impl Engine {
         self.0.limits.context
     }
 
+    /// The length of an [embedding](EngineRequest::embed).
+    pub fn embedding_len(&self) -> usize {
+        self.0.limits.hidden
+    }
+
     /// Counts since the start and up to the latest step, and the requests that run and wait now.
     pub fn stats(&self) -> EngineStats {
         let stats = lock(&self.0.shared.stats);
@@ -268,6 +276,22 @@ impl Engine {
         false
     }
 
+    /// Ends the engine, and waits until the memory of its model and pages is free. It waits for [`Responses`] that
+    /// exist.
+    ///
+    /// # Errors
+    /// The engine, if it has other handles: it goes on.
+    pub fn close(self) -> Result<(), Engine> {
+        let Handle { commands, threads, .. } = Arc::try_unwrap(self.0).map_err(Engine)?;
+        // Without commands to come, the first thread ends, and with it the second one.
+        drop(commands);
+        for thread in threads {
+            // A panic is the engine's failure, which was reported.
+            let _ = thread.join();
+        }
+        Ok(())
+    }
+
     /// Makes the engine's thread panic, for tests of what follows.
     #[doc(hidden)]
     pub fn inject_panic(&self) {
@@ -282,11 +306,10 @@ impl fmt::Debug for Engine {
 }
 
 /// Starts a thread.
-fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Result<()> {
+fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Result<thread::JoinHandle<()>> {
     // Grammars are recursive.
     let started = thread::Builder::new().name(name.to_string()).stack_size(STACK).spawn(run);
     started
-        .map(|_| ())
         .map_err(|error| kvant_models::Error::Unsupported { what: format!("thread {name}"), reason: error.to_string() })
 }
 
@@ -313,7 +336,7 @@ impl Handle {
 
     /// Checks a request. What depends on the model's state alone is checked again in the engine's thread.
     fn check(&self, request: &EngineRequest) -> Result<(), SubmitError> {
-        let Limits { context, ids, vocab } = self.limits;
+        let Limits { context, ids, vocab, .. } = self.limits;
         let at_most = |field, most: usize, got: usize| {
             if got <= most { Ok(()) } else { Err(SubmitError::invalid(field, format_args!("at most {most}"), got)) }
         };
@@ -331,6 +354,10 @@ impl Handle {
             kvant_models::Error::Argument { arg, expected, got } => SubmitError::Invalid { field: arg, expected, got },
             other => SubmitError::invalid("sampling", "valid", other),
         })?;
+        if request.pooling.is_some() {
+            at_most("max_tokens", 0, request.max_tokens)?;
+            at_most("prompt_logprobs", 0, request.prompt_logprobs.map_or(0, |top| top.max(1)))?;
+        }
         at_most("min_tokens", request.max_tokens, request.min_tokens)?;
         at_most("logprobs", MOST_LOGPROBS, request.logprobs.unwrap_or(0))?;
         at_most("prompt_logprobs", MOST_LOGPROBS, request.prompt_logprobs.unwrap_or(0))?;

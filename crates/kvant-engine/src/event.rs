@@ -10,6 +10,8 @@ pub enum Event {
     /// Log probabilities of tokens of the prompt, as asked for: those after the previous event of this kind. The first
     /// token of a prompt has none, so the first event begins with the second token.
     Prompt(Vec<TokenLogprobs>),
+    /// The embedding that the request asks for, not normalised: a number for each element of a hidden state.
+    Embedding(Vec<f32>),
     /// A generated token.
     Token(TextToken),
     /// The request has ended.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | start an engine for a model | [`Engine::start`], [`EngineOptions`] |
 //! | generate text | [`Engine::submit`], [`EngineRequest`], [`Responses`], [`Event`] |
+//! | embed a text | [`EngineRequest::embed`], [`Event::Embedding`] |
 //! | make a text follow a JSON schema, a regular expression or a grammar | [`Engine::compile`], [`Grammar`] |
 //! | watch it | [`Engine::stats`], [`Engine::is_healthy`] |
 //! | stop it | [`Engine::drain`] |

@@ -1,6 +1,6 @@
 //! Requests, and why they are refused.
 
-use kvant_models::Sampling;
+use kvant_models::{Pooling, Sampling};
 
 use crate::CompiledGrammar;
 
@@ -35,6 +35,8 @@ pub struct EngineRequest {
     /// The same for each token of the prompt except the first. The prompt is then computed in full, without the prefix
     /// cache.
     pub prompt_logprobs: Option<usize>,
+    /// What the request is for instead of text: an embedding of its prompt. `max_tokens` must be 0.
+    pub pooling: Option<Pooling>,
     /// Ids that end the text. Default: [`Tokenizer::eos`](kvant_models::Tokenizer::eos).
     pub stop_ids: Option<Vec<u32>>,
     /// Strings that end the text.
@@ -76,6 +78,7 @@ impl EngineRequest {
             sampling: Sampling::default(),
             logprobs: None,
             prompt_logprobs: None,
+            pooling: None,
             stop_ids: None,
             stop: Vec::new(),
             include_stop: false,
@@ -84,6 +87,12 @@ impl EngineRequest {
             priority: 0,
             cache: CacheScope::Shared,
         }
+    }
+
+    /// Asks for an embedding of the prompt, and for no text.
+    #[must_use]
+    pub fn embed(self, pooling: Pooling) -> Self {
+        EngineRequest { pooling: Some(pooling), max_tokens: 0, ..self }
     }
 
     /// Sets [`EngineRequest::max_tokens`].

@@ -26,6 +26,7 @@ pub(crate) enum Output {
         cached_tokens: usize,
     },
     Prompt(Vec<TokenLogprobs>),
+    Embedding(Vec<f32>),
     Token {
         id: u32,
         logprobs: Option<TokenLogprobs>,
@@ -124,6 +125,7 @@ fn handle<'t>(
     let last = match output {
         Output::Began { cached_tokens } => return text.usage.cached_tokens = cached_tokens,
         Output::Prompt(logprobs) => return text.reader.send(Event::Prompt(logprobs)),
+        Output::Embedding(numbers) => return text.reader.send(Event::Embedding(numbers)),
         Output::Token { id: token, logprobs } => match text.push(token, logprobs) {
             Ok(()) => return,
             Err(last) => {

@@ -5,6 +5,7 @@
 //! started before the result of this one is known (`overlap.rs`).
 
 mod draw;
+mod embed;
 mod lookup;
 mod overlap;
 mod running;

@@ -224,6 +224,17 @@ impl BatchDecoder {
         Ok(self.drawn.rows(0..self.live)?)
     }
 
+    /// The hidden states of the latest step after the last norm, in the dtype of activations, `[tokens, hidden_size]`.
+    /// They are valid until the next step.
+    ///
+    /// # Errors
+    /// None for a step that has run.
+    pub fn hidden(&mut self) -> Result<Tensor> {
+        // Passes of all sizes have it at the start of one buffer. The views may be those of a smaller one.
+        self.space.fit(self.model.decoder(), self.live.max(1))?;
+        Ok(self.space.views.x.rows(0..self.live)?)
+    }
+
     /// The logits of the first row, f32 `[1, vocab_size]`.
     pub(crate) fn first_logits(&self) -> Result<Tensor> {
         Ok(self.logits.rows(0..1)?)
@@ -253,7 +264,7 @@ impl BatchDecoder {
         let rows = 0..pass.rows;
         let (logits, drawn, how) = (logits.rows(rows.clone())?, drawn.rows(rows.clone())?, how.rows(rows)?);
         let graph = capture(model, |enc| {
-            model.network().encode(enc, &space.views, pool, &pass.step, &Wanted::Every { logits: &logits })?;
+            model.network().encode(enc, &space.views, pool, &pass.step, &Wanted::Every { logits: Some(&logits) })?;
             if then != Then::Nothing {
                 let draw = ops::Sample::new(&logits, pass.step.lens(), &drawn);
                 ops::sample(enc, &draw.rows((then == Then::Draw).then_some(&how)))?;

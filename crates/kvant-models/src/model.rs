@@ -7,13 +7,14 @@ use std::{
 };
 
 use kvant::{
-    CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Submission, Tensor, device::DeviceKind,
+    CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Submission, Tensor, device::DeviceKind, ops,
 };
 
 use crate::{
     BlockSpec, CacheCodecs, Config, DecoderSpec, Error, FedTokens, Files, Result, families,
     forward::{Network, OnStored, Wanted, Workspace},
     gguf::{self, source::GgufSource},
+    hidden::PassRows,
     inspect,
     safetensors::Checkpoint,
     source::{Source, converted::Converted, hf::HfSource, quantization::Quantization},
@@ -284,8 +285,18 @@ impl Model {
         rows: &[usize],
         out: &Tensor,
     ) -> Result<Submission> {
-        self.check_pool(pool)?;
         let tokens = &*FedTokens::known(fed.as_ref(), tokens);
+        self.check_pass(pool, step, tokens, rows)?;
+        self.check_out(out, rows.len()..=rows.len())?;
+        if tokens.is_empty() {
+            return Ok(self.device.encoder()?.commit()?);
+        }
+        self.run(pool, step, tokens, fed, PassRows::logits(rows, out), None)
+    }
+
+    /// Checks what a pass reads.
+    pub(crate) fn check_pass(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize]) -> Result<()> {
+        self.check_pool(pool)?;
         self.check_tokens(tokens)?;
         if step.batch().longest != usize::MAX {
             self.check_length(step.batch().longest)?;
@@ -293,32 +304,27 @@ impl Model {
         if tokens.len() != step.tokens() {
             return Err(Error::argument("tokens", format_args!("{} ids", step.tokens()), tokens.len()));
         }
-        if let Some(&row) = rows.iter().find(|&&row| row >= tokens.len()) {
-            return Err(Error::argument("rows", format_args!("below {}", tokens.len()), row));
+        match rows.iter().find(|&&row| row >= tokens.len()) {
+            Some(row) => Err(Error::argument("rows", format_args!("below {}", tokens.len()), row)),
+            None => Ok(()),
         }
-        self.check_out(out, rows.len()..=rows.len())?;
-        if tokens.is_empty() {
-            return Ok(self.device.encoder()?.commit()?);
-        }
-        self.run(pool, step, tokens, fed, rows, out, None)
     }
 
     /// Starts a batch whose arguments have been checked.
-    #[allow(clippy::too_many_arguments, reason = "checked arguments of one call")]
-    fn run(
+    pub(crate) fn run(
         &self,
         pool: &KvPool,
         step: &Step,
         tokens: &[u32],
         fed: Option<FedTokens>,
-        rows: &[usize],
-        out: &Tensor,
+        wanted: PassRows,
         stored: Option<&mut OnStored>,
     ) -> Result<Submission> {
         let mut space = self.space(tokens.len())?;
+        let rows = wanted.rows;
         let every = rows.len() == tokens.len() && rows.iter().enumerate().all(|(index, &row)| index == row);
         let mut fewer = if every || rows.is_empty() { None } else { Some(self.space(rows.len())?) };
-        let result = self.pass(pool, step, tokens, fed, rows, &mut space, fewer.as_mut(), out, stored);
+        let result = self.pass(pool, step, tokens, fed, wanted, (&mut space, fewer.as_mut()), stored);
         // The next pass comes after this one, also in memory that both use.
         self.give_spaces(std::iter::once(space).chain(fewer));
         result
@@ -331,29 +337,39 @@ impl Model {
         step: &Step,
         tokens: &[u32],
         fed: Option<FedTokens>,
-        rows: &[usize],
-        space: &mut Workspace,
-        fewer: Option<&mut Workspace>,
-        out: &Tensor,
+        wanted: PassRows,
+        (space, fewer): (&mut Workspace, Option<&mut Workspace>),
         stored: Option<&mut OnStored>,
     ) -> Result<Submission> {
+        let PassRows { rows, out, is_hidden } = wanted;
         space.fit(self.decoder(), tokens.len())?;
         let mut enc = self.device.encoder()?;
         match fed {
             Some(fed) => fed.write(&mut enc, tokens, &space.views.ids)?,
             None => space.views.ids.write(tokens)?,
         }
+        let logits = (!is_hidden).then_some(out);
         let encode = |wanted: &Wanted| self.network.encode_with(&mut enc, &space.views, pool, step, wanted, stored);
-        match fewer {
-            None if rows.is_empty() => encode(&Wanted::Nothing)?,
-            None => encode(&Wanted::Every { logits: out })?,
+        let x = match fewer {
+            None if rows.is_empty() => {
+                encode(&Wanted::Nothing)?;
+                None
+            }
+            None => {
+                encode(&Wanted::Every { logits })?;
+                Some(&space.views.x)
+            }
             Some(fewer) => {
                 fewer.fit(self.decoder(), rows.len())?;
                 let indices: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
                 fewer.views.ids.write(&indices)?;
                 let (step_of_rows, views) = (step.select(rows)?, &fewer.views);
-                encode(&Wanted::Some { rows: &views.ids, views, step: &step_of_rows, logits: out })?;
+                encode(&Wanted::Some { rows: &views.ids, views, step: &step_of_rows, logits })?;
+                Some(&views.x)
             }
+        };
+        if let Some(x) = x.filter(|_| is_hidden) {
+            ops::copy(&mut enc, x, out)?;
         }
         Ok(enc.commit()?)
     }
@@ -426,7 +442,8 @@ impl Model {
             let first_out = wanted.start.saturating_sub(first_row).min(out.shape()[0]);
             let out = out.rows(first_out..first_out + rows.len())?;
             let step = pool.step(&mut [(&mut *sequence, piece.len())]).map_err(Error::from);
-            let run = |step| Ok(self.run(&pool, &step, piece, None, &rows, &out, stored.as_deref_mut())?.wait()?);
+            let wanted = PassRows::logits(&rows, &out);
+            let run = |step| Ok(self.run(&pool, &step, piece, None, wanted, stored.as_deref_mut())?.wait()?);
             if let Err(error) = step.and_then(run) {
                 if sequence.truncate(before).is_err() {
                     // The windows have passed older positions: keep the completed passes.

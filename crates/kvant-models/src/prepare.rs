@@ -70,8 +70,8 @@ impl Model {
         let result = capture(self, |enc| {
             let views = &fewer.views;
             let wanted = match tokens == rows {
-                true => Wanted::Every { logits: &logits },
-                false => Wanted::Some { rows: &views.ids, views, step: &of_rows, logits: &logits },
+                true => Wanted::Every { logits: Some(&logits) },
+                false => Wanted::Some { rows: &views.ids, views, step: &of_rows, logits: Some(&logits) },
             };
             self.network().encode(enc, &space.views, pool, &step, &wanted)?;
             let (out, counter) = (drawn.rows(0..rows)?, of_rows.lens());

@@ -38,6 +38,8 @@ pub struct Tokenizer {
     eos_token: Option<u32>,
     /// The tokens before every text: none, or almost always `bos`.
     start: Vec<u32>,
+    /// The tokens that whole texts end with.
+    end: Vec<u32>,
 }
 
 /// The ids that start and end texts, for [`Tokenizer::from_parts`].
@@ -45,6 +47,8 @@ pub(crate) struct SpecialIds {
     pub bos: Option<u32>,
     /// Whether texts start with `bos`.
     pub adds_bos: bool,
+    /// Whether whole texts end with `eos_token`.
+    pub adds_eos: bool,
     pub eos_token: Option<u32>,
     /// Ascending, each once.
     pub eos: Vec<u32>,
@@ -103,7 +107,7 @@ impl Tokenizer {
         // A prompt must never be truncated or padded implicitly.
         guarded(|| inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
-        let start = added_before(&inner)?;
+        let [start, end] = added_around(&inner)?;
         // It would only add special tokens. Hostile ones repeat the text.
         inner.with_post_processor(None::<PostProcessorWrapper>);
         let decoder = TokenDecoder::of(inner.get_decoder());
@@ -115,6 +119,7 @@ impl Tokenizer {
             ids: usize::MAX,
             bos: start.first().copied(),
             start,
+            end,
             eos: Vec::new(),
             eos_token: None,
         })
@@ -131,11 +136,12 @@ impl Tokenizer {
     }
 
     pub(crate) fn from_parts(inner: tokenizers::Tokenizer, ids: SpecialIds) -> Tokenizer {
-        let SpecialIds { bos, adds_bos, eos_token, eos } = ids;
+        let SpecialIds { bos, adds_bos, adds_eos, eos_token, eos } = ids;
         let decoder = TokenDecoder::of(inner.get_decoder());
         let start = bos.into_iter().filter(|_| adds_bos).collect();
+        let end = eos_token.into_iter().filter(|_| adds_eos).collect();
         let (growth, token_bytes) = (Growth::NONE, OnceLock::new());
-        Tokenizer { inner, decoder, growth, token_bytes, ids: usize::MAX, bos, start, eos, eos_token }
+        Tokenizer { inner, decoder, growth, token_bytes, ids: usize::MAX, bos, start, end, eos, eos_token }
     }
 
     /// Converts a text to ids. With `add_bos`, the tokens come first that the model's texts start with, if there are
@@ -158,6 +164,16 @@ impl Tokenizer {
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let ids = self.encode(text, false)?;
         Ok(if ids.starts_with(&self.start) { ids } else { [&self.start[..], &ids].concat() })
+    }
+
+    /// Converts a whole text to ids, for an embedding: as [`Tokenizer::encode_prompt`], with the tokens at the end that
+    /// the tokenizer adds there. The last token of such a text stands for all of it.
+    pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = self.encode_prompt(text)?;
+        if !ids.ends_with(&self.end) {
+            ids.extend_from_slice(&self.end);
+        }
+        Ok(ids)
     }
 
     /// The least number of tokens that a text can have, by its length: a text of many megabytes can be refused without
@@ -301,17 +317,19 @@ fn check_sections(json: &[u8]) -> Result<Growth> {
     }
 }
 
-/// The tokens that the post-processor puts before a text. Transformers adds these, whatever `add_bos_token` in
-/// `tokenizer_config.json` says: that key is for tokenizers without a `tokenizer.json`.
-fn added_before(inner: &tokenizers::Tokenizer) -> Result<Vec<u32>> {
+/// The tokens that the post-processor puts before a text and after it. Transformers adds these, whatever
+/// `add_bos_token` in `tokenizer_config.json` says: that key is for tokenizers without a `tokenizer.json`.
+fn added_around(inner: &tokenizers::Tokenizer) -> Result<[Vec<u32>; 2]> {
     /// Stands for the tokens of a text.
     const TEXT: u32 = u32::MAX;
-    let Some(processor) = inner.get_post_processor() else { return Ok(Vec::new()) };
+    let Some(processor) = inner.get_post_processor() else { return Ok([Vec::new(), Vec::new()]) };
     let text = Encoding::from_tokens(vec![tokenizers::Token::new(TEXT, "text".to_string(), (0, 4))], 0);
     let processed = guarded(|| processor.process(text, None, true)).map_err(|_| Error::Tokenizer {
         reason: "`post_processor` must be one that the library can run".to_string(),
     })?;
-    Ok(processed.get_ids().iter().copied().take_while(|&id| id != TEXT).collect())
+    let mut parts = processed.get_ids().split(|&id| id == TEXT).map(<[u32]>::to_vec);
+    // Hostile ones repeat the text.
+    Ok([parts.next().unwrap_or_default(), parts.next_back().unwrap_or_default()])
 }
 
 /// Calls the `tokenizers` crate and converts its panics to errors.

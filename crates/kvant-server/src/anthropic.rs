@@ -24,6 +24,7 @@ use crate::{
     fields::{only_fields, string},
     generation::{Generation, Gone, Sender, channel, named_stream},
     sampling::{Drawn, Strings, random_id},
+    serving::Serving,
     structured::Shape,
 };
 
@@ -104,7 +105,8 @@ pub(crate) async fn create(
     headers: HeaderMap,
     Json(request): Json<MessagesRequest>,
 ) -> Result<Response> {
-    let model = app.model(request.model.as_deref())?;
+    let app = Serving::of(&app, request.model.as_deref()).await?;
+    let model = app.name.clone();
     if request.max_tokens == 0 {
         return Err(ApiError::field("max_tokens", "`max_tokens` must be at least 1, got 0"));
     }
@@ -142,7 +144,7 @@ pub(crate) async fn create(
 }
 
 pub(crate) async fn count(State(app): State<Arc<App>>, Json(request): Json<CountRequest>) -> Result<Json<Value>> {
-    app.model(request.model.as_deref())?;
+    let app = Serving::of(&app, request.model.as_deref()).await?;
     let (tools, _) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), Shape::default())?;
     let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
     let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;

@@ -16,18 +16,18 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use kvant_engine::{CacheScope, Engine};
-use kvant_models::{Result as ModelResult, chat::ChatTemplate};
+use kvant_engine::CacheScope;
 use tokio::sync::Semaphore;
 
 use crate::{
     ServerOptions, anthropic,
     body::Json,
-    chat, completions, conversation, documents,
+    chat, completions, conversation, documents, embeddings,
     error::{ApiError, Result},
     hosts, keys,
     metrics::{self, Statuses},
-    models, ollama, responses,
+    models::{self, Catalog},
+    ollama, responses,
     sampling::{now, random_id},
     store::Store,
     tokens,
@@ -35,13 +35,11 @@ use crate::{
 
 /// What all requests share.
 pub(crate) struct App {
-    pub engine: Engine,
-    /// Makes a text of a conversation, if the model was trained for conversations.
-    pub template: Option<ChatTemplate>,
+    pub models: Catalog,
     pub options: ServerOptions,
     pub is_draining: AtomicBool,
     /// Places for long texts that are tokenised at once.
-    long_texts: Arc<Semaphore>,
+    pub long_texts: Arc<Semaphore>,
     /// When the server started, in seconds since 1970.
     pub started: u64,
     /// How often each status was answered.
@@ -54,35 +52,17 @@ pub(crate) struct App {
 #[derive(Clone, Debug)]
 pub(crate) struct RequestId(pub Arc<str>);
 
-/// Texts from this length on wait for each other: the tokenizer takes some hundred bytes for each of theirs.
-const LONG_TEXT: usize = 256 << 10;
 /// Long texts that are tokenised at once.
 const LONG_TEXTS: usize = 2;
 /// The longest id that a client can choose.
 const LONGEST_ID: usize = 128;
 
 impl App {
-    pub fn new(engine: Engine, template: Option<ChatTemplate>, options: ServerOptions) -> App {
+    pub fn new(models: Catalog, options: ServerOptions) -> App {
         let long_texts = Arc::new(Semaphore::new(LONG_TEXTS));
         let (statuses, store) = (Statuses::default(), Store::new(options.store_limit));
         let is_draining = AtomicBool::new(false);
-        App { engine, template, options, is_draining, long_texts, started: now(), statuses, store }
-    }
-
-    /// The name of the model in answers, if a request may use `asked`.
-    pub fn model(&self, asked: Option<&str>) -> Result<String> {
-        let names = &self.options.names;
-        let name = names.first().cloned().unwrap_or_default();
-        let accepts_all = names.last().is_some_and(|name| name == "*");
-        match asked {
-            Some(asked) if !accepts_all && !names.iter().any(|name| name == asked) => {
-                let asked: String = asked.chars().take(64).collect();
-                let message = format!("there is no model {asked:?}: this server runs {name:?}");
-                let error = ApiError::new(StatusCode::NOT_FOUND, message);
-                Err(ApiError { param: Some("model".to_string()), code: Some("model_not_found"), ..error })
-            }
-            _ => Ok(name),
-        }
+        App { models, options, is_draining, long_texts, started: now(), statuses, store }
     }
 
     /// The most tokens of an answer for which a request asks for `asked`, where `usual` is the route's default.
@@ -110,75 +90,12 @@ impl App {
         let length = (key.len() as u64).to_le_bytes();
         CacheScope::Salted([&length, key, salt.as_bytes()].concat())
     }
-
-    /// Runs what takes long on a thread of its own, such as to tokenise a long text.
-    pub async fn blocking<T: Send + 'static>(
-        self: &Arc<Self>,
-        work: impl FnOnce(&App) -> T + Send + 'static,
-    ) -> Result<T> {
-        let app = Arc::clone(self);
-        let result = tokio::task::spawn_blocking(move || work(&app)).await;
-        result.map_err(|_| ApiError::internal("a thread of the server has failed"))
-    }
-
-    /// As [`App::blocking`], for work that tokenises `bytes` bytes of text. Only a few long texts are tokenised at
-    /// once, so that many do not take all memory, and the memory of each goes back to the system.
-    pub async fn encoding<T: Send + 'static>(
-        self: &Arc<Self>,
-        bytes: usize,
-        work: impl FnOnce(&App) -> T + Send + 'static,
-    ) -> Result<T> {
-        if bytes < LONG_TEXT {
-            return self.blocking(work).await;
-        }
-        let place = Arc::clone(&self.long_texts).acquire_owned().await;
-        self.blocking(move |app| {
-            let result = work(app);
-            if let Some(reclaim) = app.options.reclaim {
-                reclaim();
-            }
-            // The client may have gone long ago: the place is free when the work is done.
-            drop(place);
-            result
-        })
-        .await
-    }
-
-    /// The ids of a prompt. One that must have more tokens than the context is not tokenised.
-    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
-        let (tokenizer, limit) = (self.engine.tokenizer(), self.engine.context());
-        let least = tokenizer.min_tokens(text);
-        if least > limit {
-            return Err(ApiError::of_text("prompt", &kvant_models::Error::TooLong { least, limit }));
-        }
-        tokenized("prompt", tokenizer.encode_prompt(text))
-    }
-
-    /// The bytes of one token within a text, special ones by their names.
-    pub fn token_bytes(&self, id: u32) -> Vec<u8> {
-        self.engine.tokenizer().token_bytes(id).unwrap_or_default()
-    }
-
-    /// The text of one token, special ones by their names. A token that begins or ends within a character is shown by
-    /// its bytes, as in `bytes:\xf0\x9f`, so that different tokens stay different.
-    pub fn token_text(&self, id: u32) -> String {
-        bytes_text(&self.token_bytes(id))
-    }
 }
 
-/// Bytes as text if they are UTF-8, or with escapes, in OpenAI's form.
-pub(crate) fn bytes_text(bytes: &[u8]) -> String {
-    std::str::from_utf8(bytes).map_or_else(|_| escaped(bytes), str::to_string)
-}
-
-/// Bytes with escapes, in OpenAI's form.
-pub(crate) fn escaped(bytes: &[u8]) -> String {
-    format!("bytes:{}", bytes.escape_ascii())
-}
-
-/// An error of the tokenizer is about the text.
-pub(crate) fn tokenized<T>(field: &str, result: ModelResult<T>) -> Result<T> {
-    result.map_err(|error| ApiError::of_text(field, &error))
+/// Runs what takes long on a thread of its own.
+pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+    let result = tokio::task::spawn_blocking(work).await;
+    result.map_err(|_| ApiError::internal("a thread of the server has failed"))
 }
 
 /// All routes.
@@ -191,12 +108,16 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/version", get(version))
         .route("/api/version", get(version))
         .route("/api/tags", get(ollama::tags))
+        .route("/api/ps", get(ollama::running))
         .route("/api/show", post(ollama::show))
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
         .route("/metrics", get(metrics::get))
-        .route("/v1/models", get(models::list))
-        .route("/v1/models/{*name}", get(models::get))
+        .route("/v1/models", get(models::routes::list))
+        .route("/v1/models/{*name}", get(models::routes::get))
+        .route("/v1/embeddings", post(embeddings::create))
+        .route("/api/embed", post(embeddings::ollama))
+        .route("/api/embeddings", post(embeddings::ollama_one))
         .route("/v1/completions", post(completions::create))
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/responses", post(responses::create))
@@ -225,13 +146,9 @@ fn other_models() -> Router<Arc<App>> {
             ApiError { code: Some("model_not_supported"), ..error }
         })
     };
-    let (rank, embed) = ("score or rank texts", "embed texts");
     let mut router = Router::new();
     for path in ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"] {
-        router = router.route(path, answer(rank));
-    }
-    for path in ["/v1/embeddings", "/api/embed", "/api/embeddings"] {
-        router = router.route(path, answer(embed));
+        router = router.route(path, answer("score or rank texts"));
     }
     router
 }
@@ -241,7 +158,7 @@ async fn version() -> Json<serde_json::Value> {
 }
 
 async fn health(State(app): State<Arc<App>>) -> Result<Json<serde_json::Value>> {
-    if !app.engine.is_healthy() {
+    if app.models.has_failed() {
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the engine has failed");
         return Err(ApiError { code: Some("unhealthy"), ..error });
     }

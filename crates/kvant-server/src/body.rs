@@ -14,7 +14,7 @@ use kvant_models::chat::JsonValue;
 use serde::de::DeserializeOwned;
 
 use crate::{
-    app::App,
+    app::{App, blocking},
     error::{ApiError, Result},
     fields,
 };
@@ -45,7 +45,7 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for Json<T> {
         if !is_compressed {
             return parse(&bytes, is_strict).map(Json);
         }
-        let unpacked = app.blocking(move |_| unpacked(&bytes, limit)).await??;
+        let unpacked = blocking(move || unpacked(&bytes, limit)).await??;
         parse(&unpacked.ok_or_else(too_long)?, is_strict).map(Json)
     }
 }

@@ -21,6 +21,7 @@ use crate::{
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs,
     sampling::{TokenLimit, drawn_request, now, random_id},
+    serving::Serving,
     structured::{Shape, StructuredOutputs},
 };
 
@@ -88,7 +89,8 @@ pub(crate) async fn create(
     Json(mut request): Json<ChatRequest>,
 ) -> Result<Response> {
     let drawn = request.drawn();
-    let model = app.model(request.model.as_deref())?;
+    let app = Serving::of(&app, request.model.as_deref()).await?;
+    let model = app.name.clone();
     let streams = request.stream.unwrap_or(false);
     let usage_in = StreamOptions::usage(&app, request.stream_options, streams)?;
     let n = check_choices(&app, request.n, 1)?;
@@ -101,7 +103,7 @@ pub(crate) async fn create(
         (Some(_), Some(_)) => {
             return Err(ApiError::field("max_tokens", "`max_tokens` and `max_completion_tokens` exclude each other"));
         }
-        (some, None) | (None, some) => app.max_tokens(some.map(|TokenLimit(limit)| limit), app.engine.context()),
+        (some, None) | (None, some) => app.max_tokens(some.map(|TokenLimit(limit)| limit), app.model.engine.context()),
     };
     let mut variables = request.chat_template_kwargs.unwrap_or_default();
     let thinking = thinking(request.reasoning_effort, &mut variables)?;
@@ -230,7 +232,7 @@ struct Built {
 }
 
 impl ChatAnswer {
-    async fn collect(mut self, app: &App, mut generation: Generation) -> Result<Value> {
+    async fn collect(mut self, app: &Serving, mut generation: Generation) -> Result<Value> {
         let mut built: Vec<Built> = self.choices.iter().map(|_| Built::default()).collect();
         while let Some(event) = generation.next().await {
             let (index, event) = event?;
@@ -254,7 +256,7 @@ impl ChatAnswer {
         usage
     }
 
-    async fn stream(mut self, app: Arc<App>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
+    async fn stream(mut self, app: Arc<Serving>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
         for index in 0..self.choices.len() {
             let delta = json!({"role": "assistant", "content": ""});
             sender.data(&self.chunk(index, delta, Value::Null, None)).await?;
@@ -310,7 +312,7 @@ impl ChatChoice {
         Some(if reason == "stop" && self.reader.has_calls { "tool_calls" } else { reason })
     }
 
-    fn logprobs(&self, app: &App, added: &Added) -> Value {
+    fn logprobs(&self, app: &Serving, added: &Added) -> Value {
         if added.logprobs.is_empty() {
             return Value::Null;
         }
@@ -337,7 +339,7 @@ impl ChatChoice {
 }
 
 impl Built {
-    fn add(&mut self, app: &App, added: Added, finish: Option<&'static str>) {
+    fn add(&mut self, app: &Serving, added: Added, finish: Option<&'static str>) {
         self.logprobs.extend(added.logprobs.iter().map(|token| logprobs::of_token(app, token)));
         self.finish = finish.or(self.finish);
         for part in added.parts {

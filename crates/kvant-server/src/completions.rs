@@ -17,12 +17,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::{
-    app::{App, RequestId, escaped, tokenized},
+    app::{App, RequestId},
     body::Json,
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs::number,
     sampling::{TokenLimit, drawn_request, now, random_id},
+    serving::{Serving, escaped, tokenized},
     structured::{Shape, StructuredOutputs, Thoughts},
 };
 
@@ -116,7 +117,7 @@ enum SpecialNames {
 }
 
 impl Prompts {
-    fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         match self {
             Prompts::Text(_) | Prompts::Ids(_) => 1,
             Prompts::Texts(texts) => texts.len(),
@@ -125,7 +126,7 @@ impl Prompts {
     }
 
     /// Bytes of text to tokenise.
-    fn bytes(&self) -> usize {
+    pub fn bytes(&self) -> usize {
         match self {
             Prompts::Text(text) => text.len(),
             Prompts::Texts(texts) => texts.iter().map(String::len).sum(),
@@ -133,16 +134,26 @@ impl Prompts {
         }
     }
 
-    fn encode(self, app: &App) -> Result<Vec<PromptText>> {
+    /// The ids of texts that are embedded.
+    pub fn into_ids(self, app: &Serving) -> Result<Vec<Vec<u32>>> {
+        match self {
+            Prompts::Text(text) => Ok(vec![app.encode_whole(&text)?]),
+            Prompts::Texts(texts) => texts.iter().map(|text| app.encode_whole(text)).collect(),
+            Prompts::Ids(ids) => Ok(vec![ids]),
+            Prompts::IdLists(lists) => Ok(lists),
+        }
+    }
+
+    fn encode(self, app: &Serving) -> Result<Vec<PromptText>> {
         let of_text = |text: String| {
             let ids = app.encode_prompt(&text)?;
-            let bos = ids.first().filter(|&&id| app.engine.tokenizer().bos() == Some(id));
+            let bos = ids.first().filter(|&&id| app.model.engine.tokenizer().bos() == Some(id));
             let is_added = bos.is_some_and(|&bos| !text.as_bytes().starts_with(&app.token_bytes(bos)));
             let shown = if is_added { SpecialNames::AllButFirst } else { SpecialNames::All };
             Ok(PromptText { ids, text, shown })
         };
         let of_ids = |ids: Vec<u32>| {
-            let mut stream = app.engine.tokenizer().stream();
+            let mut stream = app.model.engine.tokenizer().stream();
             // The rest of a character follows with the generated text.
             let text = tokenized("prompt", ids.iter().map(|&id| stream.push(id)).collect())?;
             Ok(PromptText { ids, text, shown: SpecialNames::None })
@@ -175,7 +186,8 @@ pub(crate) async fn create(
     Json(mut request): Json<CompletionRequest>,
 ) -> Result<Response> {
     let drawn = request.drawn();
-    let model = app.model(request.model.as_deref())?;
+    let app = Serving::of(&app, request.model.as_deref()).await?;
+    let model = app.name.clone();
     let streams = request.stream.unwrap_or(false);
     let usage_in = StreamOptions::usage(&app, request.stream_options, streams)?;
     let n = check_choices(&app, request.n, request.prompt.len())?;
@@ -237,7 +249,7 @@ pub(crate) fn check_choices(app: &App, n: Option<usize>, prompts: usize) -> Resu
 
 impl Answer {
     /// The answer in one piece.
-    async fn collect(mut self, app: &App, mut generation: Generation) -> Result<Value> {
+    async fn collect(mut self, app: &Serving, mut generation: Generation) -> Result<Value> {
         let mut whole: Vec<Piece> = self.choices.iter_mut().map(ChoiceText::start).collect();
         while let Some(event) = generation.next().await {
             let (index, event) = event?;
@@ -254,7 +266,7 @@ impl Answer {
     }
 
     /// The answer as events.
-    async fn stream(mut self, app: Arc<App>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
+    async fn stream(mut self, app: Arc<Serving>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
         for index in 0..self.choices.len() {
             let piece = self.choices[index].start();
             if !piece.is_empty() {
@@ -279,7 +291,7 @@ impl Answer {
         sender.send(Ok(axum::response::sse::Event::default().data("[DONE]"))).await
     }
 
-    fn piece(&mut self, app: &App, index: usize, event: Event) -> Option<Piece> {
+    fn piece(&mut self, app: &Serving, index: usize, event: Event) -> Option<Piece> {
         self.usage.count(&event, index.is_multiple_of(self.n));
         self.choices[index].piece(app, event)
     }
@@ -357,11 +369,11 @@ struct ChoiceText {
 }
 
 impl ChoiceText {
-    fn new(app: &App, prompt: &PromptText, echo: bool, with_logprobs: bool, special: bool) -> Result<ChoiceText> {
+    fn new(app: &Serving, prompt: &PromptText, echo: bool, with_logprobs: bool, special: bool) -> Result<ChoiceText> {
         let mut choice = ChoiceText {
             start: Piece { logprobs: with_logprobs.then(Logprobs::default), ..Piece::default() },
             with_logprobs,
-            stream: TextStream::new(Arc::clone(app.engine.tokenizer())),
+            stream: TextStream::new(Arc::clone(app.model.engine.tokenizer())),
             offset: 0,
             special,
             prompt_special: prompt.shown != SpecialNames::None,
@@ -375,7 +387,7 @@ impl ChoiceText {
     }
 
     /// Starts with the text of the prompt, and its first token.
-    fn echo(&mut self, app: &App, prompt: &PromptText) {
+    fn echo(&mut self, app: &Serving, prompt: &PromptText) {
         self.start.text = prompt.text.clone();
         if let (Some(logprobs), Some(&first)) = (&mut self.start.logprobs, prompt.ids.first()) {
             logprobs.tokens.push(app.token_text(first));
@@ -390,7 +402,7 @@ impl ChoiceText {
         std::mem::take(&mut self.start)
     }
 
-    fn piece(&mut self, app: &App, event: Event) -> Option<Piece> {
+    fn piece(&mut self, app: &Serving, event: Event) -> Option<Piece> {
         let special = self.special;
         match event {
             Event::Prompt(logprobs) => {
@@ -413,7 +425,7 @@ impl ChoiceText {
     }
 
     /// The log probabilities of tokens. `special`: the text has the names of special tokens.
-    fn logprobs(&mut self, app: &App, tokens: &[TokenLogprobs], special: bool) -> Option<Logprobs> {
+    fn logprobs(&mut self, app: &Serving, tokens: &[TokenLogprobs], special: bool) -> Option<Logprobs> {
         if !self.with_logprobs {
             return None;
         }
@@ -436,7 +448,7 @@ impl ChoiceText {
 }
 
 /// The most probable tokens and the token itself, each with a key of its own.
-fn alternatives(app: &App, token: &TokenLogprobs) -> Map<String, Value> {
+fn alternatives(app: &Serving, token: &TokenLogprobs) -> Map<String, Value> {
     let own = app.token_text(token.id);
     let mut all = Map::new();
     for &(id, logprob) in &token.top {

@@ -10,10 +10,11 @@ use serde_json::{Value, json};
 
 use crate::{
     answer::AnswerReader,
-    app::{App, tokenized},
+    app::App,
     body::Json,
     error::{ApiError, Result},
     fields::{only_fields, string},
+    serving::{Serving, tokenized},
     structured::{Shape, Thoughts},
 };
 
@@ -290,10 +291,10 @@ impl Talk {
     /// The prompt of a conversation, made by the model's template.
     ///
     /// Rendering and tokenising take long for long conversations: not for a thread of the runtime.
-    pub fn prompt(&self, app: &App) -> Result<Prompt> {
-        let (template, tokenizer) = (template(app)?, app.engine.tokenizer());
+    pub fn prompt(&self, app: &Serving) -> Result<Prompt> {
+        let (template, tokenizer) = (template(app)?, app.model.engine.tokenizer());
         // Names of special tokens in texts of users stay text.
-        let encoded = template.encode_within(&self.conversation(), tokenizer, app.engine.context());
+        let encoded = template.encode_within(&self.conversation(), tokenizer, app.model.engine.context());
         let ids = tokenized("messages", encoded)?;
         let tail = &ids[ids.len().saturating_sub(TAIL)..];
         let tail = tokenized("messages", tokenizer.decode_with_special(tail))?;
@@ -336,8 +337,8 @@ impl Talk {
     }
 }
 
-fn template(app: &App) -> Result<&ChatTemplate> {
-    app.template.as_ref().ok_or_else(|| {
+fn template(app: &Serving) -> Result<&ChatTemplate> {
+    app.model.template.as_ref().ok_or_else(|| {
         let message = "the model has no chat template, so it cannot answer conversations: use /v1/completions, or start the \
                        server with --chat-template FILE";
         ApiError { code: Some("no_chat_template"), ..ApiError::field("messages", message) }
@@ -359,7 +360,7 @@ pub(crate) async fn apply_template(
     State(app): State<Arc<App>>,
     Json(request): Json<TemplateRequest>,
 ) -> Result<Json<Value>> {
-    app.model(request.model.as_deref())?;
+    let app = Serving::of(&app, request.model.as_deref()).await?;
     let tools = request.tools.unwrap_or_default();
     check_tools(&app, &tools)?;
     let messages = messages(&app, request.messages)?;

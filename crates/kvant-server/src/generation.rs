@@ -1,6 +1,6 @@
 //! The events of all choices of a request, as one stream.
 
-use std::{convert::Infallible, fmt::Display, pin::Pin, time::Instant};
+use std::{convert::Infallible, fmt::Display, pin::Pin, sync::Arc, time::Instant};
 
 use axum::response::{
     IntoResponse, Response,
@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use crate::{
     app::{App, RequestId},
     error::{ApiError, Result},
+    serving::Serving,
 };
 
 /// A stream of the events of one choice, each with the choice's number.
@@ -28,13 +29,15 @@ pub(crate) struct Generation {
     submitted: Instant,
     /// When the first token of each choice came.
     first: Vec<Option<Instant>>,
+    /// The model stays loaded until the choices have ended. Dropped after them.
+    _serving: Arc<Serving>,
 }
 
 impl Generation {
     /// Submits all choices, or none.
-    pub fn submit(app: &App, id: &RequestId, requests: Vec<EngineRequest>) -> Result<Generation> {
-        let refused = |error| ApiError::of_submit(error, app.engine.context());
-        let submit = |request| app.engine.submit(request).map_err(refused);
+    pub fn submit(app: &Arc<Serving>, id: &RequestId, requests: Vec<EngineRequest>) -> Result<Generation> {
+        let refused = |error| ApiError::of_submit(error, app.model.engine.context());
+        let submit = |request| app.model.engine.submit(request).map_err(refused);
         let responses: Vec<Responses> = requests.into_iter().map(submit).collect::<Result<_>>()?;
         let first = vec![None; responses.len()];
         let choices = responses.into_iter().enumerate().map(|(index, responses)| {
@@ -43,7 +46,9 @@ impl Generation {
             });
             Box::pin(events.map(move |event| (index, event))) as Choice
         });
-        Ok(Generation { choices: stream::select_all(choices), id: id.clone(), submitted: Instant::now(), first })
+        let choices = stream::select_all(choices);
+        let _serving = Arc::clone(app);
+        Ok(Generation { choices, id: id.clone(), submitted: Instant::now(), first, _serving })
     }
 
     /// The next event, with the number of its choice. `None` after the last event of the last choice. A failure, and

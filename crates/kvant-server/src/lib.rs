@@ -21,6 +21,7 @@ mod completions;
 mod connections;
 mod conversation;
 mod documents;
+mod embeddings;
 mod error;
 mod fields;
 mod generation;
@@ -34,11 +35,13 @@ mod options;
 mod responses;
 mod sampling;
 mod server;
+mod serving;
 mod store;
 mod structured;
 mod tokens;
 
 pub use keys::ApiKeys;
+pub use models::{ModelError, ModelFacts, Models, ServedModel};
 pub use options::ServerOptions;
 pub use server::{ServeError, Server};
 

@@ -3,7 +3,7 @@
 use kvant_models::TokenLogprobs;
 use serde_json::{Value, json};
 
-use crate::app::{App, bytes_text};
+use crate::serving::{Serving, bytes_text};
 
 /// The least log probability in answers: JSON has no infinity.
 const LEAST: f32 = -9999.0;
@@ -15,13 +15,13 @@ pub(crate) fn number(logprob: f32) -> Value {
 }
 
 /// The log probabilities of a token in the form of chat completions.
-pub(crate) fn of_token(app: &App, token: &TokenLogprobs) -> Value {
+pub(crate) fn of_token(app: &Serving, token: &TokenLogprobs) -> Value {
     let mut value = entry(app, token.id, token.logprob);
     value["top_logprobs"] = token.top.iter().map(|&(id, logprob)| entry(app, id, logprob)).collect();
     value
 }
 
-fn entry(app: &App, id: u32, logprob: f32) -> Value {
+fn entry(app: &Serving, id: u32, logprob: f32) -> Value {
     let bytes = app.token_bytes(id);
     json!({"token": bytes_text(&bytes), "logprob": number(logprob), "bytes": bytes})
 }

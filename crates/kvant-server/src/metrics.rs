@@ -14,13 +14,32 @@ use axum::{
 };
 use kvant_engine::{EngineStats, Histogram, Unit};
 
-use crate::app::App;
+use crate::{
+    app::App,
+    models::{Known, Seen},
+};
 
 pub(crate) async fn get(State(app): State<Arc<App>>) -> Response {
-    let model = app.options.names.first().cloned().unwrap_or_default();
-    let text = Text::new(&model).stats(&app.engine.stats());
-    let text = text + &Text::new(&model).server(&app.statuses, app.started);
+    let seen = app.models.seen();
+    let loaded = |(known, seen): (&Known, Seen)| seen.stats.map(|stats| (label(known.name()), stats));
+    let text = Text::models(&seen, app.models.bytes());
+    let text = text + &Text::stats(&seen.into_iter().filter_map(loaded).collect::<Vec<_>>());
+    let text = text + &Text::server(&own_label(&app), &app.statuses, app.started);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+}
+
+/// The label of a model.
+fn label(model: &str) -> String {
+    let escaped = model.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n");
+    format!("model_name=\"{escaped}\"")
+}
+
+/// The label of counts of the whole server: that of its model, if it has one only.
+fn own_label(app: &App) -> String {
+    match app.models.known() {
+        [one] => label(one.name()),
+        _ => String::new(),
+    }
 }
 
 /// How often each status was answered.
@@ -63,117 +82,162 @@ impl Process {
 }
 
 /// Metrics as text.
-struct Text {
-    out: String,
-    /// The label of the model.
-    label: String,
-}
+#[derive(Default)]
+struct Text(String);
 
 impl Text {
-    fn new(model: &str) -> Text {
-        let escaped = model.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n");
-        Text { out: String::new(), label: format!("model_name=\"{escaped}\"") }
+    /// Which models are loaded, and how often they were.
+    fn models(seen: &[(&Known, Seen)], bytes: usize) -> String {
+        let mut text = Text::default();
+        let of = |value: fn(&Seen) -> u64| {
+            let values = seen.iter().map(move |(known, seen)| (label(known.name()), value(seen) as f64));
+            values.collect::<Vec<_>>()
+        };
+        let is_loaded = of(|seen| u64::from(seen.stats.is_some()));
+        text.values("model_loaded", "Whether a model is loaded", "gauge", &is_loaded);
+        text.values("model_loads_total", "Loads of a model on demand", "counter", &of(|seen| seen.loads.done));
+        let failed = of(|seen| seen.loads.failed);
+        text.values("model_load_failures_total", "Loads of a model that failed", "counter", &failed);
+        let of_all = [(String::new(), bytes as f64)];
+        text.values("models_bytes", "Bytes of the models that were loaded on demand", "gauge", &of_all);
+        text.0
     }
 
-    fn stats(mut self, stats: &EngineStats) -> String {
-        let share = stats.pages_used as f64 / (stats.pages_bytes as f64).max(1.0);
-        self.gauge("num_requests_running", "Requests that run", stats.running as f64);
-        self.gauge("num_requests_waiting", "Requests that wait", stats.waiting as f64);
-        self.gauge("num_requests_paused", "Requests whose events nobody reads", stats.paused as f64);
-        self.gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1, cached prefixes included", share);
-        self.gauge("kv_cache_bytes", "Bytes of all KV pages", stats.pages_bytes as f64);
-        self.gauge(
-            "kv_cache_used_bytes",
-            "Bytes of KV pages in use, cached prefixes included",
-            stats.pages_used as f64,
-        );
-        self.gauge("kv_cache_request_bytes", "Bytes of KV pages that requests use", stats.requests_used as f64);
-        self.gauge("kv_cache_host_bytes", "Bytes of KV pages in host memory", stats.host_used as f64);
-        self.counter("prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_queries);
-        self.counter("prefix_cache_hits", "Tokens that the prefix cache had", stats.prefix_hits);
-        self.counter("num_preemptions", "Requests that gave their pages back before their end", stats.preemptions);
-        self.counter("prompt_tokens", "Tokens of prompts that were computed", stats.prompt_tokens);
-        self.counter("generation_tokens", "Tokens generated", stats.generated_tokens);
-        self.counter("engine_steps", "Steps of the engine", stats.steps);
-        self.counter("spec_decode_num_draft_tokens", "Draft tokens that were tried", stats.drafts[0]);
-        self.counter("spec_decode_num_accepted_tokens", "Draft tokens that were right", stats.drafts[1]);
-        self.head("request_success_total", "Ended requests", "counter");
-        let reasons = [
-            ("stop", stats.finished_stop),
-            ("length", stats.finished_length),
-            ("abort", stats.finished_cancelled),
-            ("error", stats.finished_failed),
-        ];
-        for (reason, count) in reasons {
-            let labels = format!(",finished_reason=\"{reason}\"");
-            self.value("request_success_total", &labels, count as f64);
+    /// The counts of engines, each with the label of its model.
+    fn stats(models: &[(String, EngineStats)]) -> String {
+        let mut text = Text::default();
+        for (name, help, value) in GAUGES {
+            text.values(name, help, "gauge", &of_each(models, *value));
         }
-        self.histogram("time_to_first_token_seconds", "Time to the first token", &stats.time_to_first_token);
-        self.histogram("inter_token_latency_seconds", "Time between two tokens of a request", &stats.inter_token);
-        self.histogram("e2e_request_latency_seconds", "Time of a request", &stats.request_time);
-        self.histogram("request_queue_time_seconds", "Time of a request before its first step", &stats.queue_time);
-        self.histogram(
-            "request_prefill_time_seconds",
-            "Time from the first step to the first token",
-            &stats.prefill_time,
-        );
-        self.histogram("request_decode_time_seconds", "Time from the first token to the last", &stats.decode_time);
-        self.histogram("request_prompt_tokens", "Tokens of a prompt", &stats.prompt_lengths);
-        self.histogram("request_generation_tokens", "Tokens of a text", &stats.text_lengths);
-        self.out
+        for (name, help, value) in COUNTERS {
+            text.values(name, help, "counter", &of_each(models, |stats| value(stats) as f64));
+        }
+        text.head("request_success_total", "Ended requests", "counter");
+        for (label, stats) in models {
+            for (reason, count) in [
+                ("stop", stats.finished_stop),
+                ("length", stats.finished_length),
+                ("abort", stats.finished_cancelled),
+                ("error", stats.finished_failed),
+            ] {
+                text.value("request_success_total", &joined(label, "finished_reason", reason), count as f64);
+            }
+        }
+        text.histograms("time_to_first_token_seconds", "Time to the first token", models, |s| &s.time_to_first_token);
+        text.histograms("inter_token_latency_seconds", "Time between two tokens of a request", models, |s| {
+            &s.inter_token
+        });
+        text.histograms("e2e_request_latency_seconds", "Time of a request", models, |s| &s.request_time);
+        let help = "Time of a request before its first step";
+        text.histograms("request_queue_time_seconds", help, models, |s| &s.queue_time);
+        let help = "Time from the first step to the first token";
+        text.histograms("request_prefill_time_seconds", help, models, |s| &s.prefill_time);
+        let help = "Time from the first token to the last";
+        text.histograms("request_decode_time_seconds", help, models, |s| &s.decode_time);
+        text.histograms("request_prompt_tokens", "Tokens of a prompt", models, |s| &s.prompt_lengths);
+        text.histograms("request_generation_tokens", "Tokens of a text", models, |s| &s.text_lengths);
+        text.0
     }
 
     /// What the server and the system count.
-    fn server(mut self, statuses: &Statuses, started: u64) -> String {
-        self.head("http_requests_total", "Answers by their status", "counter");
+    fn server(label: &str, statuses: &Statuses, started: u64) -> String {
+        let mut text = Text::default();
+        text.head("http_requests_total", "Answers by their status", "counter");
         for (status, count) in statuses.counts() {
-            self.value("http_requests_total", &format!(",status=\"{status}\""), count as f64);
+            text.value("http_requests_total", &joined(label, "status", &status.to_string()), count as f64);
         }
-        self.gauge("process_start_time_seconds", "When the server started, in seconds since 1970", started as f64);
+        let mut one = |name, help, kind, value| text.values(name, help, kind, &[(label.to_string(), value)]);
+        let help = "When the server started, in seconds since 1970";
+        one("process_start_time_seconds", help, "gauge", started as f64);
         let process = Process::read();
         if let Some(bytes) = process.resident {
-            self.gauge("process_resident_memory_bytes", "Memory of the process", bytes as f64);
+            one("process_resident_memory_bytes", "Memory of the process", "gauge", bytes as f64);
         }
         if let Some(seconds) = process.cpu_seconds {
-            self.head("process_cpu_seconds_total", "Time of processors", "counter");
-            self.value("process_cpu_seconds_total", "", seconds);
+            one("process_cpu_seconds_total", "Time of processors", "counter", seconds);
         }
         if let Some(count) = process.open_files {
-            self.gauge("process_open_fds", "Open files and connections", count as f64);
+            one("process_open_fds", "Open files and connections", "gauge", count as f64);
         }
-        self.out
+        text.0
     }
 
     fn head(&mut self, name: &str, help: &str, kind: &str) {
         // Writing to a string does not fail.
-        let _ = writeln!(self.out, "# HELP {name} {help}.\n# TYPE {name} {kind}");
+        let _ = writeln!(self.0, "# HELP {name} {help}.\n# TYPE {name} {kind}");
     }
 
     fn value(&mut self, name: &str, labels: &str, value: f64) {
-        let _ = writeln!(self.out, "{name}{{{}{labels}}} {value}", self.label);
+        let _ = match labels {
+            "" => writeln!(self.0, "{name} {value}"),
+            labels => writeln!(self.0, "{name}{{{labels}}} {value}"),
+        };
     }
 
-    fn gauge(&mut self, name: &str, help: &str, value: f64) {
-        self.head(name, help, "gauge");
-        self.value(name, "", value);
-    }
-
-    fn counter(&mut self, name: &str, help: &str, value: u64) {
-        let name = format!("{name}_total");
-        self.head(&name, help, "counter");
-        self.value(&name, "", value as f64);
-    }
-
-    fn histogram<U: Unit>(&mut self, name: &str, help: &str, histogram: &Histogram<U>) {
-        self.head(name, help, "histogram");
-        for (bound, count) in histogram.cumulative() {
-            let bound = if bound.is_infinite() { "+Inf".to_string() } else { bound.to_string() };
-            self.value(&format!("{name}_bucket"), &format!(",le=\"{bound}\""), count as f64);
+    /// A metric with a value for each label.
+    fn values(&mut self, name: &str, help: &str, kind: &str, values: &[(String, f64)]) {
+        self.head(name, help, kind);
+        for (label, value) in values {
+            self.value(name, label, *value);
         }
-        self.value(&format!("{name}_sum"), "", histogram.sum());
-        self.value(&format!("{name}_count"), "", histogram.count() as f64);
+    }
+
+    fn histograms<U: Unit>(
+        &mut self,
+        name: &str,
+        help: &str,
+        models: &[(String, EngineStats)],
+        of: impl Fn(&EngineStats) -> &Histogram<U>,
+    ) {
+        self.head(name, help, "histogram");
+        for (label, stats) in models {
+            let histogram = of(stats);
+            for (bound, count) in histogram.cumulative() {
+                let bound = if bound.is_infinite() { "+Inf".to_string() } else { bound.to_string() };
+                self.value(&format!("{name}_bucket"), &joined(label, "le", &bound), count as f64);
+            }
+            self.value(&format!("{name}_sum"), label, histogram.sum());
+            self.value(&format!("{name}_count"), label, histogram.count() as f64);
+        }
     }
 }
+
+/// A label with another one.
+fn joined(label: &str, name: &str, value: &str) -> String {
+    let separator = if label.is_empty() { "" } else { "," };
+    format!("{label}{separator}{name}=\"{value}\"")
+}
+
+fn of_each(models: &[(String, EngineStats)], value: impl Fn(&EngineStats) -> f64) -> Vec<(String, f64)> {
+    models.iter().map(|(label, stats)| (label.clone(), value(stats))).collect()
+}
+
+/// Name, help and value of a metric.
+type Metric<T> = (&'static str, &'static str, fn(&EngineStats) -> T);
+
+const GAUGES: &[Metric<f64>] = &[
+    ("num_requests_running", "Requests that run", |s| s.running as f64),
+    ("num_requests_waiting", "Requests that wait", |s| s.waiting as f64),
+    ("num_requests_paused", "Requests whose events nobody reads", |s| s.paused as f64),
+    ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1, cached prefixes included", |s| {
+        s.pages_used as f64 / (s.pages_bytes as f64).max(1.0)
+    }),
+    ("kv_cache_bytes", "Bytes of all KV pages", |s| s.pages_bytes as f64),
+    ("kv_cache_used_bytes", "Bytes of KV pages in use, cached prefixes included", |s| s.pages_used as f64),
+    ("kv_cache_request_bytes", "Bytes of KV pages that requests use", |s| s.requests_used as f64),
+    ("kv_cache_host_bytes", "Bytes of KV pages in host memory", |s| s.host_used as f64),
+];
+
+const COUNTERS: &[Metric<u64>] = &[
+    ("prefix_cache_queries_total", "Tokens looked up in the prefix cache", |s| s.prefix_queries),
+    ("prefix_cache_hits_total", "Tokens that the prefix cache had", |s| s.prefix_hits),
+    ("num_preemptions_total", "Requests that gave their pages back before their end", |s| s.preemptions),
+    ("prompt_tokens_total", "Tokens of prompts that were computed", |s| s.prompt_tokens),
+    ("generation_tokens_total", "Tokens generated", |s| s.generated_tokens),
+    ("engine_steps_total", "Steps of the engine", |s| s.steps),
+    ("spec_decode_num_draft_tokens_total", "Draft tokens that were tried", |s| s.drafts[0]),
+    ("spec_decode_num_accepted_tokens_total", "Draft tokens that were right", |s| s.drafts[1]),
+];
 
 #[cfg(test)]
 mod tests {
@@ -181,11 +245,15 @@ mod tests {
 
     #[test]
     fn the_text_format() {
-        let text = Text::new("a\"b\\c\nd").stats(&EngineStats::default());
+        let models = ["a\"b\\c\nd", "other"].map(|name| (label(name), EngineStats::default()));
+        let text = Text::stats(&models);
         assert!(text.contains("num_requests_running{model_name=\"a\\\"b\\\\c\\nd\"} 0\n"));
         assert!(text.contains("request_success_total{model_name=\"a\\\"b\\\\c\\nd\",finished_reason=\"stop\"} 0\n"));
         assert!(text.contains("# TYPE time_to_first_token_seconds histogram\n"));
         assert!(text.contains(",le=\"+Inf\"} 0\n"));
+        assert!(text.contains("request_success_total{model_name=\"other\",finished_reason=\"stop\"} 0\n"));
+        // A name has one type, for all models.
+        assert_eq!(text.matches("# TYPE num_requests_running gauge\n").count(), 1);
         // Every name has a type before its first value.
         for line in text.lines().filter(|line| !line.starts_with('#')) {
             let name = line.split('{').next().unwrap();

@@ -23,7 +23,9 @@ use crate::{
     conversation::{ChatMessage, SentCall, Talk, check_tools, messages},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, channel, finish_reason},
+    models::Known,
     sampling::{Drawn, Seed, Strings, now},
+    serving::Serving,
     structured::Shape,
 };
 
@@ -36,7 +38,7 @@ pub(crate) struct OllamaChat {
     options: Option<OllamaOptions>,
     stream: Option<bool>,
     think: Option<Value>,
-    #[expect(dead_code, reason = "the model always stays")]
+    #[expect(dead_code, reason = "the server decides which models stay")]
     keep_alive: Option<Value>,
 }
 
@@ -52,7 +54,7 @@ pub(crate) struct OllamaGenerate {
     think: Option<Value>,
     images: Option<Vec<Value>>,
     suffix: Option<String>,
-    #[expect(dead_code, reason = "the model always stays")]
+    #[expect(dead_code, reason = "the server decides which models stay")]
     keep_alive: Option<Value>,
 }
 
@@ -107,9 +109,9 @@ pub(crate) struct OllamaOptions {
 
 impl OllamaOptions {
     /// The most tokens of the answer: of −1 and −2 those that the context leaves.
-    fn max_tokens(&self, app: &App) -> Result<usize> {
+    fn max_tokens(&self, app: &Serving) -> Result<usize> {
         match self.num_predict {
-            None => Ok(app.max_tokens(None, app.engine.context())),
+            None => Ok(app.max_tokens(None, app.model.engine.context())),
             Some(-2 | -1) => Ok(app.max_tokens(Some(usize::MAX), usize::MAX)),
             Some(limit @ 0..) => Ok(app.max_tokens(usize::try_from(limit).ok(), usize::MAX)),
             Some(other) => {
@@ -136,9 +138,9 @@ impl OllamaOptions {
     }
 }
 
-/// A name of the model. Ollama's clients add a tag.
-fn model(app: &App, asked: Option<&str>) -> Result<String> {
-    app.model(asked.map(|name| name.strip_suffix(":latest").unwrap_or(name)))
+/// The model of a name. Ollama's clients add a tag.
+pub(crate) async fn serving(app: &Arc<App>, asked: Option<&str>) -> Result<Arc<Serving>> {
+    Serving::of(app, asked.map(|name| name.strip_suffix(":latest").unwrap_or(name))).await
 }
 
 fn shape(format: Option<&JsonValue>) -> Result<Shape> {
@@ -193,7 +195,8 @@ pub(crate) async fn chat(
     headers: HeaderMap,
     Json(request): Json<OllamaChat>,
 ) -> Result<Response> {
-    let model = model(&app, request.model.as_deref())?;
+    let app = serving(&app, request.model.as_deref()).await?;
+    let model = app.name.clone();
     let streams = request.stream.unwrap_or(true);
     let sent = request.messages.unwrap_or_default();
     if sent.is_empty() {
@@ -218,7 +221,8 @@ pub(crate) async fn generate(
     headers: HeaderMap,
     Json(request): Json<OllamaGenerate>,
 ) -> Result<Response> {
-    let model = model(&app, request.model.as_deref())?;
+    let app = serving(&app, request.model.as_deref()).await?;
+    let model = app.name.clone();
     let (streams, options) = (request.stream.unwrap_or(true), request.options.unwrap_or_default());
     no_images(request.images.as_ref(), "images")?;
     if request.suffix.is_some_and(|suffix| !suffix.is_empty()) {
@@ -230,7 +234,7 @@ pub(crate) async fn generate(
     let (shape, thinking) = (shape(request.format.as_ref())?, thinking(request.think.as_ref())?);
     let answer = OllamaAnswer::new(model, Kind::Generate);
     // A model without a template continues the text.
-    if app.template.is_some() && request.raw != Some(true) {
+    if app.model.template.is_some() && request.raw != Some(true) {
         let system = request.system.filter(|text| !text.is_empty()).map(Message::system);
         let messages = system.into_iter().chain([Message::user(prompt)]).collect();
         let talk = Talk { thinking, shape, ..Talk::new(messages, None, None)? };
@@ -281,7 +285,7 @@ impl OllamaAnswer {
 
     async fn of_talk(
         self,
-        app: Arc<App>,
+        app: Arc<Serving>,
         id: RequestId,
         headers: &HeaderMap,
         talk: Talk,
@@ -295,7 +299,7 @@ impl OllamaAnswer {
 
     async fn run(
         self,
-        app: Arc<App>,
+        app: Arc<Serving>,
         id: RequestId,
         headers: &HeaderMap,
         (request, reader): (EngineRequest, AnswerReader),
@@ -436,26 +440,38 @@ impl OllamaAnswer {
 }
 
 pub(crate) async fn tags(State(app): State<Arc<App>>) -> Json<Value> {
-    let names = app.options.names.iter().filter(|name| *name != "*");
-    let models: Vec<Value> = names
-        .map(|name| {
-            json!({
-                "name": name, "model": name, "modified_at": rfc3339(app.started), "size": 0, "digest": "",
-                "details": details(),
-            })
-        })
-        .collect();
-    Json(json!({"models": models}))
+    let models = app.models.known().iter().flat_map(|known| known.listed().map(|name| described(&app, name, known)));
+    Json(json!({"models": models.collect::<Vec<_>>()}))
+}
+
+/// The models that are loaded.
+pub(crate) async fn running(State(app): State<Arc<App>>) -> Json<Value> {
+    let seen = app.models.seen().into_iter().filter(|(_, seen)| seen.stats.is_some());
+    let models = seen.map(|(known, _)| {
+        let mut model = described(&app, known.name(), known);
+        model["context_length"] = json!(known.facts.context);
+        model
+    });
+    Json(json!({"models": models.collect::<Vec<_>>()}))
+}
+
+fn described(app: &App, name: &str, known: &Known) -> Value {
+    json!({
+        "name": name, "model": name, "modified_at": rfc3339(app.started), "size": known.facts.bytes, "digest": "",
+        "details": details(),
+    })
 }
 
 pub(crate) async fn show(State(app): State<Arc<App>>, Json(request): Json<OllamaShow>) -> Result<Json<Value>> {
-    model(&app, request.model.or(request.name).as_deref())?;
+    let asked = request.model.or(request.name);
+    let asked = asked.as_deref().map(|name| name.strip_suffix(":latest").unwrap_or(name));
+    let facts = app.models.known()[app.models.find(asked)?].facts;
     let mut capabilities = vec!["completion"];
-    if app.template.is_some() {
+    if facts.has_template {
         capabilities.push("tools");
     }
     let info: BTreeMap<&str, Value> =
-        [("general.architecture", json!("kvant")), ("kvant.context_length", json!(app.engine.context()))].into();
+        [("general.architecture", json!("kvant")), ("kvant.context_length", json!(facts.context))].into();
     Ok(Json(json!({
         "modified_at": rfc3339(app.started), "details": details(), "model_info": info, "capabilities": capabilities,
     })))

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvant_models::Sampling;
+use kvant_models::{Pooling, Sampling};
 
 use crate::ApiKeys;
 
@@ -16,8 +16,8 @@ use crate::ApiKeys;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ServerOptions {
-    /// The names of the model. The first one is in answers; a request can use any of them. `*` as the last one accepts
-    /// every name.
+    /// The names of the model of [`Server::new`](crate::Server::new). The first one is in answers; a request can use
+    /// any of them. `*` as the last one accepts every name. [`Models`](crate::Models) have names of their own.
     pub names: Vec<String>,
     /// The keys that clients need. Default: none.
     pub keys: ApiKeys,
@@ -40,10 +40,15 @@ pub struct ServerOptions {
     pub ping: Duration,
     /// The longest time that a shutdown waits for running requests. Default: 30 s.
     pub drain: Duration,
+    /// The longest time that a request waits for its model to be loaded. Default: 300 s.
+    pub load_time: Duration,
     /// The origin whose pages can use the server, or `*`. Default: none.
     pub cors: Option<String>,
-    /// What requests use whose fields do not say otherwise; their seeds are random. Default: [`Sampling::usual`].
+    /// What requests to the model of [`Server::new`](crate::Server::new) use whose fields do not say otherwise; their
+    /// seeds are random. Default: [`Sampling::usual`].
     pub sampling: Sampling,
+    /// How the model of [`Server::new`](crate::Server::new) makes embeddings. Default: not at all.
+    pub pooling: Option<Pooling>,
     /// The most tokens of an answer, whatever a request asks for. Default: those that the context leaves.
     pub max_tokens: Option<usize>,
     /// The most tokens of an answer where a request does not say. Default: 16 for completions, as in OpenAI's API, else
@@ -82,8 +87,10 @@ impl ServerOptions {
             store_limit: 64 << 20,
             ping: Duration::from_secs(10),
             drain: Duration::from_secs(30),
+            load_time: Duration::from_secs(300),
             cors: None,
             sampling: Sampling::usual(),
+            pooling: None,
             max_tokens: None,
             default_max_tokens: None,
             hosts: None,
@@ -160,6 +167,18 @@ impl ServerOptions {
     #[must_use]
     pub fn drain(self, drain: Duration) -> Self {
         ServerOptions { drain, ..self }
+    }
+
+    /// Sets [`ServerOptions::pooling`].
+    #[must_use]
+    pub fn pooling(self, pooling: Option<Pooling>) -> Self {
+        ServerOptions { pooling, ..self }
+    }
+
+    /// Sets [`ServerOptions::load_time`].
+    #[must_use]
+    pub fn load_time(self, load_time: Duration) -> Self {
+        ServerOptions { load_time, ..self }
     }
 
     /// Sets [`ServerOptions::cors`].

@@ -25,6 +25,7 @@ use crate::{
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     keys,
     sampling::{Drawn, TokenLimit, now, random_id},
+    serving::Serving,
     structured::Shape,
 };
 
@@ -95,7 +96,8 @@ pub(crate) async fn create(
     headers: HeaderMap,
     Json(mut request): Json<ResponsesRequest>,
 ) -> Result<Response> {
-    let model = app.model(request.model.as_deref())?;
+    let app = Serving::of(&app, request.model.as_deref()).await?;
+    let model = app.name.clone();
     check_fixed(&app, &request)?;
     let object = describe(&app, &request, &model);
     let tools = request.tools.take().map(|tools| own_tools(&app, tools, request.tool_choice.as_ref()));
@@ -109,7 +111,7 @@ pub(crate) async fn create(
     let messages = messages(&app, &request, earlier.as_deref().unwrap_or_default())?;
     let is_kept = request.store != Some(false) && app.store.is_on();
     let instructions = usize::from(request.instructions.is_some());
-    let keep = || Keep { app: Arc::clone(&app), owner, messages: messages[instructions..].to_vec() };
+    let keep = || Keep { app: Arc::clone(app.app()), owner, messages: messages[instructions..].to_vec() };
     let keep = is_kept.then(keep);
     let one_call = request.parallel_tool_calls == Some(false);
     let talk =
@@ -118,7 +120,7 @@ pub(crate) async fn create(
     let prompt = prompt.map_err(|error| error.renamed("messages", "input"))?;
 
     let asked = request.max_output_tokens.map(|TokenLimit(limit)| limit);
-    let max_tokens = app.max_tokens(asked, app.engine.context());
+    let max_tokens = app.max_tokens(asked, app.model.engine.context());
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
     let drawn = Drawn { temperature: request.temperature, top_p: request.top_p, ..Drawn::default() };
     let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?]);
@@ -282,8 +284,8 @@ fn is_open(message: &Message) -> bool {
 }
 
 /// The response before it has output.
-fn describe(app: &App, request: &ResponsesRequest, model: &str) -> JsonValue {
-    let default = &app.options.sampling;
+fn describe(app: &Serving, request: &ResponsesRequest, model: &str) -> JsonValue {
+    let default = &app.model.sampling;
     let max_output_tokens =
         request.max_output_tokens.map(|TokenLimit(limit)| limit).filter(|&limit| limit < usize::MAX);
     let object = json!({

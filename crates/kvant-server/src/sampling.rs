@@ -12,8 +12,8 @@ use serde::{
 };
 
 use crate::{
-    app::App,
     error::{self, ApiError},
+    serving::Serving,
 };
 
 /// One string or several.
@@ -164,8 +164,8 @@ const LARGEST_BIAS: f32 = 100.0;
 
 impl Drawn {
     /// Sets what the fields say in a request, and the server's defaults for the others.
-    pub fn apply(self, request: EngineRequest, app: &App) -> error::Result<EngineRequest> {
-        let default = &app.options.sampling;
+    pub fn apply(self, request: EngineRequest, app: &Serving) -> error::Result<EngineRequest> {
+        let default = &app.model.sampling;
         let top_k = match self.top_k {
             None => default.top_k,
             // At most the vocabulary matters.
@@ -191,7 +191,7 @@ impl Drawn {
         let stop = self.stop.map(Strings::into_vec).unwrap_or_default();
         let mut ids = self.stop_token_ids.unwrap_or_default();
         if !self.ignore_eos.unwrap_or(false) {
-            ids.extend(app.engine.tokenizer().eos());
+            ids.extend(app.model.engine.tokenizer().eos());
         }
         let mut request = request
             .sampling(sampling)

@@ -11,9 +11,10 @@ use kvant_models::chat::ChatTemplate;
 use tokio::{net::TcpListener, sync::watch, time};
 
 use crate::{
-    ApiKeys, ServerOptions,
+    ApiKeys, ModelError, Models, ServedModel, ServerOptions,
     app::{self, App},
     connections,
+    models::Catalog,
 };
 
 /// How often a server looks whether its engine is healthy.
@@ -42,14 +43,34 @@ pub struct Server(Arc<App>);
 
 impl std::fmt::Debug for Server {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Server({:?})", self.0.options.names)
+        f.debug_tuple("Server").field(&self.0.models.known()).finish()
     }
 }
 
 impl Server {
     /// A server for an engine. Without a template, it refuses conversations.
     pub fn new(engine: Engine, template: Option<ChatTemplate>, options: ServerOptions) -> Server {
-        Server(Arc::new(App::new(engine, template, options)))
+        let model = ServedModel::new(engine).template(template).sampling(options.sampling.clone());
+        let model = model.pooling(options.pooling);
+        Server(Arc::new(App::new(Catalog::of_one(model, options.names.clone()), options)))
+    }
+
+    /// A server for models that are loaded when requests name them.
+    ///
+    /// # Errors
+    /// There are no models, or the system starts no thread.
+    pub fn of_models(models: Models, options: ServerOptions) -> io::Result<Server> {
+        Ok(Server(Arc::new(App::new(Catalog::start(models)?, options))))
+    }
+
+    /// Loads a model now, by its number in the order in which models were added. Not for async code.
+    ///
+    /// # Errors
+    /// `Load`; `Name` if there is no such model.
+    pub fn load(&self, index: usize) -> Result<(), ModelError> {
+        let models = &self.0.models;
+        let name = models.known().get(index).ok_or_else(|| ModelError::Name(index.to_string()))?.name();
+        models.load(index).map_err(|reason| ModelError::Load { name: name.to_string(), reason })
     }
 
     /// The routes, for tests and for servers with others.
@@ -114,14 +135,21 @@ impl Server {
 
     async fn drain(&self) -> Result<(), ServeError> {
         self.0.is_draining.store(true, Ordering::Release);
-        let (engine, limit) = (self.0.engine.clone(), self.0.options.drain);
-        let drained = tokio::task::spawn_blocking(move || engine.drain(limit)).await;
-        if drained.unwrap_or(false) { Ok(()) } else { Err(ServeError::Drain) }
+        let limit = self.0.options.drain;
+        let drain = |engine: Engine| tokio::task::spawn_blocking(move || engine.drain(limit));
+        // All at once: they share the limit.
+        let drains: Vec<_> = self.0.models.close().into_iter().map(drain).collect();
+        let mut all_ended = true;
+        for drained in drains {
+            all_ended &= drained.await.unwrap_or(false);
+        }
+        if all_ended { Ok(()) } else { Err(ServeError::Drain) }
     }
 
-    /// Waits until the engine has failed.
+    /// Waits until the engine has failed. Of several models, one that has failed is put out.
     async fn failure(&self) {
-        while self.0.engine.is_healthy() {
+        while !self.0.models.has_failed() {
+            self.0.models.retire_failed();
             time::sleep(WATCH).await;
         }
         tracing::error!("the engine has failed");

@@ -6,9 +6,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
-    app::App,
     error::{ApiError, Result},
     fields::only_fields,
+    serving::Serving,
 };
 
 /// The form that an answer must have.
@@ -153,7 +153,7 @@ impl Shape {
     }
 
     /// The grammar of an answer, if it must have a form.
-    pub fn compile(&self, app: &App, family: ReplyFormat, thoughts: Thoughts) -> Result<Option<CompiledGrammar>> {
+    pub fn compile(&self, app: &Serving, family: ReplyFormat, thoughts: Thoughts) -> Result<Option<CompiledGrammar>> {
         if self.must_call || self.text.is_some() {
             self.check_numbers()?;
         }
@@ -177,7 +177,12 @@ impl Shape {
     }
 
     /// The grammar of an answer that is free, but for the calls of functions that are strict.
-    fn compile_strict(&self, app: &App, family: ReplyFormat, thoughts: Thoughts) -> Result<Option<CompiledGrammar>> {
+    fn compile_strict(
+        &self,
+        app: &Serving,
+        family: ReplyFormat,
+        thoughts: Thoughts,
+    ) -> Result<Option<CompiledGrammar>> {
         let strict = self.calls.iter().position(|tool| is_strict(&tool["function"]));
         let Some(index) = strict else { return Ok(None) };
         // Without calls there is nothing to enforce.
@@ -205,7 +210,7 @@ impl Shape {
     }
 
     /// The error of the first function whose parameters cannot be enforced.
-    fn call_error(&self, app: &App) -> Option<ApiError> {
+    fn call_error(&self, app: &Serving) -> Option<ApiError> {
         self.calls.iter().find_map(|tool| {
             let schema = Grammar::JsonSchema(parameters(&tool["function"]).to_string());
             let error = compiled(app, "tools", &schema).err()?;
@@ -215,7 +220,13 @@ impl Shape {
     }
 
     /// The grammar of thoughts and then text or a call. Text is free if it needs no form and no call must be.
-    fn grammar(&self, app: &App, family: ReplyFormat, thoughts: Thoughts, text: Option<&Grammar>) -> Result<Grammar> {
+    fn grammar(
+        &self,
+        app: &Serving,
+        family: ReplyFormat,
+        thoughts: Thoughts,
+        text: Option<&Grammar>,
+    ) -> Result<Grammar> {
         let marks = Marks::of(family);
         let has_calls = self.must_call || !self.calls.is_empty() && marks.call.is_some();
         let mut rules = Vec::new();
@@ -280,8 +291,8 @@ impl Shape {
 }
 
 /// Compiles a grammar. An error names `field`.
-fn compiled(app: &App, field: &str, grammar: &Grammar) -> Result<CompiledGrammar> {
-    app.engine.compile(grammar).map_err(|error| match error {
+fn compiled(app: &Serving, field: &str, grammar: &Grammar) -> Result<CompiledGrammar> {
+    app.model.engine.compile(grammar).map_err(|error| match error {
         SubmitError::Invalid { got, .. } if Grammar::IS_SUPPORTED => {
             ApiError::field(field, format!("`{field}` cannot be enforced: {got}"))
         }
@@ -318,13 +329,13 @@ impl Marks {
 }
 
 /// A mark in a grammar: a special token, or text.
-fn mark(app: &App, name: &str) -> String {
+fn mark(app: &Serving, name: &str) -> String {
     special(app, name).unwrap_or_else(|| literal(name))
 }
 
 /// The special token of a name.
-fn special(app: &App, name: &str) -> Option<String> {
-    let tokenizer = app.engine.tokenizer();
+fn special(app: &Serving, name: &str) -> Option<String> {
+    let tokenizer = app.model.engine.tokenizer();
     let ids = tokenizer.encode(name, false).ok()?;
     let is_special = ids.len() == 1 && tokenizer.decode(&ids).is_ok_and(|text| text.is_empty());
     is_special.then(|| format!("<[{}]>", ids[0]))
@@ -336,7 +347,7 @@ fn literal(text: &str) -> String {
 }
 
 /// Text without a mark, as a terminal. Text never has a special token.
-fn without(app: &App, mark: &str) -> String {
+fn without(app: &Serving, mark: &str) -> String {
     if special(app, mark).is_some() {
         return "/(?s:.*)/".to_string();
     }

@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 
-use axum::extract::State;
+use axum::extract::{RawQuery, State};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
-    app::{App, bytes_text, tokenized},
+    app::App,
     body::Json,
     error::{ApiError, Result},
+    serving::{Serving, bytes_text, tokenized},
 };
 
 #[derive(Debug, Deserialize)]
@@ -29,7 +30,7 @@ pub(crate) struct TokenizeRequest {
 }
 
 pub(crate) async fn tokenize(State(app): State<Arc<App>>, Json(request): Json<TokenizeRequest>) -> Result<Json<Value>> {
-    app.model(request.model.as_deref())?;
+    let app = Serving::of(&app, request.model.as_deref()).await?;
     let (text, adds_bos) = match (request.prompt, request.content) {
         (Some(text), None) => (text, true),
         (None, Some(text)) => (text, false),
@@ -40,7 +41,7 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, Json(request): Json<To
     let strings = request.return_token_strs.unwrap_or(false);
     let pieces = request.with_pieces.unwrap_or(false);
     let encoded = app.encoding(text.len(), move |app| -> Result<_> {
-        let tokenizer = app.engine.tokenizer();
+        let tokenizer = app.model.engine.tokenizer();
         let ids = if adds_bos { tokenizer.encode_prompt(&text) } else { tokenizer.encode(&text, false) };
         let ids = tokenized("prompt", ids)?;
         let bytes = |ids: &[u32]| ids.iter().map(|&id| app.token_bytes(id)).collect::<Vec<_>>();
@@ -48,7 +49,7 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, Json(request): Json<To
         Ok((ids, bytes))
     });
     let (tokens, bytes) = encoded.await??;
-    let (count, max_model_len) = (tokens.len(), app.engine.context());
+    let (count, max_model_len) = (tokens.len(), app.model.engine.context());
     let tokens: Vec<Value> = match &bytes {
         Some(bytes) if pieces => {
             tokens.iter().zip(bytes).map(|(id, bytes)| json!({"id": id, "piece": piece(bytes)})).collect()
@@ -76,9 +77,9 @@ pub(crate) async fn detokenize(
     State(app): State<Arc<App>>,
     Json(request): Json<DetokenizeRequest>,
 ) -> Result<Json<Value>> {
-    app.model(request.model.as_deref())?;
+    let app = Serving::of(&app, request.model.as_deref()).await?;
     let decoded = app.blocking(move |app| {
-        let tokenizer = app.engine.tokenizer();
+        let tokenizer = app.model.engine.tokenizer();
         // A text without them would not show that something is missing.
         if let Some((index, &id)) = request.tokens.iter().enumerate().find(|&(_, &id)| !tokenizer.has_token(id)) {
             return Err(unknown(index, id, tokenizer.vocab_size()));
@@ -96,12 +97,15 @@ fn unknown(index: usize, id: u32, vocabulary: usize) -> ApiError {
     ApiError::field(field, message)
 }
 
-/// What clients need to know that make prompts of ids.
-pub(crate) async fn info(State(app): State<Arc<App>>) -> Json<Value> {
-    let tokenizer = app.engine.tokenizer();
+/// What clients need to know that make prompts of ids. The query can name the model, as in `?model=NAME`.
+pub(crate) async fn info(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Result<Json<Value>> {
+    let query = query.unwrap_or_default();
+    let asked = form_urlencoded::parse(query.as_bytes()).find(|(name, _)| name == "model").map(|(_, value)| value);
+    let app = Serving::of(&app, asked.as_deref()).await?;
+    let tokenizer = app.model.engine.tokenizer();
     let name = |id: Option<u32>| id.map(|id| app.token_text(id));
-    Json(json!({
+    Ok(Json(json!({
         "bos_token": name(tokenizer.bos()), "eos_token": name(tokenizer.eos_token()),
-        "vocab_size": tokenizer.vocab_size(), "model_max_length": app.engine.context(),
-    }))
+        "vocab_size": tokenizer.vocab_size(), "model_max_length": app.model.engine.context(),
+    })))
 }

@@ -6,7 +6,7 @@ use std::{
     process::Stdio,
 };
 
-use super::{command, kvant, scratch, str};
+use super::{command, copy_of_the_model, kvant, scratch, str};
 
 #[test]
 fn what_cannot_be_served() {
@@ -55,7 +55,8 @@ impl Running {
     fn start(log: Stdio, more: &[&str]) -> Running {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let port_text = port.to_string();
-        let options = [&["serve", "--port", &port_text, "--max-sequences", "2"], more].concat();
+        let sequences: &[&str] = if more.contains(&"--max-sequences") { &[] } else { &["--max-sequences", "2"] };
+        let options = [&["serve", "--port", &port_text], sequences, more].concat();
         let child = command(&options).stderr(log).spawn().unwrap();
         let running = Running { child, port };
         for _ in 0..600 {
@@ -95,6 +96,83 @@ impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// A directory with two models, and two that cannot be served.
+fn directory_of_models(name: &str) -> std::path::PathBuf {
+    let copy = copy_of_the_model(&format!("{name}-copy"));
+    let directory = scratch(name);
+    for model in ["one", "org/two", "cut", "wrong"] {
+        std::fs::create_dir_all(directory.join(model)).unwrap();
+        for file in std::fs::read_dir(&copy).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), directory.join(model).join(file.file_name())).unwrap();
+        }
+    }
+    // Found at the start, and when it is loaded.
+    std::fs::write(directory.join("wrong/config.json"), "{}").unwrap();
+    std::fs::write(directory.join("cut/tokenizer.json"), "{}").unwrap();
+    directory
+}
+
+fn complete(model: &str) -> String {
+    format!(r##"{{"model": "{model}", "prompt": "# A", "max_tokens": 2}}"##)
+}
+
+#[test]
+fn models_of_a_directory_share_memory() {
+    let directory = directory_of_models("serve-models");
+    let options = ["--models-dir", str(&directory), "--context", "256", "--max-sequences", "1"];
+    let metric = |running: &Running, name: &str| -> u64 {
+        let metrics = running.ask("GET /metrics", "");
+        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {metrics}"));
+        line.rsplit(' ').next().unwrap().parse().unwrap()
+    };
+    let running = Running::start(Stdio::null(), &options);
+    let list = running.ask("GET /v1/models", "");
+    assert!(["one", "org/two", "cut"].iter().all(|name| list.contains(&format!(r#""id":"{name}""#))), "{list}");
+    assert!(!list.contains("wrong"), "{list}");
+    for (model, status) in [("one", 200), ("org/two", 200), ("cut", 500), ("wrong", 404), ("one", 200)] {
+        let answer = running.ask("POST /v1/completions", &complete(model));
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{model}: {answer}");
+    }
+    // Both fit, and the one that failed takes nothing.
+    let both = metric(&running, "models_bytes");
+    assert_eq!(metric(&running, r#"model_loads_total{model_name="one"}"#), 1);
+    drop(running);
+
+    let memory = (both - 1).to_string();
+    let running = Running::start(Stdio::null(), &[&options[..], &["--memory", &memory]].concat());
+    for (model, loads) in [("one", 1), ("org/two", 1), ("org/two", 1), ("one", 2)] {
+        let answer = running.ask("POST /v1/completions", &complete(model));
+        assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains(&format!(r#""model":"{model}""#)), "{answer}");
+        assert_eq!(metric(&running, &format!("model_loads_total{{model_name=\"{model}\"}}")), loads, "{model}");
+        assert_eq!(metric(&running, "models_bytes"), both / 2);
+    }
+}
+
+#[test]
+fn two_models_at_once() {
+    let directory = directory_of_models("serve-two");
+    let [one, two, cut] = ["one", "org/two", "cut"].map(|name| directory.join(name));
+    let small = ["--context", "256", "--max-sequences", "1"];
+    let options = [&[str(&one), str(&two), "--name", "main", "--name", "*"][..], &small].concat();
+    let running = Running::start(Stdio::null(), &options);
+    for (asked, model) in [("main", "main"), ("two", "two"), ("gpt-4o", "main")] {
+        let answer = running.ask("POST /v1/completions", &complete(asked));
+        assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains(&format!(r#""model":"{model}""#)), "{answer}");
+    }
+    for (more, expected) in [
+        (&[str(&one), str(&one)][..], "\"one\""),
+        (&[str(&one), str(&cut)], "tokenizer"),
+        (&[str(&one), str(&two), "--memory", "1MiB"], "--memory"),
+        (&[str(&one), str(&two), "--chat-template", "x"], "--chat-template"),
+        (&["--models-dir", str(&one), "--name", "x"], "--name"),
+        (&["--models-dir", "missing/directory"], "missing/directory"),
+    ] {
+        let error = kvant(&[&["serve", "--port", "0"], more, &small].concat()).error();
+        assert!(error.contains(expected), "{more:?}: {error}");
     }
 }
 

@@ -357,7 +357,7 @@ impl<S: Storage> Scheduler<S> {
         let task = &self.waiting[&place];
         match &task.salt {
             // A token is left to compute, as its logits are needed.
-            Some(salt) if !task.scores_prompt => self.storage.find(salt, &task.tokens[..task.tokens.len() - 1]),
+            Some(salt) if task.may_find() => self.storage.find(salt, &task.tokens[..task.tokens.len() - 1]),
             _ => Ok(self.storage.empty()),
         }
     }
@@ -367,7 +367,7 @@ impl<S: Storage> Scheduler<S> {
         let page = self.storage.page_tokens();
         let computes = |task: &&Task<S::Sequence>| task.kept < task.prompt_len && task.planned > 0;
         let alike = |task: &&Task<S::Sequence>| task.salt.is_some() && task.salt == waiting.salt;
-        if waiting.scores_prompt {
+        if !waiting.may_find() {
             return false;
         }
         self.running.iter().filter(computes).filter(alike).any(|task| {

@@ -34,8 +34,8 @@ pub struct NewTask {
     pub priority: i8,
     /// Who shares pages with it; `None` for nobody.
     pub salt: Option<Arc<[u8]>>,
-    /// Whether logits of all tokens of the prompt are needed, and not just those of the last one.
-    pub scores_prompt: bool,
+    /// The tokens of the prompt whose results are needed, in addition to those that draws need.
+    pub wanted: Range<usize>,
 }
 
 impl NewTask {
@@ -44,7 +44,7 @@ impl NewTask {
 
     /// A request of priority 0 that shares pages with all others of its kind.
     pub fn new(id: u64, prompt: Vec<u32>, max_tokens: usize) -> NewTask {
-        NewTask { id, prompt, max_tokens, priority: 0, salt: Some(Arc::default()), scores_prompt: false }
+        NewTask { id, prompt, max_tokens, priority: 0, salt: Some(Arc::default()), wanted: 0..0 }
     }
 
     /// Sets [`NewTask::priority`].
@@ -59,10 +59,11 @@ impl NewTask {
         NewTask { salt, ..self }
     }
 
-    /// Sets [`NewTask::scores_prompt`].
+    /// Sets [`NewTask::wanted`], as far as the prompt goes.
     #[must_use]
-    pub fn scores_prompt(self, scores_prompt: bool) -> NewTask {
-        NewTask { scores_prompt, ..self }
+    pub fn wanted(self, wanted: Range<usize>) -> NewTask {
+        let end = wanted.end.min(self.prompt.len());
+        NewTask { wanted: wanted.start.min(end)..end, ..self }
     }
 }
 
@@ -92,7 +93,7 @@ pub struct PlanRow {
     pub position: usize,
     /// The tokens: a part of [`StepPlan::tokens`].
     pub tokens: Range<usize>,
-    /// The tokens whose logits are needed: a part of `tokens`, possibly empty.
+    /// The tokens whose results are needed, logits or hidden states: a part of `tokens`, possibly empty.
     pub logits: Range<usize>,
     /// How many of the last tokens a token is drawn from: 0 within a prompt, 1 at its end and in decoding, and one more
     /// for each draft token.

@@ -1,6 +1,6 @@
 //! The state of one request in the scheduler.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use super::{NewTask, PlanRow};
 
@@ -40,8 +40,9 @@ pub(super) struct Task<S> {
     pub reserved: usize,
     /// Memory of the pages that it found.
     pub shared: usize,
-    pub scores_prompt: bool,
-    /// Tokens of the prompt whose logits have been planned.
+    /// The tokens of the prompt whose results are needed.
+    pub wanted: Range<usize>,
+    /// Tokens of the prompt whose results have been planned.
     pub scored: usize,
     /// Tokens that it found when it first ran.
     pub cached: Option<usize>,
@@ -69,7 +70,7 @@ impl<S> Task<S> {
             kept: 0,
             reserved: 0,
             shared: 0,
-            scores_prompt: new.scores_prompt,
+            wanted: new.wanted,
             scored: 0,
             cached: None,
             planned: 0,
@@ -78,6 +79,11 @@ impl<S> Task<S> {
 
     pub fn id(&self) -> u64 {
         self.place.1
+    }
+
+    /// Whether it may begin with a prefix that was computed before: not if results of such tokens are needed.
+    pub fn may_find(&self) -> bool {
+        self.wanted.is_empty() || self.wanted.start + 1 >= self.prompt_len
     }
 
     /// Tokens that can be computed now, the one that the previous step draws included.
@@ -125,8 +131,8 @@ impl<S> Task<S> {
         let draws = if end >= known + self.pending && self.draws() { 1 + drafts } else { 0 };
         let tokens = first..tokens.len();
         let mut logits = tokens.end - draws..tokens.end;
-        if self.scores_prompt {
-            let scored = self.scored.max(position)..end.min(self.prompt_len - 1);
+        if !self.wanted.is_empty() {
+            let scored = self.scored.max(position).max(self.wanted.start)..end.min(self.wanted.end);
             if !scored.is_empty() {
                 let last = if draws > 0 { end } else { scored.end };
                 logits = first + scored.start - position..first + last - position;

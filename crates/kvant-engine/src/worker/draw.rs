@@ -73,6 +73,11 @@ impl Worker {
 
     /// Runs the model: a recorded pass if each request has few tokens.
     fn pass(&mut self, plan: &StepPlan<PoolStep>) -> Result<Passed> {
+        let has_hidden = plan.rows.iter().any(|row| self.embeds(row));
+        if has_hidden && matches!(plan.step, PoolStep::Mixed(_)) {
+            let (rows, logits) = self.pass_with_hidden(plan)?;
+            return Ok(Passed { rows, logits, drawn: None });
+        }
         let step = match (&plan.step, self.scheduler.storage_mut().decoder()) {
             (PoolStep::Mixed(step), _) => step,
             (PoolStep::Recorded, Some(decoder)) => {
@@ -87,7 +92,15 @@ impl Worker {
                 submission.wait()?;
                 lock(&self.shared.stats).recorded_steps += 1;
                 let rows = (0..plan.tokens.len()).collect();
-                return Ok(Passed { rows, logits: decoder.logits()?, drawn: drawn.transpose()? });
+                let hidden = decoder.hidden()?;
+                let logits = decoder.logits()?;
+                let drawn = drawn.transpose()?;
+                for row in &plan.rows {
+                    if self.embeds(row) {
+                        self.pool_hidden(row, &hidden.rows(row.logits.clone())?)?;
+                    }
+                }
+                return Ok(Passed { rows, logits, drawn });
             }
             (PoolStep::Recorded, None) => return Err(no_decoder()),
         };

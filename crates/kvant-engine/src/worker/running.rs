@@ -5,9 +5,9 @@ use std::{
     time::Instant,
 };
 
-use kvant_models::{Sampler, Sampling};
+use kvant_models::{Pooling, Sampler, Sampling};
 
-use super::lookup::Lookup;
+use super::{embed::Pooled, lookup::Lookup};
 use crate::{
     CacheScope, EngineRequest, Failure, FinishReason,
     grammar::{Allowed, GrammarState},
@@ -36,6 +36,8 @@ pub(super) struct Running {
     min_tokens: usize,
     pub logprobs: Option<usize>,
     pub prompt_logprobs: Option<usize>,
+    /// The sum of the hidden states that its embedding is made of.
+    pub pooled: Option<Pooled>,
     pub prompt_len: usize,
     pub generated: usize,
     pub submitted: Instant,
@@ -90,6 +92,7 @@ impl Running {
             min_tokens: request.min_tokens,
             logprobs: request.logprobs,
             prompt_logprobs: request.prompt_logprobs,
+            pooled: request.pooling.map(|_| Pooled::default()),
             prompt_len: request.prompt.len(),
             generated: 0,
             submitted,
@@ -101,11 +104,16 @@ impl Running {
             has_begun: false,
             end: None,
         };
+        let last = request.prompt.len() - 1;
+        let wanted = match (request.pooling, request.prompt_logprobs) {
+            (Some(Pooling::Last), _) => last..last + 1,
+            (Some(Pooling::Mean), _) => 0..last + 1,
+            // The last token's logits are for what follows the prompt.
+            (None, Some(_)) => 0..last,
+            (None, None) => 0..0,
+        };
         let max_tokens = request.max_tokens.min(context.saturating_sub(request.prompt.len()));
-        let task = NewTask::new(id, request.prompt, max_tokens)
-            .priority(request.priority)
-            .salt(salt)
-            .scores_prompt(request.prompt_logprobs.is_some());
+        let task = NewTask::new(id, request.prompt, max_tokens).priority(request.priority).salt(salt).wanted(wanted);
         Ok((running, task))
     }
 

@@ -1,6 +1,7 @@
 //! Requests to an engine with the model that ships.
 
 mod common;
+mod embeddings;
 mod grammar;
 mod scheduling;
 mod serving;

@@ -1,6 +1,6 @@
 //! The engine with the model that ships: many requests at once give what each gives alone.
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use crate::common::{batch_invariant_engine, collect, engine, model, options, request, shipped};
 use kvant::Codec;
@@ -307,4 +307,18 @@ fn a_panic_fails_all_requests() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(matches!(engine.submit(request(&engine, PROMPTS[0])), Err(SubmitError::Unhealthy { .. })));
+}
+
+#[test]
+fn a_closed_engine_leaves_nothing() {
+    let tokenizer = Arc::new(Tokenizer::load(shipped()).unwrap());
+    let engine = Engine::start(model(), Arc::clone(&tokenizer), options()).unwrap();
+    collect(engine.submit(request(&engine, PROMPTS[0]).max_tokens(2)).unwrap());
+    let other = engine.clone();
+    let engine = engine.close().unwrap_err();
+    assert!(engine.submit(request(&engine, PROMPTS[0])).is_ok(), "another handle keeps it");
+    drop(other);
+    engine.close().unwrap();
+    // Its threads had the tokenizer, too.
+    assert_eq!(Arc::strong_count(&tokenizer), 1);
 }

@@ -178,9 +178,16 @@ impl Simulation {
                 1 => Some(Arc::from(&b"another"[..])),
                 _ => Some(Arc::default()),
             };
-            let scores = random.chance(5);
+            let all = prompt.len();
+            // Results of tokens of the prompt: all but the last one, all, or the last one.
+            let (wanted, max_tokens) = match random.below(12) {
+                0 => (0..all - 1, max_tokens),
+                1 => (0..all, 0),
+                2 => (all - 1..all, 0),
+                _ => (0..0, max_tokens),
+            };
             let id = self.next;
-            let new = NewTask::new(id, prompt.clone(), max_tokens).priority(priority).salt(salt).scores_prompt(scores);
+            let new = NewTask::new(id, prompt.clone(), max_tokens).priority(priority).salt(salt).wanted(wanted.clone());
             let until = |random: &mut Random| 1 + random.below(100) as u64;
             let cancel_at = random.chance(load.cancelled).then(|| self.step + until(random));
             let pause = random.chance(load.paused).then(|| {
@@ -194,7 +201,7 @@ impl Simulation {
             let own = work(&prompt, max_tokens);
             let deadline = self.step + 5000 + before + own;
             self.arrived_work += own;
-            let scores = scores.then(|| vec![false; prompt.len() - 1]);
+            let scores = (!wanted.is_empty()).then(|| (0..wanted.end).map(|at| at < wanted.start).collect());
             let live =
                 Live { prompt, max_tokens, output: Vec::new(), arrived: self.step, deadline, cancel_at, pause, scores };
             self.live.insert(id, live);

@@ -119,8 +119,21 @@ impl Network {
         }
         match *wanted {
             Wanted::Nothing => Ok(()),
-            Wanted::Every { logits } | Wanted::Some { logits, .. } => pass.logits(logits),
+            Wanted::Every { logits } | Wanted::Some { logits, .. } => pass.finish(logits),
         }
+    }
+}
+
+impl Network {
+    /// The logits of rows after the last norm.
+    pub(crate) fn logits(&self, enc: &mut Encoder, x: &Tensor, out: &Tensor) -> Result<()> {
+        let matrix = self.weights.output.as_ref().unwrap_or(&self.weights.embed);
+        let spec = self.spec();
+        ops::linear(enc, &ops::Linear::new(x, matrix.weight(), out).alpha(spec.logit_scale))?;
+        if let Some(cap) = spec.final_softcap {
+            ops::softcap(enc, &ops::Softcap::new(out, cap, out))?;
+        }
+        Ok(())
     }
 }
 
@@ -136,18 +149,19 @@ fn rounded(factor: f32, dtype: DType) -> f32 {
 /// Called in each layer that stores keys and values, before its tokens attend to them.
 pub(crate) type OnStored<'a> = dyn FnMut(usize, &Step) -> Result<()> + 'a;
 
-/// The rows of a pass whose logits are wanted.
+/// The rows of a pass whose logits are wanted. Without a tensor for logits, the pass ends with the last norm, whose
+/// result is in x.
 pub(crate) enum Wanted<'a> {
     Nothing,
     Every {
-        logits: &'a Tensor,
+        logits: Option<&'a Tensor>,
     },
     /// Some rows, by their indices (u32 `[n]`), with tensors and a step for them alone.
     Some {
         rows: &'a Tensor,
         views: &'a Views,
         step: &'a Step,
-        logits: &'a Tensor,
+        logits: Option<&'a Tensor>,
     },
 }
 
@@ -303,17 +317,10 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The logits of all rows.
-    fn logits(&mut self, out: &Tensor) -> Result<()> {
-        let weights = &self.network.weights;
+    /// The last norm of all rows, and their logits if they are wanted.
+    fn finish(&mut self, logits: Option<&Tensor>) -> Result<()> {
         self.enter(&self.final_norm())?;
-        let matrix = weights.output.as_ref().unwrap_or(&weights.embed);
-        let spec = self.network.spec();
-        ops::linear(self.enc, &ops::Linear::new(&self.views.x, matrix.weight(), out).alpha(spec.logit_scale))?;
-        if let Some(cap) = spec.final_softcap {
-            ops::softcap(self.enc, &ops::Softcap::new(out, cap, out))?;
-        }
-        Ok(())
+        logits.map_or(Ok(()), |out| self.network.logits(self.enc, &self.views.x, out))
     }
 
     fn linear(&mut self, x: &Tensor, weight: &Matrix, out: &Tensor) -> Result<()> {

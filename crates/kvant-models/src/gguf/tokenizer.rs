@@ -63,6 +63,7 @@ impl Tokenizer {
         let ids = SpecialIds {
             bos: vocabulary.special("bos_token_id")?,
             adds_bos: metadata.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos),
+            adds_eos: metadata.flag("tokenizer.ggml.add_eos_token")?.unwrap_or(false),
             eos_token: vocabulary.special("eos_token_id")?,
             eos: vocabulary.ends,
         };

@@ -9,6 +9,7 @@ mod common;
 mod configs;
 mod gguf;
 mod golden;
+mod hidden;
 mod planted;
 mod rustdoc;
 mod special_tokens;

@@ -33,6 +33,11 @@ fn examples() -> Vec<(&'static str, Value)> {
         ("/tokenize", json!({"content": "a", "with_pieces": true})),
         ("/detokenize", json!({"tokens": [5, 6]})),
         ("/apply-template", json!({"messages": messages})),
+        ("/v1/embeddings", json!({"input": ["a", "b"], "dimensions": 8})),
+        ("/v1/embeddings", json!({"input": [[5], [6, 7]], "encoding_format": "base64"})),
+        ("/v1/embeddings", json!({"input": "a", "model": "other"})),
+        ("/api/embed", json!({"input": "a"})),
+        ("/api/embeddings", json!({"prompt": "a"})),
         ("/api/show", json!({"model": NAME})),
         ("/api/chat", json!({"messages": messages, "stream": false, "options": {"num_predict": 3}})),
         ("/api/chat", json!({"messages": messages, "format": 3})),
@@ -58,7 +63,9 @@ async fn answers_are_as_the_document_says() {
         let response = &responses[answer.status.as_str()];
         check(&document, &response["content"]["application/json"]["schema"], &answer.json(), &schema);
     }
-    for path in ["/v1/models", "/health", "/ping", "/tokenizer_info", "/version", "/api/version", "/api/tags"] {
+    for path in
+        ["/v1/models", "/health", "/ping", "/tokenizer_info", "/version", "/api/version", "/api/tags", "/api/ps"]
+    {
         let schema = &document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"];
         check(&document, schema, &get(router(), path).await.ok(), path);
     }

@@ -4,9 +4,11 @@ mod anthropic;
 mod chat;
 mod completions;
 mod documents;
+mod embeddings;
 mod errors;
 mod fields;
 mod lifecycle;
+mod models;
 mod ollama;
 mod responses;
 mod round_trips;
@@ -29,7 +31,7 @@ use axum::{
 };
 use kvant::{CpuOptions, Device};
 use kvant_engine::{Engine, EngineOptions, EngineStats};
-use kvant_models::{Model, Tokenizer, chat::ChatTemplate};
+use kvant_models::{Model, Pooling, Tokenizer, chat::ChatTemplate};
 use kvant_server::{Server, ServerOptions};
 use serde_json::{Value, json};
 use tower::ServiceExt;
@@ -79,10 +81,11 @@ const TEMPLATE: &str = "{{ bos_token }}{% for tool in tools or [] %}{{ '# ' + to
     {{ '\\n\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '# assistant\\n\\n' }}{% endif %}\
     {% if enable_thinking %}{{ '<think>\\n' }}{% endif %}";
 
-/// The routes with a chat template.
+/// The routes with a chat template, and embeddings.
 fn chat_router() -> Router {
     let template = ChatTemplate::new(TEMPLATE, [("bos_token", "<bos>")].into_iter().collect()).unwrap();
-    Server::new(shared_engine(), Some(template), ServerOptions::new(NAME)).router()
+    let options = ServerOptions::new(NAME).pooling(Some(Pooling::Mean));
+    Server::new(shared_engine(), Some(template), options).router()
 }
 
 /// An answer.

@@ -15,7 +15,7 @@ async fn versions_pings_and_names() {
     let shown = post(chat_router(), "/api/show", json!({"model": format!("{NAME}:latest")})).await.ok();
     assert_eq!(shown["model_info"]["kvant.context_length"], 1024);
     assert_eq!(shown["capabilities"], json!(["completion", "tools"]));
-    for path in ["/v1/rerank", "/rerank", "/score", "/v1/embeddings"] {
+    for path in ["/v1/rerank", "/rerank", "/score"] {
         let refused = post(router(), path, json!({"query": "a"})).await;
         assert_eq!(refused.status, StatusCode::NOT_FOUND);
         let message = refused.json()["error"]["message"].as_str().unwrap().to_string();

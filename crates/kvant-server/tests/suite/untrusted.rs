@@ -32,7 +32,7 @@ async fn fields_of_requests() {
         assert_safe(&post(router(), "/v1/completions", body(more)).await, StatusCode::BAD_REQUEST, expected);
     }
     let answer = post(router(), "/v1/completions", body(json!({"model": hostile()}))).await;
-    assert_safe(&answer, StatusCode::NOT_FOUND, "there is no model");
+    assert_safe(&answer, StatusCode::NOT_FOUND, "The model `");
 }
 
 #[tokio::test(flavor = "multi_thread")]

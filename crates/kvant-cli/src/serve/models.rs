@@ -1,0 +1,183 @@
+//! Several models in one server: those that the command names, and those of a directory.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use kvant::Device;
+use kvant_engine::{Engine, EngineOptions};
+use kvant_models::{
+    LoadOptions, Model, PoolOptions, Pooling, Sampling, Tokenizer,
+    chat::{ChatTemplate, GenerationDefaults},
+};
+use kvant_server::{ModelFacts, Models, ServedModel, Server, ServerOptions};
+
+use super::ServeArgs;
+use crate::{
+    Result,
+    memory::{self, Demand},
+    output, shipped,
+};
+
+/// Directories of a model's directory are searched to this depth, as in ORGANISATION/MODEL/FILE.gguf.
+const DEPTH: usize = 3;
+
+/// How a model is loaded.
+struct OnDemand {
+    path: PathBuf,
+    device: Device,
+    load: LoadOptions,
+    engine: EngineOptions,
+    pooling: Option<Pooling>,
+}
+
+/// A server for several models. Those that the command names are loaded.
+pub fn server(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<Server> {
+    let free = device.memory().map_or(usize::MAX, |memory| memory.free / 10 * 9);
+    let limit = args.memory.map_or(free, |bytes| bytes.0);
+    let mut models = Models::new(limit);
+    for (index, path) in args.models.iter().enumerate() {
+        let names = match index {
+            0 if !args.name.is_empty() => args.name.clone(),
+            _ => vec![super::name_of(path)],
+        };
+        let (source, facts) = source(args, path, device, limit)?;
+        let added = models.add(names, facts, move || source.load());
+        added.map_err(|error| format!("{}: {error}", path.display()))?;
+    }
+    for (name, path) in args.models_dir.as_deref().map_or(Ok(Vec::new()), found)? {
+        let added = source(args, &path, device, limit)
+            .and_then(|(source, facts)| models.add([name.as_str()], facts, move || source.load()).map_err(Into::into));
+        if let Err(error) = added {
+            // One bad checkpoint does not keep the others out.
+            let _ = output::note(&format!("warning: {name} is left out: {error}\n"));
+        }
+    }
+    if models.names().next().is_none() {
+        return Err("--models-dir: no model found".into());
+    }
+    let names = models.names().collect::<Vec<_>>().join(", ");
+    let _ = output::note(&format!("models: {names}\n"));
+    let together = models.bytes().take(args.models.len()).fold(0, usize::saturating_add);
+    if together > limit {
+        let (together, limit) = (output::bytes(together), output::bytes(limit));
+        return Err(format!(
+            "--memory: the models take {together} together, and have {limit}: shorten --context, use fewer \
+             --max-sequences, or put some of them in a --models-dir, which loads them on demand"
+        )
+        .into());
+    }
+    let server = Server::of_models(models, options)?;
+    (0..args.models.len()).try_for_each(|index| server.load(index))?;
+    Ok(server)
+}
+
+/// How a model is loaded, and what is known of it before.
+fn source(args: &ServeArgs, path: &Path, device: &Device, limit: usize) -> Result<(OnDemand, ModelFacts)> {
+    let files = shipped::files(Some(path))?;
+    let kv = args.activations.kv(device, args.kv.as_ref());
+    let context = args.context(&files)?;
+    let load = args.load_options(device, context);
+    let (codecs, sequences) = (kv.codecs.clone(), args.max_sequences);
+    let pool = PoolOptions { codecs, sequences, longest: context, ..PoolOptions::default() };
+    let demand = Demand { pool, load, bytes: None, shorter: "--context" };
+    // The pages of one model leave room for others.
+    let most = limit / (2 * args.models.len().max(2));
+    let share = memory::share(&files, &demand, limit, most)?;
+    let has_template = ChatTemplate::load_files(&files)?.is_some();
+    let engine = args.engine_options(kv, load.pass_tokens, Some(share.pages));
+    let facts = ModelFacts::new(share.total, context).has_template(has_template);
+    let pooling = args.pooling(&files);
+    Ok((OnDemand { path: path.to_path_buf(), device: device.clone(), load, engine, pooling }, facts))
+}
+
+impl OnDemand {
+    fn load(&self) -> std::result::Result<ServedModel, String> {
+        self.try_load().map_err(|error| error.to_string())
+    }
+
+    fn try_load(&self) -> Result<ServedModel> {
+        let files = shipped::files(Some(&self.path))?;
+        let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
+        let template = ChatTemplate::load_files(&files)?;
+        let sampling = GenerationDefaults::load_files(&files)?.sampling(Sampling::usual());
+        let model = Model::load_files(&files, &self.device, &self.load)?;
+        let engine = Engine::start(model, tokenizer, self.engine.clone())?;
+        Ok(ServedModel::new(engine).template(template).sampling(sampling).pooling(self.pooling))
+    }
+}
+
+/// The models of a directory with their names, which are their paths in it, sorted.
+fn found(directory: &Path) -> Result<Vec<(String, PathBuf)>> {
+    let mut models = Vec::new();
+    search(directory, "", DEPTH, &mut models)?;
+    models.sort();
+    Ok(models)
+}
+
+fn search(directory: &Path, prefix: &str, depth: usize, models: &mut Vec<(String, PathBuf)>) -> Result {
+    let unreadable = |error| format!("{}: {error}", directory.display());
+    for entry in fs::read_dir(directory).map_err(unreadable)? {
+        let path = entry.map_err(unreadable)?.path();
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+        if name.starts_with('.') {
+            continue;
+        }
+        let name = format!("{prefix}{name}");
+        if path.join("config.json").is_file() {
+            models.push((name, path));
+        } else if path.is_dir() && depth > 1 {
+            search(&path, &format!("{name}/"), depth - 1, models)?;
+        } else if let Some(name) = gguf_name(&name) {
+            models.push((name.to_string(), path));
+        }
+    }
+    Ok(())
+}
+
+/// The name of a model in a GGUF file; `None` for other files, further files of a split model, and encoders of images.
+fn gguf_name(file: &str) -> Option<&str> {
+    let name = file.strip_suffix(".gguf")?;
+    if file.rsplit('/').next().is_some_and(|name| name.starts_with("mmproj")) {
+        return None;
+    }
+    let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let split = name.rsplit_once("-of-").filter(|(_, count)| digits(count));
+    match split.and_then(|(rest, _)| rest.rsplit_once('-')).filter(|(_, part)| digits(part)) {
+        Some((name, "00001")) => Some(name),
+        Some(_) => None,
+        None => Some(name),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn models_of_a_directory() {
+        let root = std::env::temp_dir().join(format!("kvant-models-dir-{}", std::process::id()));
+        for file in [
+            "b/config.json",
+            "b/model.safetensors",
+            "org/a/config.json",
+            "org/gguf/x-Q4.gguf",
+            "org/gguf/mmproj-x.gguf",
+            "split-00001-of-00002.gguf",
+            "split-00002-of-00002.gguf",
+            ".hidden/config.json",
+            "notes.txt",
+            "too/deep/in/here/config.json",
+        ] {
+            let path = root.join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "{}").unwrap();
+        }
+        let names: Vec<String> = found(&root).unwrap().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["b", "org/a", "org/gguf/x-Q4", "split"]);
+        fs::remove_dir_all(&root).unwrap();
+        assert!(found(&root).is_err());
+    }
+}

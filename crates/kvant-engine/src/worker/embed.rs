@@ -1,0 +1,86 @@
+//! Embeddings: hidden states of prompts, pooled.
+
+use kvant::Tensor;
+use kvant_models::Result;
+
+use super::Worker;
+use crate::{
+    Failure,
+    scheduler::{PlanRow, PoolStep, StepPlan},
+    text::Output,
+};
+
+/// The sum of hidden states of a prompt.
+#[derive(Default)]
+pub(super) struct Pooled {
+    sum: Vec<f64>,
+    count: usize,
+}
+
+impl Pooled {
+    fn add(&mut self, hidden: &[f32]) {
+        self.sum.resize(hidden.len(), 0.0);
+        self.sum.iter_mut().zip(hidden).for_each(|(sum, &number)| *sum += f64::from(number));
+        self.count += 1;
+    }
+
+    fn mean(&self) -> Vec<f32> {
+        let count = self.count.max(1) as f64;
+        self.sum.iter().map(|sum| (sum / count) as f32).collect()
+    }
+}
+
+impl Worker {
+    /// Whether a row has tokens whose hidden states are needed.
+    pub(super) fn embeds(&self, row: &PlanRow) -> bool {
+        !row.logits.is_empty() && self.running.get(&row.id).is_some_and(|running| running.pooled.is_some())
+    }
+
+    /// Runs a step in which some rows need hidden states, and others logits. Returns the tokens that have logits, and
+    /// these.
+    pub(super) fn pass_with_hidden(&mut self, plan: &StepPlan<PoolStep>) -> Result<(Vec<usize>, Tensor)> {
+        let PoolStep::Mixed(step) = &plan.step else { return Err(super::draw::no_decoder()) };
+        let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
+        let hidden = self.model.hidden(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
+        let (mut of_logits, mut parts, mut at) = (Vec::new(), Vec::new(), 0);
+        for row in &plan.rows {
+            let part = at..at + row.logits.len();
+            at = part.end;
+            if self.embeds(row) {
+                self.pool_hidden(row, &hidden.rows(part)?)?;
+            } else {
+                of_logits.extend(row.logits.clone());
+                parts.push(hidden.rows(part)?);
+            }
+        }
+        let out = Tensor::zeros(hidden.device(), hidden.dtype(), &[of_logits.len(), hidden.shape()[1]])?;
+        let mut enc = hidden.device().encoder()?;
+        let mut at = 0;
+        for part in parts.iter().filter(|part| part.shape()[0] > 0) {
+            kvant::ops::copy(&mut enc, part, &out.rows(at..at + part.shape()[0])?)?;
+            at += part.shape()[0];
+        }
+        enc.commit()?.wait()?;
+        Ok((of_logits, self.model.logits_of(&out)?))
+    }
+
+    /// Adds the hidden states of a row's tokens. With the last one of the prompt, the embedding is complete.
+    pub(super) fn pool_hidden(&mut self, row: &PlanRow, hidden: &Tensor) -> Result<()> {
+        let width = hidden.shape()[1];
+        let numbers = hidden.to_f32()?;
+        let Some(running) = self.running.get_mut(&row.id) else { return Ok(()) };
+        let Some(pooled) = running.pooled.as_mut() else { return Ok(()) };
+        numbers.chunks(width.max(1)).for_each(|hidden| pooled.add(hidden));
+        if row.position + row.tokens.len() < running.prompt_len {
+            return Ok(());
+        }
+        let embedding = pooled.mean();
+        if embedding.iter().all(|number| number.is_finite()) {
+            self.news.push((row.id, Output::Embedding(embedding)));
+        } else {
+            let reason = "the hidden states are not numbers: activations may overflow their dtype";
+            self.fail(row.id, Failure::Request(reason.to_string()));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,366 @@
+//! The models of a server: their names, what is known of them before they are loaded, and those that are loaded.
+
+mod plan;
+mod registry;
+pub(crate) mod routes;
+
+use std::{
+    error::Error,
+    io,
+    time::{Duration, Instant},
+};
+
+use axum::http::StatusCode;
+use kvant_engine::{Engine, EngineStats};
+use kvant_models::{Pooling, Sampling, chat::ChatTemplate};
+
+use crate::error::{ApiError, Result};
+pub(crate) use registry::Loads;
+use registry::{Lease, Loader, Refused, Registry, Resident};
+
+/// A model that is ready to serve.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct ServedModel {
+    /// Runs it. There must be no other handles when it is put out: its memory is free only then.
+    pub engine: Engine,
+    /// Makes a text of a conversation. Without it, the model refuses conversations.
+    pub template: Option<ChatTemplate>,
+    /// What requests use whose fields do not say otherwise. Default: [`Sampling::usual`].
+    pub sampling: Sampling,
+    /// How embeddings are made. Without it, there are none.
+    pub pooling: Option<Pooling>,
+}
+
+impl ServedModel {
+    /// A model that continues texts.
+    pub fn new(engine: Engine) -> ServedModel {
+        ServedModel { engine, template: None, sampling: Sampling::usual(), pooling: None }
+    }
+
+    /// Sets [`ServedModel::template`].
+    #[must_use]
+    pub fn template(self, template: Option<ChatTemplate>) -> Self {
+        ServedModel { template, ..self }
+    }
+
+    /// Sets [`ServedModel::pooling`].
+    #[must_use]
+    pub fn pooling(self, pooling: Option<Pooling>) -> Self {
+        ServedModel { pooling, ..self }
+    }
+
+    /// Sets [`ServedModel::sampling`].
+    #[must_use]
+    pub fn sampling(self, sampling: Sampling) -> Self {
+        ServedModel { sampling, ..self }
+    }
+}
+
+impl Resident for ServedModel {
+    fn end(self) {
+        if self.engine.close().is_err() {
+            tracing::error!("a model that was put out is still in use");
+        }
+    }
+}
+
+/// Facts about a model that are known before it is loaded.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct ModelFacts {
+    /// Bytes that it takes when it is loaded: weights, pages and activations.
+    pub bytes: usize,
+    /// Its longest text in tokens.
+    pub context: usize,
+    /// Whether it can answer conversations.
+    pub has_template: bool,
+}
+
+impl ModelFacts {
+    /// Facts about a model without a chat template.
+    pub fn new(bytes: usize, context: usize) -> ModelFacts {
+        ModelFacts { bytes, context, has_template: false }
+    }
+
+    /// Sets [`ModelFacts::has_template`].
+    #[must_use]
+    pub fn has_template(self, has_template: bool) -> Self {
+        ModelFacts { has_template, ..self }
+    }
+}
+
+/// Models that a server loads when requests name them, within a limit of memory.
+///
+/// When there is no room for a model, the least recently used ones are put out. One that requests use stays until they
+/// have ended; if its room is needed, new requests for it wait. Models are loaded and put out one at a time.
+///
+/// ```no_run
+/// # fn load(path: &str) -> Result<kvant_server::ServedModel, Box<dyn std::error::Error + Send + Sync>> { todo!() }
+/// use kvant_server::{ModelFacts, Models, Server, ServerOptions};
+/// let mut models = Models::new(8 << 30);
+/// for name in ["small", "large"] {
+///     models.add([name], ModelFacts::new(3 << 30, 8192), move || load(name))?;
+/// }
+/// let server = Server::of_models(models, ServerOptions::new("unused"))?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Models {
+    limit: usize,
+    known: Vec<Known>,
+    loaders: Vec<(usize, Loader<ServedModel>)>,
+}
+
+/// A model that cannot be added or loaded.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// A model has no name, or one of another model.
+    #[error("a model must have a name that no other one has, got {0:?}")]
+    Name(String),
+    /// It takes more than all models may.
+    #[error("the model takes {bytes} bytes, more than the limit of {limit} bytes")]
+    Size {
+        /// Bytes of the model.
+        bytes: usize,
+        /// Maximum bytes of all models.
+        limit: usize,
+    },
+    /// It cannot be loaded.
+    #[error("the model {name:?} cannot be loaded: {reason}")]
+    Load {
+        /// The name of the model.
+        name: String,
+        /// The error of its loader.
+        reason: String,
+    },
+}
+
+/// A model in use, which stays loaded.
+pub(crate) type ModelLease = Lease<ServedModel>;
+
+/// The names of a model and the facts about it.
+#[derive(Clone, Debug)]
+pub(crate) struct Known {
+    pub names: Vec<String>,
+    pub facts: ModelFacts,
+}
+
+impl Known {
+    /// The name in answers.
+    pub fn name(&self) -> &str {
+        self.names.first().map_or("", String::as_str)
+    }
+
+    /// Names that clients can ask for.
+    pub fn listed(&self) -> impl Iterator<Item = &str> {
+        self.names.iter().map(String::as_str).filter(|name| *name != ANY)
+    }
+}
+
+/// A name that stands for every name that no model has.
+const ANY: &str = "*";
+
+impl Models {
+    /// No models yet. Those that are loaded take at most `limit` bytes together.
+    pub fn new(limit: usize) -> Models {
+        Models { limit, known: Vec::new(), loaders: Vec::new() }
+    }
+
+    /// Adds a model. The first name is in answers; a request can use any of them. A request that names no model gets
+    /// the first model. `*` as the last name accepts every name that no model has. `load` is called in a thread of its
+    /// own when a request needs the model.
+    ///
+    /// # Errors
+    /// `Name`; `Size`. Nothing was added then.
+    pub fn add<N, F, E>(
+        &mut self,
+        names: impl IntoIterator<Item = N>,
+        facts: ModelFacts,
+        load: F,
+    ) -> Result<(), ModelError>
+    where
+        N: Into<String>,
+        F: Fn() -> Result<ServedModel, E> + Send + Sync + 'static,
+        E: Into<Box<dyn Error + Send + Sync>>,
+    {
+        let names: Vec<String> = names.into_iter().map(Into::into).collect();
+        let is_taken = |name: &&String| self.known.iter().any(|known| known.names.contains(name));
+        if let Some(name) = names.iter().find(is_taken) {
+            return Err(ModelError::Name(name.clone()));
+        }
+        if names.first().is_none_or(|name| name == ANY) {
+            return Err(ModelError::Name(String::new()));
+        }
+        if facts.bytes > self.limit {
+            return Err(ModelError::Size { bytes: facts.bytes, limit: self.limit });
+        }
+        let name = names[0].clone();
+        self.known.push(Known { names, facts });
+        let load = move || logged(&name, || load().map_err(|error| error.into().to_string()));
+        self.loaders.push((facts.bytes, Box::new(load)));
+        Ok(())
+    }
+
+    /// The names of the models, as they are in answers.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.known.iter().map(Known::name)
+    }
+
+    /// Bytes of each model.
+    pub fn bytes(&self) -> impl Iterator<Item = usize> {
+        self.known.iter().map(|known| known.facts.bytes)
+    }
+}
+
+impl std::fmt::Debug for Models {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.names()).finish()
+    }
+}
+
+/// Loads a model, and logs that.
+fn logged(name: &str, load: impl FnOnce() -> Result<ServedModel, String>) -> Result<ServedModel, String> {
+    let started = Instant::now();
+    tracing::info!(model = name, "loading");
+    let loaded = load();
+    let ms = started.elapsed().as_millis() as u64;
+    match &loaded {
+        Ok(_) => tracing::info!(model = name, ms, "the model is ready"),
+        Err(reason) => tracing::error!(model = name, reason, "the model cannot be loaded"),
+    }
+    loaded
+}
+
+/// The models of a running server.
+pub(crate) struct Catalog {
+    known: Vec<Known>,
+    registry: Registry<ServedModel>,
+}
+
+/// What `/metrics` and the lists of models have of one.
+pub(crate) struct Seen {
+    /// `None`: it is not loaded.
+    pub stats: Option<EngineStats>,
+    pub loads: Loads,
+}
+
+impl Catalog {
+    /// One model, which is always loaded.
+    pub fn of_one(model: ServedModel, names: Vec<String>) -> Catalog {
+        let facts = ModelFacts::new(0, model.engine.context()).has_template(model.template.is_some());
+        Catalog { known: vec![Known { names, facts }], registry: Registry::of_one(model) }
+    }
+
+    /// # Errors
+    /// There are no models, or the system starts no thread.
+    pub fn start(models: Models) -> io::Result<Catalog> {
+        if models.known.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "there are no models to serve"));
+        }
+        Ok(Catalog { known: models.known, registry: Registry::start(models.limit, models.loaders)? })
+    }
+
+    pub fn known(&self) -> &[Known] {
+        &self.known
+    }
+
+    /// The number of the model that a request names; the first one if it names none.
+    pub fn find(&self, asked: Option<&str>) -> Result<usize> {
+        let Some(asked) = asked else { return Ok(0) };
+        let has = |name: &str| self.known.iter().position(|known| known.names.iter().any(|own| own == name));
+        has(asked).or_else(|| has(ANY)).ok_or_else(|| self.unknown(asked))
+    }
+
+    /// 404, in OpenAI's words.
+    fn unknown(&self, asked: &str) -> ApiError {
+        let asked: String = asked.chars().take(64).collect();
+        let names: Vec<String> = self.known.iter().take(20).map(|known| format!("`{}`", known.name())).collect();
+        let message = format!("The model `{asked}` does not exist. This server has {}", names.join(", "));
+        let error = ApiError::new(StatusCode::NOT_FOUND, message);
+        ApiError { param: Some("model".to_string()), code: Some("model_not_found"), ..error }
+    }
+
+    /// Waits for a model, which is loaded if it is not.
+    pub async fn get(&self, index: usize, limit: Duration) -> Result<ModelLease> {
+        self.registry.get(index, limit).await.map_err(|refused| self.refused(index, refused, limit))
+    }
+
+    fn refused(&self, index: usize, refused: Refused, limit: Duration) -> ApiError {
+        let name = self.known[index].name();
+        match refused {
+            // Its reason names files of this machine, so it is in the log alone.
+            Refused::Failed(_) => {
+                let message = format!("the model `{name}` cannot be loaded: the log of the server has the reason");
+                ApiError { code: Some("model_load_failed"), ..ApiError::internal(message) }
+            }
+            Refused::Late => {
+                let seconds = limit.as_secs();
+                let message = format!("the model `{name}` was not loaded within {seconds} s: try again later");
+                ApiError { code: Some("model_loading"), ..ApiError::short_of(message) }
+            }
+            Refused::Full => {
+                let message = format!("too many requests wait for the model `{name}` to be loaded");
+                let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, message);
+                ApiError { code: Some("queue_full"), retry_after: Some(1), ..error }
+            }
+            Refused::Closed => ApiError::draining(),
+        }
+    }
+
+    /// Loads a model now. Not for async code.
+    ///
+    /// # Errors
+    /// Why it cannot be loaded.
+    pub fn load(&self, index: usize) -> Result<(), String> {
+        match self.registry.get_blocking(index) {
+            Ok(_) => Ok(()),
+            Err(Refused::Failed(reason)) => Err(reason),
+            Err(refused) => Err(self.refused(index, refused, Duration::ZERO).message),
+        }
+    }
+
+    /// Each model with its counts.
+    pub fn seen(&self) -> Vec<(&Known, Seen)> {
+        let mut stats = Vec::new();
+        self.registry.each(|_, model| stats.push(model.map(|model| model.engine.stats())));
+        let seen = stats.into_iter().enumerate();
+        let seen = seen.map(|(index, stats)| Seen { stats, loads: self.registry.loads(index) });
+        self.known.iter().zip(seen).collect()
+    }
+
+    /// Bytes of the models that are loaded.
+    pub fn bytes(&self) -> usize {
+        self.registry.bytes()
+    }
+
+    /// Whether a server without its only model must end.
+    pub fn has_failed(&self) -> bool {
+        self.known.len() == 1 && !self.failed().is_empty()
+    }
+
+    /// Puts models out whose engines have failed. They are loaded again when they are asked for.
+    pub fn retire_failed(&self) {
+        for index in self.failed() {
+            self.registry.retire(index);
+        }
+    }
+
+    fn failed(&self) -> Vec<usize> {
+        let mut failed = Vec::new();
+        self.registry.each(|index, model| {
+            if model.is_some_and(|model| !model.engine.is_healthy()) {
+                failed.push(index);
+            }
+        });
+        failed
+    }
+
+    /// No model is loaded any more. Returns the engines of those that are.
+    pub fn close(&self) -> Vec<Engine> {
+        self.registry.close();
+        let mut engines = Vec::new();
+        self.registry.each(|_, model| engines.extend(model.map(|model| model.engine.clone())));
+        engines
+    }
+}

@@ -1,0 +1,307 @@
+//! Models that are loaded when they are asked for. A thread of its own loads and unloads them, one at a time, so that
+//! clients that go away do not matter to it.
+
+use std::{
+    collections::HashMap,
+    ops::Deref,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use tokio::{sync::oneshot, time};
+
+use super::plan::{Effect, Plan};
+
+/// Maximum requests that wait for one model.
+const MAX_WAITING: usize = 256;
+/// How long requests get the error of a load that failed, before another one is tried.
+const FAILURE_TIME: Duration = Duration::from_secs(10);
+
+/// A loaded model.
+pub(crate) trait Resident: Send + Sync + 'static {
+    /// Frees its memory before it returns.
+    fn end(self);
+}
+
+/// Loads a model, or says why it cannot.
+pub(super) type Loader<M> = Box<dyn Fn() -> Result<M, String> + Send + Sync>;
+
+/// Why a request does not get its model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// The model cannot be loaded.
+    Failed(String),
+    /// The time to wait is over.
+    Late,
+    /// As many requests wait for the model as can.
+    Full,
+    /// The server stops.
+    Closed,
+}
+
+/// A count of what happened to a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Loads {
+    pub done: u64,
+    pub failed: u64,
+}
+
+/// Models, loaded or not. Clones are handles of one registry.
+pub(super) struct Registry<M: Resident>(Arc<Shared<M>>);
+
+struct Shared<M: Resident> {
+    state: Mutex<State<M>>,
+    /// Work of the thread; `None` if nothing is ever loaded.
+    work: Option<mpsc::Sender<Effect>>,
+}
+
+struct State<M: Resident> {
+    plan: Plan,
+    models: Vec<Option<Arc<M>>>,
+    waiting: HashMap<u64, oneshot::Sender<Result<Lease<M>, Refused>>>,
+    failures: Vec<Option<(Instant, String)>>,
+    loads: Vec<Loads>,
+    is_closed: bool,
+}
+
+/// A model that stays loaded while this exists.
+pub(crate) struct Lease<M: Resident> {
+    // Dropped before the release: then nobody else has a model without users.
+    model: Arc<M>,
+    _release: Release<M>,
+}
+
+/// Releases a model when it is dropped.
+struct Release<M: Resident> {
+    index: usize,
+    registry: Arc<Shared<M>>,
+}
+
+/// A place in the queue. Dropping it gives the place up.
+struct Waiting<M: Resident> {
+    index: usize,
+    ticket: u64,
+    answer: Option<oneshot::Receiver<Result<Lease<M>, Refused>>>,
+    registry: Arc<Shared<M>>,
+}
+
+impl<M> Clone for Registry<M>
+where
+    M: Resident,
+{
+    fn clone(&self) -> Self {
+        Registry(Arc::clone(&self.0))
+    }
+}
+
+impl<M: Resident> Registry<M> {
+    /// One model, which is always loaded.
+    pub fn of_one(model: M) -> Registry<M> {
+        let mut plan = Plan::new(usize::MAX, [0]);
+        // This user never releases it.
+        let _ = (plan.ask(0), plan.loaded(0));
+        Registry(Arc::new(Shared::new(plan, vec![Some(Arc::new(model))], None)))
+    }
+
+    /// Models that take at most `limit` bytes together, each given by its bytes and what loads it. None is loaded yet.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub fn start(limit: usize, models: Vec<(usize, Loader<M>)>) -> std::io::Result<Registry<M>> {
+        let (bytes, loaders): (Vec<_>, Vec<_>) = models.into_iter().unzip();
+        let (work, orders) = mpsc::channel();
+        let models = loaders.iter().map(|_| None).collect();
+        let inner = Arc::new(Shared::new(Plan::new(limit, bytes), models, Some(work)));
+        let weak = Arc::downgrade(&inner);
+        thread::Builder::new().name("kvant-models".to_string()).spawn(move || keep(&weak, &orders, &loaders))?;
+        Ok(Registry(inner))
+    }
+
+    /// Waits for a model, at most for a time. It is loaded if it is not.
+    pub async fn get(&self, index: usize, limit: Duration) -> Result<Lease<M>, Refused> {
+        let mut waiting = self.ask(index)?;
+        let answer = waiting.answer.take().ok_or(Refused::Closed)?;
+        match time::timeout(limit, answer).await {
+            Ok(answer) => answer.unwrap_or(Err(Refused::Closed)),
+            Err(_) => Err(Refused::Late),
+        }
+    }
+
+    /// As [`Registry::get`], not in async code, and without a limit.
+    pub fn get_blocking(&self, index: usize) -> Result<Lease<M>, Refused> {
+        let mut waiting = self.ask(index)?;
+        let answer = waiting.answer.take().ok_or(Refused::Closed)?;
+        answer.blocking_recv().unwrap_or(Err(Refused::Closed))
+    }
+
+    fn ask(&self, index: usize) -> Result<Waiting<M>, Refused> {
+        let mut state = self.0.lock();
+        if state.is_closed && !state.plan.is_open(index) {
+            return Err(Refused::Closed);
+        }
+        if state.plan.waiting(index) >= MAX_WAITING {
+            return Err(Refused::Full);
+        }
+        let failure = state.failures[index].as_ref().filter(|(when, _)| when.elapsed() < FAILURE_TIME);
+        if let Some((_, reason)) = failure {
+            return Err(Refused::Failed(reason.clone()));
+        }
+        let (sender, answer) = oneshot::channel();
+        let (ticket, effects) = state.plan.ask(index);
+        state.waiting.insert(ticket, sender);
+        self.0.run(state, effects);
+        Ok(Waiting { index, ticket, answer: Some(answer), registry: Arc::clone(&self.0) })
+    }
+
+    /// Calls a function with each model, `None` for those that are not loaded. It must not take long.
+    pub fn each(&self, mut see: impl FnMut(usize, Option<&M>)) {
+        let state = self.0.lock();
+        state.models.iter().enumerate().for_each(|(index, model)| see(index, model.as_deref()));
+    }
+
+    /// How often a model was loaded.
+    pub fn loads(&self, index: usize) -> Loads {
+        self.0.lock().loads[index]
+    }
+
+    /// Bytes of the models that are loaded, as they were given.
+    pub fn bytes(&self) -> usize {
+        self.0.lock().plan.bytes()
+    }
+
+    /// A model has failed: it is loaded again when a request asks for it and those that use it have ended.
+    pub fn retire(&self, index: usize) {
+        let mut state = self.0.lock();
+        let effects = state.plan.retire(index);
+        self.0.run(state, effects);
+    }
+
+    /// From now on no model is loaded or unloaded.
+    pub fn close(&self) {
+        let mut state = self.0.lock();
+        state.is_closed = true;
+        let tickets = state.plan.clear();
+        let waiting: Vec<_> = tickets.iter().filter_map(|ticket| state.waiting.remove(ticket)).collect();
+        drop(state);
+        for sender in waiting {
+            let _ = sender.send(Err(Refused::Closed));
+        }
+    }
+}
+
+impl<M: Resident> Shared<M> {
+    fn new(plan: Plan, models: Vec<Option<Arc<M>>>, work: Option<mpsc::Sender<Effect>>) -> Shared<M> {
+        let (failures, loads) = (models.iter().map(|_| None).collect(), vec![Loads::default(); models.len()]);
+        let state = State { plan, models, waiting: HashMap::new(), failures, loads, is_closed: false };
+        Shared { state: Mutex::new(state), work }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<M>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does what the plan has decided.
+    fn run(self: &Arc<Self>, mut state: MutexGuard<'_, State<M>>, effects: Vec<Effect>) {
+        let mut granted = Vec::new();
+        for effect in effects {
+            match effect {
+                Effect::Grant { model: index, ticket } => {
+                    let sender = state.waiting.remove(&ticket);
+                    let _release = Release { index, registry: Arc::clone(self) };
+                    // The plan grants loaded models only.
+                    let lease = state.models[index].clone().map(|model| Lease { model, _release });
+                    granted.push(sender.zip(lease));
+                }
+                work => {
+                    // The thread lives as long as the registry.
+                    let _ = self.work.as_ref().map(|thread| thread.send(work));
+                }
+            }
+        }
+        // Leases of clients that have gone are dropped, which takes the lock.
+        drop(state);
+        for (sender, lease) in granted.into_iter().flatten() {
+            let _ = sender.send(Ok(lease));
+        }
+    }
+
+    fn load(self: &Arc<Self>, index: usize, loader: &Loader<M>) {
+        let loaded = catch_unwind(AssertUnwindSafe(loader)).unwrap_or_else(|_| Err("a panic".to_string()));
+        let mut state = self.lock();
+        match loaded {
+            Ok(model) => {
+                state.models[index] = Some(Arc::new(model));
+                state.failures[index] = None;
+                state.loads[index].done += 1;
+                let effects = state.plan.loaded(index);
+                self.run(state, effects);
+            }
+            Err(reason) => {
+                state.failures[index] = Some((Instant::now(), reason.clone()));
+                state.loads[index].failed += 1;
+                let (tickets, effects) = state.plan.failed(index);
+                let waiting: Vec<_> = tickets.iter().filter_map(|ticket| state.waiting.remove(ticket)).collect();
+                self.run(state, effects);
+                for sender in waiting {
+                    let _ = sender.send(Err(Refused::Failed(reason.clone())));
+                }
+            }
+        }
+    }
+
+    fn unload(self: &Arc<Self>, index: usize) {
+        let model = self.lock().models[index].take();
+        // Nobody else has it: it had no users.
+        if let Some(model) = model.and_then(Arc::into_inner) {
+            // Without this thread, no model would be loaded any more.
+            let _ = catch_unwind(AssertUnwindSafe(|| model.end()));
+        }
+        let mut state = self.lock();
+        let effects = state.plan.unloaded(index);
+        self.run(state, effects);
+    }
+}
+
+/// Loads and unloads models until the registry is gone.
+fn keep<M: Resident>(registry: &Weak<Shared<M>>, orders: &mpsc::Receiver<Effect>, loaders: &[Loader<M>]) {
+    while let Ok(order) = orders.recv() {
+        let Some(registry) = registry.upgrade() else { return };
+        match order {
+            Effect::Load(index) => registry.load(index, &loaders[index]),
+            Effect::Unload(index) => registry.unload(index),
+            Effect::Grant { .. } => {}
+        }
+    }
+}
+
+impl<M: Resident> Drop for Waiting<M> {
+    fn drop(&mut self) {
+        let mut state = self.registry.lock();
+        if state.waiting.remove(&self.ticket).is_some() {
+            let effects = state.plan.cancel(self.index, self.ticket);
+            self.registry.run(state, effects);
+        }
+    }
+}
+
+impl<M: Resident> Deref for Lease<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.model
+    }
+}
+
+impl<M: Resident> Drop for Release<M> {
+    fn drop(&mut self) {
+        let mut state = self.registry.lock();
+        let effects = state.plan.release(self.index);
+        self.registry.run(state, effects);
+    }
+}
+
+#[cfg(test)]
+#[path = "registry_tests.rs"]
+mod tests;
