@@ -27,8 +27,8 @@ impl Pooling {
     /// `pooling_type` of a GGUF file. `None` without these.
     ///
     /// # Errors
-    /// `File`; `Metadata`; `Unsupported` for a mode, or for modules after the decoder, without which embeddings would be
-    /// wrong.
+    /// `File`; `Metadata`; `Unsupported` for a mode, or for modules after the decoder, without which embeddings would
+    /// be wrong.
     pub fn load_files(files: &Files) -> Result<Option<Pooling>> {
         if let Some(gguf) = files.as_gguf() {
             return Pooling::of_gguf(gguf.metadata());

@@ -57,7 +57,7 @@ fn four_bit_form_matches() {
 /// At the best level that rounds no activations.
 #[test]
 fn four_bit_form_matches_in_f32() {
-    let in_f32 = |level: &SimdLevel| !level.multiplies_words() && level.is_supported();
+    let in_f32 = |level: &SimdLevel| !level.has_vnni() && level.is_supported();
     let level = SimdLevel::ALL.into_iter().rfind(in_f32);
     let device = Device::cpu_with(CpuOptions { simd: level, ..CpuOptions::default() }).unwrap();
     let mean = check_golden(&Model::load(&shipped(), &device).unwrap(), "4bit.safetensors", TOLERANCE);
@@ -118,7 +118,7 @@ fn eight_bit_activations_stay_close() {
         let (exact, vocab) = run(level, false);
         let kl = mean_kl(&exact, &run(level, true).0, vocab);
         println!("{level}: KL {kl:.2e}");
-        let range = if level.multiplies_words() { 1e-6..5e-3 } else { 0.0..f64::MIN_POSITIVE };
+        let range = if level.has_vnni() { 1e-6..5e-3 } else { 0.0..f64::MIN_POSITIVE };
         assert!(range.contains(&kl), "{level}: KL {kl}");
     }
 }

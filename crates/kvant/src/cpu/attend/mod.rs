@@ -8,7 +8,7 @@
 //!   and at a window's edge, are processed token by token.
 //! - [`fixed_point`]: the same, with quantised keys or values as 16-bit integers.
 //! - [`many_rows`]: all keys are processed in tiles, with a mask.
-//! - [`tile_rows`]: the same, by products of bf16 where the processor multiplies tiles.
+//! - [`amx_rows`]: the same, by products of bf16 where the processor multiplies tiles.
 //!
 //! Keys that no row of the block sees are not read. With one split a task writes its rows of `out`. With more, it
 //! leaves partial states, which are merged in order when all tasks are done ([`state`]).
@@ -37,6 +37,8 @@ use crate::{
     ops::attend::{Call, Results},
 };
 
+#[cfg_attr(not(target_arch = "x86_64"), path = "amx_rows_stub.rs")]
+mod amx_rows;
 mod few_rows;
 #[cfg_attr(not(target_arch = "x86_64"), path = "fixed_point_stub.rs")]
 mod fixed_point;
@@ -52,8 +54,6 @@ mod task;
 #[cfg(test)]
 mod tests;
 mod tile;
-#[cfg_attr(not(target_arch = "x86_64"), path = "tile_rows_stub.rs")]
-mod tile_rows;
 
 use plan::{BatchShape, QueryBlock, WorkPlan};
 pub(super) use route::explain;

@@ -26,7 +26,7 @@ impl BlockLimits {
             // Keys are widened once for all rows of a block.
             AttendKernel::ManyRows => BlockLimits { floats: 16384, rows: 16..64, tokens: 32 },
             // Values are transposed, too.
-            AttendKernel::TileRows => BlockLimits { floats: 65536, rows: 32..256, tokens: 256 },
+            AttendKernel::AmxRows => BlockLimits { floats: 65536, rows: 32..256, tokens: 256 },
         }
     }
 }
@@ -147,7 +147,7 @@ impl BatchShape<'_> {
     fn task_heads(&self, block: &Segment, keys: usize) -> usize {
         let (rows, heads) = (block.tokens * self.group, self.kv_heads.min(TASK_HEADS));
         let kernel = self.kernel(rows);
-        let many = matches!(kernel, AttendKernel::ManyRows | AttendKernel::TileRows);
+        let many = matches!(kernel, AttendKernel::ManyRows | AttendKernel::AmxRows);
         let floats = BlockLimits::of(AttendKernel::FewRows).floats;
         let fits = rows.saturating_mul(heads).saturating_mul(self.head_dim) <= floats;
         if self.paged && keys >= LONG_KEYS && fits && !many { heads } else { 1 }

@@ -10,7 +10,7 @@ use crate::{
 pub(super) const MANY_ROWS: usize = 16;
 
 /// Query rows from which on the level that multiplies tiles is faster by them: fewer rows take as long.
-const MANY_ROWS_BY_TILES: usize = 32;
+const MANY_ROWS_BY_AMX: usize = 32;
 
 /// A kernel of attention. The rows of a block are its query tokens × the query heads of one KV head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,18 +21,18 @@ pub(super) enum AttendKernel {
     FixedPoint,
     /// Matrix products over masked tiles, a row in each lane: [`many_rows`](super::many_rows).
     ManyRows,
-    /// The same by tiles of bf16 in two digits: [`tile_rows`](super::tile_rows).
-    TileRows,
+    /// The same by tiles of bf16 in two digits: [`amx_rows`](super::amx_rows).
+    AmxRows,
 }
 
 /// The kernel for `rows` query rows over keys and values from one source; `quantised`: at least one of the two is. The
 /// result of a row in the kernels of few rows does not depend on the other rows.
 pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKernel {
-    if rows >= MANY_ROWS_BY_TILES && level.multiplies_tiles() {
-        return AttendKernel::TileRows;
+    if rows >= MANY_ROWS_BY_AMX && level.has_amx() {
+        return AttendKernel::AmxRows;
     }
     // Whatever the number of rows: integers hold twice as many keys a vector as f32.
-    if quantised && level.multiplies_bytes() {
+    if quantised && level.has_vbmi() {
         return AttendKernel::FixedPoint;
     }
     if rows >= MANY_ROWS {
@@ -70,9 +70,7 @@ pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Explanation {
         AttendKernel::FewRows => ("few_rows", "few query rows per KV head: each key is read once, in tiles of 64"),
         AttendKernel::FixedPoint => ("fixed_point", "a quantised cache and AVX-512 VBMI: products of integers"),
         AttendKernel::ManyRows => ("many_rows", "many query rows per KV head: matrix products over tiles of 64 keys"),
-        AttendKernel::TileRows => {
-            ("tile_rows", "many query rows per KV head and AMX: the same products, of bf16 pairs")
-        }
+        AttendKernel::AmxRows => ("amx_rows", "many query rows per KV head and AMX: the same products, of bf16 pairs"),
     };
     Explanation { kernel, reason: reason.into() }
 }
@@ -83,7 +81,7 @@ mod tests {
 
     #[test]
     fn rows_decide_between_the_f32_kernels() {
-        for level in SimdLevel::ALL.into_iter().filter(|level| !level.multiplies_bytes()) {
+        for level in SimdLevel::ALL.into_iter().filter(|level| !level.has_vbmi()) {
             for quantised in [false, true] {
                 assert_eq!(select(level, quantised, 1), FewRows);
                 assert_eq!(select(level, quantised, MANY_ROWS - 1), FewRows);
@@ -95,8 +93,8 @@ mod tests {
     #[test]
     fn tiles_serve_many_rows_over_any_cache() {
         for quantised in [false, true] {
-            assert_eq!(select(SimdLevel::Avx512Amx, quantised, MANY_ROWS_BY_TILES), TileRows);
-            for rows in [1, MANY_ROWS_BY_TILES - 1] {
+            assert_eq!(select(SimdLevel::Avx512Amx, quantised, MANY_ROWS_BY_AMX), AmxRows);
+            for rows in [1, MANY_ROWS_BY_AMX - 1] {
                 let without = select(SimdLevel::Avx512Vbmi, quantised, rows);
                 assert_eq!(select(SimdLevel::Avx512Amx, quantised, rows), without);
             }

@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use super::{
-    AttendJob, SoftmaxStates, few_rows,
+    AttendJob, SoftmaxStates,
+    amx_rows::AmxRows,
+    few_rows,
     few_rows::{NextKeys, TileMemory},
     fixed_point,
     kv_rows::{KvRows, KvRun, KvSource},
@@ -11,7 +13,6 @@ use super::{
     plan::{QueryBlock, TASK_HEADS},
     route::AttendKernel,
     tile::{self, AbsorbTiles, KeyTile, MAX_TILE, Queries, TILE},
-    tile_rows::TileRows,
 };
 use crate::{
     LayerSpec,
@@ -54,7 +55,7 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
         AttendKernel::FewRows | AttendKernel::FixedPoint => 0,
         AttendKernel::ManyRows => QueryLanes::len(rows, head_dim),
         // Queries that are not finite go to the other kernel.
-        AttendKernel::TileRows => TileRows::len(rows, head_dim).max(QueryLanes::len(rows, head_dim)),
+        AttendKernel::AmxRows => AmxRows::len(rows, head_dim).max(QueryLanes::len(rows, head_dim)),
     };
     let positions = block.of_split(job.shape, split);
     let parts = job.shape.parts(positions.clone()).count();
@@ -147,7 +148,7 @@ struct BlockWork<'a> {
     /// Those of its keys.
     positions: Range<usize>,
     room: TileMemory,
-    /// For [`QueryLanes`] or [`TileRows`].
+    /// For [`QueryLanes`] or [`AmxRows`].
     many: &'a mut [f32],
 }
 
@@ -288,7 +289,7 @@ impl BlockWork<'_> {
             match self.kernel {
                 AttendKernel::FewRows | AttendKernel::FixedPoint => {}
                 AttendKernel::ManyRows => return self.absorb_lanes(source, positions, queries),
-                AttendKernel::TileRows => match TileRows::new(queries, self.many) {
+                AttendKernel::AmxRows => match AmxRows::new(queries, self.many) {
                     Some(rows) => return self.absorb_many(source, positions, queries, &rows),
                     None => return self.absorb_lanes(source, positions, queries),
                 },

@@ -7,7 +7,7 @@ use crate::{codec::BLOCK, cpu::SimdLevel};
 
 /// Keys of a tile.
 pub(super) const TILE: usize = 64;
-/// The same of [`tile_rows`](super::tile_rows), the most of any kernel: their sums are loaded and stored once a tile.
+/// The same of [`amx_rows`](super::amx_rows), the most of any kernel: their sums are loaded and stored once a tile.
 pub(super) const MAX_TILE: usize = 128;
 
 /// Query rows and their states.

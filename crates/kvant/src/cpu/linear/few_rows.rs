@@ -131,7 +131,7 @@ impl SimdKernel for Prepare<'_> {
 }
 
 /// Prepares rows as [`Prepare`] does, in another form: as [`Integers`], where the processor multiplies those, or as
-/// [`tiles`](super::tiles). Lists those that have no such form.
+/// [`amx`](super::amx). Lists those that have no such form.
 pub(super) struct PrepareAs<'a, F> {
     pub form: F,
     pub x: Elements,
@@ -288,7 +288,7 @@ impl FewRows<'_> {
 
     #[inline(always)]
     fn by_bytes<W: WeightRows>(self, weights: W) {
-        SimdLevel::Avx512Vbmi.dispatch_bytes(FewRowsOf { rows: self, weights });
+        SimdLevel::Avx512Vbmi.dispatch_vbmi(FewRowsOf { rows: self, weights });
     }
 
     #[inline(always)]

@@ -143,7 +143,7 @@ impl ManyRows<'_> {
 }
 
 /// Computes `outputs` of the rows of activations listed in `rows`, which were prepared for a layout: of words, where
-/// the processor multiplies those, or of [`tiles`](super::tiles).
+/// the processor multiplies those, or of [`amx`](super::amx).
 pub(super) struct ManyRowsBy<'a, L> {
     pub matrix: Matrix,
     pub layout: L,
@@ -187,7 +187,7 @@ impl ManyRowsBy<'_, PanelLayout> {
         let (len, pieces) = (self.rows.len(), self.rows.len().div_ceil(panel_products::ROWS));
         for first in self.outputs.clone().step_by(OUTPUTS) {
             let count = (self.outputs.end - first).min(OUTPUTS);
-            // SAFETY: the rows exist; `dispatch_words` enables the instructions. No other task writes these outputs.
+            // SAFETY: the rows exist; `dispatch_vnni` enables the instructions. No other task writes these outputs.
             unsafe {
                 // At the end the last output is computed more than once.
                 let row = |n: usize| n.min(count - 1);

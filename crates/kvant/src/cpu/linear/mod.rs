@@ -6,6 +6,8 @@
 //! [`route`] selects the kernel by the number of rows of a matrix: reading weights once is bound by memory, widening
 //! them by arithmetic.
 
+#[cfg_attr(not(target_arch = "x86_64"), path = "amx_stub.rs")]
+mod amx;
 mod block;
 mod block_rows;
 mod blocks;
@@ -16,17 +18,15 @@ mod integers;
 mod many_rows;
 pub(super) mod matrix;
 mod route;
-#[cfg_attr(not(target_arch = "x86_64"), path = "tiles_stub.rs")]
-mod tiles;
 
 use std::sync::{Mutex, PoisonError};
 
+use amx::AmxLayout;
 use few_rows::{FewRows, FewRowsByBytes, Integers, Prepare, PrepareAs, Prepared};
 use integers::panel_products::{self, PanelLayout};
 use many_rows::{ManyRows, ManyRowsBy};
 use matrix::Matrix;
 use route::{LinearKernel, WeightClass, select, select_f32};
-use tiles::TileLayout;
 
 use super::{
     Cpu,
@@ -79,7 +79,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
             let per_word = if eight_bits { panel_products::BYTES } else { panel_products::WORDS };
             Form::Integers(Integers::Panels(PanelLayout { rows, per_word }))
         }
-        (LinearKernel::TileProducts, _) => Form::Tiles(TileLayout::new(matrix.inputs, x.dtype, eight_bits)),
+        (LinearKernel::AmxProducts, _) => Form::Tiles(AmxLayout::new(matrix.inputs, x.dtype, eight_bits)),
         _ => Form::Floats,
     };
     let stride = few_rows::stride(&matrix);
@@ -87,7 +87,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let (unit, at_once) = match form {
         Form::Floats => (stride, 1),
         Form::Integers(integers) => (integers.stride(), 1),
-        Form::Tiles(layout) => (layout.tile(), tiles::ROWS),
+        Form::Tiles(layout) => (layout.tile(), amx::ROWS),
     };
     let len = x_rows.div_ceil(at_once) * unit;
     let prepared = &mut *scratch::take_lines(len.max(x_rows * stride));
@@ -106,8 +106,8 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
         let rows = x_rows - number;
         match form {
             Form::Floats => {}
-            Form::Integers(form) => cpu.level.dispatch_words(PrepareAs { form, x, first, rows, to, odd, number }),
-            Form::Tiles(form) => cpu.level.dispatch_bytes(PrepareAs { form, x, first, rows, to, odd, number }),
+            Form::Integers(form) => cpu.level.dispatch_vnni(PrepareAs { form, x, first, rows, to, odd, number }),
+            Form::Tiles(form) => cpu.level.dispatch_vbmi(PrepareAs { form, x, first, rows, to, odd, number }),
         }
     });
     let in_form =
@@ -221,7 +221,7 @@ struct LinearJob<'a> {
 enum Form {
     Floats,
     Integers(Integers),
-    Tiles(TileLayout),
+    Tiles(AmxLayout),
 }
 
 /// A matrix of the output: some of the outputs of all rows.
@@ -249,7 +249,7 @@ impl LinearJob<'_> {
         let (most, widest) = match kernel {
             LinearKernel::FewRows | LinearKernel::ByteProducts => (4 * threads, usize::MAX),
             LinearKernel::ManyRows | LinearKernel::PanelProducts => (4 * threads, MANY_TILE),
-            LinearKernel::TileProducts => (2 * threads, tiles::PANEL),
+            LinearKernel::AmxProducts => (2 * threads, amx::PANEL),
         };
         let pieces = (work / ALONE).clamp(threads, most).div_ceil(self.list.chosen.len());
         let tile = outputs.div_ceil(pieces).next_multiple_of(32).min(widest);
@@ -290,16 +290,16 @@ impl LinearJob<'_> {
         match self.form {
             Form::Tiles(layout) => {
                 let tiles = ManyRowsBy { matrix, layout, base, outputs, x, rows, alpha, out, width };
-                return cpu.level.dispatch_bytes(tiles);
+                return cpu.level.dispatch_vbmi(tiles);
             }
             Form::Integers(Integers::Panels(layout)) => {
                 let panels = ManyRowsBy { matrix, layout, base, outputs, x, rows, alpha, out, width };
-                return cpu.level.dispatch_words(panels);
+                return cpu.level.dispatch_vnni(panels);
             }
             Form::Integers(Integers::Bytes(layout)) => {
                 let x = Prepared::bytes(layout, x);
                 let rows = FewRows { matrix, base, outputs, x, rows, alpha, out, width };
-                return cpu.level.dispatch_bytes(FewRowsByBytes { rows, layout });
+                return cpu.level.dispatch_vbmi(FewRowsByBytes { rows, layout });
             }
             Form::Floats => {}
         }

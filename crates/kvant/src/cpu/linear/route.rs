@@ -7,14 +7,14 @@ use crate::{DType, cpu::SimdLevel};
 /// to be equally fast.
 pub(super) const MANY_ROWS: usize = 64;
 /// From as many rows on, products of words are faster than products of bytes.
-pub(super) const MANY_ROWS_BY_WORDS: usize = 16;
+pub(super) const MANY_ROWS_BY_VNNI: usize = 16;
 
 /// From as many rows on, tiles are faster than both: making bfloats takes longer than making words.
-pub(super) const MANY_ROWS_BY_TILES: usize = 32;
+pub(super) const MANY_ROWS_BY_AMX: usize = 32;
 /// The same with activations of 8 bits, which save tiles more work than panels, but no unpacking.
-pub(super) const MANY_EIGHT_BITS_BY_TILES: usize = 48;
+pub(super) const MANY_EIGHT_BITS_BY_AMX: usize = 48;
 /// The same where weights of 16 bits would be widened.
-pub(super) const MANY_HALVES_BY_TILES: usize = 16;
+pub(super) const MANY_HALVES_BY_AMX: usize = 16;
 
 /// Weights, by the kernels that take them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,8 +48,8 @@ pub(super) enum LinearKernel {
     ManyRows,
     /// Unpacks codes to integers of one or two bytes: [`panel_products`](super::integers::panel_products).
     PanelProducts,
-    /// Weights and activations as sums of two bfloats, or as bfloats, by tiles: [`tiles`](super::tiles).
-    TileProducts,
+    /// Weights and activations as sums of two bfloats, or as bfloats, by tiles: [`amx`](super::amx).
+    AmxProducts,
 }
 
 /// The kernel for weights of which one matrix has as many as `rows` rows of activations, and all that have any have
@@ -62,14 +62,12 @@ pub(super) fn select(
     eight_bits: bool,
 ) -> LinearKernel {
     let affine = weights == WeightClass::Codes;
-    let by_tiles = if eight_bits { MANY_EIGHT_BITS_BY_TILES } else { MANY_ROWS_BY_TILES };
+    let by_tiles = if eight_bits { MANY_EIGHT_BITS_BY_AMX } else { MANY_ROWS_BY_AMX };
     match rows {
-        _ if level.multiplies_tiles() && affine && mean >= by_tiles => LinearKernel::TileProducts,
-        MANY_HALVES_BY_TILES.. if level.multiplies_tiles() && weights == WeightClass::Halves => {
-            LinearKernel::TileProducts
-        }
-        MANY_ROWS_BY_WORDS.. if affine && level.multiplies_words() => LinearKernel::PanelProducts,
-        ..MANY_ROWS_BY_WORDS if affine && level.multiplies_bytes() => LinearKernel::ByteProducts,
+        _ if level.has_amx() && affine && mean >= by_tiles => LinearKernel::AmxProducts,
+        MANY_HALVES_BY_AMX.. if level.has_amx() && weights == WeightClass::Halves => LinearKernel::AmxProducts,
+        MANY_ROWS_BY_VNNI.. if affine && level.has_vnni() => LinearKernel::PanelProducts,
+        ..MANY_ROWS_BY_VNNI if affine && level.has_vbmi() => LinearKernel::ByteProducts,
         _ => select_f32(rows),
     }
 }
@@ -94,9 +92,9 @@ mod tests {
             assert_eq!(select(level, Codes, 1), ByteProducts);
             assert_eq!(select(level, Codes, 15), ByteProducts);
         }
-        for level in SimdLevel::ALL.into_iter().filter(|level| level.multiplies_words()) {
+        for level in SimdLevel::ALL.into_iter().filter(|level| level.has_vnni()) {
             assert_eq!(select(level, Codes, 16), PanelProducts);
-            if !level.multiplies_tiles() {
+            if !level.has_amx() {
                 assert_eq!(select(level, Codes, 1000), PanelProducts);
                 assert_eq!(select(level, Halves, 16), FewRows);
             }
@@ -108,9 +106,9 @@ mod tests {
 
     #[test]
     fn tiles_serve_many_rows_of_all_but_f32() {
-        assert_eq!(select(SimdLevel::Avx512Amx, Codes, MANY_ROWS_BY_TILES), TileProducts);
-        assert_eq!(select(SimdLevel::Avx512Amx, Halves, MANY_HALVES_BY_TILES), TileProducts);
-        assert_eq!(super::select(SimdLevel::Avx512Amx, Codes, 1000, MANY_ROWS_BY_TILES - 1, false), PanelProducts);
+        assert_eq!(select(SimdLevel::Avx512Amx, Codes, MANY_ROWS_BY_AMX), AmxProducts);
+        assert_eq!(select(SimdLevel::Avx512Amx, Halves, MANY_HALVES_BY_AMX), AmxProducts);
+        assert_eq!(super::select(SimdLevel::Avx512Amx, Codes, 1000, MANY_ROWS_BY_AMX - 1, false), PanelProducts);
         assert_eq!(select(SimdLevel::Avx512Amx, Floats, 1000), ManyRows);
         assert_eq!(select(SimdLevel::Avx512Amx, Halves, 1), FewRows);
     }
@@ -119,8 +117,8 @@ mod tests {
     fn eight_bits_reach_tiles_later() {
         let select = |rows| super::select(SimdLevel::Avx512Amx, Codes, rows, rows, true);
         assert_eq!(select(15), ByteProducts);
-        assert_eq!([16, MANY_EIGHT_BITS_BY_TILES - 1].map(select), [PanelProducts; 2]);
-        assert_eq!(select(MANY_EIGHT_BITS_BY_TILES), TileProducts);
+        assert_eq!([16, MANY_EIGHT_BITS_BY_AMX - 1].map(select), [PanelProducts; 2]);
+        assert_eq!(select(MANY_EIGHT_BITS_BY_AMX), AmxProducts);
     }
 
     #[test]
@@ -128,8 +126,8 @@ mod tests {
         for level in SimdLevel::ALL {
             for weights in [Codes, Halves, Floats] {
                 let is_f32 = match weights {
-                    Codes => !level.multiplies_words(),
-                    Halves => !level.multiplies_tiles(),
+                    Codes => !level.has_vnni(),
+                    Halves => !level.has_amx(),
                     Floats => true,
                 };
                 if is_f32 {

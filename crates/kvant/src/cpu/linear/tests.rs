@@ -86,12 +86,12 @@ impl LinearCase {
             WeightKind::Dense(_) => 1.0,
             WeightKind::Affine { bits, .. } => (1u32 << bits) as f32,
         };
-        let many = self.tokens >= super::route::MANY_ROWS_BY_WORDS;
+        let many = self.tokens >= super::route::MANY_ROWS_BY_VNNI;
         for device in devices {
             // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`. Products of sums of
             // two bf16 numbers err by 2⁻¹⁵ or less.
             let is_of = |level: &SimdLevel| device.name().starts_with(&level.to_string());
-            let vnni = SimdLevel::ALL.iter().any(|level| level.multiplies_words() && is_of(level));
+            let vnni = SimdLevel::ALL.iter().any(|level| level.has_vnni() && is_of(level));
             let words = many
                 && match self.kind {
                     WeightKind::Affine { .. } => vnni,

@@ -109,46 +109,45 @@ impl SimdLevel {
     /// Whether the level has VNNI: [`ops::linear`](crate::ops::linear()) then rounds the activations of many rows to 16
     /// bits where weights are quantised, or computes with sums of two bfloats where the level has AMX. With
     /// [`CpuOptions::eight_bit_activations`](crate::CpuOptions::eight_bit_activations) it rounds them to 8 bits.
-    pub fn multiplies_words(self) -> bool {
-        matches!(self, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni) || self.multiplies_bytes()
+    pub fn has_vnni(self) -> bool {
+        matches!(self, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni) || self.has_vbmi()
     }
 
-    /// Whether the level multiplies bytes, and permutes them.
-    pub(crate) fn multiplies_bytes(self) -> bool {
+    /// Whether the level has VNNI and VBMI of AVX-512: kernels multiply bytes, and permute them.
+    pub(crate) fn has_vbmi(self) -> bool {
         matches!(self, SimdLevel::Avx512Vbmi | SimdLevel::Avx512Amx)
     }
 
-    /// Whether the level multiplies tiles.
-    pub(crate) fn multiplies_tiles(self) -> bool {
+    /// Whether the level has AMX: kernels multiply tiles of bf16.
+    pub(crate) fn has_amx(self) -> bool {
         self == SimdLevel::Avx512Amx
     }
 
-    /// Runs a kernel on a level that [`multiplies_words`](SimdLevel::multiplies_words). It is compiled for no other.
+    /// Runs a kernel on a level that [has VNNI](SimdLevel::has_vnni). It is compiled for no other.
     #[inline]
-    pub(crate) fn dispatch_words<K: SimdKernel>(self, kernel: K) -> K::Output {
+    pub(crate) fn dispatch_vnni<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
         match self {
             // SAFETY: as above.
             SimdLevel::Avx2Vnni => return unsafe { avx2::call_vnni(kernel) },
             // SAFETY: as above.
-            _ if self.multiplies_words() => return unsafe { avx512::call_vnni(kernel) },
+            _ if self.has_vnni() => return unsafe { avx512::call_vnni(kernel) },
             _ => {}
         }
         let _ = kernel;
-        unreachable!("{self} does not multiply words")
+        unreachable!("{self} has no VNNI")
     }
 
-    /// Runs a kernel on a level that [`multiplies_bytes`](SimdLevel::multiplies_bytes), as those of tiles do. It is
-    /// compiled for no other.
+    /// Runs a kernel on a level that [has VBMI](SimdLevel::has_vbmi), as all with AMX do. It is compiled for no other.
     #[inline]
-    pub(crate) fn dispatch_bytes<K: SimdKernel>(self, kernel: K) -> K::Output {
+    pub(crate) fn dispatch_vbmi<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
-        if self.multiplies_bytes() {
+        if self.has_vbmi() {
             // SAFETY: as above.
             return unsafe { avx512::call_vbmi(kernel) };
         }
         let _ = kernel;
-        unreachable!("{self} does not multiply bytes")
+        unreachable!("{self} has no VBMI")
     }
 }
 
@@ -340,7 +339,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn store_sums(to: *mut f32, x: [Self::F; 4]);
 
     /// A vector of words with a sign, two in each lane, or of bytes, four in each lane. This and the six functions
-    /// below need [`SimdLevel::multiplies_words`].
+    /// below need [`SimdLevel::has_vnni`].
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn load_words(from: *const f32) -> Self::I {

@@ -246,7 +246,7 @@ fn shared() -> &'static Shared {
             (1..=THREADS).map(|threads| Device::cpu_with(with(threads)).expect("the level is supported")).collect()
         };
         let cpus = levels.iter().map(|&simd| with_threads(simd, false)).collect();
-        let rounding = levels.iter().filter(|simd| simd.multiplies_words());
+        let rounding = levels.iter().filter(|simd| simd.has_vnni());
         Shared { present, cpus, cpus_in_eight_bits: rounding.map(|&simd| with_threads(simd, true)).collect() }
     })
 }
@@ -583,7 +583,7 @@ impl Bound {
     /// products of more rows of bf16 (with experts, of each).
     pub fn of_rows(self, device: &Device, rows: usize, quantised: bool) -> Bound {
         let amx = is_cpu_with(device, |&level| level == SimdLevel::Avx512Amx);
-        let vnni = is_cpu_with(device, |level| level.multiplies_words());
+        let vnni = is_cpu_with(device, |level| level.has_vnni());
         let eight_bits = device.name().ends_with("8-bit activations");
         let bf16 = self.unit == Bound::of(DType::BF16).unit;
         let rounding = match device.kind() {

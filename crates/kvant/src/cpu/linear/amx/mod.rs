@@ -49,7 +49,7 @@ const BLOCK: usize = 256;
 
 /// The layout of prepared activations.
 #[derive(Clone, Copy)]
-pub(super) struct TileLayout {
+pub(super) struct AmxLayout {
     inputs: usize,
     /// Of an activation.
     digits: usize,
@@ -57,11 +57,11 @@ pub(super) struct TileLayout {
     weight_digits: usize,
 }
 
-impl TileLayout {
+impl AmxLayout {
     /// For activations of a dtype. `eight_bits`: one digit suffices.
-    pub(super) fn new(inputs: usize, x: DType, eight_bits: bool) -> TileLayout {
+    pub(super) fn new(inputs: usize, x: DType, eight_bits: bool) -> AmxLayout {
         let digits = |is_bf16: bool| if is_bf16 || eight_bits { 1 } else { 2 };
-        TileLayout { inputs, digits: digits(x == DType::BF16), weight_digits: digits(false) }
+        AmxLayout { inputs, digits: digits(x == DType::BF16), weight_digits: digits(false) }
     }
 
     fn steps(&self) -> usize {
@@ -75,11 +75,11 @@ impl TileLayout {
 }
 
 /// Tiles of rows: those are listed of which a number is not finite.
-impl SimdKernel for PrepareAs<'_, TileLayout> {
+impl SimdKernel for PrepareAs<'_, AmxLayout> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let TileLayout { inputs, digits, .. } = self.form;
+        let AmxLayout { inputs, digits, .. } = self.form;
         let row = &mut *scratch::take(self.form.steps() * STEP);
         row[inputs..].fill(0.0);
         for (tile, to) in self.to.chunks_exact_mut(self.form.tile()).enumerate() {
@@ -99,7 +99,7 @@ impl SimdKernel for PrepareAs<'_, TileLayout> {
     }
 }
 
-impl SimdKernel for ManyRowsBy<'_, TileLayout> {
+impl SimdKernel for ManyRowsBy<'_, AmxLayout> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -125,7 +125,7 @@ impl SimdKernel for ManyRowsBy<'_, TileLayout> {
             let x = &x[..rows.len().div_ceil(ROWS)];
             for first in first_outputs.clone() {
                 let count = PANEL.min(self.outputs.end - first);
-                // SAFETY: `dispatch_bytes` enables the instructions; the rows and outputs exist, and no other task
+                // SAFETY: `dispatch_vbmi` enables the instructions; the rows and outputs exist, and no other task
                 // writes these outputs.
                 unsafe {
                     let mut odd = self.panel::<S>(x, first, count, totals);
@@ -154,7 +154,7 @@ fn is_tile(rows: &[[u32; 2]]) -> bool {
     rows.iter().enumerate().all(|(t, row)| row[0] as usize == first + t)
 }
 
-impl ManyRowsBy<'_, TileLayout> {
+impl ManyRowsBy<'_, AmxLayout> {
     /// Makes a tile of rows of activations.
     fn gather(&self, rows: &[[u32; 2]], gathered: &mut [f32]) {
         for (t, row) in rows.iter().enumerate() {
@@ -217,7 +217,7 @@ impl ManyRowsBy<'_, TileLayout> {
     /// As for [`ManyRowsBy::panel`]; there are `rows` rows.
     #[inline(always)]
     unsafe fn tile_in_floats<S: Simd>(&self, x: &[*const f32], rows: usize, outputs: Range<usize>, totals: &mut [f32]) {
-        let TileLayout { inputs, digits, .. } = self.layout;
+        let AmxLayout { inputs, digits, .. } = self.layout;
         let weights = &mut *scratch::take(outputs.len() * inputs);
         let numbers = &mut *scratch::take(inputs);
         for (output, weights) in outputs.zip(weights.chunks_exact_mut(inputs)) {

@@ -1,4 +1,4 @@
-//! Replaces `tile_rows` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
+//! Replaces `amx_rows` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
 
 use super::{
     kv_rows::KvSource,
@@ -6,21 +6,21 @@ use super::{
 };
 use crate::cpu::simd::SimdLevel;
 
-pub(super) enum TileRows {}
+pub(super) enum AmxRows {}
 
-impl TileRows {
+impl AmxRows {
     pub fn len(_: usize, _: usize) -> usize {
         0
     }
 
     /// # Safety
     /// None is needed.
-    pub unsafe fn new(_: Queries, _: &mut [f32]) -> Option<TileRows> {
+    pub unsafe fn new(_: Queries, _: &mut [f32]) -> Option<AmxRows> {
         None
     }
 }
 
-impl AbsorbTiles for TileRows {
+impl AbsorbTiles for AmxRows {
     const TILE: usize = MAX_TILE;
 
     unsafe fn load_states(&self) {

@@ -1,4 +1,4 @@
-//! Replaces `tiles` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
+//! Replaces `amx` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
 
 use super::{few_rows::PrepareAs, many_rows::ManyRowsBy};
 use crate::{
@@ -12,10 +12,10 @@ pub(super) const PANEL: usize = 1;
 const WHY: &str = "no activations are prepared as tiles";
 
 #[derive(Clone, Copy)]
-pub(super) struct TileLayout;
+pub(super) struct AmxLayout;
 
-impl TileLayout {
-    pub(super) fn new(_: usize, _: DType, _: bool) -> TileLayout {
+impl AmxLayout {
+    pub(super) fn new(_: usize, _: DType, _: bool) -> AmxLayout {
         unreachable!("{WHY}")
     }
 
@@ -24,14 +24,14 @@ impl TileLayout {
     }
 }
 
-impl SimdKernel for PrepareAs<'_, TileLayout> {
+impl SimdKernel for PrepareAs<'_, AmxLayout> {
     type Output = ();
     fn run<S: Simd>(self) {
         unreachable!("{WHY}")
     }
 }
 
-impl SimdKernel for ManyRowsBy<'_, TileLayout> {
+impl SimdKernel for ManyRowsBy<'_, AmxLayout> {
     type Output = ();
     fn run<S: Simd>(self) {
         unreachable!("{WHY}")

@@ -14,7 +14,7 @@
 //! bf16 cache, have no lower digit: two products instead of three.
 //!
 //! A digit of an infinity would give NaN where the number gives an infinity. So queries that are not finite go to
-//! `many_rows`, and tiles of such keys or values to `few_rows` ([`TileRows::absorb`] reports it). The processor flushes
+//! `many_rows`, and tiles of such keys or values to `few_rows` ([`AmxRows::absorb`] reports it). The processor flushes
 //! subnormals: numbers below 2⁻¹¹⁰ keep fewer than 16 bits.
 
 use std::{arch::x86_64::*, ops::Range};
@@ -42,7 +42,7 @@ const RAISE: f32 = 8.0;
 const EXP2: [f32; 6] = [1.0, 0.693_151_3, 0.240_164_44, 0.055_799_913, 0.009_017_031, 0.001_867_13];
 
 /// Query rows, their states, and memory for a tile of keys. A group is [`BLOCK`] rows.
-pub(super) struct TileRows {
+pub(super) struct AmxRows {
     queries: Queries,
     /// Rows, padded to whole groups.
     rows: usize,
@@ -65,22 +65,22 @@ pub(super) struct TileRows {
     _tiles: Tiles,
 }
 
-impl TileRows {
+impl AmxRows {
     /// Floats of memory for so many query rows.
     pub fn len(rows: usize, head_dim: usize) -> usize {
         let rows = rows.next_multiple_of(BLOCK);
         rows * (2 * head_dim + 2) + 2 * TILE * head_dim + 2 * TILE * BLOCK + 2 * head_dim
     }
 
-    /// Stores the queries as tiles in `memory`, of [`TileRows::len`] floats, aligned to a cache line. Returns `None` if
+    /// Stores the queries as tiles in `memory`, of [`AmxRows::len`] floats, aligned to a cache line. Returns `None` if
     /// some are not finite.
     ///
     /// # Safety
     /// The level multiplies tiles, and this thread has no others; `queries` are as their type says, and nobody else
     /// holds their states.
-    pub unsafe fn new(queries: Queries, memory: &mut [f32]) -> Option<TileRows> {
+    pub unsafe fn new(queries: Queries, memory: &mut [f32]) -> Option<AmxRows> {
         let (rows, dim) = (queries.rows.next_multiple_of(BLOCK), queries.head_dim);
-        assert!(memory.len() >= TileRows::len(queries.rows, dim) && dim.is_multiple_of(CHUNK));
+        assert!(memory.len() >= AmxRows::len(queries.rows, dim) && dim.is_multiple_of(CHUNK));
         let mut rest = memory;
         let mut part = |floats: usize| {
             let (part, after) = std::mem::take(&mut rest).split_at_mut(floats);
@@ -98,7 +98,7 @@ impl TileRows {
             }
             let [q, k, v, weights] = [q, k, v, weights].map(<*mut f32>::cast);
             let _tiles = Tiles::new();
-            Some(TileRows { queries, rows, q, o, m, l, k, v, scores, weights, means, _tiles })
+            Some(AmxRows { queries, rows, q, o, m, l, k, v, scores, weights, means, _tiles })
         }
     }
 
@@ -234,7 +234,7 @@ impl TileRows {
     }
 }
 
-impl AbsorbTiles for TileRows {
+impl AbsorbTiles for AmxRows {
     const TILE: usize = TILE;
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
