@@ -11,6 +11,7 @@ fn describe(app: &App, name: &str) -> Value {
     json!({
         "id": name, "object": "model", "created": app.started, "owned_by": "kvant",
         "max_model_len": app.engine.context(), "has_chat_template": app.template.is_some(),
+        "cache_type": app.engine.options().codecs.to_string(),
     })
 }
 
