@@ -19,7 +19,7 @@ mod unix {
     pub struct HeldKeys(Stdin, Termios);
 
     /// Keeps keys for the next prompt and shows none of them until the result is dropped. Without it, the terminal
-    /// shows keys in the middle of the answer. Ctrl-C still interrupts. Returns `None` if standard input is no terminal.
+    /// shows keys in the middle of the answer. Ctrl-C still interrupts. `None` if standard input is no terminal.
     pub fn hold_keys() -> Option<HeldKeys> {
         let stdin = io::stdin();
         let before = tcgetattr(&stdin).ok()?;

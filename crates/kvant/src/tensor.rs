@@ -139,8 +139,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// `File` for bytes that are not such a file, a name that is not in it, or a dtype other than F32, F16, BF16, U32 and
-    /// U8; as [`Tensor::zeros`].
+    /// `File` for bytes that are not such a file, a name that is not in it, or a dtype other than F32, F16, BF16, U32
+    /// and U8; as [`Tensor::zeros`].
     pub fn from_safetensors(device: &Device, file: &[u8], name: &str) -> Result<Tensor> {
         let error = |reason: String| Error::File { path: "safetensors".to_string(), reason };
         let tensors = SafeTensors::deserialize(file).map_err(|reason| error(reason.to_string()))?;
