@@ -18,14 +18,14 @@ export async function models() {
   return (await response.json()).data;
 }
 
-/* The metrics that have no label except the model's, by their names; or null. */
+/* The metrics that have no label except the model's, by their names, summed over models; or null. */
 export async function metrics() {
   const response = await fetch("metrics", { headers: headers() });
   if (!response.ok) return null;
   const values = {};
   for (const line of (await response.text()).split("\n")) {
     const match = /^(\w+)\{([^}]*)\} (\S+)$/.exec(line);
-    if (match && !match[2].includes(",")) values[match[1]] = Number(match[3]);
+    if (match && !match[2].includes(",")) values[match[1]] = (values[match[1]] ?? 0) + Number(match[3]);
   }
   return values;
 }

@@ -19,7 +19,7 @@ async function update() {
   }
   if (!values) return;
   const now = { time: performance.now(), tokens: values.generation_tokens_total };
-  const used = values.kv_cache_usage_perc;
+  const used = values.kv_cache_bytes ? values.kv_cache_used_bytes / values.kv_cache_bytes : 0;
   $("pages").value = used;
   $("pages-text").textContent = `${(used * 100).toFixed(1)} % of ${bytes(values.kv_cache_bytes)}`;
   const asked = values.prefix_cache_queries_total;

@@ -7,9 +7,11 @@ use crate::Result;
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:0 1em;color:#222;\
 background:#fff}h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}\
-td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left;max-width:14em;overflow-wrap:anywhere}\
+td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}\
+td:first-child,th:first-child{text-align:left;max-width:14em;overflow-wrap:anywhere}\
 svg{width:100%;max-width:700px;height:auto}.table{overflow-x:auto}\
-@media(max-width:600px){body{margin:1em auto}td:first-child,th:first-child{max-width:8em}td,th{padding:.2em .4em;font-size:.9em}}";
+@media(max-width:600px){body{margin:1em auto}td,th{padding:.2em .4em;font-size:.9em}\
+td:first-child,th:first-child{max-width:8em}}";
 
 /// The page.
 pub fn html(data: &ReportData) -> Result<String> {
@@ -24,8 +26,8 @@ pub fn html(data: &ReportData) -> Result<String> {
         data.tokens,
         data.window_tokens
     )?;
-    page += "<div class=\"table\" tabindex=\"0\"><table><tr><th>cache</th><th>bytes per token</th><th>KL, mean</th><th>KL, 99 %</th>\
-             <th>same top token</th><th>perplexity</th></tr>\n";
+    page += "<div class=\"table\" tabindex=\"0\"><table><tr><th>cache</th><th>bytes per token</th><th>KL, mean</th>\
+             <th>KL, 99 %</th><th>same top token</th><th>perplexity</th></tr>\n";
     for cache in &data.caches {
         let line = &cache.line;
         writeln!(
