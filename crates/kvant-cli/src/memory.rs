@@ -46,6 +46,7 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
 ///
 /// # Errors
 /// The numbers and what to change; errors of the files.
+#[cfg(any(feature = "serve", test))]
 pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
     let model = Inspection::open(files)?;
     let of = |longest: usize| -> Result<usize> {
@@ -74,6 +75,7 @@ pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
 ///
 /// # Errors
 /// Not even one sequence would fit: as [`check`].
+#[cfg(feature = "serve")]
 pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<usize>> {
     let Ok(memory) = device.memory() else { return Ok(None) };
     let model = Inspection::open(files)?;
@@ -88,6 +90,7 @@ pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<u
     check(files, device, &Demand { pool, ..*demand }).map(|()| None)
 }
 
+#[cfg(any(feature = "serve", test))]
 #[derive(Debug, PartialEq)]
 enum Pages {
     All,
@@ -96,6 +99,7 @@ enum Pages {
     TooFew,
 }
 
+#[cfg(any(feature = "serve", test))]
 fn pages_in(free: usize, model: &Inspection, demand: &Demand) -> Result<Pages> {
     let all = model.memory(&demand.pool, &demand.load)?;
     if all.total() <= free {
