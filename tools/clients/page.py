@@ -88,6 +88,8 @@ class Page:
 
     def ask(self, text, *answers):
         """Types a message and sends it, with the keyboard alone: the field has the focus."""
+        # The page has heard of the model.
+        self.browser.until("document.querySelector('#examples button') !== null")
         self.browser.answers += answers
         assert self.browser.value("document.activeElement.id") == "input"
         self.browser.type(text)
