@@ -128,6 +128,8 @@ def check_commands(kvant, model, golden):
         message = programs.refusal([kvant, "chat", model, "--device", "cpu"])
         if "no chat template" not in message:
             raise Mismatch(f"chat must say that the model has no chat template, got {message}")
+    programs.type_ahead(kvant, model)
+    yield "keys that are typed ahead: they are the next line"
     answer = golden["answers"][-1]
     shown = programs.chat(kvant, model, answer["question"])
     # A terminal wraps lines and does not show spaces at their ends.

@@ -146,6 +146,32 @@ def chat(kvant, model, question):
         return text
 
 
+def type_ahead(kvant, model):
+    """Keys that are typed while an answer is written are not shown in it, and are the next line."""
+    # Stops by itself long after the keys have been typed.
+    command = [kvant, "chat", model, "--plain", "--max-tokens", "120", "--context", "2048", "--temperature", "0.9", "--seed", "1"]
+    with Terminal(command) as terminal:
+        terminal.wait(r"(^|\n)>$")
+        terminal.type("Write a long story.")
+        terminal.wait(r"story\.\s+\S[^\n]{20}")
+        terminal.run("send-keys", "-l", "/set seedx")
+        terminal.run("send-keys", "BSpace", "Enter")
+        # Not a whole line.
+        terminal.run("send-keys", "-l", "/sys")
+        shown = terminal.wait(r"story\. *\n(.*)\n\(\d+ tokens, [^\n]*\)\n+> /set seed *\n(.*)\n> /sys$")
+        answer, report = shown.groups()
+        if "/set" in answer or "/sys" in answer:
+            raise Mismatch(f"keys are in the answer: {answer}")
+        if "seed needs a number" not in report:
+            raise Mismatch(f"the line that was typed ahead must run, got {report}")
+        # The terminal echoes again after the chat.
+        terminal.run("send-keys", "C-u")
+        terminal.type("Write a long story, again.")
+        terminal.wait(r"again\.\s+\S[^\n]{20}")
+        terminal.run("send-keys", "C-c")
+        terminal.wait(r"again\. *\n.*\n\(\d+ tokens, [^\n]*\)\n+>$")
+
+
 def refusal(command):
     """The message of a command that must fail."""
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)

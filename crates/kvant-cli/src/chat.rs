@@ -23,7 +23,7 @@ use crate::{
     memory::{self, Demand},
     output,
     reply::ReplyPrinter,
-    shipped, suggest, tokens,
+    shipped, suggest, terminal, tokens,
 };
 
 /// For models without a template, by `--plain`.
@@ -38,7 +38,8 @@ const HELP: &str = "/system TEXT     set the system message\n\
                     /save FILE, /load FILE\n\
                     /clear           forget the conversation\n\
                     /exit, /quit, /help\n\
-                    A line that ends with \\ continues on the next. Ctrl-C stops an answer, Ctrl-D ends the chat.\n";
+                    A line that ends with \\ continues on the next. Ctrl-C stops an answer, Ctrl-D ends the chat.\n\
+                    Keys that are typed during an answer are for the next line.\n";
 
 /// Chat with a model
 ///
@@ -207,6 +208,7 @@ impl Chat<'_> {
                     if is_end(&text) {
                         return Ok(());
                     }
+                    let _held = terminal::hold_keys();
                     self.line(&text)?;
                 }
                 Err(ReadlineError::Interrupted) => text.clear(),

@@ -26,6 +26,7 @@ mod serve;
 mod shell;
 mod shipped;
 mod suggest;
+mod terminal;
 mod tokens;
 
 use std::{io::IsTerminal, process::ExitCode};

@@ -46,6 +46,7 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
 ///
 /// # Errors
 /// The numbers and what to change; errors of the files.
+#[cfg(any(feature = "serve", test))]
 pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
     let model = Inspection::open(files)?;
     let of = |longest: usize| -> Result<usize> {
@@ -74,6 +75,7 @@ pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
 ///
 /// # Errors
 /// Not even one sequence would fit: as [`check`].
+#[cfg(feature = "serve")]
 pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<usize>> {
     let Ok(memory) = device.memory() else { return Ok(None) };
     let model = Inspection::open(files)?;
@@ -89,6 +91,7 @@ pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<u
 }
 
 /// The memory of a model that shares the device with others.
+#[cfg(any(feature = "serve", test))]
 #[derive(Debug, PartialEq)]
 pub struct Share {
     /// Bytes of all that it takes.
@@ -102,6 +105,7 @@ pub struct Share {
 ///
 /// # Errors
 /// The model with one sequence takes more than `limit`; errors of the files.
+#[cfg(any(feature = "serve", test))]
 pub fn share(files: &Files, demand: &Demand, limit: usize, most: usize) -> Result<Share> {
     let model = Inspection::open(files)?;
     let all = model.memory(&demand.pool, &demand.load)?;
@@ -116,6 +120,7 @@ pub fn share(files: &Files, demand: &Demand, limit: usize, most: usize) -> Resul
     Ok(Share { total: others + pages, pages })
 }
 
+#[cfg(any(feature = "serve", test))]
 #[derive(Debug, PartialEq)]
 enum Pages {
     All,
@@ -124,6 +129,7 @@ enum Pages {
     TooFew,
 }
 
+#[cfg(any(feature = "serve", test))]
 fn pages_in(free: usize, model: &Inspection, demand: &Demand) -> Result<Pages> {
     let all = model.memory(&demand.pool, &demand.load)?;
     if all.total() <= free {

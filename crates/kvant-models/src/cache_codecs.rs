@@ -76,6 +76,20 @@ impl CacheCodecs {
     }
 }
 
+/// The type of all layers, or the types that some of them have, as in `f16, tq4 by layer`.
+impl fmt::Display for CacheCodecs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = match self {
+            CacheCodecs::Same(kv) => return kv.fmt(f),
+            CacheCodecs::PerLayer(all) => all,
+        };
+        let mut names: Vec<String> = all.iter().map(KvCodec::to_string).collect();
+        names.sort();
+        names.dedup();
+        write!(f, "{} by layer", names.join(", "))
+    }
+}
+
 impl<T: Into<KvCodec>> From<T> for CacheCodecs {
     fn from(kv: T) -> CacheCodecs {
         CacheCodecs::Same(kv.into())
@@ -106,6 +120,8 @@ mod tests {
         assert_eq!(CacheCodecs::from(Codec::tq(4)).of_layers(3).unwrap(), [kv; 3]);
         let two = CacheCodecs::PerLayer([kv, Codec::F16.into()].into());
         assert_eq!(two.of_layers(2).unwrap(), [kv, Codec::F16.into()]);
+        assert_eq!(two.to_string(), "f16, tq4 by layer");
+        assert_eq!(CacheCodecs::from(Codec::tq(4)).to_string(), "tq4");
         let error = two.of_layers(3).unwrap_err().to_string();
         assert!(error.contains("3 layers") && error.contains("of 2"), "{error}");
     }

@@ -102,6 +102,7 @@ pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send 
 pub(crate) fn router(app: &Arc<App>) -> Router {
     Router::new()
         .route("/", get(documents::page))
+        .route("/page/{file}", get(documents::page_file))
         .route("/openapi.json", get(documents::openapi))
         .route("/health", get(health))
         .route("/ping", get(health).post(health))
@@ -175,7 +176,7 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     request.extensions_mut().insert(id.clone());
     let (method, path) = (request.method().clone(), request.uri().path().to_string());
     let is_preflight = method == Method::OPTIONS && app.options.cors.is_some();
-    let is_public = matches!(path.as_str(), "/" | "/health" | "/ping");
+    let is_public = documents::is_page(&path) || matches!(path.as_str(), "/health" | "/ping");
 
     let mut response = if is_preflight {
         StatusCode::NO_CONTENT.into_response()

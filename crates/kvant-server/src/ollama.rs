@@ -465,7 +465,7 @@ fn described(app: &App, name: &str, known: &Known) -> Value {
 pub(crate) async fn show(State(app): State<Arc<App>>, Json(request): Json<OllamaShow>) -> Result<Json<Value>> {
     let asked = request.model.or(request.name);
     let asked = asked.as_deref().map(|name| name.strip_suffix(":latest").unwrap_or(name));
-    let facts = app.models.known()[app.models.find(asked)?].facts;
+    let facts = &app.models.known()[app.models.find(asked)?].facts;
     let mut capabilities = vec!["completion"];
     if facts.has_template {
         capabilities.push("tools");

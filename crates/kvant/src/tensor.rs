@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use safetensors::{Dtype, SafeTensors};
+
 use crate::{
     DType, Device, Error, Result,
     backend::Memory,
@@ -124,6 +126,34 @@ impl Tensor {
         let tensor = Tensor::zeros(device, dtype, shape)?;
         device.backend().upload(&*tensor.storage.memory, 0, bytes)?;
         Ok(tensor)
+    }
+
+    /// Uploads the tensor `name` of a safetensors file. `file` has the bytes of the whole file, for example mapped into
+    /// memory.
+    ///
+    /// ```no_run
+    /// use kvant::{Device, Tensor};
+    /// let file = std::fs::read("model.safetensors").unwrap();
+    /// let weight = Tensor::from_safetensors(&Device::default(), &file, "model.norm.weight")?;
+    /// # Ok::<(), kvant::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `File` for bytes that are not such a file, a name that is not in it, or a dtype other than F32, F16, BF16, U32
+    /// and U8; as [`Tensor::zeros`].
+    pub fn from_safetensors(device: &Device, file: &[u8], name: &str) -> Result<Tensor> {
+        let error = |reason: String| Error::File { path: "safetensors".to_string(), reason };
+        let tensors = SafeTensors::deserialize(file).map_err(|reason| error(reason.to_string()))?;
+        let tensor = tensors.tensor(name).map_err(|reason| error(format!("{name:?}: {reason}")))?;
+        let dtype = match tensor.dtype() {
+            Dtype::F32 => DType::F32,
+            Dtype::F16 => DType::F16,
+            Dtype::BF16 => DType::BF16,
+            Dtype::U32 => DType::U32,
+            Dtype::U8 => DType::U8,
+            other => return Err(error(format!("{name:?} must be F32, F16, BF16, U32 or U8, got {other:?}"))),
+        };
+        Self::from_bytes(device, dtype, tensor.shape(), tensor.data())
     }
 
     /// Overwrites the tensor with `data` of the same dtype and length, after committed work has finished.
@@ -308,5 +338,43 @@ impl Tensor {
 impl std::fmt::Debug for Tensor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Tensor({}{:?} on {})", self.dtype, self.shape(), self.device())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use safetensors::tensor::TensorView;
+
+    use super::*;
+
+    #[test]
+    fn tensors_of_a_file() {
+        let values = [1.0f32, -2.5, 3.0, 0.0, 7.0, 9.0];
+        let views = HashMap::from([
+            ("a", TensorView::new(Dtype::F32, vec![3, 2], bytemuck::cast_slice(&values)).unwrap()),
+            ("long", TensorView::new(Dtype::I64, vec![1], &[0; 8]).unwrap()),
+            ("deep", TensorView::new(Dtype::U8, vec![1; 5], &[3]).unwrap()),
+            ("empty", TensorView::new(Dtype::BF16, vec![0, 4], &[]).unwrap()),
+        ]);
+        let file = safetensors::serialize(views, None).unwrap();
+        let device = Device::cpu();
+        let read = |file: &[u8], name: &str| Tensor::from_safetensors(&device, file, name);
+        let tensor = read(&file, "a").unwrap();
+        assert_eq!((tensor.dtype(), tensor.shape()), (DType::F32, &[3, 2][..]));
+        assert_eq!(tensor.to_vec::<f32>().unwrap(), values);
+        assert_eq!(read(&file, "empty").unwrap().shape(), [0, 4]);
+        assert!(matches!(read(&file, "deep"), Err(Error::Shape { .. })));
+        for (file, name, text) in [
+            (&file[..], "b", "\"b\""),
+            (&file, "long", "got I64"),
+            (&file[..file.len() - 1], "a", "safetensors: "),
+            (&file[..5], "a", "safetensors: "),
+            (&[0xff; 64], "a", "safetensors: "),
+        ] {
+            let error = read(file, name).unwrap_err();
+            assert!(matches!(error, Error::File { .. }) && error.to_string().contains(text), "{name}: {error}");
+        }
     }
 }

@@ -81,14 +81,14 @@ fn source(args: &ServeArgs, path: &Path, device: &Device, limit: usize) -> Resul
     let context = args.context(&files)?;
     let load = args.load_options(device, context);
     let (codecs, sequences) = (kv.codecs.clone(), args.max_sequences);
-    let pool = PoolOptions { codecs, sequences, longest: context, ..PoolOptions::default() };
+    let pool = PoolOptions { codecs: codecs.clone(), sequences, longest: context, ..PoolOptions::default() };
     let demand = Demand { pool, load, bytes: None, shorter: "--context" };
     // The pages of one model leave room for others.
     let most = limit / (2 * args.models.len().max(2));
     let share = memory::share(&files, &demand, limit, most)?;
     let has_template = ChatTemplate::load_files(&files)?.is_some();
     let engine = args.engine_options(kv, load.pass_tokens, Some(share.pages));
-    let facts = ModelFacts::new(share.total, context).has_template(has_template);
+    let facts = ModelFacts::new(share.total, context).has_template(has_template).cache(codecs);
     let pooling = args.pooling(&files);
     Ok((OnDemand { path: path.to_path_buf(), device: device.clone(), load, engine, pooling }, facts))
 }

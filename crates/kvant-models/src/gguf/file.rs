@@ -124,10 +124,9 @@ impl Gguf {
             files.push(file);
         }
         let gguf = Gguf::join(files)?;
-        let expected = whole(&gguf.files[0], "split.tensors.count")?;
-        if expected.is_some_and(|expected| expected != gguf.place.len() as u64) {
-            let reason = format!("`split.tensors.count` is {expected:?}, the files have {}", gguf.place.len());
-            return Err(Error::file(path, reason.replace("Some(", "").replace("),", ",")));
+        let found = gguf.place.len();
+        if let Some(count) = whole(&gguf.files[0], "split.tensors.count")?.filter(|&count| count != found as u64) {
+            return Err(Error::file(path, format!("`split.tensors.count` is {count}, the files have {found}")));
         }
         Ok(gguf)
     }

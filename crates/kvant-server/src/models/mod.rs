@@ -12,7 +12,7 @@ use std::{
 
 use axum::http::StatusCode;
 use kvant_engine::{Engine, EngineStats};
-use kvant_models::{Pooling, Sampling, chat::ChatTemplate};
+use kvant_models::{CacheCodecs, Pooling, Sampling, chat::ChatTemplate};
 
 use crate::error::{ApiError, Result};
 pub(crate) use registry::Loads;
@@ -66,7 +66,7 @@ impl Resident for ServedModel {
 }
 
 /// Facts about a model that are known before it is loaded.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ModelFacts {
     /// Bytes that it takes when it is loaded: weights, pages and activations.
@@ -75,18 +75,26 @@ pub struct ModelFacts {
     pub context: usize,
     /// Whether it can answer conversations.
     pub has_template: bool,
+    /// The codecs of its cache, if they are known.
+    pub cache: Option<CacheCodecs>,
 }
 
 impl ModelFacts {
     /// Facts about a model without a chat template.
     pub fn new(bytes: usize, context: usize) -> ModelFacts {
-        ModelFacts { bytes, context, has_template: false }
+        ModelFacts { bytes, context, has_template: false, cache: None }
     }
 
     /// Sets [`ModelFacts::has_template`].
     #[must_use]
     pub fn has_template(self, has_template: bool) -> Self {
         ModelFacts { has_template, ..self }
+    }
+
+    /// Sets [`ModelFacts::cache`].
+    #[must_use]
+    pub fn cache(self, cache: CacheCodecs) -> Self {
+        ModelFacts { cache: Some(cache), ..self }
     }
 }
 
@@ -195,10 +203,10 @@ impl Models {
         if facts.bytes > self.limit {
             return Err(ModelError::Size { bytes: facts.bytes, limit: self.limit });
         }
-        let name = names[0].clone();
+        let (name, bytes) = (names[0].clone(), facts.bytes);
         self.known.push(Known { names, facts });
         let load = move || logged(&name, || load().map_err(|error| error.into().to_string()));
-        self.loaders.push((facts.bytes, Box::new(load)));
+        self.loaders.push((bytes, Box::new(load)));
         Ok(())
     }
 
@@ -249,6 +257,7 @@ impl Catalog {
     /// One model, which is always loaded.
     pub fn of_one(model: ServedModel, names: Vec<String>) -> Catalog {
         let facts = ModelFacts::new(0, model.engine.context()).has_template(model.template.is_some());
+        let facts = facts.cache(model.engine.options().codecs.clone());
         Catalog { known: vec![Known { names, facts }], registry: Registry::of_one(model) }
     }
 

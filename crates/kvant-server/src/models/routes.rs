@@ -12,7 +12,7 @@ fn describe(app: &App, name: &str, known: &Known, seen: &Seen) -> Value {
     json!({
         "id": name, "object": "model", "created": app.started, "owned_by": "kvant",
         "max_model_len": known.facts.context, "has_chat_template": known.facts.has_template,
-        "loaded": seen.stats.is_some(),
+        "cache_type": known.facts.cache.as_ref().map(ToString::to_string), "loaded": seen.stats.is_some(),
     })
 }
 

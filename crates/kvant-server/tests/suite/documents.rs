@@ -1,5 +1,7 @@
 //! The page, and `/openapi.json` against real answers.
 
+use kvant_server::ApiKeys;
+
 use super::*;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -8,9 +10,43 @@ async fn the_page_needs_nothing_else() {
     assert_eq!(page.status, StatusCode::OK);
     assert!(page.headers[header::CONTENT_TYPE].to_str().unwrap().starts_with("text/html"));
     let policy = page.headers[header::CONTENT_SECURITY_POLICY].to_str().unwrap();
-    assert!(policy.contains("default-src 'none'"));
-    for outside in ["http://", "https://", "src=\"", "url(", "@import"] {
-        assert!(!page.text.contains(outside), "{outside}");
+    for part in ["default-src 'none'", "script-src 'self';", "style-src 'self';", "require-trusted-types-for 'script'"]
+    {
+        assert!(policy.contains(part), "{part}: {policy}");
+    }
+    assert!(!policy.contains("unsafe"), "{policy}");
+    // Nothing in the page itself runs, and its files are the server's.
+    for inside in ["<style", "style=", "http://", "https://"] {
+        assert!(!page.text.contains(inside), "{inside}");
+    }
+    let handler = page.text.split_whitespace().find(|word| word.starts_with("on") && word.contains('='));
+    assert_eq!(handler, None);
+    let files = page.text.split(['"']).filter(|text| text.starts_with("page/"));
+    assert_eq!(files.clone().count(), 3, "{}", page.text);
+    for file in files {
+        page_file(file.strip_prefix("page/").unwrap()).await;
+    }
+}
+
+/// A file of the page, and the files that it imports. None needs a key.
+async fn page_file(name: &str) {
+    let keys = ServerOptions::new(NAME).keys(ApiKeys::new(["secret"]));
+    let file = get(with(keys), &format!("/page/{name}")).await;
+    assert_eq!(file.status, StatusCode::OK, "{name}");
+    let kind = if name.ends_with(".css") { "text/css" } else { "text/javascript" };
+    assert!(file.headers[header::CONTENT_TYPE].to_str().unwrap().starts_with(kind), "{name}");
+    for outside in ["url(", "@import", "innerHTML", "eval("] {
+        assert!(name.contains(".min.") || !file.text.contains(outside), "{name}: {outside}");
+    }
+    for imported in file.text.split("from \"./").skip(1) {
+        Box::pin(page_file(imported.split_once('"').unwrap().0)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_page_has_no_other_files() {
+    for path in ["/page/", "/page/none.js", "/page/..%2Fapp.rs", "/page/page.js/x"] {
+        assert_eq!(get(router(), path).await.status, StatusCode::NOT_FOUND, "{path}");
     }
 }
 

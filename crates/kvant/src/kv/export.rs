@@ -104,7 +104,8 @@ impl KvPool {
         for (key, wanted) in describe(self) {
             match metadata.get(&key) {
                 Some(got) if *got == wanted => {}
-                got => return Err(file(&format!("`{key}` is {got:?}, the pool has {wanted:?}"))),
+                Some(got) => return Err(file(&format!("`{key}` is {got:?}, the pool has {wanted:?}"))),
+                None => return Err(file(&format!("`{key}` is missing, the pool has {wanted:?}"))),
             }
         }
         let number = |key: &str| {

@@ -7,23 +7,27 @@ use crate::Result;
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:0 1em;color:#222;\
 background:#fff}h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}\
-td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}\
-svg{max-width:100%;height:auto}";
+td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}\
+td:first-child,th:first-child{text-align:left;max-width:14em;overflow-wrap:anywhere}\
+svg{width:100%;max-width:700px;height:auto}.table{overflow-x:auto}\
+@media(max-width:600px){body{margin:1em auto}td,th{padding:.2em .4em;font-size:.9em}\
+td:first-child,th:first-child{max-width:8em}}";
 
 /// The page.
 pub fn html(data: &ReportData) -> Result<String> {
     let mut page = String::new();
     write!(
         page,
-        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>KV cache types</title>\
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>KV cache types</title>\
          <style>{STYLE}</style></head>\n<body><h1>What KV cache types cost</h1>\n<p>{}; {} tokens in windows of up to \
          {}. KL is the divergence, in nats, of the next-token distribution from that with an f32 cache.</p>\n",
         escape(&data.subject),
         data.tokens,
         data.window_tokens
     )?;
-    page += "<table><tr><th>cache</th><th>bytes per token</th><th>KL, mean</th><th>KL, 99 %</th>\
-             <th>same top token</th><th>perplexity</th></tr>\n";
+    page += "<div class=\"table\" tabindex=\"0\"><table><tr><th>cache</th><th>bytes per token</th><th>KL, mean</th>\
+             <th>KL, 99 %</th><th>same top token</th><th>perplexity</th></tr>\n";
     for cache in &data.caches {
         let line = &cache.line;
         writeln!(
@@ -37,7 +41,7 @@ pub fn html(data: &ReportData) -> Result<String> {
             line.perplexity
         )?;
     }
-    page += "</table>\n";
+    page += "</table></div>\n";
     page += "<p>Formats of other software (q8_0, q4_0, iq4_nl, mlx4, fp8, nvfp4, KIVI, KVarN; -rot: rotated) are references in f64: \
              keys and values of an f32 cache become what the format would store.</p>\n";
     let mut section = |title: &str, about: &str, svg: &str| writeln!(page, "<h2>{title}</h2>\n{about}{svg}");
@@ -78,8 +82,8 @@ fn answer_table(answers: &AnswerData) -> Result<String> {
     let mut table = format!(
         "<h2>Answers, token by token</h2>\n<p>{}, greedy. Other caches follow the answers with an f16 cache: how many \
          answers would be the same, how many tokens pass before the most probable one first differs (median), and KL \
-         from f16 along its answers.</p>\n<table><tr><th>cache</th><th>same answers</th><th>tokens to the first \
-         other</th><th>KL, mean</th><th>KL, 99 %</th><th>same top token</th></tr>\n",
+         from f16 along its answers.</p>\n<div class=\"table\" tabindex=\"0\"><table><tr><th>cache</th><th>same \
+         answers</th><th>tokens to the first other</th><th>KL, mean</th><th>KL, 99 %</th><th>same top token</th></tr>\n",
         answers.subject
     );
     for line in &answers.caches {
@@ -95,7 +99,7 @@ fn answer_table(answers: &AnswerData) -> Result<String> {
             100.0 * line.top1_agreement
         )?;
     }
-    Ok(table + "</table>\n")
+    Ok(table + "</table></div>\n")
 }
 
 fn escape(text: &str) -> String {

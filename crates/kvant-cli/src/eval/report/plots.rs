@@ -1,7 +1,7 @@
 //! The plots of a report, as SVG.
 
 use plotters::{
-    coord::{Shift, ranged1d::ValueFormatter},
+    coord::{Shift, combinators::LogCoord, combinators::WithKeyPoints},
     prelude::*,
     style::text_anchor::{HPos, Pos, VPos},
 };
@@ -9,7 +9,8 @@ use plotters::{
 use super::{super::formats::Format, CacheData, NeedleData, ReportData, SideNumbers, pages::PageData};
 use crate::Result;
 
-const SIZE: (u32, u32) = (760, 420);
+/// Small, so that letters can be read where the page shows it 330 pixels wide.
+const SIZE: (u32, u32) = (440, 380);
 /// Okabe and Ito's colours, which most people can distinguish.
 const COLOURS: [RGBColor; 8] = [
     RGBColor(0, 114, 178),
@@ -67,37 +68,36 @@ fn against_bytes(data: &ReportData, label: &str, value: impl Fn(&CacheData) -> f
         .filter(|point| point.2 > 0.0)
         .collect();
     let most = points.iter().map(|point| point.1).fold(1.0, f64::max);
+    let mut families: Vec<&str> = Vec::new();
+    for (kv, ..) in &points {
+        if !families.contains(&family(kv)) {
+            families.push(family(kv));
+        }
+    }
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        let mut chart = ChartBuilder::on(&root)
+        let names: Vec<_> = families.iter().enumerate().map(|(index, &name)| (name, colour(index))).collect();
+        let mut chart = ChartBuilder::on(&legend(&root, &names)?)
             .margin(12)
             .x_label_area_size(44)
-            .y_label_area_size(70)
-            .build_cartesian_2d(0.0..most * 1.12, bounds(points.iter().map(|point| point.2)).log_scale())?;
+            .y_label_area_size(64)
+            .build_cartesian_2d(0.0..most * 1.12, log_axis(points.iter().map(|point| point.2)))?;
         let mut mesh = chart.configure_mesh();
         mesh.x_desc("bytes per token, keys and values of all layers").y_desc(label);
-        mesh.x_label_formatter(&|x| format!("{x:.0}"))
+        mesh.x_labels(6)
+            .x_label_formatter(&|x| format!("{x:.0}"))
             .y_label_formatter(&scientific)
             .label_style(FONT)
             .light_line_style(TRANSPARENT)
             .draw()?;
-        let mut families: Vec<&str> = Vec::new();
-        for (kv, ..) in &points {
-            if !families.contains(&family(kv)) {
-                families.push(family(kv));
-            }
-        }
         for (index, &name) in families.iter().enumerate() {
             let colour = colour(index);
             let mut of_family: Vec<_> = points.iter().filter(|point| family(point.0) == name).collect();
             of_family.sort_by(|a, b| a.1.total_cmp(&b.1));
             let joined = if of_family.len() > 1 && name.starts_with("Turbo") { &of_family[..] } else { &[] };
             chart.draw_series(LineSeries::new(joined.iter().map(|point| (point.1, point.2)), &colour))?;
-            chart
-                .draw_series(of_family.iter().map(|point| Circle::new((point.1, point.2), 4, colour.filled())))?
-                .label(name)
-                .legend(move |(x, y)| Circle::new((x + 8, y), 4, colour.filled()));
+            chart.draw_series(of_family.iter().map(|point| Circle::new((point.1, point.2), 4, colour.filled())))?;
             // On the side of a line where no other line is.
             let (h_pos, offset) =
                 if name.starts_with("Turbo") || name == DENSE { (HPos::Left, 7) } else { (HPos::Right, -7) };
@@ -106,7 +106,6 @@ fn against_bytes(data: &ReportData, label: &str, value: impl Fn(&CacheData) -> f
                 EmptyElement::at((point.1, point.2)) + Text::new(short(point.0).to_string(), (offset, 0), style)
             }))?;
         }
-        legend(&mut chart)?;
         root.present()?;
     }
     Ok(svg)
@@ -122,8 +121,8 @@ pub fn positions(data: &ReportData) -> Result<String> {
         let mut chart = ChartBuilder::on(&root)
             .margin(12)
             .x_label_area_size(44)
-            .y_label_area_size(70)
-            .build_cartesian_2d(0.0..window * 1.25, bounds(numbers).log_scale())?;
+            .y_label_area_size(64)
+            .build_cartesian_2d(0.0..window * 1.25, log_axis(numbers))?;
         let mut mesh = chart.configure_mesh();
         mesh.x_desc("position in the window").y_desc("mean KL, nats (log)");
         let position = |x: &f64| if *x <= window { format!("{x:.0}") } else { String::new() };
@@ -165,36 +164,29 @@ fn bars(sides: &SideNumbers, label: &str, level: Option<f64>) -> Result<String> 
         let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
         let count = sides.keys.len();
         let right = count as f64 - 0.5;
-        let mut chart = ChartBuilder::on(&root)
+        let mut names = vec![("keys", colour(0)), ("values", colour(1))];
+        names.extend(level.map(|_| ("normal numbers", BLACK)));
+        let mut chart = ChartBuilder::on(&legend(&root, &names)?)
             .margin(12)
             .x_label_area_size(44)
-            .y_label_area_size(70)
+            .y_label_area_size(64)
             .build_cartesian_2d(-0.5..right, 0.0..most * 1.15)?;
         let mut mesh = chart.configure_mesh();
         mesh.disable_x_mesh().x_desc("layer").y_desc(label);
-        mesh.x_labels(count.min(24))
+        mesh.x_labels(count.min(12))
             .x_label_formatter(&|x| if x.fract() == 0.0 { format!("{x:.0}") } else { String::new() });
         mesh.y_label_formatter(&scientific).label_style(FONT).light_line_style(TRANSPARENT).draw()?;
-        for (index, (name, numbers, left)) in
-            [("keys", &sides.keys, -0.36), ("values", &sides.values, 0.02)].into_iter().enumerate()
-        {
+        for (index, (numbers, left)) in [(&sides.keys, -0.36), (&sides.values, 0.02)].into_iter().enumerate() {
             let colour = colour(index);
             let bars = numbers.iter().enumerate().map(|(layer, &number)| {
                 let left = layer as f64 + left;
                 Rectangle::new([(left, 0.0), (left + 0.34, number)], colour.filled())
             });
-            chart
-                .draw_series(bars)?
-                .label(name)
-                .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 12, y + 5)], colour.filled()));
+            chart.draw_series(bars)?;
         }
         if let Some(level) = level {
-            chart
-                .draw_series(LineSeries::new([(-0.5, level), (right, level)], &BLACK))?
-                .label("normal numbers")
-                .legend(|(x, y)| PathElement::new([(x, y), (x + 12, y)], BLACK));
+            chart.draw_series(LineSeries::new([(-0.5, level), (right, level)], &BLACK))?;
         }
-        legend(&mut chart)?;
         root.present()?;
     }
     Ok(svg)
@@ -215,7 +207,7 @@ pub fn needles(data: &NeedleData) -> Result<String> {
         let mut chart = ChartBuilder::on(&root)
             .margin(12)
             .x_label_area_size(44)
-            .y_label_area_size(70)
+            .y_label_area_size(64)
             .build_cartesian_2d(0.0..1.25, 0.0..most * 1.1)?;
         let mut mesh = chart.configure_mesh();
         mesh.x_desc("share of the context before the needle").y_desc("mean probability of its tokens");
@@ -257,10 +249,23 @@ where
     Ok(())
 }
 
-/// From below the least number to above the greatest.
-fn bounds(numbers: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
+/// A logarithmic axis from below the least number to above the greatest.
+fn log_axis(numbers: impl Iterator<Item = f64>) -> WithKeyPoints<LogCoord<f64>> {
     let (least, most) = numbers.fold((f64::INFINITY, 0.0), |(least, most), x| (f64::min(least, x), f64::max(most, x)));
-    if least > most { 1e-3..1.0 } else { least / 2.0..most * 2.0 }
+    let bounds = if least > most { 1e-3..1.0 } else { least / 2.0..most * 2.0 };
+    let ticks = ticks(&bounds);
+    bounds.log_scale().with_key_points(ticks)
+}
+
+/// Powers of ten within bounds; if there are few, also twice and five times these.
+fn ticks(bounds: &std::ops::Range<f64>) -> Vec<f64> {
+    let of = |factors: &[f64]| -> Vec<f64> {
+        let exponents = bounds.start.log10().floor() as i32..=bounds.end.log10().ceil() as i32;
+        let all = exponents.flat_map(|exponent| factors.iter().map(move |factor| factor * 10f64.powi(exponent)));
+        all.filter(|tick| bounds.contains(tick)).collect()
+    };
+    let tens = of(&[1.0]);
+    if tens.len() > 2 { tens } else { of(&[1.0, 2.0, 5.0]) }
 }
 
 /// As `0.01` or `2.5e-3`.
@@ -271,12 +276,40 @@ fn scientific(number: &f64) -> String {
     format!("{number:.1e}").replace(".0e", "e")
 }
 
-fn legend<'a, X, Y>(chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>) -> Result
-where
-    X: Ranged<ValueType = f64> + ValueFormatter<f64>,
-    Y: Ranged<ValueType = f64> + ValueFormatter<f64>,
-{
-    let mut labels = chart.configure_series_labels();
-    labels.position(SeriesLabelPosition::UpperRight).background_style(WHITE.mix(0.8)).label_font(FONT);
-    Ok(labels.draw()?)
+/// Draws names with their colours above a plot. Returns the area of the plot.
+fn legend<'a>(
+    root: &DrawingArea<SVGBackend<'a>, Shift>,
+    names: &[(&str, RGBColor)],
+) -> Result<DrawingArea<SVGBackend<'a>, Shift>> {
+    const LEFT: i32 = 14;
+    let (mut x, mut y) = (LEFT, 14);
+    for (name, colour) in names {
+        // The page's font is not known here: a letter is about half as wide as it is high.
+        let width = 34 + name.chars().count() as i32 * FONT.1 as i32 * 11 / 20;
+        if x > LEFT && x + width > SIZE.0 as i32 {
+            (x, y) = (LEFT, y + 20);
+        }
+        root.draw(&Rectangle::new([(x, y - 5), (x + 10, y + 5)], colour.filled()))?;
+        let style = TextStyle::from(FONT.into_font()).pos(Pos::new(HPos::Left, VPos::Center));
+        root.draw_text(name, &style, (x + 16, y))?;
+        x += width;
+    }
+    Ok(root.split_vertically(y + 8).1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_tick_is_there_once() {
+        assert_eq!(ticks(&(0.5..40.0)).iter().map(scientific).collect::<Vec<_>>(), ["0.5", "1", "2", "5", "10", "20"]);
+        assert_eq!(ticks(&(2e-4..30.0)).iter().map(scientific).collect::<Vec<_>>(), ["1e-3", "0.01", "0.1", "1", "10"]);
+        for (least, most) in [(1e-300, 1e300), (3.0, 3.5), (1e-3, 1.0)] {
+            let ticks = ticks(&(least..most));
+            assert!(
+                ticks.windows(2).all(|two| two[0] < two[1]) && ticks.iter().all(|tick| (least..most).contains(tick))
+            );
+        }
+    }
 }

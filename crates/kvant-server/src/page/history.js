@@ -1,0 +1,92 @@
+/* Conversations in the browser's storage, one entry each, so that windows do not overwrite each other's. */
+
+const PREFIX = "kvant.conversation.";
+const OPEN = "kvant.open";
+const MOST = 100;
+/* Characters of all conversations. Browsers keep 5 million for a server. */
+const MOST_CHARACTERS = 2_000_000;
+
+export function create(mode) {
+  const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
+  return { id, at: Date.now(), mode, messages: [] };
+}
+
+export function title(chat) {
+  const text = chat.messages[0]?.content.trim().split("\n")[0] ?? "";
+  return text.length > 80 ? text.slice(0, 80) + "…" : text || "Conversation";
+}
+
+/* Whether a value of the storage is a conversation: other pages of the same server's name may have written it. */
+function isChat(chat) {
+  const isMessage = message => message && typeof message.content === "string" && ["user", "assistant"].includes(message.role);
+  return chat && typeof chat.id === "string" && Array.isArray(chat.messages) && chat.messages.every(isMessage);
+}
+
+/* All conversations, the latest first. */
+export function all() {
+  const found = [];
+  for (const key of keys()) {
+    try {
+      const chat = JSON.parse(localStorage.getItem(key));
+      if (isChat(chat) && PREFIX + chat.id === key) found.push(chat);
+    } catch { /* Not a conversation. */ }
+  }
+  return found.sort((a, b) => b.at - a.at);
+}
+
+function keys() {
+  try {
+    return Object.keys(localStorage).filter(key => key.startsWith(PREFIX));
+  } catch {
+    return [];
+  }
+}
+
+/* Saves a conversation, and drops the oldest ones that have no room. Returns whether it was saved. */
+export function save(chat) {
+  const text = JSON.stringify(chat);
+  if (text.length > MOST_CHARACTERS) return false;
+  const others = all().filter(other => other.id !== chat.id).map(other => [other.id, JSON.stringify(other).length]);
+  let characters = text.length + others.reduce((sum, [, length]) => sum + length, 0);
+  for (;;) {
+    while (others.length >= MOST || (others.length && characters > MOST_CHARACTERS)) {
+      const [id, length] = others.pop();
+      characters -= length;
+      remove(id);
+    }
+    try {
+      localStorage.setItem(PREFIX + chat.id, text);
+      return true;
+    } catch {
+      /* The browser has less room than that, or keeps nothing. */
+      if (!others.length) return false;
+      remove(others.pop()[0]);
+    }
+  }
+}
+
+export function remove(id) {
+  try {
+    localStorage.removeItem(PREFIX + id);
+  } catch { /* Nothing is kept. */ }
+}
+
+/* The conversation that is open in this window, which a reload continues. */
+export function open() {
+  try {
+    const id = sessionStorage.getItem(OPEN);
+    return all().find(chat => chat.id === id);
+  } catch {
+    return undefined;
+  }
+}
+
+export function rememberOpen(id) {
+  try {
+    sessionStorage.setItem(OPEN, id);
+  } catch { /* A reload begins a new one. */ }
+}
+
+export function removeAll() {
+  for (const key of keys()) remove(key.slice(PREFIX.length));
+}
