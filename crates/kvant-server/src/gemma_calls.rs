@@ -84,7 +84,7 @@ impl GemmaCalls {
         let text = format!("/(?s:.*)/ & ~/(?s:.*){}(?s:.*)/", escaped(QUOTE));
         let number = json_rule(json!({"type": "number"}).into());
         let shared = [
-            format!("any: any_text | any_number | \"true\" | \"false\" | \"null\" | any_object | any_list"),
+            "any: any_text | any_number | \"true\" | \"false\" | \"null\" | any_object | any_list".to_string(),
             format!("any_text: {quote} TEXT {quote}\nTEXT: {text}"),
             format!("any_number: {number}"),
             "any_object: \"{\" (any_field (\",\" any_field)*)? \"}\"".to_string(),

@@ -101,7 +101,7 @@ async fn calls_that_must_be() {
     };
     for router in [gemma_router(), harmony_router()] {
         let (mut complete, mut fields) = (0, 0);
-        for seed in 0..12 {
+        for seed in 0..8 {
             let body = and(ask(schema.clone(), false, &[]), json!({"tool_choice": "required", "seed": seed}));
             let body = and(body, json!({"reasoning_effort": "none"}));
             let answer = post(router.clone(), CHAT, body.clone()).await.ok();
@@ -117,7 +117,7 @@ async fn calls_that_must_be() {
             let text: String = calls.filter_map(|call| call["function"]["arguments"].as_str()).collect();
             assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), arguments(choice));
         }
-        assert!(complete >= 4 && fields > 2 * complete, "{complete} calls with {fields} fields");
+        assert!(complete >= 3 && fields > 2 * complete, "{complete} calls with {fields} fields");
     }
 }
 
