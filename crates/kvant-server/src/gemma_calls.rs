@@ -34,8 +34,8 @@ const NUMBERS: [&str; 5] = ["minimum", "maximum", "exclusiveMinimum", "exclusive
 const FORMATS: [&str; 10] =
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
 
-/// The keyword of a schema that this form cannot enforce.
-type Refused<T> = Result<T, String>;
+/// A rule, or the keyword of a schema that this form cannot enforce.
+type Enforced<T> = Result<T, String>;
 
 /// The rules of calls.
 pub(crate) struct GemmaCalls {
@@ -64,7 +64,7 @@ impl GemmaCalls {
     }
 
     /// The call of a function with arguments of a schema.
-    pub fn call(&mut self, name: &JsonValue, schema: &JsonValue) -> Refused<String> {
+    pub fn call(&mut self, name: &JsonValue, schema: &JsonValue) -> Enforced<String> {
         let (rules, names) = (self.rules.len(), self.names);
         let arguments = self.arguments(schema).inspect_err(|_| {
             self.rules.truncate(rules);
@@ -94,7 +94,7 @@ impl GemmaCalls {
         self.rules.into_iter().chain(shared).collect()
     }
 
-    fn arguments(&mut self, schema: &JsonValue) -> Refused<String> {
+    fn arguments(&mut self, schema: &JsonValue) -> Enforced<String> {
         self.root = schema.clone();
         self.references.clear();
         self.value(schema)
@@ -113,7 +113,7 @@ impl GemmaCalls {
     }
 
     /// The rule of a value.
-    fn value(&mut self, schema: &JsonValue) -> Refused<String> {
+    fn value(&mut self, schema: &JsonValue) -> Enforced<String> {
         let fields = match schema {
             JsonValue::Object(fields) => fields,
             other if *other == true => return Ok("any".to_string()),
@@ -129,13 +129,13 @@ impl GemmaCalls {
         }
         if let Some(JsonValue::Array(values)) = fields.get("enum") {
             only(schema, &["enum", "type"])?;
-            let values = values.iter().map(|value| self.literal(value)).collect::<Refused<Vec<_>>>()?;
+            let values = values.iter().map(|value| self.literal(value)).collect::<Enforced<Vec<_>>>()?;
             return Ok(self.rule(&values.join(" | ")));
         }
         for key in ["anyOf", "oneOf"] {
             if let Some(JsonValue::Array(schemas)) = fields.get(key) {
                 only(schema, &[key, "type", "discriminator"])?;
-                let values = schemas.iter().map(|schema| self.value(schema)).collect::<Refused<Vec<_>>>()?;
+                let values = schemas.iter().map(|schema| self.value(schema)).collect::<Enforced<Vec<_>>>()?;
                 return Ok(self.rule(&values.join(" | ")));
             }
         }
@@ -143,7 +143,7 @@ impl GemmaCalls {
             Some(JsonValue::String(kind)) => self.of_kind(kind, schema),
             Some(JsonValue::Array(kinds)) => {
                 let kinds = kinds.iter().map(|kind| self.of_kind(kind.as_str().unwrap_or_default(), schema));
-                let kinds = kinds.collect::<Refused<Vec<_>>>()?;
+                let kinds = kinds.collect::<Enforced<Vec<_>>>()?;
                 Ok(self.rule(&kinds.join(" | ")))
             }
             _ if fields.contains_key("properties") => self.of_kind("object", schema),
@@ -151,7 +151,7 @@ impl GemmaCalls {
         }
     }
 
-    fn of_kind(&mut self, kind: &str, schema: &JsonValue) -> Refused<String> {
+    fn of_kind(&mut self, kind: &str, schema: &JsonValue) -> Enforced<String> {
         let of_union = ["type", "items", "properties", "required", "additionalProperties", "minLength", "maxLength"];
         let is_union = schema["type"].as_array().is_some();
         let check =
@@ -187,7 +187,7 @@ impl GemmaCalls {
     }
 
     /// The rule of a reference within the schema.
-    fn reference(&mut self, path: &str) -> Refused<String> {
+    fn reference(&mut self, path: &str) -> Enforced<String> {
         if let Some(name) = self.references.get(path) {
             return Ok(name.clone());
         }
@@ -218,7 +218,7 @@ impl GemmaCalls {
         name
     }
 
-    fn literal(&mut self, value: &JsonValue) -> Refused<String> {
+    fn literal(&mut self, value: &JsonValue) -> Enforced<String> {
         match value {
             JsonValue::String(text) if text.contains(QUOTE) => Err("enum".to_string()),
             JsonValue::String(text) => Ok(format!("({} {} {})", self.quote, literal(text), self.quote)),
@@ -227,7 +227,7 @@ impl GemmaCalls {
         }
     }
 
-    fn list(&mut self, schema: &JsonValue) -> Refused<String> {
+    fn list(&mut self, schema: &JsonValue) -> Enforced<String> {
         let item = if schema["items"].is_null() { "any".to_string() } else { self.value(&schema["items"])? };
         let (min, max) = (bound(schema, "minItems")?.unwrap_or(0), bound(schema, "maxItems")?);
         let more = |count: u64| count.saturating_sub(1);
@@ -244,7 +244,7 @@ impl GemmaCalls {
     }
 
     /// Fields in the order of their names, as the family's template writes them.
-    fn object(&mut self, schema: &JsonValue) -> Refused<String> {
+    fn object(&mut self, schema: &JsonValue) -> Enforced<String> {
         let Some(properties) = schema["properties"].as_object().filter(|properties| !properties.is_empty()) else {
             return match &schema["additionalProperties"] {
                 _ if schema["required"].as_array().is_some_and(|names| !names.is_empty()) => {
@@ -276,7 +276,7 @@ impl GemmaCalls {
         Ok(self.rule(&format!("\"{{\" {first} \"}}\"")))
     }
 
-    fn key(&self, name: &str) -> Refused<String> {
+    fn key(&self, name: &str) -> Enforced<String> {
         let is_plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b)) && !name.is_empty();
         match is_plain {
             true => Ok(literal(&format!("{name}:"))),
@@ -291,7 +291,7 @@ fn begin(name: &JsonValue) -> String {
 }
 
 /// A length or count of a schema.
-fn bound(schema: &JsonValue, key: &str) -> Refused<Option<u64>> {
+fn bound(schema: &JsonValue, key: &str) -> Enforced<Option<u64>> {
     if schema[key].is_null() {
         return Ok(None);
     }
@@ -300,7 +300,7 @@ fn bound(schema: &JsonValue, key: &str) -> Refused<Option<u64>> {
 }
 
 /// Refuses keywords that are neither among the known ones nor annotations.
-fn only(schema: &JsonValue, known: &[&str]) -> Refused<()> {
+fn only(schema: &JsonValue, known: &[&str]) -> Enforced<()> {
     let mut keys = schema.as_object().into_iter().flatten().map(|(key, _)| key.as_str());
     let other = keys.find(|key| !known.contains(key) && !ANNOTATIONS.contains(key) && !key.starts_with("x-"));
     other.map_or(Ok(()), |key| Err(key.to_string()))
