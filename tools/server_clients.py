@@ -20,23 +20,26 @@ from clients.serving import DOWNLOADS, ROOT
 PARTS = {
     "packages": "the packages openai and anthropic",
     "defaults": "clients and frameworks with their default settings",
+    "javascript": "npm's openai, anthropic and ai with four providers, with their default settings",
+    "measures": "guidellm and aiperf with a tokenizer from a file",
     "faults": "clients that vanish, stall or send nothing; a shutdown under load",
     "openai_suite": "the test suite of the package openai",
     "lm_eval_suite": "lm-eval's local-completions: the same log likelihoods as `kvant eval`",
     "llama_cpp_suite": "the tests of llama.cpp's server that concern no format of its own",
     "schema": "schemathesis: thousands of requests made from /openapi.json",
-    "load": "32 clients for 5 minutes: memory and pages",
+    "load": "32 clients for 2 minutes, a quarter of whose requests are abandoned: memory and pages",
     "page": "the page in headless Chromium",
 }
 SMALL = ["packages", "faults"]
-REQUIREMENTS = os.path.join(ROOT, "tools", "clients", "requirements.txt")
-ALL_REQUIREMENTS = os.path.join(ROOT, "tools", "clients", "requirements-all.txt")
-DEFAULTS_REQUIREMENTS = os.path.join(ROOT, "tools", "clients", "requirements-defaults.txt")
+# The files of packages that a part needs. A file has an environment, and a part runs in each of its environments.
+REQUIREMENTS = {"defaults": ["defaults", "openai2"], "measures": ["measures"], **{part: ["small"] for part in SMALL}}
 
 
-def install(requirements):
+def install(name):
     """The Python of an environment with the clients, or None if they cannot be downloaded."""
-    venv = os.path.join(DOWNLOADS, "venv-defaults" if requirements == DEFAULTS_REQUIREMENTS else "venv")
+    suffix = "" if name == "small" else f"-{name}"
+    requirements = os.path.join(ROOT, "tools", "clients", f"requirements{suffix}.txt")
+    venv = os.path.join(DOWNLOADS, "venv" if name in ("small", "all") else f"venv-{name}")
     python = os.path.join(venv, "bin", "python")
     done = os.path.join(venv, os.path.basename(requirements) + ".installed")
     with open(requirements) as file:
@@ -53,8 +56,9 @@ def install(requirements):
     return python
 
 
-def start(python, kvant, parts):
-    """Runs parts with the Python of an environment, and ends with their exit code if they fail."""
+def start(name, kvant, parts):
+    """Runs parts in an environment, and ends with their exit code if they fail."""
+    python = install(name)
     if python is None:
         print(f"skipped: the clients of {', '.join(parts)} cannot be downloaded")
         return
@@ -74,11 +78,12 @@ def main():
     args = parser.parse_args()
     parts = list(PARTS) if args.all else args.part or SMALL
     if not args.installed:
-        if "defaults" in parts:
-            start(install(DEFAULTS_REQUIREMENTS), args.kvant, ["defaults"])
-            parts.remove("defaults")
-        if parts:
-            start(install(REQUIREMENTS if set(parts) <= set(SMALL) else ALL_REQUIREMENTS), args.kvant, parts)
+        by_environment = {}
+        for part in parts:
+            for name in REQUIREMENTS.get(part, ["all"]):
+                by_environment.setdefault("all" if name == "small" and not set(parts) <= set(SMALL) else name, []).append(part)
+        for name, parts in by_environment.items():
+            start(name, args.kvant, parts)
         return
     for part in parts:
         started = time.monotonic()

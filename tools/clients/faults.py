@@ -2,14 +2,19 @@
 
 import http.client
 import json
+import os
 import random
+import shutil
 import socket
 import struct
+import subprocess
 import threading
 import time
 
 from .serving import Server
 
+# The limit of threads does not hold for root: a server that it limits runs as nobody.
+UNPRIVILEGED = 65534 if os.geteuid() == 0 else None
 # Clients that vanish, and how many of them there are at a time.
 VANISHING, AT_ONCE = 500, 40
 
@@ -122,9 +127,33 @@ def terminate(kvant):
     return f"all {finished} answers that were finished before and during a drain arrived"
 
 
+def limit_threads(server, limit):
+    """Limits the threads of the server's user, as that user."""
+    subprocess.run(["prlimit", "--pid", str(server.process.pid), f"--nproc={limit}"], user=UNPRIVILEGED, check=True)
+
+
+def starve(kvant):
+    """A system that starts no more threads: chats and grammars get 503, others are served, and all are when it starts threads again."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}
+    chat = {"messages": [{"role": "user", "content": "Vec"}], "max_tokens": 60}
+    forced = {**chat, "tools": [tool], "tool_choice": "required", "reasoning_effort": "none"}
+    with Server(kvant, user=UNPRIVILEGED) as server:
+        limit_threads(server, "1:")
+        for body in [chat, forced, chat]:
+            status, answer = server.request("/v1/chat/completions", body, timeout=20)
+            assert status == 503 and "starts no thread" in answer["error"]["message"], (status, answer)
+        assert server.request("/health")[0] == 200
+        limit_threads(server, "4096:")
+        for body in [chat, forced]:
+            status, answer = server.request("/v1/chat/completions", body)
+            assert status == 200, answer
+    return "without threads 503"
+
+
 def run(kvant):
     with Server(kvant, "--max-sequences", "8") as server:
         vanished = vanish(server)
         stall(server)
         refuse(server)
-    return f"{vanished}; {terminate(kvant)}"
+    starved = starve(kvant) if shutil.which("prlimit") else "threads cannot be limited"
+    return f"{vanished}; {terminate(kvant)}; {starved}"

@@ -19,22 +19,31 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '# assistant\\n\\n' }}{% endif %}"
     "{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}"
 )
+# A template whose family begins calls without a mark and has no thoughts, so that a call that must be comes at once.
+CALLS_TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} has parameters\n{% endfor %}"
+    "{% for message in messages %}<|start_header_id|>{{ message.role }}\n\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '\n\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant\n\n' }}{% endif %}"
+)
 
 
 class Server:
-    """`kvant serve` with the shipped model on a free port, as a context manager."""
+    """`kvant serve` with the shipped model, or another one that has a template, on a free port; a context manager."""
 
-    def __init__(self, kvant, *options, template=True):
-        self.command = [kvant, "serve", "--port", "0", *options]
+    def __init__(self, kvant, *options, template=TEMPLATE, model=None, user=None):
+        self.command = [kvant, "serve", *([model] if model else []), "--port", "0", *options]
         self.template = tempfile.NamedTemporaryFile("w", suffix=".jinja")
-        if template:
-            self.template.write(TEMPLATE)
+        if template and not model:
+            self.template.write(template)
             self.template.flush()
+            # Also for another user.
+            os.chmod(self.template.name, 0o644)
             self.command += ["--chat-template", self.template.name]
-        self.lines = []
+        self.lines, self.user = [], user
 
     def __enter__(self):
-        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True, user=self.user)
         self.url = None
         while self.url is None:
             line = self.process.stderr.readline()

@@ -187,6 +187,12 @@ pub enum SubmitError {
         /// What happened.
         reason: String,
     },
+    /// The system starts no thread for the request. Try again later.
+    #[error("the system starts no thread for the request: {reason}")]
+    NoThread {
+        /// The system's reason.
+        reason: String,
+    },
     /// The prompt leaves no room in the context.
     #[error("`prompt` must be at most {limit} tokens, got {got} tokens")]
     ContextLength {

@@ -44,6 +44,7 @@ pub(crate) struct MessagesRequest {
     thinking: Option<Value>,
     service_tier: Option<String>,
     output_config: Option<OutputConfig>,
+    thread: Option<Value>,
     // Has no effect on the answer.
     #[expect(dead_code, reason = "has no effect")]
     metadata: Option<Map<String, Value>>,
@@ -109,6 +110,9 @@ pub(crate) async fn create(
     let model = app.name.clone();
     if request.max_tokens == 0 {
         return Err(ApiError::field("max_tokens", "`max_tokens` must be at least 1, got 0"));
+    }
+    if request.thread.is_some() {
+        return Err(ApiError::no_threads());
     }
     let strict = app.options.strict_fields;
     if strict && !matches!(request.service_tier.as_deref(), None | Some("auto" | "standard_only")) {

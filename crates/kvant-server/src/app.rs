@@ -92,10 +92,15 @@ impl App {
     }
 }
 
-/// Runs what takes long on a thread of its own.
+/// Runs what takes long on a thread of its own. The runtime's threads for such work would let it wait without end where
+/// the system starts no more of them.
 pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
-    let result = tokio::task::spawn_blocking(work).await;
-    result.map_err(|_| ApiError::internal("a thread of the server has failed"))
+    let (sender, result) = tokio::sync::oneshot::channel();
+    let thread = std::thread::Builder::new().name("kvant-request".to_string());
+    // The client may have gone.
+    let started = thread.spawn(move || drop(sender.send(work())));
+    started.map_err(|error| ApiError::short_of(format!("the system starts no thread for the request: {error}")))?;
+    result.await.map_err(|_| ApiError::internal("a thread of the server has failed"))
 }
 
 /// All routes.

@@ -299,14 +299,17 @@ impl Talk {
         let tail = &ids[ids.len().saturating_sub(TAIL)..];
         let tail = tokenized("messages", tokenizer.decode_with_special(tail))?;
         let family = template.reply_format();
-        let format = self.shape.read_as(family);
+        // The rest of a message has no header.
+        let is_rest = self.continues && family == ReplyFormat::Harmony;
+        let written = if is_rest { ReplyFormat::Plain } else { family };
+        let format = if self.shape.must_call() { self.shape.read_as(written) } else { family };
         let reader = self.reader(format, &tail).one_call(self.one_call).must_call(self.shape.must_call());
         let thoughts = match self.reader(family, &tail).is_reasoning {
             true => Thoughts::Open,
             false if self.continues || self.thinking == Some(false) => Thoughts::Never,
             false => Thoughts::Allowed,
         };
-        let grammar = self.shape.compile(app, family, thoughts)?;
+        let grammar = self.shape.compile(app, written, thoughts)?;
         Ok(Prompt { ids, reader, has_marks: format != ReplyFormat::Plain, grammar })
     }
 

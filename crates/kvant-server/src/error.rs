@@ -8,6 +8,8 @@ use kvant_engine::{Failure, SubmitError};
 use kvant_models::{Error as ModelError, untrusted};
 use serde_json::{Value, json};
 
+/// Anthropic's code of an error about a conversation that the server does not keep.
+const NO_THREADS: &str = "thread_unsupported_request";
 /// OpenAI's code of an error about a text that is too long.
 const CONTEXT_LENGTH: &str = "context_length_exceeded";
 
@@ -43,6 +45,12 @@ impl ApiError {
         let param = param.into();
         let message = format!("`{param}` is not supported: {what}");
         ApiError { code: Some("unsupported_parameter"), ..ApiError::field(param, message) }
+    }
+
+    /// 400 for a conversation that the server would have to keep, after which Anthropic's clients send it whole.
+    pub fn no_threads() -> ApiError {
+        let error = ApiError::unsupported("thread", "the server keeps no messages: send all of them");
+        ApiError { code: Some(NO_THREADS), ..error }
     }
 
     /// The error of a request that the engine refuses.
@@ -155,7 +163,10 @@ impl ApiError {
         // Anthropic's words, by which its clients know that they must shorten the conversation.
         let is_too_long = self.code == Some(CONTEXT_LENGTH);
         let begin = if is_too_long { "prompt is too long: " } else { "" };
-        let error = json!({"type": self.anthropic_kind(), "message": format!("{begin}{}", self.message)});
+        let mut error = json!({"type": self.anthropic_kind(), "message": format!("{begin}{}", self.message)});
+        if self.code == Some(NO_THREADS) {
+            error["details"] = json!({"error_code": NO_THREADS, "unsupported": ["thread"]});
+        }
         json!({"type": "error", "error": error, "request_id": request_id})
     }
 }
@@ -169,6 +180,7 @@ impl From<SubmitError> for ApiError {
                 ApiError { code: Some("queue_full"), retry_after: Some(1), ..error }
             }
             SubmitError::Draining => ApiError::draining(),
+            SubmitError::NoThread { .. } => ApiError::short_of(message),
             SubmitError::ContextLength { limit, got } => ApiError::context_length("prompt", limit, &got.to_string()),
             SubmitError::Invalid { field, .. } => ApiError::field(field, message),
             _ => ApiError { code: Some("unhealthy"), ..ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message) },

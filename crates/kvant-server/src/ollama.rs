@@ -20,7 +20,8 @@ use crate::{
     app::{App, RequestId},
     blocks::parsed,
     body::Json,
-    conversation::{ChatMessage, SentCall, Talk, check_tools, messages},
+    chat::chosen_tools,
+    conversation::{ChatMessage, SentCall, Talk, messages},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, channel, finish_reason},
     models::Known,
@@ -34,8 +35,11 @@ pub(crate) struct OllamaChat {
     model: Option<String>,
     messages: Option<Vec<OllamaMessage>>,
     tools: Option<Vec<JsonValue>>,
+    tool_choice: Option<Value>,
     format: Option<JsonValue>,
     options: Option<OllamaOptions>,
+    /// Another name of `options.num_predict`, which some clients use.
+    max_output_tokens: Option<i64>,
     stream: Option<bool>,
     think: Option<Value>,
     #[expect(dead_code, reason = "the server decides which models stay")]
@@ -205,14 +209,15 @@ pub(crate) async fn chat(
     for (index, message) in sent.iter().enumerate() {
         no_images(message.images.as_ref(), &format!("messages[{index}].images"))?;
     }
-    let tools = request.tools.unwrap_or_default();
-    check_tools(&app, &tools)?;
-    let shape = shape(request.format.as_ref())?.and_calls(tools.clone(), false);
+    let shape = shape(request.format.as_ref())?;
+    let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), shape)?;
     let messages = messages(&app, sent.into_iter().map(OllamaMessage::into_chat).collect())?;
     let thinking = thinking(request.think.as_ref())?;
     let talk = Talk { tools, thinking, shape, ..Talk::new(messages, None, None)? };
     let answer = OllamaAnswer::new(model, Kind::Chat);
-    answer.of_talk(app, id, &headers, talk, request.options.unwrap_or_default(), streams).await
+    let options = request.options.unwrap_or_default();
+    let options = OllamaOptions { num_predict: options.num_predict.or(request.max_output_tokens), ..options };
+    answer.of_talk(app, id, &headers, talk, options, streams).await
 }
 
 pub(crate) async fn generate(

@@ -136,12 +136,12 @@ impl Server {
     async fn drain(&self) -> Result<(), ServeError> {
         self.0.is_draining.store(true, Ordering::Release);
         let limit = self.0.options.drain;
-        let drain = |engine: Engine| tokio::task::spawn_blocking(move || engine.drain(limit));
+        let drain = |engine: Engine| tokio::spawn(app::blocking(move || engine.drain(limit)));
         // All at once: they share the limit.
         let drains: Vec<_> = self.0.models.close().into_iter().map(drain).collect();
         let mut all_ended = true;
         for drained in drains {
-            all_ended &= drained.await.unwrap_or(false);
+            all_ended &= matches!(drained.await, Ok(Ok(true)));
         }
         if all_ended { Ok(()) } else { Err(ServeError::Drain) }
     }

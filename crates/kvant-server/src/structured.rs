@@ -3,11 +3,14 @@
 use kvant_engine::{CompiledGrammar, Grammar, InexactNumber, SubmitError};
 use kvant_models::chat::{JsonValue, ReplyFormat};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::{
+    calls::{Marks, call, is_strict, literal, mark, parameters, rule, special, without},
     error::{ApiError, Result},
     fields::only_fields,
+    gemma_calls::{GemmaCalls, is_enforceable},
+    harmony_calls::HarmonyAnswer,
     serving::Serving,
 };
 
@@ -148,7 +151,11 @@ impl Shape {
 
     /// How the answer is read: a call that is not in the family's own form is JSON.
     pub fn read_as(&self, family: ReplyFormat) -> ReplyFormat {
-        let has_own = matches!(family, ReplyFormat::Hermes | ReplyFormat::Mistral);
+        let has_own = match family {
+            ReplyFormat::Hermes | ReplyFormat::Mistral | ReplyFormat::Harmony => true,
+            ReplyFormat::Gemma4 => self.calls.iter().all(|tool| is_enforceable(&parameters(&tool["function"]))),
+            _ => false,
+        };
         if self.must_call && !has_own { ReplyFormat::Llama3 } else { family }
     }
 
@@ -165,7 +172,8 @@ impl Shape {
         let marks = Marks::of(family);
         let has_calls = !self.calls.is_empty() && marks.call.is_some();
         let alone = || compiled(app, field, grammar);
-        if !has_calls && (marks.thoughts.is_none() || thoughts == Thoughts::Never) {
+        let has_marks = has_calls || family == ReplyFormat::Harmony;
+        if !has_marks && (marks.thoughts.is_none() || thoughts == Thoughts::Never) {
             return alone().map(Some);
         }
         if matches!(grammar, Grammar::Lark(_)) {
@@ -183,15 +191,9 @@ impl Shape {
         family: ReplyFormat,
         thoughts: Thoughts,
     ) -> Result<Option<CompiledGrammar>> {
-        let strict = self.calls.iter().position(|tool| is_strict(&tool["function"]));
-        let Some(index) = strict else { return Ok(None) };
         // Without calls there is nothing to enforce.
-        if family == ReplyFormat::Plain {
+        if family == ReplyFormat::Plain || !self.calls.iter().any(|tool| is_strict(&tool["function"])) {
             return Ok(None);
-        }
-        if Marks::of(family).call.is_none() {
-            let what = "the model's calls are not JSON: only with `tool_choice` required or a function";
-            return Err(ApiError::unsupported(format!("tools[{index}].function.strict"), what));
         }
         self.check_numbers()?;
         let grammar = compiled(app, "tools", &self.grammar(app, family, thoughts, None)?);
@@ -213,7 +215,7 @@ impl Shape {
     fn call_error(&self, app: &Serving) -> Option<ApiError> {
         self.calls.iter().find_map(|tool| {
             let schema = Grammar::JsonSchema(parameters(&tool["function"]).to_string());
-            let error = compiled(app, "tools", &schema).err()?;
+            let error = compiled(app, "tools", &schema).err().filter(|error| error.status.is_client_error())?;
             let name = tool["function"]["name"].as_str().unwrap_or_default();
             Some(ApiError { message: format!("the parameters of {name:?}: {}", error.message), ..error })
         })
@@ -227,67 +229,111 @@ impl Shape {
         thoughts: Thoughts,
         text: Option<&Grammar>,
     ) -> Result<Grammar> {
-        let marks = Marks::of(family);
-        let has_calls = self.must_call || !self.calls.is_empty() && marks.call.is_some();
-        let mut rules = Vec::new();
-        let start = match thoughts {
-            Thoughts::Open => "start: rest answer",
-            Thoughts::Allowed if marks.thoughts.is_some() => "start: (open rest)? answer",
-            _ => "start: answer",
+        let key = if family == ReplyFormat::Llama3 { "parameters" } else { "arguments" };
+        let family = if self.must_call { self.read_as(family) } else { family };
+        let is_free = !self.must_call && text.is_none();
+        // Arguments of other functions are free where nothing else must have a form.
+        let schema = |function: &JsonValue| match is_free && !is_strict(function) {
+            true => json!({"type": "object"}).into(),
+            false => parameters(function),
         };
-        rules.push(start.to_string());
-        match marks.thoughts {
-            None if thoughts == Thoughts::Open => {
-                return Err(ApiError::unsupported("tool_choice", "the prompt asks for thoughts first"));
-            }
-            Some((open, close)) if thoughts != Thoughts::Never => {
-                let open = open.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" ");
-                rules.push(format!("open: {open}\nGAP: /[ \\n]{{1,4}}/"));
-                rules.push(match special(app, close) {
-                    Some(close) => format!("rest: thoughts {close} GAP?\nthoughts: /(?s:.*)/"),
-                    None => format!("rest: thoughts GAP?\nthoughts[suffix={}]: /(?s:.*)/", literal(close)),
-                });
-            }
-            _ => {}
+        if family == ReplyFormat::Harmony {
+            let calls = self.calls.iter().map(|tool| (&tool["function"]["name"], schema(&tool["function"]))).collect();
+            let answer = HarmonyAnswer { calls, must_call: self.must_call, text: text.map(rule), thoughts };
+            return Ok(Grammar::Lark(answer.grammar(app)));
         }
+        let marks = Marks::of(family);
+        let (start, of_thoughts) = thoughts_before(app, &marks, thoughts)?;
+        let mut rules = vec![format!("start: {start}")];
+        rules.extend(of_thoughts);
         let mut answers = Vec::new();
         if let Some(grammar) = text {
-            answers.push("text".to_string());
+            answers.push("text");
             rules.push(format!("text: {}", rule(grammar)));
         }
-        if has_calls {
-            answers.push("call".to_string());
+        if self.must_call || !self.calls.is_empty() && marks.call.is_some() {
+            answers.push("call");
             let [before, after] = marks
                 .call
                 .unwrap_or([&[], &[]])
                 .map(|parts| parts.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" "));
-            let key = if family == ReplyFormat::Llama3 { "parameters" } else { "arguments" };
-            let is_free = !self.must_call && text.is_none();
-            // Arguments of other functions are free where nothing else must have a form.
-            let schema = |function: &JsonValue| match is_free && !is_strict(function) {
-                true => json!({"type": "object"}).into(),
-                false => parameters(function),
+            let is_gemma = family == ReplyFormat::Gemma4;
+            let calls = match is_gemma {
+                true => self.gemma_calls(app, schema, &mut rules)?,
+                false => {
+                    self.calls.iter().map(|tool| call(&tool["function"], key, schema(&tool["function"]))).collect()
+                }
             };
-            let of_tool = |tool: &JsonValue| call(&tool["function"], key, schema(&tool["function"]));
-            let calls = self.calls.iter().map(of_tool).collect::<Vec<_>>().join(" | ");
+            let calls = calls.join(" | ");
             match (is_free, marks.call.map(|[before, _]| before)) {
                 (false, _) => rules.push(format!("call: {before} ({calls}) {after}")),
                 (true, Some([first, ..])) => {
-                    // Several calls can be in one list.
-                    rules.push(format!("call: {before} ({calls}) (\",\" \" \"? ({calls}))* {after}"));
+                    // Several calls can be in one list of JSON.
+                    let more = if is_gemma { String::new() } else { format!("(\",\" \" \"? ({calls}))*") };
+                    rules.push(format!("call: {before} ({calls}) {more} {after}"));
                     rules.push(format!("FREE: {}", without(app, first)));
-                    answers = vec!["FREE (call FREE)*".to_string()];
+                    answers = vec!["FREE (call FREE)*"];
                 }
                 // JSON is a call.
                 (true, _) => {
                     rules.push(format!("call: {calls}\nFREE: /(\\s*[^{{\\s](?s:.*))?/"));
-                    answers.push("FREE".to_string());
+                    answers.push("FREE");
                 }
             }
         }
         rules.push(format!("answer: {}", answers.join(" | ")));
         Ok(Grammar::Lark(rules.join("\n")))
     }
+
+    /// The calls in Gemma's form, and their rules. Arguments of a function that need not be strict are free if the form
+    /// cannot enforce their schema.
+    fn gemma_calls(
+        &self,
+        app: &Serving,
+        schema: impl Fn(&JsonValue) -> JsonValue,
+        rules: &mut Vec<String>,
+    ) -> Result<Vec<String>> {
+        let mut form = GemmaCalls::new(app);
+        let mut calls = Vec::new();
+        for (index, tool) in self.calls.iter().enumerate() {
+            let function = &tool["function"];
+            let call = form.call(&function["name"], &schema(function)).or_else(|keyword| {
+                if is_strict(function) {
+                    let why =
+                        format!("the model's form of calls cannot enforce `{keyword}` unless a call must be made");
+                    return Err(ApiError::unsupported(format!("tools[{index}].function.strict"), &why));
+                }
+                Ok(form.free_call(&function["name"]))
+            })?;
+            calls.push(call);
+        }
+        rules.extend(form.rules());
+        Ok(calls)
+    }
+}
+
+/// The begin of an answer, and the rules of thoughts in it.
+fn thoughts_before(app: &Serving, marks: &Marks, thoughts: Thoughts) -> Result<(&'static str, Vec<String>)> {
+    let start = match thoughts {
+        Thoughts::Open => "rest answer",
+        Thoughts::Allowed if marks.thoughts.is_some() => "(open rest)? answer",
+        _ => "answer",
+    };
+    let rules = match marks.thoughts {
+        None if thoughts == Thoughts::Open => {
+            return Err(ApiError::unsupported("tool_choice", "the prompt asks for thoughts first"));
+        }
+        Some((open, close)) if thoughts != Thoughts::Never => {
+            let open = open.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" ");
+            let rest = match special(app, close) {
+                Some(close) => format!("rest: thoughts {close} GAP?\nthoughts: /(?s:.*)/"),
+                None => format!("rest: thoughts GAP?\nthoughts[suffix={}]: /(?s:.*)/", literal(close)),
+            };
+            vec![format!("open: {open}\nGAP: /[ \\n]{{1,4}}/"), rest]
+        }
+        _ => Vec::new(),
+    };
+    Ok((start, rules))
 }
 
 /// Compiles a grammar. An error names `field`.
@@ -299,86 +345,6 @@ fn compiled(app: &Serving, field: &str, grammar: &Grammar) -> Result<CompiledGra
         SubmitError::Invalid { got, .. } => ApiError::unsupported(field, &got),
         other => other.into(),
     })
-}
-
-/// The marks in a family's answers.
-struct Marks {
-    /// Before and after thoughts.
-    thoughts: Option<(&'static [&'static str], &'static str)>,
-    /// Before and after the JSON of a call.
-    call: Option<[&'static [&'static str]; 2]>,
-}
-
-impl Marks {
-    fn of(family: ReplyFormat) -> Marks {
-        match family {
-            ReplyFormat::Hermes => Marks {
-                thoughts: Some((&["<think>"], "</think>")),
-                call: Some([&["<tool_call>", "\n"], &["\n", "</tool_call>"]]),
-            },
-            ReplyFormat::Mistral => {
-                let thoughts: (&[&str], &str) = (&["[THINK]"], "[/THINK]");
-                Marks { thoughts: Some(thoughts), call: Some([&["[TOOL_CALLS]", "["], &["]"]]) }
-            }
-            ReplyFormat::Llama3 => Marks { thoughts: None, call: Some([&[], &[]]) },
-            // Its calls are no JSON.
-            ReplyFormat::Gemma4 => Marks { thoughts: Some((&["<|channel>", "thought\n"], "<channel|>")), call: None },
-            _ => Marks { thoughts: None, call: None },
-        }
-    }
-}
-
-/// A mark in a grammar: a special token, or text.
-fn mark(app: &Serving, name: &str) -> String {
-    special(app, name).unwrap_or_else(|| literal(name))
-}
-
-/// The special token of a name.
-fn special(app: &Serving, name: &str) -> Option<String> {
-    let tokenizer = app.model.engine.tokenizer();
-    let ids = tokenizer.encode(name, false).ok()?;
-    let is_special = ids.len() == 1 && tokenizer.decode(&ids).is_ok_and(|text| text.is_empty());
-    is_special.then(|| format!("<[{}]>", ids[0]))
-}
-
-/// Text in a grammar.
-fn literal(text: &str) -> String {
-    Value::from(text).to_string().replace('\u{7f}', "\\u007f")
-}
-
-/// Text without a mark, as a terminal. Text never has a special token.
-fn without(app: &Serving, mark: &str) -> String {
-    if special(app, mark).is_some() {
-        return "/(?s:.*)/".to_string();
-    }
-    let is_meta = |c: &char| "[](){}.*+?^$|\\/".contains(*c);
-    let escaped: String = mark.chars().flat_map(|c| is_meta(&c).then_some('\\').into_iter().chain([c])).collect();
-    format!("/(?s:.*)/ & ~/(?s:.*){escaped}(?s:.*)/")
-}
-
-/// Whether the arguments of a function must be as its schema says.
-fn is_strict(function: &JsonValue) -> bool {
-    function["strict"] == true
-}
-
-/// The call of a function as JSON, with arguments of a schema.
-fn call(function: &JsonValue, key: &str, schema: JsonValue) -> String {
-    let name = format!("{{\"name\": {}, \"{key}\": ", function["name"]);
-    format!("{} {} {}", literal(&name), json_rule(schema), literal("}"))
-}
-
-/// The schema of a function's arguments, which are an object. A function without parameters has no arguments.
-fn parameters(function: &JsonValue) -> JsonValue {
-    match &function["parameters"] {
-        JsonValue::Null => json!({"type": "object", "properties": {}, "additionalProperties": false}).into(),
-        JsonValue::Object(fields) if fields.contains_key("type") => JsonValue::Object(fields.clone()),
-        JsonValue::Object(fields) => {
-            let mut schema = JsonValue::from(json!({"type": "object"}));
-            schema.as_object_mut().into_iter().for_each(|all| all.extend(fields.clone()));
-            schema
-        }
-        other => other.clone(),
-    }
 }
 
 /// Objects of a strict schema have no other properties than those it names, as in OpenAI's API, which asks for
@@ -403,77 +369,10 @@ fn close(schema: &mut JsonValue) {
     }
 }
 
-/// A grammar as a part of another one.
-fn rule(grammar: &Grammar) -> String {
-    match grammar {
-        Grammar::JsonSchema(schema) => json_rule(JsonValue::parse(schema).unwrap_or_default()),
-        Grammar::Regex(regex) => format!("%lark {{\nstart: {}\n}}", regex_rule(regex)),
-        Grammar::Lark(lark) => format!("%lark {{\n{lark}\n}}"),
-        _ => json_rule(json!({"type": "object"}).into()),
-    }
-}
-
-/// A regular expression between slashes. Slashes in it are escaped, also those that are already.
-fn regex_rule(regex: &str) -> String {
-    // Two slashes begin a comment.
-    if regex.is_empty() {
-        return "\"\"".to_string();
-    }
-    let (mut out, mut is_escaped) = ("/".to_string(), false);
-    for c in regex.chars() {
-        match c {
-            '/' if !is_escaped => out += "\\/",
-            '\n' => out += if is_escaped { "n" } else { "\\n" },
-            c => out.push(c),
-        }
-        is_escaped = c == '\\' && !is_escaped;
-    }
-    out + "/"
-}
-
-fn json_rule(schema: JsonValue) -> String {
-    // `true` allows everything.
-    let mut schema = if schema == true { json!({}).into() } else { schema };
-    if schema.is_object() {
-        schema["x-guidance"] = json!({"whitespace_pattern": Grammar::WHITESPACE}).into();
-    }
-    format!("%json {schema}")
-}
-
 /// The text of a schema, which some clients send as a string.
 fn schema_text(schema: JsonValue) -> String {
     match schema {
         JsonValue::String(text) => text,
         schema => schema.to_string(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn slashes_of_regular_expressions() {
-        for (regex, rule) in [
-            ("a/b", r"/a\/b/"),
-            (r"a\/b", r"/a\/b/"),
-            (r"a\\/b", r"/a\\\/b/"),
-            (r"[/\d]", r"/[\/\d]/"),
-            ("a\nb", r"/a\nb/"),
-            ("", "\"\""),
-        ] {
-            assert_eq!(regex_rule(regex), rule);
-        }
-    }
-
-    #[test]
-    fn arguments_are_an_object() {
-        let schema = |function: Value| parameters(&function.into()).to_string();
-        let none = r#"{"type":"object","properties":{},"additionalProperties":false}"#;
-        assert_eq!(schema(json!({"name": "f"})), none);
-        assert_eq!(schema(json!({"name": "f", "parameters": null})), none);
-        assert_eq!(schema(json!({"parameters": {}})), r#"{"type":"object"}"#);
-        let any = json!({"parameters": {"anyOf": [{"required": ["a"]}]}});
-        assert_eq!(schema(any), r#"{"type":"object","anyOf":[{"required":["a"]}]}"#);
     }
 }

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 
 use kvant_models::Tokenizer;
 
-use super::{Allowed, Grammar};
+use super::{Allowed, CompileError, Grammar};
 
 const ABSENT: &str = "none: this build has no grammars (the feature `grammar` of kvant-engine or kvant-cli)";
 
@@ -15,8 +15,8 @@ impl NoCompiler {
         Err(ABSENT.to_string())
     }
 
-    pub fn compile(&self, _: &Grammar) -> Result<NoState, String> {
-        Err(ABSENT.to_string())
+    pub fn compile(&self, _: &Grammar) -> Result<NoState, CompileError> {
+        Err(ABSENT.to_string().into())
     }
 }
 

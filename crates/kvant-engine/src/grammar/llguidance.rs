@@ -1,7 +1,7 @@
 //! Grammars by the crate `llguidance`.
 
 use std::{
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, OnceLock},
     thread,
 };
 
@@ -16,7 +16,7 @@ use llguidance::{
 use serde_json::{Value, json};
 
 use super::{
-    Allowed, Grammar, schema,
+    Allowed, CompileError, Grammar, schema,
     watchdog::{self, Watchdog},
 };
 use crate::engine::lock;
@@ -45,7 +45,8 @@ fn limits() -> ParserLimits {
 
 pub struct TableCompiler {
     factory: ParserFactory,
-    watchdog: Arc<Watchdog>,
+    /// Started with the first grammar.
+    watchdog: OnceLock<Arc<Watchdog>>,
     /// One at a time is compiled: those that take long must not take all cores.
     compiling: Mutex<()>,
     /// The id of the table that stands for the end of a text. Ids of the tokenizer are below.
@@ -83,13 +84,13 @@ impl TableCompiler {
         let mut factory = factory.map_err(|error| format!("the tokenizer is not supported: {}", message(&error)))?;
         factory.quiet();
         *factory.limits_mut() = limits();
-        let watchdog = Watchdog::start().map_err(|error| format!("no thread to watch it: {error}"))?;
-        Ok(TableCompiler { factory, watchdog: Arc::new(watchdog), compiling: Mutex::default(), end })
+        Ok(TableCompiler { factory, watchdog: OnceLock::new(), compiling: Mutex::default(), end })
     }
 
-    pub fn compile(&self, grammar: &Grammar) -> Result<MatcherState, String> {
+    pub fn compile(&self, grammar: &Grammar) -> Result<MatcherState, CompileError> {
         let source = source(grammar)?;
         let _alone = lock(&self.compiling);
+        let watchdog = self.watchdog()?;
         let compiled = thread::scope(|scope| {
             let builder = thread::Builder::new().name("kvant-grammar".to_string()).stack_size(STACK);
             let compiling = builder.spawn_scoped(scope, || Matcher::new(self.factory.create_parser(source)));
@@ -97,21 +98,26 @@ impl TableCompiler {
         });
         let matcher = match compiled {
             Ok(Ok(matcher)) => matcher,
-            Ok(Err(_)) => return Err("its compilation has panicked".to_string()),
-            Err(error) => return Err(format!("no thread to compile it: {error}")),
+            Ok(Err(_)) => return Err("its compilation has panicked".to_string().into()),
+            Err(error) => return Err(CompileError::NoThread(error)),
         };
         match matcher.get_error() {
-            None => Ok(MatcherState {
-                matcher: matcher.into_cancellable(),
-                watchdog: Arc::clone(&self.watchdog),
-                end: self.end,
-            }),
+            None => Ok(MatcherState { matcher: matcher.into_cancellable(), watchdog, end: self.end }),
             Some(error) => {
                 let reason = message(&error);
                 // Only a grammar has places that its author knows.
-                Err(if matches!(grammar, Grammar::Lark(_)) { reason } else { without_place(&reason).to_string() })
+                let reason = if matches!(grammar, Grammar::Lark(_)) { &reason } else { without_place(&reason) };
+                Err(reason.to_string().into())
             }
         }
+    }
+
+    fn watchdog(&self) -> Result<Arc<Watchdog>, CompileError> {
+        if let Some(watchdog) = self.watchdog.get() {
+            return Ok(Arc::clone(watchdog));
+        }
+        let watchdog = Arc::new(Watchdog::start().map_err(CompileError::NoThread)?);
+        Ok(Arc::clone(self.watchdog.get_or_init(|| watchdog)))
     }
 }
 

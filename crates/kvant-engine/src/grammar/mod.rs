@@ -18,7 +18,7 @@ mod schema;
 #[cfg(feature = "grammar")]
 mod watchdog;
 
-use std::{fmt, sync::Arc};
+use std::{fmt, io, sync::Arc};
 
 use kvant_models::Tokenizer;
 
@@ -122,11 +122,26 @@ impl Compiler {
 
     /// Compiles a grammar.
     pub fn compile(self: &Arc<Compiler>, grammar: &Grammar) -> Result<CompiledGrammar, SubmitError> {
-        let compiled = grammar.check().and_then(|()| self.0.compile(grammar));
+        let compiled = grammar.check().map_err(CompileError::Invalid).and_then(|()| self.0.compile(grammar));
         match compiled {
             Ok(start) => Ok(CompiledGrammar { compiler: Arc::clone(self), start }),
-            Err(reason) => Err(invalid(reason)),
+            Err(CompileError::Invalid(reason)) => Err(invalid(reason)),
+            Err(CompileError::NoThread(error)) => Err(SubmitError::NoThread { reason: error.to_string() }),
         }
+    }
+}
+
+/// Why a grammar is not compiled.
+#[derive(Debug)]
+pub(crate) enum CompileError {
+    Invalid(String),
+    #[cfg_attr(not(feature = "grammar"), expect(dead_code, reason = "nothing is compiled"))]
+    NoThread(io::Error),
+}
+
+impl From<String> for CompileError {
+    fn from(reason: String) -> CompileError {
+        CompileError::Invalid(reason)
     }
 }
 

@@ -6,7 +6,13 @@ use serde_json::{Value, json};
 /// A tokenizer of SentencePiece's kind for the shipped model's ids: words begin with ▁, which the first word of a text
 /// loses, and all bytes are tokens, with ids that the model finds probable. `▁Hello` is 3, `▁world` 4, byte 0 is 259.
 pub fn words() -> Tokenizer {
+    words_with(&[], &[])
+}
+
+/// [`words`], in which 5 and the ids after it are special tokens, and then tokens of texts.
+pub fn words_with(marks: &[&str], texts: &[&str]) -> Tokenizer {
     let mut vocabulary: Vec<String> = ["<pad>", "<eos>", "<bos>", "▁Hello", "▁world"].map(str::to_string).to_vec();
+    vocabulary.extend(marks.iter().chain(texts).map(|text| text.replace(' ', "▁")));
     vocabulary.extend((vocabulary.len()..259).map(|id| format!("▁w{id}")));
     vocabulary.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));
     vocabulary.extend((vocabulary.len()..4096).map(|id| format!("▁w{id}")));
@@ -14,7 +20,7 @@ pub fn words() -> Tokenizer {
         json!({"id": id, "content": vocabulary[id], "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": true})
     };
-    let added: Vec<Value> = (0..3).map(special).collect();
+    let added: Vec<Value> = (0..3).chain(5..5 + marks.len()).map(special).collect();
     let vocabulary: serde_json::Map<String, Value> =
         vocabulary.iter().enumerate().map(|(id, token)| (token.clone(), json!(id))).collect();
     let space = json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "});

@@ -2,7 +2,7 @@
 
 use indexmap::IndexMap;
 
-use super::{FunctionCall, JsonValue, ReplyFormat};
+use super::{FunctionCall, JsonValue, ReplyFormat, stop::partial_end};
 
 /// Nested deeper, arguments are refused.
 const MOST_DEPTH: usize = 64;
@@ -48,7 +48,7 @@ pub fn parse_cut(
     }
     let text = text.trim_start();
     match format {
-        ReplyFormat::Gemma4 => None,
+        ReplyFormat::Gemma4 => gemma_cut(functions, text),
         ReplyFormat::Harmony => Some(Some(FunctionCall { name: name?, arguments: value_of(text).into() })),
         ReplyFormat::Mistral if !text.starts_with(['[', '{']) => match text.split_once("[ARGS]") {
             Some((name, arguments)) => {
@@ -143,6 +143,20 @@ fn gemma(text: &str) -> Option<FunctionCall> {
     reader.rest.trim().is_empty().then(|| FunctionCall { name: name.trim().to_string(), arguments })
 }
 
+/// The beginning of `call:name{…`, with its arguments so far as JSON.
+fn gemma_cut(functions: &[String], text: &str) -> Option<Option<FunctionCall>> {
+    let Some(call) = text.strip_prefix("call:") else { return "call:".starts_with(text).then_some(None) };
+    let Some(place) = call.find('{') else { return Some(None) };
+    let (name, arguments) = call.split_at(place);
+    let name = name.trim();
+    if !functions.iter().any(|known| known == name) {
+        return None;
+    }
+    let (mut reader, mut json) = (Gemma { rest: arguments }, String::new());
+    reader.value_so_far(&mut json, 0)?;
+    Some(Some(FunctionCall { name: name.to_string(), arguments: json.into() }))
+}
+
 struct Gemma<'a> {
     rest: &'a str,
 }
@@ -196,6 +210,83 @@ impl<'a> Gemma<'a> {
         JsonValue::parse(word).ok().or_else(|| (!word.is_empty()).then(|| word.into()))
     }
 
+    /// Adds the JSON of a value that may end anywhere. Whether it is whole; `None` if it is none.
+    fn value_so_far(&mut self, json: &mut String, depth: usize) -> Option<bool> {
+        if depth > MOST_DEPTH {
+            return None;
+        }
+        let is_object = self.take("{");
+        if is_object || self.take("[") {
+            let (open, close) = if is_object { ('{', "}") } else { ('[', "]") };
+            json.push(open);
+            let mut is_first = true;
+            while !self.take(close) {
+                if !is_first && !self.take(",") {
+                    return self.rest.trim().is_empty().then_some(false);
+                }
+                if self.rest.trim().is_empty() {
+                    return Some(false);
+                }
+                if !is_first {
+                    json.push(',');
+                }
+                is_first = false;
+                if is_object && !self.key_so_far(json)? || !self.value_so_far(json, depth + 1)? {
+                    return Some(false);
+                }
+            }
+            json.push_str(close);
+            return Some(true);
+        }
+        if self.take(Self::QUOTE) {
+            return Some(self.quoted_so_far(json));
+        }
+        let word = self.until(|c| matches!(c, ',' | '}' | ']'));
+        let is_whole = !self.rest.is_empty();
+        // A word that is cut can become a mark or a number.
+        if is_whole {
+            json.push_str(&JsonValue::parse(word).unwrap_or_else(|_| word.into()).to_string());
+        } else if word.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b)) {
+            json.push_str(word);
+        }
+        Some(is_whole)
+    }
+
+    fn key_so_far(&mut self, json: &mut String) -> Option<bool> {
+        if self.take(Self::QUOTE) {
+            let is_whole = self.quoted_so_far(json);
+            json.push_str(if is_whole { ":" } else { "" });
+            return if is_whole && !self.take(":") {
+                self.rest.trim().is_empty().then_some(false)
+            } else {
+                Some(is_whole)
+            };
+        }
+        let key = self.until(|c| matches!(c, ':' | '}' | '{'));
+        if self.rest.is_empty() {
+            return Some(false);
+        }
+        json.push_str(&JsonValue::from(key).to_string());
+        json.push(':');
+        self.take(":").then_some(true)
+    }
+
+    /// Adds a text after its first mark. Whether its last mark has come.
+    fn quoted_so_far(&mut self, json: &mut String) -> bool {
+        let (text, is_whole) = match self.quoted() {
+            Some(text) => (text, true),
+            None => {
+                let keep = partial_end(self.rest, [Self::QUOTE].into_iter());
+                let text = self.rest[..self.rest.len() - keep].to_string();
+                self.rest = "";
+                (text, false)
+            }
+        };
+        let quoted = JsonValue::from(text.as_str()).to_string();
+        json.push_str(if is_whole { &quoted } else { quoted.strip_suffix('"').unwrap_or(&quoted) });
+        is_whole
+    }
+
     fn quoted(&mut self) -> Option<String> {
         let (text, rest) = self.rest.split_once(Self::QUOTE)?;
         self.rest = rest;
@@ -208,6 +299,29 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    /// Whatever the place of the cut, the arguments so far are a beginning of the whole ones.
+    #[test]
+    fn arguments_of_gemma_that_are_cut() {
+        let text = "call:f{a:1.5,b:[true,<|\"|>x \"é\", {y}<|\"|>],c:{d:<|\"|><|\"|>},<|\"|>e f<|\"|>:null}";
+        let whole = gemma(text).unwrap().arguments.to_string();
+        assert_eq!(whole, r#"{"a":1.5,"b":[true,"x \"é\", {y}"],"c":{"d":""},"e f":null}"#);
+        let mut longest = 0;
+        for cut in (0..text.len()).filter(|&cut| text.is_char_boundary(cut)) {
+            let functions = ["f".to_string()];
+            let found = parse_cut(ReplyFormat::Gemma4, None, &functions, &text[..cut]);
+            let call = found.unwrap_or_else(|| panic!("{:?} is content", &text[..cut]));
+            assert_eq!(call.is_some(), cut > "call:f".len(), "{:?}", &text[..cut]);
+            let Some(call) = call else { continue };
+            let so_far = call.arguments.as_str().unwrap();
+            assert!(call.name == "f" && whole.starts_with(so_far), "{:?}: {so_far}", &text[..cut]);
+            longest = longest.max(so_far.len());
+        }
+        assert!(longest > whole.len() - 3);
+        for text in ["call:g{a:", "cold:f{", "call:f{a:{{", &format!("call:f{}", "{a:".repeat(9999))] {
+            assert_eq!(parse_cut(ReplyFormat::Gemma4, None, &["f".to_string()], text), None, "{text}");
+        }
+    }
 
     #[test]
     fn arguments_of_gemma() {

@@ -86,3 +86,15 @@ async fn errors_have_anthropics_form() {
     let unknown = post(chat_router(), PATH, and(hello(), json!({"model": "other"}))).await;
     assert_eq!(unknown.json()["error"]["type"], "not_found_error");
 }
+
+/// Clients that let the server keep a conversation send all of it after this answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn threads_are_refused_in_words_that_clients_know() {
+    for thread in [json!({"type": "create"}), json!({"type": "continue", "previous_message_id": "msg_1"})] {
+        let answer = post(chat_router(), PATH, and(hello(), json!({"thread": thread}))).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        let details = &answer.json()["error"]["details"];
+        assert_eq!(*details, json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]}));
+    }
+    post(chat_router(), PATH, and(hello(), json!({"thread": null}))).await.ok();
+}

@@ -158,6 +158,45 @@ async fn a_request_of_codex() {
     assert_eq!(post(strict_router(), "/v1/responses", body).await.refused(), "text.verbosity");
 }
 
+/// The forms that Open WebUI sends, as its public source describes them: chats, titles and other tasks, tools in two
+/// steps, and the same by Ollama's API.
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_of_open_webui() {
+    assert_eq!(get(chat_router(), "/v1/models").await.ok()["data"][0]["id"], NAME);
+    let system = json!({"role": "system", "content": "User Context:\n\nVec"});
+    let user = json!({"role": "user", "content": [{"type": "text", "text": "Vec"}]});
+    let chat = json!({
+        "model": NAME, "stream": true, "messages": [system, user], "stream_options": {"include_usage": true},
+        "temperature": 0.8, "top_p": 0.9, "max_tokens": 4, "frequency_penalty": 0.1, "presence_penalty": 0.0,
+        "seed": 3, "stop": ["###"], "logit_bias": {}, "reasoning_effort": "low", "min_p": 0.05, "top_k": 40,
+    });
+    let chunks = post(chat_router(), CHAT, chat.clone()).await.chunks();
+    assert_eq!(chunks.last().unwrap()["usage"]["completion_tokens"], 4);
+    let task = json!({"model": NAME, "messages": messages(), "stream": false, "max_completion_tokens": 4});
+    post(chat_router(), CHAT, task).await.ok();
+
+    let parameters = json!({"type": "object", "properties": {"city": {"type": "string", "description": "City"}},
+        "required": ["city"]});
+    let tools =
+        json!([{"type": "function", "function": {"name": "weather", "description": "W", "parameters": parameters}}]);
+    let call = json!({"index": 0, "id": "call_1", "type": "function",
+        "function": {"name": "weather", "arguments": "{\"city\": \"Rome\"}"}});
+    let turns = json!([user, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}]);
+    let body = and(chat, json!({"messages": turns, "tools": tools}));
+    assert!(post(chat_router(), CHAT, body).await.chunks().len() > 2);
+
+    let options = json!({"temperature": 0.8, "top_p": 0.9, "num_predict": 4, "num_ctx": 512, "repeat_penalty": 1.1,
+        "seed": 3, "stop": ["###"], "use_mmap": true, "num_thread": 2});
+    let call = json!({"function": {"name": "weather", "arguments": {"city": "Rome"}}});
+    let turns = json!([{"role": "user", "content": "Vec"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny"}]);
+    let body = json!({"model": format!("{NAME}:latest"), "messages": turns, "options": options, "stream": true,
+        "tools": tools, "keep_alive": "5m", "think": false});
+    let answer = post(chat_router(), "/api/chat", body).await;
+    assert!(answer.status == StatusCode::OK && answer.text.contains("\"done\":true"), "{}", answer.text);
+}
+
 /// Every chunk of a stream has the usage so far, for clients that measure.
 #[tokio::test(flavor = "multi_thread")]
 async fn usage_in_every_chunk() {

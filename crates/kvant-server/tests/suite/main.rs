@@ -10,6 +10,7 @@ mod fields;
 mod lifecycle;
 mod models;
 mod ollama;
+mod own_calls;
 mod responses;
 mod round_trips;
 mod structured;
@@ -35,7 +36,7 @@ use kvant_models::{Model, Pooling, Tokenizer, chat::ChatTemplate};
 use kvant_server::{Server, ServerOptions};
 use serde_json::{Value, json};
 use tower::ServiceExt;
-use words::words;
+use words::{words, words_with};
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-cli/model");
 const NAME: &str = "rustdoc-11m";

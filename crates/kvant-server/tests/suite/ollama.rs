@@ -81,3 +81,27 @@ async fn forms_and_errors() {
     }
     assert_eq!(post(router(), "/api/chat", json!({"model": "llama3"})).await.status, StatusCode::NOT_FOUND);
 }
+
+/// The form that the package ollama-ai-provider-v2 sends: a limit of its own, and OpenAI's choice of tools.
+#[tokio::test(flavor = "multi_thread")]
+async fn choices_of_tools_and_limits() {
+    let parameters = json!({"$schema": "http://json-schema.org/draft-07/schema#", "type": "object",
+        "properties": {"x": {"enum": [7]}}, "required": ["x"], "additionalProperties": false});
+    let tools = json!([{"type": "function", "function": {"name": "f", "description": "F.", "parameters": parameters}}]);
+    let call = json!({"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"x": 7}}});
+    let messages = json!([
+        {"role": "user", "content": "Vec"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]);
+    let body = json!({"messages": messages, "tools": tools, "think": false, "stream": false, "max_output_tokens": 3,
+        "options": {"temperature": 1}});
+    let ask = |more: Value| post(chat_router(), "/api/chat", and(body.clone(), more));
+    let free = ask(json!({"tool_choice": "auto"})).await.ok();
+    assert!(free["eval_count"].as_u64().unwrap() <= 3, "{free}");
+    let forced = ask(json!({"tool_choice": "required", "max_output_tokens": 200})).await.ok();
+    assert_eq!(forced["message"]["tool_calls"][0]["function"], json!({"name": "f", "arguments": {"x": 7}}), "{forced}");
+    let refused = ask(json!({"tool_choice": "some"})).await;
+    assert_eq!(refused.status, StatusCode::BAD_REQUEST);
+    assert!(refused.text.contains("tool_choice"), "{}", refused.text);
+}

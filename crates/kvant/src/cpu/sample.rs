@@ -156,7 +156,8 @@ impl Draw {
             });
             match reached {
                 Some(last) => (keep, cut) = (last + 1, true),
-                None if !complete => return None,
+                // The candidates that min_p keeps are all selected, and top_p keeps more.
+                None if !complete && p.last().is_none_or(|&p| p >= self.how.min_p) => return None,
                 None => {}
             }
         }

@@ -1,0 +1,160 @@
+//! Calls of functions in grammars: the marks of families, and pieces in Lark's syntax.
+
+use kvant_engine::Grammar;
+use kvant_models::chat::{JsonValue, ReplyFormat};
+use serde_json::{Value, json};
+
+use crate::serving::Serving;
+
+/// The marks in a family's answers.
+pub(crate) struct Marks {
+    /// Before and after thoughts.
+    pub thoughts: Option<(&'static [&'static str], &'static str)>,
+    /// Before and after a call.
+    pub call: Option<[&'static [&'static str]; 2]>,
+}
+
+impl Marks {
+    pub fn of(family: ReplyFormat) -> Marks {
+        match family {
+            ReplyFormat::Hermes => Marks {
+                thoughts: Some((&["<think>"], "</think>")),
+                call: Some([&["<tool_call>", "\n"], &["\n", "</tool_call>"]]),
+            },
+            ReplyFormat::Mistral => {
+                let thoughts: (&[&str], &str) = (&["[THINK]"], "[/THINK]");
+                Marks { thoughts: Some(thoughts), call: Some([&["[TOOL_CALLS]", "["], &["]"]]) }
+            }
+            ReplyFormat::Llama3 => Marks { thoughts: None, call: Some([&[], &[]]) },
+            ReplyFormat::Gemma4 => Marks {
+                thoughts: Some((&["<|channel>", "thought\n"], "<channel|>")),
+                call: Some([&["<|tool_call>"], &["<tool_call|>"]]),
+            },
+            _ => Marks { thoughts: None, call: None },
+        }
+    }
+}
+
+/// A mark in a grammar: a special token, or text.
+pub(crate) fn mark(app: &Serving, name: &str) -> String {
+    special(app, name).unwrap_or_else(|| literal(name))
+}
+
+/// The special token of a name.
+pub(crate) fn special(app: &Serving, name: &str) -> Option<String> {
+    let tokenizer = app.model.engine.tokenizer();
+    let ids = tokenizer.encode(name, false).ok()?;
+    let is_special = ids.len() == 1 && tokenizer.decode(&ids).is_ok_and(|text| text.is_empty());
+    is_special.then(|| format!("<[{}]>", ids[0]))
+}
+
+/// Text in a grammar.
+pub(crate) fn literal(text: &str) -> String {
+    Value::from(text).to_string().replace('\u{7f}', "\\u007f")
+}
+
+/// Text without a mark, as a terminal. Text never has a special token.
+pub(crate) fn without(app: &Serving, mark: &str) -> String {
+    if special(app, mark).is_some() {
+        return "/(?s:.*)/".to_string();
+    }
+    format!("/(?s:.*)/ & ~/(?s:.*){}(?s:.*)/", escaped(mark))
+}
+
+/// A regular expression of a text.
+pub(crate) fn escaped(text: &str) -> String {
+    let is_meta = |c: &char| "[](){}.*+?^$|\\/".contains(*c);
+    text.chars().flat_map(|c| is_meta(&c).then_some('\\').into_iter().chain([c])).collect()
+}
+
+/// Whether the arguments of a function must be as its schema says.
+pub(crate) fn is_strict(function: &JsonValue) -> bool {
+    function["strict"] == true
+}
+
+/// The call of a function as JSON, with arguments of a schema.
+pub(crate) fn call(function: &JsonValue, key: &str, schema: JsonValue) -> String {
+    let name = format!("{{\"name\": {}, \"{key}\": ", function["name"]);
+    format!("{} {} {}", literal(&name), json_rule(schema), literal("}"))
+}
+
+/// The schema of a function's arguments, which are an object. A function without parameters has no arguments.
+pub(crate) fn parameters(function: &JsonValue) -> JsonValue {
+    match &function["parameters"] {
+        JsonValue::Null => json!({"type": "object", "properties": {}, "additionalProperties": false}).into(),
+        JsonValue::Object(fields) if fields.contains_key("type") => JsonValue::Object(fields.clone()),
+        JsonValue::Object(fields) => {
+            let mut schema = JsonValue::from(json!({"type": "object"}));
+            schema.as_object_mut().into_iter().for_each(|all| all.extend(fields.clone()));
+            schema
+        }
+        other => other.clone(),
+    }
+}
+
+/// A grammar as a part of another one.
+pub(crate) fn rule(grammar: &Grammar) -> String {
+    match grammar {
+        Grammar::JsonSchema(schema) => json_rule(JsonValue::parse(schema).unwrap_or_default()),
+        Grammar::Regex(regex) => format!("%lark {{\nstart: {}\n}}", regex_rule(regex)),
+        Grammar::Lark(lark) => format!("%lark {{\n{lark}\n}}"),
+        _ => json_rule(json!({"type": "object"}).into()),
+    }
+}
+
+/// A regular expression between slashes. Slashes in it are escaped, also those that are already.
+fn regex_rule(regex: &str) -> String {
+    // Two slashes begin a comment.
+    if regex.is_empty() {
+        return "\"\"".to_string();
+    }
+    let (mut out, mut is_escaped) = ("/".to_string(), false);
+    for c in regex.chars() {
+        match c {
+            '/' if !is_escaped => out += "\\/",
+            '\n' => out += if is_escaped { "n" } else { "\\n" },
+            c => out.push(c),
+        }
+        is_escaped = c == '\\' && !is_escaped;
+    }
+    out + "/"
+}
+
+pub(crate) fn json_rule(schema: JsonValue) -> String {
+    // `true` allows everything.
+    let mut schema = if schema == true { json!({}).into() } else { schema };
+    if schema.is_object() {
+        schema["x-guidance"] = json!({"whitespace_pattern": Grammar::WHITESPACE}).into();
+    }
+    format!("%json {schema}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slashes_of_regular_expressions() {
+        for (regex, rule) in [
+            ("a/b", r"/a\/b/"),
+            (r"a\/b", r"/a\/b/"),
+            (r"a\\/b", r"/a\\\/b/"),
+            (r"[/\d]", r"/[\/\d]/"),
+            ("a\nb", r"/a\nb/"),
+            ("", "\"\""),
+        ] {
+            assert_eq!(regex_rule(regex), rule);
+        }
+    }
+
+    #[test]
+    fn arguments_are_an_object() {
+        let schema = |function: Value| parameters(&function.into()).to_string();
+        let none = r#"{"type":"object","properties":{},"additionalProperties":false}"#;
+        assert_eq!(schema(json!({"name": "f"})), none);
+        assert_eq!(schema(json!({"name": "f", "parameters": null})), none);
+        assert_eq!(schema(json!({"parameters": {}})), r#"{"type":"object"}"#);
+        let any = json!({"parameters": {"anyOf": [{"required": ["a"]}]}});
+        assert_eq!(schema(any), r#"{"type":"object","anyOf":[{"required":["a"]}]}"#);
+    }
+}

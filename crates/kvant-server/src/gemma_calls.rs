@@ -1,0 +1,307 @@
+//! Calls of Gemma 4 in grammars: `call:name{key:value,…}`, keys without quotes, texts between `<|"|>`.
+
+use std::collections::HashMap;
+
+use kvant_models::chat::JsonValue;
+use serde_json::json;
+
+use crate::{
+    calls::{escaped, json_rule, literal, mark},
+    serving::Serving,
+};
+
+/// The mark around texts.
+const QUOTE: &str = "<|\"|>";
+/// The largest number of elements that `minItems` and `maxItems` can name.
+const MAX_ITEMS: u64 = 1000;
+/// Keywords that say nothing about values, or are read elsewhere.
+const ANNOTATIONS: [&str; 12] = [
+    "$comment",
+    "$defs",
+    "$id",
+    "$schema",
+    "default",
+    "definitions",
+    "deprecated",
+    "description",
+    "examples",
+    "readOnly",
+    "title",
+    "writeOnly",
+];
+const NUMBERS: [&str; 5] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"];
+/// The formats that grammars of JSON enforce.
+const FORMATS: [&str; 10] =
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
+
+/// A rule, or the keyword of a schema that this form cannot enforce.
+type Enforced<T> = Result<T, String>;
+
+/// The rules of calls.
+pub(crate) struct GemmaCalls {
+    quote: String,
+    rules: Vec<String>,
+    /// The schema of all arguments of the current function, and the rules of the references in it.
+    root: JsonValue,
+    references: HashMap<String, String>,
+    names: usize,
+}
+
+/// Whether the form enforces a schema.
+pub(crate) fn is_enforceable(schema: &JsonValue) -> bool {
+    let mut form = GemmaCalls::of(literal(QUOTE));
+    form.arguments(schema).is_ok()
+}
+
+impl GemmaCalls {
+    pub fn new(app: &Serving) -> GemmaCalls {
+        GemmaCalls::of(mark(app, QUOTE))
+    }
+
+    fn of(quote: String) -> GemmaCalls {
+        let (root, references) = (JsonValue::Null, HashMap::new());
+        GemmaCalls { quote, rules: Vec::new(), root, references, names: 0 }
+    }
+
+    /// The call of a function with arguments of a schema.
+    pub fn call(&mut self, name: &JsonValue, schema: &JsonValue) -> Enforced<String> {
+        let (rules, names) = (self.rules.len(), self.names);
+        let arguments = self.arguments(schema).inspect_err(|_| {
+            self.rules.truncate(rules);
+            self.names = names;
+        })?;
+        Ok(format!("{} {arguments}", begin(name)))
+    }
+
+    /// The call of a function with any arguments.
+    pub fn free_call(&self, name: &JsonValue) -> String {
+        format!("{} any_object", begin(name))
+    }
+
+    /// The rules of all calls.
+    pub fn rules(self) -> Vec<String> {
+        let quote = &self.quote;
+        let text = format!("/(?s:.*)/ & ~/(?s:.*){}(?s:.*)/", escaped(QUOTE));
+        let number = json_rule(json!({"type": "number"}).into());
+        let shared = [
+            "any: any_text | any_number | \"true\" | \"false\" | \"null\" | any_object | any_list".to_string(),
+            format!("any_text: {quote} TEXT {quote}\nTEXT: {text}"),
+            format!("any_number: {number}"),
+            "any_object: \"{\" (any_field (\",\" any_field)*)? \"}\"".to_string(),
+            "any_field: /[A-Za-z0-9_.-]{1,64}/ \":\" any".to_string(),
+            "any_list: \"[\" (any (\",\" any)*)? \"]\"".to_string(),
+        ];
+        self.rules.into_iter().chain(shared).collect()
+    }
+
+    fn arguments(&mut self, schema: &JsonValue) -> Enforced<String> {
+        self.root = schema.clone();
+        self.references.clear();
+        self.value(schema)
+    }
+
+    /// Adds a rule, and returns its name.
+    fn rule(&mut self, body: &str) -> String {
+        let name = self.new_name();
+        self.rules.push(format!("{name}: {body}"));
+        name
+    }
+
+    fn new_name(&mut self) -> String {
+        self.names += 1;
+        format!("value_{}", self.names)
+    }
+
+    /// The rule of a value.
+    fn value(&mut self, schema: &JsonValue) -> Enforced<String> {
+        let fields = match schema {
+            JsonValue::Object(fields) => fields,
+            other if *other == true => return Ok("any".to_string()),
+            _ => return Err("false".to_string()),
+        };
+        if let Some(JsonValue::String(path)) = fields.get("$ref") {
+            only(schema, &["$ref"])?;
+            return self.reference(path);
+        }
+        if let Some(value) = fields.get("const") {
+            only(schema, &["const", "type"])?;
+            return self.literal(value);
+        }
+        if let Some(JsonValue::Array(values)) = fields.get("enum") {
+            only(schema, &["enum", "type"])?;
+            let values = values.iter().map(|value| self.literal(value)).collect::<Enforced<Vec<_>>>()?;
+            return Ok(self.rule(&values.join(" | ")));
+        }
+        for key in ["anyOf", "oneOf"] {
+            if let Some(JsonValue::Array(schemas)) = fields.get(key) {
+                only(schema, &[key, "type", "discriminator"])?;
+                let values = schemas.iter().map(|schema| self.value(schema)).collect::<Enforced<Vec<_>>>()?;
+                return Ok(self.rule(&values.join(" | ")));
+            }
+        }
+        match fields.get("type") {
+            Some(JsonValue::String(kind)) => self.of_kind(kind, schema),
+            Some(JsonValue::Array(kinds)) => {
+                let kinds = kinds.iter().map(|kind| self.of_kind(kind.as_str().unwrap_or_default(), schema));
+                let kinds = kinds.collect::<Enforced<Vec<_>>>()?;
+                Ok(self.rule(&kinds.join(" | ")))
+            }
+            _ if fields.contains_key("properties") => self.of_kind("object", schema),
+            _ => only(schema, &[]).map(|()| "any".to_string()),
+        }
+    }
+
+    fn of_kind(&mut self, kind: &str, schema: &JsonValue) -> Enforced<String> {
+        let of_union = ["type", "items", "properties", "required", "additionalProperties", "minLength", "maxLength"];
+        let is_union = schema["type"].as_array().is_some();
+        let check =
+            |keys: &[&str]| only(schema, &if is_union { [keys, &of_union, &NUMBERS].concat() } else { keys.to_vec() });
+        match kind {
+            "null" => check(&["type"]).map(|()| "\"null\"".to_string()),
+            "boolean" => check(&["type"]).map(|()| "(\"true\" | \"false\")".to_string()),
+            "number" | "integer" => {
+                check(&[&["type", "format"][..], &NUMBERS].concat())?;
+                let mut number = JsonValue::from(json!({"type": kind}));
+                for key in NUMBERS.iter().filter(|key| !schema[**key].is_null()) {
+                    number[*key] = schema[*key].clone();
+                }
+                Ok(self.rule(&json_rule(number)))
+            }
+            "string" => {
+                check(&["type", "format", "minLength", "maxLength"])?;
+                if schema["format"].as_str().is_some_and(|format| FORMATS.contains(&format)) {
+                    return Err("format".to_string());
+                }
+                Ok(self.text(bound(schema, "minLength")?, bound(schema, "maxLength")?))
+            }
+            "array" => {
+                check(&["type", "items", "minItems", "maxItems"])?;
+                self.list(schema)
+            }
+            "object" => {
+                check(&["type", "properties", "required", "additionalProperties"])?;
+                self.object(schema)
+            }
+            _ => Err("type".to_string()),
+        }
+    }
+
+    /// The rule of a reference within the schema.
+    fn reference(&mut self, path: &str) -> Enforced<String> {
+        if let Some(name) = self.references.get(path) {
+            return Ok(name.clone());
+        }
+        let refused = || format!("$ref: {path}");
+        let mut target = &self.root;
+        for key in path.strip_prefix("#/").ok_or_else(refused)?.split('/') {
+            let key = key.replace("~1", "/").replace("~0", "~");
+            target = target.as_object().and_then(|fields| fields.get(&key)).ok_or_else(refused)?;
+        }
+        let target = target.clone();
+        // A schema can contain itself.
+        let name = self.new_name();
+        self.references.insert(path.to_string(), name.clone());
+        let body = self.value(&target)?;
+        self.rules.push(format!("{name}: {body}"));
+        Ok(name)
+    }
+
+    fn text(&mut self, min: Option<u64>, max: Option<u64>) -> String {
+        if (min, max) == (None, None) {
+            return "any_text".to_string();
+        }
+        let (min, max) = (min.unwrap_or(0), max.map(|max| max.to_string()).unwrap_or_default());
+        let name = self.new_name();
+        let (terminal, quote) = (name.to_uppercase(), &self.quote);
+        self.rules.push(format!("{name}: {quote} {terminal} {quote}"));
+        self.rules.push(format!("{terminal}: /(?s:.{{{min},{max}}})/ & ~/(?s:.*){}(?s:.*)/", escaped(QUOTE)));
+        name
+    }
+
+    fn literal(&mut self, value: &JsonValue) -> Enforced<String> {
+        match value {
+            JsonValue::String(text) if text.contains(QUOTE) => Err("enum".to_string()),
+            JsonValue::String(text) => Ok(format!("({} {} {})", self.quote, literal(text), self.quote)),
+            JsonValue::Array(_) | JsonValue::Object(_) => Err("enum".to_string()),
+            value => Ok(literal(&value.to_string())),
+        }
+    }
+
+    fn list(&mut self, schema: &JsonValue) -> Enforced<String> {
+        let item = if schema["items"].is_null() { "any".to_string() } else { self.value(&schema["items"])? };
+        let (min, max) = (bound(schema, "minItems")?.unwrap_or(0), bound(schema, "maxItems")?);
+        let more = |count: u64| count.saturating_sub(1);
+        let items = match max {
+            Some(max) if max < min => return Err("maxItems".to_string()),
+            Some(0) => String::new(),
+            max => {
+                let max = max.map(|max| more(max).to_string()).unwrap_or_default();
+                let some = format!("{item} (\",\" {item}){{{},{max}}}", more(min));
+                if min == 0 { format!("({some})?") } else { some }
+            }
+        };
+        Ok(self.rule(&format!("\"[\" {items} \"]\"")))
+    }
+
+    /// Fields in the order of their names, as the family's template writes them.
+    fn object(&mut self, schema: &JsonValue) -> Enforced<String> {
+        let Some(properties) = schema["properties"].as_object().filter(|properties| !properties.is_empty()) else {
+            return match &schema["additionalProperties"] {
+                _ if schema["required"].as_array().is_some_and(|names| !names.is_empty()) => {
+                    Err("required".to_string())
+                }
+                none if *none == false => Ok(literal("{}")),
+                JsonValue::Object(fields) if !fields.is_empty() => Err("additionalProperties".to_string()),
+                _ => Ok("any_object".to_string()),
+            };
+        };
+        let required = schema["required"].as_array().unwrap_or_default();
+        if required.iter().any(|name| name.as_str().is_none_or(|name| !properties.contains_key(name))) {
+            return Err("required".to_string());
+        }
+        let mut properties: Vec<_> = properties.iter().collect();
+        properties.sort_by_key(|(name, _)| name.to_lowercase());
+        // Two rules for each place: nothing is before it, or something is. The last place is empty.
+        let (mut first, mut later) = ("\"\"".to_string(), "\"\"".to_string());
+        for (name, schema) in properties.into_iter().rev() {
+            let field = format!("{} {}", self.key(name)?, self.value(schema)?);
+            let is_required = required.iter().any(|other| *other == name.as_str());
+            let (without_first, without_later) = match is_required {
+                true => (String::new(), String::new()),
+                false => (format!(" | {first}"), format!(" | {later}")),
+            };
+            first = self.rule(&format!("{field} {later}{without_first}"));
+            later = self.rule(&format!("\",\" {field} {later}{without_later}"));
+        }
+        Ok(self.rule(&format!("\"{{\" {first} \"}}\"")))
+    }
+
+    fn key(&self, name: &str) -> Enforced<String> {
+        let is_plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b)) && !name.is_empty();
+        match is_plain {
+            true => Ok(literal(&format!("{name}:"))),
+            false if name.contains(QUOTE) => Err("properties".to_string()),
+            false => Ok(format!("{} {} {} \":\"", self.quote, literal(name), self.quote)),
+        }
+    }
+}
+
+fn begin(name: &JsonValue) -> String {
+    literal(&format!("call:{}", name.as_str().unwrap_or_default()))
+}
+
+/// A length or count of a schema.
+fn bound(schema: &JsonValue, key: &str) -> Enforced<Option<u64>> {
+    if schema[key].is_null() {
+        return Ok(None);
+    }
+    let count = schema[key].to_string().parse().ok().filter(|count| *count <= MAX_ITEMS);
+    count.map(Some).ok_or_else(|| key.to_string())
+}
+
+/// Refuses keywords that are neither among the known ones nor annotations.
+fn only(schema: &JsonValue, known: &[&str]) -> Enforced<()> {
+    let mut keys = schema.as_object().into_iter().flatten().map(|(key, _)| key.as_str());
+    let other = keys.find(|key| !known.contains(key) && !ANNOTATIONS.contains(key) && !key.starts_with("x-"));
+    other.map_or(Ok(()), |key| Err(key.to_string()))
+}
