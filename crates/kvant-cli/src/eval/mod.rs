@@ -3,6 +3,7 @@
 mod answers;
 mod budget;
 mod cache_type;
+mod exponential;
 mod formats;
 mod measure;
 mod progress;
@@ -101,8 +102,8 @@ const DEFAULTS: [Codec; 7] = [
 
 /// Tokens of a step, and the most logits of one. A token sees only the contents of the cache, which do not depend on
 /// steps.
-const STEP_TOKENS: usize = 256;
-const STEP_LOGITS: usize = 1 << 25;
+const STEP_TOKENS: usize = 512;
+const STEP_LOGITS: usize = 1 << 26;
 
 /// The results of a cache type.
 #[derive(Clone, Serialize, Deserialize)]
