@@ -39,8 +39,8 @@ pub fn exp(x: f32) -> f32 {
     scale * (1.0 + (r + rest))
 }
 
-/// e⁻ˣ − 1 + x, without cancellation. Below x = −60 it is infinity: the product with an [`exp`] that has its least value
-/// must not count.
+/// e⁻ˣ − 1 + x, without cancellation. Below x = −60 it is infinity: its product with the least value of [`exp`] must
+/// not count.
 #[inline(always)]
 pub fn excess(x: f32) -> f32 {
     let Power { scale, r, rest } = Power::of(-x);
