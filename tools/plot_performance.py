@@ -186,7 +186,7 @@ def short_machine(record):
     machine = record["machine"]
     if "H200" in machine:
         return "NVIDIA H200"
-    for word, name in (("EPYC", "AMD EPYC (Zen 4)"), ("Xeon", "Intel Xeon")):
+    for word, name in (("Zen 3", "AMD EPYC (Zen 3)"), ("EPYC", "AMD EPYC (Zen 4)"), ("Xeon", "Intel Xeon")):
         if word in machine:
             cores = machine.split(" of an ")[0]
             return f"{cores} of an {name}"
@@ -438,6 +438,13 @@ def table_released_short(records):
     return markdown(["cache"] + models, body)
 
 
+def table_released_formats(records):
+    return markdown(
+        ["model", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
+        [[row["model"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
+          f"{row['same top token, %']:.2f} %", f"{row['perplexity']:.3f}"] for row in rows(records["accuracy-released-formats"])])
+
+
 def table_formats(records):
     return markdown(
         ["model", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token"],
@@ -619,6 +626,7 @@ TABLES = {
     "cost": table_cost,
     "released": table_released,
     "released-short": table_released_short,
+    "released-formats": table_released_formats,
     "pages-sealed": plain("accuracy-pages"),
     "formats": table_formats,
     "speed": table_speed,

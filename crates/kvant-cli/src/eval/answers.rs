@@ -187,8 +187,11 @@ impl AnswerLine {
         tokens.get(tokens.len().saturating_sub(1) / 2).copied().unwrap_or(0)
     }
 
-    /// Prints lines as a table.
-    pub fn print_all(lines: &[AnswerLine]) -> Result {
+    /// Prints lines: a table, or JSON.
+    pub fn print_all(lines: &[AnswerLine], json: bool) -> Result {
+        if json {
+            return lines.iter().try_for_each(output::json_line);
+        }
         output::text("kv           same answers   tokens to the first other   KL mean    KL p99     top-1\n")?;
         lines.iter().try_for_each(|line| {
             let same = format!("{} of {}", line.equal(), line.first_divergence.len());

@@ -4,8 +4,8 @@
 //! token. All caches, the f32 one included, advance through a window together, a few tokens at a time: the f32 logits
 //! are computed once, and only a few rows of logits are held.
 
-use kvant::{Codec, KvPool, PoolSpec};
-use kvant_models::{CacheCodecs, KvCodec, Logits, Model, PoolOptions};
+use kvant::{Codec, DType, KvPool, PoolSpec, Tensor};
+use kvant_models::{CacheCodecs, KvCodec, Model, PoolOptions};
 use rayon::prelude::*;
 
 use super::{
@@ -63,19 +63,27 @@ impl Measurement<'_> {
         for kv in types {
             candidates.push((text(kv)?, Score::default()));
         }
+        let rows = self.step_tokens.min(self.longest());
+        let out = Tensor::zeros(self.model.device(), DType::F32, &[rows, vocabulary])?;
+        let (mut exact_rows, mut rows) = (Vec::new(), Vec::new());
+        let mut weights = vec![0.0; out.elements()];
         for window in &self.windows {
             exact.clear()?;
             candidates.iter_mut().try_for_each(|(text, _)| text.clear())?;
             // The last token is predicted, but predicts nothing.
             let chunks = window[..window.len() - 1].chunks(self.step_tokens);
             for (chunk, targets) in chunks.zip(window[1..].chunks(self.step_tokens)) {
-                let logits = exact.feed(self.model, chunk, Logits::All)?;
-                let exact: Vec<Exact> = logits.par_chunks_exact(vocabulary).map(Exact::new).collect();
+                exact.feed_all(self.model, chunk, &out, &mut exact_rows)?;
+                let exact = exact_rows.par_chunks_exact(vocabulary).zip(weights.par_chunks_exact_mut(vocabulary));
+                let exact: Vec<Exact> = exact.map(|(logits, weights)| Exact::within(logits, weights)).collect();
                 for (text, score) in &mut candidates {
-                    let logits = text.feed(self.model, chunk, Logits::All)?;
-                    let rows = exact.par_iter().zip(logits.par_chunks_exact(vocabulary)).zip(targets);
-                    let compared: Vec<Comparison> =
-                        rows.map(|((exact, other), &token)| exact.compare(other, token)).collect();
+                    text.feed_all(self.model, chunk, &out, &mut rows)?;
+                    let compared: Vec<Comparison> = exact
+                        .par_iter()
+                        .zip(rows.par_chunks_exact(vocabulary))
+                        .zip(targets)
+                        .map(|((exact, other), &token)| exact.compare(other, token))
+                        .collect();
                     compared.into_iter().for_each(|of| score.add(of));
                 }
                 progress.add(chunk.len());

@@ -3,8 +3,10 @@
 mod answers;
 mod budget;
 mod cache_type;
+mod exponential;
 mod formats;
 mod measure;
+mod needles;
 mod progress;
 mod report;
 mod resume;
@@ -22,7 +24,10 @@ use kvant::Codec;
 use kvant_models::{Config, Files, PoolOptions, Tokenizer};
 use serde::{Deserialize, Serialize};
 
-use self::{answers::AnswerLine, cache_type::CacheType, measure::Measurement, progress::Progress, score::Score};
+use self::{
+    answers::AnswerLine, cache_type::CacheType, measure::Measurement, needles::NeedleLine, progress::Progress,
+    score::Score,
+};
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs},
@@ -54,6 +59,8 @@ pub struct EvalArgs {
     budget: budget::BudgetArgs,
     #[command(flatten)]
     report: report::ReportArgs,
+    #[command(flatten)]
+    needles: needles::NeedleArgs,
     /// Tokens in a window
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]
     window_tokens: u32,
@@ -66,7 +73,8 @@ pub struct EvalArgs {
     device: DeviceArgs,
     /// One JSON object per cache type: kv, tokens, nats_per_token, perplexity, kl_mean, kl_p99, top1_agreement,
     /// bytes_per_token. With --answers kv, prompt_tokens, answer_tokens, first_divergence, kl_mean, kl_p99,
-    /// top1_agreement
+    /// top1_agreement. With --needle-tokens, also one per length: kv, context_tokens, needle_probability,
+    /// needle_probability_min, pass_keys_found, pass_keys
     #[arg(long)]
     json: bool,
 }
@@ -101,8 +109,8 @@ const DEFAULTS: [Codec; 7] = [
 
 /// Tokens of a step, and the most logits of one. A token sees only the contents of the cache, which do not depend on
 /// steps.
-const STEP_TOKENS: usize = 256;
-const STEP_LOGITS: usize = 1 << 25;
+const STEP_TOKENS: usize = 512;
+const STEP_LOGITS: usize = 1 << 26;
 
 /// The results of a cache type.
 #[derive(Clone, Serialize, Deserialize)]
@@ -138,14 +146,25 @@ pub fn run(args: &EvalArgs) -> Result {
     let measurement = Measurement { model: &model, windows, step_tokens, page_tokens };
     let subject = subject(args, &measurement);
     let answers = args.answers.answers.then(|| args.answers.prompts(&model, &tokens, page_tokens));
-    if let (Some(answers), None) = (&answers, &args.report.report) {
-        let kv = if args.kv.is_empty() { defaults()[1..].to_vec() } else { args.kv.clone() };
-        let lines = answers.measure(&kv)?;
-        return if args.json { lines.iter().try_for_each(output::json_line) } else { AnswerLine::print_all(&lines) };
+    let needles = || {
+        let tokenizer = Tokenizer::load_files(&files).ok();
+        args.needles.needles(&measurement, tokenizer.as_ref())
+    };
+    if args.report.report.is_none() && (answers.is_some() || args.needles.asked()) {
+        let kv = if args.kv.is_empty() { &defaults()[..] } else { &args.kv };
+        if let Some(answers) = answers {
+            // f16, the first default, is what answers are compared with.
+            let kv = if args.kv.is_empty() { &kv[1..] } else { kv };
+            AnswerLine::print_all(&answers.measure(kv)?, args.json)?;
+        }
+        if args.needles.asked() {
+            NeedleLine::print_all(&needles::lines(kv, &needles()?)?, args.json)?;
+        }
+        return Ok(());
     }
     let lines = match (args.budget.asked(), &args.report.report) {
         (Some((bits, out)), _) => budget::run(bits, out, &args.kv, &measurement, &subject)?,
-        (None, Some(folder)) => report::run(&args.report, folder, &args.kv, &measurement, answers.as_ref(), &subject)?,
+        (None, Some(folder)) => report::run(folder, &args.kv, &measurement, &needles()?, answers.as_ref(), &subject)?,
         _ if args.kv.is_empty() => lines(&defaults(), &measurement)?,
         _ => lines(&args.kv, &measurement)?,
     };
@@ -160,11 +179,11 @@ pub fn run(args: &EvalArgs) -> Result {
 fn context(args: &EvalArgs, files: &Files) -> Result<usize> {
     let window = args.window_tokens as usize;
     if args.report.report.is_none() && !args.answers.answers {
-        return Ok(window);
+        return Ok(window.max(args.needles.longest()));
     }
     let made_for = Config::load_files(files)?.max_position_embeddings;
     if args.report.report.is_none() {
-        return Ok(args.answers.longest(made_for.unwrap_or(usize::MAX)));
+        return Ok(args.answers.longest(made_for.unwrap_or(usize::MAX)).max(args.needles.longest()));
     }
     Ok(made_for.unwrap_or(window).max(window))
 }

@@ -1,10 +1,14 @@
 //! The distance of a cache's predictions from the text, and from the predictions with an f32 cache.
 
+use std::borrow::Cow;
+
+use super::exponential::{argmax, excess, exp, sum};
+
 /// The distribution of the next token with an f32 cache, with which others are compared.
 pub struct Exact<'a> {
     logits: &'a [f32],
     /// exp(logit − max).
-    weights: Vec<f32>,
+    weights: Cow<'a, [f32]>,
     max: f64,
     /// The sum of `weights`.
     total: f64,
@@ -24,11 +28,18 @@ pub struct Comparison {
 
 impl<'a> Exact<'a> {
     pub fn new(logits: &'a [f32]) -> Exact<'a> {
+        let mut weights = vec![0.0; logits.len()];
+        let Exact { max, total, top, .. } = Exact::within(logits, &mut weights);
+        Exact { logits, weights: Cow::Owned(weights), max, total, top }
+    }
+
+    /// As [`Exact::new`], in memory for as many numbers.
+    pub fn within(logits: &'a [f32], weights: &'a mut [f32]) -> Exact<'a> {
         let top = argmax(logits);
         let max = logits[top];
-        let weights: Vec<f32> = logits.iter().map(|x| (x - max).exp()).collect();
-        let total = weights.iter().map(|&w| f64::from(w)).sum();
-        Exact { logits, weights, max: max.into(), total, top }
+        weights.iter_mut().zip(logits).for_each(|(weight, x)| *weight = exp(x - max));
+        let total = sum([weights; 3], |weight, _, _| weight);
+        Exact { logits, weights: Cow::Borrowed(weights), max: max.into(), total, top }
     }
 
     /// The most probable token.
@@ -49,19 +60,14 @@ impl<'a> Exact<'a> {
     /// Compares with other logits, where the text has `token`.
     ///
     /// With differences d = exact − other and any number c, KL = E\[d\] + ln E\[exp(−d)\]. For e = d − c and
-    /// E\[exp(−e)\] = 1 − E\[e\] + E\[exp(−e) − 1 + e\], all terms of the last sum are positive: rounding of c = E\[d\]
-    /// and of the terms to f32 changes a small divergence by little.
+    /// E\[exp(−e)\] = 1 − E\[e\] + E\[exp(−e) − 1 + e\], all terms of the last sum are positive, and of c near E\[d\]
+    /// E\[e\] is nearly 0: rounding of c and of the sums in f32 changes a small divergence by little.
     pub fn compare(&self, other: &[f32], token: u32) -> Comparison {
-        let differences = || self.logits.iter().zip(other).map(|(x, y)| x - y).zip(&self.weights);
-        let mean = |sum: f64| sum / self.total;
-        let centre = mean(differences().map(|(d, &w)| f64::from(w) * f64::from(d)).sum()) as f32;
-        let (mut rest, mut excess) = (0.0, 0.0);
-        for (d, &w) in differences() {
-            let e = d - centre;
-            rest += f64::from(w) * f64::from(e);
-            excess += f64::from(w) * f64::from(excess_of(e));
-        }
-        let (rest, excess) = (mean(rest), mean(excess));
+        let slices = [self.logits, other, &self.weights];
+        let mean = sum(slices, |x, y, weight| weight * (x - y)) / self.total;
+        let centre = mean as f32;
+        let rest = mean - f64::from(centre);
+        let excess = sum(slices, |x, y, weight| weight * excess(x - y - centre)) / self.total;
         let (ln_sum, divergence) = if excess.is_finite() {
             let ln = (excess - rest).ln_1p();
             (self.ln_sum() - f64::from(centre) + ln, rest + ln)
@@ -84,21 +90,6 @@ impl<'a> Exact<'a> {
         let terms = self.logits.iter().zip(other).map(|(&x, &y)| ln_p(x).exp() * (ln_p(x) - ln_q(y)));
         (ln_sum, terms.sum())
     }
-}
-
-/// exp(−e) − 1 + e, without cancellation.
-fn excess_of(e: f32) -> f32 {
-    if e.abs() < 0.25 {
-        e * e * (0.5 - e * (1.0 / 6.0 - e * (1.0 / 24.0 - e * (1.0 / 120.0 - e / 720.0))))
-    } else {
-        (-e).exp() - 1.0 + e
-    }
-}
-
-/// The index of the first largest value. NaN counts as larger than all numbers, so that it is visible.
-fn argmax(values: &[f32]) -> usize {
-    let beats = |a: f32, b: f32| a > b || (a.is_nan() && !b.is_nan());
-    (0..values.len()).fold(0, |best, i| if beats(values[i], values[best]) { i } else { best })
 }
 
 /// Sums over predictions.
@@ -215,10 +206,14 @@ mod tests {
     /// A token that an f32 cache excludes, and another cache prefers.
     #[test]
     fn distributions_far_from_each_other_have_a_finite_divergence() {
-        let (exact, other) = ([0.0, -300.0, 1.0], [0.0, 300.0, 1.0]);
-        let (divergence, nats) = naive(&exact, &other, 0);
-        let got = score(&exact, &other, 0);
-        assert!((got.kl_mean() / divergence - 1.0).abs() < 1e-6 && (got.nats_per_token() / nats - 1.0).abs() < 1e-6);
+        // Of the second and the third, e⁻ˣ of the token is finite in f32.
+        for (excluded, preferred) in [(-300.0, 300.0), (-150.0, -70.0), (-88.0, -1.0)] {
+            let (exact, other) = ([0.0, excluded, 1.0], [0.0, preferred, 1.0]);
+            let (divergence, nats) = naive(&exact, &other, 0);
+            let got = score(&exact, &other, 0);
+            assert!((got.kl_mean() - divergence).abs() < 1e-6 * divergence.max(1.0), "{excluded}, {preferred}");
+            assert!((got.nats_per_token() - nats).abs() < 1e-6 * nats.max(1.0), "{excluded}, {preferred}");
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A text in a cache of some type.
 
-use kvant::{KvPool, Sequence, ops::KvSide};
+use kvant::{KvPool, Sequence, Tensor, ops::KvSide};
 use kvant_models::{Logits, Model, PoolOptions};
 
 use super::{cache_type::CacheType, formats::Format, vectors};
@@ -39,6 +39,19 @@ impl CacheSequence {
     pub fn fork(&self) -> CacheSequence {
         let open = self.open.as_ref().map(Sequence::fork);
         CacheSequence { format: self.format, stored: self.stored.fork(), open }
+    }
+
+    /// Feeds tokens and reads the logits of all, row by row. `out` has room for them on the device. Its memory and that
+    /// of `rows` are used again: new memory of hundreds of megabytes for every step takes as long as to compare them.
+    pub fn feed_all(&mut self, model: &Model, tokens: &[u32], out: &Tensor, rows: &mut Vec<f32>) -> Result {
+        if self.format.is_some() {
+            *rows = self.feed(model, tokens, Logits::All)?;
+            return Ok(());
+        }
+        let out = out.rows(0..tokens.len())?;
+        model.feed_into(&mut self.stored, tokens, &out)?;
+        rows.resize(out.elements(), 0.0);
+        Ok(out.read_bytes(bytemuck::cast_slice_mut(rows))?)
     }
 
     /// Feeds tokens, and returns the logits of all or of the last one, row by row.

@@ -312,7 +312,7 @@ fn a_report_is_one_page_with_its_data() {
     assert!(answers.iter().zip(&lines).all(|(answer, line)| answer["kv"] == line["kv"]) && answers.len() == 4);
     assert_eq!(answers[0]["first_divergence"].as_array().unwrap().len(), 2);
     // The text is too short for needles.
-    assert!(data["needles"].is_null());
+    assert_eq!(data["needles"], json!([]));
     let page = read("report.html");
     assert_eq!(page.matches("<svg").count(), 6);
     for outside in ["<script", "src=", "href=", "url(", "@import", "<b>"] {
@@ -355,7 +355,7 @@ fn a_report_looks_for_needles() {
     kvant(&[&args[..], &["--needle-tokens", "1000"]].concat()).ok();
     let data: serde_json::Value =
         serde_json::from_str(&std::fs::read_to_string(out.join("report.json")).unwrap()).unwrap();
-    let needles = &data["needles"];
+    let needles = &data["needles"][0];
     assert_keys(needles, "context depths caches without");
     assert_eq!(needles["context"], 1000 - 32);
     let numbers = |list: &serde_json::Value| -> Vec<f64> {
@@ -375,4 +375,43 @@ fn a_report_looks_for_needles() {
     }
     let page = std::fs::read_to_string(out.join("report.html")).unwrap();
     assert_eq!(page.matches("<svg").count(), 7);
+}
+
+/// Lengths in one run, with a row for each cache type. A cache of 2 bits finds less than an exact one.
+#[test]
+fn needles_and_pass_keys_are_looked_for_at_several_lengths() {
+    let folder = scratch("eval_needle_lengths");
+    let (text, ids) = (folder.join("text"), folder.join("ids"));
+    let whole = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/rustdoc-valid.txt"));
+    std::fs::write(&text, &whole.unwrap()[..6000]).unwrap();
+    let args = ["eval", "--text", str(&text), "--kv", "f32,tq2", "--needle-tokens"];
+    let lines = kvant(&[&args[..], &["1000,1100", "--json"]].concat()).json();
+    assert_eq!(lines.len(), 4);
+    for (lines, tokens) in lines.chunks(2).zip([1000, 1100]) {
+        for line in lines {
+            assert_keys(line, "kv context_tokens needle_probability needle_probability_min pass_keys_found pass_keys");
+            assert_eq!(line["context_tokens"], tokens - 32);
+            let (found, of) = (line["pass_keys_found"].as_u64().unwrap(), line["pass_keys"].as_u64().unwrap());
+            assert!(found <= of && of.is_multiple_of(8) && of > 0);
+            assert!(line["needle_probability_min"].as_f64() <= line["needle_probability"].as_f64());
+        }
+        let needle = |i: usize| lines[i]["needle_probability"].as_f64().unwrap();
+        assert!(needle(1) < needle(0) - 0.01, "{lines:?}");
+    }
+    let table = kvant(&[&args[..], &["1000"]].concat()).ok();
+    assert_eq!(table.lines().count(), 3, "{table}");
+
+    let error = |more: &[&str]| kvant(&[&["eval", "--text", str(&text)], more].concat()).error();
+    let long = error(&["--needle-tokens", "10000000"]);
+    assert!(
+        long.contains("--needle-tokens must be at most the model's context") && long.contains("10000000"),
+        "{long}"
+    );
+    assert!(error(&["--needle-tokens", "500"]).contains("must be longer"));
+    assert!(error(&["--needle-tokens", "0"]).contains("needle-tokens"));
+    let budget = error(&["--needle-tokens", "1000", "--budget", "3", "--out", "x"]);
+    assert!(budget.contains("cannot be used with"), "{budget}");
+    std::fs::write(&ids, "2 17 301").unwrap();
+    let short = kvant(&["eval", "--tokens", str(&ids), "--needle-tokens", "1000"]).error();
+    assert!(short.contains("must be longer"), "{short}");
 }

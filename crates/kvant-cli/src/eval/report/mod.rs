@@ -3,7 +3,6 @@
 //! The folder gets `report.html`, which needs no other file, and `report.json` with the data of its plots.
 //! `measurements.part` keeps measurements until both are there.
 
-mod needles;
 mod page;
 mod pages;
 mod plots;
@@ -14,13 +13,14 @@ use kvant::Codec;
 use kvant_models::{CacheCodecs, KvCodec};
 use serde::{Deserialize, Serialize};
 
-use self::{needles::Needles, pages::PageData};
+use self::pages::PageData;
 use super::{
     EvalLine,
     answers::{AnswerLine, Answers},
     cache_type::CacheType,
     formats::Format,
     measure::Measurement,
+    needles::{self, Needles, PassKeys, Retrieved},
     progress::Progress,
     resume::ResumeFile,
     score::Score,
@@ -39,10 +39,6 @@ pub struct ReportArgs {
     /// continues
     #[arg(long, value_name = "DIR", conflicts_with = "budget")]
     pub report: Option<PathBuf>,
-    /// Tokens of the contexts in which --report looks for needles [default: the longest that the model was made for, or
-    /// the text if that is shorter]
-    #[arg(long, value_name = "N", requires = "report", value_parser = clap::value_parser!(u32).range(1..))]
-    needle_tokens: Option<u32>,
 }
 
 /// The data of the plots.
@@ -58,8 +54,8 @@ pub struct ReportData {
     layers: LayerData,
     /// `None` if no window fills a page.
     pages: Option<PageData>,
-    /// `None` if the text is too short.
-    needles: Option<NeedleData>,
+    /// For each length of contexts; none if the text is too short.
+    needles: Vec<NeedleData>,
     /// `None` without --answers.
     answers: Option<AnswerData>,
 }
@@ -115,6 +111,8 @@ pub struct CacheNeedles {
     kv: String,
     /// By depth.
     probabilities: Vec<f64>,
+    /// `None` without a tokenizer.
+    pass_keys: Option<PassKeys>,
 }
 
 /// A result of a long measurement.
@@ -122,7 +120,7 @@ pub struct CacheNeedles {
 enum Known {
     Cache(CacheData),
     Pages(Option<PageData>),
-    Needles(Vec<f64>),
+    Needles(Retrieved),
     Answers(Vec<AnswerLine>),
 }
 
@@ -141,10 +139,10 @@ fn caches(kv: &[CacheType], measurement: &Measurement) -> Vec<CacheType> {
 
 /// Measures, writes the report, and returns the lines of its cache types.
 pub fn run(
-    args: &ReportArgs,
     folder: &Path,
     kv: &[CacheType],
     measurement: &Measurement,
+    needles: &[Needles],
     answers: Option<&Answers>,
     subject: &str,
 ) -> Result<Vec<EvalLine>> {
@@ -164,7 +162,7 @@ pub fn run(
         caches: measured,
         layers: LayerData { kv: codec.to_string(), kl: SideNumbers { keys: every_other(0), values: every_other(1) } },
         pages: measure_pages(bits, measurement, &mut known)?,
-        needles: measure_needles(args, &caches, measurement, &mut known)?,
+        needles: needles.iter().map(|of| measure_needles(of, &caches, &mut known)).collect::<Result<_>>()?,
         answers: answers.map(|answers| measure_answers(answers, &caches, &mut known)).transpose()?,
     };
     output::replace(&folder.join("report.json"), &[serde_json::to_string_pretty(&data)?.as_bytes(), b"\n"])?;
@@ -223,16 +221,8 @@ fn measure_pages(bits: u32, measurement: &Measurement, known: &mut ResumeFile<Kn
     Ok(data)
 }
 
-/// Needles in long contexts, with an f32 cache and those of the report.
-fn measure_needles(
-    args: &ReportArgs,
-    caches: &[CacheType],
-    measurement: &Measurement,
-    known: &mut ResumeFile<Known>,
-) -> Result<Option<NeedleData>> {
-    let made_for = measurement.model.config().max_position_embeddings.unwrap_or(usize::MAX);
-    let context = args.needle_tokens.map_or(made_for, |tokens| tokens as usize);
-    let Some(needles) = Needles::new(context, measurement) else { return Ok(None) };
+/// Needles in contexts of a length, with an f32 cache and those of the report.
+fn measure_needles(needles: &Needles, caches: &[CacheType], known: &mut ResumeFile<Known>) -> Result<NeedleData> {
     let mut all = vec![CacheType::from(KvCodec::from(Codec::F32))];
     all.extend(caches.iter().filter(|&kv| *kv != all[0]).cloned().collect::<Vec<_>>());
     let key = |kv: &CacheType, with: bool| format!("needles {with} in {}: {kv:?}", needles.context());
@@ -244,15 +234,17 @@ fn measure_needles(
         known.add(&key(kv, with), Known::Needles(needles.measure(kv, with, &mut progress)?))?;
     }
     progress.finish();
-    let probabilities = |(kv, with): (&CacheType, bool)| match known.get(&key(kv, with)) {
-        Some(Known::Needles(probabilities)) => {
-            Some(CacheNeedles { kv: kv.to_string(), probabilities: probabilities.clone() })
-        }
+    let found = |(kv, with): (&CacheType, bool)| match known.get(&key(kv, with)) {
+        Some(Known::Needles(Retrieved { probabilities, pass_keys })) => Some(CacheNeedles {
+            kv: kv.to_string(),
+            probabilities: probabilities.clone(),
+            pass_keys: pass_keys.clone(),
+        }),
         _ => None,
     };
-    let mut caches: Vec<CacheNeedles> = measurements().filter_map(probabilities).collect();
+    let mut caches: Vec<CacheNeedles> = measurements().filter_map(found).collect();
     let without = caches.pop().map(|cache| cache.probabilities).unwrap_or_default();
-    Ok(Some(NeedleData { context: needles.context(), depths: needles::depths(), caches, without }))
+    Ok(NeedleData { context: needles.context(), depths: needles::depths(), caches, without })
 }
 
 /// Answers of all caches.

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{AnswerData, ReportData, plots};
+use super::{AnswerData, NeedleData, ReportData, plots};
 use crate::Result;
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:0 1em;color:#222;\
@@ -62,20 +62,35 @@ pub fn html(data: &ReportData) -> Result<String> {
         );
         section("Clipped coordinates", &about, &plots::clipped(pages)?)?;
     }
-    if let Some(needles) = &data.needles {
+    for needles in &data.needles {
         let about = format!(
             "<p>A needle is a passage of 32 tokens that is not in the context otherwise. A context of {} tokens has one \
              at each depth. At its end, the first 16 tokens of a needle are repeated: the mean probability of the 16 \
-             that follow; and what it is, with an f32 cache, in a context without needles.</p>\n",
-            needles.context
+             that follow; and what it is, with an f32 cache, in a context without needles.</p>\n{}",
+            needles.context,
+            pass_keys(needles)
         );
-        section("Retrieval", &about, &plots::needles(needles)?)?;
+        section(&format!("Retrieval from {} tokens", needles.context), &about, &plots::needles(needles)?)?;
     }
     if let Some(answers) = &data.answers {
         page += &answer_table(answers)?;
     }
     page += "</body></html>\n";
     Ok(page)
+}
+
+/// How many pass keys each cache finds; nothing if none was asked for.
+fn pass_keys(needles: &NeedleData) -> String {
+    let found = needles.caches.iter().filter_map(|cache| {
+        let keys = cache.pass_keys.as_ref()?;
+        Some(format!("{} {} of {}", escape(&cache.kv), keys.all_found(), keys.all()))
+    });
+    let found: Vec<String> = found.collect();
+    if found.is_empty() {
+        return String::new();
+    }
+    let about = "The context also gives eight people numbers of five digits. Greedy answers that are these numbers";
+    format!("<p>{about}: {}.</p>\n", found.join(", "))
 }
 
 fn answer_table(answers: &AnswerData) -> Result<String> {
