@@ -223,6 +223,10 @@ impl Model {
 
     /// Makes a pool with one layer for each model layer that has its own keys and values.
     ///
+    /// It has room for passes of [`Model::pass_tokens`] tokens of all sequences together. Where pages are sealed, a
+    /// sequence keeps what its last pass wrote in dense pages until its next step: of sequences that are fed one after
+    /// the other, feed each at most `pass_tokens / sequences` tokens at a time.
+    ///
     /// Logs a warning if the longest sequence exceeds the context that the model was made for.
     pub fn new_pool(&self, options: &PoolOptions) -> Result<KvPool> {
         let longest = options.longest;

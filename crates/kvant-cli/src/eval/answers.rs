@@ -130,9 +130,15 @@ impl Answers<'_> {
         let longest = self.prompt_tokens() + self.answer_tokens;
         let pool = sequence::pool(kv, self.model, self.prompts.len(), longest, self.page_tokens)?;
         let (mut texts, mut next) = (Vec::new(), Vec::new());
+        // The pool has room for a pass of all texts together. One that is fed alone keeps what its last pass wrote.
+        let piece = (self.model.pass_tokens() / self.prompts.len().max(1)).max(1);
         for prompt in &self.prompts {
             let mut text = CacheSequence::new(kv, &pool);
-            next.extend(text.feed(self.model, prompt, Logits::Last)?);
+            let mut last = Vec::new();
+            for piece in prompt.chunks(piece) {
+                last = text.feed(self.model, piece, Logits::Last)?;
+            }
+            next.extend(last);
             texts.push(text);
             progress.add(prompt.len());
         }

@@ -102,6 +102,17 @@ fn answers_are_compared_token_by_token() {
     assert!(lines[2]["kl_mean"].as_f64().unwrap() < 1e-4);
 }
 
+/// Sealed pages of several prompts, each as long as a pass: the pool has room for one pass of all together.
+#[test]
+fn answers_to_prompts_as_long_as_a_pass() {
+    let file = scratch("eval_long_answers").join("ids");
+    let ids: Vec<String> = (0..4 * 512).map(|i| (i * 7919 % 400 + 20).to_string()).collect();
+    std::fs::write(&file, ids.join(" ")).unwrap();
+    let args = ["eval", "--tokens", str(&file), "--answers", "--prompt-tokens", "512", "--answer-tokens", "2"];
+    let lines = kvant(&[&args[..], &["--prompts", "4", "--kv", "tq4c", "--json"]].concat()).json();
+    assert_eq!(lines[0]["first_divergence"].as_array().unwrap().len(), 4);
+}
+
 /// The held-out tokens whose loss other implementations have computed with the same weights.
 #[test]
 fn known_tokens_give_the_known_loss() {
