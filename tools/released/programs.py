@@ -1,6 +1,7 @@
 """kvant's commands on a released model, as a user runs them."""
 
 import json
+import itertools
 import os
 import re
 import subprocess
@@ -99,8 +100,11 @@ def as_sent(chat):
 class Terminal:
     """A program in a terminal of its own, by tmux."""
 
+    numbers = itertools.count()
+
     def __init__(self, command):
-        self.socket = f"kvant-{os.getpid()}"
+        # The server of the terminal before may still be ending.
+        self.socket = f"kvant-{os.getpid()}-{next(Terminal.numbers)}"
         self.run("-f", "/dev/null", "new-session", "-d", "-x", "250", "-y", "50", *command)
 
     def run(self, *arguments):
