@@ -1,7 +1,7 @@
 """kvant's commands on a released model, as a user runs them."""
 
-import json
 import itertools
+import json
 import os
 import re
 import subprocess
