@@ -35,7 +35,7 @@ pub struct EngineRequest {
     /// The same for each token of the prompt except the first. The prompt is then computed in full, without the prefix
     /// cache.
     pub prompt_logprobs: Option<usize>,
-    /// What the request is for instead of text: an embedding of its prompt. `max_tokens` must be 0.
+    /// With a pooling, the request is for an embedding of its prompt, not for text; `max_tokens` must be 0.
     pub pooling: Option<Pooling>,
     /// Ids that end the text. Default: [`Tokenizer::eos`](kvant_models::Tokenizer::eos).
     pub stop_ids: Option<Vec<u32>>,

@@ -166,8 +166,8 @@ impl Tokenizer {
         Ok(if ids.starts_with(&self.start) { ids } else { [&self.start[..], &ids].concat() })
     }
 
-    /// Converts a whole text to ids, for an embedding: as [`Tokenizer::encode_prompt`], with the tokens at the end that
-    /// the tokenizer adds there. The last token of such a text stands for all of it.
+    /// Converts a whole text to ids, for an embedding: as [`Tokenizer::encode_prompt`], followed by the tokens with
+    /// which the tokenizer ends a text. Models with last-token pooling were trained with them.
     pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode_prompt(text)?;
         if !ids.ends_with(&self.end) {

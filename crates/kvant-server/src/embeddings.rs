@@ -39,7 +39,7 @@ pub(crate) struct EmbeddingsRequest {
 #[serde(rename_all = "lowercase")]
 enum Encoding {
     Float,
-    /// Those of f32 in little-endian order.
+    /// The f32 numbers, little-endian, in base64.
     Base64,
 }
 

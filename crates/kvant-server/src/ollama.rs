@@ -142,9 +142,13 @@ impl OllamaOptions {
     }
 }
 
-/// The model of a name. Ollama's clients add a tag.
+/// The name of a model without the tag that Ollama's clients add.
+fn untagged(name: &str) -> &str {
+    name.strip_suffix(":latest").unwrap_or(name)
+}
+
 pub(crate) async fn serving(app: &Arc<App>, asked: Option<&str>) -> Result<Arc<Serving>> {
-    Serving::of(app, asked.map(|name| name.strip_suffix(":latest").unwrap_or(name))).await
+    Serving::of(app, asked.map(untagged)).await
 }
 
 fn shape(format: Option<&JsonValue>) -> Result<Shape> {
@@ -469,8 +473,7 @@ fn described(app: &App, name: &str, known: &Known) -> Value {
 
 pub(crate) async fn show(State(app): State<Arc<App>>, Json(request): Json<OllamaShow>) -> Result<Json<Value>> {
     let asked = request.model.or(request.name);
-    let asked = asked.as_deref().map(|name| name.strip_suffix(":latest").unwrap_or(name));
-    let facts = &app.models.known()[app.models.find(asked)?].facts;
+    let facts = &app.models.known()[app.models.find(asked.as_deref().map(untagged))?].facts;
     let mut capabilities = vec!["completion"];
     if facts.has_template {
         capabilities.push("tools");

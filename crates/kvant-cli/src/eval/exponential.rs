@@ -44,7 +44,7 @@ pub fn exp(x: f32) -> f32 {
 #[inline(always)]
 pub fn excess(x: f32) -> f32 {
     let Power { scale, r, rest } = Power::of(-x);
-    // Near 0, where scale = 1 and r = −x, what is left is the rest.
+    // Near 0 scale is 1 and r is −x: only the rest does not cancel.
     let others = if scale == 1.0 { 0.0 } else { scale * (1.0 + r) - 1.0 + x };
     if x < -60.0 { f32::INFINITY } else { scale * rest + others }
 }
@@ -114,7 +114,7 @@ mod tests {
             let x = (1e-9 * 1.0065f64.powi(i)).min(60.0) as f32;
             for x in [x, -x] {
                 let wide = f64::from(x);
-                // exp(−x) − 1 + x = (exp(−x) − 1) + x, of which the first term is exact to 1e-16.
+                // exp(−x) − 1 + x = (exp(−x) − 1) + x; exp_m1 is exact to 1e-16.
                 let want = if wide.abs() < 1e-4 {
                     wide * wide * (0.5 - wide / 6.0 + wide * wide / 24.0)
                 } else {

@@ -8,10 +8,7 @@ use std::{
 
 use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
-use kvant_models::{
-    LoadOptions, Model, PoolOptions, Pooling, Sampling, Tokenizer,
-    chat::{ChatTemplate, GenerationDefaults},
-};
+use kvant_models::{LoadOptions, Model, PoolOptions, Pooling, Tokenizer, chat::ChatTemplate};
 use kvant_server::{ModelFacts, Models, ServedModel, Server, ServerOptions};
 
 use super::ServeArgs;
@@ -102,7 +99,7 @@ impl OnDemand {
         let files = shipped::files(Some(&self.path))?;
         let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
         let template = ChatTemplate::load_files(&files)?;
-        let sampling = GenerationDefaults::load_files(&files)?.sampling(Sampling::usual());
+        let sampling = super::sampling(&files)?;
         let model = Model::load_files(&files, &self.device, &self.load)?;
         let engine = Engine::start(model, tokenizer, self.engine.clone())?;
         Ok(ServedModel::new(engine).template(template).sampling(sampling).pooling(self.pooling))

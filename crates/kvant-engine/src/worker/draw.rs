@@ -92,12 +92,14 @@ impl Worker {
                 submission.wait()?;
                 lock(&self.shared.stats).recorded_steps += 1;
                 let rows = (0..plan.tokens.len()).collect();
-                let hidden = decoder.hidden()?;
+                let hidden = if has_hidden { Some(decoder.hidden()?) } else { None };
                 let logits = decoder.logits()?;
                 let drawn = drawn.transpose()?;
-                for row in &plan.rows {
-                    if self.embeds(row) {
-                        self.pool_hidden(row, &hidden.rows(row.logits.clone())?)?;
+                if let Some(hidden) = hidden {
+                    for row in &plan.rows {
+                        if self.embeds(row) {
+                            self.pool_hidden(row, &hidden.rows(row.logits.clone())?)?;
+                        }
                     }
                 }
                 return Ok(Passed { rows, logits, drawn });

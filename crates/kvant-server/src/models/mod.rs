@@ -26,7 +26,7 @@ pub struct ServedModel {
     pub engine: Engine,
     /// Makes a text of a conversation. Without it, the model refuses conversations.
     pub template: Option<ChatTemplate>,
-    /// What requests use whose fields do not say otherwise. Default: [`Sampling::usual`].
+    /// The sampling parameters of requests that name none. Default: [`Sampling::usual`].
     pub sampling: Sampling,
     /// How embeddings are made. Without it, there are none.
     pub pooling: Option<Pooling>,
@@ -166,7 +166,7 @@ impl Known {
     }
 }
 
-/// A name that stands for every name that no model has.
+/// As a name: the model serves every name that no other model has.
 const ANY: &str = "*";
 
 impl Models {
@@ -246,7 +246,7 @@ pub(crate) struct Catalog {
     registry: Registry<ServedModel>,
 }
 
-/// What `/metrics` and the lists of models have of one.
+/// The state of a model in `/metrics` and in lists of models.
 pub(crate) struct Seen {
     /// `None`: it is not loaded.
     pub stats: Option<EngineStats>,

@@ -16,7 +16,7 @@ pub(super) enum Phase {
     Unloading,
 }
 
-/// What must be done after a change.
+/// An action that follows from a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     /// The request of a ticket uses the model from now on.

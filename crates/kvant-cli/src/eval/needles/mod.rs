@@ -85,7 +85,7 @@ pub struct Needles<'a> {
     measurement: &'a Measurement<'a>,
 }
 
-/// What a cache type finds.
+/// The needles and pass keys that a cache type finds.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Retrieved {
     /// The mean probability of a needle's rest, by depth.
@@ -237,7 +237,7 @@ impl PassKeys {
         self.found.len() * self.of
     }
 
-    /// Those of them that greedy answers have.
+    /// The number of keys at all depths that greedy answers have.
     pub fn all_found(&self) -> usize {
         self.found.iter().sum()
     }
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn a_pass_key_is_found_if_all_its_tokens_are_the_most_probable() {
-        // The rows of three tokens, of which the first belongs to the cue. ln 3: three times as probable.
+        // The rows of three tokens; the first token belongs to the cue. ln 3: three times as probable.
         let ln_3 = 3f32.ln();
         let logits = [9.0, 0.0, 0.0, /**/ 0.0, ln_3, 0.0, /**/ 0.0, 0.0, ln_3];
         let near = |(probability, is_greedy): (f64, bool), want: f64, is_key: bool| {
