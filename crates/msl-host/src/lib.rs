@@ -23,7 +23,7 @@
 //! | compiler, memory | [`Host`], [`Memory`] |
 //! | a source and its compiled form | [`Source`], [`Strictness`], [`Library`], [`Kernel`], [`Build`] |
 //! | a dispatch | [`Launch`], [`Buffer`], [`Access`], [`Constant`], [`Grid`], [`Schedule`], [`SumOrder`], [`Stats`] |
-//! | counting | [`Host::count`], [`Counts`], [`Chip`], [`Estimate`] |
+//! | counting | [`Host::count`], [`Counts`] |
 //! | errors | [`Error`], [`Diagnostic`] (compiling), [`Findings`], [`Finding`], [`Kind`] (running) |
 //!
 //! A source passes these stages:
@@ -51,7 +51,7 @@ mod source;
 mod spaces;
 mod toolchain;
 
-pub use count::{Bound, Chip, Counts, Estimate, Operations, Place, Traffic};
+pub use count::{Counts, Operations, SourceLine, Traffic};
 pub use error::{Diagnostic, Error, Result};
 pub use host::{Host, Memory};
 pub use launch::{Access, Buffer, Constant, Grid, Launch, Schedule, Stats, SumOrder};

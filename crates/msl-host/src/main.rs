@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use msl_host::{
-    ArgumentKind, Buffer, Build, Chip, Constant, Error, Estimate, Grid, Host, Launch, Library, Schedule, Source,
-    Strictness, SumOrder, Traffic,
+    ArgumentKind, Buffer, Build, Constant, Error, Grid, Host, Launch, Library, Schedule, Source, Strictness, SumOrder,
+    Traffic,
 };
 
 const USAGE: &str = "\
@@ -35,7 +35,7 @@ Options of run:
   --lockstep, --same-values, --reads-end, --divergence, --flush, --sums lanes|neighbours
 
 Options of count: those of run, except schedules and builds, and
-  --places N                 the N lines with the most accesses of memory (0)
+  --lines N                  the N lines with the most accesses of memory (0)
 
 The exit code is 1 if the source or the kernel has errors, or if two runs differ, and 2 if the command has.
 ";
@@ -96,7 +96,7 @@ struct Request {
     builds: Vec<Build>,
     flags: Vec<String>,
     sums: SumOrder,
-    places_shown: usize,
+    lines_shown: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -178,7 +178,7 @@ impl Request {
                 "checker" => Build::Checker,
                 _ => return Err(bad()),
             }),
-            "--places" => self.places_shown = value.parse().map_err(|_| bad())?,
+            "--lines" => self.lines_shown = value.parse().map_err(|_| bad())?,
             "--sums" => {
                 self.sums = match value {
                     "lanes" => SumOrder::Lanes,
@@ -382,14 +382,9 @@ fn count(request: &Request) -> Result<(), Stop> {
     let mut outputs = outputs(request);
     let counts = host.count(&source, &launch(request, &mut outputs))?;
     println!("{counts}");
-    for place in counts.places.iter().take(request.places_shown) {
-        let Traffic { accesses, bytes, units, .. } = place.traffic;
-        println!("{}: {} {accesses} accesses, {bytes} bytes, {units} units", place.place, place.space);
-    }
-    println!("\nThe least time of a model that no device has confirmed:");
-    for chip in Chip::ALL {
-        let Estimate { microseconds, bound } = counts.estimate(&chip);
-        println!("{:8} {microseconds:>10.2} us, bound by {bound:?}", chip.name);
+    for line in counts.lines.iter().take(request.lines_shown) {
+        let Traffic { accesses, bytes, units, .. } = line.traffic;
+        println!("{}: {} {accesses} accesses, {bytes} bytes, {units} units", line.line, line.space);
     }
     Ok(())
 }

@@ -130,7 +130,7 @@ fn ggml_vector(shape: Shape, format: &str) -> Result<Row, msl_host::Error> {
 }
 
 /// One token.
-pub fn decode(places: bool) -> Outcome {
+pub fn decode(lines: bool) -> Outcome {
     for (group, keys) in [(4, 1024), (4, 32768), (1, 1024)] {
         for d in [64, 128, 256, 512] {
             let shape = Shape { heads: group, kv_heads: 1, d, tokens: 1, keys };
@@ -145,7 +145,7 @@ pub fn decode(places: bool) -> Outcome {
             for format in ["f16", "q8_0", "q4_0"] {
                 rows.push(ggml_vector(shape, format)?);
             }
-            print(&format!("One token, {group} query heads, {keys} keys, D = {d}"), keys as f64, UNIT, &rows, places);
+            print(&format!("One token, {group} query heads, {keys} keys, D = {d}"), keys as f64, UNIT, &rows, lines);
         }
     }
     Ok(())
@@ -218,7 +218,7 @@ fn ggml_tiles(shape: Shape) -> Result<Row, msl_host::Error> {
 
 /// Prompts of 256 tokens after 256 others. So short a prompt is split to fill 38 cores; as one split, it has the counts
 /// of a long one.
-pub fn prompts(places: bool) -> Outcome {
+pub fn prompts(lines: bool) -> Outcome {
     for d in [64, 128, 256, 512] {
         let shape = Shape { heads: 2, kv_heads: 1, d, tokens: 256, keys: 512 };
         let mut rows = Vec::new();
@@ -243,7 +243,7 @@ pub fn prompts(places: bool) -> Outcome {
             pairs as f64 / 1000.0,
             "1000 pairs",
             &rows,
-            places,
+            lines,
         );
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! Counts memory accesses and instructions of the Metal kernels and of those of MLX and ggml on the same shapes, and
 //! prints tables.
 //!
-//! `cargo run -p kvant-msl --example yardstick -- [decode|prompt|linear|sample ...] [--places]`. The counts are of
+//! `cargo run -p kvant-msl --example yardstick -- [decode|prompt|linear|sample ...] [--lines]`. The counts are of
 //! msl-host's counting build; times are of its model. MLX's and ggml's kernels are downloaded on first use, to
 //! `target/foreign-kernels`.
 
@@ -36,18 +36,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     if corpus::corpus().is_none() {
         return Err("the kernels of MLX and ggml are not there".into());
     }
-    let places = asked("--places");
+    let lines = asked("--lines");
     if !any || asked("decode") {
-        attention::decode(places)?;
+        attention::decode(lines)?;
     }
     if !any || asked("prompt") {
-        attention::prompts(places)?;
+        attention::prompts(lines)?;
     }
     if !any || asked("linear") {
-        products::linear(places)?;
+        products::linear(lines)?;
     }
     if !any || asked("sample") {
-        products::sample(places)?;
+        products::sample(lines)?;
     }
     Ok(())
 }

@@ -105,18 +105,18 @@ fn ggml(rows: usize) -> Result<Row, msl_host::Error> {
 }
 
 /// Affine products: one row, few, and many.
-pub fn linear(places: bool) -> Outcome {
+pub fn linear(lines: bool) -> Outcome {
     for rows in [1, 4, 128] {
         let (kernels, counts) = ours_affine(rows)?;
         let list = [Row { name: format!("`{kernels}`, groups of {GROUP}"), counts }, mlx(rows)?, ggml(rows)?];
         let title = format!("Product of {rows} × {INPUTS} and {INPUTS} × {OUTPUTS} codes of 4 bits");
-        print(&title, (rows * OUTPUTS) as f64, "result", &list, places);
+        print(&title, (rows * OUTPUTS) as f64, "result", &list, lines);
     }
     Ok(())
 }
 
 /// Sampling from a vocabulary.
-pub fn sample(places: bool) -> Outcome {
+pub fn sample(lines: bool) -> Outcome {
     let vocab = 128 << 10;
     let (device, counter) = ours::device()?;
     let logits: Vec<f32> = (0..vocab).map(|i| ((i * 7919) % 10007) as f32 / 500.0).collect();
@@ -134,6 +134,6 @@ pub fn sample(places: bool) -> Outcome {
         })?;
         list.push(Row { name: format!("{name}: `{kernels}`"), counts });
     }
-    print(&format!("A token of {vocab}"), vocab as f64, "entry", &list, places);
+    print(&format!("A token of {vocab}"), vocab as f64, "entry", &list, lines);
     Ok(())
 }

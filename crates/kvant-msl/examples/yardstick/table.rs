@@ -1,6 +1,6 @@
 //! Tables of counts.
 
-use msl_host::{Chip, Counts};
+use msl_host::Counts;
 
 /// A row: whose kernels, and what all their launches did.
 pub struct Row {
@@ -30,28 +30,19 @@ const COLUMNS: [Column; 12] = [
 ];
 
 /// Prints rows, each count divided by `per`.
-pub fn print(title: &str, per: f64, unit: &str, rows: &[Row], places: bool) {
+pub fn print(title: &str, per: f64, unit: &str, rows: &[Row], lines: bool) {
     println!("\n**{title}**, per {unit}\n");
     let titles: Vec<&str> = COLUMNS.iter().map(|c| c.0).collect();
-    println!("| | {} | SIMD-groups | tg bytes | M2 Max, us |", titles.join(" | "));
-    println!("|---|{}", "---|".repeat(COLUMNS.len() + 3));
+    println!("| | {} | SIMD-groups | tg bytes |", titles.join(" | "));
+    println!("|---|{}", "---|".repeat(COLUMNS.len() + 2));
     for Row { name, counts } in rows {
         let numbers: Vec<String> = COLUMNS.iter().map(|c| short(c.1(counts) / per)).collect();
-        let chip = Chip::named("M2 Max").unwrap_or(Chip::ALL[0]);
-        let estimate = counts.estimate(&chip);
-        println!(
-            "| {name} | {} | {} | {} | {:.1} {:?} |",
-            numbers.join(" | "),
-            counts.simdgroups,
-            counts.threadgroup_bytes,
-            estimate.microseconds,
-            estimate.bound
-        );
+        println!("| {name} | {} | {} | {} |", numbers.join(" | "), counts.simdgroups, counts.threadgroup_bytes);
     }
-    for Row { name, counts } in rows.iter().filter(|_| places) {
+    for Row { name, counts } in rows.iter().filter(|_| lines) {
         println!("\n{name}\n{counts}");
-        for place in counts.places.iter().take(12) {
-            println!("{} {}: {:?}", place.space, place.place, place.traffic);
+        for line in counts.lines.iter().take(12) {
+            println!("{} {}: {:?}", line.space, line.line, line.traffic);
         }
     }
 }

@@ -1,7 +1,6 @@
 //! The counting build: what a launch does, in units of a GPU. See [`Host::count`].
 
 mod ir;
-mod model;
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,7 +13,6 @@ use crate::runtime::RawCounts;
 use crate::source::Source;
 
 pub(crate) use ir::{OPS, Op, Site, Table, instrument};
-pub use model::{Bound, Chip, Estimate};
 
 /// What one launch does: instructions of SIMD-groups, not of threads, unless a field says otherwise.
 ///
@@ -59,7 +57,7 @@ pub struct Counts {
     /// Of the threads of a SIMD-group, how many took part on average, from 0 to 1.
     pub active: f64,
     /// Places in the source that access device, constant or private memory, most units first.
-    pub places: Vec<Place>,
+    pub lines: Vec<SourceLine>,
 }
 
 /// Accesses of one kind of memory.
@@ -132,9 +130,9 @@ impl Operations {
 
 /// A line that accesses memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct SourceLine {
     /// As `file:line`.
-    pub place: String,
+    pub line: String,
     /// `device`, `constant`, `threadgroup` or `private`.
     pub space: &'static str,
     #[allow(missing_docs)]
@@ -169,7 +167,7 @@ impl Counts {
         }
         let op = |op: Op| ops[op as usize];
         let mut spaces = [Traffic::default(); 4];
-        let mut places: Vec<Place> = Vec::new();
+        let mut lines: Vec<SourceLine> = Vec::new();
         let library = Site { file: "simdgroup_load, simdgroup_store".into(), line: 0 };
         for (site, by_space) in table.sites.iter().chain([&library]).zip(&raw.sites) {
             for (space, t) in by_space.iter().enumerate().filter(|(_, t)| t.accesses > 0) {
@@ -178,19 +176,19 @@ impl Counts {
                 total.bytes += t.bytes;
                 total.units += t.units;
                 total.ideal += t.ideal;
-                let place = format!("{}:{}", site.file, site.line);
-                match places.iter_mut().find(|p| p.place == place && p.space == SPACES[space]) {
+                let line = format!("{}:{}", site.file, site.line);
+                match lines.iter_mut().find(|p| p.line == line && p.space == SPACES[space]) {
                     Some(p) => {
                         p.traffic.accesses += t.accesses;
                         p.traffic.bytes += t.bytes;
                         p.traffic.units += t.units;
                         p.traffic.ideal += t.ideal;
                     }
-                    None => places.push(Place { place, space: SPACES[space], traffic: *t }),
+                    None => lines.push(SourceLine { line, space: SPACES[space], traffic: *t }),
                 }
             }
         }
-        places.sort_by_key(|p| std::cmp::Reverse((p.traffic.units.max(p.traffic.accesses), p.place.clone())));
+        lines.sort_by_key(|p| std::cmp::Reverse((p.traffic.units.max(p.traffic.accesses), p.line.clone())));
         let [device, threadgroup, constant, private] = spaces;
         let n = &raw.numbers;
         Counts {
@@ -225,7 +223,7 @@ impl Counts {
                 branches: op(Op::Branch),
             },
             active: if issued == 0 { 1.0 } else { ran as f64 / (issued as f64 * 32.0) },
-            places,
+            lines,
         }
     }
 
@@ -239,8 +237,8 @@ impl Counts {
         };
         let (a, b) = (&self.operations, &other.operations);
         let (x, y) = (self.operations.sum() as f64, other.operations.sum() as f64);
-        let mut places = self.places.clone();
-        places.extend(other.places.iter().cloned());
+        let mut lines = self.lines.clone();
+        lines.extend(other.lines.iter().cloned());
         Counts {
             threads: self.threads + other.threads,
             simdgroups: self.simdgroups + other.simdgroups,
@@ -273,7 +271,7 @@ impl Counts {
                 branches: a.branches + b.branches,
             },
             active: if x + y == 0.0 { 1.0 } else { (self.active * x + other.active * y) / (x + y) },
-            places,
+            lines,
         }
     }
 

@@ -59,12 +59,12 @@ fn count_prints_counts_and_places() {
     let source = file("count.metal", TWICE);
     let numbers = (0..32).map(|n| n.to_string()).collect::<Vec<_>>().join(",");
     let input = format!("0=uint:{numbers}");
-    let arguments = ["count", "--groups", "1", "--in", &input, "--out", "1=uint:32", "--places", "1", &source, "twice"];
+    let arguments = ["count", "--groups", "1", "--in", &input, "--out", "1=uint:32", "--lines", "1", &source, "twice"];
     let (code, out, err) = msl_host(&arguments);
     assert_eq!((code, err.as_str()), (0, ""));
     let row = |name: &str| out.lines().find_map(|l| l.strip_prefix(name)?.split_whitespace().next()?.parse().ok());
     assert_eq!([row("device accesses"), row("device transactions"), row("simdgroups")], [Some(2), Some(8), Some(1)]);
-    assert!(out.contains("count.metal:3: device 2 accesses, 256 bytes, 8 units") && out.contains("M2 Max"), "{out}");
+    assert!(out.contains("count.metal:3: device 2 accesses, 256 bytes, 8 units"), "{out}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The counting build, on kernels whose counts follow from their text.
 
-use msl_host::{Buffer, Chip, Constant, Counts, Grid, Host, Launch, Source};
+use msl_host::{Buffer, Constant, Counts, Grid, Host, Launch, Source};
 
 /// Runs a kernel in `groups` threadgroups of 64 threads over 64 KiB of zeros and counts.
 fn count(text: &str, groups: u32, constants: &[(u32, Constant)]) -> Counts {
@@ -122,7 +122,7 @@ fn lanes_meet_and_constants_are_those_of_the_pipeline() {
 }
 
 #[test]
-fn matrices_count_and_bound_the_model() {
+fn matrix_products_and_accesses_are_counted() {
     let text = "kernel void k(device const half *x [[buffer(0)]], device float *y [[buffer(1)]]) {
         threadgroup half t[64];
         simdgroup_half8x8 a, b; simdgroup_float8x8 c(0);
@@ -135,8 +135,4 @@ fn matrices_count_and_bound_the_model() {
     assert_eq!((counts.device.accesses, counts.device.units), (2 * 3, 2 * (4 + 4 + 8)));
     assert_eq!(counts.threadgroup.accesses, 2);
     assert_eq!((counts.private.accesses, counts.operations.float32), (0, 0));
-    let chip = Chip::named("m1").expect("is known");
-    let estimate = counts.estimate(&chip);
-    let cycles = 2000.0 * 5.0 / 8.0;
-    assert!(estimate.microseconds >= cycles / 1278.0 && estimate.microseconds < 1.5 * cycles / 1278.0, "{estimate:?}");
 }
