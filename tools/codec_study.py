@@ -29,10 +29,10 @@ def f16(x):
         return np.asarray(x).astype(np.float16).astype(np.float64)
 
 
-def small_float(x, mantissa, least_exponent, most):
+def small_float(x, mantissa, min_exponent, most):
     """x rounded to a float of so many bits of mantissa, ties to even, and saturated."""
     exponent = np.frexp(np.where(x == 0, 1.0, x))[1] - 1
-    step = np.exp2(np.maximum(exponent, least_exponent) - mantissa)
+    step = np.exp2(np.maximum(exponent, min_exponent) - mantissa)
     return np.clip(np.rint(x / step) * step, -most, most)
 
 
@@ -94,9 +94,9 @@ def affine_parts(x, bits):
     """MLX's codes, scales and biases, before these are rounded. The edge with the larger magnitude is a code."""
     levels = 2**bits - 1
     least, most = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
-    is_least = np.abs(least) > np.abs(most)
-    scale = np.maximum((most - least) / levels, 1e-7) * np.where(is_least, 1, -1)
-    edge = np.where(is_least, least, most)
+    is_min = np.abs(least) > np.abs(most)
+    scale = np.maximum((most - least) / levels, 1e-7) * np.where(is_min, 1, -1)
+    edge = np.where(is_min, least, most)
     steps = np.rint(edge / scale)
     scale = np.where(steps != 0, edge / np.where(steps != 0, steps, 1), scale)
     bias = np.where(steps != 0, edge, 0)

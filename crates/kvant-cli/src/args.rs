@@ -168,7 +168,7 @@ struct LayerFile {
 }
 
 /// The largest file of `--kv @FILE`.
-const MOST_BYTES: u64 = 1 << 20;
+const MAX_BYTES: u64 = 1 << 20;
 
 impl<T: Into<KvCodec>> From<T> for Kv {
     fn from(kv: T) -> Kv {
@@ -187,7 +187,7 @@ impl FromStr for Kv {
         let error = |error: &dyn fmt::Display| format!("{path}: {error}");
         let mut text = String::new();
         let file = std::fs::File::open(path).map_err(|e| error(&e))?;
-        file.take(MOST_BYTES).read_to_string(&mut text).map_err(|e| error(&e))?;
+        file.take(MAX_BYTES).read_to_string(&mut text).map_err(|e| error(&e))?;
         let file: LayerFile = serde_json::from_str(&text).map_err(|e| error(&e))?;
         let codecs = file.layers.iter().map(|name| name.parse()).collect::<kvant::Result<Vec<KvCodec>>>();
         let codecs = CacheCodecs::PerLayer(codecs.map_err(|e| error(&e))?.into());

@@ -171,7 +171,7 @@ fn advice(model: &Inspection, estimate: &MemoryEstimate, free: usize, demand: &D
         ways.push(format!("--kv tq4 needs {}", output::bytes(memory.total())));
     }
     if demand.pool.sequences > 1
-        && let Some(fit) = most_sequences(model, free, demand)?
+        && let Some(fit) = max_sequences(model, free, demand)?
     {
         ways.push(format!("{fit} at once fit (--max-sequences {fit})"));
     }
@@ -185,7 +185,7 @@ fn advice(model: &Inspection, estimate: &MemoryEstimate, free: usize, demand: &D
 }
 
 /// How many sequences fit; `None` if not even one does.
-fn most_sequences(model: &Inspection, free: usize, demand: &Demand) -> Result<Option<usize>> {
+fn max_sequences(model: &Inspection, free: usize, demand: &Demand) -> Result<Option<usize>> {
     let fit = largest_below(demand.pool.sequences, |sequences| {
         Ok(model.memory(&PoolOptions { sequences, ..demand.pool.clone() }, &demand.load)?.total() <= free)
     })?;

@@ -28,10 +28,10 @@ use crate::{
 };
 
 /// Tokens of a step, unless the requests that decode are more.
-const MOST_STEP: usize = 2048;
+const MAX_STEP: usize = 2048;
 
 /// Larger numbers of requests at once are typing errors.
-const MOST_SEQUENCES: u64 = 65536;
+const MAX_SEQUENCES: u64 = 65536;
 
 /// Serve models over HTTP, for clients of OpenAI and Anthropic
 ///
@@ -86,7 +86,7 @@ pub struct ServeArgs {
     context: Option<usize>,
     /// Requests that run at once
     #[arg(long, value_name = "N", default_value_t = 16,
-          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MOST_SEQUENCES))]
+          value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_SEQUENCES))]
     max_sequences: usize,
     /// Memory for KV pages, as in 4GiB; requests wait while it is full [default: enough for all sequences at full
     /// context, or nine tenths of what the model leaves, if that suffices for one]. With several models, it is the
@@ -98,7 +98,7 @@ pub struct ServeArgs {
     host_cache: Bytes,
     /// Draft tokens that a step tries for a request, from its own text; for texts that repeat themselves, on a GPU
     #[arg(long, value_name = "N", default_value_t = 0,
-          value_parser = RangedU64ValueParser::<usize>::new().range(..=EngineOptions::MOST_DRAFTS as u64))]
+          value_parser = RangedU64ValueParser::<usize>::new().range(..=EngineOptions::MAX_DRAFTS as u64))]
     drafts: usize,
     /// How long the start may take to compile kernels and record passes for all sizes of batches, on a GPU; 0 to do
     /// that when they are needed
@@ -261,11 +261,11 @@ impl ServeArgs {
         if keys.is_empty() { Err(format!("{}: no key", path.display()).into()) } else { Ok(keys) }
     }
 
-    /// A pass of the model is a step of the engine. Steps longer than [`MOST_STEP`] would delay those who decode.
+    /// A pass of the model is a step of the engine. Steps longer than [`MAX_STEP`] would delay those who decode.
     fn load_options(&self, device: &Device, context: usize) -> LoadOptions {
         let options = self.activations.options(device);
         let decoding = self.max_sequences.saturating_mul(2 + self.drafts);
-        LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MOST_STEP)), context: Some(context), ..options }
+        LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MAX_STEP)), context: Some(context), ..options }
     }
 
     /// The longest text in tokens.

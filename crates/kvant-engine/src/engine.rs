@@ -22,9 +22,9 @@ use crate::{
 };
 
 /// The most alternatives that a request can ask for at each token.
-const MOST_LOGPROBS: usize = 100;
+const MAX_LOGPROBS: usize = 100;
 /// The most stop strings of a request, and their longest length in bytes.
-const MOST_STOPS: usize = 64;
+const MAX_STOPS: usize = 64;
 const LONGEST_STOP: usize = 1024;
 /// Bytes of stack of a thread.
 const STACK: usize = 16 << 20;
@@ -359,9 +359,9 @@ impl Handle {
             at_most("prompt_logprobs", 0, request.prompt_logprobs.map_or(0, |top| top.max(1)))?;
         }
         at_most("min_tokens", request.max_tokens, request.min_tokens)?;
-        at_most("logprobs", MOST_LOGPROBS, request.logprobs.unwrap_or(0))?;
-        at_most("prompt_logprobs", MOST_LOGPROBS, request.prompt_logprobs.unwrap_or(0))?;
-        at_most("stop", MOST_STOPS, request.stop.len())?;
+        at_most("logprobs", MAX_LOGPROBS, request.logprobs.unwrap_or(0))?;
+        at_most("prompt_logprobs", MAX_LOGPROBS, request.prompt_logprobs.unwrap_or(0))?;
+        at_most("stop", MAX_STOPS, request.stop.len())?;
         if let Some(stop) = request.stop.iter().find(|stop| !(1..=LONGEST_STOP).contains(&stop.len())) {
             let expected = format_args!("strings of 1 to {LONGEST_STOP} bytes");
             return Err(SubmitError::invalid("stop", expected, format_args!("one of {}", stop.len())));

@@ -73,7 +73,7 @@ impl Default for EngineOptions {
 
 impl EngineOptions {
     /// The largest [`EngineOptions::drafts`].
-    pub const MOST_DRAFTS: usize = 32;
+    pub const MAX_DRAFTS: usize = 32;
 
     /// Checks the options that the pages do not check. `most` is the longest text that the model can be fed.
     pub(crate) fn check(&self, context: usize, most: usize) -> kvant_models::Result<()> {
@@ -96,7 +96,7 @@ impl EngineOptions {
             }
         };
         at_most("context", most, context)?;
-        at_most("drafts", EngineOptions::MOST_DRAFTS, self.drafts)
+        at_most("drafts", EngineOptions::MAX_DRAFTS, self.drafts)
     }
 
     /// Sets [`EngineOptions::codecs`].

@@ -20,7 +20,7 @@ use std::{
 
 use flume::{Receiver, Sender};
 use kvant::{DeviceKind, KvPool, Tensor};
-use kvant_models::{BatchDecoder, Drawing, Model, Result, TokenLogprobs, Tokenizer};
+use kvant_models::{BatchDecoder, DeviceSampler, Model, Result, TokenLogprobs, Tokenizer};
 
 use crate::{
     EngineOptions, Event, Failure, FinishReason,
@@ -28,12 +28,12 @@ use crate::{
     scheduler::{EndReason, PlanRow, PoolStep, PoolStorage, Scheduler, SchedulerOptions, StepPlan, StorageError},
     text::{NewText, Output},
 };
-use overlap::Flight;
+use overlap::InFlightStep;
 pub(crate) use running::Job;
 use running::Running;
 
 /// The most tokens of a recorded pass with drafts. Each has logits, and there is a pass for each number of tokens.
-const MOST_RECORDED: usize = 128;
+const MAX_RECORDED: usize = 128;
 
 pub(crate) struct Worker {
     model: Model,
@@ -41,7 +41,7 @@ pub(crate) struct Worker {
     tokenizer: Arc<Tokenizer>,
     shared: Arc<Shared>,
     outputs: Sender<Vec<(u64, Output)>>,
-    drawing: Drawing,
+    device_sampler: DeviceSampler,
     /// The longest text in tokens.
     context: usize,
     /// Requests that run at once, and tokens of a step.
@@ -54,10 +54,10 @@ pub(crate) struct Worker {
     /// Whether a step may start before the result of the one before is known.
     overlap: bool,
     /// The step whose result is not known.
-    flight: Option<Flight>,
+    in_flight: Option<InFlightStep>,
     running: HashMap<u64, Running>,
     /// What the text thread gets at the end of a step.
-    news: Vec<(u64, Output)>,
+    pending_outputs: Vec<(u64, Output)>,
 }
 
 impl Worker {
@@ -71,8 +71,8 @@ impl Worker {
         outputs: Sender<Vec<(u64, Output)>>,
     ) -> Result<Worker> {
         let draws = options.sequences.saturating_mul(1 + options.drafts).min(options.step_tokens);
-        let drawing = Drawing::new(model.device(), draws)?;
-        let rows = options.sequences.max(draws.min(MOST_RECORDED)).min(options.step_tokens);
+        let device_sampler = DeviceSampler::new(model.device(), draws)?;
+        let rows = options.sequences.max(draws.min(MAX_RECORDED)).min(options.step_tokens);
         let decoder = BatchDecoder::new(&model, &pool, rows)?;
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
         let storage = storage.with_decoder(decoder, 1 + options.drafts);
@@ -85,16 +85,16 @@ impl Worker {
             tokenizer,
             shared,
             outputs,
-            drawing,
+            device_sampler,
             context,
             sequences,
             step_tokens,
             unread,
             drafts,
             overlap,
-            flight: None,
+            in_flight: None,
             running: HashMap::new(),
-            news: Vec::new(),
+            pending_outputs: Vec::new(),
         })
     }
 
@@ -153,7 +153,7 @@ impl Worker {
             Command::Cancel(id) => {
                 if self.remove(id).is_some() {
                     lock(&self.shared.stats).finished_cancelled += 1;
-                    self.news.push((id, Output::Gone));
+                    self.pending_outputs.push((id, Output::Gone));
                 }
             }
             Command::End { id, is_complete } => {
@@ -172,7 +172,7 @@ impl Worker {
                 for id in ids {
                     self.remove(id);
                     lock(&self.shared.stats).finished_cancelled += 1;
-                    self.news.push((id, Output::End(FinishReason::Drained)));
+                    self.pending_outputs.push((id, Output::End(FinishReason::Drained)));
                 }
             }
             Command::Panic => panic!("a test has asked for this"),
@@ -181,7 +181,7 @@ impl Worker {
 
     fn submit(&mut self, job: Job) {
         let id = job.id;
-        self.news.push((id, Output::Start(Box::new(NewText::new(&job.request, job.reader.clone())))));
+        self.pending_outputs.push((id, Output::Start(Box::new(NewText::new(&job.request, job.reader.clone())))));
         let eos = self.tokenizer.eos();
         match Running::new(job, self.model.vocab_size(), self.context, eos, self.drafts) {
             Ok((running, task)) => {
@@ -211,7 +211,7 @@ impl Worker {
     fn fail(&mut self, id: u64, failure: Failure) {
         self.remove(id);
         lock(&self.shared.stats).finished_failed += 1;
-        self.news.push((id, Output::Failed(failure)));
+        self.pending_outputs.push((id, Output::Failed(failure)));
     }
 
     /// Pauses requests whose events nobody reads, and lets others go on.
@@ -227,17 +227,17 @@ impl Worker {
 
     /// Plans a step and runs or starts it, and takes the result of the one before. Returns whether there was either.
     fn step(&mut self) -> std::result::Result<bool, StorageError> {
-        let with_drafts = self.flight.take_if(|flight| flight.has_drafts());
+        let with_drafts = self.in_flight.take_if(|step| step.has_drafts());
         let mut has_landed = with_drafts.is_some();
-        with_drafts.map_or(Ok(()), |flight| self.land(flight))?;
+        with_drafts.map_or(Ok(()), |step| self.finish(step))?;
         let plan = self.scheduler.schedule()?;
         self.end_scheduled();
         // A step can take long.
         self.count_requests(0);
-        let before = self.flight.take();
+        let before = self.in_flight.take();
         let Some(plan) = plan else {
             has_landed |= before.is_some();
-            before.map_or(Ok(()), |before| self.land(before))?;
+            before.map_or(Ok(()), |before| self.finish(before))?;
             return Ok(has_landed);
         };
         for row in &plan.rows {
@@ -246,13 +246,13 @@ impl Worker {
         if self.can_overlap(&plan) {
             let ids = ids(&plan);
             let started = self.launch(plan, before.as_ref());
-            before.map_or(Ok(()), |before| self.land(before))?;
+            before.map_or(Ok(()), |before| self.finish(before))?;
             match started {
-                Ok(flight) => self.flight = Some(flight),
+                Ok(step) => self.in_flight = Some(step),
                 Err(error) => self.fail_step(ids, error)?,
             }
         } else {
-            before.map_or(Ok(()), |before| self.land(before))?;
+            before.map_or(Ok(()), |before| self.finish(before))?;
             self.run_step(plan)?;
         }
         self.end_scheduled();
@@ -294,7 +294,7 @@ impl Worker {
             stats.queue_time.add(running.begun - running.submitted);
             stats.prompt_lengths.add_tokens(running.prompt_len);
             drop(stats);
-            self.news.push((id, Output::Began { cached_tokens }));
+            self.pending_outputs.push((id, Output::Began { cached_tokens }));
         }
     }
 
@@ -310,7 +310,7 @@ impl Worker {
             scores.push(TokenLogprobs::of(&logits.rows(at..at + 1)?.to_f32()?, token, top));
         }
         if !scores.is_empty() {
-            self.news.push((row.id, Output::Prompt(scores)));
+            self.pending_outputs.push((row.id, Output::Prompt(scores)));
         }
         Ok(())
     }
@@ -321,7 +321,7 @@ impl Worker {
         if running.stop_ids.contains(&token) {
             running.end = Some(FinishReason::StopId(token));
             if let Some((logits, top)) = logits {
-                self.news.push((id, Output::Stop(TokenLogprobs::of(&logits, token, top))));
+                self.pending_outputs.push((id, Output::Stop(TokenLogprobs::of(&logits, token, top))));
             }
             return true;
         }
@@ -343,7 +343,7 @@ impl Worker {
             }
         }
         let logprobs = logits.map(|(logits, top)| TokenLogprobs::of(&logits, token, top));
-        self.news.push((id, Output::Token { id: token, logprobs }));
+        self.pending_outputs.push((id, Output::Token { id: token, logprobs }));
         is_last
     }
 
@@ -361,14 +361,14 @@ impl Worker {
                 EndReason::Last => stats.finished_stop += 1,
                 EndReason::Length | EndReason::OutOfPages => stats.finished_length += 1,
             }
-            self.news.push((ended.id, Output::End(reason)));
+            self.pending_outputs.push((ended.id, Output::End(reason)));
         }
     }
 
     /// Sends what is new to the text thread.
     fn send(&mut self) {
-        if !self.news.is_empty() {
-            let _ = self.outputs.send(std::mem::take(&mut self.news));
+        if !self.pending_outputs.is_empty() {
+            let _ = self.outputs.send(std::mem::take(&mut self.pending_outputs));
         }
     }
 

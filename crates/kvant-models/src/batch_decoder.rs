@@ -3,7 +3,7 @@
 use kvant::{DType, Encoder, Graph, KvPool, Sequence, Step, StepSize, Submission, Tensor, device::DeviceKind, ops};
 
 use crate::{
-    Error, FedTokens, Model, Result, Sampling,
+    DeviceTokens, Error, Model, Result, Sampling,
     forward::{Wanted, Workspace},
 };
 
@@ -64,7 +64,7 @@ pub struct BatchDecoder {
 const FIRST_LONGEST: usize = 1024;
 const GROWTH: usize = 4;
 /// Passes that are kept.
-const MOST_PASSES: usize = 64;
+const MAX_PASSES: usize = 64;
 
 /// A pass of so many rows, for sequences of up to `longest` tokens.
 struct RecordedPass {
@@ -160,8 +160,8 @@ impl BatchDecoder {
     ///
     /// # Errors
     /// As [`BatchDecoder::run`]; `Argument` or `Kvant` for places that are not there.
-    pub fn run_fed(&mut self, tokens: &[u32], fed: Option<FedTokens>, draws: &[&Sampling]) -> Result<Submission> {
-        let known = FedTokens::known(fed.as_ref(), tokens);
+    pub fn run_fed(&mut self, tokens: &[u32], fed: Option<DeviceTokens>, draws: &[&Sampling]) -> Result<Submission> {
+        let known = DeviceTokens::known(fed.as_ref(), tokens);
         self.model.check_tokens(&known)?;
         let expected = self.live;
         if !draws.is_empty() && draws.len() != expected {
@@ -247,7 +247,7 @@ impl BatchDecoder {
             self.passes[index..].rotate_left(1);
             return Ok(());
         }
-        if self.passes.len() >= MOST_PASSES {
+        if self.passes.len() >= MAX_PASSES {
             self.passes.remove(0);
         }
         self.space.fit(self.model.decoder(), rows)?;
@@ -285,7 +285,7 @@ impl BatchDecoder {
         rows.dedup();
         let sizes = |longest| rows.iter().map(move |&rows| PassSize { rows, longest });
         let mut sizes: Vec<PassSize> = lengths(longest).flat_map(sizes).collect();
-        sizes.truncate(MOST_PASSES);
+        sizes.truncate(MAX_PASSES);
         sizes
     }
 

@@ -2,7 +2,7 @@
 
 use kvant::{Sequence, Submission, Tensor};
 
-use crate::{BatchDecoder, Drawing, Error, Model, Result, Sampler, Sampling};
+use crate::{BatchDecoder, DeviceSampler, Error, Model, Result, Sampler, Sampling};
 
 /// Feeds tokens to one sequence, and draws the next tokens.
 ///
@@ -31,7 +31,7 @@ pub struct Decoder<'a> {
     passes: BatchDecoder,
     logits: Tensor,
     /// Draws after a pass that is not recorded.
-    drawing: Drawing,
+    device_sampler: DeviceSampler,
     model: &'a Model,
 }
 
@@ -46,7 +46,7 @@ impl<'a> Decoder<'a> {
             sampler: Sampler::new(sampling, model.vocab_size())?,
             latest: None,
             logits: passes.first_logits()?,
-            drawing: Drawing::new(model.device(), 1)?,
+            device_sampler: DeviceSampler::new(model.device(), 1)?,
             passes,
             sequence,
             model,
@@ -147,6 +147,6 @@ impl<'a> Decoder<'a> {
         // The counter depends only on the position, so that a run that continues from a snapshot draws the same
         // tokens.
         let how = (self.sampler.sampling(), self.sequence.len() as u32);
-        Ok(self.drawing.draw(&self.logits, &[how])?.first().copied().flatten())
+        Ok(self.device_sampler.draw(&self.logits, &[how])?.first().copied().flatten())
     }
 }

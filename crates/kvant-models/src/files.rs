@@ -30,10 +30,10 @@ const JSON_LIMIT: u64 = 16 << 20;
 /// # Ok::<(), kvant_models::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Files(Place);
+pub struct Files(Location);
 
 #[derive(Clone)]
-enum Place {
+enum Location {
     Directory(PathBuf),
     /// Everything is in the file's metadata and tensors.
     Gguf(Arc<Gguf>),
@@ -93,7 +93,7 @@ impl fmt::Debug for OpenFile {
 impl Files {
     /// The files in a directory.
     pub fn directory(path: impl Into<PathBuf>) -> Files {
-        Files(Place::Directory(path.into()))
+        Files(Location::Directory(path.into()))
     }
 
     /// A GGUF file; of a split model, any of its files.
@@ -101,7 +101,7 @@ impl Files {
     /// # Errors
     /// As [`Gguf::open`].
     pub fn gguf(path: &Path) -> Result<Files> {
-        Ok(Files(Place::Gguf(Arc::new(Gguf::open(path)?))))
+        Ok(Files(Location::Gguf(Arc::new(Gguf::open(path)?))))
     }
 
     /// The checkpoint at a path: a `.gguf` file, a directory with `config.json`, or a directory with one GGUF model,
@@ -136,38 +136,38 @@ impl Files {
     /// The GGUF file, if it is one.
     pub fn as_gguf(&self) -> Option<&Gguf> {
         match &self.0 {
-            Place::Gguf(gguf) => Some(gguf),
+            Location::Gguf(gguf) => Some(gguf),
             _ => None,
         }
     }
 
     /// Files in memory, as pairs of a name and the contents.
     pub fn embedded(files: &'static [(&'static str, &'static [u8])]) -> Files {
-        Files(Place::Embedded(files))
+        Files(Location::Embedded(files))
     }
 
     /// The name of a file in messages.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         match &self.0 {
-            Place::Directory(directory) => directory.join(name),
-            Place::Gguf(gguf) => gguf.path().to_path_buf(),
-            Place::Embedded(_) => PathBuf::from(name),
+            Location::Directory(directory) => directory.join(name),
+            Location::Gguf(gguf) => gguf.path().to_path_buf(),
+            Location::Embedded(_) => PathBuf::from(name),
         }
     }
 
     /// An error about the files as a whole.
     pub(crate) fn error(&self, reason: &str) -> Error {
         match &self.0 {
-            Place::Directory(path) => Error::file(path, reason),
-            Place::Gguf(gguf) => Error::file(gguf.path(), reason),
-            Place::Embedded(_) => Error::file(Path::new("the embedded model"), reason),
+            Location::Directory(path) => Error::file(path, reason),
+            Location::Gguf(gguf) => Error::file(gguf.path(), reason),
+            Location::Embedded(_) => Error::file(Path::new("the embedded model"), reason),
         }
     }
 
     /// Checks that the directory exists.
     pub(crate) fn check(&self) -> Result<()> {
         match &self.0 {
-            Place::Directory(directory) if !directory.is_dir() => Err(self.error("not a directory")),
+            Location::Directory(directory) if !directory.is_dir() => Err(self.error("not a directory")),
             _ => Ok(()),
         }
     }
@@ -176,20 +176,20 @@ impl Files {
     /// of links, as in the Hugging Face cache, a file with a lost target must not be skipped.
     pub(crate) fn has(&self, name: &str) -> bool {
         match &self.0 {
-            Place::Directory(directory) => {
+            Location::Directory(directory) => {
                 let found = std::fs::symlink_metadata(directory.join(name));
                 !matches!(found, Err(e) if e.kind() == io::ErrorKind::NotFound)
             }
-            Place::Gguf(_) => false,
-            Place::Embedded(_) => self.in_memory(name).is_some(),
+            Location::Gguf(_) => false,
+            Location::Embedded(_) => self.in_memory(name).is_some(),
         }
     }
 
     pub(crate) fn open(&self, name: &str) -> Result<OpenFile> {
         match &self.0 {
-            Place::Directory(directory) => Ok(OpenFile::Disk(open(&directory.join(name))?)),
-            Place::Gguf(gguf) => Err(Error::file(gguf.path(), format_args!("has no {name}"))),
-            Place::Embedded(_) => match self.in_memory(name) {
+            Location::Directory(directory) => Ok(OpenFile::Disk(open(&directory.join(name))?)),
+            Location::Gguf(gguf) => Err(Error::file(gguf.path(), format_args!("has no {name}"))),
+            Location::Embedded(_) => match self.in_memory(name) {
                 Some(bytes) => Ok(OpenFile::Memory(bytes)),
                 None => Err(Error::file(Path::new(name), "not in the embedded model")),
             },
@@ -198,8 +198,8 @@ impl Files {
 
     fn in_memory(&self, name: &str) -> Option<&'static [u8]> {
         match self.0 {
-            Place::Directory(_) | Place::Gguf(_) => None,
-            Place::Embedded(files) => files.iter().find(|(file, _)| *file == name).map(|&(_, bytes)| bytes),
+            Location::Directory(_) | Location::Gguf(_) => None,
+            Location::Embedded(files) => files.iter().find(|(file, _)| *file == name).map(|&(_, bytes)| bytes),
         }
     }
 
@@ -301,20 +301,20 @@ pub(crate) fn open(path: &Path) -> Result<File> {
 impl fmt::Display for Files {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Place::Directory(path) => line(&path.to_string_lossy()).fmt(f),
-            Place::Gguf(gguf) => line(&gguf.path().to_string_lossy()).fmt(f),
-            Place::Embedded(files) => write!(f, "{} embedded files", files.len()),
+            Location::Directory(path) => line(&path.to_string_lossy()).fmt(f),
+            Location::Gguf(gguf) => line(&gguf.path().to_string_lossy()).fmt(f),
+            Location::Embedded(files) => write!(f, "{} embedded files", files.len()),
         }
     }
 }
 
 /// Prints names only: the contents are megabytes.
-impl fmt::Debug for Place {
+impl fmt::Debug for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Directory(path) => path.fmt(f),
-            Place::Gguf(gguf) => gguf.path().fmt(f),
-            Place::Embedded(files) => f.debug_list().entries(files.iter().map(|(name, _)| name)).finish(),
+            Location::Directory(path) => path.fmt(f),
+            Location::Gguf(gguf) => gguf.path().fmt(f),
+            Location::Embedded(files) => f.debug_list().entries(files.iter().map(|(name, _)| name)).finish(),
         }
     }
 }

@@ -137,10 +137,10 @@ impl Inspection {
             let longest = pages.saturating_mul(pool.page_tokens).min(pool.longest);
             Ok::<_, crate::Error>(self.memory(&PoolOptions { longest, ..pool.clone() }, load)?.total() <= bytes)
         };
-        let (mut fit, mut least_not) = (0, pool.longest.div_ceil(pool.page_tokens.max(1)).saturating_add(1));
-        while least_not - fit > 1 {
-            let middle = fit + (least_not - fit) / 2;
-            if fits(middle)? { fit = middle } else { least_not = middle }
+        let (mut fit, mut first_not) = (0, pool.longest.div_ceil(pool.page_tokens.max(1)).saturating_add(1));
+        while first_not - fit > 1 {
+            let middle = fit + (first_not - fit) / 2;
+            if fits(middle)? { fit = middle } else { first_not = middle }
         }
         Ok((fit > 0).then(|| fit.saturating_mul(pool.page_tokens).min(pool.longest)))
     }

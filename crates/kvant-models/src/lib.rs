@@ -18,7 +18,7 @@
 //! | decode token by token with a recorded pass (a CUDA graph) | [`Decoder`], of a batch [`BatchDecoder`] |
 //! | choose how tokens are drawn | [`Sampling`] |
 //! | generate tokens from a prompt | [`generate()`] |
-//! | draw for many texts at once; log probabilities | [`Sampler`], [`Drawing`], [`TokenLogprobs`] |
+//! | draw for many texts at once; log probabilities | [`Sampler`], [`DeviceSampler`], [`TokenLogprobs`] |
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;
@@ -49,9 +49,9 @@ mod cache_codecs;
 pub mod chat;
 mod config;
 mod decoder;
+mod device_tokens;
 mod error;
 mod families;
-mod fed_tokens;
 mod files;
 mod forward;
 mod generate;
@@ -76,15 +76,15 @@ pub use batch_decoder::{BatchDecoder, PassSize};
 pub use cache_codecs::{CacheCodecs, KvCodec};
 pub use config::Config;
 pub use decoder::Decoder;
+pub use device_tokens::DeviceTokens;
 pub use error::{Error, Result};
-pub use fed_tokens::FedTokens;
 pub use files::Files;
 pub use generate::{Finish, GenerateStats, Request, generate};
 pub use inspect::{Inspection, MemoryEstimate, StoredFormat};
 pub use model::{LoadOptions, Logits, Model, PoolOptions};
 pub use pooling::Pooling;
 pub use prepare::MixedSize;
-pub use sampling::{Drawing, Sampler, Sampling, TokenLogprobs};
+pub use sampling::{DeviceSampler, Sampler, Sampling, TokenLogprobs};
 pub use spec::{BlockSpec, DecoderSpec};
 pub use tokenizer::{TextStream, TokenPiece, Tokenizer};
 

@@ -11,7 +11,7 @@ use kvant::{
 };
 
 use crate::{
-    BlockSpec, CacheCodecs, Config, DecoderSpec, Error, FedTokens, Files, Result, families,
+    BlockSpec, CacheCodecs, Config, DecoderSpec, DeviceTokens, Error, Files, Result, families,
     forward::{Network, OnStored, Wanted, Workspace},
     gguf::{self, source::GgufSource},
     hidden::PassRows,
@@ -285,11 +285,11 @@ impl Model {
         pool: &KvPool,
         step: &Step,
         tokens: &[u32],
-        fed: Option<FedTokens>,
+        fed: Option<DeviceTokens>,
         rows: &[usize],
         out: &Tensor,
     ) -> Result<Submission> {
-        let tokens = &*FedTokens::known(fed.as_ref(), tokens);
+        let tokens = &*DeviceTokens::known(fed.as_ref(), tokens);
         self.check_pass(pool, step, tokens, rows)?;
         self.check_out(out, rows.len()..=rows.len())?;
         if tokens.is_empty() {
@@ -320,7 +320,7 @@ impl Model {
         pool: &KvPool,
         step: &Step,
         tokens: &[u32],
-        fed: Option<FedTokens>,
+        fed: Option<DeviceTokens>,
         wanted: PassRows,
         stored: Option<&mut OnStored>,
     ) -> Result<Submission> {
@@ -340,7 +340,7 @@ impl Model {
         pool: &KvPool,
         step: &Step,
         tokens: &[u32],
-        fed: Option<FedTokens>,
+        fed: Option<DeviceTokens>,
         wanted: PassRows,
         (space, fewer): (&mut Workspace, Option<&mut Workspace>),
         stored: Option<&mut OnStored>,

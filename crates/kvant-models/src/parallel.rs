@@ -16,7 +16,7 @@ use crate::Result;
 pub(crate) const PIECE: usize = 1 << 20;
 
 /// More threads gain nothing: eight read page caches faster than devices take the bytes.
-const MOST_THREADS: usize = 8;
+const MAX_THREADS: usize = 8;
 
 /// Calls `work` for each of `0..count`, on several threads if there are several. Each thread has a state of its own,
 /// such as a buffer. After an error no thread begins another number.
@@ -43,7 +43,7 @@ pub(crate) fn for_each<S>(
             }
         }
     };
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(MOST_THREADS).min(count);
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS).min(count);
     thread::scope(|scope| {
         for _ in 1..threads {
             // Without another thread, those that there are do its work.

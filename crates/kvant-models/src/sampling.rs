@@ -294,7 +294,7 @@ impl TokenLogprobs {
 }
 
 /// Buffers for draws of several rows, of different parameters, in one submission.
-pub struct Drawing {
+pub struct DeviceSampler {
     device: Device,
     counters: Tensor,
     /// The parameters of each row.
@@ -302,15 +302,15 @@ pub struct Drawing {
     drawn: Tensor,
 }
 
-impl Drawing {
+impl DeviceSampler {
     /// For up to `rows` rows.
     ///
     /// # Errors
     /// `Kvant` with `OutOfMemory`.
-    pub fn new(device: &Device, rows: usize) -> Result<Drawing> {
+    pub fn new(device: &Device, rows: usize) -> Result<DeviceSampler> {
         let zeros = |shape: &[usize]| Tensor::zeros(device, DType::U32, shape);
         let how = zeros(&[rows, ops::SampleRow::WORDS])?;
-        Ok(Drawing { device: device.clone(), counters: zeros(&[rows])?, how, drawn: zeros(&[rows])? })
+        Ok(DeviceSampler { device: device.clone(), counters: zeros(&[rows])?, how, drawn: zeros(&[rows])? })
     }
 
     /// Draws a token for each row of `logits`, `[rows, vocab]`: `rows` has the parameters and the counter of each row.
@@ -326,11 +326,11 @@ impl Drawing {
         Ok(drawn.into_iter().map(|id| (id != u32::MAX).then_some(id)).collect())
     }
 
-    /// As [`Drawing::draw`], without waiting: the tokens are in the returned tensor, u32 `[rows]`, until the next draw;
-    /// `u32::MAX` for a row that is all NaN.
+    /// As [`DeviceSampler::draw`], without waiting: the tokens are in the returned tensor, u32 `[rows]`, until the next
+    /// draw; `u32::MAX` for a row that is all NaN.
     ///
     /// # Errors
-    /// As [`Drawing::draw`].
+    /// As [`DeviceSampler::draw`].
     pub fn start(&self, logits: &Tensor, rows: &[(&Sampling, u32)]) -> Result<(Submission, Tensor)> {
         let room = self.drawn.elements();
         if rows.len() > room || logits.shape().first() != Some(&rows.len()) {
@@ -422,18 +422,18 @@ mod tests {
         let device = Device::cpu();
         let logits: Vec<f32> = (0..300).map(|i| ((i * 37 % 101) as f32).sin() * 4.0).collect();
         let all = Tensor::from_slice(&device, &logits, &[6, 50]).unwrap();
-        let drawing = Drawing::new(&device, 8).unwrap();
+        let sampler = DeviceSampler::new(&device, 8).unwrap();
         let warm = |seed| Sampling::default().temperature(1.5).seed(seed);
         let (greedy, cut) = (Sampling::default(), warm(1).top_k(3));
         let (one, two) = (warm(1), warm(2));
         let rows = [(&greedy, 0), (&greedy, 5), (&one, 3), (&one, 4), (&two, 3), (&cut, 9)];
-        let together = drawing.draw(&all, &rows).unwrap();
+        let together = sampler.draw(&all, &rows).unwrap();
         for (index, row) in rows.iter().enumerate() {
-            let alone = drawing.draw(&all.rows(index..index + 1).unwrap(), &[*row]).unwrap();
+            let alone = sampler.draw(&all.rows(index..index + 1).unwrap(), &[*row]).unwrap();
             assert_eq!(together[index], alone[0], "row {index}");
         }
-        assert!(drawing.draw(&all, &rows[..5]).is_err());
+        assert!(sampler.draw(&all, &rows[..5]).is_err());
         let nan = Tensor::from_slice(&device, &[f32::NAN; 50], &[1, 50]).unwrap();
-        assert_eq!(drawing.draw(&nan, &[(&one, 0)]).unwrap(), [None]);
+        assert_eq!(sampler.draw(&nan, &[(&one, 0)]).unwrap(), [None]);
     }
 }

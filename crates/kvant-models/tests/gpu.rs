@@ -5,7 +5,7 @@ mod common;
 
 use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference, shipped};
 use kvant::{Codec, DType, Device, DeviceKind, Sequence, Tensor};
-use kvant_models::{BatchDecoder, Decoder, Drawing, FedTokens, Logits, Model, PoolOptions, Sampling};
+use kvant_models::{BatchDecoder, Decoder, DeviceSampler, DeviceTokens, Logits, Model, PoolOptions, Sampling};
 
 /// What the logits may differ by, with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
@@ -115,7 +115,7 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         sizes.into_iter().for_each(|size| decoder.record_size(size).unwrap());
         mixed.into_iter().for_each(|size| model.prepare(&pool, size).unwrap());
     }
-    let drawing = Drawing::new(device, prompts.len() + 2).unwrap();
+    let sampler = DeviceSampler::new(device, prompts.len() + 2).unwrap();
     let (greedy, warm) = (Sampling::default(), Sampling::default().temperature(0.8).top_k(20).seed(3));
     // The parameters of each row, in three kinds of steps.
     let sampling = |index: usize, row: usize| match index % 3 {
@@ -138,7 +138,7 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         let drawn: Vec<u32> = ids.iter().rev().copied().collect();
         let drawn = Tensor::from_slice(device, &drawn, &[rows]).unwrap();
         let places: Vec<_> = (0..rows).filter(|row| row % 3 != 1).map(|row| (row, rows - 1 - row)).collect();
-        let fed = (index % 2 == 1).then_some(FedTokens { drawn: &drawn, places: &places });
+        let fed = (index % 2 == 1).then_some(DeviceTokens { drawn: &drawn, places: &places });
         let mut known = ids.clone();
         places.iter().filter(|_| fed.is_some()).for_each(|&(row, _)| known[row] = u32::MAX);
         decoder.run_fed(&known, fed, &draws).unwrap().wait().unwrap();
@@ -154,7 +154,7 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
         if !draws.is_empty() {
             let ends = plain.iter().zip(&counts).flat_map(|(s, count)| s.len() + 1 - count..s.len() + 1);
             let how: Vec<_> = draws.iter().zip(ends).map(|(&draw, end)| (draw, end as u32)).collect();
-            let want: Vec<u32> = drawing.draw(&got, &how).unwrap().into_iter().map(Option::unwrap).collect();
+            let want: Vec<u32> = sampler.draw(&got, &how).unwrap().into_iter().map(Option::unwrap).collect();
             assert_eq!(decoder.drawn().unwrap().to_vec::<u32>().unwrap(), want, "{device}, step {index}");
         }
         for sequences in [&mut recorded, &mut plain] {
@@ -219,10 +219,10 @@ fn batches_that_do_not_fit_are_rejected() {
     rejected(decoder.run(&[u32::MAX], &[]).map(drop), "tokens");
     let drawn = Tensor::from_slice(&Device::cpu(), &[1u32, 2], &[2]).unwrap();
     for places in [&[(1, 0)][..], &[(0, 0), (0, 1)]] {
-        let fed = FedTokens { drawn: &drawn, places };
+        let fed = DeviceTokens { drawn: &drawn, places };
         rejected(decoder.run_fed(&[1], Some(fed), &[]).map(drop), "fed");
     }
-    let beyond = FedTokens { drawn: &drawn, places: &[(0, 2)] };
+    let beyond = DeviceTokens { drawn: &drawn, places: &[(0, 2)] };
     assert!(matches!(decoder.run_fed(&[1], Some(beyond), &[]), Err(kvant_models::Error::Kvant(_))));
     decoder.run(&[1], &[]).unwrap().wait().unwrap();
 }

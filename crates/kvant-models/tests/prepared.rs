@@ -15,7 +15,7 @@ use kvant::{
     Codec, DType, Device, KvPool, Result, Sequence, Tensor,
     gpu::{self, Executor, Launch, LaunchPass, Limits, Memory, Replay, Wait},
 };
-use kvant_models::{BatchDecoder, Drawing, FedTokens, LoadOptions, Model, PoolOptions, Sampling};
+use kvant_models::{BatchDecoder, DeviceSampler, DeviceTokens, LoadOptions, Model, PoolOptions, Sampling};
 
 const H200: Limits = Limits {
     threads: 1024,
@@ -148,7 +148,7 @@ const STEP_TOKENS: usize = 600;
 
 /// Steps of random batches: numbers of rows, parts of prompts, lengths.
 fn steps(model: &Model, pool: &KvPool, decoder: &mut BatchDecoder, longest: usize, count: usize) {
-    let drawing = Drawing::new(model.device(), SEQUENCES).unwrap();
+    let sampler = DeviceSampler::new(model.device(), SEQUENCES).unwrap();
     let drawn = Tensor::zeros(model.device(), DType::U32, &[SEQUENCES]).unwrap();
     let (greedy, warm) = (Sampling::default(), Sampling::default().temperature(0.8));
     let mut random = Random(7);
@@ -174,7 +174,7 @@ fn steps(model: &Model, pool: &KvPool, decoder: &mut BatchDecoder, longest: usiz
         let fed: Vec<_> = (0..sizes.iter().take_while(|&&size| size == 1).count()).map(|row| (row, row)).collect();
         // From the middle of what was drawn, too.
         let fed = if random.below(2) == 0 { &fed[..] } else { fed.get(1..).unwrap_or(&[]) };
-        let fed = Some(FedTokens { drawn: &drawn, places: fed });
+        let fed = Some(DeviceTokens { drawn: &drawn, places: fed });
         // A few tokens of each sequence are rows of a recorded pass at times.
         let has_drafts = sizes.last().is_some_and(|&size| size < 5) && random.below(2) == 0;
         if sizes.iter().all(|&size| size == 1) || has_drafts && tokens.len() <= decoder.rows() {
@@ -195,7 +195,7 @@ fn steps(model: &Model, pool: &KvPool, decoder: &mut BatchDecoder, longest: usiz
         let logits = Tensor::zeros(model.device(), DType::F32, &[wanted, model.vocab_size()]).unwrap();
         model.start(pool, &step, &tokens, fed, &ends, &logits).unwrap().wait().unwrap();
         let how: Vec<(&Sampling, u32)> = ends.iter().map(|_| (how, 0)).collect();
-        drawing.start(&logits, &how).unwrap().0.wait().unwrap();
+        sampler.start(&logits, &how).unwrap().0.wait().unwrap();
     }
 }
 

@@ -1,4 +1,4 @@
-//! The parts of a model's answer: thoughts, text, tool calls.
+//! The parts of a model's answer: reasoning, text, tool calls.
 
 use kvant_engine::{Event, Finished};
 use kvant_models::{
@@ -38,7 +38,7 @@ pub(crate) struct AnswerReader {
     /// Whether the latest text was a thought.
     pub is_reasoning: bool,
     pub has_calls: bool,
-    /// Tokens of thoughts.
+    /// Tokens of reasoning.
     pub reasoning_tokens: usize,
     /// Whether nothing after the first call counts.
     one_call: bool,
@@ -48,7 +48,7 @@ pub(crate) struct AnswerReader {
 
 impl AnswerReader {
     /// The reader of an answer that can call `functions`. `prompt`: the end of the text that the answer continues; it
-    /// can be within thoughts.
+    /// can be within reasoning.
     pub fn new(format: ReplyFormat, functions: &[&str], prompt: &str) -> AnswerReader {
         AnswerReader::of(ReplyParser::new(format).functions(functions.iter().copied()).after_prompt(prompt))
     }
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_can_end_within_thoughts() {
+    fn a_prompt_can_end_within_reasoning() {
         let mut reader = AnswerReader::new(ReplyFormat::Hermes, &[], "<think>\n");
         assert!(reader.is_reasoning);
         assert_eq!(reader.push("a"), [Part::Reasoning("a".to_string())]);

@@ -19,13 +19,13 @@ use crate::{
     blocks::{Block, Blocks, parsed},
     body::Json,
     chat::{auto_tools, must_call},
-    conversation::{Talk, check_tools, content_text, ends_with_answer, sent_call},
+    conversation::{ChatRequest, check_tools, content_text, ends_with_answer, sent_call},
     error::{ApiError, Result},
     fields::{only_fields, string},
     generation::{Generation, Gone, Sender, channel, named_stream},
-    sampling::{Drawn, Strings, random_id},
+    sampling::{SamplingFields, Strings, random_id},
     serving::Serving,
-    structured::Shape,
+    structured::OutputConstraint,
 };
 
 #[derive(Debug, Deserialize)]
@@ -119,24 +119,24 @@ pub(crate) async fn create(
         return Err(ApiError::unsupported("service_tier", "there is one tier"));
     }
     let format = request.output_config.as_ref().and_then(|config| config.format.as_ref());
-    let shape = Shape::of_format(format, "output_config.format", None)?;
+    let shape = OutputConstraint::of_format(format, "output_config.format", None)?;
     let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), shape)?;
-    let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
+    let chat = chat(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
     let one_call = request.tool_choice.is_some_and(|choice| choice["disable_parallel_tool_use"] == true);
-    let talk = Talk { shape, one_call, ..talk };
-    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;
+    let chat = ChatRequest { shape, one_call, ..chat };
+    let prompt = app.encoding(chat.bytes(), move |app| chat.prompt(app)).await??;
     let prompt_tokens = prompt.ids.len();
     let stops = request.stop_sequences.unwrap_or_default();
-    let drawn = Drawn {
+    let sampling = SamplingFields {
         temperature: request.temperature,
         top_p: request.top_p,
         top_k: request.top_k,
         stop: Some(Strings::Many(stops.clone())),
-        ..Drawn::default()
+        ..SamplingFields::default()
     };
     let max_tokens = app.max_tokens(Some(request.max_tokens), request.max_tokens);
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
-    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?]);
+    let generation = Generation::submit(&app, &id, vec![sampling.apply(base, &app)?]);
     let generation = generation.map_err(|error| error.of_prompt("messages"))?;
     let (message_id, blocks) = (random_id("msg_"), Blocks::default());
     let answer = MessageAnswer { id: message_id, model, reader: prompt.reader, blocks, prompt_tokens, stops };
@@ -149,19 +149,19 @@ pub(crate) async fn create(
 
 pub(crate) async fn count(State(app): State<Arc<App>>, Json(request): Json<CountRequest>) -> Result<Json<Value>> {
     let app = Serving::of(&app, request.model.as_deref()).await?;
-    let (tools, _) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), Shape::default())?;
-    let talk = talk(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
-    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;
+    let (tools, _) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), OutputConstraint::default())?;
+    let chat = chat(&app, request.system, request.messages, tools, request.thinking.as_ref())?;
+    let prompt = app.encoding(chat.bytes(), move |app| chat.prompt(app)).await??;
     Ok(Json(json!({"input_tokens": prompt.ids.len()})))
 }
 
-fn talk(
+fn chat(
     app: &App,
     system: Option<JsonValue>,
     turns: Vec<TurnMessage>,
     tools: Vec<JsonValue>,
     thinking: Option<&Value>,
-) -> Result<Talk> {
+) -> Result<ChatRequest> {
     let most = app.options.messages;
     if !(1..=most).contains(&turns.len()) {
         let message = format!("`messages` must have 1 to {most} elements, got {}", turns.len());
@@ -183,7 +183,7 @@ fn talk(
         }
     };
     let continues = ends_with_answer(&messages);
-    Ok(Talk { messages, tools, thinking, generation_prompt: true, continues, ..Talk::default() })
+    Ok(ChatRequest { messages, tools, thinking, generation_prompt: true, continues, ..ChatRequest::default() })
 }
 
 /// Tools in OpenAI's form, which templates expect, and the calls that the answer must have.
@@ -191,8 +191,8 @@ fn chosen_tools(
     app: &App,
     tools: Option<Vec<Tool>>,
     choice: Option<&Value>,
-    shape: Shape,
-) -> Result<(Vec<JsonValue>, Shape)> {
+    shape: OutputConstraint,
+) -> Result<(Vec<JsonValue>, OutputConstraint)> {
     let mut converted = Vec::new();
     for (index, tool) in tools.unwrap_or_default().into_iter().enumerate() {
         if !matches!(tool.kind.as_deref(), None | Some("custom")) {
@@ -244,14 +244,14 @@ impl TurnMessage {
             messages.push(Message::new(role, content_text(&self.content, &path)?));
             return Ok(());
         };
-        let mut turn = Turn { role, text: String::new(), thoughts: None, calls: Vec::new() };
+        let mut turn = Turn { role, text: String::new(), reasoning: None, calls: Vec::new() };
         for (index, block) in blocks.iter().enumerate() {
             turn.add(messages, block, &format!("{path}[{index}]"))?;
         }
         let has_result = blocks.iter().any(|block| block["type"] == "tool_result");
         if !turn.text.is_empty() || !has_result {
             let mut message = Message::new(role, turn.text).tool_calls(turn.calls);
-            message.reasoning_content = turn.thoughts;
+            message.reasoning_content = turn.reasoning;
             messages.push(message);
         }
         Ok(())
@@ -262,7 +262,7 @@ impl TurnMessage {
 struct Turn {
     role: ChatRole,
     text: String,
-    thoughts: Option<String>,
+    reasoning: Option<String>,
     calls: Vec<ToolCall>,
 }
 
@@ -277,9 +277,9 @@ impl Turn {
             }
             ("thinking", ChatRole::Assistant) => {
                 only(&["thinking", "signature"])?;
-                self.thoughts.get_or_insert_default().push_str(string(block, path, "thinking")?);
+                self.reasoning.get_or_insert_default().push_str(string(block, path, "thinking")?);
             }
-            // Thoughts that only their model can read.
+            // Reasoning that only their model can read.
             ("redacted_thinking", ChatRole::Assistant) => only(&["data"])?,
             ("tool_use", ChatRole::Assistant) => {
                 only(&["id", "name", "input", "caller"])?;
@@ -365,7 +365,7 @@ impl MessageAnswer {
 
     async fn stop_block(&self, sender: &Sender, index: usize) -> Result<(), Gone> {
         if matches!(self.blocks.0.get(index), Some(Block::Reasoning(_))) {
-            // Clients send it back with the thoughts. There is nothing to verify.
+            // Clients send it back with the reasoning. There is nothing to verify.
             let delta = json!({"type": "signature_delta", "signature": ""});
             let delta = json!({"type": "content_block_delta", "index": index, "delta": delta});
             sender.named("content_block_delta", &delta).await?;

@@ -17,7 +17,7 @@ pub(crate) enum Block {
 pub(crate) struct Change {
     /// A new block begins with it.
     pub is_new: bool,
-    /// The text, thoughts or JSON that it adds to the last block.
+    /// The text, reasoning or JSON that it adds to the last block.
     pub delta: String,
 }
 
@@ -47,18 +47,18 @@ impl Blocks {
 
     /// The answer as a message of a conversation.
     pub fn message(&self) -> Message {
-        let (mut text, mut thoughts, mut calls) = (String::new(), String::new(), Vec::new());
+        let (mut text, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
         for block in &self.0 {
             match block {
                 Block::Text(more) => text += more,
-                Block::Reasoning(more) => thoughts += more,
+                Block::Reasoning(more) => reasoning += more,
                 Block::Call { id, name, arguments } => {
                     calls.push(sent_call(id, name.clone(), parsed(arguments)));
                 }
             }
         }
         let mut message = Message::assistant(text).tool_calls(calls);
-        message.reasoning_content = Some(thoughts).filter(|thoughts| !thoughts.is_empty());
+        message.reasoning_content = Some(reasoning).filter(|reasoning| !reasoning.is_empty());
         message
     }
 

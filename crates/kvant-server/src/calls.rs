@@ -7,30 +7,30 @@ use serde_json::{Value, json};
 use crate::serving::Serving;
 
 /// The marks in a family's answers.
-pub(crate) struct Marks {
-    /// Before and after thoughts.
-    pub thoughts: Option<(&'static [&'static str], &'static str)>,
+pub(crate) struct Delimiters {
+    /// Before and after reasoning.
+    pub reasoning: Option<(&'static [&'static str], &'static str)>,
     /// Before and after a call.
     pub call: Option<[&'static [&'static str]; 2]>,
 }
 
-impl Marks {
-    pub fn of(family: ReplyFormat) -> Marks {
+impl Delimiters {
+    pub fn of(family: ReplyFormat) -> Delimiters {
         match family {
-            ReplyFormat::Hermes => Marks {
-                thoughts: Some((&["<think>"], "</think>")),
+            ReplyFormat::Hermes => Delimiters {
+                reasoning: Some((&["<think>"], "</think>")),
                 call: Some([&["<tool_call>", "\n"], &["\n", "</tool_call>"]]),
             },
             ReplyFormat::Mistral => {
-                let thoughts: (&[&str], &str) = (&["[THINK]"], "[/THINK]");
-                Marks { thoughts: Some(thoughts), call: Some([&["[TOOL_CALLS]", "["], &["]"]]) }
+                let reasoning: (&[&str], &str) = (&["[THINK]"], "[/THINK]");
+                Delimiters { reasoning: Some(reasoning), call: Some([&["[TOOL_CALLS]", "["], &["]"]]) }
             }
-            ReplyFormat::Llama3 => Marks { thoughts: None, call: Some([&[], &[]]) },
-            ReplyFormat::Gemma4 => Marks {
-                thoughts: Some((&["<|channel>", "thought\n"], "<channel|>")),
+            ReplyFormat::Llama3 => Delimiters { reasoning: None, call: Some([&[], &[]]) },
+            ReplyFormat::Gemma4 => Delimiters {
+                reasoning: Some((&["<|channel>", "thought\n"], "<channel|>")),
                 call: Some([&["<|tool_call>"], &["<tool_call|>"]]),
             },
-            _ => Marks { thoughts: None, call: None },
+            _ => Delimiters { reasoning: None, call: None },
         }
     }
 }

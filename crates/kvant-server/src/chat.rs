@@ -16,20 +16,20 @@ use crate::{
     app::{App, RequestId},
     body::Json,
     completions::{StreamOptions, UsageIn, check_choices},
-    conversation::{ChatMessage, Talk, check_tools, messages},
+    conversation::{ChatMessage, ChatRequest, check_tools, messages},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs,
-    sampling::{TokenLimit, drawn_request, now, random_id},
+    sampling::{TokenLimit, sampling_request, now, random_id},
     serving::Serving,
-    structured::{Shape, StructuredOutputs},
+    structured::{OutputConstraint, StructuredOutputs},
 };
 
 /// The most alternatives of a token, as in OpenAI's API.
-const MOST_TOP: usize = 20;
+const MAX_TOP: usize = 20;
 
-drawn_request! {
-    struct ChatRequest {
+sampling_request! {
+    struct ChatBody {
         model: Option<String>,
         messages: Vec<ChatMessage>,
         max_tokens: Option<TokenLimit>,
@@ -86,9 +86,9 @@ pub(crate) async fn create(
     State(app): State<Arc<App>>,
     Extension(id): Extension<RequestId>,
     headers: HeaderMap,
-    Json(mut request): Json<ChatRequest>,
+    Json(mut request): Json<ChatBody>,
 ) -> Result<Response> {
-    let drawn = request.drawn();
+    let sampling = request.sampling_fields();
     let app = Serving::of(&app, request.model.as_deref()).await?;
     let model = app.name.clone();
     let streams = request.stream.unwrap_or(false);
@@ -96,7 +96,7 @@ pub(crate) async fn create(
     let n = check_choices(&app, request.n, 1)?;
     let top = top_logprobs(request.logprobs, request.top_logprobs)?;
     check_fixed(&app, &request)?;
-    let shape = Shape::of_format(request.response_format.as_ref(), "response_format", Some("json_schema"))?;
+    let shape = OutputConstraint::of_format(request.response_format.as_ref(), "response_format", Some("json_schema"))?;
     let shape = shape.and_structured(request.structured_outputs)?;
     let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), shape)?;
     let max_tokens = match (request.max_completion_tokens, request.max_tokens) {
@@ -108,13 +108,13 @@ pub(crate) async fn create(
     let mut variables = request.chat_template_kwargs.unwrap_or_default();
     let thinking = thinking(request.reasoning_effort, &mut variables)?;
     let messages = messages(&app, request.messages)?;
-    let talk = Talk::new(messages, request.continue_final_message, request.add_generation_prompt)?;
+    let chat = ChatRequest::new(messages, request.continue_final_message, request.add_generation_prompt)?;
     let one_call = request.parallel_tool_calls == Some(false);
-    let talk = Talk { tools, variables, thinking, shape, one_call, ..talk };
-    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;
+    let chat = ChatRequest { tools, variables, thinking, shape, one_call, ..chat };
+    let prompt = app.encoding(chat.bytes(), move |app| chat.prompt(app)).await??;
 
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, request.cache_salt));
-    let base = drawn.apply(base, &app)?;
+    let base = sampling.apply(base, &app)?;
     let base = if let Some(top) = top { base.logprobs(top) } else { base };
     let requests = (0..n as u64).map(|choice| {
         let mut request = base.clone();
@@ -137,8 +137,8 @@ pub(crate) async fn create(
 fn top_logprobs(logprobs: Option<bool>, top: Option<usize>) -> Result<Option<usize>> {
     match (logprobs.unwrap_or(false), top) {
         (false, Some(_)) => Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`")),
-        (_, Some(top)) if top > MOST_TOP => {
-            let message = format!("`top_logprobs` must be at most {MOST_TOP}, got {top}");
+        (_, Some(top)) if top > MAX_TOP => {
+            let message = format!("`top_logprobs` must be at most {MAX_TOP}, got {top}");
             Err(ApiError::field("top_logprobs", message))
         }
         (true, top) => Ok(Some(top.unwrap_or(0))),
@@ -147,7 +147,7 @@ fn top_logprobs(logprobs: Option<bool>, top: Option<usize>) -> Result<Option<usi
 }
 
 /// Checks fields of which this server supports one value.
-fn check_fixed(app: &App, request: &ChatRequest) -> Result<()> {
+fn check_fixed(app: &App, request: &ChatBody) -> Result<()> {
     if request.modalities.as_ref().is_some_and(|kinds| kinds != &["text"]) {
         return Err(ApiError::unsupported("modalities", "the model writes text only"));
     }
@@ -165,8 +165,8 @@ pub(crate) fn chosen_tools(
     app: &App,
     tools: Option<Vec<JsonValue>>,
     choice: Option<&Value>,
-    shape: Shape,
-) -> Result<(Vec<JsonValue>, Shape)> {
+    shape: OutputConstraint,
+) -> Result<(Vec<JsonValue>, OutputConstraint)> {
     let tools = tools.unwrap_or_default();
     check_tools(app, &tools)?;
     let name = match choice.map(|choice| choice.as_str()) {
@@ -189,13 +189,17 @@ pub(crate) fn chosen_tools(
     must_call(tools, name, shape)
 }
 
-pub(crate) fn auto_tools(tools: Vec<JsonValue>, shape: Shape) -> Result<(Vec<JsonValue>, Shape)> {
+pub(crate) fn auto_tools(tools: Vec<JsonValue>, shape: OutputConstraint) -> Result<(Vec<JsonValue>, OutputConstraint)> {
     let shape = shape.and_calls(tools.clone(), false);
     Ok((tools, shape))
 }
 
 /// The tools of an answer that calls one of them, or the one of a name.
-pub(crate) fn must_call(tools: Vec<JsonValue>, name: Option<&str>, shape: Shape) -> Result<(Vec<JsonValue>, Shape)> {
+pub(crate) fn must_call(
+    tools: Vec<JsonValue>,
+    name: Option<&str>,
+    shape: OutputConstraint,
+) -> Result<(Vec<JsonValue>, OutputConstraint)> {
     let is_chosen = |tool: &&JsonValue| name.is_none_or(|name| tool["function"]["name"] == name);
     let calls: Vec<JsonValue> = tools.iter().filter(is_chosen).cloned().collect();
     if calls.is_empty() {

@@ -22,15 +22,15 @@ use crate::{
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs::number,
-    sampling::{TokenLimit, drawn_request, now, random_id},
+    sampling::{TokenLimit, sampling_request, now, random_id},
     serving::{Serving, escaped, tokenized},
-    structured::{Shape, StructuredOutputs, Thoughts},
+    structured::{OutputConstraint, Reasoning, StructuredOutputs},
 };
 
 /// OpenAI's default.
 const MAX_TOKENS: usize = 16;
 
-drawn_request! {
+sampling_request! {
     struct CompletionRequest {
         model: Option<String>,
         prompt: Prompts,
@@ -185,7 +185,7 @@ pub(crate) async fn create(
     headers: HeaderMap,
     Json(mut request): Json<CompletionRequest>,
 ) -> Result<Response> {
-    let drawn = request.drawn();
+    let sampling = request.sampling_fields();
     let app = Serving::of(&app, request.model.as_deref()).await?;
     let model = app.name.clone();
     let streams = request.stream.unwrap_or(false);
@@ -198,9 +198,9 @@ pub(crate) async fn create(
         return Err(ApiError::unsupported("suffix", "the model cannot insert text"));
     }
     let (echo, top) = (request.echo.unwrap_or(false), request.logprobs);
-    let shape = Shape::of_format(request.response_format.as_ref(), "response_format", Some("json_schema"))?;
+    let shape = OutputConstraint::of_format(request.response_format.as_ref(), "response_format", Some("json_schema"))?;
     let shape = shape.and_structured(request.structured_outputs)?;
-    let grammar = app.blocking(move |app| shape.compile(app, ReplyFormat::Plain, Thoughts::Never)).await??;
+    let grammar = app.blocking(move |app| shape.compile(app, ReplyFormat::Plain, Reasoning::Never)).await??;
     let prompts = app.encoding(request.prompt.bytes(), move |app| request.prompt.encode(app)).await??;
 
     let scope = app.scope(&headers, request.cache_salt);
@@ -210,7 +210,7 @@ pub(crate) async fn create(
     for prompt in prompts {
         let ids = prompt.ids.clone();
         let base = EngineRequest::new(ids).max_tokens(max_tokens).cache(scope.clone());
-        let base = drawn.clone().apply(base, &app)?;
+        let base = sampling.clone().apply(base, &app)?;
         let base = if let Some(top) = top { base.logprobs(top) } else { base };
         let base = if let Some(grammar) = grammar.clone() { base.grammar(grammar) } else { base };
         for choice in 0..n {

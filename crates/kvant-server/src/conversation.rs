@@ -15,7 +15,7 @@ use crate::{
     error::{ApiError, Result},
     fields::{only_fields, string},
     serving::{Serving, tokenized},
-    structured::{Shape, Thoughts},
+    structured::{OutputConstraint, Reasoning},
 };
 
 /// A message in OpenAI's form.
@@ -61,7 +61,7 @@ struct SentFunction {
 
 /// A conversation to answer.
 #[derive(Debug, Default)]
-pub(crate) struct Talk {
+pub(crate) struct ChatRequest {
     pub messages: Vec<Message>,
     pub tools: Vec<JsonValue>,
     pub variables: BTreeMap<String, JsonValue>,
@@ -69,7 +69,7 @@ pub(crate) struct Talk {
     pub generation_prompt: bool,
     /// Whether the answer continues the last message.
     pub continues: bool,
-    pub shape: Shape,
+    pub shape: OutputConstraint,
     /// Whether the answer ends with its first call.
     pub one_call: bool,
 }
@@ -93,7 +93,7 @@ impl Prompt {
     }
 }
 
-/// The last tokens of a prompt, which can open thoughts.
+/// The last tokens of a prompt, which can open reasoning.
 const TAIL: usize = 32;
 
 /// Messages in OpenAI's form as templates need them.
@@ -153,14 +153,14 @@ impl ChatMessage {
         only(self.tool_call_id.is_some(), "tool_call_id", ChatRole::Tool)?;
         let text = self.content.map(|content| content_text(&content, &format!("{path}.content"))).transpose()?;
         let text = text.or(self.refusal);
-        let thoughts = self.reasoning_content.or(self.reasoning);
-        only(thoughts.is_some(), "reasoning_content", ChatRole::Assistant)?;
-        if text.is_none() && calls.is_empty() && thoughts.is_none() {
+        let reasoning = self.reasoning_content.or(self.reasoning);
+        only(reasoning.is_some(), "reasoning_content", ChatRole::Assistant)?;
+        if text.is_none() && calls.is_empty() && reasoning.is_none() {
             return Err(ApiError::field(format!("{path}.content"), format!("`{path}.content` is needed")));
         }
         // Many templates join the content with texts, which fails for null.
         let mut message = Message::new(role, text.unwrap_or_default()).tool_calls(calls);
-        message.reasoning_content = thoughts;
+        message.reasoning_content = reasoning;
         message.tool_call_id = self.tool_call_id;
         message.name = self.name;
         Ok(message)
@@ -272,7 +272,7 @@ fn is_name(name: &str) -> bool {
     (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
 }
 
-impl Talk {
+impl ChatRequest {
     /// Bytes of the texts that the template gets.
     pub fn bytes(&self) -> usize {
         let of_message = |message: &Message| {
@@ -283,9 +283,18 @@ impl Talk {
     }
 
     /// A conversation whose answer is a new message, or continues the last one.
-    pub fn new(messages: Vec<Message>, continues_last: Option<bool>, generation_prompt: Option<bool>) -> Result<Talk> {
+    pub fn new(
+        messages: Vec<Message>,
+        continues_last: Option<bool>,
+        generation_prompt: Option<bool>,
+    ) -> Result<ChatRequest> {
         let continues = continues(&messages, continues_last, generation_prompt)?;
-        Ok(Talk { messages, continues, generation_prompt: generation_prompt.unwrap_or(true), ..Talk::default() })
+        Ok(ChatRequest {
+            messages,
+            continues,
+            generation_prompt: generation_prompt.unwrap_or(true),
+            ..ChatRequest::default()
+        })
     }
 
     /// The prompt of a conversation, made by the model's template.
@@ -304,12 +313,12 @@ impl Talk {
         let written = if is_rest { ReplyFormat::Plain } else { family };
         let format = if self.shape.must_call() { self.shape.read_as(written) } else { family };
         let reader = self.reader(format, &tail).one_call(self.one_call).must_call(self.shape.must_call());
-        let thoughts = match self.reader(family, &tail).is_reasoning {
-            true => Thoughts::Open,
-            false if self.continues || self.thinking == Some(false) => Thoughts::Never,
-            false => Thoughts::Allowed,
+        let reasoning = match self.reader(family, &tail).is_reasoning {
+            true => Reasoning::Open,
+            false if self.continues || self.thinking == Some(false) => Reasoning::Never,
+            false => Reasoning::Allowed,
         };
-        let grammar = self.shape.compile(app, written, thoughts)?;
+        let grammar = self.shape.compile(app, written, reasoning)?;
         Ok(Prompt { ids, reader, has_marks: format != ReplyFormat::Plain, grammar })
     }
 
@@ -367,11 +376,11 @@ pub(crate) async fn apply_template(
     let tools = request.tools.unwrap_or_default();
     check_tools(&app, &tools)?;
     let messages = messages(&app, request.messages)?;
-    let talk = Talk {
+    let chat = ChatRequest {
         tools,
         variables: request.chat_template_kwargs.unwrap_or_default(),
-        ..Talk::new(messages, request.continue_final_message, request.add_generation_prompt)?
+        ..ChatRequest::new(messages, request.continue_final_message, request.add_generation_prompt)?
     };
-    let text = app.blocking(move |app| tokenized("messages", template(app)?.render(&talk.conversation()))).await??;
+    let text = app.blocking(move |app| tokenized("messages", template(app)?.render(&chat.conversation()))).await??;
     Ok(Json(json!({"prompt": text})))
 }

@@ -1,11 +1,11 @@
-//! Answers of gpt-oss in grammars: messages with headers, in which channels are thoughts, text and calls.
+//! Answers of gpt-oss in grammars: messages with headers, in which channels are reasoning, text and calls.
 
 use kvant_models::chat::JsonValue;
 
 use crate::{
     calls::{escaped, json_rule, mark, special},
     serving::Serving,
-    structured::Thoughts,
+    structured::Reasoning,
 };
 
 /// An answer after `<|start|>assistant`.
@@ -15,7 +15,7 @@ pub(crate) struct HarmonyAnswer<'f> {
     pub must_call: bool,
     /// The rule of text that must have a form.
     pub text: Option<String>,
-    pub thoughts: Thoughts,
+    pub reasoning: Reasoning,
 }
 
 const MARKS: [&str; 5] = ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>"];
@@ -27,7 +27,7 @@ impl HarmonyAnswer<'_> {
             format!("next: {end} {start} \"assistant\""),
             format!("BODY: {}", body(app)),
             format!("of_json: ({constrain}? \"json\")? {message}"),
-            format!("thoughts: {channel} \"analysis\" {message} BODY"),
+            format!("reasoning: {channel} \"analysis\" {message} BODY"),
         ];
         for (index, (name, schema)) in self.calls.iter().enumerate() {
             let to = format!("to=functions\\.{}", escaped(name.as_str().unwrap_or_default()));
@@ -54,11 +54,11 @@ impl HarmonyAnswer<'_> {
             (false, true) => "text".to_string(),
             (false, false) => format!("text | {calls}"),
         };
-        rules.push(match (self.thoughts, self.calls.is_empty()) {
+        rules.push(match (self.reasoning, self.calls.is_empty()) {
             _ if is_free => format!("start: {calls} | free (next free)* ({late} | next ({calls}))?"),
-            (Thoughts::Never, _) => format!("start: {answers}"),
-            (_, true) => format!("start: (thoughts next)? ({answers})"),
-            (_, false) => format!("start: {answers} | thoughts (next ({answers}) | {late})"),
+            (Reasoning::Never, _) => format!("start: {answers}"),
+            (_, true) => format!("start: (reasoning next)? ({answers})"),
+            (_, false) => format!("start: {answers} | reasoning (next ({answers}) | {late})"),
         });
         rules.join("\n")
     }

@@ -21,13 +21,13 @@ use crate::{
     blocks::parsed,
     body::Json,
     chat::chosen_tools,
-    conversation::{ChatMessage, SentCall, Talk, messages},
+    conversation::{ChatMessage, ChatRequest, SentCall, messages},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, channel, finish_reason},
     models::Known,
-    sampling::{Drawn, Seed, Strings, now},
+    sampling::{SamplingFields, Seed, Strings, now},
     serving::Serving,
-    structured::Shape,
+    structured::OutputConstraint,
 };
 
 #[derive(Debug, Deserialize)]
@@ -126,8 +126,8 @@ impl OllamaOptions {
         }
     }
 
-    fn drawn(self) -> Drawn {
-        Drawn {
+    fn sampling_fields(self) -> SamplingFields {
+        SamplingFields {
             temperature: self.temperature,
             top_p: self.top_p,
             top_k: self.top_k,
@@ -137,7 +137,7 @@ impl OllamaOptions {
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             repetition_penalty: self.repeat_penalty,
-            ..Drawn::default()
+            ..SamplingFields::default()
         }
     }
 }
@@ -151,10 +151,10 @@ pub(crate) async fn serving(app: &Arc<App>, asked: Option<&str>) -> Result<Arc<S
     Serving::of(app, asked.map(untagged)).await
 }
 
-fn shape(format: Option<&JsonValue>) -> Result<Shape> {
+fn shape(format: Option<&JsonValue>) -> Result<OutputConstraint> {
     let format = match format {
-        None => return Ok(Shape::default()),
-        Some(JsonValue::String(name)) if name.is_empty() => return Ok(Shape::default()),
+        None => return Ok(OutputConstraint::default()),
+        Some(JsonValue::String(name)) if name.is_empty() => return Ok(OutputConstraint::default()),
         Some(JsonValue::String(name)) if name == "json" => json!({"type": "json_object"}).into(),
         Some(schema @ JsonValue::Object(_)) => {
             let mut format = JsonValue::from(json!({"type": "json_schema"}));
@@ -163,7 +163,7 @@ fn shape(format: Option<&JsonValue>) -> Result<Shape> {
         }
         Some(_) => return Err(ApiError::field("format", "`format` must be json or a JSON schema")),
     };
-    Shape::of_format(Some(&format), "format", None)
+    OutputConstraint::of_format(Some(&format), "format", None)
 }
 
 /// Whether the model thinks: a boolean, or an effort.
@@ -217,11 +217,11 @@ pub(crate) async fn chat(
     let (tools, shape) = chosen_tools(&app, request.tools, request.tool_choice.as_ref(), shape)?;
     let messages = messages(&app, sent.into_iter().map(OllamaMessage::into_chat).collect())?;
     let thinking = thinking(request.think.as_ref())?;
-    let talk = Talk { tools, thinking, shape, ..Talk::new(messages, None, None)? };
+    let chat = ChatRequest { tools, thinking, shape, ..ChatRequest::new(messages, None, None)? };
     let answer = OllamaAnswer::new(model, Kind::Chat);
     let options = request.options.unwrap_or_default();
     let options = OllamaOptions { num_predict: options.num_predict.or(request.max_output_tokens), ..options };
-    answer.of_talk(app, id, &headers, talk, options, streams).await
+    answer.of_chat(app, id, &headers, chat, options, streams).await
 }
 
 pub(crate) async fn generate(
@@ -246,12 +246,12 @@ pub(crate) async fn generate(
     if app.model.template.is_some() && request.raw != Some(true) {
         let system = request.system.filter(|text| !text.is_empty()).map(Message::system);
         let messages = system.into_iter().chain([Message::user(prompt)]).collect();
-        let talk = Talk { thinking, shape, ..Talk::new(messages, None, None)? };
-        return answer.of_talk(app, id, &headers, talk, options, streams).await;
+        let chat = ChatRequest { thinking, shape, ..ChatRequest::new(messages, None, None)? };
+        return answer.of_chat(app, id, &headers, chat, options, streams).await;
     }
     let text = request.system.filter(|text| !text.is_empty()).map_or(prompt.clone(), |text| text + "\n\n" + &prompt);
     let encoded = app.encoding(text.len(), move |app| -> Result<_> {
-        let grammar = shape.compile(app, ReplyFormat::Plain, crate::structured::Thoughts::Never)?;
+        let grammar = shape.compile(app, ReplyFormat::Plain, crate::structured::Reasoning::Never)?;
         Ok((app.encode_prompt(&text)?, grammar))
     });
     let (ids, grammar) = encoded.await??;
@@ -292,16 +292,16 @@ impl OllamaAnswer {
         OllamaAnswer { model, kind, started: Instant::now(), first: None, call: None }
     }
 
-    async fn of_talk(
+    async fn of_chat(
         self,
         app: Arc<Serving>,
         id: RequestId,
         headers: &HeaderMap,
-        talk: Talk,
+        chat: ChatRequest,
         options: OllamaOptions,
         streams: bool,
     ) -> Result<Response> {
-        let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await??;
+        let prompt = app.encoding(chat.bytes(), move |app| chat.prompt(app)).await??;
         let request = (prompt.request(), prompt.reader);
         self.run(app, id, headers, request, options, streams).await.map_err(|error| error.of_prompt("messages"))
     }
@@ -316,7 +316,7 @@ impl OllamaAnswer {
         streams: bool,
     ) -> Result<Response> {
         let base = request.max_tokens(options.max_tokens(&app)?).cache(app.scope(headers, None));
-        let generation = Generation::submit(&app, &id, vec![options.drawn().apply(base, &app)?])?;
+        let generation = Generation::submit(&app, &id, vec![options.sampling_fields().apply(base, &app)?])?;
         if !streams {
             return Ok(Json(self.collect(generation, reader).await?).into_response());
         }
@@ -326,21 +326,21 @@ impl OllamaAnswer {
     }
 
     async fn collect(mut self, mut generation: Generation, mut reader: AnswerReader) -> Result<JsonValue> {
-        let (mut text, mut thoughts, mut calls, mut end) = (String::new(), String::new(), Vec::new(), None);
+        let (mut text, mut reasoning, mut calls, mut end) = (String::new(), String::new(), Vec::new(), None);
         while let Some(event) = generation.next().await {
             let added = self.read(&mut reader, event?.1);
             for part in added.parts {
                 match part {
                     Part::Text(more) => text += &more,
-                    Part::Reasoning(more) => thoughts += &more,
+                    Part::Reasoning(more) => reasoning += &more,
                     part => calls.extend(self.call(part)),
                 }
             }
             end = added.finished.or(end);
         }
         calls.extend(self.last_call());
-        let thoughts = Some(thoughts).filter(|thoughts| !thoughts.is_empty());
-        let chunk = self.chunk(json!(text), thoughts.map(Value::from), calls);
+        let reasoning = Some(reasoning).filter(|reasoning| !reasoning.is_empty());
+        let chunk = self.chunk(json!(text), reasoning.map(Value::from), calls);
         Ok(self.finished(chunk, end.as_ref()).into())
     }
 
@@ -407,13 +407,13 @@ impl OllamaAnswer {
         Some(json!({"function": {"name": name, "arguments": arguments}}))
     }
 
-    fn chunk(&self, text: Value, thoughts: Option<Value>, calls: Vec<Value>) -> Value {
+    fn chunk(&self, text: Value, reasoning: Option<Value>, calls: Vec<Value>) -> Value {
         let created = rfc3339(now());
         match self.kind {
             Kind::Chat => {
                 let mut message = json!({"role": "assistant", "content": text});
-                if let Some(thoughts) = thoughts {
-                    message["thinking"] = thoughts;
+                if let Some(reasoning) = reasoning {
+                    message["thinking"] = reasoning;
                 }
                 if !calls.is_empty() {
                     message["tool_calls"] = Value::Array(calls);
@@ -422,8 +422,8 @@ impl OllamaAnswer {
             }
             Kind::Generate => {
                 let mut chunk = json!({"model": self.model, "created_at": created, "response": text, "done": false});
-                if let Some(thoughts) = thoughts {
-                    chunk["thinking"] = thoughts;
+                if let Some(reasoning) = reasoning {
+                    chunk["thinking"] = reasoning;
                 }
                 chunk
             }

@@ -19,14 +19,14 @@ use crate::{
     blocks::{Block, Blocks},
     body::Json,
     chat::{chosen_tools, thinking},
-    conversation::{Talk, content_text, sent_call},
+    conversation::{ChatRequest, content_text, sent_call},
     error::{ApiError, Result},
     fields::{only_fields, string},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     keys,
-    sampling::{Drawn, TokenLimit, now, random_id},
+    sampling::{SamplingFields, TokenLimit, now, random_id},
     serving::Serving,
-    structured::Shape,
+    structured::OutputConstraint,
 };
 
 #[derive(Debug, Deserialize)]
@@ -102,7 +102,7 @@ pub(crate) async fn create(
     let object = describe(&app, &request, &model);
     let tools = request.tools.take().map(|tools| own_tools(&app, tools, request.tool_choice.as_ref()));
     let format = request.text.as_ref().and_then(|text| text.format.as_ref());
-    let shape = Shape::of_format(format, "text.format", None)?;
+    let shape = OutputConstraint::of_format(format, "text.format", None)?;
     let (tools, shape) = chosen_tools(&app, tools, request.tool_choice.as_ref(), shape)?;
     let mut variables = BTreeMap::new();
     let thinking = thinking(effort(request.reasoning.as_ref())?, &mut variables)?;
@@ -114,16 +114,25 @@ pub(crate) async fn create(
     let keep = || Keep { app: Arc::clone(app.app()), owner, messages: messages[instructions..].to_vec() };
     let keep = is_kept.then(keep);
     let one_call = request.parallel_tool_calls == Some(false);
-    let talk =
-        Talk { messages, tools, variables, thinking, shape, one_call, generation_prompt: true, ..Talk::default() };
-    let prompt = app.encoding(talk.bytes(), move |app| talk.prompt(app)).await?;
+    let chat = ChatRequest {
+        messages,
+        tools,
+        variables,
+        thinking,
+        shape,
+        one_call,
+        generation_prompt: true,
+        ..ChatRequest::default()
+    };
+    let prompt = app.encoding(chat.bytes(), move |app| chat.prompt(app)).await?;
     let prompt = prompt.map_err(|error| error.renamed("messages", "input"))?;
 
     let asked = request.max_output_tokens.map(|TokenLimit(limit)| limit);
     let max_tokens = app.max_tokens(asked, app.model.engine.context());
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
-    let drawn = Drawn { temperature: request.temperature, top_p: request.top_p, ..Drawn::default() };
-    let generation = Generation::submit(&app, &id, vec![drawn.apply(base, &app)?]);
+    let sampling =
+        SamplingFields { temperature: request.temperature, top_p: request.top_p, ..SamplingFields::default() };
+    let generation = Generation::submit(&app, &id, vec![sampling.apply(base, &app)?]);
     let generation = generation.map_err(|error| error.of_prompt("input"))?;
     let answer =
         ResponseAnswer { object, reader: prompt.reader, blocks: Blocks::default(), ids: Vec::new(), sequence: 0, keep };
@@ -142,7 +151,7 @@ fn check_fixed(app: &App, request: &ResponsesRequest) -> Result<()> {
     let mut included = request.include.iter().flatten();
     let refused = [
         ("text.verbosity", strict && !matches!(verbosity, None | Some("medium"))),
-        // The others are parts of what hosted tools and stored thoughts give, which there are none of.
+        // The others are parts of what hosted tools and stored reasoning give, which there are none of.
         ("include", included.any(|part| strict || part == "message.output_text.logprobs")),
         ("background", request.background == Some(true)),
         ("truncation", !matches!(request.truncation.as_deref(), None | Some("disabled"))),
@@ -220,7 +229,7 @@ fn messages(app: &App, request: &ResponsesRequest, earlier: &[Message]) -> Resul
     Ok(messages)
 }
 
-/// Adds an item of the input, with the fields that items of answers have. Thoughts and calls belong to the model's
+/// Adds an item of the input, with the fields that items of answers have. Reasoning and calls belong to the model's
 /// message before them.
 fn add_item(messages: &mut Vec<Message>, item: &JsonValue, path: &str) -> Result<()> {
     let only = |known: &[&str]| only_fields(item, path, &[known, &["type", "id", "status"]].concat());
@@ -244,13 +253,13 @@ fn add_item(messages: &mut Vec<Message>, item: &JsonValue, path: &str) -> Result
         }
         "reasoning" => {
             only(&["content", "summary", "encrypted_content"])?;
-            // Models whose thoughts nobody sees have summaries only.
+            // Models whose reasoning nobody sees have summaries only.
             let texts = |field: &str| -> String {
                 let parts = item[field].as_array().into_iter().flatten();
                 parts.filter_map(|part| part["text"].as_str()).collect()
             };
-            let thoughts = Some(texts("content")).filter(|text| !text.is_empty()).unwrap_or_else(|| texts("summary"));
-            messages.push(Message::assistant("").reasoning(thoughts));
+            let reasoning = Some(texts("content")).filter(|text| !text.is_empty()).unwrap_or_else(|| texts("summary"));
+            messages.push(Message::assistant("").reasoning(reasoning));
         }
         "function_call" => {
             only(&["call_id", "name", "arguments", "parsed_arguments", "namespace", "caller"])?;
@@ -274,7 +283,7 @@ fn add_item(messages: &mut Vec<Message>, item: &JsonValue, path: &str) -> Result
     Ok(())
 }
 
-/// Whether a message has thoughts only.
+/// Whether a message has reasoning only.
 fn is_open(message: &Message) -> bool {
     let is_empty = message.content.as_ref().is_none_or(|content| content.text().is_empty());
     message.role == ChatRole::Assistant

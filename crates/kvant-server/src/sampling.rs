@@ -88,7 +88,7 @@ impl<'de> Deserialize<'de> for Whole {
 
 /// The fields that requests for completions and chat completions share.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Drawn {
+pub(crate) struct SamplingFields {
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
     pub top_k: Option<i64>,
@@ -107,9 +107,9 @@ pub(crate) struct Drawn {
     pub priority: Option<i8>,
 }
 
-/// Declares a request with its own fields and those of [`Drawn`], which `drawn` moves out. serde's `flatten` would hide
-/// unknown fields.
-macro_rules! drawn_request {
+/// Declares a request with its own fields and those of [`SamplingFields`], which `sampling_fields` moves
+/// out. serde's `flatten` would hide unknown fields.
+macro_rules! sampling_request {
     ($(#[$meta:meta])* struct $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
         $(#[$meta])*
         #[derive(Debug, serde::Deserialize)]
@@ -134,8 +134,8 @@ macro_rules! drawn_request {
         }
 
         impl $name {
-            fn drawn(&mut self) -> $crate::sampling::Drawn {
-                $crate::sampling::Drawn {
+            fn sampling_fields(&mut self) -> $crate::sampling::SamplingFields {
+                $crate::sampling::SamplingFields {
                     temperature: self.temperature.take(),
                     top_p: self.top_p.take(),
                     top_k: self.top_k.take(),
@@ -157,12 +157,12 @@ macro_rules! drawn_request {
         }
     };
 }
-pub(crate) use drawn_request;
+pub(crate) use sampling_request;
 
 /// The most that a bias or a penalty can be.
 const LARGEST_BIAS: f32 = 100.0;
 
-impl Drawn {
+impl SamplingFields {
     /// Sets what the fields say in a request, and the server's defaults for the others.
     pub fn apply(self, request: EngineRequest, app: &Serving) -> error::Result<EngineRequest> {
         let default = &app.model.sampling;

@@ -86,9 +86,9 @@ impl Kept {
 
 fn bytes_of(message: &Message) -> usize {
     let content = message.content.as_ref().map_or(0, |content| content.text().len());
-    let thoughts = message.reasoning_content.as_ref().map_or(0, String::len);
+    let reasoning = message.reasoning_content.as_ref().map_or(0, String::len);
     let calls = message.tool_calls.iter().map(|call| OF_MESSAGE + call.function.arguments.to_string().len());
-    OF_MESSAGE + content + thoughts + calls.sum::<usize>()
+    OF_MESSAGE + content + reasoning + calls.sum::<usize>()
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use crate::{
-    calls::{Marks, call, is_strict, literal, mark, parameters, rule, special, without},
+    calls::{Delimiters, call, is_strict, literal, mark, parameters, rule, special, without},
     error::{ApiError, Result},
     fields::only_fields,
     gemma_calls::{GemmaCalls, is_enforceable},
@@ -16,7 +16,7 @@ use crate::{
 
 /// The form that an answer must have.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Shape {
+pub(crate) struct OutputConstraint {
     /// The form of text.
     text: Option<TextShape>,
     /// The functions that the answer can call, as tools in OpenAI's form.
@@ -32,9 +32,9 @@ struct TextShape {
     grammar: Grammar,
 }
 
-/// Whether thoughts come before the answer.
+/// Whether reasoning come before the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Thoughts {
+pub(crate) enum Reasoning {
     /// The prompt has begun them.
     Open,
     /// The model decides.
@@ -52,22 +52,25 @@ pub(crate) struct StructuredOutputs {
     grammar: Option<String>,
 }
 
-impl Shape {
+impl OutputConstraint {
     /// The form of text that `response_format` or, in `field`, its equivalent asks for. `wrapper` is the key of the
     /// object that has the schema.
-    pub fn of_format(format: Option<&JsonValue>, field: &str, wrapper: Option<&str>) -> Result<Shape> {
-        let Some(format) = format else { return Ok(Shape::default()) };
+    pub fn of_format(format: Option<&JsonValue>, field: &str, wrapper: Option<&str>) -> Result<OutputConstraint> {
+        let Some(format) = format else { return Ok(OutputConstraint::default()) };
         match format["type"].as_str() {
             Some("text") => {
                 only_fields(format, field, &["type"])?;
-                Ok(Shape::default())
+                Ok(OutputConstraint::default())
             }
             // As in llama.cpp, it can have a schema.
             Some("json_object") => {
                 only_fields(format, field, &["type", "schema"])?;
                 match &format["schema"] {
-                    JsonValue::Null => Ok(Shape::of_text(field.to_string(), Grammar::JsonObject)),
-                    schema => Ok(Shape::of_text(format!("{field}.schema"), Grammar::JsonSchema(schema.to_string()))),
+                    JsonValue::Null => Ok(OutputConstraint::of_text(field.to_string(), Grammar::JsonObject)),
+                    schema => Ok(OutputConstraint::of_text(
+                        format!("{field}.schema"),
+                        Grammar::JsonSchema(schema.to_string()),
+                    )),
                 }
             }
             Some("json_schema") => {
@@ -91,7 +94,7 @@ impl Shape {
                         if holder["strict"] == true {
                             close(&mut schema);
                         }
-                        Ok(Shape::of_text(field, Grammar::JsonSchema(schema.to_string())))
+                        Ok(OutputConstraint::of_text(field, Grammar::JsonSchema(schema.to_string())))
                     }
                 }
             }
@@ -102,12 +105,12 @@ impl Shape {
         }
     }
 
-    fn of_text(field: String, grammar: Grammar) -> Shape {
-        Shape { text: Some(TextShape { field, grammar }), ..Shape::default() }
+    fn of_text(field: String, grammar: Grammar) -> OutputConstraint {
+        OutputConstraint { text: Some(TextShape { field, grammar }), ..OutputConstraint::default() }
     }
 
     /// Adds what `structured_outputs` asks for.
-    pub fn and_structured(self, outputs: Option<StructuredOutputs>) -> Result<Shape> {
+    pub fn and_structured(self, outputs: Option<StructuredOutputs>) -> Result<OutputConstraint> {
         let Some(outputs) = outputs else { return Ok(self) };
         let name = "structured_outputs";
         let StructuredOutputs { json, json_object, regex, choice, grammar } = outputs;
@@ -128,15 +131,15 @@ impl Shape {
         ];
         let mut asked = asked.into_iter().filter_map(|(key, grammar)| Some((key, grammar?)));
         match (asked.next(), asked.next(), &self.text) {
-            (Some((key, grammar)), None, None) => Ok(Shape::of_text(format!("{name}.{key}"), grammar)),
+            (Some((key, grammar)), None, None) => Ok(OutputConstraint::of_text(format!("{name}.{key}"), grammar)),
             (None, ..) => Ok(self),
             _ => Err(ApiError::field(name, format!("`{name}` must ask for one form, and `response_format` for none"))),
         }
     }
 
     /// Adds functions that the answer can call, or must call.
-    pub fn and_calls(self, calls: Vec<JsonValue>, must_call: bool) -> Shape {
-        Shape { calls, must_call, ..self }
+    pub fn and_calls(self, calls: Vec<JsonValue>, must_call: bool) -> OutputConstraint {
+        OutputConstraint { calls, must_call, ..self }
     }
 
     /// Whether the answer must be a call.
@@ -160,27 +163,27 @@ impl Shape {
     }
 
     /// The grammar of an answer, if it must have a form.
-    pub fn compile(&self, app: &Serving, family: ReplyFormat, thoughts: Thoughts) -> Result<Option<CompiledGrammar>> {
+    pub fn compile(&self, app: &Serving, family: ReplyFormat, reasoning: Reasoning) -> Result<Option<CompiledGrammar>> {
         if self.must_call || self.text.is_some() {
             self.check_numbers()?;
         }
         if self.must_call {
-            let calls = compiled(app, "tools", &self.grammar(app, family, thoughts, None)?);
+            let calls = compiled(app, "tools", &self.grammar(app, family, reasoning, None)?);
             return calls.map(Some).map_err(|error| self.call_error(app).unwrap_or(error));
         }
-        let Some(TextShape { field, grammar }) = &self.text else { return self.compile_strict(app, family, thoughts) };
-        let marks = Marks::of(family);
-        let has_calls = !self.calls.is_empty() && marks.call.is_some();
+        let Some(TextShape { field, grammar }) = &self.text else { return self.compile_strict(app, family, reasoning) };
+        let delimiters = Delimiters::of(family);
+        let has_calls = !self.calls.is_empty() && delimiters.call.is_some();
         let alone = || compiled(app, field, grammar);
-        let has_marks = has_calls || family == ReplyFormat::Harmony;
-        if !has_marks && (marks.thoughts.is_none() || thoughts == Thoughts::Never) {
+        let has_delimiters = has_calls || family == ReplyFormat::Harmony;
+        if !has_delimiters && (delimiters.reasoning.is_none() || reasoning == Reasoning::Never) {
             return alone().map(Some);
         }
         if matches!(grammar, Grammar::Lark(_)) {
             // Places in its errors are those that the client knows.
             alone()?;
         }
-        let whole = compiled(app, field, &self.grammar(app, family, thoughts, Some(grammar))?);
+        let whole = compiled(app, field, &self.grammar(app, family, reasoning, Some(grammar))?);
         whole.map(Some).map_err(|error| alone().err().unwrap_or(error))
     }
 
@@ -189,14 +192,14 @@ impl Shape {
         &self,
         app: &Serving,
         family: ReplyFormat,
-        thoughts: Thoughts,
+        reasoning: Reasoning,
     ) -> Result<Option<CompiledGrammar>> {
         // Without calls there is nothing to enforce.
         if family == ReplyFormat::Plain || !self.calls.iter().any(|tool| is_strict(&tool["function"])) {
             return Ok(None);
         }
         self.check_numbers()?;
-        let grammar = compiled(app, "tools", &self.grammar(app, family, thoughts, None)?);
+        let grammar = compiled(app, "tools", &self.grammar(app, family, reasoning, None)?);
         grammar.map(Some).map_err(|error| self.call_error(app).unwrap_or(error))
     }
 
@@ -221,12 +224,12 @@ impl Shape {
         })
     }
 
-    /// The grammar of thoughts and then text or a call. Text is free if it needs no form and no call must be.
+    /// The grammar of reasoning and then text or a call. Text is free if it needs no form and no call must be.
     fn grammar(
         &self,
         app: &Serving,
         family: ReplyFormat,
-        thoughts: Thoughts,
+        reasoning: Reasoning,
         text: Option<&Grammar>,
     ) -> Result<Grammar> {
         let key = if family == ReplyFormat::Llama3 { "parameters" } else { "arguments" };
@@ -239,21 +242,21 @@ impl Shape {
         };
         if family == ReplyFormat::Harmony {
             let calls = self.calls.iter().map(|tool| (&tool["function"]["name"], schema(&tool["function"]))).collect();
-            let answer = HarmonyAnswer { calls, must_call: self.must_call, text: text.map(rule), thoughts };
+            let answer = HarmonyAnswer { calls, must_call: self.must_call, text: text.map(rule), reasoning };
             return Ok(Grammar::Lark(answer.grammar(app)));
         }
-        let marks = Marks::of(family);
-        let (start, of_thoughts) = thoughts_before(app, &marks, thoughts)?;
+        let delimiters = Delimiters::of(family);
+        let (start, of_reasoning) = reasoning_before(app, &delimiters, reasoning)?;
         let mut rules = vec![format!("start: {start}")];
-        rules.extend(of_thoughts);
+        rules.extend(of_reasoning);
         let mut answers = Vec::new();
         if let Some(grammar) = text {
             answers.push("text");
             rules.push(format!("text: {}", rule(grammar)));
         }
-        if self.must_call || !self.calls.is_empty() && marks.call.is_some() {
+        if self.must_call || !self.calls.is_empty() && delimiters.call.is_some() {
             answers.push("call");
-            let [before, after] = marks
+            let [before, after] = delimiters
                 .call
                 .unwrap_or([&[], &[]])
                 .map(|parts| parts.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" "));
@@ -265,7 +268,7 @@ impl Shape {
                 }
             };
             let calls = calls.join(" | ");
-            match (is_free, marks.call.map(|[before, _]| before)) {
+            match (is_free, delimiters.call.map(|[before, _]| before)) {
                 (false, _) => rules.push(format!("call: {before} ({calls}) {after}")),
                 (true, Some([first, ..])) => {
                     // Several calls can be in one list of JSON.
@@ -312,22 +315,26 @@ impl Shape {
     }
 }
 
-/// The begin of an answer, and the rules of thoughts in it.
-fn thoughts_before(app: &Serving, marks: &Marks, thoughts: Thoughts) -> Result<(&'static str, Vec<String>)> {
-    let start = match thoughts {
-        Thoughts::Open => "rest answer",
-        Thoughts::Allowed if marks.thoughts.is_some() => "(open rest)? answer",
+/// The begin of an answer, and the rules of reasoning in it.
+fn reasoning_before(
+    app: &Serving,
+    delimiters: &Delimiters,
+    reasoning: Reasoning,
+) -> Result<(&'static str, Vec<String>)> {
+    let start = match reasoning {
+        Reasoning::Open => "rest answer",
+        Reasoning::Allowed if delimiters.reasoning.is_some() => "(open rest)? answer",
         _ => "answer",
     };
-    let rules = match marks.thoughts {
-        None if thoughts == Thoughts::Open => {
-            return Err(ApiError::unsupported("tool_choice", "the prompt asks for thoughts first"));
+    let rules = match delimiters.reasoning {
+        None if reasoning == Reasoning::Open => {
+            return Err(ApiError::unsupported("tool_choice", "the prompt asks for reasoning first"));
         }
-        Some((open, close)) if thoughts != Thoughts::Never => {
+        Some((open, close)) if reasoning != Reasoning::Never => {
             let open = open.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" ");
             let rest = match special(app, close) {
-                Some(close) => format!("rest: thoughts {close} GAP?\nthoughts: /(?s:.*)/"),
-                None => format!("rest: thoughts GAP?\nthoughts[suffix={}]: /(?s:.*)/", literal(close)),
+                Some(close) => format!("rest: reasoning {close} GAP?\nreasoning: /(?s:.*)/"),
+                None => format!("rest: reasoning GAP?\nreasoning[suffix={}]: /(?s:.*)/", literal(close)),
             };
             vec![format!("open: {open}\nGAP: /[ \\n]{{1,4}}/"), rest]
         }

@@ -50,7 +50,7 @@ pub struct Batch {
     /// The longest length of a sequence after the step; `usize::MAX` if that is not known.
     pub longest: usize,
     /// The most tokens of one sequence.
-    pub most_new: usize,
+    pub max_new: usize,
     /// The number of tokens at the beginning that are the only ones of their sequences. GPUs have other kernels for
     /// these than for prompts, so put them first.
     pub decode: usize,
@@ -60,9 +60,9 @@ impl Batch {
     /// The guess where only the numbers of tokens and sequences are known: a token of each sequence if there are no
     /// more tokens than sequences, otherwise all tokens of one sequence.
     pub fn guess(tokens: usize, sequences: usize) -> Batch {
-        let most_new = if tokens <= sequences { 1 } else { tokens };
-        let decode = if most_new == 1 { tokens } else { 0 };
-        Batch { sequences: tokens.min(sequences), longest: usize::MAX, most_new, decode }
+        let max_new = if tokens <= sequences { 1 } else { tokens };
+        let decode = if max_new == 1 { tokens } else { 0 };
+        Batch { sequences: tokens.min(sequences), longest: usize::MAX, max_new, decode }
     }
 
     /// What the sequences of a step's tokens tell.
@@ -76,7 +76,7 @@ impl Batch {
         Batch {
             sequences: counts().count(),
             longest: usize::MAX,
-            most_new: counts().max().unwrap_or(0),
+            max_new: counts().max().unwrap_or(0),
             decode: tokens.iter().take_while(|token| alone(token)).count(),
         }
     }
@@ -85,7 +85,7 @@ impl Batch {
 setters! { Batch {
     sequences: usize,
     longest: usize,
-    most_new: usize,
+    max_new: usize,
     decode: usize,
 } }
 
@@ -219,7 +219,7 @@ impl Step {
         let batch = Batch {
             sequences: batch.sequences.max(own.sequences),
             longest: batch.longest.max(own.longest),
-            most_new: batch.most_new.max(own.most_new),
+            max_new: batch.max_new.max(own.max_new),
             decode: batch.decode.min(own.decode),
         };
         Step { batch, ..self }

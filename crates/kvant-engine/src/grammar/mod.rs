@@ -33,7 +33,7 @@ use crate::SubmitError;
 /// The longest source of a grammar in bytes.
 const LONGEST: usize = 256 << 10;
 /// The deepest nesting of brackets in a source.
-const MOST_DEPTH: usize = 64;
+const MAX_DEPTH: usize = 64;
 
 /// The language of a text.
 ///
@@ -82,8 +82,8 @@ impl Grammar {
                 b')' | b']' | b'}' => depth = depth.saturating_sub(1),
                 _ => {}
             }
-            if depth > MOST_DEPTH {
-                return Err(format!("its brackets nest deeper than {MOST_DEPTH}"));
+            if depth > MAX_DEPTH {
+                return Err(format!("its brackets nest deeper than {MAX_DEPTH}"));
             }
         }
         Ok(())
@@ -200,9 +200,9 @@ mod tests {
     fn long_and_deep_sources_are_refused() {
         assert!(Grammar::Regex("a".repeat(LONGEST)).check().is_ok());
         assert!(Grammar::Regex("a".repeat(LONGEST + 1)).check().is_err());
-        assert!(Grammar::Lark(format!("start: {}", "(".repeat(MOST_DEPTH))).check().is_ok());
-        assert!(Grammar::Lark(format!("start: {}", "(".repeat(MOST_DEPTH + 1))).check().is_err());
-        assert!(Grammar::JsonSchema("{\"items\":".repeat(MOST_DEPTH + 1)).check().is_err());
+        assert!(Grammar::Lark(format!("start: {}", "(".repeat(MAX_DEPTH))).check().is_ok());
+        assert!(Grammar::Lark(format!("start: {}", "(".repeat(MAX_DEPTH + 1))).check().is_err());
+        assert!(Grammar::JsonSchema("{\"items\":".repeat(MAX_DEPTH + 1)).check().is_err());
         assert!(Grammar::JsonSchema("{},".repeat(1000)).check().is_ok());
     }
 }

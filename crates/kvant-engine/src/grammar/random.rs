@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use super::*;
 
 /// Tokens of a text at most; and then the same number to come to an end.
-const MOST_TOKENS: usize = 150;
+const MAX_TOKENS: usize = 150;
 
 struct Table {
     compiler: Arc<Compiler>,
@@ -52,12 +52,12 @@ fn random_text(grammar: CompiledGrammar, seed: u64) -> Option<String> {
     let Table { compiler, pieces } = table();
     let (mut state, mut random) = (grammar.start(compiler).unwrap(), Random(seed));
     let mut bytes = Vec::new();
-    for count in 0..2 * MOST_TOKENS {
+    for count in 0..2 * MAX_TOKENS {
         if state.is_complete() {
             return Some(String::from_utf8(bytes).unwrap());
         }
         let allowed = state.allowed().unwrap();
-        let hurries = count >= MOST_TOKENS;
+        let hurries = count >= MAX_TOKENS;
         if allowed.may_end && (hurries || random.below(4) == 0) {
             return Some(String::from_utf8(bytes).unwrap());
         }

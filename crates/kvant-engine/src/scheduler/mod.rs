@@ -32,12 +32,12 @@ use std::collections::{BTreeMap, HashMap};
 pub use plan::{EndReason, EndedTask, NewTask, PlanRow, RowResult, SchedulerCounts, SchedulerOptions, StepPlan};
 pub use pool::{PoolStep, PoolStorage};
 pub use storage::{Storage, StorageError};
-use task::{Place, Task};
+use task::{QueueKey, Task};
 
 /// Prompts that one step can leave incomplete before more long ones start.
-const MOST_PARTIAL: usize = 2;
+const MAX_PARTIAL: usize = 2;
 /// Waiting requests that a step looks at.
-const MOST_CANDIDATES: usize = 16;
+const MAX_CANDIDATES: usize = 16;
 
 /// Schedules requests. The [module](self) describes the policy.
 pub struct Scheduler<S: Storage> {
@@ -45,10 +45,10 @@ pub struct Scheduler<S: Storage> {
     options: SchedulerOptions,
     /// In order.
     running: Vec<Task<S::Sequence>>,
-    waiting: BTreeMap<Place, Task<S::Sequence>>,
+    waiting: BTreeMap<QueueKey, Task<S::Sequence>>,
     /// Paused requests that do not run.
-    parked: BTreeMap<Place, Task<S::Sequence>>,
-    places: HashMap<u64, Place>,
+    parked: BTreeMap<QueueKey, Task<S::Sequence>>,
+    keys: HashMap<u64, QueueKey>,
     ended: Vec<EndedTask>,
     /// No request fits until another one ends.
     is_full: bool,
@@ -66,7 +66,7 @@ impl<S: Storage> Scheduler<S> {
             running: Vec::new(),
             waiting: BTreeMap::new(),
             parked: BTreeMap::new(),
-            places: HashMap::new(),
+            keys: HashMap::new(),
             ended: Vec::new(),
             is_full: false,
             committed: 0,
@@ -92,12 +92,12 @@ impl<S: Storage> Scheduler<S> {
 
     /// Adds a request. One that has no tokens, or the number of another, is ignored.
     pub fn add(&mut self, new: NewTask) {
-        if new.prompt.is_empty() || self.places.contains_key(&new.id) {
+        if new.prompt.is_empty() || self.keys.contains_key(&new.id) {
             return;
         }
         let task = Task::new(new, self.counts.steps);
-        self.places.insert(task.id(), task.place);
-        self.waiting.insert(task.place, task);
+        self.keys.insert(task.id(), task.key);
+        self.waiting.insert(task.key, task);
     }
 
     /// Removes a request, and gives its pages back. Returns whether it was there.
@@ -107,8 +107,8 @@ impl<S: Storage> Scheduler<S> {
 
     /// Pauses a request, or lets it go on. A paused one keeps its pages until another one needs them.
     pub fn pause(&mut self, id: u64, is_paused: bool) {
-        let Some(place) = self.places.get(&id) else { return };
-        if let Ok(index) = self.index(place) {
+        let Some(key) = self.keys.get(&id) else { return };
+        if let Ok(index) = self.index(key) {
             self.running[index].is_paused = is_paused;
             return;
         }
@@ -116,9 +116,9 @@ impl<S: Storage> Scheduler<S> {
             true => (&mut self.waiting, &mut self.parked),
             false => (&mut self.parked, &mut self.waiting),
         };
-        if let Some(mut task) = from.remove(place) {
+        if let Some(mut task) = from.remove(key) {
             task.is_paused = is_paused;
-            to.insert(*place, task);
+            to.insert(*key, task);
         }
     }
 
@@ -144,7 +144,7 @@ impl<S: Storage> Scheduler<S> {
 
     /// The tokens of a request that the prefix cache had when it first ran; `None` before.
     pub fn cached(&self, id: u64) -> Option<usize> {
-        self.index(self.places.get(&id)?).ok().and_then(|index| self.running[index].cached)
+        self.index(self.keys.get(&id)?).ok().and_then(|index| self.running[index].cached)
     }
 
     /// The requests that have ended since the last call, in this order.
@@ -191,13 +191,13 @@ impl<S: Storage> Scheduler<S> {
         // Results have the order of the running requests.
         let mut next = 0;
         for result in results {
-            let Some(&place) = self.places.get(&result.id) else { continue };
-            let follows = self.running.get(next).is_some_and(|task| task.place == place);
-            let index = if follows { Some(next) } else { self.index(&place).ok() };
+            let Some(&key) = self.keys.get(&result.id) else { continue };
+            let follows = self.running.get(next).is_some_and(|task| task.key == key);
+            let index = if follows { Some(next) } else { self.index(&key).ok() };
             next = index.map_or(next, |index| index + 1);
             let task = match index {
                 Some(index) => self.running.get_mut(index),
-                None => self.waiting.get_mut(&place).or_else(|| self.parked.get_mut(&place)),
+                None => self.waiting.get_mut(&key).or_else(|| self.parked.get_mut(&key)),
             };
             let Some(task) = task else { continue };
             task.in_flight = task.in_flight.saturating_sub(1);
@@ -230,32 +230,32 @@ impl<S: Storage> Scheduler<S> {
         Ok(())
     }
 
-    fn index(&self, place: &Place) -> Result<usize, usize> {
-        self.running.binary_search_by_key(place, |task| task.place)
+    fn index(&self, key: &QueueKey) -> Result<usize, usize> {
+        self.running.binary_search_by_key(key, |task| task.key)
     }
 
     fn get(&self, id: u64) -> Option<&Task<S::Sequence>> {
-        let place = self.places.get(&id)?;
-        let running = self.index(place).ok().map(|index| &self.running[index]);
-        running.or_else(|| self.waiting.get(place)).or_else(|| self.parked.get(place))
+        let key = self.keys.get(&id)?;
+        let running = self.index(key).ok().map(|index| &self.running[index]);
+        running.or_else(|| self.waiting.get(key)).or_else(|| self.parked.get(key))
     }
 
     fn task(&mut self, id: u64) -> Option<&mut Task<S::Sequence>> {
-        let place = self.places.get(&id)?;
-        match self.index(place) {
+        let key = self.keys.get(&id)?;
+        match self.index(key) {
             Ok(index) => Some(&mut self.running[index]),
-            Err(_) => self.waiting.get_mut(place).or_else(|| self.parked.get_mut(place)),
+            Err(_) => self.waiting.get_mut(key).or_else(|| self.parked.get_mut(key)),
         }
     }
 
     /// Takes a request out.
     fn remove(&mut self, id: u64) -> Option<Task<S::Sequence>> {
-        let place = self.places.remove(&id)?;
-        if let Ok(index) = self.index(&place) {
+        let key = self.keys.remove(&id)?;
+        if let Ok(index) = self.index(&key) {
             self.is_full = false;
             return Some(self.running.remove(index));
         }
-        self.waiting.remove(&place).or_else(|| self.parked.remove(&place))
+        self.waiting.remove(&key).or_else(|| self.parked.remove(&key))
     }
 
     /// Keeps the prefixes that the steps before have computed, and counts memory anew.
@@ -317,12 +317,12 @@ impl<S: Storage> Scheduler<S> {
     }
 
     /// Starts waiting requests with the tokens that are left. Returns those that have started, in order.
-    fn admit(&mut self, left: &mut usize) -> Result<Vec<Place>, StorageError> {
+    fn admit(&mut self, left: &mut usize) -> Result<Vec<QueueKey>, StorageError> {
         let mut admitted = Vec::new();
         let mut partial =
             self.running.iter().filter(|task| task.planned > 0 && task.planned < task.remaining()).count();
-        let candidates: Vec<Place> = self.waiting.keys().take(MOST_CANDIDATES).copied().collect();
-        for place in candidates {
+        let candidates: Vec<QueueKey> = self.waiting.keys().take(MAX_CANDIDATES).copied().collect();
+        for key in candidates {
             while (self.running.len() >= self.options.sequences || self.is_full) && self.park_one()? {}
             if self.running.is_empty() {
                 self.is_full = false;
@@ -330,31 +330,31 @@ impl<S: Storage> Scheduler<S> {
             if *left == 0 || self.running.len() >= self.options.sequences || self.is_full {
                 break;
             }
-            let task = &self.waiting[&place];
-            let is_long = partial >= MOST_PARTIAL && task.tokens.len() > *left;
+            let task = &self.waiting[&key];
+            let is_long = partial >= MAX_PARTIAL && task.tokens.len() > *left;
             if task.pending > 0 || is_long {
                 continue;
             }
-            let sequence = self.find(place)?;
+            let sequence = self.find(key)?;
             let found = self.storage.len(&sequence);
-            if self.computes_prefix_of(&self.waiting[&place], found) {
+            if self.computes_prefix_of(&self.waiting[&key], found) {
                 continue;
             }
-            if !self.fits(place, found)? {
+            if !self.fits(key, found)? {
                 self.is_full = true;
                 break;
             }
-            let count = self.start(place, sequence, *left);
+            let count = self.start(key, sequence, *left);
             *left -= count;
-            admitted.push(place);
-            partial += usize::from(self.index(&place).is_ok_and(|index| count < self.running[index].remaining()));
+            admitted.push(key);
+            partial += usize::from(self.index(&key).is_ok_and(|index| count < self.running[index].remaining()));
         }
         Ok(admitted)
     }
 
     /// The prefix of a waiting request that the cache has.
-    fn find(&mut self, place: Place) -> Result<S::Sequence, StorageError> {
-        let task = &self.waiting[&place];
+    fn find(&mut self, key: QueueKey) -> Result<S::Sequence, StorageError> {
+        let task = &self.waiting[&key];
         match &task.salt {
             // A token is left to compute, as its logits are needed.
             Some(salt) if task.may_find() => self.storage.find(salt, &task.tokens[..task.tokens.len() - 1]),
@@ -378,9 +378,9 @@ impl<S: Storage> Scheduler<S> {
     }
 
     /// Whether there is memory for a waiting request. Paused ones give theirs up for it.
-    fn fits(&mut self, place: Place, found: usize) -> Result<bool, StorageError> {
+    fn fits(&mut self, key: QueueKey, found: usize) -> Result<bool, StorageError> {
         let page = self.storage.page_tokens();
-        let need = self.storage.need(self.waiting[&place].foreseen(page));
+        let need = self.storage.need(self.waiting[&key].foreseen(page));
         let need = need.saturating_sub(self.storage.spared(found));
         loop {
             let fits = self.committed.saturating_add(need) <= self.storage.capacity();
@@ -394,9 +394,9 @@ impl<S: Storage> Scheduler<S> {
     }
 
     /// Starts a waiting request with the tokens that it has found. Returns the tokens that are planned for it.
-    fn start(&mut self, place: Place, sequence: S::Sequence, left: usize) -> usize {
+    fn start(&mut self, key: QueueKey, sequence: S::Sequence, left: usize) -> usize {
         let others = self.waiting.len() - 1;
-        let Some(mut task) = self.waiting.remove(&place) else { return 0 };
+        let Some(mut task) = self.waiting.remove(&key) else { return 0 };
         let (page, found) = (self.storage.page_tokens(), self.storage.len(&sequence));
         if task.cached.is_none() && task.salt.is_some() {
             self.counts.prefix_queries += task.tokens.len() as u64;
@@ -409,7 +409,7 @@ impl<S: Storage> Scheduler<S> {
         self.committed = self.committed.saturating_add(task.reserved);
         let count = share(task.remaining(), left, others);
         task.planned = count;
-        if let Err(index) = self.index(&place) {
+        if let Err(index) = self.index(&key) {
             self.running.insert(index, task);
         }
         count
@@ -427,15 +427,15 @@ impl<S: Storage> Scheduler<S> {
     }
 
     /// Makes room for a step that found too few pages. Returns the most tokens of a request.
-    fn make_room(&mut self, admitted: &[Place], most: usize) -> Result<usize, StorageError> {
+    fn make_room(&mut self, admitted: &[QueueKey], most: usize) -> Result<usize, StorageError> {
         if self.park_one()? {
             return Ok(most);
         }
         if !admitted.is_empty() && self.running.len() > 1 {
             // They have computed nothing yet. One may stay if it is alone.
             let stays = usize::from(admitted.len() == self.running.len());
-            for place in &admitted[stays..] {
-                if let Ok(index) = self.index(place) {
+            for key in &admitted[stays..] {
+                if let Ok(index) = self.index(key) {
                     self.send_back(index);
                 }
             }
@@ -475,7 +475,7 @@ impl<S: Storage> Scheduler<S> {
         (task.sequence, task.is_drafting) = (None, false);
         task.drafts.clear();
         let to = if task.is_paused { &mut self.parked } else { &mut self.waiting };
-        to.insert(task.place, task);
+        to.insert(task.key, task);
     }
 
     /// The plan of a step whose pages were taken.

@@ -12,12 +12,12 @@ const KEEP_EVERY: usize = 128;
 pub struct PoolStorage {
     pool: KvPool,
     /// The most tokens that a sequence gets in a step.
-    most_new: usize,
+    max_new: usize,
     /// Whether prefixes are kept.
     keeps: bool,
     decoder: Option<BatchDecoder>,
     /// The most tokens of a request in a step of the decoder.
-    most_recorded: usize,
+    max_recorded: usize,
 }
 
 /// A step of a [`PoolStorage`].
@@ -30,17 +30,17 @@ pub enum PoolStep {
 }
 
 impl PoolStorage {
-    /// `most_new` is the most tokens of a step. `keeps`: whether requests share prefixes.
-    pub fn new(pool: KvPool, most_new: usize, keeps: bool) -> PoolStorage {
-        PoolStorage { pool, most_new, keeps, decoder: None, most_recorded: 0 }
+    /// `max_new` is the most tokens of a step. `keeps`: whether requests share prefixes.
+    pub fn new(pool: KvPool, max_new: usize, keeps: bool) -> PoolStorage {
+        PoolStorage { pool, max_new, keeps, decoder: None, max_recorded: 0 }
     }
 
     /// Steps of at most `most` tokens of each request are steps of a decoder of this pool, as far as it has rows.
     #[must_use]
     pub fn with_decoder(self, decoder: BatchDecoder, most: usize) -> PoolStorage {
         // The pool seals pages before such a step, not within it.
-        let most_recorded = most.min(self.pool.spec().page_tokens);
-        PoolStorage { decoder: Some(decoder), most_recorded, ..self }
+        let max_recorded = most.min(self.pool.spec().page_tokens);
+        PoolStorage { decoder: Some(decoder), max_recorded, ..self }
     }
 
     /// The decoder.
@@ -95,7 +95,7 @@ impl Storage for PoolStorage {
             other => StorageError::Failed(other),
         };
         if let Some(decoder) = &mut self.decoder
-            && batch.iter().all(|(_, count)| *count <= self.most_recorded)
+            && batch.iter().all(|(_, count)| *count <= self.max_recorded)
             && batch.iter().map(|(_, count)| count).sum::<usize>() <= decoder.rows()
         {
             match decoder.append(batch) {
@@ -117,7 +117,7 @@ impl Storage for PoolStorage {
     }
 
     fn need(&self, len: usize) -> usize {
-        self.pool.need(len, self.most_new)
+        self.pool.need(len, self.max_new)
     }
 
     fn spared(&self, found: usize) -> usize {

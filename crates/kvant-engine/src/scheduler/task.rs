@@ -8,7 +8,7 @@ use super::{NewTask, PlanRow};
 ///
 /// It never changes. A request is therefore overtaken only by those of higher priority that arrive in the steps that
 /// their priority is worth.
-pub(super) type Place = (i64, u64);
+pub(super) type QueueKey = (i64, u64);
 
 /// A request. `S` is its sequence of the storage.
 ///
@@ -16,7 +16,7 @@ pub(super) type Place = (i64, u64);
 /// caught up.
 #[derive(Debug)]
 pub(super) struct Task<S> {
-    pub place: Place,
+    pub key: QueueKey,
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
     /// The most tokens, prompt included.
@@ -52,10 +52,10 @@ pub(super) struct Task<S> {
 
 impl<S> Task<S> {
     pub fn new(new: NewTask, now: u64) -> Task<S> {
-        let place = (i64::try_from(now).unwrap_or(i64::MAX) - i64::from(new.priority) * NewTask::PATIENCE, new.id);
+        let key = (i64::try_from(now).unwrap_or(i64::MAX) - i64::from(new.priority) * NewTask::PATIENCE, new.id);
         let prompt_len = new.prompt.len();
         Task {
-            place,
+            key,
             prompt_len,
             most: prompt_len.saturating_add(new.max_tokens),
             tokens: new.prompt,
@@ -78,7 +78,7 @@ impl<S> Task<S> {
     }
 
     pub fn id(&self) -> u64 {
-        self.place.1
+        self.key.1
     }
 
     /// Whether it may begin with a prefix that was computed before: not if results of such tokens are needed.

@@ -28,7 +28,7 @@ struct Passed {
 }
 
 /// A token that was drawn.
-pub(super) struct Drawn {
+pub(super) struct DrawnToken {
     /// Or why none can be drawn.
     pub token: std::result::Result<u32, NoToken>,
     /// The logits before any change, and the number of alternatives, if log probabilities are asked for.
@@ -54,7 +54,7 @@ impl Worker {
     }
 
     /// Takes the tokens of a step, which has draws for each row.
-    pub(super) fn take_all(&mut self, plan: &StepPlan<PoolStep>, drawn: Vec<Vec<Drawn>>) -> Vec<RowResult> {
+    pub(super) fn take_all(&mut self, plan: &StepPlan<PoolStep>, drawn: Vec<Vec<DrawnToken>>) -> Vec<RowResult> {
         let mut results = Vec::with_capacity(plan.rows.len());
         let mut computed = 0;
         for (row, drawn) in plan.rows.iter().zip(drawn) {
@@ -112,9 +112,9 @@ impl Worker {
     }
 
     /// Takes the tokens of a row up to the first one that is not its draft. `None` if the request has failed.
-    fn take(&mut self, row: &PlanRow, drawn: Vec<Drawn>, drafts: &[u32]) -> Option<RowResult> {
+    fn take(&mut self, row: &PlanRow, drawn: Vec<DrawnToken>, drafts: &[u32]) -> Option<RowResult> {
         let mut result = RowResult { id: row.id, tokens: Vec::new(), is_last: false };
-        for (index, Drawn { token, logprobs }) in drawn.into_iter().enumerate() {
+        for (index, DrawnToken { token, logprobs }) in drawn.into_iter().enumerate() {
             match token {
                 Ok(token) => {
                     result.tokens.push(token);
@@ -148,10 +148,10 @@ impl Worker {
     }
 
     /// Draws tokens for each row that has caught up with its text.
-    fn draw(&mut self, plan: &StepPlan<PoolStep>, passed: &Passed) -> Result<Vec<Vec<Drawn>>> {
+    fn draw(&mut self, plan: &StepPlan<PoolStep>, passed: &Passed) -> Result<Vec<Vec<DrawnToken>>> {
         let Passed { rows, logits, drawn: of_pass } = passed;
         let mut draws = Vec::new();
-        let mut drawn: Vec<Vec<Drawn>> = plan.rows.iter().map(|_| Vec::new()).collect();
+        let mut drawn: Vec<Vec<DrawnToken>> = plan.rows.iter().map(|_| Vec::new()).collect();
         for (at, row) in plan.rows.iter().enumerate() {
             let first = rows.partition_point(|&token| token < row.logits.start);
             let end = first + row.logits.len();
@@ -167,7 +167,7 @@ impl Worker {
                     logprobs = running.logprobs.map(|top| (numbers.clone(), top));
                     if running.changes_logits() {
                         if let Err(reason) = running.adjust(&mut numbers, &drafts[..index]) {
-                            drawn[at].push(Drawn { token: Err(reason), logprobs: None });
+                            drawn[at].push(DrawnToken { token: Err(reason), logprobs: None });
                             break;
                         }
                         of_draw.write(&numbers)?;
@@ -175,7 +175,7 @@ impl Worker {
                 }
                 if let Some(token) = of_pass.as_ref().and_then(|drawn| drawn.get(row_of_logits)) {
                     let token = Some(*token).filter(|&token| token != u32::MAX).ok_or_else(not_numbers);
-                    drawn[at].push(Drawn { token, logprobs });
+                    drawn[at].push(DrawnToken { token, logprobs });
                     continue;
                 }
                 // The position of the token that is drawn.
@@ -183,7 +183,7 @@ impl Worker {
                 let counter = u32::try_from(position).unwrap_or(u32::MAX);
                 let sampling = running.sampler.sampling().clone();
                 draws.push(Draw { of: (at, index), row: row_of_logits, sampling, counter });
-                drawn[at].push(Drawn { token: Err(not_numbers()), logprobs });
+                drawn[at].push(DrawnToken { token: Err(not_numbers()), logprobs });
             }
         }
         let rows = draws.iter().map(|draw| draw.row);
@@ -192,7 +192,7 @@ impl Worker {
             false => gathered(logits, rows, self.model.vocab_size())?,
         };
         let how: Vec<(&Sampling, u32)> = draws.iter().map(|draw| (&draw.sampling, draw.counter)).collect();
-        for (Draw { of: (at, index), .. }, token) in draws.iter().zip(self.drawing.draw(&only, &how)?) {
+        for (Draw { of: (at, index), .. }, token) in draws.iter().zip(self.device_sampler.draw(&only, &how)?) {
             drawn[*at][*index].token = token.ok_or_else(not_numbers);
         }
         Ok(drawn)

@@ -76,7 +76,7 @@ impl Worker {
         }
         let embedding = pooled.mean();
         if embedding.iter().all(|number| number.is_finite()) {
-            self.news.push((row.id, Output::Embedding(embedding)));
+            self.pending_outputs.push((row.id, Output::Embedding(embedding)));
         } else {
             let reason = "the hidden states are not numbers: activations may overflow their dtype";
             self.fail(row.id, Failure::Request(reason.to_string()));

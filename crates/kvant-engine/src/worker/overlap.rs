@@ -12,11 +12,11 @@
 use std::ops::Range;
 
 use kvant::{DType, Readback, Submission, Tensor};
-use kvant_models::{Error, FedTokens, Result, Sampling};
+use kvant_models::{DeviceTokens, Error, Result, Sampling};
 
 use super::{
     Worker,
-    draw::{Drawn, not_numbers},
+    draw::{DrawnToken, not_numbers},
     running::Running,
 };
 use crate::{
@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// A step whose result is not known yet.
-pub(super) struct Flight {
+pub(super) struct InFlightStep {
     plan: StepPlan<PoolStep>,
     /// Where the tokens of each row of the plan are in `drawn`.
     draws: Vec<Range<usize>>,
@@ -35,7 +35,7 @@ pub(super) struct Flight {
     submissions: Vec<Submission>,
 }
 
-impl Flight {
+impl InFlightStep {
     /// Whether nothing can be planned for some requests before the result is known.
     pub(super) fn has_drafts(&self) -> bool {
         self.plan.rows.iter().any(|row| row.draws > 1)
@@ -53,9 +53,9 @@ impl Worker {
     }
 
     /// Starts a step. `before` is the one whose result is not known.
-    pub(super) fn launch(&mut self, plan: StepPlan<PoolStep>, before: Option<&Flight>) -> Result<Flight> {
+    pub(super) fn launch(&mut self, plan: StepPlan<PoolStep>, before: Option<&InFlightStep>) -> Result<InFlightStep> {
         let places = places(&plan, before)?;
-        let fed = before.map(|before| FedTokens { drawn: &before.drawn, places: &places });
+        let fed = before.map(|before| DeviceTokens { drawn: &before.drawn, places: &places });
         // A recorded pass draws after all tokens: some for nobody, as for a request that has ended since the step was
         // planned.
         let nobody = Sampling::default();
@@ -83,18 +83,18 @@ impl Worker {
                 let positions = ends.zip(&plan.rows).flat_map(|(end, row)| end + 1 - row.draws..end + 1);
                 let counters = positions.map(|position| u32::try_from(position).unwrap_or(u32::MAX));
                 let how: Vec<(&Sampling, u32)> = samplings.into_iter().zip(counters).collect();
-                let (draw, drawn) = self.drawing.start(&logits, &how)?;
+                let (draw, drawn) = self.device_sampler.start(&logits, &how)?;
                 (drawn, vec![pass, draw])
             }
             (PoolStep::Recorded, _) => return Err(super::draw::no_decoder()),
         };
         lock(&self.shared.stats).overlapped_steps += u64::from(before.is_some());
-        Ok(Flight { plan, draws, readback: drawn.read_back()?, drawn, submissions })
+        Ok(InFlightStep { plan, draws, readback: drawn.read_back()?, drawn, submissions })
     }
 
     /// Waits for the result of a step, and reports it to the scheduler.
-    pub(super) fn land(&mut self, flight: Flight) -> std::result::Result<(), StorageError> {
-        let Flight { plan, draws, readback, submissions, .. } = flight;
+    pub(super) fn finish(&mut self, step: InFlightStep) -> std::result::Result<(), StorageError> {
+        let InFlightStep { plan, draws, readback, submissions, .. } = step;
         for submission in submissions {
             submission.wait()?;
         }
@@ -102,7 +102,7 @@ impl Worker {
         let drawn = draws.into_iter().map(|draws| {
             let tokens = tokens.get(draws).unwrap_or(&[]).iter();
             let tokens = tokens.map(|&token| if token == u32::MAX { Err(not_numbers()) } else { Ok(token) });
-            tokens.map(|token| Drawn { token, logprobs: None }).collect()
+            tokens.map(|token| DrawnToken { token, logprobs: None }).collect()
         });
         let results = self.take_all(&plan, drawn.collect());
         self.scheduler.apply(results)?;
@@ -127,7 +127,7 @@ impl Worker {
 }
 
 /// The places of the unknown tokens of a plan, each with the index of its token among those drawn before.
-fn places(plan: &StepPlan<PoolStep>, before: Option<&Flight>) -> Result<Vec<(usize, usize)>> {
+fn places(plan: &StepPlan<PoolStep>, before: Option<&InFlightStep>) -> Result<Vec<(usize, usize)>> {
     let rows = before.map_or(&[][..], |before| &before.plan.rows);
     let (mut places, mut next) = (Vec::new(), 0);
     for row in &plan.rows {

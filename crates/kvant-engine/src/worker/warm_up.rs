@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::Worker;
 
 /// Free memory of the device below which no more passes are recorded.
-const LEAST_FREE: usize = 512 << 20;
+const MIN_FREE: usize = 512 << 20;
 /// How often progress is logged.
 const EVERY: Duration = Duration::from_secs(5);
 
@@ -64,7 +64,7 @@ impl Progress {
         self.done += 1;
         let why = if self.started.elapsed() >= self.limit {
             "the time for it is over"
-        } else if model.device().memory().is_ok_and(|memory| memory.free.saturating_add(memory.held) < LEAST_FREE) {
+        } else if model.device().memory().is_ok_and(|memory| memory.free.saturating_add(memory.held) < MIN_FREE) {
             "the device's memory is short"
         } else {
             if self.logged.elapsed() >= EVERY {

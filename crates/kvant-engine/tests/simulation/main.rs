@@ -37,7 +37,7 @@ struct Load {
     sequences: usize,
     step_tokens: usize,
     longest_prompt: usize,
-    most_tokens: usize,
+    longest_answer: usize,
     /// Requests per 100 steps.
     arrivals: usize,
     /// In percent of requests.
@@ -56,7 +56,7 @@ const LOAD: Load = Load {
     sequences: 8,
     step_tokens: 40,
     longest_prompt: 60,
-    most_tokens: 30,
+    longest_answer: 30,
     arrivals: 60,
     cancelled: 5,
     paused: 5,
@@ -98,7 +98,7 @@ struct Simulation {
 }
 
 /// The steps in which requests of the highest priority overtake one of the lowest: 4 priorities apart.
-const MOST_OVERTAKING: u64 = 4 * NewTask::PATIENCE as u64;
+const MAX_OVERTAKING: u64 = 4 * NewTask::PATIENCE as u64;
 
 /// What a simulation must have seen to be worth something.
 #[derive(Debug, Default)]
@@ -106,7 +106,7 @@ struct Seen {
     out_of_pages: usize,
     finished: usize,
     drafts_right: usize,
-    most_running: usize,
+    max_running: usize,
 }
 
 impl Simulation {
@@ -171,7 +171,7 @@ impl Simulation {
             let most = if random.chance(3) { load.longest_prompt * 4 } else { 20 };
             let more = 1 + random.below(most);
             prompt.extend((0..more).map(|_| random.below(40) as u32));
-            let max_tokens = if random.chance(2) { 0 } else { 1 + random.below(load.most_tokens) };
+            let max_tokens = if random.chance(2) { 0 } else { 1 + random.below(load.longest_answer) };
             let priority = if random.chance(10) { random.below(5) as i8 - 2 } else { 0 };
             let salt = match random.below(10) {
                 0 => None,
@@ -264,7 +264,7 @@ impl Simulation {
             self.score(row);
         }
         assert_eq!(at, plan.tokens.len());
-        self.seen.most_running = self.seen.most_running.max(plan.rows.len());
+        self.seen.max_running = self.seen.max_running.max(plan.rows.len());
         self.planned.push_back(plan);
     }
 
@@ -330,7 +330,7 @@ impl Simulation {
         }
         // Requests that came later and have a higher priority.
         let work = |step: u64| self.work_by_step[(step as usize).min(self.work_by_step.len() - 1)];
-        let after = |live: &Live| work(live.arrived + MOST_OVERTAKING) - work(live.arrived.saturating_sub(1));
+        let after = |live: &Live| work(live.arrived + MAX_OVERTAKING) - work(live.arrived.saturating_sub(1));
         let late = self.live.iter().find(|(_, live)| live.pause.is_none() && live.deadline + after(live) < self.step);
         if let Some((id, live)) = late {
             panic!("request {id} of step {} has not ended at step {}", live.arrived, self.step);
@@ -373,10 +373,10 @@ fn simulate(requests: usize) {
         total.finished += seen.finished;
         total.out_of_pages += seen.out_of_pages;
         total.drafts_right += seen.drafts_right;
-        total.most_running = total.most_running.max(seen.most_running);
+        total.max_running = total.max_running.max(seen.max_running);
     }
     assert!(total.finished > requests / 2 && total.out_of_pages > 0 && total.drafts_right > 1000, "{total:?}");
-    assert_eq!(total.most_running, 32);
+    assert_eq!(total.max_running, 32);
     assert!(ahead > 1000 && ahead < total.drafts_right, "{ahead} of {} drafts right at depth 2", total.drafts_right);
 }
 
@@ -396,14 +396,14 @@ proptest! {
         sequences in 1usize..20,
         step_tokens in 2usize..100,
         longest_prompt in 1usize..100,
-        most_tokens in 1usize..40,
+        longest_answer in 1usize..40,
         arrivals in 1usize..300,
         (cancelled, paused, drafted) in (0usize..50, 0usize..50, 0usize..50),
         depth in 1usize..3,
         seed in any::<u64>(),
     ) {
         let load = Load {
-            requests: 200, pages, page_tokens: 1 << page_bits, sequences, step_tokens, longest_prompt, most_tokens,
+            requests: 200, pages, page_tokens: 1 << page_bits, sequences, step_tokens, longest_prompt, longest_answer,
             arrivals, cancelled, paused, drafted, depth, seed,
         };
         Simulation::new(load).run();

@@ -14,7 +14,7 @@ use serde::{
 };
 
 /// Nested deeper, JSON is refused, as by serde_json.
-const MOST_DEPTH: usize = 128;
+const MAX_DEPTH: usize = 128;
 
 /// A JSON value. Unlike [`serde_json::Value`], it keeps the text of each number: identifiers of 20 digits pass through
 /// it unchanged.
@@ -188,7 +188,7 @@ struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     fn value(&mut self, depth: usize) -> Result<JsonValue, serde_json::Error> {
-        if depth >= MOST_DEPTH {
+        if depth >= MAX_DEPTH {
             return Err(serde_json::Error::custom("recursion limit exceeded"));
         }
         self.skip_space();
@@ -634,8 +634,8 @@ mod tests {
         for open in ["[", "{\"a\":"] {
             let close = if open == "[" { "]" } else { "}" };
             let nested = |depth: usize| format!("{}0{}", open.repeat(depth), close.repeat(depth));
-            assert!(JsonValue::parse(&nested(MOST_DEPTH - 1)).is_ok());
-            assert!(JsonValue::parse(&nested(MOST_DEPTH)).is_err());
+            assert!(JsonValue::parse(&nested(MAX_DEPTH - 1)).is_ok());
+            assert!(JsonValue::parse(&nested(MAX_DEPTH)).is_err());
             assert!(JsonValue::parse(&nested(100_000)).is_err());
         }
         assert!(JsonValue::parse(r#""\ud800""#).is_err());

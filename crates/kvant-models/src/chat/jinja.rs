@@ -17,7 +17,7 @@ use super::{json, methods, operators, python};
 const FUEL: u64 = 5_000_000;
 
 /// Bytes that one rendering prints, captures and makes in filters and methods.
-pub const MOST_BYTES: usize = 256 << 20;
+pub const MAX_BYTES: usize = 256 << 20;
 
 thread_local! {
     static BYTES_LEFT: Cell<usize> = const { Cell::new(0) };
@@ -34,7 +34,7 @@ pub fn render(env: &Environment, template: &CompiledTemplate, context: Value) ->
 
 /// Starts the budget of a rendering on this thread.
 pub fn start_budget() {
-    BYTES_LEFT.set(MOST_BYTES);
+    BYTES_LEFT.set(MAX_BYTES);
 }
 
 /// Takes bytes from the budget, before they are allocated.
@@ -44,9 +44,7 @@ pub fn spend(bytes: usize) -> Result<(), Error> {
             BYTES_LEFT.set(rest);
             Ok(())
         }
-        None => {
-            Err(Error::new(ErrorKind::InvalidOperation, format!("the template makes more than {MOST_BYTES} bytes")))
-        }
+        None => Err(Error::new(ErrorKind::InvalidOperation, format!("the template makes more than {MAX_BYTES} bytes"))),
     }
 }
 

@@ -10,7 +10,7 @@ use minijinja::{
 use super::{exact::LongNumber, jinja::spend, python};
 
 /// Nested deeper, values are refused.
-const MOST_DEPTH: usize = 128;
+const MAX_DEPTH: usize = 128;
 
 /// The filter. Its arguments are those of `json.dumps`.
 pub fn tojson(
@@ -62,7 +62,7 @@ struct Dump {
 
 impl Dump {
     fn write(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
-        if depth > MOST_DEPTH {
+        if depth > MAX_DEPTH {
             return Err(invalid("the value is nested too deeply"));
         }
         spend(size_of::<Value>())?;

@@ -47,7 +47,7 @@ pub fn add_to(env: &mut Environment) {
 }
 
 /// Larger than constants that a template writes out. minijinja computes constant expressions when it compiles.
-const MOST_CONSTANT: usize = 1 << 20;
+const MAX_CONSTANT: usize = 1 << 20;
 
 /// Rewrites a compiled template.
 pub fn rewrite(template: &mut CompiledTemplate) -> Result<(), Error> {
@@ -58,7 +58,7 @@ pub fn rewrite(template: &mut CompiledTemplate) -> Result<(), Error> {
         });
         if constants
             .into_iter()
-            .any(|value| value.as_str().map_or(value.len(), |text| Some(text.len())) > Some(MOST_CONSTANT))
+            .any(|value| value.as_str().map_or(value.len(), |text| Some(text.len())) > Some(MAX_CONSTANT))
         {
             return Err(Error::new(ErrorKind::InvalidOperation, "a constant expression is too large"));
         }

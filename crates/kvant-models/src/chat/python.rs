@@ -7,7 +7,7 @@ use minijinja::{Value, value::ValueKind};
 use super::jinja;
 
 /// Nested deeper, values are cut off.
-const MOST_DEPTH: usize = 64;
+const MAX_DEPTH: usize = 64;
 
 /// `str(value)`.
 pub fn str(value: &Value) -> String {
@@ -23,7 +23,7 @@ pub fn str(value: &Value) -> String {
 
 fn write_repr(out: &mut String, value: &Value, depth: usize) {
     // A list can be longer than any text: its end fails the rendering.
-    if depth > MOST_DEPTH || jinja::spend(1).is_err() {
+    if depth > MAX_DEPTH || jinja::spend(1).is_err() {
         out.push_str("...");
         return;
     }

@@ -5,7 +5,7 @@ use indexmap::IndexMap;
 use super::{FunctionCall, JsonValue, ReplyFormat, stop::partial_end};
 
 /// Nested deeper, arguments are refused.
-const MOST_DEPTH: usize = 64;
+const MAX_DEPTH: usize = 64;
 
 /// The calls in a text; `name` comes from a harmony header. `None` if it is no call.
 pub fn parse(format: ReplyFormat, name: Option<String>, text: &str) -> Option<Vec<FunctionCall>> {
@@ -178,7 +178,7 @@ impl<'a> Gemma<'a> {
     }
 
     fn value(&mut self, depth: usize) -> Option<JsonValue> {
-        if depth > MOST_DEPTH {
+        if depth > MAX_DEPTH {
             return None;
         }
         if self.take("{") {
@@ -212,7 +212,7 @@ impl<'a> Gemma<'a> {
 
     /// Adds the JSON of a value that may end anywhere. Whether it is whole; `None` if it is none.
     fn value_so_far(&mut self, json: &mut String, depth: usize) -> Option<bool> {
-        if depth > MOST_DEPTH {
+        if depth > MAX_DEPTH {
             return None;
         }
         let is_object = self.take("{");

@@ -142,7 +142,7 @@ impl Buffers {
             Tensor::zeros(device, dtype, &[elements])
         };
         let most = |width: &dyn Fn(&BlockSpec) -> usize| spec.blocks.iter().map(width).max().unwrap_or(0);
-        let most_moe =
+        let max_moe =
             |width: &dyn Fn(&MoeSpec) -> usize| most(&|block| block.feed_forward.moe().map_or(0, |moe| width(&moe)));
         let hidden = spec.hidden_size;
         let float = |width| flat(dtype, width);
@@ -153,14 +153,14 @@ impl Buffers {
             }
             None => None,
         };
-        let moe = match most_moe(&|moe| moe.top_k) {
+        let moe = match max_moe(&|moe| moe.top_k) {
             0 => None,
             top_k => Some([
-                flat(logits_dtype(spec, dtype), most_moe(&|moe| moe.experts))?,
+                flat(logits_dtype(spec, dtype), max_moe(&|moe| moe.experts))?,
                 flat(DType::U32, top_k)?,
                 flat(DType::F32, top_k)?,
-                float(most_moe(&|moe| moe.top_k * 2 * moe.width))?,
-                float(most_moe(&|moe| moe.top_k * moe.width))?,
+                float(max_moe(&|moe| moe.top_k * 2 * moe.width))?,
+                float(max_moe(&|moe| moe.top_k * moe.width))?,
                 float(top_k * hidden)?,
             ]),
         };

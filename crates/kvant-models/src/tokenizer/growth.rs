@@ -15,7 +15,7 @@ const LARGEST: f64 = 1024.0;
 /// Texts of any length are accepted up to this. Those of language models have at most 22.
 const USUAL: f64 = 32.0;
 /// Bytes of a normalised text, for tokenizers beyond [`USUAL`]. The library keeps 16 more for each.
-const MOST_BYTES: f64 = (64 << 20) as f64;
+const MAX_BYTES: f64 = (64 << 20) as f64;
 /// As [`LARGEST`], of decoders. Real ones have 1: they replace a mark by a space.
 const LARGEST_DECODER: f64 = 16.0;
 
@@ -70,7 +70,7 @@ impl Growth {
 
     /// Refuses a text that can become too large.
     pub fn admit(self, text: &str) -> Result<()> {
-        let most = (MOST_BYTES / self.of_byte()) as usize;
+        let most = (MAX_BYTES / self.of_byte()) as usize;
         if self.of_byte() <= USUAL || text.len() <= most {
             return Ok(());
         }

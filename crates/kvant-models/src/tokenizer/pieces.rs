@@ -44,7 +44,7 @@ impl Tokenizer {
             (None, Some(token)) => self.decoder.bytes(token, false).map(TokenPiece::Text),
             (None, None) => Ok(TokenPiece::Unused),
         };
-        (0..ids.min(MOST_IDS)).map(piece).collect()
+        (0..ids.min(MAX_IDS)).map(piece).collect()
     }
 
     /// The bytes that an id adds to a text after other tokens: they can begin or end within a character, and a word
@@ -70,7 +70,7 @@ impl Tokenizer {
 }
 
 /// Several times the size of the largest existing vocabulary: an added token can have any id.
-const MOST_IDS: u32 = 1 << 22;
+const MAX_IDS: u32 = 1 << 22;
 
 /// How tokens become bytes.
 pub(super) enum TokenDecoder {

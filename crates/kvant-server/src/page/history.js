@@ -4,7 +4,7 @@ const PREFIX = "kvant.conversation.";
 const OPEN = "kvant.open";
 const MOST = 100;
 /* Characters of all conversations. Browsers keep 5 million for a server. */
-const MOST_CHARACTERS = 2_000_000;
+const MAX_CHARACTERS = 2_000_000;
 
 export function create(mode) {
   const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
@@ -45,11 +45,11 @@ function keys() {
 /* Saves a conversation, and drops the oldest ones that have no room. Returns whether it was saved. */
 export function save(chat) {
   const text = JSON.stringify(chat);
-  if (text.length > MOST_CHARACTERS) return false;
+  if (text.length > MAX_CHARACTERS) return false;
   const others = all().filter(other => other.id !== chat.id).map(other => [other.id, JSON.stringify(other).length]);
   let characters = text.length + others.reduce((sum, [, length]) => sum + length, 0);
   for (;;) {
-    while (others.length >= MOST || (others.length && characters > MOST_CHARACTERS)) {
+    while (others.length >= MOST || (others.length && characters > MAX_CHARACTERS)) {
       const [id, length] = others.pop();
       characters -= length;
       remove(id);

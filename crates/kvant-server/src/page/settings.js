@@ -4,7 +4,7 @@ import { element } from "./markdown.js";
 
 const STORED = "kvant.settings";
 const FIELDS = ["mode", "temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "system", "theme"];
-const MOST_PRESETS = 50;
+const MAX_PRESETS = 50;
 const PRESETS = [
   { name: "None", text: "" },
   { name: "Brief", text: "Answer in one or two short sentences." },
@@ -27,7 +27,7 @@ function load() {
   if (!$("mode").value) $("mode").value = "chat";
   if (!$("theme").value) $("theme").value = "";
   const isPreset = preset => typeof preset?.name === "string" && typeof preset.text === "string";
-  own = Array.isArray(stored.presets) ? stored.presets.filter(isPreset).slice(0, MOST_PRESETS) : [];
+  own = Array.isArray(stored.presets) ? stored.presets.filter(isPreset).slice(0, MAX_PRESETS) : [];
 }
 
 function save() {
@@ -50,7 +50,7 @@ function showPresets() {
 function savePreset() {
   const name = $("preset-name").value.trim();
   if (!name) return $("preset-name").focus();
-  own = [...own.filter(preset => preset.name !== name), { name, text: $("system").value }].slice(-MOST_PRESETS);
+  own = [...own.filter(preset => preset.name !== name), { name, text: $("system").value }].slice(-MAX_PRESETS);
   $("preset-name").value = "";
 }
 

@@ -274,7 +274,7 @@ async fn a_last_answer_is_continued() {
     assert!(text.ends_with("<tool_call>f{}<|im_end|>\n<|im_start|>assistant\n"), "{text}");
 }
 
-/// A begun answer can end within thoughts, and its form is that of the rest.
+/// A begun answer can end within reasoning, and its form is that of the rest.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_begun_answer_has_a_state() {
     let ask = |begun: &str| {

@@ -44,7 +44,7 @@ fn tools() -> Value {
     ])
 }
 
-/// Routes with a template whose family marks neither thoughts nor calls.
+/// Routes with a template whose family marks neither reasoning nor calls.
 fn plain_router() -> Router {
     let source =
         "{% for message in messages %}# {{ message.role }}\n\n{{ message.content }}\n\n{% endfor %}# assistant\n\n";
@@ -161,9 +161,9 @@ async fn calls_that_must_be() {
     }
 }
 
-/// Thoughts come before the answer; the model can end them or not begin them.
+/// Reasoning come before the answer; the model can end them or not begin them.
 #[tokio::test(flavor = "multi_thread")]
-async fn thoughts_come_first() {
+async fn reasoning_come_first() {
     let format = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema()}}});
     let answer = post(chat_router(), CHAT, and(and(ask(), format), json!({"reasoning_effort": "low"}))).await.ok();
     let message = &answer["choices"][0]["message"];
@@ -225,8 +225,8 @@ async fn json_is_a_call_only_if_it_was_offered() {
     assert_eq!(contents(chat_router, offered).await, ["", ""]);
 }
 
-/// The first answer without thoughts, where the model may think.
-async fn without_thoughts(more: Value) -> String {
+/// The first answer without reasoning, where the model may think.
+async fn without_reasoning(more: Value) -> String {
     for seed in 0..100 {
         let body = and(and(ask(), more.clone()), json!({"reasoning_effort": null, "max_tokens": 12, "seed": seed}));
         let body = and(body, json!({"temperature": 1, "top_p": 1, "min_p": 0}));
@@ -238,9 +238,9 @@ async fn without_thoughts(more: Value) -> String {
     panic!("the model always thinks: {more}")
 }
 
-/// Every form leaves thoughts free that the prompt has opened.
+/// Every form leaves reasoning free that the prompt has opened.
 #[tokio::test(flavor = "multi_thread")]
-async fn open_thoughts_are_free() {
+async fn open_reasoning_are_free() {
     for outputs in [
         json!({"choice": ["zq", "zx"]}),
         json!({"grammar": "start: \"z\" (\"q\" | \"x\") // end"}),
@@ -249,12 +249,12 @@ async fn open_thoughts_are_free() {
     ] {
         let body = and(ask(), json!({"reasoning_effort": "low", "max_tokens": 40, "structured_outputs": outputs}));
         let choice = post(chat_router(), CHAT, body).await.ok()["choices"][0].clone();
-        let thoughts = choice["message"]["reasoning_content"].as_str().unwrap();
-        assert!(thoughts.len() > 4 && !thoughts.starts_with("z"), "{choice}");
+        let reasoning = choice["message"]["reasoning_content"].as_str().unwrap();
+        assert!(reasoning.len() > 4 && !reasoning.starts_with("z"), "{choice}");
         let content = choice["message"]["content"].as_str().unwrap();
         assert!(["", "zq", "zx", "\"zq\""].contains(&content), "{choice}");
         assert!(!content.is_empty() || choice["finish_reason"] == "length", "{choice}");
-        let content = without_thoughts(json!({"structured_outputs": outputs})).await;
+        let content = without_reasoning(json!({"structured_outputs": outputs})).await;
         assert!(["zq", "zx", "\"zq\""].contains(&content.as_str()), "{outputs}: {content}");
     }
 }
@@ -263,7 +263,7 @@ async fn open_thoughts_are_free() {
 async fn regular_expressions_with_slashes() {
     for regex in ["a/b", "a\\/b", "a[/]b", "a[\\/]b"] {
         let outputs = json!({"structured_outputs": {"regex": regex}});
-        assert_eq!(without_thoughts(outputs.clone()).await, "a/b", "{regex}");
+        assert_eq!(without_reasoning(outputs.clone()).await, "a/b", "{regex}");
         let text = post(router(), TEXT, and(json!({"prompt": "x"}), outputs)).await.ok();
         assert_eq!(text["choices"][0]["text"], "a/b", "{regex}");
     }
@@ -278,7 +278,7 @@ async fn regular_expressions_with_slashes() {
             let answer = post(chat_router(), CHAT, body).await;
             let message = answer.json()["error"]["message"].as_str().unwrap().to_string();
             assert_eq!(answer.refused(), format!("structured_outputs.{field}"));
-            for inner in [" | ", "start", "%lark", "GAP", "thoughts"] {
+            for inner in [" | ", "start", "%lark", "GAP", "reasoning"] {
                 assert!(!message.contains(inner), "{message}");
             }
         }

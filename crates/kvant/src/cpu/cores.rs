@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fs, path::Path};
 
 /// CPUs that a list of Linux may name.
-const MOST_CPUS: usize = 1 << 14;
+const MAX_CPUS: usize = 1 << 14;
 
 /// The physical cores that this process may use. Two threads on one core share its vector units and caches, and the
 /// slower of two tasks decides how long an operation takes. Where the topology is unknown: what the system calls
@@ -33,7 +33,7 @@ fn numbers(list: &str) -> Option<Vec<usize>> {
     for part in list.trim().split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
-        if last >= MOST_CPUS {
+        if last >= MAX_CPUS {
             return None;
         }
         numbers.extend(first..=last);

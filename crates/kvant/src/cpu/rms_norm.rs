@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     Tensor,
-    ops::rms_norm::{Add, Call, MOST_NEXT, NextCall},
+    ops::rms_norm::{Add, Call, MAX_NEXT, NextCall},
 };
 
 /// Elements that make a task worth a thread.
@@ -60,7 +60,7 @@ struct RmsNormTensors<'a> {
     /// Present: the residual is added first, and the sum goes here.
     sum: Option<Elements>,
     out: Elements,
-    next: [Option<NextElements>; MOST_NEXT],
+    next: [Option<NextElements>; MAX_NEXT],
     dim: usize,
     eps: f32,
     next_eps: f32,

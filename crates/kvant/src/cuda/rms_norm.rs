@@ -14,12 +14,12 @@ static SOURCE: Source =
 /// Warps of a block that has one row at most: their registers hold 8192 elements.
 const MOST: usize = 16;
 /// Groups of four elements that a thread holds.
-const MOST_HELD: usize = 4;
+const MAX_HELD: usize = 4;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let groups = call.dim.div_ceil(4 * LANES * warps_of_row(call.dim, MOST));
     let launch = launch(call, &SOURCE, MOST)?
-        .constant("HELD", groups.min(MOST_HELD) as u32)
-        .constant("BEYOND", groups > MOST_HELD);
+        .constant("HELD", groups.min(MAX_HELD) as u32)
+        .constant("BEYOND", groups > MAX_HELD);
     b.push(launch.reads_ahead(&[1, 5, 6, 7, 8]))
 }

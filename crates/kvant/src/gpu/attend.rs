@@ -11,7 +11,7 @@ use crate::{
 pub(crate) fn parts(call: &Call) -> Result<Option<[Call; 2]>> {
     let batch = call.step.batch();
     let decode = batch.decode.min(call.tokens);
-    if decode == 0 || decode == call.tokens || batch.most_new <= 1 {
+    if decode == 0 || decode == call.tokens || batch.max_new <= 1 {
         return Ok(None);
     }
     let rest = batch.sequences(batch.sequences.saturating_sub(decode)).decode(0);
@@ -24,7 +24,7 @@ pub(crate) fn parts(call: &Call) -> Result<Option<[Call; 2]>> {
         let (q, out) = (rows(&call.q)?, rows(&call.out)?);
         Ok(Call { q, out, step, earlier, ends, tokens: tokens.len(), ..call.clone() })
     };
-    Ok(Some([of(0..decode, batch.sequences(decode).most_new(1))?, of(decode..call.tokens, rest)?]))
+    Ok(Some([of(0..decode, batch.sequences(decode).max_new(1))?, of(decode..call.tokens, rest)?]))
 }
 
 /// Explains both parts of a call, or the whole if it has one.

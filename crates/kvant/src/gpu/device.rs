@@ -208,17 +208,17 @@ impl Builder<'_> {
         if launch.is_empty() {
             return Ok(());
         }
-        let Limits { threads: most_threads, threadgroup_bytes: most_bytes, .. } = self.limits;
+        let Limits { threads: max_threads, threadgroup_bytes: max_bytes, .. } = self.limits;
         let product = |dims: [u32; 3]| dims.into_iter().try_fold(1u64, |n, d| n.checked_mul(d.into()));
         let threads = product(launch.grid.threads);
         let total = threads.zip(product(launch.grid.groups)).and_then(|(threads, groups)| threads.checked_mul(groups));
-        if threads.is_none_or(|n| n > most_threads as u64)
+        if threads.is_none_or(|n| n > max_threads as u64)
             || total.is_none_or(|n| n > u32::MAX.into())
-            || launch.threadgroup_bytes as usize > most_bytes
+            || launch.threadgroup_bytes as usize > max_bytes
         {
             let reason = format!(
-                "a grid of {:?} threadgroups of {:?} threads with {} bytes each; the device allows {most_threads} \
-                 threads and {most_bytes} bytes in one, and 2^32 threads in all",
+                "a grid of {:?} threadgroups of {:?} threads with {} bytes each; the device allows {max_threads} \
+                 threads and {max_bytes} bytes in one, and 2^32 threads in all",
                 launch.grid.groups, launch.grid.threads, launch.threadgroup_bytes
             );
             return Err(self.unsupported(launch.op, reason));

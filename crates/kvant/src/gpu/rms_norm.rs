@@ -3,7 +3,7 @@
 use super::{LANES, Launch, Layout, Params, Source, dtype_code, params, rows_aligned4};
 use crate::{
     DType, Result, Tensor,
-    ops::rms_norm::{Add, Call, MOST_NEXT, NAME},
+    ops::rms_norm::{Add, Call, MAX_NEXT, NAME},
 };
 
 params! {
@@ -14,7 +14,7 @@ params! {
         pub eps: f32,
         pub next_eps: f32,
         pub scale: f32,
-        pub next_scales: [f32; MOST_NEXT],
+        pub next_scales: [f32; MAX_NEXT],
     }
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
         .write(4, &call.out)
         .read_if(5, residual_weight);
     let launch = call.nexts().zip(6..).fold(launch, |launch, (next, index)| {
-        launch.read_if(index, next.weight.as_ref()).write(index + MOST_NEXT as u32, &next.out)
+        launch.read_if(index, next.weight.as_ref()).write(index + MAX_NEXT as u32, &next.out)
     });
     Ok(launch.read_if(12, call.combine.as_ref()).params(13, &params).grid([groups, 1, 1], [warps * LANES, 1, 1]))
 }

@@ -84,16 +84,16 @@ impl LayerGroup {
         }
     }
 
-    /// The most pages that a sequence of up to `longest` tokens holds, fed with up to `most_new` tokens at a time.
-    pub fn most_pages(&self, longest: usize, most_new: usize, page_tokens: usize) -> usize {
+    /// The most pages that a sequence of up to `longest` tokens holds, fed with up to `max_new` tokens at a time.
+    pub fn max_pages(&self, longest: usize, max_new: usize, page_tokens: usize) -> usize {
         let all = longest.div_ceil(page_tokens);
         // The window may begin and end within a page.
-        let in_window = |window: usize| window.saturating_add(most_new).div_ceil(page_tokens).saturating_add(1);
+        let in_window = |window: usize| window.saturating_add(max_new).div_ceil(page_tokens).saturating_add(1);
         let seen = self.window.map_or(all, |window| in_window(window).min(all));
         match self.kind {
             PageKind::Plain => seen,
             // The first page, the two before the new tokens, and theirs.
-            PageKind::Dense => most_new.div_ceil(page_tokens).saturating_add(3).min(all),
+            PageKind::Dense => max_new.div_ceil(page_tokens).saturating_add(3).min(all),
             PageKind::Sealed => seen.min(all.saturating_sub(2)),
         }
     }

@@ -15,9 +15,9 @@ pub(super) struct Pages {
     slab_units: u32,
     groups: Vec<GroupSlabs>,
     slabs: Vec<Slab>,
-    /// How often each page is held: `per_slab_most` counts for each slab.
+    /// How often each page is held: `max_per_slab` counts for each slab.
     holds: Vec<u32>,
-    per_slab_most: usize,
+    max_per_slab: usize,
     /// Slabs of no group. The next one is taken from the end.
     free: Vec<u32>,
 }
@@ -46,14 +46,14 @@ impl Pages {
     /// `slabs` slabs of `slab_units`, for groups with pages of `units`, none larger than a slab.
     pub fn new(slabs: u32, slab_units: u32, units: &[u32]) -> Pages {
         let per_slab = |units: u32| slab_units / units;
-        let per_slab_most = units.iter().map(|&units| per_slab(units)).max().unwrap_or(0) as usize;
+        let max_per_slab = units.iter().map(|&units| per_slab(units)).max().unwrap_or(0) as usize;
         let group = |&units: &u32| GroupSlabs { units, per_slab: per_slab(units), open: Vec::new(), in_use: 0 };
         Pages {
             slab_units,
             groups: units.iter().map(group).collect(),
             slabs: vec![Slab { group: NO_GROUP, used: 0 }; slabs as usize],
-            holds: vec![0; slabs as usize * per_slab_most],
-            per_slab_most,
+            holds: vec![0; slabs as usize * max_per_slab],
+            max_per_slab,
             free: (0..slabs).rev().collect(),
         }
     }
@@ -62,7 +62,7 @@ impl Pages {
     fn find(&self, page: Page) -> (usize, usize) {
         let slab = (page / self.slab_units) as usize;
         let index = page % self.slab_units / self.groups[self.slabs[slab].group].units;
-        (slab, slab * self.per_slab_most + index as usize)
+        (slab, slab * self.max_per_slab + index as usize)
     }
 
     /// How often a page is held.
@@ -82,7 +82,7 @@ impl Pages {
             }
         };
         let per_slab = self.groups[group].per_slab as usize;
-        let first = slab * self.per_slab_most;
+        let first = slab * self.max_per_slab;
         let index = self.holds[first..first + per_slab].iter().position(|&holds| holds == 0);
         let index = index.expect("an open slab has a free page");
         self.count_taken(slab, first + index);

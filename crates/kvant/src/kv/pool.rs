@@ -174,12 +174,12 @@ impl KvPool {
         PoolUsage { bytes: self.0.memory.bytes(), used, host: state.prefixes.host_bytes() }
     }
 
-    /// The most bytes that the pages of a sequence of up to `longest` tokens take, fed with up to `most_new` tokens at
+    /// The most bytes that the pages of a sequence of up to `longest` tokens take, fed with up to `max_new` tokens at
     /// a time, with what is lost where pages do not divide the memory evenly.
-    pub fn need(&self, longest: usize, most_new: usize) -> usize {
+    pub fn need(&self, longest: usize, max_new: usize) -> usize {
         let layout = self.layout();
         let of_group = |group: &LayerGroup| {
-            let pages = group.most_pages(longest, most_new, layout.page_tokens);
+            let pages = group.max_pages(longest, max_new, layout.page_tokens);
             pages.saturating_mul(layout.share(group))
         };
         layout.groups.iter().map(of_group).fold(0, usize::saturating_add)
@@ -216,18 +216,18 @@ impl KvPool {
     /// - `OutOfPages` with the number of pages that are missing, counted when no prefix would be kept.
     /// - `Value` for a sequence of another pool; `Overflow` for a position beyond u32; `OutOfMemory`, `DeviceFault`.
     pub fn step(&self, batch: &mut [(&mut Sequence, usize)]) -> Result<Step> {
-        let (mut tokens, mut longest, mut most_new) = (0usize, 0, 0);
+        let (mut tokens, mut longest, mut max_new) = (0usize, 0, 0);
         for (sequence, count) in &mut *batch {
             let overflow = Error::Overflow { op: NAME, arg: "batch" };
             let len = sequence.len().checked_add(*count).filter(|&len| len < u32::MAX as usize).ok_or(overflow)?;
-            (tokens, longest, most_new) = (tokens.saturating_add(*count), len.max(longest), most_new.max(*count));
+            (tokens, longest, max_new) = (tokens.saturating_add(*count), len.max(longest), max_new.max(*count));
         }
         let sequences = batch.len();
         // Sequences without new tokens are in the step to be read only.
         let live = batch.iter().filter(|(_, count)| *count > 0).count();
         let decode = batch.iter().filter(|(_, count)| *count > 0).take_while(|(_, count)| *count == 1).count();
-        let step = self.empty_step(StepSize { sequences, tokens, longest, most_new, alone: decode })?;
-        let step = step.with_known_batch(Batch { sequences: live, longest, most_new, decode });
+        let step = self.empty_step(StepSize { sequences, tokens, longest, max_new, alone: decode })?;
+        let step = step.with_known_batch(Batch { sequences: live, longest, max_new, decode });
         self.step_into(batch, &step)?;
         Ok(step)
     }
@@ -299,15 +299,15 @@ impl KvPool {
 
     /// Checks a batch against the limits of its step.
     fn check_batch(&self, batch: &[(&mut Sequence, usize)], step: &Step, shape: &StepShape) -> Result<()> {
-        let StepShape { tokens: most_tokens, sequences, width, .. } = *shape;
+        let StepShape { tokens: max_tokens, sequences, width, .. } = *shape;
         let limits = step.batch();
         let longest = limits.longest.min(width * self.layout().page_tokens).min(self.0.longest);
         // Several tokens of a sequence are several rows.
-        let most_new = match shape.is_unrolled {
+        let max_new = match shape.is_unrolled {
             // Pages are sealed before the pass, not within it.
-            true if self.layout().seals() => most_tokens.min(self.layout().page_tokens),
-            true => most_tokens,
-            false => limits.most_new,
+            true if self.layout().seals() => max_tokens.min(self.layout().page_tokens),
+            true => max_tokens,
+            false => limits.max_new,
         };
         let (mut tokens, mut live, mut alone, mut rows) = (0usize, 0usize, 0, 0usize);
         for (sequence, count) in batch {
@@ -315,7 +315,7 @@ impl KvPool {
             (live, rows) = (live.saturating_add(own_rows.min(*count)), rows.saturating_add(own_rows));
             let own = sequence.pool() == self;
             check::value_is(NAME, "batch", own, "sequences of this pool", "one of another pool")?;
-            check::at_most(NAME, "batch (tokens of a sequence)", *count, most_new)?;
+            check::at_most(NAME, "batch (tokens of a sequence)", *count, max_new)?;
             let len = sequence.len().saturating_add(*count);
             check::at_most(NAME, "batch (length of a sequence)", len, longest)?;
             let are_alone = alone == tokens && (shape.is_unrolled || *count == 1);
@@ -327,7 +327,7 @@ impl KvPool {
         let first = format_args!("{} tokens at first that are alone in their sequences", limits.decode);
         check::value_is(NAME, "batch", is_alone, first, alone)?;
         check::at_most(NAME, "batch (sequences with tokens)", live, limits.sequences)?;
-        check::at_most(NAME, "batch (tokens)", tokens, most_tokens)
+        check::at_most(NAME, "batch (tokens)", tokens, max_tokens)
     }
 
     /// Takes the pages of a batch and writes to the log what changes. Evicts prefixes if that gives enough pages.
@@ -440,7 +440,7 @@ impl KvPool {
 
     /// A step whose contents are not written yet.
     fn empty_step(&self, size: StepSize) -> Result<Step> {
-        let StepSize { sequences, tokens, longest, most_new, alone } = size;
+        let StepSize { sequences, tokens, longest, max_new, alone } = size;
         let groups = self.layout().groups.len();
         check::at_most(NAME, "sequences", sequences, u32::MAX as usize - 1)?;
         let width = longest.div_ceil(self.layout().page_tokens);
@@ -453,7 +453,7 @@ impl KvPool {
         let page_tokens = self.layout().page_tokens;
         let sealing = (0..groups).filter(|&group| self.layout().dense_group(group).is_some()).count();
         // Otherwise the pool seals before the pass.
-        let seals = if most_new > page_tokens { tokens.div_ceil(page_tokens).checked_add(sequences) } else { Some(0) };
+        let seals = if max_new > page_tokens { tokens.div_ceil(page_tokens).checked_add(sequences) } else { Some(0) };
         let of_group = seals.and_then(|n| padded(n.checked_mul(3)?)).ok_or_else(overflow)?;
         let total = of_group.checked_mul(sealing).and_then(|n| n.checked_add(at_seals)).ok_or_else(overflow)?;
         let base = Tensor::zeros(&self.0.device, DType::U32, &[total])?;
@@ -473,7 +473,7 @@ impl KvPool {
             base: base.clone(),
         };
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
-        let batch = Batch { sequences, longest, most_new, decode: alone };
+        let batch = Batch { sequences, longest, max_new, decode: alone };
         Ok(step.with_pages(pages).with_known_batch(batch))
     }
 

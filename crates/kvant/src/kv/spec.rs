@@ -71,16 +71,16 @@ impl PoolSpec {
         PoolSpec { layers, bytes, page_tokens: 64, host_bytes: 0 }
     }
 
-    /// Sets the budget so that so many sequences of up to `longest` tokens fit at once, fed with up to `most_new`
+    /// Sets the budget so that so many sequences of up to `longest` tokens fit at once, fed with up to `max_new`
     /// tokens at a time each. The size of pages and the layers must be set before.
     ///
     /// # Errors
     /// As [`KvPool::new`](crate::KvPool::new).
-    pub fn room_for(self, sequences: usize, longest: usize, most_new: usize) -> Result<PoolSpec> {
+    pub fn room_for(self, sequences: usize, longest: usize, max_new: usize) -> Result<PoolSpec> {
         let (groups, _) = layer_groups(&self)?;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
         let of_group = |group: &LayerGroup| {
-            let pages = group.most_pages(longest, most_new, self.page_tokens).max(1);
+            let pages = group.max_pages(longest, max_new, self.page_tokens).max(1);
             pages.checked_mul(sequences.max(1))?.div_ceil(slab / group.page_bytes).checked_mul(slab)
         };
         let bytes = groups.iter().map(of_group).try_fold(0usize, |sum, bytes| sum.checked_add(bytes?));
@@ -114,7 +114,7 @@ pub struct StepSize {
     /// The longest length of a sequence.
     pub longest: usize,
     /// The most tokens of one sequence.
-    pub most_new: usize,
+    pub max_new: usize,
     /// The number of tokens at the beginning that are the only ones of their sequences.
     pub alone: usize,
 }
@@ -122,14 +122,14 @@ pub struct StepSize {
 impl StepSize {
     /// A decode step: one token for each of `sequences` sequences of at most `longest` tokens.
     pub fn decode(sequences: usize, longest: usize) -> StepSize {
-        StepSize { sequences, tokens: sequences, longest, most_new: 1, alone: sequences }
+        StepSize { sequences, tokens: sequences, longest, max_new: 1, alone: sequences }
     }
 
     /// Sets the number of tokens, and how many of them one sequence can have. With more than one, none is known to be
     /// the only one of its sequence.
     #[must_use]
-    pub fn tokens(self, tokens: usize, most_new: usize) -> StepSize {
-        StepSize { tokens, most_new, alone: if most_new <= 1 { tokens } else { 0 }, ..self }
+    pub fn tokens(self, tokens: usize, max_new: usize) -> StepSize {
+        StepSize { tokens, max_new, alone: if max_new <= 1 { tokens } else { 0 }, ..self }
     }
 
     /// Sets the number of tokens at the beginning that are the only ones of their sequences.

@@ -18,7 +18,7 @@ pub(super) struct BufferPool<M> {
     ready: BTreeMap<usize, Vec<M>>,
     ready_bytes: usize,
     /// Ready memory beyond this many bytes is given back to the system.
-    most_ready_bytes: usize,
+    max_ready_bytes: usize,
 }
 
 /// Memory is allocated in units of this, the page of Apple's processors.
@@ -36,9 +36,9 @@ pub(super) fn size_class(bytes: usize) -> Option<usize> {
 }
 
 impl<M> BufferPool<M> {
-    pub(super) fn new(most_ready_bytes: usize) -> BufferPool<M> {
+    pub(super) fn new(max_ready_bytes: usize) -> BufferPool<M> {
         let (retired, ready) = (VecDeque::new(), BTreeMap::new());
-        BufferPool { committed: 0, completed: 0, retired, ready, ready_bytes: 0, most_ready_bytes }
+        BufferPool { committed: 0, completed: 0, retired, ready, ready_bytes: 0, max_ready_bytes }
     }
 
     /// A pass is about to be committed: its number.
@@ -90,7 +90,7 @@ impl<M> BufferPool<M> {
 
     fn keep(&mut self, size: usize, memory: M) -> Option<M> {
         match self.ready_bytes.checked_add(size) {
-            Some(total) if total <= self.most_ready_bytes => {
+            Some(total) if total <= self.max_ready_bytes => {
                 self.ready_bytes = total;
                 self.ready.entry(size).or_default().push(memory);
                 None

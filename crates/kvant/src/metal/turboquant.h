@@ -12,7 +12,7 @@
 
 // The numbers of norms (metal/planes.rs).
 constant constexpr uint NORM_RMS = 0;
-constant constexpr uint NORM_LEAST_SQUARES = 1;
+constant constexpr uint NORM_MIN_SQUARES = 1;
 constant constexpr uint NORM_UNBIASED = 2;
 
 // Floats of threadgroup memory that write_row takes beyond the row: thrice one for each 128 coordinates.
@@ -168,7 +168,7 @@ inline void encode(threadgroup const float *row, threadgroup float *room, Writab
         } else if (energy > 0) {
             switch (encoding.norm) {
             case NORM_RMS: norm = precise::sqrt(energy / float(block)) / encoding.scale; break;
-            case NORM_LEAST_SQUARES:
+            case NORM_MIN_SQUARES:
                 norm = block_sum(products, b * block, dim) / block_sum(lengths, b * block, dim);
                 break;
             default: norm = energy / block_sum(products, b * block, dim); break;

@@ -322,7 +322,7 @@ impl Call {
         let Some(dense) = self.layer.dense().cloned() else { return Ok([Some(self), None, None]) };
         let (pages, longest) = (self.layer.page_tokens(), self.step.batch().longest);
         // A token sees two recent pages, and the first one; no other page is there below three pages.
-        let at_once = self.q.device().kind() == DeviceKind::Cuda && self.step.batch().most_new <= 1;
+        let at_once = self.q.device().kind() == DeviceKind::Cuda && self.step.batch().max_new <= 1;
         let spans: &[PageSpan] = match longest {
             _ if longest <= 2 * pages => &[PageSpan::Recent],
             _ if longest <= 3 * pages && at_once => &[PageSpan::Exact],

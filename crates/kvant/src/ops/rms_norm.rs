@@ -7,7 +7,7 @@ use crate::{
 pub(crate) const NAME: &str = "rms_norm";
 
 /// Norms of `out` that one call may add.
-pub(crate) const MOST_NEXT: usize = 3;
+pub(crate) const MAX_NEXT: usize = 3;
 
 /// Arguments of [`rms_norm`](rms_norm()): n(x) = x · weight / √(mean x² + eps) of each row, with an optional residual
 /// addition before or after the norm, and optional norms of the result.
@@ -170,7 +170,7 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
         Residual::Normed { weight, .. } => check_weight("residual_weight", weight)?,
         Residual::Before { sum, .. } => same_shape("sum", sum)?,
     }
-    check::at_most(NAME, "next", args.next.len(), MOST_NEXT)?;
+    check::at_most(NAME, "next", args.next.len(), MAX_NEXT)?;
     for next in args.next {
         check_weight("next_weight", next.weight)?;
         check::finite(NAME, "next_scale", next.scale)?;
@@ -224,7 +224,7 @@ pub(crate) struct Call {
     pub scale: f32,
     pub out: Tensor,
     /// The first ones are present. An array, because a decode step allocates nothing.
-    pub next: [Option<NextCall>; MOST_NEXT],
+    pub next: [Option<NextCall>; MAX_NEXT],
     pub rows: usize,
     pub dim: usize,
 }

@@ -192,12 +192,12 @@ fn norms_keep_their_promises() {
                 let decoded = decode_rotated(tq, &encoded).unwrap();
                 (encoded, decoded)
             };
-            let [(rms, by_rms), (least, by_least), (unbiased, by_unbiased)] =
+            let [(rms, by_rms), (least, by_min), (unbiased, by_unbiased)] =
                 [Norm::Rms, Norm::LeastSquares, Norm::Unbiased].map(of);
             assert!(rms.indices == least.indices && rms.indices == unbiased.indices);
             for (block, y) in y.chunks(BLOCK).enumerate() {
                 let part = |v: &[f64]| v[block * BLOCK..(block + 1) * BLOCK].to_vec();
-                let (a, b, c) = (part(&by_rms), part(&by_least), part(&by_unbiased));
+                let (a, b, c) = (part(&by_rms), part(&by_min), part(&by_unbiased));
                 let squares: f64 = y.iter().map(|y| y * y).sum();
                 let error = |v: &[f64]| v.iter().zip(y).map(|(v, y)| (v - y).powi(2)).sum::<f64>();
                 let dot = |v: &[f64]| v.iter().zip(y).map(|(v, y)| v * y).sum::<f64>();

@@ -11,7 +11,7 @@ use crate::{Result, args::Kv, output};
 /// Steps of a batch before its sequences get their first length again.
 pub const BATCH_STEPS: usize = 64;
 /// The most warm runs of a prompt.
-const MOST_PROMPTS: usize = 100;
+const MAX_PROMPTS: usize = 100;
 
 pub struct Parts<'a> {
     pub model: &'a Model,
@@ -30,7 +30,7 @@ impl Parts<'_> {
         let ids = Ids(1).take(self.model, tokens);
         let feed = |_| Ok(self.model.feed(&mut pool.sequence(), &ids, Logits::Last).map(drop)?);
         let us_first = timing::once(|| feed(0))?;
-        let timing = timing::repeat_within(self.budget, (0, 1, MOST_PROMPTS), feed)?;
+        let timing = timing::repeat_within(self.budget, (0, 1, MAX_PROMPTS), feed)?;
         let line = self.report.line("prompt", &timing);
         self.report.print(ModelLine {
             kv: Some(kv.to_string()),

@@ -17,7 +17,7 @@ const TOGETHER: usize = 8;
 /// Measurements of [`TOGETHER`] exchanges without a better one that end the search.
 const PATIENCE: usize = 2;
 /// The most exchanges that are kept.
-const MOST_ROUNDS: usize = 16;
+const MAX_ROUNDS: usize = 16;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -178,7 +178,7 @@ impl Search {
 
     fn refine(&self, mut best: Choice, table: &[Vec<f64>], measure: &mut Measure) -> Result<Choice> {
         let mut seen = vec![best.widths.clone()];
-        for _ in 0..MOST_ROUNDS {
+        for _ in 0..MAX_ROUNDS {
             let exchanges = self.exchanges(&best.widths, table).into_iter().map(|(_, widths)| widths);
             let new: Vec<Vec<usize>> = exchanges.filter(|widths| !seen.contains(widths)).collect();
             let mut better = None;

@@ -41,8 +41,8 @@ pub fn iq4_nl(x: &mut [f64]) {
 pub fn mlx4(x: &mut [f64]) {
     const LEVELS: f64 = 15.0;
     let (least, most) = x.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &x| (a.min(x), b.max(x)));
-    let is_least = least.abs() > most.abs();
-    let (edge, sign) = if is_least { (least, 1.0) } else { (most, -1.0) };
+    let is_min = least.abs() > most.abs();
+    let (edge, sign) = if is_min { (least, 1.0) } else { (most, -1.0) };
     let mut scale = sign * ((most - least) / LEVELS).max(1e-7);
     let mut bias = 0.0;
     let steps = (edge / scale).round_ties_even();

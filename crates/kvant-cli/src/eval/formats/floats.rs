@@ -1,12 +1,12 @@
 //! Rounding to small floats.
 
 /// Rounds to a float with so many bits of mantissa and this least exponent of normal numbers; ties to even.
-fn round(x: f64, mantissa: i32, least_exponent: i32) -> f64 {
+fn round(x: f64, mantissa: i32, min_exponent: i32) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;
     }
     let exponent = ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023;
-    let step = 2f64.powi(exponent.max(least_exponent) - mantissa);
+    let step = 2f64.powi(exponent.max(min_exponent) - mantissa);
     (x / step).round_ties_even() * step
 }
 

@@ -36,9 +36,9 @@ pub fn kvarn(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
     for (row, of_row) in of_rows.iter().enumerate() {
         let numbers: Vec<f64> = matrix.row(row).iter().zip(&of_columns).map(|(x, c)| x / c / of_row).collect();
         let (least, scale) = range(&numbers, bits, 1e-10);
-        let (stored_scale, stored_least) = (f16(of_row * scale), f16(of_row * least));
+        let (stored_scale, stored_min) = (f16(of_row * scale), f16(of_row * least));
         for ((to, x), of_column) in matrix.row_mut(row).iter_mut().zip(numbers).zip(&of_columns) {
-            *to = (code(x, least, scale, bits) * stored_scale + stored_least) * f16(*of_column);
+            *to = (code(x, least, scale, bits) * stored_scale + stored_min) * f16(*of_column);
         }
     }
     if is_keys {

@@ -63,7 +63,7 @@ pub(super) fn is_quantised(call: &Call) -> bool {
 pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Explanation {
     let (spec, quantised) = (call.layer.spec(), is_quantised(call));
     let group = call.heads / spec.kv_heads;
-    let tokens = call.step.batch().most_new.max(1);
+    let tokens = call.step.batch().max_new.max(1);
     let level = level_of(cpu.level, call.head_dim);
     let most = block_tokens(level, quantised, cpu.selecting_rows(usize::MAX), call.head_dim, group);
     let (kernel, reason) = match select(level, quantised, cpu.selecting_rows(group * tokens.min(most))) {

@@ -283,8 +283,8 @@ struct Codes {
     static constexpr uint LOW_BITS = low_bits_of(CODEC);
     static constexpr uint HIGH_BITS = high_bits_of(CODEC);
     // Where four lanes share a row, two adjacent rows in shared memory have no bank conflicts if a lane has 32 bytes.
-    static constexpr uint MOST_RUN = (LANES == 4 ? 256 : 128) / LOW_BITS;
-    static constexpr uint RUN = CHUNK / LANES < MOST_RUN ? CHUNK / LANES : MOST_RUN;
+    static constexpr uint MAX_RUN = (LANES == 4 ? 256 : 128) / LOW_BITS;
+    static constexpr uint RUN = CHUNK / LANES < MAX_RUN ? CHUNK / LANES : MAX_RUN;
     static constexpr uint LOADS = CHUNK / LANES / RUN;
     static constexpr uint UNITS = RUN / 16;
     static_assert(RUN % 16 == 0, "attend: units of 16 coordinates");

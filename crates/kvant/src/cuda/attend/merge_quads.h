@@ -14,7 +14,7 @@ constexpr uint QUADS = GROUP * HEAD_DIM / 4;
 // Quads that one block of a cluster merges.
 constexpr uint SHARE = (QUADS + CLUSTER - 1) / CLUSTER;
 // The most bytes of states that one block merges.
-constexpr uint MOST_MERGED_BYTES = 192 * 1024;
+constexpr uint MAX_MERGED_BYTES = 192 * 1024;
 
 // States in device memory, and the counters of blocks that have left theirs. A block of a cluster leaves its share of
 // the cluster's state, for the blocks of other clusters that have the same share.
@@ -128,7 +128,7 @@ inline void merge(const States &states, const ItemPart &part_of_item, const Outp
     float4 *room_o = reinterpret_cast<float4 *>(room);
     float2 *room_ml = reinterpret_cast<float2 *>(room + (SIDES - 1) * SHARE * 4);
     uint group = part_of_item.parts;
-    if (part_of_item.parts * (SHARE * 16) > MOST_MERGED_BYTES) {
+    if (part_of_item.parts * (SHARE * 16) > MAX_MERGED_BYTES) {
         group = uint(ceilf(sqrtf(float(part_of_item.parts))));
     }
     const uint groups = (part_of_item.parts + group - 1) / group;

@@ -227,7 +227,7 @@ fn precision(call: &Call) -> DType {
 }
 
 /// The most keys of a sequence that the device may find.
-fn most_keys(call: &Call) -> usize {
+fn max_keys(call: &Call) -> usize {
     match call.step.table_of(&call.layer) {
         // What the table has entries for. Not what the host knows of the lengths: a kernel for short contexts must not
         // find longer ones.
@@ -250,7 +250,7 @@ fn keys_of_tokens(call: &Call, tokens: usize) -> usize {
         PageSpan::Recent => page_tokens.saturating_mul(2).saturating_add(tokens - 1),
         PageSpan::Exact => page_tokens.saturating_mul(3),
     };
-    call.window.saturating_add(tokens - 1).min(most_keys(call)).min(of_span)
+    call.window.saturating_add(tokens - 1).min(max_keys(call)).min(of_span)
 }
 
 /// The (token, KV head) pairs of a decode call, or (token, share of a KV head).

@@ -67,7 +67,7 @@ impl AttendTraits {
         let spec = call.layer.spec();
         let dtype = call.q.dtype();
         AttendTraits {
-            one_token_each: call.step.batch().most_new <= 1,
+            one_token_each: call.step.batch().max_new <= 1,
             few_heads: HeadShares::of_decode(call).group <= MAX_GROUP,
             is_16_bit: precision(call) != DType::F32,
             has_aligned_rows: is_aligned16(&call.q)

@@ -16,7 +16,7 @@
 
 // The numbers of norms (gpu/planes.rs).
 constexpr uint NORM_RMS = 0;
-constexpr uint NORM_LEAST_SQUARES = 1;
+constexpr uint NORM_MIN_SQUARES = 1;
 constexpr uint NORM_UNBIASED = 2;
 
 struct WritablePlanes {
@@ -180,7 +180,7 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
     float norm = n;
     if (NORM != NORM_RMS) {
         const float yc = lane_sum<BLOCK_LANES>(tree_sum<MINE>([&](uint j) { return __fmul_rn(y[j], c[j]); }));
-        if (NORM == NORM_LEAST_SQUARES) {
+        if (NORM == NORM_MIN_SQUARES) {
             const float cc = lane_sum<BLOCK_LANES>(tree_sum<MINE>([&](uint j) { return __fmul_rn(c[j], c[j]); }));
             norm = yc / cc;
         } else {

@@ -264,7 +264,7 @@ inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, co
 #pragma unroll
         for (uint i = 0; i < 2 * BLOCKS; i++) {
             yc[i / BLOCKS][i % BLOCKS] = strips_sum(yc[i / BLOCKS][i % BLOCKS]);
-            if (NORM == NORM_LEAST_SQUARES) {
+            if (NORM == NORM_MIN_SQUARES) {
                 cc[i / BLOCKS][i % BLOCKS] = strips_sum(cc[i / BLOCKS][i % BLOCKS]);
             }
         }
@@ -275,7 +275,7 @@ inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, co
     };
     const StoredRow row = place(2 * t + my_row);
     if (row.kept && g < 2 * BLOCKS) {
-        const float norm = NORM == NORM_RMS ? n : NORM == NORM_LEAST_SQUARES ? mine(yc) / mine(cc) : my_energy / mine(yc);
+        const float norm = NORM == NORM_RMS ? n : NORM == NORM_MIN_SQUARES ? mine(yc) / mine(cc) : my_energy / mine(yc);
         const bool storable = !is_nan_or_infinite(my_row == 0 ? total[0] : total[1]);
         const float stored_norm = my_energy > 0 ? norm / (my_row == 0 ? unit[0] : unit[1]) : 0;
         store_norm<CODEC>(row.to, row.at * BLOCKS + my_block, storable ? stored_norm : __uint_as_float(0x7FC00000));

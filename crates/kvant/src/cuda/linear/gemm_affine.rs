@@ -59,11 +59,11 @@ const STAGES: std::ops::RangeInclusive<usize> = 3..=6;
 const ROWS: [usize; 2] = [128, 64];
 /// The most rows: the second dimension of the grid of `linear_gemm_affine_arrange` counts rows of whole chunks, 32 at a
 /// time.
-const MOST_ROWS: usize = 65_535 * 32 / ROWS[0] * ROWS[0];
+const MAX_ROWS: usize = 65_535 * 32 / ROWS[0] * ROWS[0];
 
 /// Threads that sort rows by expert, and the most experts, for whose counts shared memory has room.
 const SORTERS: usize = 1024;
-pub(super) const MOST_EXPERTS: usize = 8192;
+pub(super) const MAX_EXPERTS: usize = 8192;
 
 /// How x is divided into chunks.
 pub(super) struct GemmAffine {
@@ -110,7 +110,7 @@ pub(super) fn sort(
 
 /// The tiles of so many rows that `count` rows need at most: every expert, and the rows that have none, may leave one
 /// incomplete.
-pub(super) fn most_tiles(call: &Call, rows: usize) -> usize {
+pub(super) fn max_tiles(call: &Call, rows: usize) -> usize {
     match call.experts {
         Some(_) => (call.rows + (call.dims.experts + 1) * (rows - 1)).div_euclid(rows).min(call.rows),
         None => call.rows.div_ceil(rows),
@@ -138,7 +138,7 @@ impl GemmAffine {
 
     fn of(call: &Call, sums: usize, limits: &Limits) -> Option<GemmAffine> {
         let inputs = call.dims.inputs;
-        let suits = call.dims.experts <= MOST_EXPERTS && inputs > 0 && inputs.is_multiple_of(BLOCK / sums);
+        let suits = call.dims.experts <= MAX_EXPERTS && inputs > 0 && inputs.is_multiple_of(BLOCK / sums);
         if !suits {
             return None;
         }
@@ -156,7 +156,7 @@ impl GemmAffine {
         };
         let chunks = |rows, stages| {
             let warpgroups = limits.warpgroup_products;
-            let (tiles, replaces_dense) = (most_tiles(call, rows), false);
+            let (tiles, replaces_dense) = (max_tiles(call, rows), false);
             GemmAffine { rows, tiles, parts, terms, stages, warpgroups, sums, replaces_dense }
         };
         let fits = |chunks: &GemmAffine| {
@@ -165,7 +165,7 @@ impl GemmAffine {
         };
         let mut sizes = ROWS[usize::from(small)..].iter();
         let largest = |&rows| STAGES.rev().map(|stages| chunks(rows, stages)).find(fits);
-        sizes.find_map(largest).filter(|chunks| chunks.tiles * chunks.rows <= MOST_ROWS)
+        sizes.find_map(largest).filter(|chunks| chunks.tiles * chunks.rows <= MAX_ROWS)
     }
 
     /// Bytes of a chunk.

@@ -90,7 +90,7 @@ fn depth(call: &Call, warps: usize) -> usize {
 }
 
 /// The tiling with so many tiles, at most so many warps, and so many stages.
-fn within(call: &Call, weight: &Parts, [tiles, most_warps, stages]: [usize; 3]) -> WarpTiling {
+fn within(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]) -> WarpTiling {
     let groups = (SPAN / weight.group as usize).max(1);
     let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(1, TOKENS) };
     let spans = call.dims.inputs.div_ceil(SPAN);
@@ -98,7 +98,7 @@ fn within(call: &Call, weight: &Parts, [tiles, most_warps, stages]: [usize; 3]) 
     let kept = vector.max(groups);
     // No more rounds than with all of them, and no warp without a part. Where parts are hardly longer for it they are
     // whole periods of scales, of which none is fetched twice then; codes of 6 bits rather have all warps.
-    let part = spans.div_ceil(most_warps);
+    let part = spans.div_ceil(max_warps);
     let whole = part.next_multiple_of(kept / groups);
     let better = weight.bits != 6 && whole <= part + part / 4 && spans.is_multiple_of(whole);
     let warps = spans.div_ceil(if better { whole } else { part });

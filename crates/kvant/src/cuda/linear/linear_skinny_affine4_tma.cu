@@ -72,7 +72,7 @@ struct SkinnyAffine4TmaParams {
     // Tiles of rows, fewer of which may exist.
     uint row_tiles;
     // Tiles of a stretch, at most.
-    uint most_tiles;
+    uint max_tiles;
     OutParts parts;
 };
 
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
     // A tile's sums of this block, or of another one with the same outputs.
     const auto partial = [&](uint tile, uint part) {
-        return reinterpret_cast<float4 *>(partials) + (ulong(stretch * SPLITS + part) * p.most_tiles + tile) * 32 + lane;
+        return reinterpret_cast<float4 *>(partials) + (ulong(stretch * SPLITS + part) * p.max_tiles + tile) * 32 + lane;
     };
     // Of outputs g and g + 8 of a tile, rows 2t and 2t + 1.
     const auto write = [&](Place place, float4 four) {
@@ -394,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (*is_last != 0) {
 #pragma unroll 1
             for (uint tile = warp < WARPS ? warp : WARPS; tile < tiles; tile += WARPS + 1) {
-                write({0, tile}, sum_of_blocks(partial(tile, 0), ulong(p.most_tiles) * 32));
+                write({0, tile}, sum_of_blocks(partial(tile, 0), ulong(p.max_tiles) * 32));
             }
         }
     }

@@ -69,7 +69,7 @@ struct SkinnyDenseTmaParams {
     uint outputs;
     float alpha;
     // Tiles of a stretch, at most.
-    uint most_tiles;
+    uint max_tiles;
     // Columns of a gate's factors.
     uint up_width;
     OutParts parts;
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
     // The sums of eight rows of x of a tile, of this block or of another one with the same outputs.
     const auto partial = [&](uint part, uint tile, uint eight) {
-        const ulong tiles_before = ulong(stretch * SPLITS + part) * p.most_tiles + tile;
+        const ulong tiles_before = ulong(stretch * SPLITS + part) * p.max_tiles + tile;
         return reinterpret_cast<float4 *>(partials) + (tiles_before * EIGHTS + eight) * 32 + lane;
     };
     // Of outputs g and g + 8 of a tile, rows 2t and 2t + 1 of eight.
@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
             for (uint i = warp; i < tiles * EIGHTS; i += WARPS) {
                 const uint tile = i / EIGHTS, eight = i % EIGHTS;
-                write(tile, eight, sum_of_blocks(partial(0, tile, eight), ulong(p.most_tiles) * (EIGHTS * 32)));
+                write(tile, eight, sum_of_blocks(partial(0, tile, eight), ulong(p.max_tiles) * (EIGHTS * 32)));
             }
         }
     }

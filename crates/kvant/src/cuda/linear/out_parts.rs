@@ -15,10 +15,10 @@ params! {
 }
 
 /// The most matrices.
-pub(super) const MOST_PARTS: usize = 3;
+pub(super) const MAX_PARTS: usize = 3;
 
 impl OutParts {
-    /// Those of a call with at most [`MOST_PARTS`].
+    /// Those of a call with at most [`MAX_PARTS`].
     pub(super) fn of(call: &Call) -> Result<OutParts> {
         let begin = |part: usize| {
             let outputs = if part < call.parts.len() { call.parts[..part].iter().sum() } else { call.dims.outputs };

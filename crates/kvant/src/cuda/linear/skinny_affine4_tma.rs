@@ -3,8 +3,8 @@
 use super::{
     LinearArgs, LinearKernel, LinearParams, aligned16,
     gating::Gating,
-    gemm_affine::{MOST_EXPERTS, most_tiles, sort},
-    out_parts::{MOST_PARTS, OutParts},
+    gemm_affine::{MAX_EXPERTS, max_tiles, sort},
+    out_parts::{MAX_PARTS, OutParts},
     splits::{SPLITS, Splits},
     warp_tiling::TILE,
 };
@@ -20,7 +20,7 @@ params! {
     pub(crate) struct SkinnyAffine4TmaParams {
         pub linear: LinearParams,
         pub row_tiles: u32,
-        pub most_tiles: u32,
+        pub max_tiles: u32,
         pub parts: OutParts,
     }
 }
@@ -75,8 +75,8 @@ impl SkinnyAffine4Tma {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let group = weight.group as usize;
-        let most_alone = ALONE.max(call.dims.experts / EXPERTS_PER_ROW);
-        let alone = call.experts.is_some() && (1..=most_alone).contains(&call.rows);
+        let max_alone = ALONE.max(call.dims.experts / EXPERTS_PER_ROW);
+        let alone = call.experts.is_some() && (1..=max_alone).contains(&call.rows);
         let has_few_rows = match call.experts {
             // Twice the mean number of rows of an expert, so that most experts need one tile.
             Some(_) => {
@@ -87,7 +87,7 @@ impl SkinnyAffine4Tma {
         };
         let takes = limits.clusters
             && has_few_rows
-            && call.dims.experts <= MOST_EXPERTS
+            && call.dims.experts <= MAX_EXPERTS
             && weight.bits == 4
             && matches!(group, 64 | 128)
             && weight.dtype.size() == 2
@@ -97,7 +97,7 @@ impl SkinnyAffine4Tma {
             && inputs.is_multiple_of(BLOCK)
             && inputs > 0
             && outputs > 0
-            && call.parts.len() <= MOST_PARTS;
+            && call.parts.len() <= MAX_PARTS;
         if !takes {
             return None;
         }
@@ -113,12 +113,12 @@ impl SkinnyAffine4Tma {
             if !whole || splits > 1 && !can_split || !outputs.is_multiple_of(aligned_rows) {
                 return None;
             }
-            let most_steps =
+            let max_steps =
                 |warps: usize| STEPS.iter().find(|&&(most, _)| warps <= most).map_or(0, |&(_, steps)| steps);
-            let divides = |&warps: &usize| blocks.is_multiple_of(warps) && blocks / warps <= most_steps(warps);
+            let divides = |&warps: &usize| blocks.is_multiple_of(warps) && blocks / warps <= max_steps(warps);
             let teams = if blocks <= SHORT && splits == 1 { TEAMS } else { 1 };
             let warps = if teams > 1 { 1 } else { (1..=WARPS).rev().find(divides)? };
-            let row_tiles = if alone { call.rows } else { most_tiles(call, ROWS) };
+            let row_tiles = if alone { call.rows } else { max_tiles(call, ROWS) };
             let (units, of_unit) = match call.experts {
                 Some(_) => (row_tiles.checked_mul(outputs / TILE)?, TILE),
                 None => (outputs / aligned_rows, aligned_rows),
@@ -151,7 +151,7 @@ impl SkinnyAffine4Tma {
         let params = SkinnyAffine4TmaParams {
             linear: *params,
             row_tiles: uint(self.row_tiles)?,
-            most_tiles: uint(self.division.tiles)?,
+            max_tiles: uint(self.division.tiles)?,
             parts: OutParts::of(call)?,
         };
         let launch = gating

@@ -3,7 +3,7 @@
 
 use super::{
     LinearArgs, LinearKernel, LinearParams, aligned16,
-    gemm_affine::{MOST_EXPERTS, most_tiles, sort},
+    gemm_affine::{MAX_EXPERTS, max_tiles, sort},
     warp_tiling::{TILE, WarpTiling},
 };
 use crate::cuda::{WARP, affine::Parts, headers};
@@ -73,7 +73,7 @@ fn suits(call: &Call, weight: &Parts) -> bool {
 }
 
 /// The most rows for which the kernel, which reads W again for every eight rows, is faster than a kernel of many rows.
-fn most_rows(call: &Call) -> usize {
+fn max_rows(call: &Call) -> usize {
     match call.experts {
         Some(_) => call.dims.experts.saturating_mul(FEW_PER_EXPERT),
         None => FEW,
@@ -83,7 +83,7 @@ fn most_rows(call: &Call) -> usize {
 /// Whether rows are sorted by expert: where that lets many of them share one.
 fn is_sorted(call: &Call) -> bool {
     let experts = call.dims.experts;
-    call.experts.is_some() && call.rows >= SORTED.max(experts / 2) && experts <= MOST_EXPERTS
+    call.experts.is_some() && call.rows >= SORTED.max(experts / 2) && experts <= MAX_EXPERTS
 }
 
 /// The best tiling, or one that needs less shared memory where the device has little.
@@ -95,7 +95,7 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
 }
 
 /// The tiling with at most so many tiles and warps.
-fn within(call: &Call, weight: &Parts, limits: &Limits, (most_tiles, most_warps): (usize, usize)) -> WarpTiling {
+fn within(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
     let Call { x, dims, experts, rows, .. } = call;
     let busy = limits.busy_groups;
     let terms = if x.dtype() == DType::F32 { 3 } else { 1 };
@@ -109,11 +109,11 @@ fn within(call: &Call, weight: &Parts, limits: &Limits, (most_tiles, most_warps)
         if is_sorted(call) { rows.div_ceil(tokens).max(*rows.min(&dims.experts)) } else { rows.div_ceil(tokens) };
     // A second tile uses the same x, if enough blocks remain.
     let enough = down * (dims.outputs / (2 * TILE)) * 8 >= busy * 7;
-    let tiles = if tokens > 2 && enough { most_tiles } else { 1 };
+    let tiles = if tokens > 2 && enough { max_tiles } else { 1 };
     // As many warps as keep the device busy, since every one has to begin and to end, with even shares of the spans.
     let blocks = (down * dims.outputs.div_ceil(tiles * TILE)).max(1);
     let wanted = if tokens > 2 { BUSY[1] * busy / blocks } else { (BUSY[0] * busy + blocks / 2) / blocks };
-    let warps = wanted.clamp(1, most_warps);
+    let warps = wanted.clamp(1, max_warps);
     let spans = dims.inputs.div_ceil(SPAN);
     let each = spans.div_ceil(warps).max(1);
     let warps = spans.div_ceil(each).max(1);
@@ -134,7 +134,7 @@ fn within(call: &Call, weight: &Parts, limits: &Limits, (most_tiles, most_warps)
 impl SkinnyBlocksMma {
     /// None if the kernel does not take the product, or is slower than one of many rows.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<SkinnyBlocksMma> {
-        let takes = call.rows <= most_rows(call) && suits(call, weight);
+        let takes = call.rows <= max_rows(call) && suits(call, weight);
         takes.then(|| SkinnyBlocksMma(tiling(call, weight, limits)))
     }
 }
@@ -148,7 +148,7 @@ impl LinearKernel for SkinnyBlocksMma {
         let LinearArgs { call, weight, params } = *args;
         let tiling = &self.0;
         let [of_codes, of_factors] = alignments(call, weight);
-        let tiles = most_tiles(call, tiling.tokens);
+        let tiles = max_tiles(call, tiling.tokens);
         let sorted = if is_sorted(call) { sort(call, params, [tiles, tiling.tokens], b)? } else { None };
         let launch = tiling
             .launch(&SOURCE, self.name(), call, weight, params)

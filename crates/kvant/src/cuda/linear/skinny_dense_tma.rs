@@ -3,7 +3,7 @@
 use super::{
     LinearArgs, LinearKernel, LinearParams, aligned16,
     gating::Gating,
-    out_parts::{MOST_PARTS, OutParts},
+    out_parts::{MAX_PARTS, OutParts},
     splits::{SPLITS, Splits},
     warp_tiling::TILE,
 };
@@ -23,7 +23,7 @@ params! {
         pub rows: u32,
         pub outputs: u32,
         pub alpha: f32,
-        pub most_tiles: u32,
+        pub max_tiles: u32,
         pub up_width: u32,
         pub parts: OutParts,
     }
@@ -46,10 +46,10 @@ const WARPS: [usize; 3] = [8, 4, 2];
 const STEP: usize = 32;
 /// The most registers of a lane that x takes. For more than `FEW_REGISTERS` in eight warps, those that copy and add
 /// give registers to the others. That needs instructions of one architecture alone, as products of warpgroups do.
-const MOST_REGISTERS: usize = 176;
+const MAX_REGISTERS: usize = 176;
 const FEW_REGISTERS: usize = 80;
 /// Bytes of the sums that blocks leave, at most: those of more outputs do not stay in the level-2 cache.
-const MOST_PARTIALS: usize = 24 << 20;
+const MAX_PARTIALS: usize = 24 << 20;
 /// Bytes of a stage, at most, and the padding of an output in it.
 const STAGE: usize = 42 << 10;
 const PADDING: usize = 64;
@@ -89,7 +89,7 @@ impl SkinnyDenseTma {
             && aligned16(&call.x, all_inputs)
             && all_inputs > 0
             && outputs > 0
-            && call.parts.len() <= MOST_PARTS;
+            && call.parts.len() <= MAX_PARTS;
         if !takes {
             return None;
         }
@@ -97,7 +97,7 @@ impl SkinnyDenseTma {
         let warps = WARPS.into_iter().find(|warps| all_inputs.is_multiple_of(warps * STEP))?;
         let step = warps * STEP;
         let can_have_many = limits.warpgroup_products || warps < WARPS[0];
-        let most = if can_have_many { MOST_REGISTERS } else { FEW_REGISTERS };
+        let most = if can_have_many { MAX_REGISTERS } else { FEW_REGISTERS };
         let splits = (1..=SPLITS).find(|splits| {
             all_inputs.is_multiple_of(splits * step) && registers_of_x(rows, all_inputs / splits / warps) <= most
         })?;
@@ -106,13 +106,13 @@ impl SkinnyDenseTma {
         let stretches = (outputs / sides).min(limits.busy_groups / splits).max(1);
         let tiles = (outputs / sides).div_ceil(stretches).div_ceil(TILE / sides);
         let division = Splits { splits, stretches, tiles };
-        if splits > 1 && division.partial_bytes(rows) > MOST_PARTIALS {
+        if splits > 1 && division.partial_bytes(rows) > MAX_PARTIALS {
             return None;
         }
         // As few segments as stages of their size allow, and shared memory; of whole steps.
         let steps = inputs / step;
-        let most_steps = (STAGE / TILE - PADDING) / (step * 2);
-        let (segment, stages, bytes) = (steps.div_ceil(most_steps)..=steps).find_map(|segments| {
+        let max_steps = (STAGE / TILE - PADDING) / (step * 2);
+        let (segment, stages, bytes) = (steps.div_ceil(max_steps)..=steps).find_map(|segments| {
             let segment = steps.div_ceil(segments) * step;
             let items = tiles * inputs.div_ceil(segment);
             let bytes = |stages: usize| {
@@ -129,9 +129,9 @@ impl SkinnyDenseTma {
     fn push(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<()> {
         let LinearArgs { call, weight, params } = *args;
         let &LinearParams { rows, outputs, alpha, .. } = params;
-        let most_tiles = Launch::uint(NAME, "out", self.division.tiles)?;
+        let max_tiles = Launch::uint(NAME, "out", self.division.tiles)?;
         let up_width = Launch::uint(gate::NAME, "up", gating.up_width())?;
-        let params = SkinnyDenseTmaParams { rows, outputs, alpha, most_tiles, up_width, parts: OutParts::of(call)? };
+        let params = SkinnyDenseTmaParams { rows, outputs, alpha, max_tiles, up_width, parts: OutParts::of(call)? };
         let has_many = self.warps == WARPS[0] && registers_of_x(self.rows, self.inputs / self.warps) > FEW_REGISTERS;
         // A warpgroup where it gives registers to others; otherwise one warp copies, and one or two add.
         let others = match (has_many, self.rows) {
@@ -230,7 +230,7 @@ mod tests {
                     assert_eq!(splits * shape.inputs, inputs, "{case}");
                     let registers = registers_of_x(shape.rows, shape.inputs / shape.warps);
                     let can_have_many = warpgroup_products || shape.warps < WARPS[0];
-                    assert!(registers <= if can_have_many { MOST_REGISTERS } else { FEW_REGISTERS }, "{case}");
+                    assert!(registers <= if can_have_many { MAX_REGISTERS } else { FEW_REGISTERS }, "{case}");
                     assert!(shape.rows >= rows, "{case}: {}", shape.rows);
                     assert!(TILE * (shape.segment * 2 + PADDING) <= STAGE, "{case}: {}", shape.segment);
                     assert!(shape.segment.is_multiple_of(shape.warps * STEP), "{case}: {}", shape.segment);

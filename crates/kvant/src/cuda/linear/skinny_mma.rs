@@ -2,7 +2,7 @@
 
 use super::{
     LinearArgs, LinearKernel, LinearParams, aligned16,
-    out_parts::{MOST_PARTS, OutParts},
+    out_parts::{MAX_PARTS, OutParts},
     warp_tiling::{TILE, WarpTiling, vector},
 };
 use crate::cuda::{affine::Parts, headers};
@@ -47,7 +47,7 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
         && if weight.bits == 6 { weight.weight.byte_offset().is_multiple_of(8) } else { weight.aligned };
     let dtypes =
         weight.bits != 0 || (weight.dtype == x && x != DType::F32) || (weight.dtype, x) == (DType::BF16, DType::F32);
-    aligned && dtypes && call.dims.inputs > 0 && call.parts.len() <= MOST_PARTS
+    aligned && dtypes && call.dims.inputs > 0 && call.parts.len() <= MAX_PARTS
 }
 
 /// The best tiling, or one that needs less shared memory where the device has little.
@@ -59,7 +59,7 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
 }
 
 /// The tiling with at most so many tiles and warps.
-fn within(call: &Call, weight: &Parts, busy_groups: usize, (most_tiles, most_warps): (usize, usize)) -> WarpTiling {
+fn within(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
     let bits = if weight.bits == 0 { 16 } else { weight.bits as usize };
     let lane_bytes = LANE * bits / 8;
     let groups = if weight.bits == 0 { 1 } else { (SPAN / weight.group as usize).max(1) };
@@ -71,10 +71,10 @@ fn within(call: &Call, weight: &Parts, busy_groups: usize, (most_tiles, most_war
     // A second tile uses the same x, if enough blocks remain: for one row, whose x is short, more of them.
     let pairs = call.dims.outputs / (2 * TILE);
     let enough = if call.rows > 1 { pairs * 8 >= busy_groups * 7 } else { pairs >= 2 * busy_groups };
-    let tiles = if enough && call.experts.is_none() { most_tiles } else { 1 };
+    let tiles = if enough && call.experts.is_none() { max_tiles } else { 1 };
     let blocks = call.dims.outputs.div_ceil(tiles * TILE) * call.rows.div_ceil(tokens);
     // Many blocks keep the device busy with fewer warps, each of which has more to do.
-    let warps = if blocks >= 6 * busy_groups { WARPS / 2 } else { WARPS }.min(most_warps);
+    let warps = if blocks >= 6 * busy_groups { WARPS / 2 } else { WARPS }.min(max_warps);
     let warps = call.dims.inputs.div_ceil(SPAN).clamp(1, warps);
     let stage = 2 * tiles * lane_bytes * WARP + tokens * SPAN * call.x.dtype().size();
     let stages = (PREFETCHED / stage).clamp(2, 4);

@@ -21,7 +21,7 @@ use crate::{DType, gpu::Product};
 /// Bytes of scratch memory of a product.
 const WORKSPACE: usize = 32 << 20;
 /// The most plans that are kept. Every length of a prompt has its own.
-const MOST_PLANS: usize = 1024;
+const MAX_PLANS: usize = 1024;
 
 /// The library, with plans by shape.
 pub(super) struct CublasLt {
@@ -112,7 +112,7 @@ impl CublasLt {
             return plan.clone();
         }
         // Plans in use stay alive.
-        if plans.len() >= MOST_PLANS {
+        if plans.len() >= MAX_PLANS {
             plans.clear();
         }
         let plan = match gpu.enter() {

@@ -366,7 +366,7 @@ impl Drop for CudaEvent {
 
 /// Uploads of up to so many bytes are staged in page-locked memory: the driver may wait for the stream before it copies
 /// other memory.
-const MOST_STAGED: usize = 1 << 20;
+const MAX_STAGED: usize = 1 << 20;
 
 /// An allocation. It is freed in stream order: work enqueued before may still use it.
 pub(super) struct CudaMemory {
@@ -388,7 +388,7 @@ impl CudaMemory {
     pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), DriverError> {
         let to = self.at(offset, bytes.len());
         let _entered = self.gpu.enter()?;
-        if bytes.len() <= MOST_STAGED
+        if bytes.len() <= MAX_STAGED
             && let Some(staged) = self.gpu.locked.take(bytes.len())
         {
             // SAFETY: the block has at least so many bytes, and nobody else uses it.

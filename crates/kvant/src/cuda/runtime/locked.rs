@@ -10,9 +10,9 @@ use cudarc::driver::sys as cu;
 use super::driver::{CudaDevice, DriverError, driver};
 
 /// Bytes of the smallest page-locked block.
-const LEAST_LOCKED: usize = 4 << 10;
+const MIN_LOCKED: usize = 4 << 10;
 /// Blocks that are kept. If the stream uses all of them, copies take another way.
-const MOST_LOCKED: usize = 64;
+const MAX_LOCKED: usize = 64;
 
 /// Page-locked blocks that no transfer holds. The stream may still use them.
 #[derive(Default)]
@@ -29,11 +29,11 @@ impl LockedPool {
         if let Some((index, _)) = fitting.min_by_key(|(_, memory)| memory.bytes) {
             return Some(free.swap_remove(index));
         }
-        if free.len() >= MOST_LOCKED {
+        if free.len() >= MAX_LOCKED {
             return None;
         }
         drop(free);
-        let size = bytes.checked_next_power_of_two()?.max(LEAST_LOCKED);
+        let size = bytes.checked_next_power_of_two()?.max(MIN_LOCKED);
         let memory = LockedMemory::new(size);
         memory.inspect_err(|failure| tracing::debug!(%failure, "no page-locked host memory")).ok()
     }

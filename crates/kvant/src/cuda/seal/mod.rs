@@ -28,8 +28,8 @@ static SOURCE: Source =
     Source { name: "seal.cu", text: include_str!("seal.cu"), headers: headers::ALL, layouts: &[SealParams::layout] };
 
 /// The most threads of a block, and the most sums of coordinates that its warps have.
-const MOST_THREADS: usize = 512;
-const MOST_SUMS: usize = 4096;
+const MAX_THREADS: usize = 512;
+const MAX_SUMS: usize = 4096;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (dense, sealed, spec) = (&call.dense, &call.sealed, call.sealed.spec());
@@ -46,7 +46,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         EIGHTS.min(page_tokens * 4)
     } else {
         // Threads for all rows of a page, and room for their sums.
-        let most = (LANES * MOST_SUMS / dim).clamp(LANES, MOST_THREADS);
+        let most = (LANES * MAX_SUMS / dim).clamp(LANES, MAX_THREADS);
         (page_tokens * (dim / per)).clamp(LANES, most)
     };
     // PageSums of page_mean.h: two sums and counts of each warp, and a mean.

@@ -26,18 +26,18 @@ constant constexpr uint TILE = 32;
 // Keys whose scores are made together by a group of lanes.
 constant constexpr uint TREE = 8;
 // Quads of queries, and as many of results, that a lane has in registers.
-constant constexpr uint MOST_QUADS = 8;
+constant constexpr uint MAX_QUADS = 8;
 // Pages of a tile, over page means.
 constant uint PAGES = TILE >> PAGE_SHIFT > 1 ? TILE >> PAGE_SHIFT : 1;
 
 // Rows of a SIMD-group.
 constexpr uint rows_of_simd(uint dim, uint rows) {
-    return rows > 1 && rows * quads_of_lane(dim, 32) > MOST_QUADS ? rows_of_simd(dim, rows / 2) : rows;
+    return rows > 1 && rows * quads_of_lane(dim, 32) > MAX_QUADS ? rows_of_simd(dim, rows / 2) : rows;
 }
 
 // Lanes that share a key.
 constexpr uint lanes_of_key(uint dim, uint rows, uint lanes) {
-    return lanes < 32 && rows * quads_of_lane(dim, lanes) > MOST_QUADS ? lanes_of_key(dim, rows, 2 * lanes) : lanes;
+    return lanes < 32 && rows * quads_of_lane(dim, lanes) > MAX_QUADS ? lanes_of_key(dim, rows, 2 * lanes) : lanes;
 }
 
 // How the work of head size D and R rows is divided.

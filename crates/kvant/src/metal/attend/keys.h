@@ -72,7 +72,7 @@ inline Row seeing(Row row, uint position, uint sequence, uint len, constant Meta
 // The part of `count` keys that a split takes: begin and end.
 inline uint2 part_of(uint count, uint split, uint tile, constant MetalAttendParams &p) {
     // Divisions of 32 bits.
-    const uint share = max(count / p.splits + (count % p.splits != 0 ? 1 : 0), p.least_keys);
+    const uint share = max(count / p.splits + (count % p.splits != 0 ? 1 : 0), p.min_keys);
     const ulong keys = (ulong(share / tile) + (share % tile != 0 ? 1 : 0)) * tile;
     return uint2(uint(min(ulong(count), split * keys)), uint(min(ulong(count), (split + 1) * keys)));
 }

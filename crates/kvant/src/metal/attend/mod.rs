@@ -25,7 +25,7 @@ params! {
         pub window: u32,
         pub tile_rows: u32,
         pub splits: u32,
-        pub least_keys: u32,
+        pub min_keys: u32,
         pub scale: f32,
         pub softcap: f32,
         pub page_width: u32,
@@ -57,7 +57,7 @@ static MERGE: Source = Source {
 /// Threads of `attend_merge`.
 const MERGE_THREADS: usize = 64;
 /// The fewest keys of a split, except the last one; kernels round up to their tiles.
-const LEAST_KEYS: usize = 64;
+const MIN_KEYS: usize = 64;
 
 /// By head size.
 const MERGE_ENTRIES: [&str; 8] = [
@@ -106,7 +106,7 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
         window: u32::try_from(call.window).unwrap_or(u32::MAX),
         tile_rows: route.tile_rows as u32,
         splits: route.splits as u32,
-        least_keys: LEAST_KEYS as u32,
+        min_keys: MIN_KEYS as u32,
         scale: call.scale,
         softcap: call.softcap.unwrap_or(1.0),
         page_width: uint("step.page_tables", table.map_or(0, |table| table.shape()[1]))?,

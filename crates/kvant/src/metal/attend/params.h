@@ -13,7 +13,7 @@ struct MetalAttendParams {
     uint window;     // 2^32 - 1: none
     uint tile_rows;  // of a threadgroup
     uint splits;
-    uint least_keys; // of a split, except the last one
+    uint min_keys; // of a split, except the last one
     float scale;
     float softcap;
     uint page_width;

@@ -1,6 +1,6 @@
 //! Selects the kernel of attention and how a call is divided: one function for running and for explaining.
 
-use super::{LEAST_KEYS, capacity};
+use super::{MIN_KEYS, capacity};
 use crate::{
     Codec,
     codec::TurboQuant,
@@ -32,7 +32,7 @@ pub(super) enum AttendKernel {
 pub(super) struct AttendSize {
     tokens: usize,
     /// The most tokens of one sequence.
-    most_new: usize,
+    max_new: usize,
     kv_heads: usize,
     /// Query heads of a KV head.
     group: usize,
@@ -62,7 +62,7 @@ impl AttendSize {
         };
         AttendSize {
             tokens: call.tokens,
-            most_new: call.step.batch().most_new,
+            max_new: call.step.batch().max_new,
             kv_heads: spec.kv_heads,
             group: call.heads / spec.kv_heads,
             head_dim: call.head_dim,
@@ -96,7 +96,7 @@ pub(super) struct AttendRoute {
 
 /// Selects the kernel.
 pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
-    let together = size.most_new.max(1);
+    let together = size.max_new.max(1);
     let rows = together * size.group;
     let (kernel, than) = match (rows <= FEW_ROWS, size.no_tiles) {
         (true, _) => (AttendKernel::FewRows, "at most"),
@@ -124,7 +124,7 @@ pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
             let splits = busy.div_ceil(groups.max(1)).min(most.div_ceil(SPLIT_KEYS));
             (splits, format!("{groups} threadgroups per split, {busy} keep the device busy"))
         }
-        forced => (forced.min(most.div_ceil(LEAST_KEYS)), format!("{forced} splits requested")),
+        forced => (forced.min(most.div_ceil(MIN_KEYS)), format!("{forced} splits requested")),
     };
     let reason = format!(
         "{rows} query rows read the same keys, {than} {FEW_ROWS}; {why}; at most {most} keys; tiles of {tile_rows} rows"
@@ -199,7 +199,7 @@ mod tests {
     /// A decode step of one sequence.
     const DECODE: AttendSize = AttendSize {
         tokens: 1,
-        most_new: 1,
+        max_new: 1,
         kv_heads: 4,
         group: 2,
         head_dim: 256,
@@ -220,12 +220,12 @@ mod tests {
     fn few_rows_split_the_context_until_the_device_is_busy() {
         assert_eq!(routed(DECODE), ("attend_few_256_2", [2, 1, 16]));
         assert_eq!(routed(AttendSize { kv_heads: 64, ..DECODE }), ("attend_few_256_2", [2, 1, 1]));
-        assert_eq!(routed(AttendSize { tokens: 4, most_new: 4, ..DECODE }), ("attend_few_256_8", [8, 1, 16]));
+        assert_eq!(routed(AttendSize { tokens: 4, max_new: 4, ..DECODE }), ("attend_few_256_8", [8, 1, 16]));
         assert_eq!(routed(AttendSize { group: 3, head_dim: 64, ..DECODE }), ("attend_few_64_4", [3, 1, 16]));
         assert_eq!(routed(AttendSize { group: 1, head_dim: 96, ..DECODE }), ("attend_few_96_1", [1, 1, 16]));
         assert_eq!(routed(AttendSize { group: 3, head_dim: 96, ..DECODE }), ("attend_few_96_8", [3, 1, 16]));
         // Eight drafts of four tokens share keys by fours.
-        assert_eq!(routed(AttendSize { tokens: 32, most_new: 4, ..DECODE }), ("attend_few_256_8", [8, 8, 2]));
+        assert_eq!(routed(AttendSize { tokens: 32, max_new: 4, ..DECODE }), ("attend_few_256_8", [8, 8, 2]));
         // A token of each sequence: a tile each.
         assert_eq!(routed(AttendSize { tokens: 8, ..DECODE }), ("attend_few_256_2", [2, 8, 2]));
     }
@@ -266,9 +266,9 @@ mod tests {
 
     #[test]
     fn many_rows_go_by_tiles() {
-        assert_eq!(routed(AttendSize { tokens: 5, most_new: 5, ..DECODE }), ("attend_tiles_256", [32, 1, 16]));
+        assert_eq!(routed(AttendSize { tokens: 5, max_new: 5, ..DECODE }), ("attend_tiles_256", [32, 1, 16]));
         assert_eq!(routed(AttendSize { group: 16, head_dim: 512, ..DECODE }), ("attend_tiles_512", [16, 1, 16]));
-        let prompt = AttendSize { tokens: 1000, most_new: 1000, ..DECODE };
+        let prompt = AttendSize { tokens: 1000, max_new: 1000, ..DECODE };
         assert_eq!(routed(prompt), ("attend_tiles_256", [32, 63, 1]));
         assert_eq!(routed(prompt.without_tiles()), ("attend_few_256_8", [8, 250, 1]));
     }

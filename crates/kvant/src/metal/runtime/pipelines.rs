@@ -194,15 +194,15 @@ impl Pipelines {
     /// Whether the pipeline allows the launch.
     fn check(&self, launch: &Launch, pipeline: &Pipeline) -> Result<()> {
         let (threads, bytes) = (threads_of(launch) as usize, pipeline.static_bytes + requested_bytes(launch));
-        let (most_threads, most_bytes) = (pipeline.threads, self.limits.threadgroup_bytes);
-        if threads <= most_threads && bytes <= most_bytes {
+        let (max_threads, max_bytes) = (pipeline.threads, self.limits.threadgroup_bytes);
+        if threads <= max_threads && bytes <= max_bytes {
             return Ok(());
         }
         Err(unsupported(
             launch,
             format!(
-                "{}/{} in threadgroups of {threads} threads and {bytes} bytes; here it may have {most_threads} threads \
-                 and {most_bytes} bytes",
+                "{}/{} in threadgroups of {threads} threads and {bytes} bytes; here it may have {max_threads} threads \
+                 and {max_bytes} bytes",
                 launch.source.name, launch.kernel
             ),
         ))

@@ -138,8 +138,8 @@ fn the_batch_of_a_step_is_a_bound() {
     // Two sequences, of which one has tokens.
     let step = pool.step(&mut [(&mut a, 3), (&mut b, 0)]).unwrap();
     let known = step.batch();
-    assert_eq!((known.sequences, known.longest, known.most_new, known.decode), (1, 3, 3, 0));
-    let narrower = step.clone().with_batch(known.sequences(0).longest(1).most_new(1).decode(3)).batch();
+    assert_eq!((known.sequences, known.longest, known.max_new, known.decode), (1, 3, 3, 0));
+    let narrower = step.clone().with_batch(known.sequences(0).longest(1).max_new(1).decode(3)).batch();
     assert_eq!(narrower, known);
     assert_eq!(step.clone().with_batch(known.longest(9)).batch().longest, 9);
     a.truncate(0).unwrap();

@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         __syncthreads();
         length = (shared_items[items - 1].before + stretch.length_of(shared_items[items - 1])) * heads;
     }
-    const uint sharers = min(division.sharers(), (length + LEAST_UNITS - 1) / LEAST_UNITS);
+    const uint sharers = min(division.sharers(), (length + MIN_UNITS - 1) / MIN_UNITS);
     const uint own = division.own();
     // Blocks that return here have not waited; the first block of the first head does (device/dependent_launch.h).
     if (own >= sharers) {

@@ -23,11 +23,11 @@ static SOURCE: Source = Source {
 /// Keys of a unit, which one product takes.
 pub(super) const UNIT: usize = 16;
 /// Fewer units are not worth a block.
-const LEAST_UNITS: usize = 4;
+const MIN_UNITS: usize = 4;
 /// Beginning and ending a part of a work item takes as long as so many units.
 const END_UNITS: usize = 6;
 /// Coordinates of a context's keys that are worth another cluster of [`MAX_CLUSTER`].
-const LEAST_IN_CLUSTER: usize = 512 * 512;
+const MIN_IN_CLUSTER: usize = 512 * 512;
 /// With more keys, clusters of [`MAX_CLUSTER`] gain from bulk copies, too.
 const MANY_KEYS: usize = 8192;
 /// More buffers per warp were never faster.
@@ -59,13 +59,13 @@ impl AttendDecode {
         let heads = HeadShares::of_decode(call);
         let group = heads.group;
         // Accumulators and queries of 512 coordinates fill the registers of four warps.
-        let most_warps = if call.head_dim == 512 { 4 } else { 8 };
+        let max_warps = if call.head_dim == 512 { 4 } else { 8 };
         let pairs = pairs(call);
         let keys = longest_context(call);
         let units = keys.div_ceil(UNIT) + 1;
         let clusters = clusters_per_pair(call, limits);
         let cluster = match call.head_dim {
-            _ if keys <= most_keys_in_clusters(call.head_dim, clusters, pairs, limits) => MAX_CLUSTER,
+            _ if keys <= max_keys_in_clusters(call.head_dim, clusters, pairs, limits) => MAX_CLUSTER,
             // Long states: 4 KiB for each query head.
             512 if limits.clusters && call.tokens == 1 => 2,
             _ => 1,
@@ -76,7 +76,7 @@ impl AttendDecode {
             && (cluster < MAX_CLUSTER || keys > MANY_KEYS)
             && (spec.order == HeadOrder::HeadMajor || spec.kv_heads == 1);
         // Of the most warps that have two buffers each, with as many buffers as there is room for.
-        let (warps, buffers, shared_bytes) = [most_warps, most_warps / 2].into_iter().find_map(|warps| {
+        let (warps, buffers, shared_bytes) = [max_warps, max_warps / 2].into_iter().find_map(|warps| {
             let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
             (2..=most.clamp(2, MAX_BUFFERS)).rev().find_map(|buffers| {
                 // `Item`, which has a gap then.
@@ -87,20 +87,20 @@ impl AttendDecode {
         })?;
         let workers = (limits.busy_groups / cluster).max(1);
         let splits = match call.splits {
-            0 if cluster == MAX_CLUSTER => clusters.min(units * UNIT * call.head_dim / LEAST_IN_CLUSTER).max(1),
+            0 if cluster == MAX_CLUSTER => clusters.min(units * UNIT * call.head_dim / MIN_IN_CLUSTER).max(1),
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups => 1,
             // The heads of one token have equally many keys. So no block has parts of two heads, which would cost it
             // more time than a few blocks less.
             0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => {
-                (workers / pairs).min(units.div_ceil(LEAST_UNITS * cluster))
+                (workers / pairs).min(units.div_ceil(MIN_UNITS * cluster))
             }
             splits => splits.min(MAX_SPLITS),
         };
         // Requested splits are made however few units they get.
         let least = match cluster {
             _ if call.splits > 0 => 1,
-            MAX_CLUSTER => LEAST_IN_CLUSTER / UNIT / call.head_dim,
-            _ => LEAST_UNITS * cluster,
+            MAX_CLUSTER => MIN_IN_CLUSTER / UNIT / call.head_dim,
+            _ => MIN_UNITS * cluster,
         };
         let workers = if splits == 0 {
             workers.min(pairs.saturating_mul(units + END_UNITS).div_ceil(least))
@@ -137,7 +137,7 @@ impl AttendDecode {
             .constant("WARPS", self.warps as u32)
             .constant("BUFFERS", self.buffers as u32)
             .constant("BULK", self.bulk)
-            .constant("LEAST_UNITS", self.least as u32)
+            .constant("MIN_UNITS", self.least as u32)
             .constant("END_UNITS", END_UNITS as u32)
             .constant("CLUSTER", self.cluster as u32)
             .constant("SHARED_BYTES", self.shared_bytes as u32)
@@ -154,7 +154,7 @@ impl AttendDecode {
 }
 
 /// The longest contexts for which a (token, KV head) pair gets `clusters` clusters of [`MAX_CLUSTER`].
-fn most_keys_in_clusters(head_dim: usize, clusters: usize, pairs: usize, limits: &Limits) -> usize {
+fn max_keys_in_clusters(head_dim: usize, clusters: usize, pairs: usize, limits: &Limits) -> usize {
     match (head_dim, clusters) {
         (_, 0) => 0,
         // Long states are better merged in clusters, even if some multiprocessors belong to none.

@@ -197,7 +197,7 @@ impl AttendGeneric {
         let spec = call.layer.spec();
         let precise = precision(call) == DType::F32;
         let group = call.heads / spec.kv_heads;
-        let tokens_of_sequence = call.step.batch().most_new;
+        let tokens_of_sequence = call.step.batch().max_new;
         let wanted = tokens_of_sequence.saturating_mul(group).max(1);
         // Weights are f32.
         let k = GenericOperand::new(spec.k, call.head_dim, call.q.dtype(), precise);

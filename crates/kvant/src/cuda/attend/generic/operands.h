@@ -66,12 +66,12 @@ struct Operand {
     // A lane's consecutive coordinates: a power of two that divides a quarter of the row, at most 32 bytes. Four lanes'
     // coordinates have one norm.
     static constexpr uint POWER_OF_QUARTER = DIM / 4 & (~(DIM / 4) + 1);
-    static constexpr uint MOST_RUN = BITS == 2 ? 64 : 256 / BITS;
-    static constexpr uint RUN = MOST_RUN < POWER_OF_QUARTER ? MOST_RUN : POWER_OF_QUARTER;
+    static constexpr uint MAX_RUN = BITS == 2 ? 64 : 256 / BITS;
+    static constexpr uint RUN = MAX_RUN < POWER_OF_QUARTER ? MAX_RUN : POWER_OF_QUARTER;
     static_assert(BLOCKS < 2 || 256 % (4 * RUN) == 0, "attend: products of keys do not cross blocks");
     // Bytes that a lane loads at a time, coordinates in them, products (of 16 coordinates a warp) they serve.
-    static constexpr uint MOST_LOAD = BITS == 2 ? 8 : 16;
-    static constexpr uint LOAD = RUN * BITS / 8 < MOST_LOAD ? RUN * BITS / 8 : MOST_LOAD;
+    static constexpr uint MAX_LOAD = BITS == 2 ? 8 : 16;
+    static constexpr uint LOAD = RUN * BITS / 8 < MAX_LOAD ? RUN * BITS / 8 : MAX_LOAD;
     static constexpr uint LOAD_COORDS = LOAD * 8 / BITS;
     static constexpr uint LOADS = DIM / 4 / LOAD_COORDS;
     static constexpr uint LOAD_STEPS = LOAD_COORDS / 4;

@@ -28,7 +28,7 @@ const COPIERS: usize = 4;
 /// More buffers are of no use.
 const MAX_STAGES: usize = 12;
 /// The fewest keys that are worth a block of their own: a block's state is written and read once more.
-const LEAST_KEYS: usize = 512;
+const MIN_KEYS: usize = 512;
 
 /// The kernel's name.
 pub(super) const PREFILL: &str = "attend_prefill";
@@ -85,7 +85,7 @@ impl AttendPrefill {
     /// Whether the largest number of tokens of a sequence fills at least half a work item.
     pub(super) fn has_enough_rows(call: &Call) -> bool {
         let group = call.heads / call.layer.spec().kv_heads;
-        let rows_of_sequence = call.step.batch().most_new.saturating_mul(group);
+        let rows_of_sequence = call.step.batch().max_new.saturating_mul(group);
         call.tokens > 0 && rows_of_sequence >= item_rows(call.head_dim) / 2
     }
 
@@ -95,9 +95,9 @@ impl AttendPrefill {
         let item_tokens = item_tokens(rows, call.heads / call.layer.spec().kv_heads);
         let pairs = items.saturating_mul(call.layer.spec().kv_heads);
         let batch = call.step.batch();
-        let seen = keys_of_tokens(call, batch.most_new.max(1)).min(batch.longest);
+        let seen = keys_of_tokens(call, batch.max_new.max(1)).min(batch.longest);
         let splits = match call.splits {
-            0 => (limits.busy_groups / pairs.max(1)).min(seen / LEAST_KEYS).clamp(1, MAX_SPLITS),
+            0 => (limits.busy_groups / pairs.max(1)).min(seen / MIN_KEYS).clamp(1, MAX_SPLITS),
             splits => splits.min(MAX_SPLITS),
         };
         let shares = pairs.saturating_mul(splits);

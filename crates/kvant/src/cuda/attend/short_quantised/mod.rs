@@ -28,7 +28,7 @@ const TABLES_AT: usize = 1 << 10;
 /// Coordinates of a warp.
 const SLICE: usize = 64;
 /// Positions of the smallest pages around whose means the kernel reads, and the most pages that a block has keys of.
-const LEAST_PAGE: usize = 32;
+const MIN_PAGE: usize = 32;
 const MAX_PAGES: usize = 8;
 
 /// A cluster of blocks for every token and KV head.
@@ -52,7 +52,7 @@ impl AttendShortQuantised {
             return None;
         }
         let means = [&call.layer.k, &call.layer.v].map(|planes| planes.means.is_some());
-        let small_pages = call.layer.pages().is_none_or(|pages| pages.page_tokens < LEAST_PAGE);
+        let small_pages = call.layer.pages().is_none_or(|pages| pages.page_tokens < MIN_PAGE);
         if means != [false; 2] && small_pages {
             return None;
         }

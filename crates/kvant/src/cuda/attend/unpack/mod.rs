@@ -4,7 +4,7 @@
 use crate::{
     Codec, DType, Error, Planes, Result, Step,
     cuda::{
-        attend::{AttendParams, HeadShares, keys_of_tokens, most_keys, params, prefill::AttendPrefill, with_span},
+        attend::{AttendParams, HeadShares, keys_of_tokens, max_keys, params, prefill::AttendPrefill, with_span},
         headers, planes,
     },
     gpu::{Builder, Launch, Limits, Params, Scratch, Source, Use, key_bias},
@@ -37,7 +37,7 @@ const WARPS: usize = 8;
 /// Warps of the block that finds the ranges.
 const RANGE_WARPS: usize = 32;
 /// The most bytes of decoded keys, and of decoded values.
-const MOST_BYTES: usize = 1 << 30;
+const MAX_BYTES: usize = 1 << 30;
 
 /// Decoded pages.
 pub(super) struct UnpackedPages {
@@ -63,7 +63,7 @@ impl AttendUnpack {
         codec.is_quantised() || codec == Codec::BF16
     }
 
-    /// `None` for caches that it cannot read, and if the keys that the tokens may see exceed [`MOST_BYTES`].
+    /// `None` for caches that it cannot read, and if the keys that the tokens may see exceed [`MAX_BYTES`].
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendUnpack> {
         let spec = call.layer.spec();
         let page_tokens = call.layer.pages()?.page_tokens;
@@ -73,11 +73,11 @@ impl AttendUnpack {
         // The batch of a pool's step bounds what the device finds in it.
         let batch = call.step.batch();
         let slots = batch.sequences.min(call.tokens).min(call.step.sequences());
-        let seen = keys_of_tokens(call, batch.most_new.max(1));
-        let slot_pages = (seen.div_ceil(page_tokens) + 1).min(most_keys(call).div_ceil(page_tokens));
+        let seen = keys_of_tokens(call, batch.max_new.max(1));
+        let slot_pages = (seen.div_ceil(page_tokens) + 1).min(max_keys(call).div_ceil(page_tokens));
         let page_bytes = spec.kv_heads.checked_mul(page_tokens * call.head_dim * 2)?;
         let bytes = slots.checked_mul(slot_pages)?.checked_mul(page_bytes)?;
-        if bytes > MOST_BYTES {
+        if bytes > MAX_BYTES {
             return None;
         }
         Some(AttendUnpack { prefill: AttendPrefill::new(call, limits)?, slots, slot_pages, page_bytes })

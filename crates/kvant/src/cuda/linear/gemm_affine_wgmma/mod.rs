@@ -2,8 +2,8 @@
 
 use super::{
     LinearArgs, LinearKernel, LinearParams,
-    gemm_affine::{MOST_EXPERTS, most_tiles, sort},
-    out_parts::{MOST_PARTS, OutParts},
+    gemm_affine::{MAX_EXPERTS, max_tiles, sort},
+    out_parts::{MAX_PARTS, OutParts},
 };
 use crate::cuda::{MAX_CLUSTER, affine::Parts, clusters_at_once, headers};
 use crate::{
@@ -40,7 +40,7 @@ const DEPTHS_OF_HALVES: [(usize, usize); 2] = [(8, 3), (6, 3)];
 /// The most rows for which that is faster, by codes of 4 bits: longer pieces of rows are read faster, and x is read for
 /// half as many outputs at a time. Small matrices, up to so many weights, gain from smaller tiles with more rows, too:
 /// fewer blocks share one.
-const MOST_OF_HALVES: usize = 16;
+const MAX_HALVES: usize = 16;
 const SMALL: usize = 1 << 24;
 /// Spans of inputs for whose scales there is room.
 const SLOTS: usize = 2;
@@ -49,15 +49,15 @@ const ROWS: [usize; 5] = [8, 16, 32, 64, 128];
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 /// Rows up to which the products are of codes; of more rows, they are of weights rounded to bf16.
-const MOST_OF_CODES: usize = 32;
+const MAX_CODES: usize = 32;
 /// Rows up to which there are four warpgroups that multiply; of more rows, there are two with twice the work.
 const FOUR_WARPGROUPS: usize = 64;
 /// The most chunks in shared memory.
-const MOST_STAGES: usize = 8;
+const MAX_STAGES: usize = 8;
 /// Rows of a block of `linear_gemm_affine_wgmma_arrange`, or of all blocks of inputs that it has.
 const ARRANGED_ROWS: usize = 32;
 /// So many chunks more than without idle multiprocessors, in each block, and clusters are not worth it.
-const MOST_LONGER: usize = 8;
+const MAX_LONGER: usize = 8;
 
 /// How the work is divided.
 pub(super) struct GemmAffineWgmma {
@@ -97,8 +97,8 @@ impl GemmAffineWgmma {
             && matches!(out.dtype(), DType::BF16 | DType::F32)
             && dims.inputs > 0
             && dims.inputs.is_multiple_of(BLOCK)
-            && dims.experts <= MOST_EXPERTS
-            && call.parts.len() <= MOST_PARTS;
+            && dims.experts <= MAX_EXPERTS
+            && call.parts.len() <= MAX_PARTS;
         if !takes {
             return None;
         }
@@ -108,7 +108,7 @@ impl GemmAffineWgmma {
             None => call.rows,
         };
         let rows = ROWS.into_iter().find(|&rows| rows_of_tile <= rows)?;
-        if rows > MOST_OF_CODES && (weight.dtype != DType::BF16 || out.dtype() != DType::BF16) {
+        if rows > MAX_CODES && (weight.dtype != DType::BF16 || out.dtype() != DType::BF16) {
             return None;
         }
         let factors_aligned = groups.is_multiple_of(4)
@@ -126,8 +126,7 @@ impl GemmAffineWgmma {
         let suits_halves = |&(depth, _): &(usize, usize)| {
             let inputs = depth * BLOCK;
             weight.bits == 4
-                && (rows <= MOST_OF_HALVES
-                    || rows <= MOST_OF_CODES && dims.experts * dims.outputs * dims.inputs <= SMALL)
+                && (rows <= MAX_HALVES || rows <= MAX_CODES && dims.experts * dims.outputs * dims.inputs <= SMALL)
                 && dims.inputs.next_multiple_of(inputs) - dims.inputs <= dims.inputs / 8
                 && (inputs / 2).is_multiple_of(group)
         };
@@ -135,11 +134,11 @@ impl GemmAffineWgmma {
         let mut all = of_halves.chain(DEPTHS.map(|depth| (1, depth)));
         let (halves, depth, stages, shared_bytes) = all.find_map(|(halves, (depth, fewest))| {
             let fits = |&stages: &usize| shared(halves, depth, stages) <= limits.threadgroup_bytes;
-            let stages = (fewest..=MOST_STAGES).rev().find(fits)?;
+            let stages = (fewest..=MAX_STAGES).rev().find(fits)?;
             Some((halves, depth, stages, shared(halves, depth, stages)))
         })?;
         let outputs = OUTPUTS / halves;
-        let row_tiles = most_tiles(call, rows);
+        let row_tiles = max_tiles(call, rows);
         let output_tiles = dims.outputs.div_ceil(outputs);
         let chunks = dims.inputs.div_ceil(depth * BLOCK);
         let units = row_tiles.checked_mul(output_tiles)?.checked_mul(chunks).filter(|&n| n <= u32::MAX as usize)?;
@@ -263,7 +262,7 @@ fn cluster_of(tiles: usize, chunks: usize, limits: &Limits) -> usize {
     let fits = |&cluster: &usize| cluster <= chunks && tiles <= clusters_at_once(cluster, limits);
     let cluster = (2..=MAX_CLUSTER).rev().find(fits).unwrap_or(1);
     let longer = chunks.div_ceil(cluster).saturating_sub(tiles * chunks / limits.busy_groups);
-    if longer <= MOST_LONGER { cluster } else { 1 }
+    if longer <= MAX_LONGER { cluster } else { 1 }
 }
 
 /// Inputs whose scales are copied together: whole chunks.
@@ -273,7 +272,7 @@ fn span(depth: usize) -> usize {
 
 /// Bytes of a chunk: x, and the sums of its blocks.
 fn chunk_bytes(rows: usize, depth: usize) -> usize {
-    rows * depth * (BLOCK * 2 + if rows <= MOST_OF_CODES { 4 } else { 0 })
+    rows * depth * (BLOCK * 2 + if rows <= MAX_CODES { 4 } else { 0 })
 }
 
 /// Bytes from one output's codes in a chunk to the next one's.

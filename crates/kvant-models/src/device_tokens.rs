@@ -10,15 +10,15 @@ use crate::{Error, Result};
 ///
 /// ```no_run
 /// # fn run(decoder: &mut kvant_models::BatchDecoder, how: &kvant_models::Sampling) -> kvant_models::Result<()> {
-/// use kvant_models::FedTokens;
+/// use kvant_models::DeviceTokens;
 /// // The step before has drawn a token for each of two sequences. They change places.
 /// let drawn = decoder.drawn()?;
-/// let fed = FedTokens { drawn: &drawn, places: &[(0, 1), (1, 0)] };
+/// let fed = DeviceTokens { drawn: &drawn, places: &[(0, 1), (1, 0)] };
 /// decoder.run_fed(&[0, 0], Some(fed), &[how, how])?.wait()?;
 /// # Ok(()) }
 /// ```
 #[derive(Clone, Copy, Debug)]
-pub struct FedTokens<'a> {
+pub struct DeviceTokens<'a> {
     /// u32 `[n]`: the tokens that the earlier step draws. An entry that is not an id of the vocabulary, such as that of
     /// logits that are all NaN, gets an embedding of zeros on a GPU, and fails the pass on a CPU.
     pub drawn: &'a Tensor,
@@ -26,7 +26,7 @@ pub struct FedTokens<'a> {
     pub places: &'a [(usize, usize)],
 }
 
-impl FedTokens<'_> {
+impl DeviceTokens<'_> {
     /// Writes the ids of a batch: those that the host knows at once, the others by operations of an encoder.
     pub(crate) fn write(&self, enc: &mut Encoder, known: &[u32], ids: &Tensor) -> Result<()> {
         let rising = self.places.windows(2).all(|pair| pair[0].0 < pair[1].0);
@@ -47,7 +47,7 @@ impl FedTokens<'_> {
     }
 
     /// The ids that the host knows, with a valid one in place of the others.
-    pub(crate) fn known<'t>(fed: Option<&FedTokens>, tokens: &'t [u32]) -> Cow<'t, [u32]> {
+    pub(crate) fn known<'t>(fed: Option<&DeviceTokens>, tokens: &'t [u32]) -> Cow<'t, [u32]> {
         let mut known = Cow::Borrowed(tokens);
         for &(to, _) in fed.map_or(&[][..], |fed| fed.places) {
             if to < tokens.len() {
