@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draws the plots and writes the tables of docs/performance.md and README.md from docs/benchmarks/data/*.json.
+"""Draws the plots and writes the tables of the documentation from docs/benchmarks/data/*.json.
 
-    python3 tools/plot_performance.py            # writes docs/images/*.svg and the tables between markers
+    python3 tools/plot_performance.py            # writes plots, docs/benchmarks/tables/*.txt, and tables between markers
     python3 tools/plot_performance.py --check    # exit code 1 if a plot or a table differs from the data
 
-A table is between `<!-- table NAME -->` and `<!-- end -->`. Needs Python 3.9, nothing else.
+In PAGES a table is between `<!-- table NAME -->` and `<!-- end -->`. Needs Python 3.9, nothing else.
 """
 
 import json
@@ -17,7 +17,8 @@ from html import escape
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs/benchmarks/data"
 IMAGES = ROOT / "docs/images"
-PAGES = [ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/notes/page-means.md"]
+TABLES = ROOT / "docs/benchmarks/tables"
+PAGES = [ROOT / "README.md", ROOT / "docs/performance.md"]
 TQ = ["tq8", "tq6", "tq5", "tq4"]
 
 
@@ -67,7 +68,7 @@ def number(value):
         return "–"
     if isinstance(value, str):
         return value
-    if isinstance(value, float) and value < 0.01:
+    if isinstance(value, float) and 0 < value < 0.01:
         return scientific(value)
     return f"{value:g}" if value < 1e6 else f"{value:.0f}"
 
@@ -411,7 +412,7 @@ def span(values):
 def table_cost(records):
     some = rows(records["accuracy-shipped-model"])
     f16 = next(row["bytes per token"] for row in some if row["cache"] == "f16")
-    return markdown(
+    return (
         ["cache", "bytes per token", "of f16", "perplexity", "KL, mean", "KL, 99 %", "same top token"],
         [[row["cache"], row["bytes per token"], f"{100 * row['bytes per token'] / f16:.0f} %", f"{row['perplexity']:.3f}",
           scientific(row["KL mean"]), scientific(row["KL 99 %"]), f"{row['same top token, %']:.2f} %"] for row in some])
@@ -422,7 +423,7 @@ RELEASED = ("accuracy-released", "accuracy-released-gemma", "accuracy-released-q
 
 def table_released(records):
     some = [row for name in RELEASED for row in rows(records[name])]
-    return markdown(
+    return (
         ["model", "window", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
         [[row["model"], row["tokens"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
           f"{row['same top token, %']:.2f} %", f"{row['perplexity']:.3f}"] for row in some])
@@ -435,18 +436,18 @@ def table_released_short(records):
     cells = {(row["cache"], row["model"]): f"{scientific(row['KL mean'])}, {row['same top token, %']:.1f} %" for row in some}
     caches = ["tq4", "iq4_nl-rot", "tq4c", "tq5c:tq4c", "tq3c", "tq8c"]
     body = [[f"`{cache}`"] + [cells.get((cache, model), "") for model in models] for cache in caches]
-    return markdown(["cache"] + models, body)
+    return ["cache"] + models, body
 
 
 def table_released_formats(records):
-    return markdown(
+    return (
         ["model", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token", "perplexity"],
         [[row["model"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
           f"{row['same top token, %']:.2f} %", f"{row['perplexity']:.3f}"] for row in rows(records["accuracy-released-formats"])])
 
 
 def table_formats(records):
-    return markdown(
+    return (
         ["model", "cache", "bytes per token", "KL, mean", "KL, 99 %", "same top token"],
         [[row["model"], f"`{row['cache']}`", row["bytes per token"], scientific(row["KL mean"]), scientific(row["KL 99 %"]),
           f"{row['same top token, %']:.2f} %"] for row in rows(records["accuracy-formats"])])
@@ -461,7 +462,7 @@ def table_speed(records):
     for keys in (1024, 131072):
         some = [row for row in rows(records["h200-decode-quantised-evening"]) if row["keys"] == keys]
         body.append([f"H200, {keys} tokens"] + [span([row["bf16"] / row[codec] for row in some]) for codec in TQ])
-    return markdown(["machine, tokens"] + TQ, body)
+    return ["machine, tokens"] + TQ, body
 
 
 def table_simd(records):
@@ -472,7 +473,7 @@ def table_simd(records):
         per_token = {(row["D"], row["codec"]): row[level] / row["tokens"] for row in some}
         body.append([level] + [span([per_token[d, "f16"] / per_token[d, codec] for d in (128, 256, 512)])
                                for codec in ("tq8", "tq4")])
-    return markdown(["SIMD level", "tq8", "tq4"], body)
+    return ["SIMD level", "tq8", "tq4"], body
 
 
 def table_cpu_decode(records):
@@ -489,7 +490,7 @@ def table_cpu_decode(records):
                                 (row["tq4"], ["ggml q4_0 llama.cpp", "ggml q4_0 contiguous"])):
                 line.append(f"{best(row, peers)[0] / ours:.1f}")
             body.append(line)
-    return markdown(["machine", "D, H, Hk", "tokens", "f16, µs"] + [f"{c}, µs" for c in TQ]
+    return (["machine", "D, H, Hk", "tokens", "f16, µs"] + [f"{c}, µs" for c in TQ]
                     + ["16 bits, of the ceiling", "16 bits to ggml f16", "to candle", "tq8 to q8_0", "tq4 to q4_0"], body)
 
 
@@ -505,14 +506,14 @@ def table_h200_decode(records):
                     + ["–" if row[p] is None else f"{row[p]:.2f}" for p in peers[:2]]
                     + ["–" if best(row, peers[2:])[0] is None else f"{best(row, peers[2:])[0]:.2f}"]
                     + [f"{100 * rate / limit:.0f} %", f"{fastest / row['kvant']:.2f}"])
-    return markdown(["D, H, Hk", "keys", "kvant, µs", "FlashAttention", "cuDNN", "FlashInfer, better kernel", "of the plain read",
+    return (["D, H, Hk", "keys", "kvant, µs", "FlashAttention", "cuDNN", "FlashInfer, better kernel", "of the plain read",
                      "best peer's time ÷ kvant's"], body)
 
 
 def table_h200_quantised(records):
     body = [[f"{row['D']}, {row['H']}, {row['Hk']}", row["keys"], commit, f"{row['bf16']:.2f}"]
             + [f"{row[c]:.2f} ({row['bf16'] / row[c]:.2f})" for c in TQ] for row, commit in latest_quantised(records)]
-    return markdown(["D, H, Hk", "keys", "commit", "bf16, µs"] + [f"{c}, µs (times as fast)" for c in TQ], body)
+    return ["D, H, Hk", "keys", "commit", "bf16, µs"] + [f"{c}, µs (times as fast)" for c in TQ], body
 
 
 def table_prompts(records):
@@ -522,21 +523,21 @@ def table_prompts(records):
         body.append([f"{row['D']}, {row['H']}, {row['Hk']}", row["window"] or "none", row["kvant"],
                      "–" if other is None else f"{name} {other}",
                      "–" if row["ratio"] is None else f"{row['ratio']:.2f}"])
-    return markdown(["D, H, Hk", "window", "kvant, µs", "best of PyTorch, µs", "kvant's speed ÷ PyTorch's"], body)
+    return ["D, H, Hk", "window", "kvant, µs", "best of PyTorch, µs", "kvant's speed ÷ PyTorch's"], body
 
 
 def table_prompt_chunks(records):
     codecs = ["tq8", "tq4", "tq4c", "tq2"]
     body = [[f"{row['D']}, {row['H']}, {row['Hk']}", row["tokens"], row["keys"], f"{row['bf16']:.0f}"]
             + [f"{row[codec] / row['bf16']:.2f}" for codec in codecs] for row in rows(records["prompt-chunks"])]
-    return markdown(["D, H, Hk", "tokens", "keys", "bf16, µs"] + [f"{codec}, times that" for codec in codecs], body)
+    return ["D, H, Hk", "tokens", "keys", "bf16, µs"] + [f"{codec}, times that" for codec in codecs], body
 
 
 def table_serve(records):
     body = [[row["cache"], row["clients"], row["tokens/s"], f"{row['kernels']:.0f}",
              f"{row['first token, median']}, {row['first token, p99']}",
              f"{row['between tokens, median']}, {row['between tokens, p99']}"] for row in rows(records["h100-serve"])]
-    return markdown(["cache", "clients", "tokens/s", "decode steps alone", "first token, median and p99, ms",
+    return (["cache", "clients", "tokens/s", "decode steps alone", "first token, median and p99, ms",
                      "between tokens, median and p99, ms"], body)
 
 
@@ -548,7 +549,7 @@ def table_cpu_models(records):
         for row in some:
             body.append([name, records[key]["commit"], row["program"], row["prompt"], row["decode"],
                          f"{ours['prompt'] / row['prompt']:.2f}", f"{ours['decode'] / row['decode']:.2f}"])
-    return markdown(["machine, prompt", "commit", "program", "prompt, tokens/s", "decode, tokens/s", "kvant's prompt ÷", "kvant's decode ÷"], body)
+    return ["machine, prompt", "commit", "program", "prompt, tokens/s", "decode, tokens/s", "kvant's prompt ÷", "kvant's decode ÷"], body
 
 
 def table_real_sizes_prompts(records):
@@ -557,35 +558,37 @@ def table_real_sizes_prompts(records):
         speed = row["prompt tokens/s"]
         body.append([row["model"], row["weights"], row["before"], speed, f"{speed / row['before']:.1f}", row["transformers"],
                      row["first warm-up, s"], row["second, s"]])
-    return markdown(["model", "weights", "15d8ceb, tokens/s", "b29f665, tokens/s", "times as fast", "transformers, eager",
+    return (["model", "weights", "15d8ceb, tokens/s", "b29f665, tokens/s", "times as fast", "transformers, eager",
                      "first run of a prompt, s", "in the next process, s"], body)
 
 
 def plain(name):
     def table(records):
-        return markdown(records[name]["columns"], records[name]["rows"])
+        return records[name]["columns"], records[name]["rows"]
     return table
+
+
+RELEASED_MACHINES = [("cpu-released-xeon", "Xeon, 8"), ("cpu-released-epyc", "EPYC (Zen 4), 2"),
+                     ("cpu-released-zen3", "EPYC (Zen 3), 2"), ("cpu-released-xeon-amx", "Xeon, 8, kvant with AMX")]
 
 
 def table_cpu_released(records):
     """A row for each model and cache, whose cells are kvant's rate, llama.cpp's, and the ratio."""
     whats = ["prompt of 512", "decode", "1 client", "4 clients", "8 clients"]
     body = []
-    machines = [("cpu-released-xeon", "Xeon, 8"), ("cpu-released-epyc", "EPYC (Zen 4), 2"),
-                ("cpu-released-zen3", "EPYC (Zen 3), 2"), ("cpu-released-xeon-amx", "Xeon, 8, kvant with AMX")]
-    for key, machine in machines:
+    for key, machine in RELEASED_MACHINES:
         cells = {}
         for row in rows(records[key]):
             cell = f"{row['kvant']} / {row['llama.cpp']} ({row['times as fast']:.2f})"
             cells.setdefault((row["model"], row["cache"]), {})[row["what"]] = cell
         body += [[machine, model, cache] + [of[what] for what in whats] for (model, cache), of in cells.items()]
-    return markdown(["machine, threads", "model", "cache"] + whats, body)
+    return ["machine, threads", "model", "cache"] + whats, body
 
 
 def table_h200_model(records):
     body = [[row["activations"], row["cache"]] + [f"{row[c]:.1f} ({1e6 / row[c]:.0f})" for c in ("128 tokens", "1024", "4096")]
             for row in rows(records["h200-model"])]
-    return markdown(["activations", "cache", "128 tokens, µs (tokens/s)", "1024", "4096"], body)
+    return ["activations", "cache", "128 tokens, µs (tokens/s)", "1024", "4096"], body
 
 
 def table_linear(records):
@@ -600,71 +603,161 @@ def table_linear(records):
             share = row["outputs"] * row["inputs"] * size / 8 / row[name] / 1e3 / limit
             line.append(f"{row[name]:.2f} ({100 * share:.0f} %)" if row["rows"] < 100 else f"{row[name]:.2f}")
         body.append(line)
-    return markdown(["rows × outputs × inputs"] + list(bits), body)
+    return ["rows × outputs × inputs"] + list(bits), body
 
 
-def one_thread(name):
-    """The rows of one thread."""
-    def table(records):
-        columns = records[name]["columns"]
-        return markdown(columns, [row for row in records[name]["rows"] if row[columns.index("threads")] == 1])
-    return table
+def table_released_8192(records):
+    """As `released-short`, with the bytes of each model's cache."""
+    some = [row for name in RELEASED for row in rows(records[name]) if row["tokens"] == 8192]
+    models = list(dict.fromkeys(row["model"] for row in some))
+    cells = {(row["cache"], row["model"]): f"{row['bytes per token']}; {scientific(row['KL mean'])}; {row['same top token, %']:.1f} %"
+             for row in some}
+    caches = ["tq8c", "tq5c:tq4c", "tq4c", "tq3c", "iq4_nl-rot", "tq4"]
+    return ["cache"] + models, [[f"`{cache}`"] + [cells[cache, model] for model in models] for cache in caches]
 
 
-def table_sources(records):
-    """Which record holds what: commit, machine and command of every figure."""
-    body = []
-    for record in records.values():
+# The tables of PAGES.
+INLINE = {
+    "released-short": table_released_short,
+    "released-8192": table_released_8192,
+    "speed": table_speed,
+    "prompts": table_prompts,
+    "real-sizes": plain("h200-real-sizes"),
+    "sequences": plain("h200-sequences"),
+    "serve": table_serve,
+}
+
+# The files of docs/benchmarks/tables: a title, and tables of a function or of the record itself, with the records that they show.
+FILES = {
+    "cache-types": ("What a cache type costs", [
+        (table_released, RELEASED),
+        (table_cost, ["accuracy-shipped-model"]),
+        (None, ["accuracy-h200"]),
+        (None, ["accuracy-pages"]),
+        (table_released_formats, ["accuracy-released-formats"]),
+        (table_formats, ["accuracy-formats"]),
+        (None, ["answers-token-by-token"]),
+        (None, ["needles"]),
+        (None, ["types-by-side"]),
+    ]),
+    "decode-cpu": ("Decode attention on CPUs", [
+        (table_cpu_decode, ["cpu-decode-epyc", "cpu-decode-xeon"]),
+        (table_simd, ["cpu-simd-levels"]),
+        (None, ["cpu-decode-error-epyc"]),
+        (None, ["cpu-decode-error-xeon"]),
+        (None, ["cpu-windows-epyc"]),
+        (None, ["cpu-windows-xeon"]),
+        (None, ["cpu-threads-epyc"]),
+    ]),
+    "decode-gpu": ("Decode attention on GPUs", [
+        (table_h200_decode, ["h200-decode"]),
+        (table_h200_quantised, ["h200-decode-quantised", "h200-decode-quantised-evening"]),
+        (None, ["h200-verification-and-windows"]),
+        (None, ["h200-layer"]),
+        (None, ["h100-pages"]),
+        (None, ["h200-pages"]),
+    ]),
+    "prompts": ("Attention of prompts", [
+        (table_prompts, ["prompts"]),
+        (table_prompt_chunks, ["prompt-chunks"]),
+        (None, ["prompt-errors"]),
+    ]),
+    "operations": ("Products, cache writes and norms", [
+        (table_linear, ["h200-linear"]),
+        (None, ["h200-kv-write"]),
+        (None, ["h200-norm-rope-write"]),
+        (None, ["cpu-linear-epyc"]),
+        (None, ["cpu-linear-xeon"]),
+        (None, ["cpu-linear-many-epyc"]),
+        (None, ["cpu-linear-many-xeon"]),
+        (None, ["cpu-writing-epyc"]),
+        (None, ["cpu-writing-xeon"]),
+        (None, ["cpu-norm-rope-xeon"]),
+    ]),
+    "models-cpu": ("Whole models on CPUs", [
+        (table_cpu_released, [key for key, _ in RELEASED_MACHINES]),
+        (table_cpu_models, ["cpu-model-epyc-984", "cpu-model-epyc-4375", "cpu-model-xeon-984"]),
+        (None, ["cpu-model-prompt-epyc"]),
+        (None, ["cpu-model-decode-epyc"]),
+        (None, ["cpu-e2b"]),
+        (None, ["cpu-server-xeon"]),
+        (None, ["cpu-batch-invariant"]),
+        (None, ["cpu-eight-bit-activations"]),
+    ]),
+    "models-gpu": ("Whole models on GPUs", [
+        (None, ["h200-real-sizes"]),
+        (None, ["h200-sequences"]),
+        (None, ["h100-sequences"]),
+        (table_serve, ["h100-serve"]),
+        (None, ["h200-serve-4bit"]),
+        (table_h200_model, ["h200-model"]),
+        (table_real_sizes_prompts, ["h200-real-sizes-prompts"]),
+        (None, ["e4b-logits"]),
+    ]),
+}
+# Files that show all records of a file of data as they are.
+WHOLE = {
+    "page-means": "Means of pages",
+    "notes-cpu": "Tables of the notes on CPU kernels",
+    "notes-cuda": "Tables of the notes on CUDA kernels",
+    "metal-yardstick": "Counts of Metal kernels by msl-host",
+}
+
+
+def aligned(head, body):
+    """A table as plain text: numbers to the right, words to the left."""
+    head = [cell.replace("`", "") for cell in head]
+    cells = [[number(cell).replace("`", "") for cell in line] for line in body]
+    widths = [max(len(line[i]) for line in [head] + cells) for i in range(len(head))]
+    numeric = [all(re.match(r"[\d–±]", line[i]) for line in cells) for i in range(len(head))]
+
+    def line(row):
+        padded = [cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric)]
+        return "  ".join(padded).rstrip()
+    return "\n".join([line(head), "  ".join("-" * width for width in widths)] + [line(row) for row in cells])
+
+
+def provenance(records):
+    """How the records were measured; records of one command and machine share the lines."""
+    found = {}
+    for record in records:
         command = record["command"].replace('RUSTFLAGS="-C target-cpu=native" cargo run --release -p kvant-bench '
                                             "--target-dir target/native --features peers --bin kvant-bench --", "kvant-bench")
-        body.append([f"`{record['id']}`", record["commit"], record["date"], short_machine(record),
-                     f"`{command}`" if record["in_repository"] else command])
-    return markdown(["record", "commit", "date", "machine", "command"], body)
+        key = (record["commit"], record["date"], record["machine"], command, tuple(record.get("notes", [])))
+        found.setdefault(key, []).append(record["id"])
+    lines = []
+    for (commit, date, machine, command, notes), names in found.items():
+        lines.append(f"{', '.join(names)}: commit {commit}, {date}, {machine}")
+        lines += [f"    {text}" for text in (command, *notes)]
+    return "\n".join(lines)
 
 
-TABLES = {
-    "cost": table_cost,
-    "released": table_released,
-    "released-short": table_released_short,
-    "released-formats": table_released_formats,
-    "pages-sealed": plain("accuracy-pages"),
-    "formats": table_formats,
-    "speed": table_speed,
-    "simd": table_simd,
-    "cpu-decode": table_cpu_decode,
-    "h200-decode": table_h200_decode,
-    "h200-quantised": table_h200_quantised,
-    "prompts": table_prompts,
-    "prompt-chunks": table_prompt_chunks,
-    "serve": table_serve,
-    "cpu-e2b": plain("cpu-e2b"),
-    "cpu-server": plain("cpu-server-xeon"),
-    "cpu-released": table_cpu_released,
-    "cpu-models": table_cpu_models,
-    "real-sizes": plain("h200-real-sizes"),
-    "real-sizes-prompts": table_real_sizes_prompts,
-    "sequences": plain("h200-sequences"),
-    "sequences-h100": plain("h100-sequences"),
-    "e4b-logits": plain("e4b-logits"),
-    "h200-model": table_h200_model,
-    "h200-linear": table_linear,
-    "h200-layer": plain("h200-layer"),
-    "h200-kv-write": plain("h200-kv-write"),
-    "cpu-linear-epyc": plain("cpu-linear-epyc"),
-    "cpu-linear-xeon": plain("cpu-linear-xeon"),
-    "cpu-linear-many-epyc": plain("cpu-linear-many-epyc"),
-    "cpu-writing-epyc": one_thread("cpu-writing-epyc"),
-    "cpu-writing-xeon": one_thread("cpu-writing-xeon"),
-    "sources": table_sources,
-}
+def text_file(title, entries, records):
+    parts = [title, "=" * len(title), "Written by tools/plot_performance.py from docs/benchmarks/data. D, H, Hk: head size, query heads, KV heads."]
+    for table, names in entries:
+        some = [records[name] for name in names]
+        units = list(dict.fromkeys(record["unit"] for record in some))
+        unit = "" if units in (["see columns"], ["1"]) else f" ({'; '.join(units)})"
+        name = some[0]["title"] + unit
+        head, body = table(records) if table else (some[0]["columns"], some[0]["rows"])
+        parts.append(f"\n{name}\n{'-' * len(name)}\n\n{aligned(head, body)}\n\n{provenance(some)}")
+    return "\n".join(parts) + "\n"
+
+
+def text_files(records):
+    files = {name: text_file(title, entries, records) for name, (title, entries) in FILES.items()}
+    for name, title in WHOLE.items():
+        entries = [(None, [record["id"]]) for record in json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))]
+        files[name] = text_file(title, entries, records)
+    return files
 
 
 def fill(text, records):
     def table(match):
         name = match[1]
-        if name not in TABLES:
+        if name not in INLINE:
             raise SystemExit(f"no table is called {name}")
-        return f"<!-- table {name} -->\n{TABLES[name](records)}\n<!-- end -->"
+        return f"<!-- table {name} -->\n{markdown(*INLINE[name](records))}\n<!-- end -->"
     return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", table, text, flags=re.S)
 
 
@@ -674,6 +767,7 @@ def main():
         raise SystemExit(__doc__)
     records = load()
     wanted = {IMAGES / f"{name}.svg": plot(records) for name, plot in PLOTS.items()}
+    wanted.update({TABLES / f"{name}.txt": text for name, text in text_files(records).items()})
     for page in PAGES:
         if page.exists():
             wanted[page] = fill(page.read_text(encoding="utf-8"), records)
