@@ -188,7 +188,7 @@ pub enum SubmitError {
         reason: String,
     },
     /// The system starts no thread for the request. Try again later.
-    #[error("the system starts no thread for the request: {reason}")]
+    #[error("the system cannot start a thread for the request: {reason}")]
     NoThread {
         /// The system's reason.
         reason: String,

@@ -22,7 +22,7 @@ pub(crate) enum Part {
     Arguments(String),
 }
 
-/// What an event of a choice adds to its answer.
+/// The parts and log probabilities that one event adds to a choice.
 #[derive(Debug, Default)]
 pub(crate) struct Added {
     pub parts: Vec<Part>,
@@ -35,25 +35,25 @@ pub(crate) struct Added {
 pub(crate) struct AnswerReader {
     /// `None` after the end.
     parser: Option<ReplyParser>,
-    /// Whether the latest text was a thought.
+    /// Whether the latest text was reasoning.
     pub is_reasoning: bool,
     pub has_calls: bool,
     /// Tokens of reasoning.
     pub reasoning_tokens: usize,
-    /// Whether nothing after the first call counts.
+    /// Whether text after the first call is ignored.
     one_call: bool,
-    /// Whether the answer is a call, so that the beginning of a mark is no text.
+    /// Whether the answer must be a call. The beginning of a delimiter is then no text.
     must_call: bool,
 }
 
 impl AnswerReader {
-    /// The reader of an answer that can call `functions`. `prompt`: the end of the text that the answer continues; it
-    /// can be within reasoning.
+    /// Creates a reader of an answer that can call `functions`. `prompt` is the end of the text that the answer
+    /// continues; it can end within reasoning.
     pub fn new(format: ReplyFormat, functions: &[&str], prompt: &str) -> AnswerReader {
         AnswerReader::of(ReplyParser::new(format).functions(functions.iter().copied()).after_prompt(prompt))
     }
 
-    /// The reader of an answer whose beginning is in the prompt.
+    /// Creates a reader of an answer whose beginning is in the prompt.
     pub fn continuing(format: ReplyFormat, functions: &[&str], begun: &str) -> AnswerReader {
         AnswerReader::of(ReplyParser::new(format).functions(functions.iter().copied()).after_reply(begun))
     }
@@ -70,19 +70,19 @@ impl AnswerReader {
         }
     }
 
-    /// Whether the answer is a call.
+    /// Sets whether the answer must be a call.
     #[must_use]
     pub fn must_call(self, must_call: bool) -> AnswerReader {
         AnswerReader { must_call, ..self }
     }
 
-    /// Whether the answer ends with its first call, whatever the model writes after it.
+    /// Sets whether the answer ends after its first call. Later text of the model is ignored.
     #[must_use]
     pub fn one_call(self, one_call: bool) -> AnswerReader {
         AnswerReader { one_call, ..self }
     }
 
-    /// What an event adds.
+    /// Returns the parts that an event adds.
     pub fn read(&mut self, event: Event) -> Added {
         match event {
             Event::Token(token) => {

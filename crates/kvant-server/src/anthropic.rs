@@ -1,4 +1,4 @@
-//! `/v1/messages` and `/v1/messages/count_tokens`: the form of Anthropic's API.
+//! `/v1/messages` and `/v1/messages/count_tokens`, in Anthropic's format.
 
 use std::sync::Arc;
 
@@ -50,11 +50,11 @@ pub(crate) struct MessagesRequest {
     metadata: Option<Map<String, Value>>,
 }
 
-/// The form of the answer, and how much effort it may take.
+/// The format of the answer, and its effort.
 #[derive(Debug, Deserialize)]
 struct OutputConfig {
     format: Option<JsonValue>,
-    // A hint, for models that were trained for it.
+    // A hint for models that were trained for it.
     #[expect(dead_code, reason = "has no effect")]
     effort: Option<String>,
 }
@@ -90,7 +90,7 @@ struct Tool {
     cache_control: Option<Value>,
 }
 
-/// What all events of an answer share.
+/// Data shared by all events of an answer.
 struct MessageAnswer {
     id: String,
     model: String,
@@ -116,7 +116,7 @@ pub(crate) async fn create(
     }
     let strict = app.options.strict_fields;
     if strict && !matches!(request.service_tier.as_deref(), None | Some("auto" | "standard_only")) {
-        return Err(ApiError::unsupported("service_tier", "there is one tier"));
+        return Err(ApiError::unsupported("service_tier", "only the default tier exists"));
     }
     let format = request.output_config.as_ref().and_then(|config| config.format.as_ref());
     let shape = OutputConstraint::of_format(format, "output_config.format", None)?;
@@ -162,9 +162,9 @@ fn chat(
     tools: Vec<JsonValue>,
     thinking: Option<&Value>,
 ) -> Result<ChatRequest> {
-    let most = app.options.messages;
-    if !(1..=most).contains(&turns.len()) {
-        let message = format!("`messages` must have 1 to {most} elements, got {}", turns.len());
+    let max = app.options.messages;
+    if !(1..=max).contains(&turns.len()) {
+        let message = format!("`messages` must have 1 to {max} elements, got {}", turns.len());
         return Err(ApiError::field("messages", message));
     }
     let mut messages = Vec::new();
@@ -186,7 +186,7 @@ fn chat(
     Ok(ChatRequest { messages, tools, thinking, generation_prompt: true, continues, ..ChatRequest::default() })
 }
 
-/// Tools in OpenAI's form, which templates expect, and the calls that the answer must have.
+/// Converts tools to OpenAI's format, which templates expect, and returns the calls that the answer must have.
 fn chosen_tools(
     app: &App,
     tools: Option<Vec<Tool>>,
@@ -196,7 +196,7 @@ fn chosen_tools(
     let mut converted = Vec::new();
     for (index, tool) in tools.unwrap_or_default().into_iter().enumerate() {
         if !matches!(tool.kind.as_deref(), None | Some("custom")) {
-            return Err(ApiError::unsupported(format!("tools[{index}].type"), "only tools of the client"));
+            return Err(ApiError::unsupported(format!("tools[{index}].type"), "only tools that the client runs"));
         }
         let mut function = JsonValue::from(json!({"name": tool.name}));
         if let Some(description) = tool.description {
@@ -227,7 +227,7 @@ fn chosen_tools(
 }
 
 impl TurnMessage {
-    /// Adds the messages of a turn: results of tools are messages of their own.
+    /// Adds the messages of a turn. Each tool result becomes a message of its own.
     fn add_to(&self, messages: &mut Vec<Message>, path: &str) -> Result<()> {
         let role = match self.role.as_str() {
             "user" => ChatRole::User,
@@ -258,7 +258,7 @@ impl TurnMessage {
     }
 }
 
-/// The blocks of a turn that are one message.
+/// The blocks of a turn that form one message.
 struct Turn {
     role: ChatRole,
     text: String,
@@ -267,7 +267,7 @@ struct Turn {
 }
 
 impl Turn {
-    /// Adds a block, with the fields that answers have, or a message if the block is the result of a tool.
+    /// Adds a block. The result of a tool becomes a message. Fields that only answers have are accepted.
     fn add(&mut self, messages: &mut Vec<Message>, block: &JsonValue, path: &str) -> Result<()> {
         let only = |known: &[&str]| only_fields(block, path, &[known, &["type", "cache_control"]].concat());
         match (block["type"].as_str().unwrap_or_default(), self.role) {
@@ -279,7 +279,7 @@ impl Turn {
                 only(&["thinking", "signature"])?;
                 self.reasoning.get_or_insert_default().push_str(string(block, path, "thinking")?);
             }
-            // Reasoning that only their model can read.
+            // Reasoning that only the model that wrote it can read.
             ("redacted_thinking", ChatRole::Assistant) => only(&["data"])?,
             ("tool_use", ChatRole::Assistant) => {
                 only(&["id", "name", "input", "caller"])?;
@@ -365,7 +365,7 @@ impl MessageAnswer {
 
     async fn stop_block(&self, sender: &Sender, index: usize) -> Result<(), Gone> {
         if matches!(self.blocks.0.get(index), Some(Block::Reasoning(_))) {
-            // Clients send it back with the reasoning. There is nothing to verify.
+            // Clients send the signature back with the reasoning. It is not verified.
             let delta = json!({"type": "signature_delta", "signature": ""});
             let delta = json!({"type": "content_block_delta", "index": index, "delta": delta});
             sender.named("content_block_delta", &delta).await?;
@@ -381,7 +381,7 @@ impl MessageAnswer {
         })
     }
 
-    /// The reason of the end, and the usage.
+    /// The stop reason, and the usage.
     fn end(&self, finished: Option<&Finished>) -> (Value, Value) {
         let Some(finished) = finished else { return (json!({}), json!({})) };
         let (reason, stop) = match finished.reason {

@@ -1,4 +1,4 @@
-//! The routes, and what happens to every request: id, key, CORS, errors as bodies, logs.
+//! The routes, and the handling that all requests share: id, key, CORS, error bodies, logs.
 
 use std::{
     sync::{
@@ -33,45 +33,45 @@ use crate::{
     tokens,
 };
 
-/// What all requests share.
+/// State shared by all requests.
 pub(crate) struct App {
     pub models: Catalog,
     pub options: ServerOptions,
     pub is_draining: AtomicBool,
-    /// Places for long texts that are tokenised at once.
+    /// Permits to tokenise long texts.
     pub long_texts: Arc<Semaphore>,
-    /// When the server started, in seconds since 1970.
+    /// Start time of the server, in seconds since 1970.
     pub started: u64,
-    /// How often each status was answered.
+    /// Number of responses by status.
     pub statuses: Statuses,
     /// Conversations of earlier responses.
     pub store: Store,
 }
 
-/// The id of a request, in logs, errors and the header `x-request-id`.
+/// The id of a request in logs, errors and the header `x-request-id`.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestId(pub Arc<str>);
 
-/// Long texts that are tokenised at once.
-const LONG_TEXTS: usize = 2;
-/// The longest id that a client can choose.
-const LONGEST_ID: usize = 128;
+/// Maximum long texts that are tokenised at the same time.
+const MAX_LONG_TEXTS: usize = 2;
+/// Maximum length of an id that a client chooses.
+const MAX_ID_LENGTH: usize = 128;
 
 impl App {
     pub fn new(models: Catalog, options: ServerOptions) -> App {
-        let long_texts = Arc::new(Semaphore::new(LONG_TEXTS));
+        let long_texts = Arc::new(Semaphore::new(MAX_LONG_TEXTS));
         let (statuses, store) = (Statuses::default(), Store::new(options.store_limit));
         let is_draining = AtomicBool::new(false);
         App { models, options, is_draining, long_texts, started: now(), statuses, store }
     }
 
-    /// The most tokens of an answer for which a request asks for `asked`, where `usual` is the route's default.
+    /// The token limit of an answer. `asked` is the request's limit, `usual` the route's default.
     pub fn max_tokens(&self, asked: Option<usize>, usual: usize) -> usize {
         let asked = asked.or(self.options.default_max_tokens).unwrap_or(usual);
         asked.min(self.options.max_tokens.unwrap_or(usize::MAX))
     }
 
-    /// Checks who asks, and by which name of the server.
+    /// Checks the API key and the host name of a request.
     fn admit(&self, headers: &HeaderMap, is_public: bool) -> Result<()> {
         if let Some(names) = &self.options.hosts {
             hosts::check(names, headers)?;
@@ -79,28 +79,29 @@ impl App {
         if is_public { Ok(()) } else { self.options.keys.check(headers) }
     }
 
-    /// Who shares the pages of a request.
+    /// The scope in which the request can share cached pages.
     pub fn scope(&self, headers: &HeaderMap, salt: Option<String>) -> CacheScope {
         let key = keys::key(headers).filter(|_| self.options.salt_per_key).unwrap_or_default();
         let salt = salt.unwrap_or_default();
         if key.is_empty() && salt.is_empty() {
             return CacheScope::Shared;
         }
-        // The length separates the two.
+        // The length separates the key from the salt.
         let length = (key.len() as u64).to_le_bytes();
         CacheScope::Salted([&length, key, salt.as_bytes()].concat())
     }
 }
 
-/// Runs what takes long on a thread of its own. The runtime's threads for such work would let it wait without end where
-/// the system starts no more of them.
+/// Runs long work on a thread of its own. The runtime's pool of blocking threads would let the work wait forever if the
+/// system refuses new threads.
 pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let (sender, result) = tokio::sync::oneshot::channel();
     let thread = std::thread::Builder::new().name("kvant-request".to_string());
-    // The client may have gone.
+    // Sending fails if the client has disconnected.
     let started = thread.spawn(move || drop(sender.send(work())));
-    started.map_err(|error| ApiError::short_of(format!("the system starts no thread for the request: {error}")))?;
-    result.await.map_err(|_| ApiError::internal("a thread of the server has failed"))
+    started
+        .map_err(|error| ApiError::short_of(format!("the system cannot start a thread for the request: {error}")))?;
+    result.await.map_err(|_| ApiError::internal("a thread of the server panicked"))
 }
 
 /// All routes.
@@ -142,12 +143,11 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .with_state(Arc::clone(app))
 }
 
-/// Routes for models that are trained for something else than text.
+/// Routes for models that are trained for tasks other than text generation.
 fn other_models() -> Router<Arc<App>> {
     let answer = |what: &'static str| {
         post(async move || {
-            let message =
-                format!("this model writes text, it was not trained to {what}: there is no such route for it");
+            let message = format!("this model generates text and was not trained to {what}: it has no such route");
             let error = ApiError::new(StatusCode::NOT_FOUND, message);
             ApiError { code: Some("model_not_supported"), ..error }
         })
@@ -174,7 +174,7 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<serde_json::Value>> 
     Ok(Json(serde_json::json!({"status": "ok"})))
 }
 
-/// What surrounds every request.
+/// Wraps every request: id, admission, CORS, error body, log.
 async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let started = Instant::now();
     let id = request_id(request.headers());
@@ -210,26 +210,26 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     }
     app.statuses.add(response.status().as_u16());
     let (status, ms) = (response.status().as_u16(), started.elapsed().as_millis() as u64);
-    // A path can have a user's text, for example after a typing error. Those of routes cannot.
+    // An unknown path can contain a user's text, for example after a typing error. Known routes cannot.
     let path = if status == 404 { "-" } else { path.as_str() };
     match path {
-        // Asked for every few seconds by machines.
+        // Monitors request these routes every few seconds.
         "/health" | "/ping" | "/metrics" => tracing::debug!(request_id = &*id.0, %method, path, status, ms, "request"),
         _ => tracing::info!(request_id = &*id.0, %method, path, status, ms, "request"),
     }
     response
 }
 
-/// The client's id if it is a plain word, or a new one.
+/// Returns the client's id if it is a plain word, or else a new one.
 fn request_id(headers: &HeaderMap) -> RequestId {
     let asked = headers.get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| {
         let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.:".contains(&b);
-        (1..=LONGEST_ID).contains(&id.len()) && id.bytes().all(is_plain)
+        (1..=MAX_ID_LENGTH).contains(&id.len()) && id.bytes().all(is_plain)
     });
     RequestId(asked.map_or_else(|| random_id("req_").into(), Arc::from))
 }
 
-/// Lets pages of an origin use the server.
+/// Allows pages of an origin to use the server.
 fn allow(headers: &mut HeaderMap, origin: &str) {
     let entries = [
         ("access-control-allow-origin", origin),

@@ -12,12 +12,12 @@ pub(crate) enum Block {
     Call { id: String, name: String, arguments: String },
 }
 
-/// What a part does to the list.
+/// The change that a part makes to the list.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Change {
-    /// A new block begins with it.
+    /// Whether the part begins a new block.
     pub is_new: bool,
-    /// The text, reasoning or JSON that it adds to the last block.
+    /// The text, reasoning or JSON that the part adds to the last block.
     pub delta: String,
 }
 
@@ -26,7 +26,7 @@ pub(crate) struct Change {
 pub(crate) struct Blocks(pub Vec<Block>);
 
 impl Blocks {
-    /// Adds a part to the last block if it is of the same kind, or as a new one.
+    /// Adds a part to the last block, or as a new block if the kind differs.
     pub fn add(&mut self, part: Part) -> Change {
         let (block, delta) = match (self.0.last_mut(), part) {
             (Some(Block::Text(text)), Part::Text(delta))
@@ -38,7 +38,7 @@ impl Blocks {
             (_, Part::Text(text)) => (Block::Text(text.clone()), text),
             (_, Part::Reasoning(text)) => (Block::Reasoning(text.clone()), text),
             (_, Part::Call { id, name }) => (Block::Call { id, name, arguments: String::new() }, String::new()),
-            // Arguments follow a call.
+            // Arguments always follow a call.
             (_, Part::Arguments(_)) => return Change { is_new: false, delta: String::new() },
         };
         self.0.push(block);

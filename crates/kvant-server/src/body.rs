@@ -1,4 +1,4 @@
-//! Reads and checks the bodies of requests.
+//! Reads and checks request bodies.
 
 use std::{fmt::Display, io::Read, sync::Arc};
 
@@ -19,7 +19,7 @@ use crate::{
     fields,
 };
 
-/// A JSON body: of a request, or of an answer.
+/// A JSON body of a request or a response.
 #[derive(Debug)]
 pub(crate) struct Json<T>(pub T);
 
@@ -50,19 +50,20 @@ impl<T: DeserializeOwned> FromRequest<Arc<App>> for Json<T> {
     }
 }
 
-/// JSON values print as JSON.
+/// `Display` of a JSON value writes JSON.
 impl<T: Display> IntoResponse for Json<T> {
     fn into_response(self) -> Response {
         ([(header::CONTENT_TYPE, "application/json")], self.0.to_string()).into_response()
     }
 }
 
-/// How much of a body that is too long is read. A client that still sends does not see an answer.
+/// Maximum bytes of an oversized body that are read and discarded. A client that is still sending does not read the
+/// response.
 fn discarded(limit: usize) -> usize {
     limit.saturating_mul(8)
 }
 
-/// Reads a body. `None` if it is longer than the limit.
+/// Reads a body. Returns `None` if it exceeds the limit.
 async fn read(body: Body, limit: usize) -> Result<Option<Vec<u8>>> {
     let (mut pieces, mut bytes, mut length) = (body.into_data_stream(), Vec::new(), 0_usize);
     while let Some(piece) = pieces.next().await {
@@ -94,17 +95,17 @@ fn is_gzip(headers: &HeaderMap) -> Result<bool> {
     }
 }
 
-/// Decompresses a body. `None` if it is longer than the limit.
+/// Decompresses a body. Returns `None` if it exceeds the limit.
 fn unpacked(bytes: &[u8], limit: usize) -> Result<Option<Vec<u8>>> {
     let mut unpacked = Vec::new();
-    let most = (limit as u64).saturating_add(1);
-    let read = MultiGzDecoder::new(bytes).take(most).read_to_end(&mut unpacked);
+    let max = (limit as u64).saturating_add(1);
+    let read = MultiGzDecoder::new(bytes).take(max).read_to_end(&mut unpacked);
     let invalid = |error| ApiError::new(StatusCode::BAD_REQUEST, format!("the body is not valid gzip: {error}"));
     let length = read.map_err(invalid)?;
     Ok((length <= limit).then_some(unpacked))
 }
 
-/// A page of another site can send other types without asking, even to a server on localhost.
+/// Requires `application/json`. Browsers let any page send other types without a preflight request, even to localhost.
 fn check_content_type(headers: &HeaderMap) -> Result<()> {
     let media = headers.get(header::CONTENT_TYPE).and_then(|media| media.to_str().ok()).unwrap_or_default();
     let media = media.split(';').next().unwrap_or_default().trim();
@@ -115,8 +116,8 @@ fn check_content_type(headers: &HeaderMap) -> Result<()> {
     Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
 }
 
-/// Parses a JSON body. A field that the type does not have is an error, unless its value is null, or it is a hint and
-/// `is_strict` is false.
+/// Parses a JSON body. An unknown field is an error, unless its value is null. An unknown hint is an error only if
+/// `is_strict`.
 pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8], is_strict: bool) -> Result<T> {
     let invalid = |error: &dyn std::fmt::Display| {
         ApiError::new(StatusCode::BAD_REQUEST, format!("the body is not valid JSON: {error}"))
@@ -157,7 +158,7 @@ fn typed<T: DeserializeOwned>(value: &JsonValue, is_strict: bool) -> Result<T> {
     })
 }
 
-/// The value at a path such as `a.0.b`.
+/// Returns the value at a path such as `a.0.b`.
 fn at<'v>(value: &'v JsonValue, path: &str) -> Option<&'v JsonValue> {
     path.split('.').try_fold(value, |value, part| match value {
         JsonValue::Object(fields) => fields.get(part),
@@ -166,13 +167,13 @@ fn at<'v>(value: &'v JsonValue, path: &str) -> Option<&'v JsonValue> {
     })
 }
 
-/// A message of serde, in which types of Rust are described.
+/// Replaces names of Rust types in a message of serde.
 fn without_rust(message: &str) -> String {
     let Some((rest, kind)) = message.rsplit_once("expected ") else { return message.to_string() };
     let kind = match kind {
         "f32" | "f64" => "a number",
-        "u8" | "u32" | "u64" | "usize" => "a whole number that is not negative",
-        "i8" | "i32" | "i64" => "a whole number",
+        "u8" | "u32" | "u64" | "usize" => "a non-negative integer",
+        "i8" | "i32" | "i64" => "an integer",
         "a sequence" => "a list",
         "a map" => "an object",
         kind => kind,
@@ -180,7 +181,7 @@ fn without_rust(message: &str) -> String {
     format!("{rest}expected {kind}")
 }
 
-/// `a.0.b` as `a[0].b`.
+/// Converts `a.0.b` to `a[0].b`.
 fn with_brackets(path: &str) -> String {
     let mut out = String::new();
     for part in path.split('.') {
@@ -198,7 +199,7 @@ fn join(path: &str, field: &str) -> String {
     if path.is_empty() { field.to_string() } else { format!("{path}.{field}") }
 }
 
-/// A path without the marks of optional values.
+/// Removes serde's markers of optional values from a path.
 fn field_path(path: &str) -> String {
     path.split('.').filter(|part| !part.is_empty() && *part != "?").collect::<Vec<_>>().join(".")
 }
@@ -242,7 +243,7 @@ mod tests {
     fn messages_name_no_type_of_rust() {
         let message = |json: &str| parse::<Outer>(json.as_bytes(), true).unwrap_err().message;
         assert_eq!(message(r#"{"inner": {}}"#), "`inner.number`: the field is missing");
-        let negative = "`inner.number`: invalid value: integer `-1`, expected a whole number that is not negative";
+        let negative = "`inner.number`: invalid value: integer `-1`, expected a non-negative integer";
         assert_eq!(message(r#"{"inner": {"number": -1}}"#), negative);
         assert!(message(r#"{"list": 5}"#).ends_with("expected a list"));
     }

@@ -1,4 +1,4 @@
-//! Calls of functions in grammars: the marks of families, and pieces in Lark's syntax.
+//! Function calls in grammars: the delimiters of each family, and fragments of Lark syntax.
 
 use kvant_engine::Grammar;
 use kvant_models::chat::{JsonValue, ReplyFormat};
@@ -6,11 +6,11 @@ use serde_json::{Value, json};
 
 use crate::serving::Serving;
 
-/// The marks in a family's answers.
+/// The delimiters in the answers of a family.
 pub(crate) struct Delimiters {
-    /// Before and after reasoning.
+    /// Delimiters before and after reasoning.
     pub reasoning: Option<(&'static [&'static str], &'static str)>,
-    /// Before and after a call.
+    /// Delimiters before and after a call.
     pub call: Option<[&'static [&'static str]; 2]>,
 }
 
@@ -35,12 +35,12 @@ impl Delimiters {
     }
 }
 
-/// A mark in a grammar: a special token, or text.
+/// A delimiter in a grammar: a special token if the vocabulary has it, or else text.
 pub(crate) fn mark(app: &Serving, name: &str) -> String {
     special(app, name).unwrap_or_else(|| literal(name))
 }
 
-/// The special token of a name.
+/// The special token with a name.
 pub(crate) fn special(app: &Serving, name: &str) -> Option<String> {
     let tokenizer = app.model.engine.tokenizer();
     let ids = tokenizer.encode(name, false).ok()?;
@@ -48,12 +48,12 @@ pub(crate) fn special(app: &Serving, name: &str) -> Option<String> {
     is_special.then(|| format!("<[{}]>", ids[0]))
 }
 
-/// Text in a grammar.
+/// A literal text in a grammar.
 pub(crate) fn literal(text: &str) -> String {
     Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }
 
-/// Text without a mark, as a terminal. Text never has a special token.
+/// A terminal for text that does not contain `mark`. Text never contains a special token.
 pub(crate) fn without(app: &Serving, mark: &str) -> String {
     if special(app, mark).is_some() {
         return "/(?s:.*)/".to_string();
@@ -61,24 +61,24 @@ pub(crate) fn without(app: &Serving, mark: &str) -> String {
     format!("/(?s:.*)/ & ~/(?s:.*){}(?s:.*)/", escaped(mark))
 }
 
-/// A regular expression of a text.
+/// Escapes a text for a regular expression.
 pub(crate) fn escaped(text: &str) -> String {
     let is_meta = |c: &char| "[](){}.*+?^$|\\/".contains(*c);
     text.chars().flat_map(|c| is_meta(&c).then_some('\\').into_iter().chain([c])).collect()
 }
 
-/// Whether the arguments of a function must be as its schema says.
+/// Whether the arguments of a function must match its schema.
 pub(crate) fn is_strict(function: &JsonValue) -> bool {
     function["strict"] == true
 }
 
-/// The call of a function as JSON, with arguments of a schema.
+/// The call of a function as JSON, with arguments that match `schema`.
 pub(crate) fn call(function: &JsonValue, key: &str, schema: JsonValue) -> String {
     let name = format!("{{\"name\": {}, \"{key}\": ", function["name"]);
     format!("{} {} {}", literal(&name), json_rule(schema), literal("}"))
 }
 
-/// The schema of a function's arguments, which are an object. A function without parameters has no arguments.
+/// The schema of a function's arguments, which are always an object. A function without parameters has no arguments.
 pub(crate) fn parameters(function: &JsonValue) -> JsonValue {
     match &function["parameters"] {
         JsonValue::Null => json!({"type": "object", "properties": {}, "additionalProperties": false}).into(),
@@ -92,7 +92,7 @@ pub(crate) fn parameters(function: &JsonValue) -> JsonValue {
     }
 }
 
-/// A grammar as a part of another one.
+/// Embeds a grammar in another one.
 pub(crate) fn rule(grammar: &Grammar) -> String {
     match grammar {
         Grammar::JsonSchema(schema) => json_rule(JsonValue::parse(schema).unwrap_or_default()),
@@ -102,9 +102,9 @@ pub(crate) fn rule(grammar: &Grammar) -> String {
     }
 }
 
-/// A regular expression between slashes. Slashes in it are escaped, also those that are already.
+/// Writes a regular expression between slashes. All slashes in it are escaped, including those already escaped.
 fn regex_rule(regex: &str) -> String {
-    // Two slashes begin a comment.
+    // An unescaped `//` begins a comment.
     if regex.is_empty() {
         return "\"\"".to_string();
     }
@@ -121,7 +121,7 @@ fn regex_rule(regex: &str) -> String {
 }
 
 pub(crate) fn json_rule(schema: JsonValue) -> String {
-    // `true` allows everything.
+    // The schema `true` allows every value.
     let mut schema = if schema == true { json!({}).into() } else { schema };
     if schema.is_object() {
         schema["x-guidance"] = json!({"whitespace_pattern": Grammar::WHITESPACE}).into();

@@ -20,12 +20,12 @@ use crate::{
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs,
-    sampling::{TokenLimit, sampling_request, now, random_id},
+    sampling::{TokenLimit, now, random_id, sampling_request},
     serving::Serving,
     structured::{OutputConstraint, StructuredOutputs},
 };
 
-/// The most alternatives of a token, as in OpenAI's API.
+/// Maximum alternatives of a token, as in OpenAI's API.
 const MAX_TOP: usize = 20;
 
 sampling_request! {
@@ -64,7 +64,7 @@ sampling_request! {
     }
 }
 
-/// What all chunks of an answer share.
+/// Data shared by all chunks of an answer.
 struct ChatAnswer {
     id: String,
     created: u64,
@@ -146,13 +146,13 @@ fn top_logprobs(logprobs: Option<bool>, top: Option<usize>) -> Result<Option<usi
     }
 }
 
-/// Checks fields of which this server supports one value.
+/// Checks the fields for which the server supports only one value.
 fn check_fixed(app: &App, request: &ChatBody) -> Result<()> {
     if request.modalities.as_ref().is_some_and(|kinds| kinds != &["text"]) {
         return Err(ApiError::unsupported("modalities", "the model writes text only"));
     }
     if app.options.strict_fields && !matches!(request.service_tier.as_deref(), None | Some("auto" | "default")) {
-        return Err(ApiError::unsupported("service_tier", "there is one tier"));
+        return Err(ApiError::unsupported("service_tier", "only the default tier exists"));
     }
     if app.options.strict_fields && request.store == Some(true) {
         return Err(ApiError::unsupported("store", "this server stores nothing"));
@@ -160,7 +160,7 @@ fn check_fixed(app: &App, request: &ChatBody) -> Result<()> {
     Ok(())
 }
 
-/// The tools that the template shows to the model, and the calls that an answer can or must have.
+/// The tools that the template shows to the model, and the calls that an answer may or must contain.
 pub(crate) fn chosen_tools(
     app: &App,
     tools: Option<Vec<JsonValue>>,
@@ -194,7 +194,7 @@ pub(crate) fn auto_tools(tools: Vec<JsonValue>, shape: OutputConstraint) -> Resu
     Ok((tools, shape))
 }
 
-/// The tools of an answer that calls one of them, or the one of a name.
+/// Returns the tools that a required call can use: all, or the one with a given name.
 pub(crate) fn must_call(
     tools: Vec<JsonValue>,
     name: Option<&str>,
@@ -203,12 +203,12 @@ pub(crate) fn must_call(
     let is_chosen = |tool: &&JsonValue| name.is_none_or(|name| tool["function"]["name"] == name);
     let calls: Vec<JsonValue> = tools.iter().filter(is_chosen).cloned().collect();
     if calls.is_empty() {
-        return Err(ApiError::field("tool_choice", "`tool_choice` must name one of `tools`, or there must be some"));
+        return Err(ApiError::field("tool_choice", "`tool_choice` requires a matching function in `tools`"));
     }
     Ok((tools, shape.and_calls(calls, true)))
 }
 
-/// Whether the model thinks before its answer. The effort is a variable of some templates.
+/// Whether the model reasons before its answer. Some templates read the effort as a variable.
 pub(crate) fn thinking(effort: Option<String>, variables: &mut BTreeMap<String, JsonValue>) -> Result<Option<bool>> {
     let Some(effort) = effort else { return Ok(None) };
     match effort.as_str() {
@@ -224,7 +224,7 @@ pub(crate) fn thinking(effort: Option<String>, variables: &mut BTreeMap<String, 
     }
 }
 
-/// A message that grows.
+/// A message under construction.
 #[derive(Default)]
 struct Built {
     content: String,
@@ -310,7 +310,7 @@ impl ChatAnswer {
 }
 
 impl ChatChoice {
-    /// The reason of the end, when it has come.
+    /// The finish reason, if the answer has ended.
     fn finish(&self, added: &Added) -> Option<&'static str> {
         let reason = finish_reason(&added.finished.as_ref()?.reason);
         Some(if reason == "stop" && self.reader.has_calls { "tool_calls" } else { reason })

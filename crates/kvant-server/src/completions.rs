@@ -22,12 +22,12 @@ use crate::{
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     logprobs::number,
-    sampling::{TokenLimit, sampling_request, now, random_id},
+    sampling::{TokenLimit, now, random_id, sampling_request},
     serving::{Serving, escaped, tokenized},
     structured::{OutputConstraint, Reasoning, StructuredOutputs},
 };
 
-/// OpenAI's default.
+/// OpenAI's default token limit of an answer.
 const MAX_TOKENS: usize = 16;
 
 sampling_request! {
@@ -51,29 +51,29 @@ sampling_request! {
     }
 }
 
-/// What a stream has in addition.
+/// Options of a streamed response.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 pub(crate) struct StreamOptions {
     pub include_usage: Option<bool>,
-    /// vLLM's: whether every chunk has the usage so far.
+    /// Whether every chunk has the usage so far, as in vLLM.
     pub continuous_usage_stats: Option<bool>,
-    /// Asks for padding that hides lengths from who sees encrypted traffic. There is none.
+    /// Requests padding that hides token lengths in encrypted traffic. The server adds none.
     pub include_obfuscation: Option<bool>,
 }
 
-/// Which chunks of a stream have the usage.
+/// The chunks of a stream that have the usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum UsageIn {
     #[default]
     None,
-    /// One of its own at the end.
+    /// A separate chunk at the end.
     Last,
-    /// All, and one of its own at the end.
+    /// Every chunk, and a separate one at the end.
     Every,
 }
 
 impl StreamOptions {
-    /// Which chunks have the usage.
+    /// Returns the chunks that have the usage.
     pub fn usage(app: &App, options: Option<StreamOptions>, streams: bool) -> Result<UsageIn> {
         let Some(options) = options else { return Ok(UsageIn::None) };
         if !streams {
@@ -90,7 +90,7 @@ impl StreamOptions {
     }
 }
 
-/// One prompt or several, as texts or ids.
+/// One or more prompts, as texts or ids.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "expected a string, a list of strings, a list of token ids, or a list of such lists")]
 pub(crate) enum Prompts {
@@ -100,18 +100,18 @@ pub(crate) enum Prompts {
     IdLists(Vec<Vec<u32>>),
 }
 
-/// A prompt: its ids, and the text for `echo`.
+/// The ids of a prompt, and its text for `echo`.
 struct PromptText {
     ids: Vec<u32>,
     text: String,
     shown: SpecialNames,
 }
 
-/// The special tokens of a prompt whose names are in its text.
+/// Which special tokens of a prompt are named in its text.
 #[derive(Clone, Copy, PartialEq)]
 enum SpecialNames {
     All,
-    /// All but the first token, which the tokenizer has added.
+    /// All except the first token, which the tokenizer has added.
     AllButFirst,
     None,
 }
@@ -134,7 +134,7 @@ impl Prompts {
         }
     }
 
-    /// The ids of texts that are embedded.
+    /// Tokenises texts for embeddings.
     pub fn into_ids(self, app: &Serving) -> Result<Vec<Vec<u32>>> {
         match self {
             Prompts::Text(text) => Ok(vec![app.encode_whole(&text)?]),
@@ -154,7 +154,7 @@ impl Prompts {
         };
         let of_ids = |ids: Vec<u32>| {
             let mut stream = app.model.engine.tokenizer().stream();
-            // The rest of a character follows with the generated text.
+            // The generated text can complete the character.
             let text = tokenized("prompt", ids.iter().map(|&id| stream.push(id)).collect())?;
             Ok(PromptText { ids, text, shown: SpecialNames::None })
         };
@@ -167,7 +167,7 @@ impl Prompts {
     }
 }
 
-/// What all chunks of an answer share.
+/// Data shared by all chunks of an answer.
 struct Answer {
     id: String,
     created: u64,
@@ -234,21 +234,21 @@ pub(crate) async fn create(
     Ok(Json(answer.collect(&app, generation).await?).into_response())
 }
 
-/// Checks `n`, and the number of choices of all prompts.
+/// Checks `n` and the total number of choices.
 pub(crate) fn check_choices(app: &App, n: Option<usize>, prompts: usize) -> Result<usize> {
-    let (n, most) = (n.unwrap_or(1), app.options.choices);
+    let (n, max) = (n.unwrap_or(1), app.options.choices);
     if prompts == 0 {
         return Err(ApiError::field("prompt", "`prompt` must have at least one element, got none"));
     }
-    if n == 0 || n.saturating_mul(prompts) > most {
-        let message = format!("`n` times the number of prompts must be 1 to {most}, got {n} times {prompts}");
+    if n == 0 || n.saturating_mul(prompts) > max {
+        let message = format!("`n` times the number of prompts must be 1 to {max}, got {n} times {prompts}");
         return Err(ApiError::field("n", message));
     }
     Ok(n)
 }
 
 impl Answer {
-    /// The answer in one piece.
+    /// Collects the answer in one response.
     async fn collect(mut self, app: &Serving, mut generation: Generation) -> Result<Value> {
         let mut whole: Vec<Piece> = self.choices.iter_mut().map(ChoiceText::start).collect();
         while let Some(event) = generation.next().await {
@@ -265,7 +265,7 @@ impl Answer {
         }))
     }
 
-    /// The answer as events.
+    /// Sends the answer as events.
     async fn stream(mut self, app: Arc<Serving>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
         for index in 0..self.choices.len() {
             let piece = self.choices[index].start();
@@ -311,7 +311,7 @@ impl Answer {
     }
 }
 
-/// A part of a choice: text, log probabilities of tokens, and the end.
+/// A part of a choice: text, log probabilities, and the finish reason.
 #[derive(Default)]
 struct Piece {
     text: String,
@@ -319,15 +319,15 @@ struct Piece {
     finish: Option<&'static str>,
 }
 
-/// Log probabilities in the form of completions: lists of the same length.
+/// Log probabilities in the format of completions: lists of equal length.
 #[derive(Default, Serialize)]
 struct Logprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<Value>,
-    /// The most probable tokens and the token itself.
+    /// The most probable tokens, and the token itself.
     top_logprobs: Vec<Value>,
-    /// The position of each token in the text, in characters: the number of whole characters before it. A token that
-    /// starts within a character has the position of that character.
+    /// The position of each token in the text: the number of whole characters before it. A token that starts within a
+    /// character has the position of that character.
     text_offset: Vec<usize>,
 }
 
@@ -356,14 +356,14 @@ impl Piece {
 
 /// The state of a choice.
 struct ChoiceText {
-    /// The first piece: the prompt, if it is repeated, with its first token, which has no log probability.
+    /// The first piece: the echoed prompt and its first token, which has no log probability.
     start: Piece,
     with_logprobs: bool,
-    /// The text of the tokens, which offsets count.
+    /// The text of all tokens so far, which offsets refer to.
     stream: TextStream<Arc<Tokenizer>>,
-    /// Whole characters of the tokens so far.
+    /// Whole characters in the tokens so far.
     offset: usize,
-    /// Whether the generated text has the names of special tokens, and whether the prompt has.
+    /// Whether the generated text shows the names of special tokens; the same for the prompt.
     special: bool,
     prompt_special: bool,
 }
@@ -386,7 +386,7 @@ impl ChoiceText {
         Ok(choice)
     }
 
-    /// Starts with the text of the prompt, and its first token.
+    /// Begins with the text of the prompt and its first token.
     fn echo(&mut self, app: &Serving, prompt: &PromptText) {
         self.start.text = prompt.text.clone();
         if let (Some(logprobs), Some(&first)) = (&mut self.start.logprobs, prompt.ids.first()) {
@@ -415,7 +415,7 @@ impl ChoiceText {
             }
             Event::Finished(finished) => {
                 let finish = Some(finish_reason(&finished.reason));
-                // The end of a text is a token, although it has no text.
+                // The end-of-text token counts as a token although it has no text.
                 let logprobs = finished.logprobs.as_ref().map(std::slice::from_ref);
                 let logprobs = logprobs.and_then(|logprobs| self.logprobs(app, logprobs, special));
                 Some(Piece { text: finished.text, logprobs, finish })
@@ -424,7 +424,7 @@ impl ChoiceText {
         }
     }
 
-    /// The log probabilities of tokens. `special`: the text has the names of special tokens.
+    /// Converts log probabilities. `special`: the text shows the names of special tokens.
     fn logprobs(&mut self, app: &Serving, tokens: &[TokenLogprobs], special: bool) -> Option<Logprobs> {
         if !self.with_logprobs {
             return None;
@@ -447,13 +447,13 @@ impl ChoiceText {
     }
 }
 
-/// The most probable tokens and the token itself, each with a key of its own.
+/// The most probable tokens and the token itself, each with a unique key.
 fn alternatives(app: &Serving, token: &TokenLogprobs) -> Map<String, Value> {
     let own = app.token_text(token.id);
     let mut all = Map::new();
     for &(id, logprob) in &token.top {
         let text = app.token_text(id);
-        // The byte token `<0x0A>` and a line break have the same text.
+        // The byte token `<0x0A>` and a line break have equal text.
         let is_taken = all.contains_key(&text) || (id != token.id && text == own);
         let key = if is_taken { escaped(&app.token_bytes(id)) } else { text };
         all.entry(key).or_insert_with(|| number(logprob));

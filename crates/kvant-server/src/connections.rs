@@ -1,4 +1,4 @@
-//! Connections: how many there are, and how long they wait for their clients.
+//! Connections: their number, and the time they wait for clients.
 
 use std::{
     io,
@@ -24,11 +24,11 @@ use tokio::{
 
 use crate::ServerOptions;
 
-/// The pause after a failure to accept a connection, for example because the process has too many files open.
+/// Pause after a failed accept, for example when the process has too many open files.
 const PAUSE: Duration = Duration::from_millis(200);
 
-/// Serves connections until `closing` changes. Then it accepts no more, and waits until those that are open have
-/// written their answers.
+/// Serves connections until `closing` changes. Then it accepts no more, and waits until the open ones have written
+/// their responses.
 pub(crate) async fn serve(
     listener: TcpListener,
     router: Router,
@@ -51,7 +51,7 @@ pub(crate) async fn serve(
         let stream = TokioIo::new(Connection::new(stream, options.stall_time));
         let connection = open.watch(http.serve_connection(stream, TowerToHyperService::new(router.clone())));
         tokio::spawn(async move {
-            // An error is that of a client: it has gone, or it does not speak HTTP.
+            // Errors here are the client's: it has disconnected, or does not speak HTTP.
             let _ = connection.await;
             drop(place);
         });
@@ -64,7 +64,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                // Tokens are small, and each is sent at once.
+                // Tokens are small, and each is sent without delay.
                 let _ = stream.set_nodelay(true);
                 return stream;
             }
@@ -76,11 +76,11 @@ async fn accept(listener: &TcpListener) -> TcpStream {
     }
 }
 
-/// A connection that fails when its client reads nothing for too long.
+/// A connection that fails if its client does not read for too long.
 struct Connection {
     stream: TcpStream,
     limit: Duration,
-    /// Since the client has read nothing.
+    /// Runs from the last successful write.
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
@@ -89,7 +89,7 @@ impl Connection {
         Connection { stream, limit, stalled: None }
     }
 
-    /// The outcome of a write, or an error after the limit.
+    /// Returns the result of a write, or an error after the limit.
     fn limited(&mut self, context: &mut Context<'_>, write: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
         if write.is_ready() {
             self.stalled = None;

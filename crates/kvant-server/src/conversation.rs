@@ -1,4 +1,4 @@
-//! Conversations as requests have them, and the prompts that the model's template makes of them.
+//! Conversations in requests, and the prompts that the model's template makes of them.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -18,7 +18,7 @@ use crate::{
     structured::{OutputConstraint, Reasoning},
 };
 
-/// A message in OpenAI's form.
+/// A message in OpenAI's format.
 #[derive(Debug, Deserialize)]
 pub(crate) struct ChatMessage {
     pub role: String,
@@ -27,11 +27,11 @@ pub(crate) struct ChatMessage {
     pub tool_calls: Option<Vec<SentCall>>,
     pub tool_call_id: Option<String>,
     pub reasoning_content: Option<String>,
-    /// Another name of the same.
+    /// Another name of `reasoning_content`.
     pub reasoning: Option<String>,
-    /// An earlier answer of other models.
+    /// The refusal in an earlier answer of another model.
     pub refusal: Option<String>,
-    // Sources of an earlier answer, and its content as clients have parsed it.
+    // Sources of an earlier answer, and its content as parsed by clients.
     #[expect(dead_code, reason = "has no effect")]
     pub annotations: Option<Vec<JsonValue>>,
     #[expect(dead_code, reason = "has no effect")]
@@ -45,7 +45,7 @@ pub(crate) struct SentCall {
     #[serde(rename = "type")]
     kind: Option<String>,
     function: SentFunction,
-    /// The place of the call in a stream, which clients keep.
+    /// The index of the call in a stream, which clients keep.
     #[expect(dead_code, reason = "has no effect")]
     index: Option<u64>,
 }
@@ -70,18 +70,18 @@ pub(crate) struct ChatRequest {
     /// Whether the answer continues the last message.
     pub continues: bool,
     pub shape: OutputConstraint,
-    /// Whether the answer ends with its first call.
+    /// Whether the answer ends after its first call.
     pub one_call: bool,
 }
 
-/// The ids of a conversation, and how its answer is read.
+/// The ids of a conversation, and the format of its answer.
 #[derive(Debug)]
 pub(crate) struct Prompt {
     pub ids: Vec<u32>,
     pub reader: AnswerReader,
-    /// Whether the answer's text needs the names of special tokens.
+    /// Whether the text of the answer must show the names of special tokens.
     has_marks: bool,
-    /// The form of the answer.
+    /// The format of the answer.
     grammar: Option<CompiledGrammar>,
 }
 
@@ -93,14 +93,14 @@ impl Prompt {
     }
 }
 
-/// The last tokens of a prompt, which can open reasoning.
+/// Tokens at the end of a prompt that are searched for the start of reasoning.
 const TAIL: usize = 32;
 
-/// Messages in OpenAI's form as templates need them.
+/// Converts messages from OpenAI's format to the format of templates.
 pub(crate) fn messages(app: &App, messages: Vec<ChatMessage>) -> Result<Vec<Message>> {
-    let most = app.options.messages;
-    if !(1..=most).contains(&messages.len()) {
-        let message = format!("`messages` must have 1 to {most} elements, got {}", messages.len());
+    let max = app.options.messages;
+    if !(1..=max).contains(&messages.len()) {
+        let message = format!("`messages` must have 1 to {max} elements, got {}", messages.len());
         return Err(ApiError::field("messages", message));
     }
     messages
@@ -128,7 +128,7 @@ impl ChatMessage {
 
     fn into_message(self, path: &str) -> Result<Message> {
         let role = match self.role.as_str() {
-            // Templates know `system`, and treat it alike where they know both.
+            // All templates know `system`; a template that also knows `developer` treats both alike.
             "system" | "developer" => ChatRole::System,
             "user" => ChatRole::User,
             "assistant" => ChatRole::Assistant,
@@ -158,7 +158,7 @@ impl ChatMessage {
         if text.is_none() && calls.is_empty() && reasoning.is_none() {
             return Err(ApiError::field(format!("{path}.content"), format!("`{path}.content` is needed")));
         }
-        // Many templates join the content with texts, which fails for null.
+        // Many templates concatenate the content with strings, which fails for null.
         let mut message = Message::new(role, text.unwrap_or_default()).tool_calls(calls);
         message.reasoning_content = reasoning;
         message.tool_call_id = self.tool_call_id;
@@ -178,7 +178,7 @@ impl SentCall {
     }
 }
 
-/// A call in an earlier answer, whose arguments are an object or its JSON. Nothing is an object without fields.
+/// A call in an earlier answer. Its arguments are an object, or JSON text of one. Empty arguments are an empty object.
 pub(crate) fn sent_call(id: &str, name: String, arguments: JsonValue) -> ToolCall {
     let is_empty = arguments.is_null() || arguments.as_str().is_some_and(|text| text.trim().is_empty());
     let arguments = if is_empty { json!({}).into() } else { arguments };
@@ -187,8 +187,8 @@ pub(crate) fn sent_call(id: &str, name: String, arguments: JsonValue) -> ToolCal
     call
 }
 
-/// Whether the answer continues the last message: if it is asked for, and if the last message is an answer and no field
-/// says otherwise, as in llama.cpp.
+/// Whether the answer continues the last message. The request can say so; otherwise it does if the last message is an
+/// answer, as in llama.cpp.
 fn continues(messages: &[Message], asked: Option<bool>, generation_prompt: Option<bool>) -> Result<bool> {
     let field = "continue_final_message";
     match (asked, generation_prompt) {
@@ -205,16 +205,16 @@ fn continues(messages: &[Message], asked: Option<bool>, generation_prompt: Optio
     }
 }
 
-/// Whether the last message is an answer that can go on.
+/// Whether the last message is an answer that can be continued.
 pub(crate) fn ends_with_answer(messages: &[Message]) -> bool {
     messages.last().is_some_and(|last| last.role == ChatRole::Assistant && last.tool_calls.is_empty())
 }
 
-/// Fields of a part of text in requests and in answers that clients send back.
+/// Fields of text parts, in requests and in answers that clients send back.
 const TEXT_FIELDS: [&str; 10] =
     ["type", "text", "refusal", "annotations", "citations", "logprobs", "cache_control", "parsed", "id", "index"];
 
-/// The text of a content: a string, or parts of text.
+/// The text of a content field: a string, or a list of text parts.
 pub(crate) fn content_text(content: &JsonValue, path: &str) -> Result<String> {
     let invalid = |what: &str| Err(ApiError::field(path, format!("`{path}` must be {what}")));
     match content {
@@ -230,7 +230,7 @@ pub(crate) fn content_text(content: &JsonValue, path: &str) -> Result<String> {
 fn part_text<'p>(part: &'p JsonValue, path: &str) -> Result<&'p str> {
     let field = match part["type"].as_str() {
         Some("text" | "input_text" | "output_text") => "text",
-        // The answer of another model.
+        // A refusal by another model.
         Some("refusal") => "refusal",
         Some(other) => {
             let other: String = other.chars().take(32).collect();
@@ -242,7 +242,7 @@ fn part_text<'p>(part: &'p JsonValue, path: &str) -> Result<&'p str> {
     string(part, path, field)
 }
 
-/// Checks tools in OpenAI's form: `{"type": "function", "function": {"name", "description"?, "parameters"?}}`.
+/// Checks tools in OpenAI's format: `{"type": "function", "function": {"name", "description"?, "parameters"?}}`.
 pub(crate) fn check_tools(app: &App, tools: &[JsonValue]) -> Result<()> {
     let limit = app.options.schema_limit;
     let length: usize = tools.iter().map(|tool| tool.to_string().len()).sum();
@@ -273,7 +273,7 @@ fn is_name(name: &str) -> bool {
 }
 
 impl ChatRequest {
-    /// Bytes of the texts that the template gets.
+    /// Bytes of text that the template receives.
     pub fn bytes(&self) -> usize {
         let of_message = |message: &Message| {
             let content = message.content.as_ref().map_or(0, |content| content.text().len());
@@ -282,7 +282,7 @@ impl ChatRequest {
         self.messages.iter().map(of_message).sum()
     }
 
-    /// A conversation whose answer is a new message, or continues the last one.
+    /// Creates a conversation whose answer is a new message, or continues the last one.
     pub fn new(
         messages: Vec<Message>,
         continues_last: Option<bool>,
@@ -297,18 +297,18 @@ impl ChatRequest {
         })
     }
 
-    /// The prompt of a conversation, made by the model's template.
+    /// Renders the prompt of a conversation with the model's template.
     ///
-    /// Rendering and tokenising take long for long conversations: not for a thread of the runtime.
+    /// Slow for long conversations: do not call it on a thread of the runtime.
     pub fn prompt(&self, app: &Serving) -> Result<Prompt> {
         let (template, tokenizer) = (template(app)?, app.model.engine.tokenizer());
-        // Names of special tokens in texts of users stay text.
+        // Names of special tokens in user texts remain text.
         let encoded = template.encode_within(&self.conversation(), tokenizer, app.model.engine.context());
         let ids = tokenized("messages", encoded)?;
         let tail = &ids[ids.len().saturating_sub(TAIL)..];
         let tail = tokenized("messages", tokenizer.decode_with_special(tail))?;
         let family = template.reply_format();
-        // The rest of a message has no header.
+        // The continuation of a message has no header.
         let is_rest = self.continues && family == ReplyFormat::Harmony;
         let written = if is_rest { ReplyFormat::Plain } else { family };
         let format = if self.shape.must_call() { self.shape.read_as(written) } else { family };
@@ -322,7 +322,7 @@ impl ChatRequest {
         Ok(Prompt { ids, reader, has_marks: format != ReplyFormat::Plain, grammar })
     }
 
-    /// The reader of an answer after a prompt that ends with `tail`.
+    /// Creates the reader of an answer to a prompt that ends with `tail`.
     fn reader(&self, format: ReplyFormat, tail: &str) -> AnswerReader {
         let functions: Vec<&str> = self.shape.functions().collect();
         match self.messages.last().filter(|_| self.continues) {
@@ -367,7 +367,7 @@ pub(crate) struct TemplateRequest {
     continue_final_message: Option<bool>,
 }
 
-/// `/apply-template`: the prompt of a conversation, as a text.
+/// `/apply-template`: renders the prompt of a conversation as text.
 pub(crate) async fn apply_template(
     State(app): State<Arc<App>>,
     Json(request): Json<TemplateRequest>,

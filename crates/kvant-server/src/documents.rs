@@ -1,4 +1,4 @@
-//! Documents that are part of the server: the page at `/` and `/openapi.json`.
+//! Static documents of the server: the page at `/`, and `/openapi.json`.
 
 use axum::{
     extract::Path,
@@ -11,7 +11,7 @@ use crate::error::{ApiError, Result};
 const PAGE: &str = include_str!("page/page.html");
 const OPENAPI: &str = include_str!("openapi.json");
 
-/// The page's other files: name, type and text.
+/// The other files of the page: name, type and text.
 const FILES: [(&str, &str, &str); 8] = [
     ("page.css", CSS, include_str!("page/page.css")),
     ("page.js", JAVASCRIPT, include_str!("page/page.js")),
@@ -20,19 +20,19 @@ const FILES: [(&str, &str, &str); 8] = [
     ("markdown.js", JAVASCRIPT, include_str!("page/markdown.js")),
     ("settings.js", JAVASCRIPT, include_str!("page/settings.js")),
     ("strip.js", JAVASCRIPT, include_str!("page/strip.js")),
-    // Of npm, unchanged; its licences are in `page/markdown-it.LICENSE`.
+    // Unmodified from npm. Its licences are in `page/markdown-it.LICENSE`.
     ("markdown-it.umd.min.js", JAVASCRIPT, include_str!("page/markdown-it.umd.min.js")),
 ];
 const CSS: &str = "text/css; charset=utf-8";
 const JAVASCRIPT: &str = "text/javascript; charset=utf-8";
 
-/// The page runs scripts of its own server, asks that server, and nothing else. Its scripts cannot parse a text as HTML
-/// (`require-trusted-types-for`), so a model's answer stays text.
+/// Content security policy of the page: scripts, styles and requests only of its own server.
+/// `require-trusted-types-for` prevents its scripts from parsing text as HTML, so that a model's answer stays text.
 const POLICY: &str = "default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'; img-src data:; \
                       form-action 'none'; frame-ancestors 'none'; base-uri 'none'; \
                       require-trusted-types-for 'script'; trusted-types 'none'";
 
-/// Whether a path is the page or one of its files, which need no API key.
+/// Whether a path belongs to the page, which needs no API key.
 pub(crate) fn is_page(path: &str) -> bool {
     path == "/" || path.strip_prefix("/page/").is_some_and(|name| FILES.iter().any(|(known, ..)| *known == name))
 }

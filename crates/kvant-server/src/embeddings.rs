@@ -21,7 +21,7 @@ use crate::{
 
 /// Maximum texts of a request, as in OpenAI's API.
 const MAX_TEXTS: usize = 2048;
-/// Texts of a request that the engine has at once. More would fill its queue.
+/// Texts of a request that are submitted to the engine at the same time. More would fill its queue.
 const AT_ONCE: usize = 16;
 
 #[derive(Debug, Deserialize)]
@@ -34,12 +34,12 @@ pub(crate) struct EmbeddingsRequest {
     user: Option<String>,
 }
 
-/// How the numbers are sent.
+/// The encoding of vectors.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Encoding {
     Float,
-    /// The f32 numbers, little-endian, in base64.
+    /// f32 numbers, little-endian, in base64.
     Base64,
 }
 
@@ -102,7 +102,7 @@ pub(crate) async fn ollama(
     })))
 }
 
-/// The older form: one text.
+/// `/api/embeddings`, the older route: one text.
 pub(crate) async fn ollama_one(
     State(app): State<Arc<App>>,
     Extension(id): Extension<RequestId>,
@@ -114,7 +114,7 @@ pub(crate) async fn ollama_one(
     Ok(Json(json!({"embedding": embedded.vectors.first()})))
 }
 
-/// The embeddings of a request.
+/// The embeddings of one request.
 struct Embedded {
     vectors: Vec<Vec<f32>>,
     /// Tokens of all texts.
@@ -134,10 +134,10 @@ async fn embed(
         let message = format!("`{field}` must have 1 to {MAX_TEXTS} texts, got {}", texts.len());
         return Err(ApiError::field(field, message));
     }
-    let longest = app.model.engine.embedding_len();
-    let dimensions = dimensions.unwrap_or(longest);
-    if !(1..=longest).contains(&dimensions) {
-        let message = format!("`dimensions` must be 1 to {longest}, got {dimensions}");
+    let max = app.model.engine.embedding_len();
+    let dimensions = dimensions.unwrap_or(max);
+    if !(1..=max).contains(&dimensions) {
+        let message = format!("`dimensions` must be 1 to {max}, got {dimensions}");
         return Err(ApiError::field("dimensions", message));
     }
     let named = |error: ApiError| error.of_prompt(field);
@@ -150,7 +150,7 @@ async fn embed(
     Ok(Embedded { vectors: vectors.into_iter().map(|vector| normalised(vector, dimensions)).collect(), tokens })
 }
 
-/// The embedding of one text, as the engine has pooled it.
+/// Computes the embedding of one text.
 async fn one(app: &Serving, ids: Vec<u32>, pooling: Pooling, scope: CacheScope) -> Result<Vec<f32>> {
     let (engine, tokens) = (&app.model.engine, ids.len());
     let request = EngineRequest::new(ids).embed(pooling).cache(scope);
@@ -168,7 +168,7 @@ async fn one(app: &Serving, ids: Vec<u32>, pooling: Pooling, scope: CacheScope) 
     vector.ok_or_else(|| ApiError::out_of_pages(tokens))
 }
 
-/// The first numbers of a vector, with a length of 1.
+/// Truncates a vector and scales it to length 1.
 fn normalised(mut vector: Vec<f32>, dimensions: usize) -> Vec<f32> {
     vector.truncate(dimensions);
     let length = vector.iter().map(|&number| f64::from(number).powi(2)).sum::<f64>().sqrt();
@@ -189,8 +189,8 @@ fn encoded(vector: &[f32], encoding: Encoding) -> Value {
 }
 
 fn not_trained() -> ApiError {
-    let message = "this model was not trained to embed texts: start the server with --pooling last or mean to embed \
-                   with it all the same";
+    let message = "this model was not trained to embed texts: start the server with --pooling last or mean to use it \
+                   anyway";
     ApiError { code: Some("model_not_supported"), ..ApiError::new(StatusCode::NOT_FOUND, message) }
 }
 
@@ -203,7 +203,7 @@ mod tests {
         assert_eq!(normalised(vec![3.0, 4.0], 2), [0.6, 0.8]);
         assert_eq!(normalised(vec![3.0, 4.0], 1), [1.0]);
         assert_eq!(normalised(vec![0.0, 0.0], 2), [0.0, 0.0]);
-        // The squares overflow f32.
+        // In f32, the squares overflow.
         let long = normalised(vec![3e30, 4e30], 2);
         assert!((long[0] - 0.6).abs() < 1e-6 && (long[1] - 0.8).abs() < 1e-6, "{long:?}");
     }

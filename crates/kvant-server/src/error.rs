@@ -1,4 +1,4 @@
-//! Errors, as clients see them.
+//! Errors as clients receive them.
 
 use axum::{
     http::{HeaderValue, StatusCode, header},
@@ -8,52 +8,52 @@ use kvant_engine::{Failure, SubmitError};
 use kvant_models::{Error as ModelError, untrusted};
 use serde_json::{Value, json};
 
-/// Anthropic's code of an error about a conversation that the server does not keep.
+/// Anthropic's error code for a thread that the server does not keep.
 const NO_THREADS: &str = "thread_unsupported_request";
-/// OpenAI's code of an error about a text that is too long.
+/// OpenAI's error code for a text that exceeds the context.
 const CONTEXT_LENGTH: &str = "context_length_exceeded";
 
 pub(crate) type Result<T, E = ApiError> = std::result::Result<T, E>;
 
-/// An error that is an answer. The outermost layer writes its body in the form of the route: OpenAI's or Anthropic's.
+/// An error response. The outermost layer writes its body in the format of the route: OpenAI's or Anthropic's.
 #[derive(Clone, Debug)]
 pub(crate) struct ApiError {
     pub status: StatusCode,
     pub message: String,
-    /// The field of the request that is at fault.
+    /// The invalid field of the request.
     pub param: Option<String>,
     pub code: Option<&'static str>,
-    /// Seconds after which a client can try again.
+    /// Seconds after which a client can retry.
     pub retry_after: Option<u32>,
 }
 
 impl ApiError {
-    /// The message can have text of requests and templates: it is escaped and shortened.
+    /// Creates an error. The message is escaped and shortened, as it can contain text of requests and templates.
     pub fn new(status: StatusCode, message: impl Into<String>) -> ApiError {
         let message = untrusted::message(&message.into()).into_owned();
         ApiError { status, message, param: None, code: None, retry_after: None }
     }
 
-    /// 400 about one field of the request.
+    /// 400 for an invalid field.
     pub fn field(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         let param = untrusted::line(&param.into()).into_owned();
         ApiError { param: Some(param), ..ApiError::new(StatusCode::BAD_REQUEST, message) }
     }
 
-    /// 400 for a field, or a value of a field, that this server does not support.
+    /// 400 for a field, or the value of a field, that this server does not support.
     pub fn unsupported(param: impl Into<String>, what: &str) -> ApiError {
         let param = param.into();
         let message = format!("`{param}` is not supported: {what}");
         ApiError { code: Some("unsupported_parameter"), ..ApiError::field(param, message) }
     }
 
-    /// 400 for a conversation that the server would have to keep, after which Anthropic's clients send it whole.
+    /// 400 for a thread that the server does not keep. Anthropic's clients then send the complete conversation.
     pub fn no_threads() -> ApiError {
         let error = ApiError::unsupported("thread", "the server keeps no messages: send all of them");
         ApiError { code: Some(NO_THREADS), ..error }
     }
 
-    /// The error of a request that the engine refuses.
+    /// The error for a request that the engine rejects.
     pub fn of_submit(error: SubmitError, context: usize) -> ApiError {
         match error {
             SubmitError::ContextLength { got, .. } => ApiError::context_length("prompt", context, &got.to_string()),
@@ -61,7 +61,7 @@ impl ApiError {
         }
     }
 
-    /// 400 for a field that has too many tokens, in OpenAI's words, by which clients know it.
+    /// 400 for a field with too many tokens, in OpenAI's wording, which clients recognise.
     pub fn context_length(field: &str, context: usize, tokens: &str) -> ApiError {
         let message = format!(
             "This model's maximum context length is {context} tokens. However, your {field} resulted in {tokens} \
@@ -70,22 +70,22 @@ impl ApiError {
         ApiError { code: Some(CONTEXT_LENGTH), ..ApiError::field(field, message) }
     }
 
-    /// 400 for a prompt that the server's pages cannot hold.
+    /// 400 for a prompt that does not fit into the KV pages of the server.
     pub fn out_of_pages(tokens: usize) -> ApiError {
         let message = format!(
-            "the server's memory for keys and values does not hold a prompt of {tokens} tokens: start it with more \
-             --memory, or send a shorter prompt"
+            "a prompt of {tokens} tokens does not fit into the server's KV pages: start the server with more --memory, \
+             or send a shorter prompt"
         );
         ApiError { code: Some(CONTEXT_LENGTH), ..ApiError::field("prompt", message) }
     }
 
-    /// 503: the machine has too little of something to serve the request now.
+    /// 503 if the machine lacks a resource.
     pub fn short_of(message: impl Into<String>) -> ApiError {
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, message);
         ApiError { code: Some("overloaded"), retry_after: Some(1), ..error }
     }
 
-    /// The error of a text of a field that cannot be made tokens of.
+    /// The error for a text that cannot be tokenised.
     pub fn of_text(field: &str, error: &ModelError) -> ApiError {
         match error {
             ModelError::TooLong { least, limit } => {
@@ -96,12 +96,12 @@ impl ApiError {
         }
     }
 
-    /// The same error where the prompt comes from another field.
+    /// Names `field` in an error about the prompt.
     pub fn of_prompt(self, field: &str) -> ApiError {
         self.renamed("prompt", field)
     }
 
-    /// The same error about a field that the client knows by another name.
+    /// Renames the field of an error to the name that the client uses.
     pub fn renamed(self, from: &str, to: &str) -> ApiError {
         if self.param.as_deref() != Some(from) {
             return self;
@@ -116,13 +116,13 @@ impl ApiError {
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
-    /// 503: the server drains.
+    /// 503 during shutdown.
     pub fn draining() -> ApiError {
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the server is shutting down");
         ApiError { code: Some("draining"), retry_after: Some(5), ..error }
     }
 
-    /// OpenAI's word for the kind of error.
+    /// OpenAI's type of the error.
     pub fn kind(&self) -> &'static str {
         match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
@@ -133,7 +133,7 @@ impl ApiError {
         }
     }
 
-    /// Anthropic's word for the kind of error.
+    /// Anthropic's type of the error.
     fn anthropic_kind(&self) -> &'static str {
         match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
@@ -147,20 +147,20 @@ impl ApiError {
         }
     }
 
-    /// The body in OpenAI's form, which is also that of an error in a stream.
+    /// The body in OpenAI's format, also used for an error within a stream.
     pub fn openai_body(&self) -> Value {
         let (kind, code) = (self.kind(), self.code);
         json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": code}})
     }
 
-    /// The body in Ollama's form.
+    /// The body in Ollama's format.
     pub fn ollama_body(&self) -> Value {
         json!({"error": self.message})
     }
 
-    /// The body in Anthropic's form.
+    /// The body in Anthropic's format.
     pub fn anthropic_body(&self, request_id: &str) -> Value {
-        // Anthropic's words, by which its clients know that they must shorten the conversation.
+        // Anthropic's wording, which makes its clients shorten the conversation.
         let is_too_long = self.code == Some(CONTEXT_LENGTH);
         let begin = if is_too_long { "prompt is too long: " } else { "" };
         let mut error = json!({"type": self.anthropic_kind(), "message": format!("{begin}{}", self.message)});

@@ -1,11 +1,11 @@
-//! Fields of objects whose form depends on other fields, so that no type describes them.
+//! Fields of objects whose format depends on other fields, and which no type describes.
 
 use kvant_models::chat::JsonValue;
 
 use crate::error::{ApiError, Result};
 
-/// Fields that ask for nothing that an answer shows: how fast it comes, what it costs, what is kept, how other servers
-/// trim or cache a prompt, and parts of their answers that clients send back. `*` is any index.
+/// Fields without effect on the answer: speed, cost, retention, other servers' truncation and caching of prompts, and
+/// parts of their answers that clients send back. `*` matches any index.
 const HINTS: [&str; 21] = [
     "cache_control",
     "context_management",
@@ -30,7 +30,7 @@ const HINTS: [&str; 21] = [
     "tools.*.input_examples",
 ];
 
-/// Whether a field changes nothing here. `path` is such as `messages.0.cache_control`.
+/// Whether a field has no effect here. An example of `path` is `messages.0.cache_control`.
 pub(crate) fn is_hint(path: &str) -> bool {
     let is_same = |hint: &str, part: &str| hint == part || hint == "*" && part.bytes().all(|b| b.is_ascii_digit());
     let is = |hint: &&str| {
@@ -46,7 +46,7 @@ pub(crate) fn is_hint(path: &str) -> bool {
     HINTS.iter().any(is)
 }
 
-/// Refuses fields of an object that are not among the known ones, unless they are null.
+/// Rejects unknown fields of an object, unless they are null.
 pub(crate) fn only_fields(value: &JsonValue, path: &str, known: &[&str]) -> Result<()> {
     let fields = value.as_object().into_iter().flatten();
     let mut others = fields.filter(|(key, value)| !value.is_null() && !known.contains(&key.as_str()));
@@ -59,7 +59,7 @@ pub(crate) fn only_fields(value: &JsonValue, path: &str, known: &[&str]) -> Resu
     }
 }
 
-/// The string of a field.
+/// Returns a field, which must be a string.
 pub(crate) fn string<'v>(value: &'v JsonValue, path: &str, field: &str) -> Result<&'v str> {
     let path = format!("{path}.{field}");
     value[field].as_str().ok_or_else(|| ApiError::field(&path, format!("`{path}` must be a string")))

@@ -1,4 +1,4 @@
-//! Calls of Gemma 4 in grammars: `call:name{key:value,…}`, keys without quotes, texts between `<|"|>`.
+//! Grammars for Gemma 4's calls: `call:name{key:value,…}` with unquoted keys, and texts between `<|"|>`.
 
 use std::collections::HashMap;
 
@@ -10,11 +10,11 @@ use crate::{
     serving::Serving,
 };
 
-/// The mark around texts.
+/// The delimiter of texts.
 const QUOTE: &str = "<|\"|>";
-/// The largest number of elements that `minItems` and `maxItems` can name.
+/// Maximum value of `minItems` and `maxItems`.
 const MAX_ITEMS: u64 = 1000;
-/// Keywords that say nothing about values, or are read elsewhere.
+/// Keywords that do not constrain values, or are read elsewhere.
 const ANNOTATIONS: [&str; 12] = [
     "$comment",
     "$defs",
@@ -30,24 +30,24 @@ const ANNOTATIONS: [&str; 12] = [
     "writeOnly",
 ];
 const NUMBERS: [&str; 5] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"];
-/// The formats that grammars of JSON enforce.
+/// The formats that JSON grammars enforce.
 const FORMATS: [&str; 10] =
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
 
-/// A rule, or the keyword of a schema that this form cannot enforce.
+/// A rule, or the keyword of a schema that this format cannot enforce.
 type Enforced<T> = Result<T, String>;
 
 /// The rules of calls.
 pub(crate) struct GemmaCalls {
     quote: String,
     rules: Vec<String>,
-    /// The schema of all arguments of the current function, and the rules of the references in it.
+    /// The schema of all arguments of the current function, and the rules of its references.
     root: JsonValue,
     references: HashMap<String, String>,
     names: usize,
 }
 
-/// Whether the form enforces a schema.
+/// Whether the format can enforce a schema.
 pub(crate) fn is_enforceable(schema: &JsonValue) -> bool {
     let mut form = GemmaCalls::of(literal(QUOTE));
     form.arguments(schema).is_ok()
@@ -63,7 +63,7 @@ impl GemmaCalls {
         GemmaCalls { quote, rules: Vec::new(), root, references, names: 0 }
     }
 
-    /// The call of a function with arguments of a schema.
+    /// The call of a function with arguments that match a schema.
     pub fn call(&mut self, name: &JsonValue, schema: &JsonValue) -> Enforced<String> {
         let (rules, names) = (self.rules.len(), self.names);
         let arguments = self.arguments(schema).inspect_err(|_| {
@@ -73,7 +73,7 @@ impl GemmaCalls {
         Ok(format!("{} {arguments}", begin(name)))
     }
 
-    /// The call of a function with any arguments.
+    /// The call of a function with arbitrary arguments.
     pub fn free_call(&self, name: &JsonValue) -> String {
         format!("{} any_object", begin(name))
     }
@@ -198,7 +198,7 @@ impl GemmaCalls {
             target = target.as_object().and_then(|fields| fields.get(&key)).ok_or_else(refused)?;
         }
         let target = target.clone();
-        // A schema can contain itself.
+        // Schemas can be recursive.
         let name = self.new_name();
         self.references.insert(path.to_string(), name.clone());
         let body = self.value(&target)?;
@@ -243,7 +243,7 @@ impl GemmaCalls {
         Ok(self.rule(&format!("\"[\" {items} \"]\"")))
     }
 
-    /// Fields in the order of their names, as the family's template writes them.
+    /// Fields in alphabetical order, as the family's template writes them.
     fn object(&mut self, schema: &JsonValue) -> Enforced<String> {
         let Some(properties) = schema["properties"].as_object().filter(|properties| !properties.is_empty()) else {
             return match &schema["additionalProperties"] {
@@ -261,7 +261,7 @@ impl GemmaCalls {
         }
         let mut properties: Vec<_> = properties.iter().collect();
         properties.sort_by_key(|(name, _)| name.to_lowercase());
-        // Two rules for each place: nothing is before it, or something is. The last place is empty.
+        // Two rules for each field: with and without a field before it. The rule after the last field is empty.
         let (mut first, mut later) = ("\"\"".to_string(), "\"\"".to_string());
         for (name, schema) in properties.into_iter().rev() {
             let field = format!("{} {}", self.key(name)?, self.value(schema)?);
@@ -290,7 +290,7 @@ fn begin(name: &JsonValue) -> String {
     literal(&format!("call:{}", name.as_str().unwrap_or_default()))
 }
 
-/// A length or count of a schema.
+/// The value of a length or count keyword.
 fn bound(schema: &JsonValue, key: &str) -> Enforced<Option<u64>> {
     if schema[key].is_null() {
         return Ok(None);
@@ -299,7 +299,7 @@ fn bound(schema: &JsonValue, key: &str) -> Enforced<Option<u64>> {
     count.map(Some).ok_or_else(|| key.to_string())
 }
 
-/// Refuses keywords that are neither among the known ones nor annotations.
+/// Rejects keywords that are neither in `known` nor annotations.
 fn only(schema: &JsonValue, known: &[&str]) -> Enforced<()> {
     let mut keys = schema.as_object().into_iter().flatten().map(|(key, _)| key.as_str());
     let other = keys.find(|key| !known.contains(key) && !ANNOTATIONS.contains(key) && !key.starts_with("x-"));

@@ -1,4 +1,4 @@
-//! The events of all choices of a request, as one stream.
+//! The events of all choices of a request as one stream.
 
 use std::{convert::Infallible, fmt::Display, pin::Pin, sync::Arc, time::Instant};
 
@@ -19,7 +19,7 @@ use crate::{
     serving::Serving,
 };
 
-/// A stream of the events of one choice, each with the choice's number.
+/// A stream of the events of one choice, each with the index of the choice.
 type Choice = Pin<Box<dyn Stream<Item = (usize, Event)> + Send>>;
 
 /// The choices of a request. Dropping it cancels them.
@@ -27,9 +27,9 @@ pub(crate) struct Generation {
     choices: SelectAll<Choice>,
     id: RequestId,
     submitted: Instant,
-    /// When the first token of each choice came.
+    /// Arrival time of the first token of each choice.
     first: Vec<Option<Instant>>,
-    /// The model stays loaded until the choices have ended. Dropped after them.
+    /// Keeps the model loaded until the choices have ended. Dropped after them.
     _serving: Arc<Serving>,
 }
 
@@ -51,8 +51,8 @@ impl Generation {
         Ok(Generation { choices, id: id.clone(), submitted: Instant::now(), first, _serving })
     }
 
-    /// The next event, with the number of its choice. `None` after the last event of the last choice. A failure, and
-    /// the end of a drain, is an error.
+    /// Returns the next event and the index of its choice, or `None` after the last event of the last choice. Engine
+    /// failure and the end of the drain are errors.
     pub async fn next(&mut self) -> Option<Result<(usize, Event)>> {
         let (index, event) = self.choices.next().await?;
         match &event {
@@ -65,7 +65,7 @@ impl Generation {
                 let first = self.first[index].unwrap_or_else(Instant::now);
                 let first_ms = (first - self.submitted).as_millis() as u64;
                 let seconds = first.elapsed().as_secs_f64();
-                // The first token belongs to the prompt.
+                // The time to the first token includes the prompt.
                 let rate = generated_tokens.saturating_sub(1) as f64 / seconds.max(1e-9);
                 let tokens_per_second = (rate * 10.0).round() / 10.0;
                 tracing::info!(
@@ -97,7 +97,7 @@ impl Generation {
     }
 }
 
-/// OpenAI's word for the end of a text.
+/// OpenAI's name for the finish reason.
 pub(crate) fn finish_reason(reason: &FinishReason) -> &'static str {
     match reason {
         FinishReason::StopId(_) | FinishReason::StopString(_) | FinishReason::Grammar => "stop",
@@ -105,7 +105,7 @@ pub(crate) fn finish_reason(reason: &FinishReason) -> &'static str {
     }
 }
 
-/// Tokens of a request: its prompts once, and all choices.
+/// Token counts of a request: each prompt once, and all choices.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TokenUsage {
     pub prompt: usize,
@@ -113,17 +113,17 @@ pub(crate) struct TokenUsage {
     pub generated: usize,
     /// Tokens of all prompts, known before the first one has run.
     of_prompts: usize,
-    /// Tokens that have come so far.
+    /// Tokens received so far.
     seen: usize,
 }
 
 impl TokenUsage {
-    /// Before the first token.
+    /// The counts before the first token.
     pub fn of_prompts(tokens: usize) -> TokenUsage {
         TokenUsage { of_prompts: tokens, ..TokenUsage::default() }
     }
 
-    /// Counts an event of a choice. `has_prompt`: it is the first one of its prompt.
+    /// Counts an event of a choice. `has_prompt`: the choice is the first of its prompt.
     pub fn count(&mut self, event: &Event, has_prompt: bool) {
         match event {
             Event::Token(_) => self.seen += 1,
@@ -132,13 +132,13 @@ impl TokenUsage {
         }
     }
 
-    /// The usage while the text grows, in the form of OpenAI's completions.
+    /// The usage of an unfinished answer, in the format of OpenAI's completions.
     pub fn so_far(&self) -> Value {
         let (prompt, generated) = (self.of_prompts, self.generated.max(self.seen));
         json!({"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated})
     }
 
-    /// Counts a choice. `has_prompt`: it is the first one of its prompt.
+    /// Counts a choice. `has_prompt`: it is the first of its prompt.
     pub fn add(&mut self, usage: Usage, has_prompt: bool) {
         if has_prompt {
             self.prompt += usage.prompt_tokens;
@@ -147,7 +147,7 @@ impl TokenUsage {
         self.generated += usage.generated_tokens;
     }
 
-    /// In the form of OpenAI's completions.
+    /// The usage in the format of OpenAI's completions.
     pub fn openai(&self) -> Value {
         json!({
             "prompt_tokens": self.prompt,
@@ -158,38 +158,38 @@ impl TokenUsage {
     }
 }
 
-/// An event of a stream: its name, if any, and its data.
+/// An event of a stream: an optional name, and data.
 pub(crate) type Sent = Result<sse::Event, Infallible>;
 
-/// An event with JSON as its data.
+/// An event with JSON data.
 pub(crate) fn data(value: &impl Display) -> Sent {
     with_data(sse::Event::default(), value)
 }
 
 fn with_data(event: sse::Event, value: &impl Display) -> Sent {
-    // JSON values print as JSON, which has no line breaks.
+    // Compact JSON has no line breaks.
     Ok(event.data(value.to_string()))
 }
 
-/// Answers with a stream. Pings keep the connection while nothing else comes, for example during a long prompt.
+/// A streaming response. Pings keep the connection alive between events, for example during a long prompt.
 pub(crate) fn event_stream(app: &App, events: impl Stream<Item = Sent> + Send + 'static) -> Response {
     streamed(events, sse::KeepAlive::new().interval(app.options.ping).text("ping"))
 }
 
-/// As [`event_stream`], with pings as Anthropic's clients know them.
+/// Like [`event_stream`], with pings in Anthropic's format.
 pub(crate) fn named_stream(app: &App, events: impl Stream<Item = Sent> + Send + 'static) -> Response {
     let ping = sse::Event::default().event("ping").data("{\"type\":\"ping\"}");
     streamed(events, sse::KeepAlive::new().interval(app.options.ping).event(ping))
 }
 
 fn streamed(events: impl Stream<Item = Sent> + Send + 'static, pings: sse::KeepAlive) -> Response {
-    // Proxies must not hold events back.
+    // Tells proxies not to buffer events.
     let headers = [("cache-control", "no-store"), ("x-accel-buffering", "no")];
     (headers, Sse::new(events).keep_alive(pings)).into_response()
 }
 
-/// A stream whose events come from an async function that writes to a channel of one event: a slow reader slows it
-/// down. It ends when nobody reads any more.
+/// Creates a stream from an async function that writes to a channel of one event, so that a slow reader slows the
+/// function down. The function ends when the reader disconnects.
 pub(crate) fn channel<T, F>(run: impl FnOnce(Sender<T>) -> F) -> impl Stream<Item = Result<T, Infallible>> + Send
 where
     T: Send + 'static,
@@ -212,7 +212,7 @@ where
     })
 }
 
-/// The reader of a stream has gone.
+/// The reader of a stream has disconnected.
 #[derive(Debug)]
 pub(crate) struct Gone;
 
@@ -233,7 +233,7 @@ impl Sender {
 
     /// Sends JSON with a name.
     pub async fn named(&self, name: &str, value: &impl Display) -> Result<(), Gone> {
-        // The name first, as OpenAI and Anthropic send it: simple clients rely on this order.
+        // OpenAI and Anthropic send the name first, and simple clients rely on this order.
         self.send(with_data(sse::Event::default().event(name), value)).await
     }
 }

@@ -1,4 +1,4 @@
-//! Answers of gpt-oss in grammars: messages with headers, in which channels are reasoning, text and calls.
+//! Grammars for gpt-oss's answers: messages with headers, whose channels are reasoning, text and calls.
 
 use kvant_models::chat::JsonValue;
 
@@ -10,10 +10,10 @@ use crate::{
 
 /// An answer after `<|start|>assistant`.
 pub(crate) struct HarmonyAnswer<'f> {
-    /// The names of functions, and the schemas of their arguments.
+    /// Function names, and the schemas of their arguments.
     pub calls: Vec<(&'f JsonValue, JsonValue)>,
     pub must_call: bool,
-    /// The rule of text that must have a form.
+    /// The rule for constrained text.
     pub text: Option<String>,
     pub reasoning: Reasoning,
 }
@@ -64,7 +64,7 @@ impl HarmonyAnswer<'_> {
     }
 }
 
-/// The text of a message: it has no marks, which are special tokens in the family's tokenizers.
+/// The text of a message. It contains no delimiters, which are special tokens in the family's tokenizers.
 fn body(app: &Serving) -> String {
     if MARKS.iter().all(|mark| special(app, mark).is_some()) {
         return "/(?s:.*)/".to_string();

@@ -1,4 +1,4 @@
-//! The names by which clients reach a server.
+//! Host names by which clients can reach the server.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -6,10 +6,10 @@ use axum::http::{HeaderMap, StatusCode, header};
 
 use crate::error::{ApiError, Result};
 
-/// Refuses a request whose `Host` is none of `names`, localhost or an address.
+/// Rejects a request whose `Host` is not one of `names`, localhost or an address.
 ///
-/// A page of `evil.example` can make its name resolve to 127.0.0.1. The browser then lets the page read the answers of
-/// a server there, but it sends the page's name.
+/// This prevents DNS rebinding: a page of `evil.example` can make its name resolve to 127.0.0.1, and the browser then
+/// lets the page read the responses of a server there. The browser sends the page's name as `Host`.
 pub(crate) fn check(names: &[String], headers: &HeaderMap) -> Result<()> {
     // Browsers always send the header.
     let Some(host) = headers.get(header::HOST) else { return Ok(()) };
@@ -33,7 +33,7 @@ fn name_of(host: &str) -> &str {
 fn is_local(name: &str) -> bool {
     let v6 = name.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
     let is_address = name.parse::<IpAddr>().is_ok() || v6.is_some_and(|v6| v6.parse::<Ipv6Addr>().is_ok());
-    // Resolvers answer `x.localhost` themselves.
+    // Resolvers resolve `x.localhost` locally.
     let last = name.rsplit('.').next().unwrap_or_default();
     is_address || last.eq_ignore_ascii_case("localhost")
 }

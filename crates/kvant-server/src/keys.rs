@@ -11,33 +11,33 @@ use subtle::{Choice, ConstantTimeEq};
 
 use crate::error::{ApiError, Result};
 
-/// The keys that clients can use. Empty: no key is needed.
+/// The accepted API keys. If empty, no key is required.
 #[derive(Clone, Default)]
 pub struct ApiKeys {
     fixed: Vec<String>,
     file: Option<Arc<KeyFile>>,
 }
 
-/// Keys of a file, which can be read again.
+/// A file of keys, which can be reloaded.
 struct KeyFile {
     path: PathBuf,
     keys: RwLock<Vec<String>>,
 }
 
 impl ApiKeys {
-    /// Keys, without those that are empty.
+    /// Accepts these keys. Empty ones are ignored.
     pub fn new<K: Into<String>>(keys: impl IntoIterator<Item = K>) -> ApiKeys {
         let fixed = keys.into_iter().map(Into::into).filter(|key: &String| !key.is_empty()).collect();
         ApiKeys { fixed, file: None }
     }
 
-    /// One key a line. Empty lines and lines that start with `#` are skipped.
+    /// Parses one key per line. Empty lines and lines that start with `#` are skipped.
     pub fn parse(lines: &str) -> ApiKeys {
         ApiKeys::new(lines.lines().map(str::trim).filter(|line| !line.starts_with('#')))
     }
 
-    /// The keys of a file, as [`ApiKeys::parse`] reads them. A server that [runs](crate::Server::run) reads the file
-    /// again on SIGHUP.
+    /// Reads the keys of a file in the format of [`ApiKeys::parse`]. A server that [runs](crate::Server::run) reloads
+    /// the file on SIGHUP.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -47,8 +47,8 @@ impl ApiKeys {
         Ok(ApiKeys { fixed: Vec::new(), file: Some(Arc::new(KeyFile { path, keys })) })
     }
 
-    /// Reads the file again, for all clones. Returns the number of its keys, or `None` if there is no file. A file
-    /// without keys would open the server to all: it is refused, and the keys stay.
+    /// Reloads the file, for all clones. Returns the number of its keys, or `None` without a file. A file without keys
+    /// would disable authentication: it is an error, and the previous keys remain.
     ///
     /// # Errors
     /// The file cannot be read, or has no key.
@@ -63,7 +63,7 @@ impl ApiKeys {
         Ok(Some(count))
     }
 
-    /// Whether no key is needed.
+    /// Whether no key is required.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -76,7 +76,7 @@ impl ApiKeys {
         self.file.as_ref().map(|file| file.keys.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Adds the keys of `other`, whose file is read again if it has one.
+    /// Adds the keys of `other`, including its file.
     #[must_use]
     pub fn and(mut self, other: ApiKeys) -> ApiKeys {
         self.fixed.extend(other.fixed);
@@ -100,7 +100,7 @@ impl ApiKeys {
         }
     }
 
-    /// Compares with every key, each in a time that depends on its length only.
+    /// Compares with every key in constant time, except for the length.
     fn contains(&self, key: &[u8]) -> bool {
         let of_file = self.of_file();
         let all = self.fixed.iter().chain(of_file.iter().flat_map(|keys| keys.iter()));
@@ -109,7 +109,7 @@ impl ApiKeys {
     }
 }
 
-/// The key that a client sends.
+/// The key in the headers of a request.
 pub(crate) fn key(headers: &HeaderMap) -> Option<&[u8]> {
     let bearer = headers.get(header::AUTHORIZATION).map(|value| value.as_bytes()).and_then(|value| {
         let (scheme, key) = value.split_at_checked(7)?;
@@ -118,7 +118,7 @@ pub(crate) fn key(headers: &HeaderMap) -> Option<&[u8]> {
     bearer.or_else(|| headers.get("x-api-key").map(|value| value.as_bytes()))
 }
 
-/// Prints no key.
+/// Does not print the keys.
 impl std::fmt::Debug for ApiKeys {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "ApiKeys({})", self.len())
@@ -155,7 +155,7 @@ mod tests {
         fs::write(&path, "# new\ntwo\nthree\n").unwrap();
         assert_eq!(keys.reload().unwrap(), Some(2));
         assert!(of_server.contains(b"two") && of_server.contains(b"fixed") && !of_server.contains(b"one"));
-        // What would open the server, or cannot be read, changes nothing.
+        // An empty or unreadable file changes nothing.
         fs::write(&path, "# none\n").unwrap();
         assert!(keys.reload().is_err());
         fs::remove_file(&path).unwrap();

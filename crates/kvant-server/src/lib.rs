@@ -6,8 +6,8 @@
 //! | serve in an async program | [`Server::serve`], [`Server::router`] |
 //! | names, keys, limits | [`ServerOptions`], [`ApiKeys`] |
 //!
-//! A field that would change the answer, and is not supported, is answered with 400 and its name. A client that goes
-//! away cancels its request. Logs have no text of a user.
+//! An unsupported field that would change the answer gets a 400 that names it. A client that disconnects cancels its
+//! request. Logs contain no user text.
 
 #![forbid(unsafe_code)]
 

@@ -5,16 +5,16 @@ use serde_json::{Value, json};
 
 use crate::serving::{Serving, bytes_text};
 
-/// The least log probability in answers: JSON has no infinity.
-const LEAST: f32 = -9999.0;
+/// Minimum log probability in responses: JSON has no infinity.
+const MIN_LOGPROB: f32 = -9999.0;
 
 /// A log probability as a number.
 pub(crate) fn number(logprob: f32) -> Value {
-    // Not NaN: `max` returns the other operand then.
-    Value::from(f64::from(logprob.max(LEAST)))
+    // NaN becomes the minimum: `max` returns the other operand.
+    Value::from(f64::from(logprob.max(MIN_LOGPROB)))
 }
 
-/// The log probabilities of a token in the form of chat completions.
+/// The log probabilities of a token in the format of chat completions.
 pub(crate) fn of_token(app: &Serving, token: &TokenLogprobs) -> Value {
     let mut value = entry(app, token.id, token.logprob);
     value["top_logprobs"] = token.top.iter().map(|&(id, logprob)| entry(app, id, logprob)).collect();

@@ -1,4 +1,4 @@
-//! `/metrics`: counts in Prometheus' text format, under the names of vLLM without their prefix.
+//! `/metrics`: counters in Prometheus' text format, named as in vLLM without its prefix.
 
 use std::{
     collections::BTreeMap,
@@ -34,7 +34,7 @@ fn label(model: &str) -> String {
     format!("model_name=\"{escaped}\"")
 }
 
-/// The label of counts of the whole server: that of its model, if it has one only.
+/// The label of metrics of the whole server: its model, if it has only one.
 fn own_label(app: &App) -> String {
     match app.models.known() {
         [one] => label(one.name()),
@@ -42,7 +42,7 @@ fn own_label(app: &App) -> String {
     }
 }
 
-/// How often each status was answered.
+/// Number of responses by status.
 #[derive(Default)]
 pub(crate) struct Statuses(Mutex<BTreeMap<u16, u64>>);
 
@@ -56,7 +56,7 @@ impl Statuses {
     }
 }
 
-/// Figures of the process from `/proc`; nothing on other systems than Linux.
+/// Metrics of the process from `/proc`. Empty on systems other than Linux.
 #[derive(Default)]
 struct Process {
     resident: Option<u64>,
@@ -69,7 +69,7 @@ impl Process {
         let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
         let kilobytes = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kilobytes = kilobytes.and_then(|text| text.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-        // The fields after the name, which can have spaces; times are in hundredths of a second.
+        // The fields after the process name, which can contain spaces. Times are in hundredths of a second.
         let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
         let fields: Vec<&str> = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace().collect();
         let ticks = |index: usize| fields.get(index).and_then(|text| text.parse::<u64>().ok());
@@ -86,7 +86,7 @@ impl Process {
 struct Text(String);
 
 impl Text {
-    /// Which models are loaded, and how often they were.
+    /// Load state and load counts of the models.
     fn models(seen: &[(&Known, Seen)], bytes: usize) -> String {
         let mut text = Text::default();
         let of = |value: fn(&Seen) -> u64| {
@@ -97,13 +97,13 @@ impl Text {
         text.values("model_loaded", "Whether a model is loaded", "gauge", &is_loaded);
         text.values("model_loads_total", "Loads of a model on demand", "counter", &of(|seen| seen.loads.done));
         let failed = of(|seen| seen.loads.failed);
-        text.values("model_load_failures_total", "Loads of a model that failed", "counter", &failed);
+        text.values("model_load_failures_total", "Failed loads of a model", "counter", &failed);
         let of_all = [(String::new(), bytes as f64)];
-        text.values("models_bytes", "Bytes of the models that were loaded on demand", "gauge", &of_all);
+        text.values("models_bytes", "Bytes of the models loaded on demand", "gauge", &of_all);
         text.0
     }
 
-    /// The counts of engines, each with the label of its model.
+    /// Metrics of the engines, each labelled with its model.
     fn stats(models: &[(String, EngineStats)]) -> String {
         let mut text = Text::default();
         for (name, help, value) in GAUGES {
@@ -127,34 +127,34 @@ impl Text {
         text.histograms("inter_token_latency_seconds", "Time between two tokens of a request", models, |s| {
             &s.inter_token
         });
-        text.histograms("e2e_request_latency_seconds", "Time of a request", models, |s| &s.request_time);
+        text.histograms("e2e_request_latency_seconds", "End-to-end time of a request", models, |s| &s.request_time);
         let help = "Time of a request before its first step";
         text.histograms("request_queue_time_seconds", help, models, |s| &s.queue_time);
         let help = "Time from the first step to the first token";
         text.histograms("request_prefill_time_seconds", help, models, |s| &s.prefill_time);
         let help = "Time from the first token to the last";
         text.histograms("request_decode_time_seconds", help, models, |s| &s.decode_time);
-        text.histograms("request_prompt_tokens", "Tokens of a prompt", models, |s| &s.prompt_lengths);
-        text.histograms("request_generation_tokens", "Tokens of a text", models, |s| &s.text_lengths);
+        text.histograms("request_prompt_tokens", "Prompt tokens of a request", models, |s| &s.prompt_lengths);
+        text.histograms("request_generation_tokens", "Generated tokens of a request", models, |s| &s.text_lengths);
         text.0
     }
 
-    /// What the server and the system count.
+    /// Metrics of the server and the process.
     fn server(label: &str, statuses: &Statuses, started: u64) -> String {
         let mut text = Text::default();
-        text.head("http_requests_total", "Answers by their status", "counter");
+        text.head("http_requests_total", "Responses by status", "counter");
         for (status, count) in statuses.counts() {
             text.value("http_requests_total", &joined(label, "status", &status.to_string()), count as f64);
         }
         let mut one = |name, help, kind, value| text.values(name, help, kind, &[(label.to_string(), value)]);
-        let help = "When the server started, in seconds since 1970";
+        let help = "Start time of the server, in seconds since 1970";
         one("process_start_time_seconds", help, "gauge", started as f64);
         let process = Process::read();
         if let Some(bytes) = process.resident {
             one("process_resident_memory_bytes", "Memory of the process", "gauge", bytes as f64);
         }
         if let Some(seconds) = process.cpu_seconds {
-            one("process_cpu_seconds_total", "Time of processors", "counter", seconds);
+            one("process_cpu_seconds_total", "CPU time of the process", "counter", seconds);
         }
         if let Some(count) = process.open_files {
             one("process_open_fds", "Open files and connections", "gauge", count as f64);
@@ -163,7 +163,7 @@ impl Text {
     }
 
     fn head(&mut self, name: &str, help: &str, kind: &str) {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(self.0, "# HELP {name} {help}.\n# TYPE {name} {kind}");
     }
 
@@ -174,7 +174,7 @@ impl Text {
         };
     }
 
-    /// A metric with a value for each label.
+    /// A metric with one value per label.
     fn values(&mut self, name: &str, help: &str, kind: &str, values: &[(String, f64)]) {
         self.head(name, help, kind);
         for (label, value) in values {
@@ -202,7 +202,7 @@ impl Text {
     }
 }
 
-/// A label with another one.
+/// Joins two labels.
 fn joined(label: &str, name: &str, value: &str) -> String {
     let separator = if label.is_empty() { "" } else { "," };
     format!("{label}{separator}{name}=\"{value}\"")
@@ -216,9 +216,9 @@ fn of_each(models: &[(String, EngineStats)], value: impl Fn(&EngineStats) -> f64
 type Metric<T> = (&'static str, &'static str, fn(&EngineStats) -> T);
 
 const GAUGES: &[Metric<f64>] = &[
-    ("num_requests_running", "Requests that run", |s| s.running as f64),
-    ("num_requests_waiting", "Requests that wait", |s| s.waiting as f64),
-    ("num_requests_paused", "Requests whose events nobody reads", |s| s.paused as f64),
+    ("num_requests_running", "Running requests", |s| s.running as f64),
+    ("num_requests_waiting", "Waiting requests", |s| s.waiting as f64),
+    ("num_requests_paused", "Requests paused because their events are not read", |s| s.paused as f64),
     ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1, cached prefixes included", |s| {
         s.pages_used as f64 / (s.pages_bytes as f64).max(1.0)
     }),
@@ -230,13 +230,13 @@ const GAUGES: &[Metric<f64>] = &[
 
 const COUNTERS: &[Metric<u64>] = &[
     ("prefix_cache_queries_total", "Tokens looked up in the prefix cache", |s| s.prefix_queries),
-    ("prefix_cache_hits_total", "Tokens that the prefix cache had", |s| s.prefix_hits),
-    ("num_preemptions_total", "Requests that gave their pages back before their end", |s| s.preemptions),
-    ("prompt_tokens_total", "Tokens of prompts that were computed", |s| s.prompt_tokens),
+    ("prefix_cache_hits_total", "Tokens found in the prefix cache", |s| s.prefix_hits),
+    ("num_preemptions_total", "Preemptions: running requests whose pages were taken back", |s| s.preemptions),
+    ("prompt_tokens_total", "Prompt tokens computed", |s| s.prompt_tokens),
     ("generation_tokens_total", "Tokens generated", |s| s.generated_tokens),
     ("engine_steps_total", "Steps of the engine", |s| s.steps),
-    ("spec_decode_num_draft_tokens_total", "Draft tokens that were tried", |s| s.drafts[0]),
-    ("spec_decode_num_accepted_tokens_total", "Draft tokens that were right", |s| s.drafts[1]),
+    ("spec_decode_num_draft_tokens_total", "Proposed draft tokens", |s| s.drafts[0]),
+    ("spec_decode_num_accepted_tokens_total", "Accepted draft tokens", |s| s.drafts[1]),
 ];
 
 #[cfg(test)]
@@ -252,7 +252,7 @@ mod tests {
         assert!(text.contains("# TYPE time_to_first_token_seconds histogram\n"));
         assert!(text.contains(",le=\"+Inf\"} 0\n"));
         assert!(text.contains("request_success_total{model_name=\"other\",finished_reason=\"stop\"} 0\n"));
-        // A name has one type, for all models.
+        // A name has only one type, for all models.
         assert_eq!(text.matches("# TYPE num_requests_running gauge\n").count(), 1);
         // Every name has a type before its first value.
         for line in text.lines().filter(|line| !line.starts_with('#')) {

@@ -1,5 +1,5 @@
-//! `/api/chat`, `/api/generate`, `/api/tags`, `/api/show` and `/api/version`: a thin form of Ollama's API, for clients
-//! that know no other. Models are not pulled, made or deleted.
+//! `/api/chat`, `/api/generate`, `/api/tags`, `/api/show` and `/api/version`: a subset of Ollama's API, for clients
+//! that support no other. Models cannot be pulled, created or deleted.
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
@@ -81,7 +81,7 @@ pub(crate) struct OllamaMessage {
     tool_name: Option<String>,
 }
 
-/// The options of Ollama that decide how tokens are drawn, and those that say how its own engine runs.
+/// Ollama's sampling options, and options of its engine that are ignored.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct OllamaOptions {
     temperature: Option<f32>,
@@ -94,7 +94,7 @@ pub(crate) struct OllamaOptions {
     presence_penalty: Option<f32>,
     frequency_penalty: Option<f32>,
     repeat_penalty: Option<f32>,
-    // These say how another engine runs, or how much of the context it may use.
+    // Options of Ollama's engine.
     #[expect(dead_code, reason = "has no effect")]
     num_ctx: Option<u64>,
     #[expect(dead_code, reason = "has no effect")]
@@ -112,7 +112,7 @@ pub(crate) struct OllamaOptions {
 }
 
 impl OllamaOptions {
-    /// The most tokens of the answer: of −1 and −2 those that the context leaves.
+    /// Maximum tokens of the answer. −1 and −2 mean the rest of the context.
     fn max_tokens(&self, app: &Serving) -> Result<usize> {
         match self.num_predict {
             None => Ok(app.max_tokens(None, app.model.engine.context())),
@@ -142,7 +142,7 @@ impl OllamaOptions {
     }
 }
 
-/// The name of a model without the tag that Ollama's clients add.
+/// Removes the tag that Ollama's clients add to the name of a model.
 fn untagged(name: &str) -> &str {
     name.strip_suffix(":latest").unwrap_or(name)
 }
@@ -166,7 +166,7 @@ fn shape(format: Option<&JsonValue>) -> Result<OutputConstraint> {
     OutputConstraint::of_format(Some(&format), "format", None)
 }
 
-/// Whether the model thinks: a boolean, or an effort.
+/// Whether the model reasons: a boolean or an effort.
 fn thinking(think: Option<&Value>) -> Result<Option<bool>> {
     match think {
         None => Ok(None),
@@ -261,14 +261,14 @@ pub(crate) async fn generate(
     answer.run(app, id, &headers, (base, reader), options, streams).await
 }
 
-/// Which of the two forms an answer has.
+/// The route that an answer belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Chat,
     Generate,
 }
 
-/// The answer to a request without a prompt, which loads the model.
+/// The response to a request without a prompt, which only loads the model.
 fn loaded(model: &str, kind: Kind) -> Value {
     let mut answer = OllamaAnswer::new(model.to_string(), kind).chunk(json!(""), None, Vec::new());
     answer["done"] = json!(true);
@@ -276,14 +276,14 @@ fn loaded(model: &str, kind: Kind) -> Value {
     answer
 }
 
-/// What all chunks of an answer share.
+/// Data shared by all chunks of an answer.
 struct OllamaAnswer {
     model: String,
     kind: Kind,
     started: Instant,
-    /// When the first token came.
+    /// Arrival time of the first token.
     first: Option<Instant>,
-    /// A call whose arguments are not complete.
+    /// A call whose arguments are incomplete.
     call: Option<(String, String)>,
 }
 
@@ -382,7 +382,7 @@ impl OllamaAnswer {
         reader.read(event)
     }
 
-    /// Takes a part of a call. Returns the call before it, which is complete.
+    /// Adds a part of a call. Returns the previous call, which is then complete.
     fn call(&mut self, part: Part) -> Option<Value> {
         match part {
             Part::Call { name, .. } => {
@@ -400,7 +400,7 @@ impl OllamaAnswer {
         }
     }
 
-    /// The call that has come last. Its arguments are an object.
+    /// Returns the last call. Its arguments are parsed as an object.
     fn last_call(&mut self) -> Option<Value> {
         let (name, arguments) = self.call.take()?;
         let arguments: Value = serde_json::from_str(&parsed(&arguments).to_string()).unwrap_or_default();
@@ -430,7 +430,7 @@ impl OllamaAnswer {
         }
     }
 
-    /// The last chunk: with the reason of the end, counts, and times in nanoseconds.
+    /// The last chunk, with the finish reason, counts, and times in nanoseconds.
     fn finished(&self, mut chunk: Value, end: Option<&Finished>) -> Value {
         let nanos = |from: Instant, to: Instant| to.saturating_duration_since(from).as_nanos() as u64;
         let (now, first) = (Instant::now(), self.first.unwrap_or_else(Instant::now));
@@ -453,7 +453,7 @@ pub(crate) async fn tags(State(app): State<Arc<App>>) -> Json<Value> {
     Json(json!({"models": models.collect::<Vec<_>>()}))
 }
 
-/// The models that are loaded.
+/// The loaded models.
 pub(crate) async fn running(State(app): State<Arc<App>>) -> Json<Value> {
     let seen = app.models.seen().into_iter().filter(|(_, seen)| seen.stats.is_some());
     let models = seen.map(|(known, _)| {
@@ -491,7 +491,7 @@ fn details() -> Value {
     })
 }
 
-/// A time in seconds since 1970 as text, in UTC.
+/// Formats seconds since 1970 in UTC.
 fn rfc3339(seconds: u64) -> String {
     let time = i64::try_from(seconds).ok().and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
     time.unwrap_or(jiff::Timestamp::MAX).to_string()

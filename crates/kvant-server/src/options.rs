@@ -16,64 +16,64 @@ use crate::ApiKeys;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ServerOptions {
-    /// The names of the model of [`Server::new`](crate::Server::new). The first one is in answers; a request can use
-    /// any of them. `*` as the last one accepts every name. [`Models`](crate::Models) have names of their own.
+    /// The names of the model of [`Server::new`](crate::Server::new). Requests can use any of them; responses have the
+    /// first. `*` as the last one accepts every name. [`Models`](crate::Models) have names of their own.
     pub names: Vec<String>,
-    /// The keys that clients need. Default: none.
+    /// The accepted API keys. Default: none, and no key is required.
     pub keys: ApiKeys,
-    /// Whether each API key has a prefix cache of its own, so that nobody finds out by timing what others asked.
-    /// Default: false.
+    /// Whether each API key has its own prefix cache, so that timing does not reveal the prompts of others. Default:
+    /// false.
     pub salt_per_key: bool,
-    /// The longest body of a request in bytes. Default: 8 MiB.
+    /// Maximum bytes of a request body. Default: 8 MiB.
     pub body_limit: usize,
-    /// The most messages of a conversation. Default: 2048.
+    /// Maximum messages of a conversation. Default: 2048.
     pub messages: usize,
-    /// The most choices of a request: prompts times `n`. Default: 128.
+    /// Maximum choices of a request: prompts times `n`. Default: 128.
     pub choices: usize,
-    /// The longest JSON schema, with those of all tools, in bytes. Default: 256 KiB.
+    /// Maximum bytes of a JSON schema, including those of all tools. Default: 256 KiB.
     pub schema_limit: usize,
-    /// Whether fields that change nothing here are refused, too: hints, and what only other servers do. Default: false.
+    /// Whether fields without effect are rejected too: hints, and features of other servers. Default: false.
     pub strict_fields: bool,
-    /// The most bytes of conversations that are kept for `previous_response_id`; 0 for none. Default: 64 MiB.
+    /// Maximum bytes of conversations kept for `previous_response_id`; 0 keeps none. Default: 64 MiB.
     pub store_limit: usize,
-    /// The time between pings in a stream without other events. Default: 10 s.
+    /// The time between pings in an idle stream. Default: 10 s.
     pub ping: Duration,
-    /// The longest time that a shutdown waits for running requests. Default: 30 s.
+    /// Maximum time that a shutdown waits for running requests. Default: 30 s.
     pub drain: Duration,
-    /// The longest time that a request waits for its model to be loaded. Default: 300 s.
+    /// Maximum time that a request waits for its model to be loaded. Default: 300 s.
     pub load_time: Duration,
     /// The origin whose pages can use the server, or `*`. Default: none.
     pub cors: Option<String>,
-    /// What requests to the model of [`Server::new`](crate::Server::new) use whose fields do not say otherwise; their
-    /// seeds are random. Default: [`Sampling::usual`].
+    /// Default sampling parameters of the model of [`Server::new`](crate::Server::new). Seeds are random. Default:
+    /// [`Sampling::usual`].
     pub sampling: Sampling,
-    /// How the model of [`Server::new`](crate::Server::new) makes embeddings. Default: not at all.
+    /// The pooling of embeddings of the model of [`Server::new`](crate::Server::new). Default: no embeddings.
     pub pooling: Option<Pooling>,
-    /// The most tokens of an answer, whatever a request asks for. Default: those that the context leaves.
+    /// Maximum tokens of any answer. Default: the rest of the context.
     pub max_tokens: Option<usize>,
-    /// The most tokens of an answer where a request does not say. Default: 16 for completions, as in OpenAI's API, else
-    /// those that the context leaves.
+    /// Maximum tokens of an answer if the request sets none. Default: 16 for completions, as in OpenAI's API; otherwise
+    /// the rest of the context.
     pub default_max_tokens: Option<usize>,
-    /// The names by which clients can reach the server, in addition to localhost and addresses. A server that listens
-    /// on localhost needs such a list: without it, a web page whose name resolves to this machine can use the server
-    /// (DNS rebinding). Default: every name.
+    /// The host names by which clients can reach the server, in addition to localhost and addresses. A server on
+    /// localhost needs this list against DNS rebinding: without it, a web page whose name resolves to this machine can
+    /// use the server. Default: every name.
     pub hosts: Option<Vec<String>>,
-    /// The most connections at once. Others wait until one closes. Default: 1000.
+    /// Maximum open connections. Further ones wait until one closes. Default: 1000.
     pub connections: usize,
-    /// The time in which the head of a request must arrive, also after the previous answer of its connection.
+    /// Maximum time to receive the head of a request, which includes the idle time after the previous response.
     /// Default: 60 s.
     pub head_time: Duration,
-    /// The time in which the body of a request must arrive. Default: 60 s.
+    /// Maximum time to receive the body of a request. Default: 60 s.
     pub body_time: Duration,
-    /// Called after a long text has been tokenised, which takes and frees much memory: gives that back to the system.
-    /// Default: nothing.
+    /// Called after a long text has been tokenised, which allocates much memory: returns the freed memory to the
+    /// system. Default: nothing.
     pub reclaim: Option<fn()>,
-    /// The time after which a connection is closed whose client reads nothing of an answer. Default: 60 s.
+    /// The time after which a connection is closed if its client does not read. Default: 60 s.
     pub stall_time: Duration,
 }
 
 impl ServerOptions {
-    /// Options for a model of this name.
+    /// Options for a model with this name.
     pub fn new(name: impl Into<String>) -> ServerOptions {
         ServerOptions {
             names: vec![name.into()],
@@ -195,8 +195,8 @@ impl ServerOptions {
 
     /// Sets [`ServerOptions::max_tokens`].
     #[must_use]
-    pub fn max_tokens(self, most: usize) -> Self {
-        ServerOptions { max_tokens: Some(most), ..self }
+    pub fn max_tokens(self, max_tokens: usize) -> Self {
+        ServerOptions { max_tokens: Some(max_tokens), ..self }
     }
 
     /// Sets [`ServerOptions::default_max_tokens`].

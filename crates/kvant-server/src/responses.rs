@@ -1,4 +1,4 @@
-//! `/v1/responses`: text, tools and streams of OpenAI's responses, which can continue earlier ones.
+//! `/v1/responses`: text, tools and streams in the format of OpenAI's responses, which can continue earlier ones.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -59,7 +59,7 @@ pub(crate) struct ResponsesRequest {
     prompt_cache_key: Option<String>,
 }
 
-/// How the types of tools begin that OpenAI's servers run.
+/// Prefixes of tool types that run on OpenAI's servers.
 const HOSTED: [&str; 4] = ["web_search", "file_search", "code_interpreter", "image_generation"];
 
 #[derive(Debug, Default, Deserialize)]
@@ -68,7 +68,7 @@ struct TextOptions {
     verbosity: Option<String>,
 }
 
-/// What all events of an answer share.
+/// Data shared by all events of an answer.
 struct ResponseAnswer {
     /// The response without output.
     object: JsonValue,
@@ -76,9 +76,9 @@ struct ResponseAnswer {
     blocks: Blocks,
     /// The id of each block.
     ids: Vec<String>,
-    /// The number of the next event.
+    /// The sequence number of the next event.
     sequence: u64,
-    /// What is kept of the conversation at the end.
+    /// The conversation to keep when the answer ends.
     keep: Option<Keep>,
 }
 
@@ -86,7 +86,7 @@ struct ResponseAnswer {
 struct Keep {
     app: Arc<App>,
     owner: Vec<u8>,
-    /// Without the instructions, which later requests have of their own.
+    /// Without the instructions: later requests bring their own.
     messages: Vec<Message>,
 }
 
@@ -143,7 +143,7 @@ pub(crate) async fn create(
     Ok(Json(answer.collect(generation).await?).into_response())
 }
 
-/// Checks fields of which this server supports one value.
+/// Checks the fields for which the server supports only one value.
 fn check_fixed(app: &App, request: &ResponsesRequest) -> Result<()> {
     let strict = app.options.strict_fields;
     let text = request.text.as_ref();
@@ -151,14 +151,14 @@ fn check_fixed(app: &App, request: &ResponsesRequest) -> Result<()> {
     let mut included = request.include.iter().flatten();
     let refused = [
         ("text.verbosity", strict && !matches!(verbosity, None | Some("medium"))),
-        // The others are parts of what hosted tools and stored reasoning give, which there are none of.
+        // The other values are outputs of hosted tools and stored reasoning, which the server does not have.
         ("include", included.any(|part| strict || part == "message.output_text.logprobs")),
         ("background", request.background == Some(true)),
         ("truncation", !matches!(request.truncation.as_deref(), None | Some("disabled"))),
         ("service_tier", strict && !matches!(request.service_tier.as_deref(), None | Some("auto" | "default"))),
     ];
     match refused.iter().find(|(_, is_asked)| *is_asked) {
-        Some((field, _)) => Err(ApiError::unsupported(*field, "only its default")),
+        Some((field, _)) => Err(ApiError::unsupported(*field, "only its default value is")),
         None => Ok(()),
     }
 }
@@ -176,8 +176,8 @@ fn effort(reasoning: Option<&Map<String, Value>>) -> Result<Option<String>> {
     Ok(effort)
 }
 
-/// The tools in the form of chat completions, without those that OpenAI's servers run where the model need not call
-/// them: it never does.
+/// Converts tools to the format of chat completions. Tools that run on OpenAI's servers are dropped unless the model
+/// must call them.
 fn own_tools(app: &App, tools: Vec<JsonValue>, choice: Option<&Value>) -> Vec<JsonValue> {
     let is_free = !app.options.strict_fields && choice.is_none_or(|choice| choice == "auto" || choice == "none");
     let is_hosted = |tool: &JsonValue| {
@@ -187,7 +187,7 @@ fn own_tools(app: &App, tools: Vec<JsonValue>, choice: Option<&Value>) -> Vec<Js
     tools.into_iter().filter(|tool| !(is_free && is_hosted(tool))).map(nested).collect()
 }
 
-/// A tool of responses in the form of chat completions.
+/// Converts a tool from the format of responses to that of chat completions.
 fn nested(mut function: JsonValue) -> JsonValue {
     let Some(fields) = function.as_object_mut() else { return function };
     let mut tool = JsonValue::default();
@@ -220,17 +220,17 @@ fn messages(app: &App, request: &ResponsesRequest, earlier: &[Message]) -> Resul
             return Err(ApiError::field("input", message));
         }
     }
-    let most = app.options.messages;
-    if messages.len() > most {
+    let max = app.options.messages;
+    if messages.len() > max {
         let message =
-            format!("`input` and what is before it must have at most {most} messages, got {}", messages.len());
+            format!("`input` and the conversation before it must have at most {max} messages, got {}", messages.len());
         return Err(ApiError::field("input", message));
     }
     Ok(messages)
 }
 
-/// Adds an item of the input, with the fields that items of answers have. Reasoning and calls belong to the model's
-/// message before them.
+/// Adds an item of the input. Fields that only items of answers have are accepted. Reasoning and calls belong to the
+/// preceding message of the model.
 fn add_item(messages: &mut Vec<Message>, item: &JsonValue, path: &str) -> Result<()> {
     let only = |known: &[&str]| only_fields(item, path, &[known, &["type", "id", "status"]].concat());
     match item["type"].as_str().unwrap_or("message") {
@@ -253,7 +253,7 @@ fn add_item(messages: &mut Vec<Message>, item: &JsonValue, path: &str) -> Result
         }
         "reasoning" => {
             only(&["content", "summary", "encrypted_content"])?;
-            // Models whose reasoning nobody sees have summaries only.
+            // A model with hidden reasoning has only summaries.
             let texts = |field: &str| -> String {
                 let parts = item[field].as_array().into_iter().flatten();
                 parts.filter_map(|part| part["text"].as_str()).collect()
@@ -283,7 +283,7 @@ fn add_item(messages: &mut Vec<Message>, item: &JsonValue, path: &str) -> Result
     Ok(())
 }
 
-/// Whether a message has reasoning only.
+/// Whether a message has only reasoning.
 fn is_open(message: &Message) -> bool {
     let is_empty = message.content.as_ref().is_none_or(|content| content.text().is_empty());
     message.role == ChatRole::Assistant
@@ -328,7 +328,7 @@ impl ResponseAnswer {
         Ok(self.complete(end.as_ref()))
     }
 
-    /// Keeps the conversation, with the answer.
+    /// Keeps the conversation, including the answer.
     fn keep(&mut self) {
         if let (Some(Keep { app, owner, mut messages }), Some(id)) = (self.keep.take(), self.object["id"].as_str()) {
             messages.push(self.blocks.message());
@@ -336,7 +336,7 @@ impl ResponseAnswer {
         }
     }
 
-    /// Adds a part, with an id if it is a new block.
+    /// Adds a part. A new block gets an id.
     fn add(&mut self, part: crate::answer::Part) -> crate::blocks::Change {
         let change = self.blocks.add(part);
         if change.is_new {
@@ -350,7 +350,7 @@ impl ResponseAnswer {
         change
     }
 
-    /// The response at its end.
+    /// The finished response.
     fn complete(&self, end: Option<&Finished>) -> JsonValue {
         let mut object = self.object.clone();
         let items = (0..self.blocks.0.len()).map(|index| self.item(index, "completed").into());
@@ -395,7 +395,7 @@ impl ResponseAnswer {
         }
     }
 
-    /// The part with the text of a block.
+    /// The content part with the text of a block.
     fn content(&self, index: usize, is_done: bool) -> Value {
         let text = |text: &str| if is_done { text.to_string() } else { String::new() };
         match &self.blocks.0[index] {
@@ -480,7 +480,7 @@ impl ResponseAnswer {
         self.send(sender, "response.output_item.done", done).await
     }
 
-    /// The name of the event with the text of a block.
+    /// The name of a text event of a block.
     fn kind(&self, index: usize, what: &str) -> &'static str {
         match (&self.blocks.0[index], what) {
             (Block::Text(_), "delta") => "response.output_text.delta",
@@ -492,7 +492,7 @@ impl ResponseAnswer {
         }
     }
 
-    /// The fields that name the place of a text.
+    /// The fields that locate a text.
     fn place(&self, index: usize) -> Value {
         let mut event = json!({"item_id": self.ids[index], "output_index": index});
         if !matches!(self.blocks.0[index], Block::Call { .. }) {

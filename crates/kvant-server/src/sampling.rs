@@ -1,4 +1,4 @@
-//! The fields of requests that decide how tokens are drawn and where a text ends.
+//! Request fields for sampling and for the end of a text.
 
 use std::{
     collections::BTreeMap,
@@ -33,7 +33,7 @@ impl Strings {
     }
 }
 
-/// The most tokens of an answer. -1 is no limit.
+/// Maximum tokens of an answer. -1 means no limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct TokenLimit(pub usize);
 
@@ -48,18 +48,18 @@ impl<'de> Deserialize<'de> for TokenLimit {
     }
 }
 
-/// A seed: 64 bits, with a sign or without one.
+/// A seed: 64 bits, signed or unsigned.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Seed(pub u64);
 
 impl<'de> Deserialize<'de> for Seed {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Seed, D::Error> {
-        // Negative seeds are the upper half.
+        // Negative seeds map to the upper half.
         Whole::deserialize(deserializer).map(|Whole(number)| Seed(number as u64))
     }
 }
 
-/// A whole number of 64 bits, with a sign or without one.
+/// A 64-bit integer, signed or unsigned.
 struct Whole(i128);
 
 impl<'de> Deserialize<'de> for Whole {
@@ -70,7 +70,7 @@ impl<'de> Deserialize<'de> for Whole {
             type Value = Whole;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a whole number")
+                f.write_str("an integer")
             }
 
             fn visit_u64<E: Error>(self, number: u64) -> Result<Whole, E> {
@@ -86,7 +86,7 @@ impl<'de> Deserialize<'de> for Whole {
     }
 }
 
-/// The fields that requests for completions and chat completions share.
+/// The fields shared by completions and chat completions.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SamplingFields {
     pub temperature: Option<f32>,
@@ -107,8 +107,8 @@ pub(crate) struct SamplingFields {
     pub priority: Option<i8>,
 }
 
-/// Declares a request with its own fields and those of [`SamplingFields`], which `sampling_fields` moves
-/// out. serde's `flatten` would hide unknown fields.
+/// Declares a request with its own fields and those of [`SamplingFields`], which `sampling_fields` moves out. serde's
+/// `flatten` would hide unknown fields.
 macro_rules! sampling_request {
     ($(#[$meta:meta])* struct $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
         $(#[$meta])*
@@ -159,16 +159,16 @@ macro_rules! sampling_request {
 }
 pub(crate) use sampling_request;
 
-/// The most that a bias or a penalty can be.
-const LARGEST_BIAS: f32 = 100.0;
+/// Maximum absolute value of a bias or a penalty.
+const MAX_BIAS: f32 = 100.0;
 
 impl SamplingFields {
-    /// Sets what the fields say in a request, and the server's defaults for the others.
+    /// Sets the fields in a request. Absent fields get the server's defaults.
     pub fn apply(self, request: EngineRequest, app: &Serving) -> error::Result<EngineRequest> {
         let default = &app.model.sampling;
         let top_k = match self.top_k {
             None => default.top_k,
-            // At most the vocabulary matters.
+            // Values above the size of the vocabulary have no effect.
             Some(top_k @ -1..) => usize::try_from(top_k).unwrap_or(0),
             Some(top_k) => {
                 let message = format!("`top_k` must be at least 0, or -1 for all, got {top_k}");
@@ -213,8 +213,8 @@ fn logit_bias((id, bias): (String, f32)) -> error::Result<(u32, f32)> {
         Err(ApiError::field("logit_bias", format!("`logit_bias` must have {expected}, got {got}")))
     };
     match id.parse() {
-        _ if !(-LARGEST_BIAS..=LARGEST_BIAS).contains(&bias) => invalid("values from -100 to 100", bias.to_string()),
-        Ok(id) if bias == -LARGEST_BIAS => Ok((id, f32::NEG_INFINITY)),
+        _ if !(-MAX_BIAS..=MAX_BIAS).contains(&bias) => invalid("values from -100 to 100", bias.to_string()),
+        Ok(id) if bias == -MAX_BIAS => Ok((id, f32::NEG_INFINITY)),
         Ok(id) => Ok((id, bias)),
         Err(_) => invalid("token ids as keys", format!("{:?}", id.chars().take(32).collect::<String>())),
     }
@@ -225,12 +225,12 @@ pub(crate) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-/// The id of an answer: a prefix and 96 random bits.
+/// Creates the id of an answer: a prefix and 96 random bits.
 pub(crate) fn random_id(prefix: &str) -> String {
     format!("{prefix}{:016x}{:08x}", random(), random() as u32)
 }
 
-/// Seconds since 1970.
+/// The current time in seconds since 1970.
 pub(crate) fn now() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }

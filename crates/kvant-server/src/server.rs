@@ -1,4 +1,4 @@
-//! A server: serves until it is told to stop or its engine fails.
+//! A server that runs until it is stopped or its engine fails.
 
 use std::{
     io,
@@ -17,22 +17,22 @@ use crate::{
     models::Catalog,
 };
 
-/// How often a server looks whether its engine is healthy.
+/// Interval of the health check of engines.
 const WATCH: Duration = Duration::from_millis(100);
-/// The longest time to write the last answers.
+/// Maximum time to write the last responses.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// Why a server stopped that nobody stopped.
+/// The reason why a server ended without being stopped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError {
-    /// The listener, the runtime or the handler of signals failed.
+    /// The listener, the runtime or the signal handler failed.
     #[error("cannot serve: {0}")]
     Io(#[from] io::Error),
-    /// The engine has failed. Its clients have got an error.
+    /// The engine has failed. Its clients have received an error.
     #[error("the engine has failed")]
     Engine,
-    /// Requests did not end within [`ServerOptions::drain`]. Their clients have got an error.
+    /// Requests did not end within [`ServerOptions::drain`]. Their clients have received an error.
     #[error("requests did not end in time")]
     Drain,
 }
@@ -48,22 +48,22 @@ impl std::fmt::Debug for Server {
 }
 
 impl Server {
-    /// A server for an engine. Without a template, it refuses conversations.
+    /// Creates a server for an engine. Without a template, it rejects conversations.
     pub fn new(engine: Engine, template: Option<ChatTemplate>, options: ServerOptions) -> Server {
         let model = ServedModel::new(engine).template(template).sampling(options.sampling.clone());
         let model = model.pooling(options.pooling);
         Server(Arc::new(App::new(Catalog::of_one(model, options.names.clone()), options)))
     }
 
-    /// A server for models that are loaded when requests name them.
+    /// Creates a server for models that are loaded on demand.
     ///
     /// # Errors
-    /// There are no models, or the system starts no thread.
+    /// There are no models, or the system cannot start a thread.
     pub fn of_models(models: Models, options: ServerOptions) -> io::Result<Server> {
         Ok(Server(Arc::new(App::new(Catalog::start(models)?, options))))
     }
 
-    /// Loads a model now, by its number in the order in which models were added. Not for async code.
+    /// Loads a model now, by its index in the order of insertion. Blocks: not for async code.
     ///
     /// # Errors
     /// `Load`; `Name` if there is no such model.
@@ -73,12 +73,12 @@ impl Server {
         models.load(index).map_err(|reason| ModelError::Load { name: name.to_string(), reason })
     }
 
-    /// The routes, for tests and for servers with others.
+    /// The routes, for tests and for servers with additional routes.
     pub fn router(&self) -> axum::Router {
         app::router(&self.0)
     }
 
-    /// Serves until `stop` is ready. Then new requests get 503, and those that run can finish, for at most
+    /// Serves until `stop` is ready. Then new requests get 503, and running ones can finish within
     /// [`ServerOptions::drain`].
     ///
     /// # Errors
@@ -98,11 +98,11 @@ impl Server {
         outcome
     }
 
-    /// Serves on a runtime of its own until the process is told to stop: SIGTERM, or SIGINT (Ctrl-C). A second signal
-    /// stops at once.
+    /// Serves on its own runtime until the process receives SIGTERM or SIGINT (Ctrl-C). A second signal stops
+    /// immediately.
     ///
     /// # Errors
-    /// Those of [`Server::serve`].
+    /// As [`Server::serve`].
     pub fn run(self, listener: std::net::TcpListener) -> Result<(), ServeError> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let outcome = runtime.block_on(async {
@@ -137,7 +137,7 @@ impl Server {
         self.0.is_draining.store(true, Ordering::Release);
         let limit = self.0.options.drain;
         let drain = |engine: Engine| tokio::spawn(app::blocking(move || engine.drain(limit)));
-        // All at once: they share the limit.
+        // All are drained concurrently: they share the limit.
         let drains: Vec<_> = self.0.models.close().into_iter().map(drain).collect();
         let mut all_ended = true;
         for drained in drains {
@@ -146,7 +146,7 @@ impl Server {
         if all_ended { Ok(()) } else { Err(ServeError::Drain) }
     }
 
-    /// Waits until the engine has failed. Of several models, one that has failed is put out.
+    /// Waits until the only engine has failed. If the server has several models, a failed one is unloaded.
     async fn failure(&self) {
         while !self.0.models.has_failed() {
             self.0.models.retire_failed();
@@ -156,7 +156,7 @@ impl Server {
     }
 }
 
-/// Reads the file of keys again on each SIGHUP.
+/// Reloads the key file on each SIGHUP.
 #[cfg(unix)]
 async fn reload(keys: ApiKeys) {
     use tokio::signal::unix::{SignalKind, signal};
@@ -170,7 +170,7 @@ async fn reload(keys: ApiKeys) {
     }
 }
 
-/// The signals that ask a process to stop.
+/// The signals that stop the process.
 struct Signals {
     #[cfg(unix)]
     terminate: tokio::signal::unix::Signal,

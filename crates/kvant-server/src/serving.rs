@@ -1,4 +1,4 @@
-//! The server with the model of one request.
+//! The server, and the model of one request.
 
 use std::{ops::Deref, sync::Arc};
 
@@ -10,13 +10,14 @@ use crate::{
     models::ModelLease,
 };
 
-/// Texts from this length on wait for each other: the tokenizer takes some hundred bytes for each of theirs.
+/// Minimum bytes of a text that counts as long. The tokenizer takes some hundred bytes of memory per byte of text, so
+/// only a few long texts are tokenised at a time.
 const LONG_TEXT: usize = 256 << 10;
 
 /// The server, and the model that a request uses. The model stays loaded while this exists.
 pub(crate) struct Serving {
     app: Arc<App>,
-    /// The name of the model in answers.
+    /// The name of the model in responses.
     pub name: String,
     pub model: ModelLease,
 }
@@ -30,7 +31,7 @@ impl Deref for Serving {
 }
 
 impl Serving {
-    /// Waits for the model that a request names; the first one if it names none.
+    /// Waits for the model that a request names. If it names none, the first.
     pub async fn of(app: &Arc<App>, asked: Option<&str>) -> Result<Arc<Serving>> {
         let index = app.models.find(asked)?;
         let model = app.models.get(index, app.options.load_time).await?;
@@ -43,7 +44,7 @@ impl Serving {
         &self.app
     }
 
-    /// Runs what takes long on a thread of its own, such as to tokenise a long text.
+    /// Runs long work, such as tokenising a long text, on a thread of its own.
     pub async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Serving) -> T + Send + 'static,
@@ -52,8 +53,8 @@ impl Serving {
         blocking(move || work(&serving)).await
     }
 
-    /// As [`Serving::blocking`], for work that tokenises `bytes` bytes of text. Only a few long texts are tokenised at
-    /// once, so that many do not take all memory, and the memory of each goes back to the system.
+    /// Like [`Serving::blocking`], for work that tokenises `bytes` bytes of text. Limits how many long texts are
+    /// tokenised at the same time, and returns the memory of each to the system.
     pub async fn encoding<T: Send + 'static>(
         self: &Arc<Self>,
         bytes: usize,
@@ -68,20 +69,20 @@ impl Serving {
             if let Some(reclaim) = serving.options.reclaim {
                 reclaim();
             }
-            // The client may have gone long ago: the place is free when the work is done.
+            // The permit is released when the work is done, even if the client has disconnected.
             drop(place);
             result
         })
         .await
     }
 
-    /// The ids of a prompt. One that must have more tokens than the context is not tokenised.
+    /// Tokenises a prompt. A text that certainly exceeds the context is rejected without tokenising it.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         self.check_length(text)?;
         tokenized("prompt", self.model.engine.tokenizer().encode_prompt(text))
     }
 
-    /// The ids of a text that is embedded. One that must have more tokens than the context is not tokenised.
+    /// Tokenises a text to embed. A text that certainly exceeds the context is rejected without tokenising it.
     pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         self.check_length(text)?;
         tokenized("prompt", self.model.engine.tokenizer().encode_whole(text))
@@ -95,29 +96,29 @@ impl Serving {
         }
     }
 
-    /// The bytes of one token within a text, special ones by their names.
+    /// The bytes of one token within a text. Special tokens are shown by name.
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         self.model.engine.tokenizer().token_bytes(id).unwrap_or_default()
     }
 
-    /// The text of one token, special ones by their names. A token that begins or ends within a character is shown by
-    /// its bytes, as in `bytes:\xf0\x9f`, so that different tokens stay different.
+    /// The text of one token. Special tokens are shown by name. A token that begins or ends within a character is shown
+    /// as bytes, as in `bytes:\xf0\x9f`, so that distinct tokens have distinct texts.
     pub fn token_text(&self, id: u32) -> String {
         bytes_text(&self.token_bytes(id))
     }
 }
 
-/// Bytes as text if they are UTF-8, or with escapes, in OpenAI's form.
+/// Bytes as text if they are valid UTF-8, or escaped in OpenAI's format.
 pub(crate) fn bytes_text(bytes: &[u8]) -> String {
     std::str::from_utf8(bytes).map_or_else(|_| escaped(bytes), str::to_string)
 }
 
-/// Bytes with escapes, in OpenAI's form.
+/// Bytes escaped in OpenAI's format.
 pub(crate) fn escaped(bytes: &[u8]) -> String {
     format!("bytes:{}", bytes.escape_ascii())
 }
 
-/// An error of the tokenizer is about the text.
+/// Attributes an error of the tokenizer to a field.
 pub(crate) fn tokenized<T>(field: &str, result: ModelResult<T>) -> Result<T> {
     result.map_err(|error| ApiError::of_text(field, &error))
 }

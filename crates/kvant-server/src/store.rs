@@ -1,6 +1,7 @@
 //! Conversations of earlier responses, for requests that continue them by `previous_response_id`.
 //!
-//! They are in memory, and bounded: the oldest ones go first. A client finds those of its own API key only.
+//! They are kept in memory up to a limit; the oldest are dropped first. A client can access only conversations of its
+//! own API key.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -9,12 +10,12 @@ use std::{
 
 use kvant_models::chat::Message;
 
-/// Bytes that a message takes beside its texts.
+/// Overhead of a message in bytes, in addition to its texts.
 const OF_MESSAGE: usize = 256;
 
 /// Conversations by the ids of their responses.
 pub(crate) struct Store {
-    /// The most bytes of all conversations.
+    /// Maximum bytes of all conversations.
     limit: usize,
     kept: Mutex<Kept>,
 }
@@ -22,7 +23,7 @@ pub(crate) struct Store {
 #[derive(Default)]
 struct Kept {
     by_id: HashMap<String, Conversation>,
-    /// Ids, the oldest first.
+    /// Ids, oldest first.
     order: VecDeque<String>,
     bytes: usize,
 }
@@ -35,17 +36,17 @@ struct Conversation {
 }
 
 impl Store {
-    /// Keeps at most `limit` bytes, a quarter of them for one API key where there are keys.
+    /// Creates a store of at most `limit` bytes. With API keys, each key can use a quarter of them.
     pub fn new(limit: usize) -> Store {
         Store { limit, kept: Mutex::default() }
     }
 
-    /// Whether anything is kept.
+    /// Whether conversations are kept.
     pub fn is_on(&self) -> bool {
         self.limit > 0
     }
 
-    /// Keeps a conversation, in place of old ones. One that is too large is not kept.
+    /// Keeps a conversation, and drops old ones to make room. A conversation that exceeds the limit is not kept.
     pub fn insert(&self, owner: &[u8], id: &str, messages: Vec<Message>) {
         let bytes = messages.iter().map(bytes_of).sum::<usize>().saturating_add(owner.len() + 2 * id.len());
         let own_limit = if owner.is_empty() { self.limit } else { self.limit / 4 };
@@ -65,7 +66,7 @@ impl Store {
         kept.by_id.insert(id.to_string(), conversation);
     }
 
-    /// The conversation up to a response, if this client has had it.
+    /// Returns the conversation up to a response, if it belongs to this client.
     pub fn get(&self, owner: &[u8], id: &str) -> Option<Arc<[Message]>> {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.by_id.get(id).filter(|found| found.owner == owner).map(|found| Arc::clone(&found.messages))
@@ -121,7 +122,7 @@ mod tests {
         let store = Store::new(8000);
         store.insert(b"one", "a", text(1000));
         assert!(store.get(b"one", "a").is_some() && store.get(b"two", "a").is_none() && store.get(b"", "a").is_none());
-        // A key has a quarter of the memory, and takes nothing from others.
+        // Each key has a quarter of the memory and does not displace conversations of others.
         store.insert(b"two", "b", text(1000));
         for id in ["c", "d", "e"] {
             store.insert(b"one", id, text(1500));

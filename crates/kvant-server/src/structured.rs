@@ -1,4 +1,4 @@
-//! Answers of a prescribed form: JSON, calls of tools, and other languages, as grammars for the engine.
+//! Structured outputs: JSON, tool calls, and other languages, as grammars for the engine.
 
 use kvant_engine::{CompiledGrammar, Grammar, InexactNumber, SubmitError};
 use kvant_models::chat::{JsonValue, ReplyFormat};
@@ -14,35 +14,35 @@ use crate::{
     serving::Serving,
 };
 
-/// The form that an answer must have.
+/// A constraint on the format of an answer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OutputConstraint {
-    /// The form of text.
+    /// The format of text.
     text: Option<TextShape>,
-    /// The functions that the answer can call, as tools in OpenAI's form.
+    /// The functions that the answer can call, as tools in OpenAI's format.
     calls: Vec<JsonValue>,
     /// Whether the answer must be a call.
     must_call: bool,
 }
 
-/// The form of text, and the field that asks for it.
+/// The format of text, and the field that requests it.
 #[derive(Clone, Debug)]
 struct TextShape {
     field: String,
     grammar: Grammar,
 }
 
-/// Whether reasoning come before the answer.
+/// Whether reasoning precedes the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reasoning {
-    /// The prompt has begun them.
+    /// The prompt has begun the reasoning.
     Open,
     /// The model decides.
     Allowed,
     Never,
 }
 
-/// Other languages of texts, under vLLM's names. One of the fields is set.
+/// Other languages of texts, named as in vLLM. One of the fields is set.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(crate) struct StructuredOutputs {
     json: Option<JsonValue>,
@@ -53,8 +53,8 @@ pub(crate) struct StructuredOutputs {
 }
 
 impl OutputConstraint {
-    /// The form of text that `response_format` or, in `field`, its equivalent asks for. `wrapper` is the key of the
-    /// object that has the schema.
+    /// The constraint that `response_format`, or its equivalent in `field`, requests. `wrapper` is the key of the
+    /// object that contains the schema.
     pub fn of_format(format: Option<&JsonValue>, field: &str, wrapper: Option<&str>) -> Result<OutputConstraint> {
         let Some(format) = format else { return Ok(OutputConstraint::default()) };
         match format["type"].as_str() {
@@ -62,7 +62,7 @@ impl OutputConstraint {
                 only_fields(format, field, &["type"])?;
                 Ok(OutputConstraint::default())
             }
-            // As in llama.cpp, it can have a schema.
+            // As in llama.cpp, `json_object` can have a schema.
             Some("json_object") => {
                 only_fields(format, field, &["type", "schema"])?;
                 match &format["schema"] {
@@ -109,7 +109,7 @@ impl OutputConstraint {
         OutputConstraint { text: Some(TextShape { field, grammar }), ..OutputConstraint::default() }
     }
 
-    /// Adds what `structured_outputs` asks for.
+    /// Adds the constraint of `structured_outputs`.
     pub fn and_structured(self, outputs: Option<StructuredOutputs>) -> Result<OutputConstraint> {
         let Some(outputs) = outputs else { return Ok(self) };
         let name = "structured_outputs";
@@ -122,22 +122,22 @@ impl OutputConstraint {
             let choices: Vec<String> = choices.iter().map(|choice| literal(choice)).collect();
             Grammar::Lark(format!("start: {}", choices.join(" | ")))
         });
-        let asked = [
+        let constraints = [
             ("json", json.map(schema_text).map(Grammar::JsonSchema)),
             ("json_object", json_object.filter(|&on| on).map(|_| Grammar::JsonObject)),
             ("regex", regex.map(Grammar::Regex)),
             ("choice", choice),
             ("grammar", grammar.map(Grammar::Lark)),
         ];
-        let mut asked = asked.into_iter().filter_map(|(key, grammar)| Some((key, grammar?)));
-        match (asked.next(), asked.next(), &self.text) {
+        let mut constraints = constraints.into_iter().filter_map(|(key, grammar)| Some((key, grammar?)));
+        match (constraints.next(), constraints.next(), &self.text) {
             (Some((key, grammar)), None, None) => Ok(OutputConstraint::of_text(format!("{name}.{key}"), grammar)),
             (None, ..) => Ok(self),
-            _ => Err(ApiError::field(name, format!("`{name}` must ask for one form, and `response_format` for none"))),
+            _ => Err(ApiError::field(name, format!("`{name}` must set one constraint, without `response_format`"))),
         }
     }
 
-    /// Adds functions that the answer can call, or must call.
+    /// Adds functions that the answer can or must call.
     pub fn and_calls(self, calls: Vec<JsonValue>, must_call: bool) -> OutputConstraint {
         OutputConstraint { calls, must_call, ..self }
     }
@@ -152,7 +152,7 @@ impl OutputConstraint {
         self.calls.iter().filter_map(|tool| tool["function"]["name"].as_str())
     }
 
-    /// How the answer is read: a call that is not in the family's own form is JSON.
+    /// The format in which the answer is parsed. A call that is not in the family's own format is JSON.
     pub fn read_as(&self, family: ReplyFormat) -> ReplyFormat {
         let has_own = match family {
             ReplyFormat::Hermes | ReplyFormat::Mistral | ReplyFormat::Harmony => true,
@@ -162,7 +162,7 @@ impl OutputConstraint {
         if self.must_call && !has_own { ReplyFormat::Llama3 } else { family }
     }
 
-    /// The grammar of an answer, if it must have a form.
+    /// Compiles the grammar of an answer, if it is constrained.
     pub fn compile(&self, app: &Serving, family: ReplyFormat, reasoning: Reasoning) -> Result<Option<CompiledGrammar>> {
         if self.must_call || self.text.is_some() {
             self.check_numbers()?;
@@ -180,21 +180,21 @@ impl OutputConstraint {
             return alone().map(Some);
         }
         if matches!(grammar, Grammar::Lark(_)) {
-            // Places in its errors are those that the client knows.
+            // Positions in errors refer to the client's text.
             alone()?;
         }
         let whole = compiled(app, field, &self.grammar(app, family, reasoning, Some(grammar))?);
         whole.map(Some).map_err(|error| alone().err().unwrap_or(error))
     }
 
-    /// The grammar of an answer that is free, but for the calls of functions that are strict.
+    /// The grammar of an answer that is free except for calls of strict functions.
     fn compile_strict(
         &self,
         app: &Serving,
         family: ReplyFormat,
         reasoning: Reasoning,
     ) -> Result<Option<CompiledGrammar>> {
-        // Without calls there is nothing to enforce.
+        // Without calls, there is nothing to enforce.
         if family == ReplyFormat::Plain || !self.calls.iter().any(|tool| is_strict(&tool["function"])) {
             return Ok(None);
         }
@@ -203,7 +203,7 @@ impl OutputConstraint {
         grammar.map(Some).map_err(|error| self.call_error(app).unwrap_or(error))
     }
 
-    /// Refuses parameters of functions with a number that cannot be enforced exactly.
+    /// Rejects function parameters with a number that cannot be enforced exactly.
     fn check_numbers(&self) -> Result<()> {
         let inexact = |tool: &JsonValue| {
             let function = &tool["function"];
@@ -224,7 +224,8 @@ impl OutputConstraint {
         })
     }
 
-    /// The grammar of reasoning and then text or a call. Text is free if it needs no form and no call must be.
+    /// The grammar of reasoning followed by text or a call. Text is free if it is unconstrained and no call is
+    /// required.
     fn grammar(
         &self,
         app: &Serving,
@@ -235,7 +236,7 @@ impl OutputConstraint {
         let key = if family == ReplyFormat::Llama3 { "parameters" } else { "arguments" };
         let family = if self.must_call { self.read_as(family) } else { family };
         let is_free = !self.must_call && text.is_none();
-        // Arguments of other functions are free where nothing else must have a form.
+        // Arguments of other functions are free if nothing else is constrained.
         let schema = |function: &JsonValue| match is_free && !is_strict(function) {
             true => json!({"type": "object"}).into(),
             false => parameters(function),
@@ -271,13 +272,13 @@ impl OutputConstraint {
             match (is_free, delimiters.call.map(|[before, _]| before)) {
                 (false, _) => rules.push(format!("call: {before} ({calls}) {after}")),
                 (true, Some([first, ..])) => {
-                    // Several calls can be in one list of JSON.
+                    // A JSON list can contain several calls.
                     let more = if is_gemma { String::new() } else { format!("(\",\" \" \"? ({calls}))*") };
                     rules.push(format!("call: {before} ({calls}) {more} {after}"));
                     rules.push(format!("FREE: {}", without(app, first)));
                     answers = vec!["FREE (call FREE)*"];
                 }
-                // JSON is a call.
+                // A call is JSON.
                 (true, _) => {
                     rules.push(format!("call: {calls}\nFREE: /(\\s*[^{{\\s](?s:.*))?/"));
                     answers.push("FREE");
@@ -288,8 +289,8 @@ impl OutputConstraint {
         Ok(Grammar::Lark(rules.join("\n")))
     }
 
-    /// The calls in Gemma's form, and their rules. Arguments of a function that need not be strict are free if the form
-    /// cannot enforce their schema.
+    /// The calls in Gemma's format, and their rules. If the format cannot enforce the schema of a function, arguments
+    /// of a function that is not strict are free.
     fn gemma_calls(
         &self,
         app: &Serving,
@@ -302,8 +303,7 @@ impl OutputConstraint {
             let function = &tool["function"];
             let call = form.call(&function["name"], &schema(function)).or_else(|keyword| {
                 if is_strict(function) {
-                    let why =
-                        format!("the model's form of calls cannot enforce `{keyword}` unless a call must be made");
+                    let why = format!("the model's call format cannot enforce `{keyword}` unless a call is required");
                     return Err(ApiError::unsupported(format!("tools[{index}].function.strict"), &why));
                 }
                 Ok(form.free_call(&function["name"]))
@@ -315,7 +315,7 @@ impl OutputConstraint {
     }
 }
 
-/// The begin of an answer, and the rules of reasoning in it.
+/// The start of an answer, and the rules of its reasoning.
 fn reasoning_before(
     app: &Serving,
     delimiters: &Delimiters,
@@ -328,7 +328,7 @@ fn reasoning_before(
     };
     let rules = match delimiters.reasoning {
         None if reasoning == Reasoning::Open => {
-            return Err(ApiError::unsupported("tool_choice", "the prompt asks for reasoning first"));
+            return Err(ApiError::unsupported("tool_choice", "the prompt requires reasoning first"));
         }
         Some((open, close)) if reasoning != Reasoning::Never => {
             let open = open.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" ");
@@ -343,7 +343,7 @@ fn reasoning_before(
     Ok((start, rules))
 }
 
-/// Compiles a grammar. An error names `field`.
+/// Compiles a grammar. Errors name `field`.
 fn compiled(app: &Serving, field: &str, grammar: &Grammar) -> Result<CompiledGrammar> {
     app.model.engine.compile(grammar).map_err(|error| match error {
         SubmitError::Invalid { got, .. } if Grammar::IS_SUPPORTED => {
@@ -354,7 +354,7 @@ fn compiled(app: &Serving, field: &str, grammar: &Grammar) -> Result<CompiledGra
     })
 }
 
-/// Objects of a strict schema have no other properties than those it names, as in OpenAI's API, which asks for
+/// Forbids additional properties in objects of a strict schema, as OpenAI's API does, which requires
 /// `additionalProperties: false`.
 fn close(schema: &mut JsonValue) {
     match schema {
@@ -365,7 +365,7 @@ fn close(schema: &mut JsonValue) {
             }
             for (key, value) in fields {
                 match key.as_str() {
-                    // Values, not schemas.
+                    // These keywords have values, not schemas.
                     "enum" | "const" | "default" | "examples" => {}
                     _ => close(value),
                 }

@@ -17,12 +17,12 @@ use crate::{
 pub(crate) struct TokenizeRequest {
     model: Option<String>,
     prompt: Option<String>,
-    /// llama.cpp's name of the same.
+    /// llama.cpp's name of `prompt`.
     content: Option<String>,
-    /// Whether the ids begin with that of the beginning of a text. Default: true for `prompt`, false for `content`, as
-    /// in the servers from which these names are.
+    /// Whether the ids begin with the beginning-of-text token. Default: true for `prompt`, false for `content`, as in
+    /// vLLM and llama.cpp.
     add_special_tokens: Option<bool>,
-    /// llama.cpp's name of the same.
+    /// llama.cpp's name of `add_special_tokens`.
     add_special: Option<bool>,
     return_token_strs: Option<bool>,
     /// Whether each token is an object with `id` and `piece`, as in llama.cpp.
@@ -61,7 +61,7 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, Json(request): Json<To
     Ok(Json(json!({"count": count, "max_model_len": max_model_len, "tokens": tokens, "token_strs": token_strs})))
 }
 
-/// llama.cpp's form of a token: its text, or its bytes if they are not UTF-8.
+/// A token in llama.cpp's format: its text, or its bytes if they are not UTF-8.
 fn piece(bytes: &[u8]) -> Value {
     std::str::from_utf8(bytes).map_or_else(|_| json!(bytes), Value::from)
 }
@@ -72,7 +72,7 @@ pub(crate) struct DetokenizeRequest {
     tokens: Vec<u32>,
 }
 
-/// The answer has the text under both vLLM's and llama.cpp's name.
+/// Returns the text under both vLLM's and llama.cpp's name.
 pub(crate) async fn detokenize(
     State(app): State<Arc<App>>,
     Json(request): Json<DetokenizeRequest>,
@@ -80,7 +80,7 @@ pub(crate) async fn detokenize(
     let app = Serving::of(&app, request.model.as_deref()).await?;
     let decoded = app.blocking(move |app| {
         let tokenizer = app.model.engine.tokenizer();
-        // A text without them would not show that something is missing.
+        // If invalid ids were skipped, the client would not notice that text is missing.
         if let Some((index, &id)) = request.tokens.iter().enumerate().find(|&(_, &id)| !tokenizer.has_token(id)) {
             return Err(unknown(index, id, tokenizer.vocab_size()));
         }
@@ -90,14 +90,14 @@ pub(crate) async fn detokenize(
     Ok(Json(json!({"prompt": text, "content": text})))
 }
 
-/// 400 for an id that has no token.
+/// 400 for an id that is not in the vocabulary.
 fn unknown(index: usize, id: u32, vocabulary: usize) -> ApiError {
     let field = format!("tokens[{index}]");
     let message = format!("`{field}` must be the id of a token, below the vocabulary's {vocabulary}, got {id}");
     ApiError::field(field, message)
 }
 
-/// What clients need to know that make prompts of ids. The query can name the model, as in `?model=NAME`.
+/// Facts for clients that make prompts of ids. The query can name the model, as in `?model=NAME`.
 pub(crate) async fn info(State(app): State<Arc<App>>, RawQuery(query): RawQuery) -> Result<Json<Value>> {
     let query = query.unwrap_or_default();
     let asked = form_urlencoded::parse(query.as_bytes()).find(|(name, _)| name == "model").map(|(_, value)| value);

@@ -1,4 +1,4 @@
-//! The models of a server: their names, what is known of them before they are loaded, and those that are loaded.
+//! The models of a server: their names, facts known before they are loaded, and the loaded ones.
 
 mod plan;
 mod registry;
@@ -22,18 +22,19 @@ use registry::{Lease, Loader, Refused, Registry, Resident};
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct ServedModel {
-    /// Runs it. There must be no other handles when it is put out: its memory is free only then.
+    /// The engine. When the server unloads the model, no other handle may exist: memory is freed when the last one is
+    /// dropped.
     pub engine: Engine,
-    /// Makes a text of a conversation. Without it, the model refuses conversations.
+    /// Converts a conversation to a prompt. Without it, the model rejects conversations.
     pub template: Option<ChatTemplate>,
-    /// The sampling parameters of requests that name none. Default: [`Sampling::usual`].
+    /// Defaults of the sampling parameters. Default: [`Sampling::usual`].
     pub sampling: Sampling,
-    /// How embeddings are made. Without it, there are none.
+    /// The pooling of embeddings. Without it, the model makes none.
     pub pooling: Option<Pooling>,
 }
 
 impl ServedModel {
-    /// A model that continues texts.
+    /// A model that generates text.
     pub fn new(engine: Engine) -> ServedModel {
         ServedModel { engine, template: None, sampling: Sampling::usual(), pooling: None }
     }
@@ -69,13 +70,13 @@ impl Resident for ServedModel {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ModelFacts {
-    /// Bytes that it takes when it is loaded: weights, pages and activations.
+    /// Bytes of the loaded model: weights, pages and activations.
     pub bytes: usize,
-    /// Its longest text in tokens.
+    /// Maximum tokens of a text.
     pub context: usize,
-    /// Whether it can answer conversations.
+    /// Whether the model can answer conversations.
     pub has_template: bool,
-    /// The codecs of its cache, if they are known.
+    /// The codecs of its cache, if known.
     pub cache: Option<CacheCodecs>,
 }
 
@@ -98,10 +99,10 @@ impl ModelFacts {
     }
 }
 
-/// Models that a server loads when requests name them, within a limit of memory.
+/// Models that a server loads on demand, within a memory limit.
 ///
-/// When there is no room for a model, the least recently used ones are put out. One that requests use stays until they
-/// have ended; if its room is needed, new requests for it wait. Models are loaded and put out one at a time.
+/// If a model does not fit, the least recently used ones are unloaded. A model in use stays until its requests have
+/// ended; if its memory is needed, new requests for it wait. Models are loaded and unloaded one at a time.
 ///
 /// ```no_run
 /// # fn load(path: &str) -> Result<kvant_server::ServedModel, Box<dyn std::error::Error + Send + Sync>> { todo!() }
@@ -119,22 +120,22 @@ pub struct Models {
     loaders: Vec<(usize, Loader<ServedModel>)>,
 }
 
-/// A model that cannot be added or loaded.
+/// An error when a model is added or loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// A model has no name, or one of another model.
-    #[error("a model must have a name that no other one has, got {0:?}")]
+    /// A model has no name, or the name of another model.
+    #[error("a model must have a name that no other model has, got {0:?}")]
     Name(String),
-    /// It takes more than all models may.
-    #[error("the model takes {bytes} bytes, more than the limit of {limit} bytes")]
+    /// The model exceeds the memory limit of all models.
+    #[error("the model needs {bytes} bytes; the limit is {limit} bytes")]
     Size {
         /// Bytes of the model.
         bytes: usize,
         /// Maximum bytes of all models.
         limit: usize,
     },
-    /// It cannot be loaded.
+    /// The model cannot be loaded.
     #[error("the model {name:?} cannot be loaded: {reason}")]
     Load {
         /// The name of the model.
@@ -144,7 +145,7 @@ pub enum ModelError {
     },
 }
 
-/// A model in use, which stays loaded.
+/// A lease of a model, which keeps it loaded.
 pub(crate) type ModelLease = Lease<ServedModel>;
 
 /// The names of a model and the facts about it.
@@ -155,32 +156,32 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// The name in answers.
+    /// The name in responses.
     pub fn name(&self) -> &str {
         self.names.first().map_or("", String::as_str)
     }
 
-    /// Names that clients can ask for.
+    /// Names that clients can request.
     pub fn listed(&self) -> impl Iterator<Item = &str> {
         self.names.iter().map(String::as_str).filter(|name| *name != ANY)
     }
 }
 
-/// As a name: the model serves every name that no other model has.
+/// The name that accepts every name that no other model has.
 const ANY: &str = "*";
 
 impl Models {
-    /// No models yet. Those that are loaded take at most `limit` bytes together.
+    /// Creates an empty list. The loaded models take at most `limit` bytes together.
     pub fn new(limit: usize) -> Models {
         Models { limit, known: Vec::new(), loaders: Vec::new() }
     }
 
-    /// Adds a model. The first name is in answers; a request can use any of them. A request that names no model gets
-    /// the first model. `*` as the last name accepts every name that no model has. `load` is called in a thread of its
-    /// own when a request needs the model.
+    /// Adds a model. Requests can use any of its names; responses have the first. A request that names no model gets
+    /// the first model. `*` as the last name accepts every name that no model has. `load` runs on a thread of its own
+    /// when a request needs the model.
     ///
     /// # Errors
-    /// `Name`; `Size`. Nothing was added then.
+    /// `Name`; `Size`. The model is then not added.
     pub fn add<N, F, E>(
         &mut self,
         names: impl IntoIterator<Item = N>,
@@ -210,7 +211,7 @@ impl Models {
         Ok(())
     }
 
-    /// The names of the models, as they are in answers.
+    /// The names of the models in responses.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.known.iter().map(Known::name)
     }
@@ -227,7 +228,7 @@ impl std::fmt::Debug for Models {
     }
 }
 
-/// Loads a model, and logs that.
+/// Loads a model and logs the result.
 fn logged(name: &str, load: impl FnOnce() -> Result<ServedModel, String>) -> Result<ServedModel, String> {
     let started = Instant::now();
     tracing::info!(model = name, "loading");
@@ -248,13 +249,13 @@ pub(crate) struct Catalog {
 
 /// The state of a model in `/metrics` and in lists of models.
 pub(crate) struct Seen {
-    /// `None`: it is not loaded.
+    /// `None`: the model is not loaded.
     pub stats: Option<EngineStats>,
     pub loads: Loads,
 }
 
 impl Catalog {
-    /// One model, which is always loaded.
+    /// A catalog of one model, which is always loaded.
     pub fn of_one(model: ServedModel, names: Vec<String>) -> Catalog {
         let facts = ModelFacts::new(0, model.engine.context()).has_template(model.template.is_some());
         let facts = facts.cache(model.engine.options().codecs.clone());
@@ -262,7 +263,7 @@ impl Catalog {
     }
 
     /// # Errors
-    /// There are no models, or the system starts no thread.
+    /// There are no models, or the system cannot start a thread.
     pub fn start(models: Models) -> io::Result<Catalog> {
         if models.known.is_empty() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "there are no models to serve"));
@@ -274,14 +275,14 @@ impl Catalog {
         &self.known
     }
 
-    /// The number of the model that a request names; the first one if it names none.
+    /// The index of the model that a request names. If it names none, the first.
     pub fn find(&self, asked: Option<&str>) -> Result<usize> {
         let Some(asked) = asked else { return Ok(0) };
         let has = |name: &str| self.known.iter().position(|known| known.names.iter().any(|own| own == name));
         has(asked).or_else(|| has(ANY)).ok_or_else(|| self.unknown(asked))
     }
 
-    /// 404, in OpenAI's words.
+    /// 404, in OpenAI's wording.
     fn unknown(&self, asked: &str) -> ApiError {
         let asked: String = asked.chars().take(64).collect();
         let names: Vec<String> = self.known.iter().take(20).map(|known| format!("`{}`", known.name())).collect();
@@ -290,7 +291,7 @@ impl Catalog {
         ApiError { param: Some("model".to_string()), code: Some("model_not_found"), ..error }
     }
 
-    /// Waits for a model, which is loaded if it is not.
+    /// Waits for a model. Loads it if necessary.
     pub async fn get(&self, index: usize, limit: Duration) -> Result<ModelLease> {
         self.registry.get(index, limit).await.map_err(|refused| self.refused(index, refused, limit))
     }
@@ -298,7 +299,7 @@ impl Catalog {
     fn refused(&self, index: usize, refused: Refused, limit: Duration) -> ApiError {
         let name = self.known[index].name();
         match refused {
-            // Its reason names files of this machine, so it is in the log alone.
+            // The reason names files of this machine, so it is only logged.
             Refused::Failed(_) => {
                 let message = format!("the model `{name}` cannot be loaded: the log of the server has the reason");
                 ApiError { code: Some("model_load_failed"), ..ApiError::internal(message) }
@@ -317,7 +318,7 @@ impl Catalog {
         }
     }
 
-    /// Loads a model now. Not for async code.
+    /// Loads a model now. Blocks: not for async code.
     ///
     /// # Errors
     /// Why it cannot be loaded.
@@ -329,7 +330,7 @@ impl Catalog {
         }
     }
 
-    /// Each model with its counts.
+    /// Each model with its state and counts.
     pub fn seen(&self) -> Vec<(&Known, Seen)> {
         let mut stats = Vec::new();
         self.registry.each(|_, model| stats.push(model.map(|model| model.engine.stats())));
@@ -338,17 +339,17 @@ impl Catalog {
         self.known.iter().zip(seen).collect()
     }
 
-    /// Bytes of the models that are loaded.
+    /// Bytes of the loaded models.
     pub fn bytes(&self) -> usize {
         self.registry.bytes()
     }
 
-    /// Whether a server without its only model must end.
+    /// Whether the only model of the server has failed. The server must then end.
     pub fn has_failed(&self) -> bool {
         self.known.len() == 1 && !self.failed().is_empty()
     }
 
-    /// Puts models out whose engines have failed. They are loaded again when they are asked for.
+    /// Unloads models whose engines have failed. The next request loads them again.
     pub fn retire_failed(&self) {
         for index in self.failed() {
             self.registry.retire(index);
@@ -365,7 +366,7 @@ impl Catalog {
         failed
     }
 
-    /// No model is loaded any more. Returns the engines of those that are.
+    /// Forgets all models. Returns the engines of the loaded ones.
     pub fn close(&self) -> Vec<Engine> {
         self.registry.close();
         let mut engines = Vec::new();

@@ -1,13 +1,13 @@
-//! Decides which model is loaded next and which one leaves. It knows neither clock, threads nor models.
+//! Decides which model is loaded next and which one is unloaded. It has no clock, threads or models.
 //!
-//! Requests ask for a model and use it until they release it. A model that is not loaded is put in a queue. The first
-//! one of the queue is loaded when there is room for it. Otherwise models leave: idle ones first, those that were asked
-//! for least recently. If these do not suffice, models in use are closed: new requests for them wait in the queue, and
-//! they leave when their last request has ended. So no model waits for longer than the requests that run.
+//! Requests acquire a model and later release it. A model that is not loaded is queued. The first of the queue is
+//! loaded when it fits. Otherwise models are unloaded: first idle ones, the least recently requested first. If these do
+//! not suffice, models in use are closed: new requests for them wait in the queue, and they are unloaded when their
+//! last request has ended. A model therefore waits only for running requests, never for later ones.
 
 use std::{collections::VecDeque, mem};
 
-/// Where a model is.
+/// The state of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Out,
@@ -16,10 +16,10 @@ pub(super) enum Phase {
     Unloading,
 }
 
-/// An action that follows from a change.
+/// An action that a change requires.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
-    /// The request of a ticket uses the model from now on.
+    /// The request with this ticket uses the model from now on.
     Grant { model: usize, ticket: u64 },
     /// [`Plan::loaded`] or [`Plan::failed`] must follow.
     Load(usize),
@@ -27,15 +27,15 @@ pub(super) enum Effect {
     Unload(usize),
 }
 
-/// The models, and the requests that use them and wait for them.
+/// The models, and the requests that use or await them.
 #[derive(Debug)]
 pub(super) struct Plan {
     /// Maximum bytes of all models that are loaded, or are being loaded or unloaded.
     limit: usize,
     models: Vec<Slot>,
-    /// Models with waiting requests, except one that is being loaded. The first came first.
+    /// Models with waiting requests, in order of arrival. The one being loaded is not included.
     queue: VecDeque<usize>,
-    /// Models that leave to make room for the first one of the queue.
+    /// Models that are being unloaded to make room for the first of the queue.
     closing: Vec<usize>,
     tickets: u64,
 }
@@ -44,18 +44,18 @@ pub(super) struct Plan {
 struct Slot {
     bytes: usize,
     phase: Phase,
-    /// Requests that use it.
+    /// Requests that use the model.
     users: usize,
-    /// The tickets of requests that wait for it.
+    /// Tickets of the waiting requests.
     waiting: Vec<u64>,
-    /// The latest ticket that was granted.
+    /// The latest granted ticket.
     latest: u64,
-    /// It is loaded and can serve no more requests.
+    /// The model is loaded and cannot serve any more requests.
     is_broken: bool,
 }
 
 impl Plan {
-    /// No model is loaded. Each of `bytes` is that of a model, at most `limit`.
+    /// Creates a plan in which no model is loaded. `bytes` gives the size of each model, at most `limit`.
     pub fn new(limit: usize, bytes: impl IntoIterator<Item = usize>) -> Plan {
         let slot =
             |bytes| Slot { bytes, phase: Phase::Out, users: 0, waiting: Vec::new(), latest: 0, is_broken: false };
@@ -63,7 +63,7 @@ impl Plan {
         Plan { limit, models, queue: VecDeque::new(), closing: Vec::new(), tickets: 0 }
     }
 
-    /// Whether a request gets a model at once.
+    /// Whether a request gets a model immediately.
     pub fn is_open(&self, model: usize) -> bool {
         let slot = &self.models[model];
         slot.phase == Phase::Loaded && !slot.is_broken && !self.closing.contains(&model)
@@ -74,12 +74,12 @@ impl Plan {
         self.models[model].waiting.len()
     }
 
-    /// Bytes of the models that are not out.
+    /// Bytes of all models that are not unloaded.
     pub fn bytes(&self) -> usize {
         self.models.iter().filter(|slot| slot.phase != Phase::Out).map(|slot| slot.bytes).sum()
     }
 
-    /// A request asks for a model. Returns its ticket.
+    /// Requests a model. Returns the ticket of the request.
     pub fn ask(&mut self, model: usize) -> (u64, Vec<Effect>) {
         self.tickets += 1;
         let slot = &mut self.models[model];
@@ -90,13 +90,13 @@ impl Plan {
         (self.tickets, self.settle())
     }
 
-    /// A request does not wait any longer.
+    /// Cancels a waiting request.
     pub fn cancel(&mut self, model: usize, ticket: u64) -> Vec<Effect> {
         self.models[model].waiting.retain(|&waiting| waiting != ticket);
         self.settle()
     }
 
-    /// A request does not use a model any longer.
+    /// Ends the use of a model by one request.
     pub fn release(&mut self, model: usize) -> Vec<Effect> {
         let users = &mut self.models[model].users;
         *users = users.saturating_sub(1);
@@ -110,7 +110,7 @@ impl Plan {
         effects
     }
 
-    /// A model could not be loaded. Returns the tickets of the requests that have waited for it.
+    /// Records that a load has failed. Returns the tickets of the waiting requests.
     pub fn failed(&mut self, model: usize) -> (Vec<u64>, Vec<Effect>) {
         self.models[model].phase = Phase::Out;
         (mem::take(&mut self.models[model].waiting), self.settle())
@@ -122,14 +122,14 @@ impl Plan {
         self.settle()
     }
 
-    /// A loaded model can serve no more requests: it leaves, and is loaded again when it is asked for.
+    /// Records that a loaded model cannot serve any more requests. It is unloaded, and loaded again on demand.
     pub fn retire(&mut self, model: usize) -> Vec<Effect> {
         let slot = &mut self.models[model];
         slot.is_broken = slot.phase == Phase::Loaded;
         self.settle()
     }
 
-    /// Nobody waits any longer, so that nothing is loaded or unloaded. Returns all tickets.
+    /// Removes all waiting requests, so that nothing is loaded or unloaded. Returns their tickets.
     pub fn clear(&mut self) -> Vec<u64> {
         self.queue.clear();
         self.closing.clear();
@@ -148,7 +148,7 @@ impl Plan {
         effects
     }
 
-    /// Loads or unloads a model, one at a time.
+    /// Loads or unloads one model at a time.
     fn work(&mut self, next: Option<usize>) -> Option<Effect> {
         if self.models.iter().any(|slot| matches!(slot.phase, Phase::Loading | Phase::Unloading)) {
             return None;
@@ -166,10 +166,10 @@ impl Plan {
         Some(Effect::Load(next))
     }
 
-    /// The models that leave to make room for another one.
+    /// The models to unload to make room for another one.
     fn victims(&self, next: usize) -> Vec<usize> {
         let has_phase = |phase| move |slot: &&Slot| slot.phase == phase;
-        // The result of a load decides about the room.
+        // The result of a pending load decides about the room.
         if self.models.iter().any(|slot| slot.phase == Phase::Loading) {
             return Vec::new();
         }
@@ -177,7 +177,7 @@ impl Plan {
         let mut used = self.bytes() - leaving;
         let mut loaded: Vec<usize> =
             (0..self.models.len()).filter(|&model| self.models[model].phase == Phase::Loaded).collect();
-        // Grants alone change the order: a model that is closed stays the one that leaves.
+        // Only grants change the order, so a closed model remains the one to unload.
         loaded.sort_by_key(|&model| (self.models[model].users > 0, self.models[model].latest));
         let room = self.limit.saturating_sub(self.models[next].bytes);
         let leaves = |model: &usize| {
@@ -188,7 +188,7 @@ impl Plan {
         loaded.into_iter().take_while(leaves).collect()
     }
 
-    /// Lets the requests that wait for a model use it.
+    /// Grants a model to the requests that wait for it.
     fn grant(&mut self, model: usize) -> Vec<Effect> {
         let slot = &mut self.models[model];
         let tickets = mem::take(&mut slot.waiting);

@@ -1,4 +1,4 @@
-//! Simulations of requests, loads and failures, which check the rules after each event.
+//! Simulations of requests, loads and failures that check the invariants after each event.
 
 use super::*;
 
@@ -14,20 +14,20 @@ impl Random {
     }
 }
 
-/// What must hold, kept apart from the plan.
+/// A model of the expected state, independent of the plan.
 struct World {
     plan: Plan,
     limit: usize,
     bytes: Vec<usize>,
-    /// Models that are loaded, being loaded or unloaded.
+    /// Models that are loaded, or are being loaded or unloaded.
     resident: Vec<bool>,
     broken: Vec<bool>,
     users: Vec<usize>,
-    /// Tickets that wait, with their models.
+    /// Waiting tickets and their models.
     waiting: Vec<(u64, usize)>,
     /// The latest granted ticket of each model.
     latest: Vec<u64>,
-    /// The load or unload that is under way.
+    /// The pending load or unload.
     work: Option<Effect>,
     loads: usize,
 }
@@ -74,7 +74,7 @@ impl World {
         self.run(effects);
     }
 
-    /// Ends the load or unload that is under way.
+    /// Ends the pending load or unload.
     fn finish(&mut self, succeeds: bool) {
         let effects = match self.work.take() {
             Some(Effect::Load(model)) if succeeds => self.plan.loaded(model),
@@ -156,7 +156,7 @@ fn random_requests_loads_and_failures() {
                 _ => {}
             }
         }
-        // Once requests end and loads succeed, nobody waits.
+        // If requests end and loads succeed, no request waits forever.
         for _ in 0..200 {
             world.finish(true);
             for model in 0..bytes.len() {
@@ -169,14 +169,14 @@ fn random_requests_loads_and_failures() {
     }
 }
 
-/// A model that is always in use does not keep another one out.
+/// A model in constant use does not keep another one out.
 #[test]
 fn a_busy_model_makes_room() {
     let mut world = World::new(10, &[6, 6]);
     world.ask(0);
     world.finish(true);
     world.ask(1);
-    // One request of model 0 runs at all times, and new ones come before it ends.
+    // Model 0 always has a running request: a new one arrives before the old one ends.
     for _ in 0..3 {
         world.ask(0);
     }
@@ -186,7 +186,7 @@ fn a_busy_model_makes_room() {
     world.finish(true);
     world.finish(true);
     assert_eq!((world.users[1], world.waiting.len()), (1, 3));
-    // Model 0 comes back when it is its turn.
+    // Model 0 is loaded again in its turn.
     world.release(1);
     world.finish(true);
     world.finish(true);

@@ -1,5 +1,5 @@
-//! Models that are loaded when they are asked for. A thread of its own loads and unloads them, one at a time, so that
-//! clients that go away do not matter to it.
+//! Models that are loaded on demand. A separate thread loads and unloads them one at a time, so that disconnecting
+//! clients do not interrupt it.
 
 use std::{
     collections::HashMap,
@@ -16,32 +16,32 @@ use super::plan::{Effect, Plan};
 
 /// Maximum requests that wait for one model.
 const MAX_WAITING: usize = 256;
-/// How long requests get the error of a load that failed, before another one is tried.
+/// How long requests get the error of a failed load before the load is retried.
 const FAILURE_TIME: Duration = Duration::from_secs(10);
 
 /// A loaded model.
 pub(crate) trait Resident: Send + Sync + 'static {
-    /// Frees its memory before it returns.
+    /// Frees the memory of the model before it returns.
     fn end(self);
 }
 
-/// Loads a model, or says why it cannot.
+/// Loads a model, or returns the reason why it cannot.
 pub(super) type Loader<M> = Box<dyn Fn() -> Result<M, String> + Send + Sync>;
 
-/// Why a request does not get its model.
+/// The reason why a request does not get its model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
     /// The model cannot be loaded.
     Failed(String),
-    /// The time to wait is over.
+    /// The time limit is over.
     Late,
-    /// As many requests wait for the model as can.
+    /// The maximum number of requests already wait for the model.
     Full,
-    /// The server stops.
+    /// The server is shutting down.
     Closed,
 }
 
-/// A count of what happened to a model.
+/// Load counts of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Loads {
     pub done: u64,
@@ -53,7 +53,7 @@ pub(super) struct Registry<M: Resident>(Arc<Shared<M>>);
 
 struct Shared<M: Resident> {
     state: Mutex<State<M>>,
-    /// Work of the thread; `None` if nothing is ever loaded.
+    /// The work queue of the thread. `None` if nothing is ever loaded.
     work: Option<mpsc::Sender<Effect>>,
 }
 
@@ -66,9 +66,9 @@ struct State<M: Resident> {
     is_closed: bool,
 }
 
-/// A model that stays loaded while this exists.
+/// Keeps a model loaded while it exists.
 pub(crate) struct Lease<M: Resident> {
-    // Dropped before the release: then nobody else has a model without users.
+    // Dropped before the release, so that a model without users has no other handle.
     model: Arc<M>,
     _release: Release<M>,
 }
@@ -79,7 +79,7 @@ struct Release<M: Resident> {
     registry: Arc<Shared<M>>,
 }
 
-/// A place in the queue. Dropping it gives the place up.
+/// A place in the queue. Dropping it cancels the request.
 struct Waiting<M: Resident> {
     index: usize,
     ticket: u64,
@@ -97,18 +97,19 @@ where
 }
 
 impl<M: Resident> Registry<M> {
-    /// One model, which is always loaded.
+    /// A registry of one model, which is always loaded.
     pub fn of_one(model: M) -> Registry<M> {
         let mut plan = Plan::new(usize::MAX, [0]);
-        // This user never releases it.
+        // This user never releases the model.
         let _ = (plan.ask(0), plan.loaded(0));
         Registry(Arc::new(Shared::new(plan, vec![Some(Arc::new(model))], None)))
     }
 
-    /// Models that take at most `limit` bytes together, each given by its bytes and what loads it. None is loaded yet.
+    /// Creates a registry of models that take at most `limit` bytes together. Each is given by its size in bytes and
+    /// its loader. None is loaded yet.
     ///
     /// # Errors
-    /// The system starts no thread.
+    /// The system cannot start a thread.
     pub fn start(limit: usize, models: Vec<(usize, Loader<M>)>) -> std::io::Result<Registry<M>> {
         let (bytes, loaders): (Vec<_>, Vec<_>) = models.into_iter().unzip();
         let (work, orders) = mpsc::channel();
@@ -119,7 +120,7 @@ impl<M: Resident> Registry<M> {
         Ok(Registry(inner))
     }
 
-    /// Waits for a model, at most for a time. It is loaded if it is not.
+    /// Waits for a model until `limit` has passed. Loads it if necessary.
     pub async fn get(&self, index: usize, limit: Duration) -> Result<Lease<M>, Refused> {
         let mut waiting = self.ask(index)?;
         let answer = waiting.answer.take().ok_or(Refused::Closed)?;
@@ -129,7 +130,7 @@ impl<M: Resident> Registry<M> {
         }
     }
 
-    /// As [`Registry::get`], not in async code, and without a limit.
+    /// Like [`Registry::get`], but blocking and without a limit.
     pub fn get_blocking(&self, index: usize) -> Result<Lease<M>, Refused> {
         let mut waiting = self.ask(index)?;
         let answer = waiting.answer.take().ok_or(Refused::Closed)?;
@@ -155,30 +156,31 @@ impl<M: Resident> Registry<M> {
         Ok(Waiting { index, ticket, answer: Some(answer), registry: Arc::clone(&self.0) })
     }
 
-    /// Calls a function with each model, `None` for those that are not loaded. It must not take long.
+    /// Calls a function with each model, or `None` if it is not loaded. The function runs under the lock, so it must be
+    /// fast.
     pub fn each(&self, mut see: impl FnMut(usize, Option<&M>)) {
         let state = self.0.lock();
         state.models.iter().enumerate().for_each(|(index, model)| see(index, model.as_deref()));
     }
 
-    /// How often a model was loaded.
+    /// The load counts of a model.
     pub fn loads(&self, index: usize) -> Loads {
         self.0.lock().loads[index]
     }
 
-    /// Bytes of the models that are loaded, as they were given.
+    /// Total of the given sizes of the loaded models.
     pub fn bytes(&self) -> usize {
         self.0.lock().plan.bytes()
     }
 
-    /// A model has failed: it is loaded again when a request asks for it and those that use it have ended.
+    /// Marks a model as failed. It is loaded again on demand, after the requests that use it have ended.
     pub fn retire(&self, index: usize) {
         let mut state = self.0.lock();
         let effects = state.plan.retire(index);
         self.0.run(state, effects);
     }
 
-    /// From now on no model is loaded or unloaded.
+    /// Stops all loading and unloading.
     pub fn close(&self) {
         let mut state = self.0.lock();
         state.is_closed = true;
@@ -202,7 +204,7 @@ impl<M: Resident> Shared<M> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does what the plan has decided.
+    /// Executes the decisions of the plan.
     fn run(self: &Arc<Self>, mut state: MutexGuard<'_, State<M>>, effects: Vec<Effect>) {
         let mut granted = Vec::new();
         for effect in effects {
@@ -210,7 +212,7 @@ impl<M: Resident> Shared<M> {
                 Effect::Grant { model: index, ticket } => {
                     let sender = state.waiting.remove(&ticket);
                     let _release = Release { index, registry: Arc::clone(self) };
-                    // The plan grants loaded models only.
+                    // The plan grants only loaded models.
                     let lease = state.models[index].clone().map(|model| Lease { model, _release });
                     granted.push(sender.zip(lease));
                 }
@@ -220,7 +222,7 @@ impl<M: Resident> Shared<M> {
                 }
             }
         }
-        // Leases of clients that have gone are dropped, which takes the lock.
+        // Dropping the leases of disconnected clients takes the lock.
         drop(state);
         for (sender, lease) in granted.into_iter().flatten() {
             let _ = sender.send(Ok(lease));
@@ -253,9 +255,9 @@ impl<M: Resident> Shared<M> {
 
     fn unload(self: &Arc<Self>, index: usize) {
         let model = self.lock().models[index].take();
-        // Nobody else has it: it had no users.
+        // There is no other handle: the model had no users.
         if let Some(model) = model.and_then(Arc::into_inner) {
-            // Without this thread, no model would be loaded any more.
+            // A panic would end this thread, and with it all loading.
             let _ = catch_unwind(AssertUnwindSafe(|| model.end()));
         }
         let mut state = self.lock();
@@ -264,7 +266,7 @@ impl<M: Resident> Shared<M> {
     }
 }
 
-/// Loads and unloads models until the registry is gone.
+/// Loads and unloads models until the registry is dropped.
 fn keep<M: Resident>(registry: &Weak<Shared<M>>, orders: &mpsc::Receiver<Effect>, loaders: &[Loader<M>]) {
     while let Ok(order) = orders.recv() {
         let Some(registry) = registry.upgrade() else { return };

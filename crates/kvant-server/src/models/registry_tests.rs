@@ -1,16 +1,16 @@
-//! Loads and unloads with models of a few bytes, whose memory is counted.
+//! Loads and unloads small fake models whose memory is counted.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
 
-/// Bytes of all models that exist, and the most that there were.
+/// Bytes of all existing models, and their maximum.
 #[derive(Default)]
 struct Memory {
     used: AtomicUsize,
-    most: AtomicUsize,
+    max: AtomicUsize,
     loads: AtomicUsize,
-    /// Loads that fail or panic next.
+    /// Number of the next loads that fail or panic.
     failures: AtomicUsize,
     panics: AtomicUsize,
 }
@@ -41,7 +41,7 @@ fn registry(limit: usize, bytes: &[usize]) -> (Registry<Fake>, Arc<Memory>) {
                 return Err("no such file".to_string());
             }
             let used = memory.used.fetch_add(bytes, Ordering::SeqCst) + bytes;
-            memory.most.fetch_max(used, Ordering::SeqCst);
+            memory.max.fetch_max(used, Ordering::SeqCst);
             Ok(Fake { bytes, memory: Arc::clone(&memory) })
         };
         (bytes, Box::new(load) as Loader<Fake>)
@@ -75,8 +75,8 @@ async fn many_clients_stay_within_the_limit() {
     for client in clients {
         client.await.unwrap();
     }
-    let most = memory.most.load(Ordering::SeqCst);
-    assert!((9..=10).contains(&most), "{most}");
+    let max = memory.max.load(Ordering::SeqCst);
+    assert!((9..=10).contains(&max), "{max}");
     assert!(memory.loads.load(Ordering::SeqCst) > 4);
 }
 
@@ -105,10 +105,10 @@ async fn a_failed_load_is_an_error_and_others_go_on() {
         let failed = registry.get(0, LONG).await.map(drop);
         assert_eq!(failed, Err(Refused::Failed(expected.to_string())));
         assert!(registry.get(1, LONG).await.is_ok());
-        // A model that cannot be loaded does not put others out at each request.
+        // Repeated requests for a model that cannot be loaded do not unload others.
         assert_eq!(registry.get(0, LONG).await.map(drop), failed);
         assert_eq!((memory.loads.load(Ordering::SeqCst), registry.loads(0).failed), (2, 1));
-        // Later, it is tried again.
+        // After the failure time, the load is retried.
         let long_ago = Instant::now().checked_sub(FAILURE_TIME).unwrap();
         registry.0.lock().failures[0].as_mut().unwrap().0 = long_ago;
         assert!(registry.get(0, LONG).await.is_ok());
@@ -121,7 +121,7 @@ async fn a_model_in_use_stays() {
     let lease = registry.get(0, LONG).await.unwrap();
     let late = registry.get(1, Duration::from_millis(30)).await.map(drop);
     assert_eq!((late, lease.bytes), (Err(Refused::Late), 6));
-    // Its place in the queue is free again: model 0 is open.
+    // The cancelled request has left the queue: model 0 is open.
     assert!(registry.get(0, LONG).await.is_ok());
     let waiting = {
         let registry = registry.clone();
@@ -131,7 +131,7 @@ async fn a_model_in_use_stays() {
     assert_eq!(memory.loads.load(Ordering::SeqCst), 1);
     drop(lease);
     assert!(waiting.await.unwrap());
-    assert_eq!(memory.most.load(Ordering::SeqCst), 6);
+    assert_eq!(memory.max.load(Ordering::SeqCst), 6);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -145,7 +145,7 @@ async fn a_failed_model_is_loaded_again() {
     };
     drop(lease);
     assert!(waiting.await.unwrap());
-    assert_eq!((memory.loads.load(Ordering::SeqCst), memory.most.load(Ordering::SeqCst)), (2, 6));
+    assert_eq!((memory.loads.load(Ordering::SeqCst), memory.max.load(Ordering::SeqCst)), (2, 6));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -160,7 +160,7 @@ async fn nothing_is_loaded_after_the_end() {
     registry.close();
     assert_eq!(waiting.await.unwrap(), Err(Refused::Closed));
     drop(lease);
-    // Requests to a loaded model are for its engine to refuse.
+    // The engine rejects requests to a loaded model.
     assert!(registry.get(0, LONG).await.is_ok());
     assert_eq!(registry.get(1, LONG).await.map(drop), Err(Refused::Closed));
     assert_eq!(memory.loads.load(Ordering::SeqCst), 1);

@@ -10,7 +10,7 @@ function headers() {
   return key ? { authorization: "Bearer " + key } : {};
 }
 
-/* The models of the server, or null if it asks for another key. */
+/* The models of the server, or null if it rejects the API key. */
 export async function models() {
   const response = await fetch("v1/models", { headers: headers() });
   if (response.status === 401) return null;
@@ -18,7 +18,7 @@ export async function models() {
   return (await response.json()).data;
 }
 
-/* The metrics that have no label except the model's, by their names, summed over models; or null. */
+/* Metrics by name, summed over models; or null. Metrics with a label other than the model's are skipped. */
 export async function metrics() {
   const response = await fetch("metrics", { headers: headers() });
   if (!response.ok) return null;
@@ -38,7 +38,7 @@ async function problem(response) {
   }
 }
 
-/* Posts a request, and calls `use` with the JSON of each event of its answer. */
+/* Posts a request, and calls `use` with the JSON of each event of the response. */
 export async function stream(path, body, signal, use) {
   const response = await fetch(path, {
     method: "POST", signal, body: JSON.stringify(body), headers: { "content-type": "application/json", ...headers() },

@@ -1,9 +1,9 @@
-/* Conversations in the browser's storage, one entry each, so that windows do not overwrite each other's. */
+/* Conversations in the browser's storage. Each has its own entry, so that windows do not overwrite each other. */
 
 const PREFIX = "kvant.conversation.";
 const OPEN = "kvant.open";
 const MOST = 100;
-/* Characters of all conversations. Browsers keep 5 million for a server. */
+/* Maximum characters of all conversations. Browsers store 5 million per server. */
 const MAX_CHARACTERS = 2_000_000;
 
 export function create(mode) {
@@ -16,7 +16,7 @@ export function title(chat) {
   return text.length > 80 ? text.slice(0, 80) + "…" : text || "Conversation";
 }
 
-/* Whether a value of the storage is a conversation: other pages of the same server's name may have written it. */
+/* Whether a stored value is a conversation. Other pages with the same host name can write to the storage. */
 function isChat(chat) {
   const isMessage = message => message && typeof message.content === "string" && ["user", "assistant"].includes(message.role);
   return chat && typeof chat.id === "string" && Array.isArray(chat.messages) && chat.messages.every(isMessage);
@@ -42,7 +42,7 @@ function keys() {
   }
 }
 
-/* Saves a conversation, and drops the oldest ones that have no room. Returns whether it was saved. */
+/* Saves a conversation, and drops the oldest ones to make room. Returns whether it was saved. */
 export function save(chat) {
   const text = JSON.stringify(chat);
   if (text.length > MAX_CHARACTERS) return false;
@@ -58,7 +58,7 @@ export function save(chat) {
       localStorage.setItem(PREFIX + chat.id, text);
       return true;
     } catch {
-      /* The browser has less room than that, or keeps nothing. */
+      /* The browser stores less than that, or nothing. */
       if (!others.length) return false;
       remove(others.pop()[0]);
     }
@@ -68,7 +68,7 @@ export function save(chat) {
 export function remove(id) {
   try {
     localStorage.removeItem(PREFIX + id);
-  } catch { /* Nothing is kept. */ }
+  } catch { /* Nothing is stored. */ }
 }
 
 /* The conversation that is open in this window, which a reload continues. */
@@ -84,7 +84,7 @@ export function open() {
 export function rememberOpen(id) {
   try {
     sessionStorage.setItem(OPEN, id);
-  } catch { /* A reload begins a new one. */ }
+  } catch { /* A reload starts a new conversation. */ }
 }
 
 export function removeAll() {

@@ -1,8 +1,8 @@
-/* Markdown as nodes of the page. markdown-it reads it; what it finds becomes elements and text here, so that no HTML of an
-   answer is ever parsed. The page's policy (documents.rs) forbids to parse any. */
+/* Converts Markdown to DOM nodes. markdown-it parses it, and this file makes elements and text of its tokens, so that no
+   HTML of an answer is ever parsed. The page's policy (documents.rs) forbids parsing HTML. */
 
 const markdown = markdownit({ html: false, linkify: true });
-/* Links that load only when somebody follows them. */
+/* Links that load only when the user clicks them. */
 markdown.validateLink = url => /^(https?:\/\/|mailto:)/i.test(url);
 markdown.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
 
@@ -26,7 +26,7 @@ function code(token) {
   return element("div", { className: "code" }, element("div", { className: "row" }, language, copy), pre);
 }
 
-/* The node of a token without an end, or its text. */
+/* The node of a token that has no closing token, or its text. */
 function leaf(token) {
   switch (token.type) {
     case "code_inline": return element("code", { textContent: token.content });
@@ -34,16 +34,16 @@ function leaf(token) {
     case "softbreak": return "\n";
     case "hardbreak": return element("br");
     case "hr": return element("hr");
-    /* An image would load from somewhere. */
+    /* An image would load from another server. */
     case "image": return link(token.attrGet("src"), token.attrGet("title"), "image: " + (token.content || token.attrGet("src")));
     default: return token.content;
   }
 }
 
-/* The outer and the inner element of a token that others follow up to its end. */
+/* The outer and the inner element of an opening token. */
 function open(token) {
   const heading = /^h([1-6])$/.exec(token.tag);
-  /* The page itself has headings of the first two levels. */
+  /* The page itself uses headings of the first two levels. */
   if (heading) return twice(element("h" + Math.min(Number(heading[1]) + 2, 6)));
   if (token.tag === "a") return twice(link(token.attrGet("href"), token.attrGet("title")));
   const node = element(TAGS.has(token.tag) ? token.tag : "span");
@@ -77,7 +77,7 @@ function build(tokens, root) {
   }
 }
 
-/* The tokens of each block that is in no other one. */
+/* The tokens of each top-level block. */
 function blocks(tokens) {
   const found = [];
   let depth = 0, start = 0;
@@ -91,7 +91,7 @@ function blocks(tokens) {
   return found;
 }
 
-/* Shows a text in `root`. Blocks that are as before keep their nodes, and so a selection in them, while a text grows. */
+/* Renders a text in `root`. While the text grows, unchanged blocks keep their nodes, and with them the selection. */
 export function render(text, root) {
   let all;
   try {

@@ -1,4 +1,4 @@
-/* The page: a conversation, its messages, and the list of earlier ones. */
+/* The page: the open conversation, and the list of earlier ones. */
 
 import * as api from "./api.js";
 import * as history from "./history.js";
@@ -9,9 +9,9 @@ import { startStrip } from "./strip.js";
 const $ = id => document.getElementById(id);
 let models = [];
 let chat = history.create("chat");
-/* The answer that is being written: its controller, and the promise of its end. */
+/* The answer in progress: its abort controller, and the promise of its end. */
 let running = null;
-/* Where the list of conversations is over the page, as page.css has it. */
+/* The screen width at which page.css lays the list of conversations over the page. */
 const narrow = matchMedia("(max-width: 899px)");
 
 const EXAMPLES = {
@@ -33,7 +33,7 @@ function model() {
   return models.find(one => one.id === $("models").value) ?? models[0];
 }
 
-/* --- What is shown --- */
+/* --- View --- */
 
 function button(text, label, act) {
   const node = element("button", { type: "button", className: "plain", textContent: text });
@@ -50,7 +50,7 @@ async function copy(text, from) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    /* Browsers have no clipboard for pages from another machine without TLS, but this. */
+    /* Without TLS, browsers give pages from another machine no clipboard API; this still works. */
     const field = element("textarea", { value: text, className: "hidden-text" });
     document.body.append(field);
     field.select();
@@ -58,7 +58,7 @@ async function copy(text, from) {
     field.remove();
     from.focus();
   }
-  /* What is read aloud begins with what is seen. */
+  /* Screen readers read the visible label first. */
   const label = from.getAttribute("aria-label");
   from.textContent = "Copied";
   from.setAttribute("aria-label", "Copied");
@@ -69,7 +69,7 @@ async function copy(text, from) {
   }, 1200);
 }
 
-/* Appends a message to the page. Returns what shows it anew. */
+/* Appends a message to the page. Returns a function that renders it again. */
 function show(message) {
   const isUser = message.role === "user";
   const title = element("h2", { textContent: isUser ? (chat.mode === "text" ? "Text" : "You") : message.model ?? "Answer" });
@@ -166,7 +166,7 @@ function showModel() {
 
 /* --- Conversations --- */
 
-/* Ends an answer that is being written, and then acts. */
+/* Stops the answer in progress, and then acts. */
 async function change(act) {
   running?.controller.abort();
   await running?.end;
@@ -226,7 +226,7 @@ function send(text) {
   $("first").hidden = true;
   if (!chat.messages.length) chat.mode = settings.isText() ? "text" : "chat";
   chat.messages.push({ role: "user", content: text });
-  /* The last answer until now can no longer be regenerated. */
+  /* The previous answer can no longer be regenerated. */
   showChat();
   answer(0);
 }
@@ -261,7 +261,7 @@ function edit(message, article) {
   field.focus();
 }
 
-/* The messages of a request. A question whose answer has failed is left out with it. */
+/* The messages of a request. A failed answer and its question are left out. */
 function asked() {
   const messages = [];
   for (const { role, content } of chat.messages) {
@@ -308,7 +308,7 @@ async function answer(attempt) {
   finish();
 }
 
-/* Adds an answer to a message as it comes. Returns how it ended, and how fast it was. */
+/* Streams an answer into a message. Returns its finish reason and speed. */
 async function receive(path, body, signal, message, changed) {
   const began = performance.now();
   let first = null, usage = null, reason = null;
@@ -334,7 +334,7 @@ async function receive(path, body, signal, message, changed) {
   return parts.join(" · ");
 }
 
-/* Calls `update` soon after it is asked for, and less often where it takes long. */
+/* Throttles calls of `update`: the slower it is, the less often it runs. */
 function paint(update) {
   let timer = null, cost = 0;
   const run = () => {
@@ -349,7 +349,7 @@ function paint(update) {
   };
 }
 
-/* Acts, and shows the end of the conversation if it was in sight before. */
+/* Acts, and scrolls to the end of the conversation if the end was visible before. */
 function scrollDown(act = () => {}) {
   const view = $("scroll");
   const isAtEnd = view.scrollHeight - view.scrollTop - view.clientHeight < 60;
@@ -424,7 +424,7 @@ document.addEventListener("click", event => {
 });
 narrow.addEventListener("change", () => { showHistory(false); showModel(); });
 window.addEventListener("storage", () => { if (!running) showList(); });
-/* An answer that is being written when the page is closed. */
+/* Keeps an unfinished answer when the page is closed. */
 window.addEventListener("pagehide", () => { if (running) keep(); });
 
 settings.start(() => { showSystem(); showModel(); }, key => { api.useKey(key); findModels(); });

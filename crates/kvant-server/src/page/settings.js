@@ -1,4 +1,4 @@
-/* The dialog of settings. They are kept in the browser, except the API key. */
+/* The settings dialog. The browser stores all settings except the API key. */
 
 import { element } from "./markdown.js";
 
@@ -15,14 +15,14 @@ const PRESETS = [
 ];
 
 const $ = id => document.getElementById(id);
-/* The presets that the user has saved. */
+/* The user's presets. */
 let own = [];
 
 function load() {
   let stored = {};
   try {
     stored = JSON.parse(localStorage.getItem(STORED)) ?? {};
-  } catch { /* Nothing is kept, or something else. */ }
+  } catch { /* Nothing is stored, or it is invalid. */ }
   for (const id of FIELDS) if (typeof stored[id] === "string") $(id).value = stored[id];
   if (!$("mode").value) $("mode").value = "chat";
   if (!$("theme").value) $("theme").value = "";
@@ -34,10 +34,10 @@ function save() {
   const values = Object.fromEntries(FIELDS.map(id => [id, $(id).value]));
   try {
     localStorage.setItem(STORED, JSON.stringify({ ...values, presets: own }));
-  } catch { /* They are not kept, but hold. */ }
+  } catch { /* Not stored, but in effect. */ }
 }
 
-/* The selected preset is the one with the text of the system prompt. */
+/* Selects the preset whose text equals the system prompt. */
 function showPresets() {
   const all = [...PRESETS, ...own];
   const custom = element("option", { value: "", textContent: "other", disabled: true });
@@ -54,7 +54,7 @@ function savePreset() {
   $("preset-name").value = "";
 }
 
-/* Prepares the dialog; calls `changed` after every change, and `newKey` with another API key. */
+/* Prepares the dialog; calls `changed` after every change, and `newKey` when the API key changes. */
 export function start(changed, newKey) {
   const update = () => {
     if ($("theme").value) document.documentElement.dataset.theme = $("theme").value;
@@ -74,11 +74,11 @@ export function start(changed, newKey) {
   $("preset-delete").addEventListener("click", () => { own.splice($("preset").value - PRESETS.length, 1); store(); });
   $("key").addEventListener("change", () => newKey($("key").value));
   $("open-settings").addEventListener("click", () => $("settings").showModal());
-  /* Enter closes the dialog, in a field for lines too, and a key that was typed counts. */
+  /* Enter closes the dialog, also in a multi-line field, and applies a typed key. */
   $("settings").addEventListener("close", () => { store(); $("input").focus(); });
 }
 
-/* Shows whether the server asks for an API key. */
+/* Shows whether the server requires an API key. */
 export function askKey(needed) {
   $("key-note").hidden = !needed;
   if (needed && !$("settings").open) $("settings").showModal();
@@ -89,7 +89,7 @@ export function isText() {
   return $("mode").value === "text";
 }
 
-/* Leaves out the mode for conversations if the model has no template for them. */
+/* Hides the conversation mode if the model has no chat template. */
 export function allowChat(allowed) {
   $("mode").querySelector("[value=chat]").disabled = !allowed;
   if (!allowed) $("mode").value = "text";
@@ -99,13 +99,13 @@ export function system() {
   return $("system").value.trim();
 }
 
-/* The fields of a request. Those that are empty are the server's matter. `attempt` counts answers to the same message. */
+/* The fields of a request. Empty fields are omitted, so the server's defaults apply. `attempt` counts answers to one message. */
 export function sampling(attempt) {
   const number = id => $(id).value === "" ? undefined : Number($(id).value);
   const seed = number("seed");
   return {
     temperature: number("temperature"), top_p: number("top_p"), top_k: number("top_k"), max_tokens: number("max_tokens"),
-    /* With the same seed another answer would be the same. */
+    /* An unchanged seed would repeat the answer. */
     seed: seed === undefined ? undefined : seed + attempt, stop: $("stop").value || undefined,
   };
 }

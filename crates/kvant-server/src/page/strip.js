@@ -1,4 +1,4 @@
-/* The line about the server. */
+/* The status line of the server. */
 
 import { metrics } from "./api.js";
 
@@ -15,7 +15,7 @@ async function update() {
   try {
     values = await metrics();
   } catch {
-    return; /* The server is gone; the next call may find it again. */
+    return; /* The server is unreachable; the next call tries again. */
   }
   if (!values) return;
   const now = { time: performance.now(), tokens: values.generation_tokens_total };

@@ -87,7 +87,7 @@ async fn errors_have_anthropics_form() {
     assert_eq!(unknown.json()["error"]["type"], "not_found_error");
 }
 
-/// Clients that let the server keep a conversation send all of it after this answer.
+/// After this error, clients that rely on the server's threads send the complete conversation.
 #[tokio::test(flavor = "multi_thread")]
 async fn threads_are_refused_in_words_that_clients_know() {
     for thread in [json!({"type": "create"}), json!({"type": "continue", "previous_message_id": "msg_1"})] {

@@ -32,7 +32,7 @@ async fn the_template_makes_the_prompt() {
     let expected = "<bos># f\n# system\n\nAB\n\n# user\n\nC\n\n# assistant\n\nf=3\n\n# tool\n\nD\n\n# assistant\n\n";
     assert_eq!(prompt["prompt"], expected);
 
-    // The same prompt as a completion gives the same text.
+    // An equal prompt as a completion gives equal text.
     let prompt = post(chat_router(), "/apply-template", json!({"messages": hello()["messages"]})).await.ok();
     let answer = chat(hello()).await;
     let mut body = and(hello(), json!({"prompt": prompt["prompt"]}));

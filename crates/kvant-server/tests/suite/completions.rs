@@ -4,7 +4,7 @@ use kvant_models::Sampling;
 
 use super::*;
 
-/// Fields that a request does not set are those of the server.
+/// The server's defaults apply to fields that a request does not set.
 #[tokio::test(flavor = "multi_thread")]
 async fn defaults_of_the_server() {
     let greedy = || with(ServerOptions::new(NAME).sampling(Sampling::default()));
@@ -41,7 +41,7 @@ async fn one_text() {
     let prompt = answer["usage"]["prompt_tokens"].as_u64().unwrap();
     assert_eq!(answer["usage"]["total_tokens"], prompt + 24);
     assert!(text(&answer).len() > 24);
-    // A default that is OpenAI's.
+    // OpenAI's default.
     assert_eq!(complete(json!({"prompt": "# A", "ignore_eos": true})).await["usage"]["completion_tokens"], 16);
 }
 
@@ -92,11 +92,11 @@ async fn seeds_decide() {
     };
     assert_eq!(ask(3).await, ask(3).await);
     assert_ne!(ask(3).await, ask(-3).await);
-    // Choice i of seed s is the only choice of seed s + i.
+    // Choice i of seed s equals the only choice of seed s + i.
     let all = complete(and(greedy(), json!({"temperature": 1.2, "seed": 2, "n": 2}))).await;
     assert_eq!(all["choices"][1]["text"], ask(3).await);
     assert_ne!(all["choices"][0]["text"], all["choices"][1]["text"]);
-    // Without a seed, each request draws its own.
+    // Without a seed, each request gets a random one.
     let free = json!({"temperature": 1.5});
     assert_ne!(complete(and(greedy(), free.clone())).await["choices"], complete(and(greedy(), free)).await["choices"]);
 }
@@ -162,18 +162,18 @@ async fn log_probabilities_of_prompt_and_text() {
         assert_eq!(top[token].as_f64(), Some(logprob));
         assert!((4..=5).contains(&top.len()));
     }
-    // The generated tokens are the most probable ones.
+    // Greedy decoding generates the most probable tokens.
     for index in count - 2..count {
         let best = top[index].as_object().unwrap().values().filter_map(Value::as_f64).fold(f64::MIN, f64::max);
         assert_eq!(chosen[index].as_f64(), Some(best));
     }
-    // The same without generated tokens.
+    // Only the prompt, without generated tokens.
     let scored = complete(and(greedy(), json!({"max_tokens": 0, "logprobs": 4, "echo": true}))).await;
     assert_eq!(scored["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len(), count - 2);
     assert_eq!(scored["usage"]["completion_tokens"], 0);
 }
 
-/// Clients that score a prompt ask for one token more, and expect it among the log probabilities in any case.
+/// Clients that score a prompt request one additional token, and expect its log probability even if it ends the text.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_end_of_a_text_has_log_probabilities() {
     let eos = post(router(), "/tokenize", json!({"content": "<eos>"})).await.ok()["tokens"][0].to_string();
@@ -192,7 +192,7 @@ fn byte(byte: u8) -> u32 {
     259 + u32::from(byte)
 }
 
-/// A completion of two tokens that are `forced`.
+/// A completion of two tokens, both `forced`.
 async fn words_after(prompt: Value, forced: u32, more: Value) -> Value {
     let body = json!({"prompt": prompt, "max_tokens": 2, "temperature": 0, "logit_bias": {forced.to_string(): 100}});
     post(words_router(), PATH, and(body, more)).await.ok()
@@ -217,11 +217,11 @@ async fn a_word_after_the_prompt_keeps_its_space() {
 #[tokio::test(flavor = "multi_thread")]
 async fn names_of_special_tokens_count_where_the_text_has_them() {
     let more = json!({"echo": true, "logprobs": 0, "skip_special_tokens": false});
-    // In the text of the prompt, and in the generated text.
+    // In the text of the prompt and in the generated text.
     let answer = words_after(json!("Hello<bos>"), 2, more.clone()).await;
     assert_eq!(text(&answer), "Hello<bos><bos><bos>");
     assert_eq!(answer["choices"][0]["logprobs"]["text_offset"], json!([0, 5, 10, 15]));
-    // Ids as a prompt have a text without them.
+    // A prompt of ids is decoded without the names.
     let answer = words_after(json!([HELLO, 2]), 2, more).await;
     assert_eq!(text(&answer), "Hello<bos><bos>");
     assert_eq!(answer["choices"][0]["logprobs"]["text_offset"], json!([0, 5, 5, 10]));
@@ -233,7 +233,7 @@ async fn names_of_special_tokens_count_where_the_text_has_them() {
 async fn characters_of_several_tokens_have_one_place() {
     let prompt = json!([HELLO, byte(0xF0), byte(0x9F), byte(0x98)]);
     let answer = words_after(prompt.clone(), byte(0x80), json!({"echo": true, "logprobs": 2})).await;
-    // The second byte 0x80 begins no character.
+    // The second byte, 0x80, does not begin a character.
     assert_eq!(text(&answer), "Hello😀\u{fffd}");
     let logprobs = &answer["choices"][0]["logprobs"];
     let tokens = [" Hello", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80", r"bytes:\x80"];

@@ -1,4 +1,4 @@
-//! The page, and `/openapi.json` against real answers.
+//! The page, and `/openapi.json` compared with real responses.
 
 use kvant_server::ApiKeys;
 
@@ -15,7 +15,7 @@ async fn the_page_needs_nothing_else() {
         assert!(policy.contains(part), "{part}: {policy}");
     }
     assert!(!policy.contains("unsafe"), "{policy}");
-    // Nothing in the page itself runs, and its files are the server's.
+    // The HTML contains no scripts, and all files come from the server.
     for inside in ["<style", "style=", "http://", "https://"] {
         assert!(!page.text.contains(inside), "{inside}");
     }
@@ -28,7 +28,7 @@ async fn the_page_needs_nothing_else() {
     }
 }
 
-/// A file of the page, and the files that it imports. None needs a key.
+/// A file of the page, and the files that it imports. No file needs a key.
 async fn page_file(name: &str) {
     let keys = ServerOptions::new(NAME).keys(ApiKeys::new(["secret"]));
     let file = get(with(keys), &format!("/page/{name}")).await;
@@ -50,7 +50,7 @@ async fn the_page_has_no_other_files() {
     }
 }
 
-/// The requests whose answers are compared with the document.
+/// The requests whose responses are compared with the document.
 fn examples() -> Vec<(&'static str, Value)> {
     let messages = json!([{"role": "user", "content": "Vec"}]);
     vec![
@@ -119,7 +119,7 @@ async fn the_server_knows_every_field_of_the_document() {
         let schema = request_schema(&document, path);
         assert_eq!(schema["additionalProperties"], false);
         for field in schema["properties"].as_object().unwrap().keys() {
-            // Of no field's type.
+            // A value that no field accepts.
             let answer = post(chat_router(), path, json!({field: [[[[]]]]})).await;
             assert!(!answer.text.contains("does not know"), "{path}: {field}: {}", answer.text);
         }
@@ -137,7 +137,7 @@ fn resolve<'d>(document: &'d Value, schema: &'d Value) -> &'d Value {
     }
 }
 
-/// Checks a value against the part of JSON schema that the document uses.
+/// Checks a value against the subset of JSON schema that the document uses.
 #[track_caller]
 fn check(document: &Value, schema: &Value, value: &Value, place: &str) {
     if let Err(error) = validate(document, schema, value) {
@@ -175,8 +175,8 @@ fn validate(document: &Value, schema: &Value, value: &Value) -> Result<(), Strin
         return wrong("one");
     }
     let number = |key: &str| schema[key].as_f64().zip(value.as_f64());
-    if number("minimum").is_some_and(|(least, value)| value < least)
-        || number("maximum").is_some_and(|(most, value)| value > most)
+    if number("minimum").is_some_and(|(min, value)| value < min)
+        || number("maximum").is_some_and(|(max, value)| value > max)
     {
         return wrong("in the range");
     }

@@ -63,7 +63,7 @@ async fn base64_and_dimensions() {
     assert!((short[0] / short[1] - floats[0] / floats[1]).abs() < 1e-3);
 }
 
-/// Base64 by its definition.
+/// A direct implementation of base64 decoding.
 fn bytes_of(text: &str) -> Vec<u8> {
     let value = |c: u8| match c {
         b'A'..=b'Z' => c - b'A',
@@ -98,7 +98,7 @@ async fn fields_that_are_wrong() {
         assert_eq!(long.refused(), "input");
     }
     assert_eq!(embed(Pooling::Last, json!({"input": "a", "model": "other"})).await.status, StatusCode::NOT_FOUND);
-    // A model that was not trained for it.
+    // A model that was not trained for embeddings.
     let refused = post(router(), "/v1/embeddings", json!({"input": "a"})).await;
     assert_eq!(
         (refused.status, &refused.json()["error"]["code"]),

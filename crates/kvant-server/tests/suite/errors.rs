@@ -1,4 +1,4 @@
-//! Requests that are refused, and some that nearly are.
+//! Rejected requests, and valid ones close to them.
 
 use std::io::Write;
 
@@ -54,7 +54,7 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
     assert_eq!(answer.json()["error"]["code"], "context_length_exceeded");
     assert_eq!(answer.refused(), "prompt");
     assert_eq!(post(router(), "/v1/completions", json!({})).await.refused(), "prompt");
-    // Null is no value, also of unknown fields.
+    // Null counts as absent, also for unknown fields.
     post(router(), "/v1/completions", json!({"prompt": "a", "max_tokens": 1, "other": null, "n": null})).await.ok();
 }
 
@@ -77,7 +77,7 @@ async fn bodies_that_are_no_json() {
     assert!(answer.json()["error"]["message"].as_str().unwrap().contains("1000"));
 }
 
-/// Too long a conversation is not the fault of a field that the client has not sent.
+/// An error about a long conversation names a field that the client has sent.
 #[tokio::test(flavor = "multi_thread")]
 async fn conversations_beyond_the_context() {
     let messages = json!([{"role": "user", "content": "a b c d ".repeat(400)}]);
@@ -131,11 +131,11 @@ async fn every_seed_of_64_bits() {
         let request = Request::post("/v1/completions").header(header::CONTENT_TYPE, "application/json");
         send(router(), request.body(Body::from(body)).unwrap())
     };
-    let most = text("18446744073709551615").await.ok()["choices"][0]["text"].clone();
-    assert_eq!(text("18446744073709551615").await.ok()["choices"][0]["text"], most);
-    // The same bits.
-    assert_eq!(text("-1").await.ok()["choices"][0]["text"], most);
-    assert_ne!(text("-9223372036854775808").await.ok()["choices"][0]["text"], most);
+    let unsigned = text("18446744073709551615").await.ok()["choices"][0]["text"].clone();
+    assert_eq!(text("18446744073709551615").await.ok()["choices"][0]["text"], unsigned);
+    // The signed and the unsigned form of one seed.
+    assert_eq!(text("-1").await.ok()["choices"][0]["text"], unsigned);
+    assert_ne!(text("-9223372036854775808").await.ok()["choices"][0]["text"], unsigned);
     assert_eq!(text("18446744073709551616").await.refused(), "seed");
 }
 
@@ -155,7 +155,7 @@ async fn compressed_bodies() {
     assert_eq!(ask("gzip", packed(fine)).await.status, StatusCode::OK);
     assert_eq!(ask("X-GZIP", packed(fine)).await.status, StatusCode::OK);
     assert_eq!(ask("identity", fine.into()).await.status, StatusCode::OK);
-    // Two members are one body.
+    // Two gzip members form one body.
     let (first, second) = fine.split_at(9);
     assert_eq!(ask("gzip", [packed(first), packed(second)].concat()).await.status, StatusCode::OK);
     let bomb = ask("gzip", packed(&" ".repeat(1 << 20))).await;
@@ -202,7 +202,7 @@ async fn keys() {
     let refused = get(router(), "/metrics").await;
     assert_eq!(refused.headers[header::WWW_AUTHENTICATE], "Bearer");
     assert_eq!(refused.json()["error"]["code"], "invalid_api_key");
-    // A route that does not exist is no secret to those with a key only.
+    // Unknown routes are also protected by the key.
     assert_eq!(get(router(), "/v1/nothing").await.status, StatusCode::UNAUTHORIZED);
     assert_eq!(get(router(), "/health").await.status, StatusCode::OK);
 }
@@ -216,7 +216,7 @@ async fn hosts() {
     for host in ["localhost:8080", "127.0.0.1", "[::1]:80", "box:1"] {
         assert_eq!(ask("/v1/models", host).await.status, StatusCode::OK, "{host}");
     }
-    // The page is public, and not for other sites.
+    // The page is public, but not to other sites.
     for path in ["/v1/models", "/", "/health"] {
         let refused = ask(path, "evil.example").await;
         assert_eq!(refused.status, StatusCode::FORBIDDEN);

@@ -1,4 +1,4 @@
-//! Fields that clients send by default: accepted where they change nothing, honoured or refused where they would.
+//! Fields that clients send by default: accepted if they have no effect, otherwise honoured or rejected.
 
 use super::*;
 
@@ -22,7 +22,7 @@ fn minimal(path: &str) -> Value {
     }
 }
 
-/// Hints are accepted, and refused by a server that is strict.
+/// Hints are accepted, and rejected by a strict server.
 #[tokio::test(flavor = "multi_thread")]
 async fn hints_change_nothing() {
     let messages_path = "/v1/messages";
@@ -65,9 +65,9 @@ async fn hints_change_nothing() {
     }
 }
 
-/// What would change an answer, and cannot be had, is refused by every server.
+/// A field that would change the answer and is not supported is rejected by every server.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_would_change_the_answer_is_refused() {
+async fn unsupported_fields_that_change_the_answer_are_refused() {
     for (path, more, field) in [
         (CHAT, json!({"temprature": 0}), "temprature"),
         (CHAT, json!({"modalities": ["text", "audio"]}), "modalities"),
@@ -81,7 +81,7 @@ async fn what_would_change_the_answer_is_refused() {
     }
 }
 
-/// Fields that are honoured leave the answer as the model writes it.
+/// Honoured fields with their default values do not change the model's answer.
 #[tokio::test(flavor = "multi_thread")]
 async fn tools_with_the_defaults_of_clients() {
     let parameters = json!({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"],
@@ -100,7 +100,7 @@ async fn tools_with_the_defaults_of_clients() {
     post(chat_router(), "/v1/messages", and(minimal("/v1/messages"), body)).await.ok();
 }
 
-/// The form that Claude Code sends, as its public documentation describes it.
+/// The request that Claude Code sends, according to its public documentation.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_of_claude_code() {
     let cached = json!({"type": "ephemeral", "ttl": "1h"});
@@ -137,7 +137,7 @@ async fn a_request_of_claude_code() {
     assert!(counted["input_tokens"].as_u64().unwrap() > 10);
 }
 
-/// The form that Codex sends, as its public source describes it.
+/// The request that Codex sends, according to its public source.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_of_codex() {
     let body = json!({
@@ -158,8 +158,8 @@ async fn a_request_of_codex() {
     assert_eq!(post(strict_router(), "/v1/responses", body).await.refused(), "text.verbosity");
 }
 
-/// The forms that Open WebUI sends, as its public source describes them: chats, titles and other tasks, tools in two
-/// steps, and the same by Ollama's API.
+/// The requests that Open WebUI sends, according to its public source: chats, titles and other tasks, tools in two
+/// steps, and all of them by Ollama's API.
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_of_open_webui() {
     assert_eq!(get(chat_router(), "/v1/models").await.ok()["data"][0]["id"], NAME);
@@ -197,7 +197,7 @@ async fn requests_of_open_webui() {
     assert!(answer.status == StatusCode::OK && answer.text.contains("\"done\":true"), "{}", answer.text);
 }
 
-/// Every chunk of a stream has the usage so far, for clients that measure.
+/// Every chunk of a stream has the usage so far, for clients that measure throughput.
 #[tokio::test(flavor = "multi_thread")]
 async fn usage_in_every_chunk() {
     let options = json!({"include_usage": true, "continuous_usage_stats": true});
@@ -212,7 +212,7 @@ async fn usage_in_every_chunk() {
     }
 }
 
-/// A forced call that `max_tokens` cuts is a part of a call, in streams too.
+/// A forced call that `max_tokens` truncates is an incomplete call, also in streams.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_is_cut() {
     let parameters = json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 500}},

@@ -1,4 +1,4 @@
-//! Clients that go away, full queues, shutdown and failure, over TCP.
+//! Disconnecting clients, full queues, shutdown and failure, over TCP.
 
 use std::net::SocketAddr;
 
@@ -34,7 +34,7 @@ async fn start(engine_options: EngineOptions, options: ServerOptions) -> Running
 }
 
 impl Running {
-    /// Sends a request and leaves the answer to be read.
+    /// Sends a request without reading the response.
     async fn request(&self, head: &str, body: &Value) -> TcpStream {
         let mut stream = TcpStream::connect(self.address).await.unwrap();
         let body = body.to_string();
@@ -61,7 +61,7 @@ async fn read(mut stream: TcpStream) -> String {
     text
 }
 
-/// Reads until a text has come.
+/// Reads until a text has arrived.
 async fn read_until(stream: &mut TcpStream, text: &str) {
     let (mut all, mut piece) = (Vec::new(), [0; 1024]);
     while !String::from_utf8_lossy(&all).contains(text) {
@@ -75,7 +75,7 @@ fn long(more: Value) -> Value {
     and(json!({"prompt": "# A", "max_tokens": 7000, "ignore_eos": true, "temperature": 1}), more)
 }
 
-/// Also before and during its first step.
+/// This includes the time before and during the first step.
 #[test]
 fn a_request_always_runs_or_waits() {
     let engine = engine(EngineOptions::default().sequences(1).prefix_cache(false));
@@ -102,7 +102,7 @@ async fn a_client_that_goes_away_cancels() {
         (long(json!({"stream": true})), true),
         (long(json!({})), false),
         (long(json!({"n": 3, "stream": true})), true),
-        // During the prompt.
+        // While the prompt is being computed.
         (long(json!({"prompt": prompt, "max_tokens": 100})), false),
     ] {
         let cancelled = running.engine.stats().finished_cancelled;
@@ -129,7 +129,7 @@ async fn a_full_queue_refuses() {
     let third = read(running.complete(long(json!({}))).await).await;
     assert!(third.starts_with("HTTP/1.1 429 ") && third.contains("retry-after: 1\r\n"), "{third}");
     assert!(third.contains("queue_full"), "{third}");
-    // All choices or none.
+    // Either all choices are submitted, or none.
     drop(second);
     until(&running.engine, "none waits", |stats| stats.waiting == 0).await;
     let both = read(running.complete(long(json!({"n": 2}))).await).await;
@@ -153,7 +153,7 @@ async fn a_slow_reader_pauses_itself_only() {
     assert!(last > 0 && last < 7900, "{last} tokens without a reader");
     let quick = read(running.complete(long(json!({"max_tokens": 5}))).await).await;
     assert!(quick.starts_with("HTTP/1.1 200 "), "{quick}");
-    // The answer may arrive before the engine lets go of its request.
+    // The response can arrive before the engine releases the request.
     until(&running.engine, "one is left", |_| running.engine.live() == 1).await;
     drop(slow);
     until(&running.engine, "has ended", |stats| stats.running == 0 && stats.requests_used == 0).await;
@@ -176,7 +176,7 @@ async fn a_drain_finishes_what_runs() {
     let first = running.complete(long(json!({"max_tokens": 400}))).await;
     until(&running.engine, "runs", |stats| stats.running == 1).await;
     running.stop.send(()).unwrap();
-    // A server that drains still answers.
+    // A draining server still responds.
     for _ in 0..100 {
         let health = TcpStream::connect(running.address).await;
         let Ok(mut stream) = health else { break };
@@ -267,7 +267,7 @@ async fn requests_that_never_come_end() {
 async fn a_reader_that_stopped_loses_its_connection() {
     let options = ServerOptions::new(NAME).stall_time(Duration::from_millis(200));
     let running = start(EngineOptions::default(), options).await;
-    // An answer that the buffers of a connection do not hold.
+    // A response that exceeds the buffers of a connection.
     let body = json!({"prompt": "a ".repeat(700_000), "return_token_strs": true});
     let stream = running.request("POST /tokenize", &body).await;
     stream.readable().await.unwrap();

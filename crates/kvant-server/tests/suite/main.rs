@@ -1,4 +1,4 @@
-//! The routes with the shipped model: in this process without a port, and over TCP where connections matter.
+//! Tests of the routes with the shipped model: in process, and over TCP if connections matter.
 
 mod anthropic;
 mod chat;
@@ -49,8 +49,8 @@ fn engine(options: EngineOptions) -> Engine {
     Engine::start(model, Arc::new(tokenizer), options).unwrap()
 }
 
-/// The engine of tests that need no engine of their own. It runs one request at a time, without the prefix cache: in a
-/// crowd the rounding of a text depends on the others.
+/// An engine for tests that need no engine of their own. It runs one request at a time without the prefix cache,
+/// because the composition of a batch affects the rounding of its texts.
 fn shared_engine() -> Engine {
     static ENGINE: OnceLock<Engine> = OnceLock::new();
     ENGINE.get_or_init(|| engine(EngineOptions::default().context(1024).sequences(1).prefix_cache(false))).clone()
@@ -64,7 +64,7 @@ fn with(options: ServerOptions) -> Router {
     Server::new(shared_engine(), None, options).router()
 }
 
-/// The routes with [`words`].
+/// The routes with the vocabulary of [`words`].
 fn words_router() -> Router {
     static ENGINE: OnceLock<Engine> = OnceLock::new();
     let start = || {
@@ -82,14 +82,14 @@ const TEMPLATE: &str = "{{ bos_token }}{% for tool in tools or [] %}{{ '# ' + to
     {{ '\\n\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '# assistant\\n\\n' }}{% endif %}\
     {% if enable_thinking %}{{ '<think>\\n' }}{% endif %}";
 
-/// The routes with a chat template, and embeddings.
+/// The routes with a chat template and embeddings.
 fn chat_router() -> Router {
     let template = ChatTemplate::new(TEMPLATE, [("bos_token", "<bos>")].into_iter().collect()).unwrap();
     let options = ServerOptions::new(NAME).pooling(Some(Pooling::Mean));
     Server::new(shared_engine(), Some(template), options).router()
 }
 
-/// An answer.
+/// A response.
 #[derive(Debug)]
 struct Answer {
     status: StatusCode,
@@ -109,7 +109,7 @@ impl Answer {
         self.json()
     }
 
-    /// The field that a 400 names.
+    /// The field named by a 400.
     #[track_caller]
     fn refused(self) -> String {
         assert_eq!(self.status, StatusCode::BAD_REQUEST, "{}", self.text);
@@ -156,17 +156,17 @@ async fn post(router: Router, path: &str, body: Value) -> Answer {
     send(router, request.body(Body::from(body.to_string())).unwrap()).await
 }
 
-/// `value` with the fields of `more`.
+/// Merges the fields of `more` into `value`.
 fn and(mut value: Value, more: Value) -> Value {
     let fields = value.as_object_mut().unwrap();
     fields.extend(more.as_object().unwrap().clone());
     value
 }
 
-/// Waits until the engine's counts satisfy a condition.
-async fn until(engine: &Engine, what: &str, holds: impl Fn(&EngineStats) -> bool) {
+/// Waits until the engine's stats satisfy a condition.
+async fn until(engine: &Engine, what: &str, is_met: impl Fn(&EngineStats) -> bool) {
     for _ in 0..1000 {
-        if holds(&engine.stats()) {
+        if is_met(&engine.stats()) {
             return;
         }
         tokio::time::sleep(Duration::from_millis(10)).await;

@@ -6,7 +6,7 @@ use kvant_server::{ModelError, ModelFacts, Models, ServedModel};
 
 use super::*;
 
-/// Bytes of each model, and of two.
+/// The size of each model, and of two.
 const BYTES: usize = 10;
 const ROOM_FOR_TWO: usize = 2 * BYTES;
 
@@ -31,7 +31,7 @@ fn server(limit: usize) -> Server {
     Server::of_models(models(limit), ServerOptions::new("unused")).unwrap()
 }
 
-/// Models that are loaded, as `/v1/models` says.
+/// The loaded models according to `/v1/models`.
 async fn loaded(router: &Router) -> Vec<String> {
     let list = get(router.clone(), "/v1/models").await.ok();
     let loaded = list["data"].as_array().unwrap().iter().filter(|model| model["loaded"] == true);
@@ -51,7 +51,7 @@ async fn requests_name_their_model() {
     assert_eq!(complete(&router, Some("b")).await.ok()["model"], "b");
     assert_eq!(complete(&router, Some("first")).await.ok()["model"], "a");
     assert_eq!(loaded(&router).await, ["a", "first", "b"]);
-    // b was asked for less recently than a.
+    // b was requested less recently than a.
     assert_eq!(complete(&router, Some("org/c")).await.ok()["model"], "org/c");
     assert_eq!(loaded(&router).await, ["a", "first", "org/c"]);
     assert_eq!(complete(&router, Some("b")).await.ok()["model"], "b");
@@ -131,7 +131,7 @@ async fn a_model_that_cannot_be_loaded() {
         let failed = complete(&router, Some("bad")).await;
         assert_eq!(failed.status, StatusCode::INTERNAL_SERVER_ERROR);
         assert_eq!(failed.json()["error"]["code"], "model_load_failed");
-        // Paths of the machine are for its log.
+        // Paths of the machine appear only in the log.
         assert!(!failed.text.contains("secret"), "{}", failed.text);
         assert_eq!(complete(&router, Some("a")).await.ok()["model"], "a");
     }
@@ -143,7 +143,7 @@ async fn a_model_that_cannot_be_loaded() {
     assert!(matches!(&results[2], Err(ModelError::Name(_))), "{results:?}");
 }
 
-/// A stream keeps its model, and a request for another one waits for its end.
+/// A streaming request keeps its model loaded, and a request for another model waits for its end.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_model_in_use_is_not_put_out() {
     let router = server(BYTES).router();
@@ -158,7 +158,7 @@ async fn a_model_in_use_is_not_put_out() {
     assert!(text.contains("\"finish_reason\":\"length\"") && text.ends_with("data: [DONE]\n\n"), "{text}");
     assert_eq!(other.await.unwrap().ok()["model"], "b");
 
-    // A client that goes away in its stream gives the model free.
+    // A client that disconnects while streaming releases the model.
     let request = Request::post("/v1/completions").header(header::CONTENT_TYPE, "application/json");
     let body = and(body, json!({"model": "b", "max_tokens": 300}));
     let stream = router.clone().oneshot(request.body(Body::from(body.to_string())).unwrap()).await.unwrap();
@@ -186,7 +186,7 @@ async fn a_request_waits_for_a_bounded_time() {
         assert_eq!(late.json()["error"]["code"], "model_loading");
         assert!(late.headers.contains_key(header::RETRY_AFTER));
     }
-    // All have gone, and the load goes on.
+    // All clients have disconnected, and the load continues.
     while loaded(&router).await.is_empty() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -194,7 +194,7 @@ async fn a_request_waits_for_a_bounded_time() {
     assert_eq!(loads.load(Ordering::SeqCst), 1);
 }
 
-/// An engine that fails takes only its own requests with it, and comes back.
+/// A failing engine affects only its own requests, and is restarted.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_engine_that_fails_is_started_again() {
     let (first, engines) = (Arc::new(std::sync::Mutex::new(None)), Arc::new(AtomicUsize::new(0)));
@@ -221,7 +221,7 @@ async fn an_engine_that_fails_is_started_again() {
         assert_eq!(get(router.clone(), "/health").await.status, StatusCode::OK);
     }
     complete(&router, None).await.ok();
-    // A drain ends all.
+    // Draining ends all requests.
     stop.send(()).unwrap();
     served.await.unwrap().unwrap();
     for model in ["fails", "b"] {
@@ -243,7 +243,7 @@ async fn names_and_sizes_are_checked() {
     assert_eq!(add(&mut models, &["b"], BYTES + 1), Err(size));
     let router = Server::of_models(models, ServerOptions::new("unused")).unwrap().router();
     assert_eq!(get(router.clone(), "/v1/models").await.ok()["data"].as_array().unwrap().len(), 1);
-    // `*` stands for any name.
+    // `*` accepts any name.
     assert_eq!(get(router, "/v1/models/gpt-4o").await.status, StatusCode::OK);
     assert!(Server::of_models(Models::new(1), ServerOptions::new("unused")).is_err());
 }

@@ -1,4 +1,4 @@
-//! Ollama's routes, and those that other servers have.
+//! Ollama's routes, and routes of other servers.
 
 use super::*;
 
@@ -82,7 +82,7 @@ async fn forms_and_errors() {
     assert_eq!(post(router(), "/api/chat", json!({"model": "llama3"})).await.status, StatusCode::NOT_FOUND);
 }
 
-/// The form that the package ollama-ai-provider-v2 sends: a limit of its own, and OpenAI's choice of tools.
+/// The format that the package ollama-ai-provider-v2 sends: a limit of its own, and OpenAI's choice of tools.
 #[tokio::test(flavor = "multi_thread")]
 async fn choices_of_tools_and_limits() {
     let parameters = json!({"$schema": "http://json-schema.org/draft-07/schema#", "type": "object",

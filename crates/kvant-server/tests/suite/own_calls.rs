@@ -1,14 +1,14 @@
-//! Calls that must have a form, in families that do not write them as JSON objects: Gemma 4 and gpt-oss.
+//! Constrained calls in families that do not write them as JSON objects: Gemma 4 and gpt-oss.
 
 use super::*;
 
 const CHAT: &str = "/v1/chat/completions";
 const GEMMA_MARKS: [&str; 5] = ["<|tool_call>", "<tool_call|>", "<|\"|>", "<|channel>", "<channel|>"];
 const HARMONY_MARKS: [&str; 6] = ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>"];
-/// The id of a header that begins a call.
+/// The token id of a header that begins a call.
 const HEADER: usize = 5 + HARMONY_MARKS.len();
 
-/// Routes with [`words_with`] marks, and a template of the family that has them.
+/// Routes with a vocabulary of [`words_with`] delimiters, and a template of their family.
 fn marked_router(marks: &[&str], texts: &[&str]) -> Router {
     let device = Device::cpu_with(CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
     let model = Model::load(Path::new(MODEL), &device).unwrap();
@@ -30,7 +30,7 @@ fn harmony_router() -> Router {
     ROUTER.get_or_init(|| marked_router(&HARMONY_MARKS, &["commentary to=functions.f"])).clone()
 }
 
-/// A request that offers a function, in which some tokens are drawn wherever they can be.
+/// A request that offers a function, and biases sampling towards some tokens.
 fn ask(parameters: Value, strict: bool, preferred: &[usize]) -> Value {
     let function = json!({"name": "f", "parameters": parameters, "strict": strict});
     let bias: serde_json::Map<String, Value> = preferred.iter().map(|id| (id.to_string(), json!(100))).collect();
@@ -43,7 +43,7 @@ fn seven_or_eight() -> Value {
     json!({"type": "object", "properties": {"x": {"enum": [7, "eight"]}}, "required": ["x"], "additionalProperties": false})
 }
 
-/// The arguments of the one call of an answer, which has no text.
+/// The arguments of the only call of an answer without text.
 #[track_caller]
 fn arguments(choice: &Value) -> Value {
     let message = &choice["message"];
@@ -53,7 +53,7 @@ fn arguments(choice: &Value) -> Value {
     serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap()
 }
 
-/// Without a choice of tools, a call follows its schema from the family's mark on.
+/// If calls are optional, a call follows its schema after the family's opening delimiter.
 #[tokio::test(flavor = "multi_thread")]
 async fn strict_calls_that_may_be() {
     for (router, mark) in [(gemma_router(), 5), (harmony_router(), HEADER)] {
@@ -71,7 +71,7 @@ async fn strict_calls_that_may_be() {
     }
 }
 
-/// A call that must be made has the family's own form and follows its schema.
+/// A required call has the family's own format and follows its schema.
 #[tokio::test(flavor = "multi_thread")]
 async fn calls_that_must_be() {
     let schema = json!({
@@ -121,7 +121,7 @@ async fn calls_that_must_be() {
     }
 }
 
-/// A call that `max_tokens` cuts is a part of a call.
+/// A call that `max_tokens` truncates is incomplete.
 #[tokio::test(flavor = "multi_thread")]
 async fn calls_that_are_cut() {
     let schema = json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 200}},
@@ -141,7 +141,7 @@ async fn calls_that_are_cut() {
     }
 }
 
-/// A form of text is in the channel of answers.
+/// Constrained text is in the channel of answers.
 #[tokio::test(flavor = "multi_thread")]
 async fn json_in_the_channel_of_answers() {
     let format = json!({"type": "json_schema", "json_schema": {"name": "a", "schema": seven_or_eight()}});
@@ -154,7 +154,7 @@ async fn json_in_the_channel_of_answers() {
     assert_eq!(choice["logprobs"]["content"][0]["token"], "<|channel|>");
 }
 
-/// A schema that Gemma's form cannot enforce is enforced as JSON, if a call must be made.
+/// A schema that Gemma's format cannot enforce is enforced as JSON if a call is required.
 #[tokio::test(flavor = "multi_thread")]
 async fn schemas_beyond_the_form() {
     for (keyword, field) in [
@@ -168,7 +168,7 @@ async fn schemas_beyond_the_form() {
         let refused = post(gemma_router(), CHAT, ask(parameters.clone(), true, &[])).await;
         assert!(refused.text.contains(&format!("`{keyword}`")), "{}", refused.text);
         assert_eq!(refused.refused(), "tools[0].function.strict");
-        // A function that is not strict is not enforced.
+        // The schema of a function that is not strict is not enforced.
         post(gemma_router(), CHAT, and(ask(parameters.clone(), false, &[]), json!({"max_tokens": 2}))).await.ok();
         if keyword == "pattern" {
             let body = and(ask(parameters, true, &[]), json!({"tool_choice": "required"}));

@@ -70,7 +70,7 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
     assert_eq!(post(chat_router(), PATH, and(hello(), tools)).await.ok()["tools"][0]["name"], "f");
 }
 
-/// A request can continue an earlier response, whole or streamed, with new instructions; other keys cannot.
+/// A request can continue an earlier response, streamed or not, with new instructions, but only under the same key.
 #[tokio::test(flavor = "multi_thread")]
 async fn earlier_responses_go_on() {
     let router = chat_router();
@@ -90,11 +90,11 @@ async fn earlier_responses_go_on() {
     assert_eq!(second["usage"]["input_tokens"], same["usage"]["input_tokens"]);
     assert_eq!(second["output"][0]["content"][0]["text"], same["output"][0]["content"][0]["text"]);
     assert_eq!(second["previous_response_id"], first["id"]);
-    // A stream is kept as well.
+    // Streamed responses are kept too.
     let events = ask(json!({"input": "Vec", "stream": true})).await.events();
     let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
     ask(json!({"input": "And?", "previous_response_id": last["response"]["id"]})).await.ok();
-    // What is not stored, or is another key's, cannot be continued.
+    // Responses that were not stored, or belong to another key, cannot be continued.
     let gone = ask(json!({"input": "And?", "previous_response_id": same["id"]})).await;
     assert_eq!(gone.json()["error"]["code"], "previous_response_not_found");
     assert_eq!(gone.refused(), "previous_response_id");

@@ -1,10 +1,10 @@
-//! Answers that clients send back: those of this server, and those of OpenAI and Anthropic.
+//! Answers that clients send back: from this server, OpenAI and Anthropic.
 
 use super::*;
 
 const CHAT: &str = "/v1/chat/completions";
 
-/// A template that joins texts, as many do: a content that is null fails.
+/// A template that concatenates texts, as many do: null content fails.
 const JOINED: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}\
     {% for call in message.tool_calls or [] %}{{ '<tool_call>' + call.function.name + call.function.arguments|tojson }}\
     {% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
@@ -51,7 +51,7 @@ async fn our_chat_answers() {
     assert_eq!(text, expected);
 }
 
-/// With the fields that OpenAI documents, and those that its Python package and streams add.
+/// With the fields that OpenAI documents, and the ones that its Python package and streams add.
 #[tokio::test(flavor = "multi_thread")]
 async fn openais_chat_answers() {
     let url =
@@ -184,7 +184,7 @@ async fn openais_responses() {
     assert_eq!(post(chat_router(), "/v1/responses", extra).await.refused(), "input[0].extra");
 }
 
-/// Numbers of history reach the template with all their digits, whichever way they come.
+/// Numbers in the history reach the template with all their digits, in every format.
 #[tokio::test(flavor = "multi_thread")]
 async fn numbers_of_history_keep_their_digits() {
     let arguments = r#"{"id": 123456789012345678901, "long": 1234567890123456789012345678901234567890123, "share": 0.12345678901234567890}"#;
@@ -203,7 +203,7 @@ async fn numbers_of_history_keep_their_digits() {
         let prompt = raw("/apply-template", body).await.ok();
         assert!(prompt["prompt"].as_str().unwrap().contains(&expected), "{prompt}");
     }
-    // Anthropic's form has no route that shows the prompt: its length tells the digits.
+    // Anthropic's API has no route that shows the prompt. Its length reveals the digits.
     let block = format!(r#"{{"type": "tool_use", "id": "c", "name": "f", "input": {arguments}}}"#);
     let body = format!(
         r#"{{"messages": [{{"role": "assistant", "content": [{block}]}}, {{"role": "user", "content": "b"}}]}}"#
@@ -214,7 +214,7 @@ async fn numbers_of_history_keep_their_digits() {
     assert_eq!(count, same["count"]);
 }
 
-/// Numbers for the template keep their digits, too.
+/// Numbers in template variables keep their digits too.
 #[tokio::test(flavor = "multi_thread")]
 async fn numbers_of_variables_keep_their_digits() {
     let numbers = r#"[9007199254740993, 123456789012345678901, 0.12345678901234567890, -1e400]"#;
@@ -230,7 +230,7 @@ async fn numbers_of_variables_keep_their_digits() {
     assert_eq!(answer["prompt"], format!("18446744073709551617 {numbers}"));
 }
 
-/// An answer at the end of a conversation goes on.
+/// An answer at the end of a conversation is continued.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_last_answer_is_continued() {
     let messages = json!([user("A"), {"role": "assistant", "content": "One, two"}]);
@@ -245,7 +245,7 @@ async fn a_last_answer_is_continued() {
         (json!({"add_generation_prompt": false}), whole.clone()),
     ] {
         assert_eq!(prompt(and(json!({"messages": messages}), more.clone())).await, expected, "{more}");
-        // The answer is the text that continues this prompt.
+        // The answer equals the text that continues this prompt.
         let greedy = json!({"max_tokens": 8, "temperature": 0, "ignore_eos": true});
         let chat =
             post(joined_router(), CHAT, and(and(greedy.clone(), json!({"messages": messages})), more)).await.ok();
@@ -274,7 +274,7 @@ async fn a_last_answer_is_continued() {
     assert!(text.ends_with("<tool_call>f{}<|im_end|>\n<|im_start|>assistant\n"), "{text}");
 }
 
-/// A begun answer can end within reasoning, and its form is that of the rest.
+/// The beginning of an answer can end within reasoning. The parser starts in that state.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_begun_answer_has_a_state() {
     let ask = |begun: &str| {

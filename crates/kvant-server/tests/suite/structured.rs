@@ -1,4 +1,4 @@
-//! Answers of a prescribed form: JSON, tool calls, regular expressions and grammars.
+//! Structured outputs: JSON, tool calls, regular expressions and grammars.
 
 use super::*;
 
@@ -44,7 +44,7 @@ fn tools() -> Value {
     ])
 }
 
-/// Routes with a template whose family marks neither reasoning nor calls.
+/// Routes with a template whose family has no delimiters for reasoning or calls.
 fn plain_router() -> Router {
     let source =
         "{% for message in messages %}# {{ message.role }}\n\n{{ message.content }}\n\n{% endfor %}# assistant\n\n";
@@ -153,7 +153,7 @@ async fn calls_that_must_be() {
     for choice in [json!({"type": "any", "disable_parallel_tool_use": true}), json!({"type": "tool", "name": "count"})]
     {
         let body = json!({"messages": ask()["messages"], "max_tokens": 2000, "tools": [tool], "tool_choice": choice});
-        // At low temperatures this model repeats itself, and arguments do not end.
+        // At low temperatures this model repeats itself, and arguments never end.
         let body = and(body, json!({"thinking": {"type": "disabled"}, "temperature": 1}));
         let answer = post(chat_router(), "/v1/messages", body).await.ok();
         assert_eq!((&answer["stop_reason"], &answer["content"][0]["type"]), (&json!("tool_use"), &json!("tool_use")));
@@ -161,7 +161,7 @@ async fn calls_that_must_be() {
     }
 }
 
-/// Reasoning come before the answer; the model can end them or not begin them.
+/// Reasoning precedes the answer. The model can end it, or not begin it.
 #[tokio::test(flavor = "multi_thread")]
 async fn reasoning_come_first() {
     let format = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema()}}});
@@ -175,7 +175,7 @@ async fn reasoning_come_first() {
     );
 }
 
-/// Routes with a template of the family whose calls are JSON without a mark.
+/// Routes with a template of a family whose calls are JSON without a delimiter.
 fn llama_router() -> Router {
     let source = "{% for message in messages %}<|start_header_id|>{{ message.role }}\n\n{{ message.content }}\n\n\
                   {% endfor %}{% if tools %}name and parameters{% endif %}# assistant\n\n";
@@ -183,7 +183,7 @@ fn llama_router() -> Router {
     Server::new(shared_engine(), Some(template), ServerOptions::new(NAME)).router()
 }
 
-/// The content of an answer in one piece and as a stream.
+/// The content of an answer, unstreamed and streamed.
 async fn contents(router: fn() -> Router, body: Value) -> [String; 2] {
     let whole = post(router(), CHAT, body.clone()).await.ok();
     let chunks = post(router(), CHAT, and(body, json!({"stream": true}))).await.chunks();
@@ -217,7 +217,7 @@ async fn json_is_a_call_only_if_it_was_offered() {
     let body = json!({"input": "Vec", "text": {"format": {"type": "json_schema", "name": "p", "schema": person}}});
     let answer = post(llama_router(), "/v1/responses", body).await.ok();
     is_person(answer["output"][0]["content"][0]["text"].as_str().unwrap());
-    // Where calls have marks, those stay as well.
+    // If calls have delimiters, they stay in the content too.
     let marked = "<tool_call>\n{\"name\": \"find\", \"arguments\": {}}\n</tool_call>";
     let choice = json!({"structured_outputs": {"choice": [marked]}});
     assert_eq!(contents(chat_router, and(ask(), choice.clone())).await, [marked, marked]);
@@ -225,7 +225,7 @@ async fn json_is_a_call_only_if_it_was_offered() {
     assert_eq!(contents(chat_router, offered).await, ["", ""]);
 }
 
-/// The first answer without reasoning, where the model may think.
+/// The first answer without reasoning from a model that may reason.
 async fn without_reasoning(more: Value) -> String {
     for seed in 0..100 {
         let body = and(and(ask(), more.clone()), json!({"reasoning_effort": null, "max_tokens": 12, "seed": seed}));
@@ -238,7 +238,7 @@ async fn without_reasoning(more: Value) -> String {
     panic!("the model always thinks: {more}")
 }
 
-/// Every form leaves reasoning free that the prompt has opened.
+/// Every constraint leaves reasoning free that the prompt has opened.
 #[tokio::test(flavor = "multi_thread")]
 async fn open_reasoning_are_free() {
     for outputs in [
@@ -314,7 +314,7 @@ async fn functions_without_parameters() {
     let body = and(body, json!({"tools": [{"name": "f"}], "tool_choice": {"type": "any"}}));
     for _ in 0..20 {
         let answer = post(chat_router(), "/v1/messages", body.clone()).await.ok();
-        // The form has no seed, and the model can write white space up to the limit.
+        // This API has no seed, and the model can write white space up to the limit.
         if answer["stop_reason"] == "tool_use" {
             assert_eq!(answer["content"][0]["input"], json!({}));
             return;
@@ -323,7 +323,7 @@ async fn functions_without_parameters() {
     panic!("no call is complete");
 }
 
-/// The arguments of a call keep the digits that the model writes.
+/// The arguments of a call keep the digits that the model wrote.
 #[tokio::test(flavor = "multi_thread")]
 async fn arguments_keep_their_digits() {
     let arguments = r#"{"id":123456789012345678901,"share":0.12345678901234567890}"#;
@@ -343,7 +343,7 @@ async fn arguments_keep_their_digits() {
     assert_eq!(found.as_deref(), Some(arguments));
 }
 
-/// Formats and references that generators of schemas write.
+/// Formats and references that schema generators write.
 #[tokio::test(flavor = "multi_thread")]
 async fn schemas_of_generators() {
     for (schema, text) in [
@@ -406,12 +406,12 @@ async fn numbers_that_cannot_be_exact_are_refused() {
             assert!(answer.text.contains(&place), "{}", answer.text);
             assert_eq!(answer.refused(), field);
         }
-        // Tools that the model may call are not enforced.
+        // Optional tools are not enforced.
         let tool = format!(r#"{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}"#);
         let answer = raw(CHAT, format!(r#"{{{messages}, "tools": [{tool}]}}"#)).await;
         assert_eq!(answer.status, StatusCode::OK, "{}", answer.text);
     }
-    // Where nothing is enforced, any number is fine.
+    // Without enforcement, any number is valid.
     let tool = r#"{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "default": {"a": 123456789012345678901}}}}"#;
     let answer = raw("/v1/responses", r#"{"input": "a", "max_output_tokens": 1, "tools": [{"type": "function", "name": "f", "parameters": {"default": 123456789012345678901}}]}"#.to_string()).await;
     assert!(answer.status == StatusCode::OK && answer.text.contains(":123456789012345678901"), "{}", answer.text);
@@ -422,7 +422,7 @@ async fn numbers_that_cannot_be_exact_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_enforced_is_named() {
+async fn the_error_names_a_constraint_that_cannot_be_enforced() {
     let format = |schema: Value| json!({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}});
     let deep = (0..100).fold(json!({}), |inner, _| json!({"items": inner}));
     for (more, field) in [
@@ -468,7 +468,7 @@ async fn what_cannot_be_enforced_is_named() {
     post(chat_router(), CHAT, and(ask(), json!({"tools": strict, "tool_choice": "required"}))).await.ok();
 }
 
-/// Without a tool that must be called, text is free, and what begins as a call of a strict function follows its schema.
+/// Without a required tool, text is free, and a call of a strict function follows its schema once it has begun.
 #[tokio::test(flavor = "multi_thread")]
 async fn strict_calls_that_may_be() {
     let ids = post(router(), "/tokenize", json!({"content": "{"})).await.ok()["tokens"].clone();
@@ -489,7 +489,7 @@ async fn strict_calls_that_may_be() {
     let free = post(llama_router(), CHAT, and(ask(-100, true), json!({"max_tokens": 20}))).await.ok();
     let message = &free["choices"][0]["message"];
     assert!(message["tool_calls"].is_null() && !message["content"].as_str().unwrap().is_empty(), "{message}");
-    // Nothing holds a function that is not strict.
+    // A function that is not strict is not constrained.
     let loose = post(llama_router(), CHAT, and(ask(100, false), json!({"max_tokens": 20}))).await.ok();
     assert!(loose["choices"][0]["message"]["tool_calls"].is_null(), "{loose}");
 }

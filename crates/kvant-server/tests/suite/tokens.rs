@@ -23,7 +23,8 @@ async fn there_and_back() {
     assert_eq!(named["tokens"], json!([with["tokens"][0]]));
 }
 
-/// A word keeps its space, and a part of a character is its bytes, as in llama.cpp. A whole text starts with its word.
+/// A word keeps its space, and a part of a character is shown as bytes, as in llama.cpp. A text starts with its first
+/// word.
 #[tokio::test(flavor = "multi_thread")]
 async fn tokens_within_a_text() {
     let body = json!({"content": "Hello world", "with_pieces": true, "return_token_strs": true});
@@ -44,7 +45,7 @@ async fn tokens_within_a_text() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_refused() {
+async fn invalid_requests_are_refused() {
     for (body, field) in [
         (json!({}), "prompt"),
         (json!({"prompt": "a", "content": "b"}), "content"),

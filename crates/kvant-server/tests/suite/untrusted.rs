@@ -1,8 +1,8 @@
-//! Texts of requests and templates in errors: without control characters, and not whole.
+//! Errors quote requests and templates without control characters, and shorten them.
 
 use super::*;
 
-/// A text that would colour a terminal, reverse the order of letters, and fill a log.
+/// A text with terminal colours, a right-to-left override, and enough length to fill a log.
 fn hostile() -> String {
     format!("\x1b[31m\u{9b}2J\u{202e}{}", "x".repeat(1_000_000))
 }
