@@ -365,35 +365,12 @@ def prompts(records):
     return svg.render()
 
 
-def models_h200(records):
-    record = records["h200-real-sizes"]
-    svg = Svg(720, 250, "A decode step of models of released sizes on an H200")
-    svg.text(16, 26, "A decode step on an H200, one sequence, random weights: milliseconds, less is better", "title")
-    source(svg, record, 46)
-    axes = Axes(svg, (170, 60, 500, 140), (0, 8), (0, 1))
-    axes.grid([(x, f"{x}") for x in range(0, 9)], [])
-    y = 68
-    for row in rows(record):
-        svg.text(16, y + 20, f"{row['model']}, {row['weights']}")
-        for i, (label, colour) in enumerate((("step at 128 tokens, µs", "kvant"), ("at 32768, µs", "two"))):
-            x, _ = axes.at(row[label] / 1e3, 0)
-            svg.bar(170, y + 17 * i, x - 170, 13, colour)
-            svg.text(x + 6, y + 17 * i + 11, f"{row[label] / 1e3:.2f}", "small")
-        x, _ = axes.at(row["step at 128 tokens, µs"] * float(row["of a read"].rstrip(" %")) / 1e5, 0)
-        svg.line(x, y - 4, x, y + 34, "limit")
-        y += 44
-    legend(svg, 170, 236, [("kvant", "128 tokens"), ("two", "32768 tokens")])
-    svg.text(704, 236, "Dashed: what is read at 128 tokens, at the rate of a plain read.", "small", "end")
-    return svg.render()
-
-
 PLOTS = {
     "bytes-and-kl": bytes_and_kl,
     "decode-cpu": decode_cpu,
     "decode-h200": decode_h200,
     "quantised-h200": quantised_h200,
     "prompts": prompts,
-    "models-h200": models_h200,
 }
 
 
@@ -621,7 +598,6 @@ INLINE = {
     "released-short": table_released_short,
     "released-8192": table_released_8192,
     "speed": table_speed,
-    "prompts": table_prompts,
     "real-sizes": plain("h200-real-sizes"),
     "sequences": plain("h200-sequences"),
     "serve": table_serve,
