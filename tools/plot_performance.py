@@ -204,7 +204,7 @@ def legend(svg, x, y, entries):
 def bytes_and_kl(records):
     record = records["accuracy-shipped-model"]
     svg = Svg(640, 350, "Bytes per token of each cache type against the divergence it causes")
-    svg.text(16, 26, "What a cache type saves and costs", "title")
+    svg.text(16, 26, "Bytes and divergence of cache types", "title")
     axes = Axes(svg, (70, 46, 540, 222), (0, 13000), (1e-7, 1), log_y=True)
     axes.grid([(x, f"{x}") for x in range(0, 13000, 2000)], [(10.0 ** e, f"1e{e}") for e in range(-7, 1)],
               "bytes per token, keys and values of all layers", "mean KL from an f32 cache, nats")
@@ -605,7 +605,7 @@ INLINE = {
 
 # The files of docs/benchmarks/tables: a title, and tables of a function or of the record itself, with the records that they show.
 FILES = {
-    "cache-types": ("What a cache type costs", [
+    "cache-types": ("Cost of cache types", [
         (table_released, RELEASED),
         (table_cost, ["accuracy-shipped-model"]),
         (None, ["accuracy-h200"]),
