@@ -12,7 +12,7 @@ use crate::{
 pub trait Memory: Send + Sync {
     /// The address where the host sees it, on devices that share the host's memory.
     fn host(&self) -> Option<NonNull<u8>>;
-    /// For the backend that made it.
+    /// For downcasts by the backend that allocated it.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -23,7 +23,8 @@ pub(crate) trait Backend: Send + Sync {
     fn name(&self) -> String;
     /// Zeroed memory.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>>;
-    /// Zeroed memory of which only parts are used. On the host the system provides them as they are used.
+    /// Allocates zeroed memory that will be used only in parts. On the host, the system maps each page at its first
+    /// use.
     fn allocate_sparse(&self, bytes: usize) -> Result<Box<dyn Memory>> {
         self.allocate(bytes)
     }
@@ -31,8 +32,8 @@ pub(crate) trait Backend: Send + Sync {
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
     /// `offset + out.len()` is within the allocation; waits for committed work.
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()>;
-    /// Starts to read, after committed work, without waiting. `None` for a device that has no such transfer, or no
-    /// memory for it. `offset + bytes` is within the allocation.
+    /// Starts a download that begins after committed work, and does not wait for it. `None` if the device has no
+    /// asynchronous transfer, or no memory for one. `offset + bytes` is within the allocation.
     fn start_download(&self, _memory: &dyn Memory, _offset: usize, _bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
         Ok(None)
     }
@@ -41,34 +42,34 @@ pub(crate) trait Backend: Send + Sync {
     /// Prepares calls for replay.
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>>;
     fn memory(&self) -> Result<MemoryInfo>;
-    /// Returns memory that nobody uses to the system.
+    /// Returns unused memory to the system.
     fn trim(&self) -> Result<()>;
-    /// The kernels that were compiled, or refused, so far.
+    /// The kernels that were compiled or rejected so far.
     fn kernels(&self) -> Vec<KernelReport> {
         Vec::new()
     }
-    /// The kernel that this attention gets, and why.
+    /// The kernel that this attention call selects, and the reason.
     fn explain_attend(&self, call: &attend::Call) -> attend::Explanation;
 }
 
-/// A pass being recorded. Nothing of it runs before it is committed, on any device: code written for one has the same
-/// meaning on another.
+/// A pass being recorded. Nothing runs before `commit`, on any device, so that code has the same meaning on all of
+/// them.
 pub(crate) trait Pass: Send {
     fn submit(&mut self, call: Call) -> Result<()>;
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>>;
 }
 
-/// Committed work.
+/// Committed work that can be waited for.
 pub trait Wait: Send {
-    /// Returns when it is done, with its fault if it failed.
+    /// Waits until the work is done, and returns its error if it failed.
     fn wait(self: Box<Self>) -> Result<()>;
     /// Whether [`Wait::wait`] would return at once.
     fn is_done(&self) -> bool;
 }
 
-/// A transfer to the host that has been started.
+/// A started transfer to the host.
 pub trait Transfer: Send {
-    /// Waits until it is done, and writes its bytes to `out`, which has as many.
+    /// Waits until the transfer is done and writes its bytes to `out`, whose length matches.
     fn finish(self: Box<Self>, out: &mut [u8]) -> Result<()>;
     /// Whether [`Transfer::finish`] would return at once.
     fn is_done(&self) -> bool;
@@ -76,6 +77,6 @@ pub trait Transfer: Send {
 
 /// Captured work.
 pub trait Replay: Send {
-    /// Runs it once more; returns `None` if it is already done.
+    /// Runs the work again; returns `None` if it is already done.
     fn replay(&self) -> Result<Option<Box<dyn Wait>>>;
 }

@@ -136,7 +136,7 @@ impl Codec {
     }
 
     /// Bytes of one vector of `head_dim` coordinates in all planes; `usize::MAX` if the number overflows. Means of
-    /// pages come on top ([`Codec::bytes_per_mean`]).
+    /// pages are not included ([`Codec::bytes_per_mean`]).
     pub fn bytes_per_vector(self, head_dim: usize) -> usize {
         match self {
             Codec::Dense(dtype) => head_dim.saturating_mul(dtype.size()),
@@ -160,8 +160,7 @@ impl Codec {
                 if !BITS.contains(&tq.bits) {
                     return fail(&format!("a TurboQuant codec of {BITS_TEXT} bits"), tq.bits.to_string());
                 }
-                // Beyond this range, norms divided by the scale could leave the range of f32 where the vectors do
-                // not.
+                // Beyond this range, a norm divided by the scale could overflow f32 although the vector does not.
                 if !(1e-3..=1e3).contains(&tq.scale) {
                     return fail("a TurboQuant codec with a scale from 0.001 to 1000", tq.scale.to_string());
                 }
@@ -236,7 +235,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_they_are_written() {
+    fn parsing_a_name_inverts_display() {
         for bits in BITS {
             assert_eq!(format!("tq{bits}").parse::<Codec>().unwrap(), Codec::tq(bits));
             for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {

@@ -1,6 +1,7 @@
-//! Setters of the descriptors that operations and pools take.
+//! Setters for descriptors of operations and pools.
 
-/// Setters of a descriptor's optional fields. A setter takes what the field holds.
+/// Defines setters of a descriptor's optional fields. A setter's argument has the type that the field's `Option`
+/// contains.
 macro_rules! setters {
     ($name:ident $(<$life:lifetime>)? { $($field:ident: $type:ty),* $(,)? }) => {
         impl $(<$life>)? $name $(<$life>)? {

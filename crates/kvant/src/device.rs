@@ -46,7 +46,7 @@ pub struct Device {
     backend: Arc<dyn Backend>,
 }
 
-/// A kernel as a device's compiler left it, or refused it.
+/// A kernel, as a device's compiler accepted or rejected it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KernelReport {
@@ -54,11 +54,11 @@ pub struct KernelReport {
     pub name: String,
     /// The constants that it is specialised for.
     pub constants: String,
-    /// The most threads of a threadgroup.
+    /// Maximum threads of a threadgroup.
     pub threads: usize,
     /// Bytes of threadgroup memory that the kernel declares itself.
     pub threadgroup_bytes: usize,
-    /// What the compiler says of a kernel that it refused.
+    /// The compiler's message, if it rejected the kernel.
     pub refusal: Option<String>,
 }
 
@@ -68,10 +68,10 @@ pub struct KernelReport {
 pub struct MemoryInfo {
     /// All memory that programs can use.
     pub total: usize,
-    /// What any program can still allocate.
+    /// Memory that any program can still allocate.
     pub free: usize,
-    /// Memory of tensors that are gone, which the device keeps for new ones. Other programs cannot use it;
-    /// [`Device::trim`] returns it to the system.
+    /// Freed memory of tensors that the device keeps for new ones. Other programs cannot use it; [`Device::trim`]
+    /// returns it to the system.
     pub held: usize,
 }
 
@@ -80,7 +80,7 @@ pub struct MemoryInfo {
 pub struct DeviceEntry {
     /// The kind of device.
     pub kind: DeviceKind,
-    /// The number of the device among those of its kind; 0 except with several NVIDIA GPUs.
+    /// The number of the device among devices of its kind; 0 except with several NVIDIA GPUs.
     pub index: usize,
     /// The device, or the reason why it is not available.
     pub device: Result<Device>,
@@ -104,8 +104,8 @@ impl Device {
         [entry(DeviceKind::Metal, 0, metal::open())].into_iter().chain(gpus).chain(others).collect()
     }
 
-    /// Opens the device of a kind: of several NVIDIA GPUs the first. Every call that succeeds returns the same device;
-    /// after a failure the next call tries again.
+    /// Opens the device of a kind; for several NVIDIA GPUs, the first. Every call that succeeds returns the same
+    /// device; after a failure the next call tries again.
     ///
     /// # Errors
     /// `NoDevice` with the reason.
@@ -170,8 +170,7 @@ impl Device {
         self.backend.name()
     }
 
-    /// How much memory the device has, and how much of it is free. In a Linux container with a limit, the CPU's memory
-    /// is what the limit leaves.
+    /// The device's total, free and held memory. In a Linux container with a limit, the limit bounds the CPU's memory.
     ///
     /// # Errors
     /// `Unsupported` for the CPU of systems other than Linux; `DeviceFault`.
@@ -179,8 +178,8 @@ impl Device {
         self.backend.memory()
     }
 
-    /// The kernels that the device has compiled so far, and those that its compiler refused. Only Metal devices of a
-    /// Mac list them; the list of others is empty.
+    /// The kernels that the device has compiled or rejected so far. The list is empty except for Metal devices of a
+    /// Mac.
     pub fn kernels(&self) -> Vec<KernelReport> {
         self.backend.kernels()
     }
@@ -203,18 +202,17 @@ impl Device {
 }
 
 impl Default for Device {
-    /// Opens Metal on a Mac, CUDA if there are a GPU, its driver and NVRTC, or else the CPU.
+    /// Opens Metal on a Mac, CUDA if a GPU, its driver and NVRTC are present, otherwise the CPU.
     ///
-    /// The reason why a GPU cannot be used is logged: as a warning if there appears to be one (on a Mac, or where
-    /// NVIDIA's driver is installed), otherwise at debug level.
+    /// The reason why a GPU cannot be used is logged: as a warning on a Mac and if NVIDIA's driver is installed,
+    /// otherwise at debug level.
     fn default() -> Self {
         let gpus = [(DeviceKind::Metal, metal::is_expected()), (DeviceKind::Cuda, cuda::is_expected())];
         first_of(gpus.into_iter().map(|(kind, expected)| (Device::open(kind), expected))).unwrap_or_else(Device::cpu)
     }
 }
 
-/// Returns the first available device, and logs why those before it are not available: as a warning if one was
-/// expected.
+/// Returns the first available device, and logs why each earlier one is not available: as a warning if it was expected.
 fn first_of(devices: impl IntoIterator<Item = (Result<Device>, bool)>) -> Option<Device> {
     devices.into_iter().find_map(|(device, expected)| {
         match &device {
@@ -281,9 +279,9 @@ mod tests {
         fn exit(&self, _: &span::Id) {}
     }
 
-    /// A user who has a GPU and gets the CPU learns why.
+    /// If the CPU replaces a GPU that is present, the log has the reason.
     #[test]
-    fn a_gpu_that_is_not_used_is_logged() {
+    fn an_unused_gpu_is_logged() {
         let missing = |kind, reason| not_built(kind, reason);
         let log = Log::default();
         let found = tracing::subscriber::with_default(log.clone(), || {

@@ -33,7 +33,7 @@ pub(crate) struct Touch<'a> {
 /// **Only operations wait for the encoder.** [`Tensor::write`], [`Tensor::to_vec`] and the other transfers,
 /// [`KvPool::step`](crate::KvPool::step), [`KvPool::step_into`](crate::KvPool::step_into) and
 /// [`Sequence::export`](crate::Sequence::export) act at once. They see the memory after the last commit, and recorded
-/// operations read what they write. Commit first.
+/// operations see their writes. Commit first.
 ///
 /// # Errors
 ///
@@ -63,10 +63,10 @@ pub struct Encoder {
 /// The steps of pools that recorded operations use.
 ///
 /// A step is checked when an operation is recorded, and again before the operations run: a sequence that was dropped or
-/// truncated in between has given pages back, which may have another owner by then.
+/// truncated in between has released pages, which may already have another owner.
 #[derive(Default)]
 struct PoolSteps {
-    /// Not in `others`, because recording a decode step allocates nothing.
+    /// Not in `others`, so that recording a decode step allocates nothing.
     first: Option<Arc<StepPages>>,
     others: Vec<Arc<StepPages>>,
 }
@@ -101,13 +101,13 @@ impl Encoder {
         Ok(Encoder { device: device.clone(), mode, steps: PoolSteps::default() })
     }
 
-    /// Records what `record` encodes, without running it, as a [`Graph`] that can be replayed.
+    /// Records the operations of `record` without running them, as a [`Graph`] that can be replayed.
     ///
     /// Each replay reads positions, sequences and lengths from their device buffers. To run the graph for the next
     /// token, rewrite these buffers and replay.
     ///
     /// # Errors
-    /// Those of `record`; `Value` if `record` replaces the encoder that it is given. On a GPU also `Unsupported`,
+    /// The errors of `record`; `Value` if `record` replaces the encoder that it is given. On a GPU also `Unsupported`,
     /// `Compile`, `OutOfMemory` and `DeviceFault`, because kernels are compiled when `record` has returned.
     ///
     /// # Example
@@ -153,10 +153,9 @@ impl Encoder {
     /// operations or after all of them.
     ///
     /// # Errors
-    /// `Value` if a step of a pool is out of date, because one of its sequences has changed since the operation was
-    /// recorded, or the step that it was selected of has been rewritten: nothing runs. A sequence that another thread
-    /// changes during the call is not noticed. `OutOfRange` on the CPU, for the contents of an index buffer;
-    /// `DeviceFault`.
+    /// `Value` if a step of a pool is out of date: one of its sequences has changed since the operation was recorded,
+    /// or the step from which it was selected has been rewritten. Nothing runs then. A change by another thread during
+    /// the call is not detected. `OutOfRange` on the CPU, for the contents of an index buffer; `DeviceFault`.
     pub fn commit(self) -> Result<Submission> {
         self.steps.check("commit")?;
         match self.mode {

@@ -130,7 +130,7 @@ pub enum Error {
     /// A step needs more pages than the pool has. Ending or truncating sequences gives pages back.
     #[error("out of pages: {missing} more are needed")]
     OutOfPages {
-        /// Pages that the pool lacks, when no prefix is kept.
+        /// Missing pages, counted as if all prefixes were evicted.
         missing: usize,
     },
     /// A layer no longer holds a position that the next token would see.
@@ -146,7 +146,7 @@ pub enum Error {
     File {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The defect.
         reason: String,
     },
     /// Reading or writing a file failed.

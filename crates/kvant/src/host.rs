@@ -1,4 +1,4 @@
-//! What the devices in host memory (`cpu`, `reference`) share: allocation, transfer, one pass at a time.
+//! The common part of the devices in host memory (`cpu`, `reference`): allocation, transfer, one pass at a time.
 
 use std::{
     any::Any,
@@ -16,12 +16,12 @@ use crate::{
     ops::{Call, attend},
 };
 
-/// Cache lines and the widest vectors.
+/// The size of a cache line and of the widest vector.
 const ALIGN: usize = 64;
 
 /// Zeroed host memory, aligned to [`ALIGN`].
 pub(crate) struct HostMemory {
-    /// What the allocator gave, and how much.
+    /// The allocation and its layout.
     block: Option<(NonNull<u8>, std::alloc::Layout)>,
     start: NonNull<u8>,
 }
@@ -32,7 +32,7 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// `sparse`: memory that is used here and there, so that a huge page at each first use would be a waste.
+    /// `sparse`: memory that is used in few, scattered places, where a huge page for each would waste memory.
     fn new(bytes: usize, device: &str, sparse: bool) -> Result<Self> {
         let dangling = std::ptr::without_provenance_mut::<u8>(ALIGN);
         if bytes == 0 {
@@ -40,14 +40,14 @@ impl HostMemory {
         }
         let failed = || Error::OutOfMemory { device: device.to_string(), bytes };
         let align = if bytes < HUGE { ALIGN } else { HUGE };
-        // Asking the allocator for this alignment would make it touch every page to zero it; a cache's capacity
-        // is far larger than its use, so ask for 16 (which maps zero pages lazily) and align here.
+        // With this alignment the allocator would touch every page to zero it. A cache's capacity is far larger than
+        // its use, so request an alignment of 16, which maps zero pages lazily, and align here.
         let padded = bytes.checked_add(align).ok_or_else(failed)?;
         let layout = std::alloc::Layout::from_size_align(padded, 16).map_err(|_| failed())?;
         // SAFETY: the layout is not empty.
         let block = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or_else(failed)?;
         let skip = block.align_offset(align);
-        // SAFETY: `skip` is less than `align`, and the block is that much longer than asked for.
+        // SAFETY: `skip` is less than `align`, and the block is `align` bytes longer than `bytes`.
         let start = unsafe { block.add(skip) };
         if !sparse {
             want_huge_pages(start, bytes);
@@ -58,13 +58,13 @@ impl HostMemory {
 
 /// A huge page. Larger blocks are aligned to one and request huge pages: reading a cache or weights in pages of 4 KiB
 /// is bound by address translation. The cost: the first access to a page takes 2 MiB, so a cache of large capacity
-/// takes that much for each head as soon as it holds one token.
+/// takes 2 MiB for each head as soon as it holds one token.
 const HUGE: usize = 2 << 20;
 
-/// Asks for huge pages, where the system gives them only on demand. Advice: without it everything works, slower.
+/// Requests huge pages, for systems that provide them only on request. Without them everything works, slower.
 #[cfg(target_os = "linux")]
 fn want_huge_pages(start: NonNull<u8>, bytes: usize) {
-    // What is left at the end has small pages: a huge one would hold memory that nobody uses.
+    // The remainder keeps small pages: a huge one would hold memory that nobody uses.
     let whole = bytes / HUGE * HUGE;
     if whole > 0 {
         // SAFETY: whole pages within the block; the advice changes neither contents nor protection.
@@ -75,8 +75,8 @@ fn want_huge_pages(start: NonNull<u8>, bytes: usize) {
 #[cfg(not(target_os = "linux"))]
 fn want_huge_pages(_: NonNull<u8>, _: usize) {}
 
-/// Moves a part of a block that is in use for good into huge pages, with its neighbours up to their ends. Nothing
-/// happens for memory of a GPU, or where the system cannot.
+/// Moves a range that stays in use into huge pages, including the rest of the pages at its ends. Does nothing for GPU
+/// memory, or if the system does not support it.
 pub(crate) fn settle(tensor: &crate::Tensor) {
     #[cfg(target_os = "linux")]
     if tensor.storage().memory.host().is_some() {
@@ -114,18 +114,18 @@ impl Memory for HostMemory {
 pub(crate) trait HostExecutor: Send + Sync + 'static {
     fn kind(&self) -> DeviceKind;
     fn name(&self) -> String;
-    /// The call has been validated, its index buffers too, and writes something; memory is exclusively ours while it
-    /// runs.
+    /// Runs a validated call whose index buffers are validated, too, and which writes something. The caller gives
+    /// exclusive access to the memory.
     fn run(&self, call: &Call) -> Result<()>;
     fn explain_attend(&self, call: &attend::Call) -> attend::Explanation;
 }
 
-/// A device in host memory. Its lock is held during every transfer and every pass: that is what makes writing
-/// through a shared `&Tensor` sound, from any number of threads.
+/// A device in host memory. Its lock is held during every transfer and every pass. This makes writing through a shared
+/// `&Tensor` sound, from any number of threads.
 pub(crate) struct Host<E> {
     executor: E,
     lock: Mutex<()>,
-    /// Passes that were committed, empty again: a decode step finds its list of calls here, and allocates nothing.
+    /// Emptied lists of committed passes. A decode step reuses one, and allocates nothing.
     spare: Mutex<Passes<E>>,
 }
 
@@ -138,11 +138,11 @@ impl<E: HostExecutor> Host<E> {
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
-        // The lock guards no data of its own, so a panic elsewhere leaves nothing half-changed in it.
+        // The lock guards no data of its own, so a panic elsewhere leaves nothing inconsistent.
         self.lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs calls in order. What an index buffer holds is known only when the calls before have run.
+    /// Runs calls in order. Each call's index buffers are checked just before it, because earlier calls may write them.
     fn run<C: Borrow<Call>>(&self, calls: impl IntoIterator<Item = C>) -> Result<()> {
         let _guard = self.lock();
         calls.into_iter().try_for_each(|call| {
@@ -212,7 +212,7 @@ impl<E: HostExecutor> Backend for Host<E> {
         })
     }
 
-    /// The host's allocator keeps what it wants.
+    /// Does nothing: the host's allocator manages its memory itself.
     fn trim(&self) -> Result<()> {
         Ok(())
     }
@@ -224,7 +224,7 @@ impl<E: HostExecutor> Backend for Host<E> {
 }
 
 struct HostPass<E> {
-    /// None while it lies among the spare ones, which the device owns.
+    /// `None` while the pass is among the spare ones, which the device owns.
     host: Option<Arc<Host<E>>>,
     calls: Vec<Call>,
 }
@@ -273,7 +273,7 @@ impl Tensor {
     /// The address of the first element.
     pub(crate) fn host_ptr(&self) -> *mut u8 {
         let start = self.storage().memory.host().expect("a host device's tensor has an address");
-        // SAFETY: a tensor's offset lies within its storage.
+        // SAFETY: a tensor's offset is within its storage.
         unsafe { start.as_ptr().add(self.byte_offset()) }
     }
 
@@ -283,12 +283,12 @@ impl Tensor {
     /// The device's lock is held, and nothing writes to the tensor while the slice lives.
     pub(crate) unsafe fn host_slice<E: Element>(&self) -> &[E] {
         debug_assert_eq!(self.dtype(), E::DTYPE);
-        // SAFETY: within the storage, aligned to the element size (offsets are multiples of it), initialised (zeroed
-        // at birth); the caller excludes writers.
+        // SAFETY: the range is within the storage, aligned to the element size (offsets are multiples of it) and
+        // initialised (zeroed at allocation); the caller excludes writers.
         unsafe { std::slice::from_raw_parts(self.host_ptr().cast::<E>(), self.elements()) }
     }
 
-    /// The elements, to be written.
+    /// The elements, mutable.
     ///
     /// # Safety
     /// The device's lock is held, and nothing else reads or writes the tensor while the slice lives.

@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use crate::device::MemoryInfo;
 
-/// `None` where it is not known.
+/// `None` if it is not known.
 pub(crate) fn info() -> Option<MemoryInfo> {
     let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
     let field = |name: &str| {
@@ -16,7 +16,7 @@ pub(crate) fn info() -> Option<MemoryInfo> {
     Some(MemoryInfo { total: total.min(limit), free: free.min(left), held: 0 })
 }
 
-/// The limit of the control group (version 2) and what is left of it; `None` without a limit.
+/// The limit of the control group (version 2) and the unused part of it; `None` without a limit.
 fn container_limit(group: &Path) -> Option<(usize, usize)> {
     let number = |name| fs::read_to_string(group.join(name)).ok()?.trim().parse::<usize>().ok();
     let (limit, used) = (number("memory.max")?, number("memory.current")?);

@@ -1,4 +1,4 @@
-//! Biases of keys: layers that seal pages store keys without them.
+//! Key biases of layers that seal pages, which store keys without their bias.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ const NAME: &str = "key_bias";
 
 /// The bias that a model adds to the keys of a layer before the rotary embedding (Qwen 2 and 2.5, gpt-oss).
 ///
-/// Such a bias can be many times longer than the keys without it, and the rotary embedding turns it from position to
-/// position, so that neither a codec nor the mean of a page describes it well. A layer that seals pages
-/// ([`CacheLayer`](crate::CacheLayer)) therefore encodes keys minus their turned bias, and attention adds the product
-/// of the query and the turned bias to the scores: with [`KvPool::with_key_biases`](crate::KvPool::with_key_biases).
-/// Dense pages, and keys of a dense codec, keep the bias. A bias that a norm follows has no place here.
+/// The bias can be many times longer than the keys without it, and the rotary embedding turns it by another angle at
+/// each position, so that neither a codec nor the mean of a page describes it well. A layer of
+/// [`KvPool::with_key_biases`](crate::KvPool::with_key_biases) that seals pages ([`CacheLayer`](crate::CacheLayer))
+/// therefore encodes keys minus their turned bias, and attention adds the product of the query and the turned bias to
+/// the scores. Dense pages, and keys of a dense codec, keep the bias. A bias that a norm follows is not supported.
 ///
 /// ```
 /// use kvant::{CacheLayer, Codec, Device, KeyBias, KeyTurns, KvPool, PoolSpec, Tensor, ops::Rope};
@@ -34,7 +34,7 @@ pub struct KeyBias {
     pub(crate) turns: Arc<Turns>,
 }
 
-/// How the rotary embedding turns the bias of keys, for all layers that have the same one. Cloning is cheap.
+/// The rotation of key biases by the rotary embedding, shared by all layers with the same embedding. Cloning is cheap.
 #[derive(Clone, Debug)]
 pub struct KeyTurns(Arc<Turns>);
 
@@ -42,21 +42,22 @@ pub struct KeyTurns(Arc<Turns>);
 pub(crate) struct Turns {
     pub head_dim: usize,
     pub page_tokens: usize,
-    /// There are turns for positions below this one.
+    /// The number of positions that the tables cover.
     pub positions: usize,
     /// The angle from a position to the next one, of each of D/2 pairs. Zero for pairs that do not rotate.
     pub frequencies: Vec<f64>,
-    /// u32 `[D]`: where a coordinate is among those of [`KeyBias::pairs`].
+    /// u32 `[D]`: the index of each coordinate in [`KeyBias::pairs`].
     pub places: Tensor,
     /// f32 `[pages, 2, D/2]`: cosines, then sines, of the angles of each page's first position.
     pub starts: Tensor,
-    /// f32 `[page_tokens, 2, D/2]`: the same of the distances from a page's first position.
+    /// f32 `[page_tokens, 2, D/2]`: cosines, then sines, of the angles from a page's first position to each of its
+    /// positions.
     pub steps: Tensor,
 }
 
 impl KeyTurns {
-    /// The turns of positions below `positions`, of heads of `head_dim` coordinates, for pages of `page_tokens`
-    /// positions. `rope` is that of the keys. Takes 4·D bytes for each page.
+    /// Computes the turns of positions below `positions`, for heads of `head_dim` coordinates and pages of
+    /// `page_tokens` positions. `rope` is the keys' rotary embedding. Takes 4·D bytes for each page.
     ///
     /// # Errors
     /// As [`norm_rope`](crate::ops::norm_rope()) for `rope`; `Value` for [`Angles::Tables`], an odd head size, or no
@@ -93,7 +94,7 @@ impl KeyTurns {
     }
 }
 
-/// The place of each coordinate: those of rotated pairs by the pair, the others as they come.
+/// The index of each coordinate among the pairs: rotated pairs first, then the other coordinates in order.
 fn places(rope: &Rope, head_dim: usize) -> Vec<u32> {
     let (half, rotated) = (head_dim / 2, rope.rotated_pairs);
     let mut places = vec![u32::MAX; head_dim];
@@ -128,12 +129,12 @@ impl KeyBias {
         Ok(KeyBias { pairs, turns })
     }
 
-    /// What kernels read.
+    /// The tensors that kernels read.
     pub(crate) fn tensors(&self) -> [&Tensor; 4] {
         [&self.pairs, &self.turns.places, &self.turns.starts, &self.turns.steps]
     }
 
-    /// There are turns for positions below this one.
+    /// The number of positions that the turns cover.
     pub(crate) fn positions(&self) -> usize {
         self.turns.positions
     }
@@ -143,7 +144,7 @@ impl KeyBias {
         self.pairs.shape()[0]
     }
 
-    /// Checks that the bias is one of keys of this shape, in pages of this size, on the device.
+    /// Checks that the bias fits keys of this shape, in pages of this size, on the device.
     pub(crate) fn check(&self, device: &Device, kv_heads: usize, head_dim: usize, page_tokens: usize) -> Result<()> {
         let (op, arg) = ("kv_pool", "biases");
         let got = [self.kv_heads(), self.turns.head_dim, self.turns.page_tokens];

@@ -61,7 +61,7 @@ setters! { LayerSpec {
     order: HeadOrder,
 } }
 
-/// Whether the vectors of a token or those of a head are contiguous.
+/// The order of vectors in memory: contiguous by token or by head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadOrder {
     /// `[T, Hk, D]`, and in the memory of a layer `[S, cap, Hk, D]`: a token's vectors are contiguous.
@@ -101,13 +101,13 @@ impl HeadOrder {
     }
 }
 
-/// The vectors of one side (keys or values) of a layer: `rows` vectors of `head_dim` coordinates, in one or more
-/// planes.
+/// The vectors of one side (keys or values) of a layer, in one or more planes: `rows` vectors of `head_dim`
+/// coordinates.
 #[derive(Clone, Debug)]
 pub struct Planes {
     codec: Codec,
-    /// Dense: `[rows, D]`. TurboQuant: u8 `[rows, D/4]` with four parts of 2 bits per byte (2, 3 bits), u8 `[rows,
-    /// D/2]` with two parts of 4 bits (4, 5, 6 bits), or u8 `[rows, D]` (8 bits).
+    /// Dense: `[rows, D]`. TurboQuant: u8 `[rows, D/4]` with four 2-bit parts per byte (2, 3 bits), u8 `[rows, D/2]`
+    /// with two 4-bit parts per byte (4, 5, 6 bits), or u8 `[rows, D]` (8 bits).
     pub(crate) low: Tensor,
     /// The upper bits of indices. 3 and 5 bits: u8 `[rows, D/8]`; 6 bits: u8 `[rows, D/4]`.
     pub(crate) high: Option<Tensor>,
@@ -118,12 +118,12 @@ pub struct Planes {
     pub(crate) means: Option<Tensor>,
 }
 
-/// The planes of one side within a page: bytes from the start of the page, or of each plane.
+/// Byte offsets of one side's planes within a page, or the bytes of each plane.
 pub(crate) type PlaneBytes = [Option<usize>; 4];
 
 impl Planes {
-    /// The dtype of each plane of a codec that has been checked, and its elements per row: `low`, `high`, `norms` with
-    /// a row for each vector of `dim` coordinates, `means` with a row for each page and KV head.
+    /// The dtype and elements per row of each plane of a valid codec: `low`, `high` and `norms` have a row for each
+    /// vector of `dim` coordinates, `means` has a row for each page and KV head.
     fn row_sizes(codec: Codec, dim: usize) -> [Option<(DType, usize)>; 4] {
         match codec {
             Codec::Dense(dtype) => [Some((dtype, dim)), None, None, None],
@@ -148,20 +148,20 @@ impl Planes {
         Some(planes)
     }
 
-    /// The place of `means` among the planes.
+    /// The index of `means` among the planes.
     const MEANS: usize = 3;
 
     fn zeros(device: &Device, codec: Codec, rows: usize, dim: usize) -> Result<Planes> {
         let plane = |size: Option<(DType, usize)>| {
             size.map(|(dtype, elements)| Tensor::zeros(device, dtype, &[rows, elements])).transpose()
         };
-        // Layers of their own have no pages, and so no means.
+        // Layers with memory of their own have no pages, and therefore no means.
         let [low, high, norms, _] = Planes::row_sizes(codec, dim);
         let low = plane(low)?.expect("every codec has a low plane");
         Ok(Planes { codec, low, high: plane(high)?, norms: plane(norms)?, means: None })
     }
 
-    /// The planes of a layer of a pool, which begin at these bytes of its memory and end where it does.
+    /// The planes of a layer of a pool. They begin at byte offsets `starts` of its memory and extend to its end.
     pub(crate) fn of_pages(memory: &Tensor, codec: Codec, dim: usize, starts: PlaneBytes) -> Result<Planes> {
         let [low, high, norms, means] = Planes::row_sizes(codec, dim);
         let plane = |size: Option<(DType, usize)>, start: Option<usize>| {
@@ -211,9 +211,9 @@ pub struct KvLayer {
     pub(crate) k: Planes,
     pub(crate) v: Planes,
     pages: Option<LayerPages>,
-    /// The dense pages, if pages are sealed: then the planes above are those of sealed pages.
+    /// The dense pages, if the layer seals pages. The planes above are then those of sealed pages.
     dense: Option<Arc<DensePages>>,
-    /// What the keys of sealed pages are stored without.
+    /// The bias that sealed keys are stored without.
     key_bias: Option<KeyBias>,
 }
 
@@ -221,30 +221,30 @@ pub struct KvLayer {
 #[derive(Debug)]
 struct DensePages {
     layer: KvLayer,
-    /// Room for results of attention over some of the pages, of all layers of the pool in turn: a pass runs one
-    /// operation after the other.
+    /// Scratch for results of attention over some of the pages. All layers of the pool share it: a pass runs its
+    /// operations in order.
     results: Arc<Mutex<Option<Results>>>,
 }
 
-/// What a page table counts in: an entry is the distance of a page from the start of the pool's memory, in units of
-/// this many bytes.
+/// The unit of page tables in bytes: an entry is the distance of a page from the start of the pool's memory, in these
+/// units.
 pub(crate) const PAGE_UNIT: usize = 256;
 
-/// How positions are found in a layer of a [`KvPool`](crate::KvPool): through the page table of the layer's group.
+/// Locates positions in a layer of a [`KvPool`](crate::KvPool), through the page table of the layer's group.
 ///
 /// A page holds `page_tokens` consecutive positions of every layer of the group. Within a page each plane of a layer is
-/// `[Hk, page_tokens]` rows. The planes of the layer begin where they would be in a page at the start of the pool's
-/// memory, so that the address of a row is the start of its plane, plus `PAGE_UNIT` times the entry, plus the row
+/// `[Hk, page_tokens]` rows. The planes of the layer begin at their offsets in a page at the start of the pool's
+/// memory. The address of a row is therefore the start of its plane, plus `PAGE_UNIT` times the entry, plus the row
 /// within the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LayerPages {
-    /// The pool. A step of another pool is rejected.
+    /// The number of the pool. A step of another pool is rejected.
     pub pool: u64,
-    /// The index of the group: of its page table in a [`Step`](crate::Step).
+    /// The index of the layer group and of its page table in a [`Step`](crate::Step).
     pub group: usize,
     /// Positions of a page: a power of two.
     pub page_tokens: usize,
-    /// Entries from this one on are not pages.
+    /// The smallest value that is not a page.
     pub entries: u32,
 }
 
@@ -255,7 +255,7 @@ pub(crate) struct PageTable<'a> {
     pub width: usize,
 }
 
-/// Where a vector is: the row of each plane, counted from `bytes` bytes after the start of the plane.
+/// The location of a vector: its row in each plane, counted from `bytes` bytes after the start of the plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RowPlace {
     pub bytes: usize,
@@ -280,23 +280,24 @@ impl KvLayer {
         })
     }
 
-    /// A layer of a pool. The planes begin where they are in a page at the start of `memory`, and end where it does.
+    /// Makes a layer of a pool. The planes begin at their offsets in a page at the start of `memory`, and extend to its
+    /// end.
     pub(crate) fn paged(spec: LayerSpec, pages: LayerPages, k: Planes, v: Planes) -> KvLayer {
         KvLayer { spec, k, v, pages: Some(pages), dense: None, key_bias: None }
     }
 
-    /// The layer with pages that are dense until they are sealed. `results` is shared by the layers of a pool.
+    /// Adds dense pages, which tokens are written to until their page is sealed. The layers of a pool share `results`.
     pub(crate) fn with_dense_pages(self, layer: KvLayer, results: &Arc<Mutex<Option<Results>>>) -> KvLayer {
         KvLayer { dense: Some(Arc::new(DensePages { layer, results: Arc::clone(results) })), ..self }
     }
 
-    /// The layer with sealed keys that are stored without their bias; not if they are dense.
+    /// Sets the bias that sealed keys are stored without; ignored for a dense key codec.
     pub(crate) fn with_key_bias(self, bias: Option<KeyBias>) -> KvLayer {
         let key_bias = bias.filter(|_| self.spec.k.is_quantised());
         KvLayer { key_bias, ..self }
     }
 
-    /// What the keys of sealed pages are stored without.
+    /// The bias that sealed keys are stored without.
     pub(crate) fn key_bias(&self) -> Option<&KeyBias> {
         self.key_bias.as_ref()
     }
@@ -306,7 +307,7 @@ impl KvLayer {
         self.dense.as_ref().map(|dense| &dense.layer)
     }
 
-    /// The sealed pages alone.
+    /// The sealed pages as a layer without dense pages.
     pub(crate) fn sealed(&self) -> KvLayer {
         KvLayer { dense: None, ..self.clone() }
     }
@@ -316,12 +317,12 @@ impl KvLayer {
         self.dense().unwrap_or(self)
     }
 
-    /// Whether attention takes queries with the Hadamard rotation: all keys are quantised.
+    /// Whether attention expects queries with the Hadamard rotation: all keys are quantised.
     pub fn rotates_queries(&self) -> bool {
         self.written().spec.k.is_quantised()
     }
 
-    /// Room for results of attention over some of the pages: f32 `[T, H, D]` and `[T, H]`.
+    /// Scratch for results of attention over some of the pages: f32 `[T, H, D]` and `[T, H]`.
     pub(crate) fn results(&self, tokens: usize, heads: usize) -> Result<Results> {
         let dim = self.spec.head_dim;
         let rows = crate::tensor::element_count(&[tokens, heads])?;
@@ -426,7 +427,7 @@ impl KvLayer {
         }
     }
 
-    /// How positions are found, if the layer belongs to a pool.
+    /// The page geometry, if the layer belongs to a pool.
     pub(crate) fn pages(&self) -> Option<&LayerPages> {
         self.pages.as_ref()
     }
@@ -441,13 +442,13 @@ impl KvLayer {
         self.pages.map_or(usize::MAX, |pages| pages.page_tokens)
     }
 
-    /// The most positions of a sequence, if the layer has slots for no more: those of a linear layer.
+    /// The maximum length of a sequence, for a linear layer: its slots.
     pub(crate) fn limit(&self) -> Option<usize> {
         (!self.spec.ring && self.pages.is_none()).then_some(self.spec.capacity)
     }
 
-    /// Where the vector of a position is, for an existing head. `None` if the table has no page for the position, or an
-    /// entry that is not a page.
+    /// Locates the vector of a position, for an existing head. `None` if the table has no page for the position, or its
+    /// entry is not a page.
     #[inline]
     pub(crate) fn place(&self, table: PageTable, sequence: usize, head: usize, position: usize) -> Option<RowPlace> {
         let Some(pages) = &self.pages else {
@@ -467,7 +468,7 @@ impl KvLayer {
         }
     }
 
-    /// The number of positions from this one on that are in consecutive slots, up to the end of a ring or a page.
+    /// The number of consecutive slots from this position to the end of the ring or page.
     #[inline]
     pub(crate) fn contiguous_from(&self, position: usize) -> usize {
         match &self.pages {
@@ -523,7 +524,7 @@ impl LayerPages {
         self.start(*table.entries.get(sequence * table.width + index)?)
     }
 
-    /// The distance in bytes of the page that an entry is from the start of the pool's memory.
+    /// The distance in bytes from the start of the pool's memory to the page of an entry.
     #[inline]
     pub(crate) fn start(&self, entry: u32) -> Option<usize> {
         (entry < self.entries).then_some(entry as usize * PAGE_UNIT)

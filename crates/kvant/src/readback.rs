@@ -5,8 +5,8 @@ use crate::{DType, Element, Error, Result, Submission, Tensor, backend::Transfer
 
 /// A download that has been started: [`Tensor::read_back`].
 ///
-/// It has the contents of the tensor after the work that was committed before; later work does not change it. The
-/// device can run other passes during the download. Dropping a `Readback` discards the elements.
+/// It has the contents of the tensor after all work committed before it; later work does not change it. The device can
+/// run other passes during the download. Dropping a `Readback` discards the elements.
 #[must_use = "the elements come from `to_vec`"]
 pub struct Readback {
     dtype: DType,
@@ -14,11 +14,11 @@ pub struct Readback {
     from: From,
 }
 
-/// Where the elements come from.
+/// The source of the elements.
 enum From {
     /// A copy into host memory.
     Transfer(Box<dyn Transfer>),
-    /// A copy on the device, in memory that the host sees on most devices.
+    /// A copy on the device, which is visible to the host on most devices.
     Copy { submission: Submission, copy: Tensor },
 }
 
@@ -71,8 +71,8 @@ impl Readback {
             From::Copy { submission, copy } => {
                 submission.wait()?;
                 match copy.storage().memory.host() {
-                    // Without waiting for what was committed later.
-                    // SAFETY: the memory is at least as long, nobody else knows the copy, and its pass is done.
+                    // Does not wait for later commits. SAFETY: the memory is at least `copy.bytes()` long, nobody else
+                    // has the copy, and its pass is done.
                     Some(start) => unsafe {
                         std::ptr::copy_nonoverlapping(start.as_ptr(), bytes.as_mut_ptr(), bytes.len());
                     },

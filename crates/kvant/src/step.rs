@@ -19,14 +19,14 @@ use crate::{
 ///
 /// [`KvPool`](crate::KvPool) makes steps for its layers; for layers with memory of their own, an engine makes them
 /// itself. Positions, sequences, lengths and page tables are on the device, so that a captured [`Graph`](crate::Graph)
-/// reads the new values when they are rewritten. What the host knows of them is in [`Step::batch`].
+/// reads the new values when they are rewritten. [`Step::batch`] has the host's knowledge of them.
 ///
 /// No two tokens may have the same sequence and position. If two do, the contents of their slot are unspecified (on a
 /// GPU, a mix of both).
 ///
 /// A row whose sequence is [`Step::INACTIVE`] is no token, on every device: nothing is stored for it, and
 /// [`attend`](crate::ops::attend()) writes zeros. A position without a page, or whose entry in the page table is not a
-/// page of the pool, is not held: it is not written, and not seen.
+/// page of the pool, is neither written nor seen.
 ///
 /// On the CPU, any other entry that is out of range is an error when the operation runs
 /// ([`Encoder::commit`](crate::Encoder::commit)). A GPU kernel skips such a token, or writes zeros for it where the
@@ -40,7 +40,7 @@ pub struct Step {
     batch: Batch,
 }
 
-/// What the host knows of a step, which decides how kernels divide the work. Results do not depend on it, up to
+/// The host's knowledge of a step, which decides how kernels divide the work. It does not change results, up to
 /// rounding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -49,23 +49,23 @@ pub struct Batch {
     pub sequences: usize,
     /// The longest length of a sequence after the step; `usize::MAX` if that is not known.
     pub longest: usize,
-    /// The most tokens of one sequence.
+    /// Maximum tokens of one sequence.
     pub max_new: usize,
-    /// The number of tokens at the beginning that are the only ones of their sequences. GPUs have other kernels for
-    /// these than for prompts, so put them first.
+    /// The number of leading tokens that are the only ones of their sequences. GPUs have other kernels for these than
+    /// for prompts, so put them first.
     pub decode: usize,
 }
 
 impl Batch {
-    /// The guess where only the numbers of tokens and sequences are known: a token of each sequence if there are no
-    /// more tokens than sequences, otherwise all tokens of one sequence.
+    /// A guess from the numbers of tokens and sequences: one token for each sequence if `tokens` is at most
+    /// `sequences`, otherwise all tokens in one sequence.
     pub fn guess(tokens: usize, sequences: usize) -> Batch {
         let max_new = if tokens <= sequences { 1 } else { tokens };
         let decode = if max_new == 1 { tokens } else { 0 };
         Batch { sequences: tokens.min(sequences), longest: usize::MAX, max_new, decode }
     }
 
-    /// What the sequences of a step's tokens tell.
+    /// Counts a batch from the sequence of each token.
     fn of(tokens: &[u32]) -> Batch {
         let mut sorted: Vec<u32> = tokens.iter().copied().filter(|&sequence| sequence != Step::INACTIVE).collect();
         sorted.sort_unstable();
@@ -95,44 +95,44 @@ pub(crate) struct StepPages {
     pub pool: u64,
     /// For each group, u32 `[S, width]`.
     pub tables: Vec<Tensor>,
-    /// For each group of sealed pages, u32 `[n, 3]`: the pages that are sealed in the pass, as
-    /// [`seal`](crate::ops::seal::seal) takes them. Empty for the other groups, and where no sequence has more new
-    /// tokens than a page has positions: then the pool seals before the pass.
+    /// For each group of sealed pages, u32 `[n, 3]`: the pages that are sealed in the pass, in the form that
+    /// [`seal`](crate::ops::seal::seal) takes. Empty for the other groups. Also empty if a sequence can have more new
+    /// tokens than a page has positions: the pool then seals before the pass.
     pub seals: Vec<Tensor>,
-    /// What all tensors of the step are parts of.
+    /// The tensor that all tensors of the step are views of.
     pub base: Tensor,
     pub written: Mutex<WrittenStep>,
 }
 
-/// What a pool wrote to a step last.
+/// The contents that a pool wrote to a step last.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WrittenStep {
     /// The sequences, as they were then.
     pub stamps: Vec<Stamp>,
     /// The positions of the tokens, and at the end their sequences.
     pub tokens: Vec<u32>,
-    /// Counts rewrites, which change the page tables of steps that were selected before.
+    /// Counts rewrites, which change the page tables of steps selected from this one.
     rewrites: Arc<AtomicU64>,
 }
 
 impl WrittenStep {
-    /// Takes what was written away. Steps that were selected of the step are out of date.
+    /// Removes the contents. Steps selected from this one become out of date.
     pub fn clear(&mut self) {
         self.tokens.clear();
         self.stamps.clear();
         self.rewrites.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What was written, as it is now.
+    /// The current number of rewrites.
     fn stamp(&self) -> Stamp {
         Stamp { changes: Arc::clone(&self.rewrites), seen: self.rewrites.load(Ordering::Relaxed) }
     }
 }
 
-/// The state of something that a step was made for: of a sequence, or of the step that it is a part of.
+/// The state of a step's source (a sequence, or the step from which it was selected) at the time the step was made.
 #[derive(Clone, Debug)]
 pub(crate) struct Stamp {
-    /// How often it has changed.
+    /// Counts changes of the source.
     pub changes: Arc<AtomicU64>,
     pub seen: u64,
 }
@@ -142,7 +142,7 @@ impl StepPages {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An error if a sequence, or the step that this one was selected of, has changed since the step was written.
+    /// An error if a sequence, or the step from which this one was selected, has changed since the step was written.
     pub fn check_is_latest(&self, op: &'static str) -> Result<()> {
         let is_latest = self.lock().stamps.iter().all(|stamp| stamp.changes.load(Ordering::Relaxed) == stamp.seen);
         check::value_is(op, "step", is_latest, "the latest step of its sequences", "one that is out of date")
@@ -197,8 +197,8 @@ impl Step {
     }
 
     /// A step of existing tensors: u32 `[T]`, `[T]` and `[S]`, as [`Step::positions`], [`Step::sequence`] and
-    /// [`Step::lens`] return them. The operations check dtypes and shapes. The host knows nothing of the contents, so
-    /// that [`Step::batch`] is [`Batch::guess`]; [`Step::with_batch`] corrects it.
+    /// [`Step::lens`] return them. The operations check dtypes and shapes. The host does not know the contents, so that
+    /// [`Step::batch`] is [`Batch::guess`]; [`Step::with_batch`] corrects it.
     pub fn from_tensors(positions: Tensor, sequence: Tensor, lens: Tensor) -> Step {
         let batch = Batch::guess(positions.elements(), lens.elements());
         Step { positions, sequence, lens, pages: None, batch }
@@ -208,8 +208,8 @@ impl Step {
         Step { pages: Some(Arc::new(pages)), ..self }
     }
 
-    /// The same tensors with another [`Step::batch`]. The numbers of a step of a [`KvPool`](crate::KvPool) are bounds
-    /// of what may be written to it, and never become narrower.
+    /// Returns the step with another [`Step::batch`]. In a step of a [`KvPool`](crate::KvPool), these numbers bound
+    /// what can be written to it, and never shrink.
     #[must_use]
     pub fn with_batch(self, batch: Batch) -> Step {
         if self.pages.is_none() {
@@ -225,7 +225,7 @@ impl Step {
         Step { batch, ..self }
     }
 
-    /// As [`Step::with_batch`], by a pool, which knows.
+    /// As [`Step::with_batch`], for a pool, which knows the batch.
     pub(crate) fn with_known_batch(self, batch: Batch) -> Step {
         Step { batch, ..self }
     }
@@ -251,11 +251,11 @@ impl Step {
         self.pages.as_ref().map_or(&[], |pages| &pages.tables)
     }
 
-    /// A step of some tokens of this step of a [`KvPool`](crate::KvPool): for operations that need no others. Lengths
-    /// and page tables are this step's: the selected step is out of date when this one is rewritten.
+    /// Selects tokens of this step of a [`KvPool`](crate::KvPool), for operations on some tokens only. The result
+    /// shares lengths and page tables: it is out of date when this step is rewritten.
     ///
     /// # Errors
-    /// `Value` for a step that no pool has made; `OutOfRange` for a token that is not there; `OutOfMemory`.
+    /// `Value` for a step that no pool has made; `OutOfRange` for a token beyond the step; `OutOfMemory`.
     pub fn select(&self, tokens: &[usize]) -> Result<Step> {
         let (op, count) = ("step", self.tokens());
         let Some(pages) = &self.pages else {
@@ -285,30 +285,31 @@ impl Step {
         Ok(step.with_pages(StepPages { pool: pages.pool, tables, seals, base, written }).with_known_batch(batch))
     }
 
-    /// The tokens of a range, of which the host knows `batch`. Lengths and page tables are those of the whole step.
+    /// The step of a range of tokens, with its own `batch`. Lengths and page tables are those of the whole step.
     pub(crate) fn range(&self, tokens: Range<usize>, batch: Batch) -> Result<Step> {
         let (positions, sequence) = (self.positions.rows(tokens.clone())?, self.sequence.rows(tokens)?);
         Ok(Step { positions, sequence, batch, ..self.clone() })
     }
 
-    /// What the host knows of the step.
+    /// The host's knowledge of the step.
     pub fn batch(&self) -> Batch {
         self.batch
     }
 
-    /// The number of sequences, S: of rows of the page tables, and of lengths.
+    /// The number of sequences, S: the rows of the page tables and of the lengths.
     pub(crate) fn sequences(&self) -> usize {
         self.lens.elements()
     }
 
-    /// Seals the pages of a layer that later tokens of the step see as sealed, when the keys and values are written.
+    /// Seals the pages of a layer that later tokens of the step see as sealed. Call it after the keys and values are
+    /// written.
     pub(crate) fn seal(&self, enc: &mut Encoder, layer: &KvLayer) -> Result<()> {
         let group = layer.pages().map(|pages| pages.group);
         let seals = self.pages.as_ref().zip(group).and_then(|(pages, group)| pages.seals.get(group));
         seals.map_or(Ok(()), |pages| ops::seal::seal(enc, layer, pages))
     }
 
-    /// The page table of a layer, which has been validated; nothing for a contiguous layer.
+    /// The page table of a validated layer; `None` for a contiguous layer.
     pub(crate) fn table_of(&self, layer: &KvLayer) -> Option<&Tensor> {
         self.pages.as_ref()?.tables.get(layer.pages()?.group)
     }
@@ -330,7 +331,7 @@ impl Step {
         self.positions.elements()
     }
 
-    /// Checks dtypes and shapes for `tokens` tokens of a layer, and that layer and step belong together.
+    /// Checks dtypes and shapes for `tokens` tokens of a layer, and that layer and step belong to the same pool.
     pub(crate) fn validate(&self, op: &'static str, tokens: usize, layer: &KvLayer) -> Result<()> {
         let sequences = if layer.is_paged() { self.sequences() } else { layer.spec().sequences };
         for (arg, tensor, len) in [

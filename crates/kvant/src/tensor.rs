@@ -45,12 +45,12 @@ pub(crate) fn element_count(shape: &[usize]) -> Result<usize> {
     shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or(Error::Overflow { op: "tensor", arg: "shape" })
 }
 
-/// The number of bytes of a shape. Dimensions of zero count as one for the overflow check, so that no product of some
-/// of a tensor's dimensions overflows.
+/// The number of bytes of a shape. The overflow check counts dimensions of zero as one, so that no product of some of
+/// the dimensions overflows.
 fn byte_count(shape: &[usize], dtype: DType) -> Result<usize> {
-    let most = shape.iter().try_fold(dtype.size(), |n, &d| n.checked_mul(d.max(1)));
-    let most = most.ok_or(Error::Overflow { op: "tensor", arg: "shape" })?;
-    Ok(if shape.contains(&0) { 0 } else { most })
+    let bytes = shape.iter().try_fold(dtype.size(), |n, &d| n.checked_mul(d.max(1)));
+    let bytes = bytes.ok_or(Error::Overflow { op: "tensor", arg: "shape" })?;
+    Ok(if shape.contains(&0) { 0 } else { bytes })
 }
 
 /// Memory of one device, shared by the tensors that view it.
@@ -93,7 +93,7 @@ impl Tensor {
         Ok(Tensor { storage, dtype, shape, offset: 0 })
     }
 
-    /// As [`Tensor::zeros`], for memory of which only parts are used.
+    /// As [`Tensor::zeros`], for memory that will be used only in parts.
     pub(crate) fn sparse(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let bytes = byte_count(shape, dtype)?;
         let shape = Shape::new(shape)?;
@@ -139,8 +139,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// `File` for bytes that are not such a file, a name that is not in it, or a dtype other than F32, F16, BF16, U32
-    /// and U8; as [`Tensor::zeros`].
+    /// `File` for bytes that are not a safetensors file, a name that is not in it, or a dtype other than F32, F16,
+    /// BF16, U32 and U8; as [`Tensor::zeros`].
     pub fn from_safetensors(device: &Device, file: &[u8], name: &str) -> Result<Tensor> {
         let error = |reason: String| Error::File { path: "safetensors".to_string(), reason };
         let tensors = SafeTensors::deserialize(file).map_err(|reason| error(reason.to_string()))?;
@@ -350,7 +350,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tensors_of_a_file() {
+    fn from_safetensors_finds_tensors_and_rejects_bad_files() {
         let values = [1.0f32, -2.5, 3.0, 0.0, 7.0, 9.0];
         let views = HashMap::from([
             ("a", TensorView::new(Dtype::F32, vec![3, 2], bytemuck::cast_slice(&values)).unwrap()),

@@ -31,8 +31,8 @@ pub fn thresholds(bits: u32) -> Result<&'static [f32]> {
     select(bits, [&T2, &T3, &T4, &T5, &T6, &T8])
 }
 
-/// The [`centroids`], as often as 16 entries have room for: vectors look up at least four bits of an index, and may
-/// leave those above an index of 2 or 3 bits as they are.
+/// The [`centroids`], repeated to fill 16 entries. Vector lookups use four index bits or more, so the bits above a 2-
+/// or 3-bit index need no masking.
 pub(crate) fn lookup_table(bits: u32) -> Result<&'static [f32]> {
     static REPEATED_2: [f32; 16] = repeated(&all_centroids::<2, 4>(&HALF_2));
     static REPEATED_3: [f32; 16] = repeated(&all_centroids::<4, 8>(&HALF_3));
@@ -55,8 +55,8 @@ const fn repeated<const N: usize>(table: &[f32; N]) -> [f32; 16] {
 
 /// The index of z: the number of ascending `thresholds` below z, at most 255.
 ///
-/// This is the nearest centroid, with the lower one at a tie, and 0 for NaN. The comparison in f32 defines an index:
-/// given the same z, every device finds the same index.
+/// This is the nearest centroid; at a tie the lower one, for NaN index 0. The comparison in f32 defines an index: given
+/// the same z, every device finds the same index.
 #[inline]
 pub fn nearest(z: f32, thresholds: &[f32]) -> u8 {
     thresholds.partition_point(|&t| z > t).min(255) as u8

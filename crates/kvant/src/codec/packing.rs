@@ -1,7 +1,7 @@
 use crate::{Error, Result};
 
-/// How the bits of an index are divided: those in the low plane, and the upper ones in the high plane.
-/// `None` unless `bits` is one of [`BITS`](super::BITS).
+/// Divides the bits of an index: the number in the low plane, and the number of upper bits in the high plane. `None`
+/// unless `bits` is one of [`BITS`](super::BITS).
 pub(crate) const fn plane_bits(bits: u32) -> Option<(u32, u32)> {
     match bits {
         2 | 3 => Some((2, bits - 2)),
@@ -36,7 +36,7 @@ pub fn plane_bytes(bits: u32, dim: usize) -> Result<(usize, usize)> {
 /// Bits of an index beyond `bits` are dropped.
 ///
 /// # Errors
-/// `Value` for lengths that do not fit together.
+/// `Value` for lengths that do not match.
 pub fn pack(bits: u32, indices: &[u8], low: &mut [u8], high: &mut [u8]) -> Result<()> {
     let (low_bits, high_bits) = check(bits, indices.len(), low.len(), high.len())?;
     pack_plane(low_bits, 0, indices, low);
@@ -47,7 +47,7 @@ pub fn pack(bits: u32, indices: &[u8], low: &mut [u8], high: &mut [u8]) -> Resul
 /// The inverse of [`pack`].
 ///
 /// # Errors
-/// `Value` for lengths that do not fit together.
+/// `Value` for lengths that do not match.
 pub fn unpack(bits: u32, low: &[u8], high: &[u8], indices: &mut [u8]) -> Result<()> {
     let (low_bits, high_bits) = check(bits, indices.len(), low.len(), high.len())?;
     indices.fill(0);

@@ -22,8 +22,8 @@ impl PageMean {
         PageMean { codes: vec![0; dim], scale: 0.0 }
     }
 
-    /// The mean of vectors of `dim` coordinates. Vectors that are not finite, or whose squared length overflows f32, do
-    /// not count. Without any other vector it is zero.
+    /// The mean of vectors of `dim` coordinates. Vectors that are not finite, or whose squared length overflows f32,
+    /// are skipped. The mean of no vectors is zero.
     ///
     /// # Errors
     /// `Value` if the rotation does not support `dim`; `Shape` for a vector of another length.
@@ -42,7 +42,7 @@ impl PageMean {
         Ok(PageMean::nearest(&hadamard(&mean(dim, vectors)?, false)?))
     }
 
-    /// As [`PageMean::of`], of vectors that are rotated already: those that another page stores.
+    /// As [`PageMean::of`], for vectors that are already rotated, such as those stored in another page.
     ///
     /// # Errors
     /// As [`PageMean::of`].
@@ -73,7 +73,7 @@ pub(super) fn is_storable(x: &[f64]) -> bool {
     x.iter().map(|x| x * x).sum::<f64>() <= f64::from(f32::MAX)
 }
 
-/// The mean of the vectors that can be stored; zeros without any.
+/// The mean of the storable vectors; zeros if none is storable.
 fn mean<'a>(dim: usize, vectors: impl IntoIterator<Item = &'a [f64]>) -> Result<Vec<f64>> {
     let (mut sum, mut count) = (vec![0.0; dim], 0u32);
     for x in vectors {

@@ -15,11 +15,11 @@ pub struct HeadStats {
     pub non_finite: usize,
     /// The root mean square of z: the codec's scale, or less if some blocks are zero.
     pub rms: f64,
-    /// The mean of z⁴ over the square of the mean of z²: 3 for a normal distribution, 0 if there is no z.
+    /// The mean of z⁴ over the square of the mean of z²: 3 for a normal distribution, 0 without any z.
     pub kurtosis: f64,
     /// The share of z beyond the outermost centroids.
     pub clip_fraction: f64,
-    /// Σ‖x − decoded‖² / Σ‖x‖²; 0 if there is no x.
+    /// Σ‖x − decoded‖² / Σ‖x‖²; 0 without any x.
     pub distortion: f64,
 }
 

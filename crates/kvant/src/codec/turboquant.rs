@@ -9,7 +9,7 @@ use crate::{
 pub struct Encoded {
     /// One per coordinate of the rotated vector, below 2^bits.
     pub indices: Vec<u8>,
-    /// One per block of min(D, [`BLOCK`]) coordinates. Those of a centred codec are numbers of f16.
+    /// One per block of min(D, [`BLOCK`]) coordinates. Norms of a centred codec are representable in f16.
     pub norms: Vec<f32>,
 }
 
@@ -50,9 +50,9 @@ pub fn encode(tq: TurboQuant, x: &[f64]) -> Result<Encoded> {
     encode_rotated(tq, &hadamard(x, false)?)
 }
 
-/// Encodes one vector minus the mean of its page: as [`encode`], of y = rotated vector − mean. Norms are rounded to
-/// f16; those above 65504 become infinite. Index 0 and NaN norms are for a y that is not finite, or whose squared
-/// length overflows f32.
+/// Encodes one vector minus the mean of its page: as [`encode`], with y = rotated vector − mean. Norms are rounded to
+/// f16; norms above 65504 become infinite. A y that is not finite, or whose squared length overflows f32, gets index 0
+/// everywhere and NaN norms.
 ///
 /// # Errors
 /// `Value` if the codec is not centred, as [`encode`], or if the mean has another length.
@@ -63,12 +63,12 @@ pub fn encode_around(tq: TurboQuant, mean: &PageMean, x: &[f64]) -> Result<Encod
     if is_storable(&y) { encode_rotated(tq, &y) } else { Ok(not_storable(x.len())) }
 }
 
-/// A vector that is not finite.
+/// The encoding of a vector that is not finite.
 fn not_storable(dim: usize) -> Encoded {
     Encoded { indices: vec![0; dim], norms: vec![f32::NAN; dim.div_ceil(BLOCK)] }
 }
 
-/// The mean belongs to vectors of `dim` of the codec.
+/// Checks that the mean has `dim` coordinates and that the codec is centred.
 fn check_mean(tq: TurboQuant, mean: &PageMean, dim: usize) -> Result<()> {
     let refuse = |arg, expected: String, got: String| Err(Error::Value { op: "codec", arg, expected, got });
     if !tq.centred {
@@ -118,7 +118,7 @@ fn stored_norm(norm: Norm, n: f64, y: &[f64], indices: &[u8], centroids: &[f32])
 /// page's mean.
 ///
 /// # Errors
-/// `Value` if the codec or the lengths do not fit together, or if an index is beyond the codebook.
+/// `Value` if the lengths do not match the codec, or if an index is beyond the codebook.
 pub fn decode_rotated(tq: TurboQuant, encoded: &Encoded) -> Result<Vec<f64>> {
     let dim = encoded.indices.len();
     Codec::TurboQuant(tq).validate("decode", "indices", dim)?;

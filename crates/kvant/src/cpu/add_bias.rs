@@ -7,12 +7,12 @@ use super::{
 };
 use crate::ops::add_bias::Call;
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 8 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let (x, bias, out) = (Elements::of(&call.x), Elements::of(&call.bias), Elements::of(&call.out));
-    // SAFETY: the device's lock is held while a call runs, and the call writes to `out` alone.
+    // SAFETY: the device's lock is held while a call runs, and the call writes only to `out`.
     let ids: Option<&[u32]> = call.ids.as_ref().map(|ids| unsafe { ids.host_slice() });
     let rows = (TASK / call.dim.max(1)).max(1);
     cpu.threads.run(call.rows.div_ceil(rows), |task| {
@@ -40,8 +40,8 @@ impl SimdKernel for BiasPiece {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let (mut x, mut bias) = (Padded::new(self.len), Padded::new(self.len));
-        // SAFETY: `dispatch` enables the instructions; the elements lie within the tensors and are this task's. They
-        // are read before any is written, so `out` may be `x`.
+        // SAFETY: `dispatch` enables the instructions; the elements are within the tensors and belong to this task.
+        // They are read before any is written, so `out` may be `x`.
         unsafe {
             self.x.0.load::<S>(self.x.1, &mut x);
             self.bias.0.load::<S>(self.bias.1, &mut bias);

@@ -1,7 +1,7 @@
 //! The index of the largest element of each row: the lowest index among equals, never that of a NaN.
 //!
 //! Threads share the rows, and parts of long rows. Each part yields its largest element; the first part with the
-//! largest of those wins.
+//! overall largest one wins.
 
 use super::{
     Cpu,
@@ -20,7 +20,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     rows(cpu, Elements::of(&call.x), call.dim, out);
 }
 
-/// The index for each row of `dim`.
+/// Writes the index for each row of `dim` elements.
 pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
     if dim < TASK / 2 {
         let per_task = TASK / dim;
@@ -43,7 +43,7 @@ pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
             let found = unsafe { parts.part(task) };
             let len = TASK.min(dim - task * TASK);
             let largest = cpu.level.dispatch(Largest { x, start: row * dim + task * TASK, len });
-            // An index below 2¹⁵ is exact as f32; NaN says that there is none.
+            // An index below 2¹⁵ is exact as f32; NaN marks a part without numbers.
             found.copy_from_slice(&largest.map_or([f32::NAN, 0.0], |(value, at)| [value, at as f32]));
         });
         let mut best: Option<(f32, usize)> = None;
@@ -56,7 +56,7 @@ pub(super) fn rows(cpu: &Cpu, x: Elements, dim: usize, out: &mut [u32]) {
     }
 }
 
-/// The largest of `len` elements from `start` on, and its first index; `None` when all are NaN.
+/// The largest of `len` elements from `start` on, and its first index; `None` if all are NaN.
 struct Largest {
     x: Elements,
     start: usize,
@@ -72,7 +72,7 @@ impl SimdKernel for Largest {
         for start in (0..self.len).step_by(PIECE) {
             let len = PIECE.min(self.len - start);
             piece.fill(f32::NEG_INFINITY);
-            // SAFETY: `dispatch` enables the instructions; the elements lie within the tensor.
+            // SAFETY: `dispatch` enables the instructions; the elements are within the tensor.
             let largest = unsafe {
                 self.x.load::<S>(self.start + start, &mut piece[..len]);
                 largest::<S>(&piece)
@@ -87,13 +87,13 @@ impl SimdKernel for Largest {
     }
 }
 
-/// The largest of a whole number of vectors; −∞ when there is nothing but NaN.
+/// The largest element of a whole number of vectors; −∞ if all are NaN.
 ///
 /// # Safety
 /// The level's instructions are enabled.
 #[inline(always)]
 pub(super) unsafe fn largest<S: Simd>(x: &[f32]) -> f32 {
-    // SAFETY: each load is a whole vector of the slice. A maximum gives its second operand when one is NaN.
+    // SAFETY: each load is a whole vector of the slice. `max` returns its second operand if one is NaN.
     unsafe {
         let none = S::splat(f32::NEG_INFINITY);
         let mut best = [none; 4];
@@ -128,7 +128,7 @@ mod tests {
         for (rows, dim) in [(1, 1), (3, 5), (500, 300), (2, 4096), (2, 100_003), (1, 262_144)] {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let mut data = numbers.floats(rows * dim);
-                // Many equals, some of them the largest, and NaN.
+                // Many equal elements, some of them the largest, and NaN.
                 for _ in 0..data.len() / 3 {
                     let at = numbers.below(data.len());
                     data[at] = [0.5, 0.999, f32::NAN][numbers.below(3)];

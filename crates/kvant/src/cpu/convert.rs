@@ -1,4 +1,4 @@
-//! Conversion of rows between f32, f16 or bf16 and f32: how kernels load activations and store results.
+//! Conversion of rows between f32 and f32, f16 or bf16: kernels load activations and store results with it.
 //!
 //! Widening is exact. Narrowing rounds to nearest even and overflows to infinity, as in IEEE 754.
 
@@ -17,7 +17,7 @@ pub(super) unsafe fn load_row<S: Simd>(from: *const u8, dtype: DType, out: &mut 
     let n = out.len();
     let whole = n - n % S::LANES;
     let to = out.as_mut_ptr();
-    // SAFETY: every index below is less than `n`; the caller vouches for `from` and the instructions.
+    // SAFETY: every index below is less than `n`; the caller guarantees `from` and the instructions.
     unsafe {
         match dtype {
             DType::F32 => std::ptr::copy_nonoverlapping(from, to.cast::<u8>(), 4 * n),
@@ -54,7 +54,7 @@ pub(super) unsafe fn store_row<S: Simd>(row: &[f32], to: *mut u8, dtype: DType) 
     let n = row.len();
     let whole = n - n % S::LANES;
     let from = row.as_ptr();
-    // SAFETY: every index below is less than `n`; the caller vouches for `to` and the instructions.
+    // SAFETY: every index below is less than `n`; the caller guarantees `to` and the instructions.
     unsafe {
         match dtype {
             DType::F32 => std::ptr::copy_nonoverlapping(from.cast::<u8>(), to, 4 * n),
@@ -81,7 +81,7 @@ pub(super) unsafe fn store_row<S: Simd>(row: &[f32], to: *mut u8, dtype: DType) 
     }
 }
 
-/// Converts `n` elements of one float dtype to another, vector by vector: nothing waits in memory between.
+/// Converts `n` elements of one float dtype to another, vector by vector, without a buffer in between.
 ///
 /// # Safety
 /// The level's instructions are enabled; both are valid for `n` elements, of any alignment, and do not overlap; the
@@ -107,7 +107,7 @@ pub(super) unsafe fn convert_row<S: Simd>(from: *const u8, from_dtype: DType, to
     }
 }
 
-/// The whole vectors of [`convert_row`]; f32, f16 or bf16 as a dtype is 0, 1 or 2.
+/// Converts the whole vectors of [`convert_row`]. `FROM` and `TO` are dtypes: 0 is f32, 1 is f16, 2 is bf16.
 #[inline(always)]
 unsafe fn vectors<S: Simd, const FROM: usize, const TO: usize>(from: *const u8, to: *mut u8, n: usize) {
     for i in (0..n).step_by(S::LANES) {
@@ -151,7 +151,7 @@ mod tests {
         }
     }
 
-    /// What one number becomes, by the `half` crate.
+    /// One number, rounded by the `half` crate.
     fn rounded(x: f32, dtype: DType) -> f32 {
         match dtype {
             DType::F16 => f16::from_f32(x).to_f32(),
@@ -170,7 +170,7 @@ mod tests {
         for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 for n in 0..=row.len() {
-                    // The rest of the buffers must stay as it is; the odd byte makes the row unaligned.
+                    // The rest of the buffers must not change; the odd byte makes the row unaligned.
                     let mut stored = vec![0xa5u8; 4 * n + 5];
                     let mut loaded = vec![7f32; n];
                     let row = &row[row.len() - n..];

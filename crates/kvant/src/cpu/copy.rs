@@ -4,7 +4,7 @@
 use super::Cpu;
 use crate::ops::copy::Call;
 
-/// Bytes that make a task worth a thread.
+/// Minimum bytes of a task.
 const TASK: usize = 1 << 20;
 
 #[derive(Clone, Copy)]
@@ -18,9 +18,9 @@ unsafe impl Sync for Span {}
 
 impl Span {
     /// # Safety
-    /// The piece lies within both tensors.
+    /// The piece is within both tensors.
     unsafe fn copy(&self, start: usize, bytes: usize) {
-        // SAFETY: the caller's promise; the encoder refuses tensors that overlap.
+        // SAFETY: the caller's promise; the encoder rejects tensors that overlap.
         unsafe { std::ptr::copy_nonoverlapping(self.from.add(start), self.to.add(start), bytes) }
     }
 }

@@ -1,21 +1,21 @@
-//! How many threads a CPU device gets unless asked.
+//! The default number of threads of a CPU device.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-/// CPUs that a list of Linux may name.
+/// Maximum number of CPUs that is accepted from Linux's lists.
 const MAX_CPUS: usize = 1 << 14;
 
-/// The physical cores that this process may use. Two threads on one core share its vector units and caches, and the
-/// slower of two tasks decides how long an operation takes. Where the topology is unknown: what the system calls
-/// parallelism.
+/// The number of physical cores that this process may use; without a known topology, the system's available
+/// parallelism. Two threads on one core share its vector units and caches, and the slowest task determines the time of
+/// an operation.
 pub(super) fn cores() -> usize {
     let parallelism = std::thread::available_parallelism().map_or(1, usize::from);
-    // Control groups may allow less time than there are cores.
+    // Control groups may allow less CPU time than all cores provide.
     physical_cores(Path::new("/sys/devices/system/cpu"), Path::new("/proc/self/status"))
         .map_or(parallelism, |cores| cores.clamp(1, parallelism))
 }
 
-/// The number of cores of the CPUs that `status` allows, by Linux's description of the topology.
+/// The number of cores that have the CPUs allowed by `status`, according to Linux's topology files.
 fn physical_cores(cpus: &Path, status: &Path) -> Option<usize> {
     let status = fs::read_to_string(status).ok()?;
     let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
@@ -27,7 +27,7 @@ fn physical_cores(cpus: &Path, status: &Path) -> Option<usize> {
     Some(cores.len())
 }
 
-/// The numbers of a list like `0-3,8`.
+/// Parses a list like `0-3,8`.
 fn numbers(list: &str) -> Option<Vec<usize>> {
     let mut numbers = Vec::new();
     for part in list.trim().split(',') {
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_are_read() {
+    fn cpu_lists_are_parsed() {
         assert_eq!(numbers("0-3,8,10-11\n"), Some(vec![0, 1, 2, 3, 8, 10, 11]));
         assert_eq!(numbers("5"), Some(vec![5]));
         for wrong in ["", "a", "1-", "0-99999999999", "1,,2", "-1"] {
@@ -54,7 +54,7 @@ mod tests {
         }
     }
 
-    /// Eight CPUs on four cores, of which a process may use some.
+    /// Eight CPUs on four cores; the process may use some of them.
     #[test]
     fn siblings_count_once() {
         let dir = std::env::temp_dir().join(format!("kvant-cores-{}", std::process::id()));

@@ -1,10 +1,10 @@
-//! The elements of a float tensor, as tasks of one operation share them.
+//! The elements of a float tensor, shared by the tasks of one operation.
 
 use super::{convert, simd::Simd};
 use crate::{DType, Tensor};
 
-/// Where a tensor of f32, f16 or bf16 begins. Tasks read it anywhere and write disjoint parts of it; inputs and
-/// outputs may be the same memory, so there are no slices of it.
+/// The start and dtype of a tensor of f32, f16 or bf16. Tasks read it anywhere and write disjoint parts. Inputs and
+/// outputs may share memory, so slices would be unsound.
 #[derive(Clone, Copy)]
 pub(super) struct Elements {
     start: *mut u8,
@@ -44,7 +44,7 @@ impl Elements {
     /// Widens the elements from `index` on.
     ///
     /// # Safety
-    /// They lie within the tensor, no other task writes them, and the level's instructions are enabled.
+    /// They are within the tensor, no other task writes them, and the level's instructions are enabled.
     #[inline(always)]
     pub(super) unsafe fn load<S: Simd>(self, index: usize, out: &mut [f32]) {
         // SAFETY: the caller's promise.
@@ -54,7 +54,7 @@ impl Elements {
     /// Rounds a row into the elements from `index` on.
     ///
     /// # Safety
-    /// They lie within the tensor, no other task reads or writes them, and the level's instructions are enabled.
+    /// They are within the tensor, no other task reads or writes them, and the level's instructions are enabled.
     #[inline(always)]
     pub(super) unsafe fn store<S: Simd>(self, index: usize, row: &[f32]) {
         // SAFETY: the caller's promise.
@@ -62,7 +62,7 @@ impl Elements {
     }
 }
 
-/// A slice in parts of equal length (the last may be shorter), each for one task.
+/// A slice in parts of equal length (the last may be shorter), one for each task.
 pub(super) struct SliceParts<'a, T> {
     start: *mut T,
     len: usize,
@@ -95,10 +95,10 @@ impl<'a, T> SliceParts<'a, T> {
     }
 }
 
-/// Elements that an element-wise kernel takes through its own buffer at a time.
+/// Maximum elements that an element-wise kernel buffers at a time.
 pub(super) const PIECE: usize = 512;
 
-/// Up to [`PIECE`] floats, of which whole vectors can be taken: what lies behind them is zero or stale.
+/// A buffer of up to [`PIECE`] floats that can be read in whole vectors: elements beyond the floats are zero or stale.
 pub(super) struct Padded {
     floats: [f32; PIECE],
     len: usize,
@@ -121,7 +121,7 @@ impl Padded {
     #[inline(always)]
     pub(super) fn vectors<S: Simd>(&mut self) -> impl Iterator<Item = *mut f32> + use<S> {
         let start = self.floats.as_mut_ptr();
-        // LANES divides PIECE, so each lies within the array.
+        // LANES divides PIECE, so each vector is within the array.
         (0..self.len).step_by(S::LANES).map(move |i| start.wrapping_add(i))
     }
 }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::ops::embed::Call;
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 16 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
@@ -26,7 +26,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     });
 }
 
-/// The rows of `ids`, to the output's rows from `first` on.
+/// Writes the rows of `ids` to the output's rows from `first` on.
 struct EmbedRows<'a> {
     table: Matrix,
     ids: &'a [u32],
@@ -42,7 +42,7 @@ impl SimdKernel for EmbedRows<'_> {
         let dim = self.table.inputs;
         let row = &mut *scratch::take(dim);
         for (i, &id) in self.ids.iter().enumerate() {
-            // SAFETY: validation checked that the id is a row of the table; the output's row is this task's alone;
+            // SAFETY: validation checked that the id is a row of the table; only this task writes the output's row;
             // `dispatch` enables the instructions.
             unsafe {
                 self.table.natural_row::<S>(id as usize, self.scale, row);

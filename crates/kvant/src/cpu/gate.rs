@@ -1,6 +1,6 @@
 //! out = activation(gate) · up, element by element. Threads share the rows, or parts of them.
 //!
-//! All activations are x/(1 + e⁻ᶻ), except the sigmoid, 1/(1 + e⁻ˣ). SiLU: z = x; the clamped one: z = 1.702·x.
+//! All activations are x/(1 + e⁻ᶻ), except the sigmoid, 1/(1 + e⁻ˣ). SiLU: z = x; clamped swish: z = 1.702·x.
 //! GELU-tanh: z = 2√(2/π)(x + 0.044715x³), because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
 
 use super::{
@@ -13,7 +13,7 @@ use crate::ops::{
     gate::{Call, OwnedColumns},
 };
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 8 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
@@ -21,7 +21,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     if call.dim == 0 {
         return;
     }
-    // Whole pieces of one row, or several rows.
+    // A task is whole pieces of one row, or several rows.
     let columns = call.dim.min(TASK);
     let rows = (TASK / columns).max(1);
     let across = call.dim.div_ceil(columns);
@@ -38,7 +38,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     });
 }
 
-/// Columns of a tensor: where the first row's begin, and the distance to the next row's.
+/// Columns of a tensor: the offset of the first row's, and the distance between rows.
 #[derive(Clone, Copy)]
 struct GateColumns {
     elements: Elements,
@@ -70,15 +70,15 @@ impl SimdKernel for GatePiece {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let (mut gate, mut up) = (Padded::new(self.len), Padded::new(self.len));
-        // SAFETY: `dispatch` enables the instructions; the elements lie within the tensors and are this task's. They
-        // are read before any is written, so `out` may be an input.
+        // SAFETY: `dispatch` enables the instructions; the elements are within the tensors and belong to this task.
+        // They are read before any is written, so `out` may be an input.
         unsafe {
             self.gate.0.load::<S>(self.gate.1, &mut gate);
             self.up.0.load::<S>(self.up.1, &mut up);
             for (g, u) in gate.vectors::<S>().zip(up.vectors::<S>()) {
                 let (mut x, mut y) = (S::load(g), S::load(u));
                 if self.activation == Activation::ClampedSwish {
-                    // The second operand of `min` and `max` is returned if one is NaN.
+                    // `min` and `max` return their second operand if one is NaN.
                     x = S::min(S::splat(7.0), x);
                     y = S::add(S::max(S::splat(-7.0), S::min(S::splat(7.0), y)), S::splat(1.0));
                 }
@@ -86,14 +86,14 @@ impl SimdKernel for GatePiece {
                     Activation::Silu | Activation::Sigmoid => x,
                     Activation::ClampedSwish => S::mul(x, S::splat(1.702)),
                     Activation::GeluTanh => {
-                        // 2√(2/π) and 0.044715 of it.
+                        // The coefficients are 2√(2/π) and 0.044715 times that.
                         let cubic = S::fma(S::mul(x, x), S::splat(0.071_354_814), S::splat(1.595_769));
                         S::mul(x, cubic)
                     }
                 };
                 let e = S::exp(S::sub(S::zero(), z));
-                // The exponential ends at 2¹²⁷: where it does, x must not be so large that the quotient shows. Below
-                // −10⁴ this takes away what is beyond, which leaves no number of −∞.
+                // `exp` saturates at 2¹²⁷, so a very negative x would leave a visible quotient. Therefore x is clamped
+                // to −10⁴, by a subtraction that makes −∞ a NaN.
                 let x = match self.activation {
                     Activation::Sigmoid => S::splat(1.0),
                     _ => S::sub(x, S::min(S::add(x, S::splat(1e4)), S::zero())),
@@ -129,7 +129,7 @@ mod tests {
             let (t, n) = (self.rows, self.dim);
             let mut data = Numbers(3).floats(t * (2 * n + 5));
             data.iter_mut().enumerate().for_each(|(i, x)| *x *= [0.01, 1.0, 5.0, 30.0][i % 4]);
-            // One tensor for both, and one for the gate alone.
+            // One tensor with both operands, and one with the gate only.
             let both = tensor(device, self.dtypes[0], &data, &[t, 2 * n + 5]);
             let alone = tensor(device, self.dtypes[1], &data[..t * n], &[t, n]);
             let out = tensor(device, self.dtypes[2], &vec![7.0; t * n], &[t, n]);

@@ -1,8 +1,8 @@
 //! The randomised Hadamard rotation: y = H_D·(s ⊙ x)/√D and x = s ⊙ (H_D·y)/√D, for rows of D = 2 … 4096.
 //!
-//! A fast Walsh–Hadamard transform in place: butterflies of distance D/2, …, 2, 1. Distances of a vector or more work
-//! on whole vectors, two distances in one pass over the row; shorter ones work within a vector. Every level does the
-//! same additions in the same order, so all levels give the same bits. Threads share the rows.
+//! A fast Walsh–Hadamard transform in place, with butterflies of distance D/2, …, 2, 1. Butterflies of a vector or more
+//! combine whole vectors, two distances in one pass over the row; shorter ones work within a vector. Every level does
+//! the same additions in the same order, so that all levels give the same bits. Threads share the rows.
 
 use super::{
     Cpu, convert, scratch,
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{DType, codec, ops::hadamard::Call};
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 16 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
@@ -24,7 +24,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     });
 }
 
-/// A tensor's rows, as the tasks see them.
+/// A tensor's rows, shared by the tasks.
 #[derive(Clone, Copy)]
 struct TensorRows {
     start: *mut u8,
@@ -62,12 +62,12 @@ impl SimdKernel for HadamardTask<'_> {
         let dim = self.signs.len();
         let row = &mut *scratch::take(dim);
         for r in self.rows {
-            // SAFETY: `dispatch` enables the instructions; r is below the tensors' number of rows. A row is read
-            // whole before it is written, so `out` may be `x`.
+            // SAFETY: `dispatch` enables the instructions; `r` is a row of the tensors. A whole row is read before it
+            // is written, so `out` may be `x`.
             unsafe {
                 convert::load_row::<S>(self.x.row(r, dim), self.x.dtype, row);
                 if self.inverse {
-                    // As `unrotate`, but normalised first, for the reason that `rotate` has.
+                    // As `unrotate`, but scaled before the transform, to avoid overflow as in `rotate`.
                     let factor = (1.0 / (dim as f64).sqrt()) as f32;
                     row.iter_mut().for_each(|x| *x *= factor);
                     transform::<S>(row);
@@ -81,7 +81,7 @@ impl SimdKernel for HadamardTask<'_> {
     }
 }
 
-/// The fixed signs of dimension `dim`, which validation has found to be a power of two from 2 to 4096.
+/// The fixed signs of dimension `dim`, which must be a validated power of two from 2 to 4096.
 pub(super) fn signs(dim: usize) -> &'static [f32] {
     codec::signs(dim).expect("operations check the dimension")
 }
@@ -94,7 +94,7 @@ pub(super) fn signs(dim: usize) -> &'static [f32] {
 pub(super) unsafe fn rotate<S: Simd>(row: &mut [f32], signs: &[f32]) {
     // SAFETY: passed on to the caller.
     unsafe {
-        // Normalised first, so that the sums overflow only where the result nearly does.
+        // Scaled before the transform, so that sums overflow only if the result nearly does.
         multiply::<S>(row, signs);
         transform::<S>(row);
     }
@@ -127,7 +127,7 @@ unsafe fn multiply<S: Simd>(row: &mut [f32], signs: &[f32]) {
         return;
     }
     let row = row.as_mut_ptr();
-    // SAFETY: n is a multiple of LANES, both being powers of two; the caller vouches for the instructions.
+    // SAFETY: n is a multiple of LANES, because both are powers of two; the caller guarantees the instructions.
     unsafe {
         let factor = S::splat(factor);
         for i in (0..n).step_by(S::LANES) {
@@ -151,7 +151,7 @@ pub(super) unsafe fn transform<S: Simd>(row: &mut [f32]) {
     let row = row.as_mut_ptr();
     // SAFETY: n is a multiple of LANES, and every index below is less than n.
     unsafe {
-        // `span`: the butterflies so far have made the spans of this length independent of each other.
+        // `span`: the butterflies so far have made spans of this length independent of each other.
         let mut span = n;
         while span >= 4 * S::LANES {
             let quarter = span / 4;
@@ -183,7 +183,7 @@ pub(super) unsafe fn transform<S: Simd>(row: &mut [f32]) {
     }
 }
 
-/// [`transform`] of a row shorter than a vector.
+/// As [`transform`], for a row shorter than a vector.
 fn transform_short(row: &mut [f32]) {
     let mut distance = row.len() / 2;
     while distance > 0 {
@@ -217,7 +217,7 @@ mod tests {
         (0..n as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0).collect()
     }
 
-    /// The definition: entry (i, j) of Sylvester's matrix is −1 to the number of ones in i & j.
+    /// The definition: entry (i, j) of Sylvester's matrix is (−1)^n, with n the number of ones in i & j.
     fn oracle(x: &[f32], inverse: bool) -> Vec<f64> {
         let n = x.len();
         let s = codec::signs(n).unwrap();
@@ -268,7 +268,7 @@ mod tests {
     #[test]
     fn in_place_and_back_over_many_rows() {
         for device in devices() {
-            // More than one task.
+            // Several tasks.
             let data = numbers(300 * 128);
             let x = Tensor::from_slice(&device, &data, &[300, 128]).unwrap();
             let mut enc = device.encoder().unwrap();

@@ -1,6 +1,6 @@
 //! The bias that keys of sealed pages are stored without ([`KeyBias`]), turned to their positions.
 //!
-//! Pairs of coordinates are two halves of a row: the first coordinates of all pairs, then the second ones.
+//! A row of pairs has two halves: the first coordinates of all pairs, then the second ones.
 
 use crate::KeyBias;
 
@@ -8,7 +8,7 @@ use crate::KeyBias;
 #[derive(Clone, Copy)]
 pub(super) struct HeadBias<'a> {
     pairs: &'a [f32],
-    /// Where each coordinate is among the pairs.
+    /// The index of each coordinate among the pairs.
     places: &'a [u32],
     /// `[pages, D]` and `[page_tokens, D]`: cosines, then sines.
     starts: &'a [f32],
@@ -36,15 +36,16 @@ impl<'a> HeadBias<'a> {
         turn(self.pairs, &self.starts[page * self.dim..][..self.dim], to);
     }
 
-    /// The bias of a page's key in `slot`, by coordinates. `first` is that of the page's first key; `pairs` is room for
-    /// a row.
+    /// The bias of the page's key in `slot`, by coordinates. `first` is the bias of the page's first key; `pairs` is
+    /// scratch for a row.
     #[inline(always)]
     pub fn at_slot(&self, first: &[f32], slot: usize, pairs: &mut [f32], to: &mut [f32]) {
         turn(first, &self.steps[slot * self.dim..][..self.dim], pairs);
         to.iter_mut().zip(self.places).for_each(|(to, &place)| *to = pairs[place as usize]);
     }
 
-    /// Of a query q: x and y so that its product with the bias is Σ x·cos + y·sin, over the angles of the pairs.
+    /// Computes x and y from a query q, so that q's product with the bias is Σ x·cos + y·sin over the angles of the
+    /// pairs.
     #[inline(always)]
     pub fn product(&self, q: &[f32], to: &mut [f32]) {
         q.iter().zip(self.places).for_each(|(&q, &place)| to[place as usize] = q);
@@ -56,7 +57,7 @@ impl<'a> HeadBias<'a> {
         }
     }
 
-    /// [`HeadBias::product`] over angles that count from a page's first position.
+    /// As [`HeadBias::product`], for angles relative to a page's first position.
     #[inline(always)]
     pub fn product_at_page(&self, product: &[f32], page: usize, to: &mut [f32]) {
         let half = self.dim / 2;
@@ -68,7 +69,7 @@ impl<'a> HeadBias<'a> {
     }
 }
 
-/// Turns pairs by angles, of which `turns` has cosines, then sines.
+/// Turns pairs by angles. `turns` has the cosines, then the sines.
 #[inline(always)]
 fn turn(pairs: &[f32], turns: &[f32], to: &mut [f32]) {
     let half = pairs.len() / 2;

@@ -15,7 +15,7 @@ use crate::{
     ops::kv_read::Call,
 };
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 32 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
@@ -63,7 +63,7 @@ impl SimdKernel for KvReadTask<'_> {
             for i in self.range.clone() {
                 let place = call.layer.place(self.table, call.sequence, head, call.start + i);
                 let out_row = call.order.row(i, head, call.tokens, spec.kv_heads);
-                // SAFETY: `dispatch` enables the instructions; validation keeps the rows within layer and out.
+                // SAFETY: `dispatch` enables the instructions; validation keeps the rows within the layer and `out`.
                 unsafe {
                     let to = out.start.add(out_row * spec.head_dim * out.dtype.size());
                     let Some(RowPlace { bytes, row }) = place else {

@@ -16,7 +16,7 @@ use crate::{
     ops::kv_write::{Call, is_kept},
 };
 
-/// Elements of K (and as many of V) that make a task worth a thread.
+/// Minimum elements of K (and equally many of V) of a task.
 const TASK: usize = 16 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
@@ -28,8 +28,8 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         SourceAndPlanes { source: SourceRows::new(&call.v), planes: PlaneRows::new(&call.layer, &call.layer.v) },
     ];
     // Longer pieces of a head's memory are written faster, as long as the sources stay in the second-level cache.
-    let [least, most] = [TASK, 8 * TASK].map(|elements| (elements / (spec.kv_heads * spec.head_dim)).max(1));
-    let mut per_task = call.tokens.div_ceil(4 * cpu.threads.threads()).clamp(least, most);
+    let [min_tokens, max_tokens] = [TASK, 8 * TASK].map(|elements| (elements / (spec.kv_heads * spec.head_dim)).max(1));
+    let mut per_task = call.tokens.div_ceil(4 * cpu.threads.threads()).clamp(min_tokens, max_tokens);
     if per_task < call.tokens && !tokens.are_distinct() {
         per_task = call.tokens;
     }
@@ -85,7 +85,7 @@ impl SimdKernel for KvWriteTask<'_> {
     }
 }
 
-/// How many tokens from the first of `tokens` on, which is kept, go to consecutive slots of one sequence.
+/// The number of leading `tokens` that go to consecutive slots of one sequence. The first token is kept.
 #[inline(always)]
 fn run_length(step: &Tokens, layer: &KvLayer, tokens: std::ops::Range<usize>) -> usize {
     let first = tokens.start;
@@ -116,7 +116,7 @@ impl KvWriteTask<'_> {
             side.source.start.wrapping_add(row * spec.head_dim * side.source.dtype.size())
         };
         // SAFETY: the rows exist in the source and in the layer (validated, or checked by `Tokens::place`), and no
-        // other task writes to those slots.
+        // other task writes to these slots.
         unsafe {
             match (call.order, spec.order, planes.dense()) {
                 (HeadOrder::HeadMajor, HeadOrder::HeadMajor, Some(dtype)) => {
@@ -198,7 +198,7 @@ mod tests {
         spec: LayerSpec,
         source: DType,
         order: HeadOrder,
-        /// (sequence, position), and where in the source they start.
+        /// (sequence, position) of each token.
         tokens: Vec<(u32, u32)>,
         first_token: usize,
     }
@@ -228,7 +228,7 @@ mod tests {
         bytes
     }
 
-    /// How many bytes differ, of how many, and the largest relative difference of norms.
+    /// The number of differing bytes, the number of bytes, and the largest relative difference of norms.
     fn difference(a: &KvLayer, b: &KvLayer) -> (usize, usize, f32) {
         let (mut different, mut all, mut norms) = (0, 0, 0f32);
         for (a, b) in a.k().tensors().chain(a.v().tensors()).zip(b.k().tensors().chain(b.v().tensors())) {
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn turboquant_equals_the_reference_but_for_ties() {
+    fn turboquant_equals_the_reference_except_at_ties() {
         let reference = Device::reference();
         for device in devices() {
             for dim in [8, 16, 64, 128, 256, 512] {
@@ -341,7 +341,7 @@ mod tests {
                 for device in devices() {
                     let got = run(&device);
                     for (row, (got, want)) in got.0.iter().zip(&want.0).enumerate() {
-                        // Subnormal numbers have too few digits for the same codes, on which the norm may depend.
+                        // Subnormal numbers have too few digits for equal codes, and the norm may depend on the codes.
                         let relative = if want.abs() < f32::MIN_POSITIVE { 3e-3 } else { 2e-6 };
                         let close = (got - want).abs() <= relative * want.abs() || got.is_nan() && want.is_nan();
                         assert!(close, "{device} tq{bits} D={dim} norm {row}: {got:e}, not {want:e}");
@@ -350,7 +350,7 @@ mod tests {
                     for row in (0..8).chain([9]) {
                         let at = row * row_bytes..(row + 1) * row_bytes;
                         let different = got.1[at.clone()].iter().zip(&want.1[at]).filter(|(a, b)| a != b).count();
-                        // A vector along one axis puts all coordinates in the same two places.
+                        // A vector along one axis has all rotated coordinates at two values.
                         assert!(different <= 1, "{device} tq{bits} D={dim} row {row}: {different} codes differ");
                     }
                 }

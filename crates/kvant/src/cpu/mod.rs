@@ -44,19 +44,19 @@ use thread_pool::ThreadPool;
 /// Options of a CPU device; the default uses the best instruction set and all physical cores.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {
-    /// Threads, the calling one included; `None` for one per physical core that the process may use. Linux says which
-    /// CPUs share a core; elsewhere each counts as one.
+    /// Threads, the calling one included; `None` for one per physical core that the process may use. Only Linux reports
+    /// which CPUs share a core; elsewhere each CPU counts as one core.
     pub threads: Option<usize>,
     /// The instruction set; `None` for the best.
     pub simd: Option<SimdLevel>,
-    /// Whether [`ops::linear`](ops::linear()) may round the activations of 16 rows or more for one matrix to 8 bits:
-    /// faster prompts. With normal activations, results err by 0.4 to 0.6 % of their root mean square. With AMX, it
-    /// rounds activations and weights to bf16 from 48 rows on (16 for weights of 16 bits): 0.25 %. Nothing changes at
-    /// levels without VNNI, for f32 and MXFP8 weights, and for those of 16 bits without AMX.
+    /// Whether [`ops::linear`](ops::linear()) may round the activations of 16 rows or more for one matrix to 8 bits,
+    /// which makes prompts faster. With normal activations, results err by 0.4 to 0.6 % of their root mean square. With
+    /// AMX, it rounds activations and weights to bf16 if the product has 48 rows or more (16 for 16-bit weights): 0.25
+    /// %. No effect at levels without VNNI, for f32 and MXFP8 weights, and for 16-bit weights without AMX.
     pub eight_bit_activations: bool,
-    /// Whether the results of a token depend on its own sequence alone, bit for bit: not on the tokens that are
-    /// processed with it, the chunks of a prompt, or the number of threads. Kernels of many rows are not used, so
-    /// prompts are slower. Excludes `eight_bit_activations`.
+    /// Whether the results of a token depend only on its own sequence, bit for bit: not on other tokens in the batch,
+    /// the chunks of a prompt, or the number of threads. Kernels for many rows are not used, so prompts are slower.
+    /// Excludes `eight_bit_activations`.
     pub batch_invariant: bool,
 }
 
@@ -88,8 +88,7 @@ impl Cpu {
         Ok(Cpu { threads: ThreadPool::new(threads), level, eight_bit_activations, batch_invariant })
     }
 
-    /// The number of rows that selects the kernel for `rows` rows: all get that of a single one where results must not
-    /// depend on the others.
+    /// The number of rows that selects a kernel for `rows` rows: 1 if results must be batch-invariant.
     fn selecting_rows(&self, rows: usize) -> usize {
         if self.batch_invariant { rows.min(1) } else { rows }
     }

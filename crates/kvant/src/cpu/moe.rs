@@ -1,8 +1,8 @@
-//! Both ends of a mixture of experts. Threads share the tokens.
+//! Routing and combining of a mixture of experts. Threads share the tokens.
 //!
 //! Route: the top_k largest logits of each token, and the softmax over them, or over all; or the largest corrected
-//! scores among chosen groups.
-//! Combine: out\[t\] = Σⱼ weights\[t, j\] · x\[t·top_k + j\] + added_weights\[t\] · added\[t\].
+//! scores among chosen groups. Combine: out\[t\] = Σⱼ weights\[t, j\] · x\[t·top_k + j\] + added_weights\[t\] ·
+//! added\[t\].
 
 use super::{
     Cpu,
@@ -15,7 +15,7 @@ use crate::ops::{
     moe::{combine, route},
 };
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 8 * 1024;
 
 pub(crate) fn run_route(cpu: &Cpu, call: &route::Call) {
@@ -28,7 +28,7 @@ pub(crate) fn run_route(cpu: &Cpu, call: &route::Call) {
         (scale, bias, call.ids.host_slice_mut::<u32>(), call.weights.host_slice_mut::<f32>())
     };
     let rule = Rule { rule: call.rule, is_plain: call.is_plain(), bias, scale };
-    // Each choice looks at all experts.
+    // Each choice scans all experts.
     let tokens = (TASK / call.experts / call.top_k).max(1);
     let (ids, weights) = (SliceParts::new(ids, tokens * call.top_k), SliceParts::new(weights, tokens * call.top_k));
     cpu.threads.run(ids.count(), |task| {
@@ -48,7 +48,7 @@ struct Rule<'a> {
     scale: Option<&'a [f32]>,
 }
 
-/// The choices of the tokens from `first` on, as many as `ids` and `weights` hold.
+/// Routes the tokens from `first` on; the lengths of `ids` and `weights` give their number.
 struct Route<'a> {
     logits: Elements,
     first: usize,
@@ -78,7 +78,7 @@ impl SimdKernel for Route<'_> {
     }
 }
 
-/// The largest logits, and their softmax (or that of all logits), times the scale.
+/// Selects the largest logits. Their weights are the softmax over them (or over all logits), times the scale.
 fn by_logits(logits: &[f32], rule: &Rule, ids: &mut [u32], weights: &mut [f32]) {
     choose(logits, |_| true, ids);
     let logit = |id: u32| f64::from(logits[id as usize]);
@@ -92,7 +92,7 @@ fn by_logits(logits: &[f32], rule: &Rule, ids: &mut [u32], weights: &mut [f32]) 
     }
 }
 
-/// The largest corrected scores among the experts of the chosen groups, and their weights.
+/// Selects the largest corrected scores among the experts of the chosen groups, and computes their weights.
 fn by_scores(logits: &[f32], rule: &Rule, corrected: &mut [f32], ids: &mut [u32], weights: &mut [f32]) {
     let Rule { rule: options, bias, .. } = *rule;
     let scores = Scores::new(options.scores, logits);
@@ -103,12 +103,12 @@ fn by_scores(logits: &[f32], rule: &Rule, corrected: &mut [f32], ids: &mut [u32]
         Some(groups) => (chosen_groups(corrected, groups), logits.len() / groups.count),
         None => (1, logits.len()),
     };
-    // Scores rise with logits, but different logits may have the same score.
+    // Scores increase with logits, but rounding can give different logits equal scores.
     choose(if bias.is_some() { corrected } else { logits }, |id| mask >> (id / size) & 1 == 1, ids);
     let score = |id: u32| scores.of(logits[id as usize]);
     let sum: f64 = ids.iter().map(|&id| score(id)).sum();
     let min_sum = f64::from(options.min_sum);
-    // A NaN stays.
+    // The comparison leaves a NaN unchanged.
     let sum = if sum < min_sum { min_sum } else { sum };
     let divisor = if options.normalise { sum + f64::from(options.epsilon) } else { 1.0 };
     for (&id, weight) in ids.iter().zip(weights) {
@@ -163,10 +163,10 @@ fn chosen_groups(corrected: &[f32], groups: ExpertGroups) -> u32 {
     chosen.iter().fold(0, |mask, group| mask | 1 << group)
 }
 
-/// The candidates with the largest values in falling order, the lower id first among equals, NaN last.
+/// The candidates with the largest values in descending order; among equals the lower id is first, and NaN is last.
 #[inline]
 fn choose(values: &[f32], is_candidate: impl Fn(usize) -> bool, ids: &mut [u32]) {
-    // NaN ranks below everything; what is equal and has been passed over ranks by id.
+    // NaN ranks below everything. Among equal values, a candidate after the previous choice has a larger id.
     let key = |id: usize| (!values[id].is_nan(), if values[id].is_nan() { 0.0 } else { values[id] });
     let comes_before = |a: usize, b: usize| key(a) > key(b) || key(a) == key(b) && a < b;
     for j in 0..ids.len() {
@@ -227,7 +227,7 @@ impl SimdKernel for Combine<'_> {
                         }
                     }
                 }
-                // SAFETY: as above; the output's row is this task's alone.
+                // SAFETY: as above; only this task writes the output's row.
                 unsafe { self.out.store::<S>(token * self.dim + start, &sum) };
             }
         }
@@ -265,7 +265,7 @@ mod tests {
         (ids.to_vec().unwrap(), weights)
     }
 
-    /// Every level chooses as the reference does.
+    /// Checks that every level chooses as the reference does.
     fn check(
         what: &str,
         top_k: usize,
@@ -273,7 +273,7 @@ mod tests {
     ) {
         let devices = devices();
         let mut logits = Numbers(7).floats(EXPERTS * 400);
-        // Equals in every token, some NaN, one token of nothing else.
+        // Equal values in every token, some NaN, and one token of NaN only.
         logits.iter_mut().step_by(5).for_each(|x| *x = 0.25);
         logits.iter_mut().step_by(37).for_each(|x| *x = f32::NAN);
         logits[EXPERTS..2 * EXPERTS].fill(f32::NAN);

@@ -1,8 +1,8 @@
 //! Per-head RMS norm, rotary embedding and optional Hadamard rotation: `[T, H, D]` to `[T, H, D]` or `[H, T, D]`.
 //!
 //! A head is widened to f32, transformed in scratch memory, and rounded once when it is stored. Cosines and sines are
-//! computed once per token for all heads: position · frequency in f64, in turns; the fraction of a turn is exact enough
-//! for f32. Threads share the tokens.
+//! computed once per token for all heads: position · frequency in turns, in f64, whose fractional part is then exact
+//! enough for f32. Threads share the tokens.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -18,7 +18,7 @@ use crate::{
     },
 };
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 16 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
@@ -39,12 +39,12 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     });
 }
 
-/// How many tokens of this many elements are worth a thread.
+/// The number of tokens of a task, for tokens of `elements` elements.
 pub(super) fn tokens_per_task(elements: usize) -> usize {
     (TASK / elements.max(1)).max(1)
 }
 
-/// Rows of activations, as the tasks see them.
+/// Rows of activations, shared by the tasks.
 #[derive(Clone, Copy)]
 pub(super) struct Activations {
     start: *mut u8,
@@ -63,7 +63,7 @@ impl Activations {
     }
 
     /// # Safety
-    /// The level's instructions are enabled; the tensor has that row, which nobody writes to.
+    /// The level's instructions are enabled; the tensor has that row, and nobody writes to it.
     #[inline(always)]
     pub(super) unsafe fn load<S: Simd>(&self, row: usize, to: &mut [f32]) {
         debug_assert_eq!(to.len(), self.dim);
@@ -105,8 +105,8 @@ impl SimdKernel for NormRopeTask<'_> {
         let memory = &mut *scratch::take(call.head_dim + 2 * pairs);
         let (row, turns) = memory.split_at_mut(call.head_dim);
         for token in self.tokens {
-            // SAFETY: `dispatch` enables the instructions; rows are within the tensors. A row is read whole before
-            // it is written, so `out` may be `x`.
+            // SAFETY: `dispatch` enables the instructions; rows are within the tensors. A whole row is read before it
+            // is written, so `out` may be `x`.
             unsafe {
                 if let Some(rotary) = rotary {
                     rotary.turns::<S>(positions[token], turns);
@@ -129,7 +129,7 @@ impl SimdKernel for NormRopeTask<'_> {
     }
 }
 
-/// The RMS norm of a head, its weight in f32.
+/// The RMS norm of a head, with its weight in f32.
 pub(super) struct HeadRmsNorm {
     weight: Option<scratch::ScratchFloats>,
     eps: f32,
@@ -154,12 +154,12 @@ impl HeadRmsNorm {
     pub(super) unsafe fn apply<S: Simd>(&self, row: &mut [f32]) {
         let n = row.len();
         let whole = n - n % S::LANES;
-        // SAFETY: whole vectors of the row; the caller vouches for the instructions.
+        // SAFETY: whole vectors of the row; the caller guarantees the instructions.
         let mut squares = unsafe {
             let (mut even, mut odd) = (S::zero(), S::zero());
             for i in (0..whole).step_by(S::LANES) {
                 let x = S::load(row.as_ptr().add(i));
-                // Two chains of additions take half the time of one.
+                // Two independent chains of additions take half the time of one.
                 (even, odd) = (odd, S::fma(x, x, even));
             }
             S::sum(S::add(even, odd))
@@ -167,11 +167,11 @@ impl HeadRmsNorm {
         squares += row[whole..].iter().map(|x| x * x).sum::<f32>();
         let mut squares = f64::from(squares);
         if !squares.is_finite() || squares < 1e-24 && self.eps < 1e-24 {
-            // Squares beyond f32 at either end, where eps does not hide it; or NaN, which stays.
+            // The squares overflow or underflow f32 and eps does not hide it, or an element is NaN, which stays NaN.
             squares = row.iter().map(|&x| f64::from(x).powi(2)).sum();
         }
         let factor = 1.0 / (squares / n as f64 + f64::from(self.eps)).sqrt();
-        // With an eps of zero, tiny numbers need a factor beyond f32: in two steps.
+        // With an eps of zero, tiny numbers need a factor beyond f32, which is applied in two steps.
         let (first, factor) = if factor < 1e30 { (1.0, factor as f32) } else { (1e30f32, (factor / 1e30) as f32) };
         if first != 1.0 {
             row.iter_mut().for_each(|x| *x *= first);
@@ -219,7 +219,7 @@ pub(super) struct Rotary<'a> {
 }
 
 enum PairAngles<'a> {
-    /// The turns of each pair per position, frequency / 2π, and what divides them.
+    /// Turns per position of each pair, frequency / 2π, and the divisors of its angles.
     Frequencies {
         turns: Arc<[f64]>,
         factors: Option<&'a [f32]>,
@@ -267,7 +267,7 @@ impl<'a> Rotary<'a> {
                 }
                 PairAngles::Frequencies { turns, factors } => {
                     let position = f64::from(position);
-                    // Two loops, the first without a question that would keep it from being vectorised.
+                    // A separate loop without factors, which the compiler can vectorise.
                     let Some(factors) = factors else {
                         for (to, &turns) in cos.iter_mut().zip(&**turns) {
                             let turns = position * turns;
@@ -325,14 +325,14 @@ impl<'a> Rotary<'a> {
     }
 }
 
-/// theta^(−2i/base) / 2π for the first `pairs` i. The latest few tables are kept: a model has one or two, which every
-/// layer of every step asks for.
+/// theta^(−2i/base) / 2π for the first `pairs` values of i. The latest few tables are cached: a model has one or two,
+/// and every layer of every step requests them.
 fn turns_per_position(theta: f64, base: usize, pairs: usize) -> Arc<[f64]> {
     const KEPT: usize = 16;
     type Key = (u64, usize, usize);
     static TABLES: Mutex<Vec<(Key, Arc<[f64]>)>> = Mutex::new(Vec::new());
     let key = (theta.to_bits(), base, pairs);
-    // A table is whole before it is in the list.
+    // A table is complete before it enters the list, so a panic elsewhere leaves the list valid.
     let mut tables = TABLES.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, table)) = tables.iter().find(|(known, _)| *known == key) {
         return table.clone();
@@ -346,7 +346,7 @@ fn turns_per_position(theta: f64, base: usize, pairs: usize) -> Arc<[f64]> {
     table
 }
 
-/// From angles in turns, −½ to ½, in `cos`: their cosines and sines.
+/// Replaces angles in `cos`, in turns from −½ to ½, by their cosines, and writes their sines.
 ///
 /// # Safety
 /// The level's instructions are enabled; the slices are equally long.
@@ -378,7 +378,7 @@ unsafe fn cos_sin<S: Simd>(cos: &mut [f32], sin: &mut [f32]) {
 unsafe fn cos_sin_lanes<S: Simd>(turns: S::F) -> (S::F, S::F) {
     // SAFETY: the caller's promise.
     unsafe {
-        // The nearest quarter q, and the rest, at most an eighth of a turn.
+        // The nearest quarter turn q, and the remainder, at most an eighth of a turn.
         let q = S::round(S::mul(turns, S::splat(4.0)));
         let x = S::mul(S::fma(q, S::splat(-0.25), turns), S::splat(std::f32::consts::TAU));
         let xx = S::mul(x, x);

@@ -57,7 +57,7 @@ struct NormRopeWriteWork<'a> {
     signs: Option<&'static [f32]>,
 }
 
-/// Keys or values: where from, their norm, where to.
+/// Keys or values: their source, norm and destination.
 struct CachedSide {
     source: Activations,
     norm: Option<HeadRmsNorm>,
@@ -80,8 +80,8 @@ impl SimdKernel for NormRopeWriteTask<'_> {
         let (row, turns) = memory.split_at_mut(call.head_dim);
         for token in self.range {
             let position = tokens.positions[token];
-            // SAFETY: `dispatch` enables the instructions; rows are within the tensors and, for tokens that are
-            // kept, within the layer. No other task has this token, nor its slot.
+            // SAFETY: `dispatch` enables the instructions; rows are within the tensors and, for tokens that are kept,
+            // within the layer. No other task has this token or its slot.
             unsafe {
                 if let Some(rotary) = rotary {
                     rotary.turns::<S>(position, turns);
@@ -109,10 +109,10 @@ impl SimdKernel for NormRopeWriteTask<'_> {
     }
 }
 
-/// Norm, then rotary embedding, of one head.
+/// Applies the norm, then the rotary embedding, to one head.
 ///
 /// # Safety
-/// The level's instructions are enabled; `turns` is what [`Rotary::turns`] made.
+/// The level's instructions are enabled; `turns` comes from [`Rotary::turns`].
 #[inline(always)]
 unsafe fn prepare<S: Simd>(row: &mut [f32], norm: Option<&HeadRmsNorm>, rotary: Option<&Rotary>, turns: &[f32]) {
     // SAFETY: passed on to the caller.
@@ -134,7 +134,7 @@ mod tests {
         ops::{self, Angles, HeadNorm, KvSide, PairLayout, Rope},
     };
 
-    /// (q_out, the last keys, the last values) after seven tokens on a ring of five.
+    /// (q_out, the last keys, the last values) after writing seven tokens to a ring of five.
     fn run(device: &Device, dim: usize, [k, v]: [Codec; 2], in_place: bool) -> [Tensor; 3] {
         let (sequences, kv_heads, capacity, ring, order) = (2, 2, 5, true, HeadOrder::HeadMajor);
         let layer = KvLayer::new(
@@ -194,7 +194,7 @@ mod tests {
                             let (got, want) = (got.to_f32().unwrap(), want.to_f32().unwrap());
                             let squares = |x: &[f32]| x.iter().map(|x| f64::from(x * x)).sum::<f64>();
                             let diff: Vec<f32> = got.iter().zip(&want).map(|(a, b)| a - b).collect();
-                            // Rounding to bf16 at a tie, or a code across a threshold, now and then.
+                            // A few results may differ: a tie when rounding to bf16, or a code at a threshold.
                             assert!(squares(&diff) < 1e-5 * squares(&want), "{device} {dim} {codecs:?}");
                         }
                     }
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn equals_its_two_parts() {
-        // In f32 the parts round nothing in between, so the bits are the same.
+        // In f32 the separate calls do not round in between, so the bits are equal.
         for device in devices() {
             let dim = 64;
             let (sequences, kv_heads, capacity, ring) = (1, 1, 50, false);

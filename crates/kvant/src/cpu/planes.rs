@@ -51,7 +51,7 @@ impl PlaneRows {
         PlaneRows { format, low, high, norms, means: pointer(&planes.means), dim, page_tokens }
     }
 
-    /// The side whose planes begin `bytes` bytes later: another page of a pool.
+    /// This side in another page, whose planes begin `bytes` bytes later.
     #[inline(always)]
     pub(super) fn shifted(&self, bytes: usize) -> PlaneRows {
         PlaneRows {
@@ -108,7 +108,7 @@ impl PlaneRows {
         }
     }
 
-    /// Encodes a vector into a row; `x` may be changed. The mean of the row's page is decoded, and empty unless the
+    /// Encodes a vector into a row; `x` may be changed. `mean` is the decoded mean of the row's page; empty unless the
     /// side is centred.
     ///
     /// # Safety
@@ -119,7 +119,8 @@ impl PlaneRows {
         unsafe {
             match &self.format {
                 &Format::Dense(dtype) => convert::store_row::<S>(x, self.dense_row(row, dtype), dtype),
-                // A call of its own: encoding is compiled once per level, not into every operation that stores rows.
+                // A separate function, so that encoding is compiled once per level and not into every operation that
+                // stores rows.
                 Format::TurboQuant(quantiser) => {
                     S::call(EncodeRow { quantiser, x, mean, to: self.vector(row, quantiser) });
                 }
@@ -150,7 +151,7 @@ impl PlaneRows {
     }
 }
 
-/// [`Quantiser::encode`].
+/// Calls [`Quantiser::encode`].
 struct EncodeRow<'a> {
     quantiser: &'a Quantiser,
     x: &'a mut [f32],
@@ -162,13 +163,13 @@ impl SimdKernel for EncodeRow<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        // SAFETY: `dispatch` enables the instructions; the caller of `store` vouches for the row.
+        // SAFETY: `dispatch` enables the instructions; the caller of `store` guarantees the row.
         unsafe { self.quantiser.encode::<S>(self.x, self.mean, self.to) }
     }
 }
 
 thread_local! {
-    /// Kept, so that a step allocates nothing once it has warmed up.
+    /// Places of tokens, kept so that a step allocates nothing after warm-up.
     static PLACES: RefCell<Vec<(u32, u32)>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -196,7 +197,8 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// Where a token's vectors of head 0 are stored; `None` if the layer does not keep the token, or it is no token.
+    /// Where a token's vectors of head 0 are stored; `None` if the layer does not keep the token, or the row is
+    /// inactive.
     #[inline(always)]
     pub(super) fn place(&self, layer: &KvLayer, token: usize) -> Option<RowPlace> {
         let (sequence, position) = (self.sequence[token] as usize, self.positions[token] as usize);
@@ -208,8 +210,8 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// Whether no two tokens have the same place, so that threads can store them in any order. A caller's own step may
-    /// repeat one; then the last token wins, as on one thread.
+    /// Whether no two tokens have the same place, so that threads can store them in any order. If a caller's own step
+    /// repeats a place, the last token must win, so one thread stores them in order.
     pub(super) fn are_distinct(&self) -> bool {
         let tokens = || self.sequence.iter().copied().zip(self.positions.iter().copied());
         let places = || tokens().filter(|&(sequence, _)| sequence != Step::INACTIVE);

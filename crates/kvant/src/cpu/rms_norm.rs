@@ -12,7 +12,7 @@ use crate::{
     ops::rms_norm::{Add, Call, MAX_NEXT, NextCall},
 };
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 8 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
@@ -49,7 +49,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
 #[derive(Clone, Copy)]
 struct RmsNormTensors<'a> {
     x: Elements,
-    /// Factors of the rows that make one of x.
+    /// Factors of the rows that are summed into a row of x.
     combine: Option<&'a [f32]>,
     terms: usize,
     weight: Option<Elements>,
@@ -57,7 +57,7 @@ struct RmsNormTensors<'a> {
     /// Whether the norm of the residual is added.
     residual_norm: bool,
     residual_weight: Option<Elements>,
-    /// Present: the residual is added first, and the sum goes here.
+    /// If present, the residual is added first and this receives the sum.
     sum: Option<Elements>,
     out: Elements,
     next: [Option<NextElements>; MAX_NEXT],
@@ -88,8 +88,8 @@ impl SimdKernel for RmsNormRows<'_> {
         let buffer = &mut *scratch::take(3 * padded);
         let (row, buffer) = buffer.split_at_mut(padded);
         let (weights, added) = buffer.split_at_mut(padded);
-        // SAFETY: `dispatch` enables the instructions; the rows lie within the tensors and are this task's. A row
-        // is read whole before it is written, so outputs may be inputs.
+        // SAFETY: `dispatch` enables the instructions; the rows are within the tensors and belong to this task. A whole
+        // row is read before it is written, so outputs may be inputs.
         unsafe {
             for r in self.rows {
                 let start = r * dim;
@@ -132,7 +132,7 @@ impl SimdKernel for RmsNormRows<'_> {
     }
 }
 
-/// Reads a row of `dim`, padded with zeros, which add nothing to its mean square.
+/// Reads a row of `dim` elements; padding zeros do not change its sum of squares.
 #[inline(always)]
 unsafe fn load_row<S: Simd>(from: Elements, start: usize, row: &mut [f32], dim: usize) {
     // SAFETY: the caller's promise.
@@ -181,7 +181,7 @@ unsafe fn multiply<S: Simd>(row: &mut [f32], scale: f32) {
 
 #[inline(always)]
 unsafe fn load<S: Simd>(row: &[f32], i: usize) -> S::F {
-    // SAFETY: the caller's promise: a whole vector of the row is left.
+    // SAFETY: the caller's promise: the row has a whole vector from `i` on.
     unsafe { S::load(row.as_ptr().add(i)) }
 }
 
@@ -193,8 +193,8 @@ unsafe fn add<S: Simd>(row: &mut [f32], added: &[f32]) {
     }
 }
 
-/// 1/√(mean x² + eps) of a row of `dim`, padded with zeros to whole vectors. If f32 cannot represent the result, a
-/// power of two is multiplied into the row instead.
+/// 1/√(mean x² + eps) of a row of `dim`, padded with zeros to whole vectors. If f32 cannot represent the result, the
+/// row is multiplied by a power of two instead.
 #[inline(always)]
 unsafe fn factor<S: Simd>(row: &mut [f32], dim: usize, eps: f32) -> f32 {
     // SAFETY: the caller's promise.
@@ -209,7 +209,7 @@ unsafe fn factor<S: Simd>(row: &mut [f32], dim: usize, eps: f32) -> f32 {
     if (1e-25..f32::INFINITY).contains(&sum) {
         return (sum / dim as f32 + eps).sqrt().recip();
     }
-    // The squares of very large or very small numbers leave the range of f32.
+    // The squares of very large or very small numbers overflow or underflow f32.
     let sum: f64 = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
     let factor = (sum / dim as f64 + f64::from(eps)).sqrt().recip();
     let unit = match factor {
@@ -235,7 +235,7 @@ mod tests {
         After,
         Normed,
         Before,
-        /// The sum takes the residual's place and the output that of x.
+        /// The sum is written over the residual, and the output over x.
         BeforeInPlace,
     }
 
@@ -243,7 +243,7 @@ mod tests {
     struct RmsNormCase {
         rows: usize,
         dim: usize,
-        /// Of x, the weight, the residual, the outputs.
+        /// The dtypes of x, the weight, the residual, the outputs.
         dtypes: [DType; 4],
         weight: bool,
         add: ResidualUse,
@@ -280,7 +280,7 @@ mod tests {
             let [first, second] = [0, 1].map(|i| NextNorm::new(&next[i]));
             let next_norms = [first.weight(self.weight.then_some(&weight)), second.scale(1.5)];
             ops::rms_norm(&mut enc, &norm.next(&next_norms)).unwrap();
-            // Separate calls give the same bits.
+            // Separate calls must give the same bits.
             let separate = [zeros(DType::F32), zeros(self.dtypes[3])];
             for (next, separate) in next_norms.iter().zip(&separate) {
                 let args = RmsNorm::new(&out, 1e-6, separate).weight(next.weight).scale(next.scale);

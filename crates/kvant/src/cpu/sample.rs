@@ -1,8 +1,8 @@
 //! Draws one token per row of logits. Threads share the rows.
 //!
-//! The contract describes all entries in descending order. Every cut keeps a prefix of that order. So a partial
-//! selection finds the few largest entries, and more only if those do not suffice. Without a cut no entry needs a
-//! place: a block of entries is passed over if its random bits are too large for its largest probability to win.
+//! The contract describes all entries in descending order. Every cut keeps a prefix of that order, so a partial
+//! selection finds the few largest entries first, and more only if these do not suffice. Without a cut no order is
+//! needed: a block of entries is skipped if its random bits are too large for its largest probability to win.
 
 use std::cell::RefCell;
 
@@ -18,9 +18,9 @@ use crate::ops::{
     sample::{Call, exponential_of, noise, stream},
 };
 
-/// Entries that are selected first when nothing says how many are needed.
+/// Entries that are selected first if the number of entries needed is unknown.
 const FIRST: usize = 64;
-/// Entries that are passed over together when none is large enough.
+/// Entries that are skipped together if none is large enough.
 const BLOCK: usize = 64;
 
 thread_local! {
@@ -47,7 +47,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     });
 }
 
-/// The token of one row.
+/// Draws the token of one row.
 struct Draw {
     how: SampleRow,
     vocab: usize,
@@ -85,7 +85,7 @@ impl SimdKernel for Draw {
             largest::<S>(row)
         };
         if largest.is_infinite() {
-            // Those that are as large share alike; nothing but NaN is nothing to draw from.
+            // If the largest entry is infinite, all infinite entries have equal shares. A row of NaN has no candidate.
             let mut none = true;
             for x in &mut row[..vocab] {
                 (*x, none) = if *x == largest { (0.0, false) } else { (f32::NAN, none) };
@@ -97,7 +97,7 @@ impl SimdKernel for Draw {
 }
 
 impl Draw {
-    /// From a row that is padded with −∞ to whole blocks, and has a finite largest entry.
+    /// Draws from a row that is padded with −∞ to whole blocks, and has a finite largest entry.
     #[inline(always)]
     fn draw<S: Simd>(&self, row: &[f32], largest: f32) -> u32 {
         let (vocab, SampleRow { top_k, top_p, min_p, temperature, .. }) = (self.vocab, self.how);
@@ -119,7 +119,7 @@ impl Draw {
             // SAFETY: as above; the slice is whole vectors.
             unsafe { exponentials::<S>(p, largest, temperature) };
             let p = &p[..selected.len()];
-            // Summed in this order where all are here: then the running sum reaches it.
+            // If all candidates are selected, they are summed in this order, so that the running sum reaches the total.
             let total = match all_p {
                 _ if complete => p.iter().map(|&p| f64::from(p)).sum(),
                 Some(total) => total,
@@ -141,11 +141,12 @@ impl Draw {
         id
     }
 
-    /// How many of the selected entries, whose probabilities `p` fall, may be drawn; `None` when that cannot be said
-    /// without more of them. `total` is the sum of all that top_k leaves; `complete` says that they are all here.
+    /// The number of selected entries that may be drawn, from their descending probabilities `p`; `None` if more
+    /// entries must be selected to decide. `total` is the sum of all candidates of top_k; `complete` says whether all
+    /// of them are selected.
     fn cut(&self, p: &[f32], total: f64, complete: bool) -> Option<usize> {
         let mut keep = p.len();
-        // Whether the cuts fell among the selected entries, so that nothing behind them counts.
+        // Whether the cuts fall among the selected entries, so that later ones do not matter.
         let mut cut = complete;
         if self.how.top_p < 1.0 {
             let goal = f64::from(self.how.top_p) * total;
@@ -156,47 +157,47 @@ impl Draw {
             });
             match reached {
                 Some(last) => (keep, cut) = (last + 1, true),
-                // The candidates that min_p keeps are all selected, and top_p keeps more.
+                // All candidates that min_p keeps are selected, and top_p keeps more.
                 None if !complete && p.last().is_none_or(|&p| p >= self.how.min_p) => return None,
                 None => {}
             }
         }
         if self.how.min_p > 0.0 {
             let likely = p[..keep].partition_point(|&p| p >= self.how.min_p);
-            // The first one has the largest probability, which is enough.
+            // The first entry has the largest probability, so it always stays.
             (keep, cut) = (likely.max(1), cut || likely < keep);
         }
         cut.then_some(keep)
     }
 
-    /// From all entries of a row that is padded with −∞ to whole blocks, and has a finite largest entry.
+    /// Draws, without cuts, from a row that is padded with −∞ to whole blocks, and has a finite largest entry.
     ///
     /// # Safety
     /// The instructions of `S` are enabled.
     #[inline(always)]
     unsafe fn draw_from_all<S: Simd>(&self, row: &[f32], largest: f32) -> u32 {
         let blocks = row.len() / BLOCK;
-        let most = &mut *scratch::take(blocks.next_multiple_of(16));
-        most.fill(f32::NEG_INFINITY);
-        for (most, block) in most.iter_mut().zip(row.chunks_exact(BLOCK)) {
+        let maxima = &mut *scratch::take(blocks.next_multiple_of(16));
+        maxima.fill(f32::NEG_INFINITY);
+        for (max, block) in maxima.iter_mut().zip(row.chunks_exact(BLOCK)) {
             // SAFETY: the caller's promise; a block is whole vectors.
-            *most = unsafe { argmax::largest::<S>(block) };
+            *max = unsafe { argmax::largest::<S>(block) };
         }
-        // The block of the largest entry first: its rate is a bound for the others.
-        let first = most[..blocks].iter().position(|&most| most == largest).unwrap_or(0);
+        // The block of the largest entry first: its rate bounds the others.
+        let first = maxima[..blocks].iter().position(|&max| max == largest).unwrap_or(0);
         // SAFETY: the caller's promise; the slice is whole vectors.
-        unsafe { exponentials::<S>(most, largest, self.how.temperature) };
+        unsafe { exponentials::<S>(maxima, largest, self.how.temperature) };
         let mut best = Best { rate: 0.0, id: usize::MAX };
         for block in std::iter::once(first).chain(0..blocks) {
             let start = block * BLOCK;
             // e is at least v, so larger bits give a lower rate. The factor covers rounding.
-            let bound = f64::from(most[block]) / f64::from(best.rate) * 2f64.powi(32) * 1.0001;
+            let bound = f64::from(maxima[block]) / f64::from(best.rate) * 2f64.powi(32) * 1.0001;
             if bound < 0.25 {
                 continue;
             }
             let mut bits = [0u32; BLOCK];
             bits.iter_mut().zip(start as u32..).for_each(|(bits, id)| *bits = noise(self.stream, id));
-            // Infinite before the first offer.
+            // The bound is infinite before the first offer.
             let bound = bound as u32;
             if !bits.iter().fold(false, |any, &bits| any | (bits <= bound)) {
                 continue;
@@ -216,9 +217,9 @@ impl Draw {
     }
 }
 
-/// Entries of a row as numbers that fall as the contract orders them: larger first, then the lower id.
+/// An entry as a number whose order is that of the contract: larger values rank higher, and among equals lower ids.
 fn key_of(x: f32, id: usize) -> u64 {
-    // Adding zero makes −0 the same as 0; then the bits are turned so that they compare as the numbers do.
+    // Adding zero turns −0 into 0. Then the bits are mapped so that they compare as the numbers do.
     let bits = (x + 0.0).to_bits();
     let ordered = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
     u64::from(ordered) << 32 | u64::from(!(id as u32))
@@ -228,28 +229,28 @@ fn id_of(key: u64) -> usize {
     !(key as u32) as usize
 }
 
-/// The first `count` entries of a row in falling order, NaN left out; fewer when there are fewer.
+/// The first `count` entries of a row in descending order, without NaN; fewer if the row has fewer.
 #[inline(always)]
 unsafe fn select<S: Simd>(row: &[f32], vocab: usize, count: usize, selected: &mut Vec<u64>) {
     selected.clear();
     let room = count.saturating_mul(2).max(256);
-    // Once `count` entries are known, only what is larger than the least of them can matter.
-    let mut least = f32::NEG_INFINITY;
+    // Once `count` entries are known, only larger ones than their minimum can matter.
+    let mut min = f32::NEG_INFINITY;
     let mut full = false;
     for (block, start) in row.chunks_exact(BLOCK).zip((0..).step_by(BLOCK)) {
         // SAFETY: the caller's promise; a block is whole vectors.
-        if full && unsafe { largest::<S>(block) } <= least {
+        if full && unsafe { largest::<S>(block) } <= min {
             continue;
         }
         for (&x, id) in block.iter().zip(start..vocab) {
-            if x > least || !full && !x.is_nan() {
+            if x > min || !full && !x.is_nan() {
                 selected.push(key_of(x, id));
             }
         }
         if selected.len() >= room {
             let (_, &mut last, _) = selected.select_nth_unstable_by(count - 1, |a, b| b.cmp(a));
             selected.truncate(count);
-            least = row[id_of(last)];
+            min = row[id_of(last)];
             full = true;
         }
     }
@@ -260,7 +261,7 @@ unsafe fn select<S: Simd>(row: &[f32], vocab: usize, count: usize, selected: &mu
     selected.sort_unstable_by(|a, b| b.cmp(a));
 }
 
-/// p = e^((x − largest)/temperature) of each, in place; a whole number of vectors.
+/// Replaces each x by p = e^((x − largest)/temperature), in a whole number of vectors.
 #[inline(always)]
 unsafe fn exponentials<S: Simd>(x: &mut [f32], largest: f32, temperature: f32) {
     for x in x.chunks_exact_mut(S::LANES) {
@@ -280,7 +281,7 @@ unsafe fn exponential<S: Simd>(x: S::F, largest: f32, temperature: f32) -> S::F 
 unsafe fn sum<S: Simd>(row: &[f32], largest: f32, temperature: f32) -> f64 {
     let mut total = 0.0;
     for block in row.chunks_exact(BLOCK) {
-        // SAFETY: the caller's promise; a block is whole vectors. A maximum gives its second operand for NaN, which
+        // SAFETY: the caller's promise; a block is whole vectors. `max` returns its second operand for NaN, which
         // leaves it a probability of 2⁻¹²⁶.
         unsafe {
             let mut sum = S::zero();
@@ -339,7 +340,7 @@ mod tests {
             let want = self.run(&Device::reference(), logits);
             for device in devices {
                 let got = self.run(device, logits);
-                // Two rates may be equal up to the rounding of f32.
+                // Two rates may be equal up to f32 rounding.
                 let differ = got.iter().zip(&want).filter(|(a, b)| a != b).count();
                 assert!(differ <= self.rows / 300, "{device} {self:?}: {differ} differ");
             }
@@ -376,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_nan_and_infinities() {
+    fn equal_nan_and_infinite_logits() {
         let devices = devices();
         for vocab in [3, 200] {
             let case = SampleCase { vocab, ..PLAIN };
@@ -403,8 +404,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_masked_is_never_drawn() {
-        // Flat logits: any entry could be drawn.
+    fn masked_tokens_are_never_drawn() {
+        // With flat logits, any entry could be drawn.
         for device in devices() {
             let case = SampleCase { vocab: 3000, rows: 2000, temperature: 1.0, ..PLAIN };
             let mut logits = logits(&case, 0.01);

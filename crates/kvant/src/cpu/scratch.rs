@@ -9,20 +9,20 @@ thread_local! {
     static FREE: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Some floats, given back to their thread at the end.
+/// A buffer of floats, returned to its thread when dropped.
 ///
-/// A value and not a function that takes a closure: kernels hold one, and a closure would be compiled as a function of
-/// its own, without the instructions that the kernel's caller enables.
+/// A value, not a function that takes a closure: the closure would be compiled as a separate function, without the
+/// instructions that the kernel's caller enables.
 pub(super) struct ScratchFloats {
     buffer: Vec<f32>,
     start: usize,
     len: usize,
 }
 
-/// Floats of a line of the cache.
+/// Floats of a cache line.
 pub(super) const LINE: usize = 16;
 
-/// `len` floats of unspecified content.
+/// Takes `len` floats of unspecified content.
 #[inline]
 pub(super) fn take(len: usize) -> ScratchFloats {
     let mut buffer = FREE.with_borrow_mut(Vec::pop).unwrap_or_default();
@@ -32,7 +32,7 @@ pub(super) fn take(len: usize) -> ScratchFloats {
     ScratchFloats { buffer, start: 0, len }
 }
 
-/// The same from the start of a line of the cache on: a vector that straddles two lines takes two accesses.
+/// As [`take`], aligned to a cache line: a vector across two lines takes two accesses.
 #[inline]
 pub(super) fn take_lines(len: usize) -> ScratchFloats {
     let mut floats = take(len + LINE);
@@ -43,7 +43,7 @@ pub(super) fn take_lines(len: usize) -> ScratchFloats {
 impl Drop for ScratchFloats {
     fn drop(&mut self) {
         let buffer = std::mem::take(&mut self.buffer);
-        // While a thread ends there is no list left to give it back to.
+        // A thread that is ending has no list any more.
         let _ = FREE.try_with(|free| free.borrow_mut().push(buffer));
     }
 }

@@ -1,7 +1,7 @@
 //! Seals pages: encodes their dense rows, each page around its own mean.
 //!
-//! A task is a (page, side, KV head): its vectors stay in the first- or second-level cache while their mean is made and
-//! they are encoded around it.
+//! A task is a (page, side, KV head): its vectors stay in the first- or second-level cache while their mean is computed
+//! and they are encoded around it.
 
 use super::{
     Cpu,
@@ -14,7 +14,7 @@ use super::{
 use crate::{codec::MEAN_LEVELS, ops::seal::Call};
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
-    // SAFETY: the device's lock is held while a call runs, and the call does not write to its pages' entries.
+    // SAFETY: the device's lock is held while a call runs, and the call does not write to `pages`.
     let entries: &[u32] = unsafe { call.pages.host_slice() };
     let sides = [(&call.dense.k, &call.sealed.k), (&call.dense.v, &call.sealed.v)];
     let sides = sides.map(|(dense, sealed)| SealedSide {
@@ -50,7 +50,7 @@ struct SealTask<'a> {
     sealed: PlaneRows,
     rows: std::ops::Range<usize>,
     dim: usize,
-    /// What the vectors are stored without, and the page's index in its sequence.
+    /// The bias that the vectors are stored without, and the page's index in its sequence.
     bias: Option<(HeadBias<'a>, usize)>,
 }
 
@@ -109,7 +109,7 @@ impl StoredMean {
         unsafe { self.start.add(dim).cast::<f32>().read_unaligned() }
     }
 
-    /// Decodes the mean of vectors that are as long as `to`.
+    /// Decodes the mean of vectors of the length of `to`.
     ///
     /// # Safety
     /// The page has the mean, and nobody writes to it.
@@ -123,7 +123,7 @@ impl StoredMean {
         }
     }
 
-    /// Stores the nearest mean to a rotated one.
+    /// Stores a rotated mean, rounded to its codes.
     ///
     /// # Safety
     /// The page has room for the mean, and nobody else uses it.
@@ -145,7 +145,7 @@ impl StoredMean {
     }
 }
 
-/// The sum of vectors, without those that are not finite or whose squared length overflows.
+/// The sum of vectors, except vectors that are not finite or whose squared length overflows.
 struct SumOfVectors<'a> {
     sum: &'a mut [f32],
     count: u32,
@@ -157,7 +157,7 @@ impl<'a> SumOfVectors<'a> {
         SumOfVectors { sum, count: 0 }
     }
 
-    /// The mean of vectors as long as the sum.
+    /// The mean of vectors of the length of `sum`.
     ///
     /// # Safety
     /// The level's instructions are enabled.
@@ -168,7 +168,7 @@ impl<'a> SumOfVectors<'a> {
         unsafe {
             let mut squares = [S::zero(); 2];
             vectors.chunks_exact(dim).for_each(|x| self.add_unchecked::<S>(x, &mut squares));
-            // A vector that must be left out shows in the sum of all squares.
+            // A vector that must be skipped makes the sum of all squares infinite or NaN.
             if !S::sum(S::add(squares[0], squares[1])).is_finite() {
                 self = SumOfVectors::new(self.sum);
                 vectors.chunks_exact(dim).for_each(|x| self.add::<S>(x));
@@ -190,7 +190,7 @@ impl<'a> SumOfVectors<'a> {
         }
     }
 
-    /// Adds a vector whatever it holds, and its squares to those of others.
+    /// Adds a vector, finite or not, and its squares to `squares`.
     ///
     /// # Safety
     /// The level's instructions are enabled.
@@ -205,20 +205,21 @@ impl<'a> SumOfVectors<'a> {
             unsafe {
                 let x = S::load(x.as_ptr().add(i));
                 S::store(sum.add(i), S::add(S::load(sum.add(i)), x));
-                // Two chains of additions take half the time of one.
+                // Two independent chains of additions take half the time of one.
                 (even, odd) = (odd, S::fma(x, x, even));
             }
         }
         for (sum, &x) in self.sum[whole..].iter_mut().zip(&x[whole..n]) {
             *sum += x;
-            // SAFETY: the caller's promise. Lanes that have the same number count it more than once.
+            // SAFETY: the caller's promise. The square is counted once per lane, which does not matter: only finiteness
+            // is tested.
             unsafe { even = S::fma(S::splat(x), S::splat(x), even) };
         }
         *squares = [even, odd];
         self.count += 1;
     }
 
-    /// Divides by the number of vectors.
+    /// Divides the sum by the number of vectors.
     fn finish(self) {
         let count = self.count.max(1) as f32;
         self.sum.iter_mut().for_each(|sum| *sum /= count);

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::ops::softcap::Call;
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 4 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
@@ -32,7 +32,7 @@ impl SimdKernel for Range {
         let mut piece = Padded::new(PIECE);
         for start in self.range.clone().step_by(PIECE) {
             piece.set_len(PIECE.min(self.range.end - start));
-            // SAFETY: `dispatch` enables the instructions; the elements lie within the tensors and are this task's.
+            // SAFETY: `dispatch` enables the instructions; the elements are within the tensors and belong to this task.
             // They are read before any is written, so `out` may be `x`.
             unsafe {
                 self.x.load::<S>(start, &mut piece);

@@ -1,4 +1,4 @@
-//! What the tests of CPU kernels share: devices of every kind, numbers, and the comparison with the reference.
+//! Helpers for tests of CPU kernels: devices of every level, numbers, and comparison with the reference.
 
 use crate::{CpuOptions, DType, Device, SimdLevel, Tensor, bf16, f16};
 
@@ -19,7 +19,7 @@ pub(super) fn devices() -> Vec<Device> {
     devices_with(false)
 }
 
-/// The same, with activations of 8 bits in matrix products or without.
+/// As [`devices`], with or without 8-bit activations in matrix products.
 pub(super) fn devices_with(eight_bit_activations: bool) -> Vec<Device> {
     let levels: Vec<_> = levels().collect();
     let quick = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "quick");
@@ -32,7 +32,7 @@ pub(super) fn devices_with(eight_bit_activations: bool) -> Vec<Device> {
         .collect()
 }
 
-/// Numbers that look random, the same in each run.
+/// Deterministic pseudo-random numbers.
 pub(super) struct Numbers(pub u64);
 
 impl Numbers {
@@ -72,7 +72,7 @@ pub(super) fn write(tensor: &Tensor, data: &[f32]) {
     .unwrap();
 }
 
-/// Half a unit in the last place of a dtype, relative: what rounding alone may cost.
+/// The unit roundoff of a dtype.
 pub(super) fn rounding(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => 1.0 / 2048.0,
@@ -81,7 +81,7 @@ pub(super) fn rounding(dtype: DType) -> f32 {
     }
 }
 
-/// Each number is within `absolute` and the rounding of `dtype`; NaN where NaN is wanted.
+/// Asserts that each number is within `absolute` plus the rounding of `dtype`, and NaN where NaN is expected.
 #[track_caller]
 pub(super) fn assert_close(got: &Tensor, want: &Tensor, absolute: f32, what: &dyn std::fmt::Debug) {
     let relative = 2.0 * rounding(got.dtype());

@@ -3,11 +3,11 @@
 //! A decode step is hundreds of operations of a few microseconds each, so the time to distribute work matters:
 //!
 //! - Workers spin briefly between operations, then sleep. An operation never waits for a worker that is still asleep:
-//!   it closes its job when all tasks are claimed, and waits only for the workers that have joined.
-//! - An operation with few tasks takes as few workers, always the same ones. The others neither join nor wake.
-//! - The caller wakes at most two sleepers, and each of these wakes two more while tasks are left: waking a thread
-//!   takes as long as a small operation.
-//! - What different threads write is in different lines of the cache.
+//!   it closes its job when all tasks are claimed, and waits only for workers that have joined.
+//! - An operation with few tasks uses few workers, always the same ones. The other workers neither join nor wake.
+//! - The caller wakes at most two sleepers. Each of these wakes two more while tasks are unclaimed, because waking a
+//!   thread takes as long as a small operation.
+//! - Data that different threads write is in different cache lines.
 
 use std::{
     cell::UnsafeCell,
@@ -22,14 +22,15 @@ use std::{
 
 /// How long a worker spins for the next job before it sleeps.
 const SPIN: Duration = Duration::from_micros(60);
-/// Pauses of a spinning worker between two looks: fewer disturb those who work, more begin late.
+/// Pauses of a spinning worker between two checks. Fewer pauses slow down working threads, more delay the start of a
+/// job.
 const PAUSES: u32 = 4;
-/// How often the caller looks whether the workers have left before it yields its core: one of them may wait for it.
+/// Checks whether the workers have left before the caller yields its core: one of them may need it.
 const LOOKS: u32 = 200;
-/// Sleepers that a thread wakes.
+/// The number of sleepers that a thread wakes.
 const WAKES: usize = 2;
 
-/// The parts of [`PoolShared::ticket`]: whether the job is open, how many workers it wants, and its number.
+/// The parts of [`PoolShared::ticket`]: whether the job is open, the number of workers it needs, and its number.
 const OPEN: u64 = 1;
 const WANTED: u64 = 2;
 const NUMBER: u64 = 1 << 16;
@@ -37,25 +38,25 @@ const NUMBER: u64 = 1 << 16;
 pub(crate) struct ThreadPool {
     shared: Arc<PoolShared>,
     workers: Vec<JoinHandle<()>>,
-    /// One job at a time.
+    /// Held by the caller of the current job: one job runs at a time.
     turn: Mutex<()>,
 }
 
-/// A value in lines of the cache of its own: pairs of lines, which some processors fetch together.
+/// A value in separate cache lines, in pairs because some processors fetch two lines together.
 #[repr(align(128))]
 #[derive(Default)]
 struct Apart<T>(T);
 
 struct PoolShared {
-    /// Written by the caller, twice a job.
+    /// Written by the caller twice per job.
     ticket: Apart<AtomicU64>,
     job: UnsafeCell<PoolJob>,
     /// The next task to claim.
     next: Apart<AtomicUsize>,
-    /// Workers that may use the job. Only those who have counted themselves here before they saw it open do.
+    /// The number of workers that may use the job. A worker increments it before it checks whether the job is open.
     joined: Apart<AtomicUsize>,
     sleepers: Box<[Apart<Sleeper>]>,
-    /// More threads than cores: those that wait let others run.
+    /// Whether the pool has more threads than cores, so that waiting threads must yield.
     is_crowded: bool,
     panicked: AtomicBool,
     stop: AtomicBool,
@@ -73,14 +74,14 @@ struct PoolJob {
     tasks: usize,
 }
 
-// SAFETY: `job` is written only while no job is open and nobody who saw one open has joined; it is read only by those
-// who have.
+// SAFETY: `job` is written only while no job is open and no worker that saw one open is joined. Only joined workers
+// read it.
 unsafe impl Sync for PoolShared {}
-// SAFETY: the pointer in `job` is followed only while `ThreadPool::run` keeps its closure alive.
+// SAFETY: the pointer in `job` is dereferenced only while `ThreadPool::run` keeps its closure alive.
 unsafe impl Send for PoolShared {}
 
 impl ThreadPool {
-    /// A pool of `threads` threads, of which the caller of [`ThreadPool::run`] is one. A ticket counts to 32767.
+    /// Makes a pool of `threads` threads, including the caller of [`ThreadPool::run`]; at most 32767.
     pub(crate) fn new(threads: usize) -> ThreadPool {
         let nothing: *const (dyn Fn(usize) + Sync) = &|_| {};
         let shared = Arc::new(PoolShared {
@@ -93,7 +94,7 @@ impl ThreadPool {
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
         });
-        // A machine that refuses a thread leaves the pool smaller, not broken.
+        // If the machine refuses a thread, the pool is smaller, not broken.
         let workers = (1..threads)
             .map_while(|i| {
                 let shared = shared.clone();
@@ -103,12 +104,12 @@ impl ThreadPool {
         ThreadPool { shared, workers, turn: Mutex::new(()) }
     }
 
-    /// Threads that share the work, the caller's included.
+    /// The number of threads that share the work, including the caller's.
     pub(crate) fn threads(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// Calls `run(0)` .. `run(tasks - 1)`, each once, on the pool's threads and this one; returns when all are done.
+    /// Calls `run(0)` .. `run(tasks - 1)`, each once, on the pool's threads and this one. Returns when all are done.
     pub(crate) fn run(&self, tasks: usize, run: impl Fn(usize) + Sync) {
         if tasks <= 1 || self.workers.is_empty() {
             return (0..tasks).for_each(run);
@@ -116,10 +117,10 @@ impl ThreadPool {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let shared = &*self.shared;
         let run: &(dyn Fn(usize) + Sync) = &run;
-        // SAFETY: only the lifetime changes. The pointer is followed by those who joined, and this function returns
-        // (or unwinds) only after the job is closed and all of them have left.
+        // SAFETY: only the lifetime changes. Only joined workers dereference the pointer, and this function returns (or
+        // unwinds) only after the job is closed and all of them have left.
         let run: *const (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(run) };
-        // SAFETY: no job is open, and nobody who saw one open has joined: the previous `run` saw to it.
+        // SAFETY: no job is open, and no worker that saw one open is joined: the previous `run` waited for them.
         unsafe { *shared.job.get() = PoolJob { run, tasks } };
         shared.next.0.store(0, Relaxed);
         let wanted = (tasks - 1).min(self.workers.len());
@@ -129,7 +130,7 @@ impl ThreadPool {
         shared.claim_tasks();
         shared.ticket.0.store(number, SeqCst);
         let mut looks = 0;
-        // A worker counts itself before it looks at the ticket: either it is seen here, or it sees a closed job.
+        // A worker joins before it reads the ticket. So either this load sees it, or the worker sees a closed job.
         while shared.joined.0.load(SeqCst) != 0 {
             looks += 1;
             if looks < LOOKS { std::hint::spin_loop() } else { std::thread::yield_now() }
@@ -149,11 +150,11 @@ impl Drop for ThreadPool {
 }
 
 impl PoolShared {
-    /// Runs tasks until none is left. A panic is kept for the caller of `ThreadPool::run`.
+    /// Runs tasks until all are claimed. A panic is recorded for the caller of `ThreadPool::run`.
     fn claim_tasks(&self) {
-        // SAFETY: the caller has joined (or opened) the job, so it does not change until it leaves.
+        // SAFETY: this thread has joined (or opened) the job, which does not change until it leaves.
         let job = unsafe { *self.job.get() };
-        // SAFETY: as above, the closure lives until then.
+        // SAFETY: the closure lives until this thread leaves the job.
         let run = unsafe { &*job.run };
         let result = catch_unwind(AssertUnwindSafe(|| {
             loop {
@@ -185,8 +186,8 @@ impl PoolShared {
         }
     }
 
-    /// Waits for an open job other than number `done` that wants this worker. Returns whether the worker has slept;
-    /// `None` when the pool ends.
+    /// Waits for an open job other than number `done` that needs this worker. Returns whether the worker has slept;
+    /// `None` if the pool is being dropped.
     fn wait(&self, index: usize, done: u64) -> Option<bool> {
         let mut has_slept = false;
         loop {
@@ -212,12 +213,13 @@ impl PoolShared {
         }
     }
 
-    /// Sleeps until somebody wakes this worker, unless there is a job for it.
+    /// Sleeps until another thread wakes this worker, unless a job needs it.
     fn sleep(&self, index: usize, done: u64) {
         let Sleeper { is_asleep, thread } = &self.sleepers[index].0;
         thread.get_or_init(std::thread::current);
         is_asleep.store(true, SeqCst);
-        // The caller of `run` opens a job before it looks for sleepers: it sees this one, or this one sees the job.
+        // The caller of `run` opens a job before it looks for sleepers. So either it sees this sleeper, or this thread
+        // sees the job.
         while is_asleep.load(SeqCst) && !self.stop.load(SeqCst) && !is_for(self.ticket.0.load(SeqCst), index, done) {
             std::thread::park();
         }
@@ -237,7 +239,7 @@ impl PoolShared {
     }
 }
 
-/// Whether a ticket is that of an open job other than number `done` that wants a worker.
+/// Whether a ticket is that of an open job other than number `done` that needs worker `index`.
 fn is_for(ticket: u64, index: usize, done: u64) -> bool {
     ticket & OPEN != 0 && ticket / NUMBER != done && (index as u64) < ticket % NUMBER / WANTED
 }
@@ -274,11 +276,11 @@ mod tests {
         }
     }
 
-    /// Waits for a state of the pool's threads.
-    fn comes(what: &str, is_so: impl Fn() -> bool) {
+    /// Waits until the pool's threads reach a state.
+    fn wait_until(state: &str, is_reached: impl Fn() -> bool) {
         let start = Instant::now();
-        while !is_so() {
-            assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+        while !is_reached() {
+            assert!(start.elapsed() < Duration::from_secs(60), "{state}");
             std::thread::sleep(Duration::from_micros(100));
         }
     }
@@ -291,19 +293,20 @@ mod tests {
     fn few_tasks_wake_few_workers_and_many_wake_all() {
         let pool = ThreadPool::new(8);
         for _ in 0..20 {
-            comes("all sleep", || asleep(&pool).iter().all(|&is_asleep| is_asleep));
+            wait_until("all sleep", || asleep(&pool).iter().all(|&is_asleep| is_asleep));
             pool.run(3, |_| std::thread::sleep(Duration::from_micros(200)));
             assert!(asleep(&pool)[2..].iter().all(|&is_asleep| is_asleep), "{:?}", asleep(&pool));
-            // Each task waits for all others: one alone woken worker would not do.
+            // Each task waits for all others, so all workers must be woken.
             let started = AtomicUsize::new(0);
             pool.run(8, |_| {
                 started.fetch_add(1, SeqCst);
-                comes("all have begun", || started.load(SeqCst) == 8);
+                wait_until("all have begun", || started.load(SeqCst) == 8);
             });
         }
     }
 
-    /// Callers in turns, operations of all sizes, pauses in which workers fall asleep, panics, more threads than cores.
+    /// Runs operations of all sizes from several callers, with pauses in which workers fall asleep, panics, and more
+    /// threads than cores.
     #[test]
     fn operations_of_many_callers_run_once() {
         for threads in [2, 3, 16] {

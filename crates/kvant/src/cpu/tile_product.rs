@@ -1,8 +1,8 @@
-//! Products of tiles of bf16 in two digits (AMX): of attention and of matrices.
+//! AMX matmul of f32 operands, for attention and matrices; each operand is split into hi + lo bf16.
 //!
-//! A number is the sum of two bf16 numbers: the one nearest to it, and the one nearest to the rest. Numbers that bf16
-//! holds exactly have one. A product of two numbers is upper·lower + upper·upper + lower·upper; lower·lower, at most
-//! 2⁻¹⁶ of it, is left out, which costs about as much as rounding the lower digits.
+//! hi is the nearest bf16, lo the bf16 nearest to the remainder. An operand that is exact in bf16 has hi only. The
+//! product is hi·lo + hi·hi + lo·hi. lo·lo, at most 2⁻¹⁶ of the product, is omitted, which costs about as much accuracy
+//! as rounding lo.
 
 use std::arch::{asm, x86_64::*};
 
@@ -10,51 +10,50 @@ use super::simd::amx::{TILE_BYTES, TILE_ROWS};
 
 /// Bytes of a tile.
 pub(super) const TILE: usize = TILE_ROWS * TILE_BYTES;
-/// Bytes of a tile of upper digits and of the tile of lower digits that follows it.
+/// Bytes of a hi tile and of the lo tile that follows it.
 pub(super) const PAIR: usize = 2 * TILE;
-/// Rows and columns of a block of sums: two tiles.
+/// Rows and columns of a block of sums: two tiles each.
 pub(super) const BLOCK: usize = 32;
 
-/// A product of two matrices, in tiles: 16 or 32 rows times 32 columns.
+/// A product of two matrices in tiles: 16 or 32 rows times 32 columns.
 pub(super) struct TileProduct {
-    /// `[16 or 32, BLOCK]`, with `apart` bytes from a row to the next.
+    /// `[16 or 32, BLOCK]`; rows are `apart` bytes apart.
     pub sums: *mut f32,
     pub apart: usize,
     /// Whether the sums start from zero.
     pub clears: bool,
-    /// The first steps of rows 0 to 15 and of rows 16 to 31. A step is a tile, `[16, 16]` words of two numbers, of each
-    /// digit. The steps of 16 rows follow each other.
+    /// The first steps of rows 0 to 15 and of rows 16 to 31. A step is one tile for each of hi and lo, `[16, 16]` words
+    /// of two numbers. The steps of 16 rows follow each other.
     pub a: [*const u8; 2],
-    /// Whether rows 16 to 31 count.
+    /// Whether rows 16 to 31 exist.
     pub both: bool,
-    /// The same of columns; a word has numbers of two rows.
+    /// As `a`, for columns; a word has numbers of two consecutive rows.
     pub b: [*const u8; 2],
-    /// Digits of `a` and `b`, 1 or 2, and bytes from a step of theirs to the next.
+    /// The number of terms (hi, lo) of `a` and `b`, 1 or 2, and the bytes of a step.
     pub digits: [usize; 2],
     pub step_bytes: [usize; 2],
-    /// 32 products of each sum; at least one.
+    /// The number of steps, at least one. A step adds 32 products to each sum.
     pub steps: usize,
 }
 
-/// Whether rows 16 to 31 count, whether `a` and `b` have lower digits, and whether sums start from zero.
+/// Flags: rows 16 to 31 exist, `a` has lo tiles, `b` has lo tiles, sums start from zero.
 const BOTH: u32 = 1;
-const LOWER_A: u32 = 2;
-const LOWER_B: u32 = 4;
+const LO_A: u32 = 2;
+const LO_B: u32 = 4;
 const CLEARS: u32 = 8;
 
 impl TileProduct {
     /// Adds the products to the sums.
     ///
     /// # Safety
-    /// This thread has `Tiles`; the tiles exist, and nobody else holds the sums.
+    /// This thread has `Tiles`; the tiles exist, and nobody else accesses the sums.
     #[inline(always)]
     pub(super) unsafe fn add(self) {
         let TileProduct { sums, apart, clears, a: [a0, a1], both, b: [b0, b1], digits, step_bytes, steps } = self;
         debug_assert!(steps > 0);
         let flag = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
-        let flags =
-            flag(both, BOTH) | flag(digits[0] == 2, LOWER_A) | flag(digits[1] == 2, LOWER_B) | flag(clears, CLEARS);
-        // SAFETY: the caller's promise. Independent sums hide the latency of each, and share the tiles loaded.
+        let flags = flag(both, BOTH) | flag(digits[0] == 2, LO_A) | flag(digits[1] == 2, LO_B) | flag(clears, CLEARS);
+        // SAFETY: the caller's promise. Independent sums hide each other's latency, and share the loaded tiles.
         unsafe {
             asm!(
                 "test {flags:e}, 8",
@@ -71,7 +70,7 @@ impl TileProduct {
                 "tilezero tmm1",
                 "tilezero tmm2",
                 "tilezero tmm3",
-                // A step. First the lower digits of columns.
+                // A step: first lo of the columns.
                 "3:",
                 "tileloadd tmm4, [{a0} + {row}]",
                 "tileloadd tmm5, [{a1} + {row}]",
@@ -85,7 +84,7 @@ impl TileProduct {
                 "jz 4f",
                 "tdpbf16ps tmm2, tmm5, tmm6",
                 "tdpbf16ps tmm3, tmm5, tmm7",
-                // The upper digits.
+                // hi of the columns.
                 "4:",
                 "tileloadd tmm6, [{b0} + {row}]",
                 "tdpbf16ps tmm0, tmm4, tmm6",
@@ -95,7 +94,7 @@ impl TileProduct {
                 "jz 5f",
                 "tdpbf16ps tmm2, tmm5, tmm6",
                 "tdpbf16ps tmm3, tmm5, tmm7",
-                // The lower digits of rows.
+                // lo of the rows.
                 "5:",
                 "test {flags:e}, 2",
                 "jz 6f",
@@ -141,11 +140,11 @@ impl TileProduct {
     }
 }
 
-/// Numbers as two digits, in words of a number of each vector. Infinities, and numbers that round to them, are not
-/// kept.
+/// Splits the numbers of two vectors into hi and lo, in words with a number of each vector. Infinities, and numbers
+/// that round to them, are not preserved.
 ///
 /// # Safety
-/// The instructions of `Avx512` are there.
+/// The instructions of `Avx512` are enabled.
 #[inline(always)]
 pub(super) unsafe fn digits(numbers: [__m512; 2]) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
@@ -160,7 +159,7 @@ pub(super) unsafe fn digits(numbers: [__m512; 2]) -> [__m512i; 2] {
             digits[1][i] = _mm512_add_epi32(_mm512_castps_si512(rest), half);
         }
         let [upper, lower] = digits;
-        // The upper halves of both.
+        // The upper halves of both numbers.
         let word = |[a, b]: [__m512i; 2]| _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(a), b);
         [word(upper), word(lower)]
     }

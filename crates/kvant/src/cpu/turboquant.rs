@@ -1,8 +1,8 @@
 //! The TurboQuant codec on rows of f32.
 //!
-//! Encoding: rotate; compute the RMS n of each block of B = min(D, 256) coordinates; count for each coordinate y the
-//! thresholds that y/n exceeds; pack these codes into planes.
-//! Decoding: norm × centroid, rotated back unless the caller keeps the rotation.
+//! Encoding: rotate; compute the RMS n of each block of B = min(D, 256) coordinates; for each coordinate y, count the
+//! thresholds that y/n exceeds; pack these codes into planes. Decoding: norm × centroid, rotated back unless the caller
+//! keeps the rotation.
 //!
 //! Centred codecs subtract the mean of the page after the rotation, and add it when they decode.
 
@@ -19,7 +19,7 @@ use crate::codec::{self, BITS, BLOCK, Norm, TurboQuant};
 /// The largest dimension of the codec.
 const MAX_DIM: usize = 4096;
 
-/// A squared length below which squares in f32 lose digits.
+/// The squared length below which squares lose precision in f32.
 const SMALL: f32 = 1e-24;
 
 /// A codec for vectors of one dimension, with its tables.
@@ -28,20 +28,20 @@ pub(super) struct Quantiser {
     tq: TurboQuant,
     signs: &'static [f32],
     centroids: &'static [f32],
-    /// The same, for vectors: 16 entries or more.
+    /// The centroids for vector lookups: 16 entries or more.
     lookup: &'static [f32],
     thresholds: &'static [f32],
-    /// The same, for vectors.
+    /// The thresholds for vector searches.
     search: &'static Thresholds,
 }
 
-/// Where the planes of one vector are.
+/// The planes of one vector.
 #[derive(Clone, Copy)]
 pub(super) struct Vector {
     pub low: *mut u8,
-    /// Not used at 2, 4 and 8 bits.
+    /// Unused at 2, 4 and 8 bits.
     pub high: *mut u8,
-    /// Floats; halves if the codec is centred.
+    /// f32 norms; f16 if the codec is centred.
     pub norms: *mut u8,
 }
 
@@ -64,7 +64,7 @@ fn plane_bytes(bits: u32, dim: usize) -> (usize, usize) {
 }
 
 impl Quantiser {
-    /// For vectors of `dim`; codec and dimension have been validated where the layer was made.
+    /// A quantiser for vectors of `dim`. Codec and dimension were validated when the layer was made.
     pub(super) fn new(tq: TurboQuant, dim: usize) -> Quantiser {
         static SEARCHES: LazyLock<[Thresholds; BITS.len()]> =
             LazyLock::new(|| BITS.map(|bits| Thresholds::new(codec::thresholds(bits).expect("these codebooks exist"))));
@@ -123,9 +123,10 @@ impl Quantiser {
         unsafe { if self.tq.centred { from.cast::<f16>().read().to_f32() } else { from.cast::<f32>().read() } }
     }
 
-    /// Encodes a row, which is left rotated, minus the mean of a page. The mean is empty unless the codec is centred.
+    /// Encodes a row minus the mean of its page, and leaves the row rotated. The mean is empty unless the codec is
+    /// centred.
     ///
-    /// A row that is not finite, or whose squared length is beyond f32, is stored as zeros with NaN norms.
+    /// A row that is not finite, or whose squared length overflows f32, is stored as zeros with NaN norms.
     ///
     /// # Safety
     /// The level's instructions are enabled; the planes have room for a vector of the row's length, which is that
@@ -156,7 +157,7 @@ impl Quantiser {
         }
     }
 
-    /// Zeros with NaN norms.
+    /// Stores zeros with NaN norms.
     #[inline(always)]
     unsafe fn store_nan<S: Simd>(&self, to: Vector) {
         let (low, high, norms) = self.sizes();
@@ -171,7 +172,7 @@ impl Quantiser {
         }
     }
 
-    /// Encodes a rotated row whose blocks have these squared lengths.
+    /// Encodes a rotated row; `squares` has the squared lengths of its blocks.
     #[inline(always)]
     unsafe fn encode_rotated<S: Simd, const BITS: usize>(&self, row: &[f32], energies: &[f32], to: Vector) {
         for (index, (block, &energy)) in row.chunks(BLOCK).zip(energies).enumerate() {
@@ -198,7 +199,8 @@ impl Quantiser {
         }
     }
 
-    /// codes ← how many thresholds block · factor exceeds; ⟨y, c⟩ and ⟨c, c⟩ for the block y and their centroids c.
+    /// codes ← the number of thresholds that block · factor exceeds. Returns ⟨y, c⟩ and ⟨c, c⟩ for the block y and its
+    /// centroids c.
     #[inline(always)]
     unsafe fn find_codes<S: Simd, const BITS: usize>(
         &self,
@@ -207,10 +209,10 @@ impl Quantiser {
         codes: &mut [u8],
     ) -> (f32, f32) {
         let whole = block.len() - block.len() % S::LANES;
-        // SAFETY: whole vectors of both, which are equally long; the tables have 2^BITS entries, and 16 or more.
+        // SAFETY: whole vectors of both slices, which are equally long; the tables have 2^BITS entries, at least 16.
         let (mut yc, mut cc) = unsafe {
             let table = self.lookup.as_ptr();
-            // Two chains of additions each, in turn.
+            // Two independent chains of additions for each sum.
             let (mut yc, mut cc) = ([S::zero(); 2], [S::zero(); 2]);
             let factor = S::splat(factor);
             for at in (0..whole).step_by(S::LANES) {
@@ -236,7 +238,7 @@ impl Quantiser {
         (yc, cc)
     }
 
-    /// Codes and norm of a block whose squares have lost digits in f32, or of one that is zero.
+    /// Codes and norm of a block whose squares lost precision in f32, or of a zero block.
     #[inline(never)]
     fn encode_small(&self, block: &[f32], codes: &mut [u8]) -> f32 {
         let energy: f64 = block.iter().map(|&y| f64::from(y).powi(2)).sum();
@@ -282,7 +284,7 @@ impl Quantiser {
                 }
                 self.load_norm(from.norms)
             };
-            // The tables have 2^bits entries, and a code is less than that.
+            // The tables have 2^bits entries, and codes are below that.
             block.iter_mut().zip(codes).for_each(|(y, code)| *y = norm * self.centroids[usize::from(*code)]);
         }
         row.iter_mut().zip(mean).for_each(|(y, mean)| *y += mean);
@@ -319,17 +321,17 @@ unsafe fn subtract<S: Simd>(a: &mut [f32], b: &[f32]) -> f32 {
     sum
 }
 
-/// ⟨a, b⟩ of two slices of one length.
+/// ⟨a, b⟩ of two slices of equal length.
 #[inline(always)]
 pub(super) unsafe fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
     let n = a.len();
     let whole = n - n % S::LANES;
-    // SAFETY: whole vectors of both; the caller vouches for the instructions.
+    // SAFETY: whole vectors of both; the caller guarantees the instructions.
     let sum = unsafe {
         let (mut even, mut odd) = (S::zero(), S::zero());
         for i in (0..whole).step_by(S::LANES) {
             even = S::fma(S::load(a.as_ptr().add(i)), S::load(b.as_ptr().add(i)), even);
-            // Two chains of additions take half the time of one.
+            // Two independent chains of additions take half the time of one.
             (even, odd) = (odd, even);
         }
         S::sum(S::add(even, odd))
@@ -376,7 +378,7 @@ fn pack_singles(codes: &[u8], from: u32, plane: &mut [u8]) {
     }
 }
 
-/// Bits `from` and the next of each code.
+/// Bits `from` and `from + 1` of each code.
 #[inline(always)]
 fn pack_pairs(codes: &[u8], from: u32, plane: &mut [u8]) {
     for (byte, group) in plane.iter_mut().zip(codes.as_chunks::<4>().0) {
@@ -388,7 +390,7 @@ fn pack_pairs(codes: &[u8], from: u32, plane: &mut [u8]) {
 /// The inverse of [`pack`].
 ///
 /// # Safety
-/// The planes hold that many codes.
+/// The planes have a code for each element of `codes`.
 #[inline(always)]
 unsafe fn unpack<const BITS: usize>(from: Vector, codes: &mut [u8]) {
     let n = codes.len();

@@ -2,8 +2,8 @@
 //!
 //! The tensor `group.N` is u8 `[pages, bytes of a page]`: the pages of layer group N as they are on the device. Layers
 //! that seal pages have a group of sealed pages, with the means of centred codecs, and one of dense pages. The metadata
-//! has the layers, the length, the first page of each group, and whether page 0 is there before it. The bytes are
-//! untrusted when they come back: everything is checked against the pool before a page is taken.
+//! has the layers, the length, the first page of each group, and whether page 0 precedes it. An import does not trust
+//! the bytes: it checks everything against the pool before it takes a page.
 
 use std::{borrow::Cow, collections::HashMap};
 
@@ -19,12 +19,13 @@ use crate::{Codec, Error, Result, codec::TurboQuant};
 
 const FORMAT: &str = "kvant-sequence";
 
-/// The version of files: 3 if a layer seals pages. Version 2 had centred codecs without dense pages.
+/// The version of the file format: 3 if a layer seals pages, otherwise 1. Version 2 had centred codecs without dense
+/// pages.
 fn version(pool: &KvPool) -> &'static str {
     if pool.layout().seals() { "3" } else { "1" }
 }
 
-/// The description of a codec, which files of version 1 have, too.
+/// The description of a codec, the same as in files of version 1.
 fn codec_text(codec: Codec) -> String {
     match codec {
         Codec::Dense(dtype) => format!("Dense({dtype:?})"),
@@ -57,8 +58,8 @@ impl View for GroupBytes {
 }
 
 impl Sequence {
-    /// The sequence as bytes, for [`KvPool::import`]: a safetensors file. It holds neither token ids nor the identity
-    /// of the model; store these separately.
+    /// Exports the sequence as a safetensors file, for [`KvPool::import`]. The file holds neither token ids nor the
+    /// identity of the model; store these separately.
     ///
     /// Commit operations that write to the sequence before this call.
     ///
@@ -91,10 +92,11 @@ impl Sequence {
 }
 
 impl KvPool {
-    /// A sequence from the bytes of [`Sequence::export`], of a pool with the same layers and positions of a page.
+    /// Imports a sequence from the bytes of [`Sequence::export`]. The exporting pool must have had the same layers and
+    /// page size.
     ///
     /// # Errors
-    /// `File` for bytes that are not such a file, or whose layers are others; `OutOfPages`; `DeviceFault`.
+    /// `File` for bytes that are not an export, or that come from other layers; `OutOfPages`; `DeviceFault`.
     pub fn import(&self, bytes: &[u8]) -> Result<Sequence> {
         let layout = self.layout();
         let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| file(&error.to_string()))?;
@@ -130,7 +132,7 @@ impl KvPool {
         check_contents(layout, len, &contents)?;
         let mut sequence = self.sequence();
         sequence.pages = self.take_all(len, &contents)?;
-        // From here on the pages are the sequence's, which gives them back if a transfer fails.
+        // The sequence owns the pages from here on, and releases them if a transfer fails.
         for (index, of) in contents.iter().enumerate() {
             let pages = of.bytes.chunks_exact(layout.groups[index].page_bytes);
             for (page, bytes) in sequence.pages.groups[index].all().zip(pages) {
@@ -170,8 +172,8 @@ impl KvPool {
     }
 }
 
-/// The pages of a group in a file: `count` of them, the first of which is page 0 if it was kept, and the others those
-/// from `first` on.
+/// The pages of a group in a file: `count` pages, in order. If page 0 was kept, it is the first one, and the others
+/// begin at index `first`.
 struct GroupContents<'a> {
     first: usize,
     kept: bool,
@@ -180,31 +182,31 @@ struct GroupContents<'a> {
 }
 
 impl GroupContents<'_> {
-    /// The index after that of the last page, if there is one.
+    /// The index after that of the last page; `None` without pages.
     fn end(&self) -> Option<usize> {
         self.first.checked_add(self.count.checked_sub(usize::from(self.kept))?)
     }
 }
 
-/// Checks that the pages are those of a sequence of `len` tokens, which can be continued.
+/// Checks that the pages belong to a sequence of `len` tokens that can be continued.
 fn check_contents(layout: &PoolLayout, len: usize, contents: &[GroupContents]) -> Result<()> {
     let page_tokens = layout.page_tokens;
     for (index, (group, of)) in layout.groups.iter().zip(contents).enumerate() {
         let wrong = || {
             let GroupContents { first, count, .. } = of;
-            let text = "the next token sees older pages, or there are not as many";
-            Err(file(&format!("`first.{index}` is {first}, with {count} pages of {len} tokens: {text}")))
+            let text = "the next token needs other pages";
+            Err(file(&format!("`first.{index}` is {first}, with {count} pages for {len} tokens: {text}")))
         };
         let Some(end) = of.end() else { return wrong() };
         let needed = group.first_needed(len, page_tokens);
         let fits = match group.kind {
             PageKind::Plain => !of.kept && of.first <= needed && end == group.end_needed(len, page_tokens),
             PageKind::Sealed => {
-                // Those after its end are dense.
+                // Pages after the end of the sealed ones are dense.
                 let dense = layout.dense_group(index).and_then(|dense| contents.get(dense));
                 let follows = dense.is_some_and(|dense| dense.first <= end.max(needed));
-                let most = group.end_needed(len, page_tokens);
-                !of.kept && (1..=needed).contains(&of.first) && end <= most.max(of.first) && follows
+                let end_needed = group.end_needed(len, page_tokens);
+                !of.kept && (1..=needed).contains(&of.first) && end <= end_needed.max(of.first) && follows
             }
             PageKind::Dense => {
                 let sees_first = group.oldest_seen(len) < page_tokens;
@@ -220,7 +222,7 @@ fn check_contents(layout: &PoolLayout, len: usize, contents: &[GroupContents]) -
     Ok(())
 }
 
-/// What two pools must have in common.
+/// The properties that two pools must share for an import.
 fn describe(pool: &KvPool) -> HashMap<String, String> {
     let mut metadata = HashMap::from([
         ("format".to_string(), FORMAT.to_string()),

@@ -1,4 +1,4 @@
-//! The pages that a step takes and gives back, and the log of these changes.
+//! The pages that a step takes and releases, and the log of these changes.
 
 use super::{
     layout::{PageKind, PoolLayout},
@@ -6,23 +6,23 @@ use super::{
     sequence::Sequence,
 };
 
-/// What a step changes in the books. `sequence` is an index of the batch.
+/// One change of page ownership by a step. `sequence` is an index of the batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Change {
-    /// The oldest page, which the window has passed.
+    /// The oldest page is released: the window has passed it.
     Passed { sequence: usize, group: usize, page: Page },
-    /// Page 0, which stays while the pages after it go.
+    /// Page 0 stays, and the pages after it are released.
     Kept { sequence: usize, group: usize },
-    /// The kept page, which the window has passed.
+    /// The kept page 0 is released: the window has passed it.
     Dropped { sequence: usize, group: usize, page: Page },
-    /// The last page, which others hold too, and its copy.
+    /// The last page is replaced by a copy, because others hold it, too.
     Copied { sequence: usize, group: usize, from: Page, to: Page },
-    /// A new last page, and its index in the sequence.
+    /// A new last page is taken; `index` is its index in the sequence.
     New { sequence: usize, group: usize, index: usize, page: Page },
 }
 
-/// Takes the pages of a batch and gives back those that windows have passed. Returns the number of pages that are
-/// missing; the log has the changes that were made.
+/// Takes the pages of a batch and releases those that windows have passed. Returns the number of missing pages; the log
+/// has the changes that were made.
 pub(super) fn grow(
     pages: &mut Pages,
     layout: &PoolLayout,
@@ -38,7 +38,7 @@ pub(super) fn grow(
             let of = &layout.groups[group];
             let passed = of.first_held(owner.len, owner.hold, layout.page_tokens);
             let passed = passed.saturating_sub(held.first).min(held.pages.len());
-            // Dense layers keep the first page while the window has it.
+            // Dense layers keep the first page while the window sees it.
             let first_is_seen = of.oldest_seen(owner.len).saturating_sub(owner.hold) < layout.page_tokens;
             for (index, &page) in (held.first..).zip(&held.pages[..passed]) {
                 if of.kind == PageKind::Dense && index == 0 && first_is_seen {
@@ -64,7 +64,7 @@ pub(super) fn grow(
                     None => missing += 1,
                 }
             }
-            // The last page gets new tokens: a copy, unless it is held by this sequence only.
+            // The last page gets new tokens, so copy it unless only this sequence holds it.
             if of.kind != PageKind::Sealed
                 && owner.len % layout.page_tokens != 0
                 && let Some(&from) = held.pages.last()

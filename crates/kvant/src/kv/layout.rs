@@ -1,4 +1,5 @@
-//! How the memory of a pool is divided into the pages of layer groups, and which pages a sequence of some length holds.
+//! Divides the memory of a pool into pages of layer groups, and computes which pages a sequence of a given length
+//! holds.
 
 use std::ops::Range;
 
@@ -12,7 +13,7 @@ use crate::{
     ops::check,
 };
 
-/// How the memory of a pool is divided: follows from its specification.
+/// The division of a pool's memory, which follows from the pool's specification.
 #[derive(Clone, Debug)]
 pub(super) struct PoolLayout {
     pub groups: Vec<LayerGroup>,
@@ -23,14 +24,14 @@ pub(super) struct PoolLayout {
     pub slabs: u32,
 }
 
-/// What the pages of a group are.
+/// The kind of a group's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PageKind {
-    /// Those of layers that do not seal pages.
+    /// Pages of layers that do not seal pages.
     Plain,
-    /// The dense pages of layers that seal pages.
+    /// Dense pages of layers that seal pages.
     Dense,
-    /// Their sealed pages.
+    /// Sealed pages of layers that seal pages.
     Sealed,
 }
 
@@ -42,8 +43,8 @@ pub(super) struct LayerGroup {
     pub page_bytes: usize,
 }
 
-/// The index after that of the last page that is sealed when a sequence has `len` tokens: the last token sees its own
-/// page and the one before as dense pages.
+/// The index after that of the last sealed page of a sequence of `len` tokens: the last token sees its own page and the
+/// page before as dense pages.
 fn sealed_end(len: usize, page_tokens: usize) -> usize {
     (len.saturating_sub(1) / page_tokens).saturating_sub(1).max(1)
 }
@@ -54,7 +55,7 @@ impl LayerGroup {
         usize::from(self.kind == PageKind::Sealed)
     }
 
-    /// The first page that the next token of a sequence of `len` tokens needs, not counting page 0 where it is kept.
+    /// The first page that the next token of a sequence of `len` tokens needs, except a kept page 0.
     pub fn first_needed(&self, len: usize, page_tokens: usize) -> usize {
         let seen = self.oldest_seen(len) / page_tokens;
         match self.kind {
@@ -68,23 +69,23 @@ impl LayerGroup {
     pub fn end_needed(&self, len: usize, page_tokens: usize) -> usize {
         match self.kind {
             PageKind::Plain | PageKind::Dense => len.div_ceil(page_tokens),
-            // The pages that its next token sees as sealed.
+            // The pages that the next token sees as sealed.
             PageKind::Sealed => (len / page_tokens).saturating_sub(1).max(1),
         }
     }
 
-    /// The first page that a sequence of `len` tokens holds, which can be cut by up to `hold` tokens.
+    /// The first page that a sequence of `len` tokens holds, if it can be truncated by up to `hold` tokens.
     pub fn first_held(&self, len: usize, hold: usize, page_tokens: usize) -> usize {
         let seen = self.oldest_seen(len).saturating_sub(hold) / page_tokens;
         match self.kind {
             PageKind::Plain => seen,
-            // Those that are not sealed yet.
+            // Pages that are not sealed yet.
             PageKind::Dense => seen.max((len.saturating_sub(1).saturating_sub(hold) / page_tokens).saturating_sub(1)),
             PageKind::Sealed => seen.max(1),
         }
     }
 
-    /// The most pages that a sequence of up to `longest` tokens holds, fed with up to `max_new` tokens at a time.
+    /// Maximum pages of a sequence of up to `longest` tokens, fed with up to `max_new` tokens at a time.
     pub fn max_pages(&self, longest: usize, max_new: usize, page_tokens: usize) -> usize {
         let all = longest.div_ceil(page_tokens);
         // The window may begin and end within a page.
@@ -92,7 +93,7 @@ impl LayerGroup {
         let seen = self.window.map_or(all, |window| in_window(window).min(all));
         match self.kind {
             PageKind::Plain => seen,
-            // The first page, the two before the new tokens, and theirs.
+            // The first page, two pages before the new tokens, and the pages of the new tokens.
             PageKind::Dense => max_new.div_ceil(page_tokens).saturating_add(3).min(all),
             PageKind::Sealed => seen.min(all.saturating_sub(2)),
         }
@@ -116,16 +117,16 @@ impl LayerGroup {
     }
 }
 
-/// Where a layer is in the pages of a group: where the planes of its keys and values begin.
+/// The location of a layer in the pages of a group: where the planes of its keys and values begin.
 pub(super) struct LayerPlace {
     pub group: usize,
     pub planes: [PlaneBytes; 2],
 }
 
-/// The place of a layer, and that of its dense pages if it seals pages.
+/// The location of a layer, and that of its dense pages if it seals pages.
 pub(super) type LayerPlaces = (LayerPlace, Option<LayerPlace>);
 
-/// The groups of a specification, and the places of each layer.
+/// The groups of a specification, and the location of each layer.
 pub(super) fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<LayerPlaces>)> {
     let page_tokens = spec.page_tokens;
     let sizes = page_tokens.is_power_of_two() && (16..=256).contains(&page_tokens);
@@ -148,7 +149,7 @@ pub(super) fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<Laye
     Ok((groups, places))
 }
 
-/// Adds a layer to the pages of its group, which is made unless it is there.
+/// Adds a layer to the pages of its group. Makes the group if it does not exist.
 fn add_to_group(
     groups: &mut Vec<LayerGroup>,
     layer: &CacheLayer,
@@ -177,15 +178,15 @@ fn add_to_group(
 }
 
 impl PoolLayout {
-    /// The layout, and the place of each layer, with that of its dense pages if it seals pages.
+    /// Computes the layout and the location of each layer.
     pub fn new(spec: &PoolSpec) -> Result<(PoolLayout, Vec<LayerPlaces>)> {
         let (groups, places) = layer_groups(spec)?;
         let layer_groups = places.iter().map(|(place, _)| place.group).collect();
         let page_tokens = spec.page_tokens;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
         let enough = spec.bytes / slab >= groups.len();
-        let least = slab.saturating_mul(groups.len());
-        let expected = format_args!("at least {least} for a page of each group");
+        let min_bytes = slab.saturating_mul(groups.len());
+        let expected = format_args!("at least {min_bytes} for a page of each group");
         check::value_is(NAME, "bytes", enough, expected, spec.bytes)?;
         let units = spec.bytes / slab * (slab / PAGE_UNIT);
         check::value_is(NAME, "bytes", units < u32::MAX as usize, "less than 1 TiB", spec.bytes)?;
@@ -193,8 +194,8 @@ impl PoolLayout {
         Ok((PoolLayout { groups, layer_groups, page_tokens, slab_units, slabs }, places))
     }
 
-    /// The bytes of a page, and its share of those of a slab that no page fits into.
-    pub fn share(&self, group: &LayerGroup) -> usize {
+    /// The bytes of a page, plus its share of the rest of a slab that holds no whole page.
+    pub fn bytes_with_rest(&self, group: &LayerGroup) -> usize {
         let slab = self.slab_units as usize * PAGE_UNIT;
         slab / (slab / group.page_bytes.max(1)).max(1)
     }
@@ -204,14 +205,14 @@ impl PoolLayout {
         self.groups.iter().any(|group| group.kind == PageKind::Sealed)
     }
 
-    /// The group of the dense pages of a group of sealed pages.
+    /// The group of dense pages that belongs to a group of sealed pages.
     pub fn dense_group(&self, sealed: usize) -> Option<usize> {
         let LayerGroup { window, kind, .. } = self.groups[sealed];
         let is_its = |group: &LayerGroup| group.kind == PageKind::Dense && group.window == window;
         if kind == PageKind::Sealed { self.groups.iter().position(is_its) } else { None }
     }
 
-    /// The group of sealed pages of a group of dense pages.
+    /// The group of sealed pages that belongs to a group of dense pages.
     pub fn sealed_group(&self, dense: usize) -> Option<usize> {
         (0..self.groups.len()).find(|&group| self.dense_group(group) == Some(dense))
     }

@@ -3,11 +3,11 @@
 //! | file | contents |
 //! |---|---|
 //! | `pool.rs` | [`KvPool`]: the memory, its layers, and the steps of batches |
-//! | `spec.rs` | [`PoolSpec`], [`CacheLayer`], [`StepSize`]: what a pool and a step are made for |
-//! | `growth.rs` | the pages that a step takes and gives back |
-//! | `step_words.rs` | what a step uploads: positions, sequences, lengths, page tables |
-//! | `layout.rs` | layer groups: how memory is divided into their pages, and which pages a sequence of some length holds |
-//! | `pages.rs` | which pages are free, and how often each is held |
+//! | `spec.rs` | [`PoolSpec`], [`CacheLayer`], [`StepSize`]: the specifications of pools and steps |
+//! | `growth.rs` | the pages that a step takes and releases |
+//! | `step_words.rs` | the upload of a step: positions, sequences, lengths, page tables |
+//! | `layout.rs` | layer groups: the division of memory into their pages, and the pages that a sequence of a given length holds |
+//! | `pages.rs` | free pages, and the hold count of each page |
 //! | `sequence.rs` | [`Sequence`]: the pages of one conversation; fork and truncation |
 //! | `prefix.rs` | [`PrefixCache`]: pages found by their tokens; eviction; the tier in host memory |
 //! | `export.rs` | a sequence as bytes, and back |

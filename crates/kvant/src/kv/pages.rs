@@ -1,24 +1,24 @@
-//! The pages of a pool: which are free, and how often each is held. Knows no memory.
+//! The pages of a pool: which are free, and how often each is held. This file does not access their memory.
 //!
 //! The memory is divided into slabs of equal size. A slab belongs to one layer group at a time and is cut into pages of
-//! that group; when its last page is free, it is anyone's. This is how memory moves between groups whose pages differ
-//! in size.
+//! that group. When its last page becomes free, any group can take the slab: so memory moves between groups with
+//! different page sizes.
 
-/// A page, as it is written in page tables: its distance from the start of the pool's memory, in
+/// A page as page tables store it: its distance from the start of the pool's memory, in
 /// [`PAGE_UNIT`](crate::layer::PAGE_UNIT)s.
 pub(super) type Page = u32;
 
-/// The book of all pages.
+/// The ownership of all pages.
 #[derive(Clone, Debug)]
 pub(super) struct Pages {
     /// Units of a slab.
     slab_units: u32,
     groups: Vec<GroupSlabs>,
     slabs: Vec<Slab>,
-    /// How often each page is held: `max_per_slab` counts for each slab.
+    /// Hold counts: `max_per_slab` for each slab.
     holds: Vec<u32>,
     max_per_slab: usize,
-    /// Slabs of no group. The next one is taken from the end.
+    /// Slabs without a group. The next one is taken from the end.
     free: Vec<u32>,
 }
 
@@ -28,8 +28,8 @@ struct GroupSlabs {
     units: u32,
     /// Pages of a slab.
     per_slab: u32,
-    /// Slabs of the group that have free pages. The last one gives the next page: it was full most recently, which
-    /// leaves the others to become empty.
+    /// Slabs of the group that have free pages. The last one, which was full most recently, gives the next page, so
+    /// that the others can become empty.
     open: Vec<u32>,
     in_use: usize,
 }
@@ -43,7 +43,7 @@ struct Slab {
 const NO_GROUP: usize = usize::MAX;
 
 impl Pages {
-    /// `slabs` slabs of `slab_units`, for groups with pages of `units`, none larger than a slab.
+    /// Makes `slabs` slabs of `slab_units` units, for groups whose pages have `units` units, at most a slab.
     pub fn new(slabs: u32, slab_units: u32, units: &[u32]) -> Pages {
         let per_slab = |units: u32| slab_units / units;
         let max_per_slab = units.iter().map(|&units| per_slab(units)).max().unwrap_or(0) as usize;
@@ -58,7 +58,7 @@ impl Pages {
         }
     }
 
-    /// The slab of a page, and its count of holds.
+    /// The slab of a page, and the index of its hold count.
     fn find(&self, page: Page) -> (usize, usize) {
         let slab = (page / self.slab_units) as usize;
         let index = page % self.slab_units / self.groups[self.slabs[slab].group].units;
@@ -70,7 +70,7 @@ impl Pages {
         self.holds[self.find(page).1]
     }
 
-    /// Takes a free page of a group; it is held once.
+    /// Takes a free page of a group, with one hold.
     pub fn take(&mut self, group: usize) -> Option<Page> {
         let slab = match self.groups[group].open.last() {
             Some(&slab) => slab as usize,
@@ -106,7 +106,7 @@ impl Pages {
         self.holds[hold] += 1;
     }
 
-    /// Gives up one hold of a page. Returns whether the page is free now.
+    /// Releases one hold of a page. Returns whether the page is now free.
     pub fn release(&mut self, page: Page) -> bool {
         let (slab, hold) = self.find(page);
         self.holds[hold] -= 1;
@@ -127,7 +127,7 @@ impl Pages {
         true
     }
 
-    /// Undoes a release of a page of a group, when everything after it has been undone.
+    /// Undoes a release of a page of a group. Everything after the release must have been undone.
     pub fn undo_release(&mut self, group: usize, page: Page) {
         let slab = (page / self.slab_units) as usize;
         if self.slabs[slab].group == NO_GROUP {
@@ -180,7 +180,7 @@ mod tests {
     }
 
     proptest! {
-        /// Random takes, holds, releases and undone releases against a map of counts.
+        /// Compares random takes, holds, releases and undone releases with a map of counts.
         #[test]
         fn counts_follow_a_map(actions in prop::collection::vec((0..5u8, 0..3usize, any::<prop::sample::Index>()), 0..300)) {
             let units = [7, 3, 2];

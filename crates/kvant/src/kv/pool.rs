@@ -31,15 +31,15 @@ pub struct PoolUsage {
     pub bytes: usize,
     /// Bytes of pages that a sequence or the prefix cache holds.
     pub used: usize,
-    /// Bytes of host memory that evicted prefixes take.
+    /// Bytes of host memory that hold evicted prefixes.
     pub host: usize,
 }
 
 /// Keys and values of many sequences in all layers of a model, in pages.
 ///
 /// A page holds `page_tokens` consecutive positions of all layers that have the same window. A [`Sequence`] takes pages
-/// as it grows, gives back those that its windows have passed, and shares them with its forks. All groups of layers
-/// take pages from one budget of bytes. Cloning a pool is cheap and gives the same pool.
+/// as it grows, releases those that its windows have passed, and shares them with its forks. All groups of layers take
+/// pages from one budget of bytes. Cloning a pool is cheap and gives the same pool.
 ///
 /// A forward pass calls [`KvPool::step`] for a batch of any mixture of sequences and numbers of tokens, then writes and
 /// attends with this step in every layer.
@@ -72,7 +72,7 @@ struct Shared {
     spec: PoolSpec,
     layout: PoolLayout,
     layers: Vec<KvLayer>,
-    /// No sequence becomes longer: there are turns of key biases for so many positions.
+    /// Maximum length of a sequence: the number of positions that the key biases' turns cover.
     longest: usize,
     memory: Tensor,
     state: Mutex<PoolState>,
@@ -87,22 +87,22 @@ pub(super) struct PoolState {
 }
 
 impl KvPool {
-    /// Allocates the memory of a pool. On the CPU the system provides it page by page as it is used.
+    /// Allocates the memory of a pool. On the CPU, the system maps each page of memory at its first use.
     ///
     /// # Errors
-    /// `Value`, `DType` or `Overflow` for an invalid specification, and for a budget without room for a page of each
-    /// group; `OutOfMemory`.
+    /// `Value`, `DType` or `Overflow` for an invalid specification; `Value` for a budget below one page per group;
+    /// `OutOfMemory`.
     pub fn new(device: &Device, spec: &PoolSpec) -> Result<KvPool> {
         KvPool::with_key_biases(device, spec, Vec::new())
     }
 
-    /// As [`KvPool::new`], for layers whose keys have biases: one entry per layer, or none at all. Where a layer seals
-    /// pages and its keys are quantised, they are stored without the bias. Sequences then have at most as many tokens
-    /// as there are turns for.
+    /// As [`KvPool::new`], for layers whose keys have biases. `biases` has one entry per layer, or is empty. A layer
+    /// that seals pages stores quantised keys without the bias. Sequences can then have at most as many tokens as the
+    /// biases' turns cover.
     ///
     /// # Errors
-    /// As [`KvPool::new`]; `Value` for another number of biases than layers, or a bias of keys or pages of another
-    /// shape; `WrongDevice`.
+    /// As [`KvPool::new`]; `Value` if the number of biases is not that of the layers, or if a bias does not fit the
+    /// keys or the page size; `WrongDevice`.
     pub fn with_key_biases(device: &Device, spec: &PoolSpec, biases: Vec<Option<KeyBias>>) -> Result<KvPool> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let (layout, places) = PoolLayout::new(spec)?;
@@ -174,19 +174,19 @@ impl KvPool {
         PoolUsage { bytes: self.0.memory.bytes(), used, host: state.prefixes.host_bytes() }
     }
 
-    /// The most bytes that the pages of a sequence of up to `longest` tokens take, fed with up to `max_new` tokens at
-    /// a time, with what is lost where pages do not divide the memory evenly.
+    /// Maximum bytes of the pages of a sequence of up to `longest` tokens, fed with up to `max_new` tokens at a time.
+    /// Includes memory that is lost because pages do not divide a slab evenly.
     pub fn need(&self, longest: usize, max_new: usize) -> usize {
         let layout = self.layout();
         let of_group = |group: &LayerGroup| {
             let pages = group.max_pages(longest, max_new, layout.page_tokens);
-            pages.saturating_mul(layout.share(group))
+            pages.saturating_mul(layout.bytes_with_rest(group))
         };
         layout.groups.iter().map(of_group).fold(0, usize::saturating_add)
     }
 
-    /// The bytes of [`KvPool::need`] that a sequence shares with the prefix of `found` tokens that it continues,
-    /// however long it becomes.
+    /// The part of [`KvPool::need`] that a sequence shares, at any length, with the prefix of `found` tokens that it
+    /// continues.
     pub fn shared(&self, found: usize) -> usize {
         let layout = self.layout();
         let pages = |group: &&LayerGroup| match group.kind {
@@ -195,25 +195,25 @@ impl KvPool {
             PageKind::Dense => 0,
         };
         let full = layout.groups.iter().filter(|group| group.window.is_none());
-        full.map(|group| pages(&group).saturating_mul(layout.share(group))).fold(0, usize::saturating_add)
+        full.map(|group| pages(&group).saturating_mul(layout.bytes_with_rest(group))).fold(0, usize::saturating_add)
     }
 
-    /// An empty sequence. It has no page yet.
+    /// Makes an empty sequence, without pages.
     pub fn sequence(&self) -> Sequence {
         Sequence::new(self.clone(), SequencePages::new(self.layout()))
     }
 
     /// Appends tokens to sequences: `batch` has each sequence and the number of its new tokens, which may be 0. Row i
     /// of the step's lengths and page tables is sequence i of the batch; its tokens get the positions after its last
-    /// one. Put sequences with one new token first: on a GPU they get the kernels of decode, whatever follows.
+    /// one. Put sequences with one new token first: GPUs then use decode kernels for them.
     ///
-    /// The new tokens count from now on: if the pass that should write them fails, remove them with
+    /// The sequences are longer at once: if the pass that writes the tokens fails, remove them with
     /// [`Sequence::truncate`]. A step is valid until one of its sequences changes.
     ///
     /// Commit operations that write to a sequence before this call: it may copy a page that two sequences share.
     ///
     /// # Errors
-    /// - `OutOfPages` with the number of pages that are missing, counted when no prefix would be kept.
+    /// - `OutOfPages` with the number of missing pages, counted as if all prefixes were evicted.
     /// - `Value` for a sequence of another pool; `Overflow` for a position beyond u32; `OutOfMemory`, `DeviceFault`.
     pub fn step(&self, batch: &mut [(&mut Sequence, usize)]) -> Result<Step> {
         let (mut tokens, mut longest, mut max_new) = (0usize, 0, 0);
@@ -223,7 +223,7 @@ impl KvPool {
             (tokens, longest, max_new) = (tokens.saturating_add(*count), len.max(longest), max_new.max(*count));
         }
         let sequences = batch.len();
-        // Sequences without new tokens are in the step to be read only.
+        // Sequences without new tokens are only read.
         let live = batch.iter().filter(|(_, count)| *count > 0).count();
         let decode = batch.iter().filter(|(_, count)| *count > 0).take_while(|(_, count)| *count == 1).count();
         let step = self.empty_step(StepSize { sequences, tokens, longest, max_new, alone: decode })?;
@@ -232,8 +232,8 @@ impl KvPool {
         Ok(step)
     }
 
-    /// A step for a captured [`Graph`](crate::Graph), which [`KvPool::step_into`] rewrites for each replay. Its rows
-    /// are inactive until then.
+    /// Allocates a step for a captured [`Graph`](crate::Graph), which [`KvPool::step_into`] rewrites for each replay.
+    /// Its rows are inactive until then.
     ///
     /// # Errors
     /// `Overflow`, `OutOfMemory`.
@@ -256,18 +256,19 @@ impl KvPool {
         self.rewrite(batch, step, false)
     }
 
-    /// As [`KvPool::step_into`], for a step that was reserved for decoding ([`StepSize::decode`]). Each token gets a
-    /// row of lengths and page tables to itself, as if it was the only one of a sequence that ends with it. A graph of
-    /// decode steps thereby also verifies drafts. Attention reads the keys of a sequence once for each of its tokens.
+    /// As [`KvPool::step_into`], for a step that was reserved for decoding ([`StepSize::decode`]). Each token gets its
+    /// own row of lengths and page tables, as if it were the only token of a sequence that ends with it. A graph of
+    /// decode steps can therefore also verify drafts. Attention reads the keys of a sequence once for each of its
+    /// tokens.
     ///
     /// # Errors
-    /// As [`KvPool::step_into`]; `Value` for more tokens of a sequence than a page has positions, where a layer seals
+    /// As [`KvPool::step_into`]; `Value` for more tokens of a sequence than positions of a page, if a layer seals
     /// pages.
     pub fn tokens_into(&self, batch: &mut [(&mut Sequence, usize)], step: &Step) -> Result<()> {
         self.rewrite(batch, step, true)
     }
 
-    /// Rewrites a step. `is_unrolled`: with a row for each token.
+    /// Rewrites a step. `is_unrolled`: each token gets a row.
     fn rewrite(&self, batch: &mut [(&mut Sequence, usize)], step: &Step, is_unrolled: bool) -> Result<()> {
         let Some(of_pool) = step.pages.as_ref().filter(|pages| pages.pool == self.0.id) else {
             return check::value_is(NAME, "step", false, "a step of this pool", "another");
@@ -302,7 +303,7 @@ impl KvPool {
         let StepShape { tokens: max_tokens, sequences, width, .. } = *shape;
         let limits = step.batch();
         let longest = limits.longest.min(width * self.layout().page_tokens).min(self.0.longest);
-        // Several tokens of a sequence are several rows.
+        // An unrolled sequence has a row for each token.
         let max_new = match shape.is_unrolled {
             // Pages are sealed before the pass, not within it.
             true if self.layout().seals() => max_tokens.min(self.layout().page_tokens),
@@ -324,13 +325,13 @@ impl KvPool {
         }
         check::at_most(NAME, "batch", rows, sequences)?;
         let is_alone = alone >= limits.decode.min(tokens);
-        let first = format_args!("{} tokens at first that are alone in their sequences", limits.decode);
+        let first = format_args!("{} leading tokens that are the only ones of their sequences", limits.decode);
         check::value_is(NAME, "batch", is_alone, first, alone)?;
         check::at_most(NAME, "batch (sequences with tokens)", live, limits.sequences)?;
         check::at_most(NAME, "batch (tokens)", tokens, max_tokens)
     }
 
-    /// Takes the pages of a batch and writes to the log what changes. Evicts prefixes if that gives enough pages.
+    /// Takes the pages of a batch and logs the changes. Evicts prefixes if that frees enough pages.
     fn take_pages(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)]) -> Result<()> {
         let PoolState { pages, prefixes, log, .. } = state;
         let layout = self.layout();
@@ -359,7 +360,7 @@ impl KvPool {
             for (from, to) in std::iter::once(first).chain(copies) {
                 ops::copy(&mut enc, &from?, &to?)?;
             }
-            // The next operations on these pages come later on the device.
+            // No need to wait: later operations on these pages run after it.
             drop(enc.commit()?);
         }
         let PoolState { log, words, .. } = state;
@@ -371,8 +372,8 @@ impl KvPool {
         self.seal_now(&sealed)
     }
 
-    /// Writes the pages that the pass fills, and then seals, into the words of the step. Returns the others, which
-    /// earlier passes have filled, with their groups.
+    /// Writes into the words of the step the pages that this pass fills and then seals. Returns pages that earlier
+    /// passes have filled, with their groups.
     fn seal_in_pass(
         &self,
         words: &mut [u32],
@@ -380,14 +381,14 @@ impl KvPool {
         batch: &[(&mut Sequence, usize)],
         shape: &StepShape,
     ) -> Vec<(usize, [u32; 3])> {
-        // Most steps seal nothing, and allocate nothing.
+        // Most steps seal nothing: their vectors stay empty and unallocated.
         let (mut now, mut next) = (Vec::new(), Vec::new());
         for change in log {
             let Change::New { sequence, group, index, page } = *change else { continue };
             let Some(dense) = self.layout().dense_group(group) else { continue };
             next.resize(self.layout().groups.len(), 0);
             let from = words[shape.table_row(dense, shape.first_row(batch, sequence)) + index];
-            // A pass seals as many pages as its new tokens fill: there is room for them.
+            // Each page that the pass seals is filled by its new tokens, so that `shape.seals` rows suffice.
             let row = [from, page, index as u32];
             if index < batch[sequence].0.len() / self.layout().page_tokens || next[group] == shape.seals {
                 now.push((group, row));
@@ -416,12 +417,12 @@ impl KvPool {
                 ops::seal::seal(&mut enc, layer, &pages)?;
             }
         }
-        // The next operations on these pages come later on the device.
+        // No need to wait: later operations on these pages run after it.
         drop(enc.commit()?);
         Ok(())
     }
 
-    /// Tells the host's memory of the pages that are full: they are read many times, and huge pages make that faster.
+    /// Advises the OS to back full pages with huge pages, which makes reading them faster.
     fn settle(&self, batch: &mut [(&mut Sequence, usize)]) {
         for (sequence, _) in batch.iter_mut().filter(|(_, count)| *count > 0) {
             let (full, pages) = (sequence.len() / self.layout().page_tokens, &mut sequence.pages);
@@ -438,7 +439,7 @@ impl KvPool {
         }
     }
 
-    /// A step whose contents are not written yet.
+    /// Allocates a step without contents.
     fn empty_step(&self, size: StepSize) -> Result<Step> {
         let StepSize { sequences, tokens, longest, max_new, alone } = size;
         let groups = self.layout().groups.len();
@@ -482,7 +483,7 @@ impl KvPool {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
-        // A panic elsewhere leaves the books as they were, or as they should be: changes are applied at once.
+        // A panic elsewhere leaves the state consistent: changes are applied at once.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,15 +1,15 @@
-//! Pages found by the tokens that they hold.
+//! Finds shared pages by the tokens that they hold.
 //!
-//! The pages form a tree. A node has the tokens of one page of positions, and one page for each layer group that still
-//! has one; the path from its root has the tokens before. Children are found by a hash of their tokens, and compared
-//! token by token.
+//! The pages form a tree. A node has the tokens of one page, and at most one page for each layer group; the path from
+//! its root has the tokens before. Children are found by a hash of their tokens, then compared token by token.
 //!
-//! A sequence can continue after a node if every group has the pages that the next token sees: a group without window
-//! all pages of the path, a group with a window the last ones. Those are kept at the end of each prefix that is kept.
+//! A sequence can continue after a node if every group has the pages that the next token sees: all pages of the path
+//! for a group without window, the last ones for a group with a window. Each kept prefix keeps these last pages at its
+//! end.
 //!
-//! Of layers that seal pages the next token sees the last page, and the first one, as dense pages; the others sealed.
-//! A kept prefix has dense pages where its sequence had them when it was kept, and can be continued there. When memory
-//! is short, dense pages within prefixes that do not branch there are given up first.
+//! In layers that seal pages, the next token sees the first and the last page as dense pages, the others as sealed
+//! ones. A kept prefix has the dense pages that its sequence had when it was kept, and can be continued there. When
+//! memory is short, dense pages inside prefixes that do not branch there are evicted first.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -28,8 +28,8 @@ use crate::{Error, Result, ops::check};
 /// Prefixes of a [`KvPool`] that new sequences can continue, without computing their keys and values again.
 ///
 /// A pool keeps the prefixes of all its caches. Only full pages are shared, so a prefix ends at a multiple of
-/// [`PoolSpec::page_tokens`](crate::PoolSpec::page_tokens). When a step needs more pages than are free, the pool evicts
-/// those that were used least recently and that no sequence holds, from the ends of prefixes.
+/// [`PoolSpec::page_tokens`](crate::PoolSpec::page_tokens). When a step needs more pages than are free, the pool
+/// evicts, from the ends of prefixes, the least recently used pages that no sequence holds.
 ///
 /// ```
 /// use kvant::{CacheLayer, Codec, Device, KvPool, PoolSpec, PrefixCache};
@@ -54,11 +54,11 @@ pub struct PrefixCache {
 
 /// The prefixes of a pool.
 pub(super) struct Prefixes {
-    /// A free place is not alive.
+    /// Includes free entries, which are not alive.
     nodes: Vec<Node>,
     free: Vec<usize>,
     roots: HashMap<Box<[u8]>, usize>,
-    /// By parent and hash of the tokens.
+    /// Children by parent and hash of their tokens.
     children: HashMap<(usize, u64), Vec<usize>>,
     hasher: RandomState,
     /// Counts uses.
@@ -69,12 +69,12 @@ pub(super) struct Prefixes {
 
 #[derive(Debug, Default)]
 struct Node {
-    /// False for a free place.
+    /// False for a free entry.
     is_alive: bool,
     parent: Option<usize>,
     hash: u64,
     tokens: Box<[u32]>,
-    /// One for each group.
+    /// One entry per group.
     pages: Vec<PagePlace>,
     children: usize,
     /// Children with a page on the device.
@@ -104,7 +104,7 @@ impl Node {
         self.pages.iter().map(|held| if let PagePlace::Host(bytes) = held { bytes.len() } else { 0 }).sum()
     }
 
-    /// Its pages of groups with a window that no sequence holds, with their groups.
+    /// Pages of groups with a window, and dense pages, that no sequence holds; with their groups.
     fn passed<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
         let goes = |group: &LayerGroup| group.window.is_some() || group.kind == PageKind::Dense;
         let of_group = self.pages.iter().zip(&layout.groups).enumerate().filter(move |(_, (_, group))| goes(group));
@@ -115,8 +115,8 @@ impl Node {
         on_device.filter(|(_, page)| pages.holds(*page) == 1)
     }
 
-    /// Its dense pages that are sealed as well and that no sequence holds, with their groups, if the prefix goes on in
-    /// one way only.
+    /// Dense pages that are sealed as well and that no sequence holds, with their groups. None unless the node has
+    /// exactly one child.
     fn within<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
         let is_sealed = |group: usize| {
             let sealed = layout.sealed_group(group).map(|sealed| &self.pages[sealed]);
@@ -126,26 +126,26 @@ impl Node {
         passed.filter(move |(group, _)| is_sealed(*group))
     }
 
-    /// Whether a sequence holds one of its pages.
+    /// Whether a sequence holds one of the node's pages.
     fn is_in_use(&self, pages: &Pages) -> bool {
         self.device_pages().any(|page| pages.holds(page) > 1)
     }
 }
 
 impl PrefixCache {
-    /// A cache of a pool's prefixes. Prefixes are shared among caches of one pool and salt: the salt names what else
-    /// decides keys and values, such as model, adapter or tenant.
+    /// Makes a cache of a pool's prefixes. Caches with equal pool and salt share prefixes. The salt identifies
+    /// everything else that keys and values depend on, such as model, adapter or tenant.
     pub fn new(pool: &KvPool, salt: &[u8]) -> PrefixCache {
         PrefixCache { pool: pool.clone(), salt: salt.into() }
     }
 
     /// Keeps the full pages of a sequence whose tokens are `tokens`, for sequences that begin alike. The prefix can be
-    /// continued where its last full page ends.
+    /// continued at the end of its last full page.
     ///
     /// Commit the pass that writes the tokens' keys and values before another sequence uses them.
     ///
     /// # Errors
-    /// `Value` if there are not as many tokens as the sequence has, or for a sequence of another pool.
+    /// `Value` if the number of tokens is not the sequence's length, or for a sequence of another pool.
     pub fn keep(&self, sequence: &Sequence, tokens: &[u32]) -> Result<()> {
         check::value_is(NAME, "sequence", *sequence.pool() == self.pool, "of this pool", "of another pool")?;
         let len = sequence.len();
@@ -156,7 +156,8 @@ impl PrefixCache {
         Ok(())
     }
 
-    /// The longest kept prefix of `tokens` that every layer can continue, as a sequence: empty if there is none.
+    /// Returns the longest kept prefix of `tokens` that every layer can continue, as a sequence. The sequence is empty
+    /// if no prefix fits.
     ///
     /// # Errors
     /// `DeviceFault` if pages cannot be copied back from host memory.
@@ -167,7 +168,7 @@ impl PrefixCache {
         Ok(Sequence::new(self.pool.clone(), found?))
     }
 
-    /// Forgets all prefixes of the pool, also those in host memory. Pages that sequences hold remain theirs.
+    /// Removes all prefixes of the pool, including those in host memory. Pages that sequences hold are not affected.
     pub fn clear(&self) {
         let state = &mut *self.pool.lock();
         state.prefixes.clear(&mut state.pages);
@@ -189,12 +190,13 @@ impl super::pool::PoolState {
         Ok(SequencePages::new(layout))
     }
 
-    /// Holds the pages of a path that can be continued. `None` if pages in host memory find no room on the device.
+    /// Holds the pages of a path that can be continued. `None` if the device has no room for pages that are in host
+    /// memory.
     fn acquire(&mut self, pool: &KvPool, path: &[usize], host: bool) -> Result<Option<SequencePages>> {
         let layout = pool.layout();
         let mut found = SequencePages::new(layout);
         found.len = path.len() * layout.page_tokens;
-        // First those on the device: what is held is not evicted for the others.
+        // Pages on the device first: held pages are not evicted to make room for the others.
         let mut missing = Vec::new();
         for (group, held) in found.groups.iter_mut().enumerate() {
             let Some(NeededPages { kept, pages }) = self.prefixes.needed(path, layout, group, host) else {
@@ -226,7 +228,7 @@ impl super::pool::PoolState {
         Ok(Some(found))
     }
 
-    /// Copies pages from host memory to the device. Returns whether there was room.
+    /// Copies pages from host memory to the device. Returns whether they fit.
     fn restore(&mut self, pool: &KvPool, missing: &[Missing], groups: &mut [GroupPages]) -> Result<bool> {
         for &Missing { group, place, node } in missing {
             let page = loop {
@@ -237,7 +239,7 @@ impl super::pool::PoolState {
                     return Ok(false);
                 }
             };
-            // Making room may have taken the page out of host memory.
+            // Making room may have evicted the page from host memory.
             let PagePlace::Host(bytes) = &self.prefixes.nodes[node].pages[group] else {
                 self.pages.release(page);
                 return Ok(false);
@@ -246,7 +248,7 @@ impl super::pool::PoolState {
                 self.pages.release(page);
                 return Err(error);
             }
-            // Held by the sequence and by the tree.
+            // The sequence and the tree each hold the page.
             self.pages.hold(page);
             self.prefixes.set(node, group, PagePlace::Device(page));
             match place {
@@ -258,8 +260,8 @@ impl super::pool::PoolState {
     }
 }
 
-/// A page of a found prefix that is in host memory: its node, and its place in the sequence, where the kept page has
-/// none.
+/// A page of a found prefix that is in host memory: its node, and its index in the sequence; `None` for the kept page
+/// 0.
 #[derive(Clone, Copy)]
 struct Missing {
     group: usize,
@@ -267,7 +269,8 @@ struct Missing {
     node: usize,
 }
 
-/// The pages of a group that a sequence of some full pages holds, by their index, and whether page 0 besides.
+/// The pages of a group that a sequence of full pages needs: a range of indices, and whether page 0 is kept in
+/// addition.
 struct NeededPages {
     kept: bool,
     pages: Range<usize>,
@@ -310,7 +313,7 @@ impl Prefixes {
         children.iter().copied().find(|&child| *self.nodes[child].tokens == *tokens)
     }
 
-    /// The nodes of the full pages of `tokens` that are there, without the root. All are used now.
+    /// The nodes that match the full pages of `tokens`, without the root. Marks all of them as used now.
     fn path(&mut self, salt: &[u8], tokens: &[u32], page_tokens: usize) -> Vec<usize> {
         self.clock += 1;
         let mut path = Vec::new();
@@ -324,15 +327,15 @@ impl Prefixes {
         path
     }
 
-    /// The most nodes of a path after which every group can continue; `host`: with pages in host memory.
+    /// Maximum depth of a path after which every group can continue; `host`: counting pages in host memory.
     fn continuable(&self, path: &[usize], layout: &PoolLayout, host: bool) -> usize {
         let fits =
             |path: &[usize]| (0..layout.groups.len()).all(|group| self.needed(path, layout, group, host).is_some());
         (1..=path.len()).rev().find(|&depth| fits(&path[..depth])).unwrap_or(0)
     }
 
-    /// The pages of a group that a sequence needs which continues after the last node of a path; `None` if one of them
-    /// is nowhere.
+    /// The pages of a group that a sequence needs to continue after the last node of a path; `None` if one of them is
+    /// neither on the device nor in host memory.
     fn needed(&self, path: &[usize], layout: &PoolLayout, group: usize, host: bool) -> Option<NeededPages> {
         let of = &layout.groups[group];
         let (depth, len) = (path.len(), path.len() * layout.page_tokens);
@@ -342,7 +345,7 @@ impl Prefixes {
             PagePlace::Nowhere => false,
         };
         let seen = (of.oldest_seen(len) / layout.page_tokens).min(depth);
-        // The pages that are there sealed: up to the last one before the end, which is dense.
+        // The sealed pages that exist: up to the page before the last one, which is dense.
         let sealed = |group: usize| {
             let first = seen.max(1);
             let all = first..(depth - 1).max(first);
@@ -356,7 +359,7 @@ impl Prefixes {
                 (first > 0 && seen == 0, first..depth)
             }
         };
-        // The last page is the one that most often is not there.
+        // Start with the last page, which is missing most often.
         let has_all = pages.clone().rev().all(|index| has(group, index)) && (!kept || has(group, 0));
         has_all.then_some(NeededPages { kept, pages })
     }
@@ -383,7 +386,7 @@ impl Prefixes {
             });
             self.nodes[node].used = self.clock;
             for (group, held) in from.groups.iter().enumerate() {
-                // A window's pages are kept only where the prefix ends.
+                // A group with a window keeps its pages only at the end of the prefix.
                 let of = &layout.groups[group];
                 let needed = index >= of.oldest_seen(depth * layout.page_tokens) / layout.page_tokens;
                 let is_there = matches!(self.nodes[node].pages[group], PagePlace::Device(_));
@@ -394,11 +397,11 @@ impl Prefixes {
             }
             at = node;
         }
-        // A path without any page of its own, which a window group alone may leave, serves nobody.
+        // A path may have no page of its own if all groups have windows; it is useless.
         self.prune(at);
     }
 
-    /// Sets a page of a node, and keeps the counts that follow from it.
+    /// Sets a page of a node, and updates the counts that depend on it.
     fn set(&mut self, node: usize, group: usize, held: PagePlace) {
         let before = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
         self.nodes[node].pages[group] = held;
@@ -410,7 +413,7 @@ impl Prefixes {
         }
     }
 
-    /// Removes a node without pages and children, and its ancestors that are left without either.
+    /// Removes a node without pages and children, and each ancestor that thereby loses its last child and has no pages.
     fn prune(&mut self, mut node: usize) {
         loop {
             let Node { is_alive, parent, hash, ref pages, children, .. } = self.nodes[node];
@@ -436,10 +439,11 @@ impl Prefixes {
         }
     }
 
-    /// Evicts prefixes until `missing`, which takes pages on a copy of the books, finds none missing.
+    /// Evicts prefixes until `missing` returns 0. `missing` takes the step's pages from a copy of the pages and returns
+    /// how many it lacks.
     ///
     /// # Errors
-    /// `OutOfPages` if evicting all that nobody uses would not be enough. Then nothing is evicted.
+    /// `OutOfPages` if evicting all unused pages would not suffice. Nothing is evicted then.
     pub fn make_room(
         &mut self,
         pages: &mut Pages,
@@ -462,9 +466,9 @@ impl Prefixes {
         Ok(())
     }
 
-    /// The pages that [`Prefixes::evict`] would free if it were called again and again.
+    /// The pages that repeated calls of [`Prefixes::evict`] would free.
     fn evictable(&self, pages: &Pages, layout: &PoolLayout) -> Vec<Page> {
-        // A node stays as long as a node below it is in use.
+        // A node stays while a node below it is in use.
         let mut stays = vec![false; self.nodes.len()];
         for (index, node) in self.nodes.iter().enumerate() {
             if node.is_in_use(pages) {
@@ -485,8 +489,8 @@ impl Prefixes {
         free
     }
 
-    /// Takes a page that nobody uses from the least recently used node that has one, although the node is in use: a
-    /// page of a group with a window, which the sequence that uses the node has passed. Returns whether there was one.
+    /// Evicts a page of a node that is in use: a page of a group with a window that the sequences using the node have
+    /// passed. Selects the least recently used node that has one. Returns whether it evicted a page.
     fn evict_passed(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
         let layout = pool.layout();
         let nodes = self.nodes.iter().enumerate();
@@ -498,12 +502,11 @@ impl Prefixes {
         true
     }
 
-    /// Takes the pages of the least recently used node off the device, of those that no sequence uses and that have no
-    /// node with pages on the device below them. They go to host memory if there is room. Returns whether there was
-    /// one.
+    /// Evicts the pages of the least recently used node that no sequence uses and that has no descendant with pages on
+    /// the device. The pages go to host memory if it has room. Returns whether it evicted a page.
     ///
-    /// A node gives up the pages of all its groups at once: a window's pages are not taken from under pages that need
-    /// them, unless nothing else is left.
+    /// A node's pages of all groups are evicted together: a window's pages stay while pages below need them. If no such
+    /// node exists, [`Prefixes::evict_passed`] evicts single pages.
     pub fn evict(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
         if self.drop_dense(pages, pool.layout()) {
             return true;
@@ -519,7 +522,7 @@ impl Prefixes {
             self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
             pages.release(page);
         }
-        // What is below can be reached through this node only: it is useless if a group without window lost its page.
+        // The nodes below are reachable only through this node, and useless if a group without window lost its page.
         if self.nodes[index].pages.iter().all(|held| matches!(held, PagePlace::Nowhere)) {
             self.drop_below(index);
         }
@@ -527,8 +530,8 @@ impl Prefixes {
         true
     }
 
-    /// Gives up the dense page of the least recently used node that no sequence holds, is sealed as well, and whose
-    /// prefix goes on in one way only. Returns whether there was one.
+    /// Evicts one dense page that no sequence holds, of the least recently used node that has it sealed as well and has
+    /// exactly one child. Returns whether it evicted a page.
     fn drop_dense(&mut self, pages: &mut Pages, layout: &PoolLayout) -> bool {
         let of_node = |(index, node): (usize, &Node)| {
             let (group, page) = node.within(pages, layout).next()?;
@@ -542,7 +545,8 @@ impl Prefixes {
         true
     }
 
-    /// A page's bytes, if host memory has room for them after older ones have gone.
+    /// Copies a page's bytes to host memory, after evicting older ones from there if necessary. `None` if they do not
+    /// fit.
     fn save(&mut self, pool: &KvPool, group: usize, page: Page, node: usize) -> Option<Box<[u8]>> {
         let bytes = pool.layout().groups[group].page_bytes;
         while self.host_bytes.saturating_add(bytes) > self.host_limit {
@@ -558,7 +562,7 @@ impl Prefixes {
         Some(copy.into())
     }
 
-    /// Removes a node that has no children and nothing on the device.
+    /// Removes a node that has no children and no page on the device.
     fn forget(&mut self, node: usize) {
         for group in 0..self.nodes[node].pages.len() {
             self.set(node, group, PagePlace::Nowhere);
@@ -566,7 +570,7 @@ impl Prefixes {
         self.prune(node);
     }
 
-    /// Removes all nodes below one that have nothing on the device.
+    /// Removes all descendants of a node, which have no page on the device.
     fn drop_below(&mut self, node: usize) {
         let is_below = |nodes: &[Node], mut at: usize| {
             while let Some(parent) = nodes[at].parent {

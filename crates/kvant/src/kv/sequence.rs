@@ -17,37 +17,37 @@ use crate::{Error, Result, ops::check, step::Stamp};
 
 /// The tokens of one conversation in a [`KvPool`]: its length, and the pages that hold its keys and values.
 ///
-/// Dropping a sequence gives its pages back. Work that was committed before may still read them: on every device,
-/// passes run in order.
+/// Dropping a sequence releases its pages. Work that was committed before may still read them: on every device, passes
+/// run in order.
 pub struct Sequence {
     pool: KvPool,
     pub(super) pages: SequencePages,
 }
 
-/// The part of a sequence that knows no pool.
+/// The part of a sequence that does not refer to the pool.
 #[derive(Debug, Default)]
 pub(super) struct SequencePages {
     pub len: usize,
-    /// Positions behind the window that are kept.
+    /// The number of positions that are kept beyond the windows.
     pub hold: usize,
     pub groups: Vec<GroupPages>,
-    /// Counts changes, so that a step can find out that it is out of date.
+    /// Counts changes, so that a step can detect that it is out of date.
     changes: Arc<AtomicU64>,
 }
 
-/// The pages of a sequence in one layer group: `pages[i]` holds positions `(first + i) · page_tokens` and on.
+/// The pages of a sequence in one layer group: `pages[i]` holds the positions from `(first + i) · page_tokens`.
 #[derive(Clone, Debug, Default)]
 pub(super) struct GroupPages {
     pub first: usize,
     pub pages: Vec<Page>,
-    /// Page 0, kept when the group's other pages begin later: where the first page stays dense.
+    /// Page 0, if it is kept although the other pages begin later: in groups whose first page stays dense.
     pub kept: Option<Page>,
-    /// Pages before this one are in huge pages of the host's memory, where there are such.
+    /// Pages before this one have been moved to huge pages of the host's memory.
     pub settled: usize,
 }
 
 impl GroupPages {
-    /// All pages, with the kept one.
+    /// All pages, including the kept one.
     pub fn all(&self) -> impl Iterator<Item = Page> + '_ {
         self.kept.iter().chain(&self.pages).copied()
     }
@@ -57,20 +57,20 @@ impl GroupPages {
         self.first + self.pages.len()
     }
 
-    /// The page with an index, if it is there.
+    /// The page with an index, if it is held.
     pub fn get(&self, index: usize) -> Option<Page> {
         let kept = if index == 0 { self.kept } else { None };
         kept.or_else(|| self.pages.get(index.checked_sub(self.first)?).copied())
     }
 
-    /// Takes away the pages from index `end` on.
+    /// Removes the pages from index `end` on.
     fn cut(&mut self, end: usize) -> Vec<Page> {
         let mut cut = self.pages.split_off(end.saturating_sub(self.first).min(self.pages.len()));
         if end <= 1
             && self.first > 0
             && let Some(kept) = self.kept.take()
         {
-            // Page 0 is the last one again.
+            // The kept page 0 becomes the last page again.
             cut.append(&mut self.pages);
             (self.first, self.pages) = (0, vec![kept]);
         }
@@ -83,19 +83,19 @@ impl GroupPages {
 }
 
 impl SequencePages {
-    /// No page: of sealed pages the first one would have index 1.
+    /// Makes an empty list of pages. The first sealed page will have index 1.
     pub fn new(layout: &PoolLayout) -> SequencePages {
         let groups = layout.groups.iter().map(|group| GroupPages { first: group.first_index(), ..Default::default() });
         SequencePages { groups: groups.collect(), ..Default::default() }
     }
 
-    /// The same pages, held once more.
+    /// Copies the list of pages, and holds each page once more.
     pub fn fork(&self, pages: &mut Pages) -> SequencePages {
         self.groups.iter().flat_map(GroupPages::all).for_each(|page| pages.hold(page));
         SequencePages { len: self.len, hold: self.hold, groups: self.groups.clone(), changes: Arc::default() }
     }
 
-    /// Gives all pages up.
+    /// Releases all pages.
     pub fn release(&mut self, layout: &PoolLayout, pages: &mut Pages) {
         for (group, held) in layout.groups.iter().zip(&mut self.groups) {
             held.all().for_each(|page| {
@@ -107,12 +107,12 @@ impl SequencePages {
         self.changed();
     }
 
-    /// Makes the steps that were made for the sequence out of date.
+    /// Invalidates all earlier steps of the sequence.
     pub fn changed(&self) {
         self.changes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The sequence as it is now, for a step.
+    /// The current state of the sequence, for a step.
     pub fn stamp(&self) -> Stamp {
         Stamp { changes: Arc::clone(&self.changes), seen: self.changes.load(Ordering::Relaxed) }
     }
@@ -146,7 +146,7 @@ impl Sequence {
         let layout = self.pool.layout();
         let group = layout.group_of(layer)?;
         let held = &self.pages.groups[group];
-        // Sealed pages begin after the first one, which is dense.
+        // Sealed pages begin after the first page, which is dense.
         let first = match layout.dense_group(group).map(|dense| &self.pages.groups[dense]) {
             Some(dense) if dense.get(0).is_some() => 0,
             Some(dense) if held.pages.is_empty() => dense.first,
@@ -155,27 +155,27 @@ impl Sequence {
         Ok((first * layout.page_tokens).min(self.len())..self.len())
     }
 
-    /// Keeps `tokens` positions more than the windows need, from the next step on, so that as many tokens can be
+    /// Keeps `tokens` more positions than the windows need, from the next step on, so that this many tokens can be
     /// truncated.
     pub fn hold(&mut self, tokens: usize) {
         self.pages.hold = tokens;
     }
 
-    /// Another sequence with the same tokens. No key is copied: the two share their pages, and the last, partly filled
-    /// page is copied when one of them writes to it.
+    /// Makes another sequence with the same tokens. No key is copied: both share their pages, and the last, partly
+    /// filled page is copied when one of them writes to it.
     pub fn fork(&self) -> Sequence {
         let pages = self.pages.fork(&mut self.pool.lock().pages);
         Sequence::new(self.pool.clone(), pages)
     }
 
-    /// Truncates to the first `len` tokens. Pages that only hold later positions are given back.
+    /// Truncates to the first `len` tokens. Pages that hold only later positions are released.
     ///
-    /// A layer with a window holds the positions that the latest step could see: the tokens of that step can always be
-    /// removed, more after [`Sequence::hold`]. Truncation to 0 always succeeds.
+    /// A layer with a window holds the positions that the latest step could see. The tokens of that step can therefore
+    /// always be removed; [`Sequence::hold`] allows more. Truncation to 0 always succeeds.
     ///
     /// # Errors
     /// - `Value` if the sequence has fewer tokens.
-    /// - `NotHeld` if a layer no longer holds what the next token would see. The sequence is unchanged.
+    /// - `NotHeld` if a layer no longer holds a position that the next token would see. The sequence is unchanged.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         let now = self.len();
         check::value_is(NAME, "len", len <= now, format_args!("at most the length {now}"), len)?;
@@ -193,7 +193,7 @@ impl Sequence {
             let end = group.end_needed(len, layout.page_tokens);
             let is_held = match group.kind {
                 PageKind::Dense => (needed..end).all(|index| held.get(index).is_some()),
-                // Sealed pages may end earlier: those after them are dense.
+                // Sealed pages may end earlier: the pages after them are dense.
                 PageKind::Plain | PageKind::Sealed => needed >= held.first,
             };
             if !is_held {

@@ -1,4 +1,4 @@
-//! What a pool and a step are made for.
+//! The specifications of pools and steps.
 
 use super::{
     layout::{LayerGroup, layer_groups},
@@ -10,7 +10,7 @@ use crate::{Codec, DType, Error, Result, layer::PAGE_UNIT};
 ///
 /// If a codec is centred (`tq4c`), the layer **seals** pages. A token sees exactly, as dense rows, the first page of
 /// its sequence, its own page and the page before; the other pages are encoded, each as a whole and around its own
-/// mean. That depends on positions alone: the same tokens give the same cache, whatever their batches and chunks were,
+/// mean. The choice depends on positions alone. Equal tokens therefore give equal caches, for any batches and chunks,
 /// and whether a prefix was found or computed. `docs/codec.md` has the reasons.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -19,13 +19,14 @@ pub struct CacheLayer {
     pub kv_heads: usize,
     /// Coordinates of a key or value, D.
     pub head_dim: usize,
-    /// How many positions a token sees, itself included; `None` for all. [`attend`](crate::ops::attend()) applies it.
+    /// The number of positions that a token sees, itself included; `None` for all. [`attend`](crate::ops::attend())
+    /// applies it.
     pub window: Option<usize>,
     /// The codec of keys.
     pub k: Codec,
     /// The codec of values.
     pub v: Codec,
-    /// The dtype of dense pages, where a codec is centred.
+    /// The dtype of dense pages, if a codec is centred.
     pub dense: DType,
 }
 
@@ -58,21 +59,22 @@ pub struct PoolSpec {
     pub bytes: usize,
     /// Positions of a page: 16, 32, 64, 128 or 256.
     pub page_tokens: usize,
-    /// Bytes of host memory for pages of prefixes that the device has no room for.
+    /// Bytes of host memory for prefixes that do not fit on the device.
     pub host_bytes: usize,
 }
 
-/// Tokens behind its windows that each of many sequences may hold.
+/// Tokens behind its windows that each sequence of [`PoolSpec::room_for_steps`] may hold.
 const HELD: usize = 128;
 
 impl PoolSpec {
-    /// Layers and a budget in bytes for the pages of all of them. A page has 64 positions, and no host memory is used.
+    /// Specifies layers and a budget in bytes for the pages of all of them. A page has 64 positions, and no host memory
+    /// is used.
     pub fn new(layers: Vec<CacheLayer>, bytes: usize) -> PoolSpec {
         PoolSpec { layers, bytes, page_tokens: 64, host_bytes: 0 }
     }
 
-    /// Sets the budget so that so many sequences of up to `longest` tokens fit at once, fed with up to `max_new`
-    /// tokens at a time each. The size of pages and the layers must be set before.
+    /// Sets the budget so that `sequences` sequences of up to `longest` tokens fit at once, each fed with up to
+    /// `max_new` tokens at a time. Set the layers and the page size before.
     ///
     /// # Errors
     /// As [`KvPool::new`](crate::KvPool::new).
@@ -87,8 +89,8 @@ impl PoolSpec {
         Ok(PoolSpec { bytes: bytes.ok_or(Error::Overflow { op: NAME, arg: "longest" })?, ..self })
     }
 
-    /// As [`PoolSpec::room_for`], where a step has up to `step_tokens` tokens of all sequences together. Each sequence
-    /// may also [hold](crate::Sequence::hold) some that its windows have passed.
+    /// As [`PoolSpec::room_for`], for steps of up to `step_tokens` tokens of all sequences together. Each sequence may
+    /// also [hold](crate::Sequence::hold) 128 tokens that its windows have passed.
     ///
     /// # Errors
     /// As [`KvPool::new`](crate::KvPool::new).
@@ -102,20 +104,20 @@ setters! { PoolSpec {
     host_bytes: usize,
 } }
 
-/// The most that a step for a captured [`Graph`](crate::Graph) can hold
+/// Maximum dimensions of a step for a captured [`Graph`](crate::Graph)
 /// ([`KvPool::reserve_step`](crate::KvPool::reserve_step)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepSize {
-    /// Sequences.
+    /// Maximum sequences.
     pub sequences: usize,
-    /// Tokens, of all sequences together.
+    /// Maximum tokens of all sequences together.
     pub tokens: usize,
-    /// The longest length of a sequence.
+    /// Maximum length of a sequence.
     pub longest: usize,
-    /// The most tokens of one sequence.
+    /// Maximum tokens of one sequence.
     pub max_new: usize,
-    /// The number of tokens at the beginning that are the only ones of their sequences.
+    /// The number of leading tokens that are the only ones of their sequences.
     pub alone: usize,
 }
 
@@ -125,14 +127,14 @@ impl StepSize {
         StepSize { sequences, tokens: sequences, longest, max_new: 1, alone: sequences }
     }
 
-    /// Sets the number of tokens, and how many of them one sequence can have. With more than one, none is known to be
-    /// the only one of its sequence.
+    /// Sets the number of tokens, and the maximum of one sequence. `alone` becomes all tokens if that maximum is 1,
+    /// otherwise 0.
     #[must_use]
     pub fn tokens(self, tokens: usize, max_new: usize) -> StepSize {
         StepSize { tokens, max_new, alone: if max_new <= 1 { tokens } else { 0 }, ..self }
     }
 
-    /// Sets the number of tokens at the beginning that are the only ones of their sequences.
+    /// Sets the number of leading tokens that are the only ones of their sequences.
     #[must_use]
     pub fn alone(self, tokens: usize) -> StepSize {
         StepSize { alone: tokens.min(self.tokens), ..self }

@@ -1,22 +1,22 @@
-//! The words of a step: its one upload to the device.
+//! The words that a step uploads to the device.
 
 use super::{growth::Change, sequence::Sequence};
 use crate::{Step, Tensor, step::StepPages};
 
-/// The parts of a step's one upload: positions, sequences, lengths, and the table of each group.
+/// The dimensions of a step's upload: positions, sequences, lengths, and the table of each group.
 pub(super) struct StepShape<'a> {
     pub base: &'a Tensor,
     pub tokens: usize,
     /// Rows of lengths and tables.
     pub sequences: usize,
     pub width: usize,
-    /// The most pages of a group that the pass seals.
+    /// Maximum pages of a group that the pass seals.
     pub seals: usize,
-    /// Each token has a row, and not each sequence.
+    /// Each token has a row, instead of each sequence.
     pub is_unrolled: bool,
 }
 
-/// A count of words, rounded up so that what follows is aligned to 16 bytes.
+/// Rounds a count of words up, so that the next part is aligned to 16 bytes.
 pub(super) fn padded(words: usize) -> Option<usize> {
     words.checked_next_multiple_of(4)
 }
@@ -29,13 +29,13 @@ impl<'a> StepShape<'a> {
         StepShape { base: &pages.base, tokens, sequences, width, seals, is_unrolled: false }
     }
 
-    /// The first word of the pages to seal of a group of sealed pages, before which `before` others have theirs.
+    /// The first word of the pages to seal of a group of sealed pages; `before` is the number of such groups before it.
     pub fn at_seals(&self, before: usize, groups: usize) -> usize {
         let of_group = padded(3 * self.seals).expect("the step's size has been checked");
         self.table_row(groups, 0) + before * of_group
     }
 
-    /// The rows of a sequence with so many new tokens.
+    /// The number of rows of a sequence with `count` new tokens.
     pub fn rows(&self, count: usize) -> usize {
         if self.is_unrolled { count } else { 1 }
     }
@@ -60,8 +60,8 @@ impl<'a> StepShape<'a> {
         2 * tokens + sequences + group * table + row * self.width
     }
 
-    /// Fills positions, sequences and lengths after the step, and the pages that the sequences hold before it, into the
-    /// first row of each.
+    /// Fills positions, sequences and lengths after the step, and the first row of each sequence with the pages that it
+    /// holds before the step.
     pub fn fill(&self, words: &mut Vec<u32>, batch: &[(&mut Sequence, usize)]) {
         words.clear();
         words.resize(self.base.elements(), Step::INACTIVE);
@@ -78,7 +78,7 @@ impl<'a> StepShape<'a> {
                 token += 1;
             }
             for index in 0..rows {
-                // The last row has the length of all.
+                // The last row has the length with all new tokens.
                 words[at_lens + row + index] = (len + count - (rows - 1 - index)) as u32;
             }
             for (group, held) in sequence.pages.groups.iter().enumerate().filter(|_| rows > 0) {
@@ -94,7 +94,7 @@ impl<'a> StepShape<'a> {
         }
     }
 
-    /// Copies the tables of a sequence to its other rows.
+    /// Copies the page table of each sequence from its first row to its other rows.
     pub fn repeat_tables(&self, words: &mut [u32], batch: &[(&mut Sequence, usize)]) {
         let mut row = 0;
         for (sequence, count) in batch {
@@ -108,7 +108,7 @@ impl<'a> StepShape<'a> {
         }
     }
 
-    /// Brings the tables up to date with the changes of a step.
+    /// Applies the changes of a step to the page tables.
     pub fn fill_pages(&self, words: &mut [u32], log: &[Change], batch: &[(&mut Sequence, usize)]) {
         for change in log {
             match *change {

@@ -1,11 +1,11 @@
-//! What needs the inside of a pool, and Linux to say what is in memory.
+//! Tests that need private parts of a pool, or Linux's report of resident memory.
 
 use super::*;
 use crate::{Codec, DType, Device, Tensor, ops};
 
-/// A pool for 32768 tokens of 32 layers of 8 heads: 64 sequences with one token each take less than 200 MB.
+/// 64 sequences of one token take less than 200 MB in a pool for 32768 tokens of 32 layers of 8 heads.
 #[test]
-fn memory_follows_the_work() {
+fn resident_memory_follows_use() {
     let (device, layers, kv_heads, head_dim) = (Device::cpu(), 32, 8, 128);
     let layer = CacheLayer::new(kv_heads, head_dim, Codec::F16);
     let spec = PoolSpec::new(vec![layer; layers], 0).room_for(1, 32_768, 1).unwrap();
@@ -37,7 +37,7 @@ fn resident_bytes(tensor: &Tensor) -> usize {
     pages.iter().filter(|&&page| page & 1 != 0).count() * page
 }
 
-/// A step whose first tokens are known to be alone in their sequences takes no other batch.
+/// A step reserved for single tokens rejects a batch whose first tokens share a sequence.
 #[test]
 fn steps_refuse_tokens_that_are_not_alone() {
     let layers = vec![CacheLayer::new(1, 64, Codec::F32)];

@@ -65,7 +65,7 @@ pub fn add_bias(enc: &mut Encoder, args: &AddBias) -> Result<()> {
             check::value_is(NAME, "experts", ids.elements() == rows, format_args!("{rows} ids"), ids.elements())?;
             [experts, _] = check::rank(NAME, "bias", args.bias, ["E", "N"])?;
             check::shape(NAME, "bias", args.bias, &[("E", experts), ("N", dim)])?;
-            // A GPU cannot check the ids, and with no experts there is no bias to read.
+            // A GPU cannot check the ids; without experts no id would be valid.
             check::value_is(NAME, "E", experts > 0 || rows == 0, "at least 1", experts)?;
         }
     }

@@ -10,13 +10,13 @@ use crate::{
 
 pub(crate) const NAME: &str = "attend";
 
-/// The head sizes that [`attend`](attend()) supports. Those that are no power of two need dense keys and values
-/// and have no kernels of their own on CUDA: `attend_generic` serves them.
+/// The head sizes that [`attend`](attend()) supports. Head sizes that are not a power of two need dense keys and
+/// values. On CUDA, `attend_generic` runs them: they have no specialised kernel.
 pub const HEAD_DIMS: [usize; 8] = [64, 80, 96, 112, 128, 192, 256, 512];
 
 /// Arguments of [`attend`](attend()): out = softmax(scale · q·Kᵀ \[softcap\] + mask) · V over a cache layer.
 ///
-/// The same operation serves decode (one token per sequence), verification of drafts (a few) and prefill (many).
+/// One operation serves decode (one token per sequence), verification of drafts (a few) and prefill (many).
 ///
 /// # Which positions a token sees
 ///
@@ -24,16 +24,16 @@ pub const HEAD_DIMS: [usize; 8] = [64, 80, 96, 112, 128, 192, 256, 512];
 ///
 /// - j ≤ p,
 /// - j < lens\[s\],
-/// - the layer holds j: a ring holds the last `capacity` positions, a pool those that the step's page table has pages
-///   for, and
+/// - the layer holds j: a ring holds the last `capacity` positions, a pool the positions with a page in the step's page
+///   table, and
 /// - j > p − window, with the narrower of the layer's and the call's window.
 ///
-/// On a ring, the position of a slot is the largest position below lens\[s\] that maps to the slot. Slots that are
-/// not seen have no effect, whatever they hold.
+/// On a ring, the position of a slot is the largest position below lens\[s\] that maps to the slot. The contents of
+/// unseen slots have no effect.
 ///
-/// A token that sees nothing, or whose row is [`Step::INACTIVE`], gets zeros. A score of −∞ has weight zero if another
-/// score is larger (on the CPU 2⁻¹²⁶, like every score that is far below the largest). If all scores are −∞ and there
-/// is no sink, the result is NaN.
+/// A token that sees no position, or whose row is [`Step::INACTIVE`], gets zeros. A score of −∞ has weight zero if
+/// another score is larger (on the CPU 2⁻¹²⁶, like every score that is far below the largest). If all scores are −∞ and
+/// the head has no sink, the result is NaN.
 ///
 /// # Heads
 ///
@@ -58,14 +58,14 @@ pub struct Attend<'a> {
     /// s ← c·tanh(s/c), applied after the scale and before the mask. c is between 1.2e-38 and 1e30, and scale / c
     /// must be finite.
     pub softcap: Option<f32>,
-    /// How many positions a token sees, itself included. `None` uses [`LayerSpec::window`](crate::LayerSpec::window);
-    /// a wider window than the layer's is an error.
+    /// The number of positions that a token sees, itself included. `None` uses
+    /// [`LayerSpec::window`](crate::LayerSpec::window); a window wider than the layer's is an error.
     pub window: Option<usize>,
-    /// f32 `[H]`: the sink of each query head, a learned score that takes its share of the softmax and has no value
-    /// (gpt-oss): out = Σⱼ exp(sⱼ)·vⱼ / (exp(sink) + Σⱼ exp(sⱼ)). Finite. The scale and the softcap do not apply to it.
+    /// f32 `[H]`: the sink of each query head (gpt-oss), a learned score in the denominator of the softmax that has no
+    /// value: out = Σⱼ exp(sⱼ)·vⱼ / (exp(sink) + Σⱼ exp(sⱼ)). Finite. The scale and the softcap do not apply to it.
     pub sinks: Option<&'a Tensor>,
-    /// The number of parts into which the context of each (sequence, KV head) is split; `None` leaves the choice to the
-    /// kernel. Results differ by rounding only. For tests and measurements.
+    /// The number of parts into which the context of each (sequence, KV head) is split; `None` lets the kernel choose.
+    /// Results differ by rounding only. For tests and measurements.
     pub splits: Option<usize>,
     /// `[T, H, D]`, f32, f16 or bf16.
     pub out: &'a Tensor,
@@ -87,20 +87,20 @@ setters! { Attend<'a> {
     splits: Option<usize>,
 } }
 
-/// The queries of an attention: as they are, or with the Hadamard rotation that quantised keys have.
+/// The queries of an attention call: raw, or with the Hadamard rotation of quantised keys.
 ///
-/// [`norm_rope_write`](super::norm_rope_write()) and [`norm_rope`](super::norm_rope()) return the one that they wrote.
-/// A tensor converts to raw queries, which attention over quantised keys rotates itself.
+/// [`norm_rope_write`](super::norm_rope_write()) and [`norm_rope`](super::norm_rope()) return the kind that they wrote.
+/// A tensor converts to raw queries; attention over quantised keys then rotates them itself.
 #[derive(Clone, Copy, Debug)]
 pub enum Query<'a> {
     /// Not rotated.
     Raw(&'a Tensor),
-    /// Rotated, as [`hadamard`](super::hadamard()) does it. Only for quantised keys.
+    /// Rotated, as by [`hadamard`](super::hadamard()). Only for quantised keys.
     Rotated(&'a Tensor),
 }
 
 impl<'a> Query<'a> {
-    /// The tensor, rotated or not.
+    /// The tensor of either kind.
     pub fn tensor(self) -> &'a Tensor {
         match self {
             Query::Raw(tensor) | Query::Rotated(tensor) => tensor,
@@ -112,7 +112,7 @@ impl<'a> Query<'a> {
         matches!(self, Query::Rotated(_))
     }
 
-    /// Queries in `tensor`, rotated if `rotated`.
+    /// Wraps `tensor`, as rotated queries if `rotated`.
     pub(crate) fn of(tensor: &'a Tensor, rotated: bool) -> Query<'a> {
         if rotated { Query::Rotated(tensor) } else { Query::Raw(tensor) }
     }
@@ -124,20 +124,20 @@ impl<'a> From<&'a Tensor> for Query<'a> {
     }
 }
 
-/// The kernel that an attention call runs, and why: [`explain`].
+/// The kernel that an attention call runs, and the reason: [`explain`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Explanation {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// Why this kernel was chosen, and how it divides the work.
+    /// Why this kernel was selected, and how it divides the work.
     pub reason: Cow<'static, str>,
 }
 
-/// Returns the kernel that a device would run for a call, and why. For people and tests: nothing else needs it.
+/// Returns the kernel that a device would run for a call, and the reason. For diagnostics and tests.
 ///
 /// # Errors
-/// Those of [`attend`](attend()) when it is recorded.
+/// The errors of recording [`attend`](attend()).
 pub fn explain(args: &Attend, device: &Device) -> Result<Explanation> {
     let calls = validate(args)?.spans()?;
     let mut explained = calls.iter().flatten().map(|call| (call.span, device.backend().explain_attend(call)));
@@ -179,9 +179,9 @@ fn validate(args: &Attend) -> Result<Call> {
     check::shape(NAME, "out", args.out, &[("T", tokens), ("H", heads), ("D", head_dim)])?;
     args.step.validate(NAME, tokens, args.layer)?;
     check::finite(NAME, "scale", args.scale)?;
-    // Kernels compute scores in units of log 2.
-    let in_units = (args.scale * std::f32::consts::LOG2_E).is_finite();
-    check::value_is(NAME, "scale", in_units, "at most 2.3e38 in magnitude", args.scale)?;
+    // Kernels compute scores in base 2: scale · log2 e must not overflow.
+    let is_finite_in_base_2 = (args.scale * std::f32::consts::LOG2_E).is_finite();
+    check::value_is(NAME, "scale", is_finite_in_base_2, "at most 2.3e38 in magnitude", args.scale)?;
     if let Some(cap) = args.softcap {
         check::cap(NAME, "softcap", cap)?;
         let finite = (args.scale / cap).is_finite();
@@ -190,11 +190,17 @@ fn validate(args: &Attend) -> Result<Call> {
     let window = args.window.or(spec.window);
     if let Some(window) = window {
         check::positive(NAME, "window", window)?;
-        let most = spec.window.unwrap_or(usize::MAX);
-        check::value_is(NAME, "window", window <= most, format_args!("at most the layer's {most}"), window)?;
+        let max_window = spec.window.unwrap_or(usize::MAX);
+        check::value_is(
+            NAME,
+            "window",
+            window <= max_window,
+            format_args!("at most the layer's {max_window}"),
+            window,
+        )?;
     }
     let rotated_ok = !args.q.is_rotated() || args.layer.rotates_queries();
-    check::value_is(NAME, "q", rotated_ok, "raw queries over keys of which some are dense", "rotated ones")?;
+    check::value_is(NAME, "q", rotated_ok, "raw queries, because some keys are dense", "rotated ones")?;
     if let Some(sinks) = args.sinks {
         check::dtype(NAME, "sinks", sinks, DType::F32)?;
         check::shape(NAME, "sinks", sinks, &[("H", heads)])?;
@@ -234,39 +240,40 @@ pub(crate) struct Call {
     pub q_rotated: bool,
     /// f32 `[H]`.
     pub sinks: Option<Tensor>,
-    /// 0 leaves the choice to the kernel.
+    /// 0 lets the kernel choose.
     pub splits: usize,
-    /// Which of the positions that a token sees the call attends to.
+    /// The part of the seen positions that this call attends to.
     pub span: PageSpan,
     /// The results over other positions, which the call merges with its own.
     pub earlier: Option<Results>,
-    /// With `ends` the result over this call's and the earlier positions, in f32.
+    /// With `ends`, the f32 result over this call's and the earlier positions.
     pub out: Tensor,
-    /// f32 `[T, H]`: where the ends of a result go that a later call merges.
+    /// f32 `[T, H]`: receives the log-sums of the result (`Results::ends`), if a later call merges it.
     pub ends: Option<Tensor>,
     pub tokens: usize,
     pub heads: usize,
     pub head_dim: usize,
 }
 
-/// Which of the positions that a token at p sees a call attends to. With P the positions of a page and
-/// r = max(⌊p/P⌋ − 1, 0)·P the start of the token's recent pages:
+/// The part of the positions seen by a token at p that a call attends to. P is the page size, and r = max(⌊p/P⌋ − 1,
+/// 0)·P the start of the token's recent pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageSpan {
-    /// All.
+    /// All positions.
     All,
-    /// Those below min(P, r): the first page, unless it is recent.
+    /// Positions below min(P, r): the first page, unless it is recent.
     First,
-    /// Those from P to r: pages that are sealed.
+    /// Positions from P to r: sealed pages.
     Sealed,
-    /// Those from r on.
+    /// Positions from r on.
     Recent,
-    /// Those of the first and of the recent pages, for sequences with one token each. On CUDA alone.
+    /// Positions of the first and of the recent pages, for sequences with one token each. CUDA only.
     Exact,
 }
 
 impl PageSpan {
-    /// Those of the positions `seen` by a token at `position` that are in the span. `page_tokens` is that of the layer.
+    /// The range of positions in the span, given the range `seen` of a token at `position` and the layer's
+    /// `page_tokens`.
     #[inline]
     pub fn of(self, seen: std::ops::Range<usize>, position: usize, page_tokens: usize) -> std::ops::Range<usize> {
         let recent = (position / page_tokens).saturating_sub(1) * page_tokens;
@@ -283,7 +290,7 @@ impl PageSpan {
         seen.start.max(start).min(end)..end
     }
 
-    /// The number of a span in kernels: Metal's `params.h` and CUDA's `work.h` have the same.
+    /// The number of a span in kernels. Must match Metal's `params.h` and CUDA's `work.h`.
     pub(crate) fn code(self) -> u32 {
         match self {
             PageSpan::All => 0,
@@ -305,29 +312,28 @@ impl PageSpan {
     }
 }
 
-/// The results of an attention over some of the positions, which can be merged with those over others.
+/// Partial results of attention over some positions, which can be merged with results over others.
 #[derive(Clone, Debug)]
 pub(crate) struct Results {
-    /// f32 `[T, H, D]`: the results, zeros where nothing was seen.
+    /// f32 `[T, H, D]`: the results; zero if a token saw no position.
     pub out: Tensor,
-    /// f32 `[T, H]`: log2 Σⱼ 2^sⱼ, with s the scores in units of log 2; −∞ where nothing was seen, or only scores of
-    /// −∞.
+    /// f32 `[T, H]`: log2 Σⱼ 2^sⱼ, with scores s in base 2; −∞ if a token saw no position, or only scores of −∞.
     pub ends: Tensor,
 }
 
 impl Call {
-    /// The calls that make up this one, in order. Over a layer that seals pages: one for each span in which a token of
-    /// the step may see something. The last one writes `out`.
+    /// Splits the call into the calls that it consists of, in order. Over a layer that seals pages, one call for each
+    /// span in which a token of the step may see a position. The last one writes `out`.
     fn spans(self) -> Result<[Option<Call>; 3]> {
         let Some(dense) = self.layer.dense().cloned() else { return Ok([Some(self), None, None]) };
         let (pages, longest) = (self.layer.page_tokens(), self.step.batch().longest);
-        // A token sees two recent pages, and the first one; no other page is there below three pages.
+        // A token sees two recent pages and the first one. A sequence of at most three pages has no others.
         let at_once = self.q.device().kind() == DeviceKind::Cuda && self.step.batch().max_new <= 1;
         let spans: &[PageSpan] = match longest {
             _ if longest <= 2 * pages => &[PageSpan::Recent],
             _ if longest <= 3 * pages && at_once => &[PageSpan::Exact],
             _ if longest <= 3 * pages => &[PageSpan::First, PageSpan::Recent],
-            // The kernel over codes is the longer one. So it comes first, and the other runs beside it.
+            // The kernel over sealed pages takes longer, so it starts first and the other one overlaps it.
             _ if at_once => &[PageSpan::Sealed, PageSpan::Exact],
             _ => &[PageSpan::First, PageSpan::Sealed, PageSpan::Recent],
         };

@@ -2,7 +2,7 @@
 
 use crate::{DType, Device, Error, Result, Tensor};
 
-/// The tensor has exactly these dimensions; the error message uses the names.
+/// Checks that the tensor has exactly these dimensions; the error message uses their names.
 pub(crate) fn shape(op: &'static str, arg: &'static str, tensor: &Tensor, dims: &[(&str, usize)]) -> Result<()> {
     if tensor.shape().iter().copied().eq(dims.iter().map(|d| d.1)) {
         return Ok(());
@@ -33,7 +33,7 @@ pub(crate) fn dtype(op: &'static str, arg: &'static str, tensor: &Tensor, want: 
     Err(Error::DType { op, arg, expected: want.name(), got: tensor.dtype() })
 }
 
-/// The dtype is f32, f16 or bf16.
+/// Checks that the dtype is f32, f16 or bf16.
 pub(crate) fn float(op: &'static str, arg: &'static str, tensor: &Tensor) -> Result<()> {
     if tensor.dtype().is_float() {
         return Ok(());
@@ -41,7 +41,7 @@ pub(crate) fn float(op: &'static str, arg: &'static str, tensor: &Tensor) -> Res
     Err(Error::DType { op, arg, expected: "f32, f16 or bf16", got: tensor.dtype() })
 }
 
-/// The tensor is on the device.
+/// Checks that the tensor is on the device.
 pub(crate) fn device(op: &'static str, arg: &'static str, tensor: &Tensor, device: &Device) -> Result<()> {
     if tensor.device() == device {
         return Ok(());
@@ -58,7 +58,7 @@ pub(crate) fn at_most(op: &'static str, arg: &'static str, value: usize, limit: 
     value_is(op, arg, value <= limit, format_args!("at most {limit}"), value)
 }
 
-/// A softcap: tanh(x / cap) would see zeros if a GPU flushed a small cap, or ordinary numbers divided by a larger
+/// Checks a softcap. tanh(x / cap) would be wrong if a GPU flushed a smaller cap to zero, or the quotients of a larger
 /// one.
 pub(crate) fn cap(op: &'static str, arg: &'static str, value: f32) -> Result<()> {
     value_is(op, arg, (f32::MIN_POSITIVE..=1e30).contains(&value), "1.2e-38 to 1e30", value)
@@ -82,7 +82,7 @@ pub(crate) fn value_is(
     Err(Error::Value { op, arg, expected: expected.to_string(), got: got.to_string() })
 }
 
-/// Every element of a u32 index buffer in host memory is below `limit`.
+/// Checks that every element of a u32 index buffer in host memory is below `limit`.
 ///
 /// # Safety
 /// The caller holds the device's lock.

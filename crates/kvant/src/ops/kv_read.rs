@@ -23,8 +23,8 @@ pub struct KvRead<'a> {
     /// layers.
     pub step: Option<&'a Step>,
     /// The first position. On a ring, the caller must know which positions are held: the slots of other positions
-    /// contain later positions, or positions that were truncated. Positions without a page are read as zeros. Of a
-    /// layer that seals pages, those that are dense are read from the dense page.
+    /// contain later positions, or positions that were truncated. Positions without a page read as zero. In a layer
+    /// that seals pages, positions with a dense page are read from it.
     pub start: usize,
     /// Whether to leave TurboQuant vectors rotated. No effect on dense vectors.
     pub keep_rotated: bool,
@@ -90,13 +90,13 @@ pub fn kv_read(enc: &mut Encoder, args: &KvRead) -> Result<()> {
     };
     check::value_is(NAME, "sequence", args.sequence < sequences, format_args!("below {sequences}"), args.sequence)?;
     // Positions are u32 on the device.
-    let most = if args.layer.is_paged() { u32::MAX as usize } else { spec.capacity };
-    let fits = tokens <= most && (spec.ring || end <= most);
+    let max_slots = if args.layer.is_paged() { u32::MAX as usize } else { spec.capacity };
+    let fits = tokens <= max_slots && (spec.ring || end <= max_slots);
     check::value_is(
         NAME,
         "start",
         fits,
-        format_args!("a range within {most} slots"),
+        format_args!("a range within {max_slots} slots"),
         format_args!("{}..{end}", args.start),
     )?;
     if args.layer.dense().is_some() {
@@ -129,7 +129,7 @@ pub(crate) struct Call {
     pub tokens: usize,
     pub keep_rotated: bool,
     pub order: HeadOrder,
-    /// Whether positions without a page are zeros, or left as they are.
+    /// Whether positions without a page are written as zeros, or left unchanged.
     pub fills: bool,
     pub out: Tensor,
 }
@@ -142,7 +142,7 @@ impl Call {
         }
     }
 
-    /// What the vectors of the side are stored without.
+    /// The bias that the side's vectors are stored without.
     pub(crate) fn key_bias(&self) -> Option<&KeyBias> {
         self.layer.key_bias().filter(|_| self.side == KvSide::K)
     }

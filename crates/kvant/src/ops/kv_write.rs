@@ -13,12 +13,12 @@ pub(crate) const NAME: &str = "kv_write";
 /// position mod the capacity (ring).
 ///
 /// A token is stored if its position is among the last `capacity` positions below its sequence's length. A batch that
-/// is longer than a ring therefore writes each slot once, and the last tokens win. Later tokens overwrite slots that
-/// earlier tokens of the batch may need: to attend within a batch, feed at most `capacity − window + 1` tokens at once,
-/// or use pages ([`KvPool`](crate::KvPool)), which have no such limit.
+/// is longer than a ring therefore writes each slot once, with the latest token. Later tokens overwrite slots that
+/// earlier tokens of the batch may need. To attend within a batch, feed at most `capacity − window + 1` tokens at once,
+/// or use pages ([`KvPool`](crate::KvPool)), which do not have this limit.
 ///
-/// A layer of a pool that seals pages gets dense rows. The pages that later tokens of the same step see as sealed are
-/// sealed then ([`CacheLayer`](crate::CacheLayer)).
+/// In a layer of a pool that seals pages, the rows are written dense. Pages that later tokens of the same step see as
+/// sealed are then sealed ([`CacheLayer`](crate::CacheLayer)).
 ///
 /// A dense destination with the source's dtype gets the source's bits, NaN payloads included. Conversion from f32 to
 /// f16 or bf16 rounds to nearest, ties to even, and overflows to infinity.
@@ -51,7 +51,7 @@ setters! { KvWrite<'a> {
     first_token: usize,
 } }
 
-/// Runs [`KvWrite`], in one launch for any number of tokens, and one more where pages are sealed.
+/// Runs [`KvWrite`], in one launch for any number of tokens, plus one if pages are sealed.
 ///
 /// # Errors
 /// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` for a sequence that
@@ -118,8 +118,7 @@ impl Call {
     }
 }
 
-/// Whether a layer still holds the token at `position` after the step is written, if the sequence then has `len`
-/// tokens.
+/// Whether a layer still holds `position` after the step is written, if the sequence then has `len` tokens.
 #[inline]
 pub(crate) fn is_kept(position: usize, len: usize, capacity: usize) -> bool {
     position < len && len - position <= capacity

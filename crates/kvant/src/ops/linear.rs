@@ -15,11 +15,11 @@ pub(crate) const NAME: &str = "linear";
 ///
 /// # Infinities
 ///
-/// - On CUDA, with one or two rows for one matrix or few rows of experts of affine weights, an activation that is not
-///   finite or at least 2¹⁰⁶ in magnitude may make all results of its row NaN.
+/// - On CUDA, for affine weights with one or two rows for one matrix, or few rows of experts: an activation that is not
+///   finite, or at least 2¹⁰⁶ in magnitude, may make all results of its row NaN.
 /// - On CUDA, an infinite activation may make a result NaN that would be infinite.
-/// - On Metal, up to 8 rows of affine weights: so may an activation that is infinite, or so large that its products
-///   with codes are infinite.
+/// - On Metal, with up to 8 rows of affine weights: an infinite activation, or one whose products with codes overflow,
+///   may make a result NaN that would be infinite.
 ///
 /// # Example
 /// ```
@@ -48,13 +48,13 @@ pub struct Linear<'a> {
     pub alpha: f32,
     /// `[T, N]`, or `[T·top_k, N]` with experts; f32, f16 or bf16.
     pub out: &'a Tensor,
-    /// The numbers of outputs of the matrices N₀, N₁, … that W consists of, N in total, or empty for one matrix. The
+    /// The numbers of outputs N₀, N₁, … of the matrices that W consists of, N in total; empty for one matrix. The
     /// memory of `out` then holds their results one after the other: `[T, N₀]`, `[T, N₁]`, … Not with experts.
     pub parts: &'a [usize],
 }
 
 impl<'a> Linear<'a> {
-    /// The product of each row of `x` and a matrix.
+    /// Multiplies each row of `x` by a matrix.
     pub fn new(x: &'a Tensor, weight: impl Into<Weight<'a>>, out: &'a Tensor) -> Self {
         Linear { x, weight: weight.into(), out, experts: None, alpha: 1.0, parts: &[] }
     }
@@ -126,13 +126,13 @@ pub struct Affine<'a> {
 pub struct Experts<'a> {
     /// u32 `[T, top_k]`, each below E.
     pub ids: &'a Tensor,
-    /// Whether `x` has one row per (token, choice), `[T·top_k, K]`. If false, it has one row per token, which all
+    /// Whether `x` has one row per (token, choice), `[T·top_k, K]`. Otherwise it has one row per token, which all
     /// choices of the token share.
     pub expanded: bool,
 }
 
 impl<'a> Experts<'a> {
-    /// The experts `ids`, of an `x` with one row per token.
+    /// Selects the experts `ids`, for an `x` with one row per token.
     pub fn new(ids: &'a Tensor) -> Self {
         Experts { ids, expanded: false }
     }
@@ -168,7 +168,7 @@ pub fn linear(enc: &mut Encoder, args: &Linear) -> Result<()> {
     check::shape(NAME, "x", args.x, &[("T", x_rows), ("K", dims.inputs)])?;
     let rows = experts.as_ref().map_or(x_rows, |ids: &Tensor| ids.elements());
     check::shape(NAME, "out", args.out, &[("T", rows), ("N", dims.outputs)])?;
-    // A GPU cannot check the ids, and with no experts there is no valid matrix to read.
+    // A GPU cannot check the ids; without experts no id would be valid.
     check::value_is(NAME, "E", dims.experts > 0 || rows == 0, "at least 1", dims.experts)?;
     if !args.parts.is_empty() {
         let total = args.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
@@ -185,7 +185,7 @@ pub fn linear(enc: &mut Encoder, args: &Linear) -> Result<()> {
         alpha: args.alpha,
         out: args.out.clone(),
         rows,
-        // The results of one row are one after the other in any case.
+        // With one row, the results of all parts are contiguous anyway.
         parts: if rows > 1 && args.parts.len() > 1 { args.parts.to_vec() } else { Vec::new() },
     }))
 }
@@ -239,7 +239,7 @@ impl Weight<'_> {
         let [e, outputs, words] = dims(affine.codes)?;
         let [_, _, groups] = dims(affine.scales)?;
         let inputs = groups.saturating_mul(affine.group);
-        // At every width, a group of 32 or more codes is a whole number of words.
+        // At every width, 32 codes are a whole number of words.
         let words_ok = inputs.checked_mul(affine.bits as usize).is_some_and(|bits| bits / 32 == words);
         check::value_is(op, arg, words_ok, format_args!("K·bits/32 words for K = {inputs}"), words)?;
         for (arg, tensor) in [("scales", affine.scales), ("biases", affine.biases)] {
@@ -284,7 +284,7 @@ pub(crate) enum OwnedWeight {
 }
 
 impl OwnedWeight {
-    /// The matrix of some outputs; not of experts.
+    /// The part of the matrix for a range of outputs; not for experts.
     fn rows(&self, outputs: std::ops::Range<usize>) -> Result<OwnedWeight> {
         let of = |tensor: &Tensor| tensor.rows(outputs.clone());
         Ok(match self {
@@ -333,12 +333,12 @@ pub(crate) struct Call {
     pub out: Tensor,
     /// Output rows.
     pub rows: usize,
-    /// The outputs of the matrices whose results follow each other in `out`; empty if `out` is one matrix.
+    /// The numbers of outputs of the matrices whose results follow each other in `out`; empty for one matrix.
     pub parts: Vec<usize>,
 }
 
 impl Call {
-    /// Runs the product, or that of every part, for devices that write one matrix at a time.
+    /// Runs the product, or the product of each part, for devices that write one matrix at a time.
     pub(crate) fn each_part(&self, mut run: impl FnMut(&Call) -> Result<()>) -> Result<()> {
         if self.parts.is_empty() {
             return run(self);

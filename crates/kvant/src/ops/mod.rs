@@ -31,7 +31,7 @@
 //!
 //! When an operation is recorded, it returns
 //!
-//! - `Shape`, `DType`, `Value` or `Overflow` for arguments that do not fit together;
+//! - `Shape`, `DType`, `Value` or `Overflow` for arguments that are invalid or do not match;
 //! - `WrongDevice` for a tensor on another device than the encoder;
 //! - `Overlap` for an output that overlaps another argument;
 //! - on a GPU also `Unsupported`, `Compile`, `OutOfMemory` and `DeviceFault`, because kernels are compiled and
@@ -61,21 +61,21 @@
 //! | | TurboQuant | f32 (the reference uses f64) | as the codec defines ([`codec::encode`](crate::codec::encode)) | a coordinate next to a threshold may get the neighbouring index |
 //! | [`attend`](attend()) | unless below | f32, softmax included | none | g as above; r = u of `q` for rotated f16 or bf16 queries |
 //! | | quantised keys or values; CPU at [`Avx512Vbmi`](crate::SimdLevel::Avx512Vbmi) and above (default where available) | integers | centroids and their factors are rounded to fixed point | r = 2⁻¹² + g/2¹⁴. RMS error with normal keys and queries, measured: 1.5·10⁻⁴ of a result at scale 1/√D; at scale 1 up to 4.4·10⁻⁴ (D = 256) and 6.1·10⁻⁴ (D = 512) |
-//! | | 32 query rows or more of a KV head, in prompts or groups of heads; CPU at [`Avx512Amx`](crate::SimdLevel::Avx512Amx) (default where available), D a multiple of 32 | f32 | queries, keys, values and softmax weights are split into sums of two bf16 numbers, of which the product of the smaller ones is left out | r = (1 + g)/2¹⁷: each factor keeps 16 bits or more (below 2⁻¹¹⁰ fewer). RMS error with normal keys and queries, measured at scale 1/√D: 5.1·10⁻⁶ over f16, 3.3·10⁻⁶ over bf16, 6.4·10⁻⁶ over f32 and quantised caches |
+//! | | 32 query rows or more of a KV head, in prompts or groups of heads; CPU at [`Avx512Amx`](crate::SimdLevel::Avx512Amx) (default where available), D a multiple of 32 | f32 | queries, keys, values and softmax weights are split into hi + lo bf16; products lo · lo are omitted | r = (1 + g)/2¹⁷: each factor keeps 16 bits or more (below 2⁻¹¹⁰ fewer). RMS error with normal keys and queries, measured at scale 1/√D: 5.1·10⁻⁶ over f16, 3.3·10⁻⁶ over bf16, 6.4·10⁻⁶ over f32 and quantised caches |
 //! | | other tokens over quantised keys or values; CUDA, f16 or bf16 `out` | f32 | centroids and their factors are rounded to f16 | r = g/2¹¹: a relative error of at most 2⁻¹² for each rounded factor |
 //! | | prompts over dense caches of `q`'s 16-bit dtype, f16 or bf16 `out`; CUDA | f32 | softmax weights are rounded to `q`'s dtype | r = half a unit of `q`'s dtype |
 //! | | prompts over quantised caches of a pool, bf16 `q`, f16 or bf16 `out`; CUDA | f32 | also decoded keys and values | r = (2 + g)·2⁻⁹ |
-//! | | other caches; CUDA, f16 or bf16 `out` | f32 | softmax weights and f32 queries, keys and values are split into sums of f16 or bf16 numbers | at least 16 bits of each factor |
-//! | | CUDA, f32 `out` | f32 | as above, and centroids | at least 22 bits of each factor |
+//! | | other caches; CUDA, f16 or bf16 `out` | f32 | softmax weights and f32 queries, keys and values are split into several f16 or bf16 terms | at least 16 bits of each factor |
+//! | | CUDA, f32 `out` | f32 | as above; centroids are split as well | at least 22 bits of each factor |
 //! | | quantised values; CUDA | f32 | weights are scaled by the largest norm among the values that a block of neighbouring tokens sees | values with a norm below 2⁻²⁸ of the largest lose bits of their weight; below about 2⁻³⁸ they count as zero |
 //! | [`norm_rope`](norm_rope()) | [`Angles::Theta`] | f32 | angles are exact to 1e-5 rad up to position 1 048 576 | r = 1e-5 · position / 2²⁰ |
 //! | [`norm_rope_write`](norm_rope_write()) | | f32 | none: keys and values are encoded from f32 | as `norm_rope`, then as `kv_write` |
 //! | [`hadamard`](hadamard()) | | f32 | none | |
 //! | [`linear`](linear()) | unless below | f32 | none | g = 2 for K > 4096 |
 //! | | affine or blocks, up to 15 rows for one matrix (with experts: for each); CPU at `Avx512Vbmi` and above | integers per group (8-bit and IQ4 codes: f32), then f32 | activations are rounded to steps of about 2⁻²³ of the largest of their group | activations below half a step count as zero |
-//! | | with [`eight_bit_activations`](crate::CpuOptions::eight_bit_activations), dense f16 or bf16, 16 rows or more for one matrix, affine or blocks, 48 rows or more for a matrix (with experts: on average); CPU at `Avx512Amx` | f32 | activations and weights are rounded to bf16 | r = 2⁻⁷: each factor errs by at most 2⁻⁸. Measured with normal activations: 2.4·10⁻³ of the RMS of a result, 1.6·10⁻³ if one of the factors is bf16 already. Products below 2⁻¹²⁶ count as zero |
-//! | | with `eight_bit_activations`, affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16), unless above; CPU at `Avx2Vnni`, `Avx512Vnni` and above | integers per group, then f32 | activations are rounded to 8 bits, to steps of 1/127 of the largest of their group | r = 2⁻⁷ with normal activations, up to √N/440 where one of the N inputs of a group is far larger than the others. Measured with normal ones: 4·10⁻³ to 6·10⁻³ of the RMS of a result |
-//! | | dense f16 or bf16, 16 rows or more for one matrix, affine or blocks, 32 rows or more for a matrix (with experts: on average), unless above; CPU at `Avx512Amx` (default where available) | f32 | activations and weights are sums of two bf16 numbers, of which the product of the smaller ones is left out | r = 2⁻¹⁵. Measured: 3·10⁻⁶ of the RMS of a result. Products below 2⁻¹¹⁷ keep 8 bits, below 2⁻¹²⁶ none |
+//! | | with [`eight_bit_activations`](crate::CpuOptions::eight_bit_activations), dense f16 or bf16, 16 rows or more for one matrix, affine or blocks, 48 rows or more for a matrix (with experts: on average); CPU at `Avx512Amx` | f32 | activations and weights are rounded to bf16 | r = 2⁻⁷: each factor has a relative error of at most 2⁻⁸. Measured with normal activations: 2.4·10⁻³ of the RMS of a result, 1.6·10⁻³ if one factor is already bf16. Products below 2⁻¹²⁶ count as zero |
+//! | | with `eight_bit_activations`, affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16), unless above; CPU at `Avx2Vnni`, `Avx512Vnni` and above | integers per group, then f32 | activations are rounded to 8 bits, to steps of 1/127 of the largest of their group | r = 2⁻⁷ with normal activations, up to √N/440 if one of the N inputs of a group is far larger than the others. Measured with normal activations: 4·10⁻³ to 6·10⁻³ of the RMS of a result |
+//! | | dense f16 or bf16, 16 rows or more for one matrix, affine or blocks, 32 rows or more for a matrix (with experts: on average), unless above; CPU at `Avx512Amx` (default where available) | f32 | activations and weights are split into hi + lo bf16; products lo · lo are omitted | r = 2⁻¹⁵. Measured: 3·10⁻⁶ of the RMS of a result. Products below 2⁻¹¹⁷ keep 8 bits, below 2⁻¹²⁶ none |
 //! | | affine or blocks, 16 rows or more for one matrix (with experts: all rows, once one expert has 16), unless above; CPU at `Avx2Vnni`, `Avx512Vnni` and above | integers per group, then f32 | activations are rounded to 16 bits, relative to the largest of their group | r = 2⁻¹⁵. Measured: about 2·10⁻⁵ of the RMS of a result (f32: 10⁻⁷, bf16: about 10⁻³) |
 //! | | affine, one or two rows for one matrix, or few rows of experts; CUDA | integers per group, then f32 | activations are rounded to steps of 2⁻²² of the largest of 128 consecutive inputs | activations below one step count as zero |
 //! | | affine or blocks, bf16 `x` and `out`, 1024 rows or more (on GPUs other than Hopper and for groups of 32: 33; for codes of 2, 3 and 5 bits and blocks: 41), no experts; CUDA with cuBLASLt | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
@@ -88,13 +88,13 @@
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
 //! | [`moe_route`](moe_route()) | chosen by logits | f32 | none | ids are exact |
-//! | | with a bias or groups | f32 | none | the choice between corrected scores, or values of groups, that differ by less than 2⁻²² may be another one; scores below 2⁻¹²⁶ may count as zero |
+//! | | with a bias or groups | f32 | none | corrected scores, or values of groups, that differ by less than 2⁻²² may be ordered either way; scores below 2⁻¹²⁶ may count as zero |
 //! | [`moe_combine`](moe_combine()) | | f32 | none | |
 //! | [`argmax`](argmax()) | | none | none | exact |
-//! | [`sample`](sample()) | | f32 or wider | none | of two candidates whose rates are equal up to rounding, either may be drawn |
+//! | [`sample`](sample()) | | f32 or wider | none | if the rates of two candidates are equal up to rounding, either may be drawn |
 //!
-//! "Blocks" include MXFP4 and NVFP4 with separate scales, and on CUDA MXFP8, whose weights bf16 holds exactly. The CPU
-//! multiplies MXFP8 in f32.
+//! "Blocks" include MXFP4 and NVFP4 with separate scales. On CUDA they also include MXFP8, whose weights are exact in
+//! bf16. The CPU multiplies MXFP8 in f32.
 //!
 //! To multiply in f32 on a CPU with VNNI or AMX, at half the speed or less for [`linear`](linear()), open the device
 //! with [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`, or `Avx2` without AVX-512.
@@ -142,9 +142,9 @@ use crate::{
     encoder::{Access, Touch},
 };
 
-/// The validated calls of all operations: the set that a backend must run.
+/// Defines the enum of the validated calls of all operations, which every backend must run.
 ///
-/// Each file's `Call` holds owned tensors and the dimensions that validation resolved.
+/// The `Call` of each file holds owned tensors and the dimensions that validation resolved.
 macro_rules! calls {
     ($($variant:ident($module:ident)),* $(,)?) => {
         // Boxing the large variants would allocate on every call.
@@ -207,7 +207,7 @@ calls! {
 }
 
 impl Call {
-    /// The step that says where tokens are in a cache.
+    /// The step that gives the positions of the call's tokens.
     pub(crate) fn step(&self) -> Option<&Step> {
         match self {
             Call::Attend(call) => Some(&call.step),

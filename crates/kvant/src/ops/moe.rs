@@ -25,8 +25,8 @@ pub(crate) mod route {
 
     /// Groups of experts with consecutive ids, from which a token chooses first.
     ///
-    /// A group's value is the sum of the two largest corrected scores in it. The token chooses its experts from the
-    /// `chosen` groups of the largest values, with the lower group first among equals and NaN last.
+    /// A group's value is the sum of its two largest corrected scores. The token chooses its experts from the `chosen`
+    /// groups with the largest values; among equals the lower group is first, and NaN is last.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct ExpertGroups {
         /// The number of groups, at most [`ExpertGroups::MAX`]: a divisor of E that leaves two or more experts in each.
@@ -42,8 +42,8 @@ pub(crate) mod route {
 
     /// Arguments of [`moe_route`](moe_route()): the experts of each token and their weights.
     ///
-    /// The operation takes the `top_k` largest logits of each token in falling order, with the lower id first among
-    /// equals and NaN last. The weights are the softmax over these logits only, times a factor per expert. Without
+    /// The operation selects the `top_k` largest logits of each token in descending order; among equals the lower id is
+    /// first, and NaN is last. The weights are the softmax over these logits only, times a factor per expert. Without
     /// `normalise`, the softmax is over all logits of the token, so that the weights sum to less than 1.
     ///
     /// With any of `scores`, `bias`, `groups`, `min_sum`, `epsilon` and `scale`, the operation computes for each token:
@@ -51,10 +51,10 @@ pub(crate) mod route {
     /// 1. the scores of all experts: [`ExpertScores`]. A NaN among the logits makes every softmax score NaN;
     /// 2. the corrected scores: scores + `bias`;
     /// 3. the candidates: all experts, or those of the chosen [`ExpertGroups`];
-    /// 4. the `top_k` candidates with the largest corrected scores (without `bias`, with the largest logits) in falling
-    ///    order, with the lower id first among equals and NaN last;
-    /// 5. their weights: scores without the bias; with `normalise` divided by max(Σ, `min_sum`) + `epsilon`, where Σ is
-    ///    the sum over the chosen experts; times `scale` and the factor per expert.
+    /// 4. the `top_k` candidates with the largest corrected scores (without `bias`, with the largest logits) in
+    ///    descending order; among equals the lower id is first, and NaN is last;
+    /// 5. their weights: the scores without the bias, times `scale` and the factor per expert. With `normalise`, they
+    ///    are divided by max(Σ, `min_sum`) + `epsilon`, where Σ is the sum of the chosen experts' scores.
     #[derive(Clone, Copy, Debug)]
     #[non_exhaustive]
     pub struct MoeRoute<'a> {
@@ -68,7 +68,7 @@ pub(crate) mod route {
         pub groups: Option<ExpertGroups>,
         /// f32 `[E]`: multiplies the weight of each chosen expert.
         pub expert_scale: Option<&'a Tensor>,
-        /// Whether the weights are normalised over the chosen experts (the default), or scores among all.
+        /// Whether the weights are normalised over the chosen experts (the default), instead of over all experts.
         pub normalise: bool,
         /// The minimum of the sum that divides normalised weights: 0 (the default) or more.
         pub min_sum: f32,
@@ -167,7 +167,7 @@ pub(crate) mod route {
         check::at_most(NAME, "top_k", top_k, chosen * (experts / count))
     }
 
-    /// The options that are no tensors.
+    /// The options that are not tensors.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub(crate) struct RouteRule {
         pub scores: ExpertScores,
@@ -192,7 +192,7 @@ pub(crate) mod route {
     }
 
     impl Call {
-        /// Whether the weights need the softmax over the chosen logits alone, or over all, and no scores.
+        /// Whether the weights are the softmax over the chosen or over all logits, so that no other scores are needed.
         pub(crate) fn is_plain(&self) -> bool {
             let RouteRule { scores, groups, normalise: _, min_sum, epsilon, scale } = self.rule;
             let is_softmax = scores == ExpertScores::Softmax;
@@ -239,7 +239,7 @@ pub(crate) mod combine {
         pub x: &'a Tensor,
         /// f32 `[T, top_k]`.
         pub weights: &'a Tensor,
-        /// The output of what all tokens pass: `[T, N]`, f32, f16 or bf16. May be `out`.
+        /// The output of a shared branch that all tokens pass through: `[T, N]`, f32, f16 or bf16. May be `out`.
         pub added: Option<&'a Tensor>,
         /// The weight of `added`: f32 `[T, 1]`; `None` for 1. Requires `added`.
         pub added_weights: Option<&'a Tensor>,

@@ -36,8 +36,8 @@ pub struct NormRope<'a> {
     pub rope: Option<Rope<'a>>,
     /// u32 `[T]`: the position of each token.
     pub positions: &'a Tensor,
-    /// Whether to apply the Hadamard rotation to the result, as queries for a TurboQuant cache need it. D must be a
-    /// power of two from 2 to 4096.
+    /// Whether to apply the Hadamard rotation to the result, for queries of a TurboQuant cache. D must be a power of
+    /// two from 2 to 4096.
     pub rotate: bool,
     /// The layout of `out`.
     pub out_order: HeadOrder,
@@ -86,7 +86,7 @@ setters! { HeadNorm<'a> {
 pub struct Rope<'a> {
     /// The source of the angles.
     pub angles: Angles<'a>,
-    /// How many pairs are rotated, at most D/2. The other coordinates pass through.
+    /// The number of rotated pairs, at most D/2. The other coordinates pass through.
     pub rotated_pairs: usize,
     /// Which coordinates form a pair.
     pub layout: PairLayout,
@@ -192,7 +192,7 @@ pub fn norm_rope<'a>(enc: &mut Encoder, args: &NormRope<'a>) -> Result<Query<'a>
     Ok(Query::of(args.out, args.rotate))
 }
 
-/// The Hadamard rotation requires a head size that is a power of two.
+/// Checks that the head size is a power of two if the Hadamard rotation is applied.
 pub(crate) fn check_rotate(op: &'static str, rotate: bool, head_dim: usize) -> Result<()> {
     let ok = !rotate || (head_dim.is_power_of_two() && (2..=4096).contains(&head_dim));
     check::value_is(op, "rotate", ok, "false unless D is a power of two from 2 to 4096", head_dim)
@@ -212,8 +212,8 @@ impl HeadNorm<'_> {
 impl Rope<'_> {
     pub(crate) fn validate(&self, op: &'static str, head_dim: usize) -> Result<RopeCall> {
         let pairs = self.rotated_pairs;
-        let most = head_dim / 2;
-        let expected = format_args!("at most D/2 = {most}");
+        let max_pairs = head_dim / 2;
+        let expected = format_args!("at most D/2 = {max_pairs}");
         check::value_is(op, "rope.rotated_pairs", pairs <= head_dim / 2, expected, pairs)?;
         // Pairs (i, i + D/2) cover a head only if D is even.
         let even = self.layout != PairLayout::Halves || head_dim.is_multiple_of(2);
@@ -283,7 +283,7 @@ impl RopeCall {
         }
     }
 
-    /// Positions are within the tables.
+    /// Checks that positions are within the tables.
     ///
     /// # Safety
     /// The caller holds the device's lock.

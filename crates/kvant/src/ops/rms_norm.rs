@@ -24,7 +24,7 @@ pub(crate) const MAX_NEXT: usize = 3;
 /// `out` and `sum` may each be `x` or the residual, but not the same tensor.
 ///
 /// Each [`NextNorm`] of `next` is a norm of `out` with a weight of its own. It reads `out` as stored, rounded to its
-/// dtype: the results are those of separate calls.
+/// dtype, so that results equal those of separate calls.
 ///
 /// # Example
 /// ```
@@ -58,7 +58,7 @@ pub struct RmsNorm<'a> {
     pub out: &'a Tensor,
     /// Norms of `out`; at most 3.
     pub next: &'a [NextNorm<'a>],
-    /// The `eps` of those norms; [`RmsNorm::new`] sets the one of the first norm.
+    /// The `eps` of the norms in `next`; [`RmsNorm::new`] sets it to the first norm's.
     pub next_eps: f32,
 }
 
@@ -207,7 +207,7 @@ impl<'a> Residual<'a> {
     }
 }
 
-/// An epsilon is finite and not negative.
+/// Checks that an epsilon is finite and not negative.
 pub(crate) fn check_eps(op: &'static str, arg: &'static str, eps: f32) -> Result<()> {
     check::value_is(op, arg, eps.is_finite() && eps >= 0.0, "finite and not negative", eps)
 }
@@ -223,7 +223,7 @@ pub(crate) struct Call {
     pub add: Add,
     pub scale: f32,
     pub out: Tensor,
-    /// The first ones are present. An array, because a decode step allocates nothing.
+    /// Present entries come first. An array, so that a decode step allocates nothing.
     pub next: [Option<NextCall>; MAX_NEXT],
     pub rows: usize,
     pub dim: usize,
@@ -261,7 +261,7 @@ impl Call {
         self.next.iter().flatten()
     }
 
-    /// Rows of x that make one of the result.
+    /// The number of rows of x that are summed into one row.
     pub(crate) fn terms(&self) -> usize {
         self.combine.as_ref().map_or(1, |combine| combine.shape()[1])
     }
@@ -274,7 +274,7 @@ impl Call {
         }
     }
 
-    /// The weight of the residual's own norm, if it has both.
+    /// The weight of the residual's own norm, if it has a norm with a weight.
     pub(crate) fn residual_weight(&self) -> Option<&Tensor> {
         match &self.add {
             Add::Normed { weight } => weight.as_ref(),

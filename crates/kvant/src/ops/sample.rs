@@ -8,23 +8,22 @@ pub(crate) const NAME: &str = "sample";
 
 /// Arguments of [`sample`](sample()): draws one token per row of logits.
 ///
-/// The candidates are the entries in falling order of logit, with the lower id first among equals and without NaN.
-/// Their probabilities are p = softmax(logit / temperature). Three cuts follow, in this order:
+/// The candidates are the entries in descending order of logit; among equals the lower id is first, and NaN is
+/// excluded. Their probabilities are p = softmax(logit / temperature). Three cuts follow, in this order:
 ///
 /// 1. keep the first `top_k` candidates;
 /// 2. keep the shortest prefix whose share of the remaining probability reaches `top_p`;
 /// 3. keep the candidates with p ≥ `min_p` · the largest p.
 ///
-/// The candidate with the largest p / e is drawn, the lower id among equals. e is a random number of the exponential
-/// distribution, one for each id ([`Sample::noise`]), so that a candidate is drawn with the share that its p has of the
-/// sum over the remaining candidates. Temperature 0 selects the largest logit.
+/// The candidate with the largest rate p / e is drawn; among equals, the lower id wins. e is an exponentially
+/// distributed random number, one for each id ([`Sample::noise`]). A candidate is therefore drawn with probability p
+/// divided by the sum over the remaining candidates. Temperature 0 selects the largest logit.
 ///
 /// e depends only on `seed`, the row's counter and the id. A captured step therefore draws with new numbers at each
-/// position, and a run can be repeated. Logits that differ by rounding rarely draw another token: only where two
-/// candidates are equal up to that rounding, whatever the order of the others.
+/// position, and a run can be repeated. Logits that differ by rounding draw another token only if the two largest rates
+/// are equal up to that rounding, whatever the order of the others.
 ///
-/// A row that holds only NaN draws `u32::MAX`, which is not a valid id. Activations that overflow their dtype produce
-/// such logits.
+/// A row that holds only NaN, which overflowing activations produce, draws `u32::MAX`, which is not a valid id.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Sample<'a> {
@@ -44,8 +43,8 @@ pub struct Sample<'a> {
     /// sequence, its position is a suitable counter. Sequences that are sampled together need different counters, for
     /// example `position * sequences + sequence`, or separate calls with different seeds.
     pub counter: &'a Tensor,
-    /// u32 `[T, 8]`: the parameters of each row ([`SampleRow::words`]), in place of those above. A captured step reads
-    /// them again.
+    /// u32 `[T, 8]`: the parameters of each row ([`SampleRow::words`]), which replace the fields above. A captured step
+    /// reads them at each replay.
     pub rows: Option<&'a Tensor>,
     /// u32 `[T]`.
     pub out: &'a Tensor,
@@ -117,8 +116,8 @@ impl SampleRow {
     /// Words of a row.
     pub const WORDS: usize = 8;
 
-    /// The row of [`Sample::rows`], which GPUs read as it is: seed, top_p times 2^64, 0, top_k, temperature, min_p.
-    /// Parameters out of range are moved into it. A greedy row keeps one candidate.
+    /// The row of [`Sample::rows`], in the layout that GPUs read: seed, top_p times 2^64, 0, top_k, temperature, min_p.
+    /// Parameters out of range are clamped. A greedy row keeps one candidate.
     pub fn words(self) -> [u32; SampleRow::WORDS] {
         let is_greedy = self.temperature <= 0.0 || self.temperature.is_nan();
         let (temperature, top_k) =
@@ -138,12 +137,12 @@ impl SampleRow {
         ]
     }
 
-    /// What any words mean.
+    /// The parameters that words encode, clamped to their ranges.
     pub(crate) fn of_words(words: &[u32]) -> SampleRow {
         let word = |index: usize| words.get(index).copied().unwrap_or(0);
         let long = |index: usize| u64::from(word(index)) | u64::from(word(index + 1)) << 32;
         SampleRow {
-            // NaN is the other operand.
+            // `max` returns the other operand for NaN.
             temperature: f32::from_bits(word(6)).max(f32::MIN_POSITIVE),
             top_k: word(5).max(1) as usize,
             top_p: (long(2).max(1) as f64 / 2f64.powi(64)) as f32,
@@ -153,13 +152,13 @@ impl SampleRow {
     }
 }
 
-/// A share times 2^64. However small, it keeps the first candidate.
+/// A share times 2^64. It is at least 1, which keeps the first candidate.
 pub(crate) fn scaled(share: f32) -> u64 {
     ((f64::from(share) * 2f64.powi(64)) as u64).max(1)
 }
 
 impl Sample<'_> {
-    /// The random bits of an id. They are a uniform number v = (bits + ½) / 2³², and e = −ln(1 − v).
+    /// The random bits of an id. They encode a uniform number v = (bits + ½) / 2³², and e = −ln(1 − v).
     pub fn noise(seed: u64, counter: u32, id: u32) -> u32 {
         noise(stream(seed, counter), id)
     }
@@ -187,13 +186,13 @@ fn mixed(mut x: u32) -> u32 {
     x ^ (x >> 16)
 }
 
-/// e of random bits. A polynomial where 1 − v would lose the lower bits of v.
+/// e from random bits: a polynomial for small v, where 1 − v would lose low bits.
 pub(crate) fn exponential_of(bits: u32) -> f32 {
     let v = (bits as f32 + 0.5) * 2f32.powi(-32);
     if v < 1.0 / 64.0 {
         return v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)));
     }
-    // v rounds to 1 at last.
+    // The largest v round to 1.
     -(1.0 - v).max(2f32.powi(-24)).ln()
 }
 
@@ -232,7 +231,7 @@ pub fn sample(enc: &mut Encoder, args: &Sample) -> Result<()> {
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub logits: Tensor,
-    /// Of all rows, unless each has its own. `top_k` is 1 to vocab.
+    /// The parameters of all rows, unless each row has its own. `top_k` is from 1 to V.
     pub how: SampleRow,
     pub counter: Tensor,
     pub rows: Option<Tensor>,
@@ -241,7 +240,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// The parameters of a row. `words` are those of `rows`.
+    /// The parameters of a row. `words` are the contents of `rows`.
     pub(crate) fn how(&self, row: usize, words: Option<&[u32]>) -> SampleRow {
         let Some(words) = words else { return self.how };
         let own = SampleRow::of_words(words.get(row * SampleRow::WORDS..).unwrap_or(&[]));

@@ -1,7 +1,7 @@
-//! Sealing of pages: the dense rows of whole pages become those of the layer's codecs.
+//! Sealing: encodes the dense rows of whole pages with the layer's codecs.
 //!
-//! A [`KvPool`](crate::KvPool) decides which pages; nobody else seals. A captured graph reads the pages of each replay,
-//! so they are in a buffer.
+//! A [`KvPool`](crate::KvPool) decides which pages to seal; nobody else seals. The pages are listed in a buffer, so
+//! that a captured graph reads the list at each replay.
 
 use crate::{
     Encoder, KvLayer, Result, Tensor,
@@ -10,11 +10,11 @@ use crate::{
 
 pub(crate) const NAME: &str = "seal";
 
-/// Encodes whole pages of a layer that seals pages: of each page and KV head the keys, and the values, each side around
-/// its own mean where the codec is centred. Vectors of dense sides are converted.
+/// Encodes whole pages of a layer that seals pages: the keys and the values of each page and KV head. If the codec is
+/// centred, each side is encoded around its own mean. Vectors of sides with a dense codec are converted.
 ///
 /// `pages` is u32 `[n, 3]`: entries of the page tables of the dense and of the sealed pages, and the page's index in
-/// its sequence. A row with an entry that is no page is skipped. No sealed page is there twice.
+/// its sequence. A row with an entry that is not a page is skipped. No sealed page occurs twice.
 ///
 /// Keys are encoded without their bias, if the layer has one ([`KeyBias`](crate::KeyBias)).
 pub(crate) fn seal(enc: &mut Encoder, layer: &KvLayer, pages: &Tensor) -> Result<()> {
@@ -30,21 +30,21 @@ pub(crate) fn seal(enc: &mut Encoder, layer: &KvLayer, pages: &Tensor) -> Result
 pub(crate) struct Call {
     /// The layer of the dense pages.
     pub dense: KvLayer,
-    /// That of the sealed pages.
+    /// The layer of the sealed pages.
     pub sealed: KvLayer,
     /// u32 `[n, 3]`.
     pub pages: Tensor,
 }
 
 impl Call {
-    /// The most pages.
+    /// Maximum pages.
     pub(crate) fn count(&self) -> usize {
         self.pages.shape()[0]
     }
 
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "pages", tensor: &self.pages, access: Read });
-        // The pages of both are in the pool's memory: what is read and what is written never overlap.
+        // Both layers use the pool's memory. The pages that are read and written never overlap.
         self.sealed.touches(Write, visit);
     }
 

@@ -1,7 +1,7 @@
 use super::io;
 use crate::ops::argmax::Call;
 
-/// The index of the largest element; the lowest among equals. NaN is never chosen; nothing but NaN gives none.
+/// The index of the largest element; the lowest among equals. NaN is never chosen; `None` if all elements are NaN.
 pub fn argmax(x: &[f64]) -> Option<usize> {
     let mut best: Option<usize> = None;
     for (i, &value) in x.iter().enumerate() {
@@ -12,7 +12,7 @@ pub fn argmax(x: &[f64]) -> Option<usize> {
     best
 }
 
-/// As the operation writes it.
+/// The index as the operation writes it.
 pub(super) fn index(found: Option<usize>) -> u32 {
     found.map_or(u32::MAX, |index| index as u32)
 }

@@ -3,13 +3,13 @@ use std::{collections::BTreeMap, ops::Range};
 use super::{check_len, hadamard, io, key_bias, softcap};
 use crate::{Result, ops::attend::Call};
 
-/// A partial result of attention, over some of the keys: enough to go on from, or to be merged with the result over
-/// other keys (Milakov & Gimelshein 2018; Dao et al. 2022).
+/// A partial softmax result over some of the keys. It can be extended, or merged with the state over other keys
+/// (Milakov & Gimelshein 2018; Dao et al. 2022).
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     /// Σⱼ exp(scoreⱼ − m) · valueⱼ.
     pub o: Vec<f64>,
-    /// The largest score, and at least `f64::MIN`; −∞ when there was no key.
+    /// The largest score, and at least `f64::MIN`; −∞ without keys.
     pub m: f64,
     /// Σⱼ exp(scoreⱼ − m).
     pub l: f64,
@@ -21,7 +21,7 @@ impl State {
         State { o: vec![0.0; head_dim], m: f64::NEG_INFINITY, l: 0.0 }
     }
 
-    /// The state over the keys of both, which have the same D. Associative and commutative; the empty state is neutral.
+    /// The state over the keys of both, which have equal D. Associative and commutative; the empty state is neutral.
     #[must_use]
     pub fn merge(self, other: State) -> State {
         // An empty side must not be scaled by exp(−∞ + ∞).
@@ -37,18 +37,18 @@ impl State {
         State { o, m, l: a * self.l + b * other.l }
     }
 
-    /// softmax · V; zeros when there was no key, NaN when every score was −∞.
+    /// softmax · V; zeros without keys, NaN if every score was −∞.
     pub fn finish(&self) -> Vec<f64> {
         let no_key = self.m == f64::NEG_INFINITY && self.l == 0.0;
         self.o.iter().map(|o| if no_key { 0.0 } else { o / self.l }).collect()
     }
 
-    /// log2 Σⱼ exp(scoreⱼ): with the result all that a merge needs. −∞ when there was no key, or every score was −∞.
+    /// log2 Σⱼ exp(scoreⱼ), which a merge needs in addition to the result. −∞ without keys, or if every score was −∞.
     fn end(&self) -> f64 {
         (self.m + self.l.ln()) * std::f64::consts::LOG2_E
     }
 
-    /// The state that has a result and its end.
+    /// Rebuilds the state from a result and its end.
     fn of_result(result: &[f64], end: f64) -> State {
         if end == f64::NEG_INFINITY {
             return State::empty(result.len());
@@ -57,7 +57,7 @@ impl State {
     }
 }
 
-/// One query vector, and how its scores are made.
+/// One query vector, and the parameters of its scores.
 #[derive(Clone, Copy, Debug)]
 pub struct QueryVector<'a> {
     /// D coordinates.
@@ -68,10 +68,10 @@ pub struct QueryVector<'a> {
     pub softcap: Option<f64>,
 }
 
-/// The state of a query over keys and values, all of which it sees: scoreⱼ = scale · q·kⱼ, softcapped if asked for.
+/// The state of a query that sees all of the keys and values: scoreⱼ = scale · q·kⱼ, with the query's softcap.
 ///
 /// # Errors
-/// `Shape` when a key or a value is not as long as the query.
+/// `Shape` if a key or a value does not have the query's length.
 pub fn attend<'a>(query: QueryVector, keys_values: impl IntoIterator<Item = (&'a [f64], &'a [f64])>) -> Result<State> {
     let (mut scores, mut values) = (Vec::new(), Vec::new());
     for (key, value) in keys_values {
@@ -82,7 +82,7 @@ pub fn attend<'a>(query: QueryVector, keys_values: impl IntoIterator<Item = (&'a
         values.push(value);
     }
     let mut state = State::empty(query.q.len());
-    // Not −∞, from which nothing can be subtracted: a score of −∞ weighs nothing wherever another is not.
+    // Start from a finite value, because −∞ − (−∞) is NaN: so a score of −∞ has weight zero unless all scores are −∞.
     let lowest = if scores.is_empty() { f64::NEG_INFINITY } else { f64::MIN };
     state.m = scores.iter().copied().fold(lowest, f64::max);
     for (score, value) in scores.iter().zip(values) {
@@ -96,7 +96,7 @@ pub fn attend<'a>(query: QueryVector, keys_values: impl IntoIterator<Item = (&'a
 /// Decoded vectors of one sequence and KV head.
 struct Context<'a> {
     call: &'a Call,
-    /// By position: those in the cache that some token sees. A vector that none sees is not even decoded.
+    /// Keys and values by position: cached positions that some token sees. Others are not decoded.
     cached: BTreeMap<usize, [Vec<f64>; 2]>,
 }
 
@@ -212,7 +212,7 @@ mod tests {
         }
 
         #[test]
-        fn empty_state_merge(a in state()) {
+        fn the_empty_state_is_neutral(a in state()) {
             prop_assert_eq!(&a.clone().merge(State::empty(4)), &a);
             prop_assert_eq!(&State::empty(4).merge(a.clone()), &a);
         }

@@ -1,8 +1,8 @@
-//! The block formats of GGUF files and floats with a scale per group, block by block in f64.
+//! Dequantises GGUF's block formats and floats with a scale per group, block by block in f64.
 //!
 //! Every weight is scale · (value of its code) + bias. Products of f16 scales, integer scales and codes are exact in
-//! f64. K-quants (256 inputs) store the codes of 32 consecutive inputs, a unit, in the bytes of a plane: the same bits
-//! of 32 consecutive bytes.
+//! f64. K-quants (256 inputs) store a plane of the codes of 32 consecutive inputs, a unit, in 32 consecutive bytes, at
+//! the same bits of each.
 
 use half::f16;
 
@@ -20,17 +20,17 @@ const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 /// The weights of whole blocks of a format.
 ///
 /// # Errors
-/// `Shape` when `bytes` is not a whole number of blocks.
+/// `Shape` if `bytes` is not a whole number of blocks.
 pub fn dequantise_blocks(format: BlockFormat, bytes: &[u8]) -> Result<Vec<f64>> {
     let size = format.block_bytes();
     check_len("dequantise_blocks", "bytes", bytes.len().next_multiple_of(size), bytes.len())?;
     Ok(bytes.chunks_exact(size).flat_map(|block| dequantise_block(format, block)).collect())
 }
 
-/// The weights of a row of small floats with separate scales. Of 4 bits, the even inputs are in the low halves.
+/// The weights of a row of small floats with separate scales. With 4-bit codes, even inputs are in the low halves.
 ///
 /// # Errors
-/// `Shape` when there are not the codes of a group per scale.
+/// `Shape` if the number of codes is not that of `scales.len()` groups.
 pub fn dequantise_floats(format: FloatFormat, codes: &[u8], scales: &[u8]) -> Result<Vec<f64>> {
     let (group, bits) = (format.group(), format.bits());
     check_len("dequantise_floats", "codes", scales.len().saturating_mul(group * bits / 8), codes.len())?;
@@ -45,7 +45,7 @@ pub fn dequantise_floats(format: FloatFormat, codes: &[u8], scales: &[u8]) -> Re
     Ok((0..scales.len() * group).map(weight).collect())
 }
 
-/// 2^(e − 127), also for 255, which the OCP specification reserves for NaN: ggml and transformers do the same.
+/// 2^(e − 127), also for 255, as in ggml and transformers; the OCP specification reserves 255 for NaN.
 fn e8m0(e: u8) -> f64 {
     f64::from(i16::from(e) - 127).exp2()
 }
@@ -65,7 +65,7 @@ fn e2m1(code: u8) -> f64 {
     f64::from(E2M1[usize::from(code)]) / 2.0
 }
 
-/// The f16 at a byte.
+/// The f16 at byte offset `at`.
 fn half(block: &[u8], at: usize) -> f64 {
     f64::from(f16::from_le_bytes([block[at], block[at + 1]]))
 }
@@ -97,7 +97,7 @@ fn scale_of_q3(packed: &[u8], g: usize) -> f64 {
 }
 
 fn dequantise_block(format: BlockFormat, block: &[u8]) -> Vec<f64> {
-    // Of input i: its byte of a plane, its unit, and two bits of the planes of four units in 32 bytes.
+    // For input i: its byte in a plane, its unit, and its two bits of the planes of four units in 32 bytes.
     let (byte, unit) = (|i: usize| i % 32, |i: usize| i / 32);
     let two_bits = |bytes: &[u8], i: usize| bytes[i / 128 * 32 + byte(i)] >> (unit(i) % 4 * 2) & 3;
     let four_bits = |bytes: &[u8], i: usize| bytes[i / 64 * 32 + byte(i)] >> (unit(i) % 2 * 4) & 15;
@@ -132,7 +132,7 @@ fn dequantise_block(format: BlockFormat, block: &[u8]) -> Vec<f64> {
                 half(block, 0) * scale * f64::from(code) - half(block, 2) * min
             }
             BlockFormat::Q6_K => {
-                // Of 128 inputs, the first 64 are in the low halves of 64 bytes.
+                // Of 128 inputs, the first 64 are in the low halves of 64 bytes, the others in the high halves.
                 let low = block[i / 128 * 64 + i % 64] >> (i / 64 % 2 * 4) & 15;
                 let code = low | two_bits(&block[128..192], i) << 4;
                 half(block, 208) * f64::from(block[192 + i / 16] as i8) * (f64::from(code) - 32.0)
@@ -152,7 +152,7 @@ fn dequantise_block(format: BlockFormat, block: &[u8]) -> Vec<f64> {
 mod tests {
     use super::*;
 
-    /// A block by hand; `tests/suite/golden.rs` compares random blocks of every format with ggml's definition.
+    /// Checks a block by hand; `tests/suite/golden.rs` compares random blocks of every format with ggml's definition.
     #[test]
     fn a_block_of_mxfp4_and_its_twin_with_separate_scales() {
         let codes: [u8; 16] = std::array::from_fn(|i| (i as u8) << 4 | (15 - i as u8));

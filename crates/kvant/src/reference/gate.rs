@@ -1,7 +1,7 @@
 use super::io;
 use crate::ops::{Activation, gate::Call};
 
-/// The activation function at x; of [`Activation::ClampedSwish`] the factor that depends on the gate.
+/// The activation function at x; for [`Activation::ClampedSwish`], the factor that depends on the gate.
 pub fn activate(activation: Activation, x: f64) -> f64 {
     match activation {
         Activation::ClampedSwish => {
@@ -17,7 +17,7 @@ pub fn activate(activation: Activation, x: f64) -> f64 {
     }
 }
 
-/// activation(gate) · up, where [`Activation::ClampedSwish`] replaces up by one more than its clamped value.
+/// activation(gate) · up. For [`Activation::ClampedSwish`], the second factor is the clamped value of `up` plus one.
 pub fn gate(activation: Activation, gate: f64, up: f64) -> f64 {
     activate(activation, gate) * if activation == Activation::ClampedSwish { up.clamp(-7.0, 7.0) + 1.0 } else { up }
 }

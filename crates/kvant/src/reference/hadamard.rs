@@ -3,7 +3,7 @@ use crate::{Result, codec::signs, ops::hadamard::Call};
 
 /// The rotation y = H_D·(s ⊙ x)/√D, or its inverse x = s ⊙ (H_D·y)/√D.
 ///
-/// H_D is the Sylvester matrix: entry (i, j) is −1 to the number of ones in i AND j. s are the [`signs`].
+/// H_D is the Sylvester matrix: entry (i, j) is (−1)^n, with n the number of ones in i AND j. s are the [`signs`].
 ///
 /// # Errors
 /// `Value` unless D is a power of two, 2 to 4096.
@@ -45,13 +45,13 @@ pub(crate) fn run(call: &Call) {
 mod tests {
     use super::*;
 
-    /// Numbers without a pattern.
+    /// A vector of pseudo-random numbers.
     fn vector(dim: usize) -> Vec<f64> {
         (0..dim).map(|i| ((i * i + 7 * i + 3) as f64).sin() * (1.0 + (i % 5) as f64)).collect()
     }
 
     #[test]
-    fn it_is_the_matrix() {
+    fn the_rotation_equals_the_matrix_product() {
         for dim in [2, 8, 64, 512] {
             let (x, signs) = (vector(dim), signs(dim).unwrap());
             let y = hadamard(&x, false).unwrap();
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn inverse_undoes_and_lengths_stay() {
+    fn the_inverse_restores_and_lengths_are_preserved() {
         for dim in (1..=12).map(|log2| 1 << log2) {
             let x = vector(dim);
             let y = hadamard(&x, false).unwrap();

@@ -18,7 +18,7 @@ pub(super) fn load(tensor: &Tensor) -> Vec<f64> {
     load_range(tensor, 0..tensor.elements())
 }
 
-/// Some elements of a float tensor.
+/// A range of elements of a float tensor.
 pub(super) fn load_range(tensor: &Tensor, range: std::ops::Range<usize>) -> Vec<f64> {
     fn widen<E: Float>(tensor: &Tensor, range: std::ops::Range<usize>) -> Vec<f64> {
         // SAFETY: the lock is held, and nothing writes while the slice lives.
@@ -29,7 +29,7 @@ pub(super) fn load_range(tensor: &Tensor, range: std::ops::Range<usize>) -> Vec<
         DType::F32 => widen::<f32>(tensor, range),
         DType::F16 => widen::<f16>(tensor, range),
         DType::BF16 => widen::<bf16>(tensor, range),
-        DType::U32 | DType::U8 => unreachable!("validation asks for a float dtype"),
+        DType::U32 | DType::U8 => unreachable!("validation requires a float dtype"),
     }
 }
 
@@ -39,32 +39,32 @@ pub(super) fn load_u32(tensor: &Tensor) -> Vec<u32> {
     unsafe { tensor.host_slice::<u32>() }.to_vec()
 }
 
-/// The elements of a u8 tensor in a range.
+/// A range of elements of a u8 tensor.
 pub(super) fn load_u8(tensor: &Tensor, range: std::ops::Range<usize>) -> Vec<u8> {
     // SAFETY: the lock is held, and nothing writes while the slice lives.
     let all = unsafe { tensor.host_slice::<u8>() };
     all[range].to_vec()
 }
 
-/// Writes elements as they are, from `start` on.
+/// Writes elements without conversion, from index `start` on.
 pub(super) fn store_raw<E: Element>(tensor: &Tensor, start: usize, values: &[E]) {
     // SAFETY: the lock is held, and this is the only slice of the tensor.
     let out = unsafe { tensor.host_slice_mut::<E>() };
     out[start..start + values.len()].copy_from_slice(values);
 }
 
-/// Rounds all elements of a float tensor from f64.
+/// Rounds f64 values to a float tensor.
 pub(super) fn store(tensor: &Tensor, values: &[f64]) {
     store_range(tensor, 0, values);
 }
 
-/// Rounds elements of a float tensor from f64, from `start` on.
+/// Rounds f64 values to elements of a float tensor, from index `start` on.
 pub(super) fn store_range(tensor: &Tensor, start: usize, values: &[f64]) {
     match tensor.dtype() {
         DType::F32 => store_raw(tensor, start, &values.iter().map(|&x| x as f32).collect::<Vec<_>>()),
         DType::F16 => store_raw(tensor, start, &values.iter().map(|&x| round_f16(x)).collect::<Vec<_>>()),
         DType::BF16 => store_raw(tensor, start, &values.iter().map(|&x| round_bf16(x)).collect::<Vec<_>>()),
-        DType::U32 | DType::U8 => unreachable!("validation asks for a float dtype"),
+        DType::U32 | DType::U8 => unreachable!("validation requires a float dtype"),
     }
 }
 
@@ -75,7 +75,7 @@ pub(super) fn copy_elements(from: &Tensor, from_start: usize, to: &Tensor, to_st
         let values = unsafe { from.host_slice::<E>() }[from_start..from_start + len].to_vec();
         store_raw(to, to_start, &values);
     }
-    // By size: the bits are what counts.
+    // Only the size matters: bits are copied.
     match from.dtype() {
         DType::F32 => copy::<f32>(from, from_start, to, to_start, len),
         DType::F16 => copy::<f16>(from, from_start, to, to_start, len),
@@ -95,8 +95,8 @@ pub(super) fn round_bf16(x: f64) -> bf16 {
     bf16::from_f32(round_to(x, 8, -126, f64::from(bf16::MAX)))
 }
 
-/// Rounds to `precision` significant bits, fewer below 2^`min_exponent`; beyond `max` it is infinite. The result fits
-/// f32 exactly.
+/// Rounds to `precision` significant bits, to fewer below 2^`min_exponent`, and to infinity beyond `max`. The result
+/// fits f32 exactly.
 fn round_to(x: f64, precision: i32, min_exponent: i32, max: f64) -> f32 {
     if !x.is_finite() {
         return x as f32;
@@ -107,12 +107,12 @@ fn round_to(x: f64, precision: i32, min_exponent: i32, max: f64) -> f32 {
     if rounded.abs() > max { f32::INFINITY.copysign(x as f32) } else { rounded as f32 }
 }
 
-/// The element of a plane at which a row of `per_row` elements begins.
+/// The index of the first element of a row in a plane with `per_row` elements per row.
 pub(super) fn first_element(plane: &Tensor, place: RowPlace, per_row: usize) -> usize {
     place.bytes / plane.dtype().size() + place.row * per_row
 }
 
-/// A vector of a side of the layer, decoded; `keep_rotated` leaves a quantised one in the rotated basis.
+/// Decodes a vector of a side of the layer; `keep_rotated` leaves a quantised one in the rotated basis.
 pub(super) fn load_vector(layer: &KvLayer, planes: &Planes, place: RowPlace, keep_rotated: bool) -> Vec<f64> {
     let dim = layer.spec().head_dim;
     let range = |plane: &Tensor, per_row: usize| {
@@ -137,7 +137,7 @@ pub(super) fn load_vector(layer: &KvLayer, planes: &Planes, place: RowPlace, kee
     if keep_rotated { y } else { super::hadamard(&y, true).expect("the layer checked its codec") }
 }
 
-/// Encodes a vector into a row of a side of the layer. Pages have their means already.
+/// Encodes a vector into a row of a side of the layer. The means of its page are already stored.
 pub(super) fn store_vector(layer: &KvLayer, planes: &Planes, place: RowPlace, x: &[f64]) {
     let Codec::TurboQuant(tq) = planes.codec() else {
         return store_range(&planes.low, first_element(&planes.low, place, x.len()), x);
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn rounding_is_single_and_to_even() {
-        // Just above a tie: by way of f32 it would become the tie, and go down to even.
+        // Slightly above a tie: rounding to f32 first would make it a tie, which then rounds down to even.
         let above_tie = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
         assert_eq!(round_f16(above_tie).to_f64(), 1.0 + 2f64.powi(-10));
         assert_eq!(round_f16(1.0 + 2f64.powi(-11)).to_f64(), 1.0);
@@ -187,7 +187,7 @@ mod tests {
     }
 
     proptest! {
-        /// From f32 there is one rounding only, so `half` is an oracle.
+        /// For f32 inputs, `half` rounds only once, which makes it an oracle.
         #[test]
         fn rounding_agrees_with_half(bits in any::<u32>()) {
             let x = f32::from_bits(bits);

@@ -5,10 +5,10 @@ use crate::{
     ops::kv_write::{Call, is_kept},
 };
 
-/// Where the vectors of a step go: (entry of the step, KV head, place in the layer) for each that is kept.
+/// The destinations of a step's vectors: (entry of the step, KV head, place in the layer) for each that is kept.
 ///
-/// A token is kept when its position is among the last `capacity` ones below its sequence's length, and has a page if
-/// the layer has pages. Without pages its slot is the position, modulo the capacity on a ring.
+/// A token is kept if its position is among the last `capacity` ones below its sequence's length, and has a page if the
+/// layer has pages. Without pages its slot is the position, modulo the capacity on a ring.
 pub(super) fn destinations(step: &Step, layer: &KvLayer) -> Vec<(usize, usize, RowPlace)> {
     let spec = layer.spec();
     let (positions, sequences) = (io::load_u32(&step.positions), io::load_u32(&step.sequence));

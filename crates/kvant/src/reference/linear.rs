@@ -10,7 +10,7 @@ use crate::{
 /// One row of an affine matrix: `codes` is its bit stream, with a scale and a bias per `group` inputs.
 #[derive(Clone, Copy, Debug)]
 pub struct AffineRow<'a> {
-    /// Code i takes bits i·bits .. (i + 1)·bits, counted from the lowest bit of the first word.
+    /// Code i is bits i·bits .. (i + 1)·bits, counted from the lowest bit of the first word.
     pub codes: &'a [u32],
     /// One per group.
     pub scales: &'a [f64],
@@ -25,10 +25,10 @@ pub struct AffineRow<'a> {
 /// The weights of an affine row: scale · code + bias.
 ///
 /// # Errors
-/// `Shape` when the parts do not fit together, `Value` for no bits or more than 32.
+/// `Shape` if the lengths of the parts do not match, `Value` for 0 bits or more than 32.
 pub fn dequantise(row: AffineRow) -> Result<Vec<f64>> {
     let op = "dequantise";
-    // No bits would be no codes, for however many inputs.
+    // With 0 bits, no codes would match any number of inputs.
     if !(1..=32).contains(&row.bits) {
         return Err(Error::Value { op, arg: "bits", expected: "1 to 32".to_string(), got: row.bits.to_string() });
     }
@@ -45,7 +45,7 @@ pub fn dequantise(row: AffineRow) -> Result<Vec<f64>> {
 /// alpha · W·x, where `weight` holds one row of `x.len()` inputs per output.
 ///
 /// # Errors
-/// `Shape` when the weight is not a whole number of rows.
+/// `Shape` if the weight is not a whole number of rows.
 pub fn linear(x: &[f64], weight: &[f64], alpha: f64) -> Result<Vec<f64>> {
     let rows = weight.len().checked_div(x.len()).unwrap_or(0);
     check_len("linear", "weight", rows * x.len(), weight.len())?;
@@ -53,7 +53,7 @@ pub fn linear(x: &[f64], weight: &[f64], alpha: f64) -> Result<Vec<f64>> {
     Ok(weight.chunks(x.len().max(1)).map(|row| alpha * dot(row)).collect())
 }
 
-/// `rows` rows of a weight from row `first` on, dequantised. Rows of all experts count on.
+/// Dequantises `rows` rows of a weight from row `first` on. Rows are counted across experts.
 pub(super) fn load_rows(weight: &OwnedWeight, inputs: usize, first: usize, rows: usize) -> Vec<f64> {
     let (codes, scales, biases, bits, group) = match weight {
         OwnedWeight::Dense(w) => return io::load_range(w, first * inputs..(first + rows) * inputs),
@@ -101,7 +101,7 @@ pub(crate) fn run(call: &Call) {
         None => vec![0; call.rows],
     };
     let mut out = vec![0.0; call.rows * outputs];
-    // Sums of nothing are zero, and there may be any number of empty matrices.
+    // Empty sums are zero, for any number of empty matrices.
     let matrices = if inputs == 0 { 0 } else { call.dims.experts };
     for expert in 0..matrices {
         let rows: Vec<usize> = (0..call.rows).filter(|&row| experts[row] as usize == expert).collect();

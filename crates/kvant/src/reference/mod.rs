@@ -91,7 +91,7 @@ impl HostExecutor for Reference {
     }
 }
 
-/// A slice has the length that its companions ask for.
+/// Checks that a slice has the expected length.
 fn check_len(op: &'static str, arg: &'static str, expected: usize, got: usize) -> Result<()> {
     if got == expected {
         return Ok(());

@@ -7,7 +7,7 @@ use crate::{
     },
 };
 
-/// The options of [`moe_route`], as those of [`MoeRoute`](crate::ops::MoeRoute).
+/// The options of [`moe_route`]; see [`MoeRoute`](crate::ops::MoeRoute).
 #[derive(Clone, Copy, Debug)]
 pub struct Routing<'a> {
     /// The scores of the experts.
@@ -44,7 +44,7 @@ impl Default for Routing<'_> {
 }
 
 impl Routing<'_> {
-    /// Whether the softmax over the chosen logits, or over all, is the only score.
+    /// Whether the weights are the softmax over the chosen or over all logits, without other scores.
     fn is_plain(&self) -> bool {
         let is_softmax = self.scores == ExpertScores::Softmax;
         let numbers = [self.min_sum, self.epsilon, self.scale];
@@ -52,12 +52,12 @@ impl Routing<'_> {
     }
 }
 
-/// The chosen experts and their weights: the `top_k` largest logits in falling order (the lower id first among
-/// equals, NaN last), the softmax over just those, times each one's `expert_scale`. Without `normalise`, the softmax is
-/// over all logits. Scores, their bias and groups: [`MoeRoute`](crate::ops::MoeRoute).
+/// The chosen experts and their weights: the `top_k` largest logits in descending order (among equals the lower id
+/// first, NaN last), the softmax over these logits, times each expert's `expert_scale`. Without `normalise`, the
+/// softmax is over all logits. For scores, their bias and groups see [`MoeRoute`](crate::ops::MoeRoute).
 ///
 /// # Errors
-/// `Shape` when there is not one scale or bias per logit, `Value` when the groups do not divide the logits.
+/// `Shape` if the number of scales or biases is not that of the logits, `Value` if the groups do not divide the logits.
 pub fn moe_route(logits: &[f64], routing: &Routing, top_k: usize) -> Result<Vec<(usize, f64)>> {
     for (arg, values) in [("expert_scale", routing.expert_scale), ("bias", routing.bias)] {
         check_len("moe_route", arg, logits.len(), values.map_or(logits.len(), <[f64]>::len))?;
@@ -71,14 +71,14 @@ pub fn moe_route(logits: &[f64], routing: &Routing, top_k: usize) -> Result<Vec<
         Some(groups) => candidates(&corrected, groups)?,
         None => (0..logits.len()).collect(),
     };
-    // Scores rise with logits, but different logits may have the same score.
+    // Scores increase with logits, but rounding can give different logits equal scores.
     let ids = largest(if routing.bias.is_some() { &corrected } else { logits }, candidates, top_k);
     let scores = match (ids.first(), routing.is_plain() && routing.normalise) {
         (Some(&first), true) => logits.iter().map(|logit| (logit - logits[first]).exp()).collect(),
         _ => scores,
     };
     let sum: f64 = ids.iter().map(|&id| scores[id]).sum();
-    // A NaN stays.
+    // The comparison leaves a NaN unchanged.
     let sum = if sum < routing.min_sum { routing.min_sum } else { sum };
     let divisor = if routing.normalise { sum + routing.epsilon } else { 1.0 };
     let factor = |id: usize| routing.scale * routing.expert_scale.map_or(1.0, |scale| scale[id]);
@@ -97,7 +97,7 @@ fn scores(kind: ExpertScores, logits: &[f64]) -> Vec<f64> {
     }
 }
 
-/// The experts of the groups with the largest sums of two.
+/// The experts of the chosen groups: the groups with the largest sums of their two best experts.
 fn candidates(corrected: &[f64], groups: ExpertGroups) -> Result<Vec<usize>> {
     let experts = corrected.len();
     if groups.count == 0 || !experts.is_multiple_of(groups.count) {
@@ -113,7 +113,8 @@ fn candidates(corrected: &[f64], groups: ExpertGroups) -> Result<Vec<usize>> {
     Ok(chosen.into_iter().flat_map(of_group).collect())
 }
 
-/// The ids of the largest values in falling order: the lower id first among equals, NaN last. `ids` rises.
+/// The ids of the largest values in descending order; among equals the lower id is first, and NaN is last. `ids` is
+/// ascending.
 fn largest(values: &[f64], mut ids: Vec<usize>, count: usize) -> Vec<usize> {
     let rank = |id: usize| if values[id].is_nan() { (1, 0.0) } else { (0, -values[id]) };
     // The sort is stable, so equals stay in the order of their ids.
@@ -122,10 +123,10 @@ fn largest(values: &[f64], mut ids: Vec<usize>, count: usize) -> Vec<usize> {
     ids
 }
 
-/// Σⱼ weights\[j\] · row j of x, where x holds one row per weight.
+/// Σⱼ weights\[j\] · row j of x. x has one row per weight.
 ///
 /// # Errors
-/// `Shape` when x is not a whole number of rows.
+/// `Shape` if x is not a whole number of rows.
 pub fn moe_combine(x: &[f64], weights: &[f64]) -> Result<Vec<f64>> {
     let dim = x.len().checked_div(weights.len()).unwrap_or(0);
     check_len("moe_combine", "x", dim * weights.len(), x.len())?;
@@ -163,7 +164,7 @@ pub(crate) fn run_combine(call: &combine::Call) {
         moe_combine(x, &weights[choices]).expect("x has a row for each choice")
     });
     let mut out: Vec<f64> = rows.collect();
-    // A sum over no choices is zero.
+    // An empty sum is zero.
     out.resize(call.tokens * call.dim, 0.0);
     if let Some(added) = &call.added {
         let weights = call.added_weights.as_ref().map(io::load);
@@ -179,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equals_go_by_id_and_weights_sum_to_one() {
+    fn among_equals_the_lower_id_is_first_and_weights_sum_to_one() {
         let plain = Routing::default();
         let chosen = moe_route(&[1.0, f64::NAN, 3.0, 1.0, 3.0, -5.0], &plain, 4).unwrap();
         assert_eq!(chosen.iter().map(|c| c.0).collect::<Vec<_>>(), [2, 4, 0, 3]);
@@ -193,7 +194,7 @@ mod tests {
 
     /// Sigmoids of 0, ln 3 and -ln 3 are 1/2, 3/4 and 1/4.
     #[test]
-    fn a_bias_counts_in_the_choice_alone() {
+    fn a_bias_affects_the_choice_only() {
         let three = 3f64.ln();
         let routing =
             Routing { scores: ExpertScores::Sigmoid, bias: Some(&[0.0, 0.0, 0.75]), scale: 3.0, ..Routing::default() };
@@ -208,7 +209,7 @@ mod tests {
 
     /// The largest score is in group 0, and the largest sum of two in group 1.
     #[test]
-    fn groups_count_by_their_best_two() {
+    fn groups_are_ranked_by_their_best_two() {
         let groups = Some(ExpertGroups { count: 2, chosen: 1 });
         let routing = Routing { scores: ExpertScores::Sigmoid, groups, ..Routing::default() };
         let chosen = moe_route(&[2.0, -9.0, -9.0, 1.0, 1.0, 0.0], &routing, 2).unwrap();

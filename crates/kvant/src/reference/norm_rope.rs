@@ -9,10 +9,10 @@ use crate::{
 
 /// The angles of the pairs at a position: position · theta^(−2i/`base`) / factorᵢ.
 ///
-/// `base` is D for [`PairLayout::Halves`], 2·pairs for the others; without factors they are 1.
+/// `base` is D for [`PairLayout::Halves`], 2·pairs for the other layouts. Without `factors`, each factor is 1.
 ///
 /// # Errors
-/// `Shape` when there is not one factor per pair, `OutOfMemory`.
+/// `Shape` if the number of factors is not `pairs`, `OutOfMemory`.
 pub fn rope_angles(position: u32, theta: f64, base: usize, pairs: usize, factors: Option<&[f64]>) -> Result<Vec<f64>> {
     check_len("rope_angles", "factors", pairs, factors.map_or(pairs, <[f64]>::len))?;
     let angle = |i: usize| {
@@ -27,7 +27,7 @@ pub fn rope_angles(position: u32, theta: f64, base: usize, pairs: usize, factors
     Ok(angles)
 }
 
-/// Turns pair i of a head by the angle whose (cosine, sine) is `turns[i]`; the other coordinates stay.
+/// Rotates pair i of a head by the angle whose (cosine, sine) is `turns[i]`; the other coordinates are unchanged.
 ///
 /// # Errors
 /// `Value` for more pairs than half the coordinates.
@@ -43,7 +43,8 @@ pub fn rope(x: &mut [f64], layout: PairLayout, turns: &[(f64, f64)]) -> Result<(
     Ok(())
 }
 
-/// One head of one token: the norm, then the rotary embedding, then the Hadamard rotation; each if asked for.
+/// The computation for one head of one token: the norm, then the rotary embedding, then the Hadamard rotation; each is
+/// optional.
 pub(super) struct Head {
     norm: Option<(Option<Vec<f64>>, f64)>,
     rope: Option<RopeCall>,
@@ -118,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layouts_pair_the_coordinates_they_say() {
+    fn layouts_pair_the_documented_coordinates() {
         let quarter_turn = [(0.0, 1.0); 2];
         let turned = |layout| {
             let mut x = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn mismatched_lengths_are_rejected() {
         assert!(rope(&mut [0.0; 5], PairLayout::Halves, &[(1.0, 0.0); 3]).is_err());
         assert!(rope_angles(1, 1e4, 8, 4, Some(&[1.0; 3])).is_err());
     }

@@ -7,7 +7,7 @@ use crate::{
 /// x · weight / √(mean x² + eps); without a weight, ones.
 ///
 /// # Errors
-/// `Shape` when the weight is not as long as x.
+/// `Shape` if the weight does not have the length of x.
 pub fn rms_norm(x: &[f64], weight: Option<&[f64]>, eps: f64) -> Result<Vec<f64>> {
     check_len("rms_norm", "weight", x.len(), weight.map_or(x.len(), <[f64]>::len))?;
     let mean_square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
@@ -15,7 +15,7 @@ pub fn rms_norm(x: &[f64], weight: Option<&[f64]>, eps: f64) -> Result<Vec<f64>>
     Ok(x.iter().enumerate().map(|(i, x)| x * r * weight.map_or(1.0, |w| w[i])).collect())
 }
 
-/// The sum of the rows of each token, with weights.
+/// The weighted sum of the rows of each token.
 fn weighted_sums(x: &[f64], weights: &[f64], call: &Call) -> Vec<f64> {
     let terms = call.terms();
     let sums = (0..call.rows).flat_map(|row| {
@@ -24,7 +24,7 @@ fn weighted_sums(x: &[f64], weights: &[f64], call: &Call) -> Vec<f64> {
         moe_combine(x, &weights[choices]).expect("x has a row for each weight")
     });
     let mut sums: Vec<f64> = sums.collect();
-    // A sum of no rows is zero.
+    // An empty sum is zero.
     sums.resize(call.rows * call.dim, 0.0);
     sums
 }

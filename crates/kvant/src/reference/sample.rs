@@ -4,7 +4,7 @@ use super::{
 };
 use crate::ops::{Sample, SampleRow, sample::Call};
 
-/// How [`sample`] draws; the fields are those of [`Sample`].
+/// The parameters of [`sample`]; the fields are those of [`Sample`].
 #[derive(Clone, Copy, Debug)]
 pub struct Sampling {
     /// 0 is greedy.
@@ -17,7 +17,7 @@ pub struct Sampling {
     pub min_p: f64,
 }
 
-/// The token that the random bits of ids pick, as [`Sample`] says; none from nothing but NaN.
+/// The token that is drawn with the random bits of ids, as [`Sample`] defines; `None` if all logits are NaN.
 pub fn sample(logits: &[f64], how: Sampling, noise: impl Fn(usize) -> u32) -> Option<usize> {
     if how.temperature == 0.0 {
         return argmax(logits);
@@ -33,15 +33,15 @@ fn exponential(bits: u32) -> f64 {
     -(-(f64::from(bits) + 0.5) / 2f64.powi(32)).ln_1p()
 }
 
-/// Who may be drawn, in falling order, each with its probability up to a common factor.
+/// The candidates in descending order, each with its probability up to a common factor.
 pub fn candidates(logits: &[f64], how: Sampling) -> Vec<(usize, f64)> {
     let mut ids: Vec<usize> = (0..logits.len()).filter(|&id| !logits[id].is_nan()).collect();
     // The sort is stable, so equals stay in the order of their ids.
-    ids.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).expect("NaN has been left out"));
+    ids.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).expect("NaN was removed"));
     ids.truncate(how.top_k);
     let Some(&first) = ids.first() else { return Vec::new() };
     let largest = logits[first];
-    // The largest has p = 1, also when it is infinite.
+    // The largest logit has p = 1, even if it is infinite.
     let p = |id: usize| if logits[id] == largest { 1.0 } else { ((logits[id] - largest) / how.temperature).exp() };
     let mut candidates: Vec<(usize, f64)> = ids.into_iter().map(|id| (id, p(id))).collect();
     if how.top_p < 1.0 {
@@ -89,10 +89,10 @@ mod tests {
         assert_eq!(ids(&logits, Sampling { top_k: 3, ..ALL }), [1, 0, 3]);
         assert_eq!(ids(&logits, Sampling { top_p: 0.7, ..ALL }), [1, 0]);
         assert_eq!(ids(&logits, Sampling { top_p: 0.8, ..ALL }), [1, 0, 3]);
-        // Of the first two alone the first has a share of 2/3.
+        // Between the first two only, the first has a share of 2/3.
         assert_eq!(ids(&logits, Sampling { top_k: 2, top_p: 0.6, ..ALL }), [1]);
         assert_eq!(ids(&logits, Sampling { min_p: 0.3, ..ALL }), [1, 0]);
-        // At temperature ½ they are as 1, 1/4, 1/16.
+        // At temperature ½ the ratios are 1, 1/4, 1/16.
         assert_eq!(ids(&logits, Sampling { min_p: 0.3, temperature: 0.5, ..ALL }), [1]);
     }
 
@@ -103,18 +103,18 @@ mod tests {
         let [quarter, half, three] = [1 << 30, 1 << 31, 3 << 30];
         let drawn = |logits: &[f64], how, bits: [u32; 3]| sample(logits, how, |id| bits[id]);
         for (bits, id) in [
-            // Rates are p / e: equal e leave the largest p.
+            // Rates are p / e: with equal e, the largest p wins.
             ([half; 3], 1),
             // 0.25 / 0.288 is above 0.5 / 0.693, and that is above 0.5 / 1.386.
             ([quarter, half, half], 0),
             ([half, half, quarter], 2),
             ([half, three, three], 0),
-            // The lower id of equals.
+            // Among equals, the lower id wins.
             ([quarter, three, quarter], 0),
         ] {
             assert_eq!(drawn(&logits, ALL, bits), Some(id), "{bits:?}");
         }
-        // A candidate that a cut has removed is not drawn.
+        // A candidate that a cut removed is not drawn.
         assert_eq!(drawn(&logits, Sampling { top_k: 2, ..ALL }, [half, three, 0]), Some(0));
         assert_eq!(drawn(&logits, Sampling { temperature: 0.0, ..ALL }, [0; 3]), Some(1));
         assert_eq!(drawn(&[f64::NAN; 3], ALL, [0; 3]), None);

@@ -1,14 +1,14 @@
-//! AMX: products of tiles, of up to 16 rows of 64 bytes. Kernels use inline assembly, because Rust's functions for them
-//! are not stable.
+//! AMX: matrix products of tiles of up to 16 rows of 64 bytes. Kernels use inline assembly, because Rust's intrinsics
+//! for AMX are not stable.
 
 use std::{arch::asm, marker::PhantomData, sync::OnceLock};
 
 /// Rows of the largest tile.
 pub(crate) const TILE_ROWS: usize = 16;
-/// Bytes of its rows.
+/// Bytes of a row of the largest tile.
 pub(crate) const TILE_BYTES: usize = 64;
 
-/// The shapes of the eight tile registers, as the processor reads them.
+/// The shapes of the eight tile registers, in the processor's layout.
 #[repr(C, align(64))]
 struct TileShapes {
     palette: u8,
@@ -18,7 +18,7 @@ struct TileShapes {
     rows: [u8; 16],
 }
 
-/// All registers are as large as they can be.
+/// All registers have the largest shape.
 const SHAPES: TileShapes = {
     let mut shapes = TileShapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
     let mut i = 0;
@@ -29,9 +29,9 @@ const SHAPES: TileShapes = {
     shapes
 };
 
-/// The tile registers of this thread, in use. Dropping this releases them; until then every context switch saves them.
+/// The tile registers of this thread, in use. Dropping this releases them; until then, every context switch saves them.
 pub(crate) struct Tiles {
-    /// Of one thread.
+    /// Not `Send`: the registers belong to one thread.
     _thread: PhantomData<*mut ()>,
 }
 
@@ -51,12 +51,12 @@ impl Tiles {
 impl Drop for Tiles {
     #[inline(always)]
     fn drop(&mut self) {
-        // SAFETY: there are `Tiles` only where AMX is.
+        // SAFETY: `Tiles` exist only on machines with AMX.
         unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) };
     }
 }
 
-/// Whether the processor multiplies tiles of bfloats and rounds to them, and the system lets this process use them.
+/// Whether the processor has AMX with bf16 tiles and conversions to bf16, and the system lets this process use tiles.
 pub(super) fn is_supported() -> bool {
     static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
     *IS_SUPPORTED.get_or_init(|| has_instructions() && is_permitted())
@@ -72,8 +72,9 @@ fn has_instructions() -> bool {
     features.edx & ALL == ALL && is_x86_feature_detected!("avx512bf16")
 }
 
-/// Asks Linux, which saves tiles only for processes that have asked. It fails on kernels without AMX, and where a
-/// thread has an alternate signal stack without room for tiles; afterwards no thread gets such a stack.
+/// Requests permission from Linux, which saves tiles only for processes that have it. This fails on kernels without
+/// AMX, and if a thread has an alternate signal stack that is too small for tiles. After success, no thread can install
+/// a too small stack.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
     const REQUEST_PERMISSION: libc::c_ulong = 0x1023;

@@ -35,14 +35,14 @@ pub(super) unsafe fn call_vnni<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Avx2>()
 }
 
-/// Adds the products of pairs of words with a sign to each sum: by hand, for the reason that AVX-512's has.
+/// Adds the products of pairs of signed words to each sum. In assembly, for the reason given in AVX-512's `dot_pairs`.
 ///
 /// # Safety
-/// The instructions of `Avx2Vnni` are there.
+/// The instructions of `Avx2Vnni` are enabled.
 #[inline]
 #[target_feature(enable = "avx2,avxvnni")]
 unsafe fn dot_pairs(mut sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
-    // SAFETY: it touches registers alone.
+    // SAFETY: it accesses only registers.
     unsafe {
         std::arch::asm!("{{vex}} vpdpwssd {0}, {1}, {2}", inout(ymm_reg) sum, in(ymm_reg) a, in(ymm_reg) b,
             options(pure, nomem, nostack, preserves_flags));
@@ -50,14 +50,14 @@ unsafe fn dot_pairs(mut sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
     sum
 }
 
-/// The same for fours of bytes, those of `a` without a sign.
+/// As [`dot_pairs`], for groups of four bytes; the bytes of `a` are unsigned.
 ///
 /// # Safety
-/// The instructions of `Avx2Vnni` are there.
+/// The instructions of `Avx2Vnni` are enabled.
 #[inline]
 #[target_feature(enable = "avx2,avxvnni")]
 unsafe fn dot_fours(mut sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
-    // SAFETY: it touches registers alone.
+    // SAFETY: it accesses only registers.
     unsafe {
         std::arch::asm!("{{vex}} vpdpbusd {0}, {1}, {2}", inout(ymm_reg) sum, in(ymm_reg) a, in(ymm_reg) b,
             options(pure, nomem, nostack, preserves_flags));
@@ -65,19 +65,19 @@ unsafe fn dot_fours(mut sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
     sum
 }
 
-/// A table of 16 by eight indices of which the low four bits count.
+/// Looks up eight indices in a table of 16 entries. Only the low four bits of an index count.
 #[inline(always)]
 unsafe fn lookup16(table: &[f32; 16], index: __m256i) -> __m256 {
     // SAFETY: AVX2 is enabled; the table has 16 entries.
     unsafe {
         let first = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr()), index);
         let second = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr().add(8)), index);
-        // Bit 3 of the index becomes the sign bit, by which the blend chooses.
+        // Bit 3 of the index becomes the sign bit, which selects the half of the table.
         _mm256_blendv_ps(first, second, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
     }
 }
 
-/// The bits of `a` where `mask` has ones, elsewhere those of `b`.
+/// The bits of `a` where `mask` is one, otherwise the bits of `b`.
 #[inline(always)]
 unsafe fn select(mask: __m256i, a: __m256i, b: __m256i) -> __m256i {
     // SAFETY: AVX2 is enabled.
@@ -132,7 +132,7 @@ impl Simd for Avx2 {
             let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
             let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
             let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
-            // Rounding could carry a NaN to infinity: truncate it and set a payload bit instead.
+            // Rounding could turn a NaN into infinity by a carry: truncate it and set a payload bit instead.
             let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
             let chosen = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
             let packed = _mm256_packus_epi32(chosen, chosen);

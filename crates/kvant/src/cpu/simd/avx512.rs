@@ -23,7 +23,7 @@ pub(super) fn has_vbmi() -> bool {
     is_x86_feature_detected!("avx512vbmi")
 }
 
-/// Which bytes of a stream of 6-bit codes each lane takes: the two that hold bits 6i to 6i + 5; 0x80 gives zero.
+/// For each lane, the two bytes of a stream of 6-bit codes that hold bits 6i to 6i + 5; 0x80 gives zero.
 const SIXES: [[u8; 4]; 16] = {
     let mut lanes = [[0, 0, 0x80, 0x80]; 16];
     let mut i = 0;
@@ -113,7 +113,7 @@ impl Simd for Avx512 {
             let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
             let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-            // Rounding could carry a NaN to infinity: truncate it and set a payload bit instead.
+            // Rounding could turn a NaN into infinity by a carry: truncate it and set a payload bit instead.
             let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
             let chosen = _mm512_mask_blend_epi32(nan, rounded, quiet);
             _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(chosen)))
@@ -189,7 +189,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     unsafe fn lookup16_low(table: &[f32; 16], codes: *const u8) -> __m512 {
-        // The permute looks only at the low four bits of each index.
+        // The permute uses only the low four bits of each index.
         unsafe {
             let index = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes.cast()));
             _mm512_permutexvar_ps(index, _mm512_loadu_ps(table.as_ptr()))
@@ -223,7 +223,7 @@ impl Simd for Avx512 {
             let ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
             let cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
             let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-            // Each quarter holds a part of the four sums.
+            // Each quarter holds a part of all four sums.
             let quarters = _mm512_add_ps(
                 _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
                 _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)),
@@ -239,7 +239,7 @@ impl Simd for Avx512 {
             for (i, row) in rows.iter_mut().enumerate() {
                 *row = _mm512_loadu_ps(from.add(i * stride));
             }
-            // Within quarters: of four rows, four columns each.
+            // Within quarters: four columns of four rows each.
             let mut quarters = [_mm512_setzero_ps(); 16];
             for (rows, to) in rows.as_chunks::<4>().0.iter().zip(quarters.as_chunks_mut::<4>().0) {
                 let low = [_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpacklo_ps(rows[2], rows[3])];
@@ -250,7 +250,7 @@ impl Simd for Avx512 {
                     to[2 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
                 }
             }
-            // Quarter j of these is column 4j + i of four rows: quarters of four of them change places.
+            // Quarter j of these is column 4j + i of four rows. Exchange the quarters of four of them.
             for i in 0..4 {
                 let [a, b, c, d] = [quarters[i], quarters[4 + i], quarters[8 + i], quarters[12 + i]];
                 let even = [_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(c, d)];
@@ -302,7 +302,7 @@ impl Simd for Avx512 {
     unsafe fn codes2(low: *const u8) -> (__m512i, __m512i) {
         unsafe {
             let low = _mm512_castsi128_si512(_mm_loadl_epi64(low.cast()));
-            // The first eight lanes take the first 32 bits.
+            // The first eight lanes use the first 32 bits.
             let word = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
             let shift = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
             let even = _mm512_srlv_epi32(_mm512_permutexvar_epi32(word, low), shift);
@@ -353,7 +353,7 @@ impl Simd for Avx512 {
         unsafe {
             let (even, odd) = Self::codes4(low);
             let high = _mm512_castsi128_si512(_mm_loadl_epi64(high.cast()));
-            // The first eight lanes take the first 32 bits.
+            // The first eight lanes use the first 32 bits.
             let word = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
             let bits = _mm512_permutexvar_epi32(word, high);
             // Rotated right by 4·lane − 4, bits 4·lane and the next are at bits 4 and 5.
@@ -389,7 +389,7 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn lookup256(table: &[f32; 256], index: __m512i) -> __m512 {
         unsafe {
-            // Only the upper half is looked up: entry i below 128 is minus entry 128 + (i ^ 127).
+            // Only the upper half of the table is looked up: entry i below 128 is minus entry 128 + (i ^ 127).
             let below = _mm512_xor_si512(_mm512_slli_epi32::<24>(index), _mm512_set1_epi32(i32::MIN));
             let sign = _mm512_and_si512(below, _mm512_set1_epi32(i32::MIN));
             let index = _mm512_xor_si512(index, _mm512_srai_epi32::<31>(below));
@@ -404,7 +404,7 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn search<const BITS: usize>(x: __m512, thresholds: &Thresholds, to: *mut u8) -> __m512i {
         unsafe {
-            // Where the compiler knows it, an addition that a mask governs becomes three instructions.
+            // If the compiler knows this constant, it turns a masked addition into three instructions.
             let one = _mm512_set1_epi32(thresholds.one);
             let codes = if BITS <= 5 {
                 search_cells::<BITS>(x, &thresholds.cells, one)
@@ -417,7 +417,8 @@ impl Simd for Avx512 {
     }
 }
 
-/// How many thresholds each lane exceeds: those of cells before its own, and that of its own, maybe.
+/// The number of thresholds that each lane exceeds: the thresholds of cells before its own, plus its own cell's if
+/// exceeded.
 #[inline(always)]
 unsafe fn search_cells<const BITS: usize>(x: __m512, cells: &ThresholdCells, one: __m512i) -> __m512i {
     // SAFETY: AVX-512 is enabled; tables have 64 entries.
@@ -432,10 +433,10 @@ unsafe fn search_cells<const BITS: usize>(x: __m512, cells: &ThresholdCells, one
     }
 }
 
-/// The same by a tree of thresholds.
+/// As [`search_cells`], by a tree of thresholds.
 #[inline(always)]
 unsafe fn search_tree<const BITS: usize>(x: __m512, tree: &[f32; 256 + 16], one: __m512i) -> __m512i {
-    // SAFETY: AVX-512 is enabled; a level's nodes, and what is looked up with them, are within the tree.
+    // SAFETY: AVX-512 is enabled; the nodes of a level, and their children, are within the tree.
     unsafe {
         // The path so far: the number of the node within its level.
         let mut path = _mm512_setzero_si512();
@@ -461,23 +462,23 @@ unsafe fn search_tree<const BITS: usize>(x: __m512, tree: &[f32; 256 + 16], one:
     }
 }
 
-/// 32 entries by the low five bits of each index.
+/// Looks up the low five bits of each index in a table of 32 entries.
 #[inline(always)]
 unsafe fn permute32(table: *const f32, index: __m512i) -> __m512 {
     // SAFETY: AVX-512 is enabled; the caller's table has 32 entries.
     unsafe { _mm512_permutex2var_ps(_mm512_loadu_ps(table), index, _mm512_loadu_ps(table.add(16))) }
 }
 
-/// Adds the products of pairs of words with a sign to each sum.
+/// Adds the products of pairs of signed words to each sum.
 ///
-/// The intrinsic is of no use: of two in a row for one sum, the compiler takes the second apart into two instructions.
+/// In assembly: if two intrinsics in a row add to one sum, the compiler splits the second one into two instructions.
 ///
 /// # Safety
-/// The instructions of `Avx512Vnni` are there.
+/// The instructions of `Avx512Vnni` are enabled.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 pub(in crate::cpu) unsafe fn dot_pairs(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: it touches registers alone.
+    // SAFETY: it accesses only registers.
     unsafe {
         std::arch::asm!("vpdpwssd {0}, {1}, {2}", inout(zmm_reg) sum, in(zmm_reg) a, in(zmm_reg) b,
             options(pure, nomem, nostack, preserves_flags));
@@ -485,14 +486,14 @@ pub(in crate::cpu) unsafe fn dot_pairs(mut sum: __m512i, a: __m512i, b: __m512i)
     sum
 }
 
-/// The same for fours of bytes, those of `a` without a sign.
+/// As [`dot_pairs`], for groups of four bytes; the bytes of `a` are unsigned.
 ///
 /// # Safety
 /// As for [`dot_pairs`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn dot_fours(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: it touches registers alone.
+    // SAFETY: it accesses only registers.
     unsafe {
         std::arch::asm!("vpdpbusd {0}, {1}, {2}", inout(zmm_reg) sum, in(zmm_reg) a, in(zmm_reg) b,
             options(pure, nomem, nostack, preserves_flags));
@@ -500,15 +501,16 @@ unsafe fn dot_fours(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
     sum
 }
 
-/// Sixteen words of each of sixteen rows, transposed: a vector has a word of each row.
+/// Sixteen words of each of sixteen rows, transposed: a vector has one word of each row.
 #[repr(align(64))]
 pub(in crate::cpu) struct TransposedRows(pub [f32; 256]);
 
 impl TransposedRows {
-    /// From byte `at` of the rows on, of which `bytes` are left. Words beyond are zero.
+    /// Loads and transposes the words from byte `at` of the rows on. The rows have `bytes` bytes from there; words
+    /// beyond are zero.
     ///
     /// # Safety
-    /// The instructions of `Avx512` are there; the rows have these bytes.
+    /// The instructions of `Avx512` are enabled; the rows have these bytes.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
     pub(in crate::cpu) unsafe fn new(rows: &[*const u8; 16], at: usize, bytes: usize) -> TransposedRows {
         let mask = if bytes < 64 { (1u64 << bytes) - 1 } else { u64::MAX };
@@ -518,7 +520,7 @@ impl TransposedRows {
             unsafe { _mm512_store_si512(to.as_mut_ptr().cast(), _mm512_maskz_loadu_epi8(mask, row.add(at).cast())) };
         }
         let mut to = TransposedRows([0.0; 256]);
-        // SAFETY: a square has 16 rows of 16.
+        // SAFETY: a square has 16 rows of 16 words.
         unsafe { Avx512::transpose16(square.0.as_ptr(), 16, to.0.as_mut_ptr()) };
         to
     }

@@ -30,16 +30,16 @@ pub enum SimdLevel {
     Portable,
     /// AVX2 with FMA and F16C (x86-64).
     Avx2,
-    /// The same with AVX-VNNI, which multiplies integers, and BMI2 (x86-64: Alder Lake and later without AVX-512).
+    /// AVX2 with AVX-VNNI (integer dot products) and BMI2 (x86-64: Alder Lake and later without AVX-512).
     Avx2Vnni,
     /// AVX-512 F, BW, VL, DQ, with AVX2, FMA and F16C (x86-64).
     Avx512,
-    /// AVX-512 that also multiplies integers: VNNI (x86-64: Cascade Lake and later).
+    /// AVX-512 with VNNI, integer dot products (x86-64: Cascade Lake and later).
     Avx512Vnni,
-    /// The same that also permutes bytes: VBMI (x86-64: Ice Lake, Zen 4 and later).
+    /// AVX-512 with VNNI and VBMI, byte permutes (x86-64: Ice Lake, Zen 4 and later).
     Avx512Vbmi,
-    /// The same that also multiplies tiles: AMX for bfloats (x86-64: Sapphire Rapids and later; Linux). Asking whether
-    /// it is supported asks Linux to let the process use tiles; alternate signal stacks need room for them from then on
+    /// AVX-512 with VNNI, VBMI and AMX for bf16 (x86-64: Sapphire Rapids and later; Linux). [`SimdLevel::is_supported`]
+    /// requests permission from Linux to use tiles. From then on, alternate signal stacks need room for them
     /// (`AT_MINSIGSTKSZ`).
     Avx512Amx,
     /// NEON (AArch64).
@@ -106,24 +106,24 @@ impl SimdLevel {
         }
     }
 
-    /// Whether the level has VNNI: [`ops::linear`](crate::ops::linear()) then rounds the activations of many rows to 16
-    /// bits where weights are quantised, or computes with sums of two bfloats where the level has AMX. With
+    /// Whether the level has VNNI. For quantised weights, [`ops::linear`](crate::ops::linear()) then rounds the
+    /// activations of many rows to 16 bits, or to hi + lo bf16 if the level has AMX. With
     /// [`CpuOptions::eight_bit_activations`](crate::CpuOptions::eight_bit_activations) it rounds them to 8 bits.
     pub fn has_vnni(self) -> bool {
         matches!(self, SimdLevel::Avx2Vnni | SimdLevel::Avx512Vnni) || self.has_vbmi()
     }
 
-    /// Whether the level has VNNI and VBMI of AVX-512: kernels multiply bytes, and permute them.
+    /// Whether the level has AVX-512's VNNI and VBMI: byte products and byte permutes.
     pub(crate) fn has_vbmi(self) -> bool {
         matches!(self, SimdLevel::Avx512Vbmi | SimdLevel::Avx512Amx)
     }
 
-    /// Whether the level has AMX: kernels multiply tiles of bf16.
+    /// Whether the level has AMX: products of bf16 tiles.
     pub(crate) fn has_amx(self) -> bool {
         self == SimdLevel::Avx512Amx
     }
 
-    /// Runs a kernel on a level that [has VNNI](SimdLevel::has_vnni). It is compiled for no other.
+    /// Runs a kernel on a level that [has VNNI](SimdLevel::has_vnni). The kernel is compiled only for these levels.
     #[inline]
     pub(crate) fn dispatch_vnni<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
@@ -138,7 +138,8 @@ impl SimdLevel {
         unreachable!("{self} has no VNNI")
     }
 
-    /// Runs a kernel on a level that [has VBMI](SimdLevel::has_vbmi), as all with AMX do. It is compiled for no other.
+    /// Runs a kernel on a level that [has VBMI](SimdLevel::has_vbmi), which includes AMX. The kernel is compiled only
+    /// for these levels.
     #[inline]
     pub(crate) fn dispatch_vbmi<K: SimdKernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
@@ -169,30 +170,30 @@ impl fmt::Display for SimdLevel {
 /// Sorted thresholds, for [`Simd::search`].
 pub(crate) struct Thresholds {
     /// A binary search tree of up to 8 levels: node 1 is the root, and the children of node n are 2n and 2n + 1. Node 0
-    /// and what follows the last level are padding.
+    /// and the entries after the last level are padding.
     pub(crate) tree: [f32; 256 + 16],
-    /// Of at most 31 thresholds; else it is not used.
+    /// Cells for up to 31 thresholds; unused for more.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "AVX-512 has permutes for it"))]
     pub(crate) cells: ThresholdCells,
-    /// 1, where no compiler knows it.
+    /// The number 1, hidden from the compiler.
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "for AVX-512"))]
     pub(crate) one: i32,
 }
 
-/// Equal parts of the line that hold one threshold each, or none: x is in cell x · factor + offset, rounded, or at the
-/// nearer end.
+/// Divides the number line into equal cells with at most one threshold each. x is in cell x · factor + offset, rounded
+/// and clamped to the first and last cell.
 pub(crate) struct ThresholdCells {
     pub(crate) factor: f32,
     pub(crate) offset: f32,
     pub(crate) last: f32,
-    /// A cell's threshold; infinity where it has none.
+    /// The threshold of each cell; infinity if it has none.
     pub(crate) threshold: [f32; 64],
-    /// How many thresholds are in the cells before.
+    /// The number of thresholds in earlier cells.
     pub(crate) below: [u32; 64],
 }
 
 impl Thresholds {
-    /// Of 2ⁿ − 1 ascending thresholds, n at most 8.
+    /// Makes the tree and cells of 2ⁿ − 1 ascending thresholds, n at most 8.
     pub(crate) fn new(thresholds: &[f32]) -> Thresholds {
         let leaves = thresholds.len() + 1;
         assert!(leaves.is_power_of_two() && leaves <= 256);
@@ -210,7 +211,7 @@ impl Thresholds {
 impl ThresholdCells {
     fn new(thresholds: &[f32], count: usize) -> ThresholdCells {
         let last = (count - 1) as f32;
-        // The outermost thresholds are in the outermost cells but one.
+        // The outermost thresholds are in the second and the second to last cell.
         let (first, end) = (thresholds.first().unwrap_or(&-1.0), thresholds.last().unwrap_or(&1.0));
         let factor = (last - 2.0) / (end - first);
         let offset = 1.0 - first * factor;
@@ -224,20 +225,20 @@ impl ThresholdCells {
         cells
     }
 
-    /// What vectors compute.
+    /// The cell of x, computed as vectors compute it.
     fn of(&self, x: f32) -> usize {
         x.mul_add(self.factor, self.offset).clamp(0.0, self.last).round_ties_even() as usize
     }
 }
 
-/// Why functions of words are not there.
+/// The panic message of word products at levels without them.
 #[cfg(target_arch = "x86_64")]
 const WITHOUT_WORDS: &str = "the level does not multiply words";
 
 /// A computation over vectors of any level.
 pub(crate) trait SimdKernel {
     type Output;
-    /// Must be `#[inline(always)]`.
+    /// Runs the computation. Must be `#[inline(always)]`.
     fn run<S: Simd>(self) -> Self::Output;
 }
 
@@ -253,15 +254,15 @@ pub(crate) trait Simd: Copy + 'static {
     /// `LANES` indices into a table; bits that the table's size does not need are ignored.
     type I: Copy;
     const LANES: usize;
-    /// The level, for the few places that specialise.
+    /// The level, for specialised code.
     const LEVEL: SimdLevel;
-    /// Whether the registers hold 16 sums and their operands; 8 otherwise. A constant: the compiler skips the other
-    /// branch.
+    /// Whether the registers hold 16 sums and their operands, instead of 8. A constant, so that the compiler drops the
+    /// other branch.
     const MANY_REGISTERS: bool = matches!(Self::LEVEL, SimdLevel::Avx512 | SimdLevel::Neon);
 
-    /// Whether this is [`SimdLevel::Portable`], where little code counts more than speed.
+    /// Whether this is [`SimdLevel::Portable`], where small code matters more than speed.
     const PORTABLE: bool = matches!(Self::LEVEL, SimdLevel::Portable);
-    /// Whether attention has kernels that read every type of key and value where it is; else it widens them first.
+    /// Whether attention has kernels that read every type of key and value in place; otherwise it widens them first.
     const READS_DIRECTLY: bool = !Self::PORTABLE;
 
     /// Runs a kernel with this level's instructions, as a function of its own. Unlike [`SimdLevel::dispatch`], it is
@@ -323,37 +324,37 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn div(a: Self::F, b: Self::F) -> Self::F;
-    /// a·b + c, rounded once where the hardware has it.
+    /// a·b + c, with one rounding if the hardware supports it.
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// The larger; `b` where either is NaN.
+    /// The larger one; `b` if either is NaN.
     unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
-    /// The smaller; `b` where either is NaN.
+    /// The smaller one; `b` if either is NaN.
     unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
-    /// To the nearest integer, ties to even.
+    /// Rounds to the nearest integer, ties to even.
     unsafe fn round(x: Self::F) -> Self::F;
     /// 2ⁿ for integral n from −126 to 127.
     unsafe fn pow2i(n: Self::F) -> Self::F;
     unsafe fn sum(x: Self::F) -> f32;
     unsafe fn max_lane(x: Self::F) -> f32;
-    /// Stores the four sums.
+    /// Stores the sum of the lanes of each vector.
     unsafe fn store_sums(to: *mut f32, x: [Self::F; 4]);
 
-    /// A vector of words with a sign, two in each lane, or of bytes, four in each lane. This and the six functions
-    /// below need [`SimdLevel::has_vnni`].
+    /// A vector of signed words, two per lane, or of bytes, four per lane. This and the six functions below need
+    /// [`SimdLevel::has_vnni`].
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn load_words(from: *const f32) -> Self::I {
         let _ = from;
         unreachable!("{WITHOUT_WORDS}")
     }
-    /// Two words, or four bytes, in every lane.
+    /// The two words, or four bytes, in every lane.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn splat_words(pair: i32) -> Self::I {
         let _ = pair;
         unreachable!("{WITHOUT_WORDS}")
     }
-    /// Rounds to the nearest integers, which fit into words.
+    /// Rounds to the nearest integers, which must fit signed words.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn store_words(to: *mut i16, x: Self::F) {
@@ -367,21 +368,21 @@ pub(crate) trait Simd: Copy + 'static {
         let _ = (sum, a, b);
         unreachable!("{WITHOUT_WORDS}")
     }
-    /// Rounds to the nearest integers, which fit into bytes with a sign.
+    /// Rounds to the nearest integers, which must fit signed bytes.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn store_bytes(to: *mut i8, x: Self::F) {
         let _ = (to, x);
         unreachable!("{WITHOUT_WORDS}")
     }
-    /// Adds the products of fours of bytes, those of `a` without a sign, to the sum in each lane.
+    /// Adds the products of groups of four bytes to the sum in each lane; the bytes of `a` are unsigned.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn dot_bytes(sum: Self::I, a: Self::I, b: Self::I) -> Self::I {
         let _ = (sum, a, b);
         unreachable!("{WITHOUT_WORDS}")
     }
-    /// The sums of [`Simd::dot_words`] and [`Simd::dot_bytes`].
+    /// Converts sums of [`Simd::dot_words`] and [`Simd::dot_bytes`] to f32.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn widen_sums(sums: Self::I) -> Self::F {
@@ -400,22 +401,21 @@ pub(crate) trait Simd: Copy + 'static {
         }
     }
 
-    /// Asks for the cache line of an address, which need not be valid, into the second-level cache.
+    /// Prefetches the cache line of an address into the second-level cache. The address need not be valid.
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         let _ = at;
     }
 
-    /// The same into the first-level cache, to be written.
+    /// Prefetches the cache line of an address into the first-level cache for writing. The address need not be valid.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     unsafe fn prefetch_to_write(at: *const u8) {
         let _ = at;
     }
 
-    /// The Walsh–Hadamard transform of the lanes, not normalised, as butterflies of distance LANES/2, …, 2, 1: of two
-    /// lanes that differ in one bit of their number, the lower gets the sum and the upper the difference, lower −
-    /// upper.
+    /// The Walsh–Hadamard transform of the lanes, not normalised, by butterflies of distance LANES/2, …, 2, 1: of two
+    /// lanes whose numbers differ in one bit, the lower gets the sum, the upper the difference lower − upper.
     #[inline(always)]
     unsafe fn hadamard_lanes(x: Self::F) -> Self::F {
         let mut lanes = [0f32; 16];
@@ -433,7 +433,7 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe { Self::load(lanes.as_ptr()) }
     }
 
-    /// How many of the 2^BITS − 1 thresholds each lane exceeds (none if it is NaN), also stored as `LANES` bytes.
+    /// The number of the 2^BITS − 1 thresholds that each lane exceeds (0 for NaN), also stored as `LANES` bytes.
     #[inline(always)]
     unsafe fn search<const BITS: usize>(x: Self::F, thresholds: &Thresholds, to: *mut u8) -> Self::I {
         let mut lanes = [0f32; 16];
@@ -448,30 +448,30 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe { Self::codes8(to) }
     }
 
-    /// Entries `codes[lane] & 15` of a table of 16, for `LANES` bytes that hold a nibble each in their low half.
+    /// Entries `codes[lane] & 15` of a table of 16, for the low halves of `LANES` bytes.
     unsafe fn lookup16_low(table: &[f32; 16], codes: *const u8) -> Self::F;
     /// As [`Simd::lookup16_low`], for the high halves.
     unsafe fn lookup16_high(table: &[f32; 16], codes: *const u8) -> Self::F;
 
-    /// The 2·`LANES` packed indices of 2 bits from `low` on: the even ones, the odd ones. The bits above are arbitrary.
+    /// The 2·`LANES` packed 2-bit indices from `low` on: the even ones, the odd ones. Higher bits are arbitrary.
     unsafe fn codes2(low: *const u8) -> (Self::I, Self::I);
-    /// The same with a third bit each from `high`, a little-endian string of bits.
+    /// As [`Simd::codes2`], with a third bit each from `high`, a little-endian bit string.
     unsafe fn codes3(low: *const u8, high: *const u8) -> (Self::I, Self::I);
-    /// The 2·`LANES` packed indices of 4 bits from `low` on: the even ones, the odd ones.
+    /// The 2·`LANES` packed 4-bit indices from `low` on: the even ones, the odd ones.
     unsafe fn codes4(low: *const u8) -> (Self::I, Self::I);
-    /// The same with a fifth bit each from `high`, a little-endian string of bits.
+    /// As [`Simd::codes4`], with a fifth bit each from `high`, a little-endian bit string.
     unsafe fn codes5(low: *const u8, high: *const u8) -> (Self::I, Self::I);
-    /// The same with two more bits each from `high`.
+    /// As [`Simd::codes4`], with two more bits each from `high`.
     unsafe fn codes6(low: *const u8, high: *const u8) -> (Self::I, Self::I);
-    /// `LANES` indices of a byte each.
+    /// `LANES` one-byte indices.
     unsafe fn codes8(low: *const u8) -> Self::I;
     unsafe fn lookup16(table: &[f32; 16], index: Self::I) -> Self::F;
     unsafe fn lookup32(table: &[f32; 32], index: Self::I) -> Self::F;
     unsafe fn lookup64(table: &[f32; 64], index: Self::I) -> Self::F;
-    /// The table must be antisymmetric: entry 255 − i is minus entry i.
+    /// Looks up indices in a table that must be antisymmetric: entry 255 − i is minus entry i.
     unsafe fn lookup256(table: &[f32; 256], index: Self::I) -> Self::F;
 
-    /// 2ˣ to about 1e-7 relative; inputs below −126 give 2⁻¹²⁶, above 127 2¹²⁷; NaN gives NaN.
+    /// 2ˣ with a relative error of about 1e-7. Inputs below −126 give 2⁻¹²⁶, above 127 2¹²⁷; NaN gives NaN.
     #[inline(always)]
     unsafe fn exp2(x: Self::F) -> Self::F {
         // SAFETY: the caller's promise.
@@ -486,7 +486,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn exp2_parts(x: Self::F) -> (Self::F, Self::F) {
         // SAFETY: the caller's promise.
         unsafe {
-            // In this order, because minimum and maximum give their second operand when one is NaN.
+            // In this order, because `min` and `max` return their second operand if one is NaN.
             let x = Self::min(Self::splat(127.0), Self::max(Self::splat(-126.0), x));
             let n = Self::round(x);
             let f = Self::sub(x, n);
@@ -506,7 +506,7 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe { Self::exp2(Self::mul(x, Self::splat(std::f32::consts::LOG2_E))) }
     }
 
-    /// tanh x = (e²ˣ − 1)/(e²ˣ + 1), to a few 1e-7 relative also where it is small.
+    /// tanh x = (e²ˣ − 1)/(e²ˣ + 1), with a relative error of a few 1e-7, also for small x.
     #[inline(always)]
     unsafe fn tanh(x: Self::F) -> Self::F {
         // SAFETY: the caller's promise.

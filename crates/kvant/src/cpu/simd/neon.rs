@@ -17,7 +17,7 @@ pub(super) unsafe fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Neon>()
 }
 
-/// Four bytes, widened.
+/// Widens four bytes.
 #[inline(always)]
 unsafe fn widen(from: *const u8) -> uint32x4_t {
     // SAFETY: NEON is enabled; `from` is valid for four bytes.
@@ -27,7 +27,7 @@ unsafe fn widen(from: *const u8) -> uint32x4_t {
     }
 }
 
-/// 16 entries by four indices whose other bits are zero; 0 for indices from 16 to 63.
+/// Looks up four indices, whose higher bits are zero, in a table of 16 entries; indices from 16 to 63 give 0.
 #[inline(always)]
 unsafe fn table16(table: *const f32, index: uint32x4_t) -> uint8x16_t {
     // SAFETY: NEON is enabled; the caller's table has 16 entries.
@@ -38,7 +38,7 @@ unsafe fn table16(table: *const f32, index: uint32x4_t) -> uint8x16_t {
     }
 }
 
-/// `N` times 16 entries, N at most 4.
+/// Looks up indices in a table of 16·`N` entries, N at most 4.
 #[inline(always)]
 unsafe fn lookup<const N: usize>(table: *const f32, index: uint32x4_t) -> float32x4_t {
     // SAFETY: NEON is enabled; the caller's table has 16·N entries.
@@ -46,7 +46,7 @@ unsafe fn lookup<const N: usize>(table: *const f32, index: uint32x4_t) -> float3
         let index = vandq_u32(index, vdupq_n_u32(16 * N as u32 - 1));
         let mut found = table16(table, index);
         for i in 1..N {
-            // An index below this part wraps around, above what the part answers.
+            // An index below this part wraps to a large value, for which the lookup gives 0.
             let part = vandq_u32(vsubq_u32(index, vdupq_n_u32(16 * i as u32)), vdupq_n_u32(63));
             found = vorrq_u8(found, table16(table.add(16 * i), part));
         }
@@ -110,7 +110,7 @@ impl Simd for Neon {
             let bits = vreinterpretq_u32_f32(x);
             let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
             let rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
-            // Rounding could carry a NaN to infinity: truncate it and set a payload bit instead.
+            // Rounding could turn a NaN into infinity by a carry: truncate it and set a payload bit instead.
             let quiet = vorrq_u32(bits, vdupq_n_u32(0x0040_0000));
             let chosen = vbslq_u32(vceqq_f32(x, x), rounded, quiet);
             vst1_u16(to, vshrn_n_u32::<16>(chosen))
@@ -151,7 +151,7 @@ impl Simd for Neon {
     }
     #[inline(always)]
     unsafe fn max(a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        // NEON's own maximum gives NaN where either is NaN.
+        // NEON's own maximum returns NaN if either operand is NaN.
         unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }
     }
     #[inline(always)]

@@ -9,7 +9,7 @@ const N: usize = 8;
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
-/// Runs a kernel: a function of its own, as those of the other levels are.
+/// Runs a kernel as a separate function, as the other levels do.
 #[inline(never)]
 pub(super) fn call<K: SimdKernel>(kernel: K) -> K::Output {
     kernel.run::<Portable>()
@@ -95,7 +95,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        // Two roundings: `mul_add` is a library call where the baseline has no FMA.
+        // Two roundings: without FMA in the baseline, `mul_add` would be a library call.
         std::array::from_fn(|i| a[i] * b[i] + c[i])
     }
     #[inline(always)]

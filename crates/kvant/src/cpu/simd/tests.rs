@@ -1,4 +1,4 @@
-//! Every method of every level that this machine supports, against scalar code.
+//! Tests every method of every supported level against scalar code.
 
 use half::{bf16, f16};
 
@@ -44,7 +44,7 @@ fn numbers() -> Vec<f32> {
     x
 }
 
-/// Equal bits; any NaN equals any other.
+/// Asserts equal bits; any NaN equals any other.
 #[track_caller]
 fn same(got: f32, want: f32, what: &str) {
     assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{what}: {got:e}, expected {want:e}");
@@ -124,7 +124,7 @@ unsafe fn halves<S: Simd>(x: &[f32]) {
 #[inline(always)]
 unsafe fn reductions<S: Simd>() {
     let n = S::LANES;
-    // Small integers: exact in any order.
+    // Small integers: sums are exact in any order.
     let x: Vec<f32> = (0..4 * n).map(|i| ((i * i * 37 + i * 11) % 1024) as f32 - 512.0).collect();
     // SAFETY: the caller's kernel enables the instructions; every pointer is valid for a vector.
     unsafe {
@@ -145,7 +145,7 @@ unsafe fn reductions<S: Simd>() {
     }
 }
 
-/// The planes of indices of so many bits.
+/// Packs indices of `bits` bits into planes.
 fn pack(codes: &[u8], bits: u32) -> (Vec<u8>, Vec<u8>) {
     let (low, high) = codec::plane_bytes(bits, codes.len()).unwrap();
     let (mut low, mut high) = (vec![0; low], vec![0; high]);
@@ -162,8 +162,8 @@ unsafe fn tables<S: Simd>() {
         let even = |bits: u32| (0..n).map(move |i| table[usize::from(codes[2 * i]) % (1 << bits)]).collect::<Vec<_>>();
         let odd =
             |bits: u32| (0..n).map(move |i| table[usize::from(codes[2 * i + 1]) % (1 << bits)]).collect::<Vec<_>>();
-        // SAFETY: the caller's kernel enables the instructions; the planes hold 2·LANES indices, the tables as many
-        // entries as their types say.
+        // SAFETY: the caller's kernel enables the instructions; the planes hold 2·LANES indices, and the tables have
+        // the entries that their types give.
         unsafe {
             let (t16, t32, t64) = (&*table.as_ptr().cast(), &*table.as_ptr().cast(), &*table.as_ptr().cast());
             for bits in [2, 3] {
@@ -194,7 +194,7 @@ unsafe fn tables<S: Simd>() {
 
 struct Functions<'a> {
     x: &'a [f32],
-    /// exp2, exp and tanh of each.
+    /// exp2, exp and tanh of each number.
     out: [&'a mut Vec<f32>; 3],
 }
 
@@ -244,7 +244,7 @@ fn functions_are_accurate() {
                 assert!(error.abs() < 2.5e-7, "{level}: exp2({x}) is off by {error:e}");
             }
             if (-87.0..=87.0).contains(&x) {
-                // The argument is rounded once more, which grows with it.
+                // The argument's additional rounding grows with it.
                 let error = f64::from(exp[i]) / wide.exp() - 1.0;
                 assert!(error.abs() < 2.5e-7 + 1.2e-7 * wide.abs(), "{level}: exp({x}) is off by {error:e}");
             }
@@ -273,14 +273,14 @@ struct Search<'a, const BITS: usize> {
 }
 
 impl<const BITS: usize> SimdKernel for Search<'_, BITS> {
-    /// As bytes, and by the table of all numbers from 0 on.
+    /// The indices as stored bytes, and as lookups in a table with entries i − 127.5.
     type Output = (Vec<u8>, Vec<f32>);
     #[inline(always)]
     fn run<S: Simd>(self) -> Self::Output {
         let table: [f32; 256] = std::array::from_fn(|i| i as f32 - 127.5);
         let (mut bytes, mut found) = (vec![0; self.x.len()], Vec::new());
         for (x, to) in self.x.chunks(S::LANES).zip(bytes.chunks_mut(S::LANES)) {
-            // SAFETY: `dispatch` enables the instructions; both are a vector long, and the table has all entries.
+            // SAFETY: `dispatch` enables the instructions; both slices have a vector, and the table has all entries.
             unsafe {
                 let index = S::search::<BITS>(S::load(x.as_ptr()), self.thresholds, to.as_mut_ptr());
                 found.extend(lanes::<S>(S::lookup256(&table, index)));
@@ -294,7 +294,7 @@ fn searches<const BITS: usize>() {
     let thresholds = codec::thresholds(BITS as u32).unwrap();
     let mut x: Vec<f32> = thresholds.iter().flat_map(|t| [t.next_down(), *t, t.next_up()]).collect();
     x.extend([0.0, -0.0, 1e-40, f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN]);
-    // Everywhere, and beyond both ends.
+    // Numbers everywhere, including beyond both ends.
     x.extend((-10_000..10_000).map(|i| i as f32 * 5e-4));
     x.resize(x.len().next_multiple_of(16), 0.0);
     let want: Vec<u8> = x.iter().map(|&x| codec::nearest(x, thresholds)).collect();
@@ -307,7 +307,7 @@ fn searches<const BITS: usize>() {
     }
 }
 
-/// At the thresholds, next to them, elsewhere, and for numbers that are not finite.
+/// Tests numbers at the thresholds, next to them, between them, and not finite.
 #[test]
 fn searches_find_the_nearest() {
     searches::<2>();
