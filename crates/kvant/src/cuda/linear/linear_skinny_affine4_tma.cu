@@ -134,18 +134,66 @@ struct Place {
     }
 };
 
-// Blocks divide the outputs among them, SPLITS neighbouring ones together.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    KVANT_KERNEL(const uchar *x, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                 const SkinnyAffine4TmaParams p, float *partials, uint *arrivals, uchar *gated, const uint *experts,
-                 const uint *order) {
-    extern __shared__ __align__(128) uchar memory[];
-    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = of_warp(threadIdx.x / 32);
+// A thread: its warp, and its row g and pair of columns t in the fragments of products.
+struct Lane {
+    uint lane;
+    uint g;
+    uint t;
+    uint warp;
+};
+
+// Tensors of the kernel; `experts` and `order` are those of linear_gemm_affine_sort.
+struct Tensors {
+    const uchar *x;
+    const uchar *codes;
+    const uchar *scales;
+    const uchar *biases;
+    uchar *out;
+    float *partials;
+    uchar *gated;
+    const uint *experts;
+    const uint *order;
+};
+
+// The tiles of a block: `tiles` of them, from `begin` on. SPLITS neighbouring blocks have the same stretch of tiles,
+// each one part of the inputs.
+struct Share {
+    uint stretch;
+    uint part;
+    // Outputs or, with EXPERTS, tiles of all experts.
+    uint first;
+    uint end;
+    uint tiles;
+    Place begin;
+
+    inline uint output_of(Place place) const {
+        return (EXPERTS ? 0 : first) + place.tile * TILE_STEP;
+    }
+};
+
+// All that the phases of the kernel share.
+struct Block {
+    const SkinnyAffine4TmaParams &p;
+    const Tensors &tensors;
+    const Lane &self;
+    const Share &share;
+    uchar *memory;
+    uint shared;
+    TileBarriers barriers;
+};
+
+// Row r of a tile of rows; at least `rows` if the tile has fewer.
+inline uint row_of(const Tensors &tensors, uint row_tile, uint r) {
+    return ALONE ? (r == 0 ? row_tile : NONE) : EXPERTS ? tensors.order[row_tile * ROWS + r] : r;
+}
+
+// Divides the tiles of experts, or the outputs, evenly. All threads call it.
+inline Share share_of_block(const SkinnyAffine4TmaParams &p, const uint *experts) {
     const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
     const uint outputs = p.linear.outputs, output_tiles = outputs / TILE;
-    // The work is divided by tiles of experts, or by outputs.
     uint units = outputs / ALIGNED_ROWS;
     if (EXPERTS) {
+        // The sort writes which tiles exist.
         wait_for_previous();
         uint row_tiles = ALONE ? p.row_tiles : 0;
         for (uint first = 0; !ALONE && first < p.row_tiles; first += THREADS) {
@@ -159,69 +207,272 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return EXPERTS ? unit : unit * ALIGNED_ROWS;
     };
     const uint first = begin_of(stretch), end = begin_of(stretch + 1), tiles = EXPERTS ? end - first : (end - first + TILE - 1) / TILE;
-    // The first tile, and the first output of a tile.
     const Place begin = EXPERTS ? Place{first / output_tiles, first % output_tiles} : Place{0, 0};
-    const auto output_of = [&](Place place) { return (EXPERTS ? 0 : first) + place.tile * TILE_STEP; };
-    // Row r of a tile of rows; no less than `rows` if there is none.
-    const auto row_of = [&](uint row_tile, uint r) {
-        return ALONE ? (r == 0 ? row_tile : NONE) : EXPERTS ? order[row_tile * ROWS + r] : r;
-    };
+    return {stretch, part, first, end, tiles, begin};
+}
+
+// Producer: copies `rows` rows of W from `row` on to the rows of the stage at address `stage`, from n on.
+inline void copy_rows(const Block &b, uint stage, uint n, uint rows, ulong row, uint barrier) {
+    constexpr uint ROW = CODES * SPLITS, FACTOR_ROW = FACTOR_BYTES * SPLITS;
+    const uint to = stage + n * PITCH, factors_to = stage + FACTORS_AT + n * FACTOR_PITCH;
+    const uchar *from = b.tensors.codes + row * ROW + b.share.part * CODES;
+    const uchar *sides[2] = {b.tensors.scales + row * FACTOR_ROW + b.share.part * FACTOR_BYTES, b.tensors.biases + row * FACTOR_ROW + b.share.part * FACTOR_BYTES};
+    if (!ROW_BY_ROW) {
+#pragma unroll
+        for (uint side = 0; side < 2; side++) {
+            copy_bulk(factors_to + side * FACTORS, sides[side], rows * FACTOR_BYTES, barrier);
+        }
+    }
+    if (ODD) {
+        copy_bulk(to, from, rows * CODES, barrier);
+    }
+    if (!ODD || ROW_BY_ROW) {
+#pragma unroll 1
+        for (uint r = 0; r < rows; r++) {
+            if (!ODD) {
+                copy_bulk(to + r * PITCH, from + r * ROW, CODES, barrier);
+            }
+            if (ROW_BY_ROW) {
+#pragma unroll
+                for (uint side = 0; side < 2; side++) {
+                    copy_bulk(factors_to + side * FACTORS + r * FACTOR_PITCH, sides[side] + r * FACTOR_ROW, FACTOR_BYTES, barrier);
+                }
+            }
+        }
+    }
+}
+
+// Producer: one thread copies the W of all tiles, up to STAGES ahead of the products.
+inline void copy_tiles(const Block &b) {
+    const uint outputs = b.p.linear.outputs;
+    RingCursor<STAGES> cursor;
+    Place place = b.share.begin;
+#pragma unroll 1
+    for (uint tile = 0; tile < b.share.tiles; tile++, place.advance(1, outputs / TILE)) {
+        const uint output = b.share.output_of(place), rows = EXPERTS ? TILE : min(TILE, b.share.end - output);
+        const uint expert = EXPERTS ? b.tensors.experts[place.row_tile] : 0;
+        const ulong row = ulong(expert < b.p.linear.experts ? expert : 0) * outputs + output;
+        if (tile >= STAGES) {
+            barrier_wait(b.barriers.empty(cursor.stage), cursor.parity ^ 1);
+        }
+        const uint barrier = b.barriers.full(cursor.stage), to = b.shared + cursor.stage * STAGE;
+        barrier_expect(barrier, rows * (CODES + 2 * FACTOR_BYTES));
+#pragma unroll
+        for (uint n = 0; n < TILE; n += TILE_STEP) {
+            copy_rows(b, to, n, min(TILE_STEP, rows), row + n / TILE_STEP * (outputs / 2), barrier);
+        }
+        cursor.next();
+    }
+}
+
+// Consumer: the warp's inputs of x, eight words for each block. Pair i of a block has inputs i and i + 4 of eight. The
+// sums of the blocks of x, which biases are multiplied by, go to shared memory, which only this team reads.
+inline void load_x(const Block &b, uint (&xs)[STEPS][8], float *x_sums, uint member, uint row_tile) {
+    const uint g = b.self.g, t = b.self.t;
+    const uint row = row_of(b.tensors, row_tile, g);
+    const bool there = row < b.p.linear.rows;
+    const uint x_row = EXPERTS ? row / b.p.linear.rows_per_input : row;
+    const uchar *x_of_lane = b.tensors.x + (ulong(there ? x_row : 0) * (INPUTS * SPLITS) + b.share.part * INPUTS + member * OWN + t * 16) * 2;
+    __syncwarp();
+#pragma unroll
+    for (uint step = 0; step < STEPS; step++) {
+        const uint4 none = make_uint4(0, 0, 0, 0);
+        float sum = 0;
+#pragma unroll
+        for (uint h = 0; h < 2; h++) {
+            const uint4 eight = there ? reinterpret_cast<const uint4 *>(x_of_lane + step * (BLOCK * 2))[h] : none;
+            xs[step][h * 4] = __byte_perm(eight.x, eight.z, 0x5410);
+            xs[step][h * 4 + 1] = __byte_perm(eight.x, eight.z, 0x7632);
+            xs[step][h * 4 + 2] = __byte_perm(eight.y, eight.w, 0x5410);
+            xs[step][h * 4 + 3] = __byte_perm(eight.y, eight.w, 0x7632);
+#pragma unroll
+            for (uint i = 0; i < 4; i++) {
+                const float2 two = unpack<false>(xs[step][h * 4 + i]);
+                sum += two.x + two.y;
+            }
+        }
+        sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+        sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+        if (t == 0) {
+            x_sums[(member * STEPS + step) * ROWS + g] = sum;
+        }
+    }
+    __syncwarp();
+}
+
+// Consumer: the warp's sums of the tile in `stage`: outputs g and g + 8 by rows 2t and 2t + 1. Beyond the last output a
+// stage has stale bytes, and the sums are not stored.
+inline void multiply_tile(const Block &b, float (&sums)[4], const uchar *stage, const uint (&xs)[STEPS][8], const float *x_sums, uint member) {
+    const uint g = b.self.g, t = b.self.t;
+    const uchar *of_lane = stage + g * PITCH + member * (OWN / 2) + t * 8;
+    const uchar *factors = stage + FACTORS_AT + g * FACTOR_PITCH;
+    Factors scale_and_bias[2][2];
+#pragma unroll
+    for (uint step = 0; step < STEPS; step++) {
+        const uint2 w[2] = {*reinterpret_cast<const uint2 *>(of_lane + step * (BLOCK / 2)),
+                            *reinterpret_cast<const uint2 *>(of_lane + 8 * PITCH + step * (BLOCK / 2))};
+        float products[4];
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+            const uint a[4] = {codes_of(w[0], 2 * i), codes_of(w[1], 2 * i), codes_of(w[0], 2 * i + 1), codes_of(w[1], 2 * i + 1)};
+            const uint2 b = make_uint2(xs[step][2 * i], xs[step][2 * i + 1]);
+            if (i == 0) {
+                mma_alone<false>(products, a, b);
+            } else {
+                mma<false>(products, a, b);
+            }
+        }
+        const uint block = member * STEPS + step;
+        if (step % TOGETHER == 0) {
+#pragma unroll
+            for (uint i = 0; i < 4; i++) {
+                const uchar *of_row = factors + i % 2 * FACTORS + i / 2 * (8 * FACTOR_PITCH);
+                scale_and_bias[i / 2][i % 2].load(of_row + block / (GROUP / BLOCK) * 2);
+            }
+        }
+        const float2 of_x = *reinterpret_cast<const float2 *>(x_sums + block * ROWS + 2 * t);
+#pragma unroll
+        for (uint r = 0; r < 2; r++) {
+            const float scale = scale_and_bias[r][0].of(step), bias = fmaf(-OFFSET, scale, scale_and_bias[r][1].of(step));
+            sums[2 * r] = fmaf(scale, products[2 * r], fmaf(bias, of_x.x, sums[2 * r]));
+            sums[2 * r + 1] = fmaf(scale, products[2 * r + 1], fmaf(bias, of_x.y, sums[2 * r + 1]));
+        }
+    }
+}
+
+// Epilogue: stores a lane's sums of a tile, scaled by alpha.
+inline void write(const Block &b, Place place, float4 four) {
+    const uint g = b.self.g, t = b.self.t, outputs = b.p.linear.outputs;
+    const float total[4] = {four.x, four.y, four.z, four.w};
+    const uint output = b.share.output_of(place);
+    const bool known = !EXPERTS || b.tensors.experts[place.row_tile] < b.p.linear.experts;
+    const uint row[2] = {row_of(b.tensors, place.row_tile, 2 * t), row_of(b.tensors, place.row_tile, 2 * t + 1)};
+    if constexpr (GATING == HALVES) {
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            if (row[c] < b.p.linear.rows) {
+                const float result = known ? b.p.linear.alpha * total[c] : 0, other = known ? b.p.linear.alpha * total[2 + c] : 0;
+                store_result(b.tensors.out, nullptr, b.tensors.gated, places_in_row(row[c], outputs, output + g), result, other);
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (uint c = 0; c < 4; c++) {
+        const uint own = output + g + c / 2 * 8;
+        if (own < (EXPERTS ? outputs : b.share.end) && row[c % 2] < b.p.linear.rows) {
+            store(b.tensors.out, place_in_parts(b.p.linear, b.p.parts, row[c % 2], own), known ? b.p.linear.alpha * total[c] : 0, OUT_DTYPE);
+        }
+    }
+}
+
+// A lane's sums of a tile over part `part` of the inputs, in `partials`.
+inline float4 *partial(const Block &b, uint tile, uint part) {
+    return reinterpret_cast<float4 *>(b.tensors.partials) + (ulong(b.share.stretch * SPLITS + part) * b.p.max_tiles + tile) * 32 + b.self.lane;
+}
+
+// The last warp: adds up the sums of a team's warps.
+inline void add_warps(const Block &b) {
+    const float4 *all_sums = reinterpret_cast<const float4 *>(b.memory + SUMS_AT);
+    RingCursor<SLOTS> slot;
+    Place place = b.share.begin;
+#pragma unroll 1
+    for (uint tile = 0; tile < b.share.tiles; tile++, place.advance(1, b.p.linear.outputs / TILE)) {
+        barrier_wait(b.barriers.summed(slot.stage), slot.parity);
+        const float4 total = sum_of_warps(all_sums + slot.stage * (WARPS * 32) + b.self.lane);
+        barrier_arrive(b.barriers.taken(slot.stage));
+        slot.next();
+        if (SPLITS == 1) {
+            write(b, place, total);
+        } else {
+            __stcg(partial(b, tile, b.share.part), total);
+        }
+    }
+}
+
+// Consumers: a team multiplies every TEAMS-th tile.
+inline void multiply_tiles(const Block &b) {
+    const uint warp = b.self.warp, team = warp / WARPS, member = warp % WARPS, output_tiles = b.p.linear.outputs / TILE;
+    float4 *all_sums = reinterpret_cast<float4 *>(b.memory + SUMS_AT);
+    float *x_sums = reinterpret_cast<float *>(b.memory + X_SUMS_AT) + team * (INPUTS / BLOCK * ROWS);
+    uint xs[STEPS][8];
+    if (!EXPERTS) {
+        load_x(b, xs, x_sums, member, 0);
+    }
+    RingCursor<SLOTS> slot;
+    Place place = b.share.begin;
+    uint current = NONE, at = team, parity = 0;
+    place.advance(team, output_tiles);
+#pragma unroll 1
+    for (uint tile = team; tile < b.share.tiles; tile += TEAMS, place.advance(TEAMS, output_tiles)) {
+        if (EXPERTS && place.row_tile != current) {
+            current = place.row_tile;
+            load_x(b, xs, x_sums, member, current);
+        }
+        float sums[4] = {};
+        barrier_wait(b.barriers.full(at), parity);
+        multiply_tile(b, sums, b.memory + at * STAGE, xs, x_sums, member);
+        // Without a later tile in this stage, nobody waits for it.
+        if (b.share.tiles > STAGES) {
+            barrier_arrive(b.barriers.empty(at));
+        }
+        at += TEAMS;
+        if (at >= STAGES) {
+            at -= STAGES;
+            parity ^= 1;
+        }
+        const float4 own = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        if (WARPS == 1) {
+            write(b, place, own);
+            continue;
+        }
+        barrier_wait(b.barriers.taken(slot.stage), slot.parity ^ 1);
+        all_sums[(slot.stage * WARPS + warp) * 32 + b.self.lane] = own;
+        barrier_arrive(b.barriers.summed(slot.stage));
+        slot.next();
+    }
+}
+
+// Epilogue with SPLITS: the block that is done last adds up the partial sums of all.
+inline void add_blocks(const Block &b, uint *arrivals) {
+    const uint warp = b.self.warp;
+    // After the b.barriers.
+    uint *is_last = reinterpret_cast<uint *>(b.memory + SHARED_BYTES - 16);
+    if (warp > CONSUMERS) {
+        __syncwarp();
+        if (b.self.lane == 0) {
+            *is_last = count_arrival(arrivals + b.share.stretch, SPLITS);
+        }
+    }
+    // All warps except the producer.
+    asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory");
+    if (*is_last != 0) {
+#pragma unroll 1
+        for (uint tile = warp < WARPS ? warp : WARPS; tile < b.share.tiles; tile += WARPS + 1) {
+            write(b, {0, tile}, sum_of_blocks(partial(b, tile, 0), ulong(b.p.max_tiles) * 32));
+        }
+    }
+}
+
+// Blocks divide the outputs among them, SPLITS neighbouring ones together.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    KVANT_KERNEL(const uchar *x, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
+                 const SkinnyAffine4TmaParams p, float *partials, uint *arrivals, uchar *gated, const uint *experts,
+                 const uint *order) {
+    extern __shared__ __align__(128) uchar memory[];
+    const uint lane = threadIdx.x % 32;
+    const Lane self = {lane, lane / 4, lane % 4, of_warp(threadIdx.x / 32)};
+    const Tensors tensors = {x, codes, scales, biases, out, partials, gated, experts, order};
+    const Share share = share_of_block(p, experts);
     const uint shared = shared_address(memory);
-    const TileBarriers barriers = {shared + BARRIERS_AT};
+    const Block b = {p, tensors, self, share, memory, shared, {shared + BARRIERS_AT}};
     if (threadIdx.x == 0) {
-        barriers.init(WARPS * 32, 32);
+        b.barriers.init(WARPS * 32, 32);
     }
     __syncthreads();
-    if (warp == CONSUMERS) {
+    if (self.warp == CONSUMERS) {
         if (elected()) {
-            constexpr uint ROW = CODES * SPLITS, FACTOR_ROW = FACTOR_BYTES * SPLITS;
-            // Copies `rows` rows of W from `row` on, to the rows of a stage from n on.
-            const auto copy_rows = [&](uint stage, uint n, uint rows, ulong row, uint barrier) {
-                const uint to = stage + n * PITCH, factors_to = stage + FACTORS_AT + n * FACTOR_PITCH;
-                const uchar *from = codes + row * ROW + part * CODES;
-                const uchar *sides[2] = {scales + row * FACTOR_ROW + part * FACTOR_BYTES, biases + row * FACTOR_ROW + part * FACTOR_BYTES};
-                if (!ROW_BY_ROW) {
-#pragma unroll
-                    for (uint side = 0; side < 2; side++) {
-                        copy_bulk(factors_to + side * FACTORS, sides[side], rows * FACTOR_BYTES, barrier);
-                    }
-                }
-                if (ODD) {
-                    copy_bulk(to, from, rows * CODES, barrier);
-                }
-                if (!ODD || ROW_BY_ROW) {
-#pragma unroll 1
-                    for (uint r = 0; r < rows; r++) {
-                        if (!ODD) {
-                            copy_bulk(to + r * PITCH, from + r * ROW, CODES, barrier);
-                        }
-                        if (ROW_BY_ROW) {
-#pragma unroll
-                            for (uint side = 0; side < 2; side++) {
-                                copy_bulk(factors_to + side * FACTORS + r * FACTOR_PITCH, sides[side] + r * FACTOR_ROW, FACTOR_BYTES, barrier);
-                            }
-                        }
-                    }
-                }
-            };
-            RingCursor<STAGES> cursor;
-            Place place = begin;
-#pragma unroll 1
-            for (uint tile = 0; tile < tiles; tile++, place.advance(1, output_tiles)) {
-                const uint output = output_of(place), rows = EXPERTS ? TILE : min(TILE, end - output);
-                const uint expert = EXPERTS ? experts[place.row_tile] : 0;
-                const ulong row = ulong(expert < p.linear.experts ? expert : 0) * outputs + output;
-                if (tile >= STAGES) {
-                    barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
-                }
-                const uint barrier = barriers.full(cursor.stage), to = shared + cursor.stage * STAGE;
-                barrier_expect(barrier, rows * (CODES + 2 * FACTOR_BYTES));
-#pragma unroll
-                for (uint n = 0; n < TILE; n += TILE_STEP) {
-                    copy_rows(to, n, min(TILE_STEP, rows), row + n / TILE_STEP * (outputs / 2), barrier);
-                }
-                cursor.next();
-            }
+            copy_tiles(b);
         }
         return;
     }
@@ -229,173 +480,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wait_for_previous();
     }
     let_next_begin();
-    float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
-    // A tile's sums of this block, or of another one with the same outputs.
-    const auto partial = [&](uint tile, uint part) {
-        return reinterpret_cast<float4 *>(partials) + (ulong(stretch * SPLITS + part) * p.max_tiles + tile) * 32 + lane;
-    };
-    // Of outputs g and g + 8 of a tile, rows 2t and 2t + 1.
-    const auto write = [&](Place place, float4 four) {
-        const float total[4] = {four.x, four.y, four.z, four.w};
-        const uint output = output_of(place);
-        const bool known = !EXPERTS || experts[place.row_tile] < p.linear.experts;
-        const uint row[2] = {row_of(place.row_tile, 2 * t), row_of(place.row_tile, 2 * t + 1)};
-        if constexpr (GATING == HALVES) {
-#pragma unroll
-            for (uint c = 0; c < 2; c++) {
-                if (row[c] < p.linear.rows) {
-                    const float result = known ? p.linear.alpha * total[c] : 0, other = known ? p.linear.alpha * total[2 + c] : 0;
-                    store_result(out, nullptr, gated, places_in_row(row[c], outputs, output + g), result, other);
-                }
-            }
-            return;
-        }
-#pragma unroll
-        for (uint c = 0; c < 4; c++) {
-            const uint own = output + g + c / 2 * 8;
-            if (own < (EXPERTS ? outputs : end) && row[c % 2] < p.linear.rows) {
-                store(out, place_in_parts(p.linear, p.parts, row[c % 2], own), known ? p.linear.alpha * total[c] : 0, OUT_DTYPE);
-            }
-        }
-    };
-    RingCursor<SLOTS> slot;
-    Place place = begin;
-    if (warp > CONSUMERS) {
-#pragma unroll 1
-        for (uint tile = 0; tile < tiles; tile++, place.advance(1, output_tiles)) {
-            barrier_wait(barriers.summed(slot.stage), slot.parity);
-            const float4 total = sum_of_warps(all_sums + slot.stage * (WARPS * 32) + lane);
-            barrier_arrive(barriers.taken(slot.stage));
-            slot.next();
-            if (SPLITS == 1) {
-                write(place, total);
-            } else {
-                __stcg(partial(tile, part), total);
-            }
-        }
+    if (self.warp > CONSUMERS) {
+        add_warps(b);
     } else {
-        const uint team = warp / WARPS, member = warp % WARPS;
-        // Eight words of x for each block: pair i has inputs i and i + 4 of eight.
-        uint xs[STEPS][8];
-        float *x_sums = reinterpret_cast<float *>(memory + X_SUMS_AT) + team * (INPUTS / BLOCK * ROWS);
-        const auto load_x = [&](uint row_tile) {
-            const uint row = row_of(row_tile, g);
-            const bool there = row < p.linear.rows;
-            const uint x_row = EXPERTS ? row / p.linear.rows_per_input : row;
-            const uchar *x_of_lane = x + (ulong(there ? x_row : 0) * (INPUTS * SPLITS) + part * INPUTS + member * OWN + t * 16) * 2;
-            __syncwarp();
-#pragma unroll
-            for (uint step = 0; step < STEPS; step++) {
-                const uint4 none = make_uint4(0, 0, 0, 0);
-                float sum = 0;
-#pragma unroll
-                for (uint h = 0; h < 2; h++) {
-                    const uint4 eight = there ? reinterpret_cast<const uint4 *>(x_of_lane + step * (BLOCK * 2))[h] : none;
-                    xs[step][h * 4] = __byte_perm(eight.x, eight.z, 0x5410);
-                    xs[step][h * 4 + 1] = __byte_perm(eight.x, eight.z, 0x7632);
-                    xs[step][h * 4 + 2] = __byte_perm(eight.y, eight.w, 0x5410);
-                    xs[step][h * 4 + 3] = __byte_perm(eight.y, eight.w, 0x7632);
-#pragma unroll
-                    for (uint i = 0; i < 4; i++) {
-                        const float2 two = unpack<false>(xs[step][h * 4 + i]);
-                        sum += two.x + two.y;
-                    }
-                }
-                sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-                sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-                if (t == 0) {
-                    x_sums[(member * STEPS + step) * ROWS + g] = sum;
-                }
-            }
-            __syncwarp();
-        };
-        if (!EXPERTS) {
-            load_x(0);
-        }
-        uint current = NONE, at = team, parity = 0;
-        place.advance(team, output_tiles);
-#pragma unroll 1
-        for (uint tile = team; tile < tiles; tile += TEAMS, place.advance(TEAMS, output_tiles)) {
-            if (EXPERTS && place.row_tile != current) {
-                current = place.row_tile;
-                load_x(current);
-            }
-            // Beyond the last output a stage has what it held before; such sums are not stored.
-            float sums[4] = {};
-            barrier_wait(barriers.full(at), parity);
-            const uchar *stage = memory + at * STAGE;
-            const uchar *of_lane = stage + g * PITCH + member * (OWN / 2) + t * 8;
-            const uchar *factors = stage + FACTORS_AT + g * FACTOR_PITCH;
-            Factors scale_and_bias[2][2];
-#pragma unroll
-            for (uint step = 0; step < STEPS; step++) {
-                const uint2 w[2] = {*reinterpret_cast<const uint2 *>(of_lane + step * (BLOCK / 2)),
-                                    *reinterpret_cast<const uint2 *>(of_lane + 8 * PITCH + step * (BLOCK / 2))};
-                float products[4];
-#pragma unroll
-                for (uint i = 0; i < 4; i++) {
-                    const uint a[4] = {codes_of(w[0], 2 * i), codes_of(w[1], 2 * i), codes_of(w[0], 2 * i + 1), codes_of(w[1], 2 * i + 1)};
-                    const uint2 b = make_uint2(xs[step][2 * i], xs[step][2 * i + 1]);
-                    if (i == 0) {
-                        mma_alone<false>(products, a, b);
-                    } else {
-                        mma<false>(products, a, b);
-                    }
-                }
-                const uint block = member * STEPS + step;
-                if (step % TOGETHER == 0) {
-#pragma unroll
-                    for (uint i = 0; i < 4; i++) {
-                        const uchar *of_row = factors + i % 2 * FACTORS + i / 2 * (8 * FACTOR_PITCH);
-                        scale_and_bias[i / 2][i % 2].load(of_row + block / (GROUP / BLOCK) * 2);
-                    }
-                }
-                const float2 of_x = *reinterpret_cast<const float2 *>(x_sums + block * ROWS + 2 * t);
-#pragma unroll
-                for (uint r = 0; r < 2; r++) {
-                    const float scale = scale_and_bias[r][0].of(step), bias = fmaf(-OFFSET, scale, scale_and_bias[r][1].of(step));
-                    sums[2 * r] = fmaf(scale, products[2 * r], fmaf(bias, of_x.x, sums[2 * r]));
-                    sums[2 * r + 1] = fmaf(scale, products[2 * r + 1], fmaf(bias, of_x.y, sums[2 * r + 1]));
-                }
-            }
-            // The stage may be overwritten.
-            if (tiles > STAGES) {
-                barrier_arrive(barriers.empty(at));
-            }
-            at += TEAMS;
-            if (at >= STAGES) {
-                at -= STAGES;
-                parity ^= 1;
-            }
-            const float4 own = make_float4(sums[0], sums[1], sums[2], sums[3]);
-            if (WARPS == 1) {
-                write(place, own);
-                continue;
-            }
-            barrier_wait(barriers.taken(slot.stage), slot.parity ^ 1);
-            all_sums[(slot.stage * WARPS + warp) * 32 + lane] = own;
-            barrier_arrive(barriers.summed(slot.stage));
-            slot.next();
-        }
+        multiply_tiles(b);
     }
     if (SPLITS > 1) {
-        // Behind the barriers.
-        uint *is_last = reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
-        const auto meet = [] {
-            asm volatile("bar.sync 1, %0;" ::"n"((WARPS + 1) * 32) : "memory");
-        };
-        if (warp > CONSUMERS) {
-            __syncwarp();
-            if (lane == 0) {
-                *is_last = count_arrival(arrivals + stretch, SPLITS);
-            }
-        }
-        meet();
-        if (*is_last != 0) {
-#pragma unroll 1
-            for (uint tile = warp < WARPS ? warp : WARPS; tile < tiles; tile += WARPS + 1) {
-                write({0, tile}, sum_of_blocks(partial(tile, 0), ulong(p.max_tiles) * 32));
-            }
-        }
+        add_blocks(b, arrivals);
     }
 }
