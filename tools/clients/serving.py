@@ -122,7 +122,7 @@ def sdist(name, version, folder):
         archive = os.path.join(DOWNLOADS, f"{stem}.tar.gz")
         if not os.path.exists(archive):
             pip = [os.path.join(DOWNLOADS, "venv", "bin", "python"), "-m", "pip", "download", "-q", "--no-deps"]
-            subprocess.run([*pip, "--no-binary", ":all:", f"{name}=={version}", "-d", DOWNLOADS], check=True)
+            subprocess.run([*pip, "--no-binary", name, f"{name}=={version}", "-d", DOWNLOADS], check=True)
         with tempfile.TemporaryDirectory(dir=DOWNLOADS) as unpacked, tarfile.open(archive) as tar:
             members = [member for member in tar if member.name.startswith(f"{stem}/{folder}")]
             tar.extractall(unpacked, members, filter="data")
