@@ -71,8 +71,9 @@ impl Readback {
             From::Copy { submission, copy } => {
                 submission.wait()?;
                 match copy.storage().memory.host() {
-                    // Does not wait for later commits. SAFETY: the memory is at least `copy.bytes()` long, nobody else
-                    // has the copy, and its pass is done.
+                    // Does not wait for later commits.
+                    // SAFETY: the memory is at least `copy.bytes()` long, nobody else has the copy, and its pass is
+                    // done.
                     Some(start) => unsafe {
                         std::ptr::copy_nonoverlapping(start.as_ptr(), bytes.as_mut_ptr(), bytes.len());
                     },

@@ -1,7 +1,7 @@
 // add_bias: out[r] = x[r] + bias, or the bias of row r's expert; f32, f16 or bf16 in and out.
 //
 // x and out are [rows, dim]; bias is [dim], or [experts, dim] with ids [rows]. A row whose expert does not exist gets
-// zeros. One thread per four elements of a row: x counts those, y the rows. `out` may be `x`.
+// zeros. One thread per four elements: x counts the fours of a row, y the rows. `out` may be `x`.
 #include "vectors.h"
 
 struct AddBiasParams {

@@ -1,13 +1,13 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
-// The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are taken 16 at a time, all
-// of one group: as many half words as a code has bits.
+// The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are loaded 16 at a time,
+// all of one group: the number of half words is that of the bits of a code.
 #ifndef KVANT_AFFINE_H
 #define KVANT_AFFINE_H
 #include "elements.h"
 
-// Codes of 4 bits 16 c .. 16 c + 15 of the row whose first word is `row`, each as it is in its half word: the code in
-// place i times 16^i.
+// Codes 16 c .. 16 c + 15, of 4 bits, of the row whose first word is `row`, each in place in its half word: code i of a
+// half word is multiplied by 16^i.
 inline void load_placed_codes(device const uint *row, uint c, bool aligned, thread float4 *q) {
     device const ushort *at = reinterpret_cast<device const ushort *>(row) + c * 4;
     ushort4 words = {at[0], at[1], at[2], at[3]};

@@ -1,11 +1,11 @@
-//! Weights as the kernels see them: see `affine.h`.
+//! The arguments of weights for kernels: see `affine.h`.
 
 use crate::{
     gpu::{affine::Parts, rows_aligned4},
     ops::linear::OwnedWeight,
 };
 
-/// A weight whose rows have `inputs` elements; dense ones are read four at a time.
+/// The parts of a weight whose rows have `inputs` elements; dense ones are read four at a time.
 pub(super) fn parts(weight: &OwnedWeight, inputs: usize) -> Parts<'_> {
     Parts::of(weight, |dense| rows_aligned4(inputs, [dense]))
 }

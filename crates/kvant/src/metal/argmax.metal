@@ -1,8 +1,8 @@
-// argmax: the index of the largest element of each row, the lowest among equals; NaN never: a row of nothing else gives
-// 0xFFFFFFFF.
+// argmax: the index of the largest element of each row, the lowest among equals, never of a NaN. A row of NaN only
+// gives 0xFFFFFFFF.
 //
-// x is [rows, dim], f32, f16 or bf16; out is [rows]. One threadgroup per row; each thread keeps the best of every so
-// many elements.
+// x is [rows, dim], f32, f16 or bf16; out is [rows]. One threadgroup per row; each thread keeps its best element, and
+// strides by the number of threads.
 #include "vectors.h"
 #include "ordered.h"
 #include "reduce.h"
@@ -26,7 +26,7 @@ kernel void argmax(device const uchar *x [[buffer(0)]],
     threadgroup uint shared[32];
     const Place place = {lane, simdgroup, simdgroups};
     const ulong start = ulong(row) * p.dim;
-    // 0, the key of NaN, is never exceeded by NaN.
+    // NaN never exceeds 0, the key of NaN.
     uint key = 0;
     uint index = 0xFFFFFFFF;
     for (uint i = thread_index * 4; i < p.dim; i += threads * 4) {

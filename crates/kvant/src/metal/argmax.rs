@@ -15,7 +15,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     build_for(NAME, call, b)
 }
 
-/// The same on behalf of another operation.
+/// Builds the launch for another operation, whose name errors then give.
 pub(super) fn build_for(op: &'static str, call: &Call, b: &mut Builder) -> Result<()> {
     b.push(launch(op, call, &SOURCE, &b.limits)?)
 }

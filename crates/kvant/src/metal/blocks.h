@@ -1,13 +1,13 @@
 // Weights in the block formats of GGUF files and in floats with separate scales: reference/blocks.rs defines them.
 //
-// Every format is affine in groups of 16 or 32 inputs. Codes are taken 16 at a time, all of one group, as unsigned
-// bytes; those of IQ4, MXFP4 and NVFP4 are replaced by the values that they stand for, from the least on. Codes of
-// MXFP8 are floats of 8 bits; numbers_of_codes widens them.
+// Every format is affine in groups of 16 or 32 inputs. Codes are loaded 16 at a time, all of one group, as unsigned
+// bytes. The codes of IQ4, MXFP4 and NVFP4 are replaced by the values that they represent, relative to the smallest
+// one. Codes of MXFP8 are 8-bit floats; numbers_of_codes widens them.
 #ifndef KVANT_BLOCKS_H
 #define KVANT_BLOCKS_H
 #include "elements.h"
 
-// Numbers of formats: gpu/affine.rs has the same.
+// The numbers of formats, as in gpu/affine.rs.
 constant constexpr uint Q5_0 = 1;
 constant constexpr uint Q5_1 = 2;
 constant constexpr uint IQ4_NL = 3;
@@ -22,7 +22,7 @@ constant constexpr uint MXFP4_SEPARATE = 11;
 constant constexpr uint MXFP8 = 12;
 constant constexpr uint NVFP4 = 13;
 
-// Whether scales are in a buffer of their own.
+// Whether scales are in a separate buffer.
 inline bool has_separate_scales(uint format) {
     return format >= MXFP4_SEPARATE && format <= NVFP4;
 }
@@ -47,7 +47,7 @@ inline uint block_bytes(uint format) {
                               : 16;
 }
 
-// What is subtracted from a code.
+// The offset that is subtracted from a code.
 inline float code_of_zero(uint format) {
     return format == Q5_0                                                      ? 16
            : format == Q3_K                                                    ? 4
@@ -57,8 +57,8 @@ inline float code_of_zero(uint format) {
                                                                                : 0;
 }
 
-// The word at any address; `alignment`, a constant, says at how many bytes blocks begin. Words lie at even distances
-// from there, or at multiples of four.
+// The word at any address. `alignment`, a constant, is the alignment of blocks in bytes. Words are at even distances
+// from a block's start, or at multiples of four.
 inline uint word_at(device const uchar *at, uint alignment) {
     if (alignment == 4) {
         return *reinterpret_cast<device const uint *>(at);
@@ -74,7 +74,7 @@ inline float half_at(device const uchar *at) {
     return float(as_type<half>(ushort(at[0] | uint(at[1]) << 8)));
 }
 
-// Twice the numbers of four E2M1 codes, plus 12, without a table: 0, 1, 2, 3, 4, 6, 8, 12 and a sign.
+// Twice the values of four E2M1 codes, plus 12, computed without a table: 0, 1, 2, 3, 4, 6, 8, 12 and a sign.
 inline uint numbers_of(uint codes) {
     uint numbers = 0;
     for (uint i = 0; i < 4; i++) {
@@ -96,7 +96,7 @@ inline uint values_of(uint codes) {
     return values;
 }
 
-// 2^(e - 128), the scale of those numbers, which are doubled.
+// 2^(e - 128), the scale of E2M1 values, which are doubled.
 inline float half_power(uint e) {
     return as_type<float>(e < 2 ? 0x200000u << e : (e - 1) << 23);
 }
@@ -109,14 +109,14 @@ inline float power(uint e) {
 // An E4M3 number: a sign, 4 bits of exponent with bias 7, 3 of mantissa. 0x7F and 0xFF are NaN.
 inline float e4m3(uint code) {
     const uint m = code & 0x7F;
-    // The exponent gets the bias of f32. Of a subnormal number the first bit of the mantissa is not implied.
+    // The exponent is rebiased for f32. The first bit of a subnormal number's mantissa is not implied.
     const float magnitude = m < 8     ? float(m) * 0.001953125f
                             : m == 0x7F ? as_type<float>(0x7FC00000u)
                                         : as_type<float>((m << 20) + (120u << 23));
     return code & 0x80 ? -magnitude : magnitude;
 }
 
-// Bits 0 .. 3 as the lowest bits of four bytes.
+// Spreads bits 0 .. 3 to the lowest bits of four bytes.
 inline uint spread(uint bits) {
     return (bits & 15) * 0x00204081u & 0x01010101u;
 }
@@ -129,15 +129,15 @@ inline float4 numbers_of_codes(uint codes, uint format) {
     return float4(uint4(codes, codes >> 8, codes >> 16, codes >> 24) & 255) - code_of_zero(format);
 }
 
-// Inputs 16 c .. 16 c + 15 of row `row` of a matrix of rows of `inputs`: w = scale * numbers_of_codes(code) + bias.
-// Four codes a word, the first in its lowest byte. `scales` is read if they are separate.
+// Inputs 16 c .. 16 c + 15 of row `row` of a matrix of rows of `inputs`: w = scale * numbers_of_codes(code) + bias. A
+// word has four codes, the first in its lowest byte. `scales` is read if scales are separate.
 inline void load_block_codes(device const uchar *data, device const uchar *scales, uint format, uint alignment, ulong row, uint c,
                              uint inputs, thread uint (&words)[4], thread float &scale, thread float &bias) {
     const uint chunks = block_inputs(format) / 16;
     const uint g = c % chunks;
     device const uchar *block =
         data + (row * (inputs / block_inputs(format)) + c / chunks) * block_bytes(format);
-    // Of K-quants: the bytes of this group in a plane of 32, and the shift of its two bits among those of four planes.
+    // For K-quants: the bytes of this group in a plane of 32, and the shift of its two bits among those of four planes.
     const uint half_plane = g % 2 * 16, two_bits = g % 8 / 2 * 2;
     bias = 0;
     if (format == Q2_K) {

@@ -1,35 +1,35 @@
-//! Released memory, and when it may be used again.
+//! Keeps released memory, and decides when it may be reused.
 //!
-//! Plain bookkeeping without a GPU: the memory can be of any type, and passes are numbers. So it is tested on every
-//! system.
+//! This is bookkeeping without a GPU: memory can be of any type, and passes are numbers. It is therefore tested on
+//! every system.
 
 use std::collections::{BTreeMap, VecDeque};
 
 /// Keeps released memory for later allocations of its size class.
 ///
-/// Memory is handed out again when every pass that had been committed before its release has completed: none of those
-/// can touch it any more, and no later one knows it.
+/// Memory is handed out again when every pass that was committed before its release has completed. Later passes do not
+/// use it.
 pub(super) struct BufferPool<M> {
     committed: u64,
     completed: u64,
-    /// Released, with the pass that must complete first; in that order.
+    /// Released memory, with the pass that must complete first, in the order of passes.
     retired: VecDeque<(u64, usize, M)>,
-    /// Ready, by size class.
+    /// Memory that is ready for reuse, by size class.
     ready: BTreeMap<usize, Vec<M>>,
     ready_bytes: usize,
-    /// Ready memory beyond this many bytes is given back to the system.
+    /// Ready memory beyond this many bytes is returned to the system.
     max_ready_bytes: usize,
 }
 
-/// Memory is allocated in units of this, the page of Apple's processors.
+/// The unit of allocations, which is the page size of Apple's processors.
 const PAGE: usize = 16 << 10;
-/// Allocations of up to this many bytes have one of a few sizes, so that one fits another's place.
+/// Maximum bytes of small allocations, which have one of a few sizes so that they can be reused for each other.
 const SMALL: usize = 1 << 20;
 
-/// The bytes that an allocation of `bytes` really takes.
+/// The bytes that an allocation of `bytes` takes. `None` if the size overflows.
 ///
-/// Small ones: whole pages, and at most an eighth too much, so that neighbours in size share a class. Large ones
-/// (weights, caches): whole pages and no more, since an eighth of them would be felt. `None` when it overflows.
+/// Small ones are whole pages, and at most an eighth too large, so that similar sizes share a class. Large ones
+/// (weights, caches) are whole pages only, because an eighth of them would be a significant loss.
 pub(super) fn size_class(bytes: usize) -> Option<usize> {
     let step = if bytes > SMALL { PAGE } else { (bytes.next_power_of_two() / 16).max(PAGE) };
     bytes.max(1).checked_next_multiple_of(step)
@@ -41,32 +41,32 @@ impl<M> BufferPool<M> {
         BufferPool { committed: 0, completed: 0, retired, ready, ready_bytes: 0, max_ready_bytes }
     }
 
-    /// A pass is about to be committed: its number.
+    /// Registers a pass that is about to be committed, and returns its number.
     pub(super) fn commit(&mut self) -> u64 {
         self.committed += 1;
         self.committed
     }
 
-    /// Every pass up to and with this one has completed. Returns what is given back to the system.
+    /// Records that every pass up to and including this one has completed. Returns memory to give back to the system.
     #[must_use]
     pub(super) fn complete(&mut self, pass: u64) -> Vec<M> {
         self.completed = self.completed.max(pass);
         let mut surplus = Vec::new();
         while self.retired.front().is_some_and(|(pass, ..)| *pass <= self.completed) {
-            let (_, size, memory) = self.retired.pop_front().expect("there is a front");
+            let (_, size, memory) = self.retired.pop_front().expect("the queue has a front");
             surplus.extend(self.keep(size, memory));
         }
         surplus
     }
 
-    /// Memory of a size class, if there is any that nothing in flight can touch.
+    /// Takes memory of a size class that no unfinished pass uses; `None` if there is none.
     pub(super) fn take(&mut self, size: usize) -> Option<M> {
         let memory = self.ready.get_mut(&size)?.pop()?;
         self.ready_bytes -= size;
         Some(memory)
     }
 
-    /// Takes memory that nobody holds any more. Returns it when it is given back to the system.
+    /// Accepts memory that nobody holds any more. Returns it if it must be given back to the system.
     #[must_use]
     pub(super) fn give(&mut self, size: usize, memory: M) -> Option<M> {
         if self.completed >= self.committed {
@@ -76,7 +76,7 @@ impl<M> BufferPool<M> {
         None
     }
 
-    /// All that is ready, for the system; what may still be in use stays.
+    /// Removes all ready memory, for the system. Memory that may still be in use stays.
     #[must_use]
     pub(super) fn trim(&mut self) -> Vec<M> {
         self.ready_bytes = 0;
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn size_classes_hold_what_is_asked_and_waste_little() {
+    fn size_classes_suffice_and_waste_little() {
         for bytes in (0..3 * SMALL).step_by(777).chain([1, PAGE, PAGE + 1, SMALL, SMALL + 1, 5_000_000_000]) {
             let size = size_class(bytes).unwrap();
             assert!(size >= bytes.max(1) && size.is_multiple_of(PAGE), "{bytes}: {size}");
@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(pool.take(PAGE), None, "the second pass may use it");
         assert!(pool.complete(second).is_empty());
         assert_eq!(pool.take(2 * PAGE), None, "of another size");
-        assert_eq!(pool.take(PAGE), Some("a"), "the third pass never knew it");
+        assert_eq!(pool.take(PAGE), Some("a"), "the third pass does not use it");
         assert_eq!(pool.take(PAGE), None, "handed out twice");
         assert!(pool.give(PAGE, "a").is_none());
         assert_eq!(pool.take(PAGE), None, "released again while the third pass runs");
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn surplus_goes_back_to_the_system_only_when_nothing_can_touch_it() {
+    fn surplus_is_returned_to_the_system_only_when_unused() {
         let mut pool = BufferPool::new(2 * PAGE);
         assert_eq!(pool.give(PAGE, 1), None);
         let pass = pool.commit();
@@ -150,7 +150,7 @@ mod tests {
         let mut rest = pool.trim();
         rest.sort_unstable();
         assert_eq!(rest, [2, 3]);
-        assert_eq!(pool.give(PAGE, 6), None, "there is room again");
+        assert_eq!(pool.give(PAGE, 6), None, "the pool has room again");
     }
 
     #[derive(Clone, Debug)]
@@ -174,9 +174,9 @@ mod tests {
     }
 
     proptest! {
-        /// Against a model in which every pass uses all memory that is alive when it is committed.
+        /// Compares the pool with a model in which every pass uses all memory that is alive when it is committed.
         #[test]
-        fn never_hands_out_or_drops_what_an_unfinished_pass_may_use(steps in steps()) {
+        fn never_hands_out_or_drops_memory_of_unfinished_passes(steps in steps()) {
             let mut pool = BufferPool::new(3 * PAGE);
             let mut alive: Vec<(usize, u32)> = Vec::new();
             let mut last_use: HashMap<u32, u64> = HashMap::new();

@@ -1,6 +1,7 @@
 // copy: bytes from one buffer to another.
 //
-// One thread per 4 bytes where both sides begin at a multiple of 4 (WORDS), else per byte; the tail is by bytes.
+// If both sides begin at a multiple of 4 (WORDS), one thread per 4 bytes, with the tail by bytes; otherwise one thread
+// per byte.
 #include <metal_stdlib>
 using namespace metal;
 

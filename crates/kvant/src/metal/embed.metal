@@ -1,8 +1,8 @@
-// embed: out[t] = scale * table[ids[t]]; zeros where the id is beyond the table.
+// embed: out[t] = scale * table[ids[t]]; zeros if the id is beyond the table.
 //
 // The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
-// [vocab, dim / group]; ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row,
-// or per 16 when the table is affine or in blocks (blocks.h): x counts those, y the tokens.
+// [vocab, dim / group], or rows of blocks (blocks.h); ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One
+// thread per four elements of a row, or per 16 if the table is not dense: x counts them, y the tokens.
 #include "vectors.h"
 #include "affine.h"
 #include "blocks.h"
@@ -16,12 +16,12 @@ struct EmbedParams {
 
 constant uint TABLE_DTYPE [[function_constant(0)]];
 constant uint OUT_DTYPE [[function_constant(1)]];
-// 0 for a dense table; then TABLE_DTYPE is the table's, else that of scales and biases.
+// 0 for a dense table: TABLE_DTYPE is then the table's, otherwise that of scales and biases.
 constant uint BITS [[function_constant(2)]];
 constant uint GROUP [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
 constant bool OUT_ALIGNED [[function_constant(5)]];
-// The format of a table in blocks, else 0; the bytes at whose multiples blocks begin.
+// The format of a table in blocks, else 0; the alignment of blocks in bytes.
 constant uint FORMAT [[function_constant(6)]];
 constant uint BLOCK_ALIGNMENT [[function_constant(7)]];
 constant bool AFFINE = BITS != 0;

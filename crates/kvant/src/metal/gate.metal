@@ -1,7 +1,8 @@
 // gate: out = activation(gate) * up, element by element; f32, f16 or bf16 in and out.
 //
 // out is [rows, dim]; gate and up are columns of tensors with rows of gate_width and up_width elements, from gate_start
-// and up_start on. One thread per four elements of a row: x counts those, y the rows. `out` may be the gate's tensor.
+// and up_start on. One thread per four elements: x counts the fours of a row, y the rows. `out` may be the gate's
+// tensor.
 #include "vectors.h"
 
 struct GateParams {
@@ -19,12 +20,12 @@ constant uint OUT_DTYPE [[function_constant(2)]];
 constant uint ACTIVATION [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];
 
-// gpu/gate.rs; GELU is the one by tanh.
+// The numbers of activations, as in gpu/gate.rs. GELU is the tanh approximation.
 constant constexpr uint GELU = 0;
 constant constexpr uint CLAMPED_SWISH = 2;
 constant constexpr uint SIGMOID = 3;
 
-// All but the sigmoid are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because
+// All activations except the sigmoid are x / (1 + e^-z): SiLU with z = x; clamped swish with z = 1.702 x; GELU because
 // (1 + tanh u) / 2 = 1 / (1 + e^-2u).
 inline float activate(float x) {
     if (ACTIVATION == SIGMOID) {
@@ -35,7 +36,7 @@ inline float activate(float x) {
         x = x > 7.0f ? 7.0f : x;
         return x / (1.0f + precise::exp(-1.702f * x));
     }
-    // 2 sqrt(2 / pi), and 0.044715 of it.
+    // The coefficients are 2 sqrt(2 / pi), and 0.044715 times that.
     const float z = ACTIVATION == GELU ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
     return x / (1.0f + precise::exp(-z));
 }

@@ -1,7 +1,7 @@
 // hadamard: the randomised Hadamard rotation of rows x [rows, D], or its inverse; f32, f16 or bf16 in and out.
 //
-// A threadgroup takes p.group_rows rows: one of 1024 elements or more, or as many as make 1024. They are rotated in
-// threadgroup memory (p.group_rows * D floats). `out` may be `x`.
+// A threadgroup takes p.group_rows rows: one row of 1024 elements or more, or several with 1024 together. They are
+// rotated in threadgroup memory (p.group_rows * D floats). `out` may be `x`.
 #include "rotate.h"
 #include "rows.h"
 

@@ -1,8 +1,8 @@
-//! The headers of the kernel files. What a file includes is read from its `#include` lines.
+//! The headers of the kernel files. A file's `#include` lines name the headers that it needs.
 
 use crate::gpu::{Header, headers, tables};
 
-/// All of them, by their paths from this folder.
+/// All headers, by their paths from this folder.
 pub(super) static HEADERS: &[Header] = headers![
     "affine.h",
     "attend/fragments.h",
@@ -33,7 +33,7 @@ fn the_table_is_exact() {
     crate::gpu::assert_table_is_exact("metal", "metal", HEADERS);
 }
 
-/// Every kernel file has its headers in place. With `KVANT_METAL_SOURCES`, writes them to that folder, for Apple's
+/// Expands every kernel file's headers. With `KVANT_METAL_SOURCES`, writes the results to that folder, for Apple's
 /// compiler.
 #[test]
 fn sources_expand() {
@@ -49,7 +49,7 @@ fn sources_expand() {
         let name = path.strip_prefix(&root).expect("is within").to_string_lossy().replace('/', "_");
         let source = crate::gpu::Source { name: name.clone().leak(), text, headers: HEADERS, layouts: &[] };
         let expanded = source.expand();
-        assert!(!expanded.contains("#include \""), "{name} includes what is no header of the table");
+        assert!(!expanded.contains("#include \""), "{name} includes a header that is not in the table");
         count += 1;
         if let Some(folder) = &to {
             std::fs::create_dir_all(folder).and_then(|()| std::fs::write(folder.join(name), expanded)).expect("writes");

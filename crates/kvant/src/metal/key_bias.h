@@ -1,19 +1,19 @@
 // The bias that keys of sealed pages are stored without, turned to their positions: key_bias.rs.
 //
-// Pairs of coordinates are two halves of a row: the first coordinates of all pairs, then the second ones. The angles of
-// a position are those of its page's first position and those of its slot. Two neighbouring pairs are handled at once,
-// as the first and the second two of four floats.
+// A row of pairs has two halves: the first coordinates of all pairs, then the second ones. The angle of a position is
+// the sum of the angles of its page's first position and of its slot. Two neighbouring pairs are processed at once, as
+// the first and the second two of four floats.
 #ifndef KVANT_KEY_BIAS_H
 #define KVANT_KEY_BIAS_H
 #include <metal_stdlib>
 using namespace metal;
 
-// That of one KV head; a page has 2^shift positions.
+// The bias of one KV head; a page has 2^shift positions.
 struct KeyBias {
     device const float *pairs;  // [2, D/2]
-    device const uint *places;  // [D]: where a coordinate is among the pairs
+    device const uint *places;  // [D]: the index of each coordinate among the pairs
     device const float *starts; // [pages, 2, D/2]: cosines, then sines, of a page's first position
-    device const float *steps;  // [2^shift, 2, D/2]: those of a slot
+    device const float *steps;  // [2^shift, 2, D/2]: cosines, then sines, of a slot
     uint dim;
     uint shift;
 
@@ -39,14 +39,14 @@ struct KeyBias {
         const float2 first = *reinterpret_cast<device const float2 *>(row + 2 * i);
         return float4(first, *reinterpret_cast<device const float2 *>(row + dim / 2 + 2 * i));
     }
-    // Of a query, whose pairs are in `query`: the factors of cosines and of sines in its product with the bias.
+    // The factors of cosines and sines in a query's product with the bias; `query` has the query's pairs.
     float4 factors(threadgroup const float *query, uint i) const {
         const float2 a = *reinterpret_cast<threadgroup const float2 *>(query + 2 * i);
         const float2 b = *reinterpret_cast<threadgroup const float2 *>(query + dim / 2 + 2 * i);
         const float4 own = two_pairs(pairs, i);
         return float4(a * own.xy + b * own.zw, b * own.xy - a * own.zw);
     }
-    // The same over angles that count from the first position of a page.
+    // As factors, for angles relative to the first position of a page.
     float4 factors_on_page(float4 factors, uint page, uint i) const {
         const float4 turn = two_pairs(starts + ulong(page) * dim, i);
         return float4(factors.xy * turn.xy + factors.zw * turn.zw, factors.zw * turn.xy - factors.xy * turn.zw);

@@ -2,8 +2,8 @@
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
 // threadgroup memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED.
-// The bias that keys are stored without is added last. A dense one of out's dtype keeps its bits. A position without a
-// page gives zeros if FILLS, else `out` stays as it is.
+// The bias that keys are stored without is added last. A dense vector of out's dtype keeps its bits. For a position
+// without a page, out gets zeros if FILLS, and is unchanged otherwise.
 #include "key_bias.h"
 #include "planes.h"
 #include "rotate.h"
@@ -68,7 +68,7 @@ kernel void kv_read(device const uchar *low [[buffer(0)]],
         }
         put4(row, j, 4, y, true);
     }
-    // A thread stores the coordinates that it loaded, unless they were rotated.
+    // Without rotation, a thread stores the coordinates that it loaded, and no barrier is needed.
     if (!KEEP_ROTATED) {
         rotate(row, 1, dim, true, index, threads.x);
     }

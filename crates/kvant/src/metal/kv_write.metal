@@ -50,7 +50,7 @@ struct StepTokens {
     device const uint *table;
 };
 
-// Moves the vector of a token. `row` holds D floats if a side of the layer is quantised, `room` WRITE_ROOM.
+// Stores the vector of a token. `row` holds D floats if a side of the layer is quantised, `room` WRITE_ROOM floats.
 inline void write(constant KvWriteParams &p, StepTokens step, Source source, WritablePlanes planes, Encoding encoding,
                   uint token, uint head, threadgroup float *row, threadgroup float *room, Place place) {
     const uint position = step.positions[token], seq = step.sequence[token], dim = p.head_dim;

@@ -15,7 +15,7 @@ static SOURCE: Source =
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let spec = call.layer.spec();
     let quantised = spec.k.is_quantised() || spec.v.is_quantised();
-    // A dense row is copied without a stop.
+    // A dense row is copied without threadgroup memory.
     let row_bytes = if quantised { spec.head_dim * size_of::<f32>() } else { 16 };
     let grid = [spec.kv_heads, call.tokens, 2];
     let launch = launch(call, &SOURCE)?.threadgroup_memory(row_bytes);

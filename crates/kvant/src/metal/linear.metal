@@ -1,14 +1,14 @@
 // linear: out[r] = alpha * W x[r / rows_per_input], f32, f16 or bf16 in and out.
 //
 // x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32]
-// with scales and biases [outputs, inputs / group], or rows of blocks (blocks.h); out is [rows, outputs]. With EXPERTS
-// there are several such matrices, one behind the other, and ids[r] is the one of row r: zeros where there is no such
-// matrix.
+// with scales and biases [outputs, inputs / group], or rows of blocks (blocks.h); out is [rows, outputs]. With EXPERTS,
+// W is several such matrices, one after the other, and ids[r] selects the matrix of row r; a row without a valid matrix
+// gets zeros.
 //
-// Two kernels. linear_few, for the rows of a decode step, is bound by the reading of W: a SIMD-group takes ROWS outputs
-// of TOKENS rows, its lanes neighbouring inputs, so that W is read in long pieces and what is read of x serves ROWS
-// outputs. linear_tiles, for more rows, multiplies tiles of x and W, widened to float in threadgroup memory, by
-// simdgroup matrices.
+// Two kernels. linear_few, for the rows of a decode step, is bound by reading W: a SIMD-group takes ROWS outputs of
+// TOKENS rows, and its lanes neighbouring inputs, so that W is read in long pieces and x is read once for ROWS outputs.
+// linear_tiles, for more rows, multiplies tiles of x and W, widened to float in threadgroup memory, with simdgroup
+// matrices.
 #include "vectors.h"
 #include "affine.h"
 #include "blocks.h"
@@ -25,15 +25,15 @@ struct LinearParams {
 
 constant uint X_DTYPE [[function_constant(0)]];
 constant uint OUT_DTYPE [[function_constant(1)]];
-// Of a dense W; else of scales and biases.
+// The dtype of a dense W, otherwise of scales and biases.
 constant uint W_DTYPE [[function_constant(2)]];
-// Of a code; 0 for a dense W.
+// Bits of a code; 0 for a dense W.
 constant uint BITS [[function_constant(3)]];
 constant uint GROUP [[function_constant(4)]];
 constant bool EXPERTS [[function_constant(5)]];
 constant bool X_ALIGNED [[function_constant(6)]];
 constant bool W_ALIGNED [[function_constant(7)]];
-// The format of a W in blocks, else 0; the bytes at whose multiples blocks begin.
+// The format of a W in blocks, else 0; the alignment of blocks in bytes.
 constant uint FORMAT [[function_constant(8)]];
 constant uint BLOCK_ALIGNMENT [[function_constant(9)]];
 constant bool AFFINE = BITS != 0;
@@ -47,7 +47,7 @@ struct Weight {
     device const uchar *biases;
 };
 
-// A row of W: of one that is dense or affine, where it begins.
+// A row of W; for a dense or affine W, its start.
 struct WeightRow {
     device const uchar *values;
     device const uchar *scales;
@@ -68,8 +68,9 @@ inline WeightRow row_of(Weight w, ulong row, uint inputs) {
     return WeightRow{w.values + row * values, w.scales + row * groups, w.biases + row * groups, row};
 }
 
-// Inputs 16 c .. 16 c + 15 of a row of a W that is not dense, as scale * q + bias. With PLACED, q of a code of 4 bits
-// is 16^i times the code, i being its place in a half word: `placed` divides inputs or scales, and no code is shifted.
+// Inputs 16 c .. 16 c + 15 of a row of a W that is not dense, as scale * q + bias. With PLACED, q of a 4-bit code is
+// 16^i times the code, where i is its place in a half word: `placed` divides inputs or scales instead, so that no code
+// is shifted.
 struct Chunk {
     float4 q[4];
     float scale;
@@ -100,7 +101,7 @@ template <bool PLACED> inline void load_chunk(WeightRow w, uint c, uint inputs, 
     chunk.bias = load(w.biases, group, W_DTYPE);
 }
 
-// Outputs per SIMD-group of linear_few; metal/linear.rs has the same.
+// Outputs per SIMD-group of linear_few; must match metal/linear.rs.
 constant constexpr uint ROWS = 4;
 
 // Groups: x counts ROWS outputs per SIMD-group, y the rows, TOKENS each (one with experts).
@@ -128,7 +129,7 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
     }
     const bool known = expert < p.experts;
 
-    // Beyond the last row or output the last is computed again, and not stored.
+    // Beyond the last row or output, the last one is computed again, and not stored.
     device const uchar *x_rows[TOKENS];
     WeightRow w_rows[ROWS];
     for (uint t = 0; t < TOKENS; t++) {
@@ -140,7 +141,7 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
     float sums[TOKENS][ROWS] = {};
     if (!DENSE) {
         for (uint c = lane; c < p.inputs / 16; c += 32) {
-            // A bias counts as often as the sum of its inputs says.
+            // A bias is multiplied by the sum of its inputs.
             float4 inputs[TOKENS][4];
             float totals[TOKENS];
             for (uint t = 0; t < TOKENS; t++) {
@@ -157,7 +158,7 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
                 Chunk chunk;
                 load_chunk<true>(w_rows[r], c, p.inputs, chunk);
                 for (uint t = 0; t < TOKENS; t++) {
-                    // One chain of fused products.
+                    // One chain of fused multiply-adds.
                     float product = 0;
                     for (uint j = 0; j < 4; j++) {
                         for (uint e = 0; e < 4; e++) {
@@ -194,8 +195,8 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
     }
 }
 
-// A tile of linear_tiles: rows, outputs and inputs; metal/linear.rs has the first two. Tiles are kept as float4, with
-// one more at the end of each row, so that the rows begin in different banks.
+// A tile of linear_tiles: rows, outputs and inputs; the first two must match metal/linear.rs. Tiles are stored as
+// float4, with one more at the end of each row, so that the rows begin in different banks.
 constant constexpr uint TILE_M = 32;
 constant constexpr uint TILE_N = 64;
 constant constexpr uint TILE_K = 32;
@@ -203,17 +204,17 @@ constant constexpr uint FOURS = TILE_K / 4;
 constant constexpr uint STRIDE = FOURS + 1;
 constant constexpr uint OUT_STRIDE = TILE_N + 4;
 constant constexpr uint TILE_THREADS = 128;
-// x of f16 stays as it is: its tile has rows of halves.
+// f16 x is not widened: its tile has rows of halves.
 constant bool X_HALVES = X_DTYPE == F16;
 constant constexpr uint HALVES_STRIDE = TILE_K + 8;
-// Fours of x that a thread brings.
+// Fours of x that a thread loads.
 constant constexpr uint X_FOURS = TILE_M * FOURS / TILE_THREADS;
-static_assert(TILE_THREADS % FOURS == 0, "a thread brings inputs of the same number");
-static_assert(TILE_M * OUT_STRIDE <= 4 * TILE_N * STRIDE, "the result takes the place of W's tile");
+static_assert(TILE_THREADS % FOURS == 0, "a thread loads the same inputs of each row");
+static_assert(TILE_M * OUT_STRIDE <= 4 * TILE_N * STRIDE, "the result overwrites W's tile");
 static_assert(TILE_N * TILE_K == 16 * TILE_THREADS, "each thread widens one chunk of an affine tile");
 
-// The next rows, from `cursor` on, that chose `expert`: at most TILE_M, their numbers into `list`. Every SIMD-group
-// finds them, the first writes them down.
+// Finds the next rows, from `cursor` on, that chose `expert`: at most TILE_M; their numbers are written to `list`.
+// Every SIMD-group finds them, the first one writes them.
 inline uint gather(device const uint *ids, uint rows, uint expert, thread uint &cursor, threadgroup uint *list, uint lane,
                    uint simdgroup) {
     uint count = 0;
@@ -225,7 +226,7 @@ inline uint gather(device const uint *ids, uint rows, uint expert, thread uint &
         if (fits && simdgroup == 0) {
             list[place] = row;
         }
-        // What does not fit is where the next call begins.
+        // The next call begins at the first row that does not fit.
         cursor += simd_min(chosen && !fits ? lane : 32u);
         count += simd_sum(uint(fits));
     }
@@ -254,11 +255,11 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
     const uint first_output = group.x * TILE_N;
     const uint expert = EXPERTS ? group.y : 0;
     const ulong first_w_row = ulong(expert) * p.outputs + first_output;
-    // What a thread brings: a chunk of an output's weights, and fours of some rows of x.
+    // The part that a thread loads: a chunk of an output's weights, and fours of some rows of x.
     const uint w_output = thread_index / 2, w_chunk = thread_index % 2;
     const WeightRow w_row = row_of(w, first_w_row + min(w_output, p.outputs - 1 - first_output), p.inputs);
     const uint x_first = thread_index / FOURS, x_four = thread_index % FOURS;
-    // Of a tile, a SIMD-group computes 16 rows and 32 outputs.
+    // A SIMD-group computes 16 rows and 32 outputs of the tile.
     const uint m = simdgroup % 2 * 16, n = simdgroup / 2 * 32;
 
     if (EXPERTS && expert == 0) {
@@ -301,7 +302,7 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
             x_rows[f] = x + ulong(row) * p.inputs * bytes_of(X_DTYPE);
         }
         for (uint k = 0; k < p.inputs; k += TILE_K) {
-            // Inputs that do not exist are zeros; of rows and outputs, the last one is there again.
+            // Inputs beyond the end are zero; rows and outputs beyond the end repeat the last one.
             const uint j = k + x_four * 4;
 #pragma unroll
             for (uint f = 0; f < X_FOURS; f++) {

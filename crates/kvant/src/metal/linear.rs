@@ -12,9 +12,9 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout],
 };
 
-/// The most rows for which a weight is read once per four rows instead of multiplied by tiles.
+/// Maximum rows for which a weight is read once per four rows, instead of multiplied by tiles.
 const FEW_ROWS: usize = 8;
-/// The same per expert.
+/// Maximum rows per expert for the same.
 const FEW_ROWS_PER_EXPERT: usize = 2;
 /// SIMD-groups of a threadgroup of `linear_few`, and outputs of each.
 const SIMDGROUPS: usize = 4;
@@ -32,8 +32,8 @@ enum LinearKernel {
     Tiles,
 }
 
-/// Selects the kernel for `rows` output rows; `experts`: how many there are, where rows choose one. Without `tiles`,
-/// the device refuses their kernel.
+/// Selects the kernel for `rows` output rows; `experts`: the number of experts, if rows choose one. Without `tiles`,
+/// the device rejects the kernel of tiles.
 fn select(rows: usize, experts: Option<usize>, tiles: bool) -> LinearKernel {
     let few = experts.map_or(FEW_ROWS, |experts| FEW_ROWS.max(FEW_ROWS_PER_EXPERT * experts));
     if rows > few && tiles {
@@ -95,7 +95,7 @@ mod tests {
     use super::{LinearKernel::*, *};
 
     #[test]
-    fn few_rows_read_the_weight_together_and_many_go_by_tiles() {
+    fn few_rows_read_the_weight_together_and_many_use_tiles() {
         let few = |together| FewRows { together };
         assert_eq!([1, 2, 3, 8].map(|rows| select(rows, None, true)), [few(1), few(2), few(4), few(4)]);
         assert_eq!(select(9, None, true), Tiles);

@@ -41,7 +41,7 @@ use crate::{
 pub(crate) const KERNELS: Kernels =
     Kernels { kind: DeviceKind::Metal, build, build_pair: |_, _, _| Ok(false), explain_attend: attend::explain };
 
-/// Whether this machine should have a device of the kind.
+/// Whether a Metal device is expected on this machine.
 pub(crate) fn is_expected() -> bool {
     cfg!(target_os = "macos")
 }

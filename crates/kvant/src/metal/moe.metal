@@ -1,7 +1,7 @@
-// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last;
-// the softmax over just those (or over all), times a factor per expert. With SCORES: the largest scores plus bias among
-// the experts of the chosen groups, and these scores without the bias, divided by their sum. moe_combine: out[t] = sum
-// over j of weights[t, j] * x[t * top_k + j], plus added_weights[t] * added[t].
+// moe_route: the top_k largest logits of each token in descending order, the lower expert first among equals, NaN last.
+// Weights are the softmax over these logits (or over all), times a factor per expert. With SCORES: the largest scores
+// plus bias among the experts of the chosen groups; weights are these scores without the bias, divided by their sum.
+// moe_combine: out[t] = sum over j of weights[t, j] * x[t * top_k + j], plus added_weights[t] * added[t].
 //
 // logits is [tokens, experts], x is [tokens * top_k, dim], added and out are [tokens, dim], each f32, f16 or bf16;
 // expert_scale and bias are [experts], ids and weights are [tokens, top_k], added_weights is [tokens].
@@ -31,7 +31,7 @@ constant uint OUT_DTYPE [[function_constant(1)]];
 constant bool HAS_SCALE [[function_constant(2)]];
 constant bool ALIGNED [[function_constant(3)]];
 constant bool NORMALISE [[function_constant(4)]];
-// 0: softmax over logits, and the next two are false; 1: softmax scores; 2: sigmoid scores.
+// 0: softmax over logits, and the next two constants are false; 1: softmax scores; 2: sigmoid scores.
 constant uint SCORES [[function_constant(5)]];
 constant bool HAS_BIAS [[function_constant(6)]];
 constant bool GROUPED [[function_constant(7)]];
@@ -41,7 +41,7 @@ constant uint ADDED_DTYPE [[function_constant(10)]];
 
 constant uint SIGMOID = 2;
 
-// The logits of a token, and the functions from a logit to a score: a sigmoid, or its part of a softmax.
+// The logits of a token, and the function from a logit to a score: a sigmoid, or its share of a softmax.
 struct Scores {
     device const uchar *logits;
     device const float *bias;
@@ -57,7 +57,7 @@ struct Scores {
 
     float corrected(uint e) const { return HAS_BIAS ? of(e) + bias[e] : of(e); }
 
-    // Scores rise with logits, but different logits may have the same score.
+    // Scores increase with logits, but rounding can give different logits equal scores.
     uint key(uint e) const { return ordered(HAS_BIAS ? corrected(e) : logit(e)); }
 };
 
@@ -82,7 +82,7 @@ inline Scores scores_of(device const uchar *logits, device const float *bias, ul
 
 // A bit for each group that the token chooses. All lanes of the SIMD-group call it; lane g ranks group g.
 inline uint chosen_groups(thread const Scores &scores, uint lane, constant MoeRouteParams &p) {
-    // Keys of experts and groups are larger than 0, which stands for none.
+    // Keys of experts and groups are larger than 0, which means none.
     uint own = 0;
     for (uint g = 0; g < p.groups; g++) {
         uint best = 0, second = 0;
@@ -107,7 +107,7 @@ inline uint chosen_groups(thread const Scores &scores, uint lane, constant MoeRo
     return chosen;
 }
 
-// A SIMD-group per token. Each round finds the largest logit or corrected score behind the one of the round before.
+// One SIMD-group per token. Each round finds the largest logit or corrected score after that of the previous round.
 kernel void moe_route(device const uchar *logits [[buffer(0)]],
                       device const float *expert_scale [[buffer(1), function_constant(HAS_SCALE)]],
                       device uint *ids [[buffer(2)]],
@@ -141,7 +141,7 @@ kernel void moe_route(device const uchar *logits [[buffer(0)]],
             }
             const uint other = scores.key(e);
             const bool left = other < last_key || (other == last_key && e > last_id);
-            // The experts of a lane come in rising order, so the first of equals stays.
+            // A lane visits its experts in ascending order, so the first of equals stays.
             if (left && (other > key || id == 0xFFFFFFFF)) {
                 key = other;
                 id = e;
@@ -153,14 +153,14 @@ kernel void moe_route(device const uchar *logits [[buffer(0)]],
         largest = j == 0 ? logit : largest;
         const float score = SCORES ? scores.of(last_id) : precise::exp(logit - largest);
         sum += score;
-        // The same lane finishes it below.
+        // This lane also finishes the weight below.
         if (lane == j % 32) {
             ids[to + j] = last_id;
             weights[to + j] = score;
         }
     }
     if (SCORES) {
-        // A NaN stays.
+        // The comparison leaves a NaN unchanged.
         sum = NORMALISE ? (sum < p.min_sum ? p.min_sum : sum) + p.epsilon : 1;
     } else if (!NORMALISE) {
         sum = 0;
@@ -181,7 +181,7 @@ kernel void moe_route(device const uchar *logits [[buffer(0)]],
     }
 }
 
-// One thread per four elements of a row: x counts those, y the tokens.
+// One thread per four elements: x counts the fours of a row, y the tokens.
 kernel void moe_combine(device const uchar *x [[buffer(0)]],
                         device const float *weights [[buffer(1)]],
                         device uchar *out [[buffer(2)]],

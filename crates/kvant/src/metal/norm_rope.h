@@ -1,14 +1,14 @@
 // RMS norm and rotary embedding of one head, in threadgroup memory, shared by all threads of a threadgroup.
 //
-// Angles are positions times frequencies, in turns, as 64-bit fractions: whole turns drop out when the product
-// overflows, so that nothing is lost at far positions, and no compiler can reorder it.
+// Angles are positions times frequencies, in turns, as 64-bit fractions. Whole turns are discarded by the overflow of
+// the product, so that far positions lose no precision, and no compiler can reorder the computation.
 #ifndef KVANT_NORM_ROPE_H
 #define KVANT_NORM_ROPE_H
 #include "reduce.h"
 #include "rows.h"
 #include "upper_half.h"
 
-// The numbers of norms, of where angles come from, and of layouts (metal/norm_rope.rs).
+// The numbers of norms, of sources of angles, and of layouts (metal/norm_rope.rs).
 constant constexpr uint NO_NORM = 0;
 constant constexpr uint PLAIN_NORM = 1;
 constant constexpr uint WEIGHTED_NORM = 2;
@@ -20,7 +20,8 @@ constant constexpr uint HALVES = 0;
 constant constexpr uint LEADING_HALVES = 1;
 constant constexpr uint INTERLEAVED = 2;
 
-// Pair i turns by coarse[i / 64] · fine[i % 64] turns a position; the bits of doubles, which Metal does not have.
+// Pair i turns by coarse[i / 64] · fine[i % 64] turns per position; these are the bits of doubles, which Metal does not
+// have.
 struct RopeParams {
     ulong coarse[64];
     ulong fine[64];
@@ -43,10 +44,10 @@ struct Rope {
     device const float *factors;
 };
 
-// Floats of threadgroup memory that norm_rope_head takes beyond the row.
+// Floats of threadgroup memory that norm_rope_head needs in addition to the row.
 constant constexpr uint NORM_ROOM = 32;
 
-// x · 2^by, as far as it is below 2^64.
+// x · 2^by, modulo 2^64.
 inline ulong shifted(ulong x, int by) {
     if (by >= 64 || by <= -64) {
         return 0;
@@ -54,7 +55,7 @@ inline ulong shifted(ulong x, int by) {
     return by >= 0 ? x << by : x >> -by;
 }
 
-// The fraction of a turn, in 2^-64, that pair i turns by from one position to the next.
+// The turns of pair i from one position to the next, as a fraction in units of 2^-64.
 inline ulong frequency(constant RopeParams &rope, uint i) {
     const ulong a = rope.coarse[i / 64], b = rope.fine[i % 64];
     // Mantissas with their leading one in the top bit: 1.f · 2^63.
@@ -64,7 +65,7 @@ inline ulong frequency(constant RopeParams &rope, uint i) {
     return shifted(product, exponent + 2);
 }
 
-// Turns divided by a factor that is not zero; whole turns are dropped.
+// Turns divided by a factor that is not zero; whole turns are discarded.
 inline ulong divided(ulong turns, float factor) {
     const uint bits = as_type<uint>(factor);
     const uint exponent = bits >> 23 & 255, fraction = bits & 0x7FFFFF;
@@ -77,7 +78,7 @@ inline ulong divided(ulong turns, float factor) {
 
 // (cosine, sine) of a fraction of a turn, to about 2e-7.
 inline float2 cos_sin(ulong turns) {
-    // The nearest quarter, and the rest: at most an eighth of a turn to either side.
+    // The nearest quarter turn, and the remainder, at most an eighth of a turn in either direction.
     const uint quarter = uint((turns + (1ul << 61)) >> 62);
     const int rest = int(uint((turns - (ulong(quarter) << 62)) >> 32));
     const float x = float(rest) * (2 * M_PI_F / 4294967296.0f);
@@ -104,7 +105,7 @@ inline float2 turn_of(Rope rope, constant RopeParams &params, uint position, uin
         const float factor = rope.factors[i];
         const uint magnitude = as_type<uint>(factor) & 0x7FFFFFFF;
         if (magnitude == 0 || magnitude > 0x7F800000) {
-            // Zero or NaN.
+            // The factor is zero or NaN.
             return float2(as_type<float>(NAN_BITS));
         }
         turns = divided(turns, factor);
@@ -112,15 +113,15 @@ inline float2 turn_of(Rope rope, constant RopeParams &params, uint position, uin
     return cos_sin(position * turns);
 }
 
-// What the row's elements are multiplied with for a norm, in two steps, since squares and factors may be beyond float
-// where the result is not.
+// The factors that normalise a row. There are two, because squares and factors may overflow float although the result
+// does not.
 inline float2 norm_factors(threadgroup const float *row, threadgroup float *room, float squares, uint dim, float eps,
                            Place place) {
     const float total = reduce<Sum>(squares, room, place);
     if (is_finite(total) && (total >= 1e-24f || eps >= 1e-24f)) {
         return float2(1, precise::rsqrt(total / float(dim) + eps));
     }
-    // Once more, with all numbers near 1.
+    // Sum once more, with all numbers scaled to about 1.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint index = index_of(place), threads = threads_of(place);
     float largest = precise::sqrt(eps);
@@ -144,8 +145,8 @@ inline float normed(threadgroup const float *row, uint j, float2 factors, Norm n
     return norm.kind == WEIGHTED_NORM ? x * load(norm.weight, j, norm.dtype) : x;
 }
 
-// row ← the head that begins at element `start` of x, normalised and turned. `room` holds NORM_ROOM floats that
-// nobody uses. Position is within the tables. The row still needs a barrier.
+// row ← the head that begins at element `start` of x, normalised and turned. `room` has NORM_ROOM unused floats. The
+// position is within the tables. A barrier must follow before the row is read.
 inline void norm_rope_head(threadgroup float *row, threadgroup float *room, device const uchar *x, ulong start,
                            uint dtype, bool aligned, uint dim, Norm norm, Rope rope,
                            constant RopeParams &params, uint position, Place place) {
@@ -167,7 +168,7 @@ inline void norm_rope_head(threadgroup float *row, threadgroup float *room, devi
         row[j] = a * turn.x - b * turn.y;
         row[j + apart] = a * turn.y + b * turn.x;
     }
-    // The others: behind the pairs, and with halves also between the two.
+    // The coordinates outside of pairs: after the pairs, and with halves also between the two halves.
     for (uint j = index; j < dim; j += threads) {
         const bool turned = rope.layout == HALVES ? j < pairs || (j >= apart && j < apart + pairs) : j < 2 * pairs;
         if (!turned) {

@@ -1,8 +1,8 @@
 // norm_rope: RMS norm and rotary embedding of the heads of x [T, H, D], to out [T, H, D] or [H, T, D], with an optional
 // Hadamard rotation of the result; f32, f16 or bf16 in and out.
 //
-// A threadgroup takes one head, group.x, of one token, group.y: all of it is read before anything is written, so that
-// `out` may be `x`. A token whose position is beyond the tables is skipped.
+// A threadgroup takes one head, group.x, of one token, group.y. It reads the whole head before it writes, so that `out`
+// may be `x`. A token whose position is beyond the tables is skipped.
 #include "norm_rope.h"
 #include "rotate.h"
 

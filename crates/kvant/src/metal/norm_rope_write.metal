@@ -1,10 +1,9 @@
 // norm_rope_write: norm and rotary embedding of queries, keys and values, [T, H, D] and twice [T, Hk, D], in one
 // launch; the queries go to q_out, optionally rotated, the keys and values into the slots of a cache layer.
 //
-// A threadgroup takes one head of one token, group.y: with group.x below H a query, then Hk keys, then Hk values. All
-// of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer
-// does not hold when the step is written are skipped, as are tokens whose sequence or position is out of range, or that
-// have no page.
+// A threadgroup takes one head of one token, group.y: a query if group.x is below H, then Hk keys, then Hk values. It
+// reads the whole head before it writes, so that `q_out` may be `q`. Keys and values are skipped if the layer does not
+// hold their token after the step, if its sequence or position is out of range, or if it has no page.
 #include "norm_rope.h"
 #include "slots.h"
 #include "turboquant.h"
@@ -51,7 +50,7 @@ constant bool V_HAS_HIGH = (WITH_HIGH >> V_CODEC & 1) != 0;
 constant bool K_HAS_NORMS = K_CODEC >= TQ2;
 constant bool V_HAS_NORMS = V_CODEC >= TQ2;
 
-static_assert(WRITE_ROOM >= NORM_ROOM, "norm_rope_write: norm and storing use the same room");
+static_assert(WRITE_ROOM >= NORM_ROOM, "norm_rope_write: the norm and the store share their room");
 
 kernel void norm_rope_write(device const uchar *q [[buffer(0)]],
                             device const uchar *k [[buffer(1)]],

@@ -1,10 +1,10 @@
-// Floats as numbers that compare as the floats do.
+// Maps floats to integers that compare as the floats do.
 #ifndef KVANT_ORDERED_H
 #define KVANT_ORDERED_H
 #include <metal_stdlib>
 using namespace metal;
 
-// Larger floats have larger keys, -0 has that of 0, and NaN has 0, below all others.
+// Larger floats have larger keys, -0 has the key of 0, and NaN has 0, below all others.
 inline uint ordered(float x) {
     const uint bits = as_type<uint>(x);
     const uint magnitude = bits & 0x7FFFFFFF;
@@ -14,7 +14,7 @@ inline uint ordered(float x) {
     return bits >> 31 && magnitude != 0 ? ~bits : magnitude | 0x80000000;
 }
 
-// A float with that key.
+// A float with this key.
 inline float from_ordered(uint key) {
     return as_type<float>(key >> 31 ? key & 0x7FFFFFFF : ~key);
 }

@@ -1,4 +1,4 @@
-// Where a vector is in a layer with pages: layer.rs.
+// Locates a vector in a layer with pages: layer.rs.
 #ifndef KVANT_PAGES_H
 #define KVANT_PAGES_H
 #include <metal_stdlib>
@@ -11,10 +11,10 @@ struct RowPlace {
     bool held;
 };
 
-// An entry of a page table is the distance of a page from the start of the pool's memory, in units of this many bytes.
+// The unit of page tables in bytes: an entry is the distance of a page from the start of the pool's memory.
 constant constexpr ulong PAGE_UNIT = 256;
 
-// [sequences, width] entries; those from `entries` on are no pages.
+// [sequences, width] entries; values from `entries` on are not pages.
 struct PageTable {
     device const uint *table;
     uint width;

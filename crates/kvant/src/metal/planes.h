@@ -6,23 +6,23 @@
 // D/4] bytes of four times 2 bits (6 bits). norms holds [rows, D/B] floats, B = min(D, 256). A coordinate is norm *
 // centroid, in the rotated domain.
 //
-// Centred: norms are halves, and a coordinate is that much more than the mean of its page and KV head. means holds, for
-// each KV head of a page, D codes (signed bytes) and the float that they are multiplied by.
+// Centred: norms are halves, and norm * centroid is relative to the mean of the page and KV head. means holds, for each
+// KV head of a page, D codes (signed bytes) and the float that multiplies them.
 #ifndef KVANT_PLANES_H
 #define KVANT_PLANES_H
 #include "elements.h"
 #include "codebooks.h"
 
-// The numbers of codecs: those of the dtypes when dense, else 16 and the bits (gpu/planes.rs).
+// The numbers of codecs: the dtype's if dense, else 16 plus the bits (gpu/planes.rs).
 constant constexpr uint TQ2 = 16 + 2;
 constant constexpr uint TQ3 = 16 + 3;
 constant constexpr uint TQ4 = 16 + 4;
 constant constexpr uint TQ5 = 16 + 5;
 constant constexpr uint TQ6 = 16 + 6;
 constant constexpr uint TQ8 = 16 + 8;
-// Centred codecs have 32 more.
+// Centred codecs add 32.
 constant constexpr uint CENTRED = 32;
-// By its number without that, whether a codec has a high plane, as bits.
+// Bit n: whether codec n, without CENTRED, has a high plane.
 constant constexpr uint WITH_HIGH = 1u << TQ3 | 1u << TQ5 | 1u << TQ6;
 
 inline bool is_quantised(uint codec) {
@@ -37,7 +37,7 @@ inline bool has_high(uint codec) {
     return (WITH_HIGH >> codec % CENTRED & 1) != 0;
 }
 
-// The codec of what a centred codec stores beside the mean.
+// The codec of the vectors that a centred codec stores in addition to the mean.
 inline uint plain(uint codec) {
     return codec % CENTRED;
 }
@@ -49,7 +49,7 @@ struct Planes {
     device const uchar *means;
 };
 
-// The planes, to read or to write, from `bytes` bytes on. Only those that the codec has are there.
+// The planes, to read or to write, `bytes` bytes later. Only planes of the codec exist.
 template <typename P> inline P shifted(P planes, ulong bytes, uint codec) {
     return P{planes.low + bytes, has_high(codec) ? planes.high + bytes : nullptr,
              is_quantised(codec) ? planes.norms + bytes : nullptr, is_centred(codec) ? planes.means + bytes : nullptr};
@@ -74,7 +74,7 @@ inline uint4 single_bits(Planes planes, ulong row, uint j, uint head_dim) {
 }
 
 // The four indices of coordinates j .. j+3 of a row, j a multiple of 4. Quantised planes begin at multiples of 4 bytes,
-// as allocations of their own or within a page.
+// both as separate allocations and within a page.
 inline uint4 load_indices(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
     codec = plain(codec);
     if (codec == TQ8) {
@@ -108,13 +108,13 @@ inline float4 centroids(uint4 index, uint codec) {
     }
 }
 
-// Norm i of those from `norms` on.
+// Norm i, counted from `norms`.
 template <typename I> inline float load_norm(device const uchar *norms, I i, uint codec) {
     return is_centred(codec) ? float(reinterpret_cast<device const half *>(norms)[i])
                              : reinterpret_cast<device const float *>(norms)[i];
 }
 
-// Norm i of all.
+// Norm i, counted from the start of the plane.
 inline float load_norm(Planes planes, ulong i, uint codec) {
     return load_norm(planes.norms, i, codec);
 }

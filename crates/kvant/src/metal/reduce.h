@@ -1,10 +1,10 @@
-// One value of every thread of a threadgroup brought together: over each SIMD-group, then over their results.
+// Reduces one value per thread of a threadgroup: over each SIMD-group, then over their results.
 #ifndef KVANT_REDUCE_H
 #define KVANT_REDUCE_H
 #include <metal_stdlib>
 using namespace metal;
 
-// The place of a thread in its threadgroup, whose threads are whole SIMD-groups of 32.
+// The index of a thread in its threadgroup, whose threads are whole SIMD-groups of 32.
 struct Place {
     uint lane;
     uint simdgroup;
@@ -35,7 +35,7 @@ struct Sum {
 };
 
 struct Max {
-    // Of numbers that are not negative.
+    // The maximum of numbers that are not negative.
     static float over_simd(float x) { return simd_max(x); }
     static uint over_simd(uint x) { return simd_max(x); }
     static constant constexpr uint none = 0;
@@ -47,7 +47,7 @@ struct Min {
 };
 
 // All threads of the threadgroup call it, and all get the result. `shared` holds one value per SIMD-group, and may be
-// used again by the next call. The order of the additions depends on the number of threads alone.
+// reused by the next call. The order of the additions depends only on the number of threads.
 template <typename Op, typename T>
 inline T reduce(T x, threadgroup T *shared, Place place) {
     x = Op::over_simd(x);

@@ -2,13 +2,15 @@
 // norms of out.
 //
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
-// and a row is the sum of `terms` of these times combine, [rows, terms]. AFTER adds the residual to the
-// normed row, before the scale, NORMED after a norm of its own; BEFORE adds it to x first, and writes the sum. A row
-// belongs to one SIMD-group of several in a threadgroup, or, when it is long, to a whole threadgroup (WHOLE). It is
-// read twice: for its mean square, then, mostly from a cache, for the result; for the next norms, `out` is read in the
-// same way. Every element is read and written by one thread, nothing is written in the first pass, and in the second an
-// element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose squares leave the
-// range of f32 are read once more, scaled by a power of two.
+// and a row is the sum of `terms` of these, each times its element of combine, [rows, terms]. AFTER adds the residual
+// to the normed row, before the scale; NORMED adds the residual's own norm. BEFORE adds the residual to x first, and
+// writes the sum.
+//
+// A row belongs to one of several SIMD-groups in a threadgroup or, if it is long, to a whole threadgroup (WHOLE). It is
+// read twice: for its mean square, then, mostly from a cache, for the result. For the next norms, `out` is read in the
+// same way. Every element is read and written by one thread. The first pass writes nothing, and the second reads an
+// element before it writes it, so that `out` and `sum` may be `x` or the residual. Rows whose squares overflow or
+// underflow f32 are read once more, scaled by a power of two.
 #include "vectors.h"
 #include "reduce.h"
 
@@ -36,7 +38,7 @@ constant bool NORMED [[function_constant(10)]];
 constant uint RESIDUAL_WEIGHT_DTYPE [[function_constant(11)]];
 constant bool HAS_RESIDUAL_WEIGHT [[function_constant(12)]];
 constant uint NEXTS [[function_constant(13)]];
-// Four bits each: the dtypes of the next norms; 15 for a weight that is absent.
+// Four bits for each next norm: its dtype; 15 for a weight that is absent.
 constant uint NEXT_WEIGHT_DTYPES [[function_constant(14)]];
 constant uint NEXT_OUT_DTYPES [[function_constant(15)]];
 constant bool COMBINE [[function_constant(16)]];
@@ -48,11 +50,11 @@ constant bool HAS_NEXT_WEIGHT_0 = HAS_NEXT_0 && (NEXT_WEIGHT_DTYPES & 15) != 15;
 constant bool HAS_NEXT_WEIGHT_1 = HAS_NEXT_1 && (NEXT_WEIGHT_DTYPES >> 4 & 15) != 15;
 constant bool HAS_NEXT_WEIGHT_2 = HAS_NEXT_2 && (NEXT_WEIGHT_DTYPES >> 8 & 15) != 15;
 
-// What a row is read from, and the elements of it that are a thread's: from `first` on, four in every `step`.
+// The source of a row, and the elements that belong to a thread: from `first` on, four in every `step`.
 struct Row {
     device const uchar *x;
     uint dtype;
-    // If `is_sum`, the row is a sum of so many.
+    // If `is_sum`, the row is a sum of `terms` rows.
     bool is_sum;
     device const float *combine;
     uint terms;
@@ -92,8 +94,8 @@ inline float squares_of(Row row, float unit, threadgroup float *shared, Place pl
     return reduce<Sum>(squares, shared, place);
 }
 
-// What the row's elements are multiplied with, in two steps, since squares and factors may be beyond float where the
-// result is not.
+// The factors that normalise the row. There are two, because squares and factors may overflow float although the result
+// does not.
 inline float2 factors_of(Row row, float eps, threadgroup float *shared, Place place) {
     const float squares = squares_of(row, 1, shared, place);
     if (is_finite(squares) && (squares >= 1e-24f || eps >= 1e-24f)) {
@@ -128,7 +130,7 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
                      uint simdgroup [[simdgroup_index_in_threadgroup]],
                      uint simdgroups [[simdgroups_per_threadgroup]]) {
     threadgroup float shared[32];
-    // The threads of a row; `step` elements are theirs at a time.
+    // The threads of a row; together they process `step` elements at a time.
     const Place place = WHOLE ? Place{lane, simdgroup, simdgroups} : Place{lane, 0, 1};
     const uint index = WHOLE ? group : group * simdgroups + simdgroup;
     if (index >= p.rows) {
@@ -182,7 +184,7 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
         return;
     }
 
-    // A thread reads what it has written itself.
+    // A thread reads back only elements that it has written.
     const Row stored = {out, OUT_DTYPE, false, nullptr, 0, nullptr, false, start, p.dim, row.first, row.step};
     const float2 next_factors = factors_of(stored, p.next_eps, shared, place);
     for (uint i = row.first; i < row.dim; i += row.step) {

@@ -11,9 +11,9 @@ use crate::{
 static SOURCE: Source =
     Source { name: "rms_norm.metal", text: include_str!("rms_norm.metal"), headers: HEADERS, layouts: LAYOUTS };
 
-/// SIMD-groups of a threadgroup that has one row at most: 4096 elements are read at once.
-const MOST: usize = 32;
+/// Maximum SIMD-groups of a threadgroup with one row: it reads 4096 elements at once.
+const MAX_SIMDGROUPS: usize = 32;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    b.push(launch(call, &SOURCE, MOST)?)
+    b.push(launch(call, &SOURCE, MAX_SIMDGROUPS)?)
 }

@@ -1,7 +1,7 @@
-// The randomised Hadamard rotation of rows in threadgroup memory: y = H·(s ⊙ x)/√D, and back x = s ⊙ (H·y)/√D.
+// The randomised Hadamard rotation of rows in threadgroup memory: y = H·(s ⊙ x)/√D, and its inverse x = s ⊙ (H·y)/√D.
 //
-// H is Sylvester's matrix, s the fixed signs of codec/signs.rs. The fast transform: butterflies of distance 1, 2, …,
-// D/2. A thread takes four elements and does two distances with them, so that there is one barrier for every two.
+// H is Sylvester's matrix, s the fixed signs of codec/signs.rs. The fast transform has butterflies of distance 1, 2, …,
+// D/2. A thread takes four elements and computes two distances, so that every second distance needs a barrier.
 #ifndef KVANT_ROTATE_H
 #define KVANT_ROTATE_H
 #include <metal_stdlib>
@@ -27,13 +27,13 @@ inline float rotation_scale(uint dim) {
 // Rotates `rows` consecutive rows of `dim` elements; dim is a power of two, 2 to 4096. All threads
 // of the threadgroup call it, thread `index` of `threads`. It begins and ends with a barrier: callers need none.
 inline void rotate(threadgroup float *x, uint rows, uint dim, bool inverse, uint index, uint threads) {
-    // Made small first, so that sums overflow only where the result nearly does.
+    // Scaled first, so that sums overflow only if the result nearly does.
     const float scale = rotation_scale(dim);
     const uint column = dim - 1;
     uint distance = 1;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (clz(dim) % 2 == 0) {
-        // An odd number of distances: the first by itself.
+        // The number of distances is odd: process the first one alone.
         for (uint i = 2 * index; i < rows * dim; i += 2 * threads) {
             const float2 signs = float2(sign_of(dim, i & column), sign_of(dim, (i + 1) & column));
             float2 v = float2(x[i], x[i + 1]) * (inverse ? float2(scale) : scale * signs);
@@ -49,7 +49,7 @@ inline void rotate(threadgroup float *x, uint rows, uint dim, bool inverse, uint
     }
     for (; distance < dim; distance *= 4) {
         for (uint k = index; k < rows * dim / 4; k += threads) {
-            // The bits of k below the distance stay, the others make room for two more.
+            // Bits of k below the distance stay; higher ones are shifted to make room for two more.
             const uint low = k & (distance - 1);
             const uint4 at = (k - low) * 4 + low + distance * uint4(0, 1, 2, 3);
             float4 v = float4(x[at.x], x[at.y], x[at.z], x[at.w]);

@@ -1,6 +1,6 @@
 // Rows between device and threadgroup memory, shared by the threads of a threadgroup, four elements at a time.
 //
-// `aligned`, a function constant, says that rows are multiples of four elements and begin at multiples of their bytes.
+// `aligned`, a function constant: rows are multiples of four elements, and are aligned to four elements.
 #ifndef KVANT_ROWS_H
 #define KVANT_ROWS_H
 #include "vectors.h"
@@ -42,7 +42,7 @@ inline void store_row(device uchar *x, ulong start, threadgroup const float *row
     }
 }
 
-// Moves dim elements, and where the dtypes agree their bits: also those of a NaN, which arithmetic may change.
+// Moves dim elements. If the dtypes agree, it moves their bits, including those of a NaN, which arithmetic may change.
 inline void move_row(device const uchar *from, ulong i, uint from_dtype, device uchar *to, ulong j, uint to_dtype,
                      uint dim, bool aligned, uint index, uint threads) {
     for (uint k = 4 * index; k < dim; k += 4 * threads) {

@@ -1,20 +1,20 @@
-// sample: draws one token per row of logits, as ops/sample.rs says: softmax at a temperature, cut down by top_k, top_p
+// sample: draws one token per row of logits, as ops/sample.rs defines: softmax at a temperature, cut by top_k, top_p
 // and min_p.
 //
-// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. With ROWS, each row has parameters of its own.
+// logits is [rows, vocab], f32, f16 or bf16; counter and out are [rows]. With ROWS, each row has its own parameters.
 // One threadgroup per row.
 //
 // Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
-// first. A cut asks which entry, in falling order of rank, is the first at which a running sum of weights reaches a
-// goal: top_k sums ones, top_p sums probabilities. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are
-// exact, whatever the order of the additions, and a row's token does not depend on how its threads are scheduled.
+// first. A cut finds the first entry, in descending order of rank, at which a running sum of weights reaches a goal:
+// top_k sums ones, top_p sums probabilities. Probabilities are integers, in units of 2^-UNIT_BITS. Their sums are exact
+// for any order of the additions, so that a row's token does not depend on the schedule of its threads.
 //
-// The row is read twice: for its largest logit, and for the entry with the largest probability over its random number.
-// A cut reads it twice more. First every entry adds 1 and its probability to one of 256 bins, by its distance from the
-// largest: a bin is an eighth of a temperature, and a probability of the last bin is less than a unit. The bin in which
-// a goal falls is read into a list, with all bins before it if there is room. In the list the answer is found digit by
-// digit of its rank: all entries that share the digits known so far add their weight to a histogram of the next digit.
-// A bin that the list has no room for takes a reading of the row for each digit instead.
+// The row is read twice: for its largest logit, and for the entry with the largest ratio of probability to random
+// number. A cut reads it twice more. First every entry adds 1 and its probability to one of 256 bins, by its distance
+// from the largest logit: a bin is an eighth of a temperature, and a probability of the last bin is less than a unit.
+// The entries of the bin that contains the goal are read into a list, with all bins before it if there is room. In the
+// list, the answer is found digit by digit of its rank: all entries that share the known digits add their weight to a
+// histogram of the next digit. If a bin does not fit the list, the row is read once per digit instead.
 #include "vectors.h"
 #include "ordered.h"
 #include "reduce.h"
@@ -22,7 +22,7 @@
 
 struct SampleParams {
     ulong seed;
-    // Times 2^64.
+    // top_p times 2^64.
     ulong top_p;
     uint vocab;
     uint top_k;
@@ -37,12 +37,12 @@ constant bool TOP_P [[function_constant(3)]];
 // Digits of 8 bits of a key, and of an index.
 constant uint KEY_DIGITS [[function_constant(4)]];
 constant uint ID_DIGITS [[function_constant(5)]];
-// Of a probability of 1: all of a row add up to less than 2^64.
+// Units of a probability of 1. The sum of a row is less than 2^64.
 constant uint UNIT_BITS [[function_constant(6)]];
 constant bool ROWS [[function_constant(7)]];
 constant constexpr uint BINS = 256;
 
-// The parameters of a row that has its own: words in the order of SampleParams, whatever they are.
+// The parameters of a row with its own: words in the order of SampleParams, of any contents.
 inline SampleParams own_params(SampleParams p, device const uint *rows, uint row) {
     device const uint *own = rows + ulong(row) * 8;
     p.seed = own[0] | ulong(own[1]) << 32;
@@ -53,7 +53,7 @@ inline SampleParams own_params(SampleParams p, device const uint *rows, uint row
     return p;
 }
 
-// What a sum is compared with: a number of entries, or a share of all that there is.
+// The goal of a sum: a number of entries, or a share of the total.
 enum class Goal { Count, Share };
 
 struct Row {
@@ -64,7 +64,7 @@ struct Row {
     float temperature;
 };
 
-// The bits of a key beyond its digits are the same in all logits of one sign.
+// The bits of a key beyond its digits are equal for all logits of one sign.
 inline ulong rank_of(float logit, uint id) {
     const ulong key = ordered(logit) >> (32 - 8 * KEY_DIGITS);
     const ulong last = (1ul << (8 * ID_DIGITS)) - 1;
@@ -76,7 +76,7 @@ inline uint id_of(ulong rank) {
     return uint(last - (rank & last));
 }
 
-// e^((logit - largest) / temperature); 1 for the largest also when it is infinite.
+// e^((logit - largest) / temperature); 1 for the largest, even if it is infinite.
 inline float probability(Row row, float logit) {
     return logit == row.largest ? 1.0f : precise::exp((logit - row.largest) / row.temperature);
 }
@@ -95,8 +95,8 @@ inline uint mixed(uint x) {
     return x ^ (x >> 16);
 }
 
-// -ln(1 - v) of the random bits v of an id: a number of the exponential distribution. A polynomial where 1 - v would
-// lose the lower bits of v.
+// -ln(1 - v) for the random bits v of an id: an exponentially distributed number. A polynomial for small v, where 1 - v
+// would lose low bits.
 inline float exponential(ulong stream, uint id) {
     const uint bits = mixed(mixed(id + uint(stream)) ^ uint(stream >> 32));
     const float v = (float(bits) + 0.5f) * 2.3283064365386963e-10f;
@@ -110,13 +110,13 @@ constant constexpr uint LISTED = 1024;
 // Threadgroup memory.
 template <uint COPIES>
 struct Shared {
-    // A histogram of 64 bits in each bin, COPIES of each so that a SIMD-group's lanes meet less often in one.
+    // A histogram of 64-bit sums: COPIES of each bin, so that lanes of a SIMD-group collide less often.
     atomic_uint low[BINS * COPIES];
     atomic_uint high[BINS * COPIES];
-    // Of each bin by distance: entries of the row, and the probability of those that no cut has removed.
+    // For each bin by distance: the number of entries, and the probability of those that no cut has removed.
     atomic_uint counts[BINS];
     ulong weights[BINS];
-    // What a goal is looked for in.
+    // The sums that a goal is searched in.
     ulong sums[BINS];
     ulong coarse[BINS / 16];
     // Ranks of all entries of bins from `from` to `to`.
@@ -124,12 +124,12 @@ struct Shared {
     atomic_uint listed;
     uint from;
     uint to;
-    // Where the goal fell, and what of it is left there.
+    // The bin that contains the goal, and the rest of the goal in it.
     uint bin;
     ulong left;
 };
 
-// A thread, and the row that all work on.
+// A thread, and the row that all threads process.
 struct Worker {
     Row row;
     uint index;
@@ -137,7 +137,7 @@ struct Worker {
     uint lane;
 };
 
-// 255 for the largest, 0 from 32 temperatures away on; it never rises with the distance.
+// 255 for the largest logit, 0 from a distance of 32 temperatures on; never increasing with the distance.
 inline uint bin_of(Row row, float logit) {
     const float distance = (row.largest - logit) * (8 / row.temperature);
     return logit == row.largest ? BINS - 1 : BINS - 1 - uint(fmin(distance, float(BINS - 1)));
@@ -145,7 +145,7 @@ inline uint bin_of(Row row, float logit) {
 
 inline float logit_of(ulong rank) {
     const uint key = uint(rank >> (8 * ID_DIGITS)) << (32 - 8 * KEY_DIGITS);
-    // The bits beyond the digits.
+    // Sets the bits beyond the digits.
     return from_ordered(key >> 31 ? key : key | ((1u << (32 - 8 * KEY_DIGITS)) - 1));
 }
 
@@ -187,7 +187,7 @@ struct Largest {
     }
 };
 
-// The histogram becomes `sums`, and is empty. Begins and ends with a barrier.
+// Moves the histogram to `sums`, and clears it. Begins and ends with a barrier.
 template <uint COPIES> inline void settle(Worker worker, threadgroup Shared<COPIES> &shared) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
@@ -201,7 +201,7 @@ template <uint COPIES> inline void settle(Worker worker, threadgroup Shared<COPI
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The entry with the largest probability over its random number, of those from rank `cut` on.
+// Finds the entry with the largest ratio of probability to random number, among ranks from `cut` on.
 struct Race {
     Row row;
     ulong stream;
@@ -216,7 +216,7 @@ struct Race {
             return;
         }
         const float rate = p / exponential(stream, other);
-        // The lower id of equals, which comes first.
+        // Among equals, the lower id wins, which comes first.
         if (rate > largest) {
             largest = rate;
             id = other;
@@ -228,7 +228,7 @@ struct Race {
 template <uint COPIES> struct Distribute {
     threadgroup Shared<COPIES> *shared;
     Worker worker;
-    uint far; // entries of bin 0: often most of them, counted by each thread for itself
+    uint far; // entries of bin 0, often the majority, counted per thread
 
     void take(float logit, uint) {
         const uint bin = bin_of(worker.row, logit);
@@ -256,7 +256,7 @@ inline void distribute(Worker worker, threadgroup Shared<COPIES> &shared) {
         atomic_fetch_add_explicit(&shared.counts[0], f.far, memory_order_relaxed);
     }
     settle(worker, shared);
-    // Read by the same threads next.
+    // The threads that write these read them next.
     for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
         shared.weights[bin] = shared.sums[bin];
     }
@@ -273,13 +273,14 @@ template <uint COPIES> struct Gather {
         const uint bin = bin_of(row, logit);
         if (bin >= from && bin <= to) {
             const uint at = atomic_fetch_add_explicit(&shared->listed, 1u, memory_order_relaxed);
-            // The counts leave room.
+            // The counts guarantee room.
             shared->list[min(at, LISTED - 1)] = rank_of(logit, id);
         }
     }
 };
 
-// Adds what share the digits known so far to the histogram of the next digit; all to one bin without digits.
+// Adds the weight of entries that share the known digits to the histogram of the next digit; without digits, all to one
+// bin.
 template <uint COPIES> struct Digit {
     threadgroup Shared<COPIES> *shared;
     Worker worker;
@@ -307,7 +308,7 @@ template <uint COPIES> struct Digit {
     }
 };
 
-// Adds from the list if it has the bin, else from the row; then settles.
+// Adds entries from the list if it has the bin, otherwise from the row; then settles.
 template <uint COPIES> inline void add_digit(thread Digit<COPIES> &f, threadgroup Shared<COPIES> &shared) {
     if (f.bin >= shared.from && f.bin <= shared.to) {
         const uint count = atomic_load_explicit(&shared.listed, memory_order_relaxed);
@@ -321,8 +322,8 @@ template <uint COPIES> inline void add_digit(thread Digit<COPIES> &f, threadgrou
     settle(f.worker, shared);
 }
 
-// Finds the bin of `sums` in which the goal falls, counted from the last bin. With FIRST, `goal` and `value` say
-// how much of the sum of all bins that is; otherwise it is the rest that the previous call left. Ends with a barrier.
+// Finds the bin of `sums` that contains the goal, counted from the last bin. With FIRST, `goal` and `value` give the
+// goal as a part of the total; otherwise it is the rest of the previous call. Ends with a barrier.
 template <bool FIRST, uint COPIES>
 inline void find(Worker worker, threadgroup Shared<COPIES> &shared, Goal goal, ulong value) {
     if (worker.index < BINS / 16) {
@@ -362,7 +363,7 @@ inline void find(Worker worker, threadgroup Shared<COPIES> &shared, Goal goal, u
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Lists bin `bin`, and those before it, as far as there is room. Ends with a barrier.
+// Lists bin `bin`, and the bins before it that fit. Ends with a barrier.
 template <uint COPIES> inline void list_bin(Worker worker, threadgroup Shared<COPIES> &shared, uint bin) {
     if (bin >= shared.from && bin <= shared.to) {
         return;
@@ -389,8 +390,8 @@ template <uint COPIES> inline void list_bin(Worker worker, threadgroup Shared<CO
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from
-// `cut` on. The histogram is empty before and after. All threads of the threadgroup call it.
+// The rank of the entry, in descending order, at which the running sum reaches the goal, among ranks from `cut` on. The
+// histogram is empty before and after. All threads of the threadgroup call it.
 template <uint COPIES>
 inline ulong search(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut, Goal goal, ulong value) {
     for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
@@ -412,7 +413,7 @@ inline ulong search(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut
     return f.prefix;
 }
 
-// The weights that remain when entries with ranks below `cut`, of bin `bin`, are not.
+// The weights that remain without the entries of bin `bin` whose ranks are below `cut`.
 template <uint COPIES>
 inline void cut_down(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut) {
     const uint bin = bin_of(worker.row, logit_of(cut));
@@ -457,7 +458,7 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
     Largest found = {0};
     each_entry(worker, found);
     const uint key = reduce<Max>(found.key, largest, place);
-    // Nothing but NaN: no id.
+    // All logits are NaN: no id.
     if (key == 0) {
         if (thread_index == 0) {
             out[group] = 0xFFFFFFFF;
@@ -489,10 +490,10 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
     }
     Race race = {worker.row, stream_of(p.seed, counter[group]), cut, p.min_p, 0, Min::none};
     each_entry(worker, race);
-    // Rates are not negative: their bits are in their order.
+    // Rates are not negative, so their bits compare as the rates do.
     const uint rate = as_type<uint>(race.largest);
-    const uint most = reduce<Max>(rate, largest, place);
-    const uint id = reduce<Min>(rate == most ? race.id : Min::none, largest, place);
+    const uint max_rate = reduce<Max>(rate, largest, place);
+    const uint id = reduce<Min>(rate == max_rate ? race.id : Min::none, largest, place);
     if (thread_index == 0) {
         out[group] = id;
     }

@@ -1,13 +1,13 @@
-// seal: dense rows of whole pages become the rows of sealed pages, each page around its own mean.
+// seal: encodes the dense rows of whole pages as rows of sealed pages, each page around its own mean.
 //
 // `pages` is [n, 3]: the entries of a dense and of a sealed page, and the page's index in its sequence; a row with an
-// entry that is no page is skipped. A threadgroup takes one KV head of one side of a page: group.x is the head, group.y
-// the row of `pages`, group.z 0 for keys and 1 for values. The rows of a head in a page are [P, D], one behind the
-// other. Keys are encoded without their bias, if the layer has one.
-//   mean   if the codec is centred: all threads add up the vectors whose squared lengths are finite. The mean is
+// entry that is not a page is skipped. A threadgroup takes one KV head of one side of a page: group.x is the head,
+// group.y the row of `pages`, group.z 0 for keys and 1 for values. The rows of a head in a page are [P, D], one after
+// the other. Keys are encoded without their bias, if the layer has one.
+//   mean   if the codec is centred: all threads sum the vectors whose squared lengths are finite. The mean is
 //          rotated, and stored as codes of 8 bits and a scale (docs/codec.md).
-//   rows   a SIMD-group takes a row at a time; all of them share a long row. The row is rotated, the stored mean is
-//          subtracted, and the rest is encoded. Rows of a dense side are converted.
+//   rows   a SIMD-group takes one row at a time; all SIMD-groups share a long row. The row is rotated, the stored
+//          mean is subtracted, and the difference is encoded. Rows of a dense side are converted.
 #include "key_bias.h"
 #include "pages.h"
 #include "turboquant.h"
@@ -36,14 +36,14 @@ constant bool V_HAS_NORMS = V_CODEC >= TQ2;
 constant bool K_HAS_MEANS = (K_CODEC & CENTRED) != 0;
 constant bool V_HAS_MEANS = (V_CODEC & CENTRED) != 0;
 
-// SIMD-groups of a threadgroup, and the most coordinates of a row that one of them has alone (metal/seal.rs).
+// SIMD-groups of a threadgroup, and maximum coordinates of a row that one of them processes alone (metal/seal.rs).
 constant constexpr uint SIMDS = 8;
 constant constexpr uint MAX_ALONE = 512;
 // The largest code of a mean.
 constant constexpr float MEAN_LEVELS = 127;
-// The most positions of a page.
+// Maximum positions of a page.
 constant constexpr uint MAX_POSITIONS = 256;
-// The most quads of a vector that a thread adds up.
+// Maximum quads of a vector that a thread sums.
 constant constexpr uint MAX_QUADS = 4;
 
 // The dense vectors of a head in a page, without their bias.
@@ -53,7 +53,7 @@ struct DenseRows {
     uint dim;
     bool biased;
     KeyBias bias;
-    uint position; // of the page's first vector in its sequence
+    uint position; // the position of the page's first vector
 
     ulong start(uint i) const {
         return (first + i) * dim;
@@ -64,7 +64,7 @@ struct DenseRows {
     }
 };
 
-// finite ← for each vector 1 if its squared length is finite, so that it belongs to the mean. Ends with a barrier.
+// finite ← for each vector, 1 if its squared length is finite, so that it counts in the mean. Ends with a barrier.
 inline void note_finite(DenseRows rows, threadgroup uint *finite, Place place) {
     for (uint i = place.simdgroup; i < POSITIONS; i += place.simdgroups) {
         float squares = 0;
@@ -80,8 +80,8 @@ inline void note_finite(DenseRows rows, threadgroup uint *finite, Place place) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// row ← the rotated mean of the vectors that belong to it. Threads form slices; each slice adds up every `slices`-th
-// vector, and `row` has room for the sum of each slice. Ends with a barrier.
+// row ← the rotated mean of the vectors that count. Threads form slices; each slice sums every `slices`-th vector, and
+// `row` has room for the sum of each slice. Ends with a barrier.
 inline void make_mean(DenseRows rows, threadgroup const uint *finite, threadgroup float *row, threadgroup float *room,
                       Place place) {
     const uint index = index_of(place), threads = threads_of(place), dim = rows.dim;
@@ -122,7 +122,7 @@ inline void make_mean(DenseRows rows, threadgroup const uint *finite, threadgrou
     rotate(row, 1, dim, false, index, threads);
 }
 
-// Stores the mean nearest to a rotated row.
+// Stores a rotated mean, rounded to its codes.
 inline void store_mean(threadgroup const float *row, device uchar *to, uint dim, threadgroup float *room, Place place) {
     const uint index = index_of(place), threads = threads_of(place);
     float largest = 0;
@@ -175,7 +175,7 @@ inline void seal_head(DenseRows rows, WritablePlanes to, uint head, Encoding enc
         for (uint j = 4 * index; j < dim; j += 4 * threads) {
             put4(row, j, 4, rows.quad(i, j), true);
         }
-        // Each SIMD-group has the same number of rows, so that all reach the barriers of `rotate`.
+        // Every SIMD-group has the same number of rows, so that all reach the barriers of `rotate`.
         rotate(row, 1, dim, false, index, threads);
         for (uint j = 4 * index; centred && j < dim; j += 4 * threads) {
             put4(row, j, 4, get4(row, j, 4, true) - load_mean4(mean, j, dim), true);

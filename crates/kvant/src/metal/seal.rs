@@ -26,7 +26,7 @@ static SOURCE: Source = Source {
     layouts: &[MetalSealParams::layout],
 };
 
-/// The most coordinates of a row that a SIMD-group has alone.
+/// Maximum coordinates of a row that a SIMD-group processes alone.
 const MAX_ALONE: usize = 512;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
@@ -54,7 +54,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
         .read(1, &dense.k.low)
         .read(2, &dense.v.low);
     let launch = planes::bind(planes::bind(launch, 3, &sealed.k, Use::Write), 6, &sealed.v, Use::Write);
-    // Means are stored, and read again.
+    // Means are written, then read.
     let launch = planes::bind_means(launch, [9, 10], sealed, Use::ReadWrite);
     b.push(
         key_bias::bind(launch, 12, sealed.key_bias())

@@ -3,7 +3,7 @@
 #define KVANT_SLOTS_H
 #include "pages.h"
 
-// A layer's shape, and that of its page table. ring and token_major are 0 or 1.
+// The shape of a layer and of its page table. ring and token_major are 0 or 1.
 struct LayerParams {
     uint sequences;
     uint kv_heads;
@@ -22,12 +22,12 @@ inline ulong layer_row(constant LayerParams &layer, uint sequence, uint head, ui
     return (ulong(sequence) * layer.kv_heads + head) * layer.capacity + slot;
 }
 
-// A position may be beyond 32 bits on a ring that is read.
+// A position may be beyond 32 bits when a ring is read.
 template <typename P> inline uint layer_slot(constant LayerParams &layer, P position) {
     return uint(layer.ring != 0 ? position % layer.capacity : position);
 }
 
-// Where the vector of a position is. `page_shift`, a function constant, is 0 without pages; there is no table then.
+// The location of a position's vector. `page_shift`, a function constant, is 0 without pages; the table is then absent.
 template <typename P>
 inline RowPlace layer_place(constant LayerParams &layer, device const uint *table, uint page_shift, uint sequence,
                             uint head, P position) {
@@ -38,8 +38,8 @@ inline RowPlace layer_place(constant LayerParams &layer, device const uint *tabl
     return RowPlace{0, layer_row(layer, sequence, head, layer_slot(layer, position)), true};
 }
 
-// Whether the layer holds the token once the step is written. Sequences, positions and lengths are what somebody put
-// in a buffer: false for those that are out of range.
+// Whether the layer holds the token after the step is written. Sequences, positions and lengths are untrusted input:
+// returns false for values that are out of range.
 inline bool is_kept(constant LayerParams &layer, uint sequence, uint position, device const uint *lens) {
     if (sequence >= layer.sequences) {
         return false;

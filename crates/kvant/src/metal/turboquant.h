@@ -1,8 +1,8 @@
-// TurboQuant's encoding of a row, as codec/turboquant.rs defines it, and the storing of rows whatever their codec.
+// TurboQuant's encoding of a row, as codec/turboquant.rs defines it, and storing of rows for any codec.
 //
-// All threads of a threadgroup share a row in threadgroup memory. A thread takes four coordinates at a time, 4·lane on,
-// so that a SIMD-group has 128 in a row: whole bytes of every plane but one of single bits, of which two threads
-// have a half each.
+// All threads of a threadgroup share a row in threadgroup memory. A thread takes four coordinates at a time, from
+// 4·lane on, so that a SIMD-group has 128 consecutive ones: whole bytes of every plane, except that two threads share
+// each byte of a plane of single bits.
 #ifndef KVANT_TURBOQUANT_H
 #define KVANT_TURBOQUANT_H
 #include "planes.h"
@@ -15,7 +15,7 @@ constant constexpr uint NORM_RMS = 0;
 constant constexpr uint NORM_MIN_SQUARES = 1;
 constant constexpr uint NORM_UNBIASED = 2;
 
-// Floats of threadgroup memory that write_row takes beyond the row: thrice one for each 128 coordinates.
+// Floats of threadgroup memory that write_row needs in addition to the row: three for each 128 coordinates.
 constant constexpr uint WRITE_ROOM = 3 * 32;
 
 struct WritablePlanes {
@@ -31,7 +31,7 @@ struct Encoding {
     float scale;
 };
 
-// How many of the 2^bits − 1 ascending thresholds z exceeds.
+// The number of the 2^bits − 1 ascending thresholds that z exceeds.
 inline uint nearest(float z, const constant float *thresholds, uint bits) {
     uint index = 0;
     for (uint step = 1u << (bits - 1); step > 0; step /= 2) {
@@ -51,10 +51,10 @@ inline uint nearest(float z, uint codec) {
     }
 }
 
-// Stores the indices of coordinates j .. j+3; all lanes of a SIMD-group call it, those with `mine` have coordinates.
+// Stores the indices of coordinates j .. j+3; all lanes of a SIMD-group call it; lanes with `mine` have coordinates.
 inline void store_indices(WritablePlanes to, ulong row, uint j, bool mine, uint4 index, uint dim, uint codec) {
     codec = plain(codec);
-    // Two lanes have the bits of a byte: the even one takes both halves.
+    // Two lanes have the bits of a byte: the even one stores both halves.
     const bool has_singles = codec == TQ3 || codec == TQ5;
     const uint4 single = index >> (codec == TQ3 ? 2 : 4);
     const uint half = single.x | single.y << 1 | single.z << 2 | single.w << 3;
@@ -83,7 +83,7 @@ inline void store_indices(WritablePlanes to, ulong row, uint j, bool mine, uint4
     }
 }
 
-// What the parts of 128 coordinates, in `parts`, make for the block of coordinate j.
+// The sum for the block of coordinate j, from the sums of its parts of 128 coordinates.
 inline float block_sum(threadgroup const float *parts, uint j, uint dim) {
     return dim <= 128 ? parts[0] : parts[j / 256 * 2] + parts[j / 256 * 2 + 1];
 }
@@ -105,7 +105,7 @@ inline void sum_squares(threadgroup const float *row, threadgroup float *parts, 
     wait_for(place);
 }
 
-// Stores norm i of all. A half is rounded to nearest, and infinite above the largest.
+// Stores norm i. A half is rounded to nearest, and infinite above the maximum.
 inline void store_norm(WritablePlanes to, ulong i, float norm, uint codec) {
     if (is_centred(codec)) {
         store(to.norms, i, norm, F16);
@@ -114,8 +114,8 @@ inline void store_norm(WritablePlanes to, ulong i, float norm, uint codec) {
     }
 }
 
-// Encodes a rotated row, from which the mean has been subtracted if the codec is centred: a thread subtracts from the
-// coordinates 4·index on, of each 4·threads. `room` holds WRITE_ROOM floats that nobody uses.
+// Encodes a rotated row. If the codec is centred, the caller has subtracted the mean: each thread from the coordinates
+// that it reads here, four from 4·index on in every 4·threads. `room` has WRITE_ROOM unused floats.
 inline void encode(threadgroup const float *row, threadgroup float *room, WritablePlanes to, ulong at, uint dim,
                    Encoding encoding, Place place) {
     threadgroup float *squares = room, *products = room + 32, *lengths = room + 64;
@@ -128,13 +128,13 @@ inline void encode(threadgroup const float *row, threadgroup float *room, Writab
     const bool storable = is_finite(total);
     float unit = 1;
     if (total < 1e-24f) {
-        // Squares this small have lost digits: once more, with the coordinates near 1.
+        // Squares this small have lost precision: sum once more, with the coordinates scaled to about 1.
         float largest = 0;
         for (uint j = index; j < dim; j += threads) {
             largest = max(largest, abs(row[j]));
         }
         unit = unit_of(reduce<Max>(largest, products, place));
-        // Others may still add up the squares: within a SIMD-group a reduction has no barrier.
+        // Other threads may still sum the squares: within a SIMD-group, a reduction has no barrier.
         wait_for(place);
         sum_squares(row, squares, unit, dim, place);
     }

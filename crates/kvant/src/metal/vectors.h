@@ -3,8 +3,8 @@
 #define KVANT_VECTORS_H
 #include "elements.h"
 
-// Elements i .. i+3, of which `count` exist; the others are zero. `aligned`, a function constant, says that all exist
-// and that the first lies at a multiple of four elements' bytes.
+// Elements i .. i+3. The first `count` exist; the others are zero. `aligned`, a function constant: all exist, and the
+// first is aligned to four elements.
 inline float4 load4(device const uchar *x, ulong i, uint count, uint dtype, bool aligned) {
     if (aligned) {
         switch (dtype) {

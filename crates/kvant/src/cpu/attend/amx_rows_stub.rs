@@ -1,4 +1,4 @@
-//! Replaces `amx_rows` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
+//! Replaces `amx_rows` on processors other than x86-64, where [`select`](super::route::select) never returns it.
 
 use super::{
     kv_rows::KvSource,
@@ -14,7 +14,7 @@ impl AmxRows {
     }
 
     /// # Safety
-    /// None is needed.
+    /// No requirement.
     pub unsafe fn new(_: Queries, _: &mut [f32]) -> Option<AmxRows> {
         None
     }

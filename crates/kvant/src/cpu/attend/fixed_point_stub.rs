@@ -1,4 +1,4 @@
-//! Replaces `fixed_point` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
+//! Replaces `fixed_point` on processors other than x86-64, where [`select`](super::route::select) never returns it.
 
 use super::{kv_rows::KvRows, prefetch::Prefetcher, tile::FixedPart};
 use crate::cpu::seal::StoredMean;

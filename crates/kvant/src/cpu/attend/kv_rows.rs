@@ -1,4 +1,4 @@
-//! Rows of keys and values as vectors: one loader per codec, and the source of both.
+//! Rows of keys and values as vectors: one loader per codec, and the source that holds both sides.
 
 use std::ops::Range;
 
@@ -23,11 +23,11 @@ pub(super) trait LoadRows: Copy {
     unsafe fn chunk<S: Simd>(&self, row: usize, chunk: usize) -> (S::F, S::F);
 }
 
-/// Elements as they are; a chunk's vectors are its first and second half.
+/// Dense elements; a chunk's vectors are its first and second half.
 #[derive(Clone, Copy)]
 pub(super) struct DenseRows<E> {
     pub start: *const E,
-    /// Elements from a row to the next.
+    /// Elements between rows.
     pub stride: usize,
 }
 
@@ -66,7 +66,7 @@ impl<E: DenseElement> LoadRows for DenseRows<E> {
 pub(super) struct PackedRows<const BITS: u32> {
     low: *const u8,
     high: *const u8,
-    /// Bytes from a row to the next, in each plane.
+    /// Bytes between rows, in each plane.
     low_stride: usize,
     high_stride: usize,
     table: *const f32,
@@ -76,7 +76,7 @@ impl<const BITS: u32> PackedRows<BITS> {
     /// Bits of a code in each plane.
     pub const PLANE_BITS: (usize, usize) = match codec::plane_bits(BITS) {
         Some((low, high)) => (low as usize, high as usize),
-        None => panic!("a codec has so many bits"),
+        None => panic!("a codec has this number of bits"),
     };
 
     #[inline(always)]
@@ -84,14 +84,14 @@ impl<const BITS: u32> PackedRows<BITS> {
         PackedRows { low: self.low.wrapping_add(bytes), high: self.high.wrapping_add(bytes), ..self }
     }
 
-    /// The lower bits of a row's codes: the lowest four, or two of codes of 2 and 3 bits.
+    /// The low bits of a row's codes: four, or two for codes of 2 and 3 bits.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn low(&self, row: usize) -> *const u8 {
         self.low.wrapping_add(row * self.low_stride)
     }
 
-    /// Their further bits.
+    /// The bits above them.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn high(&self, row: usize) -> *const u8 {
@@ -102,7 +102,7 @@ impl<const BITS: u32> PackedRows<BITS> {
 impl<const BITS: u32> LoadRows for PackedRows<BITS> {
     #[inline(always)]
     unsafe fn chunk<S: Simd>(&self, row: usize, chunk: usize) -> (S::F, S::F) {
-        // SAFETY: passed on to the caller; the table has 2^BITS entries, and 16 or more.
+        // SAFETY: passed on to the caller; the table has 2^BITS entries, at least 16.
         unsafe {
             // 2·LANES coordinates.
             let (low_bits, high_bits) = Self::PLANE_BITS;
@@ -167,7 +167,7 @@ impl LoadRows for ByteRows {
     }
 }
 
-/// A loader of any codec.
+/// A loader for any codec.
 #[derive(Clone, Copy)]
 pub(super) enum RowLoader {
     F32(DenseRows<f32>),
@@ -181,7 +181,7 @@ pub(super) enum RowLoader {
     Tq8(ByteRows),
 }
 
-/// Calls `$body` with the loader that a [`RowLoader`] holds.
+/// Runs `$body` with the loader inside a [`RowLoader`].
 macro_rules! with_loader {
     ($loader:expr, $rows:ident => $body:expr) => {
         match $loader {
@@ -203,26 +203,27 @@ pub(super) use with_loader;
 #[derive(Clone, Copy)]
 pub(super) struct KvRows {
     pub loader: RowLoader,
-    /// Whether chunks come as even and odd coordinates.
+    /// Whether chunks are split into even and odd coordinates.
     pub interleaved: bool,
-    /// Whether the vectors are rotated and come with norms.
+    /// Whether the vectors are rotated and have norms.
     pub quantised: bool,
-    /// Whether they are computed in fixed point.
+    /// Whether they are processed in fixed point.
     pub fixed: bool,
-    /// Floats, or halves, `blocks` for each row.
+    /// f32 or f16 norms, `blocks` for each row.
     norms: *const u8,
     half_norms: bool,
     norm_stride: usize,
     /// The mean of the page, if vectors are stored minus it.
     mean: Option<StoredMean>,
-    /// Coordinates that share a norm; all of them when there are no norms.
+    /// Coordinates that share a norm; all coordinates if there are no norms.
     pub block: usize,
     /// The memory of the rows, for prefetching.
     pub planes: [Plane; PLANES],
 }
 
 impl KvRows {
-    /// Vectors of `planes` from row `first` on, every `stride`-th. Of centred codecs, row `mean` has their mean.
+    /// Every `stride`-th vector of `planes` from row `first` on. For centred codecs, row `mean` of `means` is their
+    /// mean.
     pub fn new(planes: &Planes, first: usize, stride: usize, head_dim: usize, mean: usize) -> KvRows {
         let tq = match planes.codec() {
             Codec::Dense(dtype) => return KvRows::dense(planes.low.host_ptr(), dtype, first, stride, head_dim),
@@ -266,7 +267,7 @@ impl KvRows {
         }
     }
 
-    /// The same rows `bytes` bytes further on: those of another page.
+    /// These rows in another page, whose planes begin `bytes` bytes later.
     #[inline(always)]
     fn shifted(&self, bytes: usize) -> KvRows {
         let moved = |start: *const u8| start.wrapping_add(bytes);
@@ -298,7 +299,7 @@ impl KvRows {
         }
     }
 
-    /// Vectors of `dtype` from row `first` on, every `stride`-th.
+    /// Every `stride`-th vector of `dtype` from row `first` on.
     fn dense(start: *const u8, dtype: DType, first: usize, stride: usize, head_dim: usize) -> KvRows {
         let start = start.wrapping_add(first * head_dim * dtype.size());
         let stride = stride * head_dim;
@@ -342,8 +343,8 @@ impl KvRows {
         }
     }
 
-    /// Decodes the mean of the page, in the order of chunks: of keys for queries, of `values` for sums. Returns whether
-    /// there is one.
+    /// Decodes the mean of the page, in the coordinate order of queries, or of sums if `values`. Returns false if the
+    /// side has no mean.
     ///
     /// # Safety
     /// The level's instructions are enabled; the page exists; `to` has the length of a vector.
@@ -394,11 +395,11 @@ impl KvRows {
     }
 }
 
-/// A half float as f32. Subnormals are exact.
+/// Converts an f16 to f32 exactly, subnormals included.
 #[inline(always)]
 fn widen(bits: u16) -> f32 {
     let (magnitude, sign) = (u32::from(bits & 0x7fff) << 13, u32::from(bits & 0x8000) << 16);
-    // Infinities and NaN have the largest exponent in both.
+    // Infinities and NaN have the largest exponent in both formats.
     let finite = f32::from_bits(magnitude) * f32::from_bits((254 - 15) << 23);
     let special = f32::from_bits(magnitude | 0x7f80_0000);
     f32::from_bits(if magnitude >= 0x0f80_0000 { special } else { finite }.to_bits() | sign)
@@ -409,15 +410,15 @@ fn widen(bits: u16) -> f32 {
 pub(super) struct KvSource<'a> {
     pub k: KvRows,
     pub v: KvRows,
-    /// Rows after which positions start over, or positions of a page.
+    /// The number of rows after which a ring wraps, or the positions of a page.
     capacity: usize,
-    /// The pages of the sequence; `None` if its rows are in one place.
+    /// The pages of the sequence; `None` if its rows are contiguous.
     pages: Option<PagesOfSequence<'a>>,
-    /// What the keys are stored without.
+    /// The bias that the keys are stored without.
     pub bias: Option<HeadBias<'a>>,
 }
 
-/// Where the pages of a sequence are.
+/// The page table of a sequence.
 #[derive(Clone, Copy)]
 struct PagesOfSequence<'a> {
     layer: &'a LayerPages,
@@ -440,7 +441,7 @@ impl KvRun {
 }
 
 impl<'a> KvSource<'a> {
-    /// `fixed`: quantised rows are computed in fixed point.
+    /// `fixed`: quantised rows are processed in fixed point.
     pub fn new(layer: &'a KvLayer, table: PageTable<'a>, sequence: usize, head: usize, fixed: bool) -> KvSource<'a> {
         let spec = layer.spec();
         let (pages, capacity, first) = match layer.pages() {
@@ -458,14 +459,14 @@ impl<'a> KvSource<'a> {
         KvSource { k: side(&layer.k), v: side(&layer.v), capacity, pages, bias }
     }
 
-    /// The source whose planes begin `bytes` bytes later.
+    /// This source in another page, whose planes begin `bytes` bytes later.
     #[inline(always)]
     pub fn shifted(&self, bytes: usize) -> KvSource<'a> {
         KvSource { k: self.k.shifted(bytes), v: self.v.shifted(bytes), ..*self }
     }
 
-    /// The runs of `positions`, in order: those until a ring wraps, or those of a page. Positions without a page are
-    /// left out.
+    /// The runs of `positions`, in order: they end where a ring wraps or a page ends. Positions without a page are
+    /// skipped.
     pub fn runs(&self, positions: Range<usize>) -> impl Iterator<Item = KvRun> + use<'a> {
         let (KvSource { capacity, pages, .. }, mut next) = (*self, positions.start);
         std::iter::from_fn(move || {

@@ -1,16 +1,16 @@
-//! The softmax of a tile where a lane is a query row: no maximum and no sum runs across lanes.
+//! The softmax of a tile with one query row per lane: no maximum or sum is taken across lanes.
 
 use std::ops::Range;
 
 use crate::cpu::simd::Simd;
 
-/// The most lanes of any level: rows are padded to a multiple.
+/// Maximum lanes of any level: rows are padded to a multiple.
 pub(super) const LANES: usize = 16;
-/// The least weight, and the least factor of sums, in units of log 2: next to the largest weight, 1, they count less
-/// than rounding. Products of smaller ones are subnormal, and take a hundred cycles each.
-pub(super) const LEAST: f32 = -100.0;
+/// The minimum weight, and the minimum factor of sums, as log2. The largest weight is 1, so smaller ones are lost in
+/// rounding. Their products would be subnormal, and take a hundred cycles each.
+pub(super) const MIN_LOG2: f32 = -100.0;
 
-/// The limits of scores in [`limit`]: −∞ for rows that do not see a key, ∞ for those that do.
+/// Limits of scores for [`limit`]: −∞ for rows that do not see a key, ∞ for rows that do.
 const LIMITS: [f32; 3 * LANES] = {
     let mut limits = [f32::NEG_INFINITY; 3 * LANES];
     let mut i = LANES;
@@ -26,15 +26,15 @@ const LIMITS: [f32; 3 * LANES] = {
 pub(super) struct ScoreLanes<'a> {
     /// The vector of key 0.
     pub scores: *mut f32,
-    /// From a key to the next.
+    /// Floats from a key to the next.
     pub stride: usize,
-    /// The keys that count: all that any of the rows sees.
+    /// The keys that any of the rows sees.
     pub keys: Range<usize>,
-    /// The rows that see each key; `None`: all.
+    /// The rows that see each key; `None` if all rows see all keys.
     pub seen: Option<&'a [Range<usize>]>,
     /// The row of the first lane.
     pub row: usize,
-    /// In units of log 2.
+    /// The softcap, in base 2.
     pub softcap: Option<f32>,
 }
 
@@ -42,7 +42,7 @@ impl ScoreLanes<'_> {
     /// Caps and masks the scores. Returns the larger of `m` and each row's largest score.
     ///
     /// # Safety
-    /// The level's instructions are enabled; there are scores of all the keys.
+    /// The level's instructions are enabled; `scores` has all the keys.
     #[inline(always)]
     pub unsafe fn largest<S: Simd>(&self, m: S::F) -> S::F {
         let &ScoreLanes { scores, stride, ref keys, seen, row, softcap } = self;
@@ -55,11 +55,11 @@ impl ScoreLanes<'_> {
                     S::store(score, S::mul(t, S::splat(cap)));
                 }
             }
-            // Where there is a key, the largest score counts as `lowest` at least: see `SoftmaxState`.
+            // For a row that sees a key, the largest score is at least `lowest`: see `SoftmaxState`.
             let (mut largest, lowest) = (m, S::splat(f32::MIN));
             if let Some(seen) = seen {
-                // The smaller of a NaN and a limit is the limit: what is not seen becomes −∞ whatever it was, and
-                // what is seen stays, or, a NaN, becomes ∞, of which the softmax makes a NaN again.
+                // `min` returns the limit for NaN. So unseen scores become −∞, whatever they are. Seen scores are
+                // unchanged, except that NaN becomes ∞, which the softmax turns into NaN again.
                 for key in keys.clone() {
                     let (score, limit) = (scores.add(key * stride), limit::<S>(&seen[key], row));
                     S::store(score, S::min(S::load(score), limit));
@@ -68,7 +68,7 @@ impl ScoreLanes<'_> {
             } else {
                 largest = S::max(largest, lowest);
             }
-            // Independent maxima, which do not wait for each other.
+            // Four independent maxima, to hide latency.
             let mut maxima = [largest; 4];
             for key in keys.clone().step_by(maxima.len()) {
                 for (i, largest) in maxima.iter_mut().enumerate() {
@@ -96,7 +96,8 @@ impl ScoreLanes<'_> {
                 for (i, weight) in weights.iter_mut().enumerate().take(keys.end - key) {
                     *weight = W::exp2(S::sub(S::load(scores.add((key + i) * stride)), m));
                     if let Some(seen) = seen {
-                        // Zero, or the weight; a NaN becomes ∞ and divided by the sum, ∞ too, again a NaN.
+                        // Zero, or the weight. A NaN becomes ∞; the sum is then ∞, too, and the division makes it NaN
+                        // again.
                         *weight = S::min(*weight, S::max(limit::<S>(&seen[key + i], row), S::zero()));
                     }
                     sums[i] = S::add(sums[i], *weight);
@@ -108,7 +109,7 @@ impl ScoreLanes<'_> {
     }
 }
 
-/// Where weights go.
+/// Stores weights in the layout of a kernel.
 pub(super) trait StoreWeights<S: Simd> {
     /// 2ˣ for x up to 0, as [`Simd::exp2`].
     ///
@@ -116,14 +117,14 @@ pub(super) trait StoreWeights<S: Simd> {
     /// The level's instructions are enabled.
     #[inline(always)]
     unsafe fn exp2(x: S::F) -> S::F {
-        // SAFETY: passed on to the caller. The maximum gives its second operand when one is NaN.
-        unsafe { S::exp2(S::max(S::splat(LEAST), x)) }
+        // SAFETY: passed on to the caller. `max` returns its second operand if one is NaN.
+        unsafe { S::exp2(S::max(S::splat(MIN_LOG2), x)) }
     }
 
-    /// Stores the weights of an even key and of the next one, which are zero if there is none.
+    /// Stores the weights of an even key and of the next one; the latter are zero if no key follows.
     ///
     /// # Safety
-    /// The level's instructions are enabled, and there is room for both.
+    /// The level's instructions are enabled, and the destination has room for both.
     unsafe fn store(&self, key: usize, weights: [S::F; 2]);
 }
 
@@ -131,8 +132,8 @@ pub(super) trait StoreWeights<S: Simd> {
 #[inline(always)]
 unsafe fn limit<S: Simd>(seen: &Range<usize>, first: usize) -> S::F {
     let lane = |row: usize| row.saturating_sub(first).min(S::LANES);
-    // Lanes from the start on, and lanes before the end.
+    // ∞ in lanes from the start on, and ∞ in lanes before the end.
     let (from, to) = (LANES - lane(seen.start), 2 * LANES - lane(seen.end));
-    // SAFETY: both are followed by a vector; the caller enables the instructions.
+    // SAFETY: a whole vector follows both indices; the caller enables the instructions.
     unsafe { S::min(S::load(LIMITS.as_ptr().add(from)), S::load(LIMITS.as_ptr().add(to))) }
 }

@@ -1,19 +1,19 @@
 //! Attention of many query rows: prompts, and groups of many heads. Two matrix products per tile of keys, in f32.
 //!
-//! A lane is a query row, so no sum or maximum runs across lanes. Scores are keys × query rows: queries are transposed
-//! once per task, keys are widened 12 at a time. The softmax processes a vector of rows at once. Values are widened 64
-//! coordinates at a time and multiplied by the weights in place.
+//! A lane is a query row, so no sum or maximum is taken across lanes. Scores are keys × query rows: queries are
+//! transposed once per task, keys are widened 12 at a time. The softmax processes a vector of rows at once. Values are
+//! widened 64 coordinates at a time and multiplied by the weights in place.
 //!
-//! At the diagonal and at a window's edge some rows do not see some keys. Their scores are masked before the softmax,
-//! and products of whole vectors or rows that see nothing are skipped. A weight of zero does not hide a value that is
-//! not finite, so a tile with such a value at an edge is processed token by token ([`QueryLanes::absorb_at`] reports
-//! it).
+//! At the diagonal and at a window's edge, some rows do not see some keys. Their scores are masked before the softmax,
+//! and products for vectors of rows, or rows, that see no key are skipped. A weight of zero does not hide a value that
+//! is not finite. A tile with such a value at an edge is therefore processed token by token ([`QueryLanes::absorb_at`]
+//! reports it).
 
 use std::ops::Range;
 
 use super::{
     kv_rows::KvSource,
-    lane_softmax::{LANES, LEAST, ScoreLanes, StoreWeights},
+    lane_softmax::{LANES, MIN_LOG2, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
     stage::{RowMeans, StagedPart, StagedSide, key_means, stage},
     tile::{AbsorbTiles, KeyTile, Queries, TILE},
@@ -23,18 +23,19 @@ use crate::cpu::{
     simd::{Simd, SimdKernel, SimdLevel},
 };
 
-/// Keys that are widened at a time; their sums stay in registers.
+/// Keys that are widened at a time; their sums fit in registers.
 const KEYS: usize = 12;
-/// Floats from a widened key to the next: known to the compiler, and no multiple of what the caches' sets span.
+/// Floats from a widened key to the next: a compile-time constant that is not a multiple of the span of the caches'
+/// sets.
 const STRIDE: usize = 512 + 16;
-/// Coordinates of all the tile's values that are widened at a time.
+/// Coordinates of the tile's values that are widened at a time.
 const COORDINATES: usize = 64;
 
-/// Query rows, and memory for a tile.
+/// Query rows, and scratch memory for a tile.
 #[derive(Clone, Copy)]
 pub(super) struct QueryLanes {
     queries: Queries,
-    /// Rows, padded.
+    /// The number of rows, padded.
     rows: usize,
     /// `[rows / LANES, head_dim, LANES]`.
     q: *mut f32,
@@ -59,12 +60,12 @@ impl SimdKernel for TransposeQueries<'_> {
     type Output = QueryLanes;
     #[inline(always)]
     fn run<S: Simd>(self) -> QueryLanes {
-        // SAFETY: `dispatch` enables the instructions; the queries are as their type says.
+        // SAFETY: `dispatch` enables the instructions; the queries are valid.
         unsafe { QueryLanes::new::<S>(self.queries, self.memory) }
     }
 }
 
-/// [`QueryLanes::absorb_at`].
+/// Calls [`QueryLanes::absorb_at`].
 struct AbsorbTile<'a> {
     many: QueryLanes,
     source: &'a KvSource<'a>,
@@ -80,12 +81,12 @@ impl SimdKernel for AbsorbTile<'_> {
     }
 }
 
-/// Of the states, m and l are copied.
+/// Only m and l of the states are copied.
 impl AbsorbTiles for QueryLanes {
     const TILE: usize = TILE;
 
     unsafe fn load_states(&self) {
-        // SAFETY: the caller's promise; there are as many rows in both.
+        // SAFETY: the caller's promise; both have the same number of rows.
         unsafe {
             self.m.copy_from_nonoverlapping(self.queries.m, self.queries.rows);
             self.l.copy_from_nonoverlapping(self.queries.l, self.queries.rows);
@@ -106,7 +107,7 @@ impl AbsorbTiles for QueryLanes {
 }
 
 impl QueryLanes {
-    /// Floats of memory for so many query rows.
+    /// Floats of scratch memory for `rows` query rows.
     pub fn len(rows: usize, head_dim: usize) -> usize {
         let rows = rows.next_multiple_of(LANES);
         rows * (head_dim + TILE + 2) + 2 * head_dim + (KEYS * STRIDE).max(TILE * COORDINATES)
@@ -115,7 +116,7 @@ impl QueryLanes {
     /// Transposes the queries into `memory`, of [`QueryLanes::len`] floats.
     ///
     /// # Safety
-    /// The level's instructions are enabled; `queries` are as their type says, and nobody else holds their states.
+    /// The level's instructions are enabled; `queries` are valid, and nobody else accesses their states.
     #[inline(always)]
     unsafe fn new<S: Simd>(queries: Queries, memory: &mut [f32]) -> QueryLanes {
         let (rows, dim) = (queries.rows.next_multiple_of(LANES), queries.head_dim);
@@ -127,7 +128,7 @@ impl QueryLanes {
         let (means, staged) = memory.split_at_mut(2 * dim);
         let whole = queries.rows / LANES;
         for (vector, to) in q.chunks_exact_mut(LANES * dim).enumerate() {
-            // SAFETY: the rows are the queries', and a square of LANES goes to as many floats.
+            // SAFETY: the rows belong to the queries, and a square of LANES × LANES is written to as many floats.
             unsafe {
                 if vector < whole {
                     let from = queries.q.add(vector * LANES * dim);
@@ -158,15 +159,15 @@ impl QueryLanes {
         }
     }
 
-    /// Adds the keys and values of a tile to the states. Returns false, and does nothing, if some rows do not see all
-    /// of the values and one of those values is not finite.
+    /// Adds the keys and values of a tile to the states. Returns false, and does nothing, if a value that is not seen
+    /// by all rows is not finite.
     ///
     /// # Safety
     /// The level's instructions are enabled; the source has the keys, and no side of it is in fixed point.
     #[inline(always)]
     unsafe fn absorb_at<S: Simd>(&self, source: &KvSource, tile: &KeyTile) -> bool {
         let (KvSource { k, v, .. }, level, dim) = (source, S::LEVEL, self.queries.head_dim);
-        // SAFETY: passed on to the caller; what is staged fits.
+        // SAFETY: passed on to the caller; the staged part fits.
         unsafe {
             let [k_mean, v_mean] = [self.means, self.means.add(dim)];
             let biased = &mut *scratch::take(if source.bias.is_some() { tile.keys * dim } else { 0 });
@@ -218,7 +219,7 @@ impl QueryLanes {
     }
 }
 
-/// Scores of the staged keys, `key ..` of the tile.
+/// Computes scores of the staged keys, `key ..` of the tile.
 struct LaneScores<'a> {
     many: QueryLanes,
     tile: &'a KeyTile<'a>,
@@ -239,7 +240,7 @@ impl SimdKernel for LaneScores<'_> {
             first / S::LANES..end.div_ceil(S::LANES)
         });
         let mut vector = seen.start;
-        // SAFETY: `dispatch` enables the instructions; the vectors are rows' and the keys are staged.
+        // SAFETY: `dispatch` enables the instructions; the vectors are within the rows, and the keys are staged.
         unsafe {
             while vector < seen.end {
                 if vector + 2 <= seen.end {
@@ -254,7 +255,7 @@ impl SimdKernel for LaneScores<'_> {
 }
 
 impl LaneScores<'_> {
-    /// All keys with `V` vectors of rows.
+    /// Scores of all keys with `V` vectors of rows.
     #[inline(always)]
     unsafe fn vectors<S: Simd, const V: usize>(&self, vector: usize) {
         let mut key = 0;
@@ -315,7 +316,7 @@ impl LaneScores<'_> {
     }
 }
 
-/// Scores to weights 2^(s − m), with m raised to each row's largest score; l and o are rescaled to it.
+/// Turns scores into weights 2^(s − m), with m raised to each row's largest score; l and o are rescaled accordingly.
 struct LaneSoftmax<'a> {
     many: QueryLanes,
     tile: &'a KeyTile<'a>,
@@ -344,7 +345,7 @@ impl SimdKernel for LaneSoftmax<'_> {
                 for (lane, &raised) in raised[..S::LANES].iter().enumerate() {
                     let before = *m.add(lane);
                     if raised > before && first + lane < queries.rows {
-                        let factor = (before - raised).max(LEAST).exp2();
+                        let factor = (before - raised).max(MIN_LOG2).exp2();
                         *l.add(lane) *= factor;
                         let o = queries.o.add((first + lane) * queries.head_dim);
                         for i in (0..queries.head_dim).step_by(S::LANES) {
@@ -360,7 +361,7 @@ impl SimdKernel for LaneSoftmax<'_> {
     }
 }
 
-/// Weights in the place of scores, of which there are [`TILE`].
+/// Writes weights over scores, which have [`TILE`] rows.
 struct InPlace {
     scores: *mut f32,
     stride: usize,
@@ -376,12 +377,12 @@ impl<S: Simd> StoreWeights<S> for InPlace {
     }
 }
 
-/// Adds the staged values, `coordinates` from `first` on, by the weights to the sums.
+/// Adds the staged values, `coordinates` from `first` on, times the weights to the sums.
 struct LaneSums<'a> {
     many: QueryLanes,
     tile: &'a KeyTile<'a>,
     first: usize,
-    /// Whole chunks, at most [`COORDINATES`].
+    /// A whole number of chunks, at most [`COORDINATES`].
     coordinates: usize,
 }
 
@@ -406,7 +407,7 @@ impl SimdKernel for LaneSums<'_> {
 }
 
 impl LaneSums<'_> {
-    /// All the values that one of `R` rows sees.
+    /// Adds all values that any of `R` rows sees.
     #[inline(always)]
     unsafe fn rows<S: Simd, const R: usize>(&self, row: usize) {
         let keys = self.tile.seen.map_or(0..self.tile.keys, |seen| {
@@ -414,7 +415,7 @@ impl LaneSums<'_> {
             let first = (0..self.tile.keys).find(sees).unwrap_or(0);
             first..(first..self.tile.keys).rev().find(sees).map_or(first, |last| last + 1)
         });
-        // SAFETY: passed on to the caller; what is left after whole columns are whole chunks of two vectors.
+        // SAFETY: passed on to the caller; the coordinates after whole columns are whole chunks of two vectors.
         unsafe {
             let mut column = 0;
             if S::MANY_REGISTERS {
@@ -430,7 +431,7 @@ impl LaneSums<'_> {
         }
     }
 
-    /// `C` vectors of coordinates from `column` on.
+    /// Adds `C` vectors of coordinates from `column` on.
     #[inline(always)]
     unsafe fn column<S: Simd, const R: usize, const C: usize>(&self, row: usize, column: usize, keys: Range<usize>) {
         let QueryLanes { queries, rows, scores, staged, .. } = self.many;

@@ -1,30 +1,31 @@
 //! Attention over a cache layer: q `[T, H, D]` → out `[T, H, D]`; decode, verification and prefill are one kernel.
 //!
-//! A task is a (block of query tokens, KV head, split of the context); over long contexts in pages it has several KV
-//! heads, so that it reads a page as a whole. Consecutive tokens of a sequence form a block;
-//! its G · tokens query rows read each key and value once. [`route`] selects the kernel:
+//! A task is a (block of query tokens, KV head, split of the context). Over long contexts in pages it has several KV
+//! heads, so that it reads whole pages. Consecutive tokens of a sequence form a block; its G · tokens query rows read
+//! each key and value once. [`route`] selects the kernel:
 //!
 //! - [`few_rows`]: keys that all rows see are processed in tiles of 64. Keys that only some rows see, at the diagonal
 //!   and at a window's edge, are processed token by token.
-//! - [`fixed_point`]: the same, with quantised keys or values as 16-bit integers.
+//! - [`fixed_point`]: as `few_rows`, with quantised keys or values as 16-bit integers.
 //! - [`many_rows`]: all keys are processed in tiles, with a mask.
-//! - [`amx_rows`]: the same, by products of bf16 where the processor multiplies tiles.
+//! - [`amx_rows`]: as `many_rows`, with bf16 products on AMX.
 //!
-//! Keys that no row of the block sees are not read. With one split a task writes its rows of `out`. With more, it
-//! leaves partial states, which are merged in order when all tasks are done ([`state`]).
+//! Keys that no row of the block sees are not read. With one split, a task writes its rows of `out`. With more, it
+//! writes partial states, which are merged in order after all tasks ([`state`]).
 //!
-//! Over quantised keys the queries are rotated once per task; over quantised values the sums stay rotated until the end
-//! of the task. Codecs that pack two coordinates into a byte are read as even and odd coordinates, so queries and sums
-//! have that order meanwhile. Fixed point has other orders.
+//! Over quantised keys, the queries are rotated once per task; over quantised values, the sums stay rotated until the
+//! end of the task. Codecs that pack two coordinates into a byte are read as even and odd coordinates, so queries and
+//! sums are kept in that order. Fixed point has other orders.
 //!
-//! A result does not depend on timing. It may depend on the number of threads, which determines the splits, as far as
-//! the order of f32 sums matters: splits end where tiles do, so rounding relative to a tile is the same. The tiles of a
-//! prompt begin at other positions than in decode: there the same token agrees within the error that
+//! A result does not depend on timing. The number of threads determines the splits, and thereby the order of f32 sums.
+//! Splits end where tiles do, so rounding relative to a tile does not depend on it. The tiles of a prompt begin at
+//! other positions than those of decode, so a token's results agree only within the error that
 //! [`Attend`](crate::ops::Attend) states.
 //!
-//! On a batch-invariant device a token's result depends on its own keys alone. Each token adds them in the same order:
-//! by tiles, which end at multiples of 64 positions, within parts of [`PART`](plan::PART) positions, whose states are
-//! merged in order. Tasks share parts or have them all, as there are threads. Kernels of few rows serve every block.
+//! On a batch-invariant device, a token's result depends only on its own keys. They are added in a fixed order: by
+//! tiles, which end at multiples of 64 positions, within parts of [`PART`](plan::PART) positions, whose states are
+//! merged in order. The number of threads decides only whether tasks share the parts. Kernels for few rows process
+//! every block.
 
 use std::cell::RefCell;
 
@@ -62,13 +63,13 @@ use state::SoftmaxState;
 use task::run_task;
 
 thread_local! {
-    /// Kept between calls: after warm-up a step allocates nothing.
+    /// Kept between calls, so that a step allocates nothing after warm-up.
     static PLAN: RefCell<WorkPlan> = RefCell::default();
 }
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let spec = call.layer.spec();
-    // SAFETY: the device's lock is held while a call runs, and the call writes none of these.
+    // SAFETY: the device's lock is held while a call runs, and the call writes to none of these.
     let (positions, sequence, lens) =
         unsafe { (call.step.positions.host_slice(), call.step.sequence.host_slice(), call.step.lens.host_slice()) };
     let quantised = is_quantised(call);
@@ -100,7 +101,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     // SAFETY: as above.
     let table = unsafe { call.step.page_table(&call.layer) };
     let job = AttendJob { call, table, shape: &shape, plan: &plan, partials, level };
-    // The last tokens of a prompt see the most: the largest tasks come first.
+    // Later tokens of a prompt see more positions: run the largest tasks first.
     cpu.threads.run(plan.tasks, |task| run_task(&job, plan.tasks - 1 - task));
     if plan.partial_rows > 0 {
         let heads = plan.blocks.len() * spec.kv_heads;
@@ -112,7 +113,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     PLAN.set(plan);
 }
 
-/// What the tasks of one call share.
+/// The data that all tasks of one call share.
 struct AttendJob<'a> {
     call: &'a Call,
     table: PageTable<'a>,
@@ -125,33 +126,33 @@ struct AttendJob<'a> {
 #[derive(Clone, Copy)]
 struct Partials(*mut f32);
 
-// SAFETY: every task writes its own rows, which are read only once all tasks are done.
+// SAFETY: every task writes its own rows, which are read only after all tasks.
 unsafe impl Sync for Partials {}
 
 impl AttendJob<'_> {
     /// The partial states of a (block, KV head, split).
     ///
     /// # Safety
-    /// The block has more than one split; nobody else holds these rows.
+    /// The block has more than one split; nobody else accesses these rows.
     unsafe fn partial<'a>(&self, block: &QueryBlock, head: usize, split: usize) -> SoftmaxStates<'a> {
         let (rows, head_dim) = (block.segment.tokens * self.shape.group, self.shape.head_dim);
         let first = block.first_partial + (head * block.splits + split) * rows;
-        // SAFETY: the plan counted these rows, of head_dim + 2 floats each.
+        // SAFETY: the plan allocated these rows, of head_dim + 2 floats each.
         let floats = unsafe {
             std::slice::from_raw_parts_mut(self.partials.0.add(first * (head_dim + 2)), rows * (head_dim + 2))
         };
         SoftmaxStates::new(floats, rows, head_dim)
     }
 
-    /// Merges the states with earlier results, normalises them and writes them to `out`, with their ends where a later
-    /// call merges them.
+    /// Merges the states with earlier results, normalises them and writes them to `out`. Writes their ends, too, if a
+    /// later call merges them.
     ///
     /// # Safety
-    /// The level's instructions are enabled; the states are those of the block's rows, which nobody else writes.
+    /// The level's instructions are enabled; the states belong to the block's rows, which nobody else writes.
     #[inline(always)]
     unsafe fn write<S: Simd>(&self, states: &mut SoftmaxStates, block: &QueryBlock, head: usize) {
         let (out, group) = (&self.call.out, self.shape.group);
-        // SAFETY: the device's lock is held while a call runs, and the call writes to `out` alone.
+        // SAFETY: the device's lock is held while a call runs, and the call writes only to `out`.
         let sinks: Option<&[f32]> = self.call.sinks.as_ref().map(|sinks| unsafe { sinks.host_slice() });
         for row in 0..states.rows() {
             let mut state = states.row(row);
@@ -183,7 +184,7 @@ impl AttendJob<'_> {
         }
     }
 
-    /// The element of q and out at which a query row begins.
+    /// The index in q and out of the first element of a query row.
     fn offset(&self, block: &QueryBlock, head: usize, row: usize) -> usize {
         let group = self.shape.group;
         let token = block.segment.token + row / group;
@@ -245,7 +246,7 @@ impl SimdKernel for MergeSplits<'_> {
         if self.block.splits == 1 {
             return;
         }
-        // SAFETY: `dispatch` enables the instructions; all tasks are done, and only this one reads their states and
+        // SAFETY: `dispatch` enables the instructions; all tasks are done, and only this task reads their states and
         // writes these rows.
         unsafe {
             let mut first = self.job.partial(self.block, self.head, 0);

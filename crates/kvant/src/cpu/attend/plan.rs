@@ -1,4 +1,4 @@
-//! How an attention is cut into tasks: (block of query tokens, KV heads, split of the context).
+//! Divides an attention call into tasks: (block of query tokens, KV heads, split of the context).
 
 use std::ops::Range;
 
@@ -11,9 +11,9 @@ use crate::{
     ops::attend::{PageSpan, visible},
 };
 
-/// Limits of a block: of its query rows (tokens × query heads of a KV head), and of their floats.
+/// Limits of a block: its query rows (tokens × query heads of a KV head), and their floats.
 struct BlockLimits {
-    /// Queries and sums must fit into the second-level cache.
+    /// Maximum floats of the rows: queries and sums must fit into the second-level cache.
     floats: usize,
     rows: Range<usize>,
     tokens: usize,
@@ -25,27 +25,27 @@ impl BlockLimits {
             AttendKernel::FewRows | AttendKernel::FixedPoint => BlockLimits { floats: 8192, rows: 16..64, tokens: 32 },
             // Keys are widened once for all rows of a block.
             AttendKernel::ManyRows => BlockLimits { floats: 16384, rows: 16..64, tokens: 32 },
-            // Values are transposed, too.
+            // In addition, values are transposed.
             AttendKernel::AmxRows => BlockLimits { floats: 65536, rows: 32..256, tokens: 256 },
         }
     }
 }
 
-/// The fewest keys of a task where the number of splits is ours to choose.
+/// Minimum keys of a task, if the plan chooses the number of splits.
 const SPLIT_KEYS: usize = 256;
-/// Query rows of the smallest blocks that a batch is cut into for the sake of threads.
+/// Minimum query rows of blocks that are made smaller to use more threads.
 const SHARED_ROWS: usize = 64;
-/// Tasks per thread: a thread that loses its core for a while does not delay the others.
+/// Tasks per thread, so that a thread that loses its core for a while does not delay the others.
 const TASKS_PER_THREAD: usize = 4;
-/// The most KV heads of a task, and from how many keys in pages on a task has more than one: a page's memory is then
-/// read as a whole. A head alone reads a few KiB of it, and jumps to the next page.
+/// Maximum KV heads of a task, and the minimum number of keys in pages for more than one. Several heads read a page's
+/// memory as a whole; a single head reads a few KiB of it and jumps to the next page.
 pub(super) const TASK_HEADS: usize = 8;
 const LONG_KEYS: usize = 4096;
-/// Limits against absurd requests: splits of a block, and floats of all partial states.
+/// Limits for excessive requests: splits of a block, and floats of all partial states.
 const MAX_SPLITS: usize = 4096;
 const PARTIAL_FLOATS: usize = 1 << 26;
-/// Positions of a part on a batch-invariant device, a multiple of every tile: enough that merges take no time, and few
-/// enough that threads share long contexts.
+/// Positions of a part on a batch-invariant device, a multiple of every tile size. Large enough that merges take no
+/// time, small enough that threads share long contexts.
 pub(super) const PART: usize = 512;
 
 /// The input of a plan.
@@ -55,7 +55,7 @@ pub(super) struct BatchShape<'a> {
     pub lens: &'a [u32],
     pub capacity: usize,
     pub window: usize,
-    /// Which of the positions that a token sees the call attends to, and the positions of a page.
+    /// The span of positions that the call attends to, and the positions of a page.
     pub span: PageSpan,
     pub page_tokens: usize,
     pub kv_heads: usize,
@@ -63,18 +63,18 @@ pub(super) struct BatchShape<'a> {
     pub group: usize,
     pub head_dim: usize,
     pub level: SimdLevel,
-    /// Whether keys or values are.
+    /// Whether keys or values are quantised.
     pub quantised: bool,
-    /// Whether a token's result depends on its own keys alone.
+    /// Whether a token's result depends only on its own keys.
     pub batch_invariant: bool,
     /// Whether the keys are in pages.
     pub paged: bool,
     pub threads: usize,
-    /// 0: as many as the threads need.
+    /// 0 to use as many as the threads need.
     pub splits: usize,
 }
 
-/// Consecutive tokens of the batch, of one sequence and at consecutive positions.
+/// Consecutive tokens of the batch that belong to one sequence and have consecutive positions.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Segment {
     pub token: usize,
@@ -87,16 +87,16 @@ pub(super) struct Segment {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct QueryBlock {
     pub segment: Segment,
-    /// The first position that at least one of its tokens may see.
+    /// The first position that any of its tokens may see.
     pub start: usize,
-    /// Keys that at least one of its tokens may see.
+    /// The number of keys that any of its tokens may see.
     pub keys: usize,
     pub splits: usize,
-    /// The KV heads of a task; its last heads may be fewer.
+    /// The KV heads of a task; the last task of the block may have fewer.
     pub task_heads: usize,
-    /// Its tasks are this one and the next ones, for each of its KV heads' groups all splits.
+    /// The index of its first task. Its tasks follow in order: for each group of KV heads, all splits.
     pub first_task: usize,
-    /// The first row of its partial states, when there is more than one split.
+    /// The first row of its partial states, if it has more than one split.
     pub first_partial: usize,
 }
 
@@ -108,29 +108,29 @@ pub(super) struct WorkPlan {
 }
 
 impl BatchShape<'_> {
-    /// The kernel for a number of query rows.
+    /// The kernel for `rows` query rows.
     pub fn kernel(&self, rows: usize) -> AttendKernel {
         select(self.level, self.quantised, if self.batch_invariant { 1 } else { rows })
     }
 
-    /// The parts of some positions whose states are merged in order, of any task.
+    /// Cuts positions into the parts whose states are merged in order, whichever tasks compute them.
     pub fn parts(&self, positions: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let part = if self.batch_invariant { PART } else { usize::MAX };
         let bounds = positions.start / part..positions.end.div_ceil(part);
         bounds.map(move |i| positions.start.max(i * part)..positions.end.min((i + 1).saturating_mul(part)))
     }
 
-    /// The length of a sequence. An inactive row is of no sequence, and sees nothing.
+    /// The length of a sequence; 0 for inactive rows, which have no sequence.
     pub fn len(&self, sequence: usize) -> usize {
         self.lens.get(sequence).map_or(0, |&len| len as usize)
     }
 
-    /// The positions of a sequence of `len` tokens that a token at `position` sees.
+    /// The positions that a token at `position` sees, in a sequence of `len` tokens.
     pub fn seen(&self, len: usize, position: usize) -> Range<usize> {
         self.span.of(visible(position, len, self.capacity, self.window), position, self.page_tokens)
     }
 
-    /// Positions that contain all that the tokens of `block` see.
+    /// A range that contains all positions that the tokens of `block` see.
     pub fn seen_by_any(&self, block: &Segment) -> Range<usize> {
         let len = self.len(block.sequence);
         self.seen(len, block.position).start..self.seen(len, block.position + block.tokens - 1).end
@@ -143,7 +143,7 @@ impl BatchShape<'_> {
         self.seen(len, block.position + block.tokens - 1).start.min(end)..end
     }
 
-    /// The KV heads of a task, whose queries and sums must stay in the second-level cache.
+    /// The number of KV heads of a task, whose queries and sums must stay in the second-level cache.
     fn task_heads(&self, block: &Segment, keys: usize) -> usize {
         let (rows, heads) = (block.tokens * self.group, self.kv_heads.min(TASK_HEADS));
         let kernel = self.kernel(rows);
@@ -153,35 +153,35 @@ impl BatchShape<'_> {
         if self.paged && keys >= LONG_KEYS && fits && !many { heads } else { 1 }
     }
 
-    /// The most tokens of a block. More than [`SHARED_ROWS`] rows, which read keys and values fewer times, only where
-    /// each thread has enough tasks.
+    /// Maximum tokens of a block. Blocks of more than [`SHARED_ROWS`] rows read keys and values fewer times, but are
+    /// made only if each thread has enough tasks.
     fn block_tokens(&self) -> usize {
         let rows = if self.batch_invariant { 1 } else { usize::MAX };
-        let most = block_tokens(self.level, self.quantised, rows, self.head_dim, self.group);
+        let max = block_tokens(self.level, self.quantised, rows, self.head_dim, self.group);
         if self.threads == 1 {
-            return most;
+            return max;
         }
         let shared = (self.positions.len() * self.kv_heads).div_ceil(self.threads * TASKS_PER_THREAD);
-        most.min(shared.max(SHARED_ROWS / self.group).max(1))
+        max.min(shared.max(SHARED_ROWS / self.group).max(1))
     }
 
-    fn next_segment(&self, token: usize, most: usize) -> Segment {
+    fn next_segment(&self, token: usize, max_tokens: usize) -> Segment {
         let (sequence, position) = (self.sequence[token], self.positions[token]);
         let follows = |i: &usize| {
             self.sequence[token + i] == sequence && self.positions[token + i] as usize == position as usize + i
         };
-        let tokens = 1 + (1..most.min(self.positions.len() - token)).take_while(follows).count();
+        let tokens = 1 + (1..max_tokens.min(self.positions.len() - token)).take_while(follows).count();
         Segment { token, tokens, sequence: sequence as usize, position: position as usize }
     }
 }
 
 impl QueryBlock {
-    /// The positions of its keys.
+    /// The positions of the block's keys.
     fn positions(&self) -> Range<usize> {
         self.start..self.start + self.keys
     }
 
-    /// The positions of a split. Cuts are where tiles end, unless there would be less than a tile for each.
+    /// The positions of a split. Splits end where tiles do, unless a split would be smaller than a tile.
     pub fn of_split(&self, shape: &BatchShape, split: usize) -> Range<usize> {
         if self.splits == 1 {
             return self.positions();
@@ -195,7 +195,7 @@ impl QueryBlock {
     }
 }
 
-/// The most tokens of a block of the kernel for `rows` rows. `group`: query heads per KV head.
+/// Maximum tokens of a block for the kernel of `rows` rows. `group`: query heads per KV head.
 pub(super) fn block_tokens(level: SimdLevel, quantised: bool, rows: usize, head_dim: usize, group: usize) -> usize {
     let BlockLimits { floats, rows, tokens } = BlockLimits::of(select(level, quantised, rows));
     let rows = (floats / head_dim).clamp(rows.start, rows.end);
@@ -203,15 +203,15 @@ pub(super) fn block_tokens(level: SimdLevel, quantised: bool, rows: usize, head_
 }
 
 impl WorkPlan {
-    /// The same shape gives the same plan, and the plan alone determines the order of sums.
+    /// Makes the plan of a shape. Equal shapes give equal plans, and the plan alone determines the order of sums.
     pub fn make(&mut self, shape: &BatchShape) {
         self.blocks.clear();
         let tokens = shape.positions.len();
-        let most = shape.block_tokens();
+        let max_tokens = shape.block_tokens();
         let mut token = 0;
         let mut all_keys = 0usize;
         while token < tokens {
-            let segment = shape.next_segment(token, most);
+            let segment = shape.next_segment(token, max_tokens);
             token += segment.tokens;
             let seen = shape.seen_by_any(&segment);
             let (start, keys) = (seen.start, seen.len());
@@ -242,13 +242,13 @@ impl WorkPlan {
                     floats.saturating_add(block.segment.tokens * shape.group * shape.kv_heads * (shape.head_dim + 2));
             }
         }
-        // As many splits as there is room for, of those blocks that are split.
-        let most = (PARTIAL_FLOATS / floats.max(1)).clamp(1, MAX_SPLITS);
+        // Maximum splits of a block, so that the partial states fit the limit.
+        let max_splits = (PARTIAL_FLOATS / floats.max(1)).clamp(1, MAX_SPLITS);
         (self.tasks, self.partial_rows) = (0, 0);
         for block in &mut self.blocks {
-            if block.splits > most {
-                // Parts are not divided otherwise.
-                block.splits = if shape.batch_invariant { 1 } else { most };
+            if block.splits > max_splits {
+                // Parts are never divided: use one split instead of fewer.
+                block.splits = if shape.batch_invariant { 1 } else { max_splits };
             }
             (block.first_task, block.first_partial) = (self.tasks, self.partial_rows);
             self.tasks += block.splits * shape.kv_heads.div_ceil(block.task_heads);
@@ -258,7 +258,7 @@ impl WorkPlan {
         }
     }
 
-    /// The block of a task, its KV heads of `kv_heads`, and its split.
+    /// The block of a task, the task's range of the `kv_heads` KV heads, and its split.
     pub fn task(&self, task: usize, kv_heads: usize) -> (&QueryBlock, Range<usize>, usize) {
         let block = &self.blocks[self.blocks.partition_point(|block| block.first_task <= task) - 1];
         let i = task - block.first_task;
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn absurd_demands_are_cut() {
+    fn excessive_requests_are_limited() {
         let mut plan = WorkPlan::default();
         for (tokens, splits) in [(1, 4096), (2, 4080), (1024, 7), (20_000, 1)] {
             let all: Vec<(u32, u32)> = (0..tokens).map(|i| (0, 100_000 + i)).collect();
@@ -337,9 +337,9 @@ mod tests {
         }
     }
 
-    /// Whatever else a task or a step has, the parts of a token's keys end at the same positions.
+    /// The parts of a token's keys end at fixed positions, whatever else a task or a step contains.
     #[test]
-    fn parts_depend_on_positions_alone_where_that_is_promised() {
+    fn on_batch_invariant_devices_parts_depend_on_positions_alone() {
         let mut plan = WorkPlan::default();
         let (lens, mut buffers) = ([10 * PART as u32], Default::default());
         let last = lens[0] - 1;
@@ -397,7 +397,7 @@ mod tests {
                 let several = paged && keys == LONG_KEYS;
                 assert_eq!(plan.blocks[0].task_heads, if several { kv_heads.min(TASK_HEADS) } else { 1 });
                 assert!(plan.tasks >= threads * TASKS_PER_THREAD || threads == 1);
-                // Every head and split once.
+                // Every head and split must occur once.
                 let mut seen = vec![0; kv_heads * plan.blocks[0].splits];
                 for task in 0..plan.tasks {
                     let (block, heads, split) = plan.task(task, kv_heads);
@@ -406,7 +406,7 @@ mod tests {
                 assert!(seen.iter().all(|&count| count == 1), "{seen:?}");
             }
         }
-        // Not for many rows: neither kernels that transpose them nor states beyond the cache.
+        // Not for many rows: their kernels transpose keys once for all heads, or their states exceed the cache.
         let (lens, mut buffers) = ([8192], Default::default());
         let tokens: Vec<(u32, u32)> = (0..32).map(|i| (0, 8160 + i)).collect();
         let shape = shape(&tokens, &lens, &mut buffers);
@@ -419,24 +419,24 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_smaller_where_threads_would_wait() {
+    fn blocks_are_smaller_if_threads_would_idle() {
         let (lens, mut buffers) = ([2048], Default::default());
         let tokens: Vec<(u32, u32)> = (0..2048).map(|i| (0, i)).collect();
         let shape = shape(&tokens, &lens, &mut buffers);
         // 256 rows of 4 heads.
-        for (threads, most) in [(1, 64), (2, 64), (16, 32), (64, 16)] {
+        for (threads, max) in [(1, 64), (2, 64), (16, 32), (64, 16)] {
             let level = SimdLevel::Avx512Amx;
             let mut plan = WorkPlan::default();
             plan.make(&BatchShape { level, threads, ..shape });
-            assert_eq!(plan.blocks[0].segment.tokens, most, "{threads} threads");
-            // Blocks of other kernels are that small.
+            assert_eq!(plan.blocks[0].segment.tokens, max, "{threads} threads");
+            // Blocks of other kernels are this small already.
             plan.make(&BatchShape { quantised: false, threads, ..shape });
             assert_eq!(plan.blocks[0].segment.tokens, 16);
         }
     }
 
     #[test]
-    fn what_all_see_lies_within_what_each_sees() {
+    fn positions_that_all_see_are_within_those_that_each_sees() {
         let (lens, mut buffers) = ([40], Default::default());
         let mut shape = shape(&[(0, 30)], &lens, &mut buffers);
         for (capacity, window) in [(64, usize::MAX), (64, 5), (20, usize::MAX), (8, 3), (20, 12)] {

@@ -1,7 +1,7 @@
 //! Prefetches the next keys or values while others are computed.
 //!
-//! A core allows few outstanding misses of its first-level cache. So lines are requested one by one, spread evenly over
-//! the arithmetic, in the order of their addresses, and only into the second-level cache.
+//! A core allows few outstanding misses of its first-level cache. So lines are prefetched one by one, spread evenly
+//! over the arithmetic, in the order of their addresses, and only into the second-level cache.
 
 use crate::cpu::simd::Simd;
 
@@ -11,9 +11,9 @@ const LINE: usize = 64;
 #[derive(Clone, Copy)]
 pub(super) struct Plane {
     pub start: *const u8,
-    /// Bytes from a row to the next; 0 if all rows share one.
+    /// Bytes between rows; 0 if all rows share one.
     pub stride: usize,
-    /// Bytes of a row; 0 for no plane.
+    /// Bytes of a row; 0 if the side lacks this plane.
     pub bytes: usize,
 }
 
@@ -21,7 +21,7 @@ impl Plane {
     pub const NONE: Plane = Plane { start: std::ptr::null(), stride: 0, bytes: 0 };
 }
 
-/// The most planes of a side.
+/// Maximum planes of a side.
 pub(super) const PLANES: usize = 4;
 
 /// Equally long runs of bytes at equal distances.
@@ -33,14 +33,14 @@ struct LineRuns {
     count: usize,
 }
 
-/// The rows of a side's planes to prefetch, as runs.
+/// The rows of a side's planes to prefetch, as runs of bytes.
 pub(super) struct PrefetchRuns {
     runs: [LineRuns; PLANES],
     lines: usize,
 }
 
 impl PrefetchRuns {
-    /// `rows` rows from `first` on, counted from `bytes` bytes after the start of each plane.
+    /// Prefetches `rows` rows from `first` on, counted from `bytes` bytes after the start of each plane.
     pub fn new(planes: &[Plane; PLANES], bytes: usize, first: usize, rows: usize) -> PrefetchRuns {
         let nothing = LineRuns { start: std::ptr::null(), stride: 0, bytes: 0, count: 0 };
         let mut wanted = PrefetchRuns { runs: [nothing; PLANES], lines: 0 };
@@ -66,9 +66,9 @@ pub(super) struct Prefetcher<'a> {
     /// The next line, and the end of its run.
     at: *const u8,
     end: *const u8,
-    /// Lines left in total.
+    /// Remaining lines of all planes.
     left: usize,
-    /// The start of the next run of this plane, and how many runs follow.
+    /// The start of the next run of this plane, and the number of runs from there.
     next: *const u8,
     follow: usize,
     /// The current plane, and all of them.
@@ -83,12 +83,12 @@ impl<'a> Prefetcher<'a> {
         Prefetcher { at: start, end: start, left: *lines, next: start, follow: runs[0].count, current: 0, wanted: runs }
     }
 
-    /// The number of lines left.
+    /// The number of remaining lines.
     pub fn left(&self) -> usize {
         self.left
     }
 
-    /// Requests the next `lines` lines. Calls no function: a call would spill all registers of the caller.
+    /// Prefetches the next `lines` lines. Calls no function: a call would spill all registers of the caller.
     ///
     /// # Safety
     /// The level's instructions are enabled.
@@ -97,7 +97,7 @@ impl<'a> Prefetcher<'a> {
         for _ in 0..lines.min(self.left) {
             if self.at >= self.end {
                 if self.follow == 0 {
-                    // There is a next plane as long as lines are left.
+                    // While lines remain, there is a next plane.
                     self.current = (self.current + 1).min(PLANES - 1);
                     self.follow = self.wanted[self.current].count;
                     self.next = self.wanted[self.current].start;

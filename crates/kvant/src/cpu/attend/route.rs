@@ -1,4 +1,4 @@
-//! Selects the kernel: one function for running and for explaining.
+//! Selects the attention kernel, both for running and for explaining a call.
 
 use super::plan::block_tokens;
 use crate::{
@@ -6,10 +6,10 @@ use crate::{
     ops::attend::{Call, Explanation},
 };
 
-/// Query rows from which on keys and values are widened once for all of them.
+/// Minimum query rows for widening keys and values once for all of them.
 pub(super) const MANY_ROWS: usize = 16;
 
-/// Query rows from which on the level that multiplies tiles is faster by them: fewer rows take as long.
+/// Minimum query rows for the AMX kernel, which takes as long for fewer.
 const MANY_ROWS_BY_AMX: usize = 32;
 
 /// A kernel of attention. The rows of a block are its query tokens × the query heads of one KV head.
@@ -17,21 +17,21 @@ const MANY_ROWS_BY_AMX: usize = 32;
 pub(super) enum AttendKernel {
     /// Tiles of keys that all rows see, in f32: [`few_rows`](super::few_rows).
     FewRows,
-    /// The same tiles; quantised keys or values as 16-bit integers: [`fixed_point`](super::fixed_point).
+    /// As `FewRows`, with quantised keys or values as 16-bit integers: [`fixed_point`](super::fixed_point).
     FixedPoint,
-    /// Matrix products over masked tiles, a row in each lane: [`many_rows`](super::many_rows).
+    /// Matrix products over masked tiles, with a query row in each lane: [`many_rows`](super::many_rows).
     ManyRows,
-    /// The same by tiles of bf16 in two digits: [`amx_rows`](super::amx_rows).
+    /// As `ManyRows`, with AMX and hi + lo bf16: [`amx_rows`](super::amx_rows).
     AmxRows,
 }
 
-/// The kernel for `rows` query rows over keys and values from one source; `quantised`: at least one of the two is. The
-/// result of a row in the kernels of few rows does not depend on the other rows.
+/// Selects the kernel for `rows` query rows over one source; `quantised`: its keys or its values are. In the kernels
+/// for few rows, the result of a row does not depend on other rows.
 pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKernel {
     if rows >= MANY_ROWS_BY_AMX && level.has_amx() {
         return AttendKernel::AmxRows;
     }
-    // Whatever the number of rows: integers hold twice as many keys a vector as f32.
+    // For any number of rows: vectors hold twice as many keys as integers than as f32.
     if quantised && level.has_vbmi() {
         return AttendKernel::FixedPoint;
     }
@@ -41,11 +41,11 @@ pub(super) fn select(level: SimdLevel, quantised: bool, rows: usize) -> AttendKe
     AttendKernel::FewRows
 }
 
-/// The level for a head size: the device's, unless its chunks of two vectors do not divide the head size. Those of 32
-/// coordinates do not divide 80 and 112; AVX2's of 16 do.
+/// The level for a head size: the device's, or AVX2 if the device's chunks of two vectors do not divide the head size.
+/// Chunks of 32 coordinates do not divide 80 and 112; AVX2's chunks of 16 do.
 pub(super) fn level_of(level: SimdLevel, head_dim: usize) -> SimdLevel {
     match level {
-        // A machine supports AVX-512 only if it supports AVX2, too.
+        // A machine that supports AVX-512 also supports AVX2.
         SimdLevel::Portable | SimdLevel::Avx2 | SimdLevel::Avx2Vnni | SimdLevel::Neon => level,
         _ if head_dim.is_multiple_of(32) => level,
         _ => SimdLevel::Avx2,
@@ -58,19 +58,21 @@ pub(super) fn is_quantised(call: &Call) -> bool {
     spec.k.is_quantised() || spec.v.is_quantised()
 }
 
-/// Explains the kernel of a call for the most tokens that a sequence has in the step. A sequence with fewer tokens may
-/// get another kernel when the call runs.
+/// Explains the kernel for the longest run of tokens of a sequence in the step. A sequence with fewer tokens may get
+/// another kernel.
 pub(in crate::cpu) fn explain(cpu: &Cpu, call: &Call) -> Explanation {
     let (spec, quantised) = (call.layer.spec(), is_quantised(call));
     let group = call.heads / spec.kv_heads;
     let tokens = call.step.batch().max_new.max(1);
     let level = level_of(cpu.level, call.head_dim);
-    let most = block_tokens(level, quantised, cpu.selecting_rows(usize::MAX), call.head_dim, group);
-    let (kernel, reason) = match select(level, quantised, cpu.selecting_rows(group * tokens.min(most))) {
+    let max_tokens = block_tokens(level, quantised, cpu.selecting_rows(usize::MAX), call.head_dim, group);
+    let (kernel, reason) = match select(level, quantised, cpu.selecting_rows(group * tokens.min(max_tokens))) {
         AttendKernel::FewRows => ("few_rows", "few query rows per KV head: each key is read once, in tiles of 64"),
-        AttendKernel::FixedPoint => ("fixed_point", "a quantised cache and AVX-512 VBMI: products of integers"),
+        AttendKernel::FixedPoint => ("fixed_point", "quantised cache and AVX-512 VBMI: integer products"),
         AttendKernel::ManyRows => ("many_rows", "many query rows per KV head: matrix products over tiles of 64 keys"),
-        AttendKernel::AmxRows => ("amx_rows", "many query rows per KV head and AMX: the same products, of bf16 pairs"),
+        AttendKernel::AmxRows => {
+            ("amx_rows", "many query rows per KV head and AMX: matrix products over tiles, as hi + lo bf16")
+        }
     };
     Explanation { kernel, reason: reason.into() }
 }

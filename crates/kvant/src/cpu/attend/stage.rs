@@ -1,4 +1,4 @@
-//! Keys and values in f32, as matrix products take them.
+//! Widens keys and values to f32 for matrix products.
 
 use super::{
     kv_rows::{KvRows, KvSource, LoadRows, RowLoader, with_loader},
@@ -10,19 +10,19 @@ use crate::cpu::{
     simd::{Simd, SimdKernel, SimdLevel},
 };
 
-/// Rows of a side, and what they are stored without.
+/// Rows of a side, and the vectors that they are stored without.
 #[derive(Clone, Copy)]
 pub(super) struct StagedSide<'a> {
     pub side: &'a KvRows,
     pub means: Option<RowMeans>,
 }
 
-/// What rows of quantised vectors are stored without, in the order of chunks: the mean of their page, or a vector for
-/// each row.
+/// The vectors that rows are stored without, in the order of chunks: the mean of their page, or one vector for each
+/// row.
 #[derive(Clone, Copy)]
 pub(super) struct RowMeans {
     start: *const f32,
-    /// The row that `start` belongs to, and the floats from one row to the next; 0 for a mean that rows share.
+    /// The row that `start` belongs to, and the floats between rows; 0 for a shared mean.
     first: usize,
     stride: usize,
 }
@@ -33,7 +33,7 @@ impl RowMeans {
         RowMeans { start: mean, first: 0, stride: 0 }
     }
 
-    /// Vectors of `stride` floats, for the rows from `first` on.
+    /// One vector of `stride` floats for each row from `first` on.
     pub fn of_rows(start: *const f32, first: usize, stride: usize) -> RowMeans {
         RowMeans { start, first, stride }
     }
@@ -44,12 +44,12 @@ impl RowMeans {
     }
 }
 
-/// What the keys of a tile are stored without: decodes the mean of the page to `mean`, and adds it to the bias of each
-/// key, if there is one, in `rows`, `[keys, D]`.
+/// The vectors that the keys of a tile are stored without: decodes the mean of the page to `mean`. If keys have a bias,
+/// writes the sum of bias and mean of each key to `rows`, `[keys, D]`.
 ///
 /// # Safety
-/// The level's instructions are enabled; the source has the keys, and they are not in fixed point; the slices are as
-/// long as their vectors.
+/// The level's instructions are enabled; the source has the keys, and they are not in fixed point; the slices have the
+/// lengths of their vectors.
 #[inline(always)]
 pub(super) unsafe fn key_means<S: Simd>(
     source: &KvSource,
@@ -81,7 +81,7 @@ pub(super) unsafe fn key_means<S: Simd>(
 }
 
 impl StagedSide<'_> {
-    /// `2 · LANES` coordinates of a row, from `first` on: times their norm, plus the mean.
+    /// Loads `2 · LANES` coordinates of a row, from `first` on: times their norm, plus the mean.
     ///
     /// # Safety
     /// The level's instructions are enabled; `rows` is the side's loader, and the row exists and has the chunk.
@@ -103,12 +103,12 @@ impl StagedSide<'_> {
     }
 }
 
-/// Some coordinates of some rows, and their place in memory.
+/// A range of coordinates of some rows, and its destination.
 pub(super) struct StagedPart<'a> {
     pub from: StagedSide<'a>,
     pub row: usize,
     pub keys: usize,
-    /// Whole chunks.
+    /// A whole number of chunks.
     pub first: usize,
     pub coordinates: usize,
     pub to: *mut f32,
@@ -133,9 +133,9 @@ impl<R: LoadRows> SimdKernel for StageKernel<'_, R> {
     #[inline(always)]
     fn run<S: Simd>(self) -> bool {
         let StagedPart { from, row, keys, first, coordinates, to, stride } = self.part;
-        // SAFETY: `dispatch` enables the instructions; the caller of `stage` vouches for the rows and the room.
+        // SAFETY: `dispatch` enables the instructions; the caller of `stage` guarantees the rows and the room.
         unsafe {
-            // A zero, or NaN where something is not finite.
+            // Sums of 0 · x: zero, or NaN if an x is not finite.
             let mut zeros = [S::zero(); 2];
             for key in 0..keys {
                 let to = to.add(key * stride);

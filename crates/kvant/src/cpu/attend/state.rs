@@ -2,11 +2,11 @@
 
 use crate::cpu::simd::Simd;
 
-/// A partial softmax of one query: with s the scores in units of log 2 and v the values of some keys,
-/// m = max(s, `f32::MIN`), l = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0.
+/// A partial softmax of one query: with s the scores in base 2 and v the values of some keys, m = max(s, `f32::MIN`), l
+/// = Σ 2^(s − m) and o = Σ 2^(s − m)·v. Without keys: m = −∞, l = 0, o = 0.
 ///
-/// Scores of −∞ weigh at most 2⁻¹²⁶ next to finite ones. If all scores are −∞, l is close to 0, where finite scores
-/// give at least 1, and m is finite, which distinguishes that from a state without keys.
+/// Scores of −∞ have a weight of at most 2⁻¹²⁶ if another score is finite. If all scores are −∞, l is close to 0, while
+/// finite scores give at least 1; m is finite, while it is −∞ without keys.
 pub(super) struct SoftmaxState<'a> {
     pub o: &'a mut [f32],
     pub m: &'a mut f32,
@@ -20,8 +20,8 @@ impl SoftmaxState<'_> {
         (*self.m, *self.l) = (f32::NEG_INFINITY, 0.0);
     }
 
-    /// Makes this the state of both parts' keys. The empty state changes nothing; the order of three merges matters
-    /// only to rounding.
+    /// Merges another part's state into this one. Merging an empty state changes nothing; the order of merges affects
+    /// only rounding.
     ///
     /// # Safety
     /// The level's instructions are enabled; both `o` have the same length, a multiple of `LANES`.
@@ -43,7 +43,7 @@ impl SoftmaxState<'_> {
         }
     }
 
-    /// Adds a score in units of log 2 that has no value.
+    /// Adds a score in base 2 without a value.
     ///
     /// # Safety
     /// As for [`SoftmaxState::merge`].
@@ -61,13 +61,13 @@ impl SoftmaxState<'_> {
         }
     }
 
-    /// log2 Σ 2^s, with which the result can be merged with those over other keys; −∞ without keys, or if all scores
+    /// log2 Σ 2^s, which is needed to merge the result with results over other keys; −∞ without keys, or if all scores
     /// are −∞.
     pub fn end(&self) -> f32 {
         if *self.l < 0.5 { f32::NEG_INFINITY } else { *self.m + self.l.log2() }
     }
 
-    /// o/l, the attention's result; zeros without keys, NaN where all scores are −∞.
+    /// o/l, the result of attention; zeros without keys, NaN if all scores are −∞.
     ///
     /// # Safety
     /// As for [`SoftmaxState::merge`].
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_state_merge() {
+    fn the_empty_state_is_neutral() {
         for level in levels() {
             let full = OwnedState::new(-3.0, 2.0, 1.0);
             for got in [merged(level, &full, &OwnedState::empty()), merged(level, &OwnedState::empty(), &full)] {
@@ -181,7 +181,7 @@ mod tests {
             let (high, low) = (OwnedState::new(14427.0, 1.0, 1.0), OwnedState::new(-14427.0, 1.0, 1.0));
             let got = merged(level, &low, &high);
             assert_eq!((&got.o, got.m, got.l), (&high.o, high.m, high.l));
-            // Scores that are all NaN leave m at its least.
+            // If all scores are NaN, m has its minimum.
             let nan = OwnedState::new(f32::MIN, f32::NAN, f32::NAN);
             for got in [merged(level, &nan, &high), merged(level, &high, &nan)] {
                 assert!(got.finished(level).iter().all(|x| x.is_nan()));
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn scores_of_minus_infinity_weigh_nothing_beside_others() {
+    fn scores_of_minus_infinity_have_no_weight() {
         for level in levels() {
             let (lost, full) = (OwnedState::new(f32::MIN, 1e-37, 1e-37), OwnedState::new(-3.0, 2.0, 1.0));
             for got in [merged(level, &lost, &full), merged(level, &full, &lost)] {

@@ -1,4 +1,4 @@
-//! One task: the keys of a split for the queries of a block.
+//! Runs one task: the keys of a split for the queries of a block.
 
 use std::ops::Range;
 
@@ -25,8 +25,8 @@ use crate::{
     },
 };
 
-/// Positions that a task with several heads processes of each head in turn: whole pages, of about so many bytes. Fewer
-/// positions cost jumps; with more, the translation of the pages' addresses is forgotten before the next head comes.
+/// Bytes of the keys that a task with several heads processes for each head in turn, as whole pages. Fewer keys cost
+/// jumps between pages; with more, the pages' address translations are evicted before the next head.
 const SPAN_BYTES: usize = 1 << 20;
 
 fn span(spec: &LayerSpec) -> usize {
@@ -35,7 +35,7 @@ fn span(spec: &LayerSpec) -> usize {
     1 << (SPAN_BYTES / bytes).clamp(256, 1024).ilog2()
 }
 
-/// Runs a task of the plan. Only what computes is compiled for a SIMD level: the kernels that are dispatched.
+/// Runs a task of the plan. Only the kernels, which are dispatched, are compiled for a SIMD level.
 pub(super) fn run_task(job: &AttendJob, task: usize) {
     let (block, heads, split) = job.plan.task(task, job.shape.kv_heads);
     match heads.len() {
@@ -44,7 +44,7 @@ pub(super) fn run_task(job: &AttendJob, task: usize) {
     }
 }
 
-/// At most `N` heads: what there is of each is moved, and a short task has one.
+/// Runs a task of at most `N` heads. `HeadWork` is moved, so a short task uses `N` = 1.
 fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<usize>, split: usize) {
     let (rows, head_dim) = (block.segment.tokens * job.shape.group, job.shape.head_dim);
     let len = rows * (head_dim + 2);
@@ -54,7 +54,7 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
     let many = match kernel {
         AttendKernel::FewRows | AttendKernel::FixedPoint => 0,
         AttendKernel::ManyRows => QueryLanes::len(rows, head_dim),
-        // Queries that are not finite go to the other kernel.
+        // Queries that are not finite are processed by `ManyRows`.
         AttendKernel::AmxRows => AmxRows::len(rows, head_dim).max(QueryLanes::len(rows, head_dim)),
     };
     let positions = block.of_split(job.shape, split);
@@ -66,7 +66,7 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
     with_aligned(sizes, |[mut q, mut rounded_q, mut all_biased, mut states, mut all_totals, room, many]| {
         let mut heads: [Option<HeadWork>; N] = std::array::from_fn(|i| {
             let head = heads.clone().nth(i)?;
-            // An inactive row is of no sequence, and sees no key.
+            // An inactive row has no sequence, and sees no key.
             let sequence = if block.keys > 0 { block.segment.sequence } else { 0 };
             let source = KvSource::new(&job.call.layer, job.table, sequence, head, fixed);
             let q = take_floats(&mut q, rows * head_dim);
@@ -87,14 +87,14 @@ fn run_heads<const N: usize>(job: &AttendJob, block: &QueryBlock, heads: Range<u
     });
 }
 
-/// The first `count` of some floats, which are then the others.
+/// Splits the first `count` floats off `from`.
 fn take_floats<'a>(from: &mut &'a mut [f32], count: usize) -> &'a mut [f32] {
     let (taken, rest) = std::mem::take(from).split_at_mut(count);
     *from = rest;
     taken
 }
 
-/// Writes the result of a task, or its partial states if there are more splits.
+/// Writes the result of a task, or its partial state if the block has several splits.
 struct FinishTask<'a, 'b> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
@@ -130,30 +130,30 @@ struct HeadWork<'a> {
     source: KvSource<'a>,
     /// `[rows, head_dim]`.
     q: &'a mut [f32],
-    /// The same in fixed point, and its units, where that is wanted.
+    /// The queries in fixed point, and their units, if the kernel needs them.
     rounded: &'a mut [f32],
-    /// Where keys are stored without a bias, the queries' products with it.
+    /// The queries' products with the key bias, if keys are stored without one.
     biased: &'a mut [f32],
-    /// Of the part of the keys that is processed.
+    /// The states of the part of the keys that is being processed.
     states: SoftmaxStates<'a>,
-    /// Of the parts before, where there are several.
+    /// The states of the earlier parts, if the task has several parts.
     totals: Option<SoftmaxStates<'a>>,
 }
 
-/// A task at work, with scratch memory.
+/// A running task, with its scratch memory.
 struct BlockWork<'a> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
     kernel: AttendKernel,
-    /// Those of its keys.
+    /// The positions of the task's keys.
     positions: Range<usize>,
     room: TileMemory,
-    /// For [`QueryLanes`] or [`AmxRows`].
+    /// Scratch memory for [`QueryLanes`] or [`AmxRows`].
     many: &'a mut [f32],
 }
 
 impl BlockWork<'_> {
-    /// The states of the block's queries over the task's keys, for each of its heads. The first heads are there.
+    /// Computes the states of the block's queries over the task's keys, for each head. Present heads come first.
     unsafe fn run(&mut self, heads: &mut [Option<HeadWork>]) {
         heads.iter_mut().flatten().for_each(|head| head.states.clear());
         if self.positions.is_empty() {
@@ -171,7 +171,7 @@ impl BlockWork<'_> {
         heads.iter_mut().flatten().for_each(HeadWork::take_totals);
     }
 
-    /// Adds `positions` to the states of each head. The first heads are there.
+    /// Adds `positions` to the states of each head. Present heads come first.
     unsafe fn absorb_heads(&mut self, heads: &mut [Option<HeadWork>], positions: Range<usize>) {
         if let [Some(head)] = heads {
             // SAFETY: passed on to the caller.
@@ -205,7 +205,7 @@ impl HeadWork<'_> {
         }
     }
 
-    /// Brings the sums into the order of coordinates.
+    /// Rearranges the sums in the order of coordinates.
     fn finish(&mut self) {
         let v = &self.source.v;
         if v.quantised {
@@ -217,7 +217,7 @@ impl HeadWork<'_> {
         }
     }
 
-    /// Adds the states of a part to those of the parts before, and clears them for the next one.
+    /// Adds the states of a part to the totals, and clears them for the next part.
     fn add_to_totals(&mut self, is_first: bool) {
         let Some(totals) = &mut self.totals else { return };
         if is_first {
@@ -228,7 +228,7 @@ impl HeadWork<'_> {
         self.states.clear();
     }
 
-    /// The states of all parts become the head's.
+    /// Moves the totals of all parts into the head's states.
     fn take_totals(&mut self) {
         if let Some(totals) = self.totals.take() {
             self.states = totals;
@@ -254,7 +254,7 @@ impl HeadWork<'_> {
         }
     }
 
-    /// Queries and states, as kernels take them.
+    /// The queries and states in the form that kernels take.
     fn queries(&mut self) -> Queries {
         let HeadWork { job, q, rounded, biased, states, .. } = self;
         Queries {
@@ -281,10 +281,10 @@ impl BlockWork<'_> {
         let within = |seen: Range<usize>| seen.start.max(positions.start)..seen.end.min(positions.end);
         let mut all = within(shape.seen_by_all(segment));
         if shape.batch_invariant && segment.tokens > 1 {
-            // Tiles are the same whichever tokens share them.
+            // Tiles must not depend on the tokens that share them.
             all = all.start.next_multiple_of(TILE)..all.end / TILE * TILE;
         }
-        // SAFETY: passed on to the caller; a level that multiplies tiles selects their kernel.
+        // SAFETY: passed on to the caller; only a level with AMX selects its kernel.
         unsafe {
             match self.kernel {
                 AttendKernel::FewRows | AttendKernel::FixedPoint => {}
@@ -297,7 +297,7 @@ impl BlockWork<'_> {
         }
         let absorb = |token: usize, positions| {
             let rows = token * shape.group..(token + 1) * shape.group;
-            // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
+            // SAFETY: only existing rows, and positions that the source holds: a token sees no others.
             unsafe { few_rows::absorb(level, source, positions, queries.rows(rows), self.room, NextKeys::none(source)) }
         };
         let seen = |token| within(shape.seen(len, segment.position + token));
@@ -313,14 +313,14 @@ impl BlockWork<'_> {
 }
 
 impl BlockWork<'_> {
-    /// As [`BlockWork::absorb`], a lane for each query row.
+    /// As [`BlockWork::absorb`], with a lane for each query row.
     unsafe fn absorb_lanes(&mut self, source: &KvSource, positions: Range<usize>, queries: Queries) {
         let many = self.job.level.dispatch(TransposeQueries { queries, memory: self.many });
         // SAFETY: passed on to the caller.
         unsafe { self.absorb_many(source, positions, queries, &many) }
     }
 
-    /// As [`BlockWork::absorb`], for many query rows, which `many` has.
+    /// As [`BlockWork::absorb`], for the many query rows in `many`.
     unsafe fn absorb_many<A: AbsorbTiles>(
         &self,
         source: &KvSource,
@@ -331,14 +331,14 @@ impl BlockWork<'_> {
         let (level, shape, segment) = (self.job.level, self.job.shape, &self.block.segment);
         let len = shape.len(segment.sequence);
         let all = shape.seen_by_all(segment);
-        // In a batch longer than a ring the first tokens see nothing: their slots have been overwritten.
+        // In a batch longer than a ring, the first tokens see nothing: their slots have been overwritten.
         let seen = (0..segment.tokens).map(|token| shape.seen(len, segment.position + token));
         let Some(first) = seen.filter(|seen| !seen.is_empty()).map(|seen| seen.start).min() else { return };
         let positions = positions.start.max(first)..positions.end;
         if positions.is_empty() {
             return;
         }
-        // SAFETY: only rows that exist, and positions that the source holds: a token sees no others.
+        // SAFETY: only existing rows, and positions that the source holds: a token sees no others.
         unsafe {
             many.load_states();
             let mut tiles = tile::tiles(source, positions, A::TILE).peekable();
@@ -349,7 +349,7 @@ impl BlockWork<'_> {
                 let mut rows = [const { 0..0 }; MAX_TILE];
                 let is_seen_by_all = all.start <= held.start && held.end <= all.end;
                 if !is_seen_by_all {
-                    // Later tokens see later positions: the ones that see a key follow each other.
+                    // Later tokens see later positions, so the tokens that see a key are consecutive.
                     let seen = |token| shape.seen(len, segment.position + token);
                     let (mut first, mut end) = (0, 0);
                     for (position, rows) in held.clone().zip(&mut rows) {
@@ -384,7 +384,7 @@ impl BlockWork<'_> {
     }
 }
 
-/// Loads the queries of a block: rotated, then times scale · log2 e, then as even and odd coordinates.
+/// Loads the queries of a block: rotates them, multiplies by scale · log2 e, and splits even and odd coordinates.
 struct LoadQueries<'a> {
     job: &'a AttendJob<'a>,
     block: &'a QueryBlock,
@@ -404,7 +404,7 @@ impl SimdKernel for LoadQueries<'_> {
         let factor = call.scale * std::f32::consts::LOG2_E;
         for (row, to) in self.q.chunks_exact_mut(shape.head_dim).enumerate() {
             let from = self.job.offset(self.block, self.head, row) * call.q.dtype().size();
-            // SAFETY: the row lies within q; `dispatch` enables the instructions.
+            // SAFETY: the row is within q; `dispatch` enables the instructions.
             unsafe {
                 convert::load_row::<S>(call.q.host_ptr().add(from), call.q.dtype(), to);
                 if let Some(bias) = self.bias {
@@ -439,7 +439,7 @@ impl SimdKernel for AddStates<'_, '_> {
     }
 }
 
-/// Rotates the sums of quantised values back, in the order of coordinates.
+/// Undoes the rotation of sums of quantised values, and orders their coordinates.
 struct UnrotateSums<'a> {
     interleaved: bool,
     o: &'a mut [f32],
@@ -461,7 +461,7 @@ impl SimdKernel for UnrotateSums<'_> {
     }
 }
 
-/// Even coordinates, then odd ones; a chunk has at most 32.
+/// Moves even coordinates before odd ones within each chunk; a chunk has at most 32.
 #[inline(always)]
 pub(super) fn deinterleave(chunk: &mut [f32]) {
     let (mut copy, half) = ([0.0; 32], chunk.len() / 2);

@@ -1,4 +1,4 @@
-//! Attention on every level and several thread counts against the reference device.
+//! Tests attention on every level and several thread counts against the reference device.
 
 use half::{bf16, f16};
 
@@ -30,9 +30,9 @@ struct AttendCase {
     splits: Option<usize>,
     /// (sequence, position) of a key and value that are NaN.
     nan: Option<(usize, usize)>,
-    /// The position of a dense key or value (side 1) of each sequence, one of whose coordinates is this.
+    /// (sequence, position, value): one coordinate of the dense key or value (side 1) at the position has this value.
     odd: Option<(usize, usize, f32)>,
-    /// An element of the queries that is this.
+    /// (index, value): an element of the queries has this value.
     odd_query: Option<(usize, f32)>,
 }
 
@@ -83,7 +83,7 @@ fn tensor(device: &Device, dtype: DType, shape: &[usize], x: &[f32]) -> Result<T
     }
 }
 
-/// Fills a side with random vectors; those of `poisoned` rows are NaN.
+/// Fills a side with random vectors; rows of `poisoned` are NaN.
 fn fill(planes: &Planes, seed: u64, poisoned: &[bool]) -> Result<()> {
     for (name, plane) in planes.tensors() {
         let row = plane.elements() / poisoned.len();
@@ -115,7 +115,7 @@ impl AttendCase {
             .ring(self.ring)
             .order(self.order);
         let layer = KvLayer::new(device, spec)?;
-        // Whatever no token sees is poison.
+        // Slots that no token sees are poisoned.
         let mut poisoned = vec![true; sequences * self.kv_heads * self.capacity];
         for head in 0..self.kv_heads {
             for &(sequence, position) in &self.tokens {
@@ -167,7 +167,7 @@ impl AttendCase {
         out.to_f32()
     }
 
-    /// Equal to the reference on every device of `devices`, as far as f32 sums allow.
+    /// Asserts equality with the reference on every device of `devices`, up to f32 rounding.
     #[track_caller]
     fn check(&self, devices: &[Device]) {
         let want = self.run(&Device::reference()).unwrap();
@@ -177,7 +177,7 @@ impl AttendCase {
             let is_of = |level: SimdLevel| device.name().starts_with(&level.to_string());
             let quantised = self.k.is_quantised() || self.v.is_quantised();
             let spread = (f64::from(self.scale.abs()) * (self.head_dim as f64).sqrt()).max(1.0);
-            // The squares of a few units of the output's last place, and of further rounding.
+            // The squares of a few units in the output's last place, and of further rounding.
             let mut bound = match self.dtype {
                 DType::F16 => 1e-7,
                 DType::BF16 => 1e-5,
@@ -194,7 +194,7 @@ impl AttendCase {
     }
 }
 
-/// Whether the normalised squared error is within a bound.
+/// Asserts that the normalised squared error is within a bound.
 #[track_caller]
 fn close(got: &[f32], want: &[f32], bound: f64, what: &str) {
     let (mut error, mut norm) = (0f64, 0f64);
@@ -209,7 +209,7 @@ fn close(got: &[f32], want: &[f32], bound: f64, what: &str) {
     assert!(error <= bound * norm, "{what}: normalised squared error {:e}", error / norm);
 }
 
-/// Every level, with another number of threads each.
+/// Every level, each with another number of threads.
 fn devices() -> Vec<Device> {
     testing::levels().enumerate().map(|(i, level)| device(level, 1 + (i + 1) % 3)).collect()
 }
@@ -230,10 +230,10 @@ const CODECS: [Codec; 9] = [
 fn every_codec_at_every_head_size() {
     let devices = devices();
     for (i, head_dim) in ops::attend::HEAD_DIMS.into_iter().enumerate() {
-        // The others need head sizes that are powers of two.
+        // Quantised codecs need head sizes that are powers of two.
         let codecs = if head_dim.is_power_of_two() { &CODECS[..] } else { &CODECS[..3] };
         for (j, &k) in codecs.iter().enumerate() {
-            // Different codecs for keys and values, every group size, a context that is no multiple of a tile.
+            // Different codecs for keys and values, every group size, a context that is not a multiple of a tile.
             let v = codecs[(j + i + 1) % codecs.len()];
             AttendCase {
                 k,
@@ -286,7 +286,7 @@ fn multi_token_on_wrapped_ring() {
     let case = AttendCase { ring: true, capacity: 8, lens: vec![14], tokens, ..AttendCase::default() };
     case.check(&devices);
     AttendCase { window: Some(3), ..case.clone() }.check(&devices);
-    // The first of these tokens are themselves overwritten: they see nothing, and get zeros.
+    // The first of these tokens are overwritten by later ones: they see nothing, and get zeros.
     let tokens: Vec<(u32, u32)> = (0..14).map(|p| (0, p)).collect();
     let case = AttendCase { tokens, ..case };
     case.check(&devices);
@@ -310,8 +310,8 @@ fn prompts() {
 
 #[test]
 fn prompts_of_every_shape() {
-    // Rows and keys that are no multiples of 16 or 32, ranges that end everywhere in a tile, and more rows than a block
-    // has.
+    // Numbers of rows and keys that are not multiples of 16 or 32, ranges that end everywhere in a tile, and more rows
+    // than a block has.
     let devices = devices();
     for (i, head_dim) in ops::attend::HEAD_DIMS.into_iter().enumerate() {
         let codecs = if head_dim.is_power_of_two() { &CODECS[..] } else { &CODECS[..3] };
@@ -341,7 +341,7 @@ fn prompts_of_every_shape() {
 
 #[test]
 fn scores_that_rise_and_fall() {
-    // Later keys raise the largest score by little, by much, and not at all.
+    // Later keys raise the largest score by a little, by a lot, and not at all.
     let devices = devices();
     let tokens: Vec<(u32, u32)> = (400..440).map(|p| (0, p)).collect();
     for scale in [0.01, 2.0, 8.0] {
@@ -399,7 +399,7 @@ fn softcap_used() {
 
 #[test]
 fn large_scores_do_not_overflow() {
-    // Scores up to ±1e4: the softmax picks one key, up to the rounding of scores of that size.
+    // Scores up to ±1e4: the softmax picks one key, up to the rounding of such scores.
     for scale in [1500.0, -1500.0] {
         let case = AttendCase { scale, k: Codec::F32, v: Codec::F32, tokens: vec![(0, 40)], ..AttendCase::default() };
         let want = case.run(&Device::reference()).unwrap();
@@ -428,7 +428,7 @@ fn rotated_queries() {
 }
 
 #[test]
-fn nan_shows_to_those_who_see_it() {
+fn a_nan_affects_only_rows_that_see_it() {
     let devices = devices();
     let tokens: Vec<(u32, u32)> = (100..130).map(|p| (0, p)).collect();
     for (k, v) in [(Codec::F16, Codec::F16), (Codec::tq(4), Codec::tq(8)), (Codec::tq(6), Codec::BF16)] {
@@ -443,8 +443,8 @@ fn nan_shows_to_those_who_see_it() {
 }
 
 #[test]
-fn odd_keys_and_values_show_to_those_who_see_them() {
-    // Infinities, and numbers that are finite in f32 only.
+fn odd_keys_and_values_affect_only_rows_that_see_them() {
+    // Infinities, and numbers that are finite only in f32.
     let devices = devices();
     let tokens: Vec<(u32, u32)> = (100..130).map(|p| (0, p)).collect();
     for codec in [Codec::F16, Codec::F32, Codec::BF16] {
@@ -452,14 +452,14 @@ fn odd_keys_and_values_show_to_those_who_see_them() {
             if codec == Codec::F16 && value.is_finite() {
                 continue;
             }
-            // A score of 10³⁸ is beyond f32.
+            // A score of 10³⁸ overflows f32.
             for side in if value.is_finite() { 1..2 } else { 0..2 } {
                 for position in [85, 117, 95] {
                     let (odd, tokens) = (Some((side, position, value)), tokens.clone());
                     let case =
                         AttendCase { k: codec, v: codec, window: Some(30), odd, tokens, ..AttendCase::default() };
                     case.check(&devices);
-                    // A capped score of an infinity is finite.
+                    // The softcapped score of an infinity is finite.
                     AttendCase { window: None, softcap: Some(5.0), ..case }.check(&devices);
                 }
             }
@@ -468,7 +468,7 @@ fn odd_keys_and_values_show_to_those_who_see_them() {
 }
 
 #[test]
-fn odd_queries_show_in_their_row() {
+fn odd_queries_affect_only_their_row() {
     let devices = devices();
     let tokens: Vec<(u32, u32)> = (100..130).map(|p| (0, p)).collect();
     for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
@@ -476,7 +476,7 @@ fn odd_queries_show_in_their_row() {
             let odd_query = Some((9 * 4 * 64 + 64 + 5, value));
             let case = AttendCase { k: codec, v: codec, odd_query, tokens: tokens.clone(), ..AttendCase::default() };
             case.check(&devices);
-            // A capped score of an infinity is finite; a rotation makes NaN of one.
+            // The softcapped score of an infinity is finite; a rotation makes it NaN.
             if !codec.is_quantised() {
                 AttendCase { softcap: Some(5.0), ..case }.check(&devices);
             }
@@ -507,15 +507,15 @@ fn determinism() {
     }
 }
 
-/// One token with four query heads over a layer of one head, all of whose coordinates are outermost centroids, which
-/// fixed point does not round; norms and queries are chosen.
+/// One token with four query heads over a layer of one head. All coordinates are outermost centroids, which fixed point
+/// does not round; norms and queries are given.
 struct Chosen {
     codec: Codec,
     head_dim: usize,
     scale: f32,
-    /// Of keys and values.
+    /// Norms of keys and values.
     norms: Vec<[f32; 2]>,
-    /// Rotated, `[4, D]`.
+    /// Rotated queries, `[4, D]`.
     q: Vec<f32>,
 }
 
@@ -562,8 +562,8 @@ fn distance(x: &[f32], y: &[f32]) -> f64 {
 }
 
 #[test]
-fn equal_values_come_out_as_they_are() {
-    // One key of 64 scores 11.09 above the others, whose weights are half a unit then; and all score the same.
+fn equal_values_give_that_value() {
+    // One key of 64 scores 11.09 above the others, whose weights are then half a unit; and all keys score the same.
     for codec in QUANTISED {
         let bits = codec.to_string().trim_start_matches("tq").parse().unwrap();
         let head_dim = 128;
@@ -583,8 +583,8 @@ fn equal_values_come_out_as_they_are() {
 
 #[test]
 fn extreme_queries_and_values() {
-    // What is finite in f32 is so in fixed point: the sum of a query's magnitudes is not, and neither is the inverse of
-    // a small weight. Norms of keys undo the size of queries.
+    // Numbers that are finite in f32 must stay finite in fixed point, although the sum of a query's magnitudes and the
+    // inverse of a small weight overflow. The norms of keys compensate for the size of queries.
     let devices = devices();
     for codec in QUANTISED {
         for (q, value) in [(1.0, 1.0), (2e36, 1.0), (3e-36, 1.0), (1.0, 1e-36), (1.0, 2.4e-31), (1.0, 1e30), (0.0, 1.0)]
@@ -606,7 +606,7 @@ fn extreme_queries_and_values() {
 }
 
 #[test]
-fn queries_that_are_not_finite_show_in_their_row_only() {
+fn queries_that_are_not_finite_affect_only_their_row() {
     for codec in QUANTISED {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let head_dim = 128;
@@ -615,7 +615,7 @@ fn queries_that_are_not_finite_show_in_their_row_only() {
             let case = Chosen { codec, head_dim, scale: 0.1, norms: vec![[1.0; 2]; 70], q };
             for device in devices() {
                 for (row, out) in case.run(&device).chunks(head_dim).enumerate() {
-                    // A row of infinite scores is NaN, too: the largest is subtracted from itself.
+                    // A row of infinite scores is NaN, too: the maximum is subtracted from itself.
                     let want = row == 2;
                     assert!(out.iter().all(|x| x.is_nan() == want), "{device}, {codec}, {bad}, row {row}: {out:?}");
                 }
@@ -625,7 +625,7 @@ fn queries_that_are_not_finite_show_in_their_row_only() {
 }
 
 #[test]
-fn threads_change_next_to_nothing() {
+fn the_number_of_threads_changes_only_rounding() {
     // Splits end where tiles do: only the order in which tiles are added differs.
     for (k, v) in [
         (Codec::tq(4), Codec::tq(4)),
@@ -648,7 +648,7 @@ fn threads_change_next_to_nothing() {
 
 #[test]
 fn view_offset() {
-    // The output and the queries in the middle of larger tensors; what surrounds the output stays.
+    // The output and the queries are in the middle of larger tensors; the surroundings of the output must not change.
     for device in devices() {
         let case = AttendCase::default();
         let want = case.run(&device).unwrap();

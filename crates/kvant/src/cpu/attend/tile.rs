@@ -7,7 +7,7 @@ use crate::{codec::BLOCK, cpu::SimdLevel};
 
 /// Keys of a tile.
 pub(super) const TILE: usize = 64;
-/// The same of [`amx_rows`](super::amx_rows), the most of any kernel: their sums are loaded and stored once a tile.
+/// Keys of a tile of [`amx_rows`](super::amx_rows), the maximum of all kernels: it loads and stores sums once per tile.
 pub(super) const MAX_TILE: usize = 128;
 
 /// Query rows and their states.
@@ -20,20 +20,20 @@ pub(super) struct Queries {
     /// `[rows]` each.
     pub m: *mut f32,
     pub l: *mut f32,
-    /// `q` in fixed point, `[rows, head_dim]`, and its units, `[rows, blocks]`, where keys are.
+    /// `q` in fixed point, `[rows, head_dim]`, and its units, `[rows, blocks]`, if keys are in fixed point.
     pub rounded: *const i16,
     pub units: *const f32,
-    /// `[rows, head_dim]`, where keys are stored without a bias: `HeadBias::product` of each query.
+    /// `HeadBias::product` of each query, `[rows, head_dim]`, if keys are stored without a bias.
     pub biased: *const f32,
     pub rows: usize,
     pub head_dim: usize,
-    /// In units of log 2.
+    /// The softcap, in base 2.
     pub softcap: Option<f32>,
 }
 
 impl Queries {
     /// # Safety
-    /// `rows` are among these.
+    /// `rows` are within these rows.
     pub unsafe fn rows(&self, rows: Range<usize>) -> Queries {
         // SAFETY: passed on to the caller.
         unsafe {
@@ -52,7 +52,7 @@ impl Queries {
     }
 }
 
-/// Some keys of a source, and which query rows see each.
+/// Some keys of a source, and the query rows that see each.
 pub(super) struct KeyTile<'a> {
     /// The position of the first key, and its row.
     pub position: usize,
@@ -61,53 +61,54 @@ pub(super) struct KeyTile<'a> {
     /// The keys that come next, counted from the start of `next_from`.
     pub next: KvRun,
     pub next_from: &'a KvSource<'a>,
-    /// Of each key; `None`: all rows see all of them.
+    /// The rows that see each key; `None` if all rows see all keys.
     pub seen: Option<&'a [Range<usize>]>,
 }
 
 /// Many query rows, which keep their states while keys are added.
 pub(super) trait AbsorbTiles {
-    /// The most keys of a tile.
+    /// Maximum keys of a tile.
     const TILE: usize;
 
-    /// Copies the states from the queries'.
+    /// Copies the queries' states into these.
     ///
     /// # Safety
-    /// Nobody else holds them.
+    /// Nobody else accesses them.
     unsafe fn load_states(&self);
 
-    /// Copies them back.
+    /// Copies the states back to the queries.
     ///
     /// # Safety
     /// As for [`AbsorbTiles::load_states`].
     unsafe fn store_states(&self);
 
-    /// Adds the keys and values of a tile. Returns false, and does nothing, if numbers that are not finite forbid it.
+    /// Adds the keys and values of a tile. Returns false, and does nothing, if the kernel cannot process numbers in it
+    /// that are not finite.
     ///
     /// # Safety
     /// The level is supported; the source has the keys, and no side of it is in fixed point.
     unsafe fn absorb(&self, level: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool;
 }
 
-/// The tiles of `positions`, in order: runs of at most `most` keys, which end at its multiples. So the tiles that a
-/// token sees do not depend on the tokens next to it.
+/// The tiles of `positions`, in order: runs of at most `max_keys` keys, which end at its multiples. The tiles that a
+/// token sees therefore do not depend on neighbouring tokens.
 pub(super) fn tiles<'a>(
     source: &KvSource<'a>,
     positions: Range<usize>,
-    most: usize,
+    max_keys: usize,
 ) -> impl Iterator<Item = KvRun> + use<'a> {
     source.runs(positions).flat_map(move |run| {
         let mut next = 0;
         std::iter::from_fn(move || {
             let (position, row) = (run.position + next, run.row + next);
-            let keys = (most - position % most).min(run.keys - next);
+            let keys = (max_keys - position % max_keys).min(run.keys - next);
             next += keys;
             (keys > 0).then_some(KvRun { position, row, keys, ..run })
         })
     })
 }
 
-/// Work in fixed point: keys of a tile, and a block of coordinates that share a norm.
+/// Work of a fixed-point kernel: keys of a tile, and the coordinates that share a norm.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no side is in fixed point"))]
 pub(super) struct FixedPart {
@@ -115,6 +116,6 @@ pub(super) struct FixedPart {
     pub keys: usize,
     pub block: usize,
     pub queries: Queries,
-    /// Cache lines to prefetch meanwhile.
+    /// Cache lines to prefetch during the work.
     pub lines: usize,
 }

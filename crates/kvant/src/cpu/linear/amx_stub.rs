@@ -1,4 +1,4 @@
-//! Replaces `amx` on processors other than x86-64, where [`select`](super::route::select) never chooses it.
+//! Replaces `amx` on processors other than x86-64, where [`select`](super::route::select) never returns it.
 
 use super::{few_rows::PrepareAs, many_rows::ManyRowsBy};
 use crate::{

@@ -1,8 +1,8 @@
 //! The order in which the rows of a matrix are read, and the outputs that are computed together.
 //!
-//! The hardware prefetches along streams of addresses; several short streams side by side are its worst case. So if
-//! rows are long, the outputs of a task form four streams of consecutive rows, a quarter of the task apart, and rows of
-//! all four are multiplied together. Short rows are processed one after the other. Lines are also prefetched in
+//! The hardware prefetches along streams of addresses, and handles several short streams at once badly. If rows are
+//! long, the outputs of a task therefore form four streams of consecutive rows, a quarter of the task apart, and rows
+//! of all four are multiplied together. Short rows are processed one after the other. Lines are also prefetched in
 //! software, because the hardware stops at the end of a page.
 
 use std::ops::Range;
@@ -11,13 +11,13 @@ use super::super::simd::Simd;
 
 /// Outputs that are collected before they are rounded and stored.
 pub(super) const OUTPUTS: usize = 32;
-/// Streams, and the consecutive outputs of a block that each of them has.
+/// The number of streams, and the number of consecutive outputs that a block has in each stream.
 const STREAMS: usize = 4;
 const RUN: usize = OUTPUTS / STREAMS;
-/// Bytes of a row from which on there are streams.
+/// Minimum bytes of a row for streams.
 const LONG: usize = 1 << 10;
 
-/// Bytes to prefetch ahead, into the second-level cache: of a stream, and of consecutive rows.
+/// Bytes to prefetch ahead, into the second-level cache: for a stream, and for consecutive rows.
 const PREFETCH_STREAM: usize = 2 << 10;
 const PREFETCH_ROWS: usize = 48 << 10;
 
@@ -26,15 +26,15 @@ const PREFETCH_ROWS: usize = 48 << 10;
 pub(super) struct OutputBlock<'a> {
     first: usize,
     pub count: usize,
-    /// From an output of one stream to that of the next; 0 where outputs follow one another.
+    /// The distance between the outputs of neighbouring streams; 0 if outputs are consecutive.
     apart: usize,
-    /// Of affine rows, in f32: [`OutputBlock::count`] rows of scales, then as many of biases, in the order of
-    /// [`OutputBlock::runs`].
+    /// For affine rows, in f32: [`OutputBlock::count`] rows of scales, then equally many rows of biases, in the order
+    /// of [`OutputBlock::runs`].
     pub scales: &'a [f32],
 }
 
 impl<'a> OutputBlock<'a> {
-    /// The blocks that `outputs` consist of.
+    /// Divides `outputs` into blocks.
     #[inline(always)]
     pub fn all(outputs: Range<usize>, row_bytes: usize) -> impl Iterator<Item = OutputBlock<'a>> {
         let whole = outputs.len() / OUTPUTS;
@@ -50,7 +50,7 @@ impl<'a> OutputBlock<'a> {
         self.apart > 0
     }
 
-    /// Runs of consecutive outputs, and the places of their results.
+    /// Runs of consecutive outputs, and the indices of their results.
     #[inline(always)]
     pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         let OutputBlock { first, count, apart, .. } = *self;
@@ -58,8 +58,8 @@ impl<'a> OutputBlock<'a> {
         (0..count.div_ceil(len)).map(move |run| (first + run * apart, run * len..(run + 1) * len))
     }
 
-    /// The next outputs of the block to compute together, after the first `n`, and the number computed then. Some may
-    /// be computed twice.
+    /// The outputs of the block to compute together after the first `n`, and the new `n`. Some outputs may be computed
+    /// twice.
     #[inline(always)]
     pub fn next<const R: usize>(&self, n: usize) -> (Together, usize) {
         let OutputBlock { first, count, apart, .. } = *self;
@@ -67,26 +67,27 @@ impl<'a> OutputBlock<'a> {
             let (place, output) = (n % STREAMS * RUN + n / STREAMS, first + n % STREAMS * apart + n / STREAMS);
             return (Together { place, places_apart: RUN, output, apart }, n + R);
         }
-        // Fewer than R are computed one by one, R times each.
+        // Fewer than R outputs are computed one by one, R times each.
         let (n, apart) = if count < R { (n, 0) } else { (n.min(count - R), 1) };
         (Together { place: n, places_apart: apart, output: first + n, apart }, n + if apart == 0 { 1 } else { R })
     }
 
-    /// What to prefetch while rows of `row_bytes` are read, the first of them at `row`.
+    /// The prefetches while rows of `row_bytes` are read, starting at `row`.
     #[inline(always)]
     pub fn prefetch(&self, row: *const u8, row_bytes: usize) -> WeightPrefetch {
         let ahead = if self.streams() { PREFETCH_STREAM } else { PREFETCH_ROWS };
         WeightPrefetch { start: row.wrapping_add(ahead), apart: self.apart * row_bytes }
     }
 
-    /// The same for rows that are read twice, the first time the beginning of each block: here the lines behind those.
+    /// As [`OutputBlock::prefetch`], for rows that are read twice, where the first pass reads the beginning of each
+    /// block: prefetches the lines after it.
     #[inline(always)]
     pub fn prefetch_rows(&self, row: *const u8, row_bytes: usize) -> WeightPrefetch {
         let start = row.wrapping_add(self.prefetch_distance(row_bytes) + 64);
         WeightPrefetch { start, apart: self.apart * row_bytes }
     }
 
-    /// Bytes to prefetch ahead in rows that are read twice: the next row.
+    /// Bytes to prefetch ahead in rows that are read twice: one row.
     #[inline(always)]
     pub fn prefetch_distance(&self, row_bytes: usize) -> usize {
         if self.streams() { row_bytes.max(PREFETCH_STREAM) } else { PREFETCH_ROWS }
@@ -96,36 +97,36 @@ impl<'a> OutputBlock<'a> {
 /// Outputs at equal distances.
 #[derive(Clone, Copy)]
 pub(super) struct Together {
-    /// Where the first of them has its result among those of the block, and how much further each of the others.
+    /// The index of the first output's result in the block, and the distance between results.
     pub place: usize,
     pub places_apart: usize,
-    /// The first of them, and from one to the next.
+    /// The first output, and the distance between outputs.
     pub output: usize,
     pub apart: usize,
 }
 
-/// Prefetches ahead of R rows that are read side by side.
+/// Prefetches for R rows that are read together.
 #[derive(Clone, Copy)]
 pub(super) struct WeightPrefetch {
     start: *const u8,
-    /// From a row to the next; 0 where rows follow one another.
+    /// The distance between rows; 0 if rows are consecutive.
     apart: usize,
 }
 
 impl WeightPrefetch {
-    /// The address to prefetch while the `index`th `bytes` bytes of each row are read: of the first row, and the
-    /// distance to that of the next row.
+    /// The addresses to prefetch while the `index`th `bytes` bytes of each row are read: the first row's, and the
+    /// distance to the next row's.
     #[inline(always)]
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` calls it"))]
     pub fn at<const R: usize>(&self, index: usize, bytes: usize) -> (*const u8, usize) {
         match self.apart {
-            // In the order of addresses, whichever row this is.
+            // In the order of addresses, for whichever row.
             0 => (self.start.wrapping_add(index * R * bytes), bytes),
             apart => (self.start.wrapping_add(index * bytes), apart),
         }
     }
 
-    /// Prefetches the lines of `bytes` bytes of all rows, which belong to streams or are consecutive.
+    /// Prefetches `bytes` bytes of all rows, which are in streams or consecutive.
     ///
     /// # Safety
     /// The level's instructions are enabled.
@@ -148,8 +149,8 @@ impl WeightPrefetch {
     }
 }
 
-/// The scales and biases of rows at equal distances: those of the first one, and how many scales (and biases) further
-/// each of the others has its own.
+/// The scales and biases of rows at equal distances: those of the first row, and the number of scales (and biases)
+/// between rows.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` reads them"))]
 pub(super) struct RowFactors {
     pub scales: *const f32,
@@ -161,7 +162,7 @@ pub(super) struct RowFactors {
 mod tests {
     use super::*;
 
-    /// The place of every output that blocks of R rows compute is the one from which it is stored, and all are there.
+    /// Checks that blocks of R rows compute every output, and store it at its own index.
     fn check<const R: usize>(outputs: Range<usize>, row_bytes: usize) {
         let mut computed = vec![0; outputs.end];
         for block in OutputBlock::all(outputs.clone(), row_bytes) {
@@ -192,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn every_output_has_its_place() {
+    fn every_output_is_stored_at_its_index() {
         for len in [0, 1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 63, 64, 65, 96, 100, 128, 131] {
             for first in [0, 1, 96] {
                 for row_bytes in [64, LONG - 1, LONG, 1 << 20] {

@@ -1,8 +1,8 @@
 //! A few rows of activations times rows in blocks.
 //!
-//! Scales and biases of the rows that are multiplied together are computed first, while the rows come into the nearest
-//! cache. Products of bytes unpack codes in registers. In f32, codes are unpacked to bytes first; then they are 8-bit
-//! affine rows.
+//! The scales and biases of rows that are multiplied together are computed first, which also loads the rows into the
+//! nearest cache. Byte products unpack codes in registers. In f32, codes are first unpacked to bytes, and then
+//! processed as 8-bit affine rows.
 
 use super::{
     super::simd::Simd,
@@ -12,10 +12,10 @@ use super::{
     integers::{IntegerLayout, block_codes::BlockCodes, byte_products},
 };
 
-/// Rows in blocks that are multiplied together, at most.
+/// Maximum rows that are multiplied together.
 const TOGETHER: usize = 8;
 
-/// Rows in blocks, and room for the scales and biases of [`TOGETHER`] of them.
+/// Rows in blocks, and scratch for the scales and biases of [`TOGETHER`] of them.
 #[derive(Clone, Copy)]
 pub(super) struct FactorRows {
     blocks: BlockMatrix,
@@ -24,12 +24,12 @@ pub(super) struct FactorRows {
 }
 
 impl FactorRows {
-    /// Floats of the room that rows take.
+    /// Floats of scratch.
     pub(super) fn room(groups: usize) -> usize {
         TOGETHER * 2 * groups
     }
 
-    /// Nothing else uses the room as long as the result lives.
+    /// Nothing else may use `room` while the result lives.
     pub(super) fn new(blocks: BlockMatrix, inputs: usize, room: &mut [f32]) -> FactorRows {
         debug_assert!(room.len() >= FactorRows::room(inputs / blocks.group()));
         FactorRows { blocks, inputs, factors: room.as_mut_ptr() }
@@ -46,7 +46,7 @@ impl FactorRows {
     /// Computes the scales and biases of R rows.
     ///
     /// # Safety
-    /// The rows exist, there is room for them, and the level's instructions are enabled.
+    /// The rows exist, the scratch has room for them, and the level's instructions are enabled.
     #[inline(always)]
     unsafe fn compute<S: Simd, const R: usize>(&self, block: &OutputBlock, rows: &Together) -> RowFactors {
         const { assert!(R <= TOGETHER) };
@@ -64,7 +64,7 @@ impl FactorRows {
     }
 }
 
-/// Rows in blocks, in f32, and room for the codes of [`TOGETHER`] of them.
+/// Rows in blocks, processed in f32, and scratch for the codes of [`TOGETHER`] of them.
 #[derive(Clone, Copy)]
 pub(super) struct BlockWeights {
     rows: FactorRows,
@@ -72,19 +72,19 @@ pub(super) struct BlockWeights {
 }
 
 impl BlockWeights {
-    /// Floats of the room that rows take.
+    /// Floats of scratch.
     pub(super) fn room(blocks: BlockMatrix, inputs: usize) -> usize {
         FactorRows::room(inputs / blocks.group()) + TOGETHER * Self::apart(inputs) / 4
     }
 
-    /// Nothing else uses the room as long as the result lives.
+    /// Nothing else may use `room` while the result lives.
     pub(super) fn new(blocks: BlockMatrix, inputs: usize, room: &mut [f32]) -> BlockWeights {
         let (factors, codes) = room.split_at_mut(FactorRows::room(inputs / blocks.group()));
         debug_assert!(codes.len() * 4 >= TOGETHER * Self::apart(inputs));
         BlockWeights { rows: FactorRows::new(blocks, inputs, factors), codes: codes.as_mut_ptr().cast() }
     }
 
-    /// Bytes between the unpacked codes of two rows, lest rows fall into the same few sets of the caches.
+    /// Bytes between the unpacked codes of two rows, chosen so that rows do not share a few sets of the caches.
     fn apart(inputs: usize) -> usize {
         inputs.next_multiple_of(64) + 64
     }
@@ -137,7 +137,7 @@ impl WeightRows for BlockWeights {
     }
 }
 
-/// Rows in blocks of one packing, by products of bytes.
+/// Rows in blocks of one packing, processed by byte products.
 #[derive(Clone, Copy)]
 pub(super) struct BlockByteProducts<const PACKING: usize> {
     pub rows: FactorRows,
@@ -156,7 +156,7 @@ impl<const PACKING: usize> WeightRows for BlockByteProducts<PACKING> {
         rows: Together,
         x: &[PreparedRow; T],
     ) -> [[f32; T]; R] {
-        // SAFETY: the caller's promise; the rows lie within the block.
+        // SAFETY: the caller's promise; the rows are within the block.
         unsafe {
             let factors = self.rows.compute::<S, R>(block, &rows);
             let start = self.rows.blocks.row(rows.output, self.rows.inputs);

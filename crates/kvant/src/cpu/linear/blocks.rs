@@ -2,7 +2,7 @@
 //!
 //! Every format is affine within groups of 16 or 32 inputs: w = scale · code + bias, with unsigned codes of a byte or
 //! less. [`BlockMatrix::codes`] unpacks the codes of a row to bytes, [`BlockMatrix::factors`] computes the scales and
-//! biases. The kernels of 8-bit affine weights do the rest. The loops over bytes are plain code, which the compiler
+//! biases. The kernels of 8-bit affine weights then multiply. The loops over bytes are plain code, which the compiler
 //! vectorises for every level.
 
 use super::{
@@ -20,11 +20,11 @@ use crate::{
 pub(in crate::cpu) struct BlockMatrix {
     format: Packing,
     codes: CodePointer,
-    /// Where the scales are; the codes' blocks unless they are separate.
+    /// The scales, which are in the codes' blocks unless they are separate.
     scales: CodePointer,
 }
 
-/// How codes and scales are stored.
+/// The storage of codes and scales.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Packing {
     Blocks(BlockFormat),
@@ -32,7 +32,7 @@ enum Packing {
     Floats(FloatScale),
 }
 
-/// The scales of E2M1 codes.
+/// The format of the scales of E2M1 codes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FloatScale {
     /// MXFP4: powers of two, for 32 inputs each.
@@ -50,7 +50,7 @@ impl FloatScale {
     }
 }
 
-/// The numbers of the ways to store codes, as parameters of kernels.
+/// Numbers of the packings, as const parameters of kernels.
 pub(super) mod packing {
     use crate::ops::BlockFormat;
 
@@ -70,7 +70,7 @@ pub(super) mod packing {
 
 /// The values of the codes of IQ4_NL and IQ4_XS, plus 128.
 pub(super) const IQ4: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
-/// Twice the numbers of E2M1 codes, plus 12.
+/// Twice the values of E2M1 codes, plus 12.
 pub(super) const E2M1: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
 /// The code of zero.
 const E2M1_ZERO: f32 = 12.0;
@@ -81,12 +81,12 @@ impl BlockMatrix {
         BlockMatrix { format: Packing::Blocks(format), codes, scales: codes }
     }
 
-    /// E2M1 codes with powers of two as scales.
+    /// A matrix of E2M1 codes with powers of two as scales.
     pub(super) fn of_mxfp4(codes: &Tensor, scales: &Tensor) -> BlockMatrix {
         Self::of_floats(codes, scales, FloatScale::Power)
     }
 
-    /// E2M1 codes with E4M3 scales.
+    /// A matrix of E2M1 codes with E4M3 scales.
     pub(super) fn of_nvfp4(codes: &Tensor, scales: &Tensor) -> BlockMatrix {
         Self::of_floats(codes, scales, FloatScale::E4m3)
     }
@@ -104,7 +104,7 @@ impl BlockMatrix {
         }
     }
 
-    /// The length of the runs that are cheap to unpack alternately. Two of them are a group, or less.
+    /// The length of the alternating runs that are cheap to unpack. Two runs are at most a group.
     pub(super) fn run(&self) -> usize {
         match self.format {
             Packing::Blocks(_) => self.group() / 2,
@@ -128,7 +128,7 @@ impl BlockMatrix {
         }
     }
 
-    /// One of [`packing`]'s numbers.
+    /// The number of the packing in [`packing`].
     pub(super) fn packing(&self) -> usize {
         match self.format {
             Packing::Blocks(format) => format as usize,
@@ -153,22 +153,21 @@ impl BlockMatrix {
         unsafe { self.codes.0.add(row * self.row_bytes(inputs)) }
     }
 
-    /// Unpacks the codes of a row, in natural order; `to` is as long as the row. Prefetches what is `ahead` bytes
-    /// further.
+    /// Unpacks the codes of a row, in natural order; `to` has the length of the row. Prefetches `ahead` bytes ahead.
     ///
     /// # Safety
     /// The row exists, and the level's instructions are enabled.
     #[inline(always)]
     pub(super) unsafe fn codes<S: Simd>(&self, row: usize, ahead: usize, to: &mut [u8]) {
         let bytes = self.row_bytes(to.len());
-        // SAFETY: the caller's promise: `bytes` bytes a row.
+        // SAFETY: the caller's promise: a row has `bytes` bytes.
         let row = unsafe { std::slice::from_raw_parts(self.row(row, to.len()), bytes) };
         // SAFETY: the level's instructions are enabled.
         unsafe { S::call(UnpackRow { format: self.format, row, ahead, to }) };
     }
 
-    /// Computes the scales and the biases of rows from `first` on, as many as there is room for. Prefetches blocks that
-    /// are `ahead` bytes further.
+    /// Computes the scales and biases of rows from `first` on, and fills both slices. Prefetches blocks `ahead` bytes
+    /// ahead.
     ///
     /// # Safety
     /// The rows exist, both slices have the same length, and the level's instructions are enabled.
@@ -182,7 +181,7 @@ impl BlockMatrix {
         biases: &mut [f32],
     ) {
         let blocks = match self.format {
-            // SAFETY: the caller's promise: one byte for each scale.
+            // SAFETY: the caller's promise: each scale is one byte.
             Packing::Floats(scale) => unsafe {
                 std::slice::from_raw_parts(self.scales.0.add(first * (inputs / scale.group())), scales.len())
             },
@@ -243,7 +242,7 @@ impl SimdKernel for UnpackFactors<'_> {
     }
 }
 
-/// Unpacks a row; compiled once for a level, not inside each of the kernels that read rows.
+/// Unpacks a row. Compiled once per level, not inside each kernel that reads rows.
 struct UnpackRow<'a> {
     format: Packing,
     row: &'a [u8],
@@ -278,7 +277,7 @@ impl SimdKernel for UnpackRow<'_> {
     }
 }
 
-/// Unpacks blocks of BYTES bytes to INPUTS codes each, then replaces the codes by the entries of a table.
+/// Unpacks blocks of BYTES bytes to INPUTS codes each, then looks the codes up in the table, if given.
 #[inline(always)]
 unsafe fn unpack<S: Simd, const BYTES: usize, const INPUTS: usize>(
     row: &[u8],
@@ -309,13 +308,13 @@ fn part<const N: usize>(bytes: &[u8], at: usize) -> &[u8; N] {
     bytes[at..at + N].try_into().expect("N bytes")
 }
 
-/// 32 codes from the unit `u` on.
+/// 32 codes from unit `u` on.
 #[inline(always)]
 fn unit(codes: &mut [u8; 256], u: usize) -> &mut [u8; 32] {
     (&mut codes[u * 32..u * 32 + 32]).try_into().expect("32 bytes")
 }
 
-/// 32 codes: the low halves of 16 bytes, then the high ones.
+/// 32 codes: the low halves of 16 bytes, then the high halves.
 #[inline(always)]
 fn halves(bytes: &[u8; 16], to: &mut [u8; 32]) {
     for j in 0..16 {
@@ -336,7 +335,7 @@ fn pairs(bytes: &[u8; 16], to: &mut [u8; 32]) {
 /// As [`halves`], with a fifth bit each.
 #[inline(always)]
 fn fives(bytes: &[u8; 16], high: &[u8; 4], to: &mut [u8; 32]) {
-    // The bit of each byte of `spread`, which has a byte of `high` eight times. Compilers make vectors of these loops.
+    // The bit of each byte of `spread`, which repeats each byte of `high` eight times. Compilers vectorise these loops.
     const BITS: [u8; 32] = {
         let mut bits = [0; 32];
         let mut j = 0;
@@ -444,7 +443,7 @@ fn iq4_xs(block: &[u8; 136], to: &mut [u8; 256]) {
 /// Blocks whose halves are widened together.
 const HALVES: usize = 16;
 
-/// The f16 that blocks have at `halves`, and their bits.
+/// The f16 at offsets `halves` of each block, widened, and their bits.
 #[inline(always)]
 unsafe fn widened<S: Simd, const BYTES: usize, const N: usize>(
     blocks: &[u8],
@@ -465,7 +464,7 @@ unsafe fn widened<S: Simd, const BYTES: usize, const N: usize>(
     (bits, floats)
 }
 
-/// Those of the `i`th block. Not by `map`: in functions with their own target features that stays a call.
+/// The bits and floats of block `i`. Without `map`, which would remain a call in functions with target features.
 #[inline(always)]
 fn of_block<const N: usize>(floats: &[[f32; HALVES]; N], i: usize) -> [f32; N] {
     let mut of_block = [0.0; N];
@@ -475,7 +474,7 @@ fn of_block<const N: usize>(floats: &[[f32; HALVES]; N], i: usize) -> [f32; N] {
     of_block
 }
 
-/// Scales and biases of blocks that have one of each, by the bits of their first f16 and all their f16.
+/// Scales and biases of blocks that have one of each, computed from the bits of their first f16 and all their f16.
 #[inline(always)]
 unsafe fn ones<S: Simd, const BYTES: usize, const N: usize>(
     blocks: &[u8],
@@ -500,8 +499,8 @@ unsafe fn ones<S: Simd, const BYTES: usize, const N: usize>(
     }
 }
 
-/// Calls `factors` for each block with the f16 that it has at `halves`, and with room for its GROUPS scales and
-/// biases. Prefetching has another use: compilers do not compute several blocks side by side, which takes longer.
+/// Calls `factors` for each block with its f16 at `halves`, and with room for its GROUPS scales and biases. The
+/// prefetch also keeps compilers from computing several blocks interleaved, which is slower.
 #[inline(always)]
 unsafe fn each<S: Simd, const BYTES: usize, const GROUPS: usize, const N: usize>(
     blocks: &[u8],
@@ -525,14 +524,14 @@ unsafe fn each<S: Simd, const BYTES: usize, const GROUPS: usize, const N: usize>
     }
 }
 
-/// The scale of doubled numbers, 2^(e − 128), of which the smallest two are subnormal; the bias.
+/// The scale of doubled values, 2^(e − 128), whose smallest two values are subnormal, and the bias.
 #[inline(always)]
 fn mxfp4_factors(e: u8) -> (f32, f32) {
     let scale = f32::from_bits(if e < 2 { 0x20_0000 << e } else { (u32::from(e) - 1) << 23 });
     (scale, -E2M1_ZERO * scale)
 }
 
-/// The scale of doubled numbers, from E4M3; the bias.
+/// The scale of doubled values, from E4M3, and the bias.
 #[inline(always)]
 fn nvfp4_factors(code: u8) -> (f32, f32) {
     let scale = 0.5 * e4m3(code);
@@ -547,7 +546,7 @@ fn q2_factors(block: &[u8; 84], [d, min]: [f32; 2], s: &mut [f32; 16], b: &mut [
     }
 }
 
-/// The word at a byte.
+/// The 32-bit word at a byte offset.
 #[inline(always)]
 fn word(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(*part(block, at))
@@ -555,7 +554,7 @@ fn word(block: &[u8], at: usize) -> u32 {
 
 #[inline(always)]
 fn q3_factors(block: &[u8; 110], [d]: [f32; 1], s: &mut [f32; 16], b: &mut [f32; 16]) {
-    // Four scales a word: their low halves are in two words, their two high bits in the third.
+    // A word holds four scales: their low halves are in two words, their two high bits in the third.
     let words = [word(block, 96), word(block, 100), word(block, 104)];
     let mut bytes = [0u8; 16];
     for i in 0..4 {
@@ -569,10 +568,10 @@ fn q3_factors(block: &[u8; 110], [d]: [f32; 1], s: &mut [f32; 16], b: &mut [f32;
     }
 }
 
-/// Of Q4_K and Q5_K.
+/// The scales and minima of Q4_K and Q5_K.
 #[inline(always)]
 fn q4_factors<const BYTES: usize>(block: &[u8; BYTES], [d, min]: [f32; 2], s: &mut [f32; 8], b: &mut [f32; 8]) {
-    // Four scales or minima a word: the first four of each whole, of the others the low halves together.
+    // A word holds four scales or minima. The first four are whole; the low halves of the others share a word.
     let (first, mins, rest) = (word(block, 4), word(block, 8), word(block, 12));
     let words = [
         first & 0x3F3F_3F3F,

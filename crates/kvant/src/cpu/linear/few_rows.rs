@@ -1,9 +1,10 @@
 //! A few rows of activations times a matrix: decode and verification.
 //!
-//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Bound by reading the weights:
-//! each is read from memory once for all rows, and its codes are unpacked in registers. The product with an affine row
-//! is Σ over groups of (scale · Σ q·x + bias · Σ x). The sums of x per group are part of the prepared activations, one
-//! per lane, so everything is added lane by lane, and across lanes once at the end. `block` has the order of reading.
+//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. The kernel is bound by reading
+//! the weights: each is read from memory once for all rows, and its codes are unpacked in registers. The product with
+//! an affine row is Σ over groups of (scale · Σ q·x + bias · Σ x). Prepared activations include the sums of x per
+//! group, one per lane, so that everything is added lane by lane, and across lanes once at the end. `block` defines the
+//! order of reading.
 
 use std::{
     ops::Range,
@@ -29,14 +30,14 @@ use super::{
 };
 use crate::DType;
 
-/// Rows of activations that are processed together.
+/// Maximum rows of activations that are processed together.
 const ROWS: usize = 8;
 
 /// Floats between the sums of two groups: the widest vector.
 pub(super) const LANES: usize = 16;
 
-/// Rows of activations, ready for the kernels: widened, in the matrix's order, padded with zeros, and behind each its
-/// sums by group.
+/// Prepared rows of activations: widened, in the matrix's order of inputs, padded with zeros, each followed by its sums
+/// by group.
 #[derive(Clone, Copy)]
 pub(super) struct Prepared<'a> {
     pub floats: &'a [f32],
@@ -55,7 +56,7 @@ impl<'a> Prepared<'a> {
         Prepared { floats, inputs: matrix.inputs.next_multiple_of(UNIT), stride: stride(matrix) }
     }
 
-    /// Rows that [`byte_products::prepare`] made: as one part.
+    /// Rows prepared by [`byte_products::prepare`], which are one part.
     pub(super) fn bytes(layout: IntegerLayout, floats: &'a [f32]) -> Self {
         Prepared { floats, inputs: byte_products::stride(layout), stride: byte_products::stride(layout) }
     }
@@ -67,10 +68,10 @@ impl<'a> Prepared<'a> {
     }
 }
 
-/// How activations become integers.
+/// The integer form of activations.
 #[derive(Clone, Copy)]
 pub(super) enum Integers {
-    /// For a few rows: three bytes each.
+    /// For few rows: three bytes each.
     Bytes(IntegerLayout),
     /// For many rows: one or two bytes each.
     Panels(PanelLayout),
@@ -93,7 +94,7 @@ impl Integers {
     }
 }
 
-/// Prepares rows `first ..` of the activations, as many as fit `to`.
+/// Prepares the rows of activations from `first` on that fit `to`.
 pub(super) struct Prepare<'a> {
     pub matrix: Matrix,
     pub x: Elements,
@@ -130,16 +131,16 @@ impl SimdKernel for Prepare<'_> {
     }
 }
 
-/// Prepares rows as [`Prepare`] does, in another form: as [`Integers`], where the processor multiplies those, or as
-/// [`amx`](super::amx). Lists those that have no such form.
+/// Prepares rows as [`Prepare`] does, in another form: as [`Integers`] for VNNI, or as tiles for [`amx`](super::amx).
+/// Lists rows that the form cannot represent.
 pub(super) struct PrepareAs<'a, F> {
     pub form: F,
     pub x: Elements,
     pub first: usize,
-    /// Rows that there are from the first one on; tiles may have room for more.
+    /// The number of rows from the first one on; a tile may have room for more.
     pub rows: usize,
     pub to: &'a mut [f32],
-    /// Gets the numbers of such rows, the first being `number`.
+    /// Receives the numbers of rows that the form cannot represent; the first row is number `number`.
     pub odd: &'a Mutex<Vec<u32>>,
     pub number: usize,
 }
@@ -151,7 +152,7 @@ impl SimdKernel for PrepareAs<'_, Integers> {
         let inputs = self.form.inputs();
         let buffer = &mut *scratch::take(inputs);
         for (i, to) in self.to.chunks_exact_mut(self.form.stride()).take(self.rows).enumerate() {
-            // SAFETY: the caller's promise; the activations have these rows, which nobody writes meanwhile.
+            // SAFETY: the caller's promise; the activations have these rows, which nobody writes.
             let is_prepared = unsafe {
                 let row = self.x.at((self.first + i) * inputs).cast::<f32>();
                 let row = if self.x.dtype == DType::F32 && row.is_aligned() {
@@ -223,7 +224,8 @@ impl SimdKernel for FewRows<'_> {
     }
 }
 
-/// The same for quantised weights and activations that [`byte_products::prepare`] made. Only on `Avx512Vbmi`.
+/// As [`FewRows`], for quantised weights and activations prepared by [`byte_products::prepare`]. Only on `Avx512Vbmi`
+/// and above.
 pub(super) struct FewRowsByBytes<'a> {
     pub rows: FewRows<'a>,
     pub layout: IntegerLayout,
@@ -263,7 +265,7 @@ impl SimdKernel for FewRowsByBytes<'_> {
     }
 }
 
-/// [`FewRows`] for one kind of weights: each becomes a function of its own, so that compilers work side by side.
+/// [`FewRows`] for one kind of weights: a separate function for each, so that compilers can work in parallel.
 struct FewRowsOf<'a, W> {
     rows: FewRows<'a>,
     weights: W,
@@ -311,7 +313,7 @@ impl FewRows<'_> {
                     // SAFETY: the caller's promise.
                     at += unsafe {
                         match rows.len() - at {
-                            // Plain code runs where nothing else can, and in tests: one tile is enough.
+                            // Portable code runs as a last resort and in tests: one tile size suffices.
                             _ if S::PORTABLE => self.tile::<S, W, 4, 1>(weights, &block, &rows[at..], result),
                             1 if W::EIGHT && !block.streams() => {
                                 self.tile::<S, W, 8, 1>(weights, &block, &rows[at..], result)
@@ -332,7 +334,7 @@ impl FewRows<'_> {
         }
     }
 
-    /// The block's outputs of the first T rows, R at a time; returns T.
+    /// Computes the block's outputs of the first T rows, R at a time; returns T.
     #[inline(always)]
     unsafe fn tile<S: Simd, W: WeightRows, const R: usize, const T: usize>(
         &self,
@@ -363,9 +365,9 @@ impl FewRows<'_> {
 /// A prepared row of activations and its sums by group.
 pub(super) type PreparedRow<'a> = (&'a [f32], &'a [f32]);
 
-/// R rows of a block of weights, each times T rows of activations.
+/// R rows of a block of weights, each multiplied by T rows of activations.
 pub(super) trait WeightRows: Copy {
-    /// Whether eight rows at a time, rather than four, are better for one row of activations.
+    /// Whether eight rows at a time are faster than four for one row of activations.
     const EIGHT: bool = false;
 
     fn row_bytes(&self) -> usize;
@@ -375,7 +377,7 @@ pub(super) trait WeightRows: Copy {
         0
     }
 
-    /// Prepares some of [`OutputBlock::scales`], from those of row `first` on.
+    /// Prepares a part of [`OutputBlock::scales`], from row `first` on.
     ///
     /// # Safety
     /// The rows exist, and the level's instructions are enabled.
@@ -384,10 +386,10 @@ pub(super) trait WeightRows: Copy {
         let _ = (first, scales, biases);
     }
 
-    /// R rows of a block.
+    /// Multiplies R rows of a block by T rows of activations.
     ///
     /// # Safety
-    /// The rows exist, the activations are as long as they are, and the level's instructions are enabled.
+    /// The rows exist, the activations have their length, and the level's instructions are enabled.
     unsafe fn dots<S: Simd, const R: usize, const T: usize>(
         &self,
         block: &OutputBlock,
@@ -396,7 +398,7 @@ pub(super) trait WeightRows: Copy {
     ) -> [[f32; T]; R];
 }
 
-/// Dense rows; f32, f16 or bf16 as DTYPE is 0, 1 or 2.
+/// Dense rows. DTYPE 0 is f32, 1 is f16, 2 is bf16.
 #[derive(Clone, Copy)]
 struct DenseWeights<const DTYPE: usize> {
     weights: Elements,
@@ -431,7 +433,7 @@ impl<const DTYPE: usize> WeightRows for DenseWeights<DTYPE> {
     ) -> [[f32; T]; R] {
         let size = if DTYPE == 0 { 4 } else { 2 };
         let whole = self.inputs - self.inputs % S::LANES;
-        // SAFETY: the caller's promise; the rest of a row is first copied to where a whole vector can be read.
+        // SAFETY: the caller's promise; the rest of a row is copied to a buffer from which a whole vector can be read.
         unsafe {
             let rows: [_; R] =
                 std::array::from_fn(|r| self.weights.at((rows.output + r * rows.apart) * self.inputs).cast_const());
@@ -491,8 +493,8 @@ impl<const BITS: usize> WeightRows for AffineWeights<BITS> {
     ) -> [[f32; T]; R] {
         // SAFETY: the caller's promise.
         unsafe {
-            // Where it counts most, the number of units in a group is a constant: the loop over them unrolls. So is,
-            // for short rows, the distance of prefetching.
+            // For the most common groups, the number of units is a constant, which unrolls the loop over them. For
+            // short rows, the distance of prefetching is a constant, too.
             match (self.affine.group, block.streams()) {
                 (group, _) if S::PORTABLE || matches!(BITS, 2 | 3 | 5) => {
                     self.dots_by::<S, R, T, false>(block, rows, x, group / UNIT)
@@ -517,7 +519,7 @@ impl<const BITS: usize> AffineWeights<BITS> {
         units: usize,
     ) -> [[f32; T]; R] {
         let groups = self.inputs / (units * UNIT);
-        // SAFETY: the caller's promise; the rows lie within the block.
+        // SAFETY: the caller's promise; the rows are within the block.
         unsafe {
             let codes: [_; R] = std::array::from_fn(|r| self.affine.codes(rows.output + r * rows.apart, self.inputs));
             let scales: [_; R] =
@@ -555,7 +557,7 @@ impl<const BITS: usize> AffineWeights<BITS> {
     }
 }
 
-/// Affine rows, by products of bytes.
+/// Affine rows, by byte products.
 #[derive(Clone, Copy)]
 struct ByteProducts<const BITS: usize> {
     affine: AffineMatrix,
@@ -563,7 +565,7 @@ struct ByteProducts<const BITS: usize> {
 }
 
 impl<const BITS: usize> WeightRows for ByteProducts<BITS> {
-    /// There are registers for them, and what is done once for all of them counts where rows are short.
+    /// Registers suffice for eight rows, which share work that matters for short rows.
     const EIGHT: bool = true;
 
     fn row_bytes(&self) -> usize {
@@ -588,7 +590,7 @@ impl<const BITS: usize> WeightRows for ByteProducts<BITS> {
         x: &[PreparedRow; T],
     ) -> [[f32; T]; R] {
         let (groups, scales) = (self.groups(), block.scales.as_ptr());
-        // SAFETY: the caller's promise; the rows lie within the block.
+        // SAFETY: the caller's promise; the rows are within the block.
         unsafe {
             let codes = self.affine.codes(rows.output, self.layout.inputs());
             let factors = block::RowFactors {
@@ -612,7 +614,7 @@ pub(super) unsafe fn sums<S: Simd, const R: usize, const T: usize>(total: [[S::F
         for (j, x) in four.iter_mut().enumerate() {
             *x = total[(i + j) / T][(i + j) % T];
         }
-        // SAFETY: the caller's promise; four of the R·T floats are left.
+        // SAFETY: the caller's promise; four of the R·T floats remain.
         unsafe { S::store_sums(sums.as_mut_ptr().cast::<f32>().add(i), four) };
     }
     sums

@@ -1,8 +1,8 @@
 //! Matrices in MXFP8: E4M3 codes and a power of two per group of 32 inputs.
 //!
-//! The codes are floats, not integers, so no kernel of affine weights reads them. They are widened by way of f16, which
-//! has the same bits of mantissa and more: the bits of an E4M3 number, moved to those of f16, are 2⁻⁸ of it, also if it
-//! is subnormal.
+//! The codes are floats, so kernels for affine weights cannot read them. They are widened through f16, which has more
+//! bits of exponent and mantissa: the bits of an E4M3 number, moved to the positions of f16's, represent 2⁻⁸ of it,
+//! also if it is subnormal.
 
 use super::{
     super::simd::Simd,
@@ -14,7 +14,7 @@ use crate::Tensor;
 
 /// Inputs that share a scale.
 const GROUP: usize = 32;
-/// What an E4M3 number is of the f16 with its bits.
+/// The factor from the f16 with an E4M3 number's bits to the number.
 const OF_HALF: f32 = 256.0;
 
 /// A matrix in MXFP8.
@@ -24,7 +24,7 @@ pub(in crate::cpu) struct Mxfp8Matrix {
     scales: CodePointer,
 }
 
-/// The bits of an f16 that is 2⁻⁸ of an E4M3 number. 0x7F and 0xFF are NaN.
+/// The bits of the f16 that is 2⁻⁸ of an E4M3 number. 0x7F and 0xFF are NaN.
 #[inline(always)]
 fn half_bits(code: u8) -> u16 {
     let magnitude = u16::from(code & 0x7F) << 7;
@@ -32,7 +32,7 @@ fn half_bits(code: u8) -> u16 {
     u16::from(code & 0x80) << 8 | magnitude | nan
 }
 
-/// An E4M3 number.
+/// The value of an E4M3 number.
 #[inline(always)]
 pub(super) fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (u32::from(code >> 3 & 15), u32::from(code & 7));
@@ -55,13 +55,13 @@ impl Mxfp8Matrix {
         Mxfp8Matrix { codes: CodePointer(codes.host_ptr()), scales: CodePointer(scales.host_ptr()) }
     }
 
-    /// Group `group` of the matrix, in the first `GROUP / LANES` vectors, without its scale.
+    /// Loads group `group` of the matrix into the first `GROUP / LANES` vectors, without its scale.
     ///
     /// # Safety
     /// The group exists, and the level's instructions are enabled.
     #[inline(always)]
     unsafe fn group<S: Simd>(&self, group: usize) -> [S::F; 8] {
-        // SAFETY: the caller's promise: GROUP bytes a group.
+        // SAFETY: the caller's promise: a group has GROUP bytes.
         unsafe {
             let codes = self.codes.0.add(group * GROUP).cast::<[u8; GROUP]>().read();
             let mut halves = [0; GROUP];
@@ -82,11 +82,11 @@ impl Mxfp8Matrix {
     /// The group exists.
     #[inline(always)]
     unsafe fn scale(&self, group: usize) -> f32 {
-        // SAFETY: the caller's promise: a byte a group.
+        // SAFETY: the caller's promise: a group has one scale byte.
         power(unsafe { self.scales.0.add(group).read() })
     }
 
-    /// Rows from `first` on as f32, as many as fit `out`.
+    /// Fills `out` with rows from `first` on as f32.
     ///
     /// # Safety
     /// The rows exist, and the level's instructions are enabled.
@@ -94,7 +94,7 @@ impl Mxfp8Matrix {
     pub(super) unsafe fn rows<S: Simd>(&self, first: usize, inputs: usize, out: &mut [f32]) {
         let groups = first * inputs / GROUP..;
         for (group, to) in groups.zip(out.chunks_exact_mut(GROUP)) {
-            // SAFETY: the caller's promise; `to` is a group long.
+            // SAFETY: the caller's promise; `to` has the length of a group.
             unsafe {
                 let (numbers, scale) = (self.group::<S>(group), S::splat(self.scale(group)));
                 for (i, &number) in numbers[..GROUP / S::LANES].iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Replaces `integers` on processors other than x86-64, where [`select`](super::route::select) never chooses its
+//! Replaces `integers` on processors other than x86-64, where [`select`](super::route::select) never returns its
 //! kernels.
 
 #[derive(Clone, Copy)]

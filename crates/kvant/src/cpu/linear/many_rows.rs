@@ -26,12 +26,12 @@ pub(super) struct ManyRows<'a> {
     /// The first row of the expert's matrix.
     pub base: usize,
     pub outputs: Range<usize>,
-    /// Prepared activations, this many floats a row.
+    /// Prepared activations, `stride` floats per row.
     pub x: &'a [f32],
     pub stride: usize,
     /// (row of `x`, row of `out`) of each product.
     pub rows: &'a [[u32; 2]],
-    /// Whether `rows` counts up in both: nothing has to be gathered or scattered.
+    /// Whether both columns of `rows` are consecutive, so that nothing must be gathered or scattered.
     pub in_order: bool,
     pub alpha: f32,
     pub out: Elements,
@@ -39,7 +39,7 @@ pub(super) struct ManyRows<'a> {
     pub width: usize,
 }
 
-/// A matrix of f32: where it begins, and the distance between rows.
+/// A matrix of f32: its start, and the distance between rows.
 #[derive(Clone, Copy)]
 struct View {
     start: *const f32,
@@ -58,13 +58,13 @@ impl SimdKernel for ManyRows<'_> {
                 self.gather::<S>(View { start: start.cast(), stride: inputs });
             }
             _ => {
-                // Rows a multiple of 2 KiB apart would fall into the same few sets of the caches.
+                // Rows a multiple of 2 KiB apart would share a few sets of the caches.
                 let stride = if inputs.is_multiple_of(512) { inputs + 16 } else { inputs };
                 let weights = &mut *scratch::take(self.outputs.len() * stride);
                 let first = self.base + self.outputs.start;
                 // SAFETY: the rows exist; `dispatch` enables the instructions.
                 unsafe {
-                    // All rows at once where they are contiguous.
+                    // All rows at once if they are contiguous.
                     let at_once = if stride == inputs { self.outputs.len().max(1) } else { 1 };
                     for (n, rows) in weights.chunks_exact_mut(at_once * stride).enumerate() {
                         self.matrix.rows::<S>(first + n, at_once, rows);
@@ -77,7 +77,7 @@ impl SimdKernel for ManyRows<'_> {
 }
 
 impl ManyRows<'_> {
-    /// Finds or makes the rows of activations, below one another.
+    /// Returns the rows of activations as one matrix; gathers them if necessary.
     #[inline(always)]
     fn gather<S: Simd>(&self, weights: View) {
         if self.in_order {
@@ -92,12 +92,12 @@ impl ManyRows<'_> {
         self.scatter::<S>(weights, View { start: gathered.as_ptr(), stride: inputs });
     }
 
-    /// Multiplies, into the output where it is f32 and in order, else by way of scratch memory.
+    /// Multiplies into the output if it is f32 and in order, otherwise into scratch memory, which is then rounded.
     #[inline(always)]
     fn scatter<S: Simd>(&self, weights: View, x: View) {
         let count = self.outputs.len();
         if self.in_order && self.out.dtype == DType::F32 {
-            // SAFETY: the first row's outputs exist, and so do the others, `width` apart.
+            // SAFETY: the first row's outputs exist, and the other rows follow `width` apart.
             let to = unsafe { self.out.at(self.rows[0][1] as usize * self.width + self.outputs.start) };
             return self.multiply(weights, x, to.cast(), self.width);
         }
@@ -111,7 +111,7 @@ impl ManyRows<'_> {
 
     fn multiply(&self, weights: View, x: View, to: *mut f32, to_stride: usize) {
         let (x, weights) = ((self.rows.len(), x), (self.outputs.len(), weights));
-        // gemm_f32 wants the longer steps between columns. The product is stored by rows, so it computes the transpose.
+        // gemm_f32 expects the larger stride between columns. The product is stored by rows, so compute its transpose.
         let (left, right, column_step, row_step) =
             if to_stride > 1 { (weights, x, to_stride, 1) } else { (x, weights, 1, to_stride) };
         // SAFETY: `x` has `rows` rows and `weights` has `outputs` rows of `inputs` floats each; `to` has room for
@@ -142,8 +142,8 @@ impl ManyRows<'_> {
     }
 }
 
-/// Computes `outputs` of the rows of activations listed in `rows`, which were prepared for a layout: of words, where
-/// the processor multiplies those, or of [`amx`](super::amx).
+/// Computes `outputs` of the rows of activations listed in `rows`, which were prepared for a layout: panels of integers
+/// (VNNI), or tiles of [`amx`](super::amx).
 pub(super) struct ManyRowsBy<'a, L> {
     pub matrix: Matrix,
     pub layout: L,
@@ -177,19 +177,19 @@ impl ManyRowsBy<'_, PanelLayout> {
         const OUTPUTS: usize = panel_products::OUTPUTS;
         let (layout, inputs) = (self.layout, self.layout.rows.inputs());
         let panel = &mut *scratch::take_lines(layout.panel());
-        // The codes of blocks are unpacked to bytes first.
+        // Block codes are first unpacked to bytes.
         let blocks = match self.matrix.kind {
             MatrixKind::Blocks(blocks) => Some(blocks),
             _ => None,
         };
         let unpacked = &mut *scratch::take(if blocks.is_some() { OUTPUTS * inputs / 4 } else { 0 });
-        // Pieces of rows, as equal as they can be.
+        // Divides the rows into pieces that are as equal as possible.
         let (len, pieces) = (self.rows.len(), self.rows.len().div_ceil(panel_products::ROWS));
         for first in self.outputs.clone().step_by(OUTPUTS) {
             let count = (self.outputs.end - first).min(OUTPUTS);
             // SAFETY: the rows exist; `dispatch_vnni` enables the instructions. No other task writes these outputs.
             unsafe {
-                // At the end the last output is computed more than once.
+                // Beyond the last output, it is computed again.
                 let row = |n: usize| n.min(count - 1);
                 let factors = &mut panel[OUTPUTS * layout.words()..];
                 self.matrix.factors_by_group::<S>(self.base + first, count, OUTPUTS, factors);
@@ -225,7 +225,7 @@ impl ManyRowsBy<'_, PanelLayout> {
         }
     }
 
-    /// The products of a panel of `count` outputs from `first` on with at least one and at most `R` rows.
+    /// Multiplies a panel of `count` outputs from `first` on by 1 to `R` rows.
     ///
     /// # Safety
     /// The level's instructions are enabled; the rows and outputs exist, and no other task writes them.
@@ -238,14 +238,14 @@ impl ManyRowsBy<'_, PanelLayout> {
         count: usize,
     ) {
         let (start, stride) = (self.x.as_ptr(), self.layout.stride());
-        // What is not f32 is rounded on its way.
+        // Outputs other than f32 are first stored in scratch, then rounded.
         let direct = self.out.dtype == DType::F32;
         let mut products = [[0.0; panel_products::OUTPUTS]; R];
         // SAFETY: the caller's promise.
         unsafe {
             let (mut x, mut places) = ([std::ptr::null(); R], [std::ptr::null_mut(); R]);
             for (t, (x, place)) in x.iter_mut().zip(&mut places).enumerate() {
-                // Where rows are missing, the last one is computed more than once.
+                // Beyond the last row, it is computed again.
                 let [from, to] = rows[t.min(rows.len() - 1)];
                 *x = start.add(from as usize * stride);
                 *place = if direct {

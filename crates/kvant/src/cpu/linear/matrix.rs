@@ -11,10 +11,10 @@ use super::{
 };
 use crate::ops::{FloatFormat, linear::OwnedWeight};
 
-/// Inputs that the affine kernels take at a time: the smallest group.
+/// Inputs that the affine kernels process at a time: the smallest group.
 pub(in crate::cpu) const UNIT: usize = 32;
 
-/// A matrix of `outputs` rows of `inputs` each; with experts, all of them below one another.
+/// A matrix of `outputs` rows of `inputs` each; with experts, the matrices of all experts follow each other.
 #[derive(Clone, Copy)]
 pub(in crate::cpu) struct Matrix {
     pub kind: MatrixKind,
@@ -68,12 +68,12 @@ impl Matrix {
         Matrix { kind, inputs }
     }
 
-    /// Whether the kernels take the inputs in halves of even and odd ones.
+    /// Whether kernels process the inputs as even and odd ones, in two halves.
     pub(super) fn splits_pairs(&self) -> bool {
         matches!(self.kind, MatrixKind::Affine(AffineMatrix { bits: 4, .. }))
     }
 
-    /// Inputs per scale, of a matrix that is affine in groups.
+    /// Inputs per scale, if the matrix is affine in groups.
     pub(super) fn group(&self) -> Option<usize> {
         match self.kind {
             MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => None,
@@ -82,7 +82,7 @@ impl Matrix {
         }
     }
 
-    /// The layout of a matrix that is affine in groups.
+    /// The integer layout, if the matrix is affine in groups.
     pub(super) fn layout(&self) -> Option<IntegerLayout> {
         match self.kind {
             MatrixKind::Dense(_) | MatrixKind::Mxfp8(_) => None,
@@ -95,7 +95,7 @@ impl Matrix {
         }
     }
 
-    /// The scales and the biases of rows of such a matrix from `first` on, as many as there is room for.
+    /// Fills both slices with the scales and biases of rows from `first` on, for a matrix that is affine in groups.
     ///
     /// # Safety
     /// The rows exist, both slices have the same length, and the level's instructions are enabled.
@@ -112,10 +112,10 @@ impl Matrix {
     }
 
     /// The scales of `count` rows from `first` on for each group, then their biases: `[2, groups, columns]`. Columns
-    /// that are left have those of the last row.
+    /// beyond `count` repeat the last row.
     ///
     /// # Safety
-    /// The rows exist, at least one and at most `columns`; the level's instructions are enabled.
+    /// The rows exist; `count` is from 1 to `columns`; the level's instructions are enabled.
     #[inline(always)]
     pub(super) unsafe fn factors_by_group<S: Simd>(&self, first: usize, count: usize, columns: usize, to: &mut [f32]) {
         let groups = to.len() / (2 * columns);
@@ -134,7 +134,7 @@ impl Matrix {
     /// A row as f32 in natural order, times `scale`.
     ///
     /// # Safety
-    /// The row exists, `out` is as long as it, and the level's instructions are enabled.
+    /// The row exists, `out` has its length, and the level's instructions are enabled.
     #[inline(always)]
     pub(in crate::cpu) unsafe fn natural_row<S: Simd>(&self, row: usize, scale: f32, out: &mut [f32]) {
         // SAFETY: the caller's promise.
@@ -157,7 +157,7 @@ impl Matrix {
     /// Rows `first .. first + count` as f32, in the kernels' order.
     ///
     /// # Safety
-    /// The rows exist, `out` is as long as they are, and the level's instructions are enabled.
+    /// The rows exist, `out` has their length, and the level's instructions are enabled.
     #[inline(always)]
     pub(super) unsafe fn rows<S: Simd>(&self, first: usize, count: usize, out: &mut [f32]) {
         let out = &mut out[..count * self.inputs];
@@ -206,11 +206,11 @@ impl AffineMatrix {
     /// The row exists.
     #[inline(always)]
     pub(super) unsafe fn codes(&self, row: usize, inputs: usize) -> *const u8 {
-        // SAFETY: `inputs · bits / 8` bytes a row.
+        // SAFETY: a row has `inputs · bits / 8` bytes.
         unsafe { self.codes.0.add(row * (inputs / 8 * self.bits)) }
     }
 
-    /// Widens the scales and the biases of rows from `first` on, as many as there is room for.
+    /// Widens scales and biases of rows from `first` on, and fills both slices.
     ///
     /// # Safety
     /// The rows exist, both have the same length, and the level's instructions are enabled.
@@ -221,7 +221,7 @@ impl AffineMatrix {
         unsafe {
             self.scales.load::<S>(first * groups, scales);
             self.biases.load::<S>(first * groups, biases);
-            // Those of as many rows more, while these are in use.
+            // Prefetches the scales and biases of equally many following rows.
             for parts in [self.scales, self.biases] {
                 let (start, bytes) = (parts.at(first * groups), scales.len() * parts.dtype.size());
                 (bytes..2 * bytes).step_by(64).for_each(|at| S::prefetch(start.wrapping_add(at)));
@@ -231,7 +231,7 @@ impl AffineMatrix {
 
     #[inline(always)]
     unsafe fn rows<S: Simd, const BITS: usize>(&self, first: usize, count: usize, out: &mut [f32]) {
-        // A group is a whole number of bytes, and rows follow one another: rows need no distinction.
+        // A group is a whole number of bytes, and rows follow each other, so groups can be read across rows.
         let groups = out.len() / self.group;
         let factors = &mut *scratch::take(2 * groups);
         // SAFETY: the caller's promise; a group is a whole number of units.
@@ -248,8 +248,8 @@ impl AffineMatrix {
     }
 }
 
-/// Dequantises the codes of [`UNIT`] inputs: `code · scale + bias`, in the order of [`unit`]. Only codes of 4 bits have
-/// an order other than that of the inputs.
+/// Dequantises the codes of [`UNIT`] inputs: `code · scale + bias`, in the order of [`unit`]. Only 4-bit codes have an
+/// order other than that of the inputs.
 ///
 /// # Safety
 /// As for [`unit`].
@@ -271,7 +271,7 @@ pub(super) unsafe fn widen_unit<S: Simd, const BITS: usize>(codes: *const u8, sc
 /// `UNIT · BITS / 8` bytes are readable, and the level's instructions are enabled.
 #[inline(always)]
 pub(super) unsafe fn unit<S: Simd, const BITS: usize>(codes: *const u8) -> [S::F; 8] {
-    // SAFETY: the caller's promise: the steps below read just those bytes.
+    // SAFETY: the caller's promise: the steps below read exactly these bytes.
     unsafe {
         let mut q = [S::zero(); 8];
         match BITS {
@@ -311,7 +311,7 @@ pub(super) unsafe fn unit<S: Simd, const BITS: usize>(codes: *const u8) -> [S::F
     }
 }
 
-/// Puts a row of f32 into the kernels' order.
+/// Rearranges a row of f32 in the kernels' order.
 #[inline(always)]
 pub(super) fn split_pairs<S: Simd>(row: &mut [f32]) {
     for pairs in row.chunks_exact_mut(2 * S::LANES) {

@@ -1,10 +1,9 @@
 //! out\[r\] = alpha · x\[r / rows_per_input\] · Wᵀ, with one matrix, or with one of E per row.
 //!
-//! The activations are prepared first: widened to f32 in the kernel's order of inputs, or converted to integers; once
-//! for all parts of an output. The output rows are listed by matrix, so each chosen matrix is read once. A task is a
-//! range of outputs of one matrix and one part.
-//! [`route`] selects the kernel by the number of rows of a matrix: reading weights once is bound by memory, widening
-//! them by arithmetic.
+//! The activations are prepared once for all parts of an output: widened to f32 in the kernel's order of inputs, or
+//! converted to integers or tiles. The output rows are listed by matrix, so that each chosen matrix is read once. A
+//! task is a range of outputs of one matrix and one part. [`route`] selects the kernel by the number of rows of a
+//! matrix: with few rows, reading weights is the bottleneck; with many, arithmetic.
 
 #[cfg_attr(not(target_arch = "x86_64"), path = "amx_stub.rs")]
 mod amx;
@@ -35,18 +34,18 @@ use super::{
 };
 use crate::ops::linear::Call;
 
-/// Rows of activations prepared at a time: bounds the scratch memory.
+/// Maximum rows of activations prepared at a time, which bounds the scratch memory.
 const X_ROWS: usize = 1024;
 /// Outputs of a task that widens weights.
 const MANY_TILE: usize = 128;
-/// Multiply-adds below which handing out tasks costs more than it saves.
+/// Multiply-adds below which sharing tasks among threads costs more than it saves.
 const ALONE: usize = 1 << 15;
-/// Elements below which preparing is not worth handing out.
+/// Elements below which preparing activations is not shared among threads.
 const ALONE_PREPARE: usize = 1 << 14;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     if call.dims.inputs == 0 {
-        // Sums of nothing. There may be any number of matrices: they are empty.
+        // Empty sums are zero, for any number of empty matrices.
         // SAFETY: calls run under the device's lock, and the output overlaps no other argument.
         return unsafe { call.out.host_ptr().write_bytes(0, call.out.bytes()) };
     }
@@ -56,7 +55,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     }
 }
 
-/// The outputs of `x_rows` rows of activations from `first` on.
+/// Computes the outputs of `x_rows` rows of activations from `first` on.
 fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let matrix = Matrix::new(&call.weight, call.dims.inputs);
     let out_rows = x_rows * call.rows_per_input;
@@ -67,11 +66,11 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let (bounds, chosen) = list.split_at_mut(experts + 1);
     let rows = bytemuck::cast_slice_mut(rows);
     list_rows(call, first, rows, bounds);
-    let (chosen, most) = choose(bounds, chosen);
+    let (chosen, max_rows) = choose(bounds, chosen);
     let list = RowList { rows, bounds, chosen };
     let x = Elements::of(&call.x);
     let (mean, eight_bits) = (out_rows / list.chosen.len().max(1), cpu.eight_bit_activations);
-    let [selecting, mean] = [most, mean].map(|rows| cpu.selecting_rows(rows));
+    let [selecting, mean] = [max_rows, mean].map(|rows| cpu.selecting_rows(rows));
     let kernel = select(cpu.level, WeightClass::of(&matrix), selecting, mean, eight_bits);
     let form = match (kernel, matrix.layout()) {
         (LinearKernel::ByteProducts, Some(layout)) => Form::Integers(Integers::Bytes(layout)),
@@ -83,7 +82,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
         _ => Form::Floats,
     };
     let stride = few_rows::stride(&matrix);
-    // Of a row, or of as many rows as are prepared together.
+    // The floats of one row, or of the rows that are prepared together.
     let (unit, at_once) = match form {
         Form::Floats => (stride, 1),
         Form::Integers(integers) => (integers.stride(), 1),
@@ -91,14 +90,15 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     };
     let len = x_rows.div_ceil(at_once) * unit;
     let prepared = &mut *scratch::take_lines(len.max(x_rows * stride));
-    let in_floats = |prepared: &mut [f32], list: RowList<'_>, most: usize| {
+    let in_floats = |prepared: &mut [f32], list: RowList<'_>, max_rows: usize| {
         prepare(cpu, stride, &mut prepared[..x_rows * stride], |row, to| {
             cpu.level.dispatch(Prepare { matrix, x, first: first + row, to });
         });
-        LinearJob { call, matrix, prepared, form: Form::Floats, list }.run(cpu, select_f32(cpu.selecting_rows(most)));
+        LinearJob { call, matrix, prepared, form: Form::Floats, list }
+            .run(cpu, select_f32(cpu.selecting_rows(max_rows)));
     };
     if let Form::Floats = form {
-        return in_floats(prepared, list, most);
+        return in_floats(prepared, list, max_rows);
     }
     let odd = &Mutex::default();
     prepare(cpu, unit, &mut prepared[..len], |number, to| {
@@ -116,17 +116,18 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     if odd.is_empty() {
         return in_form(prepared, list);
     }
-    // Some rows have no such form. Those are floats, and the others do not notice.
+    // The form cannot represent some rows. They are computed in f32, and do not affect the others.
     for is_odd in [false, true] {
         let (rows, bounds) = list.filter(|row| odd.contains(&row) == is_odd);
         let mut chosen = vec![0; experts];
-        let (chosen, most) = choose(&bounds, &mut chosen);
+        let (chosen, max_rows) = choose(&bounds, &mut chosen);
         let list = RowList { rows: &rows, bounds: &bounds, chosen };
-        if is_odd { in_floats(prepared, list, most) } else { in_form(prepared, list) }
+        if is_odd { in_floats(prepared, list, max_rows) } else { in_form(prepared, list) }
     }
 }
 
-/// Calls `run` with the number of a row and space for it and some that follow, for all rows of `stride`.
+/// Calls `run` for the rows of `stride` floats, in groups: with the number of the first row and the space for the
+/// group.
 fn prepare(cpu: &Cpu, stride: usize, prepared: &mut [f32], run: impl Fn(usize, &mut [f32]) + Sync) {
     if stride == 0 {
         return;
@@ -142,7 +143,7 @@ fn prepare(cpu: &Cpu, stride: usize, prepared: &mut [f32], run: impl Fn(usize, &
     });
 }
 
-/// Lists (row of prepared activations, row of the output) by matrix, in rising order; the rows of matrix e become
+/// Lists (row of prepared activations, row of the output) by matrix, in ascending order; the rows of matrix e become
 /// `bounds[e]..bounds[e + 1]` of the list.
 fn list_rows(call: &Call, first: usize, list: &mut [[u32; 2]], bounds: &mut [u32]) {
     let per_input = call.rows_per_input;
@@ -155,7 +156,8 @@ fn list_rows(call: &Call, first: usize, list: &mut [[u32; 2]], bounds: &mut [u32
     };
     // SAFETY: calls run under the device's lock; validation checked that the ids are below E.
     let ids = &unsafe { ids.host_slice::<u32>() }[first * per_input..][..list.len()];
-    // A counting sort: `bounds[e + 1]` counts the rows of e, then holds where the next of them goes, at last the end.
+    // A counting sort. `bounds[e + 1]` first counts the rows of e, then is the index for its next row, and finally the
+    // end.
     ids.iter().for_each(|&id| bounds[id as usize + 1] += 1);
     let mut start = 0;
     for bound in &mut bounds[1..] {
@@ -168,20 +170,20 @@ fn list_rows(call: &Call, first: usize, list: &mut [[u32; 2]], bounds: &mut [u32
     }
 }
 
-/// Lists the matrices that have rows, and returns them with the most rows that one has.
+/// Lists the matrices that have rows. Returns them and the maximum rows of a matrix.
 fn choose<'a>(bounds: &[u32], chosen: &'a mut [u32]) -> (&'a [u32], usize) {
-    let (mut count, mut most) = (0, 0);
+    let (mut count, mut max_rows) = (0, 0);
     for (expert, bound) in bounds.windows(2).enumerate() {
         if bound[0] < bound[1] {
             chosen[count] = expert as u32;
             count += 1;
-            most = most.max((bound[1] - bound[0]) as usize);
+            max_rows = max_rows.max((bound[1] - bound[0]) as usize);
         }
     }
-    (&chosen[..count], most)
+    (&chosen[..count], max_rows)
 }
 
-/// Pairs of rows by matrix, as `list_rows` makes them.
+/// Pairs of rows by matrix, made by `list_rows`.
 #[derive(Clone, Copy)]
 struct RowList<'a> {
     rows: &'a [[u32; 2]],
@@ -195,7 +197,7 @@ impl RowList<'_> {
         &self.rows[self.bounds[expert] as usize..self.bounds[expert + 1] as usize]
     }
 
-    /// The pairs whose row of activations is wanted, and their bounds.
+    /// The pairs whose row of activations satisfies `wanted`, and their bounds.
     fn filter(&self, wanted: impl Fn(u32) -> bool) -> (Vec<[u32; 2]>, Vec<u32>) {
         let (mut rows, mut bounds) = (Vec::new(), vec![0]);
         for expert in 0..self.bounds.len() - 1 {
@@ -206,7 +208,7 @@ impl RowList<'_> {
     }
 }
 
-/// What is to be multiplied.
+/// A product: the call, its matrix, and the prepared activations.
 struct LinearJob<'a> {
     call: &'a Call,
     matrix: Matrix,
@@ -216,7 +218,7 @@ struct LinearJob<'a> {
     list: RowList<'a>,
 }
 
-/// What prepared activations are.
+/// The form of prepared activations.
 #[derive(Clone, Copy)]
 enum Form {
     Floats,
@@ -224,7 +226,7 @@ enum Form {
     Tiles(AmxLayout),
 }
 
-/// A matrix of the output: some of the outputs of all rows.
+/// One matrix of the output: some of the outputs of all rows.
 #[derive(Clone, Copy)]
 struct Part {
     /// The first row of the weight.
@@ -235,7 +237,7 @@ struct Part {
 }
 
 impl LinearJob<'_> {
-    /// `kernel`: that of the matrix with the most rows.
+    /// Runs the product. `kernel` was selected by the maximum rows of a matrix.
     fn run(&self, cpu: &Cpu, kernel: LinearKernel) {
         let (outputs, threads) = (self.call.dims.outputs, cpu.threads.threads());
         let work = self.list.rows.len().saturating_mul(outputs).saturating_mul(self.matrix.inputs);
@@ -245,14 +247,14 @@ impl LinearJob<'_> {
             }
             return;
         }
-        // Tiles read activations once for all outputs of a task.
-        let (most, widest) = match kernel {
+        // AMX reads activations once for all outputs of a task.
+        let (max_pieces, max_tile) = match kernel {
             LinearKernel::FewRows | LinearKernel::ByteProducts => (4 * threads, usize::MAX),
             LinearKernel::ManyRows | LinearKernel::PanelProducts => (4 * threads, MANY_TILE),
             LinearKernel::AmxProducts => (2 * threads, amx::PANEL),
         };
-        let pieces = (work / ALONE).clamp(threads, most).div_ceil(self.list.chosen.len());
-        let tile = outputs.div_ceil(pieces).next_multiple_of(32).min(widest);
+        let pieces = (work / ALONE).clamp(threads, max_pieces).div_ceil(self.list.chosen.len());
+        let tile = outputs.div_ceil(pieces).next_multiple_of(32).min(max_tile);
         let tiles: usize = self.parts().map(|part| part.width.div_ceil(tile)).sum();
         cpu.threads.run(self.list.chosen.len() * tiles, |task| {
             let mut number = task % tiles;
@@ -280,7 +282,7 @@ impl LinearJob<'_> {
         })
     }
 
-    /// Some outputs of a part of the `index`th chosen matrix.
+    /// Computes some outputs of a part, for the `index`th chosen matrix.
     fn tile(&self, cpu: &Cpu, index: usize, part: Part, outputs: std::ops::Range<usize>) {
         let expert = self.list.chosen[index] as usize;
         let rows = self.list.of(expert);

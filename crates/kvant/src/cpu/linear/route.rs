@@ -3,27 +3,26 @@
 use super::matrix::{Matrix, MatrixKind};
 use crate::{DType, cpu::SimdLevel};
 
-/// From as many rows of activations on, weights are widened to f32 once for all of them: there both ways were measured
-/// to be equally fast.
+/// Minimum rows of activations for widening weights to f32 once for all rows: measured to be equally fast there.
 pub(super) const MANY_ROWS: usize = 64;
-/// From as many rows on, products of words are faster than products of bytes.
+/// Minimum rows for products of words, which are then faster than byte products.
 pub(super) const MANY_ROWS_BY_VNNI: usize = 16;
 
-/// From as many rows on, tiles are faster than both: making bfloats takes longer than making words.
+/// Minimum mean rows for AMX, which is then faster than both: converting to hi + lo bf16 takes longer than to words.
 pub(super) const MANY_ROWS_BY_AMX: usize = 32;
-/// The same with activations of 8 bits, which save tiles more work than panels, but no unpacking.
+/// Minimum mean rows for AMX with 8-bit activations, which save AMX more work than panels, but no unpacking.
 pub(super) const MANY_EIGHT_BITS_BY_AMX: usize = 48;
-/// The same where weights of 16 bits would be widened.
+/// Minimum rows for AMX with 16-bit weights, which would otherwise be widened.
 pub(super) const MANY_HALVES_BY_AMX: usize = 16;
 
-/// Weights, by the kernels that take them.
+/// Weights, classified by the kernels that accept them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WeightClass {
-    /// Affine, or blocks.
+    /// Affine or block formats.
     Codes,
     /// f16 or bf16.
     Halves,
-    /// f32, and MXFP8.
+    /// f32 or MXFP8.
     Floats,
 }
 
@@ -40,20 +39,20 @@ impl WeightClass {
 /// A kernel of [`linear`](super).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinearKernel {
-    /// Reads weights as they are stored, in f32: [`few_rows`](super::few_rows). Bound by memory.
+    /// Reads weights as stored and multiplies in f32: [`few_rows`](super::few_rows). Bound by memory.
     FewRows,
-    /// The same in integers of three bytes: [`byte_products`](super::integers::byte_products).
+    /// As `FewRows`, with activations as integers of three bytes: [`byte_products`](super::integers::byte_products).
     ByteProducts,
     /// Widens weights to f32, then `gemm`: [`many_rows`](super::many_rows). Bound by arithmetic.
     ManyRows,
     /// Unpacks codes to integers of one or two bytes: [`panel_products`](super::integers::panel_products).
     PanelProducts,
-    /// Weights and activations as sums of two bfloats, or as bfloats, by tiles: [`amx`](super::amx).
+    /// AMX matmul of weights and activations as hi + lo bf16, or as bf16: [`amx`](super::amx).
     AmxProducts,
 }
 
-/// The kernel for weights of which one matrix has as many as `rows` rows of activations, and all that have any have
-/// `mean` on average. `eight_bits`: many rows of activations have 8 bits.
+/// Selects the kernel. `rows`: maximum rows of activations of a matrix; `mean`: average rows of the matrices that have
+/// any. `eight_bits`: many rows of activations have 8 bits.
 pub(super) fn select(
     level: SimdLevel,
     weights: WeightClass,
@@ -72,7 +71,7 @@ pub(super) fn select(
     }
 }
 
-/// The same for activations in f32: where integers do not serve, or cannot represent a row.
+/// Selects the kernel for activations in f32: without an integer kernel, or for rows that integers cannot represent.
 pub(super) fn select_f32(rows: usize) -> LinearKernel {
     if rows < MANY_ROWS { LinearKernel::FewRows } else { LinearKernel::ManyRows }
 }
@@ -81,13 +80,13 @@ pub(super) fn select_f32(rows: usize) -> LinearKernel {
 mod tests {
     use super::{LinearKernel::*, WeightClass::*, *};
 
-    /// Of one matrix.
+    /// Selects the kernel for one matrix.
     fn select(level: SimdLevel, weights: WeightClass, rows: usize) -> LinearKernel {
         super::select(level, weights, rows, rows, false)
     }
 
     #[test]
-    fn integers_serve_codes_on_vnni() {
+    fn codes_use_integers_with_vnni() {
         for level in [SimdLevel::Avx512Vbmi, SimdLevel::Avx512Amx] {
             assert_eq!(select(level, Codes, 1), ByteProducts);
             assert_eq!(select(level, Codes, 15), ByteProducts);
@@ -105,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn tiles_serve_many_rows_of_all_but_f32() {
+    fn many_rows_use_amx_except_for_f32() {
         assert_eq!(select(SimdLevel::Avx512Amx, Codes, MANY_ROWS_BY_AMX), AmxProducts);
         assert_eq!(select(SimdLevel::Avx512Amx, Halves, MANY_HALVES_BY_AMX), AmxProducts);
         assert_eq!(super::select(SimdLevel::Avx512Amx, Codes, 1000, MANY_ROWS_BY_AMX - 1, false), PanelProducts);
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn eight_bits_reach_tiles_later() {
+    fn eight_bits_use_amx_from_more_rows() {
         let select = |rows| super::select(SimdLevel::Avx512Amx, Codes, rows, rows, true);
         assert_eq!(select(15), ByteProducts);
         assert_eq!([16, MANY_EIGHT_BITS_BY_AMX - 1].map(select), [PanelProducts; 2]);
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_decide_in_f32() {
+    fn in_f32_the_number_of_rows_decides() {
         for level in SimdLevel::ALL {
             for weights in [Codes, Halves, Floats] {
                 let is_f32 = match weights {

@@ -6,7 +6,7 @@ use crate::{
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// With activations of 8 bits and without.
+/// Devices with 8-bit activations and without.
 fn devices() -> Vec<Device> {
     [false, true].map(testing::devices_with).concat()
 }
@@ -15,7 +15,7 @@ fn rounds_to_eight_bits(device: &Device) -> bool {
     device.name().ends_with("8-bit activations")
 }
 
-/// How the weights are stored.
+/// The storage of the weights.
 #[derive(Clone, Copy, Debug)]
 enum WeightKind {
     Dense(DType),
@@ -28,7 +28,7 @@ struct LinearCase {
     inputs: usize,
     outputs: usize,
     tokens: usize,
-    /// (E, top_k, expanded)
+    /// (E, top_k, expanded).
     experts: Option<(usize, usize, bool)>,
     x: DType,
     out: DType,
@@ -64,7 +64,7 @@ impl LinearCase {
         };
         let (top_k, expanded) = self.experts.map_or((1, false), |e| (e.1, e.2));
         let rows = self.tokens * top_k;
-        // A few of many experts get most rows.
+        // A few of many experts get the majority of rows.
         let ids: Vec<u32> = (0..rows).map(|i| (numbers.below(if i % 3 == 0 { e } else { e.min(2) })) as u32).collect();
         let ids = Tensor::from_slice(device, &ids, &[self.tokens, top_k]).unwrap();
         let x_rows = if expanded { rows } else { self.tokens };
@@ -79,17 +79,17 @@ impl LinearCase {
 
     fn check(&self, devices: &[Device]) {
         let want = self.run(&Device::reference());
-        // Weights are at most 1 (dense) or 256; a sum of K products of f32 errs by some √K · 2⁻²⁴ of the largest. Of
-        // many rows, which the `gemm` crate multiplies, a long sum may be in one go: that errs by some K · 2⁻²⁷, six
-        // times as much in one of thousands.
+        // Weights are at most 1 (dense) or 256. A sum of K products in f32 has an error of about √K · 2⁻²⁴ of the
+        // largest product. The `gemm` crate, which multiplies many rows, may add a long sum in sequence: an error of
+        // about K · 2⁻²⁷, six times as much for thousands of products.
         let largest = match self.kind {
             WeightKind::Dense(_) => 1.0,
             WeightKind::Affine { bits, .. } => (1u32 << bits) as f32,
         };
         let many = self.tokens >= super::route::MANY_ROWS_BY_VNNI;
         for device in devices {
-            // Activations of 16 bits err by 2⁻¹⁷ or less, and codes are up to a half of `largest`. Products of sums of
-            // two bf16 numbers err by 2⁻¹⁵ or less.
+            // 16-bit activations have an error of at most 2⁻¹⁷, and codes are up to half of `largest`. Products of hi +
+            // lo bf16 have an error of at most 2⁻¹⁵.
             let is_of = |level: &SimdLevel| device.name().starts_with(&level.to_string());
             let vnni = SimdLevel::ALL.iter().any(|level| level.has_vnni() && is_of(level));
             let words = many
@@ -99,7 +99,7 @@ impl LinearCase {
                 };
             let inputs = self.inputs as f32;
             let sums = match () {
-                // Numbers of 8 bits err by 1/254 of the largest or of themselves.
+                // 8-bit numbers have an error of 1/254 of the largest, or of themselves.
                 () if words && rounds_to_eight_bits(device) => 6e-3 * inputs.sqrt(),
                 () if words => 1e-5 * inputs.sqrt(),
                 () if self.tokens >= super::route::MANY_ROWS => 1e-6 * inputs.sqrt().max(inputs / 20.0),
@@ -207,7 +207,7 @@ fn more_rows_than_are_prepared_at_a_time() {
 }
 
 #[test]
-fn nothing_in_nothing_out() {
+fn empty_inputs_and_outputs() {
     let devices = devices();
     for kind in kinds() {
         for tokens in [0, 1, 70] {
@@ -232,10 +232,10 @@ fn threads_do_not_change_a_bit() {
     }
 }
 
-/// Integers cannot represent what is not finite, nor the tiny or huge: such rows are computed all the same, and their
-/// neighbours do not notice.
+/// Integers cannot represent numbers that are not finite, tiny or huge. Rows with them are computed nevertheless, and
+/// do not affect their neighbours.
 #[test]
-fn rows_that_integers_cannot_stand_for() {
+fn rows_that_integers_cannot_represent() {
     let (inputs, outputs) = (256, 40);
     let reference = Device::reference();
     let mut all = devices();
@@ -283,8 +283,7 @@ fn rows_that_integers_cannot_stand_for() {
     }
 }
 
-/// Weights that are no sums of two bf16 numbers: what they meet is computed all the same, and the other outputs do not
-/// notice.
+/// Weights that are not sums of two bf16 numbers are multiplied nevertheless, and do not affect other outputs.
 #[test]
 fn weights_that_are_not_finite() {
     let (inputs, outputs, tokens) = (160, 70, 20);
@@ -316,7 +315,7 @@ fn weights_that_are_not_finite() {
     }
 }
 
-/// What products before have left in scratch memory changes nothing, at any width and number of outputs.
+/// Earlier products leave data in scratch memory, which must not affect results, at any width and number of outputs.
 #[test]
 fn results_do_not_depend_on_what_ran_before() {
     let (inputs, tokens, group) = (256, 40, 32);
@@ -348,7 +347,7 @@ fn results_do_not_depend_on_what_ran_before() {
     }
 }
 
-/// A row has the same bits whatever its neighbours hold, for one matrix and for experts.
+/// A row has the same bits whatever its neighbours contain, for one matrix and for experts.
 #[test]
 fn odd_rows_do_not_change_their_neighbours() {
     let (inputs, outputs, bits, group) = (256, 40, 4usize, 64);

@@ -1,18 +1,19 @@
 // attend_few: attention for few query rows per KV head: decode and verification.
 //
-// q [T, H, D] over a cache layer, out [T, H, D]. A threadgroup takes (tile of up to R query rows, KV head,
-// split): all rows share what it reads. Each of its SIMD-groups takes keys of its own, 32 at a time; where the rows of
-// large heads do not fit in its registers, some SIMD-groups read the same keys for different rows. L lanes share a key
-// (lanes.h), 32 / L keys are loaded at once:
+// q [T, H, D] over a cache layer, out [T, H, D]. A threadgroup takes (tile of up to R query rows, KV head, split); all
+// rows share the keys and values that it reads. Each of its SIMD-groups takes its own keys, 32 at a time. If the rows
+// of large heads do not fit in its registers, several SIMD-groups read the same keys for different rows. L lanes share
+// a key (lanes.h); 32 / L keys are loaded at once:
 //   scores    the lanes exchange partial sums, eight keys in one tree; in the end lane i has the scores of key i;
-//   softmax   in registers. All lanes know a row's largest score; each has the sum of its own weights;
-//   values    a lane adds up its coordinates, of the keys of its L lanes.
-// Nothing waits for another SIMD-group before the end. Keys that not all rows see, and the ends of pages and rings, go
-// one by one instead (`FAST` is false).
-// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Norms are
-// multiplied with scores and weights, not with coordinates. Over page means 32 keys begin where a page does, or within
-// it: each mean of keys is one more key, and each mean of values one more value, whose weight is the sum of the page's
-// weights. The bias that keys are stored without is one more row of coordinates for each key: cosines and sines, which
+//   softmax   in registers. All lanes have a row's largest score; each has the sum of its own weights;
+//   values    a lane sums its coordinates over the keys of its L lanes.
+// No SIMD-group waits for another before the end. Keys that not all rows see, and the ends of pages and rings, are
+// processed one by one (`FAST` is false).
+//
+// Over quantised keys, the queries are rotated first; over quantised values, o is rotated back at the end. Norms
+// multiply scores and weights, not coordinates. Over page means, 32 keys begin at the start of a page, or within it.
+// Each mean of keys is then one more key, and each mean of values one more value, whose weight is the sum of the page's
+// weights. A bias that keys are stored without is one more row of coordinates for each key: cosines and sines, which
 // multiply factors of the queries (key_bias.h).
 #include "attend/lanes.h"
 #include "attend/softmax.h"
@@ -21,11 +22,11 @@
 
 constant constexpr uint THREADS = 128;
 constant constexpr uint SIMDS = THREADS / 32;
-// Keys that a SIMD-group works on at once.
+// Keys that a SIMD-group processes at once.
 constant constexpr uint TILE = 32;
-// Keys whose scores are made together by a group of lanes.
+// Keys whose scores a group of lanes computes together.
 constant constexpr uint TREE = 8;
-// Quads of queries, and as many of results, that a lane has in registers.
+// Maximum quads of queries, and of results, that a lane has in registers.
 constant constexpr uint MAX_QUADS = 8;
 // Pages of a tile, over page means.
 constant uint PAGES = TILE >> PAGE_SHIFT > 1 ? TILE >> PAGE_SHIFT : 1;
@@ -40,7 +41,7 @@ constexpr uint lanes_of_key(uint dim, uint rows, uint lanes) {
     return lanes < 32 && rows * quads_of_lane(dim, lanes) > MAX_QUADS ? lanes_of_key(dim, rows, 2 * lanes) : lanes;
 }
 
-// How the work of head size D and R rows is divided.
+// The division of work for head size D and R rows.
 template <uint D, uint R> struct Division {
     static constant constexpr uint ROWS = rows_of_simd(D, R);
     static constant constexpr uint SETS = R / ROWS;
@@ -49,34 +50,34 @@ template <uint D, uint R> struct Division {
     static constant constexpr uint QUADS = quads_of_lane(D, L);
     // Blocks of 256 coordinates, each with a norm.
     static constant constexpr uint BLOCKS = (D + 255) / 256;
-    // Floats of threadgroup memory: queries or results of all rows; those of half the streams; two codebooks.
+    // Floats of threadgroup memory: the queries or results of all rows; the results of half the streams; two codebooks.
     static constant constexpr uint MERGED = STREAMS > 1 ? STREAMS / 2 * R * D : 0;
     static constant constexpr uint ROOM = MERGED > R * D ? MERGED : R * D;
     static constant constexpr uint FLOATS = ROOM > 2 * TABLE ? ROOM : 2 * TABLE;
 };
 
-// What a lane has.
+// The registers of a lane.
 template <uint D, uint R> struct Work {
     float4 q[Division<D, R>::ROWS][Division<D, R>::QUADS];
     float4 o[Division<D, R>::ROWS][Division<D, R>::QUADS];
     State states[Division<D, R>::ROWS]; // m of all lanes, l of the lane's own keys
     uint2 seen[Division<D, R>::ROWS];   // the first and the last position of a pass that a row sees
-    uint there;                         // the rows that are there, as bits
+    uint there;                         // the rows that exist, as bits
     uint lane;
-    uint c;     // which of the L lanes of a key
-    uint first; // of these lanes
+    uint c;     // the lane's index among the L lanes of a key
+    uint first; // the first of these lanes
     KeyBias bias;
     float4 factors[Division<D, R>::ROWS][Division<D, R>::QUADS]; // of the bias
     Codebook keys;
     Codebook values;
 };
 
-// 32 keys from `base` on, of which the lane knows one.
+// 32 keys from `base` on, one per lane.
 template <uint D> struct Tile {
     CachedKeys keys;
     uint base;
     uint seen;     // the rows that see the lane's key, as bits
-    RowPlace mine; // where the lane's key is, if a row sees it
+    RowPlace mine; // the lane's key, if a row sees it
     float k_norms[(D + 255) / 256];
     float v_norms[(D + 255) / 256];
 };
@@ -93,7 +94,7 @@ template <uint N> struct Sums {
     float of[N];
 };
 
-// The products of the lane's coordinates of a key and of the queries. The key is the one that lane `from` knows.
+// The products of the lane's coordinates of a key and of the queries. The key is that of lane `from`.
 template <uint D, uint R>
 Sums<Division<D, R>::ROWS> products(thread const Work<D, R> &work, LaneOfRow<D, Division<D, R>::L> key,
                                     thread const Tile<D> &tile, uint from) {
@@ -104,7 +105,7 @@ Sums<Division<D, R>::ROWS> products(thread const Work<D, R> &work, LaneOfRow<D, 
     }
     for (uint block = 0; block < Of::BLOCKS; block++) {
         constexpr uint EACH = Of::QUADS / Of::BLOCKS;
-        // With one norm, scores are multiplied in the end.
+        // With one norm, scores are multiplied by it at the end.
         const float norm =
             Of::BLOCKS > 1 && K_QUANTISED ? simd_shuffle(tile.k_norms[block], ushort(from)) : 1;
         for (uint r = 0; r < Of::ROWS; r++) {
@@ -118,7 +119,7 @@ Sums<Division<D, R>::ROWS> products(thread const Work<D, R> &work, LaneOfRow<D, 
     return sums;
 }
 
-// The scores of COUNT keys: in the tree, each of two halves has the lanes that have its keys.
+// The scores of COUNT keys, by a tree: each half of the lanes continues with half of the keys.
 template <uint D, uint R, uint COUNT> struct Tree {
     static Sums<Division<D, R>::ROWS> of(thread const Work<D, R> &work, thread const Tile<D> &tile, RowAddress row,
                                          uint key, uint stride) {
@@ -147,9 +148,9 @@ template <uint D, uint R> struct Tree<D, R, 1> {
     }
 };
 
-// Adds over lanes of a key that are at most `most` apart.
-template <uint N> inline Sums<N> added(Sums<N> sums, uint most) {
-    for (uint distance = most; distance > 0; distance /= 2) {
+// Sums over lanes of a key that are at most `max_distance` apart.
+template <uint N> inline Sums<N> added(Sums<N> sums, uint max_distance) {
+    for (uint distance = max_distance; distance > 0; distance /= 2) {
         for (uint r = 0; r < N; r++) {
             sums.of[r] += simd_shuffle_xor(sums.of[r], ushort(distance));
         }
@@ -157,8 +158,8 @@ template <uint N> inline Sums<N> added(Sums<N> sums, uint most) {
     return sums;
 }
 
-// Makes the factors of the bias from the queries; all threads. Starts with a barrier; `room`, R·D floats, is read until
-// the next one.
+// Computes the factors of the bias from the queries; all threads call it. Starts with a barrier; `room`, R·D floats, is
+// read until the next barrier.
 template <uint D, uint R>
 void make_factors(thread Work<D, R> &work, device const uchar *q, Row row, uint set, threadgroup float *room,
                   uint simd) {
@@ -188,7 +189,7 @@ void add_bias(thread const Work<D, R> &work, thread const Tile<D> &tile, thread 
     typedef Division<D, R> Of;
     const uint position = tile.keys.first + tile.base, first = position >> PAGE_SHIFT;
     for (uint page = 0; page < PAGES; page++) {
-        // There are turns for all positions that are held.
+        // The tables have turns for all positions that are held.
         if (!tile.keys.place_of(tile.base + (page << PAGE_SHIFT)).held) {
             continue;
         }
@@ -221,7 +222,7 @@ void add_bias(thread const Work<D, R> &work, thread const Tile<D> &tile, thread 
     }
 }
 
-// The products of queries and keys, those of key i to lane i.
+// The products of queries and keys; lane i gets those of key i.
 template <uint D, uint R, bool FAST>
 Sums<Division<D, R>::ROWS> multiply_keys(thread const Work<D, R> &work, thread const Tile<D> &tile) {
     typedef Division<D, R> Of;
@@ -316,7 +317,7 @@ void add_values(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Divisi
                 for (uint r = 0; r < Of::ROWS; r++) {
                     float weight = simd_shuffle(weights.of[r], ushort(key));
                     weight = V_QUANTISED && Of::BLOCKS > 1 ? weight * norm : weight;
-                    // By choice, not by a factor of 0: a value that is not seen may be anything.
+                    // Selected, not multiplied by 0: a value that is not seen may be anything.
                     if (FAST || (seen >> r & 1) != 0) {
                         for (uint n = block * EACH; n < (block + 1) * EACH; n++) {
                             work.o[r][n] += weight * value.quads[n];
@@ -328,7 +329,7 @@ void add_values(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Divisi
     }
 }
 
-// Adds the means of values, by the weights of all keys of a page that the L lanes have.
+// Adds the means of values, times the sum of the weights of a page's keys that the L lanes have.
 template <uint D, uint R>
 void add_means(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Division<D, R>::ROWS> weights) {
     typedef Division<D, R> Of;
@@ -359,7 +360,7 @@ void add_means(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Divisio
     }
 }
 
-// Takes a tile into the states; all lanes of a SIMD-group.
+// Adds a tile to the states; all lanes of a SIMD-group call it.
 template <uint D, uint R, bool FAST>
 void take(thread Work<D, R> &work, thread Tile<D> &tile, constant MetalAttendParams &p) {
     typedef Division<D, R> Of;
@@ -396,7 +397,7 @@ void take(thread Work<D, R> &work, thread Tile<D> &tile, constant MetalAttendPar
     }
 }
 
-// Takes keys begin .. end of a pass; all lanes of a SIMD-group.
+// Processes keys begin .. end of a pass; all lanes of a SIMD-group call it.
 template <uint D, uint R>
 void absorb(CachedKeys keys, uint begin, uint end, uint stream, thread Work<D, R> &work, constant MetalAttendParams &p) {
     typedef Division<D, R> Of;
@@ -430,7 +431,7 @@ void merge_streams(thread Work<D, R> &work, threadgroup float *room, threadgroup
     typedef Division<D, R> Of;
     const bool pairs = v_pairs<D>(Of::L);
     for (uint half_of = Of::STREAMS / 2; half_of > 0; half_of /= 2) {
-        // Not where another stream may still read what the previous round left.
+        // Not where another stream may still read the data of the previous round.
         const uint slot = stream % half_of + (half_of < Of::STREAMS / 2 ? half_of : 0);
         if (stream >= half_of && stream < 2 * half_of) {
             for (uint r = 0; r < Of::ROWS; r++) {
@@ -459,7 +460,7 @@ void merge_streams(thread Work<D, R> &work, threadgroup float *room, threadgroup
                     }
                 }
             }
-            // Lanes write next where others of the SIMD-group have read.
+            // Lanes write next to memory that others of the SIMD-group have read.
             simdgroup_barrier(mem_flags::mem_threadgroup);
         }
     }
@@ -506,7 +507,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
     const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr,
                            V_CENTRED ? v_means : nullptr};
 
-    // Lane i of every SIMD-group knows row i.
+    // Lane i of every SIMD-group has row i.
     uint position;
     Row row = row_of(group.x, lane, kv_head, positions, sequences, p, position);
     if (K_QUANTISED && !Q_ROTATED) {
@@ -573,7 +574,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         sequence = simd_min(row.y > sequence ? row.y : NONE);
     }
 
-    // The lanes of all keys have a part of o, and each a part of l.
+    // The lanes of all keys have parts of o, and each has a part of l.
     for (uint r = 0; r < Of::ROWS; r++) {
         work.states[r].l = simd_sum(work.states[r].l);
         for (uint n = 0; n < Of::QUADS; n++) {
@@ -584,14 +585,14 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
             }
         }
     }
-    // Until here others may read queries and codebooks.
+    // Other SIMD-groups may read queries and codebooks up to here.
     if ((K_QUANTISED && !Q_ROTATED) || has_table(K_CODEC) || has_table(V_CODEC)) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     merge_streams(work, room, states, set, stream);
     const bool pairs = v_pairs<D>(Of::L);
     if (V_QUANTISED) {
-        // A SIMD-group writes where it alone has read, or nobody since the last barrier.
+        // A SIMD-group writes memory that only it has read, or nobody since the last barrier.
         for (uint r = 0; r < Of::ROWS && stream == 0; r++) {
             for (uint n = 0; n < Of::QUADS; n++) {
                 const uint quad = quad_of(n, work.c, Of::L, pairs);
@@ -611,7 +612,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         State state = work.states[r];
         float2 factors = float2(1, 0);
         if (EARLIER_HERE) {
-            // Read by the lane that overwrites it, where `ends` is the same memory.
+            // The lane that overwrites it has read it before, if `ends` is the same memory.
             factors = with_earlier(state, simd_shuffle(lane == 0 ? earlier_ends[vector] : 0, ushort(0)));
         }
         const float factor = PARTIAL ? 1 : finish(with_sink(state, SINKS_HERE ? sinks : nullptr, vector, p));
@@ -641,7 +642,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
     }
 }
 
-// The rows of a tile: those of a token, or of a few tokens.
+// The second argument is the maximum rows of a tile: those of one token, or of a few.
 template [[host_name("attend_few_64_1")]] [[kernel]] decltype(attend_few<64, 1>) attend_few<64, 1>;
 template [[host_name("attend_few_64_2")]] [[kernel]] decltype(attend_few<64, 2>) attend_few<64, 2>;
 template [[host_name("attend_few_64_4")]] [[kernel]] decltype(attend_few<64, 4>) attend_few<64, 4>;
@@ -658,7 +659,7 @@ template [[host_name("attend_few_512_1")]] [[kernel]] decltype(attend_few<512, 1
 template [[host_name("attend_few_512_2")]] [[kernel]] decltype(attend_few<512, 2>) attend_few<512, 2>;
 template [[host_name("attend_few_512_4")]] [[kernel]] decltype(attend_few<512, 4>) attend_few<512, 4>;
 template [[host_name("attend_few_512_8")]] [[kernel]] decltype(attend_few<512, 8>) attend_few<512, 8>;
-// Of the less common head sizes: one row, and more.
+// The less common head sizes have kernels for one row, and for up to eight.
 template [[host_name("attend_few_80_1")]] [[kernel]] decltype(attend_few<80, 1>) attend_few<80, 1>;
 template [[host_name("attend_few_80_8")]] [[kernel]] decltype(attend_few<80, 8>) attend_few<80, 8>;
 template [[host_name("attend_few_96_1")]] [[kernel]] decltype(attend_few<96, 1>) attend_few<96, 1>;

@@ -1,9 +1,9 @@
-// The elements of 8x8 matrices that a lane has.
+// The elements of 8x8 matrices that a lane holds.
 //
-// A lane has two neighbouring elements of a row, the same ones on all Apple GPUs so far; MLX's kernels rely on it, too.
-// Where a matrix multiplies coordinates, two matrices are a pair: 16 neighbouring coordinates, of which a lane has
-// four, a quad, so that it loads and stores them at once. Column c of the even matrix is coordinate 2c, column c of the
-// odd one 2c + 1.
+// A lane holds two neighbouring elements of a row, at positions that are equal on all Apple GPUs so far; MLX's kernels
+// rely on this, too. Matrices of coordinates are processed in pairs, which hold 16 neighbouring coordinates: a lane
+// loads and stores four, a quad, at once. Column c of the even matrix is coordinate 2c, column c of the odd one 2c
+// + 1.
 #ifndef KVANT_ATTEND_FRAGMENTS_H
 #define KVANT_ATTEND_FRAGMENTS_H
 #include <metal_stdlib>
@@ -19,7 +19,7 @@ inline uint fragment_column(uint lane) {
     return (lane >> 1 & 4) | (lane << 1 & 2);
 }
 
-// The lane that has row `row` of columns `column` and its neighbour.
+// The lane that holds row `row` of columns `column` and `column + 1`.
 inline uint lane_of_fragment(uint row, uint column) {
     return (row & 4) << 2 | (column & 4) << 1 | (row & 3) << 1 | (column & 2) >> 1;
 }
@@ -59,7 +59,7 @@ inline void set_columns(thread simdgroup_matrix<T, 8, 8> &even, thread simdgroup
     odd.thread_elements()[1] = second.y;
 }
 
-// The same from memory.
+// Loads such a pair from memory.
 template <typename T>
 inline void load_columns(threadgroup const T *first, threadgroup const T *second,
                          thread simdgroup_matrix<T, 8, 8> &even, thread simdgroup_matrix<T, 8, 8> &odd) {
@@ -76,7 +76,7 @@ inline float4 quad_at(threadgroup const float *quad) {
     return *reinterpret_cast<threadgroup const float4 *>(quad);
 }
 
-// Of two halves.
+// Whether both halves in `bits` are finite.
 inline bool are_finite_halves(uint bits) {
     return (bits & 0x7C00) != 0x7C00 && (bits & 0x7C000000) != 0x7C000000;
 }

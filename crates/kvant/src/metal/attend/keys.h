@@ -1,17 +1,17 @@
-// Query rows, and the keys that each sees.
+// Query rows, and the keys that each row sees.
 //
 // Query rows of KV head h are (token, head h·G .. (h+1)·G), counted token by token. A tile is some consecutive rows, of
-// tokens of any sequences. Its keys come in passes, one for each sequence among its tokens. A pass is divided among
-// p.splits threadgroups. A row sees a key of a pass if the sequences agree and the key's position is within the row's
-// bounds. For a key without a page position_of returns NONE, which is within no bounds.
+// tokens of any sequences. Its keys are processed in passes, one for each sequence among its tokens. A pass is divided
+// among p.splits threadgroups. A row sees a key of a pass if the sequences are equal and the key's position is within
+// the row's bounds. For a key without a page, position_of returns NONE, which is outside all bounds.
 #ifndef KVANT_ATTEND_KEYS_H
 #define KVANT_ATTEND_KEYS_H
 #include "attend/params.h"
 #include "pages.h"
 #include "vectors.h"
 
-// A query row: x, the vector of q and out that it is (token · H + head); y, its token's sequence; z and w, the first
-// and the last position that it sees in the present pass, none when z > w.
+// A query row: x is its vector in q and out (token · H + head); y is its token's sequence; z and w are the first and
+// the last position that it sees in the current pass, none if z > w.
 typedef uint4 Row;
 
 constant constexpr uint NONE = 0xFFFFFFFF;
@@ -20,12 +20,12 @@ inline bool is_there(Row row) {
     return row.x != NONE;
 }
 
-// Row `i` of the tile, and its position. One that is not there, or whose sequence is not, belongs to sequence NONE and
-// never sees anything.
+// Row `i` of the tile, and its position. A row that does not exist, or whose sequence does not, has sequence NONE and
+// never sees a key.
 inline Row row_of(uint tile, uint i, uint kv_head, device const uint *positions, device const uint *sequences,
                   constant MetalAttendParams &p, thread uint &position) {
     Row row = uint4(NONE, NONE, NONE, 0);
-    // Their numbers fit into 32 bits; the first of a tile is there.
+    // Row numbers fit into 32 bits; the first row of a tile exists.
     const uint start = tile * p.tile_rows;
     position = 0;
     if (i < p.tile_rows && i < p.tokens * p.group - start) {
@@ -54,7 +54,7 @@ inline uint2 span_of(uint position) {
     }
 }
 
-// The row as it sees the keys of `sequence`, of which there are `len`.
+// The bounds of a row for the keys of `sequence`, which has `len` keys.
 inline Row seeing(Row row, uint position, uint sequence, uint len, constant MetalAttendParams &p) {
     const uint stored = RING ? len : min(len, p.capacity);
     if (row.y == sequence && stored > 0) {
@@ -69,9 +69,9 @@ inline Row seeing(Row row, uint position, uint sequence, uint len, constant Meta
     return uint4(row.xy, NONE, 0);
 }
 
-// The part of `count` keys that a split takes: begin and end.
+// The part of `count` keys that belongs to a split: begin and end.
 inline uint2 part_of(uint count, uint split, uint tile, constant MetalAttendParams &p) {
-    // Divisions of 32 bits.
+    // 32-bit divisions.
     const uint share = max(count / p.splits + (count % p.splits != 0 ? 1 : 0), p.min_keys);
     const ulong keys = (ulong(share / tile) + (share % tile != 0 ? 1 : 0)) * tile;
     return uint2(uint(min(ulong(count), split * keys)), uint(min(ulong(count), (split + 1) * keys)));
@@ -81,11 +81,11 @@ inline uint2 part_of(uint count, uint split, uint tile, constant MetalAttendPara
 struct CachedKeys {
     Planes k;
     Planes v;
-    ulong row;     // of slot 0, without pages
-    uint stride;   // rows from a slot to the next one
+    ulong row;     // the row of slot 0, without pages
+    uint stride;   // rows between slots
     uint sequence;
     uint first;
-    uint slot;     // of position `first`
+    uint slot;     // the slot of position `first`
     uint capacity;
     uint kv_head;
     PageTable pages;
@@ -97,11 +97,11 @@ struct CachedKeys {
         if (PAGED) {
             return place_in_page(pages, sequence, kv_head, first + i, PAGE_SHIFT);
         }
-        // At most one time around the ring.
+        // The keys wrap around the ring at most once.
         const uint before_end = capacity - slot;
         return RowPlace{0, row + ulong(i < before_end ? slot + i : i - before_end) * stride, true};
     }
-    // Whether `count` keys from key i on are `stride` rows apart: on one page, or on one side of a ring's end.
+    // Whether `count` keys from key i on are `stride` rows apart: within a page, or on one side of a ring's end.
     bool are_together(uint i, uint count) const {
         if (PAGED) {
             return 1u << PAGE_SHIFT >= count;
@@ -113,7 +113,7 @@ struct CachedKeys {
         return K_QUANTISED ? load_row4(shifted(k, at.bytes, K_CODEC), at.row, j, head_dim, K_CODEC)
                            : load4(k.low + at.bytes, at.row * head_dim + j, 4, K_CODEC, K_ALIGNED);
     }
-    // The means of the page that holds a key; codes are less these.
+    // The means of the page that holds a key; codes are relative to them.
     float4 key_mean4(RowPlace at, uint j, uint head_dim) const {
         return load_mean4(k.means + at.bytes + kv_head * mean_bytes(head_dim), j, head_dim);
     }
@@ -126,8 +126,8 @@ struct CachedKeys {
     }
 };
 
-// Where a pass over keys from position `first` on begins: with pages at a multiple of `tile`, so that a tile has whole
-// pages, or a part of one. Rows do not see what comes before.
+// The first position of a pass over keys from position `first` on. With pages it is a multiple of `tile`, so that a
+// tile has whole pages, or part of one. Rows do not see earlier positions.
 inline uint begin_of_pass(uint first, uint tile) {
     return PAGED ? first / tile * tile : first;
 }

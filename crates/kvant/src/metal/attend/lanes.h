@@ -1,14 +1,14 @@
 // A row of keys or values, divided among some lanes of a SIMD-group.
 //
-// L lanes share a row of D coordinates. Lane c has quads of four coordinates: c, c + L, c + 2L, …; or, where it loads
-// eight coordinates at once, the quads 2c and 2c + 1 of every 2L. A load of a SIMD-group so touches whole sectors.
-// Codes become centroids by simd_shuffle or a table in threadgroup memory: lanes that index `constant` memory by
-// themselves wait for one another.
+// L lanes share a row of D coordinates. Lane c has quads of four coordinates: c, c + L, c + 2L, …; or, if it loads
+// eight coordinates at once, the quads 2c and 2c + 1 of every 2L. A load of a SIMD-group therefore reads whole sectors.
+// Codes become centroids by simd_shuffle or a table in threadgroup memory: lanes with different indices into `constant`
+// memory wait for one another.
 #ifndef KVANT_ATTEND_LANES_H
 #define KVANT_ATTEND_LANES_H
 #include "attend/keys.h"
 
-// Quads of a lane; where L does not divide them, some lanes have one fewer.
+// Maximum quads of a lane; if L does not divide the quads, some lanes have one fewer.
 constexpr uint quads_of_lane(uint dim, uint lanes) {
     return (dim / 4 + lanes - 1) / lanes;
 }
@@ -23,7 +23,7 @@ inline uint quad_of(uint n, uint c, uint lanes, bool pairs) {
     return pairs ? (n / 2 * lanes + c) * 2 + n % 2 : n * lanes + c;
 }
 
-// Codebooks of up to 32 centroids are in the lanes' registers: lane i has centroid i. The larger ones are tables.
+// A codebook. Up to 32 centroids are in the lanes' registers: lane i has centroid i. Larger codebooks are tables.
 struct Codebook {
     float mine;
     threadgroup const float *table;
@@ -55,7 +55,7 @@ inline float4 looked_up(Codebook book, uint4 index, uint codec) {
                   simd_shuffle(book.mine, ushort(index.z)), simd_shuffle(book.mine, ushort(index.w)));
 }
 
-// Where a row is in the planes low and high.
+// The address of a row in the planes low and high.
 struct RowAddress {
     device const uchar *low;
     device const uchar *high;
@@ -82,25 +82,25 @@ inline RowAddress address_of(Planes planes, RowPlace at, uint dim, uint codec) {
                       has_high(codec) ? planes.high + at.bytes + at.row * high_bytes(dim, codec) : nullptr};
 }
 
-// Where the norms of a row are, `count` of them.
+// The address of a row's norms; a row has `count` norms.
 inline device const uchar *norms_of(Planes planes, RowPlace at, uint count, uint codec) {
     return is_quantised(codec) ? planes.norms + at.bytes + at.row * (count * (is_centred(codec) ? 2 : 4)) : nullptr;
 }
 
-// The address `rows` rows further.
+// The address `rows` rows after `from`.
 inline RowAddress further(RowAddress from, uint rows, uint dim, uint codec) {
     return RowAddress{from.low + rows * low_bytes(dim, codec),
                       has_high(codec) ? from.high + rows * high_bytes(dim, codec) : nullptr};
 }
 
-// The bits of eight coordinates, or of four: of their elements, or of their codes.
+// The bits of eight coordinates, or of four: elements or codes.
 struct Piece {
     uint4 low;
     uint high;
 };
 
-// Coordinates 8·i .. 8·i+7 with `pairs`, else 4·i .. 4·i+3. Rows begin at multiples of 4 bytes, except those of dense
-// planes that are not aligned; these give the same bits.
+// Coordinates 8·i .. 8·i+7 with `pairs`, else 4·i .. 4·i+3. Rows begin at multiples of 4 bytes, except in unaligned
+// dense planes, which are read element by element.
 inline Piece load_piece(RowAddress row, uint i, bool pairs, uint codec, bool aligned) {
     Piece piece = {uint4(0), 0};
     switch (is_quantised(codec) ? plain(codec) : codec) {
@@ -184,8 +184,8 @@ template <uint D, uint L> struct LaneOfRow {
     float4 quads[quads_of_lane(D, L)];
 };
 
-// `wanted`: whether the lane's row may be read; without it, quads are zeros or anything that is finite. All lanes of a
-// SIMD-group call it.
+// `wanted`: whether the lane's row may be read; if not, quads are zero or any finite values. All lanes of a SIMD-group
+// call it.
 template <uint D, uint L>
 LaneOfRow<D, L> load_row(RowAddress row, uint c, bool wanted, bool pairs, uint codec, bool aligned, Codebook book) {
     constexpr uint OWN = quads_of_lane(D, L);

@@ -1,6 +1,7 @@
 // attend, the merge of splits.
 //
-// attend_merge: merges the partial states of the splits in order, then an earlier result, a threadgroup per query row.
+// attend_merge: merges the partial states of the splits in order, then an earlier result. One threadgroup per query
+// row.
 #include "attend/params.h"
 #include "attend/softmax.h"
 
@@ -16,7 +17,7 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
                          uint row [[threadgroup_position_in_grid]],
                          uint index [[thread_index_in_threadgroup]]) {
     constexpr uint MERGE_THREADS = 64;
-    // Coordinates of a thread; where 64 does not divide D, the last is not there for all threads.
+    // Coordinates of a thread; if 64 does not divide D, some threads have one fewer.
     constexpr uint OWN = (D + MERGE_THREADS - 1) / MERGE_THREADS;
     const uint own = D % MERGE_THREADS == 0 || index < D % MERGE_THREADS ? OWN : OWN - 1;
     const ulong rows = ulong(p.tokens) * p.heads;
@@ -28,7 +29,7 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
     for (uint split = 0; split < p.splits; split++) {
         const ulong at = split * rows + row;
         const State part = unpacked(partial_states[at]);
-        // Without keys o was not written.
+        // Without keys, o was not written.
         if (part.m != -INFINITY) {
             const float2 factors = merge(total, part);
             for (uint n = 0; n < own; n++) {

@@ -56,10 +56,10 @@ static MERGE: Source = Source {
 
 /// Threads of `attend_merge`.
 const MERGE_THREADS: usize = 64;
-/// The fewest keys of a split, except the last one; kernels round up to their tiles.
+/// Minimum keys of a split, except the last one; kernels round up to their tiles.
 const MIN_KEYS: usize = 64;
 
-/// By head size.
+/// Kernels by head size.
 const MERGE_ENTRIES: [&str; 8] = [
     "attend_merge_64",
     "attend_merge_80",
@@ -145,7 +145,7 @@ fn build_part(call: &Call, b: &mut Builder) -> Result<()> {
     )
 }
 
-/// Binds the buffers of the kernel that finishes rows: the results, and those of earlier calls that it merges.
+/// Binds the results, and the earlier results that are merged, for the kernel that finishes rows.
 fn bind_results(launch: Launch, call: &Call) -> Launch {
     let (earlier_out, earlier_ends) = call.earlier.as_ref().map(|Results { out, ends }| (out, ends)).unzip();
     launch
@@ -167,18 +167,18 @@ fn kernel_of(call: &Call, route: &AttendRoute) -> Launch {
         .grid([route.tiles, call.layer.spec().kv_heads, route.splits], [route.threads, 1, 1])
 }
 
-/// The most positions of a sequence that the cache may hold: with pages, those that the page table has entries for.
+/// The maximum positions of a sequence in the cache: with pages, the positions for which the page table has entries.
 fn capacity(call: &Call) -> usize {
     let of_table = |table: &Tensor| table.shape()[1] << page_shift(&call.layer);
     call.step.table_of(&call.layer).map_or(usize::MAX, of_table).min(call.layer.spec().capacity)
 }
 
-/// Whether a tensor begins where four elements may be loaded at once.
+/// Whether a tensor is aligned for loads of four elements.
 fn aligned(tensor: &Tensor) -> bool {
     tensor.byte_offset().is_multiple_of(4 * tensor.dtype().size())
 }
 
-/// The function constants.
+/// Sets the function constants.
 fn specialise(launch: Launch, call: &Call, partial: bool) -> Launch {
     let spec = call.layer.spec();
     let side = |side: &Planes| (Constant::UInt(codec_code(side.codec())), aligned(&side.low));

@@ -9,8 +9,8 @@ struct MetalAttendParams {
     uint heads;
     uint kv_heads;
     uint group;      // query heads of a KV head, G
-    uint capacity;   // positions that may be held; with pages those that the page table has entries for
-    uint window;     // 2^32 - 1: none
+    uint capacity;   // maximum positions; with pages, those for which the page table has entries
+    uint window;     // 2^32 - 1 for none
     uint tile_rows;  // of a threadgroup
     uint splits;
     uint min_keys; // of a split, except the last one
@@ -24,12 +24,12 @@ constant uint Q_DTYPE [[function_constant(0)]];
 constant uint OUT_DTYPE [[function_constant(1)]];
 constant uint K_CODEC [[function_constant(2)]];
 constant uint V_CODEC [[function_constant(3)]];
-// Whether dense keys (values) may be loaded four at a time, and queries.
+// Whether dense keys (values), and queries, are aligned for loads of four elements.
 constant bool K_ALIGNED [[function_constant(4)]];
 constant bool V_ALIGNED [[function_constant(5)]];
 constant bool Q_ALIGNED [[function_constant(6)]];
 constant bool RING [[function_constant(7)]];
-// The layer's order: a token's vectors are contiguous, rather than a head's.
+// The layer's order: a token's vectors are contiguous, instead of a head's.
 constant bool TOKEN_MAJOR [[function_constant(8)]];
 constant bool SOFTCAP [[function_constant(9)]];
 constant bool Q_ROTATED [[function_constant(10)]];
@@ -38,15 +38,15 @@ constant bool PARTIAL [[function_constant(11)]];
 // A page holds 2 to this power positions; 0 without pages.
 constant uint PAGE_SHIFT [[function_constant(12)]];
 
-// Each query head has a score without a value.
+// Each query head has a sink, a score without a value.
 constant bool SINKS [[function_constant(13)]];
-// Which of the positions that a token sees the call attends to: ops::attend::Span.
+// The span of the seen positions that the call attends to: ops::attend::PageSpan.
 constant uint SPAN [[function_constant(14)]];
 // The results over other positions are merged with those of the call.
 constant bool EARLIER [[function_constant(15)]];
 // A later call merges the results: their ends are stored, too.
 constant bool ENDS [[function_constant(16)]];
-// Keys are stored without a bias, whose product with the query belongs to the score.
+// Keys are stored without a bias, whose product with the query is added to the score.
 constant bool KEY_BIAS [[function_constant(17)]];
 
 // The spans (metal/attend/mod.rs).

@@ -1,4 +1,4 @@
-//! Selects the kernel of attention and how a call is divided: one function for running and for explaining.
+//! Selects the attention kernel and divides a call among threadgroups, both for running and for explaining it.
 
 use super::{MIN_KEYS, capacity};
 use crate::{
@@ -8,14 +8,14 @@ use crate::{
     ops::attend::{Call, HEAD_DIMS, PageSpan},
 };
 
-/// The most query rows of a threadgroup of `attend_few`.
+/// Maximum query rows of a threadgroup of `attend_few`.
 const FEW_ROWS: usize = 8;
 const FEW_THREADS: usize = 128;
-/// Keys that make another split worth its merge, where the number of splits is ours to choose.
+/// Minimum keys of a split, if the route chooses the number of splits: fewer would not be worth the merge.
 const SPLIT_KEYS: usize = 256;
 /// Floats of a codebook in threadgroup memory.
 const TABLE: usize = 256;
-/// The most splits.
+/// Maximum splits.
 const MAX_SPLITS: usize = 256;
 
 /// A kernel of attention. Entry points are named after it, the head size and the rows of a tile.
@@ -27,24 +27,24 @@ pub(super) enum AttendKernel {
     Tiles,
 }
 
-/// What the selection depends on: all of it is known before the step's positions are.
+/// The input of the selection, which is known before the step's positions.
 #[derive(Clone, Copy)]
 pub(super) struct AttendSize {
     tokens: usize,
-    /// The most tokens of one sequence.
+    /// Maximum tokens of one sequence.
     max_new: usize,
     kv_heads: usize,
     /// Query heads of a KV head.
     group: usize,
     head_dim: usize,
-    /// The most positions of a sequence in the cache.
+    /// Maximum positions of a sequence in the cache.
     capacity: usize,
     window: usize,
-    /// 0: ours to choose.
+    /// 0 to let the route choose.
     splits: usize,
-    /// Of keys and of values.
+    /// The codecs of keys and of values.
     codecs: [Codec; 2],
-    /// Whether the device refuses the kernel of tiles.
+    /// Whether the device rejects the kernel of tiles.
     no_tiles: bool,
 }
 
@@ -54,7 +54,7 @@ impl AttendSize {
         let capacity =
             if call.layer.is_paged() { capacity(call).min(call.step.batch().longest) } else { spec.capacity };
         let page_tokens = call.layer.page_tokens();
-        // First and recent pages are few, however long the sequence.
+        // The first and recent pages are few, for any length of the sequence.
         let (capacity, window) = match call.span {
             PageSpan::First => (capacity.min(page_tokens), call.window),
             PageSpan::Recent => (capacity, call.window.min(page_tokens.saturating_mul(2))),
@@ -74,18 +74,18 @@ impl AttendSize {
         }
     }
 
-    /// For a device that refuses the kernel of tiles.
+    /// The input for a device that rejects the kernel of tiles.
     pub(super) fn without_tiles(self) -> AttendSize {
         AttendSize { no_tiles: true, ..self }
     }
 }
 
-/// The kernel, and how the call is divided among threadgroups.
+/// The kernel, and the division of the call among threadgroups.
 pub(super) struct AttendRoute {
     pub kernel: AttendKernel,
     pub entry: &'static str,
     pub threads: usize,
-    /// Threadgroup memory beyond what the kernel declares itself.
+    /// Threadgroup memory in addition to what the kernel declares.
     pub threadgroup_bytes: usize,
     /// Query rows of a tile, and tiles of a KV head.
     pub tile_rows: usize,
@@ -115,19 +115,19 @@ pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
         }
     };
     let tiles = (size.tokens * size.group).div_ceil(tile_rows);
-    // The most keys that a token may see: a captured launch serves any length.
-    let most = size.window.saturating_add(together).min(size.capacity);
+    // Maximum keys that a token may see: a captured launch serves any length.
+    let max_keys = size.window.saturating_add(together).min(size.capacity);
     let groups = tiles * size.kv_heads;
     let (splits, why) = match size.splits {
         0 => {
             let busy = limits.busy_groups;
-            let splits = busy.div_ceil(groups.max(1)).min(most.div_ceil(SPLIT_KEYS));
+            let splits = busy.div_ceil(groups.max(1)).min(max_keys.div_ceil(SPLIT_KEYS));
             (splits, format!("{groups} threadgroups per split, {busy} keep the device busy"))
         }
-        forced => (forced.min(most.div_ceil(MIN_KEYS)), format!("{forced} splits requested")),
+        forced => (forced.min(max_keys.div_ceil(MIN_KEYS)), format!("{forced} splits requested")),
     };
     let reason = format!(
-        "{rows} query rows read the same keys, {than} {FEW_ROWS}; {why}; at most {most} keys; tiles of {tile_rows} rows"
+        "{rows} query rows read the same keys, {than} {FEW_ROWS}; {why}; at most {max_keys} keys; tiles of {tile_rows} rows"
     );
     AttendRoute {
         kernel,
@@ -141,8 +141,8 @@ pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
     }
 }
 
-/// Threadgroup memory of `attend_tiles`, as `tiles.metal` divides it: keys and values of a step, then codebooks of more
-/// than 32 centroids. Floats of more than 128 coordinates take turns.
+/// Threadgroup memory of `attend_tiles`, in the layout of `tiles.metal`: keys and values of a step, then codebooks of
+/// more than 32 centroids. Floats of more than 128 coordinates share the room of one: keys first, then values.
 fn tiles_bytes(head_dim: usize, keys: usize, codecs: [Codec; 2]) -> usize {
     let table = |codec| usize::from(matches!(codec, Codec::TurboQuant(TurboQuant { bits: 6.., .. })));
     let halves = codecs == [Codec::F16; 2];
@@ -159,8 +159,8 @@ pub(super) fn by_head_dim(head_dim: usize) -> usize {
     HEAD_DIMS.iter().position(|&dim| dim == head_dim).expect("the call's head size is one of HEAD_DIMS")
 }
 
-/// By head size, then by rows: 1, 2, 4, 8. The less common head sizes have two kernels: for one row, and for up to
-/// eight.
+/// Entry points by head size, then by rows: 1, 2, 4, 8. The less common head sizes have two kernels: for one row, and
+/// for up to eight.
 const FEW_ROWS_ENTRIES: [[&str; 4]; 8] = [
     ["attend_few_64_1", "attend_few_64_2", "attend_few_64_4", "attend_few_64_8"],
     ["attend_few_80_1", "attend_few_80_8", "attend_few_80_8", "attend_few_80_8"],
@@ -224,9 +224,9 @@ mod tests {
         assert_eq!(routed(AttendSize { group: 3, head_dim: 64, ..DECODE }), ("attend_few_64_4", [3, 1, 16]));
         assert_eq!(routed(AttendSize { group: 1, head_dim: 96, ..DECODE }), ("attend_few_96_1", [1, 1, 16]));
         assert_eq!(routed(AttendSize { group: 3, head_dim: 96, ..DECODE }), ("attend_few_96_8", [3, 1, 16]));
-        // Eight drafts of four tokens share keys by fours.
+        // Eight drafts of four tokens: four rows share keys.
         assert_eq!(routed(AttendSize { tokens: 32, max_new: 4, ..DECODE }), ("attend_few_256_8", [8, 8, 2]));
-        // A token of each sequence: a tile each.
+        // One token of each sequence: one tile each.
         assert_eq!(routed(AttendSize { tokens: 8, ..DECODE }), ("attend_few_256_2", [2, 8, 2]));
     }
 
@@ -249,7 +249,8 @@ mod tests {
             // The template arguments, as tiles.metal has them.
             let template = format!("attend_tiles<{head_dim}, {rows}, {}, {keys}>", threads / 32);
             assert!(super::super::TILES.text.contains(&template), "no {template}");
-            // Beside the memory that the kernel declares: products of SIMD-groups that share rows, and a word of each.
+            // In addition to the memory that the kernel declares: products of SIMD-groups that share rows, and a word
+            // of each.
             let declared = if parts > 1 { threads * keys } else { 8 } + threads / 32 * 4;
             for codecs in [[Codec::F16; 2], [Codec::F16, Codec::F32], [Codec::tq(8); 2]] {
                 let bytes = tiles_bytes(head_dim, keys, codecs) + declared;
@@ -258,14 +259,15 @@ mod tests {
             assert_eq!(super::super::MERGE_ENTRIES[i], format!("attend_merge_{head_dim}"));
             assert_eq!(TILES_ENTRIES[i].0, format!("attend_tiles_{head_dim}"));
             for (entry, rows) in FEW_ROWS_ENTRIES[i].iter().zip([1, 2, 4, 8]) {
-                let most = entry.strip_prefix(&format!("attend_few_{head_dim}_")).and_then(|rows| rows.parse().ok());
-                assert!(most.is_some_and(|most: usize| most >= rows), "{entry} for {rows} rows");
+                let max_rows =
+                    entry.strip_prefix(&format!("attend_few_{head_dim}_")).and_then(|rows| rows.parse().ok());
+                assert!(max_rows.is_some_and(|max: usize| max >= rows), "{entry} for {rows} rows");
             }
         }
     }
 
     #[test]
-    fn many_rows_go_by_tiles() {
+    fn many_rows_use_tiles() {
         assert_eq!(routed(AttendSize { tokens: 5, max_new: 5, ..DECODE }), ("attend_tiles_256", [32, 1, 16]));
         assert_eq!(routed(AttendSize { group: 16, head_dim: 512, ..DECODE }), ("attend_tiles_512", [16, 1, 16]));
         let prompt = AttendSize { tokens: 1000, max_new: 1000, ..DECODE };

@@ -3,10 +3,10 @@
 #define KVANT_ATTEND_SOFTMAX_H
 #include "attend/params.h"
 
-// The softmax state of some keys: m, the largest score in units of log 2, and l, the sum of 2^(score - m). The sum o of
-// 2^(score - m) * value is kept elsewhere. Without keys m is -inf, and l and o are 0. With keys m is at least -FLT_MAX:
-// scores of -inf weigh nothing next to finite ones, and l is 0 if all are -inf. So m, not l, says whether there were
-// keys.
+// The softmax state of some keys: m, the largest score in base 2, and l, the sum of 2^(score - m). The sum o of
+// 2^(score - m) * value is kept elsewhere. Without keys, m is -inf, and l and o are 0. With keys, m is at least
+// -FLT_MAX: scores of -inf have no weight if another is finite, and l is 0 if all are -inf. So m, not l, shows whether
+// there were keys.
 struct State {
     float m;
     float l;
@@ -24,34 +24,35 @@ inline State no_keys() {
     return State{-INFINITY, 0};
 }
 
-// Makes `into` the state of both parts' keys. Returns what their o are multiplied by before they are added.
+// Merges `part` into `into`. Returns the factors of their o, which are added after the multiplication.
 inline float2 merge(thread State &into, State part) {
     const float m = part.m > into.m ? part.m : into.m;
-    // Equal maxima, infinite ones included, need no factor; a NaN stays where it is, in l and o.
+    // Equal maxima, infinite ones included, need no factor. A NaN stays in l and o.
     const float2 factors =
         float2(into.m == m ? 1 : precise::exp2(into.m - m), part.m == m ? 1 : precise::exp2(part.m - m));
     into = State{m, into.l * factors.x + part.l * factors.y};
     return factors;
 }
 
-// The larger one of m and the score of a key that is there. A NaN is passed over, and shows in its weight.
+// The larger one of m and the score of an existing key. A NaN is ignored here, and shows in its weight.
 inline float raised(float m, float score) {
     return score > m ? score : max(m, -FLT_MAX);
 }
 
-// Merges the result of an earlier call, which has the end `end`, into a state. Returns what o and the result are
-// multiplied by before they are added.
+// Merges the result of an earlier call, whose end is `end`, into a state. Returns the factors of o and of the result,
+// which are added after the multiplication.
 inline float2 with_earlier(thread State &state, float end) {
     return end == -INFINITY ? float2(1, 0) : merge(state, State{end, 1});
 }
 
-// log2 of the sum of 2^score: with the result all that a merge needs. -inf without keys, or where all scores are -inf.
+// log2 of the sum of 2^score, which a merge needs in addition to the result. -inf without keys, or if all scores are
+// -inf.
 inline float end_of(State state) {
     return state.l != 0 ? state.m + precise::log2(state.l) : -INFINITY;
 }
 
-// What o is multiplied by to give the attention's result: 0 without keys. Where all scores are -inf, and o is 0:
-// infinity, so that the result is NaN, but 0 if a later call merges it.
+// The factor from o to the result of attention: 0 without keys. If all scores are -inf, o is 0, and the factor infinity
+// makes the result NaN; if a later call merges the result, the factor is 0.
 inline float finish(State state) {
     return state.l != 0 ? 1 / state.l : ENDS || state.m == -INFINITY ? 0 : INFINITY;
 }
@@ -64,7 +65,7 @@ inline State with_sink(State state, device const float *sinks, uint row, constan
     return state;
 }
 
-// The score of a dot product, in units of log 2.
+// The score of a dot product, in base 2.
 inline float score_of(float product, constant MetalAttendParams &p) {
     float score = product * p.scale;
     if (SOFTCAP) {

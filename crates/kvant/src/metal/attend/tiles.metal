@@ -1,24 +1,25 @@
 // attend, for many query rows per KV head: prompts.
 //
 // attend_tiles: q [T, H, D] over a cache layer, out [T, H, D]. A threadgroup takes (tile of ROWS query rows, KV head,
-// split) and goes through its keys KEYS at a time. A SIMD-group owns 8 rows and WIDTH coordinates, all of them up to
-// D = 128: its queries, scores and results are 8x8 matrices in registers (fragments.h).
-//   keys      all threads bring them into threadgroup memory, then the values, while keys are multiplied;
-//   scores    a matrix for every 8 keys. Where PARTS SIMD-groups divide the coordinates, they add up their products;
+// split) and processes KEYS keys at a time. A SIMD-group owns 8 rows and WIDTH coordinates, all of them up to D = 128:
+// its queries, scores and results are 8x8 matrices in registers (fragments.h).
+//   keys      all threads load them into threadgroup memory, then the values, while keys are multiplied;
+//   scores    one matrix for every 8 keys. If PARTS SIMD-groups divide the coordinates, they add up their products;
 //   softmax   in registers: four lanes share a row;
-//   values    weights are the left operand as they are.
-// Keys and values that are all f16 stay halves in threadgroup memory, others become floats there. There is room for
-// the keys and the values of one step, and two barriers between steps; floats of D > 128 share the room of one.
-// Over quantised keys the queries are rotated first; over quantised values o is rotated back at the end. Over page
-// means these are added where keys and values are decoded, once for all rows of a tile. The bias that keys are stored
-// without is one more product: of the queries' factors with the cosines and sines of keys (key_bias.h).
+//   values    weights are used directly as the left operand.
+// Keys and values that are all f16 stay halves in threadgroup memory, others become floats. Threadgroup memory has room
+// for the keys and the values of one step, and a step has two barriers; floats of D > 128 share the room of one.
+//
+// Over quantised keys, the queries are rotated first; over quantised values, o is rotated back at the end. Page means
+// are added where keys and values are decoded, once for all rows of a tile. A bias that keys are stored without is one
+// more product: of the queries' factors and the cosines and sines of keys (key_bias.h).
 #include "attend/fragments.h"
 #include "attend/lanes.h"
 #include "attend/softmax.h"
 #include "key_bias.h"
 #include "rotate.h"
 
-// metal/attend/route.rs has the bytes of the threadgroup memory that follow from these.
+// metal/attend/route.rs computes the bytes of threadgroup memory that follow from these.
 constant bool HALVES = K_CODEC == F16 && V_CODEC == F16;
 // Codebooks of more than 32 centroids are tables (lanes.h).
 constant bool K_TABLE = K_QUANTISED && K_CODEC % CENTRED > TQ5;
@@ -42,22 +43,22 @@ template <typename T> constexpr uint stride_of(uint dim) {
 template <typename T> struct Room {
     threadgroup T *keys;
     threadgroup T *values;
-    threadgroup float2 *products; // [SIMDS, BLOCKS, 32], where there are PARTS
-    threadgroup uint *finite;     // [SIMDS]: whether all values that a SIMD-group brought are
+    threadgroup float2 *products; // [SIMDS, BLOCKS, 32], with several PARTS
+    threadgroup uint *finite;     // [SIMDS]: whether all values that a SIMD-group loaded are finite
 };
 
-// What a lane has.
+// The registers of a lane.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
     simdgroup_float8x8 q[2 * Of::PAIRS];
     simdgroup_float8x8 o[2 * Of::PAIRS];
-    State state; // of its row: m of all keys, l of the lane's own
-    uint row;    // of the tile
-    uint part;   // of the coordinates
+    State state; // of its row: m over all keys, l over the lane's keys
+    uint row;    // its row of the tile
+    uint part;   // its part of the coordinates
     uint2 seen;  // the first and the last key of a pass that the row sees
-    uint2 any;   // the same of at least one of the 8 rows
-    uint2 all;   // of all of them that are there
-    uint2 tile;  // of all rows of the tile
+    uint2 any;   // the keys that any of the 8 rows sees
+    uint2 all;   // the keys that all existing ones of them see
+    uint2 tile;  // the keys that all rows of the tile see
     uint index;
     uint lane;
     uint simd;
@@ -67,11 +68,11 @@ template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
     Codebook values;
 };
 
-// The octets (eight coordinates) of a step that a thread brings: octet i of all.
+// The octets (eight coordinates) of a step that a thread loads, by their index among all octets.
 template <uint D, uint KEYS, uint THREADS> struct Share {
     static constant constexpr uint OCTETS = D / 8;
     static constant constexpr uint COUNT = (KEYS * OCTETS + THREADS - 1) / THREADS;
-    static_assert(KEYS * OCTETS % 32 == 0, "all lanes of a SIMD-group bring one, or none does");
+    static_assert(KEYS * OCTETS % 32 == 0, "all lanes of a SIMD-group load one, or none does");
     static bool has(uint index, uint n) {
         return KEYS * OCTETS % THREADS == 0 || index + n * THREADS < KEYS * OCTETS;
     }
@@ -87,7 +88,7 @@ inline bool are_finite_halves(uint4 bits) {
     return are_finite_halves(bits.x) && are_finite_halves(bits.y) && are_finite_halves(bits.z) && are_finite_halves(bits.w);
 }
 
-// Halves that are one behind the other from `low` on: moved as they are.
+// Moves halves that are contiguous from `low` on without conversion.
 template <uint D, uint KEYS, uint THREADS>
 bool bring_halves(device const uchar *low, uint stride, threadgroup half *stage, uint index, bool check) {
     typedef Share<D, KEYS, THREADS> Own;
@@ -107,8 +108,8 @@ bool bring_halves(device const uchar *low, uint stride, threadgroup half *stage,
     return finite;
 }
 
-// Brings keys (or values) base .. base + KEYS into `stage`: zeros from `end` on, and where there is no page. Returns
-// whether all that this thread brought is finite, if it is asked to `check`. All threads call it.
+// Loads keys (or values) base .. base + KEYS into `stage`; zeros from `end` on, and without a page. With `check`,
+// returns whether all numbers that this thread loaded are finite. All threads call it.
 template <bool VALUES, uint D, uint KEYS, uint THREADS, typename T>
 bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook book, uint index, bool check) {
     typedef Share<D, KEYS, THREADS> Own;
@@ -164,7 +165,7 @@ bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook 
             }
             continue;
         }
-        // The code 0 is not the number 0.
+        // The code 0 does not represent the number 0.
         const float factor = is_quantised(codec) && held ? load_norm(norms, norm, codec) : 0;
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
@@ -190,8 +191,8 @@ bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook 
     return finite;
 }
 
-// Multiplies the queries with keys in `stage`: the products of a matrix for every 8 keys that a row sees. FULL: all
-// rows that are there see all keys.
+// Multiplies the queries by the keys in `stage`: one matrix of products for every 8 keys that a row sees. FULL: all
+// existing rows see all keys.
 template <bool FULL, typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
 void multiply_keys(thread const Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *stage, uint base,
                    thread simdgroup_float8x8 *scores) {
@@ -214,8 +215,8 @@ void multiply_keys(thread const Work<D, ROWS, SIMDS, KEYS> &work, threadgroup co
     }
 }
 
-// Makes the factors of the bias from the queries, KEYS rows of the tile at a time; all threads. They are as many as
-// coordinates, and have the coordinates' places: quad i has those of pairs 2i and 2i + 1.
+// Computes the factors of the bias from the queries, KEYS rows of the tile at a time; all threads call it. A row has D
+// factors, stored like coordinates: quad i has those of pairs 2i and 2i + 1.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS>
 void make_factors(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup float *stage) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
@@ -252,7 +253,7 @@ void add_bias(thread const Work<D, ROWS, SIMDS, KEYS> &work, CachedKeys keys, ui
     const uint start = work.part * Of::WIDTH, first_quad = start / 4 + column / 2;
 #pragma unroll
     for (uint b = 0; b < Of::BLOCKS; b++) {
-        // There are turns for all positions that are held; eight keys are on one page.
+        // The tables have turns for all positions that are held; eight keys are on one page.
         if (!FULL && (base + 8 * b > work.any.y || !keys.place_of(base + 8 * b).held)) {
             continue;
         }
@@ -272,7 +273,7 @@ void add_bias(thread const Work<D, ROWS, SIMDS, KEYS> &work, CachedKeys keys, ui
     }
 }
 
-// Makes products of a step weights, and takes them into the state.
+// Turns the products of a step into weights, and adds them to the states.
 template <bool FULL, uint D, uint ROWS, uint SIMDS, uint KEYS>
 void weigh(thread Work<D, ROWS, SIMDS, KEYS> &work, uint base, uint held, thread simdgroup_float8x8 *scores,
            constant MetalAttendParams &p) {
@@ -290,7 +291,7 @@ void weigh(thread Work<D, ROWS, SIMDS, KEYS> &work, uint base, uint held, thread
             const float score = SOFTCAP ? score_of(product, p) : product * scale;
             scores[b].thread_elements()[e] = score;
             if (FULL) {
-                // A NaN is passed over, and shows in its weight.
+                // `fmax` ignores a NaN, which shows in its weight.
                 m = fmax(m, score);
             } else if (base + key - work.seen.x <= work.seen.y - work.seen.x && (held >> key & 1) != 0) {
                 seen |= 1u << (2 * b + e);
@@ -345,7 +346,7 @@ void add_values(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *st
     }
 }
 
-// The same with values that are not finite: only what a row sees may touch it.
+// As [add_values], for values that are not finite: a value is added only to rows that see it.
 template <typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
 void add_values_one_by_one(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *stage, uint base, uint held,
                            thread simdgroup_float8x8 *weights) {
@@ -369,19 +370,19 @@ void add_values_one_by_one(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup 
     }
 }
 
-// Takes keys begin .. end of a pass into the states; all threads.
+// Processes keys begin .. end of a pass; all threads call it.
 template <typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
 void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, ROWS, SIMDS, KEYS> &work,
             constant MetalAttendParams &p) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
     constexpr bool SHARED = sizeof(T) == 4 && D > 128;
-    // Others may still use the room for what was before.
+    // Other SIMD-groups may still use the threadgroup memory for earlier data.
     threadgroup_barrier(mem_flags::mem_threadgroup);
     bring<false, D, KEYS, Of::THREADS>(keys, begin, end, room.keys, work.keys, work.index, false);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint base = begin; base < end; base += KEYS) {
         const uint next = base + KEYS;
-        // The keys that there are, as bits.
+        // The keys of a step, as bits.
         constexpr uint EVERY = 0xFFFFFFFF >> (32 - KEYS);
         uint held = end - base < KEYS ? (1u << (end - base)) - 1 : EVERY;
         if (PAGED && keys.are_together(base, KEYS)) {
@@ -415,7 +416,7 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, 
         if (SHARED) {
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
-        // Infinite values that all rows see belong to all results.
+        // Infinite values that all rows see may be added to all results.
         const bool careful = !(whole && work.tile.x <= base && work.tile.y >= next - 1);
         const bool finite =
             bring<true, D, KEYS, Of::THREADS>(keys, base, end, room.values, work.values, work.index, careful);
@@ -469,7 +470,7 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, 
     }
 }
 
-// Rotates all rows of the tile, KEYS of them at a time; all threads.
+// Rotates all rows of the tile, KEYS rows at a time; all threads call it.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS>
 void rotate_rows(thread simdgroup_float8x8 *matrices, bool inverse, threadgroup float *stage,
                  thread const Work<D, ROWS, SIMDS, KEYS> &work) {
@@ -543,7 +544,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     work.part = simd % Of::PARTS;
     work.row = simd / Of::PARTS * 8 + fragment_row(lane);
     work.state = no_keys();
-    // Behind the keys and the values of a step.
+    // After the keys and the values of a step.
     threadgroup float *tables = stage + KEYS * (D + 4) * (D > 128 ? 1 : 2);
     work.keys = Codebook{K_QUANTISED ? centroid(lane, K_CODEC) : 0, tables};
     work.values = Codebook{V_QUANTISED ? centroid(lane, V_CODEC) : 0, tables + (K_TABLE ? TABLE : 0)};
@@ -556,7 +557,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
         }
     }
 
-    // Lane i of every SIMD-group knows row i.
+    // Lane i of every SIMD-group has row i.
     uint position;
     Row row = row_of(group.x, lane, kv_head, positions, sequences, p, position);
     const uint vector = simd_shuffle(row.x, ushort(work.row));
@@ -582,11 +583,11 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
         const uint first = begin_of_pass(seen_first, KEYS);
         const uint2 part = seen_first <= last ? part_of(last - first + 1, split, KEYS, p) : uint2(0);
         if (part.x < part.y) {
-            // Keys are counted from the first one of the pass.
+            // Keys are counted from the first key of the pass.
             const bool sees = row.z <= row.w, there = is_there(row), mine = lane / 8 == simd / Of::PARTS;
             const uint from = sees ? row.z - first : NONE, to = sees ? row.w - first : 0;
             work.seen = uint2(simd_shuffle(from, ushort(work.row)), simd_shuffle(to, ushort(work.row)));
-            // No key is NONE - 1 from the first one.
+            // No key has index NONE - 1.
             work.seen = work.seen.x <= work.seen.y ? work.seen : uint2(NONE - 1);
             work.any = uint2(simd_min(mine ? from : NONE), simd_max(mine ? to : 0));
             work.all = uint2(simd_max(mine && there ? from : 0), simd_min(mine && there ? to : NONE));

@@ -1,4 +1,4 @@
-//! The number of GPU cores, from the system's registry of devices: Metal does not report it.
+//! The number of GPU cores, from the system's device registry, because Metal does not report it.
 
 use std::{
     ffi::{CStr, c_char, c_void},
@@ -24,13 +24,13 @@ unsafe extern "C" {
     fn CFRelease(object: CfObject);
 }
 
-/// The driver's property.
+/// The property's key.
 const KEY: &CStr = c"gpu-core-count";
 /// `kCFStringEncodingUTF8` and `kCFNumberSInt32Type`.
 const UTF8: u32 = 0x0800_0100;
 const INT32: isize = 3;
 
-/// The cores of the GPU with this `MTLDevice.registryID`, if the system reports a number that can be true.
+/// The cores of the GPU with this `MTLDevice.registryID`, if the system reports a plausible number.
 pub(super) fn of_registry(id: u64) -> Option<usize> {
     // SAFETY: takes a number; the dictionary that it returns is consumed by the next call, null included.
     let entry = unsafe { IOServiceGetMatchingService(0, IORegistryEntryIDMatching(id)) };

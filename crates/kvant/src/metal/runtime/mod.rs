@@ -1,8 +1,8 @@
 //! The Apple runtime: runs launches on an Apple GPU.
 //!
-//! Memory is shared with the processor, so a transfer is a copy in memory that waits for the passes that use it. A pass
-//! is a few command buffers with one compute encoder each, in which launches run at the same time unless [`Order`] puts
-//! a barrier between them. Metal's hazard tracking is off; a fence orders the command buffers.
+//! Memory is shared with the processor, so a transfer is a memory copy that waits for the passes that use it. A pass is
+//! a few command buffers with one compute encoder each, in which launches run concurrently unless [`Order`] puts a
+//! barrier between them. Metal's hazard tracking is off; a fence orders the command buffers.
 //!
 //! `pipelines` compiles kernels, `queue` encodes passes and watches them.
 
@@ -25,7 +25,7 @@ use objc2_foundation::NSString;
 use objc2_metal::{MTLBuffer, MTLCreateSystemDefaultDevice, MTLDevice, MTLGPUFamily, MTLResource, MTLResourceOptions};
 
 use self::{
-    pipelines::{Pipelines, multiplies_tiles},
+    pipelines::{Pipelines, check_simdgroup_matrices},
     queue::{PreparedLaunch, Queue},
 };
 use super::buffer_pool::{BufferPool, size_class};
@@ -34,14 +34,14 @@ use crate::{
     gpu::{Executor, Launch, LaunchPass, Limits, Memory, Order, Replay, Wait, metal_busy_groups, metal_device},
 };
 
-// `MTLCreateSystemDefaultDevice` answers nil in a process that has not loaded it.
+// `MTLCreateSystemDefaultDevice` returns nil in a process that has not loaded it.
 #[link(name = "CoreGraphics", kind = "framework")]
 unsafe extern "C" {}
 
-/// The GPU of this Mac. A device that has been opened is kept; a failure is not.
+/// Opens the GPU of this Mac. An opened device is kept; a failure is not.
 pub(super) fn open() -> Result<Device> {
     static OPENED: Mutex<Option<Device>> = Mutex::new(None);
-    // The lock is held while the device is opened: two threads get the same one.
+    // The lock is held while the device is opened, so that two threads get the same one.
     let mut opened = lock(&OPENED);
     if let Some(device) = &*opened {
         return Ok(device.clone());
@@ -54,7 +54,7 @@ pub(super) fn open() -> Result<Device> {
 
 struct Runtime(Arc<RuntimeShared>);
 
-/// What passes and graphs hold on to.
+/// The data that passes and graphs share.
 struct RuntimeShared {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
     name: String,
@@ -66,7 +66,7 @@ struct RuntimeShared {
 
 type SharedPool = Arc<Mutex<BufferPool<SharedBuffer>>>;
 
-/// A lock that a panic elsewhere does not close: what these protect is consistent between any two statements.
+/// Locks a mutex, ignoring poison: the protected data is consistent between any two statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -79,13 +79,13 @@ impl Runtime {
         let device =
             MTLCreateSystemDefaultDevice().ok_or("this Mac has no Metal device, or this process may not see it")?;
         let name = device.name().to_string();
-        // Every Apple GPU of a Mac is of family Apple7 or later; that of a virtual machine says this one.
+        // Every Apple GPU of a Mac is of family Apple7 or later; a virtual machine reports Apple5.
         if !device.supportsFamily(MTLGPUFamily::Apple5) {
             return Err(format!("an Apple GPU is needed, and this is {name}"));
         }
         if !device.supportsFamily(MTLGPUFamily::Apple7) {
-            multiplies_tiles(&device)
-                .map_err(|why| format!("{name} does not multiply matrices of a SIMD-group: {why}"))?;
+            check_simdgroup_matrices(&device)
+                .map_err(|why| format!("{name} does not support SIMD-group matrices: {why}"))?;
         }
         let limits = Limits {
             threads: device.maxThreadsPerThreadgroup().width,
@@ -97,7 +97,7 @@ impl Runtime {
             library_products: false,
             clusters: false,
         };
-        // Beyond an eighth of what the GPU works well with, memory that nobody holds goes back to the system.
+        // Unused memory beyond an eighth of the recommended working set is returned to the system.
         let spare = usize::try_from(device.recommendedMaxWorkingSetSize() / 8).unwrap_or(usize::MAX);
         let pool = Arc::new(Mutex::new(BufferPool::new(spare)));
         let queue = Arc::new(Queue::new(device.clone(), &name, pool.clone()).ok_or("Metal gives no command queue")?);
@@ -106,8 +106,8 @@ impl Runtime {
     }
 }
 
-/// GPU cores, where the system does not report them: those of the smallest GPU sold under the name's suffix. Too few
-/// splits leave cores idle, too many cost a longer merge; results are right with any.
+/// GPU cores, if the system does not report them: those of the smallest GPU sold under the name's suffix. Too few
+/// splits leave cores idle, too many cost a longer merge; the results are correct in both cases.
 fn cores_of_name(name: &str) -> usize {
     match name.rsplit(' ').next() {
         Some("Ultra") => 48,
@@ -139,7 +139,7 @@ impl Executor for Runtime {
     }
 
     fn memory(&self) -> Result<MemoryInfo> {
-        // What the GPU works well with; more would be swapped.
+        // The recommended working set: more would be swapped.
         let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let total = bytes(self.0.device.recommendedMaxWorkingSetSize());
         let free = total.saturating_sub(self.0.device.currentAllocatedSize());
@@ -147,7 +147,7 @@ impl Executor for Runtime {
     }
 
     fn trim(&self) -> Result<()> {
-        // Waits for committed passes, so that what they have used is ready.
+        // Waits for committed passes, so that the memory that they use becomes ready.
         self.0.queue.settle();
         drop(lock(&self.0.pool).trim());
         Ok(())
@@ -156,8 +156,8 @@ impl Executor for Runtime {
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
         let start = MetalBuffer::of(memory).address();
         self.0.queue.exclusively(memory, offset..offset + bytes.len(), || {
-            // SAFETY: the caller keeps the range within the allocation; no unfinished pass uses it and none can be
-            // committed meanwhile, nor can another transfer run.
+            // SAFETY: the caller keeps the range within the allocation; no unfinished pass uses it, and no pass can be
+            // committed and no other transfer can run during the copy.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start.as_ptr().add(offset), bytes.len()) }
         })
     }
@@ -190,7 +190,7 @@ impl RuntimeShared {
         let buffer = match kept {
             Some(buffer) => {
                 if zeroed {
-                    // SAFETY: the buffer is `size` bytes long, and the pool says that nothing uses it.
+                    // SAFETY: the buffer is `size` bytes long, and the pool guarantees that nothing uses it.
                     unsafe { buffer.0.contents().cast::<u8>().write_bytes(0, size) };
                 }
                 buffer
@@ -199,7 +199,7 @@ impl RuntimeShared {
             None => self
                 .new_buffer(size)
                 .or_else(|| {
-                    // What passes on their way use may be nobody's by now.
+                    // Passes in flight may use memory that has been released.
                     self.queue.settle();
                     let spare = lock(&self.pool).trim();
                     drop(spare);
@@ -220,18 +220,18 @@ impl RuntimeShared {
     }
 }
 
-/// A Metal buffer that any thread may hold.
+/// A Metal buffer that can be sent to and shared by threads.
 struct SharedBuffer(Retained<ProtocolObject<dyn MTLBuffer>>);
 
 // SAFETY: Metal's resources may be used and released on any thread. Their contents are read and written only by
-// transfers and passes, which the queue orders, and by `allocate`, when nobody else knows the buffer.
+// transfers and passes, which the queue orders, and by `allocate`, when nobody else has the buffer.
 unsafe impl Send for SharedBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for SharedBuffer {}
 
-/// An allocation. Goes to the pool when it is dropped.
+/// An allocation. Dropping it returns the buffer to the pool.
 struct MetalBuffer {
-    /// There until it is dropped.
+    /// `Some` until it is dropped.
     buffer: Option<SharedBuffer>,
     size: usize,
     pool: SharedPool,
@@ -263,13 +263,13 @@ impl Memory for MetalBuffer {
 
 impl Drop for MetalBuffer {
     fn drop(&mut self) {
-        // What the pool does not keep is released after its lock.
+        // Memory that the pool does not keep is released after the pool's lock.
         let _surplus = self.buffer.take().and_then(|buffer| lock(&self.pool).give(self.size, buffer));
     }
 }
 
-/// A pass that is being recorded: pipelines and barriers are found launch by launch, so that what is wrong shows where
-/// it was asked for; Metal's commands are encoded at commit.
+/// A pass that is being recorded. Pipelines and barriers are determined launch by launch, so that an error is returned
+/// by the operation that caused it; Metal's commands are encoded at commit.
 struct RecordedPass {
     shared: Arc<RuntimeShared>,
     order: Order,
@@ -289,8 +289,8 @@ impl LaunchPass for RecordedPass {
     }
 }
 
-/// Captured work: what was validated, planned and compiled once. Metal's command buffers run once, so each replay
-/// encodes the launches into a fresh one, and does nothing else.
+/// Captured work, validated, planned and compiled once. Metal's command buffers run only once, so each replay encodes
+/// the launches into a new one, and does nothing else.
 struct CapturedLaunches {
     shared: Arc<RuntimeShared>,
     steps: Arc<[PreparedLaunch]>,

@@ -26,11 +26,11 @@ use crate::{
     metal::SIMD,
 };
 
-/// A kernel, specialised and ready.
+/// A specialised kernel, ready to run.
 pub(super) struct Pipeline {
     pub state: Retained<ProtocolObject<dyn MTLComputePipelineState>>,
     threads: usize,
-    /// Threadgroup memory that the kernel declares itself.
+    /// Threadgroup memory that the kernel declares.
     static_bytes: usize,
 }
 
@@ -44,11 +44,11 @@ pub(super) struct Pipelines {
 
 #[derive(Default)]
 struct PipelineCache {
-    /// By the address of their source.
+    /// Libraries by the address of their source.
     libraries: HashMap<usize, Library>,
-    /// By source and kernel.
+    /// Pipelines by source and kernel.
     kernels: HashMap<(usize, &'static str), Variants>,
-    /// Kernels that were refused where a simpler one exists: they are not compiled again.
+    /// Rejected kernels that a simpler one replaces. They are not compiled again.
     refused: Vec<KernelReport>,
 }
 
@@ -58,11 +58,11 @@ type Variants = Vec<(Variant, Arc<Pipeline>)>;
 /// A compiled kernel file.
 type Library = Retained<ProtocolObject<dyn MTLLibrary>>;
 
-/// What distinguishes pipelines of one kernel.
+/// The properties that distinguish pipelines of one kernel.
 struct Variant {
     source: &'static str,
     constants: Vec<(&'static str, Constant)>,
-    /// Threads of a threadgroup: the compiler gives each as many registers as so many threads leave.
+    /// Threads of a threadgroup, which determine the registers that the compiler gives each thread.
     threads: u32,
 }
 
@@ -72,7 +72,7 @@ impl Variant {
     }
 }
 
-/// Bytes of threadgroup memory that are set for a launch: the least that can be, where its kernel takes none.
+/// Bytes of threadgroup memory that are set for a launch: the minimum if its kernel uses none.
 pub(super) fn requested_bytes(launch: &Launch) -> usize {
     (launch.threadgroup_bytes as usize).max(16)
 }
@@ -89,7 +89,7 @@ impl Pipelines {
     /// The pipeline of a launch.
     ///
     /// # Errors
-    /// `Compile` when Metal refuses the kernel, `Unsupported` when the launch is more than the pipeline allows.
+    /// `Compile` if Metal rejects the kernel, `Unsupported` if the launch exceeds the pipeline's limits.
     pub(super) fn get(&self, launch: &Launch) -> Result<Arc<Pipeline>> {
         let mut cache = lock(&self.cache);
         let PipelineCache { libraries, kernels, .. } = &mut *cache;
@@ -114,7 +114,7 @@ impl Pipelines {
         Ok(pipeline)
     }
 
-    /// Whether the launch's kernel cannot be had. A kernel that is refused for the first time is a warning.
+    /// Whether Metal rejects the launch's kernel. The first rejection of a kernel is logged as a warning.
     pub(super) fn refuses(&self, launch: &Launch) -> bool {
         let name = || name_of(launch.source.name, launch.kernel);
         let constants = || format!("{:?}", launch.constants);
@@ -129,7 +129,7 @@ impl Pipelines {
         true
     }
 
-    /// All kernels so far, by name.
+    /// All compiled and rejected kernels, by name.
     pub(super) fn reports(&self) -> Vec<KernelReport> {
         let cache = lock(&self.cache);
         let mut reports = cache.refused.clone();
@@ -165,7 +165,7 @@ impl Pipelines {
                 Constant::Bool(value) => (NonNull::from(value).cast::<c_void>(), MTLDataType::Bool),
                 Constant::UInt(value) => (NonNull::from(value).cast::<c_void>(), MTLDataType::UInt),
             };
-            // SAFETY: Metal copies the value now; it is of the type that is said.
+            // SAFETY: Metal copies the value now; it has the type that `kind` names.
             unsafe { values.setConstantValue_type_withName(value, kind, &NSString::from_str(name)) };
         }
         let function = library
@@ -175,7 +175,7 @@ impl Pipelines {
         let label = format!("{}: {kernel} {:?}", launch.op, launch.constants);
         descriptor.setLabel(Some(&NSString::from_str(&label)));
         descriptor.setComputeFunction(Some(&function));
-        // Never one SIMD-group alone: where the limit says so, Apple's compiler has been seen to get barriers wrong.
+        // Never a single SIMD-group: with that limit, Apple's compiler has been seen to misplace barriers.
         descriptor.setMaxTotalThreadsPerThreadgroup((threads_of(launch) as usize).max(2 * SIMD));
         let state = self
             .device
@@ -191,7 +191,7 @@ impl Pipelines {
         Ok(Pipeline { state, threads, static_bytes })
     }
 
-    /// Whether the pipeline allows the launch.
+    /// Checks that the pipeline's limits allow the launch.
     fn check(&self, launch: &Launch, pipeline: &Pipeline) -> Result<()> {
         let (threads, bytes) = (threads_of(launch) as usize, pipeline.static_bytes + requested_bytes(launch));
         let (max_threads, max_bytes) = (pipeline.threads, self.limits.threadgroup_bytes);
@@ -218,11 +218,11 @@ fn name_of(source: &str, kernel: &str) -> String {
     format!("{source}/{kernel}")
 }
 
-/// How kernel files are compiled.
+/// The compiler options of kernel files.
 fn options() -> Retained<MTLCompileOptions> {
     let options = MTLCompileOptions::new();
     options.setLanguageVersion(MTLLanguageVersion::Version3_0);
-    // NaN and infinity mean something in these kernels.
+    // These kernels use NaN and infinity.
     if available!(macos = 15.0) {
         options.setMathMode(MTLMathMode::Safe);
         options.setMathFloatingPointFunctions(MTLMathFloatingPointFunctions::Precise);
@@ -233,7 +233,7 @@ fn options() -> Retained<MTLCompileOptions> {
     options
 }
 
-/// What every kernel of tiles does.
+/// A kernel with the matrix operations that all kernels of tiles need.
 const TILE: &str = "
 #include <metal_stdlib>
 using namespace metal;
@@ -245,8 +245,8 @@ kernel void tile(device float *x [[buffer(0)]]) {
 }
 ";
 
-/// Whether the device multiplies tiles, and if not, why: no family before Apple7 promises it.
-pub(super) fn multiplies_tiles(device: &ProtocolObject<dyn MTLDevice>) -> std::result::Result<(), String> {
+/// Checks that the device supports SIMD-group matrices, which no family before Apple7 guarantees.
+pub(super) fn check_simdgroup_matrices(device: &ProtocolObject<dyn MTLDevice>) -> std::result::Result<(), String> {
     let refused = |error: Retained<NSError>| error.localizedDescription().to_string();
     let library = device.newLibraryWithSource_options_error(&NSString::from_str(TILE), Some(&options()));
     let function = library.map_err(refused)?.newFunctionWithName(&NSString::from_str("tile"));

@@ -1,4 +1,4 @@
-//! Encodes passes, and watches them until they are done.
+//! Encodes and commits passes, and tracks them until they are done.
 
 use std::{
     ffi::c_void,
@@ -29,34 +29,34 @@ use crate::{
 
 /// A launch with its pipeline, ready to encode.
 pub(super) struct PreparedLaunch {
-    /// Holds the memory that the launch uses.
+    /// The launch, which holds the memory that it uses.
     pub launch: Launch,
     pub pipeline: Arc<Pipeline>,
-    /// Whether it must wait for the ones before it.
+    /// Whether it must wait for earlier launches.
     pub barrier: bool,
 }
 
-/// Launches of a command buffer. macOS aborts one that occupies the GPU for too long, and a pass may be a long
-/// prompt's way through a whole model; every command buffer costs time of its own, though. No Mac has measured either.
+/// Launches of a command buffer. macOS aborts a command buffer that occupies the GPU for too long, and a pass may be a
+/// long prompt through a whole model; each command buffer has a fixed cost, though. Neither has been measured on a Mac.
 const LAUNCHES: usize = 32;
 
-/// Where passes are committed.
+/// The queue that passes are committed to.
 pub(super) struct Queue {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
     name: Arc<str>,
     pool: SharedPool,
-    /// Held while a pass is encoded and committed, so that passes are committed in the order of their numbers; and
+    /// Locked while a pass is encoded and committed, so that passes are committed in the order of their numbers; and
     /// during transfers.
     state: Mutex<QueueState>,
 }
 
 struct QueueState {
     line: Line,
-    flights: InFlight<CommittedPass>,
+    in_flight: InFlight<CommittedPass>,
 }
 
-/// A command queue, and the fence that orders what is in it: each command buffer waits for the one before it, and
-/// updates the fence when it is done.
+/// A command queue, and the fence that orders its command buffers: each waits for the previous one, and updates the
+/// fence when it is done.
 struct Line {
     queue: Retained<ProtocolObject<dyn MTLCommandQueue>>,
     fence: Retained<ProtocolObject<dyn MTLFence>>,
@@ -71,7 +71,7 @@ impl Line {
         Some(Line { queue, fence })
     }
 
-    /// Encodes some steps of a pass and commits them. `first`: nothing is in the queue before them.
+    /// Encodes a part of a pass and commits it. `first`: the queue is empty.
     fn commit(&self, steps: &[PreparedLaunch], first: bool) -> std::result::Result<Commands, &'static str> {
         let commands = self.queue.commandBufferWithUnretainedReferences().ok_or("command buffer")?;
         let encoder =
@@ -90,7 +90,8 @@ impl Line {
     }
 }
 
-/// A committed pass: a command buffer for every [`LAUNCHES`] steps. They do not retain what they use: this does.
+/// A committed pass: one command buffer for every [`LAUNCHES`] steps. Command buffers do not retain their resources, so
+/// this keeps them alive.
 #[derive(Clone)]
 struct CommittedPass {
     device: Arc<str>,
@@ -119,7 +120,7 @@ impl CommittedWork for CommittedPass {
         self.pieces.iter().for_each(|commands| commands.0.waitUntilCompleted());
     }
 
-    /// Of the first command buffer that failed: those behind it may have failed because it did.
+    /// The fault of the first command buffer that failed: later ones may have failed because of it.
     fn fault(&self) -> Option<Error> {
         let mut pieces = self.pieces.iter().zip(self.steps.chunks(LAUNCHES));
         let (why, steps) = pieces.find_map(|(commands, steps)| Some((commands.fault()?, steps)))?;
@@ -130,20 +131,20 @@ impl CommittedWork for CommittedPass {
 /// A committed pass to wait for.
 pub(super) struct Running {
     pass: u64,
-    flight: CommittedPass,
+    work: CommittedPass,
 }
 
 impl Running {
     pub(super) fn is_done(&self) -> bool {
-        self.flight.is_done()
+        self.work.is_done()
     }
 }
 
 /// A committed command buffer.
 struct Commands(Retained<ProtocolObject<dyn MTLCommandBuffer>>);
 
-// SAFETY: after its commit, a command buffer is only asked for its status and its error, waited for, and released: all
-// of which Metal allows on any thread.
+// SAFETY: after its commit, a command buffer is only waited for, queried for its status and error, and released; Metal
+// allows this on any thread.
 unsafe impl Send for Commands {}
 // SAFETY: as above.
 unsafe impl Sync for Commands {}
@@ -153,7 +154,7 @@ impl Commands {
         matches!(self.0.status(), MTLCommandBufferStatus::Completed | MTLCommandBufferStatus::Error)
     }
 
-    /// What went wrong, once it is done.
+    /// The error of a finished command buffer, if it failed.
     fn fault(&self) -> Option<String> {
         if self.0.status() != MTLCommandBufferStatus::Error {
             return None;
@@ -165,7 +166,7 @@ impl Commands {
     }
 }
 
-/// The operations of some steps, for captures and messages.
+/// The names of the steps' operations, for GPU captures and messages.
 fn label(steps: &[PreparedLaunch]) -> String {
     let mut ops: Vec<&str> = Vec::new();
     for step in steps {
@@ -178,11 +179,11 @@ fn label(steps: &[PreparedLaunch]) -> String {
 
 impl Queue {
     pub(super) fn new(device: Retained<ProtocolObject<dyn MTLDevice>>, name: &str, pool: SharedPool) -> Option<Queue> {
-        let state = QueueState { line: Line::new(&device)?, flights: InFlight::new() };
+        let state = QueueState { line: Line::new(&device)?, in_flight: InFlight::new() };
         Some(Queue { device, name: name.into(), pool, state: Mutex::new(state) })
     }
 
-    /// Encodes the steps as one pass and commits it. Without steps there is nothing to wait for.
+    /// Encodes the steps as one pass and commits it. Returns `None` without steps.
     pub(super) fn commit(&self, steps: Arc<[PreparedLaunch]>) -> Result<Option<Running>> {
         if steps.is_empty() {
             return Ok(None);
@@ -192,32 +193,32 @@ impl Queue {
         let result = autoreleasepool(|_| -> Result<Option<Running>> {
             finished.extend(self.renew(&mut state)?);
             let pass = lock(&self.pool).commit();
-            // Each is committed before the next is requested: a queue has at most 64.
+            // Each buffer is committed before the next is requested: a queue has at most 64.
             let mut pieces = Vec::with_capacity(steps.len().div_ceil(LAUNCHES));
             let committed = steps.chunks(LAUNCHES).try_for_each(|piece| {
-                let first = pieces.is_empty() && state.flights.is_empty();
+                let first = pieces.is_empty() && state.in_flight.is_empty();
                 pieces.push(state.line.commit(piece, first).map_err(|what| self.refused(what, &label(piece)))?);
                 Ok(())
             });
-            // Also when a later piece was refused: the previous ones are committed.
-            let flight = CommittedPass { device: self.name.clone(), pieces: pieces.into(), steps };
-            state.flights.add(pass, flight.clone());
-            committed.map(|()| Some(Running { pass, flight }))
+            // Even if a later piece failed to commit: the earlier ones are committed.
+            let work = CommittedPass { device: self.name.clone(), pieces: pieces.into(), steps };
+            state.in_flight.add(pass, work.clone());
+            committed.map(|()| Some(Running { pass, work }))
         });
         drop(state);
         drop(finished);
         result
     }
 
-    /// Another command queue, when a pass has failed: macOS may ignore what is committed to one that took too long.
+    /// Replaces the command queue after a failure: macOS may ignore commits to a queue whose pass took too long.
     fn renew(&self, state: &mut QueueState) -> Result<Finished> {
-        if !state.flights.have_failed() {
+        if !state.in_flight.have_failed() {
             return Ok(Finished::default());
         }
-        state.flights.wait();
+        state.in_flight.wait();
         let finished = self.finish(state);
         state.line = Line::new(&self.device).ok_or_else(|| self.refused("command queue", "passes after a failure"))?;
-        state.flights.forgive();
+        state.in_flight.clear_failure();
         Ok(finished)
     }
 
@@ -225,24 +226,24 @@ impl Queue {
         Error::DeviceFault { device: self.name.to_string(), reason: format!("Metal gives no {what} for {purpose}") }
     }
 
-    /// Waits for a pass; what went wrong in it.
+    /// Waits for a pass, and returns its error if it failed.
     pub(super) fn wait(&self, running: Running) -> Result<()> {
-        running.flight.wait();
+        running.work.wait();
         let mut state = lock(&self.state);
         let finished = self.finish(&mut state);
-        state.flights.reported(running.pass);
+        state.in_flight.reported(running.pass);
         drop(state);
         drop(finished);
-        running.flight.fault().map_or(Ok(()), Err)
+        running.work.fault().map_or(Ok(()), Err)
     }
 
-    /// Waits for the committed passes that use the bytes of a buffer, and calls `access` while none can be committed.
-    /// If a fault has not been reported, it is returned instead: the memory does not hold the results.
+    /// Waits for the committed passes that use the bytes of a buffer, and calls `access` while no pass can be
+    /// committed. Returns an unreported fault instead, if there was one: the memory then does not hold the results.
     pub(super) fn exclusively(&self, memory: &dyn Memory, bytes: Range<usize>, access: impl FnOnce()) -> Result<()> {
         let mut state = lock(&self.state);
-        state.flights.wait_for(|pass| pass.uses(memory, &bytes));
+        state.in_flight.wait_for(|pass| pass.uses(memory, &bytes));
         let finished = self.finish(&mut state);
-        let result = match state.flights.take_fault() {
+        let result = match state.in_flight.take_fault() {
             Some(error) => Err(error),
             None => {
                 access();
@@ -256,7 +257,7 @@ impl Queue {
 
     /// Waits for all committed passes and releases their memory. The next transfer reports their faults.
     pub(super) fn settle(&self) {
-        lock(&self.state).flights.wait();
+        lock(&self.state).in_flight.wait();
         self.reap();
     }
 
@@ -268,35 +269,35 @@ impl Queue {
         drop(finished);
     }
 
-    /// Takes the finished passes off the list, with the memory that the pool gives back to the system. They are to be
-    /// dropped after the lock: dropping memory, and what holds it, may take any time.
+    /// Removes the finished passes, and the memory that the pool returns to the system. Drop them after the lock:
+    /// dropping memory and its holders may take any time.
     #[must_use]
     fn finish(&self, state: &mut QueueState) -> Finished {
-        let flights = state.flights.land();
-        let surplus = flights.iter().flat_map(|(pass, _)| lock(&self.pool).complete(*pass)).collect();
-        Finished { flights, surplus }
+        let passes = state.in_flight.take_finished();
+        let surplus = passes.iter().flat_map(|(pass, _)| lock(&self.pool).complete(*pass)).collect();
+        Finished { passes, surplus }
     }
 }
 
-/// Finished passes, and memory that nothing uses, until they are dropped.
+/// Finished passes and unused memory, to be dropped.
 #[derive(Default)]
 struct Finished {
-    flights: Vec<(u64, CommittedPass)>,
+    passes: Vec<(u64, CommittedPass)>,
     surplus: Vec<SharedBuffer>,
 }
 
 impl Finished {
     fn extend(&mut self, other: Finished) {
-        self.flights.extend(other.flights);
+        self.passes.extend(other.passes);
         self.surplus.extend(other.surplus);
     }
 }
 
 impl Drop for Queue {
-    /// What unfinished passes use must outlive them.
+    /// Waits for unfinished passes, whose memory must outlive them.
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        state.flights.wait();
+        state.in_flight.wait();
     }
 }
 
@@ -309,8 +310,8 @@ fn encode(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, step: &Prepare
     encoder.setComputePipelineState(&pipeline.state);
     for binding in &launch.bindings {
         let buffer = MetalBuffer::of(binding.memory());
-        // SAFETY: the binding lies within the buffer, and the flight keeps the launch, which keeps the buffer. The
-        // kernel takes it for what it is: layouts and kernels are tested launch by launch.
+        // SAFETY: the binding is within the buffer, and the committed pass keeps the launch, which keeps the buffer.
+        // The kernel interprets it correctly: tests check the layouts and kernels launch by launch.
         unsafe { encoder.setBuffer_offset_atIndex(Some(buffer.metal()), binding.offset, binding.index as usize) };
     }
     if let Some((index, bytes)) = &launch.params {
@@ -319,7 +320,7 @@ fn encode(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, step: &Prepare
         // SAFETY: Metal copies these bytes now.
         unsafe { encoder.setBytes_length_atIndex(start, bytes.len(), *index as usize) };
     }
-    // For every launch: what an earlier one of the encoder has set would count with this one's own memory.
+    // Set for every launch, because a value set by an earlier launch would add to this one's memory.
     // SAFETY: a multiple of 16 within the device's limit: `Builder::push` and `Pipelines::get` checked it.
     unsafe { encoder.setThreadgroupMemoryLength_atIndex(requested_bytes(launch), 0) };
     let size = |[width, height, depth]: [u32; 3]| MTLSize {

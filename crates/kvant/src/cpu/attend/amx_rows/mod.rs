@@ -1,27 +1,27 @@
-//! Attention of many query rows by tiles of bf16 (AMX): prompts, and groups of many heads.
+//! Attention of many query rows with AMX's bf16 tiles: prompts, and groups of many heads.
 //!
-//! As in [`many_rows`](super::many_rows) there are two matrix products per tile of keys, and a lane is a query row.
-//! Each factor is split into two bf16 numbers, its upper and its lower digit, so that 16 bits or more of it are kept. A
-//! product is upper·upper + upper·lower + lower·upper, summed in f32.
+//! As in [`many_rows`](super::many_rows), there are two matrix products per tile of keys, and a column is a query row.
+//! Each factor is split into hi + lo bf16, which keeps 16 bits or more. A product is hi·hi + hi·lo + lo·hi, summed in
+//! f32.
 //!
 //! | product | rows | columns | summed over |
 //! |---|---|---|---|
 //! | scores | keys | query rows | coordinates |
 //! | sums, transposed | coordinates | query rows | keys |
 //!
-//! So queries and weights have the same layout, and neither scores, weights nor sums are transposed. Keys are only
-//! rounded; values are transposed, once for all query rows of a block. Numbers that bf16 holds exactly, as those of a
-//! bf16 cache, have no lower digit: two products instead of three.
+//! Queries and weights have the same layout, so that scores, weights and sums are never transposed. Keys are only
+//! rounded; values are transposed, once for all query rows of a block. Numbers that are exact in bf16, such as those of
+//! a bf16 cache, have no lo: two products instead of three.
 //!
-//! A digit of an infinity would give NaN where the number gives an infinity. So queries that are not finite go to
-//! `many_rows`, and tiles of such keys or values to `few_rows` ([`AmxRows::absorb`] reports it). The processor flushes
-//! subnormals: numbers below 2⁻¹¹⁰ keep fewer than 16 bits.
+//! hi + lo of an infinity would be NaN. Queries that are not finite are therefore processed by `many_rows`, and tiles
+//! of such keys or values by `few_rows` ([`AmxRows::absorb`] reports it). The processor flushes subnormals: numbers
+//! below 2⁻¹¹⁰ keep fewer than 16 bits.
 
 use std::{arch::x86_64::*, ops::Range};
 
 use super::{
     kv_rows::{KvSource, RowLoader},
-    lane_softmax::{LANES, LEAST, ScoreLanes, StoreWeights},
+    lane_softmax::{LANES, MIN_LOG2, ScoreLanes, StoreWeights},
     prefetch::{PrefetchRuns, Prefetcher},
     stage::{RowMeans, StagedSide, key_means},
     tile::{AbsorbTiles, KeyTile, MAX_TILE as TILE, Queries},
@@ -36,15 +36,15 @@ mod stage;
 
 use stage::{CHUNK, KEYS, StagedTile};
 
-/// How far a score may exceed m, in units of log 2: weights are up to 2⁸ then.
+/// The amount by which a score may exceed m, in base 2: weights are at most 2⁸.
 const RAISE: f32 = 8.0;
-/// A polynomial that is within 2⁻²³ of 2ˣ from 0 to 1, relatively, and 1 at 0: the best of its degree.
+/// A polynomial for 2ˣ from 0 to 1 with a relative error of 2⁻²³, exactly 1 at 0: the best of its degree.
 const EXP2: [f32; 6] = [1.0, 0.693_151_3, 0.240_164_44, 0.055_799_913, 0.009_017_031, 0.001_867_13];
 
-/// Query rows, their states, and memory for a tile of keys. A group is [`BLOCK`] rows.
+/// Query rows, their states, and scratch memory for a tile of keys. A group is [`BLOCK`] rows.
 pub(super) struct AmxRows {
     queries: Queries,
-    /// Rows, padded to whole groups.
+    /// The number of rows, padded to whole groups.
     rows: usize,
     /// `[rows / 16, D / 32]` pairs of tiles.
     q: *mut u8,
@@ -57,7 +57,7 @@ pub(super) struct AmxRows {
     k: *mut u8,
     /// `[D / 16, TILE / 32]` pairs of tiles.
     v: *mut u8,
-    /// Of a group: `[TILE, BLOCK]`, and weights as `[BLOCK / 16, TILE / 32]` pairs of tiles.
+    /// For one group: scores `[TILE, BLOCK]`, and weights as `[BLOCK / 16, TILE / 32]` pairs of tiles.
     scores: *mut f32,
     weights: *mut u8,
     /// `[2, D]`: the means of a page's keys and values.
@@ -66,18 +66,18 @@ pub(super) struct AmxRows {
 }
 
 impl AmxRows {
-    /// Floats of memory for so many query rows.
+    /// Floats of scratch memory for `rows` query rows.
     pub fn len(rows: usize, head_dim: usize) -> usize {
         let rows = rows.next_multiple_of(BLOCK);
         rows * (2 * head_dim + 2) + 2 * TILE * head_dim + 2 * TILE * BLOCK + 2 * head_dim
     }
 
-    /// Stores the queries as tiles in `memory`, of [`AmxRows::len`] floats, aligned to a cache line. Returns `None` if
-    /// some are not finite.
+    /// Stores the queries as tiles in `memory`, which has [`AmxRows::len`] floats and is aligned to a cache line.
+    /// Returns `None` if some are not finite.
     ///
     /// # Safety
-    /// The level multiplies tiles, and this thread has no others; `queries` are as their type says, and nobody else
-    /// holds their states.
+    /// The level has AMX, and this thread has no other `Tiles`; `queries` are valid, and nobody else accesses their
+    /// states.
     pub unsafe fn new(queries: Queries, memory: &mut [f32]) -> Option<AmxRows> {
         let (rows, dim) = (queries.rows.next_multiple_of(BLOCK), queries.head_dim);
         assert!(memory.len() >= AmxRows::len(queries.rows, dim) && dim.is_multiple_of(CHUNK));
@@ -91,7 +91,7 @@ impl AmxRows {
         let [k, v] = [part(TILE * dim), part(TILE * dim)];
         let [scores, weights] = [part(TILE * BLOCK), part(TILE * BLOCK)];
         let [m, l, means] = [part(rows), part(rows), part(2 * dim)];
-        // SAFETY: the caller's promise; a pair of tiles has as many bytes as its numbers have as floats.
+        // SAFETY: the caller's promise; a pair of tiles has as many bytes as its numbers as f32.
         unsafe {
             if !stage::stage_queries(&queries, rows, q.cast()) {
                 return None;
@@ -108,13 +108,13 @@ impl AmxRows {
         (0..self.rows).step_by(LANES).flat_map(move |row| (0..dim).step_by(LANES).map(move |i| (row, i)))
     }
 
-    /// Coordinate `i` of the sums of 16 rows, `row ..`.
+    /// Coordinate `i` of the sums of the 16 rows from `row` on.
     #[inline(always)]
     fn sum(&self, row: usize, i: usize) -> *mut f32 {
         self.o.wrapping_add((row / BLOCK * self.queries.head_dim + i) * BLOCK + row % BLOCK)
     }
 
-    /// The keys that some row of a group sees, as whole blocks of [`KEYS`]; the last may be beyond the tile.
+    /// The keys that any row of a group sees, extended to whole blocks of [`KEYS`]; the last block may exceed the tile.
     #[inline(always)]
     fn seen(&self, tile: &KeyTile, group: usize) -> Range<usize> {
         let keys = match tile.seen {
@@ -129,7 +129,7 @@ impl AmxRows {
         if keys.is_empty() { 0..0 } else { keys.start / KEYS * KEYS..keys.end.next_multiple_of(KEYS) }
     }
 
-    /// Scores of a group.
+    /// Computes the scores of a group.
     #[inline(always)]
     unsafe fn score(&self, group: usize, keys: Range<usize>, is_exact: bool, next: &mut NextLines) {
         const TILE_KEYS: usize = BLOCK / 2;
@@ -155,7 +155,7 @@ impl AmxRows {
         }
     }
 
-    /// Scores to weights, as tiles; sums are rescaled where a row's largest score is raised.
+    /// Turns scores into weights, as tiles; rescales sums if a row's m is raised.
     #[inline(always)]
     unsafe fn weigh(&self, group: usize, keys: Range<usize>, tile: &KeyTile) {
         let dim = self.queries.head_dim;
@@ -177,7 +177,8 @@ impl AmxRows {
                 };
                 let (m, l) = (self.m.add(row), self.l.add(row));
                 let before = Avx512::load(m);
-                // m stays until a score exceeds it by more than `RAISE`: rescaling sums takes as long as the weights.
+                // m is raised only if a score exceeds it by more than `RAISE`: rescaling sums takes as long as
+                // computing weights.
                 let largest = lanes.largest::<Avx512>(before);
                 let limit = Avx512::add(before, Avx512::splat(RAISE));
                 let raised = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest, limit);
@@ -187,7 +188,7 @@ impl AmxRows {
                 let none = Avx512::splat(f32::NEG_INFINITY);
                 let rescaled = _mm512_mask_cmp_ps_mask::<_CMP_NEQ_OQ>(raised, before, none);
                 if rescaled != 0 {
-                    let less = Avx512::max(Avx512::sub(before, largest), Avx512::splat(LEAST));
+                    let less = Avx512::max(Avx512::sub(before, largest), Avx512::splat(MIN_LOG2));
                     let factor = Avx512::exp2(less);
                     let factor = _mm512_mask_blend_ps(rescaled, Avx512::splat(1.0), factor);
                     Avx512::store(l, Avx512::mul(Avx512::load(l), factor));
@@ -206,7 +207,7 @@ impl AmxRows {
         }
     }
 
-    /// Adds the values of the keys, by the weights, to the sums of a group.
+    /// Adds the values of the keys, times the weights, to the sums of a group.
     #[inline(always)]
     unsafe fn add_values(&self, group: usize, keys: Range<usize>, is_exact: bool, next: &mut NextLines) {
         const TILE_PAIRS: usize = TILE / KEYS * PAIR;
@@ -240,13 +241,13 @@ impl AbsorbTiles for AmxRows {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
     unsafe fn load_states(&self) {
         let Queries { rows, head_dim: dim, o, m, l, .. } = self.queries;
-        // SAFETY: the caller's promise; padding is without keys.
+        // SAFETY: the caller's promise; padding rows have no keys.
         unsafe {
             std::slice::from_raw_parts_mut(self.m, self.rows).fill(f32::NEG_INFINITY);
             std::slice::from_raw_parts_mut(self.l, self.rows).fill(0.0);
             self.m.copy_from_nonoverlapping(m, rows);
             self.l.copy_from_nonoverlapping(l, rows);
-            // States without keys are the first.
+            // Before the first tile, all states are without keys.
             if std::slice::from_raw_parts(m, rows).iter().all(|&m| m == f32::NEG_INFINITY) {
                 std::slice::from_raw_parts_mut(self.o, self.rows * dim).fill(0.0);
                 return;
@@ -282,7 +283,7 @@ impl AbsorbTiles for AmxRows {
         }
     }
 
-    /// Returns false wherever a number is not finite.
+    /// Returns false if a number is not finite.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
     unsafe fn absorb(&self, _: SimdLevel, source: &KvSource, tile: &KeyTile) -> bool {
         let (KvSource { k, v, .. }, dim) = (source, self.queries.head_dim);
@@ -312,7 +313,7 @@ impl AbsorbTiles for AmxRows {
             let wanted = [tile.next_from.k.planes, tile.next_from.v.planes]
                 .map(|planes| PrefetchRuns::new(&planes, tile.next.bytes, tile.next.row, tile.next.keys));
             let mut next = NextLines { sides: wanted.each_ref().map(Prefetcher::new), lines: 0 };
-            // Lines for each product of a group: all at once would delay the tiles' loads.
+            // Lines to prefetch for each product of a group: all at once would delay the loads of tiles.
             let groups = self.rows / BLOCK;
             let products = groups * (dim / BLOCK + tile.keys.div_ceil(BLOCK));
             next.lines = next.sides.each_ref().map(Prefetcher::left).into_iter().max().unwrap_or(0).div_ceil(products);
@@ -329,16 +330,16 @@ impl AbsorbTiles for AmxRows {
     }
 }
 
-/// The next keys and values, to be prefetched.
+/// The lines of the next keys and values, to be prefetched.
 struct NextLines<'a> {
     sides: [Prefetcher<'a>; 2],
-    /// Of each at a time.
+    /// Lines of each side that are prefetched at a time.
     lines: usize,
 }
 
 impl NextLines<'_> {
     /// # Safety
-    /// The instructions of `Avx512` are there.
+    /// The instructions of `Avx512` are enabled.
     #[inline(always)]
     unsafe fn fetch(&mut self) {
         for side in &mut self.sides {
@@ -358,7 +359,7 @@ impl StoreWeights<Avx512> for WeightTiles {
     unsafe fn exp2(x: __m512) -> __m512 {
         // SAFETY: passed on to the caller.
         unsafe {
-            // In this order, because the maximum gives its second operand when one is NaN.
+            // In this order, because `max` returns its second operand if one is NaN.
             let x = Avx512::max(Avx512::splat(-126.0), x);
             let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
             let mut power = Avx512::splat(EXP2[EXP2.len() - 1]);

@@ -1,4 +1,4 @@
-//! Queries, keys and values as tiles of bf16.
+//! Stores queries, keys and values as bf16 tiles.
 
 use std::arch::x86_64::*;
 
@@ -12,42 +12,42 @@ use crate::cpu::{
     tile_product::{PAIR, digits},
 };
 
-/// Coordinates of a chunk: a word of a tile has one of its first half and one of its second.
+/// Coordinates of a chunk: a word of a tile has one from its first half and one from its second.
 pub(super) const CHUNK: usize = 32;
 /// Keys of a pair of tiles of values.
 pub(super) const KEYS: usize = 32;
 /// Words in the row of a tile, and rows of a tile.
 const WORDS: usize = 16;
 
-/// Rows of words, as many as a tile has: before they are transposed.
+/// Rows of words for one tile, before they are transposed.
 #[repr(align(64))]
 struct Words([__m512i; WORDS]);
 
 impl Words {
     #[inline(always)]
     unsafe fn new() -> Words {
-        // SAFETY: the caller has the instructions.
+        // SAFETY: the caller enables the instructions.
         Words(unsafe { [_mm512_setzero_si512(); WORDS] })
     }
 
     /// # Safety
-    /// The instructions of `Avx512` are there, and room for a tile.
+    /// The instructions of `Avx512` are enabled; `to` has room for a tile.
     #[inline(always)]
     unsafe fn transpose(&self, to: *mut u8) {
-        // SAFETY: words move as floats do.
+        // SAFETY: words can be moved as floats.
         unsafe { Avx512::transpose16(self.0.as_ptr().cast(), WORDS, to.cast()) }
     }
 }
 
-/// Stores the queries as `[rows / 16, D / 32]` pairs of tiles: a row of a tile has a word of each query. Returns
+/// Stores the queries as `[rows / 16, D / 32]` pairs of tiles: a row of a tile has one word of each query. Returns
 /// whether all are finite.
 ///
 /// # Safety
-/// The instructions of `Avx512` are there; `to` has room for `rows`, a multiple of 16.
+/// The instructions of `Avx512` are enabled; `to` has room for `rows`, a multiple of 16.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
 pub(super) unsafe fn stage_queries(queries: &Queries, rows: usize, to: *mut u8) -> bool {
     let dim = queries.head_dim;
-    // SAFETY: the caller's promise, and the queries are as their type says.
+    // SAFETY: the caller's promise, and the queries are valid.
     unsafe {
         let mut largest = LargestMagnitude::new();
         for first in (0..rows).step_by(WORDS) {
@@ -74,16 +74,16 @@ pub(super) struct StagedTile<'a> {
     pub row: usize,
     pub keys: usize,
     pub head_dim: usize,
-    /// Whether the lower digits are zero; they are then not stored.
+    /// Whether lo is zero; it is then not stored.
     pub is_exact: bool,
     pub to: *mut u8,
 }
 
-/// Stores keys as `[keys / 16, D / 32]` pairs of tiles: a row of a tile is a part of a key. Returns whether all are
+/// Stores keys as `[keys / 16, D / 32]` pairs of tiles: a row of a tile is a part of one key. Returns whether all are
 /// finite.
 ///
 /// # Safety
-/// The instructions of `Avx512` are there; the keys exist, and `to` has room for [`TILE`] of them.
+/// The instructions of `Avx512` are enabled; the keys exist, and `to` has room for [`TILE`] of them.
 pub(super) unsafe fn stage_keys(tile: StagedTile) -> bool {
     // SAFETY: passed on to the caller.
     unsafe { with_loader!(tile.from.side.loader, rows => store_keys(rows, tile)) }
@@ -114,8 +114,8 @@ unsafe fn store_keys<R: LoadRows>(rows: R, tile: StagedTile) -> bool {
     }
 }
 
-/// Stores values as `[D / 16, TILE / 32]` pairs of tiles: a row of a tile is a coordinate of 32 values, and a word has
-/// that of two neighbours. Absent values are zero. Returns whether all are finite.
+/// Stores values as `[D / 16, TILE / 32]` pairs of tiles: a row of a tile is one coordinate of 32 values, and a word
+/// has that coordinate of two neighbours. Absent values are zero. Returns whether all are finite.
 ///
 /// # Safety
 /// As for [`stage_keys`].
@@ -133,7 +133,7 @@ unsafe fn store_values<R: LoadRows>(rows: R, tile: StagedTile) -> bool {
         let mut largest = LargestMagnitude::new();
         for first in (0..keys).step_by(KEYS) {
             for chunk in 0..head_dim / CHUNK {
-                // Of the first half of the chunk, and of the second.
+                // For the first half of the chunk, and for the second.
                 let mut upper = [Words::new(), Words::new()];
                 let mut lower = [Words::new(), Words::new()];
                 for word in 0..WORDS.min((keys - first).div_ceil(2)) {
@@ -167,7 +167,7 @@ struct LargestMagnitude(__m512i);
 
 impl LargestMagnitude {
     /// # Safety
-    /// Of all functions: the instructions of `Avx512` are there.
+    /// For all functions: the instructions of `Avx512` are enabled.
     #[inline(always)]
     pub unsafe fn new() -> LargestMagnitude {
         // SAFETY: the caller's promise.
@@ -185,10 +185,10 @@ impl LargestMagnitude {
         }
     }
 
-    /// Whether all digits are finite.
+    /// Whether all numbers are finite after rounding to bf16.
     #[inline(always)]
     pub unsafe fn is_finite(self) -> bool {
-        // Larger magnitudes round to infinity; NaN are larger still.
+        // Larger magnitudes round to infinity; NaN compare larger still.
         const LARGEST: u32 = 0x7f7f_7fff;
         // SAFETY: the caller's promise.
         unsafe { _mm512_reduce_max_epu32(self.0) <= LARGEST }

@@ -28,15 +28,16 @@ mod values;
 use scores::score;
 use values::add_values;
 
-/// Keys that are widened at a time: they and the queries fit into the first-level cache.
+/// Keys that are widened at a time: together with the queries, they fit into the first-level cache.
 const STAGED_KEYS: usize = 8;
-/// Coordinates of all the tile's values that are widened at a time.
+/// Coordinates of the tile's values that are widened at a time.
 const STAGED_COORDINATES: usize = 64;
 
 /// Scratch memory of a tile.
 #[derive(Clone, Copy)]
 pub(super) struct TileMemory {
-    /// `[blocks, rows, TILE]`: scores, then weights; `blocks` is the larger number of norms of a key or value.
+    /// `[blocks, rows, TILE]`: scores, then weights; `blocks` is the larger of the numbers of norms of a key and a
+    /// value.
     scores: *mut f32,
     /// `[TILE]`.
     norms: *mut f32,
@@ -56,7 +57,7 @@ impl TileMemory {
         TileMemory::parts(rows, head_dim).iter().sum()
     }
 
-    /// In `room`, of [`TileMemory::len`] floats.
+    /// Divides `room`, of [`TileMemory::len`] floats.
     pub fn new(room: &mut [f32], rows: usize, head_dim: usize) -> TileMemory {
         assert!(room.len() >= TileMemory::len(rows, head_dim));
         let [scores, norms, means, _] = TileMemory::parts(rows, head_dim);
@@ -68,13 +69,13 @@ impl TileMemory {
     }
 }
 
-/// More query rows than this read keys and values from a copy that was widened to f32 once.
+/// Maximum query rows that read keys and values in place; more rows use a copy widened to f32 once.
 #[inline(always)]
 fn direct_rows<S: Simd>() -> usize {
     if S::MANY_REGISTERS { 8 } else { 4 }
 }
 
-/// Keys that are prefetched: a run, and the source from whose start it counts.
+/// Keys to prefetch: a run, and the source that it is counted from.
 #[derive(Clone, Copy)]
 pub(super) struct NextKeys<'a> {
     pub source: &'a KvSource<'a>,
@@ -90,7 +91,7 @@ impl<'a> NextKeys<'a> {
 /// Adds the keys and values of `positions` to the states of `queries`. `after`: the keys that are processed next.
 ///
 /// # Safety
-/// The level is supported; the source has the positions; `queries` and `room` are as their types say.
+/// The level is supported; the source has the positions; `queries` and `room` are valid.
 pub(super) unsafe fn absorb(
     level: SimdLevel,
     source: &KvSource,
@@ -128,7 +129,7 @@ impl SimdKernel for FewRowsTile<'_> {
         let KvSource { k, v, .. } = source;
         let chunk = 2 * S::LANES;
         let plane = queries.rows * TILE;
-        // SAFETY: `dispatch` enables the instructions; the caller of `absorb` vouches for the rest. Blocks divide
+        // SAFETY: `dispatch` enables the instructions; the caller of `absorb` guarantees the rest. Blocks divide
         // head_dim, and chunks divide blocks.
         unsafe {
             let (blocks, wanted) = (queries.head_dim / k.block, PrefetchRuns::new(&v.planes, 0, row, keys));
@@ -170,20 +171,20 @@ impl SimdKernel for FewRowsTile<'_> {
     }
 }
 
-/// Rows of a loader, the chunks of them to process, and the queries.
+/// Rows of a loader, the range of their chunks to process, and the queries.
 #[derive(Clone)]
 struct TilePart {
     pub row: usize,
     pub keys: usize,
-    /// The queries' chunks, and which chunk of the loader the first of them meets.
+    /// The queries' chunks, and the loader's chunk that the first of them is multiplied by.
     pub chunks: Range<usize>,
     pub first_chunk: usize,
     pub queries: Queries,
-    /// Cache lines to prefetch meanwhile.
+    /// Cache lines to prefetch during the work.
     pub lines: usize,
 }
 
-/// Widens a part's rows to f32, each to `stride` floats.
+/// Widens a part's rows to f32, `stride` floats apart.
 struct WidenRows<R> {
     pub rows: R,
     pub part: TilePart,
@@ -198,7 +199,7 @@ impl<R: LoadRows> SimdKernel for WidenRows<R> {
         let TilePart { row, keys, first_chunk, ref chunks, .. } = self.part;
         for key in 0..keys {
             for chunk in 0..chunks.len() {
-                // SAFETY: `dispatch` enables the instructions; the caller of `score` and `add_values` vouches for the
+                // SAFETY: `dispatch` enables the instructions; the callers of `score` and `add_values` guarantee the
                 // rows and the room.
                 unsafe {
                     let (a, b) = self.rows.chunk::<S>(row + key, first_chunk + chunk);
@@ -211,11 +212,11 @@ impl<R: LoadRows> SimdKernel for WidenRows<R> {
     }
 }
 
-/// What the bias of keys adds to the scores of a tile, `[rows, TILE]`: products of the queries, turned to the start of
-/// the page, and the turns within a page.
+/// The products of queries and key biases that are added to the scores of a tile, `[rows, TILE]`: the queries'
+/// products, turned to the start of the page, times the turns within a page.
 ///
 /// # Safety
-/// As for [`absorb`]; the keys are of one page.
+/// As for [`absorb`]; the keys are in one page.
 #[inline(always)]
 unsafe fn score_bias<S: Simd>(
     bias: HeadBias,
@@ -228,7 +229,7 @@ unsafe fn score_bias<S: Simd>(
     let dim = queries.head_dim;
     let turned = &mut *scratch::take(queries.rows * dim);
     for (row, to) in turned.chunks_exact_mut(dim).enumerate() {
-        // SAFETY: there are as many products as queries.
+        // SAFETY: `biased` has a product for each query.
         let product = unsafe { std::slice::from_raw_parts(queries.biased.add(row * dim), dim) };
         bias.product_at_page(product, position / bias.page_tokens, to);
     }
@@ -243,14 +244,14 @@ unsafe fn score_bias<S: Simd>(
         lines: 0,
     };
     let turns = DenseRows::<f32> { start: bias.steps.as_ptr(), stride: dim };
-    // SAFETY: passed on to the caller; a page has as many turns as positions.
+    // SAFETY: passed on to the caller; a page has a turn for each position.
     unsafe { score::<S, _>(turns, part, scores.as_mut_ptr(), staged, &mut Prefetcher::new(&nothing)) }
 }
 
 /// ⟨a, b⟩ of `n` floats, a multiple of two vectors.
 #[inline(always)]
 unsafe fn product<S: Simd>(a: *const f32, b: *const f32, n: usize) -> f32 {
-    // SAFETY: the caller has both, and the level's instructions; n is a multiple of a chunk.
+    // SAFETY: the caller guarantees both and the level's instructions; n is a multiple of a chunk.
     unsafe {
         let mut sums = [S::zero(); 2];
         for i in (0..n).step_by(2 * S::LANES) {
@@ -262,9 +263,9 @@ unsafe fn product<S: Simd>(a: *const f32, b: *const f32, n: usize) -> f32 {
     }
 }
 
-/// Scores to weights 2^(s − m), with m raised to the tile's largest score; l and o are rescaled to it. Means of the
-/// page add a product with the query to its scores, and the sum of its weights times the mean to its sum. `of_bias`:
-/// what is added to the scores, `[rows, TILE]`; empty for nothing.
+/// Turns scores into weights 2^(s − m), with m raised to the tile's largest score; l and o are rescaled accordingly.
+/// The mean of a page's keys adds its product with the query to the scores; the mean of its values, times the sum of
+/// the weights, is added to the sums. `of_bias` is added to the scores, `[rows, TILE]`; it may be empty.
 ///
 /// # Safety
 /// As for [`absorb`].
@@ -323,7 +324,7 @@ unsafe fn softmax<S: Simd>(
             for i in keys..padded {
                 *scores.add(i) = f32::NEG_INFINITY;
             }
-            // A NaN score is passed over here and shows in its weight. Not from −∞: see `SoftmaxState`.
+            // `max` ignores a NaN score, which shows in its weight instead. Not from −∞: see `SoftmaxState`.
             let mut largest = S::splat(f32::MIN);
             for i in (0..padded).step_by(S::LANES) {
                 largest = S::max(S::load(scores.add(i)), largest);
@@ -355,7 +356,7 @@ unsafe fn softmax<S: Simd>(
             }
         }
         if v.quantised {
-            // The last block first: the first one's plane is what all are made from.
+            // The last block first: the planes of all blocks are computed from the first one's, in place.
             for block in (0..head_dim / v.block).rev() {
                 v.norms::<S>(row, block, std::slice::from_raw_parts_mut(room.norms, keys));
                 for query in 0..queries.rows {

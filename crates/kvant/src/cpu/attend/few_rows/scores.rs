@@ -10,10 +10,10 @@ use super::{
 };
 use crate::cpu::simd::{Simd, SimdKernel};
 
-/// Scores of a part's keys into `scores`, `[rows, TILE]`.
+/// Computes the scores of a part's keys into `scores`, `[rows, TILE]`.
 ///
 /// # Safety
-/// The level's instructions are enabled; everything that `part` names exists; `staged` is as `TileMemory` says.
+/// The level's instructions are enabled; everything that `part` names exists; `staged` has the size in `TileMemory`.
 #[inline(always)]
 pub(super) unsafe fn score<S: Simd, R: LoadRows>(
     rows: R,
@@ -53,7 +53,7 @@ impl<R: LoadRows> SimdKernel for ScoreKernel<'_, '_, R> {
     fn run<S: Simd>(self) {
         let block = ScoreBlocks { rows: self.rows, part: self.part, scores: self.scores };
         let mut prefetch = *self.prefetch;
-        // SAFETY: `dispatch` enables the instructions; the caller of `score` vouches for the rest.
+        // SAFETY: `dispatch` enables the instructions; the caller of `score` guarantees the rest.
         unsafe { block.queries::<S>(&mut prefetch) };
         *self.prefetch = prefetch;
     }
@@ -66,7 +66,7 @@ struct ScoreBlocks<R> {
 }
 
 impl<R: LoadRows> ScoreBlocks<R> {
-    /// All keys with all queries: as many of both at a time as registers hold sums.
+    /// Computes scores of all keys with all queries, in blocks whose sums fit in the registers.
     #[inline(always)]
     unsafe fn queries<S: Simd>(&self, prefetch: &mut Prefetcher) {
         let rows = self.part.queries.rows;
@@ -101,14 +101,14 @@ impl<R: LoadRows> ScoreBlocks<R> {
         }
     }
 
-    /// All keys with `Q` queries, `K` at a time while as many are left.
+    /// Computes scores of all keys with `Q` queries, in blocks of `K` keys, then the rest.
     #[inline(always)]
     unsafe fn keys<S: Simd, const K: usize, const Q: usize>(&self, query: usize, prefetch: &mut Prefetcher) {
         let TilePart { keys, .. } = self.part;
         let whole = keys - keys % K;
         // SAFETY: passed on to the caller.
         unsafe {
-            // The first queries' blocks together ask for every line once.
+            // The blocks of the first queries prefetch every line once.
             let steps = (keys / K).max(1) * self.part.chunks.len();
             let pace = if query == 0 { self.part.lines.div_ceil(steps) } else { 0 };
             for key in (0..whole).step_by(K) {
@@ -120,7 +120,7 @@ impl<R: LoadRows> ScoreBlocks<R> {
         }
     }
 
-    /// Scores of `K` keys with `Q` queries; K is 1, 2, 4 or 8, and Q even where K is 2.
+    /// Computes scores of `K` keys with `Q` queries. K is 1, 2, 4 or 8; if K is 2, Q is even.
     #[inline(always)]
     unsafe fn block<S: Simd, const K: usize, const Q: usize>(
         &self,
@@ -158,10 +158,10 @@ impl<R: LoadRows> ScoreBlocks<R> {
     }
 }
 
-/// Adds up each vector: the sum of `sums[q][k]` goes to `to[q · TILE + k]`.
+/// Sums each vector: the sum of `sums[q][k]` is stored at `to[q · TILE + k]`.
 ///
 /// # Safety
-/// The level's instructions are enabled; `to` has these places.
+/// The level's instructions are enabled; `to` has these elements.
 #[inline(always)]
 pub(in super::super) unsafe fn store_sums<S: Simd, const K: usize, const Q: usize>(
     sums: &[[S::F; K]; Q],

@@ -10,10 +10,10 @@ use super::{
 };
 use crate::cpu::simd::{Simd, SimdKernel};
 
-/// Adds a part's values, by `weights` (`[rows, TILE]`), to the queries' sums.
+/// Adds a part's values, times `weights` (`[rows, TILE]`), to the queries' sums.
 ///
 /// # Safety
-/// The level's instructions are enabled; everything that `part` names exists; `staged` is as `TileMemory` says.
+/// The level's instructions are enabled; everything that `part` names exists; `staged` has the size in `TileMemory`.
 #[inline(always)]
 pub(super) unsafe fn add_values<S: Simd, R: LoadRows>(
     rows: R,
@@ -54,7 +54,7 @@ impl<R: LoadRows> SimdKernel for SumKernel<'_, '_, R> {
     fn run<S: Simd>(self) {
         let block = SumBlocks { rows: self.rows, part: self.part, weights: self.weights };
         let mut prefetch = *self.prefetch;
-        // SAFETY: `dispatch` enables the instructions; the caller of `add_values` vouches for the rest.
+        // SAFETY: `dispatch` enables the instructions; the caller of `add_values` guarantees the rest.
         unsafe { block.queries::<S>(&mut prefetch) };
         *self.prefetch = prefetch;
     }
@@ -67,7 +67,7 @@ struct SumBlocks<R> {
 }
 
 impl<R: LoadRows> SumBlocks<R> {
-    /// All queries: as many of them and of their coordinates at a time as registers hold sums.
+    /// Adds values to the sums of all queries, in blocks of queries and coordinates that fit in the registers.
     #[inline(always)]
     unsafe fn queries<S: Simd>(&self, prefetch: &mut Prefetcher) {
         let rows = self.part.queries.rows;
@@ -104,12 +104,12 @@ impl<R: LoadRows> SumBlocks<R> {
         }
     }
 
-    /// All chunks of `Q` queries, `C` at a time while as many are left.
+    /// Processes all chunks of `Q` queries, in blocks of `C` chunks, then the rest.
     #[inline(always)]
     unsafe fn rows<S: Simd, const Q: usize, const C: usize>(&self, query: usize, prefetch: &mut Prefetcher) {
         let TilePart { keys, ref chunks, lines, .. } = self.part;
         let whole = chunks.len() - chunks.len() % C;
-        // The first queries' blocks together ask for every line once.
+        // The blocks of the first queries prefetch every line once.
         let pace = |blocks: usize| if query == 0 { lines.div_ceil(blocks * keys) } else { 0 };
         let paces = (pace((chunks.len() / C).max(1)), if whole == 0 { pace(chunks.len()) } else { 0 });
         // SAFETY: passed on to the caller.
@@ -123,7 +123,7 @@ impl<R: LoadRows> SumBlocks<R> {
         }
     }
 
-    /// `C` chunks of `Q` queries, over all keys.
+    /// Processes `C` chunks of `Q` queries, over all keys.
     #[inline(always)]
     unsafe fn block<S: Simd, const Q: usize, const C: usize>(
         &self,

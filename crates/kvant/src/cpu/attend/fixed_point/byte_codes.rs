@@ -1,4 +1,4 @@
-//! Centroids of codes of 8 bits.
+//! Looks up centroids of 8-bit codes.
 
 use std::arch::x86_64::*;
 
@@ -11,8 +11,7 @@ impl ByteRows {
     unsafe fn look_up([low, next_low, high, next_high, ones]: [__m512i; 5], codes: __m512i) -> [__m512i; 2] {
         // SAFETY: AVX-512 BW and VBMI are enabled.
         unsafe {
-            // Code 255 − i has the inverse of code i's bits for a centroid, and only half of the codes are in the
-            // table.
+            // The table has only half of the codes: for a centroid, code 255 − i has the inverted bits of code i.
             let upper = _mm512_movepi8_mask(codes);
             let codes = _mm512_mask_sub_epi8(codes, upper, ones, codes);
             let low = _mm512_permutex2var_epi8(low, codes, next_low);
@@ -27,14 +26,14 @@ impl ByteRows {
 impl FixedCodes for ByteRows {
     const BITS: u32 = 8;
     const HALVES: bool = true;
-    /// The lower bytes of 128 centroids, the upper ones, and a vector of ones: loaded, for where the compiler knows it
-    /// it makes each masked subtraction two instructions.
+    /// The lower bytes of 128 centroids, the upper ones, and a vector of ones. The ones are loaded from memory: if the
+    /// compiler knew them, it would turn each masked subtraction into two instructions.
     type Table = [__m512i; 5];
 
     #[inline(always)]
     unsafe fn table() -> [__m512i; 5] {
         let bytes = table(8).bytes.as_ptr();
-        // SAFETY: the level's instructions are enabled; as many bytes are there.
+        // SAFETY: the level's instructions are enabled; the table has these bytes.
         unsafe {
             let mut vectors = [_mm512_setzero_si512(); 5];
             for (i, vector) in vectors.iter_mut().enumerate() {
@@ -63,7 +62,7 @@ impl FixedCodes for ByteRows {
             let a = _mm512_loadu_si512(self.row(a).add(chunk * CHUNK).cast());
             let b = _mm512_loadu_si512(self.row(b).add(chunk * CHUNK).cast());
             for (i, two) in values.chunks_exact_mut(2).enumerate() {
-                // The codes of both in turn before they are looked up: then their words are, too.
+                // Interleave the codes of both values before the lookup, so that their words are interleaved, too.
                 let codes = if FIRST / 2 + i == 0 { _mm512_unpacklo_epi8(a, b) } else { _mm512_unpackhi_epi8(a, b) };
                 two.copy_from_slice(&Self::look_up(table, codes));
             }
@@ -80,7 +79,7 @@ mod tests {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
     unsafe fn words(codes: &[u8; 64]) -> [i16; 64] {
         let mut words = [0; 64];
-        // SAFETY: the caller has the instructions; as many codes, and words, are there.
+        // SAFETY: the caller enables the instructions; both arrays have whole vectors.
         unsafe {
             let [a, b] = ByteRows::look_up(ByteRows::table(), _mm512_loadu_si512(codes.as_ptr().cast()));
             _mm512_storeu_si512(words.as_mut_ptr().cast(), a);

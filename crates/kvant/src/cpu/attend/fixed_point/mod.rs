@@ -1,17 +1,17 @@
-//! Quantised keys and values in fixed point, where the processor multiplies pairs of 16-bit integers and permutes bytes
+//! Quantised keys and values in fixed point, for processors that multiply pairs of 16-bit integers and permute bytes
 //! (AVX-512 VNNI and VBMI).
 //!
-//! One or two permutes turn 32 codes into signed 14-bit centroids, half as many as f32 needs. An instruction adds 32
+//! One or two permutes turn 32 codes into signed 14-bit centroids; f32 needs twice as many. One instruction adds 32
 //! products to 16 sums, twice as many as in f32, and the sums are exact. The operands are rounded: a query relative to
 //! the largest lane sum of its block, the weights of a tile relative to their sum. So no 32-bit sum overflows, and the
-//! sum of the weights is kept. [`Attend`](crate::ops::Attend) and docs/notes/cpu-attention.md state the error; relative
-//! to a vector stored in 8 bits it is 6·10⁻³.
+//! sum of the weights is preserved. [`Attend`](crate::ops::Attend) and docs/notes/cpu-attention.md state the error;
+//! relative to a vector stored in 8 bits it is 6·10⁻³.
 //!
 //! Packed codes are processed 64 coordinates at a time, as 16 words of four nibbles (or of four pairs of bits): word i
-//! holds coordinates 4i to 4i + 3. Queries and sums meanwhile have the 16 coordinates 4i first, then the 16 coordinates
-//! 4i + 1, and so on: four sets. A vector of keys holds two sets, one after the other; a vector of values holds one set
-//! of two keys, alternating. Bytes have the orders of the instructions that interleave two vectors of bytes: in sums a
-//! set is the same four of every 16 coordinates.
+//! holds coordinates 4i to 4i + 3. Queries and sums have the order of these words: the 16 coordinates 4i first, then
+//! the 16 coordinates 4i + 1, and so on: four sets. A vector of keys holds two sets, one after the other; a vector of
+//! values holds one set of two keys, alternating. 8-bit codes have the orders of the instructions that interleave two
+//! vectors of bytes: in sums, a set is the same four of every 16 coordinates.
 
 use std::arch::x86_64::*;
 
@@ -36,7 +36,7 @@ use values::add_all;
 /// Coordinates that are processed at a time.
 const CHUNK: usize = 64;
 
-/// Brings a sum into the order of coordinates.
+/// Rearranges a sum in the order of coordinates.
 pub(super) fn order_sum(side: &KvRows, o: &mut [f32]) {
     for chunk in o.chunks_exact_mut(CHUNK) {
         let mut copy = [0.0; CHUNK];
@@ -48,7 +48,7 @@ pub(super) fn order_sum(side: &KvRows, o: &mut [f32]) {
     }
 }
 
-/// The order of coordinates of a chunk in sums: where in the chunk the coordinate at each place is.
+/// The order of a chunk's coordinates in sums: entry i is the coordinate at place i.
 const fn chunk_order(interleaved: bool) -> [u8; CHUNK] {
     let mut order = [0; CHUNK];
     let mut at = 0;
@@ -60,11 +60,11 @@ const fn chunk_order(interleaved: bool) -> [u8; CHUNK] {
     order
 }
 
-/// Decodes the mean of a page: in the order of coordinates for queries, or in that of sums.
+/// Decodes the mean of a page, in the order of coordinates or in that of sums.
 ///
 /// # Safety
-/// The processor has the instructions of `Avx512Vbmi`; the page has the mean, whose length is that of `to`, a multiple
-/// of [`CHUNK`].
+/// The processor has the instructions of `Avx512Vbmi`; the page has the mean; the length of `to` is the mean's, a
+/// multiple of [`CHUNK`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")]
 pub(super) unsafe fn load_mean(side: &KvRows, mean: StoredMean, in_sums: bool, to: &mut [f32]) {
     const NATURAL: [u8; CHUNK] = {
@@ -100,7 +100,7 @@ pub(super) unsafe fn load_mean(side: &KvRows, mean: StoredMean, in_sums: bool, t
     }
 }
 
-/// Scores without norms into `scores`, `[rows, TILE]`.
+/// Computes scores without norms into `scores`, `[rows, TILE]`.
 ///
 /// # Safety
 /// The processor has the instructions of `Avx512Vbmi`; everything that `part` names exists.
@@ -119,7 +119,7 @@ pub(super) unsafe fn score(side: &KvRows, part: FixedPart, scores: *mut f32, pre
     }
 }
 
-/// Adds the values, by `weights` (`[rows, TILE]`), to the queries' sums. `rounded` has room for as many i16.
+/// Adds the values, times `weights` (`[rows, TILE]`), to the queries' sums. `rounded` has room for the weights as i16.
 ///
 /// # Safety
 /// As for [`score`].
@@ -144,20 +144,20 @@ pub(super) unsafe fn add_values(
     }
 }
 
-/// Rows as centroids of 16 bits.
+/// Loads rows as 16-bit centroids.
 ///
 /// # Safety
-/// Of all functions: the instructions are enabled, the rows and coordinates exist.
+/// For all functions: the instructions are enabled, the rows and coordinates exist.
 trait FixedCodes: Copy {
     const BITS: u32;
-    /// Whether looked-up centroids are half a unit too small: half of the codes then invert the bits of the other half.
+    /// Whether looked-up centroids are half a unit too small, so that inverting the bits of a centroid negates it.
     const HALVES: bool;
     /// The centroids, in registers.
     type Table: Copy;
     unsafe fn table() -> Self::Table;
     /// Coordinates `64 · chunk ..` of a key.
     unsafe fn key(&self, table: Self::Table, row: usize, chunk: usize) -> [__m512i; 2];
-    /// `SETS` sets of 16 coordinates of a chunk, from set `FIRST` on, of two values in turn.
+    /// `SETS` sets of 16 coordinates of a chunk, from set `FIRST` on, of two values interleaved.
     unsafe fn pair<const SETS: usize, const FIRST: usize>(
         &self,
         table: Self::Table,
@@ -169,6 +169,6 @@ trait FixedCodes: Copy {
 #[inline(always)]
 unsafe fn vector<T, const N: usize>(of: &[T; N]) -> __m512i {
     const { assert!(N * size_of::<T>() == 64) };
-    // SAFETY: as long as a vector; AVX-512 is enabled.
+    // SAFETY: the array is a vector long; AVX-512 is enabled.
     unsafe { _mm512_loadu_si512(of.as_ptr().cast()) }
 }

@@ -1,12 +1,12 @@
-//! Centroids of codes of 2 to 6 bits. Those of 4, 5 and 6 bits come as words of four nibbles and further bits; for
-//! those of 2 and 3 bits see `pair_codes`.
+//! Looks up centroids of codes of 2 to 6 bits. Codes of 4, 5 and 6 bits are unpacked to words of four nibbles, plus
+//! further bits. `pair_codes` unpacks codes of 2 and 3 bits.
 
 use std::arch::x86_64::*;
 
 use super::{FixedCodes, pair_codes, rounding::table, vector};
 use crate::cpu::attend::kv_rows::PackedRows;
 
-/// The centroids by the low bits of each word: 32, or 64 from two vectors.
+/// Looks up the low bits of each word in 32 centroids, or in 64 from two vectors.
 #[inline(always)]
 unsafe fn look_up<const BITS: u32>(table: [__m512i; 2], index: __m512i) -> __m512i {
     // SAFETY: AVX-512 BW is enabled.
@@ -19,10 +19,10 @@ unsafe fn look_up<const BITS: u32>(table: [__m512i; 2], index: __m512i) -> __m51
     }
 }
 
-/// The low four bits of each word of `low`, the others from `high`.
+/// The low four bits of each word from `low`, the other bits from `high`.
 #[inline(always)]
 unsafe fn join(low: __m512i, high: __m512i) -> __m512i {
-    // SAFETY: AVX-512 is enabled. 0xCA: where the first operand has a one, the second, elsewhere the third.
+    // SAFETY: AVX-512 is enabled. 0xCA selects the second operand's bit if the first's is one, otherwise the third's.
     unsafe { _mm512_ternarylogic_epi32::<0xCA>(_mm512_set1_epi16(15), low, high) }
 }
 
@@ -53,7 +53,7 @@ impl<const BITS: u32> FixedCodes for PackedRows<BITS> {
             let high = match BITS {
                 4 => _mm512_setzero_si512(),
                 5 => {
-                    // Nibble i of 64 bits: byte i/2 in word i, whose upper half is taken where i is odd.
+                    // Nibble i of 64 bits: byte i/2 goes to word i; for odd i, the upper half is used.
                     let bytes = _mm512_set1_epi64(high.cast::<i64>().read_unaligned());
                     _mm512_slli_epi16::<4>(_mm512_shuffle_epi8(bytes, vector(&const { nibbles(false) })))
                 }
@@ -135,7 +135,7 @@ impl<const BITS: u32> FixedCodes for PackedRows<BITS> {
 
 macro_rules! shift_right {
     ($($name:ident: $bits:literal),*) => { $(
-        /// Moves words right by so many times a number of bits, which the compiler knows.
+        /// Shifts words right by multiples of a number of bits that is known at compile time.
         #[inline(always)]
         unsafe fn $name(x: __m512i, times: usize) -> __m512i {
             // SAFETY: AVX-512 BW is enabled.
@@ -152,7 +152,8 @@ macro_rules! shift_right {
 }
 shift_right!(by_ones: 1, by_twos: 2, by_fours: 4);
 
-/// For keys: what moves each coordinate's `bits` bits to where word 4i's are; words of odd i begin `odd` bits higher.
+/// For keys: the shifts that move each coordinate's `bits` bits to the position of word 4i's. Words of odd i begin
+/// `odd` bits higher.
 const fn shifts(bits: u16, odd: u16) -> [[u16; 32]; 2] {
     let mut shifts = [[0; 32]; 2];
     let mut at = 0;
@@ -175,7 +176,7 @@ const fn odd_fours() -> [u16; 32] {
     shifts
 }
 
-/// Words of two vectors in turn.
+/// Interleaves the words of two vectors.
 const fn in_turn() -> [u16; 32] {
     let mut order = [0; 32];
     let mut lane = 0;
@@ -186,7 +187,7 @@ const fn in_turn() -> [u16; 32] {
     order
 }
 
-/// Byte i/2 for word i, 0x80 (zero) above it; `pairs`: of two strings of 8 bytes in turn.
+/// Byte i/2 for word i, 0x80 (zero) above it; `pairs`: interleaved from two strings of 8 bytes.
 const fn nibbles(pairs: bool) -> [u8; 64] {
     let mut order = [0x80; 64];
     let mut lane = 0;

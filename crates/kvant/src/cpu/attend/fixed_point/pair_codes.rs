@@ -1,16 +1,16 @@
-//! Indices of codes of 2 and 3 bits, which come as pairs of bits and single bits.
+//! Unpacks indices of codes of 2 and 3 bits, which are stored as pairs of bits and single bits.
 //!
 //! Byte i of a chunk's low plane holds the pairs of coordinates 4i to 4i + 3, and nibble i of its high plane their
-//! single bits. One permute brings the bits of four words into each 64 bits; a multishift then takes a window of 8 bits
-//! for every byte, so that a vector holds the indices of two vectors of centroids: one in even bytes, the other in odd
-//! ones. Bits above an index are arbitrary: the tables repeat.
+//! single bits. One permute brings the bits of four words into each 64 bits. A multishift then extracts a window of 8
+//! bits for every byte. The result holds the indices of two vectors of centroids: one in even bytes, the other in odd
+//! ones. Bits above an index are arbitrary, because the tables repeat.
 
 use std::arch::x86_64::*;
 
 use super::vector;
 use crate::cpu::attend::kv_rows::PackedRows;
 
-/// Where a chunk's single bits begin in 64 bits.
+/// The offset of a chunk's single bits in 64 bits.
 const SINGLES_AT: u8 = 32;
 
 /// The indices of a chunk of a key, in the order of `FixedCodes::key`: the second vector's in odd bytes.
@@ -55,7 +55,7 @@ pub(super) unsafe fn two_values<const BITS: u32>(rows: &PackedRows<BITS>, [a, b]
     }
 }
 
-/// The indices of sets `2 · HALF` (in even bytes) and `2 · HALF + 1` (in odd bytes) of two values in turn.
+/// The indices of sets `2 · HALF` (in even bytes) and `2 · HALF + 1` (in odd bytes) of two values interleaved.
 ///
 /// # Safety
 /// The instructions are enabled.
@@ -71,10 +71,11 @@ pub(super) unsafe fn two_sets<const BITS: u32>(words: __m512i, half: usize) -> _
     }
 }
 
-/// The pairs by the first windows; the single bits, bit 2 of the others.
+/// Extracts the pairs with `pairs`; bit 2, the single bit, is extracted with `singles`.
 #[inline(always)]
 unsafe fn indices<const BITS: u32>(words: __m512i, pairs: &[u8; 64], singles: &[u8; 64]) -> __m512i {
-    // SAFETY: AVX-512 VBMI is enabled. 0xCA: where the first operand has a one, the second, elsewhere the third.
+    // SAFETY: AVX-512 VBMI is enabled. 0xCA selects the second operand's bit if the first's is one, otherwise the
+    // third's.
     unsafe {
         let index = _mm512_multishift_epi64_epi8(vector(pairs), words);
         if BITS == 2 {
@@ -85,7 +86,7 @@ unsafe fn indices<const BITS: u32>(words: __m512i, pairs: &[u8; 64], singles: &[
     }
 }
 
-/// Which bytes each 64 bits take: four of pairs, two of single bits, which follow 16 bytes of pairs.
+/// The bytes of each 64 bits: four of pairs, two of single bits. Single bits follow 16 bytes of pairs.
 const fn key_bytes() -> [u8; 64] {
     let mut bytes = [0; 64];
     let mut at = 0;
@@ -97,8 +98,7 @@ const fn key_bytes() -> [u8; 64] {
     bytes
 }
 
-/// Where the window of each byte begins: that of word i of four, of a set, whose bits begin `first` on, `width` of
-/// each.
+/// The offset of the window of each byte: word i of four of a set begins at bit `first` plus a multiple of `width`.
 const fn key_windows(first: u8, width: u8) -> [u8; 64] {
     let mut windows = [0; 64];
     let mut at = 0;
@@ -110,8 +110,8 @@ const fn key_windows(first: u8, width: u8) -> [u8; 64] {
     windows
 }
 
-/// The same for two values: two bytes of pairs of each, then a byte of single bits of each. 16 bytes of pairs of both
-/// come before 8 bytes of single bits of both.
+/// As [`key_bytes`], for two values: two bytes of pairs of each, then a byte of single bits of each. 16 bytes of pairs
+/// of both precede 8 bytes of single bits of both.
 const fn value_bytes() -> [u8; 64] {
     let mut bytes = [0; 64];
     let mut at = 0;
@@ -123,7 +123,7 @@ const fn value_bytes() -> [u8; 64] {
     bytes
 }
 
-/// The same for two values: words of both in turn, of two sets from `set` on.
+/// As [`key_windows`], for two values: interleaved words of both, of two sets from `set` on.
 const fn value_windows(first: u8, width: u8, set: usize) -> [u8; 64] {
     let mut windows = [0; 64];
     let mut at = 0;

@@ -50,12 +50,12 @@ struct FixedScores<R> {
 }
 
 impl<R: FixedCodes> FixedScores<R> {
-    /// All keys with `Q` queries, `K` at a time while as many are left.
+    /// Computes scores of all keys with `Q` queries, in blocks of `K` keys, then the rest.
     #[inline(always)]
     unsafe fn keys<const K: usize, const Q: usize>(&self, query: usize, prefetch: &mut Prefetcher) {
         let keys = self.part.keys;
         let whole = keys - keys % K;
-        // The first queries ask for every line once; those keys do that are most, or all.
+        // The first queries prefetch every line once: in the blocks of `K` keys or, without one, in the rest.
         let pace = |steps: usize| if query == 0 { self.part.lines.div_ceil(steps * self.block / CHUNK) } else { 0 };
         let paces = (pace((keys / K).max(1)), if whole == 0 { pace(keys) } else { 0 });
         // SAFETY: passed on to the caller.

@@ -1,4 +1,4 @@
-//! Sums of values: a block of queries × coordinates at a time, in registers, over all keys of a tile, two at a time.
+//! Sums of values: a block of queries × coordinates at a time, in registers, over the keys of a tile in pairs.
 
 use std::arch::x86_64::*;
 
@@ -61,12 +61,12 @@ struct FixedSums<R> {
     part: FixedPart,
     /// `[rows, TILE]`.
     weights: *const i16,
-    /// [`UNIT`](rounding::UNIT) units of the weights of eight queries, and the sums of the rounded weights.
+    /// The units of the weights of eight queries, times [`UNIT`](rounding::UNIT), and the sums of the rounded weights.
     units: [(f32, f32); 8],
 }
 
 impl<R: FixedCodes> FixedSums<R> {
-    /// All coordinates of `Q` queries: `SETS` sets of each chunk, `C` chunks at a time while as many are left.
+    /// Processes all coordinates of `Q` queries: `SETS` sets of each chunk, in blocks of `C` chunks, then the rest.
     #[inline(always)]
     unsafe fn coordinates<const Q: usize, const C: usize, const SETS: usize>(
         &self,
@@ -76,7 +76,7 @@ impl<R: FixedCodes> FixedSums<R> {
         let FixedPart { keys, block, lines, .. } = self.part;
         let chunks = self.block / CHUNK;
         let first = block * chunks;
-        // The first queries ask for every line once.
+        // The first queries prefetch every line once.
         let steps = (chunks / C).max(1) * (4 / SETS) * keys.div_ceil(2);
         let pace = if query == 0 { lines.div_ceil(steps) } else { 0 };
         // SAFETY: passed on to the caller.
@@ -114,7 +114,7 @@ impl<R: FixedCodes> FixedSums<R> {
             let weights = self.weights.add(query * TILE).cast::<i32>();
             for pair in 0..keys.div_ceil(2) {
                 prefetch.fetch::<Avx512>(pace);
-                // A last key without a second one is taken twice, the second time by a weight of zero.
+                // If the last key has no partner, it is paired with itself with a weight of zero.
                 let rows = [row + 2 * pair, row + (2 * pair + 1).min(keys - 1)];
                 let mut v = [[_mm512_setzero_si512(); SETS]; C];
                 for (i, v) in v.iter_mut().enumerate() {

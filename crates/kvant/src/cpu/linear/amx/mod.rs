@@ -1,16 +1,17 @@
-//! Many rows of activations times a matrix, by tiles of bfloats (AMX).
+//! Many rows of activations times a matrix, with bf16 tiles (AMX).
 //!
-//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Numbers have two digits of bf16,
-//! those of bf16 have one, and so have all with activations of 8 bits: [`tile_product`]. An instruction adds the
+//! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Numbers are split into hi + lo
+//! bf16 ([`tile_product`]). bf16 numbers, and all numbers with 8-bit activations, have hi only. An instruction adds the
 //! products of 16 rows with 16 outputs over 32 inputs to sums of f32.
 //!
-//! | what | layout, in words of two bfloats, of neighbouring inputs |
+//! | operand | layout, in words of the bf16 of two neighbouring inputs |
 //! |---|---|
 //! | a tile of activations | `[inputs / 32, digits, 16 rows, 16 words]` |
 //! | a tile of weights | `[inputs / 32, digits, 16 words, 16 outputs]` |
 //!
-//! A task unpacks the weights of a panel of outputs for [`DEPTH`] inputs ([`weights`]), multiplies them with all rows
-//! of a block, and goes on with the next inputs. Sums stay in memory meanwhile.
+//! `digits` is the number of terms, hi and lo. A task unpacks the weights of a panel of outputs for [`DEPTH`] inputs
+//! ([`weights`]), multiplies them by all rows of a block, and continues with the next inputs. Sums stay in memory in
+//! between.
 
 mod weights;
 
@@ -36,29 +37,29 @@ pub(super) const ROWS: usize = TILE_ROWS;
 const TILE: usize = 16;
 /// Inputs of a tile.
 const STEP: usize = 32;
-/// Words of a digit of a tile: 16 rows of 64 bytes.
+/// Words of hi or lo in a tile: 16 rows of 64 bytes.
 const WORDS: usize = TILE_ROWS * TILE_BYTES / size_of::<f32>();
-/// The most outputs of a panel, 32 tiles: activations come from the third-level cache once for each.
+/// Maximum outputs of a panel, 32 tiles: activations are read from the third-level cache once per panel.
 pub(super) const PANEL: usize = 512;
-/// Floats from a row of sums to the next: rows a power of two apart would fall into the same few sets of the caches.
+/// Floats between rows of sums: rows a power of two apart would share a few sets of the caches.
 const APART: usize = PANEL + 16;
-/// Inputs that are unpacked at a time. Sums are loaded and stored once for as many.
+/// Inputs that are unpacked at a time. Sums are loaded and stored once for them.
 const DEPTH: usize = 256;
-/// The most rows of a block: their sums stay in the second-level cache.
+/// Maximum rows of a block: their sums stay in the second-level cache.
 const BLOCK: usize = 256;
 
 /// The layout of prepared activations.
 #[derive(Clone, Copy)]
 pub(super) struct AmxLayout {
     inputs: usize,
-    /// Of an activation.
+    /// Terms (hi, lo) of an activation.
     digits: usize,
-    /// Of a weight, unless it is bf16.
+    /// Terms of a weight, unless it is bf16.
     weight_digits: usize,
 }
 
 impl AmxLayout {
-    /// For activations of a dtype. `eight_bits`: one digit suffices.
+    /// The layout for activations of a dtype. `eight_bits`: hi suffices.
     pub(super) fn new(inputs: usize, x: DType, eight_bits: bool) -> AmxLayout {
         let digits = |is_bf16: bool| if is_bf16 || eight_bits { 1 } else { 2 };
         AmxLayout { inputs, digits: digits(x == DType::BF16), weight_digits: digits(false) }
@@ -74,7 +75,7 @@ impl AmxLayout {
     }
 }
 
-/// Tiles of rows: those are listed of which a number is not finite.
+/// Prepares tiles of rows, and lists tiles with a number that is not finite.
 impl SimdKernel for PrepareAs<'_, AmxLayout> {
     type Output = ();
     #[inline(always)]
@@ -85,8 +86,7 @@ impl SimdKernel for PrepareAs<'_, AmxLayout> {
         for (tile, to) in self.to.chunks_exact_mut(self.form.tile()).enumerate() {
             for t in 0..ROWS.min(self.rows.saturating_sub(tile * ROWS)) {
                 let index = tile * ROWS + t;
-                // SAFETY: `dispatch` enables the instructions; the activations have these rows, which nobody writes
-                // meanwhile.
+                // SAFETY: `dispatch` enables the instructions; the activations have these rows, which nobody writes.
                 let is_finite = unsafe {
                     self.x.load::<S>((self.first + index) * inputs, &mut row[..inputs]);
                     weights::split_row(row, digits, &mut to[t * TILE..])
@@ -117,7 +117,7 @@ impl SimdKernel for ManyRowsBy<'_, AmxLayout> {
                     self.x[rows[0][0] as usize / ROWS * tile..][..tile].as_ptr()
                 } else {
                     let to = gathered.wrapping_add(i * tile);
-                    // SAFETY: a tile each; nobody else has a reference to any of them.
+                    // SAFETY: each is a tile; nobody else has a reference to any of them.
                     self.gather(rows, unsafe { std::slice::from_raw_parts_mut(to, tile) });
                     to
                 };
@@ -148,14 +148,14 @@ impl SimdKernel for ManyRowsBy<'_, AmxLayout> {
     }
 }
 
-/// Whether the rows of activations are those of a tile, from its first one on.
+/// Whether the rows of activations are a whole tile, from its first row on.
 fn is_tile(rows: &[[u32; 2]]) -> bool {
     let first = rows[0][0] as usize / ROWS * ROWS;
     rows.iter().enumerate().all(|(t, row)| row[0] as usize == first + t)
 }
 
 impl ManyRowsBy<'_, AmxLayout> {
-    /// Makes a tile of rows of activations.
+    /// Gathers rows of activations into a tile.
     fn gather(&self, rows: &[[u32; 2]], gathered: &mut [f32]) {
         for (t, row) in rows.iter().enumerate() {
             let (tile, within) = (row[0] as usize / ROWS, row[0] as usize % ROWS * TILE);
@@ -166,8 +166,8 @@ impl ManyRowsBy<'_, AmxLayout> {
         }
     }
 
-    /// The sums of a panel of `count` outputs from `first` on. Returns a bit for each tile of outputs of which a weight
-    /// is not finite: its sums are not valid.
+    /// Computes the sums of a panel of `count` outputs from `first` on. Returns a bit for each tile of outputs with a
+    /// weight that is not finite: its sums are invalid.
     ///
     /// # Safety
     /// The level's instructions are enabled; the outputs exist, and `totals` has [`APART`] floats for each row of the
@@ -211,10 +211,10 @@ impl ManyRowsBy<'_, AmxLayout> {
         odd
     }
 
-    /// The same for a tile of outputs in plain sums of f32, for weights that are not finite.
+    /// Computes a tile of outputs with plain f32 sums, for weights that are not finite.
     ///
     /// # Safety
-    /// As for [`ManyRowsBy::panel`]; there are `rows` rows.
+    /// As for [`ManyRowsBy::panel`]; the tiles have `rows` rows.
     #[inline(always)]
     unsafe fn tile_in_floats<S: Simd>(&self, x: &[*const f32], rows: usize, outputs: Range<usize>, totals: &mut [f32]) {
         let AmxLayout { inputs, digits, .. } = self.layout;

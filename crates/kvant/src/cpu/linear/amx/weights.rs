@@ -1,4 +1,4 @@
-//! Numbers as digits: rows of activations, and the weights of a panel.
+//! Converts rows of activations, and the weights of a panel, to hi + lo bf16.
 
 use std::arch::x86_64::*;
 
@@ -15,17 +15,17 @@ use crate::{
 
 const _: () = assert!(STEP == UNIT);
 
-/// The digits of a row of whole steps: `to[step, digits, 16 rows, 16 words]`, of which it is one of the rows. Returns
-/// whether all numbers, and what they are rounded to, are finite.
+/// Splits a row of whole steps into hi and lo. `to` is `[step, digits, 16 rows, 16 words]`, offset to one of the 16
+/// rows. Returns whether all numbers are finite, also after rounding.
 ///
 /// # Safety
-/// The instructions of `Avx512Amx` are there.
+/// The instructions of `Avx512Amx` are enabled.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn split_row(row: &[f32], digits: usize, to: &mut [f32]) -> bool {
     let mut odd = 0;
     for (step, numbers) in row.chunks_exact(STEP).enumerate() {
         let to = &mut to[step * digits * WORDS..];
-        // SAFETY: a step is two vectors of numbers, and one of a digit.
+        // SAFETY: a step is two vectors of numbers, and one vector of hi or lo.
         unsafe {
             let numbers = [_mm512_loadu_ps(numbers.as_ptr()), _mm512_loadu_ps(numbers.as_ptr().add(16))];
             let high = round(numbers);
@@ -44,14 +44,14 @@ pub(super) unsafe fn split_row(row: &[f32], digits: usize, to: &mut [f32]) -> bo
     odd == 0
 }
 
-/// 32 numbers as bfloats.
+/// Rounds 32 numbers to bf16.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn round(numbers: [__m512; 2]) -> __m512i {
     // SAFETY: a vector of bfloats is bits.
     unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(numbers[1], numbers[0])) }
 }
 
-/// Which of 32 bfloats are not finite.
+/// A mask of the bf16 that are not finite.
 #[target_feature(enable = "avx512f,avx512bw")]
 fn not_finite(bfloats: __m512i) -> __mmask32 {
     _mm512_cmpge_epu16_mask(_mm512_and_si512(bfloats, _mm512_set1_epi16(0x7FFF)), _mm512_set1_epi16(0x7F80))
@@ -60,22 +60,22 @@ fn not_finite(bfloats: __m512i) -> __mmask32 {
 /// The weights of a panel of outputs.
 pub(super) struct PanelWeights<'a> {
     matrix: &'a Matrix,
-    /// The first row of the matrix, and how many there are.
+    /// The first row of the matrix, and the number of rows.
     first: usize,
     count: usize,
-    /// Of a weight.
+    /// Terms (hi, lo) of a weight.
     pub(super) digits: usize,
     /// `[outputs / 16, 2, groups, 16]`: scales, then biases.
     factors: ScratchFloats,
     group: usize,
-    /// The codes of blocks, a byte each.
+    /// The codes of blocks, one byte each.
     bytes: ScratchFloats,
-    /// Whether all weights are finite; of dense ones [`PanelWeights::unpack`] finds out.
+    /// Whether all weights are finite; for dense weights, [`PanelWeights::unpack`] checks.
     are_finite: bool,
 }
 
 impl PanelWeights<'_> {
-    /// `digits`: of a weight that is not bf16.
+    /// Loads the scales and biases of a panel. `digits`: terms of a weight that is not bf16.
     ///
     /// # Safety
     /// The level's instructions are enabled, and the matrix has `count` rows from `first` on, at least one.
@@ -100,8 +100,8 @@ impl PanelWeights<'_> {
         PanelWeights { matrix, first, count, digits, factors, group, bytes, are_finite }
     }
 
-    /// Unpacks `steps` of 32 inputs from `input` on, of a tile of outputs from `output` of the panel on. Returns
-    /// whether all are finite. Beyond the end, outputs are unspecified and inputs are zero.
+    /// Unpacks `steps` steps of 32 inputs from `input` on, for the tile of outputs that begins at `output` of the
+    /// panel. Returns whether all are finite. Outputs beyond the end are unspecified; inputs beyond the end are zero.
     ///
     /// # Safety
     /// The level's instructions are enabled, and `to` has room for the steps.
@@ -116,7 +116,7 @@ impl PanelWeights<'_> {
         let (scales, biases) = self.factors[output / TILE * floats..][..floats].split_at(floats / 2);
         let factors = Factors { scales, biases, group: self.group };
         let mut rows = [std::ptr::null(); TILE];
-        // SAFETY: the caller's promise; the rows are the matrix's.
+        // SAFETY: the caller's promise; the rows belong to the matrix.
         unsafe {
             match self.matrix.kind {
                 MatrixKind::Blocks(_) => {
@@ -173,7 +173,7 @@ impl PanelWeights<'_> {
         }
     }
 
-    /// The same for codes of other widths, and for weights of f16: row by row in f32.
+    /// Unpacks codes of other widths, and f16 weights, row by row in f32.
     ///
     /// # Safety
     /// As for [`PanelWeights::unpack`].
@@ -217,7 +217,7 @@ impl PanelWeights<'_> {
                 }
             }
             for (to, digit) in to.chunks_exact_mut(WORDS).zip(digits.chunks_exact(WORDS)) {
-                // SAFETY: as above: squares of 16 by 16.
+                // SAFETY: as above; these are squares of 16 by 16.
                 unsafe { Avx512::transpose16(digit.as_ptr(), TILE, to.as_mut_ptr()) };
             }
         }
@@ -225,7 +225,7 @@ impl PanelWeights<'_> {
     }
 }
 
-/// Asks for what a row has after some steps from `input` on, to be there when these have been multiplied.
+/// Prefetches the inputs of a row after `steps` steps from `input` on, which are needed after these steps.
 ///
 /// # Safety
 /// The level's instructions are enabled.
@@ -246,8 +246,8 @@ struct Factors<'a> {
     group: usize,
 }
 
-/// Scales and biases as [`PanelWeights::factors`]. Returns whether all weights are finite: below 1e38, so that none
-/// rounds to infinity.
+/// Loads scales and biases in the layout of [`PanelWeights::factors`]. Returns whether all weights are finite and below
+/// 1e38, so that none rounds to infinity.
 ///
 /// # Safety
 /// The level's instructions are enabled; the rows exist.
@@ -261,9 +261,9 @@ unsafe fn load_factors<S: Simd>(matrix: &Matrix, first: usize, count: usize, to:
         unsafe { matrix.factors_by_group::<S>(first + start, TILE.min(count - start), TILE, to) };
         let (scales, biases) = to.split_at(of_tile / 2);
         for (scale, bias) in scales.iter().zip(biases) {
-            let most = scale.abs().mul_add(255.0, bias.abs());
-            // The maximum would lose a NaN, the sum does not.
-            (largest, sum) = (largest.max(most), sum + most * 0.0);
+            let max = scale.abs().mul_add(255.0, bias.abs());
+            // `max` may drop NaN; the sum propagates it.
+            (largest, sum) = (largest.max(max), sum + max * 0.0);
         }
     }
     largest < 1e38 && sum == 0.0
@@ -310,7 +310,7 @@ unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
                         };
                         *weight = _mm512_fmadd_ps(code, scale, bias);
                     }
-                    // Without the low digit, nothing computes it.
+                    // Without lo, the compiler removes its computation.
                     let [high, low] = digits(weights);
                     _mm512_storeu_si512(to.add(pair * TILE).cast(), high);
                     if DIGITS == 2 {
@@ -322,7 +322,7 @@ unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
     }
 }
 
-/// Copies bfloats of which a row has `left`, and returns whether all are finite.
+/// Copies bf16 weights, and returns whether all are finite. A row has `left` more.
 ///
 /// # Safety
 /// As for [`unpack_codes`].
@@ -334,7 +334,7 @@ unsafe fn copy_bfloats(rows: &[*const u8; TILE], left: usize, steps: usize, to: 
         // SAFETY: the caller's promise.
         let words = unsafe { TransposedRows::new(rows, step * STEP * 2, bytes) };
         for (to, words) in to.chunks_exact_mut(TILE).zip(words.0.chunks_exact(TILE)) {
-            // SAFETY: a vector each.
+            // SAFETY: each is a vector.
             unsafe {
                 let words = _mm512_load_si512(words.as_ptr().cast());
                 odd |= not_finite(words);

@@ -1,7 +1,7 @@
 //! Codes of rows in blocks, unpacked in registers: 128 inputs at a time, half a block of 256 or four blocks of 32.
 //!
-//! The first vector takes every other run of inputs, the second those between, so that a lane of their sums holds
-//! inputs of one group. Runs are as long as the format's layout makes cheap ([`BlockMatrix::run`]).
+//! The first vector has every other run of inputs, the second the runs in between, so that a lane of their sums holds
+//! inputs of one group. [`BlockMatrix::run`] is the run length that the format makes cheap.
 
 use std::arch::x86_64::*;
 
@@ -23,7 +23,7 @@ pub struct BlockCodes<const PACKING: usize> {
 }
 
 impl<const PACKING: usize> BlockCodes<PACKING> {
-    /// Rows of `blocks`, the first of them at `start`, each `apart` bytes from the next.
+    /// Rows of `blocks`. The first one begins at `start`; rows are `apart` bytes apart.
     pub fn new(blocks: &BlockMatrix, start: *const u8, apart: usize, prefetch: WeightPrefetch) -> Self {
         BlockCodes { start, apart, prefetch, bytes: blocks.row_bytes(256) / 2 }
     }
@@ -43,7 +43,7 @@ impl<const PACKING: usize> RowCodes for BlockCodes<PACKING> {
         // SAFETY: the caller's promise: the row has these inputs.
         unsafe {
             let row = self.start.wrapping_add(row * self.apart);
-            // A block of 256; four blocks of 32.
+            // Half a block of 256, or four blocks of 32.
             let (block, half) = (row.wrapping_add(index / 2 * 2 * self.bytes), index % 2);
             let four = row.wrapping_add(index * self.bytes);
             match PACKING {
@@ -89,7 +89,7 @@ unsafe fn load(from: *const u8) -> __m512i {
     unsafe { _mm512_loadu_si512(from.cast()) }
 }
 
-/// 32 bytes in both halves.
+/// Loads 32 bytes into both halves.
 #[inline(always)]
 unsafe fn twice(from: *const u8) -> __m512i {
     // SAFETY: as above.
@@ -106,7 +106,8 @@ unsafe fn nibbles(packed: __m512i) -> [__m512i; 2] {
     }
 }
 
-/// Bits 0 and 1 of the lower 32 bytes and bits 2 and 3 of the upper ones; bits 4 and 5, and 6 and 7.
+/// Three vectors of 2-bit codes: bits 0 and 1 of the lower 32 bytes with bits 2 and 3 of the upper ones; then bits 4
+/// and 5; then bits 6 and 7.
 #[inline(always)]
 unsafe fn pairs(bytes: __m512i) -> [__m512i; 2] {
     // SAFETY: as above.
@@ -116,8 +117,8 @@ unsafe fn pairs(bytes: __m512i) -> [__m512i; 2] {
     }
 }
 
-/// Codes with those bits of a byte that MASK has, from bytes rotated to the left: by `left` bits in the lower 32 and in
-/// the upper 32, by 4 less in the second `half` of a block.
+/// Codes whose bits in MASK come from rotated bytes: rotated left by `left` bits for the lower and upper 32, and by 4
+/// less in the second `half` of a block.
 #[inline(always)]
 unsafe fn with_bits<const MASK: i8>(codes: __m512i, bits: __m512i, left: [i64; 2], half: usize) -> __m512i {
     // SAFETY: as above.
@@ -125,12 +126,12 @@ unsafe fn with_bits<const MASK: i8>(codes: __m512i, bits: __m512i, left: [i64; 2
         let [lower, upper] = left;
         let left = _mm512_setr_epi64(lower, lower, lower, lower, upper, upper, upper, upper);
         let left = _mm512_sub_epi64(left, _mm512_set1_epi64(4 * half as i64));
-        // 0xCA: where the first operand has a one, the second, elsewhere the third.
+        // 0xCA selects the second operand's bit if the first's is one, otherwise the third's.
         _mm512_ternarylogic_epi32::<0xCA>(_mm512_set1_epi8(MASK), _mm512_rolv_epi64(bits, left), codes)
     }
 }
 
-/// From planes of 32 inputs, even ones in one vector and odd ones in the other, to alternating runs of 16.
+/// Converts planes of 32 inputs, even ones in one vector and odd ones in the other, to alternating runs of 16.
 #[inline(always)]
 unsafe fn alternate_runs_of_16([even, odd]: [__m512i; 2]) -> [__m512i; 2] {
     // SAFETY: as above.
@@ -141,7 +142,7 @@ unsafe fn alternate_runs_of_16([even, odd]: [__m512i; 2]) -> [__m512i; 2] {
     }
 }
 
-/// From natural order to alternating runs of 8.
+/// Converts natural order to alternating runs of 8.
 #[inline(always)]
 unsafe fn alternate_runs_of_8([lower, upper]: [__m512i; 2]) -> [__m512i; 2] {
     // SAFETY: as above.
@@ -152,7 +153,7 @@ unsafe fn alternate_runs_of_8([lower, upper]: [__m512i; 2]) -> [__m512i; 2] {
     }
 }
 
-/// The entries of a table.
+/// Looks codes up in a table.
 #[inline(always)]
 unsafe fn entries(table: &[u8; 16], [low, high]: [__m512i; 2]) -> [__m512i; 2] {
     // SAFETY: as above.
@@ -162,13 +163,13 @@ unsafe fn entries(table: &[u8; 16], [low, high]: [__m512i; 2]) -> [__m512i; 2] {
     }
 }
 
-/// The number of the `i`th of four blocks; of the last one where there are only `inputs`.
+/// The index of the `i`th of four blocks, or of the last block if `inputs` end before.
 #[inline(always)]
 fn number(i: usize, inputs: usize) -> usize {
     i.min(inputs / 32 - 1)
 }
 
-/// 16 bytes each of four blocks, `offset` bytes from their beginning.
+/// Loads 16 bytes of each of four blocks, `offset` bytes from their start.
 #[inline(always)]
 unsafe fn sixteens<const BYTES: usize>(blocks: *const u8, offset: usize, inputs: usize) -> __m512i {
     // SAFETY: as above.
@@ -181,7 +182,7 @@ unsafe fn sixteens<const BYTES: usize>(blocks: *const u8, offset: usize, inputs:
     }
 }
 
-/// Codes of four blocks whose fifth bits are in the word `offset` bytes from their beginning, before the others.
+/// The codes of four blocks whose fifth bits are in the word at byte `offset`, before the other bits.
 #[inline(always)]
 unsafe fn with_fifths<const BYTES: usize>(blocks: *const u8, offset: usize, inputs: usize) -> [__m512i; 2] {
     // SAFETY: as above.

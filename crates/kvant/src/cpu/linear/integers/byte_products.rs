@@ -1,12 +1,12 @@
-//! Products of affine rows with a few rows of activations, in bytes.
+//! Byte products of affine rows with a few rows of activations.
 //!
 //! Codes are unsigned bytes. Activations become 24-bit integers, multiples of a unit per group, in three signed bytes:
 //! an error of about 2⁻²⁴ of the largest of the group, as in f32 with one exponent. An instruction multiplies 64 codes
-//! by 64 such bytes and adds the products in groups of four. The sums of the three bytes are combined in integers (for
-//! 8-bit codes in f32), then scaled by group.
+//! by 64 of these bytes and adds the products in groups of four. The sums of the three bytes are combined in integers
+//! (for 8-bit codes in f32), then scaled by group.
 //!
-//! Codes are processed 64 at a time in natural order, or 128 at a time in two vectors of alternating runs, those of
-//! 4 bits in runs of 1. Either way a lane of the sums holds inputs near each other, which share a scale.
+//! Codes are processed 64 at a time in natural order, or 128 at a time in two vectors of alternating runs; 4-bit codes
+//! have runs of 1. In both cases, a lane of the sums holds neighbouring inputs, which share a scale.
 
 use std::arch::x86_64::*;
 
@@ -24,24 +24,24 @@ const PAD: usize = 16;
 const GROUPS: usize = 16;
 /// Bytes of a vector.
 pub const VECTOR: usize = 64;
-/// Three bytes with a sign reach 8 355 711; a little less, because the quotient is rounded.
+/// The maximum of three signed bytes is 8 355 711; slightly less, because the quotient is rounded.
 const LARGEST: f32 = 8_355_000.0;
 
 /// The codes of rows that are multiplied together.
 pub trait RowCodes: Copy {
-    /// Vectors of codes that are processed at a time: 2 where the layout has runs.
+    /// Vectors of codes that are processed at a time: 2 if the layout has runs.
     const PARTS: usize;
-    /// Whether sums of products with three bytes may leave 32 bits: codes have more than 6 bits, or more than 5 where
-    /// there are two vectors.
+    /// Whether sums of products with three bytes may overflow 32 bits: codes have more than 6 bits, or with two vectors
+    /// more than 5.
     const WIDE: bool;
 
-    /// What to prefetch, and bytes of a row that are processed at a time.
+    /// The prefetches, and the bytes of a row that are processed at a time.
     fn prefetch(&self) -> (WeightPrefetch, usize);
 
-    /// Vectors `index` of a row, which has `inputs` codes there; the bytes of others are arbitrary.
+    /// Loads vectors `index` of a row, which has `inputs` codes there; bytes beyond are arbitrary.
     ///
     /// # Safety
-    /// The row exists, and the instructions of `Avx512Vbmi` are there.
+    /// The row exists, and the instructions of `Avx512Vbmi` are enabled.
     unsafe fn load(&self, row: usize, index: usize, inputs: usize) -> [__m512i; 2];
 }
 
@@ -64,24 +64,25 @@ pub fn stride(layout: IntegerLayout) -> usize {
     (blocks(layout) * parts(layout) * DIGITS * VECTOR / 4 + 2 * (layout.groups() + PAD)).next_multiple_of(VECTOR / 4)
 }
 
-/// A prepared row's bytes, units and sums.
+/// Splits a prepared row into its bytes, units and sums.
 fn split(layout: IntegerLayout, row: *const f32) -> (*const u8, *const f32, *const f32) {
     let bytes = blocks(layout) * parts(layout) * DIGITS * VECTOR;
     let units = row.wrapping_add(bytes / 4);
     (row.cast(), units, units.wrapping_add(layout.groups() + PAD))
 }
 
-/// Prepares a row of activations. False if it cannot be: where one is not finite, or all of a group are tiny.
+/// Prepares a row of activations. Returns false if integers cannot represent it: one is not finite, or all of a group
+/// are tiny.
 ///
 /// # Safety
-/// The instructions of `Avx512Vbmi` are there; `x` is as long as a row of the matrix, `to` as [`stride`] says.
+/// The instructions of `Avx512Vbmi` are enabled; `x` has the length of a row of the matrix, `to` the length [`stride`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool {
     let (bytes, units, sums) = split(layout, to.as_mut_ptr());
     let (bytes, units, sums) = (bytes.cast_mut(), units.cast_mut(), sums.cast_mut());
     let (groups, parts) = (layout.groups(), parts(layout));
-    // SAFETY: groups lie within the row and their numbers within the prepared row; blocks likewise, and of the last one
-    // only the vectors that the row has are read.
+    // SAFETY: groups are within the row, and their units and sums within the prepared row. Blocks are, too; for the
+    // last one, only vectors of the row are read.
     unsafe {
         for (g, group) in x.chunks_exact(1 << layout.group).enumerate() {
             let Some((largest, sum)) = measure::<Avx512>(group) else { return false };
@@ -92,7 +93,7 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
             units.add(groups + i).write(0.0);
             sums.add(groups + i).write(0.0);
         }
-        // The bytes of every other run among 128, then those between.
+        // The bytes of every other run of 128, then the runs in between.
         let run = layout.run.max(1);
         let numbers: [u8; VECTOR] = std::array::from_fn(|i| (i / run * 2 * run + i % run) as u8);
         let even = _mm512_loadu_si512(numbers.as_ptr().cast());
@@ -107,7 +108,7 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
                 let mut n = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
                 for digit in digits.iter_mut().rev() {
                     _mm_storeu_si128(digit.as_mut_ptr().add(at - start).cast(), _mm512_cvtepi32_epi8(n));
-                    // Rounded up where the byte just stored is negative.
+                    // Round up if the byte just stored is negative.
                     n = _mm512_srai_epi32::<8>(_mm512_add_epi32(n, _mm512_set1_epi32(128)));
                 }
             }
@@ -128,11 +129,11 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
     true
 }
 
-/// The products of R rows of the matrix, which have these codes, with T prepared rows of activations.
+/// Multiplies R rows of the matrix, which have these codes, by T prepared rows of activations.
 ///
 /// # Safety
-/// The instructions of `Avx512Vbmi` are there; the rows have the layout, the activations were prepared for it, and R·T
-/// is a multiple of 4.
+/// The instructions of `Avx512Vbmi` are enabled; the rows have the layout, the activations were prepared for it, and
+/// R·T is a multiple of 4.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni")]
 #[allow(clippy::needless_range_loop, reason = "a number counts through several arrays at once")]
@@ -142,7 +143,7 @@ pub unsafe fn dots<C: RowCodes, const R: usize, const T: usize>(
     factors_of: &RowFactors,
     x: [*const f32; T],
 ) -> [[f32; T]; R] {
-    // Not by `map`: what that calls is compiled without these instructions, and stays a call.
+    // Without `map`: its closure would be compiled without these instructions, and remain a call.
     let mut parts = [split(layout, x[0]); T];
     for t in 1..T {
         parts[t] = split(layout, x[t]);
@@ -150,7 +151,7 @@ pub unsafe fn dots<C: RowCodes, const R: usize, const T: usize>(
     let x = parts;
     let mut total = [[_mm512_setzero_ps(); T]; R];
     let (whole, rest) = (layout.inputs / block_inputs(layout), layout.inputs % block_inputs(layout));
-    // SAFETY: the caller's promise; of the last block only the codes that the row has are read.
+    // SAFETY: the caller's promise; for the last block, only codes of the row are read.
     unsafe {
         let inputs = block_inputs(layout);
         for first in (0..layout.groups()).step_by(GROUPS) {
@@ -187,7 +188,7 @@ pub unsafe fn dots<C: RowCodes, const R: usize, const T: usize>(
     }
 }
 
-/// The inputs that are processed at a time: how many they are, and which lanes of sums they have.
+/// The inputs that are processed at a time: their number, and their lanes of sums.
 #[derive(Clone, Copy)]
 struct InputBlock {
     layout: IntegerLayout,
@@ -210,7 +211,7 @@ impl InputBlock {
         // SAFETY: the caller's promise.
         unsafe {
             let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-            // Each lane's group, of which the instruction takes the lowest four bits.
+            // The group of each lane; the instruction uses the lowest four bits.
             let group = _mm_cvtsi32_si128((self.layout.group - (4 * C::PARTS as u32).ilog2()) as i32);
             let first = _mm512_set1_epi32((at >> self.layout.group) as i32);
             let group_of = _mm512_add_epi32(_mm512_srl_epi32(lanes, group), first);
@@ -248,10 +249,10 @@ impl InputBlock {
     }
 }
 
-/// The codes of affine rows of BITS bits, as MLX packs them.
+/// The codes of affine rows of BITS bits, in MLX's packing.
 #[derive(Clone, Copy)]
 pub struct PackedCodes<const BITS: usize> {
-    /// Those of the first row, and bytes from a row to the next.
+    /// The codes of the first row, and the bytes between rows.
     pub codes: *const u8,
     pub apart: usize,
     pub prefetch: WeightPrefetch,
@@ -287,7 +288,7 @@ fn unpack<const BITS: usize>(packed: __m512i) -> [__m512i; 2] {
         }
         8 => [packed, packed],
         _ => {
-            // Eight bytes take the bytes that hold their codes, and byte i of them the bits from BITS · i on.
+            // Each eight bytes get the bytes that hold their codes; byte i then gets the bits from BITS · i on.
             let order = const {
                 let mut order = [0; VECTOR];
                 let mut i = 0;

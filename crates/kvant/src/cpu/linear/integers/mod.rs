@@ -1,7 +1,7 @@
-//! Products of affine rows in integers, where the processor multiplies those (VNNI).
+//! Integer products of affine rows, for processors with VNNI.
 //!
-//! Activations become multiples of a unit per group: three bytes each for a few rows ([`byte_products`]), two bytes
-//! each for many ([`panel_products`]), or one.
+//! Activations become multiples of a unit per group: three bytes each for a few rows ([`byte_products`]), two bytes or
+//! one for many ([`panel_products`]).
 
 use crate::cpu::simd::Simd;
 
@@ -14,9 +14,9 @@ pub mod panel_products;
 #[derive(Clone, Copy)]
 pub struct IntegerLayout {
     inputs: usize,
-    /// Products of bytes take this many inputs from every other run of as many, then those between; 0: as they are.
+    /// Byte products process alternating runs of this many inputs in two vectors; 0 for natural order.
     run: usize,
-    /// Log2 of the inputs that share a scale: divisions take time where rows are short.
+    /// Log2 of the inputs that share a scale, because divisions take time for short rows.
     group: u32,
     /// A code in the middle of the range.
     middle: i16,
@@ -40,7 +40,7 @@ impl IntegerLayout {
     }
 }
 
-/// The largest magnitude and the sum of a group. None if integers cannot represent it: one is not finite, or all are
+/// The largest magnitude and the sum of a group. `None` if integers cannot represent it: one is not finite, or all are
 /// tiny.
 ///
 /// # Safety
@@ -57,7 +57,7 @@ unsafe fn measure<S: Simd>(group: &[f32]) -> Option<(f32, f32)> {
         }
         (S::max_lane(largest), S::sum(sum))
     };
-    // Of a NaN the maximum may lose sight, but the sum does not.
-    let holds = sum.is_finite() && largest <= 1e38 && (largest >= 1e-20 || group.iter().all(|&x| x == 0.0));
-    holds.then_some((largest, sum))
+    // `max` may drop NaN; the sum propagates it.
+    let is_representable = sum.is_finite() && largest <= 1e38 && (largest >= 1e-20 || group.iter().all(|&x| x == 0.0));
+    is_representable.then_some((largest, sum))
 }

@@ -1,22 +1,23 @@
-//! Codes of a panel of outputs, unpacked to the integers of [`panel_products`](super::panel_products).
+//! Unpacks the codes of a panel of outputs to the integers of [`panel_products`](super::panel_products).
 
 use std::arch::x86_64::*;
 
 use super::panel_products::{BYTES, OUTPUTS, PanelLayout, WORDS};
 use crate::cpu::simd::{Avx512, Simd, TransposedRows};
 
-/// Codes that are unpacked together: as many bytes as a code has bits.
+/// Codes that are unpacked together: their bytes are as many as a code's bits.
 const EIGHT: usize = 8;
 /// Words of a row, and rows, that are transposed together.
 const SQUARE: usize = 16;
 
-/// Unpacks the codes of a panel's outputs, of `bits` each. The panel has their scales and biases already.
+/// Unpacks the codes of a panel's outputs, of `bits` bits each. The panel has their scales and biases already.
 ///
-/// Codes are counted from the middle of their range: scale · code + bias = scale · (code − middle) + (bias + middle ·
-/// scale). The function changes biases and words so. Bytes stay as they are: their sums of products start elsewhere.
+/// Codes become relative to the middle of their range: scale · code + bias = scale · (code − middle) + (bias + middle ·
+/// scale). The function changes words and biases accordingly. Bytes are unchanged: their sums start from a corrected
+/// value instead.
 ///
 /// # Safety
-/// The level's instructions are enabled, the rows exist, and the panel is as long as [`PanelLayout::panel`] says.
+/// The level's instructions are enabled, the rows exist, and the panel has the length [`PanelLayout::panel`].
 #[inline(always)]
 pub unsafe fn unpack<S: Simd, const PER_WORD: usize>(
     layout: PanelLayout,
@@ -51,7 +52,7 @@ unsafe fn unpack_bits<S: Simd, const PER_WORD: usize, const BITS: usize>(
     codes: [*const u8; OUTPUTS],
     words: &mut [f32],
 ) {
-    // SAFETY: passed on to the caller: of the levels, AVX-512's have 16 lanes.
+    // SAFETY: passed on to the caller: only AVX-512's levels have 16 lanes.
     unsafe {
         match (PER_WORD, S::LANES) {
             (WORDS, 16) => words_by_sixteen::<BITS>(middle, codes, words),
@@ -62,19 +63,19 @@ unsafe fn unpack_bits<S: Simd, const PER_WORD: usize, const BITS: usize>(
     }
 }
 
-/// Bytes, sixteen outputs at a time.
+/// Unpacks to bytes, sixteen outputs at a time.
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are enabled; the rows have codes for all words.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 unsafe fn bytes_by_sixteen<const BITS: usize>(codes: [*const u8; OUTPUTS], words: &mut [f32]) {
-    // A byte of each word, then zero, twice.
+    // One byte of each word, then zero, twice.
     let byte = |first: i32| {
         let of_word = |word: i32| (4 * word + first) | 0x80 << 8 | (4 * word + first + 1) << 16 | 0x80 << 24;
         _mm512_broadcast_i32x4(_mm_setr_epi32(of_word(0), of_word(1), of_word(2), of_word(3)))
     };
     let (bytes, mask) = ([byte(0), byte(2)], _mm512_set1_epi8(15));
-    // Words of the panel for a word of a row.
+    // Words of the panel for one word of a row.
     let each = 8 / BITS;
     for (square, to) in words.chunks_mut(SQUARE * each * OUTPUTS).enumerate() {
         let count = to.len() / (each * OUTPUTS);
@@ -90,7 +91,7 @@ unsafe fn bytes_by_sixteen<const BITS: usize>(codes: [*const u8; OUTPUTS], words
                         continue;
                     }
                     for (i, byte) in bytes.into_iter().enumerate() {
-                        // The second code of a byte goes to the next byte.
+                        // The second code of a byte moves to the next byte.
                         let codes = _mm512_shuffle_epi8(codes, byte);
                         let codes = _mm512_or_si512(codes, _mm512_slli_epi16::<4>(codes));
                         _mm512_storeu_si512(to.add(i * OUTPUTS).cast(), _mm512_and_si512(codes, mask));
@@ -101,7 +102,7 @@ unsafe fn bytes_by_sixteen<const BITS: usize>(codes: [*const u8; OUTPUTS], words
     }
 }
 
-/// Bytes, eight codes by an instruction.
+/// Unpacks to bytes, eight codes per instruction.
 ///
 /// # Safety
 /// BMI2 is enabled; the rows have codes for all words.
@@ -112,7 +113,7 @@ unsafe fn bytes_by_one<const BITS: usize>(codes: [*const u8; OUTPUTS], words: &m
         let (first, second) = to.split_at_mut(OUTPUTS);
         for ((codes, first), second) in codes.iter().zip(first).zip(second) {
             let mut eight = 0u64;
-            // SAFETY: eight codes are as many bytes as one has bits.
+            // SAFETY: eight codes have as many bytes as one has bits.
             unsafe { std::ptr::copy_nonoverlapping(codes.add(step * BITS), (&raw mut eight).cast(), BITS) };
             let codes = _pdep_u64(eight, bytes);
             (*first, *second) = (f32::from_bits(codes as u32), f32::from_bits((codes >> 32) as u32));
@@ -120,7 +121,7 @@ unsafe fn bytes_by_one<const BITS: usize>(codes: [*const u8; OUTPUTS], words: &m
     }
 }
 
-/// Words, with AVX-VNNI's level: eight codes become bytes by one instruction, then words.
+/// Unpacks to words, for AVX-VNNI: one instruction turns eight codes into bytes, which are widened to words.
 ///
 /// # Safety
 /// The instructions of `Avx2Vnni` are enabled; the rows have codes for all words.
@@ -130,7 +131,7 @@ unsafe fn words_by_one<const BITS: usize>(middle: i16, codes: [*const u8; OUTPUT
     let middles = _mm_set1_epi16(middle);
     for (step, to) in words.chunks_exact_mut(4 * OUTPUTS).enumerate() {
         for (n, codes) in codes.iter().enumerate() {
-            // SAFETY: eight codes are as many bytes as one has bits; `to` holds four pairs of each output.
+            // SAFETY: eight codes have as many bytes as one has bits; `to` holds four pairs of each output.
             unsafe {
                 let mut eight = 0u64;
                 std::ptr::copy_nonoverlapping(codes.add(step * BITS), (&raw mut eight).cast(), BITS);
@@ -146,7 +147,7 @@ unsafe fn words_by_one<const BITS: usize>(middle: i16, codes: [*const u8; OUTPUT
     }
 }
 
-/// Words, sixteen outputs at a time.
+/// Unpacks to words, sixteen outputs at a time.
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are enabled; the rows have codes for all words.
@@ -155,15 +156,16 @@ unsafe fn words_by_sixteen<const BITS: usize>(middle: i16, codes: [*const u8; OU
     let mut done = 0;
     if let (4, 8, Some(apart)) = (BITS, middle, words_apart(&codes)) {
         done = words.len() / (4 * OUTPUTS) / SQUARE * SQUARE;
-        // SAFETY: the caller's promise; rows of four bits have so many whole words.
+        // SAFETY: the caller's promise; rows of 4-bit codes have `done` whole words.
         unsafe { unpack_four_bits(codes[0], apart, &mut words[..done * 4 * OUTPUTS]) };
     }
     let mask = _mm512_set1_epi32((1 << BITS) - 1);
     let middles = _mm512_set1_epi16(middle);
-    // Eight codes are as many bytes as one has bits.
+    // Eight codes have as many bytes as one has bits.
     for (step, to) in words.chunks_exact_mut(4 * OUTPUTS).enumerate().skip(done) {
         for (half, codes) in codes.chunks_exact(16).enumerate() {
-            // SAFETY: a row is a whole number of groups, and they of eights; `to` holds four pairs of each output.
+            // SAFETY: a row is a whole number of groups, which are whole numbers of eights; `to` holds four pairs of
+            // each output.
             unsafe {
                 let mut eights = [0u64; 16];
                 for (eight, codes) in eights.iter_mut().zip(codes) {
@@ -189,19 +191,19 @@ unsafe fn words_by_sixteen<const BITS: usize>(middle: i16, codes: [*const u8; OU
     }
 }
 
-/// Whole lines of the cache.
+/// Words aligned to cache lines.
 #[repr(align(64))]
 struct Lines([f32; SQUARE * 16]);
 
-/// The distance between equally distant rows, in words.
+/// The distance between rows in words, if the rows are equally far apart.
 fn words_apart(rows: &[*const u8; OUTPUTS]) -> Option<usize> {
     let apart = rows[1].addr().checked_sub(rows[0].addr())?;
     let is_equal = rows.windows(2).all(|pair| pair[0].addr().wrapping_add(apart) == pair[1].addr());
     (is_equal && apart > 0 && apart.is_multiple_of(size_of::<f32>())).then_some(apart / size_of::<f32>())
 }
 
-/// Unpacks codes of four bits, counted from 8, of outputs whose rows are `apart` words from each other: words are
-/// transposed, so that a vector has eight codes of each of 16 outputs.
+/// Unpacks 4-bit codes, relative to 8, of outputs whose rows are `apart` words apart. Words are transposed, so that a
+/// vector has eight codes of each of 16 outputs.
 ///
 /// # Safety
 /// The instructions of `Avx512Vnni` are enabled. `to` has a word for each pair of inputs of [`OUTPUTS`] outputs, and
@@ -210,9 +212,9 @@ fn words_apart(rows: &[*const u8; OUTPUTS]) -> Option<usize> {
 unsafe fn unpack_four_bits(codes: *const u8, apart: usize, to: &mut [f32]) {
     // With its highest bit inverted, a code is its distance from 8 as a signed number.
     let invert = _mm512_set1_epi8(0x88_u8 as i8);
-    // The first code of a byte goes to the low half of a lane, the second one to the high half, each to the top bits.
+    // The first code of a byte moves to the top bits of a lane's low half, the second to those of the high half.
     let shifts = _mm512_set1_epi32(8 << 16 | 12);
-    // A byte of each word, twice.
+    // One byte of each word, twice.
     let byte = |pair: i32| {
         let of_word = |word: i32| (4 * word + pair) | 0x80 << 8 | (4 * word + pair) << 16 | 0x80 << 24;
         _mm512_broadcast_i32x4(_mm_setr_epi32(of_word(0), of_word(1), of_word(2), of_word(3)))
@@ -244,7 +246,7 @@ mod tests {
     use super::*;
     use crate::cpu::{SimdLevel, linear::integers::IntegerLayout, simd::Avx2, testing::Numbers};
 
-    /// Every width as bytes, with AVX-512 and with AVX-VNNI.
+    /// Tests every width as bytes, with AVX-512 and with AVX-VNNI.
     #[test]
     fn bytes_are_the_codes() {
         let mut numbers = Numbers(4);
@@ -266,7 +268,8 @@ mod tests {
             };
             let mut panel = vec![1f32; layout.panel()];
             if SimdLevel::Avx512Vnni.is_supported() {
-                // SAFETY: the instructions are there, the rows have so many codes, and the panel is as long.
+                // SAFETY: the instructions are enabled, the rows have codes for the layout, and the panel has its
+                // length.
                 unsafe { unpack::<Avx512, BYTES>(layout, bits, codes, &mut panel) };
                 check(panel.clone());
             }
@@ -279,7 +282,7 @@ mod tests {
         }
     }
 
-    /// Rows that are equally far apart are unpacked in another way than others, whole blocks of them and the rest.
+    /// Rows at equal distances are unpacked differently from other rows, in whole blocks and the rest.
     #[test]
     fn all_ways_to_unpack_four_bits_agree() {
         if !SimdLevel::Avx512Vnni.is_supported() {
@@ -292,7 +295,7 @@ mod tests {
             let rows: Vec<u8> = (0..OUTPUTS * bytes).map(|_| numbers.below(256) as u8).collect();
             let mut panels = Vec::new();
             for gap in [0, 4, 3] {
-                // The last row moves away.
+                // Moves the last row away.
                 let mut memory = rows[..(OUTPUTS - 1) * bytes].to_vec();
                 memory.extend(vec![0; gap]);
                 memory.extend_from_slice(&rows[(OUTPUTS - 1) * bytes..]);
@@ -300,7 +303,8 @@ mod tests {
                 let codes: [*const u8; OUTPUTS] = std::array::from_fn(|n| memory[start(n)..].as_ptr());
                 assert_eq!(words_apart(&codes), (gap == 0).then_some(bytes / 4));
                 let mut panel = vec![1f32; layout.panel()];
-                // SAFETY: the instructions are there, the rows have so many codes, and the panel is as long.
+                // SAFETY: the instructions are enabled, the rows have codes for the layout, and the panel has its
+                // length.
                 unsafe { unpack::<Avx512, WORDS>(layout, 4, codes, &mut panel) };
                 panels.push(panel.into_iter().map(f32::to_bits).collect::<Vec<u32>>());
                 if SimdLevel::Avx2Vnni.is_supported() {
@@ -311,7 +315,7 @@ mod tests {
                 }
             }
             assert!(panels.iter().all(|panel| *panel == panels[0]));
-            // Input 0 and 1 of output 0.
+            // Inputs 0 and 1 of output 0.
             let [first, second] = [panels[0][0] as u16 as i16, (panels[0][0] >> 16) as i16];
             assert_eq!([first, second], [i16::from(rows[0] & 15) - 8, i16::from(rows[0] >> 4) - 8]);
         }

@@ -1,21 +1,21 @@
-//! Products of affine rows with many rows of activations, in integers of 16 bits, or of 8.
+//! Products of affine rows with many rows of activations, in integers of 16 or 8 bits.
 //!
 //! Activations become multiples of a unit per group. The sum of a group is exact, then scaled.
 //!
-//! | activations | error, of the largest of a group | codes | products of an instruction |
+//! | activations | error, relative to the largest of a group | codes | products of an instruction |
 //! |---|---|---|---|
-//! | words, with a sign | 2⁻¹⁶ or less | words, counted from the middle of their range | 32, added in pairs |
-//! | bytes, with a sign | 1/254 or less | bytes without a sign | 64, added in fours |
+//! | signed words | at most 2⁻¹⁶ | words, relative to the middle of their range | 32, added in pairs |
+//! | signed bytes | at most 1/254 | unsigned bytes | 64, added in groups of four |
 //!
-//! Bytes count codes from 0. Their sums start from −middle · Σ x, over the rounded activations of a group, so that they
-//! are those of codes counted from the middle.
+//! Bytes hold codes from 0. Their sums start from −middle · Σ x, over the rounded activations of a group, which makes
+//! them equal to sums of codes relative to the middle.
 //!
 //! A word of 32 bits holds two or four neighbouring inputs.
 //!
 //! A panel holds the codes of [`OUTPUTS`] outputs, unpacked once for all rows of activations ([`panel_codes`]). A lane
-//! is an output, and a vector holds a word of 8 or 16 outputs, so no sum runs across lanes. The innermost loop does one
-//! such step for two vectors of outputs and up to [`ROWS`] rows of activations: 12 sums and their operands, and with
-//! AVX-512 also 12 totals, are in registers. AVX-VNNI's vectors have half of a panel's outputs.
+//! is an output, and a vector holds one word of 8 or 16 outputs, so no sum is taken across lanes. The innermost loop
+//! processes one word of two vectors of outputs and up to [`ROWS`] rows of activations: 12 sums and their operands, and
+//! with AVX-512 also 12 totals, are in registers. AVX-VNNI's vectors have half of a panel's outputs.
 //!
 //! [`panel_codes`]: super::panel_codes
 
@@ -26,18 +26,18 @@ use crate::cpu::simd::Simd;
 pub const OUTPUTS: usize = 32;
 /// Vectors of outputs that are processed together.
 const VECTORS: usize = 2;
-/// The most rows of activations that are processed together.
+/// Maximum rows of activations that are processed together.
 pub const ROWS: usize = 6;
-/// Integers in a word of 32 bits: of 16 bits, of 8.
+/// Integers in a word of 32 bits: with 16 bits, with 8.
 pub const WORDS: usize = 2;
 pub const BYTES: usize = 4;
-/// Words between two prepared rows, lest rows fall into the same few sets of the caches.
+/// Words between two prepared rows, so that rows do not share a few sets of the caches.
 const APART: usize = 16;
 
 /// The layout of prepared activations and of a panel.
 #[derive(Clone, Copy)]
 pub struct PanelLayout {
-    /// Of the weights.
+    /// The layout of the weights.
     pub rows: IntegerLayout,
     /// [`WORDS`] or [`BYTES`].
     pub per_word: usize,
@@ -49,24 +49,25 @@ impl PanelLayout {
         self.rows.inputs() / self.per_word
     }
 
-    /// Words of a prepared row: its integers, then for each group its unit, then its sum, then, of bytes, that from
-    /// which sums of products start.
+    /// Words of a prepared row: its integers, then the unit of each group, then the sum of each group, and for bytes
+    /// also the start value of each group's sum of products.
     pub fn stride(&self) -> usize {
         (self.words() + 3 * self.rows.groups()).next_multiple_of(16) + APART
     }
 
-    /// Floats of a panel: for each word of inputs its outputs' codes, then for each group their scales, then their
-    /// biases.
+    /// Floats of a panel: the codes of its outputs for each word of inputs, then for each group their scales, then
+    /// their biases.
     pub fn panel(&self) -> usize {
         OUTPUTS * (self.words() + 2 * self.rows.groups())
     }
 }
 
-/// Prepares a row of activations, `PER_WORD` of them in a word. False if it cannot be: where one is not finite, or all
-/// of a group are tiny.
+/// Prepares a row of activations, `PER_WORD` of them in a word. Returns false if integers cannot represent it: one is
+/// not finite, or all of a group are tiny.
 ///
 /// # Safety
-/// The level's instructions are enabled; `x` is as long as a row of the matrix, `to` as [`PanelLayout::stride`] says.
+/// The level's instructions are enabled; `x` has the length of a row of the matrix, `to` the length
+/// [`PanelLayout::stride`].
 #[inline(always)]
 pub unsafe fn prepare<S: Simd, const PER_WORD: usize>(layout: PanelLayout, x: &[f32], to: &mut [f32]) -> bool {
     let (groups, middle) = (layout.rows.groups(), layout.rows.middle());
@@ -75,14 +76,14 @@ pub unsafe fn prepare<S: Simd, const PER_WORD: usize>(layout: PanelLayout, x: &[
     let (sums, starts) = rest.split_at_mut(groups);
     let starts: &mut [i32] = bytemuck::cast_slice_mut(starts);
     let group = layout.rows.inputs() / groups.max(1);
-    // What 16 bits reach, less what rounding the quotient may add; the largest byte.
-    let most = if PER_WORD == WORDS { 32766.0 } else { 127.0 };
+    // The maximum of 16 bits, minus a margin for rounding the quotient; the maximum of a byte.
+    let max = if PER_WORD == WORDS { 32766.0 } else { 127.0 };
     for (g, x) in x.chunks_exact(group).enumerate() {
         // SAFETY: a group is a whole number of vectors and of words.
         unsafe {
             let Some((largest, sum)) = measure::<S>(x) else { return false };
-            (units[g], sums[g]) = (largest / most, sum);
-            let inverse = S::splat(if largest == 0.0 { 0.0 } else { most / largest });
+            (units[g], sums[g]) = (largest / max, sum);
+            let inverse = S::splat(if largest == 0.0 { 0.0 } else { max / largest });
             let to = words.as_mut_ptr().add(g * group / PER_WORD);
             for i in (0..group).step_by(S::LANES) {
                 let x = S::mul(S::load(x.as_ptr().add(i)), inverse);
@@ -101,20 +102,20 @@ pub unsafe fn prepare<S: Simd, const PER_WORD: usize>(layout: PanelLayout, x: &[
     true
 }
 
-/// Where the products of a panel go.
+/// The destination of the products of a panel.
 pub struct PanelOutputs<const R: usize> {
-    /// The first output of each row; rows may be the same.
+    /// The first output of each row; rows may be repeated.
     pub rows: [*mut f32; R],
-    /// How many outputs there are.
+    /// The number of outputs.
     pub outputs: usize,
-    /// What they are multiplied by.
+    /// Multiplies the products.
     pub alpha: f32,
 }
 
-/// The products of a panel's outputs with prepared rows of activations.
+/// Multiplies a panel's outputs by prepared rows of activations.
 ///
 /// # Safety
-/// The level's instructions are enabled; the rows and the panel were prepared for the layout; `to` has these places.
+/// The level's instructions are enabled; the rows and the panel were prepared for the layout; `to` has these rows.
 #[inline(always)]
 pub unsafe fn products<S: Simd, const PER_WORD: usize, const R: usize>(
     layout: PanelLayout,
@@ -124,7 +125,7 @@ pub unsafe fn products<S: Simd, const PER_WORD: usize, const R: usize>(
 ) {
     // SAFETY: passed on to the caller.
     unsafe {
-        // The output lines are far apart and mostly in no near cache: they are prefetched first.
+        // The output's cache lines are far apart and usually not in a near cache, so prefetch them first.
         for to in to.rows {
             S::prefetch_to_write(to.cast());
             S::prefetch_to_write(to.wrapping_add(16).cast());
@@ -135,7 +136,7 @@ pub unsafe fn products<S: Simd, const PER_WORD: usize, const R: usize>(
     }
 }
 
-/// The same for two vectors of outputs, from output `first` on.
+/// As [`products`], for two vectors of outputs from output `first` on.
 ///
 /// # Safety
 /// As for [`products`].
