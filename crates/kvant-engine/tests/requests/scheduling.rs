@@ -16,8 +16,8 @@ struct Costs {
     apply: Vec<Duration>,
 }
 
-/// Requests decode after prompts of `prompt` tokens; `waiting` more requests wait. Each gets `drafts` drafts, of which
-/// one is accepted.
+/// Requests decode after prompts of `prompt` tokens; `waiting` more requests wait. Each gets `drafts` drafts, and one
+/// of them is accepted.
 fn costs(prompt: usize, waiting: u64, drafts: usize) -> Costs {
     let model = model();
     let longest = prompt + 2 * STEPS + 10;
