@@ -1,4 +1,4 @@
-//! Arguments that several subcommands share.
+//! Arguments shared by several subcommands.
 
 use std::{fmt, io::Read, str::FromStr};
 
@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::Result;
 
-/// `--device` and its options.
+/// `--device` and related options.
 #[derive(clap::Args)]
 pub struct DeviceArgs {
     /// Where to run: auto (Metal, then CUDA, then the CPU), cpu, cuda, cuda:N (the GPU with this number), metal, or
@@ -85,7 +85,7 @@ impl DeviceArgs {
     }
 }
 
-/// Names the GPU in the message of a device that cannot be opened. The first one is also that of `cuda`.
+/// Adds the number of the GPU to the message of a device that cannot be opened. Plain `cuda` selects the first one.
 fn with_number(error: kvant::Error, number: usize) -> Box<dyn std::error::Error> {
     match error {
         kvant::Error::NoDevice { kind, reason } if number > 0 => {
@@ -95,8 +95,8 @@ fn with_number(error: kvant::Error, number: usize) -> Box<dyn std::error::Error>
     }
 }
 
-/// A device's options with other activations. Where dense matrices are converted, they get the same 16-bit dtype; with
-/// f32, which is for exact results, they keep the dtype of the file.
+/// Sets the activations of the options. Dense matrices are converted to this dtype if it has 16 bits; with f32, which
+/// is for exact results, they keep the dtype of the file.
 fn with_activations(options: LoadOptions, activations: DType) -> LoadOptions {
     let dense_weights = options.dense_weights.and((activations != DType::F32).then_some(activations));
     LoadOptions { activations, dense_weights, ..options }
@@ -126,7 +126,7 @@ impl ActivationArgs {
         self.options(device).activations
     }
 
-    /// How a checkpoint is loaded.
+    /// The options to load a checkpoint.
     pub fn options(&self, device: &Device) -> LoadOptions {
         let options = LoadOptions::for_device(device);
         match self.activations {
@@ -137,7 +137,7 @@ impl ActivationArgs {
         }
     }
 
-    /// The cache type: the one that was asked for, or the one that attention is fastest with.
+    /// The requested cache type, or else the one with the fastest attention.
     pub fn kv(&self, device: &Device, asked: Option<&Kv>) -> Kv {
         asked.cloned().unwrap_or_else(|| match self.dtype(device) {
             DType::BF16 => Codec::BF16.into(),
@@ -145,7 +145,7 @@ impl ActivationArgs {
         })
     }
 
-    /// Loads a checkpoint to run with these activations on texts of up to `context` tokens.
+    /// Loads a checkpoint with these activations for texts of up to `context` tokens.
     pub fn load(&self, files: &Files, device: &Device, context: usize) -> Result<Model> {
         let options = LoadOptions { context: Some(context), ..self.options(device) };
         Ok(Model::load_files(files, device, &options)?)
@@ -155,19 +155,19 @@ impl ActivationArgs {
 /// A cache type: a codec, `K:V` as in `f16:tq4`, or `@FILE` with codecs per layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Kv {
-    /// As it was given.
+    /// The type as given.
     pub name: String,
     pub codecs: CacheCodecs,
 }
 
-/// What a file of `--kv @FILE` must have; `kvant eval --budget` writes one.
+/// The contents of a file for `--kv @FILE`, as `kvant eval --budget` writes it.
 #[derive(Deserialize)]
 struct LayerFile {
-    /// A codec, or a pair, for each layer that has its own keys and values.
+    /// A codec or a pair for each layer that has its own keys and values.
     layers: Vec<String>,
 }
 
-/// The largest file of `--kv @FILE`.
+/// Maximum bytes of a file for `--kv @FILE`.
 const MAX_BYTES: u64 = 1 << 20;
 
 impl<T: Into<KvCodec>> From<T> for Kv {
@@ -210,19 +210,19 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Larger numbers are typing errors.
-    const MOST: usize = 65536;
+    /// Maximum of each number. Larger ones are probably typing errors.
+    const MAX: usize = 65536;
 }
 
 impl FromStr for Heads {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Heads, String> {
-        let number = |part: &str| part.parse().ok().filter(|n| (1..=Heads::MOST).contains(n));
+        let number = |part: &str| part.parse().ok().filter(|n| (1..=Heads::MAX).contains(n));
         let numbers: Option<Vec<usize>> = text.split(':').map(number).collect();
         match numbers.as_deref() {
             Some(&[head_dim, heads, kv_heads]) => Ok(Heads { head_dim, heads, kv_heads }),
-            _ => Err(format!("expected head_dim:heads:kv_heads, each 1 to {}, as in 256:16:8", Heads::MOST)),
+            _ => Err(format!("expected head_dim:heads:kv_heads, each 1 to {}, as in 256:16:8", Heads::MAX)),
         }
     }
 }

@@ -26,7 +26,7 @@ use crate::{
     shipped, suggest, terminal, tokens,
 };
 
-/// For models without a template, by `--plain`.
+/// The template for models without one, selected by `--plain`.
 const PLAIN: &str = "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n\n{% endfor %}\
                      {% if add_generation_prompt %}Assistant:{% endif %}";
 
@@ -54,19 +54,19 @@ pub struct ChatArgs {
     /// The system message
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// A Jinja chat template, in place of the model's
+    /// A Jinja chat template that replaces the model's
     #[arg(long, value_name = "FILE", conflicts_with = "plain")]
     template: Option<PathBuf>,
-    /// Use a plain template, for models without one
+    /// Use a plain template, for models without a chat template
     #[arg(long)]
     plain: bool,
     /// End an answer at this text; can be repeated
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
-    /// The longest conversation, in tokens. When it is full, the oldest turns are left out
+    /// Maximum tokens of the conversation. When it is full, the oldest turns are dropped
     #[arg(long, value_name = "N", default_value_t = 4096)]
     context: usize,
-    /// The longest answer, in tokens
+    /// Maximum tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
     /// 0 always selects the most probable token [default: the model's, or 0.7]
@@ -82,7 +82,7 @@ pub struct ChatArgs {
     /// 0.05]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f32>,
-    /// The same seed gives the same answers [default: random]
+    /// The seed: with equal seeds, answers are equal [default: random]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
@@ -104,7 +104,7 @@ struct Chat<'a> {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     sampling: Sampling,
-    /// The longest answer in tokens.
+    /// Maximum tokens of an answer.
     max_tokens: usize,
     kv: String,
     sequence: Sequence,
@@ -112,10 +112,10 @@ struct Chat<'a> {
     fed: Vec<u32>,
     messages: Vec<Message>,
     system: Option<String>,
-    /// The oldest messages, which the context has no room for.
+    /// The number of oldest messages that are dropped because the context is full.
     left_out: usize,
     thinking: Option<bool>,
-    hides_thoughts: bool,
+    hides_reasoning: bool,
 }
 
 pub fn run(args: &ChatArgs) -> Result {
@@ -156,7 +156,7 @@ pub fn run(args: &ChatArgs) -> Result {
         system,
         left_out: 0,
         thinking: None,
-        hides_thoughts: false,
+        hides_reasoning: false,
     };
     ctrlc::set_handler(|| STOPPED.store(true, Ordering::Relaxed))?;
     if std::io::stdin().is_terminal() { chat.with_editor() } else { chat.with_lines() }
@@ -183,7 +183,7 @@ fn messages_of(count: usize) -> String {
     if count == 1 { "1 message".to_string() } else { format!("{count} messages") }
 }
 
-/// How fast an answer was.
+/// Formats the speed of an answer.
 fn speed(stats: &GenerateStats) -> String {
     let GenerateStats { prompt_tokens, generated_tokens, decode_steps, decode_seconds, prompt_seconds, .. } = *stats;
     let rate = |count: usize, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
@@ -229,11 +229,11 @@ impl Chat<'_> {
             let succeeded = self.line(&line)?;
             failed += usize::from(!succeeded);
         }
-        // Nobody may have watched: a script needs the exit code.
+        // A script needs the exit code.
         if failed == 0 { Ok(()) } else { Err(format!("{failed} of {lines} lines failed").into()) }
     }
 
-    /// Runs a command or answers a message, and returns whether that succeeded. Their errors do not end the chat.
+    /// Runs a command or answers a message, and returns whether that succeeded. An error does not end the chat.
     fn line(&mut self, line: &str) -> Result<bool> {
         let done = match line.trim() {
             "" => Ok(()),
@@ -262,7 +262,7 @@ impl Chat<'_> {
             ("/system", text) => self.system = Some(text.to_string()),
             ("/think", how @ ("on" | "off" | "hidden")) => {
                 self.thinking = Some(how != "off");
-                self.hides_thoughts = how == "hidden";
+                self.hides_reasoning = how == "hidden";
             }
             ("/save", path) if !path.is_empty() => {
                 let json = serde_json::to_string_pretty(&self.conversation(0))?;
@@ -289,7 +289,7 @@ impl Chat<'_> {
         if self.messages.is_empty() {
             return Err("there is no message to answer again".into());
         }
-        // With the same numbers the answer would be the same.
+        // An unchanged seed would repeat the answer.
         self.sampling.seed = self.sampling.seed.wrapping_add(1);
         match self.reply() {
             Ok(reply) => self.messages.push(reply),
@@ -301,7 +301,7 @@ impl Chat<'_> {
         Ok(())
     }
 
-    /// Shows or changes how answers are drawn.
+    /// Shows or changes sampling parameters.
     fn set(&mut self, setting: &str) -> Result {
         let (name, value) = setting.split_once([' ', '=']).map_or((setting, ""), |(name, value)| (name, value.trim()));
         let Sampling { temperature, top_p, top_k, min_p, seed, .. } = self.sampling;
@@ -337,14 +337,14 @@ impl Chat<'_> {
         Ok(())
     }
 
-    /// Shows what the cache holds.
+    /// Shows the contents of the cache.
     fn show_cache(&self) -> Result {
         let (usage, tokens, context) = (self.sequence.pool().usage(), self.sequence.len(), self.args.context);
         let [used, all] = [usage.used, usage.bytes].map(output::bytes);
         output::note(&format!("{}: {tokens} of {context} tokens, {used} of {all}\n", self.kv))
     }
 
-    /// The messages but the oldest, with the system message first.
+    /// The messages without the `left_out` oldest ones. The system message remains first.
     fn conversation(&self, left_out: usize) -> Vec<Message> {
         let messages = self.messages.iter().skip(left_out).cloned();
         self.system.iter().map(|text| Message::system(text.as_str())).chain(messages).collect()
@@ -372,7 +372,7 @@ impl Chat<'_> {
 
         let parser = ReplyParser::new(self.template.reply_format());
         let parser = parser.after_prompt(&self.template.render(&conversation)?);
-        let mut printer = ReplyPrinter::new(parser, &self.args.stop).hides_thoughts(self.hides_thoughts);
+        let mut printer = ReplyPrinter::new(parser, &self.args.stop).hides_reasoning(self.hides_reasoning);
         let sampling = self.sampling.clone();
         let max_tokens = room.min(self.max_tokens);
         let request = Request { max_tokens, sampling, stop: self.tokenizer.eos(), ..Request::new(&prompt[rest..]) };
@@ -386,7 +386,7 @@ impl Chat<'_> {
             let goes_on = printed.is_ok() && !printer.is_stopped() && !STOPPED.load(Ordering::Relaxed);
             if goes_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         });
-        // The last token is not fed; after an error, even fewer are.
+        // The last token is not fed. After an error, even fewer are fed.
         self.fed.truncate(self.sequence.len());
         let stats = generated?;
         printed?;
@@ -396,11 +396,11 @@ impl Chat<'_> {
         Ok(message)
     }
 
-    /// The messages to answer and their tokens. If they leave too little room, the oldest turns are left out, until
-    /// half of the context is free: else every answer would compute all again.
+    /// Returns the messages to answer and their tokens. If they leave too little room, drops the oldest turns until
+    /// half of the context is free; otherwise every answer would recompute the whole conversation.
     fn prompt(&mut self) -> Result<(Vec<Message>, Vec<u32>)> {
         let context = self.args.context;
-        let mut most = context - self.max_tokens.min(context / 4);
+        let mut max = context - self.max_tokens.min(context / 4);
         let before = self.left_out;
         loop {
             let messages = self.conversation(self.left_out);
@@ -409,8 +409,8 @@ impl Chat<'_> {
                 return Err("the chat template makes an empty text of this conversation".into());
             }
             let next = self.next_turn();
-            // The last question may use the room of its answer.
-            if prompt.len() <= most || (next.is_none() && prompt.len() < context) {
+            // The last question may use the room reserved for its answer.
+            if prompt.len() <= max || (next.is_none() && prompt.len() < context) {
                 if self.left_out > before {
                     output::note(&format!("(--context {context} is full: the oldest messages are left out)\n"))?;
                 }
@@ -423,11 +423,11 @@ impl Chat<'_> {
                 )
                 .into());
             };
-            (self.left_out, most) = (next, context / 2);
+            (self.left_out, max) = (next, context / 2);
         }
     }
 
-    /// Where the turn after the first that is not left out begins.
+    /// The index of the second remaining turn.
     fn next_turn(&self) -> Option<usize> {
         let rest = self.messages.iter().enumerate().skip(self.left_out + 1);
         rest.filter(|(_, message)| message.role == ChatRole::User).map(|(i, _)| i).next()
@@ -438,10 +438,11 @@ impl Chat<'_> {
         self.thinking.map_or(conversation.clone(), |on| conversation.thinking(on))
     }
 
-    /// Truncates the sequence to what it shares with a prompt, of which at least one token remains. Returns the length.
+    /// Truncates the sequence to the prefix shared with a prompt, but leaves at least one token of the prompt to feed.
+    /// Returns the length.
     fn keep_prefix(&mut self, prompt: &[u32]) -> Result<usize> {
         let same = self.fed.iter().zip(prompt).take_while(|(a, b)| a == b).count().min(prompt.len() - 1);
-        // Windows may have passed: then all is computed again.
+        // If windows have already passed these positions, everything is recomputed.
         let kept = if self.sequence.truncate(same).is_ok() { same } else { 0 };
         self.sequence.truncate(kept)?;
         self.fed.truncate(kept);

@@ -1,4 +1,4 @@
-//! `kvant devices`: lists devices, with the reasons for those that are not available.
+//! `kvant devices`: lists devices, and why some are not available.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::{Result, output};
 
-/// List the devices, and the reasons for those that are not available
+/// List the devices, and why some are not available
 #[derive(clap::Args)]
 pub struct DevicesArgs {
     /// One JSON object per line: kind, index, available, default, name, reason, memory_bytes, free_bytes
@@ -18,7 +18,7 @@ pub struct DevicesArgs {
 #[derive(Serialize)]
 struct DeviceLine {
     kind: &'static str,
-    /// Among the devices of its kind: `--device cuda:1` selects number 1.
+    /// The index among the devices of its kind: `--device cuda:1` selects index 1.
     index: usize,
     available: bool,
     /// Whether `--device auto` selects it.

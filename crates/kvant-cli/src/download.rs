@@ -1,7 +1,7 @@
-//! Downloads a model of the Hugging Face Hub into the cache of Hugging Face's libraries.
+//! Downloads a model from the Hugging Face Hub to the cache of Hugging Face's libraries.
 //!
-//! Files that are in the cache already are kept, and interrupted files are resumed. `config.json` comes last: a
-//! snapshot that has it is complete.
+//! Files in the cache are kept, and interrupted downloads are resumed. `config.json` is downloaded last: a snapshot
+//! that has it is complete.
 
 use std::{env, io::IsTerminal, path::PathBuf};
 
@@ -9,10 +9,10 @@ use hf_hub::{Cache, api::sync::ApiBuilder};
 
 use crate::{Result, hub::HubName, output};
 
-/// Attempts at a file.
+/// Maximum attempts per file.
 const RETRIES: usize = 5;
 
-/// Downloads the model. Returns its snapshot, or its GGUF file.
+/// Downloads the model. Returns the path of its snapshot or GGUF file.
 pub fn model(name: &HubName, cache: PathBuf) -> Result<PathBuf> {
     let set = |variable| env::var(variable).ok().filter(|value| !value.is_empty());
     if set("HF_HUB_OFFLINE").is_some_and(|value| !matches!(value.as_str(), "0" | "false" | "no" | "off")) {
@@ -31,7 +31,8 @@ pub fn model(name: &HubName, cache: PathBuf) -> Result<PathBuf> {
         builder = builder.with_token(Some(token));
     }
     let failed = |error: hf_hub::api::sync::ApiError| {
-        let hint = "Is the name right? Some models must be asked for on their page, and need a token in HF_TOKEN";
+        let hint =
+            "Is the name right? Some models require access to be requested on their page, and a token in HF_TOKEN";
         format!("{name}: cannot download: {error}. There is no such path either. {hint}")
     };
     let repository = builder.build().map_err(failed)?.model(name.repository());
@@ -43,21 +44,21 @@ pub fn model(name: &HubName, cache: PathBuf) -> Result<PathBuf> {
     for file in &chosen {
         last = repository.get(file).map_err(failed)?;
     }
-    // The first part of a split model names the others.
+    // The first part of a split model names the other parts.
     let is_gguf = last.extension().is_some_and(|kind| kind == "gguf");
     if is_gguf { Ok(last.with_file_name(&chosen[0])) } else { Ok(last.parent().unwrap_or(&last).to_path_buf()) }
 }
 
-/// The files that a model needs: those of a checkpoint, or a GGUF file with its other parts.
+/// Selects the files that a model needs: a checkpoint, or a GGUF file with its other parts.
 fn chosen(files: &[String], asked: Option<&str>) -> std::result::Result<Vec<String>, String> {
-    // No other directories: they hold the same model in other formats, and names come from a server.
+    // Subdirectories are skipped: they contain other formats of the model, and their names are untrusted.
     let is_plain = |file: &&String| !file.contains(['/', '\\', ':']) && !file.starts_with('.') && !file.is_empty();
     let mut files: Vec<&str> = files.iter().filter(is_plain).map(String::as_str).collect();
     files.sort_unstable();
     let with = |end: &str| files.iter().copied().filter(|file| file.ends_with(end)).collect::<Vec<_>>();
     let weights = with(".safetensors");
     if asked.is_none() && files.contains(&"config.json") && !weights.is_empty() {
-        // Some repositories have the weights a second time, as `consolidated.safetensors`.
+        // Some repositories contain the weights twice, the second time as `consolidated.safetensors`.
         let named: Vec<_> = weights.iter().copied().filter(|file| file.starts_with("model")).collect();
         let mut chosen = if named.is_empty() { weights } else { named };
         chosen.extend(with(".json").into_iter().filter(|&file| file != "config.json"));
@@ -82,7 +83,7 @@ fn chosen(files: &[String], asked: Option<&str>) -> std::result::Result<Vec<Stri
     Ok(models.filter(of_model).map(String::from).collect())
 }
 
-/// The name of a split model, and which part a file is: `NAME-00001-of-00003.gguf`.
+/// Splits the name of a part, `NAME-00001-of-00003.gguf`, into the model's name and the part.
 fn part(file: &str) -> Option<(&str, &str)> {
     let (rest, _) = file.strip_suffix(".gguf")?.rsplit_once("-of-")?;
     rest.rsplit_once('-').filter(|(_, number)| number.len() == 5)

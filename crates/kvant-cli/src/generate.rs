@@ -27,30 +27,30 @@ use crate::{
 
 /// Continue a text
 ///
-/// Without arguments: the small model that ships with kvant, and a prompt that suits it.
+/// Without arguments: the small model that ships with kvant, and a suitable prompt.
 #[derive(clap::Args)]
 pub struct GenerateArgs {
-    /// As --model, and then the text as --prompt
+    /// Like --model, followed by the text as with --prompt
     #[arg(value_name = "MODEL", conflicts_with = "model")]
     place: Option<PathBuf>,
-    /// As --prompt
+    /// Like --prompt
     #[arg(value_name = "PROMPT", conflicts_with = "prompt", requires = "place")]
     text: Option<String>,
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
     /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
-    /// The text to continue; `-` reads it from standard input. Names of special tokens, such as `<eos>`, become these
-    /// tokens. The token that starts a text is added if it is missing
+    /// The text to continue; `-` reads it from standard input. Names of special tokens, such as `<eos>`, are parsed as
+    /// these tokens. The beginning-of-text token is added if it is missing
     #[arg(long, allow_hyphen_values = true, default_value = shipped::PROMPT, hide_default_value = true)]
     prompt: String,
-    /// The prompt is a message to the model, which answers it: uses the checkpoint's chat template
+    /// The prompt is a message that the model answers: uses the checkpoint's chat template
     #[arg(long)]
     chat: bool,
     /// The system message
     #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     system: Option<String>,
-    /// End the text before this one; can be repeated
+    /// End the text before this string; can be repeated
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = NonEmptyStringValueParser::new())]
     stop: Vec<String>,
     /// Stop after N tokens, or earlier at the model's end of text
@@ -67,7 +67,7 @@ pub struct GenerateArgs {
     /// Sample from the K most probable tokens; 0 for all [default: 0; with --chat the model's, if it has one]
     #[arg(long, value_name = "K", allow_negative_numbers = true)]
     top_k: Option<usize>,
-    /// The same seed gives the same text on one machine
+    /// The seed: equal seeds give equal texts on one machine
     #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     seed: u64,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
@@ -78,7 +78,7 @@ pub struct GenerateArgs {
     activations: ActivationArgs,
     #[command(flatten)]
     device: DeviceArgs,
-    /// One JSON object: text, reasoning (with --chat, if there are thoughts), prompt_tokens, generated_tokens,
+    /// One JSON object: text, reasoning (with --chat, if the model reasons), prompt_tokens, generated_tokens,
     /// decode_steps, warm_up_seconds, prompt_tokens_per_s, decode_tokens_per_s, cache_bytes, cache_bytes_f16, kv,
     /// device; the text streams to standard error
     #[arg(long)]
@@ -94,15 +94,15 @@ struct Report {
     generated_tokens: usize,
     /// Passes of one token after the prompt. The prompt's pass gives the first token.
     decode_steps: usize,
-    /// Time to compile kernels, which is not part of the rates; 0 on the CPU.
+    /// Time to compile kernels, not included in the rates; 0 on the CPU.
     warm_up_seconds: f64,
-    /// Of the prompt's pass, the first draw included.
+    /// Of the prompt's pass, including the first sampled token.
     prompt_tokens_per_s: f64,
     /// Of the decode steps.
     decode_tokens_per_s: f64,
-    /// Of the whole cache, as allocated.
+    /// The allocated bytes of the cache.
     cache_bytes: usize,
-    /// The same cache in f16.
+    /// Bytes of this cache in f16.
     cache_bytes_f16: usize,
     kv: String,
     device: String,
@@ -124,7 +124,7 @@ pub fn run(args: &GenerateArgs) -> Result {
     let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
     let mut sequence = model.new_pool(&options)?.sequence();
 
-    // The prompt and its continuation are one text, where a person sees both streams.
+    // On a terminal, the prompt and its continuation appear as one text.
     if !args.json && !args.chat && std::io::stderr().is_terminal() {
         output::note(&prompt)?;
     }
@@ -134,7 +134,7 @@ pub fn run(args: &GenerateArgs) -> Result {
         DeviceKind::Cuda | DeviceKind::Metal => warm_up(&model, &mut sequence, &request)?,
         _ => 0.0,
     };
-    // Parts of an answer are told apart by special tokens.
+    // Special tokens separate the parts of an answer.
     let stream = tokenizer.stream().special(args.chat).after(&prompt_ids)?;
     let mut writer = Writer { stream, printer: ReplyPrinter::new(parser, &args.stop).json(args.json), json: args.json };
     let mut written = Ok(());
@@ -160,7 +160,7 @@ pub fn run(args: &GenerateArgs) -> Result {
         kv: kv.to_string(),
         device: device.to_string(),
     };
-    // The text is out: who does not want to read this need not.
+    // The text is complete: a closed standard error is ignored.
     let _ = output::note(&report.people());
     if args.json { output::json_line(&report) } else { Ok(()) }
 }
@@ -169,7 +169,7 @@ pub fn run(args: &GenerateArgs) -> Result {
 /// is empty before and after.
 fn warm_up(model: &Model, sequence: &mut Sequence, request: &Request) -> Result<f64> {
     let started = Instant::now();
-    // Kernels depend on the tokens of a pass: one full pass, and the rest.
+    // Kernels depend on the number of tokens of a pass: a full pass, and the rest.
     let pass = model.pass_tokens();
     let tokens = request.prompt.len();
     let prompt = &request.prompt[..tokens.min(pass + tokens % pass)];
@@ -179,7 +179,7 @@ fn warm_up(model: &Model, sequence: &mut Sequence, request: &Request) -> Result<
     Ok(started.elapsed().as_secs_f64())
 }
 
-/// Where the text goes, piece by piece.
+/// Prints the text piece by piece.
 struct Writer<'a> {
     stream: TextStream<&'a Tokenizer>,
     printer: ReplyPrinter,
@@ -191,7 +191,7 @@ impl Writer<'_> {
         self.printer.push(&self.stream.push(token)?)
     }
 
-    /// Writes what was held back, and ends the last line; returns the whole text, and the thoughts.
+    /// Writes held-back text and ends the last line. Returns the whole text and the reasoning.
     fn finish(self) -> Result<(String, String)> {
         let Writer { stream, mut printer, json } = self;
         printer.push(&stream.finish()?)?;
@@ -239,7 +239,7 @@ fn prompt(args: &GenerateArgs) -> Result<String> {
     Ok(text)
 }
 
-/// The tokens of the prompt, and a parser of what follows.
+/// The tokens of the prompt, and a parser of the answer.
 fn prompt_ids(
     args: &GenerateArgs,
     files: &Files,
@@ -261,7 +261,7 @@ fn prompt_ids(
     Ok((ids, ReplyParser::new(template.reply_format()).after_prompt(&template.render(&conversation)?)))
 }
 
-/// How tokens are drawn. Tokens that the checkpoint suppresses are never drawn.
+/// The sampling parameters. Tokens that the checkpoint suppresses are never sampled.
 fn sampling(args: &GenerateArgs, files: &Files) -> Result<Sampling> {
     let defaults = GenerationDefaults::load_files(files)?;
     let own = Sampling::usual();

@@ -1,14 +1,14 @@
-//! Memory of the process that is free, but not the system's.
+//! Returns free heap memory to the system.
 
-/// Gives free memory of the heap back to the system. glibc keeps what it has had: after some prompts of megabytes, all
-/// that these took at once. Other allocators do this on their own, or cannot.
+/// Returns free heap memory to the system. glibc keeps it: after some prompts of megabytes, as much as they all needed
+/// at the same time. Other allocators return it automatically, or cannot.
 pub fn reclaim() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         unsafe extern "C" {
             fn malloc_trim(pad: usize) -> i32;
         }
-        // SAFETY: it may be called at any time, from any thread.
+        // SAFETY: `malloc_trim` is thread-safe and has no preconditions.
         unsafe { malloc_trim(0) };
     }
 }

@@ -1,4 +1,4 @@
-//! Models in the cache that Hugging Face's libraries keep on disk.
+//! Models in the on-disk cache of Hugging Face's libraries.
 
 use std::{
     env, fmt,
@@ -16,7 +16,8 @@ pub struct HubName {
 }
 
 impl HubName {
-    /// A path that does not exist, if it looks like a name. If its first part is a directory, it is a mistyped path.
+    /// Parses a path that does not exist as a name. If its first component is a directory, it is treated as a mistyped
+    /// path.
     pub fn parse(path: &Path) -> Option<HubName> {
         let text = |part: Component| match part {
             Component::Normal(part) => part.to_str().filter(|part| is_plain(part)).map(String::from),
@@ -42,7 +43,7 @@ impl HubName {
     }
 }
 
-/// What names on the hub consist of.
+/// Whether a part has only characters that names on the hub can contain.
 fn is_plain(part: &str) -> bool {
     part.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
 }
@@ -54,10 +55,10 @@ impl fmt::Display for HubName {
     }
 }
 
-/// The model in the cache: the snapshot of its main branch, or the file in it. `None` if it is not there.
+/// Returns the cached model: the snapshot of its main branch, or a file in it. `None` if it is not cached.
 ///
 /// # Errors
-/// A cache that is damaged: a branch without its snapshot, or that is no commit.
+/// The cache is damaged: a branch has no snapshot, or does not name a commit.
 pub fn find(name: &HubName) -> Result<Option<PathBuf>> {
     match directory() {
         Some(cache) => find_in(&cache, name),
@@ -65,7 +66,7 @@ pub fn find(name: &HubName) -> Result<Option<PathBuf>> {
     }
 }
 
-/// The cache, as `huggingface_hub` finds it.
+/// The cache directory, located as by `huggingface_hub`.
 pub fn directory() -> Option<PathBuf> {
     directory_of(|variable| env::var_os(variable).map(PathBuf::from))
 }

@@ -1,4 +1,4 @@
-//! `kvant inspect`: what a checkpoint holds and how much memory it needs.
+//! `kvant inspect`: describes a checkpoint and the memory that it needs.
 
 use std::{fmt::Write, path::PathBuf};
 
@@ -25,18 +25,18 @@ pub struct InspectArgs {
 struct ModelReport {
     family: &'static str,
     layers: usize,
-    /// Layers that see a window of positions.
+    /// Layers with a window of positions.
     window_layers: usize,
-    /// The widest of these windows.
+    /// The maximum of these windows.
     window: Option<usize>,
     hidden_size: usize,
     vocab_size: usize,
-    /// The longest text that the model was made for.
+    /// The context that the model was made for, in tokens.
     context: Option<usize>,
     parameters: usize,
     weight_bytes: usize,
     formats: Vec<FormatLine>,
-    /// Of one sequence.
+    /// For one sequence.
     cache: Vec<CacheLine>,
 }
 
@@ -117,11 +117,11 @@ impl ModelReport {
     }
 }
 
-/// The cache of one sequence, by length and type. Types that do not have the model's head sizes are absent.
+/// Cache sizes of one sequence by length and type. Types that do not support the model's head sizes are omitted.
 fn cache(model: &Inspection) -> Vec<CacheLine> {
-    let most = model.config.max_position_embeddings.unwrap_or(131_072);
-    let mut contexts: Vec<usize> = [4096, 32_768, 131_072].into_iter().filter(|&tokens| tokens < most).collect();
-    contexts.push(most);
+    let max = model.config.max_position_embeddings.unwrap_or(131_072);
+    let mut contexts: Vec<usize> = [4096, 32_768, 131_072].into_iter().filter(|&tokens| tokens < max).collect();
+    contexts.push(max);
     let codecs = [Codec::F32, Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)];
     let line = |context: usize, codec: Codec| {
         let options = PoolOptions { codecs: codec.into(), longest: context, ..PoolOptions::default() };
@@ -145,7 +145,7 @@ fn columns<'a>(lines: &'a [CacheLine], value: impl Fn(&'a CacheLine) -> &'a str)
     values
 }
 
-/// A number for humans: `512`, `10.9 M`, `20.9 B`.
+/// Formats a number for humans: `512`, `10.9 M`, `20.9 B`.
 fn count(number: usize) -> String {
     match number {
         0..1_000_000 => number.to_string(),

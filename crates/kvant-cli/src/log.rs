@@ -1,8 +1,7 @@
-//! Logs on standard error, which never hold up or end what they are about.
+//! Logs to standard error without blocking or failing the work that is logged.
 //!
-//! A reader that has gone, a full disk and a terminal that is stopped are no reason to leave a request without an
-//! answer. Lines of a server go to a thread, which writes them as fast as it can. Lines that find no place are counted
-//! instead.
+//! A closed reader, a full disk or a stopped terminal must not delay requests. A separate thread writes the lines of a
+//! server. Lines that exceed its queue are dropped and counted.
 
 use std::{
     io::{self, Write},
@@ -17,22 +16,22 @@ use std::{
 
 use tracing_subscriber::filter::LevelFilter;
 
-/// Lines that wait to be written.
+/// Maximum lines in the queue.
 const ROOM: usize = 4096;
-/// The longest time that the end of the process waits for the last lines.
+/// Maximum time that the end of the process waits for the last lines.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
-/// How log lines are written.
+/// The format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
-    /// A line of text for each event.
+    /// One line of text per event.
     #[default]
     Text,
-    /// A JSON object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// The least important lines that are written.
+/// The minimum level of logged lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogLevel {
     Error,
@@ -57,20 +56,20 @@ impl From<LogLevel> for LevelFilter {
 
 enum Entry {
     Line(Vec<u8>),
-    /// All lines before it have been written.
+    /// Signals that all earlier lines have been written.
     Flush(SyncSender<()>),
 }
 
-/// Writes log lines in a thread of its own. Every write succeeds.
+/// Writes log lines in a separate thread. Every write succeeds.
 #[derive(Clone)]
 pub struct LogWriter {
     lines: SyncSender<Entry>,
-    /// Lines that have been lost since the last one that was written.
+    /// Number of lines dropped since the last written one.
     lost: Arc<AtomicU64>,
 }
 
 impl LogWriter {
-    /// Starts the thread. Without one, lines are lost.
+    /// Starts the thread. If that fails, lines are dropped.
     pub fn new(out: impl Write + Send + 'static) -> LogWriter {
         let (lines, received) = sync_channel(ROOM);
         let lost = Arc::new(AtomicU64::new(0));
@@ -79,7 +78,7 @@ impl LogWriter {
         LogWriter { lines, lost }
     }
 
-    /// Waits until the lines so far have been written, but not for long.
+    /// Waits until all earlier lines are written, for at most [`LAST_LINES`].
     pub fn flush(&self) {
         let (end, (done, waiting)) = (Instant::now() + LAST_LINES, sync_channel(1));
         let mut entry = Entry::Flush(done);
@@ -97,12 +96,13 @@ impl LogWriter {
 fn write(mut out: impl Write, received: &Receiver<Entry>, lost: &AtomicU64) {
     for entry in received {
         match entry {
-            // A line that cannot be written is lost; the next one may find a disk with room.
+            // A line that cannot be written is dropped. The next one may succeed, for example if the disk has space
+            // again.
             Entry::Line(line) => {
                 let _ = out.write_all(&line).and_then(|()| out.flush());
                 match lost.swap(0, Ordering::Relaxed) {
                     0 => {}
-                    count => drop(writeln!(out, "{count} log lines were lost: their reader was too slow")),
+                    count => drop(writeln!(out, "{count} log lines were lost: the reader was too slow")),
                 }
             }
             Entry::Flush(done) => drop(done.try_send(())),
@@ -129,7 +129,7 @@ mod tests {
 
     use super::*;
 
-    /// Keeps what is written, after a gate has opened.
+    /// Stores written data once a gate has opened.
     #[derive(Clone, Default)]
     struct Sink {
         written: Arc<Mutex<Vec<u8>>>,

@@ -1,4 +1,4 @@
-//! `kvant logits`: writes a model's predictions after each of some tokens.
+//! `kvant logits`: writes a model's logits for given tokens.
 
 use std::path::PathBuf;
 
@@ -11,10 +11,10 @@ use crate::{
     output, shipped, tokens,
 };
 
-/// Write the logits after each of some tokens to a file
+/// Write the logits after each of the given tokens to a file
 ///
-/// The file is a safetensors file with one f32 tensor `logits` [T, vocabulary]. Row t is the model's prediction after
-/// tokens 0..=t, fed from position 0. No token is added.
+/// The file is a safetensors file with one f32 tensor `logits` [T, vocabulary]. Row t has the logits after tokens
+/// 0..=t, fed from position 0. No token is added.
 #[derive(clap::Args)]
 pub struct LogitsArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
@@ -27,7 +27,7 @@ pub struct LogitsArgs {
     /// (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, default_value_t = Kv::from(Codec::F32))]
     kv: Kv,
-    /// Feed N tokens at a time [default: all at once]
+    /// Feed N tokens per pass [default: all at once]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     step: Option<u32>,
     /// The file to write
@@ -81,7 +81,7 @@ pub fn run(args: &LogitsArgs) -> Result {
 }
 
 fn write(path: &std::path::Path, bytes: &[u8], shape: [usize; 2]) -> Result {
-    // `safetensors::serialize_to_file` replaces a device such as `/dev/null` by a file that only its owner can read.
+    // `safetensors::serialize_to_file` would replace a device such as `/dev/null` by a regular file.
     let tensor = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [0, bytes.len()]});
     let mut header = serde_json::json!({"logits": tensor}).to_string();
     header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));

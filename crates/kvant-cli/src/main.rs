@@ -1,7 +1,7 @@
-//! The `kvant` command: generate text, measure the quality of cache types, and time operations.
+//! The `kvant` command: generates text, serves models, measures cache types, and times operations.
 //!
-//! Results go to standard output (with `--json`, one JSON object per line), everything else to standard error. An
-//! error is one message on standard error and exit code 1.
+//! Results go to standard output (with `--json`, one JSON object per line), everything else to standard error. An error
+//! is one message on standard error and exit code 1.
 
 mod args;
 mod bench;
@@ -34,7 +34,7 @@ use std::{io::IsTerminal, process::ExitCode};
 use clap::{Parser, Subcommand};
 use tracing_subscriber::filter::LevelFilter;
 
-/// The result of every subcommand. Users see only the message, so it says what to change.
+/// The result of every subcommand. Users see only the message, so it must name the remedy.
 type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// LLM inference on kvant: a KV cache in f32, f16, bf16 or TurboQuant, and attention over it.
@@ -65,7 +65,7 @@ enum Command {
 fn main() -> ExitCode {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        // Panics that become errors are reported as errors.
+        // Panics that are converted to errors are reported as errors.
         if !kvant_models::Tokenizer::catches_panics() {
             hook(panic);
         }
@@ -73,7 +73,7 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(message) => {
-            // Help and the version are not errors. A closed standard output or error cannot be reported.
+            // Help and version are not errors. If standard output or error is closed, nothing can be reported.
             let _ = message.print();
             return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
         }
@@ -104,14 +104,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Shows warnings of the libraries: a GPU that cannot be used, or a cache longer than the model's context. A server
-/// also shows its requests, with the time. Returns what writes the lines.
+/// Shows warnings of the libraries, such as an unusable GPU or a cache longer than the model's context. A server also
+/// logs its requests with times. Returns the writer of the lines.
 fn log(command: &Command) -> log::LogWriter {
     let writer = log::LogWriter::new(std::io::stderr());
     let lines = writer.clone();
     let log = tracing_subscriber::fmt()
         .with_writer(move || lines.clone())
-        // Its own errors would go to standard error, and panic where that is closed.
+        // Errors of the subscriber would go to standard error, and panic if that is closed.
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false);

@@ -1,24 +1,24 @@
-//! Refuses a model that cannot fit, before it is loaded, and shares what it leaves.
+//! Rejects models that cannot fit before they are loaded, and divides the remaining memory.
 
 use kvant::{Codec, Device};
 use kvant_models::{CacheCodecs, Config, Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
 
 use crate::{Result, output};
 
-/// What a model is loaded for.
+/// The sequences that a model must serve.
 pub struct Demand<'a> {
     pub pool: PoolOptions,
     pub load: LoadOptions,
-    /// Bytes for pages that the user asked for, in place of room for `pool`.
+    /// Bytes for pages if the user set them, instead of enough for `pool`.
     pub bytes: Option<usize>,
-    /// The option that shortens the longest sequence.
+    /// The option that shortens sequences.
     pub shorter: &'a str,
 }
 
-/// Compares the memory that a model needs with what the device has free. Devices that do not report it pass.
+/// Compares the memory that a model needs with the free memory of the device. Devices that do not report it pass.
 ///
 /// # Errors
-/// The numbers and what to change; errors of the files.
+/// The model does not fit: the message has the numbers and the remedy. Errors of the files.
 pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
     let Ok(memory) = device.memory() else { return Ok(()) };
     let model = Inspection::open(files)?;
@@ -42,10 +42,10 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
     .into())
 }
 
-/// Refuses pages of `bytes` that do not hold one text of the longest length: a server would promise what it cannot do.
+/// Rejects pages of `bytes` bytes that cannot store one sequence of maximum length.
 ///
 /// # Errors
-/// The numbers and what to change; errors of the files.
+/// They cannot: the message has the numbers and the remedy. Errors of the files.
 #[cfg(any(feature = "serve", test))]
 pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
     let model = Inspection::open(files)?;
@@ -57,24 +57,24 @@ pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
     if need <= bytes {
         return Ok(());
     }
-    let fit = largest_below(longest.div_ceil(page), |pages| Ok(of(pages * page)? <= bytes))?;
+    let fit = max_below(longest.div_ceil(page), |pages| Ok(of(pages * page)? <= bytes))?;
     let shorter = match fit * page {
-        0 => "; not even one page of it fits".to_string(),
+        0 => "; not even one page fits".to_string(),
         fit => format!(", or {} {fit}", demand.shorter),
     };
     let (bytes, enough) = (output::bytes(bytes), need.div_ceil(1 << 20));
     Err(format!(
-        "--memory: {bytes} do not hold one text of {longest} tokens, which takes {}: use --memory {enough}MiB{shorter}",
+        "--memory: {bytes} cannot store one text of {longest} tokens, which needs {}: use --memory {enough}MiB{shorter}",
         output::bytes(need)
     )
     .into())
 }
 
-/// Bytes for the pages of many sequences: `None` for all that `demand.pool` asks for, if the device has room for that,
-/// or else what the model leaves of nine tenths of its free memory.
+/// Bytes for the pages of many sequences. `None` means enough for `demand.pool`, if the device has that much; otherwise
+/// the bytes that the model leaves of nine tenths of the device's free memory.
 ///
 /// # Errors
-/// Not even one sequence would fit: as [`check`].
+/// Not even one sequence fits: as [`check`].
 #[cfg(feature = "serve")]
 pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<usize>> {
     let Ok(memory) = device.memory() else { return Ok(None) };
@@ -94,19 +94,19 @@ pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<u
 #[cfg(any(feature = "serve", test))]
 #[derive(Debug, PartialEq)]
 pub struct Share {
-    /// Bytes of all that it takes.
+    /// Bytes of weights, pages and activations.
     pub total: usize,
-    /// Bytes of its pages.
+    /// Bytes of pages.
     pub pages: usize,
 }
 
-/// The memory of a model within `limit` bytes. Its pages take what `demand.pool` asks for, at most `most` bytes or what
-/// one sequence needs.
+/// Computes the memory of a model within `limit` bytes. Its pages are sized for `demand.pool`, but take at most `max`
+/// bytes, or the bytes of one sequence if that is more.
 ///
 /// # Errors
-/// The model with one sequence takes more than `limit`; errors of the files.
+/// The model with one sequence exceeds `limit`; errors of the files.
 #[cfg(any(feature = "serve", test))]
-pub fn share(files: &Files, demand: &Demand, limit: usize, most: usize) -> Result<Share> {
+pub fn share(files: &Files, demand: &Demand, limit: usize, max: usize) -> Result<Share> {
     let model = Inspection::open(files)?;
     let all = model.memory(&demand.pool, &demand.load)?;
     let one = model.memory(&PoolOptions { sequences: 1, ..demand.pool.clone() }, &demand.load)?.cache;
@@ -116,7 +116,7 @@ pub fn share(files: &Files, demand: &Demand, limit: usize, most: usize) -> Resul
         let advice = demand.shorter;
         return Err(format!("the model needs {need} for one text, and --memory is {limit}: shorten {advice}").into());
     }
-    let pages = all.cache.min(most).max(one).min(limit - others);
+    let pages = all.cache.min(max).max(one).min(limit - others);
     Ok(Share { total: others + pages, pages })
 }
 
@@ -140,7 +140,7 @@ fn pages_in(free: usize, model: &Inspection, demand: &Demand) -> Result<Pages> {
     Ok(if one.cache <= left { Pages::Some(left) } else { Pages::TooFew })
 }
 
-/// Warns of texts that are longer than those that a model was trained with.
+/// Warns if texts can be longer than the context that the model was trained for.
 pub fn warn_of_context(files: &Files, context: usize) -> Result {
     let trained = Config::load_files(files)?.max_position_embeddings;
     if let Some(trained) = trained.filter(|&trained| context > trained) {
@@ -153,15 +153,15 @@ pub fn warn_of_context(files: &Files, context: usize) -> Result {
     Ok(())
 }
 
-/// What would fit.
+/// Suggests settings that fit.
 fn advice(model: &Inspection, estimate: &MemoryEstimate, free: usize, demand: &Demand) -> Result<String> {
     let without_cache = estimate.weights.saturating_add(estimate.scratch);
     if without_cache > free {
         return Ok("A checkpoint that is quantised to fewer bits, or a device with more memory, is necessary".into());
     }
     if demand.bytes.is_some() {
-        let most = output::bytes(free - without_cache);
-        return Ok(format!("At most {most} remain for --memory"));
+        let max = output::bytes(free - without_cache);
+        return Ok(format!("At most {max} remain for --memory"));
     }
     let mut ways = Vec::new();
     let small = PoolOptions { codecs: Codec::tq(4).into(), ..demand.pool.clone() };
@@ -184,16 +184,16 @@ fn advice(model: &Inspection, estimate: &MemoryEstimate, free: usize, demand: &D
     Ok(ways.join("; "))
 }
 
-/// How many sequences fit; `None` if not even one does.
+/// Maximum sequences that fit; `None` if not even one does.
 fn max_sequences(model: &Inspection, free: usize, demand: &Demand) -> Result<Option<usize>> {
-    let fit = largest_below(demand.pool.sequences, |sequences| {
+    let fit = max_below(demand.pool.sequences, |sequences| {
         Ok(model.memory(&PoolOptions { sequences, ..demand.pool.clone() }, &demand.load)?.total() <= free)
     })?;
     Ok((fit > 0).then_some(fit))
 }
 
-/// The largest number below `end` that fits, where smaller ones do, too; 0 if none does.
-fn largest_below(end: usize, fits: impl Fn(usize) -> Result<bool>) -> Result<usize> {
+/// The maximum number below `end` that fits; 0 if none does. `fits` must be monotonic.
+fn max_below(end: usize, fits: impl Fn(usize) -> Result<bool>) -> Result<usize> {
     let (mut fit, mut too_large) = (0, end);
     while too_large - fit > 1 {
         let middle = fit + (too_large - fit) / 2;
@@ -233,7 +233,7 @@ mod tests {
         let all = model.memory(&pool, &load).unwrap();
         let one = model.memory(&PoolOptions { sequences: 1, ..pool.clone() }, &load).unwrap().cache;
         let others = all.weights + all.scratch;
-        let of = |limit, most| share(&files, &demand, limit, most).map(|share| (share.total - others, share.pages));
+        let of = |limit, max| share(&files, &demand, limit, max).map(|share| (share.total - others, share.pages));
         assert_eq!(of(usize::MAX, usize::MAX).unwrap(), (all.cache, all.cache));
         assert_eq!(of(usize::MAX, 2 * one).unwrap(), (2 * one, 2 * one));
         assert_eq!(of(usize::MAX, 1).unwrap(), (one, one));

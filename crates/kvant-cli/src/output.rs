@@ -1,7 +1,7 @@
 //! Standard output for results, standard error for everything else. A closed pipe ends the command silently.
 //!
-//! Names from files and generated text are untrusted. On a terminal, control characters are escaped; a file or a pipe
-//! gets generated text as it is. Errors are escaped and shortened everywhere.
+//! Names from files and generated text are untrusted. On a terminal, control characters are escaped. Files and pipes
+//! get generated text unchanged. Errors are always escaped and shortened.
 
 use std::{
     error::Error,
@@ -27,8 +27,8 @@ pub fn text(text: &str) -> Result {
     write(io::stdout().lock(), text)
 }
 
-/// Writes text for humans: to standard output, or to standard error if standard output is used for JSON. In the
-/// latter case, a closed standard error is not an error.
+/// Writes text for humans: to standard output, or to standard error if standard output is used for JSON. In the latter
+/// case, a closed standard error is ignored.
 pub fn people(text: &str, json: bool) -> Result {
     if !json {
         return self::text(text);
@@ -63,7 +63,7 @@ pub fn is_closed(error: &(dyn Error + 'static)) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
 }
 
-/// Writes an error's message, and those of its causes that it does not quote.
+/// Writes an error's message, and the messages of its causes that it does not quote.
 pub fn report(error: &(dyn Error + 'static)) {
     let mut message = error.to_string();
     let mut cause = error.source();
@@ -78,7 +78,7 @@ pub fn report(error: &(dyn Error + 'static)) {
     let _ = note(&format!("error: {}\n", untrusted::message(&message)));
 }
 
-/// Writes a file such that it is complete, or as it was. A device, a pipe or a link is written in place.
+/// Replaces a file atomically: it is either complete or unchanged. Devices, pipes and links are written in place.
 pub fn replace(path: &Path, pieces: &[&[u8]]) -> Result {
     let write = |path: &Path| {
         let mut file = File::create(path)?;
@@ -100,7 +100,7 @@ pub fn replace(path: &Path, pieces: &[&[u8]]) -> Result {
     written.map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
-/// Bytes for humans: `512 B`, `7.9 KiB`, `3.0 MiB`.
+/// Formats bytes for humans: `512 B`, `7.9 KiB`, `3.0 MiB`.
 pub fn bytes(bytes: usize) -> String {
     let mut value = bytes as f64;
     for unit in ["B", "KiB", "MiB", "GiB"] {
@@ -113,7 +113,7 @@ pub fn bytes(bytes: usize) -> String {
     format!("{value:.1} TiB")
 }
 
-/// Rounds to three decimals, which exceed the precision of a clock.
+/// Rounds to three decimals, which exceeds the precision of the clock.
 pub fn round3(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }

@@ -1,15 +1,15 @@
-//! Printing what a model writes: thoughts to standard error, content to standard output, until a stop string.
+//! Prints a model's answer up to a stop string: reasoning to standard error, content to standard output.
 
 use kvant_models::chat::{FunctionCall, Message, ReplyEvent, ReplyFormat, ReplyParser, StopStrings};
 
 use crate::{Result, output};
 
-/// Takes the text of a reply piece by piece.
+/// Receives the text of an answer piece by piece.
 pub struct ReplyPrinter {
     parser: ReplyParser,
     stop: StopStrings,
-    hides_thoughts: bool,
-    /// Whether standard output is for JSON: then content goes to standard error.
+    hides_reasoning: bool,
+    /// Whether standard output is used for JSON. Content then goes to standard error.
     json: bool,
     reasoning: String,
     content: String,
@@ -19,11 +19,11 @@ impl ReplyPrinter {
     pub fn new(parser: ReplyParser, stop: &[String]) -> ReplyPrinter {
         let stop = StopStrings::new(stop.iter().cloned());
         let (reasoning, content) = (String::new(), String::new());
-        ReplyPrinter { parser, stop, hides_thoughts: false, json: false, reasoning, content }
+        ReplyPrinter { parser, stop, hides_reasoning: false, json: false, reasoning, content }
     }
 
-    pub fn hides_thoughts(mut self, hides: bool) -> ReplyPrinter {
-        self.hides_thoughts = hides;
+    pub fn hides_reasoning(mut self, hides: bool) -> ReplyPrinter {
+        self.hides_reasoning = hides;
         self
     }
 
@@ -32,7 +32,7 @@ impl ReplyPrinter {
         self
     }
 
-    /// Whether a stop string has been found.
+    /// Whether a stop string was found.
     pub fn is_stopped(&self) -> bool {
         self.stop.is_stopped()
     }
@@ -46,7 +46,7 @@ impl ReplyPrinter {
         for event in events {
             match event {
                 ReplyEvent::Reasoning(text) => {
-                    if !self.hides_thoughts {
+                    if !self.hides_reasoning {
                         output::note(&text)?;
                     }
                     self.reasoning += &text;
@@ -65,14 +65,14 @@ impl ReplyPrinter {
     }
 
     fn content(&mut self, text: &str) -> Result {
-        if self.content.is_empty() && !self.reasoning.is_empty() && !self.hides_thoughts && !text.is_empty() {
+        if self.content.is_empty() && !self.reasoning.is_empty() && !self.hides_reasoning && !text.is_empty() {
             output::note("\n\n")?;
         }
         self.content += text;
         output::people(text, self.json)
     }
 
-    /// Prints what was held back. Returns the content and the thoughts.
+    /// Prints held-back text. Returns the content and the reasoning.
     pub fn finish(mut self) -> Result<(String, String)> {
         let parser = std::mem::replace(&mut self.parser, ReplyParser::new(ReplyFormat::Plain));
         self.print(parser.finish())?;
@@ -81,7 +81,7 @@ impl ReplyPrinter {
         Ok((self.content, self.reasoning))
     }
 
-    /// The same, as a message of its own line.
+    /// Like [`ReplyPrinter::finish`], but returns a message, and ends the line.
     pub fn message(self) -> Result<Message> {
         let json = self.json;
         let (content, reasoning) = self.finish()?;

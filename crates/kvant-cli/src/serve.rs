@@ -1,4 +1,4 @@
-//! `kvant serve`: an HTTP server for one model or several.
+//! `kvant serve`: an HTTP server for one or more models.
 
 mod models;
 
@@ -27,113 +27,112 @@ use crate::{
     output, shipped, suggest,
 };
 
-/// Tokens of a step, unless the requests that decode are more.
+/// Maximum tokens of a step, unless more requests decode.
 const MAX_STEP: usize = 2048;
 
-/// Larger numbers of requests at once are typing errors.
+/// Maximum of `--max-sequences`. Larger values are probably typing errors.
 const MAX_SEQUENCES: u64 = 65536;
 
 /// Serve models over HTTP, for clients of OpenAI and Anthropic
 ///
-/// GET / is a page to try the model, GET /openapi.json describes all routes. SIGTERM or Ctrl-C lets running requests
-/// finish.
+/// GET / is a chat page, GET /openapi.json describes all routes. On SIGTERM or Ctrl-C, running requests finish first.
 #[derive(clap::Args)]
 pub struct ServeArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
-    /// openai/gpt-oss-20b; several are loaded next to each other, and requests name theirs [default: the model that
+    /// openai/gpt-oss-20b. Several models are loaded together, and requests name one of them [default: the model that
     /// ships with kvant]
     #[arg(value_name = "MODEL")]
     models: Vec<PathBuf>,
     /// A directory with models, which are loaded when requests name them. When --memory is full, the least recently
-    /// used ones are put out
+    /// used ones are unloaded
     #[arg(long, value_name = "DIR")]
     models_dir: Option<PathBuf>,
-    /// How long a request waits for its model to be loaded
+    /// Maximum time that a request waits for its model to be loaded
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     load_time: u64,
-    /// The address to listen on; 0.0.0.0 for all
+    /// The address to listen on; 0.0.0.0 for all interfaces
     #[arg(long, default_value = "127.0.0.1")]
     host: String,
-    /// The port; 0 for a free one
+    /// The port; 0 selects a free one
     #[arg(long, default_value_t = 8080)]
     port: u16,
-    /// The name of the first MODEL in requests and answers; more names are aliases, and `*` as the last one accepts
-    /// every name [default: the name of the directory or file]
+    /// The name of the first MODEL in requests and responses; further names are aliases, and `*` as the last one
+    /// accepts every name [default: the name of the directory or file]
     #[arg(long, value_name = "NAME", value_parser = NonEmptyStringValueParser::new())]
     name: Vec<String>,
-    /// A key that clients must send; can be repeated. Others on this machine see it in the list of processes
+    /// A key that clients must send; can be repeated. Other users of this machine can see it in the process list
     #[arg(long, value_name = "KEY")]
     api_key: Vec<String>,
-    /// A file with such keys, one a line; SIGHUP reads it again
+    /// A file with API keys, one per line; SIGHUP reloads it
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Give each API key a prefix cache of its own
     #[arg(long)]
     cache_per_key: bool,
-    /// A Jinja template that makes a text of a conversation [default: the checkpoint's]
+    /// A Jinja template that renders conversations [default: the checkpoint's]
     #[arg(long, value_name = "FILE")]
     chat_template: Option<PathBuf>,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
     /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
-    /// How /v1/embeddings makes a vector of a text: by its last token, or as the mean of all [default: as the
-    /// checkpoint says, if it was trained to embed; others have no embeddings]
+    /// The pooling of /v1/embeddings: the last token, or the mean of all tokens [default: the checkpoint's, if it was
+    /// trained to embed; other models have no embeddings]
     #[arg(long, value_name = "POOLING", value_enum)]
     pooling: Option<PoolingChoice>,
-    /// The longest text in tokens, prompt included [default: the model's]
+    /// Maximum tokens of a text, including the prompt [default: the model's]
     #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(2..))]
     context: Option<usize>,
-    /// Requests that run at once
+    /// Maximum running requests
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_SEQUENCES))]
     max_sequences: usize,
     /// Memory for KV pages, as in 4GiB; requests wait while it is full [default: enough for all sequences at full
-    /// context, or nine tenths of what the model leaves, if that suffices for one]. With several models, it is the
-    /// memory of all that are loaded: weights, pages and activations [default: nine tenths of the free memory]
+    /// context, or nine tenths of the memory that the model leaves, if that suffices for one]. With several models, it
+    /// is the memory of all loaded ones: weights, pages and activations [default: nine tenths of the free memory]
     #[arg(long, value_name = "BYTES")]
     memory: Option<Bytes>,
-    /// Host memory for pages that the device has no room for
+    /// Host memory for pages that do not fit on the device
     #[arg(long, value_name = "BYTES", default_value = "0")]
     host_cache: Bytes,
-    /// Draft tokens that a step tries for a request, from its own text; for texts that repeat themselves, on a GPU
+    /// Maximum draft tokens per request and step, taken from its own text; for repetitive texts on a GPU
     #[arg(long, value_name = "N", default_value_t = 0,
           value_parser = RangedU64ValueParser::<usize>::new().range(..=EngineOptions::MAX_DRAFTS as u64))]
     drafts: usize,
-    /// How long the start may take to compile kernels and record passes for all sizes of batches, on a GPU; 0 to do
-    /// that when they are needed
+    /// Maximum time at start to compile kernels and record passes for all batch sizes, on a GPU; 0 defers this until
+    /// they are needed
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     warm_up: u64,
-    /// Wait for the result of each step before the next one starts, on a GPU too
+    /// Wait for the result of each step before the next one starts, even on a GPU
     #[arg(long)]
     no_overlap: bool,
-    /// Requests that can wait; more get 429
+    /// Maximum waiting requests; further ones get 429
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue: usize,
-    /// The most tokens of an answer, whatever a request asks for [default: those that the context leaves]
+    /// Maximum tokens of any answer [default: the rest of the context]
     #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_tokens: Option<usize>,
-    /// The most tokens of an answer where a request does not say [default: 16 in /v1/completions, as in OpenAI's API,
-    /// else those that the context leaves]
+    /// Maximum tokens of an answer if the request sets none [default: 16 in /v1/completions, as in OpenAI's API,
+    /// otherwise the rest of the context]
     #[arg(long, value_name = "TOKENS", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     default_max_tokens: Option<usize>,
-    /// Refuse fields of requests that change nothing here, such as hints
+    /// Reject request fields without effect, such as hints
     #[arg(long)]
     strict_fields: bool,
-    /// How log lines are written
+    /// The format of log lines
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = log::LogFormat::Text)]
     pub log_format: log::LogFormat,
-    /// Which log lines are written
+    /// The minimum level of log lines
     #[arg(long, value_name = "LEVEL", value_enum, default_value_t = log::LogLevel::Info)]
     pub log_level: log::LogLevel,
-    /// How long a shutdown waits for running requests
+    /// Maximum time that a shutdown waits for running requests
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     drain: u64,
-    /// A name by which clients can reach a server that listens on localhost, for example behind a proxy; can be
-    /// repeated. It answers to localhost and addresses anyway
+    /// A host name by which clients can reach a server that listens on localhost, for example behind a proxy; can be
+    /// repeated. localhost and addresses are always accepted
     #[arg(long, value_name = "NAME", value_parser = host_name)]
     allowed_host: Vec<String>,
-    /// Connections at once; more wait
+    /// Maximum open connections; further ones wait
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     max_connections: usize,
     /// The origin whose web pages can use the server, as in https://example.com:8080, or `*`
@@ -148,7 +147,7 @@ pub struct ServeArgs {
 pub fn run(args: &ServeArgs) -> Result {
     args.check()?;
     let options = args.server_options()?;
-    // Before a model loads, which can take long.
+    // Bound before the model is loaded, which can take long.
     let listener = TcpListener::bind((args.host.as_str(), args.port))
         .map_err(|error| format!("cannot listen on {}:{}: {error}", args.host, args.port))?;
     let address = listener.local_addr()?;
@@ -159,7 +158,7 @@ pub fn run(args: &ServeArgs) -> Result {
         true => models::server(args, &device, options)?,
         false => one_model(args, &device, options)?,
     };
-    // Whoever started the server may not read that.
+    // A closed standard error is ignored.
     let _ = output::note(&format!("listening on http://{address}\n"));
     Ok(server.run(listener)?)
 }
@@ -177,9 +176,7 @@ fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resul
     let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens, pages))?;
     if template.is_none() && args.models.is_empty() {
         let advice = suggest::text("serve");
-        let _ = output::note(&format!(
-            "note: the model that ships with kvant continues texts, it does not chat. {advice}\n"
-        ));
+        let _ = output::note(&format!("note: the shipped model continues texts and cannot chat. {advice}\n"));
     }
     Ok(Server::new(engine, template, options))
 }
@@ -198,18 +195,18 @@ enum PoolingChoice {
     Mean,
 }
 
-/// The sampling parameters of requests that name none: those that the checkpoint recommends, or those of `kvant chat`.
+/// The default sampling parameters of requests: the checkpoint's, or the ones of `kvant chat`.
 fn sampling(files: &Files) -> Result<Sampling> {
     Ok(GenerationDefaults::load_files(files)?.sampling(Sampling::usual()))
 }
 
 impl ServeArgs {
-    /// Whether requests choose among models.
+    /// Whether requests select one of several models.
     fn has_several(&self) -> bool {
         self.models.len() > 1 || self.models_dir.is_some()
     }
 
-    /// Refuses options that do not fit together.
+    /// Rejects incompatible options.
     fn check(&self) -> Result {
         if self.models_dir.is_some() && self.models.is_empty() && !self.name.is_empty() {
             return Err("--name is the name of the first MODEL, and there is none".into());
@@ -220,7 +217,7 @@ impl ServeArgs {
         Ok(())
     }
 
-    /// How embeddings are made. A model whose pooling is not supported has none, and can still write text.
+    /// The pooling of embeddings. A model whose pooling is not supported has none, and can still generate text.
     fn pooling(&self, files: &Files) -> Option<Pooling> {
         match self.pooling {
             Some(PoolingChoice::Last) => Some(Pooling::Last),
@@ -249,7 +246,7 @@ impl ServeArgs {
         let options = options.connections(self.max_connections).reclaim(heap::reclaim);
         let options = options.load_time(Duration::from_secs(self.load_time));
         let options = options.strict_fields(self.strict_fields);
-        let options = self.max_tokens.map_or(options.clone(), |most| options.max_tokens(most));
+        let options = self.max_tokens.map_or(options.clone(), |max| options.max_tokens(max));
         let options = self.default_max_tokens.map_or(options.clone(), |tokens| options.default_max_tokens(tokens));
         Ok(options.keys(keys).salt_per_key(self.cache_per_key).drain(Duration::from_secs(self.drain)))
     }
@@ -257,18 +254,18 @@ impl ServeArgs {
     fn keys_of_file(&self) -> Result<ApiKeys> {
         let Some(path) = &self.api_key_file else { return Ok(ApiKeys::default()) };
         let keys = ApiKeys::file(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        // A server without keys is open to all.
+        // A server without keys is open to everyone.
         if keys.is_empty() { Err(format!("{}: no key", path.display()).into()) } else { Ok(keys) }
     }
 
-    /// A pass of the model is a step of the engine. Steps longer than [`MAX_STEP`] would delay those who decode.
+    /// A pass of the model is a step of the engine. Steps longer than [`MAX_STEP`] would delay decoding requests.
     fn load_options(&self, device: &Device, context: usize) -> LoadOptions {
         let options = self.activations.options(device);
         let decoding = self.max_sequences.saturating_mul(2 + self.drafts);
         LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MAX_STEP)), context: Some(context), ..options }
     }
 
-    /// The longest text in tokens.
+    /// Maximum tokens of a text.
     fn context(&self, files: &Files) -> Result<usize> {
         match self.context {
             Some(context) => {
@@ -279,7 +276,7 @@ impl ServeArgs {
         }
     }
 
-    /// Bytes for the engine's pages, or `None` for all that its sequences can need. Refuses a model that does not fit.
+    /// Bytes for the engine's pages, or `None` for enough for all sequences. Rejects a model that does not fit.
     fn pages(
         &self,
         files: &Files,
@@ -301,7 +298,7 @@ impl ServeArgs {
         if let Some(bytes) = pages {
             let bytes = output::bytes(bytes);
             let _ = output::note(&format!(
-                "{sequences} requests of {longest} tokens do not fit: they share {bytes} for pages\n"
+                "{sequences} requests of {longest} tokens do not fit at the same time: they share {bytes} of pages\n"
             ));
         }
         Ok(pages)
@@ -332,7 +329,7 @@ impl ServeArgs {
     }
 }
 
-/// An origin as browsers send it, or `*`. In another form it would never be equal to theirs.
+/// An origin in the format of browsers, or `*`. Any other format would never match.
 fn origin(text: &str) -> std::result::Result<String, String> {
     let is_scheme = |scheme: &str| {
         let rest = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"+-.".contains(&b);
@@ -354,7 +351,7 @@ fn origin(text: &str) -> std::result::Result<String, String> {
     if text == "*" || is_origin { Ok(text.to_string()) } else { Err(expected.to_string()) }
 }
 
-/// A name as in the header `Host`, without the port.
+/// A host name in the format of the header `Host`, without the port.
 fn host_name(text: &str) -> std::result::Result<String, String> {
     let is_label =
         |label: &str| !label.is_empty() && label.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b));

@@ -1,4 +1,4 @@
-//! `kvant completions` and `kvant man`: what shells and `man` read.
+//! `kvant completions` and `kvant man`: shell completions and manual pages.
 
 use std::path::PathBuf;
 

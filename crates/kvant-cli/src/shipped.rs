@@ -1,5 +1,5 @@
-//! Finds a model: the directory or GGUF file that `--model` names, a name on the Hugging Face Hub that is in the cache
-//! on disk, or the files that are part of the command.
+//! Locates a model: a directory or GGUF file, a cached model of the Hugging Face Hub, or the model that ships with
+//! kvant.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use crate::{
     hub::{self, HubName},
 };
 
-/// A beginning in the style of the shipped model's training data.
+/// A prompt in the style of the shipped model's training data.
 pub const PROMPT: &str = "# Fearless Concurrency\n\n";
 
 /// The files of the requested model, or of the shipped one.
@@ -29,14 +29,14 @@ pub fn files(asked: Option<&Path>) -> Result<Files> {
     }
 }
 
-/// Whether a place in the cache has a model: an interrupted download has no `config.json` yet.
+/// Whether a cached snapshot is complete: an interrupted download has no `config.json` yet.
 fn is_complete(place: &Path) -> bool {
     place.is_file()
         || Files::at(place).is_ok_and(|files| files.as_gguf().is_some())
         || place.join("config.json").try_exists().unwrap_or(true)
 }
 
-/// Downloads a model that is not in the cache, or not all of it.
+/// Downloads a model that is missing from the cache or incomplete.
 #[cfg(feature = "download")]
 fn download(name: &HubName, _: Option<PathBuf>) -> Result<PathBuf> {
     let cache = hub::directory().ok_or("no directory for the cache of Hugging Face's models: set HF_HOME")?;
@@ -50,7 +50,7 @@ fn download(name: &HubName, found: Option<PathBuf>) -> Result<PathBuf> {
     found.ok_or_else(|| format!("{name}: neither a path nor in the cache of Hugging Face's models. {hint}").into())
 }
 
-/// The checkpoint of a directory, or a GGUF file.
+/// A checkpoint directory, or a GGUF file.
 fn of_path(path: &Path) -> Result<Files> {
     let name = line(&path.to_string_lossy()).into_owned();
     let files = Files::at(path)?;

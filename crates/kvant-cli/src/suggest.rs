@@ -1,10 +1,10 @@
-//! Which models to try where none is named, or the one that ships with kvant cannot do what is asked.
+//! Suggests models if none is named, or if the shipped model does not support the request.
 
 use kvant::Device;
 
 use crate::output;
 
-/// Models that chat, small ones first, each with its parameters. Their checkpoints have two bytes a parameter.
+/// Chat models with their numbers of parameters, small ones first. Their checkpoints have two bytes per parameter.
 const MODELS: [(&str, usize); 5] = [
     ("HuggingFaceTB/SmolLM2-360M-Instruct", 362_000_000),
     ("Qwen/Qwen3-0.6B", 596_000_000),
@@ -13,10 +13,10 @@ const MODELS: [(&str, usize); 5] = [
     ("Qwen/Qwen3-8B", 8_190_000_000),
 ];
 
-/// Bytes of memory for each byte of weights: caches and activations need some as well.
+/// Memory for each byte of weights, including caches and activations.
 const ROOM: f64 = 1.25;
 
-/// Advice for a command that needs a model that chats and has none.
+/// Advice for a command that requires a chat model.
 pub fn text(command: &str) -> String {
     let free = Device::default().memory().ok().map(|memory| memory.free);
     of_memory(command, free)

@@ -1,9 +1,9 @@
-//! The terminal while an answer is written.
+//! Controls the terminal while an answer is printed.
 
 #[cfg(unix)]
 pub use unix::hold_keys;
 
-/// Other systems keep keys by themselves and show them where they are read.
+/// Other systems buffer and echo keys when they are read.
 #[cfg(not(unix))]
 pub fn hold_keys() -> Option<()> {
     None
@@ -18,13 +18,13 @@ mod unix {
     /// Restores the terminal when it is dropped.
     pub struct HeldKeys(Stdin, Termios);
 
-    /// Keeps keys for the next prompt and shows none of them until the result is dropped. Without it, the terminal
-    /// shows keys in the middle of the answer. Ctrl-C still interrupts. `None` if standard input is no terminal.
+    /// Buffers keys for the next prompt without echo until the result is dropped. Otherwise the terminal would echo
+    /// them in the middle of the answer. Ctrl-C still interrupts. Returns `None` if standard input is not a terminal.
     pub fn hold_keys() -> Option<HeldKeys> {
         let stdin = io::stdin();
         let before = tcgetattr(&stdin).ok()?;
         let mut quiet = before.clone();
-        // The line editor reads single keys: Enter is a carriage return for it.
+        // The line editor reads single keys and expects a carriage return for Enter.
         quiet.local_flags.remove(LocalFlags::ECHO | LocalFlags::ECHONL | LocalFlags::ICANON);
         quiet.input_flags.remove(InputFlags::ICRNL);
         tcsetattr(&stdin, SetArg::TCSANOW, &quiet).ok()?;
@@ -33,7 +33,7 @@ mod unix {
 
     impl Drop for HeldKeys {
         fn drop(&mut self) {
-            // TCSANOW keeps what was typed.
+            // TCSANOW keeps pending input.
             let _ = tcsetattr(&self.0, SetArg::TCSANOW, &self.1);
         }
     }

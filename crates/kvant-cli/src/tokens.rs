@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::Result;
 
-/// Parses ids from text. Messages name the source with `origin`.
+/// Parses ids. Error messages name the source with `origin`.
 pub fn parse(text: &str, origin: &str) -> Result<Vec<u32>> {
     let id = |(index, word): (usize, &str)| {
         word.parse().map_err(|_| format!("{origin}: token {index} is {word:?}, which is not a token id"))
@@ -21,7 +21,7 @@ pub fn read(path: &Path) -> Result<Vec<u32>> {
     parse(&read_text(path)?, &path.display().to_string())
 }
 
-/// Reads a text file; error messages name it.
+/// Reads a text file. Error messages name it.
 pub fn read_text(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()).into())
 }

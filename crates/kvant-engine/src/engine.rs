@@ -21,48 +21,48 @@ use crate::{
     worker::{Job, Worker},
 };
 
-/// The most alternatives that a request can ask for at each token.
+/// Maximum alternatives that a request can ask for at each token.
 const MAX_LOGPROBS: usize = 100;
-/// The most stop strings of a request, and their longest length in bytes.
+/// Maximum stop strings of a request, and maximum bytes of each.
 const MAX_STOPS: usize = 64;
-const LONGEST_STOP: usize = 1024;
-/// Bytes of stack of a thread.
+const MAX_STOP_LENGTH: usize = 1024;
+/// Stack size of a thread in bytes.
 const STACK: usize = 16 << 20;
 
 /// A message to the engine's thread.
 pub(crate) enum Command {
     Submit(Box<Job>),
-    /// Nobody reads the events of a request.
+    /// The reader of a request's events has disconnected.
     Cancel(u64),
-    /// The text of a request has ended: complete, or failed.
+    /// The text of a request is complete or has failed.
     End {
         id: u64,
         is_complete: bool,
     },
-    /// Events of a request were read that had too many unread.
+    /// A request with too many unread events has fewer now.
     Resume,
     /// Ends all requests.
     EndAll,
-    /// For tests of failures.
+    /// Panics, to test failures.
     Panic,
 }
 
-/// The part of an engine that all its threads know.
+/// State shared by all threads of an engine.
 pub(crate) struct Shared {
-    /// Requests that have not ended.
+    /// Number of requests that have not ended.
     live: Mutex<usize>,
     none_live: Condvar,
     is_draining: AtomicBool,
     failure: Mutex<Option<String>>,
     pub stats: Mutex<EngineStats>,
-    /// Requests that the engine's thread has not seen. It changes while `stats` is locked.
+    /// Number of requests that the engine's thread has not received. It changes only while `stats` is locked.
     pub unseen: AtomicUsize,
-    /// The most requests at once, running or waiting.
+    /// Maximum running and waiting requests.
     limit: usize,
 }
 
 impl Shared {
-    /// Why the engine has failed.
+    /// The reason why the engine has failed.
     pub fn failure(&self) -> Option<String> {
         lock(&self.failure).clone()
     }
@@ -72,7 +72,7 @@ impl Shared {
         lock(&self.failure).get_or_insert(reason);
     }
 
-    /// Counts a request that has ended.
+    /// Counts an ended request.
     pub fn ended(&self) {
         let mut live = lock(&self.live);
         *live = live.saturating_sub(1);
@@ -96,7 +96,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits until no request is left. Returns whether that is so.
+    /// Waits until all requests have ended. Returns whether they have.
     fn wait(&self, limit: Duration) -> bool {
         let live = lock(&self.live);
         let waited = self.none_live.wait_timeout_while(live, limit, |live| *live > 0);
@@ -104,12 +104,12 @@ impl Shared {
     }
 }
 
-/// Locks what a panic cannot leave in an invalid state.
+/// Locks data that is valid even after a panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An engine: a model that serves many requests at once. Clones are handles of one engine.
+/// An engine: runs a model for many requests concurrently. Clones are handles of one engine.
 ///
 /// The engine ends when its last handle and the last [`Responses`] are dropped.
 #[derive(Clone)]
@@ -119,7 +119,7 @@ struct Handle {
     commands: Sender<Command>,
     shared: Arc<Shared>,
     tokenizer: Arc<Tokenizer>,
-    /// Made for the first grammar.
+    /// Created with the first grammar.
     compiler: OnceLock<Result<Arc<Compiler>, String>>,
     options: EngineOptions,
     limits: Limits,
@@ -127,14 +127,14 @@ struct Handle {
     threads: [thread::JoinHandle<()>; 2],
 }
 
-/// What requests are checked against.
+/// The limits that requests are checked against.
 struct Limits {
     context: usize,
-    /// Ids of tokens are below.
+    /// All token ids are lower.
     ids: usize,
-    /// Logits of a token.
+    /// Number of logits of a token.
     vocab: usize,
-    /// Numbers of an embedding.
+    /// Length of an embedding.
     hidden: usize,
 }
 
@@ -145,10 +145,10 @@ impl Engine {
     /// # Errors
     /// `Argument` for options out of range; `Kvant` with `OutOfMemory` or invalid options of the pages.
     pub fn start(model: Model, tokenizer: Arc<Tokenizer>, options: EngineOptions) -> kvant_models::Result<Engine> {
-        let most = model.max_length().unwrap_or(usize::MAX);
+        let model_context = model.max_length().unwrap_or(usize::MAX);
         let made_for = model.config().max_position_embeddings.unwrap_or(4096);
-        let context = options.context.unwrap_or(made_for.min(most));
-        options.check(context, most)?;
+        let context = options.context.unwrap_or(made_for.min(model_context));
+        options.check(context, model_context)?;
         let pool = new_pool(&model, &options, context)?;
         let ids = model.decoder().fed_vocab();
         let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
@@ -169,7 +169,7 @@ impl Engine {
         let steps = thread("kvant-engine", move || worker.run(&received))?;
         let texts = {
             let (tokenizer, shared) = (Arc::clone(&tokenizer), Arc::clone(&shared));
-            // Not a handle that keeps the engine alive.
+            // A weak handle, which does not keep the engine alive.
             let commands = commands.downgrade();
             thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?
         };
@@ -177,7 +177,7 @@ impl Engine {
         Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, compiler, options, limits, next, threads })))
     }
 
-    /// Submits a request. Its events come from the returned channel.
+    /// Submits a request. The returned channel delivers its events.
     ///
     /// # Errors
     /// `Invalid` with the field's name; `ContextLength`; `Busy` if the queue is full; `Draining`; `Unhealthy`.
@@ -208,8 +208,8 @@ impl Engine {
         Ok(responses)
     }
 
-    /// Compiles a grammar for requests of this engine, in the caller's time: some milliseconds, and up to some seconds
-    /// for grammars that come near to the limits. The first call also makes a table of the tokenizer's tokens.
+    /// Compiles a grammar for requests of this engine on the caller's thread. This takes some milliseconds, and up to
+    /// some seconds for grammars near the limits. The first call also builds a table of the tokenizer's tokens.
     ///
     /// ```no_run
     /// # fn compile(engine: &kvant_engine::Engine, prompt: Vec<u32>) -> Result<(), kvant_engine::SubmitError> {
@@ -221,8 +221,8 @@ impl Engine {
     /// ```
     ///
     /// # Errors
-    /// `Invalid` with the field `grammar`: it is wrong, it has parts that cannot be enforced, it is too large, or this
-    /// build or this tokenizer has no grammars.
+    /// `Invalid` with the field `grammar`: the grammar is invalid, cannot be enforced or is too large, or this build or
+    /// this tokenizer does not support grammars.
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, SubmitError> {
         self.0.compiler()?.compile(grammar)
     }
@@ -237,7 +237,7 @@ impl Engine {
         &self.0.options
     }
 
-    /// The longest text in tokens, prompt included.
+    /// Maximum tokens of a text, including the prompt.
     pub fn context(&self) -> usize {
         self.0.limits.context
     }
@@ -247,25 +247,25 @@ impl Engine {
         self.0.limits.hidden
     }
 
-    /// Counts since the start and up to the latest step, and the requests that run and wait now.
+    /// Counts since the start up to the latest step, and the current number of running and waiting requests.
     pub fn stats(&self) -> EngineStats {
         let stats = lock(&self.0.shared.stats);
         let unseen = self.0.shared.unseen.load(Ordering::Relaxed);
         EngineStats { waiting: stats.waiting + unseen, ..stats.clone() }
     }
 
-    /// Requests that have not ended.
+    /// Number of requests that have not ended.
     pub fn live(&self) -> usize {
         *lock(&self.0.shared.live)
     }
 
-    /// Whether the engine can serve requests. After a failure it never can again.
+    /// Whether the engine can serve requests. It never recovers from a failure.
     pub fn is_healthy(&self) -> bool {
         self.0.shared.failure().is_none()
     }
 
-    /// Takes no more requests, and waits until all have ended, at most for `limit`. Then the rest end with
-    /// [`FinishReason::Drained`](crate::FinishReason::Drained). Returns whether all ended by themselves.
+    /// Accepts no more requests, and waits until all have ended, for at most `limit`. The remaining ones then end with
+    /// [`FinishReason::Drained`](crate::FinishReason::Drained). Returns whether all ended within the limit.
     pub fn drain(&self, limit: Duration) -> bool {
         self.0.shared.is_draining.store(true, Ordering::Release);
         if self.0.shared.wait(limit) {
@@ -276,23 +276,23 @@ impl Engine {
         false
     }
 
-    /// Ends the engine, and waits until the memory of its model and pages is free. It waits for [`Responses`] that
-    /// exist.
+    /// Ends the engine, and waits until the memory of its model and pages is free. It first waits until all
+    /// [`Responses`] are dropped.
     ///
     /// # Errors
-    /// The engine, if it has other handles: it goes on.
+    /// Returns the engine, still running, if it has other handles.
     pub fn close(self) -> Result<(), Engine> {
         let Handle { commands, threads, .. } = Arc::try_unwrap(self.0).map_err(Engine)?;
-        // Without commands to come, the first thread ends, and with it the second one.
+        // Without further commands, the first thread ends, and then the second one.
         drop(commands);
         for thread in threads {
-            // A panic is the engine's failure, which was reported.
+            // A panic has already been reported as the engine's failure.
             let _ = thread.join();
         }
         Ok(())
     }
 
-    /// Makes the engine's thread panic, for tests of what follows.
+    /// Makes the engine's thread panic, to test the handling of failures.
     #[doc(hidden)]
     pub fn inject_panic(&self) {
         let _ = self.0.commands.send(Command::Panic);
@@ -307,13 +307,13 @@ impl fmt::Debug for Engine {
 
 /// Starts a thread.
 fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Result<thread::JoinHandle<()>> {
-    // Grammars are recursive.
+    // Compiling grammars is recursive.
     let started = thread::Builder::new().name(name.to_string()).stack_size(STACK).spawn(run);
     started
         .map_err(|error| kvant_models::Error::Unsupported { what: format!("thread {name}"), reason: error.to_string() })
 }
 
-/// The pages of an engine.
+/// Allocates the pages of an engine.
 fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_models::Result<KvPool> {
     let layers = model.cache_layers(&options.codecs)?;
     let spec = kvant::PoolSpec::new(layers, options.memory.unwrap_or(0)).page_tokens(options.page_tokens);
@@ -334,11 +334,11 @@ impl Handle {
         grammar.start(self.compiler()?).ok_or_else(|| grammar::invalid("one of another engine"))
     }
 
-    /// Checks a request. What depends on the model's state alone is checked again in the engine's thread.
+    /// Checks a request. The engine's thread makes the checks that depend on the model's state.
     fn check(&self, request: &EngineRequest) -> Result<(), SubmitError> {
         let Limits { context, ids, vocab, .. } = self.limits;
-        let at_most = |field, most: usize, got: usize| {
-            if got <= most { Ok(()) } else { Err(SubmitError::invalid(field, format_args!("at most {most}"), got)) }
+        let at_most = |field, max: usize, got: usize| {
+            if got <= max { Ok(()) } else { Err(SubmitError::invalid(field, format_args!("at most {max}"), got)) }
         };
         if request.prompt.is_empty() {
             return Err(SubmitError::invalid("prompt", "at least one token", "none"));
@@ -362,15 +362,15 @@ impl Handle {
         at_most("logprobs", MAX_LOGPROBS, request.logprobs.unwrap_or(0))?;
         at_most("prompt_logprobs", MAX_LOGPROBS, request.prompt_logprobs.unwrap_or(0))?;
         at_most("stop", MAX_STOPS, request.stop.len())?;
-        if let Some(stop) = request.stop.iter().find(|stop| !(1..=LONGEST_STOP).contains(&stop.len())) {
-            let expected = format_args!("strings of 1 to {LONGEST_STOP} bytes");
+        if let Some(stop) = request.stop.iter().find(|stop| !(1..=MAX_STOP_LENGTH).contains(&stop.len())) {
+            let expected = format_args!("strings of 1 to {MAX_STOP_LENGTH} bytes");
             return Err(SubmitError::invalid("stop", expected, format_args!("one of {}", stop.len())));
         }
         Ok(())
     }
 }
 
-/// The events of a request, in order. Dropping it cancels the request: its pages are free after the current step.
+/// The events of a request, in order. Dropping it cancels the request and releases its pages after the current step.
 ///
 /// [`Responses::recv`] and the iterator block; [`Responses::recv_async`] is for async code, with any runtime.
 pub struct Responses {
@@ -383,12 +383,12 @@ pub struct Responses {
 }
 
 impl Responses {
-    /// The number of the request, for logs.
+    /// The id of the request, for logs.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Waits for the next event. `None` after the last one.
+    /// Waits for the next event. Returns `None` after the last one.
     pub fn recv(&mut self) -> Option<Event> {
         if self.has_ended {
             return None;
@@ -397,7 +397,7 @@ impl Responses {
         self.count(event)
     }
 
-    /// As [`Responses::recv`], in async code.
+    /// Like [`Responses::recv`], for async code.
     pub async fn recv_async(&mut self) -> Option<Event> {
         if self.has_ended {
             return None;
@@ -406,10 +406,10 @@ impl Responses {
         self.count(event)
     }
 
-    /// As [`Responses::recv`], for at most a time.
+    /// Like [`Responses::recv`], with a time limit.
     ///
     /// # Errors
-    /// [`NoEvent`] if there is none yet.
+    /// [`NoEvent`] if no event arrives in time.
     pub fn recv_timeout(&mut self, limit: Duration) -> Result<Option<Event>, NoEvent> {
         if self.has_ended {
             return Ok(None);
@@ -420,8 +420,7 @@ impl Responses {
         }
     }
 
-    /// Counts an event as read. The engine sends no `None` before the last event unless both of its threads have
-    /// failed.
+    /// Counts an event as read. If the channel ends before the last event, both threads of the engine have failed.
     fn count(&mut self, event: Option<Event>) -> Option<Event> {
         let event = event.unwrap_or_else(|| Event::Failed(Failure::Engine("its threads have ended".to_string())));
         if self.unread.fetch_sub(1, Ordering::AcqRel) == self.limit {
@@ -432,9 +431,9 @@ impl Responses {
     }
 }
 
-/// No event has come in time.
+/// No event arrived in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no event has come in time")]
+#[error("no event arrived in time")]
 pub struct NoEvent;
 
 impl Iterator for Responses {

@@ -2,15 +2,15 @@
 
 use kvant_models::TokenLogprobs;
 
-/// An event of a request, from [`Responses`](crate::Responses). [`Event::Finished`] or [`Event::Failed`] is the last
-/// one.
+/// An event of a request, from [`Responses`](crate::Responses). The last one is [`Event::Finished`] or
+/// [`Event::Failed`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Event {
-    /// Log probabilities of tokens of the prompt, as asked for: those after the previous event of this kind. The first
-    /// token of a prompt has none, so the first event begins with the second token.
+    /// Log probabilities of prompt tokens since the previous event of this kind, if requested. The first token of a
+    /// prompt has none, so the first event begins with the second token.
     Prompt(Vec<TokenLogprobs>),
-    /// The embedding that the request asks for, not normalised: a number for each element of a hidden state.
+    /// The requested embedding, not normalised: one number per element of a hidden state.
     Embedding(Vec<f32>),
     /// A generated token.
     Token(TextToken),
@@ -26,10 +26,10 @@ pub enum Event {
 pub struct TextToken {
     /// Its id.
     pub id: u32,
-    /// The text that is certain now. It is empty while a character is incomplete or a stop string may have begun; later
-    /// events have the text then.
+    /// The text that is final now. It is empty while a character is incomplete or a stop string may have begun; a later
+    /// event then has the text.
     pub text: String,
-    /// Its log probabilities, if the request asks for them.
+    /// Its log probabilities, if requested.
     pub logprobs: Option<TokenLogprobs>,
 }
 
@@ -39,56 +39,56 @@ pub struct TextToken {
 pub struct Finished {
     /// Text that was held back until the end; often empty.
     pub text: String,
-    /// Why it ended.
+    /// The finish reason.
     pub reason: FinishReason,
-    /// Counts of tokens.
+    /// Token counts.
     pub usage: Usage,
-    /// The log probabilities of the stop id that ended it, if the request asks for those of tokens.
+    /// The log probabilities of the stop id that ended the request, if requested.
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// Why a request ended.
+/// The reason why a request ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FinishReason {
-    /// The model drew a stop id. It is not among the events.
+    /// The model sampled a stop id. No event reports that token.
     StopId(u32),
-    /// The text had a stop string: the index in the request's list.
+    /// The text contains a stop string, given by its index in the request's list.
     StopString(usize),
-    /// The text follows the grammar, which allows no more.
+    /// The text is complete: its grammar allows no further token.
     Grammar,
     /// `max_tokens` tokens were generated, or the context is full.
     Length,
-    /// The pool has no page for another token, although nothing else runs.
+    /// The pool has no page for another token, although no other request runs.
     OutOfPages,
-    /// [`Engine::drain`](crate::Engine::drain) did not wait longer.
+    /// [`Engine::drain`](crate::Engine::drain) reached its time limit.
     Drained,
 }
 
-/// Counts of tokens of a request.
+/// Token counts of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Usage {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Tokens of the prompt that the prefix cache had when the request first ran.
+    /// Tokens of the prompt found in the prefix cache when the request first ran.
     pub cached_tokens: usize,
     /// Tokens generated, without a stop id.
     pub generated_tokens: usize,
 }
 
-/// Why a request failed.
+/// The reason why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
-    /// This request alone: for example its logits are NaN.
+    /// An error of this request alone, for example NaN logits.
     #[error("{0}")]
     Request(String),
-    /// The request's grammar: it needs more time or memory than its limits, or the tokenizer has no token that can
+    /// An error of the request's grammar: it exceeds its time or memory limit, or the tokenizer has no token that can
     /// follow.
     #[error("the grammar: {0}")]
     Grammar(String),
-    /// The engine has failed, and with it all requests.
+    /// The engine has failed, which ends all requests.
     #[error("the engine has failed: {0}")]
     Engine(String),
 }

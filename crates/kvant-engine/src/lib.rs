@@ -1,4 +1,4 @@
-//! Runs many requests at once on one device: continuous batching over the pages of a [`kvant::KvPool`].
+//! Runs many requests concurrently on one device: continuous batching over the pages of a [`kvant::KvPool`].
 //!
 //! | task | item |
 //! |---|---|
@@ -33,7 +33,8 @@
 //! ```
 //!
 //! One thread owns the model and its pages, and runs steps. A second thread converts tokens to text and finds stop
-//! strings. A request that nobody reads pauses, and one whose [`Responses`] are dropped ends within a step.
+//! strings. A request pauses while its events are not read. A request whose [`Responses`] are dropped ends within a
+//! step.
 
 #![forbid(unsafe_code)]
 

@@ -17,37 +17,38 @@ use kvant_models::CacheCodecs;
 pub struct EngineOptions {
     /// The codecs of keys and values. Default: f16.
     pub codecs: CacheCodecs,
-    /// The longest text of a request in tokens, prompt included. Default: the model's context.
+    /// Maximum tokens of a request, including the prompt. Default: the model's context.
     pub context: Option<usize>,
-    /// Requests that run at once. Default: 16.
+    /// Maximum running requests. Default: 16.
     pub sequences: usize,
-    /// Requests that can wait. More are refused ([`SubmitError::Busy`](crate::SubmitError::Busy)). Default: 256.
+    /// Maximum waiting requests. Further ones are rejected ([`SubmitError::Busy`](crate::SubmitError::Busy)). Default:
+    /// 256.
     pub queue: usize,
-    /// Tokens of a step, of all requests together: more than `sequences`. Large steps compute prompts faster; small
-    /// ones keep the time between tokens short while a prompt is computed. Default: 512.
+    /// Maximum tokens of a step over all requests; more than `sequences`. Large steps compute prompts faster; small
+    /// steps reduce the time between tokens while a prompt is computed. Default: 512.
     pub step_tokens: usize,
-    /// Bytes of all pages. Default: room for `sequences` texts of `context` tokens.
+    /// Bytes of all pages. Default: enough for `sequences` texts of `context` tokens.
     pub memory: Option<usize>,
-    /// Positions of a page: 16, 32, 64, 128 or 256. Default: 64.
+    /// Positions per page: 16, 32, 64, 128 or 256. Default: 64.
     pub page_tokens: usize,
-    /// Bytes of host memory for pages that the device has no room for: prefixes, and preempted requests. Default: 0.
+    /// Bytes of host memory for pages that do not fit on the device: prefixes, and preempted requests. Default: 0.
     pub host_memory: usize,
     /// Whether requests share the pages of equal prefixes. Default: true.
     pub prefix_cache: bool,
-    /// The most draft tokens that a step tries for a request, at most 32; 0 for none. Drafts are what followed the last
-    /// tokens when the text had them before. They do not change texts: a token is kept if the model draws the same one.
-    /// They pay for texts that repeat themselves, where a step of several tokens costs little more than one of one
-    /// token: not with small models on a CPU. Requests with a grammar have none. Default: 0.
+    /// Maximum draft tokens of a request in a step, at most 32; 0 for none. Drafts are the tokens that followed an
+    /// earlier occurrence of the last few tokens. They do not change texts: a draft is kept only if the model samples
+    /// an equal token. They speed up repetitive texts on devices where a step of several tokens costs little more than
+    /// a step of one token; not small models on a CPU. Requests with a grammar have none. Default: 0.
     pub drafts: usize,
-    /// Whether a step starts before the result of the one before is known, if the device draws all its tokens. The
-    /// device then never waits for the host, except for the results of drafts; an ended request costs a token that is
-    /// dropped. Default: on CUDA, whose work goes on while the host's does. On a CPU there is nothing to gain.
+    /// Whether a step starts before the result of the previous one is known, if the device samples all its tokens. The
+    /// device then waits for the host only for the results of drafts. A request that has ended costs one token, which
+    /// is dropped. Default: on CUDA, where device and host run concurrently. On a CPU there is no gain.
     pub overlap: Option<bool>,
-    /// How long the start may take to compile kernels and record passes for all sizes of batches, so that no request
-    /// waits for that; zero for not at all. Compiled kernels are kept on disk, so that later starts are fast. Nothing
-    /// happens on a CPU. Default: 5 minutes.
+    /// Maximum time at start to compile kernels and record passes for all batch sizes, so that no request waits for
+    /// this; zero disables it. Compiled kernels are cached on disk, so that later starts are fast. A CPU needs no
+    /// warm-up. Default: 5 minutes.
     pub warm_up: Duration,
-    /// Events that a request can have unread. It pauses until they are read. Default: 256.
+    /// Maximum unread events of a request. It pauses until they are read. Default: 256.
     pub unread: usize,
 }
 
@@ -72,15 +73,16 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
-    /// The largest [`EngineOptions::drafts`].
+    /// Maximum value of [`EngineOptions::drafts`].
     pub const MAX_DRAFTS: usize = 32;
 
-    /// Checks the options that the pages do not check. `most` is the longest text that the model can be fed.
-    pub(crate) fn check(&self, context: usize, most: usize) -> kvant_models::Result<()> {
-        let at_least = |arg, least: usize, got: usize| match got >= least {
+    /// Checks the options that the pool does not check. `model_context` is the maximum number of tokens that the model
+    /// accepts.
+    pub(crate) fn check(&self, context: usize, model_context: usize) -> kvant_models::Result<()> {
+        let at_least = |arg, min: usize, got: usize| match got >= min {
             true => Ok(()),
             false => {
-                let (expected, got) = (format!("at least {least}"), got.to_string());
+                let (expected, got) = (format!("at least {min}"), got.to_string());
                 Err(kvant_models::Error::Argument { arg, expected, got })
             }
         };
@@ -88,14 +90,14 @@ impl EngineOptions {
         at_least("sequences", 1, self.sequences)?;
         at_least("step_tokens", self.sequences.saturating_add(1), self.step_tokens)?;
         at_least("unread", 1, self.unread)?;
-        let at_most = |arg, most: usize, got: usize| match got <= most {
+        let at_most = |arg, max: usize, got: usize| match got <= max {
             true => Ok(()),
             false => {
-                let (expected, got) = (format!("at most {most}"), got.to_string());
+                let (expected, got) = (format!("at most {max}"), got.to_string());
                 Err(kvant_models::Error::Argument { arg, expected, got })
             }
         };
-        at_most("context", most, context)?;
+        at_most("context", model_context, context)?;
         at_most("drafts", EngineOptions::MAX_DRAFTS, self.drafts)
     }
 

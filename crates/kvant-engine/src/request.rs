@@ -1,4 +1,4 @@
-//! Requests, and why they are refused.
+//! Requests, and the errors of their submission.
 
 use kvant_models::{Pooling, Sampling};
 
@@ -22,20 +22,20 @@ use crate::CompiledGrammar;
 pub struct EngineRequest {
     /// The ids of the prompt; at least one.
     pub prompt: Vec<u32>,
-    /// The largest number of tokens to generate. 0 computes the prompt only, for `prompt_logprobs`. The text ends
-    /// earlier where the context ends. Default: 128.
+    /// Maximum tokens to generate. 0 only computes the prompt, for `prompt_logprobs`. The end of the context also ends
+    /// the text. Default: 128.
     pub max_tokens: usize,
-    /// Stop ids and stop strings end the text only after so many tokens; until then, stop ids are not drawn.
-    /// Default: 0.
+    /// Minimum tokens before a stop id or stop string can end the text. Until then, stop ids are not sampled. Default:
+    /// 0.
     pub min_tokens: usize,
-    /// How tokens are drawn, seed included. Default: greedy.
+    /// Sampling parameters, including the seed. Default: greedy.
     pub sampling: Sampling,
-    /// Log probabilities of each generated token, with those of so many most probable tokens.
+    /// Requests log probabilities of each generated token, and of this number of most probable tokens.
     pub logprobs: Option<usize>,
-    /// The same for each token of the prompt except the first. The prompt is then computed in full, without the prefix
-    /// cache.
+    /// Requests log probabilities of each token of the prompt except the first. The prompt is then computed completely,
+    /// without the prefix cache.
     pub prompt_logprobs: Option<usize>,
-    /// With a pooling, the request is for an embedding of its prompt, not for text; `max_tokens` must be 0.
+    /// If set, the request is for an embedding of its prompt instead of text; `max_tokens` must be 0.
     pub pooling: Option<Pooling>,
     /// Ids that end the text. Default: [`Tokenizer::eos`](kvant_models::Tokenizer::eos).
     pub stop_ids: Option<Vec<u32>>,
@@ -45,31 +45,32 @@ pub struct EngineRequest {
     pub include_stop: bool,
     /// Whether the text includes the names of special tokens. Default: false.
     pub special_tokens: bool,
-    /// The language that the text must follow, from [`Engine::compile`](crate::Engine::compile). Ids that end the text
-    /// are drawn only where it is complete. The text ends by itself where nothing can follow. Stop strings and
-    /// `max_tokens` can end it before.
+    /// The grammar that the text must follow, from [`Engine::compile`](crate::Engine::compile). Stop ids are sampled
+    /// only where the text is complete. The text ends if no token can follow. Stop strings and `max_tokens` can end it
+    /// earlier.
     pub grammar: Option<CompiledGrammar>,
-    /// Requests of higher priority run first. One step of priority counts like an earlier arrival by 1000 steps of the
-    /// engine, so that no request waits forever. Default: 0.
+    /// Requests of higher priority run first. One level of priority counts like arriving 1000 steps of the engine
+    /// earlier, so that no request waits forever. Default: 0.
     pub priority: i8,
-    /// Who shares this request's pages. Default: everyone.
+    /// The scope in which pages are shared. Default: all requests.
     pub cache: CacheScope,
 }
 
-/// With whom a request shares the pages of equal prefixes.
+/// The requests that share pages of equal prefixes with a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum CacheScope {
-    /// With all requests of this scope.
+    /// All requests of this scope.
     #[default]
     Shared,
-    /// With requests of the same salt, for example of one API key: others cannot find out by timing what was computed.
+    /// Requests with an equal salt, for example of one API key. Others cannot use timing to detect which prompts were
+    /// computed.
     Salted(Vec<u8>),
-    /// With nobody.
+    /// No other request.
     Private,
 }
 
 impl EngineRequest {
-    /// A greedy request for 128 tokens.
+    /// Creates a greedy request for 128 tokens.
     pub fn new(prompt: Vec<u32>) -> EngineRequest {
         EngineRequest {
             prompt,
@@ -89,7 +90,7 @@ impl EngineRequest {
         }
     }
 
-    /// Asks for an embedding of the prompt, and for no text.
+    /// Requests an embedding of the prompt, and no text.
     #[must_use]
     pub fn embed(self, pooling: Pooling) -> Self {
         EngineRequest { pooling: Some(pooling), max_tokens: 0, ..self }
@@ -168,35 +169,35 @@ impl EngineRequest {
     }
 }
 
-/// Why a request is refused.
+/// The reason why a request is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubmitError {
-    /// As many requests wait as the queue has room for. Try again later.
+    /// The maximum number of requests run or wait. Try again later.
     #[error("the queue is full: {limit} requests run or wait")]
     Busy {
-        /// The most requests that can run and wait.
+        /// Maximum requests that run or wait.
         limit: usize,
     },
-    /// The engine finishes its requests and takes no others.
+    /// The engine is draining and accepts no requests.
     #[error("the engine is shutting down")]
     Draining,
     /// The engine has failed.
     #[error("the engine has failed: {reason}")]
     Unhealthy {
-        /// What happened.
+        /// The reason.
         reason: String,
     },
-    /// The system starts no thread for the request. Try again later.
+    /// The system cannot start a thread for the request. Try again later.
     #[error("the system cannot start a thread for the request: {reason}")]
     NoThread {
         /// The system's reason.
         reason: String,
     },
-    /// The prompt leaves no room in the context.
+    /// The prompt exceeds the context.
     #[error("`prompt` must be at most {limit} tokens, got {got} tokens")]
     ContextLength {
-        /// The longest prompt of this request.
+        /// Maximum tokens of this request's prompt.
         limit: usize,
         /// The tokens of the prompt.
         got: usize,

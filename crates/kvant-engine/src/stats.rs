@@ -1,50 +1,50 @@
-//! What an engine counts.
+//! Statistics of an engine.
 
 use std::time::Duration;
 
-/// Counts of an engine since its start, and its state now.
+/// Counts since the start of an engine, and its current state.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct EngineStats {
-    /// Requests that run.
+    /// Running requests.
     pub running: usize,
-    /// Requests that wait, preempted ones included.
+    /// Waiting requests, including preempted ones.
     pub waiting: usize,
-    /// Requests whose events nobody reads.
+    /// Requests paused because their events are not read.
     pub paused: usize,
     /// Bytes of all pages.
     pub pages_bytes: usize,
-    /// Bytes of pages in use, by requests or by the prefix cache.
+    /// Bytes of pages in use by requests or the prefix cache.
     pub pages_used: usize,
-    /// Bytes of pages that requests use, an estimate from their lengths.
+    /// Bytes of pages in use by requests, estimated from their lengths.
     pub requests_used: usize,
     /// Bytes of pages in host memory.
     pub host_used: usize,
-    /// Tokens of prompts that were looked up in the prefix cache.
+    /// Prompt tokens looked up in the prefix cache.
     pub prefix_queries: u64,
-    /// Tokens of prompts that the prefix cache had.
+    /// Prompt tokens found in the prefix cache.
     pub prefix_hits: u64,
-    /// Requests that gave their pages back before they ended.
+    /// Preemptions: running requests whose pages were taken back.
     pub preemptions: u64,
     /// Steps.
     pub steps: u64,
-    /// Those of them that replayed a recorded pass: one token of each request.
+    /// Steps that replayed a recorded pass: few tokens of each request.
     pub recorded_steps: u64,
-    /// Steps that were started before the result of the one before was known.
+    /// Steps that started before the result of the previous one was known.
     pub overlapped_steps: u64,
-    /// Tokens of prompts that were computed.
+    /// Prompt tokens computed.
     pub prompt_tokens: u64,
     /// Tokens generated.
     pub generated_tokens: u64,
-    /// Draft tokens that were tried, and those that were right.
+    /// Proposed and accepted draft tokens.
     pub drafts: [u64; 2],
-    /// Ended requests: by a stop id, stop string or grammar.
+    /// Requests ended by a stop id, stop string or grammar.
     pub finished_stop: u64,
-    /// Ended requests: by length, context or pages.
+    /// Requests ended by length, context or pages.
     pub finished_length: u64,
-    /// Ended requests: cancelled or drained.
+    /// Requests cancelled or drained.
     pub finished_cancelled: u64,
-    /// Ended requests: failed.
+    /// Failed requests.
     pub finished_failed: u64,
     /// Seconds from the submission of a request to its first token.
     pub time_to_first_token: Histogram,
@@ -64,9 +64,9 @@ pub struct EngineStats {
     pub text_lengths: Histogram<Tokens>,
 }
 
-/// What a [`Histogram`] counts.
+/// The unit of a [`Histogram`].
 pub trait Unit: Clone + std::fmt::Debug + Default + PartialEq {
-    /// The upper bounds of all buckets except the last, which has none.
+    /// The upper bounds of all buckets except the last, which is unbounded.
     const BOUNDS: [f64; 18];
 }
 
@@ -74,7 +74,7 @@ pub trait Unit: Clone + std::fmt::Debug + Default + PartialEq {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Seconds;
 
-/// Numbers of tokens, by powers of two.
+/// Token counts, in powers of two.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tokens;
 
@@ -90,7 +90,7 @@ impl Unit for Tokens {
     ];
 }
 
-/// A histogram: of seconds, unless another unit is named.
+/// A histogram; of seconds by default.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Histogram<U: Unit = Seconds> {
     counts: [u64; 19],
@@ -99,14 +99,14 @@ pub struct Histogram<U: Unit = Seconds> {
 }
 
 impl Histogram {
-    /// Counts a duration.
+    /// Adds a duration.
     pub(crate) fn add(&mut self, duration: Duration) {
         self.count_value(duration.as_secs_f64());
     }
 }
 
 impl Histogram<Tokens> {
-    /// Counts a number of tokens.
+    /// Adds a number of tokens.
     pub(crate) fn add_tokens(&mut self, tokens: usize) {
         self.count_value(tokens as f64);
     }
@@ -118,7 +118,7 @@ impl<U: Unit> Histogram<U> {
         self.sum += value;
     }
 
-    /// For each bound, the number of values up to it; and at the end, of all.
+    /// For each bound, the number of values up to it; the last entry counts all values.
     pub fn cumulative(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
         let mut sum = 0;
         let bounds = U::BOUNDS.into_iter().chain([f64::INFINITY]);
@@ -133,7 +133,7 @@ impl<U: Unit> Histogram<U> {
         self.counts.iter().sum()
     }
 
-    /// Their sum.
+    /// The sum of the values.
     pub fn sum(&self) -> f64 {
         self.sum
     }

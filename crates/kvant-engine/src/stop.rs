@@ -1,6 +1,6 @@
-//! Stop strings in a text that grows.
+//! Finds stop strings in a growing text.
 
-/// Finds the first of several strings in a text, and holds back what may become one of them.
+/// Finds the first of several strings in a text. Holds back text that may become one of them.
 #[derive(Debug, Default)]
 pub(crate) struct StopFinder {
     strings: Vec<String>,
@@ -19,13 +19,13 @@ pub(crate) struct Stopped {
 }
 
 impl StopFinder {
-    /// `include`: the text includes the stop string.
+    /// Creates a finder. `include`: the text includes the stop string.
     pub fn new(strings: Vec<String>, include: bool) -> StopFinder {
         StopFinder { strings, include, held: String::new() }
     }
 
-    /// Appends to the text. Returns what is certain now. The string that begins first ends the text, and among those
-    /// the first of the list.
+    /// Appends to the text. Returns the text that is final now. The string that begins first ends the text; among
+    /// strings that begin at one position, the first of the list wins.
     pub fn push(&mut self, piece: &str) -> Result<String, Stopped> {
         if self.strings.is_empty() {
             return Ok(piece.to_string());
@@ -43,15 +43,15 @@ impl StopFinder {
         Ok(self.held.drain(..certain).collect())
     }
 
-    /// The text that was held back.
+    /// Returns the text that was held back.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 
-    /// Bytes at the end of the text that begin a stop string.
+    /// Length of the longest suffix of the text that begins a stop string.
     fn longest_beginning(&self) -> usize {
-        let longest = self.strings.iter().map(String::len).max().unwrap_or(0).saturating_sub(1);
-        let first = self.held.len().saturating_sub(longest);
+        let max = self.strings.iter().map(String::len).max().unwrap_or(0).saturating_sub(1);
+        let first = self.held.len().saturating_sub(max);
         let starts = (first..self.held.len()).filter(|&at| self.held.is_char_boundary(at));
         let mut tails = starts.map(|at| &self.held[at..]);
         let tail = tails.find(|tail| self.strings.iter().any(|string| string.starts_with(tail)));

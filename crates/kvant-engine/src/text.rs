@@ -1,4 +1,4 @@
-//! The thread that converts tokens to text, finds stop strings, and sends events.
+//! A thread that converts tokens to text, finds stop strings, and sends events.
 
 use std::{
     collections::HashMap,
@@ -17,11 +17,11 @@ use crate::{
     stop::{StopFinder, Stopped},
 };
 
-/// A message of the engine's thread, about one request.
+/// A message of the engine's thread about one request.
 #[derive(Debug)]
 pub(crate) enum Output {
     Start(Box<NewText>),
-    /// It runs for the first time.
+    /// The request runs for the first time.
     Began {
         cached_tokens: usize,
     },
@@ -31,21 +31,21 @@ pub(crate) enum Output {
         id: u32,
         logprobs: Option<TokenLogprobs>,
     },
-    /// The log probabilities of the stop id with which it ends.
+    /// The log probabilities of the stop id that ended the request.
     Stop(TokenLogprobs),
     End(FinishReason),
     Failed(Failure),
-    /// Nobody reads the events.
+    /// The reader of the events has disconnected.
     Gone,
 }
 
-/// What the text of a request needs.
+/// The data to decode the text of a request.
 #[derive(Debug)]
 pub(crate) struct NewText {
     pub stop: StopFinder,
     pub special_tokens: bool,
     pub min_tokens: usize,
-    /// The text continues it.
+    /// The prompt that the text continues.
     pub prompt: Vec<u32>,
     pub reader: Reader,
 }
@@ -62,8 +62,8 @@ impl NewText {
     }
 }
 
-/// The channel to who reads a request's events, and the number of unread ones. The engine runs no step for a request
-/// with too many of them, so that the channel needs no limit of its own.
+/// The channel to the reader of a request, and the number of unread events. The engine does not run a request with too
+/// many of them, so the channel itself can be unbounded.
 #[derive(Clone, Debug)]
 pub(crate) struct Reader {
     pub events: Sender<Event>,
@@ -73,7 +73,7 @@ pub(crate) struct Reader {
 impl Reader {
     pub fn send(&self, event: Event) {
         self.unread.fetch_add(1, Ordering::AcqRel);
-        // A reader that is gone has cancelled.
+        // A disconnected reader has cancelled its request.
         let _ = self.events.send(event);
     }
 }
@@ -88,7 +88,7 @@ struct Text<'t> {
     reader: Reader,
 }
 
-/// Serves requests until the engine's thread is gone.
+/// Processes messages until the engine's thread ends.
 pub(crate) fn run(
     tokenizer: &Tokenizer,
     outputs: &Receiver<Vec<(u64, Output)>>,
@@ -120,7 +120,7 @@ fn handle<'t>(
         start(tokenizer, texts, id, *new, shared, to);
         return;
     }
-    // Tokens after a stop string, which the engine has computed meanwhile, belong to no text.
+    // The engine may compute tokens after a stop string. They are not part of the text.
     let Some(text) = texts.get_mut(&id) else { return };
     let last = match output {
         Output::Began { cached_tokens } => return text.usage.cached_tokens = cached_tokens,
@@ -146,7 +146,7 @@ fn handle<'t>(
     shared.ended();
 }
 
-/// Starts the text of a request where its prompt ends.
+/// Starts the text of a request at the end of its prompt.
 fn start<'t>(
     tokenizer: &'t Tokenizer,
     texts: &mut HashMap<u64, Text<'t>>,
@@ -192,7 +192,7 @@ impl Text<'_> {
         }
     }
 
-    /// The last event of a text that the engine has ended.
+    /// Returns the last event of a text that the engine has ended.
     fn finish(&mut self, reason: FinishReason) -> Event {
         let rest = match self.stream.rest() {
             Ok(rest) => rest,

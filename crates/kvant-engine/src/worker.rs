@@ -1,8 +1,8 @@
-//! The thread that owns model and pages, and runs steps.
+//! The thread that owns the model and its pages, and runs steps.
 //!
-//! A step: take commands, schedule, run the model over the batch, draw a token for each row that has caught up, hand
-//! the tokens to the text thread, and tell the scheduler. Where the device runs while the host works, the next step is
-//! started before the result of this one is known (`overlap.rs`).
+//! A step takes commands, schedules, runs the model over the batch, samples a token for each row that is completely
+//! computed, passes the tokens to the text thread, and reports the result to the scheduler. If the device runs
+//! concurrently with the host, the next step starts before the result of the current one is known (`overlap.rs`).
 
 mod draw;
 mod embed;
@@ -32,7 +32,7 @@ use overlap::InFlightStep;
 pub(crate) use running::Job;
 use running::Running;
 
-/// The most tokens of a recorded pass with drafts. Each has logits, and there is a pass for each number of tokens.
+/// Maximum tokens of a recorded pass with drafts. Each token has logits, and each number of tokens has its own pass.
 const MAX_RECORDED: usize = 128;
 
 pub(crate) struct Worker {
@@ -42,21 +42,21 @@ pub(crate) struct Worker {
     shared: Arc<Shared>,
     outputs: Sender<Vec<(u64, Output)>>,
     device_sampler: DeviceSampler,
-    /// The longest text in tokens.
+    /// Maximum tokens of a text.
     context: usize,
-    /// Requests that run at once, and tokens of a step.
+    /// Maximum running requests, and maximum tokens of a step.
     sequences: usize,
     step_tokens: usize,
-    /// Events that a request can have unread.
+    /// Maximum unread events of a request.
     unread: usize,
-    /// The most drafts of a request in a step.
+    /// Maximum drafts of a request in a step.
     drafts: usize,
-    /// Whether a step may start before the result of the one before is known.
+    /// Whether a step may start before the result of the previous one is known.
     overlap: bool,
-    /// The step whose result is not known.
+    /// The step whose result is not known yet.
     in_flight: Option<InFlightStep>,
     running: HashMap<u64, Running>,
-    /// What the text thread gets at the end of a step.
+    /// Messages to the text thread, sent at the end of a step.
     pending_outputs: Vec<(u64, Output)>,
 }
 
@@ -98,7 +98,7 @@ impl Worker {
         })
     }
 
-    /// Serves requests until all handles of the engine are gone, or it fails.
+    /// Serves requests until all handles of the engine are dropped, or it fails.
     pub fn run(mut self, commands: &Receiver<Command>) {
         let shared = Arc::clone(&self.shared);
         let served = catch_unwind(AssertUnwindSafe(|| self.serve(commands)));
@@ -113,7 +113,9 @@ impl Worker {
         };
         tracing::error!(reason, "the engine has failed");
         shared.fail(reason.clone());
-        // The text thread tells all requests that it knows; others were submitted before the failure was known.
+        // The text thread notifies all requests that it knows. Requests it does not know were submitted before the
+        // failure was recorded.
+        // recorded.
         self.send();
         drop(self);
         for command in commands.iter() {
@@ -193,7 +195,7 @@ impl Worker {
         self.count_requests(1);
     }
 
-    /// Takes a request out of the scheduler.
+    /// Removes a request from the scheduler.
     fn remove(&mut self, id: u64) -> Option<Running> {
         self.scheduler.cancel(id);
         let running = self.running.remove(&id)?;
@@ -207,14 +209,14 @@ impl Worker {
         Some(running)
     }
 
-    /// Ends a request with an error of its own.
+    /// Ends a request with its own error.
     fn fail(&mut self, id: u64, failure: Failure) {
         self.remove(id);
         lock(&self.shared.stats).finished_failed += 1;
         self.pending_outputs.push((id, Output::Failed(failure)));
     }
 
-    /// Pauses requests whose events nobody reads, and lets others go on.
+    /// Pauses requests with too many unread events, and resumes others.
     fn pause_unread(&mut self) {
         for (&id, running) in &mut self.running {
             let is_paused = running.unread.load(Ordering::Acquire) >= self.unread;
@@ -225,7 +227,7 @@ impl Worker {
         }
     }
 
-    /// Plans a step and runs or starts it, and takes the result of the one before. Returns whether there was either.
+    /// Plans and runs or starts a step, and takes the result of the previous one. Returns whether there was any work.
     fn step(&mut self) -> std::result::Result<bool, StorageError> {
         let with_drafts = self.in_flight.take_if(|step| step.has_drafts());
         let mut has_landed = with_drafts.is_some();
@@ -272,7 +274,7 @@ impl Worker {
         }
     }
 
-    /// Ends the requests of a step that cannot run. The arguments of a batch are the engine's own.
+    /// Ends the requests of a step that cannot run. An argument error of a batch is a bug of the engine.
     fn fail_step(&mut self, ids: Vec<u64>, error: kvant_models::Error) -> std::result::Result<(), StorageError> {
         match error {
             kvant_models::Error::Kvant(error) => Err(error.into()),
@@ -283,7 +285,7 @@ impl Worker {
         }
     }
 
-    /// The first step of a request.
+    /// Begins the first step of a request.
     fn begin(&mut self, id: u64) {
         let cached_tokens = self.scheduler.cached(id).unwrap_or(0);
         if let Some(running) = self.running.get_mut(&id)
@@ -298,7 +300,8 @@ impl Worker {
         }
     }
 
-    /// Sends the log probabilities of the prompt's tokens that the row's logits predict. `first` is the first of them.
+    /// Sends log probabilities of the prompt tokens that the row's logits predict. `first` is the index of the first
+    /// one.
     fn score_prompt(&mut self, row: &PlanRow, first: usize, logits: &Tensor) -> Result<()> {
         let Some(top) = self.running.get(&row.id).and_then(|running| running.prompt_logprobs) else { return Ok(()) };
         let prompt_len = self.running[&row.id].prompt_len;
@@ -315,7 +318,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Takes a token that was drawn. Returns whether it is the last one.
+    /// Accepts a sampled token. Returns whether it is the last one.
     fn accept(&mut self, id: u64, token: u32, logits: Option<(Vec<f32>, usize)>) -> bool {
         let Some(running) = self.running.get_mut(&id) else { return true };
         if running.stop_ids.contains(&token) {
@@ -347,7 +350,7 @@ impl Worker {
         is_last
     }
 
-    /// Tells of requests that the scheduler has ended.
+    /// Reports requests that the scheduler has ended.
     fn end_scheduled(&mut self) {
         for ended in self.scheduler.take_ended() {
             let Some(running) = self.remove(ended.id) else { continue };
@@ -365,14 +368,14 @@ impl Worker {
         }
     }
 
-    /// Sends what is new to the text thread.
+    /// Sends the collected messages to the text thread.
     fn send(&mut self) {
         if !self.pending_outputs.is_empty() {
             let _ = self.outputs.send(std::mem::take(&mut self.pending_outputs));
         }
     }
 
-    /// Counts the running and waiting requests. `seen`: new ones among them.
+    /// Updates the counts of running and waiting requests. `seen`: number of new ones among them.
     fn count_requests(&self, seen: usize) {
         let counts = self.scheduler.counts();
         let mut stats = lock(&self.shared.stats);
@@ -392,7 +395,7 @@ impl Worker {
     }
 }
 
-/// The requests of a step.
+/// The ids of the requests of a step.
 fn ids(plan: &StepPlan<PoolStep>) -> Vec<u64> {
     plan.rows.iter().map(|row| row.id).collect()
 }

@@ -24,7 +24,7 @@ impl Source {
     }
 }
 
-/// Full linear layers of `capacity` slots, as many as [`ROTATION`] requires and memory permits.
+/// Linear layers of `capacity` filled slots. Their number depends on [`ROTATION`] and the free memory.
 pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLayer>> {
     let KvCodec { k, v } = case.kv;
     let (kv_heads, head_dim) = (case.shape.kv_heads, case.shape.head_dim);
@@ -37,7 +37,7 @@ pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLay
     for _ in 1..count {
         all.push(KvLayer::new(device, spec)?);
     }
-    // The other layers are copies of the first: copying is faster than encoding again.
+    // The remaining layers are copies of the first: copying is faster than encoding again.
     let mut bytes = Vec::new();
     for side in [KvLayer::k, KvLayer::v] {
         for (plane, (_, source)) in side(&all[0]).tensors().enumerate() {
@@ -52,7 +52,7 @@ pub fn layers(device: &Device, case: &Case, capacity: usize) -> Result<Vec<KvLay
     Ok(all)
 }
 
-/// Bytes of the keys and values of `tokens` tokens in a layer of the case, and of the means of their pages.
+/// Bytes of the keys and values of `tokens` tokens in a layer of the case, including the means of their pages.
 pub fn cached_bytes(case: &Case, tokens: usize) -> usize {
     let (dim, pages) = (case.shape.head_dim, tokens.div_ceil(case.page_tokens()));
     let side = |codec: Codec| tokens * codec.bytes_per_vector(dim) + pages * codec.bytes_per_mean(dim);
@@ -64,7 +64,7 @@ fn layer_count(device: &Device, spec: &LayerSpec) -> Result<usize> {
     copies(device, vector.saturating_mul(spec.kv_heads).saturating_mul(spec.capacity))
 }
 
-/// How many caches of so many bytes [`ROTATION`] requires and memory permits.
+/// The number of caches of `bytes` bytes that [`ROTATION`] requires and memory permits.
 pub fn copies(device: &Device, bytes: usize) -> Result<usize> {
     let bytes = bytes.max(1);
     let wanted = ROTATION.div_ceil(bytes);
@@ -73,7 +73,7 @@ pub fn copies(device: &Device, bytes: usize) -> Result<usize> {
     Ok(if in_host_memory { wanted.min(usable_memory() / bytes) } else { wanted })
 }
 
-/// Rejects sizes that would make the system swap or run out of memory.
+/// Rejects sizes that would make the system swap or exhaust its memory.
 fn must_fit(bytes: usize) -> Result {
     let usable = usable_memory();
     if bytes <= usable {

@@ -1,7 +1,6 @@
 //! `kvant bench kv-write` and `encode`: writing new keys and values to the cache.
 //!
-//! The slots rotate. The new keys and values do not: in a model they have just been computed and are in the same
-//! cache level.
+//! The slots rotate. The new keys and values do not: a model has just computed them, so they are cached.
 
 use std::time::Duration;
 
@@ -17,7 +16,7 @@ pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measure
     let tokens = case.context as usize;
     let capacity = tokens.max(CAPACITY);
     let source = buffers::Source::new(device, case, tokens)?;
-    // Few tokens are appended within a page; many begin a sequence.
+    // Few tokens are appended within a page; many start a sequence.
     let past = if tokens < case.page_tokens() { case.page_tokens() / 2 } else { 0 };
     let sequences = capacity.div_ceil((past + tokens).next_multiple_of(case.page_tokens()));
     let paged = if case.is_paged() { Some(PagedCache::to_write(device, case, sequences, past, tokens)?) } else { None };

@@ -1,4 +1,4 @@
-//! `kvant bench`: times one operation, or a model, case by case.
+//! `kvant bench`: measures the time of an operation, or of a model, case by case.
 
 mod attend;
 mod buffers;
@@ -22,11 +22,11 @@ use crate::{
     output,
 };
 
-/// Time one operation, or a model.
+/// Measure the time of an operation, or of a model.
 ///
 /// Each case of an operation fills its buffers and then runs for about a second. The output has the median and the
-/// fastest call, and the bytes that a call must move, divided by the median time. Cached keys and values rotate over
-/// buffers of at least 700 MB in total, as far as memory permits, so that they come from memory and not from a
+/// minimum time of a call, and the bytes that a call must move, divided by the median time. Cached keys and values
+/// rotate over at least 700 MB of buffers, if memory permits, so that they are read from memory and not from a
 /// processor's cache. On a GPU, the time includes recording, submitting and waiting for each call, which takes longer
 /// than a small kernel; `model` replays graphs.
 #[derive(clap::Subcommand)]
@@ -40,8 +40,8 @@ pub enum Bench {
     /// Encode `context` new tokens at once and write them to a TurboQuant cache; bytes: as for kv-write
     Encode(OpArgs),
     /// A whole model, in one run: plain reads of the device's memory, loading, prompts, decoding of one sequence, and
-    /// of many together. Bytes of a decode step: the weights, keys and values read (of a mixture of experts those that
-    /// a token takes, of a table of embeddings one row)
+    /// of many together. Bytes of a decode step: the weights, keys and values read (in a mixture of experts only the
+    /// weights that a token uses, and one row of a table of embeddings)
     Model(model::ModelArgs),
 }
 
@@ -59,12 +59,12 @@ pub struct OpArgs {
     /// kv-write and norm-rope]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<Vec<u32>>,
-    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with sealed pages (tq4c), or K:V;
-    /// norm-rope has none [default: f16,tq8,tq4 for attend; f16,tq4 for kv-write; tq8,tq6,tq5,tq4,tq3,tq2 for encode]
+    /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with sealed pages (tq4c), or K:V; norm-rope has
+    /// no cache [default: f16,tq8,tq4 for attend; f16,tq4 for kv-write; tq8,tq6,tq5,tq4,tq3,tq2 for encode]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Option<Vec<KvCodec>>,
-    /// Use a pool with so many positions in a page: 16, 32, 64, 128 or 256 [default: contiguous layers; 64 for types
-    /// with sealed pages]
+    /// Use a pool with N positions per page: 16, 32, 64, 128 or 256 [default: contiguous layers; 64 for types with
+    /// sealed pages]
     #[arg(long, value_name = "N")]
     page_tokens: Option<usize>,
     #[command(flatten)]
@@ -95,9 +95,9 @@ fn budget(seconds: f64) -> Result<Duration> {
 /// One case.
 struct Case {
     shape: Heads,
-    /// Tokens; their role depends on the operation.
+    /// Tokens, with a meaning that depends on the operation.
     context: u32,
-    /// Not used by operations without a cache.
+    /// Unused by operations without a cache.
     kv: KvCodec,
     /// The dtype of queries, new keys and values, and outputs.
     activations: DType,
@@ -156,7 +156,7 @@ pub fn run(bench: &Bench) -> Result {
     }
 }
 
-/// Measures every combination. `defaults` are the contexts and cache types of an operation.
+/// Measures every combination. `defaults` are the default contexts and cache types of the operation.
 fn cases(
     op: &'static str,
     args: &OpArgs,

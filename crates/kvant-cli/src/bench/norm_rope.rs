@@ -1,6 +1,6 @@
 //! `kvant bench norm-rope`: norm and RoPE of the query heads of some tokens.
 //!
-//! The data does not rotate: activations are in the cache level where the projection has left them.
+//! The data does not rotate: a model's projection leaves activations in the processor's cache.
 
 use std::time::Duration;
 

@@ -1,11 +1,11 @@
-//! Test data of the benches over the pages of a pool.
+//! Test data of the benches that use the pages of a pool.
 
 use kvant::{CacheLayer, Device, KvLayer, KvPool, PoolSpec, Sequence, Step, ops};
 
 use super::{Case, buffers};
 use crate::Result;
 
-/// Tokens per write while filling; a multiple of every size of pages, so that whole pages are written at once.
+/// Tokens per write while filling. A multiple of every page size, so that whole pages are written at once.
 const CHUNK: usize = 1024;
 
 /// Sequences in pages, in several layers of one kind.
@@ -13,22 +13,22 @@ pub struct PagedCache {
     pub layers: Vec<KvLayer>,
     /// A step of the newest tokens for each sequence.
     pub steps: Vec<Step>,
-    /// They hold the pages.
+    /// Keeps the pages allocated.
     _sequences: Vec<Sequence>,
 }
 
 impl PagedCache {
-    /// One sequence of `tokens` tokens, written in every layer, and the step of the last one.
+    /// One sequence of `tokens` tokens, written to every layer, and the step of the last token.
     pub fn filled(device: &Device, case: &Case, tokens: usize) -> Result<PagedCache> {
         PagedCache::new(device, case, 1, (tokens - 1, 1), true)
     }
 
-    /// `sequences` sequences of `past` tokens, which are not written, and steps that append `new` tokens to each.
+    /// `sequences` sequences of `past` unwritten tokens, and steps that append `new` tokens to each.
     pub fn to_write(device: &Device, case: &Case, sequences: usize, past: usize, new: usize) -> Result<PagedCache> {
         PagedCache::new(device, case, sequences, (past, new), false)
     }
 
-    /// Every step writes in every layer once; the `past` is written, too, if it is to be read.
+    /// Runs every step once in every layer. The `past` tokens are written only if they are read.
     fn new(
         device: &Device,
         case: &Case,

@@ -4,12 +4,12 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// Calls before the measurement, in which threads wake up and scratch memory is allocated.
+/// Calls before the measurement, which wake up threads and allocate scratch memory.
 const WARM_UP: usize = 3;
-/// The smallest number of measured calls, regardless of the time.
-const FEWEST: usize = 3;
-/// The largest number of measured calls; a median needs no more.
-const MOST: usize = 100_000;
+/// Minimum measured calls, regardless of the time.
+const MIN_CALLS: usize = 3;
+/// Maximum measured calls; a median needs no more.
+const MAX_CALLS: usize = 100_000;
 
 /// The time of a call, in microseconds.
 pub struct Timing {
@@ -17,22 +17,22 @@ pub struct Timing {
     pub min_us: f64,
 }
 
-/// Measures `call`, which gets a running number to select its buffers.
+/// Measures `call`, which gets a running index to select its buffers.
 pub fn repeat(budget: Duration, call: impl FnMut(usize) -> Result) -> Result<Timing> {
-    repeat_within(budget, (WARM_UP, FEWEST, MOST), call)
+    repeat_within(budget, (WARM_UP, MIN_CALLS, MAX_CALLS), call)
 }
 
-/// As [`repeat`], with the numbers of calls before the measurement, and in it at least and at most.
+/// Like [`repeat`], with the numbers of calls before the measurement, and minimum and maximum during it.
 pub fn repeat_within(
     budget: Duration,
-    (warm_up, fewest, most): (usize, usize, usize),
+    (warm_up, min, max): (usize, usize, usize),
     mut call: impl FnMut(usize) -> Result,
 ) -> Result<Timing> {
     for i in 0..warm_up {
         call(i)?;
     }
     let mut times = Times::default();
-    while times.count() < fewest || (times.count() < most && times.go_on(budget)) {
+    while times.count() < min || (times.count() < max && times.go_on(budget)) {
         let index = warm_up + times.count();
         times.add(|| call(index))?;
     }
@@ -68,12 +68,12 @@ impl Times {
         self.times.len()
     }
 
-    /// Whether time is left since the first call.
+    /// Whether the budget has time left since the first call.
     pub fn go_on(&self, budget: Duration) -> bool {
-        self.count() < MOST && self.first.is_none_or(|first| first.elapsed() < budget)
+        self.count() < MAX_CALLS && self.first.is_none_or(|first| first.elapsed() < budget)
     }
 
-    /// Of at least one call.
+    /// The statistics of at least one call.
     pub fn timing(&self) -> Timing {
         let mut times = self.times.clone();
         times.sort_by(f64::total_cmp);
@@ -97,7 +97,7 @@ mod tests {
         })
         .unwrap();
         assert!(timing.min_us >= 2000.0 && timing.median_us >= timing.min_us);
-        assert!((FEWEST + WARM_UP..=WARM_UP + 16).contains(&calls), "{calls} calls");
+        assert!((MIN_CALLS + WARM_UP..=WARM_UP + 16).contains(&calls), "{calls} calls");
     }
 
     #[test]

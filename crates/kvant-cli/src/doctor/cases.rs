@@ -1,4 +1,4 @@
-//! A small case of every operation.
+//! A small case for every operation.
 
 use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, Tensor,
@@ -15,10 +15,10 @@ use crate::{Result, bench::random};
 
 type Run = dyn Fn(&Device) -> Result<Vec<f32>>;
 
-/// Inputs on a device, and what an operation makes of them.
+/// An operation with its inputs on a device.
 pub struct Trial {
     pub name: String,
-    /// The largest relative error.
+    /// Maximum relative error.
     pub bound: f64,
     run: Box<Run>,
 }
@@ -33,9 +33,9 @@ impl Trial {
     }
 }
 
-/// The cases, for activations of `dtype`. `eight_bits`: products of matrices may round them to 8 bits.
+/// The cases for activations of `dtype`. `eight_bits`: matrix products may round activations to 8 bits.
 pub fn all(dtype: DType, eight_bits: bool) -> Vec<Trial> {
-    // Four roundings of a result, or those inside of an operation.
+    // The bound allows four roundings of a result, or of the operation's intermediate values.
     let bound = match dtype {
         DType::F32 => 1e-4,
         DType::F16 => 2e-3,
@@ -59,7 +59,7 @@ pub fn all(dtype: DType, eight_bits: bool) -> Vec<Trial> {
     for kv in ["f32", "f16", "bf16", "tq8", "tq5", "tq4", "tq3", "tq2", "f16:tq4", "tq4c"] {
         for head_dim in [64, 128, 256, 512] {
             let name = format!("norm_rope_write, attend, {kv}, {head_dim}");
-            // A coordinate next to a threshold may get the neighbouring index.
+            // A coordinate close to a threshold may get the adjacent index.
             let bound = if kv.contains("tq") { bound.max(2e-2) } else { bound };
             cases.push(Trial::new(name, bound, move |device| cache(device, dtype, kv, head_dim)));
         }
@@ -82,12 +82,12 @@ fn indices(device: &Device, count: usize, below: usize, shape: &[usize]) -> Resu
     Ok(Tensor::from_slice(device, &ids, shape)?)
 }
 
-/// Numbers of type u32 as f32, which holds small ones exactly.
+/// Converts u32 to f32, which is exact for small numbers.
 fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
     Ok(tensor.to_vec::<u32>()?.into_iter().map(|x| x as f32).collect())
 }
 
-/// Operations without variants worth a case of their own.
+/// Operations with only one variant worth testing.
 fn small(dtype: DType, bound: f64) -> Vec<Trial> {
     const ROWS: usize = 5;
     const WIDTH: usize = 384;
@@ -165,7 +165,7 @@ fn small(dtype: DType, bound: f64) -> Vec<Trial> {
     ]
 }
 
-/// A weight matrix, or one for each of some experts.
+/// A weight matrix, or one per expert.
 struct Matrix {
     bits: u32,
     tensors: Vec<Tensor>,
@@ -174,7 +174,7 @@ struct Matrix {
 impl Matrix {
     const GROUP: usize = 64;
 
-    /// `lead` is `[N]` or `[E, N]`; of 0 bits if dense.
+    /// `lead` is `[N]` or `[E, N]`. `bits` is 0 for a dense matrix.
     fn new(device: &Device, dtype: DType, bits: u32, lead: &[usize], inputs: usize) -> Result<Matrix> {
         let shape = |last| [lead, &[last]].concat();
         if bits == 0 {
@@ -223,7 +223,7 @@ fn embed(device: &Device, dtype: DType, bits: u32) -> Result<Vec<f32>> {
     Ok(out.to_f32()?)
 }
 
-/// Keys and values without a norm or a rotation, in a layer of the caller's own.
+/// Writes keys and values without norm and rotation to a layer that the caller owns.
 fn written(device: &Device, dtype: DType) -> Result<Vec<f32>> {
     let (tokens, kv_heads, head_dim) = (6, 3, 96);
     let layer = KvLayer::new(device, LayerSpec::new(kv_heads, head_dim, 16, Codec::F16))?;
@@ -236,7 +236,7 @@ fn written(device: &Device, dtype: DType) -> Result<Vec<f32>> {
     Ok(out.to_f32()?)
 }
 
-/// A prompt, and a step of one token after it: attention, and what the cache then holds.
+/// Runs a prompt and a step of one token. Returns the attention results and the cache contents.
 fn cache(device: &Device, dtype: DType, kv: &str, head_dim: usize) -> Result<Vec<f32>> {
     const PROMPT: usize = 70;
     let (kv, heads, kv_heads) = (kv.parse::<KvCodec>()?, 4, 2);

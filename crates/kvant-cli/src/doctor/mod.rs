@@ -14,12 +14,11 @@ use crate::{
 };
 use cases::Trial;
 
-/// Check a device: run every operation on it once, and compare the results with the reference
+/// Check a device: run every operation on it, and compare the results with the reference
 ///
-/// The cases are small. The first run of a case compiles its kernels
-/// where a device does that; times include making the inputs. What a device does not
-/// support is listed and is no failure. On a Mac, the kernels follow: the threads that the compiler allows, the
-/// threadgroup memory that they declare, or what the compiler says of those that it refused. If results are
+/// The cases are small. The first run of a case compiles its kernels if the device needs that; times include making the
+/// inputs. Operations that a device does not support are listed and are not failures. On a Mac, the kernels follow: the
+/// threads that the compiler allows, the threadgroup memory that they declare, and compiler messages. If results are
 /// wrong, paste the lines of `--json` into an issue.
 #[derive(clap::Args)]
 pub struct DoctorArgs {
@@ -42,13 +41,13 @@ struct Finding {
     /// √(Σ(x−y)²/Σy²) against the reference.
     error: Option<f64>,
     bound: f64,
-    /// Why there is no result.
+    /// The reason why there is no result.
     reason: Option<String>,
     first_us: Option<f64>,
     us: Option<f64>,
 }
 
-/// A kernel as the device's compiler left it.
+/// A kernel as compiled by the device's compiler.
 #[derive(Serialize)]
 struct Kernel {
     device: String,
@@ -92,20 +91,17 @@ pub fn run(args: &DoctorArgs) -> Result {
     }
     match bad {
         0 => output::people(&verdict(&device, cases.len(), unsupported), args.json),
-        _ => Err(format!("{bad} of {} cases are not as the reference has them", cases.len()).into()),
+        _ => Err(format!("{bad} of {} cases differ from the reference or failed", cases.len()).into()),
     }
 }
 
-/// The result of all cases in a sentence.
+/// Summarises the result of all cases in a sentence.
 fn verdict(device: &Device, cases: usize, unsupported: usize) -> String {
     let rest = match unsupported {
         0 => String::new(),
         count => format!(", {count} are not supported"),
     };
-    format!(
-        "verdict: {device} computes as the reference does: {} of {cases} cases are right{rest}\n",
-        cases - unsupported
-    )
+    format!("verdict: {device} matches the reference: {} of {cases} cases are correct{rest}\n", cases - unsupported)
 }
 
 fn examine(device: &Device, reference: &Device, case: &Trial) -> Result<Finding> {
@@ -134,15 +130,15 @@ fn examine(device: &Device, reference: &Device, case: &Trial) -> Result<Finding>
             return Ok(Finding { status, reason: Some(error.to_string()), ..line });
         }
     };
-    // Kernels are compiled by now. What works once may fail the second time.
+    // The kernels are compiled by now. A second run can fail even if the first succeeded.
     let (again, us) = timed();
     let error = distance(&got, &want).max(distance(&again?, &want));
-    // NaN is not within a bound.
+    // NaN is never within a bound.
     let status = if error <= case.bound { "ok" } else { "wrong" };
     Ok(Finding { status, error: Some(error), first_us: Some(first_us), us: Some(us), ..line })
 }
 
-/// √(Σ(x−y)²/Σy²); infinite for other lengths.
+/// √(Σ(x−y)²/Σy²); infinite if lengths differ.
 fn distance(got: &[f32], want: &[f32]) -> f64 {
     if got.len() != want.len() {
         return f64::INFINITY;

@@ -1,8 +1,8 @@
-//! `kvant eval --answers`: answers that are generated token by token.
+//! `kvant eval --answers`: generates answers token by token.
 //!
-//! With an f16 cache, a model answers prompts greedily. The other caches get the same prompts and the tokens of these
-//! answers, one at a time, as in generation. A cache whose most probable token is always that of f16 gives the same
-//! answer, so the first one that is not is where its own answer would leave f16's.
+//! A model with an f16 cache answers prompts greedily. The other caches get these prompts and the tokens of these
+//! answers, one at a time, as in generation. As long as a cache's most probable token equals f16's, its own answer
+//! would be equal too. The first token that differs is therefore the position at which its own answer diverges.
 
 use kvant::Codec;
 use kvant_models::{KvCodec, Logits, Model};
@@ -19,47 +19,47 @@ use crate::{Result, output};
 
 #[derive(clap::Args)]
 pub struct AnswerArgs {
-    /// Measure answers that are generated token by token after prompts from the text: where the most probable token
-    /// first differs from that with an f16 cache, and the divergence along the answer of f16. With --report, a part of
+    /// Measure answers that are generated token by token after prompts from the text: the first token at which the most
+    /// probable token differs from f16's, and the divergence along the answer of f16. With --report, also a section of
     /// the report
     #[arg(long, conflicts_with = "budget")]
     pub answers: bool,
-    /// Tokens of an answer. Tokens that end a text are like others
+    /// Tokens of an answer. The end of text does not end it
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     answer_tokens: u32,
-    /// Tokens of a prompt, at most; with an answer, no more than the context that the model was made for
+    /// Maximum tokens of a prompt; prompt and answer together fit into the context that the model was made for
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
     prompt_tokens: u32,
-    /// Prompts, at most: consecutive parts of the text
+    /// Maximum prompts: consecutive parts of the text
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
     prompts: u32,
 }
 
-/// The answers of a cache type.
+/// The results of a cache type.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AnswerLine {
     pub kv: String,
     pub prompt_tokens: usize,
     pub answer_tokens: usize,
-    /// For each answer: the first token that is not the answer's of f16, from 0; null if there is none.
+    /// For each answer: the index of the first token that differs from f16's answer; null if none does.
     pub first_divergence: Vec<Option<usize>>,
-    /// Along the answers of f16.
+    /// Measured along the answers of f16.
     pub kl_mean: f64,
     pub kl_p99: f64,
     pub top1_agreement: f64,
 }
 
-/// Prompts, and how they are answered.
+/// The prompts, and how they are answered.
 pub struct Answers<'a> {
     model: &'a Model,
-    /// Not empty, of equal length.
+    /// Not empty; all have equal length.
     prompts: Vec<&'a [u32]>,
     answer_tokens: usize,
     page_tokens: usize,
 }
 
 impl AnswerArgs {
-    /// The longest text that is fed to a model with a context of `made_for` tokens.
+    /// Maximum tokens fed to a model with a context of `made_for` tokens.
     pub fn longest(&self, made_for: usize) -> usize {
         self.prompt_in(made_for) + self.answer_tokens as usize
     }
@@ -68,7 +68,7 @@ impl AnswerArgs {
         made_for.saturating_sub(self.answer_tokens as usize).clamp(1, self.prompt_tokens as usize)
     }
 
-    /// Prompts of a text that is not empty.
+    /// Splits a text, which is not empty, into prompts.
     pub fn prompts<'a>(&self, model: &'a Model, text: &'a [u32], page_tokens: usize) -> Answers<'a> {
         let made_for = model.config().max_position_embeddings.unwrap_or(usize::MAX);
         let prompt = self.prompt_in(made_for).min(text.len());
@@ -80,14 +80,14 @@ impl AnswerArgs {
 /// A cache type that follows the answers of f16.
 struct Follower {
     texts: Vec<CacheSequence>,
-    /// The logits of the next token, answer by answer.
+    /// The logits of the next token of each answer.
     next: Vec<f32>,
     score: Score,
     first_divergence: Vec<Option<usize>>,
 }
 
 impl Answers<'_> {
-    /// The inputs of the measurement in one line.
+    /// Describes the measurement in one line.
     pub fn subject(&self) -> String {
         let (answers, prompt) = (self.prompts.len(), self.prompt_tokens());
         format!("{answers} answers of {} tokens after prompts of {prompt}", self.answer_tokens)
@@ -113,7 +113,7 @@ impl Answers<'_> {
             let answer: Vec<u32> = rows.iter().map(Exact::top).collect();
             followers.iter_mut().for_each(|follower| follower.compare(&rows, &answer, place));
             drop(rows);
-            // The last token is not fed: nothing follows.
+            // No token follows the last one, so it is not fed.
             if place + 1 < self.answer_tokens {
                 for follower in followers.iter_mut().chain([&mut exact]) {
                     follower.next = sequence::feed_each(self.model, &mut follower.texts, &answer)?;
@@ -125,12 +125,13 @@ impl Answers<'_> {
         Ok(types.iter().zip(followers).map(|(kv, follower)| self.line(kv, follower)).collect())
     }
 
-    /// A cache type that has read the prompts.
+    /// Feeds the prompts to a cache type.
     fn follower(&self, kv: &CacheType, progress: &mut Progress) -> Result<Follower> {
         let longest = self.prompt_tokens() + self.answer_tokens;
         let pool = sequence::pool(kv, self.model, self.prompts.len(), longest, self.page_tokens)?;
         let (mut texts, mut next) = (Vec::new(), Vec::new());
-        // The pool has room for a pass of all texts together. One that is fed alone keeps what its last pass wrote.
+        // The pool has room for a single pass over all texts. A text that is fed separately keeps the pages of its last
+        // pass.
         let piece = (self.model.pass_tokens() / self.prompts.len().max(1)).max(1);
         for prompt in &self.prompts {
             let mut text = CacheSequence::new(kv, &pool);
@@ -160,7 +161,7 @@ impl Answers<'_> {
 }
 
 impl Follower {
-    /// Compares the logits of token `place` of each answer with those of f16.
+    /// Compares the logits of token `place` of each answer with f16's.
     fn compare(&mut self, exact: &[Exact], answer: &[u32], place: usize) {
         let vocabulary = self.next.len() / exact.len().max(1);
         let others = self.next.par_chunks_exact(vocabulary.max(1));
@@ -180,12 +181,12 @@ impl Follower {
 }
 
 impl AnswerLine {
-    /// How many answers are those of f16.
+    /// Number of answers equal to f16's.
     pub fn equal(&self) -> usize {
         self.first_divergence.iter().filter(|first| first.is_none()).count()
     }
 
-    /// The median of the tokens before the first that differs; all tokens of an answer if none does.
+    /// The median number of tokens before the first difference; the length of the answer if there is none.
     pub fn median(&self) -> usize {
         let mut tokens: Vec<usize> =
             self.first_divergence.iter().map(|first| first.unwrap_or(self.answer_tokens)).collect();
@@ -193,12 +194,12 @@ impl AnswerLine {
         tokens.get(tokens.len().saturating_sub(1) / 2).copied().unwrap_or(0)
     }
 
-    /// Prints lines: a table, or JSON.
+    /// Prints lines as a table or JSON.
     pub fn print_all(lines: &[AnswerLine], json: bool) -> Result {
         if json {
             return lines.iter().try_for_each(output::json_line);
         }
-        output::text("kv           same answers   tokens to the first other   KL mean    KL p99     top-1\n")?;
+        output::text("kv          equal answers  tokens to first difference   KL mean    KL p99     top-1\n")?;
         lines.iter().try_for_each(|line| {
             let same = format!("{} of {}", line.equal(), line.first_divergence.len());
             output::text(&format!(

@@ -1,4 +1,4 @@
-//! The cache types that an evaluation knows: those of kvant, and formats of other software.
+//! The cache types of an evaluation: kvant's, and formats of other software.
 
 use std::{fmt, str::FromStr};
 
@@ -11,9 +11,9 @@ use crate::{Result, args::Kv};
 /// A cache type.
 #[derive(Clone, Debug, PartialEq)]
 pub enum CacheType {
-    /// One of kvant's.
+    /// One of kvant's codecs.
     Kv(Kv),
-    /// A format of other software: an f32 cache whose keys and values become what this would store.
+    /// A format of other software, simulated with an f32 cache that stores the values the format would return.
     Format(Format),
 }
 
@@ -44,7 +44,7 @@ impl<T: Into<Kv>> From<T> for CacheType {
 }
 
 impl CacheType {
-    /// The codecs of the memory that plays this type.
+    /// The codecs of the memory that simulates this type.
     pub fn codecs(&self) -> kvant_models::CacheCodecs {
         match self {
             CacheType::Kv(kv) => kv.codecs.clone(),
@@ -52,7 +52,7 @@ impl CacheType {
         }
     }
 
-    /// The format of other software, if it is one.
+    /// The format, if it belongs to other software.
     pub fn format(&self) -> Option<Format> {
         match self {
             CacheType::Kv(_) => None,
@@ -60,13 +60,13 @@ impl CacheType {
         }
     }
 
-    /// Bytes of keys and values of a token in all layers, on average over a sequence of `longest` tokens: with the
-    /// means of sealed pages, and dense pages or tiles.
+    /// Mean bytes of keys and values of a token in all layers of a sequence of `longest` tokens. Includes the means of
+    /// sealed pages, and dense pages or tiles.
     pub fn bytes_per_token(&self, spec: &PoolSpec, longest: usize) -> usize {
         let stored = |codec: Codec, dim: usize| {
             codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
         };
-        // Bytes of a token on average, if `dense` tokens take `of_dense` bytes and the others `stored`.
+        // Mean bytes of a token if `dense` tokens take `of_dense` bytes and the rest `stored`.
         let mean = |stored: f64, dense: usize, of_dense: f64| {
             let (all, dense) = (longest.max(1) as f64, dense.min(longest.max(1)) as f64);
             ((all - dense) * stored + dense * of_dense) / all
@@ -90,11 +90,11 @@ impl CacheType {
         bytes.sum::<f64>().round() as usize
     }
 
-    /// Whether the model's keys and values can have the type.
+    /// Checks that the model's keys and values support the type.
     pub fn check(&self, model: &Model) -> Result {
         let CacheType::Format(format) = self else { return Ok(()) };
         let own = &model.decoder().blocks[..model.decoder().cache_layers()];
-        match own.iter().map(|block| block.attention.head_dim).find(|&dim| !format.takes(dim)) {
+        match own.iter().map(|block| block.attention.head_dim).find(|&dim| !format.supports(dim)) {
             Some(dim) => Err(format!("--kv: {format} cannot store vectors of {dim}").into()),
             None => Ok(()),
         }

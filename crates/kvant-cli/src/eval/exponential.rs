@@ -1,12 +1,12 @@
-//! Exponentials and sums in f32, in loops that compilers vectorise: no branches, no calls, independent lanes.
+//! Exponentials and sums in f32, as loops that compilers vectorise: no branches or calls, independent lanes.
 
 /// Independent sums of a block.
 const LANES: usize = 16;
-/// Numbers that are added up in f32. Blocks are added up in f64.
+/// Numbers that are summed in f32. Block sums are added in f64.
 pub const BLOCK: usize = 1024;
 
-/// A power of e: eˣ = scale · (1 + r + rest). As Cephes' `expf`: scale is a power of two, |r| ≤ ln 2 / 2, and rest is
-/// r² times a polynomial.
+/// A power of e: eˣ = scale · (1 + r + rest), as in Cephes' `expf`. `scale` is a power of two, |r| ≤ ln 2 / 2, and
+/// `rest` is r² times a polynomial.
 struct Power {
     scale: f32,
     r: f32,
@@ -14,12 +14,12 @@ struct Power {
 }
 
 impl Power {
-    /// Below e⁻⁸⁷ it is that number, and above e⁸⁸ it may be infinity. NaN stays NaN.
+    /// x is clamped to at least −87. Above 88, the result may be infinite. NaN stays NaN.
     #[inline(always)]
     fn of(x: f32) -> Power {
-        // A sum with this number has the nearest integer of the other one in its low bits.
+        // Adding this number rounds to an integer in the low bits of the sum.
         const ROUND: f32 = 12_582_912.0;
-        // ln 2 in two parts: products of the first one with small integers are exact.
+        // ln 2 in two parts. Products of the first part with small integers are exact.
         const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
         const TAYLOR: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
         let x = x.clamp(-87.0, 89.0);
@@ -32,19 +32,19 @@ impl Power {
     }
 }
 
-/// eˣ. Below e⁻⁸⁷ it is that number, and above e⁸⁸ it may be infinity.
+/// eˣ, with x clamped to at least −87. Above 88, the result may be infinite.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     let Power { scale, r, rest } = Power::of(x);
     scale * (1.0 + (r + rest))
 }
 
-/// e⁻ˣ − 1 + x, without cancellation. Below x = −60 it is infinity: its product with the least value of [`exp`] must
-/// not count.
+/// e⁻ˣ − 1 + x without cancellation. Below x = −60 the result is infinite, so that its product with the minimum of
+/// [`exp`] is not mistaken for a small number.
 #[inline(always)]
 pub fn excess(x: f32) -> f32 {
     let Power { scale, r, rest } = Power::of(-x);
-    // Near 0 scale is 1 and r is −x: only the rest does not cancel.
+    // Near 0, scale is 1 and r is −x: only `rest` does not cancel.
     let others = if scale == 1.0 { 0.0 } else { scale * (1.0 + r) - 1.0 + x };
     if x < -60.0 { f32::INFINITY } else { scale * rest + others }
 }
@@ -70,7 +70,7 @@ fn block_sum([a, b, c]: [&[f32]; 3], term: &impl Fn(f32, f32, f32) -> f32) -> f3
     lanes.into_iter().chain(end).sum()
 }
 
-/// The index of the first largest value. NaN counts as larger than all numbers, so that it is visible.
+/// The index of the first maximum. NaN counts as larger than all numbers, so that it is visible.
 pub fn argmax(values: &[f32]) -> usize {
     let beats = |a: f32, b: f32| a > b || (a.is_nan() && !b.is_nan());
     let first =
@@ -80,16 +80,16 @@ pub fn argmax(values: &[f32]) -> usize {
     block + first(&values[block..values.len().min(block + BLOCK)])
 }
 
-/// The largest value, or NaN if there is one.
+/// The maximum, or NaN if any value is NaN.
 fn largest(values: &[f32]) -> f32 {
-    // Not `f32::max`, which ignores NaN.
+    // `f32::max` would ignore NaN.
     let larger = |a: f32, b: f32| if (b > a) | b.is_nan() { b } else { a };
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let (chunks, end) = values.as_chunks::<LANES>();
     for chunk in chunks {
         lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane = larger(*lane, x));
     }
-    lanes.iter().chain(end).fold(f32::NEG_INFINITY, |most, &x| larger(most, x))
+    lanes.iter().chain(end).fold(f32::NEG_INFINITY, |max, &x| larger(max, x))
 }
 
 #[cfg(test)]
@@ -110,7 +110,7 @@ mod tests {
     #[test]
     fn an_excess_does_not_cancel() {
         for i in 0..4000 {
-            // From 1e-9 to 60, of both signs.
+            // Magnitudes from 1e-9 to 60, of both signs.
             let x = (1e-9 * 1.0065f64.powi(i)).min(60.0) as f32;
             for x in [x, -x] {
                 let wide = f64::from(x);

@@ -1,8 +1,8 @@
-//! Predictions of a text with several caches, against those with an f32 cache.
+//! Compares predictions of a text with several caches to predictions with an f32 cache.
 //!
-//! The tokens are cut into windows. Each starts with empty caches at position 0 and predicts its second to its last
-//! token. All caches, the f32 one included, advance through a window together, a few tokens at a time: the f32 logits
-//! are computed once, and only a few rows of logits are held.
+//! The tokens are divided into windows. Each starts with empty caches at position 0, and predicts its second to its
+//! last token. All caches, including the f32 one, advance through a window together, a few tokens at a time. This
+//! computes the f32 logits once and keeps only a few rows of logits in memory.
 
 use kvant::{Codec, DType, KvPool, PoolSpec, Tensor};
 use kvant_models::{CacheCodecs, KvCodec, Model, PoolOptions};
@@ -19,7 +19,7 @@ use crate::Result;
 /// A text, and how it is fed.
 pub struct Measurement<'a> {
     pub model: &'a Model,
-    /// Not empty; each has at least two tokens, and none more than the first.
+    /// Not empty; each window has at least two tokens, and none is longer than the first.
     pub windows: Vec<&'a [u32]>,
     pub step_tokens: usize,
     pub page_tokens: usize,
@@ -31,7 +31,7 @@ impl Measurement<'_> {
         self.model.new_pool(&self.options(codecs))
     }
 
-    /// The specification of such a pool.
+    /// The specification of a pool for one window.
     pub fn spec(&self, codecs: &CacheCodecs) -> kvant_models::Result<PoolSpec> {
         self.model.pool_spec(&self.options(codecs))
     }
@@ -51,7 +51,7 @@ impl Measurement<'_> {
         self.windows.iter().map(|window| window.len()).sum()
     }
 
-    /// The score of each cache type. Counts the tokens of the text in `progress`.
+    /// The score of each cache type. Counts processed tokens in `progress`.
     pub fn scores(&self, types: &[CacheType], progress: &mut Progress) -> Result<Vec<Score>> {
         let vocabulary = self.model.vocab_size().max(1);
         let text = |kv: &CacheType| -> Result<CacheSequence> {

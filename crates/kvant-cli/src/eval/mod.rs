@@ -36,9 +36,9 @@ use crate::{
 
 /// Measure how well a model predicts a text with each cache type, or answers with it
 ///
-/// The tokens are cut into windows. Each starts with an empty cache and predicts its second to its last token.
-/// Divergence and agreement compare the next-token distributions with those of an f32 cache. Bytes per token are
-/// those of the keys and values of one token in all layers, on average over a window.
+/// The tokens are divided into windows. Each starts with an empty cache and predicts its second to its last token.
+/// Divergence and agreement compare the next-token distributions with the ones of an f32 cache. Bytes per token are the
+/// keys and values of one token in all layers, on average over a window.
 #[derive(clap::Args)]
 pub struct EvalArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
@@ -48,8 +48,8 @@ pub struct EvalArgs {
     #[command(flatten)]
     source: TextSource,
     /// Cache types: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with sealed pages (tq4c), K:V as in f16:tq4, or
-    /// @FILE with types per layer. Also, as references that only eval has: q8_0, q4_0 and iq4_nl of llama.cpp (q4_0-rot
-    /// rotated), mlx4, fp8, nvfp4, kivi4, kivi2, kvarn4, kvarn2. For --budget, the types to choose from
+    /// @FILE with types per layer. For comparison, also formats of other software: q8_0, q4_0 and iq4_nl of llama.cpp
+    /// (q4_0-rot rotated), mlx4, fp8, nvfp4, kivi4, kivi2, kvarn4, kvarn2. For --budget, the types to choose from
     /// [default: f16 and tq8c to tq2c; for --budget tq8c to tq2c]
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<CacheType>,
@@ -61,10 +61,10 @@ pub struct EvalArgs {
     report: report::ReportArgs,
     #[command(flatten)]
     needles: needles::NeedleArgs,
-    /// Tokens in a window
+    /// Maximum tokens in a window
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..))]
     window_tokens: u32,
-    /// Positions of a page: 16, 32, 64, 128 or 256
+    /// Positions per page: 16, 32, 64, 128 or 256
     #[arg(long, value_name = "N", default_value_t = PoolOptions::default().page_tokens)]
     page_tokens: usize,
     #[command(flatten)]
@@ -85,7 +85,7 @@ struct TextSource {
     /// Text file; documents are separated by lines `<|doc|>`, and each becomes `<bos> text <eos>`
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// File of token ids, separated by white space: one stream, to which no token is added
+    /// File of token ids, separated by white space: one stream, without added tokens
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
 }
@@ -96,7 +96,7 @@ impl TextSource {
     }
 }
 
-/// The cache types that are measured unless others are named.
+/// The default cache types.
 const DEFAULTS: [Codec; 7] = [
     Codec::F16,
     Codec::tq_centred(8),
@@ -107,8 +107,8 @@ const DEFAULTS: [Codec; 7] = [
     Codec::tq_centred(2),
 ];
 
-/// Tokens of a step, and the most logits of one. A token sees only the contents of the cache, which do not depend on
-/// steps.
+/// Maximum tokens of a step, and maximum rows of logits. A token sees only the contents of the cache, which do not
+/// depend on steps.
 const STEP_TOKENS: usize = 512;
 const STEP_LOGITS: usize = 1 << 26;
 
@@ -116,7 +116,7 @@ const STEP_LOGITS: usize = 1 << 26;
 #[derive(Clone, Serialize, Deserialize)]
 struct EvalLine {
     kv: String,
-    /// The number of predictions.
+    /// Number of predictions.
     tokens: usize,
     nats_per_token: f64,
     perplexity: f64,
@@ -153,7 +153,7 @@ pub fn run(args: &EvalArgs) -> Result {
     if args.report.report.is_none() && (answers.is_some() || args.needles.asked()) {
         let kv = if args.kv.is_empty() { &defaults()[..] } else { &args.kv };
         if let Some(answers) = answers {
-            // f16, the first default, is what answers are compared with.
+            // Answers are compared with f16, which is the first default.
             let kv = if args.kv.is_empty() { &kv[1..] } else { kv };
             AnswerLine::print_all(&answers.measure(kv)?, args.json)?;
         }
@@ -174,8 +174,8 @@ pub fn run(args: &EvalArgs) -> Result {
     lines.iter().try_for_each(|line| line.print(args.json))
 }
 
-/// The longest text: a window, an answer with its prompt, or, because a report also looks for needles, what the model
-/// was made for.
+/// Maximum tokens of a sequence: a window, an answer with its prompt, or, because a report also looks for needles, the
+/// context that the model was made for.
 fn context(args: &EvalArgs, files: &Files) -> Result<usize> {
     let window = args.window_tokens as usize;
     if args.report.report.is_none() && !args.answers.answers {
@@ -192,7 +192,7 @@ fn defaults() -> [CacheType; 7] {
     DEFAULTS.map(|codec| CacheType::from(kvant_models::KvCodec::from(codec)))
 }
 
-/// The inputs of a measurement in one line.
+/// Describes the measurement in one line.
 fn subject(args: &EvalArgs, measurement: &Measurement) -> String {
     let Measurement { model, windows, page_tokens, .. } = measurement;
     let mut hasher = DefaultHasher::new();
@@ -211,7 +211,7 @@ fn lines(kv: &[CacheType], measurement: &Measurement) -> Result<Vec<EvalLine>> {
     kv.iter().zip(&scores).map(|(kv, score)| EvalLine::new(kv, measurement, score)).collect()
 }
 
-/// The tokens to predict.
+/// Reads the tokens to predict.
 fn read(source: &TextSource, files: &Files) -> Result<Vec<u32>> {
     if let Some(path) = &source.tokens {
         return tokens::read(path);

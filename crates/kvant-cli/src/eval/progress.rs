@@ -1,4 +1,4 @@
-//! The progress of an evaluation: one line on standard error that is overwritten, on terminals only.
+//! Progress of an evaluation: one line on standard error that is overwritten. Only shown on terminals.
 
 use std::{
     io::IsTerminal,
@@ -20,7 +20,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// The progress of an evaluation of `total` tokens. The line starts with `label`.
+    /// Creates the progress of `total` tokens. The line starts with `label`.
     pub fn new(label: &'static str, total: usize) -> Progress {
         let now = Instant::now();
         Progress { label, total, done: 0, started: now, last_shown: std::io::stderr().is_terminal().then_some(now) }
@@ -31,7 +31,7 @@ impl Progress {
         self.done += tokens;
         if self.last_shown.is_some_and(|last| last.elapsed() >= INTERVAL) {
             self.last_shown = Some(Instant::now());
-            // A closed standard error is no reason to stop.
+            // Progress is optional: a closed standard error is ignored.
             let line = line(self.done, self.total, self.started.elapsed());
             let _ = output::progress(&format!("{}{line}", self.label));
         }

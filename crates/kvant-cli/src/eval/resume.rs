@@ -1,4 +1,4 @@
-//! What a long measurement knows already, in a file: one that was stopped continues where it was.
+//! A file of finished results, so that an interrupted measurement continues.
 
 use std::{
     collections::BTreeMap,
@@ -11,15 +11,15 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{Result, output};
 
-/// A line of the file. The first line of a file is its subject instead.
+/// A line of the file. The first line is the subject instead.
 #[derive(Serialize, Deserialize)]
 struct KnownLine<T> {
-    /// What was measured.
+    /// The name of the measurement.
     of: String,
     result: T,
 }
 
-/// Results by the names of what was measured.
+/// Results by the names of their measurements.
 pub struct ResumeFile<T> {
     path: PathBuf,
     file: File,
@@ -27,7 +27,7 @@ pub struct ResumeFile<T> {
 }
 
 impl<T: Clone + Serialize + DeserializeOwned> ResumeFile<T> {
-    /// Reads the file if it is of the same `subject`, a line of text, and starts it anew otherwise.
+    /// Reads the file if its `subject`, a line of text, matches; otherwise starts a new one.
     pub fn open(path: PathBuf, subject: &str) -> Result<ResumeFile<T>> {
         let error = |error: std::io::Error| format!("{}: {error}", path.display());
         let mut known = BTreeMap::new();
@@ -38,7 +38,9 @@ impl<T: Clone + Serialize + DeserializeOwned> ResumeFile<T> {
                     let lines = lines.lines().map_while(|line| serde_json::from_str::<KnownLine<T>>(line).ok());
                     known.extend(lines.map(|line| (line.of, line.result)));
                 }
-                None => output::note(&format!("{}: of another measurement; starts anew\n", path.display()))?,
+                None => {
+                    output::note(&format!("{}: belongs to another measurement; starting a new one\n", path.display()))?
+                }
             },
             Err(other) if other.kind() == ErrorKind::NotFound => {}
             Err(other) => return Err(error(other).into()),
@@ -78,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_measured_is_known_again() {
+    fn finished_results_are_read_again() {
         let dir = std::env::temp_dir().join(format!("kvant-resume-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let path = dir.join("best.json.part");
@@ -88,7 +90,7 @@ mod tests {
         file.add("tq4,tq4", 0.375).unwrap();
         file.add("tq4,tq3", 0.5).unwrap();
         drop(file);
-        // A line that was being written when the process ended.
+        // A line that was incomplete when the process ended.
         let whole = fs::read_to_string(&path).unwrap();
         fs::write(&path, format!("{whole}{{\"of\":\"tq2,tq")).unwrap();
         let mut again = open("a subject");

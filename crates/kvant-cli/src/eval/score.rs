@@ -1,10 +1,10 @@
-//! The distance of a cache's predictions from the text, and from the predictions with an f32 cache.
+//! Compares a cache's predictions with the text, and with the predictions of an f32 cache.
 
 use std::borrow::Cow;
 
 use super::exponential::{argmax, excess, exp, sum};
 
-/// The distribution of the next token with an f32 cache, with which others are compared.
+/// The distribution of the next token with an f32 cache, the reference of comparisons.
 pub struct Exact<'a> {
     logits: &'a [f32],
     /// exp(logit − max).
@@ -15,14 +15,14 @@ pub struct Exact<'a> {
     top: usize,
 }
 
-/// The distance of another cache's distribution from the text, and from the distribution with an f32 cache.
+/// The comparison of another cache's distribution with the text and with the f32 cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Comparison {
     /// −ln of the probability of the text's token.
     nats: f64,
     /// KL(f32 ‖ other), in nats.
     divergence: f64,
-    /// Whether both have the same most probable token. NaN agrees with nothing, including NaN.
+    /// Whether both have one most probable token. NaN agrees with nothing, including NaN.
     pub agrees: bool,
 }
 
@@ -33,7 +33,7 @@ impl<'a> Exact<'a> {
         Exact { logits, weights: Cow::Owned(weights), max, total, top }
     }
 
-    /// As [`Exact::new`], in memory for as many numbers.
+    /// Like [`Exact::new`], in a buffer of equal length.
     pub fn within(logits: &'a [f32], weights: &'a mut [f32]) -> Exact<'a> {
         let top = argmax(logits);
         let max = logits[top];
@@ -57,11 +57,11 @@ impl<'a> Exact<'a> {
         (f64::from(self.logits[token as usize]) - self.ln_sum()).exp()
     }
 
-    /// Compares with other logits, where the text has `token`.
+    /// Compares with other logits; the text continues with `token`.
     ///
-    /// With differences d = exact − other and any number c, KL = E\[d\] + ln E\[exp(−d)\]. For e = d − c and
-    /// E\[exp(−e)\] = 1 − E\[e\] + E\[exp(−e) − 1 + e\], all terms of the last sum are positive, and of c near E\[d\]
-    /// E\[e\] is nearly 0: rounding of c and of the sums in f32 changes a small divergence by little.
+    /// With differences d = exact − other and any number c, KL = E\[d\] + ln E\[exp(−d)\]. For e = d − c, E\[exp(−e)\]
+    /// = 1 − E\[e\] + E\[exp(−e) − 1 + e\]. All terms of the last expectation are positive, and for c near E\[d\],
+    /// E\[e\] is nearly 0. Rounding of c and of the f32 sums therefore changes a small divergence only slightly.
     pub fn compare(&self, other: &[f32], token: u32) -> Comparison {
         let slices = [self.logits, other, &self.weights];
         let mean = sum(slices, |x, y, weight| weight * (x - y)) / self.total;
@@ -76,13 +76,13 @@ impl<'a> Exact<'a> {
         };
         Comparison {
             nats: ln_sum - f64::from(other[token as usize]),
-            // Negative only by rounding. A NaN is kept.
+            // Negative only by rounding. NaN is kept.
             divergence: if divergence < 0.0 { 0.0 } else { divergence },
             agrees: argmax(other) == self.top && !divergence.is_nan(),
         }
     }
 
-    /// ln Σ exp(logit) of others, and the divergence, where f32 overflows or something is not finite.
+    /// ln Σ exp(logit) of the other logits, and the divergence, if f32 overflows or a value is not finite.
     fn compare_far(&self, other: &[f32]) -> (f64, f64) {
         let max = f64::from(other[argmax(other)]);
         let ln_sum = max + other.iter().map(|&y| (f64::from(y) - max).exp()).sum::<f64>().ln();
@@ -96,7 +96,7 @@ impl<'a> Exact<'a> {
 #[derive(Default)]
 pub struct Score {
     nats: f64,
-    /// KL divergence of each prediction from that of the f32 cache, in nats.
+    /// KL divergence of each prediction from the f32 cache, in nats.
     divergences: Vec<f64>,
     agreements: usize,
 }
@@ -128,7 +128,7 @@ impl Score {
         self.divergences.iter().sum::<f64>() / self.tokens() as f64
     }
 
-    /// The value that 99 % of the divergences do not exceed (nearest rank).
+    /// The 99th percentile of the divergences (nearest rank).
     pub fn kl_p99(&self) -> f64 {
         let mut sorted = self.divergences.clone();
         sorted.sort_by(f64::total_cmp);
@@ -136,7 +136,7 @@ impl Score {
         sorted.get(rank.wrapping_sub(1)).copied().unwrap_or(f64::NAN)
     }
 
-    /// The share of predictions in which both caches have the same most probable token, 0 to 1.
+    /// The fraction of predictions in which both caches have one most probable token, 0 to 1.
     pub fn top1_agreement(&self) -> f64 {
         self.agreements as f64 / self.tokens() as f64
     }
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(score.divergences()[1], 0.0);
     }
 
-    /// From the rounding of 16 bits to logits that have nothing in common, with and without a common offset.
+    /// From 16-bit rounding to unrelated logits, with and without a common offset.
     #[test]
     fn divergences_equal_those_in_f64() {
         let mut state = 1u64;
@@ -203,10 +203,10 @@ mod tests {
         }
     }
 
-    /// A token that an f32 cache excludes, and another cache prefers.
+    /// A token that an f32 cache excludes and another cache prefers.
     #[test]
     fn distributions_far_from_each_other_have_a_finite_divergence() {
-        // Of the second and the third, e⁻ˣ of the token is finite in f32.
+        // In the second and third case, e⁻ˣ of the token is finite in f32.
         for (excluded, preferred) in [(-300.0, 300.0), (-150.0, -70.0), (-88.0, -1.0)] {
             let (exact, other) = ([0.0, excluded, 1.0], [0.0, preferred, 1.0]);
             let (divergence, nats) = naive(&exact, &other, 0);

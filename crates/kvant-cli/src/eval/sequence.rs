@@ -9,22 +9,22 @@ use crate::Result;
 /// A text in a cache of some type.
 pub struct CacheSequence {
     format: Option<Format>,
-    /// All tokens; of a format with tiles, those of full tiles, as stored.
+    /// All tokens as stored. For a format with tiles, only the tokens of full tiles.
     stored: Sequence,
-    /// The text with the exact tokens of its last tile, for formats with tiles.
+    /// For formats with tiles: the text with exact tokens of its last tile.
     open: Option<Sequence>,
 }
 
-/// A pool for `sequences` texts of up to `longest` tokens in caches of a type.
+/// Creates a pool for `sequences` texts of up to `longest` tokens in caches of a type.
 pub fn pool(kv: &CacheType, model: &Model, sequences: usize, longest: usize, page_tokens: usize) -> Result<KvPool> {
     kv.check(model)?;
-    // Formats with tiles have two sequences for a text.
+    // Formats with tiles use two sequences per text.
     let sequences = if kv.format().and_then(Format::tile).is_some() { 2 * sequences } else { sequences };
     Ok(model.new_pool(&PoolOptions { codecs: kv.codecs(), sequences, longest, page_tokens })?)
 }
 
 impl CacheSequence {
-    /// An empty text in a pool that [`pool`] made for this type.
+    /// An empty text in a pool from [`pool`] for this type.
     pub fn new(kv: &CacheType, pool: &KvPool) -> CacheSequence {
         CacheSequence { format: kv.format(), stored: pool.sequence(), open: None }
     }
@@ -35,14 +35,14 @@ impl CacheSequence {
         Ok(self.stored.truncate(0)?)
     }
 
-    /// Another text that begins like this one.
+    /// Copies the text, so that both can continue.
     pub fn fork(&self) -> CacheSequence {
         let open = self.open.as_ref().map(Sequence::fork);
         CacheSequence { format: self.format, stored: self.stored.fork(), open }
     }
 
-    /// Feeds tokens and reads the logits of all, row by row. `out` has room for them on the device. Its memory and that
-    /// of `rows` are used again: new memory of hundreds of megabytes for every step takes as long as to compare them.
+    /// Feeds tokens and reads the logits of all, row by row. `out` has room for them on the device. `out` and `rows`
+    /// are reused: allocating hundreds of megabytes per step would take as long as comparing the logits.
     pub fn feed_all(&mut self, model: &Model, tokens: &[u32], out: &Tensor, rows: &mut Vec<f32>) -> Result {
         if self.format.is_some() {
             *rows = self.feed(model, tokens, Logits::All)?;
@@ -65,7 +65,7 @@ impl CacheSequence {
         }
     }
 
-    /// Tokens see all vectors as stored, their own included.
+    /// Every token sees all vectors as stored, including its own.
     fn feed_vectors(&mut self, format: Format, model: &Model, tokens: &[u32], logits: Logits) -> Result<Vec<f32>> {
         let pool = self.stored.pool().clone();
         let out = model.feed_with(&mut self.stored, tokens, logits, &mut |layer, step| {
@@ -76,7 +76,7 @@ impl CacheSequence {
         Ok(out.to_f32()?)
     }
 
-    /// Tokens see the tile that they are in exactly, and the tiles before as stored.
+    /// Every token sees its own tile exactly, and earlier tiles as stored.
     fn feed_tiles(
         &mut self,
         format: Format,
@@ -102,7 +102,7 @@ impl CacheSequence {
         Ok(rows)
     }
 
-    /// Stores the tile that is full.
+    /// Stores a full tile.
     fn store_tile(&mut self, format: Format, tile: usize) -> Result {
         let Some(mut open) = self.open.take() else { return Ok(()) };
         let pool = open.pool().clone();
@@ -136,7 +136,7 @@ fn stored(
     Ok(stored)
 }
 
-/// Feeds a token to each of some texts in one pool, and returns the logits, text by text.
+/// Feeds one token to each of several texts in one pool. Returns the logits, text by text.
 pub fn feed_each(model: &Model, texts: &mut [CacheSequence], tokens: &[u32]) -> Result<Vec<f32>> {
     let pool = match texts.first() {
         Some(first) if first.format.is_none() => first.stored.pool().clone(),

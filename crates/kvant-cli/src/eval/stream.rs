@@ -3,8 +3,8 @@
 /// The line between two documents of a text file.
 const SEPARATOR: &str = "<|doc|>";
 
-/// The documents of a text: the parts between lines that contain only [`SEPARATOR`], without white space at both
-/// ends. Empty documents are omitted.
+/// The documents of a text: the parts between lines that contain only [`SEPARATOR`], trimmed. Empty documents are
+/// omitted.
 pub fn documents(text: &str) -> Vec<String> {
     let mut documents = vec![String::new()];
     for line in text.split_inclusive('\n') {
@@ -17,7 +17,7 @@ pub fn documents(text: &str) -> Vec<String> {
     documents.iter().map(|text| text.trim().to_string()).filter(|text| !text.is_empty()).collect()
 }
 
-/// Cuts tokens into windows. A shorter last window counts if it has at least two tokens.
+/// Divides tokens into windows. A shorter last window counts if it has at least two tokens.
 pub fn windows(tokens: &[u32], window: usize) -> Vec<&[u32]> {
     tokens.chunks(window).filter(|window| window.len() > 1).collect()
 }

@@ -1,4 +1,4 @@
-//! Reads and writes the keys and values of a sequence that is alone in its step.
+//! Reads and writes the keys and values of the only sequence of a step.
 
 use std::ops::Range;
 
@@ -36,7 +36,7 @@ pub fn write(pool: &KvPool, layer: usize, step: &Step, [k, v]: &[Vec<f64>; 2]) -
     enc.commit()?.wait()
 }
 
-/// The positions of a step's tokens, which follow each other.
+/// The consecutive positions of a step's tokens.
 pub fn positions(step: &Step) -> kvant::Result<Range<usize>> {
     let first = step.positions().to_vec::<u32>()?.first().copied().unwrap_or(0) as usize;
     Ok(first..first + step.tokens())

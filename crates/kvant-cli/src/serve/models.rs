@@ -1,4 +1,4 @@
-//! Several models in one server: those that the command names, and those of a directory.
+//! A server for several models, named in the command or found in a directory.
 
 use std::{
     fs,
@@ -18,10 +18,10 @@ use crate::{
     output, shipped,
 };
 
-/// Directories of a model's directory are searched to this depth, as in ORGANISATION/MODEL/FILE.gguf.
+/// Maximum depth of the search for models, as in ORGANISATION/MODEL/FILE.gguf.
 const DEPTH: usize = 3;
 
-/// How a model is loaded.
+/// The files and options to load a model.
 struct OnDemand {
     path: PathBuf,
     device: Device,
@@ -30,7 +30,7 @@ struct OnDemand {
     pooling: Option<Pooling>,
 }
 
-/// A server for several models. Those that the command names are loaded.
+/// Creates a server for several models. Models named in the command are loaded immediately.
 pub fn server(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<Server> {
     let free = device.memory().map_or(usize::MAX, |memory| memory.free / 10 * 9);
     let limit = args.memory.map_or(free, |bytes| bytes.0);
@@ -48,7 +48,7 @@ pub fn server(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resu
         let added = source(args, &path, device, limit)
             .and_then(|(source, facts)| models.add([name.as_str()], facts, move || source.load()).map_err(Into::into));
         if let Err(error) = added {
-            // One bad checkpoint does not keep the others out.
+            // A bad checkpoint does not prevent the other models from being served.
             let _ = output::note(&format!("warning: {name} is left out: {error}\n"));
         }
     }
@@ -71,7 +71,7 @@ pub fn server(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resu
     Ok(server)
 }
 
-/// How a model is loaded, and what is known of it before.
+/// Returns a model's loader, and the facts known before it is loaded.
 fn source(args: &ServeArgs, path: &Path, device: &Device, limit: usize) -> Result<(OnDemand, ModelFacts)> {
     let files = shipped::files(Some(path))?;
     let kv = args.activations.kv(device, args.kv.as_ref());
@@ -80,9 +80,9 @@ fn source(args: &ServeArgs, path: &Path, device: &Device, limit: usize) -> Resul
     let (codecs, sequences) = (kv.codecs.clone(), args.max_sequences);
     let pool = PoolOptions { codecs: codecs.clone(), sequences, longest: context, ..PoolOptions::default() };
     let demand = Demand { pool, load, bytes: None, shorter: "--context" };
-    // The pages of one model leave room for others.
-    let most = limit / (2 * args.models.len().max(2));
-    let share = memory::share(&files, &demand, limit, most)?;
+    // The pages of one model leave memory for the others.
+    let max = limit / (2 * args.models.len().max(2));
+    let share = memory::share(&files, &demand, limit, max)?;
     let has_template = ChatTemplate::load_files(&files)?.is_some();
     let engine = args.engine_options(kv, load.pass_tokens, Some(share.pages));
     let facts = ModelFacts::new(share.total, context).has_template(has_template).cache(codecs);
@@ -106,7 +106,7 @@ impl OnDemand {
     }
 }
 
-/// The models of a directory with their names, which are their paths in it, sorted.
+/// The models of a directory, sorted by name. Names are paths within the directory.
 fn found(directory: &Path) -> Result<Vec<(String, PathBuf)>> {
     let mut models = Vec::new();
     search(directory, "", DEPTH, &mut models)?;
@@ -134,7 +134,7 @@ fn search(directory: &Path, prefix: &str, depth: usize, models: &mut Vec<(String
     Ok(())
 }
 
-/// The name of a model in a GGUF file; `None` for other files, further files of a split model, and encoders of images.
+/// The name of a model in a GGUF file. `None` for other files, later parts of a split model, and image encoders.
 fn gguf_name(file: &str) -> Option<&str> {
     let name = file.strip_suffix(".gguf")?;
     if file.rsplit('/').next().is_some_and(|name| name.starts_with("mmproj")) {

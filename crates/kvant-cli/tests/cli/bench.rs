@@ -4,7 +4,7 @@ use crate::{assert_keys, kvant};
 
 const KEYS: &str = "op device head_dim heads kv_heads context kv us_median us_min bytes gbps";
 
-/// The bytes that `bench` says a call moves, for one small case.
+/// The bytes per call that `bench` reports for one small case.
 fn bytes(op: &str, context: &str, kv: &str) -> u64 {
     let args = ["bench", op, "--shapes", "64:4:2", "--context", context, "--seconds", "0.01", "--json", "--kv", kv];
     let lines = kvant(&args).json();
@@ -32,7 +32,7 @@ fn writing_reads_new_vectors_and_writes_cached_ones() {
     assert_eq!(bytes("attend", "4096", "tq3:tq2"), 4096 * 2 * (64 * 5 / 8 + 2 * 4));
 }
 
-/// Codecs with page means are measured over a pool.
+/// Codecs with page means are measured on a pool.
 #[test]
 fn means_of_pages_count_among_what_is_moved() {
     let vectors = 4096 * 2 * 2 * (64 / 2 + 2);
@@ -47,7 +47,7 @@ fn pages_can_be_chosen() {
     assert_eq!(kvant(&args.split(' ').collect::<Vec<_>>()).json().len(), 2);
 }
 
-/// New keys and values have the type of activations.
+/// New keys and values have the dtype of the activations.
 #[test]
 fn activations_count_among_what_is_moved() {
     let args = "bench kv-write --shapes 64:4:2 --context 100 --kv f16 --seconds 0.01 --json --activations bf16";
@@ -70,7 +70,7 @@ fn every_shape_meets_every_context() {
 const MODEL_KEYS: &str =
     "op device kv sequences context us_first us_median us_min tokens_per_second bytes gbps of_read";
 
-/// The lines of `bench model` after the lines on the device and on loading.
+/// The lines of `bench model` after the lines about the device and loading.
 fn model_lines(args: &[&str]) -> Vec<Value> {
     let mut lines = kvant(&[&["bench", "model", "--json"], args].concat()).json();
     lines.iter().for_each(|line| assert_keys(line, MODEL_KEYS));
@@ -100,19 +100,19 @@ fn a_model_is_measured_in_parts() {
     }
     assert!(number(3, "bytes") > number(2, "bytes"), "a longer context reads more");
     assert!(number(3, "bytes") > number(9, "bytes"), "f16 reads more than tq4");
-    // Three sequences read their keys and values, and the weights once.
+    // Three sequences read their own keys and values, and the weights once.
     let [one, three] = [number(4, "bytes"), number(5, "bytes")];
     assert!(three > one && three < 3.0 * one);
 }
 
-/// Of a mixture of experts, a token reads those that it is routed to.
+/// In a mixture of experts, a token reads only the experts that it is routed to.
 #[test]
 fn decode_counts_what_a_token_reads() {
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-models/tests/golden/moe");
     let lines = model_lines(&["--model", model, "--decode", "1", "--kv", "f32", "--seconds", "0"]);
-    // Matrices are bf16, all inputs 32. Two layers of heads of 64, one of a head of 128 whose values are its keys.
+    // Matrices are bf16 with 32 inputs. Two layers have heads of 64, one has a head of 128 whose values are its keys.
     let attention = 2 * (128 + 64 + 64 + 128) + (256 + 128 + 256);
-    // In each of 3 layers: the MLP's 3 matrices, the router of 6 experts, 3 matrices of each of 2 experts.
+    // In each of 3 layers: 3 matrices of the MLP, the router of 6 experts, 3 matrices of each of 2 experts.
     let feed_forward = 3 * (3 * 32 + 6 + 2 * 3 * 32);
     // A row of the embedding, and the output matrix.
     let tables = 1 + 96;

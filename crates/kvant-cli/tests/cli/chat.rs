@@ -20,7 +20,7 @@ fn lines_are_messages_and_commands() {
     let answers: String = [2, 4].map(|i| format!("{}\n", messages[i]["content"].as_str().unwrap())).concat();
     assert_eq!(text, answers);
 
-    // The kept prefix changes nothing: the second answer to the loaded first turn is the same.
+    // Reusing the kept prefix changes nothing: the second answer to the loaded first turn is equal.
     std::fs::write(&saved, serde_json::to_string(&messages[..3]).unwrap()).unwrap();
     let input = format!("/load {}\nAnd a slice?\n", saved.display());
     assert_eq!(
@@ -29,7 +29,7 @@ fn lines_are_messages_and_commands() {
     );
 }
 
-/// Commands that change how answers are drawn, or show what there is. The answer to a message says how fast it was.
+/// Commands that change sampling or show state. The answer to a message reports its speed.
 #[test]
 fn commands_of_a_chat() {
     let model = shipped();
@@ -42,7 +42,7 @@ fn commands_of_a_chat() {
     );
     let run = kvant_with_input(&args, input.as_bytes());
     assert_eq!(run.code, 0, "{}", run.stderr);
-    // Greedy answers are equal, and what follows /quit is not read.
+    // Greedy answers are equal, and lines after /quit are not read.
     let speeds =
         run.stderr.lines().filter(|line| line.starts_with("(5 tokens, ") && line.contains(" a second; prompt "));
     assert_eq!(speeds.count(), 2, "{}", run.stderr);
@@ -93,7 +93,7 @@ fn wrong_lines_say_what_is_expected() {
     assert!(kvant_with_input(&args, b"\xff\n").error().contains("standard input: "));
 }
 
-/// A message that alone is too long, for example. The lines after it are answered all the same.
+/// For example a message that alone exceeds the context. The following lines are still answered.
 #[test]
 fn a_message_that_fails_is_in_the_exit_code() {
     let model = shipped();

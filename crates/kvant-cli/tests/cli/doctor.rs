@@ -2,7 +2,7 @@ use crate::{assert_keys, kvant};
 
 const KEYS: &str = "device case status error bound reason first_us us";
 
-/// On the CPU every case is right; together they have every operation.
+/// On the CPU every case is correct; together the cases cover every operation.
 #[test]
 fn the_cpu_is_well() {
     let lines = kvant(&["doctor", "--device", "cpu", "--json"]).json();

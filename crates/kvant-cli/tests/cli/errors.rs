@@ -1,4 +1,4 @@
-//! Whatever is wrong with the input: one message that names it, exit code 1, no panic.
+//! Every invalid input gives one message that names it, exit code 1, and no panic.
 
 use std::path::Path;
 
@@ -49,14 +49,14 @@ fn arguments() {
 #[test]
 fn absent_devices_say_why() {
     for (kind, device) in [("cuda", "cuda"), ("cuda", "cuda:7"), ("metal", "metal")] {
-        // On a machine that has one there is nothing to test here.
+        // A machine that has such a device cannot run this test.
         if kvant(&["devices"]).ok().lines().any(|line| line.contains(kind) && line.contains("not available")) {
             fails(&["generate", "--device", device], &format!("device {device} is not available: "));
         }
     }
 }
 
-/// A library of the driver's name that has none of its functions: no GPU, said once, and the CPU does the work.
+/// A library with the driver's name but without its functions: one message says that no GPU is available, and the CPU runs.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_driver_that_is_none() {
@@ -83,7 +83,7 @@ fn files_that_are_not_there() {
     fails(&["generate", "--model", "/nowhere/at/all"], "/nowhere/at/all: no such directory");
     let empty = scratch("files_that_are_not_there");
     generate_fails(&empty, "not a checkpoint: it has no config.json");
-    // What exists is not said to be absent.
+    // An existing file is not reported as missing.
     generate_fails(&shipped().join("config.json"), "config.json: expected the directory of a checkpoint");
     fails(
         &["eval", "--model", str(&shipped().join("config.json")), "--tokens", "x"],
@@ -126,14 +126,14 @@ fn truncated_weights() {
         std::fs::write(&weights, &bytes[..length]).unwrap();
         generate_fails(&directory, "model.safetensors");
     }
-    // A header that claims to be as long as memory.
+    // A header that claims to exceed the memory.
     std::fs::write(&weights, [&u64::MAX.to_le_bytes()[..], &bytes[8..1000]].concat()).unwrap();
     generate_fails(&directory, "model.safetensors");
     std::fs::remove_file(&weights).unwrap();
     generate_fails(&directory, "safetensors");
 }
 
-/// Weights that no dtype holds the products of: an error, and not the text of whatever id 0 is.
+/// Weights whose products overflow every dtype give an error instead of text made of id 0.
 #[test]
 fn logits_that_are_no_numbers() {
     let directory = copy_of_the_model("logits_that_are_no_numbers");
@@ -183,7 +183,7 @@ fn broken_tokenizers() {
         std::fs::write(&tokenizer, content).unwrap();
         generate_fails(&directory, "tokenizer.json");
     }
-    // Well formed, and the crate that reads it panics.
+    // Well-formed JSON on which the parser crate panics.
     let mut senseless: serde_json::Value =
         serde_json::from_slice(&std::fs::read(shipped().join("tokenizer.json")).unwrap()).unwrap();
     senseless["normalizer"] = serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAAAP8="});
@@ -193,7 +193,7 @@ fn broken_tokenizers() {
     generate_fails(&directory, "tokenizer.json");
 }
 
-/// In a clone without Git LFS, small texts have the names of large files.
+/// In a clone without Git LFS, large files are small text files.
 #[test]
 fn pointers_of_git_lfs() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n";
@@ -221,7 +221,7 @@ fn the_tokenizer_file_to_get_is_named() {
     }
 }
 
-/// The error has the system's reason instead of reporting a missing file. Nobody can read a loop of links.
+/// The error has the system's reason instead of reporting a missing file. A loop of links cannot be read.
 #[cfg(unix)]
 #[test]
 fn folders_that_cannot_be_read() {
@@ -240,7 +240,7 @@ fn a_prompt_that_is_not_text() {
     assert!(error.contains("standard input"), "{error}");
 }
 
-/// Nobody writes into it.
+/// The pipe has no writer.
 #[cfg(unix)]
 #[test]
 fn pipes_are_no_checkpoints() {

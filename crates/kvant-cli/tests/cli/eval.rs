@@ -30,7 +30,7 @@ fn a_text_gives_a_line_per_cache_type() {
         assert!((number(i, "perplexity") / perplexity - 1.0).abs() < 1e-9);
         assert!((0.5..6.0).contains(&number(i, "nats_per_token")), "a trained model knows this kind of text");
     }
-    // Against itself, f32 is exact; fewer bits diverge more.
+    // f32 equals itself; fewer bits diverge more.
     assert_eq!((number(0, "kl_mean"), number(0, "kl_p99"), number(0, "top1_agreement")), (0.0, 0.0, 1.0));
     let divergence: Vec<f64> = (0..4).map(|i| number(i, "kl_mean")).collect();
     assert!(divergence.is_sorted() && divergence[3] > 100.0 * divergence[1], "{divergence:?}");
@@ -42,7 +42,8 @@ fn a_text_gives_a_line_per_cache_type() {
     }
 }
 
-/// Formats of other software cost what is known of them, and less than their bytes suggest without a rotation.
+/// The divergences of other software's formats match known results; without rotation they are larger than their bytes
+/// suggest.
 #[test]
 fn formats_of_other_software_are_references() {
     let file = scratch("eval_peers").join("text");
@@ -68,7 +69,7 @@ fn formats_of_other_software_are_references() {
     assert!(kvant(&["eval", "--text", str(&file), "--kv", "mlx4-rot"]).error().contains("mlx4-rot"));
 }
 
-/// Sealed pages lower the divergence, and cost what the means and the dense pages take.
+/// Sealed pages lower the divergence; their bytes include the means and the dense pages.
 #[test]
 fn sealed_pages_lower_the_divergence() {
     let file = scratch("eval_sealed").join("text");
@@ -78,7 +79,7 @@ fn sealed_pages_lower_the_divergence() {
     lines.iter().for_each(|line| assert_keys(line, KEYS));
     let [plain, sealed] = [0, 1].map(|index| lines[index]["kl_mean"].as_f64().unwrap());
     assert!(sealed < 0.6 * plain, "{sealed} {plain}");
-    // 5 layers of 2 heads of 256, one of 1 head of 512; keys and values; norms of 2 bytes, and the share of a mean.
+    // 5 layers of 2 heads of 256, one of 1 head of 512; keys and values; 2-byte norms, and a share of a mean.
     let means: f64 = 2.0 * (5.0 * 2.0 * 260.0 + 516.0) / 16.0;
     let (vectors, dense) = (6144.0 / 2.0 + 2.0 * 2.0 * 12.0 + means, 6144.0 * 2.0);
     let tokens = lines[1]["tokens"].as_f64().unwrap() + 1.0;
@@ -86,7 +87,7 @@ fn sealed_pages_lower_the_divergence() {
     assert!((lines[1]["bytes_per_token"].as_f64().unwrap() - expected).abs() <= 1.0, "{expected}");
 }
 
-/// f16 gives its own answers; few bits leave them.
+/// f16 matches its own answers; few bits diverge.
 #[test]
 fn answers_are_compared_token_by_token() {
     let file = scratch("eval_answers").join("text");
@@ -102,7 +103,7 @@ fn answers_are_compared_token_by_token() {
     assert!(lines[2]["kl_mean"].as_f64().unwrap() < 1e-4);
 }
 
-/// Sealed pages of several prompts, each as long as a pass: the pool has room for one pass of all together.
+/// Sealed pages of several prompts, each as long as a pass: the pool has room for a single pass over all of them.
 #[test]
 fn answers_to_prompts_as_long_as_a_pass() {
     let file = scratch("eval_long_answers").join("ids");
@@ -113,7 +114,7 @@ fn answers_to_prompts_as_long_as_a_pass() {
     assert_eq!(lines[0]["first_divergence"].as_array().unwrap().len(), 4);
 }
 
-/// The held-out tokens whose loss other implementations have computed with the same weights.
+/// Held-out tokens for which other implementations have computed the loss with these weights.
 #[test]
 fn known_tokens_give_the_known_loss() {
     let tokens = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-models/tests/golden/rustdoc-11m/tokens.txt");
@@ -151,7 +152,7 @@ fn people_get_a_table() {
     assert!(table.lines().nth(2).unwrap().starts_with("tq4 "));
 }
 
-/// Ids that end a turn are no part of a text.
+/// Ids that end a turn are not part of a text.
 #[test]
 fn documents_end_with_one_id() {
     let directory = copy_of_the_model("documents_end_with_one_id");
@@ -164,7 +165,7 @@ fn documents_end_with_one_id() {
     json["eos_token_id"] = serde_json::json!([1, 3]);
     std::fs::write(&config, json.to_string()).unwrap();
     assert_eq!(eval(), want);
-    // Where the tokenizer does not say, it is the first of the model's.
+    // If the tokenizer does not specify it, it is the first of the model's.
     std::fs::remove_file(directory.join("tokenizer_config.json")).unwrap();
     assert_eq!(eval(), want);
 }
@@ -205,7 +206,7 @@ fn a_budget_gives_types_per_layer_that_every_command_takes() {
     assert!((file["kl_mean"].as_f64().unwrap() / number(0, "kl_mean") - 1.0).abs() < 1e-6);
     assert!(!out.with_file_name("best.json.part").exists());
 
-    // Bytes are those of the layers: 5 with 2 heads of 256, one with 1 head of 512.
+    // Bytes of the layers: 5 with 2 heads of 256, one with 1 head of 512.
     let of = |codec: &str| if codec == "tq4" { 4 } else { 2 };
     let sides = layers.iter().map(|layer| {
         layer.as_str().unwrap().split_once(':').unwrap_or_else(|| {
@@ -228,14 +229,14 @@ fn a_budget_gives_types_per_layer_that_every_command_takes() {
     assert_eq!(kvant(&bench).json().last().unwrap()["kv"], at);
 }
 
-/// What a stopped search has measured is not measured again.
+/// An interrupted search does not repeat its measurements.
 #[test]
 fn a_stopped_search_continues() {
     let (text, out) = search("eval_resume");
     let run = || kvant(&[&["eval", "--text", str(&text)], &BUDGET[..], &[str(&out)]].concat()).json();
     run();
     let file: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
-    // A measurement that could not be: it shows in the result.
+    // An impossible value, which shows in the result if it is reused.
     let layers = ["tq2:tq4"; 6];
     let known = json!({"of": layers.join(","), "result": 1e-12});
     let part = out.with_file_name("best.json.part");
@@ -256,7 +257,7 @@ fn budgets_that_cannot_be_met_are_refused() {
     assert!(eval(&["--budget", "3"]).contains("--out"));
     assert!(eval(&["--out", out]).contains("--budget"));
     assert!(eval(&["--budget", "3", "--out", out, "--kv", "f16:tq4"]).contains("single types to choose from"));
-    assert!(eval(&["--budget", "3", "--out", out, "--kv", "tq4,tq4c"]).contains("as many bits"));
+    assert!(eval(&["--budget", "3", "--out", out, "--kv", "tq4,tq4c"]).contains("equal bits"));
     assert!(eval(&["--budget", "3", "--out", "/no/such/place/best.json"]).contains("no such directory"));
     assert!(!std::path::Path::new(out).exists());
 }
@@ -299,7 +300,7 @@ fn a_report_is_one_page_with_its_data() {
         assert_eq!(&cache, line);
         let parts: Vec<f64> = parts.as_array().unwrap().iter().map(|kl| kl.as_f64().unwrap()).collect();
         assert_eq!(parts.len(), 16);
-        // Parts are of nearly equal length.
+        // Parts differ in length by at most one.
         let mean = parts.iter().sum::<f64>() / 16.0;
         assert!((0.5..2.0).contains(&(mean / line["kl_mean"].as_f64().unwrap())), "{parts:?}");
     }
@@ -332,7 +333,7 @@ fn a_report_is_one_page_with_its_data() {
     assert!(page.contains("a&lt;b&gt;&amp;.json"));
     assert!(!out.join("measurements.part").exists());
 
-    // A measurement that could not be, of a report that was stopped: it is not measured again.
+    // An impossible value in an interrupted report, which shows if it is reused.
     let subject = data["subject"].as_str().unwrap();
     let mut known = caches[0].clone();
     known["kl_mean"] = json!(0.125);
@@ -341,7 +342,7 @@ fn a_report_is_one_page_with_its_data() {
     std::fs::write(out.join("measurements.part"), format!("{subject}\n{line}\n")).unwrap();
     assert_eq!(kvant(&args).json()[0]["kl_mean"], 0.125);
 
-    // Nothing that could be drawn on a logarithmic axis.
+    // No positive number to draw on a logarithmic axis.
     let ids = folder.join("ids");
     std::fs::write(&ids, "2 17 301").unwrap();
     let exact = folder.join("exact");
@@ -354,8 +355,7 @@ fn a_report_is_one_page_with_its_data() {
     assert!(taken.contains("--report"), "{taken}");
 }
 
-/// Needles are found: a passage that the context has is more probable than without, with an exact cache and with good
-/// ones.
+/// A needle is more probable if the context contains it, with an exact cache and with good ones.
 #[test]
 fn a_report_looks_for_needles() {
     let folder = scratch("eval_needles");
@@ -388,7 +388,7 @@ fn a_report_looks_for_needles() {
     assert_eq!(page.matches("<svg").count(), 7);
 }
 
-/// Lengths in one run, with a row for each cache type. A cache of 2 bits finds less than an exact one.
+/// Several lengths in one run, with a row per cache type. A 2-bit cache retrieves less than an exact one.
 #[test]
 fn needles_and_pass_keys_are_looked_for_at_several_lengths() {
     let folder = scratch("eval_needle_lengths");

@@ -14,7 +14,7 @@ fn without_arguments_it_writes_a_text() {
     assert!(run.ok().split_whitespace().count() > 5);
 }
 
-/// A rate is about the passes that were timed: the first token comes from the prompt's.
+/// Rates count only timed passes: the first token comes from the prompt's pass.
 #[test]
 fn a_rate_names_the_steps_that_it_counts() {
     let args = ["generate", "--device", "cpu", "--max-tokens", "8"];
@@ -25,7 +25,7 @@ fn a_rate_names_the_steps_that_it_counts() {
     assert_eq!(line["warm_up_seconds"], 0.0, "the CPU compiles no kernels");
 }
 
-/// Whoever writes the token that begins a text gets it once.
+/// The beginning-of-text token is not duplicated if the prompt contains it.
 #[test]
 fn a_prompt_begins_once() {
     let tokens = |prompt| {
@@ -84,7 +84,7 @@ fn a_closed_pipe_ends_it_quietly() {
     assert_eq!(stderr, "");
 }
 
-/// The JSON is for another reader than the text.
+/// JSON and text have different readers.
 #[test]
 fn json_comes_though_nobody_reads_the_text() {
     let mut command = command(&["generate", "--max-tokens", "40", "--json"]);
@@ -96,14 +96,14 @@ fn json_comes_though_nobody_reads_the_text() {
     assert_eq!(report["generated_tokens"], 40);
 }
 
-/// As the items of a list do.
+/// As list items do.
 #[test]
 fn a_prompt_may_begin_with_a_hyphen() {
     let run = kvant(&["generate", "--prompt", "- a list", "--max-tokens", "1", "--json"]);
     assert!(run.json()[0]["prompt_tokens"].as_u64().unwrap() > 2);
 }
 
-/// Longer than the model was made for: it runs, and says so.
+/// A text longer than the model was made for runs with a note.
 #[test]
 fn long_texts_are_noted() {
     let directory = copy_of_the_model("long_texts_are_noted");
@@ -118,7 +118,7 @@ fn long_texts_are_noted() {
     }
 }
 
-/// A model whose tokens are words that begin with ▁, which the first word of a text loses.
+/// A model whose tokens are words that begin with ▁, which is dropped from the first word of a text.
 fn model_of_words(name: &str) -> std::path::PathBuf {
     let directory = copy_of_the_model(name);
     let vocabulary: serde_json::Map<String, Value> = (0..4096).map(|id| (format!("▁w{id}"), json!(id))).collect();
@@ -139,7 +139,7 @@ fn a_word_after_the_prompt_keeps_its_space() {
     let text = kvant(&args).ok();
     assert!(text.starts_with(" w") && text.matches(" w").count() == 3, "{text:?}");
     assert_eq!(format!("{}\n", kvant(&[&args[..], &["--json"]].concat()).json()[0]["text"].as_str().unwrap()), text);
-    // A stop string begins with the space.
+    // The stop string begins with the space.
     let word = text.split_whitespace().next().unwrap();
     assert_eq!(kvant(&[&args[..], &["--stop", &format!(" {word}")]].concat()).ok(), "\n");
     let chat = ["chat", str(&model), "--plain", "--max-tokens", "3", "--temperature", "0"];
@@ -147,7 +147,7 @@ fn a_word_after_the_prompt_keeps_its_space() {
     assert!(text.starts_with(" w") && text.matches(" w").count() == 3, "{text:?}");
 }
 
-/// A model and a text without the names of options.
+/// A model and a text as positional arguments.
 #[test]
 fn a_model_and_a_text() {
     let model = super::shipped();

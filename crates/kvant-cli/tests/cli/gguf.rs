@@ -11,11 +11,11 @@ use writer::{Value, Writer, array, f32, text, texts, u16, u32};
 use crate::{kvant, kvant_with_input, scratch, str};
 
 const HIDDEN: u64 = 64;
-/// The letters of 256 bytes, the token that starts a text, and one that ends it.
+/// The letters of 256 bytes, the beginning-of-text token, and the end-of-text token.
 const VOCAB: u64 = 258;
 const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
 
-/// The letters by which byte-level BPE writes bytes.
+/// The letters that represent bytes in byte-level BPE.
 fn letters() -> Vec<String> {
     let printable = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let mut others = 256..;
@@ -23,7 +23,7 @@ fn letters() -> Vec<String> {
     (0..256).map(letter).map(|c| char::from_u32(c).unwrap().to_string()).collect()
 }
 
-/// The pairs of a model.
+/// The metadata of a model.
 fn metadata() -> Writer {
     let mut tokens = letters();
     tokens.extend(["<bos>".to_string(), "<eos>".to_string()]);
@@ -90,10 +90,10 @@ fn generate(model: &Path) -> serde_json::Value {
 fn a_file_a_directory_and_a_split_model_are_the_same() {
     let directory = scratch("gguf-generate");
     let file = write(&directory, "tiny.gguf", with_tensors(metadata(), &tensors()));
-    // An encoder of images is not another model.
+    // An image encoder is not another model.
     write(&directory, "mmproj-tiny.gguf", Writer::default());
     let answer = generate(&file);
-    // The token that starts a text, and five bytes.
+    // The beginning-of-text token and five bytes.
     assert_eq!(answer["prompt_tokens"], 6);
     assert!(answer["generated_tokens"].as_u64().unwrap() > 0);
     assert_eq!(generate(&directory)["text"], answer["text"]);
@@ -115,12 +115,12 @@ fn chat_and_eval_use_the_metadata() {
     let directory = scratch("gguf-chat");
     let file = write(&directory, "tiny.gguf", with_tensors(metadata(), &tensors()));
     let chat = || kvant_with_input(&["chat", str(&file), "--max-tokens", "8"], b"Hello\n").ok();
-    // The file asks for temperature 0: the random seed has no effect.
+    // The file sets temperature 0, so the random seed has no effect.
     assert_eq!(chat(), chat());
     let words = directory.join("text");
     std::fs::write(&words, "ab c").unwrap();
     let line = kvant(&["eval", "--model", str(&file), "--text", str(&words), "--kv", "f32", "--json"]).json().remove(0);
-    // The token that starts a text predicts nothing, then four bytes, then the token that ends it.
+    // The beginning-of-text token is not predicted; four bytes and the end-of-text token are.
     assert_eq!(line["tokens"], 5);
     let nats = line["nats_per_token"].as_f64().unwrap();
     assert!(nats > 1.0 && nats < 40.0, "{nats}");
@@ -136,13 +136,13 @@ fn generate_answers_a_message() {
     // <bos>, `user: Hello` and a line break.
     assert_eq!(answer["prompt_tokens"], 13);
     assert_eq!(generate(&["--system", "Hi"])["prompt_tokens"], 13 + "system: Hi\n".len());
-    // The file asks for temperature 0.
+    // The file sets temperature 0.
     assert_eq!(generate(&["--seed", "5"])["text"], answer["text"]);
     let chat = kvant_with_input(&["chat", str(&file), "--max-tokens", "12"], b"Hello\n").ok();
     let text = answer["text"].as_str().unwrap();
     assert_eq!(chat, format!("{text}\n"));
 
-    // A text ends before the stop string, in conversations and without.
+    // A text ends before the stop string, with and without --chat.
     let (at, stop) = text.char_indices().nth(3).expect("a text of some length");
     let stop = stop.to_string();
     let first = text.find(&stop).unwrap().min(at);
@@ -155,7 +155,7 @@ fn generate_answers_a_message() {
     assert!(kvant(&["generate", "--system", "Hi"]).error().contains("--chat"));
 }
 
-/// A conversation that outgrows the context loses its oldest turns, not its system message.
+/// A conversation that exceeds the context loses its oldest turns, not its system message.
 #[test]
 fn a_chat_goes_on_when_the_context_is_full() {
     let directory = scratch("gguf-long-chat");
@@ -172,7 +172,7 @@ fn a_chat_goes_on_when_the_context_is_full() {
 }
 
 #[test]
-fn what_is_not_supported_is_named() {
+fn errors_name_unsupported_features() {
     let directory = scratch("gguf-errors");
     let fails = |writer: Writer, expected: &str| {
         let file = write(&directory, "x.gguf", writer);

@@ -4,7 +4,7 @@ use crate::{Run, command, scratch, shipped};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// Lays a model out as `huggingface_hub` does: files by hash, and snapshots of links to them.
+/// Lays out a model as `huggingface_hub` does: files by hash, and snapshots of links to them.
 #[cfg(unix)]
 fn lay_out(cache: &Path, name: &str, model: &Path) {
     let repository = cache.join(format!("models--{}", name.replace('/', "--")));
@@ -51,8 +51,8 @@ mod download {
 
     use super::*;
 
-    /// A server with the paths of the hub that downloads use: a list of files, and files of which ranges are asked.
-    /// Weights are elsewhere, as on the hub.
+    /// A server with the hub's paths for downloads: a file list, and files served in ranges. As on the hub, weights are
+    /// on another host.
     struct Hub {
         address: String,
         asked: Arc<Mutex<Vec<String>>>,
@@ -134,17 +134,17 @@ mod download {
         assert_eq!(first.json()[0]["generated_tokens"], 3);
         let asked = hub.asked();
         assert!(asked.last().unwrap().ends_with("/config.json"), "{asked:?}");
-        // The layout is that of Python's package: a link into the snapshot.
+        // As by the Python package: a link in the snapshot.
         let repository = cache.join("models--org--tiny");
         let snapshot = repository.join("snapshots").join(COMMIT);
         assert_eq!(fs::read_to_string(repository.join("refs/main")).unwrap(), COMMIT);
         assert!(fs::read_link(snapshot.join("model.safetensors")).unwrap().ends_with("blobs/model.safetensors-tag"));
 
-        // Nothing more is asked.
+        // No further requests.
         hub.run(&cache, "org/tiny").ok();
         assert_eq!(hub.asked(), [""; 0]);
 
-        // An interrupted download: weights in part, and no configuration.
+        // An interrupted download: partial weights, and no configuration.
         let blobs = repository.join("blobs");
         let whole = fs::read(blobs.join("model.safetensors-tag")).unwrap();
         fs::write(blobs.join("model.part"), &whole[..whole.len() / 2]).unwrap();
@@ -158,7 +158,7 @@ mod download {
     }
 
     #[test]
-    fn what_the_hub_does_not_have_is_an_error() {
+    fn files_missing_on_the_hub_are_errors() {
         let hub = Hub::new(shipped());
         let cache = scratch("download-errors");
         let error = hub.run(&cache, "org/other").error();

@@ -36,7 +36,7 @@ fn experts_in_mxfp4_are_named() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn what_cannot_fit_is_refused_with_numbers_and_advice() {
+fn a_model_that_cannot_fit_is_refused_with_numbers_and_advice() {
     let error = kvant(&["generate", "--max-tokens", "4000000000"]).error();
     for word in ["TiB of memory", "weights", "in f16", "GiB free", "tokens fit (--max-tokens)"] {
         assert!(error.contains(word), "{word} is not in {error}");

@@ -25,12 +25,12 @@ fn a_row_for_every_token() {
     let (rows, columns, values) = logits("logits_rows", "2 17 301 44 9", &[]);
     assert_eq!((rows, columns), (5, 4096));
     assert!(values.iter().all(|x| x.abs() <= 30.0), "the model's softcap is 30");
-    // What follows does not change what came before.
+    // Later tokens do not change earlier rows.
     let (_, _, first) = logits("logits_prefix", "2 17", &[]);
     assert!(largest_difference(&values[..2 * 4096], &first) < 2e-3);
 }
 
-/// A link to a device stays one, and a file is one that others can read.
+/// A device is not replaced, and an output file is readable by others.
 #[cfg(unix)]
 #[test]
 fn devices_are_not_replaced() {
@@ -55,7 +55,7 @@ fn the_same_however_many_at_a_time() {
     for step in ["1", "7", "64"] {
         let (_, _, stepped) = logits(&format!("logits_step_{step}"), &tokens, &["--step", step]);
         let difference = largest_difference(&at_once, &stepped);
-        // Prompts may be rounded to 16 bits on the way, single tokens to 24 (`ops::Linear`).
+        // Prompts may be rounded to 16 bits, single tokens to 24 (`ops::Linear`).
         assert!(difference < 5e-3, "--step {step}: {difference}");
     }
 }

@@ -1,4 +1,4 @@
-//! The built command, run as a user would.
+//! Runs the built command as a user would.
 
 mod bench;
 mod chat;
@@ -40,14 +40,14 @@ impl Run {
         }
     }
 
-    /// Standard output, after a success.
+    /// Standard output of a successful run.
     #[track_caller]
     fn ok(self) -> String {
         assert_eq!(self.code, 0, "{}", self.stderr);
         self.stdout
     }
 
-    /// The message, after a failure: exit code 1, a message on standard error, nothing else anywhere.
+    /// The message of a failed run: exit code 1, a message on standard error, and no other output.
     #[track_caller]
     fn error(self) -> String {
         assert_eq!(self.code, 1, "stdout: {}\nstderr: {}", self.stdout, self.stderr);
@@ -59,7 +59,7 @@ impl Run {
         self.stderr
     }
 
-    /// The JSON objects on standard output, each on a line of its own.
+    /// The JSON objects on standard output, one per line.
     #[track_caller]
     fn json(self) -> Vec<Value> {
         let lines = self.ok();
@@ -71,7 +71,7 @@ impl Run {
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvant"));
     command.args(args).env("RUST_BACKTRACE", "1");
-    // The user's cache of models must not change what tests see.
+    // The user's cache of models must not affect tests.
     command.env("HF_HUB_CACHE", "no such directory").env("HF_HUB_OFFLINE", "1");
     command
 }
@@ -84,12 +84,12 @@ fn kvant_with_input(args: &[&str], input: &[u8]) -> Run {
     let mut command = command(args);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("the command starts");
-    // A command that fails early closes its end.
+    // A command that fails early closes its standard input.
     let _ = child.stdin.take().expect("piped").write_all(input);
     Run::new(child.wait_with_output().expect("the command ends"))
 }
 
-/// The keys of an object, in the order of the alphabet.
+/// The keys of an object, sorted.
 fn keys(value: &Value) -> Vec<&str> {
     value.as_object().expect("an object").keys().map(String::as_str).collect()
 }
@@ -103,12 +103,12 @@ fn assert_keys(value: &Value, expected: &str) {
     assert_eq!(found, expected);
 }
 
-/// The model that ships with the project.
+/// The shipped model.
 fn shipped() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("model")
 }
 
-/// A fresh directory for one test.
+/// A new directory for one test.
 fn scratch(name: &str) -> PathBuf {
     let directory = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&directory);
@@ -116,7 +116,7 @@ fn scratch(name: &str) -> PathBuf {
     directory
 }
 
-/// A copy of the shipped model that a test may spoil.
+/// A copy of the shipped model that a test may modify.
 fn copy_of_the_model(name: &str) -> PathBuf {
     let directory = scratch(name);
     for file in std::fs::read_dir(shipped()).unwrap() {

@@ -1,4 +1,4 @@
-//! `kvant serve`: starts, answers, and stops on SIGTERM.
+//! `kvant serve`: starts, responds, and stops on SIGTERM.
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -9,7 +9,7 @@ use std::{
 use super::{command, copy_of_the_model, kvant, scratch, str};
 
 #[test]
-fn what_cannot_be_served() {
+fn invalid_options_are_refused() {
     let directory = scratch("serve-keys");
     let empty = directory.join("keys");
     std::fs::write(&empty, "# none\n\n").unwrap();
@@ -18,7 +18,7 @@ fn what_cannot_be_served() {
     assert!(kvant(&["serve", "--host", "no such host"]).error().contains("cannot listen"));
     assert!(kvant(&["serve", "--chat-template", "missing.jinja", "--port", "0"]).error().contains("missing.jinja"));
     assert!(kvant(&["serve", "missing/model", "--port", "0"]).error().contains("missing/model"));
-    // Before the model loads.
+    // Reported before the model is loaded.
     for (option, value, expected) in [
         ("--context", "1", "2.."),
         ("--max-sequences", "0", "1..=65536"),
@@ -36,7 +36,7 @@ fn what_cannot_be_served() {
     }
 }
 
-/// Pages that hold no text of the context would promise what they cannot do.
+/// Pages that cannot store one text of the context are rejected.
 #[test]
 fn memory_holds_a_text_of_the_context() {
     let error = kvant(&["serve", "--port", "0", "--memory", "3MiB"]).error();
@@ -44,14 +44,14 @@ fn memory_holds_a_text_of_the_context() {
     assert!(!error.contains("loaded"), "{error}");
 }
 
-/// A server on a port of its own, killed at the end.
+/// A server on its own port, killed at the end.
 struct Running {
     child: std::process::Child,
     port: u16,
 }
 
 impl Running {
-    /// Starts a server whose standard error goes to `log`, and waits until it answers.
+    /// Starts a server with standard error redirected to `log`, and waits until it responds.
     fn start(log: Stdio, more: &[&str]) -> Running {
         let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let port_text = port.to_string();
@@ -68,7 +68,7 @@ impl Running {
         panic!("the server does not listen");
     }
 
-    /// The answer to a request, with its head.
+    /// The response to a request, including its head.
     fn ask(&self, head: &str, body: &str) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         let head = format!(
@@ -99,7 +99,7 @@ impl Drop for Running {
     }
 }
 
-/// A directory with two models, and two that cannot be served.
+/// A directory with two valid models and two that cannot be served.
 fn directory_of_models(name: &str) -> std::path::PathBuf {
     let copy = copy_of_the_model(&format!("{name}-copy"));
     let directory = scratch(name);
@@ -110,7 +110,7 @@ fn directory_of_models(name: &str) -> std::path::PathBuf {
             std::fs::copy(file.path(), directory.join(model).join(file.file_name())).unwrap();
         }
     }
-    // Found at the start, and when it is loaded.
+    // One fails when it is found at the start, the other when it is loaded.
     std::fs::write(directory.join("wrong/config.json"), "{}").unwrap();
     std::fs::write(directory.join("cut/tokenizer.json"), "{}").unwrap();
     directory
@@ -137,7 +137,7 @@ fn models_of_a_directory_share_memory() {
         let answer = running.ask("POST /v1/completions", &complete(model));
         assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{model}: {answer}");
     }
-    // Both fit, and the one that failed takes nothing.
+    // Both fit, and the failed model takes no memory.
     let both = metric(&running, "models_bytes");
     assert_eq!(metric(&running, r#"model_loads_total{model_name="one"}"#), 1);
     drop(running);
@@ -171,14 +171,14 @@ fn two_models_at_once() {
         (&["--models-dir", str(&one), "--name", "x"], "--name"),
         (&["--models-dir", "missing/directory"], "missing/directory"),
     ] {
-        // Models that are loaded before one fails leave lines in the log.
+        // Models loaded before the failing one leave lines in the log.
         let end = kvant(&[&["serve", "--port", "0"], more, &small].concat());
         let error = end.stderr.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
         assert!(end.code == 1 && error.contains(expected), "{more:?}: {}", end.stderr);
     }
 }
 
-/// Lost logs cost no request: their reader has gone, the disk is full, or nobody reads.
+/// Lost log lines do not fail requests: the reader has closed the pipe, the disk is full, or nobody reads.
 #[cfg(target_os = "linux")]
 #[test]
 fn logs_that_cannot_be_written() {
@@ -192,7 +192,7 @@ fn logs_that_cannot_be_written() {
         if sink == "closed" {
             drop(running.child.stderr.take());
         }
-        // More lines than a pipe holds.
+        // More lines than the pipe buffers.
         let requests = if sink == "slow" { 700 } else { 5 };
         for _ in 0..requests {
             let answer = running.ask("GET /v1/models", "");
@@ -208,7 +208,7 @@ fn logs_that_cannot_be_written() {
     }
 }
 
-/// Prompts of megabytes for a context of 8192 tokens are refused by their length, and their memory goes back.
+/// Prompts of megabytes for a context of 8192 tokens are rejected by length, and their memory is released.
 #[cfg(target_os = "linux")]
 #[test]
 fn prompts_of_megabytes_are_refused_at_once() {
@@ -230,12 +230,12 @@ fn prompts_of_megabytes_are_refused_at_once() {
         }
     });
     let seconds = started.elapsed().as_secs_f64();
-    let (after, most) = (running.kilobytes("VmRSS"), running.kilobytes("VmHWM"));
-    let figures = format!("{seconds:.1} s, kB: {idle} idle, {most} at most, {after} after");
+    let (after, peak) = (running.kilobytes("VmRSS"), running.kilobytes("VmHWM"));
+    let figures = format!("{seconds:.1} s, kB: {idle} idle, {peak} peak, {after} after");
     println!("{figures}");
-    // Tokenising one takes longer than all do.
+    // Tokenising a single one would take longer than all rejections.
     assert!(seconds < 20.0, "{figures}");
-    assert!(most < idle + 1_500_000 && after < idle + 150_000, "{figures}");
+    assert!(peak < idle + 1_500_000 && after < idle + 150_000, "{figures}");
 }
 
 #[cfg(unix)]

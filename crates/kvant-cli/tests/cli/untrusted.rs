@@ -1,4 +1,4 @@
-//! Names and messages in hostile files: errors show them without control characters, and not whole.
+//! Errors show names and messages from hostile files without control characters, and shorten them.
 
 use std::path::Path;
 
@@ -10,12 +10,12 @@ use crate::{
     kvant, scratch, str,
 };
 
-/// A name that would colour a terminal, set its title, reverse the order of letters, and fill it.
+/// A name with terminal colours, a title sequence, a right-to-left override, and great length.
 fn hostile(length: usize) -> String {
     format!("\x1b[31m\x1b]0;title\x07\u{9b}2J\u{202e}\r\n{}end", "x".repeat(length))
 }
 
-/// The messages of failures have one line, no control character, and a readable length. One of them has `expected`.
+/// Error messages have one line, no control characters, and limited length. One of them contains `expected`.
 #[track_caller]
 fn fails_safely(model: &Path, expected: &str) {
     let mut found = Vec::new();
@@ -137,14 +137,14 @@ fn names_of_files() {
     fails_safely(&folder, r"\u{1b}[31m.gguf: ");
 }
 
-/// Generated text goes to a pipe as it is.
+/// Generated text is written to a pipe unchanged.
 #[test]
 fn a_pipe_gets_the_text_of_the_model() {
     let model = copy_of_the_model("untrusted_pipe");
     let tokenizer = model.join("tokenizer.json");
     let json: Value = serde_json::from_slice(&std::fs::read(&tokenizer).unwrap()).unwrap();
     let escape = json["model"]["vocab"]["ě"].as_u64().expect("the letter of byte 0x1b");
-    // Every token is the letter of the byte, so that the model writes nothing else.
+    // Every token is the letter of this byte, so that the model writes nothing else.
     let vocabulary: serde_json::Map<String, Value> = json["model"]["vocab"]
         .as_object()
         .unwrap()

@@ -1,4 +1,4 @@
-//! In place of `llguidance.rs` in builds without the feature `grammar`.
+//! Replaces `llguidance.rs` in builds without the feature `grammar`.
 
 use std::convert::Infallible;
 
@@ -20,7 +20,7 @@ impl NoCompiler {
     }
 }
 
-/// There is none.
+/// Has no values.
 #[derive(Clone)]
 pub struct NoState(Infallible);
 

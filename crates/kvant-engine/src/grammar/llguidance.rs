@@ -1,4 +1,4 @@
-//! Grammars by the crate `llguidance`.
+//! Grammars implemented with the crate `llguidance`.
 
 use std::{
     sync::{Arc, Mutex, OnceLock},
@@ -21,14 +21,14 @@ use super::{
 };
 use crate::engine::lock;
 
-/// Bytes of stack for the compilation of a grammar, which is recursive.
+/// Stack size for the compilation of a grammar, which is recursive.
 const STACK: usize = 32 << 20;
 /// The keyword before a schema in a grammar.
 const SCHEMA: &str = "%json";
-/// The longest message about a grammar.
-const LONGEST_MESSAGE: usize = 500;
+/// Maximum characters of an error message about a grammar.
+const MAX_MESSAGE: usize = 500;
 
-/// What one grammar can cost. The fuel of a mask is some 15 ms, and a state of the lexer takes 1 to 2 KiB.
+/// Cost limits of one grammar. The fuel of a mask corresponds to some 15 ms, and a state of the lexer takes 1 to 2 KiB.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_items_in_row: 2000,
@@ -38,7 +38,7 @@ fn limits() -> ParserLimits {
         max_lexer_states: 25_000,
         max_grammar_size: 200_000,
         precompute_large_lexemes: true,
-        // Errors must not repeat a user's text.
+        // Errors must not quote a user's text.
         verbose_errors: false,
     }
 }
@@ -47,9 +47,9 @@ pub struct TableCompiler {
     factory: ParserFactory,
     /// Started with the first grammar.
     watchdog: OnceLock<Arc<Watchdog>>,
-    /// One at a time is compiled: those that take long must not take all cores.
+    /// Serialises compilations, so that slow ones do not occupy all cores.
     compiling: Mutex<()>,
-    /// The id of the table that stands for the end of a text. Ids of the tokenizer are below.
+    /// The id that the table uses for the end of a text. All ids of the tokenizer are lower.
     end: u32,
 }
 
@@ -65,7 +65,7 @@ impl TableCompiler {
                 TokenPiece::Unused => Vec::new(),
             })
             .collect();
-        // Ids that end a text are no text, even if the tokenizer does not call them special.
+        // Stop ids have no text, even if the tokenizer does not mark them as special.
         for &id in tokenizer.eos() {
             let Some(word) = words.get_mut(id as usize) else { continue };
             if word.first() != Some(&TokTrie::SPECIAL_TOKEN_MARKER) {
@@ -74,7 +74,7 @@ impl TableCompiler {
         }
         let end = u32::try_from(words.len()).map_err(|error| error.to_string())?;
         words.push(special("<|end of the text|>"));
-        // The table has limits of its own, such as the longest token, and panics beyond them.
+        // The table panics beyond its own limits, such as the maximum token length.
         let factory = catch_unwind(move || {
             let trie = TokTrie::from(&TokRxInfo::new(end + 1, end), &words);
             let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
@@ -105,7 +105,7 @@ impl TableCompiler {
             None => Ok(MatcherState { matcher: matcher.into_cancellable(), watchdog, end: self.end }),
             Some(error) => {
                 let reason = message(&error);
-                // Only a grammar has places that its author knows.
+                // Only errors of a grammar have positions that its author knows.
                 let reason = if matches!(grammar, Grammar::Lark(_)) { &reason } else { without_place(&reason) };
                 Err(reason.to_string().into())
             }
@@ -121,7 +121,7 @@ impl TableCompiler {
     }
 }
 
-/// The grammar in the form of `llguidance`.
+/// Converts a grammar to the form of `llguidance`.
 fn source(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
     let schema = match grammar {
         Grammar::Regex(regex) => return Ok(TopLevelGrammar::from_regex(regex)),
@@ -139,7 +139,7 @@ fn source(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
     Ok(TopLevelGrammar::from_json_schema(schema))
 }
 
-/// A grammar whose schemas are prepared, wherever it has them.
+/// Prepares all schemas within a grammar.
 fn with_schemas(lark: &str) -> Result<String, String> {
     let (mut out, mut rest) = (String::with_capacity(lark.len()), lark);
     while let Some((before, after)) = rest.split_once(SCHEMA) {
@@ -168,15 +168,15 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// The part of an error that concerns its reader: no backtraces, no source, and no more than a few lines.
+/// Shortens an error to the part that its reader needs: a few lines, without backtraces and source.
 fn message(error: &impl ToString) -> String {
     let text = error.to_string();
     let text = text.split("\n<").next().unwrap_or_default();
     let lines: Vec<&str> = text.lines().filter(|line| !is_source(line)).map(str::trim).collect();
-    lines.join("\n").trim().chars().take(LONGEST_MESSAGE).collect()
+    lines.join("\n").trim().chars().take(MAX_MESSAGE).collect()
 }
 
-/// Whether a line shows the source around an error: `   3 | start: "a"`, or the mark below it.
+/// Whether a line quotes the source of an error: `   3 | start: "a"`, or the marker below it.
 fn is_source(line: &str) -> bool {
     let (number, rest) = line.split_once('|').unwrap_or((line, ""));
     let is_numbered =
@@ -184,7 +184,7 @@ fn is_source(line: &str) -> bool {
     is_numbered || line.trim() == "^"
 }
 
-/// A message without `at 1(8): `.
+/// Removes `at 1(8): ` from a message.
 fn without_place(message: &str) -> &str {
     let Some((place, rest)) = message.strip_prefix("at ").and_then(|rest| rest.split_once(": ")) else {
         return message;
@@ -224,11 +224,11 @@ impl MatcherState {
         matches!(self.matcher.stop_reason(), StopReason::NoExtension | StopReason::EndOfSentence)
     }
 
-    /// Why the grammar does not go on.
+    /// The reason why the grammar stopped.
     fn reason(&self, error: &impl ToString) -> String {
         let error = message(error);
         match self.matcher.stop_reason() {
-            StopReason::Cancelled => format!("a token takes more than {:?}", watchdog::LONGEST),
+            StopReason::Cancelled => format!("the mask of a token takes more than {:?}", watchdog::MAX_TIME),
             _ if error.contains("NoExtensionBias") => "the tokenizer has no token that can follow".to_string(),
             _ => error,
         }

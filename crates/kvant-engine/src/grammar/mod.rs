@@ -1,8 +1,8 @@
-//! Grammars: the languages that texts can be made to follow.
+//! Grammars: languages that texts can be constrained to.
 //!
-//! A grammar is compiled once, for the engine's tokenizer. At each token the compiled one gives the set of tokens that
-//! keep the text within the language. The crate `llguidance` does the work, with the feature `grammar`; without it
-//! every grammar is refused.
+//! A grammar is compiled once, for the engine's tokenizer. At each token, the compiled grammar gives the set of tokens
+//! that keep the text within the language. The crate `llguidance` implements this with the feature `grammar`; without
+//! the feature, every grammar is rejected.
 
 #[cfg(not(feature = "grammar"))]
 mod absent;
@@ -30,9 +30,9 @@ use self::absent::{NoCompiler as TableCompiler, NoState as MatcherState};
 use self::llguidance::{MatcherState, TableCompiler};
 use crate::SubmitError;
 
-/// The longest source of a grammar in bytes.
-const LONGEST: usize = 256 << 10;
-/// The deepest nesting of brackets in a source.
+/// Maximum bytes of a grammar's source.
+const MAX_SOURCE: usize = 256 << 10;
+/// Maximum nesting depth of brackets in a source.
 const MAX_DEPTH: usize = 64;
 
 /// The language of a text.
@@ -46,35 +46,35 @@ const MAX_DEPTH: usize = 64;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Grammar {
-    /// JSON that a JSON schema accepts; the schema as JSON. Properties come in the order of the schema. A keyword or a
+    /// JSON that matches a JSON schema, given as JSON text. Properties come in the order of the schema. A keyword or a
     /// number that cannot be enforced is an error. A `format` without a known pattern has no effect.
     JsonSchema(String),
     /// Any JSON object.
     JsonObject,
     /// A regular expression that matches the whole text, in the syntax of the crate `regex`.
     Regex(String),
-    /// A context-free grammar in the syntax of Lark, as `llguidance` defines it.
+    /// A context-free grammar in `llguidance`'s variant of Lark syntax.
     Lark(String),
 }
 
 impl Grammar {
-    /// The white space between two tokens of JSON, as a regular expression: a model that writes nothing else than white
-    /// space must come to an end. JSON in a [`Grammar::Lark`] has it with the option `x-guidance`:
-    /// `%json {…, "x-guidance": {"whitespace_pattern": …}}`.
+    /// The white space between two JSON tokens, as a regular expression. It is bounded, so that a model that writes
+    /// only white space terminates. JSON in a [`Grammar::Lark`] gets it with the option `x-guidance`: `%json {…,
+    /// "x-guidance": {"whitespace_pattern": …}}`.
     pub const WHITESPACE: &str = r"\x20|\x0A[\x20\x09]{0,64}";
 
-    /// Whether this build has grammars: the feature `grammar`.
+    /// Whether this build supports grammars (feature `grammar`).
     pub const IS_SUPPORTED: bool = cfg!(feature = "grammar");
 
-    /// Checks what costs nothing to check.
+    /// Checks the size and the nesting depth, without compiling.
     fn check(&self) -> Result<(), String> {
         let (Grammar::JsonSchema(source) | Grammar::Regex(source) | Grammar::Lark(source)) = self else {
             return Ok(());
         };
-        if source.len() > LONGEST {
-            return Err(format!("it has {} bytes; at most {LONGEST} are allowed", source.len()));
+        if source.len() > MAX_SOURCE {
+            return Err(format!("it has {} bytes; at most {MAX_SOURCE} are allowed", source.len()));
         }
-        // Also brackets that a string or a class contains count; a limit needs no more precision.
+        // Brackets within strings and classes count too. The limit needs no more precision.
         let mut depth = 0usize;
         for byte in source.bytes() {
             match byte {
@@ -90,8 +90,8 @@ impl Grammar {
     }
 }
 
-/// A grammar that requests of one engine can use, from [`Engine::compile`](crate::Engine::compile). Clones are cheap,
-/// and several requests can use one.
+/// A compiled grammar, from [`Engine::compile`](crate::Engine::compile). Requests of that engine can share it. Clones
+/// are cheap.
 #[derive(Clone)]
 pub struct CompiledGrammar {
     compiler: Arc<Compiler>,
@@ -99,7 +99,7 @@ pub struct CompiledGrammar {
 }
 
 impl CompiledGrammar {
-    /// The state before the first token, if the grammar is one of `compiler`.
+    /// The state before the first token. `None` if another compiler made the grammar.
     pub(crate) fn start(self, compiler: &Arc<Compiler>) -> Option<GrammarState> {
         Arc::ptr_eq(&self.compiler, compiler).then_some(GrammarState(self.start))
     }
@@ -115,7 +115,7 @@ impl fmt::Debug for CompiledGrammar {
 pub(crate) struct Compiler(TableCompiler);
 
 impl Compiler {
-    /// Builds the table of tokens, which takes a while for large vocabularies.
+    /// Builds the token table, which takes long for large vocabularies.
     pub fn new(tokenizer: &Tokenizer) -> Result<Arc<Compiler>, String> {
         TableCompiler::new(tokenizer).map(|backend| Arc::new(Compiler(backend)))
     }
@@ -131,7 +131,7 @@ impl Compiler {
     }
 }
 
-/// Why a grammar is not compiled.
+/// The reason why a grammar cannot be compiled.
 #[derive(Debug)]
 pub(crate) enum CompileError {
     Invalid(String),
@@ -145,7 +145,7 @@ impl From<String> for CompileError {
     }
 }
 
-/// The error of a grammar that cannot be used.
+/// The error of an invalid grammar.
 pub(crate) fn invalid(reason: impl ToString) -> SubmitError {
     SubmitError::invalid("grammar", "a grammar that can be enforced", reason)
 }
@@ -156,23 +156,23 @@ pub(crate) struct GrammarState(MatcherState);
 
 /// The tokens that can follow.
 pub(crate) struct Allowed {
-    /// A bit for each token of the tokenizer, the lowest bit of the first word first. Special tokens that end a text
-    /// are not among them.
+    /// One bit per token of the tokenizer, starting with the lowest bit of the first word. Special tokens that end a
+    /// text are not included.
     pub tokens: Vec<u32>,
     /// Whether the text can end here.
     pub may_end: bool,
 }
 
 impl GrammarState {
-    /// The tokens that can follow. The time is limited.
+    /// Returns the tokens that can follow, within a time limit.
     ///
     /// # Errors
-    /// The reason, if the grammar needs more time or memory than its limits, or has no token that can follow.
+    /// The reason, if the grammar exceeds its time or memory limit, or no token can follow.
     pub fn allowed(&mut self) -> Result<Allowed, String> {
         self.0.allowed()
     }
 
-    /// Moves on by a token that was drawn.
+    /// Advances the state by a sampled token.
     ///
     /// # Errors
     /// The reason, as for [`GrammarState::allowed`], or if the token cannot follow.
@@ -180,7 +180,7 @@ impl GrammarState {
         self.0.accept(token)
     }
 
-    /// Whether the text is complete, and nothing can follow.
+    /// Whether the text is complete and no token can follow.
     pub fn is_complete(&self) -> bool {
         self.0.is_complete()
     }
@@ -198,8 +198,8 @@ mod tests {
 
     #[test]
     fn long_and_deep_sources_are_refused() {
-        assert!(Grammar::Regex("a".repeat(LONGEST)).check().is_ok());
-        assert!(Grammar::Regex("a".repeat(LONGEST + 1)).check().is_err());
+        assert!(Grammar::Regex("a".repeat(MAX_SOURCE)).check().is_ok());
+        assert!(Grammar::Regex("a".repeat(MAX_SOURCE + 1)).check().is_err());
         assert!(Grammar::Lark(format!("start: {}", "(".repeat(MAX_DEPTH))).check().is_ok());
         assert!(Grammar::Lark(format!("start: {}", "(".repeat(MAX_DEPTH + 1))).check().is_err());
         assert!(Grammar::JsonSchema("{\"items\":".repeat(MAX_DEPTH + 1)).check().is_err());

@@ -1,11 +1,11 @@
-//! Numbers of JSON schemas that cannot be enforced exactly.
+//! Numbers in JSON schemas that cannot be enforced exactly.
 
 use kvant_models::chat::{JsonValue, keeps_digits};
 
-/// The largest whole number below which floats have all whole numbers.
-const LARGEST_WHOLE: f64 = 9_007_199_254_740_992.0;
+/// 2^53: up to this number, an f64 represents every integer.
+const MAX_EXACT_INTEGER: f64 = 9_007_199_254_740_992.0;
 
-/// A number of a schema that a float of 64 bits changes.
+/// A number of a schema that an f64 cannot represent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct InexactNumber {
@@ -19,16 +19,16 @@ pub struct InexactNumber {
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
     Schema,
-    /// An object whose keys are names of schemas.
+    /// An object that maps names to schemas.
     Names,
-    /// A number or value that decides what the schema accepts.
+    /// A number or value that constrains the accepted values.
     Bound,
     Annotation,
 }
 
 impl InexactNumber {
-    /// Finds the first number of `enum`, `const`, `multipleOf` or a bound that is whole and beyond 2^53, or has more
-    /// digits than a float keeps.
+    /// Finds the first number of `enum`, `const`, `multipleOf` or a bound that is an integer above 2^53, or has more
+    /// digits than an f64 keeps.
     pub fn find(schema: &JsonValue) -> Option<InexactNumber> {
         find(schema, Part::Schema, String::new())
     }
@@ -73,7 +73,7 @@ impl Part {
 
 fn is_exact(number: &str) -> bool {
     let value: f64 = number.parse().unwrap_or(f64::NAN);
-    keeps_digits(number) && (value.fract() != 0.0 || value.abs() <= LARGEST_WHOLE)
+    keeps_digits(number) && (value.fract() != 0.0 || value.abs() <= MAX_EXACT_INTEGER)
 }
 
 #[cfg(test)]

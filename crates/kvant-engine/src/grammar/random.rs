@@ -1,7 +1,8 @@
-//! Any sequence of tokens that a grammar allows is a text of its language: random schemas and random tokens.
+//! Property test: any sequence of tokens that a grammar allows is a text of its language. Schemas and tokens are
+//! random.
 //!
-//! A validator of the few keywords that occur judges the texts. With `KVANT_GRAMMAR_TEXTS=FILE` the test also writes
-//! schemas and texts to a file, for `tools/check_grammar_texts.py` and a validator that others wrote.
+//! A small validator for the keywords in use checks the texts. With `KVANT_GRAMMAR_TEXTS=FILE`, the test also writes
+//! schemas and texts to a file, which `tools/check_grammar_texts.py` checks with an independent validator.
 
 use std::{
     cell::RefCell,
@@ -18,7 +19,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// Tokens of a text at most; and then the same number to come to an end.
+/// Maximum tokens of a text, and of its completion.
 const MAX_TOKENS: usize = 150;
 
 struct Table {
@@ -47,7 +48,7 @@ impl Random {
     }
 }
 
-/// A text of random tokens. `None` if it has come to no end.
+/// Generates a text of random tokens. Returns `None` if the text does not end.
 fn random_text(grammar: CompiledGrammar, seed: u64) -> Option<String> {
     let Table { compiler, pieces } = table();
     let (mut state, mut random) = (grammar.start(compiler).unwrap(), Random(seed));
@@ -67,7 +68,7 @@ fn random_text(grammar: CompiledGrammar, seed: u64) -> Option<String> {
             _ => panic!("{:?} is no text", pieces[id]),
         };
         let all: Vec<usize> = (0..pieces.len()).filter(is_allowed).collect();
-        // Texts that close strings and brackets end earlier.
+        // Preferring tokens that close strings and brackets makes texts end earlier.
         let close = |id: &usize| text(*id).iter().all(|byte| b"\"}],:".contains(byte));
         let closing: Vec<usize> = all.iter().copied().filter(close).collect();
         let among = if !closing.is_empty() && (hurries || random.below(2) == 0) { &closing } else { &all };
@@ -139,7 +140,7 @@ fn objects(values: impl Strategy<Value = Value> + Clone) -> impl Strategy<Value 
     })
 }
 
-/// Schemas, some of which allow nothing or cannot be enforced.
+/// Random schemas. Some accept nothing or cannot be enforced.
 fn schemas() -> impl Strategy<Value = Value> {
     let any = scalars().prop_recursive(4, 24, 4, |inner| {
         let inner = inner.boxed();
@@ -165,7 +166,7 @@ fn schemas() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Whether a schema of [`schemas`] accepts a value, except for formats.
+/// Whether a schema of [`schemas`] accepts a value. Formats are not checked.
 fn accepts(root: &Value, schema: &Value, value: &Value) -> bool {
     let Some(keywords) = schema.as_object() else { return schema == true };
     keywords.iter().all(|(keyword, with)| {
@@ -278,7 +279,7 @@ fn texts_follow_random_schemas() {
                 seen.endless += 1;
                 continue;
             };
-            // Numbers that f64 rounds or has not.
+            // Numbers that an f64 rounds or cannot represent.
             let is_number = |c: char| c.is_ascii_digit() || ".eE+-".contains(c);
             let is_inexact = |number: &str| {
                 number.len() > 15
@@ -347,7 +348,7 @@ fn wrong_grammars_say_what_is_wrong() {
     }
 }
 
-/// The largest cost of common grammars: the mean of masks along texts.
+/// Maximum cost of common grammars: the mean time of the masks of a text.
 #[test]
 fn masks_cost_little() {
     let schema = json!({

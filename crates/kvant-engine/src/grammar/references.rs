@@ -1,17 +1,18 @@
-//! Schemas in the form of `llguidance`: references without escapes, and no `format` that it does not know.
+//! Converts schemas for `llguidance`: references without escapes, and only formats that it knows.
 
 use serde_json::{Map, Value};
 
-/// The formats that `llguidance` enforces. Others are annotations, as in the standard.
+/// The formats that `llguidance` enforces. Others are annotations, as the standard permits.
 const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
 
-/// Removes formats that are annotations, and replaces references with escapes, to anchors and by the schema's own id.
+/// Removes formats that are annotations. Resolves references that contain escapes, name anchors or use the schema's own
+/// id.
 pub fn normalize(schema: &mut Value) {
     let mut references = References { root: schema.clone(), key: free_key(schema), found: Vec::new() };
     references.schema(schema);
     let mut targets = Map::new();
-    // Targets can have references themselves.
+    // Targets can contain references.
     while let Some((_, target)) = references.found.get(targets.len()) {
         let mut target = target.clone();
         let name = targets.len().to_string();
@@ -23,7 +24,7 @@ pub fn normalize(schema: &mut Value) {
     }
 }
 
-/// A key that the schema does not have, for the targets of references.
+/// A key that the schema does not contain, to store the targets of references.
 fn free_key(schema: &Value) -> String {
     let mut key = "referenced".to_string();
     while schema.get(&key).is_some() {
@@ -35,7 +36,7 @@ fn free_key(schema: &Value) -> String {
 struct References {
     root: Value,
     key: String,
-    /// References with their targets. The place of one is the name of its copy.
+    /// References and their targets. The index of a reference is the name of its copy.
     found: Vec<(String, Value)>,
 }
 
@@ -62,7 +63,7 @@ impl References {
         }
     }
 
-    /// Replaces a reference by one to a copy of its target, if `llguidance` cannot follow it.
+    /// Replaces a reference that `llguidance` cannot follow with a reference to a copy of its target.
     fn reference(&mut self, reference: &mut String) {
         let id = self.root["$id"].as_str().map(|id| id.trim_end_matches('#')).filter(|id| !id.is_empty());
         let local = id.and_then(|id| reference.strip_prefix(id)).unwrap_or(reference);
@@ -95,22 +96,22 @@ impl References {
     }
 }
 
-/// Whether `llguidance` follows a fragment: a pointer without escapes.
+/// Whether `llguidance` can follow a fragment: a pointer without escapes.
 fn is_plain(fragment: &str) -> bool {
     (fragment.is_empty() || fragment.starts_with('/')) && !fragment.contains(['~', '%'])
 }
 
-/// The first object that satisfies a condition.
-fn find<'v>(value: &'v Value, holds: &impl Fn(&Map<String, Value>) -> bool) -> Option<&'v Value> {
+/// Returns the first object that satisfies a predicate.
+fn find<'v>(value: &'v Value, is_match: &impl Fn(&Map<String, Value>) -> bool) -> Option<&'v Value> {
     match value {
-        Value::Object(fields) if holds(fields) => Some(value),
-        Value::Object(fields) => fields.values().find_map(|value| find(value, holds)),
-        Value::Array(items) => items.iter().find_map(|value| find(value, holds)),
+        Value::Object(fields) if is_match(fields) => Some(value),
+        Value::Object(fields) => fields.values().find_map(|value| find(value, is_match)),
+        Value::Array(items) => items.iter().find_map(|value| find(value, is_match)),
         _ => None,
     }
 }
 
-/// A text without `%20` and the like. `None` if an escape is cut, or the bytes are not UTF-8.
+/// Decodes percent escapes such as `%20`. Returns `None` if an escape is incomplete or the bytes are not UTF-8.
 fn percent_decoded(text: &str) -> Option<String> {
     let mut bytes = text.bytes();
     let mut out = Vec::new();

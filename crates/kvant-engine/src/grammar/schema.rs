@@ -1,4 +1,4 @@
-//! JSON schemas that `llguidance` cannot enforce, or not in a limited time, and accepts nevertheless.
+//! Rejects JSON schemas that `llguidance` accepts but cannot enforce, or not in limited time.
 
 use std::collections::BTreeSet;
 
@@ -7,13 +7,13 @@ use serde_json::{Map, Value};
 
 use super::{InexactNumber, references};
 
-/// The largest product of all `multipleOf` of a schema: its automaton has as many states.
-const LARGEST_MULTIPLE: u128 = 100_000;
+/// Maximum product of all `multipleOf` of a schema, which is the number of states of its automaton.
+const MAX_MULTIPLE: u128 = 100_000;
 
-/// The schema in a form that `llguidance` enforces.
+/// Prepares a schema for `llguidance`.
 ///
 /// # Errors
-/// The reason why it is refused.
+/// The reason why it is rejected.
 pub fn prepared(source: &str) -> Result<Value, String> {
     let exact = JsonValue::parse(source).map_err(|error| error.to_string())?;
     if let Some(number) = InexactNumber::find(&exact) {
@@ -25,28 +25,28 @@ pub fn prepared(source: &str) -> Result<Value, String> {
     Ok(schema)
 }
 
-/// Checks a schema with all its parts.
+/// Checks a schema and all its subschemas.
 ///
 /// # Errors
-/// The reason why it is refused.
+/// The reason why it is rejected.
 fn check(schema: &Value) -> Result<(), String> {
     let mut found = Keywords::default();
     found.value(schema)?;
     let product = found.multiples.iter().fold(1u128, |product, multiple| product.saturating_mul(*multiple));
-    if product > LARGEST_MULTIPLE {
-        return Err(format!("the product of all `multipleOf` is {product}; at most {LARGEST_MULTIPLE} is allowed"));
+    if product > MAX_MULTIPLE {
+        return Err(format!("the product of all `multipleOf` is {product}; at most {MAX_MULTIPLE} is allowed"));
     }
     if found.merges { check_bounds(&found.excluded, &found.bounds) } else { Ok(()) }
 }
 
-/// What a schema has, also where it is no keyword.
+/// The constraints found in a schema, including places where they are not keywords.
 #[derive(Default)]
 struct Keywords {
     multiples: BTreeSet<u128>,
     bounds: Vec<f64>,
-    /// Bounds that are not allowed themselves.
+    /// Bounds that are excluded themselves.
     excluded: Vec<f64>,
-    /// Bounds of different schemas can concern one number.
+    /// Bounds of different subschemas can constrain one number.
     merges: bool,
 }
 
@@ -75,7 +75,7 @@ impl Keywords {
     }
 }
 
-/// `llguidance` 1.9 allows an excluded bound that is an integer if the other bound is less than 1 away.
+/// `llguidance` 1.9 allows an excluded integer bound if the other bound is less than 1 away.
 fn check_bounds(excluded: &[f64], bounds: &[f64]) -> Result<(), String> {
     let is_near = |bound: f64, other: f64| bound != other && (bound - other).abs() < 1.0;
     let mut pairs =
@@ -88,7 +88,7 @@ fn check_bounds(excluded: &[f64], bounds: &[f64]) -> Result<(), String> {
     }
 }
 
-/// A number without its decimal point: 25 of 0.25. The largest one for what is no number.
+/// A number without its decimal point: 25 for 0.25. Returns the maximum for a value that is not a number.
 fn coefficient(number: &Value) -> u128 {
     let text = number.to_string();
     let text = text.strip_suffix(".0").unwrap_or(&text).trim_start_matches('-');

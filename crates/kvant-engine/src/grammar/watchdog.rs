@@ -1,4 +1,4 @@
-//! Ends work on grammars that takes too long.
+//! Cancels grammar operations that take too long.
 
 use std::{
     io,
@@ -14,11 +14,11 @@ use llguidance::CancellationHandle;
 
 use crate::engine::lock;
 
-/// The longest time that the mask of a token can take. A busy machine must not end masks of common grammars, which take
-/// less than a millisecond.
-pub const LONGEST: Duration = Duration::from_secs(1);
+/// Maximum time to compute the mask of a token. Masks of common grammars take less than a millisecond; the margin
+/// allows for busy machines.
+pub const MAX_TIME: Duration = Duration::from_secs(1);
 
-/// A thread that watches work. It ends with the last owner of this type.
+/// A thread that watches operations. It ends when the last owner of this type is dropped.
 pub struct Watchdog {
     shared: Arc<Watched>,
     next: AtomicU64,
@@ -33,7 +33,7 @@ struct Watched {
 #[derive(Default)]
 struct Work {
     running: Vec<(u64, Instant, CancellationHandle)>,
-    /// The thread waits for work.
+    /// Wakes the thread when work begins.
     is_waiting: bool,
     has_ended: bool,
 }
@@ -46,7 +46,7 @@ impl Watchdog {
         Ok(Watchdog { shared, next: AtomicU64::new(0) })
     }
 
-    /// Runs work that ends early when it is cancelled.
+    /// Runs `work`, which ends early when `handle` is cancelled.
     pub fn run<T>(&self, handle: Option<CancellationHandle>, work: impl FnOnce() -> T) -> T {
         let Some(handle) = handle else { return work() };
         let id = self.next.fetch_add(1, Ordering::Relaxed);
@@ -57,7 +57,7 @@ impl Watchdog {
                 self.shared.changed.notify_one();
             }
         }
-        // The work catches its panics.
+        // `work` catches its panics.
         let result = work();
         lock(&self.shared.work).running.retain(|(other, ..)| *other != id);
         result
@@ -72,7 +72,7 @@ impl Drop for Watchdog {
 }
 
 impl Watched {
-    /// Looks at the work from time to time, as long as there is some.
+    /// Checks running work periodically.
     fn watch(&self) {
         loop {
             {
@@ -85,10 +85,10 @@ impl Watched {
                 if work.has_ended {
                     return;
                 }
-                let late = work.running.iter().filter(|(_, started, _)| started.elapsed() > LONGEST);
+                let late = work.running.iter().filter(|(_, started, _)| started.elapsed() > MAX_TIME);
                 late.for_each(|(.., handle)| handle.cancel());
             }
-            thread::sleep(LONGEST / 20);
+            thread::sleep(MAX_TIME / 20);
         }
     }
 }

@@ -1,19 +1,20 @@
-//! Decides what each step computes. A pure state machine: no clock, no device, no thread.
+//! Decides what each step computes. A pure state machine without clock, device and threads.
 //!
-//! [`Scheduler::schedule`] returns the next step, and [`Scheduler::apply`] takes its result. A step may be scheduled
-//! before the result of the previous one is known; tokens that are not known yet are [`StepPlan::SAMPLED`].
+//! [`Scheduler::schedule`] returns the next step, and [`Scheduler::apply`] takes its result. A step can be scheduled
+//! before the result of the previous one is known; its unknown tokens are [`StepPlan::SAMPLED`].
 //!
 //! Policy:
 //!
-//! - **Order**: requests are served in the order of arrival, where a step of priority counts like [`NewTask::PATIENCE`]
-//!   steps. A place never changes, so no request waits forever.
-//! - **Budget**: a step has a limited number of tokens. Requests that decode come first, with one token each. Prompts
-//!   share the rest in order. One that does not fit leaves half of the rest to others, so that short prompts pass long
-//!   ones.
-//! - **Admission**: a request starts when a place is free and the pages of its known tokens fit with those of all that
-//!   run. It waits while another one computes the prefix that both have.
-//! - **Preemption**: when pages run out, the last request in the order gives its pages back and waits again. The prefix
-//!   cache keeps them as long as nobody else needs the memory. The first request is never preempted.
+//! - **Order**: requests are served in the order of arrival, where one level of priority counts like
+//!   [`NewTask::PATIENCE`] steps. The position of a request in this order never changes, so no request waits forever.
+//! - **Budget**: a step has a maximum number of tokens. Decoding requests come first, with one token each. Prompts
+//!   share the rest in order. A prompt that does not fit leaves half of the rest to others, so that short prompts
+//!   overtake long ones.
+//! - **Admission**: a request starts if fewer than the maximum number of requests run, and the pages of its known
+//!   tokens fit in addition to the pages reserved by running requests. It waits while another request computes a shared
+//!   prefix.
+//! - **Preemption**: when pages run out, the last request in the order releases its pages and waits again. The prefix
+//!   cache keeps them until the memory is needed. The first request is never preempted.
 //!
 //! | file | contents |
 //! |---|---|
@@ -34,31 +35,31 @@ pub use pool::{PoolStep, PoolStorage};
 pub use storage::{Storage, StorageError};
 use task::{QueueKey, Task};
 
-/// Prompts that one step can leave incomplete before more long ones start.
+/// Maximum incomplete prompts in a step before no more long ones start.
 const MAX_PARTIAL: usize = 2;
-/// Waiting requests that a step looks at.
+/// Maximum waiting requests that a step considers.
 const MAX_CANDIDATES: usize = 16;
 
-/// Schedules requests. The [module](self) describes the policy.
+/// Schedules requests according to the policy of the [module](self).
 pub struct Scheduler<S: Storage> {
     storage: S,
     options: SchedulerOptions,
-    /// In order.
+    /// In the order of service.
     running: Vec<Task<S::Sequence>>,
     waiting: BTreeMap<QueueKey, Task<S::Sequence>>,
     /// Paused requests that do not run.
     parked: BTreeMap<QueueKey, Task<S::Sequence>>,
     keys: HashMap<u64, QueueKey>,
     ended: Vec<EndedTask>,
-    /// No request fits until another one ends.
+    /// No waiting request fits until a running one ends.
     is_full: bool,
-    /// The sum of what running requests may take.
+    /// The sum of the memory reserved by running requests.
     committed: usize,
     counts: SchedulerCounts,
 }
 
 impl<S: Storage> Scheduler<S> {
-    /// A scheduler without requests.
+    /// Creates a scheduler without requests.
     pub fn new(storage: S, options: SchedulerOptions) -> Scheduler<S> {
         Scheduler {
             storage,
@@ -84,13 +85,13 @@ impl<S: Storage> Scheduler<S> {
         &mut self.storage
     }
 
-    /// Counts since the start, and the present state.
+    /// Counts since the start, and the current state.
     pub fn counts(&self) -> SchedulerCounts {
         let waiting = self.waiting.len() + self.parked.len();
         SchedulerCounts { running: self.running.len(), waiting, committed: self.committed, ..self.counts }
     }
 
-    /// Adds a request. One that has no tokens, or the number of another, is ignored.
+    /// Adds a request. A request without tokens, or with the id of another request, is ignored.
     pub fn add(&mut self, new: NewTask) {
         if new.prompt.is_empty() || self.keys.contains_key(&new.id) {
             return;
@@ -100,12 +101,12 @@ impl<S: Storage> Scheduler<S> {
         self.waiting.insert(task.key, task);
     }
 
-    /// Removes a request, and gives its pages back. Returns whether it was there.
+    /// Removes a request and releases its pages. Returns whether it existed.
     pub fn cancel(&mut self, id: u64) -> bool {
         self.remove(id).is_some()
     }
 
-    /// Pauses a request, or lets it go on. A paused one keeps its pages until another one needs them.
+    /// Pauses or resumes a request. A paused request keeps its pages until another one needs them.
     pub fn pause(&mut self, id: u64, is_paused: bool) {
         let Some(key) = self.keys.get(&id) else { return };
         if let Ok(index) = self.index(key) {
@@ -122,9 +123,9 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Proposes the tokens that follow the known ones of a request. The next step tries them if it has tokens left. The
-    /// first one is skipped where a step that was scheduled draws the token in its place. After a step with drafts, the
-    /// request has none until the result is there.
+    /// Proposes draft tokens that may follow the known tokens of a request. The next step tries them if its budget
+    /// allows. If a scheduled step already samples the token at the first draft's position, that draft is skipped.
+    /// After a step with drafts, the request has none until the result is known.
     pub fn propose(&mut self, id: u64, drafts: &[u32]) {
         if let Some(task) = self.task(id) {
             task.drafts.clear();
@@ -132,7 +133,7 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// The draws of a request whose tokens are not known yet.
+    /// Number of scheduled draws of a request whose tokens are not known yet.
     pub fn pending(&self, id: u64) -> usize {
         self.get(id).map_or(0, |task| task.pending)
     }
@@ -142,29 +143,29 @@ impl<S: Storage> Scheduler<S> {
         self.get(id).map(|task| &*task.tokens)
     }
 
-    /// The tokens of a request that the prefix cache had when it first ran; `None` before.
+    /// The tokens of a request that were found in the prefix cache when it first ran; `None` before.
     pub fn cached(&self, id: u64) -> Option<usize> {
         self.index(self.keys.get(&id)?).ok().and_then(|index| self.running[index].cached)
     }
 
-    /// The requests that have ended since the last call, in this order.
+    /// Returns the requests that have ended since the last call, in order.
     pub fn take_ended(&mut self) -> Vec<EndedTask> {
         std::mem::take(&mut self.ended)
     }
 
-    /// Plans the next step. `None` if there is nothing to compute now.
+    /// Plans the next step. Returns `None` if there is no work now.
     ///
     /// # Errors
-    /// A failure of the storage.
+    /// The storage failed.
     pub fn schedule(&mut self) -> Result<Option<StepPlan<S::Step>>, StorageError> {
         self.keep_prefixes()?;
         let mut may_admit = true;
-        // Limits the tokens of a request that is alone and finds no pages.
-        let mut most = usize::MAX;
+        // Limits the tokens of a request that runs alone and finds too few pages.
+        let mut max = usize::MAX;
         loop {
-            let mut left = self.choose(most);
+            let mut left = self.choose(max);
             let admitted = if may_admit { self.admit(&mut left)? } else { Vec::new() };
-            self.spend(left, most);
+            self.spend(left, max);
             if self.running.iter().all(|task| task.planned == 0) {
                 return Ok(None);
             }
@@ -176,19 +177,18 @@ impl<S: Storage> Scheduler<S> {
                 Err(error) => return Err(error),
             }
             self.is_full = true;
-            most = self.make_room(&admitted, most)?;
-            // Others can run when the only one has ended.
+            max = self.make_room(&admitted, max)?;
+            // If the only running request has ended, others can start.
             may_admit = self.running.is_empty();
         }
     }
 
-    /// Takes the result of the oldest step that was scheduled. Results of requests that have ended meanwhile are
-    /// ignored.
+    /// Takes the result of the oldest scheduled step. Results of requests that have ended in the meantime are ignored.
     ///
     /// # Errors
-    /// A failure of the storage.
+    /// The storage failed.
     pub fn apply(&mut self, results: Vec<RowResult>) -> Result<(), StorageError> {
-        // Results have the order of the running requests.
+        // Results are in the order of the running requests.
         let mut next = 0;
         for result in results {
             let Some(&key) = self.keys.get(&result.id) else { continue };
@@ -208,14 +208,14 @@ impl<S: Storage> Scheduler<S> {
             let follow = task.drafts.strip_prefix(&result.tokens[..]).map(<[u32]>::len);
             let passed = task.drafts.len() - follow.unwrap_or(0);
             task.drafts.drain(..passed);
-            // The result of a step with drafts is the last one that is missing.
+            // A step with drafts is always the last one in flight of its request.
             if task.in_flight == 0 && std::mem::take(&mut task.is_drafting) {
                 task.computed = task.computed.min(task.tokens.len() - 1);
                 if let Some(sequence) = &mut task.sequence {
                     self.storage.truncate(sequence, task.computed)?;
                 }
             }
-            let is_full = task.tokens.len() >= task.most && task.computed >= task.prompt_len && task.in_flight == 0;
+            let is_full = task.tokens.len() >= task.max_len && task.computed >= task.prompt_len && task.in_flight == 0;
             let reason = match result.is_last {
                 true => EndReason::Last,
                 false if is_full => EndReason::Length,
@@ -248,7 +248,7 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Takes a request out.
+    /// Removes a request and returns it.
     fn remove(&mut self, id: u64) -> Option<Task<S::Sequence>> {
         let key = self.keys.remove(&id)?;
         if let Ok(index) = self.index(&key) {
@@ -258,7 +258,7 @@ impl<S: Storage> Scheduler<S> {
         self.waiting.remove(&key).or_else(|| self.parked.remove(&key))
     }
 
-    /// Keeps the prefixes that the steps before have computed, and counts memory anew.
+    /// Keeps the prefixes that earlier steps have computed, and recomputes the reserved memory.
     fn keep_prefixes(&mut self) -> Result<(), StorageError> {
         let page = self.storage.page_tokens();
         self.committed = 0;
@@ -274,7 +274,7 @@ impl<S: Storage> Scheduler<S> {
         Ok(())
     }
 
-    /// Keeps all that a request has computed.
+    /// Keeps all computed tokens of a request.
     fn keep(&mut self, task: &Task<S::Sequence>) -> Result<(), StorageError> {
         match (&task.salt, &task.sequence) {
             (Some(salt), Some(sequence)) if task.computed <= task.tokens.len() => {
@@ -284,8 +284,8 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Plans tokens of running requests, at most `most` of each. Returns the tokens that are left.
-    fn choose(&mut self, most: usize) -> usize {
+    /// Plans at most `max` tokens of each running request. Returns the rest of the budget.
+    fn choose(&mut self, max: usize) -> usize {
         let mut left = self.options.step_tokens;
         let mut prompts = 0;
         for task in &mut self.running {
@@ -296,27 +296,27 @@ impl<S: Storage> Scheduler<S> {
         let mut others = prompts + self.waiting.len();
         for task in self.running.iter_mut().filter(|task| task.planned == 0 && task.remaining() > 0) {
             others -= 1;
-            task.planned = share(task.remaining().min(most), left, others);
+            task.planned = share(task.remaining().min(max), left, others);
             left -= task.planned;
         }
         left
     }
 
-    /// Spends tokens that are left: on prompts in order, then on drafts.
-    fn spend(&mut self, mut left: usize, most: usize) {
+    /// Spends the rest of the budget: first on prompts in order, then on drafts.
+    fn spend(&mut self, mut left: usize, max: usize) {
         for task in self.running.iter_mut().filter(|task| task.planned > 0 && !task.is_decoding()) {
-            let more = (task.remaining().min(most) - task.planned.min(most)).min(left);
+            let more = (task.remaining().min(max) - task.planned.min(max)).min(left);
             task.planned += more;
             left -= more;
         }
         for task in self.running.iter_mut().filter(|task| task.planned == 1) {
-            let drafts = task.next_drafts().len().min(left).min(most - 1);
+            let drafts = task.next_drafts().len().min(left).min(max - 1);
             task.planned += drafts;
             left -= drafts;
         }
     }
 
-    /// Starts waiting requests with the tokens that are left. Returns those that have started, in order.
+    /// Starts waiting requests with the rest of the budget. Returns the started ones, in order.
     fn admit(&mut self, left: &mut usize) -> Result<Vec<QueueKey>, StorageError> {
         let mut admitted = Vec::new();
         let mut partial =
@@ -352,17 +352,17 @@ impl<S: Storage> Scheduler<S> {
         Ok(admitted)
     }
 
-    /// The prefix of a waiting request that the cache has.
+    /// Looks up the prefix of a waiting request in the cache.
     fn find(&mut self, key: QueueKey) -> Result<S::Sequence, StorageError> {
         let task = &self.waiting[&key];
         match &task.salt {
-            // A token is left to compute, as its logits are needed.
+            // At least one token must be computed, as its logits are needed.
             Some(salt) if task.may_find() => self.storage.find(salt, &task.tokens[..task.tokens.len() - 1]),
             _ => Ok(self.storage.empty()),
         }
     }
 
-    /// Whether a running request computes pages that a waiting one needs, which has found `found` tokens.
+    /// Whether a running request computes pages that a waiting one needs beyond its `found` tokens.
     fn computes_prefix_of(&self, waiting: &Task<S::Sequence>, found: usize) -> bool {
         let page = self.storage.page_tokens();
         let computes = |task: &&Task<S::Sequence>| task.kept < task.prompt_len && task.planned > 0;
@@ -377,7 +377,7 @@ impl<S: Storage> Scheduler<S> {
         })
     }
 
-    /// Whether there is memory for a waiting request. Paused ones give theirs up for it.
+    /// Whether the memory for a waiting request is available. Paused requests release theirs for it.
     fn fits(&mut self, key: QueueKey, found: usize) -> Result<bool, StorageError> {
         let page = self.storage.page_tokens();
         let need = self.storage.need(self.waiting[&key].foreseen(page));
@@ -393,7 +393,7 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Starts a waiting request with the tokens that it has found. Returns the tokens that are planned for it.
+    /// Starts a waiting request with the tokens found in the cache. Returns the number of tokens planned for it.
     fn start(&mut self, key: QueueKey, sequence: S::Sequence, left: usize) -> usize {
         let others = self.waiting.len() - 1;
         let Some(mut task) = self.waiting.remove(&key) else { return 0 };
@@ -415,7 +415,7 @@ impl<S: Storage> Scheduler<S> {
         count
     }
 
-    /// Takes the pages of the last paused request that runs. Returns whether there was one.
+    /// Releases the pages of the last running request that is paused. Returns whether one exists.
     fn park_one(&mut self) -> Result<bool, StorageError> {
         match self.running.iter().rposition(|task| task.is_paused) {
             Some(index) => {
@@ -426,24 +426,24 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Makes room for a step that found too few pages. Returns the most tokens of a request.
-    fn make_room(&mut self, admitted: &[QueueKey], most: usize) -> Result<usize, StorageError> {
+    /// Makes room for a step that found too few pages. Returns the maximum tokens of a request.
+    fn make_room(&mut self, admitted: &[QueueKey], max: usize) -> Result<usize, StorageError> {
         if self.park_one()? {
-            return Ok(most);
+            return Ok(max);
         }
         if !admitted.is_empty() && self.running.len() > 1 {
-            // They have computed nothing yet. One may stay if it is alone.
+            // The admitted requests have computed nothing yet. One can stay if it is alone.
             let stays = usize::from(admitted.len() == self.running.len());
             for key in &admitted[stays..] {
                 if let Ok(index) = self.index(key) {
                     self.send_back(index);
                 }
             }
-            return Ok(most);
+            return Ok(max);
         }
         if self.running.len() > 1 {
             self.preempt(self.running.len() - 1)?;
-            return Ok(most);
+            return Ok(max);
         }
         let planned = self.running.first().map_or(0, |task| task.planned);
         if planned > 1 {
@@ -453,10 +453,11 @@ impl<S: Storage> Scheduler<S> {
         if let Some(task) = last.and_then(|id| self.remove(id)) {
             self.ended.push(EndedTask { id: task.id(), reason: EndReason::OutOfPages });
         }
-        Ok(most)
+        Ok(max)
     }
 
-    /// Takes the pages of a running request, which will be computed again. The prefix cache keeps them while it can.
+    /// Preempts a running request: its pages are released, and its tokens are computed again. The prefix cache keeps
+    /// the pages if it can.
     fn preempt(&mut self, index: usize) -> Result<(), StorageError> {
         self.counts.preemptions += 1;
         let task = &self.running[index];
@@ -467,7 +468,7 @@ impl<S: Storage> Scheduler<S> {
         Ok(())
     }
 
-    /// Makes a running request wait.
+    /// Moves a running request back to the queue.
     fn send_back(&mut self, index: usize) {
         let mut task = self.running.remove(index);
         self.committed = self.committed.saturating_sub(task.reserved);
@@ -478,7 +479,7 @@ impl<S: Storage> Scheduler<S> {
         to.insert(task.key, task);
     }
 
-    /// The plan of a step whose pages were taken.
+    /// The plan of a step whose pages have been allocated.
     fn plan(&mut self, step: S::Step) -> StepPlan<S::Step> {
         self.counts.steps += 1;
         let mut plan = StepPlan { step, tokens: Vec::new(), rows: Vec::with_capacity(self.running.len()) };
@@ -490,8 +491,8 @@ impl<S: Storage> Scheduler<S> {
     }
 }
 
-/// The tokens of a prompt with `remaining` ones, of those that are left: all of them, or half of what is left if others
-/// need some.
+/// The number of tokens to plan for a prompt with `remaining` tokens: all if they fit into `left`, or half of `left` if
+/// other requests need some.
 fn share(remaining: usize, left: usize, others: usize) -> usize {
     if remaining <= left || others == 0 { remaining.min(left) } else { left.div_ceil(2) }
 }

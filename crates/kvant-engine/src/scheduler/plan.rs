@@ -1,4 +1,4 @@
-//! What goes into the scheduler, and what comes out.
+//! The input and output types of the scheduler.
 
 use std::{ops::Range, sync::Arc};
 
@@ -6,43 +6,43 @@ use std::{ops::Range, sync::Arc};
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct SchedulerOptions {
-    /// Requests that run at once.
+    /// Maximum running requests.
     pub sequences: usize,
-    /// Tokens of a step; more than `sequences`.
+    /// Maximum tokens of a step; more than `sequences`.
     pub step_tokens: usize,
 }
 
 impl SchedulerOptions {
-    /// `step_tokens` is raised to one more than `sequences`, so that prompts always make progress.
+    /// Creates options. `step_tokens` is raised to at least `sequences + 1`, so that prompts always make progress.
     pub fn new(sequences: usize, step_tokens: usize) -> SchedulerOptions {
         let sequences = sequences.max(1);
         SchedulerOptions { sequences, step_tokens: step_tokens.max(sequences.saturating_add(1)) }
     }
 }
 
-/// A request, as the scheduler sees it.
+/// A new request.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NewTask {
-    /// Its number. No two requests have the same.
+    /// Its unique id.
     pub id: u64,
     /// The prompt; at least one token.
     pub prompt: Vec<u32>,
-    /// The most tokens to generate.
+    /// Maximum tokens to generate.
     pub max_tokens: usize,
-    /// Requests of a higher priority run first. Each step of it counts like [`NewTask::PATIENCE`] steps of waiting.
+    /// Requests of higher priority run first. One level counts like [`NewTask::PATIENCE`] steps of waiting.
     pub priority: i8,
-    /// Who shares pages with it; `None` for nobody.
+    /// The scope in which pages are shared; `None` shares none.
     pub salt: Option<Arc<[u8]>>,
-    /// The tokens of the prompt whose results are needed, in addition to those that draws need.
+    /// The tokens of the prompt whose results are needed, in addition to the ones needed for sampling.
     pub wanted: Range<usize>,
 }
 
 impl NewTask {
-    /// The steps by which a request must have arrived later to be served before one whose priority is lower by one.
+    /// The number of steps of waiting that one level of priority is worth.
     pub const PATIENCE: i64 = 1000;
 
-    /// A request of priority 0 that shares pages with all others of its kind.
+    /// Creates a request of priority 0 that shares pages with all others of an equal salt.
     pub fn new(id: u64, prompt: Vec<u32>, max_tokens: usize) -> NewTask {
         NewTask { id, prompt, max_tokens, priority: 0, salt: Some(Arc::default()), wanted: 0..0 }
     }
@@ -59,7 +59,7 @@ impl NewTask {
         NewTask { salt, ..self }
     }
 
-    /// Sets [`NewTask::wanted`], as far as the prompt goes.
+    /// Sets [`NewTask::wanted`], clipped to the prompt.
     #[must_use]
     pub fn wanted(self, wanted: Range<usize>) -> NewTask {
         let end = wanted.end.min(self.prompt.len());
@@ -70,17 +70,17 @@ impl NewTask {
 /// One step: a batch of tokens, and the rows whose logits are needed.
 #[derive(Clone, Debug)]
 pub struct StepPlan<S> {
-    /// The storage's part.
+    /// The step of the storage.
     pub step: S,
-    /// The ids of all tokens, row by row. [`StepPlan::SAMPLED`] is the token that the previous step draws for the
-    /// request of its row.
+    /// The ids of all tokens, row by row. [`StepPlan::SAMPLED`] is a placeholder for the token that the previous step
+    /// samples for the request of its row.
     pub tokens: Vec<u32>,
-    /// One for each request of the batch, in its order.
+    /// One row per request of the batch, in the order of service.
     pub rows: Vec<PlanRow>,
 }
 
 impl<S> StepPlan<S> {
-    /// Stands for the token that the previous step draws.
+    /// Placeholder for a token that the previous step samples.
     pub const SAMPLED: u32 = u32::MAX;
 }
 
@@ -91,17 +91,17 @@ pub struct PlanRow {
     pub id: u64,
     /// The position of the first token.
     pub position: usize,
-    /// The tokens: a part of [`StepPlan::tokens`].
+    /// The tokens, as a range of [`StepPlan::tokens`].
     pub tokens: Range<usize>,
     /// The tokens whose results are needed, logits or hidden states: a part of `tokens`, possibly empty.
     pub logits: Range<usize>,
-    /// How many of the last tokens a token is drawn from: 0 within a prompt, 1 at its end and in decoding, and one more
-    /// for each draft token.
+    /// The number of last tokens after which a token is sampled: 0 within a prompt, 1 at its end and in decoding, and
+    /// one more per draft token.
     pub draws: usize,
 }
 
 impl PlanRow {
-    /// The tokens that a draw follows.
+    /// The tokens after which a token is sampled.
     pub fn drawn(&self) -> Range<usize> {
         self.tokens.end - self.draws..self.tokens.end
     }
@@ -112,9 +112,9 @@ impl PlanRow {
 pub struct RowResult {
     /// The request.
     pub id: u64,
-    /// The tokens drawn: none if `draws` is 0. With drafts, those that were right and one more.
+    /// The sampled tokens: none if `draws` is 0. With drafts, the accepted ones and one more.
     pub tokens: Vec<u32>,
-    /// Whether the request ends with the last of them.
+    /// Whether the request ends with the last of these tokens.
     pub is_last: bool,
 }
 
@@ -123,36 +123,36 @@ pub struct RowResult {
 pub struct EndedTask {
     /// The request.
     pub id: u64,
-    /// Why.
+    /// The end reason.
     pub reason: EndReason,
 }
 
-/// Why a request has ended.
+/// The reason why a request has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EndReason {
-    /// A result says so.
+    /// A result ended it.
     Last,
-    /// It has as many tokens as it asked for.
+    /// It has generated `max_tokens` tokens.
     Length,
-    /// It needs more pages than there are, although nothing else runs.
+    /// It needs more pages than the pool has, although no other request runs.
     OutOfPages,
 }
 
-/// What a scheduler counts.
+/// Counters of a scheduler.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SchedulerCounts {
-    /// Requests that run.
+    /// Running requests.
     pub running: usize,
-    /// Requests that wait.
+    /// Waiting requests.
     pub waiting: usize,
-    /// Memory that running requests may take, in the unit of the storage.
+    /// Memory reserved by running requests, in the unit of the storage.
     pub committed: usize,
-    /// Tokens that were looked up in the prefix cache.
+    /// Tokens looked up in the prefix cache.
     pub prefix_queries: u64,
-    /// Tokens that the prefix cache had.
+    /// Tokens found in the prefix cache.
     pub prefix_hits: u64,
-    /// Requests that gave their pages back before they ended.
+    /// Preemptions.
     pub preemptions: u64,
     /// Steps.
     pub steps: u64,

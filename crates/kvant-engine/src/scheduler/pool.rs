@@ -1,22 +1,22 @@
-//! The pages of a [`KvPool`], as the scheduler sees them.
+//! Implements the scheduler's storage with a [`KvPool`].
 
 use kvant::{KvPool, PrefixCache, Sequence, Step};
 use kvant_models::BatchDecoder;
 
 use super::{Storage, StorageError};
 
-/// Kept prefixes can be continued at multiples of so many tokens, and where they end.
+/// Kept prefixes can be continued at multiples of this number of tokens, and at their end.
 const KEEP_EVERY: usize = 128;
 
 /// A [`KvPool`] as the storage of a [`Scheduler`](super::Scheduler).
 pub struct PoolStorage {
     pool: KvPool,
-    /// The most tokens that a sequence gets in a step.
+    /// Maximum new tokens of a sequence in a step.
     max_new: usize,
     /// Whether prefixes are kept.
-    keeps: bool,
+    keeps_prefixes: bool,
     decoder: Option<BatchDecoder>,
-    /// The most tokens of a request in a step of the decoder.
+    /// Maximum tokens of a request in a step of the decoder.
     max_recorded: usize,
 }
 
@@ -25,21 +25,21 @@ pub struct PoolStorage {
 pub enum PoolStep {
     /// Few tokens of each request: the step that [`PoolStorage::decoder`] runs next.
     Recorded,
-    /// Any other.
+    /// Any other step.
     Mixed(Box<Step>),
 }
 
 impl PoolStorage {
-    /// `max_new` is the most tokens of a step. `keeps`: whether requests share prefixes.
-    pub fn new(pool: KvPool, max_new: usize, keeps: bool) -> PoolStorage {
-        PoolStorage { pool, max_new, keeps, decoder: None, max_recorded: 0 }
+    /// Creates a storage. `max_new`: maximum tokens of a step. `keeps_prefixes`: whether requests share prefixes.
+    pub fn new(pool: KvPool, max_new: usize, keeps_prefixes: bool) -> PoolStorage {
+        PoolStorage { pool, max_new, keeps_prefixes, decoder: None, max_recorded: 0 }
     }
 
-    /// Steps of at most `most` tokens of each request are steps of a decoder of this pool, as far as it has rows.
+    /// Adds a decoder, which runs steps with at most `max` tokens of each request if it has enough rows.
     #[must_use]
-    pub fn with_decoder(self, decoder: BatchDecoder, most: usize) -> PoolStorage {
-        // The pool seals pages before such a step, not within it.
-        let max_recorded = most.min(self.pool.spec().page_tokens);
+    pub fn with_decoder(self, decoder: BatchDecoder, max: usize) -> PoolStorage {
+        // The pool seals pages before a decoder's step, not within it.
+        let max_recorded = max.min(self.pool.spec().page_tokens);
         PoolStorage { decoder: Some(decoder), max_recorded, ..self }
     }
 
@@ -63,7 +63,7 @@ impl Storage for PoolStorage {
     }
 
     fn find(&mut self, salt: &[u8], tokens: &[u32]) -> Result<Sequence, StorageError> {
-        match self.keeps {
+        match self.keeps_prefixes {
             true => Ok(PrefixCache::new(&self.pool, salt).find(tokens)?),
             false => Ok(self.pool.sequence()),
         }
@@ -71,16 +71,16 @@ impl Storage for PoolStorage {
 
     fn keep(&mut self, salt: &[u8], sequence: &Sequence, tokens: &[u32], done: usize) -> Result<(), StorageError> {
         let page = self.page_tokens();
-        if !self.keeps || tokens.len() / page == done / page && done > 0 {
+        if !self.keeps_prefixes || tokens.len() / page == done / page && done > 0 {
             return Ok(());
         }
         let cache = PrefixCache::new(&self.pool, salt);
-        // A window's pages are kept only where a prefix ends.
+        // Pages of a window layer are kept only at the end of a prefix.
         if self.pool.spec().layers.iter().any(|layer| layer.window.is_some()) {
             let first = (done / KEEP_EVERY + 1) * KEEP_EVERY;
             for end in (first..tokens.len()).step_by(KEEP_EVERY) {
                 let mut prefix = sequence.fork();
-                // Windows may have passed the first ones.
+                // A window may have moved past the first pages.
                 if prefix.truncate(end).is_ok() {
                     cache.keep(&prefix, &tokens[..end])?;
                 }
@@ -101,7 +101,7 @@ impl Storage for PoolStorage {
             match decoder.append(batch) {
                 Ok(()) => return Ok(PoolStep::Recorded),
                 Err(kvant_models::Error::Kvant(error)) => return Err(failure(error)),
-                // A text that is too long for the model: its pass reports that.
+                // The text exceeds the model's context: the forward pass reports the error.
                 Err(_) => {}
             }
         }

@@ -1,63 +1,64 @@
-//! What the scheduler knows of pages.
+//! The scheduler's interface to pages.
 
-/// The storage of keys and values, as the scheduler sees it. [`PoolStorage`](super::PoolStorage) implements it over a
-/// [`kvant::KvPool`]; simulations count pages instead.
+/// A storage of keys and values. [`PoolStorage`](super::PoolStorage) implements it with a [`kvant::KvPool`];
+/// simulations count pages instead.
 ///
-/// Dropping a sequence gives its pages back.
+/// Dropping a sequence releases its pages.
 pub trait Storage {
     /// The pages of one request.
     type Sequence;
-    /// What a forward pass needs to know of a batch.
+    /// The data that a forward pass needs about a batch.
     type Step;
 
     /// An empty sequence.
     fn empty(&mut self) -> Self::Sequence;
 
-    /// The longest kept prefix of `tokens` among requests of a salt; possibly empty.
+    /// Returns the longest kept prefix of `tokens` among requests of a salt; possibly empty.
     ///
     /// # Errors
-    /// A failure that ends the engine.
+    /// A failure, which ends the engine.
     fn find(&mut self, salt: &[u8], tokens: &[u32]) -> Result<Self::Sequence, StorageError>;
 
-    /// Keeps the tokens of a sequence for [`Storage::find`]; positions before `done` were kept before.
+    /// Keeps the tokens of a sequence for [`Storage::find`]. Positions before `done` are already kept.
     ///
     /// # Errors
-    /// A failure that ends the engine.
+    /// A failure, which ends the engine.
     fn keep(&mut self, salt: &[u8], sequence: &Self::Sequence, tokens: &[u32], done: usize)
     -> Result<(), StorageError>;
 
     /// Appends tokens to all sequences of a batch, or to none.
     ///
     /// # Errors
-    /// `OutOfPages`; a failure that ends the engine.
+    /// `OutOfPages`, or a failure, which ends the engine.
     fn append(&mut self, batch: &mut [(&mut Self::Sequence, usize)]) -> Result<Self::Step, StorageError>;
 
     /// Removes the last tokens, which the latest step has appended.
     ///
     /// # Errors
-    /// A failure that ends the engine.
+    /// A failure, which ends the engine.
     fn truncate(&mut self, sequence: &mut Self::Sequence, len: usize) -> Result<(), StorageError>;
 
     /// The number of tokens of a sequence.
     fn len(&self, sequence: &Self::Sequence) -> usize;
 
-    /// The most memory that a sequence of so many tokens takes, in the unit of [`Storage::capacity`].
+    /// Maximum memory of a sequence of `len` tokens, in the unit of [`Storage::capacity`].
     fn need(&self, len: usize) -> usize;
 
-    /// The part of it that a sequence which was found with so many tokens shares with others, as long as it grows.
+    /// The part of that memory that a sequence shares if `found` of its tokens were found. It stays shared while the
+    /// sequence grows.
     fn spared(&self, found: usize) -> usize;
 
-    /// All memory.
+    /// The total memory.
     fn capacity(&self) -> usize;
 
-    /// Positions of a page.
+    /// Positions per page.
     fn page_tokens(&self) -> usize;
 }
 
 /// An error of a [`Storage`].
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
-    /// There are too few pages, also without those that only the prefix cache holds.
+    /// There are too few pages, even if the prefix cache is emptied.
     #[error("too few pages")]
     OutOfPages,
     /// The pool has failed.

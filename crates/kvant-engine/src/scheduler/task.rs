@@ -4,49 +4,48 @@ use std::{ops::Range, sync::Arc};
 
 use super::{NewTask, PlanRow};
 
-/// The place of a request in the order of service: a time in steps, and its number. Smaller ones are served first.
+/// The position of a request in the order of service: a time in steps, and its id. Smaller keys are served first.
 ///
-/// It never changes. A request is therefore overtaken only by those of higher priority that arrive in the steps that
-/// their priority is worth.
+/// The key never changes. A request is therefore overtaken only by requests of higher priority that arrive within the
+/// steps that their priority is worth.
 pub(super) type QueueKey = (i64, u64);
 
-/// A request. `S` is its sequence of the storage.
+/// A request. `S` is its sequence in the storage.
 ///
-/// `computed` tokens chase the `tokens`: keys and values exist for the first, and a token is drawn when they have
-/// caught up.
+/// The keys and values of the first `computed` of the `tokens` exist. A token is sampled when all are computed.
 #[derive(Debug)]
 pub(super) struct Task<S> {
     pub key: QueueKey,
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
-    /// The most tokens, prompt included.
-    pub most: usize,
+    /// Maximum tokens, including the prompt.
+    pub max_len: usize,
     pub salt: Option<Arc<[u8]>>,
     pub sequence: Option<S>,
-    /// Tokens whose keys and values exist, or are computed by a step that has been planned.
+    /// Tokens whose keys and values exist, or are computed by a planned step.
     pub computed: usize,
-    /// Draws that have been planned and whose tokens are not known yet.
+    /// Planned draws whose tokens are not known yet.
     pub pending: usize,
     /// Planned steps whose results are not known yet.
     pub in_flight: usize,
-    /// The latest planned step has drafts: what can follow is unknown until the result is there.
+    /// Whether the latest planned step has drafts. The next position is then unknown until its result is known.
     pub is_drafting: bool,
-    /// Tokens that may follow the last known one.
+    /// Draft tokens after the last known token.
     pub drafts: Vec<u32>,
     pub is_paused: bool,
-    /// Tokens that the prefix cache has kept.
+    /// Tokens kept in the prefix cache.
     pub kept: usize,
-    /// Memory that the request may take, without the pages that it found.
+    /// Memory that the request may need, without the pages found in the cache.
     pub reserved: usize,
-    /// Memory of the pages that it found.
+    /// Memory of the pages found in the cache.
     pub shared: usize,
     /// The tokens of the prompt whose results are needed.
     pub wanted: Range<usize>,
     /// Tokens of the prompt whose results have been planned.
     pub scored: usize,
-    /// Tokens that it found when it first ran.
+    /// Tokens found in the cache when the request first ran.
     pub cached: Option<usize>,
-    /// Tokens of the step that is being planned.
+    /// Tokens planned for the current step.
     pub planned: usize,
 }
 
@@ -57,7 +56,7 @@ impl<S> Task<S> {
         Task {
             key,
             prompt_len,
-            most: prompt_len.saturating_add(new.max_tokens),
+            max_len: prompt_len.saturating_add(new.max_tokens),
             tokens: new.prompt,
             salt: new.salt,
             sequence: None,
@@ -81,49 +80,50 @@ impl<S> Task<S> {
         self.key.1
     }
 
-    /// Whether it may begin with a prefix that was computed before: not if results of such tokens are needed.
+    /// Whether the request can begin with a cached prefix: not if results of its tokens are needed.
     pub fn may_find(&self) -> bool {
         self.wanted.is_empty() || self.wanted.start + 1 >= self.prompt_len
     }
 
-    /// Tokens that can be computed now, the one that the previous step draws included.
+    /// Tokens that can be computed now, including one that the previous step samples.
     pub fn remaining(&self) -> usize {
-        let is_full = self.pending > 0 && self.tokens.len() + self.pending >= self.most;
+        let is_full = self.pending > 0 && self.tokens.len() + self.pending >= self.max_len;
         if self.is_paused || self.is_drafting || self.pending > 1 || is_full {
             return 0;
         }
         self.tokens.len() + self.pending - self.computed
     }
 
-    /// Whether one token catches up with all that are known.
+    /// Whether only one token remains to compute.
     pub fn is_decoding(&self) -> bool {
         self.computed >= self.prompt_len && self.remaining() == 1
     }
 
-    /// Whether a token is drawn when all tokens have been computed.
+    /// Whether a token is sampled when all tokens are computed.
     pub fn draws(&self) -> bool {
-        self.tokens.len() + self.pending < self.most
+        self.tokens.len() + self.pending < self.max_len
     }
 
-    /// Tokens that memory is needed for when the request starts: all that are known, and some more.
+    /// Tokens to reserve memory for at the start: all known ones, and `ahead` more.
     pub fn foreseen(&self, ahead: usize) -> usize {
-        (self.tokens.len() + self.pending).saturating_add(ahead).min(self.most.max(self.tokens.len()))
+        (self.tokens.len() + self.pending).saturating_add(ahead).min(self.max_len.max(self.tokens.len()))
     }
 
-    /// The drafts for the next step. Those in the place of pending tokens are skipped.
+    /// The drafts for the next step. Drafts at positions of pending tokens are skipped.
     pub fn next_drafts(&self) -> &[u32] {
         let drafts = self.drafts.get(self.pending..).unwrap_or(&[]);
-        let most = if self.is_decoding() { self.most.saturating_sub(self.tokens.len() + self.pending + 1) } else { 0 };
-        &drafts[..drafts.len().min(most)]
+        let max =
+            if self.is_decoding() { self.max_len.saturating_sub(self.tokens.len() + self.pending + 1) } else { 0 };
+        &drafts[..drafts.len().min(max)]
     }
 
-    /// Appends the tokens of the planned step, and moves on as if it had run. `sampled` stands for a token that is not
-    /// known yet.
+    /// Appends the tokens of the planned step and advances the state as if the step had run. `sampled` is the
+    /// placeholder for an unknown token.
     pub fn plan(&mut self, tokens: &mut Vec<u32>, sampled: u32) -> PlanRow {
         let (position, known, first) = (self.computed, self.tokens.len(), tokens.len());
         let end = position + self.planned;
         tokens.extend_from_slice(&self.tokens[position.min(known)..end.min(known)]);
-        // Beyond the known ones: a token that is being drawn, then drafts.
+        // After the known tokens: a pending token, then drafts.
         let beyond = end.saturating_sub(known);
         let drafts = beyond.saturating_sub(self.pending);
         tokens.extend(std::iter::repeat_n(sampled, beyond - drafts));

@@ -1,9 +1,9 @@
-//! Runs the model over a batch, draws tokens, and checks drafts.
+//! Runs the model over a batch, samples tokens, and verifies drafts.
 //!
-//! A row with drafts has a draw after its last known token and one after each draft. The draws are those of single
-//! tokens: the same logits, the same changes, the same random numbers, which depend on seed and position only. A draw
-//! counts if all drafts before it were drawn, too. Texts are therefore the same with drafts and without, up to
-//! rounding.
+//! A row with drafts samples after its last known token and after each draft. Each of these draws equals the draw of a
+//! step with a single token: it has the same logits, the same adjustments, and the same random number, which depends
+//! only on seed and position. A draw counts if all drafts before it match the sampled tokens. Texts with and without
+//! drafts are therefore equal, except for rounding.
 
 use kvant::Tensor;
 use kvant_models::{Error, Result, Sampling};
@@ -18,26 +18,26 @@ use crate::{
     scheduler::{PlanRow, PoolStep, RowResult, StepPlan},
 };
 
-/// What a pass over a batch gives.
+/// The result of a pass over a batch.
 struct Passed {
-    /// The tokens that have logits, in this order.
+    /// The tokens that have logits, in order.
     rows: Vec<usize>,
     logits: Tensor,
-    /// The token drawn after each of `rows`, if the pass has drawn all that are asked for.
+    /// The tokens sampled after each of `rows`, if the pass samples for all requests.
     drawn: Option<Vec<u32>>,
 }
 
-/// A token that was drawn.
+/// A sampled token.
 pub(super) struct DrawnToken {
-    /// Or why none can be drawn.
+    /// The token, or the reason why none can be sampled.
     pub token: std::result::Result<u32, NoToken>,
-    /// The logits before any change, and the number of alternatives, if log probabilities are asked for.
+    /// The logits before any adjustment, and the number of alternatives, if log probabilities are requested.
     pub logprobs: Option<(Vec<f32>, usize)>,
 }
 
-/// A draw of the device.
+/// A draw on the device.
 struct Draw {
-    /// The index of the row of the plan, and of the draw in the row.
+    /// The index of the row in the plan, and of the draw in the row.
     of: (usize, usize),
     /// The row of the logits.
     row: usize,
@@ -46,20 +46,20 @@ struct Draw {
 }
 
 impl Worker {
-    /// Runs the model over a batch, and draws tokens.
+    /// Runs the model over a batch and samples tokens.
     pub(super) fn compute(&mut self, plan: &StepPlan<PoolStep>) -> Result<Vec<RowResult>> {
         let passed = self.pass(plan)?;
         let drawn = self.draw(plan, &passed)?;
         Ok(self.take_all(plan, drawn))
     }
 
-    /// Takes the tokens of a step, which has draws for each row.
+    /// Takes the tokens of a step, with the draws of each row.
     pub(super) fn take_all(&mut self, plan: &StepPlan<PoolStep>, drawn: Vec<Vec<DrawnToken>>) -> Vec<RowResult> {
         let mut results = Vec::with_capacity(plan.rows.len());
         let mut computed = 0;
         for (row, drawn) in plan.rows.iter().zip(drawn) {
             computed += row.tokens.len() - row.draws;
-            // The token of a request that has ended meanwhile is nobody's.
+            // The token of a request that has ended in the meantime is dropped.
             if self.running.contains_key(&row.id) {
                 results.extend(self.take(row, drawn, drafts(plan, row)));
             }
@@ -71,7 +71,7 @@ impl Worker {
         results
     }
 
-    /// Runs the model: a recorded pass if each request has few tokens.
+    /// Runs the model. Replays a recorded pass if each request has few tokens.
     fn pass(&mut self, plan: &StepPlan<PoolStep>) -> Result<Passed> {
         let has_hidden = plan.rows.iter().any(|row| self.embeds(row));
         if has_hidden && matches!(plan.step, PoolStep::Mixed(_)) {
@@ -81,14 +81,15 @@ impl Worker {
         let step = match (&plan.step, self.scheduler.storage_mut().decoder()) {
             (PoolStep::Mixed(step), _) => step,
             (PoolStep::Recorded, Some(decoder)) => {
-                // After all tokens, or after none: the host changes the logits of some.
+                // The pass samples for all requests or for none: if the host adjusts logits of some, it samples for
+                // all.
                 let nobody = Sampling::default();
                 let plain = |row: &PlanRow| self.running.get(&row.id).map_or(Some(&nobody), Running::plain_sampling);
                 let plain = plan.rows.iter().flat_map(|row| row.tokens.clone().map(move |_| plain(row)));
                 let draws: Option<Vec<&Sampling>> = plain.collect();
                 let submission = decoder.run(&plan.tokens, draws.as_deref().unwrap_or(&[]))?;
                 let drawn = if draws.is_some() { Some(decoder.drawn()?.to_vec()) } else { None };
-                // Also a failure that another thread has received.
+                // Includes a failure that another thread has received.
                 submission.wait()?;
                 lock(&self.shared.stats).recorded_steps += 1;
                 let rows = (0..plan.tokens.len()).collect();
@@ -111,7 +112,8 @@ impl Worker {
         Ok(Passed { rows, logits, drawn: None })
     }
 
-    /// Takes the tokens of a row up to the first one that is not its draft. `None` if the request has failed.
+    /// Accepts the tokens of a row up to the first one that differs from its draft. Returns `None` if the request has
+    /// failed.
     fn take(&mut self, row: &PlanRow, drawn: Vec<DrawnToken>, drafts: &[u32]) -> Option<RowResult> {
         let mut result = RowResult { id: row.id, tokens: Vec::new(), is_last: false };
         for (index, DrawnToken { token, logprobs }) in drawn.into_iter().enumerate() {
@@ -136,18 +138,18 @@ impl Worker {
             }
         }
         if !drafts.is_empty() {
-            let right = result.tokens.iter().zip(drafts).take_while(|(token, draft)| token == draft).count();
+            let accepted = result.tokens.iter().zip(drafts).take_while(|(token, draft)| token == draft).count();
             let mut stats = lock(&self.shared.stats);
             stats.drafts[0] += drafts.len() as u64;
-            stats.drafts[1] += right as u64;
+            stats.drafts[1] += accepted as u64;
             if let Some(lookup) = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut()) {
-                lookup.learn(drafts.len(), right);
+                lookup.learn(drafts.len(), accepted);
             }
         }
         Some(result)
     }
 
-    /// Draws tokens for each row that has caught up with its text.
+    /// Samples tokens for each row whose tokens are all computed.
     fn draw(&mut self, plan: &StepPlan<PoolStep>, passed: &Passed) -> Result<Vec<Vec<DrawnToken>>> {
         let Passed { rows, logits, drawn: of_pass } = passed;
         let mut draws = Vec::new();
@@ -178,7 +180,7 @@ impl Worker {
                     drawn[at].push(DrawnToken { token, logprobs });
                     continue;
                 }
-                // The position of the token that is drawn.
+                // The position of the sampled token.
                 let position = row.position + row.tokens.len() - row.draws + index + 1;
                 let counter = u32::try_from(position).unwrap_or(u32::MAX);
                 let sampling = running.sampler.sampling().clone();
@@ -198,7 +200,7 @@ impl Worker {
         Ok(drawn)
     }
 
-    /// Proposes drafts for the rows of a step that was applied.
+    /// Proposes drafts for the rows of an applied step.
     pub(super) fn propose(&mut self, plan: &StepPlan<PoolStep>) {
         for row in plan.rows.iter().filter(|row| row.draws > 0) {
             let lookup = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut());
@@ -209,7 +211,7 @@ impl Worker {
     }
 }
 
-/// The drafts of a row: its last tokens.
+/// The drafts of a row, which are its last tokens.
 fn drafts<'p>(plan: &'p StepPlan<PoolStep>, row: &PlanRow) -> &'p [u32] {
     &plan.tokens[row.tokens.end - row.draws.saturating_sub(1)..row.tokens.end]
 }
@@ -225,7 +227,7 @@ pub(super) fn not_numbers() -> NoToken {
     NoToken::Failed(Failure::Request(reason.to_string()))
 }
 
-/// Some rows of logits.
+/// Gathers rows of logits.
 fn gathered(logits: &Tensor, rows: impl Iterator<Item = usize>, vocab: usize) -> Result<Tensor> {
     let mut numbers = Vec::new();
     for row in rows {

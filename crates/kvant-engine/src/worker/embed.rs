@@ -1,4 +1,4 @@
-//! Embeddings: hidden states of prompts, pooled.
+//! Computes embeddings: pooled hidden states of prompts.
 
 use kvant::Tensor;
 use kvant_models::Result;
@@ -10,7 +10,7 @@ use crate::{
     text::Output,
 };
 
-/// The sum of hidden states of a prompt.
+/// The running sum of a prompt's hidden states.
 #[derive(Default)]
 pub(super) struct Pooled {
     sum: Vec<f64>,
@@ -31,13 +31,13 @@ impl Pooled {
 }
 
 impl Worker {
-    /// Whether a row has tokens whose hidden states are needed.
+    /// Whether hidden states of the row's tokens are needed.
     pub(super) fn embeds(&self, row: &PlanRow) -> bool {
         !row.logits.is_empty() && self.running.get(&row.id).is_some_and(|running| running.pooled.is_some())
     }
 
-    /// Runs a step in which some rows need hidden states, and others logits. Returns the tokens that have logits, and
-    /// these.
+    /// Runs a step in which some rows need hidden states and others logits. Returns the tokens that have logits, and
+    /// their logits.
     pub(super) fn pass_with_hidden(&mut self, plan: &StepPlan<PoolStep>) -> Result<(Vec<usize>, Tensor)> {
         let PoolStep::Mixed(step) = &plan.step else { return Err(super::draw::no_decoder()) };
         let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
@@ -64,7 +64,7 @@ impl Worker {
         Ok((of_logits, self.model.logits_of(&out)?))
     }
 
-    /// Adds the hidden states of a row's tokens. With the last one of the prompt, the embedding is complete.
+    /// Adds the hidden states of a row's tokens. The last token of the prompt completes the embedding.
     pub(super) fn pool_hidden(&mut self, row: &PlanRow, hidden: &Tensor) -> Result<()> {
         let width = hidden.shape()[1];
         let numbers = hidden.to_f32()?;

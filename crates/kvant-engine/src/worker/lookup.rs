@@ -1,30 +1,30 @@
-//! Drafts by prompt lookup: what followed the last few tokens when a text had them before.
+//! Prompt lookup: drafts are the tokens that followed an earlier occurrence of the last few tokens.
 
 use std::collections::HashMap;
 
-/// Tokens that must be equal.
+/// Length of the matched n-gram in tokens.
 const LENGTH: usize = 3;
 
-/// The n-grams of one text, and how many drafts are worth a try.
+/// The n-grams of one text, and the current number of drafts.
 #[derive(Debug)]
 pub(super) struct Lookup {
     /// The latest position after each n-gram, except after the last one of the text.
     after: HashMap<[u32; LENGTH], usize>,
-    /// Positions that have been looked at.
+    /// Number of positions indexed.
     known: usize,
-    /// Drafts of the next try: as many as were right the last time, and some more.
+    /// Number of drafts to propose next: the previously accepted ones and some more.
     next: usize,
-    most: usize,
+    max: usize,
 }
 
 impl Lookup {
-    /// `most` is the largest number of drafts.
-    pub fn new(most: usize) -> Lookup {
-        Lookup { after: HashMap::new(), known: LENGTH, next: most.min(2), most }
+    /// Creates a lookup of at most `max` drafts.
+    pub fn new(max: usize) -> Lookup {
+        Lookup { after: HashMap::new(), known: LENGTH, next: max.min(2), max }
     }
 
-    /// The tokens that may follow; possibly none. `tokens` has grown since the last call. `ahead` of them are being
-    /// drawn, and are not drafts.
+    /// Returns the tokens that may follow; possibly none. `tokens` has grown since the last call. The next `ahead`
+    /// tokens are already being sampled and are not drafts.
     pub fn propose<'t>(&mut self, tokens: &'t [u32], ahead: usize) -> &'t [u32] {
         for end in self.known..tokens.len() {
             if let Ok(gram) = tokens[end - LENGTH..end].try_into() {
@@ -36,9 +36,9 @@ impl Lookup {
         last.map_or(&[], |&after| &tokens[after..(after + ahead + self.next).min(tokens.len())])
     }
 
-    /// Learns how many of the tried drafts were right.
-    pub fn learn(&mut self, tried: usize, right: usize) {
-        self.next = if right == tried { (2 * self.next).min(self.most) } else { right + 1 };
+    /// Adapts the number of drafts to the number that was accepted.
+    pub fn learn(&mut self, proposed: usize, accepted: usize) {
+        self.next = if accepted == proposed { (2 * self.next).min(self.max) } else { accepted + 1 };
     }
 }
 

@@ -1,13 +1,13 @@
-//! Steps that overlap with the host's work: a step starts before the result of the previous one is known.
+//! Overlaps steps with the host's work: a step starts before the result of the previous one is known.
 //!
-//! The tokens that a step draws stay on the device and go from there to the next step. They come to the host while that
-//! step runs, so that stop ids and lengths are checked one step late. A request that has ended by then has one token
-//! too many in the next step, whose result is dropped.
+//! Sampled tokens stay on the device, where the next step reads them. They are copied to the host while that step runs,
+//! so that stop ids and lengths are checked one step late. A request that has ended by then has one superfluous token
+//! in the next step, whose result is dropped.
 //!
-//! A step can overlap if the device draws all its tokens by itself: no grammar, no penalties, no log probabilities.
-//! Before any other step the result is awaited. Drafts are proposed after the last known token, and those of them are
-//! tried that follow the token in between, which is being drawn. No step starts before the result of one with drafts is
-//! known, because the next positions depend on how many of them are right.
+//! A step can overlap if the device samples all its tokens: no grammar, penalties or log probabilities. Any other step
+//! waits for the previous result. Drafts are proposed after the last known token; the token in between is still being
+//! sampled, so only the drafts after it are tried. No step starts before the result of a step with drafts is known,
+//! because the next positions depend on the number of accepted drafts.
 
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ use crate::{
 /// A step whose result is not known yet.
 pub(super) struct InFlightStep {
     plan: StepPlan<PoolStep>,
-    /// Where the tokens of each row of the plan are in `drawn`.
+    /// The index in `drawn` of the tokens of each row of the plan.
     draws: Vec<Range<usize>>,
     /// The tokens on the device.
     drawn: Tensor,
@@ -36,14 +36,14 @@ pub(super) struct InFlightStep {
 }
 
 impl InFlightStep {
-    /// Whether nothing can be planned for some requests before the result is known.
+    /// Whether some requests cannot be planned before the result is known.
     pub(super) fn has_drafts(&self) -> bool {
         self.plan.rows.iter().any(|row| row.draws > 1)
     }
 }
 
 impl Worker {
-    /// Whether the device draws all tokens of a step.
+    /// Whether the device samples all tokens of a step.
     pub(super) fn can_overlap(&self, plan: &StepPlan<PoolStep>) -> bool {
         let is_plain = |running: &Running| running.logprobs.is_none() && running.plain_sampling().is_some();
         self.overlap
@@ -52,12 +52,12 @@ impl Worker {
             })
     }
 
-    /// Starts a step. `before` is the one whose result is not known.
+    /// Starts a step. `before` is the step whose result is not known yet.
     pub(super) fn launch(&mut self, plan: StepPlan<PoolStep>, before: Option<&InFlightStep>) -> Result<InFlightStep> {
         let places = places(&plan, before)?;
         let fed = before.map(|before| DeviceTokens { drawn: &before.drawn, places: &places });
-        // A recorded pass draws after all tokens: some for nobody, as for a request that has ended since the step was
-        // planned.
+        // A recorded pass samples after all tokens. Some of these draws are unused, for example for a request that has
+        // ended since the step was planned.
         let nobody = Sampling::default();
         let is_recorded = matches!(plan.step, PoolStep::Recorded);
         let (mut draws, mut samplings) = (Vec::with_capacity(plan.rows.len()), Vec::with_capacity(plan.tokens.len()));
@@ -78,7 +78,7 @@ impl Worker {
                 let logits = Tensor::zeros(self.model.device(), DType::F32, &[rows.len(), self.model.vocab_size()])?;
                 let pool = self.scheduler.storage().pool();
                 let pass = self.model.start(pool, step, &plan.tokens, fed, &rows, &logits)?;
-                // The counter is the position of the token that is drawn.
+                // The counter is the position of the sampled token.
                 let ends = plan.rows.iter().map(|row| row.position + row.tokens.len());
                 let positions = ends.zip(&plan.rows).flat_map(|(end, row)| end + 1 - row.draws..end + 1);
                 let counters = positions.map(|position| u32::try_from(position).unwrap_or(u32::MAX));
@@ -92,7 +92,7 @@ impl Worker {
         Ok(InFlightStep { plan, draws, readback: drawn.read_back()?, drawn, submissions })
     }
 
-    /// Waits for the result of a step, and reports it to the scheduler.
+    /// Waits for the result of a step and reports it to the scheduler.
     pub(super) fn finish(&mut self, step: InFlightStep) -> std::result::Result<(), StorageError> {
         let InFlightStep { plan, draws, readback, submissions, .. } = step;
         for submission in submissions {
@@ -111,14 +111,14 @@ impl Worker {
         Ok(())
     }
 
-    /// Replaces unknown tokens of a plan by those that have become known since.
+    /// Replaces the placeholders of a plan by tokens that are known now.
     pub(super) fn fill_in(&self, plan: &mut StepPlan<PoolStep>) {
         let StepPlan { tokens, rows, .. } = plan;
         for row in rows.iter() {
             let known = self.scheduler.tokens(row.id).unwrap_or(&[]);
             for (position, token) in (row.position..).zip(&mut tokens[row.tokens.clone()]) {
                 if *token == StepPlan::<PoolStep>::SAMPLED {
-                    // Any token will do for a request that has ended.
+                    // The request has ended: any token is valid.
                     *token = known.get(position).copied().unwrap_or(0);
                 }
             }
@@ -126,13 +126,13 @@ impl Worker {
     }
 }
 
-/// The places of the unknown tokens of a plan, each with the index of its token among those drawn before.
+/// The placeholders of a plan, each with the index of its token among the tokens sampled by the previous step.
 fn places(plan: &StepPlan<PoolStep>, before: Option<&InFlightStep>) -> Result<Vec<(usize, usize)>> {
     let rows = before.map_or(&[][..], |before| &before.plan.rows);
     let (mut places, mut next) = (Vec::new(), 0);
     for row in &plan.rows {
         for index in row.tokens.clone().filter(|&index| plan.tokens[index] == StepPlan::<PoolStep>::SAMPLED) {
-            // Both steps have the order of the scheduler, as long as no priorities come in between.
+            // Both steps are in the order of the scheduler, unless a request of higher priority arrived in between.
             let after = rows.iter().skip(next).position(|of| of.id == row.id).map(|at| next + at);
             let at = after.or_else(|| rows.iter().position(|of| of.id == row.id));
             let drawn = at.and_then(|at| before?.draws.get(at).cloned()).filter(|draws| draws.len() == 1);

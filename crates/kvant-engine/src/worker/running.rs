@@ -15,7 +15,7 @@ use crate::{
     text::Reader,
 };
 
-/// A request that was submitted.
+/// A submitted request.
 pub(crate) struct Job {
     pub id: u64,
     pub request: EngineRequest,
@@ -25,7 +25,7 @@ pub(crate) struct Job {
     pub submitted: Instant,
 }
 
-/// A request that runs or waits.
+/// A running or waiting request.
 pub(super) struct Running {
     pub sampler: Sampler,
     grammar: Option<GrammarState>,
@@ -36,25 +36,25 @@ pub(super) struct Running {
     min_tokens: usize,
     pub logprobs: Option<usize>,
     pub prompt_logprobs: Option<usize>,
-    /// The sum of the hidden states that its embedding is made of.
+    /// The sum of the hidden states for its embedding.
     pub pooled: Option<Pooled>,
     pub prompt_len: usize,
     pub generated: usize,
     pub submitted: Instant,
-    /// When the first step began; before that, when it was submitted.
+    /// The start of the first step; before that, the time of submission.
     pub begun: Instant,
-    /// When the first token was drawn.
+    /// The time of the first token.
     pub first: Option<Instant>,
-    /// When the latest token was drawn.
+    /// The time of the latest token.
     pub latest: Option<Instant>,
     pub unread: Arc<AtomicUsize>,
     pub is_paused: bool,
     pub has_begun: bool,
-    /// Why the text has ended, if the engine's thread has found that.
+    /// The finish reason, if the engine's thread has determined it.
     pub end: Option<FinishReason>,
 }
 
-/// Why no token can be drawn.
+/// The reason why no token can be sampled.
 pub(super) enum NoToken {
     /// The text is complete.
     End,
@@ -62,11 +62,11 @@ pub(super) enum NoToken {
 }
 
 impl Running {
-    /// A request and its task for the scheduler. `eos` are the model's ids that end a text, `context` is the longest
-    /// text, `drafts` the most drafts of a step.
+    /// Creates a request and its task for the scheduler. `eos`: the model's stop ids. `context`: maximum tokens of a
+    /// text. `drafts`: maximum drafts of a step.
     ///
     /// # Errors
-    /// Those of [`Sampler::new`].
+    /// As [`Sampler::new`].
     pub fn new(
         job: Job,
         vocab: usize,
@@ -79,7 +79,7 @@ impl Running {
         sampler.accept_prompt(&request.prompt);
         let salt = match request.cache {
             CacheScope::Shared => Some(Arc::default()),
-            // Not equal to the salt of all others, however it is chosen.
+            // The prefix makes it different from every salt that a client can choose.
             CacheScope::Salted(salt) => Some([&[1], &salt[..]].concat().into()),
             CacheScope::Private => None,
         };
@@ -108,7 +108,7 @@ impl Running {
         let wanted = match (request.pooling, request.prompt_logprobs) {
             (Some(Pooling::Last), _) => last..last + 1,
             (Some(Pooling::Mean), _) => 0..last + 1,
-            // The last token's logits are for what follows the prompt.
+            // The last token's logits predict the first generated token.
             (None, Some(_)) => 0..last,
             (None, None) => 0..0,
         };
@@ -117,23 +117,23 @@ impl Running {
         Ok((running, task))
     }
 
-    /// Whether logits change before a token is drawn.
+    /// Whether logits are adjusted before sampling.
     pub fn changes_logits(&self) -> bool {
         !self.sampler.sampling().is_plain() || self.generated < self.min_tokens || self.grammar.is_some()
     }
 
-    /// How tokens are drawn, if logits do not change before.
+    /// The sampling parameters, if logits are not adjusted.
     pub fn plain_sampling(&self) -> Option<&Sampling> {
         (!self.changes_logits()).then(|| self.sampler.sampling())
     }
 
-    /// Changes logits before a token is drawn, after `drafts` that are not accepted yet.
+    /// Adjusts logits before sampling. `drafts` are not accepted yet.
     ///
     /// # Errors
-    /// Why no token may be drawn.
+    /// The reason why no token may be sampled.
     pub fn adjust(&mut self, logits: &mut [f32], drafts: &[u32]) -> Result<(), NoToken> {
         let allowed = self.allowed(logits.len()).map_err(|reason| NoToken::Failed(Failure::Grammar(reason)))?;
-        // Stop ids may still take the last token that is left.
+        // A stop id may still be the only remaining token.
         let mask = allowed.as_ref().map(|allowed| &*allowed.tokens);
         let _ = match drafts {
             [] => self.sampler.adjust(logits, mask),
@@ -159,7 +159,7 @@ impl Running {
         }
     }
 
-    /// The tokens that the grammar allows, and the stop ids where it allows the end.
+    /// The tokens that the grammar allows, and the stop ids if the text may end.
     fn allowed(&mut self, vocab: usize) -> Result<Option<Allowed>, String> {
         let Some(grammar) = &mut self.grammar else { return Ok(None) };
         let mut allowed = grammar.allowed()?;
@@ -174,10 +174,10 @@ impl Running {
         Ok(Some(allowed))
     }
 
-    /// Counts a token of the text. `end` has the reason if it is the last one.
+    /// Counts a token of the text. Sets `end` if it is the last one.
     ///
     /// # Errors
-    /// The grammar does not go on.
+    /// The grammar rejects the token.
     pub fn accept(&mut self, token: u32) -> Result<(), Failure> {
         self.sampler.accept(token);
         self.generated += 1;

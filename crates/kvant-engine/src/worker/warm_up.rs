@@ -1,18 +1,18 @@
 //! Compiles kernels and records passes before the first request.
 //!
-//! A GPU's kernels depend on the number of rows and on how long sequences are, and a recorded pass is for a number of
-//! rows. Without this, the first batch of each size waits for the compiler.
+//! A GPU's kernels depend on the number of rows and the lengths of sequences, and a recorded pass has a fixed number of
+//! rows. Without the warm-up, the first batch of each size waits for the compiler.
 
 use std::time::{Duration, Instant};
 
 use super::Worker;
 
-/// Free memory of the device below which no more passes are recorded.
+/// Minimum free memory of the device to record more passes.
 const MIN_FREE: usize = 512 << 20;
-/// How often progress is logged.
-const EVERY: Duration = Duration::from_secs(5);
+/// Interval of progress messages.
+const LOG_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How far the warm-up has come.
+/// Progress of the warm-up.
 struct Progress {
     started: Instant,
     limit: Duration,
@@ -22,9 +22,9 @@ struct Progress {
 }
 
 impl Worker {
-    /// Records the passes of all batches and compiles the kernels of steps with prompts, as long as there are time and
-    /// memory. The rest is compiled when a step needs it. So is a kernel that fails here: the request then returns the
-    /// error.
+    /// Records the passes of all batch sizes and compiles the kernels of steps with prompts, within the limits of time
+    /// and memory. The rest is compiled when a step needs it. If compilation fails here, the request that needs the
+    /// kernel gets the error.
     pub fn warm_up(&mut self, limit: Duration) {
         let now = Instant::now();
         let (step_tokens, sequences) = (self.step_tokens, self.sequences);
@@ -54,27 +54,27 @@ impl Worker {
 }
 
 impl Progress {
-    /// Counts a pass, and decides whether there is time and memory for the next one.
+    /// Counts a pass, and decides whether time and memory allow the next one.
     fn goes_on(&mut self, model: &kvant_models::Model, made: kvant_models::Result<()>) -> bool {
         let Progress { done, all, .. } = *self;
         if let Err(error) = made {
-            tracing::warn!(%error, done, all, "a pass is not ready: the rest is compiled when it is needed");
+            tracing::warn!(%error, done, all, "a pass cannot be recorded: the rest is compiled on demand");
             return false;
         }
         self.done += 1;
         let why = if self.started.elapsed() >= self.limit {
-            "the time for it is over"
+            "the time limit is over"
         } else if model.device().memory().is_ok_and(|memory| memory.free.saturating_add(memory.held) < MIN_FREE) {
-            "the device's memory is short"
+            "the device has little free memory"
         } else {
-            if self.logged.elapsed() >= EVERY {
+            if self.logged.elapsed() >= LOG_INTERVAL {
                 self.logged = Instant::now();
                 tracing::info!(done = self.done, all, "compiling and recording passes");
             }
             return true;
         };
         if self.done < all {
-            tracing::warn!(done = self.done, all, "{why}: the rest is compiled when it is needed");
+            tracing::warn!(done = self.done, all, "{why}: the rest is compiled on demand");
         }
         self.done == all
     }

@@ -1,4 +1,4 @@
-//! The model that ships, and requests for it.
+//! The shipped model, and requests for it.
 
 use std::{path::Path, sync::Arc};
 
@@ -22,18 +22,18 @@ pub fn engine(options: EngineOptions) -> Engine {
     Engine::start(model(), Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
 }
 
-/// Of a batch-invariant device.
+/// An engine on a batch-invariant device.
 pub fn batch_invariant_engine(options: EngineOptions) -> Engine {
     let model = model_on(CpuOptions { batch_invariant: true, ..CpuOptions::default() });
     Engine::start(model, Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
 }
 
-/// Exact caches, so that the shape of a batch changes results by rounding in f32 only.
+/// Options with exact caches, so that batch composition changes results only by f32 rounding.
 pub fn options() -> EngineOptions {
     EngineOptions::default().codecs(Codec::F32).context(256)
 }
 
-/// Ids, text and end of a request.
+/// The ids, the text and the end of a request.
 pub fn collect(responses: Responses) -> (Vec<u32>, String, Finished) {
     let (mut ids, mut text) = (Vec::new(), String::new());
     for event in responses {

@@ -1,11 +1,11 @@
-//! Embeddings against the hidden states of the model, alone and next to requests that write text.
+//! Embeddings compared with the hidden states of the model, alone and together with text generation.
 
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, FinishReason, Responses, SubmitError};
 use kvant_models::{Model, PoolOptions, Pooling};
 
 use crate::common::{collect, engine, model, options, request};
 
-/// Of a prompt that is computed in one pass.
+/// The embedding of a prompt that is computed in one pass.
 fn expected(model: &Model, tokens: &[u32], pooling: Pooling) -> Vec<f32> {
     let longest = PoolOptions { codecs: kvant::Codec::F32.into(), longest: 256, ..PoolOptions::default() };
     let pool = model.new_pool(&longest).unwrap();
@@ -43,7 +43,7 @@ const LENGTHS: [usize; 5] = [1, 2, 40, 130, 200];
 #[test]
 fn chunks_of_prompts_give_the_whole() {
     let model = model();
-    // Steps of few tokens cut prompts into chunks; those of one token are recorded passes.
+    // Small steps split prompts into chunks; steps of one token replay recorded passes.
     for step_tokens in [512, 33, 3] {
         let engine = engine(options().sequences(2).step_tokens(step_tokens));
         for pooling in [Pooling::Last, Pooling::Mean] {
@@ -83,7 +83,7 @@ fn texts_are_written_at_the_same_time() {
     assert_eq!(engine.stats().requests_used, 0);
 }
 
-/// The last token's embedding may begin with a prefix of the cache; a mean needs all tokens.
+/// The embedding of the last token can start from a cached prefix; a mean needs all tokens.
 #[test]
 fn prefixes_are_found() {
     let (model, engine) = (model(), engine(options().sequences(1)));
@@ -97,7 +97,7 @@ fn prefixes_are_found() {
 }
 
 #[test]
-fn what_an_embedding_cannot_have() {
+fn embeddings_refuse_fields_of_texts() {
     let engine = engine(EngineOptions::default().context(64).sequences(1));
     let embed = || EngineRequest::new(vec![5, 6]).embed(Pooling::Mean);
     let field = |request| match engine.submit(request).map(drop) {

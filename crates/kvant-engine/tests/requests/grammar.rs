@@ -1,4 +1,4 @@
-//! Grammars in the engine, with the model that ships.
+//! Grammars in the engine, with the shipped model.
 
 use std::time::{Duration, Instant};
 
@@ -83,7 +83,7 @@ fn a_crowd_preemptions_and_chunks_do_not_change_texts() {
     let few = engine(options().sequences(6).step_tokens(7).memory(5 << 20).page_tokens(16));
     assert_eq!(texts(&few, with_schema(&few, 8)), expected);
     println!("{} preemptions", few.stats().preemptions);
-    // Others do not notice.
+    // Other requests are not affected.
     let mut mixed = with_schema(&few, 4);
     mixed.insert(2, request(&few, "fn main").sampling(warm(1)));
     let plain = collect(roomy.submit(request(&roomy, "fn main").sampling(warm(1))).unwrap());
@@ -97,13 +97,13 @@ fn a_text_ends_where_its_grammar_ends() {
     let (_, text, finished) = collect(engine.submit(of(Grammar::Regex("(yes|no)!".to_string()))).unwrap());
     assert!(["yes!", "no!"].contains(&text.as_str()), "{text}");
     assert_eq!(finished.reason, FinishReason::Grammar);
-    // Nothing needs to be drawn, whether a stop id can be or not.
+    // Nothing is sampled, whether the model can sample a stop id or not.
     for request in [of(Grammar::Regex(String::new())), of(Grammar::Regex(String::new())).stop_ids(Vec::new())] {
         let (ids, text, finished) = collect(engine.submit(request).unwrap());
         assert_eq!((ids.len(), text.as_str()), (0, ""));
         assert!(matches!(finished.reason, FinishReason::Grammar | FinishReason::StopId(_)));
     }
-    // Stop ids are drawn only where the text is complete, and not before the minimum.
+    // Stop ids are sampled only where the text is complete, and not before the minimum.
     let eos = engine.tokenizer().eos().to_vec();
     let list = || of(Grammar::Lark("start: \"a\" (\",\" \"a\"){0,30}".to_string()));
     let wants_end = Sampling::default().logit_bias(eos.iter().map(|&id| (id, 1000.0)).collect());
@@ -111,7 +111,7 @@ fn a_text_ends_where_its_grammar_ends() {
     assert_eq!((text.as_str(), finished.reason), ("a", FinishReason::StopId(eos[0])));
     let (ids, text, _) = collect(engine.submit(list().sampling(wants_end).min_tokens(5)).unwrap());
     assert!(ids.len() >= 5 && text.starts_with("a,a,a"), "{text}");
-    // Stop strings and the length end it before.
+    // Stop strings and the length limit end it earlier.
     let (_, text, finished) = collect(engine.submit(list().stop([",a,a"]).stop_ids(Vec::new())).unwrap());
     assert_eq!((text.as_str(), finished.reason), ("a", FinishReason::StopString(0)));
     let (ids, _, finished) = collect(engine.submit(list().stop_ids(Vec::new()).max_tokens(4)).unwrap());
@@ -119,7 +119,7 @@ fn a_text_ends_where_its_grammar_ends() {
 }
 
 #[test]
-fn what_cannot_be_drawn_fails_one_request() {
+fn a_grammar_without_next_token_fails_only_its_request() {
     let engine = engine(options());
     let grammar = compile(&engine, &Grammar::Regex("[0-9]+".to_string()));
     let ids: Vec<u32> =
@@ -133,7 +133,7 @@ fn what_cannot_be_drawn_fails_one_request() {
     assert!(matches!(other.submit(foreign), Err(SubmitError::Invalid { field: "grammar", .. })));
 }
 
-/// Grammars that want to take much time or memory, or to crash who reads them.
+/// Grammars that try to use much time or memory, or to crash the parser.
 fn hostile() -> Vec<Grammar> {
     let deep = |open: &str, close: &str, n: usize| format!("{}{}{}", open.repeat(n), "{}", close.repeat(n));
     let chain: serde_json::Map<String, Value> =
@@ -249,7 +249,7 @@ fn hostile_grammars_end_in_limited_time() {
         assert!(engine.is_healthy(), "{name}");
     }
     println!("{refused} refused, {failed} failed");
-    // Seconds on a free machine; others may use this one.
+    // Takes seconds on an idle machine. Other processes may use this one.
     assert!(slowest < Duration::from_secs(60), "{slowest:?}");
     collect(engine.submit(request(&engine, "fn main")).unwrap());
 }

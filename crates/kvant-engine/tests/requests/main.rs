@@ -1,4 +1,4 @@
-//! Requests to an engine with the model that ships.
+//! Requests to an engine with the shipped model.
 
 mod common;
 mod embeddings;

@@ -1,4 +1,4 @@
-//! What scheduling costs.
+//! Measures the cost of scheduling.
 
 use std::time::{Duration, Instant};
 
@@ -9,15 +9,15 @@ use kvant_models::{BatchDecoder, PoolOptions};
 const ROWS: usize = 64;
 const STEPS: usize = 400;
 
-/// The time of the scheduler in steps of 64 rows: a plan with its pages and page tables, and taking its result. The
-/// model does not run.
+/// The scheduler's time in steps of 64 rows: planning with pages and page tables, and applying the result. The model
+/// does not run.
 struct Costs {
     schedule: Vec<Duration>,
     apply: Vec<Duration>,
 }
 
-/// Requests decode after prompts of `prompt` tokens; `waiting` more find no place. `drafts` are proposed for each, and
-/// one of them is right.
+/// Requests decode after prompts of `prompt` tokens; `waiting` more requests wait. Each gets `drafts` drafts, and one
+/// of them is accepted.
 fn costs(prompt: usize, waiting: u64, drafts: usize) -> Costs {
     let model = model();
     let longest = prompt + 2 * STEPS + 10;
@@ -57,7 +57,7 @@ fn costs(prompt: usize, waiting: u64, drafts: usize) -> Costs {
     costs
 }
 
-/// Prints the medians, and checks the bar of 20 µs a step:
+/// Prints the medians, and checks the limit of 20 µs per step:
 /// `cargo test -p kvant-engine --test requests -- --ignored --nocapture scheduling`.
 #[test]
 #[ignore = "measures"]

@@ -1,4 +1,4 @@
-//! The engine with the model that ships: many requests at once give what each gives alone.
+//! The engine with the shipped model: concurrent requests get the results that each gets alone.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
@@ -10,7 +10,7 @@ use kvant_models::{Model, PoolOptions, Request, Sampling, Tokenizer, generate};
 const PROMPTS: [&str; 6] =
     ["# Fearless Concurrency", "fn main", "# Examples", "Returns the", "Creates a new `Vec<T>`", "The iterator"];
 
-/// What `generate` gives for the same request.
+/// The result of `generate` for an equal request.
 fn alone(model: &Model, tokenizer: &Tokenizer, prompt: &str, sampling: &Sampling) -> Vec<u32> {
     let pool = model.new_pool(&PoolOptions { codecs: Codec::F32.into(), longest: 256, ..PoolOptions::default() });
     let mut sequence = pool.unwrap().sequence();
@@ -55,7 +55,7 @@ fn a_crowd_gets_what_each_gets_alone() {
     assert_eq!((stats.running, stats.waiting), (0, 0));
 }
 
-/// Steps of one token of each request replay a recorded pass, which also draws if all requests are greedy.
+/// Steps with one token of each request replay a recorded pass, which also samples if all requests are greedy.
 #[test]
 fn recorded_steps_give_the_same_texts() {
     let (model, tokenizer) = (model(), Tokenizer::load(shipped()).unwrap());
@@ -63,7 +63,7 @@ fn recorded_steps_give_the_same_texts() {
     for sampling in [Sampling::default(), warm] {
         let engine = engine(options());
         let submit = |(index, prompt): (usize, &&str)| {
-            // A few with scores, and with different lengths, so that batches shrink.
+            // Some have log probabilities, and lengths differ so that batches shrink.
             let request = request(&engine, prompt).sampling(sampling.clone()).max_tokens(30 - 3 * index);
             let request = if index % 2 == 0 { request.logprobs(2).prompt_logprobs(2) } else { request };
             engine.submit(request).unwrap()
@@ -82,7 +82,7 @@ fn recorded_steps_give_the_same_texts() {
     }
 }
 
-/// The ids of a text, and the ranks of those that have scores.
+/// The ids of a text, and the ranks of the tokens that have log probabilities.
 fn ids_and_ranks(responses: Responses) -> (Vec<u32>, Vec<usize>) {
     let (mut ids, mut ranks) = (Vec::new(), Vec::new());
     for event in responses {
@@ -113,11 +113,11 @@ fn prefixes_are_computed_once() {
     assert_eq!(collect(engine.submit(private).unwrap()).2.usage.cached_tokens, 0);
 }
 
-/// On a batch-invariant device, the same seed gives the same text: with nothing cached, after a prefix that is found in
-/// the cache, in a crowd, with small steps and with drafts.
+/// On a batch-invariant device, one seed always gives one text: without cached tokens, after a cached prefix, in a
+/// batch with others, with small steps and with drafts.
 #[test]
 fn a_seed_gives_one_text_on_a_batch_invariant_device() {
-    // Longer than pages and steps, and no multiple of either.
+    // Longer than pages and steps, and not a multiple of either.
     let prompts: Vec<String> = PROMPTS.iter().map(|prompt| format!("{prompt} and so on, ").repeat(9)).collect();
     let sampling = |seed| Sampling::default().temperature(1.0).seed(seed);
     for codec in [Codec::F16, Codec::tq_centred(4)] {
@@ -136,7 +136,7 @@ fn a_seed_gives_one_text_on_a_batch_invariant_device() {
             let cached = check(index, collect(seeded(&engine, index)), "warm");
             assert!(cached >= 32, "{cached} tokens of the prompt were cached");
         }
-        // Some are cached in part: others share their beginning.
+        // Some prompts are partly cached: others share their beginning.
         let crowded = batch_invariant_engine(options().sequences(5).step_tokens(24));
         let others = prompts
             .iter()
@@ -159,12 +159,12 @@ fn a_seed_gives_one_text_on_a_batch_invariant_device() {
 fn stop_strings_minimum_lengths_and_scores() {
     let engine = engine(options());
     let (ids, text, _) = collect(engine.submit(request(&engine, PROMPTS[0])).unwrap());
-    // The text up to a part of it.
+    // The text up to the stop string, which is part of it.
     let word = text.split_whitespace().nth(2).unwrap().to_string();
     let (_, short, finished) = collect(engine.submit(request(&engine, PROMPTS[0]).stop([word.clone()])).unwrap());
     assert_eq!(finished.reason, FinishReason::StopString(0));
     assert!(text.starts_with(&short) && !short.contains(&word) && short.len() < text.len(), "{short:?} of {text:?}");
-    // Ids that end a text are not drawn before the minimum.
+    // Stop ids are not sampled before the minimum.
     let stopped = request(&engine, PROMPTS[0]).stop_ids(vec![ids[2]]);
     let (got, _, finished) = collect(engine.submit(stopped.clone()).unwrap());
     assert_eq!((got, finished.reason), (ids[..2].to_vec(), FinishReason::StopId(ids[2])));
@@ -205,7 +205,7 @@ fn invalid_requests_name_the_field() {
     assert_eq!(engine.live(), 0);
 }
 
-/// Clients that vanish, also while they wait or while their prompt is computed, leave nothing behind.
+/// Clients that disconnect, even while they wait or while their prompt is computed, release all pages.
 #[test]
 fn clients_that_vanish_free_their_pages() {
     let engine = engine(options().sequences(4).step_tokens(16).prefix_cache(false));
@@ -228,7 +228,7 @@ fn clients_that_vanish_free_their_pages() {
     while engine.live() > 0 {
         std::thread::sleep(Duration::from_millis(5));
     }
-    // One more step, for the counts.
+    // One more step updates the counts.
     collect(engine.submit(request(&engine, PROMPTS[0])).unwrap());
     while engine.stats().pages_used > 0 {
         std::thread::sleep(Duration::from_millis(5));
@@ -264,7 +264,7 @@ fn too_few_pages_preempt_and_do_not_change_texts() {
     println!("{} preemptions, {} of {} bytes", stats.preemptions, stats.pages_used, stats.pages_bytes);
 }
 
-/// The pages of preempted requests move to host memory and back, and are not computed again.
+/// The pages of preempted requests move to host memory and back, and are not recomputed.
 #[test]
 fn host_memory_keeps_preempted_requests() {
     let few = || options().memory(5 << 20).page_tokens(16).sequences(6);
@@ -319,6 +319,6 @@ fn a_closed_engine_leaves_nothing() {
     assert!(engine.submit(request(&engine, PROMPTS[0])).is_ok(), "another handle keeps it");
     drop(other);
     engine.close().unwrap();
-    // Its threads had the tokenizer, too.
+    // The threads owned the tokenizer too.
     assert_eq!(Arc::strong_count(&tokenizer), 1);
 }

@@ -9,7 +9,7 @@ use crate::{
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Grammar};
 use kvant_models::Sampling;
 
-/// A text that repeats itself.
+/// A repetitive text.
 const REPEATS: &str = "# Numbers\n\n- `u8`: an unsigned integer of 8 bits\n- `u16`: an unsigned integer of 16 bits\n\
                        - `u32`: an unsigned integer of 32 bits\n- `u64`: an unsigned integer of 64 bits\n- `u8`: an";
 
@@ -37,7 +37,7 @@ fn requests(engine: &Engine) -> Vec<EngineRequest> {
     all
 }
 
-/// What a request gives: ids, text, how it ends, and its most probable tokens.
+/// The result of a request: ids, text, finish reason, and most probable tokens.
 type Given = (Vec<u32>, String, String, Vec<u32>);
 
 fn given(engine: &Engine) -> Vec<Given> {
@@ -84,7 +84,7 @@ fn texts_are_the_same_with_drafts() {
         }
         let stats = engine.stats();
         println!(
-            "{drafts} drafts: {} of {} right, {} preemptions",
+            "{drafts} drafts: {} of {} accepted, {} preemptions",
             stats.drafts[1], stats.drafts[0], stats.preemptions
         );
         assert!(stats.drafts[1] > 20 && stats.drafts[1] <= stats.drafts[0], "{:?}", stats.drafts);
@@ -92,8 +92,8 @@ fn texts_are_the_same_with_drafts() {
     assert!(kvant_engine::Engine::start(model(), tokenizer(), options().drafts(33)).is_err());
 }
 
-/// Steps that overlap, alone and among those that cannot: requests with penalties, log probabilities and grammars come
-/// and go.
+/// Overlapping steps, alone and mixed with steps that cannot overlap, as requests with penalties, log probabilities and
+/// grammars come and go.
 #[test]
 fn texts_are_the_same_with_overlapping_steps() {
     let without = given(&start(options()));
@@ -103,7 +103,7 @@ fn texts_are_the_same_with_overlapping_steps() {
         (options().memory(6 << 20).page_tokens(16), 20),
         (options().unread(3), 5),
         (options().host_memory(1 << 20).memory(6 << 20), 20),
-        // With so many repetitions nearly every step has drafts, and the next one waits for its result.
+        // In repetitive texts nearly every step has drafts, and the next one waits for its result.
         (options().drafts(4), 0),
         (options().drafts(8).memory(6 << 20).page_tokens(16), 0),
     ] {
@@ -119,7 +119,7 @@ fn texts_are_the_same_with_overlapping_steps() {
     }
 }
 
-/// Only requests that the device draws for: all steps overlap, whatever their batches are.
+/// If the device samples for all requests, all steps overlap, whatever their batches.
 #[test]
 fn plain_requests_overlap_all_the_time() {
     let plain = |engine: &Engine| -> Vec<EngineRequest> {
@@ -138,7 +138,7 @@ fn plain_requests_overlap_all_the_time() {
         all.into_iter().map(collect).map(|(ids, text, finished)| (ids, text, finished.reason)).collect::<Vec<_>>()
     };
     assert_eq!(run(&two), run(&one));
-    // The last token that is dropped is on its way when the last text ends.
+    // The last superfluous token is still being computed when the last text ends.
     let started = Instant::now();
     while two.live() > 0 || two.stats().requests_used > 0 {
         assert!(started.elapsed().as_secs() < 60, "{:?}", two.stats());
@@ -146,10 +146,10 @@ fn plain_requests_overlap_all_the_time() {
     }
     let stats = two.stats();
     assert!(stats.overlapped_steps + 3 > stats.steps && stats.recorded_steps > 10, "{stats:?}");
-    // The pages of requests that have ended are free, also those of tokens that were dropped.
+    // The pages of ended requests are free, including the pages of dropped tokens.
     assert_eq!((stats.running, stats.waiting), (0, 0));
     assert_eq!(stats.generated_tokens, one.stats().generated_tokens);
-    // Steps with drafts start before the result of the one before is known, too. They have rows of recorded passes.
+    // Steps with drafts also start before the previous result is known. They have rows of recorded passes.
     let drafts = start(options().overlap(true).drafts(3));
     assert_eq!(run(&drafts), run(&one));
     let stats = drafts.stats();
@@ -162,7 +162,7 @@ fn tokenizer() -> std::sync::Arc<kvant_models::Tokenizer> {
     std::sync::Arc::new(kvant_models::Tokenizer::load(shipped()).unwrap())
 }
 
-/// Prints tokens a second of a text that repeats itself, and of one that does not:
+/// Prints the tokens per second of a repetitive text, and of another one:
 /// `cargo test --release -p kvant-engine --test requests -- --ignored --nocapture`.
 #[test]
 #[ignore = "measures"]
@@ -179,7 +179,7 @@ fn speed() {
             let rate = ids.len() as f64 / started.elapsed().as_secs_f64();
             let after = engine.stats().drafts;
             println!(
-                "{name}, {drafts} drafts: {rate:.0} tokens/s, {} of {} right",
+                "{name}, {drafts} drafts: {rate:.0} tokens/s, {} of {} accepted",
                 after[1] - before[1],
                 after[0] - before[0]
             );
@@ -205,9 +205,9 @@ fn a_text_continues_its_prompt() {
     assert_eq!(after(&engine, &[2, HELLO], WORLD, &[]), " world world");
     // The first word of a whole text.
     assert_eq!(after(&engine, &[2], WORLD, &[]), "world world");
-    // Stop strings see the space.
+    // Stop strings match the space.
     assert_eq!(after(&engine, &[2, HELLO], WORLD, &[" world"]), "");
     assert_eq!(after(&engine, &[2], WORLD, &[" world"]), "world");
-    // A character whose first three bytes are the prompt's.
+    // A character whose first three bytes are in the prompt.
     assert_eq!(after(&engine, &[2, BYTES + 0xF0, BYTES + 0x9F, BYTES + 0x98], BYTES + 0x80, &[]), "😀\u{fffd}");
 }

@@ -1,5 +1,5 @@
-//! Simulations of the scheduler: any arrivals, cancellations, pauses, preemptions, chunks, drafts and prefix hits leave
-//! every output as it is alone.
+//! Simulations of the scheduler: arrivals, cancellations, pauses, preemptions, chunks, drafts and prefix hits do not
+//! change the output of a request.
 
 mod memory;
 
@@ -44,7 +44,7 @@ struct Load {
     cancelled: usize,
     paused: usize,
     drafted: usize,
-    /// Steps that are planned before the result of the first is known.
+    /// Steps that are planned before the result of the first one is known.
     depth: usize,
     seed: u64,
 }
@@ -65,13 +65,13 @@ const LOAD: Load = Load {
     seed: 1,
 };
 
-/// A request that lives.
+/// A live request.
 struct Live {
     prompt: Vec<u32>,
     max_tokens: usize,
     output: Vec<u32>,
     arrived: u64,
-    /// The step after which it must have ended, if it is never paused and no request of a higher priority comes.
+    /// The step by which it must have ended, if it is never paused and no request of higher priority arrives.
     deadline: u64,
     cancel_at: Option<u64>,
     pause: Option<(u64, u64)>,
@@ -85,22 +85,22 @@ struct Simulation {
     scheduler: Scheduler<Pages>,
     live: HashMap<u64, Live>,
     planned: VecDeque<StepPlan<StepPages>>,
-    /// The tokens that the latest run has drawn.
+    /// The tokens that the latest step has sampled.
     drawn: HashMap<u64, u32>,
     step: u64,
     next: u64,
     ended: usize,
     documents: Vec<Vec<u32>>,
-    /// The work of all requests that have arrived, and how it was after each step.
+    /// The total work of all requests that have arrived, after each step.
     arrived_work: u64,
     work_by_step: Vec<u64>,
     seen: Seen,
 }
 
-/// The steps in which requests of the highest priority overtake one of the lowest: 4 priorities apart.
+/// The steps in which requests of the highest priority can overtake one of the lowest: 4 levels apart.
 const MAX_OVERTAKING: u64 = 4 * NewTask::PATIENCE as u64;
 
-/// What a simulation must have seen to be worth something.
+/// Events that a simulation must have covered to be meaningful.
 #[derive(Debug, Default)]
 struct Seen {
     out_of_pages: usize,
@@ -160,7 +160,7 @@ impl Simulation {
 
     fn arrive(&mut self) {
         let mut count = self.load.arrivals / 100 + usize::from(self.random.chance(self.load.arrivals % 100));
-        // Bursts.
+        // Bursts of requests.
         if self.random.below(200) == 0 {
             count += self.random.below(40);
         }
@@ -168,8 +168,8 @@ impl Simulation {
             let (random, load) = (&mut self.random, &self.load);
             let document = &self.documents[random.below(self.documents.len())];
             let mut prompt = document[..document.len().min(random.below(load.longest_prompt))].to_vec();
-            let most = if random.chance(3) { load.longest_prompt * 4 } else { 20 };
-            let more = 1 + random.below(most);
+            let max = if random.chance(3) { load.longest_prompt * 4 } else { 20 };
+            let more = 1 + random.below(max);
             prompt.extend((0..more).map(|_| random.below(40) as u32));
             let max_tokens = if random.chance(2) { 0 } else { 1 + random.below(load.longest_answer) };
             let priority = if random.chance(10) { random.below(5) as i8 - 2 } else { 0 };
@@ -179,7 +179,7 @@ impl Simulation {
                 _ => Some(Arc::default()),
             };
             let all = prompt.len();
-            // Results of tokens of the prompt: all but the last one, all, or the last one.
+            // Prompt tokens whose results are needed: all except the last, all, or the last.
             let (wanted, max_tokens) = match random.below(12) {
                 0 => (0..all - 1, max_tokens),
                 1 => (0..all, 0),
@@ -194,8 +194,8 @@ impl Simulation {
                 let at = self.step + until(random);
                 (at, at + until(random))
             });
-            // Each step does work for the first request in the order. So a request waits no longer than for the work of
-            // all that can come before it; what was preempted is computed again.
+            // Each step works for the first request in the order. A request therefore waits only for the work of
+            // requests that can precede it; preempted work is repeated.
             let work = |prompt: &[u32], max_tokens: usize| (prompt.len() + 2 * max_tokens) as u64 * 4;
             let before: u64 = self.live.values().map(|live| work(&live.prompt, live.max_tokens)).sum();
             let own = work(&prompt, max_tokens);
@@ -230,7 +230,7 @@ impl Simulation {
         if self.load.drafted > 0 {
             for (&id, live) in &self.live {
                 if self.random.chance(self.load.drafted) {
-                    // Right ones, with an error at times.
+                    // Correct drafts, sometimes with an error.
                     let mut drafts = solo(&live.prompt, live.output.len() + 1 + self.random.below(6));
                     drafts.drain(..live.output.len().min(drafts.len()));
                     if let (true, Some(last)) = (self.random.chance(50), drafts.last_mut()) {
@@ -328,7 +328,7 @@ impl Simulation {
         if !self.step.is_multiple_of(16) {
             return;
         }
-        // Requests that came later and have a higher priority.
+        // Later requests of higher priority.
         let work = |step: u64| self.work_by_step[(step as usize).min(self.work_by_step.len() - 1)];
         let after = |live: &Live| work(live.arrived + MAX_OVERTAKING) - work(live.arrived.saturating_sub(1));
         let late = self.live.iter().find(|(_, live)| live.pause.is_none() && live.deadline + after(live) < self.step);
@@ -346,11 +346,11 @@ fn loads() -> Vec<Load> {
             let load = Load { depth, seed: seed * 7 + depth as u64, ..LOAD };
             loads.extend([
                 load,
-                // Hardly any pages: preemption all the time, and requests that do not fit at all.
+                // Very few pages: constant preemption, and requests that never fit.
                 Load { pages: 24, arrivals: 25, ..load },
-                // Single tokens of prompts.
+                // Prompts are computed in single tokens.
                 Load { step_tokens: 9, arrivals: 25, ..load },
-                // Hardly any load, and one with everything at once.
+                // Very low load, and a load with all features at once.
                 Load { arrivals: 5, ..load },
                 Load { arrivals: 10_000, drafted: 0, ..load },
                 Load { sequences: 1, step_tokens: 64, arrivals: 8, ..load },
@@ -377,7 +377,7 @@ fn simulate(requests: usize) {
     }
     assert!(total.finished > requests / 2 && total.out_of_pages > 0 && total.drafts_right > 1000, "{total:?}");
     assert_eq!(total.max_running, 32);
-    assert!(ahead > 1000 && ahead < total.drafts_right, "{ahead} of {} drafts right at depth 2", total.drafts_right);
+    assert!(ahead > 1000 && ahead < total.drafts_right, "{ahead} of {} drafts accepted at depth 2", total.drafts_right);
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! A storage that counts pages, and a model whose next token is a hash of its prefix.
 //!
-//! A page stores for each position the hash of all tokens up to it, which the model computes from the hash at the
-//! position before. A page that is read after it went to another request, or a prefix that is not the request's own,
-//! therefore changes all tokens that follow.
+//! A page stores, for each position, the hash of all tokens up to it. The model computes it from the hash at the
+//! previous position. A page that is read after it went to another request, or a prefix of another request, therefore
+//! changes all following tokens.
 
 use std::{
     cell::RefCell,
@@ -30,7 +30,7 @@ pub fn next_token(hash: u64) -> u32 {
 /// The token that ends a request.
 pub const STOP: u32 = 0;
 
-/// What a request generates when it is alone.
+/// The output of a request that runs alone.
 pub fn solo(prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     let mut hash = prompt.iter().fold(EMPTY, |hash, &token| extend(hash, token));
     let mut tokens = Vec::new();
@@ -49,11 +49,11 @@ struct Memory {
     hashes: Vec<u64>,
     holds: Vec<u32>,
     free: Vec<u32>,
-    /// Pages by the hash of all tokens up to their end: page, and last use.
+    /// Pages by the hash of all tokens up to their end: page, and time of last use.
     kept: HashMap<u64, (u32, u64)>,
     by_use: BTreeMap<u64, u64>,
     clock: u64,
-    /// Holds of all sequences.
+    /// Number of holds of all sequences.
     held: usize,
 }
 
@@ -111,13 +111,13 @@ pub struct Pages {
     pages: usize,
 }
 
-/// What a step knows of pages.
+/// The pages of a step.
 #[derive(Clone, Debug)]
 pub struct StepPages {
     /// The pages of each row.
     pub lists: Vec<Vec<u32>>,
-    /// The pages that were taken for this step. What they held is lost when the step runs, and no earlier: a step that
-    /// was planned before may still read them.
+    /// The pages allocated for this step. Their old contents are overwritten when the step runs, not before: an earlier
+    /// planned step may still read them.
     taken: Vec<u32>,
 }
 
@@ -149,7 +149,7 @@ impl Pages {
         Pages { memory: Rc::new(RefCell::new(memory)), page_tokens, pages }
     }
 
-    /// Checks that every page is free or held, and counted right.
+    /// Checks that every page is either free or held, and that holds are counted correctly.
     pub fn check(&self) {
         self.memory.borrow().check();
     }
@@ -161,7 +161,7 @@ impl Pages {
         assert_eq!(memory.held, 0);
     }
 
-    /// Runs a step, as a device would: in order, and with the tokens that the step before has drawn.
+    /// Runs a step as a device would: in order, with the tokens that the previous step has sampled.
     pub fn run(&self, plan: &StepPlan<StepPages>, drawn: &HashMap<u64, u32>) -> Vec<(PlanRow, Vec<u32>)> {
         let memory = &mut *self.memory.borrow_mut();
         for &page in &plan.step.taken {
@@ -192,11 +192,11 @@ impl Pages {
     }
 }
 
-/// The result of a row from the tokens drawn after each of its last tokens: drafts that were right, and one more.
+/// The result of a row from the tokens sampled after each of its last tokens: the accepted drafts, and one more.
 pub fn accept(row: &PlanRow, tokens: &[u32], draws: &[u32]) -> RowResult {
     let drafts = &tokens[row.drawn()].get(1..).unwrap_or(&[]);
-    let right = drafts.iter().zip(draws).take_while(|(draft, drawn)| draft == drawn).count();
-    let mut tokens: Vec<u32> = draws.iter().copied().take(right + 1).collect();
+    let accepted = drafts.iter().zip(draws).take_while(|(draft, drawn)| draft == drawn).count();
+    let mut tokens: Vec<u32> = draws.iter().copied().take(accepted + 1).collect();
     if let Some(stop) = tokens.iter().position(|&token| token == STOP) {
         tokens.truncate(stop + 1);
     }

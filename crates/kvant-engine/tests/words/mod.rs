@@ -1,15 +1,15 @@
-//! A small tokenizer, also of the server's tests.
+//! A small tokenizer, shared with the server's tests.
 
 use kvant_models::Tokenizer;
 use serde_json::{Value, json};
 
-/// A tokenizer of SentencePiece's kind for the shipped model's ids: words begin with ▁, which the first word of a text
-/// loses, and all bytes are tokens, with ids that the model finds probable. `▁Hello` is 3, `▁world` 4, byte 0 is 259.
+/// A SentencePiece tokenizer for the shipped model's ids. Words begin with ▁, which the first word of a text loses. All
+/// bytes are tokens, with ids that the model finds probable. `▁Hello` is 3, `▁world` 4, byte 0 is 259.
 pub fn words() -> Tokenizer {
     words_with(&[], &[])
 }
 
-/// [`words`], in which 5 and the ids after it are special tokens, and then tokens of texts.
+/// [`words`] in which the ids from 5 on are special tokens `marks`, followed by tokens of `texts`.
 pub fn words_with(marks: &[&str], texts: &[&str]) -> Tokenizer {
     let mut vocabulary: Vec<String> = ["<pad>", "<eos>", "<bos>", "▁Hello", "▁world"].map(str::to_string).to_vec();
     vocabulary.extend(marks.iter().chain(texts).map(|text| text.replace(' ', "▁")));

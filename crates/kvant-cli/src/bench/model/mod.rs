@@ -1,4 +1,4 @@
-//! `kvant bench model`: what a model reaches on a device, and what the device's memory allows.
+//! `kvant bench model`: measures a model's speed on a device, relative to the device's memory bandwidth.
 
 mod parts;
 mod read;
@@ -23,18 +23,18 @@ pub struct ModelArgs {
     /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
-    /// Lengths of prompts. If any of --prompts, --decode and --sequences is given, only those are measured [default:
-    /// 512,6752, as far as the model allows]
+    /// Lengths of prompts. If any of --prompts, --decode and --sequences is given, only the given ones are measured
+    /// [default: 512,6752, within the model's context]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     prompts: Option<Vec<u32>>,
-    /// Tokens in the cache of one sequence that decodes, the new one included [default: 128,32768, as far as the model
-    /// allows]
+    /// Tokens in the cache of one decoding sequence, including the new one [default: 128,32768, within the model's
+    /// context]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     decode: Option<Vec<u32>>,
-    /// Sequences that decode together [default: 1,8,32]
+    /// Numbers of sequences that decode together [default: 1,8,32]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
     sequences: Option<Vec<u32>>,
-    /// Tokens in the cache of each of --sequences at the first step [default: 2048, as far as the model allows]
+    /// Tokens in the cache of each of --sequences at the first step [default: 2048, within the model's context]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// Cache types [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
@@ -49,34 +49,34 @@ pub struct ModelArgs {
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     seconds: f64,
     /// One JSON object per line: op (read, copy, load, prompt, decode, batch), device, kv, sequences, context,
-    /// us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where it has no meaning
+    /// us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where not applicable
     #[arg(long)]
     json: bool,
 }
 
-/// A line of the result.
+/// A line of results.
 #[derive(Default, Serialize)]
 struct ModelLine {
     op: &'static str,
     device: String,
     kv: Option<String>,
     sequences: Option<usize>,
-    /// Tokens of the prompt, or in the cache of each sequence.
+    /// Tokens of the prompt, or of each sequence in the cache.
     context: Option<usize>,
-    /// The first time, which may compile kernels and allocate memory.
+    /// The time of the first call, which may compile kernels and allocate memory.
     us_first: Option<f64>,
     us_median: f64,
     us_min: f64,
     tokens_per_second: Option<f64>,
-    /// Bytes that must be moved.
+    /// Bytes that the call must move.
     bytes: Option<usize>,
     /// `bytes` per median time, in 1e9 bytes per second.
     gbps: Option<f64>,
-    /// `gbps` as a part of the rate of plain reads.
+    /// `gbps` relative to the rate of plain reads.
     of_read: Option<f64>,
 }
 
-/// Prints lines for people or programs.
+/// Prints lines as text or JSON.
 struct Printout {
     device: Device,
     json: bool,
@@ -144,7 +144,7 @@ pub fn run(args: &ModelArgs) -> Result {
     let device = args.device.open()?;
     let mut report = Printout { device: device.clone(), json: args.json, read_gbps: 0.0 };
     report.heading()?;
-    // Before the model takes the memory.
+    // Measured before the model takes the memory.
     let rates = read::measure(&device, budget)?;
     for (op, timing, bytes) in [("read", &rates.read, rates.read_bytes), ("copy", &rates.copy, rates.copy_bytes)] {
         report.read_gbps = report.read_gbps.max(bytes as f64 / timing.median_us / 1e3);
@@ -175,11 +175,11 @@ pub fn run(args: &ModelArgs) -> Result {
     Ok(())
 }
 
-/// The longest context in which decoding is measured by default.
+/// Maximum context of the default decode cases.
 const DECODE: usize = 32768;
 
 impl ModelArgs {
-    /// The longest text of all cases, or more.
+    /// An upper bound of the tokens of all cases.
     fn longest(&self) -> usize {
         let lists = [&self.prompts, &self.decode];
         let asked = lists.into_iter().flatten().flatten().chain(&self.context).map(|&tokens| tokens as usize);
@@ -187,7 +187,7 @@ impl ModelArgs {
     }
 }
 
-/// What is measured with each cache type.
+/// The cases measured for each cache type.
 struct Cases {
     prompts: Vec<usize>,
     decode: Vec<usize>,
@@ -196,14 +196,14 @@ struct Cases {
 }
 
 impl Cases {
-    /// The cases that are asked for, or the defaults that the model's context allows.
+    /// The requested cases, or the defaults that fit into the model's context.
     fn of(args: &ModelArgs, model: &Model) -> Cases {
         let allowed = model.config().max_position_embeddings.unwrap_or(usize::MAX);
         let asked = [&args.prompts, &args.decode, &args.sequences];
         let is_default = asked.iter().all(|list| list.is_none());
-        let list = |asked: &Option<Vec<u32>>, defaults: &[usize], most: usize| match asked {
+        let list = |asked: &Option<Vec<u32>>, defaults: &[usize], max: usize| match asked {
             Some(asked) => asked.iter().map(|&n| n as usize).collect(),
-            None if is_default => defaults.iter().copied().filter(|&n| n <= most).collect(),
+            None if is_default => defaults.iter().copied().filter(|&n| n <= max).collect(),
             None => Vec::new(),
         };
         let context = 2048.min(allowed.saturating_sub(parts::BATCH_STEPS).max(1));
@@ -216,7 +216,7 @@ impl Cases {
     }
 }
 
-/// A pool for so many sequences of up to `longest` tokens.
+/// Options of a pool for `sequences` sequences of up to `longest` tokens.
 fn pool_options(kv: &Kv, sequences: usize, longest: usize) -> PoolOptions {
     PoolOptions { codecs: kv.codecs.clone(), sequences, longest, ..PoolOptions::default() }
 }

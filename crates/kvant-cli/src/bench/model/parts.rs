@@ -1,4 +1,4 @@
-//! The measurements: prompts, one sequence that decodes, and many.
+//! Measures prompts, a single decoding sequence, and a decoding batch.
 
 use std::time::Duration;
 
@@ -8,9 +8,9 @@ use kvant_models::{BatchDecoder, BlockSpec, Decoder, Logits, Model, PoolOptions,
 use super::{super::timing, ModelLine, Printout, pool_options};
 use crate::{Result, args::Kv, output};
 
-/// Steps of a batch before its sequences get their first length again.
+/// Steps of a batch before its sequences are truncated to their first length.
 pub const BATCH_STEPS: usize = 64;
-/// The most warm runs of a prompt.
+/// Maximum warm runs of a prompt.
 const MAX_PROMPTS: usize = 100;
 
 pub struct Parts<'a> {
@@ -20,7 +20,7 @@ pub struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Feeds a prompt to an empty sequence: the first time, and warm.
+    /// Feeds a prompt to an empty sequence, cold and warm.
     pub fn prompt(&self, kv: &Kv, tokens: usize) -> Result {
         let options = pool_options(kv, 1, tokens);
         if !self.has_room(&options)? {
@@ -42,7 +42,7 @@ impl Parts<'_> {
         })
     }
 
-    /// Decodes one token of one sequence again and again, with the recorded pass that `kvant generate` uses.
+    /// Decodes tokens of one sequence with the recorded pass that `kvant generate` uses.
     pub fn decode(&self, kv: &Kv, context: usize) -> Result {
         let options = pool_options(kv, 1, context);
         if !self.has_room(&options)? {
@@ -81,9 +81,9 @@ impl Parts<'_> {
         }
         let (pool, mut ids) = (self.model.new_pool(&options)?, Ids(3));
         let mut sequences = vec![pool.sequence()];
-        // So that truncation finds the positions that windows have passed.
+        // Keeps the positions that windows have passed, so that truncation finds them.
         sequences[0].hold(BATCH_STEPS);
-        // The last token by itself: the pages that windows have passed go back with the next step.
+        // The last token is fed separately: the next step releases the pages that windows have passed.
         let prompt = ids.take(self.model, context);
         for tokens in [&prompt[..context - 1], &prompt[context - 1..]].into_iter().filter(|tokens| !tokens.is_empty()) {
             self.model.feed(&mut sequences[0], tokens, Logits::Last)?;
@@ -115,7 +115,7 @@ impl Parts<'_> {
             }
         }
         let timing = times.timing();
-        // How many experts a batch reads depends on its tokens.
+        // The number of experts that a batch reads depends on its tokens.
         let is_dense = self.model.decoder().blocks.iter().all(|block| block.feed_forward.moe().is_none());
         let cached = self.cached_bytes(kv, context + BATCH_STEPS / 2)?;
         let bytes = self.model.weight_bytes_per_token().saturating_add(count.saturating_mul(cached));
@@ -131,7 +131,7 @@ impl Parts<'_> {
         })
     }
 
-    /// Bytes of keys and values that a token after `context - 1` others reads.
+    /// Bytes of keys and values that the token at position `context - 1` reads.
     fn cached_bytes(&self, kv: &Kv, context: usize) -> Result<usize> {
         let own = self.model.cache_layers(&kv.codecs)?;
         let read = |(index, block): (usize, &BlockSpec)| {
@@ -143,7 +143,7 @@ impl Parts<'_> {
         Ok(self.model.decoder().blocks.iter().enumerate().map(read).sum())
     }
 
-    /// Whether the device has memory for a pool. If not, the case is skipped, with a note.
+    /// Whether the device has memory for a pool. If not, prints a note that the case is skipped.
     fn has_room(&self, options: &PoolOptions) -> Result<bool> {
         let device = self.model.device();
         device.trim()?;
@@ -160,7 +160,7 @@ impl Parts<'_> {
     }
 }
 
-/// Random token ids, so that tokens take various experts.
+/// Random token ids, which select various experts.
 struct Ids(u64);
 
 impl Ids {

@@ -1,4 +1,4 @@
-//! The rate of plain reads and copies of large buffers.
+//! Measures the rate of plain reads and copies of large buffers.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use kvant::{DType, Device, DeviceKind, Encoder, Tensor, ops};
 use super::super::timing::{self, Timing};
 use crate::Result;
 
-/// Bytes of each of two buffers: together more than the caches of processors.
+/// Bytes of each of two buffers. Together they exceed the caches of processors.
 const BYTES: usize = 384 << 20;
-/// How often a buffer is read or copied in a submission, so that starting it takes no part of the time.
+/// Reads or copies of a buffer in a submission, so that the launch time is negligible.
 const REPEATS: usize = 4;
-/// Submissions before the measurement, and in it at least and at most.
+/// Submissions before the measurement, and minimum and maximum during it.
 const CALLS: (usize, usize, usize) = (1, 3, 1000);
 
 /// The times of one submission, and the bytes that it moves.
@@ -22,19 +22,19 @@ pub struct Rates {
     pub copy_bytes: usize,
 }
 
-/// Columns of the matrix that is read.
+/// Columns of the matrix to read.
 const COLUMNS: usize = 4096;
 
-/// Reads are products of one row with a dense matrix; a copy reads and writes.
+/// Measures reads as products of one row with a dense matrix, and copies.
 pub fn measure(device: &Device, budget: Duration) -> Result<Rates> {
     let free = device.memory().map_or(usize::MAX, |memory| memory.free);
-    // What the device multiplies at the rate of its memory.
+    // A dtype that the device multiplies at the rate of its memory.
     let dtype = if device.kind() == DeviceKind::Cpu { DType::F32 } else { DType::BF16 };
     let rows = (BYTES.min(free / 4) / dtype.size() / COLUMNS).max(1);
     let zeros = || Tensor::zeros(device, dtype, &[rows, COLUMNS]);
     let (a, b) = (zeros()?, zeros()?);
     let (x, out) = (Tensor::zeros(device, dtype, &[1, COLUMNS])?, Tensor::zeros(device, dtype, &[1, rows])?);
-    // A system may give all zeros from one page until they are written.
+    // Until they are written, the system may map all pages of zeros to one page.
     let bytes = vec![0x3e; a.bytes()];
     a.write_bytes(&bytes)?;
     b.write_bytes(&bytes)?;

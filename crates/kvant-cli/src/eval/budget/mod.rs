@@ -1,4 +1,4 @@
-//! `kvant eval --budget`: finds codecs per layer and side under a mean number of bits, and writes them to a file.
+//! `kvant eval --budget`: finds codecs per layer and side within a mean number of bits, and writes them to a file.
 
 mod search;
 
@@ -12,50 +12,50 @@ use self::search::{Assignment, Choice, Found, Phase, Search};
 use super::{EvalLine, cache_type::CacheType, measure::Measurement, progress::Progress, resume::ResumeFile};
 use crate::{Result, args::Kv, output};
 
-/// Caches that advance through the text together.
+/// Maximum caches that are evaluated together.
 const TOGETHER: usize = 8;
 
 #[derive(clap::Args)]
 pub struct BudgetArgs {
-    /// Find a codec for the keys and the values of each layer: the least divergence with at most so many bits per
-    /// number on average, without norms and means. Writes --out, which --kv @FILE reads. Prints it and the best
-    /// type that is the same in all layers, both measured on the first --budget-tokens of the text
+    /// Find a codec for the keys and the values of each layer that minimises the divergence within BITS per number on
+    /// average, without norms and means. Writes --out, which --kv @FILE reads. Prints it and the best uniform type,
+    /// both measured on the first --budget-tokens of the text
     #[arg(long, value_name = "BITS", requires = "out", allow_negative_numbers = true)]
     budget: Option<f64>,
-    /// The file that --budget writes. FILE.part keeps measurements: a search that was stopped continues
+    /// The file that --budget writes. FILE.part keeps measurements, so that an interrupted search continues
     #[arg(long, value_name = "FILE", requires = "budget")]
     out: Option<PathBuf>,
-    /// The tokens that --budget measures with
+    /// Maximum tokens that --budget measures
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(2..))]
     budget_tokens: u32,
 }
 
-/// What the file says.
+/// The contents of the file.
 #[derive(Serialize)]
 struct BudgetFile<'a> {
-    /// For each layer that has its own keys and values.
+    /// One entry for each layer that has its own keys and values.
     layers: Vec<String>,
     /// Bits per number.
     bits: f64,
     kl_mean: f64,
-    /// The text that this was measured with.
+    /// The text that was measured.
     tokens: usize,
     model: &'a str,
 }
 
 impl BudgetArgs {
-    /// The budget in bits and the file, if asked for.
+    /// The budget in bits and the file, if requested.
     pub fn asked(&self) -> Option<(f64, &Path)> {
         self.budget.zip(self.out.as_deref())
     }
 
-    /// The tokens of the text that are used.
+    /// The used tokens of the text.
     pub fn tokens(&self) -> usize {
         self.budget_tokens as usize
     }
 }
 
-/// Finds the codecs among those of `kv`, or all of TurboQuant. `subject` describes model and text.
+/// Selects among the codecs of `kv`, or all of TurboQuant. `subject` describes model and text.
 pub fn run(
     budget: f64,
     out: &Path,
@@ -95,7 +95,7 @@ pub fn run(
     super::lines(&both.collect::<Vec<_>>(), measurement)
 }
 
-/// The codecs to choose from, by their bits.
+/// The candidate codecs, sorted by bits.
 fn codecs(kv: &[CacheType]) -> Result<Vec<Codec>> {
     let mut codecs = Vec::new();
     for kv in kv {
@@ -109,7 +109,7 @@ fn codecs(kv: &[CacheType]) -> Result<Vec<Codec>> {
     }
     codecs.sort_by(|&a, &b| bits(a).total_cmp(&bits(b)));
     if let Some(pair) = codecs.windows(2).find(|pair| bits(pair[0]) == bits(pair[1])) {
-        return Err(format!("--budget: --kv has {} and {}, which have as many bits", pair[0], pair[1]).into());
+        return Err(format!("--budget: --kv has {} and {}, which have equal bits", pair[0], pair[1]).into());
     }
     Ok(codecs)
 }
@@ -122,7 +122,7 @@ fn bits(codec: Codec) -> f64 {
     }
 }
 
-/// Keys and values of the layers of a cache, in turn.
+/// The keys and values of the layers of a cache, alternating.
 struct Sides {
     coordinates: Vec<usize>,
 }
@@ -140,7 +140,7 @@ impl Sides {
     }
 }
 
-/// Measures what the search asks for, unless the file knows it.
+/// Runs the measurements of the search, except the ones already in the file.
 struct Phases<'a> {
     sides: &'a Sides,
     codecs: &'a [Codec],

@@ -1,30 +1,30 @@
-//! The choice of widths: which codec for the keys and the values of each layer.
+//! Chooses a codec for the keys and the values of each layer.
 //!
-//! 1. Each side of each layer is measured alone in every codec, the others exact. Divergences add up roughly, so this
-//!    table predicts that of any choice.
-//! 2. Starting from the widest codecs, the side whose narrowing costs the least divergence per bit is narrowed until
+//! 1. Each side of each layer is measured alone in every codec, with all others exact. Divergences are roughly
+//!    additive, so this table predicts the divergence of any choice.
+//! 2. Starting from the widest codecs, the side whose narrowing costs the smallest divergence per bit is narrowed until
 //!    the budget is met.
-//! 3. The choice, and all uniform ones that fit, are measured. The best is refined: the exchanges that the table
-//!    predicts to help most are measured, and the best is kept, as long as it lowers the divergence.
+//! 3. This choice and all uniform ones within the budget are measured. The best one is refined: the exchanges with the
+//!    largest predicted gain are measured and the best is kept, as long as it lowers the divergence.
 
 use crate::Result;
 
-/// The codec of each side: keys of the first layer, its values, keys of the second, …. `None` is an exact cache.
+/// The codec of each side, in the order keys and values of the first layer, of the second, …. `None` is an exact cache.
 pub type Assignment = Vec<Option<usize>>;
 
-/// Exchanges that are measured at once.
+/// Exchanges that are measured together.
 const TOGETHER: usize = 8;
-/// Measurements of [`TOGETHER`] exchanges without a better one that end the search.
+/// Consecutive measurements of [`TOGETHER`] exchanges without improvement that end the search.
 const PATIENCE: usize = 2;
-/// The most exchanges that are kept.
+/// Maximum exchanges that are kept.
 const MAX_ROUNDS: usize = 16;
 
-/// What is measured.
+/// The subject of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Phase {
     /// One side at a time.
     Sides,
-    /// Choices that fit the budget.
+    /// Choices within the budget.
     Choices,
     /// Exchanges of the best choice so far.
     Exchanges,
@@ -33,17 +33,17 @@ pub enum Phase {
 /// The divergences of some assignments.
 pub type Measure<'a> = dyn FnMut(Phase, &[Assignment]) -> Result<Vec<f64>> + 'a;
 
-/// The question.
+/// The input of the search.
 pub struct Search {
     /// Bits of each codec, rising.
     pub bits: Vec<f64>,
     /// Coordinates per token of each side, as in [`Assignment`].
     pub coordinates: Vec<usize>,
-    /// The most bits per coordinate.
+    /// Maximum mean bits per coordinate.
     pub budget: f64,
 }
 
-/// The answer.
+/// A measured choice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     /// The codec of each side.
@@ -52,17 +52,17 @@ pub struct Choice {
     pub divergence: f64,
 }
 
-/// The best choice, and the best one with the same codecs in all layers.
+/// The best choice, and the best uniform one.
 pub struct Found {
     pub best: Choice,
     pub uniform: Choice,
 }
 
 impl Search {
-    /// Finds the widths.
+    /// Finds the best choice.
     ///
     /// # Errors
-    /// Those of `measure`, and of [`Search::check`].
+    /// As `measure` and [`Search::check`].
     pub fn run(&self, measure: &mut Measure) -> Result<Found> {
         self.check()?;
         let table = self.table(measure)?;
@@ -70,16 +70,16 @@ impl Search {
         let predicted = self.narrow(&table);
         let choices: Vec<Vec<usize>> = uniform.iter().cloned().chain([predicted]).collect();
         let mut measured = self.measure(Phase::Choices, &choices, measure)?;
-        let best = least(&measured);
+        let best = min_divergence(&measured);
         measured.pop();
-        let uniform = least(&measured);
+        let uniform = min_divergence(&measured);
         Ok(Found { best: self.refine(best, &table, measure)?, uniform })
     }
 
-    /// Refuses a budget that no choice meets.
+    /// Rejects a budget that no choice meets.
     pub fn check(&self) -> Result {
         let narrowest = self.bits.first().copied().unwrap_or(f64::NAN);
-        // Also refuses NaN.
+        // This comparison also rejects NaN.
         if self.budget.partial_cmp(&narrowest).is_none_or(|order| order.is_lt()) {
             return Err(format!(
                 "--budget must be at least the narrowest type's {narrowest} bits, got {}",
@@ -104,7 +104,8 @@ impl Search {
         self.coordinates.len()
     }
 
-    /// The divergence of each side alone in each codec. It rises as codecs get narrower: what noise hides is filled in.
+    /// Measures the divergence of each side alone in each codec. Made monotonic: a narrower codec never has a smaller
+    /// divergence.
     fn table(&self, measure: &mut Measure) -> Result<Vec<Vec<f64>>> {
         let alone = |side: usize, codec: usize| {
             let mut assignment = vec![None; self.sides()];
@@ -122,7 +123,7 @@ impl Search {
         Ok(table)
     }
 
-    /// The pairs of codecs, the same in all layers, of which neither could be wider.
+    /// The maximal uniform pairs of codecs: widening either side would exceed the budget.
     fn uniform(&self) -> Vec<Vec<usize>> {
         let pair = |k, v| (0..self.sides()).map(|side| if side % 2 == 0 { k } else { v }).collect::<Vec<usize>>();
         let fits = |k: usize, v: usize| k < self.bits.len() && v < self.bits.len() && self.fits(&pair(k, v));
@@ -130,7 +131,7 @@ impl Search {
         pairs.filter(|&(k, v)| fits(k, v) && !fits(k + 1, v) && !fits(k, v + 1)).map(|(k, v)| pair(k, v)).collect()
     }
 
-    /// Narrows sides from the widest codecs until the budget is met, then widens where there is room.
+    /// Narrows sides from the widest codecs until the budget is met, then widens sides if the budget allows.
     fn narrow(&self, table: &[Vec<f64>]) -> Vec<usize> {
         let mut widths = vec![self.bits.len() - 1; self.sides()];
         while !self.fits(&widths) {
@@ -148,8 +149,8 @@ impl Search {
         widths
     }
 
-    /// The choices that differ in one wider side, and in one narrower side if they would not fit otherwise; with the
-    /// predicted change of the divergence, the best first.
+    /// Choices with one wider side and, if the budget requires it, one narrower side, with the predicted change of the
+    /// divergence; best first.
     fn exchanges(&self, widths: &[usize], table: &[Vec<f64>]) -> Vec<(f64, Vec<usize>)> {
         let change = |to: &[usize]| -> f64 {
             (0..self.sides()).map(|side| table[side][to[side]] - table[side][widths[side]]).sum()
@@ -184,9 +185,9 @@ impl Search {
             let mut better = None;
             for some in new.chunks(TOGETHER).take(PATIENCE) {
                 seen.extend(some.iter().cloned());
-                let least = least(&self.measure(Phase::Exchanges, some, measure)?);
-                if least.divergence < best.divergence {
-                    better = Some(least);
+                let candidate = min_divergence(&self.measure(Phase::Exchanges, some, measure)?);
+                if candidate.divergence < best.divergence {
+                    better = Some(candidate);
                     break;
                 }
             }
@@ -204,10 +205,10 @@ impl Search {
     }
 }
 
-/// The choice of the least divergence; the first of equal ones. There is at least one.
-fn least(choices: &[Choice]) -> Choice {
-    let least = choices.iter().min_by(|a, b| a.divergence.total_cmp(&b.divergence));
-    least.expect("the narrowest codecs fit").clone()
+/// The choice with the smallest divergence; the first among equal ones. `choices` is not empty.
+fn min_divergence(choices: &[Choice]) -> Choice {
+    let min = choices.iter().min_by(|a, b| a.divergence.total_cmp(&b.divergence));
+    min.expect("the narrowest codecs fit").clone()
 }
 
 #[cfg(test)]
@@ -216,7 +217,7 @@ mod tests {
 
     const BITS: [f64; 6] = [2.0, 3.0, 4.0, 5.0, 6.0, 8.0];
 
-    /// Each bit divides the divergence of a side by four; sides interact a little.
+    /// Each bit divides the divergence of a side by four; sides interact weakly.
     fn divergence(sensitivity: &[f64], assignment: &Assignment) -> f64 {
         let of_side =
             |(codec, scale): (&Option<usize>, &f64)| codec.map_or(0.0, |codec| scale * 0.25f64.powf(BITS[codec]));
@@ -228,7 +229,7 @@ mod tests {
         search.run(&mut |_, all| Ok(all.iter().map(|one| divergence(sensitivity, one)).collect())).unwrap()
     }
 
-    /// The least divergence of all choices that fit.
+    /// The minimum divergence over all choices within the budget.
     fn exhaustive(search: &Search, sensitivity: &[f64]) -> f64 {
         let sides = search.sides() as u32;
         let choice = |number: usize| (0..sides).map(|i| number / 6usize.pow(i) % 6).collect::<Vec<_>>();
@@ -247,8 +248,8 @@ mod tests {
             let search = Search { bits: BITS.to_vec(), coordinates, budget };
             let found = run(&search, &sensitivity);
             assert!(search.fits(&found.best.widths), "{budget}: {found:?}", found = found.best);
-            let (best, least) = (found.best.divergence, exhaustive(&search, &sensitivity));
-            assert!(best <= 1.1 * least, "{seed}, {budget}: {best:e} instead of {least:e}");
+            let (best, min) = (found.best.divergence, exhaustive(&search, &sensitivity));
+            assert!(best <= 1.1 * min, "{seed}, {budget}: {best:e} instead of {min:e}");
             assert!(best <= found.uniform.divergence);
         }
     }

@@ -1,6 +1,6 @@
-//! Rounding to small floats.
+//! Rounds to small floating-point formats.
 
-/// Rounds to a float with so many bits of mantissa and this least exponent of normal numbers; ties to even.
+/// Rounds to a float with `mantissa` bits of mantissa and the minimum exponent `min_exponent`; ties to even.
 fn round(x: f64, mantissa: i32, min_exponent: i32) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;
@@ -10,18 +10,18 @@ fn round(x: f64, mantissa: i32, min_exponent: i32) -> f64 {
     (x / step).round_ties_even() * step
 }
 
-/// To f16. Overflows to infinity.
+/// Rounds to f16. Overflows to infinity.
 pub fn f16(x: f64) -> f64 {
     let rounded = round(x, 10, -14);
     if rounded.abs() > 65504.0 { f64::INFINITY.copysign(x) } else { rounded }
 }
 
-/// To e4m3. Saturates.
+/// Rounds to e4m3. Saturates.
 pub fn e4m3(x: f64) -> f64 {
     round(x, 3, -6).clamp(-448.0, 448.0)
 }
 
-/// To e2m1. Saturates.
+/// Rounds to e2m1. Saturates.
 pub fn e2m1(x: f64) -> f64 {
     round(x, 1, 0).clamp(-6.0, 6.0)
 }

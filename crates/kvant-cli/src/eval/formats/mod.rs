@@ -1,7 +1,7 @@
-//! Formats of other software, as references in f64: the numbers that are read after a vector was stored.
+//! Cache formats of other software as f64 references: they return the numbers that are read after a vector was stored.
 //!
-//! `tools/codec_study.py` has the same formats and checks them against the packages `gguf` and `mlx`; a test here
-//! compares with what it wrote.
+//! `tools/codec_study.py` implements these formats too, and checks them against the packages `gguf` and `mlx`. A test
+//! here compares with its output.
 
 mod blocks;
 mod floats;
@@ -13,36 +13,36 @@ use std::{fmt, str::FromStr};
 use kvant::ops::KvSide;
 use rayon::prelude::*;
 
-/// A format for the vectors of a cache. Vectors are cut into blocks, each of which is stored alone.
+/// A format for the vectors of a cache. Vectors are divided into blocks, which are stored independently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {
     kind: Kind,
-    /// Whether vectors are rotated before, as llama.cpp does: keys by a Hadamard matrix of all coordinates, values by
+    /// Whether vectors are rotated first, as llama.cpp does: keys by a Hadamard matrix of all coordinates, values by
     /// one of 64.
     rotated: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// llama.cpp's: 32 numbers of 8 bits with a scale in f16.
+    /// llama.cpp: 32 8-bit numbers with an f16 scale.
     Q8_0,
-    /// llama.cpp's: 32 numbers of 4 bits with a scale in f16.
+    /// llama.cpp: 32 4-bit numbers with an f16 scale.
     Q4_0,
-    /// llama.cpp's: 32 indices of a table of 16 numbers, with a scale in f16.
+    /// llama.cpp: 32 indices into a table of 16 numbers, with an f16 scale.
     Iq4Nl,
-    /// MLX's affine format: 64 numbers of 4 bits with scale and bias in f16.
+    /// MLX's affine format: 64 4-bit numbers with scale and bias in f16.
     Mlx4,
-    /// Floats of 8 bits (e4m3), without a scale: beyond 448 they saturate.
+    /// 8-bit floats (e4m3) without a scale, which saturate at 448.
     Fp8,
-    /// 16 floats of 4 bits (e2m1) with a scale in fp8 (e4m3), without a scale of the tensor.
+    /// 16 4-bit floats (e2m1) with an fp8 (e4m3) scale, without a scale of the tensor.
     Nvfp4,
     /// KIVI with this number of bits: 32 numbers of a channel (keys) or of a token (values) with scale and zero point.
     Kivi(u32),
-    /// KVarN with this number of bits: a rotated tile of 128 tokens with factors of its rows and columns.
+    /// KVarN with this number of bits: a rotated tile of 128 tokens with row and column factors.
     Kvarn(u32),
 }
 
-/// The formats by name, with those that the name can have `-rot` after.
+/// The formats by name, and whether the suffix `-rot` is allowed.
 const NAMES: [(&str, Kind, bool); 10] = [
     ("q8_0", Kind::Q8_0, true),
     ("q4_0", Kind::Q4_0, true),
@@ -57,7 +57,7 @@ const NAMES: [(&str, Kind, bool); 10] = [
 ];
 
 impl Format {
-    /// Those that a report compares with.
+    /// The formats in the comparison of a report.
     pub const PEERS: [Format; 8] = [
         Format { kind: Kind::Q8_0, rotated: true },
         Format { kind: Kind::Fp8, rotated: false },
@@ -69,9 +69,9 @@ impl Format {
         Format { kind: Kind::Kvarn(4), rotated: false },
     ];
 
-    /// Bits of a number of a stored vector, with all scales.
+    /// Bits per number of a stored vector, including all scales.
     pub fn bits(self, side: KvSide, head_dim: usize) -> f64 {
-        // Numbers of 16 bits that a row and a column of KVarN's tile have.
+        // KVarN's tile stores 16-bit numbers for each row and column.
         let (of_row, of_column) = (2.0 * 16.0, 16.0);
         let (tile, dim) = (tiles::TILE as f64, head_dim as f64);
         match (self.kind, side) {
@@ -84,12 +84,12 @@ impl Format {
         }
     }
 
-    /// The positions that are stored together, for formats with tiles. A token sees its own tile exactly.
+    /// Positions of a tile, for formats with tiles. A token sees its own tile exactly.
     pub fn tile(self) -> Option<usize> {
         matches!(self.kind, Kind::Kivi(_) | Kind::Kvarn(_)).then_some(tiles::TILE)
     }
 
-    /// Numbers of a vector that a block has.
+    /// Numbers of a vector per block.
     fn block(self) -> usize {
         match self.kind {
             Kind::Q8_0 | Kind::Q4_0 | Kind::Iq4Nl | Kind::Kivi(_) => 32,
@@ -99,14 +99,14 @@ impl Format {
         }
     }
 
-    /// Whether the format stores vectors of this size: whole blocks.
-    pub fn takes(self, head_dim: usize) -> bool {
+    /// Whether the format supports vectors of this size: whole blocks.
+    pub fn supports(self, head_dim: usize) -> bool {
         head_dim.is_multiple_of(self.block())
     }
 
-    /// Replaces vectors, `[positions, heads, head_dim]`, by their stored form. A format with tiles stores whole ones,
-    /// and leaves positions after the last one as they are. A block with a number that is not finite becomes
-    /// anything but finite numbers of others.
+    /// Replaces vectors, `[positions, heads, head_dim]`, by their stored values. A format with tiles stores only
+    /// complete tiles; the remaining positions are unchanged. A block with a number that is not finite never becomes
+    /// finite numbers of another block.
     pub fn store(self, side: KvSide, heads: usize, head_dim: usize, vectors: &mut [f64]) {
         match self.tile() {
             None => vectors
@@ -193,7 +193,8 @@ mod tests {
         }
     }
 
-    /// Vectors that `tools/codec_study.py --golden` stored with `gguf` and `mlx` where these have the format.
+    /// Compares with vectors that `tools/codec_study.py --golden` stored with `gguf` and `mlx` if they support the
+    /// format.
     #[test]
     fn formats_store_what_their_software_stores() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/formats.json");
@@ -215,9 +216,9 @@ mod tests {
                 let mut got = x.clone();
                 format.store(side, 1, dim, &mut got);
                 let want = numbers(&stored[&key]);
-                let largest = want.iter().fold(0f64, |most, x| most.max(x.abs()));
+                let largest = want.iter().fold(0f64, |max, x| max.max(x.abs()));
                 for (at, (got, want)) in got.iter().zip(&want).enumerate() {
-                    // The packages compute in f32: rounding of sums.
+                    // The packages compute in f32: the tolerance covers rounding of sums.
                     assert!((got - want).abs() <= 2e-6 * largest, "{key}: {got}, not {want}, at {at}");
                 }
             }
@@ -225,13 +226,13 @@ mod tests {
         assert_eq!(stored.len(), 12);
     }
 
-    /// Tiles as `tools/codec_study.py` stores them; the file has every 41st number. Heads do not mix.
+    /// Tiles as stored by `tools/codec_study.py`; the file has every 41st number. Heads are independent.
     #[test]
     fn tiles_are_those_of_the_study() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/tiles.json");
         let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let (heads, dim, positions) = (2, 64, 256);
-        // As `tile_numbers` of the study.
+        // Equals `tile_numbers` in the study.
         let x = |position: usize, head: usize, i: usize| {
             let (p, h, i) = (position as f64, head as f64, i as f64);
             (1.0 + p * 0.7 + i * i * 0.3 + h).sin() * (1.0 + i % 5.0) + (i % 7.0 - 3.0) + (p / 19.0).cos()
@@ -269,7 +270,13 @@ mod tests {
 
     #[test]
     fn vectors_are_whole_blocks() {
-        let takes = |name: &str, dim| name.parse::<Format>().unwrap().takes(dim);
-        assert!(takes("q8_0", 96) && !takes("q8_0", 80) && !takes("mlx4", 96) && takes("fp8", 7) && takes("nvfp4", 80));
+        let supports = |name: &str, dim| name.parse::<Format>().unwrap().supports(dim);
+        assert!(
+            supports("q8_0", 96)
+                && !supports("q8_0", 80)
+                && !supports("mlx4", 96)
+                && supports("fp8", 7)
+                && supports("nvfp4", 80)
+        );
     }
 }

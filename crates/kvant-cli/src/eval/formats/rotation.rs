@@ -1,7 +1,7 @@
 //! The Hadamard rotation, without signs.
 
 /// Rotates vectors of `dim` coordinates in place, in blocks of `block` coordinates, or of the largest power of two that
-/// divides `dim` if that is smaller. It is its own inverse.
+/// divides `dim` if that is smaller. The rotation is its own inverse.
 pub fn rotate(vectors: &mut [f64], dim: usize, block: usize) {
     let block = block.min(1 << dim.trailing_zeros());
     for x in vectors.chunks_exact_mut(block) {
@@ -34,7 +34,7 @@ mod tests {
             rotate(&mut y, dim, block);
             assert!(x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 1e-12));
         }
-        // Row 1 of the matrix of 4: + − + −.
+        // Row 1 of the 4 × 4 matrix: + − + −.
         let mut y = [0.0, 1.0, 0.0, 0.0];
         rotate(&mut y, 4, 4);
         assert_eq!(y, [0.5, -0.5, 0.5, -0.5]);

@@ -4,28 +4,28 @@ use super::{floats::f16, rotation};
 
 /// Positions of a tile.
 pub const TILE: usize = 128;
-/// Numbers of KIVI that share a scale and a zero point.
+/// Numbers in KIVI that share a scale and a zero point.
 const GROUP: usize = 32;
 /// Passes in which KVarN balances rows and columns.
 const PASSES: usize = 16;
 
-/// KIVI: groups of a coordinate at 32 positions for keys, of 32 coordinates of a vector for values. Each is stored as
-/// integers between its least and greatest number.
+/// KIVI: groups of one coordinate at 32 positions for keys, of 32 coordinates of a vector for values. Each group is
+/// stored as integers between its minimum and maximum.
 pub fn kivi(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
     let mut group = [0.0; GROUP];
     for first in 0..tile.len() / GROUP {
-        // The index of the first number of a group, and the distance between its numbers.
+        // The index of the first number of a group, and the stride between its numbers.
         let (start, step) = if is_keys { (first / dim * GROUP * dim + first % dim, dim) } else { (first * GROUP, 1) };
         group.iter_mut().enumerate().for_each(|(i, x)| *x = tile[start + i * step]);
-        let (least, scale) = range(&group, bits, 1e-8);
+        let (min, scale) = range(&group, bits, 1e-8);
         for (i, &x) in group.iter().enumerate() {
-            tile[start + i * step] = code(x, least, scale, bits) * f16(scale) + f16(least);
+            tile[start + i * step] = code(x, min, scale, bits) * f16(scale) + f16(min);
         }
     }
 }
 
-/// KVarN: rotated vectors, whose rows and columns are divided by factors that make their deviations alike. Each row is
-/// stored as integers between its least and greatest number. Rows are coordinates for keys, positions for values.
+/// KVarN: rotated vectors whose rows and columns are divided by factors that equalise their deviations. Each row is
+/// stored as integers between its minimum and maximum. Rows are coordinates for keys, positions for values.
 pub fn kvarn(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
     rotation::rotate(tile, dim, dim);
     let mut matrix = Tile::new(tile, dim);
@@ -35,10 +35,10 @@ pub fn kvarn(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
     let (of_rows, of_columns) = matrix.balance();
     for (row, of_row) in of_rows.iter().enumerate() {
         let numbers: Vec<f64> = matrix.row(row).iter().zip(&of_columns).map(|(x, c)| x / c / of_row).collect();
-        let (least, scale) = range(&numbers, bits, 1e-10);
-        let (stored_scale, stored_min) = (f16(of_row * scale), f16(of_row * least));
+        let (min, scale) = range(&numbers, bits, 1e-10);
+        let (stored_scale, stored_min) = (f16(of_row * scale), f16(of_row * min));
         for ((to, x), of_column) in matrix.row_mut(row).iter_mut().zip(numbers).zip(&of_columns) {
-            *to = (code(x, least, scale, bits) * stored_scale + stored_min) * f16(*of_column);
+            *to = (code(x, min, scale, bits) * stored_scale + stored_min) * f16(*of_column);
         }
     }
     if is_keys {
@@ -48,14 +48,14 @@ pub fn kvarn(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
     rotation::rotate(tile, dim, dim);
 }
 
-/// The least number, and the distance of the integers between it and the greatest.
+/// The minimum, and the step of the integers between minimum and maximum.
 fn range(numbers: &[f64], bits: u32, min_scale: f64) -> (f64, f64) {
     let bounds = numbers.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), &x| (a.min(x), b.max(x)));
     (bounds.0, ((bounds.1 - bounds.0) / levels(bits)).max(min_scale))
 }
 
-fn code(x: f64, least: f64, scale: f64, bits: u32) -> f64 {
-    ((x - least) / scale).round_ties_even().clamp(0.0, levels(bits))
+fn code(x: f64, min: f64, scale: f64, bits: u32) -> f64 {
+    ((x - min) / scale).round_ties_even().clamp(0.0, levels(bits))
 }
 
 fn levels(bits: u32) -> f64 {
@@ -90,7 +90,7 @@ impl Tile {
         Tile { numbers, columns: rows }
     }
 
-    /// The numbers divided by a factor of their row and one of their column.
+    /// Divides the numbers by the factors of their row and column.
     fn scaled(&self, of_rows: &[f64], of_columns: &[f64]) -> Tile {
         let at = |i: usize| self.numbers[i] / of_columns[i % self.columns] / of_rows[i / self.columns];
         Tile { numbers: (0..self.numbers.len()).map(at).collect(), columns: self.columns }
@@ -105,12 +105,12 @@ impl Tile {
         (0..self.rows()).map(|row| deviation(self.row(row))).collect()
     }
 
-    /// The factors of rows and columns: those of the pass after which deviations differ least.
+    /// The factors of rows and columns from the pass with the smallest imbalance.
     fn balance(&self) -> (Vec<f64>, Vec<f64>) {
         let mut logs = [vec![0.0; self.rows()], vec![0.0; self.columns]];
         let factors = |logs: &[f64]| logs.iter().map(|log| log.exp()).collect::<Vec<f64>>();
         let mut best = (factors(&logs[0]), factors(&logs[1]));
-        let mut least = self.imbalance();
+        let mut min = self.imbalance();
         for _ in 0..PASSES {
             for side in [1, 0] {
                 let now = self.scaled(&factors(&logs[0]), &factors(&logs[1]));
@@ -121,14 +121,14 @@ impl Tile {
             }
             let (of_rows, of_columns) = (factors(&logs[0]), factors(&logs[1]));
             let imbalance = self.scaled(&of_rows, &of_columns).imbalance();
-            if imbalance <= least {
-                (least, best) = (imbalance, (of_rows, of_columns));
+            if imbalance <= min {
+                (min, best) = (imbalance, (of_rows, of_columns));
             }
         }
         best
     }
 
-    /// The ratio of the greatest to the least deviation of rows, and that of columns, added.
+    /// The ratio of the maximum to the minimum deviation, summed over rows and columns.
     fn imbalance(&self) -> f64 {
         let ratio = |deviations: Vec<f64>| {
             let greatest = deviations.iter().copied().fold(0.0, f64::max);

@@ -4,25 +4,25 @@ use kvant_models::Tokenizer;
 
 use crate::Result;
 
-/// Needles in a context, and pass keys.
+/// Needles per context, and pass keys per context.
 pub const DEPTHS: usize = 8;
 /// Tokens of a needle.
 const NEEDLE: usize = 32;
-/// Tokens of a needle that are fed again before the rest is predicted.
+/// Tokens of a needle that are repeated as a cue before the rest is predicted.
 const CUE: usize = 16;
 /// Tokens of all needles.
 const NEEDLES: usize = DEPTHS * NEEDLE;
-/// All contexts together have at most these tokens, if one alone has not more.
+/// Maximum tokens of all contexts together, unless a single one is longer.
 const TOKENS: usize = 16384;
 const MAX_CONTEXTS: usize = 8;
-/// Who has a pass key. One for each depth.
+/// The owners of pass keys, one per depth.
 const NAMES: [&str; DEPTHS] = ["Anna", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry"];
 
-/// A passage that a context has, and what is fed after the context.
+/// A passage in a context, and the tokens that are fed after the context.
 #[derive(Clone, Debug)]
 pub struct Planted {
     pub passage: Vec<u32>,
-    /// The beginning of the passage, or of its part that is asked for: a cue and its rest.
+    /// The queried part of the passage: a cue, and the rest to predict.
     pub asked: Vec<u32>,
     /// Tokens of the cue.
     pub cue: usize,
@@ -31,7 +31,7 @@ pub struct Planted {
 #[derive(Debug)]
 pub struct Context {
     pub without: Vec<u32>,
-    /// With the planted passages.
+    /// The text including the planted passages.
     pub text: Vec<u32>,
     /// In the order of their depths.
     pub needles: Vec<Planted>,
@@ -39,13 +39,13 @@ pub struct Context {
     pub pass_keys: Vec<Planted>,
 }
 
-/// The share of the text before each needle.
+/// The fraction of the text before each needle.
 pub fn depths() -> Vec<f64> {
     (0..DEPTHS).map(|depth| (depth as f64 + 0.5) / DEPTHS as f64).collect()
 }
 
-/// Contexts from a text that have, with what is fed after them, at most `tokens` tokens, and no more than the text.
-/// There are none if needles would be a large part of them.
+/// Makes contexts from a text. Each has at most `tokens` tokens, including the queries after it, and is not longer than
+/// the text. Returns none if needles would be a large part of a context.
 pub fn contexts(tokens: usize, text: &[u32], tokenizer: Option<&Tokenizer>) -> Result<Vec<Context>> {
     let keys: Vec<Vec<Planted>> = match tokenizer {
         Some(tokenizer) => (0..MAX_CONTEXTS).map(|context| pass_keys(context, tokenizer)).collect::<Result<_>>()?,
@@ -84,7 +84,7 @@ fn context(text: &[u32], passages: &[u32], pass_keys: Vec<Planted>) -> Context {
     Context { without: text.to_vec(), text: planted, needles, pass_keys }
 }
 
-/// The pass keys of a context, whose number selects the digits.
+/// The pass keys of a context. Its index selects the digits.
 fn pass_keys(context: usize, tokenizer: &Tokenizer) -> Result<Vec<Planted>> {
     let key = |(index, name): (usize, &&str)| {
         let encode = |text: &str| tokenizer.encode(text, false);
@@ -96,7 +96,7 @@ fn pass_keys(context: usize, tokenizer: &Tokenizer) -> Result<Vec<Planted>> {
     NAMES.iter().enumerate().map(key).collect()
 }
 
-/// Five digits without a pattern: all numbers differ.
+/// Five digits without a pattern; all numbers differ.
 fn digits(index: usize) -> usize {
     10_000 + (31_337 + index * 56_891) % 90_000
 }

@@ -1,12 +1,12 @@
-//! A retrieval test: how probable a model finds the rest of a needle in a long text, and whether it finds pass keys.
+//! A retrieval test: the probability of planted needles in a long text, and whether pass keys are found.
 //!
-//! A needle is a passage from the end of the text, which is not in the context otherwise. The context has a needle at
-//! each of several depths. After it, the first half of a needle is fed again: the number is the mean probability of the
-//! tokens of its second half, each after the true ones before it. Without the needles, the same number shows how much a
-//! model knows without retrieval.
+//! A needle is a passage from the end of the text, which the context does not contain otherwise. The context has a
+//! needle at each of several depths. After the context, the first half of a needle is repeated. The result is the mean
+//! probability of the tokens of its second half, each after the correct preceding ones. The probability in contexts
+//! without needles shows how much of it does not depend on retrieval.
 //!
-//! A pass key is a number of five digits that the context gives a person. After it, the beginning of that sentence is
-//! fed again: the key is found if a greedy answer is the key.
+//! A pass key is a number of five digits that a sentence in the context assigns to a person. After the context, the
+//! beginning of that sentence is repeated: the key is found if the greedy continuation equals it.
 
 mod contexts;
 
@@ -31,9 +31,9 @@ const STEP: usize = 256;
 #[derive(clap::Args)]
 pub struct NeedleArgs {
     /// Look for needles and pass keys in contexts of these lengths, up to the model's. A needle is a passage of 32
-    /// tokens; its first half is repeated at the end, and the number is the mean probability of its other half. A pass
-    /// key is a number of five digits; it is found if the greedy answer is that number. With --report, a part of the
-    /// report [default: none; with --report the longest context that the model was made for, or the text if that is
+    /// tokens; its first half is repeated at the end, and the result is the mean probability of its second half. A pass
+    /// key is a number of five digits; it is found if the greedy answer is that number. With --report, also a section
+    /// of the report [default: none; with --report the context that the model was made for, or the text if that is
     /// shorter]
     #[arg(long, value_name = "N,…", value_delimiter = ',', conflicts_with = "budget",
         value_parser = clap::value_parser!(u32).range(1..))]
@@ -46,12 +46,12 @@ impl NeedleArgs {
         !self.needle_tokens.is_empty()
     }
 
-    /// The longest context.
+    /// Maximum length of a context.
     pub fn longest(&self) -> usize {
         self.needle_tokens.iter().max().map_or(0, |&tokens| tokens as usize)
     }
 
-    /// The needles of all lengths that the text is long enough for, or of the longest that the model was made for.
+    /// The needles of all lengths that fit into the text, or of the maximum length that the model was made for.
     pub fn needles<'a>(
         &self,
         measurement: &'a Measurement<'a>,
@@ -70,7 +70,7 @@ impl NeedleArgs {
         for tokens in if lengths.is_empty() { vec![made_for] } else { lengths } {
             let contexts = contexts::contexts(tokens, &text, tokenizer)?;
             let needles = Needles { contexts, measurement };
-            // Contexts are no longer than the text.
+            // Contexts are not longer than the text.
             if needles.context() > 0 && all.iter().all(|other| other.context() != needles.context()) {
                 all.push(needles);
             }
@@ -79,16 +79,16 @@ impl NeedleArgs {
     }
 }
 
-/// Contexts of a length with needles.
+/// Contexts of one length with needles.
 pub struct Needles<'a> {
     contexts: Vec<Context>,
     measurement: &'a Measurement<'a>,
 }
 
-/// The needles and pass keys that a cache type finds.
+/// The needles and pass keys that a cache type retrieves.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Retrieved {
-    /// The mean probability of a needle's rest, by depth.
+    /// The mean probability of a needle's second half, by depth.
     pub probabilities: Vec<f64>,
     /// `None` without a tokenizer.
     pub pass_keys: Option<PassKeys>,
@@ -96,9 +96,9 @@ pub struct Retrieved {
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PassKeys {
-    /// The number of keys that greedy answers have, by depth.
+    /// Number of keys that greedy answers match, by depth.
     pub found: Vec<usize>,
-    /// The number of keys at each depth.
+    /// Number of keys at each depth.
     pub of: usize,
 }
 
@@ -106,11 +106,11 @@ pub struct PassKeys {
 #[derive(Serialize)]
 pub struct NeedleLine {
     kv: String,
-    /// Tokens before a cue.
+    /// Tokens before the cue.
     context_tokens: usize,
     /// Mean over all needles.
     needle_probability: f64,
-    /// Of the depth with the least.
+    /// Minimum over the depths.
     needle_probability_min: f64,
     /// `None` without a tokenizer.
     pass_keys_found: Option<usize>,
@@ -127,18 +127,18 @@ impl Needles<'_> {
         self.contexts.iter().map(of).sum()
     }
 
-    /// Tokens before a cue.
+    /// Tokens before the cue.
     pub fn context(&self) -> usize {
         self.contexts.first().map_or(0, |context| context.text.len())
     }
 
-    /// Asks for all needles and pass keys with a cache type; or for the same where the contexts are without them.
+    /// Queries all needles and pass keys with a cache type. If not `planted`, the contexts do not contain them.
     pub fn measure(&self, kv: &CacheType, planted: bool, progress: &mut Progress) -> Result<Retrieved> {
         let Measurement { model, page_tokens, .. } = *self.measurement;
         let planted_at = |context: &Context| context.needles.iter().chain(&context.pass_keys).cloned().collect();
         let all: Vec<Vec<Planted>> = self.contexts.iter().map(planted_at).collect();
         let asked = all.iter().flatten().map(|planted| planted.asked.len()).max().unwrap_or(0);
-        // Of a fork, the last page is copied, and it may get another one. A tile may be written anew.
+        // Forking copies the last page, and may allocate another one. A tile may be written again.
         let longest = self.context() + asked + 2 * page_tokens + kv.format().and_then(Format::tile).unwrap_or(0);
         let pool = sequence::pool(kv, model, 1, longest, page_tokens)?;
         let mut probabilities = vec![0.0; DEPTHS];
@@ -161,7 +161,7 @@ impl Needles<'_> {
         Ok(Retrieved { probabilities, pass_keys: (keys.of > 0).then_some(keys) })
     }
 
-    /// Feeds a cue and its rest after a context, and returns the result of [`compare`].
+    /// Feeds a cue and the rest after a context. Returns the result of [`compare`].
     fn ask(&self, context: &CacheSequence, planted: &Planted, progress: &mut Progress) -> Result<(f64, bool)> {
         let Measurement { model, .. } = *self.measurement;
         let asked = &planted.asked;
@@ -171,8 +171,8 @@ impl Needles<'_> {
     }
 }
 
-/// The mean probability of tokens after the first `skip`, and whether each of them is the most probable one. `logits`
-/// has a row for each token.
+/// The mean probability of the tokens after the first `skip`, and whether each of them is the most probable token.
+/// `logits` has one row per token.
 fn compare(logits: &[f32], tokens: &[u32], skip: usize) -> (f64, bool) {
     let rows = logits.chunks_exact((logits.len() / tokens.len().max(1)).max(1)).zip(tokens).skip(skip);
     let (mut sum, mut is_greedy) = (0.0, true);
@@ -187,7 +187,9 @@ fn compare(logits: &[f32], tokens: &[u32], skip: usize) -> (f64, bool) {
 /// Measures cache types in contexts of all lengths.
 pub fn lines(kv: &[CacheType], all: &[Needles]) -> Result<Vec<NeedleLine>> {
     if all.is_empty() {
-        return Err("--needle-tokens: needles would be a large part of contexts or text: both must be longer".into());
+        return Err(
+            "--needle-tokens: needles would be a large part of the contexts or the text: both must be longer".into()
+        );
     }
     let tokens: usize = all.iter().map(Needles::tokens).sum();
     let mut progress = Progress::new("needles: ", kv.len() * tokens);
@@ -214,7 +216,7 @@ impl NeedleLine {
         }
     }
 
-    /// Prints lines: a table, or JSON.
+    /// Prints lines as a table or JSON.
     pub fn print_all(lines: &[NeedleLine], json: bool) -> Result {
         if json {
             return lines.iter().try_for_each(output::json_line);
@@ -232,12 +234,12 @@ impl NeedleLine {
 }
 
 impl PassKeys {
-    /// The number of keys at all depths.
+    /// Number of keys at all depths.
     pub fn all(&self) -> usize {
         self.found.len() * self.of
     }
 
-    /// The number of keys at all depths that greedy answers have.
+    /// Number of found keys at all depths.
     pub fn all_found(&self) -> usize {
         self.found.iter().sum()
     }
@@ -249,7 +251,7 @@ mod tests {
 
     #[test]
     fn a_pass_key_is_found_if_all_its_tokens_are_the_most_probable() {
-        // The rows of three tokens; the first token belongs to the cue. ln 3: three times as probable.
+        // Logits of three tokens; the first one belongs to the cue. ln 3 makes a token three times as probable.
         let ln_3 = 3f32.ln();
         let logits = [9.0, 0.0, 0.0, /**/ 0.0, ln_3, 0.0, /**/ 0.0, 0.0, ln_3];
         let near = |(probability, is_greedy): (f64, bool), want: f64, is_key: bool| {

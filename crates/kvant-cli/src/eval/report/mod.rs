@@ -1,7 +1,7 @@
 //! `kvant eval --report`: measures cache types by position, by layer and in long contexts, and writes a page of plots.
 //!
-//! The folder gets `report.html`, which needs no other file, and `report.json` with the data of its plots.
-//! `measurements.part` keeps measurements until both are there.
+//! The folder gets a self-contained `report.html`, and `report.json` with the data of its plots. `measurements.part`
+//! keeps measurements until both are written.
 
 mod page;
 mod pages;
@@ -27,16 +27,15 @@ use super::{
 };
 use crate::{Result, args::Kv, output};
 
-/// Parts of a window that divergences are averaged over.
+/// Number of parts of a window over which divergences are averaged.
 const PARTS: usize = 16;
-/// Caches that advance through the text together.
+/// Maximum caches that are evaluated together.
 const TOGETHER: usize = 8;
 
 #[derive(clap::Args)]
 pub struct ReportArgs {
-    /// Write report.html and report.json to a folder: quality against bytes, by position, and of each layer alone;
-    /// what the means of pages hold; and how well needles are found in a long context. A report that was stopped
-    /// continues
+    /// Write report.html and report.json to a folder: quality against bytes, by position, and of each layer alone; the
+    /// energy in the means of pages; and retrieval of needles in a long context. An interrupted report continues
     #[arg(long, value_name = "DIR", conflicts_with = "budget")]
     pub report: Option<PathBuf>,
 }
@@ -46,24 +45,24 @@ pub struct ReportArgs {
 pub struct ReportData {
     /// Model, device and text.
     subject: String,
-    /// Of all windows.
+    /// Tokens of all windows.
     tokens: usize,
-    /// The longest window.
+    /// Maximum tokens of a window.
     window_tokens: usize,
     caches: Vec<CacheData>,
     layers: LayerData,
     /// `None` if no window fills a page.
     pages: Option<PageData>,
-    /// For each length of contexts; none if the text is too short.
+    /// One entry per context length; none if the text is too short.
     needles: Vec<NeedleData>,
     /// `None` without --answers.
     answers: Option<AnswerData>,
 }
 
-/// Answers that are generated token by token.
+/// Answers generated token by token.
 #[derive(Serialize)]
 pub struct AnswerData {
-    /// Their number and length.
+    /// Number and length of the answers.
     subject: String,
     caches: Vec<AnswerLine>,
 }
@@ -73,11 +72,11 @@ pub struct AnswerData {
 pub struct CacheData {
     #[serde(flatten)]
     pub line: EvalLine,
-    /// Mean divergence in each part of a window, in order; parts of equal length.
+    /// Mean divergence in consecutive parts of equal length of a window.
     pub kl_by_position: Vec<f64>,
 }
 
-/// What each layer costs: the divergence if only its keys, or only its values, are quantised.
+/// The cost of each layer: the divergence if only its keys, or only its values, are quantised.
 #[derive(Serialize)]
 pub struct LayerData {
     /// The cache type of the quantised side; the others are f32.
@@ -86,26 +85,26 @@ pub struct LayerData {
     kl: SideNumbers,
 }
 
-/// A number for the keys and one for the values of each layer that has its own.
+/// One number for the keys and one for the values of each layer that has its own.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct SideNumbers {
     pub keys: Vec<f64>,
     pub values: Vec<f64>,
 }
 
-/// How probable the rest of a needle is.
+/// Probabilities of the second half of a needle.
 #[derive(Serialize)]
 pub struct NeedleData {
-    /// Tokens before its beginning is repeated.
+    /// Tokens before the cue.
     context: usize,
-    /// The share of them before the needle.
+    /// The fraction of them before the needle.
     depths: Vec<f64>,
     caches: Vec<CacheNeedles>,
-    /// Of the same tokens with an f32 cache, where there are no needles.
+    /// Probabilities with an f32 cache in contexts without needles.
     without: Vec<f64>,
 }
 
-/// Those of a cache type.
+/// The retrieval results of a cache type.
 #[derive(Serialize)]
 pub struct CacheNeedles {
     kv: String,
@@ -124,7 +123,7 @@ enum Known {
     Answers(Vec<AnswerLine>),
 }
 
-/// The cache types of a report: those of `kv`; or f16, TurboQuant without and with sealed pages, and the
+/// The cache types of a report: the given ones, or by default f16, TurboQuant with and without sealed pages, and the
 /// formats of other software that can store the model's vectors.
 fn caches(kv: &[CacheType], measurement: &Measurement) -> Vec<CacheType> {
     if !kv.is_empty() {
@@ -171,7 +170,7 @@ pub fn run(
     Ok(data.caches.into_iter().map(|data| data.line).collect())
 }
 
-/// Keys of the first layer alone in `codec`, its values, keys of the second, ….
+/// Quantises one side at a time: the keys of the first layer in `codec`, its values, the keys of the second, ….
 fn sides(codec: Codec, measurement: &Measurement) -> Vec<CacheType> {
     let exact = KvCodec::from(Codec::F32);
     let layers = measurement.model.decoder().cache_layers();
@@ -185,7 +184,8 @@ fn sides(codec: Codec, measurement: &Measurement) -> Vec<CacheType> {
     (0..2 * layers).map(alone).collect()
 }
 
-/// The data of cache types, as far as the file does not know them. A file of types per layer may have changed.
+/// Measures cache types, except results already in the file. Files of types per layer are measured again, as they may
+/// have changed.
 fn measure(all: &[CacheType], measurement: &Measurement, known: &mut ResumeFile<Known>) -> Result<Vec<CacheData>> {
     let key = |kv: &CacheType| format!("{kv:?}");
     let new: Vec<CacheType> = all.iter().filter(|kv| known.get(&key(kv)).is_none()).cloned().collect();
@@ -208,7 +208,7 @@ fn measure(all: &[CacheType], measurement: &Measurement, known: &mut ResumeFile<
     Ok(all.iter().filter_map(data).collect())
 }
 
-/// What the means of pages hold.
+/// Measures the energy in the means of pages.
 fn measure_pages(bits: u32, measurement: &Measurement, known: &mut ResumeFile<Known>) -> Result<Option<PageData>> {
     const KEY: &str = "pages";
     if let Some(Known::Pages(data)) = known.get(KEY) {
@@ -221,12 +221,12 @@ fn measure_pages(bits: u32, measurement: &Measurement, known: &mut ResumeFile<Kn
     Ok(data)
 }
 
-/// Needles in contexts of a length, with an f32 cache and those of the report.
+/// Measures needles in contexts of one length, with an f32 cache and the caches of the report.
 fn measure_needles(needles: &Needles, caches: &[CacheType], known: &mut ResumeFile<Known>) -> Result<NeedleData> {
     let mut all = vec![CacheType::from(KvCodec::from(Codec::F32))];
     all.extend(caches.iter().filter(|&kv| *kv != all[0]).cloned().collect::<Vec<_>>());
     let key = |kv: &CacheType, with: bool| format!("needles {with} in {}: {kv:?}", needles.context());
-    // Without needles, the cache hardly matters.
+    // Without needles, the cache type hardly matters.
     let measurements = || all.iter().map(|kv| (kv, true)).chain([(&all[0], false)]);
     let new: Vec<_> = measurements().filter(|&(kv, with)| known.get(&key(kv, with)).is_none()).collect();
     let mut progress = Progress::new("needles: ", new.len() * needles.tokens());
@@ -247,7 +247,7 @@ fn measure_needles(needles: &Needles, caches: &[CacheType], known: &mut ResumeFi
     Ok(NeedleData { context: needles.context(), depths: needles::depths(), caches, without })
 }
 
-/// Answers of all caches.
+/// Measures the answers of all caches.
 fn measure_answers(answers: &Answers, caches: &[CacheType], known: &mut ResumeFile<Known>) -> Result<AnswerData> {
     let subject = answers.subject();
     let key = format!("{subject}: {caches:?}");
@@ -262,7 +262,7 @@ fn measure_answers(answers: &Answers, caches: &[CacheType], known: &mut ResumeFi
     Ok(AnswerData { subject, caches })
 }
 
-/// Mean divergences in parts of windows. A part that no window reaches has 0.
+/// Mean divergences in parts of windows; 0 for a part that no window reaches.
 fn by_position(score: &Score, measurement: &Measurement) -> Vec<f64> {
     let longest = measurement.longest().saturating_sub(1);
     let parts = PARTS.min(longest.max(1));

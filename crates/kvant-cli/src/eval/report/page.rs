@@ -1,4 +1,4 @@
-//! The page of a report: one HTML file with its plots inside.
+//! The report as one HTML file that contains its plots.
 
 use std::fmt::Write;
 
@@ -20,8 +20,8 @@ pub fn html(data: &ReportData) -> Result<String> {
         page,
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>KV cache types</title>\
-         <style>{STYLE}</style></head>\n<body><h1>What KV cache types cost</h1>\n<p>{}; {} tokens in windows of up to \
-         {}. KL is the divergence, in nats, of the next-token distribution from that with an f32 cache.</p>\n",
+         <style>{STYLE}</style></head>\n<body><h1>Cost of KV cache types</h1>\n<p>{}; {} tokens in windows of up to \
+         {}. KL is the divergence, in nats, of the next-token distribution from the one with an f32 cache.</p>\n",
         escape(&data.subject),
         data.tokens,
         data.window_tokens
@@ -42,21 +42,22 @@ pub fn html(data: &ReportData) -> Result<String> {
         )?;
     }
     page += "</table></div>\n";
-    page += "<p>Formats of other software (q8_0, q4_0, iq4_nl, mlx4, fp8, nvfp4, KIVI, KVarN; -rot: rotated) are references in f64: \
-             keys and values of an f32 cache become what the format would store.</p>\n";
+    page += "<p>Formats of other software (q8_0, q4_0, iq4_nl, mlx4, fp8, nvfp4, KIVI, KVarN; -rot: rotated) are simulated in f64: \
+             keys and values of an f32 cache are replaced by the values that the format would return.</p>\n";
     let mut section = |title: &str, about: &str, svg: &str| writeln!(page, "<h2>{title}</h2>\n{about}{svg}");
     section("Divergence against bytes", "", &plots::divergence(data)?)?;
-    section("Other most probable tokens against bytes", "", &plots::disagreement(data)?)?;
+    section("Changed top tokens against bytes", "", &plots::disagreement(data)?)?;
     section("Divergence by position", "", &plots::positions(data)?)?;
     section("Divergence of each layer alone", "", &plots::layers(data)?)?;
     if let Some(pages) = &data.pages {
-        let about = "<p>The share of the energy of a page's vectors, the sum of their squares, that their mean holds: \
-                     a codec with page means stores only the rest in its indices. Over the full pages of all windows, \
-                     with an f32 cache.</p>\n";
+        let about = "<p>The fraction of the energy (sum of squares) of a page's vectors in their mean: \
+                     a codec with page means stores only the rest in its indices. Measured over the full pages of all \
+                     windows, with an f32 cache.</p>\n";
         section("Energy in the means of pages", about, &plots::mean_share(pages)?)?;
         let about = format!(
-            "<p>The share of coordinates beyond the outermost centroids of {} bits: of vectors minus the mean of their \
-             page, rotated, and divided by the root mean square of their block. Of normal numbers, {:.3} % are.</p>\n",
+            "<p>The fraction of coordinates beyond the outermost centroids of {} bits: of vectors minus the mean of their \
+             page, rotated, and divided by the root mean square of their block. For normally distributed numbers it is \
+             {:.3} %.</p>\n",
             pages.bits,
             100.0 * pages.clipped_normal
         );
@@ -64,9 +65,9 @@ pub fn html(data: &ReportData) -> Result<String> {
     }
     for needles in &data.needles {
         let about = format!(
-            "<p>A needle is a passage of 32 tokens that is not in the context otherwise. A context of {} tokens has one \
-             at each depth. At its end, the first 16 tokens of a needle are repeated: the mean probability of the 16 \
-             that follow; and what it is, with an f32 cache, in a context without needles.</p>\n{}",
+            "<p>A needle is a passage of 32 tokens that the context does not contain otherwise. A context of {} tokens \
+             has one at each depth. At its end, the first 16 tokens of a needle are repeated. The plot shows the mean \
+             probability of the remaining 16, and their probability with an f32 cache in a context without needles.</p>\n{}",
             needles.context,
             pass_keys(needles)
         );
@@ -79,7 +80,7 @@ pub fn html(data: &ReportData) -> Result<String> {
     Ok(page)
 }
 
-/// How many pass keys each cache finds; nothing if none was asked for.
+/// The number of pass keys that each cache finds; empty if none was queried.
 fn pass_keys(needles: &NeedleData) -> String {
     let found = needles.caches.iter().filter_map(|cache| {
         let keys = cache.pass_keys.as_ref()?;
@@ -89,16 +90,15 @@ fn pass_keys(needles: &NeedleData) -> String {
     if found.is_empty() {
         return String::new();
     }
-    let about = "The context also gives eight people numbers of five digits. Greedy answers that are these numbers";
+    let about = "The context also assigns numbers of five digits to eight people. Greedy answers that match them";
     format!("<p>{about}: {}.</p>\n", found.join(", "))
 }
 
 fn answer_table(answers: &AnswerData) -> Result<String> {
     let mut table = format!(
-        "<h2>Answers, token by token</h2>\n<p>{}, greedy. Other caches follow the answers with an f16 cache: how many \
-         answers would be the same, how many tokens pass before the most probable one first differs (median), and KL \
-         from f16 along its answers.</p>\n<div class=\"table\" tabindex=\"0\"><table><tr><th>cache</th><th>same \
-         answers</th><th>tokens to the first other</th><th>KL, mean</th><th>KL, 99 %</th><th>same top token</th></tr>\n",
+        "<h2>Answers, token by token</h2>\n<p>{}, greedy. Other caches follow the answers with an f16 cache. The table has the number of \
+         equal answers, the tokens before the first different top token (median), and KL from f16 along its answers.</p>\n<div class=\"table\" tabindex=\"0\"><table><tr><th>cache</th><th>equal \
+         answers</th><th>tokens to first difference</th><th>KL, mean</th><th>KL, 99 %</th><th>same top token</th></tr>\n",
         answers.subject
     );
     for line in &answers.caches {

@@ -1,4 +1,4 @@
-//! What the means of pages hold of keys and values, and how many coordinates a codebook clips.
+//! Measures the energy of keys and values in the means of pages, and the coordinates that a codebook clips.
 
 use kvant::{
     Codec, Tensor,
@@ -14,23 +14,23 @@ use super::{
 };
 use crate::Result;
 
-/// Measured with an f32 cache, over the full pages of all windows.
+/// Results with an f32 cache over the full pages of all windows.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct PageData {
-    /// Positions of a page.
+    /// Positions per page.
     page_tokens: usize,
-    /// Σ‖mean‖²/Σ‖x‖², by layer: the share of the energy of a page's vectors that their mean holds.
+    /// Σ‖mean‖²/Σ‖x‖² by layer: the fraction of the energy of a page's vectors in their mean.
     pub mean_share: SideNumbers,
     /// Bits of the codebook of `clipped`.
     pub bits: u32,
-    /// The share of coordinates beyond the outermost centroids, by layer: of vectors minus the mean of their page,
-    /// rotated, and divided by the root mean square of their block.
+    /// The fraction of coordinates beyond the outermost centroids, by layer. The coordinates are of vectors minus the
+    /// mean of their page, rotated, and divided by the root mean square of their block.
     pub clipped: SideNumbers,
-    /// This share for normal numbers.
+    /// This fraction for normally distributed numbers.
     pub clipped_normal: f64,
 }
 
-/// Sums of a layer's side.
+/// Sums over one side of a layer.
 #[derive(Clone, Copy, Default)]
 struct Sums {
     energy: f64,
@@ -39,7 +39,7 @@ struct Sums {
     heads: f64,
 }
 
-/// Measures all layers; `None` if no window fills a page. Counts the tokens of the text in `progress`.
+/// Measures all layers. Returns `None` if no window fills a page. Counts processed tokens in `progress`.
 pub fn measure(bits: u32, measurement: &Measurement, progress: &mut Progress) -> Result<Option<PageData>> {
     let Measurement { model, ref windows, page_tokens, .. } = *measurement;
     let Codec::TurboQuant(turbo) = Codec::tq(bits) else { unreachable!("tq makes TurboQuant") };
@@ -99,7 +99,7 @@ impl Sums {
     }
 }
 
-/// The share of normal numbers beyond ±c, by Simpson's rule.
+/// The fraction of normally distributed numbers beyond ±c, by Simpson's rule.
 fn clipped_normal(c: f64) -> f64 {
     const STEPS: usize = 1000;
     let density = |x: f64| (-x * x / 2.0).exp() / std::f64::consts::TAU.sqrt();

@@ -9,9 +9,9 @@ use plotters::{
 use super::{super::formats::Format, CacheData, NeedleData, ReportData, SideNumbers, pages::PageData};
 use crate::Result;
 
-/// Small, so that letters can be read where the page shows it 330 pixels wide.
+/// Small, so that text is legible at the 330 pixels of the page.
 const SIZE: (u32, u32) = (440, 380);
-/// Okabe and Ito's colours, which most people can distinguish.
+/// The palette of Okabe and Ito, which is distinguishable with most colour-vision deficiencies.
 const COLOURS: [RGBColor; 8] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -31,7 +31,7 @@ fn colour(index: usize) -> RGBColor {
 const DENSE: &str = "dense";
 const PEERS: &str = "other software (f64)";
 
-/// A family of cache types, joined by a line.
+/// The family of a cache type, whose points are joined by a line.
 fn family(kv: &str) -> &'static str {
     match kv {
         kv if kv.starts_with('@') => "types per layer",
@@ -44,7 +44,7 @@ fn family(kv: &str) -> &'static str {
     }
 }
 
-/// The last part of a path; other names as they are.
+/// The last component of a path; other names unchanged.
 fn short(kv: &str) -> &str {
     kv.rsplit('/').next().unwrap_or(kv)
 }
@@ -54,12 +54,12 @@ pub fn divergence(data: &ReportData) -> Result<String> {
     against_bytes(data, "mean KL, nats (log)", |cache| cache.line.kl_mean)
 }
 
-/// Predictions with another most probable token, against bytes per token.
+/// The fraction of predictions with another most probable token, against bytes per token.
 pub fn disagreement(data: &ReportData) -> Result<String> {
     against_bytes(data, "other most probable token, % (log)", |cache| 100.0 * (1.0 - cache.line.top1_agreement))
 }
 
-/// Cache types by bytes per token. Numbers of 0 have no logarithm and are left out.
+/// Cache types by bytes per token. Zeros have no logarithm and are omitted.
 fn against_bytes(data: &ReportData, label: &str, value: impl Fn(&CacheData) -> f64) -> Result<String> {
     let points: Vec<(&str, f64, f64)> = data
         .caches
@@ -67,7 +67,7 @@ fn against_bytes(data: &ReportData, label: &str, value: impl Fn(&CacheData) -> f
         .map(|cache| (cache.line.kv.as_str(), cache.line.bytes_per_token as f64, value(cache)))
         .filter(|point| point.2 > 0.0)
         .collect();
-    let most = points.iter().map(|point| point.1).fold(1.0, f64::max);
+    let max = points.iter().map(|point| point.1).fold(1.0, f64::max);
     let mut families: Vec<&str> = Vec::new();
     for (kv, ..) in &points {
         if !families.contains(&family(kv)) {
@@ -82,7 +82,7 @@ fn against_bytes(data: &ReportData, label: &str, value: impl Fn(&CacheData) -> f
             .margin(12)
             .x_label_area_size(44)
             .y_label_area_size(64)
-            .build_cartesian_2d(0.0..most * 1.12, log_axis(points.iter().map(|point| point.2)))?;
+            .build_cartesian_2d(0.0..max * 1.12, log_axis(points.iter().map(|point| point.2)))?;
         let mut mesh = chart.configure_mesh();
         mesh.x_desc("bytes per token, keys and values of all layers").y_desc(label);
         mesh.x_labels(6)
@@ -98,7 +98,7 @@ fn against_bytes(data: &ReportData, label: &str, value: impl Fn(&CacheData) -> f
             let joined = if of_family.len() > 1 && name.starts_with("Turbo") { &of_family[..] } else { &[] };
             chart.draw_series(LineSeries::new(joined.iter().map(|point| (point.1, point.2)), &colour))?;
             chart.draw_series(of_family.iter().map(|point| Circle::new((point.1, point.2), 4, colour.filled())))?;
-            // On the side of a line where no other line is.
+            // On the side of the line that is farther from other lines.
             let (h_pos, offset) =
                 if name.starts_with("Turbo") || name == DENSE { (HPos::Left, 7) } else { (HPos::Right, -7) };
             chart.draw_series(of_family.iter().map(|point| {
@@ -140,25 +140,25 @@ pub fn positions(data: &ReportData) -> Result<String> {
     Ok(svg)
 }
 
-/// What each layer costs.
+/// The cost of each layer.
 pub fn layers(data: &ReportData) -> Result<String> {
     let layers = &data.layers;
     bars(&layers.kl, &format!("mean KL, nats, of {} there alone", layers.kv), None)
 }
 
-/// What the means of pages hold.
+/// The energy in the means of pages.
 pub fn mean_share(pages: &PageData) -> Result<String> {
     bars(&pages.mean_share, "share of the energy in the mean of a page", None)
 }
 
-/// What a codebook clips, with a line for normal numbers.
+/// The coordinates that a codebook clips, with a line for normally distributed numbers.
 pub fn clipped(pages: &PageData) -> Result<String> {
     bars(&pages.clipped, "share of coordinates beyond the outermost centroids", Some(pages.clipped_normal))
 }
 
-/// For each layer a bar for its keys and one for its values, and a line at `level`.
+/// A bar for the keys and one for the values of each layer, and a line at `level`.
 fn bars(sides: &SideNumbers, label: &str, level: Option<f64>) -> Result<String> {
-    let most = sides.keys.iter().chain(&sides.values).copied().chain(level).fold(1e-12, f64::max);
+    let max = sides.keys.iter().chain(&sides.values).copied().chain(level).fold(1e-12, f64::max);
     let mut svg = String::new();
     {
         let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
@@ -170,7 +170,7 @@ fn bars(sides: &SideNumbers, label: &str, level: Option<f64>) -> Result<String> 
             .margin(12)
             .x_label_area_size(44)
             .y_label_area_size(64)
-            .build_cartesian_2d(-0.5..right, 0.0..most * 1.15)?;
+            .build_cartesian_2d(-0.5..right, 0.0..max * 1.15)?;
         let mut mesh = chart.configure_mesh();
         mesh.disable_x_mesh().x_desc("layer").y_desc(label);
         mesh.x_labels(count.min(12))
@@ -196,7 +196,7 @@ fn bars(sides: &SideNumbers, label: &str, level: Option<f64>) -> Result<String> 
 pub fn needles(data: &NeedleData) -> Result<String> {
     let of_caches = data.caches.iter().map(|cache| (short(&cache.kv), &cache.probabilities));
     let all: Vec<_> = of_caches.chain([("no needle", &data.without)]).collect();
-    let most = all.iter().flat_map(|series| series.1).copied().fold(1e-6, f64::max);
+    let max = all.iter().flat_map(|series| series.1).copied().fold(1e-6, f64::max);
     let series = all.iter().map(|&(name, numbers)| {
         let points = data.depths.iter().copied().zip(numbers.iter().copied()).collect();
         (name, points)
@@ -208,7 +208,7 @@ pub fn needles(data: &NeedleData) -> Result<String> {
             .margin(12)
             .x_label_area_size(44)
             .y_label_area_size(64)
-            .build_cartesian_2d(0.0..1.25, 0.0..most * 1.1)?;
+            .build_cartesian_2d(0.0..1.25, 0.0..max * 1.1)?;
         let mut mesh = chart.configure_mesh();
         mesh.x_desc("share of the context before the needle").y_desc("mean probability of its tokens");
         let depth = |x: &f64| if *x <= 1.0 { format!("{x:.1}") } else { String::new() };
@@ -220,7 +220,7 @@ pub fn needles(data: &NeedleData) -> Result<String> {
     Ok(svg)
 }
 
-/// Draws lines, with their names at their ends, below each other.
+/// Draws lines with their names at their ends, one below the other.
 fn lines<'a, 'b, X, Y>(
     chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>,
     root: &DrawingArea<SVGBackend<'a>, Shift>,
@@ -249,15 +249,15 @@ where
     Ok(())
 }
 
-/// A logarithmic axis from below the least number to above the greatest.
+/// A logarithmic axis from below the minimum to above the maximum.
 fn log_axis(numbers: impl Iterator<Item = f64>) -> WithKeyPoints<LogCoord<f64>> {
-    let (least, most) = numbers.fold((f64::INFINITY, 0.0), |(least, most), x| (f64::min(least, x), f64::max(most, x)));
-    let bounds = if least > most { 1e-3..1.0 } else { least / 2.0..most * 2.0 };
+    let (min, max) = numbers.fold((f64::INFINITY, 0.0), |(min, max), x| (f64::min(min, x), f64::max(max, x)));
+    let bounds = if min > max { 1e-3..1.0 } else { min / 2.0..max * 2.0 };
     let ticks = ticks(&bounds);
     bounds.log_scale().with_key_points(ticks)
 }
 
-/// Powers of ten within bounds; if there are few, also twice and five times these.
+/// Powers of ten within bounds; if there are few, also 2 and 5 times these.
 fn ticks(bounds: &std::ops::Range<f64>) -> Vec<f64> {
     let of = |factors: &[f64]| -> Vec<f64> {
         let exponents = bounds.start.log10().floor() as i32..=bounds.end.log10().ceil() as i32;
@@ -284,7 +284,7 @@ fn legend<'a>(
     const LEFT: i32 = 14;
     let (mut x, mut y) = (LEFT, 14);
     for (name, colour) in names {
-        // The page's font is not known here: a letter is about half as wide as it is high.
+        // The page's font is unknown here: a letter is about half as wide as it is high.
         let width = 34 + name.chars().count() as i32 * FONT.1 as i32 * 11 / 20;
         if x > LEFT && x + width > SIZE.0 as i32 {
             (x, y) = (LEFT, y + 20);
@@ -305,11 +305,9 @@ mod tests {
     fn each_tick_is_there_once() {
         assert_eq!(ticks(&(0.5..40.0)).iter().map(scientific).collect::<Vec<_>>(), ["0.5", "1", "2", "5", "10", "20"]);
         assert_eq!(ticks(&(2e-4..30.0)).iter().map(scientific).collect::<Vec<_>>(), ["1e-3", "0.01", "0.1", "1", "10"]);
-        for (least, most) in [(1e-300, 1e300), (3.0, 3.5), (1e-3, 1.0)] {
-            let ticks = ticks(&(least..most));
-            assert!(
-                ticks.windows(2).all(|two| two[0] < two[1]) && ticks.iter().all(|tick| (least..most).contains(tick))
-            );
+        for (min, max) in [(1e-300, 1e300), (3.0, 3.5), (1e-3, 1.0)] {
+            let ticks = ticks(&(min..max));
+            assert!(ticks.windows(2).all(|two| two[0] < two[1]) && ticks.iter().all(|tick| (min..max).contains(tick)));
         }
     }
 }
