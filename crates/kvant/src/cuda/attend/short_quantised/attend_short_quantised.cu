@@ -451,7 +451,7 @@ inline void leave_weights(const Block &b, const Own &own, const Norms &norms, co
         m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
         m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
     }
-    // Weights are relative to powers of two: so is one b.warp's to another's.
+    // Weights are relative to powers of two; so is the weight of a warp relative to another's.
     m[0] = ceilf(fmaxf(m[0], LOWEST));
     m[1] = ceilf(fmaxf(m[1], LOWEST));
     float weights[4];
@@ -509,8 +509,7 @@ inline float multiply_values(const Block &b, const Own &own, float (&o)[4][4], M
             codes[u].read(j, low + j % 2 * V_LOW + r * ValueRows::LOW_ROW, high + j % 2 * V_HIGH + r * ValueRows::HIGH_ROW);
         }
     }
-    // Of query rows 2t and 2t + 1, coordinates 2i and 2i + 1 of the b.lane's eight, relative to the block's largest.
-    // Weights are of row b.g.
+    // Weights are of row g. They become relative to the largest score of the block.
     const uint column = b.g < GROUP ? b.g : 0;
     const float max = largest(b.shared.maxima[column]), norm = largest(b.shared.norms[block]);
     float2 masses = make_float2(0, 0);
@@ -539,7 +538,7 @@ inline float multiply_values(const Block &b, const Own &own, float (&o)[4][4], M
 // Sends the output of the warp's keys to the blocks that merge the rows, after the block has added up its PARTS.
 inline void send_outputs(const Block &b, const float (&o)[4][4], const MeanSums &means, float scale) {
     const uint slice = b.warp % SLICES;
-    // Coordinates of a row of the b.warp's slice.
+    // Coordinates of a row of the warp's slice.
     const auto sum_of = [&](uint i, uint c) { return o[i][c] * scale + (V_CENTRED ? means.o[i][c] * means.unit : 0); };
     const auto quad = [&](uint i, uint c) {
         return make_float4(sum_of(i, c), sum_of(i, c + 2), sum_of(i + 1, c), sum_of(i + 1, c + 2));
