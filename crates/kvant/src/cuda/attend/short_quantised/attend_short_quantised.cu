@@ -40,8 +40,7 @@ constexpr uint K_HIGH = TILE * KeyCodes::HIGH_ROW + gap(KeyCodes::HIGH_RUN);
 constexpr uint V_LOW = TILE * ValueRows::LOW_ROW + 16;
 constexpr uint V_HIGH = TILE * ValueRows::HIGH_ROW + 16;
 
-// Whether rows have so many bytes that copies of values would delay those of keys. Then values are copied after all
-// keys.
+// Copies of long values would delay those of keys. Long values are copied after all keys.
 constexpr uint K_ROW = KeyCodes::LOW_ROW + KeyCodes::HIGH_ROW, V_ROW = ValueRows::LOW_ROW + ValueRows::HIGH_ROW;
 constexpr bool VALUES_LATER = K_ROW + V_ROW >= 256;
 
@@ -228,167 +227,223 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
-    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const uchar *k_norms, const uchar *v_low,
-           const uchar *v_high, const uchar *v_norms, const uint *positions, const uint *sequence, const uint *lens, float *, uint *,
-           const float *sinks, const AttendParams p, const uint *table, const uchar *k_means, const uchar *v_means,
-           const float *earlier, const float *earlier_ends, float *new_ends) {
-    Shared &shared = *reinterpret_cast<Shared *>(at_place(AT_SHARED));
-    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
-    const uint item = pair / p.kv_heads, head = pair % p.kv_heads;
-    const uint keys = shared_address(&shared.keys), values = shared_address(&shared.values);
-    const uint all_ends = shared_address(&shared.all_ends), all_o = shared_address(&shared.all_o);
-    if (thread == 0) {
-        barrier_init(keys, WARPS);
-        barrier_init(values, WARPS);
-        barrier_init(all_ends, 1);
-        barrier_init(all_o, 1);
+// Context of all phases: the thread, the block's rank in its cluster, its memory, and the addresses of its
+// barriers.
+struct Block {
+    const AttendParams &p;
+    Shared &shared;
+    uint thread;
+    uint warp;
+    uint lane;
+    uint g;
+    uint t;
+    uint rank;
+    uint keys;
+    uint values;
+    uint all_ends;
+    uint all_o;
+};
+
+// Initialises the block's barriers. All blocks of the cluster call it before cluster_wait().
+inline void init_barriers(const Block &b) {
+    if (b.thread == 0) {
+        barrier_init(b.keys, WARPS);
+        barrier_init(b.values, WARPS);
+        barrier_init(b.all_ends, 1);
+        barrier_init(b.all_o, 1);
     }
     show_barriers_to_copies();
     __syncthreads();
     cluster_arrive_early();
+}
 
-    EarlyPages<CLUSTER * WARPS * TILE> pages;
-    const Token token = load_token_and_pages(p, positions, sequence, lens, table, item, pages);
-    const QueryRuns runs(lane);
-    // Meanwhile.
+// The bytes that the cluster's blocks send. Not next to barrier_init: racecheck would report a race.
+inline void expect_states(const Block &b) {
+    if (b.thread == 0) {
+        barrier_expect(b.all_ends, sizeof(b.shared.ends));
+        barrier_expect(b.all_o, sizeof(b.shared.o));
+    }
+}
+
+inline void fill_tables(uint thread) {
     KeyTable::fill(at_place(AT_TABLES), thread, THREADS);
     if (K_CODEC != V_CODEC) {
         ValueTable::fill(at_place(AT_V_TABLE), thread, THREADS);
     }
-    const Own own(p, pages, token, head);
-    // The two keys whose scores the lane has, among the block's, and where their norms are.
-    const uint first_key = g * own.length + warp * 2;
+}
+
+// The two keys whose scores a lane computes.
+struct LaneKeys {
+    // Among the keys of the block.
+    uint first;
     bool there[2];
-    // In bytes.
-    ulong k_norms_at[2], v_norms_at[2];
+    // Offsets of their norms, in bytes.
+    ulong k_norms_at[2];
+    ulong v_norms_at[2];
+};
+
+// Locates the lane's keys, and prefetches their norms.
+inline LaneKeys locate_keys(const Block &b, const Own &own, const uchar *k_norms, const uchar *v_norms) {
+    LaneKeys keys;
+    keys.first = b.g * own.length + b.warp * 2;
 #pragma unroll
     for (uint i = 0; i < 2; i++) {
-        there[i] = warp * 2 < own.length && first_key + i < own.count;
-        uint slot = own.slot_of(p, there[i] ? first_key + i : 0);
+        keys.there[i] = b.warp * 2 < own.length && keys.first + i < own.count;
+        uint slot = own.slot_of(b.p, keys.there[i] ? keys.first + i : 0);
         ulong moved = 0;
         if (PAGE_SHIFT > 0) {
             const uint page = own.pages.of(slot);
-            there[i] = there[i] && page != NONE;
+            keys.there[i] = keys.there[i] && page != NONE;
             moved = page_bytes(page);
             slot %= PAGE_KEYS;
         }
-        const ulong norm = (own.plane + ulong(slot) * p.row_slot) * BLOCKS;
-        k_norms_at[i] = moved + norm * (K_CENTRED ? 2 : 4);
-        v_norms_at[i] = moved + norm * (V_CENTRED ? 2 : 4);
-        if (there[i]) {
-            const uchar *at = t < 2 ? k_norms + k_norms_at[i] : v_norms + v_norms_at[i];
+        const ulong norm = (own.plane + ulong(slot) * b.p.row_slot) * BLOCKS;
+        keys.k_norms_at[i] = moved + norm * (K_CENTRED ? 2 : 4);
+        keys.v_norms_at[i] = moved + norm * (V_CENTRED ? 2 : 4);
+        if (keys.there[i]) {
+            const uchar *at = b.t < 2 ? k_norms + keys.k_norms_at[i] : v_norms + keys.v_norms_at[i];
             asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
         }
     }
-    const uint page = page_of_warp(own);
-    // Addresses are there before the wait.
-    const uchar *k_low_from = stretch_of<KeyCodes::LOW_ROW>(p, k_low, own);
-    const uchar *k_high_from = stretch_of<KeyCodes::HIGH_ROW>(p, k_high, own);
-    const uchar *v_low_from = stretch_of<ValueRows::LOW_ROW>(p, v_low, own);
-    const uchar *v_high_from = stretch_of<ValueRows::HIGH_ROW>(p, v_high, own);
-    const uint k_low_at = shared_address(shared.k_low + warp * K_LOW);
-    const uint k_high_at = shared_address(shared.k_high + warp * K_HIGH);
-    const uint v_low_at = shared_address(shared.v_low + warp * V_LOW);
-    const uint v_high_at = shared_address(shared.v_high + warp * V_HIGH);
-    if (lane == 0) {
-        barrier_expect(keys, own.held() * K_ROW);
-        barrier_expect(values, own.held() * V_ROW);
-        prefetch_rows<KeyCodes::LOW_ROW>(p, k_low_from, own);
-        if constexpr (KeyCodes::HIGH_BITS > 0) {
-            prefetch_rows<KeyCodes::HIGH_ROW>(p, k_high_from, own);
-        }
-    }
-    // Not next to barrier_init: racecheck would report a race.
-    if (thread == 0) {
-        barrier_expect(all_ends, sizeof(shared.ends));
-        barrier_expect(all_o, sizeof(shared.o));
-    }
-    // All blocks of the cluster have begun.
-    cluster_wait();
-    const auto copy_values = [&] {
-        copy<ValueRows::LOW_ROW>(p, v_low_from, own, v_low_at, values);
-        if constexpr (ValueRows::HIGH_BITS > 0) {
-            copy<ValueRows::HIGH_ROW>(p, v_high_from, own, v_high_at, values);
-        }
-    };
+    return keys;
+}
 
-    take_turn_unless_late<EARLIER>();
-    const QueryRows rows(p, item, head);
-    float x[HEAD_DIM / 32];
-    if (warp < GROUP) {
-        load_query(q, rows.at(warp), x);
+// The rows that a warp copies: their addresses in the cache, and in shared memory.
+struct RowCopies {
+    const uchar *k_low_from;
+    const uchar *k_high_from;
+    const uchar *v_low_from;
+    const uchar *v_high_from;
+    uint k_low_at;
+    uint k_high_at;
+    uint v_low_at;
+    uint v_high_at;
+
+    inline RowCopies(const Block &b, const Own &own, const uchar *k_low, const uchar *k_high, const uchar *v_low, const uchar *v_high)
+        : k_low_from(stretch_of<KeyCodes::LOW_ROW>(b.p, k_low, own)),
+          k_high_from(stretch_of<KeyCodes::HIGH_ROW>(b.p, k_high, own)),
+          v_low_from(stretch_of<ValueRows::LOW_ROW>(b.p, v_low, own)),
+          v_high_from(stretch_of<ValueRows::HIGH_ROW>(b.p, v_high, own)),
+          k_low_at(shared_address(b.shared.k_low + b.warp * K_LOW)), k_high_at(shared_address(b.shared.k_high + b.warp * K_HIGH)),
+          v_low_at(shared_address(b.shared.v_low + b.warp * V_LOW)), v_high_at(shared_address(b.shared.v_high + b.warp * V_HIGH)) {}
+
+    // Announces the bytes of all copies to their barriers, and prefetches the keys. One lane calls it.
+    inline void expect(const Block &b, const Own &own) const {
+        barrier_expect(b.keys, own.held() * K_ROW);
+        barrier_expect(b.values, own.held() * V_ROW);
+        prefetch_rows<KeyCodes::LOW_ROW>(b.p, k_low_from, own);
+        if constexpr (KeyCodes::HIGH_BITS > 0) {
+            prefetch_rows<KeyCodes::HIGH_ROW>(b.p, k_high_from, own);
+        }
     }
-    if constexpr (K_CENTRED) {
-        copy_mean(k_means, page, head, shared.k_means);
+    inline void copy_keys(const Block &b, const Own &own) const {
+        copy<KeyCodes::LOW_ROW>(b.p, k_low_from, own, k_low_at, b.keys);
+        if constexpr (KeyCodes::HIGH_BITS > 0) {
+            copy<KeyCodes::HIGH_ROW>(b.p, k_high_from, own, k_high_at, b.keys);
+        }
     }
-    if constexpr (V_CENTRED) {
-        copy_mean(v_means, page, head, shared.v_means);
+    inline void copy_values(const Block &b, const Own &own) const {
+        copy<ValueRows::LOW_ROW>(b.p, v_low_from, own, v_low_at, b.values);
+        if constexpr (ValueRows::HIGH_BITS > 0) {
+            copy<ValueRows::HIGH_ROW>(b.p, v_high_from, own, v_high_at, b.values);
+        }
     }
-    float of_keys[BLOCKS][2], of_values[BLOCKS][2];
+};
+
+// Norms of a lane's two keys and of their values, for each block of coordinates. A missing key has none.
+struct Norms {
+    float of_keys[BLOCKS][2];
+    float of_values[BLOCKS][2];
+};
+
+inline void load_norms(Norms &norms, const LaneKeys &keys, const uchar *k_norms, const uchar *v_norms) {
 #pragma unroll
     for (uint b = 0; b < BLOCKS; b++) {
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            of_keys[b][i] = there[i] ? norm<K_CENTRED>(k_norms + k_norms_at[i], b) : 0;
-            of_values[b][i] = there[i] ? norm<V_CENTRED>(v_norms + v_norms_at[i], b) : 0;
+            norms.of_keys[b][i] = keys.there[i] ? norm<K_CENTRED>(k_norms + keys.k_norms_at[i], b) : 0;
+            norms.of_values[b][i] = keys.there[i] ? norm<V_CENTRED>(v_norms + keys.v_norms_at[i], b) : 0;
         }
     }
-    if (lane == 0) {
-        copy<KeyCodes::LOW_ROW>(p, k_low_from, own, k_low_at, keys);
-        if constexpr (KeyCodes::HIGH_BITS > 0) {
-            copy<KeyCodes::HIGH_ROW>(p, k_high_from, own, k_high_at, keys);
-        }
+}
+
+// Copies the codes of the warp's keys and values to shared memory and, around page means, the means. Meanwhile it loads
+// norms and rotates the warp's query.
+inline void load(const Block &b, const Own &own, const RowCopies &copies, const LaneKeys &keys, const QueryRuns &runs,
+                 const QueryRows &rows, uint page, uint head, const uchar *q, const uchar *k_norms, const uchar *v_norms,
+                 const uchar *k_means, const uchar *v_means, Norms &norms) {
+    float x[HEAD_DIM / 32];
+    if (b.warp < GROUP) {
+        load_query(q, rows.at(b.warp), x);
+    }
+    if constexpr (K_CENTRED) {
+        copy_mean(k_means, page, head, b.shared.k_means);
+    }
+    if constexpr (V_CENTRED) {
+        copy_mean(v_means, page, head, b.shared.v_means);
+    }
+    load_norms(norms, keys, k_norms, v_norms);
+    if (b.lane == 0) {
+        copies.copy_keys(b, own);
         if (!VALUES_LATER) {
-            copy_values();
+            copies.copy_values(b, own);
         }
     }
     __syncwarp();
-    if (warp < GROUP) {
-        leave_query(p, x, runs, warp, shared.queries, shared.factors);
+    if (b.warp < GROUP) {
+        leave_query(b.p, x, runs, b.warp, b.shared.queries, b.shared.factors);
     }
     if (HAS_MEANS) {
         copies_commit();
         copies_wait<0>();
     }
     __syncthreads();
-    if (VALUES_LATER && lane == 0) {
-        copy_values();
+    if (VALUES_LATER && b.lane == 0) {
+        copies.copy_values(b, own);
     }
     __syncwarp();
-    // The largest norm of the warp's values.
-    uint largest_norm[BLOCKS];
-#pragma unroll
-    for (uint b = 0; b < BLOCKS; b++) {
-        largest_norm[b] = max_of_warp(__float_as_uint(fmaxf(fabsf(of_values[b][0]), fabsf(of_values[b][1]))));
-    }
+}
 
-    float s[4] = {nothing(), nothing(), nothing(), nothing()};
-    if (warp * 2 < own.length) {
+// Scores of the lane's two keys by query rows 2t and 2t + 1.
+inline void scores(const Block &b, const Own &own, const LaneKeys &keys, const Norms &norms, float (&s)[4]) {
+    if (b.warp * 2 < own.length) {
         float of_means[4] = {};
         if constexpr (K_CENTRED) {
-            const uint row[2] = {page_of_key(own, first_key), page_of_key(own, first_key + 1)};
-            multiply_means(shared.k_means + row[0] * MEAN_PITCH, shared.k_means + row[1] * MEAN_PITCH, shared.queries, of_means);
+            const uint row[2] = {page_of_key(own, keys.first), page_of_key(own, keys.first + 1)};
+            multiply_means(b.shared.k_means + row[0] * MEAN_PITCH, b.shared.k_means + row[1] * MEAN_PITCH, b.shared.queries, of_means);
         }
-        barrier_wait(keys, 0);
+        barrier_wait(b.keys, 0);
         float products[BLOCKS][4];
-        multiply_keys(shared, KeyLookup(at_place(AT_TABLES)), warp, products);
-        const float factors[2] = {shared.factors[2 * t], shared.factors[2 * t + 1]};
+        multiply_keys(b.shared, KeyLookup(at_place(AT_TABLES)), b.warp, products);
+        const float factors[2] = {b.shared.factors[2 * b.t], b.shared.factors[2 * b.t + 1]};
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
             float sum = of_means[c];
 #pragma unroll
-            for (uint b = 0; b < BLOCKS; b++) {
-                sum += products[b][c] * of_keys[b][c / 2];
+            for (uint block = 0; block < BLOCKS; block++) {
+                sum += products[block][c] * norms.of_keys[block][c / 2];
             }
             sum *= factors[c % 2];
             if (SOFTCAP) {
-                sum = p.softcap * LOG2_E * tanhf(sum);
+                sum = b.p.softcap * LOG2_E * tanhf(sum);
             }
-            s[c] = there[c / 2] ? sum : nothing();
+            s[c] = keys.there[c / 2] ? sum : nothing();
         }
     }
+}
+
+// The largest norm of the warp's values, for each block of coordinates, as bits.
+inline void largest_norms(const Norms &norms, uint (&largest_norm)[BLOCKS]) {
+#pragma unroll
+    for (uint block = 0; block < BLOCKS; block++) {
+        largest_norm[block] = max_of_warp(__float_as_uint(fmaxf(fabsf(norms.of_values[block][0]), fabsf(norms.of_values[block][1]))));
+    }
+}
+
+// Leaves the weights of the warp's keys, relative to the warp's largest score, times the norms of their values, and
+// sends largest score and sum of weights to the blocks that merge the rows.
+inline void leave_weights(const Block &b, const Own &own, const Norms &norms, const uint (&largest_norm)[BLOCKS],
+                          const float (&s)[4]) {
     // Of query rows 2t and 2t + 1.
     float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
 #pragma unroll
@@ -396,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
         m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
     }
-    // Weights are relative to powers of two: so is one warp's to another's.
+    // Weights are relative to powers of two; so is the weight of a warp relative to another's.
     m[0] = ceilf(fmaxf(m[0], LOWEST));
     m[1] = ceilf(fmaxf(m[1], LOWEST));
     float weights[4];
@@ -405,21 +460,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         weights[c] = exp2_fast(s[c] - m[c % 2]);
     }
 #pragma unroll
-    for (uint b = 0; b < BLOCKS; b++) {
-        const float norm = power_above(__uint_as_float(largest_norm[b])), inverse = WEIGHT_SCALE * inverse_of_power(norm);
-        const float first = of_values[b][0] * inverse, second = of_values[b][1] * inverse;
-        shared.weights[b][warp][lane] = make_uint2(transpose8(pack<true>(weights[0] * first, weights[1] * first)),
+    for (uint block = 0; block < BLOCKS; block++) {
+        const float norm = power_above(__uint_as_float(largest_norm[block])), inverse = WEIGHT_SCALE * inverse_of_power(norm);
+        const float first = norms.of_values[block][0] * inverse, second = norms.of_values[block][1] * inverse;
+        b.shared.weights[block][b.warp][b.lane] = make_uint2(transpose8(pack<true>(weights[0] * first, weights[1] * first)),
                                                    transpose8(pack<true>(weights[2] * second, weights[3] * second)));
-        if (lane == 0) {
-            shared.norms[b][warp] = norm;
+        if (b.lane == 0) {
+            b.shared.norms[block][b.warp] = norm;
         }
     }
     if constexpr (V_CENTRED) {
-        *reinterpret_cast<float2 *>(&shared.masses[warp][g][2 * t]) = sum_by_pages(own, weights);
+        *reinterpret_cast<float2 *>(&b.shared.masses[b.warp][b.g][2 * b.t]) = sum_by_pages(own, weights);
     }
-    if (g == 0) {
-        shared.maxima[2 * t][warp] = m[0];
-        shared.maxima[2 * t + 1][warp] = m[1];
+    if (b.g == 0) {
+        b.shared.maxima[2 * b.t][b.warp] = m[0];
+        b.shared.maxima[2 * b.t + 1][b.warp] = m[1];
     }
     float l[2] = {weights[0] + weights[2], weights[1] + weights[3]};
 #pragma unroll
@@ -429,66 +484,71 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     }
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
-        const uint r = min(2 * t + c, GROUP - 1);
-        send_if(g == 0 && 2 * t + c < GROUP, address_in(&shared.ends[rank][warp], r), make_float2(m[c], l[c]),
-                address_in(&shared.all_ends, r));
+        const uint r = min(2 * b.t + c, GROUP - 1);
+        send_if(b.g == 0 && 2 * b.t + c < GROUP, address_in(&b.shared.ends[b.rank][b.warp], r), make_float2(m[c], l[c]),
+                address_in(&b.shared.all_ends, r));
     }
-    __syncthreads();
+}
 
-    barrier_wait(values, 0);
-    const uint slice = warp % SLICES, block = slice / (256 / SLICE);
+// Multiplies the warp's part of the weights with its slice of the values: o[i] has coordinates 2i and 2i + 1 of the
+// lane's eight, for query rows 2t and 2t + 1. Returns the factor of the products. `means` gets the part of page means.
+inline float multiply_values(const Block &b, const Own &own, float (&o)[4][4], MeanSums &means) {
+    barrier_wait(b.values, 0);
+    const uint slice = b.warp % SLICES, block = slice / (256 / SLICE);
     const ValueLookup lookup(at_place(AT_V_TABLE));
-    const uchar *low = shared.v_low + 2 * t * V_LOW + (slice * 8 + g) * ValueCodes::LOW;
-    const uchar *high = shared.v_high + 2 * t * V_HIGH + (slice * 8 + g) * ValueCodes::HIGH;
+    const uchar *low = b.shared.v_low + 2 * b.t * V_LOW + (slice * 8 + b.g) * ValueCodes::LOW;
+    const uchar *high = b.shared.v_high + 2 * b.t * V_HIGH + (slice * 8 + b.g) * ValueCodes::HIGH;
     constexpr uint UNITS = WARPS / PARTS;
     ValueCodes codes[UNITS];
 #pragma unroll
     for (uint u = 0; u < UNITS; u++) {
-        const uint unit = u * PARTS + warp / SLICES;
+        const uint unit = u * PARTS + b.warp / SLICES;
 #pragma unroll
         for (uint j = 0; j < 4; j++) {
             const uint r = unit * 2 + j / 2;
             codes[u].read(j, low + j % 2 * V_LOW + r * ValueRows::LOW_ROW, high + j % 2 * V_HIGH + r * ValueRows::HIGH_ROW);
         }
     }
-    // Of query rows 2t and 2t + 1, coordinates 2i and 2i + 1 of the lane's eight, relative to the block's largest.
-    // Weights are of row g.
-    float o[4][4] = {};
-    const uint column = g < GROUP ? g : 0;
-    const float most = largest(shared.maxima[column]), norm = largest(shared.norms[block]);
+    // Weights are of row g. They become relative to the largest score of the block.
+    const uint column = b.g < GROUP ? b.g : 0;
+    const float max = largest(b.shared.maxima[column]), norm = largest(b.shared.norms[block]);
     float2 masses = make_float2(0, 0);
 #pragma unroll
     for (uint u = 0; u < UNITS; u++) {
-        const uint unit = u * PARTS + warp / SLICES;
+        const uint unit = u * PARTS + b.warp / SLICES;
         if (unit * 2 < own.length) {
-            const uint2 w = shared.weights[block][unit][lane];
-            const float of_unit = factor_of(shared.maxima[column][unit], most);
-            const float f = of_unit * (shared.norms[block][unit] * inverse_of_power(norm));
+            const uint2 w = b.shared.weights[block][unit][b.lane];
+            const float of_unit = factor_of(b.shared.maxima[column][unit], max);
+            const float f = of_unit * (b.shared.norms[block][unit] * inverse_of_power(norm));
             const uint both = pack<true>(f, f);
             const uint2 weights = make_uint2(multiply_halves(w.x, both), multiply_halves(w.y, both));
             codes[u].operands(lookup, [&](uint i, const uint(&a)[4]) { mma<true>(o[i], a, weights); });
             if constexpr (V_CENTRED) {
-                masses.x += shared.masses[unit][2 * t][column] * of_unit;
-                masses.y += shared.masses[unit][2 * t + 1][column] * of_unit;
+                masses.x += b.shared.masses[unit][2 * b.t][column] * of_unit;
+                masses.y += b.shared.masses[unit][2 * b.t + 1][column] * of_unit;
             }
         }
     }
-    MeanSums means;
     if constexpr (V_CENTRED) {
-        means.add(shared.v_means, slice, masses);
+        means.add(b.shared.v_means, slice, masses);
     }
-    const float scale = norm * (1 / WEIGHT_SCALE / ValueTable::SCALE);
+    return norm * (1 / WEIGHT_SCALE / ValueTable::SCALE);
+}
+
+// Sends the output of the warp's keys to the blocks that merge the rows, after the block has added up its PARTS.
+inline void send_outputs(const Block &b, const float (&o)[4][4], const MeanSums &means, float scale) {
+    const uint slice = b.warp % SLICES;
     // Coordinates of a row of the warp's slice.
     const auto sum_of = [&](uint i, uint c) { return o[i][c] * scale + (V_CENTRED ? means.o[i][c] * means.unit : 0); };
     const auto quad = [&](uint i, uint c) {
         return make_float4(sum_of(i, c), sum_of(i, c + 2), sum_of(i + 1, c), sum_of(i + 1, c + 2));
     };
     if constexpr (PARTS > 1) {
-        uchar *parts = shared.k_low;
+        uchar *parts = b.shared.k_low;
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            if (2 * t + c < GROUP) {
-                float4 *to = reinterpret_cast<float4 *>(parts + (2 * t + c) * PARTS_ROW) + (warp * SLICE + 8 * g) / 4;
+            if (2 * b.t + c < GROUP) {
+                float4 *to = reinterpret_cast<float4 *>(parts + (2 * b.t + c) * PARTS_ROW) + (b.warp * SLICE + 8 * b.g) / 4;
                 to[0] = quad(0, c);
                 to[1] = quad(2, c);
             }
@@ -496,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         __syncthreads();
 #pragma unroll
         for (uint first = 0; first < GROUP * HEAD_DIM / 4; first += THREADS) {
-            const uint at = first + thread, r = at / (HEAD_DIM / 4), column = at % (HEAD_DIM / 4);
+            const uint at = first + b.thread, r = at / (HEAD_DIM / 4), column = at % (HEAD_DIM / 4);
             if (GROUP * HEAD_DIM / 4 % THREADS != 0 && r >= GROUP) {
                 break;
             }
@@ -507,24 +567,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
                 const float4 x = from[part * (HEAD_DIM / 4)];
                 sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
             }
-            send(address_in(&shared.o[rank][column * 4], r), sum, address_in(&shared.all_o, r));
+            send(address_in(&b.shared.o[b.rank][column * 4], r), sum, address_in(&b.shared.all_o, r));
         }
     } else {
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            if (2 * t + c < GROUP) {
-                const uint to = address_in(&shared.o[rank][slice * SLICE + 8 * g], 2 * t + c);
-                const uint barrier = address_in(&shared.all_o, 2 * t + c);
+            if (2 * b.t + c < GROUP) {
+                const uint to = address_in(&b.shared.o[b.rank][slice * SLICE + 8 * b.g], 2 * b.t + c);
+                const uint barrier = address_in(&b.shared.all_o, 2 * b.t + c);
                 send(to, quad(0, c), barrier);
                 send(to + 16, quad(2, c), barrier);
             }
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
+    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k_low, const uchar *k_high, const uchar *k_norms, const uchar *v_low,
+           const uchar *v_high, const uchar *v_norms, const uint *positions, const uint *sequence, const uint *lens, float *, uint *,
+           const float *sinks, const AttendParams p, const uint *table, const uchar *k_means, const uchar *v_means,
+           const float *earlier, const float *earlier_ends, float *new_ends) {
+    Shared &shared = *reinterpret_cast<Shared *>(at_place(AT_SHARED));
+    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
+    const uint item = pair / p.kv_heads, head = pair % p.kv_heads;
+    const Block b = {p, shared, thread, warp, lane, lane / 4, lane % 4, rank, shared_address(&shared.keys),
+                     shared_address(&shared.values), shared_address(&shared.all_ends), shared_address(&shared.all_o)};
+    init_barriers(b);
+    EarlyPages<CLUSTER * WARPS * TILE> pages;
+    const Token token = load_token_and_pages(p, positions, sequence, lens, table, item, pages);
+    const QueryRuns runs(lane);
+    // While page tables are read.
+    fill_tables(thread);
+    const Own own(p, pages, token, head);
+    const LaneKeys keys = locate_keys(b, own, k_norms, v_norms);
+    const uint page = page_of_warp(own);
+    // Addresses are computed before the wait.
+    const RowCopies copies(b, own, k_low, k_high, v_low, v_high);
+    if (lane == 0) {
+        copies.expect(b, own);
+    }
+    expect_states(b);
+    // All blocks of the cluster have begun.
+    cluster_wait();
+    take_turn_unless_late<EARLIER>();
+    const QueryRows rows(p, item, head);
+    Norms norms;
+    load(b, own, copies, keys, runs, rows, page, head, q, k_norms, v_norms, k_means, v_means, norms);
+
+    uint largest_norm[BLOCKS];
+    largest_norms(norms, largest_norm);
+    float s[4] = {nothing(), nothing(), nothing(), nothing()};
+    scores(b, own, keys, norms, s);
+    leave_weights(b, own, norms, largest_norm, s);
+    __syncthreads();
+
+    float o[4][4] = {};
+    MeanSums means;
+    const float scale = multiply_values(b, own, o, means);
+    send_outputs(b, o, means, scale);
 
     // Merges the states of the block's row. No block writes to one that has ended: a block with a row has waited for
     // all, and the others receive nothing.
     if (rank < GROUP && warp == 0) {
-        // Pages are looked at only if need be.
+        // Page tables are read again only if the row has to know.
         const bool any = PAGE_SHIFT == 0 && sees_any(p, table, token);
         const RowEnds ends(sinks, earlier, earlier_ends, new_ends);
         const auto sees = [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); };
