@@ -1,5 +1,5 @@
-//! Any bytes as tokenizer_config.json, generation_config.json or chat_template.jinja: an error, or sampling parameters
-//! and a template that renders a conversation or refuses it.
+//! Arbitrary bytes as tokenizer_config.json, generation_config.json or chat_template.jinja: an error, or sampling
+//! parameters and a template that renders or rejects a conversation.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant_models::{
@@ -33,6 +33,6 @@ fuzz_target!(|input: (u8, &[u8])| {
     }
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

@@ -1,4 +1,4 @@
-//! Any bytes as config.json: an error, or a configuration within the documented limits.
+//! Arbitrary bytes as config.json: an error, or a configuration within the documented limits.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant_models::Config;
@@ -21,6 +21,6 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

@@ -1,5 +1,5 @@
-//! Any bytes as an exported sequence: an error, or a sequence that can be used and exported again. Then any bytes as
-//! the page tables of a step.
+//! Arbitrary bytes as an exported sequence: an error, or a sequence that can be used and exported again. Then arbitrary
+//! bytes as the page tables of a step.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant::{
@@ -38,6 +38,6 @@ fuzz_target!(|bytes: &[u8]| {
     enc.commit().expect("entries that are no pages are skipped").wait().expect("as above");
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

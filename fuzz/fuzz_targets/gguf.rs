@@ -1,4 +1,4 @@
-//! Any bytes as a GGUF file: an error, or metadata, tensors, a tokenizer and a model that can be read.
+//! Arbitrary bytes as a GGUF file: an error, or readable metadata and tensors, a tokenizer and a model.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant::Device;
@@ -34,6 +34,6 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

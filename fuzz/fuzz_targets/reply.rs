@@ -1,4 +1,4 @@
-//! Any text as a model's reply, in any pieces: its parts do not depend on the pieces.
+//! Arbitrary text as a model's reply: its parts do not depend on how the text is divided into pieces.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant_models::chat::{ReplyEvent, ReplyFormat, ReplyParser};
@@ -13,7 +13,7 @@ const FORMATS: [ReplyFormat; 6] = [
     ReplyFormat::Harmony,
 ];
 
-/// The parts of a reply, with neighbours of one kind joined.
+/// The parts of a reply. Adjacent parts of one kind are joined.
 fn parts<'a>(format: ReplyFormat, pieces: impl Iterator<Item = &'a str>) -> Vec<ReplyEvent> {
     let mut parser = ReplyParser::new(format);
     let mut events: Vec<ReplyEvent> = pieces.flat_map(|piece| parser.push(piece)).collect();
@@ -39,6 +39,6 @@ fuzz_target!(|input: (u8, u8, &str)| {
     assert_eq!(parts(format, pieces.iter().map(String::as_str)), whole, "pieces of {size} characters");
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

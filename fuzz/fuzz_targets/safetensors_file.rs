@@ -1,4 +1,4 @@
-//! Any bytes as a checkpoint file: an error, or tensors that can be read.
+//! Arbitrary bytes as a checkpoint file: an error, or readable tensors.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant::Device;
@@ -16,6 +16,6 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

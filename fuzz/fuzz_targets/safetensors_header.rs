@@ -1,4 +1,4 @@
-//! Any bytes as a header: an error, or tensors that cover the data exactly.
+//! Arbitrary bytes as a header: an error, or tensors that cover the data exactly.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant_models::safetensors::Header;
@@ -11,6 +11,6 @@ fuzz_target!(|input: (u16, &[u8])| {
     assert_eq!(covered, u64::from(data_bytes));
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

@@ -1,4 +1,4 @@
-//! Any bytes as an index: an error, or plain names of files.
+//! Arbitrary bytes as an index: an error, or plain file names.
 #![cfg_attr(fuzzing, no_main)]
 
 use kvant_models::safetensors::parse_index;
@@ -12,6 +12,6 @@ fuzz_target!(|bytes: &[u8]| {
     }
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

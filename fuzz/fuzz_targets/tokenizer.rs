@@ -1,4 +1,4 @@
-//! Any bytes as tokenizer.json: an error, or a tokenizer that takes text and gives it back.
+//! Arbitrary bytes as tokenizer.json: an error, or a tokenizer that encodes text and decodes the ids.
 #![cfg_attr(fuzzing, no_main)]
 
 use std::sync::Once;
@@ -7,7 +7,7 @@ use kvant_models::Tokenizer;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    // The reader turns panics of the crates below it into errors, so only others count.
+    // kvant-models converts panics of the tokenizers crate to errors. All other panics are failures.
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let abort = std::panic::take_hook();
@@ -28,6 +28,6 @@ fuzz_target!(|bytes: &[u8]| {
     let _ = stream.finish();
 });
 
-/// Outside cargo-fuzz a target is only compiled.
+/// Without cargo-fuzz, a target is only compiled.
 #[cfg(not(fuzzing))]
 fn main() {}

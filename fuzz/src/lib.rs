@@ -1,10 +1,10 @@
-//! What fuzz targets share.
+//! Shared by the fuzz targets.
 
 use std::sync::Once;
 
 use kvant_models::Tokenizer;
 
-/// Makes panics that kvant-models turns into errors no failures: those of the crates below it. All others are.
+/// Ignores panics that kvant-models converts to errors. All other panics are failures.
 pub fn allow_caught_panics() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
