@@ -1,4 +1,4 @@
-//! Decode steps of batches, with passes that were recorded once.
+//! Decode steps of batches with recorded passes.
 
 use kvant::{DType, Encoder, Graph, KvPool, Sequence, Step, StepSize, Submission, Tensor, device::DeviceKind, ops};
 
@@ -7,17 +7,17 @@ use crate::{
     forward::{Wanted, Workspace},
 };
 
-/// Feeds a token, or a few, to each sequence of a batch, again and again.
+/// Feeds one or a few tokens to each sequence of a batch, repeatedly.
 ///
-/// A pass is recorded the first time that a batch of its size occurs, and replayed afterwards, including the draw.
-/// Tokens, positions, lengths and page tables are read from device memory, so nothing is planned or validated again.
-/// On CUDA, a recorded pass is a CUDA graph. On a GPU, passes have 1, 2, 4, 8 … rows, and the rows that a batch does
-/// not fill are [inactive](Step::INACTIVE). Results are those of [`Model::forward`], up to rounding: kernels depend on
-/// the number of rows, except on a
-/// [batch-invariant](kvant::CpuOptions::batch_invariant) CPU device.
+/// A pass is recorded the first time that a batch of its size occurs, and then replayed, including the sampling.
+/// Tokens, positions, lengths and page tables are read from device memory, so nothing is planned or validated again. On
+/// CUDA, a recorded pass is a CUDA graph. On a GPU, passes have 1, 2, 4, 8 … rows, and unused rows are
+/// [inactive](Step::INACTIVE). Results equal [`Model::forward`]'s except for rounding: kernels depend on the number of
+/// rows, except on a [batch-invariant](kvant::CpuOptions::batch_invariant) CPU device.
 ///
-/// Several tokens of a sequence, such as drafts to verify, are as many [rows](KvPool::tokens_into) of the same passes,
-/// each with logits and a draw. Few are worth it: attention reads the keys of the sequence for each of them.
+/// Several tokens of a sequence, such as drafts to verify, are separate [rows](KvPool::tokens_into) of these passes,
+/// each with logits and sampling. This pays off only for few tokens: attention reads the keys of the sequence for each
+/// of them.
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -40,54 +40,54 @@ use crate::{
 pub struct BatchDecoder {
     model: Model,
     pool: KvPool,
-    /// The most rows of a pass.
+    /// Maximum rows of a pass.
     rows: usize,
-    /// Scratch of all passes.
+    /// Scratch memory shared by all passes.
     space: Workspace,
     /// f32 `[rows, vocab_size]`.
     logits: Tensor,
     /// u32 `[rows]`.
     drawn: Tensor,
-    /// The parameters of draws, u32 `[rows, 8]`, and what was written there.
+    /// The sampling parameters, u32 `[rows, 8]`, and the values last written there.
     how: Tensor,
     written: Vec<u32>,
-    /// Those of the next step.
+    /// The rows of the next step.
     words: Vec<u32>,
-    /// Those used last are at the end.
+    /// Recorded passes, least recently used first.
     passes: Vec<RecordedPass>,
-    /// The tokens of the latest step. The last pass computes it.
+    /// Number of tokens of the latest step, which the last pass computes.
     live: usize,
 }
 
-/// The first length that passes are recorded for; each next one is [`GROWTH`] times as long. Kernels and page tables
-/// depend on it.
-const FIRST_LONGEST: usize = 1024;
+/// The first maximum length that passes are recorded for. Each further one is [`GROWTH`] times as long. Kernels and
+/// page tables depend on it.
+const FIRST_LENGTH: usize = 1024;
 const GROWTH: usize = 4;
-/// Passes that are kept.
+/// Maximum recorded passes.
 const MAX_PASSES: usize = 64;
 
-/// A pass of so many rows, for sequences of up to `longest` tokens.
+/// A pass of `rows` rows, for sequences of up to `longest` tokens.
 struct RecordedPass {
     rows: usize,
     longest: usize,
     step: Step,
     ids: Tensor,
-    /// For each [`Then`].
+    /// One graph per [`Then`].
     graphs: [Option<Graph>; 3],
 }
 
-/// What follows a pass.
+/// The sampling that follows a pass.
 #[derive(Clone, Copy, PartialEq)]
 enum Then {
     Nothing,
-    /// The most probable token of each row: faster than a draw.
+    /// The most probable token of each row, which is faster than sampling.
     Greedy,
-    /// A draw from each row by its own parameters.
+    /// Samples from each row with its own parameters.
     Draw,
 }
 
 impl BatchDecoder {
-    /// For batches of up to `rows` tokens of sequences of a pool.
+    /// Creates a decoder for batches of up to `rows` tokens of sequences of a pool.
     ///
     /// # Errors
     /// `Argument` for 0 rows, and for a pool of another model; `Kvant` with `OutOfMemory`.
@@ -112,18 +112,17 @@ impl BatchDecoder {
         })
     }
 
-    /// The most tokens of a batch.
+    /// Maximum tokens of a batch.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Appends tokens to each sequence of a batch, which is the next step to [run](BatchDecoder::run). The sequences
-    /// must not change before the step has run.
+    /// Appends tokens to each sequence of a batch. This becomes the next step to [run](BatchDecoder::run). The
+    /// sequences must not change before the step has run.
     ///
     /// # Errors
-    /// `Argument` for a sequence without tokens, no sequences, more tokens than there are rows, or a sequence that is
-    /// longer than the model's table of query factors; `Kvant`, as [`KvPool::tokens_into`]. The sequences are
-    /// unchanged.
+    /// `Argument` for a sequence without tokens, no sequences, more tokens than rows, or a sequence longer than the
+    /// model's table of query factors; `Kvant`, as [`KvPool::tokens_into`]. The sequences are then unchanged.
     pub fn append(&mut self, batch: &mut [(&mut Sequence, usize)]) -> Result<()> {
         self.live = 0;
         let tokens = batch.iter().fold(0usize, |sum, (_, count)| sum.saturating_add(*count));
@@ -143,23 +142,23 @@ impl BatchDecoder {
         Ok(())
     }
 
-    /// Starts the pass over the step that was appended last, with the ids of its tokens, sequence by sequence. It also
-    /// draws a token after each of them if `draws` has the parameters of each; the counter is the position of the token
-    /// that is drawn. Penalties, biases and suppressed tokens are not applied.
+    /// Starts the pass over the last appended step, with the ids of its tokens, sequence by sequence. If `draws` has
+    /// parameters for each token, it also samples after each of them; the counter is the position of the sampled token.
+    /// Penalties, biases and suppressed tokens are not applied.
     ///
     /// # Errors
-    /// `Argument` for ids outside the vocabulary, another number than the step has tokens, and draws after some of them
-    /// only; `Kvant`. The sequences keep their tokens: truncate them if the pass failed.
+    /// `Argument` for ids outside the vocabulary, a number of ids that differs from the step's tokens, or parameters
+    /// for only some of them; `Kvant`. The sequences keep their tokens: truncate them if the pass failed.
     pub fn run(&mut self, tokens: &[u32], draws: &[&Sampling]) -> Result<Submission> {
         self.run_fed(tokens, None, draws)
     }
 
-    /// As [`BatchDecoder::run`], with tokens that an earlier step draws, and that need not be known yet. The host can
-    /// then start a step before the one before it is done, and [read](kvant::Tensor::read_back) what that one draws
-    /// meanwhile.
+    /// Like [`BatchDecoder::run`], with tokens that an earlier step samples and that need not be known yet. The host
+    /// can start a step before the previous one is done, and [read](kvant::Tensor::read_back) the previous one's tokens
+    /// while it runs.
     ///
     /// # Errors
-    /// As [`BatchDecoder::run`]; `Argument` or `Kvant` for places that are not there.
+    /// As [`BatchDecoder::run`]; `Argument` or `Kvant` for places out of range.
     pub fn run_fed(&mut self, tokens: &[u32], fed: Option<DeviceTokens>, draws: &[&Sampling]) -> Result<Submission> {
         let known = DeviceTokens::known(fed.as_ref(), tokens);
         self.model.check_tokens(&known)?;
@@ -175,7 +174,7 @@ impl BatchDecoder {
             Some(fed) => {
                 let mut enc = self.model.device().encoder()?;
                 fed.write(&mut enc, &known, &ids)?;
-                // The pass comes after it in any case.
+                // Passes are ordered, so the pass runs after it.
                 drop(enc.commit()?);
             }
             None => ids.write(&known)?,
@@ -194,13 +193,13 @@ impl BatchDecoder {
         }
     }
 
-    /// Uploads the parameters of draws, unless they are there.
+    /// Uploads the sampling parameters, unless they are unchanged.
     fn write_draws(&mut self, draws: &[&Sampling]) -> Result<()> {
         let BatchDecoder { how, written, words, .. } = self;
         words.clear();
         words.extend(draws.iter().flat_map(|sampling| sampling.row().words()));
         if !written.starts_with(words) {
-            // Unknown until it has succeeded.
+            // Unknown until the upload has succeeded.
             written.clear();
             how.rows(0..draws.len())?.write(words)?;
             std::mem::swap(written, words);
@@ -211,26 +210,26 @@ impl BatchDecoder {
     /// The logits of the latest step, f32 `[tokens, vocab_size]`.
     ///
     /// # Errors
-    /// None for a step that has run.
+    /// None if the step has run.
     pub fn logits(&self) -> Result<Tensor> {
         Ok(self.logits.rows(0..self.live)?)
     }
 
-    /// The tokens that the latest step has drawn, u32 `[tokens]`; `u32::MAX` for logits that are all NaN.
+    /// The tokens that the latest step has sampled, u32 `[tokens]`; `u32::MAX` after logits of only NaN.
     ///
     /// # Errors
-    /// None for a step that has run.
+    /// None if the step has run.
     pub fn drawn(&self) -> Result<Tensor> {
         Ok(self.drawn.rows(0..self.live)?)
     }
 
-    /// The hidden states of the latest step after the last norm, in the dtype of activations, `[tokens, hidden_size]`.
+    /// The hidden states of the latest step after the final norm, in the dtype of activations, `[tokens, hidden_size]`.
     /// They are valid until the next step.
     ///
     /// # Errors
-    /// None for a step that has run.
+    /// None if the step has run.
     pub fn hidden(&mut self) -> Result<Tensor> {
-        // Passes of all sizes have it at the start of one buffer. The views may be those of a smaller one.
+        // Passes of all sizes have it at the start of one buffer. The views may belong to a smaller pass.
         self.space.fit(self.model.decoder(), self.live.max(1))?;
         Ok(self.space.views.x.rows(0..self.live)?)
     }
@@ -240,7 +239,7 @@ impl BatchDecoder {
         Ok(self.logits.rows(0..1)?)
     }
 
-    /// Moves the pass for a number of rows and a length to the end.
+    /// Moves the pass for a number of rows and a length to the end, or creates it.
     fn select(&mut self, rows: usize, longest: usize) -> Result<()> {
         let bound = lengths(longest).last().unwrap_or(longest);
         if let Some(index) = self.passes.iter().position(|pass| (pass.rows, pass.longest) == (rows, bound)) {
@@ -274,9 +273,9 @@ impl BatchDecoder {
         Ok(pass.graphs[then as usize].insert(graph).replay()?)
     }
 
-    /// The sizes of passes that batches of up to [`BatchDecoder::rows`] tokens, of sequences of up to `longest` tokens,
-    /// need, to be [recorded](BatchDecoder::record_size) ahead: those that are needed first come first. Empty on a CPU,
-    /// which has nothing to compile.
+    /// The pass sizes for batches of up to [`BatchDecoder::rows`] tokens of sequences of up to `longest` tokens, to be
+    /// [recorded](BatchDecoder::record_size) in advance, in the order in which they are needed. Empty on a CPU, which
+    /// compiles nothing.
     pub fn sizes(&self, longest: usize) -> Vec<PassSize> {
         if is_host(&self.model) {
             return Vec::new();
@@ -289,8 +288,8 @@ impl BatchDecoder {
         sizes
     }
 
-    /// Records the passes of a size, and runs them over inactive rows: no sequence changes. The step that was appended
-    /// last must have run.
+    /// Records the passes of a size and runs them with only inactive rows, so that no sequence changes. The last
+    /// appended step must have run.
     ///
     /// # Errors
     /// As [`BatchDecoder::append`] and [`BatchDecoder::run`].
@@ -313,19 +312,19 @@ impl BatchDecoder {
 /// The size of a recorded pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassSize {
-    /// Tokens.
+    /// Number of tokens.
     rows: usize,
-    /// The longest length of a sequence.
+    /// Maximum length of a sequence.
     longest: usize,
 }
 
-/// The lengths that passes are recorded for, up to the first one that suffices.
+/// The maximum lengths that passes are recorded for, up to the first sufficient one.
 fn lengths(longest: usize) -> impl Iterator<Item = usize> {
     let longer = move |&last: &usize| (last < longest).then(|| last.saturating_mul(GROWTH));
-    std::iter::successors(Some(FIRST_LONGEST), longer)
+    std::iter::successors(Some(FIRST_LENGTH), longer)
 }
 
-/// Captures what `record` encodes.
+/// Captures the operations that `record` encodes.
 pub(crate) fn capture(model: &Model, record: impl FnOnce(&mut Encoder) -> Result<()>) -> Result<Graph> {
     let mut encoded = Ok(());
     let graph = Encoder::capture(model.device(), |enc| {
@@ -341,7 +340,7 @@ pub(crate) fn is_host(model: &Model) -> bool {
     matches!(model.device().kind(), DeviceKind::Cpu | DeviceKind::Reference)
 }
 
-/// The rows of the pass for a batch. A CPU computes every row, and records a pass in no time.
+/// The rows of the pass for a batch. A CPU computes every row but records quickly, so it uses the exact number.
 fn bucket(rows: usize, model: &Model) -> usize {
     match rows {
         _ if is_host(model) => rows,

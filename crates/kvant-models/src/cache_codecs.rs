@@ -6,7 +6,7 @@ use kvant::Codec;
 
 use crate::{Error, Result};
 
-/// The codecs of the keys and the values of a layer. As text one codec, or two as in `f16:tq4`.
+/// The codecs of the keys and the values of a layer. Written as one codec, or two as in `f16:tq4`.
 ///
 /// ```
 /// use kvant::Codec;
@@ -52,17 +52,17 @@ impl fmt::Display for KvCodec {
 /// The codecs of all layers of a cache.
 #[derive(Clone, Debug, PartialEq)]
 pub enum CacheCodecs {
-    /// The same for every layer.
+    /// One entry for all layers.
     Same(KvCodec),
     /// One entry for each layer that has its own keys and values.
     PerLayer(Arc<[KvCodec]>),
 }
 
 impl CacheCodecs {
-    /// The entry of each of `layers` layers.
+    /// Returns the entries of `layers` layers.
     ///
     /// # Errors
-    /// `Argument` for entries of another number of layers.
+    /// `Argument` if the number of entries differs from `layers`.
     pub fn of_layers(&self, layers: usize) -> Result<Vec<KvCodec>> {
         match self {
             CacheCodecs::Same(kv) => Ok(vec![*kv; layers]),
@@ -76,7 +76,7 @@ impl CacheCodecs {
     }
 }
 
-/// The type of all layers, or the types that some of them have, as in `f16, tq4 by layer`.
+/// The type of all layers, or the distinct types, as in `f16, tq4 by layer`.
 impl fmt::Display for CacheCodecs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let all = match self {

@@ -16,11 +16,11 @@ pub struct Config {
     pub family: &'static str,
     /// The decoder.
     pub decoder: DecoderSpec,
-    /// The longest context that the model was made for.
+    /// The context that the model was made for, in tokens.
     pub max_position_embeddings: Option<usize>,
-    /// The id that starts a text, if the file has one.
+    /// The beginning-of-text id, if the file has one.
     pub bos_token_id: Option<u32>,
-    /// The ids that end a text, in the file's order.
+    /// The end-of-text ids, in the file's order.
     pub eos_token_ids: Vec<u32>,
 }
 
@@ -34,7 +34,7 @@ impl Config {
         Config::load_files(&Files::at(dir)?)
     }
 
-    /// As [`Config::load`], from any [`Files`].
+    /// Like [`Config::load`], from any [`Files`].
     pub fn load_files(files: &Files) -> Result<Config> {
         if let Some(gguf) = files.as_gguf() {
             return gguf::describe::config(gguf);
@@ -42,7 +42,7 @@ impl Config {
         Config::with_files(&files.read_json("config.json")?, files)
     }
 
-    /// As [`Config::load`], with the parsed `config.json`.
+    /// Like [`Config::load`], with a parsed `config.json`.
     pub(crate) fn with_files(json: &Value, files: &Files) -> Result<Config> {
         let mut config = Config::parse(json)?;
         if let Some(generation) = files.read_json_if_there("generation_config.json")? {
@@ -79,7 +79,7 @@ impl Config {
     }
 }
 
-/// Removes ids that occurred before.
+/// Removes duplicate ids.
 pub(crate) fn once_each(mut ids: Vec<u32>) -> Vec<u32> {
     let mut seen = HashSet::new();
     ids.retain(|&id| seen.insert(id));

@@ -1,14 +1,14 @@
-//! Decoding token by token with a pass that was recorded once.
+//! Decodes token by token with a recorded pass.
 
 use kvant::{Sequence, Submission, Tensor};
 
 use crate::{BatchDecoder, DeviceSampler, Error, Model, Result, Sampler, Sampling};
 
-/// Feeds tokens to one sequence, and draws the next tokens.
+/// Feeds tokens to one sequence, and samples the next ones.
 ///
-/// A pass of a single token is recorded the first time and replayed afterwards, including the draw. Token, position
-/// and lengths are read from device memory, so nothing is planned or validated again. On CUDA, the recorded pass is a
-/// CUDA graph. Results are those of [`Model::feed`].
+/// The pass of a single token is recorded once and then replayed, including the sampling. Token, position and lengths
+/// are read from device memory, so nothing is planned or validated again. On CUDA, the recorded pass is a CUDA graph.
+/// Results equal [`Model::feed`]'s.
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -25,18 +25,18 @@ use crate::{BatchDecoder, DeviceSampler, Error, Model, Result, Sampler, Sampling
 pub struct Decoder<'a> {
     sequence: &'a mut Sequence,
     sampler: Sampler,
-    /// The latest token drawn.
+    /// The latest sampled token.
     latest: Option<u32>,
-    /// The recorded passes, of one row.
+    /// The recorded passes of one row.
     passes: BatchDecoder,
     logits: Tensor,
-    /// Draws after a pass that is not recorded.
+    /// Samples after a pass that is not recorded.
     device_sampler: DeviceSampler,
     model: &'a Model,
 }
 
 impl<'a> Decoder<'a> {
-    /// Continues a sequence, which need not be empty.
+    /// Continues a sequence, which may contain tokens.
     ///
     /// # Errors
     /// `Argument` for a sequence of another model's pool, and for sampling parameters out of range.
@@ -66,7 +66,7 @@ impl<'a> Decoder<'a> {
     /// Feeds tokens. [`Decoder::logits`] then holds the logits of the last one.
     ///
     /// # Errors
-    /// Those of [`Model::feed`], with the same effect on the sequence.
+    /// As [`Model::feed`], with equal effect on the sequence.
     pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
         let before = self.sequence.len();
         let fed = match tokens {
@@ -76,12 +76,12 @@ impl<'a> Decoder<'a> {
         self.undo(before, fed)
     }
 
-    /// Feeds tokens and draws the next one. For penalties, a token counts as generated if it was drawn by the call
-    /// before.
+    /// Feeds tokens and samples the next one. For penalties, a token counts as generated if the previous call sampled
+    /// it.
     ///
     /// # Errors
-    /// As [`Decoder::feed`]; `NotANumber`; `NothingAllowed`. If only the draw fails, the fed tokens are removed again,
-    /// unless they are more than sliding windows can restore: then they stay.
+    /// As [`Decoder::feed`]; `NotANumber`; `NothingAllowed`. If only sampling fails, the fed tokens are removed, unless
+    /// sliding windows cannot restore the earlier positions: then they stay.
     pub fn next(&mut self, tokens: &[u32]) -> Result<u32> {
         let before = self.sequence.len();
         let drawn = match tokens {
@@ -105,8 +105,8 @@ impl<'a> Decoder<'a> {
         Ok(self.sequence.truncate(len)?)
     }
 
-    /// Removes the fed tokens if `result` is an error. If windows have passed the positions before, the tokens stay;
-    /// the error is returned in any case.
+    /// If `result` is an error, removes the fed tokens and returns the error. If windows have passed the earlier
+    /// positions, the tokens stay.
     fn undo<T>(&mut self, before: usize, result: Result<T>) -> Result<T> {
         if result.is_err() {
             let _ = self.sequence.truncate(before);
@@ -114,7 +114,7 @@ impl<'a> Decoder<'a> {
         result
     }
 
-    /// Starts the recorded pass of a token.
+    /// Launches the recorded pass of a token.
     fn replay(&mut self, token: u32, draws: bool) -> Result<Submission> {
         self.model.check_tokens(&[token])?;
         self.passes.append(&mut [(&mut *self.sequence, 1)])?;
@@ -125,13 +125,13 @@ impl<'a> Decoder<'a> {
     fn replay_and_draw(&mut self, token: u32) -> Result<Option<u32>> {
         let replay = self.replay(token, true)?;
         // The download also waits, but another thread may already have received the failure of this replay. `wait`
-        // afterwards returns it in any case.
+        // afterwards always returns it.
         let drawn = self.passes.drawn()?.to_vec::<u32>();
         replay.wait()?;
         Ok(drawn?.first().copied().filter(|&token| token != u32::MAX))
     }
 
-    /// Draws after a pass that is not recorded, or from logits that are changed on the host.
+    /// Samples after a pass that is not recorded, or from logits that the host adjusts.
     fn adjust_and_draw(&mut self, tokens: &[u32]) -> Result<Option<u32>> {
         if !self.sampler.sampling().is_plain() {
             match tokens {
@@ -144,8 +144,7 @@ impl<'a> Decoder<'a> {
             }
             self.logits.write(&logits)?;
         }
-        // The counter depends only on the position, so that a run that continues from a snapshot draws the same
-        // tokens.
+        // The counter depends only on the position, so that a run that continues from a snapshot samples equal tokens.
         let how = (self.sampler.sampling(), self.sequence.len() as u32);
         Ok(self.device_sampler.draw(&self.logits, &[how])?.first().copied().flatten())
     }

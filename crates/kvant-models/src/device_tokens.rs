@@ -1,4 +1,4 @@
-//! Tokens that an earlier step draws, and that go from there to the next step on the device.
+//! Sampled tokens that stay on the device for the next step.
 
 use std::borrow::Cow;
 
@@ -6,12 +6,12 @@ use kvant::{Encoder, Tensor, ops};
 
 use crate::{Error, Result};
 
-/// Tokens of a batch that an earlier step has drawn or still draws. The host need not know them.
+/// Tokens of a batch that an earlier step samples on the device. The host need not know them.
 ///
 /// ```no_run
 /// # fn run(decoder: &mut kvant_models::BatchDecoder, how: &kvant_models::Sampling) -> kvant_models::Result<()> {
 /// use kvant_models::DeviceTokens;
-/// // The step before has drawn a token for each of two sequences. They change places.
+/// The previous step has sampled a token for each of two sequences. They swap places.
 /// let drawn = decoder.drawn()?;
 /// let fed = DeviceTokens { drawn: &drawn, places: &[(0, 1), (1, 0)] };
 /// decoder.run_fed(&[0, 0], Some(fed), &[how, how])?.wait()?;
@@ -19,15 +19,15 @@ use crate::{Error, Result};
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceTokens<'a> {
-    /// u32 `[n]`: the tokens that the earlier step draws. An entry that is not an id of the vocabulary, such as that of
-    /// logits that are all NaN, gets an embedding of zeros on a GPU, and fails the pass on a CPU.
+    /// u32 `[n]`: the tokens that the earlier step samples. An entry that is not an id of the vocabulary, for example
+    /// after NaN logits, gets an embedding of zeros on a GPU, and fails the pass on a CPU.
     pub drawn: &'a Tensor,
-    /// The index of each such token in the batch, rising, and its index in `drawn`.
+    /// For each of these tokens, its index in the batch, ascending, and its index in `drawn`.
     pub places: &'a [(usize, usize)],
 }
 
 impl DeviceTokens<'_> {
-    /// Writes the ids of a batch: those that the host knows at once, the others by operations of an encoder.
+    /// Writes the ids of a batch: known ones immediately, the others by operations of the encoder.
     pub(crate) fn write(&self, enc: &mut Encoder, known: &[u32], ids: &Tensor) -> Result<()> {
         let rising = self.places.windows(2).all(|pair| pair[0].0 < pair[1].0);
         if !rising || self.places.last().is_some_and(|&(to, _)| to >= known.len()) {
@@ -38,7 +38,7 @@ impl DeviceTokens<'_> {
         if self.places.len() < known.len() {
             ids.write(known)?;
         }
-        // Sequences that follow one another mostly did so in the earlier step.
+        // Adjacent sequences were mostly adjacent in the earlier step.
         for run in self.places.chunk_by(|a, b| (a.0 + 1, a.1 + 1) == (b.0, b.1)) {
             let (to, from) = run[0];
             ops::copy(enc, &self.drawn.rows(from..from + run.len())?, &ids.rows(to..to + run.len())?)?;
@@ -46,7 +46,7 @@ impl DeviceTokens<'_> {
         Ok(())
     }
 
-    /// The ids that the host knows, with a valid one in place of the others.
+    /// The known ids, with a valid placeholder for the others.
     pub(crate) fn known<'t>(fed: Option<&DeviceTokens>, tokens: &'t [u32]) -> Cow<'t, [u32]> {
         let mut known = Cow::Borrowed(tokens);
         for &(to, _) in fed.map_or(&[][..], |fed| fed.places) {

@@ -11,8 +11,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// An error while loading or running a model.
 ///
-/// Fields can have text from files, such as names of tensors. The message shows them by
-/// [`untrusted::line`](crate::untrusted::line): escaped and shortened.
+/// Fields can contain text from files, such as tensor names. The message escapes and shortens them with
+/// [`untrusted::line`](crate::untrusted::line).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -24,7 +24,7 @@ pub enum Error {
     File {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
     /// A key of `config.json` is missing, out of range or of the wrong type.
@@ -52,7 +52,7 @@ pub enum Error {
     Unsupported {
         /// The feature, e.g. `model_type "llama"`.
         what: String,
-        /// What is supported.
+        /// The supported values.
         reason: String,
     },
     /// The checkpoint lacks a tensor that the configuration requires.
@@ -78,10 +78,10 @@ pub enum Error {
         name: String,
         /// The accepted dtypes.
         expected: &'static str,
-        /// The dtype, as the file names it.
+        /// The dtype, as named in the file.
         got: String,
     },
-    /// A tensor holds an invalid value.
+    /// A tensor has an invalid value.
     #[error("tensor `{}` must hold {expected}, got {}", line(name), line(got))]
     TensorValue {
         /// Its full name.
@@ -91,7 +91,7 @@ pub enum Error {
         /// The actual value.
         got: String,
     },
-    /// An argument does not fit the model.
+    /// An argument is invalid for the model.
     #[error("`{arg}` must be {}, got {}", line(expected), line(got))]
     Argument {
         /// The argument.
@@ -101,7 +101,7 @@ pub enum Error {
         /// The actual value.
         got: String,
     },
-    /// No token can be drawn because all logits are NaN. The usual cause is activations that overflow their dtype.
+    /// No token can be sampled because all logits are NaN. The usual cause is activations that overflow their dtype.
     #[error("the logits of position {position} are NaN: the model's activations overflow {activations}")]
     NotANumber {
         /// The position of the token whose logits are NaN.
@@ -109,30 +109,30 @@ pub enum Error {
         /// The dtype of activations ([`LoadOptions`](crate::LoadOptions)).
         activations: DType,
     },
-    /// No token can be drawn because bias, suppressed tokens or a mask forbid all.
+    /// No token can be sampled because bias, suppressed tokens or a mask forbid all.
     #[error("no token is allowed at position {position}")]
     NothingAllowed {
         /// The position of the token.
         position: usize,
     },
-    /// A chat template is invalid, or refuses a conversation.
+    /// A chat template is invalid, or rejects a conversation.
     #[error("chat template: {}", line(reason))]
     Template {
-        /// The line and what is wrong, or the template's message.
+        /// The line and the reason, or the template's message.
         reason: String,
     },
-    /// The system starts no thread for a chat template: it has too many, or too little memory.
+    /// The system cannot start a thread for a chat template: it has too many, or too little memory.
     #[error("chat template: no thread: {}", line(reason))]
     NoThread {
         /// The system's message.
         reason: String,
     },
-    /// A text has more tokens than it may have. It was not tokenised.
-    #[error("the text has at least {least} tokens, the limit is {limit}")]
+    /// A text exceeds the token limit. It was not tokenised.
+    #[error("the text has at least {min_tokens} tokens, the limit is {limit}")]
     TooLong {
-        /// The least number of tokens that its length allows.
-        least: usize,
-        /// The most tokens.
+        /// Minimum number of tokens that its length implies.
+        min_tokens: usize,
+        /// Maximum number of tokens.
         limit: usize,
     },
     /// The tokenizer failed.

@@ -1,4 +1,4 @@
-//! The files of a checkpoint. Small files are read completely, with a limit on their size.
+//! Opens the files of a checkpoint. Small files are read completely, with a size limit.
 
 use std::{
     borrow::Cow,
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::{Error, Result, gguf::Gguf, untrusted::line};
 
-/// Larger than any model's config.json, and small enough to hold in memory.
+/// Maximum bytes of a JSON file: larger than any model's config.json, and small enough to keep in memory.
 const JSON_LIMIT: u64 = 16 << 20;
 
 /// The files of a checkpoint: a directory, a GGUF file, or bytes that are part of the program.
@@ -35,7 +35,7 @@ pub struct Files(Location);
 #[derive(Clone)]
 enum Location {
     Directory(PathBuf),
-    /// Everything is in the file's metadata and tensors.
+    /// A GGUF file contains everything.
     Gguf(Arc<Gguf>),
     Embedded(&'static [(&'static str, &'static [u8])]),
 }
@@ -54,7 +54,7 @@ impl OpenFile {
         }
     }
 
-    /// Fills `bytes` from position `start` on. Several threads may read at once.
+    /// Fills `bytes` from offset `start`. Several threads may read at the same time.
     pub(crate) fn read_at(&self, start: u64, bytes: &mut [u8]) -> io::Result<()> {
         match self {
             #[cfg(unix)]
@@ -96,7 +96,7 @@ impl Files {
         Files(Location::Directory(path.into()))
     }
 
-    /// A GGUF file; of a split model, any of its files.
+    /// A GGUF file. For a split model, any of its files.
     ///
     /// # Errors
     /// As [`Gguf::open`].
@@ -105,10 +105,10 @@ impl Files {
     }
 
     /// The checkpoint at a path: a `.gguf` file, a directory with `config.json`, or a directory with one GGUF model,
-    /// which may be split. Files whose names start with `mmproj` are encoders of images or sound, not models.
+    /// which may be split. Files whose names start with `mmproj` are image or audio encoders, not models.
     ///
     /// # Errors
-    /// `File` for a directory that cannot be read or has several GGUF models, and as [`Gguf::open`].
+    /// `File` for a directory that cannot be read or has several GGUF models; as [`Gguf::open`].
     pub fn at(path: &Path) -> Result<Files> {
         let is_directory = match std::fs::metadata(path) {
             Ok(found) => found.is_dir(),
@@ -146,7 +146,7 @@ impl Files {
         Files(Location::Embedded(files))
     }
 
-    /// The name of a file in messages.
+    /// The path of a file for messages.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         match &self.0 {
             Location::Directory(directory) => directory.join(name),
@@ -172,8 +172,8 @@ impl Files {
         }
     }
 
-    /// Whether a file of this name exists. A dangling link counts, and is an error when it is opened: in a snapshot
-    /// of links, as in the Hugging Face cache, a file with a lost target must not be skipped.
+    /// Whether a file with this name exists. A dangling link counts, and is an error when opened: in a snapshot of
+    /// links, as in the Hugging Face cache, a file with a missing target must not be skipped.
     pub(crate) fn has(&self, name: &str) -> bool {
         match &self.0 {
             Location::Directory(directory) => {
@@ -210,7 +210,7 @@ impl Files {
             OpenFile::Memory(bytes) => Cow::Borrowed(bytes),
             OpenFile::Disk(file) => {
                 let mut bytes = Vec::new();
-                // One byte past the limit distinguishes a file that is too long from one that just fits.
+                // Reads one byte more than the limit to detect a longer file.
                 file.take(limit + 1).read_to_end(&mut bytes).map_err(|e| Error::file(&path, e))?;
                 Cow::Owned(bytes)
             }
@@ -232,7 +232,7 @@ impl Files {
         }
     }
 
-    /// As [`Files::read_json`]; `None` if the file does not exist.
+    /// Like [`Files::read_json`], but returns `None` if the file does not exist.
     pub(crate) fn read_json_if_there(&self, name: &str) -> Result<Option<Value>> {
         if self.has(name) { self.read_json(name).map(Some) } else { Ok(None) }
     }
@@ -242,7 +242,7 @@ fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|kind| kind.eq_ignore_ascii_case("gguf"))
 }
 
-/// The GGUF models in a directory, sorted; of a split model, its first file.
+/// The GGUF models in a directory, sorted. A split model is represented by its first file.
 fn gguf_models(directory: &Path) -> Result<Vec<PathBuf>> {
     let failed = |e| unreadable(directory, e);
     let mut models = Vec::new();
@@ -257,7 +257,7 @@ fn gguf_models(directory: &Path) -> Result<Vec<PathBuf>> {
     Ok(models)
 }
 
-/// Whether a name ends as `-00002-of-00003.gguf`, with a number above 1.
+/// Whether a name ends like `-00002-of-00003.gguf` with a number above 1.
 fn is_later_part(name: &str) -> bool {
     let stem = name.rsplit_once('.').map_or(name, |(stem, _)| stem);
     let Some((rest, count)) = stem.rsplit_once("-of-") else { return false };
@@ -270,15 +270,15 @@ fn unreadable(path: &Path, error: io::Error) -> Error {
     Error::file(path, format_args!("cannot be read: {error}"))
 }
 
-/// The start of a file that Git LFS puts in place of a large one.
+/// The start of a Git LFS pointer file.
 const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
-/// Git LFS's limit on such a file.
+/// Maximum bytes of a pointer file, according to Git LFS.
 const LFS_LIMIT: u64 = 1024;
 
 /// Opens a regular file. Opening a pipe would block until a writer appears.
 ///
 /// # Errors
-/// `File`, also for a pointer of Git LFS.
+/// `File`, also for a Git LFS pointer.
 pub(crate) fn open(path: &Path) -> Result<File> {
     let failed = |e| Error::file(path, e);
     let found = std::fs::metadata(path).map_err(failed)?;
@@ -297,7 +297,7 @@ pub(crate) fn open(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Prints the path, or for embedded files their number.
+/// Prints the path, or the number of embedded files.
 impl fmt::Display for Files {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
@@ -308,7 +308,7 @@ impl fmt::Display for Files {
     }
 }
 
-/// Prints names only: the contents are megabytes.
+/// Prints only names: the contents are megabytes.
 impl fmt::Debug for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

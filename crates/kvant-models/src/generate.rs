@@ -1,4 +1,4 @@
-//! Generating tokens from a prompt.
+//! Generates tokens from a prompt.
 
 use std::{ops::ControlFlow, time::Instant};
 
@@ -11,25 +11,25 @@ use crate::{Decoder, Error, Model, Result, Sampling};
 pub struct Request<'a> {
     /// The ids to feed first; at least one.
     pub prompt: &'a [u32],
-    /// The largest number of tokens to generate.
+    /// Maximum tokens to generate.
     pub max_tokens: usize,
-    /// How tokens are drawn.
+    /// The sampling parameters.
     pub sampling: Sampling,
-    /// Ids that end the text; they are not passed to the callback.
+    /// Ids that end the text. They are not passed to the callback.
     pub stop: &'a [u32],
 }
 
 impl<'a> Request<'a> {
-    /// A request for 128 tokens, greedy.
+    /// A greedy request for 128 tokens.
     pub fn new(prompt: &'a [u32]) -> Request<'a> {
         Request { prompt, max_tokens: 128, sampling: Sampling::default(), stop: &[] }
     }
 }
 
-/// Why [`generate()`] ended.
+/// The reason why [`generate()`] ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// The model chose a stop id.
+    /// The model sampled a stop id.
     Stop,
     /// `max_tokens` tokens were generated.
     Length,
@@ -46,24 +46,23 @@ pub struct GenerateStats {
     pub prompt_tokens: usize,
     /// Tokens passed to the callback.
     pub generated_tokens: usize,
-    /// Time to feed the prompt and draw the first token.
+    /// Time to feed the prompt and sample the first token.
     pub prompt_seconds: f64,
     /// Passes of a single token after the prompt.
     pub decode_steps: usize,
     /// Time of the decode steps, without the callback.
     pub decode_seconds: f64,
-    /// Why generation ended.
+    /// The reason why generation ended.
     pub finish: Finish,
 }
 
-/// Feeds a prompt to a sequence, which need not be empty, and draws tokens one after another. Each token is passed to
-/// `on_token`, which can end the generation.
+/// Feeds a prompt to a sequence, which may contain tokens, and samples tokens one after another. Each token is passed
+/// to `on_token`, which can end the generation.
 ///
 /// The last token passed to the callback is not fed: the sequence ends before it.
 ///
 /// # Errors
-/// Those of [`Model::feed`]; `NotANumber`; `Argument` if `max_tokens` is 0; `Kvant` for sampling parameters out of
-/// range.
+/// As [`Model::feed`]; `NotANumber`; `Argument` if `max_tokens` is 0; `Kvant` for sampling parameters out of range.
 pub fn generate(
     model: &Model,
     sequence: &mut Sequence,
@@ -97,7 +96,7 @@ pub fn generate(
         if stats.generated_tokens == request.max_tokens {
             break;
         }
-        // Time in the callback does not count.
+        // Time in the callback is excluded.
         let started = Instant::now();
         token = match decoder.next(&[token]) {
             Err(Error::Kvant(kvant::Error::OutOfPages { .. })) => {

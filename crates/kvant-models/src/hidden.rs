@@ -1,29 +1,29 @@
-//! Hidden states, from which embeddings are pooled.
+//! Hidden states, which are pooled to embeddings.
 
 use kvant::{DType, KvPool, Step, Tensor};
 
 use crate::{Error, Model, Result};
 
-/// The rows of a pass that are wanted, and where they go.
+/// The wanted rows of a pass, and their destination.
 #[derive(Clone, Copy)]
 pub(crate) struct PassRows<'a> {
     pub rows: &'a [usize],
     /// `[rows.len(), vocab_size or hidden_size]`.
     pub out: &'a Tensor,
-    /// Hidden states after the last norm, not logits.
+    /// Whether hidden states after the final norm are wanted instead of logits.
     pub is_hidden: bool,
 }
 
 impl<'a> PassRows<'a> {
-    /// The logits of rows.
+    /// Selects logits of rows.
     pub fn logits(rows: &'a [usize], out: &'a Tensor) -> PassRows<'a> {
         PassRows { rows, out, is_hidden: false }
     }
 }
 
 impl Model {
-    /// As [`Model::forward`], but returns the hidden states of `rows` after the last norm, `[rows.len(), hidden_size]`
-    /// in the dtype of activations: what the output matrix reads, and what embeddings are pooled from.
+    /// Like [`Model::forward`], but returns the hidden states of `rows` after the final norm, `[rows.len(),
+    /// hidden_size]` in the dtype of activations. These are the input of the output matrix and of pooling.
     ///
     /// # Errors
     /// As [`Model::forward`].
@@ -37,8 +37,7 @@ impl Model {
         Ok(out)
     }
 
-    /// The logits of hidden states, f32 `[rows, vocab_size]`: those that [`Model::forward`] returns for these rows, up
-    /// to rounding.
+    /// Computes logits of hidden states, f32 `[rows, vocab_size]`. They equal [`Model::forward`]'s except for rounding.
     ///
     /// # Errors
     /// `Argument` for hidden states of another width or dtype; `Kvant`.

@@ -1,4 +1,4 @@
-//! What a checkpoint needs, read from its headers: no weights are loaded.
+//! Determines what a checkpoint needs from its headers, without loading weights.
 
 use std::collections::BTreeMap;
 
@@ -28,11 +28,11 @@ use crate::{
 pub struct Inspection {
     /// The configuration.
     pub config: Config,
-    /// Numbers in all tensors of the text model.
+    /// Number of parameters in all tensors of the text model.
     pub parameters: usize,
-    /// Bytes of the matrices, as they are in memory unless [`LoadOptions::dense_weights`] changes that.
+    /// Bytes of the matrices in memory, unless [`LoadOptions::dense_weights`] changes them.
     pub weight_bytes: usize,
-    /// The formats of the matrices, those with the most bytes first.
+    /// The formats of the matrices, sorted by bytes, descending.
     pub formats: Vec<StoredFormat>,
     /// Numbers and bytes of the matrices to which [`LoadOptions::dense_weights`] applies.
     dense: [usize; 2],
@@ -42,11 +42,11 @@ pub struct Inspection {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoredFormat {
-    /// As in `bf16`, `4 bit, group 64`, `Q4_K` or `mxfp4`.
+    /// For example `bf16`, `4 bit, group 64`, `Q4_K` or `mxfp4`.
     pub name: String,
-    /// Numbers in these matrices.
+    /// Number of parameters in these matrices.
     pub parameters: usize,
-    /// Their bytes, scales included.
+    /// Bytes of these matrices, including scales.
     pub bytes: usize,
 }
 
@@ -63,7 +63,7 @@ pub struct MemoryEstimate {
 }
 
 impl MemoryEstimate {
-    /// All of it.
+    /// The sum of all parts.
     pub fn total(&self) -> usize {
         self.weights.saturating_add(self.cache).saturating_add(self.scratch)
     }
@@ -73,7 +73,7 @@ impl Inspection {
     /// Reads the configuration and the headers of a checkpoint.
     ///
     /// # Errors
-    /// As [`Model::load`](crate::Model::load), for everything but the contents of tensors.
+    /// As [`Model::load`](crate::Model::load), except for the contents of tensors.
     pub fn open(files: &Files) -> Result<Inspection> {
         with_source(files, |config, source| Inspection::of(config, source))
     }
@@ -108,12 +108,12 @@ impl Inspection {
     /// Bytes of a pool for this model.
     ///
     /// # Errors
-    /// `Kvant` for a codec that does not have the model's head sizes, or a size that overflows.
+    /// `Kvant` for a codec that does not support the model's head sizes, or a size that overflows.
     pub fn cache_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
         Ok(pool_spec(&self.config.decoder, options, load.pass_tokens, load.activations)?.bytes)
     }
 
-    /// Memory for the model and a pool. Kernels and the device's own tables are not included.
+    /// Memory for the model and a pool. Kernels and internal tables of the device are not included.
     ///
     /// # Errors
     /// As [`Inspection::cache_bytes`].
@@ -127,8 +127,8 @@ impl Inspection {
         Ok(MemoryEstimate { weights, cache: self.cache_bytes(pool, load)?, scratch })
     }
 
-    /// The longest sequences that fit in `bytes` with the weights: at most those of `pool`, in whole pages. `None` if
-    /// not even one page does.
+    /// Maximum length of the sequences of `pool` that fit into `bytes` together with the weights, in whole pages and at
+    /// most `pool.longest`. `None` if not even one page fits.
     ///
     /// # Errors
     /// As [`Inspection::cache_bytes`].
@@ -146,7 +146,7 @@ impl Inspection {
     }
 }
 
-/// The pool of a decoder.
+/// The specification of a decoder's pool.
 pub(crate) fn pool_spec(
     spec: &DecoderSpec,
     options: &PoolOptions,
@@ -158,8 +158,8 @@ pub(crate) fn pool_spec(
     Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
 }
 
-/// The layers of a pool: the blocks with their own keys and values. Dense pages of layers that seal pages are in the
-/// activations' dtype, or in f16 for activations in f32.
+/// The layers of a pool: the blocks with their own keys and values. In layers that seal pages, dense pages have the
+/// activations' dtype, or f16 if activations are f32.
 pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs, activations: DType) -> Result<Vec<CacheLayer>> {
     let dense = if activations == DType::BF16 { DType::BF16 } else { DType::F16 };
     let layer = |(block, kv): (&BlockSpec, KvCodec)| {
@@ -178,7 +178,7 @@ struct Stored {
     is_matrix: bool,
 }
 
-/// The tensors of a decoder. Those of a bias have the role of their matrix.
+/// The tensors of a decoder. A bias has the role of its matrix.
 fn tensors(spec: &DecoderSpec, source: &dyn Source) -> Vec<Stored> {
     let h = spec.hidden_size;
     let mut list = List(Vec::new());
@@ -246,7 +246,7 @@ impl InBlock<'_> {
         }
     }
 
-    /// Matrices with the same inputs, which some files have as one.
+    /// Matrices with common inputs, which some files fuse.
     fn stack(&mut self, fused: Part, parts: &[(Part, usize)], h: usize, is_biased: bool, source: &dyn Source) {
         if source.name(Role::Block(self.l, fused)).is_some() {
             let outputs = parts.iter().map(|(_, outputs)| outputs).sum();

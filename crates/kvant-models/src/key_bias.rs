@@ -1,12 +1,12 @@
-//! The biases of keys, which a pool stores keys without.
+//! Biases of keys, which a pool subtracts from stored keys.
 
 use kvant::{CacheLayer, KeyBias, KeyTurns, KvPool, PoolSpec, ops::Angles};
 
 use crate::{Model, Result, spec::RopeSpec};
 
 impl Model {
-    /// Makes a pool of `spec`, whose layers are [`Model::cache_layers`], for texts of up to `longest` tokens. Layers
-    /// that seal pages store keys without the biases of the model ([`KeyBias`]).
+    /// Creates a pool of `spec`, whose layers are [`Model::cache_layers`], for texts of up to `longest` tokens. Layers
+    /// that seal pages store keys without the model's biases ([`KeyBias`]).
     ///
     /// # Errors
     /// `Kvant` as [`KvPool::with_key_biases`].
@@ -18,8 +18,8 @@ impl Model {
         Ok(KvPool::with_key_biases(self.device(), spec, biases)?)
     }
 
-    /// The bias of a block's keys, unless they are normed after it, do not rotate, or are stored as they are. Blocks
-    /// with the same rotary embedding share its `turns`.
+    /// The bias of a block's keys. `None` if a norm follows it, the keys do not rotate, or they are stored unquantised.
+    /// Blocks with equal rotary embeddings share its `turns`.
     fn key_bias<'a>(
         &'a self,
         l: usize,
@@ -33,7 +33,7 @@ impl Model {
         let is_stored_without = layer.seals() && layer.k.is_quantised() && attention.qk_norm.is_none();
         let biases = &network.weights.blocks[l].attention.qkv.biases;
         let (Some(biases), Some(rope), true) = (biases, network.rope(l), is_stored_without) else { return Ok(None) };
-        // LongRoPE's tables: no model has both them and a bias.
+        // LongRoPE uses tables. No model has both them and a bias.
         let (Some(bias), Angles::Theta(_)) = (biases.parts.get(1), rope.angles) else { return Ok(None) };
         let head_dim = attention.head_dim;
         let known = turns.iter().find(|(rope, dim, _)| **rope == attention.rope && *dim == head_dim);

@@ -2,7 +2,7 @@
 //! EXAONE 4, ERNIE 4.5, Hunyuan, GLM 4.5, MiniMax M2, Seed-OSS, Gemma 3, Gemma 4 and gpt-oss on [kvant], from Hugging
 //! Face and MLX checkpoints. Multimodal checkpoints run as text models.
 //!
-//! A model is data: a family turns `config.json` into a [`DecoderSpec`], and one interpreter runs every description.
+//! A model is data: a family converts `config.json` to a [`DecoderSpec`], and one interpreter runs all descriptions.
 //!
 //! | task | item |
 //! |---|---|
@@ -10,15 +10,15 @@
 //! | load a model that is embedded in the program | [`Model::load_files`], [`Files`] |
 //! | load it with 16-bit activations, for the fastest attention on CUDA | [`Model::load_with`], [`LoadOptions`] |
 //! | read and check its configuration | [`Config`] |
-//! | its sizes and the memory that it needs, before it is loaded | [`Inspection`] |
+//! | determine its sizes and the memory that it needs before it is loaded | [`Inspection`] |
 //! | make a pool for its keys and values, in any codec | [`Model::new_pool`] |
 //! | compute logits of one sequence's tokens | [`Model::feed`] |
 //! | compute logits of a batch of sequences | [`Model::forward`] |
 //! | convert text to tokens and back, also as a stream | [`Tokenizer`], [`TextStream`] |
-//! | decode token by token with a recorded pass (a CUDA graph) | [`Decoder`], of a batch [`BatchDecoder`] |
-//! | choose how tokens are drawn | [`Sampling`] |
+//! | decode token by token with a recorded pass (a CUDA graph) | [`Decoder`]; for a batch [`BatchDecoder`] |
+//! | choose sampling parameters | [`Sampling`] |
 //! | generate tokens from a prompt | [`generate()`] |
-//! | draw for many texts at once; log probabilities | [`Sampler`], [`DeviceSampler`], [`TokenLogprobs`] |
+//! | sample for many texts at once; log probabilities | [`Sampler`], [`DeviceSampler`], [`TokenLogprobs`] |
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;

@@ -1,4 +1,4 @@
-//! Loading and running a model.
+//! Loads and runs a model.
 
 use std::{
     ops::RangeInclusive,
@@ -32,15 +32,15 @@ pub struct LoadOptions {
     /// The dtype of dense matrices in memory: f32, f16 or bf16. `None` (the default) keeps the dtype of the file.
     /// Routers, quantised matrices and vectors are never converted.
     ///
-    /// On CUDA, products are fast if activations and dense matrices have the same 16-bit dtype. f16 overflows above
-    /// 65504. While a matrix is converted, it is in memory in both dtypes.
+    /// On CUDA, products are fast if activations and dense matrices have one 16-bit dtype. f16 overflows above 65504.
+    /// During conversion, a matrix is in memory in both dtypes.
     pub dense_weights: Option<DType>,
-    /// The most tokens of a pass of [`Model::feed`], at least 1; 512 is the default. On a GPU, more are faster. They
-    /// need memory for activations, and in pools for the layers with windows.
+    /// Maximum tokens of a pass of [`Model::feed`], at least 1; 512 is the default. On a GPU, larger passes are faster.
+    /// They need memory for activations, and in pools for layers with windows.
     pub pass_tokens: usize,
-    /// The longest text that will be fed, in tokens. It matters only to models with LongRoPE (Phi 3 and 4), which have
-    /// other factors for texts that are longer than their original context: these factors apply to every text if
-    /// `context` is longer, and a longer text than either is refused. `None` (the default) is the original context.
+    /// Maximum tokens of a text. It affects only models with LongRoPE (Phi 3 and 4), which have other factors for texts
+    /// longer than their original context. If `context` exceeds the original context, these factors apply to every
+    /// text. Texts longer than both are rejected. `None` (the default) is the original context.
     pub context: Option<usize>,
 }
 
@@ -51,8 +51,8 @@ impl Default for LoadOptions {
 }
 
 impl LoadOptions {
-    /// What is fast on a device. On CUDA: activations and dense matrices of bf16, and passes of 1024 to 8192 tokens,
-    /// depending on the device's memory. Elsewhere the defaults.
+    /// Fast options for a device. On CUDA: activations and dense matrices in bf16, and passes of 1024 to 8192 tokens,
+    /// depending on the device's memory. On other devices the defaults.
     pub fn for_device(device: &Device) -> LoadOptions {
         let options = LoadOptions::default();
         if device.kind() != DeviceKind::Cuda {
@@ -73,16 +73,16 @@ impl LoadOptions {
 pub struct PoolOptions {
     /// The codecs of keys and values.
     pub codecs: CacheCodecs,
-    /// The sequences that the pool has room for at once.
+    /// Number of sequences that the pool has room for.
     pub sequences: usize,
-    /// The longest of them, in tokens. More and shorter sequences fit as well.
+    /// Maximum tokens of a sequence. A larger number of shorter sequences also fits.
     pub longest: usize,
-    /// Positions of a page: 16, 32, 64, 128 or 256.
+    /// Positions per page: 16, 32, 64, 128 or 256.
     pub page_tokens: usize,
 }
 
 impl Default for PoolOptions {
-    /// f16, room for one sequence of 4096 tokens, pages of 64.
+    /// f16, one sequence of 4096 tokens, pages of 64.
     fn default() -> Self {
         PoolOptions { codecs: Codec::F16.into(), sequences: 1, longest: 4096, page_tokens: 64 }
     }
@@ -97,7 +97,7 @@ pub enum Logits {
     Last,
 }
 
-/// A model on a device. Cloning is cheap and gives the same model.
+/// A model on a device. Cloning is cheap; clones share the model.
 ///
 /// ```no_run
 /// use kvant::Device;
@@ -121,7 +121,7 @@ pub struct Model {
     network: Arc<Network>,
     device: Device,
     pass_tokens: usize,
-    /// Unused scratch.
+    /// Unused scratch memory.
     spaces: Arc<Mutex<Vec<Workspace>>>,
 }
 
@@ -136,12 +136,12 @@ impl Model {
         Model::load_with(dir, device, &LoadOptions::default())
     }
 
-    /// As [`Model::load`], with options.
+    /// Like [`Model::load`], with options.
     pub fn load_with(dir: &Path, device: &Device, options: &LoadOptions) -> Result<Model> {
         Model::load_files(&Files::at(dir)?, device, options)
     }
 
-    /// As [`Model::load_with`], from any [`Files`].
+    /// Like [`Model::load_with`], from any [`Files`].
     pub fn load_files(files: &Files, device: &Device, options: &LoadOptions) -> Result<Model> {
         if !options.activations.is_float() {
             return Err(Error::argument("activations", "f32, f16 or bf16", options.activations));
@@ -160,7 +160,7 @@ impl Model {
         Ok(model)
     }
 
-    /// A model of a configuration and the tensors of a checkpoint, in any format.
+    /// Creates a model from a configuration and the tensors of a checkpoint, in any format.
     pub(crate) fn assemble(
         config: Config,
         source: &dyn Source,
@@ -199,13 +199,12 @@ impl Model {
         self.network.activations()
     }
 
-    /// The most tokens of a pass of [`Model::feed`] ([`LoadOptions::pass_tokens`]).
+    /// Maximum tokens of a pass of [`Model::feed`] ([`LoadOptions::pass_tokens`]).
     pub fn pass_tokens(&self) -> usize {
         self.pass_tokens
     }
 
-    /// The longest text that can be fed, if memory is not the only limit: that of [`LoadOptions::context`], or of a
-    /// table of factors.
+    /// Maximum tokens of a text, if limited by more than memory: by [`LoadOptions::context`], or by a table of factors.
     pub fn max_length(&self) -> Option<usize> {
         self.network.max_length()
     }
@@ -215,19 +214,19 @@ impl Model {
         self.network.weights.bytes
     }
 
-    /// Bytes of the matrices that a pass of one token reads. Of a mixture of experts, these are the `top_k` experts
-    /// of the token. A table of embeddings counts one row, unless it is also the output matrix.
+    /// Bytes of the matrices that a pass of one token reads. For a mixture of experts, these are the token's `top_k`
+    /// experts. A table of embeddings counts as one row, unless it is also the output matrix.
     pub fn weight_bytes_per_token(&self) -> usize {
         self.network.weights.bytes_per_token(self.decoder())
     }
 
-    /// Makes a pool with one layer for each model layer that has its own keys and values.
+    /// Creates a pool with one layer for each model layer that has its own keys and values.
     ///
-    /// It has room for passes of [`Model::pass_tokens`] tokens of all sequences together. Where pages are sealed, a
-    /// sequence keeps what its last pass wrote in dense pages until its next step: of sequences that are fed one after
-    /// the other, feed each at most `pass_tokens / sequences` tokens at a time.
+    /// It has room for passes of [`Model::pass_tokens`] tokens over all sequences. With sealed pages, a sequence keeps
+    /// the dense pages of its last pass until its next step: if sequences are fed one after the other, feed at most
+    /// `pass_tokens / sequences` tokens at a time.
     ///
-    /// Logs a warning if the longest sequence exceeds the context that the model was made for.
+    /// Logs a warning if sequences can exceed the context that the model was made for.
     pub fn new_pool(&self, options: &PoolOptions) -> Result<KvPool> {
         let longest = options.longest;
         if let Some(made_for) = self.config().max_position_embeddings.filter(|&most| longest > most) {
@@ -238,48 +237,48 @@ impl Model {
         self.pool_of(&self.pool_spec(options)?, longest)
     }
 
-    /// The specification of such a pool, which says how many bytes it takes.
+    /// The specification of this pool, which includes its size in bytes.
     pub fn pool_spec(&self, options: &PoolOptions) -> Result<PoolSpec> {
         inspect::pool_spec(self.decoder(), options, self.pass_tokens, self.network.activations())
     }
 
-    /// The layers of a pool for this model: those that have their own keys and values.
+    /// The layers of a pool for this model: the layers with their own keys and values.
     ///
     /// # Errors
-    /// `Argument` for codecs of another number of layers.
+    /// `Argument` if the number of codecs differs from the number of layers.
     pub fn cache_layers(&self, codecs: &CacheCodecs) -> Result<Vec<CacheLayer>> {
         inspect::cache_layers(self.decoder(), codecs, self.network.activations())
     }
 
-    /// Runs a batch: any mixture of sequences and numbers of tokens. `step` is of `pool`, and `tokens` are the ids of
-    /// its tokens. Returns the logits of some of the tokens, f32 `[rows.len(), vocab_size]`; the logits of a token
+    /// Runs a batch of any sequences and numbers of tokens. `step` belongs to `pool`, and `tokens` are the ids of its
+    /// tokens. Returns the logits of the tokens in `rows`, f32 `[rows.len(), vocab_size]`. The logits of a token
     /// predict the next one of its sequence.
     ///
-    /// Layers that write no keys run for the tokens in `rows` alone. The whole batch is one pass: divide long prompts,
+    /// Layers that write no keys run only for the tokens in `rows`. The whole batch is one pass: divide long prompts,
     /// as [`Model::feed`] does.
     ///
-    /// Feeding tokens together, in chunks or one by one gives the same results up to rounding: kernels depend on the
-    /// number of rows ([accuracy](kvant::ops#accuracy)).
+    /// Results do not depend on how tokens are divided into passes, except for rounding: kernels depend on the number
+    /// of rows ([accuracy](kvant::ops#accuracy)).
     ///
     /// # Errors
-    /// `Argument` for ids outside the vocabulary, another number of ids than the step has tokens, rows that are not
-    /// there, or a pool of another model. `Kvant` for a step that is out of date. The sequences keep their tokens:
-    /// truncate them if the pass failed.
+    /// `Argument` for ids outside the vocabulary, a number of ids that differs from the step's tokens, rows out of
+    /// range, or a pool of another model. `Kvant` for an outdated step. The sequences keep their tokens: truncate them
+    /// if the pass failed.
     pub fn forward(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize]) -> Result<Tensor> {
         let out = Tensor::zeros(&self.device, DType::F32, &[rows.len(), self.vocab_size()])?;
         self.forward_into(pool, step, tokens, rows, &out)?;
         Ok(out)
     }
 
-    /// As [`Model::forward`], into an existing tensor, f32, f16 or bf16.
+    /// Like [`Model::forward`], into an existing tensor of f32, f16 or bf16.
     pub fn forward_into(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize], out: &Tensor) -> Result<()> {
         Ok(self.start(pool, step, tokens, None, rows, out)?.wait()?)
     }
 
-    /// As [`Model::forward_into`], without waiting for the pass, and with tokens that an earlier step draws.
+    /// Like [`Model::forward_into`], without waiting for the pass, and with tokens that an earlier step samples.
     ///
     /// # Errors
-    /// As [`Model::forward`]; `Argument` or `Kvant` for places that are not there.
+    /// As [`Model::forward`]; `Argument` or `Kvant` for places out of range.
     pub fn start(
         &self,
         pool: &KvPool,
@@ -298,7 +297,7 @@ impl Model {
         self.run(pool, step, tokens, fed, PassRows::logits(rows, out), None)
     }
 
-    /// Checks what a pass reads.
+    /// Checks the inputs of a pass.
     pub(crate) fn check_pass(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize]) -> Result<()> {
         self.check_pool(pool)?;
         self.check_tokens(tokens)?;
@@ -314,7 +313,7 @@ impl Model {
         }
     }
 
-    /// Starts a batch whose arguments have been checked.
+    /// Starts a batch with checked arguments.
     pub(crate) fn run(
         &self,
         pool: &KvPool,
@@ -329,7 +328,7 @@ impl Model {
         let every = rows.len() == tokens.len() && rows.iter().enumerate().all(|(index, &row)| index == row);
         let mut fewer = if every || rows.is_empty() { None } else { Some(self.space(rows.len())?) };
         let result = self.pass(pool, step, tokens, fed, wanted, (&mut space, fewer.as_mut()), stored);
-        // The next pass comes after this one, also in memory that both use.
+        // Passes are ordered, so the next one can reuse this memory.
         self.give_spaces(std::iter::once(space).chain(fewer));
         result
     }
@@ -378,16 +377,15 @@ impl Model {
         Ok(enc.commit()?)
     }
 
-    /// Feeds any number of tokens to one sequence, in passes of up to
-    /// [`Model::pass_tokens`], and returns logits, f32
+    /// Feeds any number of tokens to one sequence, in passes of up to [`Model::pass_tokens`]. Returns logits, f32
     /// `[tokens or 1, vocab_size]`.
     ///
     /// # Errors
     /// `Argument` for no tokens, ids outside the vocabulary, or a sequence of another model's pool. `Kvant` with
-    /// `OutOfPages` if the pool has no room.
+    /// `OutOfPages` if the pool is full.
     ///
     /// After an error, the sequence has its previous length, unless windows have passed positions that this length
-    /// needs: then it keeps the passes that were completed.
+    /// needs: then it keeps the completed passes.
     pub fn feed(&self, sequence: &mut Sequence, tokens: &[u32], logits: Logits) -> Result<Tensor> {
         let rows = if logits == Logits::All { tokens.len() } else { 1 };
         let out = Tensor::zeros(&self.device, DType::F32, &[rows, self.vocab_size()])?;
@@ -395,14 +393,14 @@ impl Model {
         Ok(out)
     }
 
-    /// As [`Model::feed`], and calls `stored` in each layer that has its own keys and values: when those of a pass are
-    /// stored, and before its tokens attend to them. It gets the layer's index in the pool and the step, and may read
-    /// and rewrite what the layer stores, to examine keys and values or to try formats.
+    /// Like [`Model::feed`], and calls `stored` in each layer with its own keys and values, after the keys and values
+    /// of a pass are stored and before its tokens attend to them. `stored` gets the layer's index in the pool and the
+    /// step. It may read and modify the stored data, to examine keys and values or to try formats.
     ///
-    /// Every layer waits for the device: this is slower than [`Model::feed`].
+    /// Every layer waits for the device, which is slower than [`Model::feed`].
     ///
     /// # Errors
-    /// As [`Model::feed`], and those of `stored`.
+    /// As [`Model::feed`], and the errors of `stored`.
     pub fn feed_with(
         &self,
         sequence: &mut Sequence,
@@ -416,7 +414,7 @@ impl Model {
         Ok(out)
     }
 
-    /// As [`Model::feed`], into an existing tensor. `out` is `[n, vocab_size]`, f32, f16 or bf16, and receives the
+    /// Like [`Model::feed`], into an existing tensor. `out` is `[n, vocab_size]`, f32, f16 or bf16, and receives the
     /// logits of the last n tokens, with n from 1 to the number of tokens.
     pub fn feed_into(&self, sequence: &mut Sequence, tokens: &[u32], out: &Tensor) -> Result<()> {
         self.feed_passes(sequence, tokens, out, None)
@@ -460,7 +458,7 @@ impl Model {
         Ok(())
     }
 
-    /// Checks ids.
+    /// Checks that ids are in the vocabulary.
     pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         let vocab = self.decoder().fed_vocab();
         match tokens.iter().enumerate().find(|&(_, &id)| id as usize >= vocab) {
@@ -471,8 +469,8 @@ impl Model {
         }
     }
 
-    /// Checks the length of a sequence after a pass: queries that are scaled by position have a table of factors, and
-    /// LongRoPE is for the context that the model was loaded for.
+    /// Checks the length of a sequence after a pass. Queries scaled by position have a table of factors of limited
+    /// length, and LongRoPE is configured for the context that the model was loaded for.
     pub(crate) fn check_length(&self, length: usize) -> Result<()> {
         match self.max_length() {
             Some(most) if length > most => {
@@ -482,7 +480,7 @@ impl Model {
         }
     }
 
-    /// The reason for the limit on a sequence's length.
+    /// The reason for the maximum length of a sequence.
     fn limit(&self) -> &'static str {
         match self.decoder().original_context() {
             Some(_) => "the context that the model was loaded for",
@@ -490,7 +488,7 @@ impl Model {
         }
     }
 
-    /// Checks a tensor for the logits of so many rows.
+    /// Checks a tensor for the logits of `rows` rows.
     fn check_out(&self, out: &Tensor, rows: RangeInclusive<usize>) -> Result<()> {
         let vocab = self.vocab_size();
         let fits = matches!(out.shape(), &[count, width] if rows.contains(&count) && width == vocab);
@@ -518,7 +516,7 @@ impl Model {
         Ok(())
     }
 
-    /// The blocks that have their own keys and values.
+    /// The blocks with their own keys and values.
     fn own_layers(&self) -> &[BlockSpec] {
         &self.decoder().blocks[..self.decoder().cache_layers()]
     }
@@ -533,32 +531,32 @@ impl Model {
         Workspace::new(self.decoder(), &self.device, self.activations(), rows)
     }
 
-    /// Scratch for passes of `rows` tokens: unused scratch, or a new allocation.
+    /// Takes unused scratch for passes of `rows` tokens, or allocates it.
     pub(crate) fn space(&self, rows: usize) -> Result<Workspace> {
         let mut spaces = self.lock_spaces();
         let fits = spaces.iter().enumerate().filter(|(_, space)| space.rows() >= rows);
         if let Some((index, _)) = fits.min_by_key(|(_, space)| space.rows()) {
             return Ok(spaces.swap_remove(index));
         }
-        // It replaces one that is too small. Sizes grow in powers of two, so that prompts of increasing length do not
-        // each allocate.
+        // Replaces scratch that is too small. Sizes are rounded up to powers of two, so that prompts of increasing
+        // length rarely allocate.
         spaces.pop();
         drop(spaces);
         self.workspace(rows.next_power_of_two())
     }
 
-    /// Gives scratch back.
+    /// Returns scratch for reuse.
     pub(crate) fn give_spaces(&self, spaces: impl IntoIterator<Item = Workspace>) {
         self.lock_spaces().extend(spaces);
     }
 
     fn lock_spaces(&self) -> std::sync::MutexGuard<'_, Vec<Workspace>> {
-        // A panic cannot leave a list of scratch memory in an invalid state.
+        // The list is valid even after a panic.
         self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Opens a checkpoint of any format, and passes its configuration and its tensors on.
+/// Opens a checkpoint of any format, and calls `then` with its configuration and tensors.
 pub(crate) fn with_source<T>(files: &Files, then: impl FnOnce(Config, &dyn Source) -> Result<T>) -> Result<T> {
     if let Some(gguf) = files.as_gguf() {
         return then(gguf::describe::config(gguf)?, &GgufSource(gguf));

@@ -1,4 +1,4 @@
-//! Turning panics of libraries into errors.
+//! Converts panics of libraries to errors.
 
 use std::{
     cell::Cell,
@@ -9,12 +9,12 @@ thread_local! {
     static CAUGHT_HERE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is in a call whose panics are caught.
+/// Whether this thread is in a call that catches panics.
 pub fn are_caught() -> bool {
     CAUGHT_HERE.get()
 }
 
-/// Calls a library that panics on some inputs. The error is the message of the panic.
+/// Calls a library that panics on some inputs. Returns the message of a panic as an error.
 pub fn catch<T>(call: impl FnOnce() -> T) -> Result<T, String> {
     let outer = CAUGHT_HERE.replace(true);
     let result = catch_unwind(AssertUnwindSafe(call));

@@ -1,4 +1,4 @@
-//! Loading on several threads.
+//! Runs loading on several threads.
 
 use std::{
     num::NonZero,
@@ -11,18 +11,18 @@ use std::{
 
 use crate::Result;
 
-/// Bytes that a thread reads at once: they stay in its cache until they are copied to the device. CUDA copies as many
-/// without waiting.
+/// Bytes that a thread reads at once. They stay in its cache until they are copied to the device, and CUDA copies this
+/// size asynchronously.
 pub(crate) const PIECE: usize = 1 << 20;
 
-/// More threads gain nothing: eight read page caches faster than devices take the bytes.
+/// Eight threads already read page caches faster than devices accept the data.
 const MAX_THREADS: usize = 8;
 
-/// Calls `work` for each of `0..count`, on several threads if there are several. Each thread has a state of its own,
-/// such as a buffer. After an error no thread begins another number.
+/// Calls `work` for each of `0..count` on several threads. Each thread has its own state, such as a buffer. After an
+/// error, no further index is started.
 ///
 /// # Errors
-/// One of those of `work`.
+/// One of the errors of `work`.
 pub(crate) fn for_each<S>(
     count: usize,
     state: impl Fn() -> S + Sync,
@@ -46,7 +46,7 @@ pub(crate) fn for_each<S>(
     let threads = thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS).min(count);
     thread::scope(|scope| {
         for _ in 1..threads {
-            // Without another thread, those that there are do its work.
+            // If no thread can be spawned, the existing ones do the work.
             let _ = thread::Builder::new().name("kvant loader".to_string()).spawn_scoped(scope, run);
         }
         run();

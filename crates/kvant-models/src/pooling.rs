@@ -1,33 +1,33 @@
-//! How embeddings are made of hidden states.
+//! Pools hidden states to embeddings.
 
 use serde_json::Value;
 
 use crate::{Error, Files, Result, gguf::Metadata};
 
-/// How the hidden states of a text become its embedding.
+/// How the hidden states of a text are pooled to its embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
-    /// That of the last token.
+    /// The hidden state of the last token.
     Last,
-    /// The mean of those of all tokens.
+    /// The mean of the hidden states of all tokens.
     Mean,
 }
 
-/// Where sentence-transformers keeps it.
+/// The configuration file of sentence-transformers.
 const CONFIG: &str = "1_Pooling/config.json";
-/// The list of what follows the decoder.
+/// The list of modules after the decoder.
 const MODULES: &str = "modules.json";
-/// Larger than any such list.
+/// Maximum bytes of these files.
 const LIMIT: u64 = 1 << 20;
-/// How the names of modes begin in its keys.
+/// The prefix of its keys for modes.
 const MODE: &str = "pooling_mode_";
 
 impl Pooling {
-    /// Reads what a checkpoint that was trained to embed says: `1_Pooling/config.json` of sentence-transformers, or
-    /// `pooling_type` of a GGUF file. `None` without these.
+    /// Reads the pooling of a checkpoint that was trained to embed: `1_Pooling/config.json` of sentence-transformers,
+    /// or `pooling_type` of a GGUF file. Returns `None` without these.
     ///
     /// # Errors
-    /// `File`; `Metadata`; `Unsupported` for a mode, or for modules after the decoder, without which embeddings would
+    /// `File`; `Metadata`; `Unsupported` for an unsupported mode, or for further modules without which embeddings would
     /// be wrong.
     pub fn load_files(files: &Files) -> Result<Option<Pooling>> {
         if let Some(gguf) = files.as_gguf() {
@@ -45,7 +45,7 @@ impl Pooling {
         Pooling::parse(&config).map(Some)
     }
 
-    /// llama.cpp's numbers of the modes.
+    /// Converts llama.cpp's numbers of the modes.
     fn of_gguf(metadata: &Metadata) -> Result<Option<Pooling>> {
         let Some(architecture) = metadata.text("general.architecture")? else { return Ok(None) };
         let key = format!("{architecture}.pooling_type");
@@ -78,7 +78,7 @@ impl Pooling {
     }
 }
 
-/// A module that changes embeddings in another way.
+/// Returns a module that changes embeddings in an unsupported way.
 fn other_module(modules: &Value) -> Option<String> {
     let kinds = modules.as_array()?.iter().map(|module| module["type"].as_str().unwrap_or("without a type"));
     let kind = |name: &str| name.rsplit('.').next().unwrap_or_default().to_string();

@@ -1,4 +1,4 @@
-//! Compiling kernels before they are needed.
+//! Compiles kernels before they are needed.
 
 use kvant::{DType, KvPool, StepSize, Tensor, ops};
 
@@ -8,38 +8,38 @@ use crate::{
     forward::Wanted,
 };
 
-/// The shape of a pass that mixes decoding with a part of a prompt: what kernels depend on.
+/// The shape of a pass that mixes decoding with a prompt chunk, which determines its kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MixedSize {
-    /// Sequences that get one token each.
+    /// Number of sequences with one token each.
     pub decode: usize,
     /// Tokens of one more sequence.
     pub prompt: usize,
-    /// The longest length of a sequence.
+    /// Maximum length of the sequences.
     pub longest: usize,
 }
 
-/// The shortest length of sequences for which attention is compiled; each next one is twice as long.
-const SHORTEST: usize = 64;
+/// Minimum length of sequences for which attention is compiled. Each further length is twice the previous one.
+const MIN_LENGTH: usize = 64;
 
 impl Model {
-    /// Shapes of mixed passes of up to `tokens` tokens and `sequences` sequences of up to `most` tokens. Passes of
-    /// other shapes have the kernels of some of these. Empty on a CPU, which has nothing to compile.
-    pub fn mixed_sizes(&self, sequences: usize, tokens: usize, most: usize) -> Vec<MixedSize> {
+    /// Shapes of mixed passes of up to `tokens` tokens and `sequences` sequences of up to `max_len` tokens. Passes of
+    /// other shapes use the kernels of these. Empty on a CPU, which compiles nothing.
+    pub fn mixed_sizes(&self, sequences: usize, tokens: usize, max_len: usize) -> Vec<MixedSize> {
         if is_host(self) {
             return Vec::new();
         }
-        let doubled = |least: usize| std::iter::successors(Some(least), |n| n.checked_mul(2));
-        let below = |least: usize, most: usize| doubled(least).take_while(move |&n| n < most);
+        let doubled = |min: usize| std::iter::successors(Some(min), |n| n.checked_mul(2));
+        let below = |min: usize, max: usize| doubled(min).take_while(move |&n| n < max);
         let mut totals: Vec<usize> = (1..9).chain(below(12, tokens)).chain(below(16, tokens)).collect();
         totals.retain(|&n| n < tokens);
         totals.push(tokens);
         totals.sort_unstable();
         let decodes = || std::iter::once(0).chain(below(1, sequences));
         let mut sizes = Vec::new();
-        for longest in below(SHORTEST, most).chain([most]) {
+        for longest in below(MIN_LENGTH, max_len).chain([max_len]) {
             // Only attention depends on the length.
-            let is_last = longest == most;
+            let is_last = longest == max_len;
             let totals = totals.iter().filter(|&&n| is_last || n == tokens || n.is_power_of_two() && n % 8 == 0);
             for decode in decodes() {
                 let fits = totals.clone().filter(|&&n| n > decode && n - decode <= longest);
@@ -49,7 +49,7 @@ impl Model {
         sizes
     }
 
-    /// Compiles the kernels of a mixed pass, and of the draws that follow it. Nothing runs.
+    /// Compiles the kernels of a mixed pass and of sampling, without running them.
     ///
     /// # Errors
     /// `Kvant`: `Compile`, `OutOfMemory`, `Unsupported`.
@@ -78,7 +78,7 @@ impl Model {
             for rows in [None, Some(&how)] {
                 ops::sample(enc, &ops::Sample::new(&logits, counter, &out).rows(rows))?;
             }
-            // Fed tokens, at addresses that are multiples of 16 and at others.
+            // Fed tokens at addresses with and without 16-byte alignment.
             for first in 0..2 {
                 ops::copy(enc, &drawn.rows(first..first + 1)?, &space.views.ids.rows(0..1)?)?;
             }

@@ -1,8 +1,8 @@
 //! Checkpoint files: one safetensors file, or several with an index.
 //!
-//! The format: eight bytes of header length (little endian), a JSON header with the dtype, shape and byte range of
-//! each tensor, then the data. Everything is checked before any allocation. Tensors go from the file to the device in
-//! chunks, so that no file is held or mapped as a whole.
+//! The format: eight bytes of header length (little endian), a JSON header with the dtype, shape and byte range of each
+//! tensor, then the data. Everything is checked before any allocation. Tensors are copied from the file to the device
+//! in chunks; files are neither loaded nor mapped completely.
 
 use std::{
     collections::HashMap,
@@ -19,26 +19,26 @@ use crate::{
     parallel::{self, PIECE},
 };
 
-/// The format's limit on a header.
+/// Maximum bytes of a header, according to the format.
 const HEADER_LIMIT: u64 = 100_000_000;
-/// The largest number of shards. Checkpoints have a few dozen.
+/// Maximum shards. Checkpoints have a few dozen.
 const SHARD_LIMIT: usize = 4096;
 
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// The dtype as the file names it: `F32`, `BF16`, `U32`, …
+    /// The dtype as named in the file: `F32`, `BF16`, `U32`, …
     pub dtype: String,
     /// The dimensions, outermost first.
     pub shape: Vec<usize>,
-    /// First byte, counted from the end of the header.
+    /// Offset of the first byte from the end of the header.
     pub start: u64,
     /// One past the last byte.
     pub end: u64,
 }
 
 impl TensorInfo {
-    /// The dtype, if kvant has it.
+    /// The dtype, if kvant supports it.
     pub fn dtype(&self) -> Option<DType> {
         Some(match self.dtype.as_str() {
             "F32" => DType::F32,
@@ -74,7 +74,7 @@ impl Header {
     /// Parses a header's JSON. `data_bytes` is the number of bytes in the file after the header.
     ///
     /// # Errors
-    /// A description of what is wrong.
+    /// The reason.
     pub fn parse(json: &[u8], data_bytes: u64) -> std::result::Result<Header, String> {
         let RawHeader(entries) = serde_json::from_slice(json).map_err(|e| format!("header: {e}"))?;
         let mut tensors = HashMap::with_capacity(entries.len());
@@ -224,7 +224,7 @@ impl SafetensorsFile {
         Ok(tensor)
     }
 
-    /// As [`SafetensorsFile::read`], into a tensor of the same shape and dtype.
+    /// Like [`SafetensorsFile::read`], into a tensor of equal shape and dtype.
     pub fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
         let info = self.header.tensors.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         if info.shape != tensor.shape() {
@@ -249,7 +249,7 @@ impl SafetensorsFile {
         })
     }
 
-    /// Reads bytes of a tensor. `start` is counted from the end of the header.
+    /// Reads bytes of a tensor. `start` is the offset from the end of the header.
     fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
         let read = self.file.read_at(self.data_start + start, bytes);
         read.map_err(|e| Error::file(&self.path, format_args!("tensor `{name}`: {e}")))
@@ -260,7 +260,7 @@ impl SafetensorsFile {
 #[derive(Debug)]
 pub struct Checkpoint {
     files: Vec<SafetensorsFile>,
-    /// The file of each tensor.
+    /// The file index of each tensor.
     place: HashMap<String, usize>,
 }
 
@@ -319,12 +319,12 @@ impl Checkpoint {
         self.find(name)?.0.read(name, device)
     }
 
-    /// As [`Checkpoint::read`], into a tensor of the same shape and dtype.
+    /// Like [`Checkpoint::read`], into a tensor of equal shape and dtype.
     pub fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
         self.find(name)?.0.read_into(name, tensor)
     }
 
-    /// Reads all bytes of a tensor into one of another dtype or shape with as many bytes.
+    /// Reads all bytes of a tensor into one of another dtype or shape with equal size in bytes.
     pub(crate) fn read_raw(&self, name: &str, tensor: &Tensor) -> Result<()> {
         let rows = tensor.shape().first().copied().unwrap_or(1).max(1);
         let row_bytes = tensor.bytes() / rows;
@@ -338,7 +338,7 @@ impl Checkpoint {
         })
     }
 
-    /// Reads bytes of a tensor, from its byte `start` on. A range beyond the tensor is an error.
+    /// Reads bytes of a tensor, starting at its byte `start`. A range beyond the tensor is an error.
     pub(crate) fn read_bytes(&self, name: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
         let (file, info) = self.find(name)?;
         let end = start.checked_add(bytes.len() as u64).and_then(|end| end.checked_add(info.start));
@@ -348,7 +348,7 @@ impl Checkpoint {
         }
     }
 
-    /// Whether two tensors have the same dtype, shape and bytes.
+    /// Whether two tensors have equal dtype, shape and bytes.
     pub(crate) fn same(&self, a: &str, b: &str) -> Result<bool> {
         let ((file_a, of_a), (file_b, of_b)) = (self.find(a)?, self.find(b)?);
         if (&of_a.dtype, &of_a.shape) != (&of_b.dtype, &of_b.shape) || of_a.end - of_a.start != of_b.end - of_b.start {
@@ -375,10 +375,10 @@ impl Checkpoint {
     }
 }
 
-/// The tensor names of an index, each with the file name of its shard.
+/// The tensor names in an index, each with the file name of its shard.
 ///
 /// # Errors
-/// A description of what is wrong. A shard must be the plain name of a `.safetensors` file in the same directory.
+/// The reason. A shard must be the plain name of a `.safetensors` file in the directory of the index.
 pub fn parse_index(json: &[u8]) -> std::result::Result<Vec<(String, String)>, String> {
     #[derive(serde::Deserialize)]
     struct Index {

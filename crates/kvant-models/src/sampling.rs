@@ -1,7 +1,7 @@
-//! How tokens are drawn: parameters, changes of logits on the host, and log probabilities.
+//! Sampling parameters, adjustments of logits on the host, and log probabilities.
 //!
-//! [`kvant::ops::sample`] draws. Penalties, biases and masks change the logits before the draw, on the host, in rows
-//! that ask for them.
+//! [`kvant::ops::sample`] samples. For rows that request it, penalties, biases and masks adjust the logits on the host
+//! before sampling.
 
 use std::{cmp::Ordering, collections::HashMap};
 
@@ -9,11 +9,11 @@ use kvant::{DType, Device, Submission, Tensor, ops};
 
 use crate::{Error, Result};
 
-/// How tokens are drawn from logits.
+/// Sampling parameters.
 ///
-/// The steps, in this order: repetition penalty, presence and frequency penalty, bias, suppressed tokens and masks.
-/// Then [`kvant::ops::Sample`] cuts by `top_k`, `top_p` and `min_p`, and draws. A random number depends on the seed and
-/// the position only.
+/// The steps, in order: repetition penalty, presence and frequency penalty, bias, suppressed tokens and masks. Then
+/// [`kvant::ops::Sample`] truncates by `top_k`, `top_p` and `min_p`, and samples. The random number depends only on the
+/// seed and the position.
 ///
 /// ```
 /// use kvant_models::Sampling;
@@ -23,7 +23,7 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Sampling {
-    /// 0 or more; 0 takes the most probable token.
+    /// 0 or more; 0 selects the most probable token.
     pub temperature: f32,
     /// Keeps the most probable tokens that together reach this probability; above 0 and at most 1; 1 for all.
     pub top_p: f32,
@@ -32,18 +32,18 @@ pub struct Sampling {
     /// Keeps tokens with at least this probability relative to the most probable one; at least 0 and below 1; 0 for
     /// all.
     pub min_p: f32,
-    /// Selects the stream of random numbers: the same seed draws the same tokens from the same logits.
+    /// Selects the stream of random numbers: equal seeds and logits give equal tokens.
     pub seed: u64,
-    /// Divides positive logits, and multiplies negative ones, of tokens of the prompt and the text; above 0; 1 for
+    /// Divides positive logits, and multiplies negative ones, of tokens in the prompt and the text; above 0; 1 for
     /// none.
     pub repetition_penalty: f32,
-    /// Subtracted from logits of tokens that the text has generated; 0 for none.
+    /// Subtracted once from the logits of generated tokens; 0 for none.
     pub presence_penalty: f32,
-    /// Subtracted from logits as often as the token has been generated; 0 for none.
+    /// Subtracted from the logit of a token for each time it was generated; 0 for none.
     pub frequency_penalty: f32,
-    /// Added to the logits of single tokens. −∞ forbids a token.
+    /// Added to the logits of these tokens. −∞ forbids a token.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Tokens that are never drawn.
+    /// Tokens that must not be sampled.
     pub suppressed: Vec<u32>,
 }
 
@@ -102,7 +102,7 @@ setters! {
 }
 
 impl Sampling {
-    /// For chats and servers of models that recommend nothing: temperature 0.7, top_p 0.95, min_p 0.05.
+    /// Defaults for chats and servers if a model recommends nothing: temperature 0.7, top_p 0.95, min_p 0.05.
     pub fn usual() -> Sampling {
         Sampling::default().temperature(0.7).top_p(0.95).min_p(0.05)
     }
@@ -133,23 +133,23 @@ impl Sampling {
         self.suppressed.iter().try_for_each(|&id| check_id("suppressed", id, vocab))
     }
 
-    /// Whether logits are drawn from as they are, so that the device can draw without the host.
+    /// Whether logits are not adjusted, so that the device can sample without the host.
     pub fn is_plain(&self) -> bool {
         !self.has_penalties() && self.logit_bias.is_empty() && self.suppressed.is_empty()
     }
 
-    /// Whether the most probable token is drawn.
+    /// Whether sampling selects the most probable token.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0
     }
 
-    /// The draw from logits that need no further change.
+    /// The parameters of the device, for logits that need no further adjustment.
     pub(crate) fn row(&self) -> ops::SampleRow {
         let Sampling { temperature, top_k, top_p, min_p, seed, .. } = *self;
         ops::SampleRow::default().temperature(temperature).top_k(top_k).top_p(top_p).min_p(min_p).seed(seed)
     }
 
-    /// Whether the tokens before decide the logits.
+    /// Whether the logits depend on previous tokens.
     fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
@@ -159,7 +159,7 @@ fn check_id(arg: &'static str, id: u32, vocab: usize) -> Result<()> {
     if (id as usize) < vocab { Ok(()) } else { Err(Error::argument(arg, format_args!("ids below {vocab}"), id)) }
 }
 
-/// The state of one text's sampling: its parameters, and how often each token has occurred.
+/// The sampling state of one text: its parameters, and the number of occurrences of each token.
 ///
 /// ```
 /// use kvant_models::{Sampler, Sampling};
@@ -174,15 +174,15 @@ fn check_id(arg: &'static str, id: u32, vocab: usize) -> Result<()> {
 #[derive(Clone, Debug)]
 pub struct Sampler {
     sampling: Sampling,
-    /// For each token of the prompt and the text, how often the text has it. Empty without penalties.
+    /// For each token of the prompt and the text, its number of occurrences in the text. Empty without penalties.
     counts: HashMap<u32, u32>,
 }
 
 impl Sampler {
-    /// For a model of `vocab` tokens.
+    /// Creates a sampler for a model of `vocab` tokens.
     ///
     /// # Errors
-    /// Those of [`Sampling::validate`].
+    /// As [`Sampling::validate`].
     pub fn new(sampling: Sampling, vocab: usize) -> Result<Sampler> {
         sampling.validate(vocab)?;
         Ok(Sampler { sampling, counts: HashMap::new() })
@@ -193,7 +193,7 @@ impl Sampler {
         &self.sampling
     }
 
-    /// Counts tokens of the prompt, which only the repetition penalty concerns.
+    /// Counts tokens of the prompt, which affect only the repetition penalty.
     pub fn accept_prompt(&mut self, tokens: &[u32]) {
         if self.sampling.repetition_penalty != 1.0 {
             for &id in tokens {
@@ -202,7 +202,7 @@ impl Sampler {
         }
     }
 
-    /// Counts a token that was generated.
+    /// Counts a generated token.
     pub fn accept(&mut self, id: u32) {
         if self.sampling.has_penalties() {
             let count = self.counts.entry(id).or_default();
@@ -210,17 +210,17 @@ impl Sampler {
         }
     }
 
-    /// Takes back the count of a token that was generated.
+    /// Undoes the count of a generated token.
     pub fn retract(&mut self, id: u32) {
         if let Some(count) = self.counts.get_mut(&id) {
             *count = count.saturating_sub(1);
         }
     }
 
-    /// Changes logits before the draw. `allowed` has a bit for each token, the lowest bit of the first word first;
+    /// Adjusts logits before sampling. `allowed` has one bit per token, starting with the lowest bit of the first word;
     /// tokens without a bit are forbidden. NaN stays NaN.
     ///
-    /// Returns whether a token is left that is not forbidden.
+    /// Returns whether any token is allowed.
     #[must_use = "a draw from forbidden tokens returns one of them"]
     pub fn adjust(&self, logits: &mut [f32], allowed: Option<&[u32]>) -> bool {
         let forbid = |logit: &mut f32| *logit = if logit.is_nan() { f32::NAN } else { f32::NEG_INFINITY };
@@ -255,7 +255,7 @@ impl Sampler {
 
 /// The log probability of a token, and the most probable tokens at its position.
 ///
-/// Probabilities are those of the model: softmax of the logits, before temperature, penalties and cuts.
+/// Probabilities are the model's: softmax of the logits, before temperature, penalties and truncation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
     /// The token.
@@ -264,16 +264,17 @@ pub struct TokenLogprobs {
     pub logprob: f32,
     /// The number of tokens with a larger logit.
     pub rank: usize,
-    /// The most probable tokens in falling order, the lower id first among equals.
+    /// The most probable tokens, descending; among equal ones, the lower id comes first.
     pub top: Vec<(u32, f32)>,
 }
 
 impl TokenLogprobs {
-    /// Of token `id`, with the `top` most probable ones. `logits` are those of one row, before [`Sampler::adjust`].
+    /// The log probability of token `id`, and the `top` most probable tokens. `logits` are one row before
+    /// [`Sampler::adjust`].
     pub fn of(logits: &[f32], id: u32, top: usize) -> TokenLogprobs {
-        let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let exp = |x: f32| if x.is_nan() { 0.0 } else { f64::from(x - largest).exp() };
-        let log_sum = f64::from(largest) + logits.iter().map(|&x| exp(x)).sum::<f64>().ln();
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let exp = |x: f32| if x.is_nan() { 0.0 } else { f64::from(x - max).exp() };
+        let log_sum = f64::from(max) + logits.iter().map(|&x| exp(x)).sum::<f64>().ln();
         let logprob = |x: f32| if x.is_nan() { f32::NEG_INFINITY } else { (f64::from(x) - log_sum) as f32 };
         let own = logits.get(id as usize).copied().unwrap_or(f32::NAN);
         let rank = logits.iter().filter(|&&x| x > own).count();
@@ -293,7 +294,7 @@ impl TokenLogprobs {
     }
 }
 
-/// Buffers for draws of several rows, of different parameters, in one submission.
+/// Buffers to sample several rows with different parameters in one submission.
 pub struct DeviceSampler {
     device: Device,
     counters: Tensor,
@@ -303,7 +304,7 @@ pub struct DeviceSampler {
 }
 
 impl DeviceSampler {
-    /// For up to `rows` rows.
+    /// Creates buffers for up to `rows` rows.
     ///
     /// # Errors
     /// `Kvant` with `OutOfMemory`.
@@ -313,12 +314,12 @@ impl DeviceSampler {
         Ok(DeviceSampler { device: device.clone(), counters: zeros(&[rows])?, how, drawn: zeros(&[rows])? })
     }
 
-    /// Draws a token for each row of `logits`, `[rows, vocab]`: `rows` has the parameters and the counter of each row.
-    /// [`Decoder`](crate::Decoder) counts with the position of the token that is drawn. `None` for a row that is all
-    /// NaN.
+    /// Samples a token for each row of `logits`, `[rows, vocab]`. `rows` has the parameters and the counter of each
+    /// row; [`Decoder`](crate::Decoder) uses the position of the sampled token as the counter. Returns `None` for a row
+    /// of only NaN.
     ///
     /// # Errors
-    /// `Argument` for another number of rows than `logits` has, or more than there is room for; `Kvant`.
+    /// `Argument` if the number of rows differs from `logits` or exceeds the buffers; `Kvant`.
     pub fn draw(&self, logits: &Tensor, rows: &[(&Sampling, u32)]) -> Result<Vec<Option<u32>>> {
         let (submission, drawn) = self.start(logits, rows)?;
         submission.wait()?;
@@ -326,8 +327,8 @@ impl DeviceSampler {
         Ok(drawn.into_iter().map(|id| (id != u32::MAX).then_some(id)).collect())
     }
 
-    /// As [`DeviceSampler::draw`], without waiting: the tokens are in the returned tensor, u32 `[rows]`, until the next
-    /// draw; `u32::MAX` for a row that is all NaN.
+    /// Like [`DeviceSampler::draw`], without waiting. The returned tensor, u32 `[rows]`, contains the tokens until the
+    /// next draw; `u32::MAX` for a row of only NaN.
     ///
     /// # Errors
     /// As [`DeviceSampler::draw`].

@@ -1,4 +1,4 @@
-//! Decoders described as data. One interpreter runs every description; a family only makes one from a file's metadata.
+//! Decoders described as data. One interpreter runs all descriptions; a family only creates one from a file's metadata.
 //!
 //! A block computes
 //!
@@ -22,8 +22,8 @@ pub struct DecoderSpec {
     pub hidden_size: usize,
     /// Rows of the embedding.
     pub vocab_size: usize,
-    /// Multiplies the embedding, rounded to the dtype of activations. Gemma's √H is rounded in the same way by
-    /// transformers.
+    /// Multiplies the embedding, after rounding to the dtype of activations. Transformers also rounds Gemma's √H this
+    /// way.
     pub embedding_scale: f32,
     /// Whether the embedding is normed, without weights.
     pub embedding_norm: bool,
@@ -37,9 +37,9 @@ pub struct DecoderSpec {
     pub post_norm_eps: f32,
     /// Added to the weights of the norms of blocks when they are loaded: 1 for families that multiply by 1 + w.
     pub norm_offset: f32,
-    /// Added to the weights of the last norm.
+    /// Added to the weights of the final norm.
     pub final_norm_offset: f32,
-    /// Multiplies the outputs of both halves of a block that has no norms of them.
+    /// Multiplies the outputs of both halves of a block without post norms.
     pub residual_scale: f32,
     /// Multiplies the logits, before the cap.
     pub logit_scale: f32,
@@ -47,18 +47,18 @@ pub struct DecoderSpec {
     pub final_softcap: Option<f32>,
     /// The matrix from the residual stream to logits.
     pub output: OutputMatrix,
-    /// Multiplies the queries by a factor of their position.
+    /// Scales the queries by position.
     pub query_scaling: Option<QueryScaling>,
 }
 
 /// The matrix from the residual stream to logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutputMatrix {
-    /// A matrix of its own.
+    /// A separate matrix.
     Own,
     /// The embedding.
     Embedding,
-    /// A matrix of its own if the checkpoint has one, otherwise the embedding.
+    /// A separate matrix if the checkpoint has one, otherwise the embedding.
     OwnIfStored,
 }
 
@@ -67,9 +67,9 @@ pub enum OutputMatrix {
 pub struct QueryScaling {
     /// The weight of the logarithm.
     pub beta: f64,
-    /// Positions with the same factor.
+    /// Number of consecutive positions with an equal factor.
     pub period: usize,
-    /// The factor is stored for positions below this; others cannot be fed.
+    /// Number of positions with a stored factor; later positions cannot be fed.
     pub positions: usize,
 }
 
@@ -104,7 +104,7 @@ pub struct AttentionSpec {
     pub kv_heads: usize,
     /// Coordinates of a head: one of [`HEAD_DIMS`].
     pub head_dim: usize,
-    /// How many positions a token sees, itself included; `None` for all.
+    /// Number of positions that a token sees, including itself; `None` for all.
     pub window: Option<usize>,
     /// The rotary embedding of queries and keys.
     pub rope: RopeSpec,
@@ -148,22 +148,22 @@ pub enum KeysValues {
     Own,
     /// One projection: values are the keys before norm and rotary embedding.
     KeysAreValues,
-    /// None: the block attends to the keys and values of an earlier block. All blocks from the first such one on
+    /// None: the block attends to the keys and values of an earlier block. After the first such block, all blocks
     /// share.
     SharedWith(usize),
 }
 
 /// A rotary embedding with frequencies theta^(−2i/n) / factorᵢ; n is given in [`kvant::ops::Angles::Theta`].
 ///
-/// Scalings (linear, llama3, YaRN) are factors. A factor on all cosines and sines, as in YaRN, is part of
-/// [`AttentionSpec::scale`], unless coordinates remain that do not rotate.
+/// Scalings (linear, llama3, YaRN) are factors. A common factor of cosines and sines, as in YaRN, is folded into
+/// [`AttentionSpec::scale`], unless some coordinates do not rotate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeSpec {
     /// The base.
     pub theta: f64,
-    /// The number of rotated pairs, at most D/2. 0 means no positions.
+    /// The number of rotated pairs, at most D/2. 0 disables the embedding.
     pub rotated_pairs: usize,
-    /// Which coordinates form a pair.
+    /// The coordinates that form a pair.
     pub layout: PairLayout,
     /// Divides the frequency of each pair; `None` for 1.
     pub factors: Option<Vec<f32>>,
@@ -172,7 +172,7 @@ pub struct RopeSpec {
 }
 
 impl RopeSpec {
-    /// Rotates no pair: the block does not know positions.
+    /// Disables the embedding: the block ignores positions.
     pub(crate) fn stop(&mut self) {
         *self = RopeSpec { rotated_pairs: 0, factors: None, long: None, ..self.clone() };
     }
@@ -180,11 +180,11 @@ impl RopeSpec {
 
 /// LongRoPE: a rotary embedding whose factors depend on the length of the text.
 ///
-/// A cached key has been rotated by one of the two, so that a text cannot change from one to the other. The context
-/// that the model is loaded for ([`LoadOptions::context`](crate::LoadOptions::context)) decides.
+/// A cached key has been rotated with one set of factors, so a text cannot switch to the other. The context that the
+/// model is loaded for ([`LoadOptions::context`](crate::LoadOptions::context)) determines the set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LongRope {
-    /// The longest text for which [`RopeSpec::factors`] apply.
+    /// Maximum tokens of a text for which [`RopeSpec::factors`] apply.
     pub original: usize,
     /// Divides the frequency of each pair, for longer texts.
     pub factors: Vec<f32>,
@@ -199,7 +199,7 @@ pub enum FeedForwardSpec {
     Dense(DenseSpec),
     /// A mixture of experts.
     Moe(MoeSpec),
-    /// Both, whose outputs are added.
+    /// Both; their outputs are added.
     Parallel(DenseSpec, MoeSpec, ParallelSum),
 }
 
@@ -260,7 +260,7 @@ pub struct DenseSpec {
 /// A mixture of experts, each a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MoeSpec {
-    /// Experts, E.
+    /// Number of experts, E.
     pub experts: usize,
     /// Experts per token.
     pub top_k: usize,
@@ -268,7 +268,7 @@ pub struct MoeSpec {
     pub width: usize,
     /// The activation function.
     pub activation: Activation,
-    /// How a token chooses its experts.
+    /// How experts are selected and weighted.
     pub routing: RoutingSpec,
     /// Whether the router and the experts' projections have biases.
     pub biases: bool,
@@ -276,14 +276,14 @@ pub struct MoeSpec {
     pub router: RouterSpec,
 }
 
-/// How a token chooses its experts and weighs them: the options of [`kvant::ops::MoeRoute`].
+/// How a token's experts are selected and weighted: the options of [`kvant::ops::MoeRoute`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RoutingSpec {
     /// The function from logits to scores.
     pub scores: ExpertScores,
-    /// Added to the scores for the choice, but not for the weights.
+    /// Added to the scores for the selection, but not for the weights.
     pub bias: ScoreBias,
-    /// The groups that a token chooses before its experts.
+    /// The groups that are selected before the experts.
     pub groups: Option<ExpertGroups>,
     /// Whether the weights are divided by their sum.
     pub normalise: bool,
@@ -295,19 +295,19 @@ pub struct RoutingSpec {
     pub scale: f32,
 }
 
-/// The presence of a bias of the scores.
+/// Whether the scores have a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScoreBias {
-    /// There is none.
+    /// No.
     None,
-    /// The checkpoint has one.
+    /// Yes.
     Stored,
-    /// The checkpoint may have one.
+    /// If the checkpoint contains one.
     IfStored,
 }
 
 impl RoutingSpec {
-    /// The softmax over the logits of the chosen experts (`normalise`), or over those of all.
+    /// The softmax over the logits of the selected experts (`normalise`), or of all experts.
     pub const fn softmax(normalise: bool) -> RoutingSpec {
         RoutingSpec {
             scores: ExpertScores::Softmax,
@@ -320,12 +320,12 @@ impl RoutingSpec {
         }
     }
 
-    /// Whether the choice or the weights need more than the softmax over logits.
+    /// Whether the selection or the weights need more than the softmax over logits.
     pub(crate) fn has_scores(&self) -> bool {
         *self != RoutingSpec::softmax(self.normalise)
     }
 
-    /// Checks what [`kvant::ops::moe_route()`] requires.
+    /// Checks the requirements of [`kvant::ops::moe_route()`].
     fn check(&self, experts: usize, top_k: usize) -> std::result::Result<(), String> {
         if let Some(ExpertGroups { count, chosen }) = self.groups {
             let max = ExpertGroups::MAX.min(experts / 2);
@@ -344,12 +344,12 @@ impl RoutingSpec {
     }
 }
 
-/// The input of a router, and factors of its results.
+/// The input of a router, and factors of its weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterSpec {
     /// The router reads the input of the experts.
     Plain,
-    /// The router reads H^-½ · norm(h), with weights of its own, and a stored factor multiplies the weight of each
+    /// The router reads H^-½ · norm(h) with its own norm weights, and a stored factor multiplies the weight of each
     /// expert (Gemma 4).
     Scaled,
 }
@@ -364,23 +364,23 @@ pub struct PerLayerInputSpec {
 }
 
 impl DecoderSpec {
-    /// The number of blocks with their own keys and values. These come first.
+    /// The number of blocks with their own keys and values, which are the first ones.
     pub fn cache_layers(&self) -> usize {
         self.blocks.iter().filter(|block| block.attention.source().is_none()).count()
     }
 
-    /// Ids below this can be fed: every table has a row for them.
+    /// The number of ids that can be fed: every table has a row for them.
     pub fn fed_vocab(&self) -> usize {
         self.vocab_size.min(self.per_layer_input.map_or(usize::MAX, |inputs| inputs.vocab_size))
     }
 
-    /// The longest text for which the factors of every rotary embedding apply; `None` without LongRoPE.
+    /// Maximum tokens of a text for which the factors of all rotary embeddings apply; `None` without LongRoPE.
     pub(crate) fn original_context(&self) -> Option<usize> {
         self.blocks.iter().filter_map(|block| Some(block.attention.rope.long.as_ref()?.original)).min()
     }
 
-    /// Checks that the interpreter can run the description. Families report wrong values by key; this is for relations
-    /// that hold in every format.
+    /// Checks that the interpreter can run the description. Families report invalid values by key; this function checks
+    /// relations that hold in every format.
     ///
     /// # Errors
     /// `Unsupported` with the block and the reason.
@@ -446,7 +446,7 @@ impl DecoderSpec {
 }
 
 impl AttentionSpec {
-    /// The earlier block whose keys and values this block attends to.
+    /// The earlier block whose keys and values this block uses.
     pub fn source(&self) -> Option<usize> {
         match self.keys_values {
             KeysValues::SharedWith(source) => Some(source),
@@ -454,7 +454,7 @@ impl AttentionSpec {
         }
     }
 
-    /// Makes the factor of cosines and sines a part of the scale, if all coordinates have it.
+    /// Folds the factor of cosines and sines into the scale, if all coordinates rotate.
     pub(crate) fn fold_magnitude(&mut self) {
         if let Some(long) = self.rope.long.as_mut().filter(|_| self.rope.rotated_pairs == self.head_dim / 2) {
             self.scale *= std::mem::replace(&mut long.magnitude, 1.0).powi(2);
@@ -470,7 +470,7 @@ impl AttentionSpec {
         }
     }
 
-    /// The numbers of weights of the norms of queries and keys that the block has.
+    /// The widths of the block's query and key norms, if it has them.
     pub(crate) fn qk_norm_widths(&self) -> [Option<usize>; 2] {
         let [q, k] = match self.qk_norm {
             None | Some(QkNorm::Unweighted) => return [None, None],
@@ -485,7 +485,7 @@ impl AttentionSpec {
         self.heads * self.head_dim
     }
 
-    /// Outputs of the gate of the heads' output; 0 without one.
+    /// Outputs of the gate of the heads' output; 0 without a gate.
     pub(crate) fn gate_width(&self) -> usize {
         if self.output_gate { self.q_width() } else { 0 }
     }

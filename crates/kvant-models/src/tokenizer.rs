@@ -1,4 +1,4 @@
-//! Converting text to token ids and back with the model's `tokenizer.json` or the metadata of its GGUF file.
+//! Converts text to token ids and back, with the model's `tokenizer.json` or the metadata of its GGUF file.
 
 mod bound;
 mod growth;
@@ -17,32 +17,32 @@ use pieces::TokenDecoder;
 pub use pieces::TokenPiece;
 pub use stream::TextStream;
 
-/// Several times the size of the largest existing vocabulary.
+/// Maximum bytes of a file: several times the largest existing vocabulary.
 const TOKENIZER_LIMIT: u64 = 256 << 20;
 
 /// A model's tokenizer.
 ///
-/// The underlying `tokenizers` crate panics on some well-formed files with inconsistent contents. This type returns
-/// an error instead, except with `panic = "abort"`, where such a file ends the process. A panic hook can use
-/// [`Tokenizer::catches_panics`] to stay silent for these panics.
+/// The `tokenizers` crate panics on some well-formed files with inconsistent contents. This type returns an error
+/// instead, except with `panic = "abort"`, where the file ends the process. A panic hook can check
+/// [`Tokenizer::catches_panics`] to stay silent.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     decoder: TokenDecoder,
     growth: Growth,
-    /// Bytes of a token, when they have been asked for.
+    /// The bytes of tokens, computed on demand.
     token_bytes: OnceLock<Option<TokenBytes>>,
-    /// Ids of the model are below: the rows of its embedding.
+    /// Upper bound of the model's ids: the rows of its embedding.
     ids: usize,
     bos: Option<u32>,
     eos: Vec<u32>,
     eos_token: Option<u32>,
-    /// The tokens before every text: none, or almost always `bos`.
+    /// The tokens that are added before every text: none, or in nearly all models `bos`.
     start: Vec<u32>,
-    /// The tokens that whole texts end with.
+    /// The tokens that are added after whole texts.
     end: Vec<u32>,
 }
 
-/// The ids that start and end texts, for [`Tokenizer::from_parts`].
+/// The ids that begin and end texts, for [`Tokenizer::from_parts`].
 pub(crate) struct SpecialIds {
     pub bos: Option<u32>,
     /// Whether texts start with `bos`.
@@ -50,14 +50,14 @@ pub(crate) struct SpecialIds {
     /// Whether whole texts end with `eos_token`.
     pub adds_eos: bool,
     pub eos_token: Option<u32>,
-    /// Ascending, each once.
+    /// Ascending, without duplicates.
     pub eos: Vec<u32>,
 }
 
 impl Tokenizer {
-    /// Loads `tokenizer.json`, or the tokenizer of a GGUF file ([`Tokenizer::from_gguf`]). For `tokenizer.json`, the
-    /// ids that start and end a text come from `tokenizer_config.json`, `config.json` and `generation_config.json`, as
-    /// far as these exist.
+    /// Loads `tokenizer.json`, or the tokenizer of a GGUF file ([`Tokenizer::from_gguf`]). With `tokenizer.json`, the
+    /// beginning-of-text and end-of-text ids come from `tokenizer_config.json`, `config.json` and
+    /// `generation_config.json`, if these exist.
     ///
     /// # Errors
     /// `File`, `Config` or `Tokenizer`.
@@ -65,7 +65,7 @@ impl Tokenizer {
         Tokenizer::load_files(&Files::at(dir)?)
     }
 
-    /// As [`Tokenizer::load`], from any [`Files`].
+    /// Like [`Tokenizer::load`], from any [`Files`].
     pub fn load_files(files: &Files) -> Result<Tokenizer> {
         if let Some(gguf) = files.as_gguf() {
             let mut tokenizer = Tokenizer::from_gguf(gguf.metadata())?;
@@ -96,8 +96,8 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Parses the contents of a `tokenizer.json`. The ids that end a text are unknown in this case, and the one that
-    /// starts a text is known if the post-processor adds it.
+    /// Parses the contents of a `tokenizer.json`. The end-of-text ids are then unknown, and the beginning-of-text id is
+    /// known only if the post-processor adds it.
     ///
     /// # Errors
     /// `Tokenizer`.
@@ -125,8 +125,8 @@ impl Tokenizer {
         })
     }
 
-    /// Makes tokens special that the vocabulary has as text, as transformers does with those that
-    /// `tokenizer_config.json` names: then a text can contain them, and an answer does not show them.
+    /// Marks tokens as special that the vocabulary has as text, as transformers does for tokens in
+    /// `tokenizer_config.json`: they are recognised in texts, and answers do not show them.
     fn make_special(&mut self, ids: &[Option<u32>]) -> Result<()> {
         let added = self.inner.get_added_tokens_decoder();
         let text = |id: &u32| self.inner.id_to_token(*id).filter(|_| !added.contains_key(id));
@@ -144,10 +144,10 @@ impl Tokenizer {
         Tokenizer { inner, decoder, growth, token_bytes, ids: usize::MAX, bos, start, end, eos, eos_token }
     }
 
-    /// Converts a text to ids. With `add_bos`, the tokens come first that the model's texts start with, if there are
-    /// any ([`Tokenizer::adds_bos`]), as in transformers: also where the text starts with the name of such a token.
+    /// Converts a text to ids. With `add_bos`, begins with the tokens that the model's texts begin with
+    /// ([`Tokenizer::adds_bos`]), as in transformers, even if the text starts with the name of such a token.
     ///
-    /// The name of a special token in the text becomes that token, whoever wrote it. Remove such names from untrusted
+    /// Names of special tokens in the text become these tokens, whoever wrote them. Remove the names from untrusted
     /// text.
     pub fn encode(&self, text: &str, add_bos: bool) -> Result<Vec<u32>> {
         self.growth.admit(text)?;
@@ -159,15 +159,15 @@ impl Tokenizer {
         Ok([start, encoding.get_ids()].concat())
     }
 
-    /// Converts a prompt to ids, as [`Tokenizer::encode`] with `add_bos`. A prompt that starts with the names of these
-    /// tokens gets them only once.
+    /// Converts a prompt to ids, like [`Tokenizer::encode`] with `add_bos`. If the prompt starts with the names of
+    /// these tokens, they are not duplicated.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let ids = self.encode(text, false)?;
         Ok(if ids.starts_with(&self.start) { ids } else { [&self.start[..], &ids].concat() })
     }
 
-    /// Converts a whole text to ids, for an embedding: as [`Tokenizer::encode_prompt`], followed by the tokens with
-    /// which the tokenizer ends a text. Models with last-token pooling were trained with them.
+    /// Converts a whole text to ids, for an embedding: like [`Tokenizer::encode_prompt`], followed by the tokens that
+    /// end a text. Models with last-token pooling were trained with them.
     pub fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode_prompt(text)?;
         if !ids.ends_with(&self.end) {
@@ -176,39 +176,39 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The least number of tokens that a text can have, by its length: a text of many megabytes can be refused without
-    /// being tokenised. 0 where the tokenizer can leave out parts of a text.
+    /// A lower bound on the tokens of a text, computed from its length, which allows rejecting a text of many megabytes
+    /// without tokenising it. 0 if the tokenizer can drop parts of a text.
     pub fn min_tokens(&self, text: &str) -> usize {
         let bytes = self.token_bytes.get_or_init(|| TokenBytes::of(&self.inner));
         bytes.map_or(0, |bytes| bytes.min_tokens(text))
     }
 
-    /// Converts ids to text, without special tokens. Bytes that are not UTF-8 become U+FFFD.
+    /// Converts ids to text, without special tokens. Invalid UTF-8 becomes U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         guarded(|| self.inner.decode(ids, true))
     }
 
-    /// Converts ids to text, with the names of special tokens.
+    /// Converts ids to text, including the names of special tokens.
     pub fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
         guarded(|| self.inner.decode(ids, false))
     }
 
-    /// The id that starts a text.
+    /// The beginning-of-text id.
     pub fn bos(&self) -> Option<u32> {
         self.bos
     }
 
-    /// Whether texts start with [`Tokenizer::bos`]. A model can have the id and not use it so.
+    /// Whether texts begin with [`Tokenizer::bos`]. A model can have the id without using it.
     pub fn adds_bos(&self) -> bool {
         !self.start.is_empty()
     }
 
-    /// The id that ends a text in training: the tokenizer's `eos_token`.
+    /// The end-of-text id in training: the tokenizer's `eos_token`.
     pub fn eos_token(&self) -> Option<u32> {
         self.eos_token
     }
 
-    /// The ids that end generation: [`Tokenizer::eos_token`] and others, such as those that end a turn.
+    /// The ids that end generation: [`Tokenizer::eos_token`] and others, such as the end of a turn.
     pub fn eos(&self) -> &[u32] {
         &self.eos
     }
@@ -223,7 +223,7 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
-    /// Whether an id has a token. [`Tokenizer::decode`] leaves out ids without one.
+    /// Whether an id has a token. [`Tokenizer::decode`] skips ids without one.
     pub fn has_token(&self, id: u32) -> bool {
         self.inner.id_to_token(id).is_some()
     }
@@ -249,13 +249,13 @@ impl Tokenizer {
         TextStream::new(self)
     }
 
-    /// As [`Tokenizer::stream`], with the names of special tokens.
+    /// Like [`Tokenizer::stream`], including the names of special tokens.
     pub fn stream_with_special(&self) -> TextStream<&Tokenizer> {
         self.stream().special(true)
     }
 
-    /// Sets the number of rows of the model's embedding. Special tokens can have ids beyond it, as that for images of
-    /// Gemma 3 models without images has: a text with its name is an error.
+    /// Sets the number of rows of the model's embedding. Special tokens can have larger ids, for example the image
+    /// token of Gemma 3 models without images: a text with its name is an error.
     fn limit_ids(&mut self, rows: usize) -> Result<()> {
         self.ids = rows;
         let ids = self.inner.get_vocab(true).into_values();
@@ -284,7 +284,7 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
-/// Names the file to get for checkpoints that have their tokenizer in another one.
+/// If the checkpoint's tokenizer is in another file, the error names the required file.
 fn check_kind(files: &Files) -> Result<()> {
     const OTHERS: [&str; 4] = ["tokenizer.model", "tekken.json", "vocab.json", "spiece.model"];
     let other = OTHERS.into_iter().find(|name| files.has(name));
@@ -296,8 +296,8 @@ fn check_kind(files: &Files) -> Result<()> {
     Err(files.error(&reason))
 }
 
-/// Parses the sections on whose broken JSON the `tokenizers` crate panics, to return an error instead, and checks that
-/// they cannot make too much of a text.
+/// Parses the sections whose invalid JSON makes the `tokenizers` crate panic, to return an error instead, and checks
+/// that they cannot expand a text too much.
 fn check_sections(json: &[u8]) -> Result<Growth> {
     #[derive(serde::Deserialize)]
     struct Sections {
@@ -317,10 +317,10 @@ fn check_sections(json: &[u8]) -> Result<Growth> {
     }
 }
 
-/// The tokens that the post-processor puts before a text and after it. Transformers adds these, whatever
-/// `add_bos_token` in `tokenizer_config.json` says: that key is for tokenizers without a `tokenizer.json`.
+/// The tokens that the post-processor adds before and after a text. Transformers adds these regardless of
+/// `add_bos_token` in `tokenizer_config.json`, which applies only without a `tokenizer.json`.
 fn added_around(inner: &tokenizers::Tokenizer) -> Result<[Vec<u32>; 2]> {
-    /// Stands for the tokens of a text.
+    /// Placeholder for the tokens of a text.
     const TEXT: u32 = u32::MAX;
     let Some(processor) = inner.get_post_processor() else { return Ok([Vec::new(), Vec::new()]) };
     let text = Encoding::from_tokens(vec![tokenizers::Token::new(TEXT, "text".to_string(), (0, 4))], 0);
@@ -328,7 +328,7 @@ fn added_around(inner: &tokenizers::Tokenizer) -> Result<[Vec<u32>; 2]> {
         reason: "`post_processor` must be one that the library can run".to_string(),
     })?;
     let mut parts = processed.get_ids().split(|&id| id == TEXT).map(<[u32]>::to_vec);
-    // Hostile ones repeat the text.
+    // Hostile post-processors repeat the text.
     Ok([parts.next().unwrap_or_default(), parts.next_back().unwrap_or_default()])
 }
 

@@ -1,17 +1,17 @@
-//! Text from files, templates and models, made safe for terminals and logs.
+//! Makes text from files, templates and models safe for terminals and logs.
 //!
-//! Names in hostile files can have control characters, which move a terminal's cursor or change its title, and
-//! millions of characters. [`Error`](crate::Error)s display their parts by [`line()`]; programs pass other text by
-//! these functions, too.
+//! Names in hostile files can contain control characters, which move a terminal's cursor or change its title, and can
+//! have millions of characters. [`Error`](crate::Error)s display their parts by [`line()`]; programs must pass other
+//! untrusted text through these functions.
 
 use std::borrow::Cow;
 
-/// Characters of a [`line`].
+/// Maximum characters of a [`line`].
 const LINE: usize = 600;
-/// Characters of a [`message`].
+/// Maximum characters of a [`message`].
 const MESSAGE: usize = 4 * LINE;
 
-/// A name or reason on one line: control characters are escaped, and the middle of a long text is left out.
+/// A name or reason on one line: escapes control characters, and omits the middle of a long text.
 ///
 /// ```
 /// use kvant_models::untrusted;
@@ -22,12 +22,12 @@ pub fn line(text: &str) -> Cow<'_, str> {
     escaped(shortened(text, LINE), |_| false)
 }
 
-/// A message, which can have several lines: as [`line()`], but it keeps line breaks and tabs.
+/// A message that can have several lines: like [`line()`], but keeps line breaks and tabs.
 pub fn message(text: &str) -> Cow<'_, str> {
     escaped(shortened(text, MESSAGE), is_layout)
 }
 
-/// Text of any length for a terminal: it keeps line breaks and tabs, and other control characters are escaped.
+/// Text of any length for a terminal: keeps line breaks and tabs, and escapes other control characters.
 ///
 /// ```
 /// use kvant_models::untrusted;
@@ -41,7 +41,7 @@ fn is_layout(c: char) -> bool {
     matches!(c, '\n' | '\t')
 }
 
-/// Control characters, those that start lines, and those that reverse the order of the characters after them.
+/// Control characters, line separators, and characters that change the text direction.
 fn is_control(c: char) -> bool {
     c.is_control() || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
@@ -58,18 +58,18 @@ fn escaped(text: Cow<'_, str>, keeps: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Leaves out the middle of a text with more than `most` characters.
-fn shortened(text: &str, most: usize) -> Cow<'_, str> {
-    if text.len() <= most {
+/// Omits the middle of a text with more than `max` characters.
+fn shortened(text: &str, max: usize) -> Cow<'_, str> {
+    if text.len() <= max {
         return Cow::Borrowed(text);
     }
     let count = text.chars().count();
-    if count <= most {
+    if count <= max {
         return Cow::Borrowed(text);
     }
     let place = |index: usize| text.char_indices().nth(index).map_or(text.len(), |(place, _)| place);
-    let (start, end) = (place(most / 2), place(count - most / 2));
-    Cow::Owned(format!("{} [… {} characters …] {}", &text[..start], count - 2 * (most / 2), &text[end..]))
+    let (start, end) = (place(max / 2), place(count - max / 2));
+    Cow::Owned(format!("{} [… {} characters …] {}", &text[..start], count - 2 * (max / 2), &text[end..]))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The tensors of a decoder, loaded as its description requires.
+//! Loads the tensors of a decoder that its description requires.
 
 use kvant::{Device, Tensor};
 
@@ -11,7 +11,7 @@ use crate::{
     },
 };
 
-/// Matrices with the same inputs.
+/// Matrices with common inputs.
 #[derive(Debug)]
 pub(crate) struct Stack {
     pub matrices: StackMatrices,
@@ -20,7 +20,7 @@ pub(crate) struct Stack {
 
 #[derive(Debug)]
 pub(crate) enum StackMatrices {
-    /// Those of one format, one below the other, and the outputs of each.
+    /// The matrices of one format, one below the other, and the outputs of each.
     Joined(Box<Matrix>, Vec<usize>),
     Separate(Vec<Matrix>),
 }
@@ -34,7 +34,7 @@ pub(crate) struct StackBiases {
 }
 
 impl StackBiases {
-    /// `all` are the biases of matrices with these numbers of outputs.
+    /// `all`: the biases of matrices with these numbers of outputs.
     fn new(device: &Device, all: &[f32], outputs: &[usize]) -> Result<StackBiases> {
         let whole = Tensor::from_slice(device, all, &[all.len()])?;
         let mut end = 0;
@@ -80,15 +80,15 @@ pub(crate) struct BlockWeights {
     pub attention: AttentionWeights,
     pub feed_forward: FeedForwardWeights,
     pub per_layer: Option<LayerInputWeights>,
-    /// Multiplies the block's output; 1 without one.
+    /// Multiplies the block's output; 1 if absent.
     pub scalar: f32,
 }
 
 #[derive(Debug)]
 pub(crate) struct AttentionWeights {
     pub norm: Option<Tensor>,
-    /// Queries, keys and values. No keys and values if the block attends to another block's; no values if they are
-    /// the raw keys.
+    /// Queries, keys and values. No keys and values if the block uses another block's; no values if they are the raw
+    /// keys.
     pub qkv: Stack,
     pub q_norm: Option<Tensor>,
     pub k_norm: Option<Tensor>,
@@ -118,15 +118,15 @@ pub(crate) struct DenseWeights {
 #[derive(Debug)]
 pub(crate) struct MoeWeights {
     pub router: Projection,
-    /// The router's own norm and the factors f32 `[E]` of the experts' weights.
+    /// The router's own norm, and the factors of the experts' weights, f32 `[E]`.
     pub router_scales: Option<(Tensor, Tensor)>,
-    /// f32 `[E]`: added to the scores for the choice.
+    /// f32 `[E]`: added to the scores for the selection.
     pub router_bias: Option<Tensor>,
     pub gate_up: GateUp,
     pub down: Projection,
 }
 
-/// The weights that add a dense feed-forward and experts.
+/// The weights that combine a dense feed-forward with experts.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
 pub(crate) enum ParallelWeights {
@@ -163,7 +163,7 @@ pub(crate) struct LayerInputWeights {
 }
 
 impl Weights {
-    /// Reads the tensors that the description requires, and no others: encoders of images and sound stay in the file.
+    /// Reads only the tensors that the description requires: image and audio encoders stay in the file.
     pub(crate) fn load(spec: &DecoderSpec, source: &dyn Source, device: &Device) -> Result<Weights> {
         spec.check()?;
         let mut loader = Loader { spec, source, device, bytes: 0 };
@@ -178,7 +178,7 @@ impl Weights {
 
     /// Bytes of the matrices that a pass of one token reads.
     pub(crate) fn bytes_per_token(&self, spec: &DecoderSpec) -> usize {
-        // All but `read` of `count` equal parts of a matrix.
+        // Bytes that are not read if only `read` of `count` equal parts of a matrix are.
         let skipped = |matrix: &Matrix, read: usize, count: usize| matrix.bytes() / count * (count - read);
         let mut bytes = self.bytes;
         if self.output.is_some() {
@@ -210,7 +210,7 @@ pub(crate) fn dense_parts(spec: &FeedForwardSpec) -> [Part; 4] {
     }
 }
 
-/// Whether a model of this checkpoint has an output matrix of its own.
+/// Whether a model of this checkpoint has a separate output matrix.
 pub(crate) fn has_output(output: OutputMatrix, source: &dyn Source) -> bool {
     match output {
         OutputMatrix::Own => true,
@@ -236,7 +236,7 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    /// If the embedding is also the output matrix, a file that has both must have identical ones. Otherwise,
+    /// If the embedding is also the output matrix but the file contains both, they must be equal. Otherwise,
     /// transformers uses the second one regardless.
     fn output(&mut self) -> Result<Option<Matrix>> {
         if has_output(self.spec.output, self.source) {
@@ -359,7 +359,7 @@ impl Loader<'_> {
         is_stored.then(|| self.finite_tensor(role, spec.experts)).transpose()
     }
 
-    /// The gate and up matrices of every expert. Separate ones of the same format are joined.
+    /// The gate and up matrices of every expert. Separate ones of equal format are joined.
     fn expert_gate_up(&mut self, l: usize, spec: MoeSpec) -> Result<GateUp> {
         let h = self.spec.hidden_size;
         let MoeSpec { experts, width, biases, .. } = spec;
@@ -377,7 +377,7 @@ impl Loader<'_> {
         Ok(GateUp::Fused(Projection { matrix: self.joined_experts([gate, up], form, shape)?, bias }))
     }
 
-    /// Two matrices `[E, I, H]` as one of `[E, 2I, H]`. While one of them is moved, it exists twice.
+    /// Joins two matrices `[E, I, H]` to one of `[E, 2I, H]`. While one of them is moved, it exists twice.
     fn joined_experts(&mut self, roles: [Role; 2], form: Form, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, width, h] = shape;
         let whole = Matrix::zeros(form, &[experts, 2 * width, h], self.device)?;
@@ -394,7 +394,7 @@ impl Loader<'_> {
         Ok(whole)
     }
 
-    /// Two biases `[E, I]` as one of `[E, 2I]`, f32.
+    /// Joins two biases `[E, I]` to one of `[E, 2I]`, f32.
     fn joined_expert_biases(&self, roles: [Role; 2], [experts, width]: [usize; 2]) -> Result<Tensor> {
         let read = |role| Ok::<_, Error>(self.source.bias(role, &[experts, width], self.device)?.to_f32()?);
         let [gate, up] = [read(roles[0])?, read(roles[1])?];
@@ -407,12 +407,12 @@ impl Loader<'_> {
         self.source.vector(role, len, self.device)
     }
 
-    /// The weights of a block's norm as operations multiply by them.
+    /// The weights of a block's norm, including the offset.
     fn norm(&self, role: Role, len: usize) -> Result<Tensor> {
         self.shifted(role, len, self.spec.norm_offset)
     }
 
-    /// The weights of a norm plus an offset. With one they are f32, so that 1 + w is not rounded.
+    /// The weights of a norm plus an offset. With an offset they are f32, so that 1 + w is not rounded.
     fn shifted(&self, role: Role, len: usize, offset: f32) -> Result<Tensor> {
         let weights = self.vector(role, len)?;
         if offset == 0.0 {
@@ -422,7 +422,7 @@ impl Loader<'_> {
         Ok(Tensor::from_slice(self.device, &shifted, &[len])?)
     }
 
-    /// A norm of this length, if there is one.
+    /// A norm of this length, if any.
     fn norm_if(&self, len: Option<usize>, role: Role) -> Result<Option<Tensor>> {
         len.map(|len| self.norm(role, len)).transpose()
     }
@@ -449,14 +449,14 @@ impl Loader<'_> {
         }
     }
 
-    /// A matrix, with a bias for each of its outputs if it is biased.
+    /// A matrix, with a bias for each output if `is_biased`.
     fn projection(&mut self, role: Role, shape: &[usize], is_biased: bool) -> Result<Projection> {
         let outputs = &shape[..shape.len() - 1];
         let bias = if is_biased { Some(self.source.bias(role, outputs, self.device)?) } else { None };
         Ok(Projection { matrix: self.matrix(role, shape)?, bias })
     }
 
-    /// The last projection of half a block. Its bias has the factor of the residual stream, the matrix gets it in each
+    /// The output projection of half a block. Its bias is multiplied by the residual factor here, its matrix in each
     /// product.
     fn output_projection(&mut self, role: Role, shape: &[usize], is_biased: bool) -> Result<Projection> {
         let mut projection = self.projection(role, shape, is_biased)?;
@@ -476,8 +476,8 @@ impl Loader<'_> {
         Ok(matrix)
     }
 
-    /// Matrices with the given numbers of outputs and the same inputs, or `fused`, the one matrix that some files have
-    /// in their place.
+    /// Loads matrices with the given numbers of outputs and common inputs, or `fused`, a single matrix that some files
+    /// have instead.
     fn stack(&mut self, fused: Role, roles: &[(Role, usize)], inputs: usize, is_biased: bool) -> Result<Stack> {
         if self.source.name(fused).is_some() {
             return self.fused_stack(fused, roles, inputs, is_biased);
@@ -501,7 +501,7 @@ impl Loader<'_> {
         Ok(Stack { matrices: StackMatrices::Joined(Box::new(whole), parts), biases })
     }
 
-    /// A stack that is one matrix in the file.
+    /// Loads a stack that is one matrix in the file.
     fn fused_stack(&mut self, role: Role, roles: &[(Role, usize)], inputs: usize, is_biased: bool) -> Result<Stack> {
         let parts: Vec<usize> = roles.iter().map(|(_, outputs)| *outputs).collect();
         let outputs = parts.iter().sum();

@@ -1,6 +1,6 @@
-//! A decode step on the CPU takes no memory from the allocator once it has warmed up.
+//! Checks that a decode step on the CPU does not allocate after warm-up.
 //!
-//! One test in a binary of its own: the allocator counts what every thread takes.
+//! The only test of its binary: the allocator counts the allocations of all threads.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -18,20 +18,20 @@ struct Counting;
 
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: the system's allocator does the work.
+// SAFETY: forwards to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         TAKEN.fetch_add(1, Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(at, layout) }
     }
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         TAKEN.fetch_add(1, Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.realloc(at, layout, size) }
     }
 }
@@ -39,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Which thread does what differs from step to step, and each keeps scratch memory of its own.
+/// Repeats steps, because the assignment of work to threads varies, and each thread has its own scratch memory.
 fn check(what: &str, steps: &mut dyn FnMut(u32)) {
     let mut steps = (0..60).map(|token| {
         let taken = TAKEN.load(Relaxed);
@@ -63,7 +63,7 @@ fn a_decode_step_allocates_nothing() {
         let model = Model::load(&directory, &device).unwrap();
         let options = PoolOptions { codecs: codec.into(), longest: 256, ..PoolOptions::default() };
         let mut sequence = model.new_pool(&options).unwrap().sequence();
-        // All is truncated again below.
+        // The sequence is truncated again below.
         sequence.hold(100);
         let logits = Tensor::zeros(&device, DType::F32, &[1, model.vocab_size()]).unwrap();
         let prompt: Vec<u32> = (0..140).collect();
@@ -80,7 +80,7 @@ fn a_decode_step_allocates_nothing() {
         check(&format!("decoder, {codec}"), &mut |token| decoder.feed(&[token]).unwrap());
     }
 
-    // Many sequences, in no order.
+    // Many sequences, in mixed order.
     let device = Device::cpu_with(CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
     let (sequences, kv_heads, head_dim) = (64, 8, 128);
     let spec = LayerSpec::new(kv_heads, head_dim, 4, Codec::F16).sequences(sequences).v(Codec::tq(4));

@@ -1,5 +1,5 @@
-//! Whole models on the GPUs' kernels: on every GPU present, and the Metal kernels under msl-host. Recorded batches also
-//! on the CPU.
+//! Whole models on GPU kernels: on every GPU present, and the Metal kernels in msl-host. Recorded batches also run on
+//! the CPU.
 
 mod common;
 
@@ -7,10 +7,10 @@ use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference, shi
 use kvant::{Codec, DType, Device, DeviceKind, Sequence, Tensor};
 use kvant_models::{BatchDecoder, Decoder, DeviceSampler, DeviceTokens, Logits, Model, PoolOptions, Sampling};
 
-/// What the logits may differ by, with an f32 cache.
+/// Maximum difference of logits with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
 
-/// The logits of `tokens`: the first `prompt` at once, the others one by one, half of these by a pass that is recorded.
+/// The logits of `tokens`: the first `prompt` tokens at once, the rest one by one, half of them with a recorded pass.
 fn logits(model: &Model, options: &PoolOptions, tokens: &[u32], prompt: usize) -> Vec<f32> {
     let mut sequence = model.new_pool(options).unwrap().sequence();
     let recorded = prompt + (tokens.len() - prompt) / 2;
@@ -25,7 +25,7 @@ fn logits(model: &Model, options: &PoolOptions, tokens: &[u32], prompt: usize) -
     logits
 }
 
-/// The devices with kernels of their own, and the tokens that are worth their time: msl-host is no fast machine.
+/// The devices with their own kernels, and the maximum number of tokens to test: msl-host is slow.
 fn gpus() -> Vec<(Device, usize)> {
     let present = Device::list().into_iter().filter_map(|entry| entry.device.ok());
     let mut gpus: Vec<(Device, usize)> = present
@@ -48,14 +48,14 @@ fn msl(build: kvant_msl::Build, schedule: kvant_msl::Schedule) -> Device {
     kvant_msl::device(kvant_msl::Runs::once(build, schedule)).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Against transformers and MLX.
+/// Compared with transformers and MLX.
 #[test]
 fn every_variant_matches() {
-    for (device, most) in gpus() {
+    for (device, max_tokens) in gpus() {
         for variant in VARIANTS.into_iter().chain(FAMILIES) {
             let file = golden(variant).join("logits.safetensors");
             let (mut tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
-            tokens.truncate(most);
+            tokens.truncate(max_tokens);
             let model = Model::load(&golden(variant), &device).unwrap();
             let got = logits(&model, &exact(1024), &tokens, tokens.len() * 3 / 4);
             let worst = max_difference(&got, &expected[..got.len()]);
@@ -65,19 +65,18 @@ fn every_variant_matches() {
     }
 }
 
-/// The shipped model against the CPU: exact caches and compressed ones, a prompt and single tokens after it.
+/// The shipped model compared with the CPU: exact and compressed caches, a prompt and single tokens after it.
 #[test]
 fn the_shipped_model_matches_the_cpu() {
     let cpu = Model::load(&shipped(), &Device::cpu()).unwrap();
     let all = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
-    for (device, most) in gpus() {
+    for (device, max_tokens) in gpus() {
         let model = Model::load(&shipped(), &device).unwrap();
-        let tokens = &all[..most.min(all.len())];
+        let tokens = &all[..max_tokens.min(all.len())];
         for (codec, tolerance) in [(Codec::F32, TOLERANCE), (Codec::BF16, 0.1), (Codec::tq(8), 0.1)] {
             let options = PoolOptions { codecs: codec.into(), ..exact(256) };
             let prompt = tokens.len() * 3 / 4;
-            // In pieces so short that the CPU multiplies in f32: of 16 tokens and more it rounds activations to 16
-            // bits.
+            // Pieces short enough that the CPU multiplies in f32: from 16 tokens on it rounds activations to 16 bits.
             let mut sequence = cpu.new_pool(&options).unwrap().sequence();
             let exact = |piece| cpu.feed(&mut sequence, piece, Logits::All).unwrap().to_f32().unwrap();
             let want: Vec<f32> = tokens.chunks(7).flat_map(exact).collect();
@@ -89,14 +88,14 @@ fn the_shipped_model_matches_the_cpu() {
     }
 }
 
-/// A recorded batch against the same batch without a recording: logits and draws, of batches that shrink and grow, so
-/// that rows are inactive, and of a sequence that grows beyond the longest one of its pass. In every second step some
-/// tokens come from device memory; in others a sequence gets up to three tokens, of which one is rolled back. `ahead`:
-/// passes are recorded before.
+/// Compares recorded batches with unrecorded ones: logits and samples of batches that shrink and grow, so that rows are
+/// inactive, and of a sequence that exceeds the maximum length of its pass. In every second step some tokens come from
+/// device memory; in others a sequence gets up to three tokens, and one of them is rolled back. `ahead`: passes are
+/// recorded in advance.
 fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize, ahead: bool) {
     let (vocab, device) = (model.vocab_size() as u32, model.device());
-    // Several tokens of a sequence are rows of their own in a recording, which adds in another order: logits differ by
-    // 2e-5 on a CPU. Where that is next to a threshold, a vector of a quantised cache gets another code.
+    // In a recording, several tokens of a sequence are separate rows, and sums have another order: logits differ by
+    // 2e-5 on a CPU. Close to a threshold, a vector of a quantised cache then gets another code.
     let tolerance = if codec != Codec::F32 { 0.02 } else { TOLERANCE };
     let longest = prompts.iter().map(Vec::len).max().unwrap() + 3 * steps;
     let options = PoolOptions { codecs: codec.into(), sequences: 2 * prompts.len(), ..exact(longest) };
@@ -108,7 +107,7 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
     let mut plain: Vec<Sequence> = recorded.iter().map(Sequence::fork).collect();
     let mut decoder = BatchDecoder::new(model, &pool, prompts.len() + 2).unwrap();
     let (sizes, mixed) = (decoder.sizes(longest), model.mixed_sizes(prompts.len(), 9, longest));
-    // 1, 2, 4 and 8 rows; a CPU has nothing to compile.
+    // 1, 2, 4 and 8 rows; a CPU compiles nothing.
     let is_host = device.kind() == DeviceKind::Cpu;
     assert!(sizes.len() >= if is_host { 0 } else { 2 } && sizes.is_empty() == is_host && mixed.is_empty() == is_host);
     if ahead {
@@ -168,10 +167,10 @@ fn check_batches(model: &Model, codec: Codec, prompts: &[Vec<u32>], steps: usize
 #[test]
 fn recorded_batches_match() {
     let all = [(Device::cpu(), usize::MAX)].into_iter().chain(gpus());
-    for (device, most) in all {
+    for (device, max_tokens) in all {
         let prompt = |len: usize| (0..len as u32).map(|i| i * 13 % 90 + 1).collect::<Vec<u32>>();
-        let (variants, steps) = if most < usize::MAX { (&VARIANTS[2..4], 4) } else { (&VARIANTS[..], 12) };
-        for variant in variants.iter().chain(if most < usize::MAX { [].iter() } else { FAMILIES.iter() }) {
+        let (variants, steps) = if max_tokens < usize::MAX { (&VARIANTS[2..4], 4) } else { (&VARIANTS[..], 12) };
+        for variant in variants.iter().chain(if max_tokens < usize::MAX { [].iter() } else { FAMILIES.iter() }) {
             let model = Model::load(&golden(variant), &device).unwrap();
             check_batches(
                 &model,
@@ -181,7 +180,7 @@ fn recorded_batches_match() {
                 variant.len() % 2 == 0,
             );
         }
-        if most == usize::MAX {
+        if max_tokens == usize::MAX {
             let model = Model::load(&shipped(), &device).unwrap();
             for codec in [Codec::F32, Codec::tq(8)] {
                 check_batches(&model, codec, &[prompt(1016), prompt(60)], 16, true);

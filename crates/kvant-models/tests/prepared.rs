@@ -1,4 +1,4 @@
-//! What is compiled ahead suffices: no later step needs another kernel. On a CUDA device that runs nothing, with the
+//! Checks that no step needs a kernel that was not compiled in advance. Uses a CUDA device that runs nothing, with the
 //! limits of an H200 and of a smaller GPU.
 
 mod common;
@@ -34,7 +34,7 @@ const RTX_4090: Limits = Limits {
     clusters: false,
 };
 
-/// Records which kernels launches need, with their constants.
+/// Records the kernels of launches, with their constants.
 #[derive(Clone)]
 struct Recorder {
     limits: Limits,
@@ -53,7 +53,7 @@ impl Recorder {
     }
 }
 
-/// Memory that is not there.
+/// Memory without contents.
 struct Nothing;
 
 impl Memory for Nothing {
@@ -127,14 +127,14 @@ impl Random {
         ((z ^ (z >> 31)) % limit.max(1) as u64) as usize
     }
 
-    /// At most `most`; small ones are as likely as large ones.
-    fn size(&mut self, most: usize) -> usize {
-        let bits = self.below(most.max(1).ilog2() as usize + 2);
-        self.below(1 << bits).min(most)
+    /// At most `max`. Small and large sizes are equally likely.
+    fn size(&mut self, max: usize) -> usize {
+        let bits = self.below(max.max(1).ilog2() as usize + 2);
+        self.below(1 << bits).min(max)
     }
 }
 
-/// A sequence of so many tokens.
+/// A sequence of `tokens` tokens.
 fn sequence(pool: &KvPool, tokens: usize) -> Sequence {
     let mut sequence = pool.sequence();
     if tokens > 0 {
@@ -146,7 +146,7 @@ fn sequence(pool: &KvPool, tokens: usize) -> Sequence {
 const SEQUENCES: usize = 40;
 const STEP_TOKENS: usize = 600;
 
-/// Steps of random batches: numbers of rows, parts of prompts, lengths.
+/// Steps of random batches: numbers of rows, prompt chunks, lengths.
 fn steps(model: &Model, pool: &KvPool, decoder: &mut BatchDecoder, longest: usize, count: usize) {
     let sampler = DeviceSampler::new(model.device(), SEQUENCES).unwrap();
     let drawn = Tensor::zeros(model.device(), DType::U32, &[SEQUENCES]).unwrap();
@@ -154,7 +154,7 @@ fn steps(model: &Model, pool: &KvPool, decoder: &mut BatchDecoder, longest: usiz
     let mut random = Random(7);
     for _ in 0..count {
         let rows = 1 + random.size(SEQUENCES - 1);
-        // The first ones decode; of the others, a part of a prompt is computed.
+        // The first ones decode; the rest compute prompt chunks.
         let prompts = [0, 0, 1, 1, 2, rows][random.below(6)].min(rows);
         let mut left = STEP_TOKENS - rows;
         let mut sizes: Vec<usize> = (0..rows)
@@ -165,17 +165,17 @@ fn steps(model: &Model, pool: &KvPool, decoder: &mut BatchDecoder, longest: usiz
             })
             .collect();
         sizes.sort_unstable();
-        let most = 1 + random.size(longest - STEP_TOKENS - 1);
-        let lengths: Vec<usize> = sizes.iter().map(|_| 1 + random.below(most)).collect();
+        let max = 1 + random.size(longest - STEP_TOKENS - 1);
+        let lengths: Vec<usize> = sizes.iter().map(|_| 1 + random.below(max)).collect();
         let mut sequences: Vec<Sequence> = lengths.iter().map(|&len| sequence(pool, len)).collect();
         let mut batch: Vec<(&mut Sequence, usize)> = sequences.iter_mut().zip(sizes.iter().copied()).collect();
         let how = if random.below(2) == 0 { &greedy } else { &warm };
         let tokens = vec![1u32; sizes.iter().sum()];
         let fed: Vec<_> = (0..sizes.iter().take_while(|&&size| size == 1).count()).map(|row| (row, row)).collect();
-        // From the middle of what was drawn, too.
+        // Includes tokens from the middle of the sampled ones.
         let fed = if random.below(2) == 0 { &fed[..] } else { fed.get(1..).unwrap_or(&[]) };
         let fed = Some(DeviceTokens { drawn: &drawn, places: fed });
-        // A few tokens of each sequence are rows of a recorded pass at times.
+        // Sometimes, a few tokens of each sequence are rows of a recorded pass.
         let has_drafts = sizes.last().is_some_and(|&size| size < 5) && random.below(2) == 0;
         if sizes.iter().all(|&size| size == 1) || has_drafts && tokens.len() <= decoder.rows() {
             decoder.append(&mut batch).unwrap();
@@ -184,7 +184,7 @@ fn steps(model: &Model, pool: &KvPool, decoder: &mut BatchDecoder, longest: usiz
             continue;
         }
         let step = pool.step(&mut batch).unwrap();
-        // Not every prompt ends here.
+        // Not every prompt ends in this step.
         let wanted = rows - random.below(2);
         let mut end = 0;
         let ends = sizes.iter().map(|size| {
@@ -217,7 +217,7 @@ fn no_step_needs_a_kernel_that_is_not_prepared() {
             let device: Device = gpu::cuda_device(recorder.clone());
             let options = LoadOptions { activations, ..LoadOptions::default() };
             let model = Model::load_with(&path, &device, &options).unwrap();
-            // Room for sequences that grow in one step, of which windows pass nothing.
+            // Room for sequences that grow in one step without a window passing any page.
             let sequences = 20 * SEQUENCES;
             let options = PoolOptions { codecs: codec.into(), longest, sequences, ..PoolOptions::default() };
             let pool = model.new_pool(&options).unwrap();

@@ -88,8 +88,8 @@ impl ApiError {
     /// The error for a text that cannot be tokenised.
     pub fn of_text(field: &str, error: &ModelError) -> ApiError {
         match error {
-            ModelError::TooLong { least, limit } => {
-                ApiError::context_length(field, *limit, &format!("at least {least}"))
+            ModelError::TooLong { min_tokens, limit } => {
+                ApiError::context_length(field, *limit, &format!("at least {min_tokens}"))
             }
             ModelError::NoThread { .. } => ApiError::short_of(error.to_string()),
             error => ApiError::field(field, format!("`{field}`: {error}")),
@@ -219,7 +219,7 @@ mod tests {
     fn errors_of_texts() {
         let short = ApiError::of_text("messages", &ModelError::NoThread { reason: "EAGAIN".to_string() });
         assert_eq!((short.status.as_u16(), short.retry_after, short.param), (503, Some(1), None));
-        let long = ApiError::of_text("messages", &ModelError::TooLong { least: 900, limit: 512 });
+        let long = ApiError::of_text("messages", &ModelError::TooLong { min_tokens: 900, limit: 512 });
         assert_eq!((long.status.as_u16(), long.code), (400, Some("context_length_exceeded")));
         assert_eq!(long.param.as_deref(), Some("messages"));
         let prompt = ApiError::of_submit(SubmitError::ContextLength { limit: 511, got: 600 }, 512);

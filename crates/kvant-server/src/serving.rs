@@ -89,9 +89,9 @@ impl Serving {
     }
 
     fn check_length(&self, text: &str) -> Result<()> {
-        let (least, limit) = (self.model.engine.tokenizer().min_tokens(text), self.model.engine.context());
-        match least > limit {
-            true => Err(ApiError::of_text("prompt", &kvant_models::Error::TooLong { least, limit })),
+        let (min_tokens, limit) = (self.model.engine.tokenizer().min_tokens(text), self.model.engine.context());
+        match min_tokens > limit {
+            true => Err(ApiError::of_text("prompt", &kvant_models::Error::TooLong { min_tokens, limit })),
             false => Ok(()),
         }
     }

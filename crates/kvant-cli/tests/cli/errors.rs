@@ -56,7 +56,7 @@ fn absent_devices_say_why() {
     }
 }
 
-/// A library with the driver's name but without its functions: one message says that no GPU is available, and the CPU runs.
+/// A library with the driver's name but without its functions: one message says that no GPU is available; the CPU runs.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_driver_that_is_none() {

@@ -99,7 +99,7 @@ fn gguf() {
     for (writer, expected) in [
         (Writer::default().pair("general.architecture", text(&name)), "general.architecture"),
         (with(&name, u32(1)).pair(&name, u32(1)), "appears twice"),
-        (with("llama.attention.head_count", text(&name)), "must be a whole number"),
+        (with("llama.attention.head_count", text(&name)), "must be an integer"),
         (with("tokenizer.ggml.model", text(&name)), "llama."),
         (Writer::default().tensor(&name, &[3], 2, vec![0; 18]), "are not whole blocks"),
     ] {

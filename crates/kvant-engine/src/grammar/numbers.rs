@@ -38,7 +38,7 @@ impl std::fmt::Display for InexactNumber {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let InexactNumber { path, number } = self;
         let number: String = number.chars().take(64).collect();
-        write!(f, "`{path}` is {number}, but only whole numbers up to 2^53 and 17 digits can be enforced exactly")
+        write!(f, "`{path}` is {number}, but only integers up to 2^53 and 17 digits can be enforced exactly")
     }
 }
 

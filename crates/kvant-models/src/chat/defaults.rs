@@ -1,4 +1,4 @@
-//! `generation_config.json`, or metadata of a GGUF file: how a model's authors sample it.
+//! Sampling parameters that a model's authors recommend: `generation_config.json`, or metadata of a GGUF file.
 
 use serde_json::Value;
 
@@ -11,7 +11,7 @@ use crate::{
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct GenerationDefaults {
-    /// Whether to draw at random. Without it, a temperature implies it.
+    /// Whether to sample at random. If absent, the presence of a temperature implies it.
     pub do_sample: Option<bool>,
     /// See [`Sampling::temperature`].
     pub temperature: Option<f32>,
@@ -23,15 +23,15 @@ pub struct GenerationDefaults {
     pub min_p: Option<f32>,
     /// See [`Sampling::repetition_penalty`].
     pub repetition_penalty: Option<f32>,
-    /// Tokens that must not be generated.
+    /// Tokens that must not be sampled.
     pub suppress_tokens: Option<Vec<u32>>,
 }
 
 impl GenerationDefaults {
     /// Reads `generation_config.json`, or the metadata of a GGUF file. Without them, nothing is set.
     ///
-    /// A value with a meaning at its limit is replaced by the nearest one that [`Sampling`] accepts: `top_k` −1 is all,
-    /// `top_p` 0 keeps one token, `top_p` above 1 keeps all. Suppressed tokens outside the vocabulary are left out.
+    /// A limit with a special meaning is replaced by the nearest value that [`Sampling`] accepts: `top_k` −1 keeps all,
+    /// `top_p` 0 keeps one token, `top_p` above 1 keeps all. Suppressed tokens outside the vocabulary are ignored.
     ///
     /// # Errors
     /// `File`, `Metadata` for any other value out of range.
@@ -75,7 +75,7 @@ impl GenerationDefaults {
         })
     }
 
-    /// The parameters, with those of `otherwise` where the file has none.
+    /// The parameters; ones that the file lacks come from `otherwise`.
     pub fn sampling(&self, otherwise: Sampling) -> Sampling {
         let temperature = match self.do_sample {
             Some(false) => Some(0.0),
@@ -96,9 +96,9 @@ impl GenerationDefaults {
 
 /// The accepted values of a sampling parameter.
 pub(crate) struct Rule {
-    /// In words.
+    /// The accepted values, in words.
     pub expected: &'static str,
-    /// The value for [`Sampling`], if there is one.
+    /// Converts a value for [`Sampling`], if it is accepted.
     pub accept: fn(f64) -> Option<f64>,
 }
 
@@ -108,20 +108,20 @@ impl Rule {
     }
 }
 
-/// The largest number below 1.
+/// The largest f32 below 1.
 const BELOW_ONE: f64 = 1.0 - f32::EPSILON as f64 / 2.0;
 
 pub(crate) const TEMPERATURE: Rule =
     Rule::new("a number of 0 or more", |t| Some(t).filter(|t| (0.0..=f64::from(f32::MAX)).contains(t)));
-/// All programs keep everything at 1 or more, and the most probable token at 0.
+/// In all programs, 1 or more keeps all tokens, and 0 keeps the most probable one.
 pub(crate) const TOP_P: Rule = Rule::new("a number of 0 or more", |p| {
     Some(p).filter(|&p| p >= 0.0).map(|p| p.clamp(f64::from(f32::MIN_POSITIVE), 1.0))
 });
-/// Some files mark "all" with −1, and transformers with 0.
-pub(crate) const TOP_K: Rule = Rule::new("a whole number, or -1 for all", |k| {
+/// Some files use −1 for "all"; transformers uses 0.
+pub(crate) const TOP_K: Rule = Rule::new("an integer, or -1 for all", |k| {
     Some(k).filter(|k| k.fract() == 0.0 && (-1.0..=f64::from(u32::MAX)).contains(k)).map(|k| k.max(0.0))
 });
-/// At 1, the most probable token is left.
+/// At 1, only the most probable token remains.
 pub(crate) const MIN_P: Rule =
     Rule::new("a number from 0 to 1", |p| Some(p).filter(|p| (0.0..=1.0).contains(p)).map(|p| p.min(BELOW_ONE)));
 pub(crate) const REPETITION_PENALTY: Rule = Rule::new("a number above 0", |penalty| {
@@ -129,7 +129,7 @@ pub(crate) const REPETITION_PENALTY: Rule = Rule::new("a number above 0", |penal
 });
 const TYPICAL_P: Rule = Rule::new("a number above 0", |p| Some(p).filter(|&p| p > 0.0));
 
-/// Parameters of transformers that change the text, with the value that turns each off.
+/// Parameters of transformers that change texts, and the value that disables each.
 const UNSUPPORTED: [(&str, f64); 4] =
     [("typical_p", 1.0), ("epsilon_cutoff", 0.0), ("eta_cutoff", 0.0), ("no_repeat_ngram_size", 0.0)];
 

@@ -1,27 +1,27 @@
-//! Rendered conversations as tokens.
+//! Renders conversations to tokens.
 //!
-//! The names of special tokens that the template writes become these tokens; those in texts of users and tools stay
-//! text. Each such name gets a mark after its first character, before the text is rendered. Text between marks is
-//! encoded separately, so no special token can reach over one.
+//! Names of special tokens that the template writes become these tokens; names in texts of users and tools remain text.
+//! Before rendering, a marker is inserted after the first character of each name in a text. Segments between markers
+//! are encoded separately, so no special token can span a marker.
 
 use super::{ChatTemplate, Content, ContentPart, Conversation, JsonValue, Message};
 use crate::{Error, Result, Tokenizer};
 
-/// Characters for the mark: the last private ones of Unicode, which no text needs.
+/// Candidates for the marker: the last private-use characters of Unicode, which texts do not need.
 const MARKS: std::ops::RangeInclusive<char> = '\u{10ff00}'..='\u{10fffd}';
 
 impl ChatTemplate {
-    /// Converts a conversation to ids. As in transformers, they start with the token that starts a text if and only if
+    /// Converts a conversation to ids. As in transformers, they start with the beginning-of-text token if and only if
     /// the template writes it.
     ///
     /// # Errors
-    /// As [`ChatTemplate::render`]; `Tokenizer`; `Argument` if the texts contain all 254 marks.
+    /// As [`ChatTemplate::render`]; `Tokenizer`; `Argument` if the texts contain all 254 markers.
     pub fn encode(&self, conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         self.encode_within(conversation, tokenizer, usize::MAX)
     }
 
-    /// As [`ChatTemplate::encode`], for conversations of at most `limit` tokens. Those that are longer by far are
-    /// refused before they are tokenised; others can give more ids than the limit.
+    /// Like [`ChatTemplate::encode`], for conversations of at most `limit` tokens. A text that certainly exceeds the
+    /// limit is rejected without tokenising it; otherwise the result can exceed the limit.
     ///
     /// # Errors
     /// As [`ChatTemplate::encode`]; `TooLong`.
@@ -34,9 +34,9 @@ impl ChatTemplate {
         let mut ids = Vec::new();
         let pieces = text.split(marker.mark).filter(|piece| !piece.is_empty());
         if limit != usize::MAX {
-            let least = pieces.clone().map(|piece| tokenizer.min_tokens(piece)).sum();
-            if least > limit {
-                return Err(Error::TooLong { least, limit });
+            let min_tokens = pieces.clone().map(|piece| tokenizer.min_tokens(piece)).sum();
+            if min_tokens > limit {
+                return Err(Error::TooLong { min_tokens, limit });
             }
         }
         for piece in pieces {
@@ -46,7 +46,7 @@ impl ChatTemplate {
     }
 }
 
-/// A mark that no text of a conversation contains.
+/// A marker that no text of a conversation contains.
 pub(super) fn free_mark(conversation: &Conversation) -> Result<char> {
     let texts = serde_json::to_string(&(conversation.messages, &conversation.tools)).unwrap_or_default();
     let mark = MARKS.into_iter().find(|&mark| !texts.contains(mark));
@@ -99,7 +99,7 @@ impl Marker {
         }
     }
 
-    /// Names of keys are texts as well.
+    /// Keys of objects are also texts.
     fn json(&self, value: &JsonValue) -> JsonValue {
         match value {
             JsonValue::String(text) => JsonValue::String(self.text(text)),

@@ -13,11 +13,11 @@ use serde::{
     ser::{SerializeMap, SerializeSeq},
 };
 
-/// Nested deeper, JSON is refused, as by serde_json.
+/// Maximum nesting depth, as in serde_json.
 const MAX_DEPTH: usize = 128;
 
-/// A JSON value. Unlike [`serde_json::Value`], it keeps the text of each number: identifiers of 20 digits pass through
-/// it unchanged.
+/// A JSON value. Unlike [`serde_json::Value`], it keeps the text of each number, so that identifiers of 20 digits are
+/// unchanged.
 ///
 /// ```
 /// use kvant_models::chat::JsonValue;
@@ -49,7 +49,7 @@ impl JsonValue {
     /// Parses JSON.
     ///
     /// # Errors
-    /// If the text is no JSON, or is nested deeper than 128 values.
+    /// The text is not valid JSON, or is nested deeper than 128 levels.
     pub fn parse(text: &str) -> Result<JsonValue, serde_json::Error> {
         serde_json::from_str::<IgnoredAny>(text)?;
         Reader { rest: text }.value(0)
@@ -90,7 +90,7 @@ impl JsonValue {
         self.as_str().is_some()
     }
 
-    /// As a value of serde_json, whose numbers are rounded to 64 bits.
+    /// Converts to serde_json, which rounds numbers to 64 bits.
     pub fn to_rounded(&self) -> serde_json::Value {
         use serde_json::Value;
         match self {
@@ -105,7 +105,8 @@ impl JsonValue {
         }
     }
 
-    /// As templates see it: numbers that fit in 128 bits or a float are Python's, others are their text.
+    /// Converts to a value of templates. Numbers that fit in 128 bits or a float become Python numbers; others stay
+    /// text.
     pub(super) fn to_template(&self) -> minijinja::Value {
         use minijinja::Value;
         match self {
@@ -121,18 +122,18 @@ impl JsonValue {
     }
 }
 
-/// A number of serde_json.
+/// Converts a number to serde_json.
 fn rounded(text: &str) -> serde_json::Value {
     let whole = text.parse::<i64>().map(serde_json::Value::from);
     let whole = whole.or_else(|_| text.parse::<u64>().map(serde_json::Value::from));
     whole.or_else(|_| text.parse::<f64>().map(serde_json::Value::from)).unwrap_or_default()
 }
 
-/// A number of a template.
+/// Converts a number to a value of templates.
 fn number(text: &str) -> minijinja::Value {
     use minijinja::Value;
     if let Ok(whole) = text.parse::<i64>() {
-        // Python has no negative zero that is whole.
+        // Python has no negative integer zero.
         return Value::from(whole);
     }
     if let Ok(whole) = text.parse::<i128>() {
@@ -144,13 +145,13 @@ fn number(text: &str) -> minijinja::Value {
     }
 }
 
-/// Whether the float nearest to a number has all its digits: 0.1 and 1e21, but not 0.12345678901234567890.
+/// Whether the nearest float keeps all digits of a number: true for 0.1 and 1e21, false for 0.12345678901234567890.
 pub fn keeps_digits(text: &str) -> bool {
     let Ok(float) = text.parse::<f64>() else { return false };
     float.is_finite() && decimal(text).is_some_and(|digits| Some(digits) == decimal(&format!("{float:e}")))
 }
 
-/// Whether a number is negative, its digits without zeros at the ends, and the power of ten of the last one.
+/// The sign, the significant digits and the decimal exponent of the last digit.
 fn decimal(text: &str) -> Option<(bool, String, i64)> {
     let (digits, exponent) = text.split_once(['e', 'E']).unwrap_or((text, "0"));
     let exponent: i64 = exponent.strip_prefix('+').unwrap_or(exponent).parse().ok()?;
@@ -167,7 +168,7 @@ fn decimal(text: &str) -> Option<(bool, String, i64)> {
     Some((is_negative, significant.trim_start_matches('0').to_string(), power))
 }
 
-/// A number in a template that neither 128 bits nor a float keep.
+/// A number in a template that neither 128 bits nor a float can represent.
 #[derive(Debug)]
 pub(super) struct LongNumber(pub String);
 
@@ -181,7 +182,7 @@ impl minijinja::value::Object for LongNumber {
     }
 }
 
-/// Reads JSON that is known to be valid.
+/// Parses JSON that is known to be valid.
 struct Reader<'a> {
     rest: &'a str,
 }
@@ -227,7 +228,7 @@ impl<'a> Reader<'a> {
         Ok(JsonValue::Array(items))
     }
 
-    /// Skips the bracket or comma before the next element. False at the end, which it skips.
+    /// Skips the bracket or comma before the next element. At the end, skips the closing bracket and returns false.
     fn goes_on(&mut self, end: char) -> bool {
         self.skip_space();
         if self.rest.starts_with(['{', '[', ',']) {
@@ -314,7 +315,7 @@ impl From<String> for JsonValue {
     }
 }
 
-/// The field of an object; `null` if there is none.
+/// The field of an object, or `null` if it is absent.
 impl Index<&str> for JsonValue {
     type Output = JsonValue;
 
@@ -323,7 +324,7 @@ impl Index<&str> for JsonValue {
     }
 }
 
-/// The field of an object, which is added if there is none. A value that is no object becomes one.
+/// The field of an object, which is inserted if absent. A value that is not an object is replaced by an empty one.
 impl IndexMut<&str> for JsonValue {
     fn index_mut(&mut self, key: &str) -> &mut JsonValue {
         if !self.is_object() {
@@ -331,7 +332,7 @@ impl IndexMut<&str> for JsonValue {
         }
         match self {
             JsonValue::Object(fields) => fields.entry(key.to_string()).or_default(),
-            // It has become one.
+            // It is an object now.
             other => other,
         }
     }
@@ -385,7 +386,7 @@ fn write_string(f: &mut fmt::Formatter<'_>, text: &str) -> fmt::Result {
     f.write_str(&serde_json::to_string(text).map_err(|_| fmt::Error)?)
 }
 
-/// Numbers are rounded to 64 bits: serde has no others. [`JsonValue`]'s text keeps them.
+/// Rounds numbers to 64 bits, the maximum of serde. `Display` of [`JsonValue`] keeps them.
 impl Serialize for JsonValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
@@ -405,17 +406,17 @@ impl Serialize for JsonValue {
     }
 }
 
-/// The name by which a [`JsonValue`] asks for the text of a value. Only a deserializer that is one knows it.
+/// The name by which a [`JsonValue`] requests the text of a value. Only its own deserializer knows the name.
 const TEXT: &str = "$kvant::JsonValue";
 
-/// From another [`JsonValue`], numbers keep their digits. Other deserializers have rounded them.
+/// Numbers keep their digits if the deserializer is another [`JsonValue`]. Other deserializers have rounded them.
 impl<'de> Deserialize<'de> for JsonValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<JsonValue, D::Error> {
         deserializer.deserialize_newtype_struct(TEXT, OfAny)
     }
 }
 
-/// Makes a value of its JSON as bytes, which JSON itself does not have, or of serde's data.
+/// Visits either the JSON text of a value, passed as bytes, which JSON does not have, or serde's data.
 struct OfAny;
 
 impl<'de> Visitor<'de> for OfAny {
@@ -584,7 +585,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_no_json_is_an_error(text in "[\\[\\]{}\",:0-9a-z.\\\\ -]{0,12}") {
+        fn invalid_json_is_an_error(text in "[\\[\\]{}\",:0-9a-z.\\\\ -]{0,12}") {
             let expected = serde_json::from_str::<Value>(&text);
             let is_large = expected.as_ref().is_err_and(|error| error.to_string().contains("out of range"));
             prop_assert_eq!(JsonValue::parse(&text).is_ok(), expected.is_ok() || is_large);

@@ -5,21 +5,21 @@ use jiff::{Timestamp, Zoned, fmt::strtime, tz::TimeZone};
 use super::jinja;
 use crate::{Error, Result};
 
-/// Bytes of a format. Those of templates have some twenty.
-const LONGEST_FORMAT: usize = 1024;
-/// Bytes of a rendering's budget for a call and for each byte of its format: about the time that as many bytes take
-/// elsewhere.
+/// Maximum bytes of a format. Templates use some twenty.
+const MAX_FORMAT: usize = 1024;
+/// Bytes that a call, and each byte of its format, take from the rendering's budget: their cost in time corresponds to
+/// this number of bytes.
 const CALL_COST: usize = 1024;
 const BYTE_COST: usize = 64;
 
-/// The time that templates ask for.
+/// The clock that templates read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Clock {
     /// Now, in the local time zone.
     #[default]
     Now,
-    /// So many seconds after 1970 began, in UTC. Prompts with a fixed time can share a prefix on different days.
+    /// A fixed time in seconds since 1970, in UTC. Prompts with a fixed time can share a prefix on different days.
     Utc(i64),
 }
 
@@ -39,8 +39,8 @@ pub fn strftime(time: &Zoned, format: &str) -> std::result::Result<String, minij
     let failed = |reason: &dyn std::fmt::Display| {
         minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, format!("strftime_now: {reason}"))
     };
-    if format.len() > LONGEST_FORMAT {
-        let reason = format!("the format must have at most {LONGEST_FORMAT} bytes, got {}", format.len());
+    if format.len() > MAX_FORMAT {
+        let reason = format!("the format must have at most {MAX_FORMAT} bytes, got {}", format.len());
         return Err(failed(&reason));
     }
     jinja::spend(CALL_COST + format.len() * BYTE_COST)?;

@@ -1,7 +1,7 @@
-//! The environment in which transformers renders chat templates, on minijinja.
+//! The Jinja environment of transformers for chat templates, implemented with minijinja.
 //!
-//! Templates are untrusted. Instructions are limited by fuel, recursion by minijinja, and the bytes that a template
-//! prints or that a filter or method makes by a budget.
+//! Templates are untrusted. Fuel limits instructions, minijinja limits recursion, and a budget limits the bytes that a
+//! template prints or that filters and methods produce.
 
 use std::cell::Cell;
 
@@ -13,17 +13,17 @@ use minijinja::{
 
 use super::{json, methods, operators, python};
 
-/// Instructions of one rendering. The largest templates take some thousand for a message.
+/// Maximum instructions of one rendering. The largest templates use some thousand per message.
 const FUEL: u64 = 5_000_000;
 
-/// Bytes that one rendering prints, captures and makes in filters and methods.
+/// Maximum bytes that one rendering prints, captures and produces in filters and methods.
 pub const MAX_BYTES: usize = 256 << 20;
 
 thread_local! {
     static BYTES_LEFT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The text that a template makes of a context.
+/// Renders a template with a context.
 pub fn render(env: &Environment, template: &CompiledTemplate, context: Value) -> Result<String, Error> {
     start_budget();
     let (mut text, escape) = (String::new(), template.initial_auto_escape);
@@ -37,7 +37,7 @@ pub fn start_budget() {
     BYTES_LEFT.set(MAX_BYTES);
 }
 
-/// Takes bytes from the budget, before they are allocated.
+/// Takes bytes from the budget before they are allocated.
 pub fn spend(bytes: usize) -> Result<(), Error> {
     match BYTES_LEFT.get().checked_sub(bytes) {
         Some(rest) => {
@@ -71,13 +71,13 @@ pub fn environment() -> Environment<'static> {
     env.add_filter("indent", indent);
     env.add_filter("int", int);
     env.add_filter("float", float);
-    // They can pad to any width or number.
+    // These filters can pad to any width or number.
     for name in ["pprint", "format", "batch", "slice"] {
         env.remove_filter(name);
     }
 
     operators::add_to(&mut env);
-    // Texts and mappings have a length and items in Python.
+    // In Python, strings and mappings have a length and items.
     env.add_test("sequence", |value: &Value| is_iterable(value));
     env.add_test("iterable", |value: &Value| is_iterable(value));
     env.add_test("number", |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
@@ -88,7 +88,7 @@ fn is_iterable(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::String | ValueKind::Map | ValueKind::Seq | ValueKind::Iterable)
 }
 
-/// Counts a text.
+/// Takes the bytes of a text from the budget.
 pub fn made(text: String) -> Result<String, Error> {
     spend(text.len())?;
     Ok(text)
@@ -163,7 +163,7 @@ fn indent(
     Ok(out)
 }
 
-/// `int(default)`: the default for what is no number.
+/// `int(default)`: returns the default if the value is not a number.
 fn int(value: &Value, default: Option<Value>) -> Value {
     let number = match value.as_str() {
         Some(text) => text.trim().parse().ok().or_else(|| text.trim().parse::<f64>().ok().map(|x| x as i64)),

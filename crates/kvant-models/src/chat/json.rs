@@ -1,4 +1,4 @@
-//! The filter `tojson`: Python's `json.dumps`, with `ensure_ascii` off by default.
+//! The filter `tojson`: Python's `json.dumps` with `ensure_ascii` disabled by default.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use minijinja::{
 
 use super::{exact::LongNumber, jinja::spend, python};
 
-/// Nested deeper, values are refused.
+/// Maximum nesting depth of values.
 const MAX_DEPTH: usize = 128;
 
 /// The filter. Its arguments are those of `json.dumps`.
@@ -40,7 +40,7 @@ fn invalid(message: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
 }
 
-/// An indent is a number of spaces or a text.
+/// The text of one indentation level, from a number of spaces or a text.
 fn indent_text(indent: Value) -> Result<String, Error> {
     if let Some(text) = indent.as_str() {
         return Ok(text.to_string());
@@ -116,7 +116,7 @@ impl Dump {
         Ok(())
     }
 
-    /// Before an item.
+    /// Writes the separator before an item.
     fn separate(&mut self, is_first: &mut bool, depth: usize) {
         if !*is_first {
             self.out.push_str(&self.item);
@@ -125,7 +125,7 @@ impl Dump {
         self.new_line(depth);
     }
 
-    /// After the last item.
+    /// Closes a list or object after its last item.
     fn close(&mut self, is_empty: bool, depth: usize, bracket: char) {
         if !is_empty {
             self.new_line(depth);

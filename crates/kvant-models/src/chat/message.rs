@@ -1,19 +1,19 @@
-//! The messages of a conversation, in the shape of OpenAI's chat completions.
+//! The messages of a conversation, in the format of OpenAI's chat completions.
 
 use serde::{Deserialize, Serialize};
 
 use super::JsonValue;
 
-/// Who wrote a message.
+/// The author of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum ChatRole {
     /// Instructions for the whole conversation.
     System,
-    /// The same in newer models (gpt-oss).
+    /// Instructions, as newer models call them (gpt-oss).
     Developer,
-    /// The person.
+    /// The user.
     User,
     /// The model.
     Assistant,
@@ -27,7 +27,7 @@ pub enum ChatRole {
 pub enum Content {
     /// A text.
     Text(String),
-    /// Parts, which the template joins.
+    /// Parts, which the template concatenates.
     Parts(Vec<ContentPart>),
 }
 
@@ -76,18 +76,18 @@ pub enum ContentPart {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Message {
-    /// Who wrote it.
+    /// The author.
     pub role: ChatRole,
-    /// The content. Tool calls need none.
+    /// The content. A message with tool calls needs none.
     #[serde(default)]
     pub content: Option<Content>,
-    /// The model's thoughts before the content. Most templates drop those of earlier turns.
+    /// The model's reasoning before the content. Most templates drop the reasoning of earlier turns.
     #[serde(default, alias = "reasoning", alias = "thinking", skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
-    /// The tools that the model calls.
+    /// The tool calls of the model.
     #[serde(default, deserialize_with = "null_is_empty", skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
-    /// The call that a message of [`ChatRole::Tool`] answers.
+    /// The id of the call that a message of [`ChatRole::Tool`] answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
     /// The name of the author or of the tool.
@@ -96,7 +96,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// A message with a content and nothing else.
+    /// A message with only a content.
     pub fn new(role: ChatRole, content: impl Into<Content>) -> Message {
         Message {
             role,
@@ -128,10 +128,10 @@ impl Message {
         Message { tool_call_id: Some(id.into()), ..Message::new(ChatRole::Tool, content) }
     }
 
-    /// Sets the thoughts.
+    /// Sets the reasoning.
     #[must_use]
-    pub fn reasoning(self, thoughts: impl Into<String>) -> Message {
-        Message { reasoning_content: Some(thoughts.into()), ..self }
+    pub fn reasoning(self, reasoning: impl Into<String>) -> Message {
+        Message { reasoning_content: Some(reasoning.into()), ..self }
     }
 
     /// Sets the tool calls.
@@ -148,19 +148,19 @@ pub struct ToolCall {
     /// Always `function`.
     #[serde(rename = "type", default = "function")]
     pub kind: String,
-    /// The name of the call, to which the result refers.
+    /// The id of the call, to which the result refers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// What is called.
+    /// The called function.
     pub function: FunctionCall,
 }
 
 /// A function and its arguments.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FunctionCall {
-    /// The function.
+    /// The name of the function.
     pub name: String,
-    /// The arguments. Templates expect an object. OpenAI's clients send the object's JSON in a string, which
+    /// The arguments. Templates expect an object. OpenAI's clients send JSON text of an object, which
     /// [`FunctionCall::parse_arguments`] converts.
     pub arguments: JsonValue,
 }
@@ -174,7 +174,7 @@ impl ToolCall {
 }
 
 impl FunctionCall {
-    /// Replaces arguments that are the JSON of an object in a string by this object.
+    /// Parses arguments that are JSON text of an object.
     pub fn parse_arguments(&mut self) {
         if let JsonValue::String(json) = &self.arguments
             && let Ok(object @ JsonValue::Object(_)) = JsonValue::parse(json)
@@ -188,7 +188,7 @@ fn function() -> String {
     "function".to_string()
 }
 
-/// Clients send `null` for no calls.
+/// Some clients send `null` for no calls.
 fn null_is_empty<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<ToolCall>, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }

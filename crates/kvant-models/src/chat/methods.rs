@@ -1,4 +1,4 @@
-//! Python's methods of strings; `minijinja-contrib` has those of dictionaries and lists.
+//! Python's string methods. `minijinja-contrib` has the methods of dictionaries and lists.
 
 use minijinja::{
     Error, ErrorKind, State, Value,
@@ -11,7 +11,7 @@ use super::{
     python::{self, is_space},
 };
 
-/// Calls a method that minijinja does not know.
+/// Calls a method that minijinja does not have.
 pub fn call(state: &State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let Some(text) = value.as_str() else { return pycompat::unknown_method_callback(state, value, method, args) };
     let strings = match method {
@@ -51,7 +51,7 @@ pub fn call(state: &State, value: &Value, method: &str, args: &[Value]) -> Resul
     Ok(Value::from(strings))
 }
 
-/// `strip(chars)`, also the filter `trim`.
+/// `strip(chars)`; also the filter `trim`.
 pub fn trim(text: &str, chars: Option<Value>) -> Result<String, Error> {
     strip(text, chars, true, true)
 }
@@ -69,14 +69,14 @@ fn strip(text: &str, chars: Option<Value>, left: bool, right: bool) -> Result<St
     made(if right { text.trim_end_matches(goes) } else { text }.to_string())
 }
 
-/// `replace(old, new, count)`, also the filter.
+/// `replace(old, new, count)`; also the filter.
 pub fn replace(text: &str, old: &str, new: &str, count: Option<i64>, options: Kwargs) -> Result<String, Error> {
     let count = options.get::<Option<i64>>("count")?.or(count);
     options.assert_all_used()?;
-    let most = count.and_then(|count| usize::try_from(count).ok()).unwrap_or(usize::MAX);
-    let found = text.matches(old).count().min(most);
+    let max = count.and_then(|count| usize::try_from(count).ok()).unwrap_or(usize::MAX);
+    let found = text.matches(old).count().min(max);
     spend(text.len().saturating_add(found.saturating_mul(new.len())))?;
-    Ok(text.replacen(old, new, most))
+    Ok(text.replacen(old, new, max))
 }
 
 /// `separator.join(values)`.
@@ -104,27 +104,27 @@ fn list<'a>(items: impl IntoIterator<Item = &'a str>) -> Result<Value, Error> {
 
 /// `split(sep, maxsplit)` and `rsplit`.
 fn split(text: &str, args: &[Value], from_right: bool) -> Result<Value, Error> {
-    let (separator, most, options): (Option<Value>, Option<i64>, Kwargs) = from_args(args)?;
+    let (separator, max, options): (Option<Value>, Option<i64>, Kwargs) = from_args(args)?;
     let separator = options.get::<Option<Value>>("sep")?.or(separator).filter(|separator| !separator.is_none());
-    let most = options.get::<Option<i64>>("maxsplit")?.or(most);
+    let max = options.get::<Option<i64>>("maxsplit")?.or(max);
     options.assert_all_used()?;
-    let most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX - 1).saturating_add(1);
-    let Some(separator) = separator else { return list(words(text, most, from_right)) };
+    let max = max.and_then(|max| usize::try_from(max).ok()).unwrap_or(usize::MAX - 1).saturating_add(1);
+    let Some(separator) = separator else { return list(words(text, max, from_right)) };
     let separator = separator.as_str().filter(|separator| !separator.is_empty());
     let separator = separator.ok_or_else(|| invalid("the separator must be a string that is not empty"))?;
     if from_right {
-        let mut parts: Vec<&str> = text.rsplitn(most, separator).collect();
+        let mut parts: Vec<&str> = text.rsplitn(max, separator).collect();
         parts.reverse();
         return list(parts);
     }
-    list(text.splitn(most, separator))
+    list(text.splitn(max, separator))
 }
 
-/// At most so many words, the last with the rest of the text.
-fn words(text: &str, most: usize, from_right: bool) -> Vec<&str> {
+/// Splits into at most `max` words; the last one has the rest of the text.
+fn words(text: &str, max: usize, from_right: bool) -> Vec<&str> {
     let mut words = Vec::new();
     let mut rest = if from_right { text.trim_end_matches(is_space) } else { text.trim_start_matches(is_space) };
-    while !rest.is_empty() && words.len() + 1 < most {
+    while !rest.is_empty() && words.len() + 1 < max {
         let place = if from_right { rest.rfind(is_space) } else { rest.find(is_space) };
         let Some(place) = place else { break };
         if from_right {
@@ -137,7 +137,7 @@ fn words(text: &str, most: usize, from_right: bool) -> Vec<&str> {
         }
     }
     if !rest.is_empty() {
-        let is_last = words.len() + 1 < most;
+        let is_last = words.len() + 1 < max;
         words.push(if is_last { rest.trim_matches(is_space) } else { rest });
     }
     if from_right {
@@ -160,12 +160,12 @@ fn partition(text: &str, args: &[Value], from_right: bool) -> Result<Value, Erro
     }
 }
 
-/// The lines of a text without their ends, as `str.splitlines`.
+/// The lines of a text without line breaks, as `str.splitlines`.
 pub fn lines(text: &str) -> Vec<&str> {
     split_lines(text).into_iter().map(|(line, _)| line).collect()
 }
 
-/// Lines without and with their ends.
+/// Lines without and with their line breaks.
 fn split_lines(text: &str) -> Vec<(&str, &str)> {
     let ends =
         |c| matches!(c, '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}');
@@ -189,7 +189,7 @@ fn splitlines(text: &str, args: &[Value]) -> Result<Value, Error> {
     list(split_lines(text).into_iter().map(|(line, whole)| if keep { whole } else { line }))
 }
 
-/// `find`, `rfind`, `index` and `rindex`: a number of characters, or −1 or an error.
+/// `find`, `rfind`, `index` and `rindex`: an index in characters. If not found, −1 or an error.
 fn find(text: &str, method: &str, args: &[Value]) -> Result<Value, Error> {
     let (what,): (&str,) = from_args(args)?;
     let place = if method.starts_with('r') { text.rfind(what) } else { text.find(what) };
@@ -207,8 +207,8 @@ fn format(state: &State, value: &Value, args: &[Value]) -> Result<Value, Error> 
     if digits > 3 {
         return Err(invalid("a format with more than three digits"));
     }
-    let most = args.iter().map(|arg| arg.as_str().map_or(64, str::len)).max().unwrap_or(0) + 1000;
-    spend(pattern.matches('{').count().saturating_mul(most).saturating_add(pattern.len()))?;
+    let max = args.iter().map(|arg| arg.as_str().map_or(64, str::len)).max().unwrap_or(0) + 1000;
+    spend(pattern.matches('{').count().saturating_mul(max).saturating_add(pattern.len()))?;
     pycompat::unknown_method_callback(state, value, "format", args)
 }
 
@@ -220,7 +220,7 @@ fn invalid(message: &'static str) -> Error {
 mod tests {
     use super::*;
 
-    /// Printed by CPython 3.11.
+    /// Output of CPython 3.11.
     #[test]
     fn words_and_lines_as_in_python() {
         assert_eq!(words("  a b  c ", usize::MAX, false), ["a", "b", "c"]);

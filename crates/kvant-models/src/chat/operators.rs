@@ -1,11 +1,12 @@
-//! Python's operators, in the place of minijinja's.
+//! Python's operators, which replace minijinja's.
 //!
-//! minijinja has no limit for the size of values, so `x ~ x` in a loop takes all memory; and its `~` prints `true`
-//! where Python prints `True`. Compiled templates are therefore rewritten: these operators become filters, whose names
-//! no template can write, and results of filters, methods and slices are counted.
+//! minijinja does not limit the size of values, so `x ~ x` in a loop exhausts memory; and its `~` prints `true`,
+//! whereas Python prints `True`. Compiled templates are therefore rewritten: these operators become filters with names
+//! that no template can write, and the sizes of results of filters, methods and slices are counted.
 //!
-//! Values are counted references, and comparing them is recursive: one that contained itself would never be freed, and
-//! could end the process. Only assignments to namespaces and `loop.changed` can make such a value, so these take no
+//! Values are reference-counted and compared recursively: a value that contained itself would leak, and comparing it
+//! could overflow the stack. Only assignments to namespaces and `loop.changed` can create such a value, so they reject
+//! values that contain a namespace, a loop or a macro.
 //! value that holds a namespace, a loop or a macro.
 
 use minijinja::{
@@ -28,7 +29,7 @@ const NEST: &str = "operator:nest";
 const COUNT: &str = "operator:count";
 const KEEP: &str = "operator:keep";
 
-/// The method of loops that keeps its arguments.
+/// The method of loops that stores its arguments.
 const CHANGED: &str = "changed";
 
 /// Adds the operators to an environment.
@@ -46,7 +47,7 @@ pub fn add_to(env: &mut Environment) {
     env.add_filter(KEEP, keep);
 }
 
-/// Larger than constants that a template writes out. minijinja computes constant expressions when it compiles.
+/// Larger than constants in templates. minijinja evaluates constant expressions at compile time.
 const MAX_CONSTANT: usize = 1 << 20;
 
 /// Rewrites a compiled template.
@@ -73,7 +74,7 @@ pub fn rewrite(template: &mut CompiledTemplate) -> Result<(), Error> {
 
 fn rewrite_block<'s>(old: &Instructions<'s>) -> Instructions<'s> {
     let mut new = Instructions::new(old.name(), old.source());
-    // Where the replacement of each instruction begins.
+    // The start of the replacement of each instruction.
     let mut places = Vec::with_capacity(old.len() + 1);
     for index in 0..old.len() as u32 {
         places.push(new.len() as u32);
@@ -100,7 +101,7 @@ fn rewrite_block<'s>(old: &Instructions<'s>) -> Instructions<'s> {
     new
 }
 
-/// The instructions that replace one.
+/// The replacement of an instruction.
 fn replacement<'s>(instruction: &Instruction<'s>, add: &mut impl FnMut(Instruction<'s>)) {
     let mut filter = |name, count| add(Instruction::ApplyFilter(name, Some(count), NO_LOCAL));
     match instruction {
@@ -112,24 +113,24 @@ fn replacement<'s>(instruction: &Instruction<'s>, add: &mut impl FnMut(Instructi
             filter(ITERATE, 1);
             add(instruction.clone());
         }
-        // Raw text counts as well.
+        // Raw text also counts.
         Instruction::EmitRaw(text) => {
             add(Instruction::LoadConst(Value::from(*text)));
             add(Instruction::Emit);
         }
-        // Values that hold each other are dropped recursively, so their number is limited more strictly.
+        // Nested values are dropped recursively, so their number is limited more strictly.
         Instruction::BuildMap(_) | Instruction::BuildList(_) => {
             add(instruction.clone());
             add(Instruction::ApplyFilter(NEST, Some(1), NO_LOCAL));
         }
-        // The namespace is above the value.
+        // The namespace is above the value on the stack.
         Instruction::SetAttr(_) => {
             add(Instruction::Swap);
             add(Instruction::ApplyFilter(KEEP, Some(1), NO_LOCAL));
             add(Instruction::Swap);
             add(instruction.clone());
         }
-        // Of the arguments, behind the object, a list.
+        // The arguments after the object are collected in a list.
         Instruction::CallMethod(CHANGED, Some(count)) => {
             add(Instruction::BuildList(Some(usize::from(*count).saturating_sub(1))));
             add(Instruction::ApplyFilter(KEEP, Some(1), NO_LOCAL));
@@ -143,10 +144,10 @@ fn replacement<'s>(instruction: &Instruction<'s>, add: &mut impl FnMut(Instructi
     }
 }
 
-/// The share of the budget that a list or mapping in a template takes.
+/// The part of the budget that a list or mapping in a template takes.
 const NEST_BYTES: usize = 2048;
 
-/// The filter is found by its name each time.
+/// Looks the filter up by name on each call.
 const NO_LOCAL: u8 = u8::MAX;
 
 fn failed(operator: &str, a: &Value, b: &Value) -> Error {
@@ -163,7 +164,7 @@ enum Numbers {
     Floats(f64, f64),
 }
 
-/// Two numbers; booleans are numbers in Python.
+/// Two numbers. In Python, booleans are numbers.
 fn numbers(a: &Value, b: &Value) -> Option<Numbers> {
     let integer = |value: &Value| match value.kind() {
         ValueKind::Bool => Some(i128::from(value.is_true())),
@@ -197,7 +198,7 @@ fn add(a: &Value, b: &Value) -> Result<Value, Error> {
     }
 }
 
-/// The text of a value beside one that `safe` has marked: Python's markupsafe escapes what is not marked.
+/// Escapes a value that is concatenated with one that `safe` has marked, as Python's markupsafe does.
 fn escaped(value: &Value) -> String {
     let text = python::str(value);
     if value.is_safe() {
@@ -227,12 +228,12 @@ fn multiply(a: &Value, b: &Value) -> Result<Value, Error> {
     Ok(Value::from(vec![items; count].concat()))
 }
 
-/// A small number is an `i64`, as everywhere.
+/// Small numbers are `i64`, as in minijinja.
 fn integer(value: i128) -> Value {
     i64::try_from(value).map_or_else(|_| Value::from(value), Value::from)
 }
 
-/// A list of items, counted.
+/// Collects items in a list and counts them.
 fn collect(items: impl Iterator<Item = Value>) -> Result<Value, Error> {
     let mut list = Vec::new();
     for item in items {
@@ -244,7 +245,7 @@ fn collect(items: impl Iterator<Item = Value>) -> Result<Value, Error> {
 
 /// `item in container`.
 fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
-    // The search takes time: it counts as well.
+    // Searching takes time, so it counts.
     spend(container.as_str().map_or_else(|| container.len().unwrap_or(0), str::len))?;
     match container.kind() {
         ValueKind::Undefined => Ok(false),
@@ -259,7 +260,7 @@ fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
     }
 }
 
-/// The value of a loop: Python iterates over neither `None` nor numbers.
+/// The iterable of a loop. Python iterates over neither `None` nor numbers.
 fn iterable(value: &Value) -> Result<Value, Error> {
     if value.is_none() {
         return Err(Error::new(ErrorKind::InvalidOperation, "none is not iterable"));
@@ -267,7 +268,7 @@ fn iterable(value: &Value) -> Result<Value, Error> {
     Ok(value.clone())
 }
 
-/// Counts a result.
+/// Counts the size of a result.
 fn count(value: &Value) -> Result<Value, Error> {
     match value.as_str() {
         Some(text) => spend(text.len())?,
@@ -277,7 +278,7 @@ fn count(value: &Value) -> Result<Value, Error> {
     Ok(value.clone())
 }
 
-/// A value that a namespace or a loop may keep; an iterable as a list.
+/// Checks a value that a namespace or a loop stores. Converts an iterable to a list.
 fn keep(value: &Value) -> Result<Value, Error> {
     let mut kept = value.clone();
     if value.kind() == ValueKind::Iterable {
@@ -285,10 +286,10 @@ fn keep(value: &Value) -> Result<Value, Error> {
     }
     let mut left = vec![kept.clone()];
     while let Some(next) = left.pop() {
-        // The search takes time: it counts.
+        // Searching takes time, so it counts.
         spend(size_of::<Value>())?;
         let Some(object) = next.as_object() else { continue };
-        // By the type's name: minijinja shows the types of none of these.
+        // Compares type names: minijinja does not expose these types.
         if ["Namespace", "Loop", "Macro", "Closure"].iter().any(|name| object.type_name().ends_with(name)) {
             let message = "a namespace, a loop or a macro cannot be kept in a namespace or a loop";
             return Err(Error::new(ErrorKind::InvalidOperation, message));
@@ -322,7 +323,7 @@ mod tests {
 
     impl Object for Probe {}
 
-    /// What a template makes of `probe`, which is freed afterwards.
+    /// Renders a template with `probe`, and checks that it is freed afterwards.
     fn render(source: &str) -> Result<String, Error> {
         let (env, template, count) = (jinja::environment(), compile(source)?, Arc::new(()));
         let context = Value::from_iter([("probe", Value::from_object(Probe(count.clone())))]);
@@ -341,7 +342,7 @@ mod tests {
             "{% set ns = namespace(kept=probe) %}{% macro m() %}{{ ns }}{% endmacro %}{% set ns.a = m %}",
             "{% for p in [probe] %}{% if loop.changed(loop) %}{% endif %}{% endfor %}",
             "{% for p in [probe] %}{% if loop.changed(1, [loop]) %}{% endif %}{% endfor %}",
-            // It would be compared without end.
+            // Comparing them would never end.
             "{% set a = namespace() %}{% set b = namespace() %}{% set a.x = a %}{% set b.x = b %}{{ a == b }}",
         ] {
             let error = render(source).expect_err(source).to_string();

@@ -1,4 +1,4 @@
-//! What Python prints for a value: `str(value)` and `repr(value)`.
+//! Python's text of a value: `str(value)` and `repr(value)`.
 
 use std::fmt::Write;
 
@@ -6,7 +6,7 @@ use minijinja::{Value, value::ValueKind};
 
 use super::jinja;
 
-/// Nested deeper, values are cut off.
+/// Deeper values are cut off.
 const MAX_DEPTH: usize = 64;
 
 /// `str(value)`.
@@ -22,7 +22,7 @@ pub fn str(value: &Value) -> String {
 }
 
 fn write_repr(out: &mut String, value: &Value, depth: usize) {
-    // A list can be longer than any text: its end fails the rendering.
+    // A list can exceed any text: reaching the limit fails the rendering.
     if depth > MAX_DEPTH || jinja::spend(1).is_err() {
         out.push_str("...");
         return;
@@ -60,7 +60,7 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
     }
 }
 
-/// A number as Python and its JSON print it.
+/// A number as printed by Python and its `json`.
 pub fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -71,7 +71,7 @@ pub fn number(value: &Value) -> String {
     }
 }
 
-/// `repr` of a float: the shortest digits, with an exponent below 1e-4 and from 1e16 on.
+/// `repr` of a float: the shortest digits, with an exponent below 1e-4 and from 1e16.
 fn float(number: f64) -> String {
     if number.is_nan() {
         return "nan".to_string();
@@ -110,14 +110,14 @@ fn write_quoted(out: &mut String, text: &str) {
     out.push(quote);
 }
 
-/// Python's `str.isprintable` for the characters that occur: controls and separators other than the space are not.
+/// `str.isprintable` for relevant characters: control characters and separators other than the space are not printable.
 fn is_printable(c: char) -> bool {
     let invisible = matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}');
     let other = matches!(c, '\u{e000}'..='\u{f8ff}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{f0000}'..);
     c == ' ' || !(c.is_control() || c.is_whitespace() || invisible || other)
 }
 
-/// Whether `str.strip` removes the character: as `char::is_whitespace`, and four separators of ASCII.
+/// Whether `str.strip` removes the character: as `char::is_whitespace`, plus four ASCII separators.
 pub fn is_space(c: char) -> bool {
     c.is_whitespace() || matches!(c, '\u{1c}'..='\u{1f}')
 }
@@ -126,7 +126,7 @@ pub fn is_space(c: char) -> bool {
 mod tests {
     use super::*;
 
-    /// Printed by CPython 3.11.
+    /// Output of CPython 3.11.
     #[test]
     fn values_print_as_in_python() {
         jinja::start_budget();

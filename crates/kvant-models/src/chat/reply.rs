@@ -1,19 +1,19 @@
-//! Parsing a model's reply while it is generated: thoughts, content, tool calls.
+//! Parses a model's reply while it is generated: reasoning, content, tool calls.
 
 use super::{FunctionCall, stop::partial_end, tool_calls};
 
-/// How a family of models writes replies.
+/// The reply format of a family of models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReplyFormat {
-    /// All is content.
+    /// Everything is content.
     Plain,
-    /// `<think>…</think>`, and calls as JSON in `<tool_call>…</tool_call>`: Qwen, Hermes, DeepSeek's thoughts and
+    /// `<think>…</think>`, and calls as JSON in `<tool_call>…</tool_call>`: Qwen, Hermes, DeepSeek's reasoning and
     /// others.
     Hermes,
     /// `[THINK]…[/THINK]`, and calls after `[TOOL_CALLS]`.
     Mistral,
-    /// A reply that is JSON, or what follows `<|python_tag|>`, is a call.
+    /// A reply that is JSON, or text after `<|python_tag|>`, is a call.
     Llama3,
     /// `<|channel>thought…<channel|>`, and calls in `<|tool_call>…<tool_call|>`.
     Gemma4,
@@ -40,15 +40,15 @@ impl ReplyFormat {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum ReplyEvent {
-    /// More of the thoughts.
+    /// More reasoning.
     Reasoning(String),
-    /// More of the content.
+    /// More content.
     Content(String),
     /// A complete call.
     ToolCall(FunctionCall),
 }
 
-/// Takes the text of a reply piece by piece, with the names of special tokens, and returns its parts.
+/// Receives the text of a reply piece by piece, including the names of special tokens, and returns its parts.
 ///
 /// ```
 /// use kvant_models::chat::{ReplyEvent, ReplyFormat, ReplyParser};
@@ -59,34 +59,34 @@ pub enum ReplyEvent {
 #[derive(Clone, Debug)]
 pub struct ReplyParser {
     format: ReplyFormat,
-    /// The functions that the model was offered.
+    /// The functions that were offered to the model.
     functions: Vec<String>,
     state: State,
-    /// Text that is not decided yet.
+    /// Text that is not assigned to a part yet.
     held: String,
-    /// The name of the call of a harmony header.
+    /// The function name in a harmony header.
     name: Option<String>,
-    /// Whether the state has given text yet: line breaks before it are dropped.
+    /// Whether the state has emitted text: line breaks before it are dropped.
     is_begun: bool,
-    /// Whether thoughts have ended.
+    /// Whether reasoning has ended.
     is_after_thoughts: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum State {
-    /// Nothing but white space yet.
+    /// Only white space so far.
     Start,
     Content,
     Reasoning,
     Call,
     /// JSON that is a call or content.
     UnmarkedCall,
-    /// Before a harmony message, or the name of Gemma's channel.
+    /// Before a harmony message, or within the name of Gemma's channel.
     Header,
 }
 
 impl ReplyParser {
-    /// A parser of one reply without calls: text that looks like a call is content. See [`ReplyParser::functions`].
+    /// Creates a parser without calls: text that looks like a call is content. See [`ReplyParser::functions`].
     pub fn new(format: ReplyFormat) -> ReplyParser {
         ReplyParser {
             format,
@@ -99,14 +99,14 @@ impl ReplyParser {
         }
     }
 
-    /// Sets the functions that the model was offered, by name: with some, the reply can have calls. Where a call has no
-    /// mark, it must be one of these functions.
+    /// Sets the names of the functions that were offered to the model, which enables calls. If the format has no
+    /// delimiter for calls, the reply must call one of these functions to count as a call.
     #[must_use]
     pub fn functions(self, names: impl IntoIterator<Item = impl Into<String>>) -> ReplyParser {
         ReplyParser { functions: names.into_iter().map(Into::into).collect(), ..self }
     }
 
-    /// Continues the end of a prompt: templates that ask for thoughts write `<think>` themselves.
+    /// Sets the prompt that the reply follows. Templates with reasoning enabled write `<think>` themselves.
     #[must_use]
     pub fn after_prompt(mut self, prompt: &str) -> ReplyParser {
         let opened = match self.format {
@@ -121,7 +121,7 @@ impl ReplyParser {
         self
     }
 
-    /// Continues a reply whose beginning is in the prompt. The events of the beginning are dropped.
+    /// Sets the beginning of the reply, which is in the prompt. Its events are dropped.
     #[must_use]
     pub fn after_reply(mut self, beginning: &str) -> ReplyParser {
         self.push(beginning);
@@ -131,7 +131,7 @@ impl ReplyParser {
         self
     }
 
-    /// Takes a piece.
+    /// Receives a piece.
     pub fn push(&mut self, piece: &str) -> Vec<ReplyEvent> {
         self.held.push_str(piece);
         let mut events = Vec::new();
@@ -139,9 +139,8 @@ impl ReplyParser {
         events
     }
 
-    /// Ends a reply that was cut, for example because it reached a limit of tokens. The beginning of a call of an
-    /// offered function is a call whose arguments are a text: the JSON as far as it came. One without a whole name is
-    /// dropped.
+    /// Ends a truncated reply, for example at the token limit. The beginning of a call of an offered function becomes a
+    /// call whose arguments are the partial JSON text. A call with an incomplete name is dropped.
     pub fn finish_cut(mut self) -> Vec<ReplyEvent> {
         let cut = match self.state {
             State::Call => tool_calls::parse_cut(self.format, self.name.clone(), &self.functions, &self.held),
@@ -169,7 +168,7 @@ impl ReplyParser {
         events
     }
 
-    /// The markers of the state, with the next state.
+    /// The markers recognised in this state, with the state after each.
     fn markers(&self) -> impl Iterator<Item = &'static (&'static str, State)> {
         let has_calls = !self.functions.is_empty();
         self.markers_with_calls().iter().filter(move |(_, next)| has_calls || *next != State::Call)
@@ -201,7 +200,7 @@ impl ReplyParser {
         }
     }
 
-    /// Takes what is decided from the text that is held. Returns whether a marker was found.
+    /// Consumes the decided part of the held text. Returns whether a marker was found.
     fn step(&mut self, events: &mut Vec<ReplyEvent>) -> bool {
         if self.state == State::Start {
             let Some(first) = self.held.trim_start().chars().next() else { return false };
@@ -245,7 +244,7 @@ impl ReplyParser {
         }
     }
 
-    /// Gives text. Line breaks around thoughts belong to the format.
+    /// Emits text. Line breaks around reasoning belong to the format.
     fn text(&mut self, mut text: String, is_last: bool, events: &mut Vec<ReplyEvent>) {
         let is_reasoning = self.state == State::Reasoning;
         if !self.is_begun && (is_reasoning || self.is_after_thoughts) {
@@ -264,7 +263,7 @@ impl ReplyParser {
         }
     }
 
-    /// Gives the calls of a text. One that cannot be parsed is content.
+    /// Emits the calls in a text. Text that is not a valid call is content.
     fn call(&mut self, text: &str, events: &mut Vec<ReplyEvent>) {
         let calls = match self.state {
             State::UnmarkedCall => tool_calls::parse_unmarked(&self.functions, text).map(|call| vec![call]),
@@ -354,7 +353,7 @@ mod tests {
         }
     }
 
-    /// Without functions, what looks like a call is content, marks included.
+    /// Without functions, text that looks like a call is content, including its delimiters.
     #[test]
     fn no_functions_no_calls() {
         let call = r#"{"name": "weather", "arguments": {}}"#;
@@ -418,8 +417,8 @@ mod tests {
         assert_eq!(calls.len(), 1);
     }
 
-    /// A call that is cut anywhere is a call with a part of its arguments, nothing before its name is known, and never
-    /// content.
+    /// A call that is truncated at any point is a call with partial arguments, nothing before its name is complete, and
+    /// never content.
     #[test]
     fn a_cut_call_has_the_arguments_so_far() {
         let arguments = r#"{"place": "Zürich, \"Wiedikon\"", "days": [2, {"x": 1}]}"#;
@@ -447,7 +446,7 @@ mod tests {
                 let (reasoning, content, calls) = joined(events);
                 assert_eq!((reasoning.as_str(), content.as_str()), ("", ""), "{format:?}: {:?}", &text[..cut]);
                 let Some(found) = calls.first() else {
-                    // The quote after the name ends it.
+                    // The quote after the name completes it.
                     assert!(cut <= known, "{format:?}: no call in {:?}", &text[..cut]);
                     continue;
                 };
@@ -462,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_call_stays_content_when_cut() {
+    fn truncated_text_without_a_call_stays_content() {
         for text in [r#"{"name": "Ada", "age": 3"#, r#"{"name": "weather", "age": 3"#, "{curly", r#"{"x": {"name"#] {
             let mut parser = ReplyParser::new(ReplyFormat::Llama3).functions(["weather"]);
             let mut events = parser.push(text);

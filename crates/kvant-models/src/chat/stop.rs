@@ -1,8 +1,8 @@
 //! Stop strings.
 
-/// Ends a text at the first of some stop strings, piece by piece.
+/// Ends a text at the first stop string, piece by piece.
 ///
-/// The end of a piece that may begin a stop string is held back until the next pieces decide.
+/// The end of a piece that may begin a stop string is held back until later pieces decide.
 ///
 /// ```
 /// use kvant_models::chat::StopStrings;
@@ -20,19 +20,20 @@ pub struct StopStrings {
 }
 
 impl StopStrings {
-    /// Empty strings are ignored.
+    /// Creates a finder. Empty strings are ignored.
     pub fn new(stops: impl IntoIterator<Item = impl Into<String>>) -> StopStrings {
         let stops = stops.into_iter().map(Into::into).filter(|stop| !stop.is_empty()).collect();
         StopStrings { stops, held: String::new(), is_stopped: false }
     }
 
-    /// Takes a piece and returns the text that no stop string can contain any more. After a stop string, it is empty.
+    /// Receives a piece. Returns the text that can no longer be part of a stop string. After a stop string, it is
+    /// empty.
     pub fn push(&mut self, piece: &str) -> String {
         if self.is_stopped {
             return String::new();
         }
         self.held.push_str(piece);
-        // The one that ends first, as if the text came byte by byte.
+        // The string that ends first, as if the text arrived byte by byte.
         let found = self.stops.iter().filter_map(|stop| Some((self.held.find(stop.as_str())?, stop.len())));
         if let Some((place, _)) = found.min_by_key(|&(place, len)| (place + len, place)) {
             self.is_stopped = true;
@@ -44,23 +45,23 @@ impl StopStrings {
         std::mem::replace(&mut self.held, rest)
     }
 
-    /// Returns the text that was held back.
+    /// Returns the held-back text.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 
-    /// Whether a stop string has been found.
+    /// Whether a stop string was found.
     pub fn is_stopped(&self) -> bool {
         self.is_stopped
     }
 }
 
-/// The length of the longest end of a text that begins one of the markers, without being all of it.
+/// The length of the longest suffix of a text that is a proper prefix of a marker.
 pub(super) fn partial_end<'a>(text: &str, markers: impl Iterator<Item = &'a str>) -> usize {
     let longest = |marker: &str| {
-        let most = (marker.len() - 1).min(text.len());
+        let max = (marker.len() - 1).min(text.len());
         let fits = |n: &usize| marker.is_char_boundary(*n) && text.as_bytes().ends_with(&marker.as_bytes()[..*n]);
-        (1..=most).rev().find(fits).unwrap_or(0)
+        (1..=max).rev().find(fits).unwrap_or(0)
     };
     markers.map(longest).max().unwrap_or(0)
 }

@@ -16,13 +16,13 @@ use super::{
 };
 use crate::{Error, Files, Result, gguf::Metadata, panics};
 
-/// Larger than any template.
+/// Maximum bytes of a template source.
 const SOURCE_LIMIT: u64 = 512 << 10;
 
-/// The stack on which templates are parsed and rendered: virtual memory, of which they use kilobytes.
+/// Stack size for parsing and rendering. This is virtual memory; templates use kilobytes of it.
 const STACK_BYTES: usize = 256 << 20;
 
-/// Names of special tokens in templates and in the keys of GGUF metadata, one of which is misspelt there.
+/// Names of special tokens in templates, and their keys in GGUF metadata. One key is misspelt there.
 const TOKEN_KEYS: [(&str, &str); 7] = [
     ("bos_token", "bos"),
     ("eos_token", "eos"),
@@ -33,16 +33,16 @@ const TOKEN_KEYS: [(&str, &str); 7] = [
     ("mask_token", "mask"),
 ];
 
-/// The name of the template that every checkpoint with templates has.
+/// The name of the template for conversations without tools.
 const DEFAULT: &str = "default";
 
-/// The name of the template for conversations with tools, if there is one.
+/// The name of the optional template for conversations with tools.
 const TOOL_USE: &str = "tool_use";
 
-/// A checkpoint's chat template: a Jinja template that makes a text of a conversation.
+/// A checkpoint's chat template: a Jinja template that renders conversations.
 ///
-/// Templates are rendered as transformers' `apply_chat_template` renders them. They are untrusted: one that loops for
-/// ever or prints without end returns an error.
+/// Templates are rendered as by transformers' `apply_chat_template`. They are untrusted: endless loops and unlimited
+/// output are errors.
 ///
 /// ```
 /// use kvant_models::chat::{ChatTemplate, Conversation, Message, SpecialTokens};
@@ -86,12 +86,12 @@ pub struct Conversation<'a> {
     pub continues_last: bool,
     /// Other variables of the template.
     pub variables: BTreeMap<String, JsonValue>,
-    /// The time for templates that print a date.
+    /// The clock for templates that print a date.
     pub clock: Clock,
 }
 
 impl<'a> Conversation<'a> {
-    /// A conversation that the model continues with its answer.
+    /// A conversation whose next message is the model's answer.
     pub fn new(messages: &'a [Message]) -> Conversation<'a> {
         Conversation {
             messages,
@@ -115,15 +115,15 @@ impl<'a> Conversation<'a> {
         Conversation { generation_prompt, ..self }
     }
 
-    /// Sets whether the text ends within the last message, an answer that the model continues. There is no beginning of
-    /// another answer then.
+    /// Sets whether the text ends within the last message, an answer that the model continues. No new answer begins
+    /// then.
     #[must_use]
     pub fn continue_last(self, continues_last: bool) -> Conversation<'a> {
         Conversation { continues_last, ..self }
     }
 
-    /// Asks for thoughts before the answer, or for none. This sets the variables `enable_thinking` and `thinking`.
-    /// Templates without thoughts, and those with thoughts only, ignore it.
+    /// Enables or disables reasoning before the answer by the variables `enable_thinking` and `thinking`. Templates
+    /// that never or always reason ignore them.
     #[must_use]
     pub fn thinking(self, on: bool) -> Conversation<'a> {
         self.variable("enable_thinking", on).variable("thinking", on)
@@ -152,7 +152,7 @@ impl ChatTemplate {
         ChatTemplate::named([(DEFAULT.to_string(), source.to_string())], tokens)
     }
 
-    /// Parses templates with names. `default` must be one of them; `tool_use` renders conversations with tools.
+    /// Parses named templates. `default` must be one of them; `tool_use` renders conversations with tools.
     ///
     /// # Errors
     /// `Template`.
@@ -172,9 +172,9 @@ impl ChatTemplate {
         Ok(ChatTemplate { env: jinja::environment(), sources, tokens })
     }
 
-    /// Loads the template of a checkpoint: `chat_template.jinja`, `chat_template.json` or the key of
-    /// `tokenizer_config.json`, and those in `additional_chat_templates`; or those in the metadata of a GGUF file.
-    /// `None` if there is none: the model was not trained for conversations.
+    /// Loads the templates of a checkpoint: `chat_template.jinja`, `chat_template.json` or the key of
+    /// `tokenizer_config.json`, and the ones in `additional_chat_templates`; or the templates in the metadata of a GGUF
+    /// file. Returns `None` if there are none: the model was not trained for conversations.
     ///
     /// # Errors
     /// `File`, `Metadata`, `Template`.
@@ -227,23 +227,22 @@ impl ChatTemplate {
         ReplyFormat::of_template(&source)
     }
 
-    /// Makes the text of a conversation.
+    /// Renders a conversation.
     ///
     /// # Errors
-    /// `Template` with the template's message if it refuses the conversation, for example one that starts with an
-    /// answer, and if it takes too long or makes too much text; `Argument` for a time that does not exist, or for a
-    /// last message to continue that is no answer.
+    /// `Template` if the template rejects the conversation, for example one that starts with an answer, or exceeds its
+    /// limits of time or text; `Argument` for an invalid time, or if the last message to continue is not an answer.
     pub fn render(&self, conversation: &Conversation) -> Result<String> {
         if conversation.continues_last { self.render_open(conversation) } else { self.render_whole(conversation) }
     }
 
-    /// The text up to the end of the last message's content, as transformers' `continue_final_message`.
+    /// Renders up to the end of the last message's content, as transformers' `continue_final_message`.
     fn render_open(&self, conversation: &Conversation) -> Result<String> {
         let mark = free_mark(conversation)?;
         let mut messages = conversation.messages.to_vec();
         let last = messages.last_mut().filter(|last| last.role == ChatRole::Assistant);
         let Some(last) = last else { return Err(Error::argument("messages", "an answer at the end", "none")) };
-        // A template that trims the content removes the space.
+        // A template that trims the content would remove the space.
         let end = format!("{mark} ");
         let content = last.content.as_ref().map(Content::text).unwrap_or_default();
         last.content = Some(Content::Text(content + &end));
@@ -289,7 +288,7 @@ impl std::fmt::Debug for ChatTemplate {
 }
 
 impl SpecialTokens {
-    /// Reads those of a checkpoint's `tokenizer_config.json`, or of a GGUF file's metadata.
+    /// Reads the special tokens of a checkpoint's `tokenizer_config.json`, or of a GGUF file's metadata.
     ///
     /// # Errors
     /// `File`, `Metadata`.
@@ -300,7 +299,7 @@ impl SpecialTokens {
         Ok(SpecialTokens::of_config(&files.read_json_if_there("tokenizer_config.json")?.unwrap_or_default()))
     }
 
-    /// The tokens whose ids the metadata names.
+    /// The tokens whose ids are in the metadata.
     fn of_metadata(metadata: &Metadata) -> Result<SpecialTokens> {
         let tokens = metadata.texts("tokenizer.ggml.tokens")?;
         let mut found = Vec::new();
@@ -323,7 +322,7 @@ impl SpecialTokens {
     }
 }
 
-/// The templates of a key: one, or a list of named ones.
+/// The templates of a key: a single one, or a list of named ones.
 fn listed(templates: &serde_json::Value) -> Vec<(String, String)> {
     if let Some(source) = templates.as_str() {
         return vec![(DEFAULT.to_string(), source.to_string())];
@@ -334,12 +333,12 @@ fn listed(templates: &serde_json::Value) -> Vec<(String, String)> {
     templates.as_array().into_iter().flatten().filter_map(named).collect()
 }
 
-/// A message as templates see it. Thoughts have two names: gpt-oss reads `thinking`.
+/// Converts a message for templates. Reasoning has two names: gpt-oss reads `thinking`.
 fn message_value(message: &Message) -> Value {
     let value = Value::from_serialize(message);
     let mut entries = Vec::new();
-    if let Some(thoughts) = &message.reasoning_content {
-        entries.push((Value::from("thinking"), Value::from(thoughts.as_str())));
+    if let Some(reasoning) = &message.reasoning_content {
+        entries.push((Value::from("thinking"), Value::from(reasoning.as_str())));
     }
     for key in value.try_iter().into_iter().flatten() {
         let field = match key.as_str() {
@@ -361,7 +360,7 @@ fn call_value(call: &ToolCall) -> Value {
     entries.into_iter().collect()
 }
 
-/// Replaces `{% generation %}`, which marks answers for training, by a block that only limits the scope of variables.
+/// Replaces `{% generation %}`, which marks answers for training, by a block that only scopes variables.
 fn generation_blocks(source: &str) -> String {
     let (mut out, mut rest) = (String::with_capacity(source.len()), source);
     while let Some(start) = rest.find("{%") {
@@ -395,8 +394,8 @@ pub(super) fn compile(source: &str) -> std::result::Result<CompiledTemplate<'_>,
     Ok(template)
 }
 
-/// Calls minijinja on a thread with a large stack, with its errors and panics as errors. It parses some expressions and
-/// drops nested values recursively, without a limit of its own.
+/// Calls minijinja on a thread with a large stack, and converts its errors and panics. minijinja parses some
+/// expressions and drops nested values recursively without a depth limit.
 fn guarded<T: Send>(call: impl FnOnce() -> std::result::Result<T, minijinja::Error> + Send) -> Result<T> {
     let guarded = || panics::catch(call);
     let result = thread::scope(|scope| {
@@ -413,7 +412,7 @@ fn guarded<T: Send>(call: impl FnOnce() -> std::result::Result<T, minijinja::Err
     Err(Error::Template { reason })
 }
 
-/// The message of an error, its line, and the messages of its causes.
+/// The message of an error with its line and causes.
 fn message(error: &minijinja::Error) -> String {
     let mut message = error.detail().map_or_else(|| error.kind().to_string(), str::to_string);
     let mut cause = std::error::Error::source(error);

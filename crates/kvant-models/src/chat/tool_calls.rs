@@ -1,13 +1,13 @@
-//! The texts of tool calls.
+//! Parses the texts of tool calls.
 
 use indexmap::IndexMap;
 
 use super::{FunctionCall, JsonValue, ReplyFormat, stop::partial_end};
 
-/// Nested deeper, arguments are refused.
+/// Maximum nesting depth of arguments.
 const MAX_DEPTH: usize = 64;
 
-/// The calls in a text; `name` comes from a harmony header. `None` if it is no call.
+/// The calls in a text; `name` comes from a harmony header. `None` if the text is not a call.
 pub fn parse(format: ReplyFormat, name: Option<String>, text: &str) -> Option<Vec<FunctionCall>> {
     let text = text.trim();
     match format {
@@ -25,8 +25,7 @@ pub fn parse(format: ReplyFormat, name: Option<String>, text: &str) -> Option<Ve
     }
 }
 
-/// The call in a reply that is JSON without a mark. `None` if the JSON has anything else than a call of one of the
-/// functions.
+/// The call in a reply that is JSON without delimiters. `None` if the JSON is not a call of one of the functions.
 pub fn parse_unmarked(functions: &[String], text: &str) -> Option<FunctionCall> {
     let value = JsonValue::parse(text.trim()).ok()?;
     let fields = value.as_object()?;
@@ -35,8 +34,8 @@ pub fn parse_unmarked(functions: &[String], text: &str) -> Option<FunctionCall> 
     (is_offered && fields.keys().all(is_call)).then(|| call(value)).flatten()
 }
 
-/// The call that a text has begun: with its arguments so far, as a text. Nothing if its name is not whole; `None` if it
-/// is no beginning of a call of one of the functions, or a whole one.
+/// The call that a truncated text begins, with its partial arguments as text. `Some(None)` if its name is incomplete.
+/// `None` if the text does not begin a call of one of the functions, or is a complete one.
 pub fn parse_cut(
     format: ReplyFormat,
     name: Option<String>,
@@ -61,12 +60,12 @@ pub fn parse_cut(
     }
 }
 
-/// As [`parse_cut`], of a reply that is JSON without a mark.
+/// Like [`parse_cut`], for a reply that is JSON without delimiters.
 pub fn parse_unmarked_cut(functions: &[String], text: &str) -> Option<Option<FunctionCall>> {
     if parse_unmarked(functions, text).is_some() { None } else { begun(functions, text) }
 }
 
-/// The beginning of `{"name": …, "arguments": …}`.
+/// Parses the beginning of `{"name": …, "arguments": …}`.
 fn begun(functions: &[String], text: &str) -> Option<Option<FunctionCall>> {
     let mut reader = CutText { rest: text };
     for piece in ["{", "\"name\"", ":"] {
@@ -90,13 +89,14 @@ fn begun(functions: &[String], text: &str) -> Option<Option<FunctionCall>> {
     call(value_of(reader.rest.trim_start()))
 }
 
-/// A text that may end anywhere.
+/// A text that may be truncated.
 struct CutText<'t> {
     rest: &'t str,
 }
 
 impl CutText<'_> {
-    /// Takes a piece after white space. Whether it is whole: the text may end within it. `None` for another text.
+    /// Consumes a piece after white space. Returns whether it is complete, as the text may end within it. `None` if the
+    /// text differs.
     fn take(&mut self, piece: &str) -> Option<bool> {
         let rest = self.rest.trim_start();
         if let Some(after) = rest.strip_prefix(piece) {
@@ -112,14 +112,14 @@ impl CutText<'_> {
     }
 }
 
-/// The JSON value at the beginning of a text, or all of the text if it ends within the value.
+/// The JSON value at the beginning of a text, or the whole text if it ends within the value.
 fn value_of(text: &str) -> &str {
     let mut stream = serde_json::Deserializer::from_str(text).into_iter::<serde::de::IgnoredAny>();
     let is_whole = text.starts_with(['{', '[', '"']) && stream.next().is_some_and(|value| value.is_ok());
     if is_whole { &text[..stream.byte_offset()] } else { text }
 }
 
-/// The JSON of an object.
+/// Parses a JSON object.
 fn object(text: &str) -> Option<JsonValue> {
     JsonValue::parse(text.trim()).ok().filter(JsonValue::is_object)
 }
@@ -134,7 +134,7 @@ fn call(mut value: JsonValue) -> Option<FunctionCall> {
     Some(call)
 }
 
-/// `call:name{key:value,…}`: keys without quotes, texts between `<|"|>`.
+/// `call:name{key:value,…}` with unquoted keys, and texts between `<|"|>`.
 fn gemma(text: &str) -> Option<FunctionCall> {
     let text = text.strip_prefix("call:")?;
     let (name, arguments) = text.split_at(text.find('{')?);
@@ -143,7 +143,7 @@ fn gemma(text: &str) -> Option<FunctionCall> {
     reader.rest.trim().is_empty().then(|| FunctionCall { name: name.trim().to_string(), arguments })
 }
 
-/// The beginning of `call:name{…`, with its arguments so far as JSON.
+/// The beginning of `call:name{…`, with its partial arguments as JSON.
 fn gemma_cut(functions: &[String], text: &str) -> Option<Option<FunctionCall>> {
     let Some(call) = text.strip_prefix("call:") else { return "call:".starts_with(text).then_some(None) };
     let Some(place) = call.find('{') else { return Some(None) };
@@ -210,7 +210,7 @@ impl<'a> Gemma<'a> {
         JsonValue::parse(word).ok().or_else(|| (!word.is_empty()).then(|| word.into()))
     }
 
-    /// Adds the JSON of a value that may end anywhere. Whether it is whole; `None` if it is none.
+    /// Appends the JSON of a value that may be truncated. Returns whether it is complete; `None` if it is invalid.
     fn value_so_far(&mut self, json: &mut String, depth: usize) -> Option<bool> {
         if depth > MAX_DEPTH {
             return None;
@@ -243,7 +243,7 @@ impl<'a> Gemma<'a> {
         }
         let word = self.until(|c| matches!(c, ',' | '}' | ']'));
         let is_whole = !self.rest.is_empty();
-        // A word that is cut can become a mark or a number.
+        // A truncated word can still become a delimiter or a number.
         if is_whole {
             json.push_str(&JsonValue::parse(word).unwrap_or_else(|_| word.into()).to_string());
         } else if word.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b)) {
@@ -271,7 +271,7 @@ impl<'a> Gemma<'a> {
         self.take(":").then_some(true)
     }
 
-    /// Adds a text after its first mark. Whether its last mark has come.
+    /// Appends a text after its opening delimiter. Returns whether its closing delimiter was found.
     fn quoted_so_far(&mut self, json: &mut String) -> bool {
         let (text, is_whole) = match self.quoted() {
             Some(text) => (text, true),
@@ -300,7 +300,7 @@ mod tests {
 
     use super::*;
 
-    /// Whatever the place of the cut, the arguments so far are a beginning of the whole ones.
+    /// At any truncation, the partial arguments are a prefix of the complete ones.
     #[test]
     fn arguments_of_gemma_that_are_cut() {
         let text = "call:f{a:1.5,b:[true,<|\"|>x \"é\", {y}<|\"|>],c:{d:<|\"|><|\"|>},<|\"|>e f<|\"|>:null}";

@@ -49,7 +49,7 @@ impl<'a> Fields<'a> {
         self.map
     }
 
-    /// Other keys at the same place in the file.
+    /// Other keys at one place in the file.
     pub(crate) fn with_keys<'b>(&self, map: &'b Map<String, Value>) -> Fields<'b> {
         Fields { map, path: self.path.clone() }
     }
@@ -86,30 +86,28 @@ impl<'a> Fields<'a> {
         value.as_bool().map(Some).ok_or_else(|| self.error(key, "true or false", shown(value)))
     }
 
-    /// A whole number from `least` to `most`; `None` if it is absent or null.
-    fn whole(&self, key: &str, least: usize, most: usize) -> Result<Option<usize>> {
+    /// An integer from `min` to `max`; `None` if it is absent or null.
+    fn whole(&self, key: &str, min: usize, max: usize) -> Result<Option<usize>> {
         let Some(value) = self.present(key) else { return Ok(None) };
-        let number = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (least..=most).contains(n));
-        number
-            .map(Some)
-            .ok_or_else(|| self.error(key, format_args!("a whole number from {least} to {most}"), shown(value)))
+        let number = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (min..=max).contains(n));
+        number.map(Some).ok_or_else(|| self.error(key, format_args!("an integer from {min} to {max}"), shown(value)))
     }
 
-    /// A number from 1 to `most`. Without a default, it must exist.
-    pub(crate) fn size(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
-        let found = self.whole(key, 1, most)?.or(default);
-        found.ok_or_else(|| self.missing(key, format_args!("a whole number from 1 to {most}")))
+    /// A number from 1 to `max`. Without a default, it must exist.
+    pub(crate) fn size(&self, key: &str, default: Option<usize>, max: usize) -> Result<usize> {
+        let found = self.whole(key, 1, max)?.or(default);
+        found.ok_or_else(|| self.missing(key, format_args!("an integer from 1 to {max}")))
     }
 
-    /// A number from 1 to `most`; `None` if it is absent or null.
-    pub(crate) fn size_or_null(&self, key: &str, most: usize) -> Result<Option<usize>> {
-        self.whole(key, 1, most)
+    /// A number from 1 to `max`; `None` if it is absent or null.
+    pub(crate) fn size_or_null(&self, key: &str, max: usize) -> Result<Option<usize>> {
+        self.whole(key, 1, max)
     }
 
-    /// A number from 0 to `most`. Without a default, it must exist.
-    pub(crate) fn count(&self, key: &str, default: Option<usize>, most: usize) -> Result<usize> {
-        let found = self.whole(key, 0, most)?.or(default);
-        found.ok_or_else(|| self.missing(key, format_args!("a whole number from 0 to {most}")))
+    /// A number from 0 to `max`. Without a default, it must exist.
+    pub(crate) fn count(&self, key: &str, default: Option<usize>, max: usize) -> Result<usize> {
+        let found = self.whole(key, 0, max)?.or(default);
+        found.ok_or_else(|| self.missing(key, format_args!("an integer from 0 to {max}")))
     }
 
     pub(crate) fn float_or_null(&self, key: &str, expected: &str, ok: impl Fn(f64) -> bool) -> Result<Option<f64>> {
@@ -145,7 +143,7 @@ impl<'a> Fields<'a> {
 
     /// An array of numbers below `limit`; none if the key is absent or null.
     pub(crate) fn indices(&self, key: &str, limit: usize) -> Result<Vec<usize>> {
-        let expected = format_args!("an array of whole numbers below {limit}");
+        let expected = format_args!("an array of integers below {limit}");
         let index = |value: &Value| {
             let index = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|&n| n < limit);
             index.ok_or_else(|| self.error(key, expected, shown(value)))
@@ -157,7 +155,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// One or several token ids; none if the key is absent or null.
+    /// One or more token ids; none if the key is absent or null.
     pub(crate) fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
         let id = |value: &Value| {
             let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
@@ -171,7 +169,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A value for an error message. Arrays and objects are shown by their kind, because they may be long.
+/// A value for an error message. Arrays and objects may be long, so only their kind is shown.
 pub(crate) fn shown(value: &Value) -> String {
     match value {
         Value::Array(_) => "an array".to_string(),
@@ -180,7 +178,7 @@ pub(crate) fn shown(value: &Value) -> String {
     }
 }
 
-/// Names another file than `config.json` in an error about a key.
+/// Names `path` instead of `config.json` in an error about a key.
 pub(crate) fn in_file<T>(path: &Path, result: Result<T>) -> Result<T> {
     result.map_err(|error| match error {
         Error::Config { key, expected, got } => {

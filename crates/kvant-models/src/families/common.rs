@@ -1,4 +1,4 @@
-//! Keys that most families share.
+//! Keys shared by most families.
 
 use std::fmt::Display;
 
@@ -11,7 +11,7 @@ use crate::{
     spec::{AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, OutputMatrix, RopeSpec},
 };
 
-// Limits of a configuration: several times the size of existing models, and small enough that no product of two
+// Maxima of a configuration: several times the size of existing models, and small enough that no product of two
 // overflows.
 pub(super) const MAX_WIDTH: usize = 1 << 18;
 pub(super) const MAX_LAYERS: usize = 1024;
@@ -25,16 +25,16 @@ pub(super) const MAX_POSITIONS: usize = u32::MAX as usize;
 pub(crate) struct ConfigJson<'a> {
     /// The `model_type` of the text model.
     pub model_type: String,
-    /// The keys of the text model, with the defaults of those that the file leaves out.
+    /// The keys of the text model, completed with defaults.
     pub text: Fields<'a>,
-    /// The whole file, without defaults: the same, unless the text model is in `text_config`.
+    /// The whole file, without defaults. Equal to the text model's keys unless the text model is in `text_config`.
     pub outer: Fields<'a>,
-    /// Whether no key says whether the output matrix is the embedding, the text model's default is a matrix of its own,
-    /// and the whole model's is the embedding. Transformers then ties them unless the checkpoint has both.
+    /// Whether no key specifies the output matrix, the text model's default is a separate matrix, and the whole model's
+    /// default is the embedding. Transformers then uses the embedding unless the checkpoint has both.
     pub is_tied_outside: bool,
 }
 
-/// The kind of a layer's attention.
+/// The attention kind of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Sliding,
@@ -74,8 +74,8 @@ impl ConfigJson<'_> {
         Ok(self.text.float_or_null(key, "at least 1.2e-38", fits)?.map(|c| c as f32))
     }
 
-    /// The output matrix by `tie_word_embeddings`; `is_tied` is the default. Transformers reads the outer of two keys,
-    /// MLX the inner one: they must agree.
+    /// The output matrix by `tie_word_embeddings`; `is_tied` is the default. If the file has two keys, transformers
+    /// reads the outer and MLX the inner one: they must agree.
     pub(super) fn output(&self, is_tied: bool) -> Result<OutputMatrix> {
         const KEY: &str = defaults::TIED;
         let of = |is_tied| if is_tied { OutputMatrix::Embedding } else { OutputMatrix::Own };
@@ -88,7 +88,7 @@ impl ConfigJson<'_> {
         }
     }
 
-    /// Rejects switches that would change the arithmetic in ways that are not implemented.
+    /// Rejects flags that would change the arithmetic in unimplemented ways.
     pub(super) fn refuse_true(&self, keys: &[&str]) -> Result<()> {
         match keys
             .iter()
@@ -113,7 +113,7 @@ impl ConfigJson<'_> {
         Ok(DenseSpec { width, activation: self.activation("hidden_act", "silu")?, biases: false })
     }
 
-    /// The layers that keep the positions of their window. `kinds` are those of all layers.
+    /// The window of each layer. `kinds` has the kinds of all layers.
     pub(super) fn windows(&self, kinds: &[Kind], window: Option<usize>) -> Result<Vec<Option<usize>>> {
         if window.is_none() && kinds.contains(&Kind::Sliding) {
             return Err(self
@@ -123,20 +123,20 @@ impl ConfigJson<'_> {
         Ok(kinds.iter().map(|kind| window.filter(|_| *kind == Kind::Sliding)).collect())
     }
 
-    /// A factor of the arithmetic; 1 if it is absent.
+    /// A factor; 1 if it is absent.
     pub(super) fn multiplier(&self, key: &str) -> Result<f64> {
         self.text.float(key, Some(1.0), "above 0, at most 1e6", |factor| factor > 0.0 && factor <= 1e6)
     }
 
-    /// Whether the projections of queries, keys and values have biases, and whether that of the output has one:
-    /// in most families `attention_bias` sets both.
+    /// Whether the query, key and value projections have biases, and whether the output projection has one: in most
+    /// families `attention_bias` sets both.
     pub(super) fn attention_bias(&self, default: bool) -> Result<(bool, bool)> {
         let is_biased = self.text.bool_or_null("attention_bias")?.unwrap_or(default);
         Ok((is_biased, is_biased))
     }
 
-    /// Attention to all positions with a scale of D^-½, as Llama's. Without `head_dim`, D is
-    /// hidden_size / num_attention_heads.
+    /// Attention to all positions with a scale of D^-½, as in Llama. Without `head_dim`, D is hidden_size /
+    /// num_attention_heads.
     pub(super) fn attention(&self, scaling: &Scaling) -> Result<AttentionSpec> {
         let heads = self.text.size("num_attention_heads", None, MAX_HEADS)?;
         let hidden = self.text.size("hidden_size", None, MAX_WIDTH)?;
@@ -172,7 +172,7 @@ impl ConfigJson<'_> {
         })
     }
 
-    /// `layer` is for the message.
+    /// `layer` names the layer in error messages.
     pub(super) fn check_heads(
         &self,
         heads: usize,
@@ -190,7 +190,7 @@ impl ConfigJson<'_> {
         Ok(())
     }
 
-    /// A decoder of blocks with norms before their halves alone, as Llama's.
+    /// A decoder whose blocks norm only the inputs of their halves, as Llama's.
     pub(super) fn pre_norm(
         &self,
         block: impl Fn(usize) -> Result<(AttentionSpec, FeedForwardSpec)>,
@@ -218,7 +218,7 @@ impl ConfigJson<'_> {
         })
     }
 
-    /// A decoder of blocks with norms of the outputs of their halves alone, as OLMo 2's.
+    /// A decoder whose blocks norm only the outputs of their halves, as OLMo 2's.
     pub(super) fn post_norm(
         &self,
         block: impl Fn(usize) -> Result<(AttentionSpec, FeedForwardSpec)>,
@@ -230,7 +230,7 @@ impl ConfigJson<'_> {
         Ok(decoder)
     }
 
-    /// The kinds that `layer_types` names.
+    /// The kinds in `layer_types`.
     pub(super) fn layer_types(&self, count: usize) -> Result<Option<Vec<Kind>>> {
         let names = match self.text.get("layer_types") {
             None | Some(serde_json::Value::Null) => return Ok(None),

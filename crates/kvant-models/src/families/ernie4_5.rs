@@ -1,4 +1,4 @@
-//! ERNIE 4.5, dense: as Llama, with adjacent coordinates in pairs.
+//! ERNIE 4.5, dense: as Llama, with adjacent coordinates as pairs.
 
 use kvant::ops::PairLayout;
 

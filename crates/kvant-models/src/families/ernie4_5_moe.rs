@@ -1,4 +1,4 @@
-//! ERNIE 4.5 with experts: chosen by softmax scores with a bias, beside shared experts.
+//! ERNIE 4.5 with experts: selected by softmax scores with a bias, in addition to shared experts.
 
 use kvant::ops::PairLayout;
 
@@ -54,7 +54,7 @@ fn experts(json: &ConfigJson) -> Result<FeedForwardSpec> {
         top_k: text.size("moe_k", None, experts)?,
         width: text.size("moe_intermediate_size", None, MAX_WIDTH)?,
         activation: json.activation("hidden_act", "silu")?,
-        // MLX leaves the bias out.
+        // MLX has no bias.
         routing: RoutingSpec { bias: ScoreBias::IfStored, min_sum: min_sum as f32, ..RoutingSpec::softmax(true) },
         biases: false,
         router: RouterSpec::Plain,
@@ -62,7 +62,7 @@ fn experts(json: &ConfigJson) -> Result<FeedForwardSpec> {
     Ok(beside_shared(moe, text.count("moe_num_shared_experts", None, MAX_EXPERTS)?))
 }
 
-/// The layers with experts: one in `interval` from `start` to `end`.
+/// The layers with experts: one per `interval` from `start` to `end`.
 struct Layers {
     interval: usize,
     start: usize,

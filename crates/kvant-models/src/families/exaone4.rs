@@ -1,4 +1,4 @@
-//! EXAONE 4: norms of the outputs of both halves only, and of queries and keys. With a window, full layers have no
+//! EXAONE 4: norms of the outputs of both halves, and of queries and keys. In models with a window, full layers have no
 //! rotary embedding.
 
 use serde_json::Value;
@@ -37,7 +37,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         attention.window = windows[l];
         if window.is_some() && kinds[l] == Kind::Full {
             attention.rope.stop();
-            // YaRN's factor is part of the cosines and sines that these layers do not have.
+            // YaRN's factor is part of the cosines and sines, which these layers do not use.
             attention.scale = (attention.head_dim as f64).powf(-0.5) as f32;
         }
         Ok((attention, dense.into()))
@@ -45,8 +45,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     Ok(decoder)
 }
 
-/// The kinds of `layer_types`, or those of `sliding_window_pattern`: every so many layers are full, or, as in MLX, a
-/// text that is repeated, with an L for each sliding layer and a G for each full one.
+/// The kinds in `layer_types`, or by `sliding_window_pattern`: either the interval of full layers or, as in MLX, a
+/// repeated pattern of L for sliding and G for full layers.
 fn kinds(json: &ConfigJson, has_window: bool) -> Result<Vec<Kind>> {
     const KEY: &str = "sliding_window_pattern";
     let text = &json.text;

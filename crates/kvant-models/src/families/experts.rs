@@ -1,4 +1,4 @@
-//! Names and keys that mixtures of experts share.
+//! Names and keys shared by mixtures of experts.
 
 use super::{
     ExpertNames, Names,
@@ -33,7 +33,7 @@ pub(super) const SHARED_EXPERTS: Names = &[
     (Part::SharedDown, "mlp.shared_experts.down_proj.weight"),
 ];
 
-/// Experts, and beside them shared ones as one MLP.
+/// Experts with shared ones, which form one MLP.
 pub(super) fn beside_shared(moe: MoeSpec, shared: usize) -> FeedForwardSpec {
     if shared == 0 {
         return FeedForwardSpec::Moe(moe);
@@ -42,7 +42,7 @@ pub(super) fn beside_shared(moe: MoeSpec, shared: usize) -> FeedForwardSpec {
     FeedForwardSpec::Parallel(dense, moe, ParallelSum::Plain)
 }
 
-/// The experts of Qwen and the layers that have them, which are all alike.
+/// The experts of Qwen, which are equal in all layers, and the layers that have them.
 pub(super) struct QwenExperts {
     pub spec: MoeSpec,
     /// One layer in `step` has experts.

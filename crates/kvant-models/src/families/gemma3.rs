@@ -1,5 +1,5 @@
-//! Gemma 3, text: norms of 1 + w before and after both halves, five sliding layers to a full one, a base of the rotary
-//! embedding for each kind.
+//! Gemma 3, text: norms of 1 + w before and after both halves, five sliding layers per full one, and a rotary base for
+//! each kind.
 
 use super::{
     Family, PRE_NORM, SANDWICH,

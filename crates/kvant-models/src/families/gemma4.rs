@@ -1,5 +1,5 @@
-//! Gemma 4, text: two kinds of attention layers with their own head shapes, values that may be keys, per-layer inputs,
-//! shared keys and values, and experts in parallel with an MLP.
+//! Gemma 4, text: two kinds of attention layers with different head shapes, values that may equal the keys, per-layer
+//! inputs, shared keys and values, and experts in parallel with an MLP.
 
 use kvant::ops::{Activation, PairLayout};
 use serde_json::Value;
@@ -85,9 +85,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     })
 }
 
-/// The text part of a unified model (Gemma 4 12B) is Gemma 4's without per-layer inputs and experts. For the keys
-/// that enable these, transformers and MLX differ: transformers ignores them, MLX does not. Such a file is ambiguous,
-/// and an error.
+/// The text part of a unified model (Gemma 4 12B) is Gemma 4 without per-layer inputs and experts. Transformers ignores
+/// the keys that enable these, MLX does not. A file with such keys is ambiguous, and an error.
 fn refuse_in_unified(text: &Fields) -> Result<()> {
     if text.count("hidden_size_per_layer_input", Some(0), MAX_WIDTH)? != 0 {
         let expected = "absent, null or 0 in a gemma4_unified model";
@@ -99,7 +98,7 @@ fn refuse_in_unified(text: &Fields) -> Result<()> {
     Ok(())
 }
 
-/// Rejects switches that would change the arithmetic in ways that are not implemented.
+/// Rejects flags that would change the arithmetic in unimplemented ways.
 fn refuse_variants(json: &ConfigJson) -> Result<()> {
     json.refuse_true(&["attention_bias"])?;
     let text = &json.text;
@@ -108,7 +107,7 @@ fn refuse_variants(json: &ConfigJson) -> Result<()> {
         return Err(text.error("hidden_activation", "\"gelu_pytorch_tanh\"", format_args!("{activation:?}")));
     }
     match text.get("use_bidirectional_attention") {
-        // "vision" concerns images only: text stays causal.
+        // "vision" affects only images: text stays causal.
         None | Some(Value::Null | Value::Bool(false)) => Ok(()),
         Some(Value::String(s)) if s == "vision" => Ok(()),
         Some(other) => Err(text.error("use_bidirectional_attention", "null or \"vision\"", other)),
@@ -171,7 +170,7 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
     Ok(blocks)
 }
 
-/// The last layer of the same kind among those with their own keys and values.
+/// The last layer of this kind with its own keys and values.
 fn kv_source(text: &Fields, own: &[Kind], kind: Kind, layer: usize) -> Result<usize> {
     own.iter().rposition(|&k| k == kind).ok_or_else(|| {
         let expected = format!("small enough that layer {layer} has a {} layer to share KV with", kind.name());
@@ -182,7 +181,7 @@ fn kv_source(text: &Fields, own: &[Kind], kind: Kind, layer: usize) -> Result<us
 fn layer_kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
     let text = &json.text;
     let Some(kinds) = json.layer_types(count)? else {
-        // Transformers ignores the key, MLX reads it: with another number, the file is ambiguous.
+        // Transformers ignores the key, MLX reads it: any other number is ambiguous.
         if let Some(pattern) = text.size_or_null("sliding_window_pattern", MAX_LAYERS)?.filter(|&n| n != PATTERN) {
             let expected = format!("absent or {PATTERN} where layer_types is absent");
             return Err(text.error("sliding_window_pattern", expected, pattern));
@@ -190,7 +189,7 @@ fn layer_kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
         let full = |l: usize| (l + 1).is_multiple_of(PATTERN) || l + 1 == count;
         return Ok((0..count).map(|l| if full(l) { Kind::Full } else { Kind::Sliding }).collect());
     };
-    // Transformers always makes the last layer full, MLX does not: such a file is ambiguous.
+    // Transformers always makes the last layer full, MLX does not: a sliding last layer is ambiguous.
     if kinds.last() == Some(&Kind::Sliding) {
         let key = format!("layer_types[{}]", count - 1);
         return Err(text.error(&key, "\"full_attention\" in the last layer", "\"sliding_attention\""));
@@ -198,7 +197,7 @@ fn layer_kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
     Ok(kinds)
 }
 
-/// (head_dim, kv_heads) of every layer, from `per_layer_config` if present, or else from the `global_` keys.
+/// (head_dim, kv_heads) of every layer, from `per_layer_config` if present, otherwise from the `global_` keys.
 fn head_shapes(text: &Fields, kinds: &[Kind]) -> Result<Vec<(usize, usize)>> {
     let head_dim = text.size("head_dim", None, MAX_WIDTH)?;
     let kv_heads = text.size("num_key_value_heads", None, MAX_HEADS)?;
@@ -249,7 +248,7 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeSpec> {
         factors: (factor != 1.0).then(|| vec![factor as f32; rotated_pairs]),
         long: None,
     };
-    // The older key, even null, makes transformers forget `rope_parameters`.
+    // If the older key exists, even as null, transformers ignores `rope_parameters`.
     if let Some(old) = text.get("rope_scaling") {
         return Err(text.error("rope_scaling", "absent: rope_parameters has the scalings", shown(old)));
     }
@@ -258,7 +257,7 @@ fn rope(text: &Fields, kind: Kind, head_dim: usize) -> Result<RopeSpec> {
     let theta = fields.float("rope_theta", None, "a number from 1 to 1e12", |t| (1.0..=1e12).contains(&t))?;
     match super::rope::type_of(&fields)? {
         "default" => {
-            // Transformers rotates all pairs regardless, MLX only this share: such a file is ambiguous.
+            // Transformers rotates all pairs regardless, MLX only this fraction: any other value is ambiguous.
             let whole = "absent or 1 where rope_type is \"default\"";
             fields.float("partial_rotary_factor", Some(1.0), whole, |part| part == 1.0)?;
             Ok(spec(theta, half, 1.0))

@@ -1,4 +1,4 @@
-//! GLM 4.5 to 4.7: experts chosen by sigmoids with a bias, a shared expert, and rotation of half of each head.
+//! GLM 4.5 to 4.7: experts selected by sigmoids with a bias, a shared expert, and rotation of half of each head.
 
 use kvant::ops::{ExpertGroups, ExpertScores};
 
@@ -27,7 +27,7 @@ pub(super) static FAMILY: Family = Family {
 
 const BIAS: Names = &[(Part::RouterBias, "mlp.gate.e_score_correction_bias")];
 
-/// The layers for multi-token prediction follow the others, and are not read.
+/// Layers for multi-token prediction follow the decoder's layers and are not read.
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let text = &json.text;
     let mut attention = json.attention(&Scaling::parse_partial(text, 1e4, 0.5)?)?;
@@ -68,7 +68,7 @@ fn routing(text: &Fields, experts: usize) -> Result<RoutingSpec> {
     Ok(RoutingSpec {
         scores: ExpertScores::Sigmoid,
         bias: ScoreBias::Stored,
-        // Without a choice among groups, there is none.
+        // This value disables the choice among groups.
         groups: (chosen < count).then_some(ExpertGroups { count, chosen }),
         normalise: text.bool_or_null("norm_topk_prob")?.unwrap_or(true),
         epsilon: 1e-20,

@@ -79,7 +79,7 @@ fn moe(text: &Fields) -> Result<MoeSpec> {
     })
 }
 
-/// The activation function has these constants.
+/// Checks the constants of the activation function.
 fn check_activation(json: &ConfigJson) -> Result<()> {
     let text = &json.text;
     if json.activation("hidden_act", "silu")? != Activation::Silu {

@@ -1,5 +1,5 @@
-//! Granite 3 and 4, dense: as Llama, with factors of the embedding, of the scores, of the outputs of both halves and of
-//! the logits. Granite 4 is the hybrid architecture without its other layers and without experts.
+//! Granite 3 and 4, dense: as Llama, with factors of the embedding, the scores, the outputs of both halves and the
+//! logits. Granite 4 is the hybrid architecture with only attention layers and no experts.
 
 use serde_json::Value;
 
@@ -27,7 +27,7 @@ pub(super) static HYBRID: Family = Family {
     architectures: &[("GraniteMoeHybridForCausalLM", "granitemoehybrid")],
     describe,
     names: &[PRE_NORM],
-    // The names of the MLP: Hugging Face, and MLX, which splits it.
+    // The names of the MLP: Hugging Face fuses its matrices, MLX splits them.
     experts: &[
         ExpertNames::plain(&[
             (Part::GateUp, "shared_mlp.input_linear.weight"),
@@ -47,7 +47,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         dense.width = json.text.size("shared_intermediate_size", None, MAX_WIDTH)?;
         if !is_rotated(json)? {
             attention.rope.stop();
-            // YaRN's factor is part of the cosines and sines that these layers do not have.
+            // YaRN's factor is part of the cosines and sines, which these layers do not use.
             attention.scale = json.multiplier("attention_multiplier")? as f32;
         }
     } else {
@@ -61,7 +61,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     Ok(decoder)
 }
 
-/// Refuses layers other than attention, and experts.
+/// Rejects experts, and layers other than attention.
 fn check_hybrid(json: &ConfigJson) -> Result<()> {
     let text = &json.text;
     let experts = text.count("num_local_experts", Some(8), MAX_EXPERTS)?;
@@ -80,7 +80,7 @@ fn check_hybrid(json: &ConfigJson) -> Result<()> {
     }
 }
 
-/// Without the key, transformers rotates nothing, and MLX all: such a file is ambiguous.
+/// Without the key, transformers rotates nothing and MLX everything: the file is ambiguous.
 fn is_rotated(json: &ConfigJson) -> Result<bool> {
     const KEY: &str = "position_embedding_type";
     match json.text.string(KEY)? {

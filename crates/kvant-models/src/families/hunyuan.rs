@@ -1,4 +1,5 @@
-//! Hunyuan, dense: as Llama, with norms of queries and keys after the rotary embedding, whose base a factor raises.
+//! Hunyuan, dense: as Llama, with norms of queries and keys after the rotary embedding, whose base is multiplied by a
+//! factor.
 
 use super::{
     Family, Names, PRE_NORM,
@@ -30,14 +31,14 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     json.pre_norm(|_| Ok((attention.clone(), dense.into())))
 }
 
-/// The attention of every layer, also of models with experts.
+/// The attention of every layer, also used by models with experts.
 pub(super) fn attention(json: &ConfigJson) -> Result<AttentionSpec> {
     let text = &json.text;
-    // Transformers ignores the key, MLX reads it: with another value, the file is ambiguous.
+    // Transformers ignores the key, MLX reads it: any other value is ambiguous.
     if text.bool_or_null("use_qk_norm")? == Some(false) {
         return Err(text.error("use_qk_norm", "true or absent", false));
     }
-    // Transformers does not derive it.
+    // Transformers requires the key.
     text.size("head_dim", None, MAX_WIDTH)?;
     let mut attention = json.attention(&Scaling::none(1e4))?;
     let rope = scaling(json, attention.head_dim)?;
@@ -47,7 +48,7 @@ pub(super) fn attention(json: &ConfigJson) -> Result<AttentionSpec> {
     Ok(attention)
 }
 
-/// The type `dynamic` with an `alpha` raises the base, whatever the length of the text.
+/// The type `dynamic` with an `alpha` raises the base, independent of the length of the text.
 fn scaling(json: &ConfigJson, head_dim: usize) -> Result<Scaling> {
     let text = &json.text;
     let fields = match rope::object(text)? {

@@ -1,4 +1,4 @@
-//! Hunyuan with experts: beside a shared MLP of their width, and norms of queries and keys after the rotation.
+//! Hunyuan with experts: a shared MLP of equal width, and norms of queries and keys after the rotation.
 
 use serde_json::Value;
 
@@ -37,7 +37,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let attention = hunyuan::attention(json)?;
     let experts = of_every_layer(text, "num_experts", 1, MAX_EXPERTS)?;
     let width = text.size("intermediate_size", None, MAX_WIDTH)?;
-    // Transformers ignores these keys, MLX reads them: with other values, the file is ambiguous.
+    // Transformers ignores these keys, MLX reads them: other values are ambiguous.
     for (key, only) in [("num_shared_expert", 1), ("moe_intermediate_size", width)] {
         let value = of_every_layer(text, key, only, MAX_WIDTH)?;
         if value != only {
@@ -60,12 +60,10 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     json.pre_norm(|_| Ok((attention.clone(), beside_shared(moe, 1))))
 }
 
-/// A number from 1 to `max`, or an array of equal ones, one a layer.
+/// A number from 1 to `max`, or an array with this number for every layer.
 fn of_every_layer(text: &Fields, key: &str, default: usize, max: usize) -> Result<usize> {
     let Some(Value::Array(values)) = text.get(key) else { return text.size(key, Some(default), max) };
     let number = |value: &Value| value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=max).contains(n));
     let first = values.first().and_then(number).filter(|_| values.iter().all(|value| *value == values[0]));
-    first.ok_or_else(|| {
-        text.error(key, format_args!("a whole number from 1 to {max}, the same in all layers"), "others")
-    })
+    first.ok_or_else(|| text.error(key, format_args!("an integer from 1 to {max}, the same in all layers"), "others"))
 }

@@ -1,5 +1,5 @@
-//! MiniMax M2: experts chosen by sigmoids with a bias, norms over all queries and all keys of a token, and rotation of
-//! a part of each head.
+//! MiniMax M2: experts selected by sigmoids with a bias, norms over all queries and all keys of a token, and rotation
+//! of a part of each head.
 
 use kvant::ops::ExpertScores;
 
@@ -43,7 +43,7 @@ const OWN: Names =
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let text = &json.text;
     refuse_variants(text)?;
-    // Released files name the number of rotated coordinates.
+    // Released files give the number of rotated coordinates.
     let head_dim = text.size("head_dim", None, MAX_WIDTH)?;
     let rotary_dim = text.size_or_null("rotary_dim", head_dim)?.unwrap_or(head_dim);
     let scaling = Scaling::parse_partial(text, 5e6, rotary_dim as f64 / head_dim as f64)?;

@@ -1,4 +1,4 @@
-//! Ministral 3: as Llama, with YaRN and queries that grow with the position.
+//! Ministral 3: as Llama, with YaRN and queries scaled by position.
 
 use super::{
     Family, PRE_NORM,
@@ -20,7 +20,7 @@ pub(super) static FAMILY: Family = Family {
     experts: &[],
 };
 
-/// The most positions that a table of factors is made for: 16 MiB.
+/// Maximum positions of the table of factors: 16 MiB.
 const MAX_TABLE: usize = 1 << 22;
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {

@@ -1,16 +1,16 @@
-//! The families of models: each turns its `config.json` into a description of its decoder, and names its tensors.
+//! The model families: each converts its `config.json` to a decoder description, and names its tensors.
 //!
 //! # Add a family
 //!
 //! 1. Write `families/NAME.rs` with a [`Family`], and add it to [`FAMILIES`].
-//! 2. `describe` reads the keys. A key that the family has must be read: a value that would change the arithmetic in
-//!    ways that the description cannot express is an error that names the key. Unknown keys are ignored.
+//! 2. `describe` reads the keys. It must read every key of the family: a value that would change the arithmetic in ways
+//!    that the description cannot express is an error that names the key. Unknown keys are ignored.
 //! 3. `names` is the family's table of tensors, followed by the tables that complete it.
-//! 4. Add its types to the table of `tools/config_defaults.py` and run it: keys that a file leaves out get the defaults
-//!    of the class in transformers (`defaults.json`), so `describe` states none.
+//! 4. Add its types to the table of `tools/config_defaults.py` and run it: absent keys get the defaults of the class in
+//!    transformers (`defaults.json`), so `describe` contains none.
 //! 5. Add a golden checkpoint (`tools/golden_families.py`), and its name to the tests' list.
 //!
-//! [`common`] has the keys that most families share, [`rope`] the scalings of rotary embeddings.
+//! [`common`] reads the keys shared by most families, [`rope`] the scalings of rotary embeddings.
 
 mod common;
 mod defaults;
@@ -54,15 +54,15 @@ pub(crate) struct Family {
     pub name: &'static str,
     /// The `model_type` of its text models.
     pub model_types: &'static [&'static str],
-    /// The `model_type` of models whose text model is in `text_config`, with that model's type if it has none. If it is
-    /// also one of `model_types`, files may have the text model's keys beside it.
+    /// The `model_type` of models whose text model is in `text_config`, with the text model's type if the file has
+    /// none. If the type is also in `model_types`, the text model's keys may be at the top level.
     pub wrappers: &'static [(&'static str, &'static str)],
-    /// The entries of `architectures`, for files without `model_type`, with the type that they stand for.
+    /// The entries of `architectures` for files without `model_type`, with the type that each implies.
     pub architectures: &'static [(&'static str, &'static str)],
     pub describe: fn(&ConfigJson) -> Result<DecoderSpec>,
-    /// The names of a block's tensors after `layers.N.`; the first table that has a part counts.
+    /// The names of a block's tensors after `layers.N.`. The first table that contains a part applies.
     pub names: &'static [Names],
-    /// The names of experts in each layout that files have. `{}` is the number of an expert.
+    /// The names of experts in each layout. `{}` is replaced by the index of an expert.
     pub experts: &'static [ExpertNames],
 }
 
@@ -79,14 +79,14 @@ impl ExpertNames {
     }
 }
 
-/// How the matrices of experts are stored.
+/// The storage layout of expert matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExpertLayout {
-    /// As the loader asks for them: `[E, outputs, inputs]`, the gate's rows before those of up.
+    /// The loader's layout: `[E, outputs, inputs]`, with the gate's rows before up's.
     Plain,
-    /// gpt-oss in MXFP4: `_blocks` and `_scales`, rows of gate and up in turn.
+    /// gpt-oss in MXFP4: `_blocks` and `_scales`, with alternating rows of gate and up.
     InterleavedMxfp4,
-    /// Dense gpt-oss: `[E, inputs, outputs]`, columns of gate and up in turn.
+    /// Dense gpt-oss: `[E, inputs, outputs]`, with alternating columns of gate and up.
     InterleavedTransposed,
 }
 
@@ -118,7 +118,7 @@ static FAMILIES: [&Family; 22] = [
     &smollm3::FAMILY,
 ];
 
-/// The names of a block whose norms precede its halves (Llama, Qwen).
+/// The names of a block that norms the inputs of its halves (Llama, Qwen).
 const PRE_NORM: Names = &[
     (Part::AttentionNorm, "input_layernorm.weight"),
     (Part::Query, "self_attn.q_proj.weight"),
@@ -133,7 +133,7 @@ const PRE_NORM: Names = &[
     (Part::Down, "mlp.down_proj.weight"),
 ];
 
-/// The names that differ from [`PRE_NORM`] in blocks that also norm the outputs of their halves (Gemma).
+/// Names that differ from [`PRE_NORM`] in blocks that also norm the outputs of their halves (Gemma).
 const SANDWICH: Names = &[
     (Part::AttentionPostNorm, "post_attention_layernorm.weight"),
     (Part::FeedForwardNorm, "pre_feedforward_layernorm.weight"),
@@ -192,7 +192,7 @@ pub(crate) fn parse(json: &Value) -> Result<Config> {
     })
 }
 
-/// The `model_type`, or for files without one the type of their `architectures` entry.
+/// The `model_type`, or for files without it the type implied by `architectures`.
 fn type_of(fields: &Fields) -> Result<String> {
     if let Some(name) = fields.string("model_type")? {
         return Ok(name.to_string());

@@ -1,5 +1,5 @@
 //! Muse Glimmer, text: norms of 1 + w around both halves, a norm of the embedding, a gate of the attention's output,
-//! and queries and keys with norms that have no weights. One layer in four is full and has no rotary embedding.
+//! and norms of queries and keys without weights. One layer in four is full and has no rotary embedding.
 
 use serde_json::Value;
 
@@ -16,7 +16,7 @@ use crate::{
 
 pub(super) static FAMILY: Family = Family {
     name: "muse_glimmer",
-    // Files of MLX have the keys of the text model and the type of the whole one.
+    // MLX's files have the text model's keys with the type of the whole model.
     model_types: &["muse_glimmer_text", "muse_glimmer"],
     wrappers: &[("muse_glimmer", "muse_glimmer_text")],
     architectures: &[("MuseGlimmerForConditionalGeneration", "muse_glimmer")],
@@ -27,7 +27,7 @@ pub(super) static FAMILY: Family = Family {
 
 const GATE: Names = &[(Part::AttentionGate, "self_attn.gate_proj.weight")];
 
-/// One layer in `PATTERN` is full, the last one among them.
+/// One layer in `PATTERN` is full: the last one.
 const PATTERN: usize = 4;
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
@@ -35,7 +35,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     let count = json.layers()?;
     let scaling = Scaling::parse(text, 1e4)?;
     let mut attention = json.attention(&scaling)?;
-    // The factor of the queries is a factor of their scores.
+    // A factor of the queries equals a factor of their scores.
     let positive = |factor: f64| factor > 0.0 && factor <= 1e6;
     let factor = text.float("qk_scale_factor", None, "above 0, at most 1e6", positive)?;
     let plain = factor * (attention.head_dim as f64).powf(-0.5);
@@ -52,7 +52,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         attention.window = windows[l];
         if !rotates[l] {
             attention.rope.stop();
-            // YaRN's factor is part of the cosines and sines that these layers do not have.
+            // YaRN's factor is part of the cosines and sines, which these layers do not use.
             attention.scale = plain as f32;
         }
         Ok((attention, dense.into()))
@@ -76,8 +76,8 @@ fn kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
     Ok(json.layer_types(count)?.unwrap_or_else(|| (0..count).map(kind).collect()))
 }
 
-/// The layers with a rotary embedding: `layer_rope_theta` is 0 for the others. Transformers and MLX read no other base
-/// there than `rope_theta`.
+/// The layers with a rotary embedding: `layer_rope_theta` is 0 for the others. Any other value must equal `rope_theta`,
+/// the only base that transformers and MLX use.
 fn rotating_layers(json: &ConfigJson, count: usize, theta: f64) -> Result<Vec<bool>> {
     const KEY: &str = "layer_rope_theta";
     let text = &json.text;

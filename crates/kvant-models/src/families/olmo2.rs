@@ -1,5 +1,5 @@
-//! OLMo 2 and 3: norms of the outputs of both halves only, and of queries and keys over all heads. OLMo 3 has three
-//! sliding layers to a full one, and scales the rotary embedding of full layers.
+//! OLMo 2 and 3: norms of the outputs of both halves, and of queries and keys over all heads. OLMo 3 has three sliding
+//! layers per full one, and scales the rotary embedding of full layers.
 
 use super::{
     Family, PRE_NORM, SANDWICH,
@@ -49,12 +49,12 @@ fn kinds(json: &ConfigJson, count: usize) -> Result<Vec<Kind>> {
     Ok(json.layer_types(count)?.unwrap_or_else(|| (1..=count).map(kind).collect()))
 }
 
-/// The rotary embeddings of OLMo 3's sliding and full layers: `rope_theta` is the base of full ones.
+/// The rotary embeddings of OLMo 3's sliding and full layers. `rope_theta` is the base of full ones.
 fn scalings(json: &ConfigJson) -> Result<[Scaling; 2]> {
     let text = &json.text;
     let theta = theta_of(text, Some(THETA))?;
     let both = Scaling::of_kinds(text, [THETA, theta])?;
-    // For sliding layers, transformers ignores the key, and MLX reads it: with another number, the file is ambiguous.
+    // For sliding layers, transformers ignores the key and MLX reads it: any other number is ambiguous.
     if theta != THETA && both[0].theta() == THETA {
         return Err(text.error("rope_theta", format_args!("{THETA}, or in rope_parameters by layer type"), theta));
     }

@@ -1,4 +1,4 @@
-//! Phi 3, 3.5, 4 and 4 mini: as Llama, with fused matrices, heads that may rotate in part, and LongRoPE.
+//! Phi 3, 3.5, 4 and 4 mini: as Llama, with fused matrices, partially rotated heads, and LongRoPE.
 
 use super::{
     Family, Names, PRE_NORM,
@@ -44,7 +44,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     json.pre_norm(|_| Ok((attention.clone(), dense.into())))
 }
 
-/// Whether the type is LongRoPE, which had other names.
+/// Whether the type is LongRoPE, including its older names.
 fn is_long(fields: &Fields) -> Result<bool> {
     let kind = rope::type_of(fields)?;
     match kind {
@@ -57,9 +57,9 @@ fn is_long(fields: &Fields) -> Result<bool> {
 fn long_rope(json: &ConfigJson, fields: &Fields, attention: &mut AttentionSpec) -> Result<()> {
     let text = &json.text;
     let original = text.size("original_max_position_embeddings", Some(4096), MAX_POSITIONS)?;
-    let most = text.size("max_position_embeddings", Some(4096), MAX_POSITIONS)?;
+    let max = text.size("max_position_embeddings", Some(4096), MAX_POSITIONS)?;
     let factor = fields.float_or_null("factor", "a number from 1e-3 to 1e6", |f| (1e-3..=1e6).contains(&f))?;
-    let factor = factor.unwrap_or(most as f64 / original as f64);
+    let factor = factor.unwrap_or(max as f64 / original as f64);
     let usual = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
     let given = fields.float_or_null("attention_factor", "from 1e-3 to 1e3", |f| (1e-3..=1e3).contains(&f))?;
     let magnitude = given.unwrap_or(usual);

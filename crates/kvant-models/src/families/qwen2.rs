@@ -29,8 +29,8 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     })
 }
 
-/// The window of each layer, also in Qwen 3 and with experts: of those that `layer_types` names. Without it,
-/// `is_sliding` gets the layer and `max_window_layers`.
+/// The window of each layer, shared with Qwen 3 and models with experts. `layer_types` names the sliding layers.
+/// Without it, `is_sliding` gets the layer and `max_window_layers`.
 pub(super) fn windows(json: &ConfigJson, is_sliding: fn(usize, usize) -> bool) -> Result<Vec<Option<usize>>> {
     let text = &json.text;
     let count = json.layers()?;

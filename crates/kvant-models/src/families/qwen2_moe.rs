@@ -1,4 +1,4 @@
-//! Qwen 1.5 and 2 with experts, and a shared expert whose weight is a sigmoid.
+//! Qwen 1.5 and 2 with experts, and a shared expert weighted by a sigmoid.
 
 use super::{
     Family, Names, PRE_NORM,

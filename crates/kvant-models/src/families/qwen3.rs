@@ -30,7 +30,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
     (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
     let count = json.layers()?;
     let is_moe = json.model_type == "qwen3_moe";
-    // In a mixture of experts, transformers knows no kinds of layers.
+    // For mixtures of experts, transformers does not support layer types.
     let windows = if is_moe { vec![qwen2::window(json)?; count] } else { qwen2::windows(json, |l, max| l >= max)? };
     let experts = if is_moe { Some(QwenExperts::parse(json, count)?) } else { None };
     json.pre_norm(|l| {

@@ -1,4 +1,4 @@
-//! Scalings of rotary embeddings: linear, llama3 and YaRN, as factors of the frequencies.
+//! Scalings of rotary embeddings (linear, llama3, YaRN), expressed as factors of the frequencies.
 
 use std::f64::consts::PI;
 
@@ -7,12 +7,12 @@ use serde_json::{Map, Value};
 use super::common::{Kind, MAX_POSITIONS};
 use crate::{Result, config::fields::Fields};
 
-/// A base with a scaling.
+/// A base and its scaling.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Scaling {
     theta: f64,
     kind: ScalingKind,
-    /// The share of a head's coordinates that rotate, the first ones.
+    /// The fraction of a head's coordinates that rotate, starting with the first.
     share: f64,
 }
 
@@ -32,7 +32,7 @@ enum ScalingKind {
         beta_fast: f64,
         beta_slow: f64,
         original: f64,
-        /// Whether the ends of the ramp are whole numbers.
+        /// Whether the ends of the ramp are rounded to integers.
         truncate: bool,
         attention_factor: f64,
     },
@@ -42,13 +42,13 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 const FACTOR: &str = "a number from 1e-3 to 1e6";
 
 impl Scaling {
-    /// Reads `rope_theta` and the [`object`] with the scaling. `theta` is the default of both.
+    /// Reads `rope_theta` and the scaling [`object`]. `theta` is the default base of both.
     pub(super) fn parse(text: &Fields, theta: f64) -> Result<Scaling> {
         Scaling::parse_partial(text, theta, 1.0)?.whole(text)
     }
 
-    /// As [`Scaling::parse`], for families whose heads may rotate in part: `partial_rotary_factor`, with the default
-    /// `share`.
+    /// Like [`Scaling::parse`], for families with partially rotated heads: reads `partial_rotary_factor` with the
+    /// default `share`.
     pub(super) fn parse_partial(text: &Fields, theta: f64, share: f64) -> Result<Scaling> {
         let base = theta_of(text, Some(theta))?;
         match object(text)? {
@@ -57,8 +57,8 @@ impl Scaling {
         }
     }
 
-    /// Reads the object of one kind of layer, in files that have an object for each kind. For these, transformers
-    /// ignores `original_max_position_embeddings` and `truncate` where other programs read them.
+    /// Reads the object of one layer kind, in files with an object per kind. For these, transformers ignores
+    /// `original_max_position_embeddings` and `truncate`, which other programs read.
     pub(super) fn of_kind(fields: &Fields, text: &Fields, theta: f64) -> Result<Scaling> {
         match fields.get("truncate") {
             None | Some(Value::Bool(true)) => {}
@@ -66,30 +66,30 @@ impl Scaling {
         }
         let original = |fields: &Fields, text: &Fields| match fields.size_or_null(ORIGINAL, MAX_POSITIONS)? {
             Some(own) => Ok(own),
-            None => longest(fields, text),
+            None => max_positions(fields, text),
         };
         Scaling::of_partial(fields, text, theta, original, 1.0)?.whole(fields)
     }
 
-    /// The base and the share of rotating coordinates that `text` and `fields`, its scaling, have; for types of scaling
-    /// that a family reads.
+    /// The base and the fraction of rotated coordinates in `text` and its scaling object `fields`, for scaling types
+    /// that a family reads itself.
     pub(super) fn unscaled(text: &Fields, fields: &Fields, theta: f64) -> Result<Scaling> {
         let theta = theta_of(fields, Some(theta_of(text, Some(theta))?))?;
         Ok(Scaling { theta, kind: ScalingKind::None, share: share_of(&[fields, text], 1.0)? })
     }
 
     /// The scalings of sliding and of full layers. `rope_parameters` has an object for each kind; older files have
-    /// `rope_scaling` for full layers. Either completes the other. `thetas` are the bases of objects without one.
+    /// `rope_scaling` for full layers. Each completes the other. `thetas` are the bases of objects without one.
     pub(super) fn of_kinds(text: &Fields, thetas: [f64; 2]) -> Result<[Scaling; 2]> {
         let none = Map::new();
         let empty = text.with_keys(&none);
         let parameters = text.object("rope_parameters")?;
         let all = parameters.as_ref().unwrap_or(&empty);
-        // Transformers ignores keys outside the objects, other programs do not.
+        // Transformers ignores keys outside the objects; other programs read them.
         if let Some(key) = all.keys().find(|key| ![Kind::Sliding, Kind::Full].map(Kind::name).contains(key)) {
             return Err(all.error(key, "in the objects of sliding_attention and full_attention", "a key beside them"));
         }
-        // Transformers changes the full layers' object, and keeps its `rope_type` where a file has the key's old name.
+        // Transformers modifies the full layers' object, and keeps its `rope_type` if a file uses the key's old name.
         let changes = text.object("rope_scaling")?;
         if changes.is_some() && parameters.is_some() && all.get(Kind::Full.name()).is_none() {
             return Err(all.missing(Kind::Full.name(), "an object, which rope_scaling changes"));
@@ -109,7 +109,7 @@ impl Scaling {
         Ok([of(Kind::Sliding, None, thetas[0])?, full])
     }
 
-    /// Refuses heads that rotate in part.
+    /// Rejects partially rotated heads.
     fn whole(self, fields: &Fields) -> Result<Scaling> {
         if self.share == 1.0 {
             return Ok(self);
@@ -117,7 +117,7 @@ impl Scaling {
         Err(fields.error("partial_rotary_factor", "absent or 1", self.share))
     }
 
-    /// Reads an object with `rope_type` and its parameters. `original` finds the context length before scaling.
+    /// Reads an object with `rope_type` and its parameters. `original` returns the context length before scaling.
     fn of_partial(
         fields: &Fields,
         text: &Fields,
@@ -148,14 +148,14 @@ impl Scaling {
         self.theta
     }
 
-    /// The pairs of a head that rotate; 0 if the share is not that of a whole number of pairs.
+    /// The rotated pairs of a head; 0 if the fraction does not give an integer.
     pub(super) fn rotated_pairs(&self, head_dim: usize) -> usize {
         let rotated = (head_dim as f64 * self.share) as usize;
         if rotated.is_multiple_of(2) { rotated / 2 } else { 0 }
     }
 
-    /// The scale of scores, from that of a model without a scaling: the cosines and sines of both queries and keys have
-    /// YaRN's attention factor.
+    /// The scale of scores, given the scale of a model without scaling. YaRN's attention factor applies to the cosines
+    /// and sines of both queries and keys.
     pub(super) fn score_scale(&self, plain: f64) -> f32 {
         match self.kind {
             ScalingKind::Yarn { attention_factor, .. } => (plain * attention_factor * attention_factor) as f32,
@@ -163,7 +163,7 @@ impl Scaling {
         }
     }
 
-    /// The factors that divide the frequencies of a head whose pairs all rotate; `None` if all are 1.
+    /// The factors that divide the frequencies of a fully rotated head; `None` if all are 1.
     pub(super) fn factors(&self, head_dim: usize) -> Option<Vec<f32>> {
         let pairs = head_dim / 2;
         let frequency = |i: usize| self.theta.powf(-(i as f64) / pairs as f64);
@@ -172,7 +172,7 @@ impl Scaling {
             ScalingKind::Linear(factor) => Some(vec![factor as f32; pairs]),
             ScalingKind::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
                 let of_pair = |i: usize| {
-                    // Rotations within the original context: many stay as they are, few are slowed down.
+                    // Turns within the original context: fast pairs are unchanged, slow ones are scaled.
                     let rotations = original * frequency(i) / (2.0 * PI);
                     let smooth = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
                     (1.0 / ((1.0 - smooth) / factor + smooth)) as f32
@@ -180,7 +180,7 @@ impl Scaling {
                 Some((0..pairs).map(of_pair).collect())
             }
             ScalingKind::Yarn { factor, beta_fast, beta_slow, original, truncate, .. } => {
-                // The pair that rotates so many times within the original context.
+                // The pair that makes this number of turns within the original context.
                 let pair = |rotations: f64| pairs as f64 * (original / (rotations * 2.0 * PI)).ln() / self.theta.ln();
                 let (mut low, mut high) = (pair(beta_fast), pair(beta_slow));
                 if truncate {
@@ -200,7 +200,7 @@ impl Scaling {
     }
 }
 
-/// `partial_rotary_factor` of the first of these objects that has it.
+/// `partial_rotary_factor` of the first object that has it.
 fn share_of(all: &[&Fields], default: f64) -> Result<f64> {
     for fields in all {
         let share =
@@ -228,8 +228,7 @@ pub(super) fn type_of<'a>(fields: &Fields<'a>) -> Result<&'a str> {
     }
 }
 
-/// The object with the scaling of all layers. As in transformers, `rope_scaling` replaces `rope_parameters` unless it
-/// is empty.
+/// The scaling object of all layers. As in transformers, `rope_scaling` replaces `rope_parameters` unless it is empty.
 pub(super) fn object<'a>(text: &Fields<'a>) -> Result<Option<Fields<'a>>> {
     match text.object("rope_scaling")?.filter(|scaling| !scaling.map().is_empty()) {
         Some(scaling) => Ok(Some(scaling)),
@@ -237,17 +236,17 @@ pub(super) fn object<'a>(text: &Fields<'a>) -> Result<Option<Fields<'a>>> {
     }
 }
 
-/// The context length before scaling. As in transformers, that of the model precedes that of the scaling.
+/// The context length before scaling. As in transformers, the model's key takes precedence over the scaling's.
 fn original(fields: &Fields, text: &Fields) -> Result<usize> {
     for fields in [text, fields] {
         if let Some(original) = fields.size_or_null(ORIGINAL, MAX_POSITIONS)? {
             return Ok(original);
         }
     }
-    longest(fields, text)
+    max_positions(fields, text)
 }
 
-/// The context length before scaling that a model sees after loading: transformers completes it for some types only.
+/// The context length before scaling that a model gets after loading: transformers completes it only for some types.
 pub(super) fn visible_original(fields: &Fields, text: &Fields) -> Result<usize> {
     match type_of(fields)? {
         "llama3" | "yarn" => original(fields, text),
@@ -255,9 +254,9 @@ pub(super) fn visible_original(fields: &Fields, text: &Fields) -> Result<usize> 
     }
 }
 
-fn longest(fields: &Fields, text: &Fields) -> Result<usize> {
-    let longest = text.size_or_null("max_position_embeddings", MAX_POSITIONS)?;
-    longest.ok_or_else(|| fields.missing(ORIGINAL, "a number of positions"))
+fn max_positions(fields: &Fields, text: &Fields) -> Result<usize> {
+    let positions = text.size_or_null("max_position_embeddings", MAX_POSITIONS)?;
+    positions.ok_or_else(|| fields.missing(ORIGINAL, "a number of positions"))
 }
 
 fn llama3(fields: &Fields, factor: f64, original: f64) -> Result<ScalingKind> {
@@ -285,7 +284,7 @@ fn yarn(fields: &Fields, factor: f64, original: f64) -> Result<ScalingKind> {
         (None, Some(mscale_of), Some(all)) => mscale(mscale_of) / mscale(all),
         _ => mscale(1.0),
     };
-    // Null is false.
+    // Null means false.
     let truncate = fields.bool_or_null("truncate")?.unwrap_or(fields.get("truncate").is_none());
     Ok(ScalingKind::Yarn { factor, beta_fast, beta_slow, original, truncate, attention_factor })
 }

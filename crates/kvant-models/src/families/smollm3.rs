@@ -31,7 +31,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         attention.window = windows[l];
         if !rotates[l] {
             attention.rope.stop();
-            // YaRN's factor is part of the cosines and sines that these layers do not have.
+            // YaRN's factor is part of the cosines and sines, which these layers do not use.
             attention.scale = (attention.head_dim as f64).powf(-0.5) as f32;
         }
         Ok((attention, dense.into()))

@@ -29,7 +29,7 @@ impl Pass<'_> {
         }
         let (mut from, q, k) = (&own.q[1], &own.q[1], &own.k[1]);
         if self.network.query_factors.is_some() {
-            // A rotation commutes with a factor. The output of attention is still unused.
+            // Rotation commutes with a factor. The buffer of the attention output is free here.
             let args = MoeCombine::new(&own.q[0], &views.query_factors, &own.attended[0]);
             ops::moe_combine(self.enc, &args)?;
             from = &own.attended[1];
@@ -56,7 +56,7 @@ impl Pass<'_> {
         ops::attend(self.enc, &attend)?;
         let mut attended = &own.attended[0];
         if let (Some(matrix), Some(gate)) = (&weights.output_gate, &own.output_gate) {
-            // Some kernels of the product compute the gate, too, if it follows at once.
+            // Some kernels fuse the gate with the product if it follows directly.
             self.linear(self.input(l), matrix, gate)?;
             self.gate(Columns::from(gate), Columns::from(attended), Activation::Sigmoid, gate)?;
             attended = gate;
@@ -64,7 +64,7 @@ impl Pass<'_> {
         self.output_linear(attended, &weights.output, &views.y)
     }
 
-    /// Norms queries and keys, in place, over all heads of a token.
+    /// Norms queries and keys in place, over all heads of a token.
     fn norm_rows(&mut self, l: usize) -> Result<()> {
         let own = &self.views.blocks[l];
         let weights = &self.network.weights.blocks[l].attention;
@@ -76,7 +76,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    /// Rotates queries and keys, in place, before their norms.
+    /// Rotates queries and keys in place, before their norms.
     fn rotate_heads(&mut self, l: usize, rope: Option<Rope>) -> Result<()> {
         if rope.is_none() {
             return Ok(());

@@ -19,7 +19,7 @@ use crate::{
 };
 
 impl<'a> Pass<'a> {
-    /// The norms of h that the half reads: x, and in a parallel one the inputs of the router and of the experts.
+    /// The norms of h that this half reads: x, and for a parallel branch the inputs of the router and of the experts.
     pub(super) fn feed_forward_norms(&self, l: usize) -> HalfNorms<'a> {
         let weights = &self.network.weights.blocks[l].feed_forward;
         let mut norms = HalfNorms::new(&self.views.x, weights.norm.as_ref());
@@ -55,7 +55,7 @@ impl<'a> Pass<'a> {
             self.experts(x, moe, moe_views, spec)?;
             return self.combine(x, moe_views, weights.parallel.as_ref());
         };
-        // A router without a norm of its own reads what the experts read.
+        // A router without its own norm reads the input of the experts.
         let router_input = if moe.router_scales.is_some() { &parallel.router_input } else { &parallel.experts_input };
         self.route(router_input, moe, moe_views, spec)?;
         self.experts(&parallel.experts_input, moe, moe_views, spec)?;
@@ -65,14 +65,14 @@ impl<'a> Pass<'a> {
         Ok(ops::rms_norm(self.enc, &args.combine(Some(&moe_views.weights)).residual(residual))?)
     }
 
-    /// y = Σ weight · expert, plus y if that is the output of a dense branch.
+    /// y = Σ weight · expert, plus y if a dense branch has written it.
     fn combine(&mut self, x: &Tensor, own: &MoeViews, parallel: Option<&ParallelWeights>) -> Result<()> {
         let views = self.views;
         let args = MoeCombine::new(&own.out, &own.weights, &views.y).added(parallel.map(|_| &views.y));
         let (Some(ParallelWeights::Gated(gate)), Some(shared)) = (parallel, &views.shared_router) else {
             return Ok(ops::moe_combine(self.enc, &args)?);
         };
-        // The sigmoid of a single expert's logit is its weight.
+        // The weight of a single expert is the sigmoid of its logit.
         self.linear(x, gate, &shared.logits)?;
         let route = MoeRoute::new(&shared.logits, &shared.ids, &shared.weights).scores(ExpertScores::Sigmoid);
         ops::moe_route(self.enc, &route.normalise(false))?;
@@ -93,7 +93,7 @@ impl<'a> Pass<'a> {
         self.output_linear(&own.gate, &weights.down, out)
     }
 
-    /// Chooses the experts of each token.
+    /// Selects the experts of each token.
     fn route(&mut self, x: &Tensor, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
         self.biased_linear(x, &moe.router, &own.logits)?;
         let expert_scale = moe.router_scales.as_ref().map(|(_, factors)| factors);
@@ -110,7 +110,7 @@ impl<'a> Pass<'a> {
         Ok(ops::moe_route(self.enc, &args)?)
     }
 
-    /// The outputs of each token's experts, without their weights.
+    /// The outputs of each token's experts, not weighted.
     fn experts(&mut self, x: &Tensor, moe: &MoeWeights, own: &MoeViews, spec: MoeSpec) -> Result<()> {
         match &moe.gate_up {
             GateUp::Fused(both) => {
@@ -127,7 +127,7 @@ impl<'a> Pass<'a> {
         self.expert_linear(&own.gate, &moe.down, own, true, self.spec().residual_scale, &own.out)
     }
 
-    /// Multiplies each row by the matrix of its expert, and adds that expert's bias.
+    /// Multiplies each row by its expert's matrix, and adds the expert's bias.
     fn expert_linear(
         &mut self,
         x: &Tensor,

@@ -1,9 +1,9 @@
-//! The forward pass of a decoder: the interpreter of its description.
+//! The forward pass of a decoder: interprets its description.
 //!
 //! Every line of a block ([`spec`](crate::spec)) is one or a few operations. One encoder records the whole pass.
 //!
-//! Without post norms, an output y waits in its buffer: the norm that follows adds it to the residual stream h. With
-//! them, the norm of y adds it, and the same operation writes the norms of h that follow.
+//! Without post norms, an output y stays in its buffer: the next norm adds it to the residual stream h. With post
+//! norms, the norm of y adds it, and the same operation writes the next norms of h.
 
 mod attention;
 mod feed_forward;
@@ -34,7 +34,7 @@ pub(crate) struct Network {
     ropes: Vec<Option<BlockRope>>,
     /// The factor of the queries at each position, f32 `[P, 1]`.
     query_factors: Option<Tensor>,
-    /// The longest text that can be fed.
+    /// Maximum tokens of a text.
     max_length: Option<usize>,
     /// The factor of the embedding, rounded to the dtype of activations.
     embedding_scale: f32,
@@ -42,7 +42,7 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// `context` is the longest text that will be fed; without it, LongRoPE is for its original context.
+    /// `context` is the maximum length of a text. Without it, LongRoPE is configured for its original context.
     pub(crate) fn new(config: Config, weights: Weights, activations: DType, context: Option<usize>) -> Result<Network> {
         let spec = &config.decoder;
         let device = weights.norm.device();
@@ -69,13 +69,13 @@ impl Network {
         self.activations
     }
 
-    /// The longest text that can be fed, if there is a limit other than memory.
+    /// Maximum tokens of a text, if limited by more than memory.
     pub(crate) fn max_length(&self) -> Option<usize> {
         self.max_length
     }
 
-    /// Encodes the pass over the tokens of a step, whose ids are in `views`. `wanted` says which rows get logits, and
-    /// where these go.
+    /// Encodes the pass over the tokens of a step, whose ids are in `views`. `wanted` selects the rows that get logits,
+    /// and where these are written.
     pub(crate) fn encode(
         &self,
         enc: &mut Encoder,
@@ -87,7 +87,7 @@ impl Network {
         self.encode_with(enc, views, pool, step, wanted, None)
     }
 
-    /// As [`Network::encode`]. With `stored`, the encoder is committed in each layer, and replaced.
+    /// Like [`Network::encode`]. With `stored`, the encoder is committed and replaced in each layer.
     pub(crate) fn encode_with(
         &self,
         enc: &mut Encoder,
@@ -100,7 +100,7 @@ impl Network {
         let stored = stored.map(|stored| stored as &mut OnStored);
         let mut pass = Pass { network: self, enc, views, step, stream: Stream::Complete, stored };
         pass.embed()?;
-        // The blocks from here on write no keys: they run for the rows that are wanted alone.
+        // The remaining blocks write no keys, so they run only for the wanted rows.
         let own = self.spec().cache_layers();
         for l in 0..own {
             pass.block(l, pool)?;
@@ -125,7 +125,7 @@ impl Network {
 }
 
 impl Network {
-    /// The logits of rows after the last norm.
+    /// The logits of rows after the final norm.
     pub(crate) fn logits(&self, enc: &mut Encoder, x: &Tensor, out: &Tensor) -> Result<()> {
         let matrix = self.weights.output.as_ref().unwrap_or(&self.weights.embed);
         let spec = self.spec();
@@ -137,7 +137,7 @@ impl Network {
     }
 }
 
-/// A factor in the dtype of activations.
+/// Rounds a factor to the dtype of activations.
 fn rounded(factor: f32, dtype: DType) -> f32 {
     match dtype {
         DType::BF16 => bf16::from_f32(factor).to_f32(),
@@ -149,14 +149,14 @@ fn rounded(factor: f32, dtype: DType) -> f32 {
 /// Called in each layer that stores keys and values, before its tokens attend to them.
 pub(crate) type OnStored<'a> = dyn FnMut(usize, &Step) -> Result<()> + 'a;
 
-/// The rows of a pass whose logits are wanted. Without a tensor for logits, the pass ends with the last norm, whose
+/// The rows of a pass whose logits are wanted. Without a tensor for logits, the pass ends with the final norm, whose
 /// result is in x.
 pub(crate) enum Wanted<'a> {
     Nothing,
     Every {
         logits: Option<&'a Tensor>,
     },
-    /// Some rows, by their indices (u32 `[n]`), with tensors and a step for them alone.
+    /// Some rows, given by their indices (u32 `[n]`), with tensors and a step for only these.
     Some {
         rows: &'a Tensor,
         views: &'a Views,
@@ -170,13 +170,13 @@ pub(crate) enum Wanted<'a> {
 enum Stream {
     /// h is complete.
     Complete,
-    /// y has yet to be added to h.
+    /// y is not yet added to h.
     Pending,
-    /// h is complete, and so are the norms that the next half reads.
+    /// h is complete, and the norms for the next half are written.
     Normed,
 }
 
-/// The norms of h that half a block reads, in place, because a decode step allocates nothing. A half without norms
+/// The norms of h that half a block reads, stored inline because a decode step must not allocate. A half without norms
 /// reads h.
 struct HalfNorms<'a> {
     norms: [NextNorm<'a>; 3],
@@ -184,7 +184,7 @@ struct HalfNorms<'a> {
 }
 
 impl<'a> HalfNorms<'a> {
-    /// The norm with this weight, if there is one, into x.
+    /// The norm with this weight, if any, into x.
     fn new(x: &'a Tensor, weight: Option<&'a Tensor>) -> Self {
         HalfNorms { norms: [NextNorm::new(x).weight(weight); 3], count: usize::from(weight.is_some()) }
     }
@@ -202,7 +202,7 @@ impl<'a> std::ops::Deref for HalfNorms<'a> {
     }
 }
 
-/// One forward pass that is being encoded.
+/// One forward pass during encoding.
 struct Pass<'a> {
     network: &'a Network,
     enc: &'a mut Encoder,
@@ -225,7 +225,7 @@ impl<'a> Pass<'a> {
         self.per_layer_inputs()
     }
 
-    /// Looks up the factors of the queries of this step.
+    /// Looks up the factors of this step's queries.
     fn query_factors(&mut self) -> Result<()> {
         if let Some(table) = &self.network.query_factors {
             ops::embed(self.enc, &ops::Embed::new(table, self.step.positions(), &self.views.query_factors))?;
@@ -233,8 +233,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Copies the rows of the residual stream, and of the blocks' inputs, that `rows` names. The next half is
-    /// attention.
+    /// Gathers `rows` of the residual stream and of the per-layer inputs. The next half is attention.
     fn gather(&mut self, rows: &Tensor, to: &Views) -> Result<()> {
         let mut copy = |from: &Tensor, out: &Tensor| ops::embed(self.enc, &ops::Embed::new(from, rows, out));
         copy(&self.views.h, &to.h)?;
@@ -251,7 +250,7 @@ impl<'a> Pass<'a> {
 
     fn block(&mut self, l: usize, pool: &KvPool) -> Result<()> {
         let weights = &self.network.weights.blocks[l];
-        // The scalar is applied with the last addition to the residual stream.
+        // The last addition to the residual stream applies the scalar.
         let (at_attention, at_feed_forward) = (self.attention_norms(l), self.feed_forward_norms(l));
         let at_next = if l + 1 < self.spec().blocks.len() { self.attention_norms(l + 1) } else { self.final_norm() };
         self.enter(&at_attention)?;
@@ -287,7 +286,7 @@ impl<'a> Pass<'a> {
         if self.spec().blocks[l].pre_norms { &self.views.x } else { &self.views.h }
     }
 
-    /// Writes the norms of h that a half reads, after an addition that is pending.
+    /// Writes the norms of h that a half reads, after a pending addition.
     fn enter(&mut self, norms: &[NextNorm<'a>]) -> Result<()> {
         let Views { h, y, .. } = self.views;
         let residual = match std::mem::replace(&mut self.stream, Stream::Complete) {
@@ -306,7 +305,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// h = scale · (h + norm(y)) and the norms of h that the next half reads; or without a norm h + y at the next norm.
+    /// h = scale · (h + norm(y)) and the next norms of h. Without a post norm, the next norm computes h + y.
     fn leave(&mut self, post_norm: Option<&Tensor>, scale: f32, next: &[NextNorm]) -> Result<()> {
         match post_norm {
             Some(weight) => self.add_normed(&self.views.y, weight, scale, next),
@@ -317,7 +316,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The last norm of all rows, and their logits if they are wanted.
+    /// The final norm of all rows, and their logits if wanted.
     fn finish(&mut self, logits: Option<&Tensor>) -> Result<()> {
         self.enter(&self.final_norm())?;
         logits.map_or(Ok(()), |out| self.network.logits(self.enc, &self.views.x, out))
@@ -333,7 +332,7 @@ impl<'a> Pass<'a> {
         self.add_bias(weights.bias.as_ref(), out)
     }
 
-    /// The last projection of half a block.
+    /// The output projection of half a block.
     fn output_linear(&mut self, x: &Tensor, weights: &Projection, out: &Tensor) -> Result<()> {
         let args = ops::Linear::new(x, weights.matrix.weight(), out).alpha(self.spec().residual_scale);
         ops::linear(self.enc, &args)?;
@@ -347,7 +346,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Multiplies x by a stack of matrices, into `outs`, which follow each other in the memory of `all`.
+    /// Multiplies x by a stack of matrices, into `outs`, which are adjacent in the memory of `all`.
     fn project(&mut self, x: &Tensor, stack: &Stack, all: &Tensor, outs: &[&Tensor]) -> Result<()> {
         match &stack.matrices {
             StackMatrices::Joined(matrix, parts) => {
@@ -360,7 +359,7 @@ impl<'a> Pass<'a> {
             }
         }
         match &stack.biases {
-            // The parts of a single row are a row.
+            // For a single row, the parts are contiguous.
             Some(biases) if self.views.tokens == 1 => self.add_bias(Some(&biases.whole), all),
             Some(biases) => biases.parts.iter().zip(outs).try_for_each(|(bias, out)| self.add_bias(Some(bias), out)),
             None => Ok(()),

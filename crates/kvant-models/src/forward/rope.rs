@@ -1,4 +1,4 @@
-//! The rotary embeddings of blocks, as tensors.
+//! Tensors of the blocks' rotary embeddings.
 
 use kvant::{
     Device, Tensor,
@@ -11,10 +11,10 @@ use crate::{
     spec::{DecoderSpec, LongRope, RopeSpec},
 };
 
-/// The most angles of a table: 32 MiB, whatever a file asks for.
+/// Maximum angles of a table: 32 MiB, as the file is untrusted.
 const MAX_TABLE: usize = 1 << 23;
 
-/// The rotary embedding of a block; blocks with the same one share its tensors.
+/// The rotary embedding of a block. Equal ones share tensors.
 #[derive(Clone)]
 pub(super) enum BlockRope {
     /// The factors of the frequencies, f32 `[rotated_pairs]`.
@@ -23,7 +23,8 @@ pub(super) enum BlockRope {
     Tables { cos: Tensor, sin: Tensor },
 }
 
-/// The rotary embedding of each block; `None` where nothing rotates. `context` is the longest text, for LongRoPE.
+/// The rotary embedding of each block; `None` if nothing rotates. `context` is the maximum length of a text, for
+/// LongRoPE.
 pub(super) fn of_blocks(spec: &DecoderSpec, device: &Device, context: Option<usize>) -> Result<Vec<Option<BlockRope>>> {
     let rope = |l: usize| &spec.blocks[l].attention.rope;
     let mut ropes: Vec<Option<BlockRope>> = Vec::with_capacity(spec.blocks.len());
@@ -55,7 +56,7 @@ impl BlockRope {
     }
 }
 
-/// Tables, because frequencies have no factor of cosines and sines.
+/// Tables of cosines and sines, for factors that frequencies cannot express.
 fn tables(
     rope: &RopeSpec,
     factors: Option<&Vec<f32>>,
@@ -65,9 +66,9 @@ fn tables(
     context: usize,
 ) -> Result<BlockRope> {
     let (pairs, magnitude) = (rope.rotated_pairs, f64::from(long.magnitude));
-    let most = MAX_TABLE / pairs;
-    if context > most {
-        return Err(Error::argument("context", format_args!("at most {most} for this model"), context));
+    let max = MAX_TABLE / pairs;
+    if context > max {
+        return Err(Error::argument("context", format_args!("at most {max} for this model"), context));
     }
     let n = if rope.layout == PairLayout::Halves { head_dim } else { 2 * pairs } as f64;
     let frequency = |i: usize| rope.theta.powf(-2.0 * i as f64 / n) / factors.map_or(1.0, |all| f64::from(all[i]));

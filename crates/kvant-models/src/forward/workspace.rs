@@ -1,4 +1,4 @@
-//! The tensors between the operations of a pass, allocated once and used by every step.
+//! The intermediate tensors of a pass, allocated once and reused by every step.
 
 use kvant::{DType, Device, Tensor};
 
@@ -7,15 +7,14 @@ use crate::{
     spec::{BlockSpec, DecoderSpec, MoeSpec, ParallelSum},
 };
 
-/// Scratch for passes of up to `rows` tokens, with views for the latest number of tokens.
+/// Scratch for passes of up to `rows` tokens, with views for the current number of tokens.
 pub(crate) struct Workspace {
     rows: usize,
     buffers: Buffers,
     pub views: Views,
 }
 
-/// One-dimensional buffers. Each pass uses the first elements in the shapes that it needs, so that views are
-/// contiguous.
+/// One-dimensional buffers. Each pass uses their first elements, in its own shapes, so that views are contiguous.
 struct Buffers {
     ids: Tensor,
     query_factors: Tensor,
@@ -49,14 +48,14 @@ pub(crate) struct Views {
     pub per_layer: Option<PerLayerViews>,
 }
 
-/// For a dense branch with norms that runs in parallel with the experts; `[T, H]` each.
+/// For a dense branch with norms in parallel with the experts; `[T, H]` each.
 pub(crate) struct ParallelViews {
     pub dense_output: Tensor,
     pub router_input: Tensor,
     pub experts_input: Tensor,
 }
 
-/// For a dense branch with a weight of its own; `[T, 1]` each.
+/// For a dense branch with its own weight; `[T, 1]` each.
 pub(crate) struct SharedRouterViews {
     pub logits: Tensor,
     /// u32: zeros.
@@ -65,10 +64,10 @@ pub(crate) struct SharedRouterViews {
     pub weights: Tensor,
 }
 
-/// A pair is one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries,
-/// keys and values are adjacent in memory, and so are gate and up.
+/// A pair is one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries, keys
+/// and values are adjacent in memory, and so are gate and up.
 pub(crate) struct BlockViews {
-    /// The projected ones of q, k and v: `[T, their widths]`, though each of them is a matrix of its own.
+    /// The buffer of the projections q, k and v: `[T, sum of their widths]`. Each of them is a contiguous matrix.
     pub qkv: Tensor,
     pub q: [Tensor; 2],
     pub k: [Tensor; 2],
@@ -83,14 +82,14 @@ pub(crate) struct BlockViews {
 pub(crate) struct DenseViews {
     pub gate: Tensor,
     pub up: Tensor,
-    /// Gate and up: `[T, 2I]`, though each of them is a matrix of its own.
+    /// The buffer of gate and up: `[T, 2I]`. Each of them is a contiguous matrix.
     pub gate_up: Tensor,
 }
 
 pub(crate) struct PerLayerViews {
     /// The embedded ids, `[T, L·P]` and `[T·L, P]`.
     pub embedded: [Tensor; 2],
-    /// The projected embedding, then its sum with `embedded`; the same shapes.
+    /// The projected embedding, then its sum with `embedded`, in these shapes.
     pub input: [Tensor; 2],
     /// `[T, P]`.
     pub gate: Tensor,
@@ -121,7 +120,7 @@ impl Workspace {
         Ok(Workspace { rows, buffers, views })
     }
 
-    /// The largest number of tokens in a pass.
+    /// Maximum tokens of a pass.
     pub(crate) fn rows(&self) -> usize {
         self.rows
     }
@@ -231,7 +230,7 @@ impl Buffers {
     }
 
     fn block(&self, block: &BlockSpec, tokens: usize, hidden: usize) -> Result<BlockViews> {
-        // `heads` heads of a buffer, from its element `at` on.
+        // `heads` heads of a buffer, starting at element `at`.
         let heads = |buffer: &Tensor, at: usize, heads: usize, dim: usize| -> Result<[Tensor; 2]> {
             let flat = span(buffer, at, &[tokens, heads * dim])?;
             let split = flat.reshape(&[tokens, heads, dim])?;
@@ -266,13 +265,13 @@ impl Buffers {
     }
 }
 
-/// Whether a dense branch is added to experts in this way.
+/// Whether a dense branch is added to experts by this kind of sum.
 fn has(spec: &DecoderSpec, sum: ParallelSum) -> bool {
     spec.blocks.iter().any(|block| block.feed_forward.parallel_sum() == Some(sum))
 }
 
-/// The dtype of routers' logits. Scores with a bias are next to each other, so that rounded logits would change the
-/// choice.
+/// The dtype of router logits. Scores with a bias are close to each other, so rounding the logits would change the
+/// selection.
 fn logits_dtype(spec: &DecoderSpec, activations: DType) -> DType {
     let has_scores = |block: &BlockSpec| block.feed_forward.moe().is_some_and(|moe| moe.routing.has_scores());
     if spec.blocks.iter().any(has_scores) { DType::F32 } else { activations }
@@ -315,7 +314,7 @@ fn front(buffer: &Tensor, shape: &[usize]) -> Result<Tensor> {
     span(buffer, 0, shape)
 }
 
-/// The elements of a buffer from `at` on, in a shape.
+/// The elements of a buffer starting at `at`, in a shape.
 fn span(buffer: &Tensor, at: usize, shape: &[usize]) -> Result<Tensor> {
     Ok(buffer.rows(at..at + shape.iter().product::<usize>())?.reshape(shape)?)
 }

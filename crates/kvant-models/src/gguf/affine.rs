@@ -1,4 +1,4 @@
-//! Blocks as kvant's affine matrices, without loss: w = scale · code + bias in groups of 32, with f16 scales.
+//! Converts blocks to kvant's affine matrices without loss: w = scale · code + bias in groups of 32, with f16 scales.
 //!
 //! | type | bits | scale | bias |
 //! |---|---|---|---|
@@ -12,10 +12,10 @@ use kvant::{DType, f16};
 
 use super::GgufType;
 
-/// Elements that share a scale and a bias: those of a block.
+/// Elements that share a scale and a bias: one block.
 pub(super) const GROUP: usize = 32;
 
-/// Bits of a code; `None` for a type that is not affine.
+/// Bits per code; `None` if the type is not affine.
 pub(super) fn bits(kind: GgufType) -> Option<u32> {
     match kind {
         GgufType::Q4_0 | GgufType::Q4_1 => Some(4),
@@ -24,7 +24,7 @@ pub(super) fn bits(kind: GgufType) -> Option<u32> {
     }
 }
 
-/// Parts of an affine matrix as bytes of their tensors.
+/// Bytes of the tensors of an affine matrix.
 #[derive(Debug, Default)]
 pub(super) struct AffineBytes {
     pub codes: Vec<u8>,
@@ -32,7 +32,7 @@ pub(super) struct AffineBytes {
     pub biases: Vec<u8>,
 }
 
-/// A bias does not fit the dtype of biases.
+/// A bias overflows the dtype of biases.
 #[derive(Debug, PartialEq)]
 pub(super) struct Overflow;
 
@@ -91,13 +91,13 @@ fn parts(kind: GgufType, block: &[u8]) -> (f32, f32, &[u8]) {
     }
 }
 
-/// A signed code plus 128: its highest bit flipped.
+/// Adds 128 to a signed code by flipping its highest bit.
 fn unsigned(code: u8) -> u8 {
     code ^ 0x80
 }
 
-/// 32 codes of 4 bits in order, the first of each byte in its low half, from bytes that have code j in the low half and
-/// code j + 16 in the high half.
+/// Reorders 32 4-bit codes. Input bytes contain code j in the low and code j + 16 in the high half; output bytes
+/// contain consecutive codes, the first in the low half.
 fn in_order(halves: &[u8; GROUP / 2]) -> [u8; GROUP / 2] {
     let mut ordered = [0; GROUP / 2];
     let (first, second) = ordered.split_at_mut(GROUP / 4);

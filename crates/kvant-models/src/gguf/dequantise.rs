@@ -1,4 +1,4 @@
-//! Every supported type as f32.
+//! Decodes every supported type to f32.
 
 use kvant::{bf16, f16, reference};
 

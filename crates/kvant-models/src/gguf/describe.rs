@@ -1,8 +1,8 @@
-//! From a GGUF file's metadata to a model's configuration.
+//! Converts a GGUF file's metadata to a model configuration.
 //!
-//! The metadata are written as the family's `config.json`, which the family checks and describes. The description then
-//! gets what that file cannot say: rows of Q and K for adjacent pairs, factors of frequencies as a tensor, norms that
-//! have their 1 already, and numbers of heads and widths by layer.
+//! The metadata are first converted to the family's `config.json`, which the family checks and describes. The
+//! description is then completed with facts that `config.json` cannot express: rows of Q and K permuted for adjacent
+//! pairs, frequency factors as a tensor, norm weights that already include 1, and head counts and widths per layer.
 
 use kvant::{Device, ops::PairLayout};
 use serde_json::{Map, Value, json};
@@ -19,25 +19,25 @@ use crate::{
 };
 
 const ARCHITECTURE: &str = "general.architecture";
-/// Frequencies divided by this or more do not rotate.
+/// Pairs whose frequency is divided by at least this do not rotate.
 const STILL: f32 = 1e20;
 /// Values of `expert_gating_func`.
 const SOFTMAX: u64 = 1;
 const SIGMOID: u64 = 2;
-/// More layers than any family allows.
+/// Maximum layers, above any family's limit.
 const MAX_LAYERS: u64 = 1024;
-/// The limit of every width: products of two do not overflow.
+/// Maximum of every width, so that products of two do not overflow.
 const MAX_SIZE: u64 = 1 << 18;
 
-/// An architecture and its differences from the others.
+/// An architecture and its special properties.
 struct Architecture {
     name: &'static str,
     write: fn(&Keys) -> Result<Value>,
-    /// Q and K have their rows permuted, so that adjacent coordinates form a pair.
+    /// Whether the rows of Q and K are permuted so that adjacent coordinates form a pair.
     adjacent_pairs: bool,
-    /// Which biases there are is known by the tensors of the first block. Others have those of their description.
+    /// Whether the tensors of the first block determine the biases. Otherwise the description does.
     optional_biases: bool,
-    /// Heads may rotate in part: `rope.dimension_count`.
+    /// Whether heads may be partially rotated: `rope.dimension_count`.
     partial_rotation: bool,
 }
 
@@ -84,7 +84,7 @@ static ARCHITECTURES: [Architecture; 22] = [
     Architecture::new("muse-glimmer", muse_glimmer).adjacent_pairs(),
 ];
 
-/// Keys of `config.json` and those of the metadata after the architecture's name.
+/// Keys of `config.json`, and the corresponding metadata keys after the architecture's name.
 const KEYS: [(&str, &str); 29] = [
     ("hidden_size", "embedding_length"),
     ("num_hidden_layers", "block_count"),
@@ -149,7 +149,7 @@ pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
     Ok(config)
 }
 
-/// Llama and Mistral. A window makes it Mistral.
+/// Llama and Mistral. With a window, it is Mistral.
 fn llama(keys: &Keys) -> Result<Value> {
     let window = keys.window()?;
     let mut json = keys.common(if window.is_some() { "mistral" } else { "llama" })?;
@@ -205,10 +205,10 @@ fn qwen3_moe(keys: &Keys) -> Result<Value> {
 }
 
 fn gemma3(keys: &Keys) -> Result<Value> {
-    /// Of the layers of the 27B, whose scale is that of H / heads coordinates.
+    /// The number of layers of the 27B, whose score scale is based on H / heads coordinates.
     const LAYERS_27B: u64 = 62;
     let mut json = keys.common("gemma3_text")?;
-    // llama.cpp would apply it to sliding layers as well.
+    // llama.cpp would also apply it to sliding layers.
     keys.refuse_number("rope.scaling.attn_factor", 1.0)?;
     let layers = keys.required("block_count")?;
     let scalar =
@@ -252,7 +252,7 @@ fn gemma4(keys: &Keys) -> Result<Value> {
             "rope_parameters".into(),
             json!({
                 "sliding_attention": {"rope_type": "default", "rope_theta": theta("rope.freq_base_swa", 1e4)?},
-                // The pairs that do not rotate have a factor in `rope_freqs.weight`.
+                // `rope_freqs.weight` has a factor for pairs that do not rotate.
                 "full_attention": {
                     "rope_type": "proportional",
                     "rope_theta": theta("rope.freq_base", 1e6)?,
@@ -277,20 +277,20 @@ fn gpt_oss(keys: &Keys) -> Result<Value> {
     json.extend([
         ("num_local_experts".into(), json!(keys.required("expert_count")?)),
         ("num_experts_per_tok".into(), json!(keys.required("expert_used_count")?)),
-        // Of experts; there are no dense layers.
+        // The width of experts; dense layers do not exist.
         ("intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
         ("sliding_window".into(), json!(keys.required("attention.sliding_window")?)),
     ]);
     if let Some(MetadataValue::Scalars(_)) = keys.get("attention.sliding_window_pattern") {
         json.insert("layer_types".into(), keys.layer_types()?);
     }
-    // Files do not say that the ends of the ramp are not rounded, nor that there is no scaling.
+    // Files record neither that the ends of the ramp are not rounded, nor the absence of a scaling.
     let rope = json.entry("rope_scaling").or_insert(json!({"rope_type": "default"}));
     rope["truncate"] = json!(false);
     Ok(json.into())
 }
 
-/// Files do not say which layers have no rotary embedding: every fourth one.
+/// Files do not record which layers have no rotary embedding: it is every fourth one.
 fn smollm3(keys: &Keys) -> Result<Value> {
     keys.common("smollm3").map(Value::from)
 }
@@ -318,7 +318,7 @@ fn granite(keys: &Keys) -> Result<Value> {
     Ok(json.into())
 }
 
-/// OLMo 2 and 3. A window makes it OLMo 3.
+/// OLMo 2 and 3. With a window, it is OLMo 3.
 fn olmo2(keys: &Keys) -> Result<Value> {
     let Some(window) = keys.window()? else { return keys.common("olmo2").map(Value::from) };
     let mut json = keys.common("olmo3")?;
@@ -367,12 +367,12 @@ fn ernie4_5(keys: &Keys) -> Result<Value> {
     keys.common("ernie4_5").map(Value::from)
 }
 
-/// The base that files have is already raised.
+/// The base in the file is already raised.
 fn hunyuan(keys: &Keys) -> Result<Value> {
     keys.common("hunyuan_v1_dense").map(Value::from)
 }
 
-/// The layers for multi-token prediction are the last ones, and are not read.
+/// The last layers are for multi-token prediction, and are not read.
 fn glm4_moe(keys: &Keys) -> Result<Value> {
     keys.check_gating(SIGMOID)?;
     let mut json = keys.common("glm4_moe")?;
@@ -410,7 +410,7 @@ fn ernie4_5_moe(keys: &Keys) -> Result<Value> {
     Ok(json.into())
 }
 
-/// The base that files have is already raised.
+/// The base in the file is already raised.
 fn hunyuan_moe(keys: &Keys) -> Result<Value> {
     keys.check_gating(SOFTMAX)?;
     let mut json = keys.common("hunyuan_v1_moe")?;
@@ -438,7 +438,7 @@ fn minimax_m2(keys: &Keys) -> Result<Value> {
     Ok(json.into())
 }
 
-/// The factor of queries is the weight of their norm. The layers with a window have a rotary embedding.
+/// The norm weight of queries contains their factor. The layers with a window have a rotary embedding.
 fn muse_glimmer(keys: &Keys) -> Result<Value> {
     let mut json = keys.common("muse_glimmer_text")?;
     let scale = keys.required_number("logit_scale")?;
@@ -454,7 +454,7 @@ fn muse_glimmer(keys: &Keys) -> Result<Value> {
         ("output_multiplier".into(), json!(scale)),
         ("final_logit_softcapping".into(), json!(keys.softcap()?)),
         ("qk_scale_factor".into(), json!(1.0)),
-        // llama.cpp's.
+        // As in llama.cpp.
         ("post_norm_eps".into(), json!(1e-8)),
     ]);
     Ok(json.into())
@@ -476,7 +476,7 @@ impl Keys<'_> {
         self.metadata.get(&self.full(key))
     }
 
-    /// A number, or the first of an array of them.
+    /// A number, or the first element of an array.
     fn whole(&self, key: &str) -> Result<Option<u64>> {
         match self.get(key) {
             Some(MetadataValue::Scalars(_)) => Ok(self.of_layers(key)?.and_then(|all| all.first().copied())),
@@ -485,14 +485,14 @@ impl Keys<'_> {
     }
 
     fn required(&self, key: &str) -> Result<u64> {
-        self.whole(key)?.ok_or_else(|| error(&self.full(key), "a whole number", "nothing"))
+        self.whole(key)?.ok_or_else(|| error(&self.full(key), "an integer", "nothing"))
     }
 
     fn number(&self, key: &str) -> Result<Option<f64>> {
         self.metadata.number(&self.full(key))
     }
 
-    /// Checks sizes before others are derived from them, whose keys would be named instead.
+    /// Checks sizes before others are derived from them, so that errors name the right key.
     fn check_lengths(&self) -> Result<()> {
         const SIZES: [&str; 7] = [
             "embedding_length",
@@ -503,9 +503,9 @@ impl Keys<'_> {
             "attention.key_length_swa",
             "attention.value_length_swa",
         ];
-        let size = |key: &str, most: u64| match self.whole(key)? {
-            Some(size) if !(1..=most).contains(&size) => {
-                Err(error(&self.full(key), format_args!("from 1 to {most}"), size))
+        let size = |key: &str, max: u64| match self.whole(key)? {
+            Some(size) if !(1..=max).contains(&size) => {
+                Err(error(&self.full(key), format_args!("from 1 to {max}"), size))
             }
             _ => Ok(()),
         };
@@ -528,7 +528,7 @@ impl Keys<'_> {
         }
     }
 
-    /// The share of a head's coordinates that rotate.
+    /// The fraction of a head's coordinates that rotate.
     fn rotated_share(&self) -> Result<f64> {
         let head_dim = self.head_dim()?;
         let rotated = self.whole("rope.dimension_count")?.unwrap_or(head_dim);
@@ -543,7 +543,7 @@ impl Keys<'_> {
         }
     }
 
-    /// The number of shared experts, which are as wide as the others.
+    /// The number of shared experts, which have the width of the others.
     fn shared_experts(&self) -> Result<u64> {
         const WIDTH: &str = "expert_shared_feed_forward_length";
         let width = self.required("expert_feed_forward_length")?.max(1);
@@ -554,7 +554,7 @@ impl Keys<'_> {
         }
     }
 
-    /// The function from logits to scores is that of the architecture.
+    /// Checks that the function from logits to scores is the architecture's.
     fn check_gating(&self, expected: u64) -> Result<()> {
         const KEY: &str = "expert_gating_func";
         match self.whole(KEY)?.filter(|&function| function != expected) {
@@ -568,11 +568,11 @@ impl Keys<'_> {
         Ok(self.number("final_logit_softcapping")?.filter(|&cap| cap != 0.0))
     }
 
-    /// The number of each layer, if the value is an array.
+    /// One number per layer, if the value is an array.
     fn of_layers(&self, key: &str) -> Result<Option<Vec<u64>>> {
         let Some(MetadataValue::Scalars(array)) = self.get(key) else { return Ok(None) };
         let layers = self.required("block_count")?;
-        let wrong = |got: &dyn std::fmt::Display| error(&self.full(key), format!("{layers} whole numbers"), got);
+        let wrong = |got: &dyn std::fmt::Display| error(&self.full(key), format!("{layers} integers"), got);
         if layers > MAX_LAYERS || array.len() as u64 != layers {
             return Err(wrong(&format_args!("an array of {array:?}")));
         }
@@ -588,7 +588,7 @@ impl Keys<'_> {
         Ok(self.whole("attention.sliding_window")?.filter(|&window| window > 0))
     }
 
-    /// `layer_types`, if the file has a pattern with an entry per layer, or the interval of full layers.
+    /// Inserts `layer_types` if the file has a pattern with an entry per layer, or the interval of full layers.
     fn insert_layer_types(&self, json: &mut Map<String, Value>) -> Result<()> {
         const KEY: &str = "attention.sliding_window_pattern";
         match self.get(KEY) {
@@ -599,22 +599,22 @@ impl Keys<'_> {
         Ok(())
     }
 
-    /// The layers that the pattern marks are sliding.
+    /// Marked layers of the pattern are sliding.
     fn layer_types(&self) -> Result<Value> {
         let key = self.full("attention.sliding_window_pattern");
-        let array = self.metadata.scalars(&key)?.ok_or_else(|| error(&key, "an array of truth values", "nothing"))?;
+        let array = self.metadata.scalars(&key)?.ok_or_else(|| error(&key, "an array of booleans", "nothing"))?;
         let name = |scalar| match scalar {
             Scalar::Bool(true) | Scalar::Integer(1) => Ok("sliding_attention"),
             Scalar::Bool(false) | Scalar::Integer(0) => Ok("full_attention"),
-            other => Err(error(&key, "an array of truth values", other)),
+            other => Err(error(&key, "an array of booleans", other)),
         };
         if array.len() as u64 > MAX_LAYERS {
-            return Err(error(&key, format_args!("at most {MAX_LAYERS} truth values"), array.len()));
+            return Err(error(&key, format_args!("at most {MAX_LAYERS} booleans"), array.len()));
         }
         array.iter().map(name).collect::<Result<Vec<_>>>().map(Value::from)
     }
 
-    /// Biases that the description does not have would be ignored.
+    /// Rejects biases that the description does not have, which would be ignored otherwise.
     fn refuse_other_biases(&self, decoder: &DecoderSpec) -> Result<()> {
         let unknown = |name: &&str| {
             let Some((block, module)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
@@ -631,9 +631,9 @@ impl Keys<'_> {
         })
     }
 
-    /// Heads that rotate in part are not expressed.
+    /// Rejects partially rotated heads, which cannot be expressed.
     fn refuse_partial_rotation(&self) -> Result<()> {
-        // Gemma 4 has one of these per kind of layer, and factors for pairs that do not rotate.
+        // Gemma 4 has this key per layer kind, and factors for pairs that do not rotate.
         let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is("gemma4"));
         match rotated {
             Some(rotated) if rotated != self.head_dim()? => Err(error(
@@ -652,7 +652,7 @@ impl Keys<'_> {
         }
     }
 
-    /// The keys that most families share.
+    /// The keys shared by most families.
     fn common(&self, model_type: &str) -> Result<Map<String, Value>> {
         let heads = self.heads()?;
         let embedding = "token_embd.weight";
@@ -674,7 +674,7 @@ impl Keys<'_> {
             ("vocab_size".into(), json!(embedding.shape.first())),
             ("tie_word_embeddings".into(), json!(self.gguf.tensor("output.weight").is_none())),
         ]);
-        // Qwen's files with experts have no dense layers, and need not say how wide those are.
+        // Qwen's files with experts have no dense layers, and may lack their width.
         let width = self.whole("feed_forward_length")?.filter(|&width| width > 0);
         json.insert("intermediate_size".into(), json!(width.unwrap_or(1)));
         if let Some(scaling) = self.scaling()? {
@@ -683,12 +683,12 @@ impl Keys<'_> {
         Ok(json)
     }
 
-    /// `rope_scaling`, for files that have one other than the factors in `rope_freqs.weight`. Keys and defaults are
+    /// `rope_scaling`, if the file has a scaling other than the factors in `rope_freqs.weight`. Keys and defaults are
     /// llama.cpp's.
     fn scaling(&self) -> Result<Option<Map<String, Value>>> {
         let key = self.full("rope.scaling.type");
         let kind = match self.metadata.text(&key)? {
-            // The tensors of factors say the rest.
+            // The factor tensors contain the rest.
             _ if self.is("phi3") && self.gguf.tensor("rope_factors_short.weight").is_some() => return Ok(None),
             None => "linear",
             Some(kind @ ("none" | "linear" | "yarn")) => kind,
@@ -701,7 +701,7 @@ impl Keys<'_> {
         if kind != "yarn" {
             self.refuse_number("rope.scaling.attn_factor", 1.0)?;
         }
-        // Old files have the factor under another name. 0 means none.
+        // Old files use another name for the factor. 0 means none.
         let factor = match number("factor")? {
             None => self.number("rope.scale_linear")?,
             factor => factor,
@@ -722,7 +722,7 @@ impl Keys<'_> {
         let mscale = |weight: f64| if factor > 1.0 { 0.1 * weight * factor.ln() + 1.0 } else { 1.0 };
         let weight = number("yarn_log_multiplier")?.unwrap_or(0.0);
         let usual = if weight == 0.0 { mscale(1.0) } else { mscale(1.0) / mscale(weight) };
-        // The converter writes the factor of cosines and sines under one key; another one multiplies it.
+        // The converter writes the factor of cosines and sines to one key; another key multiplies it.
         let attention = number("yarn_attn_factor")?.unwrap_or(usual) * number("attn_factor")?.unwrap_or(1.0);
         Ok(Map::from_iter([
             ("rope_type".into(), json!("yarn")),
@@ -734,7 +734,7 @@ impl Keys<'_> {
         ]))
     }
 
-    /// Refuses a factor that has no place in the description unless it has no effect.
+    /// Rejects a factor that the description cannot express unless it has no effect.
     fn refuse_number(&self, key: &str, neutral: f64) -> Result<()> {
         match self.number(key)?.filter(|&number| number != neutral) {
             None => Ok(()),
@@ -742,9 +742,9 @@ impl Keys<'_> {
         }
     }
 
-    /// What `config.json` cannot say.
+    /// Applies facts that `config.json` cannot express.
     fn adjust(&self, decoder: &mut DecoderSpec, architecture: &Architecture) -> Result<()> {
-        // The 1 of 1 + w is part of the weights.
+        // The 1 of 1 + w is included in the weights.
         (decoder.norm_offset, decoder.final_norm_offset) = (0.0, 0.0);
         let heads = self.of_layers("attention.head_count")?;
         let kv_heads = self.of_layers("attention.head_count_kv")?;
@@ -766,11 +766,11 @@ impl Keys<'_> {
             };
             set(&mut attention.heads, &heads);
             set(&mut attention.kv_heads, &kv_heads);
-            // Files have weights: the factor of queries, and ones.
+            // Files have weights for these norms: the factor of queries, and ones.
             if attention.qk_norm == Some(QkNorm::Unweighted) {
                 attention.qk_norm = Some(QkNorm::Heads);
             }
-            // A file without the projection of values uses the keys.
+            // Without a value projection, values are the keys.
             let value = format!("blk.{l}.attn_v.weight");
             if attention.keys_values == KeysValues::Own && self.gguf.tensor(&value).is_none() && self.is("gemma4") {
                 attention.keys_values = KeysValues::KeysAreValues;
@@ -780,7 +780,7 @@ impl Keys<'_> {
             if let Some(factors) = factors.as_ref().filter(|_| is_rotated) {
                 rotate(attention, factors)?;
             }
-            // Shared experts have a width of their own.
+            // Shared experts have their own width.
             if let FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _, ParallelSum::Normed) =
                 &mut block.feed_forward
             {
@@ -837,7 +837,7 @@ impl Keys<'_> {
         Ok(factors)
     }
 
-    /// Names the key of the metadata instead of that of `config.json`.
+    /// Replaces the key of `config.json` in an error by the metadata key.
     fn rename(&self, error: Error) -> Error {
         let Error::Config { key, expected, got } = error else { return error };
         let known = KEYS.iter().find(|(config, _)| *config == key).map(|(_, name)| self.full(name));
@@ -845,7 +845,7 @@ impl Keys<'_> {
     }
 }
 
-/// Whether the description of a block has a bias of the module.
+/// Whether a block's description has a bias of the module.
 fn has_bias(block: &BlockSpec, module: &str) -> bool {
     match module {
         "attn_q" | "attn_k" | "attn_v" | "attn_qkv" => block.attention.qkv_bias,
@@ -859,7 +859,7 @@ fn has_bias(block: &BlockSpec, module: &str) -> bool {
     }
 }
 
-/// Applies factors. Pairs at the end whose frequency becomes zero do not rotate.
+/// Applies factors. Trailing pairs whose frequency becomes zero do not rotate.
 fn rotate(attention: &mut AttentionSpec, factors: &[f32]) -> Result<()> {
     let pairs = attention.head_dim / 2;
     if factors.len() != pairs {

@@ -1,4 +1,4 @@
-//! One GGUF file, and models of several files.
+//! GGUF files, and models split into several files.
 
 use std::{
     collections::HashMap,
@@ -21,7 +21,7 @@ use crate::{
     parallel::{self, PIECE},
 };
 
-/// The largest number of shards. Models have a few dozen.
+/// Maximum shards. Models have a few dozen.
 const SHARD_LIMIT: u64 = 4096;
 
 /// One open GGUF file.
@@ -48,7 +48,7 @@ impl GgufFile {
     }
 }
 
-/// Reads a file from its start on.
+/// Reads a file sequentially.
 struct Sequential<'a> {
     file: &'a OpenFile,
     at: u64,
@@ -64,9 +64,9 @@ impl Read for Sequential<'_> {
     }
 }
 
-/// A model's GGUF file, or all files of a model that is split (`NAME-00001-of-00003.gguf`).
+/// A model's GGUF file, or all files of a split model (`NAME-00001-of-00003.gguf`).
 ///
-/// Tensors are read piece by piece, so that no file is held or mapped as a whole.
+/// Tensors are read piece by piece; files are neither loaded nor mapped completely.
 ///
 /// ```no_run
 /// use kvant_models::gguf::Gguf;
@@ -80,7 +80,7 @@ impl Read for Sequential<'_> {
 #[derive(Debug)]
 pub struct Gguf {
     files: Vec<GgufFile>,
-    /// The file of each tensor.
+    /// The file index of each tensor.
     place: HashMap<String, usize>,
 }
 
@@ -91,16 +91,16 @@ pub struct AffineTensors {
     pub codes: Tensor,
     /// f16 or f32 `[.., N, K/group]`.
     pub scales: Tensor,
-    /// The shape and dtype of `scales`.
+    /// The biases, with the shape and dtype of `scales`.
     pub biases: Tensor,
-    /// Bits of a code.
+    /// Bits per code.
     pub bits: u32,
     /// Inputs that share a scale and a bias.
     pub group: usize,
 }
 
 impl Gguf {
-    /// Opens a file and checks its header. Of a split model, `path` names any of the files; all must be in the same
+    /// Opens a file and checks its header. For a split model, `path` names any of its files; all must be in one
     /// directory.
     ///
     /// # Errors
@@ -131,7 +131,7 @@ impl Gguf {
         Ok(gguf)
     }
 
-    /// The path of the file, or of the first one of a split model.
+    /// The path of the file, or of the first file of a split model.
     pub fn path(&self) -> &Path {
         &self.files[0].path
     }
@@ -148,7 +148,7 @@ impl Gguf {
         Ok(Gguf { files, place })
     }
 
-    /// The key-value pairs; of a split model, those of its first file.
+    /// The metadata; for a split model, the first file's.
     pub fn metadata(&self) -> &Metadata {
         &self.files[0].header.metadata
     }
@@ -158,7 +158,7 @@ impl Gguf {
         self.files.iter().map(|file| &file.header)
     }
 
-    /// All tensors with their names, in no particular order.
+    /// All tensors with their names, in unspecified order.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &GgufTensor)> {
         self.files.iter().flat_map(|file| file.header.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)))
     }
@@ -168,7 +168,7 @@ impl Gguf {
         self.files[*self.place.get(name)?].header.tensors.get(name)
     }
 
-    /// Reads a tensor to a device: F32, F16 and BF16 as they are, quantised types as f32.
+    /// Reads a tensor to a device: F32, F16 and BF16 unchanged, quantised types as f32.
     ///
     /// # Errors
     /// `MissingTensor`; `TensorDType` for a type that is not supported; `File`; `Kvant` if memory is short.
@@ -188,7 +188,7 @@ impl Gguf {
         })
     }
 
-    /// As [`Gguf::read`], into a tensor of the same shape and of that dtype.
+    /// Like [`Gguf::read`], into a tensor with the file's shape and this dtype.
     pub(super) fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
         let (file, info) = self.find(name)?;
         let flat = tensor.reshape(&[tensor.elements()])?;
@@ -206,7 +206,7 @@ impl Gguf {
         })
     }
 
-    /// Whether two tensors have the same type, shape and bytes.
+    /// Whether two tensors have equal type, shape and bytes.
     pub(super) fn same(&self, a: &str, b: &str) -> Result<bool> {
         let ((file_a, of_a), (file_b, of_b)) = (self.find(a)?, self.find(b)?);
         if (of_a.kind, &of_a.shape) != (of_b.kind, &of_b.shape) {
@@ -228,8 +228,8 @@ impl Gguf {
         affine::bits(kind).is_some()
     }
 
-    /// Reads a matrix of a type with affine codes to a device. Every weight has the same value as in the file.
-    /// Scales and biases are f16, or f32 for a matrix whose biases overflow f16.
+    /// Reads a matrix with affine codes to a device. Every weight equals the file's. Scales and biases are f16, or f32
+    /// if a bias overflows f16.
     ///
     /// # Errors
     /// As [`Gguf::read`].
@@ -245,7 +245,7 @@ impl Gguf {
         }
     }
 
-    /// `None` if a bias overflows `dtype`, that of scales and biases.
+    /// Returns `None` if a bias overflows `dtype`, the dtype of scales and biases.
     fn affine_with(&self, name: &str, bits: u32, dtype: DType, device: &Device) -> Result<Option<AffineTensors>> {
         let (_, info) = self.find(name)?;
         let with_inputs = |inputs: &dyn Fn(usize) -> usize| {
@@ -266,8 +266,8 @@ impl Gguf {
         Ok(fits.then_some(matrix))
     }
 
-    /// Reads codes, scales and biases of a matrix with affine codes into tensors of matching shapes. Returns false if
-    /// a bias overflows the dtype of `biases`; the contents are then unspecified.
+    /// Reads codes, scales and biases of an affine matrix into tensors of matching shapes. Returns false if a bias
+    /// overflows the dtype of `biases`; the contents are then unspecified.
     pub(super) fn read_affine_into(&self, name: &str, [codes, scales, biases]: [&Tensor; 3]) -> Result<bool> {
         let (file, info) = self.find(name)?;
         let bits = affine::bits(info.kind).expect("the caller has checked the type") as usize;
@@ -289,7 +289,7 @@ impl Gguf {
         Ok(fits.into_inner())
     }
 
-    /// Reads the bytes of a tensor into a u8 tensor of as many elements.
+    /// Reads the bytes of a tensor into a u8 tensor with this number of elements.
     pub(super) fn read_bytes_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
         let (file, info) = self.find(name)?;
         let flat = tensor.reshape(&[tensor.elements()])?;
@@ -312,8 +312,8 @@ impl Gguf {
 }
 
 impl GgufFile {
-    /// Visits the bytes of a tensor in pieces of whole blocks, on several threads: `visit` gets the thread's state, the
-    /// number of the piece's first block, and the piece.
+    /// Visits the bytes of a tensor in pieces of whole blocks, on several threads. `visit` gets the thread's state, the
+    /// index of the piece's first block, and the piece.
     fn pieces<S>(
         &self,
         name: &str,
@@ -338,7 +338,7 @@ impl GgufFile {
     }
 }
 
-/// The place of a file in a split model.
+/// The index of a file in a split model.
 struct Split {
     number: u64,
     count: u64,
@@ -348,7 +348,7 @@ struct Split {
 }
 
 impl Split {
-    /// `None` for a file that is a whole model.
+    /// Returns `None` for a file that is a whole model.
     fn of(file: &GgufFile) -> Result<Option<Split>> {
         let count = whole(file, "split.count")?.unwrap_or(0);
         if count <= 1 {

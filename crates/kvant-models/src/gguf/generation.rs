@@ -1,4 +1,4 @@
-//! Facts about chats and sampling in a GGUF file's metadata.
+//! Chat templates and sampling parameters in a GGUF file's metadata.
 
 use super::{
     Metadata,
@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl Metadata {
-    /// The Jinja template of chats, or a further one by its name (`tool_use`, `rag`).
+    /// The default Jinja chat template, or a named one (`tool_use`, `rag`).
     ///
     /// # Errors
     /// `Metadata` for a value that is not a string.
@@ -21,13 +21,13 @@ impl Metadata {
         }
     }
 
-    /// The sampling parameters that the file recommends (`general.sampling.*`), and the tokens that are never sampled
+    /// The sampling parameters that the file recommends (`general.sampling.*`), and the tokens that must not be sampled
     /// (`tokenizer.ggml.suppress_tokens`).
     ///
-    /// Ignored are the order of samplers, XTC, Mirostat, and `penalty_last_n`: penalties count the whole text.
+    /// Ignored: the order of samplers, XTC, Mirostat, and `penalty_last_n`, as penalties count the whole text.
     ///
     /// # Errors
-    /// `Metadata` for a value of another type or out of range.
+    /// `Metadata` for a value of the wrong type or out of range.
     pub fn generation_defaults(&self) -> Result<GenerationDefaults> {
         let number = |name: &str, rule: &Rule| {
             let key = format!("general.sampling.{name}");

@@ -1,4 +1,4 @@
-//! Reading and checking the header of a GGUF file: metadata and the list of tensors.
+//! Reads and checks the header of a GGUF file: metadata and the list of tensors.
 //!
 //! The format, little endian: magic, version, number of tensors, number of pairs; the pairs; per tensor its name,
 //! dimensions (innermost first), type and offset; padding to the alignment; the data.
@@ -13,17 +13,17 @@ use super::{
     metadata::{Metadata, MetadataValue, Scalar, Scalars, Texts, ValueType},
 };
 
-/// Several times the largest header: vocabularies take some 20 MiB.
+/// Maximum bytes of a header: several times the largest existing one; vocabularies take some 20 MiB.
 const HEADER_LIMIT: u64 = 256 << 20;
-/// Files have some dozens of pairs.
+/// Maximum metadata pairs. Files have some dozens.
 const PAIR_LIMIT: u64 = 1 << 16;
-/// Models have some thousands of tensors.
+/// Maximum tensors. Models have some thousands.
 const TENSOR_LIMIT: u64 = 1 << 18;
-/// Tensors have at most four dimensions.
+/// Maximum dimensions of a tensor.
 const RANK_LIMIT: u32 = 4;
-/// Arrays in arrays.
+/// Maximum nesting depth of arrays.
 const DEPTH_LIMIT: u32 = 4;
-/// Files use 32, rarely a page.
+/// Maximum alignment. Files use 32, rarely a page.
 const ALIGNMENT_LIMIT: u64 = 1 << 16;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
@@ -34,21 +34,20 @@ pub struct GgufTensor {
     pub kind: GgufType,
     /// The dimensions, outermost first: the reverse of the order in the file.
     pub shape: Vec<usize>,
-    /// First byte, counted from [`GgufHeader::data_start`].
+    /// Offset of the first byte from [`GgufHeader::data_start`].
     pub start: u64,
     /// One past the last byte.
     pub end: u64,
 }
 
-/// The checked header of a file: keys and names are unique, and tensors are in the file, aligned, and follow each
-/// other.
+/// The checked header of a file: keys and names are unique; tensors are aligned, contiguous and within the file.
 #[derive(Clone, Debug)]
 pub struct GgufHeader {
     /// The version of the format: 2 or 3.
     pub version: u32,
     /// The alignment of tensors in bytes, a power of two.
     pub alignment: u64,
-    /// The position of the data in the file.
+    /// The offset of the data in the file.
     pub data_start: u64,
     /// The key-value pairs.
     pub metadata: Metadata,
@@ -62,7 +61,7 @@ impl GgufHeader {
     /// Reads the header of a file with `file_bytes` bytes.
     ///
     /// # Errors
-    /// A description of what is wrong.
+    /// The reason.
     pub fn read(file: impl Read, file_bytes: u64) -> Checked<GgufHeader> {
         let mut input = Input { reader: file, left: file_bytes.min(HEADER_LIMIT), cut: file_bytes > HEADER_LIMIT };
         let version = read_version(&mut input)?;
@@ -101,7 +100,7 @@ impl<R: Read> Input<R> {
             return Ok(());
         }
         let (left, limit) = (self.left, if self.cut { "limit of a header" } else { "file" });
-        Err(format!("{what} takes {bytes} bytes, {left} are left in the {limit}; the file may be truncated"))
+        Err(format!("{what} needs {bytes} bytes, {left} remain in the {limit}; the file may be truncated"))
     }
 
     fn fill(&mut self, bytes: &mut [u8], what: &str) -> Checked<()> {
@@ -110,7 +109,7 @@ impl<R: Read> Input<R> {
         self.reader.read_exact(bytes).map_err(|e: io::Error| format!("{what}: {e}"))
     }
 
-    /// The length has been checked against the file before the allocation.
+    /// The length is checked against the file before the allocation.
     fn bytes(&mut self, count: u64, what: &str) -> Checked<Vec<u8>> {
         self.need(count, what)?;
         let mut bytes = vec![0; count as usize];
@@ -138,13 +137,13 @@ impl<R: Read> Input<R> {
     }
 }
 
-/// Names in malicious files can be long.
+/// Shortens a name: in malicious files it can be long.
 fn short(name: &str) -> String {
     name.chars().take(80).collect()
 }
 
-fn limit(what: &str, count: u64, most: u64) -> Checked<()> {
-    if count <= most { Ok(()) } else { Err(format!("the header claims {count} {what}, the limit is {most}")) }
+fn limit(what: &str, count: u64, max: u64) -> Checked<()> {
+    if count <= max { Ok(()) } else { Err(format!("the header claims {count} {what}, the limit is {max}")) }
 }
 
 fn read_version(input: &mut Input<impl Read>) -> Checked<u32> {
@@ -192,7 +191,7 @@ fn read_array(input: &mut Input<impl Read>) -> Checked<MetadataValue> {
         }
         (ValueType::String, None) => {
             let mut texts = Texts::default();
-            // The limit of a header keeps the sum of lengths below 4 GiB.
+            // The header limit keeps the sum of lengths below 4 GiB.
             for _ in 0..count {
                 texts.push(&input.text("a string of an array")?);
             }
@@ -205,7 +204,7 @@ fn read_array(input: &mut Input<impl Read>) -> Checked<MetadataValue> {
     }
 }
 
-/// Reads `count` arrays and drops them.
+/// Reads `count` arrays and discards them.
 fn skip_arrays(input: &mut Input<impl Read>, count: u64, depth: u32) -> Checked<()> {
     if depth == 0 {
         return Err(format!("arrays are nested more than {DEPTH_LIMIT} deep"));
@@ -282,7 +281,7 @@ fn read_tensor(input: &mut Input<impl Read>, alignment: u64) -> Checked<GgufTens
     }
 }
 
-/// Tensors follow each other without gaps other than padding. Bytes after the last one are ignored.
+/// Checks that tensors are contiguous except for padding. Bytes after the last one are ignored.
 fn check_extents(
     tensors: &HashMap<String, GgufTensor>,
     data_start: u64,

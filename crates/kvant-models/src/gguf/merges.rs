@@ -1,19 +1,20 @@
-//! Merges from scores: SentencePiece merges the adjacent tokens whose union has the highest score.
+//! Derives merges from scores: SentencePiece merges the adjacent tokens whose union has the highest score.
 
 use std::cmp::Ordering;
 
 use super::vocabulary::{TokenKind, Vocabulary};
 
-/// The work for a token grows with the square of its length. The longest ones of vocabularies have some 100 bytes.
-const LONGEST: usize = 512;
+/// Maximum length of a merged token in bytes. The work per token is quadratic in its length; vocabularies have tokens
+/// of up to some 100 bytes.
+const MAX_TOKEN_BYTES: usize = 512;
 
-/// Every way to make a token of two others, best first: by score, then the longer first token first, as in
-/// transformers' conversion of SentencePiece models.
+/// Every split of a token into two others, best first: by score, then the longer first token first, as in transformers'
+/// conversion of SentencePiece models.
 pub(super) fn from_scores(vocabulary: &Vocabulary, scores: &[f32]) -> Vec<(String, String)> {
     let mut pairs: Vec<(f32, &str, usize)> = Vec::new();
     for (id, token) in vocabulary.tokens.iter().enumerate() {
         let whole = matches!(vocabulary.kind(id), TokenKind::Control | TokenKind::Unknown | TokenKind::Byte);
-        if whole || token.len() > LONGEST {
+        if whole || token.len() > MAX_TOKEN_BYTES {
             continue;
         }
         let cuts = token.char_indices().skip(1).map(|(at, _)| at);
@@ -31,7 +32,7 @@ mod tests {
     use super::*;
     use crate::gguf::{Metadata, MetadataValue, Scalars, Texts, ValueType};
 
-    /// A special token must not come about by merging a user's text.
+    /// Merging a user's text must never produce a special token.
     #[test]
     fn control_tokens_and_bytes_are_not_made() {
         let tokens = [("a", 1), ("b", 1), ("ab", 1), ("ba", 3), ("bb", 6), ("aa", 4), ("aab", 1)];

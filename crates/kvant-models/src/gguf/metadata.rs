@@ -30,7 +30,7 @@ impl ValueType {
         [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64].get(id as usize).copied()
     }
 
-    /// Bytes of a value; `None` for strings and arrays.
+    /// Bytes per value; `None` for strings and arrays.
     pub(super) fn size(self) -> Option<usize> {
         Some(match self {
             U8 | I8 | Bool => 1,
@@ -45,22 +45,22 @@ impl ValueType {
 /// A metadata value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MetadataValue {
-    /// A number or truth value.
+    /// A number or boolean.
     Scalar(Scalar),
     /// A text.
     Text(std::string::String),
-    /// Numbers or truth values of one type.
+    /// Numbers or booleans of one type.
     Scalars(Scalars),
     /// Texts.
     Texts(Texts),
-    /// Arrays of arrays. Their structure has been checked; their contents are not kept, because no known key has any.
+    /// Arrays of arrays. Their structure is checked, but their contents are dropped: no known key has any.
     Nested {
         /// The number of inner arrays.
         count: u64,
     },
 }
 
-/// A number or truth value, widened without loss.
+/// A number or boolean, widened without loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scalar {
     /// Any of the integer types.
@@ -75,7 +75,7 @@ impl Scalar {
     /// Reads a value from its bytes.
     ///
     /// # Errors
-    /// A description, for a truth value that is neither 0 nor 1.
+    /// The reason, for a boolean that is neither 0 nor 1.
     pub(super) fn read(kind: ValueType, bytes: &[u8]) -> std::result::Result<Scalar, std::string::String> {
         // The caller passes exactly `kind.size()` bytes.
         macro_rules! number {
@@ -97,7 +97,7 @@ impl Scalar {
             Bool => match bytes[0] {
                 0 => Scalar::Bool(false),
                 1 => Scalar::Bool(true),
-                other => return Err(format!("a truth value must be 0 or 1, got {other}")),
+                other => return Err(format!("a boolean must be 0 or 1, got {other}")),
             },
             String | Array => unreachable!("not a scalar"),
         })
@@ -114,7 +114,7 @@ impl fmt::Display for Scalar {
     }
 }
 
-/// An array of numbers or truth values, kept as in the file.
+/// An array of numbers or booleans, stored as in the file.
 #[derive(Clone, PartialEq)]
 pub struct Scalars {
     kind: ValueType,
@@ -139,7 +139,7 @@ impl Scalars {
         self.bytes.len() / self.size()
     }
 
-    /// Whether there are none.
+    /// Whether the array is empty.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
@@ -161,7 +161,7 @@ impl fmt::Debug for Scalars {
     }
 }
 
-/// An array of texts, in one allocation: vocabularies have hundreds of thousands.
+/// An array of texts in one allocation: vocabularies have hundreds of thousands.
 #[derive(Clone, Default, PartialEq)]
 pub struct Texts {
     joined: std::string::String,
@@ -169,7 +169,7 @@ pub struct Texts {
 }
 
 impl Texts {
-    /// The caller limits the length of all texts together to 4 GiB.
+    /// The caller limits the total length of all texts to 4 GiB.
     pub(super) fn push(&mut self, text: &str) {
         self.joined.push_str(text);
         self.ends.push(u32::try_from(self.joined.len()).expect("limited by the caller"));
@@ -180,7 +180,7 @@ impl Texts {
         self.ends.len()
     }
 
-    /// Whether there are none.
+    /// Whether the array is empty.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
@@ -227,7 +227,7 @@ pub struct Metadata {
 }
 
 impl Metadata {
-    /// Adds a pair and reports whether the key is new.
+    /// Inserts a pair. Returns whether the key is new.
     pub(super) fn insert(&mut self, key: std::string::String, value: MetadataValue) -> bool {
         self.pairs.insert(key, value).is_none()
     }
@@ -245,7 +245,7 @@ impl Metadata {
     /// A text; `None` if the key is absent.
     ///
     /// # Errors
-    /// `Metadata` for a value of another type.
+    /// `Metadata` for a value of the wrong type.
     pub fn text(&self, key: &str) -> Result<Option<&str>> {
         match self.get(key) {
             None => Ok(None),
@@ -254,21 +254,21 @@ impl Metadata {
         }
     }
 
-    /// A whole number of any integer type, at least 0; `None` if the key is absent.
+    /// An integer of any type, at least 0; `None` if the key is absent.
     ///
     /// # Errors
-    /// `Metadata` for a value of another type or a negative number.
+    /// `Metadata` for a value of the wrong type or a negative number.
     pub fn whole(&self, key: &str) -> Result<Option<u64>> {
         match self.get(key) {
             None => Ok(None),
-            Some(value) => whole(value).map(Some).ok_or_else(|| error(key, "a whole number, at least 0", value)),
+            Some(value) => whole(value).map(Some).ok_or_else(|| error(key, "an integer, at least 0", value)),
         }
     }
 
     /// A finite number of any type; `None` if the key is absent.
     ///
     /// # Errors
-    /// `Metadata` for a value of another type, infinity or NaN.
+    /// `Metadata` for a value of the wrong type, infinity or NaN.
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
         match self.get(key) {
             None => Ok(None),
@@ -278,10 +278,10 @@ impl Metadata {
         }
     }
 
-    /// A truth value; `None` if the key is absent.
+    /// A boolean; `None` if the key is absent.
     ///
     /// # Errors
-    /// `Metadata` for a value of another type.
+    /// `Metadata` for a value of the wrong type.
     pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         match self.get(key) {
             None => Ok(None),
@@ -293,7 +293,7 @@ impl Metadata {
     /// An array of texts; `None` if the key is absent.
     ///
     /// # Errors
-    /// `Metadata` for a value of another type.
+    /// `Metadata` for a value of the wrong type.
     pub fn texts(&self, key: &str) -> Result<Option<&Texts>> {
         match self.get(key) {
             None => Ok(None),
@@ -302,10 +302,10 @@ impl Metadata {
         }
     }
 
-    /// An array of numbers or truth values; `None` if the key is absent.
+    /// An array of numbers or booleans; `None` if the key is absent.
     ///
     /// # Errors
-    /// `Metadata` for a value of another type.
+    /// `Metadata` for a value of the wrong type.
     pub fn scalars(&self, key: &str) -> Result<Option<&Scalars>> {
         match self.get(key) {
             None => Ok(None),

@@ -1,29 +1,29 @@
-//! How text is divided before byte pairs are merged, by the name in `tokenizer.ggml.pre`.
+//! Pre-tokenizers by their names in `tokenizer.ggml.pre`: they divide a text before byte pairs are merged.
 //!
-//! Each expression divides every part that the previous one left: matches become parts of their own. The expressions
-//! are those of the families' `tokenizer.json`.
+//! Each expression divides all parts that the previous one left: matches become separate parts. The expressions are the
+//! ones in the families' `tokenizer.json`.
 
 use crate::{Error, Result};
 
-/// What a name stands for.
+/// The pre-tokenizer of a name.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct PreTokenizer {
     pub expressions: &'static [&'static str],
-    /// Text is normalised to NFC first.
+    /// Whether text is first normalised to NFC.
     pub nfc: bool,
-    /// A part that is a token is not divided further, whatever the merges say.
+    /// Whether a part that is a token is kept whole, independent of the merges.
     pub whole_parts: bool,
-    /// Whether BOS comes first where the file does not say.
+    /// Whether BOS is added if the file does not specify it.
     pub adds_bos: bool,
 }
 
-/// The English contractions, in either case.
+/// The English contractions, in upper and lower case.
 macro_rules! contraction {
     () => {
         "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     };
 }
-/// Symbols with line ends, and white space, of which the last space belongs to the next word.
+/// Symbols with line ends, and white space. The last space belongs to the next word.
 macro_rules! symbols_and_spaces {
     () => {
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,7 +39,7 @@ macro_rules! lower {
         r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     };
 }
-/// Words divided where a lower-case letter precedes an upper-case one. The parameter follows each word.
+/// Words, divided before an upper-case letter that follows a lower-case one. The parameter follows each word.
 macro_rules! cased_words {
     ($suffix:expr) => {
         concat!(
@@ -79,7 +79,7 @@ const DEEPSEEK3_WORDS: &str = concat!(
     r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"##,
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
-/// Han characters, with most scripts below them, and Hangul.
+/// Han characters, most scripts with lower code points, and Hangul.
 const DEEPSEEK_ASIAN: &str = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}]+";
 
 impl PreTokenizer {

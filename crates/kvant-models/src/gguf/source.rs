@@ -8,7 +8,7 @@ use crate::{
     source::{Form, Matrix, Part, Role, Source},
 };
 
-/// A model in a GGUF file. One table of names serves all architectures.
+/// The source of a model in a GGUF file. One table of names covers all architectures.
 #[derive(Debug)]
 pub(crate) struct GgufSource<'a>(pub &'a Gguf);
 
@@ -19,7 +19,7 @@ impl GgufSource<'_> {
             Part::Query => "attn_q.weight",
             Part::Key => "attn_k.weight",
             Part::Value => "attn_v.weight",
-            // Files have one matrix or several.
+            // Files have either one matrix or several.
             Part::QueryKeyValue => return self.present(format!("blk.{l}.attn_qkv.weight")),
             Part::QueryNorm => "attn_q_norm.weight",
             Part::KeyNorm => "attn_k_norm.weight",
@@ -28,13 +28,13 @@ impl GgufSource<'_> {
             Part::AttentionOutput => "attn_output.weight",
             Part::AttentionPostNorm => "post_attention_norm.weight",
             Part::FeedForwardNorm => {
-                // gpt-oss, whose files call it what it follows.
+                // gpt-oss' files use the name of the preceding tensor.
                 let (own, other) = (format!("blk.{l}.ffn_norm.weight"), format!("blk.{l}.post_attention_norm.weight"));
                 let is_other = self.0.tensor(&own).is_none() && self.0.tensor(&other).is_some();
                 return Some(if is_other { other } else { own });
             }
             Part::GateUp => {
-                // Phi's files call both `ffn_up`.
+                // Phi's files use `ffn_up` for both.
                 let has_gate = self.0.tensor(&format!("blk.{l}.ffn_gate.weight")).is_some();
                 return if has_gate { None } else { self.present(format!("blk.{l}.ffn_up.weight")) };
             }
@@ -66,7 +66,7 @@ impl GgufSource<'_> {
         Some(format!("blk.{l}.{name}"))
     }
 
-    /// The name, if the file has the tensor.
+    /// Returns the name if the file has the tensor.
     fn present(&self, name: String) -> Option<String> {
         self.0.tensor(&name).is_some().then_some(name)
     }
@@ -84,7 +84,7 @@ impl GgufSource<'_> {
         self.0.read(name, device)
     }
 
-    /// Existence and shape are checked in the header, before any allocation.
+    /// Checks existence and shape in the header, before any allocation.
     fn checked(&self, name: &str, expected: &[usize]) -> Result<&GgufTensor> {
         let info = self.0.tensor(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         // The matrix of a single output is stored as a vector.
@@ -130,7 +130,7 @@ impl Source for GgufSource<'_> {
         match to {
             Matrix::Dense(tensor) => self.0.read_into(&name, tensor),
             Matrix::Blocks { data, .. } => self.0.read_bytes_into(&name, data),
-            // `form` never returns it: MXFP4 is a block format here, and there are no others.
+            // `form` never returns it: MXFP4 is a block format here, and the others do not occur.
             Matrix::Floats { .. } => {
                 Err(Error::TensorDType { name, expected: "blocks", got: "MXFP4 codes".to_string() })
             }
@@ -159,7 +159,7 @@ impl Source for GgufSource<'_> {
     }
 }
 
-/// The dtype of a tensor that is read without codes.
+/// The dtype of a tensor without codes.
 pub(super) fn dense_dtype(kind: GgufType) -> Option<DType> {
     match kind {
         GgufType::F16 => Some(DType::F16),

@@ -1,4 +1,5 @@
-//! Tokenizers from a GGUF file's metadata, as the `tokenizers` crate makes them of the families' `tokenizer.json`.
+//! Creates tokenizers from a GGUF file's metadata, equal to those that the `tokenizers` crate creates from
+//! `tokenizer.json`.
 
 use tokenizers::{
     AddedToken, DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior,
@@ -23,15 +24,15 @@ use crate::{
     tokenizer::{SpecialIds, guarded},
 };
 
-/// SentencePiece's sign for a space.
+/// SentencePiece's symbol for a space.
 const SPACE: &str = "▁";
 
 impl Tokenizer {
-    /// Makes the tokenizer that a GGUF file's metadata describes: `tokenizer.ggml.model` `gpt2`, `llama` or `gemma4`.
+    /// Creates the tokenizer that a GGUF file's metadata describes: `tokenizer.ggml.model` `gpt2`, `llama` or `gemma4`.
     ///
     /// # Errors
     /// `Metadata` for a missing or invalid key; `Unsupported` for another model or an unknown `tokenizer.ggml.pre`;
-    /// `Tokenizer` if the parts do not fit together.
+    /// `Tokenizer` if the parts are inconsistent.
     pub fn from_gguf(metadata: &Metadata) -> Result<Tokenizer> {
         let key = "tokenizer.ggml.model";
         let model = metadata.text(key)?.ok_or_else(|| error(key, "a string", "nothing"))?;
@@ -71,7 +72,7 @@ impl Tokenizer {
     }
 }
 
-/// GPT-2's kind: the bytes of a text as letters, divided by regular expressions.
+/// A tokenizer like GPT-2's: bytes are written as letters, and regular expressions divide the text.
 fn byte_level(vocabulary: &mut Vocabulary, rule: &PreTokenizer) -> Result<tokenizers::Tokenizer> {
     let merges = vocabulary.merges()?;
     guarded(|| {
@@ -92,7 +93,7 @@ fn byte_level(vocabulary: &mut Vocabulary, rule: &PreTokenizer) -> Result<tokeni
     })
 }
 
-/// SentencePiece's kind: spaces become ▁, and characters without a token become bytes.
+/// A tokenizer like SentencePiece's: spaces become ▁, and characters without a token become bytes.
 fn sentence_piece(
     vocabulary: &mut Vocabulary,
     merges: Vec<(String, String)>,
@@ -118,12 +119,12 @@ fn sentence_piece(
     })
 }
 
-/// Takes the ids out of the vocabulary: they are large.
+/// Moves the ids out of the vocabulary, because they are large.
 fn model(vocabulary: &mut Vocabulary, merges: Vec<(String, String)>) -> BpeBuilder {
     BPE::builder().vocab_and_merges(std::mem::take(&mut vocabulary.ids), merges)
 }
 
-/// Tokens that are found in a text before it is divided.
+/// Adds tokens that are matched before a text is divided.
 fn add_tokens(inner: &mut tokenizers::Tokenizer, vocabulary: &Vocabulary) -> Result<()> {
     let special = [TokenKind::Control, TokenKind::Unknown].into_iter().flat_map(|kind| vocabulary.of_kind(kind));
     let special = special.map(|token| AddedToken::from(token, true));

@@ -1,4 +1,4 @@
-//! The tensor types of GGUF files: their names, numbers and block sizes.
+//! The tensor types of GGUF files: names, ids and block sizes.
 
 use std::fmt;
 
@@ -47,7 +47,7 @@ pub enum GgufType {
 
 use GgufType::*;
 
-/// The number in the file, the type, elements per block, bytes per block.
+/// The id in the file, the type, elements per block, bytes per block.
 const TYPES: [(u32, GgufType, u64, u64); 34] = [
     (0, F32, 1, 4),
     (1, F16, 1, 2),
@@ -86,7 +86,7 @@ const TYPES: [(u32, GgufType, u64, u64); 34] = [
 ];
 
 impl GgufType {
-    /// The type of a number in the file; `None` for a number that is unknown or out of use.
+    /// The type with an id; `None` for an unknown or obsolete id.
     pub fn from_id(id: u32) -> Option<GgufType> {
         TYPES.iter().find(|row| row.0 == id).map(|row| row.1)
     }
@@ -96,7 +96,7 @@ impl GgufType {
         (row.2, row.3)
     }
 
-    /// Elements per block: consecutive elements of a row that share scales.
+    /// Elements per block, which are consecutive in a row and share scales.
     pub fn block_elements(self) -> u64 {
         self.sizes().0
     }
@@ -106,12 +106,12 @@ impl GgufType {
         self.sizes().1
     }
 
-    /// Whether [`dequantise`](super::dequantise()) and models read the type.
+    /// Whether [`dequantise`](super::dequantise()) and models support the type.
     pub fn is_supported(self) -> bool {
         matches!(self, F32 | F16 | BF16 | Q4_0 | Q4_1 | Q8_0) || self.block_format().is_some()
     }
 
-    /// The format of blocks that operations read as they are; `None` for floats, affine and unsupported types.
+    /// The block format that operations read directly; `None` for floats, affine and unsupported types.
     pub fn block_format(self) -> Option<BlockFormat> {
         Some(match self {
             Q5_0 => BlockFormat::Q5_0,

@@ -1,4 +1,4 @@
-//! The vocabulary in a GGUF file's metadata, checked, and what its tokens are.
+//! The checked vocabulary in a GGUF file's metadata, and the kinds of its tokens.
 
 use tokenizers::models::bpe::Vocab;
 
@@ -8,17 +8,17 @@ use super::{
 };
 use crate::Result;
 
-/// What a token is, by `tokenizer.ggml.token_type`.
+/// The kind of a token, from `tokenizer.ggml.token_type`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum TokenKind {
     Normal,
     Unknown,
-    /// Special: never part of a text.
+    /// A special token, which is never part of a text.
     Control,
-    /// Found in a text before anything else.
+    /// Matched in a text before anything else.
     UserDefined,
     Unused,
-    /// `<0x41>`: one byte of a character without a token.
+    /// `<0x41>`: a byte of a character that has no token.
     Byte,
 }
 
@@ -28,15 +28,15 @@ pub(super) struct Vocabulary<'a> {
     kinds: Vec<TokenKind>,
     /// The id of each token.
     pub ids: Vocab,
-    /// The ids that end generation, ascending: those that the file names, and those of well-known texts.
+    /// The ids that end generation, ascending: ids named in the file, and tokens with well-known texts.
     pub ends: Vec<u32>,
 }
 
-/// Keys of the ids that end generation. Models of code have tokens between files, after which no answer goes on.
+/// Keys of the ids that end generation. Models of code have tokens between files, which also end an answer.
 const END_KEYS: [&str; 6] =
     ["eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"];
 
-/// Texts of tokens that end a turn or an answer, as in llama.cpp, for files that name no id of their own.
+/// Texts of tokens that end a turn or an answer, as in llama.cpp, for files that name no such ids.
 #[rustfmt::skip]
 const ENDS: [&str; 30] = [
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|return|>", "<|call|>",
@@ -73,7 +73,7 @@ impl<'a> Vocabulary<'a> {
         };
         let mut vocabulary = Vocabulary { metadata, tokens, kinds, ids, ends: Vec::new() };
         vocabulary.ends = vocabulary.find_ends()?;
-        // Exporters give them any kind, and as text they would not end anything.
+        // Exporters give them any kind; as plain text they would not end an answer.
         for &id in &vocabulary.ends {
             vocabulary.kinds[id as usize] = TokenKind::Control;
         }
@@ -84,18 +84,18 @@ impl<'a> Vocabulary<'a> {
         self.kinds[id]
     }
 
-    /// Tokens of a kind, by id.
+    /// The tokens of a kind, by id.
     pub fn of_kind(&self, kind: TokenKind) -> impl Iterator<Item = &'a str> {
         let tokens = self.tokens;
         let found = self.kinds.iter().enumerate().filter(move |(_, other)| **other == kind);
         found.filter_map(move |(id, _)| tokens.get(id)).filter(|token| !token.is_empty())
     }
 
-    /// The id under `tokenizer.ggml.NAME`, if it is in the vocabulary.
+    /// The id in `tokenizer.ggml.NAME`, if it is in the vocabulary.
     pub fn special(&self, name: &str) -> Result<Option<u32>> {
         let key = format!("tokenizer.ggml.{name}");
         let Some(id) = self.metadata.whole(&key)? else { return Ok(None) };
-        // Some files mark an absent token with an id outside the vocabulary.
+        // Some files represent an absent token by an id outside the vocabulary.
         Ok(u32::try_from(id).ok().filter(|&id| (id as usize) < self.tokens.len()))
     }
 
@@ -105,7 +105,7 @@ impl<'a> Vocabulary<'a> {
             ends.extend(self.special(key)?);
         }
         ends.extend(ENDS.iter().filter_map(|name| self.ids.get(*name)));
-        // In OpenAI's harmony format, <|end|> ends a message, after which the model goes on.
+        // In OpenAI's harmony format, <|end|> ends a message, but not the answer.
         if ["<|return|>", "<|call|>"].iter().all(|name| self.ids.contains_key(*name)) {
             ends.retain(|id| self.tokens.get(*id as usize) != Some("<|end|>"));
         }
@@ -114,8 +114,7 @@ impl<'a> Vocabulary<'a> {
         Ok(ends)
     }
 
-    /// The merges in the file, best first. A merge whose tokens are not in the vocabulary has no effect and is left
-    /// out.
+    /// The merges in the file, best first. Merges with tokens outside the vocabulary have no effect and are omitted.
     pub fn merges(&self) -> Result<Vec<(String, String)>> {
         let key = "tokenizer.ggml.merges";
         let merges = self.metadata.texts(key)?.ok_or_else(|| error(key, "an array of strings", "nothing"))?;
@@ -155,7 +154,7 @@ impl<'a> Vocabulary<'a> {
     }
 }
 
-/// llama.cpp treats unknown numbers as undefined, which is normal in effect.
+/// llama.cpp treats unknown kinds as undefined, which behaves like normal.
 fn kind(scalar: Scalar) -> TokenKind {
     match scalar {
         Scalar::Integer(2) => TokenKind::Unknown,

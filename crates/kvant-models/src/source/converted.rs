@@ -1,4 +1,4 @@
-//! Dense matrices in another dtype than the file's.
+//! Converts dense matrices to another dtype.
 
 use kvant::{
     DType, Device, Tensor,
@@ -8,11 +8,11 @@ use kvant::{
 use super::{Form, Matrix, Part, Role, Source};
 use crate::Result;
 
-/// Rows that are converted together.
+/// Rows converted at once.
 const ROWS: usize = 1 << 16;
 
-/// Whether [`LoadOptions::dense_weights`](crate::LoadOptions::dense_weights) applies to a matrix. It does to dense
-/// matrices, except routers: rounding a router could change which experts are chosen.
+/// Whether [`LoadOptions::dense_weights`](crate::LoadOptions::dense_weights) applies to a matrix. It applies to dense
+/// matrices except routers: rounding a router could change the selected experts.
 pub(crate) fn is_converted(role: Role, form: Form) -> bool {
     matches!(form, Form::Dense(_)) && !matches!(role, Role::Block(_, Part::Router | Part::SharedRouter))
 }
@@ -61,7 +61,7 @@ impl Source for Converted<'_> {
     }
 }
 
-/// Converts a dense matrix to the dtype of `to`, which has the same shape. The device does it, by looking up all rows.
+/// Converts a dense matrix on the device to the dtype of `to`, by looking up all rows. Shapes are equal.
 fn convert(from: &Tensor, to: &Tensor) -> Result<()> {
     let (&inputs, outer) = to.shape().split_last().expect("a matrix has dimensions");
     let rows: usize = outer.iter().product();

@@ -1,24 +1,24 @@
-//! The experts of gpt-oss as Hugging Face lays them out: rows (or columns) of gate and up in turn. The loader gets the
+//! Reads gpt-oss' experts in Hugging Face's layout: alternating rows (or columns) of gate and up. The loader gets the
 //! gate's rows first.
 
 use kvant::Tensor;
 
 use crate::{Result, safetensors::Checkpoint};
 
-/// Bytes that are read at once, unless a row or a matrix of one expert is longer.
+/// Bytes read at once, unless a row or an expert's matrix is longer.
 const PIECE: usize = 8 << 20;
-/// Rows and columns that are transposed at once: both sides stay in the first cache.
+/// Rows and columns transposed at once: both sides stay in the L1 cache.
 const TILE: usize = 32;
 
-/// Reads tensors whose rows may alternate.
+/// Reads tensors with alternating rows.
 pub(super) struct Interleaved<'a> {
     pub checkpoint: &'a Checkpoint,
-    /// Whether rows of gate and up alternate; other tensors are read in order.
+    /// Whether rows of gate and up alternate. Other tensors are read in order.
     pub alternates: bool,
 }
 
 impl Interleaved<'_> {
-    /// Reads a tensor `[E, rows, …]` into one of the shape `[E, rows]` or `[E, rows, n]` with the same bytes.
+    /// Reads a tensor `[E, rows, …]` into one of shape `[E, rows]` or `[E, rows, n]` with equal size in bytes.
     pub(super) fn read_rows(&self, name: &str, to: &Tensor) -> Result<()> {
         let (experts, rows) = (to.shape()[0], to.shape()[1]);
         let flat = to.reshape(&[experts * rows, to.shape()[2..].iter().product()])?;
@@ -49,7 +49,7 @@ impl Interleaved<'_> {
         Ok(())
     }
 
-    /// Reads a tensor `[E, inputs, outputs]` into one of the shape `[E, outputs, inputs]`.
+    /// Reads a tensor `[E, inputs, outputs]` into one of shape `[E, outputs, inputs]`.
     pub(super) fn read_transposed(&self, name: &str, to: &Tensor) -> Result<()> {
         let &[experts, outputs, inputs] = to.shape() else { unreachable!("matrices of experts have three dimensions") };
         let size = to.dtype().size();
@@ -63,7 +63,7 @@ impl Interleaved<'_> {
         Ok(())
     }
 
-    /// From `[inputs, outputs]` to `[outputs, inputs]`, in elements of `size` bytes.
+    /// Transposes `[inputs, outputs]` to `[outputs, inputs]`, in elements of `size` bytes.
     fn transpose(&self, from: &[u8], to: &mut [u8], [inputs, outputs]: [usize; 2], size: usize) {
         let row_of = |output: usize| match self.alternates {
             true => output % 2 * (outputs / 2) + output / 2,

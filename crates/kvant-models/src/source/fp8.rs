@@ -1,5 +1,5 @@
-//! Weights in 8-bit floats (E4M3) with a scale per matrix, per output or per block. No kernel reads them: they become
-//! bf16, rounded to nearest, as transformers dequantises them.
+//! Weights in 8-bit floats (E4M3) with a scale per matrix, per output or per block. No kernel supports them: they are
+//! converted to bf16, rounded to nearest, as in transformers.
 
 use half::bf16;
 use kvant::{DType, Device, Tensor};
@@ -7,7 +7,7 @@ use kvant::{DType, Device, Tensor};
 use super::{Form, packed::one_matrix, quantization::BlockSize};
 use crate::{Error, Result, safetensors::Checkpoint};
 
-/// Weights that are converted at once.
+/// Weights converted at once.
 const PIECE: usize = 1 << 20;
 pub(super) const DTYPE: &str = "F8_E4M3";
 
@@ -18,7 +18,7 @@ pub(super) struct Fp8<'a> {
     pub block: BlockSize,
 }
 
-/// The weights that share a scale, in outputs and inputs.
+/// The block of weights that share a scale.
 struct Scales {
     numbers: Vec<f32>,
     per_row: usize,
@@ -38,14 +38,14 @@ impl Fp8<'_> {
         Ok(Form::Dense(DType::BF16))
     }
 
-    /// The name of the scale: `weight_scale_inv` in DeepSeek's form, though it multiplies as well.
+    /// The name of the scale: `weight_scale_inv` in DeepSeek's files, although it multiplies as well.
     fn scale(&self) -> Result<String> {
         let names = ["weight_scale_inv", "weight_scale"].map(|part| format!("{}.{part}", self.module));
         let found = names.iter().find(|name| self.checkpoint.contains(name)).cloned();
         found.ok_or_else(|| Error::MissingTensor { name: names[1].clone() })
     }
 
-    /// How many outputs and inputs share a scale, by the shape of the scales.
+    /// The block size implied by the shape of the scales.
     fn block_of(&self, outputs: usize, inputs: usize) -> Result<BlockSize> {
         let name = self.scale()?;
         let info = self.checkpoint.info(&name).expect("`scale` found it");
@@ -97,7 +97,7 @@ impl Scales {
     }
 }
 
-/// The number of a code: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa; no infinities.
+/// Decodes a code: a sign, 4 exponent bits with bias 7, 3 mantissa bits; no infinities.
 fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = match (exponent, code & 0x7F) {

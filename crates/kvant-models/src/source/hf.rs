@@ -1,4 +1,4 @@
-//! Checkpoints of safetensors files as Hugging Face and MLX lay them out.
+//! Reads checkpoints of safetensors files in the layouts of Hugging Face and MLX.
 
 use kvant::{DType, Device, Tensor, ops::FloatFormat};
 
@@ -17,7 +17,7 @@ use crate::{
 
 /// The prefixes of a text model's tensors.
 const PREFIXES: [&str; 5] = ["model.", "model.language_model.", "language_model.model.", "language_model.", ""];
-/// The output matrix is outside of the text model.
+/// The output matrix is not part of the text model.
 const OUTPUTS: [&str; 4] =
     ["lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "model.language_model.lm_head.weight"];
 const EMBEDDING: &str = "embed_tokens.weight";
@@ -28,14 +28,14 @@ pub(crate) struct HfSource<'a> {
     checkpoint: &'a Checkpoint,
     quantization: Quantization<'a>,
     family: &'static Family,
-    /// The names of experts that the file has.
+    /// The names of experts in the file's layout.
     experts: Names,
     layout: ExpertLayout,
     prefix: &'static str,
 }
 
 impl<'a> HfSource<'a> {
-    /// `blocks` is the number of the decoder's blocks.
+    /// `blocks`: number of blocks of the decoder.
     ///
     /// # Errors
     /// `MissingTensor` if there is no embedding.
@@ -56,7 +56,7 @@ impl<'a> HfSource<'a> {
         Ok(HfSource { checkpoint, quantization, family, experts, layout, prefix })
     }
 
-    /// The name of a tensor; that of an expert has `{}` for its number.
+    /// The name of a tensor. For an expert, it has `{}` in place of the index.
     fn pattern(&self, role: Role) -> Option<String> {
         let global = |name: &str| Some(format!("{}{name}", self.prefix));
         match role {
@@ -77,7 +77,7 @@ impl<'a> HfSource<'a> {
         }
     }
 
-    /// As [`HfSource::pattern`], for a role that the loader asks for.
+    /// Like [`HfSource::pattern`], for a role that the loader requires.
     fn required(&self, role: Role) -> Result<String> {
         self.pattern(role).ok_or_else(|| Error::MissingTensor { name: format!("{role:?}") })
     }
@@ -166,7 +166,7 @@ impl<'a> HfSource<'a> {
         self.checkpoint.contains(&scales).then_some((module, scales))
     }
 
-    /// A matrix of compressed-tensors.
+    /// A matrix in a format of compressed-tensors.
     fn packed<'n>(&'n self, name: &'n str) -> Option<Packed<'n>> {
         let module = name.strip_suffix(".weight")?;
         Packed::has(self.checkpoint, module).then_some(Packed { checkpoint: self.checkpoint, module })
@@ -203,7 +203,7 @@ impl<'a> HfSource<'a> {
         }
     }
 
-    /// Read from the header.
+    /// Reads the dtype from the header.
     fn float_dtype(&self, name: &str, shape: &[usize]) -> Result<DType> {
         self.expect_shape(name, shape)?;
         let info = self.checkpoint.info(name).expect("expect_shape found it");
@@ -225,7 +225,7 @@ impl<'a> HfSource<'a> {
         Err(Error::TensorDType { name: name.to_string(), expected, got: info.dtype.clone() })
     }
 
-    /// Read from the header, before any allocation.
+    /// Checks the shape in the header, before any allocation.
     fn expect_shape(&self, name: &str, expected: &[usize]) -> Result<()> {
         let info = self.checkpoint.info(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         if info.shape == expected {
@@ -284,7 +284,7 @@ impl Source for HfSource<'_> {
 
     fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor> {
         let name = self.required(role)?;
-        // ERNIE stores its biases of routers as a row.
+        // ERNIE stores the biases of routers as a row.
         let row = [1, len];
         let is_bias = matches!(role, Role::Block(_, Part::RouterBias));
         let is_row = is_bias && self.checkpoint.info(&name).is_some_and(|info| info.shape == row);
@@ -330,7 +330,7 @@ fn expert(pattern: &str, index: usize) -> String {
     pattern.replace("{}", &index.to_string())
 }
 
-/// The scales of codes in MXFP4.
+/// The name of the scales of MXFP4 codes.
 fn scales_of_blocks(blocks: &str) -> String {
     format!("{}_scales", blocks.strip_suffix("_blocks").unwrap_or(blocks))
 }

@@ -20,7 +20,7 @@ pub(crate) enum Matrix {
         bits: u32,
         group: usize,
     },
-    /// u8, with the bytes of a row as the last dimension.
+    /// u8; the last dimension is the bytes of a row.
     Blocks {
         data: Tensor,
         format: BlockFormat,
@@ -33,7 +33,7 @@ pub(crate) enum Matrix {
 }
 
 impl Matrix {
-    /// Allocates a matrix of `shape`, the shape of its elements.
+    /// Allocates a matrix of `shape`, given in elements.
     pub(crate) fn zeros(form: Form, shape: &[usize], device: &Device) -> Result<Matrix> {
         let zeros = |dtype, shape: &[usize]| Ok::<_, Error>(Tensor::zeros(device, dtype, shape)?);
         Ok(match form {
@@ -64,7 +64,7 @@ impl Matrix {
         }
     }
 
-    /// Some of the outputs; of `[E, outputs, inputs]`, some of the experts.
+    /// Returns some of the outputs; for `[E, outputs, inputs]`, some of the experts.
     pub(crate) fn rows(&self, rows: Range<usize>) -> Result<Matrix> {
         self.map(|tensor| Ok(tensor.rows(rows.clone())?))
     }
@@ -77,7 +77,7 @@ impl Matrix {
         })
     }
 
-    /// The number of experts of `[E, outputs, inputs]`.
+    /// The number of experts in `[E, outputs, inputs]`.
     pub(crate) fn experts(&self) -> usize {
         match self {
             Matrix::Dense(first)
@@ -87,7 +87,7 @@ impl Matrix {
         }
     }
 
-    /// The same matrix with a view of each tensor.
+    /// Applies `view` to each tensor of the matrix.
     fn map(&self, view: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Matrix> {
         Ok(match self {
             Matrix::Dense(tensor) => Matrix::Dense(view(tensor)?),
@@ -105,7 +105,7 @@ impl Matrix {
         })
     }
 
-    /// Records copies of all parts to a matrix of the same form and shape.
+    /// Records copies of all parts to a matrix of equal form and shape.
     pub(crate) fn copy_to(&self, enc: &mut Encoder, to: &Matrix) -> Result<()> {
         for (from, to) in self.tensors().into_iter().zip(to.tensors()) {
             if let (Some(from), Some(to)) = (from, to) {
@@ -128,11 +128,11 @@ impl Matrix {
     }
 }
 
-/// The storage format of a matrix. Matrices of the same form and inputs can be joined.
+/// The storage format of a matrix. Matrices with equal form and inputs can be joined.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Form {
     Dense(DType),
-    /// `dtype` is that of scales and biases.
+    /// `dtype`: the dtype of scales and biases.
     Affine {
         bits: u32,
         group: usize,
@@ -140,7 +140,7 @@ pub(crate) enum Form {
     },
     /// The number of inputs must be a multiple of the format's block.
     Blocks(BlockFormat),
-    /// `codes` is their dtype: u8, or u32 for several codes in a word.
+    /// `codes`: their dtype, u8, or u32 with several codes per word.
     Floats {
         format: FloatFormat,
         codes: DType,
@@ -148,7 +148,7 @@ pub(crate) enum Form {
 }
 
 impl Form {
-    /// For a matrix of `shape`, the shape of its main tensor: elements, words of codes or bytes of blocks.
+    /// The shape of the main tensor of a matrix of `shape`: elements, words of codes or bytes of blocks.
     pub(crate) fn words(self, shape: &[usize]) -> Vec<usize> {
         match self {
             Form::Dense(_) => shape.to_vec(),

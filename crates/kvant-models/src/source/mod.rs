@@ -1,12 +1,12 @@
-//! Where weights come from.
+//! Sources of weights.
 //!
-//! A [`Source`] gives tensors by their [`Role`] in a decoder: matrices in the file's own quantisation, and vectors. The
-//! loader ([`Weights::load`](crate::weights::Weights::load)) asks for what the description requires, and knows neither
-//! names nor formats.
+//! A [`Source`] provides tensors by their [`Role`] in a decoder: matrices in the file's quantisation, and vectors. The
+//! loader ([`Weights::load`](crate::weights::Weights::load)) requests the tensors that the description requires,
+//! independent of names and formats.
 //!
 //! # Add a source
 //!
-//! 1. Turn the file's metadata into a [`Config`](crate::Config): a [`DecoderSpec`](crate::DecoderSpec) and facts about
+//! 1. Convert the file's metadata to a [`Config`](crate::Config): a [`DecoderSpec`](crate::DecoderSpec) and facts about
 //!    tokens. Conventions that differ between formats are values of the description:
 //!
 //!    | difference | value |
@@ -16,7 +16,7 @@
 //!    | the file has factors of frequencies as a tensor | `RopeSpec::factors` |
 //!    | the output matrix is absent | `DecoderSpec::output` is `Embedding` |
 //! 2. Implement [`Source`]: map every [`Role`] to a name, and every stored type to a [`Form`]. A type that no kernel
-//!    reads is an error that names the tensor.
+//!    supports is an error that names the tensor.
 //! 3. Pass both to [`Model`](crate::Model)'s `assemble`.
 
 pub(crate) mod converted;
@@ -34,23 +34,22 @@ pub(crate) use matrix::{Form, Matrix};
 
 /// The tensors of a checkpoint.
 ///
-/// Shapes are those of the description, outermost dimension first: `[outputs, inputs]` for a matrix, `[E, outputs,
-/// inputs]` for the matrices of all experts. A format that stores the experts one by one joins them.
+/// Shapes follow the description, outermost dimension first: `[outputs, inputs]` for a matrix, `[E, outputs, inputs]`
+/// for the matrices of all experts. If a format stores experts separately, the source joins them.
 pub(crate) trait Source {
-    /// The name of a tensor in this checkpoint, whether it exists or not; `None` if the layout never has it.
+    /// The name of a tensor in this checkpoint, even if it is missing; `None` if the layout never has it.
     fn name(&self, role: Role) -> Option<String>;
 
     /// Whether the checkpoint has the tensor.
     fn has(&self, role: Role) -> bool;
 
-    /// The storage format of a matrix. Existence, shape and dtypes of all its parts are checked, before any allocation.
+    /// The storage format of a matrix. Checks existence, shape and dtypes of all its parts before any allocation.
     ///
     /// # Errors
     /// `MissingTensor`, `TensorShape`, `TensorDType` with the tensor's name.
     fn form(&self, role: Role, shape: &[usize]) -> Result<Form>;
 
-    /// Reads a matrix into `to`, which has the form that [`Source::form`] returned. It may be a part of a larger
-    /// matrix.
+    /// Reads a matrix into `to`, which has the form returned by [`Source::form`]. `to` may be part of a larger matrix.
     fn read(&self, role: Role, to: &Matrix) -> Result<()>;
 
     /// A vector of `len` floats, in the file's dtype.
@@ -59,13 +58,13 @@ pub(crate) trait Source {
     /// As [`Source::form`].
     fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor>;
 
-    /// The bias of a matrix, of the shape of its outputs: `[outputs]` or `[E, outputs]`; in the file's dtype.
+    /// The bias of a matrix in the file's dtype, with the shape of its outputs: `[outputs]` or `[E, outputs]`.
     ///
     /// # Errors
     /// As [`Source::form`].
     fn bias(&self, role: Role, shape: &[usize], device: &Device) -> Result<Tensor>;
 
-    /// Whether two matrices have the same bytes.
+    /// Whether two matrices have equal bytes.
     fn same(&self, a: Role, b: Role) -> Result<bool>;
 }
 
@@ -100,7 +99,7 @@ pub(crate) enum Part {
     /// `[kv_heads·D, H]`.
     Value,
     /// Queries, keys and values in one matrix, in this order: `[(heads + 2·kv_heads)·D, H]`. A layout has either this
-    /// or the three.
+    /// or three matrices.
     QueryKeyValue,
     /// `[D]`, or `[heads·D]` if it covers all heads.
     QueryNorm,
@@ -141,7 +140,7 @@ pub(crate) enum Part {
     ExpertUp,
     /// `[E, H, I]`.
     ExpertDown,
-    /// Added to the scores of the experts for the choice, `[E]`.
+    /// Added to the scores for the selection of experts, `[E]`.
     RouterBias,
     /// The shared experts as one MLP, gate and up in one matrix: `[2I, H]`.
     SharedGateUp,

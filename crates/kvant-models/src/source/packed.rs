@@ -1,5 +1,5 @@
 //! Weights of compressed-tensors in the format `pack-quantized` (w4a16, w8a16): codes in words, as MLX packs them, with
-//! a scale and perhaps a zero point per group of inputs. They become affine matrices without loss.
+//! a scale and an optional zero point per group of inputs. They are converted to affine matrices without loss.
 
 use half::{bf16, f16};
 use kvant::{DType, Device, Tensor};
@@ -13,7 +13,7 @@ pub(super) struct Packed<'a> {
     pub module: &'a str,
 }
 
-/// Where a matrix goes: codes, scales, biases.
+/// The destination of a matrix: codes, scales, biases.
 pub(super) type AffineParts<'a> = [&'a Tensor; 3];
 
 impl Packed<'_> {
@@ -40,7 +40,7 @@ impl Packed<'_> {
             let expected = [(outputs * bits as usize).div_ceil(32), self.file_groups(outputs, inputs)?];
             self.expect("weight_zero_point", "I32", &expected)?;
         }
-        // A product of a scale and a zero point has more digits than a scale of 16 bits.
+        // A product of a scale and a zero point has more digits than a 16-bit scale.
         let dtype = if self.is_symmetric() { dtype } else { DType::F32 };
         Ok(Form::Affine { bits, group, dtype })
     }
@@ -49,7 +49,7 @@ impl Packed<'_> {
         !self.checkpoint.contains(&self.name("weight_zero_point"))
     }
 
-    /// Bits of a code, from the words of a row.
+    /// Bits per code, derived from the words of a row.
     fn bits(&self, outputs: usize, inputs: usize) -> Result<u32> {
         let name = self.name("weight_packed");
         let info = self.checkpoint.info(&name).ok_or_else(|| Error::MissingTensor { name: name.clone() })?;
@@ -62,7 +62,7 @@ impl Packed<'_> {
         Ok(bits as u32)
     }
 
-    /// The groups that the file has in a row.
+    /// The number of groups in a row of the file.
     fn file_groups(&self, outputs: usize, inputs: usize) -> Result<usize> {
         let name = self.name("weight_scale");
         let info = self.checkpoint.info(&name).ok_or_else(|| Error::MissingTensor { name: name.clone() })?;
@@ -72,7 +72,7 @@ impl Packed<'_> {
         }
     }
 
-    /// The size of a group that kernels have, a divisor of the file's, and the dtype of scales.
+    /// A group size that kernels support and that divides the file's, and the dtype of scales.
     fn groups(&self, outputs: usize, inputs: usize) -> Result<(usize, DType)> {
         let name = self.name("weight_scale");
         let of_file = inputs / self.file_groups(outputs, inputs)?;
@@ -101,13 +101,13 @@ impl Packed<'_> {
         Ok(())
     }
 
-    /// Reads a matrix of the form that [`Packed::form`] returned.
+    /// Reads a matrix in the form returned by [`Packed::form`].
     pub(super) fn read(&self, bits: u32, group: usize, [codes, scales, biases]: AffineParts) -> Result<()> {
         self.checkpoint.read_raw(&self.name("weight_packed"), codes)?;
         let (outputs, per_row) = (scales.shape()[0], scales.shape()[1]);
         let of_file = self.checkpoint.read(&self.name("weight_scale"), &Device::cpu())?.to_f32()?;
         let file_groups = of_file.len() / outputs.max(1);
-        // The file's groups may be longer: a whole row, for example.
+        // The file's groups can be longer, for example a whole row.
         let repeats = per_row / file_groups.max(1);
         debug_assert_eq!(repeats * file_groups * group, per_row * group);
         let zeros = self.zero_points(bits, outputs, file_groups)?;
@@ -126,7 +126,7 @@ impl Packed<'_> {
         write_as(biases, &all_biases)
     }
 
-    /// The code of zero in each group. Without zero points it is the middle.
+    /// The code of zero in each group. Without zero points, it is the middle code.
     fn zero_points(&self, bits: u32, outputs: usize, groups: usize) -> Result<Vec<u32>> {
         if self.is_symmetric() {
             return Ok(vec![1 << (bits - 1); outputs * groups]);
@@ -146,7 +146,7 @@ impl Packed<'_> {
     }
 }
 
-/// The outputs and inputs of a module. Matrices of experts are stored one by one in these formats.
+/// The outputs and inputs of a module. These formats store each expert's matrix separately.
 pub(super) fn one_matrix(name: &str, shape: &[usize]) -> Result<[usize; 2]> {
     shape.try_into().map_err(|_| Error::Unsupported {
         what: format!("tensor `{name}`"),

@@ -1,4 +1,5 @@
-//! MLX's `quantization` object: mode, bits and group size, with overrides per module; and the methods of other files.
+//! MLX's `quantization` object (mode, bits and group size, with overrides per module), and the quantisation methods of
+//! other files.
 
 use std::collections::HashMap;
 
@@ -20,7 +21,7 @@ pub(crate) enum Scheme {
 }
 
 impl Scheme {
-    /// The inputs of a matrix are a multiple of this.
+    /// A divisor of the number of inputs of a matrix.
     pub(crate) fn step(self) -> usize {
         match self {
             Scheme::Affine { group, .. } => group,
@@ -29,7 +30,7 @@ impl Scheme {
     }
 }
 
-/// The weights that share a scale of an 8-bit float format.
+/// The block of weights that share a scale in an 8-bit float format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockSize {
     pub outputs: usize,
@@ -43,7 +44,7 @@ impl Default for BlockSize {
 }
 
 impl BlockSize {
-    /// Reads a pair of numbers; absent or null means the default.
+    /// Reads a pair of numbers. If absent or null, the default applies.
     fn parse(fields: &Fields, key: &str) -> Result<BlockSize> {
         match fields.indices(key, 1 << 20)?[..] {
             [] => Ok(BlockSize::default()),
@@ -55,7 +56,8 @@ impl BlockSize {
 
 /// The quantisation of all modules. A matrix is quantised if the file has scales for it.
 ///
-/// Overrides are read when their module is loaded: files have some of other towers, in formats that text does not need.
+/// Overrides are read when their module is loaded: some belong to other towers, in formats that text models do not
+/// need.
 #[derive(Debug, Default)]
 pub(crate) struct Quantization<'a> {
     default: Option<Scheme>,
@@ -73,7 +75,7 @@ impl<'a> Quantization<'a> {
         };
         match fields.string("quant_method")? {
             None => {}
-            // gpt-oss: the experts' tensors have names of their own.
+            // gpt-oss: the experts' tensors have their own names.
             Some("mxfp4") => return Ok(Quantization::default()),
             Some("fp8") => return Ok(Quantization::of_blocks(BlockSize::parse(&fields, "weight_block_size")?)),
             Some("compressed-tensors") => return compressed(&fields).map(Quantization::of_blocks),
@@ -88,18 +90,18 @@ impl<'a> Quantization<'a> {
         Ok(Quantization { default: Some(default), overrides, fields: Some(fields), block: BlockSize::default() })
     }
 
-    /// The formats of such files are seen in the tensors.
+    /// The formats of these files are detected from the tensors.
     fn of_blocks(block: BlockSize) -> Quantization<'a> {
         Quantization { block, ..Quantization::default() }
     }
 
-    /// The blocks of 8-bit floats that have a scale each.
+    /// The block size of 8-bit floats.
     pub(crate) fn block(&self) -> BlockSize {
         self.block
     }
 
-    /// The scheme of a module such as `model.layers.0.mlp.up_proj`, with any prefix. `None` if the configuration has
-    /// no scheme, or has `false` for this module.
+    /// The scheme of a module such as `model.layers.0.mlp.up_proj`, with any prefix. `None` if the configuration has no
+    /// scheme, or has `false` for this module.
     pub(crate) fn scheme(&self, module: &str) -> Result<Option<Scheme>> {
         let (Some(fields), Some(key)) = (&self.fields, self.overrides.get(canonical(module))) else {
             return Ok(self.default);
@@ -135,8 +137,8 @@ fn compressed(fields: &Fields) -> Result<BlockSize> {
 /// MLX's modes.
 const MODES: &str = "\"affine\", \"mxfp4\", \"mxfp8\" or \"nvfp4\"";
 
-/// The scheme of one object. An override inherits missing bits and group size of an affine default, but never its
-/// mode.
+/// Parses the scheme of one object. An override inherits missing bits and group size from an affine default, but never
+/// the mode.
 fn scheme(fields: &Fields, default: Option<Scheme>) -> Result<Scheme> {
     let mode = fields.string("mode")?.unwrap_or("affine");
     if mode != "affine" {
@@ -158,7 +160,7 @@ fn scheme(fields: &Fields, default: Option<Scheme>) -> Result<Scheme> {
     Ok(Scheme::Affine { bits: bits as u32, group })
 }
 
-/// These modes have one width and one size of groups.
+/// These modes have a fixed width and group size.
 fn floats(fields: &Fields, format: FloatFormat) -> Result<Scheme> {
     for (key, only) in [("bits", format.bits()), ("group_size", format.group())] {
         let given = fields.size(key, Some(only), 1024)?;

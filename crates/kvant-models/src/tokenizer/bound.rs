@@ -1,23 +1,23 @@
-//! A lower bound on the tokens of a text, known without tokenising it.
+//! A lower bound on the tokens of a text, computed without tokenising it.
 //!
-//! A token stands for at most as many bytes of a text as its own text has, times what normalisers can take away. So a
-//! text that is much longer than a model's context need not be tokenised to be refused.
+//! A token covers at most as many bytes of a text as its own text has, times the factor by which normalisers can shrink
+//! a text. A text much longer than a model's context can therefore be rejected without tokenising it.
 
 use tokenizers::{
     ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer,
     pre_tokenizers::byte_level::ByteLevel,
 };
 
-/// How many bytes of a text a token can stand for.
+/// Maximum bytes of a text per token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct TokenBytes {
-    most: usize,
-    /// Whether white space can disappear next to special tokens, so that it does not count.
+    max_bytes: usize,
+    /// Whether white space next to special tokens can be dropped, and therefore does not count.
     strips: bool,
 }
 
 impl TokenBytes {
-    /// `None` if parts of a text can disappear, or become one token whatever their length.
+    /// Returns `None` if parts of a text can be dropped, or become one token regardless of length.
     pub fn of(inner: &Tokenizer) -> Option<TokenBytes> {
         let shrinks = inner.get_normalizer().map_or(Some(1), shrinks)?;
         let pre_tokenizer = inner.get_pre_tokenizer();
@@ -38,20 +38,20 @@ impl TokenBytes {
         };
         let longest = vocabulary.keys().map(String::len).max()?;
         let strips = inner.get_added_tokens_decoder().values().any(|token| token.lstrip || token.rstrip);
-        knows_every_text.then(|| TokenBytes { most: longest.saturating_mul(shrinks).max(1), strips })
+        knows_every_text.then(|| TokenBytes { max_bytes: longest.saturating_mul(shrinks).max(1), strips })
     }
 
-    /// The least number of tokens of a text.
+    /// The lower bound on the tokens of a text.
     pub fn min_tokens(self, text: &str) -> usize {
         let bytes = match self.strips {
             true => text.chars().filter(|c| !c.is_whitespace()).map(char::len_utf8).sum(),
             false => text.len(),
         };
-        bytes / self.most
+        bytes / self.max_bytes
     }
 }
 
-/// How many bytes of a text can become one; `None` if any number can.
+/// Maximum bytes of a text that can become one byte; `None` if unbounded.
 fn shrinks(part: &NormalizerWrapper) -> Option<usize> {
     match part {
         NormalizerWrapper::Sequence(all) => {
@@ -63,16 +63,16 @@ fn shrinks(part: &NormalizerWrapper) -> Option<usize> {
             let (text, content) = (json["pattern"]["String"].as_str()?, json["content"].as_str()?);
             (content.len() >= text.len()).then_some(1)
         }
-        // Nine bytes of three parts of a syllable become three, and a letter with three marks as many.
+        // Nine bytes of a syllable in three parts become three, and so does a letter with three marks.
         NormalizerWrapper::NFC(_) => Some(4),
-        // Letters of four bytes become letters of one, and then as above.
+        // Letters of four bytes become letters of one byte, and are then composed as above.
         NormalizerWrapper::NFKC(_) => Some(16),
         NormalizerWrapper::NFD(_) => Some(1),
         _ => None,
     }
 }
 
-/// Whether a pre-tokenizer leaves nothing out.
+/// Whether a pre-tokenizer drops nothing.
 fn keeps_text(part: &PreTokenizerWrapper) -> bool {
     match part {
         PreTokenizerWrapper::Sequence(all) => all.as_ref().iter().all(keeps_text),
@@ -82,7 +82,7 @@ fn keeps_text(part: &PreTokenizerWrapper) -> bool {
     }
 }
 
-/// Whether a pre-tokenizer makes a character of each byte.
+/// Whether a pre-tokenizer converts each byte to a character.
 fn makes_bytes(part: &PreTokenizerWrapper) -> bool {
     match part {
         PreTokenizerWrapper::Sequence(all) => all.as_ref().iter().any(makes_bytes),
@@ -91,7 +91,7 @@ fn makes_bytes(part: &PreTokenizerWrapper) -> bool {
     }
 }
 
-/// As [`makes_bytes`], of a normaliser.
+/// Like [`makes_bytes`], for a normaliser.
 fn normalises_to_bytes(part: &NormalizerWrapper) -> bool {
     match part {
         NormalizerWrapper::Sequence(all) => all.as_ref().iter().any(normalises_to_bytes),
@@ -108,18 +108,18 @@ mod tests {
 
     const SHIPPED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-cli/model");
 
-    /// Every text has at least the tokens that are said of it, whatever is in it.
+    /// The bound holds for all texts.
     #[test]
     fn texts_have_at_least_as_many_tokens() {
         let tokenizer = Tokenizer::load(Path::new(SHIPPED)).unwrap();
         let texts =
             ["a".repeat(5000), " ".repeat(5000), "\n".repeat(999), "Zürich 漢字 🙂 <eos> ".repeat(300), "-".repeat(7)];
         for text in texts {
-            let (least, tokens) = (tokenizer.min_tokens(&text), tokenizer.encode(&text, false).unwrap().len());
-            assert!(least <= tokens, "{least} > {tokens} of {:?}", &text[..7]);
+            let (min, tokens) = (tokenizer.min_tokens(&text), tokenizer.encode(&text, false).unwrap().len());
+            assert!(min <= tokens, "{min} > {tokens} of {:?}", &text[..7]);
         }
-        let least = tokenizer.min_tokens(&"The quick brown fox. ".repeat(390_000));
-        assert!(least > 8192, "{least} tokens of 8 MB");
+        let min = tokenizer.min_tokens(&"The quick brown fox. ".repeat(390_000));
+        assert!(min > 8192, "{min} tokens of 8 MB");
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Bounds on the bytes that a `tokenizer.json` makes of a text.
+//! Bounds the bytes that a `tokenizer.json` makes of a text.
 //!
-//! Thirty normalisers that double a text make gigabytes of one letter, and the allocation ends the process. The bound
-//! is computed from the parts before the library gets the file.
+//! Thirty normalisers that each double a text make gigabytes of one letter, and the failed allocation aborts the
+//! process. The bound is computed from the file's parts before the library gets the file.
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -10,16 +10,16 @@ use tokenizers::{DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper};
 use super::guarded;
 use crate::{Error, Result};
 
-/// Bytes that normalisers can make of one byte. The largest of real tokenizers, ALBERT's, has 750.
-const LARGEST: f64 = 1024.0;
-/// Texts of any length are accepted up to this. Those of language models have at most 22.
+/// Maximum bytes that normalisers may make of one byte. The largest of real tokenizers, ALBERT's, has 750.
+const MAX_FACTOR: f64 = 1024.0;
+/// Up to this factor, texts of any length are accepted. Tokenizers of language models have at most 22.
 const USUAL: f64 = 32.0;
-/// Bytes of a normalised text, for tokenizers beyond [`USUAL`]. The library keeps 16 more for each.
+/// Maximum bytes of a normalised text for tokenizers above [`USUAL`]. The library needs 16 more per byte.
 const MAX_BYTES: f64 = (64 << 20) as f64;
-/// As [`LARGEST`], of decoders. Real ones have 1: they replace a mark by a space.
-const LARGEST_DECODER: f64 = 16.0;
+/// Maximum factor of decoders. Real ones have 1: they replace a symbol by a space.
+const MAX_DECODER_FACTOR: f64 = 16.0;
 
-/// A bound on bytes: `factor` for each byte of a text, and `added` for each part between special tokens.
+/// A bound on bytes: `factor` per byte of a text, and `added` for each part between special tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Growth {
     factor: f64,
@@ -41,41 +41,41 @@ impl Growth {
         parts.into_iter().fold(Growth::NONE, Growth::then)
     }
 
-    /// Bytes of one: each byte can be a part of its own.
+    /// Bytes for one byte, which can be a part of its own.
     fn of_byte(self) -> f64 {
         self.factor + self.added
     }
 
-    /// The bound of a file's normaliser and pre-tokenizer.
+    /// Computes the bound of a file's normaliser and pre-tokenizer.
     ///
     /// # Errors
-    /// `Tokenizer` if it, or that of the decoder, is beyond those of real tokenizers.
+    /// `Tokenizer` if this bound or the decoder's exceeds the ones of real tokenizers.
     pub fn check(normalizer: &Value, pre_tokenizer: &Value, decoder: &Value) -> Result<Growth> {
         check_charsmaps(normalizer)?;
         let normalizer = typed(normalizer)?.map_or(Ok(Growth::NONE), |part| of_normalizer(&part))?;
         let pre_tokenizer = typed(pre_tokenizer)?.map_or(Growth::NONE, |part| of_pre_tokenizer(&part));
         let decoder = typed(decoder)?.map_or(Ok(Growth::NONE), |part| of_decoder(&part))?;
         let growth = normalizer.then(pre_tokenizer);
-        let parts = [("normalizer", growth, LARGEST), ("decoder", decoder, LARGEST_DECODER)];
-        // NaN is not within a limit.
-        let is_within = |growth: &Growth, largest: f64| growth.of_byte() <= largest;
-        match parts.into_iter().find(|(_, growth, largest)| !is_within(growth, *largest)) {
+        let parts = [("normalizer", growth, MAX_FACTOR), ("decoder", decoder, MAX_DECODER_FACTOR)];
+        // NaN is never within a limit.
+        let is_within = |growth: &Growth, max: f64| growth.of_byte() <= max;
+        match parts.into_iter().find(|(_, growth, max)| !is_within(growth, *max)) {
             None => Ok(growth),
-            Some((name, growth, largest)) => {
+            Some((name, growth, max)) => {
                 let bytes = growth.of_byte();
-                Err(error(format!("`{name}` can make {bytes:.0} bytes of one, the limit is {largest}")))
+                Err(error(format!("`{name}` can make {bytes:.0} bytes from one, the limit is {max}")))
             }
         }
     }
 
-    /// Refuses a text that can become too large.
+    /// Rejects a text that could expand too much.
     pub fn admit(self, text: &str) -> Result<()> {
-        let most = (MAX_BYTES / self.of_byte()) as usize;
-        if self.of_byte() <= USUAL || text.len() <= most {
+        let max = (MAX_BYTES / self.of_byte()) as usize;
+        if self.of_byte() <= USUAL || text.len() <= max {
             return Ok(());
         }
         let bytes = self.of_byte();
-        let reason = format!("it can make {bytes:.0} bytes of one: a text must have at most {most} bytes, got");
+        let reason = format!("it can make {bytes:.0} bytes from one: a text must have at most {max} bytes, got");
         Err(error(format!("{reason} {}", text.len())))
     }
 }
@@ -84,7 +84,7 @@ fn error(reason: String) -> Error {
     Error::Tokenizer { reason }
 }
 
-/// A section of the file, if it is there.
+/// Parses a section of the file, if it exists.
 fn typed<T: DeserializeOwned>(section: &Value) -> Result<Option<T>> {
     guarded(|| if section.is_null() { Ok(None) } else { Ok(serde_json::from_value(section.clone()).map(Some)?) })
 }
@@ -102,7 +102,7 @@ fn of_normalizer(normalizer: &NormalizerWrapper) -> Result<Growth> {
         NormalizerWrapper::NFKC(_) | NormalizerWrapper::NFKD(_) => Growth::times(11.0),
         // İ becomes i and a dot.
         NormalizerWrapper::Lowercase(_) => Growth::times(1.5),
-        // Decomposed and lower case, with spaces around ideographs.
+        // Decomposed and lower-cased, with spaces around ideographs.
         NormalizerWrapper::BertNormalizer(_) => Growth::times(3.0 * 1.5 * 2.0),
         NormalizerWrapper::Precompiled(map) => {
             let json = serde_json::to_value(map).map_err(|e| error(e.to_string()))?;
@@ -135,7 +135,7 @@ fn of_decoder(decoder: &DecoderWrapper) -> Result<Growth> {
             Growth::of_all(all?)
         }
         DecoderWrapper::Replace(replace) => of_replace(replace)?,
-        // They put a space in place of a text, which can be empty.
+        // They replace a text, which can be empty, by a space.
         DecoderWrapper::BPE(_) | DecoderWrapper::WordPiece(_) | DecoderWrapper::CTC(_) => Growth::times(2.0),
         DecoderWrapper::Metaspace(_)
         | DecoderWrapper::ByteLevel(_)
@@ -145,7 +145,7 @@ fn of_decoder(decoder: &DecoderWrapper) -> Result<Growth> {
     })
 }
 
-/// A replacement of a text, or of a regular expression, which can match everywhere.
+/// The growth by replacing a text or the matches of a regular expression, which can match everywhere.
 fn of_replace(replace: &tokenizers::normalizers::Replace) -> Result<Growth> {
     let json = serde_json::to_value(replace).map_err(|e| error(e.to_string()))?;
     let content = replace.content.len() as f64;
@@ -155,7 +155,7 @@ fn of_replace(replace: &tokenizers::normalizers::Replace) -> Result<Growth> {
     })
 }
 
-/// Checks every map of SentencePiece before the library allocates what its header claims.
+/// Checks every SentencePiece map before the library allocates the size in its header.
 fn check_charsmaps(section: &Value) -> Result<()> {
     match section {
         Value::Object(fields) => fields.iter().try_for_each(|(name, value)| match name.as_str() {
@@ -167,8 +167,8 @@ fn check_charsmaps(section: &Value) -> Result<()> {
     }
 }
 
-/// The longest text that a map of SentencePiece puts in place of another. The map in base64: the size of an index, the
-/// index, and texts that end with a zero.
+/// Length of the longest replacement in a SentencePiece map. The map, in base64, contains the size of an index, the
+/// index, and zero-terminated texts.
 fn longest_replacement(map: &Value) -> Result<f64> {
     let wrong = |what: &str| error(format!("`precompiled_charsmap` must be {what}"));
     let bytes = map.as_str().and_then(base64).ok_or_else(|| wrong("a text in base64"))?;
@@ -259,7 +259,7 @@ mod tests {
         let doubling = || vec![replace("a", "aa"); 40];
         assert_eq!(
             refused(of(sequence(doubling()))),
-            "tokenizer: `normalizer` can make 1099511627776 bytes of one, the limit is 1024"
+            "tokenizer: `normalizer` can make 1099511627776 bytes from one, the limit is 1024"
         );
         let nested = (0..60).fold(replace("a", "aa"), |inner, _| sequence(vec![inner, replace("b", "bb")]));
         refused(of(nested));
@@ -267,7 +267,7 @@ mod tests {
         refused(of(sequence(vec![json!({"type": "Prepend", "prepend": "a"}); 2000])));
         refused(of(json!({"type": "Replace", "pattern": {"Regex": ""}, "content": "a".repeat(5000)})));
         refused(of(replace("", &"a".repeat(5000))));
-        // The library accepts parts without a type, too.
+        // The library also accepts parts without a type.
         refused(of(json!({"normalizers": doubling()})));
         // Each pass doubles every byte that is not ASCII.
         let byte_level =
@@ -294,7 +294,7 @@ mod tests {
         let message = growth.admit(&"a".repeat(70_000)).unwrap_err().to_string();
         assert_eq!(
             message,
-            "tokenizer: it can make 1000 bytes of one: a text must have at most 67108 bytes, got 70000"
+            "tokenizer: it can make 1000 bytes from one: a text must have at most 67108 bytes, got 70000"
         );
     }
 

@@ -1,4 +1,4 @@
-//! The bytes that each id adds to a text.
+//! Determines the bytes that each id adds to a text.
 
 use std::{collections::HashMap, sync::LazyLock};
 
@@ -19,13 +19,12 @@ pub enum TokenPiece {
 }
 
 impl Tokenizer {
-    /// The contribution of each id, in the order of ids. For ids of a text whose bytes are valid UTF-8, the
-    /// concatenated bytes equal [`Tokenizer::decode`] of them, except for a space that some tokenizers remove before
-    /// the first word.
+    /// The contribution of each id, in the order of ids. If the ids of a text have valid UTF-8 bytes, the concatenated
+    /// bytes equal [`Tokenizer::decode`], except for a space that some tokenizers remove before the first word.
     ///
     /// # Errors
-    /// `Tokenizer` if the decoder joins tokens by other rules than these: byte-level, or a word mark in place of spaces
-    /// and single bytes as `<0x0A>`.
+    /// `Tokenizer` if the decoder is neither byte-level nor one that replaces word symbols by spaces and decodes bytes
+    /// such as `<0x0A>`.
     pub fn pieces(&self) -> Result<Vec<TokenPiece>> {
         if matches!(self.decoder, TokenDecoder::Library) {
             let reason = "the bytes of its tokens are unknown: its decoder is not supported".to_string();
@@ -47,8 +46,8 @@ impl Tokenizer {
         (0..ids.min(MAX_IDS)).map(piece).collect()
     }
 
-    /// The bytes that an id adds to a text after other tokens: they can begin or end within a character, and a word
-    /// keeps the space before it. A special token has its name. An id without a token has no bytes.
+    /// The bytes that an id adds to a text after other tokens. They can begin or end within a character, and a word
+    /// keeps the space before it. A special token is shown by name. An id without a token has no bytes.
     ///
     /// # Errors
     /// `Tokenizer` if the decoder fails.
@@ -69,14 +68,14 @@ impl Tokenizer {
     }
 }
 
-/// Several times the size of the largest existing vocabulary: an added token can have any id.
+/// Maximum ids: several times the largest existing vocabulary. An added token can have any id.
 const MAX_IDS: u32 = 1 << 22;
 
-/// How tokens become bytes.
+/// How tokens are converted to bytes.
 pub(super) enum TokenDecoder {
-    /// Each character stands for a byte.
+    /// Each character represents a byte.
     ByteLevel,
-    /// Tokens are text, in which single characters or strings are replaced.
+    /// Tokens are text in which single characters or strings are replaced.
     Words { steps: Vec<Step>, has_bytes: bool, strip: Strip },
     /// The bytes of a token depend on the previous one, by rules of the library.
     Library,
@@ -85,7 +84,7 @@ pub(super) enum TokenDecoder {
 /// A step of a decoder of words.
 pub(super) enum Step {
     Replace(DecoderWrapper),
-    /// The mark of a space, and whether the first token of a text loses its marks.
+    /// The symbol of a space, and whether the first token of a text loses it.
     Mark {
         mark: char,
         first_loses: bool,
@@ -96,7 +95,7 @@ pub(super) enum Step {
 #[derive(Clone, Copy)]
 pub(super) struct Strip {
     pub content: char,
-    pub most: usize,
+    pub max: usize,
 }
 
 impl TokenDecoder {
@@ -107,7 +106,7 @@ impl TokenDecoder {
             None => return TokenDecoder::Library,
         };
         let (mut steps, mut has_bytes, mut is_fused) = (Vec::new(), false, false);
-        let mut strip = Strip { content: ' ', most: 0 };
+        let mut strip = Strip { content: ' ', max: 0 };
         for decoder in decoders {
             match decoder {
                 DecoderWrapper::ByteLevel(_) if decoders.len() == 1 => return TokenDecoder::ByteLevel,
@@ -118,8 +117,8 @@ impl TokenDecoder {
                 }),
                 DecoderWrapper::ByteFallback(_) => has_bytes = true,
                 DecoderWrapper::Fuse(_) => is_fused = true,
-                DecoderWrapper::Strip(ends) if is_fused && ends.stop == 0 && strip.most == 0 => {
-                    strip = Strip { content: ends.content, most: ends.start };
+                DecoderWrapper::Strip(ends) if is_fused && ends.stop == 0 && strip.max == 0 => {
+                    strip = Strip { content: ends.content, max: ends.start };
                 }
                 _ => return TokenDecoder::Library,
             }
@@ -127,24 +126,24 @@ impl TokenDecoder {
         TokenDecoder::Words { steps, has_bytes, strip }
     }
 
-    /// The characters that a text loses at its start.
+    /// The characters that are removed from the start of a text.
     pub fn strip(&self) -> Strip {
         match self {
             TokenDecoder::Words { strip, .. } => *strip,
-            _ => Strip { content: ' ', most: 0 },
+            _ => Strip { content: ' ', max: 0 },
         }
     }
 
-    /// Whether each byte that is not UTF-8 becomes one U+FFFD, or else each incomplete character.
+    /// Whether each invalid byte becomes one U+FFFD. Otherwise, each incomplete character does.
     pub fn replaces_bytes(&self) -> bool {
         matches!(self, TokenDecoder::Words { .. })
     }
 
-    /// The bytes of a token. `is_first` is for the first token of a text.
+    /// The bytes of a token. `is_first`: it is the first token of a text.
     pub fn bytes(&self, token: String, is_first: bool) -> Result<Vec<u8>> {
         let TokenDecoder::Words { steps, has_bytes, .. } = self else {
             let bytes: Option<Vec<u8>> = token.chars().map(|c| BYTE_CHARACTERS.get(&c).copied()).collect();
-            // Added tokens have their text.
+            // Added tokens are plain text.
             return Ok(bytes.unwrap_or_else(|| token.into_bytes()));
         };
         if *has_bytes && let Some(byte) = byte(&token) {
@@ -168,8 +167,8 @@ fn byte(token: &str) -> Option<u8> {
 /// The byte of each character of byte-level vocabularies.
 static BYTE_CHARACTERS: LazyLock<HashMap<char, u8>> = LazyLock::new(byte_characters);
 
-/// The character that stands for each byte in byte-level vocabularies: itself if it is visible, or else one from U+0100
-/// on, in the order of bytes.
+/// The character that represents each byte in byte-level vocabularies: itself if it is visible, otherwise one from
+/// U+0100 upwards, in the order of bytes.
 fn byte_characters() -> HashMap<char, u8> {
     let is_visible = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let hidden = (0..=u8::MAX).filter(|&byte| !is_visible(byte)).zip('\u{100}'..);
@@ -201,7 +200,7 @@ mod tests {
         Tokenizer::parse(json.to_string().as_bytes()).unwrap()
     }
 
-    /// Tokens as those of Llama 2 and Gemma.
+    /// Tokens like those of Llama 2 and Gemma.
     const WORDS: [&str; 10] = ["<s>", "<tool call>", "▁a", "b", "▁", "▁▁", "<0xC3>", "<0xB6>", "ö", "<0x0A>"];
 
     fn sentencepiece(strips: bool) -> Tokenizer {

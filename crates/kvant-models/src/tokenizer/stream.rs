@@ -1,11 +1,11 @@
-//! Decoding ids one by one.
+//! Decodes ids one by one.
 
 use std::ops::Deref;
 
 use super::Tokenizer;
 use crate::Result;
 
-/// Number of ids at the end of a prompt that [`TextStream::after`] decodes for an incomplete character. A character
+/// Number of ids at the end of a prompt that [`TextStream::after`] decodes to find an incomplete character. A character
 /// has at most four bytes.
 const TAIL: usize = 64;
 
@@ -15,17 +15,17 @@ const TAIL: usize = 64;
 ///
 /// A character can span several tokens. Its text is returned with its last byte.
 ///
-/// If bytes are not valid text, some decoders (`ByteFallback`) replace every neighbouring byte by U+FFFD, including
-/// those of complete characters. The stream keeps complete characters. In this case it differs from
-/// [`Tokenizer::decode`] in these characters and in the number of U+FFFD, and in nothing else.
+/// If bytes are not valid text, some decoders (`ByteFallback`) replace every adjacent byte by U+FFFD, including the
+/// bytes of complete characters. The stream keeps complete characters. It then differs from [`Tokenizer::decode`] only
+/// in these characters and in the number of U+FFFD.
 #[derive(Clone)]
 pub struct TextStream<T> {
     tokenizer: T,
-    /// Whether the text has the names of special tokens.
+    /// Whether the text includes the names of special tokens.
     special: bool,
     /// The previous token of the text.
     last: Option<u32>,
-    /// Number of characters that the text can still lose at its start.
+    /// Number of characters that may still be removed from the start of the text.
     strip: usize,
     /// The first bytes of a character.
     pending: Vec<u8>,
@@ -34,24 +34,24 @@ pub struct TextStream<T> {
 impl<T: Deref<Target = Tokenizer>> TextStream<T> {
     /// A stream from the start of a text, without special tokens.
     pub fn new(tokenizer: T) -> TextStream<T> {
-        let strip = tokenizer.decoder.strip().most;
+        let strip = tokenizer.decoder.strip().max;
         TextStream { tokenizer, special: false, last: None, strip, pending: Vec::new() }
     }
 
-    /// Sets whether the text has the names of special tokens, for the ids that follow.
+    /// Sets whether the text includes the names of special tokens, for the following ids.
     #[must_use]
     pub fn special(mut self, special: bool) -> TextStream<T> {
         self.special = special;
         self
     }
 
-    /// As [`TextStream::special`], of a stream that stays where it is.
+    /// Like [`TextStream::special`], in place.
     pub fn set_special(&mut self, special: bool) {
         self.special = special;
     }
 
-    /// Continues a prompt. A word that follows keeps the space before it, and a character that begins at the end of
-    /// the prompt is part of the text that follows.
+    /// Continues a prompt. A following word keeps the space before it, and a character that begins at the end of the
+    /// prompt is part of the stream's text.
     ///
     /// # Errors
     /// As [`TextStream::push`].
@@ -65,7 +65,7 @@ impl<T: Deref<Target = Tokenizer>> TextStream<T> {
         Ok(self)
     }
 
-    /// Takes an id and returns the text that is now complete: usually that of this id, sometimes nothing.
+    /// Receives an id and returns the text that is now complete: usually the text of this id, sometimes nothing.
     ///
     /// # Errors
     /// `Tokenizer` if the decoder fails.
@@ -77,7 +77,7 @@ impl<T: Deref<Target = Tokenizer>> TextStream<T> {
         Ok(text)
     }
 
-    /// Returns the text that was held back for bytes that did not follow.
+    /// Returns the text of held-back bytes that do not complete a character.
     ///
     /// # Errors
     /// None at present.
@@ -85,7 +85,7 @@ impl<T: Deref<Target = Tokenizer>> TextStream<T> {
         self.rest()
     }
 
-    /// As [`TextStream::finish`], of a stream that stays where it is.
+    /// Like [`TextStream::finish`], in place.
     ///
     /// # Errors
     /// None at present.
@@ -93,7 +93,7 @@ impl<T: Deref<Target = Tokenizer>> TextStream<T> {
         Ok(self.decode(true).0)
     }
 
-    /// Whether the next token can lose characters because it starts the text.
+    /// Whether characters can be removed from the next token because it starts the text.
     fn is_at_start(&self) -> bool {
         self.last.is_none() || self.strip > 0
     }
@@ -117,8 +117,8 @@ impl<T: Deref<Target = Tokenizer>> TextStream<T> {
         Ok(bytes)
     }
 
-    /// The text of the pending bytes, and the number of bytes that it takes. Bytes at the end that can begin a
-    /// character are left out, unless it `is_end`.
+    /// The text of the pending bytes, and the number of bytes consumed. Unless it `is_end`, bytes at the end that can
+    /// begin a character are not consumed.
     fn decode(&self, is_end: bool) -> (String, usize) {
         let (mut text, mut whole) = (String::new(), 0);
         for chunk in self.pending.utf8_chunks() {
@@ -138,7 +138,7 @@ impl<T: Deref<Target = Tokenizer>> TextStream<T> {
     }
 }
 
-/// Whether more bytes can make a character of these.
+/// Whether more bytes can complete these bytes to a character.
 fn begins_character(bytes: &[u8]) -> bool {
     std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }

@@ -1,4 +1,4 @@
-//! Files of compressed-tensors and of 8-bit floats that are not what they claim to be.
+//! Invalid files of compressed-tensors and of 8-bit floats.
 
 use kvant_models::Error;
 use serde_json::json;
@@ -9,7 +9,7 @@ use crate::{checkpoint, common::model_dir, config_bytes, config_of, load};
 fn every_wrong_part_is_named() {
     for variant in ["llama_w4a16", "llama_fp8"] {
         let parts = checkpoint(variant);
-        // Its contents are in the shapes of the others.
+        // Its contents are the shapes of the other tensors.
         let names = parts.names().into_iter().filter(|name| name.contains("_proj.") && !name.ends_with("weight_shape"));
         for name in names {
             let mut wrong = parts.clone();
@@ -38,7 +38,7 @@ fn every_wrong_part_is_named() {
             less.remove(&name);
             let dir = model_dir(&config_bytes(variant), &less.bytes());
             match load(dir.path()) {
-                // Without it, the middle is zero.
+                // Without it, the zero point is the middle code.
                 Ok(_) => assert!(name.ends_with("zero_point"), "{name}"),
                 Err(Error::MissingTensor { name: missing }) => {
                     let as_dense = name.replace(".weight_packed", ".weight");

@@ -12,7 +12,7 @@ use crate::{
     config_bytes, config_of, load,
 };
 
-/// Routers that no description expresses, and numbers that do not fit each other.
+/// Routers that the description cannot express, and inconsistent numbers.
 #[test]
 fn other_experts_are_refused_by_key() {
     let cases = [
@@ -82,7 +82,7 @@ fn absurd_configurations_are_refused_by_key() {
         ("rms_norm_eps", json!("tiny")),
         ("final_logit_softcapping", json!(0.0)),
         ("final_logit_softcapping", json!(-3)),
-        // Not zero, but as f32 it is.
+        // Not zero, but zero when rounded to f32.
         ("final_logit_softcapping", json!(9e-309)),
         ("num_kv_shared_layers", json!(2)),
         ("num_experts", json!(0)),
@@ -111,7 +111,7 @@ fn absurd_configurations_are_refused_by_key() {
         config[key] = value.clone();
         let dir = model_dir(config.to_string().as_bytes(), &parts);
         match load(dir.path()) {
-            // A head size that no kernel has may also come out where it is used.
+            // An unsupported head size can also be derived, and the error then names its inputs.
             Err(Error::Config { key: named, .. }) => {
                 assert!(named.starts_with(key) || (key == "global_head_dim" && named == "head_dim"), "{key}: {named}");
             }
@@ -129,7 +129,7 @@ fn absurd_configurations_are_refused_by_key() {
         ("/rope_parameters/sliding_attention/type", json!("linear")),
         ("/rope_parameters/full_attention/partial_rotary_factor", json!(1.5)),
         ("/rope_parameters/sliding_attention", json!(null)),
-        // Two meanings: all pairs turn in one implementation, a part in another.
+        // Ambiguous: one implementation rotates all pairs, another a part.
         ("/rope_parameters/sliding_attention/partial_rotary_factor", json!(0.25)),
     ];
     for (pointer, value) in nested {
@@ -188,7 +188,7 @@ fn two_words_on_tied_embeddings_must_agree() {
     }
 }
 
-/// Files have overrides of other towers, in formats that text does not need.
+/// Files have overrides for other towers, in formats that text models do not need.
 #[test]
 fn overrides_of_modules_that_text_does_not_have_are_ignored() {
     for (name, value) in [
@@ -203,7 +203,7 @@ fn overrides_of_modules_that_text_does_not_have_are_ignored() {
     }
 }
 
-/// Without layer_types, transformers makes every sixth layer full, MLX as many as another key says.
+/// Without layer_types, transformers makes every sixth layer full, MLX the number that another key gives.
 #[test]
 fn layers_whose_kinds_are_ambiguous_are_refused() {
     let mut config = config_of("moe");
@@ -220,7 +220,7 @@ fn layers_whose_kinds_are_ambiguous_are_refused() {
     assert!(matches!(kinds(&config), Err(Error::Config { key, .. }) if key == "sliding_window_pattern"));
 }
 
-/// What Gemma 4 12B's file says of its text part: that of the others, without per-layer inputs and experts.
+/// The text part of Gemma 4 12B's file: a model without per-layer inputs and experts.
 #[test]
 fn unified_models_are_read_as_text_models() {
     let mut text = config_of("dense");
@@ -233,7 +233,7 @@ fn unified_models_are_read_as_text_models() {
         text["hidden_size_per_layer_input"] = size;
         assert_eq!(Config::parse(&text).unwrap(), want);
     }
-    // In the other models an absent one means 256.
+    // In the other models, an absent key means 256.
     text.as_object_mut().unwrap().remove("hidden_size_per_layer_input");
     assert_eq!(Config::parse(&text).unwrap(), want);
     assert_eq!(Config::parse(&whole(&text)).unwrap(), want);
@@ -251,7 +251,7 @@ fn unified_models_are_read_as_text_models() {
     }
 }
 
-/// The text part of a model with images, and what its configuration must not say.
+/// The text part of a model with images, and values that its configuration must not have.
 #[test]
 fn ministral_configurations_are_checked_by_key() {
     let text = config_of("ministral3");
@@ -274,7 +274,7 @@ fn ministral_configurations_are_checked_by_key() {
     assert!(matches!(Config::parse(&config), Err(Error::Config { key, .. }) if key == "max_position_embeddings"));
 }
 
-/// The message names the file that is wrong.
+/// The message names the invalid file.
 #[test]
 fn generation_configs_are_named() {
     let dir = tempfile::tempdir().unwrap();
@@ -325,7 +325,7 @@ fn configurations_that_are_no_json_objects_are_file_errors() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Some keys of a configuration replaced: an error, or a model that loads and runs with modest memory.
+    /// With some keys replaced: an error, or a model that loads and runs with modest memory.
     #[test]
     fn mutated_configurations_never_panic(
         variant in prop::sample::select(vec![

@@ -1,4 +1,4 @@
-//! Keys of the dense families: impossible values are errors that name the key, and several spellings mean the same.
+//! Keys of the dense families: impossible values are errors that name the key, and spellings of one key are equivalent.
 
 use kvant::Device;
 use kvant_models::{Config, Error, Files, Inspection, Model, spec::OutputMatrix};
@@ -69,7 +69,7 @@ fn impossible_values_name_their_key() {
     }
 }
 
-/// Files of MLX have the keys of Muse Glimmer's text model beside the type of the whole one.
+/// MLX's files have the keys of Muse Glimmer's text model at the top level, with the type of the whole model.
 #[test]
 fn muse_glimmer_without_text_config() {
     let nested = config_of("muse_glimmer");
@@ -78,7 +78,7 @@ fn muse_glimmer_without_text_config() {
     assert_eq!(Config::parse(&flat).unwrap().decoder, Config::parse(&nested).unwrap().decoder);
 }
 
-/// Mistral 3 has the embedding for its output unless a key or the checkpoint says otherwise.
+/// Mistral 3's output matrix is the embedding unless a key or the checkpoint specifies otherwise.
 #[test]
 fn output_of_a_wrapper_without_the_key() {
     let text = config_of("mistral");
@@ -141,14 +141,14 @@ fn granite_hybrids_may_have_no_positions() {
     assert!(blocks.iter().all(|block| block.attention.rope.rotated_pairs == 0));
 }
 
-/// The original context of a file is no reason to allocate a table of that length.
+/// A large original context in a file does not allocate a table of that length.
 #[test]
 fn long_rope_tables_are_limited() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::copy(golden("phi3").join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
     let mut config = config_of("phi3");
     config["original_max_position_embeddings"] = json!(1 << 30);
-    // Without a factor of cosines and sines, there are no tables.
+    // Without a factor of cosines and sines, no tables are needed.
     config["rope_scaling"]["attention_factor"] = json!(1.5);
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let error = Model::load(dir.path(), &Device::cpu()).unwrap_err().to_string();

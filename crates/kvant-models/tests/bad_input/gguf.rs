@@ -1,4 +1,4 @@
-//! GGUF files that are not what they claim to be.
+//! Invalid GGUF files.
 
 use std::io::{Seek, SeekFrom, Write};
 
@@ -63,7 +63,7 @@ fn every_truncation_is_an_error() {
     open(&[&bytes[..], &[7; 100]].concat()).unwrap();
 }
 
-/// Any other byte at any place is an error, or a file that is consistent in itself.
+/// Replacing any byte gives an error or a consistent file.
 #[test]
 fn lies_at_every_offset() {
     let bytes = sample().bytes();
@@ -78,7 +78,7 @@ fn lies_at_every_offset() {
                 assert_modest();
             }
         }
-        // With the tensors, too.
+        // Reads the tensors too.
         let mut wrong = bytes.clone();
         wrong[at] = !bytes[at];
         errors += usize::from(open(&wrong).is_err());
@@ -117,15 +117,15 @@ fn lies_are_named() {
         (version([0, 0, 0, 3]), "big-endian"),
         (claims(u64::MAX, 0), "claims 18446744073709551615 metadata pairs"),
         (claims(0, u64::MAX), "claims 18446744073709551615 tensors"),
-        (claims(1, 0), "a metadata key takes 8 bytes, 0 are left"),
+        (claims(1, 0), "a metadata key needs 8 bytes, 0 remain"),
         (pair(Value(13, Vec::new())), "metadata `k`: value type 13 is unknown"),
-        (pair(Value(7, vec![2])), "metadata `k`: a truth value must be 0 or 1, got 2"),
-        (pair(Value(8, u64::MAX.to_le_bytes().to_vec())), "a string takes 18446744073709551615 bytes"),
+        (pair(Value(7, vec![2])), "metadata `k`: a boolean must be 0 or 1, got 2"),
+        (pair(Value(8, u64::MAX.to_le_bytes().to_vec())), "a string needs 18446744073709551615 bytes"),
         (pair(Value(8, [&1u64.to_le_bytes()[..], &[0xff]].concat())), "a string is not UTF-8"),
         (pair(long(u64::MAX, 4)), "an array of 18446744073709551615 numbers overflows"),
-        (pair(long(1 << 40, 4)), "an array takes 4398046511104 bytes, 0 are left"),
-        (pair(long(1 << 40, 8)), "a string of an array takes 8 bytes, 0 are left"),
-        (pair(long(1 << 40, 9)), "a value type takes 4 bytes, 0 are left"),
+        (pair(long(1 << 40, 4)), "an array needs 4398046511104 bytes, 0 remain"),
+        (pair(long(1 << 40, 8)), "a string of an array needs 8 bytes, 0 remain"),
+        (pair(long(1 << 40, 9)), "a value type needs 4 bytes, 0 remain"),
         (pair(long(1, 77)), "value type 77 is unknown"),
         (pair(deep), "nested more than 4 deep"),
         (Writer::default().pair("k", u32(1)).pair("k", u32(1)).bytes(), "metadata `k` appears twice"),
@@ -155,7 +155,7 @@ fn lies_are_named() {
     assert!(open(&gap).unwrap_err().contains("the previous one ends at 32"));
 }
 
-/// Metadata and tensors of models: any other bytes at any place of a header are an error, or a model that runs.
+/// Metadata and tensors of models: replacing any byte of a header gives an error or a model that runs.
 #[test]
 fn lies_in_models() {
     let dir = tempfile::tempdir().unwrap();
@@ -176,7 +176,7 @@ fn lies_in_models() {
             for (i, lie) in all.iter().enumerate() {
                 patch(at, lie);
                 lies += 1;
-                // Tensors are read for one lie in four: they take most of the time.
+                // Reading tensors takes most of the time, so only one variant in four does.
                 let failed = if i == 0 {
                     Model::load(&path, &Device::reference()).is_err()
                 } else {
@@ -221,9 +221,9 @@ fn models_that_cannot_run() {
     named(Writer::default(), "`general.architecture` must be a string, got nothing");
     named(llama("general.architecture", text("bert")), "general.architecture \"bert\" is not supported");
     named(llama("general.architecture", text("gemma3")), "`gemma3.");
-    named(llama("llama.embedding_length", text("x")), "`llama.embedding_length` must be a whole number");
+    named(llama("llama.embedding_length", text("x")), "`llama.embedding_length` must be an integer");
     named(llama("llama.attention.head_count", u32(0)), "llama.attention.head_count");
-    // Sizes that others are derived from, with a width of rotations as in every released file.
+    // Sizes that others are derived from, with a rotation width as in every released file.
     for key in
         ["embedding_length", "block_count", "attention.head_count", "attention.head_count_kv", "attention.key_length"]
     {
@@ -239,13 +239,13 @@ fn models_that_cannot_run() {
     named(llama("llama.rope.scaling.type", text("longrope")), "`llama.rope.scaling.type` must be");
     named(llama("llama.attention.value_length", u32(32)), "`llama.attention.value_length` must be the same");
     let widths = |n: usize| array(&(0..n).map(|_| u32(64)).collect::<Vec<_>>());
-    named(llama("llama.feed_forward_length", widths(3)), "`llama.feed_forward_length` must be 2 whole numbers");
+    named(llama("llama.feed_forward_length", widths(3)), "`llama.feed_forward_length` must be 2 integers");
     named(llama("llama.attention.head_count_kv", array(&[u32(1), u32(0)])), "`llama.attention.head_count_kv` must be");
     named(
         llama("llama.rope.dimension_count", u32(32)),
         "`llama.rope.dimension_count` must be 64, all of a head, got 32",
     );
-    // The first block's tensors say which biases there are.
+    // The first block's tensors determine the biases.
     for name in ["blk.0.attn_k.bias", "blk.1.attn_q.bias", "blk.0.attn_norm.bias", "blk.7.attn_q.bias", "blk.x.y.bias"]
     {
         let biased = llama("x", u32(0)).tensor(name, &[64], 0, vec![0; 256]);
@@ -266,7 +266,7 @@ fn models_that_cannot_run() {
     named(glimmer("x", u32(0)), "`muse-glimmer.logit_scale` must be a number, got nothing");
     let scaled = |pattern: Value| glimmer("llama.logit_scale", f32(0.5)).pair(PATTERN, pattern);
     named(scaled(u32(4)), "`muse-glimmer.attention.sliding_window_pattern`");
-    named(scaled(array(&[u32(1), u32(0)])), "`muse-glimmer.attention.sliding_window` must be a whole number");
+    named(scaled(array(&[u32(1), u32(0)])), "`muse-glimmer.attention.sliding_window` must be an integer");
     let factors = llama("x", u32(0)).tensor("rope_freqs.weight", &[16], 0, vec![0; 64]);
     named(factors, "tensor `rope_freqs.weight`");
     std::fs::write(&path, llama("llama.feed_forward_length", widths(2)).bytes()).unwrap();

@@ -44,7 +44,7 @@ fn released_configurations_are_understood() {
     // 0.1 · ln(32) + 1, on queries and keys.
     let factor = (attention.scale * 8.0).sqrt();
     assert!((factor - 1.346_573_6).abs() < 1e-6, "{factor}");
-    // Transformers' defaults are the released models.
+    // Transformers' defaults equal the released models.
     let mut short = released();
     for key in [
         "layer_types",
@@ -96,7 +96,7 @@ fn configurations_of_gpt_oss_are_checked_by_key() {
     assert!(matches!(Config::parse(&config), Err(Error::Config { key, .. }) if key == "rope_scaling.truncate"));
 }
 
-/// Every row of 32 inputs has a scale: other widths have no MXFP4.
+/// Every 32 inputs of a row share a scale: other widths are impossible in MXFP4.
 #[test]
 fn widths_that_mxfp4_lacks_are_refused() {
     let mut config = config_of("gpt_oss_mxfp4");

@@ -1,5 +1,5 @@
-//! Files that are not what they claim to be: each is an error that says what is wrong, without a panic and without
-//! memory that the file's own size does not justify.
+//! Invalid files. Each is an error with a reason, without a panic, and without allocations that exceed the size of the
+//! file.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -25,30 +25,30 @@ use kvant_models::{Error, Model};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// Remembers the largest single allocation.
+/// Records the largest single allocation.
 struct Watched;
 
 static LARGEST: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: everything is passed on to the system's allocator.
+// SAFETY: forwards to the system's allocator.
 unsafe impl GlobalAlloc for Watched {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LARGEST.fetch_max(layout.size(), Ordering::Relaxed);
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         LARGEST.fetch_max(layout.size(), Ordering::Relaxed);
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc_zeroed(layout) }
     }
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         LARGEST.fetch_max(size, Ordering::Relaxed);
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.realloc(block, layout, size) }
     }
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(block, layout) }
     }
 }
@@ -56,7 +56,7 @@ unsafe impl GlobalAlloc for Watched {
 #[global_allocator]
 static ALLOCATOR: Watched = Watched;
 
-/// Far above what any file here justifies (the piece buffer is 8 MiB), far below what their claims come to.
+/// Far above the needs of these files (the piece buffer is 8 MiB), and far below the sizes that they claim.
 const MODEST: usize = 64 << 20;
 
 fn assert_modest() {
@@ -82,7 +82,7 @@ fn checkpoint(variant: &str) -> Parts {
     Parts::read(&golden(variant).join("model.safetensors"))
 }
 
-/// A value that has no place where it stands.
+/// A value of arbitrary type.
 fn any_value() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(Value::Null),

@@ -78,7 +78,7 @@ fn header_lengths_that_lie_are_refused() {
         bytes[..8].copy_from_slice(&claimed.to_le_bytes());
         assert!(reason(open(&bytes).unwrap_err()).contains("claims"), "{claimed}");
     }
-    // A hundred million bytes of header may be claimed only by a file that has them.
+    // Only a file of this size may claim a header of a hundred million bytes.
     let mut bytes = with_header(b"{}", &[]);
     bytes[..8].copy_from_slice(&99_999_999u64.to_le_bytes());
     assert!(reason(open(&bytes).unwrap_err()).contains("claims"));
@@ -131,7 +131,7 @@ fn indices_lead_nowhere_else() {
     assert!(reason(Checkpoint::open(dir.path()).unwrap_err()).contains("`a` is not in model-1"));
 }
 
-/// A file that is named, but whose contents are gone, is not one that was never there.
+/// A listed file with missing contents is not treated as absent.
 #[cfg(unix)]
 #[test]
 fn links_that_lead_nowhere_are_errors() {
@@ -149,7 +149,7 @@ fn links_that_lead_nowhere_are_errors() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Bytes changed anywhere in a header: an error or a consistent header, never a panic.
+    /// Changed bytes in a header give an error or a consistent header, never a panic.
     #[test]
     fn mutated_headers_never_panic(edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8)) {
         let original = std::fs::read(golden("moe_mlx").join("model.safetensors")).unwrap();
@@ -168,7 +168,7 @@ proptest! {
         let _ = load(dir.path());
     }
 
-    /// Any bytes as a header.
+    /// Arbitrary bytes as a header.
     #[test]
     fn arbitrary_headers_never_panic(json in prop::collection::vec(any::<u8>(), 0..200), data in any::<u64>()) {
         let _ = Header::parse(&json, data);

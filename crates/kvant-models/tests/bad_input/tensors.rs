@@ -1,4 +1,4 @@
-//! Tensors that a model lacks or cannot use, and what a model cannot compute.
+//! Tensors that a model lacks or cannot use, and unsupported computations.
 
 use std::ops::ControlFlow;
 
@@ -23,12 +23,12 @@ fn every_missing_tensor_is_named() {
             let mut less = parts.clone();
             less.remove(&name);
             let dir = model_dir(&config_bytes(variant), &less.bytes());
-            // Layer 3 of `ple_shared` shares keys and values: what the file has of its own is ignored.
+            // Layer 3 of `ple_shared` shares keys and values: its own tensors in the file are ignored.
             let ignored = name.contains("layers.3.self_attn.k") || name.contains("layers.3.self_attn.v");
             match load(dir.path()) {
                 Ok(_) => assert!(variant == "ple_shared" && ignored, "{name}"),
-                // Without its scales, a matrix counts as dense and has the wrong shape; without the fused experts
-                // the loader looks for MLX's.
+                // Without its scales, a matrix counts as dense and has the wrong shape. Without the fused experts, the
+                // loader looks for MLX's.
                 Err(Error::TensorShape { name: wrong, .. }) => {
                     assert_eq!(Some(wrong.as_str()), name.replace(".scales", ".weight").as_str().into());
                     assert!(name.ends_with(".scales"));
@@ -52,7 +52,7 @@ fn every_wrong_shape_is_named() {
         for name in parts.names() {
             let mut wrong = parts.clone();
             let shape = wrong.header[&name]["shape"].as_array().unwrap().clone();
-            // The same number of elements in other dimensions.
+            // An equal number of elements in other dimensions.
             wrong.header[&name]["shape"] = [vec![json!(1)], shape].concat().into();
             let dir = model_dir(&config_bytes(variant), &wrong.bytes());
             let ignored = name.contains("layers.3.self_attn.k") || name.contains("layers.3.self_attn.v");
@@ -95,14 +95,15 @@ fn a_layer_scalar_that_is_no_number_is_refused() {
     assert!(matches!(load(dir.path()), Err(Error::TensorValue { name: got, .. }) if got == name));
 }
 
-/// A tied model whose file has an output matrix, too: fine as a copy of the embedding, and a contradiction otherwise.
+/// A tied model whose file also has an output matrix is valid if it is a copy of the embedding, and contradictory
+/// otherwise.
 #[test]
 fn a_second_output_matrix_must_be_the_embedding() {
     for variant in ["ple_shared", "dense_mlx"] {
         let original = checkpoint(variant);
         let modules: Vec<String> = original.names().into_iter().filter(|name| name.contains("embed_tokens.")).collect();
         assert_eq!(modules.len(), if variant == "dense_mlx" { 3 } else { 1 });
-        // A copy of all parts, one of them with another byte, and without the biases.
+        // A copy of all parts, with a different byte in one of them, and without the biases.
         for (changed, missing) in [(None, false), (Some(0), false), (Some(modules.len() - 1), false), (None, true)] {
             let mut parts = checkpoint(variant);
             let missing = usize::from(missing && modules.len() > 1);
@@ -155,7 +156,7 @@ fn quantised_tensors_need_a_scheme_that_fits() {
     assert!(matches!(&divides, Error::Config { key, .. } if key == "quantization.group_size"), "{divides}");
 }
 
-/// What f16 cannot hold, f32 can: the same model fails in one and runs in the other, a prompt and single tokens alike.
+/// Activations that overflow f16 but not f32: one model fails in f16 and runs in f32, with prompts and single tokens.
 #[test]
 fn activations_out_of_range_are_no_tokens() {
     let mut parts = checkpoint("moe");
@@ -189,7 +190,7 @@ fn activations_out_of_range_are_no_tokens() {
     }
 }
 
-/// Queries are scaled by a table, which has a row for as many positions as the model was made for.
+/// The table of query factors has a row for each position of the context that the model was made for.
 #[test]
 fn positions_without_a_factor_are_refused() {
     let model = load(&golden("ministral3")).unwrap();

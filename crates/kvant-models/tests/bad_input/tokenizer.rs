@@ -21,7 +21,7 @@ fn bad_tokenizers_are_file_errors() {
     let empty = tempfile::tempdir().unwrap();
     assert!(matches!(Tokenizer::load(empty.path()), Err(Error::File { .. })));
 
-    // Broken within a section, and well formed but senseless: both make the tokenizers crate panic.
+    // Broken JSON within a section, and valid but inconsistent JSON: the tokenizers crate panics on both.
     let text = small_tokenizer().to_string();
     let broken = text.replacen("\"decoder\":{", "\"decoder\":{\"a\":\u{1},", 1);
     assert_ne!(broken, text);
@@ -34,7 +34,7 @@ fn bad_tokenizers_are_file_errors() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Keys replaced and removed anywhere in a tokenizer.
+    /// Keys replaced and removed in a tokenizer.
     #[test]
     fn mutated_tokenizers_never_panic(edits in prop::collection::vec((any::<prop::sample::Index>(), any_value()), 1..3)) {
         let mut json = small_tokenizer();
@@ -53,7 +53,7 @@ proptest! {
     }
 }
 
-/// Normalisers and decoders that grow without limit, with an added token that the library normalises as it loads.
+/// Normalisers and decoders that expand without limit, with an added token that the library normalises when it loads.
 #[test]
 fn tokenizers_that_expand_are_refused() {
     let doubling = || vec![json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}); 36];
@@ -70,12 +70,12 @@ fn tokenizers_that_expand_are_refused() {
             "normalized": true, "special": false});
         json["added_tokens"].as_array_mut().unwrap().push(added);
         let error = Tokenizer::parse(json.to_string().as_bytes()).unwrap_err().to_string();
-        assert!(error.contains("bytes of one, the limit is"), "{error}");
+        assert!(error.contains("bytes from one, the limit is"), "{error}");
         assert_modest();
     }
 }
 
-/// A post-processor that repeats a text changes nothing. The library has no code for a second one after it, and panics.
+/// A post-processor that repeats a text is ignored. If a second one follows, the library panics.
 #[test]
 fn post_processors_change_nothing_or_are_refused() {
     let many = json!({"type": "TemplateProcessing", "single": vec![json!({"Sequence": {"id": "A", "type_id": 0}}); 3],
@@ -89,7 +89,7 @@ fn post_processors_change_nothing_or_are_refused() {
     assert!(error.contains("`post_processor` must be one"), "{error}");
 }
 
-/// A model's embedding has a row for each id, except for special tokens that the model does not use.
+/// The embedding has a row for each id, except for special tokens that the model does not use.
 #[test]
 fn ids_beyond_the_embedding_are_found_at_load() {
     let dir = tempfile::tempdir().unwrap();
@@ -113,7 +113,7 @@ fn ids_beyond_the_embedding_are_found_at_load() {
         let token = json!({"id": 4096, "content": "<image>", "single_word": false, "lstrip": false, "rstrip": false,
             "normalized": false, "special": special});
         json["added_tokens"].as_array_mut().unwrap().push(token);
-        // The library gives added tokens the next free ids.
+        // The library assigns the next free ids to added tokens.
         json["model"]["vocab"].as_object_mut().unwrap().extend((6..4096).map(|id| (format!("w{id}"), json!(id))));
         load(&json)
     };

@@ -1,4 +1,4 @@
-//! The windows of families in which several keys have a say: as transformers reads them.
+//! Windows of families that configure them by several keys: equal to transformers.
 
 use kvant_models::{Config, Error};
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ fn windows(config: &Value) -> Result<Vec<Option<usize>>, Error> {
 fn windows_of_qwen3() {
     let mut config = config_of("qwen3_window");
     assert_eq!(windows(&config).unwrap(), [Some(8), None, Some(8)]);
-    // Kinds without a window to use.
+    // Layer types without a window.
     config["use_sliding_window"] = json!(false);
     assert!(matches!(windows(&config), Err(Error::Config { key, .. }) if key == "use_sliding_window"));
     config.as_object_mut().unwrap().remove("layer_types");
@@ -37,7 +37,7 @@ fn windows_of_qwen3_moe() {
     assert_eq!(windows(&config).unwrap(), [Some(8); 3]);
 }
 
-/// The text of a `mistral3` file without the key has the window of Mistral's first version.
+/// The text model of a `mistral3` file without the key has the window of Mistral's first version.
 #[test]
 fn windows_of_mistral3() {
     let mut text = config_of("mistral");

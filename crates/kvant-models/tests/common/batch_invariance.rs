@@ -1,11 +1,11 @@
-//! A token's logits are the same bits whichever tokens are processed with it, on a batch-invariant device.
+//! On a batch-invariant device, the logits of a token have equal bits whichever tokens are processed with it.
 
 use std::ops::Range;
 
 use kvant::{Codec, KvPool, Sequence};
 use kvant_models::{Logits, Model, PoolOptions};
 
-/// A text that is longer than four pages, and its logits.
+/// A text longer than four pages, and its logits.
 struct Expected<'a> {
     model: &'a Model,
     page: usize,
@@ -14,7 +14,7 @@ struct Expected<'a> {
     what: &'a str,
 }
 
-/// Ids that look random.
+/// Pseudo-random ids.
 fn text(model: &Model, seed: u64, tokens: usize) -> Vec<u32> {
     let next =
         |state: &u64| Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407));
@@ -26,8 +26,8 @@ fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
-/// Feeds a text of four pages and a half at once, in chunks, token by token, after a prefix of whole pages, and in
-/// batches with others. Returns its logits, as bits.
+/// Feeds a text of four and a half pages at once, in chunks, token by token, after a prefix of whole pages, and in
+/// batches with others. Returns the bits of its logits.
 pub fn check(model: &Model, codec: Codec, page: usize, what: &str) -> Vec<u32> {
     let tokens = 9 * page / 2;
     let options = PoolOptions { codecs: codec.into(), sequences: 3, longest: 5 * page, page_tokens: page };
@@ -48,7 +48,7 @@ pub fn check(model: &Model, codec: Codec, page: usize, what: &str) -> Vec<u32> {
 }
 
 impl Expected<'_> {
-    /// Feeds `places` in pieces of `step` to a sequence that has the tokens before them.
+    /// Feeds `places` in pieces of `step` to a sequence that contains the preceding tokens.
     fn feed(&self, sequence: &mut Sequence, places: Range<usize>, step: usize, how: &str) {
         assert_eq!(sequence.len(), places.start);
         let mut at = places.start;

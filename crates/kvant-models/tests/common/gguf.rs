@@ -1,6 +1,6 @@
-//! A writer of small GGUF files.
+//! Writes small GGUF files.
 
-/// A metadata value: the number of its type, and its bytes.
+/// A metadata value: the id of its type, and its bytes.
 pub struct Value(pub u32, pub Vec<u8>);
 
 pub fn text(text: &str) -> Value {
@@ -39,11 +39,11 @@ pub fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
 
-/// A file in the making.
+/// A file under construction.
 #[derive(Default)]
 pub struct Writer {
     pub pairs: Vec<(String, Value)>,
-    /// Name, dimensions (innermost first), number of the type, bytes.
+    /// Name, dimensions (innermost first), id of the type, bytes.
     pub tensors: Vec<(String, Vec<u64>, u32, Vec<u8>)>,
 }
 

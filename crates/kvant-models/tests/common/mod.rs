@@ -43,7 +43,7 @@ pub const GGUF_MODELS: [&str; 29] = [
     "k_quants_gguf",
 ];
 
-/// The folders of random checkpoints of other families than Gemma 4.
+/// The folders of random checkpoints of families other than Gemma 4.
 pub const FAMILIES: [&str; 43] = [
     "llama",
     "llama_bias",
@@ -90,7 +90,7 @@ pub const FAMILIES: [&str; 43] = [
     "muse_glimmer",
 ];
 
-/// The folders of random checkpoints that differ from those of [`FAMILIES`] in the form of their weights only.
+/// The folders of random checkpoints that differ from the ones in [`FAMILIES`] only in the format of weights.
 pub const MLX_FAMILIES: [&str; 11] = [
     "qwen2_mlx",
     "smollm3_mlx",
@@ -112,7 +112,7 @@ pub fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-/// The model that ships with the project.
+/// The shipped model.
 pub fn shipped() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvant-cli/model")
 }
@@ -133,8 +133,8 @@ pub fn exact(longest: usize) -> PoolOptions {
 
 pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    // NaN must not hide in a maximum.
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |most, d| if d <= most { most } else { d })
+    // NaN must not be lost in a maximum.
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |max, d| if d <= max { max } else { d })
 }
 
 /// −ln p of each next token.
@@ -147,7 +147,7 @@ pub fn nats(logits: &[f32], vocab: usize, tokens: &[u32]) -> Vec<f64> {
     logits.chunks(vocab).zip(&tokens[1..]).map(of).collect()
 }
 
-/// A safetensors file taken apart, to be put together wrongly.
+/// The parts of a safetensors file, to be recombined incorrectly.
 #[derive(Clone)]
 pub struct Parts {
     pub header: Map<String, Value>,
@@ -165,7 +165,7 @@ impl Parts {
         with_header(serde_json::to_string(&self.header).unwrap().as_bytes(), &self.data)
     }
 
-    /// Takes a tensor out, bytes and all, so that the file stays well formed.
+    /// Removes a tensor and its bytes, so that the file stays well formed.
     pub fn remove(&mut self, name: &str) {
         let entry = self.header.remove(name).unwrap();
         let offset = |entry: &Value, i: usize| entry["data_offsets"][i].as_u64().unwrap();
@@ -188,7 +188,7 @@ pub fn with_header(header: &[u8], data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header, data].concat()
 }
 
-/// A model's directory made of a configuration and a checkpoint's bytes.
+/// A model directory with a configuration and a checkpoint.
 pub fn model_dir(config: &[u8], checkpoint: &[u8]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config).unwrap();

@@ -10,20 +10,20 @@ fn device(simd: SimdLevel, threads: usize) -> Device {
     Device::cpu_with(CpuOptions { simd, threads, batch_invariant: true, ..CpuOptions::default() }).unwrap()
 }
 
-/// Every level, and up to three threads on the best one; the number of threads changes nothing.
+/// Every level, and up to three threads on the best one. Logits do not depend on the number of threads.
 fn check_levels(load: impl Fn(&Device) -> Model, codec: Codec, what: &str) {
     for level in SimdLevel::ALL.into_iter().filter(|level| level.is_supported()) {
         check_threads(&load, level, if level == SimdLevel::best() { 3 } else { 1 }, codec, what);
     }
 }
 
-fn check_threads(load: impl Fn(&Device) -> Model, level: SimdLevel, most: usize, codec: Codec, what: &str) {
+fn check_threads(load: impl Fn(&Device) -> Model, level: SimdLevel, max: usize, codec: Codec, what: &str) {
     let of_threads = |threads| {
         let model = load(&device(level, threads));
         check(&model, codec, 32, &format!("{what}, {codec}, {level}, {threads} threads"))
     };
     let expected = of_threads(1);
-    for threads in 2..=most {
+    for threads in 2..=max {
         assert!(of_threads(threads) == expected, "{what}, {codec}, {level}: {threads} threads differ from one");
     }
 }
@@ -41,7 +41,7 @@ fn logits_of_the_shipped_model_do_not_depend_on_the_batch() {
 #[test]
 fn logits_of_small_models_do_not_depend_on_the_batch() {
     let names = ["llama", "llama_mxfp8", "gemma3", "gpt_oss_mxfp4", "qwen3_moe_mlx", "ple_shared", "k_quants_gguf"];
-    // Each with one codec in turn; in `./check all` with every one.
+    // One codec per model, in turn; `./check all` tests every codec.
     let all = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "all");
     for (index, name) in names.into_iter().enumerate() {
         let codecs = if all { &CODECS[..] } else { &CODECS[index % CODECS.len()..][..1] };
@@ -51,13 +51,13 @@ fn logits_of_small_models_do_not_depend_on_the_batch() {
     }
 }
 
-/// Long contexts in pages: tasks of attention have several KV heads, and threads share the keys of a token.
+/// Long contexts in pages: attention tasks have several KV heads, and threads share the keys of a token.
 #[test]
 fn logits_after_long_texts_do_not_depend_on_chunks() {
     const TOKENS: usize = 4300;
     const LAST: usize = 6;
     for codec in CODECS {
-        // The last logits of a text that is fed in chunks, its last tokens in pieces.
+        // The last logits of a text fed in chunks, with its last tokens in pieces.
         let last = |threads: usize, chunk: usize, piece: usize| {
             let model = Model::load(&golden("llama"), &device(SimdLevel::best(), threads)).unwrap();
             let options = PoolOptions { codecs: codec.into(), longest: TOKENS, ..PoolOptions::default() };

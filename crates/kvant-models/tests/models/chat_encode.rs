@@ -8,7 +8,7 @@ use kvant_models::{
 
 const SOURCE: &str = "{{ bos_token }}{% for m in messages %}{{ m.content | trim }}{{ eos_token }}{% endfor %}";
 
-/// The special tokens of a template are tokens; those that a user writes are text.
+/// Special tokens in a template become tokens; names of special tokens in user texts remain text.
 #[test]
 fn users_cannot_write_special_tokens() {
     let tokenizer = Tokenizer::load(&shipped()).unwrap();

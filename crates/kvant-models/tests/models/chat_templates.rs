@@ -1,4 +1,4 @@
-//! Rendered conversations equal those of transformers.
+//! Rendered conversations equal transformers'.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -34,11 +34,11 @@ struct Case {
 #[serde(rename_all = "lowercase")]
 enum Expected {
     Text(String),
-    /// The template, or Python, refuses the conversation.
+    /// The template or Python rejects the conversation.
     Error(String),
 }
 
-/// Renders every case of every template of a folder. Returns the number of cases, and a line for each that differs.
+/// Renders every case of every template in a folder. Returns the number of cases, and a line for each difference.
 fn compare(golden: &Path, templates: &Path) -> (usize, Vec<String>) {
     let golden: Golden = serde_json::from_slice(&std::fs::read(golden).unwrap()).unwrap();
     let (mut count, mut lazy, mut wrong) = (0, 0, Vec::new());
@@ -73,7 +73,7 @@ fn compare(golden: &Path, templates: &Path) -> (usize, Vec<String>) {
                     ));
                 }
                 (Err(error), Expected::Text(_)) => wrong.push(format!("{name} {case:?}: {error}")),
-                // Python has lists that `tojson` refuses. Nobody needs the error.
+                // Python has lists that `tojson` rejects. This error is not reproduced.
                 (Ok(_), Expected::Error(error)) if error.contains("generator is not JSON serializable") => lazy += 1,
                 (Ok(_), Expected::Error(error)) => wrong.push(format!("{name} {case:?}: rendered, expected {error}")),
             }
@@ -117,14 +117,14 @@ fn hostile_templates_end_with_an_error() {
     let captured = format!("{{% set x %}}{long}{{% endset %}}");
     let mut wrong = Vec::new();
     for source in [
-        // Without end.
+        // Endless loops.
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for x in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
         &long,
-        // Without limit.
+        // Unbounded sizes.
         &captured,
         "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
         "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
@@ -149,7 +149,7 @@ fn hostile_templates_end_with_an_error() {
         "{{ 2 ** 99999999 }}",
         "{{ 1 // 0 }}",
         "{{ 1 % 0 }}",
-        // Wrong.
+        // Invalid templates.
         "{{ x.y.z }}",
         "{{ messages.append(1) }}",
         "{{ raise_exception('no') }}",
@@ -190,7 +190,7 @@ fn dates_count_towards_the_limit() {
     assert_eq!(render("{{ strftime_now('%d') }}").unwrap().len(), 2);
 }
 
-/// These overflow or never end in libraries.
+/// Templates that overflow or never end in libraries.
 #[test]
 fn odd_templates_return() {
     let deep_not = format!("{{{{ {} true }}}}", "not ".repeat(100_000));
@@ -208,13 +208,13 @@ fn odd_templates_return() {
         "{{ -9223372036854775808 | abs }}",
         "{{ 1.5 | round(400) }}",
     ] {
-        // An error or a text.
+        // Either an error or a text is valid.
         let _ = render(source);
     }
     assert_eq!(render("{{ 'abc'.count('') }} {{ '€uro'.find('u') }}").unwrap(), "4 1");
 }
 
-/// What a template says reaches the user, with the line.
+/// Messages of templates reach the user with the line.
 #[test]
 fn errors_name_the_reason() {
     let message = |source| render(source).unwrap_err().to_string();
@@ -271,7 +271,7 @@ fn the_last_answer_can_be_continued() {
     assert_eq!(render(plain, &messages).unwrap(), "<user>A<end><assistant> One, ");
     let trimmed = plain.replace("m.content", "m.content | trim");
     assert_eq!(render(&trimmed, &messages).unwrap(), "<user>A<end><assistant>One,");
-    // A template that shows it twice is cut at the second place.
+    // A template that prints the content twice is cut after the second occurrence.
     let twice = plain.replace("{{ m.content }}", "{{ m.content }}|{{ m.content }}");
     assert_eq!(render(&twice, &messages).unwrap(), "<user>A|A<end><assistant> One, | One, ");
     let empty = [Message::user("A"), Message::assistant("")];
@@ -282,7 +282,7 @@ fn the_last_answer_can_be_continued() {
     assert!(render("{{ messages[0].content }}", &messages).unwrap_err().to_string().contains("last message"));
 }
 
-/// Python's whole numbers have any length. Others keep the text that JSON has.
+/// Python's integers have unlimited length. Other numbers keep their JSON text.
 #[test]
 fn numbers_of_arguments_keep_their_digits() {
     let arguments = JsonValue::parse(

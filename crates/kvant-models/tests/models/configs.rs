@@ -1,4 +1,4 @@
-//! Configurations, and what transformers computes with for each (`tools/config_defaults.py`).
+//! Compares configurations with transformers (`tools/config_defaults.py`).
 
 use kvant::ops::PairLayout;
 use kvant_models::{
@@ -9,15 +9,15 @@ use serde_json::{Map, Value, json};
 
 use crate::common::golden;
 
-/// The cases that transformers runs and kvant refuses, by the ends of their names.
+/// The cases that transformers runs and kvant rejects, by the suffixes of their names.
 ///
-/// Scalings that depend on the length of the text, and heads of which a part rotates.
+/// Scalings that depend on the length of the text, and partially rotated heads.
 const REFUSED: &[&str] =
     &["/dynamic", "/longrope", "/proportional", "/partial", "/partial_yarn", "/partial_and_scaling"];
-/// Of families whose heads may rotate in part.
+/// For families whose heads may be partially rotated.
 const PARTIAL: &[&str] = &["/partial", "/partial_yarn", "/partial_and_scaling"];
-/// Transformers ignores keys of Gemma 3 and OLMo 3 that other programs read: scalings outside the objects of kinds of
-/// layers, the old name of the type, and `truncate`.
+/// Keys of Gemma 3 and OLMo 3 that transformers ignores and other programs read: scalings outside the objects of layer
+/// kinds, the old name of the type, and `truncate`.
 const BY_KIND: &[&str] = &[
     "parameters_and_theta",
     "parameters_without_theta",
@@ -29,13 +29,13 @@ const BY_KIND: &[&str] = &[
     "yarn_truncate_false",
     "yarn_truncate_null",
 ];
-/// Another base, which transformers ignores in sliding layers, and MLX reads.
+/// A base that transformers ignores in sliding layers and MLX reads.
 const OLMO3: &[&str] = &["rope/theta", "scaling_and_theta"];
-/// Layers with experts; and the position embedding, without which transformers rotates nothing, and MLX all.
+/// Layers with experts, and the position embedding: without the key, transformers rotates nothing and MLX everything.
 const GRANITE: &[&str] = &["without/num_local_experts", "/position_embedding_type"];
 /// Heads would have 48 and 160 coordinates.
 const PHI3: &[&str] = &["without/hidden_size", "without/num_attention_heads"];
-/// Gemma 4 has only the types that its files use.
+/// Gemma 4 supports only the scaling types that its files use.
 const GEMMA4: &[&str] = &[
     "/linear_theta",
     "/yarn_theta",
@@ -55,7 +55,7 @@ fn is_refused(model_type: &str, name: &str) -> bool {
         // A head would have 42 coordinates.
         "glm4_moe" => ends(REFUSED) && !ends(PARTIAL) || ends(&["without/all"]),
         "minimax_m2" => ends(REFUSED) && !ends(PARTIAL),
-        // Transformers makes a model that it cannot run.
+        // Transformers creates a model that it cannot run.
         "ernie4_5_moe" => ends(REFUSED) || ends(&["null/moe_k", "null/moe_norm_min"]),
         "granitemoehybrid" => ends(REFUSED) || ends(GRANITE),
         _ => ends(REFUSED),
@@ -80,7 +80,7 @@ impl Golden {
         all
     }
 
-    /// The base and the cases whose names start with a prefix: name, configuration, expected model.
+    /// The base and the cases with a name prefix: name, configuration, expected model.
     fn cases(&self, prefixes: &[&str]) -> Vec<(String, Value, Value)> {
         let base = &self.json["base"];
         let mut cases = vec![("base".to_string(), base["config"].clone(), base["model"].clone())];
@@ -107,7 +107,7 @@ impl Golden {
         }
     }
 
-    /// How a decoder differs from the expected one.
+    /// The differences of a decoder from the expected one.
     fn differences(&self, config: &Config, model: &Value) -> Vec<String> {
         let decoder = &config.decoder;
         let mut found = Differences(Vec::new());
@@ -174,7 +174,7 @@ impl Differences {
     }
 }
 
-/// The angle by which each pair of a head turns from one position to the next.
+/// The angle by which each pair of a head rotates per position.
 fn frequencies(attention: &AttentionSpec) -> Vec<f32> {
     let (rope, pairs) = (&attention.rope, attention.head_dim / 2);
     let of_pair = |i: usize| {
@@ -205,7 +205,7 @@ fn merged(base: &Value, change: &Value) -> Value {
     merged.into()
 }
 
-/// Checks every case: the same model as transformers, or a refusal where that is known.
+/// Checks that every case gives the model of transformers, or a known rejection.
 fn check(prefixes: &[&str]) {
     let (mut wrong, mut count) = (Vec::new(), 0);
     for golden in Golden::all() {

@@ -1,4 +1,4 @@
-//! Whole models against logits computed by transformers and MLX in f32.
+//! Compares whole models with logits computed by transformers and MLX in f32.
 
 use crate::common::{
     FAMILIES, GGUF_MODELS, MLX_FAMILIES, Parts, VARIANTS, exact, floats, golden, ids, max_difference, model_dir,
@@ -12,9 +12,9 @@ use kvant_models::{
     spec::OutputMatrix,
 };
 
-/// What the logits may differ by, with an f32 cache.
+/// Maximum difference of logits with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
-/// The same for passes of many tokens, in which the CPU rounds activations to 16 bits because weights are quantised.
+/// Maximum difference in passes of many tokens with quantised weights, in which the CPU rounds activations to 16 bits.
 const ROUNDED: f32 = 5e-3;
 
 /// Feeds tokens `step` at a time and returns all logits.
@@ -27,7 +27,7 @@ fn check(model: &Model, variant: &str) {
     check_within(model, variant, TOLERANCE);
 }
 
-/// `many` bounds the difference in passes of many tokens.
+/// `many`: maximum difference in passes of many tokens.
 fn check_within(model: &Model, variant: &str, many: f32) {
     let file = golden(variant).join("logits.safetensors");
     let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
@@ -40,7 +40,7 @@ fn check_within(model: &Model, variant: &str, many: f32) {
         assert!(worst < bound, "{variant}: {step} at a time, pages of {page_tokens}: off by {worst}");
         assert_eq!(sequence.len(), tokens.len());
     }
-    // The last token's logits alone: layers that write no keys run for it only.
+    // Only the last token's logits: layers that write no keys then run only for it.
     let vocab = model.vocab_size();
     let last = &expected[expected.len() - vocab..];
     let mut sequence = model.new_pool(&exact(1024)).unwrap().sequence();
@@ -51,8 +51,8 @@ fn check_within(model: &Model, variant: &str, many: f32) {
     check_batches(model, variant, &tokens, &expected, many);
 }
 
-/// Three sequences in batches of any mixture: one alone, prompts together, a prompt and single tokens; logits for
-/// chosen rows, in any order.
+/// Three sequences in various batches: one alone, prompts together, a prompt and single tokens; logits for selected
+/// rows, in any order.
 fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32], bound: f32) {
     let vocab = model.vocab_size();
     let pool = model.new_pool(&PoolOptions { sequences: 3, page_tokens: 16, ..exact(64) }).unwrap();
@@ -121,7 +121,7 @@ fn every_variant_matches_on_the_reference_device() {
     }
 }
 
-/// LongRoPE: the context that a model is loaded for decides which factors apply, and how long texts may be.
+/// LongRoPE: the context that a model is loaded for selects the factors and limits the length of texts.
 #[test]
 fn long_contexts_have_factors_of_their_own() {
     for variant in ["phi3_long", "phi3_partial_long"] {
@@ -150,7 +150,7 @@ fn long_contexts_have_factors_of_their_own() {
     assert!(error.contains("`context` must be at most 349525"), "{error}");
 }
 
-/// `per_layer_config` says the same as `global_head_dim` and `num_global_key_value_heads`.
+/// `per_layer_config` is equivalent to `global_head_dim` and `num_global_key_value_heads`.
 #[test]
 fn both_forms_of_head_sizes_are_the_same_model() {
     for variant in ["dense", "ple_shared", "moe"] {
@@ -167,7 +167,7 @@ fn both_forms_of_head_sizes_are_the_same_model() {
     }
 }
 
-/// Headers give the bytes that loading gives, and the numbers of all tensors.
+/// Inspecting headers gives the bytes of the loaded model, and the number of its parameters.
 #[test]
 fn inspections_state_what_is_loaded() {
     for variant in VARIANTS.into_iter().chain(FAMILIES).chain(MLX_FAMILIES) {
@@ -184,7 +184,7 @@ fn inspections_state_what_is_loaded() {
             "{variant}"
         );
     }
-    // Every tensor of this file is one of the text model's, in as many numbers.
+    // All tensors of this file belong to the text model.
     for variant in ["llama", "gpt_oss", "moe"] {
         let header = SafetensorsFile::open(&golden(variant).join("model.safetensors")).unwrap();
         let in_file =
@@ -208,7 +208,7 @@ fn the_longest_sequence_that_fits_is_found() {
     assert_eq!(model.longest_in(all.weights, &pool, &load).unwrap(), None);
 }
 
-/// One token reads one row of a table, and of the experts those that it is routed to.
+/// One token reads one row of a table, and only the experts that it is routed to.
 #[test]
 fn a_token_reads_a_part_of_the_weights() {
     for variant in VARIANTS {
@@ -248,7 +248,7 @@ fn a_token_reads_a_part_of_the_weights() {
     }
 }
 
-/// Sequences of one pool do not see each other.
+/// Sequences of one pool are independent.
 #[test]
 fn sequences_are_independent() {
     let model = Model::load(&golden("ple_shared"), &Device::cpu()).unwrap();
@@ -265,7 +265,7 @@ fn sequences_are_independent() {
     }
 }
 
-/// A factor so large that nothing turns comes to the same as no pairs that turn.
+/// A factor so large that nothing rotates is equivalent to no rotated pairs.
 #[test]
 fn a_rope_factor_divides_the_frequencies() {
     let with = |key: &str, value: f64| {
@@ -285,7 +285,7 @@ fn a_rope_factor_divides_the_frequencies() {
     assert!(max_difference(&still, &with("factor", 1.0)) > 1e-2, "the factor matters");
 }
 
-/// A model can be shared between threads, each with a cache of its own.
+/// Threads can share a model, each with its own cache.
 #[test]
 fn threads_share_a_model() {
     let model = Model::load(&golden("dense_mlx"), &Device::cpu()).unwrap();
@@ -302,7 +302,7 @@ fn threads_share_a_model() {
     });
 }
 
-/// Gate and up matrices of experts are joined unless their formats differ: here, layer 0 has dense ones of up.
+/// Gate and up matrices of experts are joined unless their formats differ: here, layer 0 has dense up matrices.
 #[test]
 fn experts_of_two_formats_match() {
     let variant = "moe_mlx";
@@ -332,14 +332,14 @@ fn experts_of_two_formats_match() {
     }
 }
 
-/// Dense matrices of other dtypes become what was asked for, as if the file had had that; routers and vectors do not.
+/// Dense matrices are converted to the requested dtype, as if the file had it; routers and vectors are not.
 #[test]
 fn dense_matrices_are_converted() {
     for (variant, dtype) in [("llama", DType::F32), ("moe", DType::F16), ("ple_shared", DType::F32)] {
         let dir = golden(variant);
         let config = std::fs::read(dir.join("config.json")).unwrap();
         let parts = Parts::read(&dir.join("model.safetensors"));
-        // Numbers that bf16 does not have, and these rounded to it.
+        // Numbers that bf16 cannot represent, and their bf16 roundings.
         let written = |is_rounded: bool| {
             let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
             for name in parts.names() {

@@ -1,4 +1,4 @@
-//! Hidden states against those of transformers, and the logits and embeddings that are made of them.
+//! Compares hidden states with transformers, and checks the logits and embeddings computed from them.
 
 use kvant::Device;
 use kvant_models::{Error, Files, LoadOptions, Model, Pooling};

@@ -1,16 +1,16 @@
-//! Random checkpoints into which a property of released models is planted: biases of keys as those of Qwen 2.5 and
-//! gpt-oss, and a first token whose keys have a coordinate as large as those of attention sinks. A plain codec fails on
-//! both; sealed and exact pages do not.
+//! Random checkpoints with properties of released models: key biases as in Qwen 2.5 and gpt-oss, and a first token
+//! whose keys have one large coordinate, as attention sinks do. A plain codec fails on both; sealed and exact pages do
+//! not.
 
 use kvant::{Codec, Device};
 use kvant_models::{Logits, Model, PoolOptions};
 
 use crate::common::{Parts, golden, model_dir};
 
-/// The first token of every text, and of no other position.
+/// The first token of every text, which occurs nowhere else.
 const FIRST: u32 = 1;
 
-/// Calls `change` with the position (row, column) and the value of each element of a tensor of bf16.
+/// Calls `change` with the position (row, column) and the value of each element of a bf16 tensor.
 fn edit(parts: &mut Parts, name: &str, change: impl Fn(usize, usize, &mut f32)) {
     let entry = &parts.header[name];
     assert_eq!(entry["dtype"], "BF16", "{name}");
@@ -23,7 +23,7 @@ fn edit(parts: &mut Parts, name: &str, change: impl Fn(usize, usize, &mut f32)) 
     }
 }
 
-/// With biases of keys many times as long as the keys without them.
+/// Adds key biases that are many times longer than the keys without them.
 fn with_large_biases(variant: &str, size: f32) -> tempfile::TempDir {
     let mut parts = Parts::read(&golden(variant).join("model.safetensors"));
     for name in parts.names().into_iter().filter(|name| name.ends_with("self_attn.k_proj.bias")) {
@@ -36,15 +36,15 @@ fn with_large_biases(variant: &str, size: f32) -> tempfile::TempDir {
     model_dir(&config, &parts.bytes())
 }
 
-/// With a sink at [`FIRST`]: in the first layer, its key has one coordinate of `size`, which queries do not look at,
-/// and one which all queries look for.
+/// Adds a sink at [`FIRST`]: in the first layer, its key has one coordinate of `size` that queries ignore, and one that
+/// all queries match.
 fn with_sink(variant: &str, size: f32) -> tempfile::TempDir {
     const HEAD_DIM: usize = 64;
-    // Pairs of slow turns: (30, 62) and (31, 63) hardly change with positions.
+    // Pairs of low frequency, (30, 62) and (31, 63), hardly change with the position.
     const UNSEEN: usize = 30;
     const SOUGHT: usize = 31;
     let mut parts = Parts::read(&golden(variant).join("model.safetensors"));
-    // Of the hidden coordinates, FIRST has coordinate 0 alone, and all others have an equal share of coordinate 1.
+    // Hidden coordinate 0 is nonzero only for FIRST, coordinate 1 has an equal value for all other tokens.
     edit(&mut parts, "model.embed_tokens.weight", |token, i, x| match (token as u32 == FIRST, i) {
         (true, _) => *x = if i == 0 { 1.0 } else { 0.0 },
         (false, 0) => *x = 0.0,
@@ -66,7 +66,7 @@ fn with_sink(variant: &str, size: f32) -> tempfile::TempDir {
     model_dir(&config, &parts.bytes())
 }
 
-/// The mean divergence of next-token distributions from those of an f32 cache, of a text fed in chunks.
+/// The mean divergence of next-token distributions from an f32 cache, for a text fed in chunks.
 fn divergence(model: &Model, codec: Codec) -> f64 {
     let random = (0..230u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 20) % 96);
     let tokens: Vec<u32> =

@@ -14,14 +14,14 @@ fn model() -> Model {
     Model::load(&shipped(), &Device::cpu()).unwrap()
 }
 
-/// What logits may differ by in f32, with an f32 cache.
+/// Maximum difference of logits in f32, with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
-/// The same where the levels with VNNI may round the activations of 16 and more tokens to 16 bits (`ops::Linear`):
-/// each product is off by 2e-5 of its size, logits of up to 30 by 1.5e-3 to 2.5e-3 where they are off most.
+/// Maximum difference on levels with VNNI, which may round the activations of 16 and more tokens to 16 bits
+/// (`ops::Linear`): each product is off by 2e-5 of its size, logits of up to 30 by at most 1.5e-3 to 2.5e-3.
 const TOLERANCE_OF_WORDS: f32 = 5e-3;
 
-/// Checks a form of the model against golden data, and returns nats per token. `prompt`: the tolerance for all tokens
-/// at once.
+/// Checks a form of the model against golden data, and returns nats per token. `prompt`: the tolerance if all tokens
+/// are fed at once.
 fn check_golden(model: &Model, name: &str, prompt: f32) -> f64 {
     let file = golden("rustdoc-11m").join(name);
     let (tokens, rows) = (ids(&file, "tokens"), ids(&file, "rows"));
@@ -54,7 +54,7 @@ fn four_bit_form_matches() {
     assert!((mean - 1.629343).abs() < 1e-4, "{mean}");
 }
 
-/// At the best level that rounds no activations.
+/// At the best level that does not round activations.
 #[test]
 fn four_bit_form_matches_in_f32() {
     let in_f32 = |level: &SimdLevel| !level.has_vnni() && level.is_supported();
@@ -104,7 +104,7 @@ fn other_dtypes_stay_close() {
     }
 }
 
-/// So do prompts with activations of 8 bits, at the levels that round them.
+/// Prompts with 8-bit activations also stay close, on levels that round them.
 #[test]
 fn eight_bit_activations_stay_close() {
     let tokens = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
@@ -123,7 +123,7 @@ fn eight_bit_activations_stay_close() {
     }
 }
 
-/// `feed_with` is called once in each layer, before any token attends to what the layer stores.
+/// `feed_with` calls back once in each layer, before any token attends to the stored data.
 #[test]
 fn stored_keys_and_values_can_be_replaced() {
     let model = model();
@@ -143,7 +143,7 @@ fn stored_keys_and_values_can_be_replaced() {
     let tokens = [2, 17, 301, 5, 90];
     let plain = model.feed(&mut model.new_pool(&exact(64)).unwrap().sequence(), &tokens, Logits::All).unwrap();
     assert_eq!(feed(&tokens, &mut |_, _, _| Ok(())), plain.to_f32().unwrap());
-    // Without values nothing is known of other tokens.
+    // Without values, a token receives no information from other tokens.
     let without_values = |tokens: &[u32]| {
         feed(tokens, &mut |pool, layer, step| {
             let layer = pool.layer(layer)?;
@@ -165,7 +165,7 @@ fn stored_keys_and_values_can_be_replaced() {
     assert!(failed.is_err() && sequence.is_empty());
 }
 
-/// Each layer of a cache has the codecs that its entry names.
+/// Each layer of a cache has the codecs of its entry.
 #[test]
 fn layers_have_their_own_codecs() {
     let tokens = ids(&golden("rustdoc-11m").join("4bit.safetensors"), "tokens");
@@ -196,7 +196,7 @@ fn layers_have_their_own_codecs() {
     }
 }
 
-/// KL divergence of the second's distributions from the first's, mean over rows.
+/// Mean KL divergence of the second's distributions from the first's over rows.
 fn mean_kl(p: &[f32], q: &[f32], vocab: usize) -> f64 {
     let log_softmax = |row: &[f32]| -> Vec<f64> {
         let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -210,7 +210,7 @@ fn mean_kl(p: &[f32], q: &[f32], vocab: usize) -> f64 {
     rows.sum::<f64>() / (p.len() / vocab) as f64
 }
 
-/// Whoever writes the token that begins a text gets it once.
+/// The beginning-of-text token is not duplicated if the prompt contains it.
 #[test]
 fn a_prompt_begins_once() {
     let tokenizer = Tokenizer::load(&shipped()).unwrap();
@@ -223,7 +223,7 @@ fn a_prompt_begins_once() {
     assert_eq!(tokenizer.encode_prompt("").unwrap(), [bos]);
 }
 
-/// 4096 tokens, whose windows pass many pages, against prompts run from nothing.
+/// 4096 tokens, whose windows pass many pages, compared with prompts computed from scratch.
 #[test]
 fn long_generation_equals_recomputation() {
     let model = model();
@@ -233,7 +233,7 @@ fn long_generation_equals_recomputation() {
     let sampling = Sampling::default().temperature(0.8).top_p(0.95).seed(7);
     let mut fed = 0;
     for until in [100, 129, 700, 2050, 4096] {
-        // Generation goes on where it stopped, then feeds its last token to show its logits.
+        // Generation continues where it stopped, then feeds its last token to obtain its logits.
         let prompt = tokens[fed..].to_vec();
         let request = Request { max_tokens: until - tokens.len(), sampling: sampling.clone(), ..Request::new(&prompt) };
         let stats = generate(&model, &mut sequence, &request, |token| {
@@ -245,7 +245,7 @@ fn long_generation_equals_recomputation() {
         let last = tokens[until - 1];
         let went_on = model.feed(&mut sequence, &[last], Logits::Last).unwrap().to_f32().unwrap();
         fed = until;
-        // The next stretch starts with the likeliest token.
+        // The next part starts with the most probable token.
         tokens.push(argmax(&went_on));
 
         let mut fresh = model.new_pool(&exact(4200)).unwrap().sequence();
@@ -285,7 +285,7 @@ fn generation_is_reproducible_and_seeded() {
     let seeded = |seed| Sampling::default().temperature(1.0).seed(seed);
     assert_eq!(run(seeded(1)), run(seeded(1)));
     assert_ne!(run(seeded(1)), run(seeded(2)));
-    // Changes of logits on the host: a bias of 0 changes nothing, and what is forbidden or penalised does not occur.
+    // Adjustments of logits on the host: a bias of 0 changes nothing; forbidden and penalised tokens do not occur.
     assert_eq!(run(seeded(1)), run(seeded(1).logit_bias(vec![(5, 0.0)])));
     let without: Vec<u32> = greedy[..3].to_vec();
     let changed = run(Sampling::default().suppressed(without.clone()));
@@ -297,7 +297,7 @@ fn generation_is_reproducible_and_seeded() {
     let fresh = run(Sampling::default().repetition_penalty(1e6));
     assert!(fresh.iter().all(|token| !prompt.contains(token)));
 
-    // Greedy decoding is the argmax of the logits that forward gives.
+    // Greedy decoding is the argmax of the logits that forward returns.
     let mut sequence = model.new_pool(&PoolOptions::default()).unwrap().sequence();
     let logits = model.feed(&mut sequence, &prompt, Logits::Last).unwrap().to_f32().unwrap();
     assert_eq!(greedy[0], argmax(&logits));
@@ -328,7 +328,7 @@ fn generation_ends_for_the_reason_it_gives() {
     assert_eq!(run(64, &[tokens[3]], 100), (Finish::Stop, tokens[..first].to_vec()));
 }
 
-/// Token by token, recorded once or not: the same logits, the same draws, in any order of calls.
+/// Token by token, recorded or not: equal logits and samples, in any order of calls.
 #[test]
 fn a_decoder_does_what_forward_does() {
     let model = model();
@@ -353,13 +353,13 @@ fn a_decoder_does_what_forward_does() {
             drawn = decoder.next(&[5, 6, 7]).unwrap();
         }
     }
-    // Drawn alike after a pass that is recorded and after one that is not: a position draws its own number.
+    // Recorded and unrecorded passes sample equally: the random number depends on the position.
     let len = decoder.sequence().len();
     let at_once = decoder.next(&[40, 50, 60]).unwrap();
     decoder.truncate(len).unwrap();
     decoder.feed(&[40, 50]).unwrap();
     assert_eq!(decoder.next(&[60]).unwrap(), at_once);
-    // What is refused changes nothing.
+    // Rejected calls change nothing.
     let len = decoder.sequence().len();
     assert!(matches!(decoder.next(&[1 << 20]).unwrap_err(), Error::Argument { arg: "tokens", .. }));
     assert!(decoder.feed(&[]).is_err());
@@ -371,7 +371,7 @@ fn a_decoder_does_what_forward_does() {
     assert_eq!(decoder.sequence().len(), len);
 }
 
-/// Errors come before anything is done, and the sequence goes on as if the call had not been.
+/// Errors are returned before anything changes, and the sequence can continue.
 #[test]
 fn refused_calls_leave_the_sequence_alone() {
     let model = model();
@@ -402,7 +402,7 @@ fn refused_calls_leave_the_sequence_alone() {
     assert_eq!(next(&mut sequence), next(&mut untouched));
 }
 
-/// Taking tokens back and feeding them anew comes to the same, after windows have passed pages.
+/// Truncating and feeding again gives equal results, even after windows have passed pages.
 #[test]
 fn truncated_sequences_go_on_exactly() {
     let model = model();
@@ -415,7 +415,7 @@ fn truncated_sequences_go_on_exactly() {
     let mut straight = model.new_pool(&exact(400)).unwrap().sequence();
     let all = [&tokens[..], &[20, 21]].concat();
     let expected = model.feed(&mut straight, &all, Logits::Last).unwrap().to_f32().unwrap();
-    // Prompts may be rounded to 16 bits on the way, a few tokens to 24 (`ops::Linear`).
+    // Prompts may be rounded to 16 bits, a few tokens to 24 (`ops::Linear`).
     assert!(max_difference(&again, &expected) < 5e-3);
 }
 
@@ -440,7 +440,7 @@ fn tokenizer_matches() {
     }
 }
 
-/// The pieces of a stream are whole characters, and together the text.
+/// The pieces of a stream are whole characters, and concatenate to the text.
 #[test]
 fn streamed_text_is_the_decoded_text() {
     let tokenizer = Tokenizer::load(&shipped()).unwrap();
@@ -452,14 +452,14 @@ fn streamed_text_is_the_decoded_text() {
         let mut pieces: Vec<String> = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
         pieces.push(stream.finish().unwrap());
         assert_eq!(pieces.concat(), text);
-        // Nothing waits longer than a character's bytes: a crab comes out with its last token.
+        // Text is returned with the last byte of a character: a crab appears with its last token.
         if text == "🦀" {
             assert_eq!(pieces[pieces.len() - 2], "🦀");
         }
     }
 }
 
-/// Any ids at all, also those that are no text: nothing is lost and nothing hangs.
+/// Arbitrary ids, including invalid text: nothing is lost, and the stream does not stall.
 #[test]
 fn streams_survive_bytes_that_are_no_text() {
     let tokenizer = Tokenizer::load(&shipped()).unwrap();
@@ -482,7 +482,7 @@ fn streams_survive_bytes_that_are_no_text() {
     assert_eq!(streamed + &rest, tokenizer.decode(&odd).unwrap());
 }
 
-/// A device buffer of logits can be reused; it holds what forward returns.
+/// A device buffer of logits can be reused; it contains the result of forward.
 #[test]
 fn forward_into_takes_the_last_rows() {
     let model = model();
@@ -497,7 +497,7 @@ fn forward_into_takes_the_last_rows() {
         let bound = if rows < 32 { 5e-3 } else { 1e-4 };
         assert!(max_difference(&out.to_f32().unwrap(), &all[(50 - rows) * 4096..]) < bound, "{rows} rows");
     }
-    // What comes out of the model is fit for the library's own operations.
+    // The results of the model are valid inputs of the library's operations.
     let best = Tensor::zeros(&Device::cpu(), DType::U32, &[50]).unwrap();
     let x = Tensor::from_slice(&Device::cpu(), &all, &[50, 4096]).unwrap();
     let mut enc = Device::cpu().encoder().unwrap();

@@ -1,4 +1,4 @@
-//! Tokens that start and end texts, in folders as Hugging Face has them.
+//! Tokens that begin and end texts, in directories in Hugging Face's layout.
 
 use std::path::Path;
 
@@ -37,7 +37,7 @@ fn template(before: &[&str], after: &[&str]) -> Value {
     })
 }
 
-/// As in transformers 5.24, for every class of tokenizer: the post-processor decides, not `add_bos_token`.
+/// As in transformers 5.24, for every tokenizer class: the post-processor decides, not `add_bos_token`.
 #[test]
 fn only_the_post_processor_starts_texts() {
     let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
@@ -71,7 +71,7 @@ fn only_the_post_processor_starts_texts() {
     }
 }
 
-/// The id is known to templates also where no text starts with it.
+/// Templates know the id even if no text begins with it.
 #[test]
 fn a_bos_that_is_not_added_has_an_id() {
     let mut tokenizer = tokenizer_json();
@@ -80,7 +80,7 @@ fn a_bos_that_is_not_added_has_an_id() {
     assert_eq!((tokenizer.bos(), tokenizer.adds_bos()), (Some(BOS), false));
 }
 
-/// Transformers adds tokens of `tokenizer_config.json` that `tokenizer.json` has in its vocabulary alone.
+/// Transformers adds tokens of `tokenizer_config.json` that are only in the vocabulary of `tokenizer.json`.
 #[test]
 fn named_tokens_are_special() {
     let mut tokenizer = tokenizer_json();
@@ -117,7 +117,7 @@ fn sampling_parameters_at_limits_mean_what_transformers_does_with_them() {
     read(odd).sampling(Sampling::default()).validate(8).unwrap();
     let nulls = json!({"top_k": null, "top_p": null, "temperature": null, "suppress_tokens": null});
     assert_eq!(read(nulls), GenerationDefaults::default());
-    // Tokens that the model does not have cannot be drawn anyway.
+    // Suppressed tokens outside the vocabulary cannot be sampled anyway.
     assert_eq!(read(json!({"suppress_tokens": [3, 1 << 24]})).suppress_tokens, Some(vec![3]));
 }
 

@@ -1,16 +1,15 @@
-//! Text that comes id by id, with the decoders of tokenizers that have tokens for single bytes (Gemma, Llama), and
-//! others.
+//! Streaming text id by id, with decoders of tokenizers that have byte tokens (Gemma, Llama), and others.
 
 use kvant_models::{TextStream, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// The words of the vocabulary; before them stand three special tokens and 256 bytes.
+/// The words of the vocabulary, which follow three special tokens and 256 bytes.
 const WORDS: [&str; 16] =
     ["▁", "a", "b", "▁the", "é", "▁▁", "\n", "한", ".", "▁'", "s", "日本", "##ing", "▁,", "👨", "\u{200d}"];
 const FIRST_BYTE: u32 = 3;
 const FIRST_WORD: u32 = FIRST_BYTE + 256;
-/// Each in the form in which the decoder has it.
+/// Each in the form that the decoder has.
 const SPECIAL: [&str; 3] = ["<pad>", "<eos>", "<bos>"];
 
 fn tokenizer(decoder: Value) -> Tokenizer {
@@ -34,7 +33,7 @@ fn gemma() -> Tokenizer {
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]}))
 }
 
-/// Takes a space from the start of the text.
+/// Removes a space from the start of the text.
 fn llama() -> Tokenizer {
     tokenizer(json!({"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
@@ -64,7 +63,7 @@ fn rest_of(mut stream: TextStream<&Tokenizer>, ids: &[u32]) -> String {
     pieces + &stream.finish().unwrap()
 }
 
-/// The text of a prompt without the first bytes of a character, and the text that follows.
+/// The text of a prompt without an incomplete character at its end, and the text that follows.
 fn prompt_and_rest(tokenizer: &Tokenizer, special: bool, prompt: &[u32], rest: &[u32]) -> [String; 2] {
     let mut stream = tokenizer.stream().special(special);
     let text = prompt.iter().map(|&id| stream.push(id).unwrap()).collect();
@@ -79,10 +78,10 @@ fn a_word_after_a_prompt_keeps_its_space() {
         let first = if name == "wordpiece" { "▁the" } else { first };
         let next = if name == "wordpiece" { " ▁the" } else { " the" };
         assert_eq!(prompt_and_rest(&tokenizer, false, &[the], &[the]), [first, next], "{name}");
-        // The start of a text does not begin one: this is the first word.
+        // The start of a text is not a continuation: this is the first word.
         assert_eq!(prompt_and_rest(&tokenizer, false, &[2], &[the]), ["", first], "{name}");
         assert_eq!(prompt_and_rest(&tokenizer, false, &[], &[the, the]), ["", &format!("{first}{next}")], "{name}");
-        // In a text with the names of special tokens it is the second.
+        // In a text with the names of special tokens, it is the second.
         assert_eq!(prompt_and_rest(&tokenizer, true, &[2], &[the]), ["<bos>", next], "{name}");
     }
 }
@@ -95,7 +94,7 @@ fn a_character_that_begins_in_the_prompt_is_in_the_text() {
             let (prompt, rest) = ids.split_at(prompt);
             assert_eq!(prompt_and_rest(&tokenizer, false, prompt, rest), ["a", "😀 the"]);
         }
-        // Bytes that do not follow.
+        // The remaining bytes never arrive.
         assert_eq!(prompt_and_rest(&tokenizer, false, &ids[..3], &[word("b")]), ["a", "\u{fffd}\u{fffd}b"]);
     }
 }
@@ -144,7 +143,7 @@ fn long_runs_of_bytes_are_text() {
             let mut out = String::new();
             for (at, &id) in ids.iter().enumerate() {
                 out += &stream.push(id).unwrap();
-                // A character is there with its last byte.
+                // A character is returned with its last byte.
                 let whole = String::from_utf8_lossy(&text.as_bytes()[..=at]);
                 assert_eq!(out, whole.trim_end_matches('\u{fffd}'), "{name}");
             }
@@ -153,9 +152,9 @@ fn long_runs_of_bytes_are_text() {
     }
 }
 
-/// Bytes that end in the middle of a character spoil, in `decode`, the characters before them as well.
+/// In `decode`, incomplete bytes also destroy the characters before them.
 #[test]
-fn what_follows_broken_bytes_is_not_lost() {
+fn text_after_invalid_bytes_is_kept() {
     let broken = &"😀".as_bytes()[..2];
     let mut ids = vec![word("a")];
     ids.extend(bytes("😀"));
@@ -163,11 +162,11 @@ fn what_follows_broken_bytes_is_not_lost() {
     ids.extend([word("▁the"); 100]);
     let text = streamed(&gemma(), &ids);
     assert_eq!(text, format!("a😀\u{fffd}\u{fffd}{}", " the".repeat(100)));
-    // The same with nothing behind them.
+    // Incomplete bytes at the end.
     assert_eq!(streamed(&gemma(), &ids[..7]), "a😀\u{fffd}\u{fffd}");
 }
 
-/// Tokens without text, in any number, and a decoder for which the start of the text matters.
+/// Any number of tokens without text, with a decoder that treats the start of a text specially.
 #[test]
 fn silent_ids_change_nothing() {
     let mut ids = vec![word("▁the"); 3];
@@ -180,7 +179,7 @@ fn silent_ids_change_nothing() {
     }
 }
 
-/// Ids of a text: words, special tokens, and characters in bytes.
+/// Ids of a valid text: words, special tokens, and characters in bytes.
 fn valid() -> impl Strategy<Value = Vec<u32>> {
     let special = (0u32..3).prop_map(|id| vec![id]);
     let word = (0..WORDS.len() as u32).prop_map(|i| vec![FIRST_WORD + i]);
@@ -189,7 +188,7 @@ fn valid() -> impl Strategy<Value = Vec<u32>> {
     prop::collection::vec(prop_oneof![1 => special, 4 => word, 12 => spelled], 0..150).prop_map(|ids| ids.concat())
 }
 
-/// Words and bytes that seldom fit together.
+/// Words and bytes that are rarely valid together.
 fn any() -> impl Strategy<Value = Vec<u32>> {
     let word = (0..WORDS.len() as u32).prop_map(|i| FIRST_WORD + i);
     let lead = (0xE2u32..0xE5).prop_map(|byte| FIRST_BYTE + byte);
@@ -207,7 +206,7 @@ proptest! {
         }
     }
 
-    /// Wherever the prompt ends.
+    /// For every end of the prompt.
     #[test]
     fn prompt_and_rest_are_the_text(ids in valid(), end in prop::arbitrary::any::<prop::sample::Index>(), special in prop::bool::ANY) {
         let (prompt, rest) = ids.split_at(end.index(ids.len() + 1));
@@ -217,10 +216,10 @@ proptest! {
         }
     }
 
-    /// Every character that is a word's own is there, in order.
+    /// All characters that belong to words are returned, in order.
     #[test]
     fn invalid_bytes_take_nothing_else_along(ids in any()) {
-        // The bytes cannot make these.
+        // The bytes cannot form these characters.
         let own = |text: String| text.chars().filter(|c| c.is_ascii() || *c == 'é' || *c == '👨').collect::<String>();
         for (name, tokenizer) in all() {
             prop_assert_eq!(own(streamed(&tokenizer, &ids)), own(tokenizer.decode(&ids).unwrap()), "{}", name);

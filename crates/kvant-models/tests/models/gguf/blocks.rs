@@ -7,27 +7,27 @@ use crate::common::golden;
 
 const EXACT: [&str; 3] = ["F32", "F16", "BF16"];
 const BLOCKS: [&str; 10] = ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"];
-/// Name, bits, and the zero point where the bias is scale · zero.
+/// Name, bits, and the zero point if the bias is scale · zero.
 const AFFINE: [(&str, u32, f32); 3] = [("Q4_0", 4, 8.0), ("Q4_1", 4, 0.0), ("Q8_0", 8, 128.0)];
 
 fn open() -> Gguf {
     Gguf::open(&golden("gguf").join("blocks.gguf")).unwrap()
 }
 
-/// The values that `gguf` computes: of the tensor with scales as in weights, and of the one with random bytes.
+/// The values computed by `gguf` for the tensor with realistic scales and for the one with random bytes.
 fn expected(gguf: &Gguf, kind: &str) -> [Vec<f32>; 2] {
     let values = gguf.read(&format!("{kind}.values"), &Device::cpu()).unwrap().to_f32().unwrap();
     let (usual, any) = values.split_at(values.len() / 2);
     [usual.to_vec(), any.to_vec()]
 }
 
-/// The package rounds each product and sum; K-quants then lose digits where a minimum nearly cancels a product.
+/// The package rounds each product and sum; K-quants then lose digits if a minimum nearly cancels a product.
 fn close(kind: &str, a: &[f32], b: &[f32], what: &str) {
     assert_eq!(a.len(), b.len(), "{what}");
     let exact = !BLOCKS.contains(&kind);
     for (block, (a, b)) in a.chunks(256).zip(b.chunks(256)).enumerate() {
-        let most = b.iter().fold(0f32, |most, x| most.max(x.abs()));
-        let bound = if exact { 0.0 } else { most * 1e-6 };
+        let max = b.iter().fold(0f32, |max, x| max.max(x.abs()));
+        let bound = if exact { 0.0 } else { max * 1e-6 };
         for (i, (a, b)) in a.iter().zip(b).enumerate() {
             let same = a.to_bits() == b.to_bits() || (a - b).abs() <= bound;
             assert!(same, "{what}: element {i} of block {block} is {a}, expected {b}");
@@ -45,14 +45,14 @@ fn every_type_is_decoded() {
             close(kind, &gguf.read(name, &Device::cpu()).unwrap().to_f32().unwrap(), &expected, name);
         }
     }
-    // Nothing in the file is left out.
+    // All tensors of the file are checked.
     for (name, tensor) in gguf.tensors() {
         assert!(name.ends_with(".values") || kinds.contains(&tensor.kind.to_string().as_str()), "{name}");
         assert!(tensor.kind.is_supported());
     }
 }
 
-/// scale · code + bias in f32, of codes read as the operations' contract says: a bit stream in each row.
+/// scale · code + bias in f32, with codes read as the operations' contract specifies: a bit stream in each row.
 fn values(matrix: &AffineTensors) -> Vec<f32> {
     let words = matrix.codes.to_vec::<u32>().unwrap();
     let [scales, biases] = [&matrix.scales, &matrix.biases].map(|tensor| tensor.to_f32().unwrap());
@@ -74,14 +74,14 @@ fn affine_matrices_have_the_values_of_the_blocks() {
         for (name, expected) in [kind.to_string(), format!("{kind}.any")].iter().zip(expected(&gguf, kind)) {
             let matrix = gguf.read_affine(name, &Device::cpu()).unwrap();
             assert_eq!((matrix.bits, matrix.group), (bits, 32), "{name}");
-            // The bias is scale · zero, which overflows f16 where random bytes give a large scale.
+            // The bias is scale · zero, which overflows f16 if random bytes give a large scale.
             let scales = matrix.scales.to_f32().unwrap();
-            let most = scales.iter().fold(0f32, |most, scale| most.max(scale.abs())) * zero;
-            let dtype = if most > 65504.0 { DType::F32 } else { DType::F16 };
-            overflows += usize::from(most > 65504.0);
+            let max = scales.iter().fold(0f32, |max, scale| max.max(scale.abs())) * zero;
+            let dtype = if max > 65504.0 { DType::F32 } else { DType::F16 };
+            overflows += usize::from(max > 65504.0);
             assert_eq!((matrix.scales.dtype(), matrix.biases.dtype()), (dtype, dtype), "{name}");
             for (i, (got, expected)) in values(&matrix).iter().zip(&expected).enumerate() {
-                // Equal as numbers: of two zeros, one may be negative.
+                // Numerically equal: zeros may differ in sign.
                 assert!(got == expected, "{name}: element {i} is {got}, expected {expected}");
             }
         }
@@ -89,7 +89,7 @@ fn affine_matrices_have_the_values_of_the_blocks() {
     assert!(overflows > 0, "no case has scales in f32 for want of range");
 }
 
-/// The contract of codes is kvant's own: its reference device multiplies with the same values.
+/// kvant defines the contract of codes itself: the reference device must multiply with equal values.
 #[test]
 fn operations_read_affine_matrices() {
     let (gguf, device) = (open(), Device::reference());

@@ -58,7 +58,7 @@ fn metadata_of_every_type() {
     assert!(m.text("absent").unwrap().is_none() && m.get("absent").is_none());
     for (error, expected) in [
         (m.text("u8").unwrap_err(), "metadata: `u8` must be a string, got 200"),
-        (m.whole("i16").unwrap_err(), "metadata: `i16` must be a whole number, at least 0, got -2"),
+        (m.whole("i16").unwrap_err(), "metadata: `i16` must be an integer, at least 0, got -2"),
         (m.number("f64").unwrap_err(), "metadata: `f64` must be a finite number, got inf"),
         (m.flag("text").unwrap_err(), "metadata: `text` must be true or false, got \"Grüße\""),
         (m.texts("numbers").unwrap_err(), "metadata: `numbers` must be an array of strings, got an array of 2 × U16"),
@@ -87,7 +87,7 @@ fn shapes_are_reversed_and_version_2_is_read() {
     }
 }
 
-/// A model of three files: the metadata is the first file's, whichever file is opened.
+/// A model of three files: whichever is opened, the metadata are the first file's.
 #[test]
 fn split_models_are_opened_as_a_whole() {
     let part = |number: u16, count: u16, total: u32, tensor: &str| {

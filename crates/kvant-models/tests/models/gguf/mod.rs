@@ -1,4 +1,4 @@
-//! GGUF files: blocks against the PyPI package `gguf`, tensors on devices, split models, tokenizers.
+//! GGUF files: blocks compared with the PyPI package `gguf`, tensors on devices, split models, tokenizers.
 
 mod blocks;
 mod files;

@@ -7,7 +7,7 @@ use crate::common::gguf::{Value, Writer, f32, text, u32};
 /// A key without the architecture, and its value.
 type Pair<'a> = (&'a str, Value);
 
-/// The first layer's attention in a model of an architecture with more keys.
+/// The first layer's attention in a model of an architecture with additional keys.
 fn attention(architecture: &str, keys: &[Pair]) -> Result<AttentionSpec> {
     attention_without("", architecture, keys)
 }
@@ -105,7 +105,7 @@ fn factors_without_a_place_are_refused_by_key() {
     }
 }
 
-/// What llama.cpp requires.
+/// Keys that llama.cpp requires.
 #[test]
 fn keys_without_a_default_are_required() {
     for key in ["context_length", "attention.layer_norm_rms_epsilon"] {

@@ -1,4 +1,4 @@
-//! Tokenizers from metadata: special ids, spaces, bytes, and metadata that do not fit together.
+//! Tokenizers from metadata: special ids, spaces, bytes, and inconsistent metadata.
 
 use kvant_models::{Error, Result, Tokenizer, gguf::Gguf};
 
@@ -8,7 +8,7 @@ fn i32(value: i32) -> Value {
     Value(5, value.to_le_bytes().to_vec())
 }
 
-/// Tokens with a kind and a score each.
+/// Tokens, each with a kind and a score.
 fn vocabulary(model: &str, tokens: &[(&str, i32, f32)]) -> Writer {
     Writer::default()
         .pair("tokenizer.ggml.model", text(model))
@@ -70,7 +70,7 @@ fn merges_are_rebuilt_from_scores() {
     assert_eq!(tokenizer.encode("ab ab", true).unwrap(), [1, SPACE_AB, SPACE_AB]);
     assert_eq!(tokenizer.encode("bab", false).unwrap(), [SPACE, B, AB]);
     assert_eq!(tokenizer.encode("aab", false).unwrap(), [SPACE_A, AB]);
-    // Each part between tokens that are found first starts with a space.
+    // Each part between tokens that are matched first starts with a space.
     assert_eq!(tokenizer.encode("a<tool>ab", false).unwrap(), [SPACE_A, TOOL, SPACE_AB]);
     // Bytes of a character without a token.
     let euro: Vec<u32> = [0xe2, 0x82, 0xac].map(|byte| byte + 3).to_vec();
@@ -100,7 +100,7 @@ fn spaces_and_bos_are_the_files_choice() {
     assert_eq!(tokenizer.eos(), [2, TURN]);
 }
 
-/// In OpenAI's harmony format a message ends with <|end|>, and the answer with <|return|> or <|call|>.
+/// In OpenAI's harmony format, <|end|> ends a message, and <|return|> or <|call|> the answer.
 #[test]
 fn the_end_of_a_harmony_message_is_not_the_end() {
     let tokens =
@@ -111,11 +111,11 @@ fn the_end_of_a_harmony_message_is_not_the_end() {
             .pair("tokenizer.ggml.merges", texts(["a a"]))
     };
     assert_eq!(tokenizer(&with_merges(&tokens)).unwrap().eos(), [2, 3]);
-    // Phi 3 ends a turn with the same token.
+    // Phi 3 ends a turn with this token.
     assert_eq!(tokenizer(&with_merges(&tokens[..2])).unwrap().eos(), [1]);
 }
 
-/// As in llama.cpp: exporters give the ends of turns any kind.
+/// As in llama.cpp: exporters give end-of-turn tokens any kind.
 #[test]
 fn ends_of_any_kind_end_and_are_no_text() {
     for kind in [NORMAL, USER, CONTROL, 5] {
@@ -130,7 +130,7 @@ fn ends_of_any_kind_end_and_are_no_text() {
         for key in ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"] {
             let tokenizer = named(key);
             assert_eq!(tokenizer.eos(), [1, 2], "{key}");
-            // A template's end of a turn is one token, and an answer does not show it.
+            // An end of turn in a template is one token, and an answer does not show it.
             assert_eq!(tokenizer.encode("a<|im_end|>astop", false).unwrap(), [0, 1, 0, 2], "{key} {kind}");
             assert_eq!(tokenizer.decode(&[0, 1, 2, 0]).unwrap(), "aa", "{key} {kind}");
         }

@@ -1,4 +1,4 @@
-//! Tokenizers against the vocabularies of llama.cpp, with the ids that transformers gives.
+//! Compares tokenizers for llama.cpp's vocabularies with the ids of transformers.
 
 use std::path::{Path, PathBuf};
 
