@@ -1,21 +1,22 @@
-"""The shipped model in llama.cpp, beside kvant: the same weights in its format, the same logits, both speeds.
+"""The shipped model in llama.cpp and in kvant: equal weights in both formats, equal logits, and both speeds.
 
     python3 -m venv .venv && .venv/bin/pip install llama-cpp-python gguf numpy
     cargo build --release
     .venv/bin/python tools/beside_llama_cpp.py
 
 llama-cpp-python compiles llama.cpp for the machine it is installed on, which takes some minutes and cmake.
-Where a processor advertises AMX and does not execute it, as some virtual machines' do, llama.cpp ends with a fault:
-`CMAKE_ARGS="-DCMAKE_C_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'"`, and the same for CMAKE_CXX_FLAGS, leave AMX out.
+If a processor advertises AMX but does not execute it, as on some virtual machines, llama.cpp crashes:
+`CMAKE_ARGS="-DCMAKE_C_FLAGS='-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'"`, also for CMAKE_CXX_FLAGS, disables AMX.
 
-Weights: MLX's affine 4 bit in groups of 64 (w = scale * q + bias) is what llama.cpp calls q4_1, with one scale and bias
-for each 32 weights: the same codes, every scale and bias twice, and bf16 fits into f16 without loss unless it is tiny
-(checked). So `q4_1` holds the very same weights, `f16` the same rounded to 11 bits; `q8_0` and `q4_0` are made of them
-by llama.cpp's rules, and lose a little once more. The logits of all of them are compared with kvant's.
+Weights: MLX's affine 4 bit in groups of 64 (w = scale * q + bias) corresponds to llama.cpp's q4_1, which has a scale
+and a bias for each 32 weights: the codes are equal, every scale and bias is stored twice, and bf16 fits into f16
+without loss unless it is tiny (checked). `q4_1` therefore has exactly equal weights, and `f16` the weights rounded to
+11 bits; `q8_0` and `q4_0` are requantised by llama.cpp's rules with a small additional loss. The logits of all of them
+are compared with kvant's.
 
-Speeds: kvant and llama.cpp take turns, each with `--threads` threads and an f16 cache; medians. A prompt of `--context`
-tokens, then `--decode` tokens one by one, each the most probable. kvant's sampling and text output are in its figure;
-llama.cpp is called through its C interface, and picking the next token costs a few microseconds of numpy.
+Speeds: kvant and llama.cpp run alternately, each with `--threads` threads and an f16 cache; medians. A prompt of
+`--context` tokens, then `--decode` tokens one by one, each the most probable. kvant's figure includes sampling and text
+output; llama.cpp is called through its C interface, and selecting the next token costs a few microseconds of numpy.
 """
 
 import argparse
@@ -172,7 +173,7 @@ def convert(model, kind, path, tokenizer=False):
     else:
         writer.add_string("tokenizer.ggml.model", "none")  # tokens go in and out as numbers
 
-    # "Proportional" RoPE: the pairs after the rotated ones stand still, as if their frequency were divided by 1e30.
+    # "Proportional" RoPE: the pairs after the rotated ones do not rotate, as if their frequency were divided by 1e30.
     pairs = config["global_head_dim"] // 2
     factors = np.full(pairs, 1e30, np.float32)
     factors[: int(pairs * rope["full_attention"]["partial_rotary_factor"])] = 1
@@ -209,7 +210,7 @@ class Llama:
 
         self.c = llama_cpp
         llama_cpp.llama_backend_init()
-        # Warnings and progress would drown the tables.
+        # Warnings and progress would hide the tables.
         self.quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self.quiet, None)
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
@@ -333,7 +334,7 @@ def main():
             print(f"| {kind} | {np.abs(right - logits).max():.2g} | {kl:.1e} | {100 * same:.1f} % |")
         text = args.text.read_text()
         for context in contexts:
-            # Some 3.2 bytes a token in this vocabulary; the first run says how many they are.
+            # Some 3.2 bytes per token in this vocabulary; the first run reports the exact number.
             prompt = text[: int(context * 3.2)]
             results = {name: [] for name in ["kvant", *kinds]}
             for _ in range(args.rounds):

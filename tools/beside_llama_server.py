@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`kvant serve` beside llama.cpp's server: the same weights, the same requests, the same cores.
+"""Compares `kvant serve` with llama.cpp's server: equal weights, requests and cores.
 
     python3 -m venv .venv && .venv/bin/pip install gguf numpy
     cargo build --release
@@ -9,12 +9,12 @@ llama-server comes from llama.cpp's sources, for example those in the sdist of l
 `cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DBUILD_SHARED_LIBS=OFF vendor/llama.cpp`, then
 `cmake --build build --target llama-server`.
 
-Weights: llama.cpp's q4_1 has the very same numbers as the shipped model (tools/beside_llama_cpp.py says why).
+Weights: llama.cpp's q4_1 has exactly the numbers of the shipped model (tools/beside_llama_cpp.py explains why).
 
-Load: N clients, each asks for one text after the other: a prompt of its own of some 100 tokens, then --tokens tokens, each the
-most probable, streamed. Both servers have --threads threads, an f16 cache, and a place for every client; kvant's has its prefix
-cache, llama.cpp's its own, and no prompt occurs twice. The servers take turns, one runs at a time; medians of --rounds rounds.
-kvant's one text by `kvant generate` is measured in the same turns. --json writes the figures.
+Load: N clients, each requests one text after the other: a unique prompt of some 100 tokens, then --tokens tokens, each
+the most probable, streamed. Both servers have --threads threads, an f16 cache, and a slot for every client. Both have
+their prefix cache enabled, and no prompt occurs twice. The servers run alternately; figures are medians of --rounds
+rounds. A single text by `kvant generate` is measured in these rounds too. --json writes the figures.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main():
         convert(args.model, "q4_1", weights, tokenizer=True)
         ours = [args.kvant, "serve", args.model, "--device", "cpu", "--threads", args.threads, "--kv", "f16"]
         ours += ["--context", 1024, "--max-sequences", most, "--port", args.port]
-        # A context of 1024 tokens for each place.
+        # A context of 1024 tokens per slot.
         theirs = [args.llama_server, "-m", weights, "-t", args.threads, "-tb", args.threads, "-c", 1024 * most, "-np", most]
         theirs += ["--port", args.port, "--host", "127.0.0.1", "--no-webui"]
         servers = [server_load.Server("kvant", ours, args.port), server_load.Server("llama.cpp", theirs, args.port)]
@@ -78,7 +78,7 @@ def main():
     for count in counts:
         pairs = [results[name, count] for name in ("kvant", "llama.cpp")]
         rates, firsts = zip(*([statistics.median(column) for column in zip(*runs)] for runs in pairs))
-        # Of each round, since both ran in it.
+        # The ratio of each round, since both ran in it.
         ratio = statistics.median(our[0] / their[0] for our, their in zip(*pairs))
         print(
             f"| {count} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} | {1000 * firsts[0]:.0f} ms | {1000 * firsts[1]:.0f} ms |"

@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
-"""`kvant serve` beside llama.cpp's server on released models: the same files, requests and threads, in turns.
+"""Compares `kvant serve` with llama.cpp's server on released models: equal files, requests and threads, alternately.
 
     cargo build --release
     tools/beside_released.py [--threads N] [--rounds N] [MODEL...]
 
-llama.cpp is that of the package xllamacpp, which is installed into target/released/ unless this Python has it: a build for AVX2,
-whatever the machine has. --llama-server names another one, compiled for the machine. --avx2 runs a copy of kvant that sees
-neither AVX-512 nor AVX-VNNI nor AMX, as on a machine without them. The models come from `released_models.py`, or are files of
-that name in the folder --files.
+llama.cpp is the one in the package xllamacpp, which is installed into target/released/ unless this Python has it: a
+build for AVX2, independent of the machine. --llama-server selects another one, compiled for the machine. --avx2 runs a
+copy of kvant that does not detect AVX-512, AVX-VNNI and AMX, as on a machine without them. The models come from
+`released_models.py`, or are files with these names in the folder --files.
 
-The servers take turns, one runs at a time; figures are medians of the rounds. Both have a place for 8 clients, and a cache in f16,
-or in 8 bits: tq8 and q8_0. First a client alone asks for texts: a prompt of 512 tokens, which the time to the first token gives,
-and 128 tokens after it. Then 1, 4 and 8 clients ask for texts of 128 tokens after prompts of 128, and the rate is that of all
-tokens after the prompts. Every prompt is another piece of a text, as ids. All is greedy, streamed, and goes on at ends of text.
+The servers run alternately; figures are medians of the rounds. Both have a slot for 8 clients, and a cache in f16, or
+in 8 bits: tq8 and q8_0. First a single client requests texts: a prompt of 512 tokens, measured by the time to the first
+token, and 128 tokens after it. Then 1, 4 and 8 clients request texts of 128 tokens after prompts of 128; the rate
+counts all tokens after the prompts. Every prompt is a different part of a text, sent as ids. Generation is greedy,
+streamed, and ignores ends of text.
 
-Clients are processes. On machines with CPUs to spare they have those after the first --server-cpus, which the server has. The
-last lines show whether clients limit the figures: how busy the busiest one was, and how much later than the server's own clock
-says it saw a token.
+Clients are processes. On machines with spare CPUs they run on the CPUs after the first --server-cpus, which the server
+uses. The last lines show whether clients limit the figures: the utilisation of the busiest one, and the delay of its
+tokens relative to the server's own clock.
 """
 
 import argparse
@@ -53,13 +54,13 @@ def host(path, port, threads, cache):
 
 
 def without_avx512(program, folder):
-    """A copy of a Rust program for x86-64 whose standard library finds AVX2, but no later vectors."""
+    """A copy of a Rust program for x86-64 whose standard library detects AVX2, but no later vector extensions."""
     with open(program, "rb") as file:
         code = file.read()
     for old, new in [
-        # xgetbv, of whose result the states up to AVX are kept.
+        # xgetbv: only the states up to AVX are kept.
         ("31c9 0f01d0 48c1e220 4809d0 c3", "31c9 0f01d0 83e01f c3 90909090"),
-        # cpuid of leaf 7, part 1, which has AVX-VNNI: a part that is empty instead.
+        # cpuid of leaf 7, part 1, which reports AVX-VNNI: an empty part instead.
         ("b807000000 b901000000", "b807000000 b9ff000000"),
     ]:
         old, new = bytes.fromhex(old), bytes.fromhex(new)
@@ -86,7 +87,7 @@ def command(program, args, model, cache):
 
 
 class Prompts:
-    """Pieces of a text as ids, each another."""
+    """Distinct parts of a text as ids."""
 
     def __init__(self, server):
         self.at = 0
@@ -107,7 +108,8 @@ class Clock:
         self.busy, self.late = {}, {}
 
     def load(self, server, prompts, cpus):
-        """Runs clients, and notes how busy the busiest was and how much later than the server it saw tokens."""
+        """Runs clients. Records the utilisation of the busiest one, and the delay of tokens relative to the server's
+        clock."""
         before = server.token_times()
         load = server_load.run(server.port, prompts, TOKENS, cpus)
         seconds, tokens = (after - start for after, start in zip(server.token_times(), before))
@@ -126,7 +128,7 @@ class Clock:
 
 
 def turn(server, prompts, clock, args):
-    """The figures of a server that has just started: of a prompt and of decode alone, and of clients, in tokens a second."""
+    """The figures of a fresh server in tokens a second: a prompt and decode alone, and several clients."""
     ask = lambda prompts: clock.load(server, prompts, args.client_cpus)  # noqa: E731
     ask([[prompts.next(SHORT)]])
     alone = ask([[prompts.next(PROMPT) for _ in range(args.texts)]]).texts
@@ -155,7 +157,7 @@ def compare(name, args, clock):
                         results.setdefault((cache, what), {}).setdefault(program, []).append(rate)
     for (cache, what), rates in results.items():
         ours, theirs = rates["kvant"], rates["llama.cpp"]
-        # Of each round, since both ran in it.
+        # The ratio of each round, since both ran in it.
         ratio = statistics.median(our / their for our, their in zip(ours, theirs))
         middle = [statistics.median(column) for column in (ours, theirs)]
         print(f"| {released_models.MODELS[name].title} | {cache} | {what} | {middle[0]:.0f} | {middle[1]:.0f} | {ratio:.2f} |", flush=True)
@@ -171,7 +173,7 @@ def processor():
 
 
 def llama(args):
-    """What is compared: the name, and the instructions that it was compiled for."""
+    """The name of the compared program, and the instructions that it was compiled for."""
     if args.llama_server:
         version = subprocess.run([args.llama_server, "--version"], capture_output=True, text=True)
         return " ".join((version.stdout + version.stderr).split())

@@ -25,7 +25,7 @@ TARGET = ROOT / "target/chat-templates"
 PACKAGE = "llama-cpp-python==0.3.36"
 FOLDER = "vendor/llama.cpp/models/templates/"
 
-# strftime_now gives this time, in UTC. The day has one digit.
+# strftime_now returns this time, in UTC. The day has one digit.
 NOW = 1780625045
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}

@@ -1,4 +1,4 @@
-"""Judges texts that grammars allowed by Python's jsonschema: each must be JSON, and its schema must accept it.
+"""Checks texts that grammars allowed with Python's jsonschema: each must be JSON that its schema accepts.
 
     KVANT_GRAMMAR_TEXTS=target/texts.jsonl cargo test -p kvant-engine --lib grammar::random
     python3 tools/check_grammar_texts.py target/texts.jsonl
@@ -21,7 +21,7 @@ def main(path):
     for line in open(path, encoding="utf-8"):
         schema, text = json.loads(line)
         validator = jsonschema.Draft202012Validator(schema, format_checker=checker)
-        # The grammar of times allows a leap second at any time, as RFC 3339's does; validators look at the date.
+        # The grammar of times allows a leap second at any time, as RFC 3339's does; validators check the date.
         value = json.loads(LEAP_SECOND.sub(":59", text))
         errors = [error.message for error in validator.iter_errors(value)]
         if errors:

@@ -86,7 +86,7 @@ def anchors(path, cache={}):
 
 
 def problem(link, page, files, folders):
-    """What is wrong with a link, or None."""
+    """The reason why a link is invalid, or None."""
     link = link.strip("<>").strip()
     if link.startswith("//"):
         return "an address without a scheme"
@@ -126,7 +126,7 @@ def main(names):
     broken = links = 0
     for page in pages:
         lines = text_lines(page)
-        # A link's text may begin on the line before.
+        # A link's text may begin on the previous line.
         for index, (number, line) in enumerate(lines):
             line = without_code(line)
             found = [m[1] for m in INLINE.finditer(line)] + HTML.findall(line)

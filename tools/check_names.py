@@ -3,9 +3,9 @@
 
     tools/check_names.py [CRATE ...]
 
-Reads crates/CRATE/src (default: of every crate) and compares the names of all structs, enums, traits, unions and type aliases,
-private ones and those of unit tests included. Associated types may repeat, and NAME_stub.rs has the names of the module
-that it stands in for. The other exceptions are listed in ALLOWED.
+Reads crates/CRATE/src (default: of every crate) and compares the names of all structs, enums, traits, unions and type
+aliases, including private ones and the ones of unit tests. Associated types may repeat, and NAME_stub.rs repeats the
+names of the module that it replaces. Other exceptions are listed in ALLOWED.
 """
 
 import re

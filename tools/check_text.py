@@ -3,8 +3,9 @@
 
     tools/check_text.py [--count] [FILE ...]
 
-Reads (default: of all files that git knows) comments of Rust sources, kernels, scripts and their docstrings, and the text of Markdown.
-Code is rustfmt's matter. Tables, code blocks and lines without a space to break at, such as links, may be longer.
+Reads comments of Rust sources, kernels, scripts and their docstrings, and the text of Markdown (default: of all files
+that git tracks).
+rustfmt checks code. Tables, code blocks and lines without a space to break at, such as links, may be longer.
 `--count` prints the rejected wordings of each folder instead.
 """
 
@@ -28,7 +29,7 @@ CODE = re.compile(r"`[^`]*`")
 # Files that quote rejected wordings.
 QUOTES = {"CONTRIBUTING.md", "tools/check_text.py"}
 
-# Openings of a sentence. Each makes the reader look back for the noun.
+# Openings that refer to an unnamed noun.
 OPENINGS = re.compile(r"(?:^|[.:;] )(The same|Those|The others|What|Such|Of which|From which on|So many|As many as there are)\b(?![^.]*\?)")
 
 # Phrases anywhere, and the better word.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Formats of other software for cached vectors, and their squared errors.
 
-Each format is a function from vectors to the numbers that are read back, in f64. `kvant eval` has the same ones in Rust
-(`crates/kvant-cli/src/eval/formats`) and measures them with a model:
+Each format is a function from vectors to the numbers that it returns, in f64. `kvant eval` implements these formats in
+Rust (`crates/kvant-cli/src/eval/formats`) and measures them with a model:
 
     kvant eval --text TEXT --kv tq4c,q4_0-rot,iq4_nl-rot,mlx4,nvfp4
 
@@ -30,7 +30,7 @@ def f16(x):
 
 
 def small_float(x, mantissa, min_exponent, most):
-    """x rounded to a float of so many bits of mantissa, ties to even, and saturated."""
+    """x rounded to a float with this number of mantissa bits, ties to even, and saturated."""
     exponent = np.frexp(np.where(x == 0, 1.0, x))[1] - 1
     step = np.exp2(np.maximum(exponent, min_exponent) - mantissa)
     return np.clip(np.rint(x / step) * step, -most, most)
@@ -49,7 +49,7 @@ def over(x, d):
 
 
 def blocks(size):
-    """Makes a function of blocks one of vectors."""
+    """Converts a function of blocks to a function of vectors."""
     def wrap(function):
         return lambda x: function(x.reshape(-1, size)).reshape(x.shape)
     return wrap
@@ -77,7 +77,7 @@ IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69,
 
 
 def iq4_nl_parts(x):
-    """Indices and scales, before these are rounded to f16."""
+    """Indices and scales, before the scales are rounded to f16."""
     index = np.searchsorted((IQ4[1:] + IQ4[:-1]) / 2, over(x, extreme(x) / IQ4[0]))
     q = IQ4[index]
     d = over((x * x * q * x).sum(-1, keepdims=True), (x * x * q * q).sum(-1, keepdims=True))
@@ -91,7 +91,7 @@ def iq4_nl(x):
 
 
 def affine_parts(x, bits):
-    """MLX's codes, scales and biases, before these are rounded. The edge with the larger magnitude is a code."""
+    """MLX's codes, scales and biases, before rounding. The end of the range with the larger magnitude is a code."""
     levels = 2**bits - 1
     least, most = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     is_min = np.abs(least) > np.abs(most)
@@ -120,7 +120,7 @@ def nvfp4(x):
 
 
 def rotate(x, size):
-    """Rotates blocks of coordinates by a Hadamard matrix, as llama.cpp does. It is its own inverse."""
+    """Rotates blocks of coordinates by a Hadamard matrix, as llama.cpp does. The rotation is its own inverse."""
     dim = x.shape[-1]
     size = min(size, dim & -dim)
     h = np.ones((1, 1))
@@ -143,7 +143,7 @@ ROTATED = ("q8_0", "q4_0", "iq4_nl")
 
 
 def ranges(x, bits, least):
-    """The integers of x along the last axis between its least and greatest number, that number, and the scale."""
+    """The integers of x along the last axis between its minimum and maximum, the minimum, and the scale."""
     low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     scale = np.maximum((high - low) / (2 ** bits - 1), least)
     return np.clip(np.rint((x - low) / scale), 0, 2 ** bits - 1), low, scale
@@ -158,7 +158,7 @@ def kivi(x, bits, keys):
 
 
 def kvarn(x, bits, keys):
-    """KVarN: rotated, rows and columns divided by factors that make their deviations alike; rows in integers."""
+    """KVarN: rotated, rows and columns divided by factors that equalise their deviations; rows in integers."""
     turned = rotate(x, x.shape[-1])
     m = turned.T if keys else turned
     rows, columns = np.zeros((len(m), 1)), np.zeros((1, m.shape[1]))
@@ -185,7 +185,7 @@ TILES = {"kivi4": (kivi, 4), "kivi2": (kivi, 2), "kvarn4": (kvarn, 4), "kvarn2":
 
 
 def tile_numbers():
-    """[positions, heads, dim], as the test in `formats/mod.rs` makes them."""
+    """[positions, heads, dim], as in the test in `formats/mod.rs`."""
     p, h, i = np.ogrid[:256, :2, :64]
     return np.sin(1 + p * 0.7 + i * i * 0.3 + h) * (1 + i % 5) + (i % 7 - 3) + np.cos(p / 19)
 
@@ -240,7 +240,7 @@ def outliers(rows, dim, seed):
 
 
 def agree(name, got, want, x, exact=0.999):
-    """Equal up to rounding of f32, except that a number next to a border may fall to its other side."""
+    """Equal except for f32 rounding, and for numbers next to a threshold, which may get the adjacent code."""
     same = np.abs(got - want) <= 2e-6 * np.abs(want).max()
     share = same.mean()
     assert share >= exact, f"{name}: only {share:.5f} of the numbers are the package's"
@@ -262,7 +262,7 @@ def test():
         data = np.concatenate([d.astype(np.float16).view(np.uint8), low | high << 4], axis=-1)
         decoded = gguf.dequantize(data.reshape(len(x), -1), gguf.GGMLQuantizationType.IQ4_NL)
         agree(f"iq4_nl, {make.__name__}", iq4_nl(x), decoded.astype(np.float64), x, exact=1.0)
-        # No other scale of f16 next to the stored one has less weighted error.
+        # No f16 scale next to the stored one has a smaller weighted error.
         x32, weight = x.reshape(-1, 32), x.reshape(-1, 32) ** 2
         def cost(d):
             return (weight * (x32 - IQ4[index] * d) ** 2).sum()
@@ -275,7 +275,7 @@ def test():
 
 
 def formats():
-    """All formats, those with a rotation as for keys."""
+    """All formats; rotated ones in the form for keys."""
     more = {f"{name}-rot": (rotated(FORMATS[name][0], 1 << 30), FORMATS[name][1]) for name in ROTATED}
     return FORMATS | more
 

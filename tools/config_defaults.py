@@ -1,13 +1,13 @@
-"""What configurations mean to transformers: the defaults of each class, and models of configurations that leave keys out.
+"""How transformers interprets configurations: the defaults of each class, and models of configurations that lack keys.
 
     python tools/config_defaults.py [--check] [--only qwen2,llama]
 
 Writes these files, or with --check compares them:
 
-- crates/kvant-models/src/families/defaults.json: for each model_type the keys with a default, and other names of keys.
+- crates/kvant-models/src/families/defaults.json: for each model_type the keys with a default, and aliases of keys.
 - crates/kvant-models/tests/golden/configs/TYPE.json: configurations with the model that transformers makes of each:
-  sizes, windows, scales and frequencies. "base" has every key; each case leaves out keys, or has other ones. Its model is
-  an index into a list of differences from that of the base. Models are made without memory for their weights.
+sizes, windows, scales and frequencies. "base" has every key; each case omits keys, or changes their values. Its model is
+an index into a list of differences from the base's model. Models are created without memory for their weights.
 
 A new family needs a line in CLASSES.
 """
@@ -62,14 +62,14 @@ WRAPPERS = {
     "mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
     "muse_glimmer": "muse_glimmer_text",
 }  # fmt: skip
-# Without these keys, a model is not one of the kinds that kvant runs.
+# Without these keys, kvant does not support the model.
 BASES = {"granitemoehybrid": dict(layer_types=["attention"] * 7, num_local_experts=0, position_embedding_type="rope")}
-# These do not change what a model computes, or they belong to the tokenizer.
+# These do not change a model's computation, or they belong to the tokenizer.
 IGNORED = {
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout", "pretraining_tp",
     "output_router_logits", "router_aux_loss_coef", "rope_parameters", "time_step_limit",
 }  # fmt: skip
-# Values for keys of configurations: unlike any default, and fit for every default of the other keys.
+# Values for keys of configurations: different from all defaults, and valid with every default of the other keys.
 VALUES = dict(
     vocab_size=96, hidden_size=5120, intermediate_size=160, num_hidden_layers=7, num_attention_heads=64, num_key_value_heads=2,
     head_dim=128, max_position_embeddings=512, rms_norm_eps=3e-4, sliding_window=48, tie_word_embeddings=False,
@@ -87,7 +87,7 @@ def class_of(model_type):
 
 
 def declared(model_type):
-    """The keys that a class adds to those of every configuration, with their defaults."""
+    """The keys that a class adds to the common ones of all configurations, with their defaults."""
     cls = class_of(model_type)
     common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)} - {"tie_word_embeddings"}
     fields = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -96,7 +96,7 @@ def declared(model_type):
 
 
 def rope_defaults(model_type):
-    """`rope_theta`, and `rope_parameters` of a configuration without them as far as they depend on nothing else."""
+    """`rope_theta`, and `rope_parameters` of a configuration without them, except parts that depend on other keys."""
     cls = class_of(model_type)
     plain = cls().rope_parameters
     if any(isinstance(value, dict) for value in plain.values()):
@@ -184,7 +184,7 @@ def rope_cases(model_type):
     extra = {"llama_4_scaling_beta": 0.1} if model_type == "ministral3" else {}
     flat = {name: {**scaling, **extra} for name, scaling in FLAT.items()}
     if model_type == "phi3":
-        # Its class checks that there is a factor for each pair.
+        # Its class checks that each pair has a factor.
         every = base(model_type)
         pairs = every["hidden_size"] // every["num_attention_heads"] // 2
         flat["longrope"] |= {name: flat["longrope"][name][:pairs] for name in ("short_factor", "long_factor")}
@@ -237,14 +237,14 @@ def rope_cases(model_type):
 
 
 def key_cases(model_type):
-    """The base without each key, and without all that have a default."""
+    """The base without each key, and without all keys that have a default."""
     every = base(model_type)
     cases = {f"without/{name}": {name: ...} for name in every if name not in ("model_type", *FIXED)}
     cases["without/all"] = {name: ... for name in every if name not in ("model_type", "num_hidden_layers", *FIXED)}
     cases |= {f"null/{name}": {name: None} for name in every if name not in ("model_type", "hidden_act", "hidden_activation", *FIXED)}
     for alias, name in class_of(model_type).attribute_map.items():
         written = name if alias in every else alias
-        # No more experts than there are.
+        # At most the number of experts.
         cases[f"alias/{written}"] = {alias: ..., name: ..., written: 3 if name == "moe_topk" else 24}
     return cases
 
@@ -259,7 +259,7 @@ def rounded(values):
 
 
 def rotary(model, config):
-    """Frequencies and the factor of cosines and sines of each kind of layer."""
+    """Frequencies and the factor of cosines and sines of each layer kind."""
     if model.rotary_emb is None:
         return {"": dict(frequencies=[], factor=1.0)}
     rope = type(model.rotary_emb)(config)
@@ -325,7 +325,7 @@ def config_width(config):
 
 
 def facts(config_json):
-    """What the model of a configuration computes with."""
+    """The properties of the model that transformers makes of a configuration."""
     config_json = copy.deepcopy(config_json)
     config = class_of(config_json.pop("model_type"))(**config_json)
     text = config.get_text_config()
@@ -390,7 +390,7 @@ def golden(model_type):
     out = {}
     for name, config in cases.items():
         model = judged(config)
-        # Transformers rejects null for most keys. What it means there is nobody's guess.
+        # Transformers rejects null for most keys. Its meaning is unspecified there.
         if name.startswith("null/") and "fails" in model:
             continue
         if "fails" not in model:
@@ -401,7 +401,7 @@ def golden(model_type):
 
 
 def differing(config, every):
-    """A configuration as a change of the base: other values, and a list of the keys that it lacks."""
+    """A configuration as a change of the base: changed values, and a list of the missing keys."""
     if "text_config" in config:
         return dict(whole=config)
     change = {key: value for key, value in config.items() if key not in every or every[key] != value}

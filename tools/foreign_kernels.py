@@ -3,8 +3,8 @@
     python3 tools/foreign_kernels.py [--out target/foreign-kernels]
 
 `OUT/mlx` has MLX's kernels, from the wheel mlx-metal on PyPI (45 MB), `OUT/ggml` has ggml's, from the crate
-llama-cpp-sys-2 on crates.io (6 MB). Both are pinned by their hashes. Nothing of them is part of this repository: MLX is
-under the MIT license, copyright Apple Inc., ggml under the MIT license, copyright the ggml authors.
+llama-cpp-sys-2 on crates.io (6 MB). Both are pinned by their hashes and not part of this repository: MLX is under the
+MIT license, copyright Apple Inc., ggml under the MIT license, copyright the ggml authors.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def checked(name, data, expected):
 
 
 def mlx(out):
-    """The headers of the kernels, by the paths that they include each other by."""
+    """The headers of the kernels, by their include paths."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--platform=macosx_14_0_arm64", f"--dest={directory}", MLX]

@@ -1,10 +1,11 @@
-"""Writes a GGUF file of Gemma 4 E2B's size with random blocks: what speed needs of a model, in a minute and without a download.
+"""Writes a GGUF file of Gemma 4 E2B's size with random blocks, to measure speed without a download.
 
     pip install gguf numpy
     python3 tools/gguf_e2b.py OUT.gguf q4_0|q4_k_m
 
-The mixture of types is that of llama.cpp's quantisation: the embedding, which is the output too, in Q6_K; in q4_k_m the values
-and down projections of half of the layers in Q6_K. There is no tokenizer: programs that make up tokens need none.
+The mixture of types equals llama.cpp's quantisation: the embedding, which is also the output matrix, in Q6_K; in q4_k_m
+the values and down projections of half of the layers in Q6_K. The file has no tokenizer: measuring programs use random
+tokens.
 """
 
 import sys
@@ -19,7 +20,8 @@ HEADS, SLIDING_HEAD, FULL_HEAD, PERIOD = 8, 256, 512, 5
 
 
 def blocks(rng, kind, rows, columns):
-    """Random blocks with scales that keep activations near 1. Repeats of a megabyte: speed does not depend on the values."""
+    """Random blocks with scales that keep activations near 1. Repeats a megabyte: speed does not depend on the
+    values."""
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     count = rows * columns // elements
     made = rng.integers(0, 256, (min(count, 4096), size), dtype=np.uint8)

@@ -1,12 +1,12 @@
-"""Adds vocabularies of tiktoken's kind to those of `gguf_vocabularies.py`: Mistral's tekken and OpenAI's o200k (gpt-oss).
+"""Adds tiktoken vocabularies to the ones of `gguf_vocabularies.py`: Mistral's tekken and OpenAI's o200k (gpt-oss).
 
     pip install gguf tiktoken
     pip download --no-deps mistral-common && unzip mistral_common-*.whl 'mistral_common/data/tekken_*.json'
     npm pack js-tiktoken && tar xzf js-tiktoken-*.tgz package/dist/ranks/o200k_base.js
     python tools/gguf_tiktoken.py mistral_common/data/tekken_240911.json package/dist/ranks/o200k_base.js
 
-Their ranks become tokens and merges of a GGUF file; tiktoken encodes the texts with the expressions that come with them.
-The tests of kvant-models compare every vocabulary that they find.
+Their ranks are converted to tokens and merges of a GGUF file; tiktoken encodes the texts with the vocabularies' own
+expressions. The tests of kvant-models compare every vocabulary that they find.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def text(token):
 
 
 def parts(token, ranks):
-    """The two tokens that the last merge makes this one of."""
+    """The two tokens that the last merge joins to this one."""
     pieces = [bytes([byte]) for byte in token]
     while len(pieces) > 2:
         best = min(range(len(pieces) - 1), key=lambda i: ranks.get(pieces[i] + pieces[i + 1], 1 << 60))

@@ -1,4 +1,4 @@
-"""Writes a GGUF file with the same weights in f32, dequantised by the package `gguf`: both must have the same loss.
+"""Writes a GGUF file with the weights dequantised to f32 by the package `gguf`: both files must have equal losses.
 
     pip install gguf numpy
     python3 tools/gguf_to_f32.py MODEL.gguf OUT.gguf

@@ -1,10 +1,10 @@
-"""Downloads the vocabularies that llama.cpp tests its tokenizers with, as far as they come with expected ids.
+"""Downloads the vocabularies with which llama.cpp tests its tokenizers, if they come with expected ids.
 
     python3 tools/gguf_vocabularies.py [--out target/gguf-vocabularies]
 
-They are in the source package of llama-cpp-python on PyPI: `NAME.gguf`, texts in `NAME.gguf.inp`, and the ids of each text in
-`NAME.gguf.out`, by transformers. The tests of kvant-models compare with them where they are; `./check all` downloads them. It
-needs pip and takes 77 MB of traffic.
+They are in the source package of llama-cpp-python on PyPI: `NAME.gguf`, texts in `NAME.gguf.inp`, and the ids of each
+text in `NAME.gguf.out`, by transformers. The tests of kvant-models compare with them if they exist; `./check all`
+downloads them. It needs pip and downloads 77 MB.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Golden blocks: random blocks of every format that `linear` reads, dequantised by their authors' packages.
+"""Golden blocks: random blocks of every format that `linear` reads, dequantised by the formats' original packages.
 
     python tools/golden_blocks.py [--out crates/kvant/tests/golden/blocks.safetensors]
 
@@ -17,7 +17,7 @@ import numpy as np
 from safefile import save
 
 FORMATS = ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
-# Bytes at which a block has f16 numbers.
+# Offsets of f16 numbers in a block.
 HALVES = {
     "Q5_0": [0], "Q5_1": [0, 2], "IQ4_NL": [0], "MXFP4": [], "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2],
     "Q5_K": [0, 2], "Q6_K": [208], "IQ4_XS": [0],
@@ -44,7 +44,7 @@ def blocks_of(name, rng):
 
 
 def floats_of(mode, rng):
-    """Quantised normal numbers, and after them every code that is no NaN, with several scales."""
+    """Quantised normal numbers, followed by every code that is not NaN, with several scales."""
     dense = mx.array((rng.standard_normal((ROWS, 512)) * 0.1).astype(np.float32))
     codes, scales = mx.quantize(dense, mode=mode)[:2]
     every = np.arange(256, dtype=np.uint8)

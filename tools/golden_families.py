@@ -3,8 +3,8 @@
     python tools/golden_families.py [--out crates/kvant-models/tests/golden] [--only llama,qwen3_moe_mlx,...]
 
 Each variant is a folder with config.json, model.safetensors, and logits.safetensors (tokens u32 [T], logits f32 [T,vocab]).
-Weights are drawn once and rounded to the dtype of the file. A variant with "mlx" is converted by mlx_lm; transformers then
-runs on the weights that MLX dequantises, and mlx_lm's own logits must agree.
+Weights are sampled once and rounded to the dtype of the file. A variant with "mlx" is converted by mlx_lm; transformers
+then runs on the weights that MLX dequantises, and mlx_lm's own logits must agree.
 """
 
 import argparse
@@ -34,7 +34,8 @@ LLAMA3 = dict(
 )
 MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1)
 S, F = "sliding_attention", "full_attention"
-# Every second layer has the window, which `layer_types` does not say. The rotary embedding's ramp has no whole ends.
+# Every second layer has the window, which `layer_types` does not specify. The ends of the rotary embedding's ramp are
+# not integers.
 GPT_OSS = dict(
     hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=3,
     sliding_window=8, hidden_act="silu", swiglu_limit=7.0, attention_bias=True, rope_theta=150000, max_position_embeddings=512,
@@ -58,13 +59,13 @@ ERNIE = dict(
     moe_layer_interval=1, use_bias=False,
 )
 GRANITE = dict(embedding_multiplier=6.0, residual_multiplier=0.22, attention_multiplier=0.03125, logits_scaling=2.0)
-# Granite 4 without layers other than attention.
+# Granite 4 with only attention layers.
 HYBRID = dict(
     GRANITE, attention_bias=False, rope_theta=1e4, layer_types=["attention", "attention"], num_local_experts=0, num_experts_per_tok=0, position_embedding_type="rope",
     shared_intermediate_size=128, intermediate_size=128, tie_word_embeddings=True, mamba_n_heads=4,
 )
-# The layers of the default pattern: the last one is full and has no rotary embedding. Only an embedding far from its norm
-# shows that it is normed.
+# The layers of the default pattern: the last one is full and has no rotary embedding. The embedding differs greatly
+# from its norm, so that a missing norm shows.
 GLIMMER = dict(
     num_hidden_layers=3, sliding_window=8, hidden_activation="silu", rope_parameters=dict(rope_type="default", rope_theta=5e4), post_norm_eps=0.05,
     qk_scale_factor=1.7, output_multiplier=0.5, final_logit_softcapping=5.0,
@@ -77,15 +78,15 @@ HUNYUAN = dict(type="dynamic", alpha=50.0, factor=1.0, beta_fast=32, beta_slow=1
 
 
 def factors(count, first, last):
-    """Factors of LongRoPE that grow."""
+    """Growing factors of LongRoPE."""
     return [round(first + (last - first) * i / (count - 1), 3) for i in range(count)]
 
 
-# name: (model_type, class, dtype, config, seed, how MLX quantises it)
+# name: (model_type, class, dtype, config, seed, MLX quantisation)
 VARIANTS = {
     "llama": ("llama", "Llama", "bf16", dict(rope_theta=5e5, rope_scaling=LLAMA3, mlp_bias=False, attention_bias=False), 51, None),
     "llama_mlx": ("llama", "Llama", "f16", dict(rope_theta=1e4, tie_word_embeddings=True), 52, dict(group_size=64, bits=4)),
-    # As the code models of Granite.
+    # Like Granite's code models.
     "llama_bias": ("llama", "Llama", "bf16", dict(rope_theta=1e4, mlp_bias=True, attention_bias=True, tie_word_embeddings=True), 68, None),
     "mistral": ("mistral", "Mistral", "f16", dict(sliding_window=8, rope_theta=1e4, num_attention_heads=4), 53, None),
     "qwen2": ("qwen2", "Qwen2", "bf16", dict(rope_theta=1e6, use_sliding_window=False, sliding_window=8, max_window_layers=1), 69, None),
@@ -100,7 +101,7 @@ VARIANTS = {
         tie_word_embeddings=True, rope_theta=1e6, attention_bias=False, use_sliding_window=False,
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
     ), 54, None),
-    # `layer_types` counts, not `max_window_layers`.
+    # `layer_types` takes precedence over `max_window_layers`.
     "qwen3_window": ("qwen3", "Qwen3", "bf16", dict(
         tie_word_embeddings=True, use_sliding_window=True, sliding_window=8, layer_types=[S, F, S], max_window_layers=2,
         num_hidden_layers=3,
@@ -111,7 +112,7 @@ VARIANTS = {
     ), 63, None),
     "qwen3_moe": ("qwen3_moe", "Qwen3Moe", "bf16", dict(rope_theta=1e6, mlp_only_layers=[0], num_hidden_layers=3, **MOE), 55, None),
     "qwen3_moe_mlx": ("qwen3_moe", "Qwen3Moe", "f32", dict(rope_theta=1e6, **MOE, mlp_only_layers=[]), 56, dict(group_size=32, bits=8)),
-    # Queries change their factor at position 16, and at 32.
+    # The factor of queries changes at positions 16 and 32.
     "ministral3": ("ministral3", "Ministral3", "bf16", dict(rope_parameters=dict(
         rope_type="yarn", type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
         mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
@@ -121,7 +122,8 @@ VARIANTS = {
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
         rope_parameters={F: dict(rope_type="linear", factor=8.0, rope_theta=1e6), S: dict(rope_type="default", rope_theta=1e4)},
     ), 57, None),
-    # Two of four groups are chosen; the first layer is dense. The second shared expert makes the MLP as wide as two.
+    # Two of four groups are selected; the first layer is dense. With the second shared expert, the MLP is as wide as
+    # two experts.
     "glm4_moe": ("glm4_moe", "Glm4Moe", "bf16", dict(
         GLM, num_hidden_layers=3, n_group=4, topk_group=2, n_shared_experts=2, attention_bias=True, use_qk_norm=True, hidden_size=64,
     ), 90, None),
@@ -132,7 +134,7 @@ VARIANTS = {
     ), 92, None),
     "qwen2_moe_mlx": ("qwen2_moe", "Qwen2Moe", "f32", dict(QWEN2_MOE, num_attention_heads=1), 93, dict(group_size=32, bits=8)),
     "ernie4_5_moe": ("ernie4_5_moe", "Ernie4_5_Moe", "bf16", dict(ERNIE, num_hidden_layers=3, moe_layer_end_index=1), 94, None),
-    # MLX leaves out the bias of the scores.
+    # MLX has no bias of the scores.
     "ernie4_5_moe_mlx": ("ernie4_5_moe", "Ernie4_5_Moe", "f32", dict(ERNIE, tie_word_embeddings=True), 95, dict(group_size=32, bits=8)),
     "hunyuan_moe": ("hunyuan_v1_moe", "HunYuanMoEV1", "bf16", dict(
         rope_theta=1e4, rope_scaling=HUNYUAN, intermediate_size=64, num_experts=6, moe_topk=[2, 2], tie_word_embeddings=True,
@@ -145,7 +147,7 @@ VARIANTS = {
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=None, final_logit_softcapping=None,
         rope_parameters={F: dict(rope_type="default", rope_theta=1e6), S: dict(rope_type="default", rope_theta=1e4)},
     ), 73, None),
-    # The second layer of three has no rotary embedding, and so has the window.
+    # The second layer of three has no rotary embedding, and therefore the window.
     "smollm3": ("smollm3", "SmolLM3", "bf16", dict(
         rope_theta=1e5, num_hidden_layers=3, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=8, tie_word_embeddings=True,
     ), 74, None),
@@ -162,7 +164,7 @@ VARIANTS = {
     ), 79, dict(group_size=32, bits=6)),
     "granite_hybrid": ("granitemoehybrid", "GraniteMoeHybrid", "bf16", HYBRID, 93, None),
     "granite_hybrid_mlx": ("granitemoehybrid", "GraniteMoeHybrid", "f16", dict(HYBRID, num_attention_heads=1), 94, dict(group_size=32, bits=4)),
-    # Norms over both KV heads at once.
+    # Norms over both KV heads together.
     "olmo2": ("olmo2", "Olmo2", "bf16", dict(rope_theta=5e5, num_attention_heads=4, num_key_value_heads=2), 80, None),
     "olmo3": ("olmo3", "Olmo3", "bf16", dict(rope_theta=5e5, num_hidden_layers=4, sliding_window=8, rope_scaling=dict(
         rope_type="yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0,
@@ -179,7 +181,7 @@ VARIANTS = {
         num_attention_heads=1, rope_theta=1e4, partial_rotary_factor=0.75, tie_word_embeddings=True, original_max_position_embeddings=64,
         rope_scaling=dict(type="longrope", short_factor=factors(24, 1.0, 1.5), long_factor=factors(24, 1.0, 9.0)),
     ), 85, None),
-    # Heads of 96 coordinates, a window, and a prompt that is longer than the original context.
+    # Heads of 96 coordinates, a window, and a prompt longer than the original context.
     "phi3_long": ("phi3", "Phi3", "f16", dict(
         hidden_size=192, head_dim=96, sliding_window=24, original_max_position_embeddings=32, rope_theta=1e4,
         rope_scaling=dict(type="longrope", short_factor=factors(48, 1.0, 1.5), long_factor=factors(48, 1.0, 9.0)),
@@ -198,7 +200,7 @@ VARIANTS = {
     "muse_glimmer_mlx": ("muse_glimmer", "MuseGlimmer", "f16", dict(
         GLIMMER, num_hidden_layers=2, layer_types=[S, F], layer_rope_theta=[0, 5e4], num_attention_heads=1,
     ), 100, dict(group_size=32, bits=4)),
-    # The factor of cosines and sines multiplies the scores of full layers alone.
+    # The factor of cosines and sines multiplies only the scores of full layers.
     "gemma3_yarn": ("gemma3_text", "Gemma3", "bf16", dict(
         tie_word_embeddings=True, num_hidden_layers=3, layer_types=[S, F, S], sliding_window=8, query_pre_attn_scalar=96,
         hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=5.0, final_logit_softcapping=None,
@@ -209,12 +211,12 @@ VARIANTS = {
     ), 68, None),
     "gpt_oss": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_local_experts=3, num_experts_per_tok=2), 59, None),
     "gpt_oss_mxfp4": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, num_hidden_layers=3), 60, "mxfp4"),
-    # compressed-tensors: each projection in another of its forms.
+    # compressed-tensors: each projection in another format.
     "llama_w4a16": ("llama", "Llama", "bf16", dict(rope_theta=1e4, num_hidden_layers=1), 64, "packed"),
     "llama_fp8": ("llama", "Llama", "bf16", dict(rope_theta=1e4, num_hidden_layers=1), 65, "fp8"),
     "llama_mxfp8": ("llama", "Llama", "bf16", dict(rope_theta=1e4), 66, dict(group_size=32, bits=8, mode="mxfp8")),
     "qwen3_moe_nvfp4": ("qwen3_moe", "Qwen3Moe", "bf16", dict(rope_theta=1e6, mlp_only_layers=[0], **MOE), 67, dict(group_size=16, bits=4, mode="nvfp4")),
-    # As mlx-community has it: experts in MXFP4, the rest affine. mlx_lm ignores `truncate`.
+    # As in mlx-community's files: experts in MXFP4, the rest affine. mlx_lm ignores `truncate`.
     "gpt_oss_mlx": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, rope_scaling=dict(GPT_OSS["rope_scaling"], truncate=True)), 61, dict(group_size=32, bits=4, mode="mxfp4")),
 }
 
@@ -230,7 +232,7 @@ def text_config(model_type, name, changes):
 
 
 def class_of(name):
-    """The class of the text model with its output matrix, or that of the whole model if there is no other."""
+    """The class of the text model with its output matrix, or of the whole model if no text class exists."""
     causal = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}ForConditionalGeneration")
     return causal, causal.config_class
 
@@ -245,7 +247,8 @@ def reference(name, config):
 
 
 def draw(model, seed, tied):
-    """Random weights under transformers' own names, scaled so that nothing saturates and everything matters."""
+    """Random weights under transformers' names, scaled so that nothing saturates and every tensor affects the
+    logits."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, like in sorted(model.state_dict().items()):
@@ -258,14 +261,14 @@ def draw(model, seed, tied):
             centre = 0.0 if is_shifted else 1.0
             w = centre + 0.3 * rng.standard_normal(shape)
         elif name.endswith("experts.gate_up_proj") and "GptOss" in type(model).__name__:
-            # `[E, inputs, outputs]`. Some gates and ups leave the range that the activation clamps to.
+            # `[E, inputs, outputs]`. Some gates and ups exceed the range that the activation clamps to.
             w = rng.standard_normal(shape) * 3.5 / np.sqrt(shape[1])
         elif name.endswith("experts.down_proj") and "GptOss" in type(model).__name__:
             w = rng.standard_normal(shape) * 0.2 / np.sqrt(shape[1])
         elif name.endswith(("bias", "sinks")):
             w = rng.standard_normal(shape) * 0.5
         elif "embed" in name:
-            # Tied ones are the output matrix, too: small logits, so that a tolerance means the same everywhere.
+            # Tied embeddings are also the output matrix: small logits, so that one tolerance fits all variants.
             w = rng.standard_normal(shape) * (0.15 if tied or "Glimmer" in type(model).__name__ else 1.0)
         else:
             w = rng.standard_normal(shape) * 1.2 / np.sqrt(shape[-1])
@@ -282,7 +285,7 @@ def to_torch(weights):
 
 
 def released_names(weights):
-    """Released files have a matrix per expert; transformers joins them in memory. Those of MiniMax have other names."""
+    """Released files have a matrix per expert; transformers joins them in memory. MiniMax's have other names."""
     is_minimax = any(name.endswith("mlp.e_score_correction_bias") for name in weights)
     gate, up, down = ("w1", "w3", "w2") if is_minimax else ("gate_proj", "up_proj", "down_proj")
     out = {}
@@ -321,7 +324,7 @@ def hf_variant(folder, name, config, dtype, weights):
     config = dict(config, dtype={"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype])
     write_json(folder / "config.json", config)
     save(folder / "model.safetensors", released_names(rounded(weights, dtype)), {"format": "pt"})
-    # The file, as transformers reads it, is the same model.
+    # transformers reads an equal model from the file.
     causal, _ = class_of(name)
     again = causal.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return [lambda t: logits_of(model, t), lambda t: logits_of(again, t)]
@@ -331,7 +334,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def mxfp4_of(w):
-    """Blocks `[..., K/32, 16]` and scales `[..., K/32]` of `[..., K]`, and the weights that they stand for."""
+    """Blocks `[..., K/32, 16]` and scales `[..., K/32]` of `[..., K]`, and the weights that they represent."""
     groups = w.reshape(*w.shape[:-1], -1, 32)
     scales = np.floor(np.log2(np.abs(groups).max(-1))).astype(np.int32) + 127 - 2
     scaled = groups / np.exp2(scales - 127.0)[..., None]
@@ -343,7 +346,7 @@ def mxfp4_of(w):
 
 
 def mxfp4_variant(folder, name, config, dtype, weights):
-    """Experts in MXFP4 as OpenAI released them; transformers reads the same file."""
+    """Experts in MXFP4 as released by OpenAI; transformers reads this file too."""
     named = rounded(weights, dtype)
     dense = {n: np.array(w.astype(mx.float32)) for n, w in named.items()}
     for n in [n for n in named if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -369,7 +372,8 @@ def as_bf16(w):
 
 
 def packed_tensors(name, w, bits, groups, symmetric):
-    """A matrix in `pack-quantized`, and the weights that it stands for. Checked against the package compressed_tensors."""
+    """A matrix in `pack-quantized`, and the weights that it represents. Checked against the package
+    compressed_tensors."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     rows, columns = w.shape
@@ -406,7 +410,7 @@ BLOCK = (32, 48)
 
 
 def fp8_tensors(name, w, kind):
-    """A matrix in E4M3 with scales, and the bf16 weights that it stands for."""
+    """A matrix in E4M3 with scales, and the bf16 weights that it represents."""
     rows, columns = w.shape
     blocks = dict(tensor=(rows, columns), channel=(1, columns), block=BLOCK)[kind]
     spread = lambda s: np.repeat(np.repeat(s, blocks[0], 0)[:rows], blocks[1], 1)[:, :columns]
@@ -423,7 +427,7 @@ def fp8_tensors(name, w, kind):
 
 
 def compressed_variant(folder, name, config, dtype, weights, how):
-    """Forms of compressed-tensors and of 8-bit floats; transformers runs on the weights that they stand for."""
+    """Formats of compressed-tensors and of 8-bit floats; transformers runs on the weights that they represent."""
     named = rounded(weights, dtype)
     dense = {n: np.array(w.astype(mx.float32)) for n, w in named.items()}
     dtypes = {}

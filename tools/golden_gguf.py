@@ -4,8 +4,8 @@
 
 `blocks.gguf` has three tensors for each type:
 
-    TYPE            random codes, scales as in weights: the f16 fields are normal numbers around 0.01
-    TYPE.any        random bytes; blocks with a value that is not finite are drawn again
+        TYPE            random codes, realistic scales: the f16 fields are normal numbers around 0.01
+        TYPE.any        random bytes; blocks with a value that is not finite are resampled
     TYPE.values     f32: the values of TYPE, then those of TYPE.any, one block per row
 """
 

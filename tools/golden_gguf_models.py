@@ -2,10 +2,11 @@
 
     python tools/golden_gguf_models.py [--out crates/kvant-models/tests/golden] [--only llama,gemma4_moe]
 
-Each folder has model.gguf and logits.safetensors (tokens u32 [T], logits f32 [T,vocab]). Weights come from the checkpoint of
-the same family (`golden_families.py`, `golden_models.py`) and are quantised by the package `gguf`; transformers runs on
-what that package dequantises. Names are the package's, conventions llama.cpp's: rows of Q and K in pairs for Llama and
-Mistral, the 1 of Gemma 3's norms added, experts in one tensor. Types that the package cannot quantise are random blocks.
+Each folder has model.gguf and logits.safetensors (tokens u32 [T], logits f32 [T,vocab]). Weights come from the
+checkpoint of the family (`golden_families.py`, `golden_models.py`) and are quantised by the package `gguf`;
+transformers runs on the weights that this package dequantises. Names are the package's, conventions llama.cpp's: rows
+of Q and K in pairs for Llama and Mistral, 1 added to Gemma 3's norms, experts in one tensor. Types that the package
+cannot quantise are random blocks.
 """
 
 import argparse
@@ -30,17 +31,17 @@ SLIDING = "sliding_attention"
 # folder: (checkpoint, architecture, class, changes of the config)
 MODELS = {
     "llama_gguf": ("llama", "llama", "LlamaForCausalLM", {}),
-    # `attention_factor` has a key of its own.
+    # `attention_factor` has its own key.
     "llama_yarn_gguf": ("llama", "llama", "LlamaForCausalLM", {"num_hidden_layers": 1, "rope_scaling": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.5,
     }}),
     "mistral_gguf": ("mistral", "llama", "MistralForCausalLM", {}),
     "ministral3_gguf": ("ministral3", "mistral3", "Ministral3ForCausalLM", {}),
-    # Q and K have their biases in pairs, too.
+    # The biases of Q and K are also in pairs.
     "llama_bias_gguf": ("llama_bias", "llama", "LlamaForCausalLM", {}),
     "qwen2_gguf": ("qwen2", "qwen2", "Qwen2ForCausalLM", {}),
     "qwen3_gguf": ("qwen3", "qwen3", "Qwen3ForCausalLM", {}),
-    # No dense layers: this architecture has none in GGUF.
+    # No dense layers: this architecture does not support them in GGUF.
     "qwen3_moe_gguf": ("qwen3_moe", "qwen3moe", "Qwen3MoeForCausalLM", {"mlp_only_layers": [], "num_hidden_layers": 2}),
     "qwen2_moe_gguf": ("qwen2_moe", "qwen2moe", "Qwen2MoeForCausalLM", {
         "mlp_only_layers": [], "num_hidden_layers": 2, "use_sliding_window": False, "sliding_window": None, "norm_topk_prob": False,
@@ -48,15 +49,15 @@ MODELS = {
     "glm4_moe_gguf": ("glm4_moe", "glm4moe", "Glm4MoeForCausalLM", {}),
     "hunyuan_moe_gguf": ("hunyuan_moe", "hunyuan-moe", "HunYuanMoEV1ForCausalLM", {}),
     "minimax_m2_gguf": ("minimax_m2", "minimax-m2", "MiniMaxM2ForCausalLM", {}),
-    # The experts go on to the last layer.
+    # Experts in all layers up to the last.
     "ernie4_5_moe_gguf": ("ernie4_5_moe", "ernie4_5-moe", "Ernie4_5_MoeForCausalLM", {"moe_layer_end_index": -1}),
-    # The scale of scores cannot be given.
+    # The scale of scores cannot be specified.
     "gemma3_gguf": ("gemma3", "gemma3", "Gemma3ForCausalLM", {"query_pre_attn_scalar": 64}),
     "gemma4_gguf": ("dense", "gemma4", "Gemma4ForCausalLM", {}),
     "gemma4_shared_gguf": ("ple_shared", "gemma4", "Gemma4ForCausalLM", {}),
     "gemma4_moe_gguf": ("moe", "gemma4", "Gemma4ForCausalLM", {}),
     "gpt_oss_gguf": ("gpt_oss", "gpt-oss", "GptOssForCausalLM", {}),
-    # The last of four layers has no rotary embedding: files cannot say another one.
+    # The last of four layers has no rotary embedding: files cannot specify another one.
     "smollm3_gguf": ("smollm3", "smollm3", "SmolLM3ForCausalLM", {
         "num_hidden_layers": 4, "no_rope_layers": None, "use_sliding_window": False,
     }),
@@ -67,12 +68,12 @@ MODELS = {
     "exaone4_gguf": ("exaone4", "exaone4", "Exaone4ForCausalLM", {}),
     "phi3_gguf": ("phi3", "phi3", "Phi3ForCausalLM", {}),
     "ernie4_5_gguf": ("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {}),
-    # Files cannot say the epsilon of the norms of outputs.
+    # Files cannot specify the epsilon of the norms of outputs.
     "muse_glimmer_gguf": ("muse_glimmer", "muse-glimmer", "MuseGlimmerForConditionalGeneration", {
         "attention_bias": False, "post_norm_eps": 1e-8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     }),
     "hunyuan_gguf": ("hunyuan", "hunyuan-dense", "HunYuanDenseV1ForCausalLM", {}),
-    # Rows of 256 elements in random K-quants, in place of the checkpoint's weights.
+    # Rows of 256 elements in random K-quants, instead of the checkpoint's weights.
     "k_quants_gguf": ("llama", "llama", "LlamaForCausalLM", {
         "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "rope_scaling": None,
     }),
@@ -90,7 +91,7 @@ K_TYPES = {
 }  # fmt: skip
 
 
-# Names that the package's table lacks.
+# Names missing in the package's table.
 SPECIAL = {
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
@@ -113,7 +114,7 @@ def random_blocks(rng, kind, shape):
 
 
 def pairs(weight, heads):
-    """Rows of each head from halves to adjacent pairs."""
+    """Reorders the rows of each head from halves to adjacent pairs."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -129,7 +130,7 @@ def metadata(writer, arch, config, experts):
     scaling = c.get("rope_scaling") or full
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     swa = [kind == SLIDING for kind in c.get("layer_types") or []]
-    # Layers for multi-token prediction count, too.
+    # The count includes layers for multi-token prediction.
     writer.add_block_count(c["num_hidden_layers"] + c.get("num_nextn_predict_layers", 0))
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
@@ -229,7 +230,7 @@ def metadata(writer, arch, config, experts):
 
 
 def first(config, *keys):
-    """The value of the first key that a family has."""
+    """The value of the first of several keys that exists."""
     return next(config[key] for key in keys if key in config)
 
 
@@ -292,13 +293,13 @@ def make(folder, out):
         weights = {k: v.to(torch.float32) for shard in shards for k, v in load_torch(shard).items()}
         known = model.state_dict()
         for name in model.load_state_dict({k: v for k, v in weights.items() if k in known}, strict=False).missing_keys:
-            # The checkpoint has its experts one by one.
+            # The checkpoint stores each expert separately.
             assert ".mlp." in name or name == "lm_head.weight" or ".layers.3." in name or "vision" in name, name
             if name.endswith("proj.weight") or ".experts." in name:
                 torch.nn.init.normal_(known[name], std=0.2)
     out.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(out / "model.gguf", arch)
-    # The package does not know Muse Glimmer, whose names are those of AFMoE without experts.
+    # The package does not know Muse Glimmer. Its names are the ones of AFMoE without experts.
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     architecture = known["afmoe" if arch == "muse-glimmer" else arch]
     mapping = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
@@ -331,7 +332,7 @@ def make(folder, out):
 
 
 def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
-    """Quantises a parameter, writes it, and leaves what the file holds in the model."""
+    """Quantises a parameter, writes it, and assigns the dequantised values to the model."""
     target = stored(name, arch, config, mapping)
     values_of = parameter.detach().numpy().copy()
     # A matrix of one row is a vector.
@@ -350,7 +351,7 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
     if arch == "gpt-oss" and "_exps" in target:
         write_interleaved(writer, target, parameter)
         return
-    # `gate_up_proj` of transformers may have two matrices that GGUF has apart.
+    # `gate_up_proj` of transformers can contain two matrices that GGUF separates.
     if role == "ffn_gate_up_exps" and arch != "gemma4":
         width = values_of.shape[1] // 2
         halves_of = []
@@ -375,7 +376,8 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
 
 
 def write_interleaved(writer, target, parameter):
-    """Experts of gpt-oss: columns of gate and up in turn, matrices transposed, which GGUF has apart and not transposed."""
+    """Experts of gpt-oss: alternating columns of gate and up in transposed matrices; GGUF separates them, not
+    transposed."""
     is_bias = target.endswith(".bias")
     result = parameter.detach().numpy().copy()
     parts = {target: slice(None)}

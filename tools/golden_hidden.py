@@ -1,4 +1,4 @@
-"""Golden hidden states: what transformers' models give after their last norm, for random golden checkpoints.
+"""Golden hidden states: the output of the last norm of transformers' models, for random golden checkpoints.
 
     python tools/golden_hidden.py [--golden crates/kvant-models/tests/golden]
 
@@ -6,7 +6,7 @@ Reads the checkpoint of each folder and the tokens of its `logits.safetensors`, 
 
     hidden.safetensors   hidden f32 [T, hidden_size]
 
-All in f32 with eager attention, on the weights as they are in the file.
+All in f32 with eager attention, on the weights in the file.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def hidden_states(folder):
     with torch.no_grad():
         hidden = model.model(tokens).last_hidden_state[0]
         logits = model(tokens).logits[0]
-    # The checkpoint and tokens are those of the logits.
+    # The checkpoint and tokens of the logits.
     worst = (logits - golden["logits"]).abs().max().item()
     if worst > AGREE:
         raise SystemExit(f"{folder}: logits differ by {worst}")

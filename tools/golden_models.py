@@ -1,4 +1,4 @@
-"""Golden data of whole models: small random Gemma 4 checkpoints with the logits that two independent programs agree on.
+"""Golden data of whole models: small random Gemma 4 checkpoints with logits on which two independent programs agree.
 
     python tools/golden_models.py [--out crates/kvant-models/tests/golden] [--only dense,moe,...]
 
@@ -8,9 +8,9 @@ Each variant is a folder:
     config.per_layer.json             (Hugging Face text layout) the same model described by `per_layer_config`
     logits.safetensors                tokens u32 [T], logits f32 [T,vocab]
 
-A variant's weights are drawn once, rounded to the dtype of its file, and run in f32 by transformers (eager attention)
-and by mlx_lm, both reading the file just written where they can. Nothing is written as golden unless they agree.
-The logits kept are those of transformers. For quantised checkpoints it runs on the weights that MLX dequantises.
+A variant's weights are sampled once, rounded to the dtype of its file, and run in f32 by transformers (eager attention)
+and by mlx_lm; both read the written file if they can. Golden data are written only if they agree. The recorded logits
+are transformers'. For quantised checkpoints it runs on the weights that MLX dequantises.
 """
 
 import argparse
@@ -35,7 +35,7 @@ VOCAB = 96
 
 
 def text_config(**changes):
-    """Every key spelled out: the two libraries fill gaps with different defaults."""
+    """Every key is set: the two libraries have different defaults."""
     config = {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
@@ -77,7 +77,7 @@ def text_config(**changes):
 
 DENSE = dict(attention_k_eq_v=True, num_key_value_heads=2, num_global_key_value_heads=1)
 WIDE = dict(head_dim=256, global_head_dim=512, layer_types=[S, F], sliding_window=16)
-# num_global_key_value_heads must have no effect here: it counts only together with attention_k_eq_v.
+# num_global_key_value_heads must have no effect here: it applies only together with attention_k_eq_v.
 PLE = dict(
     hidden_size_per_layer_input=16, layer_types=[S, S, F, S, F], num_kv_shared_layers=2, use_double_wide_mlp=True,
     intermediate_size=32, num_global_key_value_heads=2, final_logit_softcapping=12.0,
@@ -87,7 +87,7 @@ MOE = dict(
     num_global_key_value_heads=1, final_logit_softcapping=None, tie_word_embeddings=False, intermediate_size=32,
 )
 
-# prefix: what stands before "layers.0…". Multimodal files nest the text configuration in "text_config".
+# prefix: the part of names before "layers.0…". Multimodal files nest the text configuration in "text_config".
 HF_TEXT, HF_MULTI, MLX_TEXT, MLX_MULTI = "model.", "model.language_model.", "model.", "language_model.model."
 VARIANTS = {
     "dense": dict(config=text_config(**DENSE), dtype="f32", prefix=HF_TEXT, shards=2, tokens=48, seed=11),
@@ -140,7 +140,8 @@ def reference_with(config, weights):
 
 
 def draw(config, seed):
-    """Random weights named as transformers names them, scaled so that nothing saturates and everything matters."""
+    """Random weights under transformers' names, scaled so that nothing saturates and every tensor affects the
+    logits."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, like in sorted(reference_model(config).state_dict().items()):
@@ -150,14 +151,15 @@ def draw(config, seed):
         if name.endswith("layer_scalar"):
             w = rng.uniform(0.5, 1.2, shape)
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
-            # The attention scale is 1, so these two set the spread of the scores: a std of about 2.
+            # The attention scale is 1, so these two determine the spread of the scores: a standard deviation of about
+            # 2.
             w = rng.normal(1.0, 0.25, shape) * 1.5 * shape[0] ** -0.25
         elif name.endswith(("norm.weight", "_1.weight", "_2.weight", "layernorm.weight")):
             w = rng.normal(1.0, 0.25, shape)
         elif name.endswith(("router.scale", "per_expert_scale")):
             w = rng.uniform(0.5, 1.5, shape)
         elif name.endswith("router.proj.weight"):
-            # The router multiplies by hidden^-1/2 itself.
+            # The router itself multiplies by hidden^-1/2.
             w = rng.standard_normal(shape) * 1.5
         elif "embed_tokens" in name or name == "lm_head.weight":
             w = rng.standard_normal(shape) * 3.0 * config["hidden_size"] ** -0.5
@@ -184,7 +186,7 @@ def logits_mlx(model, tokens):
 
 
 def router_gap(model, tokens):
-    """The smallest distance between the last expert taken and the first one left out, over layers and tokens."""
+    """The smallest margin between the last selected expert and the first other one, over layers and tokens."""
     gaps, k = [], model.config.top_k_experts
 
     def record(module, args, output):
@@ -214,7 +216,7 @@ def write_json(path, value):
 
 
 def wrapped(config, prefix):
-    """The configuration as the file would have it: a multimodal one keeps the text model in a table of its own."""
+    """The configuration in the form of the file: a multimodal one nests the text model."""
     if prefix in (HF_MULTI, MLX_MULTI):
         return {
             "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": config,
@@ -239,14 +241,15 @@ def write_weights(folder, tensors, tag, shards):
 
 
 def hf_checkpoint(folder, v, weights):
-    """Write a Hugging Face checkpoint; return the f32 logits function of each library that read it."""
+    """Writes a Hugging Face checkpoint; returns the f32 logits function of each library that read it."""
     config, prefix = copy.deepcopy(v["config"]), v["prefix"]
     config["dtype"] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[v["dtype"]]
     rename = lambda n: prefix + n.removeprefix("model.") if n.startswith("model.") else n
     tensors = {rename(n): w for n, w in weights.items()}
     first_shared = config["num_hidden_layers"] - config["num_kv_shared_layers"]
     if config["num_kv_shared_layers"]:
-        # Real files keep the unused projections of layers that share; they must be ignored, so they hold garbage.
+        # Real files keep the unused projections of layers that share. Loaders must ignore them, so they contain
+        # garbage.
         at = f"{prefix}layers.{first_shared}.self_attn."
         for name, shape in (("k_proj", (64, config["hidden_size"])), ("v_proj", (64, config["hidden_size"])), ("k_norm", (64,))):
             tensors[f"{at}{name}.weight"] = mx.full(shape, 1000.0).astype(DTYPES[v["dtype"]])
@@ -261,7 +264,7 @@ def hf_checkpoint(folder, v, weights):
     if prefix == HF_TEXT:
         kind = dict(dtype=torch.float32, attn_implementation="eager", experts_implementation="eager")
         models.append(("transformers, file", Gemma4ForCausalLM.from_pretrained(folder, **kind)))
-        # The same model in the newer words: let the library write them itself.
+        # An equal model with the newer keys, as written by the library.
         parsed = json.loads(Gemma4TextConfig(**copy.deepcopy(config)).to_json_string(use_diff=False))
         drop = ("global_head_dim", "num_global_key_value_heads")
         newer = {k: x for k, x in config.items() if k not in drop}
@@ -301,7 +304,7 @@ def dequantised(model):
 
 
 def mlx_checkpoint(folder, v, weights):
-    """Quantise and write with mlx_lm's layout, then read it back; transformers runs on the dequantised weights."""
+    """Quantises and writes with mlx_lm's layout, then reads it back; transformers runs on the dequantised weights."""
     config, prefix = copy.deepcopy(v["config"]), v["prefix"]
     full = wrapped(config, prefix)
     if prefix == MLX_MULTI:
@@ -336,7 +339,7 @@ def make(out, name):
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    # Rounded to the file's dtype first, so that both libraries start from the same numbers.
+    # Rounded to the file's dtype first, so that both libraries start from equal numbers.
     weights = {n: w.astype(DTYPES[v["dtype"]]) for n, w in draw(v["config"], v["seed"]).items()}
     tokens = np.random.default_rng(v["seed"] + 1000).integers(0, VOCAB, v["tokens"]).astype(np.uint32)
     runs, direct = (mlx_checkpoint if "quantization" in v else hf_checkpoint)(folder, v, weights)

@@ -73,7 +73,7 @@ def rms_norm_cases():
                 exact = rms64(f64(x), f64(w) if weighted else None, eps)
                 name = f"{dtype}_t{t}_d{d}_{'w' if weighted else 'plain'}"
                 cases.add(name, {"dtype": dtype, "source": "mlx", "eps": eps}, tensors, exact)
-    # eps decides the result where the input is tiny or zero.
+    # If the input is tiny or zero, eps determines the result.
     x = mx.concatenate([rand(rng, (2, 64), scale=1e-4), mx.zeros((1, 64))])
     exact = rms64(f64(x), None, 1e-6)
     params = {"dtype": "f32", "source": "mlx", "eps": 1e-6}
@@ -104,7 +104,7 @@ def rope64(x, positions, layout, theta, pairs, denominator, factors=None):
 
 
 def mlx_rope(x, positions, layout, theta, pairs, denominator, factors=None):
-    """The same by mx.fast.rope. The tokens lie along the batch axis, where every entry has an offset of its own."""
+    """As `rope64`, by mx.fast.rope. The tokens are on the batch axis, where every entry has its own offset."""
     x4, offset = x[:, :, None, :], mx.array(positions, dtype=mx.int32)
     d = x.shape[-1]
     if layout == "halves" and 2 * pairs < d:
@@ -176,7 +176,7 @@ def rope_cases():
     ]:
         case(name, layout, d, pairs, theta, heads=1, positions=far, source="f64")
     case("far_factors_halves_d128", "halves", 128, 64, 10_000.0, heads=1, positions=far, source="f64", factors=factors(64))
-    # The norm first, as norm_rope does it; MLX rounds to the dtype between the two, so f32 is the strict one.
+    # The norm first, as in norm_rope; MLX rounds to the dtype between the two, so f32 is the strict case.
     case("norm_halves_d256", "halves", 256, 128, 10_000.0, norm=True)
     case("norm_proportional_d512", "halves", 512, 64, 1e6, norm=True)
     case("norm_halves_d128_bf16", "halves", 128, 64, 10_000.0, "bf16", norm=True)
@@ -263,12 +263,12 @@ def quantized_cases():
     rng, cases, k = np.random.default_rng(4), Cases(), 256
     grid = [(bits, group, "f32", t) for bits in (4, 6, 8) for group, t in ((32, 3), (64, 9), (128, 1))]
     grid += [(bits, 64, dtype, t) for bits in (4, 6, 8) for dtype, t in (("f16", 3), ("bf16", 1))]
-    # Behind the others, whose random numbers stay the same.
+    # Appended, so that the random numbers of the other cases are unchanged.
     grid += [(bits, group, "f32", t) for bits in (2, 3, 5) for group, t in ((32, 3), (64, 9), (128, 1))]
     for at, (bits, group, dtype, t) in enumerate(grid):
         n = 17 + (at * 5) % 12
         w = rand(rng, (n, k), dtype, 0.2)
-        # One row of zeros and one with an offset: the corners of how MLX picks scale and bias.
+        # One row of zeros and one with an offset: corner cases of MLX's choice of scale and bias.
         w = mx.concatenate([w[: n - 2], mx.zeros((1, k), dtype=w.dtype), w[n - 1 :] + 3.0]).astype(w.dtype)
         packed, scales, biases = mx.quantize(w, group_size=group, bits=bits)
         kind = {"group_size": group, "bits": bits}
@@ -281,7 +281,8 @@ def quantized_cases():
         }
         exact = f64(x) @ f64(full).T
         if dtype != "f32":
-            # MLX's CPU path accumulates in the dtype itself, which says little about a kernel that accumulates in f32.
+            # MLX's CPU path accumulates in the dtype itself, which is no useful reference for a kernel that accumulates
+            # in f32.
             tensors["exact"] = mx.array(exact.astype(np.float32))
         params = {"dtype": dtype, "source": "mlx", "bits": bits, "group_size": group, "n": n, "k": k, "tokens": t}
         cases.add(f"b{bits}_g{group}_{dtype}_t{t}", params, tensors, exact)

@@ -2,12 +2,12 @@
 
     python tools/golden_rustdoc.py --bf16 DIR --quantized DIR --text rustdoc-valid.txt [--out ...]
 
-The held-out stream: the text is cut at its "<|doc|>" lines, white space around each document is stripped, and every
-document becomes <bos> ids <eos>; the streams are joined. The goldens are tokens 2048..2228 of that, fed as they are:
-180 tokens in one window from position 0, no <bos> put in front, so that 179 next tokens are predicted.
+The held-out stream: the text is divided at its "<|doc|>" lines, each document is stripped of white space and becomes
+<bos> ids <eos>; the streams are joined. The golden data are tokens 2048..2228 of it, fed unchanged: 180 tokens in one
+window from position 0, without an additional <bos>, so that 179 next tokens are predicted.
 
-mlx_lm and transformers both compute in f32 (scales and biases of the quantised model cast to f32 first) and must agree.
-The logits kept are those of transformers, the nearer of the two to a run in f64.
+mlx_lm and transformers both compute in f32 (scales and biases of the quantised model are first cast to f32) and must
+agree. The recorded logits are transformers', which are closer to a run in f64.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from golden_models import close, dequantised, logits_mlx, logits_transformers, r
 from safefile import save
 
 START, END = 2048, 2228
-# Both ends, both sides of the window of 128 closing, and a spread of others.
+# Both ends, both sides of position 128, where the window starts to move, and a sample of others.
 ROWS = [0, 1, 2, 3, 7, 15, 31, 47, 63, 79, 95, 111, 126, 127, 128, 129, 135, 143, 151, 159, 167, 175, 178, 179]
 
 TEXTS = [
@@ -64,7 +64,7 @@ def golden(folder, tokens):
     model.set_dtype(mx.float32)
     other = logits_mlx(model, tokens)
     logits = logits_transformers(reference_with(config, dequantised(model)), tokens)
-    # Rounding in f32 moves single logits of this model by 2e-4 (MLX) and 8e-5 (transformers) from their f64 values.
+    # Rounding in f32 changes single logits of this model by 2e-4 (MLX) and 8e-5 (transformers) relative to f64.
     distance = close(f"{folder.name}: transformers against mlx", logits, other, 5e-4)
     return logits, float(losses(other, tokens).mean()), distance
 

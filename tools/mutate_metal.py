@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Breaks the Metal kernels, one small change at a time, and sees whether the tests notice.
+"""Breaks the Metal kernels, one small change at a time, and checks that the tests notice.
 
     tools/mutate_metal.py [--only softcap,attend,attend/keys] [--per-file 8] [--report FILE.md]
 
 Each mutant is a copy of crates/kvant/src/metal with one change in one file; the conformance suites of that file's
-operations run against it on the msl-host device (KVANT_METAL_DIR). The changes:
+operations run with it on the msl-host device (KVANT_METAL_DIR). The changes:
 
   barrier   one threadgroup_barrier or simdgroup_barrier removed; every one of them is tried
   bound     one comparison off by one: < to <=, <= to <, > to >=, >= to >
   index     one `+ 1` to `+ 2`, or one `- 1` to `- 2`
   sign      one `+=` to `-=`
 
-Of the last three, `--per-file` are drawn for each file, always the same ones for the same text. A mutant that does
+For each of the last three kinds, `--per-file` are sampled per file, reproducibly for a given text. A mutant that does
 not compile is replaced by another. Exit code 1 if a mutant survives that is not listed in EQUIVALENT.
 """
 
@@ -30,8 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 METAL = ROOT / "crates/kvant/src/metal"
 
-# The tests that judge a file: parts of their names in the library's suite. The first that fails ends the trial, so the
-# quick ones come first.
+# The tests that check a file: parts of their names in the library's suite. The first failure ends the trial, so fast
+# tests come first.
 SUITES = {
     "add_bias": ["conformance::add_bias::"],
     "argmax": ["conformance::sample::argmax", "conformance::sample::signed_zeros"],
@@ -55,8 +55,8 @@ SUITES = {
     "softcap": ["conformance::softcap::"],
 }
 
-# Headers belong to the kernels that include them; these suites judge them. Files of a folder belong to the operation that
-# the folder is named after.
+# Headers belong to the kernels that include them; these suites check them. Files of a folder belong to the operation
+# with the folder's name.
 HEADERS = {
     "affine": ["linear", "embed"],
     "blocks": ["block_formats"],
@@ -72,7 +72,7 @@ HEADERS = {
     "vectors": ["linear", "gate", "kv_read", "kv_write"],
 }
 
-# Mutants that compute the same: (file, line of text, why). The script says so instead of failing.
+# Equivalent mutants: (file, line of text, reason). The script reports the reason instead of failing.
 EQUIVALENT = [
     ("norm_rope_write.metal", "static_assert(", "the compiler asserts it, and both hold"),
     ("blocks.h", "m < 4 ? m :", "at 4 both sides are 4"),
@@ -99,7 +99,7 @@ EQUIVALENT = [
 
 
 def mutants(text):
-    """All (kind, position, old, new) of a kernel's text, comments and preprocessor lines left out."""
+    """All (kind, position, old, new) of a kernel's text, except in comments and preprocessor lines."""
     code = re.sub(r"//[^\n]*|^#[^\n]*", lambda m: " " * len(m.group()), text, flags=re.M)
     found = []
     for m in re.finditer(r"\b(?:threadgroup|simdgroup)_barrier\([^;]*\);", code):
@@ -118,7 +118,7 @@ def mutants(text):
 
 
 def chosen(name, text, per_file):
-    """Every barrier, and a fixed draw of the rest in the order to be tried."""
+    """Every barrier, and a reproducible sample of the rest in the order of trials."""
     found = mutants(text)
     rest = [m for m in found if m[0] != "barrier"]
     random.Random(name).shuffle(rest)
@@ -141,7 +141,7 @@ def tests_of(suite, names):
 
 
 def noticed(folder, suite, tests, limit):
-    """The first test that fails with the kernels of `folder`; None if all pass; 'compile' if clang refuses."""
+    """The first test that fails with the kernels of `folder`; None if all pass; 'compile' if clang rejects them."""
     env = dict(os.environ, KVANT_METAL_DIR=str(folder), KVANT_TEST_DEVICE="metal", RUST_BACKTRACE="0")
     for test in tests:
         try:

@@ -51,7 +51,7 @@ def shape_name(row):
 
 
 def best(row, names):
-    """The smallest of the columns `names` that have a value, with its column."""
+    """The minimum of the columns `names` that have a value, with its column."""
     found = [(row[name], name) for name in names if row.get(name) is not None]
     return min(found) if found else (None, None)
 
@@ -325,7 +325,7 @@ def quantised_h200(records):
 
 
 def latest_quantised(records):
-    """The rows of both runs, each with its commit; where both have a row, the later one."""
+    """The rows of both runs, each with its commit. If both have a row, the later one is used."""
     found = {}
     for key in ("h200-decode-quantised", "h200-decode-quantised-evening"):
         for row in rows(records[key]):
@@ -459,7 +459,7 @@ def table_cpu_decode(records):
         for row in rows(records[f"cpu-decode-{key}"]):
             line = [name, f"{row['D']}, {row['H']}, {row['Hk']}", row["tokens"]]
             line += [row[c] for c in ["f16"] + TQ]
-            # At 1024 tokens f16 pays for being the first contender of a round: bf16 runs the same code.
+            # At 1024 tokens, f16 is slower because it is measured first in a round: bf16 runs the same code.
             dense = min(row["f16"], row["bf16"])
             line.append(f"{100 * row['floor f16'] / dense:.0f} %")
             for ours, peers in ((dense, ["ggml f16 llama.cpp", "ggml f16 contiguous"]), (dense, ["candle f32", "candle f16"]),
@@ -550,7 +550,7 @@ RELEASED_MACHINES = [("cpu-released-xeon", "Xeon, 8"), ("cpu-released-epyc", "EP
 
 
 def table_cpu_released(records):
-    """A row for each model and cache, whose cells are kvant's rate, llama.cpp's, and the ratio."""
+    """A row for each model and cache. Cells have kvant's rate, llama.cpp's, and the ratio."""
     whats = ["prompt of 512", "decode", "1 client", "4 clients", "8 clients"]
     body = []
     for key, machine in RELEASED_MACHINES:
@@ -584,7 +584,7 @@ def table_linear(records):
 
 
 def table_released_8192(records):
-    """As `released-short`, with the bytes of each model's cache."""
+    """Like `released-short`, with the bytes of each model's cache."""
     some = [row for name in RELEASED for row in rows(records[name]) if row["tokens"] == 8192]
     models = list(dict.fromkeys(row["model"] for row in some))
     cells = {(row["cache"], row["model"]): f"{row['bytes per token']}; {scientific(row['KL mean'])}; {row['same top token, %']:.1f} %"
@@ -603,7 +603,8 @@ INLINE = {
     "serve": table_serve,
 }
 
-# The files of docs/benchmarks/tables: a title, and tables of a function or of the record itself, with the records that they show.
+# The files of docs/benchmarks/tables: a title, and tables made by a function or directly from a record, with their
+# records.
 FILES = {
     "cache-types": ("Cost of cache types", [
         (table_released, RELEASED),
@@ -671,7 +672,7 @@ FILES = {
         (None, ["e4b-logits"]),
     ]),
 }
-# Files that show all records of a file of data as they are.
+# Files that show all records of a data file unchanged.
 WHOLE = {
     "page-means": "Means of pages",
     "notes-cpu": "Tables of the notes on CPU kernels",
@@ -681,7 +682,7 @@ WHOLE = {
 
 
 def aligned(head, body):
-    """A table as plain text: numbers to the right, words to the left."""
+    """A table as plain text: numbers right-aligned, words left-aligned."""
     head = [cell.replace("`", "") for cell in head]
     cells = [[number(cell).replace("`", "") for cell in line] for line in body]
     widths = [max(len(line[i]) for line in [head] + cells) for i in range(len(head))]
@@ -694,7 +695,7 @@ def aligned(head, body):
 
 
 def provenance(records):
-    """How the records were measured; records of one command and machine share the lines."""
+    """How the records were measured; records with a common command and machine share the lines."""
     found = {}
     for record in records:
         command = record["command"].replace('RUSTFLAGS="-C target-cpu=native" cargo run --release -p kvant-bench '

@@ -3,9 +3,10 @@
 
     tools/released_bed.py [--kvant target/debug/kvant] [--recompute | --write] [--all | MODEL...]
 
-Without arguments it tests SmolLM2 against tools/released/golden/. --recompute computes the references anew, compares them with
-that folder, and compares all logits; --write writes the folder. The models come from `released_models.py`; packages are installed
-into target/released/ unless this Python has them. Without a network it says that it skips. Requires tmux.
+Without arguments it tests SmolLM2 against tools/released/golden/. --recompute computes the references again, compares
+them with that folder, and compares all logits; --write writes the folder. The models come from `released_models.py`;
+packages are installed into target/released/ unless this Python has them. Without a network it skips with a message.
+Requires tmux.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from released.compare import Mismatch
 HERE = os.path.dirname(os.path.abspath(__file__))
 GOLDEN = os.path.join(HERE, "released", "golden")
 MODULES = ["torch", "transformers", "xllamacpp", "gguf", "accelerate"]
-# The largest difference of a logit in f32, and where prompts are multiplied by integers: there activations are rounded to
-# 16 bits (the table of accuracy in ops/mod.rs).
+# Maximum difference of a logit in f32, and with integer products for prompts, which round activations to 16 bits (the
+# table of accuracy in ops/mod.rs).
 BOUND = 5e-3
 BOUND_OF_INTEGERS = 2e-2
-# Tokens of the text, and at which of them golden data has logits. Gemma 3's windows have 512 tokens.
+# Tokens of the text, and the positions of recorded logits. Gemma 3's windows have 512 tokens.
 LENGTHS = {"smollm2": (300, 2), "gemma3": (640, 4), "qwen2.5": (300, 2)}
 
 
@@ -60,7 +61,7 @@ def dumped(value):
 
 
 def check_golden(golden, fresh):
-    """Recorded references must be those of today."""
+    """Recorded references must equal recomputed ones."""
     for key in ("token_ids", "chats"):
         if golden[key] != fresh[key]:
             raise Mismatch(f"{key} of the golden data are not those of today's references: write them anew")
@@ -73,7 +74,7 @@ def check_golden(golden, fresh):
 
 
 def check_all_logits(right, path):
-    """Every logit of the text, where the references have been computed."""
+    """Compares every logit of the text, if the references have been computed."""
     import torch
 
     file, worst = compare.LogitsFile(path), 0.0
@@ -132,7 +133,7 @@ def check_commands(kvant, model, golden):
     yield "keys that are typed ahead: they are the next line"
     answer = golden["answers"][-1]
     shown = programs.chat(kvant, model, answer["question"])
-    # A terminal wraps lines and does not show spaces at their ends.
+    # A terminal wraps lines and does not show trailing spaces.
     plain = answer | {"text": " ".join(answer["text"].split()), "ends": word_ends(answer)}
     yield "answer 2 by chat: " + compare.check_answer(plain, " ".join(shown.split()), BOUND, "chat")
 

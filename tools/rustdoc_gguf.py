@@ -2,9 +2,9 @@
 
     python tools/rustdoc_gguf.py [--out target/rustdoc-gguf] [--loss 4]
 
-The weights are the dequantised 4-bit ones; the package `gguf` quantises them again. In the Q4_0 file the embedding, which is
-also the output matrix, is Q8_0. With --loss N, transformers computes the loss of the first N windows of 1024 tokens of
-models/rustdoc-valid.txt from the weights in each file, in f32: `kvant eval` must report the same.
+The weights are the dequantised 4-bit ones; the package `gguf` quantises them again. In the Q4_0 file the embedding,
+which is also the output matrix, is Q8_0. With --loss N, transformers computes the loss of the first N windows of 1024
+tokens of models/rustdoc-valid.txt from the weights in each file, in f32: `kvant eval` must report an equal loss.
 """
 
 import argparse
@@ -58,14 +58,14 @@ def weights(config):
 
 
 def tokens():
-    """The tokens of the text, as `kvant eval` joins documents."""
+    """The tokens of the text, joined as by `kvant eval`."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     documents = TEXT.read_text().split("\n<|doc|>\n")
     return [id for text in documents for id in [*tokenizer.encode(text.strip()).ids, 1]]
 
 
 def write(path, config, state, kinds):
-    """Writes a file and leaves the values of its weights in the model, which it returns."""
+    """Writes a file, assigns the values of its weights to the model, and returns the model."""
     hf_config = transformers.Gemma4ForCausalLM.config_class(**config)
     hf_config._attn_implementation = "eager"
     model = transformers.Gemma4ForCausalLM(hf_config).to(torch.float32).eval()

@@ -1,7 +1,7 @@
 """A small deterministic safetensors writer and the array helpers that the golden scripts share.
 
-The same input always gives the same bytes (sorted names, fixed header layout), so that rerunning a script shows a
-difference in version control only where a value changed.
+Output is deterministic (sorted names, fixed header layout), so that rerunning a script shows a difference in version
+control only if a value changed.
 """
 
 import json
@@ -23,7 +23,7 @@ DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 
 
 def raw_bytes(a: mx.array) -> bytes:
-    """Little-endian row-major bytes; numpy has no bfloat16, so that one goes through its bit pattern."""
+    """Little-endian row-major bytes; numpy has no bfloat16, which is converted by its bit pattern."""
     if a.dtype == mx.bfloat16:
         a = a.view(mx.uint16)
     return np.ascontiguousarray(np.array(a)).tobytes()
@@ -34,7 +34,8 @@ def f64(a: mx.array) -> np.ndarray:
 
 
 def save(path, tensors, metadata=None, dtypes=None):
-    """Write `tensors` (name -> mx.array or numpy array) with string `metadata`; returns the file's size. `dtypes` gives
+    """Writes `tensors` (name -> mx.array or numpy array) with string `metadata`; returns the file's size. `dtypes`
+    gives
     the names of dtypes that arrays do not have."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

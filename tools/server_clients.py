@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Runs clients that kvant's authors did not write against `kvant serve` with the shipped model.
+"""Runs third-party clients against `kvant serve` with the shipped model.
 
     tools/server_clients.py [--kvant target/debug/kvant] [--all | PART...]
 
-Without arguments it runs the parts that `./check` runs. The clients are downloaded into target/server-clients. Without a
-network it says so and skips what it lacks.
+Without arguments it runs the parts that `./check` runs. The clients are downloaded into target/server-clients. Without
+a network it skips missing ones with a message.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 
 from clients.serving import DOWNLOADS, ROOT
 
-# Part, module, what it runs. The first ones run in `./check`, all in `./check all`.
+# Part, module, description. The first ones run in `./check`, all in `./check all`.
 PARTS = {
     "packages": "the packages openai and anthropic",
     "defaults": "clients and frameworks with their default settings",
@@ -31,7 +31,7 @@ PARTS = {
     "page": "the page in headless Chromium",
 }
 SMALL = ["packages", "faults"]
-# The files of packages that a part needs. A file has an environment, and a part runs in each of its environments.
+# The requirement files of a part. Each file has its own environment, and a part runs in each of its environments.
 REQUIREMENTS = {"defaults": ["defaults", "openai2"], "measures": ["measures"], **{part: ["small"] for part in SMALL}}
 
 

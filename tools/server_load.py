@@ -1,7 +1,7 @@
-"""Servers of completions under load, by clients that cost little: a process each, plain sockets, answers read as bytes.
+"""Servers of completions under load, by cheap clients: a process each, plain sockets, responses read as bytes.
 
-A streamed answer of hundreds of tokens a second is a cheap thing to read and an expensive one to parse. A client looks for the
-first event, keeps the end of the answer, and parses the last events only when all have come.
+Reading a streamed answer of hundreds of tokens a second is cheap, parsing it is expensive. A client looks for the first
+event, keeps the end of the answer, and parses only the last events after the answer has arrived.
 """
 
 import http.client
@@ -49,7 +49,8 @@ class Server:
         return connection.getresponse()
 
     def token_times(self):
-        """(seconds between tokens of all texts so far, how many), by kvant's own clock; zeros from other servers."""
+        """(seconds between tokens of all texts so far, their number), by kvant's own clock; zeros from other
+        servers."""
         text = self.ask("GET", "/metrics").read().decode()
         values = (re.search(rf"^inter_token_latency_seconds_{name}{{.*}} (.*)$", text, re.M) for name in ("sum", "count"))
         return [float(value[1]) if value else 0.0 for value in values]
@@ -57,13 +58,13 @@ class Server:
 
 @dataclass
 class Text:
-    """The times of an answer, in seconds: of the system's monotonic clock, which processes share."""
+    """The times of an answer in seconds, by the system's monotonic clock, which processes share."""
 
     start: float
     first: float
     last: float
     tokens: int
-    # Between two tokens, by the server's own clock; None if it does not report it.
+    # Mean time between two tokens, by the server's own clock; None if it does not report it.
     own: float | None
 
     def prompt_seconds(self):
@@ -74,7 +75,7 @@ class Text:
 
 
 def message(prompt, tokens):
-    """The bytes of a request: greedy, streamed, and not ended by an end of text."""
+    """The bytes of a request: greedy, streamed, and ignoring ends of text."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -82,7 +83,7 @@ def message(prompt, tokens):
 
 
 def events(tail):
-    """The events of the end of an answer, the first of which may be cut."""
+    """The events at the end of an answer. The first one may be incomplete and is dropped."""
     for line in tail.split(b"\n"):
         if line.startswith(b"data: {"):
             try:
@@ -100,7 +101,7 @@ def ask(port, request, tokens):
             now = time.monotonic()
             tail = (tail + data)[-TAIL:]
             if first is None:
-                # Nothing has been cut from the tail yet, in which the head of the answer may end.
+                # The tail is still complete and may contain the end of the head.
                 first = now if b"data: {" in tail else None
             else:
                 last = now
@@ -118,7 +119,7 @@ def client(port, prompts, tokens, barrier, results, cpus):
         os.sched_setaffinity(0, cpus)
     requests = [message(prompt, tokens) for prompt in prompts]
     try:
-        # Not from here on: waiting for the others would count as work.
+        # Measured before waiting for the others, which would count as work.
         barrier.wait(60)
         texts = [ask(port, request, tokens) for request in requests]
     except Exception as error:
@@ -129,10 +130,10 @@ def client(port, prompts, tokens, barrier, results, cpus):
 
 @dataclass
 class Load:
-    """What clients got that ran side by side."""
+    """The results of concurrent clients."""
 
     texts: list
-    # Of a client's processor time, in seconds; its start included.
+    # Processor time of a client in seconds, including its start.
     busy: float
 
     def seconds(self):
@@ -144,7 +145,7 @@ class Load:
 
 
 def run(port, prompts, tokens, cpus=None):
-    """A client for each list of prompts, all of which start at once, on some of the processors. Raises `ValueError`."""
+    """Runs a client for each list of prompts, all started at once, on some of the processors. Raises `ValueError`."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(len(prompts)), context.Queue()
     arguments = [(port, own, tokens, barrier, results, cpus) for own in prompts]

@@ -1,4 +1,4 @@
-"""Train a small Gemma 4 model on the documentation of the local Rust toolchain: the recipe of rustdoc-11m.
+"""Trains a small Gemma 4 model on the documentation of the local Rust toolchain: the recipe of rustdoc-11m.
 
     python tools/train_tiny.py --out DIR            the full run; wants a GPU, some ten minutes on a large one
     python tools/train_tiny.py --out DIR --smoke    every stage in miniature, a minute or two on a CPU
@@ -15,8 +15,8 @@ The recipe
                4600 steps of 24 x 1024 tokens; bf16 autocast; gradients clipped to norm 1.
 
 The result: DIR/hf (Hugging Face layout, bf16), DIR/mlx-4bit (MLX affine, 4 bit, group 64, embedding included),
-DIR/valid.txt (held-out text, documents separated by a line "<|doc|>") and DIR/report.json. A second run does not give the
-same weights bit by bit: the toolchain's documentation differs by version, and GPU sums are not ordered.
+DIR/valid.txt (held-out text, documents separated by a line "<|doc|>") and DIR/report.json. Weights are not reproducible
+bit by bit: the toolchain's documentation differs by version, and GPU sums are not ordered.
 """
 
 import argparse
@@ -57,11 +57,11 @@ SMOKE = dict(
 
 
 class Text(HTMLParser):
-    """The readable part of a page made by mdBook or rustdoc, in something close to Markdown."""
+    """The readable part of a page made by mdBook or rustdoc, in a Markdown-like form."""
 
     VOID = {"br", "img", "hr", "input", "meta", "link", "wbr", "source", "col"}
     SKIP = {"script", "style", "nav", "button", "svg", "noscript", "rustdoc-toolbar", "rustdoc-topbar"}
-    # Lists that repeat the same signatures on every page of the standard library.
+    # Lists that repeat signatures on every page of the standard library.
     SKIP_ID = {"synthetic-implementations-list", "blanket-implementations-list", "implementors-list"}
     BREAKS = {"p", "div", "section", "tr", "ul", "ol", "table", "details", "dl", "dt", "dd", "blockquote", "main"}
 
@@ -81,7 +81,7 @@ class Text(HTMLParser):
         if self.skip:
             self.skip += 1
             return
-        # rustdoc marks line numbers with data-nosnippet, links beside headings "anchor", the word for a fold "hideme".
+        # rustdoc marks line numbers with data-nosnippet, links next to headings with "anchor", folds with "hideme".
         marker = "data-nosnippet" in attrs or {"anchor", "hideme"} & set((attrs.get("class") or "").split())
         if tag in self.SKIP or attrs.get("id") in self.SKIP_ID or marker:
             self.skip = 1
@@ -139,7 +139,7 @@ def read_page(path):
 
 
 def doc_pages(html):
-    """Pages worth reading: no redirects, translations, vendor intrinsics, or core's copy of a page of std."""
+    """Pages with useful text: no redirects, translations, vendor intrinsics, or core's copy of a page of std."""
     for path in sorted(html.rglob("*.html")):
         at = path.relative_to(html).parts
         if at[0] in ("src", "static.files") or "arch" in at[:-1] or at[0] == "std_detect":
@@ -178,7 +178,7 @@ def corpus(sizes, html, sources):
     if sources.is_dir():
         found = [p.read_text(errors="replace").strip() for p in sorted(sources.rglob("*.rs"))]
     else:
-        # Without the source component: the documentation's own source view, as one block of code a file.
+        # Without the source component: the documentation's own source view, as one block of code per file.
         views = sorted((html / "src").rglob("*.rs.html"))
         found = (read_page(p).partition("```")[2].rpartition("```")[0].strip() for p in views[: sizes["pages"]])
     train += [text for text in found if fresh(text)]

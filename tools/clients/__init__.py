@@ -1,1 +1,1 @@
-"""Checks of `kvant serve` with clients that kvant's authors did not write. tools/server_clients.py runs them."""
+"""Tests of `kvant serve` with third-party clients. tools/server_clients.py runs them."""

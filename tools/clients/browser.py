@@ -1,4 +1,4 @@
-"""Headless Chromium, by its debugging protocol."""
+"""Headless Chromium, controlled by its debugging protocol."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ def chromium():
 
 
 class Browser:
-    """One window. `answers` are texts that the next answers to conversations have, in place of the server's."""
+    """One window. `answers` are texts that replace the server's answers to the next conversations."""
 
     def __init__(self, folder):
         import websocket
@@ -35,7 +35,7 @@ class Browser:
         self.socket = websocket.create_connection(page["webSocketDebuggerUrl"], timeout=60)
         self.next = 0
         self.answers, self.paused = [], []
-        # Bodies of conversations, addresses of all requests, errors of scripts and of the page's policy.
+        # Records bodies of conversations, addresses of all requests, and errors of scripts and of the page's policy.
         self.bodies, self.addresses, self.problems = [], [], []
         for domain in ["Page", "Network", "Runtime", "Log"]:
             self.call(f"{domain}.enable")
@@ -112,11 +112,11 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **key)
 
     def type(self, text):
-        """Types into what has the focus."""
+        """Types into the focused element."""
         self.call("Input.insertText", text=text)
 
     def click(self, selector):
-        """Clicks the middle of an element, which must be in sight and on top."""
+        """Clicks the middle of an element, which must be visible and on top."""
         place = self.value(f"""(() => {{
             const node = document.querySelector({json.dumps(selector)});
             node.scrollIntoView({{block: "nearest"}});
@@ -136,7 +136,7 @@ class Browser:
 
 
 def deltas(answer):
-    """An answer in pieces, as a server streams it: a text, or (thoughts, text)."""
+    """An answer in pieces, as a server streams it: a text, or (reasoning, text)."""
     thoughts, text = answer if isinstance(answer, tuple) else ("", answer)
     pieces = lambda text: [text[i : i + 7] for i in range(0, len(text), 7)]
     return [{"reasoning_content": piece} for piece in pieces(thoughts)] + [{"content": piece} for piece in pieces(text)]

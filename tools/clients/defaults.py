@@ -1,6 +1,6 @@
-"""Clients and frameworks with their default settings: no field that they send may be refused.
+"""Clients and frameworks with their default settings: the server must accept every field that they send.
 
-The shipped model writes nonsense, so that only forms are checked. Packages that are not installed are named."""
+The shipped model writes nonsense, so only formats are checked. Packages that are not installed are listed."""
 
 import asyncio
 import importlib.metadata
@@ -13,7 +13,7 @@ from typing import Literal
 from .serving import CALLS_TEMPLATE, Server
 
 NAME = "rustdoc-11m"
-# The nonsense of the model comes to an end.
+# Bounds the nonsense of the model.
 CITIES = ["Bern", "Rome"]
 SCHEMA = {
     "type": "object",
@@ -22,7 +22,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 MESSAGES = [{"role": "user", "content": "Vec"}]
-# Tokens of an answer that must be whole.
+# Tokens of an answer that must be complete.
 LONG = 400
 
 
@@ -171,7 +171,7 @@ def with_pydantic_ai(url):
         agent = Agent(model, tools=[weather], model_settings={"max_tokens": 4})
         agent.run_sync("Vec")
         agent.run_sync(message_history=history)
-        # An answer of a type is a call that must be.
+        # A typed answer is a required call.
         typed = Agent(model, output_type=Place, model_settings={"max_tokens": LONG})
         assert typed.run_sync("Vec").output.city in CITIES
 
@@ -192,7 +192,7 @@ def with_openai_agents(url):
             try:
                 await agents.Runner.run(agent, "Vec", max_turns=2)
             except agents.ModelBehaviorError as error:
-                # The answer is cut on purpose.
+                # The answer is truncated on purpose.
                 assert "max_output_tokens" in str(error), error
             called = []
 
@@ -220,7 +220,7 @@ def with_smolagents(url):
 
     model = OpenAIServerModel(NAME, api_base=f"{url}/v1", api_key="secret", max_tokens=4)
     model([{"role": "user", "content": [{"type": "text", "text": "Vec"}]}])
-    # It asks for calls by itself, and of an answer when no step is left.
+    # It requests calls on its own, and an answer when no step is left.
     model = OpenAIServerModel(NAME, api_base=f"{url}/v1", api_key="secret", max_tokens=LONG)
     agent = ToolCallingAgent(tools=[tool(weather)], model=model, max_steps=2, verbosity_level=0)
     agent.run("Vec")
@@ -255,7 +255,7 @@ def with_llm(url):
     assert list(model.prompt("Vec", max_tokens=4)) is not None
     city = json.loads(model.prompt("Vec", schema=SCHEMA, max_tokens=LONG).text())
     assert city["city"] in CITIES
-    # It has no choice of tools: the call is one that a conversation has had.
+    # It has no choice of tools: the call comes from an earlier turn of the conversation.
     conversation = model.conversation()
     first = conversation.prompt("Vec", tools=[weather], max_tokens=4)
     first.text()
@@ -264,7 +264,7 @@ def with_llm(url):
     conversation.prompt("", tools=[weather], tool_results=[result], max_tokens=4).text()
 
 
-# Distribution, and what runs.
+# The distributions, and the functions that test them.
 CLIENTS = {
     "openai": with_openai,
     "anthropic": with_anthropic,

@@ -1,4 +1,4 @@
-"""Clients that vanish, stop reading or send nothing, wrong hosts, deep JSON, and a shutdown under load."""
+"""Clients that disconnect, stop reading or send nothing, wrong hosts, deep JSON, and a shutdown under load."""
 
 import http.client
 import json
@@ -13,9 +13,9 @@ import time
 
 from .serving import Server
 
-# The limit of threads does not hold for root: a server that it limits runs as nobody.
+# The thread limit does not apply to root: a limited server runs as nobody.
 UNPRIVILEGED = 65534 if os.geteuid() == 0 else None
-# Clients that vanish, and how many of them there are at a time.
+# Number of disconnecting clients, and of concurrent ones.
 VANISHING, AT_ONCE = 500, 40
 
 
@@ -29,13 +29,13 @@ def raw(server, path, body):
 
 
 def reset(stream):
-    """Closes a connection without a farewell."""
+    """Closes a connection without a shutdown."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     stream.close()
 
 
 def vanish(server):
-    """Clients that go away at random moments: while they send, wait, or read."""
+    """Clients that disconnect at random moments: while they send, wait, or read."""
     draw = random.Random(1)
     words = "Vec struct trait impl Option Result match while String async".split()
 
@@ -65,7 +65,7 @@ def vanish(server):
 
 
 def stall(server):
-    """A client that reads nothing pauses itself, and others are served."""
+    """A client that does not read pauses only itself; others are served."""
     body = {"prompt": "# Vec", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 100, "n": 4}
     stalled = raw(server, "/v1/completions", body)
     status, answer = server.request("/v1/completions", {"prompt": "# Vec", "max_tokens": 5, "ignore_eos": True})
@@ -75,7 +75,7 @@ def stall(server):
 
 
 def refuse(server):
-    """Requests that are refused without harm."""
+    """Requests that are rejected without side effects."""
     for body in ['{"prompt": ' + "[" * 5000 + "]" * 5000 + "}", '{"prompt": "a"', "[" * 100_000, '{"a":' * 3000]:
         connection = server.connect()
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
@@ -90,7 +90,7 @@ def refuse(server):
 
 
 def terminate(kvant):
-    """SIGTERM under load: who has an answer, has all of it; who has none, gets an error."""
+    """SIGTERM under load: an answer that has begun is completed; a request without one gets an error."""
     with Server(kvant, "--max-sequences", "8") as server:
         outcomes, lock = [], threading.Lock()
 
@@ -102,7 +102,7 @@ def terminate(kvant):
                     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
                     response = connection.getresponse()
                 except (OSError, http.client.HTTPException):
-                    # Nothing was answered: the server no longer listens.
+                    # No response: the server no longer listens.
                     return
                 text = response.read().decode()
                 if response.status == 200:
@@ -128,12 +128,13 @@ def terminate(kvant):
 
 
 def limit_threads(server, limit):
-    """Limits the threads of the server's user, as that user."""
+    """Limits the threads of the server's user; runs as that user."""
     subprocess.run(["prlimit", "--pid", str(server.process.pid), f"--nproc={limit}"], user=UNPRIVILEGED, check=True)
 
 
 def starve(kvant):
-    """A system that starts no more threads: chats and grammars get 503, others are served, and all are when it starts threads again."""
+    """A system that refuses new threads: chats and grammars get 503, other requests are served, and all are once
+    threads are available."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}
     chat = {"messages": [{"role": "user", "content": "Vec"}], "max_tokens": 60}
     forced = {**chat, "tools": [tool], "tool_choice": "required", "reasoning_effort": "none"}

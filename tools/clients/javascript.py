@@ -1,4 +1,4 @@
-"""Clients in JavaScript with their default settings, by `js/defaults.mjs`: the newest versions, from npm."""
+"""JavaScript clients with their default settings, by `js/defaults.mjs`: the newest versions from npm."""
 
 import os
 import shutil
@@ -11,13 +11,13 @@ FOLDER = os.path.join(DOWNLOADS, "npm")
 
 
 def install():
-    """Whether the packages are there. npm downloads them the first time."""
+    """Whether the packages are installed. npm downloads them the first time."""
     os.makedirs(FOLDER, exist_ok=True)
     for name in os.listdir(SOURCE):
         shutil.copy(os.path.join(SOURCE, name), FOLDER)
     if os.path.exists(os.path.join(FOLDER, "node_modules", "zod")):
         return True
-    # Some want a newer Node than npm's: it is one of the packages.
+    # Some require a newer Node than npm's: it is one of the packages.
     npm = ["npm", "install", "--prefix", FOLDER, "--no-audit", "--no-fund", "--loglevel=error"]
     return shutil.which("npm") is not None and subprocess.run(npm).returncode == 0
 

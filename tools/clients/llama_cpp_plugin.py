@@ -1,14 +1,14 @@
-"""A plugin of pytest for the tests of llama.cpp's server: `kvant serve` in place of llama-server.
+"""A pytest plugin for the tests of llama.cpp's server: runs `kvant serve` instead of llama-server.
 
-A server stays for all tests with the same options. Requests to llama.cpp's own `/completion` become requests to
-`/v1/completions`, and their answers are translated back.
+Tests with equal options share a server. Requests to llama.cpp's own `/completion` are translated to `/v1/completions`,
+and their responses are translated back.
 """
 
 import os
 import sys
 import types
 
-# Their utilities import it to download models.
+# The tests' utilities import it to download models.
 sys.modules["wget"] = types.ModuleType("wget")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -46,7 +46,7 @@ def plain(body):
 
 
 def native(self, body):
-    """A request to /completion as one to /v1/completions."""
+    """Translates a request from /completion to /v1/completions."""
     body = plain(body)
     body["max_tokens"] = body.pop("n_predict", self.n_predict if self.n_predict and self.n_predict > 0 else 400)
     if isinstance(body.get("logit_bias"), list):
@@ -55,7 +55,7 @@ def native(self, body):
 
 
 def translated(body):
-    """An answer of /v1/completions as one of /completion."""
+    """Translates a response from /v1/completions to /completion."""
     if "choices" not in body:
         return body
     usage, content = body["usage"], body["choices"][0]["text"]
@@ -84,7 +84,7 @@ utils.ServerProcess.start = start
 utils.ServerProcess.stop = lambda self: None
 utils.ServerProcess.make_url = make_url
 utils.ServerProcess.make_request = make_request
-# Another model writes another text.
+# Another model writes other texts.
 utils.match_regex = lambda regex, text: len(text) > 0
 
 

@@ -1,15 +1,15 @@
-"""The tests of llama.cpp's server, from the source of the package llama-cpp-python, that concern no format of its own.
+"""The tests of llama.cpp's server that do not concern its own formats, from the source of the package llama-cpp-python.
 
-llama_cpp_plugin.py starts `kvant serve` in place of llama-server. Left out are the tests of
+llama_cpp_plugin.py starts `kvant serve` instead of llama-server. Excluded are tests of
 
-- texts that another model writes, counts of its tokens, its ids, and texts as keys of biases;
-- variables of templates that transformers does not have, such as today's date;
-- routes and fields of llama.cpp alone: slots, timings, progress of prompts, /props, verbose answers, its router, embeddings,
-  infill, LoRA, MCP, built-in tools, and grammars in its own syntax;
-- images and sound;
-- errors where the two differ: no messages at all are 400 here, so is an image, and two answers in a row are not;
-- a client of OpenAI without `/v1` in its address;
-- CORS, where llama.cpp allows every origin and kvant none by default.
+- texts of a specific model, counts of its tokens, its ids, and texts as keys of biases;
+- template variables that transformers does not have, such as today's date;
+- routes and fields that only llama.cpp has: slots, timings, progress of prompts, /props, verbose answers, its router,
+embeddings, infill, LoRA, MCP, built-in tools, and grammars in its own syntax;
+- images and audio;
+- errors that differ: here, no messages at all and images give 400, and two consecutive answers do not;
+- an OpenAI client whose address lacks `/v1`;
+- CORS: llama.cpp allows every origin, kvant none by default.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""lm-eval's local-completions with the server's tokenizer: its log likelihoods are those of `kvant eval`."""
+"""lm-eval's local-completions with the server's tokenizer: its log likelihoods equal `kvant eval`'s."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 
-# Its progress bars and its notes.
+# Silences its progress bars and notes.
 os.environ["TQDM_DISABLE"] = "1"
 logging.disable(logging.WARNING)
 
@@ -15,9 +15,9 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from .serving import TEXT, Server
 
-# Tokens of a window: the context before it and those that are predicted.
+# Tokens of a window: the context, and the predicted tokens after it.
 WINDOW = 512
-# The largest difference of a token's log likelihood on average.
+# Maximum mean difference of a token's log likelihood.
 BOUND = 1e-3
 
 
@@ -40,8 +40,9 @@ def score(kvant, ids, window):
 
 
 def rolled(kvant, ids, step):
-    """The sum over windows of `step` predicted tokens, each after the last token of the previous window. The last one is
-    filled with tokens before it, as in lm-eval."""
+    """The sum over windows of `step` predicted tokens, each after the last token of the previous window. The last
+    window is
+    filled with preceding tokens, as in lm-eval."""
     whole = (len(ids) - 1) // step
     sum_ = score(kvant, [id for index in range(whole) for id in ids[index * step : (index + 1) * step + 1]], step + 1)
     rest = ids[whole * step + 1 :]
@@ -73,7 +74,7 @@ def run(kvant):
             worst = max(worst, abs(got - wanted) / tokens)
             assert worst < BOUND, f"lm-eval: {got}, kvant eval: {wanted}, of {tokens} tokens"
 
-        # Each text after nothing and after another one.
+        # Each text without a context, and after another text.
         for text in documents[:4]:
             first, text = text[:200], text[:400]
             pairs = [request("loglikelihood", "", text), request("loglikelihood", first + "\n\n", text)]
@@ -88,7 +89,7 @@ def run(kvant):
             text = text[:3000]
             got = model.loglikelihood_rolling([request("loglikelihood_rolling", text)], disable_tqdm=True)[0]
             compare(got, rolled(kvant, ids_of(text), model.max_length - 1), len(ids_of(text)))
-        # What the model writes by itself is its most probable text.
+        # The model's own greedy continuation is its most probable text.
         written = model.generate_until([request("generate_until", "# Vec", {"max_gen_toks": 20, "until": ["\n\n\n"]})])[0]
         (_, greedy), = model.loglikelihood([request("loglikelihood", "# Vec", written)], disable_tqdm=True)
         assert greedy, written

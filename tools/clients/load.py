@@ -1,6 +1,7 @@
-"""A mixed load with clients that vanish: afterwards memory is that of an idle server and of its cached prefixes.
+"""A mixed load with disconnecting clients. Afterwards the server uses the memory of an idle server plus its cached
+prefixes.
 
-KVANT_LOAD_SECONDS sets the time, KVANT_LOAD_MODEL a model other than the shipped one."""
+KVANT_LOAD_SECONDS sets the duration, KVANT_LOAD_MODEL another model than the shipped one."""
 
 import json
 import os
@@ -15,9 +16,9 @@ from .serving import Server
 CLIENTS = 32
 SECONDS = float(os.environ.get("KVANT_LOAD_SECONDS", "120"))
 MODEL = os.environ.get("KVANT_LOAD_MODEL")
-# Seconds, also on a machine that others use.
+# Duration in seconds, also suitable for busy machines.
 PATIENCE = 900
-# Of the requests, and of the answers that are read slowly.
+# Fractions: abandoned requests, and answers that are read slowly.
 VANISHING, SLOW = 0.25, 0.02
 WORDS = "Vec struct trait impl Option Result match while String async".split()
 SCHEMA = {
@@ -31,7 +32,7 @@ TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
 def requests(draw):
-    """The forms of requests: a path, a body, and the status of its answer."""
+    """The kinds of requests: a path, a body, and the expected status."""
     prompt = " ".join(draw.choices(WORDS, k=draw.choice([2, 20, 200])))
     messages = [{"role": "user", "content": prompt}]
     length = draw.choice([1, 16, 64])
@@ -42,7 +43,7 @@ def requests(draw):
         ("/v1/chat/completions", chat, 200),
         ("/v1/chat/completions", {**chat, "tools": TOOLS, "tool_choice": "required"}, 200),
         ("/v1/chat/completions", {**chat, "response_format": json_schema}, 200),
-        # Conversations that the server keeps are memory, too; their limit has tests of its own.
+        # Conversations that the server keeps also use memory; separate tests cover their limit.
         ("/v1/responses", {"input": prompt, "max_output_tokens": length, "store": draw.random() < 0.1}, 200),
         ("/v1/messages", {"messages": messages, "max_tokens": length}, 200),
         ("/tokenize", {"content": prompt}, 200),
@@ -52,7 +53,7 @@ def requests(draw):
 
 
 class Clients:
-    """Threads that send requests until a time."""
+    """Threads that send requests until a deadline."""
 
     def __init__(self, server, deadline):
         self.server, self.deadline = server, deadline
@@ -89,7 +90,7 @@ class Clients:
         return connection
 
     def vanish(self, draw, stream):
-        """Goes away while the request waits, or after a part of its answer."""
+        """Disconnects while the request waits, or after a part of its answer."""
         time.sleep(draw.random() * draw.choice([0.01, 0.5]))
         if draw.random() < 0.5:
             stream.settimeout(draw.random())
@@ -103,15 +104,15 @@ class Clients:
 
 
 def idle(server):
-    """The resident bytes of an idle server, and those of its cached prefixes."""
+    """The resident bytes of an idle server, and the bytes of its cached prefixes."""
     metrics = server.settled()
-    # It gives memory back when nothing runs.
+    # The server returns memory to the system when it is idle.
     time.sleep(3)
     return server.memory(), metrics["kv_cache_used_bytes"]
 
 
 def under_load(server, seconds, first_seed):
-    """The clients after some time of load, and the largest resident memory."""
+    """The clients after a period of load, and the maximum resident memory."""
     clients = Clients(server, time.monotonic() + seconds)
     threads = [threading.Thread(target=clients.run, args=[first_seed + seed]) for seed in range(CLIENTS)]
     [thread.start() for thread in threads]
@@ -126,7 +127,8 @@ def under_load(server, seconds, first_seed):
 def run(kvant):
     with Server(kvant, "--max-sequences", "16", "--memory", "96MiB", model=MODEL) as server:
         fresh, _ = idle(server)
-        # A first burst allocates what the server needs once: buffers of full steps, heaps of threads, tables of grammars.
+        # A first burst allocates the memory that the server needs only once: buffers of full steps, heaps of threads,
+        # tables of grammars.
         under_load(server, min(20, SECONDS / 4), 1000)
         before, cached_before = idle(server)
         clients, peak = under_load(server, SECONDS, 0)

@@ -1,4 +1,5 @@
-"""guidellm and aiperf with a tokenizer from a file: their requests are answered, and their counts of tokens are the server's."""
+"""guidellm and aiperf with a tokenizer from a file: their requests are answered, and their token counts equal the
+server's."""
 
 import glob
 import importlib.metadata
@@ -16,7 +17,7 @@ REQUESTS, PROMPT, ANSWER = 4, 16, 8
 
 
 def start(command, folder):
-    """Runs a command whose caches are in a folder."""
+    """Runs a command with its caches in a folder."""
     env = {**os.environ, "HF_HOME": folder}
     result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"

@@ -1,12 +1,13 @@
-"""A plugin of pytest for the test suite of the package openai: leaves out what kvant's server does not have.
+"""A pytest plugin for the test suite of the package openai: excludes features that kvant's server does not have.
 
-The suite was made for a mock that accepts every request of OpenAI's specification. Its tests `with_all_params` set all
-fields at once, also those that exclude each other. This plugin removes the fields below from requests and sends the rest.
+The suite was written for a mock that accepts every request of OpenAI's specification. Its tests `with_all_params` set
+all fields at once, including mutually exclusive ones. This plugin removes the fields below from requests and sends the
+rest.
 """
 
 from openai._base_client import BaseClient
 
-# Objects that a server stores: this one stores nothing.
+# Objects that a server stores. kvant stores none.
 STORED = ["update", "delete", "cancel", "compact"]
 STORED_ANSWERS = ["retrieve", "list"]
 
@@ -16,24 +17,25 @@ NO_MODERATION = ["moderation", "access_programs"]
 NO_STORE = ["store", "background", "background_options", "conversation", "previous_response_id"]
 NO_CACHE_CONTROL = ["prompt_cache_options", "prompt_cache_retention"]
 OLD = ["functions", "function_call"]
-# Wishes that this server cannot honour.
+# Requests that this server cannot fulfil.
 OTHER = ["prediction", "verbosity", "context_management", "image", "include", "max_tool_calls", "truncation", "suffix"]
-# `foo` is not an id; 0 is not the number of choices.
+# `foo` is not an id; 0 is not a valid number of choices.
 INVALID = ["logit_bias", "best_of"]
 REMOVED = [*NO_MEDIA, *NO_SEARCH, *NO_MODERATION, *NO_STORE, *NO_CACHE_CONTROL, *OLD, *OTHER, *INVALID]
 
 
 def fitted(body):
-    """A request without what the server refuses."""
+    """A request without the fields that the server rejects."""
     body = {field: value for field, value in body.items() if field not in REMOVED}
     if "max_completion_tokens" in body:
-        # They exclude each other.
+        # They are mutually exclusive.
         body.pop("max_tokens", None)
     if "logprobs" in body:
-        # The first token of a prompt has no log probability. It is null, as lm-eval expects; the package's types lack it.
+        # The first token of a prompt has no log probability. It is null, as lm-eval expects; the package's types do not
+        # allow that.
         body.pop("echo", None)
     if isinstance(body.get("stream_options"), dict):
-        # Padding against those who see encrypted traffic is a task of TLS.
+        # Padding that hides lengths in encrypted traffic is a task of TLS.
         usage = {key: value for key, value in body["stream_options"].items() if key == "include_usage"}
         body.pop("stream_options")
         if body.get("stream") and usage:
@@ -53,7 +55,7 @@ def build_request(self, options, *, original=BaseClient._build_request, **more):
     if isinstance(options.json_data, dict):
         options.json_data = fitted(options.json_data)
         if options.url.endswith("/responses"):
-            # The suite sends none, for which OpenAI answers 400 as this server does.
+            # The suite sends no prompt, for which OpenAI also returns 400.
             options.json_data.setdefault("input", "string")
             options.json_data.pop("top_logprobs", None)
             # A stored prompt.

@@ -1,7 +1,7 @@
 """The test suite of the package openai, from its source, against the server.
 
-openai_plugin.py says what is left out: tests of stored objects, which this server does not have, and fields that it
-refuses with 400.
+openai_plugin.py lists the exclusions: tests of stored objects, which this server does not have, and fields that it
+rejects with 400.
 """
 
 import os

@@ -37,7 +37,7 @@ def with_openai(url):
         deltas = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
     assert deltas == response.output_text
 
-    # The package asks for base64 unless told otherwise.
+    # The package requests base64 by default.
     options = dict(model=name, input=["Vec", "String"])
     vectors = client.embeddings.create(**options)
     numbers = client.embeddings.create(**options, encoding_format="float")

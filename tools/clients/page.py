@@ -52,7 +52,7 @@ IDLE = "document.querySelector('#cancel').disabled && !document.querySelector('#
 
 
 def axe():
-    """The script of axe-core, or None where it cannot be downloaded."""
+    """The script of axe-core, or None if it cannot be downloaded."""
     archive = os.path.join(DOWNLOADS, f"{AXE}.tgz")
     if not os.path.exists(archive):
         name, version = AXE.rsplit("-", 1)
@@ -65,7 +65,7 @@ def axe():
 
 
 class Page:
-    """What a user does."""
+    """The actions of a user."""
 
     def __init__(self, browser, url, axe):
         self.browser, self.url, self.axe = browser, url, axe
@@ -73,7 +73,7 @@ class Page:
         self.look = "page"
 
     def start(self):
-        """Opens the page with nothing in the browser's storage."""
+        """Opens the page with empty browser storage."""
         browser = self.browser
         browser.open(self.url + "/health")
         browser.value("localStorage.clear(), sessionStorage.clear()")
@@ -87,8 +87,8 @@ class Page:
             self.browser.value(f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('change'))")
 
     def ask(self, text, *answers):
-        """Types a message and sends it, with the keyboard alone: the field has the focus."""
-        # The page has heard of the model.
+        """Types a message and sends it with the keyboard alone: the field has the focus."""
+        # The page has loaded the model's name.
         self.browser.until("document.querySelector('#examples button') !== null")
         self.browser.answers += answers
         assert self.browser.value("document.activeElement.id") == "input"
@@ -107,7 +107,8 @@ class Page:
         return self.browser.value(f"{LAST}.querySelector('{selector}').innerText")
 
     def check(self, state):
-        """Nothing is wider than the window, nothing has failed, and axe finds nothing serious. Saves a picture."""
+        """Checks that nothing is wider than the window, nothing has failed, and axe finds nothing serious. Saves a
+        picture."""
         browser = self.browser
         if self.pictures:
             browser.picture(os.path.join(self.pictures, f"{self.look}-{state}.png"))
@@ -124,7 +125,7 @@ class Page:
 
 
 def streams(page, server):
-    """Answers of the model: the text grows, Escape stops it, and the strip shows the server."""
+    """Answers of the model: the text grows, Escape stops it, and the status line shows the server."""
     browser = page.browser
     page.start()
     page.set(seed="7", max_tokens="160")
@@ -153,7 +154,7 @@ def streams(page, server):
     time.sleep(0.3)
     assert browser.value(f"{LAST}.innerText.length") == length, "a stopped answer grows"
     assert "stopped" in page.text(".actions")
-    # The keyboard is back where a message is typed. The strip shows what was found of the conversation.
+    # The input field has the focus again. The status line shows cached tokens of the conversation.
     assert browser.value("document.activeElement.id") == "input"
     browser.until("document.querySelector('#running').textContent === '0'")
     assert browser.value("document.querySelector('#hits').textContent").endswith("%")
@@ -209,7 +210,7 @@ def conversation(page, width, height, scheme):
     browser.value("document.querySelector('#input').focus()")
     page.ask("And a String?", "As a Vec of bytes.")
 
-    # An edited question replaces what follows.
+    # An edited question replaces all later messages.
     browser.click("#log article:first-child .actions button:nth-child(2)")
     assert browser.value("document.activeElement.getAttribute('aria-label')") == "Edit the message"
     page.check("edit")
@@ -255,7 +256,7 @@ def conversation(page, width, height, scheme):
 
 
 def presets(page):
-    """A system prompt: chosen, shown, sent, saved under a name, and kept over a reload."""
+    """A system prompt: selected, shown, sent, saved under a name, and kept after a reload."""
     browser = page.browser
     page.start()
     browser.click("#open-settings")
@@ -278,7 +279,7 @@ def presets(page):
 
 
 def hostile(page):
-    """An answer, a thought or a title runs no script, loads nothing, and has no link except to web pages."""
+    """An answer, reasoning or a title runs no script, loads nothing, and has only links to web pages."""
     browser = page.browser
     browser.look(1280, 800, "light")
     page.start()
@@ -299,10 +300,10 @@ def hostile(page):
         # From the history.
         browser.call("Page.reload")
         browser.until("document.querySelectorAll('#log article').length === 2")
-    # The policy stands behind that: even a script of the page's own cannot make nodes of text.
+    # The policy is a second defence: even the page's own scripts cannot parse text as nodes.
     assert browser.value("(() => { try { document.body.innerHTML = '<b>'; return 'made' } catch (error) { return error.name } })()") == "TypeError"
     assert len(browser.problems) == 1 and "TrustedHTML" in browser.problems.pop(), browser.problems
-    # Deep and long ones end in time.
+    # Deeply nested and long answers end in time.
     for text in ["> " * 5000 + "x", "- " * 3000 + "x", "[" * 20000, "*a " * 20000, "`" * 19999, "|" * 20000 + "\n" + "|-" * 2000]:
         browser.value("document.querySelector('#new').click()")
         browser.until("document.querySelectorAll('#log article').length === 0")
@@ -313,7 +314,7 @@ def hostile(page):
 
 
 def bounded(page):
-    """The history keeps the latest conversations, and can be deleted as a whole."""
+    """The history keeps the latest conversations, and can be deleted completely."""
     browser = page.browser
     page.start()
     browser.value("""for (let i = 0; i < 130; i++) {
@@ -337,7 +338,7 @@ def bounded(page):
 
 
 def failures(page):
-    """An error is shown, the next request leaves its question out, and the answer can be tried again."""
+    """An error is shown, the next request omits its question, and the answer can be retried."""
     browser = page.browser
     page.start()
     page.set(top_p="7")
@@ -351,7 +352,7 @@ def failures(page):
 
 
 def keys(browser, kvant, script):
-    """A server with keys: the page asks for one, which is not stored."""
+    """A server with keys: the page asks for one, and does not store it."""
     with tempfile.NamedTemporaryFile("w", suffix=".keys") as file:
         file.write("secret\n")
         file.flush()
@@ -386,7 +387,7 @@ def texts(browser, kvant, script):
 
 
 def several(browser, kvant, script):
-    """Each name of the server can be chosen, and is asked."""
+    """Each name of the server can be selected, and is requested."""
     with Server(kvant, "--name", "one", "--name", "two") as server:
         page = Page(browser, server.url, script)
         page.look = "several"

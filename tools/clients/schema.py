@@ -1,4 +1,4 @@
-"""schemathesis: thousands of requests made from /openapi.json. No answer is a 5xx, and each is as its schema says."""
+"""schemathesis: thousands of requests made from /openapi.json. No response is a 5xx, and each matches its schema."""
 
 import os
 import re

@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '# assistant\\n\\n' }}{% endif %}"
     "{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}"
 )
-# A template whose family begins calls without a mark and has no thoughts, so that a call that must be comes at once.
+# A template of a family without delimiters of calls and without reasoning, so that a required call comes immediately.
 CALLS_TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} has parameters\n{% endfor %}"
     "{% for message in messages %}<|start_header_id|>{{ message.role }}\n\n{{ message.content or '' }}"
@@ -29,7 +29,7 @@ CALLS_TEMPLATE = (
 
 
 class Server:
-    """`kvant serve` with the shipped model, or another one that has a template, on a free port; a context manager."""
+    """`kvant serve` with the shipped model, or another one with a template, on a free port; a context manager."""
 
     def __init__(self, kvant, *options, template=TEMPLATE, model=None, user=None):
         self.command = [kvant, "serve", *([model] if model else []), "--port", "0", *options]
@@ -37,7 +37,7 @@ class Server:
         if template and not model:
             self.template.write(template)
             self.template.flush()
-            # Also for another user.
+            # Also readable by another user.
             os.chmod(self.template.name, 0o644)
             self.command += ["--chat-template", self.template.name]
         self.lines, self.user = [], user
@@ -72,7 +72,7 @@ class Server:
         return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
 
     def request(self, path, body=None, timeout=120):
-        """The status and the JSON (or text) of an answer: of a POST with a body, or of a GET."""
+        """The status and the JSON (or text) of a response: to a POST with a body, or to a GET."""
         connection = self.connect(timeout)
         try:
             headers = {"content-type": "application/json"}
@@ -86,7 +86,8 @@ class Server:
             connection.close()
 
     def metrics(self):
-        """The metrics without labels, except the reasons of ends as `request_success_total.REASON`."""
+        """The metrics without labels. The label of finish reasons becomes part of the name:
+        `request_success_total.REASON`."""
         values = {}
         for line in self.request("/metrics")[1].splitlines():
             found = re.match(r"(\w+)\{([^}]*)\} (\S+)", line)
@@ -96,7 +97,7 @@ class Server:
         return values
 
     def settled(self, limit=60):
-        """Waits until nothing runs, and checks that no request holds a page."""
+        """Waits until no request runs, and checks that no request holds a page."""
         deadline = time.monotonic() + limit
         while True:
             metrics = self.metrics()

@@ -1,9 +1,9 @@
-"""Compares kvant's logits with those of transformers that make_hf.py saved.
+"""Compares kvant's logits with transformers' logits saved by make_hf.py.
 
     python3 tools/h200/compare.py OUT/e4b/ref.pt LOGITS.safetensors
 
-LOGITS.safetensors is what `kvant logits` wrote for the tokens in tokens.txt. Prints the difference from transformers' f32 logits, and, for
-comparison, that of transformers' own bf16 logits.
+LOGITS.safetensors is the output of `kvant logits` for the tokens in tokens.txt. Prints the difference from
+transformers' f32 logits and, for comparison, the difference of transformers' own bf16 logits.
 """
 
 import sys

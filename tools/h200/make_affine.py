@@ -2,8 +2,9 @@
 
     python3 tools/h200/make_affine.py OUT [--tokenizer DIR] 31b 26b
 
-Writes OUT/31b and OUT/26b (17.27 and 14.19 GB). Random weights are as large and as fast as trained ones; the text is noise. --tokenizer copies
-tokenizer.json and tokenizer_config.json of a checkpoint, so that `kvant generate` runs. Needs a GPU and PyTorch.
+Writes OUT/31b and OUT/26b (17.27 and 14.19 GB). Random weights have the size and speed of trained ones; the text is
+noise. --tokenizer copies tokenizer.json and tokenizer_config.json of a checkpoint, so that `kvant generate` runs. Needs
+a GPU and PyTorch.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def gemma(config):
         yield from affine(prefix + "self_attn.q_proj", heads * dim, hidden)
         yield from affine(prefix + "self_attn.k_proj", kv_heads * dim, hidden)
         if not full:
-            # In full layers values are the keys.
+            # In full layers, values are the keys.
             yield from affine(prefix + "self_attn.v_proj", kv_heads * dim, hidden)
         yield from affine(prefix + "self_attn.o_proj", hidden, heads * dim)
         yield from ones(prefix + "self_attn.q_norm.weight", dim)

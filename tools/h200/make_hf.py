@@ -2,8 +2,9 @@
 
     python3 tools/h200/make_hf.py OUT e4b|e2b
 
-Writes OUT/e4b: the checkpoint, tokens.txt (700 random tokens), and ref.pt, transformers' logits of these in bf16 and in f32. Prints the speed of
-transformers' prompt of 6752 tokens on the same machine. Needs a GPU, PyTorch and transformers; 64 GiB of disk are enough.
+Writes OUT/e4b: the checkpoint, tokens.txt (700 random tokens), and ref.pt, transformers' logits of these in bf16 and in
+f32. Prints the speed of transformers with a prompt of 6752 tokens on this machine. Needs a GPU, PyTorch and
+transformers; 64 GiB of disk are enough.
 """
 
 import os

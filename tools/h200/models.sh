@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Measures models of released sizes, with random weights, as docs/performance.md has them: a step of one sequence, steps of many
-# sequences, prompts; and transformers' prompts of E4B in the same run. Compares logits of E4B with those of transformers.
+# Measures models of released sizes with random weights, for docs/performance.md: a step of one sequence, steps of many
+# sequences, prompts; and transformers' prompts of E4B in the same run. Compares logits of E4B with transformers'.
 #
 #   tools/h200/models.sh KVANT OUT [MODELS]
 #
-# KVANT is the command, built elsewhere. OUT gets a file for each model and cache type, and is printed. MODELS (OUT/models) is a
-# folder for the checkpoints, 50 GB; those that are there are not made again. Requires a GPU of 80 GB, PyTorch and transformers.
+# KVANT is the command, built elsewhere. OUT gets a file for each model and cache type, which is also printed. MODELS
+# (OUT/models) is a folder for the checkpoints, 50 GB; existing ones are not made again. Requires a GPU of 80 GB,
+# PyTorch and transformers.
 set -euo pipefail
 if [ $# -lt 2 ] || [ ! -x "$1" ]; then
     sed -n '5p' "$0" >&2
@@ -23,7 +24,7 @@ make() {
     shift
     [ -e "$models/$name/config.json" ] || python3 "$@" "$models" "$name" 2>&1 | tee "$out/make-$name.txt"
 }
-# Twice: the first run compiles.
+# Runs twice: the first run compiles.
 measure() {
     local name=$1 kv=$2 of=$out/$1-$2.txt
     shift 2

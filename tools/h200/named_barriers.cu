@@ -1,6 +1,6 @@
-// Does racecheck follow barriers of a part of a block? Only mbarriers at which every thread arrives: else it calls
-// ordered accesses hazards, and goes on to do so past the next __syncthreads. compute-sanitizer of CUDA 13.0 on an
-// H200, 2026-11-22:
+// Does racecheck follow barriers of a part of a block? Only mbarriers at which every thread arrives. For other barriers
+// it reports ordered accesses as hazards, even after the next __syncthreads. compute-sanitizer of CUDA 13.0 on an H200,
+// 2026-11-22:
 //
 //   for mode in 0 1 2 3 4 5; do
 //       nvcc -arch=sm_90 -DMODE=$mode -o /tmp/barriers named_barriers.cu &&
@@ -8,14 +8,14 @@
 //   done
 //
 // mode 0 (nothing is exchanged within teams), 3 (the whole block waits) and 4 (an mbarrier, every thread arrives): 0
-// hazards; 1 (bar.sync, the barrier's number in a register) and 2 (in the instruction): 4 hazards each, all of them
+// hazards; 1 (bar.sync, barrier index in a register) and 2 (index in the instruction): 4 hazards each, all of them
 // where the block exchanges through b; 5 (an mbarrier, one lane arrives for its warp after __syncwarp): 5.
 //
-// So every thread arrives at the mbarriers of kernels in which parts of a block hand one another what ordinary
-// instructions copied.
+// Therefore, in kernels in which parts of a block exchange data copied by ordinary instructions, every thread arrives
+// at the mbarriers.
 #include <cstdio>
 
-// What a team of 64 threads does between writing and reading.
+// The synchronisation of a team of 64 threads between writing and reading.
 __device__ __forceinline__ void wait_for_team(unsigned team, unsigned round, unsigned long long *barriers) {
 #if MODE == 1
     asm volatile("bar.sync %0, 64;" ::"r"(1 + team) : "memory");
@@ -51,7 +51,7 @@ __global__ void exchange(float *out, int loops) {
     }
     __syncthreads();
     float sum = 0;
-    // Teams go round differently often, unless all wait for all.
+    // Teams often run different numbers of rounds, unless all wait for all.
     const int rounds = MODE == 3 ? loops : loops + team % 2;
     for (int i = 0; i < rounds; i++) {
         a[i % 2][thread] = sum + i;

@@ -1,13 +1,13 @@
-"""Times other kernels on the attention that kvant's test `speed` measures, on the same machine.
+"""Times other kernels on the attention shapes of kvant's test `speed`, on the same machine.
 
     python3 tools/h200/peers.py [SPEED_LOG]
 
-Decode: PyTorch's FlashAttention and cuDNN, and FlashInfer if it can be imported (it compiles its kernels when first used,
+Decode: PyTorch's FlashAttention and cuDNN, and FlashInfer if it can be imported (it compiles its kernels on first use,
 with nvcc and ninja); one token over a full bf16 cache of one sequence. Prompts: PyTorch's FlashAttention, cuDNN and
-memory-efficient kernels, causal, without windows; 4096 tokens of one sequence. A time is the median of seven replays of a CUDA graph
-that holds calls over buffers that together exceed the L2 cache several times; GB/s is bytes of keys and values by time.
-The last table has errors of such prompts.
-With the output of `speed`, the first ones have kvant's time and how its speed compares with the best of the others.
+memory-efficient kernels, causal, without windows; 4096 tokens of one sequence. A time is the median of seven replays of
+a CUDA graph of calls over buffers that together exceed the L2 cache several times; GB/s is bytes of keys and values
+divided by time. The last table has errors of these prompts. Given the output of `speed`, the first tables also have
+kvant's time and its speed relative to the fastest peer.
 """
 
 import re
@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda")
 
 
 def replay(call, copies, calls):
-    """Microseconds of call(i), whose argument counts through the copies."""
+    """Microseconds of call(i), whose argument cycles through the copies."""
     calls = -(-calls // copies) * copies
     stream = torch.cuda.Stream()
     # The buffers were filled on the other stream.
@@ -87,7 +87,7 @@ def flashinfer_decode(tensor_cores, q, kv, calls):
         workspace, "NHD", use_cuda_graph=True, use_tensor_cores=tensor_cores,
         paged_kv_indptr_buffer=indptr, paged_kv_indices_buffer=indices, paged_kv_last_page_len_buffer=last)
     wrapper.plan(indptr, indices, last, heads, kv_heads, dim, page, q_data_type=q.dtype, kv_data_type=q.dtype)
-    # The same bytes as a cache of pages, [pages, 64, Hk, D].
+    # The bytes viewed as a cache of pages, [pages, 64, Hk, D].
     paged = [tuple(x.reshape(pages, page, kv_heads, dim) for x in pair) for pair in kv]
     out = torch.empty(1, heads, dim, dtype=q.dtype, device=DEVICE)
 
@@ -133,7 +133,8 @@ def prompts(kvant):
 
 
 def errors():
-    """The normalised error of a prompt of 512 normal tokens in bf16, against f64; kvant's is of the test `speed::prompt_errors`."""
+    """The normalised error of a prompt of 512 normal tokens in bf16, against f64; kvant's comes from the test
+    `speed::prompt_errors`."""
     print("\n| D | FlashAttention | cuDNN | memory-efficient |\n|---|---|---|---|")
     for dim in (64, 128, 256, 512):
         q, k, v = (torch.randn(1, heads, 512, dim, device=DEVICE).bfloat16() for heads in (8, 4, 4))

@@ -3,10 +3,11 @@
 #
 #   tools/h200/released.sh KVANT DIR OUT [MODEL..]
 #
-# KVANT is the command, built elsewhere. DIR has the models' GGUF files of tools/released_models.py, whole or in pieces that are
-# named FILE.part00, FILE.part01, ... (split -b 55M -d FILE FILE.part); pieces are joined in OUT. MODEL is the name of a file of
-# golden data (all). For each model: logits in f32 and in bf16, and greedy answers. OUT gets verdict.txt, which is also printed.
-# The exit status is 1 if something differs. DEVICE is another device than cuda. Requires Python 3 alone.
+# KVANT is the command, built elsewhere. DIR has the models' GGUF files of tools/released_models.py, whole or split into
+# files FILE.part00, FILE.part01, ... (split -b 55M -d FILE FILE.part), which are joined in OUT. MODEL is the name of a
+# file of golden data (default: all). For each model: logits in f32 and in bf16, and greedy answers. OUT gets
+# verdict.txt, which is also printed. The exit status is 1 if something differs. DEVICE selects another device than
+# cuda. Requires only Python 3.
 set -uo pipefail
 if [ $# -lt 3 ] || [ ! -x "$1" ] || [ ! -d "$2" ]; then
     sed -n '4p' "$0" >&2
@@ -34,7 +35,7 @@ verdict() {
         failures=$((failures + 1))
     fi
 }
-# The path of a whole file with a checksum.
+# The path of a complete file with this checksum.
 whole() {
     local file=$1 sum=$2 path=$models/$1
     if [ ! -e "$path" ]; then

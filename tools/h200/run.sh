@@ -3,19 +3,20 @@
 #
 #   tools/h200/run.sh BINARIES OUT BUILD [STEP|MODULE..]
 #
-# BINARIES is a folder with two test binaries under their names, without the hash (cargo test --no-run prints their paths): suite
-# of kvant, gpu of kvant-models. OUT gets a report, DATE-h200.md, and the logs. BUILD is the folder of the sources that the
-# binaries were built from: some look for files there, so it becomes a link to this checkout, unless it is this checkout or
-# some other folder.
+# BINARIES is a folder with two test binaries, named without the hash (cargo test --no-run prints their paths): suite of
+# kvant, gpu of kvant-models. OUT gets a report, DATE-h200.md, and the logs. BUILD is the source folder that the
+# binaries were built from: some tests read files there, so it becomes a link to this checkout, unless it exists as
+# another folder.
 #
-# Steps, all of them when none is named: conformance, sanitizer, speed, peers. The first two run the named modules of the suite
-# (conformance::attend, hazards, ...) and gpu, all when none is named. The last needs a python3 with PyTorch, and FlashInfer for
-# its columns of the table (flashinfer-python 0.5.3, apache-tvm-ffi and nvidia-cudnn-frontend from wheels, on PYTHONPATH).
+# Steps (default: all): conformance, sanitizer, speed, peers. The first two run the named modules of the suite
+# (conformance::attend, hazards, ...) and gpu (default: all). The last needs a python3 with PyTorch, and FlashInfer for
+# its columns of the table (flashinfer-python 0.5.3, apache-tvm-ffi and nvidia-cudnn-frontend from wheels, on
+# PYTHONPATH).
 #
-# Run it once at a time on a device: one test allocates all of its memory.
+# Run only one instance per device: one test allocates all of its memory.
 #
-# LIMIT is the most seconds for a module (400), or for one test under a sanitizer; TOOLS names the sanitizers (memcheck
-# racecheck). The exit status is 1 if anything failed, was missing, or ran no test.
+# LIMIT is the maximum time in seconds for a module (400), or for one test under a sanitizer; TOOLS names the sanitizers
+# (memcheck racecheck). The exit status is 1 if anything failed, was missing, or ran no test.
 set -uo pipefail
 if [ $# -lt 3 ]; then
     sed -n '4p' "$0" >&2
@@ -43,7 +44,7 @@ failures=0
 export KVANT_TEST_DEVICE=cuda RUST_BACKTRACE=0
 export PATH=/usr/local/cuda/bin:$PATH
 export LD_LIBRARY_PATH=/usr/local/cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-# Tests of files look for them beside the sources.
+# Tests of files look for them next to the sources.
 export CARGO_MANIFEST_DIR=$root/crates/kvant
 if [ "$build" != "$root" ]; then
     if [ -e "$build" ] && [ ! -L "$build" ]; then
@@ -65,7 +66,7 @@ say ""
 crate_of() { [ "$1" = gpu ] && echo "$root/crates/kvant-models" || echo "$root/crates/kvant"; }
 binary_of() { [ "$1" = gpu ] && echo gpu || echo suite; }
 
-# Whether the binary of a module is there; if it is not, a line of the table says so.
+# Whether the binary of a module exists; if not, a line of the table reports it.
 is_there() {
     [ -x "$binaries/$(binary_of "$1")" ] && return
     say "| $1 | missing | | |"
@@ -73,7 +74,7 @@ is_there() {
     return 1
 }
 
-# Runs a module of the suite, or gpu; prints its result line and the names of what failed.
+# Runs a module of the suite, or gpu; prints its result line and the names of failed tests.
 tests() {
     local name=$1 start=$SECONDS status filter=()
     shift
@@ -90,8 +91,8 @@ tests() {
     grep ' FAILED$' "$log"
 }
 
-# Runs one test under a tool of compute-sanitizer. What racecheck reports of cuBLASLt's own kernels (nvjet_*) counts as none; told to leave
-# these alone it ends with an internal error.
+# Runs one test under a tool of compute-sanitizer. Reports of racecheck about cuBLASLt's own kernels (nvjet_*) are
+# ignored here; racecheck's own filter for them ends with an internal error.
 sanitize() {
     local tool=$1 name=$2 filter=$3 status ran races
     local log=$out/$tool-${name//::/-}-${filter//::/-}.log test=$filter
@@ -129,7 +130,8 @@ if step sanitizer; then
     say ""
     say "| tool | test | errors | |"
     say "|---|---|---|---|"
-    # One small test per kernel: module, test. What decode_kernels and the like compile, conformance has left on disk.
+    # One small test per kernel: module, test. Conformance has cached the kernels that decode_kernels and similar tests
+    # compile.
     missing=
     while read -r name filter; do
         wanted "$name" || continue

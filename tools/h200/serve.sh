@@ -3,15 +3,16 @@
 #
 #   tools/h200/serve.sh KVANT BENCH MODEL OUT [KV..]
 #
-# KVANT is the command. BENCH is the program vllm-rs of the wheel `vllm` (0.33.0: unzip -j vllm-*.whl vllm/vllm-rs), as it is
-# or compressed by xz. MODEL is a folder with a checkpoint and its tokenizer.json. For every cache type KV (bf16 and tq4 when
-# none is named) a server is started, and 1, 8, 32 and 128 clients ask it for texts, each for the next one as soon as it has the
-# last. OUT gets the results as JSON, the logs, and serve.md, a table. The exit status is 1 if a request failed.
+# KVANT is the command. BENCH is the program vllm-rs of the wheel `vllm` (0.33.0: unzip -j vllm-*.whl vllm/vllm-rs),
+# optionally compressed by xz. MODEL is a folder with a checkpoint and its tokenizer.json. For every cache type KV
+# (default: bf16 and tq4) a server is started, and 1, 8, 32 and 128 clients request texts; each sends its next request
+# as soon as it has the previous answer. OUT gets the results as JSON, the logs, and serve.md, a table. The exit status
+# is 1 if a request failed.
 #
-# INPUT and OUTPUT are the tokens of a prompt and of an answer (512, 128). CLIENTS has the numbers of clients, ROUNDS the
-# requests of each (3; at least 6 in all). OPTIONS are more options of `kvant serve`. LIMIT is the most seconds for a number
-# of clients (120), START those for the server to be ready (400). OTHERS is a list of BASE_URLs of servers that run already, to
-# be measured alike instead of `kvant serve`.
+# INPUT and OUTPUT are the tokens of a prompt and of an answer (512, 128). CLIENTS has the numbers of clients, ROUNDS
+# the requests of each (3; at least 6 in total). OPTIONS are additional options of `kvant serve`. LIMIT is the maximum
+# time in seconds for a number of clients (120), START the maximum time until the server is ready (400). OTHERS is a
+# list of BASE_URLs of running servers, to be measured instead of `kvant serve`.
 set -uo pipefail
 if [ $# -lt 4 ]; then
     sed -n '4p' "$0" >&2
@@ -38,7 +39,7 @@ failures=0
     echo "|---|---|---|---|---|---|---|"
 } | tee "$out/serve.md"
 
-# The URL of a server that is ready, from its log.
+# The URL of a ready server, from its log.
 ready() {
     for _ in $(seq $((10 * ${START:-400}))); do
         url=$(sed -n 's/.*listening on \(http:[^ ]*\).*/\1/p' "$1" | head -1)
@@ -69,7 +70,7 @@ for kv in "${types[@]}"; do
     for clients in ${CLIENTS:-1 8 32 128}; do
         requests=$((clients * ${ROUNDS:-3}))
         [ $requests -lt 6 ] && requests=6
-        # The warm-ups are one request of each client, so that the first measured ones find the server busy with others.
+        # The warm-up has one request per client, so that the first measured ones meet a busy server.
         timeout "${LIMIT:-120}" "$bench" bench serve --backend openai --base-url "$url" --model "$model" --tokenizer "$model" \
             --dataset-name random --random-input-len "${INPUT:-512}" --random-output-len "${OUTPUT:-128}" --ignore-eos \
             --prompt-token-ids --num-prompts "$requests" --max-concurrency "$clients" --num-warmups "$clients" \

@@ -2,8 +2,8 @@
 
     python3 tools/h200/widen_tokenizer.py MODEL [SIZE]
 
-Writes MODEL/tokenizer.json: the shipped model's, with a made-up word for each further id below SIZE, by default the
-vocabulary of MODEL/config.json. A server sends text; without a text for its ids, clients could not count tokens as they come.
+Writes MODEL/tokenizer.json: the shipped model's, with an artificial word for each further id below SIZE, by default the
+vocabulary of MODEL/config.json. A server sends text; if ids had no text, clients could not count streamed tokens.
 """
 
 import json
@@ -19,7 +19,7 @@ def main():
     tokenizer = json.loads(SHIPPED.read_text())
     vocabulary = tokenizer["model"]["vocab"]
     known = set(vocabulary.values()) | {token["id"] for token in tokenizer["added_tokens"]}
-    # GPT-2 writes a space as this letter.
+    # GPT-2 represents a space by this letter.
     vocabulary.update({f"\u0120{id}": id for id in range(size) if id not in known})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
     print(f"{folder / 'tokenizer.json'}: {len(vocabulary)} words")

@@ -1,4 +1,4 @@
-"""Compares what kvant computes with golden data. Requires Python alone, so that it runs on a GPU's machine.
+"""Compares kvant's results with golden data. Requires only Python, so that it runs on a GPU's machine.
 
     compare.py logits GOLDEN.json LOGITS.safetensors BOUND
     compare.py rounded GOLDEN.json LOGITS.safetensors SHARE
@@ -6,9 +6,9 @@
     compare.py file|tokens GOLDEN.json
     compare.py prompt GOLDEN.json NUMBER
 
-The first three print a verdict. The exit status is 1 if something differs by more than BOUND, or if less than SHARE of the most
-probable tokens are the reference's. `file` prints name and sha256 of the model's file, `tokens` the token ids whose logits are
-compared, `prompt` the options of `kvant generate` for an answer, each ended by a zero byte.
+The first three print a verdict. The exit status is 1 if something differs by more than BOUND, or if less than SHARE of
+the most probable tokens equal the reference's. `file` prints name and sha256 of the model's file, `tokens` the token
+ids whose logits are compared, `prompt` the options of `kvant generate` for an answer, each terminated by a zero byte.
 """
 
 import array
@@ -50,7 +50,8 @@ def log_sum(row):
 
 
 def check_logits(golden, path, bound):
-    """Compares the recorded logits. The sum over all of them, which takes long, is compared at every eighth position."""
+    """Compares the recorded logits. The sum over all of them, which takes long, is compared at every eighth
+    position."""
     file, worst, ties = LogitsFile(path), 0.0, 0
     if file.rows != len(golden["tokens"]):
         raise Mismatch(f"logits: {len(golden['tokens'])} rows expected, got {file.rows}")
@@ -85,7 +86,7 @@ def check_rounded(golden, path, share):
 
 
 def check_teacher_forced(answer, path, bound):
-    """Compares the most probable tokens after llama.cpp's own with these."""
+    """Compares the most probable tokens after llama.cpp's own tokens with llama.cpp's."""
     file, theirs = LogitsFile(path), answer["llama_cpp"]
     decided, first = 0, None
     for index, (token, gap, error) in enumerate(zip(theirs["tokens"], theirs["gaps"], theirs["errors"])):
@@ -99,8 +100,8 @@ def check_teacher_forced(answer, path, bound):
 
 
 def difference(answer, text):
-    """The index of the first token that a text has not, and its margin in the reference; or None."""
-    # A cut within a character is spelled in several ways.
+    """The index of the first token that a text lacks, and its margin in the reference; or None."""
+    # An incomplete character is written in several ways.
     right, text = answer["text"].rstrip("\ufffd"), text.rstrip("\ufffd")
     if text == right:
         return None
@@ -110,7 +111,7 @@ def difference(answer, text):
 
 
 def check_answer(answer, text, bound, what):
-    """A text must equal the reference's up to a token that is less than two errors above the second."""
+    """A text must equal the reference's up to a token whose margin over the second is less than two errors."""
     found = difference(answer, text)
     if found is None:
         return "equal"

@@ -21,7 +21,7 @@ TOKENS = 64
 def logits(kvant, model, ids, path):
     """Writes the logits after each of the ids."""
     command = [kvant, "logits", "--model", model, *EXACT, "--tokens", " ".join(map(str, ids)), "--out", path]
-    # A pass of all tokens holds the logits twice.
+    # A pass over all tokens would store the logits twice.
     subprocess.run([*command, "--step", "128"], check=True, stderr=subprocess.DEVNULL)
 
 
@@ -51,12 +51,12 @@ class Serving(Server):
         return self.ask("/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
 
     def render(self, chat, tools, is_prompt):
-        """The rendered text, or None if it is refused."""
+        """The rendered text, or None if it is rejected."""
         body = {"messages": as_sent(chat), "tools": tools or [], "add_generation_prompt": is_prompt}
         return self.ask("/apply-template", body).get("prompt")
 
     def answers(self, questions, stream):
-        """`answer` to each question; all are asked at once."""
+        """`answer` to each question; all are sent concurrently."""
         with ThreadPoolExecutor(len(questions)) as threads:
             return list(threads.map(lambda question: self.answer(question, stream), questions))
 
@@ -83,12 +83,12 @@ class Serving(Server):
 
 
 def content(choice):
-    """The text of a choice, whole or in parts, of a chat or not."""
+    """The text of a choice, streamed or not, of chat or completions."""
     return choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
 
 
 def as_sent(chat):
-    """Messages in OpenAI's form: arguments of calls are text there."""
+    """Messages in OpenAI's format: arguments of calls are text there."""
     chat = json.loads(json.dumps(chat))
     for message in chat:
         for call in message.get("tool_calls", []):
@@ -98,12 +98,12 @@ def as_sent(chat):
 
 
 class Terminal:
-    """A program in a terminal of its own, by tmux."""
+    """A program in its own terminal, by tmux."""
 
     numbers = itertools.count()
 
     def __init__(self, command):
-        # The server of the terminal before may still be ending.
+        # The server of the previous terminal may still be ending.
         self.socket = f"kvant-{os.getpid()}-{next(Terminal.numbers)}"
         self.run("-f", "/dev/null", "new-session", "-d", "-x", "250", "-y", "50", *command)
 
@@ -124,7 +124,7 @@ class Terminal:
         self.run("send-keys", "Enter")
 
     def wait(self, pattern, seconds=120):
-        """The match of a pattern in what the terminal shows, without the spaces at its end."""
+        """The match of a pattern in the contents of the terminal, without trailing spaces."""
         deadline = time.monotonic() + seconds
         while True:
             shown = self.run("capture-pane", "-p", "-J", "-S", "-500").rstrip()
@@ -151,8 +151,8 @@ def chat(kvant, model, question):
 
 
 def type_ahead(kvant, model):
-    """Keys that are typed while an answer is written are not shown in it, and are the next line."""
-    # Stops by itself long after the keys have been typed.
+    """Keys typed while an answer is written are not echoed in it, and form the next line."""
+    # Ends on its own long after the keys have been typed.
     command = [kvant, "chat", model, "--plain", "--max-tokens", "120", "--context", "2048", "--temperature", "0.9", "--seed", "1"]
     with Terminal(command) as terminal:
         terminal.wait(r"(^|\n)>$")
@@ -160,7 +160,7 @@ def type_ahead(kvant, model):
         terminal.wait(r"story\.\s+\S[^\n]{20}")
         terminal.run("send-keys", "-l", "/set seedx")
         terminal.run("send-keys", "BSpace", "Enter")
-        # Not a whole line.
+        # An incomplete line.
         terminal.run("send-keys", "-l", "/sys")
         shown = terminal.wait(r"story\. *\n(.*)\n\(\d+ tokens, [^\n]*\)\n+> /set seed *\n(.*)\n> /sys$")
         answer, report = shown.groups()

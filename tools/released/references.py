@@ -21,7 +21,7 @@ from . import texts
 
 PACKAGES = ["torch", "transformers", "gguf", "xllamacpp"]
 CONTEXT = 2048
-# Logits that a file of golden data has at a position: of the most probable tokens, and of random ones.
+# Recorded logits per position: of the most probable tokens, and of random ones.
 TOP, RANDOM = 8, 8
 
 
@@ -40,7 +40,7 @@ class Transformers:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def render(self, messages, tools, is_prompt):
-        """The text, or None if the template refuses the conversation."""
+        """The text, or None if the template rejects the conversation."""
         options = {"tools": tools, "add_generation_prompt": is_prompt, "tokenize": False}
         try:
             return self.tokenizer.apply_chat_template(messages, **options)
@@ -53,7 +53,7 @@ class Transformers:
             return self.model(torch.tensor([ids])).logits[0].float()
 
     def greedy(self, ids, count):
-        """The most probable tokens up to the end of the answer, and how far each is above the second."""
+        """The most probable tokens up to the end of the answer, and the margin of each over the second."""
         prompt = torch.tensor([ids])
         options = {"max_new_tokens": count, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
         answer = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
@@ -97,7 +97,7 @@ class LlamaCpp:
 
 
 def logits(ids, rows, every):
-    """Logits of a text at some positions, and the logarithm of the sum of their exponentials."""
+    """Logits of a text at some positions, and the log-sum-exp of all logits there."""
     chance = random.Random(1)
     at = list(range(0, len(ids), every))
     chosen = [row.topk(TOP).indices.tolist() + chance.sample(range(len(row)), RANDOM) for row in rows[at]]
@@ -107,7 +107,7 @@ def logits(ids, rows, every):
 
 
 def token_ids(name, model, llama_cpp):
-    """The ids of each string. Where the references differ, texts.DIFFERENCES must say whose are right."""
+    """The ids of each string. If the references differ, texts.DIFFERENCES must specify the correct one."""
     found, differences = [], texts.DIFFERENCES[name]
     for text in texts.STRINGS:
         form = texts.NORMALISED.get(name)

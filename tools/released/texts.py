@@ -1,4 +1,4 @@
-"""What the bed of released models feeds: a text, strings that tokenizers get wrong, questions."""
+"""The inputs of the test bed of released models: a text, strings that are hard for tokenizers, questions."""
 
 import json
 import os
@@ -33,8 +33,8 @@ def long_text():
         return MIXED + file.read(6000)
 
 
-# Strings that show a wrong pattern, normaliser, merge order or special token. Lone surrogates cannot be sent as JSON: clients
-# replace them.
+# Strings that reveal a wrong pattern, normaliser, merge order or special token. Lone surrogates cannot be sent as JSON:
+# clients replace them.
 STRINGS = [
     "", " ", "  ", "   ", "       ", " " * 16, " " * 17, " " * 200, " a", "a ", "  a", "a  b", "a   b    c", " \u2581a", "\u2581", "a\u2581b",
     "\t", "\t\t", "\t\t\t\tx", " \t ", "\ta\t", "\n", "\n\n", "\n\n\n", "\n" * 9, " \n", "\n ", " \n \n ", "a\nb", "a\n\n\nb", "a \nb", "a\n b",
@@ -74,8 +74,9 @@ def messages(question):
     return [{"role": role, "content": question[role]} for role in ("system", "user") if role in question]
 
 
-# Which conversations a template renders, by the names in CHATS. Those with tools are rendered with both tools. Contents in parts are
-# not among them: kvant joins them for a template that knows none, and transformers fails.
+# The conversations that a template renders, by their names in CHATS. Conversations with tools are rendered with both
+# tools. Contents in parts are excluded: kvant joins them for a template that does not support them, and transformers
+# fails.
 PLAIN = ["hello", "system", "turns", "system turns", "unicode", "empty", "two users", "starts with assistant"]
 WITH_TOOLS = ["hello", "system", "call", "call and text", "result", "answered", "two calls"]
 
@@ -83,7 +84,7 @@ WITH_TOOLS = ["hello", "system", "call", "call and text", "result", "answered", 
 def chats():
     """Every rendering: its name, messages, tools, and whether the prompt of the answer follows.
 
-    A content that is null is "", as kvant gives it to templates: some cannot render null, and answers with calls have it.
+    A null content is "", as kvant passes it to templates: some cannot render null, and answers with calls have it.
     """
     with open(CHATS, encoding="utf-8") as file:
         data = json.load(file)
@@ -97,7 +98,7 @@ def chats():
         yield f"{name}, tools", data["conversations"][name], data["tools"]["two"], True
 
 
-# Strings that transformers and llama.cpp split in different ways: whose ids kvant must have, and why they differ.
+# Strings that transformers and llama.cpp split differently: the reference whose ids kvant must have, and the reason.
 MERGED = "transformers derives merges from the file's scores, in an order in which equal scores are not those of the vocabulary"
 DIFFERENCES = {
     "smollm2": {
@@ -111,6 +112,6 @@ DIFFERENCES = {
         "</s>": ("transformers", "an ordinary token of the file; llama.cpp makes a special token of every token with this text"),
     },
 }
-# What the model's tokenizer.json does with a text first. The file has no key for it, kvant knows it by `tokenizer.ggml.pre`, and both
-# references leave it out: they get the composed text.
+# The first step of the model's tokenizer.json. The file has no key for it, kvant derives it from `tokenizer.ggml.pre`,
+# and both references omit it: they get the composed text.
 NORMALISED = {"qwen2.5": "NFC"}
