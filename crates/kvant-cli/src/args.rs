@@ -19,13 +19,12 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// Faster prompts on the CPU device: matrix products with 16 tokens or more round activations to 8 bits, on
-    /// processors with VNNI; with AMX, activations and weights to 8 significant bits. Decode of fewer than 16 sequences
-    /// stays as it is
+    /// processors with VNNI; with AMX, activations and weights to 8 significant bits. Decoding of fewer than 16
+    /// sequences is not affected
     #[arg(long)]
     eight_bit_activations: bool,
-    /// On the CPU device, the same seed and prompt give the same text whatever runs at the same time: logits depend on
-    /// the text alone, not on prefixes found in the cache, chunks of prompts, other requests or the number of threads.
-    /// Prompts are slower
+    /// On the CPU device, equal seeds and prompts give equal texts: logits depend on the text alone, not on prefixes
+    /// found in the cache, chunks of prompts, concurrent requests or the number of threads. Prompts are slower
     #[arg(long, conflicts_with = "eight_bit_activations")]
     batch_invariant: bool,
 }

@@ -39,12 +39,12 @@ const HELP: &str = "/system TEXT     set the system message\n\
                     /clear           forget the conversation\n\
                     /exit, /quit, /help\n\
                     A line that ends with \\ continues on the next. Ctrl-C stops an answer, Ctrl-D ends the chat.\n\
-                    Keys that are typed during an answer are for the next line.\n";
+                    Keys typed during an answer belong to the next line.\n";
 
 /// Chat with a model
 ///
-/// Lines are messages, and lines that begin with / are commands: /help lists them. Where standard input is no terminal,
-/// lines are read without a prompt, and the exit code is 1 if one of them has failed.
+/// Lines are messages, and lines that begin with / are commands: /help lists them. If standard input is not a terminal,
+/// lines are read without a prompt, and the exit code is 1 if any of them has failed.
 #[derive(clap::Args)]
 pub struct ChatArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as

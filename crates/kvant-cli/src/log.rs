@@ -17,7 +17,7 @@ use std::{
 use tracing_subscriber::filter::LevelFilter;
 
 /// Maximum lines in the queue.
-const ROOM: usize = 4096;
+const MAX_QUEUED: usize = 4096;
 /// Maximum time that the end of the process waits for the last lines.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
@@ -71,7 +71,7 @@ pub struct LogWriter {
 impl LogWriter {
     /// Starts the thread. If that fails, lines are dropped.
     pub fn new(out: impl Write + Send + 'static) -> LogWriter {
-        let (lines, received) = sync_channel(ROOM);
+        let (lines, received) = sync_channel(MAX_QUEUED);
         let lost = Arc::new(AtomicU64::new(0));
         let of_thread = Arc::clone(&lost);
         let _ = thread::Builder::new().name("kvant-log".to_string()).spawn(move || write(out, &received, &of_thread));
@@ -169,7 +169,7 @@ mod tests {
         let sink = Sink::default();
         let closed = sink.gate.lock().unwrap();
         let mut log = LogWriter::new(sink.clone());
-        for _ in 0..3 * ROOM {
+        for _ in 0..3 * MAX_QUEUED {
             log.write_all(b"line\n").unwrap();
         }
         drop(closed);
@@ -178,7 +178,7 @@ mod tests {
         log.flush();
         let written = String::from_utf8(sink.written.lock().unwrap().clone()).unwrap();
         assert!(written.contains("log lines were lost") && written.contains("last\n"), "{} bytes", written.len());
-        assert!(written.lines().count() <= ROOM + 4);
+        assert!(written.lines().count() <= MAX_QUEUED + 4);
     }
 
     #[test]

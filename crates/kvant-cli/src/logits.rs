@@ -54,7 +54,7 @@ pub fn run(args: &LogitsArgs) -> Result {
     let tokens = match (&args.tokens.tokens, &args.tokens.tokens_file) {
         (Some(text), _) => tokens::parse(text, "--tokens")?,
         (None, Some(path)) => tokens::read(path)?,
-        (None, None) => unreachable!("clap asks for one of them"),
+        (None, None) => unreachable!("clap requires one of them"),
     };
     // Checked before the slow part.
     if let Some(folder) = args.out.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {

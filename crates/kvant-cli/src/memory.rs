@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_share_what_the_model_leaves() {
+    fn sequences_share_the_remaining_memory() {
         let files = crate::shipped::files(None).unwrap();
         let model = Inspection::open(&files).unwrap();
         let pool = PoolOptions { sequences: 16, longest: 1 << 20, ..PoolOptions::default() };

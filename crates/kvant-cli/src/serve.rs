@@ -181,9 +181,9 @@ fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resul
     Ok(Server::new(engine, template, options))
 }
 
-/// The name of a model: that of its directory or file.
+/// The name of a model: the name of its directory or file.
 fn name_of(path: &Path) -> String {
-    // A name on the hub is no path.
+    // A name on the hub is not a path.
     let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     name.strip_suffix(".gguf").unwrap_or(&name).to_string()

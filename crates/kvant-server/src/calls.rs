@@ -102,9 +102,9 @@ pub(crate) fn rule(grammar: &Grammar) -> String {
     }
 }
 
-/// Writes a regular expression between slashes. All slashes in it are escaped, including those already escaped.
+/// Writes a regular expression between slashes. Escapes each slash in it that is not escaped yet.
 fn regex_rule(regex: &str) -> String {
-    // An unescaped `//` begins a comment.
+    // `//` would begin a comment.
     if regex.is_empty() {
         return "\"\"".to_string();
     }

@@ -363,7 +363,7 @@ struct ChoiceText {
     stream: TextStream<Arc<Tokenizer>>,
     /// Whole characters in the tokens so far.
     offset: usize,
-    /// Whether the generated text shows the names of special tokens; the same for the prompt.
+    /// Whether the names of special tokens are shown in the generated text, and in the prompt.
     special: bool,
     prompt_special: bool,
 }

@@ -80,7 +80,7 @@ async fn accept(listener: &TcpListener) -> TcpStream {
 struct Connection {
     stream: TcpStream,
     limit: Duration,
-    /// Runs from the last successful write.
+    /// Runs while a write is blocked.
     stalled: Option<Pin<Box<Sleep>>>,
 }
 

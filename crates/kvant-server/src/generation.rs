@@ -65,7 +65,7 @@ impl Generation {
                 let first = self.first[index].unwrap_or_else(Instant::now);
                 let first_ms = (first - self.submitted).as_millis() as u64;
                 let seconds = first.elapsed().as_secs_f64();
-                // The time to the first token includes the prompt.
+                // The first token is not counted: its time is part of the prompt.
                 let rate = generated_tokens.saturating_sub(1) as f64 / seconds.max(1e-9);
                 let tokens_per_second = (rate * 10.0).round() / 10.0;
                 tracing::info!(

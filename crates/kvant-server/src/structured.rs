@@ -278,7 +278,7 @@ impl OutputConstraint {
                     rules.push(format!("FREE: {}", without(app, first)));
                     answers = vec!["FREE (call FREE)*"];
                 }
-                // A call is JSON.
+                // Without delimiters, any JSON is a call.
                 (true, _) => {
                     rules.push(format!("call: {calls}\nFREE: /(\\s*[^{{\\s](?s:.*))?/"));
                     answers.push("FREE");

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn measures_what_a_call_takes() {
+    fn measures_the_time_of_a_call() {
         let mut calls = 0;
         let timing = repeat(Duration::from_millis(30), |i| {
             assert_eq!(i, calls);

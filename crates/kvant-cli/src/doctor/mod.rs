@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn distances_are_relative_and_notice_what_is_not_a_number() {
+    fn distances_are_relative_and_notice_nan() {
         assert_eq!(distance(&[3.0, 4.0], &[3.0, 4.0]), 0.0);
         assert_eq!(distance(&[3.0, 5.0], &[3.0, 4.0]), 0.2);
         assert_eq!(distance(&[0.0], &[0.0]), 0.0);

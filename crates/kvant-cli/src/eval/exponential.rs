@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn powers_are_those_of_f64() {
+    fn powers_equal_f64_powers() {
         for i in -8600..8800 {
             let x = i as f32 / 100.0;
             let error = f64::from(exp(x)) / f64::from(x).exp() - 1.0;

@@ -92,7 +92,7 @@ struct TextSource {
 
 impl TextSource {
     fn path(&self) -> &Path {
-        self.text.as_deref().or(self.tokens.as_deref()).unwrap_or_else(|| unreachable!("clap asks for one of them"))
+        self.text.as_deref().or(self.tokens.as_deref()).unwrap_or_else(|| unreachable!("clap requires one of them"))
     }
 }
 
@@ -216,7 +216,7 @@ fn read(source: &TextSource, files: &Files) -> Result<Vec<u32>> {
     if let Some(path) = &source.tokens {
         return tokens::read(path);
     }
-    let Some(path) = &source.text else { unreachable!("clap asks for one of them") };
+    let Some(path) = &source.text else { unreachable!("clap requires one of them") };
     let text = tokens::read_text(path)?;
     let tokenizer = Tokenizer::load_files(files)?;
     let mut tokens = Vec::new();

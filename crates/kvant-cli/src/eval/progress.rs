@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rest_takes_as_long_a_token_as_what_is_done() {
+    fn the_remaining_time_follows_the_rate_so_far() {
         assert_eq!(line(64, 256, Duration::from_secs(10)), "64/256 tokens, 30 s left");
         assert_eq!(line(0, 256, Duration::ZERO), "0/256 tokens, 0 s left");
         assert_eq!(line(256, 256, Duration::from_secs(40)), "256/256 tokens, 0 s left");

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probability_is_that_of_a_softmax() {
+    fn probabilities_are_a_softmax() {
         let exact = Exact::new(&[1000.0, 1001.0, 999.0]);
         assert!(((0..3).map(|token| exact.probability(token)).sum::<f64>() - 1.0).abs() < 1e-6);
         assert!(((exact.probability(1) / exact.probability(0)).ln() - 1.0).abs() < 1e-9);
@@ -185,7 +185,7 @@ mod tests {
 
     /// From 16-bit rounding to unrelated logits, with and without a common offset.
     #[test]
-    fn divergences_equal_those_in_f64() {
+    fn divergences_equal_f64_divergences() {
         let mut state = 1u64;
         let mut noise = || {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);

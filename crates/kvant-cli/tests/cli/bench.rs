@@ -34,7 +34,7 @@ fn writing_reads_new_vectors_and_writes_cached_ones() {
 
 /// Codecs with page means are measured on a pool.
 #[test]
-fn means_of_pages_count_among_what_is_moved() {
+fn bytes_include_the_means_of_pages() {
     let vectors = 4096 * 2 * 2 * (64 / 2 + 2);
     assert_eq!(bytes("attend", "4096", "tq4c"), vectors + 64 * 2 * 2 * (64 + 4));
     assert_eq!(bytes("encode", "128", "tq2c"), 128 * 2 * 2 * (64 * 4 + 64 / 4 + 2) + 2 * 2 * 2 * (64 + 4));
@@ -49,7 +49,7 @@ fn pages_can_be_chosen() {
 
 /// New keys and values have the dtype of the activations.
 #[test]
-fn activations_count_among_what_is_moved() {
+fn bytes_depend_on_activations() {
     let args = "bench kv-write --shapes 64:4:2 --context 100 --kv f16 --seconds 0.01 --json --activations bf16";
     let lines = kvant(&args.split(' ').collect::<Vec<_>>()).json();
     assert_eq!(lines[0]["bytes"], 100 * 2 * 2 * 64 * (2 + 2));
@@ -107,7 +107,7 @@ fn a_model_is_measured_in_parts() {
 
 /// In a mixture of experts, a token reads only the experts that it is routed to.
 #[test]
-fn decode_counts_what_a_token_reads() {
+fn decode_counts_the_bytes_of_a_token() {
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-models/tests/golden/moe");
     let lines = model_lines(&["--model", model, "--decode", "1", "--kv", "f32", "--seconds", "0"]);
     // Matrices are bf16 with 32 inputs. Two layers have heads of 64, one has a head of 128 whose values are its keys.

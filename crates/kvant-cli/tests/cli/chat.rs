@@ -1,7 +1,7 @@
 use crate::{kvant, kvant_with_input, scratch, shipped, str};
 
 #[test]
-fn a_model_without_a_template_says_what_to_do() {
+fn a_model_without_a_template_names_the_options() {
     let error = kvant(&["chat", str(&shipped())]).error();
     assert!(error.contains("no chat template") && error.contains("--template") && error.contains("--plain"), "{error}");
 }
@@ -82,7 +82,7 @@ fn a_long_context_warns() {
 }
 
 #[test]
-fn wrong_lines_say_what_is_expected() {
+fn invalid_lines_name_the_expected_values() {
     let model = shipped();
     let args = ["chat", str(&model), "--plain"];
     let run = kvant_with_input(&args, b"/save\n/load\n/think maybe\n/nope\n");

@@ -15,7 +15,7 @@ fn every_kind_is_listed_with_a_name_or_a_reason() {
 }
 
 #[test]
-fn people_get_one_line_a_kind() {
+fn each_kind_prints_one_line() {
     let text = kvant(&["devices"]).ok();
     assert_eq!(text.lines().count(), 4);
     assert!(text.lines().any(|line| line.contains("cpu") && line.contains("threads")), "{text}");

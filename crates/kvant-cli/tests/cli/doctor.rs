@@ -4,7 +4,7 @@ const KEYS: &str = "device case status error bound reason first_us us";
 
 /// On the CPU every case is correct; together the cases cover every operation.
 #[test]
-fn the_cpu_is_well() {
+fn all_cases_pass_on_the_cpu() {
     let lines = kvant(&["doctor", "--device", "cpu", "--json"]).json();
     for line in &lines {
         assert_keys(line, KEYS);
@@ -22,7 +22,7 @@ fn the_cpu_is_well() {
 }
 
 #[test]
-fn people_read_one_line_for_a_case() {
+fn each_case_prints_one_line() {
     let text = kvant(&["doctor", "--device", "reference", "--activations", "bf16"]).ok();
     assert!(text.starts_with("reference"), "{text}");
     let lines: Vec<&str> = text.lines().skip(1).collect();

@@ -59,8 +59,8 @@ fn absent_devices_say_why() {
 /// A library with the driver's name but without its functions: one message says that no GPU is available; the CPU runs.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_driver_that_is_none() {
-    let directory = scratch("a_driver_that_is_none");
+fn an_invalid_driver_is_reported_once() {
+    let directory = scratch("an_invalid_driver_is_reported_once");
     let source = directory.join("empty.c");
     std::fs::write(&source, "int nothing(void) { return 0; }\n").unwrap();
     for name in ["libcuda.so", "libcuda.so.1"] {
@@ -79,9 +79,9 @@ fn a_driver_that_is_none() {
 }
 
 #[test]
-fn files_that_are_not_there() {
+fn missing_files_are_named() {
     fails(&["generate", "--model", "/nowhere/at/all"], "/nowhere/at/all: no such directory");
-    let empty = scratch("files_that_are_not_there");
+    let empty = scratch("missing_files_are_named");
     generate_fails(&empty, "not a checkpoint: it has no config.json");
     // An existing file is not reported as missing.
     generate_fails(&shipped().join("config.json"), "config.json: expected the directory of a checkpoint");
@@ -99,9 +99,9 @@ fn files_that_are_not_there() {
 }
 
 #[test]
-fn tokens_that_are_none() {
+fn invalid_tokens_are_refused() {
     let model = shipped();
-    let out = scratch("tokens_that_are_none").join("out.safetensors");
+    let out = scratch("invalid_tokens_are_refused").join("out.safetensors");
     let logits = |tokens| ["logits", "--model", str(&model), "--out", str(&out), "--tokens", tokens];
     fails(&logits("2 x"), "\"x\"");
     fails(&logits(""), "no tokens");
@@ -135,8 +135,8 @@ fn truncated_weights() {
 
 /// Weights whose products overflow every dtype give an error instead of text made of id 0.
 #[test]
-fn logits_that_are_no_numbers() {
-    let directory = copy_of_the_model("logits_that_are_no_numbers");
+fn nan_logits_are_an_error() {
+    let directory = copy_of_the_model("nan_logits_are_an_error");
     let weights = directory.join("model.safetensors");
     let mut bytes = std::fs::read(&weights).unwrap();
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;

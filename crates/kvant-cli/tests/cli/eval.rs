@@ -144,7 +144,7 @@ fn windows_begin_anew() {
 }
 
 #[test]
-fn people_get_a_table() {
+fn results_are_printed_as_a_table() {
     let file = scratch("eval_table").join("text");
     std::fs::write(&file, TEXT).unwrap();
     let table = kvant(&["eval", "--text", str(&file), "--kv", "f16,tq4"]).ok();

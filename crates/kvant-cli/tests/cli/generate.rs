@@ -8,7 +8,7 @@ const KEYS: &str = "text prompt_tokens generated_tokens decode_steps warm_up_sec
                     decode_tokens_per_s cache_bytes cache_bytes_f16 kv device";
 
 #[test]
-fn without_arguments_it_writes_a_text() {
+fn generate_without_arguments_writes_a_text() {
     let run = kvant(&["generate", "--max-tokens", "24"]);
     assert!(run.stderr.contains("tokens/s") && run.stderr.contains("f16"), "{}", run.stderr);
     assert!(run.ok().split_whitespace().count() > 5);
@@ -36,7 +36,7 @@ fn a_prompt_begins_once() {
 }
 
 #[test]
-fn json_holds_what_people_see() {
+fn json_equals_the_text_output() {
     let args = ["generate", "--prompt", "A `Vec<T>` is", "--max-tokens", "20", "--kv", "tq6:tq4", "--seed", "7"];
     let text = kvant(&args).ok();
     let lines = kvant(&[&args[..], &["--json"]].concat()).json();
@@ -74,7 +74,7 @@ fn a_prompt_from_standard_input() {
 }
 
 #[test]
-fn a_closed_pipe_ends_it_quietly() {
+fn a_closed_pipe_is_not_an_error() {
     let mut command = command(&["generate", "--max-tokens", "400", "--temperature", "1"]);
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());
@@ -86,7 +86,7 @@ fn a_closed_pipe_ends_it_quietly() {
 
 /// JSON and text have different readers.
 #[test]
-fn json_comes_though_nobody_reads_the_text() {
+fn json_is_written_if_the_text_stream_is_closed() {
     let mut command = command(&["generate", "--max-tokens", "40", "--json"]);
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stderr.take());

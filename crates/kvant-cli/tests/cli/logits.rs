@@ -47,7 +47,7 @@ fn devices_are_not_replaced() {
 }
 
 #[test]
-fn the_same_however_many_at_a_time() {
+fn logits_do_not_depend_on_the_step() {
     // Longer than the sliding window of 128, so that its rings wrap.
     let tokens: Vec<String> = (0..150).map(|i| ((i * 37 + 11) % 4000 + 5).to_string()).collect();
     let tokens = tokens.join(" ");

@@ -330,7 +330,7 @@ fn texts_follow_regular_expressions_and_grammars() {
 }
 
 #[test]
-fn wrong_grammars_say_what_is_wrong() {
+fn invalid_grammars_name_the_reason() {
     let wrong = [
         (Grammar::JsonSchema("{".to_string()), "EOF"),
         (Grammar::JsonSchema("[]".to_string()), "an object"),
@@ -350,7 +350,7 @@ fn wrong_grammars_say_what_is_wrong() {
 
 /// Maximum cost of common grammars: the mean time of the masks of a text.
 #[test]
-fn masks_cost_little() {
+fn masks_are_cheap() {
     let schema = json!({
         "type": "object",
         "properties": {"name": {"type": "string"}, "kind": {"enum": ["a", "b"]}, "lines": {"type": "integer"},

@@ -81,8 +81,7 @@ impl Worker {
         let step = match (&plan.step, self.scheduler.storage_mut().decoder()) {
             (PoolStep::Mixed(step), _) => step,
             (PoolStep::Recorded, Some(decoder)) => {
-                // The pass samples for all requests or for none: if the host adjusts logits of some, it samples for
-                // all.
+                // The pass samples after all tokens, or after none if the host adjusts the logits of any request.
                 let nobody = Sampling::default();
                 let plain = |row: &PlanRow| self.running.get(&row.id).map_or(Some(&nobody), Running::plain_sampling);
                 let plain = plan.rows.iter().flat_map(|row| row.tokens.clone().map(move |_| plain(row)));

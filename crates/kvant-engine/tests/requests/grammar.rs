@@ -77,7 +77,7 @@ fn texts_follow_a_schema() {
 }
 
 #[test]
-fn a_crowd_preemptions_and_chunks_do_not_change_texts() {
+fn concurrency_preemptions_and_chunks_do_not_change_texts() {
     let roomy = engine(options().sequences(1));
     let expected = texts(&roomy, with_schema(&roomy, 8));
     let few = engine(options().sequences(6).step_tokens(7).memory(5 << 20).page_tokens(16));

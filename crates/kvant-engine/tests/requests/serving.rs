@@ -27,7 +27,7 @@ fn alone(model: &Model, tokenizer: &Tokenizer, prompt: &str, sampling: &Sampling
 }
 
 #[test]
-fn a_crowd_gets_what_each_gets_alone() {
+fn concurrent_requests_get_the_results_of_single_ones() {
     let engine = engine(options().sequences(5).step_tokens(24));
     let (model, tokenizer) = (model(), Tokenizer::load(shipped()).unwrap());
     let samplings = [

@@ -381,7 +381,7 @@ fn simulate(requests: usize) {
 }
 
 #[test]
-fn outputs_are_those_of_requests_alone() {
+fn outputs_equal_those_of_single_requests() {
     let all = std::env::var("KVANT_TEST_SCOPE").is_ok_and(|scope| scope == "all");
     simulate(if all { 1_000_000 } else { 100_000 });
 }

@@ -575,7 +575,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn there_and_back(value in any_json()) {
+        fn tokens_round_trip(value in any_json()) {
             for text in [value.to_string(), serde_json::to_string_pretty(&value).unwrap()] {
                 let parsed = JsonValue::parse(&text).unwrap();
                 prop_assert_eq!(&parsed, &JsonValue::from(value.clone()));

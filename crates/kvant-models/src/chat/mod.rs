@@ -5,7 +5,7 @@
 //! | describe a conversation | [`Message`], [`ChatRole`], [`Content`], [`ToolCall`] |
 //! | render it with the model's template | [`ChatTemplate`], [`Conversation`] |
 //! | tokens of it, in which users cannot write special tokens | [`ChatTemplate::encode`] |
-//! | split a reply into thoughts, content and tool calls | [`ReplyParser`] |
+//! | split a reply into reasoning, content and tool calls | [`ReplyParser`] |
 //! | JSON whose numbers keep their digits, as in the arguments of calls | [`JsonValue`] |
 //! | end a text at stop strings | [`StopStrings`] |
 //! | the sampling parameters that a checkpoint recommends | [`GenerationDefaults`] |

@@ -248,7 +248,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_are_what_is_decoded(ids in prop::collection::vec(0u32..10, 0..12)) {
+        fn pieces_equal_the_decoded_text(ids in prop::collection::vec(0u32..10, 0..12)) {
             for (tokenizer, strips) in [(sentencepiece(false), false), (sentencepiece(true), true), (byte_level(), false)] {
                 if let Ok(text) = String::from_utf8(joined(&tokenizer.pieces().unwrap(), &ids)) {
                     let decoded = tokenizer.decode(&ids).unwrap();

@@ -179,7 +179,7 @@ fn absurd_configurations_are_refused_by_key() {
 }
 
 #[test]
-fn two_words_on_tied_embeddings_must_agree() {
+fn two_keys_of_tied_embeddings_must_agree() {
     for (inner, outer, fine) in [(true, true, true), (true, false, false), (false, true, false)] {
         let mut config = config_of("wide");
         config["text_config"]["tie_word_embeddings"] = inner.into();

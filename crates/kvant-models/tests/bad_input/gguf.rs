@@ -65,7 +65,7 @@ fn every_truncation_is_an_error() {
 
 /// Replacing any byte gives an error or a consistent file.
 #[test]
-fn lies_at_every_offset() {
+fn every_replaced_byte_is_an_error_or_consistent() {
     let bytes = sample().bytes();
     let mut errors = 0;
     for at in 0..bytes.len() {
@@ -87,7 +87,7 @@ fn lies_at_every_offset() {
 }
 
 #[test]
-fn lies_are_named() {
+fn errors_name_the_inconsistency() {
     let claims = |pairs: u64, tensors: u64| {
         let mut bytes = b"GGUF\x03\0\0\0".to_vec();
         bytes.extend(tensors.to_le_bytes());
@@ -157,7 +157,7 @@ fn lies_are_named() {
 
 /// Metadata and tensors of models: replacing any byte of a header gives an error or a model that runs.
 #[test]
-fn lies_in_models() {
+fn replaced_header_bytes_are_errors_or_run() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.gguf");
     for variant in ["llama_gguf", "ministral3_gguf", "gemma4_shared_gguf"] {

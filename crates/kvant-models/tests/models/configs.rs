@@ -226,6 +226,6 @@ fn keys_that_are_left_out_have_the_defaults_of_transformers() {
 }
 
 #[test]
-fn scalings_are_those_of_transformers_or_refused() {
+fn scalings_equal_transformers_or_are_refused() {
     check(&["rope/"]);
 }

@@ -169,7 +169,7 @@ fn both_forms_of_head_sizes_are_the_same_model() {
 
 /// Inspecting headers gives the bytes of the loaded model, and the number of its parameters.
 #[test]
-fn inspections_state_what_is_loaded() {
+fn inspections_equal_the_loaded_model() {
     for variant in VARIANTS.into_iter().chain(FAMILIES).chain(MLX_FAMILIES) {
         let files = Files::directory(golden(variant));
         let (found, model) =

@@ -330,7 +330,7 @@ fn generation_ends_for_the_reason_it_gives() {
 
 /// Token by token, recorded or not: equal logits and samples, in any order of calls.
 #[test]
-fn a_decoder_does_what_forward_does() {
+fn a_decoder_equals_forward() {
     let model = model();
     let sampling = Sampling::default().temperature(0.9).top_p(0.9).seed(3);
     let [mut fed, mut straight] = [(); 2].map(|()| model.new_pool(&exact(300)).unwrap().sequence());
@@ -373,7 +373,7 @@ fn a_decoder_does_what_forward_does() {
 
 /// Errors are returned before anything changes, and the sequence can continue.
 #[test]
-fn refused_calls_leave_the_sequence_alone() {
+fn refused_calls_do_not_change_the_sequence() {
     let model = model();
     let tokens: Vec<u32> = (10..40).collect();
     let mut sequence = model.new_pool(&exact(40)).unwrap().sequence();
@@ -404,7 +404,7 @@ fn refused_calls_leave_the_sequence_alone() {
 
 /// Truncating and feeding again gives equal results, even after windows have passed pages.
 #[test]
-fn truncated_sequences_go_on_exactly() {
+fn truncated_sequences_continue_exactly() {
     let model = model();
     let tokens: Vec<u32> = (0..300).map(|i| (i * 37 + 11) % 4096).collect();
     let mut sequence = model.new_pool(&exact(400)).unwrap().sequence();

@@ -103,7 +103,7 @@ fn defaults(json: &Value) -> Result<GenerationDefaults, Error> {
 }
 
 #[test]
-fn sampling_parameters_at_limits_mean_what_transformers_does_with_them() {
+fn sampling_parameters_at_limits_equal_transformers() {
     let read = |json: Value| defaults(&json).unwrap();
     for (written, top_k) in [(json!(-1), 0), (json!(0), 0), (json!(50.0), 50), (json!(20), 20)] {
         assert_eq!(read(json!({ "top_k": written })).top_k, Some(top_k), "{written}");

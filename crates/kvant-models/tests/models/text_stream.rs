@@ -100,7 +100,7 @@ fn a_character_that_begins_in_the_prompt_is_in_the_text() {
 }
 
 #[test]
-fn only_the_end_of_a_long_prompt_matters() {
+fn only_the_end_of_a_long_prompt_is_decoded() {
     for count in [63, 64, 65, 1000] {
         for (name, tokenizer) in all() {
             let mut prompt = vec![2; count];
@@ -168,7 +168,7 @@ fn text_after_invalid_bytes_is_kept() {
 
 /// Any number of tokens without text, with a decoder that treats the start of a text specially.
 #[test]
-fn silent_ids_change_nothing() {
+fn ids_without_text_change_nothing() {
     let mut ids = vec![word("▁the"); 3];
     for silent in [1, 63, 64, 65, 1000] {
         ids.extend(vec![0; silent]);
@@ -218,7 +218,7 @@ proptest! {
 
     /// All characters that belong to words are returned, in order.
     #[test]
-    fn invalid_bytes_take_nothing_else_along(ids in any()) {
+    fn invalid_bytes_remove_no_other_text(ids in any()) {
         // The bytes cannot form these characters.
         let own = |text: String| text.chars().filter(|c| c.is_ascii() || *c == 'é' || *c == '👨').collect::<String>();
         for (name, tokenizer) in all() {

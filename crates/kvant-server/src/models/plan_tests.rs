@@ -194,7 +194,7 @@ fn a_busy_model_makes_room() {
 }
 
 #[test]
-fn one_that_gives_up_frees_the_closed_model() {
+fn a_cancelled_request_reopens_the_closed_model() {
     let mut world = World::new(10, &[6, 6]);
     world.ask(0);
     world.finish(true);
@@ -226,7 +226,7 @@ fn the_last_client_may_leave_during_the_load() {
 }
 
 #[test]
-fn nobody_waits_after_the_end() {
+fn no_request_waits_after_the_end() {
     let mut world = World::new(10, &[6, 6]);
     world.ask(0);
     world.finish(true);

@@ -92,7 +92,7 @@ async fn a_stream_has_the_same_parts() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn reasoning_are_apart() {
+async fn reasoning_is_separate() {
     let answer = chat(and(hello(), json!({"reasoning_effort": "high"}))).await;
     let message = &answer["choices"][0]["message"];
     assert_eq!(message["content"], "");

@@ -78,7 +78,7 @@ fn bytes_of(text: &str) -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fields_that_are_wrong() {
+async fn invalid_fields_are_refused() {
     for (body, field) in [
         (json!({}), "input"),
         (json!({"input": []}), "input"),

@@ -59,7 +59,7 @@ async fn every_field_that_is_wrong_or_unknown_is_named() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bodies_that_are_no_json() {
+async fn bodies_without_json_are_refused() {
     let raw = |content_type: &'static str, body: &str| {
         let request = Request::post("/v1/completions").header(header::CONTENT_TYPE, content_type);
         send(router(), request.body(Body::from(body.to_string())).unwrap())

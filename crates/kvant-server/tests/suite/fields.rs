@@ -214,7 +214,7 @@ async fn usage_in_every_chunk() {
 
 /// A forced call that `max_tokens` truncates is an incomplete call, also in streams.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_is_cut() {
+async fn a_truncated_call_is_incomplete() {
     let parameters = json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 500}},
         "required": ["text"], "additionalProperties": false});
     let tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});

@@ -171,7 +171,7 @@ async fn pings_while_nothing_comes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_drain_finishes_what_runs() {
+async fn a_drain_finishes_running_requests() {
     let running = start(EngineOptions::default(), ServerOptions::new(NAME)).await;
     let first = running.complete(long(json!({"max_tokens": 400}))).await;
     until(&running.engine, "runs", |stats| stats.running == 1).await;

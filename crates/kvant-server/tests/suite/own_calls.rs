@@ -55,7 +55,7 @@ fn arguments(choice: &Value) -> Value {
 
 /// If calls are optional, a call follows its schema after the family's opening delimiter.
 #[tokio::test(flavor = "multi_thread")]
-async fn strict_calls_that_may_be() {
+async fn optional_strict_calls_follow_their_schema() {
     for (router, mark) in [(gemma_router(), 5), (harmony_router(), HEADER)] {
         for seed in 0..4 {
             let body = and(ask(seven_or_eight(), true, &[mark]), json!({"seed": seed, "parallel_tool_calls": false}));
@@ -73,7 +73,7 @@ async fn strict_calls_that_may_be() {
 
 /// A required call has the family's own format and follows its schema.
 #[tokio::test(flavor = "multi_thread")]
-async fn calls_that_must_be() {
+async fn required_calls_follow_their_schema() {
     let schema = json!({
         "type": "object",
         "properties": {
@@ -123,7 +123,7 @@ async fn calls_that_must_be() {
 
 /// A call that `max_tokens` truncates is incomplete.
 #[tokio::test(flavor = "multi_thread")]
-async fn calls_that_are_cut() {
+async fn truncated_calls_are_incomplete() {
     let schema = json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 200}},
         "required": ["text"], "additionalProperties": false});
     for router in [gemma_router(), harmony_router()] {

@@ -105,7 +105,7 @@ async fn any_json_and_other_languages() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn calls_that_must_be() {
+async fn required_calls_follow_their_schema() {
     for router in [chat_router, plain_router] {
         let body = and(ask(), json!({"tools": tools(), "tool_choice": "required", "parallel_tool_calls": false}));
         let mut complete = 0;
@@ -240,7 +240,7 @@ async fn without_reasoning(more: Value) -> String {
 
 /// Every constraint leaves reasoning free that the prompt has opened.
 #[tokio::test(flavor = "multi_thread")]
-async fn open_reasoning_are_free() {
+async fn open_reasoning_is_free() {
     for outputs in [
         json!({"choice": ["zq", "zx"]}),
         json!({"grammar": "start: \"z\" (\"q\" | \"x\") // end"}),
@@ -470,7 +470,7 @@ async fn the_error_names_a_constraint_that_cannot_be_enforced() {
 
 /// Without a required tool, text is free, and a call of a strict function follows its schema once it has begun.
 #[tokio::test(flavor = "multi_thread")]
-async fn strict_calls_that_may_be() {
+async fn optional_strict_calls_follow_their_schema() {
     let ids = post(router(), "/tokenize", json!({"content": "{"})).await.ok()["tokens"].clone();
     let brace = ids[0].to_string();
     assert_eq!(ids.as_array().unwrap().len(), 1);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn there_and_back() {
+async fn tokens_round_trip() {
     let text = "fn main() { println!(\"größer\"); }";
     let with = post(router(), "/tokenize", json!({"prompt": text})).await.ok();
     let without = post(router(), "/tokenize", json!({"content": text})).await.ok();

@@ -196,7 +196,7 @@ mod tests {
     /// Compares with vectors that `tools/codec_study.py --golden` stored with `gguf` and `mlx` if they support the
     /// format.
     #[test]
-    fn formats_store_what_their_software_stores() {
+    fn formats_equal_their_software() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/formats.json");
         let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let numbers = |value: &serde_json::Value| -> Vec<f64> {
@@ -228,7 +228,7 @@ mod tests {
 
     /// Tiles as stored by `tools/codec_study.py`; the file has every 41st number. Heads are independent.
     #[test]
-    fn tiles_are_those_of_the_study() {
+    fn tiles_equal_the_study() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/tiles.json");
         let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let (heads, dim, positions) = (2, 64, 256);

@@ -23,7 +23,7 @@ fn cases(gguf: &Path) -> Vec<(String, Vec<u32>)> {
 }
 
 #[test]
-fn ids_are_those_of_transformers() {
+fn ids_equal_transformers() {
     let Some(directory) = downloaded() else { return };
     let mut wrong = Vec::new();
     let mut passed = Vec::new();
