@@ -147,7 +147,7 @@ if step sanitizer; then
     done <<'LIST'
 conformance::hadamard in_place_and_back
 conformance::kv a_wrapped_ring_is_read_in_order
-conformance::kv odd_vectors_stay_by_themselves
+conformance::kv odd_vectors_do_not_affect_others
 conformance::kv many_rows_are_alike
 conformance::norm_rope in_place
 conformance::norm_rope fused_equals_its_parts
@@ -159,7 +159,7 @@ conformance::gate gate_in_place
 conformance::sample samples_of_odd_rows
 conformance::sample samples_of_a_large_vocabulary
 conformance::softcap softcap
-conformance::sample argmax_of_what_is_not_finite
+conformance::sample argmax_of_logits_that_are_not_finite
 conformance::moe moe_route
 conformance::moe moe_route_of_equals_and_nan
 conformance::moe moe_route_of_small_sums
@@ -185,9 +185,9 @@ conformance::attend little_shared_memory
 conformance::attend scores_of_minus_infinity
 conformance::attend short_contexts
 conformance::attend decode_kernels
-conformance::attend decode_of_what_is_not_finite
+conformance::attend decode_with_values_that_are_not_finite
 conformance::attend prefill_kernels
-conformance::attend prefill_of_what_is_not_finite
+conformance::attend prefill_with_values_that_are_not_finite
 hazards places::positions_near_the_end
 gpu the_shipped_model_matches_the_cpu
 LIST

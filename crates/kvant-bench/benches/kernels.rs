@@ -69,7 +69,7 @@ fn run(criterion: &mut Criterion) -> Result {
     Ok(())
 }
 
-/// Times `call` on what was prepared.
+/// Benchmarks `call` on prepared data.
 fn bench<T>(
     criterion: &mut Criterion,
     name: &str,

@@ -7,21 +7,21 @@ use crate::{Result, Shape, data};
 /// Tokens that are written at once while filling a layer.
 const CHUNK: usize = 1024;
 
-/// What is attended over.
+/// The cache that a query attends to.
 #[derive(Clone, Copy, Debug)]
 pub struct Context {
     /// Sizes.
     pub shape: Shape,
-    /// How keys and values are stored.
+    /// The codec of keys and values.
     pub codec: Codec,
-    /// Position of the query; everything up to it is cached, as far as the window reaches.
+    /// Position of the query. All positions up to it that are in the window are cached.
     pub position: usize,
-    /// A sliding window, kept in a ring of just that size.
+    /// A sliding window, kept in a ring of its size.
     pub window: Option<usize>,
 }
 
 impl Context {
-    /// A full layer of `tokens` tokens, the query at the last.
+    /// A full layer of `tokens` tokens, with the query at the last one.
     pub fn full(shape: Shape, codec: Codec, tokens: usize) -> Context {
         Context { shape, codec, position: tokens - 1, window: None }
     }
@@ -31,7 +31,7 @@ impl Context {
         self.window.map_or(self.position + 1, |window| window.min(self.position + 1))
     }
 
-    /// Bytes of the keys and values that it sees.
+    /// Bytes of the keys and values that the query sees.
     pub fn bytes(&self) -> usize {
         2 * self.tokens() * self.shape.kv_heads * self.codec.bytes_per_vector(self.shape.head_dim)
     }
@@ -56,7 +56,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// `copies` layers that hold the same.
+    /// Makes `copies` layers with equal contents.
     pub fn new(device: &Device, context: &Context, copies: usize) -> Result<Attention> {
         let shape = context.shape;
         let first = KvLayer::new(device, context.spec())?;
@@ -72,7 +72,7 @@ impl Attention {
         Ok(Attention { device, shape, window, layers, q, out, step, next: 0 })
     }
 
-    /// One call, over the next layer.
+    /// Runs one call, over the next layer.
     pub fn call(&mut self) -> Result {
         let layer = &self.layers[self.next % self.layers.len()];
         self.next += 1;
@@ -92,7 +92,7 @@ impl Attention {
         Ok(self.q.to_f32()?)
     }
 
-    /// What the last call computed.
+    /// The output of the last call.
     pub fn output(&self) -> Result<Vec<f32>> {
         Ok(self.out.to_f32()?)
     }
@@ -120,7 +120,7 @@ fn describe<'a>(
     ops::Attend::new(q, layer, step, out).scale(scale).window(window)
 }
 
-/// Writes the tokens that the query sees: the same thousand over and over.
+/// Writes the tokens that the query sees, repeating the same thousand.
 fn fill(layer: &KvLayer, context: &Context) -> Result {
     let (device, spec) = (layer.device(), layer.spec());
     let shape = [CHUNK.min(spec.capacity), spec.kv_heads, spec.head_dim];
@@ -141,7 +141,7 @@ fn fill(layer: &KvLayer, context: &Context) -> Result {
     Ok(())
 }
 
-/// A layer that holds the same bytes: faster than encoding again.
+/// Copies a layer's bytes, which is faster than encoding again.
 fn copy(from: &KvLayer) -> Result<KvLayer> {
     let to = KvLayer::new(from.device(), *from.spec())?;
     let mut bytes = Vec::new();

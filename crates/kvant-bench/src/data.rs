@@ -4,15 +4,15 @@ use kvant::{Device, Tensor};
 
 use crate::Result;
 
-/// Bytes that a case rotates over to read from memory: far more than a processor's caches.
+/// Bytes that a case rotates over, so that it reads from memory: far more than a processor's caches.
 pub const ROTATION: usize = 700_000_000;
 
-/// So many copies of something of `bytes` bytes make [`ROTATION`].
+/// The number of copies of `bytes` bytes that together have [`ROTATION`].
 pub fn copies(bytes: usize) -> usize {
     ROTATION.div_ceil(bytes.max(1))
 }
 
-/// Random numbers of variance 1, nearly normal, the same for the same seed.
+/// Nearly normal random numbers of variance 1; equal seeds give equal numbers.
 pub fn normal(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     // Sums of four uniform 16-bit numbers.

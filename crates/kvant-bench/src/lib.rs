@@ -1,7 +1,7 @@
-//! kvant's operations, prepared to be called repeatedly: the subjects of the benches and of the instruction counter.
+//! kvant's operations, prepared for repeated calls by the benches and the instruction counter.
 //!
-//! Nothing here measures. The programs do: `kvant-bench` compares with other libraries, `cargo bench` measures
-//! kernels alone, and `counted` counts instructions under valgrind.
+//! The programs measure: `kvant-bench` compares with other libraries, `cargo bench` measures single kernels, and
+//! `counted` counts instructions under valgrind.
 
 use std::error::Error;
 
@@ -11,7 +11,7 @@ pub mod linear;
 pub mod rope;
 pub mod writing;
 
-/// An error while preparing: of kvant, of another library, or a bad argument.
+/// An error of kvant, of another library, or of an argument.
 pub type Result<T = ()> = std::result::Result<T, Box<dyn Error>>;
 
 /// The sizes of an attention layer.
@@ -26,20 +26,20 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// The shapes that the measurements are about: a Llama-like layer, and the two kinds of a Gemma 4 layer.
+    /// The measured shapes: a Llama-like layer, and the two kinds of a Gemma 4 layer.
     pub const ALL: [Shape; 3] = [Shape::new(128, 32, 8), Shape::new(256, 16, 8), Shape::new(512, 16, 2)];
 
-    /// From its three numbers.
+    /// A shape from its three numbers.
     pub const fn new(head_dim: usize, heads: usize, kv_heads: usize) -> Shape {
         Shape { head_dim, heads, kv_heads }
     }
 
-    /// What queries are multiplied with.
+    /// The factor of the scores.
     pub fn scale(self) -> f32 {
         (self.head_dim as f32).sqrt().recip()
     }
 
-    /// Elements of the keys (or the values) of so many tokens.
+    /// Elements of the keys (or the values) of `tokens` tokens.
     pub fn elements(self, tokens: usize) -> usize {
         tokens * self.kv_heads * self.head_dim
     }

@@ -4,14 +4,14 @@ use kvant::{DType, Device, Tensor, ops};
 
 use crate::{Result, data, writing::cast};
 
-/// How a weight matrix is stored.
+/// The storage format of a weight matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Storage {
-    /// Floats.
+    /// Dense floats.
     Dense(DType),
     /// MLX's affine quantisation in groups of 64, with bf16 scales and biases.
     Affine {
-        /// 4, 6 or 8.
+        /// Bits of a code: 4, 6 or 8.
         bits: u32,
     },
     /// A block format of GGUF files.
@@ -48,7 +48,7 @@ enum Matrix {
     Blocks(Tensor, ops::BlockFormat),
 }
 
-/// `tokens` rows of `inputs` numbers through a rotation of matrices.
+/// Multiplies `tokens` rows of `inputs` numbers by a rotation of matrices.
 pub struct Linear {
     device: Device,
     x: Tensor,
@@ -58,7 +58,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// `copies` matrices that hold the same.
+    /// Makes `copies` matrices with equal contents.
     pub fn new(
         device: &Device,
         (tokens, outputs, inputs): (usize, usize, usize),
@@ -75,7 +75,7 @@ impl Linear {
         })
     }
 
-    /// One call, through the next matrix.
+    /// Runs one call, with the next matrix.
     pub fn call(&mut self) -> Result {
         let weight = match &self.matrices[self.next % self.matrices.len()] {
             Matrix::Dense(weight) => ops::Weight::Dense(weight),
@@ -98,7 +98,7 @@ fn matrix(device: &Device, storage: Storage, outputs: usize, inputs: usize) -> R
             return Ok(Matrix::Dense(cast(device, dtype, &data::normal(outputs * inputs, 2), &[outputs, inputs])?));
         }
         Storage::Blocks(format) => {
-            // Without the bits that make a scale infinite or subnormal.
+            // Without bits that make a scale infinite or subnormal.
             let bytes = storage.bytes(outputs, inputs);
             let mut data: Vec<u8> =
                 (0..bytes as u32).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 24) as u8 & 0x7B | 8).collect();
@@ -110,7 +110,7 @@ fn matrix(device: &Device, storage: Storage, outputs: usize, inputs: usize) -> R
             return Ok(Matrix::Blocks(data, format));
         }
     };
-    // Any codes do: the time does not depend on them. Neither scales nor biases leave the range of usual weights.
+    // Any codes: the time does not depend on them. Scales and biases are in the range of usual weights.
     let words = outputs * inputs * bits as usize / 32;
     let codes: Vec<u32> = (0..words as u32).map(|i| i.wrapping_mul(0x9e37_79b9) ^ (i >> 3)).collect();
     let groups = [outputs, inputs / GROUP];

@@ -4,7 +4,7 @@ use kvant::{DType, Device, Tensor, ops};
 
 use crate::{Result, data};
 
-/// Heads of some tokens, normed and turned.
+/// Heads of some tokens, which are normed and turned.
 pub struct NormRope {
     device: Device,
     x: Tensor,
@@ -14,7 +14,7 @@ pub struct NormRope {
 }
 
 impl NormRope {
-    /// `tokens` tokens of `heads` heads.
+    /// Prepares `tokens` tokens of `heads` heads.
     pub fn new(device: &Device, tokens: usize, heads: usize, head_dim: usize) -> Result<NormRope> {
         let x = data::tensor(device, &[tokens, heads, head_dim], 1)?;
         let positions = (0..tokens).map(|i| Ok(u32::try_from(1000 + i)?)).collect::<Result<Vec<_>>>()?;
@@ -27,7 +27,7 @@ impl NormRope {
         })
     }
 
-    /// One call.
+    /// Runs one call.
     pub fn call(&mut self) -> Result {
         let norm_rope = ops::NormRope::new(&self.x, &self.positions, &self.out)
             .norm(Some(ops::HeadNorm::new(1e-6).weight(Some(&self.weight))))
@@ -37,7 +37,7 @@ impl NormRope {
         Ok(enc.commit()?.wait()?)
     }
 
-    /// What goes in and what comes out.
+    /// The inputs and the output.
     pub fn values(&self) -> Result<[Vec<f32>; 3]> {
         Ok([self.x.to_f32()?, self.weight.to_f32()?, self.out.to_f32()?])
     }

@@ -1,4 +1,4 @@
-//! Writing new keys and values to the cache, with the encoding of its codec.
+//! Writing new keys and values to the cache, including the encoding of its codec.
 
 use kvant::{Codec, DType, Device, KvLayer, LayerSpec, Step, Tensor, ops};
 
@@ -12,11 +12,11 @@ const CAPACITY: usize = 4096;
 pub struct Batch {
     /// Sizes.
     pub shape: Shape,
-    /// What the new keys and values come in.
+    /// The dtype of new keys and values.
     pub source: DType,
-    /// How they are stored.
+    /// The codec of the cache.
     pub codec: Codec,
-    /// How many tokens a call writes.
+    /// Tokens that a call writes.
     pub tokens: usize,
 }
 
@@ -26,14 +26,14 @@ impl Batch {
         2 * self.shape.elements(self.tokens)
     }
 
-    /// Bytes that are stored.
+    /// Bytes that a call stores.
     pub fn bytes(&self) -> usize {
         2 * self.tokens * self.shape.kv_heads * self.codec.bytes_per_vector(self.shape.head_dim)
     }
 }
 
-/// Writes of the same new tokens, each time to other slots. The tokens themselves do not rotate: a model has just
-/// computed them.
+/// Writes of the same new tokens, each time to other slots. The tokens do not rotate, because a model has just computed
+/// them.
 pub struct Writing {
     device: Device,
     k: Tensor,
@@ -66,7 +66,7 @@ impl Writing {
         Ok(Writing { device: device.clone(), k, v, layers: layers.collect::<Result<_>>()?, steps, next: 0 })
     }
 
-    /// One call: all the tokens of a batch.
+    /// Runs one call: writes all tokens of a batch.
     pub fn call(&mut self) -> Result {
         let (layers, steps) = (self.layers.len(), self.steps.len());
         let write = ops::KvWrite::new(
@@ -82,7 +82,7 @@ impl Writing {
     }
 }
 
-/// The layer, every page of which the system has handed out: it should not do that while a clock runs.
+/// Writes to every page of the layer, so that the system does not allocate pages during the measurement.
 fn touched(layer: KvLayer) -> Result<KvLayer> {
     for planes in [layer.k(), layer.v()] {
         for (_, tensor) in planes.tensors() {
@@ -92,7 +92,7 @@ fn touched(layer: KvLayer) -> Result<KvLayer> {
     Ok(layer)
 }
 
-/// A tensor of some float type.
+/// A tensor of a float type.
 pub(crate) fn cast(device: &Device, dtype: DType, values: &[f32], shape: &[usize]) -> Result<Tensor> {
     Ok(match dtype {
         DType::F32 => Tensor::from_slice(device, values, shape)?,

@@ -1,7 +1,7 @@
 //! A kvant device that runs the Metal kernels on this machine, through [`msl_host`].
 //!
-//! It is fed with exactly the launches that the Apple runtime gets. Launches between two barriers may run in any order
-//! on a GPU, so here they run last one first.
+//! It gets exactly the launches that the Apple runtime gets. Launches between two barriers may run in any order on a
+//! GPU, so here they run in reverse order.
 
 use std::{
     any::Any,
@@ -23,30 +23,30 @@ pub use msl_host::{Build, Schedule};
 pub struct Counted {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// What it did.
+    /// Its counts.
     pub counts: Counts,
 }
 
 /// The launches of a counting device, in order.
 pub type Counter = Arc<Mutex<Vec<Counted>>>;
 
-/// How each launch is run.
+/// The ways in which launches are run.
 #[derive(Clone, Debug)]
 pub struct Runs {
     ways: Vec<(Build, Schedule)>,
     seed: u64,
-    /// The number of launches seen of each kind, where later launches of a kind run in one way only.
+    /// The number of launches of each kind so far, if later launches of a kind run in one way only.
     seen: Option<Arc<Mutex<HashMap<String, usize>>>>,
-    /// Where counts go, of a device that counts.
+    /// The counter, if the device counts.
     counter: Option<Counter>,
-    /// The beginnings of names of kernels that the device refuses.
+    /// Prefixes of the names of kernels that the device rejects.
     refused: &'static [&'static str],
     busy_groups: usize,
 }
 
 impl Runs {
-    /// Four times: the plain build forward, in reverse and at random, then the checker build. All four must leave the
-    /// same bytes, and the checker must have nothing to report.
+    /// Four runs per launch: the plain build forward, in reverse and at random, then the checker build. All four must
+    /// leave equal bytes, and the checker must report nothing.
     pub fn all(seed: u64) -> Runs {
         let ways = vec![
             (Build::Plain, Schedule::Forward),
@@ -57,22 +57,21 @@ impl Runs {
         Runs { ways, seed, seen: None, counter: None, refused: &[], busy_groups: BUSY_GROUPS }
     }
 
-    /// The first launch of a kind runs in all four ways, each later one once, at random: in the checker build the
-    /// second, the fourth, the eighth and so on, in the plain build the others. A kind is a kernel with its constants
-    /// and the class of its grid: the threads of a group, and the number of groups up to a power of two. Launches of
-    /// very many threads, of which the same kernels have small ones elsewhere, leave the checker build out: it takes
-    /// ten times as long.
+    /// The first launch of a kind runs in all four ways, each later one once, at random: the second, fourth, eighth and
+    /// so on in the checker build, the others in the plain build. A kind is a kernel with its constants and the class
+    /// of its grid: the threads of a group, and the number of groups rounded up to a power of two. Launches of very
+    /// many threads skip the checker build, which takes ten times as long; their kernels have small launches elsewhere.
     pub fn first_of_a_kind(seed: u64) -> Runs {
         Runs { seen: Some(Arc::default()), ..Runs::all(seed) }
     }
 
-    /// Once.
+    /// One run per launch.
     pub fn once(build: Build, schedule: Schedule) -> Runs {
         let ways = vec![(build, schedule)];
         Runs { ways, seed: 0, seen: None, counter: None, refused: &[], busy_groups: BUSY_GROUPS }
     }
 
-    /// Plays a GPU whose compiler refuses kernels: those whose names begin so. Their launches fail.
+    /// Emulates a GPU whose compiler rejects the kernels whose names begin with these prefixes. Their launches fail.
     pub fn refusing(self, refused: &'static [&'static str]) -> Runs {
         Runs { refused, ..self }
     }
@@ -81,7 +80,7 @@ impl Runs {
         self.refused.iter().any(|start| launch.kernel.starts_with(start))
     }
 
-    /// Counts what each launch does, in msl-host's counting build. Launches are planned for a GPU of so many cores.
+    /// Counts each launch in msl-host's counting build. Launches are planned for a GPU of `cores` cores.
     pub fn counting(cores: usize) -> (Runs, Counter) {
         let counter = Counter::default();
         let runs = Runs::once(Build::Plain, Schedule::Forward);
@@ -89,14 +88,14 @@ impl Runs {
         (runs, counter)
     }
 
-    /// Forgets which kinds were launched, so that what runs next does not depend on what ran before.
+    /// Forgets the kinds launched so far, so that later runs do not depend on earlier ones.
     pub fn forget(&self) {
         if let Some(seen) = &self.seen {
             seen.lock().unwrap_or_else(PoisonError::into_inner).clear();
         }
     }
 
-    /// How this launch is run.
+    /// The builds and schedules for this launch.
     fn ways_of(&self, launch: &Launch) -> Vec<(Build, Schedule)> {
         let Some(seen) = &self.seen else { return self.ways.clone() };
         let groups = launch.grid.groups.map(u32::next_power_of_two);
@@ -116,20 +115,20 @@ impl Runs {
     }
 }
 
-/// Few, so that small cases are split.
+/// Threadgroups that keep the device busy. Few, so that small cases are split.
 const BUSY_GROUPS: usize = 16;
 
-/// More threads than these do not run in the checker build, unless every launch does.
+/// Launches with more threads skip the checker build, unless every launch is checked.
 const CHECKED_THREADS: u64 = 16 << 10;
 
 fn threads(launch: &Launch) -> u64 {
     launch.grid.groups.iter().chain(&launch.grid.threads).map(|&n| u64::from(n)).product()
 }
 
-/// The device.
+/// Opens the device.
 ///
 /// # Errors
-/// `NoDevice` where msl-host does not run: without Linux on x86-64 or 64-bit ARM, or without clang.
+/// `NoDevice` if msl-host does not run: it requires Linux on x86-64 or 64-bit ARM, and clang.
 pub fn device(runs: Runs) -> Result<Device> {
     let host = Host::new()
         .map_err(|error| Error::NoDevice { kind: kvant::DeviceKind::Metal, reason: format!("msl-host: {error}") })?;
@@ -143,13 +142,13 @@ struct MslHost {
     shared: Arc<Shared>,
 }
 
-/// The lock is held during every transfer and every run: that makes access to memory exclusive.
+/// The lock is held during every transfer and every run, which makes access to memory exclusive.
 struct Shared {
     inner: Mutex<Inner>,
     runs: Runs,
 }
 
-/// What a GPU may do and the CPU does not by itself. Results stay within their bounds.
+/// Arithmetic that GPUs may use and the CPU does not by default. Results must stay within their bounds.
 #[derive(Clone, Copy, Default)]
 struct Arithmetic {
     flush: bool,
@@ -158,7 +157,7 @@ struct Arithmetic {
 }
 
 impl Arithmetic {
-    /// From `KVANT_MSL_ARITHMETIC`, a list such as `flush,contract,neighbours`.
+    /// Reads `KVANT_MSL_ARITHMETIC`, a list such as `flush,contract,neighbours`.
     fn of_environment() -> std::result::Result<Arithmetic, String> {
         let mut arithmetic = Arithmetic::default();
         let list = std::env::var("KVANT_MSL_ARITHMETIC").unwrap_or_default();
@@ -182,7 +181,7 @@ impl Arithmetic {
 struct Inner {
     host: Host,
     arithmetic: Arithmetic,
-    /// By the source's address and the build.
+    /// Libraries by the source's address and the build.
     libraries: HashMap<(usize, Build), Arc<Library>>,
 }
 
@@ -281,7 +280,7 @@ impl LaunchPass for Pass {
     }
 }
 
-/// Work that was done when it was committed; what went wrong is told when it is waited for.
+/// Work that was done at its commit. `wait` returns its error.
 struct Done(Result<()>);
 
 impl Wait for Done {
@@ -306,7 +305,7 @@ impl Replay for Graph {
 }
 
 impl Shared {
-    /// Runs launches in the order that their declared accesses ask for, and otherwise backwards.
+    /// Runs launches in the order that their declared accesses require, and otherwise in reverse.
     fn run(&self, launches: &[Launch]) -> Result<()> {
         let mut inner = self.lock();
         let mut order = Order::new();
@@ -322,7 +321,7 @@ impl Shared {
 }
 
 impl Inner {
-    /// Runs a launch in each of the ways asked for, each time from the same memory.
+    /// Runs a launch in each of the given ways, each time from equal memory.
     fn run(&mut self, launch: &Launch, runs: &Runs) -> Result<()> {
         if runs.refuses(launch) {
             return Err(fault(format!("{} is refused, as asked for", launch.kernel)));
@@ -372,7 +371,7 @@ impl Inner {
                 Use::ReadWrite => Access::ReadWrite,
             };
             let start = address(binding.memory());
-            // SAFETY: the binding lies within its memory, which the launch keeps alive; the lock excludes other users.
+            // SAFETY: the binding is within its memory, which the launch keeps alive; the lock excludes other users.
             let buffer = unsafe { Buffer::raw(start.add(binding.offset), binding.bytes, access) };
             run = run.buffer(binding.index, buffer);
         }
@@ -416,26 +415,26 @@ impl Inner {
     }
 }
 
-/// The text of a kernel file: from the folder `KVANT_METAL_DIR`, when it is set and has the file, else as built in. A
-/// kernel's author saves a build of the library that way, and a test of the tests breaks a kernel.
+/// The text of a kernel file: from the folder `KVANT_METAL_DIR` if it is set and has the file, else the built-in text.
+/// Authors of kernels use the folder to avoid rebuilding the library, and mutation tests to break a kernel.
 fn text_of(name: &str, built_in: impl Fn() -> String) -> String {
     std::env::var_os("KVANT_METAL_DIR")
         .and_then(|dir| std::fs::read_to_string(std::path::Path::new(&dir).join(name)).ok())
         .unwrap_or_else(built_in)
 }
 
-/// Larger buffers are neither compared between runs nor put back: only what the last run left is looked at.
+/// Larger buffers are neither compared between runs nor restored; they keep the contents of the last run.
 const COMPARED: usize = 64 << 20;
 
-/// The buffers that a launch writes, as far as its runs are compared.
+/// The buffers that a launch writes and whose contents are compared.
 fn compared(launch: &Launch) -> impl Iterator<Item = &gpu::Binding> {
     launch.bindings.iter().filter(|b| b.access.writes() && b.bytes <= COMPARED)
 }
 
-/// What stands in them.
+/// The contents of these buffers.
 fn written(launch: &Launch) -> Vec<Vec<u8>> {
     let bytes = |binding: &gpu::Binding| {
-        // SAFETY: the binding lies within its memory; the lock excludes writers.
+        // SAFETY: the binding is within its memory; the lock excludes writers.
         unsafe { std::slice::from_raw_parts(address(binding.memory()).add(binding.offset), binding.bytes) }.to_vec()
     };
     compared(launch).map(bytes).collect()
@@ -443,14 +442,14 @@ fn written(launch: &Launch) -> Vec<Vec<u8>> {
 
 fn restore(launch: &Launch, before: &[Vec<u8>]) {
     for (binding, bytes) in compared(launch).zip(before) {
-        // SAFETY: as in `written`; nobody reads meanwhile either.
+        // SAFETY: as in `written`; the lock also excludes readers.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), address(binding.memory()).add(binding.offset), bytes.len());
         }
     }
 }
 
-/// The example in the repository's README is a test: here, because a published crate has only its own files.
+/// The example in the repository's README is a doctest here, because a published crate contains only its own files.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;

@@ -14,7 +14,7 @@ fn main() -> Result<()> {
     let spec = PoolSpec::new(vec![sliding, full], 1 << 20).page_tokens(16);
     let pool = KvPool::new(&Device::cpu(), &spec)?;
 
-    // A sequence takes pages as it grows. The sliding layer gives back those that its window has passed.
+    // A sequence takes pages as it grows. The sliding layer releases pages that its window has passed.
     let mut a = pool.sequence();
     for _ in 0..20 {
         append(&mut a, 5)?;
@@ -22,7 +22,7 @@ fn main() -> Result<()> {
     println!("{} tokens; the sliding layer holds {:?}, the full one {:?}", a.len(), a.held(0)?, a.held(1)?);
     assert_eq!(read(&a, a.held(0)?)?, a.held(0)?.map(|p| p as f32).collect::<Vec<_>>());
 
-    // A draft of 4 tokens, of which the first is accepted.
+    // A draft of 4 tokens; the first one is accepted.
     append(&mut a, 4)?;
     a.truncate(101)?;
 

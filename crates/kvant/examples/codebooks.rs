@@ -87,7 +87,7 @@ pub fn lloyd_max(n: usize) -> Vec<f64> {
             (vec![0.0; n], vec![0.0; n], vec![0.0; n], vec![0.0; n]);
         for i in 0..n {
             // The cell reaches from c - left to c + right. Beyond 9 standard deviations from an outermost centroid
-            // above 1 there is nothing that f64 could see.
+            // above 1, the density is below f64's precision.
             let left = if i == 0 { c[0] } else { (c[i] - c[i - 1]) / 2.0 };
             let right = if i == n - 1 { 9.0 } else { (c[i + 1] - c[i]) / 2.0 };
             // φ(c + u) / φ(c)
@@ -95,7 +95,7 @@ pub fn lloyd_max(n: usize) -> Vec<f64> {
             let [mass, moment] = gauss.integrate(-left, right, |u| [density(u), u * density(u)]);
             let mean = moment / mass;
             residual[i] = -mean;
-            // How the mean moves with either threshold, and a threshold with its centroids: by half.
+            // The derivatives: of the mean by either threshold, and of a threshold by its centroids, one half.
             let by_left = if i == 0 { 0.0 } else { 0.5 * density(-left) * (mean + left) / mass };
             let by_right = if i == n - 1 { 0.0 } else { 0.5 * density(right) * (right - mean) / mass };
             below[i] = by_left;

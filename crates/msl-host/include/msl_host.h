@@ -1,7 +1,7 @@
-// Plays <metal_stdlib> for clang on x86-64. Every kernel is compiled twice against it:
-//   typed pass   -DMSL_TYPED: address spaces are part of the types and warnings are errors; nothing is generated;
-//   run pass     address spaces are plain pointers, which is what the checker's instrumentation can follow.
-// The front end has rewritten the source before (see src/rewrite.rs): vector constructors and casts are calls of
+// Replaces <metal_stdlib> for clang. Every kernel is compiled twice against it:
+//   typed pass   -DMSL_TYPED: address spaces are part of the types and warnings are errors; no code is generated;
+//   run pass     address spaces are plain pointers, which the checker's instrumentation can follow.
+// The front end rewrites the source first (see src/rewrite.rs): vector constructors and casts become calls of
 // metal::__make and metal::__cast, threadgroup variables and function constants use the macros of glue.h.
 #pragma once
 #pragma clang system_header

@@ -1,4 +1,4 @@
-// What the Rust side and the runtime exchange. src/runtime.rs declares the same types; keep them in step.
+// The interface of the Rust side and the runtime. src/runtime.rs declares the same types; change both together.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -12,16 +12,16 @@ enum Kind : uint32_t {
   OUT_OF_BOUNDS, UNDECLARED_ACCESS, UNINITIALISED_READ, RACE, DIVERGENCE, TIME_LIMIT, STACK_OVERFLOW, ARITHMETIC, MISALIGNED, LIMIT
 };
 
-// A buffer binding, as far as a region is concerned: what the kernel may touch, and how.
+// A buffer binding as part of a region: the range that the kernel may access, and how.
 struct MslExtent { Region *region; uint64_t offset, bytes; uint32_t access, index; };
 
-// Counting build (count.cpp): what SIMD-groups did with the memory of a space.
+// Counting build (count.cpp): accesses of SIMD-groups to the memory of a space.
 enum Space : uint32_t { DEVICE, THREADGROUP, CONSTANTS, PRIVATE, SPACES };
 struct MslTraffic {
   uint64_t issues;  // instructions of SIMD-groups
-  uint64_t bytes;   // that lanes asked for
+  uint64_t bytes;   // requested by lanes
   uint64_t units;   // device, constants: sectors of 32 bytes; threadgroup: cycles of 32 banks
-  uint64_t ideal;   // the fewest of them
+  uint64_t ideal;   // minimum units
 };
 struct MslSite { MslTraffic spaces[SPACES]; };
 struct MslCounts {
@@ -46,7 +46,7 @@ struct MslLaunch {
   uint32_t flush;      // subnormal floats are zero
   uint32_t sum_order;  // of simd_sum and of products of matrices: msl_host::SumOrder
   uint32_t lockstep;   // checker build: the lanes of a SIMD-group access memory together
-  uint32_t same_values;  // checker build: a write of the value that is there does not race with another write
+  uint32_t same_values;  // checker build: writes of equal values to one byte do not race
   uint32_t reads_end;  // a barrier without a memory flag orders earlier reads before later writes
   uint64_t seed;
   MslCounts *counts;  // or null

@@ -1,16 +1,17 @@
-// The checker build: clang's thread-sanitizer instrumentation calls these hooks before every access of memory that is not a
-// local variable. They judge bounds, declared access, initialisation and races; no sanitizer runtime is involved.
+// The checker build: clang's thread-sanitizer instrumentation calls these hooks before every access of memory that is
+// not a local variable. They check bounds, declared access, initialisation and races; no sanitizer runtime is involved.
 //
-// Two accesses of one byte by two threads of a threadgroup are ordered if a threadgroup_barrier with the right flag lies between
-// them, or, within a SIMD-group, a simdgroup_barrier. Accesses of two threadgroups are never ordered within a dispatch. Unordered
-// accesses race if one of them writes, unless both are atomic. This holds for every schedule: a race is found even in a run
-// where it did no harm.
+// Two accesses of one byte by two threads of a threadgroup are ordered if a threadgroup_barrier with the right flag is
+// between them, or, within a SIMD-group, a simdgroup_barrier. Accesses of two threadgroups are never ordered within a
+// dispatch. Unordered accesses race if one of them writes, unless both are atomic. The rule does not depend on the
+// schedule: a race is found even in a run where it did no harm.
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include "state.h"
 
-// Memory that no launch describes but a kernel may touch: locals, the library's constants, the results of SIMD-group functions.
+// Memory that no launch describes but a kernel may access: locals, the library's constants, the results of SIMD-group
+// functions.
 static bool private_memory(const State &s, const char *p) {
   if (p >= s.stacks && p < s.stacks + MAX_THREADS * (STACK + PAGE)) return true;
   if (p >= s.image[0] && p < s.image[1]) return true;
@@ -38,7 +39,7 @@ void judge(State &s) {
 
 struct Use { bool write, atomic; };
 
-// Gives each cell the bytes of a smaller one.
+// Splits cells: each smaller cell gets the bytes of the larger one.
 static void split(Chunk &c, unsigned log) {
   unsigned shift = c.log - log;
   for (size_t i = CHUNK >> log; i-- > 0;) c.cells[i] = c.cells[i >> shift];
@@ -71,16 +72,17 @@ static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
   if (use.write && !readable) fatal(s, UNDECLARED_ACCESS, pc, "write to byte %ld of buffer(%u), which the launch declares read-only", offset - (long)within->offset, within->index);
   if (!b->writable) return;
   if (s.launch->lockstep) step(s, pc);
-  // Threadgroup memory and buffers declared write-only hold nothing until the kernel has written them.
+  // Threadgroup memory and buffers declared write-only are uninitialised until the kernel writes them.
   const bool of_group = b->threadgroup, fresh = of_group || !readable, lockstep = s.launch->lockstep;
   const Fiber &f = s.fibers[s.current];
   const SimdGroup &g = s.groups[f.simdgroup];
   const int space = of_group ? 0 : 1;
   const uint32_t serial = s.serial, first_serial = s.first_serial, thread = f.index, simdgroup = f.simdgroup;
-  // The barriers that count for an access: those with the flag of its space; for a read, if the launch says so, all of them.
+  // The barriers that order an access: those with the flag of its space; for a read, if the launch requests it, all of
+  // them.
   struct Clock { uint32_t epoch, simd_epoch; };
   const Clock of_writes = {s.epoch[space], g.epoch[space]}, of_reads = s.launch->reads_end ? Clock{s.any_epoch, g.any_epoch} : of_writes;
-  // Does the trace belong to this dispatch, and, in threadgroup memory, to this threadgroup?
+  // Whether the trace belongs to this dispatch, and, in threadgroup memory, to this threadgroup.
   auto current = [=](const Trace &t) { return of_group ? t.serial == serial : t.serial >= first_serial; };
   auto ordered = [=](const Trace &t, const Clock &now) {
     if (t.serial != serial) return false;
@@ -121,8 +123,8 @@ static void check(char *address, size_t bytes, Use use, uintptr_t pc) {
       }
       if (fresh && !written)
         for (long i = byte; i < byte_end; i++) note(s, UNINITIALISED_READ, pc, 0, "read of byte %ld of %s before anything wrote it", i, b->name);
-      // Two readers are enough to catch any later writer if they are of two SIMD-groups, or of one when no other has read.
-      // A reader that is ordered before this one says nothing that this one does not.
+      // Two readers suffice to catch any later writer if they are in two SIMD-groups, or in one if no other has read. A
+      // reader that is ordered before this one adds no information.
       Trace *slot = nullptr;
       for (Trace &r : c.read)
         if (!current(r) || ordered(r, of_reads)) { slot = slot ? slot : &r; if (slot != &r) r.serial = 0; }

@@ -1,16 +1,16 @@
-// The counting build: what the SIMD-groups of a dispatch do, as a GPU would issue it.
+// The counting build: the instructions and accesses of the SIMD-groups of a dispatch, as a GPU would issue them.
 //
-// The compiler's output has a call of __msl_block at the start of every basic block, and of __msl_access before every access of
-// memory (src/count/ir.rs). Threads run one after another here, a SIMD-group issues an instruction once for all of its lanes. So
-// between two places where the lanes meet, a block counts as often as the lane that ran it most; and the accesses of one
-// instruction are those that the lanes made when they ran it for the same time.
+// The compiler's output has a call of __msl_block at the start of every basic block, and of __msl_access before every
+// access of memory (src/count/ir.rs). Threads run one after another here, while a GPU's SIMD-group issues an
+// instruction once for all of its lanes. Between two places where the lanes meet, a block therefore counts as often as
+// the lane that ran it most, and the n-th accesses of an instruction by all lanes count as one.
 #include <algorithm>
 #include <stdarg.h>
 #include "state.h"
 
 constexpr unsigned SECTOR = 32, BANKS = 32, BANK_BYTES = 4;
 
-// Memory that an instruction accessed, lane by lane.
+// Memory that one instruction accessed, lane by lane.
 struct Together {
   uint32_t lanes;
   uint32_t bytes, write;
@@ -22,7 +22,7 @@ struct Runs {
 // A SIMD-group in the interval between two places where its lanes meet.
 struct Interval {
   uint32_t number = 1;
-  std::vector<Runs> most;                    // by block
+  std::vector<Runs> longest;                 // by block: the runs of the lane that ran it most
   std::vector<Runs> of_lane;                 // by lane and block
   std::vector<Runs> accesses_of_lane;        // by lane and site
   std::vector<std::vector<Together>> sites;  // by site
@@ -42,8 +42,8 @@ static Interval &interval_of(State &s, unsigned group) {
   Counting &c = *s.counting;
   if (c.groups.size() <= group) c.groups.resize(group + 1);
   Interval &i = c.groups[group];
-  if (i.most.empty()) {
-    i.most.resize(c.out->blocks + 1);
+  if (i.longest.empty()) {
+    i.longest.resize(c.out->blocks + 1);
     i.of_lane.resize((size_t)(c.out->blocks + 1) * SIMD_WIDTH);
     i.accesses_of_lane.resize((size_t)(c.out->sites + 1) * SIMD_WIDTH);
     i.sites.resize(c.out->sites + 1);
@@ -62,10 +62,10 @@ extern "C" void __msl_block(uint32_t block) {
   const Fiber &f = s.fibers[s.current];
   Interval &i = interval_of(s, f.simdgroup);
   MslCounts &out = *s.counting->out;
-  uint32_t &mine = times(i.of_lane[(size_t)block * SIMD_WIDTH + f.lane], i.number), &most = times(i.most[block], i.number);
+  uint32_t &mine = times(i.of_lane[(size_t)block * SIMD_WIDTH + f.lane], i.number), &longest = times(i.longest[block], i.number);
   out.block_lanes[block]++;
-  if (++mine > most) {
-    most = mine;
+  if (++mine > longest) {
+    longest = mine;
     out.block_issues[block]++;
   }
 }
@@ -85,17 +85,17 @@ extern "C" void __msl_access(char *address, uint32_t bytes, uint32_t write, uint
   t.write = write;
   t.address[f.lane] = (uint64_t)address;
 }
-// Of any length: in pieces of at most 16 bytes, as a GPU has them.
+// Accesses of any length, in pieces of at most 16 bytes, as on a GPU.
 extern "C" void __msl_access_many(char *address, uint64_t bytes, uint32_t write, uint32_t site) {
   for (uint64_t at = 0; at < bytes; at += 16) __msl_access(address + at, (uint32_t)std::min<uint64_t>(16, bytes - at), write, site);
 }
 
-// All of a launch are one site: the lanes make them together, after they have met.
+// All library accesses of a launch are one site: the lanes make them together, after they have met.
 extern "C" void __msl_library_access(const void *address, unsigned bytes, unsigned write, unsigned) {
   State &s = *running;
   if (s.counting) __msl_access((char *)address, bytes, write, s.counting->out->sites);
 }
-// What does not exist may be read before the kernel decides not to.
+// A missing buffer may be read before the kernel checks.
 extern "C" void *__msl_buffer_argument(unsigned index) { return running->buffers[index] ? running->buffers[index] : absent; }
 extern "C" void *__msl_threadgroup_argument(unsigned index) { return running->threadgroup_memory[index]; }
 
@@ -108,7 +108,7 @@ static unsigned distinct(uint64_t *values, unsigned count) {
 static void touch(Bound &b, uint64_t from, uint64_t to, bool write) {
   std::vector<uint64_t> &bits = b.sectors[write];
   if (bits.empty()) bits.resize((b.region->capacity / SECTOR + 2 + 63) / 64);
-  // Sectors begin at multiples of their size; so does the end of a region, whose capacity is one.
+  // Sectors begin at multiples of their size; a region ends at one, and its capacity is one.
   uint64_t base = (uint64_t)b.region->base / SECTOR;
   for (uint64_t sector = from / SECTOR; sector <= (to - 1) / SECTOR; sector++) bits[(sector - base) / 64] |= 1ull << (sector - base) % 64;
 }
@@ -133,14 +133,14 @@ static void settle_access(State &s, uint32_t site, const Together &t) {
   uint64_t list[SIMD_WIDTH * 8];
   unsigned n = 0;
   if (space == THREADGROUP) {
-    // Lanes that read one word share its bank. The fewest cycles are those of all banks at work.
+    // Lanes that read one word share its bank. The minimum number of cycles keeps all banks busy.
     for (unsigned lane = 0; lane < SIMD_WIDTH; lane++)
       if (t.lanes >> lane & 1)
         for (uint64_t word = t.address[lane] / BANK_BYTES; word <= (t.address[lane] + t.bytes - 1) / BANK_BYTES && n < SIMD_WIDTH * 8; word++) list[n++] = word;
     n = distinct(list, n);
-    unsigned banks[BANKS] = {}, most = 0;
-    for (unsigned i = 0; i < n; i++) most = std::max(most, ++banks[list[i] % BANKS]);
-    traffic.units += most;
+    unsigned banks[BANKS] = {}, cycles = 0;
+    for (unsigned i = 0; i < n; i++) cycles = std::max(cycles, ++banks[list[i] % BANKS]);
+    traffic.units += cycles;
     traffic.ideal += (n + BANKS - 1) / BANKS;
     return;
   }

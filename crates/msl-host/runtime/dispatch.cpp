@@ -1,4 +1,4 @@
-// A dispatch from its launch to its findings: threadgroup by threadgroup, with faults caught on the way.
+// Runs a dispatch from its launch to its findings: threadgroup by threadgroup, catching faults.
 #include <algorithm>
 #include <link.h>
 #include <signal.h>
@@ -17,7 +17,7 @@
 static struct sigaction previous[NSIG];
 static const int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE}, TIMER_SIGNAL = SIGVTALRM;
 
-// Not ours: what was there before decides.
+// The signal is not ours: call the previous handler.
 static void chain(int signal, siginfo_t *info, void *context) {
   const struct sigaction &old = previous[signal];
   if (old.sa_flags & SA_SIGINFO) return old.sa_sigaction(signal, info, context);
@@ -25,7 +25,8 @@ static void chain(int signal, siginfo_t *info, void *context) {
   if (old.sa_handler != SIG_DFL) return old.sa_handler(signal);
   sigaction(signal, &old, nullptr);  // the faulting instruction runs again and meets the default action
 }
-// The kernel's own place when it faults in what it called: up the frames until one returns into its library.
+// The kernel's own address if it faults in a function that it called: walks up the frames until one returns into its
+// library.
 static uintptr_t kernel_place(const State &s, const mcontext_t &registers) {
   uintptr_t pc = instruction(registers), low = (uintptr_t)s.image[0], high = (uintptr_t)s.image[1];
   const char *stack = s.fibers[s.current].stack;
@@ -50,8 +51,8 @@ static void on_signal(int signal, siginfo_t *info, void *context) {
   pc = kernel_place(s, registers);
   char *address = (char *)info->si_addr;
   if (signal == TIMER_SIGNAL) {
-    if (!in_kernel) return;  // inside the runtime: the timer repeats
-    // In a stub of the linker only the caller has a line.
+    if (!in_kernel) return;  // inside the runtime: the timer will fire again
+    // In a linker stub, only the caller has a line.
     note(s, TIME_LIMIT, pc, return_address(registers) - 1, "still running after %u ms of CPU time", s.launch->time_limit_ms);
   } else if (signal == SIGFPE) {
     note(s, ARITHMETIC, pc, 0, "integer division by zero, or of the smallest integer by -1");
@@ -84,7 +85,7 @@ static void install_handlers() {
   (void)once;
 }
 
-// CPU time of this thread, so that a loaded machine does not make a kernel late.
+// Measures CPU time of this thread, so that a loaded machine does not cause timeouts.
 struct Timer {
   timer_t id;
   bool armed = false;
@@ -107,7 +108,7 @@ struct Timer {
 
 // ---- the library that holds the kernel
 
-// As the loader's interface to compilers has it.
+// As in the loader's interface for compilers.
 struct TlsIndex { unsigned long module, offset; };
 extern "C" void *__tls_get_addr(TlsIndex *);
 
@@ -132,7 +133,7 @@ static void find_image(State &s) {
         s.image[0] = low;
         s.image[1] = high;
         if (local_bytes) {
-          // `dlpi_tls_data` is null where only descriptors have been used.
+          // `dlpi_tls_data` is null if only descriptors have been used.
           TlsIndex first = {info->dlpi_tls_modid, 0};
           s.thread_locals[0] = (char *)__tls_get_addr(&first);
           s.thread_locals[1] = s.thread_locals[0] + local_bytes;
@@ -179,7 +180,7 @@ extern "C" void __msl_short_buffer(unsigned index, unsigned long bytes, unsigned
   fatal(*running, OUT_OF_BOUNDS, 0, "buffer(%u) has %lu bytes, its parameter needs %lu", index, bytes, needed);
 }
 
-// bfloat from float, to nearest even; gcc's runtime library of some systems has no such function.
+// bfloat from float, to nearest even; gcc's runtime library lacks this function on some systems.
 extern "C" __bf16 __truncsfbf2(float f) {
   uint32_t u;
   memcpy(&u, &f, 4);
@@ -270,7 +271,7 @@ static void begin_threadgroup(State &s, uint32_t linear) {
   }
   set_all_ready(s);
 }
-// Slack bytes that changed: a write just past the end that the guard could not catch.
+// Finds changed slack bytes: a write just past the end that the guard could not catch.
 static void check_slack(State &s) {
   for (Bound *b : s.bounds) {
     long at = b->region->damage();
@@ -345,7 +346,7 @@ extern "C" uint64_t msl_dispatch(State *state, const MslLaunch *launch, MslStats
   running = nullptr;
   sigaltstack(&before, nullptr);
   if (!s.stop) check_slack(s);
-  // Places are told as offsets into the library, where its line table has them.
+  // Addresses become offsets into the library, as in its line table.
   for (MslFinding &f : s.findings)
     for (uint64_t *pc : {&f.pc, &f.other_pc}) *pc = *pc >= (uintptr_t)s.image[0] && *pc < (uintptr_t)s.image[1] ? *pc - (uintptr_t)s.image[0] : 0;
   end_counting(s);

@@ -1,13 +1,13 @@
-// What depends on the processor: switching stacks, the registers of a signal, the mode of floating-point arithmetic.
+// Processor-specific code: switching stacks, the registers of a signal, the mode of floating-point arithmetic.
 #pragma once
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <ucontext.h>
 
-// Saves the registers that a callee keeps on the old stack, and takes their values from the new one.
+// Saves the callee-saved registers on the old stack, and restores them from the new one.
 extern "C" void msl_switch(void **save, void *to);
-// The second half of it.
+// The second half of msl_switch.
 extern "C" void msl_resume_main();
 
 #if defined(__x86_64__)
@@ -23,10 +23,10 @@ inline void *first_frame(char *top_of_stack, void (*entry)()) {
 
 inline uintptr_t instruction(const mcontext_t &m) { return (uintptr_t)m.gregs[REG_RIP]; }
 inline uintptr_t frame_pointer(const mcontext_t &m) { return (uintptr_t)m.gregs[REG_RBP]; }
-// The address behind the call, before the callee has saved anything.
+// The address after the call, before the callee has saved anything.
 inline uintptr_t return_address(const mcontext_t &m) { return *(uintptr_t *)m.gregs[REG_RSP]; }
 inline bool was_write(const mcontext_t &m) { return m.gregs[REG_ERR] & 2; }
-// The processor has no address for these: an instruction for aligned vectors, or an address beyond 48 bits.
+// The signal has no address for an instruction for aligned vectors, or for an address beyond 48 bits.
 inline bool without_address(const siginfo_t &info) { return info.si_code == SI_KERNEL && !info.si_addr; }
 inline void go_on_at(mcontext_t &m, void (*place)(), void *stack) {
   m.gregs[REG_RSP] = (long long)stack;
@@ -49,13 +49,13 @@ inline void *first_frame(char *top_of_stack, void (*entry)()) {
 inline uintptr_t instruction(const mcontext_t &m) { return (uintptr_t)m.pc; }
 inline uintptr_t frame_pointer(const mcontext_t &m) { return (uintptr_t)m.regs[29]; }
 inline uintptr_t return_address(const mcontext_t &m) { return (uintptr_t)m.regs[30]; }
-// Emulators leave out the record that says so; the instruction tells.
+// Emulators leave out the record of writes, so decode the instruction.
 inline bool was_write(const mcontext_t &m) {
   uint32_t code = *(const uint32_t *)m.pc;
   bool vector = code >> 26 & 1, flag = code >> 22 & 1;
   switch (code >> 27 & 7) {
     case 1: return !flag;  // exclusive and ordered accesses; structures of vectors
-    case 3: return false;  // of a constant near the instruction
+    case 3: return false;  // loads of a constant near the instruction
     case 5: return !flag;  // pairs
     case 7: {
       bool atomic = !vector && !(code >> 24 & 1) && (code >> 21 & 1) && !(code >> 10 & 3);

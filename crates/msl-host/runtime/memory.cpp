@@ -10,9 +10,9 @@
 thread_local State *running;
 const size_t PAGE = (size_t)sysconf(_SC_PAGESIZE);
 
-// The data ends at the guard, rounded to the alignment of the widest vector: a read past the end faults at once. In front of it
-// lies the rest of its first page, then a guard as well. Zeroed memory is left as the system gives it, so that a huge buffer costs
-// what is touched of it.
+// The data ends at the guard, rounded to the alignment of the widest vector, so that a read past the end faults at
+// once. Before it is the rest of its first page, then another guard. Zeroed memory is mapped lazily, so that a huge
+// buffer costs only its used pages.
 extern "C" Region *msl_region_new(uint64_t bytes, bool zeroed) {
   Region *r = new Region();
   r->bytes = bytes;
@@ -44,7 +44,7 @@ void Region::poison() const { memset(base, 0xFF, capacity); }
 long Region::damage() const {
   char *front = map + GUARD;
   size_t before = base - front;
-  // Each byte is like the next one.
+  // Compares each byte with the next one.
   if (before && (*front != (char)0xFF || memcmp(front, front + 1, before - 1)))
     for (char *p = front; p < base; p++)
       if (*p != (char)0xFF) return p - base;
@@ -81,7 +81,8 @@ Region *State::take_region(size_t bytes) {
     }
   return msl_region_new(bytes, false);
 }
-// Chunks are used again without being cleared: a trace of an earlier dispatch is not current, whatever bytes it was of.
+// Chunks are reused without being cleared: a trace of an earlier dispatch is not current, whatever bytes it belonged
+// to.
 Chunk *State::chunk(Bound &b, size_t offset) {
   if (!b.chunks) b.chunks = (Chunk **)calloc(b.region->capacity / CHUNK + 1, sizeof(Chunk *));
   if (!b.chunks) return nullptr;
@@ -100,7 +101,7 @@ Chunk *State::chunk(Bound &b, size_t offset) {
 void State::release_bounds() {
   for (Bound *b : bounds) {
     free(b->chunks);
-    // What follows a dispatch that was stopped does not rely on what it left.
+    // After a dispatch that was stopped, its memory is not reused.
     if (b->owned && !stop && spare.size() < MAX_SPARE) spare.push_back(b->region);
     else if (b->owned) msl_region_free(b->region);
     delete b;

@@ -1,8 +1,8 @@
 // Fibers, and the places where they meet: barriers and SIMD-group functions.
 //
-// A fiber runs until it has to wait for others; then the schedule says who is next. Nothing else interrupts it, so a kernel that
-// forgets a barrier sees the memory of threads that ran to their end (forward), or have not started (reverse), or some mixture
-// (random).
+// A fiber runs until it has to wait for others; then the schedule selects the next one. Nothing else interrupts it, so
+// a kernel without a barrier sees the memory of threads that ran to their end (forward), that have not started
+// (reverse), or a mixture (random).
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -128,7 +128,8 @@ static void yield_if_random(State &s) {
   if (i >= 0) go(s, i);
 }
 
-// Who waits where, for a report of divergence, e.g. "40 threads at threadgroup_barrier, line 6 (the first is thread 0)".
+// Describes the waiting threads for a report of divergence, e.g. "40 threads at threadgroup_barrier, line 6 (the first
+// is thread 0)".
 static void describe(const State &s, char *text, size_t size) {
   struct Party { Wait wait; uint64_t path; unsigned line, count, first; } parties[6];
   unsigned n = 0;
@@ -153,15 +154,15 @@ static void describe(const State &s, char *text, size_t size) {
 [[noreturn]] static void diverged(State &s, const char *what) {
   char who[400];
   describe(s, who, sizeof who);
-  // Speak for a thread that waits: its place is the one to look at.
+  // Reports a waiting thread's place, which is the one to look at.
   auto waits = [&](unsigned i) { return state_of(s, i) != Wait::DONE && state_of(s, i) != Wait::READY; };
   for (unsigned i = 0; i < s.threads && !waits((unsigned)s.current); i++)
     if (waits(i)) s.current = (int)i;
   fatal(s, DIVERGENCE, state_of(s, (unsigned)s.current) == Wait::DONE ? 0 : s.fibers[s.current].pc, "%s: %s", what, who);
 }
 
-// Lanes in lockstep: those at the first access go on. That is the one deepest in calls, then the one with the lowest address:
-// lanes in a loop come before those that have left it, and all meet behind it.
+// Lanes in lockstep: lanes at the first access continue. That is the access deepest in calls, then the one with the
+// lowest address. Lanes in a loop therefore come before lanes that have left it, and all meet after it.
 static bool advance(State &s, SimdGroup &g) {
   const Fiber *first = nullptr;
   for (unsigned i = g.first; i < g.first + g.lanes; i++) {
@@ -178,8 +179,8 @@ static bool advance(State &s, SimdGroup &g) {
   return true;
 }
 
-// Called when no lane of a SIMD-group can run. All lanes must be at the same place; with divergence allowed, as MSL defines SIMD-group
-// functions over the active lanes, those at the first place in the source go on.
+// Called if no lane of a SIMD-group can run. All lanes must be at one place. With divergence allowed, lanes at the
+// first place in the source continue, because MSL defines SIMD-group functions over the active lanes.
 static bool settle(State &s, SimdGroup &g) {
   if (ready_lanes(s, g)) return false;
   if (s.launch->lockstep && advance(s, g)) return true;
@@ -208,7 +209,7 @@ static bool settle(State &s, SimdGroup &g) {
   char *slots = g.slots[g.parity];
   g.parity ^= 1;
   g.alike = 0;
-  // The others take part in a later function.
+  // The other lanes take part in a later function.
   for (unsigned i = 0; active != full && i < g.lanes; i++)
     if (!(active >> i & 1)) memcpy(g.slots[g.parity] + 16 * i, slots + 16 * i, 16);
   if (first->combine) first->combine(slots, g.lanes, active);
@@ -223,7 +224,7 @@ static bool settle(State &s, SimdGroup &g) {
   return true;
 }
 
-// This fiber waits: let its SIMD-group go on if it was the last of it, then run whoever can.
+// Blocks this fiber: releases its SIMD-group if it was the last one, then runs the next ready fiber.
 static void block(State &s) {
   if (s.pending.address) judge(s);
   settle(s, s.groups[s.fibers[s.current].simdgroup]);
@@ -241,14 +242,14 @@ void step(State &s, uintptr_t pc) {
   block(s);
 }
 
-// Hashes the return addresses up to the entry point of the kernel. Kernels are compiled with frame pointers. The frames are in
-// memory that other fibers have pushed out of the cache, so none is read in vain.
+// Hashes the return addresses up to the entry point of the kernel. Kernels are compiled with frame pointers. Other
+// fibers have evicted the frames from the cache, so it reads only the necessary ones.
 __attribute__((always_inline)) static inline void mark_place(State &s, Fiber &f, void **frame) {
   uint64_t path = 1469598103934665603ull;
   f.pc = (uintptr_t)frame[1] - 1;
   for (int depth = 0; depth < 24; depth++) {
     void **caller = (void **)frame[0];
-    // If the caller is fiber_main, this frame is the entry point's. It is as far from the top of every stack.
+    // If the caller is fiber_main, this frame is the entry point's. Its distance from the top is equal for all stacks.
     if (f.top - (char *)caller == s.main_frame) {
       s.entry_frame = f.top - (char *)frame;
       break;
@@ -260,7 +261,7 @@ __attribute__((always_inline)) static inline void mark_place(State &s, Fiber &f,
   f.path = path;
 }
 
-// A lane has come to a SIMD-group function or barrier.
+// A lane has arrived at a SIMD-group function or barrier.
 static void arrive(State &s, SimdGroup &g, Fiber &f, Wait wait) {
   s.stats.rendezvous++;
   set_waiting(s, f, wait);
@@ -357,7 +358,7 @@ void start_fiber(State &s, unsigned index) {
   Fiber &f = s.fibers[index];
   f.operation = f.site = 0;
   f.path = 0;
-  // Stacks begin at multiples of a page: tops at the same place of each would share a few sets of the cache.
+  // Stacks begin at multiples of a page: tops at equal offsets would share a few sets of the cache.
   f.top = f.stack + STACK - 64 * (5 * index % 64);
   f.stack_pointer = first_frame(f.top, fiber_main);
 }

@@ -1,4 +1,4 @@
-// The state of a dispatch: fibers, SIMD-groups, the memory it may touch, its findings.
+// The state of a dispatch: fibers, SIMD-groups, accessible memory, findings.
 #pragma once
 #include <setjmp.h>
 #include <vector>
@@ -16,10 +16,10 @@ struct Region {
   char *map;            // guard, data, guard
   size_t map_bytes;
   char *base;
-  size_t bytes, capacity;  // the data ends `capacity` bytes before the guard; what lies between `bytes` and there is slack
+  size_t bytes, capacity;  // the data ends `capacity` bytes before the guard; the bytes from `bytes` to there are slack
   bool contains(const char *p) const { return p >= map && p < map + map_bytes; }
   void poison() const;
-  // Offset of the first byte of slack that lost its poison, or capacity + 1 if none did.
+  // Offset of the first slack byte that lost its poison, or capacity + 1 if none did.
   long damage() const;
 };
 
@@ -27,13 +27,13 @@ enum class Wait : uint8_t { READY, SIMD, SIMD_BARRIER, BARRIER, DONE, ACCESS };
 
 struct alignas(64) Fiber {
   void *stack_pointer;
-  Wait wait;  // where, if it is not ready
+  Wait wait;  // the place where it waits, or READY
   unsigned index, simdgroup, lane;
-  unsigned operation, site, value_bytes;  // what it waits for, and where in the source (line << 10 | column)
+  unsigned operation, site, value_bytes;  // the function it waits at, and its position in the source (line << 10 | column)
   uint64_t path;                          // the chain of return addresses: two inlined copies of one source line are two places
   uintptr_t pc;
   MslCombine combine;
-  // What is read often comes before this, in one line of the cache.
+  // Fields that are read often come before this one, in one cache line.
   char *stack, *top;
   size_t depth;  // of the stack, at an access
   MslContext context;
@@ -43,7 +43,8 @@ struct SimdGroup {
   unsigned first, lanes;
   uint32_t epoch[2];  // of simdgroup barriers, [0] for threadgroup and [1] for device memory
   uint32_t any_epoch; // of all of them
-  // Of the lanes that have come to wait since the group last went on: those at the place of the first, and that place.
+  // Of the lanes that have arrived since the group last continued: the number at the place of the first one, and that
+  // place.
   unsigned alike, operation;
   Wait wait;
   uint64_t path;
@@ -56,13 +57,13 @@ struct SimdGroup {
 // One earlier access to a byte. A threadgroup's serial number is never used twice, so a stale cell needs no clearing.
 struct Trace { uint32_t serial, epoch, simd_epoch, pc; uint16_t thread, atomic; };
 struct Cell { Trace write, read[2]; };
-// The cells of so many bytes: one for `1 << log` of them, as long as every access has had all bytes of a cell or none.
+// The cells of CHUNK bytes: one cell for `1 << log` bytes, as long as every access has touched whole cells.
 constexpr size_t CHUNK = 256;
 constexpr unsigned WIDEST_CELL = 2;
 struct Chunk { unsigned log; Cell cells[CHUNK]; };
 
 struct Extent { uint64_t offset, bytes; uint32_t access, index; };
-// A region that takes part in the running dispatch.
+// A region of the running dispatch.
 struct Bound {
   Region *region;
   bool threadgroup, owned;  // owned: made for this dispatch
@@ -73,7 +74,7 @@ struct Bound {
   bool writable;
 };
 
-// A race of two writes that is none if the second leaves what it finds, which is known after it.
+// A race of two writes that is none if the second one writes an equal value, which is known only afterwards.
 struct Pending {
   char *address;
   size_t bytes;
@@ -95,7 +96,7 @@ struct State {
   SimdGroup groups[MAX_THREADS / SIMD_WIDTH];
   uint64_t ready[MAX_THREADS / 64];  // the fibers that can run, a bit each
   unsigned threads, simdgroups, at_barrier;
-  uint64_t barrier_path;  // of the first thread there
+  uint64_t barrier_path;  // of the first thread at the barrier
   ptrdiff_t main_frame, entry_frame;  // from the top of a stack: the frames of fiber_main and of the kernel's entry point
   bool barriers_differ;
   uint32_t epoch[2], any_epoch;  // of threadgroup barriers
@@ -120,7 +121,7 @@ struct State {
   char *image[2], *thread_locals[2];  // of the kernel's library
   std::vector<MslFinding> findings;
   MslStats stats;
-  // What the kernel's arguments are taken from; here, since the checker lets a kernel read its State.
+  // The addresses of the kernel's arguments; stored here, because the checker lets a kernel read its State.
   char *buffers[MAX_BINDINGS], *threadgroup_memory[MAX_BINDINGS];
   uint64_t buffer_bytes[MAX_BINDINGS];
 
@@ -137,17 +138,17 @@ struct State {
   }
   Bound *find_among_all(const char *address);
   Bound *bind(Region *region, const char *name, bool threadgroup, bool owned);
-  // Poisoned memory, which release_bounds takes back if it is bound as owned. Null if there is none.
+  // Poisoned memory, which release_bounds releases if it is bound as owned. Null if memory is exhausted.
   Region *take_region(size_t bytes);
-  // The cells that an offset into a bound region has; null without memory.
+  // The cells of an offset into a bound region; null if memory is exhausted.
   Chunk *chunk(Bound &b, size_t offset);
   void release_bounds();
   void release_memory();
-  // Adds a finding (or counts it, if one of the same kind and place is there).
+  // Adds a finding, or counts it if one of the same kind and place exists.
   void report(Kind kind, uintptr_t pc, uintptr_t other_pc, const char *format, va_list arguments);
 };
 
-// What a reference to a parameter that does not exist refers to.
+// The memory behind a reference to a parameter that does not exist.
 constexpr size_t ABSENT = 64 << 10;
 extern char absent[ABSENT];
 
@@ -161,9 +162,9 @@ void note(State &s, Kind kind, uintptr_t pc, uintptr_t other_pc, const char *for
 void start_fiber(State &s, unsigned index);
 void set_all_ready(State &s);
 void run_threadgroup(State &s);
-// Lockstep: waits until the other lanes are at this access too, or cannot come here before it.
+// Lockstep: waits until the other lanes are at this access, too, or cannot reach it earlier.
 void step(State &s, uintptr_t pc);
-// Reports the pending race, or forgets it.
+// Reports the pending race, or discards it.
 void judge(State &s);
 
 // count.cpp: all without effect unless the launch counts.

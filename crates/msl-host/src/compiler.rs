@@ -1,4 +1,4 @@
-//! Finds clang, and says what depends on the processor.
+//! Finds clang, and selects options for the processor.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -10,7 +10,7 @@ const VERSIONS: [&str; 5] = ["19", "18", "20", "21", "22"];
 
 /// Options of every compilation for the processor.
 pub(crate) const PROCESSOR: &[&str] = if cfg!(target_arch = "aarch64") {
-    // `char` has a sign in MSL. Return addresses without a signature name places.
+    // `char` is signed in MSL. Return addresses must not be signed, because they identify places.
     &["-march=armv8.2-a+fp16", "-fsigned-char", "-mbranch-protection=none"]
 } else {
     &["-march=x86-64-v3"]
@@ -25,7 +25,7 @@ pub(crate) const PLAIN: &[&str] =
 pub(crate) struct Compiler {
     pub program: PathBuf,
     arguments: Vec<String>,
-    /// With the arguments: part of every name in the cache.
+    /// The version with the arguments, which is part of every name in the cache.
     pub version: String,
 }
 
@@ -59,7 +59,7 @@ fn candidates() -> Vec<Vec<String>> {
     versioned.chain(["clang++".into()]).map(|program| vec![program]).collect()
 }
 
-/// The first line of `--version`, if it names a version that is known.
+/// The first line of `--version`, if it names a known version.
 fn version(program: &str, arguments: &[String]) -> Option<String> {
     let output = Command::new(program).args(arguments).arg("--version").output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).lines().next()?.to_string();

@@ -55,13 +55,13 @@ pub enum Error {
     Launch {
         /// The requested kernel.
         kernel: String,
-        /// What does not fit.
+        /// The mismatch.
         reason: String,
     },
     /// The system had no memory for a guarded buffer or for the fibers.
     #[error("out of memory for {0}")]
     NoMemory(&'static str),
-    /// The kernel ran and did something wrong.
+    /// The kernel ran and had errors.
     #[error("{0}")]
     Findings(Box<Findings>),
 }

@@ -137,7 +137,7 @@ impl Memory {
 impl Deref for Memory {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: the region holds `len` bytes, all of them initialised, until it is dropped.
+        // SAFETY: the region holds `len` initialised bytes until it is dropped.
         unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
     }
 }

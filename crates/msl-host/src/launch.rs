@@ -103,13 +103,13 @@ pub enum Constant {
     UInt(u32),
     Long(i64),
     ULong(u64),
-    /// As bits.
+    /// The value's bits.
     Half(u16),
     Float(f32),
 }
 
 impl Constant {
-    /// As C++ has it.
+    /// The value as a C++ literal.
     pub(crate) fn literal(self) -> String {
         match self {
             Constant::Bool(v) => v.to_string(),
@@ -179,16 +179,16 @@ pub enum Schedule {
     Random(u64),
 }
 
-/// The order in which `simd_sum` and the like combine the values of a full SIMD-group. A product of matrices adds in
-/// the order of its inner index with [`SumOrder::Halves`], and backwards otherwise.
+/// The order in which SIMD-group reductions such as `simd_sum` combine the values of a full SIMD-group. A product of
+/// matrices adds in the order of its inner index with [`SumOrder::Halves`], and in reverse otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum SumOrder {
-    /// Lane 0 and 16, 1 and 17, ..., then those sums.
+    /// Lanes 0 and 16, 1 and 17, ..., then these sums.
     #[default]
     Halves = 0,
     /// Lane after lane.
     Lanes = 1,
-    /// Lane 0 and 1, 2 and 3, ..., then those sums.
+    /// Lanes 0 and 1, 2 and 3, ..., then these sums.
     Neighbours = 2,
 }
 
@@ -251,35 +251,35 @@ impl<'a> Launch<'a> {
         self
     }
 
-    /// Allows SIMD-group functions that not all lanes reach; they operate on the lanes that do. By default, these are
-    /// findings.
+    /// Allows SIMD-group functions that not all lanes reach; they operate on the lanes that do. By default, divergent
+    /// calls are findings.
     pub fn allow_divergence(mut self) -> Launch<'a> {
         self.allow_divergence = true;
         self
     }
 
-    /// Lets a barrier without a memory flag order earlier reads before later writes, as it does on Apple's GPUs: a
-    /// value that was used was read. By default it orders no memory, as the specification says, and these are races.
+    /// Lets a barrier without a memory flag order earlier reads before later writes, as on Apple's GPUs, where a used
+    /// value has been read. By default, it orders no memory, as in the specification, and the launch has races.
     pub fn reads_end_at_barriers(mut self) -> Launch<'a> {
         self.reads_end = true;
         self
     }
 
-    /// Runs the lanes of a SIMD-group in lockstep, as GPUs do: none continues to its next access of memory before the
-    /// others have done this one. Accesses of one SIMD-group do not race then. The specification demands
+    /// Runs the lanes of a SIMD-group in lockstep, as GPUs do: no lane continues to its next access of memory before
+    /// the others have done this one. Accesses of one SIMD-group then do not race. The specification requires
     /// `simdgroup_barrier`; without it, kernels are wrong under other schedules. Only in [`crate::Build::Checker`].
     pub fn lockstep(mut self) -> Launch<'a> {
         self.lockstep = true;
         self
     }
 
-    /// Lets two threads write one value to one place. By default this is a race of writes, as the language has it.
+    /// Lets two threads write equal values to one place. By default this is a race, as in the language.
     pub fn same_values(mut self) -> Launch<'a> {
         self.same_values = true;
         self
     }
 
-    /// Flushes subnormal floats to zero, as operands and as results. GPUs may.
+    /// Flushes subnormal floats to zero, as operands and as results, which GPUs may do.
     pub fn flush_subnormals(mut self) -> Launch<'a> {
         self.flush = true;
         self
@@ -291,7 +291,7 @@ impl<'a> Launch<'a> {
         self
     }
 
-    /// The CPU time after which the kernel counts as endless.
+    /// The CPU time after which the kernel is reported as endless.
     pub fn time_limit(mut self, limit: Duration) -> Launch<'a> {
         self.time_limit = limit;
         self

@@ -170,7 +170,7 @@ impl<'a> Tokens<'a> {
         None
     }
 
-    /// The `<` that belongs to the `>` at `close`.
+    /// The `<` that matches the `>` at `close`.
     pub fn open_angle(&self, close: usize) -> Option<usize> {
         let (mut depth, mut i) = (0usize, close);
         loop {

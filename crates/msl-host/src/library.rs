@@ -67,7 +67,7 @@ impl Library {
         }
         let rewritten = rewritten(Pass::Run)?;
         let path = shared.toolchain.compile(source, &rewritten, build, &shared.runtime_path)?;
-        // SAFETY: the library was just compiled from a source that has no static initialisers but constants.
+        // SAFETY: the library was just compiled from a source whose only static initialisers are constants.
         let loaded =
             unsafe { libloading::Library::new(&path) }.map_err(|source| Error::Load { path: path.clone(), source })?;
         Ok(Library { shared, name, path, build, kernels: unit.kernels, constants: unit.constants, loaded })
@@ -132,8 +132,8 @@ impl Library {
 
     /// Runs a launch to its end.
     ///
-    /// The kernel is native code in this process. Guard pages catch accesses outside of its buffers; the checker
-    /// build detects them before they happen. In a plain build, an access far beyond the guards may hit anything.
+    /// The kernel is native code in this process. Guard pages catch accesses outside of its buffers; the checker build
+    /// detects them before they happen. In a plain build, an access far beyond the guards may corrupt the process.
     ///
     /// # Errors
     /// [`Error::Launch`] if the launch does not fit the kernel. [`Error::Findings`] if the run had errors; outputs
@@ -210,7 +210,7 @@ impl Library {
     }
 
     fn symbol(&self, name: &str) -> Result<*const c_void> {
-        // SAFETY: only the address is taken; its users know the type that rewrite.rs gave it.
+        // SAFETY: only the address is used; its users know the type that rewrite.rs gave it.
         let symbol = unsafe { self.loaded.get::<*const c_void>(name.as_bytes()) };
         symbol.map(|s| *s).map_err(|source| Error::Load { path: self.path.clone(), source })
     }
@@ -297,7 +297,7 @@ impl Library {
     }
 }
 
-/// The MSL name of a scalar type that has several.
+/// The canonical MSL name of a scalar type with several names.
 fn canonical(kind: &str) -> Option<&'static str> {
     Some(match kind {
         "bool" => "bool",
@@ -317,7 +317,7 @@ fn canonical(kind: &str) -> Option<&'static str> {
 
 type Extents3 = ([u32; 3], [u32; 3], [u32; 3]);
 
-/// Threadgroups, threads of each, threads of the grid.
+/// The number of threadgroups, the threads of each, the threads of the grid.
 fn grid(grid: Grid) -> std::result::Result<Extents3, String> {
     let (groups, threads, total) = match grid {
         Grid::Threadgroups { groups, threads } => {
@@ -346,7 +346,7 @@ fn threadgroup_bytes(launch: &Launch<'_>) -> std::result::Result<[u64; 31], Stri
     let mut total = 0usize;
     for &(index, bytes) in &launch.threadgroup_bytes {
         if bytes % 16 != 0 {
-            return Err(format!("threadgroup({index}): Metal wants a multiple of 16 bytes, got {bytes}"));
+            return Err(format!("threadgroup({index}): Metal requires a multiple of 16 bytes, got {bytes}"));
         }
         total = total.saturating_add(bytes);
         // The index is below 31: the kernel has a parameter with it.
@@ -358,14 +358,14 @@ fn threadgroup_bytes(launch: &Launch<'_>) -> std::result::Result<[u64; 31], Stri
     Ok(lengths)
 }
 
-/// The bindings of one run: regions in place, and copies of the rest.
+/// The bindings of one run: regions in place, and copies of other memory.
 struct Regions<'a> {
     shared: &'a Shared,
     extents: Vec<RawExtent>,
     copies: Vec<Copy>,
 }
 
-/// Bytes of the caller, copied between guard pages. Bindings that overlap share one.
+/// Bytes of the caller, copied between guard pages. Overlapping bindings share one copy.
 struct Copy {
     start: usize,
     end: usize,

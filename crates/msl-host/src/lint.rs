@@ -35,7 +35,7 @@ pub(crate) fn missing_qualifiers(t: &Tokens<'_>, unit: &Unit) -> Vec<Diagnostic>
         .collect()
 }
 
-/// The declarator at a `*` or `&`, for the message: `float *p`.
+/// The declarator around a `*` or `&`, for the message: `float *p`.
 fn around<'a>(t: &Tokens<'a>, i: usize) -> &'a str {
     let end = if t.word(i + 1).is_some() { i + 2 } else { i + 1 };
     let mut start = i.saturating_sub(1);

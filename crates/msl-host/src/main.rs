@@ -35,12 +35,12 @@ Options of run:
   --lockstep, --same-values, --reads-end, --divergence, --flush, --sums lanes|neighbours
 
 Options of count: those of run, except schedules and builds, and
-  --lines N                  the N lines with the most accesses of memory (0)
+  --lines N                  the N lines that access memory most often (0)
 
 The exit code is 1 if the source or the kernel has errors, or if two runs differ, and 2 if the command has.
 ";
 
-/// A reason to end: a wrong command, or an error of the kernel.
+/// The reason for an exit: a wrong command, or an error of the kernel.
 enum Stop {
     Usage(String),
     Failed(String),
@@ -247,7 +247,7 @@ fn element(text: &str) -> Option<Type> {
     })
 }
 
-/// `float:1,2.5` and the like.
+/// Parses `float:1,2.5` and similar inputs.
 fn input(text: &str) -> Option<Vec<u8>> {
     let (kind, values) = text.split_once(':')?;
     let kind = element(kind)?;
@@ -320,9 +320,7 @@ fn run(request: &Request) -> Result<(), Stop> {
             match &first {
                 None => first = Some(outputs),
                 Some(first) if *first != outputs => {
-                    return Err(Stop::Failed(format!(
-                        "{build:?} {schedule:?} leaves other results than the first run"
-                    )));
+                    return Err(Stop::Failed(format!("{build:?} {schedule:?} gives other results than the first run")));
                 }
                 Some(_) => {}
             }
@@ -341,7 +339,7 @@ fn run(request: &Request) -> Result<(), Stop> {
     Ok(())
 }
 
-/// Memory that a kernel writes. What it does not write is the same in every run.
+/// Memory that a kernel writes. Unwritten bytes are equal in every run.
 fn outputs(request: &Request) -> Vec<Vec<u8>> {
     let size = |kind: Type| if matches!(kind, Type::Bytes) { 1 } else { 4 };
     request.outputs.iter().map(|o| vec![0xFF; o.2 * size(o.1)]).collect()
@@ -365,7 +363,7 @@ fn launch<'a>(request: &'a Request, outputs: &'a mut [Vec<u8>]) -> Launch<'a> {
             "--reads-end" => launch.reads_end_at_barriers(),
             "--divergence" => launch.allow_divergence(),
             "--flush" => launch.flush_subnormals(),
-            _ => launch, // of the source
+            _ => launch, // options of the source
         };
     }
     launch

@@ -4,7 +4,7 @@
 use crate::error::Diagnostic;
 use crate::lexer::{TokenKind, Tokens};
 
-/// A kernel, as launches see it.
+/// A kernel, as launches need it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kernel {
     /// Its name, or its `host_name`.
@@ -181,7 +181,7 @@ pub(crate) fn parse(t: &Tokens<'_>) -> Result<Unit, Diagnostic> {
     for (place, name, function) in instantiations {
         let kernel = instantiate(&templates, &name, &function);
         unit.kernels.push(kernel.ok_or_else(|| {
-            t.diagnostic(place, format!("`{name}` instantiates `{function}`, which is no kernel of this source"))
+            t.diagnostic(place, format!("`{name}` instantiates `{function}`, which is not a kernel of this source"))
         })?);
     }
     Ok(unit)
@@ -203,7 +203,7 @@ pub(crate) fn instantiate_all(t: &Tokens<'_>, unit: &mut Unit, wanted: &[(String
     for (name, function) in wanted {
         let kernel = instantiate(&templates, name, function);
         unit.kernels.push(kernel.ok_or_else(|| {
-            t.diagnostic(0, format!("`{name}` instantiates `{function}`, which is no kernel of this source"))
+            t.diagnostic(0, format!("`{name}` instantiates `{function}`, which is not a kernel of this source"))
         })?);
     }
     Ok(())
@@ -267,7 +267,7 @@ fn kernel(t: &Tokens<'_>, s: &Statement) -> Result<Option<(Kernel, bool)>, Diagn
     Ok(Some((Kernel { name, arguments, function }, t.is_word(s.first, "template"))))
 }
 
-/// The parameters of a kernel that leave their index to Metal.
+/// The parameters of a kernel without an index, which Metal numbers.
 fn unnumbered(t: &Tokens<'_>, s: &Statement) -> Vec<Diagnostic> {
     let Some((open, close)) = parameter_list(t, s) else { return Vec::new() };
     let without = t.split(open + 1, close).into_iter().filter(|&(a, b)| attributes(t, a, b).is_empty());
@@ -304,7 +304,7 @@ fn argument(t: &Tokens<'_>, a: usize, b: usize) -> Result<Argument, String> {
                 "threadgroup" => kind = Some(ArgumentKind::Threadgroup(index()?)),
                 "function_constant" => only_if = Some(inner.to_string()),
                 _ if BUILTINS.contains(&word) => kind = Some(ArgumentKind::Builtin(word.into())),
-                _ => return Err(format!("parameter `{name}` has an attribute that is not known here: {word}")),
+                _ => return Err(format!("parameter `{name}` has an unknown attribute: {word}")),
             }
         }
     }
@@ -322,7 +322,7 @@ fn argument(t: &Tokens<'_>, a: usize, b: usize) -> Result<Argument, String> {
 /// The index of a parameter that has no attribute, until `number` sees all parameters.
 const UNNUMBERED: u32 = u32::MAX;
 
-/// Gives parameters without an index, in order, the lowest ones that no other parameter has, as Metal does.
+/// Gives parameters without an index, in order, the lowest unused indices, as Metal does.
 fn number(arguments: &mut [Argument]) -> Result<(), String> {
     fn index(kind: &mut ArgumentKind) -> Option<(usize, &mut u32)> {
         match kind {
@@ -331,7 +331,7 @@ fn number(arguments: &mut [Argument]) -> Result<(), String> {
             ArgumentKind::Builtin(_) => None,
         }
     }
-    // One bit per index, of buffers and of threadgroup memory.
+    // One bit per index, for buffers and for threadgroup memory.
     let mut taken = [0u32; 2];
     for (space, index) in arguments.iter_mut().filter_map(|a| index(&mut a.kind)) {
         taken[space] |= 1u32.checked_shl(*index).unwrap_or(0);

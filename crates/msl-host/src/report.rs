@@ -20,7 +20,7 @@ pub enum Kind {
     Race,
     /// Threads wait at different barriers or SIMD-group functions, or some have returned.
     Divergence,
-    /// The kernel did not end.
+    /// The kernel did not end in time.
     TimeLimit,
     /// The locals exceed a fiber's stack.
     StackOverflow,
@@ -73,7 +73,7 @@ pub struct Thread {
     pub lane: u32,
 }
 
-/// One error of a run. The same error at the same position is one finding, however often it happened.
+/// One error of a run. Repetitions of an error at one position are one finding.
 #[derive(Clone, Debug)]
 pub struct Finding {
     /// The kind of error.
@@ -145,7 +145,7 @@ pub(crate) struct Lines<'a> {
 
 impl<'a> Lines<'a> {
     pub fn new(library: &Path, include: &'a Path) -> Lines<'a> {
-        // A library without a line table still gives findings, without locations.
+        // A library without a line table still gives findings, but without locations.
         Lines { loader: addr2line::Loader::new(library).ok(), include }
     }
 

@@ -61,7 +61,7 @@ impl Edits<'_, '_> {
 /// The purpose of a rewritten source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pass {
-    /// clang checks its types, of which address spaces are a part.
+    /// clang checks its types, which include address spaces.
     Typed,
     /// clang compiles it; address spaces are plain pointers.
     Run,
@@ -127,8 +127,8 @@ fn constants(edits: &mut Edits<'_, '_>, unit: &Unit) {
     }
 }
 
-/// Each `threadgroup T a[n], b;` of a kernel's body: the declaration becomes a typedef of the variables' types,
-/// followed by references of those types.
+/// Rewrites each `threadgroup T a[n], b;` of a kernel's body: the declaration becomes a typedef of the variables'
+/// types, followed by references of these types.
 fn threadgroup_variables(
     edits: &mut Edits<'_, '_>,
     open: usize,
@@ -195,7 +195,7 @@ fn builtin_vector(word: &str) -> bool {
     })
 }
 
-/// Names that may stand for a vector: aliases and template parameters.
+/// Names that may denote a vector: aliases and template parameters.
 fn aliases<'a>(t: &Tokens<'a>) -> HashSet<&'a str> {
     let mut names = HashSet::new();
     for i in 0..t.len() {
@@ -396,7 +396,7 @@ mod tests {
 
     /// For any tokens, the front end terminates and preserves line numbers.
     #[test]
-    fn any_soup_of_tokens_is_survived() {
+    fn any_tokens_are_processed() {
         let words = [
             "template",
             "kernel",

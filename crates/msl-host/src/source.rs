@@ -20,17 +20,17 @@ pub struct Source {
     pub(crate) contract: bool,
 }
 
-/// What a source must satisfy to compile.
+/// The requirements that a source must satisfy to compile.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Strictness {
     /// Every pointer has an address space, address spaces are part of the types, and clang has no warnings. For your
-    /// own kernels: Apple's compiler refuses what breaks the first two rules.
+    /// own kernels: Apple's compiler rejects violations of the first two rules.
     #[default]
     Strict,
     /// As [`Strictness::Strict`], without warnings.
     Typed,
     /// The source only has to compile without address spaces. For kernels that Apple's compiler has accepted: the other
-    /// levels do not know member functions with an address space.
+    /// levels do not support member functions with an address space.
     Trusted,
 }
 
@@ -90,19 +90,19 @@ impl Source {
         self
     }
 
-    /// Compiles only these kernels of the source. All of hundreds of instantiations take minutes.
+    /// Compiles only these kernels of the source. Compiling hundreds of instantiations takes minutes.
     pub fn only<N: Into<String>>(mut self, kernels: impl IntoIterator<Item = N>) -> Source {
         self.only.extend(kernels.into_iter().map(Into::into));
         self
     }
 
-    /// Sets what the source must satisfy. The default is [`Strictness::Strict`].
+    /// Sets the requirements of the source. The default is [`Strictness::Strict`].
     pub fn strictness(self, strictness: Strictness) -> Source {
         Source { strictness, ..self }
     }
 
-    /// Allows accesses that violate the alignment of their types. The specification leaves them undefined, and they are
-    /// findings by default; some kernels rely on GPUs that do not mind.
+    /// Allows accesses that violate the alignment of their types. They are undefined by the specification, and findings
+    /// by default; some kernels rely on GPUs that support them.
     pub fn unaligned(self) -> Source {
         Source { unaligned: true, ..self }
     }
@@ -113,8 +113,8 @@ impl Source {
         Source { contract: true, ..self }
     }
 
-    /// Sets the version of the Metal language, as the runtime requests it of Apple's compiler. The default is 3.1, the
-    /// first with `bfloat`.
+    /// Sets the version of the Metal language, as the runtime requests it from Apple's compiler. The default is 3.1,
+    /// the first with `bfloat`.
     pub fn language(self, major: u32, minor: u32) -> Source {
         Source { language: (major, minor), ..self }
     }

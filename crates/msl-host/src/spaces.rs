@@ -1,7 +1,8 @@
-//! Declarations that differ only by an address space: `operator=(T x) thread` and `operator=(T x) device`,
-//! `f(device T *p)` and `f(threadgroup T *p)`, `struct of<device T *>` and `struct of<thread T *>`.
+//! Removes declarations that differ from an earlier one only by an address space: `operator=(T x) thread` and
+//! `operator=(T x) device`, `f(device T *p)` and `f(threadgroup T *p)`, `struct of<device T *>` and `struct of<thread T
+//! *>`.
 //!
-//! The code that runs has no address spaces, so such declarations would be the same. One of them stays.
+//! The code that runs has no address spaces, so these declarations would be duplicates. The first one stays.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,7 +10,7 @@ use crate::lexer::Tokens;
 use crate::parse::{Unit, outside};
 use crate::rewrite::is_address_space;
 
-/// The address spaces behind parameter lists: those of `this` in member functions, which clang's C++ does not have.
+/// The address spaces after parameter lists: those of `this` in member functions, which clang's C++ does not have.
 pub(crate) fn member_qualifiers<'t>(t: &'t Tokens<'_>) -> impl Iterator<Item = usize> + 't {
     (1..t.len()).filter(|&i| {
         if !t.word(i).is_some_and(is_address_space) {
@@ -23,7 +24,7 @@ pub(crate) fn member_qualifiers<'t>(t: &'t Tokens<'_>) -> impl Iterator<Item = u
     })
 }
 
-/// Of these, `constant` behind the parameters of a constructor: a method of a constant object is a `const` method,
+/// The `constant` qualifiers after the parameters of constructors. A method of a constant object is a `const` method,
 /// which a constructor cannot be.
 pub(crate) fn constant_constructors(t: &Tokens<'_>) -> HashSet<usize> {
     let classes: HashSet<&str> =
@@ -37,12 +38,12 @@ pub(crate) fn constant_constructors(t: &Tokens<'_>) -> HashSet<usize> {
         .collect()
 }
 
-/// The token ranges of declarations that are the same as an earlier one but for address spaces.
+/// The token ranges of declarations that differ from an earlier one only by address spaces.
 pub(crate) fn twins(t: &Tokens<'_>, unit: &Unit) -> Vec<(usize, usize)> {
     let (mut found, mut seen, ignored) = (Vec::new(), HashMap::new(), constant_constructors(t));
     for s in &unit.statements {
         let head = s.body.map_or(s.last, |b| b.0);
-        // Variables have no twins, and kernels have names of their own.
+        // Variables have no duplicates, and kernels have unique names.
         let declares = outside(t, s.first, head, |i| t.is(i, b'(')).is_some();
         let class = (s.first..head).any(|i| matches!(t.word(i), Some("struct" | "class")));
         if !declares && !class {
@@ -79,7 +80,7 @@ fn again<'a>(
         if ignored.contains(&i) || (depth > 0 && names_parameter(t, i)) {
             continue;
         }
-        // `constant T` is `const T` where there are no address spaces; a second `const` says nothing new.
+        // Without address spaces, `constant T` is `const T`; a second `const` is redundant.
         if word == "const" || word == "constant" {
             constant = true;
             continue;
@@ -106,8 +107,8 @@ fn again<'a>(
     }
 }
 
-/// Whether the word at `i`, between parentheses, is the name of a parameter: behind its type, before what ends the
-/// parameter.
+/// Whether the word at `i`, between parentheses, is the name of a parameter: after its type, before the parameter's
+/// end.
 fn names_parameter(t: &Tokens<'_>, i: usize) -> bool {
     const TYPES: &[&str] = &[
         "bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "size_t", "half", "bfloat",
@@ -126,7 +127,7 @@ fn without_initialisers(t: &Tokens<'_>, first: usize, head: usize) -> std::ops::
     first..colon.unwrap_or(head)
 }
 
-/// The twins among the members of a class.
+/// The duplicates among the members of a class.
 fn members(t: &Tokens<'_>, ignored: &HashSet<usize>, open: usize, close: usize, found: &mut Vec<(usize, usize)>) {
     let mut seen = HashMap::new();
     let (mut i, mut first) = (open + 1, open + 1);
@@ -166,7 +167,7 @@ mod tests {
     use super::*;
     use crate::parse::parse;
 
-    /// The twins of a text.
+    /// The duplicates of a text.
     fn removed(text: &str) -> Vec<String> {
         let tokens = Tokens::new(text);
         let unit = parse(&tokens).expect("parses");
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn declarations_of_other_address_spaces_are_twins() {
+    fn declarations_of_other_address_spaces_are_duplicates() {
         assert_eq!(
             removed("float f(device const float *p) { return 1; } float f(const threadgroup float *p) { return 2; }"),
             ["float f(const threadgroup float *p) { return 2; }"]
@@ -185,12 +186,12 @@ mod tests {
             ),
             ["template <class T> struct of<thread T *> { int b; }"]
         );
-        // `constant` is `const` where there are no address spaces.
+        // Without address spaces, `constant` is `const`.
         assert_eq!(removed("struct S { void f(constant int &x) {} void f(device const int &x) {} };").len(), 1);
     }
 
     #[test]
-    fn members_and_constructors_are_twins() {
+    fn members_and_constructors_are_duplicates() {
         let text = "struct S { int a; S(int x) thread : a{x} {} S(int y) constant : a{y} {} \
                     int get() const thread { return a; } int get() const device { return a; } int get() thread; };";
         assert_eq!(removed(text), ["S(int y) constant : a{y} {}", "int get() const device { return a; }"]);

@@ -12,7 +12,7 @@ use crate::source::{Source, Strictness};
 /// The build of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Build {
-    /// Optimised. Guard pages catch accesses outside of buffers; poison shows in results that depend on unwritten
+    /// Optimised. Guard pages catch accesses outside of buffers; poison reveals results that depend on unwritten
     /// memory.
     Plain,
     /// Checks every memory access: bounds, declared access, initialisation, races. Much slower.
@@ -78,7 +78,7 @@ const STANDARD: &[&str] = &[
     "metal_array",
 ];
 
-/// Headers of what is not simulated.
+/// Headers of features that are not simulated.
 const REFUSED: &[&str] = &["metal_tensor", "MetalPerformancePrimitives/MetalPerformancePrimitives.h"];
 
 /// Options of every compilation.
@@ -136,8 +136,8 @@ const CHECKER: &[&str] = &[
     "-fsanitize=bounds,alignment,integer-divide-by-zero",
 ];
 
-/// Every operation stays what it is: no vectors of what the source has one by one, no 64-bit counters for 32-bit ones.
-/// Loops of constant length disappear, as on GPUs, and so do calls.
+/// Keeps every operation: no vectors for the source's scalar code, no 64-bit counters for 32-bit ones. Loops of
+/// constant length are unrolled, and calls inlined, as on GPUs.
 const COUNTING: &[&str] = &[
     "-O2",
     "-w",
@@ -157,10 +157,10 @@ const COUNTING: &[&str] = &[
     "-inline-threshold=1000000",
 ];
 
-/// No instruction that traps on an address which is not a multiple of the type's alignment, and no check of it.
+/// No instructions that require aligned addresses, and no check of alignment.
 const UNALIGNED: [&str; 2] = ["-fmax-type-align=1", "-fno-sanitize=alignment"];
 
-/// Vectors of unrelated operations hide what can be fused.
+/// Vectors of unrelated operations would hide operations that can be fused.
 const CONTRACT: [&str; 2] = ["-ffp-contract=fast", "-fno-slp-vectorize"];
 
 /// A compiler, and a directory for its results.
@@ -344,7 +344,7 @@ impl Toolchain {
         Ok(library)
     }
 
-    /// Compiles a rewritten source so that it counts: a shared object, and what its blocks and sites are.
+    /// Compiles a rewritten source so that it counts: a shared object, and the meaning of its blocks and sites.
     pub fn compile_counting(&self, source: &Source, text: &str, runtime: &Path) -> Result<(PathBuf, Table)> {
         let (name, mut language) = (&source.name, language(source));
         if source.unaligned {
@@ -419,7 +419,7 @@ impl Toolchain {
     }
 }
 
-/// The version of the language as Metal tells it to the source. `bfloat` came with 3.1.
+/// The macros of the language version that Metal defines. `bfloat` came with 3.1.
 fn language(source: &Source) -> Vec<String> {
     let (major, minor) = source.language;
     let mut options = vec![format!("-D__METAL_VERSION__={}", major * 100 + minor * 10)];
@@ -521,7 +521,7 @@ fn diagnostics(output: &str, include: &Path) -> Vec<Found> {
     list
 }
 
-/// `a.metal:3:5: error: what` as its parts.
+/// Splits `a.metal:3:5: error: message` into its parts.
 fn split(line: &str) -> Option<(&str, u32, &str, &str)> {
     let level = ["fatal error", "error", "warning", "note"].into_iter().find(|l| line.contains(&format!(": {l}: ")))?;
     let (place, message) = line.split_once(&format!(": {level}: "))?;

@@ -1,5 +1,5 @@
-//! Counts the instructions of some kernels with valgrind's callgrind: a measure of speed that does not depend on a
-//! clock or a busy machine. It does not include the cost of memory accesses and branches.
+//! Counts the instructions of some kernels with valgrind's callgrind. The count does not depend on a clock or on other
+//! load. It does not include the cost of memory accesses and branches.
 //!
 //! ```text
 //! counted               count, and compare with instructions.txt
@@ -7,8 +7,8 @@
 //! counted --case NAME   prepare a case and run it once: the command that valgrind runs
 //! ```
 //!
-//! One thread and always AVX2, the best level that valgrind supports. The compiler also affects the counts, so the
-//! file records it, and the tolerance is larger for another compiler.
+//! Kernels run on one thread and with AVX2, the best level that valgrind supports. The compiler also affects the
+//! counts, so the file records it, and the tolerance is larger for another compiler.
 
 use std::{collections::BTreeMap, fmt::Write, path::PathBuf, process::Command};
 
@@ -21,9 +21,9 @@ use kvant_bench::{
     writing::{Batch, Writing},
 };
 
-/// How far a count may be from the recorded one.
+/// The tolerance of a count, relative to the recorded one.
 const TOLERANCE: f64 = 0.03;
-/// The same, where another compiler built.
+/// The tolerance for another compiler than the recorded one.
 const OTHER_COMPILER: f64 = 0.15;
 
 const SHAPE: Shape = Shape::new(256, 16, 8);
@@ -71,7 +71,7 @@ fn main() -> Result {
     }
 }
 
-/// Runs a case twice: once for whatever it allocates, and once to be counted.
+/// Runs a case twice: once to allocate, and once to be counted.
 fn run(name: &str) -> Result {
     let (_, prepare) = CASES.iter().find(|case| case.0 == name).ok_or_else(|| format!("{name}: no such case"))?;
     let device =
@@ -81,7 +81,7 @@ fn run(name: &str) -> Result {
     counted_call(&mut call)
 }
 
-/// Valgrind counts while this runs; it finds it by its name.
+/// Valgrind counts instructions in this function, which it finds by name.
 #[inline(never)]
 fn counted_call(call: &mut Prepared) -> Result {
     std::hint::black_box(call())
@@ -117,7 +117,7 @@ fn file() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("instructions.txt")
 }
 
-/// The compiler that cargo takes.
+/// The version of cargo's compiler.
 fn compiler() -> Result<String> {
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_string());
     let version = String::from_utf8(Command::new(rustc).arg("--version").output()?.stdout)?;

@@ -1,4 +1,4 @@
-//! The table of decode attention: kvant in every codec, ggml in both layouts, candle, and the limit of memory.
+//! The table of decode attention: kvant with every codec, ggml in both layouts, candle, and the memory limit.
 
 use std::{cell::RefCell, collections::BTreeMap};
 
@@ -19,7 +19,7 @@ use crate::{
     race::{Contender, race},
 };
 
-/// Ours, by the name of the codec.
+/// kvant's contenders, by the name of the codec.
 const CODECS: [(&str, Codec); 6] = [
     ("f16", Codec::F16),
     ("bf16", Codec::BF16),
@@ -29,7 +29,7 @@ const CODECS: [(&str, Codec); 6] = [
     ("tq4", Codec::tq(4)),
 ];
 
-/// ggml's, in the layouts that a cache may have.
+/// ggml's contenders, in the layouts of a cache.
 const GGML: [(&str, Type, Layout); 6] = [
     ("ggml f16 llama.cpp", Type::F16, Layout::Interleaved),
     ("ggml f16 contiguous", Type::F16, Layout::Contiguous),
@@ -41,13 +41,13 @@ const GGML: [(&str, Type, Layout); 6] = [
 
 const CANDLE: [(&str, DType); 2] = [("candle f32", DType::F32), ("candle f16", DType::F16)];
 
-/// What one shape and context gave.
+/// The results of one shape and context.
 struct Row {
     shape: Shape,
     tokens: usize,
     ceiling: f64,
     micros: BTreeMap<String, f64>,
-    /// Against f64 over the f16 keys and values, in the order of [`names`].
+    /// Relative errors against f64 over the f16 keys and values, in the order of [`names`].
     errors: Vec<f64>,
 }
 
@@ -69,7 +69,7 @@ pub fn tables(options: &Options) -> Result {
         println!("| {} | {:.1} | {} | {} | {} |", row.name(), row.ceiling, micros(f16), micros(tq4), cells.join(" | "));
     }
     println!(
-        "\n### How much of the ceiling, and how many times faster than ggml's better layout, candle's better type, our f16\n"
+        "\n### How much of the ceiling, and how many times faster than ggml's better layout, candle's better type, kvant's f16\n"
     );
     println!(
         "| D, H, Hk, context | f16, of the ceiling | bf16, of the ceiling | f16 to ggml f16 | f16 to candle | tq8 to f16 | \
@@ -127,7 +127,7 @@ impl Row {
     }
 }
 
-/// Sets up every contender on the same keys, values and query, races them, and checks what they computed.
+/// Prepares all contenders with equal keys, values and query, races them, and checks their results.
 fn measure(options: &Options, shape: Shape, tokens: usize) -> Result<Row> {
     let device: &Device = &options.device;
     let ours = CODECS.map(|(_, codec)| {
@@ -189,7 +189,7 @@ fn measure(options: &Options, shape: Shape, tokens: usize) -> Result<Row> {
     for (attention, _) in &candle {
         errors.push(distance(&attention.borrow().output()?, &right));
     }
-    // They answer the same question, or the table means nothing; of unrelated results it would be 1.4.
+    // The results must agree, otherwise the table is meaningless; unrelated results have an error of 1.4.
     for (name, &error) in names().iter().zip(&errors) {
         let quantised = ["tq", "q8_0", "q4_0"].iter().any(|kind| name.contains(kind));
         let limit = if quantised { 0.5 } else { 0.2 };

@@ -29,11 +29,11 @@ options:
   --context N,…        cached tokens [1024,32768]
   --threads N          [2]
   --rounds N           turns of each contender; the median counts [7]
-  --turn MS            the least that a turn lasts [60]
+  --turn MS            minimum duration of a turn [60]
   --verbose            every median on standard error as it comes
 ";
 
-/// What is measured, and how.
+/// The options of a run.
 pub struct Options {
     tables: Vec<String>,
     shapes: Vec<Shape>,
@@ -98,7 +98,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Medians as they come.
+    /// Prints medians as they are measured.
     fn log(&self, contenders: &[Contender], times: &[f64]) {
         for (contender, micros) in contenders.iter().zip(times).filter(|_| self.verbose) {
             let rate = memory::gigabytes(contender.bytes, *micros);
@@ -107,7 +107,7 @@ impl Options {
     }
 }
 
-/// A count, at least 1.
+/// Parses a count of at least 1.
 fn number(text: &str) -> Result<usize> {
     match text.parse() {
         Ok(n) if n > 0 => Ok(n),
@@ -115,7 +115,7 @@ fn number(text: &str) -> Result<usize> {
     }
 }
 
-/// `D:H:Hk`.
+/// Parses `D:H:Hk`.
 fn parse_shape(text: &str) -> Result<Shape> {
     let numbers = text.split(':').map(number).collect::<Result<Vec<_>>>()?;
     match numbers[..] {

@@ -1,4 +1,4 @@
-//! The memory's read rate: the limit of everything that reads each byte once.
+//! The memory's read rate, which limits every operation that reads each byte once.
 
 use std::hint::black_box;
 
@@ -9,8 +9,8 @@ use crate::race::Contender;
 /// Bytes of the buffer that is read.
 pub const READ: usize = ROTATION;
 
-/// Asks the system for huge pages, as kvant does for its tensors. Before the memory is written: that is when it gets
-/// pages.
+/// Requests huge pages, as kvant does for its tensors. Must be called before the memory is written, because the system
+/// allocates pages at the first write.
 pub fn huge_pages<T>(memory: &mut [std::mem::MaybeUninit<T>]) {
     #[cfg(target_os = "linux")]
     {
@@ -20,12 +20,12 @@ pub fn huge_pages<T>(memory: &mut [std::mem::MaybeUninit<T>]) {
         if bytes == 0 {
             return;
         }
-        // SAFETY: whole pages within the memory. It is a wish: whether it is granted does not matter.
+        // SAFETY: whole pages within the memory. The request may be ignored.
         unsafe { libc::madvise(memory.as_mut_ptr().cast::<u8>().add(skip).cast(), bytes, libc::MADV_HUGEPAGE) };
     }
 }
 
-/// So many copies of a number, in huge pages.
+/// `count` copies of a number, in huge pages.
 pub fn filled<T: Copy>(value: T, count: usize) -> Vec<T> {
     let mut memory = Vec::with_capacity(count);
     huge_pages(memory.spare_capacity_mut());
@@ -33,7 +33,7 @@ pub fn filled<T: Copy>(value: T, count: usize) -> Vec<T> {
     memory
 }
 
-/// Reads a buffer from memory, each thread its part, as fast as plain vector loads do.
+/// Reads a buffer from memory with plain vector loads, each thread its part.
 pub fn reader<'a>(threads: usize) -> Contender<'a> {
     let buffer = filled(1u64, READ / 8);
     Contender::each("memory read", READ, move || {
@@ -46,13 +46,13 @@ pub fn reader<'a>(threads: usize) -> Contender<'a> {
     })
 }
 
-/// Copies of one block in a row, between which threads do not wait for each other.
+/// Copies of one block in a row, between which threads do not synchronise.
 const COPIES: usize = 16;
 
-/// Copies one block over and over to other places, each thread its part: what writing dense rows comes down to.
+/// Copies one block repeatedly to other places, each thread its part: the minimum work of writing dense rows.
 pub fn copier<'a>(bytes: usize, threads: usize) -> Contender<'a> {
     let source = vec![1u8; bytes];
-    // Not zeros, which the system would hand out page by page while the clock runs.
+    // Not zeros, which the system would allocate page by page during the measurement.
     let mut target = filled(1u8, ROTATION / bytes / COPIES * COPIES * bytes);
     let (mut at, turns) = (0, target.len() / bytes / COPIES);
     let part = bytes.div_ceil(threads);
@@ -77,7 +77,7 @@ pub fn copier<'a>(bytes: usize, threads: usize) -> Contender<'a> {
     })
 }
 
-/// Sums of many lanes: enough loads in flight, whatever the vector width.
+/// Sums in many lanes, so that enough loads are in flight for any vector width.
 fn sum(numbers: &[u64]) -> u64 {
     let mut lanes = [0u64; 64];
     for chunk in numbers.chunks_exact(64) {
@@ -88,17 +88,18 @@ fn sum(numbers: &[u64]) -> u64 {
     lanes.iter().fold(0, |a, b| a.wrapping_add(*b))
 }
 
-/// Billions of bytes a second.
+/// Billions of bytes per second.
 pub fn gigabytes(bytes: usize, micros: f64) -> f64 {
     bytes as f64 / micros / 1e3
 }
 
-/// Microseconds that so many bytes take at the ceiling.
+/// Microseconds that `bytes` bytes take at the ceiling.
 pub fn floor(bytes: usize, ceiling: f64) -> f64 {
     bytes as f64 / ceiling / 1e3
 }
 
-/// A machine and a program that can be compared: this processor's instructions, for the peers too.
+/// Describes machine and program. Returns an error unless the program was built for this processor's instructions,
+/// which the peers need, too.
 pub fn describe() -> Result<String> {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split(':').nth(1));

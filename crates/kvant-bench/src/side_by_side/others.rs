@@ -148,8 +148,8 @@ pub fn linear(options: &Options) -> Result {
     }
     contenders.push(Contender::each("gemm crate f32", 0, || {
         let n = size as isize;
-        // C = A·Bᵀ, as a linear layer has its weights.
-        // SAFETY: three matrices of size × size numbers, strides that stay inside, and C is nobody else's.
+        // C = A·Bᵀ, because a linear layer stores its weights by rows.
+        // SAFETY: three matrices of size × size numbers, strides within them, and nobody else accesses C.
         unsafe {
             gemm::gemm(
                 size,
@@ -186,7 +186,7 @@ pub fn linear(options: &Options) -> Result {
     Ok(())
 }
 
-/// A sliding window near the start and far from it.
+/// A sliding window near the start of a sequence and far from it.
 pub fn windows(options: &Options) -> Result {
     println!("\n### Window of 1024 on a ring, from memory\n");
     println!("| D, H, Hk | codec | position 2000, µs | position 1 000 000, µs | ratio |\n|---|---|---|---|---|");
@@ -206,7 +206,7 @@ pub fn windows(options: &Options) -> Result {
     Ok(())
 }
 
-/// One thread and all of them, on keys and values that stay in the shared cache.
+/// One thread and all threads, on keys and values that stay in the shared cache.
 pub fn threads(options: &Options) -> Result {
     let bytes = 12 << 20;
     println!("\n### One thread and {}, over some 12 MiB that stay in the L3 cache\n", options.threads);

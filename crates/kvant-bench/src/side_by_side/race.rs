@@ -1,4 +1,4 @@
-//! Contenders take turns, so that other load on the machine affects all of them.
+//! Runs contenders in turns, so that other load on the machine affects all of them.
 
 use std::time::{Duration, Instant};
 
@@ -6,45 +6,45 @@ use kvant_bench::Result;
 
 /// One of several contenders that do the same work.
 pub struct Contender<'a> {
-    /// What its line is called.
+    /// The name of its line.
     pub name: String,
-    /// Bytes that one piece of work must read at the least; 0 where that says nothing.
+    /// Minimum bytes that one unit of work must read; 0 if this is not meaningful.
     pub bytes: usize,
-    /// Does some pieces of work, and says how many.
+    /// Does some units of work, and returns their number.
     work: Box<dyn FnMut() -> Result<usize> + 'a>,
 }
 
 impl<'a> Contender<'a> {
-    /// `work` does some pieces of work (one call, or a graph of several) and returns how many.
+    /// `work` does some units of work (one call, or a graph of several) and returns their number.
     pub fn new(name: impl Into<String>, bytes: usize, work: impl FnMut() -> Result<usize> + 'a) -> Contender<'a> {
         Contender { name: name.into(), bytes, work: Box::new(work) }
     }
 
-    /// One piece of work a call.
+    /// A contender with one unit of work per call.
     pub fn each(name: impl Into<String>, bytes: usize, mut work: impl FnMut() -> Result + 'a) -> Contender<'a> {
         Contender::new(name, bytes, move || work().map(|()| 1))
     }
 }
 
-/// How long a race takes.
+/// The duration of a race.
 #[derive(Clone, Copy)]
 pub struct Rounds {
-    /// How often each takes its turn; the median counts.
+    /// Turns of each contender; the median counts.
     pub count: usize,
-    /// The least that a turn lasts.
+    /// Minimum duration of a turn.
     pub turn: Duration,
 }
 
-/// Before a turn. Threads of the contender before may spin for some milliseconds after their work.
+/// The pause before a turn. Threads of the previous contender may spin for some milliseconds after their work.
 const PAUSE: Duration = Duration::from_millis(12);
 
-/// The median of each contender's turns, in microseconds a piece of work.
+/// The median of each contender's turns, in microseconds per unit of work.
 pub fn race(contenders: &mut [Contender], rounds: Rounds) -> Result<Vec<f64>> {
     let mut times = vec![Vec::new(); contenders.len()];
     for _ in 0..rounds.count {
         for (contender, times) in contenders.iter_mut().zip(&mut times) {
             std::thread::sleep(PAUSE);
-            (contender.work)()?; // wakes threads, makes scratch memory
+            (contender.work)()?; // wakes threads, allocates scratch memory
             let (start, mut pieces) = (Instant::now(), 0);
             while pieces == 0 || start.elapsed() < rounds.turn {
                 pieces += (contender.work)()?;

@@ -12,7 +12,7 @@ use crate::table::{Row, print};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
-/// A key of a KV head, with all of its query heads.
+/// The unit: a key of a KV head, with all of its query heads.
 const UNIT: &str = "key of a KV head";
 
 fn push(memory: &mut Vec<Vec<u8>>, bytes: Vec<u8>) -> usize {
@@ -54,18 +54,18 @@ fn mlx_vector(shape: Shape) -> Result<Row, msl_host::Error> {
         return Ok(Row { name: "MLX `sdpa_vector`".into(), counts });
     }
     let parts = heads * blocks;
-    let (o, sums, most) = (
+    let (o, sums, maxima) = (
         push(&mut memory, vec![0; parts * d * 2]),
         push(&mut memory, vec![0; parts * 4]),
         push(&mut memory, vec![0; parts * 4]),
     );
     let mut first = Dispatch::new("first", [kv_heads, 1, blocks], [32, group, 1]).reads(&[0, 1, 2]);
-    first = first.write(3, o).write(4, sums).write(5, most);
+    first = first.write(3, o).write(4, sums).write(5, maxima);
     first = numbers(first, &mut memory, 7, vec![one(keys)]);
     first = numbers(first, &mut memory, 8, strides());
     first = numbers(first, &mut memory, 12, vec![scale()]);
     first = booleans(first, 20, &[false; 6]).constant(26, Constant::Int(blocks as i32));
-    let mut second = Dispatch::new("second", [heads, 1, 1], [1024, 1, 1]).read(0, o).read(1, sums).read(2, most);
+    let mut second = Dispatch::new("second", [heads, 1, 1], [1024, 1, 1]).read(0, o).read(1, sums).read(2, maxima);
     second = numbers(second.write(3, 3), &mut memory, 4, vec![one(blocks)]);
     second = booleans(second, 20, &[false; 6]).constant(26, Constant::Int(blocks as i32));
     let names = [format!("sdpa_vector_2pass_1<half, {d}, {d}>"), format!("sdpa_vector_2pass_2<half, {d}>")];
@@ -74,7 +74,7 @@ fn mlx_vector(shape: Shape) -> Result<Row, msl_host::Error> {
     Ok(Row { name: format!("MLX `sdpa_vector_2pass`, {blocks} blocks"), counts })
 }
 
-/// ggml takes 32 threadgroups, of more SIMD-groups for more keys.
+/// ggml uses 32 threadgroups, with more SIMD-groups for more keys.
 fn ggml_vector(shape: Shape, format: &str) -> Result<Row, msl_host::Error> {
     let Shape { heads, kv_heads, d, keys, .. } = shape;
     let (groups, mut simdgroups) = (32, 1);
@@ -216,8 +216,8 @@ fn ggml_tiles(shape: Shape) -> Result<Row, msl_host::Error> {
     Ok(Row { name: "ggml `fa`".into(), counts: count(&units, &mut memory, &[first, second])? })
 }
 
-/// Prompts of 256 tokens after 256 others. So short a prompt is split to fill 38 cores; as one split, it has the counts
-/// of a long one.
+/// Prompts of 256 tokens after 256 others. A prompt this short is split to fill 38 cores; as one split, it has the
+/// counts of a long one.
 pub fn prompts(lines: bool) -> Outcome {
     for d in [64, 128, 256, 512] {
         let shape = Shape { heads: 2, kv_heads: 1, d, tokens: 256, keys: 512 };

@@ -5,7 +5,7 @@ use msl_host::{Access, Buffer, Counts, Launch};
 use crate::case::{Dispatch, host};
 use crate::corpus::Unit;
 
-/// What a sequence of launches does, together.
+/// The summed counts of a sequence of launches.
 pub fn count(units: &[Unit], memory: &mut [Vec<u8>], dispatches: &[Dispatch]) -> Result<Counts, msl_host::Error> {
     let mut total: Option<Counts> = None;
     for d in dispatches {
@@ -19,7 +19,7 @@ pub fn count(units: &[Unit], memory: &mut [Vec<u8>], dispatches: &[Dispatch]) ->
         launch = launch.time_limit(std::time::Duration::from_secs(3600)).allow_divergence();
         launch = d.threadgroup.iter().fold(launch, |l, &(index, bytes)| l.threadgroup_memory(index, bytes));
         launch = d.constants.iter().fold(launch, |l, &(index, value)| l.constant(index, value));
-        // Their kernels read floats in eights, at multiples of 16 bytes.
+        // These kernels read floats in eights, at multiples of 16 bytes.
         let counts = host().count(&units[d.unit].source(None).unaligned(), &launch)?;
         total = Some(total.map_or(counts.clone(), |t| t.and(&counts)));
     }

@@ -1,9 +1,8 @@
-//! Counts memory accesses and instructions of the Metal kernels and of those of MLX and ggml on the same shapes, and
-//! prints tables.
+//! Counts memory accesses and instructions of kvant's Metal kernels and of MLX's and ggml's on equal shapes, and prints
+//! tables.
 //!
-//! `cargo run -p kvant-msl --example yardstick -- [decode|prompt|linear|sample ...] [--lines]`. The counts are of
-//! msl-host's counting build; times are of its model. MLX's and ggml's kernels are downloaded on first use, to
-//! `target/foreign-kernels`.
+//! `cargo run -p kvant-msl --example yardstick -- [decode|prompt|linear|sample ...] [--lines]`. The counts come from
+//! msl-host's counting build. MLX's and ggml's kernels are downloaded on first use, to `target/foreign-kernels`.
 
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod attention;
@@ -34,7 +33,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let asked = |name: &str| arguments.iter().any(|a| a == name);
     let any = arguments.iter().any(|a| !a.starts_with("--"));
     if corpus::corpus().is_none() {
-        return Err("the kernels of MLX and ggml are not there".into());
+        return Err("the kernels of MLX and ggml are not available".into());
     }
     let lines = asked("--lines");
     if !any || asked("decode") {

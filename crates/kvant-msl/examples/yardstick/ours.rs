@@ -7,7 +7,7 @@ use msl_host::Counts;
 /// Cores of an M2 Max.
 const CORES: usize = 38;
 
-/// Bytes that look random, of halves and floats that are finite.
+/// Pseudo-random bytes that are finite as halves and as floats.
 fn noise(len: usize) -> Vec<u8> {
     let mut state = 0x9E37_79B9_7F4A_7C15u64;
     let next = |state: &mut u64| {
@@ -28,7 +28,7 @@ pub fn device() -> Result<(Device, Counter)> {
     Ok((kvant_msl::device(runs)?, counter))
 }
 
-/// What the launches of one submission do, together, and the kernels' names.
+/// The summed counts of the launches of one submission, and the kernels' names.
 pub fn count(
     device: &Device,
     counter: &Counter,
@@ -54,7 +54,7 @@ pub struct Shape {
     pub keys: usize,
 }
 
-/// `splits`: 0 for those that the plan chooses.
+/// `splits`: 0 to let the route choose.
 pub fn attend(shape: Shape, codec: Codec, splits: usize) -> Result<(String, Counts)> {
     let (device, counter) = device()?;
     let Shape { heads, kv_heads, d, tokens, keys } = shape;

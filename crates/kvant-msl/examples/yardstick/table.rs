@@ -2,13 +2,13 @@
 
 use msl_host::Counts;
 
-/// A row: whose kernels, and what all their launches did.
+/// A row: the kernels' name, and the summed counts of their launches.
 pub struct Row {
     pub name: String,
     pub counts: Counts,
 }
 
-/// The columns: a title, and the number of a launch.
+/// A column: its title, and its number for a launch.
 type Column = (&'static str, fn(&Counts) -> f64);
 
 const COLUMNS: [Column; 12] = [
@@ -47,7 +47,7 @@ pub fn print(title: &str, per: f64, unit: &str, rows: &[Row], lines: bool) {
     }
 }
 
-/// Three digits that matter.
+/// Rounds to three significant digits.
 fn short(x: f64) -> String {
     match x {
         0.0 => "0".into(),

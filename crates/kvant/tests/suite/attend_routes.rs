@@ -1,4 +1,4 @@
-//! What CUDA would launch for an attention, on any machine.
+//! The attention launches that CUDA would run, checked on any machine.
 
 use crate::common::without_gpu::{self, Launches, Model};
 use kvant::{
@@ -18,7 +18,7 @@ struct Case {
     codec: Codec,
 }
 
-/// The layers of small and large models, in decode and in prompts, over caches that are short and long.
+/// The layers of small and large models, in decode and in prompts, over short and long caches.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (heads, kv_heads, head_dim) in
@@ -72,7 +72,7 @@ fn explained_kernel_is_launched() -> Result<()> {
     Ok(())
 }
 
-/// Decode rows and a chunk of a prompt: each part has its kernel, and no rows are left out.
+/// A batch of decode rows and a chunk of a prompt runs two kernels, which together cover all rows.
 #[test]
 fn mixed_batches_run_two_kernels() -> Result<()> {
     let launches = Launches::default();
@@ -99,19 +99,19 @@ fn mixed_batches_run_two_kernels() -> Result<()> {
         let of_prompt = if codec == Codec::BF16 { "attend_prefill" } else { "attend_generic" };
         let [first, second] = &kernels(&cuda, &mixed, codec)?[..] else { panic!("two launches") };
         assert!(first.contains(of_decode) && second.contains(of_prompt), "{first}, {second}");
-        // Decode rows at the end are in the prompt's launch.
+        // Decode rows at the end belong to the prompt's launch.
         let behind: Vec<_> = chunk.clone().chain(decode.iter().copied()).collect();
         assert_eq!(kernels(&cuda, &behind, codec)?.len(), 1);
         assert_eq!(kernels(&cuda, &decode, codec)?.len(), 1);
     }
-    // Eight drafts of four tokens each are no decode rows.
+    // Eight drafts of four tokens are not decode rows.
     let drafts: Vec<(u32, u32)> = (0..8).flat_map(|s| (0..4).map(move |p| (s, 100 + p))).collect();
     let [launch] = &kernels(&cuda, &drafts, Codec::BF16)?[..] else { panic!("one launch") };
     assert!(launch.contains("attend_generic"), "{launch}");
     Ok(())
 }
 
-/// Whatever a cache holds, however many tokens come: no GPU has too little shared memory for it.
+/// Every GPU has enough shared memory for attention, for any cache and number of tokens.
 #[test]
 fn attention_runs_on_every_gpu() -> Result<()> {
     let codecs: Vec<Codec> = [Codec::F32, Codec::F16, Codec::BF16].into_iter().chain(BITS.map(Codec::tq)).collect();
@@ -147,7 +147,7 @@ fn attend(device: &Device, layer: &KvLayer, tokens: usize, q: DType, out: DType)
     ops::attend(&mut device.encoder()?, &Attend::new(&q, layer, &step, &out))
 }
 
-/// What fits into the shared memory of a cluster's blocks: 1024 keys, dense ones of 256 coordinates and fewer.
+/// The capacity of the shared memory of a cluster's blocks: 1024 keys, and up to 256 coordinates if dense.
 #[test]
 fn short_contexts_have_kernels_of_their_own() -> Result<()> {
     let launches = Launches::default();
@@ -166,7 +166,7 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
             assert_eq!(kernel(codec, heads, kv_heads, head_dim, 1025, None)?, long);
             assert_eq!(kernel(codec, heads, kv_heads, head_dim, 9999, Some(1025))?, long);
         }
-        // More clusters than a GPU has room for.
+        // More clusters than fit on a GPU.
         assert_eq!(kernel(codec, 13, 13, 128, 1024, None)?, long);
     }
     assert_eq!(kernel(Codec::BF16, 8, 8, 64, 1024, None)?, "attend_short");
@@ -179,7 +179,7 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
         let explained = ops::explain(&Attend::new(&q, &layer, &step, &out), &device)?;
         assert_eq!(explained.kernel, "attend_short_quantised", "tq{k}:tq{v}");
     }
-    // Rows of 8 bytes cannot be copied by sixteens.
+    // Rows of 8 bytes cannot be copied 16 bytes at a time.
     for (head_dim, bits, want) in [
         (64, 2, "attend_short_quantised"),
         (64, 3, "attend_generic"),
@@ -199,7 +199,7 @@ fn short_contexts_have_kernels_of_their_own() -> Result<()> {
     Ok(())
 }
 
-/// Head sizes that are no power of two have one kernel, whatever the call.
+/// Head sizes that are not powers of two have one kernel, for every call.
 #[test]
 fn other_head_sizes_have_one_kernel() -> Result<()> {
     let launches = Launches::default();
@@ -217,7 +217,7 @@ fn other_head_sizes_have_one_kernel() -> Result<()> {
     Ok(())
 }
 
-/// Groups of more query heads than a product has columns are halved. Of an odd number one half lacks a head.
+/// Groups with more query heads than a product's columns are halved. For an odd number, one half has one head fewer.
 #[test]
 fn large_groups_are_halved() -> Result<()> {
     let launches = Launches::default();
@@ -246,7 +246,7 @@ fn large_groups_are_halved() -> Result<()> {
     Ok(())
 }
 
-/// One for every 2^18 coordinates of its keys, while there are multiprocessors.
+/// A KV head has one cluster for every 2^18 coordinates of its keys, while multiprocessors are free.
 #[test]
 fn a_kv_head_has_several_clusters() -> Result<()> {
     let launches = Launches::default();
@@ -273,7 +273,7 @@ fn a_kv_head_has_several_clusters() -> Result<()> {
     Ok(())
 }
 
-/// The second dimension of a grid counts rows, up to a limit: beyond it other kernels take them.
+/// The second dimension of a grid counts rows, up to a limit: beyond it, other kernels are used.
 #[test]
 fn millions_of_rows_fit_into_a_grid() -> Result<()> {
     let device = without_gpu::device();

@@ -10,7 +10,7 @@ use kvant::{
     reference::hadamard,
 };
 
-/// SplitMix64, and what can be drawn from it.
+/// SplitMix64, with distributions.
 struct Random(u64);
 
 impl Random {
@@ -73,10 +73,11 @@ fn distortion(tq: TurboQuant, vectors: &[Vec<f64>]) -> f64 {
     error / signal
 }
 
-/// What a block of B coordinates of random direction costs: mean and variance of (z − c)², over one coordinate.
+/// The expected distortion of a block of B coordinates of random direction: mean and variance of (z − c)², for one
+/// coordinate.
 ///
 /// Divided by its own root mean square, a Gaussian block is uniform on the sphere of radius √B, where a coordinate has
-/// the density (1 − z²/B)^((B−3)/2), up to a factor. With growing B that becomes the normal distribution.
+/// the density (1 − z²/B)^((B−3)/2), up to a factor. For large B this becomes the normal distribution.
 fn on_the_sphere(bits: u32, block: usize) -> (f64, f64) {
     let (c, t) = (centroids(bits).unwrap(), thresholds(bits).unwrap());
     let b = block as f64;
@@ -100,7 +101,7 @@ fn gaussian_distortion_is_the_expected_one() {
         let vectors: Vec<_> = (0..(1 << 18) / dim).map(|_| random.gaussian(dim)).collect();
         for bits in BITS {
             let (expected, variance) = on_the_sphere(bits, dim.min(BLOCK));
-            // The optimum, less what a finite block saves: its coordinates cannot all be far out.
+            // A finite block is slightly better than the optimum: its coordinates cannot all be large.
             let saved = 1.0 - expected / optimum(bits);
             assert!(
                 saved > -1.5e-3 && saved < 2.5 / dim.min(BLOCK) as f64 + 1.5e-3,
@@ -116,7 +117,7 @@ fn gaussian_distortion_is_the_expected_one() {
     }
 }
 
-/// Rotate, then quantise: outliers cost no more than anything else. Without the rotation they would.
+/// Rotation before quantisation makes outliers cost no more than other vectors. Without it, they would.
 #[test]
 fn outlier_vectors() {
     for dim in dims().filter(|&dim| dim >= 64) {
@@ -128,12 +129,13 @@ fn outlier_vectors() {
         assert!((60.0..90.0).contains(&kurtosis), "kurtosis {kurtosis}");
         for bits in BITS {
             let measured = distortion(tq(bits, Norm::Rms), &vectors) / optimum(bits);
-            // A block that one coordinate rules is flatter than normal after the rotation, and so a little cheaper.
+            // A block with one dominant coordinate is flatter than normal after the rotation, and therefore slightly
+            // cheaper.
             assert!((0.85..1.02).contains(&measured), "{bits} bits, D = {dim}: {measured} of the optimum");
-            // Rotating there and back makes `encode` see the vectors as they are.
+            // An inverse rotation cancels the one in `encode`.
             let unrotated: Vec<_> = vectors.iter().map(|x| hadamard(x, true).unwrap()).collect();
             let without = distortion(tq(bits, Norm::Rms), &unrotated) / optimum(bits);
-            // At 2 bits the optimum itself is an eighth of the signal.
+            // At 2 bits, the optimum itself is an eighth of the signal.
             assert!(
                 without > if bits == 2 { 3.0 } else { 5.0 },
                 "{bits} bits, D = {dim}: {without} of the optimum without the rotation"
@@ -142,7 +144,7 @@ fn outlier_vectors() {
     }
 }
 
-/// A one-hot vector becomes ±1 in every rotated coordinate, so what it costs is known exactly.
+/// A one-hot vector becomes ±1 in every rotated coordinate, so its distortion is known exactly.
 #[test]
 fn one_hot_of_every_coordinate() {
     for bits in BITS {
@@ -159,7 +161,7 @@ fn one_hot_of_every_coordinate() {
     }
 }
 
-/// Each block has its own norm: a weak one beside a strong one keeps its precision.
+/// Each block has its own norm, so a weak block next to a strong one keeps its precision.
 #[test]
 fn head_512_two_blocks() {
     for (strong, weak) in [(0, 1), (1, 0)] {
@@ -201,7 +203,7 @@ fn norms_keep_their_promises() {
                 let squares: f64 = y.iter().map(|y| y * y).sum();
                 let error = |v: &[f64]| v.iter().zip(y).map(|(v, y)| (v - y).powi(2)).sum::<f64>();
                 let dot = |v: &[f64]| v.iter().zip(y).map(|(v, y)| v * y).sum::<f64>();
-                // Decoding gives y back at the right size, whatever the scale.
+                // The decoded vector has the right length, for any scale.
                 assert!(error(&a) < (3.2 * optimum(bits)).max(0.03) * squares);
                 assert!(error(&b) <= error(&a) * (1.0 + 1e-6) && error(&b) <= error(&c) * (1.0 + 1e-6));
                 assert!((dot(&c) / squares - 1.0).abs() < 1e-6);
@@ -213,7 +215,7 @@ fn norms_keep_their_promises() {
 }
 
 #[test]
-fn zeros_and_what_is_not_finite() {
+fn zeros_and_vectors_that_are_not_finite() {
     for bits in BITS {
         for norm in [Norm::Rms, Norm::LeastSquares, Norm::Unbiased] {
             let zeros = encode(tq(bits, norm), &[0.0; 512]).unwrap();
@@ -262,14 +264,14 @@ fn bytes_per_vector_are_those_of_the_planes() {
         }
     }
     assert_eq!(BITS.map(|bits| Codec::tq(bits).bytes_per_vector(256)), [68, 100, 132, 164, 196, 260]);
-    // Sizes come from files and command lines: what does not fit is as much as fits, not a small number.
+    // Sizes come from files and command lines: an overflow gives `usize::MAX`, not a small number.
     for codec in [Codec::F32, Codec::BF16, Codec::tq(8), Codec::tq(u32::MAX)] {
         assert_eq!(codec.bytes_per_vector(usize::MAX), usize::MAX, "{codec}");
     }
     assert_eq!(Codec::tq(4).bytes_per_vector(usize::MAX), usize::MAX / 2 + usize::MAX.div_ceil(256) * 4);
 }
 
-/// Two heads, two slots.
+/// Two heads with two slots each.
 fn spec(codec: Codec, head_dim: usize) -> LayerSpec {
     LayerSpec::new(2, head_dim, 2, codec)
 }
@@ -320,7 +322,7 @@ fn a_bad_vector_leaves_its_neighbours_alone() {
         write(&device, &layers[0], &x);
         x[64 + 9] = f32::INFINITY;
         write(&device, &layers[1], &x);
-        // Token 0 of head 1 stands in row 2.
+        // Token 0 of head 1 is row 2.
         for row in [0, 1, 3] {
             let [a, b] = [0, 1].map(|i| codec::indices(layers[i].k(), row..row + 1).unwrap());
             assert_eq!(a, b);
@@ -332,14 +334,14 @@ fn a_bad_vector_leaves_its_neighbours_alone() {
 }
 
 #[test]
-fn stats_tell_heads_apart() {
+fn stats_are_per_head() {
     let device = Device::reference();
     let mut random = Random(11);
     let (tokens, dim) = (500, 64);
     let mut x = Vec::new();
     for token in 0..tokens {
         x.extend(random.gaussian(dim));
-        // Head 1: one coordinate alone. Head 2: zeros, but for one infinity.
+        // Head 1: one-hot vectors. Head 2: zeros, except for one infinity.
         x.extend((0..dim).map(|i| f64::from(u8::from(i == token % dim))));
         x.extend((0..dim).map(|i| if token == 9 && i == 3 { f64::INFINITY } else { 0.0 }));
     }
@@ -349,7 +351,7 @@ fn stats_tell_heads_apart() {
     assert!((gaussian.rms - 1.0).abs() < 1e-9);
     // On the sphere: 3·64/66.
     assert!((gaussian.kurtosis - 2.909).abs() < 0.05, "{gaussian:?}");
-    // P(|z| > 2.7326) is 0.63 %, a little less on the sphere.
+    // P(|z| > 2.7326) is 0.63 %, slightly less on the sphere.
     assert!((0.004..0.008).contains(&gaussian.clip_fraction), "{gaussian:?}");
     assert!((gaussian.distortion / on_the_sphere(4, 64).0 - 1.0).abs() < 0.05, "{gaussian:?}");
     assert!((one_hot.kurtosis - 1.0).abs() < 1e-9 && one_hot.clip_fraction == 0.0, "{one_hot:?}");
@@ -357,7 +359,8 @@ fn stats_tell_heads_apart() {
     assert_eq!((zeros.rms, zeros.distortion, zeros.clip_fraction), (0.0, 0.0, 0.0));
 }
 
-/// The worked example of docs/codec.md: each line of it that starts with a name is found here, or computed.
+/// The worked example of docs/codec.md: every line that starts with a name is computed here, and must be in the
+/// document.
 #[test]
 fn worked_example() {
     let document = include_str!("../../../../docs/codec.md");
@@ -407,8 +410,8 @@ fn centred(bits: u32) -> TurboQuant {
     TurboQuant { centred: true, ..tq(bits, Norm::Unbiased) }
 }
 
-/// Around the stored mean, vectors with a common part of any size cost what normal vectors cost. The unbiased norm
-/// scales the nearest point of a sphere up, from an error of d to d/(1 − d).
+/// Around the stored mean, vectors with a common part of any size have the distortion of normal vectors. The unbiased
+/// norm scales the nearest point of a sphere up, from an error of d to d/(1 − d).
 #[test]
 fn distortion_around_a_mean_is_the_optimum() {
     for dim in [64, 128, 256, 512] {
@@ -426,19 +429,19 @@ fn distortion_around_a_mean_is_the_optimum() {
                     error += x.iter().zip(decoded.unwrap()).map(|(a, b)| (a - b).powi(2)).sum::<f64>();
                     signal += x.iter().zip(&around).map(|(x, m)| (x - m).powi(2)).sum::<f64>();
                 }
-                // A mean is rounded to 1/127 of its largest coordinate. Beyond some hundred deviations, that error is
-                // most of what is stored, and it is not normal: it costs less.
+                // A mean is rounded to 1/127 of its largest coordinate. Beyond some hundred deviations, this error
+                // dominates the stored vectors. It is not normal, and costs less.
                 let expected = optimum(bits) / (1.0 - optimum(bits));
                 let ratio = error / signal / expected;
-                // And a block of few coordinates has a known length.
-                let least = if size < 30.0 { 0.95 - 5.0 / dim.min(BLOCK) as f64 } else { 0.3 };
-                assert!((least..1.05).contains(&ratio), "{bits} bits, D = {dim}, size {size}: {ratio}");
+                // A block of few coordinates has a known length.
+                let min = if size < 30.0 { 0.95 - 5.0 / dim.min(BLOCK) as f64 } else { 0.3 };
+                assert!((min..1.05).contains(&ratio), "{bits} bits, D = {dim}, size {size}: {ratio}");
             }
         }
     }
 }
 
-/// Without a mean of its own, a centred codec is the plain one with unbiased norms in f16.
+/// Without a mean, a centred codec equals the plain one with unbiased norms in f16.
 #[test]
 fn a_mean_of_zeros_changes_nothing() {
     let mut random = Random(5);
@@ -466,20 +469,20 @@ fn special_vectors_around_a_mean() {
     for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30] {
         let mut x = good[0].clone();
         x[3] = bad;
-        assert_eq!(mean(&x), expected, "{bad} is left out");
+        assert_eq!(mean(&x), expected, "{bad} must be skipped");
         let encoded = encode_around(centred(4), &expected, &x).unwrap();
         assert!(encoded.indices.iter().all(|&i| i == 0) && encoded.norms.iter().all(|n| n.is_nan()), "{bad}");
     }
     assert_eq!(PageMean::of(dim, []).unwrap(), PageMean::zero(dim));
     let (zeros, nan) = (vec![0.0; dim], vec![f64::NAN; dim]);
     assert_eq!(PageMean::of(dim, [&zeros[..], &nan[..], &zeros[..]]).unwrap(), PageMean::zero(dim));
-    // The mean itself: nothing is left.
+    // A vector equal to the mean: the difference is zero.
     let same = vec![1.0; dim];
     let mean = PageMean::of(dim, [&same[..]; 3]).unwrap();
     let on_it = hadamard(&mean.rotated(), true).unwrap();
     let decoded = decode_around(centred(2), &mean, &encode_around(centred(2), &mean, &on_it).unwrap()).unwrap();
     assert!(on_it.iter().zip(&decoded).all(|(a, b)| (a - b).abs() < 1e-9));
-    // A norm beyond f16 shows.
+    // A norm that overflows f16 becomes infinite.
     let long: Vec<f64> = good[0].iter().map(|x| 1e6 * x).collect();
     let encoded = encode_around(centred(4), &PageMean::zero(dim), &long).unwrap();
     assert_eq!(encoded.norms, [f32::INFINITY]);
@@ -492,7 +495,7 @@ fn special_vectors_around_a_mean() {
     assert!(PageMean::of(dim, [&good[0][..63]]).is_err() && PageMean::of(7, []).is_err());
 }
 
-/// A layer with memory of its own has no pages, and so no means.
+/// Layers with memory of their own have no pages, and therefore no means.
 #[test]
 fn centred_codecs_need_pages() {
     for device in [Device::cpu(), Device::reference()] {

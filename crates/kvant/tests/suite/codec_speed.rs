@@ -1,9 +1,9 @@
-//! What a codec costs on a GPU: decode and encoding over pages of a pool, by the bits of a code, with page means and
-//! without. `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test suite -- codec_speed:: --ignored --nocapture
-//! --test-threads 1`; KVANT_SPEED is a part of the names of the lines that are wanted.
+//! Times of codecs on a GPU: decode and encoding over pages of a pool, by bits of a code, with and without page means.
+//! `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test suite -- codec_speed:: --ignored --nocapture
+//! --test-threads 1`; KVANT_SPEED selects lines by a part of their names.
 //!
-//! Nothing is judged. The graphs of a line are replayed in turns; each holds the operation many times, over layers that
-//! together exceed the caches. Times are medians in µs.
+//! This is a measurement without assertions. The graphs of a line are replayed in turns. Each graph contains the
+//! operation many times, over layers that together exceed the caches. Times are medians in µs.
 
 use std::sync::OnceLock;
 
@@ -17,7 +17,7 @@ use kvant::{
     ops::{self, Attend, HeadNorm, KvWrite, NormRopeWrite, Rope},
 };
 
-/// A codec, and the positions of a page.
+/// A codec, and the page size.
 type Column = (Codec, usize);
 
 const COLUMNS: [Column; 7] = [
@@ -40,7 +40,7 @@ enum Operation {
     NormRopeWrite,
 }
 
-/// An operation of the last `tokens` of `keys` tokens.
+/// An operation on the last `tokens` of `keys` tokens.
 #[derive(Clone, Copy, Debug)]
 struct Line {
     operation: Operation,
@@ -49,7 +49,7 @@ struct Line {
     keys: usize,
 }
 
-/// Layers of a pool, the step of a sequence's last tokens, the sequence, and what comes and goes.
+/// Layers of a pool, the step of a sequence's last tokens, the sequence, and the inputs and outputs.
 struct Filled {
     layers: Vec<KvLayer>,
     step: Step,
@@ -67,7 +67,7 @@ impl Line {
         format!("{operation:?} {dim}, {heads}, {kv_heads}: {tokens} of {keys}")
     }
 
-    /// Layers that hold anything.
+    /// Layers filled with arbitrary data.
     fn filled(&self, device: &Device, (codec, page_tokens): Column, layers: usize) -> Result<Filled> {
         let &Line { shape: [dim, heads, kv_heads], tokens, keys, .. } = self;
         let spec = PoolSpec::new(vec![CacheLayer::new(kv_heads, dim, codec); layers], 0).page_tokens(page_tokens);
@@ -101,7 +101,7 @@ impl Line {
     }
 }
 
-/// Numbers without a pattern, again and again.
+/// A repeated sequence of random bytes.
 fn bits(bytes: usize) -> Vec<u8> {
     static BITS: OnceLock<Vec<u8>> = OnceLock::new();
     let pattern = BITS.get_or_init(|| random_bits(64 << 20));

@@ -1,6 +1,6 @@
-//! Every CUDA kernel compiles for an H200, and those that differ compile for GPUs before Hopper. This needs libnvrtc
-//! and no GPU: the launches that operations build go to the compiler. Whether the kernels are correct, the conformance
-//! tests check on a GPU.
+//! Every CUDA kernel compiles for an H200, and kernels that differ compile for GPUs before Hopper. This needs libnvrtc
+//! and no GPU: operations build their launches, whose kernels are compiled. The conformance tests check the kernels'
+//! results on a GPU.
 
 use std::{collections::HashSet, path::Path};
 
@@ -43,7 +43,7 @@ fn every_kernel_compiles() -> Result<()> {
     }
     caches_over_pages(&device, &mut enc, 64, 128, Codec::tq_centred(4), DType::BF16)?;
     attention(&device, &mut enc, true)?;
-    // A prompt whose keys and values are decoded before.
+    // A prompt whose keys and values are decoded first.
     let prompt = (64, Codec::tq(4), Codec::tq(4), DType::BF16, DType::BF16, 4, 99);
     attend_over_pages(&device, &mut enc, ("attend_prefill", 9999, None, prompt), 64, None)?;
     enc.commit()?.wait()?;
@@ -78,8 +78,8 @@ fn kernel_files(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Kernels that few tokens and small matrices do not select: encoding by eights, two blocks of attention at once, and
-/// the tilings of products of codes.
+/// Kernels that few tokens and small matrices do not select: encoding by eights, two attention blocks per
+/// multiprocessor, and the tilings of products of codes.
 #[test]
 fn kernels_of_large_shapes_compile() -> Result<()> {
     let Some((device, launches)) = device(Model::H200) else { return Ok(()) };
@@ -135,7 +135,7 @@ fn kernels_of_large_shapes_compile() -> Result<()> {
     Ok(())
 }
 
-/// No clusters, no bulk copies, other waits, no products of warpgroups, less shared memory.
+/// No clusters, no bulk copies, other waits, no warpgroup products, less shared memory.
 #[test]
 fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
     let Some((device, launches)) = device(Model::A100) else { return Ok(()) };
@@ -174,14 +174,14 @@ fn kernels_compile_for_gpus_before_hopper() -> Result<()> {
     Ok(())
 }
 
-/// Products of many rows by codes and by bf16 weights of experts, without wgmma and with 99 KiB of shared memory.
+/// Products of many rows by codes and by experts' bf16 weights, without wgmma and with 99 KiB of shared memory.
 #[test]
 fn products_of_many_rows_compile_for_gpus_of_little_shared_memory() -> Result<()> {
     for model in [Model::Rtx4090, Model::Rtx5090] {
         let Some((device, launches)) = device(model) else { return Ok(()) };
         let mut enc = device.encoder()?;
         let dtypes = if model == Model::Rtx4090 { &FLOATS[..] } else { &FLOATS[2..] };
-        // Enough tiles for those of 128 rows.
+        // Enough tiles for the kernels with 128 rows.
         let (n, k, rows) = (4096, 128, 999);
         let codes = zeros(&device, DType::U32, &[n, k / 8])?;
         let scales = zeros(&device, DType::BF16, &[n, k / 64])?;
@@ -258,7 +258,7 @@ fn attention_compiles_for_gpus_of_little_shared_memory() -> Result<()> {
     Ok(())
 }
 
-/// Head sizes that only attend_generic serves, in decode and in prompts, and what stores their keys.
+/// Head sizes that only attend_generic supports, in decode and in prompts, and the kernels that store their keys.
 #[test]
 fn kernels_of_other_head_sizes_compile() -> Result<()> {
     let (f32, f16, bf16) = (DType::F32, DType::F16, DType::BF16);
@@ -289,7 +289,7 @@ fn kernels_of_other_head_sizes_compile() -> Result<()> {
     Ok(())
 }
 
-/// Everything that finds rows through page tables, with pages of several sizes.
+/// All kernels that use page tables, with pages of several sizes.
 #[test]
 fn kernels_over_pages_compile() -> Result<()> {
     for model in [Model::H200, Model::A100] {
@@ -324,7 +324,7 @@ fn kernels_over_pages_compile() -> Result<()> {
     Ok(())
 }
 
-/// A kernel, the longest context, the window, and the call that the kernel is meant for.
+/// A kernel, the longest context, the window, and a call that must select the kernel.
 type AttentionOverPages = (&'static str, usize, Option<usize>, Attention);
 
 fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Result<()> {
@@ -354,7 +354,7 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
         ("attend_prefill", 9999, None, (128, dense_bf16, dense_bf16, bf16, bf16, 4, 9999)),
         ("attend_prefill", 9999, Some(99), (256, dense_bf16, dense_bf16, bf16, f16, 3, 9999)),
         ("attend_prefill", 9999, None, (512, dense_f16, dense_f16, f16, f16, 8, 9999)),
-        // Decoded before.
+        // Decoded first.
         ("attend_prefill", 9999, None, (64, tq(2), centred(3), bf16, bf16, 4, 99)),
         ("attend_prefill", 9999, None, (256, tq(8), dense_bf16, bf16, f16, 4, 99)),
         ("attend_prefill", 9999, Some(99), (512, tq(6), tq(5), bf16, bf16, 8, 9999)),
@@ -369,7 +369,7 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
         ("attend_short_quantised", 999, Some(500), (128, centred(8), centred(6), bf16, bf16, 8, 1)),
         ("attend_short_quantised", 9999, Some(40), (512, centred(5), centred(5), f16, bf16, 8, 1)),
         ("attend_short_quantised", 99, None, (256, tq(8), centred(6), bf16, f16, 2, 1)),
-        // And of 2 and 3 bits.
+        // With 2 and 3 bits.
         ("attend_quantised", 9999, None, (128, centred(2), centred(3), bf16, bf16, 4, 1)),
         ("attend_quantised", 9999, None, (256, tq(3), centred(2), bf16, bf16, 8, 1)),
         ("attend_quantised", 9999, None, (512, centred(3), centred(3), f16, bf16, 8, 1)),
@@ -378,7 +378,7 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
         ("attend_quantised", 999, None, (128, centred(2), tq(2), bf16, bf16, 1, 1)),
     ];
     for (i, case) in cases.into_iter().enumerate() {
-        // Before Hopper: decode without clusters and bulk copies, prompts without products of warpgroups.
+        // Before Hopper: decode without clusters and bulk copies, prompts without warpgroup products.
         if model != Model::H200 && ![1, 6, 9, 14, 19, 20, 21, 23, 25].contains(&i) {
             continue;
         }
@@ -407,7 +407,7 @@ fn attend_over_pages(
     let args = Attend::new(&q, pool.layer(0)?, &step, &out).scale(1.0).softcap(softcap);
     let explained = ops::explain(&args, device)?;
     if layer.seals() {
-        // The kernel is that of sealed pages. Those of dense pages are the same for all codecs.
+        // The kernel for sealed pages. The kernels for dense pages do not depend on the codec.
         let part = format!("sealed pages: {kernel} (");
         assert!(explained.reason.contains(&part), "{case:?}: {explained:?}");
     } else {
@@ -464,7 +464,7 @@ fn write_many(device: &Device, enc: &mut Encoder, dtype: DType, head_dim: usize,
     ops::kv_write(enc, &KvWrite::new(&new, &new, &step, &layer).order(order))
 }
 
-/// A token of each of 34 sequences.
+/// One token of each of 34 sequences.
 fn attend_many(device: &Device, enc: &mut Encoder, head_dim: usize) -> Result<()> {
     let (sequences, kv_heads) = (34, 8);
     let layer = KvLayer::new(device, LayerSpec::new(kv_heads, head_dim, 64, Codec::tq(4)).sequences(sequences))?;
@@ -473,7 +473,7 @@ fn attend_many(device: &Device, enc: &mut Encoder, head_dim: usize) -> Result<()
     ops::attend(enc, &Attend::new(&q?, &layer, &step, &out?))
 }
 
-/// One row and two of few outputs and of many, and of experts.
+/// One row and two, by few outputs and many, and by experts.
 fn affine_products(device: &Device, enc: &mut Encoder, bits: usize, group: usize, inputs: usize) -> Result<()> {
     let dtype = DType::BF16;
     for outputs in [40, 2128, 9001, 43_008] {
@@ -541,7 +541,7 @@ fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     Tensor::zeros(device, dtype, shape)
 }
 
-/// A row is shared by a block: a norm with as many others as possible.
+/// Rows that a block shares: a norm with the maximum of next norms.
 fn norms_of_long_rows(device: &Device, enc: &mut Encoder, dtype: DType, dim: usize) -> Result<()> {
     let new = || zeros(device, dtype, &[3, dim]);
     let weight = zeros(device, dtype, &[dim])?;
@@ -630,7 +630,7 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
     Ok(())
 }
 
-/// Products in a graph, with the gate behind them: of another tensor, or of their halves.
+/// Products in a graph, followed by a gate: of another tensor, or of their halves.
 fn gated_products(device: &Device) -> Result<()> {
     let (n, k, dtype) = (64, 320, DType::BF16);
     let (dense, codes) = (zeros(device, dtype, &[n, k])?, zeros(device, DType::U32, &[n, k / 8])?);
@@ -673,7 +673,7 @@ fn products(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
             ops::linear(enc, &Linear::new(&x, weight, &out))?;
         }
     }
-    // Groups of 32 and codes of few bits, of which each route takes some: to the results' dtype, and to f32.
+    // Groups of 32 and codes of few bits. Each route accepts some of them, with results in the dtype of x and in f32.
     let kinds = match dtype {
         DType::F32 => [(4, 32), (5, 64)],
         DType::F16 => [(6, 32), (3, 64)],
@@ -743,7 +743,7 @@ fn caches(device: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
     Ok(())
 }
 
-/// (head size, K, V, q, out, query heads of a KV head, tokens)
+/// (head size, K, V, q, out, query heads of a KV head, tokens).
 type Attention = (usize, Codec, Codec, DType, DType, usize, usize);
 
 /// Prompts of every head size.
@@ -758,7 +758,7 @@ const PROMPTS: [Attention; 8] = [
     (512, Codec::BF16, Codec::BF16, DType::BF16, DType::BF16, 8, 9999),
 ];
 
-/// On an H200 each case selects the kernel that it is meant for.
+/// On an H200, each case selects its intended kernel.
 fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
     let tq = Codec::tq;
     let (f16, bf16) = (Codec::F16, Codec::BF16);
@@ -801,7 +801,7 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (128, tq(2), tq(2), DType::BF16, DType::BF16, 4, 1),
         (256, tq(3), tq(3), DType::BF16, DType::BF16, 2, 1),
         (512, tq(2), tq(3), DType::BF16, DType::BF16, 8, 1),
-        // Shared memory has no room for pairs of 5 bits.
+        // Shared memory has no room for pairs of 5-bit codes.
         (256, tq(3), tq(5), DType::BF16, DType::BF16, 4, 1),
     ];
     let short_quantised: [Attention; 13] = [
@@ -815,12 +815,12 @@ fn attention(device: &Device, enc: &mut Encoder, h200: bool) -> Result<()> {
         (256, tq(8), tq(8), DType::BF16, DType::BF16, 2, 1),
         (256, tq(6), tq(4), DType::F16, DType::F16, 8, 1),
         (512, tq(4), tq(4), DType::BF16, DType::BF16, 8, 1),
-        // Shared memory has no room for pairs of 5 bits.
+        // Shared memory has no room for pairs of 5-bit codes.
         (128, tq(8), tq(5), DType::BF16, DType::BF16, 8, 1),
         (256, tq(5), tq(6), DType::BF16, DType::BF16, 8, 1),
         (512, tq(5), tq(5), DType::BF16, DType::BF16, 8, 1),
     ];
-    // Two halves of a group, in each kernel of decode.
+    // Two halves of a group, in each decode kernel.
     let halved: [Attention; 2] =
         [(128, bf16, bf16, DType::BF16, DType::BF16, 16, 1), (128, tq(4), tq(4), DType::BF16, DType::BF16, 12, 1)];
     let kernels: [(&str, usize, &[Attention]); 11] = [

@@ -1,5 +1,5 @@
-//! The jobs of mlx-native's entry points, done here: the kernels in the tables of `docs/from-mlx-native.md`, on every
-//! device.
+//! The tasks of mlx-native's entry points, done with kvant: the kernels in the tables of `docs/from-mlx-native.md`, on
+//! every device.
 
 use crate::common::{
     Bound, Out, Rng, assert_close, devices, indices, input,
@@ -12,7 +12,7 @@ use kvant::{
     ops::{self, Angles, Attend, HeadNorm, KvRead, KvSide, KvWrite, NormRope, PairLayout, Rope},
 };
 
-/// The bytes of each plane's one dense tensor, as f32.
+/// The bytes of each side's dense tensor, as f32.
 fn dense(layer: &KvLayer) -> [Vec<f32>; 2] {
     [layer.k(), layer.v()].map(|side| side.tensors().next().unwrap().1.to_f32().unwrap())
 }
@@ -59,8 +59,8 @@ fn kv_cache_copy() {
                         assert!(cache[slot * row..][..row] == want[t * row..][..row], "{device}: {from}, token {t}");
                     }
                 }
-                // A linear cache that would overflow refuses where the host sees positions; elsewhere the kernel skips
-                // the token.
+                // A linear cache that would overflow returns an error if the host sees positions; otherwise the kernel
+                // skips the token.
                 if !sliding {
                     let before = planes(&layer).unwrap();
                     let overflow = write_range(&layer, (&k, &v), HeadOrder::TokenMajor, 0, 4..9);
@@ -123,7 +123,7 @@ fn a_token_range_into_a_ring() {
                     }
                 }
             }
-            // Nobody has to cut the prompt: all of it at once leaves the same.
+            // The prompt need not be cut: writing all of it at once gives the same contents.
             let whole = KvLayer::new(device, *layer.spec()).unwrap();
             write_range(&whole, (&k, &v), HeadOrder::TokenMajor, 0, 0..total).unwrap();
             assert!(planes(&whole).unwrap() == planes(&layer).unwrap(), "{device}: the last tokens win");
@@ -192,20 +192,20 @@ fn by_hand(
 }
 
 /// `flash_attn_vec_dk256`, `_dk512` and their reductions: one query token, GQA, causal or sliding, f32 and f16 caches,
-/// in one call that also splits and merges. And what was wrong there is right here.
+/// in one call that also splits and merges. mlx-native's errors are fixed here.
 #[test]
 fn flash_attn_vec() {
     for (dim, heads, kv_heads) in [(256, 8, 2), (512, 8, 1), (256, 4, 4)] {
         for codec in [Codec::F32, Codec::F16] {
             for device in devices() {
-                // Length 45 in 50 slots: the next multiple of 32 lies outside. The rest holds NaN.
+                // Length 45 in 50 slots: the next multiple of 32 is outside. The rest holds NaN.
                 let (cap, len) = (50, 45);
                 let layer = KvLayer::new(device, linear_spec(kv_heads, cap, dim, codec)).unwrap();
                 fill(&layer, 0xFF).unwrap();
                 let data = Source::random(&mut Rng::of("flash"), len, kv_heads, dim);
                 layers::write_at(&layer, &data, 0).unwrap();
                 let mut query = Rng::of("q").normals(heads * dim);
-                // Beyond what f16 holds, on a coordinate that all keys have at zero.
+                // Overflows f16, at a coordinate that is zero in all keys.
                 query[7] = 1e6;
                 let no_seventh = Source {
                     k: data.k.iter().enumerate().map(|(i, &x)| if i % dim == 7 { 0.0 } else { x }).collect(),
@@ -235,7 +235,7 @@ fn flash_attn_vec() {
 /// `hadamard_quantize_kv` (any D), `_fast_d256`, `_fast_d512`: one token, linear or sliding, nibbles and norms.
 #[test]
 fn hadamard_quantize_kv() {
-    // The norm that mlx-native stores, up to a factor; kvant's default is a better one.
+    // The norm that mlx-native stores, up to a factor; kvant's default has a smaller error.
     let codec = Codec::TurboQuant(TurboQuant { bits: 4, scale: 1.0, norm: Norm::Rms, centred: false });
     for dim in [64, 128, 256, 512, 2048] {
         for device in devices() {
@@ -260,8 +260,7 @@ fn hadamard_quantize_kv() {
                 let byte = low[row * dim / 2 + j / 2];
                 assert_eq!(index, if j % 2 == 0 { byte & 15 } else { byte >> 4 }, "{device}: coordinate {j}");
             }
-            // The stored norm is ‖y‖/√B, so that what is stored is the vector's length over √256 where there is one
-            // block of 256.
+            // The stored norm is ‖y‖/√B: with one block of 256, the vector's length over √256.
             let norms = linear.k().tensors().nth(1).unwrap().1.to_f32().unwrap();
             let energy: f64 = norms[row * blocks..][..blocks].iter().map(|&n| f64::from(n).powi(2)).sum();
             let x = &data.k[dim..];
@@ -270,7 +269,7 @@ fn hadamard_quantize_kv() {
             assert!((ratio - 1.0).abs() < 1e-5, "{device}: D {dim}: the norms hold the length: {ratio}");
             let read = layers::read(&linear, KvSide::K, 0, 3..4).unwrap();
             assert!(nmse(&read, &data.k) < 0.02, "{device}: D {dim}");
-            // Past a linear layer's capacity: refused.
+            // Beyond a linear layer's capacity: an error.
             if sees_indices(device) {
                 let error = layers::write_at(&linear, &data, 4).unwrap_err();
                 assert!(matches!(error, Error::OutOfRange { .. }), "{device}: {error}");
@@ -312,7 +311,7 @@ fn hadamard_quantize_kv_hb() {
                 let data = Source::random(&mut Rng::of("hb"), 5, 2, dim);
                 layers::write_at(&layer, &data, 0).unwrap();
                 let error = nmse(&layers::read(&layer, KvSide::K, 0, 0..5).unwrap(), &data.k);
-                // Few vectors: their distortion is the one that f64 arithmetic has for them, near the codebook's.
+                // Few vectors: compare their distortion with that of f64 arithmetic, which is near the codebook's.
                 let x = upload(device, DType::F32, &data.k, &[5, 2, dim]);
                 let tq = TurboQuant { bits, scale: 1.0, norm: Norm::Rms, centred: false };
                 let own = codec::stats(&x, tq).unwrap().iter().map(|head| head.distortion).fold(0.0, f64::max);
@@ -322,7 +321,7 @@ fn hadamard_quantize_kv_hb() {
                 assert!(indices.iter().all(|&i| u32::from(i) < 1 << bits), "{device}: below 2^{bits}");
                 assert!(indices.iter().any(|&i| u32::from(i) >= 1 << (bits - 1)), "{device}: all bits are used");
                 let centroids = codec::centroids(bits).unwrap();
-                // norm × centroid is what is read, while it is still rotated.
+                // Rotated vectors read as norm × centroid.
                 let out = Out::new(device, DType::F32, &[5, 2, dim]).unwrap();
                 let args = KvRead::new(&layer, KvSide::K, &out.tensor).keep_rotated(true);
                 run(device, |enc| ops::kv_read(enc, &args)).unwrap();
@@ -360,7 +359,7 @@ fn scale_factor_and_rms_probe() {
             let stats = codec::stats(&x, tq).unwrap();
             assert_eq!((stats.len(), stats[0].vectors), (1, tokens), "{device}: one entry per head");
             assert!((stats[0].rms - f64::from(scale)).abs() < 1e-3, "{device}: RMS {} at {scale}", stats[0].rms);
-            // The cache does what the probe foretells.
+            // The cache's error equals the probe's prediction.
             let layer = KvLayer::new(device, linear_spec(1, tokens, dim, Codec::TurboQuant(tq))).unwrap();
             layers::write_at(&layer, &data, 0).unwrap();
             let error = nmse(&layers::read(&layer, KvSide::K, 0, 0..tokens).unwrap(), &data.k);
@@ -433,8 +432,8 @@ fn fused_head_norm_rope() {
     }
 }
 
-/// `fused_head_norm_rope_batch_bf16`: [T, H, D], positions, theta, frequency factors, pairs (i, i + D/2) of which the
-/// first half_rope rotate; and the same pairs for a single token.
+/// `fused_head_norm_rope_batch_bf16`: [T, H, D], positions, theta, frequency factors, pairs (i, i + D/2) whose first
+/// half_rope ones rotate; and the pairs of a single token.
 #[test]
 fn fused_head_norm_rope_batch() {
     let (tokens, heads, theta) = (5, 2, 1e6);
@@ -476,7 +475,7 @@ fn fused_head_norm_rope_batch() {
                 }
                 let case = format!("{device}: D {dim}, half_rope {half_rope}, factors {scaled}");
                 assert_close(&case, &got, &rounded(DType::BF16, &want), Bound::of(DType::BF16));
-                // One token goes through the same kernel.
+                // One token uses the same kernel.
                 let single: Vec<f32> = (0..tokens).flat_map(|t| batch(t..t + 1)).collect();
                 assert!(single == got, "{case}: a token alone gives other bits than in its batch");
             }
@@ -492,7 +491,7 @@ fn device_buffer_encoder_error() {
         assert!(!device.name().is_empty());
         let x = Tensor::from_slice(device, &[1f32, 2.0, 3.0, 4.0], &[2, 2]).unwrap();
         assert_eq!((x.dtype(), x.shape(), x.bytes()), (DType::F32, &[2usize, 2][..], 16));
-        // The second operation reads what the first one writes; the caller says nothing about it.
+        // The second operation reads the first one's output; the caller does not declare the dependency.
         let mut enc = device.encoder().unwrap();
         let (y, z) =
             (Tensor::zeros(device, DType::F32, &[2, 2]).unwrap(), Tensor::zeros(device, DType::F32, &[2, 2]).unwrap());
@@ -501,7 +500,7 @@ fn device_buffer_encoder_error() {
         enc.commit().unwrap().wait().unwrap();
         let want: Vec<f32> = [1f64, 2.0, 3.0, 4.0].iter().map(|x| (2.0 * (x / 2.0).tanh()).tanh() as f32).collect();
         assert_close(format!("{device}"), &z.to_f32().unwrap(), &want, Bound::of(DType::F32));
-        // Bad input is an error with the operation and the argument in it, not a panic.
+        // Invalid input is an error that names the operation and the argument, not a panic.
         let mut enc = device.encoder().unwrap();
         let error = ops::softcap(&mut enc, &ops::Softcap::new(&x, f32::NAN, &y)).unwrap_err();
         let Error::Value { op, arg, .. } = &error else { panic!("{device}: {error:?}") };

@@ -1,5 +1,5 @@
-//! What CUDA leaves to its general kernels, for layers of released models: every such case has a reason here, and every
-//! reason a case.
+//! The cases that CUDA runs with its general kernels, for layers of released models. Every case must have a reason
+//! here, and every reason a case.
 
 use std::collections::BTreeSet;
 
@@ -25,7 +25,7 @@ const ATTENTION: [(&str, Attention); 9] = [
     ("gpt-oss", Attention(64, 8, 64, Some(128))),
 ];
 
-/// Outputs, inputs and experts of a matrix; rows of experts are eight a token.
+/// Outputs, inputs and experts of a matrix; with experts, eight rows per token.
 const MATRICES: [(&str, [usize; 3]); 6] = [
     ("Llama 3 8B, down", [4096, 14_336, 0]),
     ("Gemma 4 31B, gate", [21_504, 5376, 0]),
@@ -64,7 +64,7 @@ struct On {
 }
 
 impl On {
-    /// The kernels that are launched, activations being bf16.
+    /// The kernels that are launched for bf16 activations.
     fn kernels(&self) -> Result<Vec<String>> {
         let launches = Launches { model: self.gpu, ..Launches::default() };
         let device = gpu::cuda_device(launches.clone());
@@ -135,7 +135,7 @@ impl On {
 /// Whether a reason explains a case.
 type Explains = fn(&On) -> bool;
 
-/// Why the general kernels serve what they serve. The first reason that explains a case is its own.
+/// The reasons for using general kernels. The first reason that explains a case applies.
 const REASONS: [(&str, Explains); 7] = [
     ("prompts over quantised caches have no kernel of their own", |on| {
         on.batch[1] >= 512 && on.codec().is_some_and(|codec| codec.is_quantised())
@@ -202,7 +202,7 @@ fn general_kernels_serve_what_is_listed() -> Result<()> {
                 let on = On { case, batch, gpu };
                 let kernels = on.kernels()?;
                 let last = kernels.last().expect("a launch");
-                // The product after linear_dequantise is cuBLASLt's.
+                // cuBLASLt multiplies after linear_dequantise.
                 let is_general = ["attend_generic", "linear_few", "linear_tiles"].contains(&last.as_str())
                     && !kernels.iter().any(|kernel| kernel == "linear_dequantise");
                 if !is_general {
@@ -216,7 +216,7 @@ fn general_kernels_serve_what_is_listed() -> Result<()> {
         }
     }
     assert!(unknown.is_empty(), "without a reason:\n{}", unknown.join("\n"));
-    // A reason that no case needs any more goes.
+    // A reason without a case must be removed.
     let unused: Vec<&str> =
         REASONS.iter().map(|(reason, _)| *reason).filter(|reason| !reasons.contains(reason)).collect();
     assert!(unused.is_empty(), "{unused:?}");

@@ -57,7 +57,7 @@ impl Golden {
     }
 }
 
-/// The error of sums in f32, relative to the numbers that are added.
+/// The error of f32 sums, relative to the summands.
 const ARITHMETIC: f64 = 4e-6;
 
 impl Case {
@@ -95,8 +95,8 @@ impl Case {
         }
     }
 
-    /// Every element within the golden data's own error (`mlx_err`), ours at f32, and one rounding to the dtype on each
-    /// side; `magnitude` is how large the numbers are that f32 adds up on the way.
+    /// Compares every element within the golden data's own error (`mlx_err`), f32 arithmetic, and one rounding to the
+    /// dtype on each side; `magnitude` is the size of the numbers that f32 sums on the way.
     fn compare(&self, device: &Device, got: &[f32], want: &str, magnitude: f64) {
         if let Some(why) = self.difference(got, want, magnitude) {
             panic!("{device}: {}: {why}", self.name);
@@ -162,7 +162,7 @@ fn rope() {
     }
 }
 
-/// Through a cache: the keys and values are written to an f32 layer, then attended to.
+/// Through a cache: keys and values are written to an f32 layer, then attended to.
 #[test]
 fn sdpa() {
     for case in &Golden::load("sdpa").cases {
@@ -188,9 +188,9 @@ fn sdpa() {
                 ops::attend(enc, &args)
             })
             .unwrap();
-            // Scores of thousands carry their own rounding into the weights.
+            // Scores of thousands have rounding errors that change the weights.
             let magnitude = if case.name.contains("sharp") { 400.0 } else { 4.0 };
-            // So do a device's rounded factors, relative to values of about 1.
+            // So do the factors that a device rounds, relative to values of about 1.
             let spread = (case.number("scale").abs() * (head_dim as f64).sqrt()).max(1.0);
             let rounding = Bound::of(case.dtype()).over(device, Codec::F32, spread).rounding;
             let rounded = 8.0 * rounding / ARITHMETIC;
@@ -225,7 +225,7 @@ fn quantized() {
             let args = Embed::new(weight, &ids, &table.tensor);
             run(device, |enc| ops::embed(enc, &args)).unwrap();
             let want = case.tensor(&Device::reference(), "dequantized").to_f32().unwrap();
-            // MLX rounds scale · q to the dtype before it adds the bias: an error of the larger of the two.
+            // MLX rounds scale · q to the dtype before it adds the bias: an error relative to the larger of the two.
             let scale = want.iter().fold(1.0f32, |m, x| m.max(x.abs()));
             let bound = 2.0 * Bound::of(case.dtype()).unit as f32 * scale;
             for (i, (x, y)) in table.tensor.to_f32().unwrap().iter().zip(&want).enumerate() {
@@ -236,7 +236,7 @@ fn quantized() {
 }
 
 /// Blocks of every format, dequantised by the gguf package and MLX: the reference agrees to f32's last bits, the
-/// devices to their rounding.
+/// devices up to their rounding.
 #[test]
 fn blocks() {
     let golden = Golden::load("blocks");
@@ -261,13 +261,13 @@ fn blocks() {
             let out = Out::new(device, DType::F32, &[rows, inputs]).unwrap();
             run(device, |enc| ops::embed(enc, &Embed::new(table, &ids, &out.tensor))).unwrap();
             let got = out.tensor.to_f32().unwrap();
-            // The weights of a group share a scale, and a bias of its magnitude.
+            // The weights of a group share a scale, and a bias of similar magnitude.
             let group = floats.map_or(32, FloatFormat::group);
             let element = if floats == Some(FloatFormat::Mxfp8) { 448.0 } else { 6.0 };
             for (i, (got, want)) in got.chunks(group).zip(want.chunks(group)).enumerate() {
                 let largest = want.iter().fold(0f32, |largest, x| largest.max(x.abs()));
                 for (x, y) in got.iter().zip(want) {
-                    // A device may flush a scale that is subnormal, and products with it go up to those of `element`.
+                    // A device may flush a subnormal scale, whose products reach those of `element`.
                     let bound = 8.0 * f32::EPSILON * largest + element * f32::MIN_POSITIVE;
                     assert!((x - y).abs() <= bound, "{device}: {}, group {i}: {x} instead of {y}", case.name);
                 }
@@ -276,7 +276,7 @@ fn blocks() {
     }
 }
 
-/// The golden data is not what any attention gives: a changed input is noticed.
+/// The comparison is sensitive: a changed input fails.
 #[test]
 fn a_changed_input_is_noticed() {
     let golden = Golden::load("rms_norm");

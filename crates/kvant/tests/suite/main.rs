@@ -1,6 +1,6 @@
 //! The tests of the library: one binary, so that its helpers compile once and its tests share the cores.
 //!
-//! `KVANT_TEST_SCOPE` says how much runs, see [`common::Scope`]: `quick`, `default` or `all`.
+//! `KVANT_TEST_SCOPE` (`quick`, `default` or `all`) selects how much runs; see [`common::Scope`].
 
 mod arguments;
 mod attend_routes;

@@ -1,4 +1,4 @@
-//! The reference device against a model that knows no slots: every vector ever written, by sequence and position.
+//! The reference device against a model without slots: every vector ever written, by sequence and position.
 
 use std::ops::Range;
 
@@ -29,7 +29,7 @@ fn tensor(data: &[f32], shape: &[usize]) -> Tensor {
     Tensor::from_slice(&device(), data, shape).unwrap()
 }
 
-/// Coordinate i of a vector that belongs to a side, sequence, position and head, and to no other.
+/// Coordinate i of a vector; unique to its side, sequence, position and head.
 fn coordinate(side: usize, sequence: usize, position: usize, head: usize, i: usize) -> f32 {
     let x = ((side * 7 + sequence) * 1009 + position) * 31 + head;
     ((x * 131 + i * 17) as f32 * 0.37).sin()
@@ -92,14 +92,14 @@ fn advance(lens: &mut [usize], arrivals: &[usize]) -> Vec<(u32, u32)> {
     tokens
 }
 
-/// `Step::new` takes lengths from the tokens at hand; a sequence without any keeps its length here.
+/// `Step::new` computes lengths from the given tokens; here, a sequence without tokens keeps its length.
 fn step(tokens: &[(u32, u32)], lens: &[usize]) -> Step {
     let step = Step::new(&device(), lens.len(), tokens).unwrap();
     step.lens().write(&lens.iter().map(|&n| n as u32).collect::<Vec<_>>()).unwrap();
     step
 }
 
-/// Softmax by hand, over the positions a token may see.
+/// Softmax by hand, over the positions that a token may see.
 fn expected(case: &Case, q: &[f32], sequence: usize, head: usize, seen: Range<usize>) -> Vec<f64> {
     let scores: Vec<f64> = seen
         .clone()
@@ -119,7 +119,7 @@ fn expected(case: &Case, q: &[f32], sequence: usize, head: usize, seen: Range<us
     out
 }
 
-/// Runs the case: each step is written, then attended to.
+/// Runs the case: writes each step, then attends to it.
 fn check(case: &Case) -> std::result::Result<(), TestCaseError> {
     let spec = case.spec;
     let heads = 2 * spec.kv_heads;
@@ -143,7 +143,7 @@ fn check(case: &Case) -> std::result::Result<(), TestCaseError> {
         let out = out.to_vec::<f32>().unwrap();
         for (token, &(sequence, position)) in tokens.iter().enumerate() {
             let (sequence, position) = (sequence as usize, position as usize);
-            // What is held: the last `capacity` positions.
+            // The held positions: the last `capacity` ones.
             let oldest = lens[sequence].saturating_sub(spec.capacity);
             let first = oldest.max((position + 1).saturating_sub(case.window.unwrap_or(usize::MAX)));
             for head in 0..heads {
@@ -156,7 +156,7 @@ fn check(case: &Case) -> std::result::Result<(), TestCaseError> {
             }
         }
     }
-    // Reading gives back what is still held, bit for bit.
+    // Reading returns the held vectors, bit for bit.
     for (sequence, &len) in lens.iter().enumerate() {
         let held = len.saturating_sub(spec.capacity)..len;
         let tokens: Vec<(u32, u32)> = held.clone().map(|position| (sequence as u32, position as u32)).collect();
@@ -181,10 +181,10 @@ proptest! {
     }
 }
 
-/// Attention over a quantised layer is attention over what can be read from it, and rotating the query changes
-/// nothing.
+/// Attention over a quantised layer equals attention over the decoded vectors, and rotating the query does not change
+/// it.
 #[test]
-fn quantised_attention_is_attention_over_what_is_read() {
+fn quantised_attention_is_attention_over_decoded_vectors() {
     let tokens: Vec<(u32, u32)> = (0..9).map(|position| (0, position)).collect();
     for (k_codec, v_codec) in [(Codec::tq(4), Codec::tq(6)), (Codec::tq(8), Codec::F16), (Codec::BF16, Codec::tq(5))] {
         let spec = LayerSpec::new(1, DIM, 6, k_codec).v(v_codec).ring(true);
@@ -221,8 +221,8 @@ fn quantised_attention_is_attention_over_what_is_read() {
     }
 }
 
-/// Keys and values reach a TurboQuant or dense layer without a rounding in between: from f32 sources the fused form
-/// is the two operations one after the other, to within that rounding.
+/// Keys and values reach a TurboQuant or dense layer without intermediate rounding: from f32 sources, the fused
+/// operation equals the two operations in sequence, up to that rounding.
 #[test]
 fn fused_write_is_its_two_parts() {
     let tokens: Vec<(u32, u32)> = vec![(1, 5), (0, 0), (1, 6)];
@@ -238,7 +238,7 @@ fn fused_write_is_its_two_parts() {
         let layers = [0, 1].map(|_| KvLayer::new(&device(), spec).unwrap());
         let step = step(&tokens, &[1, 7]);
         let outs = [0, 1].map(|_| Tensor::zeros(&device(), DType::F32, q.shape()).unwrap());
-        // Values are the raw keys, normed without a weight: one tensor for both.
+        // Values are the raw keys, normed without a weight: one tensor serves both.
         let fused = NormRopeWrite::new(&q, &k, &k, &step, &layers[0], &outs[0])
             .q_norm(Some(norm))
             .k_norm(Some(norm))
@@ -289,7 +289,7 @@ fn same_dtype_keeps_the_bits_of_nan() {
     assert!(widened.iter().all(|x| x.is_nan()));
 }
 
-/// Each kind of residual, with outputs on top of inputs.
+/// Each kind of residual, with outputs that overwrite inputs.
 #[test]
 fn norms_in_place() {
     let (x, r): (Vec<f32>, Vec<f32>) = (0..3 * 8).map(|i| ((i as f32).sin(), (i as f32 * 0.4).cos())).unzip();

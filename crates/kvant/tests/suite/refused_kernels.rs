@@ -1,4 +1,4 @@
-//! Kernels that the device's compiler refuses are replaced by simpler ones, with the same results.
+//! Kernels that the device's compiler rejects are replaced by simpler ones, with equal results.
 
 use kvant::{
     Codec, DType, Device, KvLayer, LayerSpec, Result, Step, Tensor,
@@ -7,10 +7,10 @@ use kvant::{
 
 use crate::common::{Rng, run};
 
-/// A Metal device without tiles: a launch of such a kernel fails.
+/// A Metal device without tiles: a launch of these kernels fails.
 fn device() -> Device {
     let runs = kvant_msl::Runs::once(kvant_msl::Build::Plain, kvant_msl::Schedule::Random(1));
-    kvant_msl::device(runs.refusing(&["attend_tiles", "linear_tiles"])).expect("msl-host is here")
+    kvant_msl::device(runs.refusing(&["attend_tiles", "linear_tiles"])).expect("msl-host is available")
 }
 
 fn random(device: &Device, seed: u64, shape: &[usize]) -> Result<Tensor> {
@@ -32,7 +32,7 @@ fn prompt(device: &Device, head_dim: usize, codec: Codec) -> Result<Vec<f32>> {
     out.to_vec()
 }
 
-/// More rows than are few, of one matrix, or of four.
+/// More rows than `few_rows` kernels take, for one matrix or four.
 fn product(device: &Device, experts: usize) -> Result<Vec<f32>> {
     let (rows, inputs, outputs) = (37, 72, 50);
     let x = random(device, 4, &[rows, inputs])?;
@@ -57,14 +57,14 @@ fn assert_close(what: &str, f: impl Fn(&Device) -> Result<Vec<f32>>) {
 }
 
 #[test]
-fn prompts_go_by_few_rows() {
+fn prompts_fall_back_to_few_rows() {
     for (head_dim, codec) in [(64, Codec::F16), (96, Codec::F32), (256, Codec::tq(4)), (512, Codec::F32)] {
         assert_close(&format!("a prompt, D = {head_dim}"), |device| prompt(device, head_dim, codec));
     }
 }
 
 #[test]
-fn products_go_by_few_rows() {
+fn products_fall_back_to_few_rows() {
     for experts in [1, 4] {
         assert_close(&format!("a product, {experts} matrices"), |device| product(device, experts));
     }

@@ -1,8 +1,8 @@
-//! How fast the operations are on a GPU, as a table: `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test suite
-//! -- speed:: --ignored --nocapture --test-threads 1`; KVANT_SPEED is a part of the names of the lines that are wanted.
-//! Nothing is judged. What PyTorch and FlashInfer take for the same attention is for tools/h200/peers.py to say.
+//! Times of the operations on a GPU, as a table: `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test suite --
+//! speed:: --ignored --nocapture --test-threads 1`; KVANT_SPEED selects lines by a part of their names. This is a
+//! measurement without assertions. tools/h200/peers.py measures PyTorch and FlashInfer.
 //!
-//! Every figure is of replays of a graph that holds the operation many times over buffers that together exceed the
+//! Every figure is of replays of a graph that contains the operation many times, over buffers that together exceed the
 //! caches. GB/s counts each input read once and each output written once.
 
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use kvant::{
     },
 };
 
-/// Together, buffers are larger than this.
+/// Bytes that all buffers together exceed.
 const CACHE: usize = 256 << 20;
 
 #[test]
@@ -115,7 +115,7 @@ fn line(
     }
     let calls = copies.max(60).next_multiple_of(copies);
     let graph = Encoder::capture(device, |enc| (0..calls).try_for_each(|i| record(enc, i % copies)))?;
-    // While the host made its numbers the device slept, and it wakes slowly.
+    // The device slept while the host generated its data, and it wakes slowly.
     let start = Instant::now();
     while start.elapsed() < Duration::from_millis(150) {
         graph.replay()?.wait()?;
@@ -132,7 +132,7 @@ fn line(
     Ok(())
 }
 
-/// Numbers that are neither zero nor alike.
+/// Random numbers that are not zero.
 pub fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     let n: usize = shape.iter().product();
     let mut z = 1u64;
@@ -150,7 +150,7 @@ pub fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     Tensor::from_bytes(device, dtype, shape, &bytes)
 }
 
-/// Bits without a pattern that are finite numbers below 2 as bf16.
+/// Random bits that are finite numbers below 2 as bf16.
 pub fn random_bits(bytes: usize) -> Vec<u8> {
     let mut z = 1u64;
     let words = (0..bytes.div_ceil(8)).map(|_| {
@@ -166,10 +166,10 @@ pub fn copies(bytes: usize) -> usize {
     CACHE.div_ceil(bytes).min(64)
 }
 
-/// The medians of replays in turns, by graph, in µs a call.
+/// The median of each graph's replays, in turns, in µs per call.
 pub fn in_turns(graphs: &[Graph], calls: usize) -> Result<Vec<f64>> {
     let mut times = vec![Vec::new(); graphs.len()];
-    // While the host made its numbers the device slept, and it wakes slowly.
+    // The device slept while the host generated its data, and it wakes slowly.
     let start = Instant::now();
     while start.elapsed().as_millis() < 60 {
         graphs[0].replay()?.wait()?;
@@ -188,7 +188,7 @@ pub fn in_turns(graphs: &[Graph], calls: usize) -> Result<Vec<f64>> {
     Ok(times.into_iter().map(median).collect())
 }
 
-/// Decode attention of one token over a full cache, and (tokens > 1) the last tokens of a prompt.
+/// Decode attention of one token over a full cache, and (tokens > 1) attention of the last tokens of a prompt.
 fn attend(device: &Device) -> Result<()> {
     let (bf16, all) = (Codec::BF16, None);
     let quantised = [bf16, Codec::F16, Codec::tq(8), Codec::tq(6), Codec::tq(5), Codec::tq(4)];
@@ -219,7 +219,7 @@ fn attend(device: &Device) -> Result<()> {
             filled.time(device, &name, window, len)?;
         }
     }
-    // A ring of a window.
+    // A ring with a window.
     for position in [2000, 1_000_000] {
         let filled = Filled::new(device, bf16, [256, 16, 8, 1024, 1], Some(position))?;
         filled.time(
@@ -232,7 +232,7 @@ fn attend(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// A token of each of many sequences.
+/// One token of each of many sequences.
 fn attend_batches(device: &Device) -> Result<()> {
     for (dim, heads, kv_heads, len) in
         [(64, 32, 8, 2048), (128, 32, 8, 1024), (128, 32, 8, 4096), (256, 32, 16, 1024), (256, 8, 2, 512)]
@@ -250,10 +250,9 @@ fn attend_batches(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Decode attention between what a layer does before and after it: launches may begin before those in front of them
-/// have ended. One decode step over a contiguous layer, then over pages of 32, 64 and 128 positions, in turns: the
-/// times of the first in µs, and what the others take of it. The dtype of queries and output is the one with the fast
-/// kernels.
+/// Decode attention together with a layer's other operations, because launches may begin before earlier ones end. One
+/// decode step over a contiguous layer, then over pages of 32, 64 and 128 positions, in turns: the times of the first
+/// in µs, and the ratios of the others. Queries and output have the dtype with the fast kernels.
 fn over_pages(device: &Device) -> Result<()> {
     const SIZES: [usize; 3] = [32, 64, 128];
     let dtype = if device.kind() == DeviceKind::Cpu { DType::F32 } else { DType::BF16 };
@@ -331,7 +330,7 @@ fn prompts_over_pages(device: &Device) -> Result<()> {
                 let rows = noise(device, DType::BF16, &[1024.min(keys), kv_heads, head_dim])?;
                 let (mut step, mut written) = (pool.step(&mut [(&mut sequence, 0)])?, 0);
                 while written < keys {
-                    // The last step has the tokens that are asked for.
+                    // The last step has the measured tokens.
                     let rest = keys - written;
                     let count = if rest > tokens { (rest - tokens).min(1024) } else { rest };
                     step = pool.step(&mut [(&mut sequence, count)])?;
@@ -361,8 +360,8 @@ fn prompts_over_pages(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// The normalised error √(Σ(x−y)²/Σy²) of the attention of a prompt of 512 normal tokens in bf16: tools/h200/peers.py
-/// has that of PyTorch's kernels.
+/// The normalised error √(Σ(x−y)²/Σy²) of attention for a prompt of 512 normal tokens in bf16; tools/h200/peers.py
+/// computes that of PyTorch's kernels.
 fn errors_of_prompts(device: &Device) -> Result<()> {
     let (tokens, heads, kv_heads) = (512, 8, 4);
     for head_dim in [64, 128, 256, 512] {
@@ -413,7 +412,7 @@ impl Filled {
         let [head_dim, heads, kv_heads, len, tokens] = shape;
         let order = HeadOrder::HeadMajor;
         let spec = LayerSpec::new(kv_heads, head_dim, len, codec).ring(ring.is_some()).order(order);
-        // The cache ends with the last token, wherever that is.
+        // The cache ends with the last token, at any position.
         let end = ring.map_or(len, |position| position + 1);
         let at: Vec<(u32, u32)> = (end - tokens..end).map(|position| (0, position as u32)).collect();
         Filled::of(device, spec, heads, end - len..end, &at)
@@ -459,7 +458,7 @@ impl Filled {
         })
     }
 
-    /// What a layer does before and after attention, too, as far as that is small.
+    /// Times attention together with a layer's small operations before and after it.
     fn time_step(&self, device: &Device) -> Result<()> {
         let Filled { layers, step, q, out } = self;
         let LayerSpec { head_dim, kv_heads, capacity, k, .. } = *layers[0].spec();
@@ -562,7 +561,7 @@ fn linear(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Many rows that no library multiplies: results of f32, and activations of three dtypes.
+/// Many rows that no library multiplies: f32 results, and activations of three dtypes.
 fn linear_many(device: &Device) -> Result<()> {
     let (n, k) = (4096, 4096);
     for (bits, group) in [(0, 64), (4, 64), (6, 64), (8, 64), (4, 32), (6, 32), (8, 32), (3, 64), (5, 32)] {
@@ -591,9 +590,9 @@ fn linear_many(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Few rows by dense weights. Of Gemma 4 E4B: gate and up, down, q, k and v, the attention's output, the two products
-/// of the per-layer input, logits. Of Llama 3 8B: gate and up, down, the attention's output. Of Qwen 2.5 0.5B: gate and
-/// up, down.
+/// Few rows by dense weights. Gemma 4 E4B: gate and up, down, q, k and v, the attention's output, the two products of
+/// the per-layer input, logits. Llama 3 8B: gate and up, down, the attention's output. Qwen 2.5 0.5B: gate and up,
+/// down.
 fn linear_dense(device: &Device) -> Result<()> {
     for (widths, k, out) in [
         (vec![10_240, 10_240], 2560, DType::BF16),
@@ -626,7 +625,7 @@ fn linear_dense(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// What a weight is quantised to.
+/// The format of a weight.
 #[derive(Clone, Copy, PartialEq)]
 enum Quantised {
     Affine(u32),
@@ -657,7 +656,7 @@ impl Quantised {
     /// Matrices `[lead, k]` with random codes.
     fn matrices(self, device: &Device, lead: &[usize], k: usize, count: usize) -> Result<Vec<[Tensor; 2]>> {
         let (rows, [codes, scales]) = (lead.iter().product::<usize>(), self.row_bytes(k));
-        // Scales without infinities and subnormal numbers.
+        // Scales without infinities and subnormals.
         let all: Vec<u8> = random_bits(rows * codes).into_iter().map(|byte| byte & 0x7B | 0x08).collect();
         let shape = |last: usize| [lead, &[last]].concat();
         let matrix = |_| {
@@ -679,7 +678,7 @@ impl Quantised {
     }
 }
 
-/// Blocks and small floats, after affine weights of 4 bits in one run.
+/// Blocks and small floats, in one run with affine 4-bit weights.
 fn linear_blocks(device: &Device) -> Result<()> {
     let main = [
         Quantised::Affine(4),
@@ -724,7 +723,7 @@ fn linear_experts(device: &Device) -> Result<()> {
         for tokens in [1, 4, 16, 64, 128, 512, 2048] {
             let x = noise(device, DType::BF16, &[tokens, k])?;
             let out = Tensor::zeros(device, DType::BF16, &[tokens * top_k, n])?;
-            // Other experts for every token, and other ones in every call.
+            // Other experts for every token, and in every call.
             let ids: Vec<Tensor> = (0..60)
                 .map(|call| {
                     let ids: Vec<u32> = (0..tokens * top_k).map(|i| ((call * 37 + i * 11) % experts) as u32).collect();

@@ -1,10 +1,10 @@
-// Atomics. All fibers share one OS thread, so a plain read-modify-write is atomic. The checker is told of each one:
-// atomics do not race with each other, but an atomic and a plain access of the same bytes do.
+// Atomics. All fibers share one OS thread, so a plain read-modify-write is atomic. Each one is reported to the checker:
+// atomics do not race with each other, but an atomic and a plain access of one byte do.
 #pragma once
 #pragma clang system_header
 #include "sync.h"
 
-// The orders change nothing here, where one thread runs at a time.
+// The orders make no difference, because one thread runs at a time.
 enum memory_order { memory_order_relaxed, memory_order_acquire, memory_order_release, memory_order_acq_rel, memory_order_seq_cst };
 enum thread_scope { thread_scope_thread, thread_scope_simdgroup, thread_scope_threadgroup, thread_scope_device };
 
@@ -31,8 +31,8 @@ typedef atomic<float> atomic_float;
 typedef atomic<bool> atomic_bool;
 typedef atomic<ulong> atomic_ulong;
 
-// Not instrumented: __msl_atomic has told the checker what it needs. The value's type comes from the atomic, so that
-// atomic_fetch_add_explicit(a, 1, ...) converts 1.
+// Not instrumented: __msl_atomic has already reported the access to the checker. The value's type comes from the
+// atomic, so that atomic_fetch_add_explicit(a, 1, ...) converts 1.
 #define MSL_ATOMIC __attribute__((no_sanitize("thread", "alignment"), noinline))
 #ifdef MSL_CHECK
 #define MSL_TELL(kind) __msl_atomic((const void *)p, sizeof p->value, kind)
@@ -72,7 +72,7 @@ template <class P> MSL_ATOMIC auto atomic_load_explicit(P p, memory_order) {
   auto v = p->value;
   return v;
 }
-// Never fails spuriously here; a kernel has to loop all the same.
+// Never fails spuriously here; portable kernels must loop nevertheless.
 template <class P, class E> MSL_ATOMIC bool atomic_compare_exchange_weak_explicit(P p, E expected, MSL_ATOMIC_T x, memory_order, memory_order) {
   MSL_TELL(2);
   if (p->value == *expected) {

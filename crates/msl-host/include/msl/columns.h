@@ -9,7 +9,7 @@ template <class T, int C, int R> struct matrix {
   vec<T, R> columns[C];
 
   matrix() = default;
-  // The value goes to the diagonal, the rest is zero.
+  // The value is on the diagonal, the other elements are zero.
   explicit matrix(T diagonal) {
     for (int c = 0; c < C; c++)
       for (int r = 0; r < R; r++) columns[c][r] = r == c ? diagonal : (T)0;

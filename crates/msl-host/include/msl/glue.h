@@ -1,4 +1,4 @@
-// How an entry point calls its kernel: the front end lists the attributes of the parameters, the compiler knows their
+// Calls a kernel from its entry point: the front end lists the attributes of the parameters, the compiler knows their
 // types.
 #pragma once
 #pragma clang system_header
@@ -20,7 +20,7 @@ template <int N> struct __at_buffer {
 #else
     if constexpr (__referent<A>::reference) {
       using T = typename __referent<A>::type;
-      // It does not exist, but the compiler may read it before the kernel decides not to.
+      // The parameter does not exist, but the compiler may read it before the kernel checks.
       if (!c->buffer[N]) return *(T *)__msl_absent(sizeof(T));
       if (c->buffer_bytes[N] < sizeof(T)) __msl_short_buffer(N, c->buffer_bytes[N], sizeof(T));
       return *(T *)(uintptr_t)c->buffer[N];
@@ -71,7 +71,7 @@ MSL_AT_SCALAR(quadgroup_index_in_threadgroup, c->thread_index_in_threadgroup / 4
 #undef MSL_AT_SCALAR
 
 #ifdef MSL_COUNT
-// Apple's compiler reads what a constant reference holds before the kernel, into registers that all threads share.
+// Apple's compiler reads a constant reference before the kernel starts, into registers that all threads share.
 template <class A, class P> struct __argument { static A of(const MslContext *c) { return P::template get<A>(c); } };
 template <class T, class P> struct __argument<const T &, P> { static T of(const MslContext *c) { return P::template get<const T &>(c); } };
 #else
@@ -89,18 +89,18 @@ template <class... A, class... B> inline void __call(void (*kernel_function)(A..
   static const char __msl_key_##name = 0;                                                                       \
   threadgroup T &name = *(threadgroup T *)(uintptr_t)__msl_threadgroup_variable(&__msl_key_##name, sizeof(T), #name)
 
-// Function constants live in thread-local storage, set before each dispatch: one compiled library serves every
-// specialisation, and two dispatches with different values may run at once. Nothing may write them; the typed pass sees
-// to that.
+// Function constants are in thread-local storage, set before each dispatch. One compiled library thereby serves every
+// specialisation, and two dispatches with different values may run at once. Nothing may write them, which the typed
+// pass ensures.
 #define is_function_constant_defined(name) (__msl_defined_##name)
 #ifdef MSL_COUNT
-// Specialised, as a pipeline is.
+// Specialised, like a pipeline.
 #define __MSL_FUNCTION_CONSTANT(T, name) \
   static const T name = (T)__msl_value_##name; \
   static const bool __msl_defined_##name = __msl_given_##name;
 #define __MSL_DERIVED_CONSTANT(T, name, ...) static const T name = (__VA_ARGS__)
 #elif defined(MSL_TYPED)
-// Without a value: the typed pass must not fold one.
+// Without a value, so that the typed pass does not fold one.
 #define __MSL_FUNCTION_CONSTANT(T, name) \
   extern constant T name;                \
   extern constant bool __msl_defined_##name;

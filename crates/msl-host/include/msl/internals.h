@@ -1,5 +1,5 @@
-// Names of Apple's headers that foreign kernels use although no specification has them: MLX defines the functions of
-// bfloat, which Metal lacks, by them. The last argument of a math function chooses between fast and precise.
+// Names of Apple's headers that foreign kernels use although no specification has them: MLX uses them to define the
+// functions of bfloat, which Metal lacks. The last argument of a math function selects fast or precise.
 #pragma once
 #pragma clang system_header
 #include "sync.h"

@@ -1,6 +1,6 @@
 // Math, integer, relational and geometric functions. One overload per type, so that calls with mixed types are
-// ambiguous here as they are in MSL. half functions compute in float
-// and round once. Metal has none of bfloat, which converts to float. fast:: and precise:: are the same functions.
+// ambiguous, as in MSL. half functions compute in float and round once. bfloat has no functions in Metal, and converts
+// to float. fast:: and precise:: are the same functions.
 #pragma once
 #pragma clang system_header
 #include "types.h"
@@ -128,7 +128,7 @@ template <class T> inline T min3(T a, T b, T c) { return min(min(a, b), c); }
 template <class T> inline T max3(T a, T b, T c) { return max(max(a, b), c); }
 template <class T> inline T median3(T a, T b, T c) { return max(min(a, b), min(max(a, b), c)); }
 
-// The product of two halves is exact in double, and so is nearly every sum; bfloats likewise.
+// The product of two halves is exact in double, and nearly every sum is; the same holds for bfloats.
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline half fma(half a, half b, half c) { return (half)__builtin_fma((double)a, (double)b, (double)c); }
 template <class T, int N> inline vec<T, N> fma(vec<T, N> a, vec<T, N> b, vec<T, N> c) {
@@ -169,7 +169,7 @@ inline bool isnan(half x) { return __builtin_isnan((float)x); }
 inline bool isinf(half x) { return __builtin_isinf((float)x); }
 inline bool isfinite(half x) { return __builtin_isfinite((float)x); }
 
-// A comparison of vectors gives clang a vector of integers, all ones for true.
+// A comparison of vectors gives clang's vector of integers, all ones for true.
 template <class T> inline T select(T a, T b, bool c) { return c ? b : a; }
 template <class T, int N, class M> inline vec<T, N> select(vec<T, N> a, vec<T, N> b, vec<M, N> c) {
   vec<T, N> r;

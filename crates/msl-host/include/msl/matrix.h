@@ -13,7 +13,7 @@ template <class T, int Cols, int Rows = Cols> struct simdgroup_matrix {
   static_assert(Cols == 8 && Rows == 8, "simdgroup_matrix is 8x8");
   vec<T, 2> elements;
   simdgroup_matrix() : elements(__poison<vec<T, 2>>()) {}
-  // As MSL has it: the value goes to the diagonal, the rest is zero.
+  // As in MSL: the value is on the diagonal, the other elements are zero.
   explicit simdgroup_matrix(T diagonal) : elements(__diagonal(diagonal)) {}
   MSL_UNCOUNTED static vec<T, 2> __diagonal(T diagonal) {
     vec<T, 2> elements;
@@ -33,12 +33,11 @@ template <class T, int Cols, int Rows = Cols> inline simdgroup_matrix<T, Cols, R
   return m;
 }
 
-// Element (row, column) of the matrix lies at [row + origin.y][column + origin.x], or the other way round if
-// transposed.
+// The address of element (row, column): [row + origin.y][column + origin.x], or the other way round if transposed.
 template <class P> inline auto __matrix_at(P p, ulong stride, ulong2 origin, bool transpose, unsigned row, unsigned column) {
   return transpose ? p + (column + origin.x) * stride + (row + origin.y) : p + (row + origin.y) * stride + (column + origin.x);
 }
-// The functions that wait take and give elements by value: a matrix whose address they had would not be in registers.
+// Functions that wait pass elements by value: a matrix whose address they had would not be in registers.
 #ifdef MSL_COUNT
 #define MSL_TELL(p, write) \
   transpose ? (__msl_library_access(p(0), sizeof *p(0), write, site), __msl_library_access(p(1), sizeof *p(1), write, site)) \

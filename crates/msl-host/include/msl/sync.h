@@ -9,10 +9,10 @@ namespace metal {
 enum class mem_flags : unsigned { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4, mem_threadgroup_imageblock = 8 };
 inline constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(unsigned(a) | unsigned(b)); }
 
-// Where a call stands in the source; a default argument, hence of the caller.
+// The position of a call in the source; a default argument is evaluated at the caller.
 #define MSL_SITE unsigned site = ((unsigned)__builtin_LINE() << 10 | ((unsigned)__builtin_COLUMN() & 1023u))
 #ifdef MSL_COUNT
-// One instruction of a GPU: what it takes here is not counted.
+// One instruction of a GPU: its implementation here is not counted.
 #define MSL_INLINE MSL_CONVERGENT __attribute__((noinline, section(".msl.library"))) inline
 #else
 #define MSL_INLINE MSL_CONVERGENT __attribute__((always_inline)) inline
@@ -41,8 +41,8 @@ struct __and { template <class T> static T of(T a, T b) { return a & b; } };
 struct __or { template <class T> static T of(T a, T b) { return a | b; } };
 struct __xor { template <class T> static T of(T a, T b) { return a ^ b; } };
 
-// Over the active lanes; a full SIMD-group reduces as a butterfly, halves first, unless the launch
-// asks for another order.
+// Reduces over the active lanes. A full SIMD-group reduces as a butterfly, halves first, unless the launch requests
+// another order.
 template <class T, class Op> MSL_UNCOUNTED void __reduce(char *slots, unsigned lanes, unsigned active) {
   T v[32];
   unsigned n = 0;
@@ -99,7 +99,7 @@ MSL_SCAN(simd_prefix_inclusive_product, __product, true, 2)
 MSL_SCAN(simd_prefix_exclusive_product, __product, false, 3)
 #undef MSL_SCAN
 
-// The value of a lane that takes no part, or of none of the 32, is poison.
+// The value of a lane that takes no part, or that is not among the 32, is poison.
 template <class T> inline T __from(MslMeeting met, unsigned lane) { return lane < 32 && (met.active >> lane & 1) ? __slot<T>(met.slots, lane) : __poison<T>(); }
 #define MSL_SHUFFLE(name, id, result)                                                                              \
   template <class T> MSL_INLINE T name(T v, ushort by, MSL_SITE) {                                                 \
@@ -112,7 +112,7 @@ template <class T> inline T __from(MslMeeting met, unsigned lane) { return lane 
 MSL_SHUFFLE(simd_shuffle, 0, __from<T>(met, by))
 MSL_SHUFFLE(simd_broadcast, 1, __from<T>(met, by))
 MSL_SHUFFLE(simd_shuffle_xor, 2, __from<T>(met, lane ^ by))
-MSL_SHUFFLE(simd_shuffle_down, 3, lane + by < 32 ? __from<T>(met, lane + by) : v)  // no wrap: the last lanes keep theirs
+MSL_SHUFFLE(simd_shuffle_down, 3, lane + by < 32 ? __from<T>(met, lane + by) : v)  // no wrap: the last lanes keep their values
 MSL_SHUFFLE(simd_shuffle_up, 4, lane >= by ? __from<T>(met, lane - by) : v)
 MSL_SHUFFLE(simd_shuffle_rotate_down, 5, __from<T>(met, (lane + by) & 31u))
 MSL_SHUFFLE(simd_shuffle_rotate_up, 6, __from<T>(met, (lane - by) & 31u))
@@ -122,7 +122,7 @@ MSL_SHUFFLE(quad_shuffle_xor, 12, __from<T>(met, lane ^ (by & 3u)))
 MSL_SHUFFLE(quad_shuffle_down, 13, (lane & 3u) + by < 4 ? __from<T>(met, lane + by) : v)
 MSL_SHUFFLE(quad_shuffle_up, 14, (lane & 3u) >= by ? __from<T>(met, lane - by) : v)
 #undef MSL_SHUFFLE
-// As simd_shuffle_down and _up within parts of `modulo` lanes; lanes from outside of the part come from `fill`,
+// As simd_shuffle_down and _up within parts of `modulo` lanes; lanes from outside the part come from `fill`,
 // cyclically.
 #define MSL_FILL(name, id, from, fill_from)                                                                        \
   template <class T> MSL_INLINE T name(T v, T fill, ushort by, ushort modulo = 32, MSL_SITE) {                     \

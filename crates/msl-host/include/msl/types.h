@@ -18,11 +18,11 @@ typedef __SIZE_TYPE__ size_t;
 typedef __PTRDIFF_TYPE__ ptrdiff_t;
 typedef __UINTPTR_TYPE__ uintptr_t;
 typedef __INTPTR_TYPE__ intptr_t;
-typedef _Float16 half;  // rounds after every operation: the compiler is told so (src/toolchain.rs)
+typedef _Float16 half;  // rounds after every operation, by an option of the compiler (src/toolchain.rs)
 typedef __bf16 bfloat;
 
-// A vector of three takes the room of four; its packed form does not. Packed vectors of two and four only lose the
-// alignment, so they are the same type to the compiler.
+// A vector of three occupies the space of four; its packed form does not. Packed vectors of two and four only lose the
+// alignment, so the compiler treats them as the same type.
 #define MSL_VECTORS(T)                                                                \
   typedef T T##2 __attribute__((ext_vector_type(2)));                                 \
   typedef T T##3 __attribute__((ext_vector_type(3)));                                 \
@@ -111,7 +111,7 @@ namespace metal {
 
 template <class T, int N> using vec = T __attribute__((ext_vector_type(N)));
 
-// A vector of bools has a byte for each: clang's own has a bit. Comparisons of vectors give clang's vectors of
+// A vector of bools has a byte per element; clang's own has a bit. Comparisons of vectors give clang's vectors of
 // integers, all ones for true, which convert to it.
 template <int N> struct __bools;
 #define MSL_BOOLS(N, MEMBERS)                                                                \
@@ -141,7 +141,7 @@ typedef __bools<2> bool2;
 typedef __bools<3> bool3;
 typedef __bools<4> bool4;
 
-// Type traits, of which clang's builtins do the work.
+// Type traits, implemented with clang's builtins.
 template <class V> struct __vector { static constexpr int count = 1; using Element = V; };
 template <class T, int N> struct __vector<T __attribute__((ext_vector_type(N)))> { static constexpr int count = N; using Element = T; };
 template <int N> struct __vector<__bools<N>> { static constexpr int count = N; using Element = bool; };
@@ -244,7 +244,7 @@ MSL_LIMITS(long, -LONG_MAX - 1, -LONG_MAX - 1, LONG_MAX)
 MSL_LIMITS(ulong, 0, 0, ULONG_MAX)
 #undef MSL_LIMITS
 
-// A scalar's conversion; clang has none between half and bfloat.
+// Converts a scalar; clang has no conversion between half and bfloat.
 template <class V, class A> constexpr V __convert(A a) {
   if constexpr (__is_small_float<V> && __is_small_float<A>) return (V)(float)a;
   else return (V)a;
@@ -298,8 +298,8 @@ template <class T> struct __space<T __attribute__((address_space(2)))> { static 
 template <class T> struct __space<T __attribute__((address_space(3)))> { static constexpr int value = 3; };
 template <class T> struct __pointee { static constexpr bool pointer = false; };
 template <class T> struct __pointee<T *> { static constexpr bool pointer = true; using type = T; };
-// (device float4 *)p is rewritten to __pointer_cast<device float4 *>(p): clang's own cast would change the space in
-// silence.
+// (device float4 *)p is rewritten to __pointer_cast<device float4 *>(p): clang's own cast would silently change the
+// address space.
 template <class P, class A> inline P __pointer_cast(A a) {
   if constexpr (__pointee<A>::pointer)
     static_assert(__space<typename __pointee<P>::type>::value == __space<typename __pointee<A>::type>::value,
@@ -312,7 +312,7 @@ template <class To, class From> inline To as_type(From from) {
   return __builtin_bit_cast(To, from);
 }
 
-// A value that is the same for all threads. Here it is only a value.
+// A value that is uniform over all threads in MSL. Here it is an ordinary value.
 template <class T> using uniform = T;
 template <class T> constexpr T make_uniform(T x) { return x; }
 

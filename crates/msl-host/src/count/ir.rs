@@ -1,8 +1,8 @@
-//! Inserts calls that count into the compiler's output, LLVM's text: one at the start of every basic block, one before
+//! Inserts counting calls into the compiler's output, LLVM's text: one at the start of every basic block, one before
 //! every access of memory. It also classifies the instructions of a block as operations of a GPU.
 //!
-//! A vector operation of n elements is n operations: Apple's GPUs are scalar, a thread at a time. Moves, conversions
-//! of width, and products that the next addition takes in are none.
+//! A vector operation of n elements counts as n operations, because Apple's GPUs are scalar per thread. Moves, changes
+//! of width, and products that are fused with an addition do not count.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,9 +16,9 @@ pub(crate) enum Op {
     IntSlow,
     Int64,
     Int64Product,
-    /// Between integers and floats, and rounding.
+    /// Conversions between integers and floats, and rounding.
     Convert,
-    /// Powers and logarithms of 2.
+    /// Powers of 2 and logarithms to base 2.
     Exp,
     Reciprocal,
     Root,
@@ -44,7 +44,7 @@ pub(crate) struct Table {
     pub sites: Vec<Site>,
 }
 
-/// The type of a value: the width of its elements in bits, how many there are, and what they are.
+/// The type of a value: the width of its elements in bits, their number, and their kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ValueType {
     kind: Element,
@@ -66,7 +66,7 @@ impl ValueType {
     }
 }
 
-/// The type that a text begins with, and the rest.
+/// The type at the start of a text, and the rest of the text.
 fn split_type(text: &str) -> Option<(ValueType, &str)> {
     let text = text.trim_start();
     let one = |kind, bits, len: usize| Some((ValueType { kind, bits, count: 1 }, &text[len..]));
@@ -160,7 +160,7 @@ fn without_flags(mut text: &str) -> &str {
     }
 }
 
-/// An instruction: what it defines, its name, and the rest of its line.
+/// An instruction: the value that it defines, its name, and the rest of its line.
 struct Instruction<'a> {
     result: Option<&'a str>,
     opcode: &'a str,
@@ -190,7 +190,7 @@ fn names(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// A function: the values that it defines, and who uses them.
+/// A function: the values that it defines, and their users.
 #[derive(Default)]
 struct Function<'a> {
     defined: HashMap<&'a str, Instruction<'a>>,
@@ -213,7 +213,7 @@ impl<'a> Function<'a> {
         f
     }
 
-    /// Whether a pointer is to memory of 32-bit addresses: threadgroup memory, or a thread's own.
+    /// Whether a pointer points to memory with 32-bit addresses: threadgroup memory, or a thread's own.
     fn is_near(&self, pointer: &str, depth: usize) -> bool {
         let Some(i) = self.defined.get(pointer) else { return false };
         match i.opcode {
@@ -237,7 +237,7 @@ impl<'a> Function<'a> {
         })
     }
 
-    /// The name in a text, as the function has it.
+    /// The name in a text, with the function's lifetime.
     fn own(&self, text: &str) -> Option<&'a str> {
         let name = names(text).next()?;
         self.users.get_key_value(name).map(|p| *p.0)
@@ -257,7 +257,7 @@ impl<'a> Function<'a> {
         (at, distance)
     }
 
-    /// Whether an access adds this address up itself: a base and an offset of 32 bits.
+    /// Whether an access computes this address itself: a base and a 32-bit offset.
     fn is_offset(&self, index: &str, result: &str) -> bool {
         let name = names(index).next();
         let narrow = name.and_then(|n| self.defined.get(n)).is_some_and(|i| {
@@ -278,7 +278,7 @@ impl<'a> Function<'a> {
         })
     }
 
-    /// Whether an `and` takes the low bits of a shifted value by a constant: an instruction that extracts bits.
+    /// Whether an `and` extracts the low bits of a value shifted by a constant, which is one instruction.
     fn cuts(&self, i: &Instruction<'_>) -> bool {
         let low = i.rest.rsplit_once(", ").and_then(|p| p.1.trim().parse::<u64>().ok());
         let mask = low.is_some_and(|n| n.count_ones() == n.trailing_ones());
@@ -295,7 +295,7 @@ impl<'a> Function<'a> {
         })
     }
 
-    /// A product that an addition takes in: it has no other use, and the addition takes no other.
+    /// Whether a product is fused with an addition: it has no other use, and the addition has no other product.
     fn is_fused(&self, result: &str) -> bool {
         let Some(users) = self.users.get(result) else { return false };
         let [(opcode, rest)] = users.as_slice() else { return false };
@@ -346,7 +346,7 @@ fn count(f: &Function<'_>, i: &Instruction<'_>, ops: &mut Ops) {
         }
         "and" if f.cuts(i) => typed().into_iter().for_each(|t| add_integer(ops, t, true)),
         "add" | "sub" | "and" | "or" | "xor" => typed().into_iter().for_each(|t| add_integer(ops, t, false)),
-        // Bits that are cut out are one instruction.
+        // Extracted bits are one instruction.
         "lshr" if i.result.is_some_and(|r| f.is_cut(r)) => {}
         "shl" | "lshr" | "ashr" => typed().into_iter().for_each(|t| add_integer(ops, t, true)),
         "mul" => {
@@ -354,7 +354,7 @@ fn count(f: &Function<'_>, i: &Instruction<'_>, ops: &mut Ops) {
             if t.bits > 32 { add(ops, Op::Int64Product, t.count) } else { add(ops, Op::IntSlow, t.count) }
         }
         "udiv" | "sdiv" | "urem" | "srem" => {
-            // A product of 64 bits and a shift by a constant; else a dozen of instructions.
+            // A 64-bit product and a shift by a constant; otherwise a dozen instructions.
             let Some(t) = typed() else { return };
             let constant = !parts(rest).get(1).is_some_and(|p| p.contains('%'));
             add(ops, Op::Int64Product, t.count * if constant { 1 } else { 4 });
@@ -432,7 +432,7 @@ fn called(rest: &str, ops: &mut Ops) {
     }
 }
 
-/// The text with calls that count, and what they count.
+/// The text with counting calls, and the meaning of its blocks and sites.
 pub(crate) fn instrument(text: &str) -> (String, Table) {
     let (mut out, mut table) = (String::with_capacity(text.len() * 2), Table::default());
     let places = Places::of(text);
@@ -510,7 +510,7 @@ struct Hook {
     write: bool,
 }
 
-/// Accesses of neighbours that are one instruction of a GPU: up to four elements.
+/// Accesses of neighbouring elements that are one instruction of a GPU: up to four.
 struct Run {
     base: String,
     element: u32,
@@ -537,14 +537,14 @@ fn hooks<'a>(f: &Function<'a>, lines: &[&'a str]) -> HashMap<usize, Vec<Hook>> {
             close(&mut open, &mut all);
             continue;
         };
-        // Lanes meet, or the block ends.
+        // Lanes meet here, or the block ends.
         let meets = i.opcode == "call" && !i.rest.contains("@llvm.") && i.rest.contains("@_Z");
         if meets || matches!(i.opcode, "br" | "switch" | "ret") {
             close(&mut open, &mut all);
         }
         for (pointer, bytes, write) in accesses(&i) {
             let name = f.own(&pointer);
-            // What a kernel is given by itself: its positions.
+            // Values that every kernel gets: its positions.
             if name.is_some_and(|n| is_context(f, n, lines[0])) {
                 continue;
             }
@@ -577,7 +577,7 @@ fn hooks<'a>(f: &Function<'a>, lines: &[&'a str]) -> HashMap<usize, Vec<Hook>> {
     all
 }
 
-/// Whether a pointer is into the context of an entry point.
+/// Whether a pointer points into the context of an entry point.
 fn is_context(f: &Function<'_>, pointer: &str, header: &str) -> bool {
     if !header.contains("@msl_entry_") {
         return false;
@@ -591,7 +591,7 @@ fn is_context(f: &Function<'_>, pointer: &str, header: &str) -> bool {
     }
 }
 
-/// What an instruction accesses: pointer, bytes, and whether it writes.
+/// The accesses of an instruction: pointer, bytes, and whether it writes.
 fn accesses(i: &Instruction<'_>) -> Vec<(String, String, bool)> {
     let rest = without_flags(i.rest);
     let pointer = |text: &str| text.trim().to_string();
@@ -627,7 +627,7 @@ fn accesses(i: &Instruction<'_>) -> Vec<(String, String, bool)> {
     }
 }
 
-/// The places in the source that the metadata at the end names.
+/// The places in the source, from the metadata at the end.
 struct Places<'a> {
     nodes: HashMap<&'a str, &'a str>,
 }

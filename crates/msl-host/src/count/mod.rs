@@ -1,4 +1,4 @@
-//! The counting build: what a launch does, in units of a GPU. See [`Host::count`].
+//! The counting build: counts of a launch, in units of a GPU. See [`Host::count`].
 
 mod ir;
 
@@ -14,10 +14,10 @@ use crate::source::Source;
 
 pub(crate) use ir::{OPS, Op, Site, Table, instrument};
 
-/// What one launch does: instructions of SIMD-groups, not of threads, unless a field says otherwise.
+/// Counts of one launch: instructions of SIMD-groups, not of threads, unless a field says otherwise.
 ///
-/// An instruction counts once for the 32 threads of a SIMD-group, and once more for each branch that some of them
-/// take. Operations on vectors count by elements. The README has the limits of these counts.
+/// An instruction counts once for the 32 threads of a SIMD-group, and once more for each branch that some of them take.
+/// Operations on vectors count per element. The README lists the limits of these counts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Counts {
     /// Threads, SIMD-groups and threadgroups that ran.
@@ -30,19 +30,19 @@ pub struct Counts {
     pub threadgroup_bytes: u64,
     /// Accesses of device memory.
     pub device: Traffic,
-    /// Accesses of constant memory, except what Apple's compiler reads before the kernel: constant references.
+    /// Accesses of constant memory, except constant references, which Apple's compiler reads before the kernel.
     pub constant: Traffic,
     /// Accesses of threadgroup memory. Their `units` are cycles of 32 banks of 4 bytes.
     pub threadgroup: Traffic,
     /// Accesses of a thread's own arrays that are not in registers.
     pub private: Traffic,
-    /// Distinct bytes of device memory that the launch reads, and writes, in whole sectors of 32 bytes.
+    /// Distinct bytes of device memory that the launch reads, and that it writes, in whole sectors of 32 bytes.
     pub footprint: [u64; 2],
     /// `threadgroup_barrier` and `simdgroup_barrier`.
     pub barriers: u64,
     #[allow(missing_docs)]
     pub simdgroup_barriers: u64,
-    /// Shuffles, reductions (with scans) and votes of 32 bits a thread.
+    /// Shuffles, reductions (with scans) and votes of 32 bits per thread.
     pub shuffles: u64,
     #[allow(missing_docs)]
     pub reductions: u64,
@@ -54,7 +54,7 @@ pub struct Counts {
     pub matrix_accesses: u64,
     /// Arithmetic.
     pub operations: Operations,
-    /// Of the threads of a SIMD-group, how many took part on average, from 0 to 1.
+    /// The average share of a SIMD-group's threads that took part, from 0 to 1.
     pub active: f64,
     /// Places in the source that access device, constant or private memory, most units first.
     pub lines: Vec<SourceLine>,
@@ -66,35 +66,35 @@ pub struct Counts {
 pub struct Traffic {
     /// Instructions.
     pub accesses: u64,
-    /// Bytes that threads asked for.
+    /// Bytes that threads requested.
     pub bytes: u64,
-    /// Transactions: sectors of 32 bytes that an instruction touches; of threadgroup memory, cycles of its banks.
+    /// Transactions: sectors of 32 bytes that an instruction touches; for threadgroup memory, cycles of its banks.
     pub units: u64,
-    /// The fewest units for that many bytes.
+    /// Minimum units for these bytes.
     pub ideal: u64,
 }
 
 impl Traffic {
-    /// Units beyond the fewest: of threadgroup memory, those of bank conflicts.
+    /// Units beyond the minimum; for threadgroup memory, bank conflicts.
     pub fn excess(&self) -> u64 {
         self.units.saturating_sub(self.ideal)
     }
 }
 
-/// Arithmetic, by the rate at which Apple's GPUs do it.
+/// Arithmetic, by its rate on Apple's GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Operations {
-    /// Sums, products, their fusion, comparisons and selections of floats.
+    /// Sums, products, fused multiply-adds, comparisons and selections of floats.
     pub float32: u64,
-    /// The same of halves and bfloats.
+    /// Sums, products, fused multiply-adds, comparisons and selections of halves and bfloats.
     pub float16: u64,
     /// Integers of up to 32 bits.
     pub int: u64,
-    /// Products, shifts and bit counts of those.
+    /// Products, shifts and bit counts of integers of up to 32 bits.
     pub int_slow: u64,
-    /// Integers and addresses of 64 bits.
+    /// 64-bit integers and addresses.
     pub int64: u64,
-    /// Products of those.
+    /// Products of 64-bit integers.
     pub int64_products: u64,
     /// Conversions between integers and floats, and rounding.
     pub conversions: u64,
@@ -104,14 +104,14 @@ pub struct Operations {
     pub reciprocals: u64,
     /// Square roots and their reciprocals.
     pub roots: u64,
-    /// Sines and the like.
+    /// Sines and other trigonometric functions.
     pub trigonometric: u64,
     /// Conditional branches.
     pub branches: u64,
 }
 
 impl Operations {
-    /// All of them.
+    /// The sum of all operations.
     pub fn sum(&self) -> u64 {
         self.float32
             + self.float16
@@ -128,10 +128,10 @@ impl Operations {
     }
 }
 
-/// A line that accesses memory.
+/// A source line that accesses memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceLine {
-    /// As `file:line`.
+    /// The line, as `file:line`.
     pub line: String,
     /// `device`, `constant`, `threadgroup` or `private`.
     pub space: &'static str,
@@ -227,7 +227,7 @@ impl Counts {
         }
     }
 
-    /// The counts of both, as of launches that run one after the other.
+    /// The summed counts of two launches that run one after the other.
     pub fn and(&self, other: &Counts) -> Counts {
         let traffic = |a: Traffic, b: Traffic| Traffic {
             accesses: a.accesses + b.accesses,
@@ -275,7 +275,7 @@ impl Counts {
         }
     }
 
-    /// All rows of the report, as name and number.
+    /// All rows of the report, as names and numbers.
     pub fn rows(&self) -> Vec<(&'static str, u64)> {
         let o = &self.operations;
         vec![
@@ -318,7 +318,7 @@ impl Counts {
 }
 
 impl fmt::Display for Counts {
-    /// A row a count: of the launch, and of a SIMD-group.
+    /// One row per count: of the launch, and per SIMD-group.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:32} {:>14} {:>14}", "", "launch", "per simdgroup")?;
         for (name, n) in self.rows() {

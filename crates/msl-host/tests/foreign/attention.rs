@@ -1,6 +1,6 @@
 //! Attention in f64.
 
-/// The shape of attention, and what bends its scores.
+/// The shape of attention, and the options that change its scores.
 #[derive(Clone, Debug)]
 pub struct Attention {
     pub heads: usize,
@@ -12,12 +12,12 @@ pub struct Attention {
     pub causal: bool,
     /// Added to the scores: \[query\]\[key\].
     pub mask: Option<Vec<f64>>,
-    /// One score per head that no value belongs to.
+    /// One score per head without a value.
     pub sinks: Option<Vec<f64>>,
 }
 
 impl Attention {
-    /// The result, \[head\]\[query\]\[d\], from queries in that order and keys and values, \[head\]\[key\]\[d\].
+    /// The result, \[head\]\[query\]\[d\], from queries in the same order and keys and values, \[head\]\[key\]\[d\].
     pub fn run(&self, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64> {
         let (d, n) = (self.d, self.keys);
         let mut out = Vec::with_capacity(q.len());
@@ -31,9 +31,9 @@ impl Attention {
             };
             let scores: Vec<f64> = (0..seen).map(score).collect();
             let sink = self.sinks.as_ref().map(|s| s[head]);
-            let most = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
-            let weights: Vec<f64> = scores.iter().map(|s| (s - most).exp()).collect();
-            let sum = weights.iter().sum::<f64>() + sink.map_or(0.0, |s| (s - most).exp());
+            let max = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+            let sum = weights.iter().sum::<f64>() + sink.map_or(0.0, |s| (s - max).exp());
             out.extend(
                 (0..d).map(|j| weights.iter().enumerate().map(|(i, w)| w * v[from + i * d + j]).sum::<f64>() / sum),
             );

@@ -18,7 +18,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// As in the names of kernels.
+    /// The format as in the names of kernels.
     pub fn name(self) -> &'static str {
         match self {
             Format::Plain(Type::F32) => "f32",
@@ -54,7 +54,7 @@ impl Format {
         n / elements * bytes
     }
 
-    /// `n` elements: their bytes and their values, up to about 1.
+    /// `n` random elements: their bytes and their values, up to about 1.
     pub fn random(self, seed: u64, n: usize) -> (Vec<u8>, Vec<f64>) {
         let mut random = Random::new(seed);
         if let Format::Plain(kind) = self {

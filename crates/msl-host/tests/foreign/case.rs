@@ -1,4 +1,4 @@
-//! A case: launches of foreign kernels, and what they must leave.
+//! A case: launches of foreign kernels, and their expected results.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -8,10 +8,10 @@ use msl_host::{Buffer, Build, Constant, Grid, Host, Kind, Launch, Library, Sched
 use crate::corpus::Unit;
 use crate::data::Type;
 
-/// A dispatch. Buffers are numbers of the case's memory.
+/// A dispatch. Buffers are indices of the case's memory.
 #[derive(Clone, Debug)]
 pub struct Dispatch {
-    /// The number of the case's unit that has the kernel.
+    /// The index of the case's unit that has the kernel.
     pub unit: usize,
     pub kernel: String,
     pub grid: Grid,
@@ -27,7 +27,7 @@ impl Dispatch {
         Dispatch { unit: 0, kernel: kernel.into(), grid, buffers: vec![], threadgroup: vec![], constants: vec![] }
     }
 
-    /// The kernel is of the case's unit of this number.
+    /// Selects the case's unit that has the kernel.
     pub fn of(self, unit: usize) -> Dispatch {
         Dispatch { unit, ..self }
     }
@@ -69,17 +69,17 @@ pub struct Case {
     pub result: usize,
     pub kind: Type,
     pub expected: Vec<f64>,
-    /// How far a result may be from what is expected, absolutely and as a part of it.
+    /// The tolerance of a result, absolute and relative.
     pub tolerance: f64,
     /// Whether the case runs by default.
     pub chosen: bool,
-    /// Whether the kernel relies on lanes that run in lockstep. By the rules of the specification it races.
+    /// Whether the kernel relies on lanes that run in lockstep. By the rules of the specification it has races.
     pub lockstep: bool,
-    /// What the kernel does wrong, and the checker reports. The other builds run it if it is not a race.
+    /// The error of the kernel that the checker reports. Other builds run the kernel unless the error is a race.
     pub fault: Option<Kind>,
 }
 
-/// Those of kernels that rely on lockstep.
+/// The ways for kernels that rely on lockstep.
 const LOCKSTEP_WAYS: [(Build, Schedule); 3] =
     [(Build::Checker, Schedule::Forward), (Build::Checker, Schedule::Reverse), (Build::Checker, Schedule::Random(1))];
 
@@ -91,7 +91,7 @@ pub const WAYS: [(Build, Schedule); 4] = [
     (Build::Checker, Schedule::Random(2)),
 ];
 
-/// The ways that notice most, first.
+/// The ways in descending order of sensitivity.
 pub const MUTANT_WAYS: [(Build, Schedule); 3] = [WAYS[3], WAYS[0], WAYS[1]];
 
 pub fn host() -> &'static Host {
@@ -100,7 +100,7 @@ pub fn host() -> &'static Host {
 }
 
 impl Case {
-    /// Runs the case in each way; the first complaint.
+    /// Runs the case in each way; returns the first error.
     pub fn check(&self, edit: Option<&(String, String)>, ways: &[(Build, Schedule)]) -> Result<(), String> {
         let mut libraries = HashMap::new();
         let ways = if self.lockstep { &LOCKSTEP_WAYS } else { ways };

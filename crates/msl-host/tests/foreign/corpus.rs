@@ -1,4 +1,4 @@
-//! The sources: where they come from, and how a test includes them.
+//! The sources of foreign kernels, and how a test includes them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,11 +13,11 @@ pub enum Project {
     Mlx,
 }
 
-/// A translation unit: files of a project that are included, and the kernels that it is about.
+/// A translation unit: the included files of a project, and the kernels to test.
 #[derive(Clone, Debug)]
 pub struct Unit {
     pub project: Project,
-    /// `norm.metal` of ggml; a list of headers of MLX, from its folder of kernels.
+    /// `norm.metal` of ggml; a list of headers of MLX, relative to its folder of kernels.
     pub files: &'static [&'static str],
     /// MLX instantiates its templates by name: (name, `function<arguments>`).
     pub instances: Vec<(String, String)>,
@@ -36,9 +36,9 @@ impl Unit {
         Unit { project: Project::Mlx, files, instances, only: Vec::new() }
     }
 
-    /// The source, with one file changed by `edit`: its name and its new text.
+    /// The source, with one file replaced by `edit`: its name and its new text.
     pub fn source(&self, edit: Option<&(String, String)>) -> Source {
-        let root = corpus().unwrap_or_else(|| panic!("the corpus is there: tests ask before"));
+        let root = corpus().unwrap_or_else(|| panic!("the corpus exists: tests check before"));
         let source = match self.project {
             Project::Ggml => {
                 let (folder, name) = (root.join("ggml"), self.files[0]);
@@ -64,7 +64,7 @@ impl Unit {
 
     /// The text of a file of the project.
     pub fn text(&self, file: &str) -> String {
-        let root = corpus().unwrap_or_else(|| panic!("the corpus is there: tests ask before"));
+        let root = corpus().unwrap_or_else(|| panic!("the corpus exists: tests check before"));
         match self.project {
             Project::Ggml => read(&root.join("ggml").join(file)),
             Project::Mlx => read(&root.join("mlx").join(MLX_KERNELS).join(file)),
@@ -78,7 +78,7 @@ fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The folder of the corpus, downloaded on first use; `None`, with a line that says so, without a network.
+/// The folder of the corpus, downloaded on first use; `None`, with a message, without a network.
 pub fn corpus() -> Option<&'static Path> {
     static CORPUS: OnceLock<Option<PathBuf>> = OnceLock::new();
     CORPUS.get_or_init(download).as_deref()

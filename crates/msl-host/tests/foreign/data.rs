@@ -48,7 +48,7 @@ impl Type {
         }
     }
 
-    /// The values as bytes, and as the kernel sees them: rounded.
+    /// The values as bytes, and rounded as the kernel sees them.
     pub fn encode(self, values: &[f32]) -> (Vec<u8>, Vec<f64>) {
         let bytes: Vec<u8> = match self {
             Type::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
@@ -72,7 +72,7 @@ impl Type {
     }
 }
 
-/// The bytes of a struct as C lays it out.
+/// The bytes of a struct in C's layout.
 #[derive(Default)]
 pub struct Struct {
     bytes: Vec<u8>,

@@ -26,7 +26,7 @@ pub fn cases() -> Vec<Case> {
     all
 }
 
-/// What both kinds of kernels read: memory 0 to 5 are the struct, queries, keys, values, mask and sinks.
+/// The inputs of both kinds of kernels: memory 0 to 5 are the struct, queries, keys, values, mask and sinks.
 struct Inputs {
     attention: Attention,
     memory: Vec<Vec<u8>>,
@@ -91,7 +91,7 @@ impl Inputs {
     }
 }
 
-/// mask, sinks, ALiBi, a cap of the scores, padded keys
+/// Mask, sinks, ALiBi, softcap, padded keys.
 fn booleans(dispatch: Dispatch, from: u32, padded: bool) -> Dispatch {
     let values = [true, true, false, false, padded];
     values.iter().enumerate().fold(dispatch, |d, (i, v)| d.constant(from + i as u32, Constant::Bool(*v)))
@@ -158,8 +158,8 @@ fn vector(format: Format, d: usize, merged: bool) -> Case {
     }
 }
 
-/// Eight queries of a threadgroup, 64 keys of a SIMD-group. Before, kernels find the parts of the mask that hide all
-/// keys, and copy the last keys to where 64 of them are.
+/// Eight queries of a threadgroup, 64 keys of a SIMD-group. Earlier kernels find the parts of the mask that hide all
+/// keys, and copy the last keys to a buffer with room for 64.
 fn tiles(format: Format, d: usize, keys: usize) -> Case {
     let (queries, tile, span, simdgroups) = (20, 8, 64, 4);
     let mut inputs = inputs(format, d, queries, keys);

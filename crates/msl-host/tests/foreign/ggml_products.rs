@@ -15,7 +15,7 @@ pub fn cases() -> Vec<Case> {
             all.push(plain_vector(kind, name));
         }
     }
-    // Rows of a SIMD-group, SIMD-groups, and whether those share rows.
+    // Rows of a SIMD-group, SIMD-groups, and whether they share rows.
     for (format, rows, simdgroups, shared) in [
         (Q4_0, 4, 2, false),
         (Q4_1, 4, 2, false),
@@ -41,7 +41,7 @@ pub fn cases() -> Vec<Case> {
 /// (input columns, matrix rows, vectors)
 type Shape = (usize, usize, usize);
 
-/// Bytes of both factors, and their product, vector by vector.
+/// The bytes of both factors, and their product, vector by vector.
 fn factors(format: Format, (n, rows, vectors): Shape) -> (Vec<u8>, Vec<u8>, Vec<f64>) {
     let (a, values) = format.random(21, n * rows);
     let (b, others) = Format::Plain(Type::F32).random(22, n * vectors);
@@ -149,7 +149,7 @@ fn few_vectors(format: Format) -> Case {
     case
 }
 
-/// Tiles of 64 rows and 32 vectors; both factors are rounded to half before.
+/// Tiles of 64 rows and 32 vectors; both factors are first rounded to half.
 fn matrix(format: Format, rows: usize, vectors: usize) -> Case {
     let n = 256;
     let kernel = format!("kernel_mul_mm_{}_f32", format.name());
@@ -175,7 +175,7 @@ fn matrix(format: Format, rows: usize, vectors: usize) -> Case {
         dispatch = dispatch.constant(700 + i, Constant::Short(1));
     }
     case.dispatches.push(dispatch);
-    // Rows of the result are written as float4, which needs a multiple of 4 of them.
+    // Rows of the result are written as float4, which requires a multiple of 4 of them.
     case.fault = if rows.is_multiple_of(4) { misaligned(format) } else { Some(Kind::Misaligned) };
     case.tolerance = if format == Format::Plain(Type::BF16) { 4e-2 } else { 1e-2 };
     case.chosen = matches!(format, Format::Q4_0) || rows == 64;

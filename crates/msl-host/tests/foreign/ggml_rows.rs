@@ -122,7 +122,7 @@ fn l2_norm() -> Case {
     }
 }
 
-/// With more than one SIMD-group the kernel clears the partial sums while another SIMD-group may still read them.
+/// With several SIMD-groups, the kernel clears the partial sums while another SIMD-group may still read them.
 fn group_norm(threads: usize) -> Case {
     let (width, height, channels, groups) = (6usize, 5usize, 8usize, 3usize);
     let n = width * height * channels;
@@ -197,7 +197,7 @@ fn soft_max(width: usize, mask: Option<Type>, threads: usize) -> Case {
         if kind == Type::F16 { "f16" } else { "f32" },
         if width == 4 { "_4" } else { "" }
     );
-    // The kernel knows by equal addresses that there is no mask and no sink.
+    // Equal addresses mean to the kernel that it has no mask and no sink.
     let bound = if mask.is_some() { [0, 1, 2, 3] } else { [0, 1, 1, 1] };
     Case {
         name: format!("ggml softmax: {name}, mask {mask:?}, {threads} threads"),
@@ -261,7 +261,7 @@ fn rope(neox: bool, kind: Type) -> Case {
         result: 3,
         kind,
         expected,
-        // In float, an angle near 900 is off by 1e-4.
+        // In float, an angle near 900 has an error of 1e-4.
         tolerance: if kind == Type::F32 { 2e-4 } else { 2e-3 },
         chosen: neox && kind == Type::F16,
         lockstep: false,

@@ -1,11 +1,11 @@
-//! Kernels of MLX and ggml, which Apple's compiler accepts and Apple's GPUs run: msl-host compiles them, runs them
-//! under all schedules with the right results, and reports nothing. Broken copies of them are noticed.
+//! Tests kernels of MLX and ggml, which Apple's compiler accepts and Apple's GPUs run. msl-host must compile them, run
+//! them under all schedules with the right results, and report nothing. It must notice broken copies of them.
 //!
-//! `tools/foreign_kernels.py` downloads them; without a network the tests say that they skip. With
-//! `KVANT_TEST_SCOPE=all` every case runs, otherwise those that are marked `chosen`; with `MSL_HOST_CASE=TEXT` those
-//! whose name has the text.
+//! `tools/foreign_kernels.py` downloads them; without a network the tests report that they skip. With
+//! `KVANT_TEST_SCOPE=all` every case runs, otherwise the cases marked `chosen`; with `MSL_HOST_CASE=TEXT`, cases whose
+//! name contains the text.
 
-// Kernels run nowhere else.
+// Kernels run only on these systems.
 #![cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 #![allow(clippy::expect_used)]
 
@@ -94,5 +94,5 @@ fn broken_kernels_are_noticed() {
         }
     }
     eprintln!("{noticed} mutants noticed, {} survived", survived.len());
-    assert!(survived.is_empty(), "mutants that nothing notices:\n{}", survived.join("\n"));
+    assert!(survived.is_empty(), "mutants that no case notices:\n{}", survived.join("\n"));
 }

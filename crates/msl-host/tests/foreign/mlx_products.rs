@@ -1,4 +1,4 @@
-//! MLX's products: gemv, and the quantised ones of one row and of many.
+//! MLX's products: gemv, and the quantised products of one row and of many.
 
 use crate::case::{Case, Dispatch};
 use crate::corpus::Unit;
@@ -27,13 +27,13 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Memory of integers, appended to a list; its number in it.
+/// Appends memory of integers to a list; returns its index.
 fn push(memory: &mut Vec<Vec<u8>>, bytes: Vec<u8>) -> usize {
     memory.push(bytes);
     memory.len() - 1
 }
 
-/// A matrix times a vector, or its transpose times one.
+/// A matrix times a vector, or its transpose times a vector.
 fn gemv(kind: Type, transposed: bool) -> Case {
     let (inputs, outputs) = (300usize, 96usize);
     let (m, ms) = kind.encode(&Random::new(41).units(inputs * outputs));
@@ -100,7 +100,7 @@ fn affine(product: Product, kind: Type, bits: usize, group: usize) -> Case {
     let (lines, columns) = if transposed { (inputs, outputs) } else { (outputs, inputs) };
     let mut random = Random::new(43 + bits as u64);
     let codes: Vec<u8> = (0..lines * columns).map(|_| random.below(1 << bits) as u8).collect();
-    // Codes are a stream of bits from the lowest of the first byte on.
+    // Codes are a bit stream from the lowest bit of the first byte on.
     let mut weights = vec![0u8; lines * columns * bits / 8];
     for (i, code) in codes.iter().enumerate() {
         for b in 0..bits {
@@ -158,7 +158,7 @@ fn affine(product: Product, kind: Type, bits: usize, group: usize) -> Case {
     let zero = push(&mut memory, vec![0; 16]);
     let from = 5 + sizes.len() as u32;
     dispatch = (from..from + 8).fold(dispatch, |d, i| d.read(i, zero));
-    // Inputs of products of many rows are rounded to the type, as the weights are.
+    // Inputs of products of many rows are rounded to the type, like the weights.
     let size = (inputs as f64).sqrt();
     Case {
         name: format!("mlx quantized: {function}"),

@@ -93,7 +93,7 @@ fn log_sum_exp(kind: Type) -> Case {
     }
 }
 
-/// Prefix sums, of this element too or of those before it.
+/// Prefix sums, inclusive or exclusive.
 fn scan(inclusive: bool) -> Case {
     let (n, rows) = (300, 2);
     let (x, xs) = Type::F32.encode(&Random::new(33).units(n * rows));
@@ -113,7 +113,7 @@ fn scan(inclusive: bool) -> Case {
         expected,
         tolerance: 2e-5,
         chosen: inclusive,
-        // All lanes read a sum of a SIMD-group; what those of them get that have none is not used.
+        // All lanes read a sum of a SIMD-group; lanes without one do not use the result.
         lockstep: false,
         fault: Some(Kind::UninitialisedRead),
     }
@@ -140,7 +140,7 @@ fn sort(indices: bool, kind: Type) -> Case {
     let to = if indices { Type::U32 } else { kind };
     let function = format!("block_sort<{}, {}, {indices}, 64, 8>", type_name(kind), type_name(to));
     let mut dispatch = Dispatch::new("k", [1, rows, 1], [64, 1, 1]).read(0, 0).write(1, 1);
-    // The length, strides along the sorted axis, strides from row to row.
+    // The length, the strides along the sorted axis, the strides between rows.
     let mut memory = vec![x, vec![0xFF; n * rows * to.bytes()]];
     for (i, value) in [n, 1, 1, n, n].into_iter().enumerate() {
         dispatch = dispatch.read(2 + i as u32, memory.len());

@@ -2,18 +2,18 @@
 
 use crate::case::Case;
 
-/// A function of a kernel that is broken, and the case that must notice.
+/// A function of a kernel to break, and the case that must notice.
 pub struct Target {
     /// A part of the case's name.
     pub case: &'static str,
-    /// The unit of the case that has the function, and its file.
+    /// The index of the case's unit that has the function, and its file.
     pub unit: usize,
     pub file: &'static str,
-    /// The text that the function begins with; it ends with a brace at the start of a line.
+    /// The text at the start of the function, which ends with a brace at the start of a line.
     pub function: &'static str,
-    /// More changes than dropped barriers: text, replacement.
+    /// Changes in addition to dropped barriers: text, replacement.
     pub changes: &'static [(&'static str, &'static str)],
-    /// Mutants that change nothing: parts of their descriptions.
+    /// Mutants without effect: parts of their descriptions.
     pub harmless: &'static [&'static str],
     pub chosen: bool,
 }
@@ -25,7 +25,7 @@ pub struct Mutant {
 }
 
 impl Target {
-    /// Each barrier of the function dropped, then each change at the first place that has its text.
+    /// Drops each barrier of the function, then applies each change at the first occurrence of its text.
     pub fn mutants(&self, case: &Case) -> Vec<Mutant> {
         let text = case.units[self.unit].text(self.file);
         let start = text.find(self.function).unwrap_or_else(|| panic!("{}: no {}", self.file, self.function));
@@ -67,8 +67,8 @@ const fn harmless(target: Target, harmless: &'static [&'static str]) -> Target {
     Target { harmless, ..target }
 }
 
-/// Harmless are barriers that order no memory or nothing that is shared, branches that the case does not take, and
-/// barriers within a SIMD-group where lanes run in lockstep.
+/// Harmless mutants drop barriers that order no memory or no shared memory, barriers within a SIMD-group whose lanes
+/// run in lockstep, or change branches that the case does not take.
 pub const TARGETS: &[Target] = &[
     chosen(target(
         "kernel_rms_norm_mul_f32_4, 64 threads",

@@ -1,9 +1,9 @@
-//! What the front end, the lint and the typed pass refuse, and what they accept.
+//! Sources that the front end, the lint and the typed pass reject, and sources that they accept.
 
 use crate::support::*;
 use msl_host::{Build, Error, Source};
 
-/// The first complaint as (line, message).
+/// The first error as (line, message).
 fn refused(text: &str) -> (u32, String) {
     match host().compile(&source(text), Build::Plain) {
         Err(Error::Compile { diagnostics, .. }) => (diagnostics[0].line, diagnostics[0].message.clone()),
@@ -139,7 +139,7 @@ fn headers_macros_and_instantiations_from_outside() {
     }
 }
 
-/// Everything that must compile, in one kernel each.
+/// Ordinary Metal code that must compile, in one kernel each.
 #[test]
 fn ordinary_metal_is_accepted() {
     let text = "

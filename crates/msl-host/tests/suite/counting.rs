@@ -17,7 +17,7 @@ const HEAD: &str = "kernel void k(device const uchar *x [[buffer(0)]], device fl
 
 #[test]
 fn arithmetic_counts_by_simdgroup() {
-    // Two products and an addition that takes one of them in; four elements of each.
+    // Two products, one fused with the addition; four elements each.
     let body = "device const float4 *v = (device const float4 *)x;
         float4 a = v[i], b = v[i + 256];
         float4 c = a * b + a * a;
@@ -46,7 +46,7 @@ fn a_branch_counts_for_the_simdgroup_that_takes_it() {
 
 #[test]
 fn loops_count_their_iterations_and_their_longest_lane() {
-    // Lane n goes round n + 1 times: the SIMD-group 32 times.
+    // Lane n runs n + 1 iterations, the SIMD-group 32.
     let body = "float a = 0; for (uint j = 0; j <= lane; j++) { a += y[j * 64 + i]; } y[i] = a; }";
     let counts = count(&format!("{HEAD}{body}"), 1, &[]);
     assert_eq!(counts.operations.float32, 2 * 32);
@@ -56,7 +56,7 @@ fn loops_count_their_iterations_and_their_longest_lane() {
     assert_eq!(counts.device.units, 2 * (sectors + 4));
 }
 
-/// The compiler says of their pointers that they may be read.
+/// The compiler marks their pointers as dereferenceable.
 #[test]
 fn copies_of_structs_are_accesses() {
     let body = "threadgroup V s[64]; s[i] = ((device const V *)x)[i]; threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -82,7 +82,7 @@ fn strides_cost_transactions_and_bank_conflicts() {
         (counts.threadgroup.units - 2, counts.threadgroup.excess())
     };
     assert_eq!(cycles("i"), (2, 0));
-    // Neighbours share a bank by twos; by thirty-twos; or read one word.
+    // Two neighbours share a bank; 32 neighbours share one; all read one word.
     assert_eq!(cycles("i * 2"), (4, 2));
     assert_eq!(cycles("i * 32 % 1024"), (64, 62));
     assert_eq!(cycles("5"), (2, 0));
@@ -114,9 +114,9 @@ fn lanes_meet_and_constants_are_those_of_the_pipeline() {
         let counts = count(&text, 3, &[(3, Constant::Bool(many))]);
         assert_eq!((counts.shuffles, counts.reductions), (6 * times, 6 * times));
         assert_eq!((counts.simdgroup_barriers, counts.votes), (6, 6));
-        // An addition each time; a comparison and a choice.
+        // An addition per iteration; a comparison and a selection.
         assert_eq!(counts.operations.float32, 6 * (times + 2));
-        // TIMES is known: no loop is left.
+        // TIMES is known, so no loop remains.
         assert_eq!(counts.operations.branches, 0);
     }
 }
@@ -131,7 +131,7 @@ fn matrix_products_and_accesses_are_counted() {
         simdgroup_store(c, y); simdgroup_store(a, t); }";
     let counts = count(text, 1, &[]);
     assert_eq!((counts.matrix_products, counts.matrix_accesses), (2 * 1000, 2 * 4));
-    // Two halves a lane, 128 bytes of a matrix, and 256 of floats.
+    // Two halves per lane, 128 bytes of a matrix, and 256 of floats.
     assert_eq!((counts.device.accesses, counts.device.units), (2 * 3, 2 * (4 + 4 + 8)));
     assert_eq!(counts.threadgroup.accesses, 2);
     assert_eq!((counts.private.accesses, counts.operations.float32), (0, 0));

@@ -1,4 +1,4 @@
-//! What is allowed on request: code of others that Apple's compiler accepts and Apple's GPUs run.
+//! Features allowed on request, for foreign code that Apple's compiler accepts and Apple's GPUs run.
 
 use crate::support::*;
 use msl_host::{Buffer, Build, Constant, Error, Kind, Launch, Schedule, Strictness, SumOrder};
@@ -33,7 +33,7 @@ kernel void other(device float *o) { o[0] = 1.0; }
 
 #[test]
 fn trusted_sources_need_only_run() {
-    // Parameters without an attribute, and member functions with address spaces, are not for one's own kernels.
+    // Parameters without an attribute, and member functions with address spaces, are rejected in one's own kernels.
     for strictness in [Strictness::Strict, Strictness::Typed] {
         let refused = host().compile(&source(KERNELS).strictness(strictness), Build::Plain);
         assert!(matches!(refused, Err(Error::Compile { .. })), "{strictness:?}");
@@ -94,7 +94,7 @@ fn an_execution_barrier_can_end_reads_and_never_ends_writes() {
         let launch = launch.reads_end_at_barriers();
         let found = library.run(&launch, Schedule::Random(1));
         let list = found.as_ref().err().and_then(|e| e.findings()).map_or(vec![], |f| lines(&f.list, Kind::Race));
-        // In a random order a read may be before or behind the write of its partner.
+        // In a random order, a read may be before or after its partner's write.
         assert!(list.iter().all(|line| [5, 6].contains(line)) && list.is_empty() == expected.is_empty(), "{list:?}");
     }
 }
@@ -165,7 +165,7 @@ fn alignment_can_be_ignored() {
         let strict = compile(text, build);
         let launch = launch().buffer(0, Buffer::write(&mut o));
         if build == Build::Plain && cfg!(target_arch = "aarch64") {
-            // The processor takes it.
+            // The processor supports it.
             run(&strict, &launch, Schedule::Forward);
             continue;
         }
@@ -196,7 +196,7 @@ fn arithmetic_can_be_that_of_a_gpu() {
         if build == Build::Plain {
             assert_eq!(result(true, |l| l), [1.8e-38 - 1.2e-38, 2f32.powi(-24), 30.0]);
         }
-        // 1e8 + 1 is 1e8: ones before the large numbers cancel are lost.
+        // 1e8 + 1 is 1e8 in float: ones added before the large numbers cancel are lost.
         assert_eq!(result(false, |l| l.sum_order(SumOrder::Lanes))[2], 15.0);
         assert_eq!(result(false, |l| l.sum_order(SumOrder::Neighbours))[2], 16.0);
     }

@@ -1,6 +1,6 @@
-//! The simulator: what compiles, what runs, what it must find, and its command.
+//! Tests of the simulator: compiling, running, the errors that it must find, and its command.
 
-// Kernels run nowhere else.
+// Kernels run only on these systems.
 #![cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 
 mod command;

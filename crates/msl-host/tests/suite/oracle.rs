@@ -1,4 +1,4 @@
-//! The oracle itself: kernels that are wrong must be found out, with the kind, the line and the thread.
+//! Tests of the oracle: errors of kernels must be found, with their kind, line and thread.
 
 use std::time::Duration;
 
@@ -105,8 +105,8 @@ fn threadgroups_that_write_one_byte_race() {
 
 #[test]
 fn no_reader_is_forgotten() {
-    // Every thread reads o[0]; thread 0, whose SIMD-group has a barrier, then writes it. The readers of the other one
-    // race.
+    // Every thread reads o[0]; thread 0, whose SIMD-group has a barrier, then writes it. The readers of the other
+    // SIMD-group race.
     let text = "kernel void k(device float *o [[buffer(0)]], uint t [[thread_index_in_threadgroup]]) {
   float x = o[0];
   if (x < 0.0f) o[1] = x;

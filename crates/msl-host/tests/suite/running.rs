@@ -1,4 +1,4 @@
-//! Kernels that are right, and what they must compute: under every schedule, in both builds.
+//! Correct kernels and their results, under every schedule, in both builds.
 
 use crate::support::*;
 use half::{bf16, f16};
@@ -42,7 +42,7 @@ fn a_reduction_through_threadgroup_memory() {
     }
 }
 
-/// C (8x8 at an odd place of a wider matrix) = A * B + C, for all transposes.
+/// C (8x8 at an unaligned place of a wider matrix) = A * B + C, for all transposes.
 #[test]
 fn simdgroup_matrices_multiply() {
     let text = "template <typename T> kernel void mm(device const T *a [[buffer(0)]], device const T *b [[buffer(1)]], device float *c [[buffer(2)]],
@@ -130,7 +130,7 @@ kernel void k(device float *o [[buffer(0)]], device const float *bias [[buffer(1
     for build in BUILDS {
         let library = compile(text, build);
         let bias = floats(&[100.0; 8]);
-        // Two threads at once: each has its own constants.
+        // Two threads at once, each with its own constants.
         std::thread::scope(|scope| {
             for width in [3u32, 5] {
                 let (library, bias) = (&library, &bias);
@@ -175,8 +175,7 @@ kernel void k(device float *o [[buffer(0)]], device const float *bias [[buffer(1
     }
 }
 
-/// All 65536 halves and bfloats to float; and back from floats at, just below and just above every boundary of
-/// rounding.
+/// All 65536 halves and bfloats to float; and back from floats at, just below and just above every rounding boundary.
 #[test]
 fn half_and_bfloat_convert_as_ieee_says() {
     let text = "kernel void widen(device const half *h [[buffer(0)]], device const bfloat *b [[buffer(1)]], device float *fh [[buffer(2)]], device float *fb [[buffer(3)]], uint t [[thread_position_in_grid]]) {
@@ -201,7 +200,7 @@ kernel void narrow(device const float *x [[buffer(0)]], device half *h [[buffer(
         assert!(same(b, bf16::from_bits(u).to_f32()), "bfloat {u:#06x}: {b}");
     }
     for wide in [&fh, &fb] {
-        // Each value, the middle to the next one, and the floats around both.
+        // Each value, the middle to the next one, and the floats next to both.
         let floats_near: Vec<f32> =
             wide.windows(2).flat_map(|w| [w[0], ((f64::from(w[0]) + f64::from(w[1])) / 2.0) as f32]).collect();
         for by in [0i32, 1, -1] {
@@ -386,7 +385,7 @@ fn memory_is_used_in_place_and_overlapping_bindings_share() {
     }
 }
 
-/// A buffer far larger than the machine's memory, of which a kernel touches the end.
+/// A buffer far larger than the machine's memory; a kernel touches only its end.
 #[test]
 fn zeroed_memory_costs_what_is_touched() {
     let text = "kernel void last(device uint *x [[buffer(0)]], constant ulong &n [[buffer(1)]]) { x[n - 1] += 7; }";

@@ -1,4 +1,4 @@
-//! What the tests share.
+//! Helpers of the tests.
 
 use std::sync::OnceLock;
 
@@ -6,19 +6,19 @@ use msl_host::{Build, Error, Finding, Grid, Host, Kind, Launch, Library, Schedul
 
 pub const SCHEDULES: [Schedule; 4] = [Schedule::Forward, Schedule::Reverse, Schedule::Random(1), Schedule::Random(2)];
 
-/// The one host of a test binary. Without clang this fails, and says how to install it.
+/// The host shared by a test binary. Without clang it panics with installation instructions.
 pub fn host() -> &'static Host {
     static HOST: OnceLock<Host> = OnceLock::new();
     HOST.get_or_init(|| Host::new().unwrap_or_else(|e| panic!("{e}")))
 }
 
-/// What runs the programs of this target, if this machine does not: Cargo's runner.
+/// Cargo's runner for programs of this target, if this machine cannot run them itself.
 pub fn emulator() -> Vec<String> {
     let runner = std::env::var("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER").unwrap_or_default();
     if cfg!(target_arch = "aarch64") { runner.split_whitespace().map(String::from).collect() } else { Vec::new() }
 }
 
-/// A kernel's text with what stands in front of every one. Line 1 is the text's own first line.
+/// A kernel's text after the common includes. Line 1 is the text's own first line.
 pub fn source(text: &str) -> Source {
     Source::new(
         "test.metal",
@@ -58,14 +58,14 @@ pub fn to_shorts(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect()
 }
 
-/// Runs a launch that must be clean.
+/// Runs a launch that must have no findings.
 pub fn run(library: &Library, launch: &Launch<'_>, schedule: Schedule) {
     if let Err(e) = library.run(launch, schedule) {
         panic!("{e}");
     }
 }
 
-/// Runs a launch that must not be clean; its findings.
+/// Runs a launch that must have findings, and returns them.
 pub fn findings(library: &Library, launch: &Launch<'_>, schedule: Schedule) -> Vec<Finding> {
     match library.run(launch, schedule) {
         Err(Error::Findings(findings)) => findings.list.clone(),

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
 use kvant_bench::{Result, Shape};
 
-/// Attention of one query over a rotation of layers, `[1, tokens, kv_heads, head_dim]` as candle has it.
+/// Attention of one query over a rotation of layers, `[1, tokens, kv_heads, head_dim]` in candle's layout.
 pub struct CandleAttention {
     shape: Shape,
     tokens: usize,
@@ -16,7 +16,7 @@ pub struct CandleAttention {
 }
 
 impl CandleAttention {
-    /// `sides` are the keys and the values, `[kv_heads, tokens, head_dim]`; kept and computed in f32 or f16.
+    /// `sides` are the keys and the values, `[kv_heads, tokens, head_dim]`; stored and computed in f32 or f16.
     pub fn new(
         shape: Shape,
         dtype: DType,
@@ -38,7 +38,7 @@ impl CandleAttention {
         Ok(CandleAttention { shape, tokens, dtype, query, layers, next: 0, out: None })
     }
 
-    /// One call, over the next layer.
+    /// Runs one call, over the next layer.
     pub fn call(&mut self) -> Result {
         let [k, v] = &self.layers[self.next % self.layers.len()];
         self.next += 1;
@@ -50,7 +50,7 @@ impl CandleAttention {
         Ok(())
     }
 
-    /// What the last call computed, `[heads, head_dim]`.
+    /// The output of the last call, `[heads, head_dim]`.
     pub fn output(&self) -> Result<Vec<f32>> {
         let out = self.out.as_ref().ok_or("nothing was computed yet")?;
         Ok(out.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)

@@ -1,7 +1,7 @@
 //! ggml's CPU operators, through the bindings of llama-cpp-sys-2.
 //!
-//! A [`Graph`] holds the same operation several times, each over other memory: ggml's threads start once for all of
-//! them, as in a whole model.
+//! A [`Graph`] holds one operation several times, each over other memory: ggml's threads start once for all of them, as
+//! in a whole model.
 
 use std::{cell::UnsafeCell, ptr::null_mut, rc::Rc};
 
@@ -10,10 +10,10 @@ use llama_cpp_sys_2 as sys;
 
 use crate::memory;
 
-/// The mode of RoPE that pairs coordinate i with i + D/2: a macro in ggml's header, so not in the bindings.
+/// The mode of RoPE that pairs coordinate i with i + D/2. It is a macro in ggml's header, so the bindings lack it.
 const ROPE_NEOX: i32 = 2;
 
-/// ggml's types that are measured.
+/// The measured types of ggml.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Type {
     F32,
@@ -48,19 +48,19 @@ impl Type {
         }
     }
 
-    /// Bytes of a row of so many elements.
+    /// Bytes of a row of `elements` elements.
     pub fn row_bytes(self, elements: usize) -> usize {
         // SAFETY: a pure function of a valid type.
         unsafe { sys::ggml_row_size(self.raw(), elements as i64) }
     }
 }
 
-/// Where the vectors of a cache stand.
+/// The order of vectors in a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// llama.cpp's: a token's heads side by side.
+    /// llama.cpp's order: a token's heads are contiguous.
     Interleaved,
-    /// A head's tokens side by side.
+    /// A head's tokens are contiguous.
     Contiguous,
 }
 
@@ -83,15 +83,16 @@ impl Memory {
 
     fn from_bytes(bytes: &[u8]) -> Rc<Memory> {
         let memory = Memory::zeros(bytes.len());
-        // SAFETY: as many bytes as there are, and nobody else has the memory yet.
+        // SAFETY: the memory has room for `bytes`, and nobody else has it yet.
         unsafe { memory.pointer().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         memory
     }
 
-    /// Another of the same bytes.
+    /// Copies the memory.
     fn copy(&self) -> Rc<Memory> {
         let copy = Memory::zeros(self.0.len() * 64);
-        // SAFETY: both hold as many bytes, and no graph is running: they run in `Graph::run` only, on this thread.
+        // SAFETY: both have equally many bytes, and no graph is running: graphs run only in `Graph::run`, on this
+        // thread.
         unsafe { copy.pointer().copy_from_nonoverlapping(self.pointer(), self.0.len() * 64) };
         copy
     }
@@ -107,12 +108,12 @@ impl Memory {
     }
 }
 
-/// `rows` rows of f32 numbers as ggml stores them in another type.
+/// Converts `rows` rows of f32 numbers to another type of ggml.
 pub fn quantise(kind: Type, numbers: &[f32], row: usize) -> Vec<u8> {
     let rows = numbers.len() / row;
     let mut bytes = vec![0u8; rows * kind.row_bytes(row)];
     let to = bytes.as_mut_ptr().cast();
-    // SAFETY: `bytes` has room for `rows` rows of the type, and `numbers` holds that many.
+    // SAFETY: `bytes` has room for `rows` rows of the type, and `numbers` holds as many rows.
     let written = unsafe {
         sys::ggml_quantize_chunk(kind.raw(), numbers.as_ptr(), to, 0, rows as i64, row as i64, std::ptr::null())
     };
@@ -126,11 +127,11 @@ pub struct Graph {
     graph: *mut sys::ggml_cgraph,
     plan: sys::ggml_cplan,
     nodes: usize,
-    /// What the tensors point at.
+    /// The memory that the tensors point to.
     memory: Vec<Rc<Memory>>,
 }
 
-/// Tensors that one operation makes at the most.
+/// Maximum tensors of one operation.
 const TENSORS: usize = 16;
 
 impl Graph {
@@ -141,7 +142,8 @@ impl Graph {
         mut make: impl FnMut(&mut Graph, usize) -> *mut sys::ggml_tensor,
     ) -> Result<Graph> {
         let size = nodes * TENSORS;
-        // SAFETY: plain calls. With `no_alloc`, the context holds only descriptions; what they point at is ours.
+        // SAFETY: plain calls. With `no_alloc`, the context holds only descriptions; this graph owns the memory that
+        // they point to.
         let mut graph = unsafe {
             sys::ggml_cpu_init();
             let bytes = sys::ggml_tensor_overhead() * size + sys::ggml_graph_overhead_custom(size, false);
@@ -171,7 +173,7 @@ impl Graph {
         let [a, b, c] = dims.map(|n| n as i64);
         self.memory.push(memory.clone());
         assert!(kind.row_bytes(dims[0]) * dims[1] * dims[2] <= memory.0.len() * 64);
-        // SAFETY: the context has room for `TENSORS` tensors an operation, and the memory is large enough.
+        // SAFETY: the context has room for `TENSORS` tensors per operation, and the memory is large enough.
         unsafe {
             let tensor = sys::ggml_new_tensor_3d(self.context, kind.raw(), a, b, c);
             (*tensor).data = memory.pointer().cast();
@@ -190,7 +192,7 @@ impl Graph {
         tensor
     }
 
-    /// Runs all operations, and says how many they are.
+    /// Runs all operations, and returns their number.
     pub fn run(&mut self) -> Result<usize> {
         // SAFETY: every tensor has memory, and so has the plan.
         let status = unsafe { sys::ggml_graph_compute(self.graph, &mut self.plan) };
@@ -200,12 +202,12 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: made by `ggml_init`, and nothing of it is used afterwards.
+        // SAFETY: made by `ggml_init`, and not used afterwards.
         unsafe { sys::ggml_free(self.context) };
     }
 }
 
-/// Some graphs that take turns, each over its part of a rotation.
+/// Graphs that run in turns, each over its part of a rotation.
 pub struct Rotation {
     graphs: Vec<Graph>,
     next: usize,
@@ -217,7 +219,7 @@ impl Rotation {
         Ok(Rotation { graphs: graphs.collect::<Result<_>>()?, next: 0, out })
     }
 
-    /// Runs the next graph, and says how many operations it holds.
+    /// Runs the next graph, and returns its number of operations.
     pub fn run(&mut self) -> Result<usize> {
         let turn = self.next % self.graphs.len();
         self.next += 1;
@@ -243,7 +245,7 @@ pub struct GgmlAttention<'a> {
 }
 
 impl GgmlAttention<'_> {
-    /// Operations of a graph: several where they are short.
+    /// Operations of a graph: several if they are short.
     fn nodes(&self) -> usize {
         (16 * 1024 / self.tokens).clamp(1, 16).min(self.copies)
     }
@@ -274,13 +276,13 @@ impl GgmlAttention<'_> {
                 let side = |graph: &mut Graph, memory| {
                     let tensor = graph.tensor(self.kind, [head_dim, self.tokens, kv_heads], memory);
                     if self.layout == Layout::Interleaved {
-                        // SAFETY: a tensor of our own; the strides stay within its memory.
+                        // SAFETY: this graph's tensor; the strides stay within its memory.
                         unsafe { ((*tensor).nb[1], (*tensor).nb[2]) = (row * kv_heads, row) };
                     }
                     tensor
                 };
                 let (k, v) = (side(graph, &layers[i][0]), side(graph, &layers[i][1]));
-                // SAFETY: tensors of this context, of the shapes that the operator takes. No mask: all is visible.
+                // SAFETY: tensors of this context, with the operator's shapes. Without a mask, all keys are visible.
                 let node = unsafe {
                     sys::ggml_flash_attn_ext(graph.context, q, k, v, null_mut(), self.shape.scale(), 0.0, 0.0)
                 };
@@ -291,7 +293,7 @@ impl GgmlAttention<'_> {
     }
 }
 
-/// Writing rows of f32 numbers into a cache of another type, at rows that are given: keys, then values.
+/// Writes rows of f32 numbers into a cache of another type, at given rows: keys, then values.
 ///
 /// `rows` rows of `row` numbers each; the rows of the cache rotate.
 pub fn set_rows(kind: Type, (rows, row): (usize, usize), threads: usize, copies: usize) -> Result<Rotation> {
@@ -303,12 +305,12 @@ pub fn set_rows(kind: Type, (rows, row): (usize, usize), threads: usize, copies:
     let targets: Vec<_> = (0..copies).map(|_| [Memory::zeros(bytes), Memory::zeros(bytes)]).collect();
     let out = targets[0][0].clone();
     let graphs = targets.iter().map(|target| {
-        // Two nodes are one piece of work.
+        // Two nodes are one unit of work.
         let mut graph = Graph::new(threads, 2, |graph, side| {
             let to = graph.tensor(kind, [row, rows, 1], &target[side]);
             let from = graph.tensor(Type::F32, [row, rows, 1], &sources[side]);
             let at = graph.tensor(Type::I64, [rows, 1, 1], &indices);
-            // SAFETY: tensors of this context, of the shapes that the operator takes; every index is a row of `to`.
+            // SAFETY: tensors of this context, with the operator's shapes; every index is a row of `to`.
             unsafe { sys::ggml_set_rows(graph.context, to, from, at) }
         })?;
         graph.nodes = 1;
@@ -317,7 +319,7 @@ pub fn set_rows(kind: Type, (rows, row): (usize, usize), threads: usize, copies:
     Rotation::new(graphs, out)
 }
 
-/// ggml's quantiser alone: no operator, no threads. Rows of `row` numbers.
+/// ggml's quantiser without operator and threads, for rows of `row` numbers.
 pub fn quantiser(kind: Type, row: usize) -> Result<impl FnMut(&[f32], &mut [u8])> {
     // SAFETY: a table of functions that lives as long as the program.
     let convert = unsafe { (*sys::ggml_get_type_traits_cpu(kind.raw())).from_float }.ok_or("no such conversion")?;
@@ -325,7 +327,7 @@ pub fn quantiser(kind: Type, row: usize) -> Result<impl FnMut(&[f32], &mut [u8])
     Ok(move |from: &[f32], to: &mut [u8]| {
         assert_eq!(from.len() / row * row_bytes, to.len());
         for (from, to) in from.chunks_exact(row).zip(to.chunks_exact_mut(row_bytes)) {
-            // SAFETY: a row's numbers, and room for a row of the type.
+            // SAFETY: `from` has a row's numbers, and `to` has room for a row of the type.
             unsafe { convert(from.as_ptr(), to.as_mut_ptr().cast(), row as i64) };
         }
     })
@@ -345,8 +347,8 @@ pub fn norm_rope(values: &[Vec<f32>; 3], tokens: usize, heads: usize, threads: u
         let x = graph.tensor(Type::F32, [head_dim, heads, tokens], &source);
         let w = graph.tensor(Type::F32, [head_dim, 1, 1], &factors);
         let at = graph.tensor(Type::I32, [tokens, 1, 1], &positions);
-        // SAFETY: tensors of this context, of the shapes that the operators take; each result gets its memory before
-        // the next operator takes it.
+        // SAFETY: tensors of this context, with the operators' shapes; each result gets its memory before the next
+        // operator uses it.
         unsafe {
             let x = sys::ggml_rms_norm(graph.context, x, 1e-6);
             graph.place(x, &normed);
@@ -360,7 +362,7 @@ pub fn norm_rope(values: &[Vec<f32>; 3], tokens: usize, heads: usize, threads: u
     Rotation::new([graph].into_iter(), out)
 }
 
-/// One row of `inputs` numbers through `copies` matrices of `outputs` rows.
+/// One row of `inputs` numbers by `copies` matrices of `outputs` rows.
 pub fn mul_mat(kind: Type, (outputs, inputs): (usize, usize), threads: usize, copies: usize) -> Result<Rotation> {
     let matrix = Memory::from_bytes(&quantise(kind, &data::normal(outputs * inputs, 2), inputs));
     let matrices: Vec<_> = (0..copies).map(|i| if i == 0 { matrix.clone() } else { matrix.copy() }).collect();
@@ -371,7 +373,7 @@ pub fn mul_mat(kind: Type, (outputs, inputs): (usize, usize), threads: usize, co
         Graph::new(threads, nodes, |graph, i| {
             let w = graph.tensor(kind, [inputs, outputs, 1], &matrices[i]);
             let x = graph.tensor(Type::F32, [inputs, 1, 1], &x);
-            // SAFETY: tensors of this context, of the shapes that the operator takes.
+            // SAFETY: tensors of this context, with the operator's shapes.
             let node = unsafe { sys::ggml_mul_mat(graph.context, w, x) };
             graph.place(node, &out)
         })

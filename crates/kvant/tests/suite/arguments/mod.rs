@@ -1,8 +1,9 @@
-//! Arguments of every kind: an operation takes them or says why not, and writes nothing when it does not.
+//! Property tests of arguments: an operation accepts a call or returns an error, and writes nothing if it returns an
+//! error.
 //!
-//! Proptest makes a tape of bytes, and every choice in the making of a call reads one: byte 0 is always the plainest
-//! choice, so a tape of zeros is a valid call, and shrinking a failing tape brings out the one choice that matters.
-//! Each tensor is a view inside a larger allocation, and every byte of every allocation is looked at afterwards.
+//! Proptest generates a tape of bytes, and every choice in the construction of a call reads one. Byte 0 is always the
+//! simplest choice, so a tape of zeros is a valid call, and shrinking a failing tape isolates the choice that matters.
+//! Each tensor is a view inside a larger allocation, and every byte of every allocation is checked afterwards.
 
 mod operations;
 mod rules;
@@ -47,7 +48,7 @@ impl Tape<'_> {
         self.next() % 2 == 1
     }
 
-    /// A valid number, or now and then any.
+    /// A valid number, or rarely any number.
     fn number(&mut self, valid: &[f32]) -> f32 {
         if self.fault() {
             self.pick(&[f32::NAN, f32::INFINITY, -1.0, 0.0, f32::MAX, 1e-45, 2.0])
@@ -65,17 +66,17 @@ impl Tape<'_> {
     }
 }
 
-/// What a tensor holds.
+/// The contents of a tensor.
 #[derive(Clone, Copy)]
 enum Content {
     Floats,
-    /// u32 below a limit, mostly.
+    /// u32, usually below a limit.
     Below(usize),
     /// Any u32.
     Words,
 }
 
-/// An allocation, and the part of it that an operation is given.
+/// An allocation, and the part of it that is passed to an operation.
 struct Made {
     whole: Tensor,
     view: Tensor,
@@ -85,7 +86,7 @@ struct Made {
 struct World<'t> {
     tape: Tape<'t>,
     device: Device,
-    /// For a tensor that is not where it should be.
+    /// A device for tensors that are on the wrong device.
     other: Device,
     made: Vec<Made>,
 }
@@ -96,8 +97,8 @@ impl<'t> World<'t> {
         World { tape: Tape { bytes }, device: device.clone(), other, made: Vec::new() }
     }
 
-    /// A tensor of one of the dtypes (the first by default) and the shape; with faults in either, in its device, or an
-    /// alias of one made before.
+    /// A tensor of one of the dtypes (the first by default) and the shape. Rarely its dtype, shape or device is wrong,
+    /// or it aliases an earlier tensor.
     fn tensor(&mut self, accepts: &[DType], shape: &[usize], content: Content, written: bool) -> Tensor {
         if self.tape.fault() && !self.made.is_empty() {
             let at = self.tape.next() as usize % self.made.len();
@@ -130,7 +131,7 @@ impl<'t> World<'t> {
     }
 
     fn content(&mut self, dtype: DType, count: usize, content: Content) -> Vec<u8> {
-        // One byte of the tape seeds all of a tensor.
+        // One byte of the tape seeds a whole tensor.
         let seed = self.tape.next();
         let mut rng = crate::common::Rng::new(seed.into());
         let wild = self.tape.fault();
@@ -173,7 +174,7 @@ impl<'t> World<'t> {
         self.tape.flag().then(|| self.input(shape))
     }
 
-    /// A layer and its planes among the tensors that are watched.
+    /// A layer, whose planes are added to the watched tensors.
     fn layer(&mut self, written: bool) -> KvLayer {
         let tape = &mut self.tape;
         let quantised = Codec::TurboQuant(TurboQuant {
@@ -200,12 +201,12 @@ impl<'t> World<'t> {
         layer
     }
 
-    /// A step of so many tokens that fits the layer, but for faults.
+    /// A step of `tokens` tokens that fits the layer, except for rare faults.
     fn step(&mut self, layer: &KvLayer, tokens: usize) -> Step {
         let spec = layer.spec();
         let mut places = Vec::new();
         let limit = if spec.ring { 100 } else { spec.capacity };
-        // Each position once in its sequence: two tokens for one slot would race for it.
+        // Each position once in its sequence: two tokens for one slot would race.
         for i in 0..tokens {
             places.push(((i % spec.sequences) as u32, (i / spec.sequences % limit) as u32));
         }
@@ -228,7 +229,8 @@ impl<'t> World<'t> {
         (present, self.weight(&[head_dim]), self.tape.number(&[1e-6, 0.0]))
     }
 
-    /// Takes or refuses; either way the memory is as it must be. Some calls are captured and replayed.
+    /// Records and runs a call, which is accepted or rejected, and checks the memory in both cases. Some calls are
+    /// captured and replayed.
     fn attempt(&mut self, what: &str, record: impl Fn(&mut Encoder) -> Result<()>) -> Result<()> {
         let before: Vec<Vec<u8>> = self.made.iter().map(|made| bytes_of(&made.whole).unwrap()).collect();
         let result = if self.tape.flag() {
@@ -279,14 +281,14 @@ const OPERATIONS: [(&str, Operation); 16] = [
     ("moe_combine", moe_combine),
 ];
 
-/// The devices that are present, the reference among them.
+/// The available devices, including the reference.
 fn present() -> Vec<Device> {
     Device::list().into_iter().filter_map(|entry| entry.device.ok()).collect()
 }
 
-/// The plainest arguments are valid: what the property tests vary are not hopeless calls.
+/// The simplest arguments are valid, so that the property tests vary valid calls.
 #[test]
-fn plain_arguments_are_taken() {
+fn plain_arguments_are_accepted() {
     for device in present() {
         for (name, operation) in OPERATIONS {
             operation(&mut World::new(&device, &[])).unwrap_or_else(|e| panic!("{device}: {name}: {e}"));
@@ -294,9 +296,9 @@ fn plain_arguments_are_taken() {
     }
 }
 
-/// Of random tapes, many calls are taken and many refused; else the property would say little.
+/// Many random tapes give accepted calls, and many give rejected ones; otherwise the property tests would show little.
 #[test]
-fn tapes_reach_both_ends() {
+fn tapes_give_accepted_and_rejected_calls() {
     let mut rng = crate::common::Rng::of("tapes");
     for (name, operation) in OPERATIONS {
         let mut taken = 0;
@@ -304,7 +306,7 @@ fn tapes_reach_both_ends() {
             let tape: Vec<u8> = (0..96).map(|_| rng.bits() as u8).collect();
             taken += usize::from(operation(&mut World::new(&Device::cpu(), &tape)).is_ok());
         }
-        assert!((20..=195).contains(&taken), "{name}: {taken} of 200 calls are taken");
+        assert!((20..=195).contains(&taken), "{name}: {taken} of 200 calls are accepted");
     }
 }
 
@@ -319,7 +321,7 @@ macro_rules! taken_or_refused {
                     #[test]
                     fn $operation(tape in prop::collection::vec(any::<u8>(), 0..128)) {
                         for device in present() {
-                            // Whatever comes back is fine; `attempt` has looked at the memory.
+                            // Any result is allowed; `attempt` has checked the memory.
                             let _ = super::$operation(&mut World::new(&device, &tape));
                         }
                     }
@@ -350,7 +352,7 @@ taken_or_refused!(
 proptest! {
     #![proptest_config(ProptestConfig { cases: proptest_cases(256), failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Tensors and layers of any description: made, or refused without an attempt at the memory.
+    /// Tensors and layers of any description are allocated, or rejected without an attempt to allocate.
     #[test]
     fn tensors_and_layers(
         shape in prop::collection::vec(prop_oneof![0usize..5, Just(usize::MAX), Just(1 << 40)], 0..6),
@@ -360,11 +362,11 @@ proptest! {
         scale in prop_oneof![Just(1.0f32), Just(f32::NAN), Just(0.0), Just(1e-3), Just(9e-4), Just(1000.0), Just(1001.0), any::<f32>()],
     ) {
         for device in present() {
-            // Dimensions of zero do not make up for the others.
-            let most = shape.iter().try_fold(4usize, |n, &d| n.checked_mul(d.max(1)));
-            if shape.len() > 4 || most.is_none() {
+            // Dimensions of zero must not hide the size of the others.
+            let bytes = shape.iter().try_fold(4usize, |n, &d| n.checked_mul(d.max(1)));
+            if shape.len() > 4 || bytes.is_none() {
                 prop_assert!(Tensor::zeros(&device, DType::F32, &shape).is_err());
-            } else if shape.contains(&0) || most.is_some_and(|bytes| bytes <= 4 << 20) {
+            } else if shape.contains(&0) || bytes.is_some_and(|bytes| bytes <= 4 << 20) {
                 let t = Tensor::zeros(&device, DType::F16, &shape).unwrap();
                 prop_assert_eq!(t.shape(), &shape[..]);
                 let (a, b) = (range.0 as usize % 6, range.1 as usize % 6);

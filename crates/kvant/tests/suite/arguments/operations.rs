@@ -1,4 +1,4 @@
-//! A call of each operation, its arguments drawn from a tape.
+//! Calls of each operation, with arguments drawn from a tape.
 
 use super::*;
 use crate::common::query;
@@ -62,7 +62,7 @@ pub(super) fn attend(w: &mut World) -> Result<()> {
             .window(window)
             .sinks(sinks.as_ref())
             .splits(splits);
-        // Whenever the call is valid, it can be explained.
+        // Every valid call can be explained.
         let explained = ops::explain(&args, enc.device());
         let result = ops::attend(enc, &args);
         assert!(explained.is_ok() || result.is_err(), "a call without an explanation: {explained:?}");
@@ -70,7 +70,7 @@ pub(super) fn attend(w: &mut World) -> Result<()> {
     })
 }
 
-/// The tensors of a rotary embedding, and the rest of it.
+/// The tensors and the other parameters of a rotary embedding.
 struct Turn {
     tables: Option<(Tensor, Tensor)>,
     factors: Option<Tensor>,
@@ -333,7 +333,7 @@ pub(super) fn sample(w: &mut World) -> Result<()> {
     let (temperature, top_k) = (w.tape.number(&[1.0, 0.0, 0.7]), w.tape.size(&[0, 1, 40]));
     let (top_p, min_p) = (w.tape.number(&[1.0, 0.5, 1e-9]), w.tape.number(&[0.0, 0.1]));
     let seed = u64::from(w.tape.next()) << 56;
-    // Any bits are parameters.
+    // Parameters may be any bits.
     let own = w.tape.flag().then(|| w.u32s(&[rows, SampleRow::WORDS], 1 << 30, false));
     w.attempt("sample", |enc| {
         let (logits, counter, out) = (&logits, &counter, &out);

@@ -1,4 +1,4 @@
-//! Rules of all operations: what may overlap, tensors of another device, encoders and graphs.
+//! Rules of all operations: overlap, tensors of another device, encoders and graphs.
 
 use super::*;
 use crate::common::{sees_indices, with};
@@ -14,7 +14,7 @@ fn refused_overlap(device: &Device, what: &str, record: impl FnOnce(&mut Encoder
     assert!(matches!(result, Err(Error::Overlap { .. })), "{device}: {what}: {result:?}");
 }
 
-/// What may be done in place, and what may not: anything that is not said to be allowed is refused.
+/// Overlaps that are not explicitly allowed as in-place pairs are rejected.
 #[test]
 fn overlap_is_refused_unless_the_operation_works_in_place() {
     for device in devices() {
@@ -41,7 +41,7 @@ fn overlap_is_refused_unless_the_operation_works_in_place() {
             ops::rms_norm(e, &norm(&a, Residual::None, &a).next(&[NextNorm::new(&b), NextNorm::new(&b)]))
         });
         refused_overlap(device, "rms_norm, shifted", |e| ops::rms_norm(e, &norm(&a, Residual::None, &shifted)));
-        // The weight of a single row is as large as the output, but it is not what works in place.
+        // The weight of a single row has the output's size, but it is not an in-place pair.
         let (row, weight) = (part(0..1), part(5..6));
         let flat = weight.reshape(&[64]).unwrap();
         refused_overlap(device, "rms_norm over its weight", |e| {
@@ -100,8 +100,8 @@ fn decode<'a>(layer: &'a KvLayer, q: &'a Tensor, step: &'a Step, out: &'a Tensor
     Attend::new(q, layer, step, out).scale(0.125)
 }
 
-/// The largest number is no way to say "no cap": scores would be next to nothing beside it, and its product with
-/// log2(e) is infinite; so is the inverse of the smallest. Likewise the scale.
+/// Scales and softcaps are bounded. With the largest f32 as softcap, scores would vanish beside it, and its product
+/// with log2(e) overflows; so does the inverse of the smallest.
 #[test]
 fn scale_and_softcap_have_largest_values() {
     for device in devices() {
@@ -129,7 +129,7 @@ fn scale_and_softcap_have_largest_values() {
     }
 }
 
-/// A GPU does not see the ids in time.
+/// A GPU cannot check ids before it uses them.
 #[test]
 fn rows_need_experts() {
     for device in devices() {
@@ -156,7 +156,7 @@ fn a_tensor_of_another_device_is_refused() {
         }
         assert_eq!(before, bytes_of(&there).unwrap(), "{device}");
         let spec = linear_spec(1, 2, 64, Codec::F32);
-        // A layer whose halves live apart.
+        // A layer whose sides are on two devices.
         let apart = KvLayer::from_dense(spec, &here, &there);
         let q = f32s(device, &[1, 1, 64]);
         let step = Step::new(device, 1, &[(0, 0)]).unwrap();
@@ -168,9 +168,9 @@ fn a_tensor_of_another_device_is_refused() {
 
 // --------------------------------------------------------------------------------------------------- encoder and graph
 
-/// An encoder orders what depends on each other, in a chain of operations over the same few tensors.
+/// The encoder orders dependent operations, in a chain over the same few tensors.
 #[test]
-fn operations_see_what_came_before() {
+fn operations_see_earlier_writes() {
     for device in devices() {
         let (a, b) = (f32s(device, &[3, 64]), f32s(device, &[3, 64]));
         let start = a.to_f32().unwrap();
@@ -187,9 +187,9 @@ fn operations_see_what_came_before() {
     }
 }
 
-/// A failed call leaves the encoder as it was: what came before and comes after runs.
+/// A failed call leaves the encoder unchanged: earlier and later operations run.
 #[test]
-fn an_encoder_outlives_a_refusal() {
+fn an_encoder_survives_a_rejected_call() {
     for device in devices() {
         let (x, y) = (f32s(device, &[2, 64]), f32s(device, &[2, 64]));
         let start = x.to_f32().unwrap();
@@ -205,7 +205,7 @@ fn an_encoder_outlives_a_refusal() {
     }
 }
 
-/// A decode step, captured once and replayed: each replay follows the positions that were written in between, and gives
+/// A decode step, captured once and replayed: each replay uses the positions that were written in between, and gives
 /// the bits of a run without a graph.
 #[test]
 fn a_replayed_decode_step_advances() {
@@ -261,7 +261,7 @@ fn a_replayed_decode_step_advances() {
     }
 }
 
-/// A capture that exchanges its encoder for another one, which runs or is another device's, is refused.
+/// A capture whose closure replaces its encoder, by one that runs or one of another device, is rejected.
 #[test]
 fn a_capture_keeps_its_encoder() {
     for device in devices() {
@@ -283,9 +283,9 @@ fn a_capture_keeps_its_encoder() {
     }
 }
 
-/// Sizes that no machine has give errors or numbers of no use, and neither a panic nor the end of the process.
+/// Sizes beyond any machine give errors or useless numbers, but no panic or abort.
 #[test]
-fn absurd_sizes() {
+fn excessive_sizes() {
     let device = Device::cpu();
     for sequences in [u32::MAX as usize + 1, usize::MAX >> 4, usize::MAX] {
         let step = Step::new(&device, sequences, &[]);
@@ -300,9 +300,9 @@ fn absurd_sizes() {
     assert_eq!(kvant::codec::nearest(1.0, &[0.0; 1000]), 255);
 }
 
-/// A tensor of no elements may be as long as it likes in its other dimensions, as long as these can be counted.
+/// An empty tensor may have any other dimensions whose product does not overflow.
 #[test]
-fn absurd_sizes_of_nothing() {
+fn excessive_sizes_of_empty_tensors() {
     const HUGE: usize = 1 << 56;
     let reference = Device::reference();
     for device in devices().iter().chain([&reference]) {
@@ -317,7 +317,7 @@ fn absurd_sizes_of_nothing() {
         }
         let done = |what: &str, record: &dyn Fn(&mut Encoder) -> Result<()>| {
             let result = run(device, record);
-            // A GPU's kernels count in 32 bits.
+            // GPU kernels count in 32 bits.
             let may_refuse = matches!(result, Err(Error::Value { .. })) && !sees_indices(device);
             assert!(result.is_ok() || may_refuse, "{device}: {what}: {result:?}");
         };
@@ -373,9 +373,9 @@ fn absurd_sizes_of_nothing() {
     }
 }
 
-/// An empty graph and an empty encoder are fine.
+/// An empty graph and an empty encoder are valid.
 #[test]
-fn nothing_recorded() {
+fn empty_graphs_and_encoders() {
     for device in devices() {
         device.encoder().unwrap().commit().unwrap().wait().unwrap();
         let graph = Encoder::capture(device, |_| Ok(())).unwrap();
@@ -385,7 +385,7 @@ fn nothing_recorded() {
     }
 }
 
-/// Groups divide the experts and have enough of them; numbers are finite, and sums are not negative.
+/// Groups must divide the experts and have enough of them; numbers must be finite, and sums not negative.
 #[test]
 fn options_of_routes_must_fit() {
     for device in devices() {

@@ -1,8 +1,8 @@
-//! One description of an attention, run on a device and on the reference over the same cache bytes.
+//! An attention case, run on a device and on the reference over equal cache bytes.
 //!
-//! The cache is written on the tested device and its planes are copied to the reference. So attention is compared over
-//! exactly the same indices and norms, whatever the encoder did with a coordinate half-way between two centroids; the
-//! encoders are compared by tests of their own.
+//! The cache is written on the tested device and its planes are copied to the reference. Attention is therefore
+//! compared over exactly equal indices and norms, whichever centroid the encoder chose for a coordinate half-way
+//! between two. Encoders have their own tests.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ use super::{
     query, run,
 };
 
-/// An attention and the cache it reads. The default is one token after 64 others, f32, one head.
+/// An attention call and its cache. The default is one token after 64 others, f32, one head.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub head_dim: usize,
@@ -30,7 +30,7 @@ pub struct Case {
     pub source: DType,
     pub q: DType,
     pub out: DType,
-    /// `None`: a linear layer with room to spare. `Some`: a ring of so many slots.
+    /// `None`: a linear layer with spare room. `Some`: a ring with this many slots.
     pub ring: Option<usize>,
     pub order: HeadOrder,
     /// (past, new) tokens of each sequence.
@@ -133,7 +133,7 @@ impl Case {
         before.sum::<usize>() + position as usize
     }
 
-    /// A layer that holds what the cache holds when attention runs. Slots never written hold NaN.
+    /// A layer with the cache's contents when attention runs. Slots that were never written hold NaN.
     pub fn layer(&self, device: &Device, data: &Data) -> Result<KvLayer> {
         let layer = KvLayer::new(device, self.spec())?;
         fill(&layer, 0xFF)?;
@@ -150,7 +150,7 @@ impl Case {
         Ok(layer)
     }
 
-    /// Where the query tokens stand. A sequence without new tokens has its past as length.
+    /// The step of the query tokens. The length of a sequence without new tokens is its past.
     pub fn step(&self, device: &Device, data: &Data) -> Result<Step> {
         let step = step(device, self.sequences.len(), &data.tokens)?;
         let lens: Vec<u32> = self.sequences.iter().map(|&(past, new)| (past + new) as u32).collect();
@@ -158,7 +158,7 @@ impl Case {
         Ok(Step::from_tensors(step.positions().clone(), step.sequence().clone(), lens).with_batch(step.batch()))
     }
 
-    /// The attention's output over a layer that is already written.
+    /// Runs attention over a layer that is already written.
     pub fn attend(&self, layer: &KvLayer, data: &Data) -> Result<Out> {
         let out = Out::new(layer.device(), self.out, &[data.tokens.len(), self.heads(), self.head_dim])?;
         self.with_args(layer, data, &out.tensor, |args| {
@@ -173,10 +173,10 @@ impl Case {
         Ok(out)
     }
 
-    /// The kernel that a device takes for it. Nothing runs.
+    /// The kernel that a device selects for the case. Nothing runs.
     pub fn kernel(&self, device: &Device) -> Result<&'static str> {
         let layer = KvLayer::new(device, self.spec())?;
-        // Numbers do not select a kernel.
+        // The kernel does not depend on the data.
         let source = Source { k: Vec::new(), v: Vec::new(), heads: self.kv_heads, dim: self.head_dim };
         let tokens = self.tokens();
         let queries = vec![0.0; tokens.len() * self.heads() * self.head_dim];
@@ -185,7 +185,7 @@ impl Case {
         self.with_args(&layer, &data, &out.tensor, |args| Ok(ops::explain(args, device)?.kernel))
     }
 
-    /// Hands `then` the arguments of the attention.
+    /// Calls `then` with the arguments of the attention call.
     fn with_args<T>(
         &self,
         layer: &KvLayer,
@@ -208,9 +208,9 @@ impl Case {
         )
     }
 
-    /// What a device may be off by. Where the output is no f32, CUDA rounds the centroids of keys and values, the
-    /// rotated queries and the weights to f16: four errors of at most 2⁻¹², of which the scores' grow with the scores.
-    /// The CPU may round them, too. CUDA's kernel of prompts rounds more.
+    /// The error bound on a device. If the output is not f32, CUDA rounds the centroids of keys and values, the rotated
+    /// queries and the weights to f16: four errors of at most 2⁻¹², which for scores grow with the scores. The CPU may
+    /// round them, too. CUDA's kernel for prompts rounds more.
     pub fn bound_on(&self, device: &Device) -> Bound {
         let mut bound = self.bound();
         let spread = (f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt()).max(1.0);
@@ -230,27 +230,27 @@ impl Case {
         let spread = f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt();
         let mut bound = Bound::of(self.out).times(spread.max(1.0));
         if self.q_rotated && self.q != DType::F32 {
-            // The rotated queries are rounded once more, on each device by itself.
+            // Each device rounds the rotated queries once more.
             bound.arithmetic += Bound::of(self.q).unit;
         }
         if self.sinks {
-            // The weight of a sink, which all of a row shares, has the rounding of its score in units of log 2.
+            // The weight of a sink, which affects the whole row, has the rounding error of its score in base 2.
             bound.arithmetic += 4.0 * f64::from(f32::EPSILON);
         }
         bound
     }
 
-    /// Runs the case on every device and compares it with the reference over the same bytes.
+    /// Runs the case on every device and compares the results with the reference over equal bytes.
     pub fn check(&self) {
         self.check_data(&self.data());
     }
 
-    /// The same with other data.
+    /// As [`Case::check`], with other data.
     pub fn check_data(&self, data: &Data) {
         self.check_on(devices(), data);
     }
 
-    /// The same on some devices.
+    /// As [`Case::check`], on the given devices.
     pub fn check_on(&self, devices: &[Device], data: &Data) {
         let mut wrong = Vec::new();
         let mut last: Option<(Vec<Vec<u8>>, Output)> = None;

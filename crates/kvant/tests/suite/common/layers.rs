@@ -88,7 +88,7 @@ pub fn ordered(values: &[f32], order: HeadOrder, [tokens, heads, dim]: [usize; 3
     }
 }
 
-/// A step whose buffers stand between numbers that are out of range.
+/// A step whose buffers are surrounded by numbers that are out of range.
 pub fn step(device: &Device, sequences: usize, tokens: &[(u32, u32)]) -> Result<Step> {
     let plain = Step::new(device, sequences, tokens)?;
     let guarded = |t: &kvant::Tensor| indices(device, &t.to_vec::<u32>()?, t.shape());
@@ -101,7 +101,7 @@ pub fn range_step(device: &Device, sequences: usize, range: std::ops::Range<usiz
     step(device, sequences, &range.map(|p| (0, p as u32)).collect::<Vec<_>>())
 }
 
-/// Writes `source`, in a dtype and token-major, where `step` says.
+/// Writes `source`, in a dtype and token-major, at the positions of `step`.
 pub fn write(layer: &KvLayer, source: &Source, dtype: DType, step: &Step) -> Result<()> {
     let device = layer.device();
     let shape = [source.tokens(), source.heads, source.dim];
@@ -123,7 +123,7 @@ pub fn read(layer: &KvLayer, side: KvSide, sequence: usize, range: std::ops::Ran
     read_with(layer, side, None, sequence, range)
 }
 
-/// The same over the pages of a step.
+/// As [`read`], over the pages of a step.
 pub fn read_paged(
     layer: &KvLayer,
     side: KvSide,
@@ -159,7 +159,7 @@ pub fn planes(layer: &KvLayer) -> Result<Vec<Vec<u8>>> {
     layer.k().tensors().chain(layer.v().tensors()).map(|(_, t)| bytes_of(t)).collect()
 }
 
-/// The planes as outputs that must be the same.
+/// The planes as outputs that must be equal.
 pub fn same_planes(layer: &KvLayer) -> Result<Vec<Output>> {
     let named = |side: &'static str, planes: &kvant::Planes| -> Result<Vec<Output>> {
         planes.tensors().map(|(name, t)| Ok(Output::Same(format!("{side}.{name}"), bytes_of(t)?))).collect()
@@ -188,7 +188,7 @@ pub fn copy_to(layer: &KvLayer, device: &Device) -> Result<KvLayer> {
     Ok(copy)
 }
 
-/// Fills every plane with a byte: 0xFF makes NaN of every float.
+/// Fills every plane with a byte: 0xFF makes every float NaN.
 pub fn fill(layer: &KvLayer, byte: u8) -> Result<()> {
     for (_, t) in layer.k().tensors().chain(layer.v().tensors()) {
         t.write_bytes(&vec![byte; t.bytes()])?;

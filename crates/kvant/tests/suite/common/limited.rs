@@ -1,4 +1,4 @@
-//! A GPU that says it has less than it has: what kernels do on smaller ones.
+//! A GPU that reports lower limits than it has, to test kernels as on smaller GPUs.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ struct Limited {
     limits: Limits,
 }
 
-/// This machine's NVIDIA GPU with the limits of a smaller one, if there is a GPU.
+/// This machine's NVIDIA GPU with the limits of a smaller one; `None` without a GPU.
 pub fn cuda_like(model: Model) -> Option<Device> {
     Some(gpu::cuda_device(Limited { gpu: gpu::cuda_executor()?, limits: model.limits() }))
 }

@@ -1,9 +1,9 @@
-//! What all tests of the library share: the devices, random data, guarded tensors, and the comparison with the
-//! reference device.
+//! Helpers of all tests of the library: the devices, random data, guarded tensors, and comparison with the reference
+//! device.
 //!
-//! A test never looks at a device's memory but through uploads and downloads, so that the same file judges the CPU and
-//! the GPUs. Every input stands between rows of NaN and every output between rows of a known pattern: a kernel that
-//! reads or writes next to its tensor is found out wherever it is tested.
+//! Tests access a device's memory only through uploads and downloads, so that one file tests the CPU and the GPUs.
+//! Every input is surrounded by rows of NaN, and every output by rows of a known pattern. A kernel that reads or writes
+//! outside its tensor is therefore detected by every test.
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
@@ -28,13 +28,13 @@ use kvant::{
 /// The three activation types.
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// How many devices a case runs on, by `KVANT_TEST_SCOPE`.
+/// The number of devices that a case runs on, selected by `KVANT_TEST_SCOPE`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// The CPU's best instruction set, and one schedule of msl-host: for every edit.
     Quick,
-    /// Every instruction set, the thread counts taken in turn from case to case. The first case of each test runs on
-    /// every pair of them. msl-host runs all its schedules for the first launches of a kind, one afterwards: before a
+    /// Every instruction set, with thread counts that rotate from case to case. The first case of each test runs on
+    /// every pair of them. msl-host runs all its schedules for the first launches of a kind, then one: before a
     /// submission.
     Default,
     /// Every device for every case, every schedule for every launch: before a release.
@@ -52,7 +52,7 @@ impl Scope {
     }
 }
 
-/// The random cases of a property, by [`Scope`].
+/// The number of random cases of a property, by [`Scope`].
 pub fn proptest_cases(usual: u32) -> u32 {
     match Scope::get() {
         Scope::Quick => usual.div_ceil(16),
@@ -61,22 +61,20 @@ pub fn proptest_cases(usual: u32) -> u32 {
     }
 }
 
-/// The devices that this case is tested on: those present, the Metal kernels under msl-host where that runs, and the
-/// CPU at each instruction set with 1, 2 and 3 threads, as far as [`Scope`] says. Each call is a case: call it once for
-/// each.
+/// The devices for this case: the available ones, the Metal kernels under msl-host if it runs here, and the CPU at each
+/// instruction set with 1, 2 and 3 threads, reduced by [`Scope`]. Each call counts as a case, so call it once per case.
 ///
-/// `KVANT_TEST_SHARE=20` runs the first and then every twentieth case of each test; the others have no device. For
-/// emulators. `KVANT_TEST_DEVICE=metal` leaves the devices of that kind alone; `KVANT_TEST_SIMD=NEON` does so with one
-/// instruction set of the CPU.
+/// `KVANT_TEST_SHARE=20` runs the first and then every twentieth case of each test; the others get no device. For
+/// emulators. `KVANT_TEST_DEVICE=metal` selects the devices of a kind; `KVANT_TEST_SIMD=NEON` selects one instruction
+/// set of the CPU.
 ///
-/// Tests that run at a time share all devices except msl-host, which runs one launch after the other: each thread has
-/// its own.
+/// Concurrent tests share all devices except msl-host, which runs one launch after the other: each thread has its own.
 pub fn devices() -> &'static [Device] {
     devices_of(|devices| &devices.all)
 }
 
-/// The same for products of matrices: also the CPU with activations of 8 bits, at each instruction set where that
-/// changes anything.
+/// As [`devices`], for matrix products: adds the CPU with 8-bit activations, at each instruction set where they make a
+/// difference.
 pub fn devices_for_products() -> &'static [Device] {
     devices_of(|devices| &devices.for_products)
 }
@@ -93,7 +91,7 @@ fn devices_of(set: impl Fn(&'static Devices) -> &'static DeviceSet) -> &'static 
         let case = case / share();
         let DeviceSet { every, in_turn } = set(lent.devices);
         match Scope::get() {
-            // An emulator has no time for every pair.
+            // An emulator is too slow for every pair.
             Scope::Default if case == 0 && share() == 1 => every,
             Scope::All => every,
             Scope::Quick | Scope::Default => &in_turn[case % in_turn.len()],
@@ -101,9 +99,9 @@ fn devices_of(set: impl Fn(&'static Devices) -> &'static DeviceSet) -> &'static 
     })
 }
 
-/// Cases of which several run the same kernels: of each kind one in `n`, chosen by a hash, but at least as many as the
-/// CPU has thread counts. Those of a kind follow each other, so [`devices`] gives them every pair of an instruction set
-/// and a thread count. All cases unless [`leaves_out`].
+/// Reduces cases that run the same kernels: keeps one in `n` of each kind, chosen by a hash, and at least as many as
+/// the CPU has thread counts. Cases of a kind follow each other, so [`devices`] gives them every pair of instruction
+/// set and thread count. Keeps all cases unless [`leaves_out`].
 pub fn one_in<C: Debug>(n: usize, kind: impl Fn(&C) -> String, cases: impl IntoIterator<Item = C>) -> Vec<C> {
     let cases = cases.into_iter();
     if !leaves_out() {
@@ -125,21 +123,21 @@ pub fn one_in<C: Debug>(n: usize, kind: impl Fn(&C) -> String, cases: impl IntoI
     chosen.collect()
 }
 
-/// Whether tests with many similar cases run a part of them. Not in [`Scope::All`], not where a GPU is present, which
-/// may have kernels for single cases, and not where `KVANT_TEST_SHARE` chooses already.
+/// Whether tests with many similar cases run only some of them. Not in [`Scope::All`]; not with a GPU, which may have
+/// kernels for single cases; and not with `KVANT_TEST_SHARE`, which already selects cases.
 pub fn leaves_out() -> bool {
     let has_gpu = shared().present.iter().any(|device| device.kind() != DeviceKind::Cpu);
     Scope::get() != Scope::All && share() == 1 && !has_gpu
 }
 
-/// One of how many cases runs.
+/// `n`, if one in `n` cases runs.
 fn share() -> usize {
     let share = std::env::var("KVANT_TEST_SHARE");
     share
         .map_or(1, |share| share.parse().ok().filter(|&share| share > 0).expect("KVANT_TEST_SHARE is a number above 0"))
 }
 
-/// All devices, and the smaller sets that cases take in turn.
+/// All devices, and the smaller sets that cases use in rotation.
 struct DeviceSet {
     every: Vec<Device>,
     in_turn: Vec<Vec<Device>>,
@@ -148,14 +146,14 @@ struct DeviceSet {
 struct Devices {
     all: DeviceSet,
     for_products: DeviceSet,
-    /// Starts the Metal kernels' choice of schedules anew.
+    /// Restarts the Metal kernels' choice of schedules.
     start: Box<dyn Fn() + Send + Sync>,
 }
 
-/// Sets of devices that no thread has.
+/// Sets of devices that no thread uses.
 static IDLE: Mutex<Vec<&'static Devices>> = Mutex::new(Vec::new());
 
-/// What a thread has until it ends: each test is a thread.
+/// The set of a thread, until it ends: each test is a thread.
 struct Lent {
     devices: &'static Devices,
     cases: Cell<usize>,
@@ -165,7 +163,7 @@ impl Lent {
     fn new() -> Lent {
         let idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let devices = idle.unwrap_or_else(|| Box::leak(Box::new(Devices::new())));
-        // A test runs the same whichever tests the set's last users were.
+        // A test must not depend on earlier users of the set.
         (devices.start)();
         Lent { devices, cases: Cell::new(0) }
     }
@@ -177,7 +175,7 @@ impl Drop for Lent {
     }
 }
 
-/// The CPU with 1, 2, ... threads at each instruction set.
+/// Maximum threads of the CPU: 1 to this number at each instruction set.
 const THREADS: usize = 3;
 
 impl Devices {
@@ -204,7 +202,7 @@ impl Devices {
             levels.map(move |(i, level)| &level[(turn + i) % THREADS])
         };
         let (cpus, in_eight_bits) = (levels(cpus), levels(cpus_in_eight_bits));
-        // The device that a user gets by default comes first.
+        // The default device comes first.
         let default = present.iter().filter(|device| device.kind() == DeviceKind::Cpu && wanted(DeviceKind::Cpu));
         let every: Vec<Device> = default.chain(cpus.iter().flatten()).chain(&gpus).cloned().collect();
         assert!(!every.is_empty(), "KVANT_TEST_DEVICE: there is no such device here");
@@ -223,7 +221,7 @@ struct Shared {
     present: Vec<Device>,
     /// By instruction set, the best one last, and number of threads.
     cpus: Vec<Vec<Device>>,
-    /// The same with activations of 8 bits, where that changes anything.
+    /// `cpus` with 8-bit activations, at instruction sets where they make a difference.
     cpus_in_eight_bits: Vec<Vec<Device>>,
 }
 
@@ -251,7 +249,7 @@ fn shared() -> &'static Shared {
     })
 }
 
-/// The Metal kernels under msl-host. Another seed of its schedules: `KVANT_MSL_SEED`.
+/// The Metal kernels under msl-host. `KVANT_MSL_SEED` sets the seed of its schedules.
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 fn metal_on_this_machine() -> Option<(Device, impl Fn() + Send + Sync + 'static)> {
     let seed = std::env::var("KVANT_MSL_SEED").map_or(1, |seed| seed.parse().expect("KVANT_MSL_SEED is a number"));
@@ -269,20 +267,20 @@ fn metal_on_this_machine() -> Option<(Device, fn())> {
     None
 }
 
-/// Whether the device sees the contents of index buffers when it validates, and so refuses what is out of range.
-/// Elsewhere kernels skip it.
+/// Whether the device checks the contents of index buffers, and returns an error if they are out of range. Other
+/// devices skip such entries.
 pub fn sees_indices(device: &Device) -> bool {
     matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Reference)
 }
 
-/// Runs what `record` encodes, to its end.
+/// Records with `record`, runs the operations, and waits.
 pub fn run<T>(device: &Device, record: impl FnOnce(&mut Encoder) -> Result<T>) -> Result<()> {
     let mut enc = device.encoder()?;
     record(&mut enc)?;
     enc.commit()?.wait()
 }
 
-/// Runs a check of every item, on threads: on a GPU most of the time goes into compiling kernels.
+/// Runs a check of every item, on several threads: on a GPU, most time is spent compiling kernels.
 pub fn on_threads<T: Sync>(items: &[T], run: impl Fn(&T) + Sync) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(8);
     let run = &run;
@@ -299,7 +297,7 @@ pub fn with<T>(mut args: T, change: impl FnOnce(&mut T)) -> T {
     args
 }
 
-/// Queries that are rotated, or not.
+/// Queries, rotated or raw.
 pub fn query(q: &Tensor, rotated: bool) -> Query<'_> {
     if rotated { Query::Rotated(q) } else { Query::Raw(q) }
 }
@@ -309,7 +307,7 @@ pub fn query(q: &Tensor, rotated: bool) -> Query<'_> {
 /// SplitMix64 (Steele et al. 2014): the same numbers on every machine.
 pub struct Rng(u64);
 
-/// What a draw adds to the state.
+/// The increment of the state for each draw.
 const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
 
 impl Rng {
@@ -317,7 +315,7 @@ impl Rng {
         Rng(seed)
     }
 
-    /// A generator for a named case.
+    /// A generator seeded by a case's name.
     pub fn of(name: impl Display) -> Rng {
         // FNV-1a.
         let hash = name
@@ -335,7 +333,7 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// Below `n`.
+    /// A number below `n`.
     pub fn below(&mut self, n: usize) -> usize {
         (self.bits() % n as u64) as usize
     }
@@ -344,7 +342,7 @@ impl Rng {
         from[self.below(from.len())]
     }
 
-    /// In (0, 1).
+    /// Uniform in (0, 1).
     pub fn uniform(&mut self) -> f64 {
         ((self.bits() >> 11) as f64 + 0.5) / (1u64 << 53) as f64
     }
@@ -356,8 +354,8 @@ impl Rng {
     }
 
     pub fn normals(&mut self, n: usize) -> Vec<f32> {
-        /// What a thread has drawn of late, by the state before. A case draws the same numbers for each device, and
-        /// two logarithms and a cosine for each would take longer than most operations.
+        /// Numbers that a thread has drawn recently, by the state before. A case draws the same numbers for each
+        /// device; computing two logarithms and a cosine for each would take longer than most operations.
         type Drawn = VecDeque<(u64, Vec<f32>)>;
         const KEPT: usize = 1 << 22;
         thread_local! {
@@ -365,7 +363,7 @@ impl Rng {
         }
         DRAWN.with_borrow_mut(|drawn| {
             if let Some((_, values)) = drawn.iter().find(|(state, values)| *state == self.0 && values.len() == n) {
-                // Past the two draws of each number.
+                // Skips the two draws of each number.
                 self.0 = self.0.wrapping_add(STEP.wrapping_mul(2 * n as u64));
                 return values.clone();
             }
@@ -402,7 +400,7 @@ pub fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// What the values become when they are stored in a dtype.
+/// The values, rounded to a dtype.
 pub fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
     match dtype {
         DType::F16 => values.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),
@@ -427,7 +425,7 @@ pub fn indices(device: &Device, values: &[u32], shape: &[usize]) -> Result<Tenso
     between_rows(device, DType::U32, bytemuck::cast_slice(&all), shape)
 }
 
-/// Uploads `bytes` of one more row on either side than `shape` says, and returns what is between.
+/// Uploads `bytes`, which have one more row on either side than `shape`, and returns the inner part.
 fn between_rows(device: &Device, dtype: DType, bytes: &[u8], shape: &[usize]) -> Result<Tensor> {
     let mut whole = shape.to_vec();
     whole[0] += 2;
@@ -437,11 +435,11 @@ fn between_rows(device: &Device, dtype: DType, bytes: &[u8], shape: &[usize]) ->
 /// An output tensor between rows of a pattern.
 pub struct Out {
     whole: Tensor,
-    /// What an operation is given.
+    /// The tensor that an operation writes.
     pub tensor: Tensor,
 }
 
-/// A byte that none of the dtypes reads as a likely value.
+/// A byte that is an unlikely value in all dtypes.
 const PATTERN: u8 = 0xA5;
 
 impl Out {
@@ -454,14 +452,14 @@ impl Out {
         Ok(Out { whole, tensor })
     }
 
-    /// The output's bytes; the rows around it must still hold the pattern.
+    /// The output's bytes. Checks that the rows around it still hold the pattern.
     pub fn bytes(&self) -> Result<Vec<u8>> {
         let all = bytes_of(&self.whole)?;
         let row = (all.len() - self.tensor.bytes()) / 2;
         let (before, rest) = all.split_at(row);
         let (inside, after) = rest.split_at(rest.len() - row);
         assert!(before.iter().all(|&b| b == PATTERN), "wrote before {:?}", self.tensor);
-        assert!(after.iter().all(|&b| b == PATTERN), "wrote behind {:?}", self.tensor);
+        assert!(after.iter().all(|&b| b == PATTERN), "wrote after {:?}", self.tensor);
         Ok(inside.to_vec())
     }
 
@@ -493,25 +491,25 @@ pub fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
 
 // ---------------------------------------------------------------------------------------------------------- comparison
 
-/// One result of a run, and how it is compared.
+/// One result of a run, and its comparison.
 pub enum Output {
     /// Numbers within a bound.
     Close(String, Vec<f32>, Bound),
-    /// Bytes that must be the same.
+    /// Bytes that must be equal.
     Same(String, Vec<u8>),
 }
 
-/// How far a result may be from the reference.
+/// The error bound of a result.
 ///
-/// Both round to the dtype at the end, so where they agree before that they differ by one rounding at most: `unit` is
-/// the dtype's unit roundoff (2⁻²⁴, 2⁻¹¹, 2⁻⁸). Before that the device computes in f32: `arithmetic` is the relative
-/// error that this may bring, 2⁻²⁴ times the growth of an ordinary sum. What a device rounds by more than f32, where
-/// its contract says so, is `rounding`: known better, so that single elements may not stray as far.
+/// Both sides round to the dtype at the end, so equal results before that differ by at most one rounding: `unit` is the
+/// dtype's unit roundoff (2⁻²⁴, 2⁻¹¹, 2⁻⁸). The device computes in f32: `arithmetic` is the relative error of this,
+/// 2⁻²⁴ times the growth of an ordinary sum. `rounding` is further rounding that the device's contract allows. It is
+/// known better, so single elements may deviate less.
 ///
-/// Two things are required: the normalised squared error Σ(x−y)²/Σy² is at most `unit² + (arithmetic + rounding)²`, and
-/// no single element is further away than `2·unit·|y| + (100·arithmetic + 8·rounding)·rms(y)`. The squared error leaves
-/// out the worst element: where there are few, one that lies on a tie of the last rounding and falls to the other side
-/// is all of it.
+/// Two conditions must hold: the normalised squared error Σ(x−y)²/Σy² is at most `unit² + (arithmetic + rounding)²`,
+/// and no single element deviates by more than `2·unit·|y| + (100·arithmetic + 8·rounding)·rms(y)`. The squared error
+/// excludes the worst element: with few elements, one that lies on a tie of the last rounding and is rounded the other
+/// way would dominate it.
 #[derive(Clone, Copy, Debug)]
 pub struct Bound {
     pub unit: f64,
@@ -519,7 +517,7 @@ pub struct Bound {
     pub rounding: f64,
 }
 
-/// Whether a device may flush subnormal numbers: Apple's GPUs, and msl-host on request.
+/// Whether a device may flush subnormals: Apple's GPUs, and msl-host on request.
 pub fn subnormals_are_zero() -> bool {
     let requested = |list: String| list.split(',').any(|word| word == "flush");
     cfg!(target_os = "macos") || std::env::var("KVANT_MSL_ARITHMETIC").is_ok_and(requested)
@@ -528,14 +526,14 @@ pub fn subnormals_are_zero() -> bool {
 /// The unit roundoff of f32, in which kernels compute.
 pub const EPS: f64 = 1.0 / (1u64 << 24) as f64;
 
-/// Whether the device is the CPU at such an instruction set.
+/// Whether the device is the CPU at an instruction set that satisfies `is_wanted`.
 fn is_cpu_with(device: &Device, is_wanted: impl Fn(&SimdLevel) -> bool) -> bool {
     let is_of = |level: SimdLevel| device.name().starts_with(&level.to_string());
     device.kind() == DeviceKind::Cpu && SimdLevel::ALL.into_iter().filter(is_wanted).any(is_of)
 }
 
 impl Bound {
-    /// The bound of an operation that is well conditioned.
+    /// The bound of a well-conditioned operation.
     pub fn of(dtype: DType) -> Bound {
         let unit = match dtype {
             DType::F32 => EPS,
@@ -546,14 +544,14 @@ impl Bound {
         Bound { unit, arithmetic: 16.0 * EPS, rounding: 0.0 }
     }
 
-    /// For an operation that magnifies the errors of its inputs.
+    /// The bound of an operation that amplifies the errors of its inputs.
     pub fn times(self, gain: f64) -> Bound {
         Bound { arithmetic: self.arithmetic * gain, ..self }
     }
 
-    /// For an attention over keys or values of `codec`, whose scores have a standard deviation of `spread`. The CPU
-    /// with VBMI takes quantised ones, queries and weights in fixed point: the weights cost most where scores are even,
-    /// and what a score is off by grows with it. With AMX, factors of prompts are two bf16 digits.
+    /// The bound of attention over keys or values of `codec`, with scores of standard deviation `spread`. The CPU with
+    /// VBMI processes quantised ones, queries and weights in fixed point: rounding of weights matters most for even
+    /// scores, and a score's error grows with its size. With AMX, factors of prompts are hi + lo bf16.
     pub fn over(self, device: &Device, codec: Codec, spread: f64) -> Bound {
         let fixed = is_cpu_with(device, |level| [SimdLevel::Avx512Vbmi, SimdLevel::Avx512Amx].contains(level))
             && codec.is_quantised();
@@ -563,8 +561,8 @@ impl Bound {
         Bound { rounding: self.rounding + fixed.max(digits), ..self }
     }
 
-    /// For an attention with queries of a 16-bit dtype over keys and values of `codecs`. CUDA's kernel of prompts
-    /// rounds weights to the queries' dtype, and quantised keys and values, too.
+    /// The bound of attention with queries of a 16-bit dtype over keys and values of `codecs`. CUDA's kernel for
+    /// prompts rounds weights to the queries' dtype, and quantised keys and values, too.
     pub fn of_prompt(self, device: &Device, q: DType, codecs: [Codec; 2], spread: f64) -> Bound {
         let reads = |codec: Codec| codec.is_quantised() || codec == Codec::Dense(q);
         if device.kind() != DeviceKind::Cuda || q == DType::F32 || !codecs.into_iter().all(reads) {
@@ -575,12 +573,12 @@ impl Bound {
         Bound { rounding: self.rounding + half_unit + k * spread + v, ..self }
     }
 
-    /// For products of `quantised` weights, or of those of 16 bits, with `rows` rows of activations. The CPU with VNNI
-    /// rounds those of many rows to 16 bits of the largest in a group where weights are quantised: 2.0e-5 of the root
-    /// mean square in these tests. With AMX, those of 16 bits are sums of two bfloats (3e-6), and so are others from 32
-    /// rows on. With activations of 8 bits, those of many rows err by at most 1/254 of the largest in a group, or those
-    /// and weights by 2⁻⁸ each: 6e-3 and 2.4e-3 of the root mean square. CUDA rounds quantised weights to bf16 in
-    /// products of more rows of bf16 (with experts, of each).
+    /// The bound of products of `quantised` or 16-bit weights with `rows` rows of activations. With quantised weights
+    /// and many rows, the CPU with VNNI rounds activations to 16 bits relative to the largest in a group: 2.0e-5 of the
+    /// root mean square in these tests. With AMX, products of 16-bit weights, and of others from 32 rows on, use hi +
+    /// lo bf16 (3e-6). With 8-bit activations, many rows have an error of at most 1/254 of the largest in a group, or
+    /// activations and weights of 2⁻⁸ each: 6e-3 and 2.4e-3 of the root mean square. CUDA rounds quantised weights to
+    /// bf16 in products of more rows of bf16 (with experts, of each).
     pub fn of_rows(self, device: &Device, rows: usize, quantised: bool) -> Bound {
         let amx = is_cpu_with(device, |&level| level == SimdLevel::Avx512Amx);
         let vnni = is_cpu_with(device, |level| level.has_vnni());
@@ -630,9 +628,9 @@ impl Bound {
     }
 }
 
-/// What is wrong with `got`, compared with what the reference gave, by the bounds of `got`.
+/// The differences between `got` and the reference's `want` that exceed the bounds of `got`.
 pub fn differences(got: &[Output], want: &[Output]) -> Vec<String> {
-    assert_eq!(got.len(), want.len(), "the same run gives the same outputs");
+    assert_eq!(got.len(), want.len(), "runs have equally many outputs");
     let mut wrong = Vec::new();
     for pair in got.iter().zip(want) {
         match pair {
@@ -648,18 +646,18 @@ pub fn differences(got: &[Output], want: &[Output]) -> Vec<String> {
                     wrong.push(format!("{name}: byte {at}: {got:02x?}, not {want:02x?}"));
                 }
             }
-            _ => panic!("the same run gives the same kinds of output"),
+            _ => panic!("outputs have equal kinds"),
         }
     }
     wrong
 }
 
-/// Runs a case on the reference and on every device, and panics with all devices that are wrong.
+/// Runs a case on the reference and on every device, and panics with a list of all wrong devices.
 pub fn conform(case: impl Display, run: impl Fn(&Device) -> Result<Vec<Output>>) {
     conform_on(devices(), case, run);
 }
 
-/// The same on some devices.
+/// As [`conform`], on the given devices.
 pub fn conform_on(devices: &[Device], case: impl Display, run: impl Fn(&Device) -> Result<Vec<Output>>) {
     if devices.is_empty() {
         return;

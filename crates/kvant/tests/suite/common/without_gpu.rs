@@ -1,5 +1,4 @@
-//! A CUDA device that runs nothing: it records the launches that operations build, and compiles their kernels on
-//! request.
+//! A CUDA device that runs nothing. It records the launches of operations, and compiles their kernels on request.
 
 use std::{
     any::Any,
@@ -20,9 +19,9 @@ pub enum Model {
     H200,
     /// Before Hopper.
     A100,
-    /// Before Hopper, with the least shared memory, like A10, L4, L40 and other GeForce cards.
+    /// Before Hopper, with little shared memory, as A10, L4, L40 and other GeForce cards.
     Rtx4090,
-    /// After Hopper, with as little shared memory.
+    /// After Hopper, with as little shared memory as the RTX 4090.
     Rtx5090,
 }
 
@@ -61,11 +60,11 @@ impl Model {
 #[derive(Clone, Default)]
 pub struct Launches {
     pub model: Model,
-    /// Whether each kernel is compiled, once.
+    /// Whether to compile each kernel, once.
     pub compiles: bool,
     /// File, kernel and constants of the launches.
     pub kernels: Arc<Mutex<HashSet<String>>>,
-    /// The same with the grid, for every launch in order.
+    /// File, kernel, constants and grid of every launch, in order.
     pub all: Arc<Mutex<Vec<String>>>,
 }
 

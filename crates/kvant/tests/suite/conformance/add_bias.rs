@@ -41,7 +41,7 @@ fn add_bias() {
     }
 }
 
-/// The host refuses an expert that does not exist; a GPU writes zeros for its row.
+/// The host returns an error for an expert that does not exist; a GPU writes zeros for its row.
 #[test]
 fn experts_out_of_range() {
     for device in crate::common::devices() {

@@ -13,11 +13,11 @@ use crate::common::{
 use kvant::{Codec, DType, DeviceKind, HeadOrder};
 
 const HEAD_DIMS: [usize; 4] = [64, 128, 256, 512];
-/// Head sizes that are no power of two, which have dense caches only.
+/// Head sizes that are not powers of two, which support only dense caches.
 const OTHER_HEAD_DIMS: [usize; 4] = [80, 96, 112, 192];
 const GROUPS: [usize; 4] = [1, 2, 3, 8];
 
-/// Lengths around the sizes that kernels split a context at.
+/// Lengths around the sizes at which kernels split a context.
 #[test]
 fn contexts_and_batches() {
     for past in [0, 1, 2, 63, 64, 65, 200] {
@@ -38,11 +38,11 @@ fn head_sizes_and_ratios() {
     }
 }
 
-/// What [`other_head_sizes`] varies: what else is asked for, batches, query heads of a KV head, head size, K, V, dtype
-/// of q, dtype of out.
+/// The factors that [`other_head_sizes`] varies: options, batches, query heads of a KV head, head size, K, V, dtype of
+/// q, dtype of out.
 const OTHER_FACTORS: [usize; 8] = [9, 6, 4, 4, 3, 3, 3, 3];
 
-/// A head size that is no power of two: decode, verification and prompts, and everything that a call may ask for.
+/// A head size that is not a power of two, with decode, verification, prompts and all options.
 fn other_head_size(choice: [usize; 8]) -> Case {
     let [besides, batch, group, head_dim, k, v, q, out] = choice;
     let batches: [Vec<(usize, usize)>; 6] = [
@@ -87,9 +87,9 @@ fn other_head_sizes() {
     });
 }
 
-/// What is not finite shows where it is seen, and nowhere else, in the last coordinates as well.
+/// A value that is not finite affects only tokens that see it, in the last coordinates as well.
 #[test]
-fn other_head_sizes_with_what_is_not_finite() {
+fn other_head_sizes_with_values_that_are_not_finite() {
     for (i, head_dim) in OTHER_HEAD_DIMS.into_iter().enumerate() {
         let k = Codec::Dense(FLOATS[i % 3]);
         for sequences in [vec![(40, 1), (70, 1)], vec![(20, 40)]] {
@@ -112,7 +112,7 @@ fn codec_pairs() {
             }
         }
     }
-    // A third in which every pair of codecs is, and every codec with every head size.
+    // A third of the cases, which covers every pair of codecs, and every codec at every head size.
     if leaves_out() {
         cases.retain(|(third, _)| *third == 0);
     }
@@ -154,11 +154,11 @@ fn several_sequences() {
     }
 }
 
-/// So many tokens and KV heads that blocks of CUDA take one each, two of them at once on a multiprocessor where tables
-/// leave room.
+/// Enough tokens and KV heads that each block of CUDA processes one of each; two blocks fit on a multiprocessor if
+/// tables leave room.
 #[test]
 fn many_sequences() {
-    // More than twice as many as an H200 has multiprocessors.
+    // More than twice the number of an H200's multiprocessors.
     let sequences: Vec<(usize, usize)> = (0..34).map(|i| ([0, 1, 15, 16, 17, 63, 100][i % 7], 1)).collect();
     let (tq4, tq8) = (Codec::tq(4), Codec::tq(8));
     for (head_dim, group, k, v, window) in
@@ -194,7 +194,7 @@ fn softcaps() {
     }
 }
 
-/// Scores far beyond what exp can take; a negative and a zero scale.
+/// Scores far beyond the range of exp; a negative and a zero scale.
 #[test]
 fn scales() {
     for scale in [1.0, 1000.0, -1.0, 1e-30] {
@@ -223,7 +223,7 @@ fn rings() {
     }
 }
 
-/// A score without a value for each head, which tokens that see nothing have, too.
+/// A score without a value for each head, also for tokens that see nothing.
 #[test]
 fn sinks() {
     for (past, new) in [(0, 1), (0, 33), (5, 2), (64, 5), (200, 17)] {
@@ -241,7 +241,7 @@ fn sinks() {
     Case { sinks: true, ring: Some(16), source: DType::BF16, kv_heads: 3, sequences, ..Case::default() }.check();
 }
 
-/// Decode rows in front of a chunk of a prompt, which GPUs run with two kernels.
+/// Decode rows before a chunk of a prompt, which GPUs run with two kernels.
 #[test]
 fn decode_rows_before_a_prompt() {
     for (k, v) in [(Codec::F16, Codec::F16), (Codec::tq(4), Codec::tq(8)), (Codec::F32, Codec::BF16)] {
@@ -275,8 +275,8 @@ fn rotated_queries() {
     }
 }
 
-/// A key or a value that is not a number shows in the rows of the tokens that see it, and in no other: neither of its
-/// tile nor of its batch. An infinity likewise.
+/// A key or a value that is NaN or infinite affects only the rows of tokens that see it, not others of its tile or
+/// batch.
 #[test]
 fn not_finite_keys_and_values() {
     for (k, v) in
@@ -301,7 +301,7 @@ fn not_finite_keys_and_values() {
     }
 }
 
-/// A batch may be empty; that has a kernel, too.
+/// A batch may be empty; it is explained, too.
 #[test]
 fn empty_batches_are_explained() {
     for (k, q) in [(Codec::F32, DType::F32), (Codec::BF16, DType::BF16), (Codec::tq(4), DType::BF16)] {
@@ -315,7 +315,7 @@ fn empty_batches_are_explained() {
     }
 }
 
-/// However the context is split, also into more parts than it has positions.
+/// Contexts split in any way, also into more parts than positions.
 #[test]
 fn forced_splits() {
     for splits in [1, 2, 3, 7, 64] {
@@ -334,7 +334,7 @@ fn forced_splits() {
     }
 }
 
-/// The K and V of the kernels of decode on CUDA: two for quantised caches, two for others.
+/// K and V for CUDA's decode kernels: two kernels for quantised caches, two for others.
 const DECODED: [(Codec, Codec); 11] = [
     (Codec::F16, Codec::F16),
     (Codec::BF16, Codec::BF16),
@@ -349,11 +349,11 @@ const DECODED: [(Codec, Codec); 11] = [
     (Codec::tq(3), Codec::tq(2)),
 ];
 
-/// What [`decode_kernels`] varies, and the number of values of each: codecs, what else is asked for, past length,
-/// splits, query heads of a KV head, head size, sequences, dtype of q, dtype of out.
+/// The factors that [`decode_kernels`] varies, with their numbers of values: codecs, options, past length, splits,
+/// query heads of a KV head, head size, sequences, dtype of q, dtype of out.
 const FACTORS: [usize; 9] = [DECODED.len(), 8, 8, 4, 4, 3, 2, 3, 2];
 
-/// One token a sequence, as the kernels of decode on CUDA take it.
+/// A case with one token per sequence, as CUDA's decode kernels require.
 fn decoded(choice: [usize; 9]) -> Case {
     let [codecs, besides, past, splits, group, head_dim, sequences, q, out] = choice;
     let (k, v) = DECODED[codecs];
@@ -370,7 +370,7 @@ fn decoded(choice: [usize; 9]) -> Case {
         splits: [None, Some(1), Some(7), Some(64)][splits],
         ..Case::default()
     };
-    // Wrapped, unless it is larger than the past.
+    // The ring has wrapped, unless it is larger than the past.
     let ring = Some(past / 2 + 13);
     match besides {
         0 => plain,
@@ -391,7 +391,7 @@ fn decoded(choice: [usize; 9]) -> Case {
     }
 }
 
-/// Choices in which every value of a factor meets every value of every other.
+/// Choices such that every value of a factor meets every value of every other factor.
 fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
     let pairs_of = |choice: &[usize; N]| {
         let choice = *choice;
@@ -402,7 +402,7 @@ fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
     let all: usize = (0..N).flat_map(|a| (0..a).map(move |b| factors[a] * factors[b])).sum();
     let mut choices = Vec::new();
     while met.len() < all {
-        // The best of some, of which the first has a pair that is missing.
+        // The best of some candidates; the first one has a missing pair.
         let a_missing = (0..N)
             .flat_map(|a| (0..a).map(move |b| (a, b)))
             .flat_map(|(a, b)| (0..factors[a]).flat_map(move |x| (0..factors[b]).map(move |y| (a, x, b, y))))
@@ -420,7 +420,7 @@ fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
     choices
 }
 
-/// Panics if CUDA takes another kernel than that of decode; also where there is no GPU.
+/// Panics if CUDA selects a kernel other than the one for decode; needs no GPU.
 fn is_decoded(case: &Case) {
     let longest = case.sequences.iter().map(|&(past, _)| past + 8).max().unwrap_or(0);
     let keys = case.ring.unwrap_or(longest).min(case.window.unwrap_or(usize::MAX));
@@ -444,7 +444,7 @@ fn is_decoded(case: &Case) {
 
 fn comes_to(case: &Case, want: &str) {
     let compiler = without_gpu::device();
-    // A GPU with the limits of another lacks memory for some kernels of decode.
+    // A GPU with lowered limits lacks shared memory for some decode kernels.
     let limited = std::env::var_os("KVANT_CUDA_LIKE").is_some() && want != "attend_prefill";
     let cuda = devices().iter().filter(|device| device.kind() == DeviceKind::Cuda && !limited);
     for device in cuda.chain([&compiler]) {
@@ -452,7 +452,7 @@ fn comes_to(case: &Case, want: &str) {
     }
 }
 
-/// More query heads of a KV head than CUDA's kernels of decode have columns for: up to twice as many are halved.
+/// More query heads of a KV head than CUDA's decode kernels have columns; up to twice as many are halved.
 #[test]
 fn large_groups() {
     let mut cases = Vec::new();
@@ -487,7 +487,7 @@ fn large_groups() {
     }
 }
 
-/// One token a sequence over caches of 16 bits or fewer: what CUDA has kernels of its own for.
+/// One token per sequence over caches of 16 bits or fewer, for which CUDA has decode kernels.
 #[test]
 fn decode_kernels() {
     let cases: Vec<Case> = pairwise(FACTORS).into_iter().map(decoded).collect();
@@ -495,8 +495,8 @@ fn decode_kernels() {
     for_cuda(&cases, is_decoded, Case::check);
 }
 
-/// Contexts that just fit into the shared memory of a cluster's blocks on CUDA, and those that just do not: by
-/// capacity, by the length of a ring that has come around, by a window.
+/// Contexts that just fit into the shared memory of a cluster's blocks on CUDA, and contexts that just do not: by
+/// capacity, by the length of a wrapped ring, by a window.
 #[test]
 fn short_contexts() {
     let contexts = [
@@ -519,7 +519,7 @@ fn short_contexts() {
             let plain = Case { head_dim, k, v, q, out: DType::BF16, order, sequences, ring, window, ..Case::default() };
             cases.push(Case {
                 kv_heads: 1 + n % 2,
-                // All of one to eight.
+                // All numbers from one to eight.
                 group: 1 + (3 * i + 2 * j + n) % 8,
                 softcap: (n % 4 == 0).then_some(4.0),
                 q_rotated: k.is_quantised() && n % 7 == 0,
@@ -532,17 +532,17 @@ fn short_contexts() {
     for_cuda(&cases, is_decoded, Case::check);
 }
 
-/// What [`prefill_kernels`] varies: what else is asked for, batches, query heads of a KV head, head size, dtype of q, K
+/// The factors that [`prefill_kernels`] varies: options, batches, query heads of a KV head, head size, dtype of q, K
 /// and V, dtype of out.
 const PREFILL_FACTORS: [usize; 6] = [8, 5, 4, 4, 2, 2];
 
-/// Many tokens a sequence over 16 bits, as the kernel of prefill on CUDA takes them.
+/// A case with many tokens per sequence over 16 bits, as CUDA's prefill kernel requires.
 fn prefilled(choice: [usize; 6]) -> Case {
     let [besides, batch, group, head_dim, dtype, out] = choice;
     let dtype = [DType::F16, DType::BF16][dtype];
     let codec = Codec::Dense(dtype);
-    // Past tokens and new query rows of a head, around tiles of 64 and 128 keys, items of 64 and 128 rows. In the last
-    // one tokens of four sequences meet in an item.
+    // Past tokens and new query rows of a head, around tiles of 64 and 128 keys and work items of 64 and 128 rows. In
+    // the last batch, a work item has tokens of four sequences.
     let batches = [
         vec![(0, 130)],
         vec![(63, 66)],
@@ -576,7 +576,7 @@ fn prefilled(choice: [usize; 6]) -> Case {
     }
 }
 
-/// Many tokens a sequence over caches of 16 bits: what CUDA has a kernel of its own for.
+/// Many tokens per sequence over 16-bit caches, for which CUDA has a prefill kernel.
 #[test]
 fn prefill_kernels() {
     let cases: Vec<Case> = pairwise(PREFILL_FACTORS).into_iter().map(prefilled).collect();
@@ -584,7 +584,7 @@ fn prefill_kernels() {
     for_cuda(&cases, |case| comes_to(case, "attend_prefill"), Case::check);
 }
 
-/// A prompt of many tiles: rings of buffers come around several times.
+/// A prompt of many tiles: ring buffers wrap several times.
 #[test]
 fn long_prefills() {
     let shapes = [(64, DType::F16, 1), (128, DType::BF16, 1), (256, DType::BF16, 2), (512, DType::F16, 1)];
@@ -596,8 +596,8 @@ fn long_prefills() {
     for_cuda(&cases, |case| comes_to(case, "attend_prefill"), Case::check);
 }
 
-/// More work items than a GPU has multiprocessors, so that blocks on CUDA do several; of all heads, or of every third,
-/// a value is not finite, so that blocks do some of them twice. Nothing of this is new to other devices.
+/// More work items than a GPU has multiprocessors, so that CUDA blocks process several. A value is not finite in all
+/// heads, or in every third, so that blocks repeat some items. Other devices do not treat these cases specially.
 #[test]
 fn prefills_of_many_items() {
     let mut cases = Vec::new();
@@ -606,7 +606,7 @@ fn prefills_of_many_items() {
             let sequences = vec![(20, 100), (0, 70), (3, 64)];
             let (codec, dtype) = (Codec::BF16, DType::BF16);
             let (k, v, source, q, out) = (codec, codec, dtype, dtype, dtype);
-            // With one query head a KV head, a block knows one item at a time.
+            // With one query head per KV head, a block knows one work item at a time.
             let (kv_heads, group, splits) = (80, if window.is_some() { 1 } else { 2 }, Some(splits));
             let case = Case { head_dim, kv_heads, group, k, v, source, q, out, sequences, window, ..Case::default() };
             cases.push(Case { splits, ..case });
@@ -628,7 +628,7 @@ fn prefills_of_many_items() {
     });
 }
 
-/// What the kernel cannot do is another's.
+/// Cases that the prefill kernel does not support run another kernel.
 #[test]
 fn kernels_of_many_tokens() {
     let codec = Codec::BF16;
@@ -661,9 +661,9 @@ fn kernels_of_many_tokens() {
     }
 }
 
-/// What is not finite shows where it is seen, and nowhere else: in keys, in values, in a query.
+/// A value that is not finite affects only results that see it: in keys, in values, in a query.
 #[test]
-fn prefill_of_what_is_not_finite() {
+fn prefill_with_values_that_are_not_finite() {
     let mut cases = Vec::new();
     for (head_dim, codec) in [(64, Codec::BF16), (128, Codec::F16), (256, Codec::BF16), (512, Codec::F16)] {
         let Codec::Dense(dtype) = codec else { unreachable!("both are dense") };
@@ -678,15 +678,15 @@ fn prefill_of_what_is_not_finite() {
         &cases,
         |case| comes_to(case, "attend_prefill"),
         |case| {
-            // Head 1 of a token that later ones see, and earlier ones do not.
+            // Head 1 of a token that later tokens see, and earlier ones do not.
             check_not_finite(case, 41, 11);
         },
     );
 }
 
-/// What is not finite in a key and in a value, those of a token's head 1, and in a row of queries.
+/// Checks values that are not finite in a key and a value, in head 1 of a token, and in a row of queries.
 fn check_not_finite(case: &Case, token: usize, query_row: usize) {
-    // At odd and even coordinates: two of 16 bits are looked at together.
+    // At odd and even coordinates: kernels check pairs of 16-bit numbers.
     for (bad, coordinate) in [(f32::NAN, 7), (f32::INFINITY, 6), (f32::NEG_INFINITY, 5)] {
         let at = (token * case.kv_heads + 1) * case.head_dim + coordinate;
         let (mut key, mut value, mut query) = (case.data(), case.data(), case.data());
@@ -703,8 +703,8 @@ fn has_cuda() -> bool {
     devices().iter().any(|device| device.kind() == DeviceKind::Cuda)
 }
 
-/// Cases that are many because CUDA has kernels of its own for them. Elsewhere each is one of what other tests have
-/// many of, so every fifth is enough; what CUDA would choose is seen to for all.
+/// Cases that are many because CUDA has special kernels for them. On other devices, other tests cover their kernels, so
+/// every fifth case suffices; CUDA's selection is checked for all.
 fn for_cuda(cases: &[Case], chosen: impl Fn(&Case) + Sync, check: impl Fn(&Case) + Sync) {
     let has_cuda = has_cuda();
     let numbered: Vec<(usize, &Case)> = cases.iter().enumerate().collect();
@@ -716,15 +716,15 @@ fn for_cuda(cases: &[Case], chosen: impl Fn(&Case) + Sync, check: impl Fn(&Case)
     });
 }
 
-/// What is not finite shows where it is seen, and nowhere else: in keys, in values, in a query.
+/// A value that is not finite affects only results that see it: in keys, in values, in a query.
 #[test]
-fn decode_of_what_is_not_finite() {
+fn decode_with_values_that_are_not_finite() {
     let (head_dims, mut cases) = ([128, 512, 256, 64], Vec::new());
     for (i, (k, v)) in DECODED.into_iter().enumerate() {
         let q = if let Codec::Dense(dtype) = k { dtype } else { DType::BF16 };
         for (window, splits) in [(None, None), (Some(20), None), (None, Some(7))] {
-            // The sums of what is rotated are NaN of either sign, and msl-host compares partial results bit by bit.
-            // CUDA shares two tiles of keys among blocks by itself.
+            // Sums of rotated values are NaN of either sign, and msl-host compares partial results bit by bit. CUDA
+            // shares two tiles of keys among blocks anyway.
             if splits.is_some() && k.is_quantised() {
                 continue;
             }
@@ -748,8 +748,8 @@ fn decode_of_what_is_not_finite() {
     for_cuda(&cases, is_decoded, |case| check_not_finite(case, 11, 1));
 }
 
-/// A block has less shared memory on most GPUs than on an H200, which does here as if it had no more: two buffers,
-/// tiles of 16 keys, few copies of tables.
+/// Most GPUs have less shared memory per block than an H200, which is limited here accordingly: two buffers, tiles of
+/// 16 keys, few copies of tables.
 #[test]
 fn little_shared_memory() {
     let has_cuda = has_cuda();
@@ -774,8 +774,8 @@ fn little_shared_memory() {
     on_threads(&cases, |case| case.check_on(std::slice::from_ref(&device), &case.data()));
 }
 
-/// Where the score of every key that is seen is minus infinity there is no softmax: the output is NaN, not the zeros of
-/// a token that sees nothing. Where one is finite the others weigh nothing.
+/// If the scores of all seen keys are minus infinity, the output is NaN, not the zeros of a token that sees nothing. If
+/// one score is finite, the others have no weight.
 #[test]
 fn scores_of_minus_infinity() {
     let mut cases = Vec::new();
@@ -826,8 +826,8 @@ fn check_lost(case: &Case, lost: impl IntoIterator<Item = usize>) {
     case.check_data(&data);
 }
 
-/// As above, where such keys are neighbours and are worked on together: a tile of them is like none, whatever comes
-/// before and after it, and only who sees nothing else gets NaN.
+/// As above, with neighbouring keys that are processed together: a tile of them has no effect, whatever tiles precede
+/// or follow it, and only tokens that see nothing else get NaN.
 #[test]
 fn tiles_of_minus_infinity() {
     for (head_dim, k, v) in
@@ -840,14 +840,14 @@ fn tiles_of_minus_infinity() {
             check_lost(&one, lost.clone());
             check_lost(&prompt, lost);
         }
-        // Most of the prompt's tokens see no other, and at last none does.
+        // Most tokens of the prompt see no other key; finally all tokens.
         check_lost(&prompt, 0..150);
         check_lost(&Case { splits: Some(3), ..one }, 0..201);
         check_lost(&Case { splits: Some(2), window: None, ..prompt }, 0..160);
     }
 }
 
-/// Anything with anything.
+/// Random combinations of all options.
 #[test]
 fn random_combinations() {
     let mut rng = Rng::of("random attention");

@@ -11,7 +11,7 @@ use kvant::{
     ops::KvSide,
 };
 
-/// Σ(x−y)²/Σx² of keys that went through a layer.
+/// Σ(x−y)²/Σx² of keys that were written to a layer and read back.
 fn distortion(device: &kvant::Device, codec: Codec, data: &Source) -> f64 {
     let tokens = data.tokens();
     let layer = KvLayer::new(device, linear_spec(data.heads, tokens, data.dim, codec)).unwrap();
@@ -32,9 +32,9 @@ fn source_of(coordinates: usize, dim: usize, mut value: impl FnMut() -> f32) -> 
 fn gaussian_vectors_have_the_optimal_distortion() {
     for dim in [64, 128, 256, 512, 1024, 4096] {
         let mut rng = Rng::new(dim as u64);
-        // Enough for the tolerance.
+        // Enough vectors for the tolerance.
         let data = source_of(64 * 1024, dim, || rng.normal() as f32);
-        // A block of few coordinates has a known length, and is a little easier than independent normals.
+        // A block of few coordinates has a known length, and is slightly easier than independent normals.
         let tolerance = 0.03 + 2.0 / dim.min(256) as f64;
         for (bits, optimum) in GAUSSIAN_MSE {
             for device in devices() {
@@ -52,9 +52,9 @@ fn gaussian_vectors_have_the_optimal_distortion() {
     }
 }
 
-/// The rotation makes any vector look Gaussian, so heavy tails cost nothing.
+/// The rotation makes any vector look Gaussian, so heavy tails do not increase the distortion.
 #[test]
-fn heavy_tails_cost_nothing() {
+fn heavy_tails_do_not_increase_the_distortion() {
     for dim in [128, 256, 512, 2048] {
         let mut rng = Rng::new(dim as u64);
         // One coordinate in 64 is ten times as large: a kurtosis of 70.
@@ -62,10 +62,10 @@ fn heavy_tails_cost_nothing() {
         for (bits, optimum) in GAUSSIAN_MSE {
             for device in devices() {
                 let got = distortion(device, Codec::tq(bits), &data);
-                // A short vector's few outliers make steps, not a bell: those are a little easier still.
+                // A short vector's few outliers give a discrete distribution, not a bell, which is slightly easier.
                 let ratio = got / optimum;
-                let least = if bits == 2 { 0.78 } else { 0.85 };
-                assert!((least..1.06).contains(&ratio), "{device}: tq{bits}, D {dim}: {got:.4e}, not {optimum:.4e}");
+                let min = if bits == 2 { 0.78 } else { 0.85 };
+                assert!((min..1.06).contains(&ratio), "{device}: tq{bits}, D {dim}: {got:.4e}, not {optimum:.4e}");
             }
         }
     }
@@ -84,7 +84,7 @@ fn more_bits_are_closer_at_every_size() {
     }
 }
 
-/// Each choice of what is stored does what it is for.
+/// The least-squares norm has the least error.
 #[test]
 fn the_least_squares_norm_has_the_least_error() {
     let mut rng = Rng::new(7);
@@ -121,7 +121,7 @@ fn the_unbiased_norm_keeps_the_inner_product() {
     }
 }
 
-/// A vector's length does not change what it becomes but for its length, down to what f32 holds.
+/// Scaling a vector scales its decoded vector, up to the precision of f32.
 #[test]
 fn any_length() {
     let mut rng = Rng::new(9);

@@ -15,7 +15,7 @@ fn gate() {
             for x in FLOATS {
                 for out_type in FLOATS {
                     let up_type = rng.pick(&FLOATS);
-                    // One fused tensor (gate first, or up first), or two; with columns before and behind.
+                    // One fused tensor (gate first, or up first), or two; with columns before and after.
                     let (fused, before, behind) = (rng.below(3), rng.pick(&[0, 3]), rng.pick(&[0, 2]));
                     let case = format!(
                         "gate {activation:?} [{rows}, {dim}] {x} {up_type} -> {out_type}, fused {fused} +{before} +{behind}"
@@ -48,7 +48,7 @@ fn gate() {
     }
 }
 
-/// Where the functions saturate, and where they are small.
+/// Inputs where the functions saturate, and where they are small.
 #[test]
 fn gate_far_out() {
     let x = vec![-1e30, -1e4, -100.0, -20.0, -10.0, -5.0, -1e-3, -1e-20, 0.0, 1e-20, 1e-3, 5.0, 10.0, 100.0, 1e4, 1e30];
@@ -56,7 +56,7 @@ fn gate_far_out() {
         for out_type in FLOATS {
             conform(format!("gate {activation:?} far out -> {out_type}"), |device| {
                 let n = x.len();
-                // Element by element: large ones must not hide the small ones.
+                // Element by element, so that large ones do not hide small ones.
                 let mut outputs = Vec::new();
                 let (g, up) =
                     (input(device, DType::F32, &x, &[n, 1])?, input(device, DType::F32, &vec![1.0; n], &[n, 1])?);
@@ -64,7 +64,7 @@ fn gate_far_out() {
                 let (gate, up) = (Columns::from(&g), Columns::from(&up));
                 run(device, |enc| ops::gate(enc, &Gate::new(gate, up, activation, &out.tensor)))?;
                 for (x, y) in x.iter().zip(out.tensor.to_f32()?) {
-                    // Below 1e-6 of the input the tails are noise of 1 + tanh.
+                    // Below 1e-6 of the input, the tails are rounding noise of 1 + tanh.
                     let y = if *x < 0.0 && y.abs() < -1e-6 * x { 0.0 } else { y };
                     outputs.push(Output::Close(format!("f({x})"), vec![y], Bound::of(out_type).times(100.0)));
                 }
@@ -74,9 +74,9 @@ fn gate_far_out() {
     }
 }
 
-/// What is not finite is as the formula says, not a large finite number: −∞ / (1 + ∞) is no number, 1 / (1 + ∞) is 0.
+/// Inputs that are not finite follow the formula, not a large finite number: −∞ / (1 + ∞) is NaN, 1 / (1 + ∞) is 0.
 #[test]
-fn gate_of_what_is_not_finite() {
+fn gate_of_inputs_that_are_not_finite() {
     let x = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, -f32::NAN, f32::MIN, f32::MAX, -1e30, -65504.0, 1.0];
     let n = x.len();
     for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
@@ -89,7 +89,7 @@ fn gate_of_what_is_not_finite() {
                 let y = out.tensor.to_f32()?;
                 let bound = Bound::of(DType::F32).times(100.0);
                 let each = x.iter().zip(y).map(|(x, y)| {
-                    // As far out as this the tails are nothing.
+                    // This far out, the tails are zero.
                     let is_tail = *x < 0.0 && y.abs() < 1e-6 * x.abs().min(f32::MAX);
                     let y = if is_tail { 0.0 } else { y };
                     Output::Close(format!("f({x})"), vec![y], bound)

@@ -1,4 +1,4 @@
-//! A product and the gate behind it in a graph, where a device may compute both at once, against the reference.
+//! A product followed by a gate in a graph, which a device may fuse, against the reference.
 
 use super::linear::{Kind, Matrices};
 use crate::common::{Bound, FLOATS, Out, Output, Rng, conform, indices, input, one_in, without_gpu::Launches};
@@ -7,7 +7,7 @@ use kvant::{
     ops::{self, Activation, BlockFormat, Columns, Experts, Gate, Linear},
 };
 
-/// Where the factors of the gate come from, and where its results go.
+/// The source of the gate's factors, and the destination of its results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sides {
     /// The product's second half, or the second of its parts; the results replace the first.
@@ -25,13 +25,13 @@ use Sides::*;
 struct Case {
     kind: Kind,
     sides: Sides,
-    /// Tokens; one and no experts, or the experts of each and how many there are.
+    /// Tokens; one and `None` without experts, or the experts of each token and the number of experts.
     tokens: usize,
     experts: Option<[usize; 2]>,
     inputs: usize,
     /// Columns of the result.
     dim: usize,
-    /// Of x, the product, the factors and the result.
+    /// The dtypes of x, the product, the factors and the result.
     dtypes: [DType; 4],
     activation: Activation,
 }
@@ -49,7 +49,7 @@ impl Case {
         let rows = tokens * experts.map_or(1, |[top_k, _]| top_k);
         let ids: Vec<u32> = (0..rows).map(|_| rng.below(experts.map_or(1, |[_, experts]| experts)) as u32).collect();
         let ids = indices(device, &ids, &[tokens, rows / tokens])?;
-        // The factors are the columns 8 to 8 + dim.
+        // The factors are columns 8 to 8 + dim.
         let up = input(device, up, &rng.normals(rows * (dim + 8)), &[rows, dim + 8])?;
         let (whole, out) = (Out::new(device, product, &[rows, outputs])?, Out::new(device, result, &[rows, dim])?);
         let sides_of = |tensor: &Tensor| -> Result<[Tensor; 2]> {
@@ -86,7 +86,7 @@ impl Case {
     fn run(&self, device: &Device) -> Result<Vec<Output>> {
         let [whole, out] = self.launch(device)?;
         let [_, product, _, result] = self.dtypes;
-        // The gate reads the product as rounded: at a tie it may be the other neighbour.
+        // The gate reads the rounded product, which at a tie may be the other neighbour.
         let tie = if product == DType::F32 { 0.0 } else { Bound::of(product).unit };
         let bound = |dtype| Bound { rounding: tie, ..Bound::of(dtype).times(16.0) };
         let mut outputs = vec![whole.close_within("product", bound(product))?];
@@ -116,8 +116,7 @@ fn affine(bits: u32) -> Kind {
 const ACTIVATIONS: [Activation; 4] =
     [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid];
 
-/// One row by each of the kernels that gate: tiles that are not full, blocks with less to do than others, parts of
-/// rows.
+/// One row by each kernel that gates: partial tiles, blocks with less work than others, parts of rows.
 #[test]
 fn one_row() {
     let (mut rng, mut cases) = (Rng::of("one gated row"), Vec::new());
@@ -129,7 +128,7 @@ fn one_row() {
         (affine(8), "linear_gemv_affine_int8.cu", 448, [3, 40, 2116]),
     ] {
         for (i, dim) in dims.into_iter().enumerate() {
-            // The largest with half of the cases.
+            // The largest case with half of the kinds.
             let all = [HalvesInPlace, Other, OtherInPlace, Halves];
             for &sides in if i == 2 { &all[..2] } else { &all[..] } {
                 let mut dtypes = [(); 4].map(|()| rng.pick(&FLOATS));
@@ -149,8 +148,8 @@ fn one_row() {
     one_in(3, |case| format!("{:?}", case.sides), cases).into_iter().for_each(Case::check);
 }
 
-/// Few rows of a dense weight, whose kernel gates: gates of halves, of parts and of another tensor's columns; tiles
-/// that are not full; rows that several blocks divide.
+/// Few rows of a dense weight, whose kernel gates: gates of halves, of parts and of another tensor's columns; partial
+/// tiles; rows that several blocks divide.
 #[test]
 fn few_dense_rows() {
     let (mut rng, mut cases) = (Rng::of("few gated rows"), Vec::new());
@@ -162,7 +161,7 @@ fn few_dense_rows() {
         (DType::F16, 20, 5376, [5, 16, 300]),
     ] {
         for (i, dim) in dims.into_iter().enumerate() {
-            // The largest with half of the cases.
+            // The largest case with half of the kinds.
             let all = [HalvesInPlace, Other, OtherInPlace, Halves];
             for &sides in if i == 2 { &all[..2] } else { &all[..] } {
                 let mut dtypes = [dtype, rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&FLOATS)];
@@ -204,8 +203,8 @@ fn experts() {
     }
 }
 
-/// Few rows of experts by bulk copies, each by itself and sorted: short rows and long ones, rows of scales that are
-/// copied one by one and together.
+/// Few rows of experts by bulk copies, one by one and sorted: short rows and long ones, rows of scales that are copied
+/// one by one and together.
 #[test]
 fn experts_by_bulk_copies() {
     let mut rng = Rng::of("gated experts by bulk copies");
@@ -234,14 +233,14 @@ fn experts_by_bulk_copies() {
 /// Products whose kernels have no gate.
 #[test]
 fn others() {
-    // The row of four bits comes to linear_gemv_affine_tma.
+    // The row of 4-bit codes is computed by linear_gemv_affine_tma.
     for (kind, tokens, dtype) in [
         (Kind::Dense(DType::F32), 1, DType::F32),
         (Kind::Blocks(BlockFormat::Q4_K), 1, DType::BF16),
         (affine(4), 1, DType::BF16),
         (affine(4), 9, DType::BF16),
         (Kind::Dense(DType::BF16), 33, DType::BF16),
-        // Of two rows linear_gemv_affine_int8 gates halves, but neither parts nor other columns.
+        // With two rows, linear_gemv_affine_int8 gates halves, but not parts or other columns.
         (affine(8), 2, DType::BF16),
     ] {
         let first = if tokens == 2 { HalvesInPlace } else { Halves };
@@ -254,7 +253,7 @@ fn others() {
     }
 }
 
-/// What a gate overwrites, other blocks of the product may still read: then it is a kernel of its own. So is one whose
+/// A gate is a separate kernel if other blocks of the product may still read the memory that it overwrites, or if its
 /// sides are not the halves.
 #[test]
 fn gates_apart() {

@@ -1,4 +1,4 @@
-//! hadamard against the reference, and what makes it a rotation.
+//! hadamard against the reference, and the properties of a rotation.
 
 use crate::common::{Bound, FLOATS, Out, Rng, conform, devices, input, nmse, run};
 use kvant::{
@@ -10,7 +10,7 @@ fn shapes(dim: usize) -> [Vec<usize>; 4] {
     [vec![dim], vec![3, dim], vec![2, 3, dim], vec![0, dim]]
 }
 
-/// The rotation of a tensor; a tensor of rank 1 is a row of one of rank 2.
+/// The rotation of a tensor; a tensor of rank 1 is treated as one row.
 fn rotate(device: &Device, x: DType, out: DType, shape: &[usize], inverse: bool) -> Result<Vec<crate::common::Output>> {
     let (rank_2, flat) = if shape.len() == 1 { (vec![1, shape[0]], true) } else { (shape.to_vec(), false) };
     let values = Rng::of(format!("{shape:?}")).normals(shape.iter().product());
@@ -64,7 +64,7 @@ fn in_place_and_back() {
     }
 }
 
-/// Sums beyond f32 on the way to a result that is not.
+/// Intermediate sums overflow f32, although the result does not.
 #[test]
 fn large_numbers() {
     for (dim, x) in [(64, 1e37f32), (1024, 5e36), (4096, 1e36)] {
@@ -79,8 +79,8 @@ fn large_numbers() {
     }
 }
 
-/// One coordinate at a time: each column of the matrix has entries ±1/√D with the signs of Sylvester's, times that
-/// coordinate's fixed sign.
+/// One-hot vectors: each column of the matrix has entries ±1/√D with Sylvester's signs, times the coordinate's fixed
+/// sign.
 #[test]
 fn the_matrix_is_sylvesters() {
     let dim = 64;

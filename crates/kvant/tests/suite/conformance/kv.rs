@@ -14,13 +14,14 @@ use kvant::{
 const ORDERS: [HeadOrder; 2] = [HeadOrder::TokenMajor, HeadOrder::HeadMajor];
 const SLOT_ORDERS: [HeadOrder; 2] = [HeadOrder::HeadMajor, HeadOrder::TokenMajor];
 
-/// Finite and infinite values at which conversions go wrong: halfway points, the largest numbers, subnormals, zeros.
+/// Finite and infinite values at which conversions can go wrong: halfway points, the largest numbers, subnormals,
+/// zeros.
 fn corners() -> Vec<f32> {
     let mut values = vec![0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, f32::MIN_POSITIVE, 1e-45];
     values.extend([65504.0, 65519.99, 65520.0, -65520.0, 65536.0, 1e-8, 5.96e-8, 2.98e-8, 2.980_233e-8, 6.1e-5]);
     for exponent in [-30, -20, -14, -1, 0, 1, 10, 15] {
         let one = 2f32.powi(exponent);
-        // Halfway between neighbours of f16 and of bf16, below an even and below an odd one, and just beside.
+        // Halfway between neighbours of f16 and of bf16, below an even and below an odd one, and slightly off.
         for step in [2f32.powi(-11), 2f32.powi(-8)] {
             for odd in [1.0, 3.0] {
                 let half = one * (1.0 + odd * step);
@@ -47,7 +48,7 @@ struct Batch {
 impl Batch {
     fn write(&self, device: &Device, data: &Source) -> Result<KvLayer> {
         let layer = KvLayer::new(device, self.spec)?;
-        // What is not written must stay.
+        // Slots that are not written must not change.
         fill(&layer, 0x3C)?;
         let dims = [data.tokens(), self.spec.kv_heads, self.spec.head_dim];
         let side = |values: &[f32], dtype| {
@@ -124,10 +125,10 @@ fn dense_planes_are_the_same_bytes() {
     }
 }
 
-/// Bit for bit, also what is no number: a copy must not go through arithmetic.
+/// A copy is bit for bit, including NaN, so it must not use arithmetic.
 #[test]
 fn the_same_dtype_keeps_nan_payloads() {
-    // Also beside codes.
+    // Also next to a quantised side.
     let layers_of = |dtype| {
         let dense = Codec::Dense(dtype);
         [(67, dense, dense), (64, Codec::tq(4), dense), (256, Codec::tq(5), dense), (8, dense, Codec::tq(8))]
@@ -138,7 +139,7 @@ fn the_same_dtype_keeps_nan_payloads() {
             let spec = linear_spec(2, 4, dim, k_codec).k(k_codec).v(v_codec);
             let layer = KvLayer::new(device, spec).unwrap();
             let mut rng = Rng::of(dtype);
-            // Random bytes hold every kind of NaN.
+            // Random bytes include every kind of NaN.
             let mut random = || -> Vec<u8> { (0..3 * 2 * dim * dtype.size()).map(|_| rng.bits() as u8).collect() };
             let (k_bytes, v_bytes) = (random(), random());
             let upload = |bytes: &[u8]| Tensor::from_bytes(device, dtype, &[3, 2, dim], bytes).unwrap();
@@ -166,7 +167,7 @@ fn the_same_dtype_keeps_nan_payloads() {
     }
 }
 
-/// NaN of one dtype is NaN of another, and stays where it is.
+/// NaN of one dtype is converted to NaN of another, in the same place.
 #[test]
 fn nan_is_converted_to_nan() {
     for (from, to) in FLOATS.into_iter().flat_map(|a| FLOATS.map(|b| (a, b))) {
@@ -186,9 +187,9 @@ fn nan_is_converted_to_nan() {
     }
 }
 
-/// How a layer's planes differ from the reference's: encoding in f32 may choose the other of two centroids for a
-/// coordinate that stands between them, rarely, and norms differ by the rounding of a sum. A side's norms come after
-/// its indices: the least-squares and unbiased norms depend on them, so as many norms as indices may be further off.
+/// Compares a layer's planes with the reference's. Encoding in f32 may rarely choose the other of two centroids for a
+/// coordinate between them, and norms differ by the rounding of a sum. The least-squares and unbiased norms depend on
+/// the indices, so as many norms as indices may deviate more; a side's norms come after its indices.
 fn quantised_alike(case: &str, got: &[Output], want: &[Output]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut other_indices = 0;
@@ -253,7 +254,7 @@ fn quantised_planes_are_alike() {
     }
 }
 
-/// Rows enough for what CUDA does only with many.
+/// Enough rows for code that CUDA uses only with many.
 #[test]
 fn many_rows_are_alike() {
     let devices: Vec<_> = devices().iter().filter(|device| device.kind() == DeviceKind::Cuda).collect();
@@ -284,14 +285,14 @@ fn many_rows_are_alike() {
         let want = same_planes(&batch.write(&Device::reference(), &data).unwrap()).unwrap();
         for device in &devices {
             let got = same_planes(&batch.write(device, &data).unwrap()).unwrap();
-            // Byte by byte, where a row is dense.
+            // Byte by byte, if a row is dense.
             let wrong = quantised_alike(&name(&batch), &got, &want);
             assert!(wrong.is_empty(), "{device}: {}", wrong.join("\n  "));
         }
     }
 }
 
-/// What is read back is as far from what was written as on the reference, and not merely close to it.
+/// The distortion of read vectors equals the reference's, not only approximately.
 #[test]
 fn quantised_distortion_is_the_references() {
     for bits in BITS {
@@ -316,7 +317,7 @@ fn quantised_distortion_is_the_references() {
     }
 }
 
-/// Reads are compared over the same bytes: every codec into every dtype, in order out of a wrapped ring, both layouts.
+/// Reads over equal bytes: every codec into every dtype, in order out of a wrapped ring, both layouts.
 #[test]
 fn reads_agree() {
     let mut rng = Rng::of("reads");
@@ -371,7 +372,7 @@ fn reads_agree() {
     }
 }
 
-/// A ring read at every position gives what was written there.
+/// Reading a ring at every position returns the vectors written there.
 #[test]
 fn a_wrapped_ring_is_read_in_order() {
     for device in devices() {
@@ -387,9 +388,9 @@ fn a_wrapped_ring_is_read_in_order() {
     }
 }
 
-/// A vector that is no vector of numbers shows as NaN and leaves its neighbours alone; zeros stay zeros.
+/// A vector that is not finite reads as NaN and does not affect its neighbours; zeros stay zeros.
 #[test]
-fn odd_vectors_stay_by_themselves() {
+fn odd_vectors_do_not_affect_others() {
     for (bits, optimum) in GAUSSIAN_MSE {
         for head_dim in [64, 512, 2048] {
             let mut data = Source::random(&mut Rng::of("odd vectors"), 6, 1, head_dim);
@@ -414,7 +415,7 @@ fn odd_vectors_stay_by_themselves() {
     }
 }
 
-/// Lengths at which squares are beyond f32, at either end, and vectors along one axis: as on the reference.
+/// Vectors whose squares overflow or underflow f32, and vectors along one axis, agree with the reference.
 #[test]
 fn extreme_vectors_are_alike() {
     for bits in BITS {
@@ -441,10 +442,10 @@ fn extreme_vectors_are_alike() {
     }
 }
 
-/// Positions and lengths of a step that a cache would not make, but the contract allows: a length beyond the step's own
-/// tokens, on a ring, means that older tokens of the batch are not kept.
+/// Positions and lengths that a cache would not produce, but the contract allows: on a ring, a length beyond the step's
+/// own tokens means that older tokens of the batch are not kept.
 #[test]
-fn a_length_beyond_the_step_drops_what_the_ring_has_lost() {
+fn a_length_beyond_the_step_drops_overwritten_tokens() {
     let data = Source::random(&mut Rng::of("dropped"), 6, 2, 64);
     conform("positions 0..6 of a sequence of 9 in a ring of 5", |device| {
         let layer = KvLayer::new(device, ring_spec(2, 5, 64, Codec::F16))?;
@@ -457,13 +458,13 @@ fn a_length_beyond_the_step_drops_what_the_ring_has_lost() {
     });
 }
 
-/// Heads so wide that a thread has several parts of a row.
+/// Heads so wide that a thread processes several parts of a row.
 #[test]
 fn wide_heads_are_written_and_read() {
     for codec in [Codec::F32, Codec::BF16, Codec::tq(4), Codec::tq(8)] {
         let data = Source::random(&mut Rng::of(format!("wide {codec}")), 3, 2, 4096);
         conform(format!("heads of 4096, {codec}"), |device| {
-            // The reference encodes: next to a threshold another encoder may choose the other code.
+            // The reference encodes, because at a threshold another encoder may choose the other code.
             let writer = if codec.is_quantised() { &Device::reference() } else { device };
             let layer = KvLayer::new(writer, layers::linear_spec(2, 4, 4096, codec))?;
             layers::write(&layer, &data, DType::F32, &layers::range_step(writer, 1, 0..3)?)?;
@@ -487,7 +488,7 @@ fn wide_heads_are_written_and_read() {
     }
 }
 
-/// The bound is not a formality: the smallest change of a stored number is outside of it.
+/// The bound is tight: it excludes the smallest change of a stored number.
 #[test]
 fn the_comparison_notices_one_wrong_element() {
     let want: Vec<f32> = Rng::of("comparison").normals(10_000);

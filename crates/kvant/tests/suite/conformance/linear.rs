@@ -11,12 +11,12 @@ use kvant::{
     ops::{self, Affine, BlockFormat, Blocks, Embed, Experts, FloatFormat, Linear, ScaledFloats, Weight},
 };
 
-/// [`conform`] on all devices that multiply matrices in their own way.
+/// As [`conform`], on all devices with their own matrix products.
 fn conform_products(case: impl Display, run: impl Fn(&Device) -> Result<Vec<Output>>) {
     conform_on(devices_for_products(), case, run);
 }
 
-/// A weight of E matrices (or just one) with rows of K inputs.
+/// A weight of E matrices (or one) with rows of K inputs.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Kind {
     Dense(DType),
@@ -41,7 +41,8 @@ impl Kind {
         }
     }
 
-    /// The rows that [`Bound::of_rows`] counts: no device rounds such weights, or the activations that they meet.
+    /// The rows that [`Bound::of_rows`] counts: 0 if no device rounds these weights, or the activations that they are
+    /// multiplied by.
     fn rounded_rows(self, rows: usize) -> usize {
         if matches!(self, Kind::Dense(DType::F32) | Kind::Floats(FloatFormat::Mxfp8, _)) { 0 } else { rows }
     }
@@ -53,12 +54,12 @@ fn block_kinds() -> Vec<Kind> {
     BlockFormat::ALL.into_iter().map(Kind::Blocks).chain(floats).collect()
 }
 
-/// Blocks of any codes, with scales of both signs that make weights of about 1.
+/// Blocks of random codes, with scales of both signs that make weights of about 1.
 fn blocks(rng: &mut Rng, format: BlockFormat, count: usize) -> Vec<u8> {
     use BlockFormat::*;
     let bytes = format.block_bytes();
     let mut data: Vec<u8> = (0..count * bytes).map(|_| rng.bits() as u8).collect();
-    // Where the scale and the minimum are, and their usual magnitudes.
+    // The offsets of the scale and the minimum, and their usual magnitudes.
     let [scale, min] = match format {
         Q5_0 => [Some((0, 0.06)), None],
         Q5_1 => [Some((0, 0.06)), Some((2, 1.0))],
@@ -98,7 +99,7 @@ fn scale_of(rng: &mut Rng, format: FloatFormat) -> u8 {
     }
 }
 
-/// A byte of codes, which is no NaN.
+/// A byte of codes that are not NaN.
 fn code_of(rng: &mut Rng, format: FloatFormat) -> u8 {
     let code = rng.bits() as u8;
     if format == FloatFormat::Mxfp8 && code & 0x7F == 0x7F { code - 1 } else { code }
@@ -148,7 +149,7 @@ impl Matrices {
         Ok(Matrices { kind, tensors })
     }
 
-    /// The same; all tensors begin at multiples of 16 bytes.
+    /// These matrices in tensors that begin at multiples of 16 bytes.
     fn aligned(&self, device: &Device) -> Result<Matrices> {
         let tensors = self.tensors.iter().map(|tensor| {
             let mut bytes = vec![0; tensor.bytes()];
@@ -158,7 +159,7 @@ impl Matrices {
         Ok(Matrices { kind: self.kind, tensors: tensors.collect::<Result<_>>()? })
     }
 
-    /// Matrices of one kind, one below the other.
+    /// Matrices of one kind, concatenated along their rows.
     fn joined(device: &Device, all: &[Matrices]) -> Result<Matrices> {
         let tensors = (0..all[0].tensors.len()).map(|t| {
             let (first, mut data) = (&all[0].tensors[t], Vec::new());
@@ -201,8 +202,8 @@ struct Case {
 }
 
 impl Case {
-    /// With `outliers`, one of each row's inputs is a thousand: an integer of 23 bits, 2^-22 of the largest beside it,
-    /// errs by more there than elsewhere.
+    /// With `outliers`, one input of each row is 1000. Integers of 23 bits, relative to the largest, then have a larger
+    /// error than elsewhere.
     fn launch(&self, device: &Device, outliers: bool) -> Result<Out> {
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
@@ -222,7 +223,7 @@ impl Case {
         Ok(out)
     }
 
-    /// The same; all of the weight's tensors begin at multiples of 16 bytes.
+    /// As [`Case::launch`], with all of the weight's tensors at multiples of 16 bytes.
     fn launch_aligned(&self, device: &Device) -> Result<Out> {
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
@@ -236,8 +237,8 @@ impl Case {
     fn output(&self, device: &Device, out: Out, outliers: bool) -> Result<Vec<Output>> {
         let quantised = !matches!(self.kind, Kind::Dense(_) | Kind::Floats(FloatFormat::Mxfp8, _));
         let rows = self.kind.rounded_rows(self.tokens);
-        // Where thousands of products are added one after the other in f32, the sum's own rounding shows.
-        // A few outputs may all be small sums of large products.
+        // If thousands of products are added one after the other in f32, the sum's own rounding shows. All of a few
+        // outputs may be small sums of large products.
         let cancels = quantised && rows > 0 && self.outputs < 16;
         let gain = if outliers || cancels || self.inputs >= 4096 { 2.0 } else { 1.0 };
         let bound = Bound::of(self.out).of_rows(device, rows, quantised).times(gain);
@@ -284,7 +285,7 @@ fn dense() {
     one_in(3, |case| format!("{:?} {}", case.kind, case.tokens), cases).into_iter().for_each(Case::check);
 }
 
-/// A sum over nothing is zero.
+/// An empty sum is zero.
 #[test]
 fn no_inputs() {
     for tokens in [1, 33] {
@@ -300,7 +301,7 @@ fn no_inputs() {
     }
 }
 
-/// Few and many rows, one block and several, a last one that fills no vector.
+/// Few and many rows, one block and several, a last block that does not fill a vector.
 #[test]
 fn block_formats() {
     let (mut rng, mut cases) = (Rng::of("blocks"), Vec::new());
@@ -325,9 +326,9 @@ fn block_formats() {
     one_in(3, kind, cases).into_iter().for_each(Case::check);
 }
 
-/// Few rows by weights that CUDA unpacks in a kernel of their own: rows that begin at no multiple of 16 bytes, warps
-/// with several spans of 256 inputs and with none, spans that are not whole, tiles that are not full, two tiles of a
-/// block, more rows than a block takes.
+/// Few rows by weights that a CUDA kernel unpacks itself: rows that do not begin at a multiple of 16 bytes, warps with
+/// several spans of 256 inputs and with none, partial spans, partial tiles, two tiles per block, more rows than a block
+/// processes.
 #[test]
 fn few_rows_of_blocks() {
     let (mut rng, mut cases) = (Rng::of("few rows of blocks"), Vec::new());
@@ -352,7 +353,7 @@ fn few_rows_of_blocks() {
     one_in(5, |case| format!("{} {}", case.tokens, case.outputs), cases).into_iter().for_each(Case::check);
 }
 
-/// An E4M3 code of a weight, or of a scale, that is no number makes no result of its row one.
+/// A NaN code of an E4M3 weight or scale makes only results of its row NaN.
 #[test]
 fn small_floats_that_are_no_numbers() {
     for (format, in_scales) in [(FloatFormat::Mxfp8, false), (FloatFormat::Nvfp4, true)] {
@@ -399,7 +400,7 @@ fn affine() {
     one_in(3, kind, cases).into_iter().for_each(Case::check);
 }
 
-/// Kernels that make integers of a few rows of activations keep the small ones beside one that is large.
+/// Kernels that turn a few rows of activations into integers keep small activations next to a large one.
 #[test]
 fn outliers() {
     let mut cases = Vec::new();
@@ -414,8 +415,8 @@ fn outliers() {
     one_in(3, |(bits, _)| bits.to_string(), cases).into_iter().for_each(|(_, case)| case.check_outliers());
 }
 
-/// CUDA takes one row by bulk copies from Hopper on, where rows of weights have equal parts for its warps: one part or
-/// several each, not all warps with a last one, more parts than there is room for, blocks with fewer tiles than others.
+/// CUDA multiplies one row by bulk copies on Hopper and later, if weight rows have equal parts for its warps: one part
+/// or several each, not all warps with a last one, more parts than buffers, blocks with fewer tiles than others.
 #[test]
 fn one_row_in_equal_parts() {
     let (mut rng, mut cases) = (Rng::of("one row"), Vec::new());
@@ -431,7 +432,8 @@ fn one_row_in_equal_parts() {
             for group in [32, 64, 128] {
                 let scales = rng.pick(&FLOATS);
                 let (x, out) = (rng.pick(&FLOATS), rng.pick(&FLOATS));
-                // Scales of a row are multiples of 16 bytes, or of 8 where those of 256 inputs are 8 bytes or fewer.
+                // The scales of a row are multiples of 16 bytes, or of 8 if the scales of 256 inputs have 8 bytes or
+                // fewer.
                 let alignment = if 256 / group * scales.size() > 8 { 16 } else { 8 };
                 let whole = (inputs / group * scales.size()).is_multiple_of(alignment);
                 if !whole || (inputs * outputs > 1 << 17 && (group != 64 || inputs == 13_056 && scales == DType::F32)) {
@@ -456,7 +458,7 @@ fn one_row_in_equal_parts() {
     }
 }
 
-/// The same where a matrix is long: whole rows are copied at a time, and warps have five, six or seven spans of them.
+/// One row by a long matrix: whole rows are copied at a time, and warps have five, six or seven spans of them.
 #[test]
 fn one_row_of_a_long_matrix() {
     let mut cases = Vec::new();
@@ -478,8 +480,8 @@ fn one_row_of_a_long_matrix() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(Case::check);
 }
 
-/// CUDA takes one row of a dense weight by bulk copies from Hopper on: inputs that two, four and eight warps divide,
-/// and several blocks; fewer outputs than blocks; stretches of outputs of different lengths.
+/// CUDA multiplies one row by a dense weight with bulk copies on Hopper and later: inputs that two, four and eight
+/// warps divide, and several blocks; fewer outputs than blocks; ranges of outputs of different lengths.
 #[test]
 fn one_dense_row() {
     let (mut rng, mut cases) = (Rng::of("one dense row"), Vec::new());
@@ -514,8 +516,8 @@ fn one_dense_row() {
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
 }
 
-/// CUDA takes 2 to 32 rows of a dense weight by bulk copies from Hopper on: inputs in one segment and in several;
-/// outputs that a block has a part of a tile of, one tile, and many; long rows, whose inputs several blocks divide.
+/// CUDA multiplies 2 to 32 rows by a dense weight with bulk copies on Hopper and later: inputs in one segment and in
+/// several; blocks with part of a tile of outputs, one tile, and many; long rows, whose inputs several blocks divide.
 #[test]
 fn few_dense_rows() {
     let (mut rng, mut cases) = (Rng::of("few dense rows"), Vec::new());
@@ -546,8 +548,8 @@ fn few_dense_rows() {
     one_in(3, kind, cases).into_iter().for_each(Case::check);
 }
 
-/// CUDA takes 2 to 8 rows by affine codes of 4 bits by bulk copies from Hopper on: one warp and many, rows of scales
-/// that are copied one by one and together, outputs that a block has a part of a tile of, one tile, and many; long
+/// CUDA multiplies 2 to 8 rows by affine 4-bit codes with bulk copies on Hopper and later: one warp and many, rows of
+/// scales that are copied one by one and together, blocks with part of a tile of outputs, one tile, and many; long
 /// rows, whose inputs several blocks divide.
 #[test]
 fn few_affine_rows() {
@@ -582,7 +584,7 @@ fn few_affine_rows() {
     }
 }
 
-/// 9 to 64 rows of a dense weight: few inputs and many; fewer outputs than a tile, and no whole tiles.
+/// 9 to 64 rows by a dense weight: few inputs and many; fewer outputs than a tile, and partial tiles.
 #[test]
 fn dense_batches() {
     let (mut rng, mut cases) = (Rng::of("dense batches"), Vec::new());
@@ -631,7 +633,7 @@ fn larger() {
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
 }
 
-/// Prompts in half precision: what a backend may leave to matrix units, or to a library.
+/// Prompts in half precision, which a backend may compute with matrix units or a library.
 #[test]
 fn many_rows_of_halves() {
     let affine = [(4, 64), (6, 32), (8, 128)].map(|(bits, group)| Kind::Affine { bits, group, scales: DType::BF16 });
@@ -648,9 +650,8 @@ fn many_rows_of_halves() {
     one_in(3, |case| format!("{:?}", case.kind), cases).into_iter().for_each(Case::check);
 }
 
-/// Many rows by affine weights, or by bf16 where x is not: CUDA has a kernel of their own. Tiles that are full and that
-/// are not, inputs that are no whole number of its steps, more groups than it adds up at once, results that begin
-/// anywhere.
+/// Many rows by affine weights, or by bf16 weights if x is not bf16, for which CUDA has its own kernel: full and
+/// partial tiles, inputs that are not a multiple of its steps, more groups than it sums at once, results at any offset.
 #[test]
 fn many_rows() {
     let (mut rng, mut cases) = (Rng::of("many rows"), Vec::new());
@@ -704,9 +705,9 @@ fn many_rows() {
     one_in(3, |(bits, _)| bits.to_string(), cases).into_iter().for_each(|(_, case)| case.check());
 }
 
-/// Batches of bf16 rows by affine weights: CUDA reads each matrix once from Hopper on, for up to 128 rows. Chunks of
-/// inputs and tiles of outputs that are full and that are not, scales that begin at odd places, blocks that share a
-/// tile, in clusters and not.
+/// Batches of up to 128 bf16 rows by affine weights, for which CUDA reads each matrix once on Hopper and later: full
+/// and partial chunks of inputs and tiles of outputs, scales at odd offsets, blocks that share a tile, in clusters and
+/// not.
 #[test]
 fn batches() {
     let (mut rng, mut cases) = (Rng::of("batches"), Vec::new());
@@ -723,7 +724,7 @@ fn batches() {
             (70, 384, 136),
             (128, 448, 258),
             (65, 2048, 514),
-            // More tiles than clusters take.
+            // More tiles than clusters process.
             (12, 704, 8714),
             (24, 320, 17090),
             (100, 576, 17090),
@@ -746,7 +747,7 @@ fn batches() {
     one_in(3, |(bits, _)| bits.to_string(), cases).into_iter().for_each(|(_, case)| case.check());
 }
 
-/// Results of several matrices, one after the other: those of each matrix by itself.
+/// The results of several matrices, one after the other, equal those of each matrix alone.
 #[test]
 fn parts() {
     let affine = Kind::Affine { bits: 4, group: 64, scales: DType::BF16 };
@@ -793,7 +794,7 @@ fn check_parts(kinds: &[Kind]) {
     }
 }
 
-/// The same of experts: experts of no row, of one, of several tiles, ids that all choices share or not.
+/// Batches of experts: experts with no row, one row, several tiles; ids that all choices share or not.
 #[test]
 fn batches_of_experts() {
     let mut cases = Vec::new();
@@ -817,8 +818,8 @@ fn batches_of_experts() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(|case| case.check(case.uneven()));
 }
 
-/// Few rows of each expert by codes of 4 bits, which CUDA takes by bulk copies from Hopper on: experts of no row, of
-/// one, of several tiles; long rows and short ones, for one warp each; so few rows that each is by itself.
+/// Few rows of each expert by 4-bit codes, which CUDA computes with bulk copies on Hopper and later: experts with no
+/// row, one row, several tiles; long rows, and short ones for one warp each; so few rows that each is alone.
 #[test]
 fn few_rows_of_experts() {
     let mut cases = Vec::new();
@@ -849,7 +850,7 @@ fn few_rows_of_experts() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(|case| case.check_with(case.uneven(), true));
 }
 
-/// More than a thousand rows of bf16: CUDA makes W dense first, of any quantisation.
+/// More than a thousand rows of bf16, for which CUDA dequantises W first, from any format.
 #[test]
 fn very_many_rows() {
     let affine = |bits, group| Kind::Affine { bits, group, scales: DType::BF16 };
@@ -864,8 +865,8 @@ fn very_many_rows() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(Case::check);
 }
 
-/// Many rows of experts: CUDA sorts them. Experts that nobody chooses, that fill no tile, that fill
-/// several; more of them than a warp sums up at once.
+/// Many rows of experts, which CUDA sorts: experts that nobody chooses, that do not fill a tile, that fill several;
+/// more of them than a warp sums at once.
 #[test]
 fn many_rows_of_experts() {
     let (mut rng, mut cases) = (Rng::of("many rows of experts"), Vec::new());
@@ -896,7 +897,7 @@ fn many_rows_of_experts() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(|case| case.check(case.uneven()));
 }
 
-/// The same of blocks, which CUDA reads once for several rows of an expert, or makes dense first.
+/// Many rows of experts with block weights, which CUDA reads once for several rows of an expert, or dequantises first.
 #[test]
 fn many_rows_of_experts_of_blocks() {
     let affine = Kind::Affine { bits: 3, group: 32, scales: DType::BF16 };
@@ -919,11 +920,11 @@ fn many_rows_of_experts_of_blocks() {
             cases.push(case);
         }
     }
-    // Other devices have the same kernels for a hundred rows as for those of `experts`, which has every kind.
+    // Other devices use the kernels of `experts`, which covers every kind.
     one_in(8, |case| case.tokens.to_string(), cases).into_iter().for_each(|case| case.check(case.uneven()));
 }
 
-/// More experts than are made dense at a time: each row is what it is among few rows.
+/// More experts than are dequantised at a time: each row equals its result among few rows.
 #[test]
 #[ignore = "takes two gigabytes"]
 fn more_experts_than_are_dense_at_a_time() -> Result<()> {
@@ -1067,7 +1068,7 @@ fn embed() {
     }
 }
 
-/// Tensors that begin at no multiple of a vector: rows of them are read and written element by element.
+/// Tensors that are not aligned to a vector: their rows are read and written element by element.
 #[test]
 fn odd_offsets() {
     let kinds = FLOATS.map(Kind::Dense).into_iter().chain([2, 3, 4, 5, 6, 8].map(|bits| {
@@ -1081,7 +1082,7 @@ fn odd_offsets() {
         conform_products(&case, |device| {
             let mut rng = Rng::of(&case);
             let (inputs, outputs) = (kind.step().max(64), 20);
-            // One element into a flat tensor of the same dtype.
+            // A view from element 1 of a flat tensor of the same dtype.
             let shifted = |tensor: &Tensor| -> Result<Tensor> {
                 let bytes = crate::common::bytes_of(tensor)?;
                 let flat = [vec![0xFF; tensor.dtype().size()], bytes].concat();
@@ -1107,7 +1108,7 @@ fn odd_offsets() {
     }
 }
 
-/// An id that names no row of the table or no expert: an error where the host sees it, a row of zeros elsewhere.
+/// An id beyond the table's rows or the experts: an error if the host sees it, otherwise a row of zeros.
 #[test]
 fn ids_out_of_range() {
     for kind in [
@@ -1154,7 +1155,7 @@ fn ids_out_of_range() {
     }
 }
 
-/// What an expert's matrix gives is what that matrix alone gives.
+/// The result with an expert's matrix equals the result with that matrix alone.
 #[test]
 fn an_expert_is_a_matrix() {
     for device in crate::common::devices() {

@@ -14,5 +14,5 @@ mod rms_norm;
 mod sample;
 mod softcap;
 
-/// Rows and columns of element-wise operations: none, one, no multiple of a vector, more than a threadgroup.
+/// Rows and columns of element-wise operations: none, one, not a multiple of a vector, more than a threadgroup.
 const SIZES: [(usize, usize); 8] = [(0, 5), (1, 1), (1, 256), (3, 7), (5, 65), (2, 1023), (2, 1028), (33, 64)];

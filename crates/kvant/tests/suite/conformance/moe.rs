@@ -31,7 +31,7 @@ fn moe_route() {
                     ),
                     |device| {
                         let mut rng = Rng::new(experts as u64);
-                        // In the coarse dtypes there are equals, and then the lower id comes first.
+                        // In the coarse dtypes there are equal logits, for which the lower id comes first.
                         let logits = input(device, dtype, &rng.normals(tokens * experts), &[tokens, experts])?;
                         let scale = input(device, DType::F32, &rng.normals(experts), &[experts])?;
                         let ids = Out::new(device, DType::U32, &[tokens, top_k])?;
@@ -95,7 +95,7 @@ fn moe_route_by_scores() {
     }
 }
 
-/// A sum below its minimum counts as the minimum, and the epsilon is added: scores of 1e-9, 1e-12 and about 0.
+/// A sum below its minimum is replaced by the minimum, and the epsilon is added: scores of 1e-9, 1e-12 and about 0.
 #[test]
 fn moe_route_of_small_sums() {
     let logits = [-20.7, -27.6, -60.0, -200.0, -20.0, -90.0];
@@ -119,13 +119,13 @@ fn moe_route_of_small_sums() {
     }
 }
 
-/// Among equal corrected scores and equal groups the lower one comes first; NaN and groups with it come last.
+/// Among equal corrected scores and equal groups the lower one comes first; NaN, and groups with it, come last.
 #[test]
 fn moe_route_of_equal_scores_and_nan() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     let few = [0.0, 0.0, nan, nan, 1.0, -1.0, -1.0, 1.0, -inf, -inf, inf, nan];
     let many: Vec<f32> = (0..128).map(|e| if e % 5 == 0 { nan } else { (e % 7) as f32 }).collect();
-    // Groups of NaN alone.
+    // Groups of NaN only.
     let rows: Vec<f32> = (0..128).map(|e| if e < 64 { nan } else { (e % 3) as f32 }).collect();
     let cases = [(&few[..], 3, 6), (&few[..], 4, 6), (&many[..], 8, 8), (&many[..], 40, 4), (&rows[..], 9, 4)];
     for (logits, top_k, count) in cases {
@@ -152,12 +152,12 @@ fn moe_route_of_equal_scores_and_nan() {
     }
 }
 
-/// NaN is chosen last, and the lower id first among equals: 0 and -0 are equal.
+/// NaN is chosen last, and the lower id first among equals; 0 and -0 are equal.
 #[test]
 fn moe_route_of_equals_and_nan() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     let few = [-0.0, 0.0, nan, -inf, -1.0, -0.0, -inf, nan, 2.0, 2.0, 0.0];
-    // Equals in all lanes of a warp, and in several places of one lane.
+    // Equal logits in all lanes of a warp, and several in one lane.
     let many: Vec<f32> = (0..130).map(|e| if e % 3 == 0 { nan } else { (e % 7) as f32 }).collect();
     for (logits, top_k) in [(&few[..], 7), (&few[..], 9), (&many[..], 8), (&many[..], 32), (&many[..], 40)] {
         conform(format!("moe_route of equals and NaN among {}, top {top_k}", logits.len()), |device| {
@@ -211,7 +211,7 @@ fn check_combine(
     });
 }
 
-/// What is added may be what is written.
+/// The added tensor may be the output.
 #[test]
 fn moe_combine_in_place() {
     for dim in [64, 65] {

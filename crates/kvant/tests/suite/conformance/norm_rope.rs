@@ -18,7 +18,7 @@ enum Turn {
     Theta(f64),
     /// theta with frequency factors.
     Factors(f64),
-    /// Tables of so many rows.
+    /// Tables with this many rows.
     Tables(usize),
 }
 
@@ -98,7 +98,7 @@ fn table_rows(turn: Turn) -> usize {
     if let Turn::Tables(rows) = turn { rows } else { 1 }
 }
 
-/// Angles hold to 1e-5 rad at the farthest position, nearly exactly at small ones: each coordinate is off by that
+/// Angles are exact to 1e-5 rad at the farthest position, and nearly exact at small ones: a coordinate's error is that
 /// share of its pair's length.
 fn bound(out: DType, turn: Turn, positions: &[u32]) -> Bound {
     let mut bound = Bound::of(out);
@@ -156,7 +156,7 @@ fn dtypes() {
     }
 }
 
-/// Every layout at every usual head size, all pairs and part of them, and sizes that no vector width divides.
+/// Every layout at every usual head size, all pairs and some of them, and sizes that no vector width divides.
 #[test]
 fn layouts_and_sizes() {
     for layout in LAYOUTS {
@@ -224,7 +224,7 @@ fn rotated_results() {
     }
 }
 
-/// Where the input is tiny or zero, eps decides.
+/// If the input is tiny or zero, eps dominates.
 #[test]
 fn small_inputs() {
     let shape = [3, 1, 64];
@@ -232,7 +232,7 @@ fn small_inputs() {
         conform(format!("small inputs, eps {eps}"), |device| {
             let mut values = Rng::of("small").normals(192);
             values[..64].iter_mut().for_each(|x| *x *= 1e-4);
-            // With eps 0 a zero vector has no norm: 0/0 is NaN, in this row and no other.
+            // With eps 0, a zero vector has no norm: 0/0 is NaN, only in this row.
             values[64..128].fill(0.0);
             values[128..].iter_mut().for_each(|x| *x *= 1e-12);
             let x = input(device, DType::F32, &values, &shape)?;
@@ -248,7 +248,7 @@ fn small_inputs() {
     }
 }
 
-/// Heads whose squares are beyond f32, at either end, have a norm all the same; what is no number stays in its head.
+/// Heads whose squares overflow or underflow f32 still have a norm; NaN stays in its head.
 #[test]
 fn extreme_heads() {
     for (head_dim, weighted) in [(64, false), (256, false), (20, true)] {
@@ -277,7 +277,7 @@ fn extreme_heads() {
     }
 }
 
-/// Angles that turn many times in one position, or hardly, or the other way.
+/// Angles that turn many times per position, or hardly, or backwards.
 #[test]
 fn unusual_frequencies() {
     let factors = [0.5f32, 0.01, 3e-5, -3.0, 64.0, 1e6, 1e30, f32::INFINITY, 1.0, 7.7];
@@ -302,7 +302,7 @@ fn unusual_frequencies() {
     }
 }
 
-/// norm_rope_write, and what it leaves behind.
+/// A case of norm_rope_write, with its outputs and its layer.
 struct Fused {
     spec: LayerSpec,
     group: usize,
@@ -360,7 +360,7 @@ impl Fused {
         Ok((q_out, layer))
     }
 
-    /// Everything that is in the layer, as numbers.
+    /// The whole contents of the layer, as numbers.
     fn contents(&self, layer: &KvLayer) -> Result<Vec<Vec<f32>>> {
         let mut all = Vec::new();
         for side in [KvSide::K, KvSide::V] {
@@ -389,7 +389,7 @@ impl Fused {
                     Codec::Dense(dtype) => {
                         crate::common::assert_close(format!("{device}: {name}: plane {i}"), got, want, bound_of(dtype));
                     }
-                    // A coordinate between two centroids may take either.
+                    // A coordinate between two centroids may get either.
                     Codec::TurboQuant(_) => {
                         let error = nmse(got, want);
                         assert!(error < 2e-5, "{device}: {name}: plane {i}: {error:.3e} from the reference's");
@@ -407,7 +407,7 @@ fn fused_writes() {
     for k in CODECS {
         for v in CODECS {
             let of_power = rng.pick(&[64, 128, 256, 512]);
-            // Only dense vectors may have others.
+            // Only dense vectors may have other head sizes.
             let other = (!k.is_quantised() && !v.is_quantised()).then(|| rng.pick(&[80, 96, 112, 192]));
             for head_dim in [of_power].into_iter().chain(other) {
                 let pairs = rng.pick(&[head_dim / 2, head_dim / 8, 0]);
@@ -441,7 +441,7 @@ fn fused_writes() {
     }
 }
 
-/// The fused operation is its two parts.
+/// The fused operation equals its two parts.
 #[test]
 fn fused_equals_its_parts() {
     for device in devices() {
@@ -496,8 +496,7 @@ fn fused_equals_its_parts() {
     }
 }
 
-/// Where the device does not see positions, a token beyond the tables is left alone: its result, its slots, and the
-/// rest.
+/// If the device does not check positions, a token beyond the tables changes nothing: neither its result nor its slots.
 #[test]
 fn positions_beyond_the_tables_are_skipped() {
     for device in devices().iter().filter(|device| !crate::common::sees_indices(device)) {
@@ -505,7 +504,7 @@ fn positions_beyond_the_tables_are_skipped() {
         let (rows, pairs, dim) = (5, 4, 8);
         let tables = Tables::new(device, &mut rng, rows, pairs).unwrap();
         let x = input(device, DType::F32, &rng.normals(4 * dim), &[4, 1, dim]).unwrap();
-        // The first position that the tables lack, and one far beyond them.
+        // The first position beyond the tables, and one far beyond.
         let step = layers::step(device, 1, &[(0, 4), (0, 5), (0, 0), (0, 700)]).unwrap();
         let rope = tables.rope(Turn::Tables(rows), pairs, PairLayout::Halves);
         let layer = KvLayer::new(device, linear_spec(1, 701, dim, Codec::F32)).unwrap();

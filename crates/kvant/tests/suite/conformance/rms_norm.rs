@@ -57,8 +57,7 @@ fn rms_norm_in_place() {
     }
 }
 
-/// Rows whose squares f32 cannot hold, or only as zero: rows of a SIMD-group, of a block, and longer than its
-/// registers.
+/// Rows whose squares overflow or underflow f32: rows of a SIMD-group, of a block, and longer than a block's registers.
 #[test]
 fn rms_norm_of_extreme_rows() {
     let subnormal = if subnormals_are_zero() { &[][..] } else { &[(3e-38, 0.0), (1e-30, 1e-38)] };
@@ -69,7 +68,7 @@ fn rms_norm_of_extreme_rows() {
                 let values = Rng::new(dim as u64).normals(2 * dim);
                 let values: Vec<f32> = values.iter().map(|x| x.clamp(-1.0, 1.0) * size).collect();
                 let x = input(device, DType::F32, &values, &[2, dim])?;
-                // It does away with half of what it is added to.
+                // The residual cancels half of x.
                 let half: Vec<f32> = values.iter().map(|x| -0.5 * x).collect();
                 let residual = input(device, DType::F32, &half, &[2, dim])?;
                 let (sum, out) = (Out::new(device, DType::F32, &[2, dim])?, Out::new(device, DType::F32, &[2, dim])?);
@@ -104,7 +103,7 @@ fn rms_norm_of_an_extreme_residual_and_result() {
     }
 }
 
-/// A sum of no rows is zero, and longer rows than registers hold are sums, too.
+/// A sum of no rows is zero; rows longer than the registers are summed, too.
 #[test]
 fn rms_norm_of_sums() {
     for (rows, terms, dim) in [(2, 0, 70), (3, 8, 17_000), (2, 5, 1027), (1, 8, 2816)] {
@@ -124,7 +123,7 @@ fn rms_norm_of_sums() {
     }
 }
 
-/// The only large element of a row is its last: each thread looks at all of its elements for the largest.
+/// The only large element of a row is its last, so that each thread must search all its elements for the largest.
 #[test]
 fn rms_norm_of_one_extreme_element() {
     for dim in [1028, 17_000] {
@@ -141,9 +140,9 @@ fn rms_norm_of_one_extreme_element() {
     }
 }
 
-/// What is no number, or has no norm (eps 0), stays in its row.
+/// A row with NaN, or without a norm (eps 0), does not affect other rows.
 #[test]
-fn rms_norm_of_what_is_not_finite() {
+fn rms_norm_of_rows_that_are_not_finite() {
     for (dim, before) in [1usize, 3, 17, 65, 1028, 1027].into_iter().flat_map(|dim| [(dim, false), (dim, true)]) {
         conform(format!("rms_norm of {dim} that are not finite, a residual before: {before}"), |device| {
             let mut rows: Vec<Vec<f32>> = (0..9).map(|i| Rng::new(i).normals(dim)).collect();
@@ -172,14 +171,14 @@ enum Over {
     OutIsResidual,
     SumIsX,
     SumIsResidual,
-    /// The sum goes over the residual and the result over x.
+    /// The sum overwrites the residual, and the result overwrites x.
     Swapped,
 }
 
 #[derive(Debug)]
 struct Norm {
     size: (usize, usize),
-    /// Rows of x that make one.
+    /// Rows of x that are summed into one.
     terms: Option<usize>,
     add: Add,
     x: DType,
@@ -188,7 +187,7 @@ struct Norm {
     other: DType,
     sum: DType,
     scale: f32,
-    /// Of the norm, and of those of out.
+    /// The eps of the norm, and that of the norms of out.
     eps: [f32; 2],
     /// Norms of out.
     next: usize,
@@ -254,7 +253,7 @@ fn norm_case(case: &Norm) {
         run(device, |enc| ops::rms_norm(enc, &args))?;
         let mut outputs = vec![out.close("out")?];
         for (i, next) in next_outs.iter().enumerate() {
-            // An element of `out` on a tie may be rounded to the other side.
+            // An element of `out` at a tie may be rounded the other way.
             let bound = Bound::of(next.tensor.dtype());
             let bound = Bound { unit: bound.unit.max(Bound::of(case.out).unit), ..bound };
             outputs.push(next.close_within(&format!("next {i}"), bound.times(2.0))?);
@@ -268,7 +267,7 @@ fn norm_case(case: &Norm) {
     });
 }
 
-/// A next norm equals the norm of the stored `out` by a call of its own, except for the rounding of f32.
+/// A next norm equals a separate norm of the stored `out`, except for f32 rounding.
 fn separate(
     device: &Device,
     case: &Norm,

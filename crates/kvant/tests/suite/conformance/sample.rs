@@ -6,7 +6,7 @@ use kvant::{
     ops::{self, Argmax, MoeRoute, Sample, SampleRow},
 };
 
-/// Rows of logits with every corner: equals, infinities, NaN, nothing but NaN.
+/// Rows of logits with every corner case: equal logits, infinities, NaN, only NaN.
 fn logits(rng: &mut Rng, rows: usize, dim: usize) -> Vec<f32> {
     let mut values = rng.normals(rows * dim);
     for (r, row) in values.chunks_mut(dim).enumerate() {
@@ -32,7 +32,7 @@ fn logits(rng: &mut Rng, rows: usize, dim: usize) -> Vec<f32> {
 
 #[test]
 fn argmax() {
-    // The last two: threads compare many elements each, also where blocks share a row.
+    // In the last two, threads compare many elements each, also if blocks share a row.
     for dim in [1, 2, 7, 64, 65, 1000, 5003, 70_000, 200_003] {
         for dtype in FLOATS {
             conform(format!("argmax of {dim} {dtype}"), |device| {
@@ -45,9 +45,9 @@ fn argmax() {
     }
 }
 
-/// Infinities are numbers like others, NaN is none: a row of nothing else has no largest.
+/// Infinities are ordinary values, NaN is skipped: a row of NaN has no largest element.
 #[test]
-fn argmax_of_what_is_not_finite() {
+fn argmax_of_logits_that_are_not_finite() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     let rows =
         [1.0, inf, inf, 2.0, -inf, nan, -inf, nan, nan, nan, nan, nan, nan, -inf, 3.0, -inf, -nan, inf, nan, 0.0];
@@ -62,7 +62,7 @@ fn argmax_of_what_is_not_finite() {
     }
 }
 
-/// Rows of nothing but NaN, short ones and such as several blocks share, have no token whatever the cuts.
+/// Rows of NaN only, short ones and those that several blocks share, have no token, with any cuts.
 #[test]
 fn nan_is_never_drawn() {
     for device in devices() {
@@ -76,7 +76,7 @@ fn nan_is_never_drawn() {
     }
 }
 
-/// Zeros are equal whatever their signs, in all three orders.
+/// Zeros are equal with any signs, in all three orders.
 #[test]
 fn signed_zeros() {
     for dtype in FLOATS {
@@ -132,8 +132,7 @@ const DRAWS: [Draw; 8] = [
     Draw { temperature: 100.0, top_k: 1_000_000, top_p: 1e-6, min_p: 0.999 },
 ];
 
-/// The same tokens as the reference draws. Of two candidates that are equal up to rounding either may be drawn, so one
-/// row is allowed to differ.
+/// Draws equal the reference's. If two candidates are equal up to rounding, either may be drawn, so one row may differ.
 #[test]
 fn samples() {
     let all = (0..DRAWS.len()).flat_map(|case| [1, 5, 300, 4001].map(|vocab| (case, vocab)));
@@ -156,7 +155,7 @@ fn samples() {
     }
 }
 
-/// Draws with parameters of each row.
+/// Draws with parameters per row.
 fn draw_rows(device: &Device, logits: &Tensor, words: &[u32], counters: &[u32]) -> Result<Vec<u32>> {
     let rows = counters.len();
     let (counter, words) = (indices(device, counters, &[rows])?, indices(device, words, &[rows, SampleRow::WORDS])?);
@@ -166,7 +165,7 @@ fn draw_rows(device: &Device, logits: &Tensor, words: &[u32], counters: &[u32]) 
     out.tensor.to_vec::<u32>()
 }
 
-/// A row with parameters of its own draws as it does with the same parameters of all rows.
+/// A row with its own parameters draws as with the same parameters for all rows.
 #[test]
 fn rows_have_parameters_of_their_own() {
     for (vocab, rows) in [(1, 3), (2, 40), (300, 97), (4001, 50), (20_001, 9)] {
@@ -195,7 +194,7 @@ fn rows_have_parameters_of_their_own() {
     }
 }
 
-/// Whatever the words are, a row draws a token, or none from nothing but NaN.
+/// With any bits as parameters, a row draws a token, or none if all logits are NaN.
 #[test]
 fn words_of_any_bits_draw_tokens() {
     let (rows, vocab) = (64, 300);
@@ -215,7 +214,8 @@ fn words_of_any_bits_draw_tokens() {
     }
 }
 
-/// As many tokens as models have. In all draws one may be of two that are equal up to rounding.
+/// A vocabulary as large as those of models. In all draws, one may choose between two candidates that are equal up to
+/// rounding.
 #[test]
 fn samples_of_a_large_vocabulary() {
     let cases = DRAWS[1..].iter().enumerate().map(|(i, how)| (how, FLOATS[i % 3], 20_001, 5));
@@ -237,7 +237,8 @@ fn samples_of_a_large_vocabulary() {
     }
 }
 
-/// More tokens than probabilities of 44 bits can be added up for in 64. All are equal: the random bits decide.
+/// A vocabulary for which 44-bit probabilities would overflow a 64-bit sum. All logits are equal, so the random bits
+/// decide.
 #[test]
 fn samples_of_a_million_equals() {
     let vocab = 1 << 20;
@@ -251,8 +252,8 @@ fn samples_of_a_million_equals() {
     }
 }
 
-/// Logits that differ by rounding draw another token only where two candidates come as near. A draw that walks the
-/// candidates in their order would differ in most rows of so many that are nearly equal.
+/// Logits that differ by rounding draw another token only if two candidates are as close. A draw that scans the
+/// candidates in order would differ in most rows, because many candidates are nearly equal.
 #[test]
 fn draws_survive_rounding() {
     let (rows, vocab) = (97, 6000);
@@ -272,7 +273,7 @@ fn draws_survive_rounding() {
     }
 }
 
-/// A share that is reached exactly is enough. Of equals, the one with the smaller random bits is drawn.
+/// A share that is reached exactly suffices. Among equal candidates, the one with the smaller random bits is drawn.
 #[test]
 fn samples_on_the_border() {
     let all = Draw { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
@@ -284,7 +285,7 @@ fn samples_on_the_border() {
             let [one, two] = [1, 2].map(|id| Sample::noise(42, counter, id));
             let smaller = if one < two { 1 } else { 2 };
             for (how, want) in [(&all, smaller), (&half, 1), (&tiny, 1)] {
-                // Of two equal candidates each has half.
+                // Of two equal candidates, each has half.
                 let how = Draw { top_k: 2, ..*how };
                 let got = draw(device, &logits, &how, 42, &[counter]).unwrap();
                 assert_eq!(got, [want], "{device}: top_p {}, counter {counter}", how.top_p);

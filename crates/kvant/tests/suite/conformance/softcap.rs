@@ -30,7 +30,7 @@ fn softcap() {
     }
 }
 
-/// Tensors that begin at a multiple of four elements and whose last four are not complete.
+/// Tensors that begin at a multiple of four elements, with an incomplete last four.
 #[test]
 fn a_part_of_four_at_the_end() {
     for elements in [1usize, 3, 4, 1023, 1026] {

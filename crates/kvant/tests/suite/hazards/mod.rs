@@ -1,4 +1,4 @@
-//! The ways in which caches and attention kernels are known to go wrong, one test each, on every device.
+//! The known ways in which caches and attention kernels go wrong, one test each, on every device.
 
 mod numbers;
 mod order;
@@ -22,7 +22,7 @@ use kvant::{
     },
 };
 
-/// The plain attention of f32 queries over a layer.
+/// Plain attention of f32 queries over a layer.
 fn attend(layer: &KvLayer, q: &Tensor, step: &Step, window: Option<usize>) -> Result<Vec<f32>> {
     let out = Out::new(layer.device(), DType::F32, q.shape())?;
     run(layer.device(), |enc| ops::attend(enc, &plain(layer, q, step, window, &out.tensor)))?;

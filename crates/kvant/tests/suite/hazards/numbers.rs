@@ -1,9 +1,9 @@
-//! What is computed: the softcap, the norms of two blocks, the pairs and the angles of RoPE, the rotation of long heads
-//! and of outliers.
+//! Numerical results: the softcap, the norms of two blocks, the pairs and the angles of RoPE, the rotation of long
+//! heads and of outliers.
 
 use super::*;
 
-/// The softcap is not a parameter that nobody looks at: it changes the result, into what it should be.
+/// The softcap changes the result as specified.
 #[test]
 fn softcap_used() {
     let data = Source::random(&mut Rng::of("softcap"), 20, 1, 64);
@@ -40,7 +40,8 @@ fn softcap_used() {
 fn head_512_two_blocks() {
     let dim = 512;
     for (bits, optimum) in GAUSSIAN_MSE {
-        // One token per pair of coordinates that are not zero: the rotation mixes all 512 before it is cut into blocks.
+        // One token per pair of coordinates that are not zero: the rotation mixes all 512 before they are cut into
+        // blocks.
         let mut data = Source::random(&mut Rng::of("blocks"), 40, 1, dim);
         for t in 0..40 {
             if t >= 20 {
@@ -48,7 +49,7 @@ fn head_512_two_blocks() {
                 data.k[t * dim + (t * 37) % dim] = 3.0;
             }
         }
-        // Asymmetric energies where it matters, in the rotated domain.
+        // Different energies in the rotated domain, where blocks are.
         let reference = Device::reference();
         let skewed: Vec<f32> = {
             let mut y = Rng::of("skewed").normals(20 * dim);
@@ -73,7 +74,7 @@ fn head_512_two_blocks() {
             };
             let stored = rotated(true);
             for (t, row) in stored.chunks(dim).take(20).enumerate() {
-                // The quiet block is as well kept as the loud one.
+                // The weak block is as precise as the strong one.
                 let x = input(device, DType::F32, &data.k[t * dim..][..dim], &[1, dim]).unwrap();
                 let y = Out::new(device, DType::F32, &[1, dim]).unwrap();
                 run(device, |enc| ops::hadamard(enc, &Hadamard::new(&x, &y.tensor))).unwrap();
@@ -86,7 +87,7 @@ fn head_512_two_blocks() {
                     );
                 }
             }
-            // A one-hot vector becomes ±1/√512 everywhere, and comes back as that coordinate.
+            // A one-hot vector becomes ±1/√512 everywhere, and decodes to that coordinate.
             for (t, row) in rotated(false).chunks(dim).enumerate().skip(20) {
                 let at = (t * 37) % dim;
                 let error = nmse(row, &data.k[t * dim..][..dim]);
@@ -100,7 +101,7 @@ fn head_512_two_blocks() {
     }
 }
 
-/// Which coordinates turn together when only some do: exactly the pairs of the layout, for one token and for many.
+/// Partial rotation turns exactly the pairs of the layout, for one token and for many.
 #[test]
 fn partial_rotary_pairs() {
     let (dim, pairs, theta) = (64usize, 10usize, 10_000f64);
@@ -128,7 +129,7 @@ fn partial_rotary_pairs() {
                 }
                 let got = rope(device, &x, &[tokens, 1, dim], &positions, theta, pairs, layout);
                 assert_close(format!("{device}: {layout:?}, {tokens} tokens"), &got, &want, Bound::of(DType::F32));
-                // What does not turn is not touched at all.
+                // Coordinates outside of the pairs do not change at all.
                 let turned: Vec<usize> = (0..pairs).flat_map(|i| [pair(i).0, pair(i).1]).collect();
                 for (i, (x, y)) in x.iter().zip(&got).enumerate() {
                     assert!(
@@ -142,7 +143,7 @@ fn partial_rotary_pairs() {
     }
 }
 
-/// RoPE without a norm, f32, one head more or less.
+/// RoPE without a norm, in f32, with one head added or not.
 fn rope(
     device: &Device,
     x: &[f32],
@@ -163,7 +164,7 @@ fn rope(
     out.tensor.to_f32().unwrap()
 }
 
-/// Angles at far positions, read off as the direction of a turned unit vector.
+/// Angles at far positions, measured as the direction of a turned unit vector.
 #[test]
 fn rope_far_position() {
     let dim = 128;
@@ -184,7 +185,7 @@ fn rope_far_position() {
     }
 }
 
-/// Vectors with a kurtosis of 70: rotated first, they quantise as well as any.
+/// Vectors with a kurtosis of 70 quantise as well as others, because they are rotated first.
 #[test]
 fn outlier_vectors() {
     let (dim, tokens) = (128, 64);
@@ -207,7 +208,7 @@ fn outlier_vectors() {
     }
 }
 
-/// A Hadamard transform with more coordinates than a GPU has threads in a group.
+/// A Hadamard transform with more coordinates than a threadgroup has threads.
 #[test]
 fn large_head() {
     for dim in [2048, 4096] {
@@ -229,7 +230,7 @@ fn large_head() {
                 &values,
                 Bound::of(DType::F32),
             );
-            // The codec takes it, too.
+            // The codec supports it, too.
             let layer = KvLayer::new(device, linear_spec(1, 3, dim, Codec::tq(6))).unwrap();
             let data = Source { k: values.clone(), v: values.clone(), heads: 1, dim };
             layers::write_at(&layer, &data, 0).unwrap();

@@ -1,8 +1,8 @@
-//! The order of work: threads, parts of a context, tokens at once or one by one, the same bits every time.
+//! The order of work: threads, splits, tokens at once or one by one, equal bits in every run.
 
 use super::*;
 
-/// Thousands of groups of threads, a hundred runs: a missing barrier shows as a bit that changes.
+/// Thousands of threadgroups and a hundred runs: a missing barrier shows as a changed bit.
 #[test]
 fn reduction_race() {
     let (tokens, heads, dim) = (128, 24, 64);
@@ -18,8 +18,7 @@ fn reduction_race() {
         let outs = [0; 3].map(|_| Out::new(device, DType::F32, &shape).unwrap());
         let norm_out = outs[1].tensor.reshape(&[tokens * heads, dim]).unwrap();
         let mut first: Option<Vec<Vec<u8>>> = None;
-        // msl-host runs each launch in several orders, compares them itself, and watches for races. The CPU is many
-        // devices.
+        // msl-host runs each launch in several orders, compares them, and detects races. The CPU has many devices.
         let rounds = match device.kind() {
             _ if device.name().contains("msl-host") => 5,
             DeviceKind::Cpu => 25,
@@ -49,8 +48,7 @@ fn reduction_race() {
     }
 }
 
-/// Passes of several threads do not mix: not in memory that they share, nor in what a product of a library needs
-/// meanwhile.
+/// Passes of several threads do not interfere: neither in shared memory, nor in a library's workspace.
 #[test]
 fn passes_of_two_threads() {
     for device in devices() {
@@ -88,7 +86,7 @@ fn passes_of_two_threads() {
     }
 }
 
-/// A download that was started has what was committed before it, and nothing of what comes later.
+/// A started download has the data committed before it, and none committed later.
 #[test]
 fn downloads_in_the_order_of_work() {
     for device in devices() {
@@ -99,7 +97,7 @@ fn downloads_in_the_order_of_work() {
         for &value in &values {
             let from = Tensor::from_slice(device, &vec![value; len], &[len]).unwrap();
             run(device, |enc| ops::copy(enc, &from, &x)).unwrap();
-            // Parts, too, and some that nobody reads.
+            // Views as well, and downloads that nobody reads.
             downloads.push((value, x.rows(value as usize..len).unwrap().read_back().unwrap()));
             drop(x.read_back().unwrap());
         }
@@ -118,7 +116,7 @@ fn downloads_in_the_order_of_work() {
     }
 }
 
-/// A context in one part writes the output itself; nothing is left for a merge to do.
+/// With one split, attention writes the output directly, without a merge.
 #[test]
 fn one_split_writes_output() {
     for (k, v) in [(Codec::F32, Codec::F32), (Codec::tq(4), Codec::tq(4))] {
@@ -128,9 +126,9 @@ fn one_split_writes_output() {
     }
 }
 
-/// More parts than positions leave parts with nothing: they must not count, in whatever order they are merged.
+/// More splits than positions leave empty splits, which must not count, in any order of merging.
 #[test]
-fn empty_state_merge() {
+fn empty_splits_do_not_count() {
     for splits in [2, 5, 16, 33, 1000] {
         for sequences in [vec![(0, 1)], vec![(3, 1)], vec![(1, 3)], vec![(0, 1), (40, 1), (2, 0)]] {
             for (ring, window) in [(None, None), (Some(8), Some(3)), (None, Some(1))] {
@@ -152,7 +150,7 @@ fn empty_state_merge() {
             }
         }
     }
-    // A token that sees nothing at all gets zeros: the ring has lost everything up to it.
+    // A token that sees nothing gets zeros: the ring has overwritten all positions up to it.
     for device in devices() {
         let layer = KvLayer::new(device, ring_spec(1, 4, 64, Codec::F32)).unwrap();
         let data = Source::random(&mut Rng::of("nothing"), 10, 1, 64);
@@ -166,13 +164,13 @@ fn empty_state_merge() {
             out.bytes().unwrap();
             let out = out.tensor.to_f32().unwrap();
             assert!(out[..6 * 64].iter().all(|&x| x == 0.0), "{device}: a token that sees nothing gets zeros");
-            assert!(out[6 * 64..].chunks(64).all(|row| row.iter().any(|&x| x != 0.0)), "{device}: the others do not");
+            assert!(out[6 * 64..].chunks(64).all(|row| row.iter().any(|&x| x != 0.0)), "{device}: other tokens do not");
         }
     }
 }
 
-/// The algebra behind splits: over any cut, in any grouping, with empty parts anywhere, merged states are the state
-/// over everything.
+/// States merge as the algebra of splits requires: for any cut, grouping and empty parts, merged states equal the state
+/// over all keys.
 #[test]
 fn states_merge() {
     use kvant::reference::{QueryVector, State, attend};
@@ -232,7 +230,7 @@ fn prefill_equals_decodes() {
         for window in [None, Some(16)] {
             for device in devices() {
                 let all = |chunk: usize| -> Vec<f32> {
-                    // A ring with room for a whole chunk beside the window.
+                    // A ring with room for the window and a whole chunk.
                     let ring = window.map_or(total, |w| w + chunk);
                     let spec = linear_spec(kv_heads, ring, dim, codec).ring(window.is_some());
                     let layer = KvLayer::new(device, spec).unwrap();
@@ -252,7 +250,7 @@ fn prefill_equals_decodes() {
     }
 }
 
-/// A few drafted tokens verified at once, on a ring that has wrapped, equal the same tokens one by one.
+/// A few draft tokens verified at once, on a wrapped ring, equal the same tokens one by one.
 #[test]
 fn verify_equals_sequential() {
     let (heads, kv_heads, dim, window) = (8, 1, 64, 12);
@@ -279,7 +277,7 @@ fn verify_equals_sequential() {
     }
 }
 
-/// The same input gives the same bits, three times.
+/// Equal inputs give equal bits, three times.
 #[test]
 fn determinism() {
     let attention = |k, v, sequences| Case { k, v, kv_heads: 2, group: 3, sequences, ..Case::default() };
@@ -303,7 +301,7 @@ fn determinism() {
     }
 }
 
-/// What the codec writes does not depend on the device's threads, and a layer's bytes mean the same everywhere.
+/// The codec's output does not depend on the device's threads, and a layer's bytes have one meaning on all devices.
 #[test]
 fn bytes_mean_the_same_everywhere() {
     let data = Source::random(&mut Rng::of("bytes"), 20, 2, 128);
@@ -318,8 +316,8 @@ fn bytes_mean_the_same_everywhere() {
     }
 }
 
-/// Nothing runs before the commit, on any device, and what is not an operation does not wait for it: a program that
-/// forgets to commit in between goes wrong on the CPU, where it is written, as it does on a GPU.
+/// Operations run at the commit, on every device, and transfers do not wait for it. A program that forgets to commit in
+/// between therefore fails on the CPU as on a GPU.
 #[test]
 fn nothing_runs_before_the_commit() {
     for device in devices() {
@@ -353,7 +351,7 @@ fn nothing_runs_before_the_commit() {
         let (one, two) = (ones(device), ones(device));
         two.write(&all(2.0)).unwrap();
 
-        // A fork that gets a page of its own, and an export, have what was committed.
+        // A fork that gets its own page, and an export, have the committed data.
         let mut a = pool.sequence();
         let step = pool.step(&mut [(&mut a, 1)]).unwrap();
         let mut enc = device.encoder().unwrap();
@@ -366,7 +364,7 @@ fn nothing_runs_before_the_commit() {
         let got = [read(&a), read(&fork)[..1].to_vec(), read(&imported)].concat();
         assert_eq!(got, [1.0, 0.0, 0.0], "{device}: written, forked, exported");
 
-        // A step that is rewritten is another step for all that was recorded with it.
+        // A rewritten step affects all operations recorded with it.
         let mut b = pool.sequence();
         let step = pool.reserve_step(StepSize::decode(1, 16)).unwrap();
         pool.step_into(&mut [(&mut b, 1)], &step).unwrap();
@@ -379,9 +377,10 @@ fn nothing_runs_before_the_commit() {
     }
 }
 
-/// What an index buffer holds is judged when the operation runs: earlier ones have run then, and may have written it.
+/// The contents of an index buffer are checked when the operation runs: earlier operations have then run, and may have
+/// written it.
 #[test]
-fn indices_are_those_of_the_moment() {
+fn indices_are_checked_when_the_operation_runs() {
     for device in devices() {
         let spec = linear_spec(1, 2, 64, Codec::F32);
         let (layer, token) = (KvLayer::new(device, spec).unwrap(), ones(device));
@@ -393,18 +392,18 @@ fn indices_are_those_of_the_moment() {
         let (good, bad, last) = (step(0), step(9), step(1));
         let mut enc = device.encoder().unwrap();
         for step in [&good, &bad, &last] {
-            write(&mut enc, step).unwrap_or_else(|e| panic!("{device}: judged before it runs: {e}"));
+            write(&mut enc, step).unwrap_or_else(|e| panic!("{device}: checked before it runs: {e}"));
         }
         let ran = enc.commit().and_then(|submission| submission.wait());
         let keys = layers::read(&layer, KvSide::K, 0, 0..2).unwrap();
         if sees_indices(device) {
             assert!(matches!(ran, Err(Error::OutOfRange { .. })), "{device}: {ran:?}");
-            assert_eq!([keys[0], keys[64]], [1.0, 0.0], "{device}: the one before, and none after");
+            assert_eq!([keys[0], keys[64]], [1.0, 0.0], "{device}: the earlier operation, and no later one");
         } else {
             ran.unwrap();
-            assert_eq!([keys[0], keys[64]], [1.0, 1.0], "{device}: the others");
+            assert_eq!([keys[0], keys[64]], [1.0, 1.0], "{device}: all operations");
         }
-        // The same step, bad when it is recorded and good when it runs.
+        // A step that is invalid when it is recorded and valid when it runs.
         let mut enc = device.encoder().unwrap();
         write(&mut enc, &bad).unwrap();
         bad.positions().write(&[1u32]).unwrap();

@@ -1,8 +1,8 @@
-//! Where things lie: beyond 4 GiB, with strides of the capacity, at offsets that are no multiple of much.
+//! Memory addresses: beyond 4 GiB, with strides of the capacity, at unaligned offsets.
 
 use super::*;
 
-/// Slots whose bytes lie beyond 4 GiB. The memory is zeroed lazily where the host's is used, and few pages are touched.
+/// Slots at byte offsets beyond 4 GiB. The memory is zeroed lazily on the host, and few pages are touched.
 #[test]
 fn slot_offset_beyond_4gib() {
     let dim = 512;
@@ -46,8 +46,8 @@ fn slot_offset_beyond_4gib() {
     }
 }
 
-/// The last positions that there are, on rings: what counts keys must not wrap. A token beyond the length, at the very
-/// last position, is refused, or reads what it likes of the layer and comes to an end.
+/// The last possible positions, on rings: counters of keys must not wrap. A token beyond the length, at the very last
+/// position, is an error, or reads arbitrary slots of the layer and terminates.
 #[test]
 fn positions_near_the_end() {
     let (kv_heads, heads, capacity) = (2, 4, 200);
@@ -65,7 +65,7 @@ fn positions_near_the_end() {
         let data = Source::random(&mut Rng::of("the end"), written, kv_heads, dim);
         let queries = Rng::of("q").normals(3 * heads * dim);
         for device in devices() {
-            // The same slots, long before.
+            // Equal slots at much earlier positions.
             let end = u32::MAX as usize;
             let layers = [end, end % capacity + 2 * capacity].map(|end| {
                 let layer = KvLayer::new(device, ring_spec(kv_heads, capacity, dim, codec)).unwrap();
@@ -94,7 +94,7 @@ fn positions_near_the_end() {
                         result(layer, &range_step(device, 1, end - tokens..*end).unwrap(), window).unwrap()
                     });
                     let what = format!("{device}: {codec}, {tokens} tokens, window {window:?}");
-                    // Tiles begin at other slots, and integers have the unit of a tile.
+                    // Tiles begin at other slots, and integers are relative to a tile's unit.
                     assert_close(what, &far, &near, Bound::of(dtype).over(device, codec, 1.0));
                 }
             }
@@ -107,7 +107,7 @@ fn positions_near_the_end() {
     }
 }
 
-/// A capacity far beyond the length, several heads and sequences: strides come from the capacity.
+/// A capacity far beyond the length, several heads and sequences: strides follow from the capacity.
 #[test]
 fn capacity_stride() {
     for codec in CODECS {
@@ -132,7 +132,7 @@ fn capacity_stride() {
 }
 
 /// Every tensor as a view at an offset: all helpers of these tests make such views (`crate::common::input`). Here the
-/// same tensors also serve a captured graph, and views of one allocation serve as different arguments.
+/// tensors also serve a captured graph, and views of one allocation serve as different arguments.
 #[test]
 fn view_offset() {
     let (tokens, heads, kv_heads, dim) = (4, 4, 2, 64);
@@ -170,7 +170,7 @@ fn view_offset() {
                 assert_close(format!("{device}: token {t}, head {h}"), got, &want, Bound::of(DType::F32));
             }
         }
-        // Nothing outside the output changed.
+        // Memory outside the output must not change.
         let after = all.to_f32().unwrap();
         let outside = (0..41 * dim).chain((41 + tokens * heads) * dim..100 * dim);
         assert!(outside.into_iter().all(|i| before[i] == after[i]), "{device}: wrote outside the output's view");
@@ -183,7 +183,7 @@ fn view_offset() {
     }
 }
 
-/// Offsets that are a multiple of the element size and of nothing more.
+/// Offsets that are aligned only to an element.
 #[test]
 fn unaligned_tensor_offset() {
     let (tokens, heads, kv_heads, dim) = (3, 4, 2, 64);
@@ -223,7 +223,7 @@ fn unaligned_tensor_offset() {
             }
         }
     }
-    // Dense caches of an engine's own, at such an offset.
+    // An engine's own dense caches at this offset.
     for device in devices() {
         let spec = linear_spec(2, 5, 64, Codec::F16);
         let memory = Tensor::zeros(device, DType::F16, &[2 * 640 + 3]).unwrap();

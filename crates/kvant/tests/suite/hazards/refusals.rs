@@ -1,9 +1,9 @@
-//! What is refused, with nothing written.
+//! Invalid calls return an error and write nothing.
 
 use super::*;
 use crate::common::with;
 
-/// What `attempt` returns must be an error that `expected` knows, and nothing may have been written.
+/// Checks that `attempt` returns an error that `expected` accepts, and writes nothing.
 fn refused<T>(
     what: &str,
     device: &Device,
@@ -20,7 +20,7 @@ fn refused<T>(
     assert!(before == after, "{device}: {what}: something was written");
 }
 
-/// One valid set of arguments for a write, an attention and a norm, to be spoilt one at a time.
+/// Valid arguments for a write, an attention call and a norm, to be invalidated one at a time.
 struct Valid {
     layer: KvLayer,
     step: Step,
@@ -145,7 +145,7 @@ fn undersized_tensor() {
         let k = Tensor::zeros(device, DType::F32, &[1, 2, 3, 64]).unwrap();
         let made = KvLayer::from_dense(linear_spec(2, 4, 64, Codec::F32), &k, &k);
         assert!(matches!(made, Err(Error::Shape { .. })), "{device}: a layer over too small a tensor");
-        // And the arguments were right but for that.
+        // Without the change, the arguments are valid.
         run(device, |e| ops::kv_write(e, &v.write())).unwrap();
         run(device, |e| ops::attend(e, &v.attend())).unwrap();
         run(device, |e| ops::norm_rope(e, &v.norm())).unwrap();
@@ -187,7 +187,8 @@ fn wrong_dtype() {
     }
 }
 
-/// Beyond the layer or the length: an error where the host sees the numbers, a skipped token elsewhere; never a write.
+/// Indices beyond the layer or the length: an error if the host sees the numbers, otherwise a skipped token; never a
+/// write.
 #[test]
 fn position_out_of_range() {
     for device in devices() {
@@ -212,7 +213,7 @@ fn position_out_of_range() {
                 refused(&format!("attend: {what}"), device, &w, |e| ops::attend(e, &attend), range);
                 continue;
             }
-            // The good tokens are written; no other slot changes, and nothing faults.
+            // The valid tokens are written; no other slot changes, and nothing faults.
             let before = planes(&v.layer).unwrap();
             for result in [run(device, |e| ops::kv_write(e, &write)), run(device, |e| ops::attend(e, &attend))] {
                 result.unwrap_or_else(|e| panic!("{device}: {what}: {e}"));
@@ -226,7 +227,7 @@ fn position_out_of_range() {
                 }
             }
         }
-        // Rotary tables end somewhere.
+        // Positions beyond the rotary tables.
         let tables = Tensor::zeros(device, DType::F32, &[2, 32]).unwrap();
         let rope = Rope::new(Angles::Tables { cos: &tables, sin: &tables }, 32);
         let args = v.norm().rope(Some(rope));
@@ -239,14 +240,14 @@ fn position_out_of_range() {
     }
 }
 
-/// A device that has no memory left says how much was asked for, and keeps what it has: on CUDA, where memory is the
-/// device's own; elsewhere it is the host's, and a test had better not ask for all of that.
+/// A device without memory returns an error with the requested size, and keeps its existing data. Only on CUDA, which
+/// has its own memory; elsewhere a test must not exhaust the host's.
 #[test]
 fn out_of_memory() {
     for device in devices().iter().filter(|device| device.kind() == DeviceKind::Cuda) {
         let kept = Tensor::from_slice(device, &[1u32, 2, 3], &[3]).unwrap();
         let mut all = Vec::new();
-        // The last piece is one that no device has.
+        // The last allocation exceeds every device's memory.
         for bytes in std::iter::repeat_n(32usize << 30, 16).chain([1 << 50]) {
             match Tensor::zeros(device, DType::U8, &[bytes]) {
                 Ok(tensor) => all.push(tensor),

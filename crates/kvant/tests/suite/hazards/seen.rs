@@ -1,8 +1,9 @@
-//! What a query sees: nothing behind the end, a ring in the order of its positions, a window to its edge.
+//! Visibility: a query sees nothing beyond the end, a ring in the order of its positions, and a window up to its edge.
 
 use super::*;
 
-/// NaN beyond the length, in a capacity that is no multiple of any tile: `Case::layer` fills the cache with NaN first.
+/// NaN beyond the length, in a capacity that is not a multiple of any tile: `Case::layer` fills the cache with NaN
+/// first.
 #[test]
 fn tail_nan() {
     for (k, v) in [
@@ -27,7 +28,7 @@ fn tail_nan() {
     }
 }
 
-/// The same when the rest of the cache holds huge numbers, which an additive mask would let through.
+/// Huge numbers in the rest of the cache, which an additive mask would let through.
 #[test]
 fn tail_garbage() {
     for codec in [Codec::F32, Codec::F16, Codec::tq(8)] {
@@ -61,7 +62,7 @@ fn ring_wrap() {
             }
         }
     }
-    // Written one by one, and compared with what the last tokens alone give.
+    // Written one by one, and compared with a cache of the last tokens only.
     for device in devices() {
         let (capacity, total) = (7, 40);
         let layer = KvLayer::new(device, ring_spec(1, capacity, 64, Codec::F32)).unwrap();
@@ -78,7 +79,7 @@ fn ring_wrap() {
     }
 }
 
-/// A batch longer than the ring writes each slot once: the last tokens win, in every run.
+/// A batch longer than the ring writes each slot once, with the latest token, in every run.
 #[test]
 fn ring_batch_longer_than_cap() {
     for codec in CODECS {
@@ -109,8 +110,8 @@ fn ring_batch_longer_than_cap() {
     }
 }
 
-/// Four tokens up to position 13 of a ring of 8: each token sees by logical position, though the slots have wrapped and
-/// the later tokens of the batch have already overwritten older ones.
+/// Four tokens up to position 13 of a ring of 8: each token sees logical positions, although the slots have wrapped and
+/// later tokens of the batch have already overwritten older ones.
 #[test]
 fn multi_token_on_wrapped_ring() {
     let data = Source::random(&mut Rng::of("wrapped"), 14, 1, 64);
@@ -138,15 +139,14 @@ fn multi_token_on_wrapped_ring() {
     }
 }
 
-/// Once a token is written over the oldest one, the oldest is the next slot: it is seen, and what was overwritten is
-/// not.
+/// After a token overwrites the oldest one, the next slot is the oldest: it is seen, and the overwritten token is not.
 #[test]
 fn oldest_slot_after_write() {
     let dim = 64;
     for device in devices() {
         let layer = KvLayer::new(device, ring_spec(1, 8, dim, Codec::F32)).unwrap();
         for position in 0..20usize {
-            // Value p everywhere; keys of zero give every visible position the same weight.
+            // Value p everywhere; keys of zero give every visible position an equal weight.
             let token = Source { k: vec![0.0; dim], v: vec![position as f32; dim], heads: 1, dim };
             layers::write_at(&layer, &token, position).unwrap();
             let q = input(device, DType::F32, &vec![1.0; dim], &[1, 1, dim]).unwrap();
@@ -161,7 +161,7 @@ fn oldest_slot_after_write() {
     }
 }
 
-/// A position just outside the window has no weight, however large its score; the one at its edge has.
+/// A position just outside the window has no weight, however large its score; a position at its edge has.
 #[test]
 fn window_excludes_older() {
     let dim = 64;
@@ -173,7 +173,8 @@ fn window_excludes_older() {
                     let layer = KvLayer::new(device, spec).unwrap();
                     let edge = len - window;
                     let mut data = Source { k: vec![0.0; len * dim], v: vec![0.0; len * dim], heads: 1, dim };
-                    // The last position outside shouts and says 100, the first one inside shouts and says 1.
+                    // The last position outside has a large score and the value 100, the first one inside a large score
+                    // and the value 1.
                     for (position, says) in [(edge - 1, 100.0), (edge, 1.0)] {
                         data.k[position * dim..][..dim].fill(4.0);
                         data.v[position * dim..][..dim].fill(says);

@@ -30,7 +30,7 @@ fn every_codec_and_head_size() {
     }
 }
 
-/// So many that blocks of CUDA take one token and KV head each, two of them at once on a multiprocessor.
+/// Enough sequences that each block of CUDA processes one token and KV head; two blocks fit on a multiprocessor.
 #[test]
 fn many_sequences() {
     let sequences: Vec<(usize, usize)> = (0..34).map(|i| ([0, 1, 15, 16, 17, 63, 64, 100, 130][i % 9], 1)).collect();
@@ -40,7 +40,7 @@ fn many_sequences() {
     }
 }
 
-/// Those that are no power of two, over dense caches.
+/// Head sizes that are not powers of two, over dense caches.
 #[test]
 fn other_head_sizes() {
     for (i, head_dim) in [80, 96, 112, 192].into_iter().enumerate() {
@@ -53,7 +53,7 @@ fn other_head_sizes() {
     }
 }
 
-/// More query heads of a KV head than a kernel of decode takes at once.
+/// More query heads of a KV head than a decode kernel processes at once.
 #[test]
 fn large_groups() {
     for (i, codec) in CODECS.into_iter().enumerate() {
@@ -74,7 +74,7 @@ fn windows_pass_pages() {
     }
 }
 
-/// Decode and prompts as CUDA's fast kernels take them: queries, cache and output in 16 bits.
+/// Decode and prompts that CUDA's fast kernels accept: queries, cache and output in 16 bits.
 #[test]
 fn sixteen_bits() {
     let mut cases = Vec::new();
@@ -83,7 +83,7 @@ fn sixteen_bits() {
         let case = Case { head_dim, dtype, ..CASE };
         for page_tokens in [16, 64] {
             for sequences in [vec![(500, 1), (100, 1)], vec![(1100, 1)], vec![(60, 90)]] {
-                // The long ones are for the kernels, which head size and page do not select together.
+                // The long sequences test the kernels, which do not depend on every pair of head size and page size.
                 if sequences.len() == 1 && (head_dim > 128) != (page_tokens == 64) {
                     continue;
                 }
@@ -96,7 +96,7 @@ fn sixteen_bits() {
     one_in(3, |case| case.head_dim.to_string(), cases).iter().for_each(Case::check);
 }
 
-/// Prompts over quantised pages, which CUDA decodes before: of several sequences, behind decode rows, in windows.
+/// Prompts over quantised pages, which CUDA decodes first: of several sequences, after decode rows, with windows.
 #[test]
 fn quantised_prompts() {
     let (tq, centred, bf16) = (Codec::tq, Codec::tq_centred, Codec::BF16);
@@ -110,7 +110,7 @@ fn quantised_prompts() {
         (centred(8), tq(3)),
         (tq(6), centred(2)),
     ];
-    // Others have no kernel of their own for these.
+    // Other devices have no special kernel for these.
     let has_cuda = devices().iter().any(|device| device.kind() == DeviceKind::Cuda);
     for (i, (k, v)) in pairs.into_iter().enumerate() {
         for (j, head_dim) in [64, 128, 256, 512].into_iter().enumerate() {
@@ -155,8 +155,8 @@ fn the_reference_computes_the_same_over_pages_and_over_slots() {
     }
 }
 
-/// So many keys that a task of the CPU has several KV heads, which take turns: all of them, or eight and three. Over
-/// slots each head is a task of its own, with the same tiles in the same order.
+/// Enough keys that a CPU task has several KV heads in turn: all of them, or eight and three. Over slots, each head is
+/// a separate task, with equal tiles in equal order.
 #[test]
 fn the_cpu_computes_the_same_over_long_contexts_in_pages_and_in_slots() {
     let tq = Codec::tq;

@@ -22,7 +22,7 @@ pub struct Case {
     pub page_tokens: usize,
     pub window: Option<usize>,
     pub q_rotated: bool,
-    /// How the bias of keys turns, if they have one: ten times longer than the keys without it.
+    /// The rotary embedding of the key bias, if keys have one: the bias is ten times longer than the keys without it.
     pub rope: Option<(PairLayout, usize)>,
     pub sequences: Vec<(usize, usize)>,
 }
@@ -41,17 +41,17 @@ pub const CASE: Case = Case {
     sequences: Vec::new(),
 };
 
-/// A pool whose sequences hold what a case says, and the step of the new tokens.
+/// A pool whose sequences hold the case's tokens, and the step of the new tokens.
 pub struct Filled {
     pub pool: KvPool,
     pub step: Step,
     pub sequences: Vec<Sequence>,
-    /// Of the new tokens, in the order of the step.
+    /// The source tokens of the new tokens, in the order of the step.
     pub new: Vec<usize>,
 }
 
 impl Filled {
-    /// All of the pool's memory: the first plane of the first layer begins where it does.
+    /// The whole memory of the pool: the first plane of the first layer begins at its start.
     fn memory(&self) -> Result<Tensor> {
         let layer = self.pool.layer(0)?;
         let (_, low) = layer.k().tensors().next().expect("every codec has a plane");
@@ -71,7 +71,7 @@ impl Case {
         Source::random(&mut Rng::of(format!("{self:?}")), all, self.kv_heads, self.head_dim)
     }
 
-    /// The bias of keys, and the pool's layers have it, but the first.
+    /// The key biases of the pool's layers, except the first one.
     fn biases(&self, device: &Device, longest: usize) -> Result<Vec<Option<KeyBias>>> {
         let Some((layout, pairs)) = self.rope else { return Ok(Vec::new()) };
         let factors: Vec<f32> = (0..pairs).map(|i| 1.0 + i as f32 / 7.0).collect();
@@ -84,26 +84,26 @@ impl Case {
         Ok(vec![None, Some(KeyBias::new(&bias, &turns)?)])
     }
 
-    /// Sequences whose past the device has written. Pages are taken in turns, so that those of a sequence do not follow
-    /// one another. Memory that nobody has written holds NaN.
+    /// Sequences whose past was written on the device. Sequences take pages in turns, so that the pages of a sequence
+    /// are not contiguous. Unwritten memory holds NaN.
     pub fn filled(&self, device: &Device, source: &Source) -> Result<Filled> {
         self.filled_by(device, |layer, step, tokens| layers::write(layer, &source.gather(tokens), DType::F32, step))
     }
 
-    /// The same with the memory of another device, whose pool took the same pages.
+    /// As [`Case::filled`], with the memory of another device, whose pool took the same pages.
     fn copied(&self, device: &Device, memory: &[u8]) -> Result<Filled> {
         let filled = self.filled_by(device, |_, _, _| Ok(()))?;
         filled.memory()?.write_bytes(memory)?;
         Ok(filled)
     }
 
-    /// `write` stores tokens of the source, by number, as a step says.
+    /// `write` stores the source tokens with the given numbers, according to a step.
     fn filled_by(&self, device: &Device, write: impl Fn(&KvLayer, &Step, &[usize]) -> Result<()>) -> Result<Filled> {
-        // Another layer of the same group, so that the tested one does not begin where the page does.
+        // Another layer of the same group, so that the tested one does not begin at the start of the page.
         let other = if self.head_dim.is_power_of_two() { Codec::tq(5) } else { Codec::F16 };
         let before = self.layer().k(Codec::BF16).v(other);
         let held = |&(past, new): &(usize, usize)| (past + new).next_multiple_of(self.page_tokens);
-        // And a page that nobody takes. Not more: msl-host compares all memory that a launch may write.
+        // One page stays free. No more, because msl-host compares all memory that a launch may write.
         let tokens = self.sequences.iter().map(held).sum::<usize>() + self.page_tokens;
         let spec = PoolSpec::new(vec![before, self.layer()], 0).page_tokens(self.page_tokens);
         let spec = spec.room_for(1, tokens, tokens)?;
@@ -151,7 +151,7 @@ impl Case {
         self.attend_in(layer, step, None)
     }
 
-    /// With the context cut into so many parts, if that is said.
+    /// Runs attention, with the context cut into `splits` parts if given.
     pub fn attend_in(&self, layer: &KvLayer, step: &Step, splits: Option<usize>) -> Result<Out> {
         let shape = [step.tokens(), self.kv_heads * self.group, self.head_dim];
         let device = layer.device();
@@ -168,38 +168,38 @@ impl Case {
 
     pub fn bound(&self, device: &Device) -> Bound {
         let codec = if self.k.is_quantised() { self.k } else { self.v };
-        // Keys are written without the bias that is subtracted from them: what is stored is as long as the bias.
+        // Keys are stored minus the bias, which makes the stored vectors as long as the bias.
         let spread = if self.rope.is_some() { 10.0 } else { 1.0 };
         let mut bound = Bound::of(self.dtype).over(device, codec, spread);
         if self.rope.is_some() {
-            // Scores get a second product, of larger factors.
+            // Scores get a second product with larger factors.
             bound.arithmetic *= 4.0;
             if device.kind() == kvant::DeviceKind::Cuda && self.dtype != DType::F32 {
-                // Prompts read keys of bf16 that have the bias again.
+                // Prompts read bf16 keys to which the bias has been added.
                 bound.arithmetic += 1.0 / 512.0;
             }
         }
         if self.k.is_centred() || self.v.is_centred() {
-            // A mean adds to each sum.
+            // A mean adds a term to each sum.
             bound.arithmetic *= 1.5;
         }
         if self.dtype != DType::F32 && device.kind() == kvant::DeviceKind::Cuda && codec.is_quantised() {
             bound.arithmetic += 1.0 / 2048.0;
         }
         if self.q_rotated {
-            // The rotated queries are rounded once more, on each device by itself.
+            // Each device rounds the rotated queries once more.
             bound.arithmetic += Bound::of(self.dtype).unit;
         }
         bound.of_prompt(device, self.dtype, [self.k, self.v], 1.0)
     }
 
-    /// Every device agrees with the reference over the same bytes: the reference writes the past, the device what is
-    /// new.
+    /// Checks that every device agrees with the reference over equal bytes: the reference writes the past, the device
+    /// the new tokens.
     pub fn check(&self) {
         self.check_with(|_| Ok(()));
     }
 
-    /// The same after `change` has changed the step.
+    /// As [`Case::check`], after `change` has changed the step.
     pub fn check_with(&self, change: impl Fn(&Step) -> Result<()>) {
         let devices = devices();
         if devices.is_empty() {
@@ -215,7 +215,7 @@ impl Case {
         let attended = |filled: &Filled, bound: Bound| -> Result<Output> {
             self.attend(filled.pool.layer(1)?, &filled.step)?.close_within("out", bound)
         };
-        // Devices that stored the same bytes share the reference's result.
+        // Devices that stored equal bytes share the reference's result.
         let mut last: Option<(Vec<u8>, Output)> = None;
         let mut wrong = Vec::new();
         change(&reference.step).unwrap_or_else(|error| panic!("{self:?} on the reference: {error}"));

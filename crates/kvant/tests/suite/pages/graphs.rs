@@ -12,10 +12,10 @@ const LONGEST: usize = 70;
 const WINDOW: usize = 20;
 /// Query heads.
 const HEADS: usize = 2;
-/// The most tokens that a sequence gets in a step.
-const MOST: usize = 5;
+/// Maximum tokens of a sequence in a step.
+const MAX_NEW: usize = 5;
 
-/// A sequence, and its key and value of each position.
+/// A sequence, and its keys and values by position.
 struct Live {
     sequence: Sequence,
     rows: Vec<[Vec<f32>; 2]>,
@@ -24,15 +24,15 @@ struct Live {
 fn naive(q: &[f32], rows: &[[Vec<f32>; 2]]) -> Vec<f32> {
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>();
     let scores: Vec<f64> = rows.iter().map(|[k, _]| dot(q, k) * (DIM as f64).powf(-0.5)).collect();
-    let most = scores.iter().copied().fold(f64::MIN, f64::max);
-    let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+    let max = scores.iter().copied().fold(f64::MIN, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
     let total: f64 = weights.iter().sum();
     let value = |i: usize| rows.iter().zip(&weights).map(|([_, v], w)| w * f64::from(v[i])).sum::<f64>() / total;
     (0..DIM).map(|i| value(i) as f32).collect()
 }
 
 /// Replays of a graph for 32 rows, while one to 32 sequences join, leave and run out of pages. Sequences get one token,
-/// or a row for each of a few tokens, of which some are rolled back. Rows without a sequence are zeros.
+/// or a few tokens with a row each; some of these tokens are rolled back. Rows without a sequence are zeros.
 fn serve(device: &Device, steps: usize) -> Result<()> {
     let full = CacheLayer::new(1, DIM, Codec::F32);
     let layers = vec![full, full.window(Some(WINDOW))];
@@ -54,7 +54,7 @@ fn serve(device: &Device, steps: usize) -> Result<()> {
     let (mut live, mut refused): (Vec<Live>, usize) = (Vec::new(), 0);
     let mut met = [false; ROWS + 1];
     for number in 0..steps {
-        live.retain(|of| of.rows.len() + MOST <= LONGEST && rng.below(90) > 0);
+        live.retain(|of| of.rows.len() + MAX_NEW <= LONGEST && rng.below(90) > 0);
         let joins = if rng.below(12) == 0 { rng.below(ROWS) } else { rng.below(2) };
         for _ in 0..joins.min(ROWS - live.len()).max(usize::from(live.is_empty())) {
             live.push(Live { sequence: pool.sequence(), rows: Vec::new() });
@@ -62,7 +62,7 @@ fn serve(device: &Device, steps: usize) -> Result<()> {
         let mut counts = vec![1; live.len()];
         while number % 3 == 0 && counts.iter().sum::<usize>() < ROWS && rng.below(10) > 0 {
             let count = &mut counts[rng.below(live.len())];
-            *count = (*count + 1).min(MOST);
+            *count = (*count + 1).min(MAX_NEW);
         }
         loop {
             let growing = live.iter_mut().map(|of| &mut of.sequence).zip(counts.iter().copied());
@@ -140,7 +140,7 @@ fn a_graph_serves_sequences_that_join_and_leave() -> Result<()> {
     Ok(())
 }
 
-/// Tokens that do not fit.
+/// Batches that exceed the step.
 #[test]
 fn rows_for_tokens_are_limited() -> Result<()> {
     for codec in [Codec::tq(4), Codec::tq_centred(4)] {
@@ -160,7 +160,7 @@ fn rows_for_tokens_are_limited() -> Result<()> {
         });
         assert_eq!(step.sequence().to_vec::<u32>()?, [0, 1, 2, 3, 4]);
     }
-    // Pages are sealed before the pass: not those that the pass writes.
+    // Pages are sealed before the pass, so pages that the pass itself fills are not.
     for (codec, fits) in [(Codec::tq(4), true), (Codec::tq_centred(4), false)] {
         let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(vec![CacheLayer::new(1, 64, codec)], 1 << 20))?;
         let (mut sequence, step) = (pool.sequence(), pool.reserve_step(StepSize::decode(65, 100))?);

@@ -15,7 +15,7 @@ use kvant::{
 };
 use proptest::prelude::*;
 
-/// What a random history does next. Indices choose among what is there.
+/// The next action of a random history. Indices choose among the existing sequences.
 #[derive(Clone, Debug)]
 enum Action {
     Begin { prompt: u32, tokens: usize },
@@ -47,11 +47,11 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
     prop::collection::vec(action, 1..40)
 }
 
-/// A sequence and what it should hold.
-struct Told {
+/// A sequence and its expected contents.
+struct Tracked {
     sequence: Sequence,
     tokens: Vec<u32>,
-    /// The length before the latest step: what was appended since can be removed.
+    /// The length before the latest step: later tokens can always be removed.
     certain: usize,
 }
 
@@ -68,10 +68,10 @@ struct History<'a> {
     cache: PrefixCache,
     codec: Codec,
     rows: &'a Rows,
-    told: Vec<Told>,
+    tracked: Vec<Tracked>,
 }
 
-/// What a token sees of it that sees it exactly, or everywhere if the layer seals no pages.
+/// The vector that a token sees exactly, or always if the layer does not seal pages.
 fn stored(codec: Codec, x: Vec<f32>) -> Vec<f64> {
     let wide = || x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
     match codec {
@@ -81,7 +81,7 @@ fn stored(codec: Codec, x: Vec<f32>) -> Vec<f64> {
     }
 }
 
-/// The vectors of a page as they are sealed.
+/// The vectors of a page after sealing.
 fn sealed(tq: TurboQuant, page: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let mean = PageMean::of(DIM, page.iter().map(Vec::as_slice)).unwrap();
     let of = |x: &Vec<f64>| codec::decode_around(tq, &mean, &codec::encode_around(tq, &mean, x).unwrap()).unwrap();
@@ -95,36 +95,36 @@ impl History<'_> {
         let spec = PoolSpec::new(vec![sliding, full, sliding], bytes).page_tokens(PAGE).host_bytes(bytes / 4);
         let pool = KvPool::new(device, &spec).unwrap();
         let cache = PrefixCache::new(&pool, b"history");
-        History { cache, pool, codec, rows, told: Vec::new() }
+        History { cache, pool, codec, rows, tracked: Vec::new() }
     }
 
     /// Appends to the sequences, writes their keys and values, and compares attention with the naive one.
     fn append(&mut self, counts: &[(usize, usize)], rng: &mut Rng) -> bool {
-        let before: Vec<usize> = self.told.iter().map(|told| told.sequence.len()).collect();
+        let before: Vec<usize> = self.tracked.iter().map(|tracked| tracked.sequence.len()).collect();
         let used = self.pool.usage().used;
         let mut batch: Vec<(&mut Sequence, usize)> = Vec::new();
         let mut order = Vec::new();
-        for (index, told) in self.told.iter_mut().enumerate() {
+        for (index, tracked) in self.tracked.iter_mut().enumerate() {
             if let Some(&(_, count)) = counts.iter().find(|(which, _)| *which == index) {
                 order.push((index, count));
-                batch.push((&mut told.sequence, count));
+                batch.push((&mut tracked.sequence, count));
             }
         }
         let step = match self.pool.step(&mut batch) {
             Ok(step) => step,
             Err(Error::OutOfPages { missing }) => {
                 assert!(missing > 0);
-                let after: Vec<usize> = self.told.iter().map(|told| told.sequence.len()).collect();
+                let after: Vec<usize> = self.tracked.iter().map(|tracked| tracked.sequence.len()).collect();
                 assert_eq!((after, self.pool.usage().used), (before, used), "a refused step changes nothing");
                 return false;
             }
             Err(error) => panic!("{error}"),
         };
         for &(index, count) in &order {
-            let told = &mut self.told[index];
-            told.certain = told.tokens.len();
-            let at = told.tokens.len();
-            told.tokens.extend((at..at + count).map(|_| rng.below(1 << 20) as u32));
+            let tracked = &mut self.tracked[index];
+            tracked.certain = tracked.tokens.len();
+            let at = tracked.tokens.len();
+            tracked.tokens.extend((at..at + count).map(|_| rng.below(1 << 20) as u32));
         }
         self.write_and_compare(&order, &step, rng);
         true
@@ -140,7 +140,7 @@ impl History<'_> {
         for layer in 0..3 {
             let side = |side: u32| -> Vec<f32> {
                 let of = |&(index, count): &(usize, usize)| {
-                    let all = &self.told[index].tokens;
+                    let all = &self.tracked[index].tokens;
                     (all.len() - count..all.len()).flat_map(move |at| vector(side, layer, &all[..=at]))
                 };
                 order.iter().flat_map(of).collect()
@@ -152,7 +152,7 @@ impl History<'_> {
             run(device, |enc: &mut Encoder| ops::attend(enc, &Attend::new(&q_tensor, kv_layer, step, &out))).unwrap();
             let mut want = Vec::new();
             for &(index, count) in order {
-                let all = &self.told[index].tokens;
+                let all = &self.tracked[index].tokens;
                 for position in all.len() - count..all.len() {
                     let first = if layer == 1 { 0 } else { (position + 1).saturating_sub(WINDOW) };
                     let at = want.len();
@@ -160,7 +160,7 @@ impl History<'_> {
                 }
             }
             let bound = Bound::of(DType::F32).over(device, self.codec, 1.0);
-            // The codec's own encoder works in f64: a coordinate next to a threshold differs.
+            // The codec's own encoder computes in f64, so a coordinate at a threshold may differ.
             let loose =
                 Bound { arithmetic: bound.arithmetic + if self.codec.is_quantised() { 0.02 } else { 0.0 }, ..bound };
             assert_close(format!("layer {layer} on {device}"), &out.to_f32().unwrap(), &want, loose);
@@ -175,7 +175,7 @@ impl History<'_> {
         let own = (seen.end - 1) / PAGE;
         let is_sealed = |at: usize| self.codec.is_centred() && at / PAGE > 0 && at / PAGE + 1 < own;
         let key = |at: usize| match is_sealed(at) {
-            // What is sealed depends on the whole page.
+            // A sealed vector depends on the whole page.
             true => (layer, tokens[..(at / PAGE + 1) * PAGE].to_vec(), Some(at)),
             false => (layer, tokens[..=at].to_vec(), None),
         };
@@ -205,8 +205,8 @@ impl History<'_> {
                 .iter()
                 .map(|[k, _]| scale * q.iter().zip(k).map(|(&q, k)| f64::from(q) * k).sum::<f64>())
                 .collect();
-            let most = scores.iter().copied().fold(f64::MIN, f64::max);
-            let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+            let max = scores.iter().copied().fold(f64::MIN, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
             let total: f64 = weights.iter().sum();
             let value = |i: usize| rows.iter().zip(&weights).map(|([_, v], w)| w * v[i]).sum::<f64>() / total;
             out.extend((0..DIM).map(|i| value(i) as f32));
@@ -216,7 +216,7 @@ impl History<'_> {
 
     fn act(&mut self, action: &Action, rng: &mut Rng) {
         let pick = |which: u16, n: usize| usize::from(which) % n.max(1);
-        let n = self.told.len();
+        let n = self.tracked.len();
         match *action {
             Action::Begin { prompt, tokens } | Action::Find { prompt, tokens } => {
                 let all: Vec<u32> = (0..tokens).map(|at| prompt_token(prompt, at)).collect();
@@ -226,15 +226,15 @@ impl History<'_> {
                 };
                 let found = sequence.len();
                 assert!(found < tokens && found % 16 == 0);
-                self.told.push(Told { sequence, tokens: all[..found].to_vec(), certain: found });
+                self.tracked.push(Tracked { sequence, tokens: all[..found].to_vec(), certain: found });
                 // The rest of the prompt, whose tokens are not random.
-                let Told { sequence, .. } = &mut self.told[n];
+                let Tracked { sequence, .. } = &mut self.tracked[n];
                 match self.pool.step(&mut [(sequence, tokens - found)]) {
                     Ok(step) => {
-                        self.told[n].tokens = all;
+                        self.tracked[n].tokens = all;
                         self.write_and_compare(&[(n, tokens - found)], &step, rng);
                     }
-                    Err(Error::OutOfPages { .. }) => drop(self.told.pop()),
+                    Err(Error::OutOfPages { .. }) => drop(self.tracked.pop()),
                     Err(error) => panic!("{error}"),
                 }
             }
@@ -246,16 +246,16 @@ impl History<'_> {
                 counts.sort_unstable();
                 counts.dedup_by_key(|(which, _)| *which);
                 if !self.append(&counts, rng) {
-                    self.told.remove(counts[0].0);
+                    self.tracked.remove(counts[0].0);
                 }
             }
             Action::Fork(which) => {
-                let Told { sequence, tokens, .. } = &self.told[pick(which, n)];
+                let Tracked { sequence, tokens, .. } = &self.tracked[pick(which, n)];
                 let (sequence, tokens) = (sequence.fork(), tokens.clone());
-                self.told.push(Told { certain: tokens.len(), sequence, tokens });
+                self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens });
             }
             Action::Truncate(which, len) => {
-                let Told { sequence, tokens, certain } = &mut self.told[pick(which, n)];
+                let Tracked { sequence, tokens, certain } = &mut self.tracked[pick(which, n)];
                 let len = pick(len, tokens.len() + 1);
                 match sequence.truncate(len) {
                     Ok(()) => tokens.truncate(len),
@@ -266,25 +266,25 @@ impl History<'_> {
                 }
                 *certain = (*certain).min(tokens.len());
             }
-            Action::End(which) => drop(self.told.remove(pick(which, n))),
+            Action::End(which) => drop(self.tracked.remove(pick(which, n))),
             Action::Keep(which) => {
-                let Told { sequence, tokens, .. } = &self.told[pick(which, n)];
+                let Tracked { sequence, tokens, .. } = &self.tracked[pick(which, n)];
                 self.cache.keep(sequence, tokens).unwrap();
             }
             Action::Move(which) => {
-                let Told { sequence, tokens, .. } = &self.told[pick(which, n)];
+                let Tracked { sequence, tokens, .. } = &self.tracked[pick(which, n)];
                 let bytes = sequence.export().unwrap();
                 match self.pool.import(&bytes) {
                     Ok(sequence) => {
                         assert_eq!(sequence.len(), tokens.len());
                         let tokens = tokens.clone();
-                        self.told.push(Told { certain: tokens.len(), sequence, tokens });
+                        self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens });
                     }
                     Err(Error::OutOfPages { .. }) => {}
                     Err(error) => panic!("{error}"),
                 }
             }
-            Action::Hold(which, tokens) => self.told[pick(which, n)].sequence.hold(tokens),
+            Action::Hold(which, tokens) => self.tracked[pick(which, n)].sequence.hold(tokens),
         }
     }
 }
@@ -304,7 +304,7 @@ proptest! {
         let slab = 2 * 2 * (PAGE * widest.bytes_per_vector(DIM).next_multiple_of(16) + 512);
         let rows = Rows::default();
         for device in devices() {
-            // msl-host is no fast machine.
+            // msl-host is slow.
             if device.kind() == kvant::DeviceKind::Metal && seed % 5 != 0 {
                 continue;
             }
@@ -313,8 +313,8 @@ proptest! {
             for action in &actions {
                 history.act(action, &mut rng);
             }
-            let History { pool, cache, told, .. } = history;
-            drop(told);
+            let History { pool, cache, tracked, .. } = history;
+            drop(tracked);
             cache.clear();
             prop_assert_eq!(pool.usage().used, 0, "every page is free after the last handle");
         }

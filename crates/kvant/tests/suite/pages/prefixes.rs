@@ -1,10 +1,10 @@
-//! Prefixes that a pool keeps: what is found, what is evicted, and that the bits are the same.
+//! Prefixes that a pool keeps: finding, eviction, and equal bits.
 
 use super::tokens::{DIM, WINDOW, feed, prompt_token, two_layers};
 use crate::common::{devices, layers::CODECS};
 use kvant::{CacheLayer, Codec, Device, Error, KvPool, PoolSpec, PrefixCache, Sequence};
 
-/// A prompt whose beginning is found gives the same bits as one that is computed whole, in the same pieces: at every
+/// A prompt whose beginning is found gives the same bits as one that is computed whole, in the same pieces: for every
 /// length modulo the page, over full and sliding layers, in a pool that has just enough pages.
 #[test]
 fn a_found_prefix_gives_the_same_bits() {
@@ -43,19 +43,19 @@ fn a_found_prefix_gives_the_same_bits() {
     }
 }
 
-/// A prefix ends where all windows have their positions, and nowhere else.
+/// A prefix ends only where all windows have their positions.
 #[test]
 fn prefixes_need_their_windows() {
     let pool = KvPool::new(&Device::cpu(), &PoolSpec::new(two_layers(), 1 << 20).page_tokens(16)).unwrap();
     let cache = PrefixCache::new(&pool, b"windows");
     let tokens: Vec<u32> = (0..70).collect();
     let mut sequence = pool.sequence();
-    // The full layer has all pages; the sliding one those before the ends of what was kept.
+    // The full layer has all pages; the sliding layer the last pages of each kept prefix.
     for end in [33, 70] {
         feed(&pool, &mut sequence, &tokens[..end]);
         cache.keep(&sequence, &tokens[..end]).unwrap();
     }
-    // Windows of 21: what was kept of the two ends also serves 48.
+    // Windows of 21: the pages kept for the two ends also serve length 48.
     for (asked, found) in [(70, 64), (64, 64), (63, 48), (50, 48), (47, 32), (32, 32), (31, 16), (15, 0)] {
         assert_eq!(cache.find(&tokens[..asked]).unwrap().len(), found, "{asked} tokens");
     }
@@ -65,7 +65,7 @@ fn prefixes_need_their_windows() {
     assert!(PrefixCache::new(&pool, b"another model").find(&tokens).unwrap().is_empty());
 }
 
-/// Eviction takes prefixes that nobody uses, the least recently used first, and nothing else.
+/// Eviction removes only prefixes that nobody uses, the least recently used first.
 #[test]
 fn prefixes_in_use_stay() {
     let spec = PoolSpec::new(two_layers(), 0).page_tokens(16).room_for(3, 48, 48).unwrap();
@@ -77,7 +77,7 @@ fn prefixes_in_use_stay() {
         feed(&pool, &mut sequence, &tokens[..32]);
         cache.keep(&sequence, &tokens[..32]).unwrap();
     }
-    // The first is in use, the second is older than the third.
+    // The first one is in use, the second one is older than the third.
     let mut held = cache.find(&prompts[0][..32]).unwrap();
     assert_eq!(cache.find(&prompts[2][..32]).unwrap().len(), 32);
     let mut others: Vec<Sequence> = Vec::new();
@@ -96,13 +96,13 @@ fn prefixes_in_use_stay() {
     cache.clear();
     let mut again = pool.sequence();
     feed(&pool, &mut again, &prompts[0][..32]);
-    assert!(feed(&pool, &mut again, &prompts[0]) == got, "what is in use has not changed");
+    assert!(feed(&pool, &mut again, &prompts[0]) == got, "pages in use have not changed");
 }
 
-/// A sequence whose prefixes are kept as it grows gets as long as one whose prefixes are not: kept pages that its
-/// windows have passed give way, although it uses other pages of the same positions.
+/// A sequence whose prefixes are kept while it grows gets as long as one whose prefixes are not: kept pages that its
+/// windows have passed are evicted, although it uses other pages of the same positions.
 #[test]
-fn kept_pages_that_windows_have_passed_give_way() {
+fn kept_pages_that_windows_have_passed_are_evicted() {
     let tokens: Vec<u32> = (0..160).map(|at| prompt_token(0, at)).collect();
     for host in [0, 1 << 20] {
         let spec = PoolSpec::new(two_layers(), 0).page_tokens(16).room_for(1, 160, 16).unwrap().host_bytes(host);
@@ -129,7 +129,7 @@ fn kept_pages_that_windows_have_passed_give_way() {
     }
 }
 
-/// Evicted prefixes wait in host memory, and come back as they were.
+/// Evicted prefixes move to host memory, and come back unchanged.
 #[test]
 fn prefixes_come_back_from_host_memory() {
     for device in devices() {

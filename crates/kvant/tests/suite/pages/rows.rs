@@ -1,4 +1,4 @@
-//! Rows on pages: `kv_write`, `norm_rope_write` and `kv_read` find the same ones, and skip what is no token.
+//! Rows on pages: `kv_write`, `norm_rope_write` and `kv_read` agree on their places, and skip inactive rows.
 
 use super::case::{CASE, Case, Filled};
 use crate::common::{
@@ -11,10 +11,10 @@ use kvant::{
     ops::{self, Attend, KvRead, KvSide, NormRopeWrite},
 };
 
-/// What was written is read back, and positions that have no page are zeros.
+/// Written vectors are read back, and positions without a page read as zero.
 #[test]
-fn reads_what_was_written() {
-    // The widest heads: a thread has several parts of a row.
+fn written_vectors_are_read_back() {
+    // The widest heads, for which a thread processes several parts of a row.
     let cases =
         CODECS.into_iter().map(|codec| (codec, 64)).chain([(Codec::F32, 4096), (Codec::F16, 80), (Codec::BF16, 112)]);
     for (codec, head_dim) in cases {
@@ -34,7 +34,7 @@ fn reads_what_was_written() {
                         [heads, tokens, head_dim]
                     };
                     let out = Out::new(device, DType::F32, &shape)?;
-                    // Zeros must be written, too.
+                    // Zeros must be written explicitly.
                     out.tensor.write(&vec![f32::NAN; out.tensor.elements()])?;
                     let (sequence, keep_rotated, step) = (0, false, Some(&step));
                     let read = KvRead::new(layer, side, &out.tensor)
@@ -52,10 +52,10 @@ fn reads_what_was_written() {
     }
 }
 
-/// The fused operation finds the same rows: without norms and a rotation it stores what `kv_write` would.
+/// The fused operation uses the same places: without norms and rotation, it stores what `kv_write` would.
 #[test]
 fn norm_rope_write_stores_on_pages() {
-    // The widest heads: a thread has several parts of a row.
+    // The widest heads, for which a thread processes several parts of a row.
     let cases =
         CODECS.into_iter().map(|codec| (codec, 64)).chain([(Codec::F32, 4096), (Codec::F16, 80), (Codec::BF16, 112)]);
     for (codec, head_dim) in cases {
@@ -89,7 +89,7 @@ fn norm_rope_write_stores_on_pages() {
     }
 }
 
-/// Rows of a step that are no tokens: nothing is stored, and attention gives zeros.
+/// Inactive rows of a step store nothing, and attention gives zeros for them.
 #[test]
 fn inactive_rows_do_nothing() {
     for codec in [Codec::F16, Codec::tq(4)] {

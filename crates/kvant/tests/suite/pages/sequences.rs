@@ -7,7 +7,7 @@ use kvant::{
     ops::{self, Attend, KvWrite},
 };
 
-/// The last page of a fork is its own as soon as one of the two writes to it.
+/// A fork gets its own last page as soon as one of the two writes to it.
 #[test]
 fn forks_do_not_see_each_other() {
     for device in devices() {
@@ -51,7 +51,7 @@ fn truncation_ends_where_positions_are_gone() {
     }
 }
 
-/// What comes back from bytes is what was exported; anything else is refused, and takes no page.
+/// Exported bytes import unchanged; anything else is rejected, and takes no page.
 #[test]
 fn exports_come_back_or_are_refused() {
     for device in devices() {
@@ -90,7 +90,7 @@ fn exports_come_back_or_are_refused() {
     }
 }
 
-/// A graph recorded for 32 rows serves any 1 to 32 sequences that join and leave.
+/// A graph recorded for 32 rows serves 1 to 32 sequences that join and leave.
 #[test]
 fn a_graph_serves_sequences_that_join_and_leave() {
     for device in devices() {
@@ -113,7 +113,7 @@ fn a_graph_serves_sequences_that_join_and_leave() {
         });
         let graph = graph.unwrap();
         let mut rng = Rng::of("join and leave");
-        // Keys and values of each sequence: all tokens, one after the other.
+        // Keys and values of each sequence, for all tokens in order.
         let mut live: Vec<(Sequence, Vec<f32>, Vec<f32>)> = Vec::new();
         for _ in 0..steps {
             while live.len() > 1 && rng.below(4) == 0 {
@@ -160,10 +160,10 @@ fn widen(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
 
-/// Changes a sequence, and returns it unless it is gone.
+/// Changes a sequence, and returns it unless it has ended.
 type Change = fn(&KvPool, Sequence) -> Option<Sequence>;
 
-/// Changes of a sequence after which its steps are out of date.
+/// Changes of a sequence that make its steps out of date.
 const CHANGES: [(&str, Change); 4] = [
     ("dropped", |_, sequence| {
         drop(sequence);
@@ -183,7 +183,7 @@ const CHANGES: [(&str, Change); 4] = [
     }),
 ];
 
-/// The error of operations whose step is out of date.
+/// Whether the result is the error of operations whose step is out of date.
 fn is_out_of_date(result: &kvant::Result<kvant::Submission>, op: &str) -> bool {
     matches!(result, Err(Error::Value { op: found, arg: "step", .. }) if *found == op)
 }
@@ -215,7 +215,7 @@ fn recorded_operations_are_refused_after_their_sequence_changed() {
     }
 }
 
-/// A graph runs again when its step has been rewritten.
+/// A graph runs again after its step has been rewritten.
 #[test]
 fn replays_are_refused_after_their_sequence_changed() {
     for device in devices() {

@@ -13,24 +13,24 @@ use proptest::prelude::*;
 const DIM: usize = 64;
 const PAGE: usize = 16;
 
-/// Indices choose among what is there.
+/// Actions of a history. Indices choose among the existing objects.
 #[derive(Clone, Debug)]
 enum Action {
     Begin,
     Fork(u16),
     Truncate(u16, u16),
     End(u16),
-    /// A step of its own, in an encoder.
+    /// A new step, recorded in an encoder.
     Record {
         which: u16,
         tokens: usize,
     },
-    /// One of two reserved steps is rewritten, for one or two sequences.
+    /// Rewrites one of two reserved steps, for one or two sequences.
     Rewrite {
         reserved: u16,
         which: [u16; 2],
     },
-    /// Records the reserved step, or its first token alone, in an encoder or a graph.
+    /// Records the reserved step, or only its first token, in an encoder or a graph.
     RecordReserved {
         reserved: u16,
         is_part: bool,
@@ -54,14 +54,14 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
     prop::collection::vec(action, 1..40)
 }
 
-/// A sequence, and the value of each position that is known.
-struct Told {
+/// A sequence, and the known values of its positions.
+struct Tracked {
     id: usize,
     sequence: Sequence,
     values: Vec<Option<f32>>,
 }
 
-/// The tokens of a step: sequence, how often it had changed, and position.
+/// The tokens of a step: sequence, its number of changes at that time, and position.
 type Tokens = Vec<(usize, u64, usize)>;
 
 enum Work {
@@ -69,25 +69,25 @@ enum Work {
     Replay(Graph),
 }
 
-/// Operations that have been recorded, and the value of each of their rows.
+/// Recorded operations, and the value of each of their rows.
 struct Recorded {
     work: Work,
     values: Vec<f32>,
     of: Of,
 }
 
-/// Which tokens recorded operations write.
+/// The tokens that recorded operations write.
 enum Of {
     Own(Tokens),
     Reserved(usize),
-    /// The first token of a reserved step that had been rewritten so often, and the other tokens of that step.
+    /// The first token of a reserved step after a number of rewrites, and the other tokens of that step.
     Part(usize, u64, Tokens),
 }
 
 struct History {
     pool: KvPool,
-    told: Vec<Told>,
-    /// How often each sequence has changed; those that have ended are not here.
+    tracked: Vec<Tracked>,
+    /// The number of changes of each sequence; ended sequences are absent.
     changes: HashMap<usize, u64>,
     reserved: Vec<(Step, u64, Tokens)>,
     recorded: Vec<Recorded>,
@@ -105,22 +105,23 @@ impl History {
         let pool = KvPool::new(device, &spec).unwrap();
         let reserve = || (pool.reserve_step(StepSize::decode(2, 400)).unwrap(), 0, Vec::new());
         let reserved = vec![reserve(), reserve()];
-        let (told, recorded, changes) = (Vec::new(), Vec::new(), HashMap::new());
-        History { pool, told, changes, reserved, recorded, next_id: 0, next_value: 1.0 }
+        let (tracked, recorded, changes) = (Vec::new(), Vec::new(), HashMap::new());
+        History { pool, tracked, changes, reserved, recorded, next_id: 0, next_value: 1.0 }
     }
 
     fn begin(&mut self, sequence: Sequence, values: Vec<Option<f32>>) {
         self.changes.insert(self.next_id, 0);
-        self.told.push(Told { id: self.next_id, sequence, values });
+        self.tracked.push(Tracked { id: self.next_id, sequence, values });
         self.next_id += 1;
     }
 
-    /// Takes positions for a batch, into a step. Without room nothing happens.
+    /// Takes positions for a batch, into a step. Does nothing without room.
     fn extend(&mut self, batch: &[(usize, usize)], into: Option<usize>) -> Option<(Step, Tokens)> {
-        let mut all: Vec<Option<&mut Told>> = self.told.iter_mut().map(Some).collect();
-        let mut told: Vec<(&mut Told, usize)> =
+        let mut all: Vec<Option<&mut Tracked>> = self.tracked.iter_mut().map(Some).collect();
+        let mut tracked: Vec<(&mut Tracked, usize)> =
             batch.iter().map(|&(index, count)| (all[index].take().unwrap(), count)).collect();
-        let mut sequences: Vec<_> = told.iter_mut().map(|(told, count)| (&mut told.sequence, *count)).collect();
+        let mut sequences: Vec<_> =
+            tracked.iter_mut().map(|(tracked, count)| (&mut tracked.sequence, *count)).collect();
         let step = match into {
             Some(reserved) => {
                 let step = self.reserved[reserved].0.clone();
@@ -133,11 +134,11 @@ impl History {
             step => step.unwrap(),
         };
         let mut tokens = Vec::new();
-        for (told, count) in told {
-            let changes = self.changes.get_mut(&told.id).unwrap();
+        for (tracked, count) in tracked {
+            let changes = self.changes.get_mut(&tracked.id).unwrap();
             *changes += 1;
-            tokens.extend((told.values.len()..told.values.len() + count).map(|at| (told.id, *changes, at)));
-            told.values.resize(told.values.len() + count, None);
+            tokens.extend((tracked.values.len()..tracked.values.len() + count).map(|at| (tracked.id, *changes, at)));
+            tracked.values.resize(tracked.values.len() + count, None);
         }
         Some((step, tokens))
     }
@@ -159,7 +160,7 @@ impl History {
         };
         match work {
             Ok(work) => self.recorded.push(Recorded { work, values, of }),
-            // Recording checks, too.
+            // Recording checks the step, too.
             Err(error) => assert!(!self.is_fresh(&of), "{error}"),
         }
     }
@@ -171,7 +172,7 @@ impl History {
         }
     }
 
-    /// Whether the sequences are as they were when the step was written.
+    /// Whether the sequences are unchanged since the step was written.
     fn is_fresh(&self, of: &Of) -> bool {
         let is_rewritten = matches!(of, Of::Part(reserved, rewrites, _) if self.reserved[*reserved].1 != *rewrites);
         !is_rewritten && self.tokens(of).iter().all(|(id, changes, _)| self.changes.get(id) == Some(changes))
@@ -189,8 +190,8 @@ impl History {
                 done.unwrap();
                 assert!(is_fresh, "operations ran whose sequences had changed");
                 for ((id, _, position), &value) in self.tokens(&of).clone().into_iter().zip(&values) {
-                    let told = self.told.iter_mut().find(|told| told.id == id).unwrap();
-                    told.values[position] = Some(value);
+                    let tracked = self.tracked.iter_mut().find(|tracked| tracked.id == id).unwrap();
+                    tracked.values[position] = Some(value);
                 }
             }
             Err(Error::Value { arg: "step", .. }) => assert!(!is_fresh, "nothing had changed"),
@@ -202,17 +203,17 @@ impl History {
         self.compare();
     }
 
-    /// Every known position has its value.
+    /// Checks that every known position has its value.
     fn compare(&mut self) {
         let device = self.pool.device().clone();
-        for told in self.told.iter_mut().filter(|told| !told.values.is_empty()) {
-            let count = told.values.len();
-            let step = self.pool.step(&mut [(&mut told.sequence, 0)]).unwrap();
+        for tracked in self.tracked.iter_mut().filter(|tracked| !tracked.values.is_empty()) {
+            let count = tracked.values.len();
+            let step = self.pool.step(&mut [(&mut tracked.sequence, 0)]).unwrap();
             for side in [KvSide::K, KvSide::V] {
                 let out = Tensor::zeros(&device, DType::F32, &[count, 1, DIM]).unwrap();
                 let read = KvRead::new(self.pool.layer(0).unwrap(), side, &out).step(Some(&step));
                 run(&device, |enc| ops::kv_read(enc, &read)).unwrap();
-                for (position, (row, value)) in out.to_f32().unwrap().chunks(DIM).zip(&told.values).enumerate() {
+                for (position, (row, value)) in out.to_f32().unwrap().chunks(DIM).zip(&tracked.values).enumerate() {
                     let holds = value.is_none_or(|value| row.iter().all(|&x| x == value));
                     assert!(holds, "{device}: position {position} has {}, not {value:?}", row[0]);
                 }
@@ -224,33 +225,33 @@ impl History {
         match *action {
             Action::Begin => self.begin(self.pool.sequence(), Vec::new()),
             Action::Fork(which) => {
-                let Some(at) = pick(&self.told, which) else { return };
-                let (sequence, values) = (self.told[at].sequence.fork(), self.told[at].values.clone());
+                let Some(at) = pick(&self.tracked, which) else { return };
+                let (sequence, values) = (self.tracked[at].sequence.fork(), self.tracked[at].values.clone());
                 self.begin(sequence, values);
             }
             Action::Truncate(which, len) => {
-                let Some(at) = pick(&self.told, which) else { return };
-                let told = &mut self.told[at];
-                let len = usize::from(len) % (told.values.len() + 1);
-                if len != told.values.len() {
-                    *self.changes.get_mut(&told.id).unwrap() += 1;
+                let Some(at) = pick(&self.tracked, which) else { return };
+                let tracked = &mut self.tracked[at];
+                let len = usize::from(len) % (tracked.values.len() + 1);
+                if len != tracked.values.len() {
+                    *self.changes.get_mut(&tracked.id).unwrap() += 1;
                 }
-                told.sequence.truncate(len).unwrap();
-                told.values.truncate(len);
+                tracked.sequence.truncate(len).unwrap();
+                tracked.values.truncate(len);
             }
             Action::End(which) => {
-                let Some(at) = pick(&self.told, which) else { return };
-                let told = self.told.swap_remove(at);
-                self.changes.remove(&told.id);
+                let Some(at) = pick(&self.tracked, which) else { return };
+                let tracked = self.tracked.swap_remove(at);
+                self.changes.remove(&tracked.id);
             }
             Action::Record { which, tokens } => {
-                let Some(at) = pick(&self.told, which) else { return };
+                let Some(at) = pick(&self.tracked, which) else { return };
                 let Some((step, tokens)) = self.extend(&[(at, tokens)], None) else { return };
                 self.record(&step, false, Of::Own(tokens));
             }
             Action::Rewrite { reserved, which } => {
                 let reserved = usize::from(reserved) % 2;
-                let mut batch: Vec<_> = which.iter().filter_map(|&at| Some((pick(&self.told, at)?, 1))).collect();
+                let mut batch: Vec<_> = which.iter().filter_map(|&at| Some((pick(&self.tracked, at)?, 1))).collect();
                 batch.sort_unstable();
                 batch.dedup();
                 let Some((_, tokens)) = self.extend(&batch, Some(reserved)) else { return };
@@ -279,12 +280,12 @@ impl History {
 proptest! {
     #![proptest_config(ProptestConfig { cases: proptest_cases(64), ..ProptestConfig::default() })]
 
-    /// Recorded operations run exactly if nothing has changed that their step was made for, and never write to a page
-    /// of another sequence.
+    /// Recorded operations run exactly if the sequences and steps that their step depends on are unchanged, and never
+    /// write to a page of another sequence.
     #[test]
     fn recorded_operations_never_write_to_other_sequences(actions in actions(), seed in any::<u8>()) {
         for device in devices() {
-            // msl-host is no fast machine.
+            // msl-host is slow.
             if device.kind() == kvant::DeviceKind::Metal && seed % 5 != 0 {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Page tables and steps that do not fit a pool: nothing is read or written outside of the pool's memory.
+//! Page tables and steps that do not match a pool: memory outside of the pool is never accessed.
 
 use super::case::{CASE, Case, Filled};
 use crate::common::{
@@ -11,8 +11,8 @@ use kvant::{
     ops::{self, Attend, KvRead, KvSide, KvWrite, NormRopeWrite},
 };
 
-/// Positions past the end of a sequence's row of the table are not those of the next row: they are skipped, read as
-/// zeros, and not seen.
+/// Positions beyond a sequence's row of the table do not use the next row: they are skipped, read as zero, and not
+/// seen.
 #[test]
 fn positions_beyond_the_table_are_skipped() {
     for codec in [Codec::F32, Codec::tq(6)] {
@@ -48,7 +48,7 @@ fn positions_beyond_the_table_are_skipped() {
                 run(device, |enc| ops::kv_read(enc, &read))?;
                 outputs.push(out.close(&format!("{tokens} from {start} of sequence {sequence}"))?);
             }
-            // Within the window there are only positions past the end.
+            // The window contains only positions beyond the end.
             let out = Out::new(device, DType::F32, &shape)?;
             let window = Some(2);
             run(device, |enc| ops::attend(enc, &Attend::new(&k, layer, &step, &out.tensor).window(window)))?;
@@ -59,7 +59,7 @@ fn positions_beyond_the_table_are_skipped() {
     }
 }
 
-/// Entries that are no pages, tables that lack rows' pages: positions are skipped, on every device alike.
+/// Entries that are not pages, and tables without some rows' pages: positions are skipped, on every device.
 #[test]
 fn entries_out_of_range_are_skipped() {
     for codec in [Codec::F32, Codec::BF16, Codec::tq(4), Codec::tq(8)] {
@@ -81,7 +81,7 @@ fn entries_out_of_range_are_skipped() {
     }
 }
 
-/// Any entry at all: nothing is read or written outside of the pool's memory.
+/// Random entries: memory outside of the pool is not accessed.
 #[test]
 fn random_tables_stay_within_the_pool() {
     for device in devices() {
@@ -102,8 +102,8 @@ fn random_tables_stay_within_the_pool() {
     }
 }
 
-/// Every entry from the first to past the last: a page that would reach past the pool's memory is none. The values are
-/// at the end of a page, so that a read beyond the memory would fault on a device that runs on this machine.
+/// Every entry from the first to beyond the last: a page that would exceed the pool's memory is not a page. The values
+/// are at the end of a page, so that a read beyond the memory would fault on a device of this machine.
 #[test]
 fn pages_end_within_the_pool() {
     for device in devices() {
@@ -129,13 +129,13 @@ fn pages_end_within_the_pool() {
     }
 }
 
-/// What a step of a pool says of its batch bounds what is written to it later.
+/// The batch of a pool's step bounds later writes to it.
 #[test]
 fn the_batch_of_a_step_is_a_bound() {
     let device = Device::cpu();
     let pool = KvPool::new(&device, &PoolSpec::new(vec![CacheLayer::new(1, 64, Codec::F32)], 1 << 20)).unwrap();
     let (mut a, mut b) = (pool.sequence(), pool.sequence());
-    // Two sequences, of which one has tokens.
+    // Two sequences; one of them has new tokens.
     let step = pool.step(&mut [(&mut a, 3), (&mut b, 0)]).unwrap();
     let known = step.batch();
     assert_eq!((known.sequences, known.longest, known.max_new, known.decode), (1, 3, 3, 0));
@@ -171,14 +171,14 @@ fn steps_belong_to_a_pool_and_a_moment() {
     let new = ours.step(&mut [(&mut a, 3)]).unwrap();
     refused(write(ours.layer(0).unwrap(), &old));
     write(ours.layer(0).unwrap(), &new).unwrap();
-    // Another sequence changes nothing for this step.
+    // Another sequence does not affect this step.
     let mut b = ours.sequence();
     ours.step(&mut [(&mut b, 1)]).unwrap();
     drop(b);
     write(ours.layer(0).unwrap(), &new).unwrap();
     drop(a);
     refused(write(ours.layer(0).unwrap(), &new));
-    // A part of a step is as old as the step was.
+    // A selected step is out of date when its source is.
     let mut c = ours.sequence();
     let whole = ours.reserve_step(StepSize::decode(1, 40).tokens(3, 3)).unwrap();
     ours.step_into(&mut [(&mut c, 3)], &whole).unwrap();
@@ -191,7 +191,7 @@ fn steps_belong_to_a_pool_and_a_moment() {
     assert!(matches!(whole.select(&[3]), Err(Error::OutOfRange { .. })));
     ours.step_into(&mut [(&mut c, 3)], &whole).unwrap();
     refused(write_part(&part));
-    // Its page tables are those of the whole step, also where another sequence has taken it over.
+    // Its page tables are those of the whole step, even if another sequence now uses it.
     let part = whole.select(&[2]).unwrap();
     let mut d = ours.sequence();
     ours.step_into(&mut [(&mut d, 3)], &whole).unwrap();

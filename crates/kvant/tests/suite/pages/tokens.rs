@@ -1,4 +1,4 @@
-//! Keys and values that depend on all tokens before them, and attention over sequences of such tokens.
+//! Keys and values that depend on all tokens before them, and attention over sequences of these tokens.
 
 use crate::common::{
     Rng, bytes_of,
@@ -20,7 +20,7 @@ pub fn prompt_token(prompt: u32, at: usize) -> u32 {
     if at < 40 { at as u32 } else { 1000 * (prompt + 1) + at as u32 }
 }
 
-/// A key or value: it depends on all tokens up to its own, so that a page of another history is noticed.
+/// A key or value that depends on all tokens up to its own, so that a page of another history is detected.
 pub fn vector(side: u32, layer: usize, tokens: &[u32]) -> Vec<f32> {
     let hash = tokens.iter().fold(u64::from(side) << 32 | layer as u64, |hash, &token| {
         (hash ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)

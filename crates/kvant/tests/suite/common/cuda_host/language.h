@@ -1,5 +1,5 @@
-// CUDA C++ for clang on a CPU: what kernels use of the language and have no PTX for. The threads of a block are fibers
-// (runtime.cpp): one runs until it waits for others.
+// CUDA C++ for clang on a CPU: the language features that kernels use, without PTX. The threads of a block are fibers
+// (runtime.cpp): each runs until it waits for others.
 struct uint2 { unsigned x, y; };
 struct uint3 { unsigned x, y, z; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -32,13 +32,13 @@ extern "C" {
 extern uint3 kvant_thread, kvant_block, kvant_threads, kvant_blocks;
 extern unsigned char *kvant_shared;
 void kvant_wait_for_block();
-// By a barrier's number: waits until so many threads have come, and returns how many of them are true.
+// For the barrier with a number: waits for `threads` threads, and returns how many of them passed true.
 unsigned kvant_count_of_threads(unsigned barrier, unsigned threads, bool own);
-// Of barriers in shared memory.
+// For barriers in shared memory.
 void kvant_barrier_arrive(void *barrier);
 void kvant_barrier_wait(const void *barrier, unsigned parity);
 [[noreturn]] void kvant_has_no_ptx(const char *statement);
-// Copies 16 bytes to the other lanes of the warp, and theirs from them; returns which lanes there are.
+// Exchanges 16 bytes with the other lanes of the warp; returns a mask of the lanes that exist.
 unsigned kvant_exchange(const void *own, void *all);
 }
 #define threadIdx kvant_thread
@@ -58,7 +58,7 @@ template <typename T> struct KvantLanes {
 
     KvantLanes(T x) {
         alignas(16) unsigned char own[16] = {};
-        static_assert(sizeof(T) <= 16, "a value of a lane");
+        static_assert(sizeof(T) <= 16, "the value of a lane must fit 16 bytes");
         __builtin_memcpy(own, &x, sizeof(T));
         there = kvant_exchange(own, bytes);
     }
@@ -126,7 +126,7 @@ inline unsigned __reduce_add_sync(unsigned, unsigned x) {
 }
 inline void __syncwarp(unsigned = 0xFFFFFFFF) { KvantLanes<unsigned> lanes(0); }
 
-// Fibers are not interrupted: plain code is atomic.
+// Fibers are not interrupted, so plain code is atomic.
 template <typename T, typename U> T atomicAdd(T *at, U x) { T old = *at; *at = old + T(x); return old; }
 template <typename T, typename U> T atomicMax(T *at, U x) { T old = *at; *at = old < T(x) ? T(x) : old; return old; }
 template <typename T, typename U> T atomicMin(T *at, U x) { T old = *at; *at = T(x) < old ? T(x) : old; return old; }
@@ -203,7 +203,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     }
     return out;
 }
-// Dynamic shared memory begins at 0, as on some GPUs; static one is near it, in the same library.
+// Dynamic shared memory begins at address 0, as on some GPUs. Static shared memory is near it, in the same library.
 inline unsigned long __cvta_generic_to_shared(const void *at) { return static_cast<const unsigned char *>(at) - kvant_shared; }
 template <typename T> T __ldg(const T *at) { return *at; }
 template <typename T> T __ldcg(const T *at) { return *at; }
@@ -214,7 +214,7 @@ inline unsigned short kvant_to_half(float x) { return __builtin_bit_cast(unsigne
 
 inline float kvant_of_bf16(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
 
-// To nearest, ties to even, of a finite number.
+// Rounds a finite number to nearest, ties to even.
 inline unsigned short kvant_to_bf16(float x) {
     const unsigned bits = __float_as_uint(x);
     return (unsigned short)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
@@ -230,7 +230,7 @@ template <float (*FLOAT)(unsigned short), unsigned short (*NARROW)(float)> unsig
     return out;
 }
 
-// Shared memory by its address.
+// The shared memory at an address.
 inline unsigned char *kvant_at(unsigned address) { return kvant_shared + int(address); }
 template <typename T> void kvant_load(unsigned from, T &x) { __builtin_memcpy(&x, kvant_at(from), sizeof(T)); }
 template <typename T, typename U> void kvant_load(unsigned from, T &x, U &y) {
@@ -238,13 +238,13 @@ template <typename T, typename U> void kvant_load(unsigned from, T &x, U &y) {
     kvant_load(from + sizeof(T), y);
 }
 template <typename T> void kvant_store(unsigned to, T x) { __builtin_memcpy(kvant_at(to), &x, sizeof(T)); }
-// Copies `bytes` of `size`; the rest are zeros.
+// Copies `bytes` of `size` bytes; the rest become zeros.
 inline void kvant_copy(unsigned to, const unsigned char *from, unsigned size, unsigned bytes) {
     __builtin_memcpy(kvant_at(to), from, bytes);
     __builtin_memset(kvant_at(to + bytes), 0, size - bytes);
 }
 
-// A pair of 16-bit floats, infinities as the largest finite ones.
+// A pair of 16-bit floats, with infinities replaced by the largest finite numbers.
 inline unsigned kvant_made_finite(unsigned pair, unsigned infinity, unsigned largest) {
     unsigned out = 0;
     for (unsigned shift = 0; shift < 32; shift += 16) {
@@ -254,7 +254,7 @@ inline unsigned kvant_made_finite(unsigned pair, unsigned infinity, unsigned lar
     return out;
 }
 
-// c += a * b, as device/fragments.h describes the operands.
+// c += a * b, with the operands in the layout of device/fragments.h.
 template <float (*FLOAT)(unsigned short)> void kvant_mma(float (&c)[4], const unsigned (&a)[4], uint2 b) {
     const KvantLanes<uint4> rows({a[0], a[1], a[2], a[3]});
     const KvantLanes<uint2> columns(b);
@@ -280,7 +280,7 @@ template <float (*FLOAT)(unsigned short)> void kvant_mma_alone(float (&d)[4], co
     kvant_mma<FLOAT>(d, a, b);
 }
 
-// Lane 4g + t has row g of a matrix of 8 x 8, columns 2t and 2t + 1; then of its transpose.
+// Transposes an 8 x 8 matrix: lane 4g + t has row g, columns 2t and 2t + 1.
 inline unsigned kvant_transpose8(unsigned pair) {
     const KvantLanes<unsigned> lanes(pair);
     const unsigned g = kvant_lane() / 4, t = kvant_lane() % 4, shift = 16 * (g % 2);
@@ -288,7 +288,7 @@ inline unsigned kvant_transpose8(unsigned pair) {
     return low | (lanes.of((2 * t + 1) * 4 + g / 2, 0) >> shift & 0xFFFF) << 16;
 }
 
-// Of four matrices, whose rows are where lanes say, the words that device/fragments.h describes.
+// Loads four matrices, whose rows are at the addresses of the lanes, in the layout of device/fragments.h.
 inline uint4 kvant_load_matrices(unsigned from) {
     const KvantLanes<unsigned> rows(from);
     const unsigned g = kvant_lane() / 4, t = kvant_lane() % 4;

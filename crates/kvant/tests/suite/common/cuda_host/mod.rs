@@ -1,7 +1,7 @@
-//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: those without PTX for clusters and
-//! products of warpgroups. `language.h` is what they use of CUDA C++, and of PTX ([`PTX`]); `runtime.cpp` runs the
-//! threads of a block as fibers. `KVANT_TEST_DEVICE=cuda-host` selects it. `KVANT_CUDA_LIKE` lowers its limits as it
-//! does those of a GPU, or (`sm_90`) lets it have bulk copies.
+//! A CUDA device that runs kernels on this machine's CPU, compiled by clang: kernels without PTX for clusters and
+//! warpgroup products. `language.h` implements the parts of CUDA C++ that they use, [`PTX`] those of PTX; `runtime.cpp`
+//! runs the threads of a block as fibers. `KVANT_TEST_DEVICE=cuda-host` selects this device. `KVANT_CUDA_LIKE` lowers
+//! its limits as for a GPU, or (`sm_90`) allows bulk copies.
 //!
 //! Other kernels do not compile here: their launches fail with the compiler's first message.
 
@@ -23,9 +23,9 @@ use kvant::{
     gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Memory, Replay, Wait},
 };
 
-/// The compiler that msl-host uses, too.
+/// The compiler, as in msl-host.
 const CLANG: &str = "clang++-19";
-/// The most arguments of a kernel.
+/// Maximum arguments of a kernel.
 const ARGUMENTS: usize = 25;
 
 /// The device.
@@ -41,10 +41,10 @@ static LIBRARIES: Mutex<Option<HashMap<String, libloading::Library>>> = Mutex::n
 #[derive(Clone, Copy)]
 struct CudaHost;
 
-/// Words, so that vectors are aligned.
+/// Memory in 16-byte words, so that vectors are aligned.
 struct HostMemory(UnsafeCell<Vec<u128>>);
 
-// SAFETY: a device runs one call at a time, and the lock excludes kernels of others.
+// SAFETY: a device runs one call at a time, and the lock excludes other kernels.
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
@@ -80,13 +80,13 @@ impl Executor for CudaHost {
             "sm_90" | "" => 227 << 10,
             other => panic!("KVANT_CUDA_LIKE is {other:?}; it can be sm_80, sm_89 or sm_90"),
         };
-        // With bulk copies, but no products of warpgroups.
+        // With bulk copies, but without warpgroup products.
         let is_hopper = like == "sm_90";
         Limits {
             threads: 1024,
             threadgroup_bytes,
-            // Kernels whose blocks wait for each other have one: blocks run one after the other. Those with bulk copies
-            // that run here do not wait.
+            // Kernels whose blocks wait for each other get one block, because blocks run one after the other. Kernels
+            // with bulk copies that run here do not wait.
             busy_groups: if is_hopper { 6 } else { 1 },
             warpgroup_products: false,
             library_products: false,
@@ -167,14 +167,14 @@ fn run(launch: &Launch) -> Result<()> {
     // SAFETY: runtime.cpp has this function.
     let run = unsafe { libraries[&text].get::<Run>(b"kvant_run") }.map_err(fault)?;
     let (grid, threads) = (launch.grid.groups, launch.grid.threads);
-    // SAFETY: the arguments are those that the kernel has, in memory that the launch keeps; the lock is held.
+    // SAFETY: the arguments match the kernel's, in memory that the launch keeps; the lock is held.
     match unsafe { run(arguments.as_mut_ptr(), grid.as_ptr(), threads.as_ptr(), launch.threadgroup_bytes) } {
         0 => Ok(()),
         _ => Err(fault(format!("{}: threads wait for others that have ended", launch.kernel))),
     }
 }
 
-/// What the kernels use of PTX, by a part of the statement, and what it does here. Asynchronous copies are complete at
+/// The PTX that kernels use, by a part of the statement, and its implementation here. Asynchronous copies complete at
 /// once.
 const PTX: [(&str, &str); 55] = [
     ("fma.rn.bf16x2 %0, %0, %1, %2", "pair = kvant_fma<kvant_of_bf16, kvant_to_bf16>(pair, 0x3F803F80, 0xC300C300);"),
@@ -282,7 +282,7 @@ fn text(launch: &Launch) -> String {
                 let known = PTX.iter().find(|(part, _)| statement.contains(part));
                 known.map_or_else(|| format!("kvant_has_no_ptx({statement:?});"), |(_, here)| (*here).to_string())
             }
-            // Dynamic shared memory is not static.
+            // Dynamic shared memory is not a static variable.
             line => match line.strip_prefix("extern __shared__ ").and_then(|rest| rest.strip_suffix("[];")) {
                 Some(declared) => {
                     let (dtype, name) = declared.rsplit_once(' ').expect("a type and a name");
@@ -306,7 +306,7 @@ fn compile(text: &str) -> std::result::Result<libloading::Library, String> {
     let object = make(&runtime, "o", &["-c"])?;
     let linked = [include.as_str(), "-shared", object.to_str().ok_or("a path that is no UTF-8")?];
     let path = make(&format!("// {:x} {:x}\n{text}", hash(&language), hash(&runtime)), "so", &linked)?;
-    // SAFETY: it is a kernel with its runtime; nothing runs when it is loaded.
+    // SAFETY: it is a kernel with its runtime; loading it runs nothing.
     unsafe { libloading::Library::new(&path) }.map_err(|error| error.to_string())
 }
 
@@ -316,7 +316,7 @@ fn hash(text: &str) -> u64 {
     hasher.finish()
 }
 
-/// The file that clang makes of a text, which may be there already.
+/// The file that clang makes of a text; reused if it exists.
 fn make(text: &str, extension: &str, options: &[&str]) -> std::result::Result<PathBuf, String> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-host");
     std::fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
@@ -324,7 +324,7 @@ fn make(text: &str, extension: &str, options: &[&str]) -> std::result::Result<Pa
     if path.exists() {
         return Ok(path);
     }
-    // Under a name of this process, until it is complete.
+    // Written under a name of this process until it is complete.
     let (source, made) =
         (path.with_extension(format!("{}.cpp", process::id())), path.with_extension(process::id().to_string()));
     std::fs::write(&source, text).map_err(|error| error.to_string())?;

@@ -1,5 +1,5 @@
-// The threads of a block as fibers, for language.h. Blocks run one after the other; the fibers of every second one are
-// resumed in falling order.
+// Runs the threads of a block as fibers, for language.h. Blocks run one after the other; in every second block, fibers
+// are resumed in descending order.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,8 +20,8 @@ void kvant_has_no_ptx(const char *statement);
 unsigned kvant_exchange(const void *own, void *all);
 void kvant_enter(void **args);
 int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsigned shared_bytes);
-// Leaves the registers that a call preserves on the stack, its pointer in `from`, and continues where `to` was left.
-// swapcontext would call the system.
+// Saves the registers that a call preserves on the stack, and the stack pointer in `from`; continues where `to` was
+// suspended. swapcontext would make a system call.
 void kvant_switch(void **from, void *to);
 }
 
@@ -47,7 +47,7 @@ kvant_switch:
 )");
 
 namespace {
-// Dynamic shared memory; static one is beside it, in the same library.
+// Dynamic shared memory; static shared memory is next to it, in the same library.
 alignas(1024) unsigned char shared_memory[256 << 10];
 
 constexpr size_t STACK = 256 << 10;
@@ -57,7 +57,7 @@ struct Fiber {
     bool has_ended;
 };
 
-// Fibers that wait for each other: `arrived` of those `there`. A generation ends when all have arrived.
+// Fibers that wait for each other: `arrived` of `there`. A generation ends when all have arrived.
 struct Meeting {
     unsigned there, arrived;
     unsigned long generation;
@@ -72,12 +72,12 @@ struct Meeting {
 
 struct Warp {
     Meeting meeting;
-    // Which lanes have not ended, and their values in generations of either parity.
+    // The lanes that have not ended, and their values for generations of either parity.
     unsigned lanes;
     alignas(16) unsigned char slots[2][32][16];
 };
 
-// Those of one of the barriers with numbers: how many are true, in generations of either parity.
+// The state of a barrier with a number: how many threads passed true, for generations of either parity.
 struct NumberedBarrier {
     Meeting meeting;
     unsigned count[2];
@@ -120,7 +120,7 @@ void enter() {
     kvant_switch(&fiber.stack, scheduler);
 }
 
-// 0, or 1 if threads wait for others that never come.
+// Returns 0, or 1 if threads wait for others that never arrive.
 int run_block(unsigned count, bool backwards) {
     block = {count, 0, 0};
     std::memset(numbered, 0, sizeof numbered);
@@ -131,7 +131,7 @@ int run_block(unsigned count, bool backwards) {
         warp.lanes |= 1u << i % 32;
         Fiber &fiber = fibers[i];
         fiber.has_ended = false;
-        // Six registers, then where to begin, as if that had been called: with a stack 8 bytes off a multiple of 16.
+        // Six registers, then the entry address, as after a call: the stack is 8 bytes off a multiple of 16.
         void **top = reinterpret_cast<void **>(stacks[i] + STACK) - 8;
         std::memset(top, 0, 8 * sizeof(void *));
         top[6] = reinterpret_cast<void *>(enter);
@@ -157,7 +157,7 @@ int run_block(unsigned count, bool backwards) {
 }
 } // namespace
 
-// There before the kernel's variables, one of which may be its address.
+// Defined before the kernel's variables, one of which may have its address.
 unsigned char *kvant_shared = shared_memory;
 
 void kvant_wait_for_block() { meet(block); }
@@ -165,14 +165,14 @@ void kvant_wait_for_block() { meet(block); }
 unsigned kvant_count_of_threads(unsigned barrier, unsigned threads, bool own) {
     NumberedBarrier &at = numbered[barrier];
     unsigned &count = at.count[at.meeting.generation % 2];
-    // All have seen the result of the last generation of this parity.
+    // All threads have read the result of the last generation of this parity.
     count = (at.meeting.arrived > 0 ? count : 0) + own;
     at.meeting.there = threads;
     meet(at.meeting);
     return count;
 }
 
-// Eight bytes: how many threads end a phase, how many have arrived, how many phases have ended.
+// Eight bytes: threads that end a phase, threads that have arrived, phases that have ended.
 struct Barrier {
     unsigned short count, arrived;
     unsigned phases;
@@ -196,7 +196,7 @@ void kvant_barrier_wait(const void *barrier, unsigned parity) {
 }
 
 void kvant_has_no_ptx(const char *statement) {
-    std::fprintf(stderr, "cuda-host: the kernel has come to PTX, which does not run here: %s\n", statement);
+    std::fprintf(stderr, "cuda-host: the kernel has reached PTX that does not run here: %s\n", statement);
     std::abort();
 }
 
@@ -217,7 +217,7 @@ int kvant_run(void **args, const unsigned *grid, const unsigned *threads, unsign
     if (shared_bytes > sizeof shared_memory) {
         return 1;
     }
-    // What uninitialised memory holds is no zero.
+    // Uninitialised memory must not happen to be zero.
     std::memset(shared_memory, 0xA5, sizeof shared_memory);
     if (fibers.size() < count) {
         fibers.resize(count);

@@ -1,4 +1,4 @@
-//! Attention over stored vectors and their means.
+//! Attention over sealed vectors and their means.
 
 use super::{PAGE, append, around, pool_of, reference_and_devices};
 use crate::{
@@ -14,14 +14,14 @@ use kvant::{
     ops::{self, Attend},
 };
 
-/// Every fill of the last page, written at once or token by token before.
+/// Every fill of the last page, written at once or token by token.
 #[test]
 fn every_fill() {
     for (i, codec) in CENTRED_CODECS.into_iter().enumerate() {
         for (j, past) in [0, 1, PAGE - 1, PAGE, 3 * PAGE + 1].into_iter().enumerate() {
             let head_dim = [64, 128, 256, 512][(i + past) % 4];
             for (n, new) in [1, 2, PAGE, PAGE + 1].into_iter().enumerate() {
-                // Each past with each new for every other codec.
+                // Each past with each number of new tokens, for every other codec.
                 if (i + j + n) % 2 == 0 {
                     let sequences = vec![(past, new), (2 * PAGE, 1)];
                     Case { k: codec, v: codec, head_dim, sequences, ..CASE }.check();
@@ -49,7 +49,7 @@ fn every_pair() {
     }
 }
 
-/// The kernel that merges the parts of a context adds the results over other pages once.
+/// The kernel that merges the splits of a context adds the results over other pages exactly once.
 #[test]
 fn forced_splits() {
     let cases = [(64, vec![(130, 1), (40, 1)], None), (128, vec![(100, 3)], Some(70)), (256, vec![(90, 30)], None)];
@@ -68,7 +68,7 @@ fn forced_splits() {
             let want = attended(&device, 1);
             for splits in [2, 5] {
                 let error = nmse(&attended(&device, splits), &want);
-                // Integers on the CPU have the unit of a part's largest weight.
+                // Integers on the CPU are relative to the largest weight of a part.
                 assert!(error < 1e-6, "{device}: D {head_dim}, {splits} splits: {error}");
             }
         }
@@ -85,10 +85,10 @@ fn windows() {
     }
 }
 
-/// Vectors that are not finite, or whose norms overflow f16, do not matter to tokens that do not see them: next to the
-/// first one seen, in its page and in the page before.
+/// Vectors that are not finite, or whose norms overflow f16, do not affect tokens that do not see them: next to the
+/// first seen one, in its page and in the page before.
 #[test]
-fn vectors_that_are_not_seen_do_not_matter() {
+fn unseen_vectors_have_no_effect() {
     let (tokens, window) = (6 * PAGE + 6, 3 * PAGE + 4);
     let attended = |device: &Device, dtype: DType| -> Vec<f32> {
         let layer = CacheLayer::new(1, 64, Codec::tq_centred(8)).window(Some(window));

@@ -35,7 +35,7 @@ fn every_codec_and_layout() {
     }
 }
 
-/// Windows, whose first page is not the sequence's first, and dense values.
+/// Windows whose first page is not the sequence's first, and dense values.
 #[test]
 fn windows_and_dense_values() {
     for (window, sequences) in [(70, vec![(150, 1), (40, 1)]), (50, vec![(100, 60)]), (100, vec![(300, 1), (0, 1)])] {
@@ -44,7 +44,7 @@ fn windows_and_dense_values() {
     }
 }
 
-/// The longest heads, whose coordinates and rows several SIMD-groups of a GPU divide.
+/// The longest heads, whose coordinates and rows several SIMD-groups of a GPU share.
 #[test]
 fn long_heads() {
     for (group, sequences) in [(8, vec![(100, 1)]), (2, vec![(100, 12)])] {
@@ -65,10 +65,10 @@ fn pool(device: &Device, codec: Codec, bias: Option<KeyBias>) -> kvant::Result<K
     KvPool::with_key_biases(device, &spec.room_for(1, 10 * PAGE, 10 * PAGE)?, vec![bias])
 }
 
-/// What is read has the bias again, and is as near to the keys as if they had none; without the pool's knowledge of it
-/// the same codec is many times worse.
+/// Read keys include the bias, and are as accurate as keys without one. If the pool does not know the bias, the codec's
+/// error is many times larger.
 #[test]
-fn stored_keys_are_as_near_as_without_a_bias() {
+fn stored_keys_are_as_accurate_as_without_a_bias() {
     let tokens = 8 * PAGE;
     for device in reference_and_devices() {
         let (rope, bias) = rope_and_bias(&device);
@@ -77,7 +77,7 @@ fn stored_keys_are_as_near_as_without_a_bias() {
         let mut biased = Source { k: plain.k.clone(), v: plain.v.clone(), ..plain };
         let values = bias.to_f32().unwrap();
         biased.k.iter_mut().enumerate().for_each(|(i, k)| *k += values[i % values.len()]);
-        // Keys are turned after the bias is added.
+        // Keys are rotated after the bias is added.
         let positions: Vec<u32> = (0..tokens as u32).collect();
         let positions = Tensor::from_slice(&device, &positions, &[tokens]).unwrap();
         let turned = |k: &[f32]| {
@@ -137,7 +137,7 @@ fn other_shapes_are_refused() {
     let spec = PoolSpec::new(vec![CacheLayer::new(2, 64, codec); 2], 1 << 20).page_tokens(PAGE);
     assert!(value("biases")(&KvPool::with_key_biases(&device, &spec, vec![None]).err().unwrap()));
 
-    // There are turns for 100 positions.
+    // The turns cover 100 positions.
     let pool = pool(&device, codec, Some(key_bias(&whole))).unwrap();
     let mut sequence = pool.sequence();
     pool.step(&mut [(&mut sequence, 100)]).unwrap();

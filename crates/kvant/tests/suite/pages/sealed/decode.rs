@@ -1,4 +1,4 @@
-//! Decode over page means, in 16 bits: the kernels that CUDA has for it, and those of other devices in the same cases.
+//! Decode over page means, in 16 bits: CUDA's kernels for it, and those of other devices in the same cases.
 
 use super::{around, reference_and_devices};
 use crate::common::{Out, Rng, bytes_of, input, layers, nmse, on_threads, run};
@@ -8,8 +8,8 @@ use kvant::{
     ops::{self, Attend},
 };
 
-/// One token of each sequence looks at all before it. Sizes of the coordinates that all vectors of a head have in
-/// common: against 1, the rest.
+/// One token of each sequence attends to all tokens before it. `common` is the size of the coordinates that all vectors
+/// of a head have in common; the rest has size 1.
 #[derive(Clone, Debug)]
 struct Decode {
     k: Codec,
@@ -24,7 +24,7 @@ struct Decode {
     softcap: Option<f32>,
     sinks: bool,
     common: f32,
-    /// Every third entry of the page table is none.
+    /// Every third entry of the page table is missing.
     gaps: bool,
 }
 
@@ -47,7 +47,7 @@ const DECODE: Decode = Decode {
 const KV_HEADS: usize = 2;
 
 impl Decode {
-    /// A pool in which the reference has stored all tokens, or another device with its bytes; the step of the last
+    /// A pool in which the reference has stored all tokens, or another device with these bytes; the step of the last
     /// tokens, and their sequences.
     fn filled(&self, device: &Device, bytes: Option<&[u8]>) -> Result<(KvPool, Step, Vec<Sequence>)> {
         let layer = CacheLayer::new(KV_HEADS, self.head_dim, self.k).v(self.v).window(self.window);
@@ -78,7 +78,7 @@ impl Decode {
         match (bytes, data) {
             (Some(bytes), _) => memory(&pool)?.write_bytes(bytes)?,
             (None, data) => {
-                let data = data.expect("it is there where no bytes are");
+                let data = data.expect("data or bytes are given");
                 layers::write(pool.layer(0)?, &data.gather(&last), DType::F32, &step)?;
             }
         }
@@ -114,12 +114,12 @@ impl Decode {
         let (want, bytes) = reference().unwrap_or_else(|error| panic!("{self:?}: {error}"));
         assert!(want.iter().all(|x| x.is_finite()), "{self:?}");
         for device in reference_and_devices() {
-            // On GPUs with clusters these serve short contexts, unless splits are asked for.
+            // Kernels with clusters serve short contexts, unless splits are requested.
             let splits = if self.splits.is_some() { vec![self.splits] } else { vec![None, Some(2)] };
             let attended = self.filled(&device, Some(&bytes)).and_then(|(pool, step, _sequences)| {
                 splits.into_iter().map(|splits| self.attend(&pool, &step, splits)).collect::<Result<Vec<_>>>()
             });
-            // The output's rounding, several times over; other devices multiply integers.
+            // Several times the output's rounding; other devices multiply integers.
             let unit = if self.dtype == DType::F16 { 2e-7 } else { 6e-6 };
             let bound = if device.kind() == DeviceKind::Cuda { 8.0 * unit } else { 1e-3 };
             for got in attended.unwrap_or_else(|error| panic!("{self:?} on {device}: {error}")) {
@@ -129,13 +129,13 @@ impl Decode {
     }
 }
 
-/// The pool's memory: the first plane begins where it does.
+/// The pool's memory: the first plane begins at its start.
 fn memory(pool: &KvPool) -> Result<kvant::Tensor> {
     let (_, low) = pool.layer(0)?.k().tensors().next().expect("every codec has a plane");
     Ok(low.clone())
 }
 
-/// Every pair of widths, centred on both sides or on one, over few keys and, as splits have them, as if over many.
+/// Every pair of widths, centred on both sides or on one, over few keys and, with splits, as if over many.
 #[test]
 fn pairs() {
     let mut cases = Vec::new();
@@ -160,7 +160,7 @@ fn pairs() {
     on_threads(&cases, Decode::check);
 }
 
-/// Heads of 64 coordinates, whose short contexts alone have a kernel of their own.
+/// Heads of 64 coordinates, which have a kernel only for short contexts.
 #[test]
 fn small_heads() {
     for (k, v, page_tokens) in [(2, 4, 32), (4, 2, 64), (6, 8, 32), (2, 2, 256)] {
@@ -169,7 +169,7 @@ fn small_heads() {
     }
 }
 
-/// Every fill of the last page, and a last group of keys of every length.
+/// Every fill of the last page, and every length of the last group of keys.
 #[test]
 fn fills() {
     for head_dim in [64, 128, 256, 512] {
@@ -183,7 +183,7 @@ fn fills() {
     }
 }
 
-/// Windows begin anywhere in a page, and pages before them are gone.
+/// Windows begin anywhere in a page, and earlier pages are released.
 #[test]
 fn windows() {
     for window in [1, 15, 17, 40, 64, 200] {
@@ -193,7 +193,7 @@ fn windows() {
     }
 }
 
-/// Many pages, of which a warp has more than it multiplies at a time; keys divided among blocks in several ways.
+/// Many pages, more than a warp multiplies at a time; keys divided among blocks in several ways.
 #[test]
 fn many_pages() {
     for (head_dim, lengths) in [(128, vec![2600, 700]), (512, vec![1900])] {
@@ -206,7 +206,7 @@ fn many_pages() {
     Decode { v: k, splits: Some(1), lengths: vec![1700, 5], ..DECODE }.check();
 }
 
-/// Pages that the table has no entry for.
+/// Pages without an entry in the table.
 #[test]
 fn gaps() {
     for head_dim in [64, 128, 256, 512] {
@@ -217,7 +217,7 @@ fn gaps() {
     }
 }
 
-/// Means that are nothing, and those next to which the rest is small.
+/// Means of zero, and means beside which the rest is small.
 #[test]
 fn sizes_of_means() {
     for common in [0.0, 0.01, 100.0, 10000.0] {

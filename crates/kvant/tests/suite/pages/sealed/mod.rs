@@ -1,5 +1,5 @@
-//! Layers that seal pages: how pages are stored, and that no schedule changes it. `pages::histories` compares what
-//! tokens see with naive attention.
+//! Layers that seal pages: how pages are stored, independently of schedules. `pages::histories` compares attention over
+//! them with naive attention.
 
 mod attention;
 mod biases;
@@ -24,7 +24,7 @@ fn reference_and_devices() -> Vec<Device> {
     [Device::reference()].into_iter().chain(devices().iter().cloned()).collect()
 }
 
-/// A pool with room for so many tokens: not more, since msl-host compares all memory that a launch may write.
+/// A pool with room for `tokens` tokens and no more, because msl-host compares all memory that a launch may write.
 fn pool_of(device: &Device, layer: CacheLayer, tokens: usize) -> KvPool {
     let spec = PoolSpec::new(vec![layer], 0).page_tokens(PAGE).room_for(1, tokens, tokens).unwrap();
     KvPool::new(device, &spec).unwrap()
@@ -34,7 +34,7 @@ fn pool(device: &Device, heads: usize, dim: usize, codec: Codec) -> KvPool {
     pool_of(device, CacheLayer::new(heads, dim, codec), 25 * PAGE)
 }
 
-/// Normal vectors around a vector of each head whose coordinates are `size`.
+/// Normal vectors, plus one vector per head whose coordinates are `size`.
 fn around(rng: &mut Rng, tokens: usize, heads: usize, dim: usize, size: f32) -> Source {
     let mut source = Source::random(rng, tokens, heads, dim);
     let common: Vec<f32> = rng.normals(heads * dim).iter().map(|x| size * x).collect();
@@ -51,21 +51,20 @@ fn append(pool: &KvPool, sequence: &mut Sequence, source: &Source) -> Step {
     step
 }
 
-/// What a sequence stores of positions that are sealed: keys and values of the pages between the first one and the last
-/// two.
+/// The sealed keys and values of a sequence: the pages between the first one and the last two.
 fn sealed(pool: &KvPool, sequence: &mut Sequence) -> [Vec<f32>; 2] {
     let (positions, step) = (sealed_positions(sequence.len()), pool.step(&mut [(sequence, 0)]).unwrap());
     [KvSide::K, KvSide::V]
         .map(|side| layers::read_paged(pool.layer(0).unwrap(), side, &step, 0, positions.clone()).unwrap())
 }
 
-/// The positions that are sealed, and no longer dense, in a sequence of `len` tokens of which the last one was alone in
-/// its step.
+/// The positions that are sealed and no longer dense, in a sequence of `len` tokens whose last token was alone in its
+/// step.
 fn sealed_positions(len: usize) -> std::ops::Range<usize> {
     PAGE..(((len - 1) / PAGE).saturating_sub(1) * PAGE).max(PAGE)
 }
 
-/// Prompts at once, in pieces, token by token, and anything in between: the same pages are sealed, with the same bytes.
+/// Prompts at once, in pieces, token by token, and anything in between: the same pages are sealed, with equal bytes.
 #[test]
 fn schedules_do_not_matter() {
     let tokens = 7 * PAGE + 3;
@@ -80,7 +79,7 @@ fn schedules_do_not_matter() {
                     let count = pieces(at).min(tokens - 1 - at);
                     append(&pool, &mut sequence, &data.part(at..at + count));
                 }
-                // A last step gives up the dense pages that are sealed.
+                // A last step releases the dense pages that are sealed.
                 append(&pool, &mut sequence, &data.part(tokens - 1..tokens));
                 (sealed(&pool, &mut sequence), pool.usage().used)
             };
@@ -96,7 +95,8 @@ fn schedules_do_not_matter() {
     }
 }
 
-/// A long sequence has its first page and two or three others dense; the memory that a pool asks for is enough.
+/// A long sequence has dense pages only for its first page and two or three others; the memory that a pool requests
+/// suffices.
 #[test]
 fn few_pages_are_dense() {
     let layer = CacheLayer::new(1, 64, Codec::tq_centred(4));
@@ -113,9 +113,9 @@ fn few_pages_are_dense() {
     assert!((used..used + 2 * dense).contains(&spec.bytes), "{} for {used} bytes", spec.bytes);
 }
 
-/// Sealed keys and values of every codec are as far from the source as theory says.
+/// Sealed keys and values of every codec have the theoretical distance from the source.
 #[test]
-fn what_is_sealed_has_the_optimal_distortion() {
+fn sealed_vectors_have_the_optimal_distortion() {
     for (dim, heads) in [(64, 3), (256, 2), (512, 1)] {
         for device in reference_and_devices() {
             for (bits, optimum) in GAUSSIAN_MSE {
@@ -132,7 +132,7 @@ fn what_is_sealed_has_the_optimal_distortion() {
                 for (got, source) in sealed(&pool, &mut sequence).iter().zip([&of.k, &of.v]) {
                     // Relative to the variance around the common part.
                     let error: f64 = got.iter().zip(source).map(|(a, b)| f64::from(a - b).powi(2)).sum();
-                    // Sixteen vectors give a mean that takes a sixteenth of their variance away.
+                    // The mean of sixteen vectors removes a sixteenth of their variance.
                     let ratio = error / got.len() as f64 / (optimum / (1.0 - optimum)) / (15.0 / 16.0);
                     assert!((0.8..1.15).contains(&ratio), "{device}: tq{bits}c, D {dim}: {ratio}");
                 }
@@ -141,7 +141,7 @@ fn what_is_sealed_has_the_optimal_distortion() {
     }
 }
 
-/// The tokens of a step may come in any order, and in any number of threads' hands.
+/// The tokens of a step may come in any order, and be processed by any number of threads.
 #[test]
 fn the_order_of_tokens_does_not_matter() {
     for device in reference_and_devices() {
@@ -163,9 +163,9 @@ fn the_order_of_tokens_does_not_matter() {
     }
 }
 
-/// A vector that is not finite touches no other: the rest of its page is sealed around the mean of the others.
+/// A vector that is not finite affects no other: the rest of its page is sealed around the mean of the others.
 #[test]
-fn vectors_that_are_not_finite_touch_no_other() {
+fn vectors_that_are_not_finite_do_not_affect_others() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for device in reference_and_devices() {
             let pool = pool(&device, 2, 64, Codec::tq_centred(4));
@@ -194,7 +194,7 @@ fn vectors_that_are_not_finite_touch_no_other() {
 
 /// A page without a finite vector has a mean of zeros.
 #[test]
-fn pages_of_nothing_are_sealed() {
+fn pages_without_a_finite_vector_are_sealed() {
     for device in reference_and_devices() {
         for x in [f32::NAN, 0.0] {
             let pool = pool(&device, 1, 64, Codec::tq_centred(3));
@@ -210,10 +210,10 @@ fn pages_of_nothing_are_sealed() {
     }
 }
 
-/// What a device writes is what the reference writes, except that a coordinate next to a threshold may fall to its
-/// other side; and the fused operation writes it, too.
+/// A device writes the reference's bytes, except that a coordinate at a threshold may be rounded the other way; so does
+/// the fused operation.
 #[test]
-fn devices_write_what_the_reference_writes() {
+fn devices_write_the_bytes_of_the_reference() {
     let written = |device: &Device, codec: Codec, dim: usize, fused: bool| -> [Vec<f32>; 2] {
         let layer = CacheLayer::new(2, dim, codec).v(Codec::tq_centred(6));
         let pool = pool_of(device, layer, 16 * PAGE);
@@ -270,7 +270,7 @@ fn many_rows_are_sealed_as_the_reference_seals_them() {
     ];
     for (dim, dtype, k, v) in cases {
         for device in devices() {
-            // Enough for every multiprocessor; elsewhere once more tokens in a step than a threadgroup has threads.
+            // Enough for every multiprocessor; on other devices, more tokens in a step than a threadgroup has threads.
             let (heads, tokens) = match device.kind() {
                 DeviceKind::Cuda => (16, 300),
                 _ if dim == 128 => (1, 330),
@@ -298,7 +298,7 @@ fn many_rows_are_sealed_as_the_reference_seals_them() {
     }
 }
 
-/// Steps that mix prompts, drafts and decode of many sequences, of which pages begin anywhere among the tokens.
+/// Steps that mix prompts, drafts and decode of many sequences, whose pages begin anywhere among the tokens.
 #[test]
 fn mixed_steps_are_stored_as_the_reference_stores_them() {
     const COUNTS: [[usize; 9]; 5] = [
@@ -346,9 +346,9 @@ fn mixed_steps_are_stored_as_the_reference_stores_them() {
     }
 }
 
-/// The fused operation stores normed and rotated keys, and seals pages of what it has stored.
+/// The fused operation stores normed and rotated keys, and seals the pages that it has stored.
 #[test]
-fn fused_writes_seal_what_they_write() {
+fn fused_writes_seal_their_pages() {
     let (heads, dim, tokens) = (2, 128, 5 * PAGE + 3);
     let store = |device: &Device, counts: &[usize]| {
         let layer = CacheLayer::new(heads, dim, Codec::tq_centred(6));
@@ -386,9 +386,9 @@ fn fused_writes_seal_what_they_write() {
     }
 }
 
-/// A part that all keys of a page have in common changes no softmax, and with page means no error either.
+/// A vector that all keys of a page have in common does not change a softmax, and with page means causes no error.
 #[test]
-fn a_constant_in_all_keys_costs_nothing() {
+fn a_constant_in_all_keys_causes_no_error() {
     for device in reference_and_devices() {
         let mut rng = Rng::of("constant");
         let plain = around(&mut rng, 6 * PAGE, 1, 64, 0.0);
@@ -412,7 +412,7 @@ fn a_constant_in_all_keys_costs_nothing() {
     }
 }
 
-/// Exports carry sealed and dense pages. Files without layers that seal keep version 1.
+/// Exports contain sealed and dense pages. Files without layers that seal keep version 1.
 #[test]
 fn exports_carry_both_kinds_of_pages() {
     for device in reference_and_devices() {
@@ -430,7 +430,7 @@ fn exports_carry_both_kinds_of_pages() {
             let mut moved = other.import(&bytes).unwrap();
             assert!(feed(&other, &mut moved, &tokens) == feed(&pool, &mut sequence, &tokens), "{device}");
             if version == "3" {
-                // Pages that are not where they should be: of sealed pages, of dense ones, and without the first page.
+                // Pages at wrong indices: sealed ones, dense ones, and without the first page.
                 for (from, to) in
                     [("first.0\":\"1", "first.0\":\"2"), ("first.1\":\"2", "first.1\":\"1"), ("kept.1", "kept.9")]
                 {

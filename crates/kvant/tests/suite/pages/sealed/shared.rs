@@ -10,7 +10,7 @@ use crate::{
 };
 use kvant::{CacheLayer, Codec, Device, DeviceKind, Error, KvPool, PoolSpec, PrefixCache, Sequence, ops::KvSide};
 
-/// What a sequence stores of the positions that a layer holds.
+/// The stored vectors of the positions that a layer holds.
 fn stored(pool: &KvPool, sequence: &mut Sequence) -> Vec<f32> {
     let step = pool.step(&mut [(sequence, 0)]).unwrap();
     let layers = 0..pool.spec().layers.len();
@@ -22,8 +22,8 @@ fn stored(pool: &KvPool, sequence: &mut Sequence) -> Vec<f32> {
     layers.flat_map(read).collect()
 }
 
-/// A prompt whose beginning is found gives the same bits as one that is computed whole: at every length modulo the page
-/// and wherever the found prefix ends, over full and sliding layers.
+/// A prompt whose beginning is found gives the same bits as one that is computed whole: for every length modulo the
+/// page and every end of the found prefix, over full and sliding layers.
 #[test]
 fn a_found_prefix_gives_the_same_bits() {
     for device in devices() {
@@ -36,7 +36,7 @@ fn a_found_prefix_gives_the_same_bits() {
             let pool = KvPool::new(device, &spec.room_for(4, len + 1, len).unwrap()).unwrap();
             let cache = PrefixCache::new(&pool, b"bits");
             let tokens: Vec<u32> = (0..=len).map(|at| prompt_token(0, at)).collect();
-            // The rest of the prompt, then a token: what the last tokens see, and what is stored.
+            // The rest of the prompt, then a token; the attention of the last tokens, and the stored vectors.
             let finish = |sequence: &mut Sequence| {
                 feed(&pool, sequence, &tokens[..len - 1]);
                 let outs = [len, len + 1].map(|end| feed(&pool, sequence, &tokens[..end]));
@@ -58,8 +58,8 @@ fn a_found_prefix_gives_the_same_bits() {
     }
 }
 
-/// Roll-backs: to every length that is held, after which the same tokens give the same bits as before; others are
-/// refused, and change nothing.
+/// Roll-backs to every held length, after which the same tokens give the same bits as before; other roll-backs are
+/// rejected, and change nothing.
 #[test]
 fn roll_backs_give_the_same_bits_or_are_refused() {
     let codec = Codec::tq_centred(4);
@@ -107,8 +107,8 @@ fn held_tokens_can_be_removed() {
     }
 }
 
-/// When memory is short, dense pages within a kept prefix go first: then the prefix is found up to where it ends, or
-/// branches.
+/// When memory is short, dense pages inside a kept prefix are evicted first. The prefix is then still found up to its
+/// end, or to a branch.
 #[test]
 fn dense_pages_within_prefixes_go_first() {
     let layer = CacheLayer::new(1, DIM, Codec::tq_centred(4));
@@ -126,7 +126,7 @@ fn dense_pages_within_prefixes_go_first() {
     for end in 1..=8 {
         assert_eq!(cache.find(&tokens[..end * PAGE]).unwrap().len(), end * PAGE);
     }
-    // Other sequences take what is free, and then dense pages.
+    // Other sequences take the free pages, and then dense ones.
     let mut others = Vec::new();
     while cache.find(&tokens[..3 * PAGE]).unwrap().len() == 3 * PAGE {
         let mut other = pool.sequence();
