@@ -103,7 +103,7 @@ pub(crate) fn rule(grammar: &Grammar) -> String {
 }
 
 /// Writes a regular expression between slashes. All slashes in it are escaped, including those already escaped.
-fn regex_rule(regex: &str) -> String {
+pub(crate) fn regex_rule(regex: &str) -> String {
     // An unescaped `//` begins a comment.
     if regex.is_empty() {
         return "\"\"".to_string();
