@@ -157,9 +157,7 @@ async fn json_in_the_channel_of_answers() {
 /// Gemma's form enforces patterns, whether a call must be made or not.
 #[tokio::test(flavor = "multi_thread")]
 async fn patterns_in_the_form() {
-    let of_field = |field: Value| {
-        json!({"type": "object", "properties": {"x": field}, "required": ["x"], "additionalProperties": false})
-    };
+    let of_field = |field: Value| json!({"type": "object", "properties": {"x": field}, "required": ["x"], "additionalProperties": false});
     let is_number = |x: &str| x.len() == 6 && x.split('-').all(|part| part.parse::<u16>().is_ok());
     for (pattern, is_it) in [
         (r"^[0-9]{3}-\d{2}$", &is_number as &dyn Fn(&str) -> bool),
