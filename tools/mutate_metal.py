@@ -33,7 +33,7 @@ METAL = ROOT / "crates/kvant/src/metal"
 # The tests that check a file: parts of their names in the library's suite. The first failure ends the trial, so fast
 # tests come first.
 SUITES = {
-    "add_bias": ["conformance::add_bias::"],
+    "add_bias": ["conformance::add_bias::", "conformance::add::"],
     "argmax": ["conformance::sample::argmax", "conformance::sample::signed_zeros"],
     "attend": ["conformance::attend::", "hazards::", "pages::"],
     "block_formats": ["conformance::linear::block_formats", "conformance::linear::embed"],

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use crate::Result;
 
 /// `--device` and related options.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct DeviceArgs {
     /// Where to run: auto (Metal, then CUDA, then the CPU), cpu, cuda, cuda:N (the GPU with this number), metal, or
     /// reference (plain f64 loops: slow; the definition of correct)
@@ -102,7 +102,7 @@ fn with_activations(options: LoadOptions, activations: DType) -> LoadOptions {
 }
 
 /// `--activations`.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct ActivationArgs {
     /// Dtype of activations [default: bf16 on CUDA, f32 elsewhere]. Caches and weights keep their dtypes, except that
     /// with f16 or bf16 on CUDA dense matrices get that dtype. Sums are always f32. The fastest attention on CUDA

@@ -15,7 +15,7 @@ use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
 use kvant_models::{
     Config, Files, LoadOptions, Model, PoolOptions, Pooling, Sampling, Tokenizer,
-    chat::{ChatTemplate, GenerationDefaults},
+    chat::{ChatTemplate, GenerationDefaults, SpecialTokens},
 };
 use kvant_server::{ApiKeys, Server, ServerOptions};
 
@@ -36,15 +36,15 @@ const MAX_SEQUENCES: u64 = 65536;
 /// Serve models over HTTP, for clients of OpenAI and Anthropic
 ///
 /// GET / is a chat page, GET /openapi.json describes all routes. On SIGTERM or Ctrl-C, running requests finish first.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct ServeArgs {
     /// Directory of a checkpoint in Hugging Face or MLX layout, a GGUF file, or a name on the Hugging Face Hub such as
     /// openai/gpt-oss-20b. Several models are loaded together, and requests name one of them [default: the model that
     /// ships with kvant]
     #[arg(value_name = "MODEL")]
     models: Vec<PathBuf>,
-    /// A directory with models, which are loaded when requests name them. When --memory is full, the least recently
-    /// used ones are unloaded
+    /// A directory with models, which are loaded when requests name them. New ones are found while the server runs.
+    /// When --memory is full, the least recently used ones are unloaded
     #[arg(long, value_name = "DIR")]
     models_dir: Option<PathBuf>,
     /// Maximum time that a request waits for its model to be loaded
@@ -69,9 +69,10 @@ pub struct ServeArgs {
     /// Give each API key a prefix cache of its own
     #[arg(long)]
     cache_per_key: bool,
-    /// A Jinja template that renders conversations [default: the checkpoint's]
-    #[arg(long, value_name = "FILE")]
-    chat_template: Option<PathBuf>,
+    /// A Jinja template that renders conversations; with several models NAME=FILE, for the model of that name, can be
+    /// repeated [default: the checkpoint's]
+    #[arg(long, value_name = "[NAME=]FILE")]
+    chat_template: Vec<PathBuf>,
     /// Cache type [default: bf16 on CUDA, f16 elsewhere]: f32, f16, bf16, tq8, tq6, tq5, tq4, tq3, tq2, these with
     /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
@@ -167,7 +168,7 @@ fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resul
     let files = shipped::files(args.models.first().map(PathBuf::as_path))?;
     let options = options.sampling(sampling(&files)?).pooling(args.pooling(&files));
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
-    let template = args.template(&files, &tokenizer)?;
+    let template = template(args.chat_template.first().map(PathBuf::as_path), &files, &tokenizer)?;
     let kv = args.activations.kv(device, args.kv.as_ref());
     let context = args.context(&files)?;
     let load = args.load_options(device, context);
@@ -200,6 +201,19 @@ fn sampling(files: &Files) -> Result<Sampling> {
     Ok(GenerationDefaults::load_files(files)?.sampling(Sampling::usual()))
 }
 
+/// The template in a file, or else the checkpoint's.
+fn template(path: Option<&Path>, files: &Files, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
+    let Some(path) = path else { return Ok(ChatTemplate::load_files(files)?) };
+    let name = |id: Option<u32>| tokenizer.decode_with_special(id.as_slice());
+    let tokens = [("bos_token", name(tokenizer.bos())?), ("eos_token", name(tokenizer.eos_token())?)];
+    template_of_file(path, tokens.into_iter().collect()).map(Some)
+}
+
+fn template_of_file(path: &Path, tokens: SpecialTokens) -> Result<ChatTemplate> {
+    let source = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    ChatTemplate::new(&source, tokens).map_err(|error| format!("{}: {error}", path.display()).into())
+}
+
 impl ServeArgs {
     /// Whether requests select one of several models.
     fn has_several(&self) -> bool {
@@ -211,8 +225,8 @@ impl ServeArgs {
         if self.models_dir.is_some() && self.models.is_empty() && !self.name.is_empty() {
             return Err("--name is the name of the first MODEL, and there is none".into());
         }
-        if self.has_several() && self.chat_template.is_some() {
-            return Err("--chat-template is for a server of one model".into());
+        if !self.has_several() && self.chat_template.len() > 1 {
+            return Err("--chat-template: one model has one template".into());
         }
         Ok(())
     }
@@ -302,16 +316,6 @@ impl ServeArgs {
             ));
         }
         Ok(pages)
-    }
-
-    /// The template of the option, or the checkpoint's.
-    fn template(&self, files: &Files, tokenizer: &Tokenizer) -> Result<Option<ChatTemplate>> {
-        let Some(path) = &self.chat_template else { return Ok(ChatTemplate::load_files(files)?) };
-        let source = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        let name = |id: Option<u32>| tokenizer.decode_with_special(id.as_slice());
-        let tokens =
-            [("bos_token", name(tokenizer.bos())?), ("eos_token", name(tokenizer.eos_token())?)].into_iter().collect();
-        ChatTemplate::new(&source, tokens).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
     }
 
     fn engine_options(&self, kv: Kv, step_tokens: usize, pages: Option<usize>) -> EngineOptions {

@@ -35,7 +35,7 @@ use crate::{
 
 /// State shared by all requests.
 pub(crate) struct App {
-    pub models: Catalog,
+    pub models: Arc<Catalog>,
     pub options: ServerOptions,
     pub is_draining: AtomicBool,
     /// Permits to tokenise long texts.
@@ -61,7 +61,7 @@ impl App {
     pub fn new(models: Catalog, options: ServerOptions) -> App {
         let long_texts = Arc::new(Semaphore::new(MAX_LONG_TEXTS));
         let (statuses, store) = (Statuses::default(), Store::new(options.store_limit));
-        let is_draining = AtomicBool::new(false);
+        let (models, is_draining) = (Arc::new(models), AtomicBool::new(false));
         App { models, options, is_draining, long_texts, started: now(), statuses, store }
     }
 

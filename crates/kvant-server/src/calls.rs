@@ -103,8 +103,8 @@ pub(crate) fn rule(grammar: &Grammar) -> String {
 }
 
 /// Writes a regular expression between slashes. Escapes each slash in it that is not escaped yet.
-fn regex_rule(regex: &str) -> String {
-    // `//` would begin a comment.
+pub(crate) fn regex_rule(regex: &str) -> String {
+    // An unescaped `//` begins a comment.
     if regex.is_empty() {
         return "\"\"".to_string();
     }

@@ -6,7 +6,7 @@ use kvant_models::chat::JsonValue;
 use serde_json::json;
 
 use crate::{
-    calls::{escaped, json_rule, literal, mark},
+    calls::{escaped, json_rule, literal, mark, regex_rule},
     serving::Serving,
 };
 
@@ -123,6 +123,11 @@ impl GemmaCalls {
             only(schema, &["$ref"])?;
             return self.reference(path);
         }
+        // A reference next to a description, as some generators of schemas write it.
+        if let Some([whole]) = fields.get("allOf").and_then(JsonValue::as_array) {
+            only(schema, &["allOf"])?;
+            return self.value(whole);
+        }
         if let Some(value) = fields.get("const") {
             only(schema, &["const", "type"])?;
             return self.literal(value);
@@ -152,7 +157,8 @@ impl GemmaCalls {
     }
 
     fn of_kind(&mut self, kind: &str, schema: &JsonValue) -> Enforced<String> {
-        let of_union = ["type", "items", "properties", "required", "additionalProperties", "minLength", "maxLength"];
+        let of_union =
+            ["type", "items", "properties", "required", "additionalProperties", "minLength", "maxLength", "pattern"];
         let is_union = schema["type"].as_array().is_some();
         let check =
             |keys: &[&str]| only(schema, &if is_union { [keys, &of_union, &NUMBERS].concat() } else { keys.to_vec() });
@@ -168,11 +174,15 @@ impl GemmaCalls {
                 Ok(self.rule(&json_rule(number)))
             }
             "string" => {
-                check(&["type", "format", "minLength", "maxLength"])?;
+                check(&["type", "format", "minLength", "maxLength", "pattern"])?;
                 if schema["format"].as_str().is_some_and(|format| FORMATS.contains(&format)) {
                     return Err("format".to_string());
                 }
-                Ok(self.text(bound(schema, "minLength")?, bound(schema, "maxLength")?))
+                let regex = match &schema["pattern"] {
+                    JsonValue::Null => None,
+                    pattern => Some(pattern.as_str().and_then(whole_text).ok_or("pattern")?),
+                };
+                Ok(self.text(bound(schema, "minLength")?, bound(schema, "maxLength")?, regex))
             }
             "array" => {
                 check(&["type", "items", "minItems", "maxItems"])?;
@@ -206,15 +216,16 @@ impl GemmaCalls {
         Ok(name)
     }
 
-    fn text(&mut self, min: Option<u64>, max: Option<u64>) -> String {
-        if (min, max) == (None, None) {
+    fn text(&mut self, min: Option<u64>, max: Option<u64>, regex: Option<String>) -> String {
+        if (min, max, &regex) == (None, None, &None) {
             return "any_text".to_string();
         }
+        let regex = regex.map(|regex| format!(" & {}", regex_rule(&regex))).unwrap_or_default();
         let (min, max) = (min.unwrap_or(0), max.map(|max| max.to_string()).unwrap_or_default());
         let name = self.new_name();
         let (terminal, quote) = (name.to_uppercase(), &self.quote);
         self.rules.push(format!("{name}: {quote} {terminal} {quote}"));
-        self.rules.push(format!("{terminal}: /(?s:.{{{min},{max}}})/ & ~/(?s:.*){}(?s:.*)/", escaped(QUOTE)));
+        self.rules.push(format!("{terminal}: /(?s:.{{{min},{max}}})/{regex} & ~/(?s:.*){}(?s:.*)/", escaped(QUOTE)));
         name
     }
 
@@ -290,6 +301,81 @@ fn begin(name: &JsonValue) -> String {
     literal(&format!("call:{}", name.as_str().unwrap_or_default()))
 }
 
+/// A regular expression of the whole texts in which a schema's pattern is found. `None` for anchors within the pattern,
+/// and for references and looks at other parts of the text.
+fn whole_text(pattern: &str) -> Option<String> {
+    let (is_start, rest) = pattern.strip_prefix('^').map_or((false, pattern), |rest| (true, rest));
+    let mut found = Pattern::default();
+    for c in rest.chars() {
+        found.push(c)?;
+    }
+    if found.is_escaped || found.is_class || found.depth != 0 || found.has_choice && (is_start || found.is_end) {
+        return None;
+    }
+    let [before, after] = [is_start, found.is_end].map(|is_anchored| if is_anchored { "" } else { "(?s:.*)" });
+    Some(format!("{before}(?:{}){after}", found.out))
+}
+
+/// A pattern without its first anchor, as it is read from left to right.
+#[derive(Default)]
+struct Pattern {
+    out: String,
+    is_escaped: bool,
+    is_class: bool,
+    /// Groups that are open.
+    depth: usize,
+    /// There is a choice outside of groups.
+    has_choice: bool,
+    /// The last character was the anchor of the end.
+    is_end: bool,
+    /// The last character was the beginning of a group.
+    is_group: bool,
+    /// The last characters were `(?`.
+    is_kind: bool,
+}
+
+impl Pattern {
+    fn push(&mut self, c: char) -> Option<()> {
+        let (was_escaped, was_group, was_kind) = (self.is_escaped, self.is_group, self.is_kind);
+        (self.is_escaped, self.is_group, self.is_kind) = (false, false, false);
+        if self.is_end || was_kind && c != ':' {
+            return None;
+        }
+        match c {
+            // As in JavaScript, digits and words are of ASCII.
+            'd' if was_escaped => self.out.push_str("[0-9]"),
+            'D' if was_escaped => self.out.push_str("[^0-9]"),
+            'w' if was_escaped => self.out.push_str("[0-9A-Za-z_]"),
+            'W' if was_escaped => self.out.push_str("[^0-9A-Za-z_]"),
+            // Ends of words, references, and other forms of letters.
+            c if was_escaped && c.is_ascii_alphanumeric() && !"nrtsSfv".contains(c) => return None,
+            c if was_escaped => self.out.extend(['\\', c]),
+            '\\' => self.is_escaped = true,
+            ']' => {
+                self.is_class = false;
+                self.out.push(c);
+            }
+            // A class within a class has a meaning that JavaScript does not give it.
+            '[' if self.is_class => self.out.push_str("\\["),
+            c if self.is_class => self.out.push(c),
+            '^' => return None,
+            '$' => self.is_end = true,
+            c => {
+                self.is_class = c == '[';
+                (self.is_group, self.is_kind) = (c == '(', was_group && c == '?');
+                self.depth = match c {
+                    '(' => self.depth + 1,
+                    ')' => self.depth.checked_sub(1)?,
+                    _ => self.depth,
+                };
+                self.has_choice |= c == '|' && self.depth == 0;
+                self.out.push(c);
+            }
+        }
+        Some(())
+    }
+}
+
 /// The value of a length or count keyword.
 fn bound(schema: &JsonValue, key: &str) -> Enforced<Option<u64>> {
     if schema[key].is_null() {
@@ -304,4 +390,29 @@ fn only(schema: &JsonValue, known: &[&str]) -> Enforced<()> {
     let mut keys = schema.as_object().into_iter().flatten().map(|(key, _)| key.as_str());
     let other = keys.find(|key| !known.contains(key) && !ANNOTATIONS.contains(key) && !key.starts_with("x-"));
     other.map_or(Ok(()), |key| Err(key.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_of_whole_texts() {
+        for (pattern, regex) in [
+            ("^a$", "(?:a)"),
+            ("a|b", "(?s:.*)(?:a|b)(?s:.*)"),
+            ("^(a|b)$", "(?:(a|b))"),
+            ("^(?:a|b)", "(?:(?:a|b))(?s:.*)"),
+            (r"\d{3}-\w$", "(?s:.*)(?:[0-9]{3}-[0-9A-Za-z_])"),
+            (r"^[^$|^\d[(]\$\.$", r"(?:[^$|^[0-9]\[(]\$\.)"),
+            ("", "(?s:.*)(?:)(?s:.*)"),
+        ] {
+            assert_eq!(whole_text(pattern).as_deref(), Some(regex), "{pattern}");
+        }
+        for pattern in
+            ["^a|b$", "a^", "a$b", "(^a)", "(a$)", r"\ba", r"(a)\1", "(?=a)b", "(?<n>a)", "(a", "a)", "[a", "\\"]
+        {
+            assert_eq!(whole_text(pattern), None, "{pattern}");
+        }
+    }
 }

@@ -21,7 +21,7 @@ use crate::{
 
 pub(crate) async fn get(State(app): State<Arc<App>>) -> Response {
     let seen = app.models.seen();
-    let loaded = |(known, seen): (&Known, Seen)| seen.stats.map(|stats| (label(known.name()), stats));
+    let loaded = |(known, seen): (Arc<Known>, Seen)| seen.stats.map(|stats| (label(known.name()), stats));
     let text = Text::models(&seen, app.models.bytes());
     let text = text + &Text::stats(&seen.into_iter().filter_map(loaded).collect::<Vec<_>>());
     let text = text + &Text::server(&own_label(&app), &app.statuses, app.started);
@@ -36,7 +36,7 @@ fn label(model: &str) -> String {
 
 /// The label of metrics of the whole server: its model, if it has only one.
 fn own_label(app: &App) -> String {
-    match app.models.known() {
+    match &app.models.known()[..] {
         [one] => label(one.name()),
         _ => String::new(),
     }
@@ -87,7 +87,7 @@ struct Text(String);
 
 impl Text {
     /// Load state and load counts of the models.
-    fn models(seen: &[(&Known, Seen)], bytes: usize) -> String {
+    fn models(seen: &[(Arc<Known>, Seen)], bytes: usize) -> String {
         let mut text = Text::default();
         let of = |value: fn(&Seen) -> u64| {
             let values = seen.iter().map(move |(known, seen)| (label(known.name()), value(seen) as f64));

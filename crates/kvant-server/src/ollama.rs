@@ -449,7 +449,10 @@ impl OllamaAnswer {
 }
 
 pub(crate) async fn tags(State(app): State<Arc<App>>) -> Json<Value> {
-    let models = app.models.known().iter().flat_map(|known| known.listed().map(|name| described(&app, name, known)));
+    // Without a search, the list is as long as it was.
+    let _ = app.models.search().await;
+    let known = app.models.known();
+    let models = known.iter().flat_map(|known| known.listed().map(|name| described(&app, name, known)));
     Json(json!({"models": models.collect::<Vec<_>>()}))
 }
 
@@ -457,7 +460,7 @@ pub(crate) async fn tags(State(app): State<Arc<App>>) -> Json<Value> {
 pub(crate) async fn running(State(app): State<Arc<App>>) -> Json<Value> {
     let seen = app.models.seen().into_iter().filter(|(_, seen)| seen.stats.is_some());
     let models = seen.map(|(known, _)| {
-        let mut model = described(&app, known.name(), known);
+        let mut model = described(&app, known.name(), &known);
         model["context_length"] = json!(known.facts.context);
         model
     });
@@ -473,7 +476,8 @@ fn described(app: &App, name: &str, known: &Known) -> Value {
 
 pub(crate) async fn show(State(app): State<Arc<App>>, Json(request): Json<OllamaShow>) -> Result<Json<Value>> {
     let asked = request.model.or(request.name);
-    let facts = &app.models.known()[app.models.find(asked.as_deref().map(untagged))?].facts;
+    let (_, known) = app.models.find(asked.as_deref().map(untagged)).await?;
+    let facts = &known.facts;
     let mut capabilities = vec!["completion"];
     if facts.has_template {
         capabilities.push("tools");

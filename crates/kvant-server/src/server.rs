@@ -69,8 +69,8 @@ impl Server {
     /// `Load`; `Name` if there is no such model.
     pub fn load(&self, index: usize) -> Result<(), ModelError> {
         let models = &self.0.models;
-        let name = models.known().get(index).ok_or_else(|| ModelError::Name(index.to_string()))?.name();
-        models.load(index).map_err(|reason| ModelError::Load { name: name.to_string(), reason })
+        let known = models.known().get(index).cloned().ok_or_else(|| ModelError::Name(index.to_string()))?;
+        models.load(index).map_err(|reason| ModelError::Load { name: known.name().to_string(), reason })
     }
 
     /// The routes, for tests and for servers with additional routes.

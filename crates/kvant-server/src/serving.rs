@@ -33,9 +33,9 @@ impl Deref for Serving {
 impl Serving {
     /// Waits for the model that a request names. If it names none, the first.
     pub async fn of(app: &Arc<App>, asked: Option<&str>) -> Result<Arc<Serving>> {
-        let index = app.models.find(asked)?;
+        let (index, known) = app.models.find(asked).await?;
         let model = app.models.get(index, app.options.load_time).await?;
-        let name = app.models.known()[index].name().to_string();
+        let name = known.name().to_string();
         Ok(Arc::new(Serving { app: Arc::clone(app), name, model }))
     }
 

@@ -3,9 +3,9 @@
 use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, Tensor,
     ops::{
-        self, Activation, AddBias, Affine, Argmax, Attend, Embed, Experts, Gate, Hadamard, HeadNorm, KvRead, KvSide,
-        KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, RmsNorm, Rope, Sample, Softcap,
-        Weight,
+        self, Activation, Add, AddBias, Affine, Argmax, Attend, Embed, Experts, Gate, Hadamard, HeadNorm, KvRead,
+        KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, RmsNorm, Rope, Sample,
+        Softcap, Weight,
     },
 };
 
@@ -106,6 +106,11 @@ fn small(dtype: DType, bound: f64) -> Vec<Trial> {
             let (gate, up, out) = (x(device, 3)?, x(device, 4)?, out(device)?);
             let args = Gate::new(&gate, &up, Activation::GeluTanh, &out);
             run(device, |enc| ops::gate(enc, &args))?;
+            Ok(out.to_f32()?)
+        }),
+        Trial::new("add", bound, move |device| {
+            let (x, y, out) = (x(device, 14)?, x(device, 15)?, out(device)?);
+            run(device, |enc| ops::add(enc, &Add::new(&x, &y, &out)))?;
             Ok(out.to_f32()?)
         }),
         Trial::new("add_bias", bound, move |device| {

@@ -1,14 +1,18 @@
 //! A server for several models, named in the command or found in a directory.
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use kvant::Device;
 use kvant_engine::{Engine, EngineOptions};
-use kvant_models::{LoadOptions, Model, PoolOptions, Pooling, Tokenizer, chat::ChatTemplate};
+use kvant_models::{
+    LoadOptions, Model, PoolOptions, Pooling, Tokenizer,
+    chat::{ChatTemplate, SpecialTokens},
+};
 use kvant_server::{ModelFacts, Models, ServedModel, Server, ServerOptions};
 
 use super::ServeArgs;
@@ -28,32 +32,44 @@ struct OnDemand {
     load: LoadOptions,
     engine: EngineOptions,
     pooling: Option<Pooling>,
+    /// The template of the command.
+    template: Option<PathBuf>,
 }
 
 /// Creates a server for several models. Models named in the command are loaded immediately.
 pub fn server(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<Server> {
     let free = device.memory().map_or(usize::MAX, |memory| memory.free / 10 * 9);
     let limit = args.memory.map_or(free, |bytes| bytes.0);
+    let templates = templates(args)?;
     let mut models = Models::new(limit);
     for (index, path) in args.models.iter().enumerate() {
         let names = match index {
             0 if !args.name.is_empty() => args.name.clone(),
             _ => vec![super::name_of(path)],
         };
-        let (source, facts) = source(args, path, device, limit)?;
+        let template = templates.get(&names[0]).cloned();
+        let (source, facts) = source(args, path, template, device, limit)?;
         let added = models.add(names, facts, move || source.load());
         added.map_err(|error| format!("{}: {error}", path.display()))?;
     }
-    for (name, path) in args.models_dir.as_deref().map_or(Ok(Vec::new()), found)? {
-        let added = source(args, &path, device, limit)
-            .and_then(|(source, facts)| models.add([name.as_str()], facts, move || source.load()).map_err(Into::into));
-        if let Err(error) = added {
-            // A bad checkpoint does not prevent the other models from being served.
-            let _ = output::note(&format!("warning: {name} is left out: {error}\n"));
-        }
+    if let Some(directory) = &args.models_dir {
+        // Later searches only warn.
+        found(directory)?;
+        let directory = ModelsDir {
+            path: directory.clone(),
+            args: args.clone(),
+            templates: templates.clone(),
+            device: device.clone(),
+            limit,
+            left_out: Mutex::default(),
+        };
+        models.search(move |models| directory.add_new(models));
     }
     if models.names().next().is_none() {
         return Err("--models-dir: no model found".into());
+    }
+    if let Some(name) = templates.keys().find(|name| models.names().all(|other| other != *name)) {
+        return Err(format!("--chat-template: there is no model {name:?}").into());
     }
     let names = models.names().collect::<Vec<_>>().join(", ");
     let _ = output::note(&format!("models: {names}\n"));
@@ -71,8 +87,72 @@ pub fn server(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resu
     Ok(server)
 }
 
+/// The files of `--chat-template` by the names of their models.
+fn templates(args: &ServeArgs) -> Result<BTreeMap<String, PathBuf>> {
+    let mut templates = BTreeMap::new();
+    for option in &args.chat_template {
+        let Some((name, path)) = option.to_str().and_then(|option| option.split_once('=')) else {
+            let got = option.display();
+            return Err(format!("--chat-template: expected NAME=FILE with several models, got {got}").into());
+        };
+        // Errors in a template show at the start. Its tokens are known when the model is loaded.
+        super::template_of_file(Path::new(path), SpecialTokens::default())?;
+        if templates.insert(name.to_string(), PathBuf::from(path)).is_some() {
+            return Err(format!("--chat-template: {name} has two templates").into());
+        }
+    }
+    Ok(templates)
+}
+
+/// The directory of `--models-dir`.
+struct ModelsDir {
+    path: PathBuf,
+    args: ServeArgs,
+    templates: BTreeMap<String, PathBuf>,
+    device: Device,
+    limit: usize,
+    /// Models that cannot be served, with the reasons, so that each is reported once.
+    left_out: Mutex<BTreeMap<String, String>>,
+}
+
+impl ModelsDir {
+    /// Adds the models of the directory that are not among those of the server.
+    fn add_new(&self, models: &mut Models) {
+        let found = found(&self.path).unwrap_or_else(|error| {
+            self.warn(&self.path.display().to_string(), &error.to_string());
+            Vec::new()
+        });
+        for (name, path) in found {
+            if models.names().any(|known| known == name) {
+                continue;
+            }
+            let added = source(&self.args, &path, self.templates.get(&name).cloned(), &self.device, self.limit)
+                .and_then(|(source, facts)| {
+                    models.add([name.as_str()], facts, move || source.load()).map_err(Into::into)
+                });
+            if let Err(error) = added {
+                // A bad checkpoint does not prevent the other models from being served.
+                self.warn(&name, &error.to_string());
+            }
+        }
+    }
+
+    fn warn(&self, name: &str, reason: &str) {
+        let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
+        if left_out.insert(name.to_string(), reason.to_string()).as_deref() != Some(reason) {
+            tracing::warn!(model = name, reason, "left out");
+        }
+    }
+}
+
 /// Returns a model's loader, and the facts known before it is loaded.
-fn source(args: &ServeArgs, path: &Path, device: &Device, limit: usize) -> Result<(OnDemand, ModelFacts)> {
+fn source(
+    args: &ServeArgs,
+    path: &Path,
+    template: Option<PathBuf>,
+    device: &Device,
+    limit: usize,
+) -> Result<(OnDemand, ModelFacts)> {
     let files = shipped::files(Some(path))?;
     let kv = args.activations.kv(device, args.kv.as_ref());
     let context = args.context(&files)?;
@@ -83,11 +163,11 @@ fn source(args: &ServeArgs, path: &Path, device: &Device, limit: usize) -> Resul
     // The pages of one model leave memory for the others.
     let max = limit / (2 * args.models.len().max(2));
     let share = memory::share(&files, &demand, limit, max)?;
-    let has_template = ChatTemplate::load_files(&files)?.is_some();
+    let has_template = template.is_some() || ChatTemplate::load_files(&files)?.is_some();
     let engine = args.engine_options(kv, load.pass_tokens, Some(share.pages));
     let facts = ModelFacts::new(share.total, context).has_template(has_template).cache(codecs);
     let pooling = args.pooling(&files);
-    Ok((OnDemand { path: path.to_path_buf(), device: device.clone(), load, engine, pooling }, facts))
+    Ok((OnDemand { path: path.to_path_buf(), device: device.clone(), load, engine, pooling, template }, facts))
 }
 
 impl OnDemand {
@@ -98,7 +178,7 @@ impl OnDemand {
     fn try_load(&self) -> Result<ServedModel> {
         let files = shipped::files(Some(&self.path))?;
         let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
-        let template = ChatTemplate::load_files(&files)?;
+        let template = super::template(self.template.as_deref(), &files, &tokenizer)?;
         let sampling = super::sampling(&files)?;
         let model = Model::load_files(&files, &self.device, &self.load)?;
         let engine = Engine::start(model, tokenizer, self.engine.clone())?;

@@ -68,7 +68,7 @@ fn every_shape_meets_every_context() {
 }
 
 const MODEL_KEYS: &str =
-    "op device kv sequences context us_first us_median us_min tokens_per_second bytes gbps of_read";
+    "op device kv sequences context temperature us_first us_median us_min tokens_per_second bytes gbps of_read";
 
 /// The lines of `bench model` after the lines about the device and loading.
 fn model_lines(args: &[&str]) -> Vec<Value> {
@@ -103,6 +103,17 @@ fn a_model_is_measured_in_parts() {
     // Three sequences read their own keys and values, and the weights once.
     let [one, three] = [number(4, "bytes"), number(5, "bytes")];
     assert!(three > one && three < 3.0 * one);
+}
+
+#[test]
+fn steps_with_draws() {
+    let args = "--decode 5 --sequences 2 --context 20 --temperature 0,0.8 --seconds 0.05";
+    let lines = model_lines(&args.split(' ').collect::<Vec<_>>());
+    let cases: Vec<_> = lines.iter().map(|line| (line["op"].as_str().unwrap(), &line["temperature"])).collect();
+    let (greedy, drawn) = (Value::from(0.0), Value::from(0.8));
+    assert_eq!(cases, [("decode", &greedy), ("decode", &drawn), ("batch", &greedy), ("batch", &drawn)]);
+    let error = kvant(&["bench", "model", "--decode", "1", "--temperature=-1", "--seconds", "0"]).error();
+    assert!(error.contains("temperature"), "{error}");
 }
 
 /// In a mixture of experts, a token reads only the experts that it is routed to.

@@ -12,9 +12,10 @@ fn all_cases_pass_on_the_cpu() {
         assert!(line["us"].as_f64().unwrap() > 0.0 && line["error"].as_f64() <= line["bound"].as_f64(), "{line}");
     }
     let cases: Vec<&str> = lines.iter().map(|line| line["case"].as_str().unwrap()).collect();
-    for operation in "add_bias argmax attend copy embed gate hadamard kv_read kv_write linear moe_combine moe_route \
+    for operation in
+        "add add_bias argmax attend copy embed gate hadamard kv_read kv_write linear moe_combine moe_route \
                       norm_rope norm_rope_write rms_norm sample softcap"
-        .split_whitespace()
+            .split_whitespace()
     {
         let has = |case: &&str| case.split([',', ' ']).any(|word| word == operation);
         assert!(cases.iter().any(has), "{operation}");

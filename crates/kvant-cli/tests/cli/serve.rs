@@ -152,6 +152,80 @@ fn models_of_a_directory_share_memory() {
     }
 }
 
+/// A directory that is copied into the one of the models is served without a restart.
+#[test]
+fn models_appear_in_a_directory() {
+    let directory = directory_of_models("serve-appear");
+    let later = scratch("serve-appear-later");
+    std::fs::rename(directory.join("org/two"), later.join("two")).unwrap();
+    std::fs::rename(directory.join("one"), later.join("one")).unwrap();
+    let log = scratch("serve-appear-log").join("log");
+    let options = ["--models-dir", str(&directory), "--context", "256", "--max-sequences", "1"];
+    let running = Running::start(Stdio::from(std::fs::File::create(&log).unwrap()), &options);
+    let until = |what: &str, is_so: &dyn Fn() -> bool| {
+        let started = std::time::Instant::now();
+        while !is_so() {
+            assert!(started.elapsed().as_secs() < 60, "{what}");
+            std::thread::sleep(std::time::Duration::from_millis(100));
+        }
+    };
+    let complete = |model: &str| running.ask("POST /v1/completions", &complete(model));
+    assert!(complete("org/two").starts_with("HTTP/1.1 404 "));
+    std::fs::rename(later.join("two"), directory.join("org/two")).unwrap();
+    until("a model that is asked for", &|| complete("org/two").starts_with("HTTP/1.1 200 "));
+    std::fs::rename(later.join("one"), directory.join("one")).unwrap();
+    until("a model in the list", &|| running.ask("GET /v1/models", "").contains(r#""id":"one""#));
+    // One that was left out is complete now.
+    assert!(complete("wrong").starts_with("HTTP/1.1 404 "));
+    std::fs::copy(directory.join("one/config.json"), directory.join("wrong/config.json")).unwrap();
+    until("a model that was left out", &|| complete("wrong").starts_with("HTTP/1.1 200 "));
+    drop(running);
+    let log = std::fs::read_to_string(&log).unwrap();
+    assert_eq!(log.matches("left out").count(), 1, "{log}");
+}
+
+#[test]
+fn templates_of_several_models() {
+    let directory = directory_of_models("serve-templates");
+    let files = ["short", "long"].map(|text| {
+        let file = directory.join(format!("{text}.jinja"));
+        std::fs::write(&file, format!("{text}: {{{{ bos_token }}}}{{{{ messages[0].content }}}}")).unwrap();
+        file
+    });
+    let bad = directory.join("bad.jinja");
+    std::fs::write(&bad, "{% if %}").unwrap();
+    let of = |name: &str, file: &std::path::Path| format!("{name}={}", file.display());
+    let small = ["--models-dir", str(&directory), "--context", "256", "--max-sequences", "1"];
+    let (one, two) = (of("one", &files[0]), of("org/two", &files[1]));
+    let options = [&small[..], &["--chat-template", &one, "--chat-template", &two]].concat();
+    let running = Running::start(Stdio::null(), &options);
+    let apply = |model: &str| {
+        let body = format!(r#"{{"model": "{model}", "messages": [{{"role": "user", "content": "hello"}}]}}"#);
+        running.ask("POST /apply-template", &body)
+    };
+    for (model, text) in [("one", "short: "), ("org/two", "long: ")] {
+        let answer = apply(model);
+        assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains(text) && answer.contains("hello"), "{answer}");
+    }
+    let list = running.ask("GET /v1/models", "");
+    assert_eq!(list.matches(r#""has_chat_template":true"#).count(), 2, "{list}");
+    for (more, expected) in [
+        (&[str(&files[0])][..], "NAME=FILE"),
+        (&[&of("one", &bad)], "bad.jinja"),
+        (&["one=missing.jinja"], "missing.jinja"),
+        (&[&of("three", &files[0])], "\"three\""),
+        (&[&one, &of("one", &files[1])], "two templates"),
+    ] {
+        let more = more.iter().flat_map(|option| ["--chat-template", option]).collect::<Vec<_>>();
+        // A model that is left out leaves a line in the log.
+        let end = kvant(&[&["serve", "--port", "0"], &small[..], &more].concat());
+        let error = end.stderr.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
+        assert!(end.code == 1 && error.contains(expected), "{more:?}: {}", end.stderr);
+    }
+    let two = ["--chat-template", str(&files[0]), "--chat-template", str(&files[1])];
+    assert!(kvant(&[&["serve", "--port", "0"], &two[..]].concat()).error().contains("one template"));
+}
+
 #[test]
 fn two_models_at_once() {
     let directory = directory_of_models("serve-two");
@@ -167,7 +241,6 @@ fn two_models_at_once() {
         (&[str(&one), str(&one)][..], "\"one\""),
         (&[str(&one), str(&cut)], "tokenizer"),
         (&[str(&one), str(&two), "--memory", "1MiB"], "--memory"),
-        (&[str(&one), str(&two), "--chat-template", "x"], "--chat-template"),
         (&["--models-dir", str(&one), "--name", "x"], "--name"),
         (&["--models-dir", "missing/directory"], "missing/directory"),
     ] {

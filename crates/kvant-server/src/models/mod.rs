@@ -7,6 +7,7 @@ pub(crate) mod routes;
 use std::{
     error::Error,
     io,
+    sync::{Arc, Mutex, PoisonError, RwLock},
     time::{Duration, Instant},
 };
 
@@ -14,7 +15,10 @@ use axum::http::StatusCode;
 use kvant_engine::{Engine, EngineStats};
 use kvant_models::{CacheCodecs, Pooling, Sampling, chat::ChatTemplate};
 
-use crate::error::{ApiError, Result};
+use crate::{
+    app::blocking,
+    error::{ApiError, Result},
+};
 pub(crate) use registry::Loads;
 use registry::{Lease, Loader, Refused, Registry, Resident};
 
@@ -116,9 +120,14 @@ impl ModelFacts {
 /// ```
 pub struct Models {
     limit: usize,
-    known: Vec<Known>,
+    known: Vec<Arc<Known>>,
+    /// Loaders of models that are not yet registered, with the models' bytes.
     loaders: Vec<(usize, Loader<ServedModel>)>,
+    search: Option<Search>,
 }
+
+/// Adds models that are new.
+type Search = Arc<dyn Fn(&mut Models) + Send + Sync>;
 
 /// An error when a model is added or loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -173,7 +182,15 @@ const ANY: &str = "*";
 impl Models {
     /// Creates an empty list. The loaded models take at most `limit` bytes together.
     pub fn new(limit: usize) -> Models {
-        Models { limit, known: Vec::new(), loaders: Vec::new() }
+        Models { limit, known: Vec::new(), loaders: Vec::new(), search: None }
+    }
+
+    /// Sets how models are found that appear while the server runs: `search` adds those that are new. It is called now,
+    /// and in a thread of its own when a request names an unknown model or asks for the list of models, at most once a
+    /// second. No model is removed.
+    pub fn search(&mut self, search: impl Fn(&mut Models) + Send + Sync + 'static) {
+        search(self);
+        self.search = Some(Arc::new(search));
     }
 
     /// Adds a model. Requests can use any of its names; responses have the first. A request that names no model gets
@@ -205,7 +222,7 @@ impl Models {
             return Err(ModelError::Size { bytes: facts.bytes, limit: self.limit });
         }
         let (name, bytes) = (names[0].clone(), facts.bytes);
-        self.known.push(Known { names, facts });
+        self.known.push(Arc::new(Known { names, facts }));
         let load = move || logged(&name, || load().map_err(|error| error.into().to_string()));
         self.loaders.push((bytes, Box::new(load)));
         Ok(())
@@ -213,7 +230,7 @@ impl Models {
 
     /// The names of the models in responses.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.known.iter().map(Known::name)
+        self.known.iter().map(|known| known.name())
     }
 
     /// Bytes of each model.
@@ -243,9 +260,16 @@ fn logged(name: &str, load: impl FnOnce() -> Result<ServedModel, String>) -> Res
 
 /// The models of a running server.
 pub(crate) struct Catalog {
-    known: Vec<Known>,
+    known: RwLock<Vec<Arc<Known>>>,
     registry: Registry<ServedModel>,
+    /// Models of this and later searches, if there are any.
+    models: Option<Mutex<Models>>,
+    /// When the last search ended. Requests wait for one that runs.
+    searched: tokio::sync::Mutex<Option<Instant>>,
 }
+
+/// The shortest time between two searches for models.
+const SEARCH_PAUSE: Duration = Duration::from_secs(1);
 
 /// The state of a model in `/metrics` and in lists of models.
 pub(crate) struct Seen {
@@ -259,33 +283,71 @@ impl Catalog {
     pub fn of_one(model: ServedModel, names: Vec<String>) -> Catalog {
         let facts = ModelFacts::new(0, model.engine.context()).has_template(model.template.is_some());
         let facts = facts.cache(model.engine.options().codecs.clone());
-        Catalog { known: vec![Known { names, facts }], registry: Registry::of_one(model) }
+        Catalog::new(vec![Arc::new(Known { names, facts })], Registry::of_one(model), None)
     }
 
     /// # Errors
     /// There are no models, or the system cannot start a thread.
-    pub fn start(models: Models) -> io::Result<Catalog> {
+    pub fn start(mut models: Models) -> io::Result<Catalog> {
         if models.known.is_empty() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "there are no models to serve"));
         }
-        Ok(Catalog { known: models.known, registry: Registry::start(models.limit, models.loaders)? })
+        let registry = Registry::start(models.limit, std::mem::take(&mut models.loaders))?;
+        let known = models.known.clone();
+        Ok(Catalog::new(known, registry, models.search.is_some().then_some(models)))
     }
 
-    pub fn known(&self) -> &[Known] {
-        &self.known
+    fn new(known: Vec<Arc<Known>>, registry: Registry<ServedModel>, models: Option<Models>) -> Catalog {
+        Catalog { known: RwLock::new(known), registry, models: models.map(Mutex::new), searched: Default::default() }
     }
 
-    /// The index of the model that a request names. If it names none, the first.
-    pub fn find(&self, asked: Option<&str>) -> Result<usize> {
-        let Some(asked) = asked else { return Ok(0) };
-        let has = |name: &str| self.known.iter().position(|known| known.names.iter().any(|own| own == name));
-        has(asked).or_else(|| has(ANY)).ok_or_else(|| self.unknown(asked))
+    /// The models so far, in the order of their numbers.
+    pub fn known(&self) -> Vec<Arc<Known>> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The number of the model that a request names, and what is known of it; the first one if it names none.
+    pub async fn find(self: &Arc<Self>, asked: Option<&str>) -> Result<(usize, Arc<Known>)> {
+        let Some(asked) = asked else { return Ok((0, Arc::clone(&self.known()[0]))) };
+        if let Some(found) = self.named(asked) {
+            return Ok(found);
+        }
+        self.search().await?;
+        self.named(asked).or_else(|| self.named(ANY)).ok_or_else(|| self.unknown(asked))
+    }
+
+    fn named(&self, name: &str) -> Option<(usize, Arc<Known>)> {
+        self.known().into_iter().enumerate().find(|(_, known)| known.names.iter().any(|own| own == name))
+    }
+
+    /// Adds models that have appeared since the last search, unless it has just ended.
+    pub async fn search(self: &Arc<Self>) -> Result<()> {
+        if self.models.is_none() {
+            return Ok(());
+        }
+        let mut searched = self.searched.lock().await;
+        if searched.is_none_or(|when| when.elapsed() >= SEARCH_PAUSE) {
+            let catalog = Arc::clone(self);
+            blocking(move || catalog.search_now()).await?;
+            *searched = Some(Instant::now());
+        }
+        Ok(())
+    }
+
+    fn search_now(&self) {
+        let Some(models) = &self.models else { return };
+        let mut models = models.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(search) = models.search.clone() else { return };
+        search(&mut models);
+        // A model has its place in the registry before a request can name it.
+        models.loaders.drain(..).for_each(|(bytes, loader)| self.registry.add(bytes, loader));
+        models.known.clone_into(&mut self.known.write().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// 404, in OpenAI's wording.
     fn unknown(&self, asked: &str) -> ApiError {
         let asked: String = asked.chars().take(64).collect();
-        let names: Vec<String> = self.known.iter().take(20).map(|known| format!("`{}`", known.name())).collect();
+        let names: Vec<String> = self.known().iter().take(20).map(|known| format!("`{}`", known.name())).collect();
         let message = format!("The model `{asked}` does not exist. This server has {}", names.join(", "));
         let error = ApiError::new(StatusCode::NOT_FOUND, message);
         ApiError { param: Some("model".to_string()), code: Some("model_not_found"), ..error }
@@ -297,7 +359,8 @@ impl Catalog {
     }
 
     fn refused(&self, index: usize, refused: Refused, limit: Duration) -> ApiError {
-        let name = self.known[index].name();
+        let known = self.known();
+        let name = known[index].name();
         match refused {
             // The reason names files of this machine, so it is only logged.
             Refused::Failed(_) => {
@@ -331,12 +394,12 @@ impl Catalog {
     }
 
     /// Each model with its state and counts.
-    pub fn seen(&self) -> Vec<(&Known, Seen)> {
+    pub fn seen(&self) -> Vec<(Arc<Known>, Seen)> {
         let mut stats = Vec::new();
         self.registry.each(|_, model| stats.push(model.map(|model| model.engine.stats())));
         let seen = stats.into_iter().enumerate();
         let seen = seen.map(|(index, stats)| Seen { stats, loads: self.registry.loads(index) });
-        self.known.iter().zip(seen).collect()
+        self.known().into_iter().zip(seen).collect()
     }
 
     /// Bytes of the loaded models.
@@ -346,7 +409,7 @@ impl Catalog {
 
     /// Whether the only model of the server has failed. The server must then end.
     pub fn has_failed(&self) -> bool {
-        self.known.len() == 1 && !self.failed().is_empty()
+        self.known().len() == 1 && !self.failed().is_empty()
     }
 
     /// Unloads models whose engines have failed. The next request loads them again.

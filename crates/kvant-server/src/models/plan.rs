@@ -57,10 +57,15 @@ struct Slot {
 impl Plan {
     /// Creates a plan in which no model is loaded. `bytes` gives the size of each model, at most `limit`.
     pub fn new(limit: usize, bytes: impl IntoIterator<Item = usize>) -> Plan {
-        let slot =
-            |bytes| Slot { bytes, phase: Phase::Out, users: 0, waiting: Vec::new(), latest: 0, is_broken: false };
-        let models = bytes.into_iter().map(slot).collect();
-        Plan { limit, models, queue: VecDeque::new(), closing: Vec::new(), tickets: 0 }
+        let mut plan = Plan { limit, models: Vec::new(), queue: VecDeque::new(), closing: Vec::new(), tickets: 0 };
+        bytes.into_iter().for_each(|bytes| plan.add(bytes));
+        plan
+    }
+
+    /// One more model, of at most `limit` bytes. It is not loaded.
+    pub fn add(&mut self, bytes: usize) {
+        let waiting = Vec::new();
+        self.models.push(Slot { bytes, phase: Phase::Out, users: 0, waiting, latest: 0, is_broken: false });
     }
 
     /// Whether a request gets a model immediately.

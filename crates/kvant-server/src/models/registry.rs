@@ -60,6 +60,8 @@ struct Shared<M: Resident> {
 struct State<M: Resident> {
     plan: Plan,
     models: Vec<Option<Arc<M>>>,
+    /// The loader of each model. Empty if the only model is always loaded.
+    loaders: Vec<Arc<Loader<M>>>,
     waiting: HashMap<u64, oneshot::Sender<Result<Lease<M>, Refused>>>,
     failures: Vec<Option<(Instant, String)>>,
     loads: Vec<Loads>,
@@ -102,7 +104,9 @@ impl<M: Resident> Registry<M> {
         let mut plan = Plan::new(usize::MAX, [0]);
         // This user never releases the model.
         let _ = (plan.ask(0), plan.loaded(0));
-        Registry(Arc::new(Shared::new(plan, vec![Some(Arc::new(model))], None)))
+        let registry = Registry(Arc::new(Shared::new(plan, None)));
+        registry.0.lock().push(Some(Arc::new(model)));
+        registry
     }
 
     /// Creates a registry of models that take at most `limit` bytes together. Each is given by its size in bytes and
@@ -111,13 +115,21 @@ impl<M: Resident> Registry<M> {
     /// # Errors
     /// The system cannot start a thread.
     pub fn start(limit: usize, models: Vec<(usize, Loader<M>)>) -> std::io::Result<Registry<M>> {
-        let (bytes, loaders): (Vec<_>, Vec<_>) = models.into_iter().unzip();
         let (work, orders) = mpsc::channel();
-        let models = loaders.iter().map(|_| None).collect();
-        let inner = Arc::new(Shared::new(Plan::new(limit, bytes), models, Some(work)));
+        let inner = Arc::new(Shared::new(Plan::new(limit, []), Some(work)));
         let weak = Arc::downgrade(&inner);
-        thread::Builder::new().name("kvant-models".to_string()).spawn(move || keep(&weak, &orders, &loaders))?;
-        Ok(Registry(inner))
+        thread::Builder::new().name("kvant-models".to_string()).spawn(move || keep(&weak, &orders))?;
+        let registry = Registry(inner);
+        models.into_iter().for_each(|(bytes, loader)| registry.add(bytes, loader));
+        Ok(registry)
+    }
+
+    /// One more model, with the next index.
+    pub fn add(&self, bytes: usize, loader: Loader<M>) {
+        let mut state = self.0.lock();
+        state.plan.add(bytes);
+        state.loaders.push(Arc::new(loader));
+        state.push(None);
     }
 
     /// Waits for a model until `limit` has passed. Loads it if necessary.
@@ -193,10 +205,25 @@ impl<M: Resident> Registry<M> {
     }
 }
 
+impl<M: Resident> State<M> {
+    fn push(&mut self, model: Option<Arc<M>>) {
+        self.models.push(model);
+        self.failures.push(None);
+        self.loads.push(Loads::default());
+    }
+}
+
 impl<M: Resident> Shared<M> {
-    fn new(plan: Plan, models: Vec<Option<Arc<M>>>, work: Option<mpsc::Sender<Effect>>) -> Shared<M> {
-        let (failures, loads) = (models.iter().map(|_| None).collect(), vec![Loads::default(); models.len()]);
-        let state = State { plan, models, waiting: HashMap::new(), failures, loads, is_closed: false };
+    fn new(plan: Plan, work: Option<mpsc::Sender<Effect>>) -> Shared<M> {
+        let state = State {
+            plan,
+            models: Vec::new(),
+            loaders: Vec::new(),
+            waiting: HashMap::new(),
+            failures: Vec::new(),
+            loads: Vec::new(),
+            is_closed: false,
+        };
         Shared { state: Mutex::new(state), work }
     }
 
@@ -229,8 +256,9 @@ impl<M: Resident> Shared<M> {
         }
     }
 
-    fn load(self: &Arc<Self>, index: usize, loader: &Loader<M>) {
-        let loaded = catch_unwind(AssertUnwindSafe(loader)).unwrap_or_else(|_| Err("a panic".to_string()));
+    fn load(self: &Arc<Self>, index: usize) {
+        let loader = Arc::clone(&self.lock().loaders[index]);
+        let loaded = catch_unwind(AssertUnwindSafe(|| loader())).unwrap_or_else(|_| Err("a panic".to_string()));
         let mut state = self.lock();
         match loaded {
             Ok(model) => {
@@ -267,11 +295,11 @@ impl<M: Resident> Shared<M> {
 }
 
 /// Loads and unloads models until the registry is dropped.
-fn keep<M: Resident>(registry: &Weak<Shared<M>>, orders: &mpsc::Receiver<Effect>, loaders: &[Loader<M>]) {
+fn keep<M: Resident>(registry: &Weak<Shared<M>>, orders: &mpsc::Receiver<Effect>) {
     while let Ok(order) = orders.recv() {
         let Some(registry) = registry.upgrade() else { return };
         match order {
-            Effect::Load(index) => registry.load(index, &loaders[index]),
+            Effect::Load(index) => registry.load(index),
             Effect::Unload(index) => registry.unload(index),
             Effect::Grant { .. } => {}
         }

@@ -17,13 +17,15 @@ fn describe(app: &App, name: &str, known: &Known, seen: &Seen) -> Value {
 }
 
 pub(crate) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
+    // Without a search, the list is as long as it was.
+    let _ = app.models.search().await;
     let seen = app.models.seen();
     let data = seen.iter().flat_map(|(known, seen)| known.listed().map(|name| describe(&app, name, known, seen)));
     Json(json!({"object": "list", "data": data.collect::<Vec<_>>()}))
 }
 
 pub(crate) async fn get(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>> {
-    let (seen, index) = (app.models.seen(), app.models.find(Some(&name))?);
-    let (known, seen) = &seen[index];
-    Ok(Json(describe(&app, &name, known, seen)))
+    let (index, known) = app.models.find(Some(&name)).await?;
+    let (_, seen) = &app.models.seen()[index];
+    Ok(Json(describe(&app, &name, &known, seen)))
 }

@@ -230,6 +230,46 @@ async fn an_engine_that_fails_is_started_again() {
     assert_eq!(get(router, "/health").await.status, StatusCode::SERVICE_UNAVAILABLE);
 }
 
+/// Models that appear are found when they are asked for by name or in a list, by one search a second.
+#[tokio::test(flavor = "multi_thread")]
+async fn models_appear() {
+    let (searches, known) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(1)));
+    let (counted, count) = (Arc::clone(&searches), Arc::clone(&known));
+    let mut models = Models::new(ROOM_FOR_TWO);
+    models.search(move |models| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        for name in &["a", "b", "c"][..count.load(Ordering::SeqCst)] {
+            // Names that are taken stay as they are.
+            let _ = models.add([*name], ModelFacts::new(BYTES, 256), || load(256));
+        }
+    });
+    let router = Server::of_models(models, ServerOptions::new("unused")).unwrap().router();
+    assert_eq!(searches.load(Ordering::SeqCst), 1);
+    complete(&router, Some("a")).await.ok();
+    complete(&router, None).await.ok();
+    assert_eq!(searches.load(Ordering::SeqCst), 1, "a known name needs no search");
+    known.store(2, Ordering::SeqCst);
+    // Requests at the same time wait for one search.
+    let asked: Vec<_> = (0..8).map(|_| tokio::spawn(complete(&router, Some("b")))).collect();
+    for answer in asked {
+        assert_eq!(answer.await.unwrap().ok()["model"], "b");
+    }
+    assert_eq!(searches.load(Ordering::SeqCst), 2);
+    known.store(3, Ordering::SeqCst);
+    let listed = async |name: &str| {
+        let list = get(router.clone(), "/v1/models").await.ok();
+        list["data"].as_array().unwrap().iter().any(|model| model["id"] == name)
+    };
+    while !listed("c").await {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(searches.load(Ordering::SeqCst), 3);
+    assert_eq!(complete(&router, Some("c")).await.ok()["model"], "c");
+    assert_eq!(loaded(&router).await.len(), 2);
+    assert_eq!(complete(&router, Some("d")).await.status, StatusCode::NOT_FOUND);
+    assert!(get(router, "/metrics").await.text.contains("model_name=\"c\""));
+}
+
 #[tokio::test]
 async fn names_and_sizes_are_checked() {
     let mut models = Models::new(BYTES);

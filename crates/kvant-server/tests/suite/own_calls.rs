@@ -154,14 +154,40 @@ async fn json_in_the_channel_of_answers() {
     assert_eq!(choice["logprobs"]["content"][0]["token"], "<|channel|>");
 }
 
+/// Gemma's form enforces patterns, whether a call must be made or not.
+#[tokio::test(flavor = "multi_thread")]
+async fn patterns_in_the_form() {
+    let of_field = |field: Value| json!({"type": "object", "properties": {"x": field}, "required": ["x"], "additionalProperties": false});
+    let is_number = |x: &str| x.len() == 6 && x.split('-').all(|part| part.parse::<u16>().is_ok());
+    for (pattern, is_it) in [
+        (r"^[0-9]{3}-\d{2}$", &is_number as &dyn Fn(&str) -> bool),
+        ("^(ab|cd)/$", &|x| ["ab/", "cd/"].contains(&x)),
+        ("qz+$", &|x| x.ends_with('z') && x.trim_end_matches('z').ends_with('q')),
+    ] {
+        for whole in [false, true] {
+            let field = json!({"type": "string", "pattern": pattern, "maxLength": 8});
+            let field = if whole { json!({"allOf": [field], "description": "of one"}) } else { field };
+            let parameters = of_field(field);
+            let must =
+                and(ask(parameters.clone(), true, &[]), json!({"tool_choice": "required", "reasoning_effort": "none"}));
+            let may = and(ask(parameters, true, &[5]), json!({"parallel_tool_calls": false, "stop_token_ids": [6]}));
+            for body in [must, may] {
+                let found = arguments(&post(gemma_router(), CHAT, body).await.ok()["choices"][0]);
+                let x = found["x"].as_str().unwrap();
+                assert!(is_it(x) && x.chars().count() <= 8, "{pattern}: {found}");
+            }
+        }
+    }
+}
+
 /// A schema that Gemma's format cannot enforce is enforced as JSON if a call is required.
 #[tokio::test(flavor = "multi_thread")]
 async fn schemas_beyond_the_form() {
     for (keyword, field) in [
-        ("pattern", json!({"type": "string", "pattern": "^a$"})),
+        ("pattern", json!({"type": "string", "pattern": "^a|b$"})),
         ("format", json!({"type": "string", "format": "date"})),
         ("uniqueItems", json!({"type": "array", "uniqueItems": true})),
-        ("allOf", json!({"allOf": [{"type": "null"}]})),
+        ("allOf", json!({"allOf": [{"type": "null"}, {}]})),
     ] {
         let parameters = json!({"type": "object", "properties": {"x": field}, "required": ["x"],
             "additionalProperties": false});
@@ -170,10 +196,12 @@ async fn schemas_beyond_the_form() {
         assert_eq!(refused.refused(), "tools[0].function.strict");
         // The schema of a function that is not strict is not enforced.
         post(gemma_router(), CHAT, and(ask(parameters.clone(), false, &[]), json!({"max_tokens": 2}))).await.ok();
-        if keyword == "pattern" {
+        if keyword == "format" {
             let body = and(ask(parameters, true, &[]), json!({"tool_choice": "required"}));
             let answer = post(gemma_router(), CHAT, body).await.ok();
-            assert_eq!(arguments(&answer["choices"][0]), json!({"x": "a"}));
+            let found = arguments(&answer["choices"][0]);
+            let date = found["x"].as_str().unwrap();
+            assert!(date.len() == 10 && date.split('-').all(|part| part.parse::<u16>().is_ok()), "{found}");
         }
     }
 }

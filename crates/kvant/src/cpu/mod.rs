@@ -110,6 +110,7 @@ impl HostExecutor for Cpu {
 
     fn run(&self, call: &Call) -> Result<()> {
         match call {
+            Call::Add(call) => add_bias::run(self, &call.0),
             Call::AddBias(call) => add_bias::run(self, call),
             Call::Argmax(call) => argmax::run(self, call),
             Call::Attend(call) => attend::run(self, call),

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     Tensor,
-    ops::rms_norm::{Add, Call, MAX_NEXT, NextCall},
+    ops::rms_norm::{Addition, Call, MAX_NEXT, NextCall},
 };
 
 /// Minimum elements of a task.
@@ -29,7 +29,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         terms: call.terms(),
         weight: optional(call.weight.as_ref()),
         residual: optional(call.residual.as_ref()),
-        residual_norm: matches!(call.add, Add::Normed { .. }),
+        residual_norm: matches!(call.add, Addition::Normed { .. }),
         residual_weight: optional(call.residual_weight()),
         sum: optional(call.sum()),
         out: Elements::of(&call.out),

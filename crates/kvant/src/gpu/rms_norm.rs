@@ -3,7 +3,7 @@
 use super::{LANES, Launch, Layout, Params, Source, dtype_code, params, rows_aligned4};
 use crate::{
     DType, Result, Tensor,
-    ops::rms_norm::{Add, Call, MAX_NEXT, NAME},
+    ops::rms_norm::{Addition, Call, MAX_NEXT, NAME},
 };
 
 params! {
@@ -49,7 +49,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
     let tensors = [Some(&call.x), Some(&call.out), weight, residual, sum, residual_weight].into_iter().chain(next);
     let aligned = rows_aligned4(call.dim, tensors.flatten());
     let dtype = |tensor: Option<&Tensor>| tensor.map_or(DType::F32, Tensor::dtype);
-    let is_normed = matches!(call.add, Add::Normed { .. });
+    let is_normed = matches!(call.add, Addition::Normed { .. });
     let whole = call.dim >= LONG;
     let (groups, warps) =
         if whole { (call.rows, warps_of_row(call.dim, most)) } else { (call.rows.div_ceil(ROWS), ROWS) };

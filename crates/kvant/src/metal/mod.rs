@@ -56,6 +56,7 @@ pub(crate) fn open() -> Result<Device> {
 
 fn build(call: &Call, b: &mut Builder) -> Result<()> {
     match call {
+        Call::Add(call) => add_bias::build(&call.0, b),
         Call::AddBias(call) => add_bias::build(call, b),
         Call::Argmax(call) => argmax::build(call, b),
         Call::Attend(call) => attend::build(call, b),

@@ -56,31 +56,45 @@ pub fn add_bias(enc: &mut Encoder, args: &AddBias) -> Result<()> {
         check::float(NAME, arg, tensor)?;
     }
     check::shape(NAME, "out", args.out, &[("R", rows), ("N", dim)])?;
-    let mut experts = 1;
-    match args.experts {
-        None => check::shape(NAME, "bias", args.bias, &[("N", dim)])?,
+    let bias_row = match args.experts {
+        None => {
+            check::shape(NAME, "bias", args.bias, &[("N", dim)])?;
+            BiasRow::Only
+        }
         Some(ids) => {
             check::dtype(NAME, "experts", ids, DType::U32)?;
             check::rank(NAME, "experts", ids, ["T", "top_k"])?;
             check::value_is(NAME, "experts", ids.elements() == rows, format_args!("{rows} ids"), ids.elements())?;
-            [experts, _] = check::rank(NAME, "bias", args.bias, ["E", "N"])?;
+            let [experts, _] = check::rank(NAME, "bias", args.bias, ["E", "N"])?;
             check::shape(NAME, "bias", args.bias, &[("E", experts), ("N", dim)])?;
             // A GPU cannot check the ids; without experts no id would be valid.
             check::value_is(NAME, "E", experts > 0 || rows == 0, "at least 1", experts)?;
+            BiasRow::Expert { ids: ids.clone(), experts }
         }
-    }
+    };
     let (x, bias, out) = (args.x.clone(), args.bias.clone(), args.out.clone());
-    enc.submit(super::Call::AddBias(Call { x, bias, ids: args.experts.cloned(), experts, out, rows, dim }))
+    enc.submit(super::Call::AddBias(Call { op: NAME, x, bias, bias_row, out, rows, dim }))
 }
 
+/// The row of `bias` that is added to a row of `x`.
+#[derive(Clone, Debug)]
+pub(crate) enum BiasRow {
+    /// The only one.
+    Only,
+    /// Its expert's, below `experts`; `ids` are u32, one per row.
+    Expert { ids: Tensor, experts: usize },
+    /// The row with its own index.
+    Own,
+}
+
+/// Also the call of [`add`](super::add()), whose second operand has a row for each row of `x`.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
+    /// The operation's name.
+    pub op: &'static str,
     pub x: Tensor,
     pub bias: Tensor,
-    /// u32, one per row.
-    pub ids: Option<Tensor>,
-    /// E; 1 without ids.
-    pub experts: usize,
+    pub bias_row: BiasRow,
     pub out: Tensor,
     pub rows: usize,
     pub dim: usize,
@@ -90,7 +104,7 @@ impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
         visit(Touch { arg: "x", tensor: &self.x, access: Read });
         visit(Touch { arg: "bias", tensor: &self.bias, access: Read });
-        if let Some(tensor) = &self.ids {
+        if let BiasRow::Expert { ids: tensor, .. } = &self.bias_row {
             visit(Touch { arg: "experts", tensor, access: Read });
         }
         visit(Touch { arg: "out", tensor: &self.out, access: Write });
@@ -101,8 +115,8 @@ impl Call {
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {
-        let Some(ids) = &self.ids else { return Ok(()) };
+        let BiasRow::Expert { ids, experts } = &self.bias_row else { return Ok(()) };
         // SAFETY: `Call::check_indices` runs under the lock of a host device.
-        unsafe { check::indices_below(NAME, "experts", ids, self.experts) }
+        unsafe { check::indices_below(NAME, "experts", ids, *experts) }
     }
 }

@@ -83,7 +83,7 @@
 //! | | affine codes of 4, 6 or 8 bits in groups of 64 or 128 with bf16 scales, bf16 `x` and `out`, 33 to 128 rows (with experts: more than 16 for each); CUDA on Hopper | f32 | weights are rounded to bf16 | r = 3·2⁻¹¹ |
 //! | [`copy`](copy()) | | none | none | bits are copied |
 //! | [`embed`](embed()) | | none | none | |
-//! | [`add_bias`](add_bias()) | | f32 | none | |
+//! | [`add`](add()), [`add_bias`](add_bias()) | | f32 | none | |
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
@@ -99,6 +99,7 @@
 //! To multiply in f32 on a CPU with VNNI or AMX, at half the speed or less for [`linear`](linear()), open the device
 //! with [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`, or `Avx2` without AVX-512.
 
+pub(crate) mod add;
 pub(crate) mod add_bias;
 pub(crate) mod argmax;
 pub mod attend;
@@ -119,6 +120,7 @@ pub(crate) mod sample;
 pub(crate) mod seal;
 pub(crate) mod softcap;
 
+pub use add::{Add, add};
 pub use add_bias::{AddBias, add_bias};
 pub use argmax::{Argmax, argmax};
 pub use attend::{Attend, Explanation, Query, attend, explain};
@@ -186,6 +188,7 @@ macro_rules! calls {
 }
 use moe::{combine as moe_combine_call, route as moe_route_call};
 calls! {
+    Add(add),
     AddBias(add_bias),
     Argmax(argmax),
     Attend(attend),

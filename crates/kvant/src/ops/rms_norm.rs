@@ -184,9 +184,9 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
         next_eps: args.next_eps,
         residual: args.residual.tensor().cloned(),
         add: match args.residual {
-            Residual::None | Residual::After(_) => Add::After,
-            Residual::Normed { weight, .. } => Add::Normed { weight: weight.cloned() },
-            Residual::Before { sum, .. } => Add::Before { sum: sum.clone() },
+            Residual::None | Residual::After(_) => Addition::After,
+            Residual::Normed { weight, .. } => Addition::Normed { weight: weight.cloned() },
+            Residual::Before { sum, .. } => Addition::Before { sum: sum.clone() },
         },
         scale: args.scale,
         out: args.out.clone(),
@@ -220,7 +220,7 @@ pub(crate) struct Call {
     pub eps: f32,
     pub next_eps: f32,
     pub residual: Option<Tensor>,
-    pub add: Add,
+    pub add: Addition,
     pub scale: f32,
     pub out: Tensor,
     /// Present entries come first. An array, so that a decode step allocates nothing.
@@ -231,7 +231,7 @@ pub(crate) struct Call {
 
 /// How the residual, if present, is added.
 #[derive(Clone, Debug)]
-pub(crate) enum Add {
+pub(crate) enum Addition {
     After,
     /// After a norm of its own.
     Normed {
@@ -269,7 +269,7 @@ impl Call {
     /// The tensor that receives the sum, if the residual is added before the norm.
     pub(crate) fn sum(&self) -> Option<&Tensor> {
         match &self.add {
-            Add::Before { sum } => Some(sum),
+            Addition::Before { sum } => Some(sum),
             _ => None,
         }
     }
@@ -277,7 +277,7 @@ impl Call {
     /// The weight of the residual's own norm, if it has a norm with a weight.
     pub(crate) fn residual_weight(&self) -> Option<&Tensor> {
         match &self.add {
-            Add::Normed { weight } => weight.as_ref(),
+            Addition::Normed { weight } => weight.as_ref(),
             _ => None,
         }
     }

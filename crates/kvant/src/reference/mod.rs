@@ -12,6 +12,7 @@ use crate::{
     ops::{self, Call},
 };
 
+mod add;
 mod add_bias;
 mod argmax;
 mod attend;
@@ -61,6 +62,7 @@ impl HostExecutor for Reference {
 
     fn run(&self, call: &Call) -> Result<()> {
         match call {
+            Call::Add(call) => add::run(call),
             Call::AddBias(call) => add_bias::run(call),
             Call::Argmax(call) => argmax::run(call),
             Call::Attend(call) => attend::run(call),

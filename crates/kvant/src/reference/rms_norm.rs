@@ -1,7 +1,7 @@
 use super::{check_len, io, moe::moe_combine};
 use crate::{
     Result, Tensor,
-    ops::rms_norm::{Add, Call},
+    ops::rms_norm::{Addition, Call},
 };
 
 /// x · weight / √(mean x² + eps); without a weight, ones.
@@ -45,9 +45,9 @@ pub(crate) fn run(call: &Call) {
     };
     let mut residual = call.residual.as_ref().map(io::load);
     match &call.add {
-        Add::After => {}
-        Add::Normed { weight } => residual = residual.map(|residual| norm(&residual, weight.as_ref(), call.eps)),
-        Add::Before { sum: to } => {
+        Addition::After => {}
+        Addition::Normed { weight } => residual = residual.map(|residual| norm(&residual, weight.as_ref(), call.eps)),
+        Addition::Before { sum: to } => {
             x = sum(x, residual.take().expect("there is a residual to add"));
             io::store(to, &x);
         }

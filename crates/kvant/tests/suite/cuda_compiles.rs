@@ -11,10 +11,10 @@ use kvant::{
     codec::BITS,
     gpu,
     ops::{
-        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, ExpertGroups,
-        ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine,
-        MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, ScaledFloats,
-        Softcap, Weight,
+        self, Activation, Add, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed,
+        ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear,
+        MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample,
+        ScaledFloats, Softcap, Weight,
     },
 };
 
@@ -583,6 +583,7 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
             ops::gate(enc, &Gate::new(gate, up, activation, &out))?;
         }
         let ids = zeros(device, DType::U32, &[3])?;
+        ops::add(enc, &Add::new(&x, &other, &out))?;
         ops::add_bias(enc, &AddBias::new(&x, &weight, &out))?;
         let biases = zeros(device, dtype, &[2, dim])?;
         ops::add_bias(enc, &AddBias::new(&x, &biases, &out).experts(Some(&ids.reshape(&[3, 1])?)))?;

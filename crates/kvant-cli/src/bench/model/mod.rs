@@ -6,7 +6,7 @@ mod read;
 use std::path::PathBuf;
 
 use kvant::Device;
-use kvant_models::{Model, PoolOptions};
+use kvant_models::{Model, PoolOptions, Sampling};
 use serde::Serialize;
 
 use self::parts::Parts;
@@ -41,6 +41,9 @@ pub struct ModelArgs {
     /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV,…", value_delimiter = ',')]
     kv: Vec<Kv>,
+    /// Temperatures of the draws of steps; 0 takes the most probable token
+    #[arg(long, value_name = "T,…", value_delimiter = ',', default_value = "0")]
+    temperature: Vec<f32>,
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
@@ -49,7 +52,7 @@ pub struct ModelArgs {
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     seconds: f64,
     /// One JSON object per line: op (read, copy, load, prompt, decode, batch), device, kv, sequences, context,
-    /// us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where not applicable
+    /// temperature, us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where not applicable
     #[arg(long)]
     json: bool,
 }
@@ -63,6 +66,7 @@ struct ModelLine {
     sequences: Option<usize>,
     /// Tokens of the prompt, or of each sequence in the cache.
     context: Option<usize>,
+    temperature: Option<f32>,
     /// The time of the first call, which may compile kernels and allocate memory.
     us_first: Option<f64>,
     us_median: f64,
@@ -101,10 +105,13 @@ impl Printout {
             return output::json_line(&line);
         }
         let count = |n: Option<usize>| n.map_or(String::new(), |n| n.to_string());
+        // Draws other than greedy ones.
+        let drawn = line.temperature.filter(|&temperature| temperature > 0.0);
+        let op = drawn.map_or(line.op.to_string(), |temperature| format!("{} T={temperature}", line.op));
         let number = |x: Option<f64>, unit: &str| x.map_or(String::new(), |x| format!("{x:.1}{unit}"));
         output::text(&format!(
-            "{:<7} {:<9} {:>9} {:>8} {:>12} {:>14.1} {:>14.1} {:>10} {:>9} {:>8}\n",
-            line.op,
+            "{:<12} {:<9} {:>9} {:>8} {:>12} {:>14.1} {:>14.1} {:>10} {:>9} {:>8}\n",
+            op,
             line.kv.as_deref().unwrap_or(""),
             count(line.sequences),
             count(line.context),
@@ -122,7 +129,7 @@ impl Printout {
             return Ok(());
         }
         output::text(&format!(
-            "{}\n\n{:<7} {:<9} {:>9} {:>8} {:>12} {:>14} {:>14} {:>10} {:>9} {:>8}\n",
+            "{}\n\n{:<12} {:<9} {:>9} {:>8} {:>12} {:>14} {:>14} {:>10} {:>9} {:>8}\n",
             self.device,
             "",
             "kv",
@@ -140,6 +147,8 @@ impl Printout {
 
 pub fn run(args: &ModelArgs) -> Result {
     let budget = super::budget(args.seconds)?;
+    let draws: Vec<Sampling> = args.temperature.iter().map(|&t| Sampling::default().temperature(t)).collect();
+    draws.iter().try_for_each(|sampling| sampling.validate(usize::MAX))?;
     let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
     let mut report = Printout { device: device.clone(), json: args.json, read_gbps: 0.0 };
@@ -166,10 +175,10 @@ pub fn run(args: &ModelArgs) -> Result {
             parts.prompt(kv, tokens)?;
         }
         for &context in &cases.decode {
-            parts.decode(kv, context)?;
+            draws.iter().try_for_each(|sampling| parts.decode(kv, context, sampling))?;
         }
         for &sequences in &cases.sequences {
-            parts.batch(kv, sequences, cases.context)?;
+            draws.iter().try_for_each(|sampling| parts.batch(kv, sequences, cases.context, sampling))?;
         }
     }
     Ok(())

@@ -43,7 +43,7 @@ impl Parts<'_> {
     }
 
     /// Decodes tokens of one sequence with the recorded pass that `kvant generate` uses.
-    pub fn decode(&self, kv: &Kv, context: usize) -> Result {
+    pub fn decode(&self, kv: &Kv, context: usize, sampling: &Sampling) -> Result {
         let options = pool_options(kv, 1, context);
         if !self.has_room(&options)? {
             return Ok(());
@@ -53,7 +53,7 @@ impl Parts<'_> {
         if past > 0 {
             self.model.feed(&mut sequence, &ids.take(self.model, past), Logits::Last)?;
         }
-        let mut decoder = Decoder::new(self.model, &mut sequence, Sampling::default())?;
+        let mut decoder = Decoder::new(self.model, &mut sequence, sampling.clone())?;
         let mut step = |_| {
             decoder.next(&[ids.next(self.model)])?;
             Ok(decoder.truncate(past)?)
@@ -66,6 +66,7 @@ impl Parts<'_> {
             kv: Some(kv.to_string()),
             sequences: Some(1),
             context: Some(context),
+            temperature: Some(sampling.temperature),
             us_first: Some(us_first),
             tokens_per_second: Some(output::round3(1e6 / timing.median_us)),
             bytes: Some(bytes),
@@ -74,7 +75,7 @@ impl Parts<'_> {
     }
 
     /// Decodes tokens of many sequences together. Each has its own pages.
-    pub fn batch(&self, kv: &Kv, count: usize, context: usize) -> Result {
+    pub fn batch(&self, kv: &Kv, count: usize, context: usize, sampling: &Sampling) -> Result {
         let options = pool_options(kv, count, context + BATCH_STEPS);
         if !self.has_room(&options)? {
             return Ok(());
@@ -95,8 +96,7 @@ impl Parts<'_> {
         sequences.iter_mut().for_each(|sequence| sequence.hold(BATCH_STEPS));
         let mut decoder = BatchDecoder::new(self.model, &pool, count)?;
         let mut batch: Vec<(&mut Sequence, usize)> = sequences.iter_mut().map(|sequence| (sequence, 1)).collect();
-        let greedy = Sampling::default();
-        let draws = vec![&greedy; count];
+        let draws = vec![sampling; count];
         let mut step = |batch: &mut [(&mut Sequence, usize)], tokens: &[u32]| {
             decoder.append(batch)?;
             let submission = decoder.run(tokens, &draws)?;
@@ -124,6 +124,7 @@ impl Parts<'_> {
             kv: Some(kv.to_string()),
             sequences: Some(count),
             context: Some(context),
+            temperature: Some(sampling.temperature),
             us_first: Some(us_first),
             tokens_per_second: Some(output::round3(count as f64 / timing.median_us * 1e6)),
             bytes: is_dense.then_some(bytes),

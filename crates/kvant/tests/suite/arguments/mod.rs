@@ -13,10 +13,10 @@ use kvant::{
     Codec, CpuOptions, DType, Device, Encoder, Error, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
     codec::{BITS, Norm, TurboQuant},
     ops::{
-        self, Activation, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed, ExpertGroups,
-        ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine,
-        MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SampleRow,
-        ScaledFloats, Softcap, Weight,
+        self, Activation, Add, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed,
+        ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear,
+        MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample,
+        SampleRow, ScaledFloats, Softcap, Weight,
     },
 };
 use operations::*;
@@ -262,7 +262,7 @@ impl<'t> World<'t> {
 
 type Operation = fn(&mut World) -> Result<()>;
 
-const OPERATIONS: [(&str, Operation); 16] = [
+const OPERATIONS: [(&str, Operation); 17] = [
     ("kv_write", kv_write),
     ("kv_read", kv_read),
     ("attend", attend),
@@ -273,6 +273,7 @@ const OPERATIONS: [(&str, Operation); 16] = [
     ("linear", linear),
     ("embed", embed),
     ("gate", gate),
+    ("add", add),
     ("add_bias", add_bias),
     ("softcap", softcap),
     ("argmax", argmax),
@@ -341,6 +342,7 @@ taken_or_refused!(
     linear,
     embed,
     gate,
+    add,
     add_bias,
     softcap,
     argmax,

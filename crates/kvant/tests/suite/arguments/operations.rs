@@ -305,6 +305,12 @@ pub(super) fn gate(w: &mut World) -> Result<()> {
     })
 }
 
+pub(super) fn add(w: &mut World) -> Result<()> {
+    let shape = [w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS)];
+    let (x, y, out) = (w.input(&shape), w.input(&shape), w.output(&shape));
+    w.attempt("add", |enc| ops::add(enc, &Add::new(&x, &y, &out)))
+}
+
 pub(super) fn add_bias(w: &mut World) -> Result<()> {
     let (tokens, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS));
     let (mixture, top_k, count) = (w.tape.flag(), w.tape.pick(&[2, 1, 0]), 3);

@@ -24,6 +24,11 @@ fn overlap_is_refused_unless_the_operation_works_in_place() {
         let cap = 3.0;
         run(device, |e| ops::softcap(e, &Softcap::new(&a, cap, &a))).unwrap();
         refused_overlap(device, "softcap, shifted", |e| ops::softcap(e, &Softcap::new(&a, cap, &shifted)));
+        for (x, y, out) in [(&a, &b, &a), (&a, &b, &b), (&a, &a, &a)] {
+            run(device, |e| ops::add(e, &Add::new(x, y, out))).unwrap();
+        }
+        refused_overlap(device, "add, shifted x", |e| ops::add(e, &Add::new(&shifted, &b, &a)));
+        refused_overlap(device, "add, shifted y", |e| ops::add(e, &Add::new(&b, &shifted, &a)));
         run(device, |e| ops::hadamard(e, &Hadamard::new(&a, &a))).unwrap();
         refused_overlap(device, "hadamard, shifted", |e| ops::hadamard(e, &Hadamard::new(&shifted, &a)));
 
@@ -335,6 +340,7 @@ fn excessive_sizes_of_empty_tensors() {
                 .seed(seed);
             done("sample", &|enc| ops::sample(enc, &args));
         }
+        done("add", &|enc| ops::add(enc, &Add::new(&tall, &tall, &empty(DType::F32, &[HUGE, 0]))));
         done("softcap", &|enc| ops::softcap(enc, &Softcap::new(&tall, 1.0, &empty(DType::F32, &[HUGE, 0]))));
         let (gate, up, activation) = (Columns::from(&tall), Columns::from(&tall), Activation::Silu);
         done("gate", &|enc| ops::gate(enc, &Gate::new(gate, up, activation, &empty(DType::F32, &[HUGE, 0]))));

@@ -1,5 +1,6 @@
 //! Every operation on every device against the f64 reference.
 
+mod add;
 mod add_bias;
 mod attend;
 mod codec;
