@@ -324,7 +324,7 @@ impl Inner {
     /// Runs a launch in each of the given ways, each time from equal memory.
     fn run(&mut self, launch: &Launch, runs: &Runs) -> Result<()> {
         if runs.refuses(launch) {
-            return Err(fault(format!("{} is refused, as asked for", launch.kernel)));
+            return Err(fault(format!("{} is rejected on request", launch.kernel)));
         }
         if let Some(counter) = &runs.counter {
             let (source, library) = (self.source(launch.source), self.library(launch.source, Build::Plain)?);

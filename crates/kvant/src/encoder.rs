@@ -39,8 +39,8 @@ pub(crate) struct Touch<'a> {
 ///
 /// Arguments are checked when an operation is recorded; a call that returns an error writes nothing. The contents of
 /// index buffers (positions, sequences, ids) may themselves be computed, so the CPU checks them when the operation
-/// runs. If such a check fails, `commit` returns the error: the operations before have run, this one and the later
-/// ones have not. A GPU kernel skips an invalid entry, or writes zeros where the operation says so.
+/// runs. If such a check fails, `commit` returns the error: the operations before have run, this one and the later ones
+/// have not. A GPU kernel skips an invalid entry, or writes zeros if the operation's documentation says so.
 ///
 /// ```
 /// use kvant::{Device, DType, Tensor, ops};

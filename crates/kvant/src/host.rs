@@ -85,7 +85,7 @@ pub(crate) fn settle(tensor: &crate::Tensor) {
         let start = tensor.host_ptr() as usize;
         let (first, end) = (start / HUGE * HUGE, (start + tensor.bytes()).next_multiple_of(HUGE));
         let pages = std::ptr::with_exposed_provenance_mut(first);
-        // SAFETY: the advice changes neither contents nor protection, and fails for what is not mapped.
+        // SAFETY: the advice changes neither contents nor protection, and fails for unmapped memory.
         unsafe { libc::madvise(pages, end - first, MADV_COLLAPSE) };
     }
     #[cfg(not(target_os = "linux"))]
@@ -110,7 +110,7 @@ impl Memory for HostMemory {
     }
 }
 
-/// The part of a host device that differs: what runs a call.
+/// The executor of calls, in which the host devices differ.
 pub(crate) trait HostExecutor: Send + Sync + 'static {
     fn kind(&self) -> DeviceKind;
     fn name(&self) -> String;

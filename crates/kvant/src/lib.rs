@@ -77,8 +77,8 @@
 //! | [`moe_route`](ops::moe_route()), [`moe_combine`](ops::moe_combine()) | yes | yes | yes | yes |
 //! | [`argmax`](ops::argmax()), [`sample`](ops::sample()) | yes | yes | yes | yes |
 //!
-//! The Metal kernels are untested on Apple hardware; a test tool runs them on Linux. `docs/verification.md` lists what
-//! has been tested where, and the gaps.
+//! The Metal kernels are untested on Apple hardware; a test tool runs them on Linux. `docs/verification.md` lists the
+//! tests of each backend, and the gaps.
 //!
 //! # Features
 //!

@@ -24,13 +24,13 @@ use crate::{
 /// No two tokens may have the same sequence and position. If two do, the contents of their slot are unspecified (on a
 /// GPU, a mix of both).
 ///
-/// A row whose sequence is [`Step::INACTIVE`] is no token, on every device: nothing is stored for it, and
+/// A row whose sequence is [`Step::INACTIVE`] is inactive on every device: nothing is stored for it, and
 /// [`attend`](crate::ops::attend()) writes zeros. A position without a page, or whose entry in the page table is not a
 /// page of the pool, is neither written nor seen.
 ///
 /// On the CPU, any other entry that is out of range is an error when the operation runs
-/// ([`Encoder::commit`](crate::Encoder::commit)). A GPU kernel skips such a token, or writes zeros for it where the
-/// operation says so. It never reads or writes outside the layer.
+/// ([`Encoder::commit`](crate::Encoder::commit)). A GPU kernel skips the token, or writes zeros for it if the
+/// operation's documentation says so. It never reads or writes outside the layer.
 #[derive(Clone, Debug)]
 pub struct Step {
     pub(crate) positions: Tensor,
@@ -150,12 +150,12 @@ impl StepPages {
 }
 
 impl Step {
-    /// The sequence of a row that is no token.
+    /// The sequence of an inactive row.
     pub const INACTIVE: u32 = u32::MAX;
 
-    /// Uploads a step for a cache of `sequences` sequences. `tokens` are (sequence, position) pairs. The length of
-    /// each sequence is its largest position in this step plus one; sequences without tokens have length 0. A row whose
-    /// sequence is [`Step::INACTIVE`] is no token.
+    /// Uploads a step for a cache of `sequences` sequences. `tokens` are (sequence, position) pairs. The length of each
+    /// sequence is its largest position in this step plus one; sequences without tokens have length 0. A row whose
+    /// sequence is [`Step::INACTIVE`] is inactive.
     ///
     /// # Errors
     /// `OutOfRange` for a sequence that does not exist; `Value`, `Overflow`, `OutOfMemory`.
@@ -317,7 +317,8 @@ impl Step {
     /// The page table of a layer in host memory.
     ///
     /// # Safety
-    /// The tables are in host memory, the caller holds the device's lock, and nothing writes to them meanwhile.
+    /// The tables are in host memory, the caller holds the device's lock, and nothing writes to them while the result
+    /// lives.
     pub(crate) unsafe fn page_table(&self, layer: &KvLayer) -> PageTable<'_> {
         match self.table_of(layer) {
             // SAFETY: passed on to the caller.

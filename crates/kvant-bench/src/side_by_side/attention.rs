@@ -68,9 +68,7 @@ pub fn tables(options: &Options) -> Result {
         let cells: Vec<String> = names().iter().map(|name| micros(row.micros[*name])).collect();
         println!("| {} | {:.1} | {} | {} | {} |", row.name(), row.ceiling, micros(f16), micros(tq4), cells.join(" | "));
     }
-    println!(
-        "\n### How much of the ceiling, and how many times faster than ggml's better layout, candle's better type, kvant's f16\n"
-    );
+    println!("\n### Share of the ceiling, and speedup over ggml's better layout, candle's better type, kvant's f16\n");
     println!(
         "| D, H, Hk, context | f16, of the ceiling | bf16, of the ceiling | f16 to ggml f16 | f16 to candle | tq8 to f16 | \
          tq6 to f16 | tq5 to f16 | tq4 to f16 | tq4 to ggml q4_0 | tq8 to ggml q8_0 |"
@@ -80,7 +78,7 @@ pub fn tables(options: &Options) -> Result {
         row.print_ratios();
     }
     println!(
-        "\n### Relative error of the result against f64 over the f16 keys and values: what storing them costs is in it\n"
+        "\n### Relative error of the result against f64 over the f16 keys and values, including the error of the cache format\n"
     );
     println!("| D, H, Hk, context | {} |", names().join(" | "));
     println!("|---|{}", "---|".repeat(names().len()));
@@ -194,9 +192,7 @@ fn measure(options: &Options, shape: Shape, tokens: usize) -> Result<Row> {
         let quantised = ["tq", "q8_0", "q4_0"].iter().any(|kind| name.contains(kind));
         let limit = if quantised { 0.5 } else { 0.2 };
         if error.is_nan() || error > limit {
-            return Err(
-                format!("{name} computes something else at {shape}, {tokens} tokens: relative error {error}").into()
-            );
+            return Err(format!("{name} has another result at {shape}, {tokens} tokens: relative error {error}").into());
         }
     }
     Ok(Row { shape, tokens, ceiling, micros, errors })

@@ -107,7 +107,7 @@ impl Sums {
 }
 
 /// The codebook indices of vectors `rows` of a quantised side, one per byte, D per vector, for every packing and
-/// device. Use it to compare what two devices stored.
+/// device. Use it to compare the stored codes of two devices.
 ///
 /// # Errors
 /// `Value` for dense planes or rows that do not exist.

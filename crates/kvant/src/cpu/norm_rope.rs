@@ -288,7 +288,7 @@ impl<'a> Rotary<'a> {
     /// Turns the pairs of a row.
     ///
     /// # Safety
-    /// The level's instructions are enabled; `turns` is what [`Rotary::turns`] made.
+    /// The level's instructions are enabled; `turns` comes from [`Rotary::turns`].
     #[inline(always)]
     pub(super) unsafe fn apply<S: Simd>(&self, turns: &[f32], row: &mut [f32]) {
         let (cos, sin) = turns.split_at(self.pairs);

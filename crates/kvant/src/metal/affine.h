@@ -19,8 +19,8 @@ inline void load_placed_codes(device const uint *row, uint c, bool aligned, thre
     }
 }
 
-// Codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a function constant, says that rows begin at
-// multiples of 16 bytes.
+// Codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a function constant: rows begin at multiples
+// of 16 bytes.
 inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, thread float4 *q) {
     if (bits == 4) {
         device const uint *at = row + c * 2;

@@ -101,8 +101,7 @@ fn an_execution_barrier_can_end_reads_and_never_ends_writes() {
 
 #[test]
 fn lanes_in_lockstep_need_no_barrier() {
-    // Halving within a SIMD-group, a branch, a loop of different lengths; then one SIMD-group reads what the other
-    // wrote.
+    // Halving within a SIMD-group, a branch, a loop of different lengths; then one SIMD-group reads the other's writes.
     let text = "kernel void k(device uint *o [[buffer(0)]], uint t [[thread_index_in_threadgroup]]) {
   threadgroup uint s[64];
   uint lane = t % 32, base = t - lane;

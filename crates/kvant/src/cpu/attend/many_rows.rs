@@ -4,9 +4,9 @@
 //! transposed once per task, keys are widened 12 at a time. The softmax processes a vector of rows at once. Values are
 //! widened 64 coordinates at a time and multiplied by the weights in place.
 //!
-//! At the diagonal and at a window's edge, some rows do not see some keys. Their scores are masked before the softmax,
-//! and products for vectors of rows, or rows, that see no key are skipped. A weight of zero does not hide a value that
-//! is not finite. A tile with such a value at an edge is therefore processed token by token ([`QueryLanes::absorb_at`]
+//! At the diagonal and at a window's edge, some rows do not see some keys. Their scores are masked before the softmax.
+//! Products of rows, or vectors of rows, that see no key are skipped. A weight of zero does not hide a value that is
+//! not finite. A tile with such a value at an edge is therefore processed token by token ([`QueryLanes::absorb_at`]
 //! reports it).
 
 use std::ops::Range;
@@ -25,8 +25,8 @@ use crate::cpu::{
 
 /// Keys that are widened at a time; their sums fit in registers.
 const KEYS: usize = 12;
-/// Floats from a widened key to the next: a compile-time constant that is not a multiple of the span of the caches'
-/// sets.
+/// Floats from a widened key to the next: a compile-time constant, chosen so that keys do not share a few sets of the
+/// caches.
 const STRIDE: usize = 512 + 16;
 /// Coordinates of the tile's values that are widened at a time.
 const COORDINATES: usize = 64;

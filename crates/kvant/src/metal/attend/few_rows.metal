@@ -612,7 +612,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         State state = work.states[r];
         float2 factors = float2(1, 0);
         if (EARLIER_HERE) {
-            // The lane that overwrites it has read it before, if `ends` is the same memory.
+            // `ends` may be the memory of the earlier ends: the lane that writes an end has read it before.
             factors = with_earlier(state, simd_shuffle(lane == 0 ? earlier_ends[vector] : 0, ushort(0)));
         }
         const float factor = PARTIAL ? 1 : finish(with_sink(state, SINKS_HERE ? sinks : nullptr, vector, p));

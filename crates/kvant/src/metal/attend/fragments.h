@@ -59,7 +59,7 @@ inline void set_columns(thread simdgroup_matrix<T, 8, 8> &even, thread simdgroup
     odd.thread_elements()[1] = second.y;
 }
 
-// Loads such a pair from memory.
+// Loads a pair whose columns are vectors in memory.
 template <typename T>
 inline void load_columns(threadgroup const T *first, threadgroup const T *second,
                          thread simdgroup_matrix<T, 8, 8> &even, thread simdgroup_matrix<T, 8, 8> &odd) {

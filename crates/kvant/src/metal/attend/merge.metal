@@ -39,7 +39,7 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
     }
     if (EARLIER) {
         const float end = earlier_ends[row];
-        // `ends` may be the same memory.
+        // `ends` may be the memory of the earlier ends.
         threadgroup_barrier(mem_flags::mem_device);
         const float2 factors = with_earlier(total, end);
         for (uint n = 0; n < own; n++) {

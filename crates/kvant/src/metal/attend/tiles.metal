@@ -613,7 +613,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     float end = -INFINITY;
     if (EARLIER_HERE) {
         end = vector != NONE ? earlier_ends[vector] : end;
-        // `ends` may be the same memory.
+        // `ends` may be the memory of the earlier ends.
         threadgroup_barrier(mem_flags::mem_device);
     }
     if (vector == NONE) {

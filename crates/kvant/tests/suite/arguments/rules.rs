@@ -105,8 +105,8 @@ fn decode<'a>(layer: &'a KvLayer, q: &'a Tensor, step: &'a Step, out: &'a Tensor
     Attend::new(q, layer, step, out).scale(0.125)
 }
 
-/// Scales and softcaps are bounded. With the largest f32 as softcap, scores would vanish beside it, and its product
-/// with log2(e) overflows; so does the inverse of the smallest.
+/// Scales and softcaps are bounded. With the largest f32 as softcap, scores would underflow relative to it, and its
+/// product with log2(e) overflows. The inverse of the smallest f32 overflows, too.
 #[test]
 fn scale_and_softcap_have_largest_values() {
     for device in devices() {

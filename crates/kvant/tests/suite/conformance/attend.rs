@@ -402,7 +402,7 @@ fn pairwise<const N: usize>(factors: [usize; N]) -> Vec<[usize; N]> {
     let all: usize = (0..N).flat_map(|a| (0..a).map(move |b| factors[a] * factors[b])).sum();
     let mut choices = Vec::new();
     while met.len() < all {
-        // The best of some candidates; the first one has a missing pair.
+        // Takes the best of some candidates. The first candidate covers a missing pair.
         let a_missing = (0..N)
             .flat_map(|a| (0..a).map(move |b| (a, b)))
             .flat_map(|(a, b)| (0..factors[a]).flat_map(move |x| (0..factors[b]).map(move |y| (a, x, b, y))))

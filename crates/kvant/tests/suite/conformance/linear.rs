@@ -355,7 +355,7 @@ fn few_rows_of_blocks() {
 
 /// A NaN code of an E4M3 weight or scale makes only results of its row NaN.
 #[test]
-fn small_floats_that_are_no_numbers() {
+fn nan_codes_affect_only_their_row() {
     for (format, in_scales) in [(FloatFormat::Mxfp8, false), (FloatFormat::Nvfp4, true)] {
         for tokens in [1, 40] {
             conform_products(format!("{format}, {tokens} rows, NaN"), |device| {

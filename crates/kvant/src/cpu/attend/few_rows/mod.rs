@@ -212,8 +212,8 @@ impl<R: LoadRows> SimdKernel for WidenRows<R> {
     }
 }
 
-/// The products of queries and key biases that are added to the scores of a tile, `[rows, TILE]`: the queries'
-/// products, turned to the start of the page, times the turns within a page.
+/// The products of queries and key biases, which are added to the scores of a tile, `[rows, TILE]`. They are computed
+/// from `HeadBias::product` of the queries, turned to the start of the page, and the turns within a page.
 ///
 /// # Safety
 /// As for [`absorb`]; the keys are in one page.
@@ -324,7 +324,8 @@ unsafe fn softmax<S: Simd>(
             for i in keys..padded {
                 *scores.add(i) = f32::NEG_INFINITY;
             }
-            // `max` ignores a NaN score, which shows in its weight instead. Not from −∞: see `SoftmaxState`.
+            // `max` ignores a NaN score, which shows in its weight instead. Starts at `f32::MIN` instead of −∞: see
+            // `SoftmaxState`.
             let mut largest = S::splat(f32::MIN);
             for i in (0..padded).step_by(S::LANES) {
                 largest = S::max(S::load(scores.add(i)), largest);

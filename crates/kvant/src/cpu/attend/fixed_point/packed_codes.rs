@@ -152,7 +152,7 @@ macro_rules! shift_right {
 }
 shift_right!(by_ones: 1, by_twos: 2, by_fours: 4);
 
-/// For keys: the shifts that move each coordinate's `bits` bits to the position of word 4i's. Words of odd i begin
+/// For keys: the shifts that align each coordinate's `bits` bits with those of coordinate 4i. Words of odd i begin
 /// `odd` bits higher.
 const fn shifts(bits: u16, odd: u16) -> [[u16; 32]; 2] {
     let mut shifts = [[0; 32]; 2];
@@ -187,7 +187,8 @@ const fn in_turn() -> [u16; 32] {
     order
 }
 
-/// Byte i/2 for word i, 0x80 (zero) above it; `pairs`: interleaved from two strings of 8 bytes.
+/// Permute indices: word i gets byte i/2, with zero (0x80) in its upper half. `pairs`: words alternate between two
+/// strings of 8 bytes.
 const fn nibbles(pairs: bool) -> [u8; 64] {
     let mut order = [0x80; 64];
     let mut lane = 0;

@@ -10,10 +10,10 @@ use crate::{
 
 /// The outermost centroid.
 const LARGEST: f32 = 16383.0;
-/// Maximum sum of the magnitudes that are multiplied into one 32-bit sum: i32::MAX / (LARGEST + 1) = 131 071, minus one
-/// half for each of up to 64 rounded numbers. A multiple of a tile's keys, so that equal weights are exact.
+/// Maximum sum of the rounded magnitudes that contribute to one 32-bit sum: i32::MAX / (LARGEST + 1) = 131 071, minus
+/// one half for each of up to 64 rounded numbers. A multiple of a tile's keys, so that equal weights are exact.
 const SUM: f32 = 64.0 * 2047.0;
-/// Scale of units: those of rounded numbers are multiplied by it, those of centroids divided, because the units of
+/// The factor by which units of rounded numbers are multiplied and units of centroids divided. Without it, the units of
 /// small numbers would be subnormal.
 pub(super) const UNIT: f32 = 1024.0;
 

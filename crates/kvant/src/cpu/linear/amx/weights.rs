@@ -47,7 +47,7 @@ pub(super) unsafe fn split_row(row: &[f32], digits: usize, to: &mut [f32]) -> bo
 /// Rounds 32 numbers to bf16.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn round(numbers: [__m512; 2]) -> __m512i {
-    // SAFETY: a vector of bfloats is bits.
+    // SAFETY: both types are 512 bits, for which any bits are valid.
     unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(numbers[1], numbers[0])) }
 }
 
@@ -272,7 +272,8 @@ unsafe fn load_factors<S: Simd>(matrix: &Matrix, first: usize, count: usize, to:
 /// Unpacks codes of 4 or 8 bits: a lane is an output.
 ///
 /// # Safety
-/// The instructions of `Avx512Amx` are there; the rows have these inputs, and `to` room for `DIGITS` digits of each.
+/// The instructions of `Avx512Amx` are enabled; the rows have these inputs, and `to` has room for `DIGITS` terms of
+/// each.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
     rows: &[*const u8; TILE],
@@ -303,7 +304,7 @@ unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
                         let by = _mm_cvtsi32_si128(((2 * pair + i) * BITS) as i32);
                         let code = _mm512_srl_epi32(codes, by);
                         let code = if BITS == 4 {
-                            // It looks at the lowest four bits alone.
+                            // The permute uses only the lowest four bits.
                             _mm512_permutexvar_ps(code, numbers)
                         } else {
                             _mm512_cvtepi32_ps(_mm512_and_si512(code, _mm512_set1_epi32(255)))
@@ -322,7 +323,7 @@ unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
     }
 }
 
-/// Copies bf16 weights, and returns whether all are finite. A row has `left` more.
+/// Copies bf16 weights, and returns whether all are finite. `left`: the remaining inputs of a row.
 ///
 /// # Safety
 /// As for [`unpack_codes`].

@@ -217,7 +217,7 @@ fn gaps() {
     }
 }
 
-/// Means of zero, and means beside which the rest is small.
+/// Means of zero, and means that are large relative to the rest.
 #[test]
 fn sizes_of_means() {
     for common in [0.0, 0.01, 100.0, 10000.0] {
