@@ -3,7 +3,7 @@
 use std::{any::Any, ptr::NonNull, sync::Arc};
 
 use crate::{
-    Result,
+    Device, Result,
     device::{DeviceKind, KernelReport, MemoryInfo},
     ops::{Call, attend},
 };
@@ -21,6 +21,10 @@ pub(crate) trait Backend: Send + Sync {
     fn kind(&self) -> DeviceKind;
     /// A name for people: model, SIMD level, threads.
     fn name(&self) -> String;
+    /// The devices of a group; none for a plain device.
+    fn ranks(&self) -> &[Device] {
+        &[]
+    }
     /// Zeroed memory.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>>;
     /// Allocates zeroed memory that will be used only in parts. On the host, the system maps each page at its first

@@ -101,6 +101,7 @@ mod encoder;
 mod error;
 #[doc(hidden)]
 pub mod gpu;
+mod group;
 mod host;
 mod host_memory;
 mod key_bias;

@@ -8,6 +8,8 @@ use crate::{
 };
 
 mod add_bias;
+mod all_gather;
+mod all_reduce;
 mod argmax;
 mod attend;
 mod convert;
@@ -39,7 +41,7 @@ mod tile_product;
 mod turboquant;
 
 pub use simd::SimdLevel;
-use thread_pool::ThreadPool;
+pub(crate) use thread_pool::ThreadPool;
 
 /// Options of a CPU device; the default uses the best instruction set and all physical cores.
 #[derive(Clone, Copy, Debug, Default)]
@@ -112,6 +114,8 @@ impl HostExecutor for Cpu {
         match call {
             Call::Add(call) => add_bias::run(self, &call.0),
             Call::AddBias(call) => add_bias::run(self, call),
+            Call::AllGather(call) => all_gather::run(self, call)?,
+            Call::AllReduce(call) => all_reduce::run(self, call)?,
             Call::Argmax(call) => argmax::run(self, call),
             Call::Attend(call) => attend::run(self, call),
             Call::Copy(call) => copy::run(self, call),

@@ -164,6 +164,8 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
     match call {
         Call::Add(call) => add_bias::build(&call.0, b),
         Call::AddBias(call) => add_bias::build(call, b),
+        Call::AllGather(call) => copy::build(&call.of_one_rank(), b),
+        Call::AllReduce(_) => Err(b.unsupported("all_reduce", "later".to_string())),
         Call::Argmax(call) => argmax::build(call, b),
         Call::Attend(call) => attend::build(call, b),
         Call::Copy(call) => copy::build(call, b),

@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "add_bias";
@@ -99,6 +100,8 @@ pub(crate) struct Call {
     pub rows: usize,
     pub dim: usize,
 }
+
+rank_tensors! { Call { x, bias, ids, out } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -101,6 +101,8 @@
 
 pub(crate) mod add;
 pub(crate) mod add_bias;
+pub(crate) mod all_gather;
+pub(crate) mod all_reduce;
 pub(crate) mod argmax;
 pub mod attend;
 pub(crate) mod blocks;
@@ -122,6 +124,8 @@ pub(crate) mod softcap;
 
 pub use add::{Add, add};
 pub use add_bias::{AddBias, add_bias};
+pub use all_gather::{AllGather, all_gather};
+pub use all_reduce::{AllReduce, all_reduce};
 pub use argmax::{Argmax, argmax};
 pub use attend::{Attend, Explanation, Query, attend, explain};
 pub use blocks::{BlockFormat, Blocks, FloatFormat, ScaledFloats};
@@ -142,6 +146,7 @@ pub use softcap::{Softcap, softcap};
 use crate::{
     Result, Step,
     encoder::{Access, Touch},
+    group::{Rank, RankTensors},
 };
 
 /// Defines the enum of the validated calls of all operations, which every backend must run.
@@ -177,6 +182,11 @@ macro_rules! calls {
                 match self { $(Call::$variant(call) => call.in_place()),* }
             }
 
+            /// Replaces the tensors by those of a rank.
+            pub(crate) fn move_to(&mut self, rank: &Rank) {
+                match self { $(Call::$variant(call) => RankTensors::move_to(call, rank)),* }
+            }
+
             /// Checks the contents of index buffers (positions, sequences, ids).
             ///
             /// Only for devices in host memory, under their lock. GPU kernels skip entries that are out of range.
@@ -190,6 +200,8 @@ use moe::{combine as moe_combine_call, route as moe_route_call};
 calls! {
     Add(add),
     AddBias(add_bias),
+    AllGather(all_gather),
+    AllReduce(all_reduce),
     Argmax(argmax),
     Attend(attend),
     Copy(copy),
