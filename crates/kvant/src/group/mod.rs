@@ -25,9 +25,11 @@ use crate::{
     tensor::Storage,
 };
 
+mod exchange;
 mod meeting;
 mod rank;
 
+pub(crate) use exchange::Exchange;
 pub(crate) use meeting::Meeting;
 pub(crate) use rank::{Peers, Rank, RankTensors, rank_tensors};
 
@@ -43,6 +45,8 @@ pub(crate) struct Group {
     /// As many threads as there are ranks: all ranks of a pass run at the same time.
     threads: ThreadPool,
     meeting: Arc<Meeting>,
+    /// Where GPUs meet; None in host memory, and with one rank.
+    exchange: Option<Arc<Exchange>>,
     /// Held while the ranks get a pass or a transfer.
     turn: Mutex<()>,
 }
@@ -94,9 +98,11 @@ impl Group {
             return Err(fault(devices, "the system has no thread for each rank".to_string()));
         }
         let meeting = Arc::new(Meeting::new(devices.len()));
-        let rank = |(index, device): (usize, &Device)| Rank::new(index, device, &meeting);
+        let has_exchange = devices.len() > 1 && devices[0].kind() == DeviceKind::Cuda;
+        let exchange = has_exchange.then(|| Exchange::open(devices)).transpose()?.map(Arc::new);
+        let rank = |(index, device): (usize, &Device)| Rank::new(index, device, &meeting, exchange.as_ref());
         let ranks = devices.iter().enumerate().map(rank).collect();
-        Ok(Group { ranks, devices: devices.to_vec(), threads, meeting, turn: Mutex::new(()) })
+        Ok(Group { ranks, devices: devices.to_vec(), threads, meeting, exchange, turn: Mutex::new(()) })
     }
 
     fn turn(&self) -> MutexGuard<'_, ()> {
@@ -104,9 +110,10 @@ impl Group {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the part of each rank, all at the same time. A failure of one is the result of all.
+    /// Starts or runs the work of each rank, all at the same time. A failure of one is the result of all.
     fn together<T: Send>(&self, run: impl Fn(usize) -> Result<T> + Sync) -> Result<Vec<T>> {
         let _turn = self.turn();
+        self.check()?;
         self.meeting.start();
         let done: Vec<Mutex<Option<T>>> = self.ranks.iter().map(|_| Mutex::new(None)).collect();
         let failure = Mutex::new(None);
@@ -122,11 +129,24 @@ impl Group {
             }
         });
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            // Kernels of other ranks may wait for this one.
+            self.exchange.iter().for_each(|exchange| exchange.fail());
             return Err(error);
         }
         let done: Option<Vec<T>> =
             done.into_iter().map(|value| value.into_inner().unwrap_or_else(PoisonError::into_inner)).collect();
         done.ok_or_else(|| fault(&self.devices, "a rank has not run".to_string()))
+    }
+
+    /// Prepares the work of each rank, the first one before the others: these find its kernels compiled.
+    fn prepare<T>(&self, mut run: impl FnMut(usize) -> Result<T>) -> Result<Vec<T>> {
+        (0..self.ranks.len()).map(&mut run).collect()
+    }
+
+    /// # Errors
+    /// `DeviceFault` once the group cannot be used again.
+    fn check(&self) -> Result<()> {
+        self.exchange.as_ref().map_or(Ok(()), |exchange| exchange.check())
     }
 
     fn panicked(&self, rank: usize, panic: &(dyn Any + Send)) -> Error {
@@ -179,7 +199,7 @@ impl Backend for Group {
     }
 
     fn name(&self) -> String {
-        format!("{} ranks of {}", self.devices.len(), self.devices[0].name())
+        format!("{}, {} ranks", self.devices[0].name(), self.devices.len())
     }
 
     fn ranks(&self) -> &[Device] {
@@ -202,13 +222,16 @@ impl Backend for Group {
     fn download(&self, memory: &dyn Memory, offset: usize, out: &mut [u8]) -> Result<()> {
         let _turn = self.turn();
         let first = self.first(memory)?;
-        first.device.backend().download(&*first.memory, offset, out)
+        first.device.backend().download(&*first.memory, offset, out)?;
+        self.check()
     }
 
     fn start_download(&self, memory: &dyn Memory, offset: usize, bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
         let _turn = self.turn();
         let first = self.first(memory)?;
-        first.device.backend().start_download(&*first.memory, offset, bytes)
+        let started = first.device.backend().start_download(&*first.memory, offset, bytes)?;
+        let exchange = self.exchange.clone();
+        Ok(started.map(|transfer| Box::new(GroupTransfer { transfer, exchange }) as Box<dyn Transfer>))
     }
 
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>> {
@@ -217,7 +240,7 @@ impl Backend for Group {
     }
 
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
-        let ranks = self.together(|rank| {
+        let ranks = self.prepare(|rank| {
             let calls = calls.iter().map(|call| call.for_rank(&self.ranks[rank])).collect::<Result<_>>()?;
             self.devices[rank].backend().clone().capture(calls)
         })?;
@@ -267,13 +290,14 @@ impl Pass for GroupPass {
     }
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
-        let GroupPass { group, passes } = *self;
+        let GroupPass { group, mut passes } = *self;
+        group.prepare(|rank| passes[rank].prepare())?;
         let passes: Vec<_> = passes.into_iter().map(|pass| Mutex::new(Some(pass))).collect();
         let waits = group.together(|rank| match take(&passes[rank]) {
             Some(pass) => pass.commit(),
             None => Err(fault(&group.devices, "a rank ran twice".to_string())),
         })?;
-        Ok(Box::new(GroupWait { waits }))
+        Ok(Box::new(GroupWait { waits, exchange: group.exchange.clone() }))
     }
 }
 
@@ -291,22 +315,45 @@ impl Replay for GroupReplay {
         let waits =
             self.group.together(|rank| self.ranks[rank].lock().unwrap_or_else(PoisonError::into_inner).replay())?;
         let waits: Vec<Box<dyn Wait>> = waits.into_iter().flatten().collect();
-        Ok((!waits.is_empty()).then(|| Box::new(GroupWait { waits }) as Box<dyn Wait>))
+        let exchange = self.group.exchange.clone();
+        Ok((!waits.is_empty()).then(|| Box::new(GroupWait { waits, exchange }) as Box<dyn Wait>))
     }
 }
 
 /// The committed work of all ranks.
 struct GroupWait {
     waits: Vec<Box<dyn Wait>>,
+    exchange: Option<Arc<Exchange>>,
 }
 
 impl Wait for GroupWait {
     /// Waits for all ranks, also where one has failed.
     fn wait(self: Box<Self>) -> Result<()> {
-        self.waits.into_iter().map(Wait::wait).fold(Ok(()), Result::and)
+        self.waits.into_iter().map(Wait::wait).fold(Ok(()), Result::and)?;
+        self.exchange.map_or(Ok(()), |exchange| exchange.check())
     }
 
     fn is_done(&self) -> bool {
         self.waits.iter().all(|wait| wait.is_done())
     }
 }
+
+/// A download from rank 0.
+struct GroupTransfer {
+    transfer: Box<dyn Transfer>,
+    exchange: Option<Arc<Exchange>>,
+}
+
+impl Transfer for GroupTransfer {
+    fn finish(self: Box<Self>, out: &mut [u8]) -> Result<()> {
+        self.transfer.finish(out)?;
+        self.exchange.map_or(Ok(()), |exchange| exchange.check())
+    }
+
+    fn is_done(&self) -> bool {
+        self.transfer.is_done()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -2,7 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use super::{Meeting, storages};
+use super::{Exchange, Meeting, storages};
 use crate::{Device, Result, Tensor, ops::Call, ops::check};
 
 /// One of the devices of a group.
@@ -10,11 +10,12 @@ pub(crate) struct Rank {
     index: usize,
     device: Device,
     meeting: Arc<Meeting>,
+    exchange: Option<Arc<Exchange>>,
 }
 
 impl Rank {
-    pub(super) fn new(index: usize, device: &Device, meeting: &Arc<Meeting>) -> Rank {
-        Rank { index, device: device.clone(), meeting: Arc::clone(meeting) }
+    pub(super) fn new(index: usize, device: &Device, meeting: &Arc<Meeting>, exchange: Option<&Arc<Exchange>>) -> Rank {
+        Rank { index, device: device.clone(), meeting: Arc::clone(meeting), exchange: exchange.cloned() }
     }
 }
 
@@ -88,6 +89,7 @@ pub(crate) struct Peers {
     pub x: Vec<Tensor>,
     pub out: Vec<Tensor>,
     meeting: Arc<Meeting>,
+    exchange: Option<Arc<Exchange>>,
 }
 
 impl Peers {
@@ -97,7 +99,13 @@ impl Peers {
             let storages = storages(&*tensor.storage().memory).iter();
             storages.map(|storage| tensor.with_storage(Arc::clone(storage))).collect()
         };
-        Peers { rank: rank.index, x: all(x), out: all(out), meeting: Arc::clone(&rank.meeting) }
+        let (meeting, exchange) = (Arc::clone(&rank.meeting), rank.exchange.clone());
+        Peers { rank: rank.index, x: all(x), out: all(out), meeting, exchange }
+    }
+
+    /// Where GPUs meet; None in host memory.
+    pub(crate) fn exchange(&self) -> Option<&Exchange> {
+        self.exchange.as_deref()
     }
 
     /// Waits for all ranks, in host memory.

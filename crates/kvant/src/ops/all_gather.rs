@@ -9,8 +9,8 @@ pub(crate) const NAME: &str = "all_gather";
 
 /// Arguments of [`all_gather`](all_gather()): `out` of every rank gets the columns of all ranks' `x`.
 ///
-/// Columns r·N to (r + 1)·N of `out` are `x` of rank r, bit for bit. On a device that is no group, and on a group of one
-/// rank, `out` becomes `x`.
+/// Columns r·N to (r + 1)·N of `out` are `x` of rank r, bit for bit. On a device that is no group, and on a group of
+/// one rank, `out` becomes `x`.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct AllGather<'a> {
