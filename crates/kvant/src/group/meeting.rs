@@ -14,17 +14,26 @@ pub(crate) struct Meeting {
     arrived: AtomicUsize,
     /// Whether a rank has failed in this pass.
     aborted: AtomicBool,
+    /// Whether a rank is at the end of the pass.
+    ended: AtomicBool,
 }
 
 impl Meeting {
     pub(super) fn new(ranks: usize) -> Meeting {
-        Meeting { ranks, arrived: AtomicUsize::new(0), aborted: AtomicBool::new(false) }
+        let (aborted, ended) = (AtomicBool::new(false), AtomicBool::new(false));
+        Meeting { ranks, arrived: AtomicUsize::new(0), aborted, ended }
     }
 
     /// Begins a pass. No rank is at work.
     pub(super) fn start(&self) {
         self.arrived.store(0, Relaxed);
         self.aborted.store(false, Relaxed);
+        self.ended.store(false, Relaxed);
+    }
+
+    /// A rank is at the end of its pass, and comes no more.
+    pub(super) fn leave(&self) {
+        self.ended.store(true, Release);
     }
 
     /// Lets all ranks leave, now and later in this pass. Returns whether this is the first call of the pass.
@@ -35,13 +44,15 @@ impl Meeting {
     /// Returns when all ranks have arrived. What each did before is visible to all then.
     ///
     /// # Errors
-    /// `DeviceFault` if a rank has failed.
+    /// `DeviceFault` if a rank has failed, or has ended.
     pub(crate) fn wait_for_all(&self) -> Result<()> {
         let before = self.arrived.fetch_add(1, AcqRel);
         let wanted = (before / self.ranks + 1) * self.ranks;
         let mut looks = 0;
         while self.arrived.load(Acquire) < wanted {
-            if self.aborted.load(Acquire) {
+            // One that has ended came to all its meetings before.
+            let ended = self.ended.load(Acquire) && self.arrived.load(Acquire) < wanted;
+            if ended || self.aborted.load(Acquire) {
                 let (device, reason) = ("group".to_string(), "another rank has failed".to_string());
                 return Err(Error::DeviceFault { device, reason });
             }

@@ -120,7 +120,10 @@ impl Group {
         self.threads.run(self.ranks.len(), |rank| {
             match catch_unwind(AssertUnwindSafe(|| run(rank))).unwrap_or_else(|panic| Err(self.panicked(rank, &*panic)))
             {
-                Ok(value) => *done[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(value),
+                Ok(value) => {
+                    *done[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+                    self.meeting.leave();
+                }
                 // Ranks that leave a collective for this reason fail after it.
                 Err(error) if self.meeting.abort() => {
                     *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
@@ -236,7 +239,7 @@ impl Backend for Group {
 
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>> {
         let passes = self.devices.iter().map(|rank| rank.backend().clone().begin()).collect::<Result<_>>()?;
-        Ok(Box::new(GroupPass { group: self, passes }))
+        Ok(Box::new(GroupPass { group: self, passes, differs: false }))
     }
 
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
@@ -281,16 +284,26 @@ impl Backend for Group {
 struct GroupPass {
     group: Arc<Group>,
     passes: Vec<Box<dyn Pass>>,
+    /// Whether a call is in the passes of some ranks only, which would wait for the others.
+    differs: bool,
 }
 
 impl Pass for GroupPass {
     fn submit(&mut self, call: Call) -> Result<()> {
-        let ranks = self.passes.iter_mut().zip(&self.group.ranks);
-        ranks.into_iter().try_for_each(|(pass, rank)| pass.submit(call.for_rank(rank)?))
+        let calls: Vec<Call> = self.group.ranks.iter().map(|rank| call.for_rank(rank)).collect::<Result<_>>()?;
+        for (rank, (pass, call)) in self.passes.iter_mut().zip(calls).enumerate() {
+            let recorded = pass.submit(call);
+            self.differs |= recorded.is_err() && rank > 0;
+            recorded?;
+        }
+        Ok(())
     }
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
-        let GroupPass { group, mut passes } = *self;
+        let GroupPass { group, mut passes, differs } = *self;
+        if differs {
+            return Err(fault(&group.devices, "an operation could not be recorded on all ranks".to_string()));
+        }
         group.prepare(|rank| passes[rank].prepare())?;
         let passes: Vec<_> = passes.into_iter().map(|pass| Mutex::new(Some(pass))).collect();
         let waits = group.together(|rank| match take(&passes[rank]) {

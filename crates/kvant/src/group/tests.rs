@@ -116,4 +116,8 @@ fn the_barrier_holds_until_all_are_there() {
     });
     assert!(meeting.abort() && !meeting.abort());
     assert!(meeting.wait_for_all().is_err());
+    // Nobody waits for a rank that has ended.
+    meeting.start();
+    meeting.leave();
+    assert!(meeting.wait_for_all().is_err());
 }

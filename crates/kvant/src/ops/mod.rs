@@ -81,7 +81,8 @@
 //! | | affine or blocks, bf16 `x` and `out`, 1024 rows or more (on GPUs other than Hopper and for groups of 32: 33; for codes of 2, 3 and 5 bits and blocks: 41), no experts; CUDA with cuBLASLt | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
 //! | | bf16 `x` and `out`, experts: affine in groups of 32, more than 2 rows for each; codes of 2, 3 and 5 bits and blocks, more than 48; CUDA on Hopper | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
 //! | | affine codes of 4, 6 or 8 bits in groups of 64 or 128 with bf16 scales, bf16 `x` and `out`, 33 to 128 rows (with experts: more than 16 for each); CUDA on Hopper | f32 | weights are rounded to bf16 | r = 3·2⁻¹¹ |
-//! | [`copy`](copy()) | | none | none | bits are copied |
+//! | [`copy`](copy()), [`all_gather`](all_gather()) | | none | none | bits are copied |
+//! | [`all_reduce`](all_reduce()) | | f32, in the order of ranks | none | the same bits on all ranks, in every run |
 //! | [`embed`](embed()) | | none | none | |
 //! | [`add`](add()), [`add_bias`](add_bias()) | | f32 | none | |
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | |

@@ -65,6 +65,12 @@ fn every_kernel_compiles() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn collectives_compile() -> Result<()> {
+    let Some((_, launches)) = device(Model::A100) else { return Ok(()) };
+    collectives(&launches)
+}
+
 /// Messages of all kinds between two, and between more ranks.
 fn collectives(launches: &Launches) -> Result<()> {
     for ranks in [2, 4, 8] {

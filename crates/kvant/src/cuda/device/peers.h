@@ -4,8 +4,8 @@
 // the order of the stream, which is the same on all ranks: what a rank receives has the number of its collective. So a
 // graph can be replayed, and nothing is cleared between two collectives.
 //
-// A rank that does not come is an error: kernels leave after LONGEST_WAIT, or when a word in host memory says that a rank
-// has failed. The results are garbage then, and the host reports the failure (group/mod.rs).
+// A rank that does not come is an error: kernels leave after LONGEST_WAIT, or when a word in host memory says that a
+// rank has failed. The results are garbage then, and the host reports the failure (group/mod.rs).
 #ifndef KVANT_CUDA_DEVICE_PEERS_H
 #define KVANT_CUDA_DEVICE_PEERS_H
 #include "device/arrivals.h"
@@ -33,8 +33,8 @@ struct Packet {
     ulong halves[2];
 };
 
-// The packets from a rank to the owner of an exchange, for every other collective: while a slow rank reads those of one,
-// a fast one may write those of the next.
+// The packets from a rank to the owner of an exchange, for every other collective: while a slow rank reads those of
+// one, a fast one may write those of the next.
 inline Packet *packets_from(Exchange *exchange, uint rank, uint number, uint ranks, uint capacity) {
     return reinterpret_cast<Packet *>(exchange + 1) + ulong((number & 1) * ranks + rank) * capacity;
 }
