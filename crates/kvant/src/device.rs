@@ -216,8 +216,8 @@ impl Device {
         self.backend.name()
     }
 
-    /// The device's total, free and held memory. In a Linux container with a limit, the limit bounds the CPU's memory. For a
-    /// group, the least of its ranks: tensors have one size on all of them.
+    /// The device's total, free and held memory. In a Linux container with a limit, the limit bounds the CPU's memory.
+    /// For a group, the least of its ranks: tensors have one size on all of them.
     ///
     /// # Errors
     /// `Unsupported` for the CPU of systems other than Linux; `DeviceFault`.

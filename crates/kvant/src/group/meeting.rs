@@ -41,7 +41,7 @@ impl Meeting {
         !self.aborted.swap(true, AcqRel)
     }
 
-    /// Returns when all ranks have arrived. What each did before is visible to all then.
+    /// Returns when all ranks have arrived. The writes of each rank before its arrival are then visible to all.
     ///
     /// # Errors
     /// `DeviceFault` if a rank has failed, or has ended.

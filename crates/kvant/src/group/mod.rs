@@ -42,7 +42,7 @@ const MAX_RANKS: usize = 64;
 pub(crate) struct Group {
     ranks: Vec<Rank>,
     devices: Vec<Device>,
-    /// As many threads as there are ranks: all ranks of a pass run at the same time.
+    /// One thread per rank: all ranks of a pass run at the same time.
     threads: ThreadPool,
     meeting: Arc<Meeting>,
     /// Where GPUs meet; None in host memory, and with one rank.

@@ -19,7 +19,7 @@ impl Rank {
     }
 }
 
-/// What has tensors of a group, or none.
+/// A value that may hold tensors of a group.
 pub(crate) trait RankTensors {
     /// Replaces the tensors by those of a rank, which share the rank's memory.
     fn move_to(&mut self, rank: &Rank);
@@ -27,7 +27,7 @@ pub(crate) trait RankTensors {
 
 /// Implements [`RankTensors`] by the fields that have tensors.
 macro_rules! rank_tensors {
-    ($name:ident { $($field:ident),* $(,)? }) => {
+    ($name:ident { $($field:tt),* $(,)? }) => {
         impl $crate::group::RankTensors for $name {
             fn move_to(&mut self, rank: &$crate::group::Rank) {
                 $($crate::group::RankTensors::move_to(&mut self.$field, rank);)*

@@ -1,4 +1,4 @@
-//! Ranks that fail on purpose. What groups compute: `tests/suite/groups/`.
+//! Ranks that fail on purpose. `tests/suite/groups/` tests results.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
@@ -10,7 +10,7 @@ use crate::{
     ops::{self, AllReduce, Softcap},
 };
 
-/// What becomes of the softcaps of a device that fails.
+/// Fates of the softcaps of a device.
 const FAILS: usize = 1;
 const PANICS: usize = 2;
 
@@ -55,7 +55,8 @@ fn group(ranks: usize) -> (Device, Vec<Arc<AtomicUsize>>) {
     (Device::group(&devices).unwrap(), fates)
 }
 
-/// The others wait for the rank in a sum; they leave, the error is the rank's, and the next pass is right.
+/// Ranks that wait for the failed one in a sum leave. The pass has the error of the failed rank, and the next pass is
+/// right.
 #[test]
 fn a_rank_that_fails_ends_the_pass_of_all() {
     for ranks in [1, 2, 3, 4] {

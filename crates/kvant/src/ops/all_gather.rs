@@ -61,7 +61,7 @@ impl RankTensors for Call {
 }
 
 impl Call {
-    /// What there is to do without other ranks.
+    /// The call without other ranks: a copy.
     pub(crate) fn of_one_rank(&self) -> super::copy::Call {
         super::copy::Call { from: self.x.clone(), to: self.out.clone() }
     }

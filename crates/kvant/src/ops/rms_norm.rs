@@ -246,12 +246,12 @@ pub(crate) enum Addition {
     },
 }
 
-impl RankTensors for Add {
+impl RankTensors for Addition {
     fn move_to(&mut self, rank: &Rank) {
         match self {
-            Add::After => {}
-            Add::Normed { weight } => weight.move_to(rank),
-            Add::Before { sum } => sum.move_to(rank),
+            Addition::After => {}
+            Addition::Normed { weight } => weight.move_to(rank),
+            Addition::Before { sum } => sum.move_to(rank),
         }
     }
 }

@@ -1,8 +1,8 @@
 // all_reduce of a small message: out = the sum of x over ranks, in their order, f32, f16 or bf16 in and out.
 //
-// One thread per 8 bytes of x. It sends them to all other ranks, in packets that say of which collective they are, and
-// adds what it receives: data and signal travel together, so that there is one latency of the link and no barrier. With
-// one rank (RANKS), out = x. `out` may be `x`.
+// One thread per 8 bytes of x. It sends them to all other ranks, in packets with the number of the collective, and adds
+// the packets that it receives. Data and signal travel together: one latency of the link, no barrier. With one rank
+// (RANKS), out = x. `out` may be `x`.
 //
 // Packets of the last collective but one are overwritten. All ranks have read them: a rank sends nothing before its
 // previous kernels have ended, and this rank has received something of the last collective from all others.

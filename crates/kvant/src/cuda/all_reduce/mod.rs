@@ -53,12 +53,12 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     b.push(large(call, peers, exchange)?)
 }
 
-/// Elements of so many bytes of `x`.
+/// Elements of `x` in `bytes`.
 fn elements_of(bytes: usize, call: &Call) -> usize {
     bytes / call.x.dtype().size()
 }
 
-/// Whether vectors of so many elements of `x`, and of `out`, begin at multiples of their size.
+/// Whether vectors of `per` elements of `x`, and of `out`, begin at multiples of their size.
 fn is_aligned(call: &Call, per: usize) -> bool {
     let begins = |tensor: &Tensor| tensor.byte_offset().is_multiple_of((per * tensor.dtype().size()).min(16));
     call.elements.is_multiple_of(per) && begins(&call.x) && begins(&call.out)

@@ -16,7 +16,7 @@ constexpr uint MAX_BLOCKS = 128;
 // Nanoseconds. The host may be late to start a rank, but never for so long.
 constexpr ulong LONGEST_WAIT = 30000000000ull;
 
-// What the ranks of a group write to one of them.
+// Memory of a rank that the other ranks write.
 struct Exchange {
     // Collectives that this rank has begun.
     uint number;
@@ -110,7 +110,7 @@ struct Ranks {
     uint rank;
 };
 
-// Waits for this block of all other ranks, at the beginning of a collective or at its end. What they wrote before is
+// Waits for this block of all other ranks, at the beginning of a collective or at its end. Their earlier writes are
 // visible then. False, for all threads, if a rank does not come. All threads of the block call it.
 template <uint RANK_COUNT, bool AT_END> inline bool meet(const Ranks &ranks, uint number, uint *failed) {
     __shared__ uint missing;

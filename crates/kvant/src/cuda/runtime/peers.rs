@@ -48,7 +48,7 @@ impl CudaDevice {
         let _entered = self.enter()?;
         let (mut host, mut address) = (null_mut(), 0);
         let flags = cu::CU_MEMHOSTALLOC_PORTABLE | cu::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: both are what the functions fill; the memory has so many bytes, which nobody else knows yet.
+        // SAFETY: the functions fill both; the memory has at least `bytes` bytes, and nobody else knows it yet.
         unsafe {
             driver!(cuMemHostAlloc(&mut host, bytes.max(1), flags))?;
             host.cast::<u8>().write_bytes(0, bytes.max(1));

@@ -251,7 +251,7 @@ fn shared() -> &'static Shared {
     })
 }
 
-/// `KVANT_TEST_RANKS`: every device is a group of so many.
+/// `KVANT_TEST_RANKS`: the number of ranks of every device.
 pub fn ranks() -> usize {
     let ranks = std::env::var("KVANT_TEST_RANKS");
     ranks.map_or(1, |ranks| ranks.parse().expect("KVANT_TEST_RANKS is a number"))

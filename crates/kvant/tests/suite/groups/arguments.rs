@@ -1,4 +1,4 @@
-//! What groups and collectives refuse, and that a group works after a failure.
+//! Refusals of groups and collectives, and groups after a failure.
 
 use super::{cpus, groups};
 use crate::common::run;

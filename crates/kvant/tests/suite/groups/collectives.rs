@@ -25,7 +25,7 @@ fn inputs(group: &Device, dtype: DType, [rows, columns]: [usize; 2]) -> Result<T
     whole.rows(1..rows + 1)
 }
 
-/// What each rank must have: f32 sums in the order of ranks, rounded once.
+/// The result of every rank: f32 sums in the order of ranks, rounded once.
 fn sums(ranks: usize, dtype: DType, out: DType, elements: usize) -> Vec<u8> {
     let mut sums = rounded(dtype, &values(0, elements));
     for rank in 1..ranks {
@@ -146,7 +146,7 @@ fn all_gather() {
     }
 }
 
-/// Each replay adds what is there then, and chains of collectives see one another's results.
+/// Each replay adds the current values, and chains of collectives see one another's results.
 #[test]
 fn graphs_of_collectives() {
     for group in groups() {

@@ -1,4 +1,4 @@
-//! Groups of devices: collectives against the reference, passes of which each rank has a part, failures.
+//! Groups of devices: collectives against the reference, work in parts, failures.
 
 use kvant::{CpuOptions, Device};
 
@@ -18,7 +18,7 @@ fn cpus(ranks: usize, threads: usize) -> Device {
 }
 
 /// The tested groups: of CPU devices, of the reference, and of the NVIDIA GPUs of this machine. With
-/// `KVANT_TEST_DEVICE`, those of one kind; with `KVANT_TEST_RANKS`, those of so many ranks.
+/// `KVANT_TEST_DEVICE`, those of one kind; with `KVANT_TEST_RANKS`, those of that number of ranks.
 fn groups() -> Vec<Device> {
     let only = std::env::var("KVANT_TEST_DEVICE").ok();
     let wanted = |kind: &str| only.as_deref().is_none_or(|only| only == kind);

@@ -8,7 +8,7 @@ use kvant::{
     ops::{self, AllGather, AllReduce},
 };
 
-/// Collectives of a graph, each of which needs the one before.
+/// Collectives of a graph. Each depends on the previous one.
 const CHAIN: usize = 200;
 
 /// Microseconds of a collective.

@@ -52,7 +52,7 @@ type Run = unsafe extern "C" fn(*mut *mut c_void, *const c_uint, *const c_uint, 
 /// Compiled kernels by their text.
 type Libraries = HashMap<String, libloading::Library>;
 
-/// Those of each device. The lock is held while one runs: the runtime's state is global.
+/// Libraries of each device. The lock is held while one runs: the runtime's state is global.
 static LIBRARIES: [Mutex<Option<Libraries>>; NUMBERS] = [const { Mutex::new(None) }; NUMBERS];
 
 #[derive(Clone, Copy)]
