@@ -62,6 +62,13 @@ pub struct CpuOptions {
     pub batch_invariant: bool,
 }
 
+impl CpuOptions {
+    /// The threads of a device for which the options name none: one per physical core.
+    pub fn default_threads() -> usize {
+        cores::cores().min(MAX_THREADS)
+    }
+}
+
 const MAX_THREADS: usize = 1024;
 
 /// The CPU device's executor.
@@ -74,7 +81,7 @@ pub(crate) struct Cpu {
 
 impl Cpu {
     pub(crate) fn new(options: CpuOptions) -> Result<Cpu> {
-        let threads = options.threads.unwrap_or_else(|| cores::cores().min(MAX_THREADS));
+        let threads = options.threads.unwrap_or_else(CpuOptions::default_threads);
         check::value_is("cpu", "threads", (1..=MAX_THREADS).contains(&threads), "1 to 1024", threads)?;
         let level = options.simd.unwrap_or_else(SimdLevel::best);
         check::value_is("cpu", "simd", level.is_supported(), "an instruction set of this machine", level)?;
