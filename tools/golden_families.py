@@ -166,6 +166,8 @@ VARIANTS = {
     "granite_hybrid_mlx": ("granitemoehybrid", "GraniteMoeHybrid", "f16", dict(HYBRID, num_attention_heads=1), 94, dict(group_size=32, bits=4)),
     # Norms over both KV heads together.
     "olmo2": ("olmo2", "Olmo2", "bf16", dict(rope_theta=5e5, num_attention_heads=4, num_key_value_heads=2), 80, None),
+    # For groups of three devices.
+    "olmo2_three": ("olmo2", "Olmo2", "bf16", dict(rope_theta=5e5, num_attention_heads=6, num_key_value_heads=3), 130, None),
     "olmo3": ("olmo3", "Olmo3", "bf16", dict(rope_theta=5e5, num_hidden_layers=4, sliding_window=8, rope_scaling=dict(
         rope_type="yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0,
     )), 81, None),

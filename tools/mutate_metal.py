@@ -34,6 +34,7 @@ METAL = ROOT / "crates/kvant/src/metal"
 # tests come first.
 SUITES = {
     "add_bias": ["conformance::add_bias::", "conformance::add::"],
+    "all_reduce": ["conformance::collectives::"],
     "argmax": ["conformance::sample::argmax", "conformance::sample::signed_zeros"],
     "attend": ["conformance::attend::", "hazards::", "pages::"],
     "block_formats": ["conformance::linear::block_formats", "conformance::linear::embed"],

@@ -118,7 +118,7 @@ if step conformance; then
     say "| test | result | | |"
     say "|---|---|---|---|"
     # The last: whole models, kvant-models' tests/gpu.rs.
-    for name in conformance::{add,add_bias,hadamard,gate,moe,rms_norm,sample,softcap,kv,norm_rope,linear,codec,attend} \
+    for name in conformance::{add,add_bias,collectives,hadamard,gate,moe,rms_norm,sample,softcap,kv,norm_rope,linear,codec,attend} \
         hazards arguments golden pages gpu; do
         wanted "$name" && is_there "$name" && tests "$name" --test-threads 12
     done
@@ -156,6 +156,7 @@ conformance::rms_norm rms_norm_of_extreme_rows
 conformance::rms_norm rms_norm_of_an_extreme_residual_and_result
 conformance::add odd_offsets
 conformance::add_bias add_bias
+conformance::collectives all_reduce_of_one_device
 conformance::gate gate_in_place
 conformance::sample samples_of_odd_rows
 conformance::sample samples_of_a_large_vocabulary

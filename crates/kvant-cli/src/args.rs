@@ -2,6 +2,7 @@
 
 use std::{fmt, io::Read, str::FromStr};
 
+use clap::builder::RangedU64ValueParser;
 use kvant::{Codec, CpuOptions, DType, Device, device::DeviceKind};
 use kvant_models::{CacheCodecs, Files, KvCodec, LoadOptions, Model};
 use serde::Deserialize;
@@ -63,25 +64,113 @@ impl DeviceArgs {
 
     /// The requested device, or the reason why it is not available.
     pub fn open(&self) -> Result<Device> {
-        let device = match self.device {
+        let device = self.device.open()?;
+        let Some(name) = self.cpu_option() else { return Ok(device) };
+        if device.kind() != DeviceKind::Cpu {
+            return Err(format!("{name} is for the CPU device, got --device {}", device.kind()).into());
+        }
+        Ok(Device::cpu_with(CpuOptions { threads: self.threads, ..self.cpu_options() })?)
+    }
+
+    /// An option for the CPU that was given.
+    fn cpu_option(&self) -> Option<&'static str> {
+        let options = [
+            ("--threads", self.threads.is_some()),
+            ("--eight-bit-activations", self.eight_bit_activations),
+            ("--batch-invariant", self.batch_invariant),
+        ];
+        options.into_iter().find(|(_, is_given)| *is_given).map(|(name, _)| name)
+    }
+
+    fn cpu_options(&self) -> CpuOptions {
+        let DeviceArgs { eight_bit_activations, batch_invariant, .. } = *self;
+        CpuOptions { eight_bit_activations, batch_invariant, ..CpuOptions::default() }
+    }
+}
+
+impl DeviceChoice {
+    fn open(self) -> Result<Device> {
+        Ok(match self {
             DeviceChoice::Auto => Device::default(),
             DeviceChoice::Cpu => Device::cpu(),
             DeviceChoice::Cuda(number) => Device::cuda(number).map_err(|error| with_number(error, number))?,
             DeviceChoice::Metal => Device::open(DeviceKind::Metal)?,
             DeviceChoice::Reference => Device::reference(),
-        };
-        let DeviceArgs { threads, eight_bit_activations, batch_invariant, .. } = *self;
-        let options = [
-            ("--threads", threads.is_some()),
-            ("--eight-bit-activations", eight_bit_activations),
-            ("--batch-invariant", batch_invariant),
-        ];
-        let Some((name, _)) = options.into_iter().find(|(_, is_given)| *is_given) else { return Ok(device) };
-        if device.kind() != DeviceKind::Cpu {
-            return Err(format!("{name} is for the CPU device, got --device {}", device.kind()).into());
-        }
-        Ok(Device::cpu_with(CpuOptions { threads, eight_bit_activations, batch_invariant, ..CpuOptions::default() })?)
+        })
     }
+}
+
+/// The device of a model: one, or a group.
+#[derive(Clone, clap::Args)]
+pub struct ModelDeviceArgs {
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Divide the model among N devices: the first N GPUs, those from the one of --device cuda:N on, or N CPU devices
+    /// that share the threads. Each has its part of the weights and of the cache
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
+    tensor_parallel: Option<usize>,
+    /// The devices among which the model is divided, as in cuda:0,cuda:2
+    #[arg(long, value_name = "DEVICE,…", value_delimiter = ',', conflicts_with = "device")]
+    devices: Vec<DeviceChoice>,
+}
+
+impl ModelDeviceArgs {
+    /// The requested device or group, or the reason why it is not available.
+    pub fn open(&self) -> Result<Device> {
+        let ranks = self.tensor_parallel.unwrap_or(self.devices.len().max(1));
+        if !self.devices.is_empty() && ranks != self.devices.len() {
+            let devices = self.devices.len();
+            return Err(format!("--devices names {devices} devices, and --tensor-parallel is {ranks}").into());
+        }
+        if ranks == 1 && self.devices.is_empty() {
+            return self.device.open();
+        }
+        let choices = match self.devices.is_empty() {
+            true => self.device.device.first(ranks),
+            false => self.devices.clone(),
+        };
+        let cpus = choices.iter().filter(|choice| **choice == DeviceChoice::Cpu).count();
+        if let Some(name) = self.device.cpu_option().filter(|_| cpus < ranks) {
+            return Err(format!("{name} is for CPU devices").into());
+        }
+        let mut threads = threads_of_ranks(self.device.threads.unwrap_or_else(CpuOptions::default_threads), cpus);
+        let open = |choice: DeviceChoice| match choice {
+            DeviceChoice::Cpu => {
+                Ok(Device::cpu_with(CpuOptions { threads: threads.next(), ..self.device.cpu_options() })?)
+            }
+            other => other.open(),
+        };
+        let devices = choices.into_iter().map(open).collect::<Result<Vec<_>>>()?;
+        match &devices[..] {
+            [device] => Ok(device.clone()),
+            devices => Ok(Device::group(devices)?),
+        }
+    }
+}
+
+impl DeviceChoice {
+    /// This device and those that follow it.
+    fn first(self, ranks: usize) -> Vec<DeviceChoice> {
+        let choice = match self {
+            DeviceChoice::Auto => match Device::default().kind() {
+                DeviceKind::Cuda => DeviceChoice::Cuda(0),
+                DeviceKind::Metal => DeviceChoice::Metal,
+                DeviceKind::Cpu | DeviceKind::Reference => DeviceChoice::Cpu,
+            },
+            named => named,
+        };
+        let of_rank = |rank: usize| match choice {
+            DeviceChoice::Cuda(number) => DeviceChoice::Cuda(number.saturating_add(rank)),
+            other => other,
+        };
+        (0..ranks).map(of_rank).collect()
+    }
+}
+
+/// Divides threads among CPU devices, each of which has at least one.
+fn threads_of_ranks(threads: usize, ranks: usize) -> impl Iterator<Item = usize> {
+    let ranks = ranks.max(1);
+    (0..ranks).map(move |rank| (threads / ranks + usize::from(rank < threads % ranks)).max(1))
 }
 
 /// Adds the number of the GPU to the message of a device that cannot be opened. Plain `cuda` selects the first one.
@@ -252,6 +341,14 @@ mod tests {
         for bad in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "CUDA"] {
             assert!(bad.parse::<DeviceChoice>().is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn groups_have_the_devices_that_follow() {
+        assert_eq!(DeviceChoice::Cuda(2).first(3), [2, 3, 4].map(DeviceChoice::Cuda));
+        assert_eq!(DeviceChoice::Cpu.first(2), [DeviceChoice::Cpu; 2]);
+        assert_eq!(threads_of_ranks(7, 3).collect::<Vec<_>>(), [3, 2, 2]);
+        assert_eq!(threads_of_ranks(1, 2).collect::<Vec<_>>(), [1, 1]);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use rustyline::error::ReadlineError;
 
 use crate::{
     Result,
-    args::{ActivationArgs, DeviceArgs, Kv},
+    args::{ActivationArgs, Kv, ModelDeviceArgs},
     memory::{self, Demand},
     output,
     reply::ReplyPrinter,
@@ -92,7 +92,7 @@ pub struct ChatArgs {
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
-    device: DeviceArgs,
+    device: ModelDeviceArgs,
 }
 
 /// Set by Ctrl-C.
@@ -137,7 +137,11 @@ pub fn run(args: &ChatArgs) -> Result {
     memory::warn_of_context(&files, args.context)?;
     let options = PoolOptions { codecs: kv.codecs, longest: args.context, ..PoolOptions::default() };
     let load = args.activations.options(&device);
-    memory::check(&files, &device, &Demand { pool: options.clone(), load, bytes: None, shorter: "--context" })?;
+    memory::check(
+        &files,
+        &device,
+        &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--context" },
+    )?;
     let model = args.activations.load(&files, &device, args.context)?;
     let sequence = model.new_pool(&options)?.sequence();
     let system = args.system.clone();

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use kvant::Device;
+use kvant::{Device, device::DeviceKind};
 use serde::Serialize;
 
 use crate::{Result, output};
@@ -31,13 +31,14 @@ struct DeviceLine {
 
 pub fn run(args: &DevicesArgs) -> Result {
     let default = Device::default();
-    let mut people = String::new();
+    let (mut people, mut gpus) = (String::new(), 0);
     for entry in Device::list() {
         let kind = entry.kind.name();
         let (device, reason) = match entry.device {
             Ok(device) => (Some(device), None),
             Err(error) => (None, Some(error.to_string())),
         };
+        gpus += usize::from(entry.kind == DeviceKind::Cuda && device.is_some());
         let memory = device.as_ref().and_then(|device| device.memory().ok());
         let line = DeviceLine {
             kind,
@@ -60,6 +61,9 @@ pub fn run(args: &DevicesArgs) -> Result {
         let free = line.free_bytes.zip(line.memory_bytes);
         let free = free.map_or(String::new(), |(free, all)| format!(", {:.1} of {:.1} GiB free", gib(free), gib(all)));
         writeln!(people, "{mark} {name:<10} {text}{free}")?;
+    }
+    if gpus > 1 {
+        writeln!(people, "--tensor-parallel {gpus} divides a model among all {gpus} NVIDIA GPUs")?;
     }
     if args.json { Ok(()) } else { output::text(&people) }
 }

@@ -18,7 +18,7 @@ use serde::Serialize;
 
 use crate::{
     Result,
-    args::{ActivationArgs, DeviceArgs, Kv},
+    args::{ActivationArgs, Kv, ModelDeviceArgs},
     memory::{self, Demand},
     output,
     reply::ReplyPrinter,
@@ -77,7 +77,7 @@ pub struct GenerateArgs {
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
-    device: DeviceArgs,
+    device: ModelDeviceArgs,
     /// One JSON object: text, reasoning (with --chat, if the model reasons), prompt_tokens, generated_tokens,
     /// decode_steps, warm_up_seconds, prompt_tokens_per_s, decode_tokens_per_s, cache_bytes, cache_bytes_f16, kv,
     /// device; the text streams to standard error
@@ -119,7 +119,11 @@ pub fn run(args: &GenerateArgs) -> Result {
     let kv = args.activations.kv(&device, args.kv.as_ref());
     let options = PoolOptions { codecs: kv.codecs.clone(), longest, ..PoolOptions::default() };
     let load = args.activations.options(&device);
-    memory::check(&files, &device, &Demand { pool: options.clone(), load, bytes: None, shorter: "--max-tokens" })?;
+    memory::check(
+        &files,
+        &device,
+        &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--max-tokens" },
+    )?;
     let model = args.activations.load(&files, &device, longest)?;
     let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
     let mut sequence = model.new_pool(&options)?.sequence();

@@ -7,7 +7,7 @@ use kvant_models::{Logits, PoolOptions};
 
 use crate::{
     Result,
-    args::{ActivationArgs, DeviceArgs, Kv},
+    args::{ActivationArgs, Kv, ModelDeviceArgs},
     output, shipped, tokens,
 };
 
@@ -36,7 +36,7 @@ pub struct LogitsArgs {
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
-    device: DeviceArgs,
+    device: ModelDeviceArgs,
 }
 
 #[derive(clap::Args)]

@@ -1,12 +1,14 @@
 //! Rejects models that cannot fit before they are loaded, and divides the remaining memory.
 
-use kvant::{Codec, Device};
+use kvant::{Codec, Device, device::DeviceKind};
 use kvant_models::{CacheCodecs, Config, Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
 
 use crate::{Result, output};
 
 /// The sequences that a model must serve.
 pub struct Demand<'a> {
+    /// Devices that share the model. Bytes are those of each.
+    pub ranks: usize,
     pub pool: PoolOptions,
     pub load: LoadOptions,
     /// Bytes for pages if the user set them, instead of enough for `pool`.
@@ -15,16 +17,24 @@ pub struct Demand<'a> {
     pub shorter: &'a str,
 }
 
+/// Free bytes of a device, or of each device of a group; `None` if it does not report them. The CPU devices of a group
+/// share those of the host.
+pub fn free(device: &Device) -> Option<usize> {
+    let free = device.memory().ok()?.free;
+    let is_host = matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Reference);
+    Some(if is_host { free / device.ranks() } else { free })
+}
+
 /// Compares the memory that a model needs with the free memory of the device. Devices that do not report it pass.
 ///
 /// # Errors
 /// The model does not fit: the message has the numbers and the remedy. Errors of the files.
 pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
-    let Ok(memory) = device.memory() else { return Ok(()) };
-    let model = Inspection::open(files)?;
+    let Some(free) = free(device) else { return Ok(()) };
+    let model = Inspection::open_for(files, demand.ranks)?;
     let mut estimate = model.memory(&demand.pool, &demand.load)?;
     estimate.cache = demand.bytes.unwrap_or(estimate.cache);
-    if estimate.total() <= memory.free {
+    if estimate.total() <= free {
         return Ok(());
     }
     let MemoryEstimate { weights, cache, scratch, .. } = estimate;
@@ -33,11 +43,12 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
         CacheCodecs::Same(kv) => kv.to_string(),
         CacheCodecs::PerLayer(_) => "types per layer".to_string(),
     };
+    let each = if demand.ranks == 1 { String::new() } else { format!(" on each of {} devices", demand.ranks) };
     Err(format!(
-        "the model needs {total} of memory (weights {weights}, cache {cache} in {kv}, activations {scratch}), and \
+        "the model needs {total} of memory{each} (weights {weights}, cache {cache} in {kv}, activations {scratch}), and \
          {device} has {} free. {}",
-        output::bytes(memory.free),
-        advice(&model, &estimate, memory.free, demand)?
+        output::bytes(free),
+        advice(&model, &estimate, free, demand)?
     )
     .into())
 }
@@ -48,7 +59,7 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
 /// They cannot: the message has the numbers and the remedy. Errors of the files.
 #[cfg(any(feature = "serve", test))]
 pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
-    let model = Inspection::open(files)?;
+    let model = Inspection::open_for(files, demand.ranks)?;
     let of = |longest: usize| -> Result<usize> {
         Ok(model.cache_bytes(&PoolOptions { sequences: 1, longest, ..demand.pool.clone() }, &demand.load)?)
     };
@@ -77,9 +88,9 @@ pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
 /// Not even one sequence fits: as [`check`].
 #[cfg(feature = "serve")]
 pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<usize>> {
-    let Ok(memory) = device.memory() else { return Ok(None) };
-    let model = Inspection::open(files)?;
-    for free in [memory.free / 10 * 9, memory.free] {
+    let Some(free) = free(device) else { return Ok(None) };
+    let model = Inspection::open_for(files, demand.ranks)?;
+    for free in [free / 10 * 9, free] {
         match pages_in(free, &model, demand)? {
             Pages::All => return Ok(None),
             Pages::Some(bytes) => return Ok(Some(bytes)),
@@ -107,7 +118,7 @@ pub struct Share {
 /// The model with one sequence exceeds `limit`; errors of the files.
 #[cfg(any(feature = "serve", test))]
 pub fn share(files: &Files, demand: &Demand, limit: usize, max: usize) -> Result<Share> {
-    let model = Inspection::open(files)?;
+    let model = Inspection::open_for(files, demand.ranks)?;
     let all = model.memory(&demand.pool, &demand.load)?;
     let one = model.memory(&PoolOptions { sequences: 1, ..demand.pool.clone() }, &demand.load)?.cache;
     let others = all.weights.saturating_add(all.scratch);
@@ -211,14 +222,15 @@ mod tests {
         let files = crate::shipped::files(None).unwrap();
         let model = Inspection::open(&files).unwrap();
         let pool = PoolOptions { sequences: 1, longest: 8192, ..PoolOptions::default() };
-        let demand = Demand { pool: pool.clone(), load: LoadOptions::default(), bytes: None, shorter: "--context" };
+        let demand =
+            Demand { ranks: 1, pool: pool.clone(), load: LoadOptions::default(), bytes: None, shorter: "--context" };
         let one = model.memory(&pool, &demand.load).unwrap().cache;
         check_pages(&files, &demand, one).unwrap();
         let error = check_pages(&files, &demand, one / 2).unwrap_err().to_string();
         let fit: usize = error.rsplit("--context ").next().unwrap().parse().unwrap();
         assert!(error.contains("8192 tokens") && (1..8192).contains(&fit), "{error}");
         check_pages(&files, &Demand { pool: PoolOptions { longest: fit, ..pool }, ..demand }, one / 2).unwrap();
-        let demand = Demand { pool: PoolOptions { longest: 8192, ..PoolOptions::default() }, ..demand };
+        let demand = Demand { ranks: 1, pool: PoolOptions { longest: 8192, ..PoolOptions::default() }, ..demand };
         let error = check_pages(&files, &demand, 1000).unwrap_err().to_string();
         assert!(error.contains("not even one page"), "{error}");
     }
@@ -229,7 +241,7 @@ mod tests {
         let model = Inspection::open(&files).unwrap();
         let pool = PoolOptions { sequences: 16, longest: 8192, ..PoolOptions::default() };
         let load = LoadOptions::default();
-        let demand = Demand { pool: pool.clone(), load, bytes: None, shorter: "--context" };
+        let demand = Demand { ranks: 1, pool: pool.clone(), load, bytes: None, shorter: "--context" };
         let all = model.memory(&pool, &load).unwrap();
         let one = model.memory(&PoolOptions { sequences: 1, ..pool.clone() }, &load).unwrap().cache;
         let others = all.weights + all.scratch;
@@ -247,7 +259,7 @@ mod tests {
         let model = Inspection::open(&files).unwrap();
         let pool = PoolOptions { sequences: 16, longest: 1 << 20, ..PoolOptions::default() };
         let load = LoadOptions::default();
-        let demand = Demand { pool: pool.clone(), load, bytes: None, shorter: "--context" };
+        let demand = Demand { ranks: 1, pool: pool.clone(), load, bytes: None, shorter: "--context" };
         let all = model.memory(&pool, &load).unwrap();
         let one = model.memory(&PoolOptions { sequences: 1, ..pool.clone() }, &load).unwrap();
         let others = all.weights + all.scratch;

@@ -21,7 +21,7 @@ use kvant_server::{ApiKeys, Server, ServerOptions};
 
 use crate::{
     Result,
-    args::{ActivationArgs, DeviceArgs, Kv},
+    args::{ActivationArgs, Kv, ModelDeviceArgs},
     heap, log,
     memory::{self, Demand},
     output, shipped, suggest,
@@ -142,7 +142,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
-    device: DeviceArgs,
+    device: ModelDeviceArgs,
 }
 
 pub fn run(args: &ServeArgs) -> Result {
@@ -302,7 +302,7 @@ impl ServeArgs {
         let (codecs, sequences) = (kv.codecs.clone(), self.max_sequences);
         let pool = PoolOptions { codecs, sequences, longest, ..PoolOptions::default() };
         let bytes = self.memory.map(|bytes| bytes.0);
-        let demand = Demand { pool, load, bytes, shorter: "--context" };
+        let demand = Demand { ranks: device.ranks(), pool, load, bytes, shorter: "--context" };
         if let Some(bytes) = bytes {
             memory::check(files, device, &demand)?;
             memory::check_pages(files, &demand, bytes)?;

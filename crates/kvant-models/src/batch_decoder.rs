@@ -230,7 +230,7 @@ impl BatchDecoder {
     /// None if the step has run.
     pub fn hidden(&mut self) -> Result<Tensor> {
         // Passes of all sizes have it at the start of one buffer. The views may belong to a smaller pass.
-        self.space.fit(self.model.decoder(), self.live.max(1))?;
+        self.space.fit(self.model.rank_decoder(), self.live.max(1))?;
         Ok(self.space.views.x.rows(0..self.live)?)
     }
 
@@ -249,7 +249,7 @@ impl BatchDecoder {
         if self.passes.len() >= MAX_PASSES {
             self.passes.remove(0);
         }
-        self.space.fit(self.model.decoder(), rows)?;
+        self.space.fit(self.model.rank_decoder(), rows)?;
         let (ids, step) = (self.space.views.ids.clone(), self.pool.reserve_step(StepSize::decode(rows, bound))?);
         self.passes.push(RecordedPass { rows, longest: bound, step, ids, graphs: [None, None, None] });
         Ok(())
@@ -259,7 +259,7 @@ impl BatchDecoder {
     fn record(&mut self, then: Then) -> Result<Submission> {
         let BatchDecoder { model, pool, space, logits, drawn, how, passes, .. } = self;
         let Some(pass) = passes.last_mut() else { return Err(Error::argument("tokens", "a step", "none")) };
-        space.fit(model.decoder(), pass.rows)?;
+        space.fit(model.rank_decoder(), pass.rows)?;
         let rows = 0..pass.rows;
         let (logits, drawn, how) = (logits.rows(rows.clone())?, drawn.rows(rows.clone())?, how.rows(rows)?);
         let graph = capture(model, |enc| {

@@ -55,6 +55,20 @@ pub enum Error {
         /// The supported values.
         reason: String,
     },
+    /// A model does not divide among the devices of a group.
+    #[error("{count} {what} of layer {layer} do not divide among {ranks} devices: {}", proposal(fits))]
+    Indivisible {
+        /// The part that does not divide, e.g. `KV heads`.
+        what: &'static str,
+        /// Their number.
+        count: usize,
+        /// The first layer with this number.
+        layer: usize,
+        /// Devices of the group.
+        ranks: usize,
+        /// Numbers of devices among which the model divides, up to 16.
+        fits: Vec<usize>,
+    },
     /// The checkpoint lacks a tensor that the configuration requires.
     #[error("the checkpoint has no tensor `{}`", line(name))]
     MissingTensor {
@@ -141,6 +155,15 @@ pub enum Error {
         /// Its message.
         reason: String,
     },
+}
+
+/// The numbers of devices to use instead.
+fn proposal(fits: &[usize]) -> String {
+    let numbers: Vec<String> = fits.iter().map(usize::to_string).collect();
+    match numbers.is_empty() {
+        true => "the model runs on one".to_string(),
+        false => format!("the model divides among {}", numbers.join(", ")),
+    }
 }
 
 impl Error {

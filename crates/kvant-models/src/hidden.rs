@@ -49,9 +49,12 @@ impl Model {
         }
         let out = Tensor::zeros(self.device(), DType::F32, &[rows, self.vocab_size()])?;
         if rows > 0 {
+            let space = self.space(1)?;
             let mut enc = self.device().encoder()?;
-            self.network().logits(&mut enc, hidden, &out)?;
-            enc.commit()?.wait()?;
+            self.network().logits(&mut enc, &space.views, hidden, &out)?;
+            let submission = enc.commit();
+            self.give_spaces([space]);
+            submission?.wait()?;
         }
         Ok(out)
     }

@@ -8,6 +8,7 @@ use crate::{
     BlockSpec, CacheCodecs, Config, DecoderSpec, Files, KvCodec, LoadOptions, PoolOptions, Result,
     forward::workspace_bytes,
     model::with_source,
+    shard::{local_spec, output_rows},
     source::{Form, Part, Role, Source, converted::is_converted},
     spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, ParallelSum, RouterSpec},
     weights::{dense_parts, has_output, has_router_bias},
@@ -30,10 +31,14 @@ pub struct Inspection {
     pub config: Config,
     /// Number of parameters in all tensors of the text model.
     pub parameters: usize,
-    /// Bytes of the matrices in memory, unless [`LoadOptions::dense_weights`] changes them.
+    /// Bytes of the matrices, as they are in memory unless [`LoadOptions::dense_weights`] changes that; on each device
+    /// of a group.
     pub weight_bytes: usize,
     /// The formats of the matrices, sorted by bytes, descending.
     pub formats: Vec<StoredFormat>,
+    /// The decoder of each device of a group.
+    local: DecoderSpec,
+    ranks: usize,
     /// Numbers and bytes of the matrices to which [`LoadOptions::dense_weights`] applies.
     dense: [usize; 2],
 }
@@ -50,7 +55,7 @@ pub struct StoredFormat {
     pub bytes: usize,
 }
 
-/// Memory that a model needs, in bytes.
+/// Memory that a model needs, in bytes; on each device of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryEstimate {
@@ -75,22 +80,34 @@ impl Inspection {
     /// # Errors
     /// As [`Model::load`](crate::Model::load), except for the contents of tensors.
     pub fn open(files: &Files) -> Result<Inspection> {
-        with_source(files, |config, source| Inspection::of(config, source))
+        Inspection::open_for(files, 1)
     }
 
-    fn of(config: Config, source: &dyn Source) -> Result<Inspection> {
+    /// As [`Inspection::open`], for a [group](kvant::Device::group) of `ranks` devices.
+    ///
+    /// # Errors
+    /// As [`Inspection::open`]; `Argument` for no device; `Indivisible` if the model does not divide among so many.
+    pub fn open_for(files: &Files, ranks: usize) -> Result<Inspection> {
+        if ranks == 0 {
+            return Err(crate::Error::argument("ranks", "at least 1", 0));
+        }
+        with_source(files, |config, source| Inspection::of(config, source, ranks))
+    }
+
+    fn of(config: Config, source: &dyn Source, ranks: usize) -> Result<Inspection> {
         let spec = &config.decoder;
         spec.check()?;
-        let (mut parameters, mut weight_bytes, mut dense) = (0usize, 0usize, [0usize; 2]);
+        let local = local_spec(spec, ranks, source)?;
+        let (mut weight_bytes, mut dense) = (0usize, [0usize; 2]);
         let mut formats = BTreeMap::<String, StoredFormat>::new();
-        for tensor in tensors(spec, source) {
-            let elements = tensor.shape.iter().product::<usize>();
-            parameters = parameters.saturating_add(elements);
-            if !tensor.is_matrix {
-                continue;
-            }
+        let (stored, of_rank) = (tensors(spec, source, 1), tensors(&local, source, ranks));
+        let elements = |tensor: &Stored| tensor.shape.iter().product::<usize>();
+        let parameters = stored.iter().map(elements).fold(0, usize::saturating_add);
+        let parts = stored.iter().zip(&of_rank).filter(|(tensor, _)| tensor.is_matrix);
+        let output = output_part(spec, source, ranks);
+        for (tensor, of_rank) in parts.chain(output.iter().map(|[whole, part]| (whole, part))) {
             let form = source.form(tensor.role, &tensor.shape)?;
-            let bytes = form.bytes(&tensor.shape);
+            let (elements, bytes) = (elements(of_rank), form.bytes(&of_rank.shape));
             weight_bytes = weight_bytes.saturating_add(bytes);
             if is_converted(tensor.role, form) {
                 dense = [dense[0].saturating_add(elements), dense[1].saturating_add(bytes)];
@@ -102,7 +119,7 @@ impl Inspection {
         }
         let mut formats: Vec<StoredFormat> = formats.into_values().collect();
         formats.sort_by_key(|format| std::cmp::Reverse(format.bytes));
-        Ok(Inspection { config, parameters, weight_bytes, formats, dense })
+        Ok(Inspection { config, parameters, weight_bytes, formats, local, ranks, dense })
     }
 
     /// Bytes of a pool for this model.
@@ -110,7 +127,7 @@ impl Inspection {
     /// # Errors
     /// `Kvant` for a codec that does not support the model's head sizes, or a size that overflows.
     pub fn cache_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
-        Ok(pool_spec(&self.config.decoder, options, load.pass_tokens, load.activations)?.bytes)
+        Ok(pool_spec(&self.local, options, load.pass_tokens, load.activations)?.bytes)
     }
 
     /// Memory for the model and a pool. Kernels and internal tables of the device are not included.
@@ -118,8 +135,8 @@ impl Inspection {
     /// # Errors
     /// As [`Inspection::cache_bytes`].
     pub fn memory(&self, pool: &PoolOptions, load: &LoadOptions) -> Result<MemoryEstimate> {
-        let spec = &self.config.decoder;
-        let scratch = workspace_bytes(spec, load.activations, load.pass_tokens.min(pool.longest));
+        let spec = &self.local;
+        let scratch = workspace_bytes(spec, self.ranks, load.activations, load.pass_tokens.min(pool.longest));
         let scratch = scratch.saturating_add(spec.vocab_size.saturating_mul(DType::F32.size()));
         let [elements, bytes] = self.dense;
         let converted = load.dense_weights.map_or(bytes, |dtype| elements.saturating_mul(dtype.size()));
@@ -178,14 +195,23 @@ struct Stored {
     is_matrix: bool,
 }
 
-/// The tensors of a decoder. A bias has the role of its matrix.
-fn tensors(spec: &DecoderSpec, source: &dyn Source) -> Vec<Stored> {
+/// The embedding, and the rows of it that each of `ranks` devices has once more as the output matrix.
+fn output_part(spec: &DecoderSpec, source: &dyn Source, ranks: usize) -> Option<[Stored; 2]> {
+    let rows = output_rows(spec.vocab_size, ranks);
+    let of = |rows| Stored { role: Role::Embedding, shape: vec![rows, spec.hidden_size], is_matrix: true };
+    let has_part = rows != spec.vocab_size && !has_output(spec.output, source);
+    has_part.then(|| [of(spec.vocab_size), of(rows)])
+}
+
+/// The tensors of a decoder, or of the part of it that each of `ranks` devices has. Those of a bias have the role of
+/// their matrix.
+fn tensors(spec: &DecoderSpec, source: &dyn Source, ranks: usize) -> Vec<Stored> {
     let h = spec.hidden_size;
     let mut list = List(Vec::new());
     list.matrix(Role::Embedding, &[spec.vocab_size, h]);
     list.vector(Role::FinalNorm, &[h]);
     if has_output(spec.output, source) {
-        list.matrix(Role::Output, &[spec.vocab_size, h]);
+        list.matrix(Role::Output, &[output_rows(spec.vocab_size, ranks), h]);
     }
     if let Some(inputs) = spec.per_layer_input {
         let width = spec.blocks.len() * inputs.size;

@@ -66,6 +66,7 @@ mod pooling;
 mod prepare;
 pub mod safetensors;
 mod sampling;
+mod shard;
 mod source;
 pub mod spec;
 mod tokenizer;

@@ -17,6 +17,7 @@ use crate::{
     hidden::PassRows,
     inspect,
     safetensors::Checkpoint,
+    shard::local_spec,
     source::{Source, converted::Converted, hf::HfSource, quantization::Quantization},
     weights::Weights,
 };
@@ -169,8 +170,9 @@ impl Model {
     ) -> Result<Model> {
         let converted = options.dense_weights.map(|dtype| Converted { source, dtype });
         let source = converted.as_ref().map_or(source, |converted| converted as &dyn Source);
-        let weights = Weights::load(&config.decoder, source, device)?;
-        let network = Arc::new(Network::new(config, weights, options.activations, options.context)?);
+        let local = local_spec(&config.decoder, device.ranks(), source)?;
+        let weights = Weights::load(&config.decoder, &local, source, device)?;
+        let network = Arc::new(Network::new(config, local, weights, options.activations, options.context)?);
         Ok(Model { network, device: device.clone(), pass_tokens: options.pass_tokens, spaces: Arc::default() })
     }
 
@@ -181,6 +183,12 @@ impl Model {
 
     /// The description of the decoder.
     pub fn decoder(&self) -> &DecoderSpec {
+        &self.config().decoder
+    }
+
+    /// The decoder that each rank of a [group](Device::group) runs: fewer heads and narrower MLPs. On a single device,
+    /// [`Model::decoder`].
+    pub fn rank_decoder(&self) -> &DecoderSpec {
         self.network.spec()
     }
 
@@ -209,15 +217,15 @@ impl Model {
         self.network.max_length()
     }
 
-    /// Bytes of the weight matrices.
+    /// Bytes of the weight matrices, on each device of a group.
     pub fn weight_bytes(&self) -> usize {
         self.network.weights.bytes
     }
 
-    /// Bytes of the matrices that a pass of one token reads. For a mixture of experts, these are the token's `top_k`
-    /// experts. A table of embeddings counts as one row, unless it is also the output matrix.
+    /// Bytes of the matrices that a pass of one token reads, on each device of a group. Of a mixture of experts, these
+    /// are the `top_k` experts of the token. A table of embeddings counts one row, unless it is also the output matrix.
     pub fn weight_bytes_per_token(&self) -> usize {
-        self.network.weights.bytes_per_token(self.decoder())
+        self.network.weights.bytes_per_token(self.rank_decoder())
     }
 
     /// Creates a pool with one layer for each model layer that has its own keys and values.
@@ -237,9 +245,9 @@ impl Model {
         self.pool_of(&self.pool_spec(options)?, longest)
     }
 
-    /// The specification of this pool, which includes its size in bytes.
+    /// The specification of such a pool, which says how many bytes it takes, on each device of a group.
     pub fn pool_spec(&self, options: &PoolOptions) -> Result<PoolSpec> {
-        inspect::pool_spec(self.decoder(), options, self.pass_tokens, self.network.activations())
+        inspect::pool_spec(self.rank_decoder(), options, self.pass_tokens, self.network.activations())
     }
 
     /// The layers of a pool for this model: the layers with their own keys and values.
@@ -247,7 +255,7 @@ impl Model {
     /// # Errors
     /// `Argument` if the number of codecs differs from the number of layers.
     pub fn cache_layers(&self, codecs: &CacheCodecs) -> Result<Vec<CacheLayer>> {
-        inspect::cache_layers(self.decoder(), codecs, self.network.activations())
+        inspect::cache_layers(self.rank_decoder(), codecs, self.network.activations())
     }
 
     /// Runs a batch of any sequences and numbers of tokens. `step` belongs to `pool`, and `tokens` are the ids of its
@@ -345,7 +353,7 @@ impl Model {
         stored: Option<&mut OnStored>,
     ) -> Result<Submission> {
         let PassRows { rows, out, is_hidden } = wanted;
-        space.fit(self.decoder(), tokens.len())?;
+        space.fit(self.rank_decoder(), tokens.len())?;
         let mut enc = self.device.encoder()?;
         match fed {
             Some(fed) => fed.write(&mut enc, tokens, &space.views.ids)?,
@@ -363,7 +371,7 @@ impl Model {
                 Some(&space.views.x)
             }
             Some(fewer) => {
-                fewer.fit(self.decoder(), rows.len())?;
+                fewer.fit(self.rank_decoder(), rows.len())?;
                 let indices: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
                 fewer.views.ids.write(&indices)?;
                 let (step_of_rows, views) = (step.select(rows)?, &fewer.views);
@@ -400,7 +408,7 @@ impl Model {
     /// Every layer waits for the device, which is slower than [`Model::feed`].
     ///
     /// # Errors
-    /// As [`Model::feed`], and the errors of `stored`.
+    /// As [`Model::feed`], and those of `stored`; `Argument` for a model on a group of devices.
     pub fn feed_with(
         &self,
         sequence: &mut Sequence,
@@ -408,6 +416,9 @@ impl Model {
         logits: Logits,
         stored: &mut dyn FnMut(usize, &Step) -> Result<()>,
     ) -> Result<Tensor> {
+        if self.device.ranks() > 1 {
+            return Err(Error::argument("model", "on one device, whose cache is the whole one", &self.device));
+        }
         let rows = if logits == Logits::All { tokens.len() } else { 1 };
         let out = Tensor::zeros(&self.device, DType::F32, &[rows, self.vocab_size()])?;
         self.feed_passes(sequence, tokens, &out, Some(stored))?;
@@ -518,7 +529,7 @@ impl Model {
 
     /// The blocks with their own keys and values.
     fn own_layers(&self) -> &[BlockSpec] {
-        &self.decoder().blocks[..self.decoder().cache_layers()]
+        &self.rank_decoder().blocks[..self.decoder().cache_layers()]
     }
 
     /// The model's description and tensors.
@@ -528,7 +539,7 @@ impl Model {
 
     /// Allocates scratch for passes of `rows` tokens.
     pub(crate) fn workspace(&self, rows: usize) -> Result<Workspace> {
-        Workspace::new(self.decoder(), &self.device, self.activations(), rows)
+        Workspace::new(self.rank_decoder(), &self.device, self.activations(), rows)
     }
 
     /// Takes unused scratch for passes of `rows` tokens, or allocates it.

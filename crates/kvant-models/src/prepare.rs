@@ -62,8 +62,8 @@ impl Model {
         // The rows whose logits are wanted: the last token of each sequence.
         let of_rows = pool.reserve_step(StepSize::decode(rows, longest))?;
         let (mut space, mut fewer) = (self.space(tokens)?, self.space(rows)?);
-        space.fit(self.decoder(), tokens)?;
-        fewer.fit(self.decoder(), rows)?;
+        space.fit(self.rank_decoder(), tokens)?;
+        fewer.fit(self.rank_decoder(), rows)?;
         let logits = Tensor::zeros(self.device(), DType::F32, &[rows, self.vocab_size()])?;
         let zeros = |shape: &[usize]| Tensor::zeros(self.device(), DType::U32, shape);
         let (drawn, how) = (zeros(&[rows + 1])?, zeros(&[rows, ops::SampleRow::WORDS])?);

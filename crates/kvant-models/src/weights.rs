@@ -1,13 +1,14 @@
 //! Loads the tensors of a decoder that its description requires.
 
-use kvant::{Device, Tensor};
+use kvant::{DType, Device, Tensor};
 
 use crate::{
     Error, Result,
+    shard::{Cut, Share, of_rank, output_rows},
     source::{Form, Matrix, Part, Role, Source},
     spec::{
-        BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec, OutputMatrix, ParallelSum, PerLayerInputSpec, RouterSpec,
-        ScoreBias,
+        BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec, OutputMatrix, ParallelSum, PerLayerInputSpec, QkNorm,
+        RouterSpec, ScoreBias,
     },
 };
 
@@ -34,9 +35,8 @@ pub(crate) struct StackBiases {
 }
 
 impl StackBiases {
-    /// `all`: the biases of matrices with these numbers of outputs.
-    fn new(device: &Device, all: &[f32], outputs: &[usize]) -> Result<StackBiases> {
-        let whole = Tensor::from_slice(device, all, &[all.len()])?;
+    /// `whole` are the biases of matrices with these numbers of outputs.
+    fn new(whole: Tensor, outputs: &[usize]) -> Result<StackBiases> {
         let mut end = 0;
         let part = |&outputs: &usize| {
             end += outputs;
@@ -59,11 +59,11 @@ pub(crate) struct Projection {
 pub(crate) struct Weights {
     pub embed: Matrix,
     pub norm: Tensor,
-    /// Absent if the embedding is the output matrix.
+    /// Absent if the embedding is the output matrix, whole. On a group of devices each rank may have some of its rows.
     pub output: Option<Matrix>,
     pub per_layer: Option<PerLayerWeights>,
     pub blocks: Vec<BlockWeights>,
-    /// Bytes of the matrices.
+    /// Bytes of the matrices, of one rank.
     pub bytes: usize,
 }
 
@@ -164,15 +164,20 @@ pub(crate) struct LayerInputWeights {
 
 impl Weights {
     /// Reads only the tensors that the description requires: image and audio encoders stay in the file.
-    pub(crate) fn load(spec: &DecoderSpec, source: &dyn Source, device: &Device) -> Result<Weights> {
+    /// `local` is the part of each rank of the device.
+    pub(crate) fn load(
+        spec: &DecoderSpec,
+        local: &DecoderSpec,
+        source: &dyn Source,
+        device: &Device,
+    ) -> Result<Weights> {
         spec.check()?;
-        let mut loader = Loader { spec, source, device, bytes: 0 };
-        let embed = loader.matrix(Role::Embedding, &[spec.vocab_size, spec.hidden_size])?;
+        let mut loader = Loader { spec, local, source, device, bytes: 0 };
+        let embed = loader.matrix(Role::Embedding, &[spec.vocab_size, spec.hidden_size], &Cut::Whole)?;
         let norm = loader.shifted(Role::FinalNorm, spec.hidden_size, spec.final_norm_offset)?;
         let output = loader.output()?;
         let per_layer = spec.per_layer_input.map(|inputs| loader.per_layer(inputs)).transpose()?;
-        let blocks = spec.blocks.iter().enumerate();
-        let blocks = blocks.map(|(l, block)| loader.block(l, block)).collect::<Result<_>>()?;
+        let blocks = (0..spec.blocks.len()).map(|l| loader.block(l)).collect::<Result<_>>()?;
         Ok(Weights { embed, norm, output, per_layer, blocks, bytes: loader.bytes })
     }
 
@@ -230,6 +235,8 @@ pub(crate) fn has_router_bias(bias: ScoreBias, role: Role, source: &dyn Source) 
 
 struct Loader<'a> {
     spec: &'a DecoderSpec,
+    /// The part of each rank.
+    local: &'a DecoderSpec,
     source: &'a dyn Source,
     device: &'a Device,
     bytes: usize,
@@ -239,9 +246,10 @@ impl Loader<'_> {
     /// If the embedding is also the output matrix but the file contains both, they must be equal. Otherwise,
     /// transformers uses the second one regardless.
     fn output(&mut self) -> Result<Option<Matrix>> {
+        let shape = [self.spec.vocab_size, self.spec.hidden_size];
+        let cut = self.vocabulary_cut();
         if has_output(self.spec.output, self.source) {
-            let shape = [self.spec.vocab_size, self.spec.hidden_size];
-            return self.matrix(Role::Output, &shape).map(Some);
+            return self.matrix(Role::Output, &shape, &cut).map(Some);
         }
         if self.source.has(Role::Output) && !self.source.same(Role::Output, Role::Embedding)? {
             return Err(Error::TensorValue {
@@ -250,28 +258,41 @@ impl Loader<'_> {
                 got: "different values or parts".to_string(),
             });
         }
-        Ok(None)
+        // A rank embeds every token, and computes some of the logits.
+        (cut != Cut::Whole).then(|| self.matrix(Role::Embedding, &shape, &cut)).transpose()
+    }
+
+    /// The division of the output matrix.
+    fn vocabulary_cut(&self) -> Cut {
+        let (vocab, ranks) = (self.spec.vocab_size, self.device.ranks());
+        let rows = output_rows(vocab, ranks);
+        if rows == vocab { Cut::Whole } else { Cut::Outputs(vec![self.share(vocab, rows)]) }
+    }
+
+    /// `local` of `whole` elements on each rank.
+    fn share(&self, whole: usize, local: usize) -> Share {
+        Share::new(whole, local, self.device.ranks())
     }
 
     fn per_layer(&mut self, inputs: PerLayerInputSpec) -> Result<PerLayerWeights> {
         let width = self.spec.blocks.len() * inputs.size;
         Ok(PerLayerWeights {
-            embed: self.matrix(Role::PerLayerTable, &[inputs.vocab_size, width])?,
-            projection: self.matrix(Role::PerLayerProjection, &[width, self.spec.hidden_size])?,
+            embed: self.matrix(Role::PerLayerTable, &[inputs.vocab_size, width], &Cut::Whole)?,
+            projection: self.matrix(Role::PerLayerProjection, &[width, self.spec.hidden_size], &Cut::Whole)?,
             norm: self.norm(Role::PerLayerProjectionNorm, inputs.size)?,
         })
     }
 
-    fn block(&mut self, l: usize, block: &BlockSpec) -> Result<BlockWeights> {
-        let h = self.spec.hidden_size;
+    fn block(&mut self, l: usize) -> Result<BlockWeights> {
+        let (h, block) = (self.spec.hidden_size, &self.spec.blocks[l]);
         let role = |part| Role::Block(l, part);
         Ok(BlockWeights {
             attention: self.attention(l, block)?,
             feed_forward: self.feed_forward(l, block)?,
             per_layer: match self.spec.per_layer_input {
                 Some(inputs) => Some(LayerInputWeights {
-                    gate: self.matrix(role(Part::PerLayerGate), &[inputs.size, h])?,
-                    output: self.matrix(role(Part::PerLayerOutput), &[h, inputs.size])?,
+                    gate: self.matrix(role(Part::PerLayerGate), &[inputs.size, h], &Cut::Whole)?,
+                    output: self.matrix(role(Part::PerLayerOutput), &[h, inputs.size], &Cut::Whole)?,
                     norm: self.norm(role(Part::PerLayerPostNorm), h)?,
                 }),
                 None => None,
@@ -282,21 +303,43 @@ impl Loader<'_> {
 
     fn attention(&mut self, l: usize, block: &BlockSpec) -> Result<AttentionWeights> {
         let h = self.spec.hidden_size;
-        let spec = &block.attention;
+        let (spec, local) = (&block.attention, &self.local.blocks[l].attention);
         let role = |part| Role::Block(l, part);
         let (q, kv) = (spec.q_width(), spec.kv_width());
-        let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)].map(|(part, width)| (role(part), width));
+        let (queries, keys) = (self.share(q, local.q_width()), self.share(kv, local.kv_width()));
+        let qkv = [(Part::Query, queries), (Part::Key, keys), (Part::Value, keys)];
+        let qkv = qkv.map(|(part, share)| (role(part), share));
         let [q_norm, k_norm] = spec.qk_norm_widths();
+        let gate = Cut::Outputs(vec![queries]);
         Ok(AttentionWeights {
             norm: self.norm_if(block.pre_norms.then_some(h), role(Part::AttentionNorm))?,
             qkv: self.stack(role(Part::QueryKeyValue), &qkv[..1 + spec.kv_projections()], h, spec.qkv_bias)?,
             q_norm: self.norm_if(q_norm, role(Part::QueryNorm))?,
-            k_norm: self.norm_if(k_norm, role(Part::KeyNorm))?,
-            sinks: if spec.sinks { Some(self.finite_tensor(role(Part::Sinks), spec.heads)?) } else { None },
-            output_gate: if spec.output_gate { Some(self.matrix(role(Part::AttentionGate), &[q, h])?) } else { None },
-            output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias)?,
+            k_norm: self.key_norm(k_norm, role(Part::KeyNorm), spec.qk_norm, keys)?,
+            sinks: if spec.sinks { Some(self.sinks(role(Part::Sinks), spec.heads, local.heads)?) } else { None },
+            output_gate: match spec.output_gate {
+                true => Some(self.matrix(role(Part::AttentionGate), &[q, h], &gate)?),
+                false => None,
+            },
+            output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias, queries)?,
             post_norm: self.norm_if(block.post_norms.then_some(h), role(Part::AttentionPostNorm))?,
         })
+    }
+
+    /// The norm of keys. One of all heads together reads the gathered keys of all ranks, which may be repeated.
+    fn key_norm(&self, len: Option<usize>, role: Role, norm: Option<QkNorm>, keys: Share) -> Result<Option<Tensor>> {
+        let weights = self.norm_if(len, role)?;
+        let (Some(weights), Some(QkNorm::Rows), true) = (&weights, norm, keys.copies > 1) else { return Ok(weights) };
+        let (weights, mut part, mut repeated) = (weights.to_f32()?, Vec::new(), Vec::new());
+        for rank in 0..self.device.ranks() {
+            of_rank(&weights, &[keys], rank, &mut part);
+            repeated.extend_from_slice(&part);
+        }
+        Ok(Some(Tensor::from_slice(self.device, &repeated, &[repeated.len()])?))
+    }
+
+    fn sinks(&self, role: Role, heads: usize, local: usize) -> Result<Tensor> {
+        self.divided(&self.finite(role, heads)?, &[local], &[self.share(heads, local)])
     }
 
     fn feed_forward(&mut self, l: usize, block: &BlockSpec) -> Result<FeedForwardWeights> {
@@ -311,7 +354,7 @@ impl Loader<'_> {
                 None => None,
                 Some(ParallelSum::Plain) => Some(ParallelWeights::Plain),
                 Some(ParallelSum::Gated) => {
-                    Some(ParallelWeights::Gated(self.matrix(role(Part::SharedRouter), &[1, h])?))
+                    Some(ParallelWeights::Gated(self.matrix(role(Part::SharedRouter), &[1, h], &Cut::Whole)?))
                 }
                 Some(ParallelSum::Normed) => Some(ParallelWeights::Normed(ParallelNorms {
                     after_dense: self.norm(role(Part::DensePostNorm), h)?,
@@ -325,17 +368,20 @@ impl Loader<'_> {
 
     fn dense(&mut self, l: usize, spec: &FeedForwardSpec) -> Result<Option<DenseWeights>> {
         let Some(dense) = spec.dense() else { return Ok(None) };
-        let h = self.spec.hidden_size;
+        let local = self.local.blocks[l].feed_forward.dense().map_or(dense.width, |local| local.width);
+        let (h, share) = (self.spec.hidden_size, self.share(dense.width, local));
         let [fused, gate, up, down] = dense_parts(spec).map(|part| Role::Block(l, part));
         Ok(Some(DenseWeights {
-            gate_up: self.stack(fused, &[(gate, dense.width), (up, dense.width)], h, dense.biases)?,
-            down: self.output_projection(down, &[h, dense.width], dense.biases)?,
+            gate_up: self.stack(fused, &[(gate, share), (up, share)], h, dense.biases)?,
+            down: self.output_projection(down, &[h, dense.width], dense.biases, share)?,
         }))
     }
 
     fn moe(&mut self, l: usize, spec: MoeSpec) -> Result<MoeWeights> {
         let h = self.spec.hidden_size;
         let MoeSpec { experts, width, biases, .. } = spec;
+        let local = self.local.blocks[l].feed_forward.moe().map_or(width, |local| local.width);
+        let share = self.share(width, local);
         let role = |part| Role::Block(l, part);
         let router_scales = match spec.router {
             RouterSpec::Plain => None,
@@ -346,11 +392,11 @@ impl Loader<'_> {
             }
         };
         Ok(MoeWeights {
-            router: self.projection(role(Part::Router), &[experts, h], biases)?,
+            router: self.projection(role(Part::Router), &[experts, h], biases, &Cut::Whole)?,
             router_scales,
             router_bias: self.router_bias(role(Part::RouterBias), spec)?,
-            gate_up: self.expert_gate_up(l, spec)?,
-            down: self.output_projection(role(Part::ExpertDown), &[experts, h, width], biases)?,
+            gate_up: self.expert_gate_up(l, spec, share)?,
+            down: self.output_projection(role(Part::ExpertDown), &[experts, h, width], biases, share)?,
         })
     }
 
@@ -360,30 +406,33 @@ impl Loader<'_> {
     }
 
     /// The gate and up matrices of every expert. Separate ones of equal format are joined.
-    fn expert_gate_up(&mut self, l: usize, spec: MoeSpec) -> Result<GateUp> {
+    fn expert_gate_up(&mut self, l: usize, spec: MoeSpec, share: Share) -> Result<GateUp> {
         let h = self.spec.hidden_size;
         let MoeSpec { experts, width, biases, .. } = spec;
         let [both, gate, up] = [Part::ExpertGateUp, Part::ExpertGate, Part::ExpertUp].map(|part| Role::Block(l, part));
         if self.source.name(both).is_some() {
-            return Ok(GateUp::Fused(self.projection(both, &[experts, 2 * width, h], biases)?));
+            let cut = self.outputs_cut(&[share, share]);
+            return Ok(GateUp::Fused(self.projection(both, &[experts, 2 * width, h], biases, &cut)?));
         }
         let shape = [experts, width, h];
         let form = self.source.form(gate, &shape)?;
         if form != self.source.form(up, &shape)? {
-            let mut projection = |role| self.projection(role, &shape, biases);
+            let cut = self.outputs_cut(&[share]);
+            let mut projection = |role| self.projection(role, &shape, biases, &cut);
             return Ok(GateUp::Split { gate: projection(gate)?, up: projection(up)? });
         }
-        let bias = if biases { Some(self.joined_expert_biases([gate, up], [experts, width])?) } else { None };
-        Ok(GateUp::Fused(Projection { matrix: self.joined_experts([gate, up], form, shape)?, bias }))
+        let bias = if biases { Some(self.joined_expert_biases([gate, up], experts, share)?) } else { None };
+        Ok(GateUp::Fused(Projection { matrix: self.joined_experts([gate, up], form, shape, share)?, bias }))
     }
 
     /// Joins two matrices `[E, I, H]` to one of `[E, 2I, H]`. While one of them is moved, it exists twice.
-    fn joined_experts(&mut self, roles: [Role; 2], form: Form, shape: [usize; 3]) -> Result<Matrix> {
-        let [experts, width, h] = shape;
+    fn joined_experts(&mut self, roles: [Role; 2], form: Form, shape: [usize; 3], share: Share) -> Result<Matrix> {
+        let ([experts, _, h], width) = (shape, share.local);
+        let cut = self.outputs_cut(&[share]);
         let whole = Matrix::zeros(form, &[experts, 2 * width, h], self.device)?;
         for (role, first) in roles.into_iter().zip([0, width]) {
-            let part = Matrix::zeros(form, &shape, self.device)?;
-            self.source.read(role, &part)?;
+            let part = Matrix::zeros(form, &cut.shape(&shape), self.device)?;
+            self.read(role, (form, &shape), &cut, &part)?;
             let mut enc = self.device.encoder()?;
             for expert in 0..experts {
                 part.expert(expert)?.copy_to(&mut enc, &whole.expert(expert)?.rows(first..first + width)?)?;
@@ -395,12 +444,38 @@ impl Loader<'_> {
     }
 
     /// Joins two biases `[E, I]` to one of `[E, 2I]`, f32.
-    fn joined_expert_biases(&self, roles: [Role; 2], [experts, width]: [usize; 2]) -> Result<Tensor> {
-        let read = |role| Ok::<_, Error>(self.source.bias(role, &[experts, width], self.device)?.to_f32()?);
+    fn joined_expert_biases(&self, roles: [Role; 2], experts: usize, share: Share) -> Result<Tensor> {
+        let width = share.whole;
+        let read = |role| self.bias_values(role, &[experts, width]);
         let [gate, up] = [read(roles[0])?, read(roles[1])?];
         let rows = gate.chunks(width.max(1)).zip(up.chunks(width.max(1)));
         let joined: Vec<f32> = rows.flat_map(|(gate, up)| gate.iter().chain(up).copied()).collect();
-        Ok(Tensor::from_slice(self.device, &joined, &[experts, 2 * width])?)
+        self.divided(&joined, &[experts, 2 * share.local], &[share, share])
+    }
+
+    /// The numbers of a bias.
+    fn bias_values(&self, role: Role, shape: &[usize]) -> Result<Vec<f32>> {
+        Ok(self.source.bias(role, shape, &Device::cpu())?.to_f32()?)
+    }
+
+    /// A division by outputs; none on a single device.
+    fn outputs_cut(&self, shares: &[Share]) -> Cut {
+        if self.device.ranks() == 1 { Cut::Whole } else { Cut::Outputs(shares.to_vec()) }
+    }
+
+    /// Rows that consist of `shares`, of which each rank gets its part as f32 of this shape.
+    fn divided(&self, rows: &[f32], shape: &[usize], shares: &[Share]) -> Result<Tensor> {
+        self.by_rank(shape, |rank| {
+            let mut part = Vec::new();
+            of_rank(rows, shares, rank, &mut part);
+            part
+        })
+    }
+
+    /// A tensor of f32 whose numbers depend on the rank.
+    fn by_rank(&self, shape: &[usize], numbers: impl Fn(usize) -> Vec<f32>) -> Result<Tensor> {
+        let bytes = |rank| Ok(numbers(rank).into_iter().flat_map(f32::to_le_bytes).collect::<Vec<u8>>());
+        Tensor::from_rank_bytes(self.device, DType::F32, shape, bytes)
     }
 
     fn vector(&self, role: Role, len: usize) -> Result<Tensor> {
@@ -450,77 +525,107 @@ impl Loader<'_> {
     }
 
     /// A matrix, with a bias for each output if `is_biased`.
-    fn projection(&mut self, role: Role, shape: &[usize], is_biased: bool) -> Result<Projection> {
+    fn projection(&mut self, role: Role, shape: &[usize], is_biased: bool, cut: &Cut) -> Result<Projection> {
         let outputs = &shape[..shape.len() - 1];
-        let bias = if is_biased { Some(self.source.bias(role, outputs, self.device)?) } else { None };
-        Ok(Projection { matrix: self.matrix(role, shape)?, bias })
+        let bias = match (is_biased, cut) {
+            (false, _) => None,
+            (true, Cut::Outputs(shares)) => {
+                let local = cut.shape(shape);
+                Some(self.divided(&self.bias_values(role, outputs)?, &local[..outputs.len()], shares)?)
+            }
+            (true, _) => Some(self.source.bias(role, outputs, self.device)?),
+        };
+        Ok(Projection { matrix: self.matrix(role, shape, cut)?, bias })
     }
 
-    /// The output projection of half a block. Its bias is multiplied by the residual factor here, its matrix in each
-    /// product.
-    fn output_projection(&mut self, role: Role, shape: &[usize], is_biased: bool) -> Result<Projection> {
-        let mut projection = self.projection(role, shape, is_biased)?;
+    /// The last projection of half a block. Its bias has the factor of the residual stream, the matrix gets it in each
+    /// product. The ranks' results are summed: only rank 0 adds the bias.
+    fn output_projection(&mut self, role: Role, shape: &[usize], is_biased: bool, inputs: Share) -> Result<Projection> {
+        let ranks = self.device.ranks();
+        let cut = if ranks == 1 { Cut::Whole } else { Cut::Inputs(inputs) };
+        let mut projection = self.projection(role, shape, is_biased, &cut)?;
         let scale = self.spec.residual_scale;
-        if let Some(bias) = projection.bias.as_mut().filter(|_| scale != 1.0) {
+        if let Some(bias) = projection.bias.as_mut().filter(|_| scale != 1.0 || ranks > 1) {
             let scaled: Vec<f32> = bias.to_f32()?.iter().map(|b| b * scale).collect();
-            *bias = Tensor::from_slice(self.device, &scaled, bias.shape())?;
+            let of_rank = |rank| if rank == 0 { scaled.clone() } else { vec![0.0; scaled.len()] };
+            *bias = self.by_rank(bias.shape(), of_rank)?;
         }
         Ok(projection)
     }
 
-    fn matrix(&mut self, role: Role, shape: &[usize]) -> Result<Matrix> {
+    fn matrix(&mut self, role: Role, shape: &[usize], cut: &Cut) -> Result<Matrix> {
         let form = self.source.form(role, shape)?;
-        let matrix = Matrix::zeros(form, shape, self.device)?;
-        self.source.read(role, &matrix)?;
+        let matrix = Matrix::zeros(form, &cut.shape(shape), self.device)?;
+        self.read(role, (form, shape), cut, &matrix)?;
         self.bytes += matrix.bytes();
         Ok(matrix)
     }
 
-    /// Loads matrices with the given numbers of outputs and common inputs, or `fused`, a single matrix that some files
-    /// have instead.
-    fn stack(&mut self, fused: Role, roles: &[(Role, usize)], inputs: usize, is_biased: bool) -> Result<Stack> {
+    /// Reads each rank's part of a matrix. One that is divided is whole in host memory for that time.
+    fn read(&self, role: Role, (form, shape): (Form, &[usize]), cut: &Cut, to: &Matrix) -> Result<()> {
+        if *cut == Cut::Whole {
+            return self.source.read(role, to);
+        }
+        let whole = Matrix::zeros(form, shape, &Device::cpu())?;
+        self.source.read(role, &whole)?;
+        cut.write(&whole, to)
+    }
+
+    /// Matrices with the same inputs, by outputs, or `fused`, the one matrix that some files have in their place.
+    fn stack(&mut self, fused: Role, roles: &[(Role, Share)], inputs: usize, is_biased: bool) -> Result<Stack> {
         if self.source.name(fused).is_some() {
             return self.fused_stack(fused, roles, inputs, is_biased);
         }
         let biases = if is_biased { Some(self.stack_biases(roles)?) } else { None };
-        let forms = roles.iter().map(|&(role, outputs)| self.source.form(role, &[outputs, inputs]));
+        let forms = roles.iter().map(|&(role, share)| self.source.form(role, &[share.whole, inputs]));
         let forms: Vec<Form> = forms.collect::<Result<_>>()?;
         if roles.len() == 1 || forms.iter().any(|form| *form != forms[0]) {
-            let parts = roles.iter().map(|&(role, outputs)| self.matrix(role, &[outputs, inputs]));
+            let parts = roles.iter().map(|&(role, share)| {
+                let cut = self.outputs_cut(&[share]);
+                self.matrix(role, &[share.whole, inputs], &cut)
+            });
             return Ok(Stack { matrices: StackMatrices::Separate(parts.collect::<Result<_>>()?), biases });
         }
-        let outputs = roles.iter().map(|(_, outputs)| outputs).sum();
-        let parts = roles.iter().map(|(_, outputs)| *outputs).collect();
-        let whole = Matrix::zeros(forms[0], &[outputs, inputs], self.device)?;
+        let parts = outputs(roles);
+        let whole = Matrix::zeros(forms[0], &[parts.iter().sum(), inputs], self.device)?;
         let mut first = 0;
-        for &(role, outputs) in roles {
-            self.source.read(role, &whole.rows(first..first + outputs)?)?;
-            first += outputs;
+        for &(role, share) in roles {
+            let (cut, to) = (self.outputs_cut(&[share]), whole.rows(first..first + share.local)?);
+            self.read(role, (forms[0], &[share.whole, inputs]), &cut, &to)?;
+            first += share.local;
         }
         self.bytes += whole.bytes();
         Ok(Stack { matrices: StackMatrices::Joined(Box::new(whole), parts), biases })
     }
 
     /// Loads a stack that is one matrix in the file.
-    fn fused_stack(&mut self, role: Role, roles: &[(Role, usize)], inputs: usize, is_biased: bool) -> Result<Stack> {
-        let parts: Vec<usize> = roles.iter().map(|(_, outputs)| *outputs).collect();
-        let outputs = parts.iter().sum();
-        let biases = if is_biased {
-            let all = self.source.bias(role, &[outputs], self.device)?.to_f32()?;
-            Some(StackBiases::new(self.device, &all, &parts)?)
-        } else {
-            None
+    fn fused_stack(&mut self, role: Role, roles: &[(Role, Share)], inputs: usize, is_biased: bool) -> Result<Stack> {
+        let shares: Vec<Share> = roles.iter().map(|(_, share)| *share).collect();
+        let whole = shares.iter().map(|share| share.whole).sum();
+        let biases = match is_biased {
+            true => Some(self.divided_biases(&self.bias_values(role, &[whole])?, &shares)?),
+            false => None,
         };
-        let whole = self.matrix(role, &[outputs, inputs])?;
-        Ok(Stack { matrices: StackMatrices::Joined(Box::new(whole), parts), biases })
+        let cut = self.outputs_cut(&shares);
+        let matrix = self.matrix(role, &[whole, inputs], &cut)?;
+        Ok(Stack { matrices: StackMatrices::Joined(Box::new(matrix), outputs(roles)), biases })
     }
 
-    fn stack_biases(&self, roles: &[(Role, usize)]) -> Result<StackBiases> {
+    fn stack_biases(&self, roles: &[(Role, Share)]) -> Result<StackBiases> {
         let mut all = Vec::new();
-        for &(role, outputs) in roles {
-            all.extend(self.source.bias(role, &[outputs], self.device)?.to_f32()?);
+        for &(role, share) in roles {
+            all.extend(self.bias_values(role, &[share.whole])?);
         }
-        let parts: Vec<usize> = roles.iter().map(|(_, outputs)| *outputs).collect();
-        StackBiases::new(self.device, &all, &parts)
+        self.divided_biases(&all, &roles.iter().map(|(_, share)| *share).collect::<Vec<_>>())
     }
+
+    fn divided_biases(&self, all: &[f32], shares: &[Share]) -> Result<StackBiases> {
+        let parts: Vec<usize> = shares.iter().map(|share| share.local).collect();
+        StackBiases::new(self.divided(all, &[parts.iter().sum()], shares)?, &parts)
+    }
+}
+
+/// The outputs of each matrix on a rank.
+fn outputs(roles: &[(Role, Share)]) -> Vec<usize> {
+    roles.iter().map(|(_, share)| share.local).collect()
 }

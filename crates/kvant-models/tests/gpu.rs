@@ -5,7 +5,7 @@ mod common;
 
 use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference, shipped};
 use kvant::{Codec, DType, Device, DeviceKind, Sequence, Tensor};
-use kvant_models::{BatchDecoder, Decoder, DeviceSampler, DeviceTokens, Logits, Model, PoolOptions, Sampling};
+use kvant_models::{BatchDecoder, Decoder, DeviceSampler, DeviceTokens, Error, Logits, Model, PoolOptions, Sampling};
 
 /// Maximum difference of logits with an f32 cache.
 const TOLERANCE: f32 = 2e-3;
@@ -62,6 +62,38 @@ fn every_variant_matches() {
             println!("{device}, {variant}: {worst:.1e}");
             assert!(worst < TOLERANCE, "{device}, {variant}: off by {worst}");
         }
+    }
+}
+
+/// Groups of GPUs, if the machine has several.
+fn groups() -> Vec<Device> {
+    let gpus: Vec<Device> = (0..8).map_while(|number| Device::cuda(number).ok()).collect();
+    [2, 4].into_iter().filter_map(|ranks| gpus.get(..ranks)).map(|gpus| Device::group(gpus).unwrap()).collect()
+}
+
+/// Models that are divided among GPUs: logits, and batches of the shipped model by recorded passes.
+#[test]
+fn divided_models_match() {
+    for device in groups() {
+        let mut divided = 0;
+        for variant in VARIANTS.into_iter().chain(FAMILIES) {
+            let file = golden(variant).join("logits.safetensors");
+            let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
+            let model = match Model::load(&golden(variant), &device) {
+                Ok(model) => model,
+                Err(Error::Indivisible { .. }) => continue,
+                Err(error) => panic!("{device}, {variant}: {error}"),
+            };
+            let got = logits(&model, &exact(1024), &tokens, tokens.len() * 3 / 4);
+            let worst = max_difference(&got, &expected);
+            println!("{device}, {variant}: {worst:.1e}");
+            assert!(worst < TOLERANCE, "{device}, {variant}: off by {worst}");
+            divided += 1;
+        }
+        assert!(divided > 4, "{divided} models");
+        let model = Model::load(&shipped(), &device).unwrap();
+        let prompts: Vec<Vec<u32>> = [30, 3, 17].map(|length| (0..length).map(|i| i * 29 % 90 + 3).collect()).into();
+        check_batches(&model, Codec::F32, &prompts, 12, true);
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{any::Any, ptr::NonNull, sync::Arc};
 
 use crate::{
-    Result,
+    Device, Error, Result,
     device::{DeviceKind, KernelReport, MemoryInfo},
     ops::{Call, attend},
 };
@@ -21,6 +21,10 @@ pub(crate) trait Backend: Send + Sync {
     fn kind(&self) -> DeviceKind;
     /// A name for people: model, SIMD level, threads.
     fn name(&self) -> String;
+    /// The devices of a group; none for a plain device.
+    fn ranks(&self) -> &[Device] {
+        &[]
+    }
     /// Zeroed memory.
     fn allocate(&self, bytes: usize) -> Result<Box<dyn Memory>>;
     /// Allocates zeroed memory that will be used only in parts. On the host, the system maps each page at its first
@@ -37,6 +41,18 @@ pub(crate) trait Backend: Send + Sync {
     fn start_download(&self, _memory: &dyn Memory, _offset: usize, _bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
         Ok(None)
     }
+    /// The number of the device among those of its kind, by which others know it ([`Backend::share_with`]).
+    fn number(&self) -> Option<usize> {
+        None
+    }
+    /// Lets kernels of other devices of the kind, by number, access all memory of this one, now and later.
+    fn share_with(&self, _others: &[usize]) -> Result<()> {
+        Err(no_peers(self.kind()))
+    }
+    /// Zeroed host memory, which has an address, and which kernels of all devices of the kind access.
+    fn allocate_host(&self, _bytes: usize) -> Result<Box<dyn Memory>> {
+        Err(no_peers(self.kind()))
+    }
     /// Starts a pass.
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>>;
     /// Prepares calls for replay.
@@ -52,10 +68,19 @@ pub(crate) trait Backend: Send + Sync {
     fn explain_attend(&self, call: &attend::Call) -> attend::Explanation;
 }
 
+fn no_peers(kind: DeviceKind) -> Error {
+    let reason = "devices of this kind do not access each other's memory".to_string();
+    Error::Unsupported { op: "group", device: kind.name(), reason }
+}
+
 /// A pass being recorded. Nothing runs before `commit`, on any device, so that code has the same meaning on all of
 /// them.
 pub(crate) trait Pass: Send {
     fn submit(&mut self, call: Call) -> Result<()>;
+    /// Does what takes long and can fail, such as to compile kernels, before [`Pass::commit`].
+    fn prepare(&mut self) -> Result<()> {
+        Ok(())
+    }
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>>;
 }
 

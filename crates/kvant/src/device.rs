@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use crate::{Encoder, Error, Result, backend::Backend, cpu, cuda, host::Host, metal, reference};
+use crate::{Encoder, Error, Result, backend::Backend, cpu, cuda, group, host::Host, metal, ops::check, reference};
 
 pub use crate::cpu::{CpuOptions, SimdLevel};
 
@@ -155,6 +155,52 @@ impl Device {
         REFERENCE.get_or_init(|| Device::from_backend(Arc::new(Host::new(reference::Reference)))).clone()
     }
 
+    /// A group of devices of one kind, its ranks: one device that runs every call on all of them.
+    ///
+    /// A tensor of the group has memory on each rank, all of one shape ([`Tensor`](crate::Tensor)). A pass runs on all
+    /// ranks at the same time, each on its own memory. Contents may differ: a rank can hold its part of a weight, or of
+    /// the heads of a cache. Only [`all_reduce`](crate::ops::all_reduce()) and
+    /// [`all_gather`](crate::ops::all_gather()) see other ranks. Everything else, such as pools and graphs, works as on
+    /// one device.
+    ///
+    /// If a rank fails in a pass, the pass of all ranks fails, with its error. On the CPU the group can be used
+    /// again.
+    ///
+    /// While a group of these devices, in this order, is in use, every call returns that one. The devices can also be
+    /// used alone. Metal has groups of one device only.
+    ///
+    /// ```
+    /// use kvant::{CpuOptions, DType, Device, Tensor};
+    /// let half = || Device::cpu_with(CpuOptions { threads: Some(1), ..CpuOptions::default() });
+    /// let group = Device::group(&[half()?, half()?])?;
+    /// assert_eq!(group.ranks(), 2);
+    /// let x = Tensor::from_slice(&group, &[1f32, 2.], &[2])?; // on both
+    /// assert_eq!(x.on_rank(1)?.to_vec::<f32>()?, [1., 2.]);
+    /// # Ok::<(), kvant::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Value` without devices, for more than 64, for a device that is a group, of another kind, named twice, or in
+    /// another group; `Unsupported` for Metal; `DeviceFault`; on CUDA also `OutOfMemory`.
+    pub fn group(devices: &[Device]) -> Result<Device> {
+        group::open(devices)
+    }
+
+    /// The number of ranks of a group; 1 for another device.
+    pub fn ranks(&self) -> usize {
+        self.backend.ranks().len().max(1)
+    }
+
+    /// A rank of a group, as a device. The only rank of another device is the device itself, rank 0.
+    ///
+    /// # Errors
+    /// `Value` for a rank that is not below [`Device::ranks`].
+    pub fn rank(&self, rank: usize) -> Result<Device> {
+        let (ranks, count) = (self.backend.ranks(), self.ranks());
+        check::value_is("rank", "rank", rank < count, format_args!("below the {count} of {self}"), rank)?;
+        Ok(ranks.get(rank).unwrap_or(self).clone())
+    }
+
     /// Starts recording operations.
     pub fn encoder(&self) -> Result<Encoder> {
         Encoder::new(self)
@@ -171,6 +217,7 @@ impl Device {
     }
 
     /// The device's total, free and held memory. In a Linux container with a limit, the limit bounds the CPU's memory.
+    /// For a group, the least of its ranks: tensors have one size on all of them.
     ///
     /// # Errors
     /// `Unsupported` for the CPU of systems other than Linux; `DeviceFault`.

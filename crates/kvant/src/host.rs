@@ -12,7 +12,7 @@ use crate::{
     backend::{Backend, Memory, Pass, Replay, Wait},
     device::{DeviceKind, MemoryInfo},
     dtype::Element,
-    host_memory,
+    group, host_memory,
     ops::{Call, attend},
 };
 
@@ -78,6 +78,9 @@ fn want_huge_pages(_: NonNull<u8>, _: usize) {}
 /// Moves a range that stays in use into huge pages, including the rest of the pages at its ends. Does nothing for GPU
 /// memory, or if the system does not support it.
 pub(crate) fn settle(tensor: &crate::Tensor) {
+    for rank in group::storages(&*tensor.storage().memory) {
+        settle(&tensor.with_storage(Arc::clone(rank)));
+    }
     #[cfg(target_os = "linux")]
     if tensor.storage().memory.host().is_some() {
         /// Since Linux 6.1.
@@ -270,7 +273,7 @@ impl<E: HostExecutor> Replay for HostGraph<E> {
 
 /// Access to tensors in host memory, for code that runs under the device's lock: kernels and index checks.
 impl Tensor {
-    /// The address of the first element.
+    /// The address of the first element. Calls that run have tensors of one device: a group's have become the rank's.
     pub(crate) fn host_ptr(&self) -> *mut u8 {
         let start = self.storage().memory.host().expect("a host device's tensor has an address");
         // SAFETY: a tensor's offset is within its storage.

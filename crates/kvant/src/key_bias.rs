@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::{
-    Device, Error, Result, Tensor,
+    DType, Device, Error, Result, Tensor,
+    group::{Rank, RankTensors},
     ops::{Angles, Rope, check},
 };
 
@@ -34,11 +35,22 @@ pub struct KeyBias {
     pub(crate) turns: Arc<Turns>,
 }
 
+impl RankTensors for KeyBias {
+    fn move_to(&mut self, rank: &Rank) {
+        self.pairs.move_to(rank);
+        let mut turns = Turns::clone(&self.turns);
+        for tensor in [&mut turns.places, &mut turns.starts, &mut turns.steps] {
+            tensor.move_to(rank);
+        }
+        self.turns = Arc::new(turns);
+    }
+}
+
 /// The rotation of key biases by the rotary embedding, shared by all layers with the same embedding. Cloning is cheap.
 #[derive(Clone, Debug)]
 pub struct KeyTurns(Arc<Turns>);
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Turns {
     pub head_dim: usize,
     pub page_tokens: usize,
@@ -121,11 +133,14 @@ impl KeyBias {
         check::shape(NAME, "bias", bias, &[("Hk", heads), ("D", turns.head_dim)])?;
         check::device(NAME, "bias", bias, turns.steps.device())?;
         let (dim, places) = (turns.head_dim, turns.places.to_vec::<u32>()?);
-        let mut pairs = vec![0f32; heads * dim];
-        for (from, to) in bias.to_f32()?.chunks_exact(dim).zip(pairs.chunks_exact_mut(dim)) {
-            from.iter().zip(&places).for_each(|(&x, &place)| to[place as usize] = x);
-        }
-        let pairs = Tensor::from_slice(bias.device(), &pairs, &[heads, 2, dim / 2])?;
+        // The ranks of a group have heads of their own.
+        let pairs = Tensor::from_rank_bytes(bias.device(), DType::F32, &[heads, 2, dim / 2], |rank| {
+            let mut pairs = vec![0f32; heads * dim];
+            for (from, to) in bias.on_rank(rank)?.to_f32()?.chunks_exact(dim).zip(pairs.chunks_exact_mut(dim)) {
+                from.iter().zip(&places).for_each(|(&x, &place)| to[place as usize] = x);
+            }
+            Ok::<_, Error>(bytemuck::cast_slice(&pairs).to_vec())
+        })?;
         Ok(KeyBias { pairs, turns })
     }
 

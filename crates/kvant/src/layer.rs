@@ -9,6 +9,7 @@ use crate::{
         Access::{self, Read},
         Touch,
     },
+    group::{Rank, RankTensors, rank_tensors},
     ops::{attend::Results, check},
 };
 
@@ -118,6 +119,8 @@ pub struct Planes {
     pub(crate) means: Option<Tensor>,
 }
 
+rank_tensors! { Planes { low, high, norms, means } }
+
 /// Byte offsets of one side's planes within a page, or the bytes of each plane.
 pub(crate) type PlaneBytes = [Option<usize>; 4];
 
@@ -215,6 +218,20 @@ pub struct KvLayer {
     dense: Option<Arc<DensePages>>,
     /// The bias that sealed keys are stored without.
     key_bias: Option<KeyBias>,
+}
+
+impl RankTensors for KvLayer {
+    fn move_to(&mut self, rank: &Rank) {
+        self.k.move_to(rank);
+        self.v.move_to(rank);
+        self.key_bias.move_to(rank);
+        self.dense = self.dense.take().map(|dense| {
+            let mut layer = dense.layer.clone();
+            layer.move_to(rank);
+            // Calls have their room for results already.
+            Arc::new(DensePages { layer, results: Arc::default() })
+        });
+    }
 }
 
 /// The dense pages of a layer that seals pages.

@@ -61,6 +61,7 @@
 //! | an operation | a function in [`ops`] and its descriptor struct with named fields |
 //! | the residual stream | [`RmsNorm::residual`](ops::RmsNorm::residual) adds it before or after the norm |
 //! | threads | devices, tensors, caches and steps can be shared among threads; only one thread at a time can use an encoder or a graph |
+//! | several devices as one | [`Device::group`]: each rank has its own memory; [`ops::all_reduce`](ops::all_reduce()) adds over ranks |
 //! | the definition of correct | [`mod@reference`], also available as a device: [`Device::reference`] |
 //! | errors | [`Error`]: names the operation, the argument, the expected and the actual value |
 //!
@@ -76,6 +77,7 @@
 //! | [`rms_norm`](ops::rms_norm()), [`gate`](ops::gate()), [`add`](ops::add()), [`add_bias`](ops::add_bias()), [`softcap`](ops::softcap()) | yes | yes | yes | yes |
 //! | [`moe_route`](ops::moe_route()), [`moe_combine`](ops::moe_combine()) | yes | yes | yes | yes |
 //! | [`argmax`](ops::argmax()), [`sample`](ops::sample()) | yes | yes | yes | yes |
+//! | [`all_reduce`](ops::all_reduce()), [`all_gather`](ops::all_gather()): groups of devices | yes | yes | one rank | yes |
 //!
 //! The Metal kernels are untested on Apple hardware; a test tool runs them on Linux. `docs/verification.md` lists the
 //! tests of each backend, and the gaps.
@@ -101,6 +103,7 @@ mod encoder;
 mod error;
 #[doc(hidden)]
 pub mod gpu;
+mod group;
 mod host;
 mod host_memory;
 mod key_bias;

@@ -11,6 +11,7 @@ use std::{
 use crate::{
     DType, Device, Encoder, Error, KvLayer, Result, Tensor,
     encoder::{Access, Touch},
+    group::{Rank, RankTensors},
     layer::PageTable,
     ops::{self, check},
 };
@@ -38,6 +39,22 @@ pub struct Step {
     pub(crate) lens: Tensor,
     pub(crate) pages: Option<Arc<StepPages>>,
     batch: Batch,
+}
+
+impl RankTensors for Step {
+    fn move_to(&mut self, rank: &Rank) {
+        for tensor in [&mut self.positions, &mut self.sequence, &mut self.lens] {
+            tensor.move_to(rank);
+        }
+        self.pages = self.pages.take().map(|pages| {
+            let (mut tables, mut seals, mut base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
+            tables.move_to(rank);
+            seals.move_to(rank);
+            base.move_to(rank);
+            // The encoder checks the step of the group.
+            Arc::new(StepPages { pool: pages.pool, tables, seals, base, written: Mutex::default() })
+        });
+    }
 }
 
 /// The host's knowledge of a step, which decides how kernels divide the work. It does not change results, up to

@@ -8,6 +8,8 @@ use crate::{
     DType, Device, Error, Result,
     backend::Memory,
     dtype::{Element, Float},
+    group,
+    ops::check,
 };
 
 /// The largest number of dimensions of a tensor.
@@ -63,6 +65,9 @@ pub(crate) struct Storage {
 ///
 /// Cloning is cheap and shares the memory; [`Tensor::rows`] makes a view of some rows. Operations write through
 /// `&Tensor`. The encoder orders them: an operation sees the writes of the operations before it.
+///
+/// A tensor of a group ([`Device::group`]) has memory of this shape on every rank. Uploads go to all ranks, downloads
+/// read rank 0; [`Tensor::on_rank`] is the tensor of one rank.
 ///
 /// ```
 /// use kvant::{Device, Tensor};
@@ -126,6 +131,53 @@ impl Tensor {
         let tensor = Tensor::zeros(device, dtype, shape)?;
         device.backend().upload(&*tensor.storage.memory, 0, bytes)?;
         Ok(tensor)
+    }
+
+    /// Uploads the bytes of each rank of a group: `bytes` is called with 0, 1, … [`Device::ranks`] − 1, and its result
+    /// dropped before the next call. On a device that is no group, rank 0 is the only one.
+    ///
+    /// ```
+    /// use kvant::{CpuOptions, DType, Device, Error, Tensor};
+    /// let one = || Device::cpu_with(CpuOptions { threads: Some(1), ..CpuOptions::default() });
+    /// let group = Device::group(&[one()?, one()?])?;
+    /// let halves = [[1u8, 2], [3, 4]];
+    /// let x = Tensor::from_rank_bytes(&group, DType::U8, &[2], |rank| Ok::<_, Error>(halves[rank]))?;
+    /// assert_eq!(x.on_rank(1)?.to_vec::<u8>()?, [3, 4]);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `bytes`; as [`Tensor::zeros`]; `Value` for another number of bytes.
+    pub fn from_rank_bytes<B: AsRef<[u8]>, E: From<Error>>(
+        device: &Device,
+        dtype: DType,
+        shape: &[usize],
+        mut bytes: impl FnMut(usize) -> std::result::Result<B, E>,
+    ) -> std::result::Result<Tensor, E> {
+        let tensor = Tensor::zeros(device, dtype, shape)?;
+        for rank in 0..device.ranks() {
+            tensor.on_rank(rank)?.write_bytes(bytes(rank)?.as_ref())?;
+        }
+        Ok(tensor)
+    }
+
+    /// The tensor of a rank of a group: on the rank's device, it shares the rank's memory. The only rank of a device
+    /// that is no group is 0.
+    ///
+    /// # Errors
+    /// `Value` for a rank that is not below [`Device::ranks`].
+    pub fn on_rank(&self, rank: usize) -> Result<Tensor> {
+        let (op, ranks) = ("on_rank", self.device().ranks());
+        check::value_is(op, "rank", rank < ranks, format_args!("below the {ranks} of {}", self.device()), rank)?;
+        Ok(match group::storages(&*self.storage.memory).get(rank) {
+            Some(storage) => self.with_storage(Arc::clone(storage)),
+            None => self.clone(),
+        })
+    }
+
+    /// The tensor at this place of other memory, of the same size.
+    pub(crate) fn with_storage(&self, storage: Arc<Storage>) -> Tensor {
+        Tensor { storage, ..self.clone() }
     }
 
     /// Uploads the tensor `name` of a safetensors file. `file` has the bytes of the whole file, for example mapped into

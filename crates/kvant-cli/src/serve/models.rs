@@ -38,7 +38,7 @@ struct OnDemand {
 
 /// Creates a server for several models. Models named in the command are loaded immediately.
 pub fn server(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<Server> {
-    let free = device.memory().map_or(usize::MAX, |memory| memory.free / 10 * 9);
+    let free = memory::free(device).map_or(usize::MAX, |free| free / 10 * 9);
     let limit = args.memory.map_or(free, |bytes| bytes.0);
     let templates = templates(args)?;
     let mut models = Models::new(limit);
@@ -159,7 +159,7 @@ fn source(
     let load = args.load_options(device, context);
     let (codecs, sequences) = (kv.codecs.clone(), args.max_sequences);
     let pool = PoolOptions { codecs: codecs.clone(), sequences, longest: context, ..PoolOptions::default() };
-    let demand = Demand { pool, load, bytes: None, shorter: "--context" };
+    let demand = Demand { ranks: device.ranks(), pool, load, bytes: None, shorter: "--context" };
     // The pages of one model leave memory for the others.
     let max = limit / (2 * args.models.len().max(2));
     let share = memory::share(&files, &demand, limit, max)?;

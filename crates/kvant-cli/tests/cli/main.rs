@@ -8,6 +8,7 @@ mod errors;
 mod eval;
 mod generate;
 mod gguf;
+mod groups;
 mod hub;
 mod inspect;
 mod logits;

@@ -22,6 +22,14 @@ pub fn engine(options: EngineOptions) -> Engine {
     Engine::start(model(), Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
 }
 
+/// Of a group of CPU devices, which share the heads and the matrices.
+pub fn group_engine(ranks: usize, options: EngineOptions) -> Engine {
+    let rank = |_| Device::cpu_with(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap();
+    let group = Device::group(&(0..ranks).map(rank).collect::<Vec<_>>()).unwrap();
+    let model = Model::load(shipped(), &group).unwrap();
+    Engine::start(model, Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
+}
+
 /// An engine on a batch-invariant device.
 pub fn batch_invariant_engine(options: EngineOptions) -> Engine {
     let model = model_on(CpuOptions { batch_invariant: true, ..CpuOptions::default() });

@@ -3,6 +3,7 @@
 mod common;
 mod embeddings;
 mod grammar;
+mod groups;
 mod scheduling;
 mod serving;
 mod texts;

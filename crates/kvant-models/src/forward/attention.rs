@@ -1,11 +1,14 @@
 //! The first half of a block: attention over the cache.
 
 use kvant::{
-    KvPool,
-    ops::{self, Activation, Attend, Columns, HeadNorm, MoeCombine, NormRope, NormRopeWrite, RmsNorm, Rope},
+    KvPool, Tensor,
+    ops::{
+        self, Activation, AllGather, Attend, Columns, Embed, HeadNorm, MoeCombine, NormRope, NormRopeWrite, RmsNorm,
+        Rope,
+    },
 };
 
-use super::{Network, Pass};
+use super::{Network, Pass, workspace::GatheredViews};
 use crate::{
     Result,
     spec::{KeysValues, QkNorm},
@@ -61,19 +64,34 @@ impl Pass<'_> {
             self.gate(Columns::from(gate), Columns::from(attended), Activation::Sigmoid, gate)?;
             attended = gate;
         }
-        self.output_linear(attended, &weights.output, &views.y)
+        self.output_linear(attended, &weights.output, &views.y)?;
+        self.sum_ranks(&views.y)
     }
 
     /// Norms queries and keys in place, over all heads of a token.
     fn norm_rows(&mut self, l: usize) -> Result<()> {
         let own = &self.views.blocks[l];
         let weights = &self.network.weights.blocks[l].attention;
-        for (x, weight) in [(&own.q[0], &weights.q_norm), (&own.k[0], &weights.k_norm)] {
-            if let Some(weight) = weight {
-                ops::rms_norm(self.enc, &RmsNorm::new(x, self.spec().norm_eps, x).weight(Some(weight)))?;
+        let gathered = own.gathered.each_ref().map(Option::as_ref);
+        let of_x = [(&own.q[0], &weights.q_norm), (&own.k[0], &weights.k_norm)];
+        for ((x, weight), gathered) in of_x.into_iter().zip(gathered) {
+            match (weight, gathered) {
+                (Some(weight), Some(gathered)) => self.norm_gathered(x, weight, gathered)?,
+                (Some(weight), None) => {
+                    ops::rms_norm(self.enc, &RmsNorm::new(x, self.spec().norm_eps, x).weight(Some(weight)))?;
+                }
+                (None, _) => {}
             }
         }
         Ok(())
+    }
+
+    /// Norms the heads of all ranks, and keeps those of each rank.
+    fn norm_gathered(&mut self, x: &Tensor, weight: &Tensor, gathered: &GatheredViews) -> Result<()> {
+        let GatheredViews { rows, parts, ids } = gathered;
+        ops::all_gather(self.enc, &AllGather::new(x, rows))?;
+        ops::rms_norm(self.enc, &RmsNorm::new(rows, self.spec().norm_eps, rows).weight(Some(weight)))?;
+        Ok(ops::embed(self.enc, &Embed::new(parts, ids, x))?)
     }
 
     /// Rotates queries and keys in place, before their norms.

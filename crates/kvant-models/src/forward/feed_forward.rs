@@ -49,11 +49,14 @@ impl<'a> Pass<'a> {
             let out = normed.map_or(&views.y, |(_, views)| &views.dense_output);
             self.dense(x, dense, dense_views, spec.activation, out)?;
         }
-        let (Some(moe), Some(moe_views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else { return Ok(()) };
+        let (Some(moe), Some(moe_views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else {
+            return self.sum_ranks(&views.y);
+        };
         let Some((norms, parallel)) = normed else {
             self.route(x, moe, moe_views, spec)?;
             self.experts(x, moe, moe_views, spec)?;
-            return self.combine(x, moe_views, weights.parallel.as_ref());
+            self.combine(x, moe_views, weights.parallel.as_ref())?;
+            return self.sum_ranks(&views.y);
         };
         // A router without its own norm reads the input of the experts.
         let router_input = if moe.router_scales.is_some() { &parallel.router_input } else { &parallel.experts_input };
@@ -61,8 +64,15 @@ impl<'a> Pass<'a> {
         self.experts(&parallel.experts_input, moe, moe_views, spec)?;
         // y = norm(Σ weight · expert) + norm(dense).
         let residual = Residual::Normed { residual: &parallel.dense_output, weight: Some(&norms.after_dense) };
-        let args = RmsNorm::new(&moe_views.out, self.spec().norm_eps, &views.y).weight(Some(&norms.after_experts));
-        Ok(ops::rms_norm(self.enc, &args.combine(Some(&moe_views.weights)).residual(residual))?)
+        let (mut experts, mut combine) = (&moe_views.out, Some(&moe_views.weights));
+        if let Some(sums) = &parallel.sums {
+            // The ranks' results are summed before their norms.
+            ops::moe_combine(self.enc, &MoeCombine::new(experts, &moe_views.weights, &parallel.experts_output))?;
+            self.sum_ranks(sums)?;
+            (experts, combine) = (&parallel.experts_output, None);
+        }
+        let args = RmsNorm::new(experts, self.spec().norm_eps, &views.y).weight(Some(&norms.after_experts));
+        Ok(ops::rms_norm(self.enc, &args.combine(combine).residual(residual))?)
     }
 
     /// y = Σ weight · expert, plus y if a dense branch has written it.

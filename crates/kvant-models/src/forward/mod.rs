@@ -14,7 +14,7 @@ mod workspace;
 use half::{bf16, f16};
 use kvant::{
     DType, Encoder, KvPool, Step, Tensor,
-    ops::{self, NextNorm, Residual, RmsNorm},
+    ops::{self, AllGather, AllReduce, NextNorm, Residual, RmsNorm},
 };
 
 use crate::{
@@ -29,6 +29,10 @@ pub(crate) use workspace::{Views, Workspace, workspace_bytes};
 /// A description with its tensors.
 pub(crate) struct Network {
     pub config: Config,
+    /// The decoder that each rank of the device runs.
+    local: DecoderSpec,
+    /// Devices that share the work.
+    ranks: usize,
     pub weights: Weights,
     /// The rotary embedding of each block.
     ropes: Vec<Option<BlockRope>>,
@@ -43,7 +47,14 @@ pub(crate) struct Network {
 
 impl Network {
     /// `context` is the maximum length of a text. Without it, LongRoPE is configured for its original context.
-    pub(crate) fn new(config: Config, weights: Weights, activations: DType, context: Option<usize>) -> Result<Network> {
+    /// `local` is the part of the decoder that each rank of the device has.
+    pub(crate) fn new(
+        config: Config,
+        local: DecoderSpec,
+        weights: Weights,
+        activations: DType,
+        context: Option<usize>,
+    ) -> Result<Network> {
         let spec = &config.decoder;
         let device = weights.norm.device();
         let original = spec.original_context();
@@ -58,11 +69,13 @@ impl Network {
             }
             None => None,
         };
-        Ok(Network { config, weights, ropes, query_factors, max_length, embedding_scale, activations })
+        let ranks = device.ranks();
+        Ok(Network { config, local, ranks, weights, ropes, query_factors, max_length, embedding_scale, activations })
     }
 
+    /// The decoder that each rank runs.
     pub(crate) fn spec(&self) -> &DecoderSpec {
-        &self.config.decoder
+        &self.local
     }
 
     pub(crate) fn activations(&self) -> DType {
@@ -125,8 +138,26 @@ impl Network {
 }
 
 impl Network {
-    /// The logits of rows after the final norm.
-    pub(crate) fn logits(&self, enc: &mut Encoder, x: &Tensor, out: &Tensor) -> Result<()> {
+    /// The logits of rows after the last norm. A rank of a group may compute some of them, and gets the others.
+    pub(crate) fn logits(&self, enc: &mut Encoder, views: &Views, x: &Tensor, out: &Tensor) -> Result<()> {
+        let Some(local) = &views.local_logits else { return self.local_logits(enc, x, out) };
+        let local = if local.dtype() == out.dtype() {
+            local.clone()
+        } else {
+            Tensor::zeros(out.device(), out.dtype(), local.shape())?
+        };
+        let rows = x.shape()[0];
+        for first in (0..rows).step_by(local.shape()[0].max(1)) {
+            let piece = first..rows.min(first + local.shape()[0]);
+            let local = local.rows(0..piece.len())?;
+            self.local_logits(enc, &x.rows(piece.clone())?, &local)?;
+            ops::all_gather(enc, &AllGather::new(&local, &out.rows(piece)?))?;
+        }
+        Ok(())
+    }
+
+    /// The logits that a rank computes.
+    fn local_logits(&self, enc: &mut Encoder, x: &Tensor, out: &Tensor) -> Result<()> {
         let matrix = self.weights.output.as_ref().unwrap_or(&self.weights.embed);
         let spec = self.spec();
         ops::linear(enc, &ops::Linear::new(x, matrix.weight(), out).alpha(spec.logit_scale))?;
@@ -319,7 +350,15 @@ impl<'a> Pass<'a> {
     /// The final norm of all rows, and their logits if wanted.
     fn finish(&mut self, logits: Option<&Tensor>) -> Result<()> {
         self.enter(&self.final_norm())?;
-        logits.map_or(Ok(()), |out| self.network.logits(self.enc, &self.views.x, out))
+        logits.map_or(Ok(()), |out| self.network.logits(self.enc, self.views, &self.views.x, out))
+    }
+
+    /// Replaces the results of the ranks, whose matrices have some of the inputs, by their sum.
+    fn sum_ranks(&mut self, x: &Tensor) -> Result<()> {
+        if self.network.ranks == 1 {
+            return Ok(());
+        }
+        Ok(ops::all_reduce(self.enc, &AllReduce::new(x, x))?)
     }
 
     fn linear(&mut self, x: &Tensor, weight: &Matrix, out: &Tensor) -> Result<()> {

@@ -4,8 +4,12 @@ use kvant::{DType, Device, Tensor};
 
 use crate::{
     Result,
-    spec::{BlockSpec, DecoderSpec, MoeSpec, ParallelSum},
+    shard::output_rows,
+    spec::{BlockSpec, DecoderSpec, MoeSpec, ParallelSum, QkNorm},
 };
+
+/// Rows whose logits the ranks of a group gather at once.
+const GATHERED_LOGITS: usize = 64;
 
 /// Scratch for passes of up to `rows` tokens, with views for the current number of tokens.
 pub(crate) struct Workspace {
@@ -19,7 +23,9 @@ struct Buffers {
     ids: Tensor,
     query_factors: Tensor,
     hidden: [Tensor; 3],
+    local_logits: Option<Tensor>,
     parallel: Option<[Tensor; 3]>,
+    gathered: Option<[Tensor; 2]>,
     shared_router: Option<[Tensor; 3]>,
     qkv: Tensor,
     attended: Tensor,
@@ -42,6 +48,8 @@ pub(crate) struct Views {
     pub x: Tensor,
     /// The output of half a block, `[T, H]`.
     pub y: Tensor,
+    /// The logits that a rank of a group computes, f32 `[rows, vocabulary / ranks]`, for some rows at a time.
+    pub local_logits: Option<Tensor>,
     pub parallel: Option<ParallelViews>,
     pub shared_router: Option<SharedRouterViews>,
     pub blocks: Vec<BlockViews>,
@@ -53,6 +61,20 @@ pub(crate) struct ParallelViews {
     pub dense_output: Tensor,
     pub router_input: Tensor,
     pub experts_input: Tensor,
+    /// On a group, the weighted sum of the experts' outputs.
+    pub experts_output: Tensor,
+    /// On a group, the outputs of both branches: `[2T, H]`.
+    pub sums: Option<Tensor>,
+}
+
+/// On a group, the heads of all ranks, for a norm that covers them together.
+pub(crate) struct GatheredViews {
+    /// `[T, ranks·N]`.
+    pub rows: Tensor,
+    /// The rows by rank: `[T·ranks, N]`.
+    pub parts: Tensor,
+    /// The indices of a rank's parts, u32 `[T]`.
+    pub ids: Tensor,
 }
 
 /// For a dense branch with its own weight; `[T, 1]` each.
@@ -72,6 +94,8 @@ pub(crate) struct BlockViews {
     pub q: [Tensor; 2],
     pub k: [Tensor; 2],
     pub v: [Tensor; 2],
+    /// For queries and keys.
+    pub gathered: [Option<GatheredViews>; 2],
     pub attended: [Tensor; 2],
     /// The gate of the heads' output, then the gated output: `[T, heads·D]`.
     pub output_gate: Option<Tensor>,
@@ -145,6 +169,7 @@ impl Buffers {
             |width: &dyn Fn(&MoeSpec) -> usize| most(&|block| block.feed_forward.moe().map_or(0, |moe| width(&moe)));
         let hidden = spec.hidden_size;
         let float = |width| flat(dtype, width);
+        let ranks = device.ranks();
         let per_layer = match spec.per_layer_input {
             Some(inputs) => {
                 let width = spec.blocks.len() * inputs.size;
@@ -167,8 +192,17 @@ impl Buffers {
             ids: flat(DType::U32, 1)?,
             query_factors: flat(DType::F32, 1)?,
             hidden: [float(hidden)?, float(hidden)?, float(hidden)?],
+            local_logits: match output_rows(spec.vocab_size, ranks) {
+                all if all == spec.vocab_size => None,
+                some => Some(Tensor::zeros(device, DType::F32, &[rows.min(GATHERED_LOGITS), some])?),
+            },
+            gathered: match gathered_width(spec, ranks) {
+                0 => None,
+                width => Some([float(width)?, rank_rows(device, rows)?]),
+            },
             parallel: if has(spec, ParallelSum::Normed) {
-                Some([float(hidden)?, float(hidden)?, float(hidden)?])
+                let outputs = if ranks == 1 { hidden } else { 2 * hidden };
+                Some([float(outputs)?, float(hidden)?, float(hidden)?])
             } else {
                 None
             },
@@ -208,12 +242,19 @@ impl Buffers {
             h: stream(h)?,
             x: stream(x)?,
             y: stream(y)?,
+            local_logits: self.local_logits.clone(),
             parallel: match &self.parallel {
-                Some([dense_output, router_input, experts_input]) => Some(ParallelViews {
-                    dense_output: stream(dense_output)?,
-                    router_input: stream(router_input)?,
-                    experts_input: stream(experts_input)?,
-                }),
+                Some([outputs, router_input, experts_input]) => {
+                    let is_group = outputs.device().ranks() > 1;
+                    let experts_output = if is_group { tokens * hidden } else { 0 };
+                    Some(ParallelViews {
+                        dense_output: stream(outputs)?,
+                        router_input: stream(router_input)?,
+                        experts_input: stream(experts_input)?,
+                        experts_output: span(outputs, experts_output, &[tokens, hidden])?,
+                        sums: if is_group { Some(front(outputs, &[2 * tokens, hidden])?) } else { None },
+                    })
+                }
                 None => None,
             },
             shared_router: match &self.shared_router {
@@ -244,6 +285,13 @@ impl Buffers {
             q: heads(&self.qkv, 0, q, dim)?,
             k: heads(&self.qkv, tokens * q_width, kv, dim)?,
             v: heads(&self.qkv, tokens * (q_width + kv_width), kv, dim)?,
+            gathered: match &self.gathered {
+                Some(buffers) if attention.qk_norm == Some(QkNorm::Rows) => [
+                    Some(GatheredViews::new(buffers, tokens, q_width)?),
+                    Some(GatheredViews::new(buffers, tokens, kv_width)?),
+                ],
+                _ => [None, None],
+            },
             attended: heads(&self.attended, 0, q, dim)?,
             output_gate: match attention.gate_width() {
                 0 => None,
@@ -265,6 +313,30 @@ impl Buffers {
     }
 }
 
+impl GatheredViews {
+    fn new([rows, ids]: &[Tensor; 2], tokens: usize, width: usize) -> Result<GatheredViews> {
+        let ranks = rows.device().ranks();
+        let parts = front(rows, &[tokens * ranks, width])?;
+        Ok(GatheredViews { rows: parts.reshape(&[tokens, ranks * width])?, parts, ids: front(ids, &[tokens])? })
+    }
+}
+
+/// The width of rows of all ranks' heads; 0 if no norm needs them.
+fn gathered_width(spec: &DecoderSpec, ranks: usize) -> usize {
+    let attention = spec.blocks.iter().map(|block| &block.attention);
+    let gathered = attention.filter(|attention| ranks > 1 && attention.qk_norm == Some(QkNorm::Rows));
+    gathered.map(|attention| ranks * attention.q_width()).max().unwrap_or(0)
+}
+
+/// For each token the index of the rank's part of its gathered row.
+fn rank_rows(device: &Device, rows: usize) -> Result<Tensor> {
+    let ranks = device.ranks();
+    Tensor::from_rank_bytes(device, DType::U32, &[rows], |rank| {
+        let ids = (0..rows).map(|row| (row * ranks + rank) as u32);
+        Ok(ids.flat_map(u32::to_le_bytes).collect::<Vec<u8>>())
+    })
+}
+
 /// Whether a dense branch is added to experts by this kind of sum.
 fn has(spec: &DecoderSpec, sum: ParallelSum) -> bool {
     spec.blocks.iter().any(|block| block.feed_forward.parallel_sum() == Some(sum))
@@ -277,8 +349,8 @@ fn logits_dtype(spec: &DecoderSpec, activations: DType) -> DType {
     if spec.blocks.iter().any(has_scores) { DType::F32 } else { activations }
 }
 
-/// Bytes of the scratch for passes of up to `rows` tokens.
-pub(crate) fn workspace_bytes(spec: &DecoderSpec, dtype: DType, rows: usize) -> usize {
+/// Bytes of the scratch of each of `ranks` ranks for passes of up to `rows` tokens.
+pub(crate) fn workspace_bytes(spec: &DecoderSpec, ranks: usize, dtype: DType, rows: usize) -> usize {
     let most = |width: &dyn Fn(&BlockSpec) -> usize| spec.blocks.iter().map(width).max().unwrap_or(0);
     let qkv = most(&|block| 2 * block.attention.q_width() + 2 * block.attention.kv_width());
     let output_gate = most(&|block| block.attention.gate_width());
@@ -288,9 +360,12 @@ pub(crate) fn workspace_bytes(spec: &DecoderSpec, dtype: DType, rows: usize) -> 
         block.feed_forward.moe().map_or(0, |moe| moe.experts + moe.top_k * (3 * moe.width + hidden + 2))
     });
     let per_layer = spec.per_layer_input.map_or(0, |inputs| (2 * spec.blocks.len() + 1) * inputs.size);
-    let streams = if has(spec, ParallelSum::Normed) { 6 } else { 3 };
-    let width = streams * spec.hidden_size + qkv + output_gate + dense + moe + per_layer;
-    rows.saturating_mul(width).saturating_mul(dtype.size())
+    let streams = if has(spec, ParallelSum::Normed) { 6 + usize::from(ranks > 1) } else { 3 };
+    let gathered = gathered_width(spec, ranks);
+    let width = streams * spec.hidden_size + qkv + output_gate + dense + moe + per_layer + gathered;
+    let local = output_rows(spec.vocab_size, ranks);
+    let logits = if local == spec.vocab_size { 0 } else { rows.min(GATHERED_LOGITS).saturating_mul(local) };
+    rows.saturating_mul(width).saturating_mul(dtype.size()).saturating_add(logits.saturating_mul(DType::F32.size()))
 }
 
 impl MoeViews {

@@ -115,7 +115,7 @@ impl Matrix {
         Ok(())
     }
 
-    fn tensors(&self) -> [Option<&Tensor>; 3] {
+    pub(crate) fn tensors(&self) -> [Option<&Tensor>; 3] {
         match self {
             Matrix::Dense(tensor) | Matrix::Blocks { data: tensor, .. } => [Some(tensor), None, None],
             Matrix::Affine { codes, scales, biases, .. } => [Some(codes), Some(scales), Some(biases)],

@@ -44,7 +44,7 @@ pub const GGUF_MODELS: [&str; 29] = [
 ];
 
 /// The folders of random checkpoints of families other than Gemma 4.
-pub const FAMILIES: [&str; 43] = [
+pub const FAMILIES: [&str; 44] = [
     "llama",
     "llama_bias",
     "llama_mlx",
@@ -82,6 +82,7 @@ pub const FAMILIES: [&str; 43] = [
     "granite",
     "granite_hybrid",
     "olmo2",
+    "olmo2_three",
     "olmo3",
     "exaone4",
     "phi3",

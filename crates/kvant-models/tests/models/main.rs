@@ -9,6 +9,7 @@ mod common;
 mod configs;
 mod gguf;
 mod golden;
+mod groups;
 mod hidden;
 mod planted;
 mod rustdoc;

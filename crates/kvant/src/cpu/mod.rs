@@ -8,6 +8,8 @@ use crate::{
 };
 
 mod add_bias;
+mod all_gather;
+mod all_reduce;
 mod argmax;
 mod attend;
 mod convert;
@@ -39,7 +41,7 @@ mod tile_product;
 mod turboquant;
 
 pub use simd::SimdLevel;
-use thread_pool::ThreadPool;
+pub(crate) use thread_pool::ThreadPool;
 
 /// Options of a CPU device; the default uses the best instruction set and all physical cores.
 #[derive(Clone, Copy, Debug, Default)]
@@ -60,6 +62,13 @@ pub struct CpuOptions {
     pub batch_invariant: bool,
 }
 
+impl CpuOptions {
+    /// The threads of a device for which the options name none: one per physical core.
+    pub fn default_threads() -> usize {
+        cores::cores().min(MAX_THREADS)
+    }
+}
+
 const MAX_THREADS: usize = 1024;
 
 /// The CPU device's executor.
@@ -72,7 +81,7 @@ pub(crate) struct Cpu {
 
 impl Cpu {
     pub(crate) fn new(options: CpuOptions) -> Result<Cpu> {
-        let threads = options.threads.unwrap_or_else(|| cores::cores().min(MAX_THREADS));
+        let threads = options.threads.unwrap_or_else(CpuOptions::default_threads);
         check::value_is("cpu", "threads", (1..=MAX_THREADS).contains(&threads), "1 to 1024", threads)?;
         let level = options.simd.unwrap_or_else(SimdLevel::best);
         check::value_is("cpu", "simd", level.is_supported(), "an instruction set of this machine", level)?;
@@ -112,6 +121,8 @@ impl HostExecutor for Cpu {
         match call {
             Call::Add(call) => add_bias::run(self, &call.0),
             Call::AddBias(call) => add_bias::run(self, call),
+            Call::AllGather(call) => all_gather::run(self, call)?,
+            Call::AllReduce(call) => all_reduce::run(self, call)?,
             Call::Argmax(call) => argmax::run(self, call),
             Call::Attend(call) => attend::run(self, call),
             Call::Copy(call) => copy::run(self, call),

@@ -16,6 +16,8 @@
 
 mod add_bias;
 mod affine;
+mod all_gather;
+mod all_reduce;
 mod argmax;
 mod attend;
 mod codec;
@@ -46,7 +48,8 @@ use std::sync::Arc;
 use crate::{
     Device, DeviceKind, Result,
     device::not_built,
-    gpu::{Builder, Executor, Kernels, LANES as WARP, Launch, Limits, THREADS, planes},
+    gpu::{Builder, Executor, Kernels, LANES as WARP, Launch, Limits, THREADS, Use, planes},
+    group::{Exchange, Peers},
     ops::Call,
 };
 
@@ -164,6 +167,8 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
     match call {
         Call::Add(call) => add_bias::build(&call.0, b),
         Call::AddBias(call) => add_bias::build(call, b),
+        Call::AllGather(call) => all_gather::build(call, b),
+        Call::AllReduce(call) => all_reduce::build(call, b),
         Call::Argmax(call) => argmax::build(call, b),
         Call::Attend(call) => attend::build(call, b),
         Call::Copy(call) => copy::build(call, b),
@@ -182,4 +187,20 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::Seal(call) => seal::build(call, b),
         Call::Softcap(call) => softcap::build(call, b),
     }
+}
+
+/// The ranks of a collective, and where they meet. None if there is one.
+fn peers<'a>(peers: Option<&'a Peers>, op: &'static str, b: &Builder) -> Result<Option<(&'a Peers, &'a Exchange)>> {
+    let Some(peers) = peers.filter(|peers| peers.x.len() > 1) else { return Ok(None) };
+    let exchange = peers.exchange().ok_or_else(|| b.unsupported(op, "the GPUs are not connected".to_string()))?;
+    Ok(Some((peers, exchange)))
+}
+
+/// Binds what `device/peers.h` needs, from an index on: the word of failures, the rank's own exchange, and those of all
+/// ranks.
+fn bind_exchange(launch: Launch, first: u32, peers: &Peers, exchange: &Exchange) -> Launch {
+    let own = &exchange.ranks()[peers.rank];
+    let launch = launch.scratch(first, exchange.failed(), Use::ReadWrite).scratch(first + 1, own, Use::ReadWrite);
+    let all = exchange.ranks().iter().zip(first + 2..);
+    all.fold(launch, |launch, (exchange, index)| launch.scratch(index, exchange, Use::Write))
 }

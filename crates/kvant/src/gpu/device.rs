@@ -61,6 +61,18 @@ pub trait Executor: Send + Sync + 'static {
     fn start_download(&self, _memory: &dyn Memory, _offset: usize, _bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
         Ok(None)
     }
+    /// The number of the GPU among those of its kind, by which others know it.
+    fn number(&self) -> Option<usize> {
+        None
+    }
+    /// Lets kernels of other GPUs, by number, access all memory of this one, now and later.
+    fn share_with(&self, _others: &[usize]) -> Result<()> {
+        Err(no_peers())
+    }
+    /// Zeroed host memory, which has an address, and which kernels of all GPUs access.
+    fn allocate_host(&self, _bytes: usize) -> Result<Box<dyn Memory>> {
+        Err(no_peers())
+    }
     /// How much memory there is. Machines that play a GPU have none of their own.
     fn memory(&self) -> Result<MemoryInfo> {
         Err(Error::Unsupported { op: "memory", device: "gpu", reason: "the executor does not report it".to_string() })
@@ -75,10 +87,19 @@ pub trait Executor: Send + Sync + 'static {
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>>;
 }
 
+fn no_peers() -> Error {
+    let reason = "the executor has no access to other GPUs".to_string();
+    Error::Unsupported { op: "group", device: "gpu", reason }
+}
+
 /// A pass that is being recorded.
 pub trait LaunchPass: Send {
     /// Adds a launch, which sees what the ones before it wrote.
     fn launch(&mut self, launch: Launch) -> Result<()>;
+    /// Does what takes long and can fail, such as to compile kernels, before [`LaunchPass::commit`].
+    fn prepare(&mut self) -> Result<()> {
+        Ok(())
+    }
     /// Starts it.
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>>;
 }
@@ -286,6 +307,18 @@ impl<E: Executor> Backend for Gpu<E> {
         if bytes == 0 { Ok(None) } else { self.executor.start_download(memory, offset, bytes) }
     }
 
+    fn number(&self) -> Option<usize> {
+        self.executor.number()
+    }
+
+    fn share_with(&self, others: &[usize]) -> Result<()> {
+        self.executor.share_with(others)
+    }
+
+    fn allocate_host(&self, bytes: usize) -> Result<Box<dyn Memory>> {
+        self.executor.allocate_host(bytes)
+    }
+
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>> {
         let pass = self.executor.begin()?;
         Ok(Box::new(GpuPass { gpu: self, pass, pad: Pad::default() }))
@@ -332,6 +365,10 @@ struct GpuPass<E> {
 impl<E: Executor> Pass for GpuPass<E> {
     fn submit(&mut self, call: Call) -> Result<()> {
         self.gpu.launches(&call, &mut self.pad)?.into_iter().try_for_each(|launch| self.pass.launch(launch))
+    }
+
+    fn prepare(&mut self) -> Result<()> {
+        self.pass.prepare()
     }
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {

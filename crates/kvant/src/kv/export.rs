@@ -2,8 +2,9 @@
 //!
 //! The tensor `group.N` is u8 `[pages, bytes of a page]`: the pages of layer group N as they are on the device. Layers
 //! that seal pages have a group of sealed pages, with the means of centred codecs, and one of dense pages. The metadata
-//! has the layers, the length, the first page of each group, and whether page 0 precedes it. An import does not trust
-//! the bytes: it checks everything against the pool before it takes a page.
+//! has the layers, the length, the first page of each group, and whether page 0 precedes it. A page of a group of
+//! devices has the bytes of all ranks, one after the other; the metadata then has the number of ranks. An import does
+//! not trust the bytes: it checks everything against the pool before it takes a page.
 
 use std::{borrow::Cow, collections::HashMap};
 
@@ -71,7 +72,7 @@ impl Sequence {
         let mut metadata = describe(pool);
         metadata.insert("len".to_string(), self.len().to_string());
         for (index, held) in self.pages.groups.iter().enumerate() {
-            let page_bytes = pool.layout().groups[index].page_bytes;
+            let page_bytes = pool.saved_page_bytes(index);
             let count = held.all().count();
             let total = page_bytes.saturating_mul(count);
             let mut bytes = Vec::new();
@@ -79,7 +80,7 @@ impl Sequence {
             bytes.try_reserve_exact(total).map_err(failed)?;
             bytes.resize(total, 0);
             for (page, to) in held.all().zip(bytes.chunks_exact_mut(page_bytes)) {
-                pool.page(index, page)?.read_bytes(to)?;
+                pool.save_page(index, page, to)?;
             }
             metadata.insert(format!("first.{index}"), held.first.to_string());
             if held.kept.is_some() {
@@ -93,7 +94,7 @@ impl Sequence {
 
 impl KvPool {
     /// Imports a sequence from the bytes of [`Sequence::export`]. The exporting pool must have had the same layers and
-    /// page size.
+    /// page size, and its device as many ranks.
     ///
     /// # Errors
     /// `File` for bytes that are not an export, or that come from other layers; `OutOfPages`; `DeviceFault`.
@@ -119,7 +120,7 @@ impl KvPool {
         for index in 0..layout.groups.len() {
             let (name, first) = (format!("group.{index}"), number(&format!("first.{index}"))?);
             let tensor = tensors.tensor(&name).map_err(|error| file(&format!("{name}: {error}")))?;
-            let page_bytes = layout.groups[index].page_bytes;
+            let page_bytes = self.saved_page_bytes(index);
             let count = tensor.shape().first().copied().unwrap_or(0);
             let expected = [count, page_bytes];
             if tensor.dtype() != Dtype::U8 || tensor.shape() != expected {
@@ -134,9 +135,9 @@ impl KvPool {
         sequence.pages = self.take_all(len, &contents)?;
         // The sequence owns the pages from here on, and releases them if a transfer fails.
         for (index, of) in contents.iter().enumerate() {
-            let pages = of.bytes.chunks_exact(layout.groups[index].page_bytes);
+            let pages = of.bytes.chunks_exact(self.saved_page_bytes(index));
             for (page, bytes) in sequence.pages.groups[index].all().zip(pages) {
-                self.page(index, page)?.write_bytes(bytes)?;
+                self.load_page(index, page, bytes)?;
             }
         }
         Ok(sequence)
@@ -230,6 +231,10 @@ fn describe(pool: &KvPool) -> HashMap<String, String> {
         ("page_tokens".to_string(), pool.spec().page_tokens.to_string()),
         ("layers".to_string(), pool.spec().layers.len().to_string()),
     ]);
+    let ranks = pool.device().ranks();
+    if ranks > 1 {
+        metadata.insert("ranks".to_string(), ranks.to_string());
+    }
     for (index, layer) in pool.spec().layers.iter().enumerate() {
         let CacheLayer { kv_heads, head_dim, window, k, v, dense } = layer;
         let window = window.map_or("all".to_string(), |window| window.to_string());

@@ -492,8 +492,27 @@ impl KvPool {
         &self.0.memory
     }
 
+    /// Bytes of a page that is saved in host memory: those of all ranks of the device, one after the other.
+    pub(super) fn saved_page_bytes(&self, group: usize) -> usize {
+        self.layout().groups[group].page_bytes.saturating_mul(self.device().ranks())
+    }
+
+    /// Reads a page into as many bytes.
+    pub(super) fn save_page(&self, group: usize, page: Page, out: &mut [u8]) -> Result<()> {
+        let memory = self.page(group, page)?;
+        let mut ranks = out.chunks_exact_mut(memory.bytes()).enumerate();
+        ranks.try_for_each(|(rank, out)| memory.on_rank(rank)?.read_bytes(out))
+    }
+
+    /// Overwrites a page with the bytes that [`KvPool::save_page`] read.
+    pub(super) fn load_page(&self, group: usize, page: Page, saved: &[u8]) -> Result<()> {
+        let memory = self.page(group, page)?;
+        let mut ranks = saved.chunks_exact(memory.bytes()).enumerate();
+        ranks.try_for_each(|(rank, bytes)| memory.on_rank(rank)?.write_bytes(bytes))
+    }
+
     /// The memory of a page.
-    pub(super) fn page(&self, group: usize, page: Page) -> Result<Tensor> {
+    fn page(&self, group: usize, page: Page) -> Result<Tensor> {
         let first = page as usize * PAGE_UNIT;
         self.0.memory.rows(first..first + self.layout().groups[group].page_bytes)
     }

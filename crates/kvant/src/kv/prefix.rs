@@ -244,7 +244,7 @@ impl super::pool::PoolState {
                 self.pages.release(page);
                 return Ok(false);
             };
-            if let Err(error) = pool.page(group, page).and_then(|memory| memory.write_bytes(bytes)) {
+            if let Err(error) = pool.load_page(group, page, bytes) {
                 self.pages.release(page);
                 return Err(error);
             }
@@ -548,7 +548,7 @@ impl Prefixes {
     /// Copies a page's bytes to host memory, after evicting older ones from there if necessary. `None` if they do not
     /// fit.
     fn save(&mut self, pool: &KvPool, group: usize, page: Page, node: usize) -> Option<Box<[u8]>> {
-        let bytes = pool.layout().groups[group].page_bytes;
+        let bytes = pool.saved_page_bytes(group);
         while self.host_bytes.saturating_add(bytes) > self.host_limit {
             let leaf = |node: &Node| node.children == 0 && !node.is_on_device() && node.host_bytes() > 0;
             let leaves = self.nodes.iter().enumerate().filter(|&(index, other)| index != node && leaf(other));
@@ -558,7 +558,7 @@ impl Prefixes {
         let mut copy = Vec::new();
         copy.try_reserve_exact(bytes).ok()?;
         copy.resize(bytes, 0);
-        pool.page(group, page).and_then(|memory| memory.read_bytes(&mut copy)).ok()?;
+        pool.save_page(group, page, &mut copy).ok()?;
         Some(copy.into())
     }
 

@@ -6,6 +6,7 @@
 
 mod add_bias;
 mod affine;
+mod all_reduce;
 mod argmax;
 mod attend;
 #[cfg(any(target_os = "macos", test))]
@@ -58,6 +59,8 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
     match call {
         Call::Add(call) => add_bias::build(&call.0, b),
         Call::AddBias(call) => add_bias::build(call, b),
+        Call::AllGather(call) => copy::build(&call.of_one_rank(), b),
+        Call::AllReduce(call) => all_reduce::build(call, b),
         Call::Argmax(call) => argmax::build(call, b),
         Call::Attend(call) => attend::build(call, b),
         Call::Copy(call) => copy::build(call, b),

@@ -5,6 +5,7 @@ use super::{
 use crate::{
     Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "add";
@@ -62,6 +63,8 @@ pub fn add(enc: &mut Encoder, args: &Add) -> Result<()> {
 /// A call of the kernels of `add_bias`: its `bias` is `y`.
 #[derive(Clone, Debug)]
 pub(crate) struct Call(pub add_bias::Call);
+
+rank_tensors! { Call { 0 } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::{Rank, RankTensors, rank_tensors},
 };
 
 pub(crate) const NAME: &str = "add_bias";
@@ -87,6 +88,14 @@ pub(crate) enum BiasRow {
     Own,
 }
 
+impl RankTensors for BiasRow {
+    fn move_to(&mut self, rank: &Rank) {
+        if let BiasRow::Expert { ids, .. } = self {
+            ids.move_to(rank);
+        }
+    }
+}
+
 /// Also the call of [`add`](super::add()), whose second operand has a row for each row of `x`.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
@@ -99,6 +108,8 @@ pub(crate) struct Call {
     pub rows: usize,
     pub dim: usize,
 }
+
+rank_tensors! { Call { x, bias, bias_row, out } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "argmax";
@@ -58,6 +59,8 @@ pub(crate) struct Call {
     pub out: Tensor,
     pub dim: usize,
 }
+
+rank_tensors! { Call { x, out } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -6,6 +6,7 @@ use super::check;
 use crate::{
     DType, Device, DeviceKind, Encoder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "attend";
@@ -255,6 +256,8 @@ pub(crate) struct Call {
     pub head_dim: usize,
 }
 
+rank_tensors! { Call { q, layer, step, sinks, earlier, out, ends } }
+
 /// The part of the positions seen by a token at p that a call attends to. P is the page size, and r = max(⌊p/P⌋ − 1,
 /// 0)·P the start of the token's recent pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -320,6 +323,8 @@ pub(crate) struct Results {
     /// f32 `[T, H]`: log2 Σⱼ 2^sⱼ, with scores s in base 2; −∞ if a token saw no position, or only scores of −∞.
     pub ends: Tensor,
 }
+
+rank_tensors! { Results { out, ends } }
 
 impl Call {
     /// Splits the call into the calls that it consists of, in order. Over a layer that seals pages, one call for each

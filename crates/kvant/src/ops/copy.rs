@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "copy";
@@ -20,6 +21,8 @@ pub(crate) struct Call {
     pub from: Tensor,
     pub to: Tensor,
 }
+
+rank_tensors! { Call { from, to } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -2,6 +2,7 @@ use super::{Weight, check, linear::WeightDims};
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "embed";
@@ -62,6 +63,8 @@ pub(crate) struct Call {
     pub scale: f32,
     pub out: Tensor,
 }
+
+rank_tensors! { Call { table, ids, out } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

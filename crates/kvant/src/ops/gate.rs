@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "gate";
@@ -94,6 +95,8 @@ pub(crate) struct OwnedColumns {
     pub width: usize,
 }
 
+rank_tensors! { OwnedColumns { tensor } }
+
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     pub gate: OwnedColumns,
@@ -103,6 +106,8 @@ pub(crate) struct Call {
     pub rows: usize,
     pub dim: usize,
 }
+
+rank_tensors! { Call { gate, up, out } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "hadamard";
@@ -58,6 +59,8 @@ pub(crate) struct Call {
     pub rows: usize,
     pub dim: usize,
 }
+
+rank_tensors! { Call { x, out } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

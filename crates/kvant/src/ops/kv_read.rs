@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     Encoder, Error, HeadOrder, KeyBias, KvLayer, Planes, Result, Step, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "kv_read";
@@ -133,6 +134,8 @@ pub(crate) struct Call {
     pub fills: bool,
     pub out: Tensor,
 }
+
+rank_tensors! { Call { layer, step, out } }
 
 impl Call {
     pub(crate) fn planes(&self) -> &Planes {

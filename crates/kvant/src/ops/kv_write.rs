@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     Encoder, HeadOrder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "kv_write";
@@ -99,6 +100,8 @@ pub(crate) struct Call {
     pub step: Step,
     pub layer: KvLayer,
 }
+
+rank_tensors! { Call { k, v, step, layer } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

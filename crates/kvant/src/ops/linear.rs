@@ -2,6 +2,7 @@ use super::{BlockFormat, Blocks, FloatFormat, ScaledFloats, check};
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::{Rank, RankTensors, rank_tensors},
 };
 
 pub(crate) const NAME: &str = "linear";
@@ -283,6 +284,25 @@ pub(crate) enum OwnedWeight {
     Floats { codes: Tensor, scales: Tensor, format: FloatFormat },
 }
 
+impl RankTensors for OwnedWeight {
+    fn move_to(&mut self, rank: &Rank) {
+        match self {
+            OwnedWeight::Dense(weight) => weight.move_to(rank),
+            OwnedWeight::Affine { codes, scales, biases, .. } => {
+                for tensor in [codes, scales, biases] {
+                    tensor.move_to(rank);
+                }
+            }
+            OwnedWeight::Blocks { data, .. } => data.move_to(rank),
+            OwnedWeight::Floats { codes, scales, .. } => {
+                for tensor in [codes, scales] {
+                    tensor.move_to(rank);
+                }
+            }
+        }
+    }
+}
+
 impl OwnedWeight {
     /// The part of the matrix for a range of outputs; not for experts.
     fn rows(&self, outputs: std::ops::Range<usize>) -> Result<OwnedWeight> {
@@ -336,6 +356,8 @@ pub(crate) struct Call {
     /// The numbers of outputs of the matrices whose results follow each other in `out`; empty for one matrix.
     pub parts: Vec<usize>,
 }
+
+rank_tensors! { Call { x, weight, experts, out } }
 
 impl Call {
     /// Runs the product, or the product of each part, for devices that write one matrix at a time.

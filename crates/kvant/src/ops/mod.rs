@@ -81,7 +81,8 @@
 //! | | affine or blocks, bf16 `x` and `out`, 1024 rows or more (on GPUs other than Hopper and for groups of 32: 33; for codes of 2, 3 and 5 bits and blocks: 41), no experts; CUDA with cuBLASLt | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
 //! | | bf16 `x` and `out`, experts: affine in groups of 32, more than 2 rows for each; codes of 2, 3 and 5 bits and blocks, more than 48; CUDA on Hopper | f32 | weights are rounded to bf16 | r = 2⁻¹⁰ |
 //! | | affine codes of 4, 6 or 8 bits in groups of 64 or 128 with bf16 scales, bf16 `x` and `out`, 33 to 128 rows (with experts: more than 16 for each); CUDA on Hopper | f32 | weights are rounded to bf16 | r = 3·2⁻¹¹ |
-//! | [`copy`](copy()) | | none | none | bits are copied |
+//! | [`copy`](copy()), [`all_gather`](all_gather()) | | none | none | bits are copied |
+//! | [`all_reduce`](all_reduce()) | | f32, in the order of ranks | none | the same bits on all ranks, in every run |
 //! | [`embed`](embed()) | | none | none | |
 //! | [`add`](add()), [`add_bias`](add_bias()) | | f32 | none | |
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | |
@@ -101,6 +102,8 @@
 
 pub(crate) mod add;
 pub(crate) mod add_bias;
+pub(crate) mod all_gather;
+pub(crate) mod all_reduce;
 pub(crate) mod argmax;
 pub mod attend;
 pub(crate) mod blocks;
@@ -122,6 +125,8 @@ pub(crate) mod softcap;
 
 pub use add::{Add, add};
 pub use add_bias::{AddBias, add_bias};
+pub use all_gather::{AllGather, all_gather};
+pub use all_reduce::{AllReduce, all_reduce};
 pub use argmax::{Argmax, argmax};
 pub use attend::{Attend, Explanation, Query, attend, explain};
 pub use blocks::{BlockFormat, Blocks, FloatFormat, ScaledFloats};
@@ -142,6 +147,7 @@ pub use softcap::{Softcap, softcap};
 use crate::{
     Result, Step,
     encoder::{Access, Touch},
+    group::{Rank, RankTensors},
 };
 
 /// Defines the enum of the validated calls of all operations, which every backend must run.
@@ -177,6 +183,11 @@ macro_rules! calls {
                 match self { $(Call::$variant(call) => call.in_place()),* }
             }
 
+            /// Replaces the tensors by those of a rank.
+            pub(crate) fn move_to(&mut self, rank: &Rank) {
+                match self { $(Call::$variant(call) => RankTensors::move_to(call, rank)),* }
+            }
+
             /// Checks the contents of index buffers (positions, sequences, ids).
             ///
             /// Only for devices in host memory, under their lock. GPU kernels skip entries that are out of range.
@@ -190,6 +201,8 @@ use moe::{combine as moe_combine_call, route as moe_route_call};
 calls! {
     Add(add),
     AddBias(add_bias),
+    AllGather(all_gather),
+    AllReduce(all_reduce),
     Argmax(argmax),
     Attend(attend),
     Copy(copy),

@@ -9,6 +9,7 @@ pub(crate) mod route {
     use crate::{
         DType, Encoder, Result, Tensor,
         encoder::{Access::*, Touch},
+        group::rank_tensors,
     };
 
     pub(crate) const NAME: &str = "moe_route";
@@ -191,6 +192,8 @@ pub(crate) mod route {
         pub top_k: usize,
     }
 
+    rank_tensors! { Call { logits, bias, expert_scale, ids, weights } }
+
     impl Call {
         /// Whether the weights are the softmax over the chosen or over all logits, so that no other scores are needed.
         pub(crate) fn is_plain(&self) -> bool {
@@ -226,6 +229,7 @@ pub(crate) mod combine {
     use crate::{
         DType, Encoder, Result, Tensor,
         encoder::{Access::*, Touch},
+        group::rank_tensors,
     };
 
     pub(crate) const NAME: &str = "moe_combine";
@@ -296,6 +300,8 @@ pub(crate) mod combine {
         pub top_k: usize,
         pub dim: usize,
     }
+
+    rank_tensors! { Call { x, weights, added, added_weights, out } }
 
     impl Call {
         pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

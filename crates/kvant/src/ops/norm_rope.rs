@@ -2,6 +2,7 @@ use super::{Query, check, rms_norm::check_eps};
 use crate::{
     DType, Encoder, HeadOrder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::{Rank, RankTensors, rank_tensors},
 };
 
 pub(crate) const NAME: &str = "norm_rope";
@@ -250,6 +251,8 @@ pub(crate) struct NormCall {
     pub eps: f32,
 }
 
+rank_tensors! { NormCall { weight } }
+
 impl NormCall {
     pub(crate) fn touches(&self, arg: &'static str, visit: &mut dyn FnMut(Touch)) {
         if let Some(tensor) = &self.weight {
@@ -266,10 +269,22 @@ pub(crate) struct RopeCall {
     pub freq_factors: Option<Tensor>,
 }
 
+rank_tensors! { RopeCall { angles, freq_factors } }
+
 #[derive(Clone, Debug)]
 pub(crate) enum AnglesCall {
     Theta(f64),
     Tables { cos: Tensor, sin: Tensor, rows: usize },
+}
+
+impl RankTensors for AnglesCall {
+    fn move_to(&mut self, rank: &Rank) {
+        if let AnglesCall::Tables { cos, sin, .. } = self {
+            for tensor in [cos, sin] {
+                tensor.move_to(rank);
+            }
+        }
+    }
 }
 
 impl RopeCall {
@@ -309,6 +324,8 @@ pub(crate) struct Call {
     pub heads: usize,
     pub head_dim: usize,
 }
+
+rank_tensors! { Call { x, norm, rope, positions, out } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -5,6 +5,7 @@ use super::{
 use crate::{
     Encoder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "norm_rope_write";
@@ -117,6 +118,8 @@ pub(crate) struct Call {
     pub heads: usize,
     pub head_dim: usize,
 }
+
+rank_tensors! { Call { q, k, v, q_norm, k_norm, v_norm, rope, step, layer, q_out } }
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::{Rank, RankTensors, rank_tensors},
 };
 
 pub(crate) const NAME: &str = "rms_norm";
@@ -229,6 +230,8 @@ pub(crate) struct Call {
     pub dim: usize,
 }
 
+rank_tensors! { Call { x, combine, weight, residual, add, out, next } }
+
 /// How the residual, if present, is added.
 #[derive(Clone, Debug)]
 pub(crate) enum Addition {
@@ -243,12 +246,24 @@ pub(crate) enum Addition {
     },
 }
 
+impl RankTensors for Addition {
+    fn move_to(&mut self, rank: &Rank) {
+        match self {
+            Addition::After => {}
+            Addition::Normed { weight } => weight.move_to(rank),
+            Addition::Before { sum } => sum.move_to(rank),
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct NextCall {
     pub weight: Option<Tensor>,
     pub scale: f32,
     pub out: Tensor,
 }
+
+rank_tensors! { NextCall { weight, out } }
 
 impl NextCall {
     fn new(next: &NextNorm) -> NextCall {

@@ -2,6 +2,7 @@ use super::check;
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "sample";
@@ -238,6 +239,8 @@ pub(crate) struct Call {
     pub out: Tensor,
     pub vocab: usize,
 }
+
+rank_tensors! { Call { logits, counter, rows, out } }
 
 impl Call {
     /// The parameters of a row. `words` are the contents of `rows`.

@@ -6,6 +6,7 @@
 use crate::{
     Encoder, KvLayer, Result, Tensor,
     encoder::{Access::*, Touch},
+    group::rank_tensors,
 };
 
 pub(crate) const NAME: &str = "seal";
@@ -35,6 +36,8 @@ pub(crate) struct Call {
     /// u32 `[n, 3]`.
     pub pages: Tensor,
 }
+
+rank_tensors! { Call { dense, sealed, pages } }
 
 impl Call {
     /// Maximum pages.

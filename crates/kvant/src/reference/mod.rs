@@ -14,6 +14,8 @@ use crate::{
 
 mod add;
 mod add_bias;
+mod all_gather;
+mod all_reduce;
 mod argmax;
 mod attend;
 mod blocks;
@@ -34,6 +36,7 @@ mod sample;
 mod seal;
 mod softcap;
 
+pub use all_reduce::all_reduce;
 pub use argmax::argmax;
 pub use attend::{QueryVector, State, attend};
 pub use blocks::{dequantise_blocks, dequantise_floats};
@@ -64,6 +67,8 @@ impl HostExecutor for Reference {
         match call {
             Call::Add(call) => add::run(call),
             Call::AddBias(call) => add_bias::run(call),
+            Call::AllGather(call) => all_gather::run(call)?,
+            Call::AllReduce(call) => all_reduce::run(call)?,
             Call::Argmax(call) => argmax::run(call),
             Call::Attend(call) => attend::run(call),
             Call::Copy(call) => copy::run(call),

@@ -11,10 +11,10 @@ use kvant::{
     codec::BITS,
     gpu,
     ops::{
-        self, Activation, Add, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed,
-        ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear,
-        MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample,
-        ScaledFloats, Softcap, Weight,
+        self, Activation, Add, AddBias, Affine, AllGather, AllReduce, Angles, Argmax, Attend, BlockFormat, Blocks,
+        Columns, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide,
+        KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope,
+        Sample, ScaledFloats, Softcap, Weight,
     },
 };
 
@@ -49,6 +49,7 @@ fn every_kernel_compiles() -> Result<()> {
     enc.commit()?.wait()?;
     forks(&device)?;
     gated_products(&device)?;
+    collectives(&launches)?;
     let seen = launches.kernels.lock().unwrap();
     for gating in [1, 2] {
         let part = format!("(\"GATING\", UInt({gating}))");
@@ -60,6 +61,36 @@ fn every_kernel_compiles() -> Result<()> {
     println!("{} kernels of {} files", seen.len(), compiled.len());
     for name in kernel_files(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src/cuda"))) {
         assert!(compiled.contains(name.as_str()), "{name}: no kernel of it was compiled");
+    }
+    Ok(())
+}
+
+#[test]
+fn collectives_compile() -> Result<()> {
+    let Some((_, launches)) = device(Model::A100) else { return Ok(()) };
+    collectives(&launches)
+}
+
+/// Messages of all kinds between two, and between more ranks.
+fn collectives(launches: &Launches) -> Result<()> {
+    for ranks in [2, 4, 8] {
+        let devices: Vec<Device> = (0..ranks).map(|_| gpu::cuda_device(launches.clone())).collect();
+        let group = Device::group(&devices)?;
+        let mut enc = group.encoder()?;
+        for dtype in FLOATS {
+            // Small and large, aligned and not.
+            for elements in [5376, 5377, 1 << 20, (1 << 20) + 1] {
+                let x = zeros(&group, dtype, &[elements])?;
+                let out = zeros(&group, DType::BF16, &[elements])?;
+                ops::all_reduce(&mut enc, &AllReduce::new(&x, &out))?;
+                ops::all_reduce(&mut enc, &AllReduce::new(&x, &x))?;
+            }
+        }
+        for (dtype, columns) in [(DType::F32, 64), (DType::F32, 6), (DType::U32, 1), (DType::F16, 1), (DType::U8, 3)] {
+            let (x, out) = (zeros(&group, dtype, &[3, columns])?, zeros(&group, dtype, &[3, columns * ranks])?);
+            ops::all_gather(&mut enc, &AllGather::new(&x, &out))?;
+        }
+        enc.commit()?.wait()?;
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ mod cuda_compiles;
 mod from_mlx_native;
 mod generic_routes;
 mod golden;
+mod groups;
 mod hazards;
 mod pages;
 mod reference;

@@ -13,7 +13,7 @@ use self::parts::Parts;
 use super::timing::{self, Timing};
 use crate::{
     Result,
-    args::{ActivationArgs, DeviceArgs, Kv},
+    args::{ActivationArgs, Kv, ModelDeviceArgs},
     output, shipped,
 };
 
@@ -47,7 +47,7 @@ pub struct ModelArgs {
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
-    device: DeviceArgs,
+    device: ModelDeviceArgs,
     /// Seconds of measurement per case
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     seconds: f64,

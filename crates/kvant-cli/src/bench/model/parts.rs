@@ -6,7 +6,7 @@ use kvant::Sequence;
 use kvant_models::{BatchDecoder, BlockSpec, Decoder, Logits, Model, PoolOptions, Sampling};
 
 use super::{super::timing, ModelLine, Printout, pool_options};
-use crate::{Result, args::Kv, output};
+use crate::{Result, args::Kv, memory, output};
 
 /// Steps of a batch before its sequences are truncated to their first length.
 pub const BATCH_STEPS: usize = 64;
@@ -141,19 +141,19 @@ impl Parts<'_> {
             let vector = layer.k.bytes_per_vector(layer.head_dim) + layer.v.bytes_per_vector(layer.head_dim);
             context.min(attention.window.unwrap_or(usize::MAX)) * attention.kv_heads * vector
         };
-        Ok(self.model.decoder().blocks.iter().enumerate().map(read).sum())
+        Ok(self.model.rank_decoder().blocks.iter().enumerate().map(read).sum())
     }
 
     /// Whether the device has memory for a pool. If not, prints a note that the case is skipped.
     fn has_room(&self, options: &PoolOptions) -> Result<bool> {
         let device = self.model.device();
         device.trim()?;
-        let (need, Ok(memory)) = (self.model.pool_spec(options)?.bytes, device.memory()) else { return Ok(true) };
-        if need <= memory.free {
+        let (need, Some(free)) = (self.model.pool_spec(options)?.bytes, memory::free(device)) else { return Ok(true) };
+        if need <= free {
             return Ok(true);
         }
         let (sequences, longest) = (options.sequences, options.longest);
-        let [need, free] = [need, memory.free].map(output::bytes);
+        let [need, free] = [need, free].map(output::bytes);
         output::note(&format!(
             "skipped: the cache of {sequences} × {longest} tokens needs {need}, and {free} are free\n"
         ))?;

@@ -2,7 +2,7 @@
 
 use std::{
     ffi::{CStr, c_void},
-    ptr::{null, null_mut},
+    ptr::{NonNull, null, null_mut},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -117,9 +117,10 @@ pub(super) struct CudaDevice {
     pub memory_bytes: usize,
     /// Whether copies read pageable host memory in place, rather than a copy that the driver has made of it.
     reads_host_memory: bool,
+    pub device: cu::CUdevice,
     context: cu::CUcontext,
     pub stream: cu::CUstream,
-    pool: cu::CUmemoryPool,
+    pub pool: cu::CUmemoryPool,
     pub locked: LockedPool,
     turn: Mutex<()>,
 }
@@ -203,6 +204,7 @@ impl CudaDevice {
             shared_bytes: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
             memory_bytes,
             reads_host_memory: attribute(CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)? != 0,
+            device,
             context,
             stream,
             pool,
@@ -269,7 +271,7 @@ impl CudaDevice {
             first => first,
         };
         match address {
-            Ok(address) => Ok(CudaMemory { address, bytes, gpu: self.clone() }),
+            Ok(address) => Ok(CudaMemory { address, bytes, host: None, gpu: self.clone() }),
             Err(failure) if failure.is_out_of_memory() => Err(self.out_of_memory(bytes)),
             Err(failure) => Err(fault(failure)),
         }
@@ -372,8 +374,15 @@ const MAX_STAGED: usize = 1 << 20;
 pub(super) struct CudaMemory {
     pub address: cu::CUdeviceptr,
     pub bytes: usize,
-    gpu: Arc<CudaDevice>,
+    /// The address of host memory, which is never freed.
+    pub host: Option<NonNull<u8>>,
+    pub gpu: Arc<CudaDevice>,
 }
+
+// SAFETY: the driver may be used from any thread; what uses the address of host memory says why it may.
+unsafe impl Send for CudaMemory {}
+// SAFETY: as above.
+unsafe impl Sync for CudaMemory {}
 
 impl CudaMemory {
     pub(super) fn fill_with_zeros(&self) -> Result<(), DriverError> {
@@ -449,6 +458,9 @@ impl CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
+        if self.host.is_some() {
+            return;
+        }
         // SAFETY: nobody else has the allocation. Another call reports or has reported the failure.
         let freed =
             unsafe { self.gpu.enter().and_then(|_entered| driver!(cuMemFreeAsync(self.address, self.gpu.stream))) };

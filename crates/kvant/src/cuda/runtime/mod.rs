@@ -29,6 +29,7 @@ mod driver;
 mod kernel_cache;
 pub(super) mod libraries;
 mod locked;
+mod peers;
 mod running;
 
 use branches::{Branch, branches};
@@ -235,8 +236,9 @@ impl Launcher {
     /// The same while `stream` is captured, with branches in a second stream.
     fn capture_all(&self, launches: &[(Launch, Runner)], stream: CUstream, side: &SideStream) -> Result<()> {
         let of_kernels: Vec<&Launch> = launches.iter().map(|(launch, _)| launch).collect();
-        // The library has one workspace, and blocks of these operations may wait for all others of their grid.
-        let waits = |op: &str| ["attend", "argmax", "sample"].contains(&op);
+        // The library has one workspace, and blocks of these operations may wait for all others of their grid, or of
+        // other ranks, which have the collectives in this order.
+        let waits = |op: &str| ["attend", "argmax", "sample", "all_reduce", "all_gather"].contains(&op);
         let usable = |at: usize| matches!(launches[at].1, Runner::Kernel(_)) && !waits(launches[at].0.op);
         let mut at = 0;
         for Branch { main, side: beside } in branches(&of_kernels, usable) {
@@ -376,7 +378,7 @@ fn memory_of(memory: &dyn gpu::Memory) -> &CudaMemory {
 
 impl gpu::Memory for CudaMemory {
     fn host(&self) -> Option<NonNull<u8>> {
-        None
+        self.host
     }
     fn as_any(&self) -> &dyn Any {
         self
@@ -425,6 +427,18 @@ impl Executor for CudaExecutor {
         self.launcher.gpu.trim().map_err(fault)
     }
 
+    fn number(&self) -> Option<usize> {
+        Some(self.launcher.gpu.number())
+    }
+
+    fn share_with(&self, others: &[usize]) -> Result<()> {
+        self.launcher.gpu.share_with(others)
+    }
+
+    fn allocate_host(&self, bytes: usize) -> Result<Box<dyn gpu::Memory>> {
+        Ok(Box::new(self.launcher.gpu.allocate_host(bytes).map_err(fault)?))
+    }
+
     fn upload(&self, memory: &dyn gpu::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
         memory_of(memory).upload(offset, bytes).map_err(fault)
     }
@@ -444,7 +458,7 @@ impl Executor for CudaExecutor {
     }
 
     fn begin(&self) -> Result<Box<dyn LaunchPass>> {
-        Ok(Box::new(CudaPass { launcher: self.launcher.clone(), launches: Vec::new() }))
+        Ok(Box::new(CudaPass { launcher: self.launcher.clone(), launches: Vec::new(), prepared: Vec::new() }))
     }
 
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
@@ -462,6 +476,7 @@ impl Executor for CudaExecutor {
 struct CudaPass {
     launcher: Arc<Launcher>,
     launches: Vec<Launch>,
+    prepared: Vec<(Launch, Runner)>,
 }
 
 impl LaunchPass for CudaPass {
@@ -470,12 +485,18 @@ impl LaunchPass for CudaPass {
         Ok(())
     }
 
-    fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
-        let CudaPass { launcher, launches } = *self;
-        let launches = launcher.prepare_all(launches)?;
+    fn prepare(&mut self) -> Result<()> {
+        let launches = std::mem::take(&mut self.launches);
+        self.prepared.extend(self.launcher.prepare_all(launches)?);
+        Ok(())
+    }
+
+    fn commit(mut self: Box<Self>) -> Result<Box<dyn Wait>> {
+        self.prepare()?;
+        let CudaPass { launcher, prepared, .. } = *self;
         let _entered = launcher.gpu.enter().map_err(fault)?;
         let _turn = launcher.gpu.turn();
-        launcher.enqueue_all(&launches, RunningKernels::default(), launcher.gpu.stream)?;
+        launcher.enqueue_all(&prepared, RunningKernels::default(), launcher.gpu.stream)?;
         Ok(Box::new(launcher.gpu.event().map_err(fault)?))
     }
 }

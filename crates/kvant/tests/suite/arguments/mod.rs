@@ -13,10 +13,10 @@ use kvant::{
     Codec, CpuOptions, DType, Device, Encoder, Error, HeadOrder, KvLayer, LayerSpec, Result, Step, Tensor,
     codec::{BITS, Norm, TurboQuant},
     ops::{
-        self, Activation, Add, AddBias, Affine, Angles, Argmax, Attend, BlockFormat, Blocks, Columns, Embed,
-        ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide, KvWrite, Linear,
-        MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample,
-        SampleRow, ScaledFloats, Softcap, Weight,
+        self, Activation, Add, AddBias, Affine, AllGather, AllReduce, Angles, Argmax, Attend, BlockFormat, Blocks,
+        Columns, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide,
+        KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope,
+        Sample, SampleRow, ScaledFloats, Softcap, Weight,
     },
 };
 use operations::*;
@@ -262,7 +262,7 @@ impl<'t> World<'t> {
 
 type Operation = fn(&mut World) -> Result<()>;
 
-const OPERATIONS: [(&str, Operation); 17] = [
+const OPERATIONS: [(&str, Operation); 19] = [
     ("kv_write", kv_write),
     ("kv_read", kv_read),
     ("attend", attend),
@@ -280,6 +280,8 @@ const OPERATIONS: [(&str, Operation); 17] = [
     ("sample", sample),
     ("moe_route", moe_route),
     ("moe_combine", moe_combine),
+    ("all_reduce", all_reduce),
+    ("all_gather", all_gather),
 ];
 
 /// The available devices, including the reference.
@@ -349,6 +351,8 @@ taken_or_refused!(
     sample,
     moe_route,
     moe_combine,
+    all_reduce,
+    all_gather,
 );
 
 proptest! {

@@ -385,3 +385,15 @@ pub(super) fn moe_combine(w: &mut World) -> Result<()> {
         ops::moe_combine(enc, &args)
     })
 }
+
+pub(super) fn all_reduce(w: &mut World) -> Result<()> {
+    let shape = [w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS)];
+    let (x, out) = (w.input(&shape), w.output(&shape));
+    w.attempt("all_reduce", |enc| ops::all_reduce(enc, &AllReduce::new(&x, &out)))
+}
+
+pub(super) fn all_gather(w: &mut World) -> Result<()> {
+    let shape = [w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS)];
+    let (x, out) = (w.u32s(&shape, 1000, false), w.u32s(&shape, 1000, true));
+    w.attempt("all_gather", |enc| ops::all_gather(enc, &AllGather::new(&x, &out)))
+}

@@ -9,7 +9,7 @@
 
 pub mod attention;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
-mod cuda_host;
+pub mod cuda_host;
 pub mod layers;
 pub mod limited;
 pub mod without_gpu;
@@ -66,7 +66,7 @@ pub fn proptest_cases(usual: u32) -> u32 {
 ///
 /// `KVANT_TEST_SHARE=20` runs the first and then every twentieth case of each test; the others get no device. For
 /// emulators. `KVANT_TEST_DEVICE=metal` selects the devices of a kind; `KVANT_TEST_SIMD=NEON` selects one instruction
-/// set of the CPU.
+/// set of the CPU. `KVANT_TEST_RANKS=2` makes each device a group of two.
 ///
 /// Concurrent tests share all devices except msl-host, which runs one launch after the other: each thread has its own.
 pub fn devices() -> &'static [Device] {
@@ -185,7 +185,7 @@ impl Devices {
         let Shared { present, cpus, cpus_in_eight_bits } = shared();
         let gpus = present.iter().filter(|device| device.kind() != DeviceKind::Cpu);
         let mut gpus: Vec<Device> = gpus.filter(|device| wanted(device.kind())).cloned().collect();
-        let metal = if wanted(DeviceKind::Metal) { metal_on_this_machine() } else { None };
+        let metal = if wanted(DeviceKind::Metal) && ranks() == 1 { metal_on_this_machine() } else { None };
         let (metal, start): (Option<Device>, Box<dyn Fn() + Send + Sync>) = match metal {
             Some((device, start)) => (Some(device), Box::new(start)),
             None => (None, Box::new(|| ())),
@@ -229,7 +229,8 @@ fn shared() -> &'static Shared {
     static SHARED: OnceLock<Shared> = OnceLock::new();
     SHARED.get_or_init(|| {
         let present = Device::list().into_iter().filter_map(|entry| entry.device.ok());
-        let present = present.filter(|device| device.kind() != DeviceKind::Reference).collect();
+        let present = present.filter(|device| device.kind() != DeviceKind::Reference);
+        let present = if ranks() == 1 { present.collect() } else { groups_of_ranks() };
         let only = std::env::var("KVANT_TEST_SIMD").ok();
         let levels = SimdLevel::ALL.into_iter().filter(|simd| simd.is_supported());
         let levels = levels.filter(|simd| only.as_deref().is_none_or(|only| only == simd.to_string()));
@@ -241,12 +242,41 @@ fn shared() -> &'static Shared {
                 eight_bit_activations,
                 ..CpuOptions::default()
             };
-            (1..=THREADS).map(|threads| Device::cpu_with(with(threads)).expect("the level is supported")).collect()
+            let cpu = |threads| Device::cpu_with(with(threads)).expect("the level is supported");
+            (1..=THREADS).map(|threads| in_ranks(|| cpu(threads))).collect()
         };
         let cpus = levels.iter().map(|&simd| with_threads(simd, false)).collect();
         let rounding = levels.iter().filter(|simd| simd.has_vnni());
         Shared { present, cpus, cpus_in_eight_bits: rounding.map(|&simd| with_threads(simd, true)).collect() }
     })
+}
+
+/// `KVANT_TEST_RANKS`: the number of ranks of every device.
+pub fn ranks() -> usize {
+    let ranks = std::env::var("KVANT_TEST_RANKS");
+    ranks.map_or(1, |ranks| ranks.parse().expect("KVANT_TEST_RANKS is a number"))
+}
+
+/// A device, or a group of [`ranks`] such devices.
+fn in_ranks(device: impl Fn() -> Device) -> Device {
+    if ranks() == 1 {
+        return device();
+    }
+    let devices: Vec<Device> = (0..ranks()).map(|_| device()).collect();
+    Device::group(&devices).unwrap_or_else(|error| panic!("KVANT_TEST_RANKS: {error}"))
+}
+
+/// The default CPU device and the GPUs of this machine, as groups.
+fn groups_of_ranks() -> Vec<Device> {
+    let gpus: Vec<Device> = (0..ranks()).map_while(|index| Device::cuda(index).ok()).collect();
+    let gpus = (gpus.len() == ranks()).then(|| Device::group(&gpus).unwrap_or_else(|error| panic!("{error}")));
+    let cpu = in_ranks(|| Device::cpu_with(CpuOptions::default()).expect("the default options fit"));
+    gpus.into_iter().chain([cpu]).collect()
+}
+
+/// The name of a device, or of a rank of a group.
+fn name_of(device: &Device) -> String {
+    device.rank(0).expect("there is a rank").name()
 }
 
 /// The Metal kernels under msl-host. `KVANT_MSL_SEED` sets the seed of its schedules.
@@ -452,6 +482,12 @@ impl Out {
         Ok(Out { whole, tensor })
     }
 
+    /// The output of a rank of a group.
+    pub fn on_rank(&self, rank: usize) -> Out {
+        let of_rank = |tensor: &Tensor| tensor.on_rank(rank).expect("the rank exists");
+        Out { whole: of_rank(&self.whole), tensor: of_rank(&self.tensor) }
+    }
+
     /// The output's bytes. Checks that the rows around it still hold the pattern.
     pub fn bytes(&self) -> Result<Vec<u8>> {
         let all = bytes_of(&self.whole)?;
@@ -528,7 +564,7 @@ pub const EPS: f64 = 1.0 / (1u64 << 24) as f64;
 
 /// Whether the device is the CPU at an instruction set that satisfies `is_wanted`.
 fn is_cpu_with(device: &Device, is_wanted: impl Fn(&SimdLevel) -> bool) -> bool {
-    let is_of = |level: SimdLevel| device.name().starts_with(&level.to_string());
+    let is_of = |level: SimdLevel| name_of(device).starts_with(&level.to_string());
     device.kind() == DeviceKind::Cpu && SimdLevel::ALL.into_iter().filter(is_wanted).any(is_of)
 }
 
@@ -582,7 +618,7 @@ impl Bound {
     pub fn of_rows(self, device: &Device, rows: usize, quantised: bool) -> Bound {
         let amx = is_cpu_with(device, |&level| level == SimdLevel::Avx512Amx);
         let vnni = is_cpu_with(device, |level| level.has_vnni());
-        let eight_bits = device.name().ends_with("8-bit activations");
+        let eight_bits = name_of(device).ends_with("8-bit activations");
         let bf16 = self.unit == Bound::of(DType::BF16).unit;
         let rounding = match device.kind() {
             DeviceKind::Cuda if quantised && rows > 16 && bf16 => 3.0 / 2048.0,

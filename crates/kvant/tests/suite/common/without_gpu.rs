@@ -91,6 +91,15 @@ impl Executor for Launches {
     fn limits(&self) -> Limits {
         self.model.limits()
     }
+    fn number(&self) -> Option<usize> {
+        Some(0)
+    }
+    fn share_with(&self, _others: &[usize]) -> Result<()> {
+        Ok(())
+    }
+    fn allocate_host(&self, _bytes: usize) -> Result<Box<dyn Memory>> {
+        Ok(Box::new(Nothing))
+    }
     fn allocate(&self, _bytes: usize, _zeroed: bool) -> Result<Box<dyn Memory>> {
         Ok(Box::new(Nothing))
     }

@@ -4,6 +4,7 @@ mod add;
 mod add_bias;
 mod attend;
 mod codec;
+mod collectives;
 mod gate;
 mod gated;
 mod hadamard;

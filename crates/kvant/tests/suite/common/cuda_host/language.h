@@ -46,6 +46,14 @@ unsigned kvant_exchange(const void *own, void *all);
 #define blockDim kvant_threads
 #define gridDim kvant_blocks
 
+// For other ranks, which run in other threads of the system.
+extern "C" int sched_yield();
+template <typename T, typename V> inline void kvant_publish(T *at, V value) { __atomic_store_n(at, T(value), __ATOMIC_RELEASE); }
+template <typename T> inline T kvant_look(const T *at) {
+    sched_yield();
+    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+}
+
 inline void __syncthreads() { kvant_wait_for_block(); }
 inline void kvant_wait_for_threads(unsigned barrier, unsigned threads) { kvant_count_of_threads(barrier, threads, false); }
 inline unsigned __syncthreads_count(bool own) { return kvant_count_of_threads(0, blockDim.x, own); }

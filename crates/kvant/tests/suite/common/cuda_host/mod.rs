@@ -14,7 +14,7 @@ use std::{
     path::{Path, PathBuf},
     process::{self, Command},
     ptr::NonNull,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
 };
 
 use super::without_gpu::Model;
@@ -26,23 +26,46 @@ use kvant::{
 /// The compiler, as in msl-host.
 const CLANG: &str = "clang++-19";
 /// Maximum arguments of a kernel.
-const ARGUMENTS: usize = 25;
+const ARGUMENTS: usize = 32;
 
 /// The device.
 pub fn device() -> Device {
-    gpu::cuda_device(CudaHost)
+    gpu::cuda_device(CudaHost { number: 0 })
 }
+
+/// Groups of two and of three such devices. Each device has a copy of every kernel, so that all run at the same time.
+pub fn groups() -> Vec<Device> {
+    // Tests share them: groups with one device in common would wait for each other.
+    static GROUPS: OnceLock<[Device; 2]> = OnceLock::new();
+    let group = |numbers: std::ops::Range<usize>| {
+        let devices: Vec<Device> = numbers.map(|number| gpu::cuda_device(CudaHost { number })).collect();
+        Device::group(&devices).expect("they are connected")
+    };
+    GROUPS.get_or_init(|| [group(1..3), group(3..6)]).to_vec()
+}
+
+/// Devices: one alone, and those of groups.
+const NUMBERS: usize = 6;
 
 type Run = unsafe extern "C" fn(*mut *mut c_void, *const c_uint, *const c_uint, c_uint) -> c_int;
 
-/// Compiled kernels by their text. The lock is held while one runs: the runtime's state is global.
-static LIBRARIES: Mutex<Option<HashMap<String, libloading::Library>>> = Mutex::new(None);
+/// Compiled kernels by their text.
+type Libraries = HashMap<String, libloading::Library>;
+
+/// Libraries of each device. The lock is held while one runs: the runtime's state is global.
+static LIBRARIES: [Mutex<Option<Libraries>>; NUMBERS] = [const { Mutex::new(None) }; NUMBERS];
 
 #[derive(Clone, Copy)]
-struct CudaHost;
+struct CudaHost {
+    number: usize,
+}
 
 /// Memory in 16-byte words, so that vectors are aligned.
-struct HostMemory(UnsafeCell<Vec<u128>>);
+struct HostMemory {
+    words: UnsafeCell<Vec<u128>>,
+    /// Whether it is the host's, which has an address.
+    is_of_host: bool,
+}
 
 // SAFETY: a device runs one call at a time, and the lock excludes other kernels.
 unsafe impl Sync for HostMemory {}
@@ -51,13 +74,13 @@ impl HostMemory {
     fn of(memory: &dyn Memory) -> *mut u8 {
         let memory = memory.as_any().downcast_ref::<HostMemory>().expect("memory of this device");
         // SAFETY: only the address is taken.
-        unsafe { (*memory.0.get()).as_mut_ptr().cast() }
+        unsafe { (*memory.words.get()).as_mut_ptr().cast() }
     }
 }
 
 impl Memory for HostMemory {
     fn host(&self) -> Option<NonNull<u8>> {
-        None
+        if self.is_of_host { NonNull::new(HostMemory::of(self)) } else { None }
     }
     fn as_any(&self) -> &dyn Any {
         self
@@ -98,7 +121,16 @@ impl Executor for CudaHost {
     }
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>> {
         let fill = if zeroed { 0 } else { u128::MAX / 255 * 0xA5 };
-        Ok(Box::new(HostMemory(UnsafeCell::new(vec![fill; bytes.div_ceil(16)]))))
+        Ok(Box::new(HostMemory { words: UnsafeCell::new(vec![fill; bytes.div_ceil(16)]), is_of_host: false }))
+    }
+    fn number(&self) -> Option<usize> {
+        Some(self.number)
+    }
+    fn share_with(&self, _others: &[usize]) -> Result<()> {
+        Ok(())
+    }
+    fn allocate_host(&self, bytes: usize) -> Result<Box<dyn Memory>> {
+        Ok(Box::new(HostMemory { words: UnsafeCell::new(vec![0; bytes.div_ceil(16)]), is_of_host: true }))
     }
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
         // SAFETY: the caller keeps the range within the allocation.
@@ -111,34 +143,43 @@ impl Executor for CudaHost {
         Ok(())
     }
     fn begin(&self) -> Result<Box<dyn LaunchPass>> {
-        Ok(Box::new(*self))
+        Ok(Box::new(Recorded { number: self.number, launches: Vec::new() }))
     }
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
-        Ok(Box::new(Recorded { launches }))
+        Ok(Box::new(Recorded { number: self.number, launches }))
     }
 }
 
 struct Recorded {
+    number: usize,
     launches: Vec<Launch>,
 }
 
 impl Replay for Recorded {
     fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
-        self.launches.iter().try_for_each(run)?;
+        self.launches.iter().try_for_each(|launch| run(launch, self.number))?;
         Ok(None)
     }
 }
 
-impl LaunchPass for CudaHost {
+impl LaunchPass for Recorded {
     fn launch(&mut self, launch: Launch) -> Result<()> {
-        run(&launch)
+        if self.number == 0 {
+            return run(&launch, self.number);
+        }
+        // Ranks run at the same time.
+        self.launches.push(launch);
+        Ok(())
     }
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
-        Ok(self)
+        self.replay()?;
+        Ok(Box::new(Done))
     }
 }
 
-impl Wait for CudaHost {
+struct Done;
+
+impl Wait for Done {
     fn wait(self: Box<Self>) -> Result<()> {
         Ok(())
     }
@@ -147,7 +188,7 @@ impl Wait for CudaHost {
     }
 }
 
-fn run(launch: &Launch) -> Result<()> {
+fn run(launch: &Launch, number: usize) -> Result<()> {
     let mut values = [0u64; ARGUMENTS];
     for binding in &launch.bindings {
         // SAFETY: the binding is within the allocation.
@@ -157,8 +198,8 @@ fn run(launch: &Launch) -> Result<()> {
     if let Some((index, bytes)) = &launch.params {
         arguments[*index as usize] = bytes.as_ptr().cast_mut().cast();
     }
-    let text = text(launch);
-    let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
+    let text = format!("{}// {number}\n", text(launch));
+    let mut libraries = LIBRARIES[number].lock().unwrap_or_else(PoisonError::into_inner);
     let libraries = libraries.get_or_insert_default();
     if !libraries.contains_key(&text) {
         let library = compile(&text).map_err(|why| fault(format!("{} does not run here: {why}", launch.kernel)))?;
@@ -176,9 +217,16 @@ fn run(launch: &Launch) -> Result<()> {
 
 /// The PTX that kernels use, by a part of the statement, and its implementation here. Asynchronous copies complete at
 /// once.
-const PTX: [(&str, &str); 55] = [
+const PTX: [(&str, &str); 62] = [
     ("fma.rn.bf16x2 %0, %0, %1, %2", "pair = kvant_fma<kvant_of_bf16, kvant_to_bf16>(pair, 0x3F803F80, 0xC300C300);"),
     ("setmaxnreg", ";"),
+    ("%globaltimer", "time = 1;"),
+    ("st.relaxed.sys.global.v2.u64", "kvant_publish(to->halves, first); kvant_publish(to->halves + 1, second);"),
+    ("ld.relaxed.sys.global.v2.u64", "first = kvant_look(from->halves); second = kvant_look(from->halves + 1);"),
+    ("st.relaxed.sys.global.u32", "kvant_publish(failed, 1u);"),
+    ("ld.relaxed.sys.global.u32", "seen = kvant_look(failed);"),
+    ("st.release.sys.global.u32", "kvant_publish(to, number);"),
+    ("ld.acquire.sys.global.u32", "seen = kvant_look(from);"),
     ("griddepcontrol", ";"),
     ("fence.mbarrier_init", ";"),
     ("elect.sync", "is = threadIdx.x % 32 == 0;"),
@@ -321,6 +369,9 @@ fn make(text: &str, extension: &str, options: &[&str]) -> std::result::Result<Pa
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda-host");
     std::fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
     let path = folder.join(format!("{:016x}.{extension}", hash(text)));
+    // Devices of a group need the same files.
+    static MAKING: Mutex<()> = Mutex::new(());
+    let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     if path.exists() {
         return Ok(path);
     }

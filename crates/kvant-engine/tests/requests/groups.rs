@@ -1,0 +1,86 @@
+//! A model that is divided among the ranks of a group gives the texts that it gives on one device, whatever the engine
+//! does meanwhile.
+
+use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Failure};
+use kvant_models::Sampling;
+
+use crate::common::{collect, engine, group_engine, options, request};
+
+const PROMPTS: [&str; 4] = ["# Fearless Concurrency", "fn main", "# Examples", "Creates a new `Vec<T>`"];
+/// A text that drafts predict.
+const REPEATS: &str = "let a = 1; let b = 2; let a = 1; let b = 2; let a = 1; let b = 2; let";
+
+fn texts(engine: &Engine, requests: Vec<EngineRequest>) -> Vec<Vec<u32>> {
+    let all: Vec<_> = requests.into_iter().map(|request| engine.submit(request).unwrap()).collect();
+    all.into_iter().map(|responses| collect(responses).0).collect()
+}
+
+/// Greedy and drawn texts of several lengths.
+fn crowd(engine: &Engine) -> Vec<EngineRequest> {
+    let sampling = |index: usize| match index % 2 {
+        0 => Sampling::default(),
+        _ => Sampling::default().temperature(0.8).seed(index as u64),
+    };
+    let prompts = PROMPTS.iter().chain([&REPEATS]).enumerate();
+    prompts.map(|(index, prompt)| request(engine, prompt).sampling(sampling(index)).max_tokens(24 + index)).collect()
+}
+
+fn check(ranks: usize, options: EngineOptions) -> Engine {
+    let group = group_engine(ranks, options);
+    let plain = engine(self::options());
+    assert_eq!(texts(&group, crowd(&group)), texts(&plain, crowd(&plain)));
+    group
+}
+
+#[test]
+fn a_crowd_gets_the_texts_of_one_device() {
+    for ranks in [2, 4] {
+        let stats = check(ranks, options().sequences(4).step_tokens(24)).stats();
+        assert!(stats.recorded_steps > 0, "{stats:?}");
+    }
+}
+
+#[test]
+fn prefixes_are_found_on_every_rank() {
+    let group = group_engine(2, options().page_tokens(16));
+    let prompt = PROMPTS.join(" and so on, ").repeat(2);
+    let first = collect(group.submit(request(&group, &prompt)).unwrap());
+    let second = collect(group.submit(request(&group, &prompt)).unwrap());
+    assert_eq!(first.0, second.0);
+    assert!(second.2.usage.cached_tokens >= 16, "{:?}", second.2.usage);
+}
+
+/// Drafts that are rejected are truncated on every rank, and a step starts before the last one is known.
+#[test]
+fn drafts_and_overlapping_steps_change_nothing() {
+    check(2, options().drafts(3));
+    check(2, options().overlap(true));
+}
+
+#[test]
+fn a_panic_fails_all_requests_of_a_group() {
+    let engine = group_engine(2, options());
+    let responses = engine.submit(request(&engine, PROMPTS[0]).max_tokens(200)).unwrap();
+    engine.inject_panic();
+    let last = responses.into_iter().last().unwrap();
+    assert!(matches!(&last, Event::Failed(Failure::Engine(reason)) if reason.contains("panic")), "{last:?}");
+}
+
+/// Pages of preempted requests move to host memory and back: those of all ranks.
+#[test]
+fn preempted_requests_go_on() {
+    let few = || options().memory(3 << 20).page_tokens(16).sequences(6);
+    let long = |engine: &Engine| -> Vec<EngineRequest> {
+        PROMPTS.iter().chain(&PROMPTS).map(|prompt| request(engine, prompt).max_tokens(150)).collect()
+    };
+    let plain = engine(options());
+    let expected = texts(&plain, long(&plain));
+    for options in [few(), few().host_memory(64 << 20)] {
+        let keeps = options.host_memory > 0;
+        let group = group_engine(2, options);
+        assert_eq!(texts(&group, long(&group)), expected);
+        let stats = group.stats();
+        println!("{} preemptions, {} bytes in host memory", stats.preemptions, stats.host_used);
+        assert!(stats.preemptions > 0 && (!keeps || stats.host_used > 0), "{stats:?}");
+    }
+}

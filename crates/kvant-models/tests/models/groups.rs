@@ -1,0 +1,230 @@
+//! Models that are divided among the ranks of a group: CPU groups against transformers, and against one device.
+
+use kvant::{CpuOptions, DType, Device};
+use kvant_models::{
+    BatchDecoder, Decoder, Error, Files, Inspection, LoadOptions, Logits, Model, PoolOptions, Sampling,
+};
+
+use crate::common::{FAMILIES, GGUF_MODELS, MLX_FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference};
+
+/// The bound on the difference of a logit. Many tokens may be rounded to 16 bits, if weights are quantised.
+const TOLERANCE: f32 = 2e-3;
+const ROUNDED: f32 = 5e-3;
+
+fn group(ranks: usize) -> Device {
+    let rank = |_| Device::cpu_with(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap();
+    Device::group(&(0..ranks).map(rank).collect::<Vec<_>>()).unwrap()
+}
+
+/// The model on a group; `None` if it does not divide.
+fn divided(variant: &str, device: &Device) -> Option<Model> {
+    match Model::load(&golden(variant), device) {
+        Ok(model) => Some(model),
+        Err(Error::Indivisible { ranks, fits, .. }) => {
+            assert!(ranks == device.ranks() && !fits.contains(&ranks), "{variant}");
+            None
+        }
+        Err(error) => panic!("{variant}: {error}"),
+    }
+}
+
+/// Logits of the golden tokens, fed in pieces, and of batches.
+fn check(model: &Model, variant: &str) {
+    let file = golden(variant).join("logits.safetensors");
+    let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
+    let ranks = model.device().ranks();
+    for step in [tokens.len(), 7] {
+        let mut sequence = model.new_pool(&PoolOptions { page_tokens: 16, ..exact(64) }).unwrap().sequence();
+        let feed = |piece: &[u32]| model.feed(&mut sequence, piece, Logits::All).unwrap().to_f32().unwrap();
+        let got: Vec<f32> = tokens.chunks(step).flat_map(feed).collect();
+        let worst = max_difference(&got, &expected);
+        let bound = if step > 7 { ROUNDED } else { TOLERANCE };
+        println!("{variant} on {ranks}, {step} at a time: {worst:.1e}");
+        assert!(worst < bound, "{variant} on {ranks}, {step} at a time: off by {worst}");
+    }
+    // Chosen rows of two sequences: layers that write no keys run for these alone.
+    let pool = model.new_pool(&PoolOptions { sequences: 2, ..exact(64) }).unwrap();
+    let (mut a, mut b) = (pool.sequence(), pool.sequence());
+    let step = pool.step(&mut [(&mut a, 9), (&mut b, 5)]).unwrap();
+    let fed: Vec<u32> = tokens[..9].iter().chain(&tokens[..5]).copied().collect();
+    let got = model.forward(&pool, &step, &fed, &[13, 8]).unwrap().to_f32().unwrap();
+    let vocab = model.vocab_size();
+    let wanted = [&expected[4 * vocab..5 * vocab], &expected[8 * vocab..9 * vocab]].concat();
+    assert!(max_difference(&got, &wanted) < TOLERANCE, "{variant} on {ranks}: a batch");
+}
+
+/// The tokens that a model chooses after a prompt, by recorded passes.
+fn chosen(model: &Model, prompt: &[u32], count: usize) -> Vec<u32> {
+    let mut sequence = model.new_pool(&exact(prompt.len() + count)).unwrap().sequence();
+    let mut decoder = Decoder::new(model, &mut sequence, Sampling::default()).unwrap();
+    let mut tokens = vec![decoder.next(prompt).unwrap()];
+    while tokens.len() < count {
+        tokens.push(decoder.next(&tokens[tokens.len() - 1..]).unwrap());
+    }
+    tokens
+}
+
+/// Checks all models that divide, and returns their names.
+fn check_all(ranks: usize, variants: impl Iterator<Item = &'static str>) -> Vec<&'static str> {
+    let device = group(ranks);
+    let mut divide = Vec::new();
+    for variant in variants {
+        let Some(model) = divided(variant, &device) else { continue };
+        check(&model, variant);
+        let prompt = &ids(&golden(variant).join("logits.safetensors"), "tokens")[..12];
+        let alone = Model::load(&golden(variant), &Device::cpu()).unwrap();
+        assert_eq!(chosen(&model, prompt, 10), chosen(&alone, prompt, 10), "{variant} on {ranks}");
+        divide.push(variant);
+    }
+    divide
+}
+
+/// A rank that fails ends the pass of all ranks with its error. The next one runs.
+#[test]
+fn a_rank_that_fails_ends_the_pass() {
+    let model = Model::load(&golden("llama"), &group(2)).unwrap();
+    let pool = model.new_pool(&exact(64)).unwrap();
+    let mut sequence = pool.sequence();
+    for fails in [true, false] {
+        let step = pool.step(&mut [(&mut sequence, 3)]).unwrap();
+        if fails {
+            step.positions().on_rank(1).unwrap().write(&[u32::MAX; 3]).unwrap();
+        }
+        let result = model.forward(&pool, &step, &[1, 2, 3], &[2]);
+        assert_eq!(result.is_err(), fails, "{result:?}");
+        if let Err(error) = result {
+            assert!(matches!(error, Error::Kvant(kvant::Error::OutOfRange { .. })), "{error}");
+        }
+        sequence.truncate(0).unwrap();
+    }
+}
+
+/// The bytes that each device needs are known before a model is loaded.
+#[test]
+fn inspections_count_the_bytes_of_a_rank() {
+    for variant in ["llama", "gpt_oss_mxfp4", "ple_shared", "qwen3_moe_mlx", "llama_gguf", "moe"] {
+        let files = Files::at(&golden(variant)).unwrap();
+        for ranks in [1, 2] {
+            let found = Inspection::open_for(&files, ranks).unwrap();
+            let model = Model::load_files(&files, &group(ranks), &LoadOptions::default()).unwrap();
+            assert_eq!(found.weight_bytes, model.weight_bytes(), "{variant} on {ranks}");
+            let (pool, load) = (exact(777), LoadOptions::default());
+            assert_eq!(found.cache_bytes(&pool, &load).unwrap(), model.pool_spec(&pool).unwrap().bytes, "{variant}");
+        }
+        let [one, two] = [1, 2].map(|ranks| Inspection::open_for(&files, ranks).unwrap());
+        assert!(one.parameters == two.parameters && one.weight_bytes > two.weight_bytes, "{variant}");
+    }
+}
+
+/// Batches of recorded passes choose the tokens that single sequences get.
+#[test]
+fn batches_are_recorded_on_all_ranks() {
+    let device = group(2);
+    let model = Model::load(&golden("gpt_oss"), &device).unwrap();
+    let pool = model.new_pool(&PoolOptions { sequences: 2, ..exact(64) }).unwrap();
+    let prompts = [[3, 5, 7, 9], [20, 4, 60, 8]];
+    let wanted = prompts.each_ref().map(|prompt| chosen(&model, prompt, 6));
+    let (mut a, mut b) = (pool.sequence(), pool.sequence());
+    let mut decoder = BatchDecoder::new(&model, &pool, 2).unwrap();
+    for (sequence, prompt) in [&mut a, &mut b].into_iter().zip(&prompts) {
+        model.feed(sequence, &prompt[..3], Logits::Last).unwrap();
+    }
+    let mut tokens = prompts.map(|prompt| prompt[3]).to_vec();
+    let mut got = [Vec::new(), Vec::new()];
+    for _ in 0..6 {
+        decoder.append(&mut [(&mut a, 1), (&mut b, 1)]).unwrap();
+        decoder.run(&tokens, &[&Sampling::default(), &Sampling::default()]).unwrap().wait().unwrap();
+        tokens = decoder.drawn().unwrap().to_vec().unwrap();
+        got.iter_mut().zip(&tokens).for_each(|(all, token)| all.push(*token));
+        let other = decoder.drawn().unwrap().on_rank(1).unwrap().to_vec::<u32>().unwrap();
+        assert_eq!(other, tokens, "all ranks draw the same token");
+    }
+    assert_eq!(got, wanted);
+}
+
+fn all() -> impl Iterator<Item = &'static str> {
+    FAMILIES.into_iter().chain(MLX_FAMILIES).chain(VARIANTS).chain(GGUF_MODELS)
+}
+
+/// Models with one head or three KV heads, and those with one group of inputs.
+const NOT_ON_TWO: [&str; 24] = [
+    "llama_w4a16",
+    "qwen2_moe_mlx",
+    "glm4_moe_mlx",
+    "ernie4_5_moe_mlx",
+    "minimax_m2_mlx",
+    "olmo2_three",
+    "phi3",
+    "qwen2_mlx",
+    "smollm3_mlx",
+    "granite_mlx",
+    "granite_hybrid_mlx",
+    "phi3_mlx",
+    "muse_glimmer_mlx",
+    "dense_mlx",
+    "ple_shared_mlx",
+    "moe_mlx",
+    "qwen2_moe_gguf",
+    "glm4_moe_gguf",
+    "ernie4_5_moe_gguf",
+    "minimax_m2_gguf",
+    "gemma4_shared_gguf",
+    "gemma4_moe_gguf",
+    "phi3_gguf",
+    "k_quants_gguf",
+];
+
+#[test]
+fn models_match_on_two_ranks() {
+    let divide = check_all(2, all());
+    let refused: Vec<&str> = all().filter(|variant| !divide.contains(variant)).collect();
+    assert_eq!(refused, NOT_ON_TWO);
+}
+
+#[test]
+fn models_match_on_three_ranks() {
+    assert_eq!(check_all(3, all()), ["olmo2_three"]);
+}
+
+#[test]
+fn models_match_on_four_ranks() {
+    assert_eq!(check_all(4, all()), ["mistral", "ministral3", "qwen2_window", "gpt_oss", "olmo2"]);
+}
+
+/// One matrix of queries, keys and values, and one of gate and up.
+#[test]
+fn fused_matrices_are_divided_by_parts() {
+    let options = LoadOptions { context: Some(64), ..LoadOptions::default() };
+    let model = Model::load_with(&golden("phi3_long"), &group(2), &options).unwrap();
+    assert_eq!((model.decoder().blocks[0].attention.heads, model.rank_decoder().blocks[0].attention.heads), (2, 1));
+    check(&model, "phi3_long");
+}
+
+/// 16-bit activations, and dense matrices of another dtype than the file's.
+#[test]
+fn converted_matrices_are_divided() {
+    let options = LoadOptions { activations: DType::BF16, dense_weights: Some(DType::F16), ..LoadOptions::default() };
+    for variant in ["llama", "gpt_oss", "dense"] {
+        let [one, two] = [Device::cpu(), group(2)].map(|device| {
+            let model = Model::load_with(&golden(variant), &device, &options).unwrap();
+            let tokens = ids(&golden(variant).join("logits.safetensors"), "tokens");
+            let mut sequence = model.new_pool(&exact(64)).unwrap().sequence();
+            model.feed(&mut sequence, &tokens, Logits::All).unwrap().to_f32().unwrap()
+        });
+        let worst = max_difference(&one, &two);
+        println!("{variant}: {worst:.1e}");
+        assert!(worst < 0.15, "{variant}: {worst}");
+    }
+}
+
+/// The message names the part that does not divide, and the numbers that would do.
+#[test]
+fn a_model_that_does_not_divide_is_refused() {
+    let error = Model::load(&golden("gpt_oss"), &group(3)).unwrap_err();
+    let text = "4 heads of layer 0 do not divide among 3 devices: the model divides among 2, 4";
+    assert_eq!(error.to_string(), text);
+    let error = Inspection::open_for(&Files::at(&golden("phi3")).unwrap(), 2).unwrap_err();
+    assert_eq!(error.to_string(), "1 heads of layer 0 do not divide among 2 devices: the model runs on one");
+    let error = Inspection::open_for(&Files::at(&golden("llama")).unwrap(), 0).unwrap_err();
+    assert!(error.to_string().contains("`ranks` must be at least 1"), "{error}");
+}

@@ -1,0 +1,70 @@
+//! The sum over ranks. A rank adds a part of the elements, of all ranks, and stores the sums on all ranks.
+
+use std::ops::Range;
+
+use super::{
+    Cpu,
+    elements::{Elements, PIECE, Padded},
+    simd::{Simd, SimdKernel},
+};
+use crate::{Result, ops::all_reduce::Call};
+
+/// Elements that make a task worth a thread.
+const TASK: usize = 4 * 1024;
+
+pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
+    let Some(peers) = &call.peers else {
+        sum(cpu, &[Elements::of(&call.x)], &[Elements::of(&call.out)], 0..call.elements);
+        return Ok(());
+    };
+    let x: Vec<Elements> = peers.x.iter().map(Elements::of).collect();
+    let out: Vec<Elements> = peers.out.iter().map(Elements::of).collect();
+    // Whole cache lines, of 64 bytes or more.
+    let part = call.elements.div_ceil(x.len()).next_multiple_of(64);
+    let limit = |rank: usize| (rank * part).min(call.elements);
+    peers.wait_for_all()?;
+    sum(cpu, &x, &out, limit(peers.rank)..limit(peers.rank + 1));
+    // The other ranks' sums.
+    peers.wait_for_all()
+}
+
+/// Adds elements of all ranks and stores the sums on all ranks. While a rank does, others access other elements.
+fn sum(cpu: &Cpu, x: &[Elements], out: &[Elements], range: Range<usize>) {
+    cpu.threads.run(range.len().div_ceil(TASK), |task| {
+        let start = range.start + task * TASK;
+        cpu.level.dispatch(Sum { x, out, range: start..range.end.min(start + TASK) });
+    });
+}
+
+struct Sum<'a> {
+    x: &'a [Elements],
+    out: &'a [Elements],
+    range: Range<usize>,
+}
+
+impl SimdKernel for Sum<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let [first, others @ ..] = self.x else { return };
+        let (mut sums, mut piece) = (Padded::new(PIECE), Padded::new(PIECE));
+        for start in self.range.clone().step_by(PIECE) {
+            let len = PIECE.min(self.range.end - start);
+            sums.set_len(len);
+            piece.set_len(len);
+            // SAFETY: `dispatch` enables the instructions. The elements lie within the tensors, which have as many on
+            // every rank, and all ranks wait for each other before and after: until then these elements are this
+            // task's. All are read before any is written, so `out` may be `x`.
+            unsafe {
+                first.load::<S>(start, &mut sums);
+                for x in others {
+                    x.load::<S>(start, &mut piece);
+                    for (sum, x) in sums.vectors::<S>().zip(piece.vectors::<S>()) {
+                        S::store(sum, S::add(S::load(sum), S::load(x)));
+                    }
+                }
+                self.out.iter().for_each(|out| out.store::<S>(start, &sums));
+            }
+        }
+    }
+}

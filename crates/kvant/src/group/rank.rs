@@ -1,0 +1,124 @@
+//! The calls of a rank: those of the group, with the rank's tensors.
+
+use std::{fmt, sync::Arc};
+
+use super::{Exchange, Meeting, storages};
+use crate::{Device, Result, Tensor, ops::Call, ops::check};
+
+/// One of the devices of a group.
+pub(crate) struct Rank {
+    index: usize,
+    device: Device,
+    meeting: Arc<Meeting>,
+    exchange: Option<Arc<Exchange>>,
+}
+
+impl Rank {
+    pub(super) fn new(index: usize, device: &Device, meeting: &Arc<Meeting>, exchange: Option<&Arc<Exchange>>) -> Rank {
+        Rank { index, device: device.clone(), meeting: Arc::clone(meeting), exchange: exchange.cloned() }
+    }
+}
+
+/// A value that may hold tensors of a group.
+pub(crate) trait RankTensors {
+    /// Replaces the tensors by those of a rank, which share the rank's memory.
+    fn move_to(&mut self, rank: &Rank);
+}
+
+/// Implements [`RankTensors`] by the fields that have tensors.
+macro_rules! rank_tensors {
+    ($name:ident { $($field:tt),* $(,)? }) => {
+        impl $crate::group::RankTensors for $name {
+            fn move_to(&mut self, rank: &$crate::group::Rank) {
+                $($crate::group::RankTensors::move_to(&mut self.$field, rank);)*
+            }
+        }
+    };
+}
+pub(crate) use rank_tensors;
+
+impl RankTensors for Tensor {
+    fn move_to(&mut self, rank: &Rank) {
+        if let Some(storage) = storages(&*self.storage().memory).get(rank.index) {
+            *self = self.with_storage(Arc::clone(storage));
+        }
+    }
+}
+
+impl<T: RankTensors> RankTensors for Option<T> {
+    fn move_to(&mut self, rank: &Rank) {
+        self.iter_mut().for_each(|value| value.move_to(rank));
+    }
+}
+
+impl<T: RankTensors> RankTensors for Vec<T> {
+    fn move_to(&mut self, rank: &Rank) {
+        self.iter_mut().for_each(|value| value.move_to(rank));
+    }
+}
+
+impl<T: RankTensors, const N: usize> RankTensors for [T; N] {
+    fn move_to(&mut self, rank: &Rank) {
+        self.iter_mut().for_each(|value| value.move_to(rank));
+    }
+}
+
+impl Call {
+    /// The call of a rank.
+    ///
+    /// # Errors
+    /// `WrongDevice` for a call that names a tensor which [`RankTensors`] misses: no kernel gets it.
+    pub(crate) fn for_rank(&self, rank: &Rank) -> Result<Call> {
+        let mut call = self.clone();
+        call.move_to(rank);
+        let mut fits = Ok(());
+        call.touches(&mut |touch| {
+            if fits.is_ok() {
+                fits = check::device(self.name(), touch.arg, touch.tensor, &rank.device);
+            }
+        });
+        fits.map(|()| call)
+    }
+}
+
+/// The other ranks' part in a collective, as one rank sees it: the tensors of all ranks, in their order.
+#[derive(Clone)]
+pub(crate) struct Peers {
+    /// The rank that has this.
+    pub rank: usize,
+    pub x: Vec<Tensor>,
+    pub out: Vec<Tensor>,
+    meeting: Arc<Meeting>,
+    exchange: Option<Arc<Exchange>>,
+}
+
+impl Peers {
+    /// Of a call on tensors of the group.
+    pub(crate) fn new(rank: &Rank, x: &Tensor, out: &Tensor) -> Peers {
+        let all = |tensor: &Tensor| {
+            let storages = storages(&*tensor.storage().memory).iter();
+            storages.map(|storage| tensor.with_storage(Arc::clone(storage))).collect()
+        };
+        let (meeting, exchange) = (Arc::clone(&rank.meeting), rank.exchange.clone());
+        Peers { rank: rank.index, x: all(x), out: all(out), meeting, exchange }
+    }
+
+    /// Where GPUs meet; None in host memory.
+    pub(crate) fn exchange(&self) -> Option<&Exchange> {
+        self.exchange.as_deref()
+    }
+
+    /// Waits for all ranks, in host memory.
+    ///
+    /// # Errors
+    /// `DeviceFault` if a rank has failed.
+    pub(crate) fn wait_for_all(&self) -> Result<()> {
+        self.meeting.wait_for_all()
+    }
+}
+
+impl fmt::Debug for Peers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.rank, self.x.len())
+    }
+}

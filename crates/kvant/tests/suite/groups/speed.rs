@@ -1,0 +1,62 @@
+//! How long collectives take on the NVIDIA GPUs of this machine, in graphs: a table. Nothing is judged.
+//! `cargo test --release --test suite -- groups::speed --ignored --nocapture`; `KVANT_TEST_RANKS=2` takes two GPUs.
+
+use std::time::Instant;
+
+use kvant::{
+    DType, Device, Encoder, Result, Tensor,
+    ops::{self, AllGather, AllReduce},
+};
+
+/// Collectives of a graph. Each depends on the previous one.
+const CHAIN: usize = 200;
+
+/// Microseconds of a collective.
+fn time(group: &Device, record: impl Fn(&mut Encoder, usize) -> Result<()>) -> Result<f64> {
+    let graph = Encoder::capture(group, |enc| (0..CHAIN).try_for_each(|index| record(enc, index)))?;
+    let replays = |count: usize| -> Result<f64> {
+        let start = Instant::now();
+        let mut last = None;
+        for _ in 0..count {
+            last = Some(graph.replay()?);
+        }
+        last.map_or(Ok(()), |last| last.wait())?;
+        Ok(start.elapsed().as_secs_f64() * 1e6 / (count * CHAIN) as f64)
+    };
+    replays(5)?;
+    let times: Result<Vec<f64>> = (0..5).map(|_| replays(20)).collect();
+    Ok(times?.into_iter().fold(f64::INFINITY, f64::min))
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn all_reduces() -> Result<()> {
+    let group = super::gpus().expect("a GPU");
+    println!("| all_reduce, {} ranks, bf16 | µs | GB/s of messages |", group.ranks());
+    println!("|---|---|---|");
+    for kib in [1, 4, 8, 10, 16, 21, 32, 64, 128, 192, 256, 320, 512, 1024, 2048, 4096, 16384, 65536] {
+        let new = || Tensor::zeros(&group, DType::BF16, &[kib * 512]);
+        let (a, b) = (new()?, new()?);
+        let us = time(&group, |enc, index| {
+            let (x, out) = if index % 2 == 0 { (&a, &b) } else { (&b, &a) };
+            ops::all_reduce(enc, &AllReduce::new(x, out))
+        })?;
+        println!("| {kib} KiB | {us:.2} | {:.1} |", (kib << 10) as f64 / us / 1e3);
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn all_gathers() -> Result<()> {
+    let group = super::gpus().expect("a GPU");
+    println!("| all_gather, {} ranks, f32 | µs | GB/s of each rank's part |", group.ranks());
+    println!("|---|---|---|");
+    for (rows, columns) in [(1, 64), (64, 64), (1, 131_072), (8, 131_072), (64, 131_072)] {
+        let x = Tensor::zeros(&group, DType::F32, &[rows, columns])?;
+        let out = Tensor::zeros(&group, DType::F32, &[rows, columns * group.ranks()])?;
+        let us = time(&group, |enc, _| ops::all_gather(enc, &AllGather::new(&x, &out)))?;
+        println!("| [{rows}, {columns}] | {us:.2} | {:.1} |", x.bytes() as f64 / us / 1e3);
+    }
+    Ok(())
+}
