@@ -159,7 +159,7 @@ inline uint first_of_warp(const Place &place) {
 }
 
 // A lane's share of its warp's softmax state.
-struct Work {
+struct Accumulators {
     // For query rows 2t and 2t + 1: the maximum, and this lane's part of the sum.
     float m[2];
     float l[2];
@@ -167,10 +167,22 @@ struct Work {
     float o[PRODUCTS][4];
     // Of the current unit, as B operands.
     Weights weights;
+
+    inline void clear() {
+        m[0] = m[1] = nothing();
+        l[0] = l[1] = 0;
+#pragma unroll
+        for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                o[i][c] = 0;
+            }
+        }
+    }
 };
 
 // The scores of 16 keys, of which those `there` are visible; the new maxima; the weights.
-inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], Range there, Work &work) {
+inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], Range there, Accumulators &work) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr uint CHAINS = 4;
     float sums[CHAINS][4] = {};
@@ -237,7 +249,7 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
 }
 
 // O^T += V^T P^T over 16 values.
-inline void add_values(uint buffer, Work &work) {
+inline void add_values(uint buffer, Accumulators &work) {
     const uint lane = threadIdx.x % 32;
     // Lanes 0-7 address keys 0-7 at coordinates 0-7, lanes 8-15 at coordinates 8-15; lanes 16-31 the same of keys 8-15.
     // With BULK the two are exchanged for odd keys, and with SWAPS every other pair of keys has the coordinates of two
@@ -277,55 +289,288 @@ inline void add_values(uint buffer, Work &work) {
     }
 }
 
+// Adds up the lengths of several items: `before` of each becomes the number of units of the items before it. All
+// threads call it.
+inline void add_lengths(const Stretch &stretch, Item *shared_items, uint items, uint warp, uint lane) {
+    if (warp == 0) {
+        uint before = 0;
+#pragma unroll 1
+        for (uint first = 0; first < items; first += 32) {
+            const uint own = first + lane < items ? stretch.length_of(shared_items[first + lane]) : 0;
+            uint sum = own;
+#pragma unroll
+            for (uint step = 1; step < 32; step *= 2) {
+                const uint x = __shfl_up_sync(0xFFFFFFFF, sum, step);
+                sum += lane >= step ? x : 0;
+            }
+            if (first + lane < items) {
+                shared_items[first + lane].before = before + sum - own;
+            }
+            before += __shfl_sync(0xFFFFFFFF, sum, 31);
+        }
+    }
+    __syncthreads();
+}
+
+// Reads the items of the cluster's share: to shared memory, or the only one, whose page table is read with it. Returns
+// the number of units of all heads.
+template <typename Early>
+inline uint read_items(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens, const uint *table,
+                       uint first_item, Stretch &stretch, Item *shared_items, Early &pages_of_only, uint warp, uint lane) {
+    const uint items = stretch.count;
+    if (items == 1) {
+        stretch.only = item_of(p, load_token_and_pages(p, positions, sequence, lens, table, first_item, pages_of_only));
+        return stretch.length_of(stretch.only) * stretch.heads;
+    }
+#pragma unroll 1
+    for (uint i = threadIdx.x; i < items; i += THREADS) {
+        shared_items[i] = item_of(p, load_token(p, positions, sequence, lens, i));
+    }
+    __syncthreads();
+    add_lengths(stretch, shared_items, items, warp, lane);
+    return (shared_items[items - 1].before + stretch.length_of(shared_items[items - 1])) * stretch.heads;
+}
+
+// The next unit that this warp fetches, and over pages its entry in the page table.
+struct Ahead {
+    Place place;
+    uint unit;
+    uint entry;
+    // Whether the values of the unit are next; its keys were fetched before.
+    bool of_values;
+    // Whether the block has more units.
+    bool more;
+
+    inline void look_up(const AttendParams &p, const uint *table) {
+        if (PAGE_SHIFT > 0 && unit < place.to) {
+            entry = entry_of(p, table, place.item, unit);
+        }
+    }
+
+    // Fills the buffer of BUFFERS steps ago, which is free.
+    inline void fetch(const AttendParams &p, const uint *table, const Stretch &stretch, Buffers &ring, uint first_head, const uchar *k,
+                      const uchar *v) {
+        while (more && unit >= place.to) {
+            more = place.next < stretch.end;
+            if (more) {
+                place = place_at(stretch, place.next, place.index);
+                unit = first_of_warp(place);
+                look_up(p, table);
+            }
+        }
+        if (more) {
+            const ulong plane = place.item.sequence * p.row_sequence + rows_of_head(p, first_head + place.head);
+            const uint page = entry < p.page_entries ? entry : NONE;
+            ring.fill(p, (of_values ? v : k) + plane * ROW, place.item.keys, unit, page);
+            unit += of_values ? WARPS : 0;
+            if (of_values) {
+                look_up(p, table);
+            }
+            of_values = !of_values;
+        }
+        ring.end_turn();
+    }
+};
+
+// Looks up the first entry: the page table of an only item is there already.
+template <typename Early>
+inline void look_up_first(const AttendParams &p, const uint *table, const Early &pages_of_only, uint items, Ahead &ahead) {
+    const uint first_position = in_units(ahead.place.item.keys).first + ahead.unit * TILE;
+    if (PAGE_SHIFT > 0 && items == 1 && pages_of_only.has(first_position)) {
+        ahead.entry = first_position < ahead.place.item.keys.end ? pages_of_only.entry(first_position) : NONE;
+    } else {
+        ahead.look_up(p, table);
+    }
+}
+
+// Attends to the warp's units of a place, with the ring filled BUFFERS steps ahead. Keys and values of a unit take one
+// step each. The first BUFFERS steps of the block (`first`) only fetch.
+inline void attend_to(const AttendParams &p, const uint *table, const Stretch &stretch, const Place &place, bool first, uint first_head,
+                      const uchar *own_ring, Buffers &ring, Ahead &ahead, const uint4 (&queries)[LOADS], const uchar *k,
+                      const uchar *v, Accumulators &work) {
+    uint unit = first_of_warp(place);
+    bool values_next = false;
+    int step = first ? -int(BUFFERS) : 0;
+#pragma unroll 1
+    while (step < 0 || unit < place.to) {
+        if (step >= 0) {
+            // Looked up while the copy is awaited.
+            const uint entry = PAGE_SHIFT > 0 && !values_next ? entry_of(p, table, place.item, unit) : NONE;
+            const uint buffer = ring.wait();
+            if (!values_next) {
+                const Range keys = place.item.keys;
+                const uint first = in_units(keys).first + unit * TILE;
+                Range there = {0, first < keys.end ? keys.end - first : 0};
+                if (PAGE_SHIFT > 0) {
+                    there.first = keys.first > first ? keys.first - first : 0;
+                    there.end = entry < p.page_entries ? there.end : 0;
+                }
+                scores(p, own_ring + buffer, queries, there, work);
+            } else {
+                add_values(ring.base + buffer, work);
+                unit += WARPS;
+            }
+            values_next = !values_next;
+            ring.empty();
+        }
+        step++;
+        ahead.fetch(p, table, stretch, ring, first_head, k, v);
+    }
+}
+
+// Leaves the states of the block's warps in shared memory.
+inline void leave_warps(const Accumulators &work, float *outputs, float2 *sums, uint warp, uint g, uint t) {
+#pragma unroll
+    for (uint c = 0; c < 2; c++) {
+        const float l = column_sum(work.l[c]);
+        if (g == 0) {
+            sums[warp * 8 + 2 * t + c] = make_float2(work.m[c], l);
+        }
+        if (2 * t + c < GROUP) {
+            float *to = outputs + (warp * GROUP + 2 * t + c) * OUTPUT_PITCH + g;
+#pragma unroll
+            for (uint i = 0; i < PRODUCTS; i++) {
+                to[16 * i] = work.o[i][c];
+                to[16 * i + 8] = work.o[i][c + 2];
+            }
+        }
+    }
+}
+
+// The merged state of the block's warps, for four coordinates of a row.
+inline SoftmaxState sum_of_warps(const float *outputs, const float2 *sums, uint r, uint column) {
+    SoftmaxState sum;
+#pragma unroll
+    for (uint w = 0; w < WARPS; w++) {
+        sum.cover(sums[w * 8 + r].x);
+    }
+#pragma unroll
+    for (uint w = 0; w < WARPS; w++) {
+        const float2 of_warp = sums[w * 8 + r];
+        const float *from = outputs + (w * GROUP + r) * OUTPUT_PITCH + column * 4;
+        sum.add(of_warp, *reinterpret_cast<const float4 *>(from));
+    }
+    const float unscale = 1 / WEIGHT_SCALE;
+    sum.o = make_float4(sum.o.x * unscale, sum.o.y * unscale, sum.o.z * unscale, sum.o.w * unscale);
+    return sum;
+}
+
+// Merges the states of the block's warps, and in a cluster those of its blocks, which read each other's. Writes the
+// output, or leaves the state of one of several parts. In a cluster, blocks end only after a cluster_wait().
+inline void merge_block(const States &states, const ItemPart &part_of_item, const Output &output, const SharedState &own_state,
+                        const float *outputs, const float2 *sums) {
+#pragma unroll 1
+    for (uint quad = threadIdx.x; quad < QUADS; quad += THREADS) {
+        const uint r = quad / (HEAD_DIM / 4), column = quad % (HEAD_DIM / 4);
+        const SoftmaxState sum = sum_of_warps(outputs, sums, r, column);
+        if (CLUSTER > 1) {
+            *own_state.at(quad) = sum.o;
+            if (column == 0) {
+                own_state.ml[r] = make_float2(sum.m, sum.l);
+            }
+        } else if (part_of_item.parts == 1) {
+            output.finish(quad, sum);
+        } else {
+            states.leave(part_of_item.slot(part_of_item.part), quad, sum);
+        }
+    }
+    if constexpr (CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+        merge_in_cluster(own_state, states.rank, [&](uint quad, const SoftmaxState &sum) {
+            if (part_of_item.parts == 1) {
+                output.finish(quad, sum);
+            } else {
+                states.leave(part_of_item.slot(part_of_item.part), quad, sum);
+            }
+        });
+        cluster_arrive();
+    }
+}
+
+// Moves to the next place if the share begins, at unit `at`, in the empty units after the last of a head. Returns
+// false if the share has no other.
+inline bool skip_empty_units(const Stretch &stretch, uint at, Place &place) {
+    if (at - place.first >= units_of(place.item)) {
+        if (place.next >= stretch.end) {
+            return false;
+        }
+        place = place_at(stretch, place.next, place.index);
+    }
+    return true;
+}
+
+// Context of the end of a place: tensors, and the block's share of all units.
+struct Block {
+    const AttendParams &p;
+    uchar *memory;
+    uchar *out;
+    float *partials;
+    uint *counters;
+    const uint *table;
+    RowEnds ends;
+    const Division &division;
+    const EvenSplit &line;
+    uint own;
+    uint warp;
+    uint lane;
+};
+
+// Whether other blocks of the cluster may still read this block's state. It waits for them before the state is
+// overwritten, and before the block ends.
+struct ReadByOthers {
+    bool pending = false;
+
+    inline void wait() {
+        if (pending) {
+            cluster_wait();
+        }
+        pending = false;
+    }
+};
+
+// Merges the states of a place: of the block's warps, of the cluster's blocks, and of all parts of its item and head.
+inline void finish_place(const Block &b, const Place &place, uint head, const QueryRows &rows, const Accumulators &work,
+                         ReadByOthers &read_by_others) {
+    float *outputs = reinterpret_cast<float *>(b.memory + AT_OUTPUTS);
+    float2 *sums = reinterpret_cast<float2 *>(b.memory + AT_SUMS);
+    read_by_others.wait();
+    const uint first_part = b.line.part_of(place.first), last_part = b.line.part_of(place.first + units_of(place.item) - 1);
+    __syncthreads();
+    leave_warps(work, outputs, sums, b.warp, b.lane / 4, b.lane % 4);
+    __syncthreads();
+    const uint parts = last_part - first_part + 1, item = b.division.first_item + place.index;
+    // Counts all earlier items and heads, and all earlier clusters: no two parts have the same slot.
+    const uint slot = b.division.block - b.own + first_part + item * b.p.kv_heads + head;
+    const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, b.own - first_part, slot};
+    const States states = {b.partials, b.counters, b.p.items * b.p.kv_heads, b.p.kv_heads, blockIdx.x % CLUSTER};
+    const Pages pages = pages_of(b.p, b.table, place.item.sequence, place.item.gap);
+    const Output output = {b.p, b.out, b.ends, rows, place.item.keys.len() > 0, place.item.keys, pages};
+    const SharedState own_state = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(b.memory + AT_ENDS)};
+    merge_block(states, part_of_item, output, own_state, outputs, sums);
+    read_by_others.pending = CLUSTER > 1;
+    if (parts > 1) {
+        read_by_others.wait();
+        merge(states, part_of_item, output, reinterpret_cast<uint *>(b.memory + AT_FLAG), outputs);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *partials, uint *counters,
            const float *sinks, const AttendParams p, const uint *table, const uchar *, const uchar *,
            const float *earlier, const float *earlier_ends, float *new_ends) {
     extern __shared__ __align__(128) uchar memory[];
-    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const uint rank = blockIdx.x % CLUSTER;
-    float *outputs = reinterpret_cast<float *>(memory + AT_OUTPUTS);
-    float2 *sums = reinterpret_cast<float2 *>(memory + AT_SUMS);
+    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     Item *shared_items = reinterpret_cast<Item *>(memory + AT_ITEMS);
-    uint *flag = reinterpret_cast<uint *>(memory + AT_FLAG);
     const RowEnds row_ends(sinks, earlier, earlier_ends, new_ends);
 
     const Division division(p);
     const uint items = division.items, heads = division.heads;
     const uint first_item = division.first_item, first_head = division.first_head(p);
     Stretch stretch = {shared_items, {}, items, heads, items > 1 ? END_UNITS : 0, 0};
-    uint length;
     EarlyPages<31 * PAGE_KEYS> pages_of_only;
-    if (items == 1) {
-        stretch.only = item_of(p, load_token_and_pages(p, positions, sequence, lens, table, first_item, pages_of_only));
-        length = stretch.length_of(stretch.only) * heads;
-    } else {
-#pragma unroll 1
-        for (uint i = thread; i < items; i += THREADS) {
-            shared_items[i] = item_of(p, load_token(p, positions, sequence, lens, i));
-        }
-        __syncthreads();
-        if (warp == 0) {
-            uint before = 0;
-#pragma unroll 1
-            for (uint first = 0; first < items; first += 32) {
-                const uint own = first + lane < items ? stretch.length_of(shared_items[first + lane]) : 0;
-                uint sum = own;
-#pragma unroll
-                for (uint step = 1; step < 32; step *= 2) {
-                    const uint x = __shfl_up_sync(0xFFFFFFFF, sum, step);
-                    sum += lane >= step ? x : 0;
-                }
-                if (first + lane < items) {
-                    shared_items[first + lane].before = before + sum - own;
-                }
-                before += __shfl_sync(0xFFFFFFFF, sum, 31);
-            }
-        }
-        __syncthreads();
-        length = (shared_items[items - 1].before + stretch.length_of(shared_items[items - 1])) * heads;
-    }
+    const uint length = read_items(p, positions, sequence, lens, table, first_item, stretch, shared_items, pages_of_only, warp, lane);
     const uint sharers = min(division.sharers(), (length + MIN_UNITS - 1) / MIN_UNITS);
     const uint own = division.own();
     // Blocks that return here have not waited; the first block of the first head does (device/dependent_launch.h).
@@ -335,189 +580,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const EvenSplit line(length, sharers);
     stretch.end = line.first(own + 1);
     Place place = place_at(stretch, line.first(own), 0);
-    if (line.first(own) - place.first >= units_of(place.item)) {
-        if (place.next >= stretch.end) {
-            return;
-        }
-        place = place_at(stretch, place.next, place.index);
+    if (!skip_empty_units(stretch, line.first(own), place)) {
+        return;
     }
-
-    // The next unit that this warp fetches, and over pages its entry in the page table.
-    Place ahead = place;
-    uint ahead_unit = first_of_warp(ahead), ahead_entry = NONE;
-    const auto look_up = [&] {
-        if (PAGE_SHIFT > 0 && ahead_unit < ahead.to) {
-            ahead_entry = entry_of(p, table, ahead.item, ahead_unit);
-        }
-    };
-    const uint first_position = in_units(ahead.item.keys).first + ahead_unit * TILE;
-    if (PAGE_SHIFT > 0 && items == 1 && pages_of_only.has(first_position)) {
-        ahead_entry = first_position < ahead.item.keys.end ? pages_of_only.entry(first_position) : NONE;
-    } else {
-        look_up();
-    }
-
+    Ahead ahead = {place, first_of_warp(place), NONE, false, true};
+    look_up_first(p, table, pages_of_only, items, ahead);
     wait_unless_late<EARLIER>();
-
     const uchar *own_ring = memory + warp * RING_BYTES;
     Buffers ring(shared_address(own_ring), shared_address(memory + AT_BARRIERS) + warp * BUFFERS * 8);
-    bool of_values = false, more = true;
-
-    bool begun = false, read_by_others = false;
-    // Before the block's state is overwritten, and before the block ends.
-    const auto wait_for_others = [&] {
-        if (read_by_others) {
-            cluster_wait();
-        }
-        read_by_others = false;
-    };
+    const Block b = {p, memory, out, partials, counters, table, row_ends, division, line, own, warp, lane};
+    ReadByOthers read_by_others;
+    bool begun = false;
 #pragma unroll 1
     while (true) {
         const uint head = first_head + place.head;
         const QueryRows rows(p, first_item + place.index, head);
         uint4 queries[LOADS];
         load_queries(q, rows, queries);
-        Work work;
-        work.m[0] = work.m[1] = nothing();
-        work.l[0] = work.l[1] = 0;
-#pragma unroll
-        for (uint i = 0; i < PRODUCTS; i++) {
-#pragma unroll
-            for (uint c = 0; c < 4; c++) {
-                work.o[i][c] = 0;
-            }
-        }
-        // Keys and values of a unit take one step each. The first BUFFERS steps only fetch.
-        uint unit = first_of_warp(place);
-        bool values_next = false;
-        int step = begun ? 0 : -int(BUFFERS);
+        Accumulators work;
+        work.clear();
+        attend_to(p, table, stretch, place, !begun, first_head, own_ring, ring, ahead, queries, k, v, work);
         begun = true;
-#pragma unroll 1
-        while (step < 0 || unit < place.to) {
-            if (step >= 0) {
-                // Looked up while the copy is awaited.
-                const uint entry = PAGE_SHIFT > 0 && !values_next ? entry_of(p, table, place.item, unit) : NONE;
-                const uint buffer = ring.wait();
-                if (!values_next) {
-                    const Range keys = place.item.keys;
-                    const uint first = in_units(keys).first + unit * TILE;
-                    Range there = {0, first < keys.end ? keys.end - first : 0};
-                    if (PAGE_SHIFT > 0) {
-                        there.first = keys.first > first ? keys.first - first : 0;
-                        there.end = entry < p.page_entries ? there.end : 0;
-                    }
-                    scores(p, own_ring + buffer, queries, there, work);
-                } else {
-                    add_values(ring.base + buffer, work);
-                    unit += WARPS;
-                }
-                values_next = !values_next;
-                ring.empty();
-            }
-            step++;
-            // The buffer of BUFFERS steps ago is free.
-            while (more && ahead_unit >= ahead.to) {
-                more = ahead.next < stretch.end;
-                if (more) {
-                    ahead = place_at(stretch, ahead.next, ahead.index);
-                    ahead_unit = first_of_warp(ahead);
-                    look_up();
-                }
-            }
-            if (more) {
-                const ulong plane = ahead.item.sequence * p.row_sequence + rows_of_head(p, first_head + ahead.head);
-                const uint page = ahead_entry < p.page_entries ? ahead_entry : NONE;
-                ring.fill(p, (of_values ? v : k) + plane * ROW, ahead.item.keys, ahead_unit, page);
-                ahead_unit += of_values ? WARPS : 0;
-                if (of_values) {
-                    look_up();
-                }
-                of_values = !of_values;
-            }
-            ring.end_turn();
-        }
 
         // Not earlier: blocks of the next kernel would share the few multiprocessors that this one leaves free.
         if (place.next >= stretch.end) {
             let_next_begin();
         }
         wait_if_late<EARLIER>();
-        // The warps' states, merged.
-        wait_for_others();
-        const uint first_part = line.part_of(place.first), last_part = line.part_of(place.first + units_of(place.item) - 1);
-        __syncthreads();
-#pragma unroll
-        for (uint c = 0; c < 2; c++) {
-            const float l = column_sum(work.l[c]);
-            if (g == 0) {
-                sums[warp * 8 + 2 * t + c] = make_float2(work.m[c], l);
-            }
-            if (2 * t + c < GROUP) {
-                float *to = outputs + (warp * GROUP + 2 * t + c) * OUTPUT_PITCH + g;
-#pragma unroll
-                for (uint i = 0; i < PRODUCTS; i++) {
-                    to[16 * i] = work.o[i][c];
-                    to[16 * i + 8] = work.o[i][c + 2];
-                }
-            }
-        }
-        __syncthreads();
-        const uint parts = last_part - first_part + 1, item = first_item + place.index;
-        // Counts all earlier items and heads, and all earlier clusters: no two parts have the same slot.
-        const uint slot = division.block - own + first_part + item * p.kv_heads + head;
-        const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, own - first_part, slot};
-        const States states = {partials, counters, p.items * p.kv_heads, p.kv_heads, rank};
-        const Pages pages = pages_of(p, table, place.item.sequence, place.item.gap);
-        const Output output = {p, out, row_ends, rows, place.item.keys.len() > 0, place.item.keys, pages};
-        const SharedState own_state = {outputs, OUTPUT_PITCH, reinterpret_cast<float2 *>(memory + AT_ENDS)};
-#pragma unroll 1
-        for (uint quad = thread; quad < QUADS; quad += THREADS) {
-            const uint r = quad / (HEAD_DIM / 4), column = quad % (HEAD_DIM / 4);
-            SoftmaxState sum;
-#pragma unroll
-            for (uint w = 0; w < WARPS; w++) {
-                sum.cover(sums[w * 8 + r].x);
-            }
-#pragma unroll
-            for (uint w = 0; w < WARPS; w++) {
-                const float2 of_warp = sums[w * 8 + r];
-                const float *from = outputs + (w * GROUP + r) * OUTPUT_PITCH + column * 4;
-                sum.add(of_warp, *reinterpret_cast<const float4 *>(from));
-            }
-            const float unscale = 1 / WEIGHT_SCALE;
-            sum.o = make_float4(sum.o.x * unscale, sum.o.y * unscale, sum.o.z * unscale, sum.o.w * unscale);
-            if (CLUSTER > 1) {
-                *own_state.at(quad) = sum.o;
-                if (column == 0) {
-                    own_state.ml[r] = make_float2(sum.m, sum.l);
-                }
-            } else if (parts == 1) {
-                output.finish(quad, sum);
-            } else {
-                states.leave(part_of_item.slot(part_of_item.part), quad, sum);
-            }
-        }
-        if constexpr (CLUSTER > 1) {
-            cluster_arrive();
-            cluster_wait();
-            merge_in_cluster(own_state, rank, [&](uint quad, const SoftmaxState &sum) {
-                if (parts == 1) {
-                    output.finish(quad, sum);
-                } else {
-                    states.leave(part_of_item.slot(part_of_item.part), quad, sum);
-                }
-            });
-            cluster_arrive();
-            read_by_others = true;
-        }
-        if (parts > 1) {
-            wait_for_others();
-            merge(states, part_of_item, output, flag, outputs);
-        }
+        finish_place(b, place, head, rows, work, read_by_others);
         if (place.next >= stretch.end) {
             break;
         }
         place = place_at(stretch, place.next, place.index);
     }
-    wait_for_others();
+    read_by_others.wait();
 }

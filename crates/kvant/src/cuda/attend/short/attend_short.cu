@@ -110,18 +110,37 @@ inline void scores(const AttendParams &p, const uchar *k, const uint4 (&q)[LOADS
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
-    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
-           const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, const float *sinks,
-           const AttendParams p, const uint *table, const uchar *, const uchar *, const float *earlier,
-           const float *earlier_ends, float *new_ends) {
-    extern __shared__ __align__(128) uchar memory[];
-    Shared &shared = *reinterpret_cast<Shared *>(memory);
-    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
-    const uint item = pair / p.kv_heads, head = pair % p.kv_heads;
-    const uint keys = shared_address(&shared.keys), values = shared_address(&shared.values);
-    const uint all_m = shared_address(&shared.all_m), all_o = shared_address(&shared.all_o);
+// Context of all phases: the thread, and the block's rank in its cluster.
+struct Lane {
+    uint warp;
+    uint lane;
+    uint g;
+    uint t;
+    uint rank;
+};
+
+// The block's keys, divided among warps in stretches of an even number of keys.
+struct Stretch {
+    // Keys of the cluster before the block's, the block's, and those of a full stretch.
+    uint first;
+    uint count;
+    uint length;
+    // The warp's rows, and the slot of the first.
+    uint rows;
+    uint slot;
+};
+
+inline Stretch stretch_of(const AttendParams &p, const Lane &self, Range seen) {
+    const EvenSplit line(tiles_of(seen), CLUSTER);
+    const uint first = min(line.first(self.rank) * TILE, seen.len());
+    const uint count = min(line.first(self.rank + 1) * TILE, seen.len()) - first, length = (count + TILE - 1) / TILE * 2;
+    const uint before = self.warp * length, rows = before < count ? min(count - before, length) : 0;
+    const uint slot = RING ? (seen.first + first + before) % p.capacity : seen.first + first + before;
+    return {first, count, length, rows, slot};
+}
+
+// All blocks of the cluster call it before cluster_wait().
+inline void init_barriers(uint thread, uint keys, uint values, uint all_m, uint all_o) {
     if (thread == 0) {
         barrier_init(keys, WARPS);
         barrier_init(values, WARPS);
@@ -131,98 +150,97 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     show_barriers_to_copies();
     __syncthreads();
     cluster_arrive_early();
+}
 
-    EarlyPages<CLUSTER * WARPS * TILE> early;
-    const Token token = load_token_and_pages(p, positions, sequence, lens, table, item, early);
-    const bool exists = token.sequence != NONE;
-    const Range seen = exists ? visible(p, token) : Range{0, 0};
-    const ulong plane = exists ? (token.sequence * p.row_sequence + rows_of_head(p, head)) * ROW : 0;
-    const EvenSplit line(tiles_of(seen), CLUSTER);
-    // Keys before the block's, its own, those of a stretch, an even number, and the warp's.
-    const uint first = min(line.first(rank) * TILE, seen.len());
-    const uint count = min(line.first(rank + 1) * TILE, seen.len()) - first, length = (count + TILE - 1) / TILE * 2;
-    const uint before = warp * length, rows = before < count ? min(count - before, length) : 0;
-    const uint slot = RING ? (seen.first + first + before) % p.capacity : seen.first + first + before;
-    const uint own_k = shared_address(shared.k + warp * STRETCH), own_v = shared_address(shared.v + warp * STRETCH);
-    // Over pages: those of the warp's stretch.
-    const RowsInPages own(early, slot, PAGE_SHIFT > 0 ? rows : 0);
-    const uint held = PAGE_SHIFT > 0 ? own.held() : rows;
-    // Zeros for values that do not exist: their weights are multiplied, too.
-    for (uint at = (held == TILE || PAGE_SHIFT == 0 ? rows * ROW : 0) + lane * 16; at < TILE * ROW; at += 512) {
+// The bytes that the cluster's blocks send. Not next to barrier_init: racecheck would report a race.
+inline void expect_states(uint thread, uint all_m, uint all_o) {
+    if (thread == 0) {
+        barrier_expect(all_m, sizeof(Shared::m));
+        barrier_expect(all_o, sizeof(Shared::l) + sizeof(Shared::o));
+    }
+}
+
+// Fills the values of missing keys with zeros, since their weights are multiplied, too. Announces the bytes of all
+// copies to the barriers, and prefetches keys.
+template <typename Own>
+inline void prepare_copies(const AttendParams &p, const Lane &self, const Stretch &stretch, const Own &own, uint held, uint own_v,
+                           const uchar *k_plane, uint keys, uint values) {
+    for (uint at = (held == TILE || PAGE_SHIFT == 0 ? stretch.rows * ROW : 0) + self.lane * 16; at < TILE * ROW; at += 512) {
         if (PAGE_SHIFT == 0 || !own.hold(at / ROW)) {
             asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(own_v + at), "r"(0) : "memory");
         }
     }
-    if (lane == 0) {
+    if (self.lane == 0) {
         barrier_expect(keys, held * ROW);
         barrier_expect(values, held * ROW);
         // Not values: they arrive while scores are computed, and prefetching them delays the keys of other blocks.
         if (PAGE_SHIFT > 0) {
             own.each_page([&](uint, uint page, uint slot, uint count) {
-                prefetch_bulk(k + plane + page_bytes(page) + slot * ROW, count * ROW);
+                prefetch_bulk(k_plane + page_bytes(page) + slot * ROW, count * ROW);
             });
-        } else if (rows > 0) {
-            prefetch_rows(p, k + plane, slot, rows);
+        } else if (stretch.rows > 0) {
+            prefetch_rows(p, k_plane, stretch.slot, stretch.rows);
         }
     }
-    // Not next to barrier_init: racecheck would report a race.
-    if (thread == 0) {
-        barrier_expect(all_m, sizeof(shared.m));
-        barrier_expect(all_o, sizeof(shared.l) + sizeof(shared.o));
-    }
+}
 
-    wait_unless_late<EARLIER>();
-    if (TWO_FIT) {
-        let_next_begin();
+// Copies the keys and the values of the warp's stretch. One lane calls it.
+template <typename Own>
+inline void copy_stretch(const AttendParams &p, const Stretch &stretch, const Own &own, const uchar *k_plane, const uchar *v_plane, uint own_k,
+                         uint own_v, uint keys, uint values) {
+    if (PAGE_SHIFT > 0) {
+        copy_from_pages(own, k_plane, own_k, keys);
+        copy_from_pages(own, v_plane, own_v, values);
+    } else {
+        copy(p, k_plane, stretch.slot, stretch.rows, own_k, keys);
+        copy(p, v_plane, stretch.slot, stretch.rows, own_v, values);
     }
-    if (lane == 0) {
-        if (PAGE_SHIFT > 0) {
-            copy_from_pages(own, k + plane, own_k, keys);
-            copy_from_pages(own, v + plane, own_v, values);
-        } else {
-            copy(p, k + plane, slot, rows, own_k, keys);
-            copy(p, v + plane, slot, rows, own_v, values);
-        }
-    }
-    __syncwarp();
+}
 
-    // Over pages: the entries of the two keys whose scores the lane has. A key that is not the block's is masked
-    // anyway.
-    uint entries[2] = {NONE, NONE};
+// Over pages: the entries of the two keys whose scores the lane has.
+template <typename Early>
+inline void look_up_keys(const Lane &self, const Stretch &stretch, const Early &early, Range seen, uint (&entries)[2]) {
     if (PAGE_SHIFT > 0) {
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            entries[i] = early.entry(seen.first + first + g * length + warp * 2 + i);
+            entries[i] = early.entry(seen.first + stretch.first + self.g * stretch.length + self.warp * 2 + i);
         }
     }
-    const QueryRows query_rows(p, item, head);
-    uint4 queries[LOADS];
-    load_queries(q, query_rows, queries);
-    float s[4] = {nothing(), nothing(), nothing(), nothing()};
-    if (warp * 2 < length) {
+}
+
+// Scores of the lane's two keys by query rows 2t and 2t + 1. Keys that are not the block's, or that no page holds, are
+// masked.
+inline void scores_of_stretch(const AttendParams &p, const Shared &shared, const Lane &self, const Stretch &stretch,
+                              const uint (&entries)[2], const uint4 (&queries)[LOADS], uint keys, float (&s)[4]) {
+    if (self.warp * 2 < stretch.length) {
         barrier_wait(keys, 0);
-        scores(p, shared.k + warp * (2 * ROW), queries, s);
-        const uint key = g * length + warp * 2;
+        scores(p, shared.k + self.warp * (2 * ROW), queries, s);
+        const uint key = self.g * stretch.length + self.warp * 2;
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
             const bool is_held = PAGE_SHIFT == 0 || entries[c / 2] < p.page_entries;
-            s[c] = key + c / 2 < count && is_held ? s[c] : nothing();
+            s[c] = key + c / 2 < stretch.count && is_held ? s[c] : nothing();
         }
     }
-    // Of query rows 2t and 2t + 1.
-    float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+}
+
+// Leaves the weights of the warp's keys, relative to the block's largest scores, which it returns in m: those of query
+// rows 2t and 2t + 1. All threads call it.
+inline void leave_weights(Shared &shared, const Lane &self, const float (&s)[4], float (&m)[2]) {
+    m[0] = fmaxf(s[0], s[2]);
+    m[1] = fmaxf(s[1], s[3]);
 #pragma unroll
     for (uint step = 4; step < 32; step *= 2) {
         m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
         m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
     }
-    if (g == 0) {
-        shared.maxima[2 * t][warp] = m[0];
-        shared.maxima[2 * t + 1][warp] = m[1];
+    if (self.g == 0) {
+        shared.maxima[2 * self.t][self.warp] = m[0];
+        shared.maxima[2 * self.t + 1][self.warp] = m[1];
     }
     __syncthreads();
-    m[0] = largest(shared.maxima[2 * t]);
-    m[1] = largest(shared.maxima[2 * t + 1]);
+    m[0] = largest(shared.maxima[2 * self.t]);
+    m[1] = largest(shared.maxima[2 * self.t + 1]);
     bool is_seen[4];
     float weights[4];
 #pragma unroll
@@ -231,27 +249,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         weights[c] = is_seen[c] ? exp2_fast(s[c] - m[c % 2]) : 0;
     }
     const Weights terms = two_terms(weights, is_seen);
-    shared.weights[warp][lane] = make_uint4(terms.leading.x, terms.rest.x, terms.leading.y, terms.rest.y);
+    shared.weights[self.warp][self.lane] = make_uint4(terms.leading.x, terms.rest.x, terms.leading.y, terms.rest.y);
     __syncthreads();
+}
 
-    // All blocks of the cluster have begun. The maxima are sent before the outputs, so that factors are known when
-    // these arrive.
-    cluster_wait();
-    if (g == 0) {
+// Sends the block's largest scores to the cluster's blocks.
+inline void send_maxima(Shared &shared, const Lane &self, const float (&m)[2]) {
+    if (self.g == 0) {
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            if (2 * t + c < GROUP) {
-                send(address_in(&shared.m[rank][2 * t + c], warp), m[c], address_in(&shared.all_m, warp));
+            if (2 * self.t + c < GROUP) {
+                send(address_in(&shared.m[self.rank][2 * self.t + c], self.warp), m[c], address_in(&shared.all_m, self.warp));
             }
         }
     }
-    if (!TWO_FIT) {
-        let_next_begin();
-    }
-    barrier_wait(values, 0);
+}
+
+// Multiplies the block's weights with the warp's slice of the values, and sends outputs and sums of weights to the
+// block that merges the slice.
+inline void send_outputs(Shared &shared, const Lane &self) {
     // Values as B operands: of two units' first keys and second keys.
     uint2 b[WARPS][PRODUCTS];
-    const uint own_coordinates = shared_address(shared.v) + lane % 8 * STRETCH + lane / 8 * ROW + warp * (SLICE * 2);
+    const uint own_coordinates = shared_address(shared.v) + self.lane % 8 * STRETCH + self.lane / 8 * ROW + self.warp * (SLICE * 2);
 #pragma unroll
     for (uint u = 0; u < WARPS; u += 2) {
 #pragma unroll
@@ -263,12 +282,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         }
     }
     // Of query row g (and, by the rest of the weights, in o[i][.][2] and o[i][.][3]) coordinates 2t and 2t + 1 of
-    // eight; and the sum of the weights, which is what they make of ones. Two of each, for products wait for their
-    // sums.
+    // eight; and the sum of the weights: their product with ones. There are two of each, because products wait for
+    // their sums.
     float o[PRODUCTS][2][4] = {}, l[2][4] = {};
 #pragma unroll
     for (uint u = 0; u < WARPS; u++) {
-        const uint4 w = shared.weights[u][lane];
+        const uint4 w = shared.weights[u][self.lane];
         const uint a[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
         for (uint i = 0; i < PRODUCTS; i++) {
@@ -280,40 +299,102 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const auto whole = [](const float (&x)[2][4], uint c) {
         return ((x[0][c] + x[1][c]) + (x[0][c + 2] + x[1][c + 2])) * (1 / WEIGHT_SCALE);
     };
-    if (g < GROUP) {
-        const uint to = address_in(&shared.o[rank][g][2 * t], warp), barrier = address_in(&shared.all_o, warp);
+    if (self.g < GROUP) {
+        const uint to = address_in(&shared.o[self.rank][self.g][2 * self.t], self.warp), barrier = address_in(&shared.all_o, self.warp);
 #pragma unroll
         for (uint i = 0; i < PRODUCTS; i++) {
             send(to + i * 32, make_float2(whole(o[i], 0), whole(o[i], 1)), barrier);
         }
-        if (t == 0) {
-            send(address_in(&shared.l[rank][g], warp), whole(l, 0), barrier);
+        if (self.t == 0) {
+            send(address_in(&shared.l[self.rank][self.g], self.warp), whole(l, 0), barrier);
         }
     }
+}
+
+constexpr uint ROW_QUADS = SLICE / 4;
+
+// Merges the states that the blocks have sent, in their order, for four coordinates of row r. No block writes to one
+// that has ended: it has waited for all.
+inline SoftmaxState merged(const Shared &shared, uint r, uint column, uint all_m, uint all_o) {
+    barrier_wait(all_m, 0);
+    SoftmaxState sum;
+    float f[CLUSTER];
+#pragma unroll
+    for (uint b = 0; b < CLUSTER; b++) {
+        sum.cover(shared.m[b][r]);
+    }
+#pragma unroll
+    for (uint b = 0; b < CLUSTER; b++) {
+        f[b] = factor_of(shared.m[b][r], sum.m);
+    }
+    barrier_wait(all_o, 0);
+#pragma unroll
+    for (uint b = 0; b < CLUSTER; b++) {
+        const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
+        sum.add(shared.l[b][r], x, f[b]);
+    }
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
+    KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
+           const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, const float *sinks,
+           const AttendParams p, const uint *table, const uchar *, const uchar *, const float *earlier,
+           const float *earlier_ends, float *new_ends) {
+    extern __shared__ __align__(128) uchar memory[];
+    Shared &shared = *reinterpret_cast<Shared *>(memory);
+    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const uint rank = blockIdx.x % CLUSTER, pair = blockIdx.x / CLUSTER;
+    const Lane self = {warp, lane, lane / 4, lane % 4, rank};
+    const uint item = pair / p.kv_heads, head = pair % p.kv_heads;
+    const uint keys = shared_address(&shared.keys), values = shared_address(&shared.values);
+    const uint all_m = shared_address(&shared.all_m), all_o = shared_address(&shared.all_o);
+    init_barriers(thread, keys, values, all_m, all_o);
+    EarlyPages<CLUSTER * WARPS * TILE> early;
+    const Token token = load_token_and_pages(p, positions, sequence, lens, table, item, early);
+    const bool exists = token.sequence != NONE;
+    const Range seen = exists ? visible(p, token) : Range{0, 0};
+    const ulong plane = exists ? (token.sequence * p.row_sequence + rows_of_head(p, head)) * ROW : 0;
+    const Stretch stretch = stretch_of(p, self, seen);
+    const uint own_k = shared_address(shared.k + warp * STRETCH), own_v = shared_address(shared.v + warp * STRETCH);
+    // Over pages: the pages of the warp's stretch.
+    const RowsInPages own(early, stretch.slot, PAGE_SHIFT > 0 ? stretch.rows : 0);
+    const uint held = PAGE_SHIFT > 0 ? own.held() : stretch.rows;
+    prepare_copies(p, self, stretch, own, held, own_v, k + plane, keys, values);
+    expect_states(thread, all_m, all_o);
+
+    wait_unless_late<EARLIER>();
+    if (TWO_FIT) {
+        let_next_begin();
+    }
+    if (lane == 0) {
+        copy_stretch(p, stretch, own, k + plane, v + plane, own_k, own_v, keys, values);
+    }
+    __syncwarp();
+
+    uint entries[2] = {NONE, NONE};
+    look_up_keys(self, stretch, early, seen, entries);
+    const QueryRows query_rows(p, item, head);
+    uint4 queries[LOADS];
+    load_queries(q, query_rows, queries);
+    float s[4] = {nothing(), nothing(), nothing(), nothing()}, m[2];
+    scores_of_stretch(p, shared, self, stretch, entries, queries, keys, s);
+    leave_weights(shared, self, s, m);
+
+    // All blocks of the cluster have begun. The maxima are sent before the outputs, so that factors are known when
+    // these arrive.
+    cluster_wait();
+    send_maxima(shared, self, m);
+    if (!TWO_FIT) {
+        let_next_begin();
+    }
+    barrier_wait(values, 0);
+    send_outputs(shared, self);
 
     wait_if_late<EARLIER>();
-    // Merges the states that the blocks have sent, in their order. No block writes to one that has ended: it has waited
-    // for all.
-    constexpr uint ROW_QUADS = SLICE / 4;
     if (thread < GROUP * ROW_QUADS) {
         const uint r = thread / ROW_QUADS, column = thread % ROW_QUADS;
-        barrier_wait(all_m, 0);
-        SoftmaxState sum;
-        float f[CLUSTER];
-#pragma unroll
-        for (uint b = 0; b < CLUSTER; b++) {
-            sum.cover(shared.m[b][r]);
-        }
-#pragma unroll
-        for (uint b = 0; b < CLUSTER; b++) {
-            f[b] = factor_of(shared.m[b][r], sum.m);
-        }
-        barrier_wait(all_o, 0);
-#pragma unroll
-        for (uint b = 0; b < CLUSTER; b++) {
-            const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
-            sum.add(shared.l[b][r], x, f[b]);
-        }
+        const SoftmaxState sum = merged(shared, r, column, all_m, all_o);
         const Pages pages = pages_of(p, table, exists ? token.sequence : 0, gap_of(token));
         const RowEnds row_ends(sinks, earlier, earlier_ends, new_ends);
         const Output output = {p, out, row_ends, query_rows, seen.len() > 0, seen, pages};
