@@ -25,9 +25,13 @@ extern "C" __global__ void __launch_bounds__(512)
                  uchar *out3, uchar *out4, uchar *out5, uchar *out6, uchar *out7) {
     typedef UnitOf<UNIT>::type Unit;
     take_turn();
-    const uint number = begin_collective(own);
+    const uint number = number_of_collective(own);
     const Ranks ranks = {{e0, e1, e2, e3, e4, e5, e6, e7}, own, p.rank};
-    if (!meet<RANKS, false>(ranks, number, failed)) {
+    const bool all_came = meet<RANKS, false>(ranks, number, failed);
+    if (threadIdx.x == blockDim.x - 1) {
+        count_collective(own, number);
+    }
+    if (!all_came) {
         return;
     }
     uchar *const outs[MAX_RANKS] = {out0, out1, out2, out3, out4, out5, out6, out7};

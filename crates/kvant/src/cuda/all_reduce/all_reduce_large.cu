@@ -98,10 +98,14 @@ extern "C" __global__ void __launch_bounds__(512)
                  const uchar *x3, const uchar *x4, const uchar *x5, const uchar *x6, const uchar *x7, uchar *out0, uchar *out1,
                  uchar *out2, uchar *out3, uchar *out4, uchar *out5, uchar *out6, uchar *out7) {
     take_turn();
-    const uint number = begin_collective(own);
+    const uint number = number_of_collective(own);
     const Ranks ranks = {{e0, e1, e2, e3, e4, e5, e6, e7}, own, p.rank};
     const Tensors tensors = {{x0, x1, x2, x3, x4, x5, x6, x7}, {out0, out1, out2, out3, out4, out5, out6, out7}};
-    if (!meet<RANKS, false>(ranks, number, failed)) {
+    const bool all_came = meet<RANKS, false>(ranks, number, failed);
+    if (threadIdx.x == blockDim.x - 1) {
+        count_collective(own, number);
+    }
+    if (!all_came) {
         return;
     }
     if (ALIGNED) {

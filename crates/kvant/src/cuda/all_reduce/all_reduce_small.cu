@@ -51,21 +51,27 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *x, uchar *out, const AllRed
                                         Exchange *e0, Exchange *e1, Exchange *e2, Exchange *e3, Exchange *e4, Exchange *e5,
                                         Exchange *e6, Exchange *e7) {
     take_turn_early();
-    const uint number = RANKS > 1 ? begin_collective(own) : 0;
+    const uint number = RANKS > 1 ? number_of_collective(own) : 0;
     const uint at = blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= p.messages) {
-        return;
-    }
-    const uint i = at * PER, count = p.elements - i;
-    const uint2 message = load_message(x, i, count);
+    const bool has_message = at < p.messages;
+    const uint i = at * PER, count = has_message ? p.elements - i : 0;
+    const uint2 message = has_message ? load_message(x, i, count) : make_uint2(0, 0);
     Exchange *const all[MAX_RANKS] = {e0, e1, e2, e3, e4, e5, e6, e7};
     if (RANKS > 1) {
 #pragma unroll
         for (uint r = 0; r < RANKS; r++) {
-            if (r != p.rank) {
+            if (has_message && r != p.rank) {
                 send(packets_from(all[r], p.rank, number, RANKS, p.capacity) + at, message, number);
             }
         }
+        __syncthreads();
+        // While packets are on their way.
+        if (threadIdx.x == 0) {
+            count_collective(own, number);
+        }
+    }
+    if (!has_message) {
+        return;
     }
     float4 sum = widen(message);
     if (RANKS > 1) {

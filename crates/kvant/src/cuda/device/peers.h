@@ -39,18 +39,18 @@ inline Packet *packets_from(Exchange *exchange, uint rank, uint number, uint ran
     return reinterpret_cast<Packet *>(exchange + 1) + ulong((number & 1) * ranks + rank) * capacity;
 }
 
-// The number of this collective. All threads of all blocks call it once.
-inline uint begin_collective(Exchange *own) {
-    __shared__ uint number;
-    if (threadIdx.x == 0) {
-        number = own->number + 1;
-        // The next collective reads it when this kernel has ended.
-        if (count_arrival(&own->arrivals, gridDim.x)) {
-            own->number = number;
-        }
+// The number of this collective.
+inline uint number_of_collective(const Exchange *own) {
+    // Not from the first-level cache, which may have it from the previous collective.
+    return *const_cast<const volatile uint *>(&own->number) + 1;
+}
+
+// One thread of each block calls it, once all threads of the block have read the number. The next collective reads the
+// new one when this kernel has ended.
+inline void count_collective(Exchange *own, uint number) {
+    if (count_arrival(&own->arrivals, gridDim.x)) {
+        own->number = number;
     }
-    __syncthreads();
-    return number;
 }
 
 inline ulong nanoseconds() {
