@@ -167,7 +167,7 @@ impl DeviceChoice {
     }
 }
 
-/// Divides threads among CPU devices, each of which has at least one.
+/// Divides threads among CPU devices. Each has at least one.
 fn threads_of_ranks(threads: usize, ranks: usize) -> impl Iterator<Item = usize> {
     let ranks = ranks.max(1);
     (0..ranks).map(move |rank| (threads / ranks + usize::from(rank < threads % ranks)).max(1))

@@ -86,7 +86,7 @@ impl Inspection {
     /// As [`Inspection::open`], for a [group](kvant::Device::group) of `ranks` devices.
     ///
     /// # Errors
-    /// As [`Inspection::open`]; `Argument` for no device; `Indivisible` if the model does not divide among so many.
+    /// As [`Inspection::open`]; `Argument` for no device; `Indivisible` if the model does not divide among them.
     pub fn open_for(files: &Files, ranks: usize) -> Result<Inspection> {
         if ranks == 0 {
             return Err(crate::Error::argument("ranks", "at least 1", 0));
@@ -203,8 +203,7 @@ fn output_part(spec: &DecoderSpec, source: &dyn Source, ranks: usize) -> Option<
     has_part.then(|| [of(spec.vocab_size), of(rows)])
 }
 
-/// The tensors of a decoder, or of the part of it that each of `ranks` devices has. Those of a bias have the role of
-/// their matrix.
+/// The tensors of a decoder, or of the part of it that each of `ranks` devices has. A bias has the role of its matrix.
 fn tensors(spec: &DecoderSpec, source: &dyn Source, ranks: usize) -> Vec<Stored> {
     let h = spec.hidden_size;
     let mut list = List(Vec::new());

@@ -34,7 +34,7 @@ const DENSE_STEP: usize = 8;
 pub(crate) struct Share {
     /// Elements of all ranks.
     pub whole: usize,
-    /// Elements of one rank. Those beyond the whole are zero.
+    /// Elements of one rank. Elements beyond the whole are zero.
     pub local: usize,
     /// Consecutive ranks that have the same elements.
     pub copies: usize,

@@ -463,7 +463,7 @@ impl Loader<'_> {
         if self.device.ranks() == 1 { Cut::Whole } else { Cut::Outputs(shares.to_vec()) }
     }
 
-    /// Rows that consist of `shares`, of which each rank gets its part as f32 of this shape.
+    /// Uploads rows that consist of `shares`: each rank gets its part, as f32 of this shape.
     fn divided(&self, rows: &[f32], shape: &[usize], shares: &[Share]) -> Result<Tensor> {
         self.by_rank(shape, |rank| {
             let mut part = Vec::new();
