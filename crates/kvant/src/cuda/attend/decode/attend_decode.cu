@@ -360,7 +360,7 @@ struct Ahead {
         }
         if (more) {
             const ulong plane = place.item.sequence * p.row_sequence + rows_of_head(p, first_head + place.head);
-            const uint page = entry < p.page_entries ? entry : NONE;
+            const uint page = page_of(entry, p.page_entries);
             ring.fill(p, (of_values ? v : k) + plane * ROW, place.item.keys, unit, page);
             unit += of_values ? WARPS : 0;
             if (of_values) {
@@ -403,7 +403,7 @@ inline void attend_to(const AttendParams &p, const uint *table, const Stretch &s
                 Range there = {0, first < keys.end ? keys.end - first : 0};
                 if (PAGE_SHIFT > 0) {
                     there.first = keys.first > first ? keys.first - first : 0;
-                    there.end = entry < p.page_entries ? there.end : 0;
+                    there.end = is_page(entry, p.page_entries) ? there.end : 0;
                 }
                 scores(p, own_ring + buffer, queries, there, work);
             } else {

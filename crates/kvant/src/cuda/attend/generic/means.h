@@ -20,7 +20,7 @@ inline const uchar *mean_of(const Planes &planes, const Segment &segment, uint l
         return nullptr;
     }
     const uint page = segment.pages.page(segment.pages.at(index));
-    return page == NONE ? nullptr : planes.means + page_bytes(page) + segment.mean;
+    return page == NONE ? nullptr : planes.means + page_bytes_or_zero(page) + segment.mean;
 }
 
 inline float scale_of(const uchar *mean) {

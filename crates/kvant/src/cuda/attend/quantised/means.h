@@ -40,14 +40,14 @@ struct Means {
 #pragma unroll 4
         for (uint i = 0; i < LOT; i++) {
             const uint of_row = __shfl_sync(0xFFFFFFFF, page, i);
-            const uchar *from = means + page_bytes(of_row);
+            const uchar *from = means + page_bytes_or_zero(of_row);
 #pragma unroll
             for (uint word = 0; word < CHUNK / 4; word += 32) {
                 copy_async<4>(to + i * MEAN_PITCH + (word + lane) * 4, from + (word + lane) * 4, of_row != NONE);
             }
         }
         if (lane < LOT) {
-            copy_async<4>(to + lane * MEAN_PITCH + AT_MEAN_SCALE, means + page_bytes(page) + at_scale, page != NONE);
+            copy_async<4>(to + lane * MEAN_PITCH + AT_MEAN_SCALE, means + page_bytes_or_zero(page) + at_scale, page != NONE);
         }
     }
     // In shared memory, page `i` of the lot: its codes, then the scale and the products.

@@ -76,7 +76,7 @@ inline void copy(const AttendParams &p, const uchar *plane, uint slot, uint rows
 // The same over pages.
 inline void copy_from_pages(const RowsInPages &rows, const uchar *plane, uint to, uint barrier) {
     rows.each_page([&](uint row, uint page, uint slot, uint count) {
-        copy_bulk(to + row * ROW, plane + page_bytes(page) + slot * ROW, count * ROW, barrier);
+        copy_bulk(to + row * ROW, plane + page_bytes_or_zero(page) + slot * ROW, count * ROW, barrier);
     });
 }
 
@@ -176,7 +176,7 @@ inline void prepare_copies(const AttendParams &p, const Lane &self, const Stretc
         // Not values: they arrive while scores are computed, and prefetching them delays the keys of other blocks.
         if (PAGE_SHIFT > 0) {
             own.each_page([&](uint, uint page, uint slot, uint count) {
-                prefetch_bulk(k_plane + page_bytes(page) + slot * ROW, count * ROW);
+                prefetch_bulk(k_plane + page_bytes_or_zero(page) + slot * ROW, count * ROW);
             });
         } else if (stretch.rows > 0) {
             prefetch_rows(p, k_plane, stretch.slot, stretch.rows);
@@ -218,7 +218,7 @@ inline void scores_of_stretch(const AttendParams &p, const Shared &shared, const
         const uint key = self.g * stretch.length + self.warp * 2;
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
-            const bool is_held = PAGE_SHIFT == 0 || entries[c / 2] < p.page_entries;
+            const bool is_held = PAGE_SHIFT == 0 || is_page(entries[c / 2], p.page_entries);
             s[c] = key + c / 2 < stretch.count && is_held ? s[c] : nothing();
         }
     }
