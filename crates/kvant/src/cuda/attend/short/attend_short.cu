@@ -321,7 +321,7 @@ inline SoftmaxState merged(const Shared &shared, uint r, uint column, uint all_m
     float f[CLUSTER];
 #pragma unroll
     for (uint b = 0; b < CLUSTER; b++) {
-        sum.cover(shared.m[b][r]);
+        sum.merge_max(shared.m[b][r]);
     }
 #pragma unroll
     for (uint b = 0; b < CLUSTER; b++) {
@@ -331,7 +331,7 @@ inline SoftmaxState merged(const Shared &shared, uint r, uint column, uint all_m
 #pragma unroll
     for (uint b = 0; b < CLUSTER; b++) {
         const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
-        sum.add(shared.l[b][r], x, f[b]);
+        sum.merge(shared.l[b][r], x, f[b]);
     }
     return sum;
 }
