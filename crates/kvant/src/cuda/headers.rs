@@ -60,6 +60,7 @@ pub(super) static ALL: &[Header] = headers![
     "device/fragments.h",
     "device/key_bias.h",
     "device/mbarrier.h",
+    "device/pages.h",
     "device/peers.h",
     "device/products.h",
     "device/reduce.h",

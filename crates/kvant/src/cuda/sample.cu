@@ -27,14 +27,25 @@ struct SampleParams {
     float min_p;
 };
 
-// The parameters of a row that has its own: words in the order of SampleParams, whatever they are.
+// A row of `rows`: a SampleParams in words, since rows begin at multiples of 4 bytes.
+union RowParams {
+    uint words[sizeof(SampleParams) / sizeof(uint)];
+    SampleParams params;
+};
+
+// The parameters of a row that has its own. They are untrusted: values out of range are moved into it.
 inline SampleParams own_params(SampleParams p, const uint *rows, uint row) {
-    const uint *own = rows + ulong(row) * 8;
-    p.seed = own[0] | ulong(own[1]) << 32;
-    p.top_p = max(own[2] | ulong(own[3]) << 32, ulong(1));
-    p.top_k = max(own[5], 1u);
-    p.temperature = fmaxf(__uint_as_float(own[6]), 1.17549435e-38f);
-    p.min_p = fminf(__uint_as_float(own[7]), 1.0f);
+    constexpr uint WORDS = sizeof(RowParams::words) / sizeof(uint);
+    RowParams own;
+#pragma unroll
+    for (uint i = 0; i < WORDS; i++) {
+        own.words[i] = rows[ulong(row) * WORDS + i];
+    }
+    p.seed = own.params.seed;
+    p.top_p = max(own.params.top_p, ulong(1));
+    p.top_k = max(own.params.top_k, 1u);
+    p.temperature = fmaxf(own.params.temperature, 1.17549435e-38f);
+    p.min_p = fminf(own.params.min_p, 1.0f);
     return p;
 }
 

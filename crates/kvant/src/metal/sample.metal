@@ -42,9 +42,10 @@ constant uint UNIT_BITS [[function_constant(6)]];
 constant bool ROWS [[function_constant(7)]];
 constant constexpr uint BINS = 256;
 
-// The parameters of a row with its own: words in the order of SampleParams, of any contents.
+// The parameters of a row that has its own: words with the layout of SampleParams. They are untrusted: values out of
+// range are moved into it.
 inline SampleParams own_params(SampleParams p, device const uint *rows, uint row) {
-    device const uint *own = rows + ulong(row) * 8;
+    device const uint *own = rows + ulong(row) * (sizeof(SampleParams) / sizeof(uint));
     p.seed = own[0] | ulong(own[1]) << 32;
     p.top_p = max(own[2] | ulong(own[3]) << 32, ulong(1));
     p.top_k = max(own[5], 1u);

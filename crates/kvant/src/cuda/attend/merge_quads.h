@@ -104,11 +104,11 @@ inline void merge_in_cluster(const SharedState &own, uint rank, Use use) {
         for (uint b = 0; b < CLUSTER; b++) {
             ml[b] = load2_in(own.ml + quad / (HEAD_DIM / 4), b);
             x[b] = load4_in(own.at(quad), b);
-            sum.cover(ml[b].x);
+            sum.merge_max(ml[b].x);
         }
 #pragma unroll
         for (uint b = 0; b < CLUSTER; b++) {
-            sum.add(ml[b], x[b]);
+            sum.merge(ml[b], x[b]);
         }
         use(quad, sum);
     }
@@ -166,10 +166,10 @@ inline void merge(const States &states, const ItemPart &part_of_item, const Outp
                 for (uint i = 0; i < TOGETHER; i++) {
                     m = fmaxf(m, ml[i][j].x);
                 }
-                sums[j].raise(m);
+                sums[j].rescale(m);
 #pragma unroll
                 for (uint i = 0; i < TOGETHER; i++) {
-                    sums[j].add(ml[i][j], x[i][j]);
+                    sums[j].merge(ml[i][j], x[i][j]);
                 }
             }
         }
@@ -188,10 +188,10 @@ inline void merge(const States &states, const ItemPart &part_of_item, const Outp
                 for (uint i = 1; i < SIDES; i++) {
                     m = fmaxf(m, room_ml[(i - 1) * SHARE + thread].x);
                 }
-                sums[0].raise(m);
+                sums[0].rescale(m);
 #pragma unroll
                 for (uint i = 1; i < SIDES; i++) {
-                    sums[0].add(room_ml[(i - 1) * SHARE + thread], room_o[(i - 1) * SHARE + thread]);
+                    sums[0].merge(room_ml[(i - 1) * SHARE + thread], room_o[(i - 1) * SHARE + thread]);
                 }
             }
         }

@@ -24,25 +24,25 @@ struct SoftmaxState {
     float l = 0;
     float4 o = make_float4(0, 0, 0, 0);
 
-    // Makes m the maximum of several states before the first is added.
-    void cover(float other) {
+    // Makes m the maximum of several states, before the first of them is merged.
+    void merge_max(float other) {
         m = fmaxf(m, other);
     }
-    // Raises m, and scales what has been added.
-    void raise(float to) {
+    // Makes m at least `to`, and rescales l and o.
+    void rescale(float to) {
         const float f = factor_of(m, to);
         m = to;
         l *= f;
         o = make_float4(o.x * f, o.y * f, o.z * f, o.w * f);
     }
-    // Adds l and o of a state, whose factor is f.
-    void add(float other_l, float4 x, float f) {
+    // Merges l and o of a state, whose factor is f.
+    void merge(float other_l, float4 x, float f) {
         l += other_l * f;
         add_scaled(o, x, f);
     }
-    // Adds a state, m and l then o, whose maximum is at most m.
-    void add(float2 ml, float4 x) {
-        add(ml.y, x, factor_of(ml.x, m));
+    // Merges a state, given as m and l, and o. Its maximum is at most m.
+    void merge(float2 ml, float4 x) {
+        merge(ml.y, x, factor_of(ml.x, m));
     }
 };
 

@@ -14,6 +14,7 @@
 #include "device/arrivals.h"
 #include "attend/softmax.h"
 #include "device/convert.h"
+#include "device/pages.h"
 
 struct AttendParams {
     // Rows of the planes between sequences and between KV heads.
@@ -41,7 +42,9 @@ struct AttendParams {
     uint page_entries;
 };
 
+// No sequence, position or page.
 constexpr uint NONE = 0xFFFFFFFF;
+static_assert(NONE == NO_PAGE, "attend: page_of() returns NONE");
 
 // Where the rows of a KV head begin, counted from those of the first one. SHARES successive heads have the same rows.
 inline ulong rows_of_head(const AttendParams &p, uint head) {
@@ -87,10 +90,6 @@ struct Range {
         return end - first;
     }
 };
-
-// What entries of a page table count in: layer.rs.
-constexpr uint PAGE_UNIT = 256;
-constexpr uint PAGE_KEYS = 1u << PAGE_SHIFT;
 
 // Position and sequence of a token, and the length of that sequence; NONE for a sequence that does not exist.
 struct Token {
@@ -156,8 +155,7 @@ inline Range visible(const AttendParams &p, Token token) {
     return {min(first, end), end};
 }
 
-// The pages of a sequence, over a layer of a pool (PAGE_SHIFT > 0). A page holds PAGE_KEYS positions, which begin at a
-// multiple of that; all planes are moved by page_bytes() for its rows.
+// The pages of a sequence (device/pages.h).
 struct Pages {
     const uint *entries;
     // Entries from this one on are no pages.
@@ -173,7 +171,7 @@ struct Pages {
         return at(position >> PAGE_SHIFT);
     }
     inline uint page(uint entry) const {
-        return entry < count ? entry : NONE;
+        return page_of(entry, count);
     }
     // The page that holds a position below p.capacity; NONE if none does.
     inline uint of(uint position) const {
@@ -192,7 +190,7 @@ struct Pages {
 
 // Those of a sequence that exists; the gap is that of its token.
 inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence, uint gap = 0) {
-    return {table + ulong(sequence) * p.page_width, p.page_entries, gap};
+    return {entries_of(table, p.page_width, sequence), p.page_entries, gap};
 }
 
 // As Pages, for the first MOST positions that a token may see: the lanes of a warp hold the entries, so all lanes call
@@ -212,7 +210,7 @@ struct EarlyPages {
         for (uint i = 0; i < COUNT; i++) {
             uint at = from + i * 32 + threadIdx.x % 32;
             at += SPAN == EXACT_PAGES && at > 0 ? gap : 0;
-            entries[i] = at < p.page_width ? table[ulong(sequence) * p.page_width + at] : NONE;
+            entries[i] = at < p.page_width ? entries_of(table, p.page_width, sequence)[at] : NONE;
         }
     }
     inline bool has(uint position) const {
@@ -230,7 +228,7 @@ struct EarlyPages {
         return found;
     }
     inline uint page(uint entry) const {
-        return entry < count ? entry : NONE;
+        return page_of(entry, count);
     }
     inline uint of(uint position) const {
         return page(entry(position));
@@ -254,11 +252,6 @@ inline Token load_token_and_pages(const AttendParams &p, const uint *positions, 
         }
     }
     return t.sequence > 0 ? load_token(p, positions, sequence, lens, token) : t;
-}
-
-// How far all planes are moved for the rows of a page; not at all for NONE.
-inline ulong page_bytes(uint page) {
-    return page == NONE ? 0 : ulong(page) * PAGE_UNIT;
 }
 
 // Over pages, units of 16 keys begin at multiples of 16, so that no unit belongs to two pages: the range with what

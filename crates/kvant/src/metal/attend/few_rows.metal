@@ -57,7 +57,7 @@ template <uint D, uint R> struct Division {
 };
 
 // The registers of a lane.
-template <uint D, uint R> struct Work {
+template <uint D, uint R> struct Accumulators {
     float4 q[Division<D, R>::ROWS][Division<D, R>::QUADS];
     float4 o[Division<D, R>::ROWS][Division<D, R>::QUADS];
     State states[Division<D, R>::ROWS]; // m of all lanes, l of the lane's own keys
@@ -96,7 +96,7 @@ template <uint N> struct Sums {
 
 // The products of the lane's coordinates of a key and of the queries. The key is that of lane `from`.
 template <uint D, uint R>
-Sums<Division<D, R>::ROWS> products(thread const Work<D, R> &work, LaneOfRow<D, Division<D, R>::L> key,
+Sums<Division<D, R>::ROWS> products(thread const Accumulators<D, R> &acc, LaneOfRow<D, Division<D, R>::L> key,
                                     thread const Tile<D> &tile, uint from) {
     typedef Division<D, R> Of;
     Sums<Of::ROWS> sums;
@@ -111,7 +111,7 @@ Sums<Division<D, R>::ROWS> products(thread const Work<D, R> &work, LaneOfRow<D, 
         for (uint r = 0; r < Of::ROWS; r++) {
             float sum = 0;
             for (uint n = block * EACH; n < (block + 1) * EACH; n++) {
-                sum += dot(work.q[r][n], key.quads[n]);
+                sum += dot(acc.q[r][n], key.quads[n]);
             }
             sums.of[r] = Of::BLOCKS > 1 && K_QUANTISED ? sums.of[r] + norm * sum : sums.of[r] + sum;
         }
@@ -121,14 +121,14 @@ Sums<Division<D, R>::ROWS> products(thread const Work<D, R> &work, LaneOfRow<D, 
 
 // The scores of COUNT keys, by a tree: each half of the lanes continues with half of the keys.
 template <uint D, uint R, uint COUNT> struct Tree {
-    static Sums<Division<D, R>::ROWS> of(thread const Work<D, R> &work, thread const Tile<D> &tile, RowAddress row,
+    static Sums<Division<D, R>::ROWS> of(thread const Accumulators<D, R> &acc, thread const Tile<D> &tile, RowAddress row,
                                          uint key, uint stride) {
         typedef Division<D, R> Of;
         constexpr uint SPAN = Of::L / TREE, DISTANCE = COUNT / 2 * SPAN;
-        const Sums<Of::ROWS> a = Tree<D, R, COUNT / 2>::of(work, tile, row, key, stride);
-        const Sums<Of::ROWS> b = Tree<D, R, COUNT / 2>::of(work, tile, further(row, DISTANCE * stride, D, K_CODEC),
+        const Sums<Of::ROWS> a = Tree<D, R, COUNT / 2>::of(acc, tile, row, key, stride);
+        const Sums<Of::ROWS> b = Tree<D, R, COUNT / 2>::of(acc, tile, further(row, DISTANCE * stride, D, K_CODEC),
                                                            key + DISTANCE, stride);
-        const bool upper = (work.c & DISTANCE) != 0;
+        const bool upper = (acc.c & DISTANCE) != 0;
         Sums<Of::ROWS> sums;
         for (uint r = 0; r < Of::ROWS; r++) {
             const float keep = upper ? b.of[r] : a.of[r], send = upper ? a.of[r] : b.of[r];
@@ -139,12 +139,12 @@ template <uint D, uint R, uint COUNT> struct Tree {
 };
 
 template <uint D, uint R> struct Tree<D, R, 1> {
-    static Sums<Division<D, R>::ROWS> of(thread const Work<D, R> &work, thread const Tile<D> &tile, RowAddress row,
+    static Sums<Division<D, R>::ROWS> of(thread const Accumulators<D, R> &acc, thread const Tile<D> &tile, RowAddress row,
                                          uint key, uint) {
         constexpr uint L = Division<D, R>::L;
         const LaneOfRow<D, L> loaded =
-            load_row<D, L>(row, work.c, true, k_pairs<D>(L), K_CODEC, K_ALIGNED, work.keys);
-        return products(work, loaded, tile, key);
+            load_row<D, L>(row, acc.c, true, k_pairs<D>(L), K_CODEC, K_ALIGNED, acc.keys);
+        return products(acc, loaded, tile, key);
     }
 };
 
@@ -161,31 +161,31 @@ template <uint N> inline Sums<N> added(Sums<N> sums, uint max_distance) {
 // Computes the factors of the bias from the queries; all threads call it. Starts with a barrier; `room`, R·D floats, is
 // read until the next barrier.
 template <uint D, uint R>
-void make_factors(thread Work<D, R> &work, device const uchar *q, Row row, uint set, threadgroup float *room,
+void make_factors(thread Accumulators<D, R> &acc, device const uchar *q, Row row, uint set, threadgroup float *room,
                   uint simd) {
     typedef Division<D, R> Of;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint r = simd; r < R; r += SIMDS) {
         const uint vector = simd_shuffle(row.x, ushort(r));
-        for (uint j = 4 * work.lane; j < D; j += 128) {
+        for (uint j = 4 * acc.lane; j < D; j += 128) {
             const float4 x = vector != NONE ? load4(q, ulong(vector) * D + j, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
             for (uint e = 0; e < 4; e++) {
-                room[r * D + work.bias.places[j + e]] = x[e];
+                room[r * D + acc.bias.places[j + e]] = x[e];
             }
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint r = 0; r < Of::ROWS; r++) {
         for (uint n = 0; n < Of::QUADS; n++) {
-            const uint i = n * Of::L + work.c;
-            work.factors[r][n] = i < D / 4 ? work.bias.factors(room + (set * Of::ROWS + r) * D, i) : float4(0);
+            const uint i = n * Of::L + acc.c;
+            acc.factors[r][n] = i < D / 4 ? acc.bias.factors(room + (set * Of::ROWS + r) * D, i) : float4(0);
         }
     }
 }
 
 // Adds the products of the queries and the bias to scores.
 template <uint D, uint R>
-void add_bias(thread const Work<D, R> &work, thread const Tile<D> &tile, thread Sums<Division<D, R>::ROWS> &scores) {
+void add_bias(thread const Accumulators<D, R> &acc, thread const Tile<D> &tile, thread Sums<Division<D, R>::ROWS> &scores) {
     typedef Division<D, R> Of;
     const uint position = tile.keys.first + tile.base, first = position >> PAGE_SHIFT;
     for (uint page = 0; page < PAGES; page++) {
@@ -195,28 +195,28 @@ void add_bias(thread const Work<D, R> &work, thread const Tile<D> &tile, thread 
         }
         float4 factors[Of::ROWS][Of::QUADS];
         for (uint n = 0; n < Of::QUADS; n++) {
-            const uint i = n * Of::L + work.c;
+            const uint i = n * Of::L + acc.c;
             for (uint r = 0; r < Of::ROWS; r++) {
-                factors[r][n] = i < D / 4 ? work.bias.factors_on_page(work.factors[r][n], first + page, i) : float4(0);
+                factors[r][n] = i < D / 4 ? acc.bias.factors_on_page(acc.factors[r][n], first + page, i) : float4(0);
             }
         }
 #pragma clang loop unroll(disable)
         for (uint key = 0; key < Of::L; key++) {
-            const uint mine = work.first + key, slot = work.bias.slot_of(position + mine);
+            const uint mine = acc.first + key, slot = acc.bias.slot_of(position + mine);
             Sums<Of::ROWS> sums;
             for (uint r = 0; r < Of::ROWS; r++) {
                 sums.of[r] = 0;
             }
             for (uint n = 0; n < Of::QUADS; n++) {
-                const uint i = n * Of::L + work.c;
-                const float4 turns = i < D / 4 ? work.bias.turns(slot, i) : float4(0);
+                const uint i = n * Of::L + acc.c;
+                const float4 turns = i < D / 4 ? acc.bias.turns(slot, i) : float4(0);
                 for (uint r = 0; r < Of::ROWS; r++) {
                     sums.of[r] += dot(factors[r][n], turns);
                 }
             }
             sums = added(sums, Of::L / 2);
             for (uint r = 0; r < Of::ROWS; r++) {
-                scores.of[r] += work.c == key && (PAGES == 1 || mine >> PAGE_SHIFT == page) ? sums.of[r] : 0;
+                scores.of[r] += acc.c == key && (PAGES == 1 || mine >> PAGE_SHIFT == page) ? sums.of[r] : 0;
             }
         }
     }
@@ -224,7 +224,7 @@ void add_bias(thread const Work<D, R> &work, thread const Tile<D> &tile, thread 
 
 // The products of queries and keys; lane i gets those of key i.
 template <uint D, uint R, bool FAST>
-Sums<Division<D, R>::ROWS> multiply_keys(thread const Work<D, R> &work, thread const Tile<D> &tile) {
+Sums<Division<D, R>::ROWS> multiply_keys(thread const Accumulators<D, R> &acc, thread const Tile<D> &tile) {
     typedef Division<D, R> Of;
     constexpr uint SPAN = Of::L / TREE;
     Sums<Of::ROWS> scores;
@@ -234,29 +234,29 @@ Sums<Division<D, R>::ROWS> multiply_keys(thread const Work<D, R> &work, thread c
     if (FAST) {
         const uint stride = tile.keys.stride;
         RowAddress row = address_of(tile.keys.k, tile.keys.place_of(tile.base), D, K_CODEC);
-        row = further(row, work.first * stride, D, K_CODEC);
+        row = further(row, acc.first * stride, D, K_CODEC);
 #pragma clang loop unroll(disable)
         for (uint b = 0; b < SPAN; b++) {
             const Sums<Of::ROWS> sums =
-                added(Tree<D, R, TREE>::of(work, tile, row, work.first + b, stride), SPAN / 2);
+                added(Tree<D, R, TREE>::of(acc, tile, row, acc.first + b, stride), SPAN / 2);
             for (uint r = 0; r < Of::ROWS; r++) {
-                scores.of[r] = work.c % SPAN == b ? sums.of[r] : scores.of[r];
+                scores.of[r] = acc.c % SPAN == b ? sums.of[r] : scores.of[r];
             }
             row = further(row, stride, D, K_CODEC);
         }
     } else {
         for (uint i = 0; i < Of::L; i++) {
-            const uint key = work.first + i;
+            const uint key = acc.first + i;
             const bool wanted = simd_shuffle(tile.seen, ushort(key)) != 0;
             RowAddress row = {tile.keys.k.low, tile.keys.k.high};
             if (wanted) {
                 row = address_of(tile.keys.k, tile.keys.place_of(tile.base + key), D, K_CODEC);
             }
             const LaneOfRow<D, Of::L> loaded =
-                load_row<D, Of::L>(row, work.c, wanted, k_pairs<D>(Of::L), K_CODEC, K_ALIGNED, work.keys);
-            const Sums<Of::ROWS> sums = added(products(work, loaded, tile, key), Of::L / 2);
+                load_row<D, Of::L>(row, acc.c, wanted, k_pairs<D>(Of::L), K_CODEC, K_ALIGNED, acc.keys);
+            const Sums<Of::ROWS> sums = added(products(acc, loaded, tile, key), Of::L / 2);
             for (uint r = 0; r < Of::ROWS; r++) {
-                scores.of[r] = work.c == i ? sums.of[r] : scores.of[r];
+                scores.of[r] = acc.c == i ? sums.of[r] : scores.of[r];
             }
         }
     }
@@ -269,48 +269,48 @@ Sums<Division<D, R>::ROWS> multiply_keys(thread const Work<D, R> &work, thread c
         const RowPlace at = tile.keys.place_of(tile.base + (page << PAGE_SHIFT));
         LaneOfRow<D, Of::L> mean;
         for (uint n = 0; n < Of::QUADS; n++) {
-            const uint quad = quad_of(n, work.c, Of::L, k_pairs<D>(Of::L));
+            const uint quad = quad_of(n, acc.c, Of::L, k_pairs<D>(Of::L));
             mean.quads[n] = at.held && quad < D / 4 ? tile.keys.key_mean4(at, 4 * quad, D) : float4(0);
         }
         for (uint r = 0; r < Of::ROWS; r++) {
             float sum = 0;
             for (uint n = 0; n < Of::QUADS; n++) {
-                sum += dot(work.q[r][n], mean.quads[n]);
+                sum += dot(acc.q[r][n], mean.quads[n]);
             }
             for (uint distance = Of::L / 2; distance > 0; distance /= 2) {
                 sum += simd_shuffle_xor(sum, ushort(distance));
             }
-            scores.of[r] += PAGES == 1 || work.lane >> PAGE_SHIFT == page ? sum : 0;
+            scores.of[r] += PAGES == 1 || acc.lane >> PAGE_SHIFT == page ? sum : 0;
         }
     }
     if (KEY_BIAS) {
-        add_bias(work, tile, scores);
+        add_bias(acc, tile, scores);
     }
     return scores;
 }
 
 // Adds the values of a tile to o, by the weights of the lanes' own keys.
 template <uint D, uint R, bool FAST>
-void add_values(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Division<D, R>::ROWS> weights) {
+void add_values(thread Accumulators<D, R> &acc, thread const Tile<D> &tile, Sums<Division<D, R>::ROWS> weights) {
     typedef Division<D, R> Of;
     constexpr uint EACH = Of::QUADS / Of::BLOCKS, SPAN = Of::L / TREE;
     const uint stride = tile.keys.stride;
     RowAddress row = {tile.keys.v.low, tile.keys.v.high};
     if (FAST) {
-        row = further(address_of(tile.keys.v, tile.keys.place_of(tile.base), D, V_CODEC), work.first * stride, D, V_CODEC);
+        row = further(address_of(tile.keys.v, tile.keys.place_of(tile.base), D, V_CODEC), acc.first * stride, D, V_CODEC);
     }
 #pragma clang loop unroll(disable)
     for (uint b = 0; b < SPAN; b++) {
         for (uint s = 0; s < TREE; s++) {
-            const uint i = s * SPAN + b, key = work.first + i;
-            const uint seen = FAST ? work.there : simd_shuffle(tile.seen, ushort(key));
+            const uint i = s * SPAN + b, key = acc.first + i;
+            const uint seen = FAST ? acc.there : simd_shuffle(tile.seen, ushort(key));
             const bool wanted = seen != 0;
             RowAddress at = FAST ? further(row, i * stride, D, V_CODEC) : row;
             if (!FAST && wanted) {
                 at = address_of(tile.keys.v, tile.keys.place_of(tile.base + key), D, V_CODEC);
             }
             const LaneOfRow<D, Of::L> value =
-                load_row<D, Of::L>(at, work.c, FAST || wanted, v_pairs<D>(Of::L), V_CODEC, V_ALIGNED, work.values);
+                load_row<D, Of::L>(at, acc.c, FAST || wanted, v_pairs<D>(Of::L), V_CODEC, V_ALIGNED, acc.values);
             for (uint block = 0; block < Of::BLOCKS; block++) {
                 const float norm =
                     V_QUANTISED && Of::BLOCKS > 1 ? simd_shuffle(tile.v_norms[block], ushort(key)) : 1;
@@ -320,7 +320,7 @@ void add_values(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Divisi
                     // Selected, not multiplied by 0: a value that is not seen may be anything.
                     if (FAST || (seen >> r & 1) != 0) {
                         for (uint n = block * EACH; n < (block + 1) * EACH; n++) {
-                            work.o[r][n] += weight * value.quads[n];
+                            acc.o[r][n] += weight * value.quads[n];
                         }
                     }
                 }
@@ -331,10 +331,10 @@ void add_values(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Divisi
 
 // Adds the means of values, times the sum of the weights of a page's keys that the L lanes have.
 template <uint D, uint R>
-void add_means(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Division<D, R>::ROWS> weights) {
+void add_means(thread Accumulators<D, R> &acc, thread const Tile<D> &tile, Sums<Division<D, R>::ROWS> weights) {
     typedef Division<D, R> Of;
     for (uint page = 0; page < PAGES; page++) {
-        const bool mine = PAGES == 1 || work.lane >> PAGE_SHIFT == page;
+        const bool mine = PAGES == 1 || acc.lane >> PAGE_SHIFT == page;
         uint seen = mine ? tile.seen : 0;
         Sums<Of::ROWS> masses;
         for (uint r = 0; r < Of::ROWS; r++) {
@@ -349,11 +349,11 @@ void add_means(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Divisio
         }
         const RowPlace at = tile.keys.place_of(tile.base + (page << PAGE_SHIFT));
         for (uint n = 0; n < Of::QUADS; n++) {
-            const uint quad = quad_of(n, work.c, Of::L, v_pairs<D>(Of::L));
+            const uint quad = quad_of(n, acc.c, Of::L, v_pairs<D>(Of::L));
             const float4 mean = quad < D / 4 ? tile.keys.value_mean4(at, 4 * quad, D) : float4(0);
             for (uint r = 0; r < Of::ROWS; r++) {
                 if ((seen >> r & 1) != 0) {
-                    work.o[r][n] += masses.of[r] * mean;
+                    acc.o[r][n] += masses.of[r] * mean;
                 }
             }
         }
@@ -362,7 +362,7 @@ void add_means(thread Work<D, R> &work, thread const Tile<D> &tile, Sums<Divisio
 
 // Adds a tile to the states; all lanes of a SIMD-group call it.
 template <uint D, uint R, bool FAST>
-void take(thread Work<D, R> &work, thread Tile<D> &tile, constant MetalAttendParams &p) {
+void take(thread Accumulators<D, R> &acc, thread Tile<D> &tile, constant MetalAttendParams &p) {
     typedef Division<D, R> Of;
     for (uint block = 0; block < Of::BLOCKS; block++) {
         const bool wanted = FAST || tile.seen != 0;
@@ -372,43 +372,43 @@ void take(thread Work<D, R> &work, thread Tile<D> &tile, constant MetalAttendPar
         tile.v_norms[block] =
             V_QUANTISED && wanted ? load_norm(shifted(tile.keys.v, tile.mine.bytes, V_CODEC), norm, V_CODEC) : 0;
     }
-    const Sums<Of::ROWS> scores = multiply_keys<D, R, FAST>(work, tile);
+    const Sums<Of::ROWS> scores = multiply_keys<D, R, FAST>(acc, tile);
     Sums<Of::ROWS> weights, masses;
     for (uint r = 0; r < Of::ROWS; r++) {
         const bool sees = FAST || (tile.seen >> r & 1) != 0;
         const float score = score_of(scores.of[r], p);
-        const float before = work.states[r].m;
+        const float before = acc.states[r].m;
         const float m = simd_max(sees ? raised(before, score) : before);
         const float weight = sees ? precise::exp2(score - m) : 0;
         if (m != before) {
             const float factor = precise::exp2(before - m);
-            work.states[r] = State{m, work.states[r].l * factor};
+            acc.states[r] = State{m, acc.states[r].l * factor};
             for (uint n = 0; n < Of::QUADS; n++) {
-                work.o[r][n] *= factor;
+                acc.o[r][n] *= factor;
             }
         }
-        work.states[r].l += weight;
+        acc.states[r].l += weight;
         masses.of[r] = weight;
         weights.of[r] = V_QUANTISED && Of::BLOCKS == 1 && sees ? weight * tile.v_norms[0] : weight;
     }
-    add_values<D, R, FAST>(work, tile, weights);
+    add_values<D, R, FAST>(acc, tile, weights);
     if (V_CENTRED) {
-        add_means(work, tile, masses);
+        add_means(acc, tile, masses);
     }
 }
 
 // Processes keys begin .. end of a pass; all lanes of a SIMD-group call it.
 template <uint D, uint R>
-void absorb(CachedKeys keys, uint begin, uint end, uint stream, thread Work<D, R> &work, constant MetalAttendParams &p) {
+void absorb(CachedKeys keys, uint begin, uint end, uint stream, thread Accumulators<D, R> &acc, constant MetalAttendParams &p) {
     typedef Division<D, R> Of;
     for (uint base = begin + stream * TILE; base < end; base += Of::STREAMS * TILE) {
         Tile<D> tile;
         tile.keys = keys;
         tile.base = base;
         tile.seen = 0;
-        const uint i = base + work.lane, position = keys.first + i;
+        const uint i = base + acc.lane, position = keys.first + i;
         for (uint r = 0; r < Of::ROWS; r++) {
-            const uint2 bounds = work.seen[r];
+            const uint2 bounds = acc.seen[r];
             const bool sees = i < end && bounds.x <= position && position <= bounds.y;
             tile.seen |= sees ? 1u << r : 0;
         }
@@ -417,17 +417,17 @@ void absorb(CachedKeys keys, uint begin, uint end, uint stream, thread Work<D, R
             tile.mine = keys.place_of(i);
             tile.seen = tile.mine.held ? tile.seen : 0;
         }
-        if (keys.are_together(base, TILE) && simd_all((tile.seen & work.there) == work.there)) {
-            take<D, R, true>(work, tile, p);
+        if (keys.are_together(base, TILE) && simd_all((tile.seen & acc.there) == acc.there)) {
+            take<D, R, true>(acc, tile, p);
         } else if (simd_any(tile.seen != 0)) {
-            take<D, R, false>(work, tile, p);
+            take<D, R, false>(acc, tile, p);
         }
     }
 }
 
 // Merges the states and o of the streams into those of the first one. All threads call it.
 template <uint D, uint R>
-void merge_streams(thread Work<D, R> &work, threadgroup float *room, threadgroup float2 *states, uint set, uint stream) {
+void merge_streams(thread Accumulators<D, R> &acc, threadgroup float *room, threadgroup float2 *states, uint set, uint stream) {
     typedef Division<D, R> Of;
     const bool pairs = v_pairs<D>(Of::L);
     for (uint half_of = Of::STREAMS / 2; half_of > 0; half_of /= 2) {
@@ -437,13 +437,13 @@ void merge_streams(thread Work<D, R> &work, threadgroup float *room, threadgroup
             for (uint r = 0; r < Of::ROWS; r++) {
                 const uint row = slot * R + set * Of::ROWS + r;
                 for (uint n = 0; n < Of::QUADS; n++) {
-                    const uint quad = quad_of(n, work.c, Of::L, pairs);
-                    if (n % (32 / Of::L) == work.first / Of::L && quad < D / 4) {
-                        reinterpret_cast<threadgroup float4 *>(room)[row * (D / 4) + quad] = work.o[r][n];
+                    const uint quad = quad_of(n, acc.c, Of::L, pairs);
+                    if (n % (32 / Of::L) == acc.first / Of::L && quad < D / 4) {
+                        reinterpret_cast<threadgroup float4 *>(room)[row * (D / 4) + quad] = acc.o[r][n];
                     }
                 }
-                if (work.lane == 0) {
-                    states[row] = packed(work.states[r]);
+                if (acc.lane == 0) {
+                    states[row] = packed(acc.states[r]);
                 }
             }
         }
@@ -451,12 +451,12 @@ void merge_streams(thread Work<D, R> &work, threadgroup float *room, threadgroup
         if (stream < half_of) {
             for (uint r = 0; r < Of::ROWS; r++) {
                 const uint row = slot * R + set * Of::ROWS + r;
-                const float2 factors = merge(work.states[r], unpacked(states[row]));
+                const float2 factors = merge(acc.states[r], unpacked(states[row]));
                 for (uint n = 0; n < Of::QUADS; n++) {
-                    const uint quad = quad_of(n, work.c, Of::L, pairs);
+                    const uint quad = quad_of(n, acc.c, Of::L, pairs);
                     if (quad < D / 4) {
                         const float4 other = reinterpret_cast<threadgroup const float4 *>(room)[row * (D / 4) + quad];
-                        work.o[r][n] = work.o[r][n] * factors.x + other * factors.y;
+                        acc.o[r][n] = acc.o[r][n] * factors.x + other * factors.y;
                     }
                 }
             }
@@ -521,31 +521,31 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         }
         rotate(room, p.tile_rows, D, false, index, THREADS);
     }
-    Work<D, R> work;
-    work.lane = lane;
-    work.c = lane % Of::L;
-    work.first = lane - work.c;
-    work.there = 0;
+    Accumulators<D, R> acc;
+    acc.lane = lane;
+    acc.c = lane % Of::L;
+    acc.first = lane - acc.c;
+    acc.there = 0;
     for (uint r = 0; r < Of::ROWS; r++) {
         const uint vector = simd_shuffle(row.x, ushort(set * Of::ROWS + r));
-        work.there |= vector != NONE ? 1u << r : 0;
-        work.states[r] = no_keys();
+        acc.there |= vector != NONE ? 1u << r : 0;
+        acc.states[r] = no_keys();
         for (uint n = 0; n < Of::QUADS; n++) {
-            const uint quad = quad_of(n, work.c, Of::L, k_pairs<D>(Of::L));
-            work.o[r][n] = float4(0);
-            work.q[r][n] = float4(0);
+            const uint quad = quad_of(n, acc.c, Of::L, k_pairs<D>(Of::L));
+            acc.o[r][n] = float4(0);
+            acc.q[r][n] = float4(0);
             if (vector != NONE && quad < D / 4) {
-                work.q[r][n] =
+                acc.q[r][n] =
                     K_QUANTISED && !Q_ROTATED
                         ? reinterpret_cast<threadgroup const float4 *>(room)[(set * Of::ROWS + r) * (D / 4) + quad]
                         : load4(q, ulong(vector) * D + 4 * quad, 4, Q_DTYPE, Q_ALIGNED);
             }
         }
     }
-    work.bias = KeyBias{nullptr, nullptr, nullptr, nullptr, D, PAGE_SHIFT};
+    acc.bias = KeyBias{nullptr, nullptr, nullptr, nullptr, D, PAGE_SHIFT};
     if (KEY_BIAS) {
-        work.bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, kv_head, D, PAGE_SHIFT);
-        make_factors(work, q, row, set, room, simd);
+        acc.bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, kv_head, D, PAGE_SHIFT);
+        make_factors(acc, q, row, set, room, simd);
     }
     if (has_table(K_CODEC) || has_table(V_CODEC)) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -555,8 +555,8 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    work.keys = Codebook{K_QUANTISED ? centroid(lane, K_CODEC) : 0, room};
-    work.values = Codebook{V_QUANTISED ? centroid(lane, V_CODEC) : 0, room + TABLE};
+    acc.keys = Codebook{K_QUANTISED ? centroid(lane, K_CODEC) : 0, room};
+    acc.values = Codebook{V_QUANTISED ? centroid(lane, V_CODEC) : 0, room + TABLE};
 
     for (uint sequence = simd_min(row.y); sequence != NONE;) {
         row = seeing(row, position, sequence, lens[sequence], p);
@@ -566,21 +566,21 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         if (part.x < part.y) {
             for (uint r = 0; r < Of::ROWS; r++) {
                 const ushort from = ushort(set * Of::ROWS + r);
-                work.seen[r] = uint2(simd_shuffle(row.z, from), simd_shuffle(row.w, from));
+                acc.seen[r] = uint2(simd_shuffle(row.z, from), simd_shuffle(row.w, from));
             }
             const CachedKeys seen = keys_of(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
-            absorb(seen, part.x, part.y, stream, work, p);
+            absorb(seen, part.x, part.y, stream, acc, p);
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);
     }
 
     // The lanes of all keys have parts of o, and each has a part of l.
     for (uint r = 0; r < Of::ROWS; r++) {
-        work.states[r].l = simd_sum(work.states[r].l);
+        acc.states[r].l = simd_sum(acc.states[r].l);
         for (uint n = 0; n < Of::QUADS; n++) {
             for (uint distance = Of::L; distance < 32; distance *= 2) {
-                const float4 o = work.o[r][n];
-                work.o[r][n] = o + float4(simd_shuffle_xor(o.x, ushort(distance)), simd_shuffle_xor(o.y, ushort(distance)),
+                const float4 o = acc.o[r][n];
+                acc.o[r][n] = o + float4(simd_shuffle_xor(o.x, ushort(distance)), simd_shuffle_xor(o.y, ushort(distance)),
                                           simd_shuffle_xor(o.z, ushort(distance)), simd_shuffle_xor(o.w, ushort(distance)));
             }
         }
@@ -589,15 +589,15 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
     if ((K_QUANTISED && !Q_ROTATED) || has_table(K_CODEC) || has_table(V_CODEC)) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    merge_streams(work, room, states, set, stream);
+    merge_streams(acc, room, states, set, stream);
     const bool pairs = v_pairs<D>(Of::L);
     if (V_QUANTISED) {
         // A SIMD-group writes memory that only it has read, or nobody since the last barrier.
         for (uint r = 0; r < Of::ROWS && stream == 0; r++) {
             for (uint n = 0; n < Of::QUADS; n++) {
-                const uint quad = quad_of(n, work.c, Of::L, pairs);
-                if (n % (32 / Of::L) == work.first / Of::L) {
-                    reinterpret_cast<threadgroup float4 *>(room)[(set * Of::ROWS + r) * (D / 4) + quad] = work.o[r][n];
+                const uint quad = quad_of(n, acc.c, Of::L, pairs);
+                if (n % (32 / Of::L) == acc.first / Of::L) {
+                    reinterpret_cast<threadgroup float4 *>(room)[(set * Of::ROWS + r) * (D / 4) + quad] = acc.o[r][n];
                 }
             }
         }
@@ -609,7 +609,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
             continue;
         }
         const ulong start = ulong(vector) * D, at = split * (ulong(p.tokens) * p.heads) * D + start;
-        State state = work.states[r];
+        State state = acc.states[r];
         float2 factors = float2(1, 0);
         if (EARLIER_HERE) {
             // `ends` may be the memory of the earlier ends: the lane that writes an end has read it before.
@@ -617,13 +617,13 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         }
         const float factor = PARTIAL ? 1 : finish(with_sink(state, SINKS_HERE ? sinks : nullptr, vector, p));
         for (uint n = 0; n < Of::QUADS; n++) {
-            const uint quad = quad_of(n, work.c, Of::L, pairs);
-            if (n % (32 / Of::L) != work.first / Of::L || quad >= D / 4) {
+            const uint quad = quad_of(n, acc.c, Of::L, pairs);
+            if (n % (32 / Of::L) != acc.first / Of::L || quad >= D / 4) {
                 continue;
             }
             float4 o =
                 V_QUANTISED ? reinterpret_cast<threadgroup const float4 *>(room)[(set * Of::ROWS + r) * (D / 4) + quad]
-                            : work.o[r][n];
+                            : acc.o[r][n];
             if (EARLIER_HERE) {
                 o = o * factors.x + *reinterpret_cast<device const float4 *>(earlier_out + start + 4 * quad) * factors.y;
             }

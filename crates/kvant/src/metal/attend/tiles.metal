@@ -48,7 +48,7 @@ template <typename T> struct Room {
 };
 
 // The registers of a lane.
-template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Work {
+template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Accumulators {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
     simdgroup_float8x8 q[2 * Of::PAIRS];
     simdgroup_float8x8 o[2 * Of::PAIRS];
@@ -194,23 +194,23 @@ bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook 
 // Multiplies the queries by the keys in `stage`: one matrix of products for every 8 keys that a row sees. FULL: all
 // existing rows see all keys.
 template <bool FULL, typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
-void multiply_keys(thread const Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *stage, uint base,
+void multiply_keys(thread const Accumulators<D, ROWS, SIMDS, KEYS> &acc, threadgroup const T *stage, uint base,
                    thread simdgroup_float8x8 *scores) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
-    const uint row = fragment_row(work.lane), column = fragment_column(work.lane);
+    const uint row = fragment_row(acc.lane), column = fragment_column(acc.lane);
 #pragma unroll
     for (uint b = 0; b < Of::BLOCKS; b++) {
         scores[b] = make_filled_simdgroup_matrix<float, 8, 8>(0);
-        if (!FULL && base + 8 * b > work.any.y) {
+        if (!FULL && base + 8 * b > acc.any.y) {
             continue;
         }
-        threadgroup const T *at = stage + (8 * b + column) * stride_of<T>(D) + work.part * Of::WIDTH + 2 * row;
+        threadgroup const T *at = stage + (8 * b + column) * stride_of<T>(D) + acc.part * Of::WIDTH + 2 * row;
 #pragma unroll
         for (uint n = 0; n < Of::PAIRS; n++) {
             simdgroup_matrix<T, 8, 8> even, odd;
             load_columns(at + 16 * n, at + 16 * n + stride_of<T>(D), even, odd);
-            simdgroup_multiply_accumulate(scores[b], work.q[2 * n], even, scores[b]);
-            simdgroup_multiply_accumulate(scores[b], work.q[2 * n + 1], odd, scores[b]);
+            simdgroup_multiply_accumulate(scores[b], acc.q[2 * n], even, scores[b]);
+            simdgroup_multiply_accumulate(scores[b], acc.q[2 * n + 1], odd, scores[b]);
         }
     }
 }
@@ -218,19 +218,19 @@ void multiply_keys(thread const Work<D, ROWS, SIMDS, KEYS> &work, threadgroup co
 // Computes the factors of the bias from the queries, KEYS rows of the tile at a time; all threads call it. A row has D
 // factors, stored like coordinates: quad i has those of pairs 2i and 2i + 1.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS>
-void make_factors(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup float *stage) {
+void make_factors(thread Accumulators<D, ROWS, SIMDS, KEYS> &acc, threadgroup float *stage) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
-    const uint start = work.part * Of::WIDTH + 2 * fragment_column(work.lane);
+    const uint start = acc.part * Of::WIDTH + 2 * fragment_column(acc.lane);
     for (uint first = 0; first < ROWS; first += KEYS) {
-        const bool mine = work.row - first < KEYS;
-        threadgroup float *query = stage + (mine ? work.row - first : 0) * D;
+        const bool mine = acc.row - first < KEYS;
+        threadgroup float *query = stage + (mine ? acc.row - first : 0) * D;
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (mine) {
 #pragma unroll
             for (uint n = 0; n < Of::PAIRS; n++) {
-                const float4 quad = quad_of_pair(work.q[2 * n], work.q[2 * n + 1]);
+                const float4 quad = quad_of_pair(acc.q[2 * n], acc.q[2 * n + 1]);
                 for (uint e = 0; e < 4; e++) {
-                    query[work.bias.places[start + 16 * n + e]] = quad[e];
+                    query[acc.bias.places[start + 16 * n + e]] = quad[e];
                 }
             }
         }
@@ -238,7 +238,7 @@ void make_factors(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup float *st
         if (mine) {
 #pragma unroll
             for (uint n = 0; n < Of::PAIRS; n++) {
-                work.factors[n] = work.bias.factors(query, (start + 16 * n) / 4);
+                acc.factors[n] = acc.bias.factors(query, (start + 16 * n) / 4);
             }
         }
     }
@@ -246,24 +246,24 @@ void make_factors(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup float *st
 
 // Adds the products of the queries and the bias to those of keys base .. base + KEYS.
 template <bool FULL, uint D, uint ROWS, uint SIMDS, uint KEYS>
-void add_bias(thread const Work<D, ROWS, SIMDS, KEYS> &work, CachedKeys keys, uint base,
+void add_bias(thread const Accumulators<D, ROWS, SIMDS, KEYS> &acc, CachedKeys keys, uint base,
               thread simdgroup_float8x8 *scores) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
-    const uint row = fragment_row(work.lane), column = fragment_column(work.lane);
-    const uint start = work.part * Of::WIDTH, first_quad = start / 4 + column / 2;
+    const uint row = fragment_row(acc.lane), column = fragment_column(acc.lane);
+    const uint start = acc.part * Of::WIDTH, first_quad = start / 4 + column / 2;
 #pragma unroll
     for (uint b = 0; b < Of::BLOCKS; b++) {
         // The tables have turns for all positions that are held; eight keys are on one page.
-        if (!FULL && (base + 8 * b > work.any.y || !keys.place_of(base + 8 * b).held)) {
+        if (!FULL && (base + 8 * b > acc.any.y || !keys.place_of(base + 8 * b).held)) {
             continue;
         }
         const uint position = keys.first + base + 8 * b;
         // The lane's two turns of 16: cosines or sines.
-        device const float *turns = work.bias.steps + (work.bias.slot_of(position) + column) * D + row % 2 * (D / 2);
+        device const float *turns = acc.bias.steps + (acc.bias.slot_of(position) + column) * D + row % 2 * (D / 2);
 #pragma unroll
         for (uint n = 0; n < Of::PAIRS; n++) {
             simdgroup_float8x8 even, odd, even_turns, odd_turns;
-            set_pair(even, odd, work.bias.factors_on_page(work.factors[n], position >> PAGE_SHIFT, first_quad + 4 * n));
+            set_pair(even, odd, acc.bias.factors_on_page(acc.factors[n], position >> PAGE_SHIFT, first_quad + 4 * n));
             device const float *two = turns + (start + 16 * n) / 2 + row / 2 * 2;
             set_columns(even_turns, odd_turns, *reinterpret_cast<device const float2 *>(two),
                         *reinterpret_cast<device const float2 *>(two + D));
@@ -275,11 +275,11 @@ void add_bias(thread const Work<D, ROWS, SIMDS, KEYS> &work, CachedKeys keys, ui
 
 // Turns the products of a step into weights, and adds them to the states.
 template <bool FULL, uint D, uint ROWS, uint SIMDS, uint KEYS>
-void weigh(thread Work<D, ROWS, SIMDS, KEYS> &work, uint base, uint held, thread simdgroup_float8x8 *scores,
+void weigh(thread Accumulators<D, ROWS, SIMDS, KEYS> &acc, uint base, uint held, thread simdgroup_float8x8 *scores,
            constant MetalAttendParams &p) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
-    const uint column = fragment_column(work.lane);
-    const float before = work.state.m, scale = p.scale * M_LOG2E_F;
+    const uint column = fragment_column(acc.lane);
+    const float before = acc.state.m, scale = p.scale * M_LOG2E_F;
     float m = FULL ? max(before, -FLT_MAX) : before;
     uint seen = 0;
 #pragma unroll
@@ -293,7 +293,7 @@ void weigh(thread Work<D, ROWS, SIMDS, KEYS> &work, uint base, uint held, thread
             if (FULL) {
                 // `fmax` ignores a NaN, which shows in its weight.
                 m = fmax(m, score);
-            } else if (base + key - work.seen.x <= work.seen.y - work.seen.x && (held >> key & 1) != 0) {
+            } else if (base + key - acc.seen.x <= acc.seen.y - acc.seen.x && (held >> key & 1) != 0) {
                 seen |= 1u << (2 * b + e);
                 m = raised(m, score);
             }
@@ -314,57 +314,57 @@ void weigh(thread Work<D, ROWS, SIMDS, KEYS> &work, uint base, uint held, thread
             sum += weight;
         }
     }
-    work.state = State{m, work.state.l * factor + sum};
+    acc.state = State{m, acc.state.l * factor + sum};
     if (simd_any(factor != 1)) {
 #pragma unroll
         for (uint n = 0; n < 2 * Of::PAIRS; n++) {
-            work.o[n].thread_elements()[0] *= factor;
-            work.o[n].thread_elements()[1] *= factor;
+            acc.o[n].thread_elements()[0] *= factor;
+            acc.o[n].thread_elements()[1] *= factor;
         }
     }
 }
 
 // Adds weights times values to o.
 template <bool FULL, typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
-void add_values(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *stage, uint base,
+void add_values(thread Accumulators<D, ROWS, SIMDS, KEYS> &acc, threadgroup const T *stage, uint base,
                 thread const simdgroup_float8x8 *weights) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
-    const uint row = fragment_row(work.lane), column = fragment_column(work.lane);
+    const uint row = fragment_row(acc.lane), column = fragment_column(acc.lane);
 #pragma unroll
     for (uint b = 0; b < Of::BLOCKS; b++) {
-        if (!FULL && base + 8 * b > work.any.y) {
+        if (!FULL && base + 8 * b > acc.any.y) {
             continue;
         }
-        threadgroup const T *at = stage + (8 * b + row) * stride_of<T>(D) + work.part * Of::WIDTH + 2 * column;
+        threadgroup const T *at = stage + (8 * b + row) * stride_of<T>(D) + acc.part * Of::WIDTH + 2 * column;
 #pragma unroll
         for (uint n = 0; n < Of::PAIRS; n++) {
             simdgroup_matrix<T, 8, 8> even, odd;
             load_quad(at + 16 * n, even, odd);
-            simdgroup_multiply_accumulate(work.o[2 * n], weights[b], even, work.o[2 * n]);
-            simdgroup_multiply_accumulate(work.o[2 * n + 1], weights[b], odd, work.o[2 * n + 1]);
+            simdgroup_multiply_accumulate(acc.o[2 * n], weights[b], even, acc.o[2 * n]);
+            simdgroup_multiply_accumulate(acc.o[2 * n + 1], weights[b], odd, acc.o[2 * n + 1]);
         }
     }
 }
 
 // As [add_values], for values that are not finite: a value is added only to rows that see it.
 template <typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
-void add_values_one_by_one(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup const T *stage, uint base, uint held,
+void add_values_one_by_one(thread Accumulators<D, ROWS, SIMDS, KEYS> &acc, threadgroup const T *stage, uint base, uint held,
                            thread simdgroup_float8x8 *weights) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
-    const uint row = fragment_row(work.lane), column = fragment_column(work.lane);
+    const uint row = fragment_row(acc.lane), column = fragment_column(acc.lane);
 #pragma unroll
     for (uint b = 0; b < Of::BLOCKS; b++) {
 #pragma unroll
         for (uint i = 0; i < 8; i++) {
             const uint key = 8 * b + i;
             const float weight = simd_shuffle(weights[b].thread_elements()[i % 2], ushort(lane_of_fragment(row, i)));
-            if (base + key - work.seen.x > work.seen.y - work.seen.x || (held >> key & 1) == 0) {
+            if (base + key - acc.seen.x > acc.seen.y - acc.seen.x || (held >> key & 1) == 0) {
                 continue;
             }
-            threadgroup const T *at = stage + key * stride_of<T>(D) + work.part * Of::WIDTH + 2 * column;
+            threadgroup const T *at = stage + key * stride_of<T>(D) + acc.part * Of::WIDTH + 2 * column;
 #pragma unroll
             for (uint n = 0; n < Of::PAIRS; n++) {
-                add_to_pair(work.o[2 * n], work.o[2 * n + 1], weight * quad_at(at + 16 * n));
+                add_to_pair(acc.o[2 * n], acc.o[2 * n + 1], weight * quad_at(at + 16 * n));
             }
         }
     }
@@ -372,13 +372,13 @@ void add_values_one_by_one(thread Work<D, ROWS, SIMDS, KEYS> &work, threadgroup 
 
 // Processes keys begin .. end of a pass; all threads call it.
 template <typename T, uint D, uint ROWS, uint SIMDS, uint KEYS>
-void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, ROWS, SIMDS, KEYS> &work,
+void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Accumulators<D, ROWS, SIMDS, KEYS> &acc,
             constant MetalAttendParams &p) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
     constexpr bool SHARED = sizeof(T) == 4 && D > 128;
     // Other SIMD-groups may still use the threadgroup memory for earlier data.
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    bring<false, D, KEYS, Of::THREADS>(keys, begin, end, room.keys, work.keys, work.index, false);
+    bring<false, D, KEYS, Of::THREADS>(keys, begin, end, room.keys, acc.keys, acc.index, false);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint base = begin; base < end; base += KEYS) {
         const uint next = base + KEYS;
@@ -388,27 +388,27 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, 
         if (PAGED && keys.are_together(base, KEYS)) {
             held = keys.place_of(base).held ? held : 0;
         } else if (PAGED) {
-            held = simd_or((held >> work.lane & 1) != 0 && keys.place_of(base + work.lane).held ? 1u << work.lane : 0);
+            held = simd_or((held >> acc.lane & 1) != 0 && keys.place_of(base + acc.lane).held ? 1u << acc.lane : 0);
         }
         const bool whole = held == EVERY;
-        const bool active = work.any.x < next && work.any.y >= base && held != 0;
-        const bool full = whole && work.all.x <= base && work.all.y >= next - 1;
+        const bool active = acc.any.x < next && acc.any.y >= base && held != 0;
+        const bool full = whole && acc.all.x <= base && acc.all.y >= next - 1;
         simdgroup_float8x8 scores[Of::BLOCKS];
         if (active) {
             if (full) {
-                multiply_keys<true>(work, room.keys, base, scores);
+                multiply_keys<true>(acc, room.keys, base, scores);
             } else {
-                multiply_keys<false>(work, room.keys, base, scores);
+                multiply_keys<false>(acc, room.keys, base, scores);
             }
             if (KEY_BIAS && full) {
-                add_bias<true>(work, keys, base, scores);
+                add_bias<true>(acc, keys, base, scores);
             } else if (KEY_BIAS) {
-                add_bias<false>(work, keys, base, scores);
+                add_bias<false>(acc, keys, base, scores);
             }
             if (Of::PARTS > 1) {
 #pragma unroll
                 for (uint b = 0; b < Of::BLOCKS; b++) {
-                    room.products[(work.simd * Of::BLOCKS + b) * 32 + work.lane] =
+                    room.products[(acc.simd * Of::BLOCKS + b) * 32 + acc.lane] =
                         float2(scores[b].thread_elements()[0], scores[b].thread_elements()[1]);
                 }
             }
@@ -417,18 +417,18 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, 
             threadgroup_barrier(mem_flags::mem_threadgroup);
         }
         // Infinite values that all rows see may be added to all results.
-        const bool careful = !(whole && work.tile.x <= base && work.tile.y >= next - 1);
+        const bool careful = !(whole && acc.tile.x <= base && acc.tile.y >= next - 1);
         const bool finite =
-            bring<true, D, KEYS, Of::THREADS>(keys, base, end, room.values, work.values, work.index, careful);
+            bring<true, D, KEYS, Of::THREADS>(keys, base, end, room.values, acc.values, acc.index, careful);
         if (careful) {
             const bool all_finite = simd_all(finite);
-            if (work.lane == 0) {
-                room.finite[work.simd] = all_finite ? 1 : 0;
+            if (acc.lane == 0) {
+                room.finite[acc.simd] = all_finite ? 1 : 0;
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (!SHARED && next < end) {
-            bring<false, D, KEYS, Of::THREADS>(keys, next, end, room.keys, work.keys, work.index, false);
+            bring<false, D, KEYS, Of::THREADS>(keys, next, end, room.keys, acc.keys, acc.index, false);
         }
         if (active) {
             if (Of::PARTS > 1) {
@@ -437,33 +437,33 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, 
                     float2 sum = 0;
 #pragma unroll
                     for (uint part = 0; part < Of::PARTS; part++) {
-                        const uint simd = work.simd - work.part + part;
-                        sum += room.products[(simd * Of::BLOCKS + b) * 32 + work.lane];
+                        const uint simd = acc.simd - acc.part + part;
+                        sum += room.products[(simd * Of::BLOCKS + b) * 32 + acc.lane];
                     }
                     scores[b].thread_elements()[0] = sum.x;
                     scores[b].thread_elements()[1] = sum.y;
                 }
             }
             if (full) {
-                weigh<true>(work, base, held, scores, p);
-                add_values<true>(work, room.values, base, scores);
+                weigh<true>(acc, base, held, scores, p);
+                add_values<true>(acc, room.values, base, scores);
             } else {
-                weigh<false>(work, base, held, scores, p);
+                weigh<false>(acc, base, held, scores, p);
                 bool all_finite = true;
                 for (uint simd = 0; simd < SIMDS; simd++) {
                     all_finite = all_finite && room.finite[simd] != 0;
                 }
                 if (all_finite) {
-                    add_values<false>(work, room.values, base, scores);
+                    add_values<false>(acc, room.values, base, scores);
                 } else {
-                    add_values_one_by_one(work, room.values, base, held, scores);
+                    add_values_one_by_one(acc, room.values, base, held, scores);
                 }
             }
         }
         if (SHARED) {
             threadgroup_barrier(mem_flags::mem_threadgroup);
             if (next < end) {
-                bring<false, D, KEYS, Of::THREADS>(keys, next, end, room.keys, work.keys, work.index, false);
+                bring<false, D, KEYS, Of::THREADS>(keys, next, end, room.keys, acc.keys, acc.index, false);
             }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -473,13 +473,13 @@ void absorb(CachedKeys keys, uint begin, uint end, Room<T> room, thread Work<D, 
 // Rotates all rows of the tile, KEYS rows at a time; all threads call it.
 template <uint D, uint ROWS, uint SIMDS, uint KEYS>
 void rotate_rows(thread simdgroup_float8x8 *matrices, bool inverse, threadgroup float *stage,
-                 thread const Work<D, ROWS, SIMDS, KEYS> &work) {
+                 thread const Accumulators<D, ROWS, SIMDS, KEYS> &acc) {
     typedef Division<D, ROWS, SIMDS, KEYS> Of;
     static_assert(ROWS % KEYS == 0, "the room is that of KEYS rows");
     for (uint first = 0; first < ROWS; first += KEYS) {
-        const bool mine = work.row - first < KEYS;
+        const bool mine = acc.row - first < KEYS;
         threadgroup float4 *quads = reinterpret_cast<threadgroup float4 *>(
-            stage + (work.row - (mine ? first : work.row)) * D + work.part * Of::WIDTH + 2 * fragment_column(work.lane));
+            stage + (acc.row - (mine ? first : acc.row)) * D + acc.part * Of::WIDTH + 2 * fragment_column(acc.lane));
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (mine) {
 #pragma unroll
@@ -487,7 +487,7 @@ void rotate_rows(thread simdgroup_float8x8 *matrices, bool inverse, threadgroup 
                 quads[4 * n] = quad_of_pair(matrices[2 * n], matrices[2 * n + 1]);
             }
         }
-        rotate(stage, KEYS, D, inverse, work.index, Of::THREADS);
+        rotate(stage, KEYS, D, inverse, acc.index, Of::THREADS);
         if (mine) {
 #pragma unroll
             for (uint n = 0; n < Of::PAIRS; n++) {
@@ -537,17 +537,17 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
                          K_CENTRED ? k_means : nullptr};
     const Planes values = {v_low, V_HIGH ? v_high : nullptr, V_QUANTISED ? v_norms : nullptr,
                            V_CENTRED ? v_means : nullptr};
-    Work<D, ROWS, SIMDS, KEYS> work;
-    work.index = index;
-    work.lane = lane;
-    work.simd = simd;
-    work.part = simd % Of::PARTS;
-    work.row = simd / Of::PARTS * 8 + fragment_row(lane);
-    work.state = no_keys();
+    Accumulators<D, ROWS, SIMDS, KEYS> acc;
+    acc.index = index;
+    acc.lane = lane;
+    acc.simd = simd;
+    acc.part = simd % Of::PARTS;
+    acc.row = simd / Of::PARTS * 8 + fragment_row(lane);
+    acc.state = no_keys();
     // After the keys and the values of a step.
     threadgroup float *tables = stage + KEYS * (D + 4) * (D > 128 ? 1 : 2);
-    work.keys = Codebook{K_QUANTISED ? centroid(lane, K_CODEC) : 0, tables};
-    work.values = Codebook{V_QUANTISED ? centroid(lane, V_CODEC) : 0, tables + (K_TABLE ? TABLE : 0)};
+    acc.keys = Codebook{K_QUANTISED ? centroid(lane, K_CODEC) : 0, tables};
+    acc.values = Codebook{V_QUANTISED ? centroid(lane, V_CODEC) : 0, tables + (K_TABLE ? TABLE : 0)};
     for (uint i = index; (K_TABLE || V_TABLE) && i < TABLE; i += Of::THREADS) {
         if (K_TABLE) {
             tables[i] = centroid(i, K_CODEC);
@@ -560,21 +560,21 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     // Lane i of every SIMD-group has row i.
     uint position;
     Row row = row_of(group.x, lane, kv_head, positions, sequences, p, position);
-    const uint vector = simd_shuffle(row.x, ushort(work.row));
-    const ulong start = ulong(vector) * D + work.part * Of::WIDTH + 2 * fragment_column(lane);
+    const uint vector = simd_shuffle(row.x, ushort(acc.row));
+    const ulong start = ulong(vector) * D + acc.part * Of::WIDTH + 2 * fragment_column(lane);
 #pragma unroll
     for (uint n = 0; n < Of::PAIRS; n++) {
-        work.o[2 * n] = work.o[2 * n + 1] = make_filled_simdgroup_matrix<float, 8, 8>(0);
+        acc.o[2 * n] = acc.o[2 * n + 1] = make_filled_simdgroup_matrix<float, 8, 8>(0);
         const float4 quad = vector != NONE ? load4(q, start + 16 * n, 4, Q_DTYPE, Q_ALIGNED) : float4(0);
-        set_pair(work.q[2 * n], work.q[2 * n + 1], quad);
+        set_pair(acc.q[2 * n], acc.q[2 * n + 1], quad);
     }
-    work.bias = KeyBias{nullptr, nullptr, nullptr, nullptr, D, PAGE_SHIFT};
+    acc.bias = KeyBias{nullptr, nullptr, nullptr, nullptr, D, PAGE_SHIFT};
     if (KEY_BIAS) {
-        work.bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, kv_head, D, PAGE_SHIFT);
-        make_factors(work, stage);
+        acc.bias = key_bias_of(bias_pairs, bias_places, bias_starts, bias_steps, kv_head, D, PAGE_SHIFT);
+        make_factors(acc, stage);
     }
     if (K_QUANTISED && !Q_ROTATED) {
-        rotate_rows(work.q, false, stage, work);
+        rotate_rows(acc.q, false, stage, acc);
     }
 
     for (uint sequence = simd_min(row.y); sequence != NONE;) {
@@ -586,29 +586,29 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
             // Keys are counted from the first key of the pass.
             const bool sees = row.z <= row.w, there = is_there(row), mine = lane / 8 == simd / Of::PARTS;
             const uint from = sees ? row.z - first : NONE, to = sees ? row.w - first : 0;
-            work.seen = uint2(simd_shuffle(from, ushort(work.row)), simd_shuffle(to, ushort(work.row)));
+            acc.seen = uint2(simd_shuffle(from, ushort(acc.row)), simd_shuffle(to, ushort(acc.row)));
             // No key has index NONE - 1.
-            work.seen = work.seen.x <= work.seen.y ? work.seen : uint2(NONE - 1);
-            work.any = uint2(simd_min(mine ? from : NONE), simd_max(mine ? to : 0));
-            work.all = uint2(simd_max(mine && there ? from : 0), simd_min(mine && there ? to : NONE));
-            work.tile = uint2(simd_max(there ? from : 0), simd_min(there ? to : NONE));
+            acc.seen = acc.seen.x <= acc.seen.y ? acc.seen : uint2(NONE - 1);
+            acc.any = uint2(simd_min(mine ? from : NONE), simd_max(mine ? to : 0));
+            acc.all = uint2(simd_max(mine && there ? from : 0), simd_min(mine && there ? to : NONE));
+            acc.tile = uint2(simd_max(there ? from : 0), simd_min(there ? to : NONE));
             const CachedKeys seen = keys_of(keys, values, PAGED ? table : nullptr, sequence, kv_head, first, p);
             if (HALVES) {
                 threadgroup half *at = reinterpret_cast<threadgroup half *>(stage);
                 const Room<half> room = {at, at + KEYS * (D + 8), products, finite};
-                absorb(seen, part.x, part.y, room, work, p);
+                absorb(seen, part.x, part.y, room, acc, p);
             } else {
                 const Room<float> room = {stage, stage + (D > 128 ? 0 : KEYS * (D + 4)), products, finite};
-                absorb(seen, part.x, part.y, room, work, p);
+                absorb(seen, part.x, part.y, room, acc, p);
             }
         }
         sequence = simd_min(row.y > sequence ? row.y : NONE);
     }
 
-    work.state.l += simd_shuffle_xor(work.state.l, ushort(1));
-    work.state.l += simd_shuffle_xor(work.state.l, ushort(8));
+    acc.state.l += simd_shuffle_xor(acc.state.l, ushort(1));
+    acc.state.l += simd_shuffle_xor(acc.state.l, ushort(8));
     if (V_QUANTISED) {
-        rotate_rows(work.o, true, stage, work);
+        rotate_rows(acc.o, true, stage, acc);
     }
     float end = -INFINITY;
     if (EARLIER_HERE) {
@@ -621,29 +621,29 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     }
     if (PARTIAL) {
         const ulong at = split * (ulong(p.tokens) * p.heads) * D + start;
-        if (work.state.m != -INFINITY) {
+        if (acc.state.m != -INFINITY) {
 #pragma unroll
             for (uint n = 0; n < Of::PAIRS; n++) {
                 store4(reinterpret_cast<device uchar *>(partial_o), at + 16 * n, 4,
-                       quad_of_pair(work.o[2 * n], work.o[2 * n + 1]), F32, true);
+                       quad_of_pair(acc.o[2 * n], acc.o[2 * n + 1]), F32, true);
             }
         }
-        if (work.part == 0 && fragment_column(lane) == 0) {
-            partial_states[at / D] = packed(work.state);
+        if (acc.part == 0 && fragment_column(lane) == 0) {
+            partial_states[at / D] = packed(acc.state);
         }
     } else {
-        const float2 factors = with_earlier(work.state, end);
-        const float factor = finish(with_sink(work.state, SINKS_HERE ? sinks : nullptr, vector, p));
+        const float2 factors = with_earlier(acc.state, end);
+        const float factor = finish(with_sink(acc.state, SINKS_HERE ? sinks : nullptr, vector, p));
 #pragma unroll
         for (uint n = 0; n < Of::PAIRS; n++) {
-            float4 o = quad_of_pair(work.o[2 * n], work.o[2 * n + 1]);
+            float4 o = quad_of_pair(acc.o[2 * n], acc.o[2 * n + 1]);
             if (EARLIER_HERE) {
                 o = o * factors.x + *reinterpret_cast<device const float4 *>(earlier_out + start + 16 * n) * factors.y;
             }
             store4(out, start + 16 * n, 4, factor * o, OUT_DTYPE, false);
         }
-        if (ENDS_HERE && work.part == 0 && fragment_column(lane) == 0) {
-            ends[vector] = end_of(work.state);
+        if (ENDS_HERE && acc.part == 0 && fragment_column(lane) == 0) {
+            ends[vector] = end_of(acc.state);
         }
     }
 }

@@ -182,7 +182,7 @@ struct Accumulators {
 };
 
 // The scores of 16 keys, of which those `there` are visible; the new maxima; the weights.
-inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], Range there, Accumulators &work) {
+inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], Range there, Accumulators &acc) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr uint CHAINS = 4;
     float sums[CHAINS][4] = {};
@@ -220,20 +220,20 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
         m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
         m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
     }
-    if (__any_sync(0xFFFFFFFF, m[0] > work.m[0] || m[1] > work.m[1])) {
+    if (__any_sync(0xFFFFFFFF, m[0] > acc.m[0] || m[1] > acc.m[1])) {
         float f[2];
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            m[c] = fmaxf(m[c], work.m[c]);
-            f[c] = factor_of(work.m[c], m[c]);
-            work.m[c] = m[c];
-            work.l[c] *= f[c];
+            m[c] = fmaxf(m[c], acc.m[c]);
+            f[c] = factor_of(acc.m[c], m[c]);
+            acc.m[c] = m[c];
+            acc.l[c] *= f[c];
         }
 #pragma unroll
         for (uint i = 0; i < PRODUCTS; i++) {
 #pragma unroll
             for (uint c = 0; c < 4; c++) {
-                work.o[i][c] *= f[c % 2];
+                acc.o[i][c] *= f[c % 2];
             }
         }
     }
@@ -242,14 +242,14 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
         seen[c] = s[c] != nothing();
-        weights[c] = seen[c] ? exp2_fast(s[c] - work.m[c % 2]) : 0;
-        work.l[c % 2] += weights[c];
+        weights[c] = seen[c] ? exp2_fast(s[c] - acc.m[c % 2]) : 0;
+        acc.l[c % 2] += weights[c];
     }
-    work.weights = two_terms(weights, seen);
+    acc.weights = two_terms(weights, seen);
 }
 
 // O^T += V^T P^T over 16 values.
-inline void add_values(uint buffer, Accumulators &work) {
+inline void add_values(uint buffer, Accumulators &acc) {
     const uint lane = threadIdx.x % 32;
     // Lanes 0-7 address keys 0-7 at coordinates 0-7, lanes 8-15 at coordinates 8-15; lanes 16-31 the same of keys 8-15.
     // With BULK the two are exchanged for odd keys, and with SWAPS every other pair of keys has the coordinates of two
@@ -283,8 +283,8 @@ inline void add_values(uint buffer, Accumulators &work) {
         }
 #pragma unroll
         for (uint j = 0; j < 2; j++) {
-            mma<HALF>(work.o[i + j], a[j], work.weights.leading);
-            mma<HALF>(work.o[i + j], a[j], work.weights.rest);
+            mma<HALF>(acc.o[i + j], a[j], acc.weights.leading);
+            mma<HALF>(acc.o[i + j], a[j], acc.weights.rest);
         }
     }
 }
@@ -360,7 +360,7 @@ struct Ahead {
         }
         if (more) {
             const ulong plane = place.item.sequence * p.row_sequence + rows_of_head(p, first_head + place.head);
-            const uint page = entry < p.page_entries ? entry : NONE;
+            const uint page = page_of(entry, p.page_entries);
             ring.fill(p, (of_values ? v : k) + plane * ROW, place.item.keys, unit, page);
             unit += of_values ? WARPS : 0;
             if (of_values) {
@@ -387,7 +387,7 @@ inline void look_up_first(const AttendParams &p, const uint *table, const Early 
 // step each. The first BUFFERS steps of the block (`first`) only fetch.
 inline void attend_to(const AttendParams &p, const uint *table, const Stretch &stretch, const Place &place, bool first, uint first_head,
                       const uchar *own_ring, Buffers &ring, Ahead &ahead, const uint4 (&queries)[LOADS], const uchar *k,
-                      const uchar *v, Accumulators &work) {
+                      const uchar *v, Accumulators &acc) {
     uint unit = first_of_warp(place);
     bool values_next = false;
     int step = first ? -int(BUFFERS) : 0;
@@ -403,11 +403,11 @@ inline void attend_to(const AttendParams &p, const uint *table, const Stretch &s
                 Range there = {0, first < keys.end ? keys.end - first : 0};
                 if (PAGE_SHIFT > 0) {
                     there.first = keys.first > first ? keys.first - first : 0;
-                    there.end = entry < p.page_entries ? there.end : 0;
+                    there.end = is_page(entry, p.page_entries) ? there.end : 0;
                 }
-                scores(p, own_ring + buffer, queries, there, work);
+                scores(p, own_ring + buffer, queries, there, acc);
             } else {
-                add_values(ring.base + buffer, work);
+                add_values(ring.base + buffer, acc);
                 unit += WARPS;
             }
             values_next = !values_next;
@@ -419,19 +419,19 @@ inline void attend_to(const AttendParams &p, const uint *table, const Stretch &s
 }
 
 // Leaves the states of the block's warps in shared memory.
-inline void leave_warps(const Accumulators &work, float *outputs, float2 *sums, uint warp, uint g, uint t) {
+inline void leave_warps(const Accumulators &acc, float *outputs, float2 *sums, uint warp, uint g, uint t) {
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
-        const float l = column_sum(work.l[c]);
+        const float l = column_sum(acc.l[c]);
         if (g == 0) {
-            sums[warp * 8 + 2 * t + c] = make_float2(work.m[c], l);
+            sums[warp * 8 + 2 * t + c] = make_float2(acc.m[c], l);
         }
         if (2 * t + c < GROUP) {
             float *to = outputs + (warp * GROUP + 2 * t + c) * OUTPUT_PITCH + g;
 #pragma unroll
             for (uint i = 0; i < PRODUCTS; i++) {
-                to[16 * i] = work.o[i][c];
-                to[16 * i + 8] = work.o[i][c + 2];
+                to[16 * i] = acc.o[i][c];
+                to[16 * i + 8] = acc.o[i][c + 2];
             }
         }
     }
@@ -442,13 +442,13 @@ inline SoftmaxState sum_of_warps(const float *outputs, const float2 *sums, uint 
     SoftmaxState sum;
 #pragma unroll
     for (uint w = 0; w < WARPS; w++) {
-        sum.cover(sums[w * 8 + r].x);
+        sum.merge_max(sums[w * 8 + r].x);
     }
 #pragma unroll
     for (uint w = 0; w < WARPS; w++) {
         const float2 of_warp = sums[w * 8 + r];
         const float *from = outputs + (w * GROUP + r) * OUTPUT_PITCH + column * 4;
-        sum.add(of_warp, *reinterpret_cast<const float4 *>(from));
+        sum.merge(of_warp, *reinterpret_cast<const float4 *>(from));
     }
     const float unscale = 1 / WEIGHT_SCALE;
     sum.o = make_float4(sum.o.x * unscale, sum.o.y * unscale, sum.o.z * unscale, sum.o.w * unscale);
@@ -530,14 +530,14 @@ struct ReadByOthers {
 };
 
 // Merges the states of a place: of the block's warps, of the cluster's blocks, and of all parts of its item and head.
-inline void finish_place(const Block &b, const Place &place, uint head, const QueryRows &rows, const Accumulators &work,
+inline void finish_place(const Block &b, const Place &place, uint head, const QueryRows &rows, const Accumulators &acc,
                          ReadByOthers &read_by_others) {
     float *outputs = reinterpret_cast<float *>(b.memory + AT_OUTPUTS);
     float2 *sums = reinterpret_cast<float2 *>(b.memory + AT_SUMS);
     read_by_others.wait();
     const uint first_part = b.line.part_of(place.first), last_part = b.line.part_of(place.first + units_of(place.item) - 1);
     __syncthreads();
-    leave_warps(work, outputs, sums, b.warp, b.lane / 4, b.lane % 4);
+    leave_warps(acc, outputs, sums, b.warp, b.lane / 4, b.lane % 4);
     __syncthreads();
     const uint parts = last_part - first_part + 1, item = b.division.first_item + place.index;
     // Counts all earlier items and heads, and all earlier clusters: no two parts have the same slot.
@@ -597,9 +597,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         const QueryRows rows(p, first_item + place.index, head);
         uint4 queries[LOADS];
         load_queries(q, rows, queries);
-        Accumulators work;
-        work.clear();
-        attend_to(p, table, stretch, place, !begun, first_head, own_ring, ring, ahead, queries, k, v, work);
+        Accumulators acc;
+        acc.clear();
+        attend_to(p, table, stretch, place, !begun, first_head, own_ring, ring, ahead, queries, k, v, acc);
         begun = true;
 
         // Not earlier: blocks of the next kernel would share the few multiprocessors that this one leaves free.
@@ -607,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
             let_next_begin();
         }
         wait_if_late<EARLIER>();
-        finish_place(b, place, head, rows, work, read_by_others);
+        finish_place(b, place, head, rows, acc, read_by_others);
         if (place.next >= stretch.end) {
             break;
         }

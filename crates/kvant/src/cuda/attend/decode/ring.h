@@ -47,7 +47,7 @@ struct Buffers {
         if (PAGE_SHIFT > 0) {
             there.end = page != NONE ? there.end : 0;
             there.first = keys.first > first ? min(keys.first - first, there.end) : 0;
-            plane += page_bytes(page);
+            plane += page_bytes_or_zero(page);
             slot = first % PAGE_KEYS;
         }
         const uint to = base + filled * BUFFER;

@@ -35,7 +35,7 @@
 
 // The scores of a tile, the new maxima, and the weights.
 inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, Range all,
-                      uint tile, Work &work) {
+                      uint tile, Accumulators &acc) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uchar *buffer = shared.buffer(2 * tile);
     const uint first = segment.keys.first + tile * TILE;
@@ -113,28 +113,28 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
         for (uint w = 0; w < WARPS; w++) {
             norm = fmaxf(norm, maxima[w * (ROWS + 4) + ROWS]);
         }
-        const float grown = fmaxf(work.norm, power_above(norm));
-        decay = work.norm / grown;
-        work.norm = grown;
+        const float grown = fmaxf(acc.norm, power_above(norm));
+        decay = acc.norm / grown;
+        acc.norm = grown;
     }
 #pragma unroll
     for (uint n = 0; n < NT; n++) {
-        float2 m = make_float2(work.m[n][0], work.m[n][1]);
+        float2 m = make_float2(acc.m[n][0], acc.m[n][1]);
 #pragma unroll
         for (uint w = 0; w < WARPS; w++) {
             const float2 of_warp = *reinterpret_cast<const float2 *>(maxima + w * (ROWS + 4) + n * 8 + 2 * t);
             m = make_float2(fmaxf(m.x, of_warp.x), fmaxf(m.y, of_warp.y));
         }
-        const float f[2] = {factor_of(work.m[n][0], m.x), factor_of(work.m[n][1], m.y)};
-        work.m[n][0] = m.x;
-        work.m[n][1] = m.y;
-        work.l[n][0] *= f[0];
-        work.l[n][1] *= f[1];
+        const float f[2] = {factor_of(acc.m[n][0], m.x), factor_of(acc.m[n][1], m.y)};
+        acc.m[n][0] = m.x;
+        acc.m[n][1] = m.y;
+        acc.l[n][0] *= f[0];
+        acc.l[n][1] *= f[1];
 #pragma unroll
         for (uint i = 0; i < PRODUCTS; i++) {
 #pragma unroll
             for (uint c = 0; c < 4; c++) {
-                work.o[i][n][c] *= f[c % 2] * decay;
+                acc.o[i][n][c] *= f[c % 2] * decay;
             }
         }
     }
@@ -142,7 +142,7 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
     for (uint j = 0; j < WARP_GROUPS; j++) {
         const uint group = warp + j * WARPS;
         if (group < KEY_GROUPS) {
-            weights(shared, buffer, group, s[j], work);
+            weights(shared, buffer, group, s[j], acc);
         }
     }
 }
@@ -151,7 +151,7 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
 // are copied.
 template <typename Prepare>
 inline void go_through(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, Range all,
-                       Work &work, Prepare prepare) {
+                       Accumulators &acc, Prepare prepare) {
     const uint tiles = tiles_of(segment.keys);
     constexpr int AHEAD = BUFFERS / 2;
     // Keys and values then have a buffer each: values come while scores are computed, the next keys while values are
@@ -174,7 +174,7 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
                 multiply_means(b, shared, segment, lot_of(key));
                 __syncthreads();
             }
-            attend_to(p, b, shared, segment, all, tile, work);
+            attend_to(p, b, shared, segment, all, tile, acc);
         }
         if (!TWO_BUFFERS) {
             // Values of the tile before this one, and its keys, are not read any more: their buffers are free.
@@ -197,9 +197,9 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
             __syncthreads();
         }
         if (tile >= 0) {
-            add_values(b, shared, shared.buffer(2 * tile + 1), segment, segment.keys.first + tile * TILE, work);
+            add_values(b, shared, shared.buffer(2 * tile + 1), segment, segment.keys.first + tile * TILE, acc);
             if constexpr (V_CENTRED) {
-                add_means(shared, shared.buffer(2 * tile + 1), work);
+                add_means(shared, shared.buffer(2 * tile + 1), acc);
             }
         }
     }
@@ -231,17 +231,17 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
     }
     __syncthreads();
 
-    Work work;
-    work.norm = 0;
+    Accumulators acc;
+    acc.norm = 0;
 #pragma unroll
     for (uint n = 0; n < NT; n++) {
-        work.m[n][0] = work.m[n][1] = nothing();
-        work.l[n][0] = work.l[n][1] = 0;
+        acc.m[n][0] = acc.m[n][1] = nothing();
+        acc.l[n][0] = acc.l[n][1] = 0;
 #pragma unroll
         for (uint i = 0; i < PRODUCTS; i++) {
 #pragma unroll
             for (uint c = 0; c < 4; c++) {
-                work.o[i][n][c] = 0;
+                acc.o[i][n][c] = 0;
             }
         }
     }
@@ -292,7 +292,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         before += tiles_of(any);
         segment.first_row = sequence * p.row_sequence + rows_of_head(p, part.head);
         if (segment.keys.first < segment.keys.end) {
-            go_through(p, b, shared, segment, all, work, prepare);
+            go_through(p, b, shared, segment, all, acc, prepare);
         }
     }
     copies_wait<0>();
@@ -304,16 +304,16 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
     for (uint n = 0; n < NT; n++) {
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            const float l = column_sum(work.l[n][c]);
+            const float l = column_sum(acc.l[n][c]);
             if (g == 0) {
                 sums[warp * (ROWS + 4) + n * 8 + 2 * t + c] = l;
                 if (warp == 0) {
-                    rows[n * 8 + 2 * t + c].m = work.m[n][c];
+                    rows[n * 8 + 2 * t + c].m = acc.m[n][c];
                 }
             }
         }
     }
-    const float unscale = (V::QUANTISED ? work.norm : 1.0f) * (1 / WEIGHT_SCALE);
+    const float unscale = (V::QUANTISED ? acc.norm : 1.0f) * (1 / WEIGHT_SCALE);
     float *output = shared.output();
 #pragma unroll
     for (uint i = 0; i < PRODUCTS; i++) {
@@ -322,7 +322,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
 #pragma unroll
             for (uint c = 0; c < 4; c++) {
                 const uint coord = warp * SLICE + Values::coord(2 * i + c / 2, g);
-                output[(n * 8 + 2 * t + c % 2) * HEAD_DIM + coord] = work.o[i][n][c] * unscale;
+                output[(n * 8 + 2 * t + c % 2) * HEAD_DIM + coord] = acc.o[i][n][c] * unscale;
             }
         }
     }

@@ -20,7 +20,7 @@ inline const uchar *mean_of(const Planes &planes, const Segment &segment, uint l
         return nullptr;
     }
     const uint page = segment.pages.page(segment.pages.at(index));
-    return page == NONE ? nullptr : planes.means + page_bytes(page) + segment.mean;
+    return page == NONE ? nullptr : planes.means + page_bytes_or_zero(page) + segment.mean;
 }
 
 inline float scale_of(const uchar *mean) {
@@ -89,13 +89,13 @@ inline float norm_of_mean(const Shared &shared, uint key) {
 }
 
 // Adds to O^T, of a tile whose values are in `buffer`, the means of its pages times the sums of their weights.
-inline void add_means(const Shared &shared, const uchar *buffer, Work &work) {
+inline void add_means(const Shared &shared, const uchar *buffer, Accumulators &acc) {
     constexpr uint GROUPS = KEY_GROUPS / TILE_PAGES;
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (uint page = 0; page < TILE_PAGES; page++) {
         const uchar *mean = buffer + V_MEANS + page * MEAN_BYTES;
-        const float scale = scale_of(mean) * (WEIGHT_SCALE / work.norm);
+        const float scale = scale_of(mean) * (WEIGHT_SCALE / acc.norm);
         float codes[2 * PRODUCTS];
 #pragma unroll
         for (uint e = 0; e < 2 * PRODUCTS; e++) {
@@ -115,8 +115,8 @@ inline void add_means(const Shared &shared, const uchar *buffer, Work &work) {
                 const float factor = mass == 0 ? 0 : mass * scale;
 #pragma unroll
                 for (uint i = 0; i < PRODUCTS; i++) {
-                    work.o[i][n][column] = fmaf(factor, codes[2 * i], work.o[i][n][column]);
-                    work.o[i][n][2 + column] = fmaf(factor, codes[2 * i + 1], work.o[i][n][2 + column]);
+                    acc.o[i][n][column] = fmaf(factor, codes[2 * i], acc.o[i][n][column]);
+                    acc.o[i][n][2 + column] = fmaf(factor, codes[2 * i + 1], acc.o[i][n][2 + column]);
                 }
             }
         }

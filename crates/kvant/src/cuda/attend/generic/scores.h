@@ -5,7 +5,7 @@
 #include "device/fragments.h"
 
 // A thread's share of the block's softmax state: of its columns m and l, of its coordinates o.
-struct Work {
+struct Accumulators {
     // By tile of columns: columns 2t and 2t + 1. The maximum is the same in all warps, l is this lane's part of it.
     float m[NT][2];
     float l[NT][2];
@@ -150,7 +150,7 @@ inline void leave_masses(const Shared &shared, uint group, uint n, float2 mass) 
 }
 
 // Weights of 16 keys, from their scores and the new maxima, as B operands; adds them to l.
-inline void weights(const Shared &shared, const uchar *buffer, uint group, const float (&s)[NT][4], Work &work) {
+inline void weights(const Shared &shared, const uchar *buffer, uint group, const float (&s)[NT][4], Accumulators &acc) {
     const uint lane = threadIdx.x % 32, g = lane / 4;
     const uchar *norms = buffer + V_NORMS + group * 16 * V_NORM_BYTES;
     float scale[VARIANTS][2];
@@ -158,7 +158,7 @@ inline void weights(const Shared &shared, const uchar *buffer, uint group, const
     for (uint variant = 0; variant < VARIANTS; variant++) {
         scale[variant][0] = scale[variant][1] = WEIGHT_SCALE;
         if (V::QUANTISED) {
-            const float inverse = WEIGHT_SCALE / work.norm;
+            const float inverse = WEIGHT_SCALE / acc.norm;
             scale[variant][0] = norm_at<V_CENTRED>(norms, g * V::BLOCKS + variant) * inverse;
             scale[variant][1] = norm_at<V_CENTRED>(norms, (g + 8) * V::BLOCKS + variant) * inverse;
         }
@@ -168,8 +168,8 @@ inline void weights(const Shared &shared, const uchar *buffer, uint group, const
         float w[4];
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
-            w[c] = s[n][c] == nothing() ? 0 : exp2_fast(s[n][c] - work.m[n][c % 2]);
-            work.l[n][c % 2] += w[c];
+            w[c] = s[n][c] == nothing() ? 0 : exp2_fast(s[n][c] - acc.m[n][c % 2]);
+            acc.l[n][c % 2] += w[c];
         }
         if constexpr (V_CENTRED) {
             leave_masses(shared, group, n, make_float2(w[0] + w[2], w[1] + w[3]));

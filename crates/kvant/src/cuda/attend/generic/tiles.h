@@ -91,7 +91,7 @@ inline void copy_rows(const AttendParams &p, const void *plane, const Segment &s
             // A row that no page holds is zeros.
             const uint page = there ? segment.pages.of(slot) : NONE;
             there = page != NONE;
-            moved = there ? page_bytes(page) : 0;
+            moved = there ? page_bytes_or_zero(page) : 0;
             slot %= PAGE_KEYS;
         }
         if (RING && slot >= p.capacity) {
@@ -135,7 +135,7 @@ inline void copy_half_norms(const Planes &planes, const Segment &segment, uint f
     const uchar *norms = reinterpret_cast<const uchar *>(planes.norms);
     for (uint i = 2 * threadIdx.x; i < TILE; i += 2 * THREADS) {
         const uint page = i < segment.keys.end - first ? segment.pages.of(first + i) : NONE;
-        const uchar *from = norms + page_bytes(page) + (segment.first_row + (first + i) % PAGE_KEYS) * ROW;
+        const uchar *from = norms + page_bytes_or_zero(page) + (segment.first_row + (first + i) % PAGE_KEYS) * ROW;
         copy_async<2 * ROW>(to + i * ROW, from, page != NONE);
     }
 }
@@ -146,7 +146,7 @@ inline void copy_means(const Planes &planes, const Segment &segment, uint first,
     for (uint i = threadIdx.x; i < TILE_PAGES * WORDS; i += THREADS) {
         const uint at = i / WORDS * PAGE_KEYS;
         const uint page = at < segment.keys.end - first ? segment.pages.of(first + at) : NONE;
-        const uchar *from = planes.means + page_bytes(page) + segment.mean + i % WORDS * 4;
+        const uchar *from = planes.means + page_bytes_or_zero(page) + segment.mean + i % WORDS * 4;
         copy_async<4>(to + i * 4, from, page != NONE);
     }
 }

@@ -105,7 +105,7 @@ inline void multiply_by_rows(const Buffers &b, const Shared &shared, const uchar
 
 // O^T += V^T P^T over the tile that begins with key `first`.
 inline void add_values(const Buffers &b, const Shared &shared, const uchar *buffer, const Segment &segment, uint first,
-                       Work &work) {
+                       Accumulators &acc) {
     Sums sums = {};
     multiply(shared, buffer, sums, [](uint, uint(&)[4], bool) {});
     if (!V::QUANTISED) {
@@ -130,7 +130,7 @@ inline void add_values(const Buffers &b, const Shared &shared, const uchar *buff
         for (uint n = 0; n < NT; n++) {
 #pragma unroll
             for (uint c = 0; c < 4; c++) {
-                work.o[i][n][c] += sums[0][i][n][c] + (SMALL_WEIGHTS ? sums[SMALL_WEIGHTS][i][n][c] : 0);
+                acc.o[i][n][c] += sums[0][i][n][c] + (SMALL_WEIGHTS ? sums[SMALL_WEIGHTS][i][n][c] : 0);
             }
         }
     }

@@ -65,9 +65,9 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
 // are there, if it knows when.
 template <typename Scored>
 inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
-                         Copier &copier, Cursor &cursor, Work &work, Scored scored) {
+                         Copier &copier, Cursor &cursor, Accumulators &acc, Scored scored) {
     const uint base = shared.address();
-    clear(work);
+    clear(acc);
     each_segment(shared, [&](Range keys, uint sequence, bool last) {
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
         const uint tiles = tiles_of(keys);
@@ -76,12 +76,12 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
         uint key = keys.first, entry = seen.entry(key);
         begin_scores(base, copier, cursor, s);
         end_scores(base, cursor, s);
-        soften(p, shared, seen, key, seen.held(entry), s, work, f);
+        soften(p, shared, seen, key, seen.held(entry), s, acc, f);
         send_weights(shared, s);
 #pragma unroll 1
         for (uint tile = 1; tile < tiles; tile++) {
             if constexpr (!SHARED_ROWS) {
-                scale(work, f);
+                scale(acc, f);
                 take_weights(shared, s, w);
             }
             entry = seen.entry(key + TILE);
@@ -91,41 +91,41 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
                     if (chunk == 0) {
                         take_weights(shared, s, w);
                     }
-                    scale(work.o[chunk], f);
+                    scale(acc.o[chunk], f);
                 }
             });
             const uint of_keys = cursor.before();
             Cursor used = cursor;
-            begin_values(base, copier, cursor, w, work);
+            begin_values(base, copier, cursor, w, acc);
             products_wait<CHUNKS>();
             hold(s);
             release(base, of_keys);
             key += TILE;
-            soften(p, shared, seen, key, seen.held(entry), s, work, f);
+            soften(p, shared, seen, key, seen.held(entry), s, acc, f);
             if constexpr (SHARED_ROWS) {
                 send_weights(shared, s);
             } else {
-                finish_softmax(base, work);
+                finish_softmax(base, acc);
             }
-            end_values(base, used, work);
+            end_values(base, used, acc);
         }
-        scale(work, f);
+        scale(acc, f);
         take_weights(shared, s, w);
         if (last) {
             scored();
         }
         Cursor used = cursor;
-        begin_values(base, copier, cursor, w, work);
-        end_values(base, used, work);
+        begin_values(base, copier, cursor, w, acc);
+        end_values(base, used, acc);
     });
 }
 
 // The same, tile by tile. CAREFUL: values may not be finite.
 template <bool CAREFUL>
 inline void attend_in_order(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
-                            Copier &copier, Cursor &cursor, Work &work) {
+                            Copier &copier, Cursor &cursor, Accumulators &acc) {
     const uint base = shared.address();
-    clear(work);
+    clear(acc);
     copier.begin();
     each_segment(shared, [&](Range keys, uint sequence, bool) {
         const Seen seen = seen_by(p, shared, item, table, keys, sequence);
@@ -137,25 +137,25 @@ inline void attend_in_order(const AttendParams &p, const Shared &shared, const I
             const uint key = keys.first + tile * TILE, held = seen.held(seen.entry(key));
             begin_scores(base, copier, cursor, s);
             end_scores(base, cursor, s);
-            soften(p, shared, seen, key, held, s, work, f);
+            soften(p, shared, seen, key, held, s, acc, f);
             send_weights(shared, s);
-            scale(work, f);
+            scale(acc, f);
             take_weights(shared, s, w);
             Cursor used = cursor;
             if (CAREFUL && values_are_nonfinite(base, cursor)) {
-                add_by_keys(base, copier, cursor, w, seen, key, held, work);
+                add_by_keys(base, copier, cursor, w, seen, key, held, acc);
                 // Products are the warp's together.
                 __syncwarp();
             } else {
-                begin_values(base, copier, cursor, w, work);
+                begin_values(base, copier, cursor, w, acc);
             }
-            end_values(base, used, work);
+            end_values(base, used, acc);
         }
     });
 }
 
 // Writes the thread's results to the output.
-inline void finish(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Work &work, uchar *out,
+inline void finish(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Accumulators &acc, uchar *out,
                    const RowEnds &ends) {
     const uint group = threadIdx.x / 128, t = threadIdx.x % 4;
     const uint first_column = SHARED_ROWS ? group * (HEAD_DIM / 2) : 0;
@@ -167,14 +167,14 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
     }
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
-        work.l[c] += __shfl_xor_sync(0xFFFFFFFF, work.l[c], 1);
-        work.l[c] += __shfl_xor_sync(0xFFFFFFFF, work.l[c], 2);
+        acc.l[c] += __shfl_xor_sync(0xFFFFFFFF, acc.l[c], 1);
+        acc.l[c] += __shfl_xor_sync(0xFFFFFFFF, acc.l[c], 2);
     }
     if constexpr (SHARED_ROWS) {
         // Each warpgroup has the sum over the keys that it scored.
-        const float2 others = exchange(shared, work.l);
-        work.l[0] += others.x;
-        work.l[1] += others.y;
+        const float2 others = exchange(shared, acc.l);
+        acc.l[0] += others.x;
+        acc.l[1] += others.y;
     }
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
@@ -184,7 +184,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
         const auto sees = [&] {
             return sees_any(p, table, shared.tokens()[(item.first_row + (writes ? r : 0)) / p.group - item.first_token]);
         };
-        const RowFactors f = finish_row(p, ends, row, work.m[c], work.l[c], earlier_end[c], sees, 1 << WEIGHT_BITS);
+        const RowFactors f = finish_row(p, ends, row, acc.m[c], acc.l[c], earlier_end[c], sees, 1 << WEIGHT_BITS);
         if (ENDS) {
             __syncwarp();
             if (writes && t == 0 && first_column == 0) {
@@ -193,7 +193,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
         }
         // Columns 2t and 2t + 1 of eight.
         const auto result = [&](uint i, uint eight) {
-            const float *o = work.o[i] + 4 * eight + 2 * c;
+            const float *o = acc.o[i] + 4 * eight + 2 * c;
             float2 two = make_float2(o[0] * f.own, o[1] * f.own);
             if (EARLIER && writes) {
                 const float2 before = ends.earlier_at<float2>(row * HEAD_DIM + first_column + i * WIDTH + eight * 8 + 2 * t);
@@ -302,7 +302,7 @@ inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, 
     const uint group = of_warp(threadIdx.x / 128);
     bool has_queries = false;
     Cursor cursor;
-    Work work;
+    Accumulators acc;
     for (RingCursor<ITEMS> place;; place.next()) {
         place = place.of_warp();
         cursor = cursor.of_warp();
@@ -324,9 +324,9 @@ inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, 
         meet_rows();
         Copier copier = {p, shared, item, k, v, table};
         if (careful) {
-            attend_in_order<true>(p, shared, item, table, copier, cursor, work);
+            attend_in_order<true>(p, shared, item, table, copier, cursor, acc);
         } else {
-            attend_ahead(p, shared, item, table, copier, cursor, work, [&] {
+            attend_ahead(p, shared, item, table, copier, cursor, acc, [&] {
                 // The queries are not needed any more: those of the next item are copied, if it is known.
                 meet_rows();
                 RingCursor<ITEMS> then = place;
@@ -340,13 +340,13 @@ inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, 
                 }
             });
         }
-        const bool failed = any_of(results_are_nonfinite(item, work), ALL_FAIL ? 1 : 2 + group, ALL_FAIL ? CONSUMERS : 128);
+        const bool failed = any_of(results_are_nonfinite(item, acc), ALL_FAIL ? 1 : 2 + group, ALL_FAIL ? CONSUMERS : 128);
         if (failed && !careful) {
             if (threadIdx.x % 128 == 0) {
                 atomicOr(&shared.state().failed, 1u);
             }
-        } else if (!SPLIT || merge(p, shared, item, states, arrivals, work)) {
-            finish(p, shared, item, table, work, out, ends);
+        } else if (!SPLIT || merge(p, shared, item, states, arrivals, acc)) {
+            finish(p, shared, item, table, acc, out, ends);
         }
         barrier_arrive(base + AT_ITEM_FREE + place.stage * 8);
     }
@@ -395,13 +395,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         Copier copier = {p, shared, item, k, v, table};
         Cursor cursor;
-        Work work;
-        attend_in_order<false>(p, shared, item, table, copier, cursor, work);
-        if (any_of(results_are_nonfinite(item, work), 1, CONSUMERS)) {
-            attend_in_order<true>(p, shared, item, table, copier, cursor, work);
+        Accumulators acc;
+        attend_in_order<false>(p, shared, item, table, copier, cursor, acc);
+        if (any_of(results_are_nonfinite(item, acc), 1, CONSUMERS)) {
+            attend_in_order<true>(p, shared, item, table, copier, cursor, acc);
         }
-        if (!SPLIT || merge(p, shared, item, states, arrivals, work)) {
-            finish(p, shared, item, table, work, out, ends);
+        if (!SPLIT || merge(p, shared, item, states, arrivals, acc)) {
+            finish(p, shared, item, table, acc, out, ends);
         }
     }
 }

@@ -27,7 +27,7 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
 #pragma unroll 1
         for (uint unit = 0; unit < TILE / 16; unit++) {
             const uint of_unit = __shfl_sync(0xFFFFFFFF, page, unit), slot = (first + unit * 16) % PAGE_KEYS;
-            const uchar *from = plane + page_bytes(of_unit) + (slot + r0) * ROW + column;
+            const uchar *from = plane + page_bytes_or_zero(of_unit) + (slot + r0) * ROW + column;
 #pragma unroll
             for (uint i = 0; i < 16; i += TOGETHER) {
                 const uint r = unit * 16 + r0 + i;

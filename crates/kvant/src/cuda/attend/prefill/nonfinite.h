@@ -41,7 +41,7 @@ inline bool values_are_nonfinite(uint base, Cursor cursor) {
 
 // O += P V for the tile at the cursor, whose first key is `first`, key by key over those that a row sees.
 inline void add_by_keys(uint base, Copier &copier, Cursor &cursor, const uint (&w)[TILE / 16][4], const Seen &seen, uint first,
-                        uint held, Work &work) {
+                        uint held, Accumulators &acc) {
     const uint t = threadIdx.x % 4, own_block = SHARED_ROWS ? threadIdx.x / 128 * BLOCK : 0;
     // Far below what the output shows, but not 0, for an infinite value.
     constexpr float LEAST = 1.0f / (1ull << 60);
@@ -77,7 +77,7 @@ inline void add_by_keys(uint base, Copier &copier, Cursor &cursor, const uint (&
                     const float2 value = unpack<HALF>(load_shared(values + block + key * 128 + (j % 8 ^ key % 8) * 16));
 #pragma unroll
                     for (uint c = 0; c < 2; c++) {
-                        float *o = work.o[chunk * PARTS + part] + 4 * j + 2 * c;
+                        float *o = acc.o[chunk * PARTS + part] + 4 * j + 2 * c;
                         o[0] += sees[c] ? weight[c] * value.x : 0;
                         o[1] += sees[c] ? weight[c] * value.y : 0;
                     }
@@ -90,7 +90,7 @@ inline void add_by_keys(uint base, Copier &copier, Cursor &cursor, const uint (&
 }
 
 // Whether any of the thread's results is not finite.
-inline bool results_are_nonfinite(const Item &item, const Work &work) {
+inline bool results_are_nonfinite(const Item &item, const Accumulators &acc) {
     bool found = false;
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
@@ -99,7 +99,7 @@ inline bool results_are_nonfinite(const Item &item, const Work &work) {
         for (uint i = 0; i < CHUNKS * PARTS; i++) {
 #pragma unroll
             for (uint j = 2 * c; j < WIDTH / 2; j += 4) {
-                check += work.o[i][j] * 0.0f + work.o[i][j + 1] * 0.0f;
+                check += acc.o[i][j] * 0.0f + acc.o[i][j + 1] * 0.0f;
             }
         }
         found = found || (!(check == 0) && own_row(c) < item.rows);

@@ -9,7 +9,7 @@
 constexpr int WEIGHT_BITS = HALF ? 14 : 0;
 
 // A thread's share of the work: of rows g and g + 8 of its warp the maximum, its part of the sum, and the output.
-struct Work {
+struct Accumulators {
     float m[2];
     float l[2];
     float o[CHUNKS * PARTS][WIDTH / 2];
@@ -55,14 +55,14 @@ inline uint first_scored() {
     return SHARED_ROWS ? threadIdx.x / 128 * SCORED : 0;
 }
 
-inline void clear(Work &work) {
-    work.m[0] = work.m[1] = nothing();
-    work.l[0] = work.l[1] = 0;
+inline void clear(Accumulators &acc) {
+    acc.m[0] = acc.m[1] = nothing();
+    acc.l[0] = acc.l[1] = 0;
 #pragma unroll
     for (uint i = 0; i < CHUNKS * PARTS; i++) {
 #pragma unroll
         for (uint j = 0; j < WIDTH / 2; j++) {
-            work.o[i][j] = 0;
+            acc.o[i][j] = 0;
         }
     }
 }
@@ -75,10 +75,10 @@ inline void scale(float (&o)[WIDTH / 2], const float (&f)[2]) {
     }
     hold(o);
 }
-inline void scale(Work &work, const float (&f)[2]) {
+inline void scale(Accumulators &acc, const float (&f)[2]) {
 #pragma unroll
     for (uint i = 0; i < CHUNKS * PARTS; i++) {
-        scale(work.o[i], f);
+        scale(acc.o[i], f);
     }
 }
 
@@ -143,7 +143,7 @@ inline void end_scores(uint base, const Cursor &cursor, float (&s)[SCORED / 2]) 
 }
 
 // Begins O += P V for the tile at the cursor.
-inline void begin_values(uint base, Copier &copier, Cursor &cursor, const uint (&w)[TILE / 16][4], Work &work) {
+inline void begin_values(uint base, Copier &copier, Cursor &cursor, const uint (&w)[TILE / 16][4], Accumulators &acc) {
     const uint own_block = SHARED_ROWS ? threadIdx.x / 128 * BLOCK : 0;
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {
@@ -156,7 +156,7 @@ inline void begin_values(uint base, Copier &copier, Cursor &cursor, const uint (
 #pragma unroll
             for (uint part = 0; part < PARTS; part++) {
                 const ulong b = matrix(values + part * (WIDTH / 64) * BLOCK + i * 2048, BLOCK);
-                multiply_rows<HALF>(work.o[chunk * PARTS + part], w[i], b);
+                multiply_rows<HALF>(acc.o[chunk * PARTS + part], w[i], b);
             }
         }
         products_commit();
@@ -166,11 +166,11 @@ inline void begin_values(uint base, Copier &copier, Cursor &cursor, const uint (
 }
 
 // Waits for the products, and releases their chunks.
-inline void end_values(uint base, Cursor used, Work &work) {
+inline void end_values(uint base, Cursor used, Accumulators &acc) {
     products_wait<0>();
 #pragma unroll
     for (uint i = 0; i < CHUNKS * PARTS; i++) {
-        hold(work.o[i]);
+        hold(acc.o[i]);
     }
     if constexpr (WARPGROUP_PRODUCTS) {
 #pragma unroll
@@ -201,7 +201,7 @@ inline float2 exchange(const Shared &shared, const float (&own)[2]) {
 // From scores to weights, and the factors of what was summed before. Pages hold the units `held` of the tile that
 // begins with `first`.
 inline void soften(const AttendParams &p, const Shared &shared, const Seen &seen, uint first, uint held,
-                   float (&s)[SCORED / 2], Work &work, float (&f)[2]) {
+                   float (&s)[SCORED / 2], Accumulators &acc, float (&f)[2]) {
     const uint t = threadIdx.x % 4;
     float factor = p.scale * LOG2_E;
     if (SOFTCAP) {
@@ -239,9 +239,9 @@ inline void soften(const AttendParams &p, const Shared &shared, const Seen &seen
     }
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
-        m[c] = fmaxf(work.m[c], m[c] * factor);
-        f[c] = factor_of(work.m[c], m[c]);
-        work.m[c] = m[c];
+        m[c] = fmaxf(acc.m[c], m[c] * factor);
+        f[c] = factor_of(acc.m[c], m[c]);
+        acc.m[c] = m[c];
         const float shift = (m[c] == nothing() ? 0 : m[c]) - WEIGHT_BITS;
         float l = 0;
 #pragma unroll
@@ -252,14 +252,14 @@ inline void soften(const AttendParams &p, const Shared &shared, const Seen &seen
                 l += s[i + j];
             }
         }
-        work.l[c] = work.l[c] * f[c] + l;
+        acc.l[c] = acc.l[c] * f[c] + l;
     }
 }
 
 // Keeps later waits for products behind the softmax. ptxas moves such waits ahead of arithmetic, but not of stores.
 // This is one, which never happens, of the sums that the softmax computes last.
-inline void finish_softmax(uint base, const Work &work) {
-    const float last = work.l[0] + work.l[1];
+inline void finish_softmax(uint base, const Accumulators &acc) {
+    const float last = acc.l[0] + acc.l[1];
     asm volatile("{\n.reg .pred any;\nsetp.lt.f32 any, %0, 0f00000000;\n@any st.shared.f32 [%1], %0;\n}" ::"f"(last),
                  "r"(base)
                  : "memory");

@@ -10,13 +10,13 @@ constexpr uint SUM_QUADS = CHUNKS * PARTS * WIDTH / 8;
 
 // Leaves the block's state. Returns true in the block that arrives last, which then holds the merge of all, added in
 // the order of the keys.
-inline bool merge(const AttendParams &p, const Shared &shared, const Item &item, float *states, uint *arrivals, Work &work) {
+inline bool merge(const AttendParams &p, const Shared &shared, const Item &item, float *states, uint *arrivals, Accumulators &acc) {
     float4 *first = reinterpret_cast<float4 *>(states) + ulong(item.pair) * p.splits * (SUM_QUADS + 1) * CONSUMERS + threadIdx.x;
     float4 *own = first + ulong(item.part) * (SUM_QUADS + 1) * CONSUMERS;
-    __stcg(own, make_float4(work.m[0], work.m[1], work.l[0], work.l[1]));
+    __stcg(own, make_float4(acc.m[0], acc.m[1], acc.l[0], acc.l[1]));
 #pragma unroll
     for (uint i = 0; i < SUM_QUADS; i++) {
-        const float *o = work.o[i / (WIDTH / 8)] + i % (WIDTH / 8) * 4;
+        const float *o = acc.o[i / (WIDTH / 8)] + i % (WIDTH / 8) * 4;
         __stcg(own + (1 + i) * CONSUMERS, make_float4(o[0], o[1], o[2], o[3]));
     }
     meet(1, CONSUMERS);
@@ -27,23 +27,23 @@ inline bool merge(const AttendParams &p, const Shared &shared, const Item &item,
     if (!shared.state().last) {
         return false;
     }
-    clear(work);
+    clear(acc);
     for (uint part = 0; part < p.splits; part++) {
         const float4 ends = __ldcg(first + ulong(part) * (SUM_QUADS + 1) * CONSUMERS);
-        work.m[0] = fmaxf(work.m[0], ends.x);
-        work.m[1] = fmaxf(work.m[1], ends.y);
+        acc.m[0] = fmaxf(acc.m[0], ends.x);
+        acc.m[1] = fmaxf(acc.m[1], ends.y);
     }
 #pragma unroll 1
     for (uint part = 0; part < p.splits; part++) {
         const float4 *of_part = first + ulong(part) * (SUM_QUADS + 1) * CONSUMERS;
         const float4 ends = __ldcg(of_part);
-        const float f[2] = {factor_of(ends.x, work.m[0]), factor_of(ends.y, work.m[1])};
-        work.l[0] += ends.z * f[0];
-        work.l[1] += ends.w * f[1];
+        const float f[2] = {factor_of(ends.x, acc.m[0]), factor_of(ends.y, acc.m[1])};
+        acc.l[0] += ends.z * f[0];
+        acc.l[1] += ends.w * f[1];
 #pragma unroll
         for (uint i = 0; i < SUM_QUADS; i++) {
             const float4 x = __ldcg(of_part + (1 + i) * CONSUMERS);
-            float *o = work.o[i / (WIDTH / 8)] + i % (WIDTH / 8) * 4;
+            float *o = acc.o[i / (WIDTH / 8)] + i % (WIDTH / 8) * 4;
             // Two numbers of each row.
             o[0] += x.x * f[0];
             o[1] += x.y * f[0];

@@ -42,15 +42,15 @@
 #include "device/dependent_launch.h"
 
 // Merges the states of the warps into the block's.
-inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
+inline void merge_warps(const AttendParams &p, Accumulators &acc, const State &state) {
     const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, t = lane % 4;
     float *warps = shared_at<float>(AT_WARPS);
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
-        work.l[c] = column_sum(work.l[c]);
+        acc.l[c] = column_sum(acc.l[c]);
         if (lane < 4) {
-            warps[warp * WARP_FLOATS + 2 * t + c] = work.m[c];
-            warps[warp * WARP_FLOATS + ROWS + 2 * t + c] = work.l[c];
+            warps[warp * WARP_FLOATS + 2 * t + c] = acc.m[c];
+            warps[warp * WARP_FLOATS + ROWS + 2 * t + c] = acc.l[c];
         }
     }
     __syncthreads();
@@ -72,8 +72,8 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
         }
         state.set_end(thread, most == LOWEST ? nothing() : most, l);
     }
-    const float unscale = work.norm * (1 / WEIGHT_SCALE / Table<V_CODEC>::SCALE);
-    const float factor[2] = {factor_of(work.m[0], m[0]) * unscale, factor_of(work.m[1], m[1]) * unscale};
+    const float unscale = acc.norm * (1 / WEIGHT_SCALE / Table<V_CODEC>::SCALE);
+    const float factor[2] = {factor_of(acc.m[0], m[0]) * unscale, factor_of(acc.m[1], m[1]) * unscale};
     float4 *sums = sums_of_warps();
 #pragma unroll
     for (uint round = 0; round < PRODUCTS / MERGED; round++) {
@@ -83,7 +83,7 @@ inline void merge_warps(const AttendParams &p, Work &work, const State &state) {
         if (2 * t < p.group) {
 #pragma unroll
             for (uint i = 0; i < MERGED; i++) {
-                const float(&o)[4] = work.o[round * MERGED + i];
+                const float(&o)[4] = acc.o[round * MERGED + i];
                 sums[(warp * MERGED + i) * 32 + lane] =
                     make_float4(o[0] * factor[0], o[1] * factor[1], o[2] * factor[0], o[3] * factor[1]);
             }
@@ -125,11 +125,11 @@ inline void merge_blocks(const State &state, const Merged &merged, uint rows) {
         for (uint b = 0; b < CLUSTER; b++) {
             ends[b] = load2_in(shared_at<float2>(AT_ENDS) + r, b);
             x[b] = load4_in(reinterpret_cast<const float4 *>(state.o() + r * HEAD_DIM) + at % ROW_QUADS, b);
-            sum.cover(ends[b].x);
+            sum.merge_max(ends[b].x);
         }
 #pragma unroll
         for (uint b = 0; b < CLUSTER; b++) {
-            sum.add(ends[b], x[b]);
+            sum.merge(ends[b], x[b]);
         }
         reinterpret_cast<float4 *>(merged.o())[at] = sum.o;
         if (at % ROW_QUADS == 0) {
@@ -250,14 +250,14 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
     load_queries(p, b, part_of_item.item, part_of_item.head);
     __syncthreads();
 
-    Work work = {};
-    work.m[0] = work.m[1] = LOWEST;
-    work.norm = SMALLEST_NORM;
-    work.turn = block.turn;
-    loop.run(p, work);
-    block.turn = work.turn;
+    Accumulators acc = {};
+    acc.m[0] = acc.m[1] = LOWEST;
+    acc.norm = SMALLEST_NORM;
+    acc.turn = block.turn;
+    loop.run(p, acc);
+    block.turn = acc.turn;
     const State state = {};
-    merge_warps(p, work, state);
+    merge_warps(p, acc, state);
 #if PAGE_SHIFT > 0
     finish(p, b.to, {b.positions, b.sequence, b.lens, b.table}, part_of_item);
 #else

@@ -23,7 +23,7 @@ struct Group {
         return PAGE_SHIFT == 0 || page != NONE;
     }
     ulong moved() const {
-        return PAGE_SHIFT == 0 ? 0 : page_bytes(page);
+        return PAGE_SHIFT == 0 ? 0 : page_bytes_or_zero(page);
     }
 
     uint slot_of(const AttendParams &p, uint i) const {

@@ -74,7 +74,7 @@ struct KeyLoop {
         return (start + key) >> PAGE_SHIFT;
     }
 
-    void run(const AttendParams &p, Work &work) {
+    void run(const AttendParams &p, Accumulators &acc) {
         const uint t = threadIdx.x % 4;
         const float factor[2] = {shared_at<float>(AT_FACTORS)[2 * t], shared_at<float>(AT_FACTORS)[2 * t + 1]};
         const Lookup<K_CODEC> k_lookup(k_table());
@@ -102,7 +102,7 @@ struct KeyLoop {
             __syncwarp();
             box.read_keys(keys, k_norms, v_norms);
             if (K_CENTRED && means_are_new) {
-                Means::multiply(queries, work.turn);
+                Means::multiply(queries, acc.turn);
             }
             __syncwarp();
             if (more) {
@@ -115,11 +115,11 @@ struct KeyLoop {
             copies_commit();
             float s[4];
             multiply_keys(k_lookup, queries, keys, k_norms, s);
-            add_up(s, work.turn);
+            add_up(s, acc.turn);
             if (K_CENTRED) {
                 Means::add_product(page - means.first, s);
             }
-            const uint2 weights = weigh(p, current, factor, v_norms, s, work);
+            const uint2 weights = weigh(p, current, factor, v_norms, s, acc);
             Values values;
             copies_wait<1>();
             __syncwarp();
@@ -129,17 +129,17 @@ struct KeyLoop {
                 box.copy_values(p, from, group);
             }
             copies_commit();
-            multiply_values(v_lookup, values, weights, work);
+            multiply_values(v_lookup, values, weights, acc);
             if (HAS_MEANS && (!more || page != page_of(first))) {
                 const bool ends_lot = !more || page - means.first == LOT - 1;
-                means_are_new = end_page(page - means.first, ends_lot, more, work);
+                means_are_new = end_page(page - means.first, ends_lot, more, acc);
             }
         }
     }
     // When the last of a page's keys that the warp has is done; the lot may end, too, and the next one begin.
-    bool end_page(uint entry, bool ends_lot, bool more, Work &work) {
+    bool end_page(uint entry, bool ends_lot, bool more, Accumulators &acc) {
         if (V_CENTRED) {
-            Means::end_page(entry, work);
+            Means::end_page(entry, acc);
         }
         if (!ends_lot) {
             return false;
@@ -147,7 +147,7 @@ struct KeyLoop {
         if (V_CENTRED) {
             copies_wait<0>();
             __syncwarp();
-            Means::add_values(work);
+            Means::add_values(acc);
         }
         if (more) {
             __syncwarp();

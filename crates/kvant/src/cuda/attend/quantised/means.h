@@ -40,14 +40,14 @@ struct Means {
 #pragma unroll 4
         for (uint i = 0; i < LOT; i++) {
             const uint of_row = __shfl_sync(0xFFFFFFFF, page, i);
-            const uchar *from = means + page_bytes(of_row);
+            const uchar *from = means + page_bytes_or_zero(of_row);
 #pragma unroll
             for (uint word = 0; word < CHUNK / 4; word += 32) {
                 copy_async<4>(to + i * MEAN_PITCH + (word + lane) * 4, from + (word + lane) * 4, of_row != NONE);
             }
         }
         if (lane < LOT) {
-            copy_async<4>(to + lane * MEAN_PITCH + AT_MEAN_SCALE, means + page_bytes(page) + at_scale, page != NONE);
+            copy_async<4>(to + lane * MEAN_PITCH + AT_MEAN_SCALE, means + page_bytes_or_zero(page) + at_scale, page != NONE);
         }
     }
     // In shared memory, page `i` of the lot: its codes, then the scale and the products.
@@ -93,18 +93,18 @@ struct Means {
     }
 
     // The weights of a page are complete.
-    static void end_page(uint i, Work &work) {
+    static void end_page(uint i, Accumulators &acc) {
         const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
         for (uint c = 0; c < 2; c++) {
-            work.l[c] += work.of_page[c];
-            const float mass = column_sum(work.of_page[c]);
-            work.masses[c] = g == i ? mass : work.masses[c];
-            work.of_page[c] = 0;
+            acc.l[c] += acc.of_page[c];
+            const float mass = column_sum(acc.of_page[c]);
+            acc.masses[c] = g == i ? mass : acc.masses[c];
+            acc.of_page[c] = 0;
         }
     }
     // O^T += the means of values times the sums of their pages' weights.
-    static void add_values(Work &work) {
+    static void add_values(Accumulators &acc) {
         const uint g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const float own = scale(g);
         float largest = fabsf(own);
@@ -113,17 +113,17 @@ struct Means {
             largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
         }
         // Sums are in range, and values 2^20 times smaller than the mean's coordinates keep their bits.
-        const float unit = power_above(largest), grown = fmaxf(work.norm, unit * (1.0f / (1 << 13)));
-        const float decay = work.norm * inverse_of_power(grown);
-        work.norm = grown;
+        const float unit = power_above(largest), grown = fmaxf(acc.norm, unit * (1.0f / (1 << 13)));
+        const float decay = acc.norm * inverse_of_power(grown);
+        acc.norm = grown;
         // A page has up to 256 keys, and weights are up to 1.
         constexpr float UP = 128;
         const float factor = own * (UP * inverse_of_power(unit));
         const float unscale = unit * inverse_of_power(grown) * (WEIGHT_SCALE * Table<V_CODEC>::SCALE / UP);
         // A mean whose keys have no weight may be anything. f16 twice, lest large means be rounded to 11 bits.
         uint weights[2];
-        split<true>(work.masses[0] == 0 ? 0 : work.masses[0] * factor, work.masses[1] == 0 ? 0 : work.masses[1] * factor, weights);
-        work.masses[0] = work.masses[1] = 0;
+        split<true>(acc.masses[0] == 0 ? 0 : acc.masses[0] * factor, acc.masses[1] == 0 ? 0 : acc.masses[1] * factor, weights);
+        acc.masses[0] = acc.masses[1] = 0;
         const uint leading = transpose8(weights[0]), rest = transpose8(weights[1]);
 #pragma unroll
         for (uint i = 0; i < PRODUCTS; i += 8) {
@@ -138,7 +138,7 @@ struct Means {
                 mma<true>(sums, a, make_uint2(leading, rest));
 #pragma unroll
                 for (uint c = 0; c < 4; c++) {
-                    work.o[i + j][c] = work.o[i + j][c] * decay + sums[c] * unscale;
+                    acc.o[i + j][c] = acc.o[i + j][c] * decay + sums[c] * unscale;
                 }
             }
         }

@@ -7,7 +7,7 @@
 
 // A lane's share of a warp's state: of columns 2t and 2t + 1 the maximum, the same in all lanes, and the lane's part of
 // l; sums of coordinates by row and column.
-struct Work {
+struct Accumulators {
     float m[2];
     float l[2];
     float o[PRODUCTS][4];
@@ -75,20 +75,20 @@ inline void add_up(float (&s)[4], uint &turn) {
 }
 
 // O^T of the warp's coordinates.
-inline void multiply_values(const Lookup<V_CODEC> &lookup, const Values &values, uint2 weights, Work &work) {
+inline void multiply_values(const Lookup<V_CODEC> &lookup, const Values &values, uint2 weights, Accumulators &acc) {
 #pragma unroll
     for (uint i = 0; i < ValueCodes::LOADS; i++) {
 #pragma unroll
         for (uint unit = 0; unit < ValueCodes::UNITS; unit++) {
             value_operands(values, i, unit, lookup, [&](uint product, const uint(&a)[4]) {
-                mma<true>(work.o[(i * ValueCodes::UNITS + unit) * 8 + product], a, weights);
+                mma<true>(acc.o[(i * ValueCodes::UNITS + unit) * 8 + product], a, weights);
             });
         }
     }
 }
 
 // The maxima, and the largest norm, over all lanes; what has been summed so far relative to them.
-inline void grow(const float (&s)[4], float norm, Work &work) {
+inline void grow(const float (&s)[4], float norm, Accumulators &acc) {
     float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
 #pragma unroll
     for (uint step = 4; step < 32; step *= 2) {
@@ -96,31 +96,31 @@ inline void grow(const float (&s)[4], float norm, Work &work) {
         m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
         norm = fmaxf(norm, __shfl_xor_sync(0xFFFFFFFF, norm, step));
     }
-    const float grown = fmaxf(work.norm, power_above(norm));
-    const float decay = work.norm * inverse_of_power(grown);
-    work.norm = grown;
+    const float grown = fmaxf(acc.norm, power_above(norm));
+    const float decay = acc.norm * inverse_of_power(grown);
+    acc.norm = grown;
     float factor[2];
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
-        m[c] = fmaxf(m[c], work.m[c]);
-        factor[c] = factor_of(work.m[c], m[c]);
-        work.m[c] = m[c];
-        work.l[c] *= factor[c];
-        work.of_page[c] *= factor[c];
-        work.masses[c] *= factor[c];
+        m[c] = fmaxf(m[c], acc.m[c]);
+        factor[c] = factor_of(acc.m[c], m[c]);
+        acc.m[c] = m[c];
+        acc.l[c] *= factor[c];
+        acc.of_page[c] *= factor[c];
+        acc.masses[c] *= factor[c];
         factor[c] *= decay;
     }
 #pragma unroll
     for (uint i = 0; i < PRODUCTS; i++) {
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
-            work.o[i][c] *= factor[c % 2];
+            acc.o[i][c] *= factor[c % 2];
         }
     }
 }
 
 // The weights of a group's keys from their raw scores, as B operands.
-inline uint2 weigh(const AttendParams &p, const Group &group, const float (&factor)[2], Norms &norms, float (&s)[4], Work &work) {
+inline uint2 weigh(const AttendParams &p, const Group &group, const float (&factor)[2], Norms &norms, float (&s)[4], Accumulators &acc) {
     const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
@@ -139,16 +139,16 @@ inline uint2 weigh(const AttendParams &p, const Group &group, const float (&fact
         }
     }
     const float norm = fmaxf(fabsf(__uint_as_float(norms[0])), fabsf(__uint_as_float(norms[1])));
-    const bool grows = fmaxf(s[0], s[2]) > work.m[0] || fmaxf(s[1], s[3]) > work.m[1] || norm >= work.norm;
+    const bool grows = fmaxf(s[0], s[2]) > acc.m[0] || fmaxf(s[1], s[3]) > acc.m[1] || norm >= acc.norm;
     if (__any_sync(0xFFFFFFFF, grows)) {
-        grow(s, norm, work);
+        grow(s, norm, acc);
     }
 #pragma unroll
     for (uint c = 0; c < 4; c++) {
-        s[c] = exp2_fast(s[c] - work.m[c % 2]);
-        (V_CENTRED ? work.of_page : work.l)[c % 2] += s[c];
+        s[c] = exp2_fast(s[c] - acc.m[c % 2]);
+        (V_CENTRED ? acc.of_page : acc.l)[c % 2] += s[c];
     }
-    const float inverse = WEIGHT_SCALE * inverse_of_power(work.norm);
+    const float inverse = WEIGHT_SCALE * inverse_of_power(acc.norm);
     const float low = __uint_as_float(norms[0]) * inverse, high = __uint_as_float(norms[1]) * inverse;
     return make_uint2(transpose8(pack<true>(s[0] * low, s[1] * low)), transpose8(pack<true>(s[2] * high, s[3] * high)));
 }

@@ -76,7 +76,7 @@ inline void copy(const AttendParams &p, const uchar *plane, uint slot, uint rows
 // The same over pages.
 inline void copy_from_pages(const RowsInPages &rows, const uchar *plane, uint to, uint barrier) {
     rows.each_page([&](uint row, uint page, uint slot, uint count) {
-        copy_bulk(to + row * ROW, plane + page_bytes(page) + slot * ROW, count * ROW, barrier);
+        copy_bulk(to + row * ROW, plane + page_bytes_or_zero(page) + slot * ROW, count * ROW, barrier);
     });
 }
 
@@ -176,7 +176,7 @@ inline void prepare_copies(const AttendParams &p, const Lane &self, const Stretc
         // Not values: they arrive while scores are computed, and prefetching them delays the keys of other blocks.
         if (PAGE_SHIFT > 0) {
             own.each_page([&](uint, uint page, uint slot, uint count) {
-                prefetch_bulk(k_plane + page_bytes(page) + slot * ROW, count * ROW);
+                prefetch_bulk(k_plane + page_bytes_or_zero(page) + slot * ROW, count * ROW);
             });
         } else if (stretch.rows > 0) {
             prefetch_rows(p, k_plane, stretch.slot, stretch.rows);
@@ -218,7 +218,7 @@ inline void scores_of_stretch(const AttendParams &p, const Shared &shared, const
         const uint key = self.g * stretch.length + self.warp * 2;
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
-            const bool is_held = PAGE_SHIFT == 0 || entries[c / 2] < p.page_entries;
+            const bool is_held = PAGE_SHIFT == 0 || is_page(entries[c / 2], p.page_entries);
             s[c] = key + c / 2 < stretch.count && is_held ? s[c] : nothing();
         }
     }
@@ -321,7 +321,7 @@ inline SoftmaxState merged(const Shared &shared, uint r, uint column, uint all_m
     float f[CLUSTER];
 #pragma unroll
     for (uint b = 0; b < CLUSTER; b++) {
-        sum.cover(shared.m[b][r]);
+        sum.merge_max(shared.m[b][r]);
     }
 #pragma unroll
     for (uint b = 0; b < CLUSTER; b++) {
@@ -331,7 +331,7 @@ inline SoftmaxState merged(const Shared &shared, uint r, uint column, uint all_m
 #pragma unroll
     for (uint b = 0; b < CLUSTER; b++) {
         const float4 x = *reinterpret_cast<const float4 *>(&shared.o[b][r][column * 4]);
-        sum.add(shared.l[b][r], x, f[b]);
+        sum.merge(shared.l[b][r], x, f[b]);
     }
     return sum;
 }

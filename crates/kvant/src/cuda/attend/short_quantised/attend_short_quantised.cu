@@ -294,7 +294,7 @@ inline LaneKeys locate_keys(const Block &b, const Own &own, const uchar *k_norms
         if (PAGE_SHIFT > 0) {
             const uint page = own.pages.of(slot);
             keys.there[i] = keys.there[i] && page != NONE;
-            moved = page_bytes(page);
+            moved = page_bytes_or_zero(page);
             slot %= PAGE_KEYS;
         }
         const ulong norm = (own.plane + ulong(slot) * b.p.row_slot) * BLOCKS;

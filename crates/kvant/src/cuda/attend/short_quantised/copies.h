@@ -71,7 +71,7 @@ inline void copy(const AttendParams &p, const uchar *from, const Own &own, uint 
     const uint left = p.capacity - own.slot_of_rows;
     if constexpr (PAGE_SHIFT > 0) {
         own.in_pages.each_page([&](uint row, uint page, uint slot, uint rows) {
-            copy_bulk(to + row * ROW, from + page_bytes(page) + slot * ROW, rows * ROW, barrier);
+            copy_bulk(to + row * ROW, from + page_bytes_or_zero(page) + slot * ROW, rows * ROW, barrier);
         });
     } else if constexpr (IN_ORDER) {
         const uint run = RING ? min(own.rows, left) : own.rows;
@@ -97,7 +97,7 @@ template <uint ROW>
 inline void prefetch_rows(const AttendParams &p, const uchar *from, const Own &own) {
     if (PAGE_SHIFT > 0) {
         own.in_pages.each_page([&](uint, uint page, uint slot, uint rows) {
-            prefetch_bulk(from + page_bytes(page) + slot * ROW, rows * ROW);
+            prefetch_bulk(from + page_bytes_or_zero(page) + slot * ROW, rows * ROW);
         });
     } else if (own.rows > 0 && IN_ORDER && (!RING || own.slot_of_rows + own.rows <= p.capacity)) {
         prefetch_bulk(from, own.rows * ROW);

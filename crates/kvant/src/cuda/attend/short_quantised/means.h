@@ -35,7 +35,7 @@ inline uint page_of_warp(const Own &own) {
 // Begins to copy a mean of one side; zeros if there is none.
 inline void copy_mean(const uchar *means, uint page, uint head, uchar *rows) {
     const uint to = shared_address(rows + threadIdx.x / 32 * MEAN_PITCH);
-    const uchar *from = means + page_bytes(page) + head / SHARES * mean_bytes(HEAD_DIM);
+    const uchar *from = means + page_bytes_or_zero(page) + head / SHARES * mean_bytes(HEAD_DIM);
     for (uint word = threadIdx.x % 32; word <= HEAD_DIM / 4; word += 32) {
         copy_async<4>(to + word * 4, from + word * 4, page != NONE);
     }

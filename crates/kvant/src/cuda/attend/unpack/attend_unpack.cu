@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (!is_seen || page == NONE) {
         return;
     }
-    const ulong moved = page_bytes(page);
+    const ulong moved = page_bytes_or_zero(page);
     const Planes planes = {low + moved, high + moved, norms + moved / sizeof(float), means + moved};
     uint *rows = reinterpret_cast<uint *>(out + to + ulong(head) * PAGE_BYTES);
     const uint lane = threadIdx.x % 32;

@@ -1,0 +1,40 @@
+// Page tables of layers of a pool (PAGE_SHIFT > 0): layer.rs.
+//
+// A table is [sequences, width] entries, one for each page of a sequence. A page holds PAGE_KEYS positions, which begin
+// at a multiple of that. Within a page each plane is [Hk, PAGE_KEYS] rows; page_bytes() is the distance of a page's
+// planes from those of page 0. Entries are untrusted: those from a layer's number of entries on are no pages.
+#ifndef KVANT_CUDA_DEVICE_PAGES_H
+#define KVANT_CUDA_DEVICE_PAGES_H
+#include "device/convert.h"
+
+// Unit of the entries, in bytes: layer.rs.
+constexpr uint PAGE_UNIT = 256;
+constexpr uint PAGE_KEYS = 1u << PAGE_SHIFT;
+constexpr uint NO_PAGE = 0xFFFFFFFF;
+
+// The entries of a sequence, in a table of `width` entries for each.
+inline const uint *entries_of(const uint *table, uint width, uint sequence) {
+    return table + ulong(sequence) * width;
+}
+
+// Whether an entry is a page: a number below `count`.
+inline bool is_page(uint entry, uint count) {
+    return entry < count;
+}
+
+// The page of an entry, or NO_PAGE.
+inline uint page_of(uint entry, uint count) {
+    return is_page(entry, count) ? entry : NO_PAGE;
+}
+
+// How far the planes are moved for the rows of a page; 0 without pages.
+inline ulong page_bytes(uint page) {
+    return PAGE_SHIFT == 0 ? 0 : ulong(page) * PAGE_UNIT;
+}
+
+// As page_bytes(); 0 for NO_PAGE, whose rows are not read.
+inline ulong page_bytes_or_zero(uint page) {
+    return page == NO_PAGE ? 0 : page_bytes(page);
+}
+
+#endif
