@@ -1,9 +1,6 @@
 //! Request fields for sampling and for the end of a text.
 
-use std::{
-    collections::BTreeMap,
-    hash::{BuildHasher, Hasher, RandomState},
-};
+use std::collections::BTreeMap;
 
 use kvant_engine::EngineRequest;
 use serde::{
@@ -13,6 +10,7 @@ use serde::{
 
 use crate::{
     error::{self, ApiError},
+    ids::random,
     serving::Serving,
 };
 
@@ -218,21 +216,6 @@ fn logit_bias((id, bias): (String, f32)) -> error::Result<(u32, f32)> {
         Ok(id) => Ok((id, bias)),
         Err(_) => invalid("token ids as keys", format!("{:?}", id.chars().take(32).collect::<String>())),
     }
-}
-
-/// A random number, for seeds and ids.
-pub(crate) fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
-}
-
-/// Creates the id of an answer: a prefix and 96 random bits.
-pub(crate) fn random_id(prefix: &str) -> String {
-    format!("{prefix}{:016x}{:08x}", random(), random() as u32)
-}
-
-/// The current time in seconds since 1970.
-pub(crate) fn now() -> u64 {
-    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
 #[cfg(test)]
