@@ -16,7 +16,7 @@ use minijinja::{
 };
 
 use super::{
-    jinja::{made, spend},
+    budget::{made, spend},
     python,
 };
 
