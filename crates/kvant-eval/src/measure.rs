@@ -8,13 +8,13 @@ use kvant::{Codec, DType, KvPool, PoolSpec, Tensor};
 use kvant_models::{CacheCodecs, KvCodec, Model, PoolOptions};
 use rayon::prelude::*;
 
-use super::{
+use crate::{
+    Result,
     cache_type::CacheType,
     progress::Progress,
     score::{Comparison, Exact, Score},
     sequence::{self, CacheSequence},
 };
-use crate::Result;
 
 /// A text, and how it is fed.
 pub struct Measurement<'a> {

@@ -6,8 +6,8 @@ use plotters::{
     style::text_anchor::{HPos, Pos, VPos},
 };
 
-use super::{super::formats::Format, CacheData, NeedleData, ReportData, SideNumbers, pages::PageData};
-use crate::Result;
+use super::data::{CacheData, NeedleData, PageData, ReportData, SideNumbers};
+use crate::{Result, formats::Format};
 
 /// Small, so that text is legible at the 330 pixels of the page.
 const SIZE: (u32, u32) = (440, 380);

@@ -9,7 +9,7 @@ use std::{
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::{Result, output};
+use crate::{Result, files::replace, progress::note};
 
 /// A line of the file. The first line is the subject instead.
 #[derive(Serialize, Deserialize)]
@@ -38,9 +38,7 @@ impl<T: Clone + Serialize + DeserializeOwned> ResumeFile<T> {
                     let lines = lines.lines().map_while(|line| serde_json::from_str::<KnownLine<T>>(line).ok());
                     known.extend(lines.map(|line| (line.of, line.result)));
                 }
-                None => {
-                    output::note(&format!("{}: belongs to another measurement; starting a new one\n", path.display()))?
-                }
+                None => note(&format!("{}: belongs to another measurement; starting a new one\n", path.display()))?,
             },
             Err(other) if other.kind() == ErrorKind::NotFound => {}
             Err(other) => return Err(error(other).into()),
@@ -49,7 +47,7 @@ impl<T: Clone + Serialize + DeserializeOwned> ResumeFile<T> {
         for (of, result) in &known {
             text += &line(of, result.clone())?;
         }
-        output::replace(&path, &[text.as_bytes()])?;
+        replace(&path, &[text.as_bytes()])?;
         let file = File::options().append(true).open(&path).map_err(error)?;
         Ok(ResumeFile { path, file, known })
     }

@@ -3,6 +3,7 @@
 //! The folder gets a self-contained `report.html`, and `report.json` with the data of its plots. `measurements.part`
 //! keeps measurements until both are written.
 
+mod data;
 mod page;
 mod pages;
 mod plots;
@@ -13,19 +14,21 @@ use kvant::Codec;
 use kvant_models::{CacheCodecs, KvCodec};
 use serde::{Deserialize, Serialize};
 
-use self::pages::PageData;
-use super::{
-    EvalLine,
+use self::data::{AnswerData, CacheData, CacheNeedles, LayerData, NeedleData, PageData, ReportData, SideNumbers};
+use crate::{
+    Result,
     answers::{AnswerLine, Answers},
     cache_type::CacheType,
+    files::replace,
     formats::Format,
+    kv::Kv,
     measure::Measurement,
-    needles::{self, Needles, PassKeys, Retrieved},
+    needles::{self, Needles, Retrieved},
+    prediction::EvalLine,
     progress::Progress,
     resume::ResumeFile,
     score::Score,
 };
-use crate::{Result, args::Kv, output};
 
 /// Number of parts of a window over which divergences are averaged.
 const PARTS: usize = 16;
@@ -38,80 +41,6 @@ pub struct ReportArgs {
     /// energy in the means of pages; and retrieval of needles in a long context. An interrupted report continues
     #[arg(long, value_name = "DIR", conflicts_with = "budget")]
     pub report: Option<PathBuf>,
-}
-
-/// The data of the plots.
-#[derive(Serialize)]
-pub struct ReportData {
-    /// Model, device and text.
-    subject: String,
-    /// Tokens of all windows.
-    tokens: usize,
-    /// Maximum tokens of a window.
-    window_tokens: usize,
-    caches: Vec<CacheData>,
-    layers: LayerData,
-    /// `None` if no window fills a page.
-    pages: Option<PageData>,
-    /// One entry per context length; none if the text is too short.
-    needles: Vec<NeedleData>,
-    /// `None` without --answers.
-    answers: Option<AnswerData>,
-}
-
-/// Answers generated token by token.
-#[derive(Serialize)]
-pub struct AnswerData {
-    /// Number and length of the answers.
-    subject: String,
-    caches: Vec<AnswerLine>,
-}
-
-/// One cache type.
-#[derive(Clone, Serialize, Deserialize)]
-pub struct CacheData {
-    #[serde(flatten)]
-    pub line: EvalLine,
-    /// Mean divergence in consecutive parts of equal length of a window.
-    pub kl_by_position: Vec<f64>,
-}
-
-/// The cost of each layer: the divergence if only its keys, or only its values, are quantised.
-#[derive(Serialize)]
-pub struct LayerData {
-    /// The cache type of the quantised side; the others are f32.
-    kv: String,
-    #[serde(flatten)]
-    kl: SideNumbers,
-}
-
-/// One number for the keys and one for the values of each layer that has its own.
-#[derive(Clone, Serialize, Deserialize)]
-pub struct SideNumbers {
-    pub keys: Vec<f64>,
-    pub values: Vec<f64>,
-}
-
-/// Probabilities of the second half of a needle.
-#[derive(Serialize)]
-pub struct NeedleData {
-    /// Tokens before the cue.
-    context: usize,
-    /// The fraction of them before the needle.
-    depths: Vec<f64>,
-    caches: Vec<CacheNeedles>,
-    /// Probabilities with an f32 cache in contexts without needles.
-    without: Vec<f64>,
-}
-
-/// The retrieval results of a cache type.
-#[derive(Serialize)]
-pub struct CacheNeedles {
-    kv: String,
-    /// By depth.
-    probabilities: Vec<f64>,
-    /// `None` without a tokenizer.
-    pass_keys: Option<PassKeys>,
 }
 
 /// A result of a long measurement.
@@ -164,8 +93,8 @@ pub fn run(
         needles: needles.iter().map(|of| measure_needles(of, &caches, &mut known)).collect::<Result<_>>()?,
         answers: answers.map(|answers| measure_answers(answers, &caches, &mut known)).transpose()?,
     };
-    output::replace(&folder.join("report.json"), &[serde_json::to_string_pretty(&data)?.as_bytes(), b"\n"])?;
-    output::replace(&folder.join("report.html"), &[page::html(&data)?.as_bytes()])?;
+    replace(&folder.join("report.json"), &[serde_json::to_string_pretty(&data)?.as_bytes(), b"\n"])?;
+    replace(&folder.join("report.html"), &[page::html(&data)?.as_bytes()])?;
     known.remove()?;
     Ok(data.caches.into_iter().map(|data| data.line).collect())
 }

@@ -1,11 +1,13 @@
-//! Progress of an evaluation: one line on standard error that is overwritten. Only shown on terminals.
+//! Messages on standard error, and the progress of an evaluation: on terminals, one line that is overwritten.
 
 use std::{
-    io::IsTerminal,
+    io::{IsTerminal, Write},
     time::{Duration, Instant},
 };
 
-use crate::output;
+use kvant_models::untrusted;
+
+use crate::Result;
 
 /// The time between two updates.
 const INTERVAL: Duration = Duration::from_millis(200);
@@ -33,16 +35,34 @@ impl Progress {
             self.last_shown = Some(Instant::now());
             // Progress is optional: a closed standard error is ignored.
             let line = line(self.done, self.total, self.started.elapsed());
-            let _ = output::progress(&format!("{}{line}", self.label));
+            let _ = show(&format!("{}{line}", self.label));
         }
     }
 
     /// Removes the line.
     pub fn finish(self) {
         if self.last_shown.is_some() {
-            let _ = output::progress("");
+            let _ = show("");
         }
     }
+}
+
+/// Writes a message for the user to standard error.
+pub fn note(text: &str) -> Result {
+    let mut err = std::io::stderr().lock();
+    if err.is_terminal() {
+        err.write_all(untrusted::text(text).as_bytes())?;
+    } else {
+        err.write_all(text.as_bytes())?;
+    }
+    Ok(err.flush()?)
+}
+
+/// Replaces the current line of a terminal at standard error.
+fn show(line: &str) -> Result {
+    let mut err = std::io::stderr().lock();
+    write!(err, "\r\x1b[K{}", untrusted::line(line))?;
+    Ok(err.flush()?)
 }
 
 fn line(done: usize, total: usize, elapsed: Duration) -> String {

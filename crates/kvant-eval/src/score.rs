@@ -109,7 +109,7 @@ impl Score {
         self.agreements += usize::from(of.agrees);
     }
 
-    /// The number of predictions.
+    /// Number of predictions.
     pub fn tokens(&self) -> usize {
         self.divergences.len()
     }

@@ -2,7 +2,10 @@
 
 use std::fmt::Write;
 
-use super::{AnswerData, NeedleData, ReportData, plots};
+use super::{
+    data::{AnswerData, NeedleData, ReportData},
+    plots,
+};
 use crate::Result;
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:0 1em;color:#222;\

@@ -15,15 +15,16 @@ use serde::{Deserialize, Serialize};
 
 pub use self::contexts::depths;
 use self::contexts::{Context, DEPTHS, Planted};
-use super::{
+use crate::{
+    Result,
     cache_type::CacheType,
     formats::Format,
     measure::Measurement,
     progress::Progress,
+    row::Row,
     score::Exact,
     sequence::{self, CacheSequence},
 };
-use crate::{Result, output};
 
 /// Tokens of a pass: whole pages of every size.
 const STEP: usize = 256;
@@ -215,21 +216,18 @@ impl NeedleLine {
             pass_keys: pass_keys.as_ref().map(PassKeys::all),
         }
     }
+}
 
-    /// Prints lines as a table or JSON.
-    pub fn print_all(lines: &[NeedleLine], json: bool) -> Result {
-        if json {
-            return lines.iter().try_for_each(output::json_line);
-        }
-        output::text("kv           context   needles, probability   at the worst depth   pass keys\n")?;
-        lines.iter().try_for_each(|line| {
-            let keys = line.pass_keys_found.zip(line.pass_keys);
-            let keys = keys.map_or_else(|| "-".to_string(), |(found, of)| format!("{found} of {of}"));
-            output::text(&format!(
-                "{:<11} {:>8}   {:>20.4}   {:>18.4}   {keys:>9}\n",
-                line.kv, line.context_tokens, line.needle_probability, line.needle_probability_min
-            ))
-        })
+impl Row for NeedleLine {
+    const HEADER: &str = "kv           context   needles, probability   at the worst depth   pass keys";
+
+    fn row(&self) -> String {
+        let keys = self.pass_keys_found.zip(self.pass_keys);
+        let keys = keys.map_or_else(|| "-".to_string(), |(found, of)| format!("{found} of {of}"));
+        format!(
+            "{:<11} {:>8}   {:>20.4}   {:>18.4}   {keys:>9}",
+            self.kv, self.context_tokens, self.needle_probability, self.needle_probability_min
+        )
     }
 }
 

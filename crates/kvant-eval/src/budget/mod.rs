@@ -9,8 +9,16 @@ use kvant_models::{CacheCodecs, KvCodec, Model};
 use serde::Serialize;
 
 use self::search::{Assignment, Choice, Found, Phase, Search};
-use super::{EvalLine, cache_type::CacheType, measure::Measurement, progress::Progress, resume::ResumeFile};
-use crate::{Result, args::Kv, output};
+use crate::{
+    Result,
+    cache_type::CacheType,
+    files::replace,
+    kv::Kv,
+    measure::Measurement,
+    prediction::{self, EvalLine},
+    progress::Progress,
+    resume::ResumeFile,
+};
 
 /// Maximum caches that are evaluated together.
 const TOGETHER: usize = 8;
@@ -82,17 +90,17 @@ pub fn run(
     let layers = |choice: &Choice| sides.layers(&codecs, &choice.widths.iter().copied().map(Some).collect());
     let report = BudgetFile {
         layers: layers(&best).iter().map(KvCodec::to_string).collect(),
-        bits: output::round3(search.mean_bits(&best.widths)),
+        bits: (search.mean_bits(&best.widths) * 1e3).round() / 1e3,
         kl_mean: best.divergence,
         tokens: measurement.tokens(),
         model: subject,
     };
-    output::replace(out, &[serde_json::to_string_pretty(&report)?.as_bytes(), b"\n"])?;
+    replace(out, &[serde_json::to_string_pretty(&report)?.as_bytes(), b"\n"])?;
     measured.remove()?;
     let best = Kv { name: format!("@{}", out.display()), codecs: CacheCodecs::PerLayer(layers(&best).into()) };
     let uniform = layers(&uniform).first().map(|&kv| Kv::from(kv));
     let both = [Some(best), uniform].into_iter().flatten().map(CacheType::Kv);
-    super::lines(&both.collect::<Vec<_>>(), measurement)
+    prediction::measure(&both.collect::<Vec<_>>(), measurement)
 }
 
 /// The candidate codecs, sorted by bits.

@@ -112,7 +112,7 @@ mod tests {
     }
 
     fn tokenizer() -> Tokenizer {
-        Tokenizer::load(concat!(env!("CARGO_MANIFEST_DIR"), "/model").as_ref()).unwrap()
+        Tokenizer::load(concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-cli/model").as_ref()).unwrap()
     }
 
     #[test]

@@ -6,29 +6,9 @@ use kvant::{
     ops::KvSide,
 };
 use kvant_models::Logits;
-use serde::{Deserialize, Serialize};
 
-use super::{
-    super::{measure::Measurement, progress::Progress, vectors},
-    SideNumbers,
-};
-use crate::Result;
-
-/// Results with an f32 cache over the full pages of all windows.
-#[derive(Clone, Serialize, Deserialize)]
-pub struct PageData {
-    /// Positions per page.
-    page_tokens: usize,
-    /// Σ‖mean‖²/Σ‖x‖² by layer: the fraction of the energy of a page's vectors in their mean.
-    pub mean_share: SideNumbers,
-    /// Bits of the codebook of `clipped`.
-    pub bits: u32,
-    /// The fraction of coordinates beyond the outermost centroids, by layer. The coordinates are of vectors minus the
-    /// mean of their page, rotated, and divided by the root mean square of their block.
-    pub clipped: SideNumbers,
-    /// This fraction for normally distributed numbers.
-    pub clipped_normal: f64,
-}
+use super::data::{PageData, SideNumbers};
+use crate::{Result, measure::Measurement, progress::Progress, vectors};
 
 /// Sums over one side of a layer.
 #[derive(Clone, Copy, Default)]

@@ -5,8 +5,7 @@ use std::{fmt, str::FromStr};
 use kvant::{Codec, PoolSpec, ops::KvSide};
 use kvant_models::Model;
 
-use super::formats::Format;
-use crate::{Result, args::Kv};
+use crate::{Result, formats::Format, kv::Kv};
 
 /// A cache type.
 #[derive(Clone, Debug, PartialEq)]

@@ -3,8 +3,7 @@
 use kvant::{KvPool, Sequence, Tensor, ops::KvSide};
 use kvant_models::{Logits, Model, PoolOptions};
 
-use super::{cache_type::CacheType, formats::Format, vectors};
-use crate::Result;
+use crate::{Result, cache_type::CacheType, formats::Format, vectors};
 
 /// A text in a cache of some type.
 pub struct CacheSequence {

@@ -9,13 +9,14 @@ use kvant_models::{KvCodec, Logits, Model};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::{
+use crate::{
+    Result,
     cache_type::CacheType,
     progress::Progress,
+    row::Row,
     score::{Exact, Score},
     sequence::{self, CacheSequence},
 };
-use crate::{Result, output};
 
 #[derive(clap::Args)]
 pub struct AnswerArgs {
@@ -193,23 +194,20 @@ impl AnswerLine {
         tokens.sort_unstable();
         tokens.get(tokens.len().saturating_sub(1) / 2).copied().unwrap_or(0)
     }
+}
 
-    /// Prints lines as a table or JSON.
-    pub fn print_all(lines: &[AnswerLine], json: bool) -> Result {
-        if json {
-            return lines.iter().try_for_each(output::json_line);
-        }
-        output::text("kv          equal answers  tokens to first difference   KL mean    KL p99     top-1\n")?;
-        lines.iter().try_for_each(|line| {
-            let same = format!("{} of {}", line.equal(), line.first_divergence.len());
-            output::text(&format!(
-                "{:<11} {same:>13}   {:>25}  {:>8.2e}  {:>8.2e}  {:>7.3} %\n",
-                line.kv,
-                line.median(),
-                line.kl_mean,
-                line.kl_p99,
-                line.top1_agreement * 100.0
-            ))
-        })
+impl Row for AnswerLine {
+    const HEADER: &str = "kv          equal answers  tokens to first difference   KL mean    KL p99     top-1";
+
+    fn row(&self) -> String {
+        let same = format!("{} of {}", self.equal(), self.first_divergence.len());
+        format!(
+            "{:<11} {same:>13}   {:>25}  {:>8.2e}  {:>8.2e}  {:>7.3} %",
+            self.kv,
+            self.median(),
+            self.kl_mean,
+            self.kl_p99,
+            self.top1_agreement * 100.0
+        )
     }
 }
