@@ -27,6 +27,7 @@ pub(crate) enum Command {
     /// Ends all requests.
     EndAll,
     /// Panics, to test failures.
+    #[cfg(feature = "internals")]
     Panic,
 }
 

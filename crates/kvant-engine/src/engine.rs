@@ -201,9 +201,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes the engine's thread panic, to test the handling of failures.
-    #[doc(hidden)]
-    pub fn inject_panic(&self) {
+    /// Makes the engine's thread panic.
+    #[cfg(feature = "internals")]
+    pub(crate) fn panic(&self) {
         let _ = self.0.commands.send(Command::Panic);
     }
 }

@@ -43,6 +43,9 @@ mod engine;
 mod error;
 mod event;
 mod grammar;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
 mod lock;
 mod options;
 mod request;

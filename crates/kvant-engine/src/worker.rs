@@ -109,6 +109,7 @@ impl Worker {
                     self.pending_outputs.push((id, Output::End(FinishReason::Drained)));
                 }
             }
+            #[cfg(feature = "internals")]
             Command::Panic => panic!("a test has asked for this"),
         }
     }

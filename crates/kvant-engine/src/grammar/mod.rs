@@ -9,8 +9,6 @@ mod absent;
 #[cfg(feature = "grammar")]
 mod llguidance;
 mod numbers;
-#[cfg(all(test, feature = "grammar"))]
-mod random;
 #[cfg(feature = "grammar")]
 mod references;
 #[cfg(feature = "grammar")]
@@ -23,7 +21,7 @@ use std::{fmt, sync::Arc};
 
 use kvant_models::Tokenizer;
 
-pub(crate) use self::source::Allowed;
+pub use self::source::Allowed;
 pub use self::{numbers::InexactNumber, source::Grammar};
 
 #[cfg(not(feature = "grammar"))]
@@ -55,7 +53,7 @@ impl fmt::Debug for CompiledGrammar {
 }
 
 /// Compiles grammars for a tokenizer.
-pub(crate) struct Compiler(TableCompiler);
+pub struct Compiler(TableCompiler);
 
 impl Compiler {
     /// Builds the token table, which takes long for large vocabularies.
@@ -81,7 +79,7 @@ pub(crate) fn invalid(reason: impl ToString) -> SubmitError {
 
 /// The state of a text that follows a grammar.
 #[derive(Clone)]
-pub(crate) struct GrammarState(MatcherState);
+pub struct GrammarState(MatcherState);
 
 impl GrammarState {
     /// Returns the tokens that can follow, within a time limit.

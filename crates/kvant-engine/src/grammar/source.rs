@@ -63,7 +63,7 @@ impl Grammar {
 }
 
 /// The tokens that can follow.
-pub(crate) struct Allowed {
+pub struct Allowed {
     /// One bit per token of the tokenizer, starting with the lowest bit of the first word. Special tokens that end a
     /// text are not included.
     pub tokens: Vec<u32>,

@@ -13,11 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvant_engine::{
+    CompiledGrammar, Grammar,
+    internals::{Compiler, start},
+};
 use kvant_models::{TokenPiece, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value, json};
-
-use super::*;
 
 /// Maximum tokens of a text, and of its completion.
 const MAX_TOKENS: usize = 150;
@@ -51,7 +53,7 @@ impl Random {
 /// Generates a text of random tokens. Returns `None` if the text does not end.
 fn random_text(grammar: CompiledGrammar, seed: u64) -> Option<String> {
     let Table { compiler, pieces } = table();
-    let (mut state, mut random) = (grammar.start(compiler).unwrap(), Random(seed));
+    let (mut state, mut random) = (start(grammar, compiler).unwrap(), Random(seed));
     let mut bytes = Vec::new();
     for count in 0..2 * MAX_TOKENS {
         if state.is_complete() {
@@ -367,7 +369,7 @@ fn masks_are_cheap() {
         let compile = started.elapsed();
         let (mut count, mut masks, mut first, mut random) = (0, Duration::ZERO, Duration::ZERO, Random(7));
         for text in 0..20 {
-            let mut state = compiled.clone().start(&table().compiler).unwrap();
+            let mut state = start(compiled.clone(), &table().compiler).unwrap();
             for _ in 0..100 {
                 let started = Instant::now();
                 let allowed = state.allowed().unwrap();
