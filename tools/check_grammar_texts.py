@@ -1,6 +1,6 @@
 """Checks texts that grammars allowed with Python's jsonschema: each must be JSON that its schema accepts.
 
-    KVANT_GRAMMAR_TEXTS=target/texts.jsonl cargo test -p kvant-engine --lib grammar::random
+    KVANT_GRAMMAR_TEXTS=target/texts.jsonl cargo test -p kvant-engine --test grammars
     python3 tools/check_grammar_texts.py target/texts.jsonl
 
 It needs the packages jsonschema and rfc3339-validator (for times).

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Formats of other software for cached vectors, and their squared errors.
 
-Each format is a function from vectors to the numbers that it returns, in f64. `kvant eval` implements these formats in
-Rust (`crates/kvant-cli/src/eval/formats`) and measures them with a model:
+Each format is a function from vectors to the numbers that are read back, in f64. `kvant eval` has the same ones in Rust
+(`crates/kvant-eval/src/formats`) and measures them with a model:
 
     kvant eval --text TEXT --kv tq4c,q4_0-rot,iq4_nl-rot,mlx4,nvfp4
 
     codec_study.py             print the squared error of each format for normal vectors, and for vectors with outliers
     codec_study.py --test      compare the formats with the packages `gguf` and `mlx`, where these have them
-    codec_study.py --golden    write formats.json and tiles.json of crates/kvant-cli/tests/golden, by these packages where they
+    codec_study.py --golden    write formats.json and tiles.json of crates/kvant-eval/tests/golden, by these packages where they
                                have a format
 
 Every command requires the packages of tools/requirements.txt.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-GOLDEN = Path(__file__).resolve().parent.parent / "crates/kvant-cli/tests/golden/formats.json"
+GOLDEN = Path(__file__).resolve().parent.parent / "crates/kvant-eval/tests/golden/formats.json"
 
 
 def f16(x):

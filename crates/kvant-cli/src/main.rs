@@ -21,6 +21,7 @@ mod logits;
 mod memory;
 mod output;
 mod reply;
+mod result;
 #[cfg(feature = "serve")]
 mod serve;
 mod shell;
@@ -34,8 +35,7 @@ use std::{io::IsTerminal, process::ExitCode};
 use clap::{Parser, Subcommand};
 use tracing_subscriber::filter::LevelFilter;
 
-/// The result of every subcommand. Users see only the message, so it must name the remedy.
-type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+use result::Result;
 
 /// LLM inference on kvant: a KV cache in f32, f16, bf16 or TurboQuant, and attention over it.
 #[derive(Parser)]

@@ -5,11 +5,10 @@
 
 use std::{
     error::Error,
-    fs::{self, File},
     io::{self, IsTerminal, Write},
-    path::Path,
 };
 
+pub use kvant_eval::replace;
 use kvant_models::untrusted;
 use serde::Serialize;
 
@@ -42,13 +41,6 @@ pub fn note(text: &str) -> Result {
     write(io::stderr().lock(), text)
 }
 
-/// Replaces the current line of a terminal at standard error.
-pub fn progress(line: &str) -> Result {
-    let mut err = io::stderr().lock();
-    write!(err, "\r\x1b[K{}", untrusted::line(line))?;
-    Ok(err.flush()?)
-}
-
 fn write(mut out: impl Write + IsTerminal, text: &str) -> Result {
     if out.is_terminal() {
         out.write_all(untrusted::text(text).as_bytes())?;
@@ -76,28 +68,6 @@ pub fn report(error: &(dyn Error + 'static)) {
     }
     // A closed standard error cannot be reported.
     let _ = note(&format!("error: {}\n", untrusted::message(&message)));
-}
-
-/// Replaces a file atomically: it is either complete or unchanged. Devices, pipes and links are written in place.
-pub fn replace(path: &Path, pieces: &[&[u8]]) -> Result {
-    let write = |path: &Path| {
-        let mut file = File::create(path)?;
-        pieces.iter().try_for_each(|piece| file.write_all(piece))
-    };
-    let is_file = fs::symlink_metadata(path).map_or(true, |entry| entry.is_file());
-    let written = if is_file {
-        let mut name = path.file_name().unwrap_or_default().to_os_string();
-        name.push(".new");
-        let new = path.with_file_name(name);
-        let written = write(&new).and_then(|()| fs::rename(&new, path));
-        if written.is_err() {
-            let _ = fs::remove_file(&new);
-        }
-        written
-    } else {
-        write(path)
-    };
-    written.map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
 /// Formats bytes for humans: `512 B`, `7.9 KiB`, `3.0 MiB`.

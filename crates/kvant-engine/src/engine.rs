@@ -1,24 +1,27 @@
-//! The handle of an engine, and the events of its requests.
+//! The handle of an engine.
 
 use std::{
     fmt,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        Arc, OnceLock,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
 
-use flume::{Receiver, Sender};
+use flume::Sender;
 use kvant::KvPool;
 use kvant_models::{Model, Tokenizer};
 
 use crate::{
-    CompiledGrammar, EngineOptions, EngineRequest, EngineStats, Event, Failure, Grammar, SubmitError,
+    CompiledGrammar, EngineOptions, EngineRequest, EngineStats, Grammar, Responses, SubmitError,
+    commands::{Command, Job, Reader},
     grammar::{self, Compiler, GrammarState},
-    text::{self, Reader},
-    worker::{Job, Worker},
+    lock::lock,
+    shared::Shared,
+    text,
+    worker::Worker,
 };
 
 /// Maximum alternatives that a request can ask for at each token.
@@ -28,86 +31,6 @@ const MAX_STOPS: usize = 64;
 const MAX_STOP_LENGTH: usize = 1024;
 /// Stack size of a thread in bytes.
 const STACK: usize = 16 << 20;
-
-/// A message to the engine's thread.
-pub(crate) enum Command {
-    Submit(Box<Job>),
-    /// The reader of a request's events has disconnected.
-    Cancel(u64),
-    /// The text of a request is complete or has failed.
-    End {
-        id: u64,
-        is_complete: bool,
-    },
-    /// A request with too many unread events has fewer now.
-    Resume,
-    /// Ends all requests.
-    EndAll,
-    /// Panics, to test failures.
-    Panic,
-}
-
-/// State shared by all threads of an engine.
-pub(crate) struct Shared {
-    /// Number of requests that have not ended.
-    live: Mutex<usize>,
-    none_live: Condvar,
-    is_draining: AtomicBool,
-    failure: Mutex<Option<String>>,
-    pub stats: Mutex<EngineStats>,
-    /// Number of requests that the engine's thread has not received. It changes only while `stats` is locked.
-    pub unseen: AtomicUsize,
-    /// Maximum running and waiting requests.
-    limit: usize,
-}
-
-impl Shared {
-    /// The reason why the engine has failed.
-    pub fn failure(&self) -> Option<String> {
-        lock(&self.failure).clone()
-    }
-
-    /// Records that the engine has failed.
-    pub fn fail(&self, reason: String) {
-        lock(&self.failure).get_or_insert(reason);
-    }
-
-    /// Counts an ended request.
-    pub fn ended(&self) {
-        let mut live = lock(&self.live);
-        *live = live.saturating_sub(1);
-        if *live == 0 {
-            self.none_live.notify_all();
-        }
-    }
-
-    fn admit(&self) -> Result<(), SubmitError> {
-        if let Some(reason) = self.failure() {
-            return Err(SubmitError::Unhealthy { reason });
-        }
-        if self.is_draining.load(Ordering::Acquire) {
-            return Err(SubmitError::Draining);
-        }
-        let mut live = lock(&self.live);
-        if *live >= self.limit {
-            return Err(SubmitError::Busy { limit: self.limit });
-        }
-        *live += 1;
-        Ok(())
-    }
-
-    /// Waits until all requests have ended. Returns whether they have.
-    fn wait(&self, limit: Duration) -> bool {
-        let live = lock(&self.live);
-        let waited = self.none_live.wait_timeout_while(live, limit, |live| *live > 0);
-        waited.map_or_else(|poisoned| *poisoned.into_inner().0 == 0, |(live, _)| *live == 0)
-    }
-}
-
-/// Locks data that is valid even after a panic.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// An engine: runs a model for many requests concurrently. Clones are handles of one engine.
 ///
@@ -152,15 +75,7 @@ impl Engine {
         let pool = new_pool(&model, &options, context)?;
         let ids = model.decoder().fed_vocab();
         let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
-        let shared = Arc::new(Shared {
-            live: Mutex::new(0),
-            none_live: Condvar::new(),
-            is_draining: AtomicBool::new(false),
-            failure: Mutex::default(),
-            stats: Mutex::new(EngineStats { pages_bytes: pool.usage().bytes, ..EngineStats::default() }),
-            unseen: AtomicUsize::new(0),
-            limit: options.sequences.saturating_add(options.queue),
-        });
+        let shared = Arc::new(Shared::new(pool.usage().bytes, options.sequences.saturating_add(options.queue)));
         let (commands, received) = flume::unbounded();
         let (outputs, texts) = flume::unbounded();
         let mut worker =
@@ -189,14 +104,8 @@ impl Engine {
         let id = handle.next.fetch_add(1, Ordering::Relaxed);
         let (events, received) = flume::unbounded();
         let reader = Reader { events, unread: Arc::new(AtomicUsize::new(0)) };
-        let responses = Responses {
-            id,
-            events: received,
-            commands: handle.commands.clone(),
-            unread: Arc::clone(&reader.unread),
-            limit: handle.options.unread,
-            has_ended: false,
-        };
+        let unread = Arc::clone(&reader.unread);
+        let responses = Responses::new(id, received, handle.commands.clone(), unread, handle.options.unread);
         let job = Job { id, request, grammar, reader, submitted: Instant::now() };
         handle.shared.unseen.fetch_add(1, Ordering::Relaxed);
         if handle.commands.send(Command::Submit(Box::new(job))).is_err() {
@@ -256,7 +165,7 @@ impl Engine {
 
     /// Number of requests that have not ended.
     pub fn live(&self) -> usize {
-        *lock(&self.0.shared.live)
+        self.0.shared.live()
     }
 
     /// Whether the engine can serve requests. It never recovers from a failure.
@@ -267,7 +176,7 @@ impl Engine {
     /// Accepts no more requests, and waits until all have ended, for at most `limit`. The remaining ones then end with
     /// [`FinishReason::Drained`](crate::FinishReason::Drained). Returns whether all ended within the limit.
     pub fn drain(&self, limit: Duration) -> bool {
-        self.0.shared.is_draining.store(true, Ordering::Release);
+        self.0.shared.close();
         if self.0.shared.wait(limit) {
             return true;
         }
@@ -292,9 +201,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes the engine's thread panic, to test the handling of failures.
-    #[doc(hidden)]
-    pub fn inject_panic(&self) {
+    /// Makes the engine's thread panic.
+    #[cfg(feature = "internals")]
+    pub(crate) fn panic(&self) {
         let _ = self.0.commands.send(Command::Panic);
     }
 }
@@ -367,93 +276,5 @@ impl Handle {
             return Err(SubmitError::invalid("stop", expected, format_args!("one of {}", stop.len())));
         }
         Ok(())
-    }
-}
-
-/// The events of a request, in order. Dropping it cancels the request and releases its pages after the current step.
-///
-/// [`Responses::recv`] and the iterator block; [`Responses::recv_async`] is for async code, with any runtime.
-pub struct Responses {
-    id: u64,
-    events: Receiver<Event>,
-    commands: Sender<Command>,
-    unread: Arc<AtomicUsize>,
-    limit: usize,
-    has_ended: bool,
-}
-
-impl Responses {
-    /// The id of the request, for logs.
-    pub fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// Waits for the next event. Returns `None` after the last one.
-    pub fn recv(&mut self) -> Option<Event> {
-        if self.has_ended {
-            return None;
-        }
-        let event = self.events.recv().ok();
-        self.count(event)
-    }
-
-    /// Like [`Responses::recv`], for async code.
-    pub async fn recv_async(&mut self) -> Option<Event> {
-        if self.has_ended {
-            return None;
-        }
-        let event = self.events.recv_async().await.ok();
-        self.count(event)
-    }
-
-    /// Like [`Responses::recv`], with a time limit.
-    ///
-    /// # Errors
-    /// [`NoEvent`] if no event arrives in time.
-    pub fn recv_timeout(&mut self, limit: Duration) -> Result<Option<Event>, NoEvent> {
-        if self.has_ended {
-            return Ok(None);
-        }
-        match self.events.recv_timeout(limit) {
-            Err(flume::RecvTimeoutError::Timeout) => Err(NoEvent),
-            event => Ok(self.count(event.ok())),
-        }
-    }
-
-    /// Counts an event as read. If the channel ends before the last event, both threads of the engine have failed.
-    fn count(&mut self, event: Option<Event>) -> Option<Event> {
-        let event = event.unwrap_or_else(|| Event::Failed(Failure::Engine("its threads have ended".to_string())));
-        if self.unread.fetch_sub(1, Ordering::AcqRel) == self.limit {
-            let _ = self.commands.send(Command::Resume);
-        }
-        self.has_ended = matches!(event, Event::Finished(_) | Event::Failed(_));
-        Some(event)
-    }
-}
-
-/// No event arrived in time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no event arrived in time")]
-pub struct NoEvent;
-
-impl Iterator for Responses {
-    type Item = Event;
-
-    fn next(&mut self) -> Option<Event> {
-        self.recv()
-    }
-}
-
-impl Drop for Responses {
-    fn drop(&mut self) {
-        if !self.has_ended {
-            let _ = self.commands.send(Command::Cancel(self.id));
-        }
-    }
-}
-
-impl fmt::Debug for Responses {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Responses(request {})", self.id)
     }
 }

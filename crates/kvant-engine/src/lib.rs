@@ -38,20 +38,30 @@
 
 #![forbid(unsafe_code)]
 
+mod commands;
 mod engine;
+mod error;
 mod event;
 mod grammar;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
+mod lock;
 mod options;
 mod request;
+mod responses;
 pub mod scheduler;
+mod shared;
 mod stats;
 mod stop;
 mod text;
 mod worker;
 
-pub use engine::{Engine, NoEvent, Responses};
+pub use engine::Engine;
+pub use error::SubmitError;
 pub use event::{Event, Failure, FinishReason, Finished, TextToken, Usage};
 pub use grammar::{CompiledGrammar, Grammar, InexactNumber};
 pub use options::EngineOptions;
-pub use request::{CacheScope, EngineRequest, SubmitError};
+pub use request::{CacheScope, EngineRequest};
+pub use responses::{NoEvent, Responses};
 pub use stats::{EngineStats, Histogram, Seconds, Tokens, Unit};

@@ -1,19 +1,14 @@
 //! A thread that converts tokens to text, finds stop strings, and sends events.
 
-use std::{
-    collections::HashMap,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::collections::HashMap;
 
-use flume::{Receiver, Sender, WeakSender};
+use flume::{Receiver, WeakSender};
 use kvant_models::{TextStream, TokenLogprobs, Tokenizer};
 
 use crate::{
     EngineRequest, Event, Failure, FinishReason, Finished, TextToken, Usage,
-    engine::{Command, Shared},
+    commands::{Command, Reader},
+    shared::Shared,
     stop::{StopFinder, Stopped},
 };
 
@@ -59,22 +54,6 @@ impl NewText {
             prompt: request.prompt.clone(),
             reader,
         }
-    }
-}
-
-/// The channel to the reader of a request, and the number of unread events. The engine does not run a request with too
-/// many of them, so the channel itself can be unbounded.
-#[derive(Clone, Debug)]
-pub(crate) struct Reader {
-    pub events: Sender<Event>,
-    pub unread: Arc<AtomicUsize>,
-}
-
-impl Reader {
-    pub fn send(&self, event: Event) {
-        self.unread.fetch_add(1, Ordering::AcqRel);
-        // A disconnected reader has cancelled its request.
-        let _ = self.events.send(event);
     }
 }
 

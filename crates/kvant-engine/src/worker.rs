@@ -9,95 +9,27 @@ mod embed;
 mod lookup;
 mod overlap;
 mod running;
+mod state;
 mod warm_up;
 
 use std::{
-    collections::HashMap,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, atomic::Ordering},
-    time::Instant,
 };
 
-use flume::{Receiver, Sender};
-use kvant::{DeviceKind, KvPool, Tensor};
-use kvant_models::{BatchDecoder, DeviceSampler, Model, Result, TokenLogprobs, Tokenizer};
+use flume::Receiver;
 
 use crate::{
-    EngineOptions, Event, Failure, FinishReason,
-    engine::{Command, Shared, lock},
-    scheduler::{EndReason, PlanRow, PoolStep, PoolStorage, Scheduler, SchedulerOptions, StepPlan, StorageError},
+    Event, Failure, FinishReason,
+    commands::{Command, Job},
+    lock::lock,
+    scheduler::{PoolStep, StepPlan, StorageError},
     text::{NewText, Output},
 };
-use overlap::InFlightStep;
-pub(crate) use running::Job;
 use running::Running;
-
-/// Maximum tokens of a recorded pass with drafts. Each token has logits, and each number of tokens has its own pass.
-const MAX_RECORDED: usize = 128;
-
-pub(crate) struct Worker {
-    model: Model,
-    scheduler: Scheduler<PoolStorage>,
-    tokenizer: Arc<Tokenizer>,
-    shared: Arc<Shared>,
-    outputs: Sender<Vec<(u64, Output)>>,
-    device_sampler: DeviceSampler,
-    /// Maximum tokens of a text.
-    context: usize,
-    /// Maximum running requests, and maximum tokens of a step.
-    sequences: usize,
-    step_tokens: usize,
-    /// Maximum unread events of a request.
-    unread: usize,
-    /// Maximum drafts of a request in a step.
-    drafts: usize,
-    /// Whether a step may start before the result of the previous one is known.
-    overlap: bool,
-    /// The step whose result is not known yet.
-    in_flight: Option<InFlightStep>,
-    running: HashMap<u64, Running>,
-    /// Messages to the text thread, sent at the end of a step.
-    pending_outputs: Vec<(u64, Output)>,
-}
+pub(crate) use state::Worker;
 
 impl Worker {
-    pub fn new(
-        model: Model,
-        pool: KvPool,
-        tokenizer: Arc<Tokenizer>,
-        options: &EngineOptions,
-        context: usize,
-        shared: Arc<Shared>,
-        outputs: Sender<Vec<(u64, Output)>>,
-    ) -> Result<Worker> {
-        let draws = options.sequences.saturating_mul(1 + options.drafts).min(options.step_tokens);
-        let device_sampler = DeviceSampler::new(model.device(), draws)?;
-        let rows = options.sequences.max(draws.min(MAX_RECORDED)).min(options.step_tokens);
-        let decoder = BatchDecoder::new(&model, &pool, rows)?;
-        let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
-        let storage = storage.with_decoder(decoder, 1 + options.drafts);
-        let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
-        let EngineOptions { sequences, step_tokens, unread, drafts, .. } = *options;
-        let overlap = options.overlap.unwrap_or(model.device().kind() == DeviceKind::Cuda);
-        Ok(Worker {
-            model,
-            scheduler,
-            tokenizer,
-            shared,
-            outputs,
-            device_sampler,
-            context,
-            sequences,
-            step_tokens,
-            unread,
-            drafts,
-            overlap,
-            in_flight: None,
-            running: HashMap::new(),
-            pending_outputs: Vec::new(),
-        })
-    }
-
     /// Serves requests until all handles of the engine are dropped, or it fails.
     pub fn run(mut self, commands: &Receiver<Command>) {
         let shared = Arc::clone(&self.shared);
@@ -177,6 +109,7 @@ impl Worker {
                     self.pending_outputs.push((id, Output::End(FinishReason::Drained)));
                 }
             }
+            #[cfg(feature = "internals")]
             Command::Panic => panic!("a test has asked for this"),
         }
     }
@@ -193,27 +126,6 @@ impl Worker {
             Err(error) => self.fail(id, Failure::Request(error.to_string())),
         }
         self.count_requests(1);
-    }
-
-    /// Removes a request from the scheduler.
-    fn remove(&mut self, id: u64) -> Option<Running> {
-        self.scheduler.cancel(id);
-        let running = self.running.remove(&id)?;
-        let mut stats = lock(&self.shared.stats);
-        stats.request_time.add(running.submitted.elapsed());
-        stats.text_lengths.add_tokens(running.generated);
-        if let (Some(first), Some(latest)) = (running.first, running.latest) {
-            stats.decode_time.add(latest - first);
-        }
-        drop(stats);
-        Some(running)
-    }
-
-    /// Ends a request with its own error.
-    fn fail(&mut self, id: u64, failure: Failure) {
-        self.remove(id);
-        lock(&self.shared.stats).finished_failed += 1;
-        self.pending_outputs.push((id, Output::Failed(failure)));
     }
 
     /// Pauses requests with too many unread events, and resumes others.
@@ -283,115 +195,6 @@ impl Worker {
                 Ok(())
             }
         }
-    }
-
-    /// Begins the first step of a request.
-    fn begin(&mut self, id: u64) {
-        let cached_tokens = self.scheduler.cached(id).unwrap_or(0);
-        if let Some(running) = self.running.get_mut(&id)
-            && !std::mem::replace(&mut running.has_begun, true)
-        {
-            running.begun = Instant::now();
-            let mut stats = lock(&self.shared.stats);
-            stats.queue_time.add(running.begun - running.submitted);
-            stats.prompt_lengths.add_tokens(running.prompt_len);
-            drop(stats);
-            self.pending_outputs.push((id, Output::Began { cached_tokens }));
-        }
-    }
-
-    /// Sends log probabilities of the prompt tokens that the row's logits predict. `first` is the index of the first
-    /// one.
-    fn score_prompt(&mut self, row: &PlanRow, first: usize, logits: &Tensor) -> Result<()> {
-        let Some(top) = self.running.get(&row.id).and_then(|running| running.prompt_logprobs) else { return Ok(()) };
-        let prompt_len = self.running[&row.id].prompt_len;
-        let mut scores = Vec::new();
-        for (index, at) in row.logits.clone().zip(first..) {
-            let next = row.position + index - row.tokens.start + 1;
-            let token = self.scheduler.tokens(row.id).and_then(|tokens| tokens.get(next)).copied();
-            let Some(token) = token.filter(|_| next < prompt_len) else { continue };
-            scores.push(TokenLogprobs::of(&logits.rows(at..at + 1)?.to_f32()?, token, top));
-        }
-        if !scores.is_empty() {
-            self.pending_outputs.push((row.id, Output::Prompt(scores)));
-        }
-        Ok(())
-    }
-
-    /// Accepts a sampled token. Returns whether it is the last one.
-    fn accept(&mut self, id: u64, token: u32, logits: Option<(Vec<f32>, usize)>) -> bool {
-        let Some(running) = self.running.get_mut(&id) else { return true };
-        if running.stop_ids.contains(&token) {
-            running.end = Some(FinishReason::StopId(token));
-            if let Some((logits, top)) = logits {
-                self.pending_outputs.push((id, Output::Stop(TokenLogprobs::of(&logits, token, top))));
-            }
-            return true;
-        }
-        if let Err(failure) = running.accept(token) {
-            self.fail(id, failure);
-            return true;
-        }
-        let is_last = running.end.is_some();
-        let now = Instant::now();
-        {
-            let mut stats = lock(&self.shared.stats);
-            match running.latest.replace(now) {
-                None => {
-                    running.first = Some(now);
-                    stats.time_to_first_token.add(now - running.submitted);
-                    stats.prefill_time.add(now - running.begun);
-                }
-                Some(before) => stats.inter_token.add(now - before),
-            }
-        }
-        let logprobs = logits.map(|(logits, top)| TokenLogprobs::of(&logits, token, top));
-        self.pending_outputs.push((id, Output::Token { id: token, logprobs }));
-        is_last
-    }
-
-    /// Reports requests that the scheduler has ended.
-    fn end_scheduled(&mut self) {
-        for ended in self.scheduler.take_ended() {
-            let Some(running) = self.remove(ended.id) else { continue };
-            let reason = match ended.reason {
-                EndReason::Last => running.end.unwrap_or(FinishReason::Grammar),
-                EndReason::Length => FinishReason::Length,
-                EndReason::OutOfPages => FinishReason::OutOfPages,
-            };
-            let mut stats = lock(&self.shared.stats);
-            match ended.reason {
-                EndReason::Last => stats.finished_stop += 1,
-                EndReason::Length | EndReason::OutOfPages => stats.finished_length += 1,
-            }
-            self.pending_outputs.push((ended.id, Output::End(reason)));
-        }
-    }
-
-    /// Sends the collected messages to the text thread.
-    fn send(&mut self) {
-        if !self.pending_outputs.is_empty() {
-            let _ = self.outputs.send(std::mem::take(&mut self.pending_outputs));
-        }
-    }
-
-    /// Updates the counts of running and waiting requests. `seen`: number of new ones among them.
-    fn count_requests(&self, seen: usize) {
-        let counts = self.scheduler.counts();
-        let mut stats = lock(&self.shared.stats);
-        self.shared.unseen.fetch_sub(seen, Ordering::Relaxed);
-        (stats.running, stats.waiting) = (counts.running, counts.waiting);
-    }
-
-    fn count(&self) {
-        let (counts, usage) = (self.scheduler.counts(), self.scheduler.storage().pool().usage());
-        let mut stats = lock(&self.shared.stats);
-        (stats.running, stats.waiting) = (counts.running, counts.waiting);
-        stats.paused = self.running.values().filter(|running| running.is_paused).count();
-        (stats.pages_bytes, stats.pages_used, stats.host_used) = (usage.bytes, usage.used, usage.host);
-        stats.requests_used = counts.committed.min(usage.used);
-        (stats.prefix_queries, stats.prefix_hits) = (counts.prefix_queries, counts.prefix_hits);
-        (stats.preemptions, stats.steps) = (counts.preemptions, counts.steps);
     }
 }
 

@@ -2,24 +2,7 @@
 
 use kvant::{DType, KvPool, Step, Tensor};
 
-use crate::{Error, Model, Result};
-
-/// The wanted rows of a pass, and their destination.
-#[derive(Clone, Copy)]
-pub(crate) struct PassRows<'a> {
-    pub rows: &'a [usize],
-    /// `[rows.len(), vocab_size or hidden_size]`.
-    pub out: &'a Tensor,
-    /// Whether hidden states after the final norm are wanted instead of logits.
-    pub is_hidden: bool,
-}
-
-impl<'a> PassRows<'a> {
-    /// Selects logits of rows.
-    pub fn logits(rows: &'a [usize], out: &'a Tensor) -> PassRows<'a> {
-        PassRows { rows, out, is_hidden: false }
-    }
-}
+use crate::{Error, Model, Result, pass_rows::PassRows};
 
 impl Model {
     /// Like [`Model::forward`], but returns the hidden states of `rows` after the final norm, `[rows.len(),

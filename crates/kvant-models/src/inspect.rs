@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use kvant::{CacheLayer, DType, PoolSpec};
+use kvant::DType;
 
 use crate::{
-    BlockSpec, CacheCodecs, Config, DecoderSpec, Files, KvCodec, LoadOptions, PoolOptions, Result,
+    Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
     forward::workspace_bytes,
-    model::with_source,
+    open::with_source,
+    pools::pool_spec,
     shard::{local_spec, output_rows},
     source::{Form, Part, Role, Source, converted::is_converted},
     spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, ParallelSum, RouterSpec},
@@ -161,31 +162,6 @@ impl Inspection {
         }
         Ok((fit > 0).then(|| fit.saturating_mul(pool.page_tokens).min(pool.longest)))
     }
-}
-
-/// The specification of a decoder's pool.
-pub(crate) fn pool_spec(
-    spec: &DecoderSpec,
-    options: &PoolOptions,
-    pass_tokens: usize,
-    activations: DType,
-) -> Result<PoolSpec> {
-    let layers = cache_layers(spec, &options.codecs, activations)?;
-    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens);
-    Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
-}
-
-/// The layers of a pool: the blocks with their own keys and values. In layers that seal pages, dense pages have the
-/// activations' dtype, or f16 if activations are f32.
-pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs, activations: DType) -> Result<Vec<CacheLayer>> {
-    let dense = if activations == DType::BF16 { DType::BF16 } else { DType::F16 };
-    let layer = |(block, kv): (&BlockSpec, KvCodec)| {
-        let attention = &block.attention;
-        let layer = CacheLayer::new(attention.kv_heads, attention.head_dim, kv.k).v(kv.v).dense(dense);
-        layer.window(attention.window)
-    };
-    let layers = spec.cache_layers();
-    Ok(spec.blocks[..layers].iter().zip(codecs.of_layers(layers)?).map(layer).collect())
 }
 
 /// A tensor that the loader reads.

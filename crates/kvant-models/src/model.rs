@@ -6,19 +6,16 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kvant::{
-    CacheLayer, Codec, DType, Device, KvPool, PoolSpec, Sequence, Step, Submission, Tensor, device::DeviceKind, ops,
-};
+use kvant::{CacheLayer, DType, Device, KvPool, PoolSpec, Sequence, Step, Submission, Tensor, device::DeviceKind, ops};
 
 use crate::{
-    BlockSpec, CacheCodecs, Config, DecoderSpec, DeviceTokens, Error, Files, Result, families,
+    BlockSpec, CacheCodecs, Config, DecoderSpec, DeviceTokens, Error, Files, Result,
     forward::{Network, OnStored, Wanted, Workspace},
-    gguf::{self, source::GgufSource},
-    hidden::PassRows,
-    inspect,
-    safetensors::Checkpoint,
+    open::with_source,
+    pass_rows::PassRows,
+    pools::{self, PoolOptions},
     shard::local_spec,
-    source::{Source, converted::Converted, hf::HfSource, quantization::Quantization},
+    source::{Source, converted::Converted},
     weights::Weights,
 };
 
@@ -66,26 +63,6 @@ impl LoadOptions {
             _ => 8192,
         };
         LoadOptions { activations: DType::BF16, dense_weights: Some(DType::BF16), pass_tokens, ..options }
-    }
-}
-
-/// Options of [`Model::new_pool`].
-#[derive(Clone, Debug)]
-pub struct PoolOptions {
-    /// The codecs of keys and values.
-    pub codecs: CacheCodecs,
-    /// Number of sequences that the pool has room for.
-    pub sequences: usize,
-    /// Maximum tokens of a sequence. A larger number of shorter sequences also fits.
-    pub longest: usize,
-    /// Positions per page: 16, 32, 64, 128 or 256.
-    pub page_tokens: usize,
-}
-
-impl Default for PoolOptions {
-    /// f16, one sequence of 4096 tokens, pages of 64.
-    fn default() -> Self {
-        PoolOptions { codecs: Codec::F16.into(), sequences: 1, longest: 4096, page_tokens: 64 }
     }
 }
 
@@ -247,7 +224,7 @@ impl Model {
 
     /// The specification of such a pool, which says how many bytes it takes, on each device of a group.
     pub fn pool_spec(&self, options: &PoolOptions) -> Result<PoolSpec> {
-        inspect::pool_spec(self.rank_decoder(), options, self.pass_tokens, self.network.activations())
+        pools::pool_spec(self.rank_decoder(), options, self.pass_tokens, self.network.activations())
     }
 
     /// The layers of a pool for this model: the layers with their own keys and values.
@@ -255,7 +232,7 @@ impl Model {
     /// # Errors
     /// `Argument` if the number of codecs differs from the number of layers.
     pub fn cache_layers(&self, codecs: &CacheCodecs) -> Result<Vec<CacheLayer>> {
-        inspect::cache_layers(self.rank_decoder(), codecs, self.network.activations())
+        pools::cache_layers(self.rank_decoder(), codecs, self.network.activations())
     }
 
     /// Runs a batch of any sequences and numbers of tokens. `step` belongs to `pool`, and `tokens` are the ids of its
@@ -565,20 +542,6 @@ impl Model {
         // The list is valid even after a panic.
         self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Opens a checkpoint of any format, and calls `then` with its configuration and tensors.
-pub(crate) fn with_source<T>(files: &Files, then: impl FnOnce(Config, &dyn Source) -> Result<T>) -> Result<T> {
-    if let Some(gguf) = files.as_gguf() {
-        return then(gguf::describe::config(gguf)?, &GgufSource(gguf));
-    }
-    files.check()?;
-    let json = files.read_json("config.json")?;
-    let config = Config::with_files(&json, files)?;
-    let checkpoint = Checkpoint::open_files(files)?;
-    let family = families::named(config.family)?;
-    let source = HfSource::new(&checkpoint, Quantization::parse(&json)?, family, config.decoder.blocks.len())?;
-    then(config, &source)
 }
 
 impl std::fmt::Debug for Model {

@@ -15,7 +15,7 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use crate::{
     Error, Files, Result,
-    files::{self, OpenFile},
+    open_file::{self, OpenFile},
     parallel::{self, PIECE},
 };
 
@@ -182,7 +182,7 @@ pub struct SafetensorsFile {
 impl SafetensorsFile {
     /// Opens a file and checks its header.
     pub fn open(path: &Path) -> Result<SafetensorsFile> {
-        SafetensorsFile::new(path.to_path_buf(), OpenFile::Disk(files::open(path)?))
+        SafetensorsFile::new(path.to_path_buf(), OpenFile::Disk(open_file::open(path)?))
     }
 
     fn new(path: PathBuf, file: OpenFile) -> Result<SafetensorsFile> {

@@ -2,8 +2,10 @@
 
 mod bound;
 mod growth;
+pub(crate) mod guarded;
 mod pieces;
 mod stream;
+mod token_decoder;
 
 use std::{path::Path, sync::OnceLock};
 
@@ -13,9 +15,10 @@ use tokenizers::{AddedToken, Encoding, PostProcessor, PostProcessorWrapper};
 use crate::{Config, Error, Files, Result, panics};
 use bound::TokenBytes;
 use growth::Growth;
-use pieces::TokenDecoder;
+use guarded::guarded;
 pub use pieces::TokenPiece;
 pub use stream::TextStream;
+use token_decoder::TokenDecoder;
 
 /// Maximum bytes of a file: several times the largest existing vocabulary.
 const TOKENIZER_LIMIT: u64 = 256 << 20;
@@ -330,14 +333,4 @@ fn added_around(inner: &tokenizers::Tokenizer) -> Result<[Vec<u32>; 2]> {
     let mut parts = processed.get_ids().split(|&id| id == TEXT).map(<[u32]>::to_vec);
     // Hostile post-processors repeat the text.
     Ok([parts.next().unwrap_or_default(), parts.next_back().unwrap_or_default()])
-}
-
-/// Calls the `tokenizers` crate and converts its panics to errors.
-pub(crate) fn guarded<T>(call: impl FnOnce() -> std::result::Result<T, tokenizers::Error>) -> Result<T> {
-    let reason = match panics::catch(call) {
-        Ok(Ok(value)) => return Ok(value),
-        Ok(Err(error)) => error.to_string(),
-        Err(message) => format!("the file's contents are inconsistent ({message})"),
-    };
-    Err(Error::Tokenizer { reason })
 }

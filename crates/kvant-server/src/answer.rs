@@ -6,7 +6,7 @@ use kvant_models::{
     chat::{JsonValue, ReplyEvent, ReplyFormat, ReplyParser},
 };
 
-use crate::{generation::finish_reason, sampling::random_id};
+use crate::{generation::finish_reason, ids::random_id};
 
 /// A part of an answer, in the order of the model's text.
 #[derive(Clone, Debug, PartialEq)]

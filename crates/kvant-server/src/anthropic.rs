@@ -18,14 +18,15 @@ use crate::{
     app::{App, RequestId},
     blocks::{Block, Blocks, parsed},
     body::Json,
-    chat::{auto_tools, must_call},
-    conversation::{ChatRequest, check_tools, content_text, ends_with_answer, sent_call},
+    conversation::{ChatRequest, content_text, ends_with_answer, sent_call},
     error::{ApiError, Result},
     fields::{only_fields, string},
     generation::{Generation, Gone, Sender, channel, named_stream},
-    sampling::{SamplingFields, Strings, random_id},
+    ids::random_id,
+    sampling::{SamplingFields, Strings},
     serving::Serving,
     structured::OutputConstraint,
+    tools::{auto_tools, check_tools, must_call},
 };
 
 #[derive(Debug, Deserialize)]

@@ -1,37 +1,12 @@
-//! The routes, and the handling that all requests share: id, key, CORS, error bodies, logs.
+//! The state of the server, which all requests share.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Instant,
-};
+use std::sync::{Arc, atomic::AtomicBool};
 
-use axum::{
-    Router,
-    extract::{Request, State},
-    http::{HeaderMap, HeaderValue, Method, StatusCode, header},
-    middleware::{self, Next},
-    response::{IntoResponse, Response},
-    routing::{get, post},
-};
+use axum::http::HeaderMap;
 use kvant_engine::CacheScope;
 use tokio::sync::Semaphore;
 
-use crate::{
-    ServerOptions, anthropic,
-    body::Json,
-    chat, completions, conversation, documents, embeddings,
-    error::{ApiError, Result},
-    hosts, keys,
-    metrics::{self, Statuses},
-    models::{self, Catalog},
-    ollama, responses,
-    sampling::{now, random_id},
-    store::Store,
-    tokens,
-};
+use crate::{ServerOptions, error::Result, hosts, ids::now, keys, models::Catalog, statuses::Statuses, store::Store};
 
 /// State shared by all requests.
 pub(crate) struct App {
@@ -54,8 +29,6 @@ pub(crate) struct RequestId(pub Arc<str>);
 
 /// Maximum long texts that are tokenised at the same time.
 const MAX_LONG_TEXTS: usize = 2;
-/// Maximum length of an id that a client chooses.
-const MAX_ID_LENGTH: usize = 128;
 
 impl App {
     pub fn new(models: Catalog, options: ServerOptions) -> App {
@@ -72,7 +45,7 @@ impl App {
     }
 
     /// Checks the API key and the host name of a request.
-    fn admit(&self, headers: &HeaderMap, is_public: bool) -> Result<()> {
+    pub fn admit(&self, headers: &HeaderMap, is_public: bool) -> Result<()> {
         if let Some(names) = &self.options.hosts {
             hosts::check(names, headers)?;
         }
@@ -89,162 +62,5 @@ impl App {
         // The length separates the key from the salt.
         let length = (key.len() as u64).to_le_bytes();
         CacheScope::Salted([&length, key, salt.as_bytes()].concat())
-    }
-}
-
-/// Runs long work on a thread of its own. The runtime's pool of blocking threads would let the work wait forever if the
-/// system refuses new threads.
-pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
-    let (sender, result) = tokio::sync::oneshot::channel();
-    let thread = std::thread::Builder::new().name("kvant-request".to_string());
-    // Sending fails if the client has disconnected.
-    let started = thread.spawn(move || drop(sender.send(work())));
-    started
-        .map_err(|error| ApiError::short_of(format!("the system cannot start a thread for the request: {error}")))?;
-    result.await.map_err(|_| ApiError::internal("a thread of the server panicked"))
-}
-
-/// All routes.
-pub(crate) fn router(app: &Arc<App>) -> Router {
-    Router::new()
-        .route("/", get(documents::page))
-        .route("/page/{file}", get(documents::page_file))
-        .route("/openapi.json", get(documents::openapi))
-        .route("/health", get(health))
-        .route("/ping", get(health).post(health))
-        .route("/version", get(version))
-        .route("/api/version", get(version))
-        .route("/api/tags", get(ollama::tags))
-        .route("/api/ps", get(ollama::running))
-        .route("/api/show", post(ollama::show))
-        .route("/api/chat", post(ollama::chat))
-        .route("/api/generate", post(ollama::generate))
-        .route("/metrics", get(metrics::get))
-        .route("/v1/models", get(models::routes::list))
-        .route("/v1/models/{*name}", get(models::routes::get))
-        .route("/v1/embeddings", post(embeddings::create))
-        .route("/api/embed", post(embeddings::ollama))
-        .route("/api/embeddings", post(embeddings::ollama_one))
-        .route("/v1/completions", post(completions::create))
-        .route("/v1/chat/completions", post(chat::create))
-        .route("/v1/responses", post(responses::create))
-        .route("/v1/messages", post(anthropic::create))
-        .route("/v1/messages/count_tokens", post(anthropic::count))
-        .route("/apply-template", post(conversation::apply_template))
-        .route("/tokenize", post(tokens::tokenize))
-        .route("/detokenize", post(tokens::detokenize))
-        .route("/tokenizer_info", get(tokens::info))
-        .merge(other_models())
-        .fallback(async || ApiError::new(StatusCode::NOT_FOUND, "there is no such route"))
-        .method_not_allowed_fallback(async || {
-            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "the route does not have this method")
-        })
-        .layer(middleware::from_fn_with_state(Arc::clone(app), observe))
-        .with_state(Arc::clone(app))
-}
-
-/// Routes for models that are trained for tasks other than text generation.
-fn other_models() -> Router<Arc<App>> {
-    let answer = |what: &'static str| {
-        post(async move || {
-            let message = format!("this model generates text and was not trained to {what}: it has no such route");
-            let error = ApiError::new(StatusCode::NOT_FOUND, message);
-            ApiError { code: Some("model_not_supported"), ..error }
-        })
-    };
-    let mut router = Router::new();
-    for path in ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"] {
-        router = router.route(path, answer("score or rank texts"));
-    }
-    router
-}
-
-async fn version() -> Json<serde_json::Value> {
-    Json(serde_json::json!({"version": env!("CARGO_PKG_VERSION")}))
-}
-
-async fn health(State(app): State<Arc<App>>) -> Result<Json<serde_json::Value>> {
-    if app.models.has_failed() {
-        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the engine has failed");
-        return Err(ApiError { code: Some("unhealthy"), ..error });
-    }
-    if app.is_draining.load(Ordering::Acquire) {
-        return Err(ApiError::draining());
-    }
-    Ok(Json(serde_json::json!({"status": "ok"})))
-}
-
-/// Wraps every request: id, admission, CORS, error body, log.
-async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
-    let started = Instant::now();
-    let id = request_id(request.headers());
-    request.extensions_mut().insert(id.clone());
-    let (method, path) = (request.method().clone(), request.uri().path().to_string());
-    let is_preflight = method == Method::OPTIONS && app.options.cors.is_some();
-    let is_public = documents::is_page(&path) || matches!(path.as_str(), "/health" | "/ping");
-
-    let mut response = if is_preflight {
-        StatusCode::NO_CONTENT.into_response()
-    } else {
-        match app.admit(request.headers(), is_public) {
-            Ok(()) => next.run(request).await,
-            Err(error) => error.into_response(),
-        }
-    };
-    if let Some(error) = response.extensions_mut().remove::<ApiError>() {
-        let body = match path.as_str() {
-            path if path.starts_with("/v1/messages") => error.anthropic_body(&id.0),
-            path if path.starts_with("/api/") => error.ollama_body(),
-            _ => error.openai_body(),
-        };
-        *response.body_mut() = body.to_string().into();
-        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        response.headers_mut().remove(header::CONTENT_LENGTH);
-    }
-    let headers = response.headers_mut();
-    if let Ok(value) = HeaderValue::from_str(&id.0) {
-        headers.insert("x-request-id", value);
-    }
-    if let Some(origin) = &app.options.cors {
-        allow(headers, origin);
-    }
-    app.statuses.add(response.status().as_u16());
-    let (status, ms) = (response.status().as_u16(), started.elapsed().as_millis() as u64);
-    // An unknown path can contain a user's text, for example after a typing error. Known routes cannot.
-    let path = if status == 404 { "-" } else { path.as_str() };
-    match path {
-        // Monitors request these routes every few seconds.
-        "/health" | "/ping" | "/metrics" => tracing::debug!(request_id = &*id.0, %method, path, status, ms, "request"),
-        _ => tracing::info!(request_id = &*id.0, %method, path, status, ms, "request"),
-    }
-    response
-}
-
-/// Returns the client's id if it is a plain word, or else a new one.
-fn request_id(headers: &HeaderMap) -> RequestId {
-    let asked = headers.get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| {
-        let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.:".contains(&b);
-        (1..=MAX_ID_LENGTH).contains(&id.len()) && id.bytes().all(is_plain)
-    });
-    RequestId(asked.map_or_else(|| random_id("req_").into(), Arc::from))
-}
-
-/// Allows pages of an origin to use the server.
-fn allow(headers: &mut HeaderMap, origin: &str) {
-    let entries = [
-        ("access-control-allow-origin", origin),
-        ("access-control-allow-methods", "GET, POST, OPTIONS"),
-        (
-            "access-control-allow-headers",
-            "authorization, content-type, x-api-key, x-request-id, anthropic-version, anthropic-beta",
-        ),
-        ("access-control-expose-headers", "x-request-id, retry-after"),
-        ("access-control-max-age", "600"),
-        ("vary", "origin"),
-    ];
-    for (name, value) in entries {
-        if let Ok(value) = HeaderValue::from_str(value) {
-            headers.insert(name, value);
-        }
     }
 }

@@ -14,7 +14,8 @@ use kvant_models::chat::JsonValue;
 use serde::de::DeserializeOwned;
 
 use crate::{
-    app::{App, blocking},
+    app::App,
+    blocking::blocking,
     error::{ApiError, Result},
     fields,
 };

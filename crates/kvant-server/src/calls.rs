@@ -6,6 +6,16 @@ use serde_json::{Value, json};
 
 use crate::serving::Serving;
 
+/// Whether reasoning precedes the answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reasoning {
+    /// The prompt has begun the reasoning.
+    Open,
+    /// The model decides.
+    Allowed,
+    Never,
+}
+
 /// The delimiters in the answers of a family.
 pub(crate) struct Delimiters {
     /// Delimiters before and after reasoning.

@@ -15,14 +15,17 @@ use crate::{
     answer::{Added, AnswerReader, Part},
     app::{App, RequestId},
     body::Json,
-    completions::{StreamOptions, UsageIn, check_choices},
-    conversation::{ChatMessage, ChatRequest, check_tools, messages},
+    conversation::{ChatMessage, ChatRequest, messages, thinking},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
+    ids::{now, random_id},
     logprobs,
-    sampling::{TokenLimit, now, random_id, sampling_request},
+    prompts::check_choices,
+    sampling::{TokenLimit, sampling_request},
     serving::Serving,
+    stream_options::{StreamOptions, UsageIn},
     structured::{OutputConstraint, StructuredOutputs},
+    tools::chosen_tools,
 };
 
 /// Maximum alternatives of a token, as in OpenAI's API.
@@ -158,70 +161,6 @@ fn check_fixed(app: &App, request: &ChatBody) -> Result<()> {
         return Err(ApiError::unsupported("store", "this server stores nothing"));
     }
     Ok(())
-}
-
-/// The tools that the template shows to the model, and the calls that an answer may or must contain.
-pub(crate) fn chosen_tools(
-    app: &App,
-    tools: Option<Vec<JsonValue>>,
-    choice: Option<&Value>,
-    shape: OutputConstraint,
-) -> Result<(Vec<JsonValue>, OutputConstraint)> {
-    let tools = tools.unwrap_or_default();
-    check_tools(app, &tools)?;
-    let name = match choice.map(|choice| choice.as_str()) {
-        None | Some(Some("auto")) => return auto_tools(tools, shape),
-        Some(Some("none")) => return Ok((Vec::new(), shape)),
-        Some(Some("required")) => None,
-        Some(Some(_)) => return Err(ApiError::field("tool_choice", "`tool_choice` must be auto, none or required")),
-        Some(None) => {
-            let choice = choice.unwrap_or(&Value::Null);
-            let name = choice["function"]["name"].as_str().or(choice["name"].as_str());
-            if choice["type"] != "function" || name.is_none() {
-                return Err(ApiError::unsupported(
-                    "tool_choice",
-                    "only auto, none, required and a function by its name",
-                ));
-            }
-            name
-        }
-    };
-    must_call(tools, name, shape)
-}
-
-pub(crate) fn auto_tools(tools: Vec<JsonValue>, shape: OutputConstraint) -> Result<(Vec<JsonValue>, OutputConstraint)> {
-    let shape = shape.and_calls(tools.clone(), false);
-    Ok((tools, shape))
-}
-
-/// Returns the tools that a required call can use: all, or the one with a given name.
-pub(crate) fn must_call(
-    tools: Vec<JsonValue>,
-    name: Option<&str>,
-    shape: OutputConstraint,
-) -> Result<(Vec<JsonValue>, OutputConstraint)> {
-    let is_chosen = |tool: &&JsonValue| name.is_none_or(|name| tool["function"]["name"] == name);
-    let calls: Vec<JsonValue> = tools.iter().filter(is_chosen).cloned().collect();
-    if calls.is_empty() {
-        return Err(ApiError::field("tool_choice", "`tool_choice` requires a matching function in `tools`"));
-    }
-    Ok((tools, shape.and_calls(calls, true)))
-}
-
-/// Whether the model reasons before its answer. Some templates read the effort as a variable.
-pub(crate) fn thinking(effort: Option<String>, variables: &mut BTreeMap<String, JsonValue>) -> Result<Option<bool>> {
-    let Some(effort) = effort else { return Ok(None) };
-    match effort.as_str() {
-        "none" => Ok(Some(false)),
-        "minimal" | "low" | "medium" | "high" | "xhigh" => {
-            variables.entry("reasoning_effort".to_string()).or_insert(JsonValue::String(effort));
-            Ok(Some(true))
-        }
-        _ => {
-            let known = "none, minimal, low, medium, high or xhigh";
-            Err(ApiError::field("reasoning_effort", format!("`reasoning_effort` must be {known}")))
-        }
-    }
 }
 
 /// A message under construction.

@@ -13,18 +13,22 @@ use kvant_models::{
     TextStream, TokenLogprobs, Tokenizer,
     chat::{JsonValue, ReplyFormat},
 };
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::{
     app::{App, RequestId},
     body::Json,
+    calls::Reasoning,
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
+    ids::{now, random_id},
     logprobs::number,
-    sampling::{TokenLimit, now, random_id, sampling_request},
+    prompts::{PromptText, Prompts, SpecialNames, check_choices},
+    sampling::{TokenLimit, sampling_request},
     serving::{Serving, escaped, tokenized},
-    structured::{OutputConstraint, Reasoning, StructuredOutputs},
+    stream_options::{StreamOptions, UsageIn},
+    structured::{OutputConstraint, StructuredOutputs},
 };
 
 /// OpenAI's default token limit of an answer.
@@ -48,122 +52,6 @@ sampling_request! {
         // Has no effect on the answer.
         #[expect(dead_code, reason = "has no effect")]
         user: Option<String>,
-    }
-}
-
-/// Options of a streamed response.
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
-pub(crate) struct StreamOptions {
-    pub include_usage: Option<bool>,
-    /// Whether every chunk has the usage so far, as in vLLM.
-    pub continuous_usage_stats: Option<bool>,
-    /// Requests padding that hides token lengths in encrypted traffic. The server adds none.
-    pub include_obfuscation: Option<bool>,
-}
-
-/// The chunks of a stream that have the usage.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum UsageIn {
-    #[default]
-    None,
-    /// A separate chunk at the end.
-    Last,
-    /// Every chunk, and a separate one at the end.
-    Every,
-}
-
-impl StreamOptions {
-    /// Returns the chunks that have the usage.
-    pub fn usage(app: &App, options: Option<StreamOptions>, streams: bool) -> Result<UsageIn> {
-        let Some(options) = options else { return Ok(UsageIn::None) };
-        if !streams {
-            return Err(ApiError::field("stream_options", "`stream_options` needs `stream`"));
-        }
-        if app.options.strict_fields && options.include_obfuscation == Some(true) {
-            return Err(ApiError::unsupported("stream_options.include_obfuscation", "use TLS with padding"));
-        }
-        Ok(match (options.include_usage, options.continuous_usage_stats) {
-            (Some(true), Some(true)) => UsageIn::Every,
-            (Some(true), _) => UsageIn::Last,
-            _ => UsageIn::None,
-        })
-    }
-}
-
-/// One or more prompts, as texts or ids.
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected a string, a list of strings, a list of token ids, or a list of such lists")]
-pub(crate) enum Prompts {
-    Text(String),
-    Texts(Vec<String>),
-    Ids(Vec<u32>),
-    IdLists(Vec<Vec<u32>>),
-}
-
-/// The ids of a prompt, and its text for `echo`.
-struct PromptText {
-    ids: Vec<u32>,
-    text: String,
-    shown: SpecialNames,
-}
-
-/// Which special tokens of a prompt are named in its text.
-#[derive(Clone, Copy, PartialEq)]
-enum SpecialNames {
-    All,
-    /// All except the first token, which the tokenizer has added.
-    AllButFirst,
-    None,
-}
-
-impl Prompts {
-    pub fn len(&self) -> usize {
-        match self {
-            Prompts::Text(_) | Prompts::Ids(_) => 1,
-            Prompts::Texts(texts) => texts.len(),
-            Prompts::IdLists(lists) => lists.len(),
-        }
-    }
-
-    /// Bytes of text to tokenise.
-    pub fn bytes(&self) -> usize {
-        match self {
-            Prompts::Text(text) => text.len(),
-            Prompts::Texts(texts) => texts.iter().map(String::len).sum(),
-            Prompts::Ids(_) | Prompts::IdLists(_) => 0,
-        }
-    }
-
-    /// Tokenises texts for embeddings.
-    pub fn into_ids(self, app: &Serving) -> Result<Vec<Vec<u32>>> {
-        match self {
-            Prompts::Text(text) => Ok(vec![app.encode_whole(&text)?]),
-            Prompts::Texts(texts) => texts.iter().map(|text| app.encode_whole(text)).collect(),
-            Prompts::Ids(ids) => Ok(vec![ids]),
-            Prompts::IdLists(lists) => Ok(lists),
-        }
-    }
-
-    fn encode(self, app: &Serving) -> Result<Vec<PromptText>> {
-        let of_text = |text: String| {
-            let ids = app.encode_prompt(&text)?;
-            let bos = ids.first().filter(|&&id| app.model.engine.tokenizer().bos() == Some(id));
-            let is_added = bos.is_some_and(|&bos| !text.as_bytes().starts_with(&app.token_bytes(bos)));
-            let shown = if is_added { SpecialNames::AllButFirst } else { SpecialNames::All };
-            Ok(PromptText { ids, text, shown })
-        };
-        let of_ids = |ids: Vec<u32>| {
-            let mut stream = app.model.engine.tokenizer().stream();
-            // The generated text can complete the character.
-            let text = tokenized("prompt", ids.iter().map(|&id| stream.push(id)).collect())?;
-            Ok(PromptText { ids, text, shown: SpecialNames::None })
-        };
-        match self {
-            Prompts::Text(text) => Ok(vec![of_text(text)?]),
-            Prompts::Texts(texts) => texts.into_iter().map(of_text).collect(),
-            Prompts::Ids(ids) => Ok(vec![of_ids(ids)?]),
-            Prompts::IdLists(lists) => lists.into_iter().map(of_ids).collect(),
-        }
     }
 }
 
@@ -232,19 +120,6 @@ pub(crate) async fn create(
         return Ok(event_stream(&app, events));
     }
     Ok(Json(answer.collect(&app, generation).await?).into_response())
-}
-
-/// Checks `n` and the total number of choices.
-pub(crate) fn check_choices(app: &App, n: Option<usize>, prompts: usize) -> Result<usize> {
-    let (n, max) = (n.unwrap_or(1), app.options.choices);
-    if prompts == 0 {
-        return Err(ApiError::field("prompt", "`prompt` must have at least one element, got none"));
-    }
-    if n == 0 || n.saturating_mul(prompts) > max {
-        let message = format!("`n` times the number of prompts must be 1 to {max}, got {n} times {prompts}");
-        return Err(ApiError::field("n", message));
-    }
-    Ok(n)
 }
 
 impl Answer {

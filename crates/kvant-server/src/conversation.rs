@@ -12,10 +12,12 @@ use crate::{
     answer::AnswerReader,
     app::App,
     body::Json,
+    calls::Reasoning,
     error::{ApiError, Result},
     fields::{only_fields, string},
     serving::{Serving, tokenized},
-    structured::{OutputConstraint, Reasoning},
+    structured::OutputConstraint,
+    tools::check_tools,
 };
 
 /// A message in OpenAI's format.
@@ -242,34 +244,20 @@ fn part_text<'p>(part: &'p JsonValue, path: &str) -> Result<&'p str> {
     string(part, path, field)
 }
 
-/// Checks tools in OpenAI's format: `{"type": "function", "function": {"name", "description"?, "parameters"?}}`.
-pub(crate) fn check_tools(app: &App, tools: &[JsonValue]) -> Result<()> {
-    let limit = app.options.schema_limit;
-    let length: usize = tools.iter().map(|tool| tool.to_string().len()).sum();
-    if length > limit {
-        return Err(ApiError::field("tools", format!("`tools` must have at most {limit} bytes, got {length}")));
-    }
-    for (index, tool) in tools.iter().enumerate() {
-        let path = format!("tools[{index}]");
-        if tool["type"] != "function" {
-            return Err(ApiError::unsupported(format!("{path}.type"), "only functions are tools"));
+/// Whether the model reasons before its answer. Some templates read the effort as a variable.
+pub(crate) fn thinking(effort: Option<String>, variables: &mut BTreeMap<String, JsonValue>) -> Result<Option<bool>> {
+    let Some(effort) = effort else { return Ok(None) };
+    match effort.as_str() {
+        "none" => Ok(Some(false)),
+        "minimal" | "low" | "medium" | "high" | "xhigh" => {
+            variables.entry("reasoning_effort".to_string()).or_insert(JsonValue::String(effort));
+            Ok(Some(true))
         }
-        let function = &tool["function"];
-        if !function["name"].as_str().is_some_and(is_name) {
-            let path = format!("{path}.function.name");
-            let what = "must have 1 to 64 letters, digits, dots, dashes and underscores";
-            return Err(ApiError::field(&path, format!("`{path}` {what}")));
-        }
-        let path = format!("{path}.function.parameters");
-        if !function["parameters"].is_object() && !function["parameters"].is_null() {
-            return Err(ApiError::field(&path, format!("`{path}` must be a JSON schema")));
+        _ => {
+            let known = "none, minimal, low, medium, high or xhigh";
+            Err(ApiError::field("reasoning_effort", format!("`reasoning_effort` must be {known}")))
         }
     }
-    Ok(())
-}
-
-fn is_name(name: &str) -> bool {
-    (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
 }
 
 impl ChatRequest {

@@ -13,9 +13,9 @@ use serde_json::{Value, json};
 use crate::{
     app::{App, RequestId},
     body::Json,
-    completions::Prompts,
     error::{ApiError, Result},
     ollama,
+    prompts::Prompts,
     serving::Serving,
 };
 

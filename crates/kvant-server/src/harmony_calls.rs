@@ -3,9 +3,8 @@
 use kvant_models::chat::JsonValue;
 
 use crate::{
-    calls::{escaped, json_rule, mark, special},
+    calls::{Reasoning, escaped, json_rule, mark, special},
     serving::Serving,
-    structured::Reasoning,
 };
 
 /// An answer after `<|start|>assistant`.

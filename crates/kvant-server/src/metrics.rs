@@ -1,11 +1,6 @@
 //! `/metrics`: counters in Prometheus' text format, named as in vLLM without its prefix.
 
-use std::{
-    collections::BTreeMap,
-    fmt::Write,
-    fs,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{fmt::Write, fs, sync::Arc};
 
 use axum::{
     extract::State,
@@ -17,6 +12,7 @@ use kvant_engine::{EngineStats, Histogram, Unit};
 use crate::{
     app::App,
     models::{Known, Seen},
+    statuses::Statuses,
 };
 
 pub(crate) async fn get(State(app): State<Arc<App>>) -> Response {
@@ -39,20 +35,6 @@ fn own_label(app: &App) -> String {
     match &app.models.known()[..] {
         [one] => label(one.name()),
         _ => String::new(),
-    }
-}
-
-/// Number of responses by status.
-#[derive(Default)]
-pub(crate) struct Statuses(Mutex<BTreeMap<u16, u64>>);
-
-impl Statuses {
-    pub fn add(&self, status: u16) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(status).or_default() += 1;
-    }
-
-    fn counts(&self) -> BTreeMap<u16, u64> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 

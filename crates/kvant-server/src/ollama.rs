@@ -20,14 +20,15 @@ use crate::{
     app::{App, RequestId},
     blocks::parsed,
     body::Json,
-    chat::chosen_tools,
     conversation::{ChatMessage, ChatRequest, SentCall, messages},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, channel, finish_reason},
+    ids::now,
     models::Known,
-    sampling::{SamplingFields, Seed, Strings, now},
+    sampling::{SamplingFields, Seed, Strings},
     serving::Serving,
     structured::OutputConstraint,
+    tools::chosen_tools,
 };
 
 #[derive(Debug, Deserialize)]
@@ -251,7 +252,7 @@ pub(crate) async fn generate(
     }
     let text = request.system.filter(|text| !text.is_empty()).map_or(prompt.clone(), |text| text + "\n\n" + &prompt);
     let encoded = app.encoding(text.len(), move |app| -> Result<_> {
-        let grammar = shape.compile(app, ReplyFormat::Plain, crate::structured::Reasoning::Never)?;
+        let grammar = shape.compile(app, ReplyFormat::Plain, crate::calls::Reasoning::Never)?;
         Ok((app.encode_prompt(&text)?, grammar))
     });
     let (ids, grammar) = encoded.await??;

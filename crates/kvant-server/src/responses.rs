@@ -18,15 +18,16 @@ use crate::{
     app::{App, RequestId},
     blocks::{Block, Blocks},
     body::Json,
-    chat::{chosen_tools, thinking},
-    conversation::{ChatRequest, content_text, sent_call},
+    conversation::{ChatRequest, content_text, sent_call, thinking},
     error::{ApiError, Result},
     fields::{only_fields, string},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
+    ids::{now, random_id},
     keys,
-    sampling::{SamplingFields, TokenLimit, now, random_id},
+    sampling::{SamplingFields, TokenLimit},
     serving::Serving,
     structured::OutputConstraint,
+    tools::chosen_tools,
 };
 
 #[derive(Debug, Deserialize)]

@@ -1,10 +1,5 @@
 //! Request fields for sampling and for the end of a text.
 
-use std::{
-    collections::BTreeMap,
-    hash::{BuildHasher, Hasher, RandomState},
-};
-
 use kvant_engine::EngineRequest;
 use serde::{
     Deserialize, Deserializer,
@@ -13,6 +8,7 @@ use serde::{
 
 use crate::{
     error::{self, ApiError},
+    ids::random,
     serving::Serving,
 };
 
@@ -86,35 +82,11 @@ impl<'de> Deserialize<'de> for Whole {
     }
 }
 
-/// The fields shared by completions and chat completions.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct SamplingFields {
-    pub temperature: Option<f32>,
-    pub top_p: Option<f32>,
-    pub top_k: Option<i64>,
-    pub min_p: Option<f32>,
-    pub seed: Option<Seed>,
-    pub presence_penalty: Option<f32>,
-    pub frequency_penalty: Option<f32>,
-    pub repetition_penalty: Option<f32>,
-    pub logit_bias: Option<BTreeMap<String, f32>>,
-    pub stop: Option<Strings>,
-    pub stop_token_ids: Option<Vec<u32>>,
-    pub ignore_eos: Option<bool>,
-    pub min_tokens: Option<usize>,
-    pub include_stop_str_in_output: Option<bool>,
-    pub skip_special_tokens: Option<bool>,
-    pub priority: Option<i8>,
-}
-
-/// Declares a request with its own fields and those of [`SamplingFields`], which `sampling_fields` moves out. serde's
-/// `flatten` would hide unknown fields.
-macro_rules! sampling_request {
-    ($(#[$meta:meta])* struct $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* }) => {
-        $(#[$meta])*
-        #[derive(Debug, serde::Deserialize)]
-        pub(crate) struct $name {
-            $($(#[$field_meta])* pub $field: $type,)*
+/// The sampling fields, declared once: calls `$then! { $head fields }`. serde's `flatten` would hide unknown fields, so
+/// requests have the fields themselves.
+macro_rules! with_sampling_fields {
+    ($then:ident! $head:tt) => {
+        $crate::sampling::$then! { $head
             temperature: Option<f32>,
             top_p: Option<f32>,
             top_k: Option<i64>,
@@ -132,27 +104,42 @@ macro_rules! sampling_request {
             skip_special_tokens: Option<bool>,
             priority: Option<i8>,
         }
+    };
+}
+pub(crate) use with_sampling_fields;
+
+/// Declares a struct of the sampling fields.
+macro_rules! sampling_struct {
+    ({ $(#[$meta:meta])* struct $name:ident } $($field:ident: $type:ty,)*) => {
+        $(#[$meta])*
+        pub(crate) struct $name {
+            $(pub $field: $type,)*
+        }
+    };
+}
+pub(crate) use sampling_struct;
+
+with_sampling_fields! { sampling_struct! {
+    /// The fields shared by completions and chat completions.
+    #[derive(Clone, Debug, Default)]
+    struct SamplingFields
+} }
+
+/// Declares a request with fields of its own and the sampling fields, which its `sampling_fields` moves out.
+macro_rules! sampling_request {
+    (struct $($request:tt)*) => {
+        $crate::sampling::with_sampling_fields! { sampling_request! { struct $($request)* } }
+    };
+    ({ struct $name:ident { $($(#[$meta:meta])* $own:ident: $own_type:ty,)* } } $($field:ident: $type:ty,)*) => {
+        #[derive(Debug, serde::Deserialize)]
+        pub(crate) struct $name {
+            $($(#[$meta])* pub $own: $own_type,)*
+            $($field: $type,)*
+        }
 
         impl $name {
             fn sampling_fields(&mut self) -> $crate::sampling::SamplingFields {
-                $crate::sampling::SamplingFields {
-                    temperature: self.temperature.take(),
-                    top_p: self.top_p.take(),
-                    top_k: self.top_k.take(),
-                    min_p: self.min_p.take(),
-                    seed: self.seed.take(),
-                    presence_penalty: self.presence_penalty.take(),
-                    frequency_penalty: self.frequency_penalty.take(),
-                    repetition_penalty: self.repetition_penalty.take(),
-                    logit_bias: self.logit_bias.take(),
-                    stop: self.stop.take(),
-                    stop_token_ids: self.stop_token_ids.take(),
-                    ignore_eos: self.ignore_eos.take(),
-                    min_tokens: self.min_tokens.take(),
-                    include_stop_str_in_output: self.include_stop_str_in_output.take(),
-                    skip_special_tokens: self.skip_special_tokens.take(),
-                    priority: self.priority.take(),
-                }
+                $crate::sampling::SamplingFields { $($field: self.$field.take(),)* }
             }
         }
     };
@@ -218,21 +205,6 @@ fn logit_bias((id, bias): (String, f32)) -> error::Result<(u32, f32)> {
         Ok(id) => Ok((id, bias)),
         Err(_) => invalid("token ids as keys", format!("{:?}", id.chars().take(32).collect::<String>())),
     }
-}
-
-/// A random number, for seeds and ids.
-pub(crate) fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
-}
-
-/// Creates the id of an answer: a prefix and 96 random bits.
-pub(crate) fn random_id(prefix: &str) -> String {
-    format!("{prefix}{:016x}{:08x}", random(), random() as u32)
-}
-
-/// The current time in seconds since 1970.
-pub(crate) fn now() -> u64 {
-    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
 #[cfg(test)]

@@ -11,10 +11,8 @@ use kvant_models::chat::ChatTemplate;
 use tokio::{net::TcpListener, sync::watch, time};
 
 use crate::{
-    ApiKeys, ModelError, Models, ServedModel, ServerOptions,
-    app::{self, App},
-    connections,
-    models::Catalog,
+    ApiKeys, ModelError, Models, ServedModel, ServerOptions, app::App, blocking::blocking, connections,
+    models::Catalog, routes::router,
 };
 
 /// Interval of the health check of engines.
@@ -75,7 +73,7 @@ impl Server {
 
     /// The routes, for tests and for servers with additional routes.
     pub fn router(&self) -> axum::Router {
-        app::router(&self.0)
+        router(&self.0)
     }
 
     /// Serves until `stop` is ready. Then new requests get 503, and running ones can finish within
@@ -87,7 +85,7 @@ impl Server {
         let (close, closing) = watch::channel(());
         let app = Arc::clone(&self.0);
         let serving = tokio::spawn(async move {
-            connections::serve(listener, app::router(&app), &app.options, closing).await;
+            connections::serve(listener, router(&app), &app.options, closing).await;
         });
         let outcome = tokio::select! {
             () = stop => self.drain().await,
@@ -136,7 +134,7 @@ impl Server {
     async fn drain(&self) -> Result<(), ServeError> {
         self.0.is_draining.store(true, Ordering::Release);
         let limit = self.0.options.drain;
-        let drain = |engine: Engine| tokio::spawn(app::blocking(move || engine.drain(limit)));
+        let drain = |engine: Engine| tokio::spawn(blocking(move || engine.drain(limit)));
         // All are drained concurrently: they share the limit.
         let drains: Vec<_> = self.0.models.close().into_iter().map(drain).collect();
         let mut all_ended = true;

@@ -5,7 +5,8 @@ use std::{ops::Deref, sync::Arc};
 use kvant_models::Result as ModelResult;
 
 use crate::{
-    app::{App, blocking},
+    app::App,
+    blocking::blocking,
     error::{ApiError, Result},
     models::ModelLease,
 };

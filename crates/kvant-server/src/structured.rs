@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use crate::{
-    calls::{Delimiters, call, is_strict, literal, mark, parameters, rule, special, without},
+    calls::{Delimiters, Reasoning, call, is_strict, literal, mark, parameters, rule, special, without},
     error::{ApiError, Result},
     fields::only_fields,
     gemma_calls::{GemmaCalls, is_enforceable},
@@ -30,16 +30,6 @@ pub(crate) struct OutputConstraint {
 struct TextShape {
     field: String,
     grammar: Grammar,
-}
-
-/// Whether reasoning precedes the answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reasoning {
-    /// The prompt has begun the reasoning.
-    Open,
-    /// The model decides.
-    Allowed,
-    Never,
 }
 
 /// Other languages of texts, named as in vLLM. One of the fields is set.

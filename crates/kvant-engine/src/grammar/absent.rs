@@ -4,7 +4,7 @@ use std::convert::Infallible;
 
 use kvant_models::Tokenizer;
 
-use super::{Allowed, CompileError, Grammar};
+use super::source::{Allowed, CompileError, Grammar};
 
 const ABSENT: &str = "none: this build has no grammars (the feature `grammar` of kvant-engine or kvant-cli)";
 

@@ -16,10 +16,11 @@ use llguidance::{
 use serde_json::{Value, json};
 
 use super::{
-    Allowed, CompileError, Grammar, schema,
+    schema,
+    source::{Allowed, CompileError, Grammar},
     watchdog::{self, Watchdog},
 };
-use crate::engine::lock;
+use crate::lock::lock;
 
 /// Stack size for the compilation of a grammar, which is recursive.
 const STACK: usize = 32 << 20;

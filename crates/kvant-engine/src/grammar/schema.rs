@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use kvant_models::chat::JsonValue;
 use serde_json::{Map, Value};
 
-use super::{InexactNumber, references};
+use super::{numbers::InexactNumber, references};
 
 /// Maximum product of all `multipleOf` of a schema, which is the number of states of its automaton.
 const MAX_MULTIPLE: u128 = 100_000;

@@ -12,7 +12,7 @@ use std::{
 
 use llguidance::CancellationHandle;
 
-use crate::engine::lock;
+use crate::lock::lock;
 
 /// Maximum time to compute the mask of a token. Masks of common grammars take less than a millisecond; the margin
 /// allows for busy machines.

@@ -6,15 +6,15 @@
 //! drafts are therefore equal, except for rounding.
 
 use kvant::Tensor;
-use kvant_models::{Error, Result, Sampling};
+use kvant_models::{Result, Sampling};
 
 use super::{
-    Worker,
     running::{NoToken, Running},
+    state::{Worker, no_decoder},
 };
 use crate::{
     Failure, FinishReason,
-    engine::lock,
+    lock::lock,
     scheduler::{PlanRow, PoolStep, RowResult, StepPlan},
 };
 
@@ -213,12 +213,6 @@ impl Worker {
 /// The drafts of a row, which are its last tokens.
 fn drafts<'p>(plan: &'p StepPlan<PoolStep>, row: &PlanRow) -> &'p [u32] {
     &plan.tokens[row.tokens.end - row.draws.saturating_sub(1)..row.tokens.end]
-}
-
-/// The error of a recorded step that no decoder has recorded.
-pub(super) fn no_decoder() -> Error {
-    let (expected, got) = ("a step of the decoder".to_string(), "another".to_string());
-    Error::Argument { arg: "step", expected, got }
 }
 
 pub(super) fn not_numbers() -> NoToken {

@@ -3,32 +3,12 @@
 use kvant::Tensor;
 use kvant_models::Result;
 
-use super::Worker;
+use super::state::{Worker, no_decoder};
 use crate::{
     Failure,
     scheduler::{PlanRow, PoolStep, StepPlan},
     text::Output,
 };
-
-/// The running sum of a prompt's hidden states.
-#[derive(Default)]
-pub(super) struct Pooled {
-    sum: Vec<f64>,
-    count: usize,
-}
-
-impl Pooled {
-    fn add(&mut self, hidden: &[f32]) {
-        self.sum.resize(hidden.len(), 0.0);
-        self.sum.iter_mut().zip(hidden).for_each(|(sum, &number)| *sum += f64::from(number));
-        self.count += 1;
-    }
-
-    fn mean(&self) -> Vec<f32> {
-        let count = self.count.max(1) as f64;
-        self.sum.iter().map(|sum| (sum / count) as f32).collect()
-    }
-}
 
 impl Worker {
     /// Whether hidden states of the row's tokens are needed.
@@ -39,7 +19,7 @@ impl Worker {
     /// Runs a step in which some rows need hidden states and others logits. Returns the tokens that have logits, and
     /// their logits.
     pub(super) fn pass_with_hidden(&mut self, plan: &StepPlan<PoolStep>) -> Result<(Vec<usize>, Tensor)> {
-        let PoolStep::Mixed(step) = &plan.step else { return Err(super::draw::no_decoder()) };
+        let PoolStep::Mixed(step) = &plan.step else { return Err(no_decoder()) };
         let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
         let hidden = self.model.hidden(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
         let (mut of_logits, mut parts, mut at) = (Vec::new(), Vec::new(), 0);

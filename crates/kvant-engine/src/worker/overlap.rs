@@ -9,38 +9,18 @@
 //! sampled, so only the drafts after it are tried. No step starts before the result of a step with drafts is known,
 //! because the next positions depend on the number of accepted drafts.
 
-use std::ops::Range;
-
-use kvant::{DType, Readback, Submission, Tensor};
+use kvant::{DType, Tensor};
 use kvant_models::{DeviceTokens, Error, Result, Sampling};
 
 use super::{
-    Worker,
     draw::{DrawnToken, not_numbers},
     running::Running,
+    state::{InFlightStep, Worker, no_decoder},
 };
 use crate::{
-    engine::lock,
+    lock::lock,
     scheduler::{PoolStep, StepPlan, StorageError},
 };
-
-/// A step whose result is not known yet.
-pub(super) struct InFlightStep {
-    plan: StepPlan<PoolStep>,
-    /// The index in `drawn` of the tokens of each row of the plan.
-    draws: Vec<Range<usize>>,
-    /// The tokens on the device.
-    drawn: Tensor,
-    readback: Readback,
-    submissions: Vec<Submission>,
-}
-
-impl InFlightStep {
-    /// Whether some requests cannot be planned before the result is known.
-    pub(super) fn has_drafts(&self) -> bool {
-        self.plan.rows.iter().any(|row| row.draws > 1)
-    }
-}
 
 impl Worker {
     /// Whether the device samples all tokens of a step.
@@ -86,7 +66,7 @@ impl Worker {
                 let (draw, drawn) = self.device_sampler.start(&logits, &how)?;
                 (drawn, vec![pass, draw])
             }
-            (PoolStep::Recorded, _) => return Err(super::draw::no_decoder()),
+            (PoolStep::Recorded, _) => return Err(no_decoder()),
         };
         lock(&self.shared.stats).overlapped_steps += u64::from(before.is_some());
         Ok(InFlightStep { plan, draws, readback: drawn.read_back()?, drawn, submissions })

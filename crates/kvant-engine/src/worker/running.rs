@@ -7,22 +7,32 @@ use std::{
 
 use kvant_models::{Pooling, Sampler, Sampling};
 
-use super::{embed::Pooled, lookup::Lookup};
+use super::lookup::Lookup;
 use crate::{
-    CacheScope, EngineRequest, Failure, FinishReason,
+    CacheScope, Failure, FinishReason,
+    commands::Job,
     grammar::{Allowed, GrammarState},
     scheduler::NewTask,
-    text::Reader,
 };
 
-/// A submitted request.
-pub(crate) struct Job {
-    pub id: u64,
-    pub request: EngineRequest,
-    /// The state of its grammar.
-    pub grammar: Option<GrammarState>,
-    pub reader: Reader,
-    pub submitted: Instant,
+/// The running sum of a prompt's hidden states.
+#[derive(Default)]
+pub(super) struct Pooled {
+    sum: Vec<f64>,
+    count: usize,
+}
+
+impl Pooled {
+    pub fn add(&mut self, hidden: &[f32]) {
+        self.sum.resize(hidden.len(), 0.0);
+        self.sum.iter_mut().zip(hidden).for_each(|(sum, &number)| *sum += f64::from(number));
+        self.count += 1;
+    }
+
+    pub fn mean(&self) -> Vec<f32> {
+        let count = self.count.max(1) as f64;
+        self.sum.iter().map(|sum| (sum / count) as f32).collect()
+    }
 }
 
 /// A running or waiting request.

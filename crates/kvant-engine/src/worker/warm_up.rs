@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Worker;
+use super::state::Worker;
 
 /// Minimum free memory of the device to record more passes.
 const MIN_FREE: usize = 512 << 20;

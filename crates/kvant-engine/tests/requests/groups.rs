@@ -61,7 +61,7 @@ fn drafts_and_overlapping_steps_change_nothing() {
 fn a_panic_fails_all_requests_of_a_group() {
     let engine = group_engine(2, options());
     let responses = engine.submit(request(&engine, PROMPTS[0]).max_tokens(200)).unwrap();
-    engine.inject_panic();
+    kvant_engine::internals::panic(&engine);
     let last = responses.into_iter().last().unwrap();
     assert!(matches!(&last, Event::Failed(Failure::Engine(reason)) if reason.contains("panic")), "{last:?}");
 }

@@ -300,7 +300,7 @@ fn the_queue_is_limited_and_drains() {
 fn a_panic_fails_all_requests() {
     let engine = engine(options());
     let responses = engine.submit(request(&engine, PROMPTS[0]).max_tokens(200)).unwrap();
-    engine.inject_panic();
+    kvant_engine::internals::panic(&engine);
     let last = responses.into_iter().last().unwrap();
     assert!(matches!(&last, Event::Failed(Failure::Engine(reason)) if reason.contains("panic")), "{last:?}");
     while engine.is_healthy() {

@@ -4,11 +4,8 @@
 //! Before rendering, a marker is inserted after the first character of each name in a text. Segments between markers
 //! are encoded separately, so no special token can span a marker.
 
-use super::{ChatTemplate, Content, ContentPart, Conversation, JsonValue, Message};
+use super::{ChatTemplate, Content, ContentPart, Conversation, JsonValue, Message, mark::free_mark};
 use crate::{Error, Result, Tokenizer};
-
-/// Candidates for the marker: the last private-use characters of Unicode, which texts do not need.
-const MARKS: std::ops::RangeInclusive<char> = '\u{10ff00}'..='\u{10fffd}';
 
 impl ChatTemplate {
     /// Converts a conversation to ids. As in transformers, they start with the beginning-of-text token if and only if
@@ -46,13 +43,6 @@ impl ChatTemplate {
     }
 }
 
-/// A marker that no text of a conversation contains.
-pub(super) fn free_mark(conversation: &Conversation) -> Result<char> {
-    let texts = serde_json::to_string(&(conversation.messages, &conversation.tools)).unwrap_or_default();
-    let mark = MARKS.into_iter().find(|&mark| !texts.contains(mark));
-    mark.ok_or_else(|| Error::argument("messages", "without some private character", "all"))
-}
-
 struct Marker {
     mark: char,
     /// The names of special tokens.
@@ -61,7 +51,7 @@ struct Marker {
 
 impl Marker {
     fn new(conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Marker> {
-        Ok(Marker { mark: free_mark(conversation)?, names: tokenizer.special_names() })
+        Ok(Marker { mark: free_mark(conversation.messages, &conversation.tools)?, names: tokenizer.special_names() })
     }
 
     fn text(&self, text: &str) -> String {

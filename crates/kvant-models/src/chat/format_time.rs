@@ -2,7 +2,7 @@
 
 use jiff::{Timestamp, Zoned, fmt::strtime, tz::TimeZone};
 
-use super::jinja;
+use super::budget;
 use crate::{Error, Result};
 
 /// Maximum bytes of a format. Templates use some twenty.
@@ -43,6 +43,6 @@ pub fn strftime(time: &Zoned, format: &str) -> std::result::Result<String, minij
         let reason = format!("the format must have at most {MAX_FORMAT} bytes, got {}", format.len());
         return Err(failed(&reason));
     }
-    jinja::spend(CALL_COST + format.len() * BYTE_COST)?;
-    jinja::made(strtime::format(format, time).map_err(|error| failed(&error))?)
+    budget::spend(CALL_COST + format.len() * BYTE_COST)?;
+    budget::made(strtime::format(format, time).map_err(|error| failed(&error))?)
 }

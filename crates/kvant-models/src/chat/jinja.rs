@@ -3,25 +3,19 @@
 //! Templates are untrusted. Fuel limits instructions, minijinja limits recursion, and a budget limits the bytes that a
 //! template prints or that filters and methods produce.
 
-use std::cell::Cell;
-
 use minijinja::{
     Environment, Error, ErrorKind, Output, State, Value,
     machinery::{CompiledTemplate, Vm, make_string_output},
     value::{Kwargs, ValueKind},
 };
 
-use super::{json, methods, operators, python};
+use super::{
+    budget::{made, spend, start_budget},
+    json, methods, operators, python,
+};
 
 /// Maximum instructions of one rendering. The largest templates use some thousand per message.
 const FUEL: u64 = 5_000_000;
-
-/// Maximum bytes that one rendering prints, captures and produces in filters and methods.
-pub const MAX_BYTES: usize = 256 << 20;
-
-thread_local! {
-    static BYTES_LEFT: Cell<usize> = const { Cell::new(0) };
-}
 
 /// Renders a template with a context.
 pub fn render(env: &Environment, template: &CompiledTemplate, context: Value) -> Result<String, Error> {
@@ -30,22 +24,6 @@ pub fn render(env: &Environment, template: &CompiledTemplate, context: Value) ->
     let mut out = make_string_output(&mut text);
     Vm::new(env).eval(&template.instructions, context, &template.blocks, &mut out, escape)?;
     Ok(text)
-}
-
-/// Starts the budget of a rendering on this thread.
-pub fn start_budget() {
-    BYTES_LEFT.set(MAX_BYTES);
-}
-
-/// Takes bytes from the budget before they are allocated.
-pub fn spend(bytes: usize) -> Result<(), Error> {
-    match BYTES_LEFT.get().checked_sub(bytes) {
-        Some(rest) => {
-            BYTES_LEFT.set(rest);
-            Ok(())
-        }
-        None => Err(Error::new(ErrorKind::InvalidOperation, format!("the template makes more than {MAX_BYTES} bytes"))),
-    }
 }
 
 /// An environment without templates.
@@ -86,12 +64,6 @@ pub fn environment() -> Environment<'static> {
 
 fn is_iterable(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::String | ValueKind::Map | ValueKind::Seq | ValueKind::Iterable)
-}
-
-/// Takes the bytes of a text from the budget.
-pub fn made(text: String) -> Result<String, Error> {
-    spend(text.len())?;
-    Ok(text)
 }
 
 /// `{{ value }}`.

@@ -7,7 +7,7 @@ use minijinja::{
     value::{Kwargs, ValueKind},
 };
 
-use super::{exact::LongNumber, jinja::spend, python};
+use super::{budget::spend, exact::LongNumber, python};
 
 /// Maximum nesting depth of values.
 const MAX_DEPTH: usize = 128;

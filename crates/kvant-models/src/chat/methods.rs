@@ -7,7 +7,7 @@ use minijinja::{
 use minijinja_contrib::pycompat;
 
 use super::{
-    jinja::{made, spend},
+    budget::{made, spend},
     python::{self, is_space},
 };
 

@@ -10,17 +10,20 @@
 //! | end a text at stop strings | [`StopStrings`] |
 //! | the sampling parameters that a checkpoint recommends | [`GenerationDefaults`] |
 
+mod budget;
 pub(crate) mod defaults;
 mod encode;
 mod exact;
 mod format_time;
 mod jinja;
 mod json;
+mod mark;
 mod message;
 mod methods;
 mod operators;
 mod python;
 mod reply;
+mod reply_format;
 mod stop;
 mod template;
 mod tool_calls;
@@ -28,6 +31,7 @@ mod tool_calls;
 pub use defaults::GenerationDefaults;
 pub use exact::{JsonValue, keeps_digits};
 pub use message::{ChatRole, Content, ContentPart, FunctionCall, Message, ToolCall};
-pub use reply::{ReplyEvent, ReplyFormat, ReplyParser};
+pub use reply::{ReplyEvent, ReplyParser};
+pub use reply_format::ReplyFormat;
 pub use stop::StopStrings;
 pub use template::{ChatTemplate, Clock, Conversation, SpecialTokens};

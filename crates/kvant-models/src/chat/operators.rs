@@ -7,7 +7,15 @@
 //! Values are reference-counted and compared recursively: a value that contained itself would leak, and comparing it
 //! could overflow the stack. Only assignments to namespaces and `loop.changed` can create such a value, so they reject
 //! values that contain a namespace, a loop or a macro.
-//! value that holds a namespace, a loop or a macro.
+//!
+//! Fuel, a cap on the output and a thread with a memory limit do not replace the rewriting:
+//!
+//! - Fuel counts instructions, not bytes: `x ~ x` is one instruction, whatever the length of `x`.
+//! - A cap on the output sees printed text, not values in variables.
+//! - Threads share the memory of their process. A limit needs another process, which a library cannot start from its
+//!   own code, or a global allocator, whose failure ends the whole process instead of one request.
+//! - A value that contains itself overflows the stack when it is compared, whatever the memory limit.
+//! - `~`, `+`, `*` and `in` differ from Python's without it.
 
 use minijinja::{
     Environment, Error, ErrorKind, Value,
@@ -16,7 +24,7 @@ use minijinja::{
 };
 
 use super::{
-    jinja::{made, spend},
+    budget::{made, spend},
     python,
 };
 

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use minijinja::{Value, value::ValueKind};
 
-use super::jinja;
+use super::budget;
 
 /// Deeper values are cut off.
 const MAX_DEPTH: usize = 64;
@@ -23,7 +23,7 @@ pub fn str(value: &Value) -> String {
 
 fn write_repr(out: &mut String, value: &Value, depth: usize) {
     // A list can exceed any text: reaching the limit fails the rendering.
-    if depth > MAX_DEPTH || jinja::spend(1).is_err() {
+    if depth > MAX_DEPTH || budget::spend(1).is_err() {
         out.push_str("...");
         return;
     }
@@ -46,7 +46,7 @@ fn write_repr(out: &mut String, value: &Value, depth: usize) {
         ValueKind::Seq | ValueKind::Iterable => {
             out.push('[');
             for (index, item) in value.try_iter().into_iter().flatten().enumerate() {
-                if jinja::spend(size_of::<Value>()).is_err() {
+                if budget::spend(size_of::<Value>()).is_err() {
                     break;
                 }
                 out.push_str(if index > 0 { ", " } else { "" });
@@ -129,7 +129,7 @@ mod tests {
     /// Output of CPython 3.11.
     #[test]
     fn values_print_as_in_python() {
-        jinja::start_budget();
+        budget::start_budget();
         let print = |json: &str| str(&Value::from_serialize(serde_json::from_str::<serde_json::Value>(json).unwrap()));
         assert_eq!(print("null"), "None");
         assert_eq!(print("[true, false]"), "[True, False]");

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 pub use super::format_time::Clock;
 use super::{
-    ChatRole, Content, JsonValue, Message, ReplyFormat, ToolCall, encode::free_mark, format_time::strftime, jinja,
+    ChatRole, Content, JsonValue, Message, ReplyFormat, ToolCall, format_time::strftime, jinja, mark::free_mark,
     operators,
 };
 use crate::{Error, Files, Result, gguf::Metadata, panics};
@@ -238,7 +238,7 @@ impl ChatTemplate {
 
     /// Renders up to the end of the last message's content, as transformers' `continue_final_message`.
     fn render_open(&self, conversation: &Conversation) -> Result<String> {
-        let mark = free_mark(conversation)?;
+        let mark = free_mark(conversation.messages, &conversation.tools)?;
         let mut messages = conversation.messages.to_vec();
         let last = messages.last_mut().filter(|last| last.role == ChatRole::Assistant);
         let Some(last) = last else { return Err(Error::argument("messages", "an answer at the end", "none")) };

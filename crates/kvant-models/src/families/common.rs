@@ -5,20 +5,12 @@ use std::fmt::Display;
 use kvant::ops::{Activation, PairLayout, attend::HEAD_DIMS};
 
 use super::{defaults, rope::Scaling};
+pub(super) use super::{kind::Kind, limits::*};
 use crate::{
     Result,
     config::fields::Fields,
     spec::{AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, OutputMatrix, RopeSpec},
 };
-
-// Maxima of a configuration: several times the size of existing models, and small enough that no product of two
-// overflows.
-pub(super) const MAX_WIDTH: usize = 1 << 18;
-pub(super) const MAX_LAYERS: usize = 1024;
-pub(super) const MAX_HEADS: usize = 1024;
-pub(super) const MAX_VOCAB: usize = 1 << 24;
-pub(super) const MAX_EXPERTS: usize = 4096;
-pub(super) const MAX_POSITIONS: usize = u32::MAX as usize;
 
 /// A `config.json` whose type is known.
 #[derive(Debug)]
@@ -32,22 +24,6 @@ pub(crate) struct ConfigJson<'a> {
     /// Whether no key specifies the output matrix, the text model's default is a separate matrix, and the whole model's
     /// default is the embedding. Transformers then uses the embedding unless the checkpoint has both.
     pub is_tied_outside: bool,
-}
-
-/// The attention kind of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    Sliding,
-    Full,
-}
-
-impl Kind {
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Kind::Sliding => "sliding_attention",
-            Kind::Full => "full_attention",
-        }
-    }
 }
 
 impl ConfigJson<'_> {

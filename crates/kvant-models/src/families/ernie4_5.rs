@@ -2,7 +2,11 @@
 
 use kvant::ops::PairLayout;
 
-use super::{Family, PRE_NORM, common::ConfigJson, rope::Scaling};
+use super::{
+    common::ConfigJson,
+    family::{Family, PRE_NORM},
+    rope::Scaling,
+};
 use crate::{Result, spec::DecoderSpec};
 
 pub(super) static FAMILY: Family = Family {

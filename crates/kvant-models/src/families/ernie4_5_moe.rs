@@ -3,9 +3,9 @@
 use kvant::ops::PairLayout;
 
 use super::{
-    Family, Names, PRE_NORM,
     common::{ConfigJson, MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH},
     experts::{MLP_EXPERTS, ROUTER, SHARED_EXPERTS, beside_shared},
+    family::{Family, Names, PRE_NORM},
     rope::Scaling,
 };
 use crate::{

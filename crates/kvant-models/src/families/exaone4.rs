@@ -4,8 +4,8 @@
 use serde_json::Value;
 
 use super::{
-    Family, PRE_NORM, SANDWICH,
     common::{ConfigJson, Kind, MAX_LAYERS, MAX_POSITIONS},
+    family::{Family, PRE_NORM, SANDWICH},
     rope::Scaling,
 };
 use crate::{

@@ -1,8 +1,8 @@
 //! Names and keys shared by mixtures of experts.
 
 use super::{
-    ExpertNames, Names,
     common::{ConfigJson, MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH},
+    family::{ExpertNames, Names},
 };
 use crate::{
     Result,

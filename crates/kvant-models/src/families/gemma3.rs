@@ -2,8 +2,8 @@
 //! each kind.
 
 use super::{
-    Family, PRE_NORM, SANDWICH,
     common::{ConfigJson, Kind, MAX_LAYERS, MAX_POSITIONS, MAX_WIDTH},
+    family::{Family, PRE_NORM, SANDWICH},
     rope::Scaling,
 };
 use crate::{

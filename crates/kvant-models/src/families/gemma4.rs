@@ -5,8 +5,8 @@ use kvant::ops::{Activation, PairLayout};
 use serde_json::Value;
 
 use super::{
-    ExpertNames, Family, PRE_NORM, SANDWICH,
     common::{ConfigJson, Kind, MAX_EXPERTS, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH},
+    family::{ExpertNames, Family, PRE_NORM, SANDWICH},
 };
 use crate::{
     Result,

@@ -4,8 +4,8 @@ use kvant::ops::Activation;
 use serde_json::Value;
 
 use super::{
-    ExpertLayout, ExpertNames, Family, Names, PRE_NORM,
     common::{ConfigJson, Kind, MAX_EXPERTS, MAX_POSITIONS, MAX_WIDTH},
+    family::{ExpertLayout, ExpertNames, Family, Names, PRE_NORM},
     rope::Scaling,
 };
 use crate::{

@@ -4,8 +4,8 @@
 use serde_json::Value;
 
 use super::{
-    ExpertNames, Family, PRE_NORM,
     common::{ConfigJson, MAX_EXPERTS, MAX_WIDTH},
+    family::{ExpertNames, Family, PRE_NORM},
     rope::Scaling,
 };
 use crate::{Result, source::Part, spec::DecoderSpec};

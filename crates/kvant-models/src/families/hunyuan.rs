@@ -2,8 +2,8 @@
 //! factor.
 
 use super::{
-    Family, Names, PRE_NORM,
     common::{ConfigJson, MAX_WIDTH},
+    family::{Family, Names, PRE_NORM},
     rope::{self, Scaling},
 };
 use crate::{

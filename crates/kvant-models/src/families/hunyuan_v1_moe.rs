@@ -3,9 +3,9 @@
 use serde_json::Value;
 
 use super::{
-    Family, Names, PRE_NORM,
     common::{ConfigJson, MAX_EXPERTS, MAX_WIDTH},
     experts::{MLP_EXPERTS, beside_shared},
+    family::{Family, Names, PRE_NORM},
     hunyuan,
 };
 use crate::{

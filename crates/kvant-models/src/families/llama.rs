@@ -1,8 +1,8 @@
 //! Llama 2 and 3, and Mistral: norms before both halves, grouped queries, a gated SiLU MLP. Mistral may have a window.
 
 use super::{
-    Family, PRE_NORM,
     common::{ConfigJson, MAX_POSITIONS},
+    family::{Family, PRE_NORM},
     rope::Scaling,
 };
 use crate::{Result, spec::DecoderSpec};

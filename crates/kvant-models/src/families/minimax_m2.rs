@@ -4,8 +4,8 @@
 use kvant::ops::ExpertScores;
 
 use super::{
-    ExpertNames, Family, Names, PRE_NORM,
     common::{ConfigJson, MAX_EXPERTS, MAX_WIDTH},
+    family::{ExpertNames, Family, Names, PRE_NORM},
     rope::Scaling,
 };
 use crate::{

@@ -1,8 +1,8 @@
 //! Ministral 3: as Llama, with YaRN and queries scaled by position.
 
 use super::{
-    Family, PRE_NORM,
     common::{ConfigJson, MAX_POSITIONS},
+    family::{Family, PRE_NORM},
     rope::{self, Scaling},
 };
 use crate::{

@@ -18,6 +18,7 @@ mod ernie4_5;
 mod ernie4_5_moe;
 mod exaone4;
 mod experts;
+mod family;
 mod gemma3;
 mod gemma4;
 mod glm4_moe;
@@ -25,6 +26,8 @@ mod gpt_oss;
 mod granite;
 mod hunyuan;
 mod hunyuan_v1_moe;
+mod kind;
+mod limits;
 mod llama;
 mod minimax_m2;
 mod ministral3;
@@ -43,55 +46,9 @@ use serde_json::Value;
 use crate::{
     Config, Error, Result,
     config::{fields::Fields, once_each},
-    source::Part,
-    spec::DecoderSpec,
 };
 use common::{ConfigJson, MAX_POSITIONS};
-
-/// A family of models.
-#[derive(Debug)]
-pub(crate) struct Family {
-    pub name: &'static str,
-    /// The `model_type` of its text models.
-    pub model_types: &'static [&'static str],
-    /// The `model_type` of models whose text model is in `text_config`, with the text model's type if the file has
-    /// none. If the type is also in `model_types`, the text model's keys may be at the top level.
-    pub wrappers: &'static [(&'static str, &'static str)],
-    /// The entries of `architectures` for files without `model_type`, with the type that each implies.
-    pub architectures: &'static [(&'static str, &'static str)],
-    pub describe: fn(&ConfigJson) -> Result<DecoderSpec>,
-    /// The names of a block's tensors after `layers.N.`. The first table that contains a part applies.
-    pub names: &'static [Names],
-    /// The names of experts in each layout. `{}` is replaced by the index of an expert.
-    pub experts: &'static [ExpertNames],
-}
-
-/// The names of experts in one layout.
-#[derive(Debug)]
-pub(crate) struct ExpertNames {
-    pub names: Names,
-    pub layout: ExpertLayout,
-}
-
-impl ExpertNames {
-    const fn plain(names: Names) -> ExpertNames {
-        ExpertNames { names, layout: ExpertLayout::Plain }
-    }
-}
-
-/// The storage layout of expert matrices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ExpertLayout {
-    /// The loader's layout: `[E, outputs, inputs]`, with the gate's rows before up's.
-    Plain,
-    /// gpt-oss in MXFP4: `_blocks` and `_scales`, with alternating rows of gate and up.
-    InterleavedMxfp4,
-    /// Dense gpt-oss: `[E, inputs, outputs]`, with alternating columns of gate and up.
-    InterleavedTransposed,
-}
-
-/// A table of tensor names.
-pub(crate) type Names = &'static [(Part, &'static str)];
+pub(crate) use family::{ExpertLayout, Family, Names};
 
 static FAMILIES: [&Family; 22] = [
     &ernie4_5::FAMILY,
@@ -116,28 +73,6 @@ static FAMILIES: [&Family; 22] = [
     &qwen3::FAMILY,
     &seed_oss::FAMILY,
     &smollm3::FAMILY,
-];
-
-/// The names of a block that norms the inputs of its halves (Llama, Qwen).
-const PRE_NORM: Names = &[
-    (Part::AttentionNorm, "input_layernorm.weight"),
-    (Part::Query, "self_attn.q_proj.weight"),
-    (Part::Key, "self_attn.k_proj.weight"),
-    (Part::Value, "self_attn.v_proj.weight"),
-    (Part::QueryNorm, "self_attn.q_norm.weight"),
-    (Part::KeyNorm, "self_attn.k_norm.weight"),
-    (Part::AttentionOutput, "self_attn.o_proj.weight"),
-    (Part::FeedForwardNorm, "post_attention_layernorm.weight"),
-    (Part::Gate, "mlp.gate_proj.weight"),
-    (Part::Up, "mlp.up_proj.weight"),
-    (Part::Down, "mlp.down_proj.weight"),
-];
-
-/// Names that differ from [`PRE_NORM`] in blocks that also norm the outputs of their halves (Gemma).
-const SANDWICH: Names = &[
-    (Part::AttentionPostNorm, "post_attention_layernorm.weight"),
-    (Part::FeedForwardNorm, "pre_feedforward_layernorm.weight"),
-    (Part::FeedForwardPostNorm, "post_feedforward_layernorm.weight"),
 ];
 
 /// The family of a [`Config`].

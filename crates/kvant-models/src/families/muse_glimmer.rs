@@ -4,8 +4,8 @@
 use serde_json::Value;
 
 use super::{
-    Family, Names, PRE_NORM, SANDWICH,
     common::{ConfigJson, Kind, MAX_POSITIONS},
+    family::{Family, Names, PRE_NORM, SANDWICH},
     rope::Scaling,
 };
 use crate::{

@@ -2,8 +2,8 @@
 //! layers per full one, and scales the rotary embedding of full layers.
 
 use super::{
-    Family, PRE_NORM, SANDWICH,
     common::{ConfigJson, Kind, MAX_POSITIONS},
+    family::{Family, PRE_NORM, SANDWICH},
     rope::{Scaling, theta_of},
 };
 use crate::{

@@ -1,8 +1,8 @@
 //! Phi 3, 3.5, 4 and 4 mini: as Llama, with fused matrices, partially rotated heads, and LongRoPE.
 
 use super::{
-    Family, Names, PRE_NORM,
     common::{ConfigJson, MAX_POSITIONS},
+    family::{Family, Names, PRE_NORM},
     rope::{self, Scaling},
 };
 use crate::{

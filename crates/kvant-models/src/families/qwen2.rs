@@ -1,8 +1,8 @@
 //! Qwen 2 and 2.5: as Llama, with biases of queries, keys and values.
 
 use super::{
-    Family, PRE_NORM,
     common::{ConfigJson, Kind, MAX_LAYERS, MAX_POSITIONS},
+    family::{Family, PRE_NORM},
     rope::Scaling,
 };
 use crate::{Result, spec::DecoderSpec};

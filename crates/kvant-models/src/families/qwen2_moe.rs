@@ -1,9 +1,9 @@
 //! Qwen 1.5 and 2 with experts, and a shared expert weighted by a sigmoid.
 
 use super::{
-    Family, Names, PRE_NORM,
     common::{ConfigJson, MAX_WIDTH},
     experts::{MLP_EXPERTS, QwenExperts, ROUTER},
+    family::{Family, Names, PRE_NORM},
     qwen2,
     rope::Scaling,
 };

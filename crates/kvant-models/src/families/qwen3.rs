@@ -1,9 +1,9 @@
 //! Qwen 3, dense and with experts: as Llama, with norms of queries and keys.
 
 use super::{
-    Family, PRE_NORM,
     common::ConfigJson,
     experts::{MLP_EXPERTS, QwenExperts, ROUTER},
+    family::{Family, PRE_NORM},
     qwen2,
     rope::Scaling,
 };

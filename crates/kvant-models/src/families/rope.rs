@@ -4,7 +4,7 @@ use std::f64::consts::PI;
 
 use serde_json::{Map, Value};
 
-use super::common::{Kind, MAX_POSITIONS};
+use super::{kind::Kind, limits::MAX_POSITIONS};
 use crate::{Result, config::fields::Fields};
 
 /// A base and its scaling.

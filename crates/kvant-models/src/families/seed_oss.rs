@@ -1,6 +1,10 @@
 //! Seed-OSS: as Llama, with biases of queries, keys and values.
 
-use super::{Family, PRE_NORM, common::ConfigJson, rope::Scaling};
+use super::{
+    common::ConfigJson,
+    family::{Family, PRE_NORM},
+    rope::Scaling,
+};
 use crate::{Result, spec::DecoderSpec};
 
 pub(super) static FAMILY: Family = Family {

@@ -1,8 +1,8 @@
 //! SmolLM 3: as Llama, without a rotary embedding in some layers.
 
 use super::{
-    Family, PRE_NORM,
     common::{ConfigJson, Kind, MAX_LAYERS, MAX_POSITIONS},
+    family::{Family, PRE_NORM},
     rope::Scaling,
 };
 use crate::{Result, spec::DecoderSpec};

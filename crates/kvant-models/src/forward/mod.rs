@@ -14,7 +14,7 @@ mod workspace;
 use half::{bf16, f16};
 use kvant::{
     DType, Encoder, KvPool, Step, Tensor,
-    ops::{self, AllGather, AllReduce, NextNorm, Residual, RmsNorm},
+    ops::{self, AllGather, AllReduce, NextNorm, Residual, RmsNorm, Rope},
 };
 
 use crate::{
@@ -71,6 +71,11 @@ impl Network {
         };
         let ranks = device.ranks();
         Ok(Network { config, local, ranks, weights, ropes, query_factors, max_length, embedding_scale, activations })
+    }
+
+    /// The rotary embedding of a block; `None` if nothing rotates.
+    pub(crate) fn rope(&self, l: usize) -> Option<Rope<'_>> {
+        Some(self.ropes[l].as_ref()?.operand(&self.spec().blocks[l].attention.rope))
     }
 
     /// The decoder that each rank runs.

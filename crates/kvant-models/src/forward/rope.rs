@@ -5,7 +5,6 @@ use kvant::{
     ops::{Angles, PairLayout, Rope},
 };
 
-use super::Network;
 use crate::{
     Error, Result,
     spec::{DecoderSpec, LongRope, RopeSpec},
@@ -54,6 +53,15 @@ impl BlockRope {
         let tensor = |factors: &Vec<f32>| Tensor::from_slice(device, factors, &[factors.len()]);
         Ok(BlockRope::Factors(factors.map(tensor).transpose()?))
     }
+
+    /// The argument of operations.
+    pub(super) fn operand(&self, spec: &RopeSpec) -> Rope<'_> {
+        let (angles, factors) = match self {
+            BlockRope::Factors(factors) => (Angles::Theta(spec.theta), factors.as_ref()),
+            BlockRope::Tables { cos, sin } => (Angles::Tables { cos, sin }, None),
+        };
+        Rope::new(angles, spec.rotated_pairs).layout(spec.layout).freq_factors(factors)
+    }
 }
 
 /// Tables of cosines and sines, for factors that frequencies cannot express.
@@ -81,16 +89,4 @@ fn tables(
         Ok::<_, Error>(Tensor::from_slice(device, &values, &[context, pairs])?)
     };
     Ok(BlockRope::Tables { cos: table(f64::cos)?, sin: table(f64::sin)? })
-}
-
-impl Network {
-    /// The rotary embedding of a block; `None` if nothing rotates.
-    pub(crate) fn rope(&self, l: usize) -> Option<Rope<'_>> {
-        let spec = &self.spec().blocks[l].attention.rope;
-        let (angles, factors) = match self.ropes[l].as_ref()? {
-            BlockRope::Factors(factors) => (Angles::Theta(spec.theta), factors.as_ref()),
-            BlockRope::Tables { cos, sin } => (Angles::Tables { cos, sin }, None),
-        };
-        Some(Rope::new(angles, spec.rotated_pairs).layout(spec.layout).freq_factors(factors))
-    }
 }

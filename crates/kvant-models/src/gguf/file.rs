@@ -13,11 +13,11 @@ use super::{
     GgufHeader, GgufTensor, GgufType, Metadata,
     affine::{self, AffineBytes, GROUP},
     dequantise,
-    source::dense_dtype,
+    types::dense_dtype,
 };
 use crate::{
     Error, Result,
-    files::{self, OpenFile},
+    open_file::{self, OpenFile},
     parallel::{self, PIECE},
 };
 
@@ -34,7 +34,7 @@ struct GgufFile {
 
 impl GgufFile {
     fn open(path: &Path) -> Result<GgufFile> {
-        let file = OpenFile::Disk(files::open(path)?);
+        let file = OpenFile::Disk(open_file::open(path)?);
         let failed = |e: io::Error| Error::file(path, e);
         let length = file.len().map_err(failed)?;
         let reader = BufReader::with_capacity(1 << 16, Sequential { file: &file, at: 0, length });

@@ -158,12 +158,3 @@ impl Source for GgufSource<'_> {
         self.0.same(&self.required(a)?, &self.required(b)?)
     }
 }
-
-/// The dtype of a tensor without codes.
-pub(super) fn dense_dtype(kind: GgufType) -> Option<DType> {
-    match kind {
-        GgufType::F16 => Some(DType::F16),
-        GgufType::BF16 => Some(DType::BF16),
-        kind => kind.is_supported().then_some(DType::F32),
-    }
-}

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     Error, Result, Tokenizer,
-    tokenizer::{SpecialIds, guarded},
+    tokenizer::{SpecialIds, guarded::guarded},
 };
 
 /// SentencePiece's symbol for a space.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvant::ops::BlockFormat;
+use kvant::{DType, ops::BlockFormat};
 
 /// The element type of a tensor in a GGUF file. Quantised types store rows as blocks of a fixed size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -132,6 +132,15 @@ impl GgufType {
 impl fmt::Display for GgufType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(self, f)
+    }
+}
+
+/// The dtype of a tensor without codes.
+pub(super) fn dense_dtype(kind: GgufType) -> Option<DType> {
+    match kind {
+        GgufType::F16 => Some(DType::F16),
+        GgufType::BF16 => Some(DType::BF16),
+        kind => kind.is_supported().then_some(DType::F32),
     }
 }
 

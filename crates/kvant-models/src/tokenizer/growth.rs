@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokenizers::{DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper};
 
-use super::guarded;
+use super::guarded::guarded;
 use crate::{Error, Result};
 
 /// Maximum bytes that normalisers may make of one byte. The largest of real tokenizers, ALBERT's, has 750.

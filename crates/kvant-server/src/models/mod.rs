@@ -16,7 +16,7 @@ use kvant_engine::{Engine, EngineStats};
 use kvant_models::{CacheCodecs, Pooling, Sampling, chat::ChatTemplate};
 
 use crate::{
-    app::blocking,
+    blocking::blocking,
     error::{ApiError, Result},
 };
 pub(crate) use registry::Loads;

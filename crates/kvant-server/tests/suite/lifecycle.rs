@@ -217,7 +217,7 @@ async fn a_failure_reaches_all_clients() {
     let mut stream = running.complete(long(json!({"stream": true}))).await;
     read_until(&mut stream, "data: ").await;
     until(&running.engine, "both run", |stats| stats.running == 2).await;
-    running.engine.inject_panic();
+    kvant_engine::internals::panic(&running.engine);
     let whole = read(whole).await;
     assert!(whole.starts_with("HTTP/1.1 500 ") && whole.contains("server_error"), "{whole}");
     assert!(read(stream).await.contains("data: {\"error\":"));

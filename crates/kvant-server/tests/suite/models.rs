@@ -214,7 +214,7 @@ async fn an_engine_that_fails_is_started_again() {
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let served = tokio::spawn(server.serve(listener, async move { drop(stopped.await) }));
     complete(&router, None).await.ok();
-    first.lock().unwrap().take().unwrap().inject_panic();
+    kvant_engine::internals::panic(&first.lock().unwrap().take().unwrap());
     while engines.load(Ordering::SeqCst) < 2 {
         let _ = complete(&router, None).await;
         complete(&router, Some("b")).await.ok();

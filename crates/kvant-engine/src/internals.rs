@@ -1,0 +1,16 @@
+//! Parts for the tests of this workspace.
+
+use std::sync::Arc;
+
+pub use crate::grammar::{Allowed, Compiler, GrammarState};
+use crate::{CompiledGrammar, Engine};
+
+/// The state of a grammar before the first token, if it is one of `compiler`.
+pub fn start(grammar: CompiledGrammar, compiler: &Arc<Compiler>) -> Option<GrammarState> {
+    grammar.start(compiler)
+}
+
+/// Makes the engine's thread panic.
+pub fn panic(engine: &Engine) {
+    engine.panic();
+}

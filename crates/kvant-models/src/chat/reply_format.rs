@@ -1,0 +1,35 @@
+//! How families of models write replies.
+
+/// The reply format of a family of models.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ReplyFormat {
+    /// Everything is content.
+    Plain,
+    /// `<think>…</think>`, and calls as JSON in `<tool_call>…</tool_call>`: Qwen, Hermes, DeepSeek's reasoning and
+    /// others.
+    Hermes,
+    /// `[THINK]…[/THINK]`, and calls after `[TOOL_CALLS]`.
+    Mistral,
+    /// A reply that is JSON, or text after `<|python_tag|>`, is a call.
+    Llama3,
+    /// `<|channel>thought…<channel|>`, and calls in `<|tool_call>…<tool_call|>`.
+    Gemma4,
+    /// Channels of gpt-oss: `<|channel|>analysis<|message|>…<|end|>`.
+    Harmony,
+}
+
+impl ReplyFormat {
+    /// The format that a chat template implies.
+    pub fn of_template(source: &str) -> ReplyFormat {
+        let has = |text| source.contains(text);
+        match () {
+            () if has("<|channel|>") && has("<|message|>") => ReplyFormat::Harmony,
+            () if has("<|channel>") || has("<|tool_call>") => ReplyFormat::Gemma4,
+            () if has("[TOOL_CALLS]") || has("[THINK]") => ReplyFormat::Mistral,
+            () if has("<tool_call>") || has("<think>") || has("</think>") => ReplyFormat::Hermes,
+            () if has("<|start_header_id|>") && has("parameters") => ReplyFormat::Llama3,
+            () => ReplyFormat::Plain,
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! The rows of a pass that are wanted.
+
+use kvant::Tensor;
+
+/// The wanted rows of a pass, and their destination.
+#[derive(Clone, Copy)]
+pub(crate) struct PassRows<'a> {
+    pub rows: &'a [usize],
+    /// `[rows.len(), vocab_size or hidden_size]`.
+    pub out: &'a Tensor,
+    /// Whether hidden states after the final norm are wanted instead of logits.
+    pub is_hidden: bool,
+}
+
+impl<'a> PassRows<'a> {
+    /// Selects logits of rows.
+    pub fn logits(rows: &'a [usize], out: &'a Tensor) -> PassRows<'a> {
+        PassRows { rows, out, is_hidden: false }
+    }
+}

@@ -1,0 +1,50 @@
+//! The pools of decoders.
+
+use kvant::{CacheLayer, Codec, DType, PoolSpec};
+
+use crate::{BlockSpec, CacheCodecs, DecoderSpec, KvCodec, Result};
+
+/// Options of [`Model::new_pool`].
+#[derive(Clone, Debug)]
+pub struct PoolOptions {
+    /// The codecs of keys and values.
+    pub codecs: CacheCodecs,
+    /// Number of sequences that the pool has room for.
+    pub sequences: usize,
+    /// Maximum tokens of a sequence. A larger number of shorter sequences also fits.
+    pub longest: usize,
+    /// Positions per page: 16, 32, 64, 128 or 256.
+    pub page_tokens: usize,
+}
+
+impl Default for PoolOptions {
+    /// f16, one sequence of 4096 tokens, pages of 64.
+    fn default() -> Self {
+        PoolOptions { codecs: Codec::F16.into(), sequences: 1, longest: 4096, page_tokens: 64 }
+    }
+}
+
+/// The specification of a decoder's pool.
+pub(crate) fn pool_spec(
+    spec: &DecoderSpec,
+    options: &PoolOptions,
+    pass_tokens: usize,
+    activations: DType,
+) -> Result<PoolSpec> {
+    let layers = cache_layers(spec, &options.codecs, activations)?;
+    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens);
+    Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
+}
+
+/// The layers of a pool: the blocks with their own keys and values. In layers that seal pages, dense pages have the
+/// activations' dtype, or f16 if activations are f32.
+pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs, activations: DType) -> Result<Vec<CacheLayer>> {
+    let dense = if activations == DType::BF16 { DType::BF16 } else { DType::F16 };
+    let layer = |(block, kv): (&BlockSpec, KvCodec)| {
+        let attention = &block.attention;
+        let layer = CacheLayer::new(attention.kv_heads, attention.head_dim, kv.k).v(kv.v).dense(dense);
+        layer.window(attention.window)
+    };
+    let layers = spec.cache_layers();
+    Ok(spec.blocks[..layers].iter().zip(codecs.of_layers(layers)?).map(layer).collect())
+}
