@@ -13,7 +13,7 @@ sys.modules["wget"] = types.ModuleType("wget")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import utils
-from clients.serving import Server
+from clients.serving import TEMPLATE, Server
 
 # Options of llama.cpp without an effect on answers.
 HINTS = ["cache_prompt", "id_slot", "return_tokens"]
@@ -29,7 +29,7 @@ def start(self, timeout_seconds=60):
         options += ["--chat-template", os.path.join(os.getcwd(), self.chat_template_file)]
     key = tuple(options)
     if key not in running:
-        server = Server(os.environ["KVANT"], *options, template=not self.chat_template_file)
+        server = Server(os.environ["KVANT"], *options, template=None if self.chat_template_file else TEMPLATE)
         running[key] = server.__enter__()
     self.kvant = running[key]
     self.server_host, self.server_port = self.kvant.host, self.kvant.port

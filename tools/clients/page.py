@@ -374,7 +374,7 @@ def keys(browser, kvant, script):
 
 def texts(browser, kvant, script):
     """A model without a template continues texts."""
-    with Server(kvant, template=False) as server:
+    with Server(kvant, template=None) as server:
         page = Page(browser, server.url, script)
         page.look = "text"
         page.start()
