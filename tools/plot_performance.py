@@ -677,6 +677,7 @@ WHOLE = {
     "page-means": "Means of pages",
     "notes-cpu": "Tables of the notes on CPU kernels",
     "notes-cuda": "Tables of the notes on CUDA kernels",
+    "groups": "Tables of several GPUs",
     "metal-yardstick": "Counts of Metal kernels by msl-host",
 }
 
