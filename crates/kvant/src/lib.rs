@@ -98,6 +98,7 @@ pub mod codec;
 mod cpu;
 mod cuda;
 pub mod device;
+mod devices;
 mod dtype;
 mod encoder;
 mod error;
@@ -117,7 +118,9 @@ mod step;
 mod tensor;
 
 pub use codec::Codec;
-pub use device::{CpuOptions, Device, DeviceEntry, DeviceKind, KernelReport, MemoryInfo, SimdLevel};
+pub use cpu::{CpuOptions, SimdLevel};
+pub use device::{Device, DeviceKind, KernelReport, MemoryInfo};
+pub use devices::DeviceEntry;
 pub use dtype::{DType, Element, Float};
 pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};

@@ -180,7 +180,7 @@ mod tests {
         let device = Device::cpu();
         let case = |factor: f32| {
             Trial::new("case", 1e-3, move |on| {
-                let is_reference = on.kind() == kvant::device::DeviceKind::Reference;
+                let is_reference = on.kind() == kvant::DeviceKind::Reference;
                 Ok(vec![if is_reference { 1.0 } else { factor }])
             })
         };
