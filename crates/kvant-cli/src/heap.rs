@@ -1,7 +1,7 @@
 //! Returns free heap memory to the system.
 
-/// Returns free heap memory to the system. glibc keeps it: after some prompts of megabytes, as much as they all needed
-/// at the same time. Other allocators return it automatically, or cannot.
+/// Returns free heap memory to the system. glibc keeps it: after concurrent prompts of megabytes, it keeps the memory
+/// that all of them needed. Other allocators return memory automatically, or cannot return it.
 pub fn reclaim() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 /// ```no_run
 /// # fn run(decoder: &mut kvant_models::BatchDecoder, how: &kvant_models::Sampling) -> kvant_models::Result<()> {
 /// use kvant_models::DeviceTokens;
-/// The previous step has sampled a token for each of two sequences. They swap places.
+/// // The previous step has sampled a token for each of two sequences. They swap places.
 /// let drawn = decoder.drawn()?;
 /// let fed = DeviceTokens { drawn: &drawn, places: &[(0, 1), (1, 0)] };
 /// decoder.run_fed(&[0, 0], Some(fed), &[how, how])?.wait()?;
@@ -22,7 +22,7 @@ pub struct DeviceTokens<'a> {
     /// u32 `[n]`: the tokens that the earlier step samples. An entry that is not an id of the vocabulary, for example
     /// after NaN logits, gets an embedding of zeros on a GPU, and fails the pass on a CPU.
     pub drawn: &'a Tensor,
-    /// For each of these tokens, its index in the batch, ascending, and its index in `drawn`.
+    /// A pair for each sampled token: its index in the batch, and its index in `drawn`. First indices ascend.
     pub places: &'a [(usize, usize)],
 }
 

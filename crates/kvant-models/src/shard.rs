@@ -5,12 +5,12 @@
 //! | queries, keys, values, gates of heads, with their biases; sinks | its heads |
 //! | gate and up of MLPs and experts, with their biases | some of the outputs |
 //! | the attention's output, down | the inputs that it computes: the ranks' results are summed |
-//! | the biases of these | on rank 0 alone, because of that sum |
+//! | biases of the attention's output and of down | rank 0 has them, other ranks zeros, because of that sum |
 //! | the output matrix | some rows of the vocabulary: the ranks' logits are gathered |
 //! | embeddings, routers, norms, per-layer inputs | all |
 //!
-//! Inputs are cut between groups of a quantised matrix. The last rank may have fewer of an MLP's: its matrices end with
-//! zeros, because all ranks have tensors of the same shape.
+//! Inputs are cut between groups of a quantised matrix. The last rank may have fewer groups of an MLP. Its matrices
+//! then end with zeros, because all ranks have tensors of one shape.
 
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ use crate::{
 
 /// The largest group that messages propose.
 const MAX_PROPOSED: usize = 16;
-/// Widths of dense matrices are cut at multiples of this, as kernels like them.
+/// Widths of dense matrices are cut at multiples of this, for which kernels are fast.
 const DENSE_STEP: usize = 8;
 
 /// Consecutive elements of a dimension that are divided among the ranks.
@@ -41,9 +41,9 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// `local` of `whole` elements on each rank. Elements that do not suffice for all ranks are repeated.
+    /// `local` of `whole` elements on each rank. If the ranks outnumber the parts, consecutive ranks have equal parts.
     pub(crate) fn new(whole: usize, local: usize, ranks: usize) -> Share {
-        // Padding is less than a rank's elements, so that only repeated ones fill twice the whole.
+        // Padding is less than `local`, so the ranks' elements reach twice the whole only if parts are repeated.
         Share { whole, local, copies: (local * ranks / whole.max(1)).max(1) }
     }
 
@@ -53,7 +53,7 @@ impl Share {
         start..(start + self.local).min(self.whole)
     }
 
-    /// The share of bytes, where `units` elements take `bytes`.
+    /// The share in bytes, if `units` elements take `bytes`.
     fn scaled(self, bytes: usize, units: usize) -> Share {
         let scale = |elements: usize| elements * bytes / units.max(1);
         Share { whole: scale(self.whole), local: scale(self.local), ..self }
@@ -65,7 +65,7 @@ impl Share {
 pub(crate) enum Cut {
     /// Every rank has all of it.
     Whole,
-    /// By outputs, which are those of one matrix or of several, one below the other.
+    /// By outputs, of one matrix or of several matrices that are joined by rows. Each matrix has a share.
     Outputs(Vec<Share>),
     /// By inputs.
     Inputs(Share),
@@ -184,12 +184,12 @@ pub(crate) fn of_rank<T: Copy + Default>(rows: &[T], shares: &[Share], rank: usi
     }
 }
 
-/// The rows of the output matrix that a rank has: all if they do not divide.
+/// Number of rows of the output matrix that a rank has: all if the ranks do not divide the vocabulary.
 pub(crate) fn output_rows(vocab_size: usize, ranks: usize) -> usize {
     if vocab_size.is_multiple_of(ranks) { vocab_size / ranks } else { vocab_size }
 }
 
-/// The decoder that each of `ranks` ranks runs: fewer heads and narrower MLPs. Its vocabulary is the whole one.
+/// The decoder that each of `ranks` ranks runs: fewer heads and narrower MLPs, and the whole vocabulary.
 ///
 /// # Errors
 /// `Indivisible`; those of the source.
@@ -254,7 +254,7 @@ impl Steps {
         Ok(local)
     }
 
-    /// Ranks that outnumber the KV heads share them.
+    /// Divides the heads. If there are more ranks than KV heads, several ranks have one KV head.
     fn divide_heads(&self, attention: &mut AttentionSpec, ranks: usize) -> std::result::Result<(), Misfit> {
         let AttentionSpec { heads, kv_heads, .. } = *attention;
         if !heads.is_multiple_of(ranks) {

@@ -59,11 +59,11 @@ pub(crate) struct Projection {
 pub(crate) struct Weights {
     pub embed: Matrix,
     pub norm: Tensor,
-    /// Absent if the embedding is the output matrix, whole. On a group of devices each rank may have some of its rows.
+    /// Absent if the whole embedding is the output matrix. On a group of devices each rank may have some of its rows.
     pub output: Option<Matrix>,
     pub per_layer: Option<PerLayerWeights>,
     pub blocks: Vec<BlockWeights>,
-    /// Bytes of the matrices, of one rank.
+    /// Bytes of the matrices on one rank.
     pub bytes: usize,
 }
 
@@ -326,7 +326,8 @@ impl Loader<'_> {
         })
     }
 
-    /// The norm of keys. One of all heads together reads the gathered keys of all ranks, which may be repeated.
+    /// The norm of keys. A norm over all heads reads the gathered keys of all ranks; ranks that share a KV head repeat
+    /// its keys, so the weights are repeated, too.
     fn key_norm(&self, len: Option<usize>, role: Role, norm: Option<QkNorm>, keys: Share) -> Result<Option<Tensor>> {
         let weights = self.norm_if(len, role)?;
         let (Some(weights), Some(QkNorm::Rows), true) = (&weights, norm, keys.copies > 1) else { return Ok(weights) };
@@ -538,8 +539,8 @@ impl Loader<'_> {
         Ok(Projection { matrix: self.matrix(role, shape, cut)?, bias })
     }
 
-    /// The last projection of half a block. Its bias has the factor of the residual stream, the matrix gets it in each
-    /// product. The ranks' results are summed: only rank 0 adds the bias.
+    /// The last projection of half a block. The factor of the residual stream is part of the stored bias; each product
+    /// applies it to the matrix. The ranks' results are summed, so only rank 0 adds the bias.
     fn output_projection(&mut self, role: Role, shape: &[usize], is_biased: bool, inputs: Share) -> Result<Projection> {
         let ranks = self.device.ranks();
         let cut = if ranks == 1 { Cut::Whole } else { Cut::Inputs(inputs) };
@@ -561,7 +562,7 @@ impl Loader<'_> {
         Ok(matrix)
     }
 
-    /// Reads each rank's part of a matrix. One that is divided is whole in host memory for that time.
+    /// Reads each rank's part of a matrix. A divided matrix is in host memory as a whole while it is read.
     fn read(&self, role: Role, (form, shape): (Form, &[usize]), cut: &Cut, to: &Matrix) -> Result<()> {
         if *cut == Cut::Whole {
             return self.source.read(role, to);

@@ -1,4 +1,4 @@
-//! Rejects JSON schemas that `llguidance` accepts but cannot enforce, or not in limited time.
+//! Rejects JSON schemas that `llguidance` accepts but cannot enforce, or for which it needs too much time.
 
 use std::collections::BTreeSet;
 

@@ -426,7 +426,7 @@ impl<S: Storage> Scheduler<S> {
         }
     }
 
-    /// Makes room for a step that found too few pages. Returns the maximum tokens of a request.
+    /// Makes room for a step that found too few pages. Returns the maximum number of tokens to plan for a request.
     fn make_room(&mut self, admitted: &[QueueKey], max: usize) -> Result<usize, StorageError> {
         if self.park_one()? {
             return Ok(max);

@@ -5,8 +5,8 @@
 //! in the next step, whose result is dropped.
 //!
 //! A step can overlap if the device samples all its tokens: no grammar, penalties or log probabilities. Any other step
-//! waits for the previous result. Drafts are proposed after the last known token; the token in between is still being
-//! sampled, so only the drafts after it are tried. No step starts before the result of a step with drafts is known,
+//! waits for the previous result. Drafts follow the last known token. The step in flight samples the token at the
+//! first draft's position, so that draft is skipped. No step starts before the result of a step with drafts is known,
 //! because the next positions depend on the number of accepted drafts.
 
 use kvant::{DType, Tensor};
@@ -36,8 +36,8 @@ impl Worker {
     pub(super) fn launch(&mut self, plan: StepPlan<PoolStep>, before: Option<&InFlightStep>) -> Result<InFlightStep> {
         let places = places(&plan, before)?;
         let fed = before.map(|before| DeviceTokens { drawn: &before.drawn, places: &places });
-        // A recorded pass samples after all tokens. Some of these draws are unused, for example for a request that has
-        // ended since the step was planned.
+        // A recorded pass draws a token after each token of the batch. Draws for which no request asks are ignored, and
+        // have default sampling. A request may also have ended since the step was planned.
         let nobody = Sampling::default();
         let is_recorded = matches!(plan.step, PoolStep::Recorded);
         let (mut draws, mut samplings) = (Vec::with_capacity(plan.rows.len()), Vec::with_capacity(plan.tokens.len()));
@@ -58,7 +58,7 @@ impl Worker {
                 let logits = Tensor::zeros(self.model.device(), DType::F32, &[rows.len(), self.model.vocab_size()])?;
                 let pool = self.scheduler.storage().pool();
                 let pass = self.model.start(pool, step, &plan.tokens, fed, &rows, &logits)?;
-                // The counter is the position of the sampled token.
+                // The counter of a draw is the position of the sampled token.
                 let ends = plan.rows.iter().map(|row| row.position + row.tokens.len());
                 let positions = ends.zip(&plan.rows).flat_map(|(end, row)| end + 1 - row.draws..end + 1);
                 let counters = positions.map(|position| u32::try_from(position).unwrap_or(u32::MAX));

@@ -1,5 +1,5 @@
-//! Hunyuan, dense: as Llama, with norms of queries and keys after the rotary embedding, whose base is multiplied by a
-//! factor.
+//! Hunyuan, dense: as Llama, with two differences. Queries and keys are normed after the rotary embedding, and a factor
+//! multiplies the base of the embedding.
 
 use super::{
     common::{ConfigJson, MAX_WIDTH},

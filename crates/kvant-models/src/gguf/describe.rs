@@ -284,7 +284,7 @@ fn gpt_oss(keys: &Keys) -> Result<Value> {
     if let Some(MetadataValue::Scalars(_)) = keys.get("attention.sliding_window_pattern") {
         json.insert("layer_types".into(), keys.layer_types()?);
     }
-    // Files record neither that the ends of the ramp are not rounded, nor the absence of a scaling.
+    // Files do not record that the ends of the ramp are not rounded. They do not record an absent scaling, either.
     let rope = json.entry("rope_scaling").or_insert(json!({"rope_type": "default"}));
     rope["truncate"] = json!(false);
     Ok(json.into())

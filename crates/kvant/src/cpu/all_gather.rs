@@ -17,7 +17,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
     peers.wait_for_all()
 }
 
-/// Where the rows of all ranks are, and those of `out`.
+/// The addresses of the rows of all ranks, and of `out`.
 struct Rows<'a> {
     x: &'a [*const u8],
     out: *mut u8,

@@ -1,4 +1,5 @@
-//! Where the GPUs of a group meet: memory on each that the kernels of all access (`cuda/device/peers.h`).
+//! Memory through which the GPUs of a group exchange data: each GPU has some, which the kernels of all GPUs access
+//! (`cuda/device/peers.h`).
 
 use std::sync::{
     Arc,
@@ -68,7 +69,7 @@ impl Exchange {
         capacity(self.ranks.len())
     }
 
-    /// Makes kernels leave that wait for other ranks, now and later.
+    /// Ends all kernels that wait for other ranks, now or later.
     pub(super) fn fail(&self) {
         if let Some(word) = self.word() {
             word.store(1, Ordering::SeqCst);

@@ -1,13 +1,12 @@
 //! Groups of devices: a device whose calls run on several devices of one kind, its ranks.
 //!
-//! A tensor of a group has memory on every rank, of one shape. A pass runs on all ranks, each on its own memory: a
-//! [`Call`] is recorded once, and [`Call::for_rank`] makes of it the call of a rank, whose tensors are plain tensors of
-//! the rank's device. So kernels know nothing of groups. Only collectives (`ops/all_reduce.rs`, `ops/all_gather.rs`)
-//! read other ranks' memory.
+//! A tensor of a group has memory of one shape on every rank. A pass runs on all ranks, each on its own memory. A
+//! [`Call`] is recorded once. [`Call::for_rank`] replaces its tensors by plain tensors of the rank's device, so kernels
+//! know nothing of groups. Only collectives (`ops/all_reduce.rs`, `ops/all_gather.rs`) read other ranks' memory.
 //!
 //! Each rank has a thread for a pass; the caller's is one of them. A lock orders passes and transfers, so that all
-//! ranks run them in one order. A rank that fails, or panics, ends the pass of all ranks with its error: those that
-//! wait for it in a collective leave (`meeting.rs`). The next pass starts anew.
+//! ranks run them in one order. A rank that fails or panics ends the pass of all ranks with its error: ranks that wait
+//! for it in a collective stop waiting (`meeting.rs`). The next pass starts anew.
 
 use std::{
     any::Any,
@@ -45,7 +44,7 @@ pub(crate) struct Group {
     /// One thread per rank: all ranks of a pass run at the same time.
     threads: ThreadPool,
     meeting: Arc<Meeting>,
-    /// Where GPUs meet; None in host memory, and with one rank.
+    /// The memory through which GPUs exchange data; `None` in host memory, and with one rank.
     exchange: Option<Arc<Exchange>>,
     /// Held while the ranks get a pass or a transfer.
     turn: Mutex<()>,
@@ -164,7 +163,7 @@ impl Group {
         Ok(Box::new(GroupMemory { ranks }))
     }
 
-    /// The memory of rank 0, which stands for all where ranks agree.
+    /// The memory of rank 0, for contents that are equal on all ranks.
     fn first<'a>(&self, memory: &'a dyn Memory) -> Result<&'a Storage> {
         let first = storages(memory).first();
         first.map(|storage| &**storage).ok_or_else(|| fault(&self.devices, "memory of another device".to_string()))
@@ -251,7 +250,7 @@ impl Backend for Group {
         Ok(Box::new(GroupReplay { group: self, ranks }))
     }
 
-    /// Of the rank that has the least: tensors have one size on all of them.
+    /// The minimum over the ranks, because tensors have one size on all of them.
     fn memory(&self) -> Result<MemoryInfo> {
         let mut least: Option<MemoryInfo> = None;
         for device in &self.devices {
@@ -284,7 +283,7 @@ impl Backend for Group {
 struct GroupPass {
     group: Arc<Group>,
     passes: Vec<Box<dyn Pass>>,
-    /// Whether a call is in the passes of some ranks only, which would wait for the others.
+    /// Whether only some ranks have recorded a call. They would wait for the other ranks.
     differs: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The calls of a rank: those of the group, with the rank's tensors.
+//! Converts a call of a group to the call of one rank, with the rank's tensors.
 
 use std::{fmt, sync::Arc};
 
@@ -67,7 +67,7 @@ impl Call {
     /// The call of a rank.
     ///
     /// # Errors
-    /// `WrongDevice` for a call that names a tensor which [`RankTensors`] misses: no kernel gets it.
+    /// `WrongDevice` if [`RankTensors`] does not replace a tensor of the call. No kernel gets a tensor of the group.
     pub(crate) fn for_rank(&self, rank: &Rank) -> Result<Call> {
         let mut call = self.clone();
         call.move_to(rank);
@@ -81,10 +81,10 @@ impl Call {
     }
 }
 
-/// The other ranks' part in a collective, as one rank sees it: the tensors of all ranks, in their order.
+/// The tensors of all ranks in a collective, in the order of ranks, and the means to wait for the other ranks.
 #[derive(Clone)]
 pub(crate) struct Peers {
-    /// The rank that has this.
+    /// The rank that runs the call.
     pub rank: usize,
     pub x: Vec<Tensor>,
     pub out: Vec<Tensor>,
@@ -93,7 +93,7 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// Of a call on tensors of the group.
+    /// Makes the peers of `rank` for the group's tensors `x` and `out`.
     pub(crate) fn new(rank: &Rank, x: &Tensor, out: &Tensor) -> Peers {
         let all = |tensor: &Tensor| {
             let storages = storages(&*tensor.storage().memory).iter();
@@ -103,7 +103,7 @@ impl Peers {
         Peers { rank: rank.index, x: all(x), out: all(out), meeting, exchange }
     }
 
-    /// Where GPUs meet; None in host memory.
+    /// The memory through which GPUs exchange data; `None` in host memory.
     pub(crate) fn exchange(&self) -> Option<&Exchange> {
         self.exchange.as_deref()
     }

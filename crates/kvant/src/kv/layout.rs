@@ -43,8 +43,8 @@ pub(super) struct LayerGroup {
     pub page_bytes: usize,
 }
 
-/// The index after that of the last sealed page of a sequence of `len` tokens: the last token sees its own page and the
-/// page before as dense pages.
+/// The exclusive end of the sealed pages of a sequence of `len` tokens. The last token sees its own page and the page
+/// before it as dense pages.
 fn sealed_end(len: usize, page_tokens: usize) -> usize {
     (len.saturating_sub(1) / page_tokens).saturating_sub(1).max(1)
 }
@@ -65,7 +65,7 @@ impl LayerGroup {
         }
     }
 
-    /// The index after that of the last page that a sequence cut to `len` tokens needs.
+    /// The exclusive end of the pages that a sequence needs after truncation to `len` tokens.
     pub fn end_needed(&self, len: usize, page_tokens: usize) -> usize {
         match self.kind {
             PageKind::Plain | PageKind::Dense => len.div_ceil(page_tokens),
@@ -200,7 +200,7 @@ impl PoolLayout {
         slab / (slab / group.page_bytes.max(1)).max(1)
     }
 
-    /// Whether a layer seals pages.
+    /// Whether any layer seals pages.
     pub fn seals(&self) -> bool {
         self.groups.iter().any(|group| group.kind == PageKind::Sealed)
     }

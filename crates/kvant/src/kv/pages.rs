@@ -28,8 +28,8 @@ struct GroupSlabs {
     units: u32,
     /// Pages of a slab.
     per_slab: u32,
-    /// Slabs of the group that have free pages. The last one, which was full most recently, gives the next page, so
-    /// that the others can become empty.
+    /// Slabs of the group that have free pages. The next page comes from the last slab, which was full most recently,
+    /// so that the other slabs can become empty.
     open: Vec<u32>,
     in_use: usize,
 }

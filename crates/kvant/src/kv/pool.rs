@@ -372,8 +372,8 @@ impl KvPool {
         self.seal_now(&sealed)
     }
 
-    /// Writes into the words of the step the pages that this pass fills and then seals. Returns pages that earlier
-    /// passes have filled, with their groups.
+    /// Writes the pages that this pass fills and seals to the step's words. Returns the pages that must be sealed
+    /// before the pass, with their groups: earlier passes filled them, or the step has no row left for them.
     fn seal_in_pass(
         &self,
         words: &mut [u32],
@@ -497,7 +497,7 @@ impl KvPool {
         self.layout().groups[group].page_bytes.saturating_mul(self.device().ranks())
     }
 
-    /// Reads a page into as many bytes.
+    /// Reads a page into `out`, which has [`KvPool::saved_page_bytes`] bytes.
     pub(super) fn save_page(&self, group: usize, page: Page, out: &mut [u8]) -> Result<()> {
         let memory = self.page(group, page)?;
         let mut ranks = out.chunks_exact_mut(memory.bytes()).enumerate();

@@ -9,7 +9,7 @@
 //!
 //! In layers that seal pages, the next token sees the first and the last page as dense pages, the others as sealed
 //! ones. A kept prefix has the dense pages that its sequence had when it was kept, and can be continued there. When
-//! memory is short, dense pages inside prefixes that do not branch there are evicted first.
+//! memory is short, dense pages are evicted first, except at branches and at the ends of prefixes.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -104,7 +104,7 @@ impl Node {
         self.pages.iter().map(|held| if let PagePlace::Host(bytes) = held { bytes.len() } else { 0 }).sum()
     }
 
-    /// Pages of groups with a window, and dense pages, that no sequence holds; with their groups.
+    /// Pages that no sequence holds, of groups with a window and of groups of dense pages; with their groups.
     fn passed<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
         let goes = |group: &LayerGroup| group.window.is_some() || group.kind == PageKind::Dense;
         let of_group = self.pages.iter().zip(&layout.groups).enumerate().filter(move |(_, (_, group))| goes(group));
@@ -115,8 +115,8 @@ impl Node {
         on_device.filter(|(_, page)| pages.holds(*page) == 1)
     }
 
-    /// Dense pages that are sealed as well and that no sequence holds, with their groups. None unless the node has
-    /// exactly one child.
+    /// Dense pages that no sequence holds and that the node also has as sealed pages; with their groups. None unless
+    /// the node has exactly one child.
     fn within<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
         let is_sealed = |group: usize| {
             let sealed = layout.sealed_group(group).map(|sealed| &self.pages[sealed]);
@@ -489,8 +489,8 @@ impl Prefixes {
         free
     }
 
-    /// Evicts a page of a node that is in use: a page of a group with a window that the sequences using the node have
-    /// passed. Selects the least recently used node that has one. Returns whether it evicted a page.
+    /// Evicts one page of [`Node::passed`], of the least recently used node that has one. Sequences may use the node,
+    /// but no longer need the page. Returns whether it evicted a page.
     fn evict_passed(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
         let layout = pool.layout();
         let nodes = self.nodes.iter().enumerate();
@@ -530,8 +530,8 @@ impl Prefixes {
         true
     }
 
-    /// Evicts one dense page that no sequence holds, of the least recently used node that has it sealed as well and has
-    /// exactly one child. Returns whether it evicted a page.
+    /// Evicts one dense page of [`Node::within`], of the least recently used node that has one. Returns whether it
+    /// evicted a page.
     fn drop_dense(&mut self, pages: &mut Pages, layout: &PoolLayout) -> bool {
         let of_node = |(index, node): (usize, &Node)| {
             let (group, page) = node.within(pages, layout).next()?;

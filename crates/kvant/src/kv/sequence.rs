@@ -52,7 +52,7 @@ impl GroupPages {
         self.kept.iter().chain(&self.pages).copied()
     }
 
-    /// The index after that of the last page.
+    /// The exclusive end of the indices of the pages.
     pub fn end(&self) -> usize {
         self.first + self.pages.len()
     }

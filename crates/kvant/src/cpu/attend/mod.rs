@@ -15,11 +15,11 @@
 //!
 //! Over quantised keys, the queries are rotated once per task; over quantised values, the sums stay rotated until the
 //! end of the task. Codecs that pack two coordinates into a byte are read as even and odd coordinates, so queries and
-//! sums are kept in that order. Fixed point has other orders.
+//! sums are kept in that order. [`fixed_point`] uses other orders.
 //!
 //! A result does not depend on timing. The number of threads determines the splits, and thereby the order of f32 sums.
-//! Splits end where tiles do, so rounding relative to a tile does not depend on it. The tiles of a prompt begin at
-//! other positions than those of decode, so a token's results agree only within the error that
+//! Splits end where tiles end, so rounding relative to a tile does not depend on the number of threads. Tiles of a
+//! prompt and of decode begin at different positions, so a token's results in both agree only within the error that
 //! [`Attend`](crate::ops::Attend) states.
 //!
 //! On a batch-invariant device, a token's result depends only on its own keys. They are added in a fixed order: by
