@@ -96,13 +96,16 @@ impl LogWriter {
 fn write(mut out: impl Write, received: &Receiver<Entry>, lost: &AtomicU64) {
     for entry in received {
         match entry {
-            // A line that cannot be written is dropped. The next one may succeed, for example if the disk has space
-            // again.
+            // A line that cannot be written is dropped and counted. The next one may succeed, for example if the disk
+            // has space again.
             Entry::Line(line) => {
-                let _ = out.write_all(&line).and_then(|()| out.flush());
-                match lost.swap(0, Ordering::Relaxed) {
-                    0 => {}
-                    count => drop(writeln!(out, "{count} log lines were lost: the reader was too slow")),
+                if out.write_all(&line).and_then(|()| out.flush()).is_err() {
+                    lost.fetch_add(1, Ordering::Relaxed);
+                    continue;
+                }
+                let count = lost.swap(0, Ordering::Relaxed);
+                if count > 0 && writeln!(out, "{count} log lines were lost: not read or not writable").is_err() {
+                    lost.fetch_add(count, Ordering::Relaxed);
                 }
             }
             Entry::Flush(done) => drop(done.try_send(())),
@@ -125,7 +128,7 @@ impl Write for LogWriter {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use std::sync::{Mutex, atomic::AtomicBool};
 
     use super::*;
 
@@ -134,13 +137,13 @@ mod tests {
     struct Sink {
         written: Arc<Mutex<Vec<u8>>>,
         gate: Arc<Mutex<()>>,
-        fails: bool,
+        fails: Arc<AtomicBool>,
     }
 
     impl Write for Sink {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             let _open = self.gate.lock().unwrap();
-            if self.fails {
+            if self.fails.load(Ordering::Relaxed) {
                 return Err(io::ErrorKind::StorageFull.into());
             }
             self.written.lock().unwrap().extend_from_slice(bytes);
@@ -183,10 +186,17 @@ mod tests {
 
     #[test]
     fn a_full_disk_is_no_error() {
-        let mut log = LogWriter::new(Sink { fails: true, ..Sink::default() });
+        let sink = Sink::default();
+        sink.fails.store(true, Ordering::Relaxed);
+        let mut log = LogWriter::new(sink.clone());
         for _ in 0..10 {
             log.write_all(b"line\n").unwrap();
         }
         log.flush();
+        sink.fails.store(false, Ordering::Relaxed);
+        log.write_all(b"last\n").unwrap();
+        log.flush();
+        let written = String::from_utf8(sink.written.lock().unwrap().clone()).unwrap();
+        assert!(written.starts_with("last\n10 log lines were lost"), "{written}");
     }
 }
