@@ -22,8 +22,8 @@
 //
 // Compact tables (COMPACT_COPIES is 8, 16 or 32, otherwise 0) are for GPUs with little shared memory and for two blocks
 // on a multiprocessor. Each entry is stored once, with COMPACT_COPIES copies. Entries follow one another, and a table
-// begins at a multiple of its size. An address takes two instructions: a shift, and a choice of bits. With 16 copies two
-// lanes may meet in a bank, with 8 four.
+// begins at a multiple of its size. An address takes two instructions: a shift, and a choice of bits. With 16 copies
+// two lanes may meet in a bank, with 8 four.
 #ifndef KVANT_CUDA_ATTEND_CODES_H
 #define KVANT_CUDA_ATTEND_CODES_H
 #include "codec/planes.h"
