@@ -1,8 +1,8 @@
 // argmax: the index of the largest element of each row, the lowest among equals; NaN never: a row of nothing else gives
 // 0xFFFFFFFF.
 //
-// x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row. A thread has every so many groups of
-// four elements: it loads AHEAD of them, then compares the largest of each with the best so far. If a row has several
+// x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row. A thread has groups of four elements at
+// a constant distance: it loads AHEAD of them, then compares the largest of each with the best. If a row has several
 // blocks, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the last one to come, whichever it is,
 // takes the best of all.
 #include "device/dependent_launch.h"

@@ -18,7 +18,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     build_for(NAME, call, b)
 }
 
-/// The same on behalf of another operation.
+/// As above, on behalf of another operation.
 pub(super) fn build_for(op: &'static str, call: &Call, b: &mut Builder) -> Result<()> {
     let rows = call.out.elements();
     // As many blocks share a long row as the device runs at once.

@@ -1,4 +1,4 @@
-//! The device headers. What a kernel file includes is read from its `#include` lines.
+//! The device headers. A file's inclusions are read from its `#include` lines.
 
 use super::codec::threshold_cells;
 #[cfg(any(feature = "cuda", test))]

@@ -71,13 +71,13 @@ inline bool target_row(const KvWriteParams &p, Place place, const Tokens &tokens
 constexpr uint K_WORDS = table_words(K_CODEC, TABLE_COPIES), V_WORDS = table_words(V_CODEC, TABLE_COPIES);
 static_assert(HEAD_DIM * 2 + (K_WORDS > V_WORDS ? K_WORDS : V_WORDS) * 4 == SHARED_BYTES, "kv_write: the shared memory that Rust asks for");
 
-// Each warp takes eight rows at a time, as often as there are any left.
+// Each warp takes eight rows at a time, until none is left.
 template <uint DTYPE, uint CODEC, uint NORM>
 inline void encode(const uchar *source, WritablePlanes to, float scale, const Tokens &tokens, const KvWriteParams &p,
                    uint *tables) {
     const uint all = uint(p.tokens) * p.layer.kv_heads;
     if constexpr (CODEC == DTYPE) {
-        // The dense side of a layer of which the other is quantised: its bits.
+        // The dense side of a layer whose other side is quantised: its bits.
         constexpr uint PIECES = HEAD_DIM / 8, BESIDE = THREADS / PIECES;
         const uint j = threadIdx.x % PIECES;
         for (uint i = blockIdx.x * BESIDE + threadIdx.x / PIECES; i < all; i += gridDim.x * BESIDE) {
@@ -143,7 +143,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
     const ulong from = source_row(p, place) * HEAD_DIM + lane * PER;
     RowPlace at = {0, 0};
     if (CODEC == DTYPE) {
-        // The dense side of a layer of which the other is quantised: its bits.
+        // The dense side of a layer whose other side is quantised: its bits.
         if (target_row(p, place, tokens, at)) {
             uchar *low = to.low + page_bytes(at.page);
             move_row(source, from, DTYPE, low, at.row * HEAD_DIM + lane * PER, DTYPE, PER, ALIGNED, 0, 1);
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     const WritablePlanes to =
         is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
     const float scale = is_key ? p.k_scale : p.v_scale;
-    // The same code where both are encoded alike.
+    // One code for both if they are encoded alike.
     if (is_key || (K_DTYPE == V_DTYPE && K_CODEC == V_CODEC && K_NORM == V_NORM)) {
         encode<K_DTYPE, K_CODEC, K_NORM>(source, to, scale, tokens, p, tables);
     } else {

@@ -68,12 +68,12 @@ fn blocks_per_multiprocessor(shared_bytes: usize, limits: &Limits) -> usize {
     (limits.threadgroup_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES)
 }
 
-/// Shared memory that each of so many blocks of a multiprocessor can have.
+/// Shared memory of each of `blocks` blocks of a multiprocessor.
 fn shared_bytes_of_each(blocks: usize, limits: &Limits) -> usize {
     (limits.threadgroup_bytes + RESERVED_BYTES) / blocks - RESERVED_BYTES
 }
 
-/// Clusters of so many blocks that run at once, if each block has a multiprocessor to itself. All multiprocessors form
+/// Clusters of `blocks` blocks that run at once, if each block has a multiprocessor to itself. All multiprocessors form
 /// pairs, but not all belong to a larger group: an H200 with 132 runs 66 clusters of two, 30 of four, 15 of eight.
 fn clusters_at_once(blocks: usize, limits: &Limits) -> usize {
     if blocks <= 2 { limits.busy_groups / blocks } else { limits.busy_groups * 7 / 8 / blocks }

@@ -73,7 +73,7 @@ inline uint largest_groups(uint key, uint lane, uint count) {
     return chosen;
 }
 
-// What divides the scores whose sum is given. A NaN stays.
+// The divisor of scores with the given sum. A NaN stays.
 inline float divisor(float sum, const MoeRouteParams &p) {
     return NORMALISE ? (sum < p.min_sum ? p.min_sum : sum) + p.epsilon : 1;
 }
@@ -285,7 +285,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert
         largest = j == 0 ? logit : largest;
         const float score = SCORES ? rule.of(logit) : expf(logit - largest);
         sum += score;
-        // The same lane finishes it below.
+        // The lane that finishes the expert below.
         if (lane == j % 32) {
             ids[to + j] = last_id;
             weights[to + j] = score;

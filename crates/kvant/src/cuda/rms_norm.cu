@@ -39,8 +39,8 @@ inline constexpr uint out_dtype(uint n) {
     return NEXT_OUT_DTYPES >> (4 * n) & 15;
 }
 
-// What the elements of a row are multiplied with, in two steps, since squares and factors may be beyond float where the
-// result is not.
+// The factors of a row's elements, in two steps, since squares and factors may overflow float where the result does
+// not.
 struct Factors {
     float unit;
     float r;

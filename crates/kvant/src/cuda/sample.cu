@@ -54,8 +54,8 @@ inline SampleParams own_params(SampleParams p, const uint *rows, uint row) {
 // one bin.
 constexpr uint BINS = 256;
 
-// What the blocks of a row share: how often one came to the barrier, the largest key of each, the candidate of each,
-// and three histograms: one is added to, one is read, and one made empty.
+// Shared by the blocks of a row: a count of arrivals at the barrier, the largest key of each block, the candidate of
+// each, and three histograms: one is added to, one is read, and one is cleared.
 constexpr uint SHARE = 8 + 2 * BLOCKS + 3 * BINS;
 
 struct Shared {
@@ -67,7 +67,7 @@ struct Shared {
     ulong *candidate_of(uint part) const { return at + 8 + BLOCKS + part; }
     ulong *histogram(uint phase) const { return at + 8 + 2 * BLOCKS + phase % 3 * BINS; }
 
-    // What a block wrote before it, all of them see behind it.
+    // After it, all blocks see what each wrote before it.
     void barrier() const {
         if (BLOCKS == 1) {
             __syncthreads();
@@ -88,7 +88,7 @@ struct Shared {
     }
 };
 
-// What a sum is compared with: a number of entries, or a share of all that there is.
+// The bound of a sum: a number of entries, or a share of their total.
 enum class Goal { Count, Share };
 
 struct Row {

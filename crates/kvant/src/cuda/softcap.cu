@@ -1,6 +1,6 @@
 // softcap: out = cap * tanh(x / cap), element by element, f32, f16 or bf16 in and out.
 //
-// One thread per four neighbouring elements, the last of which may be missing. `out` may be `x`.
+// One thread per four neighbouring elements; the last thread may have fewer. `out` may be `x`.
 #include "device/dependent_launch.h"
 #include "device/vectors.h"
 

@@ -9,7 +9,7 @@ use crate::{
     ops::{Call, attend},
 };
 
-/// What a GPU allows a launch.
+/// A GPU's limits on a launch.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Threads of a threadgroup.
@@ -26,16 +26,16 @@ pub struct Limits {
     pub clusters: bool,
 }
 
-/// Threadgroups of 128 threads that keep an Apple GPU of so many cores busy: 32 SIMD-groups a core.
+/// Threadgroups of 128 threads that keep an Apple GPU of `cores` cores busy: 32 SIMD-groups a core.
 pub fn metal_busy_groups(cores: usize) -> usize {
     8 * cores
 }
 
-/// What runs launches.
+/// Runs launches.
 pub trait Executor: Send + Sync + 'static {
-    /// What a person calls it.
+    /// Its name, for people.
     fn name(&self) -> String;
-    /// What it allows.
+    /// Its limits.
     fn limits(&self) -> Limits;
     /// Whether the launch's kernel cannot be had. Where a simpler kernel exists, it is taken instead. The first refusal
     /// of a kernel is a warning with the reason.
@@ -125,7 +125,7 @@ pub fn cuda_device(executor: impl Executor) -> Device {
     Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::cuda::KERNELS }))
 }
 
-/// What runs launches on the first NVIDIA GPU, if there is one: for devices that say they have less than it has.
+/// The executor of launches on the first NVIDIA GPU, if any: for devices that report less than it has.
 pub fn cuda_executor() -> Option<Arc<dyn Executor>> {
     crate::cuda::executor()
 }
@@ -191,7 +191,7 @@ pub(crate) struct Builder<'a> {
     device: &'static str,
     refuses: &'a dyn Fn(&Launch) -> bool,
     allocate: &'a dyn Fn(usize, bool) -> Result<Box<dyn Memory>>,
-    /// What calls share, if they may.
+    /// The memory that calls share, if they may.
     pad: Option<RefCell<&'a mut Pad>>,
     launches: Vec<Launch>,
 }
@@ -206,7 +206,8 @@ impl Builder<'_> {
         }
     }
 
-    /// The same, filled with zeros before the launches run for the first time; a replay finds what the last run left.
+    /// As above, filled with zeros before the launches run for the first time; a replay finds the results of the last
+    /// run.
     pub(crate) fn zeroed_scratch(&self, bytes: usize) -> Result<Scratch> {
         Ok(Scratch { memory: (self.allocate)(bytes, true)?.into(), bytes })
     }
@@ -417,7 +418,7 @@ mod tests {
         assert_eq!(allocated, [10, 30, 31]);
     }
 
-    /// What becomes of a launch on a device of 1024 threads and 32 KiB: the number of launches, or an error.
+    /// The outcome of a launch on a device of 1024 threads and 32 KiB: the number of launches, or an error.
     fn push(groups: [usize; 3], threads: [usize; 3], bytes: usize) -> Result<usize> {
         let allocate = |bytes, _| Err(Error::OutOfMemory { device: String::new(), bytes });
         let limits = Limits {

@@ -1,4 +1,4 @@
-//! The headers of kernel files: one table per backend. What a file includes is read from its `#include` lines.
+//! The headers of kernel files: one table per backend. A file's inclusions are read from its `#include` lines.
 
 /// A header that kernel files include.
 #[derive(Debug)]

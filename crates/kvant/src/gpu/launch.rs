@@ -28,7 +28,7 @@ impl Source {
         included(self.text, self.headers, &|header| (header.text)())
     }
 
-    /// The same where `text` replaces this file's text and `text_of` the headers' texts.
+    /// As above, with `text` instead of this file's text and `text_of` for the headers' texts.
     pub fn included_by(&self, text: &str, text_of: &dyn Fn(&Header) -> String) -> Vec<(&'static str, String)> {
         included(text, self.headers, text_of)
     }
@@ -109,7 +109,7 @@ pub struct Binding {
     pub offset: usize,
     /// Bytes that the kernel may touch from there on.
     pub bytes: usize,
-    /// What it does with them.
+    /// How the launch uses them.
     pub access: Use,
     memory: Held,
 }
@@ -130,7 +130,7 @@ impl Binding {
         }
     }
 
-    /// What identifies an allocation.
+    /// Identifies an allocation.
     pub fn allocation(&self) -> usize {
         std::ptr::from_ref(self.memory()).cast::<()>() as usize
     }
@@ -179,7 +179,7 @@ pub struct Launch {
     pub ahead: &'static [u32],
     /// Whether the kernel waits for the previous one at its end, and lets the next one begin before.
     pub late: bool,
-    /// What the kernel computes, if it is a plain product of matrices: an executor may leave it to a library.
+    /// The product, if the kernel computes a plain product of matrices: an executor may leave it to a library.
     pub product: Option<Product>,
 }
 

@@ -1,7 +1,7 @@
-//! What both GPUs share: the [`Launch`], and the device made of an [`Executor`] that runs launches.
+//! Code that Metal and CUDA share: the [`Launch`], and the device made of an [`Executor`] that runs launches.
 //!
 //! For each operation `metal/NAME.rs` and `cuda/NAME.rs` turn the validated `Call` into launches: kernel, buffers,
-//! parameters, grid. What both have in common is in `NAME.rs` here: parameters, constants, bindings. An executor runs
+//! parameters, grid. Their common parts are in `NAME.rs` here: parameters, constants, bindings. An executor runs
 //! launches and knows no operations: the Apple runtime, the CUDA runtime, and in tests a machine that simulates the
 //! GPU. All of them get the same `Launch`.
 //!

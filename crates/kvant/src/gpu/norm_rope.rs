@@ -75,8 +75,8 @@ pub(crate) fn norm_constants(norm: Option<&NormCall>) -> (u32, Option<&Tensor>, 
     (kind, weight, weight.map_or(DType::F32, Tensor::dtype))
 }
 
-/// Sets the constants ANGLES and LAYOUT, and binds cosines, sines and factors, those that there are, at three indices
-/// from `first` on.
+/// Sets the constants ANGLES and LAYOUT, and binds cosines, sines and factors, if present, at three indices from
+/// `first` on.
 pub(crate) fn bind_rope(launch: Launch, first: u32, rope: Option<&RopeCall>) -> Launch {
     let (angles, tables) = match rope.map(|rope| (&rope.angles, &rope.freq_factors)) {
         None => (0, None),

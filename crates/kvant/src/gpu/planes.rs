@@ -45,7 +45,7 @@ pub(crate) fn page_shift(layer: &KvLayer) -> u32 {
 /// The number of a quantised codec, less its bits: above those of all dtypes.
 const QUANTISED: u32 = 16;
 
-/// What a centred codec's number has more.
+/// Added to the number of a centred codec.
 const CENTRED: u32 = 32;
 
 /// The number of a codec in kernels: `planes.h` has the same.
@@ -56,7 +56,7 @@ pub(crate) fn codec_code(codec: Codec) -> u32 {
     }
 }
 
-/// The same without page means.
+/// As above, without page means.
 pub(crate) fn plain_code(codec: Codec) -> u32 {
     codec_code(codec) % CENTRED
 }

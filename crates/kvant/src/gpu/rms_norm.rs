@@ -20,7 +20,7 @@ params! {
 
 pub(crate) const LAYOUTS: &[fn() -> Layout] = &[RmsNormParams::layout];
 
-/// Elements of a row from which on a whole threadgroup takes it.
+/// Minimum elements of a row that a whole threadgroup takes.
 const LONG: usize = 512;
 /// SIMD-groups (CUDA: warps) of a threadgroup where each has a row of its own.
 const ROWS: usize = 4;

@@ -1,7 +1,7 @@
 // The codes of quantised rows in a lane's registers, and their lookup.
 //
-// A block of up to 256 coordinates (CHUNK) of a row is shared by LANES lanes, each of which has runs of consecutive
-// coordinates: 16 or 32 bytes where there are as many. A run is made of units of 16 coordinates.
+// A block of up to 256 coordinates (CHUNK) of a row is shared by LANES lanes. Each has runs of consecutive coordinates,
+// of 16 or 32 bytes if the lane's coordinates suffice. A run is made of units of 16 coordinates.
 //
 // A table in shared memory maps codes to f16 centroids. Every entry has 32 copies side by side, one for each lane, so
 // that lookups of a warp have no bank conflicts. Entries are 256 bytes apart and tables begin at multiples of 64 KiB.
@@ -20,10 +20,10 @@
 //     eight).
 //   8 bits: likewise.
 //
-// Compact tables (COMPACT_COPIES is 8, 16 or 32, otherwise 0), for GPUs with little shared memory and for two blocks on
-// a multiprocessor: entries have so many copies and follow one another, each is stored once, and a table begins at a
-// multiple of its size. An address takes two instructions: a shift, and a choice of bits. With 16 copies two lanes may
-// meet in a bank, with 8 four.
+// Compact tables (COMPACT_COPIES is 8, 16 or 32, otherwise 0) are for GPUs with little shared memory and for two blocks
+// on a multiprocessor. Each entry is stored once, with COMPACT_COPIES copies. Entries follow one another, and a table
+// begins at a multiple of its size. An address takes two instructions: a shift, and a choice of bits. With 16 copies
+// two lanes may meet in a bank, with 8 four.
 #ifndef KVANT_CUDA_ATTEND_CODES_H
 #define KVANT_CUDA_ATTEND_CODES_H
 #include "codec/planes.h"
@@ -32,7 +32,7 @@
 constexpr uint CHUNK = HEAD_DIM < 256 ? HEAD_DIM : 256;
 // Of a row: blocks that have a norm each.
 constexpr uint BLOCKS = HEAD_DIM / CHUNK;
-// At 2 bits: so many of the four bytes of a word take one lookup instead of two, and two more operations.
+// At 2 bits: bytes of a word, of four, that take one lookup instead of two, and two more operations.
 constexpr uint EXPANDED_BYTES = 2;
 
 // Whether the low plane has two bits of each code.
@@ -54,7 +54,7 @@ inline uint permute(uint a, uint b, uint which) {
     return out;
 }
 
-// Where the mask is set a, else b: one instruction, of which the compiler makes two.
+// Where the mask is set a, else b, in one instruction. The compiler would make two.
 inline uint choose(uint mask, uint a, uint b) {
     uint out;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
@@ -219,7 +219,7 @@ struct Lookup {
             }
         }
     }
-    // The same for 16 codes each of two rows: pairs of both rows' codes, even ones and odd ones.
+    // As above, for 16 codes each of two rows: pairs of both rows' codes, even ones and odd ones.
     void pairs_of_rows(uint x, uint y, uint high_x, uint high_y, uint half, uint (&even)[8], uint (&odd)[8]) const {
         pairs(choose(0x33333333, x, y << 2), choose(0x55555555, high_x, high_y << 1), half, even);
         pairs(choose(0x33333333, x >> 2, y), choose(0x55555555, high_x >> 1, high_y), half, odd);
@@ -264,12 +264,12 @@ inline void join_bits(uint x, uint y, Upper upper, uint (&out)[4]) {
     out[3] = choose(0x0F0F0F0F, odd >> 4, upper(3));
 }
 
-// The 16 codes of 6 bits of which `bits` has the upper two of each.
+// The 16 codes of 6 bits whose upper two bits are in `bits`.
 inline void six_bits(uint x, uint y, uint bits, uint (&out)[4]) {
     join_bits(x, y, [&](uint j) { return j == 0 ? bits << 4 : j == 1 ? bits << 2 : j == 2 ? bits : bits >> 2; }, out);
 }
 
-// The 16 codes of 5 bits of which `bits` has the upper one of each.
+// The 16 codes of 5 bits whose upper bits are in `bits`.
 inline void five_bits(uint x, uint y, uint bits, uint (&out)[4]) {
     // The bits of coordinates 4i to 4i+3 begin byte i.
     const uint spread = permute(bits, bits >> 4, 0x5140);
@@ -324,7 +324,7 @@ struct Codes {
     uint upper_word(uint load, uint unit) const {
         return HIGH_BITS == 0 ? 0 : high[load][unit / 2];
     }
-    // The same, in the lower half.
+    // As above, in the lower half.
     uint upper(uint load, uint unit) const {
         return upper_word(load, unit) >> 16 * (unit % 2);
     }

@@ -13,7 +13,7 @@
 constexpr uint QUADS = GROUP * HEAD_DIM / 4;
 // Quads that one block of a cluster merges.
 constexpr uint SHARE = (QUADS + CLUSTER - 1) / CLUSTER;
-// The most bytes of states that one block merges.
+// Maximum bytes of states that one block merges.
 constexpr uint MAX_MERGED_BYTES = 192 * 1024;
 
 // States in device memory, and the counters of blocks that have left theirs. A block of a cluster leaves its share of

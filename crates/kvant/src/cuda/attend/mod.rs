@@ -65,14 +65,14 @@ params! {
     }
 }
 
-/// The most work items whose tiles blocks share evenly: `MAX_SHARED_ITEMS` of `work.h`.
+/// Maximum work items whose tiles blocks share evenly: `MAX_SHARED_ITEMS` of `work.h`.
 const MAX_SHARED_ITEMS: usize = 256;
-/// The most parts that a work item is split into.
+/// Maximum parts of a work item.
 const MAX_SPLITS: usize = 512;
-/// The most query heads that a block of a decode kernel works on together: the columns of a tensor-core product.
+/// Maximum query heads that a block of a decode kernel works on together: the columns of a tensor-core product.
 const MAX_GROUP: usize = 8;
-/// The most shares that decode kernels divide the query heads of a KV head into. Each reads all keys and values, which
-/// the generic kernel reads once for up to 64 query heads. The kernels' LACKING is at most 1 with two.
+/// Maximum shares into which decode kernels divide the query heads of a KV head. Each share reads all keys and values.
+/// The generic kernel reads them once for up to 64 query heads. The kernels' LACKING is at most 1 with two.
 const MAX_SHARES: usize = 2;
 
 /// The kernel that would run, and why.
@@ -192,7 +192,7 @@ fn bind_result(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
     bind_output(launch, call, heads).read_if(15, call.step.table_of(&call.layer))
 }
 
-/// The same without the page table.
+/// As above, without the page table.
 fn bind_output(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
     let launch = with_span(launch, call)
         .constant("SHARES", heads.shares as u32)
@@ -214,8 +214,8 @@ fn with_span(launch: Launch, call: &Call) -> Launch {
     launch.constant("PAGE_SHIFT", page_shift(&call.layer)).constant("SPAN", call.span.code())
 }
 
-/// What a kernel over some of the positions reads before the previous kernel has ended: if it merges that kernel's
-/// results, everything else.
+/// The buffers that a kernel over some of the positions reads before the previous kernel has ended: if it merges that
+/// kernel's results, all others.
 fn reads_ahead(call: &Call, usual: &'static [u32]) -> &'static [u32] {
     const ALL: &[u32] = &[0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 21, 22, 23, 24];
     if call.earlier.is_some() { ALL } else { usual }
@@ -226,10 +226,10 @@ fn precision(call: &Call) -> DType {
     if call.ends.is_some() { call.q.dtype() } else { call.out.dtype() }
 }
 
-/// The most keys of a sequence that the device may find.
+/// Maximum keys of a sequence that the device may find.
 fn max_keys(call: &Call) -> usize {
     match call.step.table_of(&call.layer) {
-        // What the table has entries for. Not what the host knows of the lengths: a kernel for short contexts must not
+        // The positions that the table has entries for, not the host's lengths: a kernel for short contexts must not
         // find longer ones.
         Some(_) => RowStrides::of_cache(call).capacity as usize,
         None => call.layer.spec().capacity,
@@ -241,7 +241,7 @@ fn longest_context(call: &Call) -> usize {
     keys_of_tokens(call, 1)
 }
 
-/// The most keys that so many successive tokens of a sequence see together.
+/// Maximum keys that `tokens` successive tokens of a sequence see together.
 fn keys_of_tokens(call: &Call, tokens: usize) -> usize {
     let page_tokens = call.layer.page_tokens();
     let of_span = match call.span {
@@ -281,7 +281,7 @@ struct PartialStates {
     /// Query rows of a work item, and work items of a KV head.
     rows: usize,
     items: usize,
-    /// Blocks of a cluster, each of which has a share of the cluster's state.
+    /// Blocks of a cluster. Each has a share of the cluster's state.
     cluster: usize,
 }
 

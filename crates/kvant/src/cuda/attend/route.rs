@@ -34,7 +34,7 @@ pub(super) enum CudaAttendKernel {
     Generic(AttendGeneric),
 }
 
-/// What the selection depends on, besides shared memory.
+/// Inputs of the selection, in addition to shared memory.
 struct AttendTraits {
     /// No sequence has two tokens, so that tokens share no keys.
     one_token_each: bool,
@@ -286,7 +286,7 @@ mod tests {
         })
     }
 
-    /// The same over a layer of a pool, with 64 query heads and 8 KV heads of 128.
+    /// As above, over a layer of a pool, with 64 query heads and 8 KV heads of 128.
     fn call_over_pages(k: Codec, v: Codec, page_tokens: usize, size: StepSize, dtype: DType) -> Result<Call> {
         let layers = vec![CacheLayer::new(8, 128, k).v(v)];
         let pool = KvPool::new(&Device::reference(), &PoolSpec::new(layers, 1 << 20).page_tokens(page_tokens))?;

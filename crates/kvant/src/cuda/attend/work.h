@@ -24,7 +24,7 @@ struct AttendParams {
     uint row_slot;
     uint tokens;
     uint sequences;
-    // Where SHARES > 1 the shares of KV heads, each of which counts as a KV head, and the query heads of a share.
+    // KV heads or, with SHARES > 1, their shares: each counts as a KV head, and `group` is its query heads.
     uint kv_heads;
     // Query heads of a KV head.
     uint group;
@@ -76,10 +76,10 @@ struct QueryRows {
 
 constexpr uint THREADS = 32 * WARPS;
 
-// The most items whose tiles blocks share evenly.
+// Maximum items whose tiles blocks share evenly.
 constexpr uint MAX_SHARED_ITEMS = 256;
 
-// The most states that are merged at once.
+// Maximum states that are merged at once.
 constexpr uint MAX_MERGE = 24;
 
 struct Range {
@@ -130,7 +130,7 @@ inline uint without_gap(uint position, uint gap) {
     return position <= (gap + 1) << PAGE_SHIFT ? PAGE_KEYS : position - (gap << PAGE_SHIFT);
 }
 
-// The positions that a token sees, of those in the launch's span. Both ends grow with the token's position, but for
+// The positions that a token sees, of those in the launch's span. Both ends grow with the token's position, except for
 // EXACT_PAGES.
 inline Range visible(const AttendParams &p, Token token) {
     const uint after = token.position == NONE ? NONE : token.position + 1;
@@ -188,7 +188,7 @@ struct Pages {
     }
 };
 
-// Those of a sequence that exists; the gap is that of its token.
+// The pages of a sequence that exists; the gap is that of its token.
 inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence, uint gap = 0) {
     return {entries_of(table, p.page_width, sequence), p.page_entries, gap};
 }
@@ -356,9 +356,9 @@ struct RowFactors {
     float end;
 };
 
-// Those of row `row`, whose state is m, l and o, l and o times `scale`; `earlier_end` is RowEnds::of_earlier(). If the
-// sum of the weights is 0, either no key is seen, and the output is 0; or every score is -inf, and the output is NaN,
-// unless a later launch merges it with other results.
+// The factors of row `row`. Its state is m, l and o, with l and o times `scale`; `earlier_end` is
+// RowEnds::of_earlier(). If the sum of the weights is 0, either no key is seen, and the output is 0; or every score is
+// -inf, and the output is NaN, unless a later launch merges it with other results.
 template <typename Sees>
 inline RowFactors finish_row(const AttendParams &p, const RowEnds &ends, ulong row, float m, float l, float earlier_end,
                              Sees sees, float scale = 1) {

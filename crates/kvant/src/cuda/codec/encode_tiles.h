@@ -127,7 +127,7 @@ template <uint DIM> struct Strips {
         if (DIM != 256) {
 #pragma unroll
             for (uint i = 0; i < 4 * STRIP; i++) {
-                // What is left of 1 / sqrt(DIM).
+                // The remaining factor of 1 / sqrt(DIM).
                 y[i / STRIP / 2][i / STRIP % 2][i % STRIP] *= 0.70710678118654752f;
             }
         }
@@ -158,13 +158,13 @@ struct StoredRow {
     bool kept;
 };
 
-// Encodes eight rotated rows, of which `place` returns where the i-th goes. All lanes call it together.
+// Encodes eight rotated rows; `place` returns where the i-th goes. All lanes call it together.
 template <uint DIM, uint CODEC, uint NORM, uint COPIES, typename Place>
 inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, const Nearest<CODEC, COPIES> &nearest_to,
                         uint lane) {
     constexpr uint STRIP = DIM / 16, BLOCK = DIM < 256 ? DIM : 256, BLOCKS = DIM / BLOCK;
     const uint g = lane / 4, t = lane % 4;
-    // Of row r and block b of it (both strips are in one where there is one).
+    // Of row r and its block b; a single block has both strips.
     float energy[2][BLOCKS] = {};
 #pragma unroll
     for (uint r = 0; r < 2; r++) {

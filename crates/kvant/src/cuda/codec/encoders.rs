@@ -9,7 +9,7 @@ use crate::{
 
 /// Threads of a block whose warps encode eight rows at a time.
 pub(in crate::cuda) const EIGHTS: usize = 256;
-/// Copies of the lookup tables, as many as there is room for: one for each lane, or fewer of the long tables of 8 bits,
+/// Copies of the lookup tables: the first number that fits. One for each lane, or fewer of the long tables of 8 bits,
 /// which take longer to fill.
 const COPIES: [usize; 5] = [32, 16, 8, 4, 2];
 const COPIES_OF_8: usize = 8;
@@ -34,7 +34,7 @@ pub(in crate::cuda) fn can_encode_eights(source: &Tensor, codec: Codec, low: &Te
     source.dtype().size() == 2 && aligned16(source) && aligned16(low) && (codec.is_quantised() || moves)
 }
 
-/// Copies of the lookup tables, of which `at_once` blocks of a multiprocessor have `bytes` of shared memory in all.
+/// Copies of the lookup tables, if `at_once` blocks of a multiprocessor have `bytes` of shared memory in all.
 pub(in crate::cuda) fn table_copies(
     spec: &LayerSpec,
     at_once: usize,
@@ -46,7 +46,7 @@ pub(in crate::cuda) fn table_copies(
     COPIES.into_iter().find(fits).unwrap_or(1)
 }
 
-/// Bytes of the tables of either side, of which a block has one.
+/// Bytes of the tables of the larger side. A block has the tables of one side.
 pub(in crate::cuda) fn table_bytes(spec: &LayerSpec, copies: usize) -> usize {
     let of = |codec| threshold_cells::table_bytes(bits(codec), copies);
     of(spec.k).max(of(spec.v))

@@ -1,9 +1,9 @@
 // The index of the centroid nearest to a number, by arithmetic and one comparison.
 //
 // Cells of even width hold at most one threshold of a codebook each; a table has for each cell that threshold, or the
-// next above, and how many lie below the cell (threshold_cells.rs). Lanes have copies of it, and of the centroids, in
-// banks of shared memory of their own, as far as there is room: they read different cells. Entries of 8 bytes are read
-// by 16 lanes at a time, so no more copies of them than that are of use.
+// next above, and the number of thresholds below the cell (threshold_cells.rs). Lanes have copies of it, and of the
+// centroids, in banks of shared memory of their own, if memory allows: they read different cells. Entries of 8 bytes
+// are read by 16 lanes at a time, so no more copies of them than that are of use.
 #ifndef KVANT_CUDA_CODEC_NEAREST_CENTROID_H
 #define KVANT_CUDA_CODEC_NEAREST_CENTROID_H
 #include "codec/planes.h"

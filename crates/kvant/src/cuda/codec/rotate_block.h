@@ -1,7 +1,7 @@
 // The randomised Hadamard rotation of rows in shared memory: y = H·(s ⊙ x)/√D, and back x = s ⊙ (H·y)/√D.
 //
 // H is Sylvester's matrix, s the fixed signs of codec/signs.rs. The fast transform: butterflies of distance 1, 2, …,
-// D/2. A thread takes four elements and does two distances with them, so that there is one barrier for every two.
+// D/2. A thread takes four elements and does two distances with them, so that every two distances need one barrier.
 #ifndef KVANT_CUDA_CODEC_ROTATE_BLOCK_H
 #define KVANT_CUDA_CODEC_ROTATE_BLOCK_H
 #include "codec/signs.h"

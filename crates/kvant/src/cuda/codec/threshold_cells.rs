@@ -40,7 +40,7 @@ impl CellTable {
     }
 }
 
-/// Bytes of shared memory of so many copies of the tables of `nearest_centroid.h`; 0 for 0 bits.
+/// Bytes of shared memory of `copies` copies of the tables of `nearest_centroid.h`; 0 for 0 bits.
 pub(in crate::cuda) fn table_bytes(bits: u32, copies: usize) -> usize {
     let of = |cells: &CellTable| 8 * cells.count * copies.min(16) + ((4 * copies) << bits);
     ALL.iter().find(|cells| cells.bits == bits).map_or(0, of)

@@ -24,7 +24,7 @@ inline float activate(float x, uint activation) {
     return x / (1.0f + expf(-z));
 }
 
-// What the activated number is multiplied with.
+// The factor of the activated number.
 inline float factor_of(float up, uint activation) {
     if (activation == CLAMPED_SWISH) {
         return (up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up) + 1.0f;

@@ -70,7 +70,7 @@ inline float4 field_units(uint bits) {
     return bits == 4 ? make_float4(1, 1 / 16.0f, 1 / 256.0f, 1 / 4096.0f) : all4(1);
 }
 
-// The same as plain codes.
+// As above, as plain codes.
 inline float4 codes_of(uint4 words, uint i, uint bits) {
     return field_units(bits) * fields_of(words, i, bits);
 }

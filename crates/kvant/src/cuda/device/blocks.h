@@ -48,7 +48,7 @@ inline constexpr uint block_bytes(uint format) {
                               : 16;
 }
 
-// What is subtracted from a code.
+// Subtracted from a code.
 inline constexpr float code_of_zero(uint format) {
     return format == Q5_0                                                      ? 16
            : format == Q3_K                                                    ? 4

@@ -15,8 +15,8 @@ inline void cluster_arrive() {
 #endif
 }
 
-// The same for blocks that have written nothing for the others except barriers, made visible by show_barriers_to_copies
-// (mbarrier.h).
+// As above, for blocks that have written nothing for the others except barriers, made visible by
+// show_barriers_to_copies (mbarrier.h).
 inline void cluster_arrive_early() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -30,7 +30,7 @@ inline void cluster_wait() {
 #endif
 }
 
-// The same address in the shared memory of another block of the cluster.
+// This address in the shared memory of another block of the cluster.
 inline uint address_in(const void *p, uint block) {
     uint address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(block));

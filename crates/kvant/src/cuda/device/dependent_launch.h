@@ -1,7 +1,8 @@
 // Programmatic dependent launch: kernels that may begin before the previous kernel has ended (gpu/launch.rs:
 // `reads_ahead`).
 //
-// Such a kernel waits before it accesses any buffer other than those that it may read ahead, in every thread that
+// An overlapping kernel waits before it accesses any buffer other than those that it may read ahead, in every thread
+// that
 // accesses one. A block without work may end without waiting, as long as one block of its grid waits.
 //
 // Most kernels let the next one begin only after they have waited: all kernels before them have ended by then. A short

@@ -120,8 +120,8 @@ inline uint transpose8(uint pair) {
     return out;
 }
 
-// Four matrices of 8 rows of 16 bytes, of which lane 4g + t gets word t of row g. Lane i says where row i % 8 of the i
-// / 8-th begins.
+// Loads four matrices of 8 rows of 16 bytes: lane 4g + t gets word t of row g. Lane i has the address of row i % 8 of
+// matrix i / 8.
 inline uint4 load_matrices(uint from) {
     uint4 w;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -131,7 +131,7 @@ inline uint4 load_matrices(uint from) {
     return w;
 }
 
-// The same of two matrices. Lanes 0 to 15 say where rows begin.
+// As above, of two matrices. Lanes 0 to 15 have the addresses of rows.
 inline uint2 load_two_matrices(uint from) {
     uint2 w;
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
@@ -141,7 +141,7 @@ inline uint2 load_two_matrices(uint from) {
     return w;
 }
 
-// The same of four, of each matrix the transpose: lane 4g + t gets column g of the rows 2t and 2t + 1.
+// As above, of four, each transposed: lane 4g + t gets column g of the rows 2t and 2t + 1.
 inline uint4 load_matrices_transposed(uint from) {
     uint4 w;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -151,7 +151,7 @@ inline uint4 load_matrices_transposed(uint from) {
     return w;
 }
 
-// Copies BYTES (4, 8 or 16) to shared memory asynchronously, of which `bytes` are read and the rest are zeros.
+// Copies BYTES (4, 8 or 16) to shared memory asynchronously: `bytes` are read, the rest become zeros.
 template <uint BYTES>
 inline void copy_async_part(uint to, const uchar *from, uint bytes) {
     if constexpr (BYTES == 16) {
@@ -162,7 +162,7 @@ inline void copy_async_part(uint to, const uchar *from, uint bytes) {
     }
 }
 
-// The same; zeros if not `there`.
+// As above; zeros if not `there`.
 template <uint BYTES>
 inline void copy_async(uint to, const uchar *from, bool there) {
     copy_async_part<BYTES>(to, from, there ? BYTES : 0);

@@ -15,7 +15,7 @@ inline void barrier_arrive(uint at) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 
-// The same for all lanes of a warp together: WARP_ARRIVALS of them arrive. Before Hopper lanes that arrive are atomic
+// As above, for all lanes of a warp together: WARP_ARRIVALS of them arrive. Before Hopper lanes that arrive are atomic
 // operations on one address, one after the other.
 #if __CUDA_ARCH__ >= 900
 constexpr uint WARP_ARRIVALS = 32;

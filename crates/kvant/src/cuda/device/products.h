@@ -1,4 +1,4 @@
-// Products over matrices in shared memory: of warpgroups where there are (WARPGROUP_PRODUCTS), otherwise of warps.
+// Products over matrices in shared memory: of warpgroups (WARPGROUP_PRODUCTS), otherwise of warps.
 #ifndef KVANT_CUDA_DEVICE_PRODUCTS_H
 #define KVANT_CUDA_DEVICE_PRODUCTS_H
 #if WARPGROUP_PRODUCTS

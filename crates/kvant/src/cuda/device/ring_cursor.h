@@ -1,4 +1,4 @@
-// A place in a ring of COUNT buffers in shared memory, each of which has barriers (mbarrier.h).
+// A place in a ring of COUNT buffers in shared memory. Each buffer has barriers (mbarrier.h).
 #ifndef KVANT_CUDA_DEVICE_RING_CURSOR_H
 #define KVANT_CUDA_DEVICE_RING_CURSOR_H
 #include "device/uniform.h"
@@ -12,7 +12,7 @@ template <uint COUNT> struct RingCursor {
         stage = stage + 1 == COUNT ? 0 : stage + 1;
         parity ^= stage == 0 ? 1 : 0;
     }
-    // The same, as numbers of one lane (uniform.h).
+    // The cursor with numbers of one lane (uniform.h).
     inline RingCursor of_warp() const {
         return {::of_warp(stage), ::of_warp(parity)};
     }

@@ -37,8 +37,8 @@ inline uint2 row_and_four() {
     return make_uint2(blockIdx.x * blockDim.y + threadIdx.y, blockIdx.y * blockDim.x + threadIdx.x);
 }
 
-// Elements i .. i+3, of which `count` exist; the others are zero. `aligned`, a constant, says that all exist and that
-// the first lies at a multiple of four elements' bytes.
+// Elements i .. i+3; `count` of them exist, and the others are zero. `aligned`, a constant: all exist, and the first
+// lies at a multiple of four elements' bytes.
 inline float4 load4(const uchar *x, ulong i, uint count, uint dtype, bool aligned) {
     if (aligned) {
         return load4(x, i, dtype);

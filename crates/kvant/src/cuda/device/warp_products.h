@@ -57,7 +57,7 @@ inline void multiply(float (&d)[N], const uint (&a)[4], ulong b, bool add) {
         }
     }
 }
-// The same; the warpgroup's 64 rows of a are in shared memory.
+// As above, with the warpgroup's 64 rows of a in shared memory.
 template <bool HALF, uint N>
 inline void multiply(float (&d)[N], ulong a, ulong b, bool add) {
     const uint lane = threadIdx.x % 32;

@@ -37,7 +37,7 @@ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// What comes after is computed after the waits before, and what came before is there.
+// Later computations stay after the waits before it, and earlier results are complete.
 template <uint N>
 inline void hold(float (&d)[N]) {
 #pragma unroll
@@ -115,7 +115,7 @@ template <bool HALF>
 inline void multiply(float (&d)[64], const uint (&a)[4], ulong b, bool add) {
     WGMMA_TYPED(WGMMA_OF_REGISTERS, 128, 64, "{%64, %65, %66, %67}", "%68", "%69", "0")
 }
-// The same for 8, 16 and 32 columns, the left side in registers.
+// As above, for 8, 16 and 32 columns, with the left side in registers.
 template <bool HALF>
 inline void multiply(float (&d)[4], const uint (&a)[4], ulong b, bool add) {
     WGMMA_TYPED(WGMMA_OF_REGISTERS, 8, 4, "{%4, %5, %6, %7}", "%8", "%9", "0")

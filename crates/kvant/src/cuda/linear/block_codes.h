@@ -29,7 +29,7 @@ template <uint ALIGNMENT> struct Run {
 
     uint byte(uint at) const { return slot[shift + at]; }
 
-    // What `at` is a multiple of.
+    // Alignment of `at`.
     template <uint OF> uint half(uint at) const {
         if constexpr (ALIGNMENT % 2 == 0 && OF % 2 == 0) {
             return *reinterpret_cast<const ushort *>(slot + shift + at);
@@ -57,7 +57,7 @@ inline float scaled_byte(float scale, uint word, uint i, float zero) {
     return zero == 0 ? fmaf(scale, number, scale * -OFF) : scale * (number - (OFF + zero));
 }
 
-// What the scales of a span have in common, and their bytes.
+// Numbers that the scales of a span share, and their bytes.
 struct Header {
     float scale;
     float bias;
@@ -133,8 +133,8 @@ inline float2 factors_of(const Header &h, const Codes &codes, const Factors &sca
     }
 }
 
-// Whether a code stays that much more than it is (MAGIC below) until its bias is applied: where there is one, and where
-// the error is no larger than that of rounding the result.
+// Whether a code keeps its offset (MAGIC below) until its bias is applied: for formats with a bias, if the error is no
+// larger than that of rounding the result.
 constexpr bool FOLD = BIASED && OUT_DTYPE != F32 && X_DTYPE != F16;
 
 // Bytes as numbers: behind these bits a byte is that much more, 128 in bf16, which has room for 7 bits, or 1024.
@@ -197,7 +197,7 @@ inline void pairs_of_nibbles(uint nibbles, const Tables<HALF> &tables, uint (&pa
     }
 }
 
-// Two E4M3 numbers, neighbours in a word, of which the first is byte `first`.
+// Two E4M3 numbers, neighbours in a word; the first is byte `first`.
 template <bool HALF> inline uint pair_of_floats(uint word, uint first) {
     // With their own exponents in a longer field they are too small by one factor, subnormal ones too.
     const uint upper = __byte_perm(word, 0, first == 0 ? 0x1404 : 0x3424);

@@ -26,9 +26,9 @@ static SOURCE: Source = Source {
     layouts: &[DequantiseParams::layout],
 };
 
-/// Rows from which on it pays: where `linear_gemm_affine` multiplies codes by warpgroups, and elsewhere.
+/// Minimum rows with which it pays: where `linear_gemm_affine` multiplies codes by warpgroups, and elsewhere.
 const MANY: [usize; 2] = [1024, 33];
-/// The most bytes of dense matrices at a time.
+/// Maximum bytes of dense matrices at a time.
 const MOST: usize = 1 << 30;
 /// Codes of a thread.
 const CHUNK: usize = 16;
@@ -37,7 +37,7 @@ const CHUNK: usize = 16;
 pub(super) enum Dequantise {
     /// One, by cuBLASLt.
     Matrix,
-    /// Those of experts, so many at a time.
+    /// Matrices of experts, `at_once` at a time.
     Experts { chunks: GemmAffine, at_once: usize },
 }
 
@@ -59,7 +59,7 @@ impl Dequantise {
             return None;
         }
         if call.experts.is_some() {
-            // The contract lets weights of experts be rounded where there are products of warpgroups.
+            // The contract allows rounding the weights of experts on GPUs with products of warpgroups.
             let many = limits.warpgroup_products && !takes_codes && *rows > few;
             let chunks = GemmAffine::of_dense(call, limits).filter(|_| many)?;
             return Some(Dequantise::Experts { chunks, at_once: (MOST / bytes).min(dims.experts) });

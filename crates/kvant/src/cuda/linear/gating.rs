@@ -7,7 +7,7 @@ use crate::{
     ops::{Activation, gate, linear::Call},
 };
 
-/// What becomes of a product's results.
+/// The gate of a product's results.
 #[derive(Clone, Copy)]
 pub(super) enum Gating<'a> {
     None,

@@ -20,7 +20,7 @@ params! {
         pub inputs: u32,
         pub experts: u32,
         pub alpha: f32,
-        /// The experts whose matrices W has: so many, from this one on.
+        /// The experts whose matrices W has: the first, and their number.
         pub first_expert: u32,
         pub present: u32,
     }
@@ -31,7 +31,7 @@ params! {
     pub(crate) struct GemmAffineSortParams {
         pub rows: u32,
         pub experts: u32,
-        /// Tiles that there is room for.
+        /// Tiles for which memory is allocated.
         pub tiles: u32,
     }
 }
@@ -48,20 +48,20 @@ const BLOCK: usize = 64;
 const OUTPUTS: usize = 128;
 /// The number of blocks of inputs is padded to a multiple of this.
 const DEPTH: usize = 4;
-/// Threads that multiply, and, with products of warpgroups, those of which one copies.
+/// Threads that multiply. With products of warpgroups one of them copies.
 const CONSUMERS: usize = 256;
 const COPIERS: usize = 128;
 /// Floats of a row of results, which use the memory of the chunks.
 const RESULTS: usize = OUTPUTS + 4;
 /// Chunks in shared memory. More are of no use.
 const STAGES: std::ops::RangeInclusive<usize> = 3..=6;
-/// Rows of a chunk: where there are enough of them to keep the device busy, and otherwise.
+/// Rows of a chunk: with enough chunks to keep the device busy, and otherwise.
 const ROWS: [usize; 2] = [128, 64];
-/// The most rows: the second dimension of the grid of `linear_gemm_affine_arrange` counts rows of whole chunks, 32 at a
+/// Maximum rows: the second dimension of the grid of `linear_gemm_affine_arrange` counts rows of whole chunks, 32 at a
 /// time.
 const MAX_ROWS: usize = 65_535 * 32 / ROWS[0] * ROWS[0];
 
-/// Threads that sort rows by expert, and the most experts, for whose counts shared memory has room.
+/// Threads that sort rows by expert, and maximum experts: shared memory has room for their counts.
 const SORTERS: usize = 1024;
 pub(super) const MAX_EXPERTS: usize = 8192;
 
@@ -82,7 +82,7 @@ pub(super) struct GemmAffine {
     pub(super) replaces_dense: bool,
 }
 
-/// Adds the launch that sorts rows by expert, for so many tiles of so many rows: the expert of every tile, and the row
+/// Adds the launch that sorts rows by expert, for `tiles` tiles of `rows` rows: the expert of every tile, and the row
 /// at each of its places. None without experts.
 pub(super) fn sort(
     call: &Call,
@@ -108,8 +108,7 @@ pub(super) fn sort(
     Ok(Some([experts, order]))
 }
 
-/// The tiles of so many rows that `count` rows need at most: every expert, and the rows that have none, may leave one
-/// incomplete.
+/// Maximum tiles of `rows` rows that the call needs: every expert, and the rows without one, may leave one incomplete.
 pub(super) fn max_tiles(call: &Call, rows: usize) -> usize {
     match call.experts {
         Some(_) => (call.rows + (call.dims.experts + 1) * (rows - 1)).div_euclid(rows).min(call.rows),
@@ -118,8 +117,8 @@ pub(super) fn max_tiles(call: &Call, rows: usize) -> usize {
 }
 
 impl GemmAffine {
-    /// None if the kernels do not take the product: they take matrices of codes, or of bf16 where no library does:
-    /// those of experts, where x is of another dtype, or where there is none.
+    /// Returns None if unsupported. Supported: matrices of codes; bf16 matrices of experts; bf16 matrices with x of
+    /// another dtype, or without a library.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemmAffine> {
         if weight.bits != 0 {
             let sums = BLOCK.div_ceil(weight.group as usize);
@@ -131,7 +130,7 @@ impl GemmAffine {
         if takes { GemmAffine::of_dense(call, limits) } else { None }
     }
 
-    /// The same for a weight of bf16.
+    /// As above, for a weight of bf16.
     pub(super) fn of_dense(call: &Call, limits: &Limits) -> Option<GemmAffine> {
         GemmAffine::of(call, 1, limits)
     }
@@ -192,7 +191,7 @@ impl GemmAffine {
         Ok(launch.scratch(1, dense, Use::Read))
     }
 
-    /// Adds the launches of the kernels that sort rows and arrange x, for codes of so many bits (0: bf16).
+    /// Adds the launches of the kernels that sort rows and arrange x, for codes of `bits` bits (0: bf16).
     pub(super) fn arrange(&self, call: &Call, bits: u32, params: &LinearParams, b: &mut Builder) -> Result<Arranged> {
         let sorted = sort(call, params, [self.tiles, self.rows], b)?;
         let blocks = call.dims.inputs.div_ceil(BLOCK).next_multiple_of(DEPTH);

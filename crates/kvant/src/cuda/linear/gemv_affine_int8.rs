@@ -20,18 +20,17 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout],
 };
 
-/// The most rows that a block takes: every block converts x to bytes again.
+/// Maximum rows of a block: every block converts x to bytes again.
 const TOKENS: usize = 2;
 /// Warps of a block.
 const WARPS: usize = 8;
-/// Rows of so many inputs and more are divided among twice as many warps.
+/// Minimum inputs of rows that are divided among twice the warps.
 const LONG: usize = 8192;
 /// Tiles of a block, at most.
 const TILES: usize = 7;
 /// Tiles of a block of experts, if that leaves a block for each multiprocessor: the next number that does.
 const EXPERT_TILES: [usize; 2] = [4, 2];
-/// Tiles of a block where there are very many, and its warps: more, where they have equal parts and two such blocks
-/// fit.
+/// Tiles of a block with very many tiles, and its warps: more, if they have equal parts and two such blocks fit.
 const SMALL: usize = 4;
 const SMALL_WARPS: [usize; 2] = [5, 4];
 /// Inputs of a span, as `linear_gemv_affine_int8.cu` has them.
@@ -47,8 +46,8 @@ fn suits(call: &Call, weight: &Parts) -> bool {
     weight.bits != 0 && (call.rows <= TOKENS || call.experts.is_some())
 }
 
-/// As many outputs per block as give every multiprocessor one block, so that all have as much to do; or a tiling that
-/// needs less shared memory, where there is little.
+/// Outputs per block that give every multiprocessor one block, so that all have the same work; or a tiling that needs
+/// less shared memory, on a GPU with little of it.
 fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let tiles = if call.experts.is_some() {
         let enough = |tiles: &usize| call.dims.outputs.div_ceil(TILE * tiles) * call.rows >= limits.busy_groups;
@@ -67,7 +66,7 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     }
     let mut tiles = tiles.clamp(1, TILES);
     if weight.bits == 6 && tiles > 3 {
-        // Codes of 6 bits take the most instructions: two blocks at a time, of half as much.
+        // Codes of 6 bits need more instructions than others: two blocks at a time, with half the tiles each.
         tiles = tiles.div_ceil(2);
         let two = [WARPS, WARPS / 2].map(|warps| with(tiles, warps, 2));
         if let Some(shape) = two.into_iter().find(|shape| blocks_per_multiprocessor(shape.bytes, limits) >= 2) {
@@ -84,20 +83,20 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     wanted.chain(smaller).find(fits).unwrap_or_else(|| with(1, 1, 2))
 }
 
-/// Spans of x that each of so many warps converts to integers together.
+/// Spans of x that each of `warps` warps converts to integers together.
 fn depth(call: &Call, warps: usize) -> usize {
     call.dims.inputs.div_ceil(SPAN).div_ceil(warps).clamp(1, DEPTH)
 }
 
-/// The tiling with so many tiles, at most so many warps, and so many stages.
+/// The tiling with `tiles` tiles, at most `warps` warps, and `stages` stages.
 fn within(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]) -> WarpTiling {
     let groups = (SPAN / weight.group as usize).max(1);
     let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(1, TOKENS) };
     let spans = call.dims.inputs.div_ceil(SPAN);
     let vector = vector(weight, call.dims.inputs, |_| true);
     let kept = vector.max(groups);
-    // No more rounds than with all of them, and no warp without a part. Where parts are hardly longer for it they are
-    // whole periods of scales, of which none is fetched twice then; codes of 6 bits rather have all warps.
+    // No more rounds than with all of them, and no warp without a part. If it makes parts hardly longer, they are whole
+    // periods of scales, and no scale is fetched twice; codes of 6 bits rather have all warps.
     let part = spans.div_ceil(max_warps);
     let whole = part.next_multiple_of(kept / groups);
     let better = weight.bits != 6 && whole <= part + part / 4 && spans.is_multiple_of(whole);
@@ -168,7 +167,7 @@ mod tests {
                 let shape = tiling(&call, &weight, &limits);
                 let case = format!("{} bits, {:?}, {}, {bytes} bytes", weight.bits, call.x.shape(), call.x.dtype());
                 assert!(shape.bytes <= bytes, "{case}: {}", shape.bytes);
-                // Every warp has a part, of all that there is.
+                // Every warp has spans.
                 let spans = call.dims.inputs.div_ceil(SPAN);
                 assert!((shape.warps - 1) * spans.div_ceil(shape.warps) < spans, "{case}: {} warps", shape.warps);
                 tiles = tiles.max(shape.tiles);

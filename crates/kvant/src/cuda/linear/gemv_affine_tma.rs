@@ -20,8 +20,8 @@ static SOURCE: Source = Source {
 const WARPS: usize = 8;
 /// Inputs of a span: `SPAN` of `integer_products.h`.
 const SPAN: usize = 128;
-/// Stages of W in flight for a block that has a multiprocessor to itself: at most, and at least if there are so many.
-/// With codes of 4 and 6 bits it is one less at most where a warp has several parts of x.
+/// Maximum and minimum stages of W in flight for a block that has a multiprocessor to itself. With codes of 4 and 6
+/// bits the maximum is one less if a warp has several parts of x.
 const STAGES: usize = 5;
 const FEWEST_STAGES: usize = 3;
 /// Bytes of W per block up to which a second block, of the next launch, shares the multiprocessor: while this one
@@ -32,7 +32,7 @@ const SHORT: usize = 100 << 10;
 /// above SHORT if a fourth of the multiprocessors would be idle.
 const LONG: usize = 160 << 10;
 
-/// How the work is divided: a block has so many tiles of outputs, a warp so many spans of inputs at a time.
+/// How the work is divided: a block's tiles of outputs, and a warp's spans of inputs at a time.
 #[derive(Clone, Copy)]
 pub(super) struct GemvAffineTma {
     tiles: usize,
@@ -146,7 +146,7 @@ fn chunks(inputs: usize, spans: usize) -> Option<(usize, usize)> {
     Some((chunks, parts.div_ceil(chunks)))
 }
 
-/// The tiling with so many tiles, spans and stages.
+/// The tiling with `tiles` tiles, `spans` spans and `stages` stages.
 fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> Option<GemvAffineTma> {
     let bits = weight.bits as usize;
     let (chunks, warps) = chunks(inputs, spans)?;
@@ -183,7 +183,7 @@ mod tests {
                 taken += 1;
                 assert!(shape.bytes * shape.beside <= bytes, "{case}: {}", shape.bytes);
                 assert!(shape.ahead[0] <= shape.stages && shape.stages > 0, "{case}");
-                // Every warp has a part, of all that there is.
+                // Every warp has spans.
                 let parts = call.dims.inputs / (shape.spans * SPAN);
                 assert!(
                     shape.warps <= WARPS.min(parts) && parts.div_ceil(shape.warps) == parts.div_ceil(WARPS),

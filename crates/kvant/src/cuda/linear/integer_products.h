@@ -77,7 +77,7 @@ inline float larger(float a, float b) {
     return c;
 }
 
-// A span of x as integers of 23 bits relative to its largest, of which the lane has four neighbours.
+// A span of x as integers of 23 bits relative to its largest. The lane has four neighbours.
 struct Numbers {
     uint bits;
     uint exponent;
@@ -91,14 +91,14 @@ struct Numbers {
     int of(float x) const {
         return __float_as_int(fmaf(x, __uint_as_float((275u << 23) - exponent), MAGIC)) - MAGIC_BITS;
     }
-    // What they count: NaN if one of x is not finite.
+    // Their unit: NaN if an element of x is not finite.
     float unit() const {
         return __uint_as_float(bits < 0x7F800000 ? exponent - (21u << 23) : 0x7FC00000);
     }
 };
 
-// The bytes of a span of x, of which the lane has four neighbours, which become word `at`. The result is the unit that
-// they count: NaN if one of x is not finite.
+// The bytes of a span of x: the lane's four neighbours become word `at`. Returns their unit: NaN if an element of x is
+// not finite.
 inline float make_digits(uint *digits, float4 v, uint at) {
     const Numbers numbers(v);
     uint bytes[4];

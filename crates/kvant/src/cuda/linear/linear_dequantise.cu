@@ -1,5 +1,5 @@
 // linear_dequantise: rows of W [.., inputs], affine or of blocks, from `first_row` on -> rows of bf16, for a product of
-// dense matrices where there are enough rows to pay for it. One thread per 16 codes.
+// dense matrices with enough rows to pay for it. One thread per 16 codes.
 #include "device/dependent_launch.h"
 #include "device/fragments.h"
 #include "linear/chunks.h"

@@ -9,7 +9,7 @@
 // weights.
 //
 // linear_gemm_affine_sort, with EXPERTS: ids [rows] -> the rows in the order of their experts, in tiles of ROWS places
-// of one expert each. `experts` has the expert of a tile, or NONE where there is no such tile; `order` the row at a
+// of one expert each. `experts` has the expert of a tile, or NONE if the tile does not exist; `order` the row at a
 // place, or NONE for padding. Rows whose expert does not exist come last, as if there were one more. One block.
 //
 // linear_gemm_affine_arrange: x [rows, inputs] -> for every tile of ROWS rows and BLOCK inputs a chunk, a matrix in the
@@ -130,8 +130,8 @@ inline uint chunks_of(uint inputs) {
     return blocks_of(inputs) + blocks_of_sums(inputs) * TERMS;
 }
 
-// Whether a lane has eight neighbours in each half of BLOCK, instead of 16: where halves have sums of their own, and of
-// codes of 2, 3 and 5 bits, of which two words have eight.
+// Whether a lane has eight neighbours in each half of BLOCK, instead of 16: if halves have sums of their own, and for
+// codes of 2, 3 and 5 bits, which have eight in two words.
 constexpr bool HALVED = SUMS == 2 || BITS == 2 || BITS == 3 || BITS == 5;
 
 // The order of a lane's 16 codes, or weights: pair i are inputs 8 (i % 2) + 2 t and the next one of product i / 2.
@@ -207,8 +207,8 @@ constexpr uint COPIERS = WARPGROUP_PRODUCTS ? 1 : CONSUMERS;
 constexpr uint THREADS = CONSUMERS + (WARPGROUP_PRODUCTS ? 128 : 0);
 // Pieces of 64 rows: products of one run while those of the other are added.
 constexpr uint PIECES = ROWS / 64;
-// Blocks of codes in registers: products of warps take twice as long, and have fewer registers, of which scales of two
-// sums need more.
+// Blocks of codes in registers. Products of warps take twice the time, and have fewer registers; scales of two sums
+// need more of them.
 constexpr uint AHEAD = WARPGROUP_PRODUCTS || PIECES == 1 ? DEPTH : DEPTH / 2 / SUMS;
 // Rows of the tile of results, in floats: threads meet in no bank.
 constexpr uint RESULTS = OUTPUTS + 4;
@@ -341,7 +341,7 @@ inline uint pair_of(const Codes &codes, uint i) {
         return subtract((i < 4 ? w.x : w.y) >> i % 4 * 4 & 0x000F000F | ONES, MIDDLES);
     }
     if (BITS == 6) {
-        // 24 bits, from bit 24 (i / 2) on, of which the pair has bits 0 and 12, or 6 and 18.
+        // 24 bits, from bit 24 (i / 2) on. The pair has bits 0 and 12, or 6 and 18.
         const uint quad = i / 2;
         const uint four = quad == 0 ? w.x : quad == 1 ? __funnelshift_r(w.x, w.y, 24) : quad == 2 ? __funnelshift_r(w.y, w.z, 16)
                                                                                                    : w.z >> 8;
@@ -441,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const uint outputs[2] = {min(first_output + own, p.outputs - 1), min(first_output + own + 8, p.outputs - 1)};
     Weight w = {codes, scales, biases, p.inputs};
     w.select(known ? ulong(expert - p.first_expert) * p.outputs : 0);
-    // Loaded so many blocks ahead.
+    // Loaded AHEAD blocks ahead.
     Codes ahead[AHEAD][2];
 #pragma unroll
     for (uint d = 0; d < AHEAD; d++) {

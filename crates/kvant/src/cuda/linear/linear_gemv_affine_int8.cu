@@ -37,7 +37,7 @@ constexpr bool SIDE_BY_SIDE = UNIT_WORDS == COPY;
 constexpr uint UNIT_STEP = SIDE_BY_SIDE ? 4 * UNIT : UNIT;
 constexpr uint LANE_STEP = SIDE_BY_SIDE ? UNIT : LANE;
 constexpr uint GROUPS = SPAN > GROUP ? SPAN / GROUP : 1;
-// Four columns, of which three are bytes of x, for each group of each token; eight to a product.
+// Four columns, three of them bytes of x, for each group of each token; eight to a product.
 constexpr uint QUADS = TOKENS * GROUPS;
 constexpr uint WIDE = (QUADS + 1) / 2;
 constexpr uint OUTPUTS = 16 * TILES;
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 in[b][unit] = in_order(*reinterpret_cast<const uint4 *>(in_digits + digits_at[b][unit]));
             }
         }
-        // What x adds up to in each column.
+        // The sums of x in each column.
         float2 scaled[WIDE];
         float less[WIDE], ones[WIDE];
 #pragma unroll

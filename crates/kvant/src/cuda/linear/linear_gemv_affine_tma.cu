@@ -52,7 +52,7 @@ constexpr uint FACTOR_COPY = FACTOR_ROW % 16 == 0 ? 16 : 8;
 // Rows of them begin at different banks.
 constexpr uint FACTOR_PITCH = FACTOR_ROW + (FACTOR_ROW / 16 % 2 == 0 ? 16 : 0);
 constexpr uint FACTORS = ROWS * FACTOR_PITCH;
-// Those of a tile are needed until its last chunk.
+// Factors of a tile are needed until its last chunk.
 constexpr uint FACTOR_SLOTS = CHUNKS == 1 ? STAGES : TILES;
 // Four columns for each group, bytes of x (three, or four for pairs); eight columns a product.
 constexpr uint WIDE = (GROUPS + 1) / 2;
@@ -164,8 +164,7 @@ inline void operands(uint4 (&a)[4], const uchar *at, uint lane) {
     }
 }
 
-// The B of two of the four products, the first of which are 2 * half: the bytes of x for the groups 2b and 2b + 1, or
-// zeros.
+// The B of two of the four products, 2 * half and the next: the bytes of x for the groups 2b and 2b + 1, or zeros.
 inline uint4 bytes_of(const uint *digits, uint b, uint half, uint g, uint t) {
     const uint group = 2 * b + g / 4, digit = g % 4;
     if constexpr (!MATRICES) {

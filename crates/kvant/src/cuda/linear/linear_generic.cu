@@ -152,7 +152,7 @@ inline uint gather(const uint *ids, uint rows, uint expert, uint &cursor, uint *
         if (fits && warp == 0) {
             list[place] = row;
         }
-        // What does not fit is where the next call begins.
+        // The next call begins at the first row that does not fit.
         const uint left = __ballot_sync(ALL, chosen && !fits);
         cursor += left != 0 ? __ffs(left) - 1 : 32;
         count += __popc(__ballot_sync(ALL, fits));

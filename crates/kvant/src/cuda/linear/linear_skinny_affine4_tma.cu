@@ -69,7 +69,7 @@ static_assert(TEAMS == 1 || WARPS == 1 && STAGES % TEAMS == 0 && SPLITS == 1, "l
 
 struct SkinnyAffine4TmaParams {
     LinearParams linear;
-    // Tiles of rows, fewer of which may exist.
+    // Tiles of rows; with experts, the maximum.
     uint row_tiles;
     // Tiles of a stretch, at most.
     uint max_tiles;

@@ -29,8 +29,8 @@ constexpr uint TERMS = X_DTYPE == F32 ? 3 : 1;
 constexpr uint OUTPUTS = 16 * TILES;
 static_assert(TOKENS * TERMS <= 8, "linear: columns of a product");
 
-// COUNT: the most pieces of 16 bytes that BYTES bytes touch if they begin at a multiple of ALIGNMENT. STRIDE: bytes of
-// a row in shared memory, an odd number of pieces, so that eight rows have no bank conflicts.
+// COUNT: maximum pieces of 16 bytes that BYTES bytes touch if they begin at a multiple of ALIGNMENT. STRIDE: bytes of a
+// row in shared memory, an odd number of pieces, so that eight rows have no bank conflicts.
 template <uint BYTES, uint ALIGNMENT> struct Pieces {
     static constexpr uint COUNT = (31 - ALIGNMENT + BYTES) / 16;
     static constexpr uint STRIDE = (COUNT | 1) * 16;
@@ -47,8 +47,8 @@ constexpr uint STAGE = AT_X + TOKENS * X_STRIDE;
 // blocks.rs computes the same sum.
 static_assert(WARPS * (STAGES * STAGE + OUTPUTS * 8 * 4) == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 
-// Begins to copy a span, of which a row has `bytes`, of all outputs; `from` is that of the first, `outputs` exist.
-// Beyond the last output the last is copied again.
+// Begins to copy a span, `bytes` of each row, of all outputs; `from` is that of the first, `outputs` exist. Beyond the
+// last output the last is copied again.
 template <uint BYTES, uint ALIGNMENT>
 inline void begin_rows(uint to, const uchar *from, uint bytes, uint row_bytes, uint outputs, uint lane) {
     typedef Pieces<BYTES, ALIGNMENT> P;
@@ -97,7 +97,7 @@ struct Weights {
     }
 };
 
-// Begins to copy a span of these rows of x, as far as there are inputs.
+// Begins to copy a span of these rows of x, up to the last input.
 inline void begin_inputs(uint stage, const uchar *x, const uint (&rows)[TOKENS], uint inputs, uint span, uint lane) {
     constexpr uint COUNT = X_ROW / 16;
 #pragma unroll

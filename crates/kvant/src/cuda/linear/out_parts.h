@@ -3,7 +3,7 @@
 #define KVANT_CUDA_LINEAR_OUT_PARTS_H
 #include "device/convert.h"
 
-// The outputs at which the second and the third part begin; the number of outputs where there is none.
+// The outputs at which the second and the third part begin; the number of outputs if a part is missing.
 struct OutParts {
     uint second;
     uint third;

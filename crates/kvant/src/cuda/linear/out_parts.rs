@@ -7,18 +7,18 @@ use crate::{
 };
 
 params! {
-    /// The outputs at which the second and the third part begin; the number of outputs where there is none.
+    /// The outputs at which the second and the third part begin; the number of outputs if a part is missing.
     pub(crate) struct OutParts {
         pub second: u32,
         pub third: u32,
     }
 }
 
-/// The most matrices.
+/// Maximum matrices.
 pub(super) const MAX_PARTS: usize = 3;
 
 impl OutParts {
-    /// Those of a call with at most [`MAX_PARTS`].
+    /// The parts of a call with at most [`MAX_PARTS`].
     pub(super) fn of(call: &Call) -> Result<OutParts> {
         let begin = |part: usize| {
             let outputs = if part < call.parts.len() { call.parts[..part].iter().sum() } else { call.dims.outputs };

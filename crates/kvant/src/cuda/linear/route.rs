@@ -12,9 +12,9 @@ use crate::{cuda::affine::Parts, gpu::Limits, ops::linear::Call};
 
 /// Dense rows up to which reading the weight is the limit, where `linear_skinny_dense_tma` does not take them.
 const FEW: usize = 8;
-/// The same for affine weights, which no library multiplies.
+/// As above, for affine weights, which no library multiplies.
 const FEW_AFFINE: usize = 32;
-/// The same per expert.
+/// As above, per expert.
 const FEW_PER_EXPERT: usize = 2;
 /// Bytes of a matrix for which a batch of so few rows repays a second launch.
 const LARGE: usize = 32 << 20;

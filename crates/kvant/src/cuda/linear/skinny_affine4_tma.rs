@@ -32,7 +32,7 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout, OutParts::layout, SkinnyAffine4TmaParams::layout],
 };
 
-/// The most rows of x, or of a tile of an expert.
+/// Maximum rows of x, or of a tile of an expert.
 const ROWS: usize = 8;
 /// Up to this many rows of experts, or a quarter of the number of experts, each row is a tile of its own, and rows are
 /// not sorted. Few rows then share an expert, which is read again from the level-2 cache.
@@ -40,11 +40,11 @@ const ALONE: usize = 8;
 const EXPERTS_PER_ROW: usize = 4;
 /// Inputs that a warp multiplies in a step.
 const BLOCK: usize = 64;
-/// Warps of a block that multiply, at most, and the most steps of so many warps: x takes eight registers of a lane for
+/// Maximum warps of a block that multiply, and maximum steps of a warp with them: x takes eight registers of a lane for
 /// each step. Two more warps copy and add.
 const WARPS: usize = 16;
 const STEPS: [(usize, usize); 2] = [(10, 14), (WARPS, 8)];
-/// Short rows, up to so many blocks, are for one warp each; so many warps then take tiles in turn.
+/// Maximum blocks of short rows, which one warp multiplies each; and the number of warps that then take tiles in turn.
 const SHORT: usize = 12;
 const TEAMS: usize = 8;
 /// Tiles of W in flight, at most and at least.

@@ -20,13 +20,13 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout],
 };
 
-/// Inputs of a span, and of the units of which a row consists, as `block_codes.h` has them.
+/// Inputs of a span, and of the units of a row, as `block_codes.h` has them.
 const SPAN: usize = 256;
 const UNIT: usize = 32;
-/// The most rows of one matrix, and of each expert on average.
+/// Maximum rows of one matrix, and of each expert on average.
 const FEW: usize = 40;
 const FEW_PER_EXPERT: usize = 48;
-/// Rows of experts from which on they are sorted, so that an expert is read once for several.
+/// Minimum rows of experts that are sorted, so that an expert is read once for several.
 const SORTED: usize = 16;
 /// Columns of a product.
 const COLUMNS: usize = 8;
@@ -40,7 +40,7 @@ const STAGES: usize = 6;
 /// How the work is divided.
 pub(super) struct SkinnyBlocksMma(WarpTiling);
 
-/// Bytes of a row of a weight, in its codes and in each buffer of scales; 0 where there are none.
+/// Bytes of a row of a weight, in its codes and in each buffer of scales; 0 for a missing buffer.
 fn row_bytes(weight: &OwnedWeight, inputs: usize) -> [usize; 2] {
     match weight {
         OwnedWeight::Dense(dense) => [inputs * dense.dtype().size(), 0],
@@ -72,7 +72,7 @@ fn suits(call: &Call, weight: &Parts) -> bool {
     takes && aligned16(&call.x, call.dims.inputs) && call.dims.inputs.is_multiple_of(UNIT) && row < 1 << 26
 }
 
-/// The most rows for which the kernel, which reads W again for every eight rows, is faster than a kernel of many rows.
+/// Maximum rows for which the kernel, which reads W again for every eight rows, is faster than a kernel of many rows.
 fn max_rows(call: &Call) -> usize {
     match call.experts {
         Some(_) => call.dims.experts.saturating_mul(FEW_PER_EXPERT),
@@ -94,7 +94,7 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     fits.unwrap_or_else(|| within(call, weight, limits, (1, 1)))
 }
 
-/// The tiling with at most so many tiles and warps.
+/// The tiling with at most `tiles` tiles and `warps` warps.
 fn within(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
     let Call { x, dims, experts, rows, .. } = call;
     let busy = limits.busy_groups;

@@ -36,7 +36,7 @@ static SOURCE: Source = Source {
     layouts: &[OutParts::layout, SkinnyDenseTmaParams::layout],
 };
 
-/// Rows of x that there are kernels for.
+/// Numbers of rows of x with a kernel of their own.
 const ROWS: [usize; 3] = [8, 16, 32];
 /// Rows of x that are multiplied together.
 const EIGHT: usize = 8;
@@ -44,8 +44,8 @@ const EIGHT: usize = 8;
 const WARPS: [usize; 3] = [8, 4, 2];
 /// Inputs of a warp in a step.
 const STEP: usize = 32;
-/// The most registers of a lane that x takes. For more than `FEW_REGISTERS` in eight warps, those that copy and add
-/// give registers to the others. That needs instructions of one architecture alone, as products of warpgroups do.
+/// Maximum registers of a lane for x. With more than `FEW_REGISTERS` in eight warps, the warps that copy and add give
+/// registers to the others. That needs instructions of one architecture alone, as products of warpgroups do.
 const MAX_REGISTERS: usize = 176;
 const FEW_REGISTERS: usize = 80;
 /// Bytes of the sums that blocks leave, at most: those of more outputs do not stay in the level-2 cache.
@@ -53,7 +53,7 @@ const MAX_PARTIALS: usize = 24 << 20;
 /// Bytes of a stage, at most, and the padding of an output in it.
 const STAGE: usize = 42 << 10;
 const PADDING: usize = 64;
-/// The most stages in flight, and the fewest of a block that has more to do.
+/// Maximum stages in flight, and the minimum of a block that has more to do.
 const STAGES: usize = 6;
 const FEWEST_STAGES: usize = 2;
 /// Tiles whose sums there is room for.
@@ -184,7 +184,7 @@ impl LinearKernel for SkinnyDenseTma {
     }
 }
 
-/// Registers of a lane that x takes, of so many rows and inputs of a warp.
+/// Registers of a lane for x, with `rows` rows and `inputs` inputs of a warp.
 fn registers_of_x(rows: usize, inputs: usize) -> usize {
     rows / EIGHT * (inputs / STEP) * 4
 }

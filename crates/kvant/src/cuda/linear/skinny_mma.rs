@@ -27,7 +27,7 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout, OutParts::layout, SkinnyMmaParams::layout],
 };
 
-/// The most columns that the tokens of a block take: more would cost more in registers than reading W again does.
+/// Maximum columns of the tokens of a block: more would cost more in registers than reading W again does.
 const COLUMNS: usize = 16;
 /// Warps of a block, at most.
 const WARPS: usize = 8;
@@ -58,7 +58,7 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     fits.unwrap_or_else(|| within(call, weight, limits.busy_groups, (1, 1)))
 }
 
-/// The tiling with at most so many tiles and warps.
+/// The tiling with at most `tiles` tiles and `warps` warps.
 fn within(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
     let bits = if weight.bits == 0 { 16 } else { weight.bits as usize };
     let lane_bytes = LANE * bits / 8;
@@ -73,7 +73,7 @@ fn within(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_warps
     let enough = if call.rows > 1 { pairs * 8 >= busy_groups * 7 } else { pairs >= 2 * busy_groups };
     let tiles = if enough && call.experts.is_none() { max_tiles } else { 1 };
     let blocks = call.dims.outputs.div_ceil(tiles * TILE) * call.rows.div_ceil(tokens);
-    // Many blocks keep the device busy with fewer warps, each of which has more to do.
+    // Many blocks keep the device busy with fewer warps, and each warp has more to do.
     let warps = if blocks >= 6 * busy_groups { WARPS / 2 } else { WARPS }.min(max_warps);
     let warps = call.dims.inputs.div_ceil(SPAN).clamp(1, warps);
     let stage = 2 * tiles * lane_bytes * WARP + tokens * SPAN * call.x.dtype().size();
@@ -188,7 +188,7 @@ pub(super) mod tests {
         }
     }
 
-    /// What was measured is what the H200 gets.
+    /// The H200 gets the tiling that was measured.
     #[test]
     fn an_h200_has_the_best_shapes() {
         for call in calls() {

@@ -12,7 +12,7 @@ pub(super) const SPLITS: usize = 4;
 /// How the outputs, and the inputs of long rows, are divided.
 #[derive(Clone, Copy)]
 pub(super) struct Splits {
-    /// Blocks that have the same outputs and a part of the inputs each, and how many times so many there are.
+    /// Blocks that have the same outputs and a part of the inputs each, and the number of groups of such blocks.
     pub splits: usize,
     pub stretches: usize,
     /// Tiles of outputs of such blocks, at most.
@@ -24,7 +24,7 @@ impl Splits {
         self.stretches * self.splits
     }
 
-    /// Bytes of the sums of so many rows that blocks leave for the one that adds them up.
+    /// Bytes of the sums of `rows` rows that blocks leave for the one that adds them up.
     pub(super) fn partial_bytes(&self, rows: usize) -> usize {
         self.blocks() * self.tiles * TILE * rows * size_of::<f32>()
     }

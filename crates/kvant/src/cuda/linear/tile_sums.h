@@ -26,7 +26,7 @@ struct TileBarriers {
         return at + (2 * STAGES + SLOTS + slot) * 8;
     }
 
-    // One thread fills a buffer; so many empty it and leave sums, and so many read sums.
+    // One thread fills a buffer; `multiplying` threads empty it and leave sums; `adding` threads read sums.
     inline void init(uint multiplying, uint adding) const {
 #pragma unroll
         for (uint s = 0; s < STAGES; s++) {

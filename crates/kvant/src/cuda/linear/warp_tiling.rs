@@ -12,7 +12,7 @@ use crate::{
 /// Outputs of a tile.
 pub(super) const TILE: usize = 16;
 
-/// How the work is divided: a block has so many rows (`tokens`) and tiles of outputs, and its warps divide the inputs.
+/// How the work is divided: a block's rows (`tokens`) and tiles of outputs; its warps divide the inputs.
 pub(super) struct WarpTiling {
     pub tokens: usize,
     pub tiles: usize,
@@ -52,8 +52,8 @@ impl WarpTiling {
     }
 }
 
-/// The most scales (and as many biases) of a row of `inputs` that one load of 16 bytes or fewer may take, among the
-/// numbers that `suit` the kernel.
+/// Maximum scales (and biases) of a row of `inputs` that one load of 16 bytes or fewer may take, among the numbers that
+/// `suit` the kernel.
 pub(super) fn vector(weight: &Parts, inputs: usize, suit: impl Fn(usize) -> bool) -> usize {
     let Some(scales) = weight.scales else { return 1 };
     let each_row = inputs / weight.group as usize;

@@ -63,8 +63,8 @@ inline float2 turn_of(Rope rope, const RopeParams &params, uint position, uint i
     return turn;
 }
 
-// What the row's elements are multiplied with for a norm, in two steps, since squares and factors may be beyond float
-// where the result is not. Ends behind a barrier.
+// The factors of the row's elements for a norm, in two steps, since squares and factors may overflow float where the
+// result does not. Ends with a barrier.
 inline float2 norm_factors(const float *row, float *room, float squares, uint dim, float eps, Team team) {
     const float total = over_team<Sum>(squares, room, team);
     if (!is_nan_or_infinite(total) && (total >= 1e-24f || eps >= 1e-24f)) {
@@ -107,7 +107,7 @@ inline float load_head(float *row, const uchar *x, ulong start, uint dtype, uint
     return squares;
 }
 
-// What a thread needs, besides the row, for its first pairs, or elements where nothing is turned.
+// Operands of a thread, in addition to the row, for its first pairs, or for elements that are not rotated.
 constexpr uint FIRST = 2;
 struct Needed {
     float2 turns[FIRST];
@@ -186,7 +186,7 @@ inline void norm_rope_head(float *row, float *room, float squares, uint dim, Nor
         const uint j = first_of(rope, i);
         turn_pair(j, weight_of(norm, j), weight_of(norm, j + apart), turn_of(rope, params, position, i));
     }
-    // The others: behind the pairs, and with halves also between the two.
+    // Elements that are not rotated: after the pairs, and with halves also between the two.
     for (uint j = team.index; j < dim; j += team.size) {
         const bool turned = rope.layout == HALVES ? j < pairs || (j >= apart && j < apart + pairs) : j < 2 * pairs;
         if (!turned) {

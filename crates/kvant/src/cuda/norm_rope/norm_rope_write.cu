@@ -62,8 +62,8 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     constexpr uint dim = HEAD_DIM;
     const bool is_query = blockIdx.y < p.heads, is_key = !is_query && blockIdx.y < p.heads + kv_heads;
 #if IN_REGISTERS
-    // What the block has brought together, its first warp rotates and encodes. Tables never change: they are read
-    // ahead.
+    // The block's first warp rotates and encodes the rows that the block has collected. Tables never change: they are
+    // read ahead.
     constexpr uint K_WORDS = table_words(K_CODEC, COPIES), V_WORDS = table_words(V_CODEC, COPIES);
     __shared__ __align__(8) uint tables[(K_WORDS > V_WORDS ? K_WORDS : V_WORDS) + 2];
     const uint lane = threadIdx.x % LANES;
@@ -163,7 +163,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
         float y[PER];
         from_shared(y);
         rotate_row<PER, LANES>(y, signs, lane);
-        // The same code where both are encoded alike.
+        // One code for both if they are encoded alike.
         if (is_key || (K_CODEC == V_CODEC && K_STORED_NORM == V_STORED_NORM)) {
             encode<K_CODEC, K_STORED_NORM>(y, planes, place, scale, lane, tables);
         } else {

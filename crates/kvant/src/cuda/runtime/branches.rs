@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use crate::gpu::Launch;
 
-/// The most launches on each side of a branch.
+/// Maximum launches on each side of a branch.
 const MOST: usize = 12;
 /// The fewest launches on each side: a branch costs two dependencies between streams.
 const LEAST: usize = 2;
@@ -86,7 +86,7 @@ mod tests {
     fn two_chains_from_one_launch_run_concurrently() {
         let layer: [(&[usize], usize); 6] = [(&[0], 1), (&[1], 2), (&[2], 3), (&[1], 4), (&[4], 5), (&[3, 5], 6)];
         assert_eq!(found(&layer), [Branch { main: 1..3, side: 3..5 }]);
-        // Two such layers, of which the second begins where the first ends.
+        // Two layers as above: the second begins where the first ends.
         let second: [(&[usize], usize); 6] = [(&[6], 1), (&[1], 2), (&[2], 3), (&[1], 4), (&[4], 5), (&[3, 5], 6)];
         let both = [layer, second].concat();
         assert_eq!(found(&both), [Branch { main: 1..3, side: 3..5 }, Branch { main: 7..9, side: 9..11 }]);

@@ -168,7 +168,7 @@ impl Drop for NvrtcHandle {
     }
 }
 
-/// Gets a size, then so many bytes.
+/// Gets a size, then the bytes.
 fn fetch(
     program: nvrtcProgram,
     size_of: unsafe fn(nvrtcProgram, *mut usize) -> nvrtcResult,

@@ -20,7 +20,7 @@ use crate::{DType, gpu::Product};
 
 /// Bytes of scratch memory of a product.
 const WORKSPACE: usize = 32 << 20;
-/// The most plans that are kept. Every length of a prompt has its own.
+/// Maximum plans that are kept. Every length of a prompt has its own.
 const MAX_PLANS: usize = 1024;
 
 /// The library, with plans by shape.

@@ -112,7 +112,7 @@ pub(super) struct CudaDevice {
     pub driver_version: i32,
     pub multiprocessors: usize,
     pub threads_per_block: usize,
-    /// The most shared memory that a block can request.
+    /// Maximum shared memory that a block can request.
     pub shared_bytes: usize,
     pub memory_bytes: usize,
     /// Whether copies read pageable host memory in place, rather than a copy that the driver has made of it.
@@ -277,7 +277,7 @@ impl CudaDevice {
         }
     }
 
-    /// The error of too little memory for so many bytes.
+    /// The error of a failed allocation of `bytes` bytes.
     pub(super) fn out_of_memory(&self, bytes: usize) -> Error {
         Error::OutOfMemory { device: format!("cuda ({})", self.name), bytes }
     }
@@ -366,7 +366,7 @@ impl Drop for CudaEvent {
     }
 }
 
-/// Uploads of up to so many bytes are staged in page-locked memory: the driver may wait for the stream before it copies
+/// Maximum bytes of an upload that is staged in page-locked memory: the driver may wait for the stream before it copies
 /// other memory.
 const MAX_STAGED: usize = 1 << 20;
 
@@ -400,7 +400,7 @@ impl CudaMemory {
         if bytes.len() <= MAX_STAGED
             && let Some(staged) = self.gpu.locked.take(bytes.len())
         {
-            // SAFETY: the block has at least so many bytes, and nobody else uses it.
+            // SAFETY: the block holds at least `bytes.len()` bytes and is not shared.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), staged.address, bytes.len()) };
             let _turn = self.gpu.turn();
             // SAFETY: both ranges exist, and the block is not written before the event that is recorded below.
@@ -523,7 +523,7 @@ impl CudaFunction {
         Ok(CudaFunction(function))
     }
 
-    /// Whether the device can run a cluster of so many blocks, each with all the shared memory that a block can have.
+    /// Whether the device can run a cluster of `blocks` blocks, each with the maximum shared memory of a block.
     pub(super) fn fits_as_cluster(self, gpu: &CudaDevice, blocks: u32) -> Result<bool, DriverError> {
         use cu::{CUfunction_attribute::*, CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION};
         let _entered = gpu.enter()?;
@@ -620,7 +620,7 @@ impl SideStream {
         Ok(side)
     }
 
-    /// What comes next in this stream follows what is in `main` by now.
+    /// Later work in this stream follows the work already in `main`.
     pub(super) fn fork(&self, main: cu::CUstream) -> Result<(), DriverError> {
         // SAFETY: streams and event are alive.
         unsafe {
@@ -629,7 +629,7 @@ impl SideStream {
         }
     }
 
-    /// What comes next in `main` follows what is in this stream by now.
+    /// Later work in `main` follows the work already in this stream.
     pub(super) fn join(&self, main: cu::CUstream) -> Result<(), DriverError> {
         // SAFETY: as above.
         unsafe {
@@ -668,7 +668,7 @@ impl Drop for CudaGraph {
 mod tests {
     use super::*;
 
-    /// `None` where there is no GPU.
+    /// `None` without a GPU.
     fn gpu() -> Option<Arc<CudaDevice>> {
         CudaDevice::open(0).inspect_err(|why| eprintln!("{why}")).ok().map(Arc::new)
     }
@@ -738,7 +738,7 @@ mod tests {
         let mut locked = null_mut();
         // SAFETY: `locked` is what the function fills.
         unsafe { driver!(cuMemAllocHost_v2(&mut locked, len)) }.unwrap();
-        // SAFETY: it has so many bytes, which nobody else knows.
+        // SAFETY: it holds `len` bytes and is not shared.
         let locked_bytes = unsafe { std::slice::from_raw_parts_mut(locked.cast::<u8>(), len) };
         let mut ordinary = vec![0; len];
         for bytes in [&mut *locked_bytes, &mut ordinary[..]] {

@@ -72,7 +72,7 @@ fn write(folder: &Path, key: &str, code: &[u8]) -> std::io::Result<()> {
     written.inspect_err(|_| drop(fs::remove_file(&temporary)))
 }
 
-/// Splits off a counted part: a length of eight bytes, then so many bytes.
+/// Splits off a counted part: a length of eight bytes, then the bytes.
 fn take_counted(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (len, rest) = bytes.split_first_chunk::<8>()?;
     rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)

@@ -95,7 +95,7 @@ pub(super) struct CudaDownload {
 }
 
 impl CudaDownload {
-    /// A copy of so many bytes to `memory`, after which the event of `memory` has been recorded.
+    /// A copy of `bytes` bytes to `memory`, after which the event of `memory` has been recorded.
     pub(super) fn new(memory: LockedMemory, bytes: usize, gpu: Arc<CudaDevice>) -> CudaDownload {
         CudaDownload { memory: Some(memory), bytes, gpu }
     }
@@ -109,7 +109,7 @@ impl CudaDownload {
         let _entered = self.gpu.enter()?;
         // SAFETY: the event is alive.
         unsafe { driver!(cuEventSynchronize(memory.done)) }?;
-        // SAFETY: the copy is done, and the block has at least so many bytes, which nobody else uses.
+        // SAFETY: the copy has finished; the block holds at least `out.len()` bytes and is not shared.
         unsafe { std::ptr::copy_nonoverlapping(memory.address, out.as_mut_ptr(), out.len()) };
         Ok(())
     }

@@ -48,7 +48,7 @@ use crate::{
     gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Source, Transfer, Wait},
 };
 
-/// The most arguments of a kernel.
+/// Maximum arguments of a kernel.
 const ARGUMENTS: usize = 64;
 
 /// The variable that lowers the limits to those of `sm_80` or `sm_89`: a Hopper GPU then runs the kernels of these.
@@ -99,7 +99,7 @@ fn lowered(limits: Limits, shared_bytes: usize) -> Limits {
     Limits { threadgroup_bytes, warpgroup_products: false, clusters: false, ..limits }
 }
 
-/// What runs a launch: its kernel, or the library that computes the same product.
+/// How a launch runs: by its kernel, or by a library that computes the same product.
 enum Runner {
     Kernel(CudaFunction),
     Library(Arc<CublasLtPlan>),
@@ -233,7 +233,7 @@ impl Launcher {
         Ok(running)
     }
 
-    /// The same while `stream` is captured, with branches in a second stream.
+    /// As above, while `stream` is captured, with branches in a second stream.
     fn capture_all(&self, launches: &[(Launch, Runner)], stream: CUstream, side: &SideStream) -> Result<()> {
         let of_kernels: Vec<&Launch> = launches.iter().map(|(launch, _)| launch).collect();
         // The library has one workspace, and blocks of these operations may wait for all others of their grid, or of
@@ -312,7 +312,7 @@ impl Launcher {
             .map_err(|failure| fault(format!("{launch:?}: {failure}")))
     }
 
-    /// Loads the kernels of launches, or plans their products. What must be compiled is compiled on all cores.
+    /// Loads the kernels of launches, or plans their products. Missing kernels are compiled on all cores.
     fn prepare_all(&self, launches: Vec<Launch>) -> Result<Vec<(Launch, Runner)>> {
         let loaded: Vec<_> = launches.iter().map(|launch| self.loaded(launch)).collect();
         let mut missing: Vec<&Launch> = Vec::new();
@@ -326,7 +326,7 @@ impl Launcher {
             let next = AtomicUsize::new(0);
             let load = || {
                 while let Some(launch) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    // What fails is tried again below, and reported there.
+                    // A failure is repeated below, and reported there.
                     let _ = self.function(launch);
                 }
             };

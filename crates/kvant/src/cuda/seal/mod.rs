@@ -27,7 +27,7 @@ params! {
 static SOURCE: Source =
     Source { name: "seal.cu", text: include_str!("seal.cu"), headers: headers::ALL, layouts: &[SealParams::layout] };
 
-/// The most threads of a block, and the most sums of coordinates that its warps have.
+/// Maximum threads of a block, and maximum sums of coordinates of its warps.
 const MAX_THREADS: usize = 512;
 const MAX_SUMS: usize = 4096;
 
@@ -53,7 +53,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let sums = (threads / LANES * (3 * dim + 2) * size_of::<f32>()).next_multiple_of(16);
     let signs = if tiles { 2 * dim } else { 0 };
     let shared = |copies| (signs + table_bytes(spec, copies)).next_multiple_of(16) + sums;
-    // Registers allow for so many threads; long rows take more of them.
+    // Blocks of a multiprocessor that its registers allow; long rows take more registers.
     let at_once = match (tiles, dim) {
         (true, 512) => EIGHTS / threads,
         (false, 1024..) => 1,

@@ -1,4 +1,4 @@
-// The mean of a page's rotated vectors, of which each warp of a block has some.
+// The mean of a page's rotated vectors. The warps of a block share the vectors.
 #ifndef KVANT_CUDA_SEAL_PAGE_MEAN_H
 #define KVANT_CUDA_SEAL_PAGE_MEAN_H
 #include "codec/encode_rows.h"

@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     const KeyBias bias = {bias_pairs, bias_places, bias_starts, bias_steps};
     const Side side = is_key ? Side{k, {k_low, k_high, k_norms}, k_means, p.k_scale, true, bias}
                              : Side{v, {v_low, v_high, v_norms}, v_means, p.v_scale, false, bias};
-    // The same code where both are encoded alike.
+    // One code for both if they are encoded alike.
     if (is_key || (K_CODEC == V_CODEC && K_NORM == V_NORM)) {
         seal_side<K_CODEC, K_NORM>(p, pages, side, shared);
     } else {

@@ -100,7 +100,7 @@ inline uint entry_of(const AttendParams &p, const uint *table, const Item &item,
     return first < item.keys.end ? pages_of(p, table, item.sequence, item.gap).entry(first) : NONE;
 }
 
-// The concatenated units of which the cluster has a share, and the end of that.
+// The concatenated units that the cluster shares, and the end of the block's share.
 struct Stretch {
     // The items: in shared memory, or the only one.
     const Item *items;
@@ -181,7 +181,7 @@ struct Accumulators {
     }
 };
 
-// The scores of 16 keys, of which those `there` are visible; the new maxima; the weights.
+// The scores of 16 keys, masked except those in `there`; the new maxima; the weights.
 inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], Range there, Accumulators &acc) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr uint CHAINS = 4;

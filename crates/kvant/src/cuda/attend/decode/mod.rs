@@ -24,7 +24,7 @@ static SOURCE: Source = Source {
 pub(super) const UNIT: usize = 16;
 /// Fewer units are not worth a block.
 const MIN_UNITS: usize = 4;
-/// Beginning and ending a part of a work item takes as long as so many units.
+/// Beginning and ending a part of a work item takes as long as this number of units.
 const END_UNITS: usize = 6;
 /// Coordinates of a context's keys that are worth another cluster of [`MAX_CLUSTER`].
 const MIN_IN_CLUSTER: usize = 512 * 512;
@@ -75,7 +75,7 @@ impl AttendDecode {
         let bulk = limits.clusters
             && (cluster < MAX_CLUSTER || keys > MANY_KEYS)
             && (spec.order == HeadOrder::HeadMajor || spec.kv_heads == 1);
-        // Of the most warps that have two buffers each, with as many buffers as there is room for.
+        // The larger number of warps with two buffers each; then the maximum of buffers that fit.
         let (warps, buffers, shared_bytes) = [max_warps, max_warps / 2].into_iter().find_map(|warps| {
             let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
             (2..=most.clamp(2, MAX_BUFFERS)).rev().find_map(|buffers| {

@@ -37,7 +37,7 @@ struct Buffers {
         }
     }
 
-    // Begins to copy a unit's rows of a plane that begins at `plane`; zeros where there is no key. Over pages, `page`
+    // Begins to copy a unit's rows of a plane that begins at `plane`; missing keys become zeros. Over pages, `page`
     // holds the unit, or NONE.
     void fill(const AttendParams &p, const uchar *plane, Range keys, uint unit, uint page) {
         const uint first = in_units(keys).first + unit * TILE;

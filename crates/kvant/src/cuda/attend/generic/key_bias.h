@@ -8,8 +8,8 @@
 #include "attend/generic/layout.h"
 #include "device/fragments.h"
 
-// Leaves x and y of a query row, of which a lane holds coordinates lane, lane + 32 and so on before they are rotated,
-// scaled into the range of f16; returns the inverse scale. Absent rows are zeros. A warp calls it.
+// Leaves x and y of a query row, scaled into the range of f16; returns the inverse scale. Before the rotation a lane
+// holds coordinates lane, lane + 32 and so on. Absent rows are zeros. A warp calls it.
 inline float leave_products(const Buffers &b, const Shared &shared, uint r, uint head, const float (&q)[LANE_COORDS]) {
     const uint lane = threadIdx.x % 32;
     constexpr uint HALF_DIM = HEAD_DIM / 2, PAIRS = (HALF_DIM + 31) / 32;
@@ -43,7 +43,7 @@ inline float leave_products(const Buffers &b, const Shared &shared, uint r, uint
     return range.y;
 }
 
-// Adds to the raw products of 16 keys, the first of which is `key`, those of the queries and their bias.
+// Adds to the raw products of 16 keys, from `key` on, the products of the queries and the keys' bias.
 inline void add_bias(const Buffers &b, const Shared &shared, uint key, float (&s)[NT][4]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr uint HALF_DIM = HEAD_DIM / 2;

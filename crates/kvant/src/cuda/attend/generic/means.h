@@ -69,7 +69,7 @@ inline void multiply_means(const Buffers &b, const Shared &shared, const Segment
     }
 }
 
-// Adds to the raw products of 16 keys, the first of which is `key`, those of their page's mean.
+// Adds to the raw products of 16 keys, from `key` on, the product of their page's mean.
 inline void add_products(const Shared &shared, uint key, float (&s)[NT][4]) {
     const float *products = shared.products() + page_in_lot(key) * ROWS + threadIdx.x % 4 * 2;
 #pragma unroll

@@ -82,7 +82,7 @@ impl GenericOperand {
     }
 }
 
-/// What the kernel is compiled for.
+/// The constants of the compiled kernel.
 struct GenericTiling {
     k: GenericOperand,
     v: GenericOperand,
@@ -100,7 +100,7 @@ struct GenericTiling {
 }
 
 impl GenericTiling {
-    /// The best one for so many rows that fits into shared memory.
+    /// The best tiling for `rows` rows that fits into shared memory.
     fn new(
         k: GenericOperand,
         v: GenericOperand,
@@ -118,7 +118,7 @@ impl GenericTiling {
         levels
             .flat_map(|(level, row_tiles)| {
                 let shapes: &[[usize; 2]] = match (dim, row_tiles) {
-                    // Slices are multiples of 16 coordinates of which lanes load powers of two.
+                    // Slices are multiples of 16 coordinates; lanes load powers of two of them.
                     (80, _) => &[[5, 80], [5, 32]],
                     (96, _) => &[[6, 96], [6, 32]],
                     (112, _) => &[[7, 112], [7, 32]],
@@ -225,7 +225,7 @@ impl AttendGeneric {
             0 if items > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,
             splits => splits.min(MAX_SPLITS),
         };
-        // The most keys that a work item may see.
+        // Maximum keys that a work item may see.
         let seen = keys_of_tokens(call, tokens_of_sequence.max(1));
         let blocks = if splits == 0 {
             busy.min(pairs.saturating_mul(seen.div_ceil(tiling.tile) + 1))

@@ -27,9 +27,9 @@ struct Operand {
     static constexpr uint HIGH_PITCH = HIGH_ROW + HIGH_COPY;
     static constexpr uint BLOCKS = QUANTISED ? (DIM + 255) / 256 : 0;
 
-    // Centroids in shared memory, one copy for each lane so that lookups never share a bank; fewer where there is no
-    // room (LANE_COPIES). PAIRED: an entry is two f16 centroids, of both nibbles of a byte. Else it is one, split in
-    // two: the rounding in the low half, the rest above.
+    // Centroids in shared memory, one copy for each lane so that lookups never share a bank; fewer if memory is short
+    // (LANE_COPIES). PAIRED: an entry is two f16 centroids, of both nibbles of a byte. Else it is one, split in two:
+    // the rounding in the low half, the rest above.
     static constexpr bool PAIRED = CODEC == TQ4 && PARTS == 1;
     static constexpr uint ENTRIES = !QUANTISED ? 0 : PAIRED ? 256 : levels_of(CODEC);
     static constexpr uint TABLE_BYTES = ENTRIES * LANE_COPIES * 4;
@@ -151,8 +151,7 @@ struct Operand {
         }
     }
 
-    // The bits of the high plane of the 8 coordinates from `coord` (even) on, of which there are `8` or the rest of a
-    // byte.
+    // The bits of the high plane of the 8 coordinates from `coord` (even) on, or of the rest of a byte.
     static uint high_bits(const uchar *high, uint coord) {
         if constexpr (HIGH_BITS == 1) {
             return uint(high[coord / 8]) >> coord % 8;
@@ -164,7 +163,7 @@ struct Operand {
         }
     }
 
-    // What a lane holds of one key during a load's products.
+    // A lane's data of one key during a load's products.
     struct KeyWords {
         uint words[LOAD < 4 ? 1 : LOAD / 4];
         // Indices by eight coordinates, unless PAIRED.

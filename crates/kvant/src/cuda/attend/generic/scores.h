@@ -140,7 +140,7 @@ inline float largest_norm(const uchar *buffer, uint group, const bool (&seen)[2]
     return largest;
 }
 
-// Leaves the sums of the weights of 16 keys for columns 2t and 2t + 1 of a tile, of which each lane has a part.
+// Leaves the sums of the weights of 16 keys for columns 2t and 2t + 1 of a tile. Each lane has a part of a sum.
 inline void leave_masses(const Shared &shared, uint group, uint n, float2 mass) {
     const uint lane = threadIdx.x % 32;
     mass = make_float2(column_sum(mass.x), column_sum(mass.y));

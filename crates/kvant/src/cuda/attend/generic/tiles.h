@@ -160,7 +160,7 @@ inline void copy_norms(const AttendParams &p, const Planes &planes, const Segmen
     }
 }
 
-// Begins to copy the keys of a tile, with the norms of its values, or nothing where there is no such tile.
+// Begins to copy the keys of a tile, with the norms of its values; nothing for a missing tile.
 inline void copy_keys(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, uint tiles,
                       uint tile) {
     if (tile < tiles) {

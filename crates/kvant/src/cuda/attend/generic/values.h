@@ -61,8 +61,8 @@ inline uint keep_finite(uint pair) {
     return pair & (low | high);
 }
 
-// The same where a value is not finite: row by row, over the keys that the row sees, for 0 times infinity is not 0.
-// What is not finite meets the leading term alone, since terms differ in sign.
+// As above for values that are not finite: row by row, over the keys that the row sees, since 0 times infinity is NaN.
+// A value that is not finite meets the leading term alone, since terms differ in sign.
 inline void multiply_by_rows(const Buffers &b, const Shared &shared, const uchar *buffer, const Segment &segment, uint first,
                              Sums &sums) {
     const uint t = threadIdx.x % 4;

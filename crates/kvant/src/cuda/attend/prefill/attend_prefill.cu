@@ -40,7 +40,7 @@
 constexpr uint PRODUCER_REGISTERS = 40;
 constexpr uint CONSUMER_REGISTERS = 232;
 
-// What this thread sees of the keys of a sequence.
+// The keys of a sequence that this thread's rows see.
 inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Range keys,
                     uint sequence) {
     Seen seen;
@@ -120,7 +120,7 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
     });
 }
 
-// The same, tile by tile. CAREFUL: values may not be finite.
+// As above, tile by tile. CAREFUL: values may not be finite.
 template <bool CAREFUL>
 inline void attend_in_order(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
                             Copier &copier, Cursor &cursor, Accumulators &acc) {
@@ -360,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) uchar memory[];
     const RowEnds ends(sinks, earlier, earlier_ends, new_ends);
     const uint base = shared_address(memory);
-    // What wgmma.h needs; it always holds.
+    // wgmma.h needs this condition; it always holds.
     if (base % 1024 != 0) {
         __trap();
     }

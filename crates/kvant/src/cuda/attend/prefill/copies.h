@@ -4,8 +4,8 @@
 #define KVANT_CUDA_ATTEND_PREFILL_COPIES_H
 #include "attend/prefill/layout.h"
 
-// Copies chunk `chunk` of the keys or values from `first` on; zeros where there is no key, or no page holds it. `page`
-// is that of the lane's unit (entry_of_lane).
+// Copies chunk `chunk` of the keys or values from `first` on; missing keys, and keys that no page holds, become zeros.
+// `page` is that of the lane's unit (entry_of_lane).
 inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, uint first, uint chunk, bool of_values,
                        uint to, uint page) {
     constexpr uint PIECES = COLUMNS / 8;

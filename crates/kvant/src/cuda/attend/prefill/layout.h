@@ -35,8 +35,8 @@ static_assert(TILE % 16 == 0, "attend: tiles are made of products");
 constexpr uint WEIGHT_PIECES = (SCORED / 4 + 3) / 4;
 constexpr uint WEIGHTS = SHARED_ROWS ? WEIGHT_PIECES * CONSUMERS * 16 : 0;
 constexpr uint NUMBERS = SHARED_ROWS ? 2 * ROWS * 4 : 0;
-// If all warps copy: how many chunks are copied ahead of the one in use. That is one fewer than could be where there
-// are many, so that a warp that copies waits for no warp that is a chunk behind.
+// If all warps copy: chunks that are copied ahead of the one in use. With more than two stages it is one fewer than
+// possible, so that a warp that copies waits for no warp that is a chunk behind.
 constexpr uint COPIES_AHEAD = STAGES > 2 ? STAGES - 2 : 1;
 // Each of the four warps that only copy fills or checks a buffer at most one lap late. Consumers hold the last chunk of
 // a tile's keys and all chunks of the previous tile's values. If all warps copy, they may hold all chunks of a tile's
@@ -56,7 +56,7 @@ constexpr uint AT_WEIGHTS = AT_ITEMS + ITEMS * ITEM_BYTES;
 constexpr uint AT_NUMBERS = AT_WEIGHTS + WEIGHTS;
 static_assert(AT_NUMBERS + NUMBERS == SHARED_BYTES, "attend: the shared memory that Rust asks for");
 
-// What the block knows of an item.
+// The block's data of an item.
 struct ItemState {
     // Its number (Item); NONE behind the last.
     uint number;
@@ -112,7 +112,7 @@ struct Item {
     uint pair;
     uint part;
 
-    // The last items, which see the most keys, come first.
+    // The last items come first: they see more keys than others.
     Item(const AttendParams &p, uint work) {
         pair = SPLIT ? work / p.splits : work;
         part = SPLIT ? work % p.splits : 0;
@@ -146,7 +146,7 @@ inline void meet_partner() {
     meet(4 + threadIdx.x / 32 % 4, 64);
 }
 
-// What ordinary stores and copies have written, products of warpgroups may read.
+// Products of warpgroups may read the results of earlier ordinary stores and copies.
 inline void show_to_products() {
     if constexpr (WARPGROUP_PRODUCTS) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -180,7 +180,7 @@ inline void keep_share(const AttendParams &p, const Shared &shared, uint part) {
     }
 }
 
-// Finds the item's tokens and keys, by at least TOKENS threads, of which this one is `thread`; they meet by meet().
+// Finds the item's tokens and keys, by at least TOKENS threads; this one is `thread`. They meet by meet().
 template <typename Meet>
 inline void load_item(const AttendParams &p, const Shared &shared, const Item &item, const uint *positions,
                       const uint *sequence, const uint *lens, uint thread, Meet meet) {

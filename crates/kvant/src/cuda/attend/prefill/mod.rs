@@ -39,7 +39,7 @@ pub(super) struct AttendPrefill {
     /// Query rows of a work item.
     rows: usize,
     items: usize,
-    /// The most tokens of a work item.
+    /// Maximum tokens of a work item.
     item_tokens: usize,
     /// Items whose tokens a block knows: with two, it begins the next one while it finishes one.
     known_items: usize,
@@ -172,7 +172,7 @@ impl AttendPrefill {
             }
         };
         let launch = launch.params(14, &params);
-        // How many shares of an item have arrived, where there are several; and how many shares blocks have taken.
+        // Counters: arrived shares of each item, if it has several; and shares that blocks have taken.
         let arrivals = if self.splits > 1 { self.shares / self.splits } else { 0 };
         let launch = match arrivals + usize::from(self.shares > self.blocks) {
             0 => launch,
@@ -188,7 +188,8 @@ impl AttendPrefill {
     }
 }
 
-/// The most tokens of a work item, a multiple of four: its rows may begin and end in the middle of a token's.
+/// Maximum tokens of a work item, rounded up to a multiple of four: its rows may begin and end in the middle of a
+/// token's.
 fn item_tokens(rows: usize, group: usize) -> usize {
     let most = if rows.is_multiple_of(group) { rows / group } else { rows.div_ceil(group) + 1 };
     most.min(rows).next_multiple_of(4)
@@ -197,7 +198,7 @@ fn item_tokens(rows: usize, group: usize) -> usize {
 /// Bytes of shared memory: the sum that `layout.h` computes.
 fn shared_bytes(head_dim: usize, rows: usize, [items, tokens]: [usize; 2], tile: usize, stages: usize) -> usize {
     let chunk = tile * if head_dim == 512 { 128 } else { head_dim } * 2;
-    // What the two warpgroups exchange: weights, at least 16 bytes of a thread, and a number of each row.
+    // The two warpgroups exchange weights, at least 16 bytes of a thread, and a number of each row.
     let exchanged = if head_dim == 512 { 32 * CONSUMERS * tile.max(32) / 2 + rows * 8 } else { 0 };
     rows * head_dim * 2 + stages * (chunk + 16) + items * (16 + tokens * 20 + 32) + exchanged
 }

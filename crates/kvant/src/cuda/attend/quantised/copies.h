@@ -38,7 +38,7 @@ struct Group {
     }
 };
 
-// What a lane copies: its bytes of the first row, the first row's norms, all of the warp's block.
+// The bytes that a lane copies: its bytes of the first row, the first row's norms, all of the warp's block.
 struct Sources {
     const uchar *k_low;
     const uchar *k_high;
@@ -50,7 +50,7 @@ struct Sources {
     uint row_slot;
 };
 
-// One instruction, of which the compiler makes three.
+// One instruction. The compiler would make three.
 template <uint BYTES>
 inline const uchar *row_at(const uchar *first, uint row_slot, uint slot) {
     const uchar *row;
@@ -86,7 +86,7 @@ using Values = ValueCodes[4];
 // Norms of the keys or values g and g + 8 of a group.
 using Norms = uint[2];
 
-// What a warp has of a group in shared memory.
+// A warp's shared memory of a group.
 struct Box {
     uchar *at;
 
@@ -100,7 +100,7 @@ struct Box {
             copy_async<4>(to + lane * 4, row_at<4 * BLOCKS>(from.norms + group.moved(), from.row_slot, group.slot_of(p, lane % KEYS)),
                           group.is_held());
         } else if (lane % KEYS < 2 * BLOCKS) {
-            // Halves, 8 at a time, of which those of a page's group follow one another.
+            // Halves, 8 at a time. The 8 of a page's group follow one another.
             copy_async<16>(to + lane / KEYS * (KEYS * 4) + lane % KEYS * 16,
                            from.norms + group.moved() + group.slot * (2 * BLOCKS) + lane % KEYS * 16, group.is_held());
         }

@@ -6,7 +6,7 @@
 #define KVANT_CUDA_ATTEND_QUANTISED_GATHER_H
 #include "attend/quantised/layout.h"
 
-// The most parts: their ends are in shared memory.
+// Maximum parts: their ends are in shared memory.
 constexpr uint MAX_GATHERED = MAX_MERGE * ROWS;
 // Threads with every SIDES-th part of the same four coordinates.
 constexpr uint SIDES = THREADS / ROW_QUADS;

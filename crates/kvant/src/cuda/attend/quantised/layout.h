@@ -67,7 +67,7 @@ constexpr uint BYTES_AFTER = SHARED_BYTES - TABLES_AT - TABLES;
 static_assert(AT_SUMS < AT_END && TABLES_AT + TABLES + (WARPS - BOXES_BEFORE) * BOX <= SHARED_BYTES, "attend: shared memory");
 constexpr bool SUMS_AFTER = BYTES_AFTER > BYTES_BEFORE;
 constexpr uint SUMS_BYTES = SUMS_AFTER ? BYTES_AFTER : BYTES_BEFORE;
-// So many products of all warps are merged at a time.
+// Products of all warps that are merged at a time.
 constexpr uint MERGED = SUMS_BYTES >= WARPS * PRODUCTS * 512       ? PRODUCTS
                         : SUMS_BYTES >= WARPS * PRODUCTS / 2 * 512 ? PRODUCTS / 2
                         : SUMS_BYTES >= WARPS * PRODUCTS / 4 * 512 ? PRODUCTS / 4
@@ -128,7 +128,7 @@ struct State {
     }
 };
 
-// The same for the rows that this block has of a cluster's state, where the warps' sums were.
+// As above, for the rows that this block has of a cluster's state, in the place of the warps' sums.
 struct Merged {
     float *o() const {
         return reinterpret_cast<float *>(sums_of_warps());

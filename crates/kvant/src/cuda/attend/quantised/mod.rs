@@ -28,7 +28,7 @@ pub(super) const K_LANES: usize = 4;
 const V_LANES: usize = 8;
 /// Keys of a tile, the unit in which keys are divided among clusters.
 const TILE: usize = 64;
-/// Beginning and ending a part of a work item takes as long as so many tiles.
+/// Beginning and ending a part of a work item takes as long as this number of tiles.
 const END_TILES: usize = 10;
 /// Contexts that one cluster reads fast enough.
 const CLUSTER_TILES: usize = 2048 / TILE + 1;
@@ -42,15 +42,15 @@ const COPIES: [usize; 3] = [32, 16, 8];
 const LOT: usize = 8;
 /// `MAX_MERGE` of `work.h`.
 const MAX_MERGE: usize = 24;
-/// The most parts that blocks wait for.
+/// Maximum parts that blocks wait for.
 const MAX_GATHERED: usize = MAX_MERGE * MAX_GROUP;
 
 /// How the kernel uses registers: what was fastest for a head size and a codec.
 #[derive(Clone, Copy)]
 struct QuantisedTuning {
-    /// Fewer where shared memory has no room for so many.
+    /// Fewer if shared memory is too small.
     warps: usize,
-    /// Operands of so many pairs of products stay in registers.
+    /// Pairs of products whose operands stay in registers.
     queries_held: u32,
 }
 
@@ -73,7 +73,7 @@ impl QuantisedTuning {
 enum TableLayout {
     /// An address takes one instruction.
     Wide { fives_in_pairs: bool },
-    /// Every entry is stored once, with so many copies: 2 to 64 KiB a table. An address takes two instructions.
+    /// Every entry is stored once, with `copies` copies: 2 to 64 KiB a table. An address takes two instructions.
     Compact { copies: usize },
 }
 
@@ -82,7 +82,7 @@ impl TableLayout {
     const WIDE: [TableLayout; 2] =
         [TableLayout::Wide { fives_in_pairs: true }, TableLayout::Wide { fives_in_pairs: false }];
 
-    /// Bytes of both tables, and the address where they begin, in so many bytes of shared memory.
+    /// Bytes of both tables, and the address where they begin, in `shared_bytes` bytes of shared memory.
     fn place(self, bits: [u32; 2], shared_bytes: usize) -> Option<(usize, usize)> {
         match self {
             TableLayout::Wide { fives_in_pairs } => Some((table_bytes(bits, fives_in_pairs), WIDE_TABLES_AT)),
@@ -116,7 +116,7 @@ pub(super) struct AttendQuantised {
 }
 
 impl AttendQuantised {
-    /// For keys and values of so many `bits`; None if the tables do not fit into shared memory.
+    /// For keys and values of `bits` bits; None if the tables do not fit into shared memory.
     pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendQuantised> {
         let heads = HeadShares::of_decode(call);
         let pairs = pairs(call);
@@ -255,8 +255,8 @@ fn has_means(call: &Call) -> bool {
     spec.k.is_centred() || spec.v.is_centred()
 }
 
-/// Whether everything fits into so many bytes of shared memory, with tables in this layout and with `means_bytes` for
-/// each warp: the sums that `layout.h` computes.
+/// Whether everything fits into shared memory, with tables in this layout and with `means_bytes` for each warp: the
+/// sums that `layout.h` computes.
 fn fits(
     head_dim: usize,
     bits: [u32; 2],

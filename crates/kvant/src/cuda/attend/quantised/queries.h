@@ -52,7 +52,7 @@ inline void load_queries(const AttendParams &p, const Buffers &b, uint token, ui
 // The B operands of two products at a time: the first QUERIES_HELD from registers, the others from shared memory.
 struct Queries {
     const uint4 *shared;
-    // Whether the lane's head exists. The others' zeros are not read.
+    // Whether the lane's head exists. Zeros of missing heads are not read.
     bool there;
     uint4 held[QUERIES_HELD > 0 ? QUERIES_HELD : 1];
 

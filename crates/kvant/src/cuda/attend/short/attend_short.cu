@@ -73,7 +73,7 @@ inline void copy(const AttendParams &p, const uchar *plane, uint slot, uint rows
     }
 }
 
-// The same over pages.
+// As above, over pages.
 inline void copy_from_pages(const RowsInPages &rows, const uchar *plane, uint to, uint barrier) {
     rows.each_page([&](uint row, uint page, uint slot, uint count) {
         copy_bulk(to + row * ROW, plane + page_bytes_or_zero(page) + slot * ROW, count * ROW, barrier);

@@ -27,7 +27,7 @@ static SOURCE: Source = Source {
 const TABLES_AT: usize = 1 << 10;
 /// Coordinates of a warp.
 const SLICE: usize = 64;
-/// Positions of the smallest pages around whose means the kernel reads, and the most pages that a block has keys of.
+/// Positions of the smallest pages around whose means the kernel reads, and maximum pages of a block's keys.
 const MIN_PAGE: usize = 32;
 const MAX_PAGES: usize = 8;
 
@@ -44,8 +44,8 @@ pub(super) struct AttendShortQuantised {
 }
 
 impl AttendShortQuantised {
-    /// For keys and values of so many `bits`; None if a block has too little shared memory, if rows of a plane cannot
-    /// be copied 16 bytes at a time, or if pages with means are too small.
+    /// For keys and values of `bits` bits; None if a block has too little shared memory, if rows of a plane cannot be
+    /// copied 16 bytes at a time, or if pages with means are too small.
     pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendShortQuantised> {
         let heads = HeadShares::of_decode(call);
         if !bits.into_iter().all(|bits| (call.head_dim * high_bits(bits) / 8).is_multiple_of(16)) {

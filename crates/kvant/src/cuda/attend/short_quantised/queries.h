@@ -11,7 +11,7 @@ using KeyCodes = Codes<K_CODEC, 4>;
 using KeyTable = Table<K_CODEC>;
 constexpr int LOG2_DIM = 6 + (HEAD_DIM > 64) + (HEAD_DIM > 128) + (HEAD_DIM > 256);
 
-// What a transform is multiplied by to be a rotation.
+// The factor that makes a transform a rotation.
 inline float norm_of_rotation() {
     return 1.0f / sqrtf(float(HEAD_DIM));
 }

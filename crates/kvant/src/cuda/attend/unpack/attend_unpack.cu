@@ -1,7 +1,7 @@
 // attend_unpack: decodes the keys or values that the tokens of a call see, from the pages of a pool to dense bf16 pages
 // of as many positions.
 //
-// out: pages [slots, slot_pages] of [Hk, PAGE_KEYS, D]. Those of a sequence begin with the page that has the first
+// out: pages [slots, slot_pages] of [Hk, PAGE_KEYS, D]. The pages of a sequence begin with the one that has the first
 // position that any of its tokens sees (attend_unpack_ranges.cu). TABLE: also writes their page table [S, page_width];
 // a page that is not unpacked has the entry NONE. UNROTATE: quantised vectors are rotated back.
 // KEY_BIAS: keys get the bias that they are stored without.
@@ -17,7 +17,7 @@
 
 struct AttendUnpackParams {
     AttendParams attend;
-    // Sequences, and pages of each, that there is room for.
+    // Sequences, and pages of each, for which memory is allocated.
     uint slots;
     uint slot_pages;
 };

@@ -1,7 +1,7 @@
-// attend_unpack_ranges: finds which positions of which sequences the tokens of a call see.
+// attend_unpack_ranges: finds the positions that the tokens of a call see, by sequence.
 //
 // ranges [S, 3]: for each sequence its slot, the first position that one of its tokens sees, and the end of these
-// positions. Sequences of which tokens see something have slots from 0 on, in their order; others have NONE. One block;
+// positions. Sequences whose tokens see a position have slots from 0 on, in their order; others have NONE. One block;
 // its threads share the tokens, then the sequences.
 #include "attend/work.h"
 

@@ -36,7 +36,7 @@ static UNPACK: Source = Source {
 const WARPS: usize = 8;
 /// Warps of the block that finds the ranges.
 const RANGE_WARPS: usize = 32;
-/// The most bytes of decoded keys, and of decoded values.
+/// Maximum bytes of decoded keys, and of decoded values.
 const MAX_BYTES: usize = 1 << 30;
 
 /// Decoded pages.

@@ -8,7 +8,7 @@
 // The parameters of both kernels.
 struct GemmAffineWgmmaParams {
     LinearParams linear;
-    // Tiles of rows, fewer of which may exist with experts, and tiles of outputs.
+    // Tiles of rows (with experts, the maximum), and tiles of outputs.
     uint row_tiles;
     uint output_tiles;
     OutParts parts;

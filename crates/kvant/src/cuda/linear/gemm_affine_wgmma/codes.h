@@ -3,8 +3,8 @@
 #define KVANT_CUDA_LINEAR_BATCH_CODES_H
 #include "linear/gemm_affine_wgmma/layout.h"
 
-// What is added to codes: the lowest of seven bits behind the exponent of 128 counts 1. Codes of 8 bits are counted
-// from their middle.
+// Offset of codes. The lowest of seven bits below the exponent of 128 counts 1. Codes of 8 bits are counted from their
+// middle.
 constexpr bool EXACT = OUT_DTYPE == F32 && BITS != 8;
 constexpr float OFFSET = BITS == 8 ? -128 : EXACT ? 0 : 128;
 constexpr uint MINUS_OFFSET = BITS == 8 ? 0x43004300 : 0xC300C300;
@@ -22,7 +22,7 @@ inline uint pair_of(const uint (&w)[4], uint i) {
         return masked(w[i / 4] >> i % 4 * 4, 0x000F000F);
     }
     if (BITS == 6) {
-        // 24 bits, from bit 24 (i / 2) on, of which the pair has bits 0 and 12, or 6 and 18.
+        // 24 bits, from bit 24 (i / 2) on. The pair has bits 0 and 12, or 6 and 18.
         const uint quad = i / 2;
         const uint four = quad == 0 ? w[0] : quad == 1 ? __funnelshift_r(w[0], w[1], 24) : quad == 2 ? __funnelshift_r(w[1], w[2], 16)
                                                                                                   : w[2] >> 8;

@@ -1,11 +1,12 @@
-// What linear_gemm_affine_wgmma.cu has in shared memory, and how its blocks divide the work.
+// The shared memory of linear_gemm_affine_wgmma.cu, and how its blocks divide the work.
 #ifndef KVANT_CUDA_LINEAR_BATCH_LAYOUT_H
 #define KVANT_CUDA_LINEAR_BATCH_LAYOUT_H
 #include "linear/gemm_affine_wgmma/chunk.h"
 
 constexpr uint OUTPUTS = 256 / HALVES;
 constexpr uint PRODUCERS = 128;
-// Tiles of 64 outputs that a warpgroup multiplies. Registers suffice for so many sums with fewer warpgroups.
+// Tiles of 64 outputs that a warpgroup multiplies. With many rows, fewer warpgroups leave registers for the sums of
+// two.
 constexpr uint TILES = ROWS <= 64 ? 1 : 2;
 constexpr uint CONSUMERS = 512 / TILES;
 constexpr uint THREADS = PRODUCERS + CONSUMERS;

@@ -30,16 +30,16 @@ const fn source(name: &'static str, text: &'static str) -> Source {
     Source { name, text, headers: headers::ALL, layouts }
 }
 
-/// Inputs of a block, and outputs of a tile, of which there are half as many where chunks have halves.
+/// Inputs of a block, and outputs of a tile, halved if chunks have halves.
 const BLOCK: usize = 64;
 const OUTPUTS: usize = 256;
 /// Blocks of a chunk, and the fewest chunks for which there must be room in shared memory.
 const DEPTHS: [(usize, usize); 2] = [(4, 3), (2, 2)];
-/// The same where each warpgroup multiplies half of a chunk's inputs.
+/// As above, if each warpgroup multiplies half of a chunk's inputs.
 const DEPTHS_OF_HALVES: [(usize, usize); 2] = [(8, 3), (6, 3)];
-/// The most rows for which that is faster, by codes of 4 bits: longer pieces of rows are read faster, and x is read for
-/// half as many outputs at a time. Small matrices, up to so many weights, gain from smaller tiles with more rows, too:
-/// fewer blocks share one.
+/// Maximum rows for which that is faster, by codes of 4 bits: longer pieces of rows are read faster, and x is read for
+/// half the outputs at a time. Small matrices, up to this number of weights, gain from smaller tiles with more rows,
+/// too: fewer blocks share one.
 const MAX_HALVES: usize = 16;
 const SMALL: usize = 1 << 24;
 /// Spans of inputs for whose scales there is room.
@@ -52,11 +52,11 @@ const WARPGROUP: usize = 128;
 const MAX_CODES: usize = 32;
 /// Rows up to which there are four warpgroups that multiply; of more rows, there are two with twice the work.
 const FOUR_WARPGROUPS: usize = 64;
-/// The most chunks in shared memory.
+/// Maximum chunks in shared memory.
 const MAX_STAGES: usize = 8;
 /// Rows of a block of `linear_gemm_affine_wgmma_arrange`, or of all blocks of inputs that it has.
 const ARRANGED_ROWS: usize = 32;
-/// So many chunks more than without idle multiprocessors, in each block, and clusters are not worth it.
+/// Clusters do not pay if they give each block this number of chunks more than without idle multiprocessors.
 const MAX_LONGER: usize = 8;
 
 /// How the work is divided.
