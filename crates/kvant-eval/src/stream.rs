@@ -3,7 +3,7 @@
 /// The line between two documents of a text file.
 const SEPARATOR: &str = "<|doc|>";
 
-/// The documents of a text: the parts between lines that contain only [`SEPARATOR`], trimmed. Empty documents are
+/// The documents of a text: the parts between lines that contain only `SEPARATOR`, trimmed. Empty documents are
 /// omitted.
 pub fn documents(text: &str) -> Vec<String> {
     let mut documents = vec![String::new()];

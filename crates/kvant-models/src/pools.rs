@@ -4,7 +4,7 @@ use kvant::{CacheLayer, Codec, DType, PoolSpec};
 
 use crate::{BlockSpec, CacheCodecs, DecoderSpec, KvCodec, Result};
 
-/// Options of [`Model::new_pool`].
+/// Options of [`Model::new_pool`](crate::Model::new_pool).
 #[derive(Clone, Debug)]
 pub struct PoolOptions {
     /// The codecs of keys and values.
