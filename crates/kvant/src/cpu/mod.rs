@@ -12,9 +12,11 @@ mod all_gather;
 mod all_reduce;
 mod argmax;
 mod attend;
+mod causal_conv;
 mod convert;
 mod copy;
 mod cores;
+mod delta_rule;
 mod elements;
 mod embed;
 mod gate;
@@ -125,7 +127,9 @@ impl HostExecutor for Cpu {
             Call::AllReduce(call) => all_reduce::run(self, call)?,
             Call::Argmax(call) => argmax::run(self, call),
             Call::Attend(call) => attend::run(self, call),
+            Call::CausalConv(call) => causal_conv::run(self, call),
             Call::Copy(call) => copy::run(self, call),
+            Call::DeltaRule(call) => delta_rule::run(self, call),
             Call::Embed(call) => embed::run(self, call),
             Call::Gate(call) => gate::run(self, call),
             Call::Hadamard(call) => hadamard::run(self, call),

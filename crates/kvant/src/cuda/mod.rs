@@ -20,8 +20,10 @@ mod all_gather;
 mod all_reduce;
 mod argmax;
 mod attend;
+mod causal_conv;
 mod codec;
 mod copy;
+mod delta_rule;
 mod embed;
 #[cfg(feature = "cuda")]
 mod entry;
@@ -171,7 +173,9 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::AllReduce(call) => all_reduce::build(call, b),
         Call::Argmax(call) => argmax::build(call, b),
         Call::Attend(call) => attend::build(call, b),
+        Call::CausalConv(call) => causal_conv::build(call, b),
         Call::Copy(call) => copy::build(call, b),
+        Call::DeltaRule(call) => delta_rule::build(call, b),
         Call::Embed(call) => embed::build(call, b),
         Call::Gate(call) => gate::build(call, b),
         Call::Hadamard(call) => hadamard::build(call, b),

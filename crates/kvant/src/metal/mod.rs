@@ -11,7 +11,9 @@ mod argmax;
 mod attend;
 #[cfg(any(target_os = "macos", test))]
 mod buffer_pool;
+mod causal_conv;
 mod copy;
+mod delta_rule;
 mod embed;
 mod gate;
 mod hadamard;
@@ -63,7 +65,9 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::AllReduce(call) => all_reduce::build(call, b),
         Call::Argmax(call) => argmax::build(call, b),
         Call::Attend(call) => attend::build(call, b),
+        Call::CausalConv(call) => causal_conv::build(call, b),
         Call::Copy(call) => copy::build(call, b),
+        Call::DeltaRule(call) => delta_rule::build(call, b),
         Call::Embed(call) => embed::build(call, b),
         Call::Gate(call) => gate::build(call, b),
         Call::Hadamard(call) => hadamard::build(call, b),

@@ -4,11 +4,16 @@ use crate::{DType, Device, Error, Result, Tensor};
 
 /// Checks that the tensor has exactly these dimensions; the error message uses their names.
 pub(crate) fn shape(op: &'static str, arg: &'static str, tensor: &Tensor, dims: &[(&str, usize)]) -> Result<()> {
-    if tensor.shape().iter().copied().eq(dims.iter().map(|d| d.1)) {
+    dims_are(op, arg, tensor.shape(), dims)
+}
+
+/// As [`shape`], for the dimensions of something that is no tensor.
+pub(crate) fn dims_are(op: &'static str, arg: &'static str, got: &[usize], dims: &[(&str, usize)]) -> Result<()> {
+    if got.iter().copied().eq(dims.iter().map(|d| d.1)) {
         return Ok(());
     }
     let named: Vec<String> = dims.iter().map(|(name, n)| format!("{name} {n}").trim_start().to_string()).collect();
-    Err(Error::Shape { op, arg, expected: format!("[{}]", named.join(", ")), got: tensor.shape().to_vec() })
+    Err(Error::Shape { op, arg, expected: format!("[{}]", named.join(", ")), got: got.to_vec() })
 }
 
 /// Returns the tensor's dimensions if it has `N` of them.
@@ -18,12 +23,18 @@ pub(crate) fn rank<const N: usize>(
     tensor: &Tensor,
     names: [&str; N],
 ) -> Result<[usize; N]> {
-    tensor.shape().try_into().map_err(|_| Error::Shape {
-        op,
-        arg,
-        expected: format!("[{}]", names.join(", ")),
-        got: tensor.shape().to_vec(),
-    })
+    rank_of(op, arg, tensor.shape(), names)
+}
+
+/// As [`rank`], for the dimensions of something that is no tensor.
+pub(crate) fn rank_of<const N: usize>(
+    op: &'static str,
+    arg: &'static str,
+    got: &[usize],
+    names: [&str; N],
+) -> Result<[usize; N]> {
+    let expected = || format!("[{}]", names.join(", "));
+    got.try_into().map_err(|_| Error::Shape { op, arg, expected: expected(), got: got.to_vec() })
 }
 
 pub(crate) fn dtype(op: &'static str, arg: &'static str, tensor: &Tensor, want: DType) -> Result<()> {

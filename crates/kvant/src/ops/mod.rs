@@ -85,6 +85,8 @@
 //! | [`all_reduce`](all_reduce()) | | f32, in the order of ranks | none | the same bits on all ranks, in every run |
 //! | [`embed`](embed()) | | none | none | |
 //! | [`add`](add()), [`add_bias`](add_bias()) | | f32 | none | |
+//! | [`causal_conv`](causal_conv()) | | f32 | none | g = 4 |
+//! | [`delta_rule`](delta_rule()) | | f32 | none | g = 4, for the state as well |
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
@@ -107,8 +109,10 @@ pub(crate) mod all_reduce;
 pub(crate) mod argmax;
 pub mod attend;
 pub(crate) mod blocks;
+pub(crate) mod causal_conv;
 pub(crate) mod check;
 pub(crate) mod copy;
+pub(crate) mod delta_rule;
 pub(crate) mod embed;
 pub(crate) mod gate;
 pub(crate) mod hadamard;
@@ -122,6 +126,8 @@ pub(crate) mod rms_norm;
 pub(crate) mod sample;
 pub(crate) mod seal;
 pub(crate) mod softcap;
+pub(crate) mod state_runs;
+pub(crate) mod state_slots;
 
 pub use add::{Add, add};
 pub use add_bias::{AddBias, add_bias};
@@ -130,7 +136,9 @@ pub use all_reduce::{AllReduce, all_reduce};
 pub use argmax::{Argmax, argmax};
 pub use attend::{Attend, Explanation, Query, attend, explain};
 pub use blocks::{BlockFormat, Blocks, FloatFormat, ScaledFloats};
+pub use causal_conv::{CausalConv, causal_conv};
 pub use copy::copy;
+pub use delta_rule::{DeltaRule, delta_rule};
 pub use embed::{Embed, embed};
 pub use gate::{Activation, Columns, Gate, gate};
 pub use hadamard::{Hadamard, hadamard};
@@ -143,6 +151,8 @@ pub use norm_rope_write::{NormRopeWrite, norm_rope_write};
 pub use rms_norm::{NextNorm, Residual, RmsNorm, rms_norm};
 pub use sample::{Sample, SampleRow, sample};
 pub use softcap::{Softcap, softcap};
+pub use state_runs::StateRuns;
+pub use state_slots::StateSlots;
 
 use crate::{
     Result, Step,
@@ -205,7 +215,9 @@ calls! {
     AllReduce(all_reduce),
     Argmax(argmax),
     Attend(attend),
+    CausalConv(causal_conv),
     Copy(copy),
+    DeltaRule(delta_rule),
     Embed(embed),
     Gate(gate),
     Hadamard(hadamard),

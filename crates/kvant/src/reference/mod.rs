@@ -19,7 +19,9 @@ mod all_reduce;
 mod argmax;
 mod attend;
 mod blocks;
+mod causal_conv;
 mod copy;
+mod delta_rule;
 mod embed;
 mod gate;
 mod hadamard;
@@ -71,7 +73,9 @@ impl HostExecutor for Reference {
             Call::AllReduce(call) => all_reduce::run(call)?,
             Call::Argmax(call) => argmax::run(call),
             Call::Attend(call) => attend::run(call),
+            Call::CausalConv(call) => causal_conv::run(call),
             Call::Copy(call) => copy::run(call),
+            Call::DeltaRule(call) => delta_rule::run(call),
             Call::Embed(call) => embed::run(call),
             Call::Gate(call) => gate::run(call),
             Call::Hadamard(call) => hadamard::run(call),

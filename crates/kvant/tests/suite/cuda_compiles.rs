@@ -12,9 +12,9 @@ use kvant::{
     gpu,
     ops::{
         self, Activation, Add, AddBias, Affine, AllGather, AllReduce, Angles, Argmax, Attend, BlockFormat, Blocks,
-        Columns, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide,
-        KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope,
-        Sample, ScaledFloats, Softcap, Weight,
+        CausalConv, Columns, DeltaRule, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard,
+        HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout,
+        Residual, RmsNorm, Rope, Sample, ScaledFloats, Softcap, StateRuns, StateSlots, Weight,
     },
 };
 
@@ -572,6 +572,26 @@ fn zeros(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     Tensor::zeros(device, dtype, shape)
 }
 
+/// The operations with a state per sequence.
+fn recurrent(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
+    let runs = StateRuns::new(device, &[(0, 0, 3)])?;
+    for (taps, state, has_bias) in [(3, dtype, true), (4, DType::F32, false)] {
+        let (x, out) = (zeros(device, dtype, &[3, 64])?, zeros(device, dtype, &[3, 64])?);
+        let (weight, bias) = (zeros(device, dtype, &[64, taps])?, zeros(device, dtype, &[64])?);
+        let state = StateSlots::new(&zeros(device, state, &[1, taps - 1, 64])?)?;
+        let args = CausalConv::new(&x, &weight, &state, &runs, &out).bias(has_bias.then_some(&bias));
+        ops::causal_conv(enc, &args.silu(!has_bias))?;
+    }
+    for dim in [32, 64, 128, 256] {
+        let (qkv, gate) = (zeros(device, dtype, &[3, 4 * dim])?, zeros(device, dtype, &[3, 2])?);
+        let rate = zeros(device, DType::F32, &[2])?;
+        let state = StateSlots::new(&zeros(device, DType::F32, &[1, 2, dim, dim])?)?;
+        let out = zeros(device, dtype, &[3, 2, dim])?;
+        ops::delta_rule(enc, &DeltaRule::new(&qkv, [&gate, &gate], [&rate, &rate], &state, &runs, &out))?;
+    }
+    Ok(())
+}
+
 /// Rows that a block shares: a norm with the maximum of next norms.
 fn norms_of_long_rows(device: &Device, enc: &mut Encoder, dtype: DType, dim: usize) -> Result<()> {
     let new = || zeros(device, dtype, &[3, dim]);
@@ -618,6 +638,7 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         ops::add_bias(enc, &AddBias::new(&x, &weight, &out))?;
         let biases = zeros(device, dtype, &[2, dim])?;
         ops::add_bias(enc, &AddBias::new(&x, &biases, &out).experts(Some(&ids.reshape(&[3, 1])?)))?;
+        recurrent(device, enc, dtype)?;
         ops::argmax(enc, &Argmax::new(&x, &ids))?;
         for (top_k, top_p) in [(0, 1.0), (5, 1.0), (5, 0.5)] {
             let (counter, seed) = (&ids.reshape(&[3])?, 1);

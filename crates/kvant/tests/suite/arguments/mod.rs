@@ -14,9 +14,9 @@ use kvant::{
     codec::{BITS, Norm, TurboQuant},
     ops::{
         self, Activation, Add, AddBias, Affine, AllGather, AllReduce, Angles, Argmax, Attend, BlockFormat, Blocks,
-        Columns, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard, HeadNorm, KvRead, KvSide,
-        KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout, Residual, RmsNorm, Rope,
-        Sample, SampleRow, ScaledFloats, Softcap, Weight,
+        CausalConv, Columns, DeltaRule, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard,
+        HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout,
+        Residual, RmsNorm, Rope, Sample, SampleRow, ScaledFloats, Softcap, StateRuns, StateSlots, Weight,
     },
 };
 use operations::*;
@@ -262,7 +262,7 @@ impl<'t> World<'t> {
 
 type Operation = fn(&mut World) -> Result<()>;
 
-const OPERATIONS: [(&str, Operation); 19] = [
+const OPERATIONS: [(&str, Operation); 21] = [
     ("kv_write", kv_write),
     ("kv_read", kv_read),
     ("attend", attend),
@@ -275,6 +275,8 @@ const OPERATIONS: [(&str, Operation); 19] = [
     ("gate", gate),
     ("add", add),
     ("add_bias", add_bias),
+    ("causal_conv", causal_conv),
+    ("delta_rule", delta_rule),
     ("softcap", softcap),
     ("argmax", argmax),
     ("sample", sample),
@@ -346,6 +348,8 @@ taken_or_refused!(
     gate,
     add,
     add_bias,
+    causal_conv,
+    delta_rule,
     softcap,
     argmax,
     sample,

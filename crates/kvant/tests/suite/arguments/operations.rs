@@ -321,6 +321,37 @@ pub(super) fn add_bias(w: &mut World) -> Result<()> {
     w.attempt("add_bias", |enc| ops::add_bias(enc, &AddBias::new(&x, &bias, &out).experts(ids.as_ref())))
 }
 
+pub(super) fn causal_conv(w: &mut World) -> Result<()> {
+    let (rows, channels, taps) = (w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS), w.tape.pick(&[4, 2, 1]));
+    let (x, out, weight) = (w.input(&[rows, channels]), w.output(&[rows, channels]), w.input(&[channels, taps]));
+    let (bias, state) = (w.input(&[channels]), StateSlots::new(&w.output(&[2, taps - 1, channels]))?);
+    let has_bias = w.tape.flag();
+    let runs = state_runs(w, rows);
+    w.attempt("causal_conv", |enc| {
+        let args = CausalConv::new(&x, &weight, &state, &runs, &out).bias(has_bias.then_some(&bias));
+        ops::causal_conv(enc, &args)
+    })
+}
+
+/// One run of all rows, of which the tape may change everything.
+fn state_runs(w: &mut World, rows: usize) -> StateRuns {
+    let (starts, slots, past) = (w.u32s(&[2], rows + 1, false), w.u32s(&[1], 2, false), w.u32s(&[1], 9, false));
+    StateRuns::from_tensors(starts, slots, past, rows)
+}
+
+pub(super) fn delta_rule(w: &mut World) -> Result<()> {
+    let (rows, heads, key_heads) = (w.tape.pick(&COUNTS), w.tape.pick(&[2, 1, 0]), w.tape.pick(&[1, 2]));
+    let (key_dim, value_dim) = (w.tape.pick(&[32, 64, 33]), w.tape.pick(&[16, 48, 7]));
+    let qkv = w.input(&[rows, 2 * key_heads * key_dim + heads * value_dim]);
+    let (a, b, out) = (w.input(&[rows, heads]), w.input(&[rows, heads]), w.output(&[rows, heads, value_dim]));
+    let (rate, a_bias) = (w.f32(&[heads]), w.f32(&[heads]));
+    let state = StateSlots::new(&w.tensor(&[DType::F32], &[2, heads, key_dim, value_dim], Content::Floats, true))?;
+    let runs = state_runs(w, rows);
+    w.attempt("delta_rule", |enc| {
+        ops::delta_rule(enc, &DeltaRule::new(&qkv, [&a, &b], [&rate, &a_bias], &state, &runs, &out))
+    })
+}
+
 pub(super) fn softcap(w: &mut World) -> Result<()> {
     let shape = [w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS)];
     let (x, out, cap) = (w.input(&shape), w.output(&shape), w.tape.number(&[30.0, 0.1]));

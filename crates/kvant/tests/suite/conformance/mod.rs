@@ -3,8 +3,10 @@
 mod add;
 mod add_bias;
 mod attend;
+mod causal_conv;
 mod codec;
 mod collectives;
+mod delta_rule;
 mod gate;
 mod gated;
 mod hadamard;

@@ -1,0 +1,56 @@
+//! The launch of `delta_rule`.
+
+use super::{LANES, Launch, Layout, Params, Source, Use, params};
+use crate::{
+    Result,
+    ops::delta_rule::{Call, NAME},
+};
+
+params! {
+    pub(crate) struct DeltaRuleParams {
+        pub rows: u32,
+        pub states: u32,
+        pub stride: u32,
+        pub heads: u32,
+        pub key_heads: u32,
+        pub value_dim: u32,
+    }
+}
+
+pub(crate) const LAYOUTS: &[fn() -> Layout] = &[DeltaRuleParams::layout];
+
+/// Warps of a threadgroup: the kernels' WARPS.
+const WARPS: usize = 4;
+/// Columns of the state that a warp has: the kernels' COLUMNS.
+const COLUMNS: usize = 8;
+
+pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
+    let uint = |arg, value| Launch::uint(NAME, arg, value);
+    let params = DeltaRuleParams {
+        rows: uint("qkv", call.rows)?,
+        states: uint("state", call.state.count())?,
+        stride: uint("state", call.state.stride())?,
+        heads: uint("state", call.heads)?,
+        key_heads: uint("qkv", call.key_heads)?,
+        value_dim: uint("state", call.value_dim)?,
+    };
+    let slices = call.value_dim.div_ceil(WARPS * COLUMNS);
+    Ok(Launch::new(NAME, source, "delta_rule")
+        .constant("QKV_DTYPE", call.qkv.dtype())
+        .constant("A_DTYPE", call.a.dtype())
+        .constant("B_DTYPE", call.b.dtype())
+        .constant("OUT_DTYPE", call.out.dtype())
+        .constant("KEY_DIM", uint("state", call.key_dim)?)
+        .read(0, &call.qkv)
+        .read(1, &call.a)
+        .read(2, &call.b)
+        .read(3, &call.rate)
+        .read(4, &call.a_bias)
+        .read(5, call.runs.starts())
+        .read(6, call.runs.slots())
+        .read(7, call.runs.past())
+        .tensor(8, call.state.memory(), Use::ReadWrite)
+        .write(9, &call.out)
+        .params(10, &params)
+        .grid([slices, call.heads, call.runs.count()], [WARPS * LANES, 1, 1]))
+}

@@ -1,0 +1,174 @@
+//! delta_rule against the reference.
+
+use crate::common::{Bound, FLOATS, Out, Rng, assert_close, conform, encode, input, run};
+use kvant::{
+    DType, Device, Error, Result, Tensor,
+    ops::{self, DeltaRule, StateRuns, StateSlots},
+};
+
+/// Runs of a call: (slot, tokens before, rows).
+type Runs = &'static [(u32, u32, u32)];
+
+const RUNS: [Runs; 5] = [
+    &[(1, 0, 1)],
+    &[(0, 4, 1), (2, 9, 1)],
+    &[(0, 3, 17), (StateRuns::INACTIVE, 0, 2), (2, 0, 1)],
+    &[(2, 0, 64), (1, 1, 65)],
+    &[(0, 0, 300)],
+];
+const SLOTS: usize = 3;
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    heads: usize,
+    key_heads: usize,
+    key_dim: usize,
+    value_dim: usize,
+}
+
+const SHAPES: [Shape; 5] = [
+    Shape { heads: 1, key_heads: 1, key_dim: 32, value_dim: 16 },
+    Shape { heads: 4, key_heads: 2, key_dim: 64, value_dim: 64 },
+    Shape { heads: 2, key_heads: 1, key_dim: 128, value_dim: 128 },
+    Shape { heads: 3, key_heads: 3, key_dim: 96, value_dim: 48 },
+    Shape { heads: 1, key_heads: 1, key_dim: 256, value_dim: 208 },
+];
+
+/// Inputs on a device. `gates` shifts the logits of beta and of the decay.
+struct Inputs {
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rate: Tensor,
+    a_bias: Tensor,
+    state: Out,
+    slots: StateSlots,
+    out: Out,
+}
+
+impl Inputs {
+    fn new(
+        device: &Device,
+        rng: &mut Rng,
+        shape: Shape,
+        rows: usize,
+        dtypes: [DType; 3],
+        gates: [f32; 2],
+    ) -> Result<Inputs> {
+        let Shape { heads, key_heads, key_dim, value_dim } = shape;
+        let width = 2 * key_heads * key_dim + heads * value_dim;
+        let shifted = |values: Vec<f32>, by: f32| values.into_iter().map(|x| x + by).collect::<Vec<_>>();
+        let qkv = input(device, dtypes[0], &rng.normals(rows * width), &[rows, width])?;
+        let a = input(device, dtypes[1], &shifted(rng.normals(rows * heads), gates[0]), &[rows, heads])?;
+        let b = input(device, dtypes[1], &shifted(rng.normals(rows * heads), gates[1]), &[rows, heads])?;
+        let rates: Vec<f32> = (0..heads).map(|_| -(0.01 + 2.0 * rng.uniform() as f32)).collect();
+        let rate = input(device, DType::F32, &rates, &[heads])?;
+        let a_bias = input(device, DType::F32, &rng.normals(heads), &[heads])?;
+        let state = Out::new(device, DType::F32, &[SLOTS, heads, key_dim, value_dim])?;
+        state.tensor.write_bytes(&encode(DType::F32, &rng.normals(state.tensor.elements())))?;
+        let out = Out::new(device, dtypes[2], &[rows, heads, value_dim])?;
+        out.tensor.write_bytes(&vec![0; out.tensor.bytes()])?;
+        let slots = StateSlots::new(&state.tensor)?;
+        Ok(Inputs { qkv, a, b, rate, a_bias, state, slots, out })
+    }
+
+    fn args<'a>(&'a self, runs: &'a StateRuns) -> DeltaRule<'a> {
+        let (gates, decay) = ([&self.a, &self.b], [&self.rate, &self.a_bias]);
+        DeltaRule::new(&self.qkv, gates, decay, &self.slots, runs, &self.out.tensor)
+    }
+}
+
+#[test]
+fn delta_rule() {
+    let mut rng = Rng::of("delta_rule");
+    // Decays near 1 and near 0; betas near 1 and near 0.
+    let gates = [[0.0, 0.0], [-12.0, 6.0], [8.0, -20.0]];
+    for runs in RUNS {
+        let rows = runs.iter().map(|run| run.2 as usize).sum::<usize>();
+        for shape in SHAPES {
+            let dtypes = std::array::from_fn(|_| rng.pick(&FLOATS));
+            let gates = rng.pick(&gates);
+            let case = format!("delta_rule {runs:?} {shape:?} {dtypes:?} gates {gates:?}");
+            conform(&case, |device| {
+                let inputs = Inputs::new(device, &mut Rng::of(&case), shape, rows, dtypes, gates)?;
+                let runs = StateRuns::new(device, runs)?;
+                run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)))?;
+                let bound = |dtype| Bound::of(dtype).times(GAIN);
+                let out = inputs.out.close_within("out", bound(dtypes[2]))?;
+                Ok(vec![out, inputs.state.close_within("state", bound(DType::F32))?])
+            });
+        }
+    }
+}
+
+/// The gain that the contract states.
+const GAIN: f64 = 4.0;
+
+/// Thousands of steps with little decay: rounding errors do not grow.
+#[test]
+fn long_runs() {
+    let rows = 20_000;
+    let shape = Shape { heads: 1, key_heads: 1, key_dim: 32, value_dim: 16 };
+    conform("delta_rule of 20000 tokens", |device| {
+        let inputs = Inputs::new(device, &mut Rng::of("long runs"), shape, rows, [DType::F32; 3], [-9.0, 0.0])?;
+        let runs = StateRuns::new(device, &[(0, 0, rows as u32)])?;
+        run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)))?;
+        let bound = Bound::of(DType::F32).times(GAIN);
+        Ok(vec![inputs.out.close_within("out", bound)?, inputs.state.close_within("state", bound)?])
+    });
+}
+
+/// A prompt at once and in parts: the same state and the same results.
+#[test]
+fn parts_of_a_prompt_give_its_results() {
+    let (shape, rows) = (SHAPES[1], 70);
+    for device in crate::common::devices() {
+        let result = |parts: &[usize]| {
+            let dtypes = [DType::BF16, DType::F32, DType::F32];
+            let inputs = Inputs::new(device, &mut Rng::of("parts"), shape, rows, dtypes, [0.0; 2]).unwrap();
+            let mut at = 0;
+            for &part in parts {
+                let runs = StateRuns::new(device, &[(1, at as u32, part as u32)]).unwrap();
+                let of = |tensor: &Tensor| tensor.rows(at..at + part).unwrap();
+                let (qkv, a, b, out) = (of(&inputs.qkv), of(&inputs.a), of(&inputs.b), of(&inputs.out.tensor));
+                let decay = [&inputs.rate, &inputs.a_bias];
+                let args = DeltaRule::new(&qkv, [&a, &b], decay, &inputs.slots, &runs, &out);
+                run(device, |enc| ops::delta_rule(enc, &args)).unwrap();
+                at += part;
+            }
+            (inputs.out.tensor.to_f32().unwrap(), inputs.state.tensor.to_f32().unwrap())
+        };
+        let whole = result(&[rows]);
+        for parts in [&[1, 69][..], &[33, 1, 36], &[64, 6]] {
+            let got = result(parts);
+            let bound = Bound::of(DType::F32).times(GAIN);
+            assert_close(format!("{device}: out in {parts:?}"), &got.0, &whole.0, bound);
+            assert_close(format!("{device}: state in {parts:?}"), &got.1, &whole.1, bound);
+        }
+    }
+}
+
+#[test]
+fn runs_out_of_range() {
+    for device in crate::common::devices() {
+        let attempt = |starts: &[u32], slots: &[u32]| {
+            let dtypes = [DType::F32; 3];
+            let inputs = Inputs::new(device, &mut Rng::of("range"), SHAPES[0], 4, dtypes, [0.0; 2]).unwrap();
+            let upload = |words: &[u32]| Tensor::from_slice(device, words, &[words.len()]).unwrap();
+            let runs = StateRuns::from_tensors(upload(starts), upload(slots), upload(&vec![0; slots.len()]), 4);
+            let result = run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)));
+            inputs.out.bytes().unwrap();
+            inputs.state.bytes().unwrap();
+            result
+        };
+        attempt(&[0, 2, 4], &[1, 0]).unwrap();
+        let wrong = [attempt(&[0, 2, 5], &[1, 0]), attempt(&[0, 3, 2], &[1, 0]), attempt(&[0, 2, 4], &[1, 3])];
+        let twice = attempt(&[0, 2, 4], &[1, 1]);
+        if crate::common::sees_indices(device) {
+            assert!(wrong.iter().all(|result| matches!(result, Err(Error::OutOfRange { .. }))), "{device}: {wrong:?}");
+            assert!(matches!(twice, Err(Error::Value { arg: "runs.slots", .. })), "{device}: {twice:?}");
+        } else {
+            wrong.into_iter().chain([twice]).for_each(|result| result.unwrap());
+        }
+    }
+}
