@@ -5,6 +5,11 @@ use crate::{DType, device::DeviceKind};
 /// The result of every fallible function of kvant.
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// The length at which states are kept, for a message.
+fn kept_states(kept: &Option<usize>) -> String {
+    kept.map_or("none are kept".to_string(), |kept| format!("they are kept at {kept}"))
+}
+
 /// An error, with the operation, the argument, the expected and the actual value.
 ///
 /// Arguments are checked before any write: when an operation returns an error, its outputs are unchanged.
@@ -140,6 +145,14 @@ pub enum Error {
         needed: usize,
         /// The oldest position that is held.
         oldest: usize,
+    },
+    /// The states of recurrent layers at a length are not kept.
+    #[error("no states are kept at {at} tokens; {}", kept_states(.kept))]
+    NoStates {
+        /// The length at which they are needed.
+        at: usize,
+        /// The length at which states are kept.
+        kept: Option<usize>,
     },
     /// The contents of a file are invalid.
     #[error("{path}: {reason}")]

@@ -125,7 +125,7 @@ pub use dtype::{DType, Element, Float};
 pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
 pub use key_bias::{KeyBias, KeyTurns};
-pub use kv::{CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, Sequence, StepSize};
+pub use kv::{CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, Sequence, StateLayer, StepSize};
 pub use layer::{HeadOrder, KvLayer, LayerSpec, Planes};
 pub use readback::Readback;
 pub use step::{Batch, Step};

@@ -13,7 +13,7 @@ use crate::{
     encoder::{Access, Touch},
     group::{Rank, RankTensors},
     layer::PageTable,
-    ops::{self, check},
+    ops::{self, StateRuns, check},
 };
 
 /// The tokens of one forward pass: T tokens of up to S sequences, each with its own position.
@@ -51,8 +51,10 @@ impl RankTensors for Step {
             tables.move_to(rank);
             seals.move_to(rank);
             base.move_to(rank);
+            let mut runs = pages.runs.clone();
+            runs.move_to(rank);
             // The encoder checks the step of the group.
-            Arc::new(StepPages { pool: pages.pool, tables, seals, base, written: Mutex::default() })
+            Arc::new(StepPages { pool: pages.pool, tables, seals, runs, base, written: Mutex::default() })
         });
     }
 }
@@ -116,6 +118,8 @@ pub(crate) struct StepPages {
     /// [`seal`](crate::ops::seal::seal) takes. Empty for the other groups. Also empty if a sequence can have more new
     /// tokens than a page has positions: the pool then seals before the pass.
     pub seals: Vec<Tensor>,
+    /// The tokens of each sequence and the slot of its states, if the pool has states.
+    pub runs: Option<StateRuns>,
     /// The tensor that all tensors of the step are views of.
     pub base: Tensor,
     pub written: Mutex<WrittenStep>,
@@ -268,6 +272,17 @@ impl Step {
         self.pages.as_ref().map_or(&[], |pages| &pages.tables)
     }
 
+    /// The tokens of each sequence, and the slot of its states, for operations on [states](crate::StateLayer). `None`
+    /// unless the step is of a pool with states, and for [selected](Step::select) tokens.
+    ///
+    /// # Errors
+    /// `Value` if a sequence of the step has changed since.
+    pub fn runs(&self) -> Result<Option<&StateRuns>> {
+        let Some(pages) = &self.pages else { return Ok(None) };
+        pages.check_is_latest("step")?;
+        Ok(pages.runs.as_ref())
+    }
+
     /// Selects tokens of this step of a [`KvPool`](crate::KvPool), for operations on some tokens only. The result
     /// shares lengths and page tables: it is out of date when this step is rewritten.
     ///
@@ -299,7 +314,9 @@ impl Step {
         let tokens = [positions, sequence].concat();
         let written = Mutex::new(WrittenStep { stamps, tokens, rewrites: Arc::default() });
         let (tables, seals, base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
-        Ok(step.with_pages(StepPages { pool: pages.pool, tables, seals, base, written }).with_known_batch(batch))
+        // The runs cover all tokens, so they do not fit some of them.
+        let pages = StepPages { pool: pages.pool, tables, seals, runs: None, base, written };
+        Ok(step.with_pages(pages).with_known_batch(batch))
     }
 
     /// The step of a range of tokens, with its own `batch`. Lengths and page tables are those of the whole step.

@@ -296,7 +296,7 @@ impl<S: Storage> Scheduler<S> {
         let mut others = prompts + self.waiting.len();
         for task in self.running.iter_mut().filter(|task| task.planned == 0 && task.remaining() > 0) {
             others -= 1;
-            task.planned = share(task.remaining().min(max), left, others);
+            task.planned = task.up_to_stop(share(task.remaining().min(max), left, others));
             left -= task.planned;
         }
         left
@@ -306,6 +306,7 @@ impl<S: Storage> Scheduler<S> {
     fn spend(&mut self, mut left: usize, max: usize) {
         for task in self.running.iter_mut().filter(|task| task.planned > 0 && !task.is_decoding()) {
             let more = (task.remaining().min(max) - task.planned.min(max)).min(left);
+            let more = task.up_to_stop(task.planned + more) - task.planned;
             task.planned += more;
             left -= more;
         }
@@ -407,7 +408,8 @@ impl<S: Storage> Scheduler<S> {
         task.shared = self.storage.spared(found);
         task.reserved = self.storage.need(task.foreseen(page)).saturating_sub(task.shared);
         self.committed = self.committed.saturating_add(task.reserved);
-        let count = share(task.remaining(), left, others);
+        task.stops = task.salt.as_ref().map_or_else(Vec::new, |salt| self.storage.stops(salt, &task.tokens));
+        let count = task.up_to_stop(share(task.remaining(), left, others));
         task.planned = count;
         if let Err(index) = self.index(&key) {
             self.running.insert(index, task);

@@ -69,6 +69,20 @@ impl Storage for PoolStorage {
         }
     }
 
+    fn stops(&mut self, salt: &[u8], tokens: &[u32]) -> Vec<usize> {
+        if !self.keeps_prefixes || self.pool.spec().states.is_empty() {
+            return Vec::new();
+        }
+        // At least one token is computed after a found prefix.
+        let known = &tokens[..tokens.len().saturating_sub(1)];
+        let (page, matched) = (self.page_tokens(), PrefixCache::new(&self.pool, salt).matched(known));
+        let passes = (1..).map(|pass| pass * (self.max_new / page).max(1) * page).take_while(|&end| end < known.len());
+        let mut stops: Vec<usize> = passes.chain([matched, known.len() / page * page]).collect();
+        stops.sort_unstable();
+        stops.dedup();
+        stops
+    }
+
     fn keep(&mut self, salt: &[u8], sequence: &Sequence, tokens: &[u32], done: usize) -> Result<(), StorageError> {
         let page = self.page_tokens();
         if !self.keeps_prefixes || tokens.len() / page == done / page && done > 0 {

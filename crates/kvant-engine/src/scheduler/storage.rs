@@ -19,6 +19,13 @@ pub trait Storage {
     /// A failure, which ends the engine.
     fn find(&mut self, salt: &[u8], tokens: &[u32]) -> Result<Self::Sequence, StorageError>;
 
+    /// The positions, besides the end, where a step should end while it computes `tokens`, in increasing order: a
+    /// sequence with recurrent states can be continued only where a step has ended. None by default.
+    fn stops(&mut self, salt: &[u8], tokens: &[u32]) -> Vec<usize> {
+        let _ = (salt, tokens);
+        Vec::new()
+    }
+
     /// Keeps the tokens of a sequence for [`Storage::find`]. Positions before `done` are already kept.
     ///
     /// # Errors

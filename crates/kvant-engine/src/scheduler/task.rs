@@ -47,6 +47,8 @@ pub(super) struct Task<S> {
     pub cached: Option<usize>,
     /// Tokens planned for the current step.
     pub planned: usize,
+    /// The positions where a step ends, in increasing order.
+    pub stops: Vec<usize>,
 }
 
 impl<S> Task<S> {
@@ -73,6 +75,7 @@ impl<S> Task<S> {
             scored: 0,
             cached: None,
             planned: 0,
+            stops: Vec::new(),
         }
     }
 
@@ -92,6 +95,12 @@ impl<S> Task<S> {
             return 0;
         }
         self.tokens.len() + self.pending - self.computed
+    }
+
+    /// The number of tokens, at most `count`, up to the next stop.
+    pub fn up_to_stop(&self, count: usize) -> usize {
+        let next = self.stops.iter().find(|&&stop| stop > self.computed);
+        next.map_or(count, |stop| count.min(stop - self.computed))
     }
 
     /// Whether only one token remains to compute.

@@ -76,14 +76,16 @@ impl Worker {
         shared: Arc<Shared>,
         outputs: Sender<Vec<(u64, Output)>>,
     ) -> Result<Worker> {
-        let draws = options.sequences.saturating_mul(1 + options.drafts).min(options.step_tokens);
+        // Recurrent states cannot be taken back to the last accepted draft.
+        let drafts = if pool.spec().states.is_empty() { options.drafts } else { 0 };
+        let draws = options.sequences.saturating_mul(1 + drafts).min(options.step_tokens);
         let device_sampler = DeviceSampler::new(model.device(), draws)?;
         let rows = options.sequences.max(draws.min(MAX_RECORDED)).min(options.step_tokens);
         let decoder = BatchDecoder::new(&model, &pool, rows)?;
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
-        let storage = storage.with_decoder(decoder, 1 + options.drafts);
+        let storage = storage.with_decoder(decoder, 1 + drafts);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
-        let EngineOptions { sequences, step_tokens, unread, drafts, .. } = *options;
+        let EngineOptions { sequences, step_tokens, unread, .. } = *options;
         let overlap = options.overlap.unwrap_or(model.device().kind() == DeviceKind::Cuda);
         Ok(Worker {
             model,

@@ -2,7 +2,9 @@
 //!
 //! The tensor `group.N` is u8 `[pages, bytes of a page]`: the pages of layer group N as they are on the device. Layers
 //! that seal pages have a group of sealed pages, with the means of centred codecs, and one of dense pages. The metadata
-//! has the layers, the length, the first page of each group, and whether page 0 precedes it. A page of a group of
+//! has the layers, the length, the first page of each group, and whether page 0 precedes it. The last group has the
+//! states of recurrent layers, if the pool has any: the page of the last boundary, if it is kept, and the page of the
+//! current states; the metadata has the length at the boundary. A page of a group of
 //! devices has the bytes of all ranks, one after the other; the metadata then has the number of ranks. An import does
 //! not trust the bytes: it checks everything against the pool before it takes a page.
 
@@ -14,16 +16,20 @@ use super::{
     layout::{PageKind, PoolLayout},
     pool::{KvPool, PoolState},
     sequence::{GroupPages, Sequence, SequencePages},
-    spec::CacheLayer,
+    spec::{CacheLayer, StateLayer},
 };
 use crate::{Codec, Error, Result, codec::TurboQuant};
 
 const FORMAT: &str = "kvant-sequence";
 
-/// The version of the file format: 3 if a layer seals pages, otherwise 1. Version 2 had centred codecs without dense
-/// pages.
+/// The version of the file format: 4 with states, 3 if a layer seals pages, otherwise 1. Version 2 had centred codecs
+/// without dense pages.
 fn version(pool: &KvPool) -> &'static str {
-    if pool.layout().seals() { "3" } else { "1" }
+    match pool.layout().state_group() {
+        Some(_) => "4",
+        None if pool.layout().seals() => "3",
+        None => "1",
+    }
 }
 
 /// The description of a codec, the same as in files of version 1.
@@ -85,6 +91,9 @@ impl Sequence {
             metadata.insert(format!("first.{index}"), held.first.to_string());
             if held.kept.is_some() {
                 metadata.insert(format!("kept.{index}"), "1".to_string());
+                if Some(index) == pool.layout().state_group() {
+                    metadata.insert("boundary".to_string(), held.boundary.to_string());
+                }
             }
             tensors.push((format!("group.{index}"), GroupBytes { shape: [count, page_bytes], bytes }));
         }
@@ -128,7 +137,9 @@ impl KvPool {
                 return Err(file(&format!("{name} is {dtype:?} {shape:?}, not U8 {expected:?}")));
             }
             let kept = metadata.contains_key(&format!("kept.{index}"));
-            contents.push(GroupContents { first, kept, count, bytes: tensor.data() });
+            let has_boundary = kept && Some(index) == layout.state_group();
+            let boundary = if has_boundary { number("boundary")? } else { 0 };
+            contents.push(GroupContents { first, kept, count, boundary, bytes: tensor.data() });
         }
         check_contents(layout, len, &contents)?;
         let mut sequence = self.sequence();
@@ -154,7 +165,7 @@ impl KvPool {
         })?;
         let mut taken = SequencePages::new(layout);
         for (group, of) in contents.iter().enumerate() {
-            let held = GroupPages { first: of.first, settled: of.first, ..Default::default() };
+            let held = GroupPages { first: of.first, settled: of.first, boundary: of.boundary, ..Default::default() };
             taken.groups[group] = held;
             for index in 0..of.count {
                 let Some(page) = pages.take(group) else {
@@ -174,11 +185,12 @@ impl KvPool {
 }
 
 /// The pages of a group in a file: `count` pages, in order. If page 0 was kept, it is the first one, and the others
-/// begin at index `first`.
+/// begin at index `first`. In the group of states, the kept page has the states at length `boundary`.
 struct GroupContents<'a> {
     first: usize,
     kept: bool,
     count: usize,
+    boundary: usize,
     bytes: &'a [u8],
 }
 
@@ -215,6 +227,11 @@ fn check_contents(layout: &PoolLayout, len: usize, contents: &[GroupContents]) -
                 let kept_is_before = !of.kept || of.first > 0;
                 has_first && kept_is_before && of.first <= needed && end == group.end_needed(len, page_tokens)
             }
+            PageKind::State { max } => {
+                let at_boundary = of.boundary > 0 && of.boundary < len && of.boundary.is_multiple_of(page_tokens);
+                let fits = !of.kept || (max > 1 && at_boundary);
+                fits && of.first == 0 && end == group.end_needed(len, page_tokens)
+            }
         };
         if !fits {
             return wrong();
@@ -234,6 +251,9 @@ fn describe(pool: &KvPool) -> HashMap<String, String> {
     let ranks = pool.device().ranks();
     if ranks > 1 {
         metadata.insert("ranks".to_string(), ranks.to_string());
+    }
+    for (index, StateLayer { dtype, shape }) in pool.spec().states.iter().enumerate() {
+        metadata.insert(format!("state.{index}"), format!("{dtype:?} {shape:?}"));
     }
     for (index, layer) in pool.spec().layers.iter().enumerate() {
         let CacheLayer { kv_heads, head_dim, window, k, v, dense } = layer;

@@ -13,10 +13,12 @@ pub(super) enum Change {
     Passed { sequence: usize, group: usize, page: Page },
     /// Page 0 stays, and the pages after it are released.
     Kept { sequence: usize, group: usize },
-    /// The kept page 0 is released: the window has passed it.
+    /// A kept page is released: page 0, which the window has passed, or the states of an earlier boundary.
     Dropped { sequence: usize, group: usize, page: Page },
     /// The last page is replaced by a copy, because others hold it, too.
     Copied { sequence: usize, group: usize, from: Page, to: Page },
+    /// The states of a boundary are kept, and the sequence continues with a copy of them.
+    Boundary { sequence: usize, group: usize, from: Page, to: Page },
     /// A new last page is taken; `index` is its index in the sequence.
     New { sequence: usize, group: usize, index: usize, page: Page },
 }
@@ -64,12 +66,25 @@ pub(super) fn grow(
                     None => missing += 1,
                 }
             }
+            let (Some(&from), is_boundary) = (held.pages.last(), owner.len % layout.page_tokens == 0) else { continue };
+            match of.kind {
+                PageKind::State { max: 2.. } if is_boundary => {
+                    if let Some(page) = held.kept {
+                        pages.release(page);
+                        log.push(Change::Dropped { sequence, group, page });
+                    }
+                    match pages.take(group) {
+                        Some(to) => log.push(Change::Boundary { sequence, group, from, to }),
+                        None => missing += 1,
+                    }
+                    continue;
+                }
+                PageKind::Sealed => continue,
+                PageKind::Plain | PageKind::Dense if is_boundary => continue,
+                PageKind::Plain | PageKind::Dense | PageKind::State { .. } => {}
+            }
             // The last page gets new tokens, so copy it unless only this sequence holds it.
-            if of.kind != PageKind::Sealed
-                && owner.len % layout.page_tokens != 0
-                && let Some(&from) = held.pages.last()
-                && pages.holds(from) > 1
-            {
+            if pages.holds(from) > 1 {
                 match pages.take(group) {
                     Some(to) => {
                         pages.release(from);
@@ -93,7 +108,7 @@ pub(super) fn undo(pages: &mut Pages, log: &mut Vec<Change>) {
                 pages.undo_release(group, from);
                 pages.release(to);
             }
-            Change::New { page, .. } => {
+            Change::Boundary { to: page, .. } | Change::New { page, .. } => {
                 pages.release(page);
             }
         }
@@ -118,6 +133,11 @@ pub(super) fn apply(log: &mut Vec<Change>, batch: &mut [(&mut Sequence, usize)])
             Change::Copied { sequence, group, from, to } => {
                 let held = &mut batch[sequence].0.pages.groups[group].pages;
                 held.iter_mut().filter(|page| **page == from).for_each(|page| *page = to);
+            }
+            Change::Boundary { sequence, group, from, to, .. } => {
+                let owner = &mut batch[sequence].0.pages;
+                let held = &mut owner.groups[group];
+                (held.kept, held.boundary, held.pages) = (Some(from), owner.len, vec![to]);
             }
             Change::New { sequence, group, index, page } => {
                 let held = &mut batch[sequence].0.pages.groups[group];

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::{
     pool::NAME,
-    spec::{CacheLayer, PoolSpec},
+    spec::{CacheLayer, PoolSpec, StateLayer},
 };
 use crate::{
     Codec, Error, Planes, Result,
@@ -33,9 +33,13 @@ pub(super) enum PageKind {
     Dense,
     /// Sealed pages of layers that seal pages.
     Sealed,
+    /// States of recurrent layers. A page has the states of one sequence in all of these layers. `max` is the maximum
+    /// number of pages of a sequence: the current states, and those of its last boundary.
+    State { max: usize },
 }
 
-/// Layers with the same window, which hold the same positions. Layers that seal pages have two groups.
+/// Layers with the same window, which hold the same positions. Layers that seal pages have two groups. All states form
+/// one group, the last one.
 #[derive(Clone, Debug)]
 pub(super) struct LayerGroup {
     pub window: Option<usize>,
@@ -62,6 +66,7 @@ impl LayerGroup {
             PageKind::Plain => seen,
             PageKind::Dense => seen.max((len / page_tokens).saturating_sub(1)),
             PageKind::Sealed => seen.max(1),
+            PageKind::State { .. } => 0,
         }
     }
 
@@ -71,6 +76,7 @@ impl LayerGroup {
             PageKind::Plain | PageKind::Dense => len.div_ceil(page_tokens),
             // The pages that the next token sees as sealed.
             PageKind::Sealed => (len / page_tokens).saturating_sub(1).max(1),
+            PageKind::State { .. } => len.min(1),
         }
     }
 
@@ -82,6 +88,7 @@ impl LayerGroup {
             // Pages that are not sealed yet.
             PageKind::Dense => seen.max((len.saturating_sub(1).saturating_sub(hold) / page_tokens).saturating_sub(1)),
             PageKind::Sealed => seen.max(1),
+            PageKind::State { .. } => 0,
         }
     }
 
@@ -96,6 +103,7 @@ impl LayerGroup {
             // The first page, two pages before the new tokens, and the pages of the new tokens.
             PageKind::Dense => max_new.div_ceil(page_tokens).saturating_add(3).min(all),
             PageKind::Sealed => seen.min(all.saturating_sub(2)),
+            PageKind::State { max } => max.min(all),
         }
     }
 
@@ -108,6 +116,7 @@ impl LayerGroup {
                 let first = end.max(self.oldest_seen(len) / page_tokens);
                 first..sealed_end(new_len, page_tokens)
             }
+            PageKind::State { .. } => end..1,
         }
     }
 
@@ -126,8 +135,11 @@ pub(super) struct LayerPlace {
 /// The location of a layer, and that of its dense pages if it seals pages.
 pub(super) type LayerPlaces = (LayerPlace, Option<LayerPlace>);
 
-/// The groups of a specification, and the location of each layer.
-pub(super) fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<LayerPlaces>)> {
+/// The groups of a specification, the location of each layer, and the first byte of each state in its page.
+pub(super) type Groups = (Vec<LayerGroup>, Vec<LayerPlaces>, Vec<usize>);
+
+/// Divides the layers and states of a specification into groups.
+pub(super) fn layer_groups(spec: &PoolSpec) -> Result<Groups> {
     let page_tokens = spec.page_tokens;
     let sizes = page_tokens.is_power_of_two() && (16..=256).contains(&page_tokens);
     check::value_is(NAME, "page_tokens", sizes, "16, 32, 64, 128 or 256", page_tokens)?;
@@ -146,7 +158,26 @@ pub(super) fn layer_groups(spec: &PoolSpec) -> Result<(Vec<LayerGroup>, Vec<Laye
         let dense = layer.seals().then(|| add_to_group(&mut groups, layer, PageKind::Dense, [dense; 2], page_tokens));
         places.push((place, dense.transpose()?));
     }
-    Ok((groups, places))
+    let states = add_states(&mut groups, spec)?;
+    Ok((groups, places, states))
+}
+
+/// Adds the group of states, if the specification has any. Returns the first byte of each state in its page.
+fn add_states(groups: &mut Vec<LayerGroup>, spec: &PoolSpec) -> Result<Vec<usize>> {
+    let (mut end, mut starts) = (0usize, Vec::new());
+    for StateLayer { dtype, shape } in &spec.states {
+        let overflow = Error::Overflow { op: NAME, arg: "states" };
+        let bytes = shape.iter().try_fold(dtype.size(), |bytes, &n| bytes.checked_mul(n));
+        let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(PAGE_UNIT));
+        check::value_is(NAME, "states", bytes != Some(0), "states that are not empty", format_args!("{shape:?}"))?;
+        starts.push(end);
+        end = bytes.and_then(|bytes| end.checked_add(bytes)).ok_or(overflow)?;
+    }
+    if end > 0 {
+        let kind = PageKind::State { max: if spec.keeps_boundaries { 2 } else { 1 } };
+        groups.push(LayerGroup { window: None, kind, page_bytes: end });
+    }
+    Ok(starts)
 }
 
 /// Adds a layer to the pages of its group. Makes the group if it does not exist.
@@ -178,9 +209,9 @@ fn add_to_group(
 }
 
 impl PoolLayout {
-    /// Computes the layout and the location of each layer.
-    pub fn new(spec: &PoolSpec) -> Result<(PoolLayout, Vec<LayerPlaces>)> {
-        let (groups, places) = layer_groups(spec)?;
+    /// Computes the layout, the location of each layer, and the first byte of each state in its page.
+    pub fn new(spec: &PoolSpec) -> Result<(PoolLayout, Vec<LayerPlaces>, Vec<usize>)> {
+        let (groups, places, states) = layer_groups(spec)?;
         let layer_groups = places.iter().map(|(place, _)| place.group).collect();
         let page_tokens = spec.page_tokens;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
@@ -191,7 +222,18 @@ impl PoolLayout {
         let units = spec.bytes / slab * (slab / PAGE_UNIT);
         check::value_is(NAME, "bytes", units < u32::MAX as usize, "less than 1 TiB", spec.bytes)?;
         let (slabs, slab_units) = ((spec.bytes / slab) as u32, (slab / PAGE_UNIT) as u32);
-        Ok((PoolLayout { groups, layer_groups, page_tokens, slab_units, slabs }, places))
+        Ok((PoolLayout { groups, layer_groups, page_tokens, slab_units, slabs }, places, states))
+    }
+
+    /// The group of states, if there are any.
+    pub fn state_group(&self) -> Option<usize> {
+        let last = self.groups.len().checked_sub(1)?;
+        matches!(self.groups[last].kind, PageKind::State { .. }).then_some(last)
+    }
+
+    /// The number of groups with page tables: all but the group of states.
+    pub fn tables(&self) -> usize {
+        self.state_group().unwrap_or(self.groups.len())
     }
 
     /// The bytes of a page, plus its share of the rest of a slab that holds no whole page.

@@ -3,7 +3,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `pool.rs` | [`KvPool`]: the memory, its layers, and the steps of batches |
-//! | `spec.rs` | [`PoolSpec`], [`CacheLayer`], [`StepSize`]: the specifications of pools and steps |
+//! | `spec.rs` | [`PoolSpec`], [`CacheLayer`], [`StateLayer`], [`StepSize`]: the specifications of pools and steps |
 //! | `growth.rs` | the pages that a step takes and releases |
 //! | `step_words.rs` | the upload of a step: positions, sequences, lengths, page tables |
 //! | `layout.rs` | layer groups: the division of memory into their pages, and the pages that a sequence of a given length holds |
@@ -27,4 +27,4 @@ mod tests;
 pub use pool::{KvPool, PoolUsage};
 pub use prefix::PrefixCache;
 pub use sequence::Sequence;
-pub use spec::{CacheLayer, PoolSpec, StepSize};
+pub use spec::{CacheLayer, PoolSpec, StateLayer, StepSize};

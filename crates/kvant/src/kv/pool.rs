@@ -11,13 +11,13 @@ use super::{
     pages::{Page, Pages},
     prefix::Prefixes,
     sequence::{Sequence, SequencePages},
-    spec::{CacheLayer, PoolSpec, StepSize},
-    step_words::{StepShape, padded},
+    spec::{CacheLayer, PoolSpec, StateLayer, StepSize},
+    step_words::{StepShape, padded, run_words},
 };
 use crate::{
     Batch, Codec, DType, Device, Error, HeadOrder, KeyBias, KvLayer, LayerSpec, Planes, Result, Step, Tensor,
     layer::{LayerPages, PAGE_UNIT},
-    ops::{self, check},
+    ops::{self, StateRuns, StateSlots, check},
     step::StepPages,
 };
 
@@ -29,8 +29,10 @@ pub(super) const NAME: &str = "kv_pool";
 pub struct PoolUsage {
     /// Bytes of all pages.
     pub bytes: usize,
-    /// Bytes of pages that a sequence or the prefix cache holds.
+    /// Bytes of pages that a sequence or the prefix cache holds, including states.
     pub used: usize,
+    /// Bytes of states that a sequence or the prefix cache holds.
+    pub states: usize,
     /// Bytes of host memory that hold evicted prefixes.
     pub host: usize,
 }
@@ -72,6 +74,7 @@ struct Shared {
     spec: PoolSpec,
     layout: PoolLayout,
     layers: Vec<KvLayer>,
+    states: Vec<StateSlots>,
     /// Maximum length of a sequence: the number of positions that the key biases' turns cover.
     longest: usize,
     memory: Tensor,
@@ -105,7 +108,7 @@ impl KvPool {
     /// keys or the page size; `WrongDevice`.
     pub fn with_key_biases(device: &Device, spec: &PoolSpec, biases: Vec<Option<KeyBias>>) -> Result<KvPool> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let (layout, places) = PoolLayout::new(spec)?;
+        let (layout, places, states) = PoolLayout::new(spec)?;
         let count = biases.is_empty() || biases.len() == spec.layers.len();
         check::value_is(NAME, "biases", count, format_args!("none, or {}", spec.layers.len()), biases.len())?;
         for (bias, layer) in biases.iter().zip(&spec.layers) {
@@ -136,15 +139,21 @@ impl KvPool {
             Ok(whole.with_dense_pages(paged(layer, dense, codec, codec)?, &results).with_key_bias(bias))
         });
         let layers = layers.collect::<Result<_>>()?;
+        let state_group = layout.state_group().map(|group| layout.groups[group].page_bytes);
+        let slots = state_group.map_or(0, |page| (bytes - page) / PAGE_UNIT + 1);
+        let slots = states.into_iter().zip(&spec.states).map(|(first, StateLayer { dtype, shape })| {
+            StateSlots::paged(&memory, *dtype, shape, first, slots, PAGE_UNIT)
+        });
+        let states = slots.collect::<Result<_>>()?;
         let units: Vec<u32> = layout.groups.iter().map(|group| (group.page_bytes / PAGE_UNIT) as u32).collect();
-        let state = PoolState {
+        let pool_state = PoolState {
             pages: Pages::new(layout.slabs, layout.slab_units, &units),
             prefixes: Prefixes::new(spec.host_bytes),
             log: Vec::new(),
             words: Vec::new(),
         };
-        let (device, spec, state) = (device.clone(), spec.clone(), Mutex::new(state));
-        Ok(KvPool(Arc::new(Shared { id, device, spec, layout, layers, longest, memory, state })))
+        let (device, spec, state) = (device.clone(), spec.clone(), Mutex::new(pool_state));
+        Ok(KvPool(Arc::new(Shared { id, device, spec, layout, layers, states, longest, memory, state })))
     }
 
     /// The specification.
@@ -166,12 +175,24 @@ impl KvPool {
         Ok(&self.0.layers[index])
     }
 
+    /// The states of all sequences in a recurrent layer: entry `index` of [`PoolSpec::states`].
+    /// [`Step::runs`](crate::Step::runs) has the slot of each sequence.
+    ///
+    /// # Errors
+    /// `Value` for a state that does not exist.
+    pub fn state(&self, index: usize) -> Result<&StateSlots> {
+        let states = &self.0.states;
+        check::value_is(NAME, "index", index < states.len(), format_args!("below {}", states.len()), index)?;
+        Ok(&states[index])
+    }
+
     /// How much is in use.
     pub fn usage(&self) -> PoolUsage {
         let state = self.lock();
-        let groups = self.layout().groups.iter().enumerate();
-        let used = groups.map(|(index, group)| state.pages.in_use(index) * group.page_bytes).sum();
-        PoolUsage { bytes: self.0.memory.bytes(), used, host: state.prefixes.host_bytes() }
+        let of_group = |group: usize| state.pages.in_use(group) * self.layout().groups[group].page_bytes;
+        let used = (0..self.layout().groups.len()).map(of_group).sum();
+        let states = self.layout().state_group().map_or(0, of_group);
+        PoolUsage { bytes: self.0.memory.bytes(), used, states, host: state.prefixes.host_bytes() }
     }
 
     /// Maximum bytes of the pages of a sequence of up to `longest` tokens, fed with up to `max_new` tokens at a time.
@@ -192,7 +213,7 @@ impl KvPool {
         let pages = |group: &&LayerGroup| match group.kind {
             PageKind::Plain => found / layout.page_tokens,
             PageKind::Sealed => (found / layout.page_tokens).saturating_sub(2),
-            PageKind::Dense => 0,
+            PageKind::Dense | PageKind::State { .. } => 0,
         };
         let full = layout.groups.iter().filter(|group| group.window.is_none());
         full.map(|group| pages(&group).saturating_mul(layout.bytes_with_rest(group))).fold(0, usize::saturating_add)
@@ -241,7 +262,7 @@ impl KvPool {
         let step = self.empty_step(size)?;
         if let Some(pages) = &step.pages {
             let (shape, mut words) = (StepShape::of(&step, pages), Vec::new());
-            shape.fill(&mut words, &[]);
+            shape.fill(&mut words, &[], self.layout().tables());
             shape.base.write(&words)?;
         }
         Ok(step)
@@ -352,7 +373,9 @@ impl KvPool {
     /// Copies shared pages and uploads the step.
     fn write_step(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)], shape: &StepShape) -> Result<()> {
         let mut copies = state.log.iter().filter_map(|change| match *change {
-            Change::Copied { group, from, to, .. } => Some((self.page(group, from), self.page(group, to))),
+            Change::Copied { group, from, to, .. } | Change::Boundary { group, from, to, .. } => {
+                Some((self.page(group, from), self.page(group, to)))
+            }
             _ => None,
         });
         if let Some(first) = copies.next() {
@@ -364,10 +387,11 @@ impl KvPool {
             drop(enc.commit()?);
         }
         let PoolState { log, words, .. } = state;
-        shape.fill(words, batch);
-        shape.fill_pages(words, log, batch);
+        let tables = self.layout().tables();
+        shape.fill(words, batch, tables);
+        shape.fill_pages(words, log, batch, tables);
         let sealed = self.seal_in_pass(words, log, batch, shape);
-        shape.repeat_tables(words, batch);
+        shape.repeat_tables(words, batch, tables);
         shape.base.write(words)?;
         self.seal_now(&sealed)
     }
@@ -394,7 +418,7 @@ impl KvPool {
                 now.push((group, row));
                 continue;
             }
-            let at = shape.at_seals(self.layout().sealed_before(group), self.layout().groups.len()) + 3 * next[group];
+            let at = shape.at_seals(self.layout().sealed_before(group), self.layout().tables()) + 3 * next[group];
             words[at..at + 3].copy_from_slice(&row);
             next[group] += 1;
         }
@@ -442,7 +466,7 @@ impl KvPool {
     /// Allocates a step without contents.
     fn empty_step(&self, size: StepSize) -> Result<Step> {
         let StepSize { sequences, tokens, longest, max_new, alone } = size;
-        let groups = self.layout().groups.len();
+        let groups = self.layout().tables();
         check::at_most(NAME, "sequences", sequences, u32::MAX as usize - 1)?;
         let width = longest.div_ceil(self.layout().page_tokens);
         let overflow = || Error::Overflow { op: NAME, arg: "sequences" };
@@ -456,7 +480,17 @@ impl KvPool {
         // Otherwise the pool seals before the pass.
         let seals = if max_new > page_tokens { tokens.div_ceil(page_tokens).checked_add(sequences) } else { Some(0) };
         let of_group = seals.and_then(|n| padded(n.checked_mul(3)?)).ok_or_else(overflow)?;
-        let total = of_group.checked_mul(sealing).and_then(|n| n.checked_add(at_seals)).ok_or_else(overflow)?;
+        let at_runs = of_group.checked_mul(sealing).and_then(|n| n.checked_add(at_seals)).ok_or_else(overflow)?;
+        let of_runs = if self.0.states.is_empty() { [0; 3] } else { run_words(sequences).ok_or_else(overflow)? };
+        let [at_past, at_slots, total] = {
+            let mut end = at_runs;
+            let ends = of_runs.map(|words| {
+                end = end.saturating_add(words);
+                end
+            });
+            check::at_most(NAME, "sequences", end, usize::MAX - 1)?;
+            ends
+        };
         let base = Tensor::zeros(&self.0.device, DType::U32, &[total])?;
         let part = |first: usize, len: usize| base.rows(first..first + len);
         let tables =
@@ -470,6 +504,14 @@ impl KvPool {
             pool: self.0.id,
             tables: tables.collect::<Result<_>>()?,
             seals: seals.collect::<Result<_>>()?,
+            runs: match self.0.states.is_empty() {
+                true => None,
+                false => {
+                    let starts = part(at_runs, sequences + 1)?;
+                    let (past, slots) = (part(at_past, sequences)?, part(at_slots, sequences)?);
+                    Some(StateRuns::from_tensors(starts, slots, past, max_new))
+                }
+            },
             written: Mutex::default(),
             base: base.clone(),
         };

@@ -104,9 +104,11 @@ impl Node {
         self.pages.iter().map(|held| if let PagePlace::Host(bytes) = held { bytes.len() } else { 0 }).sum()
     }
 
-    /// Pages that no sequence holds, of groups with a window and of groups of dense pages; with their groups.
+    /// Pages that no sequence holds, of groups with a window, of groups of dense pages, and of states; with their groups.
     fn passed<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
-        let goes = |group: &LayerGroup| group.window.is_some() || group.kind == PageKind::Dense;
+        let goes = |group: &LayerGroup| {
+            group.window.is_some() || matches!(group.kind, PageKind::Dense | PageKind::State { .. })
+        };
         let of_group = self.pages.iter().zip(&layout.groups).enumerate().filter(move |(_, (_, group))| goes(group));
         let on_device = of_group.filter_map(|(index, (held, _))| match held {
             PagePlace::Device(page) => Some((index, *page)),
@@ -115,15 +117,16 @@ impl Node {
         on_device.filter(|(_, page)| pages.holds(*page) == 1)
     }
 
-    /// Dense pages that no sequence holds and that the node also has as sealed pages; with their groups. None unless
-    /// the node has exactly one child.
+    /// Dense pages that no sequence holds and that the node also has as sealed pages, and states that no sequence holds;
+    /// with their groups. None unless the node has exactly one child.
     fn within<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
         let is_sealed = |group: usize| {
             let sealed = layout.sealed_group(group).map(|sealed| &self.pages[sealed]);
             sealed.is_some_and(|held| !matches!(held, PagePlace::Nowhere))
         };
         let passed = self.passed(pages, layout).filter(|_| self.children == 1);
-        passed.filter(move |(group, _)| is_sealed(*group))
+        let is_state = move |group: usize| matches!(layout.groups[group].kind, PageKind::State { .. });
+        passed.filter(move |(group, _)| is_state(*group) || is_sealed(*group))
     }
 
     /// Whether a sequence holds one of the node's pages.
@@ -168,6 +171,14 @@ impl PrefixCache {
         Ok(Sequence::new(self.pool.clone(), found?))
     }
 
+    /// The number of tokens, in whole pages, that `tokens` has in common with a kept prefix. [`PrefixCache::find`] may
+    /// find fewer: there must also be positions of windows, and [states](crate::StateLayer). A pass that ends here lets
+    /// [`PrefixCache::keep`] keep the states, so that later sequences can continue where texts part.
+    pub fn matched(&self, tokens: &[u32]) -> usize {
+        let page_tokens = self.pool.layout().page_tokens;
+        self.pool.lock().prefixes.path(&self.salt, tokens, page_tokens).len() * page_tokens
+    }
+
     /// Removes all prefixes of the pool, including those in host memory. Pages that sequences hold are not affected.
     pub fn clear(&self) {
         let state = &mut *self.pool.lock();
@@ -202,7 +213,8 @@ impl super::pool::PoolState {
             let Some(NeededPages { kept, pages }) = self.prefixes.needed(path, layout, group, host) else {
                 continue;
             };
-            held.first = if pages.is_empty() { held.first } else { pages.start };
+            let has_first = pages.is_empty() || matches!(layout.groups[group].kind, PageKind::State { .. });
+            held.first = if has_first { held.first } else { pages.start };
             let mut hold = |place: Option<usize>, node: usize| match self.prefixes.nodes[node].pages[group] {
                 PagePlace::Device(page) => {
                     self.pages.hold(page);
@@ -329,8 +341,10 @@ impl Prefixes {
 
     /// Maximum depth of a path after which every group can continue; `host`: counting pages in host memory.
     fn continuable(&self, path: &[usize], layout: &PoolLayout, host: bool) -> usize {
-        let fits =
-            |path: &[usize]| (0..layout.groups.len()).all(|group| self.needed(path, layout, group, host).is_some());
+        // The last group first: states are missing most often.
+        let fits = |path: &[usize]| {
+            (0..layout.groups.len()).rev().all(|group| self.needed(path, layout, group, host).is_some())
+        };
         (1..=path.len()).rev().find(|&depth| fits(&path[..depth])).unwrap_or(0)
     }
 
@@ -353,6 +367,7 @@ impl Prefixes {
         };
         let (kept, pages) = match of.kind {
             PageKind::Plain => (false, seen..depth),
+            PageKind::State { .. } => (false, depth - 1..depth),
             PageKind::Sealed => return Some(NeededPages { kept: false, pages: sealed(group) }),
             PageKind::Dense => {
                 let first = sealed(layout.sealed_group(group)?).end.min(depth - 1).max(seen);
@@ -390,7 +405,11 @@ impl Prefixes {
                 let of = &layout.groups[group];
                 let needed = index >= of.oldest_seen(depth * layout.page_tokens) / layout.page_tokens;
                 let is_there = matches!(self.nodes[node].pages[group], PagePlace::Device(_));
-                if let (true, Some(page), false) = (needed, held.get(index), is_there) {
+                let page = match of.kind {
+                    PageKind::State { .. } => held.states_at((index + 1) * layout.page_tokens, from.len),
+                    _ => held.get(index),
+                };
+                if let (true, Some(page), false) = (needed, page, is_there) {
                     pages.hold(page);
                     self.set(node, group, PagePlace::Device(page));
                 }

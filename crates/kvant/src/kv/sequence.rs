@@ -40,8 +40,11 @@ pub(super) struct SequencePages {
 pub(super) struct GroupPages {
     pub first: usize,
     pub pages: Vec<Page>,
-    /// Page 0, if it is kept although the other pages begin later: in groups whose first page stays dense.
+    /// Page 0, if it is kept although the other pages begin later: in groups whose first page stays dense. In the group
+    /// of states, the states at `boundary`.
     pub kept: Option<Page>,
+    /// The length of the sequence at the states that are kept.
+    pub boundary: usize,
     /// Pages before this one have been moved to huge pages of the host's memory.
     pub settled: usize,
 }
@@ -55,6 +58,12 @@ impl GroupPages {
     /// The exclusive end of the indices of the pages.
     pub fn end(&self) -> usize {
         self.first + self.pages.len()
+    }
+
+    /// The states of a sequence of `len` tokens at position `at`, if they are held.
+    pub fn states_at(&self, at: usize, len: usize) -> Option<Page> {
+        let kept = self.kept.filter(|_| self.boundary == at);
+        kept.or_else(|| self.pages.first().copied().filter(|_| at == len))
     }
 
     /// The page with an index, if it is held.
@@ -155,6 +164,14 @@ impl Sequence {
         Ok((first * layout.page_tokens).min(self.len())..self.len())
     }
 
+    /// The length, before the latest step, to which a sequence of a pool with [states](crate::StateLayer) can be
+    /// truncated: the last multiple of the page size at which a step began. `None` without states, and before the first
+    /// such step.
+    pub fn boundary(&self) -> Option<usize> {
+        let held = &self.pages.groups[self.pool.layout().state_group()?];
+        held.kept.map(|_| held.boundary)
+    }
+
     /// Keeps `tokens` more positions than the windows need, from the next step on, so that this many tokens can be
     /// truncated.
     pub fn hold(&mut self, tokens: usize) {
@@ -171,11 +188,13 @@ impl Sequence {
     /// Truncates to the first `len` tokens. Pages that hold only later positions are released.
     ///
     /// A layer with a window holds the positions that the latest step could see. The tokens of that step can therefore
-    /// always be removed; [`Sequence::hold`] allows more. Truncation to 0 always succeeds.
+    /// always be removed; [`Sequence::hold`] allows more. A pool with states can only be truncated to
+    /// [`Sequence::boundary`]. Truncation to 0 always succeeds.
     ///
     /// # Errors
     /// - `Value` if the sequence has fewer tokens.
     /// - `NotHeld` if a layer no longer holds a position that the next token would see. The sequence is unchanged.
+    /// - `NoStates` if the states at this length are not kept. The sequence is unchanged.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         let now = self.len();
         check::value_is(NAME, "len", len <= now, format_args!("at most the length {now}"), len)?;
@@ -188,6 +207,11 @@ impl Sequence {
             self.pages.release(layout, &mut pool.lock().pages);
             return Ok(());
         }
+        if let Some(states) = layout.state_group()
+            && self.pages.groups[states].states_at(len, now).is_none()
+        {
+            return Err(Error::NoStates { at: len, kept: self.boundary() });
+        }
         for (group, held) in layout.groups.iter().zip(&self.pages.groups) {
             let needed = group.first_needed(len, layout.page_tokens);
             let end = group.end_needed(len, layout.page_tokens);
@@ -195,6 +219,7 @@ impl Sequence {
                 PageKind::Dense => (needed..end).all(|index| held.get(index).is_some()),
                 // Sealed pages may end earlier: the pages after them are dense.
                 PageKind::Plain | PageKind::Sealed => needed >= held.first,
+                PageKind::State { .. } => true,
             };
             if !is_held {
                 let [needed, oldest] = [needed, held.first].map(|page| page * layout.page_tokens);
@@ -203,8 +228,18 @@ impl Sequence {
         }
         let mut state = pool.lock();
         for (group, held) in layout.groups.iter().zip(&mut self.pages.groups) {
-            for page in held.cut(group.end_needed(len, layout.page_tokens)) {
-                state.pages.release(page);
+            match group.kind {
+                PageKind::State { .. } => {
+                    let kept = std::mem::replace(&mut held.pages, held.kept.take().into_iter().collect());
+                    kept.into_iter().for_each(|page| {
+                        state.pages.release(page);
+                    });
+                }
+                _ => {
+                    for page in held.cut(group.end_needed(len, layout.page_tokens)) {
+                        state.pages.release(page);
+                    }
+                }
             }
         }
         self.pages.len = len;

@@ -49,13 +49,40 @@ setters! { CacheLayer {
     dense: DType,
 } }
 
+/// A state that each sequence of a pool has in one recurrent layer, such as the inputs of a convolution or the matrix of
+/// a linear attention.
+///
+/// A sequence overwrites its state with each token. Operations that take [`StateSlots`](crate::ops::StateSlots) read
+/// and write it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StateLayer {
+    /// The dtype of its elements.
+    pub dtype: DType,
+    /// The shape of the state of one sequence.
+    pub shape: Vec<usize>,
+}
+
+impl StateLayer {
+    /// A state of this shape for each sequence.
+    pub fn new(dtype: DType, shape: &[usize]) -> StateLayer {
+        StateLayer { dtype, shape: shape.to_vec() }
+    }
+}
+
 /// The specification of a [`KvPool`](crate::KvPool).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PoolSpec {
     /// One entry per layer.
     pub layers: Vec<CacheLayer>,
-    /// Bytes of all pages together.
+    /// The states of recurrent layers; empty (the default) if a model has none.
+    pub states: Vec<StateLayer>,
+    /// Whether a sequence keeps a copy of its states at the last page boundary where a step ended, which is the default.
+    /// Prefixes can be continued, and sequences truncated, only where their states are kept. A sequence then takes up to
+    /// two copies of all states instead of one.
+    pub keeps_boundaries: bool,
+    /// Bytes of all pages and states together.
     pub bytes: usize,
     /// Positions of a page: 16, 32, 64, 128 or 256.
     pub page_tokens: usize,
@@ -70,7 +97,7 @@ impl PoolSpec {
     /// Specifies layers and a budget in bytes for the pages of all of them. A page has 64 positions, and no host memory
     /// is used.
     pub fn new(layers: Vec<CacheLayer>, bytes: usize) -> PoolSpec {
-        PoolSpec { layers, bytes, page_tokens: 64, host_bytes: 0 }
+        PoolSpec { layers, states: Vec::new(), keeps_boundaries: true, bytes, page_tokens: 64, host_bytes: 0 }
     }
 
     /// Sets the budget so that `sequences` sequences of up to `longest` tokens fit at once, each fed with up to
@@ -79,7 +106,7 @@ impl PoolSpec {
     /// # Errors
     /// As [`KvPool::new`](crate::KvPool::new).
     pub fn room_for(self, sequences: usize, longest: usize, max_new: usize) -> Result<PoolSpec> {
-        let (groups, _) = layer_groups(&self)?;
+        let (groups, ..) = layer_groups(&self)?;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
         let of_group = |group: &LayerGroup| {
             let pages = group.max_pages(longest, max_new, self.page_tokens).max(1);
@@ -100,6 +127,8 @@ impl PoolSpec {
 }
 
 setters! { PoolSpec {
+    states: Vec<StateLayer>,
+    keeps_boundaries: bool,
     page_tokens: usize,
     host_bytes: usize,
 } }

@@ -1,7 +1,7 @@
 //! The words that a step uploads to the device.
 
 use super::{growth::Change, sequence::Sequence};
-use crate::{Step, Tensor, step::StepPages};
+use crate::{Step, Tensor, ops::StateRuns, step::StepPages};
 
 /// The dimensions of a step's upload: positions, sequences, lengths, and the table of each group.
 pub(super) struct StepShape<'a> {
@@ -12,6 +12,8 @@ pub(super) struct StepShape<'a> {
     pub width: usize,
     /// Maximum pages of a group that the pass seals.
     pub seals: usize,
+    /// The first words of the starts, past tokens and slots of the runs, if the pool has states.
+    pub runs: Option<[usize; 3]>,
     /// Each token has a row, instead of each sequence.
     pub is_unrolled: bool,
 }
@@ -21,12 +23,23 @@ pub(super) fn padded(words: usize) -> Option<usize> {
     words.checked_next_multiple_of(4)
 }
 
+/// The words of the runs of up to `sequences` sequences: starts, past tokens, slots.
+pub(super) fn run_words(sequences: usize) -> Option<[usize; 3]> {
+    let [starts, others] = [padded(sequences.checked_add(1)?)?, padded(sequences)?];
+    Some([starts, others, others])
+}
+
 impl<'a> StepShape<'a> {
     pub fn of(step: &Step, pages: &'a StepPages) -> StepShape<'a> {
         let width = pages.tables.first().map_or(0, |table| table.shape()[1]);
         let (tokens, sequences) = (step.tokens(), step.sequences());
         let seals = pages.seals.iter().map(|seals| seals.shape()[0]).max().unwrap_or(0);
-        StepShape { base: &pages.base, tokens, sequences, width, seals, is_unrolled: false }
+        let runs = pages.runs.is_some().then(|| {
+            let [starts, past, slots] = run_words(sequences).expect("the step's size has been checked");
+            let end = pages.base.elements();
+            [end - slots - past - starts, end - slots - past, end - slots]
+        });
+        StepShape { base: &pages.base, tokens, sequences, width, seals, runs, is_unrolled: false }
     }
 
     /// The first word of the pages to seal of a group of sealed pages; `before` is the number of such groups before it.
@@ -60,9 +73,9 @@ impl<'a> StepShape<'a> {
         2 * tokens + sequences + group * table + row * self.width
     }
 
-    /// Fills positions, sequences and lengths after the step, and the first row of each sequence with the pages that it
-    /// holds before the step.
-    pub fn fill(&self, words: &mut Vec<u32>, batch: &[(&mut Sequence, usize)]) {
+    /// Fills positions, sequences and lengths after the step, the runs, and the first row of each sequence with the pages
+    /// that it holds before the step. `tables` is the number of page tables.
+    pub fn fill(&self, words: &mut Vec<u32>, batch: &[(&mut Sequence, usize)], tables: usize) {
         words.clear();
         words.resize(self.base.elements(), Step::INACTIVE);
         let at_sequence = self.at_sequence();
@@ -81,7 +94,7 @@ impl<'a> StepShape<'a> {
                 // The last row has the length with all new tokens.
                 words[at_lens + row + index] = (len + count - (rows - 1 - index)) as u32;
             }
-            for (group, held) in sequence.pages.groups.iter().enumerate().filter(|_| rows > 0) {
+            for (group, held) in sequence.pages.groups.iter().take(tables).enumerate().filter(|_| rows > 0) {
                 let at = self.table_row(group, row);
                 if let Some(kept) = held.kept {
                     words[at] = kept;
@@ -92,14 +105,31 @@ impl<'a> StepShape<'a> {
             }
             row += rows;
         }
+        self.fill_runs(words, batch, tables);
+    }
+
+    /// Fills the runs: each sequence's tokens, with the states that it holds before the step. `group` is that of the
+    /// states.
+    fn fill_runs(&self, words: &mut [u32], batch: &[(&mut Sequence, usize)], group: usize) {
+        let Some([starts, past, slots]) = self.runs else { return };
+        let mut end = 0;
+        words[starts] = 0;
+        for index in 0..self.sequences {
+            let count = batch.get(index).map_or(0, |(_, count)| *count);
+            end += count as u32;
+            words[starts + index + 1] = end;
+            words[past + index] = batch.get(index).map_or(0, |(sequence, _)| sequence.len() as u32);
+            let held = batch.get(index).and_then(|(sequence, _)| sequence.pages.groups.get(group)?.pages.first());
+            words[slots + index] = held.copied().filter(|_| count > 0).unwrap_or(StateRuns::INACTIVE);
+        }
     }
 
     /// Copies the page table of each sequence from its first row to its other rows.
-    pub fn repeat_tables(&self, words: &mut [u32], batch: &[(&mut Sequence, usize)]) {
+    pub fn repeat_tables(&self, words: &mut [u32], batch: &[(&mut Sequence, usize)], tables: usize) {
         let mut row = 0;
-        for (sequence, count) in batch {
+        for (_, count) in batch {
             for other in 1..self.rows(*count) {
-                for group in 0..sequence.pages.groups.len() {
+                for group in 0..tables {
                     let from = self.table_row(group, row);
                     words.copy_within(from..from + self.width, self.table_row(group, row + other));
                 }
@@ -108,11 +138,19 @@ impl<'a> StepShape<'a> {
         }
     }
 
-    /// Applies the changes of a step to the page tables.
-    pub fn fill_pages(&self, words: &mut [u32], log: &[Change], batch: &[(&mut Sequence, usize)]) {
+    /// Applies the changes of a step to the page tables, and to the slots of the runs.
+    pub fn fill_pages(&self, words: &mut [u32], log: &[Change], batch: &[(&mut Sequence, usize)], tables: usize) {
         for change in log {
             match *change {
                 Change::Kept { .. } => {}
+                // States of earlier boundaries are in no slot.
+                Change::Dropped { group, .. } if group == tables => {}
+                Change::Boundary { sequence, to, .. } => self.set_slot(words, sequence, to),
+                Change::Copied { sequence, group, to: page, .. } | Change::New { sequence, group, page, .. }
+                    if group == tables =>
+                {
+                    self.set_slot(words, sequence, page);
+                }
                 Change::Passed { sequence, group, page } | Change::Dropped { sequence, group, page } => {
                     let row = self.table_row(group, self.first_row(batch, sequence));
                     words[row..row + self.width].iter_mut().filter(|entry| **entry == page).for_each(|entry| {
@@ -129,6 +167,13 @@ impl<'a> StepShape<'a> {
                     words[self.table_row(group, self.first_row(batch, sequence)) + index] = page;
                 }
             }
+        }
+    }
+
+    /// Sets the states of a sequence.
+    fn set_slot(&self, words: &mut [u32], sequence: usize, page: u32) {
+        if let Some([.., slots]) = self.runs {
+            words[slots + sequence] = page;
         }
     }
 }

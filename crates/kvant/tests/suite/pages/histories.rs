@@ -1,15 +1,19 @@
-//! Random histories of a pool, against a list of tokens and naive attention.
+//! Random histories of a pool, against a list of tokens, naive attention and a naive convolution.
 
 use std::{cell::RefCell, collections::HashMap, ops::Range};
 
-use super::tokens::{DIM, WINDOW, prompt_token, vector};
+use super::{
+    states::{STATE, convolve},
+    tokens::{DIM, WINDOW, prompt_token, vector},
+};
 use crate::common::{
     Bound, Rng, assert_close, devices,
     layers::{self, Source},
     proptest_cases, run,
 };
 use kvant::{
-    CacheLayer, Codec, DType, Device, Encoder, Error, KvPool, PoolSpec, PrefixCache, Sequence, Step, Tensor,
+    CacheLayer, Codec, DType, Device, Encoder, Error, KvPool, PoolSpec, PrefixCache, Sequence, StateLayer, Step,
+    Tensor,
     codec::{self, PageMean, TurboQuant},
     ops::{self, Attend},
 };
@@ -89,10 +93,11 @@ fn sealed(tq: TurboQuant, page: &[Vec<f64>]) -> Vec<Vec<f64>> {
 }
 
 impl History<'_> {
-    fn new<'a>(device: &Device, codec: Codec, bytes: usize, rows: &'a Rows) -> History<'a> {
+    fn new<'a>(device: &Device, codec: Codec, bytes: usize, states: usize, rows: &'a Rows) -> History<'a> {
         let full = CacheLayer::new(1, DIM, codec);
         let sliding = full.window(Some(WINDOW));
         let spec = PoolSpec::new(vec![sliding, full, sliding], bytes).page_tokens(PAGE).host_bytes(bytes / 4);
+        let spec = spec.states(vec![StateLayer::new(DType::F32, &STATE); states]);
         let pool = KvPool::new(device, &spec).unwrap();
         let cache = PrefixCache::new(&pool, b"history");
         History { cache, pool, codec, rows, tracked: Vec::new() }
@@ -164,6 +169,11 @@ impl History<'_> {
             let loose =
                 Bound { arithmetic: bound.arithmetic + if self.codec.is_quantised() { 0.02 } else { 0.0 }, ..bound };
             assert_close(format!("layer {layer} on {device}"), &out.to_f32().unwrap(), &want, loose);
+        }
+        let sequences: Vec<(&[u32], usize)> =
+            order.iter().map(|&(index, count)| (&*self.tracked[index].tokens, count)).collect();
+        for state in 0..self.pool.spec().states.len() {
+            convolve(&self.pool, state, step, &sequences);
         }
     }
 
@@ -262,6 +272,10 @@ impl History<'_> {
                     Err(Error::NotHeld { needed, oldest }) => {
                         assert!(len < *certain && needed < oldest && sequence.len() == tokens.len());
                     }
+                    Err(Error::NoStates { at, kept }) => {
+                        assert!(at == len && kept == sequence.boundary() && kept != Some(len) && len < tokens.len());
+                        assert!(sequence.len() == tokens.len() && !self.pool.spec().states.is_empty());
+                    }
                     Err(error) => panic!("{error}"),
                 }
                 *certain = (*certain).min(tokens.len());
@@ -297,6 +311,7 @@ proptest! {
         codec in prop::sample::select(vec![Codec::F32, Codec::tq(8), Codec::tq_centred(5)]),
         // From a pool that is nearly always full to one with room for all.
         pages in prop_oneof![6..14usize, 14..60usize],
+        states in prop_oneof![2 => Just(0usize), 1 => Just(1), 1 => Just(2)],
         seed in any::<u64>(),
     ) {
         // A page of the sliding group: two layers, whose planes begin at multiples of 256 bytes.
@@ -308,7 +323,7 @@ proptest! {
             if device.kind() == kvant::DeviceKind::Metal && seed % 5 != 0 {
                 continue;
             }
-            let mut history = History::new(device, codec, pages * slab, &rows);
+            let mut history = History::new(device, codec, pages * slab, states, &rows);
             let mut rng = Rng::new(seed);
             for action in &actions {
                 history.act(action, &mut rng);

@@ -9,5 +9,6 @@ mod rows;
 mod sealed;
 mod sequences;
 mod stale;
+mod states;
 mod tables;
 mod tokens;
