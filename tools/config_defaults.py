@@ -56,14 +56,22 @@ CLASSES = {
     "hunyuan_v1_moe": {},
     "minimax_m2": {},
     "muse_glimmer_text": {},
+    "qwen3_next": {"partial_rotary_factor": 0.25, "full_attention_interval": 4},
+    "qwen3_5_text": {"partial_rotary_factor": 0.25, "full_attention_interval": 4},
+    "qwen3_5_moe_text": {"partial_rotary_factor": 0.25, "full_attention_interval": 4},
+    "lfm2": {"head_dim": None, "tie_embedding": None, "block_ff_dim": None},
+    "lfm2_moe": {"head_dim": None, "tie_embedding": None},
 }
 # Wrappers, with the type of their text model.
 WRAPPERS = {
     "mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
-    "muse_glimmer": "muse_glimmer_text",
+    "muse_glimmer": "muse_glimmer_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
 # Without these keys, kvant does not support the model.
-BASES = {"granitemoehybrid": dict(layer_types=["attention"] * 7, num_local_experts=0, position_embedding_type="rope")}
+BASES = {
+    "granitemoehybrid": dict(layer_types=["attention"] * 7, num_local_experts=0, position_embedding_type="rope"),
+    "lfm2_moe": dict(layer_types=["conv", "conv", F, "conv", "conv", F, "conv"]),
+}
 # These do not change a model's computation, or they belong to the tokenizer.
 IGNORED = {
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout", "pretraining_tp",
@@ -260,9 +268,10 @@ def rounded(values):
 
 def rotary(model, config):
     """Frequencies and the factor of cosines and sines of each layer kind."""
-    if model.rotary_emb is None:
+    embedding = first(model, "rotary_emb", "pos_emb")
+    if embedding is None:
         return {"": dict(frequencies=[], factor=1.0)}
-    rope = type(model.rotary_emb)(config)
+    rope = type(embedding)(config)
     if not isinstance(rope.rope_type, dict):
         return {"": dict(frequencies=rounded(rope.inv_freq.tolist()), factor=rope.attention_scaling)}
     return {
@@ -273,6 +282,27 @@ def rotary(model, config):
 
 
 def layer_facts(layer, index, config, ropes):
+    facts = mixer_facts(layer, index, config, ropes)
+    mlp = first(layer, "mlp", "feed_forward", "shared_mlp")
+    experts = getattr(mlp, "experts", None)
+    is_dense = experts is None or hasattr(mlp, "gate_proj")
+    dense = mlp if is_dense else first(mlp, "shared_expert", "shared_experts", "shared_mlp")
+    if dense is not None:
+        both = first(dense, "gate_up_proj", "input_linear")
+        facts["width"] = first(dense, "gate_proj", "w1").out_features if both is None else both.out_features // 2
+    if experts is not None:
+        router = first(mlp, "gate", "router")
+        facts["experts"] = dict(count=experts.num_experts, top_k=router.top_k, width=config_width(config))
+    return facts
+
+
+def mixer_facts(layer, index, config, ropes):
+    """The first half of a layer: attention, or one with a state."""
+    net, conv = getattr(layer, "linear_attn", None), getattr(layer, "conv", None)
+    if net is not None:
+        return dict(delta=[net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim, net.conv_kernel_size])
+    if conv is not None:
+        return dict(conv=[conv.in_proj.in_features, conv.conv_kernel_size, conv.conv.bias is not None])
     attention = layer.self_attn
     kinds = getattr(config, "layer_types", None) if "layer_types" in declared(config.model_type) else None
     window = getattr(config, "sliding_window", None)
@@ -294,15 +324,6 @@ def layer_facts(layer, index, config, ropes):
         facts["kv_heads"] = attention.qkv_proj.out_features // head_dim // 2 - config.num_attention_heads // 2
     elif getattr(attention, "k_proj", None) is not None:
         facts["kv_heads"] = attention.k_proj.out_features // head_dim
-    mlp = getattr(layer, "mlp", None) or layer.shared_mlp
-    experts = getattr(mlp, "experts", None)
-    dense = mlp if experts is None or hasattr(mlp, "gate_proj") else first(mlp, "shared_expert", "shared_experts", "shared_mlp")
-    if dense is not None:
-        both = first(dense, "gate_up_proj", "input_linear")
-        facts["width"] = dense.gate_proj.out_features if both is None else both.out_features // 2
-    if experts is not None:
-        router = first(mlp, "gate", "router")
-        facts["experts"] = dict(count=experts.num_experts, top_k=router.top_k, width=config_width(config))
     return facts
 
 
@@ -337,7 +358,7 @@ def facts(config_json):
     for layer in layers:
         if layer not in distinct:
             distinct.append(layer)
-    norm = model.norm
+    norm = first(model, "norm", "embedding_norm")
     out = dict(
         hidden=model.embed_tokens.weight.shape[1], vocab=model.embed_tokens.weight.shape[0], positions=text.max_position_embeddings,
         eps=getattr(norm, "variance_epsilon", None) or norm.eps, tied=getattr(config, "tie_word_embeddings", False),
@@ -363,7 +384,7 @@ def judged(config):
 
 def wrapper_cases(wrapper, model_type):
     text = without(base(model_type), "model_type", "tie_word_embeddings")
-    sparse = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    sparse = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers") if name in text}
     sparse["hidden_size"] = 4096
     if model_type == "gemma3_text":
         sparse |= dict(rope_scaling=dict(rope_type="linear", factor=8.0), sliding_window=1024)

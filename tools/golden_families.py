@@ -74,6 +74,16 @@ GLIMMER = dict(
 VISION = dict(
     hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, patch_size=2, pos_emb_height=2, pos_emb_width=2,
 )
+# Three of four layers, or those that `layer_types` names, are delta nets. Value heads outnumber key heads.
+DELTA = dict(
+    rope_theta=1e6, partial_rotary_factor=0.25, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+    linear_value_head_dim=48, linear_conv_kernel_dim=4,
+)
+L, C = "linear_attention", "conv"
+LFM2 = dict(
+    norm_eps=1e-5, conv_L_cache=3, conv_bias=False, block_multiple_of=16, block_ffn_dim_multiplier=1.1, block_auto_adjust_ff_dim=True,
+    rope_theta=1e6, tie_word_embeddings=True, num_hidden_layers=3, layer_types=[C, F, C],
+)
 HUNYUAN = dict(type="dynamic", alpha=50.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=0.0)
 
 
@@ -218,6 +228,28 @@ VARIANTS = {
     "llama_fp8": ("llama", "Llama", "bf16", dict(rope_theta=1e4, num_hidden_layers=1), 65, "fp8"),
     "llama_mxfp8": ("llama", "Llama", "bf16", dict(rope_theta=1e4), 66, dict(group_size=32, bits=8, mode="mxfp8")),
     "qwen3_moe_nvfp4": ("qwen3_moe", "Qwen3Moe", "bf16", dict(rope_theta=1e6, mlp_only_layers=[0], **MOE), 67, dict(group_size=16, bits=4, mode="nvfp4")),
+    "qwen3_next": ("qwen3_next", "Qwen3Next", "bf16", dict(
+        DELTA, **MOE, shared_expert_intermediate_size=32, mlp_only_layers=[0], num_hidden_layers=4, layer_types=None,
+    ), 101, None),
+    "qwen3_next_mlx": ("qwen3_next", "Qwen3Next", "f32", dict(
+        DELTA, **MOE, linear_value_head_dim=64, shared_expert_intermediate_size=32, mlp_only_layers=[], num_hidden_layers=2, layer_types=[L, F],
+        full_attention_interval=2,
+    ), 102, dict(group_size=32, bits=8)),
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5", "bf16", dict(
+        DELTA, num_hidden_layers=4, layer_types=[L, F, L, F], num_attention_heads=4, num_key_value_heads=2,
+    ), 103, None),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5Moe", "bf16", dict(
+        DELTA, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48, linear_num_value_heads=2,
+        linear_value_head_dim=64, linear_key_head_dim=64, num_hidden_layers=4, tie_word_embeddings=True,
+    ), 104, None),
+    "lfm2": ("lfm2", "Lfm2", "bf16", LFM2, 105, None),
+    "lfm2_mlx": ("lfm2", "Lfm2", "f32", dict(
+        LFM2, block_ffn_dim_multiplier=1.0, block_multiple_of=32, conv_bias=True, num_attention_heads=1, block_dim=64, block_ff_dim=96, layer_types=None, full_attn_idxs=[1],
+    ), 106, dict(group_size=32, bits=8)),
+    "lfm2_moe": ("lfm2_moe", "Lfm2Moe", "bf16", dict(
+        LFM2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, num_dense_layers=1, norm_topk_prob=True, use_expert_bias=True,
+        routed_scaling_factor=1.3, conv_L_cache=4,
+    ), 107, None),
     # As in mlx-community's files: experts in MXFP4, the rest affine. mlx_lm ignores `truncate`.
     "gpt_oss_mlx": ("gpt_oss", "GptOss", "bf16", dict(GPT_OSS, rope_scaling=dict(GPT_OSS["rope_scaling"], truncate=True)), 61, dict(group_size=32, bits=4, mode="mxfp4")),
 }
@@ -258,10 +290,14 @@ def draw(model, seed, tied):
             continue
         shape = tuple(like.shape)
         if "norm" in name:
-            # Gemma's norms multiply by 1 + w, and Muse Glimmer's except the last.
-            is_shifted = "Gemma3" in type(model).__name__ or "Glimmer" in type(model).__name__ and "layernorm" in name
+            # Gemma's norms multiply by 1 + w, Muse Glimmer's except the last, and Qwen's except those of delta nets.
+            of = type(model).__name__
+            is_hybrid = "Qwen3Next" in of or "Qwen3_5" in of
+            is_shifted = "Gemma3" in of or "Glimmer" in of and "layernorm" in name or is_hybrid and "linear_attn" not in name
             centre = 0.0 if is_shifted else 1.0
             w = centre + 0.3 * rng.standard_normal(shape)
+        elif name.endswith("A_log"):
+            w = np.log(rng.uniform(0.05, 4.0, shape))
         elif name.endswith("experts.gate_up_proj") and "GptOss" in type(model).__name__:
             # `[E, inputs, outputs]`. Some gates and ups exceed the range that the activation clamps to.
             w = rng.standard_normal(shape) * 3.5 / np.sqrt(shape[1])
@@ -289,13 +325,14 @@ def to_torch(weights):
 def released_names(weights):
     """Released files have a matrix per expert; transformers joins them in memory. MiniMax's have other names."""
     is_minimax = any(name.endswith("mlp.e_score_correction_bias") for name in weights)
-    gate, up, down = ("w1", "w3", "w2") if is_minimax else ("gate_proj", "up_proj", "down_proj")
+    is_lfm2 = any("feed_forward.experts" in name for name in weights)
+    gate, up, down = ("w1", "w3", "w2") if is_minimax or is_lfm2 else ("gate_proj", "up_proj", "down_proj")
     out = {}
     for name, w in weights.items():
         name = name.replace("mlp.gate.moe_statics", "mlp.moe_statics")
         if is_minimax:
             name = name.replace(".mlp.", ".block_sparse_moe.")
-        if any("sinks" in other for other in weights):
+        if any("sinks" in other or "in_proj_qkv.weight" in other for other in weights):
             out[name] = w
         elif name.endswith(".experts.gate_up_proj"):
             base, inner = name.removesuffix("gate_up_proj"), w.shape[1] // 2
@@ -486,6 +523,19 @@ def dequantised(model):
                 out[name] = mx.contiguous(w.swapaxes(1, 2)) if w.ndim == 3 else w
         elif "switch_mlp" not in name:
             out[name] = w
+    return torch_convolutions(out)
+
+
+def torch_convolutions(weights):
+    """mlx_lm moves a dimension of convolutions, and adds the 1 of 1 + w to the norms of Qwen's hybrids."""
+    is_qwen = any("conv1d" in name for name in weights)
+    out = {}
+    for name, w in weights.items():
+        if name.endswith(("conv.weight", "conv1d.weight")):
+            w = mx.contiguous(w.swapaxes(1, 2))
+        elif is_qwen and name.endswith("norm.weight") and "linear_attn" not in name:
+            w = w - 1.0
+        out[name] = w
     return out
 
 

@@ -63,7 +63,7 @@ impl ModelReport {
     fn of(files: &Files) -> Result<ModelReport> {
         let model = Inspection::open(files)?;
         let (config, decoder) = (&model.config, &model.config.decoder);
-        let windows: Vec<usize> = decoder.blocks.iter().filter_map(|block| block.attention.window).collect();
+        let windows: Vec<usize> = decoder.blocks.iter().filter_map(|block| block.attention()?.window).collect();
         let format = |format: &kvant_models::StoredFormat| FormatLine {
             name: format.name.clone(),
             parameters: format.parameters,

@@ -92,8 +92,8 @@ impl CacheType {
     /// Checks that the model's keys and values support the type.
     pub fn check(&self, model: &Model) -> Result {
         let CacheType::Format(format) = self else { return Ok(()) };
-        let own = &model.decoder().blocks[..model.decoder().cache_layers()];
-        match own.iter().map(|block| block.attention.head_dim).find(|&dim| !format.supports(dim)) {
+        match model.decoder().cache_blocks().map(|(_, attention)| attention.head_dim).find(|&dim| !format.supports(dim))
+        {
             Some(dim) => Err(format!("--kv: {format} cannot store vectors of {dim}").into()),
             None => Ok(()),
         }

@@ -11,8 +11,11 @@ use crate::{
     pools::pool_spec,
     shard::{local_spec, output_rows},
     source::{Form, Part, Role, Source, converted::is_converted},
-    spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, ParallelSum, RouterSpec},
-    weights::{dense_parts, has_output, has_router_bias},
+    spec::{
+        AttentionSpec, DeltaNetSpec, DenseSpec, FeedForwardSpec, MixerSpec, MoeSpec, ParallelSum, RouterSpec,
+        ShortConvSpec,
+    },
+    weights::{DELTA_PROJECTIONS, dense_parts, has_output, has_router_bias},
 };
 
 /// A checkpoint's configuration and sizes.
@@ -199,7 +202,11 @@ fn tensors(spec: &DecoderSpec, source: &dyn Source, ranks: usize) -> Vec<Stored>
         for part in [Part::AttentionNorm, Part::FeedForwardNorm] {
             list.vector_if(block.pre_norms, part, &[h]);
         }
-        list.attention(&block.attention, h, source);
+        match &block.mixer {
+            MixerSpec::Attention(spec) => list.attention(spec, h, source),
+            MixerSpec::DeltaNet(spec) => list.delta_net(spec, h, source),
+            MixerSpec::ShortConv(spec) => list.short_conv(spec),
+        }
         list.feed_forward(&block.feed_forward, h, source);
         for part in [Part::AttentionPostNorm, Part::FeedForwardPostNorm] {
             list.vector_if(block.post_norms, part, &[h]);
@@ -260,16 +267,53 @@ impl InBlock<'_> {
 
     fn attention(&mut self, spec: &AttentionSpec, h: usize, source: &dyn Source) {
         let (q, kv) = (spec.q_width(), spec.kv_width());
-        let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)];
-        self.stack(Part::QueryKeyValue, &qkv[..1 + spec.kv_projections()], h, spec.qkv_bias, source);
+        if source.name(Role::Block(self.l, Part::QueryGateJoint)).is_some() {
+            self.matrix(Part::QueryGateJoint, &[2 * q, h], spec.qkv_bias);
+            self.matrix(Part::Key, &[kv, h], spec.qkv_bias);
+            self.matrix(Part::Value, &[kv, h], spec.qkv_bias);
+        } else {
+            let qkv = [(Part::Query, q), (Part::Key, kv), (Part::Value, kv)];
+            self.stack(Part::QueryKeyValue, &qkv[..1 + spec.kv_projections()], h, spec.qkv_bias, source);
+        }
         for (part, width) in [Part::QueryNorm, Part::KeyNorm].into_iter().zip(spec.qk_norm_widths()) {
             width.into_iter().for_each(|width| self.vector_if(true, part, &[width]));
         }
         self.vector_if(spec.sinks, Part::Sinks, &[spec.heads]);
-        if spec.output_gate {
+        if spec.output_gate && source.name(Role::Block(self.l, Part::QueryGateJoint)).is_none() {
             self.matrix(Part::AttentionGate, &[q, h], false);
         }
         self.matrix(Part::AttentionOutput, &[h, q], spec.output_bias);
+    }
+
+    fn delta_net(&mut self, spec: &DeltaNetSpec, h: usize, source: &dyn Source) {
+        let role = |part| Role::Block(self.l, part);
+        let has_joint = source.name(role(Part::DeltaJoint)).is_some();
+        let [qkv, z, b, a] = spec.projections();
+        match has_joint {
+            true => {
+                self.matrix(Part::DeltaJoint, &[qkv + z, h], false);
+                self.matrix(Part::DeltaGatesJoint, &[b + a, h], false);
+            }
+            false => {
+                for (part, outputs) in DELTA_PROJECTIONS.into_iter().zip([qkv, z, b, a]) {
+                    self.matrix(part, &[outputs, h], false);
+                }
+            }
+        }
+        self.vector_if(true, Part::ConvTaps, &[qkv, spec.taps]);
+        for part in [Part::DeltaRate, Part::DeltaABias] {
+            self.vector_if(true, part, &[spec.value_heads]);
+        }
+        self.vector_if(true, Part::DeltaNorm, &[spec.value_dim]);
+        self.matrix(Part::DeltaOutput, &[h, spec.value_width()], false);
+    }
+
+    fn short_conv(&mut self, spec: &ShortConvSpec) {
+        let ShortConvSpec { channels, taps, biases } = *spec;
+        self.matrix(Part::ConvInput, &[3 * channels, channels], biases);
+        self.vector_if(true, Part::ConvTaps, &[channels, taps]);
+        self.vector_if(biases, Part::ConvTaps, &[channels]);
+        self.matrix(Part::ConvOutput, &[channels, channels], biases);
     }
 
     fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {

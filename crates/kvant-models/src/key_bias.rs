@@ -2,7 +2,11 @@
 
 use kvant::{CacheLayer, KeyBias, KeyTurns, KvPool, PoolSpec, ops::Angles};
 
-use crate::{Model, Result, spec::RopeSpec};
+use crate::{
+    Model, Result,
+    spec::{AttentionSpec, RopeSpec},
+    weights::Mixer,
+};
 
 impl Model {
     /// Creates a pool of `spec`, whose layers are [`Model::cache_layers`], for texts of up to `longest` tokens. Layers
@@ -12,8 +16,11 @@ impl Model {
     /// `Kvant` as [`KvPool::with_key_biases`].
     pub fn pool_of(&self, spec: &PoolSpec, longest: usize) -> Result<KvPool> {
         let mut turns = Vec::new();
-        let biases =
-            spec.layers.iter().enumerate().map(|(l, layer)| self.key_bias(l, layer, spec, longest, &mut turns));
+        let biases = self
+            .rank_decoder()
+            .cache_blocks()
+            .zip(&spec.layers)
+            .map(|((l, attention), layer)| self.key_bias(l, attention, layer, spec, longest, &mut turns));
         let biases = biases.collect::<Result<Vec<_>>>()?;
         Ok(KvPool::with_key_biases(self.device(), spec, biases)?)
     }
@@ -23,16 +30,18 @@ impl Model {
     fn key_bias<'a>(
         &'a self,
         l: usize,
+        attention: &'a AttentionSpec,
         layer: &CacheLayer,
         spec: &PoolSpec,
         longest: usize,
         turns: &mut Vec<(&'a RopeSpec, usize, KeyTurns)>,
     ) -> Result<Option<KeyBias>> {
         let network = self.network();
-        let Some(attention) = network.spec().blocks.get(l).map(|block| &block.attention) else { return Ok(None) };
         let is_stored_without = layer.seals() && layer.k.is_quantised() && attention.qk_norm.is_none();
-        let biases = &network.weights.blocks[l].attention.qkv.biases;
-        let (Some(biases), Some(rope), true) = (biases, network.rope(l), is_stored_without) else { return Ok(None) };
+        let Mixer::Attention(weights) = &network.weights.blocks[l].mixer else { return Ok(None) };
+        let (Some(biases), Some(rope), true) = (&weights.qkv.biases, network.rope(l), is_stored_without) else {
+            return Ok(None);
+        };
         // LongRoPE uses tables. No model has both them and a bias.
         let (Some(bias), Angles::Theta(_)) = (biases.parts.get(1), rope.angles) else { return Ok(None) };
         let head_dim = attention.head_dim;

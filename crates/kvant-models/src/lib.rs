@@ -91,7 +91,7 @@ pub use pooling::Pooling;
 pub use pools::PoolOptions;
 pub use prepare::MixedSize;
 pub use sampling::{DeviceSampler, Sampler, Sampling, TokenLogprobs};
-pub use spec::{BlockSpec, DecoderSpec};
+pub use spec::{AttentionSpec, BlockSpec, DecoderSpec, MixerSpec};
 pub use tokenizer::{TextStream, TokenPiece, Tokenizer};
 
 /// The crate's README as a doctest.

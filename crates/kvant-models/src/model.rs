@@ -9,7 +9,7 @@ use std::{
 use kvant::{CacheLayer, DType, Device, KvPool, PoolSpec, Sequence, Step, Submission, Tensor, device::DeviceKind, ops};
 
 use crate::{
-    BlockSpec, CacheCodecs, Config, DecoderSpec, DeviceTokens, Error, Files, Result,
+    AttentionSpec, CacheCodecs, Config, DecoderSpec, DeviceTokens, Error, Files, Result,
     forward::{Network, OnStored, Wanted, Workspace},
     open::with_source,
     pass_rows::PassRows,
@@ -493,20 +493,17 @@ impl Model {
         if pool.device() != &self.device {
             return Err(Error::argument("pool", format_args!("on {}", self.device), pool.device()));
         }
-        let (layers, own) = (&pool.spec().layers, self.own_layers());
-        let same = |(cached, block): (&CacheLayer, &BlockSpec)| {
-            let own = &block.attention;
+        let (layers, own) = (&pool.spec().layers, self.rank_decoder().cache_blocks());
+        let same = |(cached, (_, own)): (&CacheLayer, (usize, &AttentionSpec))| {
             (cached.kv_heads, cached.head_dim, cached.window) == (own.kv_heads, own.head_dim, own.window)
         };
-        if layers.len() != own.len() || !layers.iter().zip(own).all(same) {
+        if layers.len() != self.decoder().cache_layers() || !layers.iter().zip(own).all(same) {
             return Err(Error::argument("pool", "one made for this model", "layers of other shapes"));
         }
+        if pool.spec().states != self.rank_decoder().states(self.activations()) {
+            return Err(Error::argument("pool", "one made for this model", "states of other shapes"));
+        }
         Ok(())
-    }
-
-    /// The blocks with their own keys and values.
-    fn own_layers(&self) -> &[BlockSpec] {
-        &self.rank_decoder().blocks[..self.decoder().cache_layers()]
     }
 
     /// The model's description and tensors.

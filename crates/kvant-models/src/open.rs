@@ -63,9 +63,13 @@ pub(crate) fn with_source<T>(files: &Files, then: impl FnOnce(Config, &dyn Sourc
     }
     files.check()?;
     let json = files.read_json("config.json")?;
-    let config = Config::with_files(&json, files)?;
+    let mut config = Config::with_files(&json, files)?;
     let checkpoint = Checkpoint::open_files(files)?;
     let family = families::named(config.family)?;
     let source = HfSource::new(&checkpoint, Quantization::parse(&json)?, family, config.decoder.blocks.len())?;
+    if source.has_mlx_taps() {
+        // MLX's files of models with convolutions have the 1 of 1 + w in their norms.
+        (config.decoder.norm_offset, config.decoder.final_norm_offset) = (0.0, 0.0);
+    }
     then(config, &source)
 }

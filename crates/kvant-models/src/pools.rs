@@ -2,7 +2,7 @@
 
 use kvant::{CacheLayer, Codec, DType, PoolSpec};
 
-use crate::{BlockSpec, CacheCodecs, DecoderSpec, KvCodec, Result};
+use crate::{AttentionSpec, CacheCodecs, DecoderSpec, KvCodec, Result};
 
 /// Options of [`Model::new_pool`](crate::Model::new_pool).
 #[derive(Clone, Debug)]
@@ -32,7 +32,7 @@ pub(crate) fn pool_spec(
     activations: DType,
 ) -> Result<PoolSpec> {
     let layers = cache_layers(spec, &options.codecs, activations)?;
-    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens);
+    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens).states(spec.states(activations));
     Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
 }
 
@@ -40,11 +40,9 @@ pub(crate) fn pool_spec(
 /// activations' dtype, or f16 if activations are f32.
 pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs, activations: DType) -> Result<Vec<CacheLayer>> {
     let dense = if activations == DType::BF16 { DType::BF16 } else { DType::F16 };
-    let layer = |(block, kv): (&BlockSpec, KvCodec)| {
-        let attention = &block.attention;
+    let layer = |((_, attention), kv): ((usize, &AttentionSpec), KvCodec)| {
         let layer = CacheLayer::new(attention.kv_heads, attention.head_dim, kv.k).v(kv.v).dense(dense);
         layer.window(attention.window)
     };
-    let layers = spec.cache_layers();
-    Ok(spec.blocks[..layers].iter().zip(codecs.of_layers(layers)?).map(layer).collect())
+    Ok(spec.cache_blocks().zip(codecs.of_layers(spec.cache_layers())?).map(layer).collect())
 }

@@ -198,6 +198,10 @@ pub(crate) fn local_spec(spec: &DecoderSpec, ranks: usize, source: &dyn Source) 
         return Ok(spec.clone());
     }
     spec.check()?;
+    if spec.blocks.iter().any(|block| block.attention().is_none()) {
+        let reason = "models with recurrent states run on one device".to_string();
+        return Err(Error::Unsupported { what: format!("a group of {ranks} devices"), reason });
+    }
     let blocks = spec.blocks.iter().enumerate();
     let steps: Vec<Steps> =
         blocks.map(|(l, block)| Steps::new(l, block, spec.hidden_size, source)).collect::<Result<_>>()?;
@@ -234,7 +238,10 @@ impl Steps {
         let feed_forward = &block.feed_forward;
         let [.., down] = dense_parts(feed_forward);
         Ok(Steps {
-            attention: step(Part::AttentionOutput, &[h, block.attention.q_width()])?,
+            attention: match block.attention() {
+                Some(attention) => step(Part::AttentionOutput, &[h, attention.q_width()])?,
+                None => 1,
+            },
             dense: feed_forward.dense().map_or(Ok(1), |dense| step(down, &[h, dense.width]))?,
             moe: feed_forward.moe().map_or(Ok(1), |moe| step(Part::ExpertDown, &[moe.experts, h, moe.width]))?,
         })
@@ -242,7 +249,7 @@ impl Steps {
 
     fn local_block(&self, block: &BlockSpec, ranks: usize) -> std::result::Result<BlockSpec, Misfit> {
         let mut local = block.clone();
-        self.divide_heads(&mut local.attention, ranks)?;
+        local.attention_mut().map_or(Ok(()), |attention| self.divide_heads(attention, ranks))?;
         match &mut local.feed_forward {
             FeedForwardSpec::Dense(dense) => divide_width(&mut dense.width, self.dense, ranks)?,
             FeedForwardSpec::Moe(moe) => divide_width(&mut moe.width, self.moe, ranks)?,

@@ -3,15 +3,19 @@
 //! A block computes
 //!
 //! ```text
-//! h += post_norm(attention(norm(h)))
+//! h += post_norm(mixer(norm(h)))
 //! h += post_norm(feed_forward(norm(h)))
 //! h += norm(projection(gelu(gate(h)) · input of this block))     with per-layer inputs
 //! h *= scalar
 //! ```
 //!
-//! where the norms before or after both halves, per-layer inputs and the scalar are optional.
+//! where the norms before or after both halves, per-layer inputs and the scalar are optional. The mixer is attention, or
+//! has a recurrent state: a gated delta net or a short convolution.
 
-use kvant::ops::{Activation, ExpertGroups, ExpertScores, PairLayout, attend::HEAD_DIMS};
+use kvant::{
+    DType, StateLayer,
+    ops::{Activation, ExpertGroups, ExpertScores, PairLayout, attend::HEAD_DIMS},
+};
 
 use crate::{Error, Result};
 
@@ -83,8 +87,8 @@ impl QueryScaling {
 /// One decoder layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSpec {
-    /// Attention.
-    pub attention: AttentionSpec,
+    /// The first half.
+    pub mixer: MixerSpec,
     /// The second half.
     pub feed_forward: FeedForwardSpec,
     /// Whether the inputs of both halves are normed. Without these norms, a half reads the residual stream.
@@ -93,6 +97,124 @@ pub struct BlockSpec {
     pub post_norms: bool,
     /// Whether a stored scalar multiplies the block's output. Requires `post_norms`.
     pub scalar: bool,
+}
+
+/// The first half of a block, which mixes tokens.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
+pub enum MixerSpec {
+    /// Attention to keys and values in a cache.
+    Attention(AttentionSpec),
+    /// A linear attention whose state is a matrix for each head (Qwen3-Next, Qwen 3.5).
+    DeltaNet(DeltaNetSpec),
+    /// A convolution over the last positions between two products (LFM2).
+    ShortConv(ShortConvSpec),
+}
+
+impl From<AttentionSpec> for MixerSpec {
+    fn from(attention: AttentionSpec) -> MixerSpec {
+        MixerSpec::Attention(attention)
+    }
+}
+
+/// A gated delta net ([`kvant::ops::DeltaRule`]): out(norm(delta_rule(conv(qkv(x)), a(x), b(x))) · silu(z(x))).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaNetSpec {
+    /// Heads of queries and keys; a divisor of `value_heads`.
+    pub key_heads: usize,
+    /// Heads of values, and of the state.
+    pub value_heads: usize,
+    /// Coordinates of a query or key.
+    pub key_dim: usize,
+    /// Coordinates of a value.
+    pub value_dim: usize,
+    /// Taps of the convolution over queries, keys and values.
+    pub taps: usize,
+}
+
+impl DeltaNetSpec {
+    /// Columns of queries, keys and values together: the channels of the convolution.
+    pub(crate) fn channels(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.value_width()
+    }
+
+    /// Columns of the values of all heads.
+    pub(crate) fn value_width(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+
+    /// The outputs of the projections of the input: queries, keys and values; the gate z; b; a.
+    pub(crate) fn projections(&self) -> [usize; 4] {
+        [self.channels(), self.value_width(), self.value_heads, self.value_heads]
+    }
+
+    fn check(&self) -> std::result::Result<(), String> {
+        let DeltaNetSpec { key_heads, value_heads, key_dim, value_dim, taps } = *self;
+        if key_heads == 0 || value_heads == 0 || !value_heads.is_multiple_of(key_heads) {
+            return Err(format!("{value_heads} value heads are no multiple of {key_heads} key heads"));
+        }
+        let fits = |dim: usize, unit: usize| (unit..=256).contains(&dim) && dim.is_multiple_of(unit);
+        if !fits(key_dim, 32) || !fits(value_dim, 16) {
+            let expected = "key heads have a multiple of 32 coordinates, value heads one of 16, up to 256";
+            return Err(format!("{expected}, not {key_dim} and {value_dim}"));
+        }
+        check_taps(taps)
+    }
+}
+
+/// A short convolution: out(c · conv(b · u)), where b, c and u are the parts of one projection of x.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShortConvSpec {
+    /// Channels: the width of the residual stream.
+    pub channels: usize,
+    /// Taps of the convolution.
+    pub taps: usize,
+    /// Whether the projections and the convolution have biases.
+    pub biases: bool,
+}
+
+/// Checks the requirement of [`kvant::ops::causal_conv()`].
+fn check_taps(taps: usize) -> std::result::Result<(), String> {
+    if (2..=8).contains(&taps) { Ok(()) } else { Err(format!("a convolution has from 2 to 8 taps, not {taps}")) }
+}
+
+impl MixerSpec {
+    /// The states that each sequence has in the block. `activations` is the dtype of activations.
+    pub(crate) fn states(&self, activations: DType) -> Vec<StateLayer> {
+        let inputs = |taps: usize, channels| StateLayer::new(activations, &[taps - 1, channels]);
+        match self {
+            MixerSpec::Attention(_) => Vec::new(),
+            MixerSpec::DeltaNet(net) => {
+                let DeltaNetSpec { value_heads, key_dim, value_dim, taps, .. } = *net;
+                let matrices = StateLayer::new(DType::F32, &[value_heads, key_dim, value_dim]);
+                vec![inputs(taps, net.channels()), matrices]
+            }
+            MixerSpec::ShortConv(conv) => vec![inputs(conv.taps, conv.channels)],
+        }
+    }
+}
+
+impl BlockSpec {
+    /// The attention of the block, if its mixer is one.
+    pub fn attention(&self) -> Option<&AttentionSpec> {
+        match &self.mixer {
+            MixerSpec::Attention(attention) => Some(attention),
+            MixerSpec::DeltaNet(_) | MixerSpec::ShortConv(_) => None,
+        }
+    }
+
+    /// The attention of the block, if its mixer is one.
+    pub(crate) fn attention_mut(&mut self) -> Option<&mut AttentionSpec> {
+        match &mut self.mixer {
+            MixerSpec::Attention(attention) => Some(attention),
+            MixerSpec::DeltaNet(_) | MixerSpec::ShortConv(_) => None,
+        }
+    }
+
+    /// The earlier block whose keys and values this block uses.
+    pub(crate) fn source(&self) -> Option<usize> {
+        self.attention()?.source()
+    }
 }
 
 /// The attention of a block.
@@ -364,9 +486,27 @@ pub struct PerLayerInputSpec {
 }
 
 impl DecoderSpec {
-    /// The number of blocks with their own keys and values, which are the first ones.
+    /// The number of blocks with their own keys and values.
     pub fn cache_layers(&self) -> usize {
-        self.blocks.iter().filter(|block| block.attention.source().is_none()).count()
+        self.cache_blocks().count()
+    }
+
+    /// The blocks with their own keys and values: their indices and their attention.
+    pub fn cache_blocks(&self) -> impl Iterator<Item = (usize, &AttentionSpec)> {
+        self.blocks.iter().enumerate().filter_map(|(l, block)| {
+            let attention = block.attention().filter(|attention| attention.source().is_none())?;
+            Some((l, attention))
+        })
+    }
+
+    /// The number of blocks that store something for later tokens, keys and values or states. They are the first ones.
+    pub(crate) fn storing_blocks(&self) -> usize {
+        self.blocks.iter().filter(|block| block.source().is_none()).count()
+    }
+
+    /// The states that each sequence has, in the order of the blocks.
+    pub(crate) fn states(&self, activations: DType) -> Vec<StateLayer> {
+        self.blocks.iter().flat_map(|block| block.mixer.states(activations)).collect()
     }
 
     /// The number of ids that can be fed: every table has a row for them.
@@ -376,7 +516,7 @@ impl DecoderSpec {
 
     /// Maximum tokens of a text for which the factors of all rotary embeddings apply; `None` without LongRoPE.
     pub(crate) fn original_context(&self) -> Option<usize> {
-        self.blocks.iter().filter_map(|block| Some(block.attention.rope.long.as_ref()?.original)).min()
+        self.blocks.iter().filter_map(|block| Some(block.attention()?.rope.long.as_ref()?.original)).min()
     }
 
     /// Checks that the interpreter can run the description. Families report invalid values by key; this function checks
@@ -385,7 +525,7 @@ impl DecoderSpec {
     /// # Errors
     /// `Unsupported` with the block and the reason.
     pub fn check(&self) -> Result<()> {
-        let own = self.cache_layers();
+        let own = self.storing_blocks();
         for (l, block) in self.blocks.iter().enumerate() {
             let unsupported = |reason| Error::Unsupported { what: format!("layer {l}"), reason };
             self.check_block(l, own).map_err(unsupported)?;
@@ -401,7 +541,7 @@ impl DecoderSpec {
             if (block.scalar || self.per_layer_input.is_some()) && !block.post_norms {
                 return Err(unsupported("a scalar and per-layer inputs require norms of the block's outputs".into()));
             }
-            if self.query_scaling.is_some() && block.attention.qk_norm.is_some() {
+            if self.query_scaling.is_some() && block.attention().is_some_and(|attention| attention.qk_norm.is_some()) {
                 return Err(unsupported("queries that are scaled by position have no norm".into()));
             }
             let Some(moe) = block.feed_forward.moe() else { continue };
@@ -414,7 +554,12 @@ impl DecoderSpec {
     }
 
     fn check_block(&self, l: usize, own: usize) -> std::result::Result<(), String> {
-        let attention = &self.blocks[l].attention;
+        let attention = match &self.blocks[l].mixer {
+            MixerSpec::Attention(attention) => attention,
+            MixerSpec::DeltaNet(net) => return net.check(),
+            MixerSpec::ShortConv(conv) if conv.channels == self.hidden_size => return check_taps(conv.taps),
+            MixerSpec::ShortConv(conv) => return Err(format!("a convolution of {} channels", conv.channels)),
+        };
         let AttentionSpec { heads, kv_heads, head_dim, ref rope, .. } = *attention;
         if !HEAD_DIMS.contains(&head_dim) {
             return Err(format!("the number of a head's coordinates is one of {HEAD_DIMS:?}, not {head_dim}"));
@@ -438,7 +583,8 @@ impl DecoderSpec {
             None => Ok(()),
             Some(source) => {
                 let shape = |attention: &AttentionSpec| (attention.kv_heads, attention.head_dim);
-                let fits = source < own && shape(&self.blocks[source].attention) == shape(attention);
+                let of_source = self.blocks.get(source).filter(|_| source < own).and_then(BlockSpec::attention);
+                let fits = of_source.is_some_and(|of_source| shape(of_source) == shape(attention));
                 if fits { Ok(()) } else { Err(format!("keys and values of layer {source} do not fit")) }
             }
         }

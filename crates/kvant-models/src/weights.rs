@@ -7,10 +7,14 @@ use crate::{
     shard::{Cut, Share, of_rank, output_rows},
     source::{Form, Matrix, Part, Role, Source},
     spec::{
-        BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec, OutputMatrix, ParallelSum, PerLayerInputSpec, QkNorm,
-        RouterSpec, ScoreBias,
+        AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec, OutputMatrix, ParallelSum, PerLayerInputSpec,
+        QkNorm, RouterSpec, ScoreBias,
     },
 };
+
+mod mixers;
+
+pub(crate) use mixers::DELTA_PROJECTIONS;
 
 /// Matrices with common inputs.
 #[derive(Debug)]
@@ -77,16 +81,52 @@ pub(crate) struct PerLayerWeights {
 
 #[derive(Debug)]
 pub(crate) struct BlockWeights {
-    pub attention: AttentionWeights,
+    /// The norm of the first half's input.
+    pub mixer_norm: Option<Tensor>,
+    pub mixer: Mixer,
+    /// The norm of the first half's output.
+    pub mixer_post_norm: Option<Tensor>,
     pub feed_forward: FeedForwardWeights,
     pub per_layer: Option<LayerInputWeights>,
     /// Multiplies the block's output; 1 if absent.
     pub scalar: f32,
 }
 
+/// The weights of a block's first half.
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
+pub(crate) enum Mixer {
+    Attention(AttentionWeights),
+    DeltaNet(DeltaNetWeights),
+    ShortConv(ShortConvWeights),
+}
+
+#[derive(Debug)]
+pub(crate) struct DeltaNetWeights {
+    /// Queries, keys and values in one matrix; z; b; a.
+    pub projections: Stack,
+    /// `[channels, taps]`.
+    pub conv: Tensor,
+    /// The negative rate of decay, f32 `[value_heads]`.
+    pub rate: Tensor,
+    /// The bias of a, f32 `[value_heads]`.
+    pub a_bias: Tensor,
+    /// `[Dv]`.
+    pub norm: Tensor,
+    pub output: Projection,
+}
+
+#[derive(Debug)]
+pub(crate) struct ShortConvWeights {
+    pub input: Projection,
+    /// `[channels, taps]`.
+    pub conv: Tensor,
+    pub conv_bias: Option<Tensor>,
+    pub output: Projection,
+}
+
 #[derive(Debug)]
 pub(crate) struct AttentionWeights {
-    pub norm: Option<Tensor>,
     /// Queries, keys and values. No keys and values if the block uses another block's; no values if they are the raw
     /// keys.
     pub qkv: Stack,
@@ -96,7 +136,6 @@ pub(crate) struct AttentionWeights {
     pub sinks: Option<Tensor>,
     pub output_gate: Option<Matrix>,
     pub output: Projection,
-    pub post_norm: Option<Tensor>,
 }
 
 #[derive(Debug)]
@@ -287,7 +326,9 @@ impl Loader<'_> {
         let (h, block) = (self.spec.hidden_size, &self.spec.blocks[l]);
         let role = |part| Role::Block(l, part);
         Ok(BlockWeights {
-            attention: self.attention(l, block)?,
+            mixer_norm: self.norm_if(block.pre_norms.then_some(h), role(Part::AttentionNorm))?,
+            mixer: self.mixer(l, &block.mixer)?,
+            mixer_post_norm: self.norm_if(block.post_norms.then_some(h), role(Part::AttentionPostNorm))?,
             feed_forward: self.feed_forward(l, block)?,
             per_layer: match self.spec.per_layer_input {
                 Some(inputs) => Some(LayerInputWeights {
@@ -301,9 +342,9 @@ impl Loader<'_> {
         })
     }
 
-    fn attention(&mut self, l: usize, block: &BlockSpec) -> Result<AttentionWeights> {
+    fn attention(&mut self, l: usize, spec: &AttentionSpec) -> Result<AttentionWeights> {
         let h = self.spec.hidden_size;
-        let (spec, local) = (&block.attention, &self.local.blocks[l].attention);
+        let local = self.local.blocks[l].attention().unwrap_or(spec);
         let role = |part| Role::Block(l, part);
         let (q, kv) = (spec.q_width(), spec.kv_width());
         let (queries, keys) = (self.share(q, local.q_width()), self.share(kv, local.kv_width()));
@@ -311,18 +352,28 @@ impl Loader<'_> {
         let qkv = qkv.map(|(part, share)| (role(part), share));
         let [q_norm, k_norm] = spec.qk_norm_widths();
         let gate = Cut::Outputs(vec![queries]);
+        let (qkv, output_gate) = match self.source.name(role(Part::QueryGateJoint)) {
+            Some(_) if spec.output_gate => {
+                let (qkv, gate) = self.gated_queries(l, spec)?;
+                (qkv, Some(gate))
+            }
+            _ => {
+                let projections = &qkv[..1 + spec.kv_projections()];
+                let qkv = self.stack(Some(role(Part::QueryKeyValue)), projections, h, spec.qkv_bias)?;
+                let gate = match spec.output_gate {
+                    true => Some(self.matrix(role(Part::AttentionGate), &[q, h], &gate)?),
+                    false => None,
+                };
+                (qkv, gate)
+            }
+        };
         Ok(AttentionWeights {
-            norm: self.norm_if(block.pre_norms.then_some(h), role(Part::AttentionNorm))?,
-            qkv: self.stack(role(Part::QueryKeyValue), &qkv[..1 + spec.kv_projections()], h, spec.qkv_bias)?,
+            qkv,
             q_norm: self.norm_if(q_norm, role(Part::QueryNorm))?,
             k_norm: self.key_norm(k_norm, role(Part::KeyNorm), spec.qk_norm, keys)?,
             sinks: if spec.sinks { Some(self.sinks(role(Part::Sinks), spec.heads, local.heads)?) } else { None },
-            output_gate: match spec.output_gate {
-                true => Some(self.matrix(role(Part::AttentionGate), &[q, h], &gate)?),
-                false => None,
-            },
+            output_gate,
             output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias, queries)?,
-            post_norm: self.norm_if(block.post_norms.then_some(h), role(Part::AttentionPostNorm))?,
         })
     }
 
@@ -373,7 +424,7 @@ impl Loader<'_> {
         let (h, share) = (self.spec.hidden_size, self.share(dense.width, local));
         let [fused, gate, up, down] = dense_parts(spec).map(|part| Role::Block(l, part));
         Ok(Some(DenseWeights {
-            gate_up: self.stack(fused, &[(gate, share), (up, share)], h, dense.biases)?,
+            gate_up: self.stack(Some(fused), &[(gate, share), (up, share)], h, dense.biases)?,
             down: self.output_projection(down, &[h, dense.width], dense.biases, share)?,
         }))
     }
@@ -573,8 +624,8 @@ impl Loader<'_> {
     }
 
     /// Matrices with the same inputs, by outputs, or `fused`, the one matrix that some files have in their place.
-    fn stack(&mut self, fused: Role, roles: &[(Role, Share)], inputs: usize, is_biased: bool) -> Result<Stack> {
-        if self.source.name(fused).is_some() {
+    fn stack(&mut self, fused: Option<Role>, roles: &[(Role, Share)], inputs: usize, is_biased: bool) -> Result<Stack> {
+        if let Some(fused) = fused.filter(|fused| self.source.name(*fused).is_some()) {
             return self.fused_stack(fused, roles, inputs, is_biased);
         }
         let biases = if is_biased { Some(self.stack_biases(roles)?) } else { None };

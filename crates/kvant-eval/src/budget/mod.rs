@@ -137,9 +137,9 @@ struct Sides {
 
 impl Sides {
     fn of(model: &Model) -> Sides {
-        let blocks = &model.decoder().blocks[..model.decoder().cache_layers()];
-        let coordinates = |block: &kvant_models::BlockSpec| block.attention.kv_heads * block.attention.head_dim;
-        Sides { coordinates: blocks.iter().flat_map(|block| [coordinates(block); 2]).collect() }
+        let layers = model.decoder().cache_blocks();
+        let coordinates = layers.flat_map(|(_, attention)| [attention.kv_heads * attention.head_dim; 2]);
+        Sides { coordinates: coordinates.collect() }
     }
 
     fn layers(&self, codecs: &[Codec], assignment: &Assignment) -> Vec<KvCodec> {

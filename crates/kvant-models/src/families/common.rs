@@ -9,7 +9,10 @@ pub(super) use super::{kind::Kind, limits::*};
 use crate::{
     Result,
     config::fields::Fields,
-    spec::{AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, OutputMatrix, RopeSpec},
+    spec::{
+        AttentionSpec, BlockSpec, DecoderSpec, DenseSpec, FeedForwardSpec, KeysValues, MixerSpec, OutputMatrix,
+        RopeSpec,
+    },
 };
 
 /// A `config.json` whose type is known.
@@ -167,13 +170,22 @@ impl ConfigJson<'_> {
     }
 
     /// A decoder whose blocks norm only the inputs of their halves, as Llama's.
-    pub(super) fn pre_norm(
+    pub(super) fn pre_norm<M: Into<MixerSpec>>(
         &self,
-        block: impl Fn(usize) -> Result<(AttentionSpec, FeedForwardSpec)>,
+        block: impl Fn(usize) -> Result<(M, FeedForwardSpec)>,
+    ) -> Result<DecoderSpec> {
+        self.pre_norm_with("rms_norm_eps", block)
+    }
+
+    /// As [`ConfigJson::pre_norm`], with the key of the norms' epsilon.
+    pub(super) fn pre_norm_with<M: Into<MixerSpec>>(
+        &self,
+        eps: &str,
+        block: impl Fn(usize) -> Result<(M, FeedForwardSpec)>,
     ) -> Result<DecoderSpec> {
         let blocks = (0..self.layers()?).map(|l| {
-            let (attention, feed_forward) = block(l)?;
-            Ok(BlockSpec { attention, feed_forward, pre_norms: true, post_norms: false, scalar: false })
+            let (mixer, feed_forward) = block(l)?;
+            Ok(BlockSpec { mixer: mixer.into(), feed_forward, pre_norms: true, post_norms: false, scalar: false })
         });
         Ok(DecoderSpec {
             hidden_size: self.text.size("hidden_size", None, MAX_WIDTH)?,
@@ -182,8 +194,8 @@ impl ConfigJson<'_> {
             embedding_norm: false,
             per_layer_input: None,
             blocks: blocks.collect::<Result<_>>()?,
-            norm_eps: self.norm_eps("rms_norm_eps")?,
-            post_norm_eps: self.norm_eps("rms_norm_eps")?,
+            norm_eps: self.norm_eps(eps)?,
+            post_norm_eps: self.norm_eps(eps)?,
             norm_offset: 0.0,
             final_norm_offset: 0.0,
             residual_scale: 1.0,
@@ -206,8 +218,13 @@ impl ConfigJson<'_> {
         Ok(decoder)
     }
 
-    /// The kinds in `layer_types`.
+    /// The kinds in `layer_types` of attention layers.
     pub(super) fn layer_types(&self, count: usize) -> Result<Option<Vec<Kind>>> {
+        self.layer_kinds(count, &[Kind::Sliding, Kind::Full].map(|kind| (kind.name(), kind)))
+    }
+
+    /// The kinds in `layer_types`, by their names.
+    pub(super) fn layer_kinds<K: Copy>(&self, count: usize, kinds: &[(&str, K)]) -> Result<Option<Vec<K>>> {
         let names = match self.text.get("layer_types") {
             None | Some(serde_json::Value::Null) => return Ok(None),
             Some(serde_json::Value::Array(names)) => names,
@@ -217,13 +234,13 @@ impl ConfigJson<'_> {
             let expected = format_args!("{count} names, like num_hidden_layers");
             return Err(self.text.error("layer_types", expected, names.len()));
         }
-        let kind = |(l, name): (usize, &serde_json::Value)| match name.as_str() {
-            Some("sliding_attention") => Ok(Kind::Sliding),
-            Some("full_attention") => Ok(Kind::Full),
-            _ => {
+        let kind = |(l, name): (usize, &serde_json::Value)| {
+            let known = kinds.iter().find(|(known, _)| name.as_str() == Some(known));
+            let expected = || kinds.iter().map(|(known, _)| format!("{known:?}")).collect::<Vec<_>>().join(" or ");
+            known.map(|(_, kind)| *kind).ok_or_else(|| {
                 let key = format!("layer_types[{l}]");
-                Err(self.text.error(&key, "\"sliding_attention\" or \"full_attention\"", name))
-            }
+                self.text.error(&key, expected(), name)
+            })
         };
         names.iter().enumerate().map(kind).collect::<Result<Vec<_>>>().map(Some)
     }

@@ -54,19 +54,26 @@ pub(super) struct QwenExperts {
 impl QwenExperts {
     pub(super) fn parse(json: &ConfigJson, layers: usize) -> Result<QwenExperts> {
         let text = &json.text;
+        let mut spec = QwenExperts::in_all_layers(json)?.spec;
+        spec.routing = RoutingSpec::softmax(text.bool_or_null("norm_topk_prob")?.unwrap_or(false));
+        let dense = text.indices("mlp_only_layers", layers)?;
+        Ok(QwenExperts { spec, step: text.size("decoder_sparse_step", None, MAX_LAYERS)?, dense })
+    }
+
+    /// As [`QwenExperts::parse`], for families whose layers all have experts, with weights that add up to 1.
+    pub(super) fn in_all_layers(json: &ConfigJson) -> Result<QwenExperts> {
+        let text = &json.text;
         let experts = text.size("num_experts", None, MAX_EXPERTS)?;
-        let normalise = text.bool_or_null("norm_topk_prob")?.unwrap_or(false);
         let spec = MoeSpec {
             experts,
             top_k: text.size("num_experts_per_tok", None, experts)?,
             width: text.size("moe_intermediate_size", None, MAX_WIDTH)?,
             activation: json.activation("hidden_act", "silu")?,
-            routing: RoutingSpec::softmax(normalise),
+            routing: RoutingSpec::softmax(true),
             biases: false,
             router: RouterSpec::Plain,
         };
-        let dense = text.indices("mlp_only_layers", layers)?;
-        Ok(QwenExperts { spec, step: text.size("decoder_sparse_step", None, MAX_LAYERS)?, dense })
+        Ok(QwenExperts { spec, step: 1, dense: Vec::new() })
     }
 
     pub(super) fn has(&self, layer: usize) -> bool {

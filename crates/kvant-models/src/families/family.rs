@@ -22,7 +22,7 @@ pub(crate) struct Family {
 }
 
 /// The names of experts in one layout.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertNames {
     pub names: Names,
     pub layout: ExpertLayout,

@@ -46,7 +46,7 @@ fn describe(json: &ConfigJson) -> Result<DecoderSpec> {
         attention.qk_norm = Some(QkNorm::Heads);
         (attention.qkv_bias, attention.output_bias) = json.attention_bias(false)?;
         let feed_forward = FeedForwardSpec::Dense(DenseSpec { width, activation, biases: false });
-        Ok(BlockSpec { attention, feed_forward, pre_norms: true, post_norms: true, scalar: false })
+        Ok(BlockSpec { mixer: attention.into(), feed_forward, pre_norms: true, post_norms: true, scalar: false })
     };
     Ok(DecoderSpec {
         hidden_size,

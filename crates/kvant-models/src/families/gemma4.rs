@@ -165,7 +165,13 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
             Some(moe) => FeedForwardSpec::Parallel(dense, moe, ParallelSum::Normed),
             None => FeedForwardSpec::Dense(dense),
         };
-        blocks.push(BlockSpec { attention, feed_forward, pre_norms: true, post_norms: true, scalar: true });
+        blocks.push(BlockSpec {
+            mixer: attention.into(),
+            feed_forward,
+            pre_norms: true,
+            post_norms: true,
+            scalar: true,
+        });
     }
     Ok(blocks)
 }

@@ -27,6 +27,7 @@ mod granite;
 mod hunyuan;
 mod hunyuan_v1_moe;
 mod kind;
+mod lfm2;
 mod limits;
 mod llama;
 mod minimax_m2;
@@ -37,6 +38,7 @@ mod phi3;
 mod qwen2;
 mod qwen2_moe;
 mod qwen3;
+mod qwen3_next;
 mod rope;
 mod seed_oss;
 mod smollm3;
@@ -50,7 +52,7 @@ use crate::{
 use common::{ConfigJson, MAX_POSITIONS};
 pub(crate) use family::{ExpertLayout, Family, Names};
 
-static FAMILIES: [&Family; 22] = [
+static FAMILIES: [&Family; 25] = [
     &ernie4_5::FAMILY,
     &ernie4_5_moe::FAMILY,
     &exaone4::FAMILY,
@@ -62,6 +64,7 @@ static FAMILIES: [&Family; 22] = [
     &granite::HYBRID,
     &hunyuan::FAMILY,
     &hunyuan_v1_moe::FAMILY,
+    &lfm2::FAMILY,
     &llama::FAMILY,
     &minimax_m2::FAMILY,
     &ministral3::FAMILY,
@@ -71,6 +74,8 @@ static FAMILIES: [&Family; 22] = [
     &qwen2::FAMILY,
     &qwen2_moe::FAMILY,
     &qwen3::FAMILY,
+    &qwen3_next::FAMILY,
+    &qwen3_next::NEXT,
     &seed_oss::FAMILY,
     &smollm3::FAMILY,
 ];

@@ -23,7 +23,7 @@ pub(super) static FAMILY: Family = Family {
     experts: MLP_EXPERTS,
 };
 
-const SHARED_EXPERT: Names = &[
+pub(super) const SHARED_EXPERT: Names = &[
     (Part::SharedGate, "mlp.shared_expert.gate_proj.weight"),
     (Part::SharedUp, "mlp.shared_expert.up_proj.weight"),
     (Part::SharedDown, "mlp.shared_expert.down_proj.weight"),

@@ -8,26 +8,32 @@ use kvant::{
     },
 };
 
-use super::{Network, Pass, workspace::GatheredViews};
+use super::{
+    Network, Pass,
+    workspace::{AttentionViews, GatheredViews},
+};
 use crate::{
     Result,
-    spec::{KeysValues, QkNorm},
+    spec::{AttentionSpec, KeysValues, QkNorm},
+    weights::AttentionWeights,
 };
 
 impl Pass<'_> {
     /// y = attention(x).
-    pub(super) fn attention(&mut self, l: usize, pool: &KvPool) -> Result<()> {
-        let views = self.views;
-        let spec = &self.network.spec().blocks[l].attention;
-        let weights = &self.network.weights.blocks[l].attention;
-        let own = &views.blocks[l];
-        let kv = pool.layer(spec.source().unwrap_or(l))?;
+    pub(super) fn attention(
+        &mut self,
+        l: usize,
+        pool: &KvPool,
+        (spec, weights, own): (&AttentionSpec, &AttentionWeights, &AttentionViews),
+    ) -> Result<()> {
+        let (views, index) = (self.views, self.network.stored[l]);
+        let kv = pool.layer(index)?;
         self.project(self.input(l), &weights.qkv, &own.qkv, &[&own.q[0], &own.k[0], &own.v[0]])?;
-        let norms = HeadNorms::new(self.network, l);
+        let norms = HeadNorms::new(self.network, spec, weights);
         let mut rope = self.network.rope(l);
         match spec.qk_norm {
-            Some(QkNorm::Rows) => self.norm_rows(l)?,
-            Some(QkNorm::RotatedHeads) => self.rotate_heads(l, rope.take())?,
+            Some(QkNorm::Rows) => self.norm_rows(weights, own)?,
+            Some(QkNorm::RotatedHeads) => self.rotate_heads(spec, own, rope.take())?,
             None | Some(QkNorm::Heads | QkNorm::Unweighted) => {}
         }
         let (mut from, q, k) = (&own.q[1], &own.q[1], &own.k[1]);
@@ -52,7 +58,7 @@ impl Pass<'_> {
         if let (Some(stored), None) = (&mut self.stored, spec.source()) {
             let next = self.enc.device().encoder()?;
             std::mem::replace(self.enc, next).commit()?.wait()?;
-            stored(l, self.step)?;
+            stored(index, self.step)?;
         }
         let attend = Attend::new(q, kv, self.step, &own.attended[1]);
         let attend = attend.scale(spec.scale).softcap(spec.softcap).window(spec.window).sinks(weights.sinks.as_ref());
@@ -69,9 +75,7 @@ impl Pass<'_> {
     }
 
     /// Norms queries and keys in place, over all heads of a token.
-    fn norm_rows(&mut self, l: usize) -> Result<()> {
-        let own = &self.views.blocks[l];
-        let weights = &self.network.weights.blocks[l].attention;
+    fn norm_rows(&mut self, weights: &AttentionWeights, own: &AttentionViews) -> Result<()> {
         let gathered = own.gathered.each_ref().map(Option::as_ref);
         let of_x = [(&own.q[0], &weights.q_norm), (&own.k[0], &weights.k_norm)];
         for ((x, weight), gathered) in of_x.into_iter().zip(gathered) {
@@ -95,13 +99,12 @@ impl Pass<'_> {
     }
 
     /// Rotates queries and keys in place, before their norms.
-    fn rotate_heads(&mut self, l: usize, rope: Option<Rope>) -> Result<()> {
+    fn rotate_heads(&mut self, spec: &AttentionSpec, own: &AttentionViews, rope: Option<Rope>) -> Result<()> {
         if rope.is_none() {
             return Ok(());
         }
-        let own = &self.views.blocks[l];
         ops::norm_rope(self.enc, &NormRope::new(&own.q[1], self.step.positions(), &own.q[1]).rope(rope))?;
-        if self.spec().blocks[l].attention.source().is_none() {
+        if spec.source().is_none() {
             ops::norm_rope(self.enc, &NormRope::new(&own.k[1], self.step.positions(), &own.k[1]).rope(rope))?;
         }
         Ok(())
@@ -116,10 +119,8 @@ struct HeadNorms<'a> {
 }
 
 impl<'a> HeadNorms<'a> {
-    fn new(network: &'a Network, l: usize) -> HeadNorms<'a> {
+    fn new(network: &Network, spec: &AttentionSpec, weights: &'a AttentionWeights) -> HeadNorms<'a> {
         let eps = network.spec().norm_eps;
-        let weights = &network.weights.blocks[l].attention;
-        let spec = &network.spec().blocks[l].attention;
         let of_heads = |weight: &'a Option<_>| match spec.qk_norm {
             None | Some(QkNorm::Rows) => None,
             Some(QkNorm::Unweighted) => Some(HeadNorm::new(eps)),

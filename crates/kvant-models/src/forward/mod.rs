@@ -6,24 +6,27 @@
 //! norms, the norm of y adds it, and the same operation writes the next norms of h.
 
 mod attention;
+mod delta_net;
 mod feed_forward;
 mod per_layer;
 mod rope;
+mod short_conv;
 mod workspace;
 
 use half::{bf16, f16};
 use kvant::{
     DType, Encoder, KvPool, Step, Tensor,
-    ops::{self, AllGather, AllReduce, NextNorm, Residual, RmsNorm, Rope},
+    ops::{self, AllGather, AllReduce, NextNorm, Residual, RmsNorm, Rope, StateRuns},
 };
 
 use crate::{
-    Config, Result,
+    Config, Error, Result,
     source::Matrix,
-    spec::DecoderSpec,
-    weights::{Projection, Stack, StackMatrices, Weights},
+    spec::{DecoderSpec, MixerSpec},
+    weights::{Mixer, Projection, Stack, StackMatrices, Weights},
 };
 use rope::BlockRope;
+use workspace::MixerViews;
 pub(crate) use workspace::{Views, Workspace, workspace_bytes};
 
 /// A description with its tensors.
@@ -36,6 +39,8 @@ pub(crate) struct Network {
     pub weights: Weights,
     /// The rotary embedding of each block.
     ropes: Vec<Option<BlockRope>>,
+    /// The cache layer of each block, or the first of its states.
+    stored: Vec<usize>,
     /// The factor of the queries at each position, f32 `[P, 1]`.
     query_factors: Option<Tensor>,
     /// Maximum tokens of a text.
@@ -69,13 +74,24 @@ impl Network {
             }
             None => None,
         };
-        let ranks = device.ranks();
-        Ok(Network { config, local, ranks, weights, ropes, query_factors, max_length, embedding_scale, activations })
+        let (ranks, stored) = (device.ranks(), stored_indices(spec));
+        Ok(Network {
+            config,
+            local,
+            ranks,
+            weights,
+            ropes,
+            stored,
+            query_factors,
+            max_length,
+            embedding_scale,
+            activations,
+        })
     }
 
     /// The rotary embedding of a block; `None` if nothing rotates.
     pub(crate) fn rope(&self, l: usize) -> Option<Rope<'_>> {
-        Some(self.ropes[l].as_ref()?.operand(&self.spec().blocks[l].attention.rope))
+        Some(self.ropes[l].as_ref()?.operand(&self.spec().blocks[l].attention()?.rope))
     }
 
     /// The decoder that each rank runs.
@@ -118,8 +134,8 @@ impl Network {
         let stored = stored.map(|stored| stored as &mut OnStored);
         let mut pass = Pass { network: self, enc, views, step, stream: Stream::Complete, stored };
         pass.embed()?;
-        // The remaining blocks write no keys, so they run only for the wanted rows.
-        let own = self.spec().cache_layers();
+        // The remaining blocks store nothing, so they run only for the wanted rows.
+        let own = self.spec().storing_blocks();
         for l in 0..own {
             pass.block(l, pool)?;
         }
@@ -171,6 +187,31 @@ impl Network {
         }
         Ok(())
     }
+}
+
+/// The runs of a step, for blocks with states.
+fn runs(step: &Step) -> Result<&StateRuns> {
+    step.runs()?.ok_or_else(|| Error::argument("step", "one of all tokens, from a pool with states", "another"))
+}
+
+/// The cache layer that each block writes or reads, or the first of its states.
+fn stored_indices(spec: &DecoderSpec) -> Vec<usize> {
+    let (mut layers, mut states) = (0, 0);
+    let mut indices: Vec<usize> = Vec::with_capacity(spec.blocks.len());
+    for block in &spec.blocks {
+        indices.push(match (block.attention(), block.source()) {
+            (_, Some(source)) => indices[source],
+            (Some(_), None) => {
+                layers += 1;
+                layers - 1
+            }
+            (None, _) => {
+                states += block.mixer.states(DType::F32).len();
+                states - block.mixer.states(DType::F32).len()
+            }
+        });
+    }
+    indices
 }
 
 /// Rounds a factor to the dtype of activations.
@@ -287,11 +328,11 @@ impl<'a> Pass<'a> {
     fn block(&mut self, l: usize, pool: &KvPool) -> Result<()> {
         let weights = &self.network.weights.blocks[l];
         // The last addition to the residual stream applies the scalar.
-        let (at_attention, at_feed_forward) = (self.attention_norms(l), self.feed_forward_norms(l));
-        let at_next = if l + 1 < self.spec().blocks.len() { self.attention_norms(l + 1) } else { self.final_norm() };
-        self.enter(&at_attention)?;
-        self.attention(l, pool)?;
-        self.leave(weights.attention.post_norm.as_ref(), 1.0, &at_feed_forward)?;
+        let (at_mixer, at_feed_forward) = (self.mixer_norms(l), self.feed_forward_norms(l));
+        let at_next = if l + 1 < self.spec().blocks.len() { self.mixer_norms(l + 1) } else { self.final_norm() };
+        self.enter(&at_mixer)?;
+        self.mixer(l, pool)?;
+        self.leave(weights.mixer_post_norm.as_ref(), 1.0, &at_feed_forward)?;
         self.enter(&at_feed_forward)?;
         self.feed_forward(l)?;
         match &weights.per_layer {
@@ -307,9 +348,27 @@ impl<'a> Pass<'a> {
         self.network.spec()
     }
 
-    /// The norms of h that attention reads.
-    fn attention_norms(&self, l: usize) -> HalfNorms<'a> {
-        HalfNorms::new(&self.views.x, self.network.weights.blocks[l].attention.norm.as_ref())
+    /// y = mixer(x).
+    fn mixer(&mut self, l: usize, pool: &KvPool) -> Result<()> {
+        let network = self.network;
+        let (block, views) = (&network.spec().blocks[l], &self.views.blocks[l].mixer);
+        match (&block.mixer, &network.weights.blocks[l].mixer, views) {
+            (MixerSpec::Attention(spec), Mixer::Attention(weights), MixerViews::Attention(own)) => {
+                self.attention(l, pool, (spec, weights, own))
+            }
+            (MixerSpec::DeltaNet(spec), Mixer::DeltaNet(weights), MixerViews::DeltaNet(own)) => {
+                self.delta_net(l, pool, (spec, weights, own))
+            }
+            (MixerSpec::ShortConv(spec), Mixer::ShortConv(weights), MixerViews::ShortConv(own)) => {
+                self.short_conv(l, pool, (spec, weights, own))
+            }
+            _ => unreachable!("weights and views are made for the block's description"),
+        }
+    }
+
+    /// The norms of h that the mixer reads.
+    fn mixer_norms(&self, l: usize) -> HalfNorms<'a> {
+        HalfNorms::new(&self.views.x, self.network.weights.blocks[l].mixer_norm.as_ref())
     }
 
     /// The norm of h that the output matrix reads.

@@ -25,15 +25,15 @@ pub(super) enum BlockRope {
 /// The rotary embedding of each block; `None` if nothing rotates. `context` is the maximum length of a text, for
 /// LongRoPE.
 pub(super) fn of_blocks(spec: &DecoderSpec, device: &Device, context: Option<usize>) -> Result<Vec<Option<BlockRope>>> {
-    let rope = |l: usize| &spec.blocks[l].attention.rope;
+    let rope = |l: usize| spec.blocks[l].attention().map(|attention| (&attention.rope, attention.head_dim));
     let mut ropes: Vec<Option<BlockRope>> = Vec::with_capacity(spec.blocks.len());
     for l in 0..spec.blocks.len() {
-        let head_dim = spec.blocks[l].attention.head_dim;
-        let is_same = |&m: &usize| rope(m) == rope(l) && spec.blocks[m].attention.head_dim == head_dim;
-        let of_block = match (0..l).find(is_same) {
-            Some(m) => ropes[m].clone(),
-            None if rope(l).rotated_pairs == 0 => None,
-            None => Some(BlockRope::new(rope(l), head_dim, device, context)?),
+        let of_block = match (rope(l), (0..l).find(|&m| rope(m) == rope(l))) {
+            (_, Some(m)) => ropes[m].clone(),
+            (Some((rope, head_dim)), None) if rope.rotated_pairs > 0 => {
+                Some(BlockRope::new(rope, head_dim, device, context)?)
+            }
+            _ => None,
         };
         ropes.push(of_block);
     }

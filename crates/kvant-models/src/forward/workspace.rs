@@ -5,7 +5,7 @@ use kvant::{DType, Device, Tensor};
 use crate::{
     Result,
     shard::output_rows,
-    spec::{BlockSpec, DecoderSpec, MoeSpec, ParallelSum, QkNorm},
+    spec::{AttentionSpec, BlockSpec, DecoderSpec, DeltaNetSpec, MixerSpec, MoeSpec, ParallelSum, QkNorm},
 };
 
 /// Rows whose logits the ranks of a group gather at once.
@@ -27,9 +27,10 @@ struct Buffers {
     parallel: Option<[Tensor; 3]>,
     gathered: Option<[Tensor; 2]>,
     shared_router: Option<[Tensor; 3]>,
-    qkv: Tensor,
+    projected: Tensor,
     attended: Tensor,
     output_gate: Tensor,
+    convolved: Tensor,
     gate_up: Tensor,
     per_layer: Option<[Tensor; 3]>,
     moe: Option<[Tensor; 6]>,
@@ -86,9 +87,51 @@ pub(crate) struct SharedRouterViews {
     pub weights: Tensor,
 }
 
+pub(crate) struct BlockViews {
+    pub mixer: MixerViews,
+    pub dense: Option<DenseViews>,
+    pub moe: Option<MoeViews>,
+}
+
+/// The tensors of a block's first half.
+#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
+pub(crate) enum MixerViews {
+    Attention(AttentionViews),
+    DeltaNet(DeltaNetViews),
+    ShortConv(ShortConvViews),
+}
+
+/// For a gated delta net. The projections are adjacent in memory.
+pub(crate) struct DeltaNetViews {
+    /// The buffer of all projections: `[T, sum of their widths]`. Each of them is a contiguous matrix.
+    pub all: Tensor,
+    /// Queries, keys and values of all heads: `[T, channels]`.
+    pub qkv: Tensor,
+    /// The gate of the output, then the gated output: `[T, value_heads·Dv]`.
+    pub z: Tensor,
+    /// `[T, value_heads]` each.
+    pub b: Tensor,
+    pub a: Tensor,
+    /// `[T, channels]`.
+    pub convolved: Tensor,
+    /// `[T, value_heads, Dv]`.
+    pub out: Tensor,
+    /// `out` as rows of heads, `[T·value_heads, Dv]`, and as rows of tokens, `[T, value_heads·Dv]`.
+    pub normed: [Tensor; 2],
+}
+
+/// For a short convolution.
+pub(crate) struct ShortConvViews {
+    /// `[T, 3·channels]`.
+    pub projected: Tensor,
+    /// `[T, channels]` each.
+    pub product: Tensor,
+    pub convolved: Tensor,
+}
+
 /// A pair is one buffer in two shapes: `[T, heads·D]` for the projections, `[T, heads, D]` for the rest. Queries, keys
 /// and values are adjacent in memory, and so are gate and up.
-pub(crate) struct BlockViews {
+pub(crate) struct AttentionViews {
     /// The buffer of the projections q, k and v: `[T, sum of their widths]`. Each of them is a contiguous matrix.
     pub qkv: Tensor,
     pub q: [Tensor; 2],
@@ -99,8 +142,6 @@ pub(crate) struct BlockViews {
     pub attended: [Tensor; 2],
     /// The gate of the heads' output, then the gated output: `[T, heads·D]`.
     pub output_gate: Option<Tensor>,
-    pub dense: Option<DenseViews>,
-    pub moe: Option<MoeViews>,
 }
 
 pub(crate) struct DenseViews {
@@ -211,9 +252,10 @@ impl Buffers {
             } else {
                 None
             },
-            qkv: float(most(&|block| block.attention.q_width() + 2 * block.attention.kv_width()))?,
-            attended: float(most(&|block| block.attention.q_width()))?,
-            output_gate: float(most(&|block| block.attention.gate_width()))?,
+            projected: float(most(&|block| MixerWidths::of(&block.mixer).projected))?,
+            attended: float(most(&|block| MixerWidths::of(&block.mixer).attended))?,
+            output_gate: float(most(&|block| MixerWidths::of(&block.mixer).gate))?,
+            convolved: float(most(&|block| MixerWidths::of(&block.mixer).convolved))?,
             gate_up: float(most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width)))?,
             per_layer,
             moe,
@@ -271,31 +313,15 @@ impl Buffers {
     }
 
     fn block(&self, block: &BlockSpec, tokens: usize, hidden: usize) -> Result<BlockViews> {
-        // `heads` heads of a buffer, starting at element `at`.
-        let heads = |buffer: &Tensor, at: usize, heads: usize, dim: usize| -> Result<[Tensor; 2]> {
-            let flat = span(buffer, at, &[tokens, heads * dim])?;
-            let split = flat.reshape(&[tokens, heads, dim])?;
-            Ok([flat, split])
-        };
-        let attention = &block.attention;
-        let (q, kv, dim) = (attention.heads, attention.kv_heads, attention.head_dim);
-        let (q_width, kv_width) = (attention.q_width(), attention.kv_width());
         Ok(BlockViews {
-            qkv: front(&self.qkv, &[tokens, q_width + attention.kv_projections() * kv_width])?,
-            q: heads(&self.qkv, 0, q, dim)?,
-            k: heads(&self.qkv, tokens * q_width, kv, dim)?,
-            v: heads(&self.qkv, tokens * (q_width + kv_width), kv, dim)?,
-            gathered: match &self.gathered {
-                Some(buffers) if attention.qk_norm == Some(QkNorm::Rows) => [
-                    Some(GatheredViews::new(buffers, tokens, q_width)?),
-                    Some(GatheredViews::new(buffers, tokens, kv_width)?),
-                ],
-                _ => [None, None],
-            },
-            attended: heads(&self.attended, 0, q, dim)?,
-            output_gate: match attention.gate_width() {
-                0 => None,
-                width => Some(front(&self.output_gate, &[tokens, width])?),
+            mixer: match &block.mixer {
+                MixerSpec::Attention(attention) => MixerViews::Attention(self.attention(attention, tokens)?),
+                MixerSpec::DeltaNet(net) => MixerViews::DeltaNet(self.delta_net(net, tokens)?),
+                MixerSpec::ShortConv(conv) => MixerViews::ShortConv(ShortConvViews {
+                    projected: front(&self.projected, &[tokens, 3 * conv.channels])?,
+                    product: front(&self.attended, &[tokens, conv.channels])?,
+                    convolved: front(&self.convolved, &[tokens, conv.channels])?,
+                }),
             },
             dense: match block.feed_forward.dense() {
                 Some(dense) => Some(DenseViews {
@@ -311,6 +337,55 @@ impl Buffers {
             },
         })
     }
+
+    fn delta_net(&self, net: &DeltaNetSpec, tokens: usize) -> Result<DeltaNetViews> {
+        let (widths, heads, dim) = (net.projections(), net.value_heads, net.value_dim);
+        let mut end = 0;
+        let mut part = |width: usize| {
+            end += tokens * width;
+            span(&self.projected, end - tokens * width, &[tokens, width])
+        };
+        let [qkv, z, b, a] = widths.map(&mut part);
+        Ok(DeltaNetViews {
+            all: front(&self.projected, &[tokens, widths.iter().sum()])?,
+            qkv: qkv?,
+            z: z?,
+            b: b?,
+            a: a?,
+            convolved: front(&self.convolved, &[tokens, net.channels()])?,
+            out: front(&self.attended, &[tokens, heads, dim])?,
+            normed: [front(&self.attended, &[tokens * heads, dim])?, front(&self.attended, &[tokens, heads * dim])?],
+        })
+    }
+
+    fn attention(&self, attention: &AttentionSpec, tokens: usize) -> Result<AttentionViews> {
+        // `heads` heads of a buffer, starting at element `at`.
+        let heads = |buffer: &Tensor, at: usize, heads: usize, dim: usize| -> Result<[Tensor; 2]> {
+            let flat = span(buffer, at, &[tokens, heads * dim])?;
+            let split = flat.reshape(&[tokens, heads, dim])?;
+            Ok([flat, split])
+        };
+        let (q, kv, dim) = (attention.heads, attention.kv_heads, attention.head_dim);
+        let (q_width, kv_width) = (attention.q_width(), attention.kv_width());
+        Ok(AttentionViews {
+            qkv: front(&self.projected, &[tokens, q_width + attention.kv_projections() * kv_width])?,
+            q: heads(&self.projected, 0, q, dim)?,
+            k: heads(&self.projected, tokens * q_width, kv, dim)?,
+            v: heads(&self.projected, tokens * (q_width + kv_width), kv, dim)?,
+            gathered: match &self.gathered {
+                Some(buffers) if attention.qk_norm == Some(QkNorm::Rows) => [
+                    Some(GatheredViews::new(buffers, tokens, q_width)?),
+                    Some(GatheredViews::new(buffers, tokens, kv_width)?),
+                ],
+                _ => [None, None],
+            },
+            attended: heads(&self.attended, 0, q, dim)?,
+            output_gate: match attention.gate_width() {
+                0 => None,
+                width => Some(front(&self.output_gate, &[tokens, width])?),
+            },
+        })
+    }
 }
 
 impl GatheredViews {
@@ -323,7 +398,7 @@ impl GatheredViews {
 
 /// The width of rows of all ranks' heads; 0 if no norm needs them.
 fn gathered_width(spec: &DecoderSpec, ranks: usize) -> usize {
-    let attention = spec.blocks.iter().map(|block| &block.attention);
+    let attention = spec.blocks.iter().filter_map(BlockSpec::attention);
     let gathered = attention.filter(|attention| ranks > 1 && attention.qk_norm == Some(QkNorm::Rows));
     gathered.map(|attention| ranks * attention.q_width()).max().unwrap_or(0)
 }
@@ -352,8 +427,13 @@ fn logits_dtype(spec: &DecoderSpec, activations: DType) -> DType {
 /// Bytes of the scratch of each of `ranks` ranks for passes of up to `rows` tokens.
 pub(crate) fn workspace_bytes(spec: &DecoderSpec, ranks: usize, dtype: DType, rows: usize) -> usize {
     let most = |width: &dyn Fn(&BlockSpec) -> usize| spec.blocks.iter().map(width).max().unwrap_or(0);
-    let qkv = most(&|block| 2 * block.attention.q_width() + 2 * block.attention.kv_width());
-    let output_gate = most(&|block| block.attention.gate_width());
+    let mixer = [
+        most(&|block| MixerWidths::of(&block.mixer).projected),
+        most(&|block| MixerWidths::of(&block.mixer).attended),
+        most(&|block| MixerWidths::of(&block.mixer).gate),
+        most(&|block| MixerWidths::of(&block.mixer).convolved),
+    ];
+    let mixer: usize = mixer.iter().sum();
     let dense = most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width));
     let moe = most(&|block| {
         let hidden = spec.hidden_size;
@@ -362,10 +442,32 @@ pub(crate) fn workspace_bytes(spec: &DecoderSpec, ranks: usize, dtype: DType, ro
     let per_layer = spec.per_layer_input.map_or(0, |inputs| (2 * spec.blocks.len() + 1) * inputs.size);
     let streams = if has(spec, ParallelSum::Normed) { 6 + usize::from(ranks > 1) } else { 3 };
     let gathered = gathered_width(spec, ranks);
-    let width = streams * spec.hidden_size + qkv + output_gate + dense + moe + per_layer + gathered;
+    let width = streams * spec.hidden_size + mixer + dense + moe + per_layer + gathered;
     let local = output_rows(spec.vocab_size, ranks);
     let logits = if local == spec.vocab_size { 0 } else { rows.min(GATHERED_LOGITS).saturating_mul(local) };
     rows.saturating_mul(width).saturating_mul(dtype.size()).saturating_add(logits.saturating_mul(DType::F32.size()))
+}
+
+/// The elements for a token in the buffers of a block's first half.
+struct MixerWidths {
+    projected: usize,
+    attended: usize,
+    gate: usize,
+    convolved: usize,
+}
+
+impl MixerWidths {
+    fn of(mixer: &MixerSpec) -> MixerWidths {
+        let (projected, attended, gate, convolved) = match mixer {
+            MixerSpec::Attention(attention) => {
+                let (q, kv) = (attention.q_width(), attention.kv_width());
+                (q + 2 * kv, q, attention.gate_width(), 0)
+            }
+            MixerSpec::DeltaNet(net) => (net.projections().iter().sum(), net.value_width(), 0, net.channels()),
+            MixerSpec::ShortConv(conv) => (3 * conv.channels, conv.channels, 0, conv.channels),
+        };
+        MixerWidths { projected, attended, gate, convolved }
+    }
 }
 
 impl MoeViews {

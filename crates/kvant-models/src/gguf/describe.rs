@@ -751,7 +751,7 @@ impl Keys<'_> {
         let widths = self.of_layers("feed_forward_length")?;
         let factors = self.frequency_factors()?;
         for (l, block) in decoder.blocks.iter_mut().enumerate() {
-            let attention = &mut block.attention;
+            let Some(attention) = block.attention_mut() else { continue };
             if architecture.optional_biases {
                 attention.qkv_bias = self.has_bias("attn_q") || self.has_bias("attn_qkv");
                 attention.output_bias = self.has_bias("attn_output");
@@ -791,8 +791,10 @@ impl Keys<'_> {
             }
         }
         for block in &decoder.blocks {
-            self.check_sizes(block.attention.heads, "attention.head_count")?;
-            self.check_sizes(block.attention.kv_heads, "attention.head_count_kv")?;
+            if let Some(attention) = block.attention() {
+                self.check_sizes(attention.heads, "attention.head_count")?;
+                self.check_sizes(attention.kv_heads, "attention.head_count_kv")?;
+            }
             if let Some(dense) = block.feed_forward.dense() {
                 self.check_sizes(dense.width, "feed_forward_length")?;
             }
@@ -848,8 +850,8 @@ impl Keys<'_> {
 /// Whether a block's description has a bias of the module.
 fn has_bias(block: &BlockSpec, module: &str) -> bool {
     match module {
-        "attn_q" | "attn_k" | "attn_v" | "attn_qkv" => block.attention.qkv_bias,
-        "attn_output" => block.attention.output_bias,
+        "attn_q" | "attn_k" | "attn_v" | "attn_qkv" => block.attention().is_some_and(|attention| attention.qkv_bias),
+        "attn_output" => block.attention().is_some_and(|attention| attention.output_bias),
         "ffn_gate" | "ffn_up" | "ffn_down" => block.feed_forward.dense().is_some_and(|dense| dense.biases),
         "ffn_gate_inp" | "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps" | "ffn_gate_up_exps" => {
             block.feed_forward.moe().is_some_and(|moe| moe.biases)

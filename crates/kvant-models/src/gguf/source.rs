@@ -23,6 +23,19 @@ impl GgufSource<'_> {
             Part::QueryKeyValue => return self.present(format!("blk.{l}.attn_qkv.weight")),
             Part::QueryNorm => "attn_q_norm.weight",
             Part::KeyNorm => "attn_k_norm.weight",
+            Part::QueryGateJoint => return None,
+            Part::DeltaQkv => "attn_qkv.weight",
+            Part::DeltaZ => "attn_gate.weight",
+            Part::DeltaB => "ssm_beta.weight",
+            Part::DeltaA => "ssm_alpha.weight",
+            Part::DeltaJoint | Part::DeltaGatesJoint => return None,
+            Part::ConvTaps => "ssm_conv1d.weight",
+            Part::DeltaRate => "ssm_a",
+            Part::DeltaABias => "ssm_dt.bias",
+            Part::DeltaNorm => "ssm_norm.weight",
+            Part::DeltaOutput => "ssm_out.weight",
+            Part::ConvInput => "shortconv.in_proj.weight",
+            Part::ConvOutput => "shortconv.out_proj.weight",
             Part::Sinks => "attn_sinks.weight",
             Part::AttentionGate => "attn_gate.weight",
             Part::AttentionOutput => "attn_output.weight",
@@ -152,6 +165,14 @@ impl Source for GgufSource<'_> {
         let name = self.required(role)?;
         let module = name.strip_suffix(".weight").unwrap_or(&name);
         self.floats(&format!("{module}.bias"), shape, device)
+    }
+
+    fn taps(&self, role: Role, shape: [usize; 2], device: &Device) -> Result<Tensor> {
+        self.floats(&self.required(role)?, &shape, device)
+    }
+
+    fn has_log_rates(&self) -> bool {
+        false
     }
 
     fn same(&self, a: Role, b: Role) -> Result<bool> {

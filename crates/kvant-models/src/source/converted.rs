@@ -56,6 +56,14 @@ impl Source for Converted<'_> {
         self.source.bias(role, shape, device)
     }
 
+    fn taps(&self, role: Role, shape: [usize; 2], device: &Device) -> Result<Tensor> {
+        self.source.taps(role, shape, device)
+    }
+
+    fn has_log_rates(&self) -> bool {
+        self.source.has_log_rates()
+    }
+
     fn same(&self, a: Role, b: Role) -> Result<bool> {
         self.source.same(a, b)
     }

@@ -21,6 +21,8 @@ const PREFIXES: [&str; 5] = ["model.", "model.language_model.", "language_model.
 const OUTPUTS: [&str; 4] =
     ["lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "model.language_model.lm_head.weight"];
 const EMBEDDING: &str = "embed_tokens.weight";
+/// LFM2 calls the norm after its last block that of the embedding.
+const FINAL_NORMS: [&str; 2] = ["norm.weight", "embedding_norm.weight"];
 
 /// A checkpoint with a family's names.
 #[derive(Debug)]
@@ -32,6 +34,7 @@ pub(crate) struct HfSource<'a> {
     experts: Names,
     layout: ExpertLayout,
     prefix: &'static str,
+    blocks: usize,
 }
 
 impl<'a> HfSource<'a> {
@@ -53,7 +56,7 @@ impl<'a> HfSource<'a> {
         let found = family.experts.iter().find(|layout| layout.names.iter().any(|(_, name)| has(name)));
         let layout = found.or(family.experts.first());
         let (experts, layout) = layout.map_or((&[][..], ExpertLayout::Plain), |of| (of.names, of.layout));
-        Ok(HfSource { checkpoint, quantization, family, experts, layout, prefix })
+        Ok(HfSource { checkpoint, quantization, family, experts, layout, prefix, blocks })
     }
 
     /// The name of a tensor. For an expert, it has `{}` in place of the index.
@@ -61,7 +64,11 @@ impl<'a> HfSource<'a> {
         let global = |name: &str| Some(format!("{}{name}", self.prefix));
         match role {
             Role::Embedding => global(EMBEDDING),
-            Role::FinalNorm => global("norm.weight"),
+            Role::FinalNorm => {
+                let found = FINAL_NORMS.into_iter().map(|name| format!("{}{name}", self.prefix));
+                let mut names = found.filter(|name| self.checkpoint.contains(name));
+                names.next().or_else(|| global(FINAL_NORMS[0]))
+            }
             Role::Output => {
                 let found = OUTPUTS.into_iter().find(|name| self.checkpoint.contains(name));
                 Some(found.unwrap_or(OUTPUTS[0]).to_string())
@@ -94,6 +101,12 @@ impl<'a> HfSource<'a> {
     fn interleaved(&self, role: Role) -> Interleaved<'_> {
         let alternates = matches!(role, Role::Block(_, Part::ExpertGateUp));
         Interleaved { checkpoint: self.checkpoint, alternates }
+    }
+
+    /// Whether the file has convolutions in the layout of MLX: `[channels, taps, 1]`.
+    pub(crate) fn has_mlx_taps(&self) -> bool {
+        let taps = |l| self.pattern(Role::Block(l, Part::ConvTaps)).and_then(|name| self.checkpoint.info(&name));
+        (0..self.blocks).find_map(taps).is_some_and(|info| matches!(info.shape[..], [_, taps, 1] if taps > 1))
     }
 
     fn form_of(&self, name: &str, shape: &[usize]) -> Result<Form> {
@@ -305,6 +318,19 @@ impl Source for HfSource<'_> {
         let bias = Tensor::zeros(device, dtype, shape)?;
         self.interleaved(role).read_rows(&name, &bias)?;
         Ok(bias)
+    }
+
+    fn taps(&self, role: Role, shape: [usize; 2], device: &Device) -> Result<Tensor> {
+        let (name, [channels, taps]) = (self.required(role)?, shape);
+        // MLX moves the dimension of the convolution's inputs, of which there is one for each channel, to the end.
+        let (torch, mlx) = ([channels, 1, taps], [channels, taps, 1]);
+        let is_mlx = self.checkpoint.info(&name).is_some_and(|info| info.shape == mlx);
+        self.float_dtype(&name, if is_mlx { &mlx } else { &torch })?;
+        Ok(self.checkpoint.read(&name, device)?.reshape(&shape)?)
+    }
+
+    fn has_log_rates(&self) -> bool {
+        true
     }
 
     fn same(&self, a: Role, b: Role) -> Result<bool> {

@@ -64,6 +64,11 @@ impl Matrix {
         }
     }
 
+    /// Another handle of the matrix.
+    pub(crate) fn all(&self) -> Result<Matrix> {
+        self.map(|tensor| Ok(tensor.clone()))
+    }
+
     /// Returns some of the outputs; for `[E, outputs, inputs]`, some of the experts.
     pub(crate) fn rows(&self, rows: Range<usize>) -> Result<Matrix> {
         self.map(|tensor| Ok(tensor.rows(rows.clone())?))

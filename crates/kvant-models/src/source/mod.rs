@@ -64,6 +64,15 @@ pub(crate) trait Source {
     /// As [`Source::form`].
     fn bias(&self, role: Role, shape: &[usize], device: &Device) -> Result<Tensor>;
 
+    /// The taps of a convolution, `[channels, taps]`, in the file's dtype.
+    ///
+    /// # Errors
+    /// As [`Source::form`].
+    fn taps(&self, role: Role, shape: [usize; 2], device: &Device) -> Result<Tensor>;
+
+    /// Whether rates of decay are stored as logarithms (A_log), instead of −exp(A_log).
+    fn has_log_rates(&self) -> bool;
+
     /// Whether two matrices have equal bytes.
     fn same(&self, a: Role, b: Role) -> Result<bool>;
 }
@@ -105,6 +114,36 @@ pub(crate) enum Part {
     QueryNorm,
     /// `[D]`, or `[kv_heads·D]` if it covers all heads.
     KeyNorm,
+    /// For each head the rows of its query, then those of its gate: `[2·heads·D, H]`. A layout has either this or
+    /// queries and a gate in two matrices.
+    QueryGateJoint,
+    /// Queries, keys and values of a delta net, `[channels, H]`.
+    DeltaQkv,
+    /// The gate of a delta net's output, `[value_heads·Dv, H]`.
+    DeltaZ,
+    /// The logits of beta, `[value_heads, H]`.
+    DeltaB,
+    /// The decay before its bias, `[value_heads, H]`.
+    DeltaA,
+    /// For each key head its query, its key, its values and its z: `[channels + value_heads·Dv, H]`. A layout has either
+    /// this or two matrices.
+    DeltaJoint,
+    /// For each key head its b and its a: `[2·value_heads, H]`.
+    DeltaGatesJoint,
+    /// `[channels, taps]`, the last tap is that of the token itself.
+    ConvTaps,
+    /// The negative rate of decay, or its logarithm, `[value_heads]`.
+    DeltaRate,
+    /// The bias of a, `[value_heads]`.
+    DeltaABias,
+    /// The norm of a delta net's output, `[Dv]`.
+    DeltaNorm,
+    /// `[H, value_heads·Dv]`.
+    DeltaOutput,
+    /// The projection before a short convolution, `[3·H, H]`.
+    ConvInput,
+    /// The projection after a short convolution, `[H, H]`.
+    ConvOutput,
     /// A score of each query head, `[heads]`.
     Sinks,
     /// The gate of the attention's output, `[heads·D, H]`.

@@ -209,7 +209,8 @@ fn layers_whose_kinds_are_ambiguous_are_refused() {
     let mut config = config_of("moe");
     config.as_object_mut().unwrap().remove("layer_types");
     let kinds = |config: &Value| {
-        Config::parse(config).map(|c| c.decoder.blocks.iter().map(|b| b.attention.window.is_none()).collect::<Vec<_>>())
+        Config::parse(config)
+            .map(|c| c.decoder.blocks.iter().map(|b| b.attention().unwrap().window.is_none()).collect::<Vec<_>>())
     };
     let want = kinds(&config).unwrap();
     assert_eq!((want.len() < 6, want.last()), (true, Some(&true)));

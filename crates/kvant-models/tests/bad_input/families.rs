@@ -118,7 +118,7 @@ fn patterns_of_exaone4() {
         other["sliding_window_pattern"] = pattern;
         assert_eq!(Config::parse(&other).unwrap(), parsed);
     }
-    let kinds = parsed.decoder.blocks.iter().map(|block| &block.attention);
+    let kinds = parsed.decoder.blocks.iter().map(|block| block.attention().unwrap());
     let kinds: Vec<_> = kinds.map(|attention| (attention.window, attention.rope.rotated_pairs)).collect();
     assert_eq!(kinds, [(Some(8), 32), (Some(8), 32), (Some(8), 32), (None, 0)]);
 }
@@ -129,7 +129,8 @@ fn layers_of_smollm3_without_a_list() {
     config["no_rope_layers"] = json!(null);
     config["no_rope_layer_interval"] = json!(3);
     let blocks = Config::parse(&config).unwrap().decoder.blocks;
-    let kinds = blocks.iter().map(|block| (block.attention.window, block.attention.rope.rotated_pairs));
+    let kinds =
+        blocks.iter().map(|block| (block.attention().unwrap().window, block.attention().unwrap().rope.rotated_pairs));
     assert_eq!(kinds.collect::<Vec<_>>(), [(None, 32), (None, 32), (Some(8), 0)]);
 }
 
@@ -138,7 +139,7 @@ fn granite_hybrids_may_have_no_positions() {
     let mut config = config_of("granite_hybrid");
     config["position_embedding_type"] = json!("nope");
     let blocks = Config::parse(&config).unwrap().decoder.blocks;
-    assert!(blocks.iter().all(|block| block.attention.rope.rotated_pairs == 0));
+    assert!(blocks.iter().all(|block| block.attention().unwrap().rope.rotated_pairs == 0));
 }
 
 /// A large original context in a file does not allocate a table of that length.

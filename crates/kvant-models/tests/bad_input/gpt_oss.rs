@@ -30,9 +30,9 @@ fn released() -> Value {
 fn released_configurations_are_understood() {
     let config = Config::parse(&released()).unwrap();
     let blocks = &config.decoder.blocks;
-    let windows: Vec<_> = blocks.iter().map(|block| block.attention.window).collect();
+    let windows: Vec<_> = blocks.iter().map(|block| block.attention().unwrap().window).collect();
     assert_eq!(windows, [Some(128), None].repeat(12));
-    let (attention, moe) = (&blocks[1].attention, blocks[1].feed_forward.moe().unwrap());
+    let (attention, moe) = (blocks[1].attention().unwrap(), blocks[1].feed_forward.moe().unwrap());
     assert!(
         attention.qkv_bias
             && attention.output_bias

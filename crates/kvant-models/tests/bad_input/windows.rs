@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::config_of;
 
 fn windows(config: &Value) -> Result<Vec<Option<usize>>, Error> {
-    Ok(Config::parse(config)?.decoder.blocks.iter().map(|block| block.attention.window).collect())
+    Ok(Config::parse(config)?.decoder.blocks.iter().map(|block| block.attention().unwrap().window).collect())
 }
 
 #[test]

@@ -44,7 +44,7 @@ pub const GGUF_MODELS: [&str; 29] = [
 ];
 
 /// The folders of random checkpoints of families other than Gemma 4.
-pub const FAMILIES: [&str; 44] = [
+pub const FAMILIES: [&str; 49] = [
     "llama",
     "llama_bias",
     "llama_mlx",
@@ -89,10 +89,15 @@ pub const FAMILIES: [&str; 44] = [
     "ernie4_5",
     "hunyuan",
     "muse_glimmer",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "lfm2",
+    "lfm2_moe",
 ];
 
 /// The folders of random checkpoints that differ from the ones in [`FAMILIES`] only in the format of weights.
-pub const MLX_FAMILIES: [&str; 11] = [
+pub const MLX_FAMILIES: [&str; 13] = [
     "qwen2_mlx",
     "smollm3_mlx",
     "seed_oss_mlx",
@@ -104,6 +109,8 @@ pub const MLX_FAMILIES: [&str; 11] = [
     "ernie4_5_mlx",
     "hunyuan_mlx",
     "muse_glimmer_mlx",
+    "qwen3_next_mlx",
+    "lfm2_mlx",
 ];
 
 /// The folders of random checkpoints of Gemma 4.

@@ -3,7 +3,7 @@
 use kvant::ops::PairLayout;
 use kvant_models::{
     Config, Error,
-    spec::{AttentionSpec, KeysValues, OutputMatrix},
+    spec::{AttentionSpec, KeysValues, MixerSpec, OutputMatrix},
 };
 use serde_json::{Map, Value, json};
 
@@ -54,7 +54,7 @@ fn is_refused(model_type: &str, name: &str) -> bool {
         "phi3" => ends(REFUSED) && !ends(PARTIAL) && !ends(&["/longrope"]) || ends(PHI3),
         // A head would have 42 coordinates.
         "glm4_moe" => ends(REFUSED) && !ends(PARTIAL) || ends(&["without/all"]),
-        "minimax_m2" => ends(REFUSED) && !ends(PARTIAL),
+        "minimax_m2" | "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" => ends(REFUSED) && !ends(PARTIAL),
         // Transformers creates a model that it cannot run.
         "ernie4_5_moe" => ends(REFUSED) || ends(&["null/moe_k", "null/moe_norm_min"]),
         "granitemoehybrid" => ends(REFUSED) || ends(GRANITE),
@@ -124,7 +124,17 @@ impl Golden {
         found.equal("layers", decoder.blocks.len(), &layers.len().into());
         for (l, (block, kind)) in decoder.blocks.iter().zip(layers).enumerate() {
             let kind = &model["kinds"][kind.as_u64().unwrap() as usize];
-            self.compare_attention(&mut found, l, &block.attention, kind);
+            match &block.mixer {
+                MixerSpec::Attention(attention) => self.compare_attention(&mut found, l, attention, kind),
+                MixerSpec::DeltaNet(net) => {
+                    let sizes = json!([net.key_heads, net.value_heads, net.key_dim, net.value_dim, net.taps]);
+                    found.equal(&format!("layer {l} delta net"), sizes, &kind["delta"]);
+                }
+                MixerSpec::ShortConv(conv) => {
+                    let sizes = json!([conv.channels, conv.taps, conv.biases]);
+                    found.equal(&format!("layer {l} convolution"), sizes, &kind["conv"]);
+                }
+            }
             let name = |part: &str| format!("layer {l} {part}");
             let dense = block.feed_forward.dense().map(|dense| dense.width);
             found.equal(&name("width"), dense, &kind["width"]);

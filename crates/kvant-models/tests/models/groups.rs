@@ -196,7 +196,13 @@ fn models_match_on_four_ranks() {
 fn fused_matrices_are_divided_by_parts() {
     let options = LoadOptions { context: Some(64), ..LoadOptions::default() };
     let model = Model::load_with(&golden("phi3_long"), &group(2), &options).unwrap();
-    assert_eq!((model.decoder().blocks[0].attention.heads, model.rank_decoder().blocks[0].attention.heads), (2, 1));
+    assert_eq!(
+        (
+            model.decoder().blocks[0].attention().unwrap().heads,
+            model.rank_decoder().blocks[0].attention().unwrap().heads
+        ),
+        (2, 1)
+    );
     check(&model, "phi3_long");
 }
 

@@ -1,6 +1,6 @@
 //! out = activation(gate) · up, element by element. Threads share the rows, or parts of them.
 //!
-//! All activations are x/(1 + e⁻ᶻ), except the sigmoid, 1/(1 + e⁻ˣ). SiLU: z = x; clamped swish: z = 1.702·x.
+//! All activations are x/(1 + e⁻ᶻ), except the sigmoid, 1/(1 + e⁻ˣ), and the identity. SiLU: z = x; clamped swish: z = 1.702·x.
 //! GELU-tanh: z = 2√(2/π)(x + 0.044715x³), because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
 
 use super::{
@@ -82,8 +82,12 @@ impl SimdKernel for GatePiece {
                     x = S::min(S::splat(7.0), x);
                     y = S::add(S::max(S::splat(-7.0), S::min(S::splat(7.0), y)), S::splat(1.0));
                 }
+                if self.activation == Activation::Identity {
+                    S::store(g, S::mul(x, y));
+                    continue;
+                }
                 let z = match self.activation {
-                    Activation::Silu | Activation::Sigmoid => x,
+                    Activation::Silu | Activation::Sigmoid | Activation::Identity => x,
                     Activation::ClampedSwish => S::mul(x, S::splat(1.702)),
                     Activation::GeluTanh => {
                         // The coefficients are 2√(2/π) and 0.044715 times that.
@@ -150,7 +154,13 @@ mod tests {
     fn agrees_with_the_reference() {
         let devices = devices();
         for (rows, dim) in [(1, 1), (3, 17), (2, 1024), (1, 20_000), (70, 300), (0, 5), (3, 0)] {
-            for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
+            for activation in [
+                Activation::GeluTanh,
+                Activation::Silu,
+                Activation::ClampedSwish,
+                Activation::Sigmoid,
+                Activation::Identity,
+            ] {
                 for dtypes in [FLOATS, [DType::F16; 3], [DType::BF16, DType::F32, DType::F32]] {
                     for in_place in [false, true] {
                         let case = GateCase { rows, dim, dtypes, activation, in_place };
@@ -165,7 +175,13 @@ mod tests {
     #[test]
     fn large_inputs() {
         let data = [-3e38, -1e5, -200.0, -87.5, -20.0, -1e-30, 0.0, 1e-30, 50.0, 1e5, 3e38, f32::NAN];
-        for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
+        for activation in [
+            Activation::GeluTanh,
+            Activation::Silu,
+            Activation::ClampedSwish,
+            Activation::Sigmoid,
+            Activation::Identity,
+        ] {
             let go = |device: &Device| {
                 let x = tensor(device, DType::F32, &data, &[1, data.len()]);
                 let up = tensor(device, DType::F32, &[1.0; 12], &[1, data.len()]);

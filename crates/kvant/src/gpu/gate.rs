@@ -22,13 +22,14 @@ params! {
 
 pub(crate) const LAYOUTS: &[fn() -> Layout] = &[GateParams::layout];
 
-/// `GELU`, `CLAMPED_SWISH` and `SIGMOID` of the kernels.
+/// `GELU`, `CLAMPED_SWISH`, `SIGMOID` and `IDENTITY` of the kernels.
 pub(crate) fn activation_code(activation: Activation) -> u32 {
     match activation {
         Activation::GeluTanh => 0,
         Activation::Silu => 1,
         Activation::ClampedSwish => 2,
         Activation::Sigmoid => 3,
+        Activation::Identity => 4,
     }
 }
 

@@ -24,10 +24,15 @@ constant bool ALIGNED [[function_constant(4)]];
 constant constexpr uint GELU = 0;
 constant constexpr uint CLAMPED_SWISH = 2;
 constant constexpr uint SIGMOID = 3;
+constant constexpr uint IDENTITY = 4;
 
-// All activations except the sigmoid are x / (1 + e^-z): SiLU with z = x; clamped swish with z = 1.702 x; GELU because
+// All activations except the sigmoid and the identity are x / (1 + e^-z): SiLU with z = x; clamped swish with
+// z = 1.702 x; GELU because
 // (1 + tanh u) / 2 = 1 / (1 + e^-2u).
 inline float activate(float x) {
+    if (ACTIVATION == IDENTITY) {
+        return x;
+    }
     if (ACTIVATION == SIGMOID) {
         return 1.0f / (1.0f + precise::exp(-x));
     }

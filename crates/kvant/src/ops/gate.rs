@@ -13,7 +13,8 @@ pub(crate) const NAME: &str = "gate";
 /// `gate` and `up` may be columns of one tensor (a fused projection) or of two tensors. `out` may be the gate's
 /// tensor if the gate covers all of its columns.
 ///
-/// The formulas also hold for infinities: every activation of −∞ is NaN, except the sigmoid, which is 0.
+/// The formulas also hold for infinities: every activation of −∞ is NaN, except the sigmoid, which is 0,
+/// and the identity.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Gate<'a> {
@@ -66,6 +67,8 @@ pub enum Activation {
     ClampedSwish,
     /// 1 / (1 + e⁻ˣ): gates of attention.
     Sigmoid,
+    /// x: a plain product, as in LFM2.
+    Identity,
 }
 
 /// Runs [`Gate`].

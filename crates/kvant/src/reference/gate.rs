@@ -14,6 +14,7 @@ pub fn activate(activation: Activation, x: f64) -> f64 {
         }
         Activation::Silu => x / (1.0 + (-x).exp()),
         Activation::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        Activation::Identity => x,
     }
 }
 

@@ -629,7 +629,13 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
             ops::rms_norm(enc, &args.next(&next[..count]))?;
         }
         norms_of_long_rows(device, enc, dtype, 16 * dim)?;
-        for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
+        for activation in [
+            Activation::GeluTanh,
+            Activation::Silu,
+            Activation::ClampedSwish,
+            Activation::Sigmoid,
+            Activation::Identity,
+        ] {
             let (gate, up) = (Columns::from(&x), Columns::from(&other));
             ops::gate(enc, &Gate::new(gate, up, activation, &out))?;
         }

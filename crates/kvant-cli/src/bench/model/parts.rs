@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvant::Sequence;
-use kvant_models::{BatchDecoder, BlockSpec, Decoder, Logits, Model, PoolOptions, Sampling};
+use kvant_models::{AttentionSpec, BatchDecoder, Decoder, Logits, Model, PoolOptions, Sampling};
 
 use super::{super::timing, ModelLine, Printout, pool_options};
 use crate::{Result, args::Kv, memory, output};
@@ -135,13 +135,15 @@ impl Parts<'_> {
     /// Bytes of keys and values that the token at position `context - 1` reads.
     fn cached_bytes(&self, kv: &Kv, context: usize) -> Result<usize> {
         let own = self.model.cache_layers(&kv.codecs)?;
-        let read = |(index, block): (usize, &BlockSpec)| {
-            let attention = &block.attention;
-            let layer = &own[attention.source().unwrap_or(index)];
+        let decoder = self.model.rank_decoder();
+        let index = |block: usize| decoder.cache_blocks().take_while(|(own, _)| *own < block).count();
+        let read = |(block, attention): (usize, &AttentionSpec)| {
+            let layer = &own[index(attention.source().unwrap_or(block))];
             let vector = layer.k.bytes_per_vector(layer.head_dim) + layer.v.bytes_per_vector(layer.head_dim);
             context.min(attention.window.unwrap_or(usize::MAX)) * attention.kv_heads * vector
         };
-        Ok(self.model.rank_decoder().blocks.iter().enumerate().map(read).sum())
+        let blocks = decoder.blocks.iter().enumerate();
+        Ok(blocks.filter_map(|(l, block)| Some((l, block.attention()?))).map(read).sum())
     }
 
     /// Whether the device has memory for a pool. If not, prints a note that the case is skipped.

@@ -30,7 +30,7 @@ fn attention_without(lacks: &str, architecture: &str, keys: &[Pair]) -> Result<A
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.gguf");
     std::fs::write(&path, writer.bytes()).unwrap();
-    Ok(Config::load(&path)?.decoder.blocks.remove(0).attention)
+    Ok(Config::load(&path)?.decoder.blocks[0].attention().unwrap().clone())
 }
 
 #[test]

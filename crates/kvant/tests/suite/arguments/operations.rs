@@ -297,7 +297,13 @@ pub(super) fn gate(w: &mut World) -> Result<()> {
     let out = w.output(&[rows, dim]);
     let (start, activation) = (
         w.tape.size(&[before]),
-        w.tape.pick(&[Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid]),
+        w.tape.pick(&[
+            Activation::GeluTanh,
+            Activation::Silu,
+            Activation::ClampedSwish,
+            Activation::Sigmoid,
+            Activation::Identity,
+        ]),
     );
     w.attempt("gate", |enc| {
         let (gate, up) = (Columns { tensor: &one, start }, Columns::from(&two));

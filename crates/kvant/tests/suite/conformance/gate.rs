@@ -10,7 +10,9 @@ use kvant::{
 #[test]
 fn gate() {
     let mut rng = Rng::of("gate");
-    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
+    for activation in
+        [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid, Activation::Identity]
+    {
         for (rows, dim) in SIZES {
             for x in FLOATS {
                 for out_type in FLOATS {
@@ -52,7 +54,9 @@ fn gate() {
 #[test]
 fn gate_far_out() {
     let x = vec![-1e30, -1e4, -100.0, -20.0, -10.0, -5.0, -1e-3, -1e-20, 0.0, 1e-20, 1e-3, 5.0, 10.0, 100.0, 1e4, 1e30];
-    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
+    for activation in
+        [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid, Activation::Identity]
+    {
         for out_type in FLOATS {
             conform(format!("gate {activation:?} far out -> {out_type}"), |device| {
                 let n = x.len();
@@ -79,7 +83,9 @@ fn gate_far_out() {
 fn gate_of_inputs_that_are_not_finite() {
     let x = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, -f32::NAN, f32::MIN, f32::MAX, -1e30, -65504.0, 1.0];
     let n = x.len();
-    for activation in [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid] {
+    for activation in
+        [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid, Activation::Identity]
+    {
         for dtype in FLOATS {
             conform(format!("{activation:?} of what is not finite, {dtype}"), |device| {
                 let (g, up) = (input(device, dtype, &x, &[n, 1])?, input(device, dtype, &vec![1.0; n], &[n, 1])?);

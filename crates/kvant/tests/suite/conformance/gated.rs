@@ -113,8 +113,8 @@ fn affine(bits: u32) -> Kind {
     Kind::Affine { bits, group: 64, scales: DType::BF16 }
 }
 
-const ACTIVATIONS: [Activation; 4] =
-    [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid];
+const ACTIVATIONS: [Activation; 5] =
+    [Activation::GeluTanh, Activation::Silu, Activation::ClampedSwish, Activation::Sigmoid, Activation::Identity];
 
 /// One row by each kernel that gates: partial tiles, blocks with less work than others, parts of rows.
 #[test]

@@ -1,0 +1,34 @@
+//! A gated delta net: linear attention with a state for each head.
+
+use kvant::{
+    KvPool,
+    ops::{self, Activation, CausalConv, Columns, DeltaRule, RmsNorm},
+};
+
+use super::{Pass, workspace::DeltaNetViews};
+use crate::{Result, spec::DeltaNetSpec, weights::DeltaNetWeights};
+
+impl Pass<'_> {
+    /// y = delta_net(x). The states of the step's sequences advance by their tokens.
+    pub(super) fn delta_net(
+        &mut self,
+        l: usize,
+        pool: &KvPool,
+        (spec, weights, own): (&DeltaNetSpec, &DeltaNetWeights, &DeltaNetViews),
+    ) -> Result<()> {
+        let (step, first) = (self.step, self.network.stored[l]);
+        let (inputs, matrices, runs) = (pool.state(first)?, pool.state(first + 1)?, super::runs(step)?);
+        let DeltaNetViews { all, qkv, z, b, a, convolved, out, normed } = own;
+        debug_assert_eq!(qkv.shape()[1], spec.channels());
+        self.project(self.input(l), &weights.projections, all, &[qkv, z, b, a])?;
+        let conv = CausalConv::new(qkv, &weights.conv, inputs, runs, convolved).silu(true);
+        ops::causal_conv(self.enc, &conv)?;
+        let decay = [&weights.rate, &weights.a_bias];
+        ops::delta_rule(self.enc, &DeltaRule::new(convolved, [a, b], decay, matrices, runs, out))?;
+        // Each head of each token is a row.
+        let [rows, columns] = normed;
+        ops::rms_norm(self.enc, &RmsNorm::new(rows, self.spec().norm_eps, rows).weight(Some(&weights.norm)))?;
+        self.gate(Columns::from(z), Columns::from(columns), Activation::Silu, z)?;
+        self.output_linear(z, &weights.output, &self.views.y)
+    }
+}
