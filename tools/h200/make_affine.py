@@ -1,8 +1,8 @@
-"""Makes Gemma 4 checkpoints of released sizes with random weights, in MLX's affine 4-bit form with groups of 64.
+"""Makes checkpoints of released sizes with random weights, in MLX's affine 4-bit form with groups of 64.
 
-    python3 tools/h200/make_affine.py OUT [--tokenizer DIR] 31b 26b
+    python3 tools/h200/make_affine.py OUT [--tokenizer DIR] 31b 26b qwen27b qwen35b
 
-Writes OUT/31b and OUT/26b (17.27 and 14.19 GB). Random weights have the size and speed of trained ones; the text is
+Writes OUT/31b and OUT/26b (Gemma 4, 17.27 and 14.19 GB), OUT/qwen27b and OUT/qwen35b (Qwen 3.5, dense and A3B). Random weights have the size and speed of trained ones; the text is
 noise. --tokenizer copies tokenizer.json and tokenizer_config.json of a checkpoint, so that `kvant generate` runs. Needs
 a GPU and PyTorch.
 """
@@ -100,6 +100,51 @@ def gemma(config):
             yield from affine(prefix + "experts.switch_glu.down_proj", hidden, width, (experts,))
 
 
+def qwen(config):
+    """All tensors of a Qwen 3.5, layer by layer."""
+    hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    kv, values = config["num_key_value_heads"] * dim, config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    value_heads, taps = config["linear_num_value_heads"], config["linear_conv_kernel_dim"]
+    yield from affine("model.embed_tokens", config["vocab_size"], hidden)
+    yield from affine("lm_head", config["vocab_size"], hidden)
+    yield from ones("model.norm.weight", hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield from ones(prefix + "input_layernorm.weight", hidden)
+        yield from ones(prefix + "post_attention_layernorm.weight", hidden)
+        if (layer + 1) % 4 == 0:
+            own = prefix + "self_attn."
+            yield from affine(own + "q_proj", 2 * heads * dim, hidden)
+            yield from affine(own + "k_proj", kv, hidden)
+            yield from affine(own + "v_proj", kv, hidden)
+            yield from affine(own + "o_proj", hidden, heads * dim)
+            yield from ones(own + "q_norm.weight", dim)
+            yield from ones(own + "k_norm.weight", dim)
+        else:
+            own = prefix + "linear_attn."
+            yield from affine(own + "in_proj_qkv", channels, hidden)
+            yield from affine(own + "in_proj_z", values, hidden)
+            yield from affine(own + "in_proj_b", value_heads, hidden)
+            yield from affine(own + "in_proj_a", value_heads, hidden)
+            yield from affine(own + "out_proj", hidden, values)
+            yield own + "conv1d.weight", torch.full((channels, taps, 1), 0.5, dtype=torch.bfloat16, device=DEVICE)
+            yield own + "A_log", torch.linspace(-3, 1, value_heads, dtype=torch.float32, device=DEVICE)
+            yield own + "dt_bias", torch.linspace(-2, 1, value_heads, dtype=torch.bfloat16, device=DEVICE)
+            yield from ones(own + "norm.weight", config["linear_value_head_dim"])
+        wide, experts = config.get("intermediate_size"), config.get("num_experts")
+        mlps = [(prefix + "mlp.", wide, ())]
+        if experts:
+            mlps = [(prefix + "mlp.switch_mlp.", config["moe_intermediate_size"], (experts,)),
+                    (prefix + "mlp.shared_expert.", config["shared_expert_intermediate_size"], ())]
+            yield from affine(prefix + "mlp.gate", experts, hidden)
+            yield from affine(prefix + "mlp.shared_expert_gate", 1, hidden)
+        for own, width, lead in mlps:
+            yield from affine(own + "gate_proj", width, hidden, lead)
+            yield from affine(own + "up_proj", width, hidden, lead)
+            yield from affine(own + "down_proj", hidden, width, lead)
+
+
 def layers(count):
     return ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
 
@@ -113,7 +158,17 @@ SHARED = dict(
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     },
     quantization={"group_size": GROUP, "bits": 4})
+QWEN = dict(
+    vocab_size=248320, rms_norm_eps=1e-6, head_dim=256, max_position_embeddings=262144, tie_word_embeddings=False, hidden_act="silu",
+    linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, full_attention_interval=4,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, eos_token_id=1, bos_token_id=2,
+    quantization={"group_size": GROUP, "bits": 4})
 CONFIGS = {
+    "qwen27b": dict(QWEN, model_type="qwen3_5_text", hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
+                    num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48),
+    "qwen35b": dict(QWEN, model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40, num_attention_heads=16,
+                    num_key_value_heads=2, linear_num_value_heads=32, num_experts=256, num_experts_per_tok=8,
+                    moe_intermediate_size=512, shared_expert_intermediate_size=512),
     "31b": dict(SHARED, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60, num_attention_heads=32,
                 num_key_value_heads=16, num_global_key_value_heads=4, layer_types=layers(60)),
     "26b": dict(SHARED, hidden_size=2816, intermediate_size=2112, num_hidden_layers=30, num_attention_heads=16,
@@ -132,7 +187,7 @@ def main():
     for name in args.models:
         start = time.time()
         directory = os.path.join(args.out, name)
-        total = save_in_shards(gemma(CONFIGS[name]), directory)
+        total = save_in_shards((qwen if name.startswith("qwen") else gemma)(CONFIGS[name]), directory)
         with open(os.path.join(directory, "config.json"), "w") as file:
             json.dump(CONFIGS[name], file)
         if args.tokenizer:

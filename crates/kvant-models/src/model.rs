@@ -6,7 +6,10 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kvant::{CacheLayer, DType, Device, KvPool, PoolSpec, Sequence, Step, Submission, Tensor, device::DeviceKind, ops};
+use kvant::{
+    CacheLayer, DType, Device, KvPool, PoolSpec, Sequence, StateLayer, Step, Submission, Tensor, device::DeviceKind,
+    ops,
+};
 
 use crate::{
     AttentionSpec, CacheCodecs, Config, DecoderSpec, DeviceTokens, Error, Files, Result,
@@ -235,6 +238,11 @@ impl Model {
         pools::cache_layers(self.rank_decoder(), codecs, self.network.activations())
     }
 
+    /// The states of a pool for this model: those of its recurrent layers. Empty if it has none.
+    pub fn state_layers(&self) -> Vec<StateLayer> {
+        self.rank_decoder().states(self.activations())
+    }
+
     /// Runs a batch of any sequences and numbers of tokens. `step` belongs to `pool`, and `tokens` are the ids of its
     /// tokens. Returns the logits of the tokens in `rows`, f32 `[rows.len(), vocab_size]`. The logits of a token
     /// predict the next one of its sequence.
@@ -243,7 +251,8 @@ impl Model {
     /// as [`Model::feed`] does.
     ///
     /// Results do not depend on how tokens are divided into passes, except for rounding: kernels depend on the number
-    /// of rows ([accuracy](kvant::ops#accuracy)).
+    /// of rows ([accuracy](kvant::ops#accuracy)). A model with [recurrent states](Model::state_layers) runs a step
+    /// once: each pass advances the states.
     ///
     /// # Errors
     /// `Argument` for ids outside the vocabulary, a number of ids that differs from the step's tokens, rows out of
@@ -500,7 +509,7 @@ impl Model {
         if layers.len() != self.decoder().cache_layers() || !layers.iter().zip(own).all(same) {
             return Err(Error::argument("pool", "one made for this model", "layers of other shapes"));
         }
-        if pool.spec().states != self.rank_decoder().states(self.activations()) {
+        if pool.spec().states != self.state_layers() {
             return Err(Error::argument("pool", "one made for this model", "states of other shapes"));
         }
         Ok(())

@@ -9,8 +9,8 @@
 //! h *= scalar
 //! ```
 //!
-//! where the norms before or after both halves, per-layer inputs and the scalar are optional. The mixer is attention, or
-//! has a recurrent state: a gated delta net or a short convolution.
+//! where the norms before or after both halves, per-layer inputs and the scalar are optional. The mixer is attention,
+//! or has a recurrent state: a gated delta net or a short convolution.
 
 use kvant::{
     DType, StateLayer,

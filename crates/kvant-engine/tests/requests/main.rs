@@ -4,6 +4,7 @@ mod common;
 mod embeddings;
 mod grammar;
 mod groups;
+mod hybrid;
 mod scheduling;
 mod serving;
 mod texts;

@@ -322,7 +322,7 @@ impl Source for HfSource<'_> {
 
     fn taps(&self, role: Role, shape: [usize; 2], device: &Device) -> Result<Tensor> {
         let (name, [channels, taps]) = (self.required(role)?, shape);
-        // MLX moves the dimension of the convolution's inputs, of which there is one for each channel, to the end.
+        // MLX moves the dimension of a channel's inputs, which is 1, to the end.
         let (torch, mlx) = ([channels, 1, taps], [channels, taps, 1]);
         let is_mlx = self.checkpoint.info(&name).is_some_and(|info| info.shape == mlx);
         self.float_dtype(&name, if is_mlx { &mlx } else { &torch })?;

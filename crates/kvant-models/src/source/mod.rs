@@ -125,8 +125,8 @@ pub(crate) enum Part {
     DeltaB,
     /// The decay before its bias, `[value_heads, H]`.
     DeltaA,
-    /// For each key head its query, its key, its values and its z: `[channels + value_heads·Dv, H]`. A layout has either
-    /// this or two matrices.
+    /// For each key head its query, its key, its values and its z: `[channels + value_heads·Dv, H]`. A layout has
+    /// either this or two matrices.
     DeltaJoint,
     /// For each key head its b and its a: `[2·value_heads, H]`.
     DeltaGatesJoint,

@@ -62,7 +62,7 @@ fn check_batches(model: &Model, variant: &str, tokens: &[u32], expected: &[f32],
     }
 }
 
-/// `rows` are the rows of a pass of so many tokens that have logits.
+/// `rows` returns the rows with logits of a pass, from its number of tokens.
 fn check_batches_with(
     model: &Model,
     variant: &str,

@@ -1,7 +1,7 @@
 //! out = activation(gate) · up, element by element. Threads share the rows, or parts of them.
 //!
-//! All activations are x/(1 + e⁻ᶻ), except the sigmoid, 1/(1 + e⁻ˣ), and the identity. SiLU: z = x; clamped swish: z = 1.702·x.
-//! GELU-tanh: z = 2√(2/π)(x + 0.044715x³), because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
+//! All activations are x/(1 + e⁻ᶻ), except the sigmoid, 1/(1 + e⁻ˣ), and the identity. SiLU: z = x; clamped swish: z =
+//! 1.702·x. GELU-tanh: z = 2√(2/π)(x + 0.044715x³), because ½(1 + tanh u) = 1/(1 + e⁻²ᵘ).
 
 use super::{
     Cpu,

@@ -1,9 +1,9 @@
 // causal_conv: a depthwise convolution over the last TAPS positions of each sequence; f32, f16 or bf16 in and out.
 //
-// x and out are [rows, channels], weight is [channels, TAPS], bias [channels], state [TAPS - 1, channels] in each slot. Run z
-// has the rows starts[z] .. starts[z + 1] and the state slots[z]; what is out of range is skipped. A thread has one
-// channel and every gridDim.y-th part of ROWS rows of a run, with the last inputs in registers. Only the thread of the
-// first part reads the state, and it writes the new one.
+// x and out are [rows, channels], weight is [channels, TAPS], bias [channels], state [TAPS - 1, channels] in each slot.
+// Run z has the rows starts[z] .. starts[z + 1] and the state slots[z]; what is out of range is skipped. A thread has
+// one channel and every gridDim.y-th part of ROWS rows of a run, with the last inputs in registers. Only the thread of
+// the first part reads the state, and it writes the new one.
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 

@@ -1,12 +1,13 @@
 // delta_rule: the gated delta rule of linear attention, token by token; f32 states.
 //
-// qkv is [rows, 2 * key_heads * KEY_DIM + heads * value_dim]; a and b are [rows, heads]; state is
-// [heads, KEY_DIM, value_dim] in each slot; out is [rows, heads, value_dim]. Run z has the rows starts[z] .. starts[z + 1]
-// and the state slots[z]; what is out of range is skipped.
+// qkv is [rows, 2 * key_heads * KEY_DIM + heads * value_dim]; a and b are [rows, heads]; state is [heads, KEY_DIM,
+// value_dim] in each slot; out is [rows, heads, value_dim]. Run z has the rows starts[z] .. starts[z + 1] and the state
+// slots[z]; what is out of range is skipped.
 //
-// A warp has COLUMNS columns of one head's state, in registers for all tokens of a run: lane l has column l % COLUMNS and
-// the rows i with i % PARTS = l / COLUMNS. Columns do not depend on each other, so warps never wait for each other: each
-// normalises the query and the key itself. The inputs of the next token are loaded before the current one is computed.
+// A warp has COLUMNS columns of one head's state, in registers for all tokens of a run: lane l has column l % COLUMNS
+// and the rows i with i % PARTS = l / COLUMNS. Columns do not depend on each other, so warps never wait for each other:
+// each normalises the query and the key itself. The inputs of the next token are loaded before the current one is
+// computed.
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 #include "device/reduce.h"

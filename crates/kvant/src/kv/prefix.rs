@@ -104,7 +104,8 @@ impl Node {
         self.pages.iter().map(|held| if let PagePlace::Host(bytes) = held { bytes.len() } else { 0 }).sum()
     }
 
-    /// Pages that no sequence holds, of groups with a window, of groups of dense pages, and of states; with their groups.
+    /// Pages that no sequence holds, of groups with a window, of groups of dense pages, and of states; with their
+    /// groups.
     fn passed<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
         let goes = |group: &LayerGroup| {
             group.window.is_some() || matches!(group.kind, PageKind::Dense | PageKind::State { .. })
@@ -117,8 +118,8 @@ impl Node {
         on_device.filter(|(_, page)| pages.holds(*page) == 1)
     }
 
-    /// Dense pages that no sequence holds and that the node also has as sealed pages, and states that no sequence holds;
-    /// with their groups. None unless the node has exactly one child.
+    /// Dense pages that no sequence holds and that the node also has as sealed pages, and states that no sequence
+    /// holds; with their groups. None unless the node has exactly one child.
     fn within<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
         let is_sealed = |group: usize| {
             let sealed = layout.sealed_group(group).map(|sealed| &self.pages[sealed]);

@@ -49,8 +49,8 @@ setters! { CacheLayer {
     dense: DType,
 } }
 
-/// A state that each sequence of a pool has in one recurrent layer, such as the inputs of a convolution or the matrix of
-/// a linear attention.
+/// A state that each sequence of a pool has in one recurrent layer, such as the inputs of a convolution or the matrix
+/// of a linear attention.
 ///
 /// A sequence overwrites its state with each token. Operations that take [`StateSlots`](crate::ops::StateSlots) read
 /// and write it.
@@ -78,9 +78,9 @@ pub struct PoolSpec {
     pub layers: Vec<CacheLayer>,
     /// The states of recurrent layers; empty (the default) if a model has none.
     pub states: Vec<StateLayer>,
-    /// Whether a sequence keeps a copy of its states at the last page boundary where a step ended, which is the default.
-    /// Prefixes can be continued, and sequences truncated, only where their states are kept. A sequence then takes up to
-    /// two copies of all states instead of one.
+    /// Whether a sequence keeps a copy of its states at the last page boundary where a step ended, which is the
+    /// default. Prefixes can be continued, and sequences truncated, only where their states are kept. A sequence then
+    /// takes up to two copies of all states instead of one.
     pub keeps_boundaries: bool,
     /// Bytes of all pages and states together.
     pub bytes: usize,

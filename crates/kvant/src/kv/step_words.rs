@@ -73,8 +73,8 @@ impl<'a> StepShape<'a> {
         2 * tokens + sequences + group * table + row * self.width
     }
 
-    /// Fills positions, sequences and lengths after the step, the runs, and the first row of each sequence with the pages
-    /// that it holds before the step. `tables` is the number of page tables.
+    /// Fills positions, sequences and lengths after the step, the runs, and the first row of each sequence with the
+    /// pages that it holds before the step. `tables` is the number of page tables.
     pub fn fill(&self, words: &mut Vec<u32>, batch: &[(&mut Sequence, usize)], tables: usize) {
         words.clear();
         words.resize(self.base.elements(), Step::INACTIVE);

@@ -1,11 +1,11 @@
 // delta_rule: the gated delta rule of linear attention, token by token; f32 states.
 //
-// qkv is [rows, 2 * key_heads * KEY_DIM + heads * value_dim]; a and b are [rows, heads]; state is
-// [heads, KEY_DIM, value_dim] in each slot; out is [rows, heads, value_dim]. Run z has the rows starts[z] .. starts[z + 1]
-// and the state slots[z]; what is out of range is skipped.
+// qkv is [rows, 2 * key_heads * KEY_DIM + heads * value_dim]; a and b are [rows, heads]; state is [heads, KEY_DIM,
+// value_dim] in each slot; out is [rows, heads, value_dim]. Run z has the rows starts[z] .. starts[z + 1] and the state
+// slots[z]; what is out of range is skipped.
 //
-// A SIMD-group has COLUMNS columns of one head's state, in registers for all tokens of a run: lane l has column
-// l % COLUMNS and the rows i with i % PARTS = l / COLUMNS. Columns do not depend on each other, so SIMD-groups never wait
+// A SIMD-group has COLUMNS columns of one head's state, in registers for all tokens of a run: lane l has column l %
+// COLUMNS and the rows i with i % PARTS = l / COLUMNS. Columns do not depend on each other, so SIMD-groups never wait
 // for each other: each normalises the query and the key itself.
 #include "elements.h"
 

@@ -9,8 +9,8 @@ constexpr uint CLAMPED_SWISH = 2;
 constexpr uint SIGMOID = 3;
 constexpr uint IDENTITY = 4;
 
-// All but the sigmoid and the identity are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU because
-// (1 + tanh u) / 2 = 1 / (1 + e^-2u). `activation` is a constant.
+// All but the sigmoid and the identity are x / (1 + e^-z): SiLU with z = x; the clamped one with z = 1.702 x; GELU
+// because (1 + tanh u) / 2 = 1 / (1 + e^-2u). `activation` is a constant.
 inline float activate(float x, uint activation) {
     if (activation == IDENTITY) {
         return x;

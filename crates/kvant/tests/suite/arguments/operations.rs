@@ -339,7 +339,7 @@ pub(super) fn causal_conv(w: &mut World) -> Result<()> {
     })
 }
 
-/// One run of all rows, of which the tape may change everything.
+/// One run of all rows. The tape may change everything about it.
 fn state_runs(w: &mut World, rows: usize) -> StateRuns {
     let (starts, slots, past) = (w.u32s(&[2], rows + 1, false), w.u32s(&[1], 2, false), w.u32s(&[1], 9, false));
     StateRuns::from_tensors(starts, slots, past, rows)
