@@ -111,7 +111,7 @@ fn preempted_requests_go_on() {
     for family in FAMILIES {
         let all = engine(family, options()).stats().pages_bytes;
         for host in [0, 64 << 20] {
-            let few = options().memory(all / 40).sequences(6).host_memory(host);
+            let few = options().memory(all / 6).sequences(6).host_memory(host);
             let (few, model) = (engine(family, few), model(family));
             let prompts: Vec<Vec<u32>> = (0..6).map(|seed| text(seed, 40)).collect();
             let submit = |prompt: &Vec<u32>| {
