@@ -97,6 +97,16 @@ impl<'a> Decoder<'a> {
         self.undo(before, drawn)
     }
 
+    /// The number of tokens of the sequence.
+    pub fn len(&self) -> usize {
+        self.sequence.len()
+    }
+
+    /// Whether the sequence has no tokens.
+    pub fn is_empty(&self) -> bool {
+        self.sequence.is_empty()
+    }
+
     /// Truncates the sequence to `len` tokens.
     ///
     /// # Errors

@@ -444,10 +444,7 @@ impl Model {
             let wanted = PassRows::logits(&rows, &out);
             let run = |step| Ok(self.run(&pool, &step, piece, None, wanted, stored.as_deref_mut())?.wait()?);
             if let Err(error) = step.and_then(run) {
-                if sequence.truncate(before).is_err() {
-                    // The windows have passed older positions: keep the completed passes.
-                    sequence.truncate(before + done)?;
-                }
+                take_back(sequence, before, before + done)?;
                 return Err(error);
             }
             done = end;
@@ -548,6 +545,18 @@ impl Model {
         // The list is valid even after a panic.
         self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Takes a failed pass back: to the length `before` the feed, or if windows have passed older positions, to that after
+/// the `complete` passes. Recurrent states go back to their last boundary, or the sequence becomes empty.
+fn take_back(sequence: &mut Sequence, before: usize, complete: usize) -> Result<()> {
+    let boundary = sequence.boundary().filter(|&boundary| boundary <= before);
+    for len in [Some(before), Some(complete), boundary].into_iter().flatten() {
+        if sequence.truncate(len).is_ok() {
+            return Ok(());
+        }
+    }
+    Ok(sequence.truncate(0)?)
 }
 
 impl std::fmt::Debug for Model {

@@ -526,6 +526,10 @@ impl DecoderSpec {
     /// `Unsupported` with the block and the reason.
     pub fn check(&self) -> Result<()> {
         let own = self.storing_blocks();
+        if self.cache_layers() == 0 {
+            let reason = "at least one layer has keys and values of its own".to_string();
+            return Err(Error::Unsupported { what: format!("{} layers", self.blocks.len()), reason });
+        }
         for (l, block) in self.blocks.iter().enumerate() {
             let unsupported = |reason| Error::Unsupported { what: format!("layer {l}"), reason };
             self.check_block(l, own).map_err(unsupported)?;

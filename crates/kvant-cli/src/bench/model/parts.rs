@@ -44,11 +44,14 @@ impl Parts<'_> {
 
     /// Decodes tokens of one sequence with the recorded pass that `kvant generate` uses.
     pub fn decode(&self, kv: &Kv, context: usize, sampling: &Sampling) -> Result {
-        let options = pool_options(kv, 1, context);
+        let has_states = !self.model.state_layers().is_empty();
+        // Recurrent states go back to a page boundary only.
+        let past = if has_states { boundary(context) } else { context - 1 };
+        let options = pool_options(kv, 1, past + if has_states { BATCH_STEPS } else { 1 });
         if !self.has_room(&options)? {
             return Ok(());
         }
-        let (mut sequence, past) = (self.model.new_pool(&options)?.sequence(), context - 1);
+        let mut sequence = self.model.new_pool(&options)?.sequence();
         let mut ids = Ids(2);
         if past > 0 {
             self.model.feed(&mut sequence, &ids.take(self.model, past), Logits::Last)?;
@@ -56,7 +59,8 @@ impl Parts<'_> {
         let mut decoder = Decoder::new(self.model, &mut sequence, sampling.clone())?;
         let mut step = |_| {
             decoder.next(&[ids.next(self.model)])?;
-            Ok(decoder.truncate(past)?)
+            let is_at_end = decoder.len() == past + BATCH_STEPS;
+            if has_states && !is_at_end { Ok(()) } else { Ok(decoder.truncate(past)?) }
         };
         let us_first = timing::once(|| step(0))?;
         let timing = timing::repeat(self.budget, step)?;
@@ -76,6 +80,7 @@ impl Parts<'_> {
 
     /// Decodes tokens of many sequences together. Each has its own pages.
     pub fn batch(&self, kv: &Kv, count: usize, context: usize, sampling: &Sampling) -> Result {
+        let context = if self.model.state_layers().is_empty() { context } else { boundary(context) };
         let options = pool_options(kv, count, context + BATCH_STEPS);
         if !self.has_room(&options)? {
             return Ok(());
@@ -179,4 +184,9 @@ impl Ids {
     fn take(&mut self, model: &Model, count: usize) -> Vec<u32> {
         (0..count).map(|_| self.next(model)).collect()
     }
+}
+
+/// The first page boundary at which a sequence has at least this many tokens.
+fn boundary(tokens: usize) -> usize {
+    tokens.next_multiple_of(PoolOptions::default().page_tokens)
 }
