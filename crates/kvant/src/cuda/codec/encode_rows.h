@@ -1,9 +1,11 @@
 // Rows of a cache layer, encoded and stored: dense ones converted, TurboQuant as codec/turboquant.rs defines it.
 //
-// SHARERS neighbouring lanes of a warp hold a row in registers, MINE coordinates each, from MINE * i on in the i-th:
-// whole bytes of every plane. Distances of the rotation below MINE are within a lane, the others are exchanges of
-// lanes; there is no barrier. Sums are trees over neighbouring coordinates, then pairs of these, and so on: the same
-// bits whatever MINE is. All lanes of a warp call these functions, also those whose row is not `kept`.
+// SHARERS neighbouring lanes of a warp share a row: lane i has the MINE coordinates from MINE * i on in registers. They
+// are whole bytes of every plane.
+//
+// Butterflies of the rotation over a distance below MINE stay within a lane; for larger distances lanes exchange
+// registers. There is no barrier. Sums add neighbouring coordinates, then neighbouring pairs, and so on: their bits do
+// not depend on MINE. All lanes of a warp call these functions, also lanes whose row is not `kept`.
 #ifndef KVANT_CUDA_CODEC_ENCODE_ROWS_H
 #define KVANT_CUDA_CODEC_ENCODE_ROWS_H
 #include "codec/butterflies.h"

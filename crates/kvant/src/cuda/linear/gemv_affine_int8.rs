@@ -55,7 +55,7 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     } else {
         call.dims.outputs.div_ceil(TILE).div_ceil(limits.busy_groups)
     };
-    let with = |tiles, warps, stages| within(call, weight, [tiles, warps, stages]);
+    let with = |tiles, warps, stages| tiling_of(call, weight, [tiles, warps, stages]);
     let fits = |tiling: &WarpTiling| tiling.bytes <= limits.threadgroup_bytes;
     // Blocks that come in many rounds are small, so that others run while one begins or ends.
     let [more, small] = SMALL_WARPS.map(|warps| with(SMALL, warps, if weight.bits == 4 { 4 } else { 2 }));
@@ -89,7 +89,7 @@ fn depth(call: &Call, warps: usize) -> usize {
 }
 
 /// The tiling with `tiles` tiles, at most `warps` warps, and `stages` stages.
-fn within(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]) -> WarpTiling {
+fn tiling_of(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]) -> WarpTiling {
     let groups = (SPAN / weight.group as usize).max(1);
     let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(1, TOKENS) };
     let spans = call.dims.inputs.div_ceil(SPAN);

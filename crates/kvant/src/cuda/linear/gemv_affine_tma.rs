@@ -41,8 +41,8 @@ pub(super) struct GemvAffineTma {
     stages: usize,
     /// Stages that are copied before the previous kernel has ended, and further ones that are prefetched to L2.
     ahead: [usize; 2],
-    /// Blocks of a multiprocessor.
-    beside: usize,
+    /// Blocks that run on a multiprocessor at the same time.
+    resident_blocks: usize,
     /// Shared memory of a block.
     bytes: usize,
 }
@@ -68,10 +68,10 @@ impl GemvAffineTma {
         if !short && (weight.bits == 8 && bytes < LONG || weight.bits == 6 && tiles > 1 && idle) {
             return None;
         }
-        // The bytes of x and the scales of four spans fit into registers if they are few. Codes of 6 bits need all
-        // warps.
+        // A warp has four spans at a time if its registers hold their scales. Codes of 6 bits also need all warps.
         let few = weight.group >= 64 && weight.dtype.size() == 2;
-        // With whole rows in a stage, so are their scales, and more stages fit.
+        // If a stage holds whole rows of W, it holds their scales, too, and scales need no memory of their own: there
+        // is room for more stages.
         let whole_rows: &[usize] = if weight.bits == 4 && few && !short { &[4, 5, 6, 7] } else { &[] };
         let is_whole = |&&spans: &&usize| chunks(inputs, spans).is_some_and(|(chunks, _)| chunks == 1);
         let spans: &[usize] = match weight.bits {
@@ -87,12 +87,12 @@ impl GemvAffineTma {
                 return None;
             }
             let items = tiles * chunks;
-            let of = |stages| within(weight, inputs, [tiles, spans, stages]);
+            let of = |stages| tiling_of(weight, inputs, [tiles, spans, stages]);
             if short {
                 let two = |shape: &GemvAffineTma| blocks_per_multiprocessor(shape.bytes, limits) >= 2;
                 let shape = (1..=items).rev().filter_map(of).find(two)?;
                 let ahead = items.div_ceil(2).min(shape.stages);
-                return Some(GemvAffineTma { ahead: [ahead, items - ahead], beside: 2, ..shape });
+                return Some(GemvAffineTma { ahead: [ahead, items - ahead], resident_blocks: 2, ..shape });
             }
             let most = if chunks == 1 || weight.bits == 8 { STAGES } else { STAGES - 1 };
             let fits = |shape: &GemvAffineTma| shape.bytes <= limits.threadgroup_bytes;
@@ -118,7 +118,7 @@ impl LinearKernel for GemvAffineTma {
             .constant("STAGES", self.stages as u32)
             .constant("AHEAD", self.ahead[0] as u32)
             .constant("AHEAD_L2", self.ahead[1] as u32)
-            .constant("BESIDE", self.beside as u32)
+            .constant("RESIDENT_BLOCKS", self.resident_blocks as u32)
             .constant("SHARED_BYTES", self.bytes as u32)
             .params(6, params)
             .threadgroup_memory(self.bytes)
@@ -147,7 +147,7 @@ fn chunks(inputs: usize, spans: usize) -> Option<(usize, usize)> {
 }
 
 /// The tiling with `tiles` tiles, `spans` spans and `stages` stages.
-fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> Option<GemvAffineTma> {
+fn tiling_of(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> Option<GemvAffineTma> {
     let bits = weight.bits as usize;
     let (chunks, warps) = chunks(inputs, spans)?;
     let pitch = (warps * spans * SPAN / 8 * bits).next_multiple_of(128) + if bits == 6 { 32 } else { 16 };
@@ -157,7 +157,7 @@ fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> 
     let digits = spans * if bits == 4 { 128 } else { 3 * 36 + 4 } * 4;
     let sums = tiles * TILE * size_of::<f32>();
     let bytes = stages * TILE * pitch + slots * 2 * factors + warps * (digits + sums) + stages * 16;
-    Some(GemvAffineTma { tiles, spans, warps, stages, ahead: [stages, 0], beside: 1, bytes })
+    Some(GemvAffineTma { tiles, spans, warps, stages, ahead: [stages, 0], resident_blocks: 1, bytes })
 }
 
 #[cfg(test)]
@@ -181,7 +181,7 @@ mod tests {
                 let case = format!("{} bits, {:?}, {}, {bytes} bytes", weight.bits, call.x.shape(), call.x.dtype());
                 let Some(shape) = GemvAffineTma::new(&call, &weight, &limits) else { continue };
                 taken += 1;
-                assert!(shape.bytes * shape.beside <= bytes, "{case}: {}", shape.bytes);
+                assert!(shape.bytes * shape.resident_blocks <= bytes, "{case}: {}", shape.bytes);
                 assert!(shape.ahead[0] <= shape.stages && shape.stages > 0, "{case}");
                 // Every warp has spans.
                 let parts = call.dims.inputs / (shape.spans * SPAN);

@@ -58,7 +58,7 @@ constexpr uint DIGITS = UNITS_AT + 4;
 // Spans of x that are read before the first becomes bytes.
 constexpr uint BATCH = DEPTH * TOKENS <= 4 ? DEPTH : 4 / TOKENS;
 constexpr uint WARP_WORDS = (STAGES * STAGE + PERIODS * PERIOD + DEPTH * DIGITS + 3) / 4 * 4;
-// codes.rs computes the same sum.
+// gemv_affine_int8.rs computes the same sum.
 static_assert(WARPS * (WARP_WORDS + OUTPUTS * TOKENS) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 
 // The lane's next addresses in W: its part of a span, of two rows of each tile, or PACKED parts of three.

@@ -15,7 +15,7 @@
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later. The previous
 // kernel's end waits for copies in flight on the same multiprocessor, so at most AHEAD stages are copied by then, and
-// AHEAD_L2 others are prefetched to L2, which nothing waits for. BESIDE blocks fit on a multiprocessor.
+// AHEAD_L2 others are prefetched to L2, which nothing waits for. RESIDENT_BLOCKS blocks fit on a multiprocessor.
 #include "device/affine.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
@@ -66,7 +66,7 @@ constexpr uint FACTORS_AT = STAGES * STAGE;
 constexpr uint DIGITS_AT = FACTORS_AT + FACTOR_SLOTS * 2 * FACTORS;
 constexpr uint SUMS_AT = DIGITS_AT + WARPS * DIGITS * 4;
 constexpr uint BARRIERS_AT = SUMS_AT + WARPS * TILES * ROWS * 4;
-// bulk.rs computes the same sum.
+// gemv_affine_tma.rs computes the same sum.
 static_assert(BARRIERS_AT + STAGES * 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(INPUTS % PART == 0 && WARPS <= PARTS && FACTOR_ROW % FACTOR_COPY == 0 && AHEAD <= STAGES, "linear: shapes that linear_gemv_affine_tma takes");
 
@@ -229,7 +229,7 @@ struct Factors {
 };
 
 // Blocks count TILES tiles of outputs each.
-extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), BESIDE)
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT_BLOCKS)
     KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *, uchar *out,
                 const LinearParams p) {
     extern __shared__ __align__(128) uchar memory[];

@@ -44,7 +44,7 @@ constexpr uint AT_BIASES = AT_SCALES + (SEPARATE ? OUTPUTS * FactorPieces::STRID
 constexpr uint AT_X = AT_BIASES + (AFFINE ? OUTPUTS * FactorPieces::STRIDE : 0);
 constexpr uint X_ROW = SPAN * size_of(X_DTYPE), X_STRIDE = X_ROW + 32;
 constexpr uint STAGE = AT_X + TOKENS * X_STRIDE;
-// blocks.rs computes the same sum.
+// skinny_blocks_mma.rs computes the same sum.
 static_assert(WARPS * (STAGES * STAGE + OUTPUTS * 8 * 4) == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 
 // Begins to copy a span, `bytes` of each row, of all outputs; `from` is that of the first, `outputs` exist. Beyond the

@@ -59,7 +59,7 @@ constexpr uint STAGE = TILE * PITCH;
 // Sums of tiles.
 constexpr uint SUMS_AT = STAGES * STAGE;
 constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * EIGHTS * WARPS * 32 * 16;
-// stream_rows.rs computes the same sum.
+// skinny_dense_tma.rs computes the same sum.
 static_assert(BARRIERS_AT + (STAGES + SLOTS) * 16 + 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(STEPS * 4 * LANE * WARPS == SEGMENT && INPUTS % (4 * LANE * WARPS) == 0, "linear: whole steps");
 static_assert(SEGMENT * 2 % 128 == 0, "linear: the padding is for rows of whole lines of banks");

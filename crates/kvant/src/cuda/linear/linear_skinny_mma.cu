@@ -70,7 +70,7 @@ constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
 constexpr uint KEPT_SPANS = KEPT / GROUPS;
 constexpr uint FACTOR_WORDS = AFFINE ? TILES * 2 * 16 * KEPT * size_of(W_DTYPE) / 4 : 0;
 constexpr uint WARP_WORDS = STAGES * STAGE + FACTOR_WORDS;
-// rows.rs computes the same sum.
+// skinny_mma.rs computes the same sum.
 static_assert(WARPS * (WARP_WORDS + OUTPUTS * WIDE * 8) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 constexpr uint MY_PIECES = (TOKENS * X_PIECES + 31) / 32;
 

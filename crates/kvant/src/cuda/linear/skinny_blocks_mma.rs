@@ -89,13 +89,13 @@ fn is_sorted(call: &Call) -> bool {
 /// The best tiling, or one that needs less shared memory where the device has little.
 fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let smaller = [(2, WARPS), (1, WARPS), (1, WARPS / 2), (1, WARPS / 4)];
-    let mut tilings = smaller.into_iter().map(|most| within(call, weight, limits, most));
+    let mut tilings = smaller.into_iter().map(|most| tiling_of(call, weight, limits, most));
     let fits = tilings.find(|tiling| tiling.bytes <= limits.threadgroup_bytes);
-    fits.unwrap_or_else(|| within(call, weight, limits, (1, 1)))
+    fits.unwrap_or_else(|| tiling_of(call, weight, limits, (1, 1)))
 }
 
 /// The tiling with at most `tiles` tiles and `warps` warps.
-fn within(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
+fn tiling_of(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
     let Call { x, dims, experts, rows, .. } = call;
     let busy = limits.busy_groups;
     let terms = if x.dtype() == DType::F32 { 3 } else { 1 };

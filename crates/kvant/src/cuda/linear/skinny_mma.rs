@@ -53,13 +53,13 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
 /// The best tiling, or one that needs less shared memory where the device has little.
 fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let smaller = [(2, WARPS), (1, WARPS), (1, WARPS / 2), (1, WARPS / 4)];
-    let mut tilings = smaller.into_iter().map(|most| within(call, weight, limits.busy_groups, most));
+    let mut tilings = smaller.into_iter().map(|most| tiling_of(call, weight, limits.busy_groups, most));
     let fits = tilings.find(|tiling| tiling.bytes <= limits.threadgroup_bytes);
-    fits.unwrap_or_else(|| within(call, weight, limits.busy_groups, (1, 1)))
+    fits.unwrap_or_else(|| tiling_of(call, weight, limits.busy_groups, (1, 1)))
 }
 
 /// The tiling with at most `tiles` tiles and `warps` warps.
-fn within(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
+fn tiling_of(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
     let bits = if weight.bits == 0 { 16 } else { weight.bits as usize };
     let lane_bytes = LANE * bits / 8;
     let groups = if weight.bits == 0 { 1 } else { (SPAN / weight.group as usize).max(1) };
@@ -193,7 +193,7 @@ pub(super) mod tests {
     fn an_h200_has_the_best_shapes() {
         for call in calls() {
             let weight = parts(&call.weight, call.dims.inputs);
-            let best = within(&call, &weight, H200.busy_groups, (2, WARPS));
+            let best = tiling_of(&call, &weight, H200.busy_groups, (2, WARPS));
             assert_eq!(tiling(&call, &weight, &H200).bytes, best.bytes);
         }
     }
