@@ -149,89 +149,112 @@ struct Histogram {
     ulong left;
 };
 
-// The rank of the entry, in falling order, at which the running sum reaches the goal, of the entries with ranks from
-// `cut` on. The histogram is empty before and after. All threads of the block call it.
-inline ulong search(Row row, ulong cut, Goal goal, ulong value, Histogram &histogram, Shared &shared, Team team) {
-    ulong prefix = 0;
-    for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
-        const uint shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
-        for (ulong at = (shared.part * team.size + team.index) * 4; at < row.vocab; at += BLOCKS * team.size * 4) {
-            const uint i = uint(at);
-            const uint count = min(4u, row.vocab - i);
-            const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
-            for (uint j = 0; j < count; j++) {
-                const ulong rank = rank_of(part(values, j), i + j);
-                if (rank < cut || (digit > 0 && rank >> (shift + 8) != prefix)) {
-                    continue;
-                }
-                const ulong weight = goal == Goal::Count
-                                         ? 1
-                                         : ulong(probability(row, part(values, j)) * float(ulong(1) << UNIT_BITS));
-                if (weight != 0) {
-                    atomicAdd(&histogram.bins[uint(rank >> shift) % BINS * COPIES + team.lane % COPIES], weight);
-                }
-            }
-        }
-        __syncthreads();
-        for (uint bin = team.index; bin < BINS; bin += team.size) {
-            ulong sum = 0;
-            for (uint at = bin * COPIES; at < (bin + 1) * COPIES; at++) {
-                sum += histogram.bins[at];
-                histogram.bins[at] = 0;
-            }
-            if (BLOCKS == 1) {
-                histogram.sums[bin] = sum;
+// What a search looks for: the goal, and its value, among the entries with ranks from `cut` on.
+struct Search {
+    ulong cut;
+    Goal goal;
+    ulong value;
+};
+
+// Adds the weights of the block's entries that share the digits of `prefix` to the bins of digit `digit`.
+inline void fill_bins(Row row, const Search &search, Histogram &histogram, const Shared &shared, uint digit, ulong prefix,
+                      Team team) {
+    const uint shift = 8 * (KEY_DIGITS + ID_DIGITS - 1 - digit);
+    for (ulong at = (shared.part * team.size + team.index) * 4; at < row.vocab; at += BLOCKS * team.size * 4) {
+        const uint i = uint(at);
+        const uint count = min(4u, row.vocab - i);
+        const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
+        for (uint j = 0; j < count; j++) {
+            const ulong rank = rank_of(part(values, j), i + j);
+            if (rank < search.cut || (digit > 0 && rank >> (shift + 8) != prefix)) {
                 continue;
             }
-            if (sum != 0) {
-                atomicAdd(shared.histogram(shared.phase) + bin, sum);
-            }
-            // The one that was read last, by all, before they came to the barrier before this.
-            if (shared.part == 0) {
-                shared.histogram(shared.phase + 1)[bin] = 0;
+            const ulong weight = search.goal == Goal::Count
+                                     ? 1
+                                     : ulong(probability(row, part(values, j)) * float(ulong(1) << UNIT_BITS));
+            if (weight != 0) {
+                atomicAdd(&histogram.bins[uint(rank >> shift) % BINS * COPIES + team.lane % COPIES], weight);
             }
         }
-        shared.barrier();
-        if (BLOCKS > 1) {
-            for (uint bin = team.index; bin < BINS; bin += team.size) {
-                histogram.sums[bin] = __ldcg(shared.histogram(shared.phase) + bin);
-            }
-            shared.phase++;
-            __syncthreads();
+    }
+}
+
+// Adds up the copies of each bin, of all blocks, then the bins by 16, and clears the bins.
+inline void add_bins(Histogram &histogram, Shared &shared, Team team) {
+    for (uint bin = team.index; bin < BINS; bin += team.size) {
+        ulong sum = 0;
+        for (uint at = bin * COPIES; at < (bin + 1) * COPIES; at++) {
+            sum += histogram.bins[at];
+            histogram.bins[at] = 0;
         }
-        if (team.index < BINS / 16) {
-            ulong sum = 0;
-            for (uint bin = team.index * 16; bin < team.index * 16 + 16; bin++) {
-                sum += histogram.sums[bin];
-            }
-            histogram.coarse[team.index] = sum;
+        if (BLOCKS == 1) {
+            histogram.sums[bin] = sum;
+            continue;
         }
+        if (sum != 0) {
+            atomicAdd(shared.histogram(shared.phase) + bin, sum);
+        }
+        // The one that was read last, by all, before they came to the barrier before this.
+        if (shared.part == 0) {
+            shared.histogram(shared.phase + 1)[bin] = 0;
+        }
+    }
+    shared.barrier();
+    if (BLOCKS > 1) {
+        for (uint bin = team.index; bin < BINS; bin += team.size) {
+            histogram.sums[bin] = __ldcg(shared.histogram(shared.phase) + bin);
+        }
+        shared.phase++;
+        __syncthreads();
+    }
+    if (team.index < BINS / 16) {
+        ulong sum = 0;
+        for (uint bin = team.index * 16; bin < team.index * 16 + 16; bin++) {
+            sum += histogram.sums[bin];
+        }
+        histogram.coarse[team.index] = sum;
+    }
+}
+
+// The bin in which the goal falls becomes the next digit. One thread calls it.
+inline void find_digit(const Search &search, Histogram &histogram, uint digit, ulong prefix) {
+    ulong left = histogram.left;
+    if (digit == 0) {
+        ulong total = 0;
+        for (uint i = 0; i < BINS / 16; i++) {
+            total += histogram.coarse[i];
+        }
+        // At least 1, and at most the total.
+        switch (search.goal) {
+        case Goal::Count: left = min(search.value, total); break;
+        case Goal::Share: left = __umul64hi(total, search.value) + (total * search.value != 0 ? 1 : 0); break;
+        }
+    }
+    uint chunk = BINS / 16 - 1;
+    while (chunk > 0 && left > histogram.coarse[chunk]) {
+        left -= histogram.coarse[chunk];
+        chunk--;
+    }
+    uint bin = chunk * 16 + 15;
+    while (bin > chunk * 16 && left > histogram.sums[bin]) {
+        left -= histogram.sums[bin];
+        bin--;
+    }
+    histogram.prefix = prefix << 8 | bin;
+    histogram.left = left;
+}
+
+// The rank of the entry, in falling order, at which the running sum reaches the goal. The histogram is empty before and
+// after. All threads of the block call it.
+inline ulong find_rank(Row row, Search search, Histogram &histogram, Shared &shared, Team team) {
+    ulong prefix = 0;
+    for (uint digit = 0; digit < KEY_DIGITS + ID_DIGITS; digit++) {
+        fill_bins(row, search, histogram, shared, digit, prefix, team);
+        __syncthreads();
+        add_bins(histogram, shared, team);
         __syncthreads();
         if (team.index == 0) {
-            ulong left = histogram.left;
-            if (digit == 0) {
-                ulong total = 0;
-                for (uint i = 0; i < BINS / 16; i++) {
-                    total += histogram.coarse[i];
-                }
-                // At least 1, and at most the total.
-                switch (goal) {
-                case Goal::Count: left = min(value, total); break;
-                case Goal::Share: left = __umul64hi(total, value) + (total * value != 0 ? 1 : 0); break;
-                }
-            }
-            uint chunk = BINS / 16 - 1;
-            while (chunk > 0 && left > histogram.coarse[chunk]) {
-                left -= histogram.coarse[chunk];
-                chunk--;
-            }
-            uint bin = chunk * 16 + 15;
-            while (bin > chunk * 16 && left > histogram.sums[bin]) {
-                left -= histogram.sums[bin];
-                bin--;
-            }
-            histogram.prefix = prefix << 8 | bin;
-            histogram.left = left;
+            find_digit(search, histogram, digit, prefix);
         }
         __syncthreads();
         prefix = histogram.prefix;
@@ -268,27 +291,13 @@ inline ulong race(Row row, ulong cut, ulong stream, float min_p, uint *room, con
     return ulong(most) << 32 | (0xFFFFFFFFu - lowest);
 }
 
-extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter, uint *out, const SampleParams params, ulong *shares, const uint *rows) {
-    take_turn();
-    __shared__ Histogram histogram;
-    __shared__ uint room[2 * EXCHANGE];
-    const Team team = whole_block();
-    const uint row_index = blockIdx.x / BLOCKS;
-    const SampleParams p = ROWS ? own_params(params, rows, row_index) : params;
-    Shared shared = {shares + ulong(row_index) * SHARE, blockIdx.x % BLOCKS, 0};
-    Row row = {logits, ulong(row_index) * p.vocab, p.vocab, 0, p.temperature};
-
-    for (uint at = team.index; at < BINS * COPIES; at += team.size) {
-        histogram.bins[at] = 0;
-    }
-    if (team.index == 0) {
-        histogram.left = 0;
-    }
+// The largest key of the row's logits, 0 for NaN; also clears the row's first histogram.
+inline uint largest_key(const Row &row, const Shared &shared, uint *room, Team team) {
     uint key = 0;
-    for (ulong at = (shared.part * team.size + team.index) * 4; at < p.vocab; at += BLOCKS * team.size * 4) {
+    for (ulong at = (shared.part * team.size + team.index) * 4; at < row.vocab; at += BLOCKS * team.size * 4) {
         const uint i = uint(at);
-        const uint count = min(4u, p.vocab - i);
-        const float4 values = load4(logits, row.start + i, count, X_DTYPE, ALIGNED);
+        const uint count = min(4u, row.vocab - i);
+        const float4 values = load4(row.logits, row.start + i, count, X_DTYPE, ALIGNED);
         for (uint j = 0; j < count; j++) {
             key = max(key, ordered(part(values, j)));
         }
@@ -306,6 +315,40 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter
             key = max(key, uint(__ldcg(shared.key_of(part))));
         }
     }
+    return key;
+}
+
+// The best candidate of all blocks.
+inline ulong best_of_blocks(ulong best, const Shared &shared, Team team) {
+    if (BLOCKS > 1) {
+        if (team.index == 0) {
+            *shared.candidate_of(shared.part) = best;
+        }
+        shared.barrier();
+        for (uint part = 0; part < BLOCKS; part++) {
+            best = max(best, ulong(__ldcg(shared.candidate_of(part))));
+        }
+    }
+    return best;
+}
+
+extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter, uint *out, const SampleParams params, ulong *shares, const uint *rows) {
+    take_turn();
+    __shared__ Histogram histogram;
+    __shared__ uint room[2 * EXCHANGE];
+    const Team team = whole_block();
+    const uint row_index = blockIdx.x / BLOCKS;
+    const SampleParams p = ROWS ? own_params(params, rows, row_index) : params;
+    Shared shared = {shares + ulong(row_index) * SHARE, blockIdx.x % BLOCKS, 0};
+    Row row = {logits, ulong(row_index) * p.vocab, p.vocab, 0, p.temperature};
+
+    for (uint at = team.index; at < BINS * COPIES; at += team.size) {
+        histogram.bins[at] = 0;
+    }
+    if (team.index == 0) {
+        histogram.left = 0;
+    }
+    const uint key = largest_key(row, shared, room, team);
     // Nothing but NaN: no id.
     if (key == 0) {
         if (team.index == 0 && shared.part == 0) {
@@ -319,10 +362,10 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter
     // NaN has the key 0.
     ulong cut = ulong(1) << (8 * ID_DIGITS);
     if (ROWS ? p.top_k < p.vocab : TOP_K) {
-        cut = search(row, cut, Goal::Count, p.top_k, histogram, shared, team);
+        cut = find_rank(row, {cut, Goal::Count, p.top_k}, histogram, shared, team);
     }
     if (ROWS ? ~p.top_p != 0 : TOP_P) {
-        cut = search(row, cut, Goal::Share, p.top_p, histogram, shared, team);
+        cut = find_rank(row, {cut, Goal::Share, p.top_p}, histogram, shared, team);
     }
     // One candidate needs no draw.
     if (ROWS && p.top_k == 1 && p.vocab > 1) {
@@ -331,16 +374,8 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const uint *counter
         }
         return;
     }
-    ulong best = race(row, cut, stream_of(p.seed, counter[row_index]), p.min_p, room, shared, team);
-    if (BLOCKS > 1) {
-        if (team.index == 0) {
-            *shared.candidate_of(shared.part) = best;
-        }
-        shared.barrier();
-        for (uint part = 0; part < BLOCKS; part++) {
-            best = max(best, ulong(__ldcg(shared.candidate_of(part))));
-        }
-    }
+    const ulong own = race(row, cut, stream_of(p.seed, counter[row_index]), p.min_p, room, shared, team);
+    const ulong best = best_of_blocks(own, shared, team);
     if (team.index == 0 && shared.part == 0) {
         out[row_index] = 0xFFFFFFFFu - uint(best);
     }

@@ -432,8 +432,8 @@ inline void multiply_tile(const Block &b, const Consumer &c, const PartOfX &x, c
     }
 }
 
-// Consumer: adds up the sums of the four lanes of a row, and leaves those of row g in even lanes and of row g + 8 in odd
-// ones.
+// Consumer: adds up the sums of the four lanes of a row, and leaves those of row g in even lanes and of row g + 8 in
+// odd ones.
 inline void keep_sums(const Consumer &c, float2 sums, uint tile, uint chunk, bool mine) {
     const bool second = c.t % 2 != 0;
     float sum = (second ? sums.y : sums.x) + __shfl_xor_sync(ALL, second ? sums.x : sums.y, 1);
