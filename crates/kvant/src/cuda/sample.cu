@@ -149,7 +149,7 @@ struct Histogram {
     ulong left;
 };
 
-// What a search looks for: the goal, and its value, among the entries with ranks from `cut` on.
+// A search among the entries with ranks from `cut` on: its goal, and the value of that.
 struct Search {
     ulong cut;
     Goal goal;

@@ -1,5 +1,5 @@
-//! Products of many rows of bf16 with a quantised weight: the weight becomes bf16, and cuBLASLt multiplies, or, of
-//! experts, `linear_gemm_affine`.
+//! Products of many rows of bf16 with a quantised weight. The weight becomes bf16; cuBLASLt multiplies it, or, with
+//! experts, `linear_gemm_affine` does.
 
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ static SOURCE: Source = Source {
     layouts: &[DequantiseParams::layout],
 };
 
-/// Minimum rows with which it pays: where `linear_gemm_affine` multiplies codes by warpgroups, and elsewhere.
+/// Minimum rows: if `linear_gemm_affine` multiplies the codes by warpgroups, and otherwise.
 const MANY: [usize; 2] = [1024, 33];
 /// Maximum bytes of dense matrices at a time.
 const MOST: usize = 1 << 30;

@@ -16,7 +16,7 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout],
 };
 
-/// Warps of a block that multiply, at most.
+/// Maximum warps of a block that multiply.
 const WARPS: usize = 8;
 /// Inputs of a span: `SPAN` of `integer_products.h`.
 const SPAN: usize = 128;
@@ -24,12 +24,13 @@ const SPAN: usize = 128;
 /// bits the maximum is one less if a warp has several parts of x.
 const STAGES: usize = 5;
 const FEWEST_STAGES: usize = 3;
-/// Bytes of W per block up to which a second block, of the next launch, shares the multiprocessor: while this one
-/// computes, half of its W is fetched to shared memory and half to L2. All of it in shared memory would delay the end
-/// of the previous kernel.
+/// Maximum bytes of W per block if the multiprocessor also has a block of the next launch. While a block computes, half
+/// of the next one's W is fetched to shared memory, and half to L2. Fetching all of it to shared memory would delay the
+/// end of the previous kernel.
 const SHORT: usize = 100 << 10;
-/// Between SHORT and this, codes of 8 bits are no faster than by `linear_gemv_affine_int8`. Nor are codes of 6 bits
-/// above SHORT if a fourth of the multiprocessors would be idle.
+/// Minimum bytes of W per block with codes of 8 bits, unless they are at most SHORT: between the two,
+/// `linear_gemv_affine_int8` is as fast. It also takes codes of 6 bits above SHORT if a quarter of the multiprocessors
+/// would be idle.
 const LONG: usize = 160 << 10;
 
 /// How the work is divided: a block's tiles of outputs, and a warp's spans of inputs at a time.
@@ -48,12 +49,12 @@ pub(super) struct GemvAffineTma {
 }
 
 impl GemvAffineTma {
-    /// None if the kernel does not take the product on this device; it is one that `linear_gemv_affine_int8` takes,
-    /// too.
+    /// None if the kernel does not take the product on this device. It takes only products that
+    /// `linear_gemv_affine_int8` takes.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemvAffineTma> {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
-        // As they are copied.
+        // The unit in which a row's scales are copied.
         let factors = if (inputs / weight.group as usize * weight.dtype.size()).is_multiple_of(16) { 16 } else { 8 };
         let aligned = weight.weight.byte_offset().is_multiple_of(16)
             && [scales, biases].into_iter().all(|tensor| tensor.byte_offset().is_multiple_of(factors));
@@ -128,15 +129,16 @@ impl LinearKernel for GemvAffineTma {
     }
 }
 
-/// Whether rows of scales can be copied by 8 or 16 bytes, and read by words, or 16 bytes where a part has as many.
+/// Whether rows of scales can be copied by 8 or 16 bytes. They are read by words, or by 16 bytes if a part is a
+/// multiple of that.
 fn takes_factors(weight: &Parts, inputs: usize, spans: usize) -> bool {
     let row = inputs / weight.group as usize * weight.dtype.size();
     let of_part = spans * (SPAN / weight.group as usize).max(1) * weight.dtype.size();
     of_part.is_multiple_of(4) && row.is_multiple_of(if of_part.is_multiple_of(16) { 16 } else { 8 })
 }
 
-/// How many parts of such a row a warp has, and how many warps there are; None if the row is not a whole number of
-/// parts.
+/// The parts of a row, of `spans` spans, that a warp has, and the number of warps. None if the row is not a whole
+/// number of parts.
 fn chunks(inputs: usize, spans: usize) -> Option<(usize, usize)> {
     let parts = inputs / (spans * SPAN);
     if parts == 0 || !inputs.is_multiple_of(spans * SPAN) {

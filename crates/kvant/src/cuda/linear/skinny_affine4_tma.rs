@@ -206,7 +206,7 @@ impl LinearKernel for SkinnyAffine4Tma {
         self.push(args, Gating::None, b)
     }
 
-    /// Of experts, gates of halves.
+    /// With experts, gates whose factors are results of the product.
     fn build_gated(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<bool> {
         let takes = args.call.experts.is_some() && gating.is_halves();
         if takes {
