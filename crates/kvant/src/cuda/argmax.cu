@@ -1,10 +1,10 @@
-// argmax: the index of the largest element of each row, the lowest among equals; NaN never: a row of nothing else gives
-// 0xFFFFFFFF.
+// argmax: the index of the largest element of each row; the lowest index among equals. NaN never wins: a row of NaN
+// gives 0xFFFFFFFF.
 //
 // x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row. A thread has groups of four elements at
-// a constant distance: it loads AHEAD of them, then compares the largest of each with the best. If a row has several
-// blocks, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the last one to come, whichever it is,
-// takes the best of all.
+// a constant distance: it loads AHEAD groups, then compares the largest of each with the best. If a row has several
+// blocks, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the block that arrives last takes the
+// best of all.
 #include "device/dependent_launch.h"
 #include "device/float_order.h"
 #include "device/reduce.h"
@@ -24,7 +24,7 @@ struct Best {
     uint index = 0xFFFFFFFF;
     float4 four = all4(0);
 
-    // The four elements from i on.
+    // Considers the four elements from i on.
     inline void consider(float4 values, ulong i) {
         // fmaxf ignores a NaN unless both are.
         const uint other = ordered(fmaxf(fmaxf(values.x, values.y), fmaxf(values.z, values.w)));
@@ -39,7 +39,7 @@ struct Best {
 // The best of a thread's groups, from element `at` of the row on, `stride` elements apart.
 inline Best best_of(const uchar *x, ulong start, ulong at, ulong stride, uint dim) {
     Best best;
-    // Whole groups: no load depends on a comparison, so that all of them are under way together.
+    // Whole groups: no load depends on a comparison, so that all loads are in flight together.
     for (; at + (AHEAD - 1) * stride + 4 <= dim; at += AHEAD * stride) {
         float4 values[AHEAD];
 #pragma unroll
@@ -67,7 +67,7 @@ inline Best best_of(const uchar *x, ulong start, ulong at, ulong stride, uint di
     return best;
 }
 
-// Several blocks: the best of all, by a warp. `parts` are those of the blocks.
+// With several blocks, a warp takes the best of all `parts`.
 inline void take_best(const ulong *parts, uint *out, uint lane) {
     __threadfence();
     ulong best = 0;
@@ -83,8 +83,8 @@ inline void take_best(const ulong *parts, uint *out, uint lane) {
     }
 }
 
-// One block of 1024 threads on a multiprocessor is enough: for two, the compiler would save registers and load a group
-// only after it has compared another.
+// One block of 1024 threads on a multiprocessor is enough. For two, the compiler would save registers, and load a group
+// only after the comparison of another.
 extern "C" __global__ void __launch_bounds__(1024, 1)
     KVANT_KERNEL(const uchar *x, uint *out, const ArgmaxParams p, ulong *parts) {
     take_turn();
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     if (team.index == 0) {
         __stcg(mine + 1 + part_index, ulong(largest) << 32 | (0xFFFFFFFFu - lowest));
         __threadfence();
-        // Back to 0 with the last one, for the next replay.
+        // The last arrival resets the count to 0, for the next replay.
         last = atomicInc(reinterpret_cast<uint *>(mine), BLOCKS - 1) == BLOCKS - 1;
     }
     __syncthreads();

@@ -1,7 +1,7 @@
-// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last;
-// the softmax over just those (or over all), times a factor per expert. With SCORES: the largest scores plus bias among
-// the experts of the chosen groups, and these scores without the bias, divided by their sum. moe_combine: out[t] = sum
-// over j of weights[t, j] * x[t * top_k + j], plus added_weights[t] * added[t].
+// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last.
+// Weights are the softmax over the chosen logits (or over all), times a factor per expert. With SCORES: the experts
+// with the largest scores plus bias in the chosen groups; weights are their scores without the bias, divided by the
+// sum. moe_combine: out[t] = sum over j of weights[t, j] * x[t * top_k + j], plus added_weights[t] * added[t].
 //
 // logits is [tokens, experts], x is [tokens * top_k, dim], added and out are [tokens, dim], each f32, f16 or bf16;
 // expert_scale and bias are [experts], ids and weights are [tokens, top_k], added_weights is [tokens].
@@ -33,7 +33,7 @@ struct MoeCombineParams {
 // SCORES is 0 for softmax over logits, without bias and groups.
 constexpr uint SIGMOID = 2;
 
-// The functions from a logit to a score: a sigmoid, or its part of a softmax.
+// The function from a logit to a score: a sigmoid, or the logit's part of a softmax.
 struct Scores {
     float largest;
     float sum;
@@ -41,7 +41,7 @@ struct Scores {
     float of(float logit) const { return SCORES == SIGMOID ? 1 / (1 + expf(-logit)) : expf(logit - largest) / sum; }
 };
 
-// The keys of the two largest corrected scores of a group. Keys are larger than 0, which stands for none.
+// The keys of the two largest corrected scores of a group. Keys are larger than 0, which means none.
 struct BestTwo {
     uint first;
     uint second;
@@ -73,7 +73,7 @@ inline uint largest_groups(uint key, uint lane, uint count) {
     return chosen;
 }
 
-// The divisor of scores with the given sum. A NaN stays.
+// The divisor of scores with this sum. A NaN stays NaN.
 inline float divisor(float sum, const MoeRouteParams &p) {
     return NORMALISE ? (sum < p.min_sum ? p.min_sum : sum) + p.epsilon : 1;
 }
@@ -91,7 +91,7 @@ struct Experts {
     bool has(uint k) const { return id(k) < p.experts; }
 };
 
-// The number of expert `id`, which any lane holds. All lanes of the warp call it.
+// The number of expert `id`, which any lane may hold; `number` if none does. All lanes of the warp call it.
 inline float number_of(const float (&own)[PER_LANE], uint id, float number) {
 #pragma unroll
     for (uint k = 0; k < PER_LANE; k++) {
@@ -255,7 +255,7 @@ struct Logits {
     uint lane;
 
     float of(uint expert) const { return load(values, row + expert, X_DTYPE); }
-    // The sum of exponentials, each expert's by its lane.
+    // The sum of exponentials; each lane computes those of its experts.
     float exponentials(float largest) const {
         float own_sum = 0;
         for (uint e = lane; e < p.experts; e += 32) {
@@ -301,7 +301,7 @@ struct Last {
     uint id = 0;
 };
 
-// The choice behind the last one, in falling order of keys, then rising order of experts.
+// The next choice after the last one, in falling order of keys, then rising order of experts.
 inline Last choose_next(const Logits &logits, Scores rule, const float *bias, uint groups, Last last) {
     uint key = 0, id = 0xFFFFFFFF;
     for (uint e = logits.lane; e < logits.p.experts; e += 32) {
@@ -323,8 +323,8 @@ inline Last choose_next(const Logits &logits, Scores rule, const float *bias, ui
     return last;
 }
 
-// Any number of experts and choices, a warp per token. Each round finds the largest logit or corrected score behind the
-// one of the round before.
+// Any number of experts and choices, a warp per token. Each round finds the largest logit or corrected score after the
+// choice of the previous round.
 extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
                                      const MoeRouteParams p, const float *bias) {
     take_turn_early();
@@ -345,7 +345,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert
         largest = j == 0 ? logit : largest;
         const float score = SCORES ? rule.of(logit) : expf(logit - largest);
         sum += score;
-        // The lane that finishes the expert below.
+        // The lane that finishes this expert below.
         if (lane == j % 32) {
             ids[to + j] = last.id;
             weights[to + j] = score;

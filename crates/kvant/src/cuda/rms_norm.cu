@@ -2,13 +2,13 @@
 // norms of out.
 //
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
-// and a row is the sum of `terms` of these times combine, [rows, terms]. AFTER adds the residual to the
-// normed row, before the scale, NORMED after a norm of its own; BEFORE adds it to x first, and writes the sum. A row
-// belongs to one warp of several in a block, or, when it is long, to a whole block (WHOLE). A thread keeps its first
-// HELD groups of four elements in registers, for all norms; what is beyond (BEYOND) is read twice, for its mean square,
-// then for the result. Every element is read and written by one thread, nothing is written before the mean square is
-// known, and then an element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose
-// squares leave the range of f32 are gone through once more, scaled by a power of two.
+// and a row is the sum of `terms` rows of x times combine, [rows, terms]. AFTER: the residual is added to the normed
+// row, before the scale; NORMED: it has a norm of its own first. BEFORE: it is added to x first, and the sum is
+// written. A row belongs to one warp of several in a block, or, if it is long, to a whole block (WHOLE). A thread keeps
+// its first HELD groups of four elements in registers, for all norms; the others (BEYOND) are read twice, for the mean
+// square and for the result. Every element is read and written by one thread; nothing is written before the mean square
+// is known, and every element is read before it is written. So `out` and `sum` may be `x` or the residual. Rows whose
+// squares leave the range of f32 are processed again, scaled by a power of two.
 //
 // Weights are read before the previous kernel has ended (device/dependent_launch.h).
 #include "device/dependent_launch.h"
@@ -25,7 +25,7 @@ struct RmsNormParams {
     float next_scales[3];
 };
 
-// A block has at most 16 warps if it shares a row, or else 4: see the launch.
+// A block has at most 16 warps if they share a row, otherwise 4: see the launch.
 constexpr uint THREADS = WHOLE ? 512 : 128;
 
 // The dtypes of the next norms have four bits each.
@@ -39,8 +39,7 @@ inline constexpr uint out_dtype(uint n) {
     return NEXT_OUT_DTYPES >> (4 * n) & 15;
 }
 
-// The factors of a row's elements, in two steps, since squares and factors may overflow float where the result does
-// not.
+// The factors of a row's elements, in two steps, because squares and factors may overflow float if the result does not.
 struct Factors {
     float unit;
     float r;
@@ -128,7 +127,7 @@ struct Row {
     inline float4 stored_of(uint i) const {
         return load4(t.out, start + i, p.dim - i, OUT_DTYPE, ALIGNED);
     }
-    // Visits all elements of the thread: `held` ones, then the rest. Zeros behind the row.
+    // Visits all elements of the thread: the `held` ones, then the rest. Elements behind the row are zeros.
     template <typename Rest, typename Visit>
     inline void each_of(const float4 *held, const Rest &rest, const Visit &visit) const {
 #pragma unroll
@@ -275,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  const uchar *residual_weight, const uchar *next_weight_0, const uchar *next_weight_1,
                  const uchar *next_weight_2, uchar *next_out_0, uchar *next_out_1, uchar *next_out_2,
                  const float *combine, const RmsNormParams p) {
-    // Two exchanges of the first sums, and two of each norm whose squares leave the range.
+    // Two exchanges of the first sums, and two of each norm whose squares leave the range of f32.
     __shared__ float room[9 * EXCHANGE];
     const Team team = whole_block();
     const Tensors tensors = {x, weight, residual, sum, out, residual_weight, {next_weight_0, next_weight_1, next_weight_2},

@@ -2,9 +2,9 @@
 // launch; the queries go to q_out, optionally rotated, the keys and values into the slots of a cache layer.
 //
 // A block takes one head of one token, blockIdx.x: with blockIdx.y below H a query, then Hk keys, then Hk values. All
-// of a head is read before anything is written, so that `q_out` may be `q`. Keys and values of tokens that the layer
-// does not hold when the step is written, or for which their sequence has no page, are skipped, as are tokens whose
-// sequence or position is out of range.
+// of a head is read before anything is written, so that `q_out` may be `q`. Keys and values are skipped if the layer
+// does not hold their token when the step is written, or if its sequence has no page for it. Tokens whose sequence or
+// position is out of range are skipped.
 //
 // Positions, sequences, lengths, page tables, weights and angles are read before the previous kernel has ended
 // (device/dependent_launch.h).
@@ -129,7 +129,7 @@ inline void store_row(const Head &h, const Encoder &encoder, const WritablePlane
     if (threadIdx.x < 32) {
         float y[PER];
         encoder.load(y, h.row);
-        // One code for both if they are encoded alike.
+        // Both sides share this code if they have one codec and one kind of norm.
         if (h.is_key || (K_CODEC == V_CODEC && K_STORED_NORM == V_STORED_NORM)) {
             encoder.encode<K_CODEC, K_STORED_NORM>(y, planes, place, scale);
         } else {
@@ -206,7 +206,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     }
     const ulong from = (ulong(token) * kv_heads + head) * HEAD_DIM;
     const float squares = is_key ? load_head(row, k, from, K_DTYPE, HEAD_DIM, team) : load_head(row, v, from, V_DTYPE, HEAD_DIM, team);
-    // The tables; norm_rope_head ends with a barrier.
+    // Waits for the tables; norm_rope_head ends with a barrier.
     copies_wait<0>();
     if (is_key) {
         norm_rope_head(row, h.room, squares, HEAD_DIM, norms.k, norms.rope, p.rope, position, n, team);
