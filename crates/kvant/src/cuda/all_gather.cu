@@ -6,7 +6,7 @@
 #include "device/peers.h"
 
 struct AllGatherParams {
-    // Of x, in all rows and in one.
+    // Bytes of x: of all rows, and of one row.
     uint units;
     uint row_units;
     uint rank;

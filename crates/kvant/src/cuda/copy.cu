@@ -1,6 +1,6 @@
 // copy: bytes from one buffer to another.
 //
-// Each thread moves one UNIT of 16, 4 or 1 bytes, to which both sides are aligned; the last one moves the rest by
+// Each thread moves one UNIT of 16, 4 or 1 bytes; both addresses are multiples of it. The last thread moves the rest by
 // bytes.
 #include "device/convert.h"
 #include "device/dependent_launch.h"

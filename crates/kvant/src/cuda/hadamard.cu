@@ -1,7 +1,7 @@
 // hadamard: the randomised Hadamard rotation of rows x [rows, D], or its inverse; f32, f16 or bf16 in and out.
 //
-// A block takes p.group_rows rows: one of 1024 elements or more, or as many as make 1024. They are rotated in shared
-// memory (p.group_rows * D floats). `out` may be `x`.
+// A block takes p.group_rows rows: one row of at least 1024 elements, or rows with 1024 elements together. They are
+// rotated in shared memory (p.group_rows * D floats). `out` may be `x`.
 #include "codec/rotate_block.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"

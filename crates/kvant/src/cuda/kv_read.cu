@@ -2,8 +2,8 @@
 //
 // A block takes one vector: blockIdx.x counts the positions, y is its head. A quantised vector is decoded to shared
 // memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED. With
-// KEY_BIAS the bias that keys are stored without is added. A dense one of out's dtype keeps its bits. A position for
-// which the sequence has no page is zeros if FILLS, and otherwise left as it is.
+// KEY_BIAS, the bias that keys are stored without is added. A dense vector of out's dtype keeps its bits. A position
+// without a page becomes zeros if FILLS; otherwise `out` does not change there.
 #include "codec/planes.h"
 #include "codec/rotate_block.h"
 #include "device/cache_slots.h"
@@ -26,7 +26,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, con
     take_turn();
     extern __shared__ float row[];
     const uint token = blockIdx.x, head = blockIdx.y, dim = p.head_dim;
-    // On a ring the position may be beyond 32 bits.
+    // On a ring the position may exceed 32 bits.
     const ulong position = p.start + token;
     const ulong to = (HEAD_MAJOR ? ulong(head) * p.tokens + token : ulong(token) * p.layer.kv_heads + head) * dim;
     RowPlace place;

@@ -1,12 +1,12 @@
-// kv_write: new keys and values, [T, Hk, D] or [Hk, T, D], into the slots of a cache layer, both in one launch.
+// kv_write: stores new keys and values, [T, Hk, D] or [Hk, T, D], in the slots of a cache layer, both in one launch.
 //
-// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: ENCODE, HEAD_DIM /
-// PER lanes of a warp have a row in registers (codec/encode_rows.h); TILES, a warp has eight rows at a time
-// (codec/encode_tiles.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of a row
-// at a time, blockDim.y rows side by side, ROWS one after the other; they are loaded before their destination is known.
-// A dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, for
-// which its sequence has no page, or whose sequence or position is out of range, is skipped, so that no slot is written
-// twice. Rows of centred codecs are written by seal.cu.
+// blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: with ENCODE,
+// HEAD_DIM / PER lanes of a warp have a row in registers (codec/encode_rows.h); with TILES, a warp has eight rows at a
+// time (codec/encode_tiles.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of
+// a row at a time; blockDim.y rows are moved side by side, and ROWS in turn. They are loaded before their destination
+// is known. A dense layer of the source's dtype gets its bits. A token is skipped if the layer does not hold it when
+// the step is written, if its sequence has no page for it, or if its sequence or position is out of range. So no slot
+// is written twice. Rows of centred codecs are written by seal.cu.
 #include "codec/encode_rows.h"
 #include "device/cache_slots.h"
 #include "device/elements.h"
@@ -34,7 +34,7 @@ struct Tokens {
     const uint *table;
 };
 
-// A row of the source, and where it goes.
+// A row of the source, and its destination.
 struct Place {
     uint token;
     uint head;
@@ -53,7 +53,7 @@ inline ulong source_row(const KvWriteParams &p, Place place) {
     return HEAD_MAJOR ? place.head * p.source_tokens + at : at * p.layer.kv_heads + place.head;
 }
 
-// The row of the layer that takes it; false when none does.
+// The row of the layer that stores it; false if there is none.
 inline bool target_row(const KvWriteParams &p, Place place, const Tokens &tokens, RowPlace &to) {
     const uint position = tokens.positions[place.token], seq = tokens.sequence[place.token];
     if (!place.exists || !is_kept(p.layer, seq, position, tokens.lens)) {
@@ -110,7 +110,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
         for (uint block_first = blockIdx.x * (THREADS / 4); block_first < all; block_first += step) {
             float y[2][2][HEAD_DIM / 16];
             strips.template rotate<DTYPE == F16>(y, a, signs);
-            // Loads the next eight meanwhile; the first row again for rows that do not exist.
+            // Loads the next eight rows meanwhile. For rows that do not exist, loads the first row again.
             first += step;
             const Place next = place_of(p, first + lane / 4);
             strips.load(source_of(next));
@@ -158,7 +158,7 @@ inline void encode(const uchar *source, WritablePlanes to, float scale, const To
 
 #else
 
-// A piece of a row: 16 bytes where rows of both sides begin at multiples of them and have one dtype, else 4 elements.
+// A piece of a row: 16 bytes if rows of both sides begin at multiples of 16 and have one dtype, otherwise 4 elements.
 template <uint DTYPE, uint CODEC>
 inline void move(const uchar *source, uchar *to, const Tokens &tokens, const KvWriteParams &p) {
     constexpr bool WIDE = ALIGNED16 && DTYPE == CODEC;

@@ -1,7 +1,7 @@
-// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last;
-// the softmax over just those (or over all), times a factor per expert. With SCORES: the largest scores plus bias among
-// the experts of the chosen groups, and these scores without the bias, divided by their sum. moe_combine: out[t] = sum
-// over j of weights[t, j] * x[t * top_k + j], plus added_weights[t] * added[t].
+// moe_route: the top_k largest logits of each token in falling order, the lower expert first among equals, NaN last.
+// Weights are the softmax over the chosen logits (or over all), times a factor per expert. With SCORES: the experts
+// with the largest scores plus bias in the chosen groups; weights are their scores without the bias, divided by the
+// sum. moe_combine: out[t] = sum over j of weights[t, j] * x[t * top_k + j], plus added_weights[t] * added[t].
 //
 // logits is [tokens, experts], x is [tokens * top_k, dim], added and out are [tokens, dim], each f32, f16 or bf16;
 // expert_scale and bias are [experts], ids and weights are [tokens, top_k], added_weights is [tokens].
@@ -33,7 +33,7 @@ struct MoeCombineParams {
 // SCORES is 0 for softmax over logits, without bias and groups.
 constexpr uint SIGMOID = 2;
 
-// The functions from a logit to a score: a sigmoid, or its part of a softmax.
+// The function from a logit to a score: a sigmoid, or the logit's part of a softmax.
 struct Scores {
     float largest;
     float sum;
@@ -41,7 +41,7 @@ struct Scores {
     float of(float logit) const { return SCORES == SIGMOID ? 1 / (1 + expf(-logit)) : expf(logit - largest) / sum; }
 };
 
-// The keys of the two largest corrected scores of a group. Keys are larger than 0, which stands for none.
+// The keys of the two largest corrected scores of a group. Keys are larger than 0, which means none.
 struct BestTwo {
     uint first;
     uint second;
@@ -73,7 +73,7 @@ inline uint largest_groups(uint key, uint lane, uint count) {
     return chosen;
 }
 
-// The divisor of scores with the given sum. A NaN stays.
+// The divisor of scores with this sum. A NaN stays NaN.
 inline float divisor(float sum, const MoeRouteParams &p) {
     return NORMALISE ? (sum < p.min_sum ? p.min_sum : sum) + p.epsilon : 1;
 }
@@ -82,148 +82,249 @@ inline float divisor(float sum, const MoeRouteParams &p) {
 
 #if KERNEL_moe_route && PER_LANE
 
-// A warp per token, for at most 32 choices among 32 * PER_LANE experts: expert e belongs to lane e % 32, which holds
-// its logit, factor, bias and score in registers. Factors and biases are read before the previous kernel has ended.
-extern "C" __global__ void __launch_bounds__(128)
-    KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights, const MoeRouteParams p,
-                 const float *bias) {
-    const uint lane = threadIdx.x % 32;
-    const uint token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-    float scales[PER_LANE];
+// A lane's experts: expert e belongs to lane e % 32, as its number e / 32.
+struct Experts {
+    const MoeRouteParams &p;
+    uint lane;
+
+    uint id(uint k) const { return k * 32 + lane; }
+    bool has(uint k) const { return id(k) < p.experts; }
+};
+
+// The number of expert `id`, which any lane may hold; `number` if none does. All lanes of the warp call it.
+inline float number_of(const float (&own)[PER_LANE], uint id, float number) {
 #pragma unroll
     for (uint k = 0; k < PER_LANE; k++) {
-        const uint e = k * 32 + lane;
-        scales[k] = HAS_SCALE && e < p.experts ? expert_scale[e] : 1;
+        const float other = __shfl_sync(ALL, own[k], id % 32);
+        number = id / 32 == k ? other : number;
     }
-    float biases[PER_LANE];
+    return number;
+}
+
+// The sum of exponentials of a token's logits.
+inline float exponentials(const Experts &of, const float (&logits)[PER_LANE], float largest) {
+    float own_sum = 0;
 #pragma unroll
     for (uint k = 0; k < PER_LANE; k++) {
-        const uint e = k * 32 + lane;
-        biases[k] = HAS_BIAS && e < p.experts ? bias[e] : 0;
+        own_sum += of.has(k) ? expf(logits[k] - largest) : 0;
     }
-    take_turn_early();
-    if (token >= p.tokens) {
-        return;
-    }
-    const ulong row = ulong(token) * p.experts, to = ulong(token) * p.top_k;
-    float values[PER_LANE];
-#pragma unroll
-    for (uint k = 0; k < PER_LANE; k++) {
-        const uint e = k * 32 + lane;
-        values[k] = e < p.experts ? load(logits, row + e, X_DTYPE) : 0;
-    }
-    float scores[PER_LANE];
-    if (SCORES) {
-        Scores rule{0, 0};
-        if (SCORES != SIGMOID) {
-            uint own_largest = 0;
-#pragma unroll
-            for (uint k = 0; k < PER_LANE; k++) {
-                own_largest = max(own_largest, k * 32 + lane < p.experts ? ordered(values[k]) : 0);
-            }
-            rule.largest = from_ordered(__reduce_max_sync(ALL, own_largest));
-            float own_sum = 0;
-#pragma unroll
-            for (uint k = 0; k < PER_LANE; k++) {
-                own_sum += k * 32 + lane < p.experts ? expf(values[k] - rule.largest) : 0;
-            }
-            rule.sum = over_warp<Sum>(own_sum);
-        }
+    return over_warp<Sum>(own_sum);
+}
+
+inline void score(float (&scores)[PER_LANE], const Experts &of, const float (&logits)[PER_LANE]) {
+    Scores rule{0, 0};
+    if (SCORES != SIGMOID) {
+        uint own_largest = 0;
 #pragma unroll
         for (uint k = 0; k < PER_LANE; k++) {
-            scores[k] = rule.of(values[k]);
+            own_largest = max(own_largest, of.has(k) ? ordered(logits[k]) : 0);
         }
+        rule.largest = from_ordered(__reduce_max_sync(ALL, own_largest));
+        rule.sum = exponentials(of, logits, rule.largest);
     }
-    uint groups = 0xFFFFFFFF;
-    if (GROUPED) {
-        uint group_key = 0;
-        for (uint g = 0; g < p.groups; g++) {
-            BestTwo two{0, 0};
-#pragma unroll
-            for (uint k = 0; k < PER_LANE; k++) {
-                const uint e = k * 32 + lane;
-                if (e < p.experts && e / p.group_size == g) {
-                    two.add(HAS_BIAS ? scores[k] + biases[k] : scores[k]);
-                }
-            }
-            const float value = two.over_warp(lane);
-            group_key = lane == g ? ordered(value) + 1 : group_key;
-        }
-        groups = largest_groups(group_key, lane, p.chosen_groups);
-    }
-    // 0 for experts that are absent, excluded or chosen; `ordered` is below 2^32 - 1. Scores rise with logits, but
-    // different logits may have the same score.
-    uint keys[PER_LANE];
 #pragma unroll
     for (uint k = 0; k < PER_LANE; k++) {
-        const uint e = k * 32 + lane;
-        const bool is_candidate = e < p.experts && (!GROUPED || (groups >> (e / p.group_size) & 1));
-        keys[k] = is_candidate ? ordered(HAS_BIAS ? scores[k] + biases[k] : values[k]) + 1 : 0;
+        scores[k] = rule.of(logits[k]);
     }
-    float largest = 0, sum = 0, own_weight = 0;
-    uint own_id = 0;
-    for (uint j = 0; j < p.top_k; j++) {
+}
+
+// A bit for each chosen group.
+inline uint choose_groups(const Experts &of, const float (&scores)[PER_LANE], const float (&biases)[PER_LANE]) {
+    uint group_key = 0;
+    for (uint g = 0; g < of.p.groups; g++) {
+        BestTwo two{0, 0};
+#pragma unroll
+        for (uint k = 0; k < PER_LANE; k++) {
+            if (of.has(k) && of.id(k) / of.p.group_size == g) {
+                two.add(HAS_BIAS ? scores[k] + biases[k] : scores[k]);
+            }
+        }
+        const float value = two.over_warp(of.lane);
+        group_key = of.lane == g ? ordered(value) + 1 : group_key;
+    }
+    return largest_groups(group_key, of.lane, of.p.chosen_groups);
+}
+
+// The lane's choice, if it has one, with its exponential; and the largest logit, and the sum of exponentials, of all
+// choices.
+struct Choice {
+    uint id = 0;
+    float weight = 0;
+    float largest = 0;
+    float sum = 0;
+};
+
+// The expert with the largest key, the lowest among equals. Its key becomes 0.
+inline uint take_expert(uint (&keys)[PER_LANE], uint key, uint lane) {
+    uint id = 0xFFFFFFFF;
+#pragma unroll
+    for (uint k = PER_LANE; k-- > 0;) {
+        id = keys[k] == key ? k * 32 + lane : id;
+    }
+    id = __reduce_min_sync(ALL, id);
+#pragma unroll
+    for (uint k = 0; k < PER_LANE; k++) {
+        keys[k] = id == k * 32 + lane ? 0 : keys[k];
+    }
+    return id;
+}
+
+// Lane j gets choice j. Keys are 0 for experts that are absent, excluded or chosen.
+inline Choice choose(uint (&keys)[PER_LANE], const Experts &of) {
+    Choice own;
+    for (uint j = 0; j < of.p.top_k; j++) {
         uint own_key = 0;
 #pragma unroll
         for (uint k = 0; k < PER_LANE; k++) {
             own_key = max(own_key, keys[k]);
         }
         const uint key = __reduce_max_sync(ALL, own_key);
-        uint id = 0xFFFFFFFF;
-#pragma unroll
-        for (uint k = PER_LANE; k-- > 0;) {
-            id = keys[k] == key ? k * 32 + lane : id;
-        }
-        id = __reduce_min_sync(ALL, id);
-#pragma unroll
-        for (uint k = 0; k < PER_LANE; k++) {
-            keys[k] = id == k * 32 + lane ? 0 : keys[k];
-        }
+        const uint id = take_expert(keys, key, of.lane);
         const float logit = from_ordered(key - 1);
-        largest = j == 0 ? logit : largest;
-        const float exponential = expf(logit - largest);
-        sum += exponential;
-        if (lane == j) {
-            own_id = id;
-            own_weight = exponential;
+        own.largest = j == 0 ? logit : own.largest;
+        const float exponential = expf(logit - own.largest);
+        own.sum += exponential;
+        if (of.lane == j) {
+            own.id = id;
+            own.weight = exponential;
         }
+    }
+    return own;
+}
+
+// A warp per token, for at most 32 choices among 32 * PER_LANE experts: expert e belongs to lane e % 32, which holds
+// its logit, factor, bias and score in registers. Factors and biases are read before the previous kernel has ended.
+extern "C" __global__ void __launch_bounds__(128)
+    KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights, const MoeRouteParams p,
+                 const float *bias) {
+    const Experts of = {p, threadIdx.x % 32};
+    const uint token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    float scales[PER_LANE], biases[PER_LANE], values[PER_LANE], scores[PER_LANE];
+#pragma unroll
+    for (uint k = 0; k < PER_LANE; k++) {
+        scales[k] = HAS_SCALE && of.has(k) ? expert_scale[of.id(k)] : 1;
+    }
+#pragma unroll
+    for (uint k = 0; k < PER_LANE; k++) {
+        biases[k] = HAS_BIAS && of.has(k) ? bias[of.id(k)] : 0;
+    }
+    take_turn_early();
+    if (token >= p.tokens) {
+        return;
+    }
+    const ulong row = ulong(token) * p.experts, to = ulong(token) * p.top_k;
+#pragma unroll
+    for (uint k = 0; k < PER_LANE; k++) {
+        values[k] = of.has(k) ? load(logits, row + of.id(k), X_DTYPE) : 0;
     }
     if (SCORES) {
+        score(scores, of, values);
+    }
+    const uint groups = GROUPED ? choose_groups(of, scores, biases) : 0xFFFFFFFF;
+    // `ordered` is below 2^32 - 1. Scores rise with logits, but different logits may have the same score.
+    uint keys[PER_LANE];
 #pragma unroll
-        for (uint k = 0; k < PER_LANE; k++) {
-            const float other = __shfl_sync(ALL, scores[k], own_id % 32);
-            own_weight = own_id / 32 == k ? other : own_weight;
-        }
-        sum = divisor(over_warp<Sum>(lane < p.top_k ? own_weight : 0), p);
+    for (uint k = 0; k < PER_LANE; k++) {
+        const bool is_candidate = of.has(k) && (!GROUPED || (groups >> (of.id(k) / p.group_size) & 1));
+        keys[k] = is_candidate ? ordered(HAS_BIAS ? scores[k] + biases[k] : values[k]) + 1 : 0;
+    }
+    Choice own = choose(keys, of);
+    if (SCORES) {
+        own.weight = number_of(scores, own.id, own.weight);
+        own.sum = divisor(over_warp<Sum>(of.lane < p.top_k ? own.weight : 0), p);
     } else if (!NORMALISE) {
-        sum = 0;
-#pragma unroll
-        for (uint k = 0; k < PER_LANE; k++) {
-            sum += k * 32 + lane < p.experts ? expf(values[k] - largest) : 0;
-        }
-        sum = over_warp<Sum>(sum);
+        own.sum = exponentials(of, values, own.largest);
     }
-    float scale = 1;
-    if (HAS_SCALE) {
-#pragma unroll
-        for (uint k = 0; k < PER_LANE; k++) {
-            const float other = __shfl_sync(ALL, scales[k], own_id % 32);
-            scale = own_id / 32 == k ? other : scale;
-        }
-    }
+    float scale = HAS_SCALE ? number_of(scales, own.id, 1) : 1;
     if (SCORES) {
         scale *= p.scale;
     }
-    if (lane < p.top_k) {
-        ids[to + lane] = own_id;
-        weights[to + lane] = HAS_SCALE || SCORES ? own_weight / sum * scale : own_weight / sum;
+    if (of.lane < p.top_k) {
+        ids[to + of.lane] = own.id;
+        weights[to + of.lane] = HAS_SCALE || SCORES ? own.weight / own.sum * scale : own.weight / own.sum;
     }
 }
 
 #elif KERNEL_moe_route
 
-// Any number of experts and choices, a warp per token. Each round finds the largest logit or corrected score behind the
-// one of the round before.
+// A token's logits, and the lane of the warp that has it.
+struct Logits {
+    const MoeRouteParams &p;
+    const uchar *values;
+    ulong row;
+    uint lane;
+
+    float of(uint expert) const { return load(values, row + expert, X_DTYPE); }
+    // The sum of exponentials; each lane computes those of its experts.
+    float exponentials(float largest) const {
+        float own_sum = 0;
+        for (uint e = lane; e < p.experts; e += 32) {
+            own_sum += expf(of(e) - largest);
+        }
+        return over_warp<Sum>(own_sum);
+    }
+};
+
+inline Scores rule_of(const Logits &logits) {
+    Scores rule{0, 0};
+    if (SCORES && SCORES != SIGMOID) {
+        uint own_largest = 0;
+        for (uint e = logits.lane; e < logits.p.experts; e += 32) {
+            own_largest = max(own_largest, ordered(logits.of(e)));
+        }
+        rule.largest = from_ordered(over_warp<Max>(own_largest));
+        rule.sum = logits.exponentials(rule.largest);
+    }
+    return rule;
+}
+
+// A bit for each chosen group.
+inline uint choose_groups(const Logits &logits, Scores rule, const float *bias) {
+    const MoeRouteParams &p = logits.p;
+    uint group_key = 0;
+    for (uint g = 0; g < p.groups; g++) {
+        BestTwo two{0, 0};
+        const uint end = (g + 1) * p.group_size;
+        for (uint e = g * p.group_size + logits.lane; e < end; e += 32) {
+            const float score = rule.of(logits.of(e));
+            two.add(HAS_BIAS ? score + bias[e] : score);
+        }
+        const float value = two.over_warp(logits.lane);
+        group_key = logits.lane == g ? ordered(value) + 1 : group_key;
+    }
+    return largest_groups(group_key, logits.lane, p.chosen_groups);
+}
+
+// The last choice: the expert, and the key of its logit or corrected score.
+struct Last {
+    uint key = 0xFFFFFFFF;
+    uint id = 0;
+};
+
+// The next choice after the last one, in falling order of keys, then rising order of experts.
+inline Last choose_next(const Logits &logits, Scores rule, const float *bias, uint groups, Last last) {
+    uint key = 0, id = 0xFFFFFFFF;
+    for (uint e = logits.lane; e < logits.p.experts; e += 32) {
+        if (GROUPED && !(groups >> (e / logits.p.group_size) & 1)) {
+            continue;
+        }
+        // Scores rise with logits, but different logits may have the same score.
+        const float value = logits.of(e);
+        const uint other = ordered(HAS_BIAS ? rule.of(value) + bias[e] : value);
+        const bool left = other < last.key || (other == last.key && e > last.id);
+        // The experts of a lane come in rising order, so the first of equals stays.
+        if (left && (other > key || id == 0xFFFFFFFF)) {
+            key = other;
+            id = e;
+        }
+    }
+    last.key = over_warp<Max>(id == 0xFFFFFFFF ? 0 : key);
+    last.id = over_warp<Min>(key == last.key ? id : 0xFFFFFFFF);
+    return last;
+}
+
+// Any number of experts and choices, a warp per token. Each round finds the largest logit or corrected score after the
+// choice of the previous round.
 extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert_scale, uint *ids, float *weights,
                                      const MoeRouteParams p, const float *bias) {
     take_turn_early();
@@ -232,73 +333,28 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *logits, const float *expert
     if (token >= p.tokens) {
         return;
     }
-    const ulong row = ulong(token) * p.experts, to = ulong(token) * p.top_k;
-    Scores rule{0, 0};
-    if (SCORES && SCORES != SIGMOID) {
-        uint own_largest = 0;
-        for (uint e = lane; e < p.experts; e += 32) {
-            own_largest = max(own_largest, ordered(load(logits, row + e, X_DTYPE)));
-        }
-        rule.largest = from_ordered(over_warp<Max>(own_largest));
-        float own_sum = 0;
-        for (uint e = lane; e < p.experts; e += 32) {
-            own_sum += expf(load(logits, row + e, X_DTYPE) - rule.largest);
-        }
-        rule.sum = over_warp<Sum>(own_sum);
-    }
-    uint groups = 0xFFFFFFFF;
-    if (GROUPED) {
-        uint group_key = 0;
-        for (uint g = 0; g < p.groups; g++) {
-            BestTwo two{0, 0};
-            const uint end = (g + 1) * p.group_size;
-            for (uint e = g * p.group_size + lane; e < end; e += 32) {
-                const float score = rule.of(load(logits, row + e, X_DTYPE));
-                two.add(HAS_BIAS ? score + bias[e] : score);
-            }
-            const float value = two.over_warp(lane);
-            group_key = lane == g ? ordered(value) + 1 : group_key;
-        }
-        groups = largest_groups(group_key, lane, p.chosen_groups);
-    }
-    uint last_key = 0xFFFFFFFF, last_id = 0;
+    const Logits of = {p, logits, ulong(token) * p.experts, lane};
+    const ulong to = ulong(token) * p.top_k;
+    const Scores rule = rule_of(of);
+    const uint groups = GROUPED ? choose_groups(of, rule, bias) : 0xFFFFFFFF;
+    Last last;
     float largest = 0, sum = 0;
     for (uint j = 0; j < p.top_k; j++) {
-        uint key = 0, id = 0xFFFFFFFF;
-        for (uint e = lane; e < p.experts; e += 32) {
-            if (GROUPED && !(groups >> (e / p.group_size) & 1)) {
-                continue;
-            }
-            // Scores rise with logits, but different logits may have the same score.
-            const float value = load(logits, row + e, X_DTYPE);
-            const uint other = ordered(HAS_BIAS ? rule.of(value) + bias[e] : value);
-            const bool left = other < last_key || (other == last_key && e > last_id);
-            // The experts of a lane come in rising order, so the first of equals stays.
-            if (left && (other > key || id == 0xFFFFFFFF)) {
-                key = other;
-                id = e;
-            }
-        }
-        last_key = over_warp<Max>(id == 0xFFFFFFFF ? 0 : key);
-        last_id = over_warp<Min>(key == last_key ? id : 0xFFFFFFFF);
-        const float logit = load(logits, row + last_id, X_DTYPE);
+        last = choose_next(of, rule, bias, groups, last);
+        const float logit = of.of(last.id);
         largest = j == 0 ? logit : largest;
         const float score = SCORES ? rule.of(logit) : expf(logit - largest);
         sum += score;
-        // The lane that finishes the expert below.
+        // The lane that finishes this expert below.
         if (lane == j % 32) {
-            ids[to + j] = last_id;
+            ids[to + j] = last.id;
             weights[to + j] = score;
         }
     }
     if (SCORES) {
         sum = divisor(sum, p);
     } else if (!NORMALISE) {
-        sum = 0;
-        for (uint e = lane; e < p.experts; e += 32) {
-            sum += expf(load(logits, row + e, X_DTYPE) - largest);
-        }
-        sum = over_warp<Sum>(sum);
+        sum = of.exponentials(largest);
     }
     for (uint j = lane; j < p.top_k; j += 32) {
         float weight = weights[to + j] / sum;

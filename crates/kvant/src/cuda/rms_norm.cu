@@ -2,13 +2,13 @@
 // norms of out.
 //
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
-// and a row is the sum of `terms` of these times combine, [rows, terms]. AFTER adds the residual to the
-// normed row, before the scale, NORMED after a norm of its own; BEFORE adds it to x first, and writes the sum. A row
-// belongs to one warp of several in a block, or, when it is long, to a whole block (WHOLE). A thread keeps its first
-// HELD groups of four elements in registers, for all norms; what is beyond (BEYOND) is read twice, for its mean square,
-// then for the result. Every element is read and written by one thread, nothing is written before the mean square is
-// known, and then an element is read before it is written: so `out` and `sum` may be `x` or the residual. Rows whose
-// squares leave the range of f32 are gone through once more, scaled by a power of two.
+// and a row is the sum of `terms` rows of x times combine, [rows, terms]. AFTER: the residual is added to the normed
+// row, before the scale; NORMED: it has a norm of its own first. BEFORE: it is added to x first, and the sum is
+// written. A row belongs to one warp of several in a block, or, if it is long, to a whole block (WHOLE). A thread keeps
+// its first HELD groups of four elements in registers, for all norms; the others (BEYOND) are read twice, for the mean
+// square and for the result. Every element is read and written by one thread; nothing is written before the mean square
+// is known, and every element is read before it is written. So `out` and `sum` may be `x` or the residual. Rows whose
+// squares leave the range of f32 are processed again, scaled by a power of two.
 //
 // Weights are read before the previous kernel has ended (device/dependent_launch.h).
 #include "device/dependent_launch.h"
@@ -25,7 +25,7 @@ struct RmsNormParams {
     float next_scales[3];
 };
 
-// A block has at most 16 warps if it shares a row, or else 4: see the launch.
+// A block has at most 16 warps if they share a row, otherwise 4: see the launch.
 constexpr uint THREADS = WHOLE ? 512 : 128;
 
 // The dtypes of the next norms have four bits each.
@@ -39,8 +39,7 @@ inline constexpr uint out_dtype(uint n) {
     return NEXT_OUT_DTYPES >> (4 * n) & 15;
 }
 
-// The factors of a row's elements, in two steps, since squares and factors may overflow float where the result does
-// not.
+// The factors of a row's elements, in two steps, because squares and factors may overflow float if the result does not.
 struct Factors {
     float unit;
     float r;
@@ -74,77 +73,63 @@ inline Factors factors_of(const Each &each, float squares, float inverse, float 
     return Factors{unit, rsqrtf(squares * inverse + eps * unit * unit)};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    KVANT_KERNEL(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out,
-                 const uchar *residual_weight, const uchar *next_weight_0, const uchar *next_weight_1,
-                 const uchar *next_weight_2, uchar *next_out_0, uchar *next_out_1, uchar *next_out_2,
-                 const float *combine, const RmsNormParams p) {
-    // Two exchanges of the first sums, and two of each norm whose squares leave the range.
-    __shared__ float room[9 * EXCHANGE];
-    const Team team = whole_block();
-    const uint row = WHOLE ? blockIdx.x : blockIdx.x * (team.size / 32) + team.warp;
-    const uint first = (WHOLE ? team.index : team.lane) * 4;
-    const uint step = (WHOLE ? team.size : 32) * 4;
-    const ulong start = ulong(row) * p.dim;
-    const float inverse = __fdividef(1, float(p.dim));
-    const uchar *const next_weights[3] = {next_weight_0, next_weight_1, next_weight_2};
-    uchar *const next_outs[3] = {next_out_0, next_out_1, next_out_2};
-    const auto weights_of = [&](uint i) { return HAS_WEIGHT ? load4(weight, i, p.dim - i, WEIGHT_DTYPE, ALIGNED) : all4(1); };
-    const auto residual_weights_of = [&](uint i) {
-        return HAS_RESIDUAL_WEIGHT ? load4(residual_weight, i, p.dim - i, RESIDUAL_WEIGHT_DTYPE, ALIGNED) : all4(1);
-    };
-    const auto next_weights_of = [&](uint n, uint i) {
-        return weight_dtype(n) == NO_WEIGHT ? all4(1) : load4(next_weights[n], i, p.dim - i, weight_dtype(n), ALIGNED);
-    };
-    const auto residual_of = [&](uint i) {
-        return AFTER || BEFORE ? load4(residual, start + i, p.dim - i, RESIDUAL_DTYPE, ALIGNED) : all4(0);
-    };
+struct Tensors {
+    const uchar *x;
+    const uchar *weight;
+    const uchar *residual;
+    uchar *sum;
+    uchar *out;
+    const uchar *residual_weight;
+    const uchar *next_weights[3];
+    uchar *next_outs[3];
+    const float *combine;
+};
 
-    const auto x_of = [&](uint i) {
+// A row, and a thread's groups of four elements of it: at `first`, and every `step` elements behind.
+struct Row {
+    const Tensors &t;
+    const RmsNormParams &p;
+    uint row;
+    uint first;
+    uint step;
+    ulong start;
+
+    inline float4 weights_of(uint i) const {
+        return HAS_WEIGHT ? load4(t.weight, i, p.dim - i, WEIGHT_DTYPE, ALIGNED) : all4(1);
+    }
+    inline float4 residual_weights_of(uint i) const {
+        return HAS_RESIDUAL_WEIGHT ? load4(t.residual_weight, i, p.dim - i, RESIDUAL_WEIGHT_DTYPE, ALIGNED) : all4(1);
+    }
+    inline float4 next_weights_of(uint n, uint i) const {
+        return weight_dtype(n) == NO_WEIGHT ? all4(1) : load4(t.next_weights[n], i, p.dim - i, weight_dtype(n), ALIGNED);
+    }
+    inline float4 residual_of(uint i) const {
+        return AFTER || BEFORE ? load4(t.residual, start + i, p.dim - i, RESIDUAL_DTYPE, ALIGNED) : all4(0);
+    }
+    inline float4 x_of(uint i) const {
         if (!COMBINE) {
-            return load4(x, start + i, p.dim - i, X_DTYPE, ALIGNED);
+            return load4(t.x, start + i, p.dim - i, X_DTYPE, ALIGNED);
         }
         float4 value = all4(0);
         // Loads of several terms are in flight.
 #pragma unroll 4
         for (uint j = 0; j < p.terms; j++) {
             const ulong term = ulong(row) * p.terms + j;
-            value = value + combine[term] * load4(x, term * p.dim + i, p.dim - i, X_DTYPE, ALIGNED);
+            value = value + t.combine[term] * load4(t.x, term * p.dim + i, p.dim - i, X_DTYPE, ALIGNED);
         }
         return value;
-    };
-
-    float4 weights[HELD], residual_weights[HELD], held_next_weights[NEXTS + 1][HELD], values[HELD], residuals[HELD];
-#pragma unroll
-    for (uint k = 0; k < HELD; k++) {
-        const uint i = first + k * step;
-        weights[k] = i < p.dim ? weights_of(i) : all4(0);
-        residual_weights[k] = i < p.dim ? residual_weights_of(i) : all4(0);
-#pragma unroll
-        for (uint n = 0; n < NEXTS; n++) {
-            held_next_weights[n][k] = i < p.dim ? next_weights_of(n, i) : all4(0);
-        }
     }
-    take_turn_early();
-    if (row >= p.rows) {
-        return;
-    }
-#pragma unroll
-    for (uint k = 0; k < HELD; k++) {
-        const uint i = first + k * step;
-        values[k] = i < p.dim ? x_of(i) : all4(0);
-        residuals[k] = i < p.dim ? residual_of(i) : all4(0);
-    }
-#pragma unroll
-    for (uint k = 0; k < HELD; k++) {
-        values[k] = BEFORE ? values[k] + residuals[k] : values[k];
-    }
-    const auto value_of = [&](uint i) {
+    inline float4 value_of(uint i) const {
         const float4 value = x_of(i);
         return BEFORE ? value + residual_of(i) : value;
-    };
-    // All elements of the thread; zeros behind the row.
-    const auto each_of = [&](const float4 *held, const auto &rest, const auto &visit) {
+    }
+    // A thread reads what it has written itself.
+    inline float4 stored_of(uint i) const {
+        return load4(t.out, start + i, p.dim - i, OUT_DTYPE, ALIGNED);
+    }
+    // Visits all elements of the thread: the `held` ones, then the rest. Elements behind the row are zeros.
+    template <typename Rest, typename Visit>
+    inline void each_of(const float4 *held, const Rest &rest, const Visit &visit) const {
 #pragma unroll
         for (uint k = 0; k < HELD; k++) {
             visit(held[k]);
@@ -152,10 +137,55 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (ulong i = first + HELD * step; BEYOND && i < p.dim; i += step) {
             visit(rest(uint(i)));
         }
-    };
-    const auto each = [&](const auto &visit) { each_of(values, value_of, visit); };
-    const auto each_residual = [&](const auto &visit) { each_of(residuals, residual_of, visit); };
+    }
+};
 
+// A thread's first groups in registers.
+struct Held {
+    float4 weights[HELD];
+    float4 residual_weights[HELD];
+    float4 next_weights[NEXTS + 1][HELD];
+    float4 values[HELD];
+    float4 residuals[HELD];
+};
+
+inline void load_weights(Held &held, const Row &row) {
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        const uint i = row.first + k * row.step;
+        held.weights[k] = i < row.p.dim ? row.weights_of(i) : all4(0);
+        held.residual_weights[k] = i < row.p.dim ? row.residual_weights_of(i) : all4(0);
+#pragma unroll
+        for (uint n = 0; n < NEXTS; n++) {
+            held.next_weights[n][k] = i < row.p.dim ? row.next_weights_of(n, i) : all4(0);
+        }
+    }
+}
+
+inline void load_values(Held &held, const Row &row) {
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        const uint i = row.first + k * row.step;
+        held.values[k] = i < row.p.dim ? row.x_of(i) : all4(0);
+        held.residuals[k] = i < row.p.dim ? row.residual_of(i) : all4(0);
+    }
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        held.values[k] = BEFORE ? held.values[k] + held.residuals[k] : held.values[k];
+    }
+}
+
+// Factors of the row, and of its residual if that has a norm.
+struct BothFactors {
+    Factors own;
+    Factors residual;
+};
+
+inline BothFactors both_factors_of(const Held &held, const Row &row, float inverse, float *room, Team team) {
+    const auto value_of = [&](uint i) { return row.value_of(i); };
+    const auto residual_of = [&](uint i) { return row.residual_of(i); };
+    const auto each = [&](const auto &visit) { row.each_of(held.values, value_of, visit); };
+    const auto each_residual = [&](const auto &visit) { row.each_of(held.residuals, residual_of, visit); };
     float2 squares = make_float2(squares_of(each, 1), NORMED ? squares_of(each_residual, 1) : 0);
     if (NORMED && WHOLE) {
         squares = over_team2<Sum>(squares, room, team);
@@ -163,68 +193,105 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         squares.x = over_row<Sum>(squares.x, room, team);
         squares.y = NORMED ? over_warp<Sum>(squares.y) : 0;
     }
-    const Factors factors = factors_of(each, squares.x, inverse, p.eps, room + 2 * EXCHANGE, team);
-    const Factors other_factors =
-        NORMED ? factors_of(each_residual, squares.y, inverse, p.eps, room + 4 * EXCHANGE, team) : Factors{1, 1};
+    const float eps = row.p.eps;
+    const Factors own = factors_of(each, squares.x, inverse, eps, room + 2 * EXCHANGE, team);
+    return {own, NORMED ? factors_of(each_residual, squares.y, inverse, eps, room + 4 * EXCHANGE, team) : Factors{1, 1}};
+}
 
-    const auto finish = [&](uint i, float4 value, float4 other, float4 weight, float4 other_weight) {
-        if (BEFORE) {
-            store4(sum, start + i, p.dim - i, value, SUM_DTYPE, ALIGNED);
-        }
-        value = factors.of(value);
-        if (HAS_WEIGHT) {
-            value = value * weight;
-        }
-        if (NORMED) {
-            other = other_factors.of(other);
-        }
-        if (HAS_RESIDUAL_WEIGHT) {
-            other = other * other_weight;
-        }
-        if (AFTER) {
-            value = value + other;
-        }
-        value = p.scale * value;
-        store4(out, start + i, p.dim - i, value, OUT_DTYPE, ALIGNED);
-        return value;
-    };
+// Stores a result, and returns it. `other` is the residual.
+inline float4 finish(const Row &row, const BothFactors &factors, uint i, float4 value, float4 other, float4 weight,
+                     float4 other_weight) {
+    const uint dim = row.p.dim;
+    if (BEFORE) {
+        store4(row.t.sum, row.start + i, dim - i, value, SUM_DTYPE, ALIGNED);
+    }
+    value = factors.own.of(value);
+    if (HAS_WEIGHT) {
+        value = value * weight;
+    }
+    if (NORMED) {
+        other = factors.residual.of(other);
+    }
+    if (HAS_RESIDUAL_WEIGHT) {
+        other = other * other_weight;
+    }
+    if (AFTER) {
+        value = value + other;
+    }
+    value = row.p.scale * value;
+    store4(row.t.out, row.start + i, dim - i, value, OUT_DTYPE, ALIGNED);
+    return value;
+}
+
+// Stores the results; the held ones take the place of the row's elements.
+inline void store_results(Held &held, const Row &row, const BothFactors &factors) {
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
-        const uint i = first + k * step;
-        if (i < p.dim) {
-            values[k] = rounded4(finish(i, values[k], residuals[k], weights[k], residual_weights[k]), OUT_DTYPE);
+        const uint i = row.first + k * row.step;
+        if (i < row.p.dim) {
+            const float4 result =
+                finish(row, factors, i, held.values[k], held.residuals[k], held.weights[k], held.residual_weights[k]);
+            held.values[k] = rounded4(result, OUT_DTYPE);
         }
     }
-    for (ulong i = first + HELD * step; BEYOND && i < p.dim; i += step) {
-        finish(uint(i), value_of(uint(i)), residual_of(uint(i)), weights_of(uint(i)), residual_weights_of(uint(i)));
+    for (ulong i = row.first + HELD * row.step; BEYOND && i < row.p.dim; i += row.step) {
+        const uint at = uint(i);
+        finish(row, factors, at, row.value_of(at), row.residual_of(at), row.weights_of(at), row.residual_weights_of(at));
     }
-    if (NEXTS == 0) {
-        return;
-    }
+}
 
-    // A thread reads what it has written itself.
-    const auto stored_of = [&](uint i) { return load4(out, start + i, p.dim - i, OUT_DTYPE, ALIGNED); };
-    const auto each_stored = [&](const auto &visit) { each_of(values, stored_of, visit); };
-    const float stored_squares = over_row<Sum>(squares_of(each_stored, 1), room + 6 * EXCHANGE, team);
-    const Factors next_factors = factors_of(each_stored, stored_squares, inverse, p.next_eps, room + 7 * EXCHANGE, team);
-    const auto finish_next = [&](uint n, uint i, float4 value, float4 weight) {
-        value = next_factors.of(value);
-        if (weight_dtype(n) != NO_WEIGHT) {
-            value = value * weight;
-        }
-        store4(next_outs[n], start + i, p.dim - i, p.next_scales[n] * value, out_dtype(n), ALIGNED);
-    };
+inline void finish_next(const Row &row, Factors factors, uint n, uint i, float4 value, float4 weight) {
+    value = factors.of(value);
+    if (weight_dtype(n) != NO_WEIGHT) {
+        value = value * weight;
+    }
+    store4(row.t.next_outs[n], row.start + i, row.p.dim - i, row.p.next_scales[n] * value, out_dtype(n), ALIGNED);
+}
+
+// Stores the norms of the results.
+inline void store_nexts(const Held &held, const Row &row, float inverse, float *room, Team team) {
+    const auto stored_of = [&](uint i) { return row.stored_of(i); };
+    const auto each_stored = [&](const auto &visit) { row.each_of(held.values, stored_of, visit); };
+    const float squares = over_row<Sum>(squares_of(each_stored, 1), room, team);
+    const Factors factors = factors_of(each_stored, squares, inverse, row.p.next_eps, room + EXCHANGE, team);
 #pragma unroll
     for (uint n = 0; n < NEXTS; n++) {
 #pragma unroll
         for (uint k = 0; k < HELD; k++) {
-            const uint i = first + k * step;
-            if (i < p.dim) {
-                finish_next(n, i, values[k], held_next_weights[n][k]);
+            const uint i = row.first + k * row.step;
+            if (i < row.p.dim) {
+                finish_next(row, factors, n, i, held.values[k], held.next_weights[n][k]);
             }
         }
-        for (ulong i = first + HELD * step; BEYOND && i < p.dim; i += step) {
-            finish_next(n, uint(i), stored_of(uint(i)), next_weights_of(n, uint(i)));
+        for (ulong i = row.first + HELD * row.step; BEYOND && i < row.p.dim; i += row.step) {
+            finish_next(row, factors, n, uint(i), row.stored_of(uint(i)), row.next_weights_of(n, uint(i)));
         }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KVANT_KERNEL(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out,
+                 const uchar *residual_weight, const uchar *next_weight_0, const uchar *next_weight_1,
+                 const uchar *next_weight_2, uchar *next_out_0, uchar *next_out_1, uchar *next_out_2,
+                 const float *combine, const RmsNormParams p) {
+    // Two exchanges of the first sums, and two of each norm whose squares leave the range of f32.
+    __shared__ float room[9 * EXCHANGE];
+    const Team team = whole_block();
+    const Tensors tensors = {x, weight, residual, sum, out, residual_weight, {next_weight_0, next_weight_1, next_weight_2},
+                             {next_out_0, next_out_1, next_out_2}, combine};
+    const uint index = WHOLE ? blockIdx.x : blockIdx.x * (team.size / 32) + team.warp;
+    const uint first = (WHOLE ? team.index : team.lane) * 4, step = (WHOLE ? team.size : 32) * 4;
+    const Row row = {tensors, p, index, first, step, ulong(index) * p.dim};
+    const float inverse = __fdividef(1, float(p.dim));
+    Held held;
+    load_weights(held, row);
+    take_turn_early();
+    if (index >= p.rows) {
+        return;
+    }
+    load_values(held, row);
+    store_results(held, row, both_factors_of(held, row, inverse, room, team));
+    if (NEXTS > 0) {
+        store_nexts(held, row, inverse, room + 6 * EXCHANGE, team);
     }
 }

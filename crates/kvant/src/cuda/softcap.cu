@@ -1,4 +1,4 @@
-// softcap: out = cap * tanh(x / cap), element by element, f32, f16 or bf16 in and out.
+// softcap: out = cap * tanh(x / cap), elementwise, f32, f16 or bf16 in and out.
 //
 // One thread per four neighbouring elements; the last thread may have fewer. `out` may be `x`.
 #include "device/dependent_launch.h"

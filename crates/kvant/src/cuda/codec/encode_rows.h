@@ -1,9 +1,11 @@
-// Rows of a cache layer, encoded and stored: dense ones converted, TurboQuant as codec/turboquant.rs defines it.
+// Rows of a cache layer, encoded and stored. Dense rows are converted; codec/turboquant.rs defines TurboQuant.
 //
-// SHARERS neighbouring lanes of a warp hold a row in registers, MINE coordinates each, from MINE * i on in the i-th:
-// whole bytes of every plane. Distances of the rotation below MINE are within a lane, the others are exchanges of
-// lanes; there is no barrier. Sums are trees over neighbouring coordinates, then pairs of these, and so on: the same
-// bits whatever MINE is. All lanes of a warp call these functions, also those whose row is not `kept`.
+// SHARERS neighbouring lanes of a warp share a row: lane i has the MINE coordinates from MINE * i on in registers. They
+// are whole bytes of every plane.
+//
+// Butterflies of the rotation over a distance below MINE stay within a lane; for larger distances lanes exchange
+// registers. There is no barrier. Sums add neighbouring coordinates, then neighbouring pairs, and so on: their bits do
+// not depend on MINE. All lanes of a warp call these functions, also lanes whose row is not `kept`.
 #ifndef KVANT_CUDA_CODEC_ENCODE_ROWS_H
 #define KVANT_CUDA_CODEC_ENCODE_ROWS_H
 #include "codec/butterflies.h"
@@ -25,14 +27,14 @@ struct WritablePlanes {
     // Floats, or halves if the codec is centred.
     float *norms;
 
-    // Where rows of a page are counted from.
+    // The first row of the page.
     inline WritablePlanes of_page(uint page) const {
         const ulong bytes = page_bytes(page);
         return {low + bytes, high + bytes, norms + bytes / sizeof(float)};
     }
 };
 
-// Stores norm i of all. A half is rounded to nearest, and infinite above the largest.
+// Stores norm i. A half is rounded to nearest, and infinite above the largest half.
 template <uint CODEC> inline void store_norm(const WritablePlanes &to, ulong i, float norm) {
     if constexpr (is_centred(CODEC)) {
         reinterpret_cast<ushort *>(to.norms)[i] = float_to_half(norm);
@@ -41,7 +43,7 @@ template <uint CODEC> inline void store_norm(const WritablePlanes &to, ulong i, 
     }
 }
 
-// f(base) + .. + f(base + N - 1), as a tree. Nothing is contracted.
+// f(base) + .. + f(base + N - 1), as a tree, without contraction to fused operations.
 template <uint N, typename F> inline float tree_sum(F f, uint base = 0) {
     if constexpr (N == 1) {
         return f(base);
@@ -50,7 +52,7 @@ template <uint N, typename F> inline float tree_sum(F f, uint base = 0) {
     }
 }
 
-// The sum over the COUNT lanes that hold the block of this lane, from those of BEGUN lanes.
+// The sum over the COUNT lanes that hold the block of this lane, if BEGUN lanes have already been added up.
 template <uint COUNT, uint BEGUN = 1> inline float lane_sum(float x) {
 #pragma unroll
     for (uint distance = BEGUN; distance < COUNT; distance *= 2) {
@@ -63,7 +65,7 @@ template <uint COUNT, uint BEGUN = 1> inline float lane_sum(float x) {
 template <uint MINE> struct Signs {
     uint bits[(MINE + 31) / 32];
 
-    // `lane` of SHARERS. Nobody ever writes to the table.
+    // `lane` of SHARERS. The table is constant.
     inline Signs(uint sharers, uint lane) {
 #pragma unroll
         for (uint i = 0; i < (MINE + 31) / 32; i++) {
@@ -108,7 +110,7 @@ template <uint MINE, uint SHARERS> inline void rotate_row(float (&y)[MINE], cons
     }
 }
 
-// WORDS words to a place that is a multiple of their size, or of 16 bytes.
+// Stores WORDS words to an address that is a multiple of their size, or of 16 bytes.
 template <uint WORDS> inline void store_words(uchar *to, const uint (&words)[WORDS]) {
     if constexpr (WORDS % 4 == 0) {
 #pragma unroll
@@ -123,7 +125,7 @@ template <uint WORDS> inline void store_words(uchar *to, const uint (&words)[WOR
     }
 }
 
-// BITS bits, from bit FROM on, of each index, one behind the other: MINE / 8 * BITS bytes, a lane's part of a plane.
+// BITS bits of each index, from bit FROM on, consecutively: MINE / 8 * BITS bytes, a lane's part of a plane.
 template <uint BITS, uint FROM, uint MINE> inline void store_bits(uchar *to, const uint (&index)[MINE]) {
     constexpr uint EACH = 32 / BITS, WORDS = (MINE + EACH - 1) / EACH;
     uint words[WORDS] = {};
@@ -140,7 +142,7 @@ template <uint BITS, uint FROM, uint MINE> inline void store_bits(uchar *to, con
     }
 }
 
-// Encodes the rotated row y, less its mean if the codec is centred, as row `at` of the planes, if it is `kept`.
+// Encodes the rotated row y, minus its mean if the codec is centred, as row `at` of the planes, if it is `kept`.
 template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
 inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, float scale, uint lane,
                           const Nearest<CODEC, COPIES> &nearest_to) {
@@ -151,7 +153,7 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
     const bool storable = !is_nan_or_infinite(total);
     float unit = 1;
     if (__any_sync(ALL, total < 1e-24f)) {
-        // Squares this small have lost digits: once more, with the coordinates near 1.
+        // Squares this small have lost digits: compute them again, with the coordinates scaled to about 1.
         float largest = 0;
 #pragma unroll
         for (uint j = 0; j < MINE; j++) {

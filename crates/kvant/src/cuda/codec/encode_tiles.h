@@ -1,11 +1,11 @@
-// Rows of a cache layer, encoded eight at a time by a warp from sources of 16 bits: the way of kv_write and
-// seal for many of them.
+// Rows of a cache layer, encoded eight at a time by a warp from sources of 16 bits. kv_write and seal use it for many
+// rows.
 //
-// The D coordinates of a row are 16 strips of STRIP neighbours, D = 16 * STRIP, and the rotation is one over the strips
-// followed by one within them. Over the strips it is a product with Sylvester's matrix of 16 on tensor cores, whose
-// operands are exact: A is that matrix, B coordinate c of each strip of eight rows (n). Lane 4g + t reads of row g the
-// strips t, t + 4, t + 8 and t + 12, so that four lanes read neighbours, and gets of the rows 2t and 2t + 1 the strips
-// g and g + 8, whole: the rest of the rotation is within a lane. k = 2t + i + 8j is strip t + 4i + 8j.
+// The D coordinates of a row are 16 strips of STRIP neighbours, D = 16 * STRIP. The rotation is one over the strips
+// followed by one within them. The rotation over strips is a product with Sylvester's matrix of 16 on tensor cores,
+// whose operands are exact: A is the matrix, B is coordinate c of each strip of eight rows (n). Lane 4g + t reads
+// strips t, t + 4, t + 8 and t + 12 of row g, so that four lanes read neighbours. It gets strips g and g + 8 of rows 2t
+// and 2t + 1 whole: the rest of the rotation stays within a lane. k = 2t + i + 8j is strip t + 4i + 8j.
 #ifndef KVANT_CUDA_CODEC_ENCODE_TILES_H
 #define KVANT_CUDA_CODEC_ENCODE_TILES_H
 #include "codec/encode_rows.h"
@@ -21,7 +21,7 @@ template <uint DIM> inline void fill_signs(uint *signs) {
     }
 }
 
-// Of Sylvester's matrix of 16, scaled: the lane's part of A.
+// The lane's part of A: Sylvester's matrix of 16, scaled.
 template <bool HALF> inline void strip_matrix(uint (&a)[4], uint lane, float scale) {
 #pragma unroll
     for (uint i = 0; i < 4; i++) {
@@ -40,7 +40,7 @@ inline float strips_sum(float x) {
     return x;
 }
 
-// BITS bits of each index from bit FROM on, one behind the other.
+// BITS bits of each index, from bit FROM on, consecutively.
 template <uint BITS, uint FROM, uint N, bool WHOLE> inline void store_fields(uchar *to, const uint (&index)[N]) {
     constexpr uint EACH = 32 / BITS, WORDS = (N + EACH - 1) / EACH;
     uint words[WORDS] = {};
@@ -71,7 +71,7 @@ template <uint DIM> struct Strips {
         return (threadIdx.x % 4 + strip * 4) * PIECES;
     }
 
-    // Whether the lane's numbers are finite, and so small that the squared length of no row overflows.
+    // Whether the lane's numbers are finite, and small enough that no row's squared length overflows.
     template <bool HALF> inline bool are_usual() const {
         uint sum = 0;
 #pragma unroll
@@ -151,14 +151,14 @@ template <uint DIM> inline void subtract_from_eight(float (&y)[2][2][DIM / 16], 
     }
 }
 
-// Where one of eight rows goes: row `at` of planes, if it is kept.
+// The place of one of eight rows: row `at` of planes, if it is kept.
 struct StoredRow {
     WritablePlanes to;
     ulong at;
     bool kept;
 };
 
-// Encodes eight rotated rows; `place` returns where the i-th goes. All lanes call it together.
+// Encodes eight rotated rows; `place` returns the place of the i-th. All lanes call it together.
 template <uint DIM, uint CODEC, uint NORM, uint COPIES, typename Place>
 inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, const Nearest<CODEC, COPIES> &nearest_to,
                         uint lane) {
@@ -189,7 +189,7 @@ inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, co
         }
     }
     if (__any_sync(ALL, fminf(total[0], total[1]) < 1e-24f)) {
-        // Squares this small have lost digits: once more, with the coordinates near 1.
+        // Squares this small have lost digits: compute them again, with the coordinates scaled to about 1.
 #pragma unroll
         for (uint r = 0; r < 2; r++) {
             float largest = 0;
@@ -215,7 +215,7 @@ inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, co
             }
         }
     }
-    // Each lane has the norm of one of the rows' blocks to work out.
+    // Each lane computes the norm of one block of one row.
     const uint my_row = g % 2, my_block = g / 2 % BLOCKS;
     const float my_energy = BLOCKS == 1 || my_block == 0 ? (my_row == 0 ? energy[0][0] : energy[1][0])
                                                          : (my_row == 0 ? energy[0][BLOCKS - 1] : energy[1][BLOCKS - 1]);

@@ -1,4 +1,4 @@
-//! How kernels that encode rows are compiled: how lanes share a row, and tables in shared memory.
+//! Compilation of kernels that encode rows: how lanes share a row, and tables in shared memory.
 
 use super::threshold_cells;
 use crate::{
@@ -9,8 +9,8 @@ use crate::{
 
 /// Threads of a block whose warps encode eight rows at a time.
 pub(in crate::cuda) const EIGHTS: usize = 256;
-/// Copies of the lookup tables: the first number that fits. One for each lane, or fewer of the long tables of 8 bits,
-/// which take longer to fill.
+/// Copies of the lookup tables: the first number that fits. One copy for each lane, or fewer of the long tables of 8
+/// bits, which take longer to fill.
 const COPIES: [usize; 5] = [32, 16, 8, 4, 2];
 const COPIES_OF_8: usize = 8;
 
@@ -34,7 +34,7 @@ pub(in crate::cuda) fn can_encode_eights(source: &Tensor, codec: Codec, low: &Te
     source.dtype().size() == 2 && aligned16(source) && aligned16(low) && (codec.is_quantised() || moves)
 }
 
-/// Copies of the lookup tables, if `at_once` blocks of a multiprocessor have `bytes` of shared memory in all.
+/// Copies of the lookup tables, if `at_once` blocks of a multiprocessor have `bytes` of shared memory together.
 pub(in crate::cuda) fn table_copies(
     spec: &LayerSpec,
     at_once: usize,

@@ -1,4 +1,4 @@
-//! Parts that kernels of the codecs share: tables that device code reads, and how kernels that encode are compiled.
+//! Shared parts of kernels of the codecs: tables that device code reads, and the compilation of kernels that encode.
 
 pub(super) mod encoders;
 pub(super) mod threshold_cells;

@@ -1,16 +1,16 @@
 // The index of the centroid nearest to a number, by arithmetic and one comparison.
 //
-// Cells of even width hold at most one threshold of a codebook each; a table has for each cell that threshold, or the
-// next above, and the number of thresholds below the cell (threshold_cells.rs). Lanes have copies of it, and of the
-// centroids, in banks of shared memory of their own, if memory allows: they read different cells. Entries of 8 bytes
-// are read by 16 lanes at a time, so no more copies of them than that are of use.
+// Cells of equal width hold at most one threshold of a codebook each. For each cell, a table has the threshold in it,
+// or the next one above, and the number of thresholds below the cell (threshold_cells.rs). Lanes read different cells,
+// so each has copies of the table and of the centroids in banks of its own, if shared memory allows. Entries of 8 bytes
+// are read by 16 lanes at a time: more than 16 copies are not faster.
 #ifndef KVANT_CUDA_CODEC_NEAREST_CENTROID_H
 #define KVANT_CUDA_CODEC_NEAREST_CENTROID_H
 #include "codec/planes.h"
 #include "codec/threshold_cells.h"
 #include "device/fragments.h"
 
-// The cells of a codec, and the middle of the last; that of the first is as far below 0.
+// The number of cells of a codec, and the middle of the last cell. The first cell is as far below 0.
 inline constexpr uint cells_of(uint codec) {
     return plain(codec) == TQ2 ? CELL_COUNT_2
            : plain(codec) == TQ3 ? CELL_COUNT_3
@@ -63,7 +63,7 @@ template <uint CODEC, uint COPIES> struct Nearest {
     uint centroids;
 
     // Fills the tables, which begin at a multiple of 8 bytes. All threads of the block call it; copies_wait and a
-    // barrier have to follow. Nobody ever writes to what it reads.
+    // barrier must follow. Its sources are constant.
     static inline void fill(uint *tables) {
         if constexpr (COPIES == 1) {
             // Asynchronous copies of the whole tables; the thread continues meanwhile.
@@ -98,7 +98,7 @@ template <uint CODEC, uint COPIES> struct Nearest {
         return c;
     }
 
-    // The index, and the centroid. Any of them for NaN.
+    // The index, and the centroid. For NaN, any of them.
     inline uint operator()(float z, float &c) const {
         const float place = __saturatef(fmaf(z, 0.5f / reach_of(CODEC), 0.5f));
         const uint cell = __float_as_uint(fmaf(place, float(CELLS - 1), 8388608.0f));

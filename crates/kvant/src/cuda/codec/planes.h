@@ -6,14 +6,14 @@
 // D/4] bytes of four times 2 bits (6 bits). norms holds [rows, D/B] floats, B = min(D, 256). A coordinate is norm *
 // centroid, in the rotated domain.
 //
-// Centred: norms are halves, and a coordinate is that much more than the mean of its page and KV head. means holds, for
-// each KV head of a page, D codes (signed bytes) and the float that they are multiplied by.
+// Centred: norms are halves, and a coordinate is stored as the difference from the mean of its page and KV head. means
+// holds D codes (signed bytes) and the float that multiplies them, for each KV head of a page.
 #ifndef KVANT_CUDA_CODEC_PLANES_H
 #define KVANT_CUDA_CODEC_PLANES_H
 #include "codec/codebooks.h"
 #include "device/elements.h"
 
-// The numbers of codecs: those of the dtypes when dense, else 16 and the bits (gpu/planes.rs).
+// The numbers of codecs (gpu/planes.rs). Dense codecs have the numbers of dtypes; others have 16 plus their bits.
 constexpr uint TQ2 = 16 + 2;
 constexpr uint TQ3 = 16 + 3;
 constexpr uint TQ4 = 16 + 4;
@@ -21,7 +21,7 @@ constexpr uint TQ5 = 16 + 5;
 constexpr uint TQ6 = 16 + 6;
 constexpr uint TQ8 = 16 + 8;
 
-// Centred codecs have 32 more.
+// Centred codecs have 32 added.
 constexpr uint CENTRED = 32;
 
 inline constexpr bool is_quantised(uint codec) {
@@ -32,7 +32,7 @@ inline constexpr bool is_centred(uint codec) {
     return codec >= CENTRED;
 }
 
-// The codec of what a centred codec stores beside the mean.
+// The codec of the differences that a centred codec stores.
 inline constexpr uint plain(uint codec) {
     return codec % CENTRED;
 }
@@ -59,7 +59,7 @@ struct Planes {
     const uchar *means;
 };
 
-// Norm i of all.
+// Norm i.
 inline float load_norm(const Planes &planes, ulong i, uint codec) {
     return is_centred(codec) ? half_to_float(reinterpret_cast<const ushort *>(planes.norms)[i]) : planes.norms[i];
 }
@@ -125,8 +125,8 @@ inline float4 centroids(uint4 index, uint codec) {
     }
 }
 
-// Coordinates j .. j+3 of a row, j a multiple of 4; in the rotated domain when quantised, and without the mean when
-// centred.
+// Coordinates j .. j+3 of a row, j a multiple of 4. Quantised rows are in the rotated domain; centred ones are without
+// the mean.
 inline float4 load_row4(Planes planes, ulong row, uint j, uint head_dim, uint codec) {
     if (is_quantised(codec)) {
         const uint blocks = (head_dim + 255) / 256;

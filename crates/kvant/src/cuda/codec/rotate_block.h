@@ -1,7 +1,7 @@
-// The randomised Hadamard rotation of rows in shared memory: y = H·(s ⊙ x)/√D, and back x = s ⊙ (H·y)/√D.
+// The randomised Hadamard rotation of rows in shared memory: y = H·(s ⊙ x)/√D. The inverse is x = s ⊙ (H·y)/√D.
 //
-// H is Sylvester's matrix, s the fixed signs of codec/signs.rs. The fast transform: butterflies of distance 1, 2, …,
-// D/2. A thread takes four elements and does two distances with them, so that every two distances need one barrier.
+// H is Sylvester's matrix; s are the constant signs of codec/signs.rs. The fast transform has butterflies of distance
+// 1, 2, …, D/2. A thread takes four elements and does two distances with them, so that two distances need one barrier.
 #ifndef KVANT_CUDA_CODEC_ROTATE_BLOCK_H
 #define KVANT_CUDA_CODEC_ROTATE_BLOCK_H
 #include "codec/signs.h"
@@ -23,16 +23,16 @@ inline float rotation_scale(uint dim) {
     return ldexpf(log2 % 2 != 0 ? 0.70710678118654752f : 1.0f, -(log2 / 2));
 }
 
-// Rotates `rows` consecutive rows of `dim` elements; dim is a power of two, 2 to 4096. All threads
-// of the block call it, thread `index` of `threads`. It begins and ends with a barrier: callers need none.
+// Rotates `rows` consecutive rows of `dim` elements; dim is a power of two, 2 to 4096. All threads of the block call
+// it, as thread `index` of `threads`. It begins and ends with a barrier.
 inline void rotate(float *x, uint rows, uint dim, bool inverse, uint index, uint threads) {
-    // Made small first, so that sums overflow only where the result nearly does.
+    // Scaled down first, so that sums overflow only if the result nearly does.
     const float scale = rotation_scale(dim);
     const uint column = dim - 1;
     uint distance = 1;
     __syncthreads();
     if (__clz(dim) % 2 == 0) {
-        // An odd number of distances: the first by itself.
+        // With an odd number of distances, the first one is done alone.
         for (uint i = 2 * index; i < rows * dim; i += 2 * threads) {
             const float s0 = sign_of(dim, i & column), s1 = sign_of(dim, (i + 1) & column);
             const float a = x[i] * (inverse ? scale : scale * s0), b = x[i + 1] * (inverse ? scale : scale * s1);
@@ -45,7 +45,7 @@ inline void rotate(float *x, uint rows, uint dim, bool inverse, uint index, uint
     }
     for (; distance < dim; distance *= 4) {
         for (uint k = index; k < rows * dim / 4; k += threads) {
-            // The bits of k below the distance stay, the others make room for two more.
+            // The bits of k below the distance stay in place; the others make room for two more.
             const uint low = k & (distance - 1);
             const uint at = (k - low) * 4 + low;
             const uint4 columns = make_uint4(at & column, (at + distance) & column, (at + 2 * distance) & column,

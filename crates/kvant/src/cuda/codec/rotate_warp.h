@@ -1,4 +1,4 @@
-// The rotation of rows by a warp: y = H (s x) / sqrt(D), and back. A lane holds the coordinates lane + 32 i.
+// The rotation of rows by a warp: y = H (s x) / sqrt(D), and its inverse. A lane holds the coordinates lane + 32 i.
 #ifndef KVANT_CUDA_CODEC_ROTATE_WARP_H
 #define KVANT_CUDA_CODEC_ROTATE_WARP_H
 #include "codec/butterflies.h"
@@ -33,7 +33,7 @@ inline void hadamard_warp(float (&x)[DIM / 32], uint lane) {
     }
 }
 
-// A lane's coordinates where it holds runs of them, up to four: the transform is the same, the signs are not.
+// A lane's coordinates if it holds runs of up to four. The transform does not change; the signs do.
 template <uint DIM>
 struct Runs {
     static constexpr uint RUN = DIM < 128 ? DIM / 32 : 4;
@@ -59,7 +59,7 @@ struct Runs {
     }
 };
 
-// sqrt(D) H x, and the sum of `sum` over the lanes. Unrolled, for kernels that call it once and wait for it.
+// sqrt(D) H x, and the sum of `sum` over the lanes. Unrolled, for kernels that call it once and wait for the result.
 template <uint DIM>
 inline void transform_warp(float (&x)[DIM / 32], float &sum, uint lane) {
 #pragma unroll

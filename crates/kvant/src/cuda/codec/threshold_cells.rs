@@ -8,7 +8,7 @@ use crate::codec;
 struct CellTable {
     bits: u32,
     count: usize,
-    /// The middle of the last cell; that of the first is as far below 0. Numbers beyond them belong to them.
+    /// The middle of the last cell. The first cell is as far below 0. The outer cells include all numbers beyond them.
     reach: f64,
 }
 
@@ -21,18 +21,18 @@ const ALL: [CellTable; 6] = [
     CellTable { bits: 8, count: 577, reach: 4.5 },
 ];
 
-/// A bound, with a wide margin, of how far rounding may move a number out of its cell.
+/// A bound, with a wide margin, of the distance by which rounding may move a number out of its cell.
 const BLUR: f64 = 1e-4;
 
 impl CellTable {
-    /// For each cell, the threshold in it or the next one above, and how many thresholds are below that.
+    /// For each cell, the threshold in it or the next one above, and the number of thresholds below that.
     fn table(&self) -> Vec<(f32, usize)> {
         let thresholds = codec::thresholds(self.bits).expect("these sizes have codebooks");
         let width = 2.0 * self.reach / (self.count - 1) as f64;
         let cell = |i: usize| {
             let middle = -self.reach + i as f64 * width;
             let low = if i == 0 { f64::NEG_INFINITY } else { middle - width / 2.0 - BLUR };
-            // Above all thresholds it is the last one again, which is exceeded.
+            // Above all thresholds, it is the last one, which is exceeded.
             let below = thresholds.iter().filter(|&&t| f64::from(t) < low).count().min(thresholds.len() - 1);
             (thresholds[below], below)
         };

@@ -1,7 +1,7 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
-// The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are taken 16 at a time,
-// all of one group: as many half words as a code has bits.
+// The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. Kernels take 16 codes of one
+// group at a time: as many half words as a code has bits.
 #ifndef KVANT_CUDA_DEVICE_AFFINE_H
 #define KVANT_CUDA_DEVICE_AFFINE_H
 #include "device/vectors.h"
@@ -31,7 +31,7 @@ inline uint4 load_words(const uint *row, uint c, uint bits, bool aligned) {
     return aligned ? *reinterpret_cast<const uint4 *>(at) : make_uint4(at[0], at[1], at[2], at[3]);
 }
 
-// A code of few bits as a float without a conversion, which is slow: the bits behind a 2^23, less that.
+// A code of few bits as a float. A conversion is slow: the code is the low bits of 2^23, which is subtracted.
 inline float from_bits(uint bits) {
     return __uint_as_float(bits | 0x4B000000) - 8388608.0f;
 }
@@ -41,15 +41,15 @@ inline float4 bytes_of(uint w) {
     return make_float4(from_bits(w & 255), from_bits(w >> 8 & 255), from_bits(w >> 16 & 255), from_bits(w >> 24));
 }
 
-// Codes 4 i .. 4 i + 3 of those 16, the j-th in units of 1 / part(field_units(bits), j); i is known when the loop
-// around it is unrolled. Codes of 4 bits are not shifted within their 16 bits.
+// Codes 4 i .. 4 i + 3 of the 16. The j-th is in units of 1 / part(field_units(bits), j). i is known when the loop
+// around the call is unrolled. Codes of 4 bits are not shifted within their 16 bits.
 inline float4 fields_of(uint4 words, uint i, uint bits) {
     if (bits == 4) {
         const uint w = (i < 2 ? words.x : words.y) >> (i % 2 * 16);
         return make_float4(from_bits(w & 0xF), from_bits(w & 0xF0), from_bits(w & 0xF00), from_bits(w & 0xF000));
     }
     if (bits == 2 || bits == 3 || bits == 5) {
-        // 20 bits at most, from bit 4 bits i on.
+        // At most 20 bits, from bit 4 bits i on.
         const uint bit = i * 4 * bits;
         const uint first = bit < 32 ? words.x : words.y, second = bit < 32 ? words.y : words.z;
         const uint w = bit % 32 == 0 ? first : first >> bit % 32 | second << (32 - bit % 32);

@@ -1,8 +1,8 @@
 // Weights in the block formats of GGUF files and in floats with separate scales: reference/blocks.rs defines them.
 //
-// Every format is affine in groups of 16 or 32 inputs. Codes are taken 16 at a time, all of one group, as unsigned
-// bytes; those of IQ4, MXFP4 and NVFP4 are replaced by the values that they stand for, from the least on. Codes of
-// MXFP8 are floats of 8 bits; numbers_of_codes widens them.
+// Every format is affine in groups of 16 or 32 inputs. Codes are taken 16 of one group at a time, as unsigned bytes.
+// Codes of IQ4, MXFP4 and NVFP4 are replaced by their values minus the lowest value. Codes of MXFP8 are floats of 8
+// bits; numbers_of_codes widens them.
 #ifndef KVANT_CUDA_DEVICE_BLOCKS_H
 #define KVANT_CUDA_DEVICE_BLOCKS_H
 #include "device/affine.h"
@@ -48,7 +48,7 @@ inline constexpr uint block_bytes(uint format) {
                               : 16;
 }
 
-// Subtracted from a code.
+// The offset that is subtracted from a code.
 inline constexpr float code_of_zero(uint format) {
     return format == Q5_0                                                      ? 16
            : format == Q3_K                                                    ? 4
@@ -58,8 +58,8 @@ inline constexpr float code_of_zero(uint format) {
                                                                                : 0;
 }
 
-// The word at any address; `alignment`, a constant, says at how many bytes blocks begin. Words lie at even distances
-// from there, or at multiples of four.
+// The word at any address. `alignment`, a constant, is that of blocks in bytes. The distance of words from it is even,
+// or a multiple of four.
 inline uint word_at(const uchar *at, uint alignment) {
     if (alignment == 4) {
         return *reinterpret_cast<const uint *>(at);
@@ -99,12 +99,12 @@ inline uint values_of(uint codes) {
     return values;
 }
 
-// 2^(e - 128), the scale of those numbers, which are doubled; 0 where that is subnormal.
+// 2^(e - 128), the scale of numbers that are doubled; 0 if it is subnormal.
 inline float half_power(uint e) {
     return __uint_as_float((max(e, 1u) - 1) << 23);
 }
 
-// 2^(e - 127); 0 where that is subnormal.
+// 2^(e - 127); 0 if it is subnormal.
 inline float power(uint e) {
     return __uint_as_float(e << 23);
 }
@@ -112,7 +112,7 @@ inline float power(uint e) {
 // An E4M3 number: a sign, 4 bits of exponent with bias 7, 3 of mantissa. 0x7F and 0xFF are NaN.
 inline float e4m3(uint code) {
     const uint m = code & 0x7F;
-    // With its exponent in the longer field of f32 it is too small by 2^120, a subnormal one too.
+    // With its exponent in the longer field of f32, it is too small by 2^120, subnormal numbers included.
     const float magnitude = __uint_as_float(m << 20) * 1.329227995784916e36f;
     return __uint_as_float((m == 0x7F ? 0x7FC00000 : __float_as_uint(magnitude)) | (code & 0x80) << 24);
 }

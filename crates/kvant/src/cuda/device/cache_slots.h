@@ -13,12 +13,12 @@ struct LayerParams {
     uint capacity;
     uint ring;
     uint token_major;
-    // Entries of a sequence in the page table; those from page_entries on are no pages.
+    // Entries of a sequence in the page table; entries from page_entries on are not pages.
     uint page_width;
     uint page_entries;
 };
 
-// Where a vector is: the row of each plane, counted from the beginning of its page if the layer has pages.
+// The place of a vector: the row of each plane, counted from the beginning of its page if the layer has pages.
 struct RowPlace {
     ulong row;
     // The page's entry; 0 without pages.
@@ -37,7 +37,7 @@ inline uint layer_slot(const LayerParams &layer, uint position) {
     return layer.ring != 0 ? position % layer.capacity : position;
 }
 
-// Whether the layer holds the token once the step is written. Sequences, positions and lengths are untrusted: returns
+// Whether the layer holds the token after the step is written. Sequences, positions and lengths are untrusted: returns
 // false if one is out of range.
 inline bool is_kept(const LayerParams &layer, uint sequence, uint position, const uint *lens) {
     if (sequence >= layer.sequences) {

@@ -15,8 +15,8 @@ inline void cluster_arrive() {
 #endif
 }
 
-// As above, for blocks that have written nothing for the others except barriers, made visible by
-// show_barriers_to_copies (mbarrier.h).
+// As above, for blocks that have written only barriers for the others, made visible by show_barriers_to_copies
+// (mbarrier.h).
 inline void cluster_arrive_early() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -63,7 +63,7 @@ inline void send(uint to, float2 x, uint barrier) {
                  "f"(x.y), "r"(barrier)
                  : "memory");
 }
-// Only if `is_so`, without a branch.
+// Stores only if `is_so`, without a branch.
 inline void send_if(bool is_so, uint to, float2 x, uint barrier) {
     asm volatile("{\n.reg .pred so;\nsetp.ne.u32 so, %4, 0;\n"
                  "@so st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];\n}" ::"r"(to),

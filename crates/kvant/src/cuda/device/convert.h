@@ -1,4 +1,4 @@
-// The types and conversions that every kernel uses. NVRTC has no headers of its own: halves are bits here.
+// Types and conversions of all kernels. NVRTC has no headers of its own: halves are bits here.
 #ifndef KVANT_CUDA_DEVICE_CONVERT_H
 #define KVANT_CUDA_DEVICE_CONVERT_H
 
@@ -13,7 +13,7 @@ inline float half_to_float(ushort bits) {
     return x;
 }
 
-// To nearest, ties to even; infinite beyond the range.
+// Rounds to nearest, ties to even; infinite beyond the range.
 inline ushort float_to_half(float x) {
     ushort bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -24,7 +24,7 @@ inline float bf16_to_float(ushort bits) {
     return __uint_as_float(uint(bits) << 16);
 }
 
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline ushort float_to_bf16(float x) {
 #if __CUDA_ARCH__ >= 800
     ushort bits;

@@ -1,14 +1,13 @@
 // Programmatic dependent launch: kernels that may begin before the previous kernel has ended (gpu/launch.rs:
 // `reads_ahead`).
 //
-// An overlapping kernel waits before it accesses any buffer other than those that it may read ahead, in every thread
-// that
-// accesses one. A block without work may end without waiting, as long as one block of its grid waits.
+// An overlapping kernel waits before it accesses any buffer that it must not read ahead, in every thread that accesses
+// one. A block without work may end without waiting, if one block of its grid waits.
 //
-// Most kernels let the next one begin only after they have waited: all kernels before them have ended by then. A short
-// one lets it begin first (take_turn_early), so that the next kernel reads ahead while this one waits, and so does one
-// that merges the previous kernel's results with its own at its end (take_turn_unless_late). Then the next
-// kernel may also run at the same time as the kernels that this one waits for (runtime/running.rs).
+// Most kernels let the next one begin after they have waited: all kernels before them have ended by then. Two kinds let
+// it begin first. A short kernel does (take_turn_early), so that the next kernel reads ahead while this one waits. So
+// does a kernel that merges the previous kernel's results with its own at its end (take_turn_unless_late). The next
+// kernel may then also run together with the kernels that this one waits for (runtime/running.rs).
 #ifndef KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 #define KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 
@@ -32,8 +31,8 @@ inline void take_turn() {
     let_next_begin();
 }
 
-// For kernels that may need the previous kernel's results only at their end: IF_LATE, they wait there, and let the next
-// one begin now (gpu/launch.rs: `waits_late`).
+// For kernels that may need the previous kernel's results only at their end. IF_LATE: they wait there, and let the next
+// kernel begin now (gpu/launch.rs: `waits_late`).
 template <bool IF_LATE> inline void wait_unless_late() {
     if (!IF_LATE) {
         wait_for_previous();

@@ -1,4 +1,4 @@
-// Elements of tensors: every kernel computes in float, whatever the dtypes of what it reads and writes.
+// Elements of tensors. Every kernel computes in float, whatever the dtypes of its tensors are.
 #ifndef KVANT_CUDA_DEVICE_ELEMENTS_H
 #define KVANT_CUDA_DEVICE_ELEMENTS_H
 #include "device/convert.h"
@@ -12,7 +12,7 @@ inline constexpr uint size_of(uint dtype) {
     return dtype == F32 ? 4 : 2;
 }
 
-// Element i of a tensor. `dtype` is a constant, so that one case is left.
+// Element i of a tensor. `dtype` is a constant, so that the compiler keeps one case.
 inline float load(const uchar *x, ulong i, uint dtype) {
     switch (dtype) {
     case F32: return reinterpret_cast<const float *>(x)[i];
@@ -47,7 +47,7 @@ inline void copy_element(const uchar *from, ulong i, uchar *to, ulong j, uint dt
     }
 }
 
-// Elements i .. i+3, whose address is a multiple of their size together.
+// Elements i .. i+3. Their address is a multiple of the bytes of four elements.
 inline float4 load4(const uchar *x, ulong i, uint dtype) {
     if (dtype == F32) {
         return *reinterpret_cast<const float4 *>(x + i * 4);

@@ -1,4 +1,4 @@
-// Tensor-core products, and the 16-bit pairs that go in and out of them.
+// Tensor-core products, and their operands and results as 16-bit pairs.
 //
 // A warp multiplies A (16 x 16) by B (16 x 8) and adds to C (16 x 8, float). Lane 4g + t holds of A the rows g and
 // g + 8, of B the column g, of C the rows g and g + 8 at the columns 2t and 2t + 1:
@@ -63,7 +63,7 @@ inline float2 unpack(uint pair) {
     }
 }
 
-// Pairs (a - c, b - c), and (a f, b f), of (a, b).
+// The pairs (a - c, b - c), and (a f, b f), of (a, b).
 template <bool HALF>
 inline uint minus(uint pair, uint constant) {
     uint out;
@@ -86,8 +86,8 @@ inline uint times(uint pair, uint factor) {
     return out;
 }
 
-// Each of a pair of sums becomes NaN, infinite or large where the number of `pair` is: 0 times an f16, which has a
-// finite square in float, or the square of a bf16 is added.
+// Makes each of a pair of sums NaN, infinite or large if the number of `pair` is: adds 0 times an f16, whose square is
+// finite in float, or the square of a bf16.
 template <bool HALF>
 inline uint add_finite(uint sums, uint pair) {
     uint out;
@@ -99,15 +99,15 @@ inline uint add_finite(uint sums, uint pair) {
     return out;
 }
 
-// Two floats as a sum of TERMS pairs, each the rounding of what the ones before it left: 11 bits more with every f16
-// term, 8 with every bf16 term.
+// Two floats as a sum of TERMS pairs. Each term is the rounded rest of the terms before it: an f16 term adds 11 bits, a
+// bf16 term 8.
 template <bool HALF, uint TERMS>
 inline void split(float x, float y, uint (&terms)[TERMS]) {
 #pragma unroll
     for (uint i = 0; i < TERMS; i++) {
         terms[i] = pack<HALF>(x, y);
         const float2 taken = unpack<HALF>(terms[i]);
-        // An infinity or a NaN is in the first term; the rest would be NaN.
+        // The first term has an infinity or a NaN; the others would be NaN.
         x = isfinite(taken.x) ? x - taken.x : 0;
         y = isfinite(taken.y) ? y - taken.y : 0;
     }
@@ -151,7 +151,7 @@ inline uint4 load_matrices_transposed(uint from) {
     return w;
 }
 
-// Copies BYTES (4, 8 or 16) to shared memory asynchronously: `bytes` are read, the rest become zeros.
+// Copies BYTES (4, 8 or 16) to shared memory asynchronously: reads `bytes`, and writes zeros for the rest.
 template <uint BYTES>
 inline void copy_async_part(uint to, const uchar *from, uint bytes) {
     if constexpr (BYTES == 16) {
@@ -162,13 +162,13 @@ inline void copy_async_part(uint to, const uchar *from, uint bytes) {
     }
 }
 
-// As above; zeros if not `there`.
+// As above; all zeros if not `there`.
 template <uint BYTES>
 inline void copy_async(uint to, const uchar *from, bool there) {
     copy_async_part<BYTES>(to, from, there ? BYTES : 0);
 }
 
-// Closes the group of copies that were begun since the last one.
+// Closes the group of copies begun since the last one was closed.
 inline void copies_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// The bias that keys of sealed pages are stored without, turned to their positions: key_bias.rs.
+// The bias that keys of sealed pages are stored without, rotated to their positions: key_bias.rs.
 #ifndef KVANT_CUDA_DEVICE_KEY_BIAS_H
 #define KVANT_CUDA_DEVICE_KEY_BIAS_H
 #include "device/convert.h"

@@ -8,14 +8,14 @@ inline void barrier_init(uint at, uint count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
 
-// Where ordinary instructions read and overwrite a buffer, every thread arrives itself. For one lane that arrives for
-// its warp after __syncwarp, racecheck of compute-sanitizer reports false hazards (tools/h200/named_barriers.cu). On
-// Hopper it is as fast.
+// If ordinary instructions read and overwrite a buffer, every thread arrives itself. If one lane arrives for its warp
+// after __syncwarp, racecheck of compute-sanitizer reports false hazards (tools/h200/named_barriers.cu). On Hopper both
+// are equally fast.
 inline void barrier_arrive(uint at) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 
-// As above, for all lanes of a warp together: WARP_ARRIVALS of them arrive. Before Hopper lanes that arrive are atomic
+// As above, for all lanes of a warp together: WARP_ARRIVALS of them arrive. Before Hopper, arrivals of lanes are atomic
 // operations on one address, one after the other.
 #if __CUDA_ARCH__ >= 900
 constexpr uint WARP_ARRIVALS = 32;
@@ -51,27 +51,27 @@ inline void barrier_arrive_behind_copies(uint at) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
 }
 
-// True in one lane of a warp, in a form that the compiler recognises; otherwise it compiles bulk copies to a loop over
-// lanes. All lanes call it.
+// True in one lane of a warp, in a form that the compiler recognises. In another form, it compiles bulk copies to a
+// loop over lanes. All lanes call it.
 inline bool elected() {
     uint is;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is));
     return is != 0;
 }
 
-// Copies `bytes`, a multiple of 16, between multiples of 16, to shared memory asynchronously, and signals the barrier.
+// Copies `bytes` to shared memory asynchronously, and signals the barrier. Size and addresses are multiples of 16.
 inline void copy_bulk(uint to, const uchar *from, uint bytes, uint barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-// Prefetches `bytes`, a multiple of 16, from a multiple of 16 on, to L2.
+// Prefetches `bytes` to L2. Size and address are multiples of 16.
 inline void prefetch_bulk(const uchar *from, uint bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// Waits for the end of a phase. The first phase has parity 0; waiting for parity 1 before that returns at once.
+// Waits for the end of a phase. The first phase has parity 0; waiting for parity 1 before its end returns at once.
 inline void barrier_wait(uint at, uint parity) {
 #if __CUDA_ARCH__ >= 900
 #define WAIT "mbarrier.try_wait.parity.shared::cta.b64"

@@ -1,8 +1,8 @@
 // Page tables of layers of a pool (PAGE_SHIFT > 0): layer.rs.
 //
-// A table is [sequences, width] entries, one for each page of a sequence. A page holds PAGE_KEYS positions, which begin
-// at a multiple of that. Within a page each plane is [Hk, PAGE_KEYS] rows; page_bytes() is the distance of a page's
-// planes from those of page 0. Entries are untrusted: those from a layer's number of entries on are no pages.
+// A table is [sequences, width] entries, one for each page of a sequence. A page holds PAGE_KEYS positions and begins
+// at a multiple of PAGE_KEYS. Within a page, each plane is [Hk, PAGE_KEYS] rows; page_bytes() is the distance of a
+// page's planes from those of page 0. Entries are untrusted: entries from a layer's number of entries on are not pages.
 #ifndef KVANT_CUDA_DEVICE_PAGES_H
 #define KVANT_CUDA_DEVICE_PAGES_H
 #include "device/convert.h"
@@ -27,7 +27,7 @@ inline uint page_of(uint entry, uint count) {
     return is_page(entry, count) ? entry : NO_PAGE;
 }
 
-// How far the planes are moved for the rows of a page; 0 without pages.
+// The distance of a page's planes from those of page 0; 0 without pages.
 inline ulong page_bytes(uint page) {
     return PAGE_SHIFT == 0 ? 0 : ulong(page) * PAGE_UNIT;
 }

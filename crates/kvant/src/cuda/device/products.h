@@ -1,4 +1,4 @@
-// Products over matrices in shared memory: of warpgroups (WARPGROUP_PRODUCTS), otherwise of warps.
+// Products over matrices in shared memory: by warpgroups if WARPGROUP_PRODUCTS, otherwise by warps.
 #ifndef KVANT_CUDA_DEVICE_PRODUCTS_H
 #define KVANT_CUDA_DEVICE_PRODUCTS_H
 #if WARPGROUP_PRODUCTS

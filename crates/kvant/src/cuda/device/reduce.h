@@ -1,6 +1,6 @@
 // Sums, minima and maxima over the threads of a warp or of a block.
 //
-// The order of the additions depends on the number of threads alone.
+// The order of additions depends only on the number of threads.
 #ifndef KVANT_CUDA_DEVICE_REDUCE_H
 #define KVANT_CUDA_DEVICE_REDUCE_H
 #include "device/convert.h"
@@ -43,11 +43,11 @@ inline Team whole_block() {
     return Team{threadIdx.x, blockDim.x, threadIdx.x % 32, threadIdx.x / 32};
 }
 
-// Floats of shared memory that one exchange takes: one for each warp, or each 128 coordinates of a row.
+// Floats of shared memory of one exchange: one for each warp, or for each 128 coordinates of a row.
 constexpr uint EXCHANGE = 32;
 
-// All threads of the block call it, and all get the result. `room` holds EXCHANGE values that nobody uses; there is one
-// barrier, before they are read.
+// All threads of the block call it, and all get the result. `room` holds EXCHANGE values, which must be unused. There
+// is one barrier, before they are read.
 template <typename Op, typename T> inline T over_team(T x, T *room, Team team) {
     x = over_warp<Op>(x);
     if (team.lane == 0) {
@@ -57,7 +57,7 @@ template <typename Op, typename T> inline T over_team(T x, T *room, Team team) {
     return over_warp<Op>(team.lane < team.size / 32 ? room[team.lane] : T(Op::none));
 }
 
-// As over_team, of two values with one barrier; `room` holds twice as many.
+// As over_team, of two values with one barrier; `room` holds two times EXCHANGE values.
 template <typename Op> inline float2 over_team2(float2 x, float *room, Team team) {
     x = make_float2(over_warp<Op>(x.x), over_warp<Op>(x.y));
     if (team.lane == 0) {
@@ -74,7 +74,7 @@ inline bool is_nan_or_infinite(float x) {
     return (__float_as_uint(x) & 0x7F800000) == 0x7F800000;
 }
 
-// The power of two that brings x, at least 0, to about 1: 2^-126 to 2^126.
+// The power of two that scales x, which is at least 0, to about 1: 2^-126 to 2^126.
 inline float unit_of(float x) {
     const int exponent = int(__float_as_uint(x) >> 23) - 127;
     return __uint_as_float(uint(127 - max(-126, min(exponent, 126))) << 23);

@@ -5,14 +5,14 @@
 
 template <uint COUNT> struct RingCursor {
     uint stage = 0;
-    // Of the phase of the stage's barriers.
+    // The parity of the current phase of the stage's barriers.
     uint parity = 0;
 
     inline void next() {
         stage = stage + 1 == COUNT ? 0 : stage + 1;
         parity ^= stage == 0 ? 1 : 0;
     }
-    // The cursor with numbers of one lane (uniform.h).
+    // The cursor, known to be equal in all lanes (uniform.h).
     inline RingCursor of_warp() const {
         return {::of_warp(stage), ::of_warp(parity)};
     }

@@ -27,7 +27,7 @@ inline float total(float4 a) {
     return (a.x + a.y) + (a.z + a.w);
 }
 
-// Element j of 4; j is known when the loop around it is unrolled.
+// Element j of 4; j is known when the loop around the call is unrolled.
 inline float part(float4 a, uint j) {
     return j == 0 ? a.x : j == 1 ? a.y : j == 2 ? a.z : a.w;
 }
@@ -37,8 +37,8 @@ inline uint2 row_and_four() {
     return make_uint2(blockIdx.x * blockDim.y + threadIdx.y, blockIdx.y * blockDim.x + threadIdx.x);
 }
 
-// Elements i .. i+3; `count` of them exist, and the others are zero. `aligned`, a constant: all exist, and the first
-// lies at a multiple of four elements' bytes.
+// Elements i .. i+3: `count` of them exist, and the others are zero. `aligned`, a constant: all exist, and their
+// address is a multiple of the bytes of four elements.
 inline float4 load4(const uchar *x, ulong i, uint count, uint dtype, bool aligned) {
     if (aligned) {
         return load4(x, i, dtype);
@@ -60,13 +60,13 @@ inline void store4(uchar *x, ulong i, uint count, float4 values, uint dtype, boo
     }
 }
 
-// The values as they are after being stored.
+// The values after being stored and loaded again.
 inline float4 rounded4(float4 v, uint dtype) {
     return make_float4(rounded(v.x, dtype), rounded(v.y, dtype), rounded(v.z, dtype), rounded(v.w, dtype));
 }
 
-// Moves a row of `count` elements: their bits when the dtypes are the same. Thread `index` of `threads`; `aligned`, a
-// constant, says that both rows and their length are multiples of four elements.
+// Moves a row of `count` elements; copies their bits if the dtypes are equal. Thread `index` of `threads` calls it.
+// `aligned`, a constant: both rows and their length are multiples of four elements.
 inline void move_row(const uchar *from, ulong i, uint from_dtype, uchar *to, ulong j, uint to_dtype, uint count, bool aligned,
                      uint index, uint threads) {
     if (aligned) {

@@ -1,6 +1,6 @@
-// The functions of wgmma.h for GPUs without wgmma: the same products over the same layouts, by instructions of warps
-// (mma.sync). A warpgroup's warps have 16 rows of the result each. Products are done when a function returns, so there
-// is nothing to wait for.
+// The functions of wgmma.h for GPUs without wgmma: equal products over equal layouts, by instructions of warps
+// (mma.sync). A warpgroup's warps have 16 rows of the result each. Products are done when a function returns, so the
+// waits do nothing.
 #ifndef KVANT_CUDA_DEVICE_WARP_PRODUCTS_H
 #define KVANT_CUDA_DEVICE_WARP_PRODUCTS_H
 #include "device/fragments.h"
@@ -28,13 +28,13 @@ inline uint unit_of_row(uint first, uint r) {
     return (first ^ r % 8 * 16) + r * 128;
 }
 
-// The columns 8 j to 8 j + 7 of d, of N / 4 such.
+// Columns 8 j to 8 j + 7 of d, which has N / 4 groups of eight.
 template <uint N>
 inline float (&eight_columns(float (&d)[N], uint j))[4] {
     return reinterpret_cast<float(&)[4]>(d[4 * j]);
 }
 
-// d = a * b, or d += a * b if `add`; columns of b are rows in shared memory, 2 N of them.
+// d = a * b, or d += a * b if `add`. Columns of b are rows in shared memory; there are 2 N.
 template <bool HALF, uint N>
 inline void multiply(float (&d)[N], const uint (&a)[4], ulong b, bool add) {
     static_assert(N == 4 || N % 8 == 0, "products: 8 columns, or 16 at a time");

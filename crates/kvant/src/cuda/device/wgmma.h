@@ -1,9 +1,8 @@
 // Products of a warpgroup (wgmma): 128 threads multiply 64 rows by N columns over k = 16, asynchronously. The right
 // side is in shared memory, the left side there or in registers.
 //
-// Thread 32 w + 4 g + t of the warpgroup holds of the result the rows 16 w + g (d[4 j], d[4 j + 1]) and 16 w + g + 8
-// (d[4 j + 2], d[4 j + 3]) at the columns 8 j + 2 t and 8 j + 2 t + 1; of a left side in registers what fragments.h
-// says.
+// Of the result, thread 32 w + 4 g + t of the warpgroup holds rows 16 w + g (d[4 j], d[4 j + 1]) and 16 w + g + 8 (d[4
+// j + 2], d[4 j + 3]) at columns 8 j + 2 t and 8 j + 2 t + 1. A left side in registers has the layout of fragments.h.
 //
 // Matrices in shared memory are in blocks of 64 columns: consecutive rows of 128 bytes, in which unit i of 16 bytes is
 // at i xor the row's number, both modulo 8. Blocks begin at multiples of 1024 bytes.
@@ -11,8 +10,8 @@
 #define KVANT_CUDA_DEVICE_WGMMA_H
 #include "device/convert.h"
 
-// Names a matrix that begins at `address`, with `block` bytes between blocks of columns where they are gone through by
-// one product.
+// The descriptor of a matrix that begins at `address`. `block`: bytes between blocks of columns if one product goes
+// through several.
 inline ulong matrix(uint address, uint block) {
     return ulong(address >> 4 & 0x3FFF) | ulong(block >> 4) << 16 | ulong(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -26,7 +25,7 @@ inline void products_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes the group of products that were begun since the last one.
+// Closes the group of products begun since the last one was closed.
 inline void products_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -37,7 +36,7 @@ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Later computations stay after the waits before it, and earlier results are complete.
+// Keeps later computations behind the waits before it, and completes earlier results.
 template <uint N>
 inline void hold(float (&d)[N]) {
 #pragma unroll
@@ -75,13 +74,14 @@ inline void hold(uint (&a)[N][4]) {
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
     "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// Both sides from shared memory, columns of the right one in rows there; with `add` false d need not hold anything.
+// Both sides are in shared memory; columns of the right side are rows there. If `add` is false, the former d is
+// ignored.
 #define WGMMA_OF_SHARED(N, COUNT, A, B, ADD, TYPE)                                                                     \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N              \
                  "k16.f32." TYPE "." TYPE " {" WGMMA_NAMES_##COUNT "}, " A ", " B ", add, 1, 1, 0, 0;\n}"              \
                  : WGMMA_##COUNT(d)                                                                                    \
                  : "l"(a), "l"(b), "r"(uint(add)))
-// The left side in registers; columns of the right one in rows of shared memory, or (TRANSPOSED) rows.
+// The left side is in registers. Columns of the right side are rows of shared memory, or, if TRANSPOSED, its rows are.
 #define WGMMA_OF_REGISTERS(N, COUNT, A, B, ADD, TRANSPOSED, TYPE)                                                      \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N              \
                  "k16.f32." TYPE "." TYPE " {" WGMMA_NAMES_##COUNT "}, " A ", " B ", add, 1, 1, " TRANSPOSED ";\n}"    \

@@ -12,7 +12,7 @@ constexpr bool AFFINE = BITS != 0;
 constexpr uint SPAN = 256;
 constexpr uint UNIT = 32;
 constexpr uint UNITS = SPAN / UNIT;
-// Bytes of a span's codes, which may hold scales, and of separate scales; biases are as many.
+// Bytes of a span's codes, which may include scales, and of its separate scales. Biases take as many bytes as scales.
 constexpr uint CODE_BYTES = AFFINE ? UNIT * BITS : SPAN / block_inputs(FORMAT) * block_bytes(FORMAT);
 constexpr uint SCALE_BYTES = AFFINE            ? SPAN / GROUP * size_of(W_DTYPE)
                              : FORMAT == NVFP4 ? SPAN / 16
@@ -22,7 +22,8 @@ constexpr bool BIASED = AFFINE || FORMAT == Q5_1 || FORMAT == Q2_K || FORMAT == 
 // Whether each half of a unit has a scale.
 constexpr bool HALVES = FORMAT == Q2_K || FORMAT == Q3_K || FORMAT == Q6_K || FORMAT == NVFP4;
 
-// Bytes in shared memory from any multiple of ALIGNMENT on, in a slot that begins at a multiple of 16.
+// Pieces of 16 bytes that hold BYTES bytes from any multiple of ALIGNMENT on, in a slot that begins at a multiple of
+// 16.
 template <uint ALIGNMENT> struct Run {
     const uchar *slot;
     uint shift;
@@ -49,8 +50,8 @@ template <uint ALIGNMENT> struct Run {
 typedef Run<W_ALIGNMENT> Codes;
 typedef Run<FACTOR_ALIGNMENT> Factors;
 
-// scale * (byte i of a word - zero), rounded once: behind the exponent of 2^23 a byte is that much more. Multiples of
-// 2^23 by f16 scales are exact.
+// scale * (byte i of a word - zero), rounded once. A byte in the low bits of the float 2^23 adds its value to it.
+// Products of 2^23 and f16 scales are exact.
 inline float scaled_byte(float scale, uint word, uint i, float zero) {
     constexpr float OFF = 8388608;
     const float number = __uint_as_float(__byte_perm(word, 0x4B000000, 0x7540 | i));
@@ -133,11 +134,11 @@ inline float2 factors_of(const Header &h, const Codes &codes, const Factors &sca
     }
 }
 
-// Whether a code keeps its offset (MAGIC below) until its bias is applied: for formats with a bias, if the error is no
-// larger than that of rounding the result.
+// Whether a code keeps its offset (MAGIC below) until its bias is applied: for formats with a bias whose error is at
+// most that of rounding the result.
 constexpr bool FOLD = BIASED && OUT_DTYPE != F32 && X_DTYPE != F16;
 
-// Bytes as numbers: behind these bits a byte is that much more, 128 in bf16, which has room for 7 bits, or 1024.
+// Bytes as numbers: in the low bits of 128 (bf16, which has room for 7 bits) or of 1024 (f16), a byte adds its value.
 template <bool HALF> constexpr uint MAGIC = HALF ? 0x64 : 0x43;
 
 template <bool HALF> inline uint pair_of_bytes(uint bytes, uint selector, uint zero) {
@@ -147,13 +148,14 @@ template <bool HALF> inline uint pair_of_bytes(uint bytes, uint selector, uint z
 
 constexpr bool IQ4 = FORMAT == IQ4_NL || FORMAT == IQ4_XS;
 
-// Bytes of numbers by codes of 4 bits; or (WIDE) of bf16 numbers, the higher ones first: IQ4 needs 8 bits.
+// Bytes of numbers that replace codes of 4 bits. WIDE: bytes of bf16 numbers, the higher bytes first, because IQ4 needs
+// 8 bits.
 template <bool HALF> struct Tables {
     static constexpr bool WIDE = IQ4 && !HALF;
     uint words[WIDE ? 8 : 4];
 };
 
-// `zero` is 0, which the compiler does not know: it would load the words again for every use.
+// `zero` is 0, but the compiler does not know that: otherwise it would load the words again for every use.
 template <bool HALF> inline Tables<HALF> tables(uint zero) {
     constexpr uint E2M1[4] = {0x0F0E0D0C, 0x18141210, 0x090A0B0C, 0x00040608};
     constexpr uint BYTES[4] = {0x3F2D1801, 0x766A5D4F, 0xA6998D81, 0xF1D9C5B5};
@@ -167,14 +169,14 @@ template <bool HALF> inline Tables<HALF> tables(uint zero) {
     return t;
 }
 
-// The bytes of a table of 16 at four codes of 4 bits, whose lowest three bits are in `low`; the highest is in `high` as
-// 4 more than 0, 1, 2 or 3.
+// The bytes of a table of 16 entries at four codes of 4 bits. `low` has their three low bits; `high` has the highest
+// bit, as 4 added to the byte's number 0, 1, 2 or 3.
 inline uint look_up(uint low, uint high, const uint *words) {
     return __byte_perm(__byte_perm(words[0], words[1], low), __byte_perm(words[2], words[3], low), high);
 }
 
-// Eight codes of 4 bits in the order of their bits, as two numbers each of four words: codes 0 and 2, 1 and 3 of the
-// lower ones and of the higher ones (INTERLEAVED); or 0 and 1, 2 and 3.
+// Eight codes of 4 bits, in the order of their bits, as four words of two numbers. INTERLEAVED: codes 0 and 2, 1 and 3
+// of the low half, then of the high half; otherwise codes 0 and 1, 2 and 3.
 template <bool HALF, bool INTERLEAVED>
 inline void pairs_of_nibbles(uint nibbles, const Tables<HALF> &tables, uint (&pairs)[4]) {
     const uint low = nibbles & 0x77777777, high = (nibbles >> 1 & 0x44444444) | 0x32103210;
@@ -199,7 +201,7 @@ inline void pairs_of_nibbles(uint nibbles, const Tables<HALF> &tables, uint (&pa
 
 // Two E4M3 numbers, neighbours in a word; the first is byte `first`.
 template <bool HALF> inline uint pair_of_floats(uint word, uint first) {
-    // With their own exponents in a longer field they are too small by one factor, subnormal ones too.
+    // In a longer exponent field, all of them are too small by one factor, including subnormal numbers.
     const uint upper = __byte_perm(word, 0, first == 0 ? 0x1404 : 0x3424);
     const uint magnitude = HALF ? upper >> 1 & 0x3F803F80 : upper >> 4 & 0x07F007F0;
     return times<HALF>(magnitude | (upper & 0x80008000), HALF ? 0x5C005C00 : 0x7B807B80);
@@ -209,7 +211,7 @@ template <bool HALF> inline uint pair_of_floats(uint word, uint first) {
 inline uint stream_bytes(const Codes &codes, uint u, uint bit) {
     const uint at = u * 4 * BITS + bit / 32 * 4;
     const uint first = codes.word<4>(at);
-    // The last word of a unit has no successor, and needs none.
+    // The last word of a unit has no successor; it needs none.
     const uint second = bit % 32 + 4 * BITS > 32 ? codes.word<4>(at + 4) : 0;
     const uint four = __funnelshift_r(first, second, bit % 32);
     // Two codes in either half, then one in every byte.

@@ -18,7 +18,7 @@ constexpr bool AFFINE = BITS != 0 || FORMAT != 0;
 // The codes of blocks are unpacked to bytes.
 constexpr uint CODE_BITS = FORMAT != 0 ? 8 : BITS;
 
-// Inputs of a chunk, which lie in 16 bytes (8 at 4 bits, 12 at 6), and groups of four inputs.
+// Inputs of a chunk of at most 16 bytes (8 at 4 bits, 12 at 6), and its groups of four inputs.
 constexpr uint CHUNK = AFFINE ? 16 : 16 / size_of(W_DTYPE);
 constexpr uint FOURS = CHUNK / 4;
 

@@ -1,5 +1,5 @@
-//! Products of many rows of bf16 with a quantised weight: the weight becomes bf16, and cuBLASLt multiplies, or, of
-//! experts, `linear_gemm_affine`.
+//! Products of many rows of bf16 with a quantised weight. The weight becomes bf16; cuBLASLt multiplies it, or, with
+//! experts, `linear_gemm_affine` does.
 
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ static SOURCE: Source = Source {
     layouts: &[DequantiseParams::layout],
 };
 
-/// Minimum rows with which it pays: where `linear_gemm_affine` multiplies codes by warpgroups, and elsewhere.
+/// Minimum rows: if `linear_gemm_affine` multiplies the codes by warpgroups, and otherwise.
 const MANY: [usize; 2] = [1024, 33];
 /// Maximum bytes of dense matrices at a time.
 const MOST: usize = 1 << 30;
@@ -42,15 +42,15 @@ pub(super) enum Dequantise {
 }
 
 impl Dequantise {
-    /// None if the product is not computed this way: x and out are bf16, and so can W be. `takes_codes`:
-    /// `linear_gemm_affine` multiplies these codes and is faster, up to 1023 rows; `few` are the rows of experts that
-    /// other kernels take.
+    /// Returns None if another kernel is faster, or if x or out is not bf16. `is_faster_by_codes`: `linear_gemm_affine`
+    /// multiplies these codes and is faster for up to 1023 rows. `max_few`: maximum rows of experts of the kernels for
+    /// few rows.
     pub(super) fn new(
         call: &Call,
         weight: &Parts,
         limits: &Limits,
-        takes_codes: bool,
-        few: usize,
+        is_faster_by_codes: bool,
+        max_few: usize,
     ) -> Option<Dequantise> {
         let Call { x, dims, out, rows, .. } = call;
         let bytes = dims.outputs.checked_mul(dims.inputs)?.checked_mul(2)?;
@@ -60,12 +60,12 @@ impl Dequantise {
         }
         if call.experts.is_some() {
             // The contract allows rounding the weights of experts on GPUs with products of warpgroups.
-            let many = limits.warpgroup_products && !takes_codes && *rows > few;
-            let chunks = GemmAffine::of_dense(call, limits).filter(|_| many)?;
+            let is_faster = limits.warpgroup_products && !is_faster_by_codes && *rows > max_few;
+            let chunks = GemmAffine::of_dense(call, limits).filter(|_| is_faster)?;
             return Some(Dequantise::Experts { chunks, at_once: (MOST / bytes).min(dims.experts) });
         }
         let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
-        let by_warpgroups = takes_codes && limits.warpgroup_products;
+        let by_warpgroups = is_faster_by_codes && limits.warpgroup_products;
         let suits = limits.library_products
             && *rows >= MANY[usize::from(!by_warpgroups)]
             && aligned(x)

@@ -1,19 +1,21 @@
-// A gate (gate.cu) that follows a product, in the same kernel: it writes what both write, in their order.
+// A gate (gate.cu) after a product, in one kernel. It writes the results of both, in their order.
 #ifndef KVANT_CUDA_LINEAR_GATING_H
 #define KVANT_CUDA_LINEAR_GATING_H
 #include "device/activation.h"
 #include "device/elements.h"
 
-// linear/gating.rs: no gate; the results are its input; or their first half is its input, and the other its factors.
+// Values of GATING (linear/gating.rs). 0: no gate. INPUT: the results are the gate's input. HALVES: the first half of
+// the results is the input, the second half the factors.
 constexpr uint INPUT = 1;
 constexpr uint HALVES = 2;
 
-// Where output r of a tile of 16 is, from the tile's first one on: of halves, a tile has eight outputs of each.
+// The offset of output r of a tile of 16 from the tile's first output. With HALVES, a tile has eight outputs of each
+// half.
 inline uint in_tile(uint r, uint outputs) {
     return GATING == HALVES ? r % 8 + r / 8 * (outputs / 2) : r;
 }
 
-// Outputs of the first half that a tile has, or all of them.
+// Outputs of a tile, counted in the first half with HALVES.
 constexpr uint TILE_STEP = GATING == HALVES ? 8 : 16;
 
 // Indices of elements: a result in `out`; with HALVES, the second result of the pair in `out`; the factor in `up`; the

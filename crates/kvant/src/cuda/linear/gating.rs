@@ -1,4 +1,4 @@
-//! A gate that follows a product, in the same kernel.
+//! A gate after a product, in one kernel.
 
 use crate::{
     DType,
@@ -22,7 +22,7 @@ impl<'a> Gating<'a> {
     pub fn of(product: &Call, gate: &'a gate::Call) -> Option<Gating<'a>> {
         let (out, outputs, rows) = (&product.out, product.dims.outputs, product.rows);
         let size = out.dtype().size();
-        // The columns of each part, and whether parts follow each other in memory instead of in a row.
+        // The columns of each part, and whether parts are consecutive in memory instead of parts of a row.
         let (width, has_parts) = match product.parts[..] {
             [] => (outputs, false),
             [first, second] if first == second => (first, true),
@@ -35,7 +35,7 @@ impl<'a> Gating<'a> {
             let apart = rows == 1 || columns.width == width;
             overlap(&columns.tensor, out) && columns.tensor.dtype() == out.dtype() && is_there && apart
         };
-        // Other blocks still read what the product reads.
+        // Other blocks still read the inputs of the product.
         let mut is_free = gate.rows == rows;
         product.touches(&mut |touch| {
             is_free &= touch.arg == "out" || !overlap(touch.tensor, &gate.out);
@@ -54,7 +54,7 @@ impl<'a> Gating<'a> {
         matches!(self, Gating::Halves(_))
     }
 
-    /// Columns of the tensor that has the factors; 0 if they are results of the product.
+    /// Columns of the tensor of factors; 0 if the factors are results of the product.
     pub fn up_width(self) -> usize {
         match self {
             Gating::Input(gate) => gate.up.width,
@@ -62,7 +62,7 @@ impl<'a> Gating<'a> {
         }
     }
 
-    /// Adds what `linear/gating.h` needs: constants, and the arguments `index`, `up`, and the next one, `gated`.
+    /// Adds the constants of `linear/gating.h`, `up` as argument `index`, and `gated` as the next one.
     pub fn bind(self, launch: Launch, index: u32) -> Launch {
         let with = |launch: Launch, kind: u32, activation, up, gated| {
             launch

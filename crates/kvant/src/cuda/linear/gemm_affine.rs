@@ -1,4 +1,4 @@
-//! Products of many rows with an affine weight, or with one of bf16 where no library takes it.
+//! Products of many rows with an affine weight, or with a bf16 weight that no library multiplies.
 //!
 //! Rows of experts are sorted by expert first, on the device: a tile of rows has one expert.
 
@@ -20,7 +20,7 @@ params! {
         pub inputs: u32,
         pub experts: u32,
         pub alpha: f32,
-        /// The experts whose matrices W has: the first, and their number.
+        /// The matrices of W: the first one's expert, and their number.
         pub first_expert: u32,
         pub present: u32,
     }
@@ -48,20 +48,20 @@ const BLOCK: usize = 64;
 const OUTPUTS: usize = 128;
 /// The number of blocks of inputs is padded to a multiple of this.
 const DEPTH: usize = 4;
-/// Threads that multiply. With products of warpgroups one of them copies.
+/// Threads that multiply. With products of warpgroups, one thread of another 128 copies.
 const CONSUMERS: usize = 256;
 const COPIERS: usize = 128;
-/// Floats of a row of results, which use the memory of the chunks.
+/// Floats of a row of results. Results are stored in the memory of the chunks.
 const RESULTS: usize = OUTPUTS + 4;
-/// Chunks in shared memory. More are of no use.
+/// Chunks in shared memory. More than the maximum are not faster.
 const STAGES: std::ops::RangeInclusive<usize> = 3..=6;
-/// Rows of a chunk: with enough chunks to keep the device busy, and otherwise.
+/// Rows of a chunk: 128 if these are enough chunks to keep the device busy, otherwise 64.
 const ROWS: [usize; 2] = [128, 64];
 /// Maximum rows: the second dimension of the grid of `linear_gemm_affine_arrange` counts rows of whole chunks, 32 at a
 /// time.
 const MAX_ROWS: usize = 65_535 * 32 / ROWS[0] * ROWS[0];
 
-/// Threads that sort rows by expert, and maximum experts: shared memory has room for their counts.
+/// Threads that sort rows by expert. Maximum experts: shared memory has room for their counts.
 const SORTERS: usize = 1024;
 pub(super) const MAX_EXPERTS: usize = 8192;
 
@@ -70,13 +70,13 @@ pub(super) struct GemmAffine {
     pub(super) rows: usize,
     /// Tiles of rows.
     tiles: usize,
-    /// bf16 numbers whose sum is an element of x, and a bias.
+    /// bf16 numbers whose sum is an element of x (`parts`), or a bias (`terms`).
     parts: usize,
     terms: usize,
     stages: usize,
     /// Whether products are of warpgroups.
     warpgroups: bool,
-    /// Sums over the inputs of a chunk, each with a scale of its own.
+    /// Sums over the inputs of a chunk; each has a scale.
     sums: usize,
     /// Whether the product of codes, by warpgroups, replaces one with dense weights, for up to 1023 rows of bf16.
     pub(super) replaces_dense: bool,
@@ -108,7 +108,8 @@ pub(super) fn sort(
     Ok(Some([experts, order]))
 }
 
-/// Maximum tiles of `rows` rows that the call needs: every expert, and the rows without one, may leave one incomplete.
+/// Maximum tiles of `rows` rows of the call. Every expert, and the rows without an expert, may have one incomplete
+/// tile.
 pub(super) fn max_tiles(call: &Call, rows: usize) -> usize {
     match call.experts {
         Some(_) => (call.rows + (call.dims.experts + 1) * (rows - 1)).div_euclid(rows).min(call.rows),
@@ -223,7 +224,7 @@ impl GemmAffine {
             .constant("EXPERTS", call.experts.is_some())
     }
 
-    /// The launch of the product with the matrices of these experts, without what differs by their dtype.
+    /// The launch of the product with the matrices of these experts, without the arguments that depend on their dtype.
     fn product(
         &self,
         call: &Call,
@@ -282,7 +283,7 @@ impl LinearKernel for GemmAffine {
     }
 }
 
-/// x in chunks, and with experts those of the tiles and the rows at their places.
+/// x in chunks. With experts: the expert of each tile, and the row at each place of a tile.
 pub(super) struct Arranged {
     chunks: Scratch,
     sorted: Option<[Scratch; 2]>,

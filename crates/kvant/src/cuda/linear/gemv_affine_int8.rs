@@ -20,34 +20,35 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout],
 };
 
-/// Maximum rows of a block: every block converts x to bytes again.
+/// Maximum rows of a block. Every block converts x to bytes again.
 const TOKENS: usize = 2;
 /// Warps of a block.
 const WARPS: usize = 8;
-/// Minimum inputs of rows that are divided among twice the warps.
+/// Minimum inputs of rows that twice the warps divide.
 const LONG: usize = 8192;
-/// Tiles of a block, at most.
+/// Maximum tiles of a block.
 const TILES: usize = 7;
-/// Tiles of a block of experts, if that leaves a block for each multiprocessor: the next number that does.
+/// Tiles of a block of experts: the first number that leaves a block for each multiprocessor, otherwise one.
 const EXPERT_TILES: [usize; 2] = [4, 2];
-/// Tiles of a block with very many tiles, and its warps: more, if they have equal parts and two such blocks fit.
+/// Tiles and warps of a block if there are very many tiles: five warps if these have equal parts and two blocks fit,
+/// otherwise four.
 const SMALL: usize = 4;
 const SMALL_WARPS: [usize; 2] = [5, 4];
 /// Inputs of a span, as `linear_gemv_affine_int8.cu` has them.
 const SPAN: usize = 128;
-/// Spans of x that a warp converts to integers together, at most.
+/// Maximum spans of x that a warp converts to integers together.
 const DEPTH: usize = 8;
 
 /// How the work is divided.
 pub(super) struct GemvAffineInt8(WarpTiling);
 
-/// Whether the kernel takes these rows, which `linear_skinny_mma` would.
+/// Whether the kernel is faster than `linear_skinny_mma`, whose alignments it requires.
 fn suits(call: &Call, weight: &Parts) -> bool {
     weight.bits != 0 && (call.rows <= TOKENS || call.experts.is_some())
 }
 
-/// Outputs per block that give every multiprocessor one block, so that all have the same work; or a tiling that needs
-/// less shared memory, on a GPU with little of it.
+/// The tiling that gives every multiprocessor one block, so that all have equal work. If shared memory is too small for
+/// it, a smaller one.
 fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let tiles = if call.experts.is_some() {
         let enough = |tiles: &usize| call.dims.outputs.div_ceil(TILE * tiles) * call.rows >= limits.busy_groups;
@@ -55,9 +56,9 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     } else {
         call.dims.outputs.div_ceil(TILE).div_ceil(limits.busy_groups)
     };
-    let with = |tiles, warps, stages| within(call, weight, [tiles, warps, stages]);
+    let with = |tiles, warps, stages| tiling_of(call, weight, [tiles, warps, stages]);
     let fits = |tiling: &WarpTiling| tiling.bytes <= limits.threadgroup_bytes;
-    // Blocks that come in many rounds are small, so that others run while one begins or ends.
+    // If every multiprocessor runs many blocks, small blocks overlap: some begin or end while others run.
     let [more, small] = SMALL_WARPS.map(|warps| with(SMALL, warps, if weight.bits == 4 { 4 } else { 2 }));
     let even = call.dims.inputs.div_ceil(SPAN).is_multiple_of(SMALL_WARPS[0]);
     let small = if even && blocks_per_multiprocessor(more.bytes, limits) >= 2 { more } else { small };
@@ -66,7 +67,7 @@ fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     }
     let mut tiles = tiles.clamp(1, TILES);
     if weight.bits == 6 && tiles > 3 {
-        // Codes of 6 bits need more instructions than others: two blocks at a time, with half the tiles each.
+        // Codes of 6 bits need more instructions: two blocks at a time, with half the tiles each.
         tiles = tiles.div_ceil(2);
         let two = [WARPS, WARPS / 2].map(|warps| with(tiles, warps, 2));
         if let Some(shape) = two.into_iter().find(|shape| blocks_per_multiprocessor(shape.bytes, limits) >= 2) {
@@ -89,14 +90,14 @@ fn depth(call: &Call, warps: usize) -> usize {
 }
 
 /// The tiling with `tiles` tiles, at most `warps` warps, and `stages` stages.
-fn within(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]) -> WarpTiling {
+fn tiling_of(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]) -> WarpTiling {
     let groups = (SPAN / weight.group as usize).max(1);
     let tokens = if call.experts.is_some() { 1 } else { call.rows.clamp(1, TOKENS) };
     let spans = call.dims.inputs.div_ceil(SPAN);
     let vector = vector(weight, call.dims.inputs, |_| true);
     let kept = vector.max(groups);
-    // No more rounds than with all of them, and no warp without a part. If it makes parts hardly longer, they are whole
-    // periods of scales, and no scale is fetched twice; codes of 6 bits rather have all warps.
+    // As few rounds as with all warps, and no warp without a part. If parts become at most a quarter longer by it, they
+    // are whole periods of scales, so that no scale is fetched twice. Codes of 6 bits are faster with all warps.
     let part = spans.div_ceil(max_warps);
     let whole = part.next_multiple_of(kept / groups);
     let better = weight.bits != 6 && whole <= part + part / 4 && spans.is_multiple_of(whole);
@@ -112,7 +113,7 @@ fn within(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]) -
 }
 
 impl GemvAffineInt8 {
-    /// None if the kernel does not take the product; it is one that `linear_skinny_mma` takes, too.
+    /// None if the kernel does not take the product. It takes only products that `linear_skinny_mma` takes.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemvAffineInt8> {
         suits(call, weight).then(|| GemvAffineInt8(tiling(call, weight, limits)))
     }
@@ -136,7 +137,7 @@ impl LinearKernel for GemvAffineInt8 {
         b.push(self.launch(args, Gating::None))
     }
 
-    /// Every gate of one row, and gates of halves.
+    /// Every gate with one row; with more rows, gates whose factors are results of the product.
     fn build_gated(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<bool> {
         let takes = args.call.rows == 1 || gating.is_halves();
         if takes {

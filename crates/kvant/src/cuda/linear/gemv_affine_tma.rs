@@ -16,7 +16,7 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout],
 };
 
-/// Warps of a block that multiply, at most.
+/// Maximum warps of a block that multiply.
 const WARPS: usize = 8;
 /// Inputs of a span: `SPAN` of `integer_products.h`.
 const SPAN: usize = 128;
@@ -24,12 +24,13 @@ const SPAN: usize = 128;
 /// bits the maximum is one less if a warp has several parts of x.
 const STAGES: usize = 5;
 const FEWEST_STAGES: usize = 3;
-/// Bytes of W per block up to which a second block, of the next launch, shares the multiprocessor: while this one
-/// computes, half of its W is fetched to shared memory and half to L2. All of it in shared memory would delay the end
-/// of the previous kernel.
+/// Maximum bytes of W per block if the multiprocessor also has a block of the next launch. While a block computes, half
+/// of the next one's W is fetched to shared memory, and half to L2. Fetching all of it to shared memory would delay the
+/// end of the previous kernel.
 const SHORT: usize = 100 << 10;
-/// Between SHORT and this, codes of 8 bits are no faster than by `linear_gemv_affine_int8`. Nor are codes of 6 bits
-/// above SHORT if a fourth of the multiprocessors would be idle.
+/// Minimum bytes of W per block with codes of 8 bits, unless they are at most SHORT: between the two,
+/// `linear_gemv_affine_int8` is as fast. It also takes codes of 6 bits above SHORT if a quarter of the multiprocessors
+/// would be idle.
 const LONG: usize = 160 << 10;
 
 /// How the work is divided: a block's tiles of outputs, and a warp's spans of inputs at a time.
@@ -41,19 +42,19 @@ pub(super) struct GemvAffineTma {
     stages: usize,
     /// Stages that are copied before the previous kernel has ended, and further ones that are prefetched to L2.
     ahead: [usize; 2],
-    /// Blocks of a multiprocessor.
-    beside: usize,
+    /// Blocks that run on a multiprocessor at the same time.
+    resident_blocks: usize,
     /// Shared memory of a block.
     bytes: usize,
 }
 
 impl GemvAffineTma {
-    /// None if the kernel does not take the product on this device; it is one that `linear_gemv_affine_int8` takes,
-    /// too.
+    /// None if the kernel does not take the product on this device. It takes only products that
+    /// `linear_gemv_affine_int8` takes.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemvAffineTma> {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
-        // As they are copied.
+        // The unit in which a row's scales are copied.
         let factors = if (inputs / weight.group as usize * weight.dtype.size()).is_multiple_of(16) { 16 } else { 8 };
         let aligned = weight.weight.byte_offset().is_multiple_of(16)
             && [scales, biases].into_iter().all(|tensor| tensor.byte_offset().is_multiple_of(factors));
@@ -68,10 +69,10 @@ impl GemvAffineTma {
         if !short && (weight.bits == 8 && bytes < LONG || weight.bits == 6 && tiles > 1 && idle) {
             return None;
         }
-        // The bytes of x and the scales of four spans fit into registers if they are few. Codes of 6 bits need all
-        // warps.
+        // A warp has four spans at a time if its registers hold their scales. Codes of 6 bits also need all warps.
         let few = weight.group >= 64 && weight.dtype.size() == 2;
-        // With whole rows in a stage, so are their scales, and more stages fit.
+        // If a stage holds whole rows of W, it holds their scales, too, and scales need no memory of their own: there
+        // is room for more stages.
         let whole_rows: &[usize] = if weight.bits == 4 && few && !short { &[4, 5, 6, 7] } else { &[] };
         let is_whole = |&&spans: &&usize| chunks(inputs, spans).is_some_and(|(chunks, _)| chunks == 1);
         let spans: &[usize] = match weight.bits {
@@ -87,12 +88,12 @@ impl GemvAffineTma {
                 return None;
             }
             let items = tiles * chunks;
-            let of = |stages| within(weight, inputs, [tiles, spans, stages]);
+            let of = |stages| tiling_of(weight, inputs, [tiles, spans, stages]);
             if short {
                 let two = |shape: &GemvAffineTma| blocks_per_multiprocessor(shape.bytes, limits) >= 2;
                 let shape = (1..=items).rev().filter_map(of).find(two)?;
                 let ahead = items.div_ceil(2).min(shape.stages);
-                return Some(GemvAffineTma { ahead: [ahead, items - ahead], beside: 2, ..shape });
+                return Some(GemvAffineTma { ahead: [ahead, items - ahead], resident_blocks: 2, ..shape });
             }
             let most = if chunks == 1 || weight.bits == 8 { STAGES } else { STAGES - 1 };
             let fits = |shape: &GemvAffineTma| shape.bytes <= limits.threadgroup_bytes;
@@ -118,7 +119,7 @@ impl LinearKernel for GemvAffineTma {
             .constant("STAGES", self.stages as u32)
             .constant("AHEAD", self.ahead[0] as u32)
             .constant("AHEAD_L2", self.ahead[1] as u32)
-            .constant("BESIDE", self.beside as u32)
+            .constant("RESIDENT_BLOCKS", self.resident_blocks as u32)
             .constant("SHARED_BYTES", self.bytes as u32)
             .params(6, params)
             .threadgroup_memory(self.bytes)
@@ -128,15 +129,16 @@ impl LinearKernel for GemvAffineTma {
     }
 }
 
-/// Whether rows of scales can be copied by 8 or 16 bytes, and read by words, or 16 bytes where a part has as many.
+/// Whether rows of scales can be copied by 8 or 16 bytes. They are read by words, or by 16 bytes if a part is a
+/// multiple of that.
 fn takes_factors(weight: &Parts, inputs: usize, spans: usize) -> bool {
     let row = inputs / weight.group as usize * weight.dtype.size();
     let of_part = spans * (SPAN / weight.group as usize).max(1) * weight.dtype.size();
     of_part.is_multiple_of(4) && row.is_multiple_of(if of_part.is_multiple_of(16) { 16 } else { 8 })
 }
 
-/// How many parts of such a row a warp has, and how many warps there are; None if the row is not a whole number of
-/// parts.
+/// The parts of a row, of `spans` spans, that a warp has, and the number of warps. None if the row is not a whole
+/// number of parts.
 fn chunks(inputs: usize, spans: usize) -> Option<(usize, usize)> {
     let parts = inputs / (spans * SPAN);
     if parts == 0 || !inputs.is_multiple_of(spans * SPAN) {
@@ -147,7 +149,7 @@ fn chunks(inputs: usize, spans: usize) -> Option<(usize, usize)> {
 }
 
 /// The tiling with `tiles` tiles, `spans` spans and `stages` stages.
-fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> Option<GemvAffineTma> {
+fn tiling_of(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> Option<GemvAffineTma> {
     let bits = weight.bits as usize;
     let (chunks, warps) = chunks(inputs, spans)?;
     let pitch = (warps * spans * SPAN / 8 * bits).next_multiple_of(128) + if bits == 6 { 32 } else { 16 };
@@ -157,7 +159,7 @@ fn within(weight: &Parts, inputs: usize, [tiles, spans, stages]: [usize; 3]) -> 
     let digits = spans * if bits == 4 { 128 } else { 3 * 36 + 4 } * 4;
     let sums = tiles * TILE * size_of::<f32>();
     let bytes = stages * TILE * pitch + slots * 2 * factors + warps * (digits + sums) + stages * 16;
-    Some(GemvAffineTma { tiles, spans, warps, stages, ahead: [stages, 0], beside: 1, bytes })
+    Some(GemvAffineTma { tiles, spans, warps, stages, ahead: [stages, 0], resident_blocks: 1, bytes })
 }
 
 #[cfg(test)]
@@ -181,7 +183,7 @@ mod tests {
                 let case = format!("{} bits, {:?}, {}, {bytes} bytes", weight.bits, call.x.shape(), call.x.dtype());
                 let Some(shape) = GemvAffineTma::new(&call, &weight, &limits) else { continue };
                 taken += 1;
-                assert!(shape.bytes * shape.beside <= bytes, "{case}: {}", shape.bytes);
+                assert!(shape.bytes * shape.resident_blocks <= bytes, "{case}: {}", shape.bytes);
                 assert!(shape.ahead[0] <= shape.stages && shape.stages > 0, "{case}");
                 // Every warp has spans.
                 let parts = call.dims.inputs / (shape.spans * SPAN);

@@ -1,4 +1,4 @@
-//! Products that no other kernel takes; many dense rows, which cuBLASLt multiplies where it is installed.
+//! Products that no other kernel takes; and many dense rows, which cuBLASLt multiplies if it is installed.
 
 use super::{LinearArgs, LinearKernel, LinearParams, aligned16};
 use crate::{

@@ -1,8 +1,8 @@
 // Exact products of affine codes and numbers, both as bytes, on integer tensor cores.
 //
-// W is the A of a product, 16 outputs by 32 inputs: bytes that are codes, those of 8 bits as they are, the others
-// unpacked four at a time, UNIT at a time. A number becomes an integer of 23 bits, relative to the largest of its span:
-// three signed bytes, each in a column of B of its own.
+// W is the left side of a product, 16 outputs by 32 inputs, as bytes that are codes: codes of 8 bits unchanged, others
+// unpacked four at a time, UNIT at a time. A number of x becomes an integer of 23 bits, relative to the largest number
+// of its span: three signed bytes, each in a column of the right side.
 #ifndef KVANT_CUDA_LINEAR_INTEGER_PRODUCTS_H
 #define KVANT_CUDA_LINEAR_INTEGER_PRODUCTS_H
 #include "device/affine.h"
@@ -85,7 +85,7 @@ struct Numbers {
     Numbers(float4 v) {
         const float most = larger(larger(fabsf(v.x), fabsf(v.y)), larger(fabsf(v.z), fabsf(v.w)));
         bits = __reduce_max_sync(ALL, __float_as_uint(most));
-        // Of what is as small as this, digits are lost below the smallest float.
+        // For numbers this small, digits below the smallest float are lost.
         exponent = max(bits & 0x7F800000, 24u << 23);
     }
     int of(float x) const {
@@ -104,7 +104,7 @@ inline float make_digits(uint *digits, float4 v, uint at) {
     uint bytes[4];
 #pragma unroll
     for (uint j = 0; j < 4; j++) {
-        // Bytes of v + 0x808080 are those of v, signed, plus 0x80.
+        // Adding 0x808080 makes the signed bytes of v unsigned: each is larger by 0x80.
         bytes[j] = uint(numbers.of(part(v, j))) + 0x808080;
     }
     const uint low = __byte_perm(bytes[0], bytes[1], 0x5140), high = __byte_perm(bytes[2], bytes[3], 0x5140);
@@ -115,15 +115,15 @@ inline float make_digits(uint *digits, float4 v, uint at) {
     return numbers.unit();
 }
 
-// Pairs of codes of 4 bits, as bytes: e + 16 o. With numbers x for e and y for o, 16 (e x + o y) is e (16 x - y) + (e +
-// 16 o) y: the codes take one instruction, not three. The bytes of a span's pairs: [4][64] of 16 x - y, [3][64] of y,
-// and zeros.
+// Pairs of codes of 4 bits as bytes: e + 16 o. With x for e and y for o, 16 (e x + o y) = e (16 x - y) + (e + 16 o) y.
+// Unpacking then takes one instruction instead of three. Bytes of a span's pairs: [4][64] of 16 x - y, [3][64] of y,
+// then zeros.
 constexpr uint PAIR_DIGIT = SPAN / 2 / 4;
 constexpr uint PAIR_ZEROS = 7 * PAIR_DIGIT;
 constexpr uint PAIR_DIGITS = 8 * PAIR_DIGIT;
 
-// As make_digits; products with them are 16 times as large. A lane of B finds its words of the span's four stretches of
-// 16 pairs, in the order 0, 2, 1, 3, next to each other.
+// As make_digits; products are 16 times as large. The span's four stretches of 16 pairs are in the order 0, 2, 1, 3, so
+// that a lane's words of the right side are adjacent.
 inline float make_pair_digits(uint *digits, float4 v, uint lane) {
     const Numbers numbers(v);
     int n[4];

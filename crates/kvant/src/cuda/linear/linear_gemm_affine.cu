@@ -380,198 +380,206 @@ inline void copy_chunk(uint to, const uchar *from, uint bytes, uint barrier) {
     }
 }
 
-// Blocks: x counts OUTPUTS outputs, y tiles of ROWS rows.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    KVANT_KERNEL(const uchar *chunks, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
-                const GemmAffineParams p, const uint *experts, const uint *order) {
-    extern __shared__ uchar memory[];
-    const uint base = (shared_address(memory) + 1023) / 1024 * 1024;
-    const uint full = base, free = base + STAGES * 8, ring = base + AT_RING;
-    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    if (thread == 0) {
-        for (uint i = 0; i < STAGES; i++) {
-            barrier_init(full + i * 8, COPIERS);
-            barrier_init(free + i * 8, CONSUMERS / 32 * (WARPGROUP_PRODUCTS ? 1 : WARP_ARRIVALS));
-        }
-        if constexpr (WARPGROUP_PRODUCTS) {
-            show_barriers_to_copies();
-        }
-    }
-    __syncthreads();
-    take_turn();
-    const uint expert = EXPERTS ? experts[blockIdx.y] : 0;
-    // The rows of an expert that does not exist are zeros, whatever is computed: the first launch stores them.
-    const bool known = expert < p.experts;
-    if (EXPERTS && (expert == NONE || (known ? expert - p.first_expert >= p.present : p.first_expert > 0))) {
-        return;
-    }
-    // Of the phases in which buffers become free, the first is over.
-    RingCursor<STAGES> copies = {0, 1};
-    uint copied = 0;
-    const auto copy_next = [&] {
-        const uchar *from = chunks + (ulong(blockIdx.y) * chunks_of(p.inputs) + copied) * STAGE;
-        // A term of sums is a part.
-        const uint bytes = copied < blocks_of(p.inputs) ? STAGE : PART;
-        barrier_wait(free + copies.stage * 8, copies.parity);
-        copy_chunk(ring + copies.stage * STAGE, from, bytes, full + copies.stage * 8);
-        copies.next();
-        copied++;
-    };
-    if constexpr (WARPGROUP_PRODUCTS) {
-        // The consumers get the registers.
-        if (thread >= CONSUMERS) {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-            if (thread == CONSUMERS) {
-                while (copied < chunks_of(p.inputs)) {
-                    copy_next();
-                }
-            }
-            return;
-        }
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    } else {
-        while (copied < min(STAGES - 1, chunks_of(p.inputs))) {
-            copy_next();
-        }
-    }
+// Context of all phases: addresses in shared memory, and the tile of rows.
+struct Block {
+    const GemmAffineParams &p;
+    const uchar *chunks;
+    // Barriers: a stage is full, a stage is free.
+    uint full;
+    uint free;
+    uint ring;
+};
 
-    const uint g = lane / 4, t = lane % 4;
-    const uint own = warp * 16 + g, first_output = blockIdx.x * OUTPUTS;
-    // Beyond the last output the last is computed again, and not stored.
-    const uint outputs[2] = {min(first_output + own, p.outputs - 1), min(first_output + own + 8, p.outputs - 1)};
-    Weight w = {codes, scales, biases, p.inputs};
-    w.select(known ? ulong(expert - p.first_expert) * p.outputs : 0);
-    // Loaded AHEAD blocks ahead.
-    Codes ahead[AHEAD][2];
-#pragma unroll
-    for (uint d = 0; d < AHEAD; d++) {
-        ahead[d][0] = w.load(outputs[0], d);
-        ahead[d][1] = w.load(outputs[1], d);
+// Copies the chunks of the block's tile of rows to the ring, one after the other.
+struct Copier {
+    const Block &b;
+    // Of the phases in which buffers become free, the first is over.
+    RingCursor<STAGES> at = {0, 1};
+    uint copied = 0;
+
+    inline bool has_next() const {
+        return copied < chunks_of(b.p.inputs);
     }
-    float sums[PIECES][32] = {}, products[PIECES][32];
-    // Of the block whose products run.
-    float scale[SUMS][2];
-    const auto add = [&](uint piece, uint sum) {
-        hold(products[piece]);
-#pragma unroll
-        for (uint i = 0; i < 32; i++) {
-            sums[piece][i] += scale[sum][i / 2 % 2] * products[piece][i];
-        }
-    };
-    RingCursor<STAGES> cursor;
-    const auto wait_for_chunk = [&] { barrier_wait(full + cursor.stage * 8, cursor.parity); };
-    const auto give_back = [&](uint stage) {
-        if (WARPGROUP_PRODUCTS && lane == 0) {
-            barrier_arrive(free + stage * 8);
+    inline void copy_next() {
+        const uchar *from = b.chunks + (ulong(blockIdx.y) * chunks_of(b.p.inputs) + copied) * STAGE;
+        // A term of sums is a part.
+        const uint bytes = copied < blocks_of(b.p.inputs) ? STAGE : PART;
+        barrier_wait(b.free + at.stage * 8, at.parity);
+        copy_chunk(b.ring + at.stage * STAGE, from, bytes, b.full + at.stage * 8);
+        at.next();
+        copied++;
+    }
+};
+
+// A thread of the consumers: its two outputs of W, and the sums of their products with each row of the tile.
+struct Consumer {
+    const Block &b;
+    Copier &copier;
+    Weight w;
+    uint outputs[2];
+    RingCursor<STAGES> at;
+    float sums[PIECES][32] = {};
+
+    // The chunk at the cursor, when it has come.
+    inline ulong next_chunk() const {
+        barrier_wait(b.full + at.stage * 8, at.parity);
+        return matrix(b.ring + at.stage * STAGE, 16);
+    }
+    inline void give_back(uint stage) {
+        if (WARPGROUP_PRODUCTS && threadIdx.x % 32 == 0) {
+            barrier_arrive(b.free + stage * 8);
         }
         if constexpr (!WARPGROUP_PRODUCTS) {
             // Products of warps read buffers by ordinary instructions.
-            barrier_arrive_warp(free + stage * 8);
+            barrier_arrive_warp(b.free + stage * 8);
             // Into the buffer before this one, which other warps may still read.
-            if (copied < chunks_of(p.inputs)) {
-                copy_next();
+            if (copier.has_next()) {
+                copier.copy_next();
             }
         }
-    };
-    const auto hold_all = [&] {
+    }
+    inline void hold_sums() {
 #pragma unroll
         for (uint piece = 0; piece < PIECES; piece++) {
             hold(sums[piece]);
         }
-    };
-    const uint blocks = blocks_of(p.inputs);
+    }
+};
+
+// Codes, or weights, in registers, AHEAD blocks ahead of their use; products in progress, and the scales of their
+// block.
+struct Pipeline {
+    Codes ahead[AHEAD][2];
+    float products[PIECES][32];
+    float scale[SUMS][2];
+};
+
+// Consumer: adds the products of a piece, scaled.
+inline void add_products(Consumer &c, Pipeline &line, uint piece, uint sum) {
+    hold(line.products[piece]);
+#pragma unroll
+    for (uint i = 0; i < 32; i++) {
+        c.sums[piece][i] += line.scale[sum][i / 2 % 2] * line.products[piece][i];
+    }
+}
+
+// Consumer: the scales of a block whose codes are converted, and loads of the block that takes its registers.
+inline void advance(const Consumer &c, Pipeline &line, uint block, uint d) {
+#pragma unroll
+    for (uint i = 0; i < 2; i++) {
+#pragma unroll
+        for (uint sum = 0; sum < SUMS; sum++) {
+            line.scale[sum][i] = AFFINE ? float_of(line.ahead[d % AHEAD][i].scales[sum]) * UNITS : 1;
+        }
+        line.ahead[d % AHEAD][i] = c.w.load(c.outputs[i], block + d + AHEAD);
+    }
+}
+
+// Consumer: begins the products of a piece of rows with the inputs of one sum.
+inline void begin_products(Pipeline &line, uint (&a)[4][4], ulong x, uint piece, uint sum) {
+    hold(a);
+    products_begin();
+#pragma unroll
+    for (uint i = 0; i < 4 / SUMS * PARTS; i++) {
+        const uint of_block = sum * (4 / SUMS) + i / PARTS;
+        const uint at = i % PARTS * PART + piece * 64 * 128 + of_block * 32;
+        multiply<false>(line.products[piece], a[of_block], matrix_after(x, at), i > 0);
+    }
+    products_commit();
+}
+
+// Consumer: the products of block `block` + d. By warpgroups, they are added while the next ones run: `d` is not 0 if
+// products are in progress.
+inline void multiply_block(Consumer &c, Pipeline &line, uint block, uint d) {
+    uint a[4][4];
+    operands(line.ahead[d % AHEAD], a);
+    if constexpr (!WARPGROUP_PRODUCTS) {
+        advance(c, line, block, d);
+    }
+    const ulong x = c.next_chunk();
+#pragma unroll
+    for (uint sum = 0; sum < SUMS; sum++) {
+#pragma unroll
+        for (uint piece = 0; piece < PIECES; piece++) {
+            if (WARPGROUP_PRODUCTS && d + sum > 0) {
+                products_wait<PIECES - 1>();
+                add_products(c, line, piece, (sum + SUMS - 1) % SUMS);
+            }
+            begin_products(line, a, x, piece, sum);
+            if (!WARPGROUP_PRODUCTS) {
+                add_products(c, line, piece, sum);
+            }
+        }
+        if (WARPGROUP_PRODUCTS && sum == 0) {
+            if (d > 0) {
+                c.give_back(c.at.before());
+            }
+            advance(c, line, block, d);
+        }
+    }
+    if constexpr (!WARPGROUP_PRODUCTS) {
+        c.give_back(c.at.stage);
+        c.at.next();
+    } else if (d + 1 < DEPTH) {
+        c.at.next();
+    }
+}
+
+// Consumer: the products of all blocks of inputs.
+inline void multiply_blocks(Consumer &c) {
+    Pipeline line;
+#pragma unroll
+    for (uint d = 0; d < AHEAD; d++) {
+        line.ahead[d][0] = c.w.load(c.outputs[0], d);
+        line.ahead[d][1] = c.w.load(c.outputs[1], d);
+    }
+    const uint blocks = blocks_of(c.b.p.inputs);
 #pragma unroll 1
     for (uint block = 0; block < blocks; block += DEPTH) {
 #pragma unroll
         for (uint d = 0; d < DEPTH; d++) {
-            uint a[4][4];
-            operands(ahead[d % AHEAD], a);
-            const auto next = [&] {
-#pragma unroll
-                for (uint i = 0; i < 2; i++) {
-#pragma unroll
-                    for (uint sum = 0; sum < SUMS; sum++) {
-                        scale[sum][i] = AFFINE ? float_of(ahead[d % AHEAD][i].scales[sum]) * UNITS : 1;
-                    }
-                    ahead[d % AHEAD][i] = w.load(outputs[i], block + d + AHEAD);
-                }
-            };
-            if constexpr (!WARPGROUP_PRODUCTS) {
-                next();
-            }
-            wait_for_chunk();
-            const ulong x = matrix(ring + cursor.stage * STAGE, 16);
-#pragma unroll
-            for (uint sum = 0; sum < SUMS; sum++) {
-#pragma unroll
-                for (uint piece = 0; piece < PIECES; piece++) {
-                    if (WARPGROUP_PRODUCTS && d + sum > 0) {
-                        products_wait<PIECES - 1>();
-                        add(piece, (sum + SUMS - 1) % SUMS);
-                    }
-                    hold(a);
-                    products_begin();
-#pragma unroll
-                    for (uint i = 0; i < 4 / SUMS * PARTS; i++) {
-                        const uint of_block = sum * (4 / SUMS) + i / PARTS;
-                        const uint at = i % PARTS * PART + piece * 64 * 128 + of_block * 32;
-                        multiply<false>(products[piece], a[of_block], matrix_after(x, at), i > 0);
-                    }
-                    products_commit();
-                    if (!WARPGROUP_PRODUCTS) {
-                        add(piece, sum);
-                    }
-                }
-                if (WARPGROUP_PRODUCTS && sum == 0) {
-                    if (d > 0) {
-                        give_back(cursor.before());
-                    }
-                    next();
-                }
-            }
-            if constexpr (!WARPGROUP_PRODUCTS) {
-                give_back(cursor.stage);
-                cursor.next();
-                continue;
-            }
-            if (d + 1 < DEPTH) {
-                cursor.next();
-            }
+            multiply_block(c, line, block, d);
         }
         if constexpr (WARPGROUP_PRODUCTS) {
             products_wait<PIECES - 1>();
-            add(0, SUMS - 1);
+            add_products(c, line, 0, SUMS - 1);
             if (PIECES > 1) {
                 products_wait<0>();
-                add(PIECES - 1, SUMS - 1);
+                add_products(c, line, PIECES - 1, SUMS - 1);
             }
-            give_back(cursor.stage);
-            cursor.next();
+            c.give_back(c.at.stage);
+            c.at.next();
         }
     }
+}
 
-    // Biases by sums of x: the larger of the products of their terms.
-#pragma unroll 1
-    for (uint block = 0; block < blocks_of_sums(p.inputs); block++) {
-        uint a[TERMS][4][4];
+// Consumer: the terms of a block's biases, as left sides of products.
+inline void biases_of(const Consumer &c, uint block, uint (&a)[TERMS][4][4]) {
 #pragma unroll
-        for (uint i = 0; i < 4; i++) {
+    for (uint i = 0; i < 4; i++) {
 #pragma unroll
-            for (uint j = 0; j < 4; j++) {
-                const uint first = block * BLOCK + t * 16 + (2 * i + j / 2) * 2;
-                uint terms[TERMS];
-                split<false>(w.bias(outputs[j % 2], first), w.bias(outputs[j % 2], first + 1), terms);
+        for (uint j = 0; j < 4; j++) {
+            const uint first = block * BLOCK + threadIdx.x % 4 * 16 + (2 * i + j / 2) * 2;
+            uint terms[TERMS];
+            split<false>(c.w.bias(c.outputs[j % 2], first), c.w.bias(c.outputs[j % 2], first + 1), terms);
 #pragma unroll
-                for (uint term = 0; term < TERMS; term++) {
-                    a[term][i][j] = terms[term];
-                }
+            for (uint term = 0; term < TERMS; term++) {
+                a[term][i][j] = terms[term];
             }
         }
+    }
+}
+
+// Consumer: adds biases times sums of x: the larger of the products of their terms.
+inline void multiply_biases(Consumer &c) {
+#pragma unroll 1
+    for (uint block = 0; block < blocks_of_sums(c.b.p.inputs); block++) {
+        uint a[TERMS][4][4];
+        biases_of(c, block, a);
 #pragma unroll
         for (uint of_sums = 0; of_sums < TERMS; of_sums++) {
-            wait_for_chunk();
-            const ulong x = matrix(ring + cursor.stage * STAGE, 16);
-            hold_all();
+            const ulong x = c.next_chunk();
+            c.hold_sums();
 #pragma unroll
             for (uint term = 0; term < TERMS; term++) {
                 hold(a[term]);
@@ -581,22 +589,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (uint term = 0; term + of_sums < TERMS; term++) {
 #pragma unroll
                 for (uint i = 0; i < 4 * PIECES; i++) {
-                    multiply<false>(sums[i / 4], a[term][i % 4], matrix_after(x, i / 4 * 64 * 128 + i % 4 * 32), true);
+                    multiply<false>(c.sums[i / 4], a[term][i % 4], matrix_after(x, i / 4 * 64 * 128 + i % 4 * 32), true);
                 }
             }
             products_commit();
             products_wait<0>();
-            give_back(cursor.stage);
-            cursor.next();
+            c.give_back(c.at.stage);
+            c.at.next();
         }
     }
-    hold_all();
+    c.hold_sums();
+}
 
-    // By way of shared memory, so that neighbours are stored together.
+// Epilogue: stores the sums by way of shared memory, in the place of the ring, so that neighbours are stored together.
+// Results of an expert that is not `known` are zeros.
+inline void store_sums(const GemmAffineParams &p, const float (&sums)[PIECES][32], float *results, uchar *out, const uint *order, bool known) {
+    const uint thread = threadIdx.x, own = thread / 32 * 16 + thread % 32 / 4, t = thread % 4, first_output = blockIdx.x * OUTPUTS;
     const auto meet = [] {
         asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
     };
-    float *results = reinterpret_cast<float *>(memory + (ring - shared_address(memory)));
     meet();
 #pragma unroll
     for (uint i = 0; i < ROWS / 2; i++) {
@@ -612,6 +623,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             store4(out, ulong(row) * p.outputs + output, p.outputs - output, four, OUT_DTYPE, OUT_ALIGNED);
         }
     }
+}
+
+inline void init_barriers(const Block &b) {
+    if (threadIdx.x == 0) {
+        for (uint i = 0; i < STAGES; i++) {
+            barrier_init(b.full + i * 8, COPIERS);
+            barrier_init(b.free + i * 8, CONSUMERS / 32 * (WARPGROUP_PRODUCTS ? 1 : WARP_ARRIVALS));
+        }
+        if constexpr (WARPGROUP_PRODUCTS) {
+            show_barriers_to_copies();
+        }
+    }
+}
+
+// Blocks: x counts OUTPUTS outputs, y tiles of ROWS rows.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    KVANT_KERNEL(const uchar *chunks, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
+                const GemmAffineParams p, const uint *experts, const uint *order) {
+    extern __shared__ uchar memory[];
+    const uint base = (shared_address(memory) + 1023) / 1024 * 1024;
+    const Block b = {p, chunks, base, base + STAGES * 8, base + AT_RING};
+    const uint thread = threadIdx.x;
+    init_barriers(b);
+    __syncthreads();
+    take_turn();
+    const uint expert = EXPERTS ? experts[blockIdx.y] : 0;
+    // The rows of an expert that does not exist are zeros, whatever is computed: the first launch stores them.
+    const bool known = expert < p.experts;
+    if (EXPERTS && (expert == NONE || (known ? expert - p.first_expert >= p.present : p.first_expert > 0))) {
+        return;
+    }
+    Copier copier = {b};
+    if constexpr (WARPGROUP_PRODUCTS) {
+        // The consumers get the registers.
+        if (thread >= CONSUMERS) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+            if (thread == CONSUMERS) {
+                while (copier.has_next()) {
+                    copier.copy_next();
+                }
+            }
+            return;
+        }
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    } else {
+        while (copier.copied < min(STAGES - 1, chunks_of(p.inputs))) {
+            copier.copy_next();
+        }
+    }
+    const uint own = thread / 32 * 16 + thread % 32 / 4, output = blockIdx.x * OUTPUTS + own;
+    // Beyond the last output the last is computed again, and not stored.
+    Consumer c = {b, copier, {codes, scales, biases, p.inputs}, {min(output, p.outputs - 1), min(output + 8, p.outputs - 1)}};
+    c.w.select(known ? ulong(expert - p.first_expert) * p.outputs : 0);
+    multiply_blocks(c);
+    multiply_biases(c);
+    store_sums(p, c.sums, reinterpret_cast<float *>(memory + (b.ring - shared_address(memory))), out, order, known);
 }
 
 #endif

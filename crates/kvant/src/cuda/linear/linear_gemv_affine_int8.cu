@@ -58,7 +58,7 @@ constexpr uint DIGITS = UNITS_AT + 4;
 // Spans of x that are read before the first becomes bytes.
 constexpr uint BATCH = DEPTH * TOKENS <= 4 ? DEPTH : 4 / TOKENS;
 constexpr uint WARP_WORDS = (STAGES * STAGE + PERIODS * PERIOD + DEPTH * DIGITS + 3) / 4 * 4;
-// codes.rs computes the same sum.
+// gemv_affine_int8.rs computes the same sum.
 static_assert(WARPS * (WARP_WORDS + OUTPUTS * TOKENS) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 
 // The lane's next addresses in W: its part of a span, of two rows of each tile, or PACKED parts of three.
@@ -170,189 +170,241 @@ inline void next_digits(uint *digits, const uchar *x, const ulong (&x_rows)[TOKE
     }
 }
 
-// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts). `up` and `gated` are those of
-// linear/gating.h.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
-                 const LinearParams p, const uchar *up, uchar *gated) {
-    extern __shared__ __align__(16) uint shared[];
-    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const uint first_output = blockIdx.x * (TILES * TILE_STEP), first_row = blockIdx.y * TOKENS;
-    const uint spans = (p.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
-    const uint begin = min(warp * each, spans), end = min(begin + each, spans);
-    const uint groups = p.inputs / GROUP;
-    uint *stages = shared + warp * WARP_WORDS;
-    uint *factors = stages + STAGES * STAGE;
-    uint *digits = factors + PERIODS * PERIOD;
+// Context of all phases: the block's rows and outputs, and the warp's spans and shared memory.
+struct Warp {
+    const LinearParams &p;
+    uint lane;
+    uint warp;
+    uint first_output;
+    uint first_row;
+    // The outputs (of a half), and whether the expert exists.
+    uint dim;
+    bool known;
+    // The warp's spans, and the number of groups of a row.
+    uint begin;
+    uint end;
+    uint groups;
+    uint *stages;
+    uint *factors;
+    uint *digits;
 
-    if (EXPERTS) {
-        wait_for_previous();
-    }
-    const uint expert = EXPERTS ? ids[first_row] : 0;
-    const bool known = expert < p.experts;
     // Beyond the last output (of a half) the last is computed again, and not stored.
-    const uint dim = GATING == HALVES ? p.outputs / 2 : p.outputs;
-    const auto output_of = [&](uint tile, uint r) {
+    inline uint output_of(uint tile, uint r) const {
         const uint first = in_tile(r, p.outputs) - r % TILE_STEP;
         return min(first_output + tile * TILE_STEP + r % TILE_STEP, dim - 1) + first;
-    };
+    }
+    inline uint end_period() const {
+        return (end * GROUPS + KEPT - 1) / KEPT;
+    }
+};
+
+// Where a lane copies from: its parts of rows of codes, and its scales or biases.
+struct Sources {
     Rows rows;
     ulong starts[TILES];
-    const ulong row_bytes = ulong(p.inputs) / 8 * BITS;
+    const uchar *factors;
+};
+
+inline Sources sources_of(const Warp &w, const uchar *values, const uchar *scales, const uchar *biases, uint expert) {
+    Sources from;
+    const ulong row_bytes = ulong(w.p.inputs) / 8 * BITS;
 #pragma unroll
     for (uint tile = 0; tile < TILES; tile++) {
 #pragma unroll
         for (uint part = 0; part < PARTS; part++) {
-            const uint2 at = part_of(part, lane);
-            const ulong row = ulong(known ? expert : 0) * p.outputs + output_of(tile, at.x);
-            rows.values[tile][part] = values + row * row_bytes + begin * (4 * WORDS * 4) + at.y;
+            const uint2 at = part_of(part, w.lane);
+            const ulong row = ulong(w.known ? expert : 0) * w.p.outputs + w.output_of(tile, at.x);
+            from.rows.values[tile][part] = values + row * row_bytes + w.begin * (4 * WORDS * 4) + at.y;
         }
-        starts[tile] = (ulong(known ? expert : 0) * p.outputs + output_of(tile, lane % 16)) * groups;
+        from.starts[tile] = (ulong(w.known ? expert : 0) * w.p.outputs + w.output_of(tile, w.lane % 16)) * w.groups;
     }
-    const uchar *factors_from = lane < 16 ? scales : biases;
-    const uint first_period = begin * GROUPS / KEPT, end_period = (end * GROUPS + KEPT - 1) / KEPT;
+    from.factors = w.lane < 16 ? scales : biases;
+    return from;
+}
+
+// Begins to copy the first STAGES spans, and their scales and biases.
+inline void fill_stages(const Warp &w, Sources &from) {
+    const uint first_period = w.begin * GROUPS / KEPT, end_period = w.end_period();
 #pragma unroll
     for (uint s = 0; s < STAGES; s++) {
-        if (begin + s < end) {
-            begin_span(stages + s * STAGE, rows, begin + s, lane, p.inputs);
+        if (w.begin + s < w.end) {
+            begin_span(w.stages + s * STAGE, from.rows, w.begin + s, w.lane, w.p.inputs);
         }
-        if (s == 0 && begin < end) {
+        if (s == 0 && w.begin < w.end) {
 #pragma unroll
             for (uint i = 0; i < PERIODS; i++) {
-                if (first_period + i < end_period) {
-                    begin_factors(factors + (first_period + i) % PERIODS * PERIOD, factors_from, starts, first_period + i, lane, groups);
+                const uint period = first_period + i;
+                if (period < end_period) {
+                    begin_factors(w.factors + period % PERIODS * PERIOD, from.factors, from.starts, period, w.lane, w.groups);
                 }
             }
         }
         copies_commit();
     }
+}
 
-    // Zeros, for the columns of other groups.
-    if (lane < 8) {
+// Begins to copy the span that takes the place of `span` in `stage`, and the period of scales and biases that takes the
+// place of the one that ends with it.
+inline void refill_stage(const Warp &w, Sources &from, uint *stage, uint span) {
+    if (span + STAGES < w.end) {
+        begin_span(stage, from.rows, span + STAGES, w.lane, w.p.inputs);
+    }
+    const uint coming = span * GROUPS / KEPT + PERIODS;
+    if ((span + 1) * GROUPS % KEPT == 0 && coming < w.end_period()) {
+        begin_factors(w.factors + coming % PERIODS * PERIOD, from.factors, from.starts, coming, w.lane, w.groups);
+    }
+    copies_commit();
+}
+
+// Zeros, for the columns of other groups.
+inline void clear_zeros(const Warp &w) {
+    if (w.lane < 8) {
 #pragma unroll
         for (uint s = 0; s < DEPTH; s++) {
-            digits[s * DIGITS + ZEROS + lane] = 0;
+            w.digits[s * DIGITS + ZEROS + w.lane] = 0;
         }
     }
-    // The lane's column of B, byte g % 4 of x for a group of a token, at the inputs of each unit.
+}
+
+// A lane's columns of the products. Of B: byte g % 4 of x for a group of a token, at the inputs of each unit. Of the
+// results: the lowest two bytes of x, or the highest, which count `weights` units.
+struct Columns {
     uint digits_at[WIDE][UNITS];
+    float2 weights;
+    // Minus what MAGIC adds to results of both columns.
+    float magic;
+};
+
+inline Columns columns_of(uint lane) {
+    const uint g = lane / 4, t = lane % 4;
+    Columns out;
 #pragma unroll
     for (uint b = 0; b < WIDE; b++) {
         const uint quad = 2 * b + g / 4, token = quad / GROUPS, group = quad % GROUPS;
 #pragma unroll
         for (uint unit = 0; unit < UNITS; unit++) {
             const bool mine = g % 4 < 3 && quad < QUADS && (GROUPS == 1 || (t * LANE_STEP + unit * UNIT_STEP) / GROUP == group);
-            digits_at[b][unit] = mine ? (token * 3 + g % 4) * DIGIT + (t * LANE_STEP + unit * UNIT_STEP) / 4 : ZEROS;
+            out.digits_at[b][unit] = mine ? (token * 3 + g % 4) * DIGIT + (t * LANE_STEP + unit * UNIT_STEP) / 4 : ZEROS;
         }
     }
-    // The lane's two columns of results: the lowest two bytes of x, or the highest.
-    const float2 weights = t % 2 == 0 ? make_float2(1, 256) : make_float2(65536, 0);
-    const int4 none = make_int4(MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS);
-    const float magic = -MAGIC * (weights.x + weights.y);
+    out.weights = t % 2 == 0 ? make_float2(1, 256) : make_float2(65536, 0);
+    out.magic = t % 2 == 0 ? -MAGIC * (1 + 256) : -MAGIC * 65536;
+    return out;
+}
 
-    float sums[TILES][WIDE][2] = {};
-    ulong x_rows[TOKENS];
+// A span of x, as B: the units of the lane's two columns of results (`scaled`), what a sum of products has too much of
+// (`less`), and the sums of x in each column (`ones`).
+struct SpanOfX {
+    uint4 in[WIDE][UNITS];
+    float2 scaled[WIDE];
+    float less[WIDE];
+    float ones[WIDE];
+};
+
+inline int4 no_products() {
+    return make_int4(MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS);
+}
+
+inline void load_span_of_x(SpanOfX &x, const uint *digits, const Columns &columns, uint lane) {
 #pragma unroll
-    for (uint token = 0; token < TOKENS; token++) {
-        x_rows[token] = ulong(min(first_row + token, p.rows - 1) / p.rows_per_input) * p.inputs;
+    for (uint b = 0; b < WIDE; b++) {
+#pragma unroll
+        for (uint unit = 0; unit < UNITS; unit++) {
+            x.in[b][unit] = in_order(*reinterpret_cast<const uint4 *>(digits + columns.digits_at[b][unit]));
+        }
     }
-    if (!EXPERTS) {
-        wait_for_previous();
+#pragma unroll
+    for (uint b = 0; b < WIDE; b++) {
+        int4 count = no_products();
+        const uint4 all = make_uint4(0x01010101, 0x01010101, 0x01010101, 0x01010101);
+#pragma unroll
+        for (uint unit = 0; unit < UNITS; unit++) {
+            count = mma_bytes(all, make_uint2(x.in[b][unit].x, x.in[b][unit].y), count);
+            count = mma_bytes(all, make_uint2(x.in[b][unit].z, x.in[b][unit].w), count);
+        }
+        const uint quad = 2 * b + lane % 4 / 2;
+        const float unit = __uint_as_float(digits[UNITS_AT + min(quad / GROUPS, TOKENS - 1)]);
+        x.scaled[b] = make_float2(unit * columns.weights.x, unit * columns.weights.y);
+        x.less[b] = unit * columns.magic;
+        x.ones[b] = fmaf(__int_as_float(count.x), x.scaled[b].x, fmaf(__int_as_float(count.y), x.scaled[b].y, x.less[b]));
     }
-    let_next_begin();
+}
+
+// The products of a tile with a span of x.
+inline void multiply_tile(int4 (&products)[WIDE], const SpanOfX &x, const uint *stage, uint tile, uint lane) {
+#pragma unroll
+    for (uint b = 0; b < WIDE; b++) {
+        products[b] = no_products();
+    }
+#pragma unroll
+    for (uint unit = 0; unit < UNITS; unit++) {
+        uint words[2][UNIT_WORDS], low[4], high[4];
+        unit_words(words[0], stage, tile * 2, unit, lane);
+        unit_words(words[1], stage, tile * 2 + 1, unit, lane);
+        unpack_unit(low, words[0]);
+        unpack_unit(high, words[1]);
+        const uint4 first = make_uint4(low[0], high[0], low[1], high[1]), second = make_uint4(low[2], high[2], low[3], high[3]);
+#pragma unroll
+        for (uint b = 0; b < WIDE; b++) {
+            products[b] = mma_bytes(first, make_uint2(x.in[b][unit].x, x.in[b][unit].y), products[b]);
+            products[b] = mma_bytes(second, make_uint2(x.in[b][unit].z, x.in[b][unit].w), products[b]);
+        }
+    }
+}
+
+// Adds the products of all tiles with a span of x, scaled, and biases times sums of x.
+inline void multiply_span(const Warp &w, const SpanOfX &x, const uint *stage, uint span, float (&sums)[TILES][WIDE][2]) {
+    const uint period = span * GROUPS / KEPT, kept = span * GROUPS % KEPT, g = w.lane / 4, t = w.lane % 4;
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+        int4 products[WIDE];
+        multiply_tile(products, x, stage, tile, w.lane);
+        const uchar *row = reinterpret_cast<const uchar *>(w.factors + period % PERIODS * PERIOD);
+#pragma unroll
+        for (uint b = 0; b < WIDE; b++) {
+            const uint group = (2 * b + t / 2) % GROUPS;
+#pragma unroll
+            for (uint r = 0; r < 2; r++) {
+                const uint at = (tile * 32 + r * 8 + g) * KEPT + kept + group;
+                const float scale = load(row, at, W_DTYPE), bias = load(row, at + 16 * KEPT, W_DTYPE);
+                const int low = r == 0 ? products[b].x : products[b].z, high = r == 0 ? products[b].y : products[b].w;
+                const float product = fmaf(__int_as_float(low), x.scaled[b].x, fmaf(__int_as_float(high), x.scaled[b].y, x.less[b]));
+                sums[tile][b][r] = fmaf(scale, product, fmaf(bias, x.ones[b], sums[tile][b][r]));
+            }
+        }
+    }
+}
+
+// The sums over the warp's spans. `x_rows` are the first elements of rows of x.
+inline void multiply_spans(const Warp &w, Sources &from, const uchar *x, const ulong (&x_rows)[TOKENS], const Columns &columns,
+                           float (&sums)[TILES][WIDE][2]) {
     uint slot = 0, at = DEPTH;
-    for (uint span = begin; span < end; span++, at++) {
+    for (uint span = w.begin; span < w.end; span++, at++) {
         if (at == DEPTH) {
             __syncwarp();
-            next_digits(digits, x, x_rows, span, end, lane, p.inputs);
+            next_digits(w.digits, x, x_rows, span, w.end, w.lane, w.p.inputs);
             at = 0;
         }
-        const uint *in_digits = digits + at * DIGITS;
-        const uint period = span * GROUPS / KEPT, kept = span * GROUPS % KEPT;
         copies_wait<STAGES - 1>();
         __syncwarp();
-        const uint *stage = stages + slot * STAGE;
-        uint4 in[WIDE][UNITS];
-#pragma unroll
-        for (uint b = 0; b < WIDE; b++) {
-#pragma unroll
-            for (uint unit = 0; unit < UNITS; unit++) {
-                in[b][unit] = in_order(*reinterpret_cast<const uint4 *>(in_digits + digits_at[b][unit]));
-            }
-        }
-        // The sums of x in each column.
-        float2 scaled[WIDE];
-        float less[WIDE], ones[WIDE];
-#pragma unroll
-        for (uint b = 0; b < WIDE; b++) {
-            int4 count = none;
-            const uint4 all = make_uint4(0x01010101, 0x01010101, 0x01010101, 0x01010101);
-#pragma unroll
-            for (uint unit = 0; unit < UNITS; unit++) {
-                count = mma_bytes(all, make_uint2(in[b][unit].x, in[b][unit].y), count);
-                count = mma_bytes(all, make_uint2(in[b][unit].z, in[b][unit].w), count);
-            }
-            const uint quad = 2 * b + t / 2;
-            const float unit = __uint_as_float(in_digits[UNITS_AT + min(quad / GROUPS, TOKENS - 1)]);
-            scaled[b] = make_float2(unit * weights.x, unit * weights.y);
-            less[b] = unit * magic;
-            ones[b] = fmaf(__int_as_float(count.x), scaled[b].x, fmaf(__int_as_float(count.y), scaled[b].y, less[b]));
-        }
-#pragma unroll
-        for (uint tile = 0; tile < TILES; tile++) {
-            int4 products[WIDE];
-#pragma unroll
-            for (uint b = 0; b < WIDE; b++) {
-                products[b] = none;
-            }
-#pragma unroll
-            for (uint unit = 0; unit < UNITS; unit++) {
-                uint words[2][UNIT_WORDS], low[4], high[4];
-                unit_words(words[0], stage, tile * 2, unit, lane);
-                unit_words(words[1], stage, tile * 2 + 1, unit, lane);
-                unpack_unit(low, words[0]);
-                unpack_unit(high, words[1]);
-                const uint4 first = make_uint4(low[0], high[0], low[1], high[1]), second = make_uint4(low[2], high[2], low[3], high[3]);
-#pragma unroll
-                for (uint b = 0; b < WIDE; b++) {
-                    products[b] = mma_bytes(first, make_uint2(in[b][unit].x, in[b][unit].y), products[b]);
-                    products[b] = mma_bytes(second, make_uint2(in[b][unit].z, in[b][unit].w), products[b]);
-                }
-            }
-            const uchar *row = reinterpret_cast<const uchar *>(factors + period % PERIODS * PERIOD);
-#pragma unroll
-            for (uint b = 0; b < WIDE; b++) {
-                const uint group = (2 * b + t / 2) % GROUPS;
-#pragma unroll
-                for (uint r = 0; r < 2; r++) {
-                    const uint at = (tile * 32 + r * 8 + g) * KEPT + kept + group;
-                    const float scale = load(row, at, W_DTYPE), bias = load(row, at + 16 * KEPT, W_DTYPE);
-                    const int low = r == 0 ? products[b].x : products[b].z, high = r == 0 ? products[b].y : products[b].w;
-                    const float product = fmaf(__int_as_float(low), scaled[b].x, fmaf(__int_as_float(high), scaled[b].y, less[b]));
-                    sums[tile][b][r] = fmaf(scale, product, fmaf(bias, ones[b], sums[tile][b][r]));
-                }
-            }
-        }
+        uint *stage = w.stages + slot * STAGE;
+        SpanOfX of_span;
+        load_span_of_x(of_span, w.digits + at * DIGITS, columns, w.lane);
+        multiply_span(w, of_span, stage, span, sums);
         __syncwarp();
-        if (span + STAGES < end) {
-            begin_span(stages + slot * STAGE, rows, span + STAGES, lane, p.inputs);
-        }
-        // The period behind the last that was fetched, where the one that ends here was.
-        const uint coming = period + PERIODS;
-        if ((span + 1) * GROUPS % KEPT == 0 && coming < end_period) {
-            begin_factors(factors + coming % PERIODS * PERIOD, factors_from, starts, coming, lane, groups);
-        }
-        copies_commit();
+        refill_stage(w, from, stage, span);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
+}
 
-    // The sums of all warps: [WARPS][OUTPUTS][TOKENS], where the stages were not.
-    float *parts = reinterpret_cast<float *>(shared + WARPS * WARP_WORDS);
+// Epilogue: leaves the warp's sums in shared memory, [WARPS][OUTPUTS][TOKENS], behind the stages.
+inline void leave_sums(const Warp &w, float *parts, const float (&sums)[TILES][WIDE][2]) {
+    const uint g = w.lane / 4, t = w.lane % 4;
 #pragma unroll
     for (uint tile = 0; tile < TILES; tile++) {
 #pragma unroll
         for (uint r = 0; r < 2; r++) {
-            float *of = parts + (warp * OUTPUTS + tile * 16 + r * 8 + g) * TOKENS;
+            float *of = parts + (w.warp * OUTPUTS + tile * 16 + r * 8 + g) * TOKENS;
 #pragma unroll
             for (uint b = 0; b < WIDE; b += GROUPS == 4 ? 2 : 1) {
                 float sum = GROUPS == 4 ? sums[tile][b][r] + sums[tile][b + 1][r] : sums[tile][b][r];
@@ -367,20 +419,63 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             }
         }
     }
-    __syncthreads();
+}
+
+// Epilogue: adds up the sums of all warps, and stores the results. Results of an expert that does not exist are zeros.
+inline void store_sums(const Warp &w, const float *parts, uchar *out, const uchar *up, uchar *gated) {
 #pragma unroll 1
     for (uint i = threadIdx.x; i < TILES * TILE_STEP * TOKENS; i += 32 * WARPS) {
         const uint output = i % (TILES * TILE_STEP), token = i / (TILES * TILE_STEP);
         const uint at = output / TILE_STEP * 16 + output % TILE_STEP;
         float sum = 0, other = 0;
 #pragma unroll
-        for (uint w = 0; w < WARPS; w++) {
-            sum += parts[(w * OUTPUTS + at) * TOKENS + token];
-            other += GATING == HALVES ? parts[(w * OUTPUTS + at + 8) * TOKENS + token] : 0;
+        for (uint warp = 0; warp < WARPS; warp++) {
+            sum += parts[(warp * OUTPUTS + at) * TOKENS + token];
+            other += GATING == HALVES ? parts[(warp * OUTPUTS + at + 8) * TOKENS + token] : 0;
         }
-        if (first_output + output < dim && first_row + token < p.rows) {
-            store_result(out, up, gated, places_in_row(first_row + token, p.outputs, first_output + output),
-                         known ? p.alpha * sum : 0.0f, known ? p.alpha * other : 0.0f);
+        if (w.first_output + output < w.dim && w.first_row + token < w.p.rows) {
+            store_result(out, up, gated, places_in_row(w.first_row + token, w.p.outputs, w.first_output + output),
+                         w.known ? w.p.alpha * sum : 0.0f, w.known ? w.p.alpha * other : 0.0f);
         }
     }
+}
+
+// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts). `up` and `gated` are those of
+// linear/gating.h.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+                 const LinearParams p, const uchar *up, uchar *gated) {
+    extern __shared__ __align__(16) uint shared[];
+    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint first_output = blockIdx.x * (TILES * TILE_STEP), first_row = blockIdx.y * TOKENS;
+    const uint spans = (p.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
+    const uint begin = min(warp * each, spans), end = min(begin + each, spans);
+    uint *stages = shared + warp * WARP_WORDS;
+    uint *factors = stages + STAGES * STAGE;
+    if (EXPERTS) {
+        wait_for_previous();
+    }
+    const uint expert = EXPERTS ? ids[first_row] : 0;
+    const uint dim = GATING == HALVES ? p.outputs / 2 : p.outputs;
+    const Warp w = {p,     lane, warp,           first_output, first_row, dim,    expert < p.experts,
+                    begin, end,  p.inputs / GROUP, stages,       factors,   factors + PERIODS * PERIOD};
+    Sources from = sources_of(w, values, scales, biases, expert);
+    fill_stages(w, from);
+    clear_zeros(w);
+    const Columns columns = columns_of(lane);
+    float sums[TILES][WIDE][2] = {};
+    ulong x_rows[TOKENS];
+#pragma unroll
+    for (uint token = 0; token < TOKENS; token++) {
+        x_rows[token] = ulong(min(first_row + token, p.rows - 1) / p.rows_per_input) * p.inputs;
+    }
+    if (!EXPERTS) {
+        wait_for_previous();
+    }
+    let_next_begin();
+    multiply_spans(w, from, x, x_rows, columns, sums);
+    float *parts = reinterpret_cast<float *>(shared + WARPS * WARP_WORDS);
+    leave_sums(w, parts, sums);
+    __syncthreads();
+    store_sums(w, parts, out, up, gated);
 }

@@ -15,7 +15,7 @@
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later. The previous
 // kernel's end waits for copies in flight on the same multiprocessor, so at most AHEAD stages are copied by then, and
-// AHEAD_L2 others are prefetched to L2, which nothing waits for. BESIDE blocks fit on a multiprocessor.
+// AHEAD_L2 others are prefetched to L2, which nothing waits for. RESIDENT_BLOCKS blocks fit on a multiprocessor.
 #include "device/affine.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"
@@ -66,7 +66,7 @@ constexpr uint FACTORS_AT = STAGES * STAGE;
 constexpr uint DIGITS_AT = FACTORS_AT + FACTOR_SLOTS * 2 * FACTORS;
 constexpr uint SUMS_AT = DIGITS_AT + WARPS * DIGITS * 4;
 constexpr uint BARRIERS_AT = SUMS_AT + WARPS * TILES * ROWS * 4;
-// bulk.rs computes the same sum.
+// gemv_affine_tma.rs computes the same sum.
 static_assert(BARRIERS_AT + STAGES * 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(INPUTS % PART == 0 && WARPS <= PARTS && FACTOR_ROW % FACTOR_COPY == 0 && AHEAD <= STAGES, "linear: shapes that linear_gemv_affine_tma takes");
 
@@ -228,202 +228,290 @@ struct Factors {
     }
 };
 
-// Blocks count TILES tiles of outputs each.
-extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), BESIDE)
-    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *, uchar *out,
-                const LinearParams p) {
-    extern __shared__ __align__(128) uchar memory[];
-    const uint lane = threadIdx.x % 32, warp = __shfl_sync(ALL, threadIdx.x / 32, 0), g = lane / 4, t = lane % 4;
-    const uint first_output = blockIdx.x * (TILES * ROWS), tiles = min(TILES, p.outputs / ROWS - blockIdx.x * TILES);
-    const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
-    const uint items = tiles * CHUNKS;
-    // The stage that is filled or used next.
-    RingCursor<STAGES> cursor;
-    uint tile = 0, chunk = 0;
-    const auto begin_next = [&] {
-        begin_tile(values, scales, biases, shared, full + cursor.stage * 8, cursor.stage, first_output + tile * ROWS, tile, chunk, lane);
-        cursor.next();
+// Context of all phases: the weight, the block's tiles, and addresses in shared memory.
+struct Block {
+    const uchar *values;
+    const uchar *scales;
+    const uchar *biases;
+    uchar *memory;
+    uint first_output;
+    uint tiles;
+    uint items;
+    uint shared;
+    // Barriers: a stage is full, a stage is empty.
+    uint full;
+    uint empty;
+    uint lane;
+    uint warp;
+};
+
+// The next item, a tile of a chunk of inputs, and its stage. All tiles of a chunk follow each other.
+struct Cursor {
+    RingCursor<STAGES> ring;
+    uint tile = 0;
+    uint chunk = 0;
+
+    inline void next_item(uint tiles) {
         tile++;
         if (tile == tiles) {
             tile = 0;
             chunk++;
         }
-    };
-    if (warp == WARPS) {
-        if (elected()) {
-#pragma unroll
-            for (uint s = 0; s < STAGES; s++) {
-                // The thread that copies codes, and each lane's copies of factors.
-                barrier_init(full + s * 8, 1 + 32);
-                barrier_init(empty + s * 8, WARPS * 32);
-            }
-            show_barriers_to_copies();
-        }
-        __syncwarp();
-#pragma unroll 1
-        for (uint i = 0; i < min(AHEAD, items); i++) {
-            begin_next();
-        }
-        if (elected()) {
-            uint next_tile = tile, next_chunk = chunk;
-#pragma unroll 1
-            for (uint i = AHEAD; i < min(AHEAD + AHEAD_L2, items); i++) {
-                prefetch_tile(values, scales, biases, first_output + next_tile * ROWS, next_chunk);
-                next_tile++;
-                if (next_tile == tiles) {
-                    next_tile = 0;
-                    next_chunk++;
-                }
-            }
-        }
-        __syncwarp();
     }
-    __syncthreads();
-    if (warp == WARPS) {
-        if (AHEAD < STAGES) {
-            wait_for_previous();
+};
+
+// Producer: begins to copy an item.
+inline void begin_next(const Block &b, Cursor &at) {
+    begin_tile(b.values, b.scales, b.biases, b.shared, b.full + at.ring.stage * 8, at.ring.stage, b.first_output + at.tile * ROWS,
+               at.tile, at.chunk, b.lane);
+    at.ring.next();
+    at.next_item(b.tiles);
+}
+
+// Producer: sets up the barriers, and begins the copies that do not wait for the previous kernel.
+inline void begin_ahead(const Block &b, Cursor &at) {
+    if (elected()) {
+#pragma unroll
+        for (uint s = 0; s < STAGES; s++) {
+            // The thread that copies codes, and each lane's copies of factors.
+            barrier_init(b.full + s * 8, 1 + 32);
+            barrier_init(b.empty + s * 8, WARPS * 32);
         }
+        show_barriers_to_copies();
+    }
+    __syncwarp();
 #pragma unroll 1
-        for (uint i = AHEAD; i < items; i++) {
-            if (i >= STAGES) {
-                barrier_wait(empty + cursor.stage * 8, cursor.parity ^ 1);
-            }
-            begin_next();
+    for (uint i = 0; i < min(AHEAD, b.items); i++) {
+        begin_next(b, at);
+    }
+    if (elected()) {
+        Cursor next = at;
+#pragma unroll 1
+        for (uint i = AHEAD; i < min(AHEAD + AHEAD_L2, b.items); i++) {
+            prefetch_tile(b.values, b.scales, b.biases, b.first_output + next.tile * ROWS, next.chunk);
+            next.next_item(b.tiles);
         }
-    } else {
-        uint *digits = reinterpret_cast<uint *>(memory + DIGITS_AT) + warp * DIGITS;
-        float *sums = reinterpret_cast<float *>(memory + SUMS_AT) + warp * (TILES * ROWS);
-        // Zeros, for the columns of other groups.
-        if (lane < (BITS == 4 ? PAIR_DIGIT : 4)) {
-#pragma unroll
-            for (uint s = 0; s < SPANS; s++) {
-                digits[s * SPAN_DIGITS + ZEROS + lane] = 0;
-            }
-        }
-        // The lane's two columns of results: the lowest two bytes of x, or the highest.
-        const float2 weights = BITS == 4 ? (t % 2 == 0 ? make_float2(0.0625f, 16) : make_float2(4096, 1048576))
-                                         : (t % 2 == 0 ? make_float2(1, 256) : make_float2(65536, 0));
-        const int4 none = make_int4(MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS);
-        const float magic = -MAGIC * (weights.x + weights.y);
-        const bool odd = t >= 2;
-        float4 v[SPANS];
-        const auto load_part = [&](uint part) {
-#pragma unroll
-            for (uint s = 0; s < SPANS; s++) {
-                // Beyond the end the last one again, which is not used.
-                v[s] = load4(x, min(part, PARTS - 1) * PART + s * SPAN + lane * 4, X_DTYPE);
-            }
-        };
+    }
+    __syncwarp();
+}
+
+// Producer: the other copies.
+inline void produce(const Block &b, Cursor &at) {
+    if (AHEAD < STAGES) {
         wait_for_previous();
-        let_next_begin();
-        load_part(warp);
+    }
 #pragma unroll 1
-        for (; chunk < CHUNKS; chunk++) {
-            const uint part = chunk * WARPS + warp;
-            const bool mine = CHUNKS == 1 || part < PARTS;
-            uint4 in[SPANS][WIDE][2];
-            // The sum of x in each column, and the unit of a product.
-            float2 scaled[SPANS];
-            float less[SPANS], ones[SPANS][WIDE];
-            __syncwarp();
+    for (uint i = AHEAD; i < b.items; i++) {
+        if (i >= STAGES) {
+            barrier_wait(b.empty + at.ring.stage * 8, at.ring.parity ^ 1);
+        }
+        begin_next(b, at);
+    }
+}
+
+// A warp of the consumers: its memory, and the lane's two columns of results: the lowest two bytes of x, or the
+// highest, which count `weights` units. `magic` is minus what MAGIC adds to both.
+struct Consumer {
+    uint *digits;
+    float *sums;
+    float2 weights;
+    float magic;
+    uint g;
+    uint t;
+};
+
+inline Consumer consumer(const Block &b) {
+    const uint g = b.lane / 4, t = b.lane % 4;
+    const float2 weights = BITS == 4 ? (t % 2 == 0 ? make_float2(0.0625f, 16) : make_float2(4096, 1048576))
+                                     : (t % 2 == 0 ? make_float2(1, 256) : make_float2(65536, 0));
+    const float magic = -MAGIC * (weights.x + weights.y);
+    uint *digits = reinterpret_cast<uint *>(b.memory + DIGITS_AT) + b.warp * DIGITS;
+    float *sums = reinterpret_cast<float *>(b.memory + SUMS_AT) + b.warp * (TILES * ROWS);
+    // Zeros, for the columns of other groups.
+    if (b.lane < (BITS == 4 ? PAIR_DIGIT : 4)) {
 #pragma unroll
-            for (uint s = 0; s < SPANS; s++) {
-                uint *to = digits + s * SPAN_DIGITS;
-                // The order 0, 4, 1, 5, 2, 6, 3, 7 of the 8 stretches of 16 bytes makes a lane's words of B adjacent.
-                const uint at = MATRICES ? lane % 4 * 8 + lane / 4 % 4 * 2 + lane / 16 : lane;
-                const float unit = BITS == 4 ? make_pair_digits(to, v[s], lane) : make_digits(to, v[s], at);
-                scaled[s] = make_float2(unit * weights.x, unit * weights.y);
-                less[s] = unit * magic;
-            }
-            if (CHUNKS > 1) {
-                load_part(part + WARPS);
-            }
-            __syncwarp();
-#pragma unroll
-            for (uint s = 0; s < SPANS; s++) {
-#pragma unroll
-                for (uint b = 0; b < WIDE; b++) {
-                    int4 count = none;
-#pragma unroll
-                    for (uint half = 0; half < 2; half++) {
-                        const uint4 four = in[s][b][half] = bytes_of(digits + s * SPAN_DIGITS, b, half, g, t);
-                        // Of pairs, sixteen times both numbers.
-                        const uint n = BITS == 4 && half == 1 ? 0x11111111 : 0x01010101;
-                        count = mma_bytes(make_uint4(n, n, n, n), make_uint2(four.x, four.y), count);
-                        count = mma_bytes(make_uint4(n, n, n, n), make_uint2(four.z, four.w), count);
-                    }
-                    ones[s][b] = fmaf(__int_as_float(count.x), scaled[s].x, fmaf(__int_as_float(count.y), scaled[s].y, less[s]));
-                }
-            }
-            float2 before = make_float2(0, 0);
-            // Adds up what the four lanes of a row have: the even ones of row g, the odd ones of row g + 8.
-            const auto keep = [&](uint tile) {
-                const bool second = t % 2 != 0;
-                float sum = (second ? before.y : before.x) + __shfl_xor_sync(ALL, second ? before.x : before.y, 1);
-                sum += __shfl_xor_sync(ALL, sum, 2);
-                if (mine && t < 2) {
-                    float *to = sums + tile * ROWS + g + (second ? 8 : 0);
-                    *to = chunk == 0 ? sum : *to + sum;
-                }
-            };
-#pragma unroll 1
-            for (tile = 0; tile < tiles; tile++) {
-                barrier_wait(full + cursor.stage * 8, cursor.parity);
-                // Of the previous tile: this waits while the products of the current tile run.
-                if (tile > 0) {
-                    keep(tile - 1);
-                }
-                float sum[2] = {0, 0};
-                if (mine) {
-                    const uchar *codes = memory + cursor.stage * STAGE + (MATRICES ? lane % 16 : g) * PITCH + warp * PART_BYTES;
-                    const uchar *factors = memory + FACTORS_AT + (CHUNKS == 1 ? cursor.stage : tile) * 2 * FACTORS +
-                                           g * FACTOR_PITCH + part * (SPANS * GROUPS * FACTOR_SIZE);
-                    Factors scale[2], bias[2];
-#pragma unroll
-                    for (uint r = 0; r < 2; r++) {
-                        scale[r].load(factors + r * 8 * FACTOR_PITCH);
-                        bias[r].load(factors + r * 8 * FACTOR_PITCH + FACTORS);
-                    }
-#pragma unroll
-                    for (uint s = 0; s < SPANS; s++) {
-                        uint4 a[4];
-                        operands(a, codes + s * SPAN_BYTES, lane);
-                        int4 products[WIDE];
-#pragma unroll
-                        for (uint b = 0; b < WIDE; b++) {
-                            products[b] = none;
-                        }
-#pragma unroll
-                        for (uint i = 0; i < 4; i++) {
-#pragma unroll
-                            for (uint b = 0; b < WIDE; b++) {
-                                const uint4 two = in[s][b][i / 2];
-                                products[b] = mma_bytes(a[i], i % 2 == 0 ? make_uint2(two.x, two.y) : make_uint2(two.z, two.w), products[b]);
-                            }
-                        }
-#pragma unroll
-                        for (uint b = 0; b < WIDE; b++) {
-#pragma unroll
-                            for (uint r = 0; r < 2; r++) {
-                                const int low = r == 0 ? products[b].x : products[b].z, high = r == 0 ? products[b].y : products[b].w;
-                                const float product =
-                                    fmaf(__int_as_float(low), scaled[s].x, fmaf(__int_as_float(high), scaled[s].y, less[s]));
-                                sum[r] = fmaf(scale[r].of(s, b, odd), product, fmaf(bias[r].of(s, b, odd), ones[s][b], sum[r]));
-                            }
-                        }
-                    }
-                }
-                // The stage may be overwritten.
-                if (items > STAGES) {
-                    barrier_arrive(empty + cursor.stage * 8);
-                }
-                cursor.next();
-                before = make_float2(sum[0], sum[1]);
-            }
-            keep(tiles - 1);
+        for (uint s = 0; s < SPANS; s++) {
+            digits[s * SPAN_DIGITS + ZEROS + b.lane] = 0;
         }
     }
+    return {digits, sums, weights, magic, g, t};
+}
+
+// Consumer: the lane's numbers of a part of x. Beyond the last part the last is loaded again, and not used.
+inline void load_part(float4 (&v)[SPANS], const uchar *x, uint part, uint lane) {
+#pragma unroll
+    for (uint s = 0; s < SPANS; s++) {
+        v[s] = load4(x, min(part, PARTS - 1) * PART + s * SPAN + lane * 4, X_DTYPE);
+    }
+}
+
+// A part of x as B, the units of the lane's two columns of results (`scaled`), what MAGIC adds to a product (`less`),
+// and the sums of x in each column (`ones`).
+struct PartOfX {
+    uint4 in[SPANS][WIDE][2];
+    float2 scaled[SPANS];
+    float less[SPANS];
+    float ones[SPANS][WIDE];
+};
+
+inline int4 no_products() {
+    return make_int4(MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS);
+}
+
+// Consumer: writes the bytes of a part of x to shared memory.
+inline void write_digits(PartOfX &x, const float4 (&v)[SPANS], const Consumer &c, uint lane) {
+#pragma unroll
+    for (uint s = 0; s < SPANS; s++) {
+        uint *to = c.digits + s * SPAN_DIGITS;
+        // The order 0, 4, 1, 5, 2, 6, 3, 7 of the 8 stretches of 16 bytes makes a lane's words of B adjacent.
+        const uint at = MATRICES ? lane % 4 * 8 + lane / 4 % 4 * 2 + lane / 16 : lane;
+        const float unit = BITS == 4 ? make_pair_digits(to, v[s], lane) : make_digits(to, v[s], at);
+        x.scaled[s] = make_float2(unit * c.weights.x, unit * c.weights.y);
+        x.less[s] = unit * c.magic;
+    }
+}
+
+// Consumer: reads the bytes of a part of x as B, and adds them up.
+inline void read_digits(PartOfX &x, const Consumer &c) {
+#pragma unroll
+    for (uint s = 0; s < SPANS; s++) {
+#pragma unroll
+        for (uint b = 0; b < WIDE; b++) {
+            int4 count = no_products();
+#pragma unroll
+            for (uint half = 0; half < 2; half++) {
+                const uint4 four = x.in[s][b][half] = bytes_of(c.digits + s * SPAN_DIGITS, b, half, c.g, c.t);
+                // Of pairs, sixteen times both numbers.
+                const uint n = BITS == 4 && half == 1 ? 0x11111111 : 0x01010101;
+                count = mma_bytes(make_uint4(n, n, n, n), make_uint2(four.x, four.y), count);
+                count = mma_bytes(make_uint4(n, n, n, n), make_uint2(four.z, four.w), count);
+            }
+            x.ones[s][b] = fmaf(__int_as_float(count.x), x.scaled[s].x, fmaf(__int_as_float(count.y), x.scaled[s].y, x.less[s]));
+        }
+    }
+}
+
+// Consumer: adds the products of the warp's part of a tile to the sums of rows g and g + 8.
+inline void multiply_tile(const Block &b, const Consumer &c, const PartOfX &x, const Cursor &at, uint part, float (&sum)[2]) {
+    const uchar *codes = b.memory + at.ring.stage * STAGE + (MATRICES ? b.lane % 16 : c.g) * PITCH + b.warp * PART_BYTES;
+    const uchar *factors = b.memory + FACTORS_AT + (CHUNKS == 1 ? at.ring.stage : at.tile) * 2 * FACTORS + c.g * FACTOR_PITCH +
+                           part * (SPANS * GROUPS * FACTOR_SIZE);
+    const bool odd = c.t >= 2;
+    Factors scale[2], bias[2];
+#pragma unroll
+    for (uint r = 0; r < 2; r++) {
+        scale[r].load(factors + r * 8 * FACTOR_PITCH);
+        bias[r].load(factors + r * 8 * FACTOR_PITCH + FACTORS);
+    }
+#pragma unroll
+    for (uint s = 0; s < SPANS; s++) {
+        uint4 a[4];
+        operands(a, codes + s * SPAN_BYTES, b.lane);
+        int4 products[WIDE];
+#pragma unroll
+        for (uint w = 0; w < WIDE; w++) {
+            products[w] = no_products();
+        }
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+#pragma unroll
+            for (uint w = 0; w < WIDE; w++) {
+                const uint4 two = x.in[s][w][i / 2];
+                products[w] = mma_bytes(a[i], i % 2 == 0 ? make_uint2(two.x, two.y) : make_uint2(two.z, two.w), products[w]);
+            }
+        }
+#pragma unroll
+        for (uint w = 0; w < WIDE; w++) {
+#pragma unroll
+            for (uint r = 0; r < 2; r++) {
+                const int low = r == 0 ? products[w].x : products[w].z, high = r == 0 ? products[w].y : products[w].w;
+                const float product = fmaf(__int_as_float(low), x.scaled[s].x, fmaf(__int_as_float(high), x.scaled[s].y, x.less[s]));
+                sum[r] = fmaf(scale[r].of(s, w, odd), product, fmaf(bias[r].of(s, w, odd), x.ones[s][w], sum[r]));
+            }
+        }
+    }
+}
+
+// Consumer: adds up the sums of the four lanes of a row, and leaves those of row g in even lanes and of row g + 8 in
+// odd ones.
+inline void keep_sums(const Consumer &c, float2 sums, uint tile, uint chunk, bool mine) {
+    const bool second = c.t % 2 != 0;
+    float sum = (second ? sums.y : sums.x) + __shfl_xor_sync(ALL, second ? sums.x : sums.y, 1);
+    sum += __shfl_xor_sync(ALL, sum, 2);
+    if (mine && c.t < 2) {
+        float *to = c.sums + tile * ROWS + c.g + (second ? 8 : 0);
+        *to = chunk == 0 ? sum : *to + sum;
+    }
+}
+
+// Consumer: all tiles of a chunk.
+inline void multiply_chunk(const Block &b, const Consumer &c, const PartOfX &x, Cursor &at, uint part) {
+    const bool mine = CHUNKS == 1 || part < PARTS;
+    float2 before = make_float2(0, 0);
+#pragma unroll 1
+    for (at.tile = 0; at.tile < b.tiles; at.tile++) {
+        barrier_wait(b.full + at.ring.stage * 8, at.ring.parity);
+        // Of the previous tile: this waits while the products of the current tile run.
+        if (at.tile > 0) {
+            keep_sums(c, before, at.tile - 1, at.chunk, mine);
+        }
+        float sum[2] = {0, 0};
+        if (mine) {
+            multiply_tile(b, c, x, at, part, sum);
+        }
+        // The stage may be overwritten.
+        if (b.items > STAGES) {
+            barrier_arrive(b.empty + at.ring.stage * 8);
+        }
+        at.ring.next();
+        before = make_float2(sum[0], sum[1]);
+    }
+    keep_sums(c, before, b.tiles - 1, at.chunk, mine);
+}
+
+// Consumer: all chunks, each with the warp's part of x.
+inline void consume(const Block &b, Cursor &at, const uchar *x) {
+    const Consumer c = consumer(b);
+    float4 v[SPANS];
+    wait_for_previous();
+    let_next_begin();
+    load_part(v, x, b.warp, b.lane);
+#pragma unroll 1
+    for (; at.chunk < CHUNKS; at.chunk++) {
+        const uint part = at.chunk * WARPS + b.warp;
+        PartOfX of_x;
+        __syncwarp();
+        write_digits(of_x, v, c, b.lane);
+        if (CHUNKS > 1) {
+            load_part(v, x, part + WARPS, b.lane);
+        }
+        __syncwarp();
+        read_digits(of_x, c);
+        multiply_chunk(b, c, of_x, at, part);
+    }
+}
+
+// Blocks count TILES tiles of outputs each.
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT_BLOCKS)
+    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *, uchar *out,
+                const LinearParams p) {
+    extern __shared__ __align__(128) uchar memory[];
+    const uint lane = threadIdx.x % 32, warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
+    const uint first_output = blockIdx.x * (TILES * ROWS), tiles = min(TILES, p.outputs / ROWS - blockIdx.x * TILES);
+    const uint shared = shared_address(memory), full = shared + BARRIERS_AT, empty = full + STAGES * 8;
+    const Block b = {values, scales, biases, memory, first_output, tiles, tiles * CHUNKS, shared, full, empty, lane, warp};
+    Cursor at;
+    if (warp == WARPS) {
+        begin_ahead(b, at);
+    }
     __syncthreads();
+    if (warp == WARPS) {
+        produce(b, at);
+    } else {
+        consume(b, at, x);
+    }
+    __syncthreads();
+    // Epilogue: the sums of all warps.
 #pragma unroll 1
     for (uint i = threadIdx.x; i < tiles * ROWS; i += 32 * (WARPS + 1)) {
         const float *of = reinterpret_cast<const float *>(memory + SUMS_AT) + i;

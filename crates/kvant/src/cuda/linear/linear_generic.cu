@@ -45,6 +45,67 @@ inline void load_inputs(float4 (&inputs)[FOURS], const uchar *x, ulong start, ui
 constexpr uint ROWS = 2;
 constexpr uint AHEAD = TOKENS > 2 ? 2 : BITS == 4 && TOKENS == 1 ? 8 : 4;
 
+// A warp's rows of x and of W. Beyond the last row or output the last is computed again, and not stored.
+struct Rows {
+    ulong x_start[TOKENS];
+    ulong w_row[ROWS];
+};
+
+// Adds the products of chunk `c` of a row of x with all rows of W.
+inline void multiply_chunk(float (&sums)[ROWS], const Chunk (&read)[ROWS], const uchar *x, ulong x_start, uint c, uint count) {
+    float4 inputs[FOURS];
+    load_inputs(inputs, x, x_start, c, count);
+    // A bias counts as often as the sum of its inputs says.
+    float sum = 0;
+    if (AFFINE) {
+#pragma unroll
+        for (uint j = 0; j < FOURS; j++) {
+            sum += total(inputs[j]);
+        }
+    }
+#pragma unroll
+    for (uint r = 0; r < ROWS; r++) {
+        float4 products = all4(0);
+#pragma unroll
+        for (uint j = 0; j < FOURS; j++) {
+            products = products + fields_of(read[r], j) * inputs[j];
+        }
+        if (AFFINE) {
+            const float product = dot(products, field_units(CODE_BITS));
+            sums[r] += read[r].scale * product + read[r].bias * sum;
+        } else {
+            sums[r] += total(products);
+        }
+    }
+}
+
+// The lane's sums over all inputs: AHEAD chunks are read before the first is used.
+inline void multiply_rows(float (&sums)[TOKENS][ROWS], const Rows &rows, const Weight &w, const uchar *x, uint inputs, uint lane) {
+    const uint chunks = (inputs + CHUNK - 1) / CHUNK;
+    for (uint start = lane; start < chunks; start += 32 * AHEAD) {
+        Chunk read[AHEAD][ROWS];
+#pragma unroll
+        for (uint a = 0; a < AHEAD; a++) {
+#pragma unroll
+            for (uint r = 0; r < ROWS; r++) {
+                const uint c = start + 32 * a;
+                read[a][r] = c < chunks ? load_chunk(w, rows.w_row[r], c, inputs) : Chunk{};
+            }
+        }
+#pragma unroll
+        for (uint a = 0; a < AHEAD; a++) {
+            const uint c = start + 32 * a;
+            if (c >= chunks) {
+                break;
+            }
+#pragma unroll
+            for (uint t = 0; t < TOKENS; t++) {
+                multiply_chunk(sums[t], read[a], x, rows.x_start[t], c, inputs);
+            }
+        }
+    }
+}
+
 // Blocks: x counts ROWS outputs per warp, y the rows, TOKENS each (one with experts).
 extern "C" __global__ void __launch_bounds__(128)
     KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
@@ -59,64 +120,17 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     const uint expert = EXPERTS ? ids[first_row] : 0;
     const bool known = expert < p.experts;
-
-    // Beyond the last row or output the last is computed again, and not stored.
-    ulong x_start[TOKENS], w_row[ROWS];
+    Rows rows;
 #pragma unroll
     for (uint t = 0; t < TOKENS; t++) {
-        x_start[t] = ulong(min(first_row + t, p.rows - 1) / p.rows_per_input) * p.inputs;
+        rows.x_start[t] = ulong(min(first_row + t, p.rows - 1) / p.rows_per_input) * p.inputs;
     }
 #pragma unroll
     for (uint r = 0; r < ROWS; r++) {
-        w_row[r] = ulong(known ? expert : 0) * p.outputs + min(first_output + r, p.outputs - 1);
+        rows.w_row[r] = ulong(known ? expert : 0) * p.outputs + min(first_output + r, p.outputs - 1);
     }
     float sums[TOKENS][ROWS] = {};
-    const uint chunks = (p.inputs + CHUNK - 1) / CHUNK;
-    for (uint start = lane; start < chunks; start += 32 * AHEAD) {
-        Chunk read[AHEAD][ROWS];
-#pragma unroll
-        for (uint a = 0; a < AHEAD; a++) {
-#pragma unroll
-            for (uint r = 0; r < ROWS; r++) {
-                const uint c = start + 32 * a;
-                read[a][r] = c < chunks ? load_chunk(w, w_row[r], c, p.inputs) : Chunk{};
-            }
-        }
-#pragma unroll
-        for (uint a = 0; a < AHEAD; a++) {
-            const uint c = start + 32 * a;
-            if (c >= chunks) {
-                break;
-            }
-#pragma unroll
-            for (uint t = 0; t < TOKENS; t++) {
-                float4 inputs[FOURS];
-                load_inputs(inputs, x, x_start[t], c, p.inputs);
-                // A bias counts as often as the sum of its inputs says.
-                float sum = 0;
-                if (AFFINE) {
-#pragma unroll
-                    for (uint j = 0; j < FOURS; j++) {
-                        sum += total(inputs[j]);
-                    }
-                }
-#pragma unroll
-                for (uint r = 0; r < ROWS; r++) {
-                    float4 products = all4(0);
-#pragma unroll
-                    for (uint j = 0; j < FOURS; j++) {
-                        products = products + fields_of(read[a][r], j) * inputs[j];
-                    }
-                    if (AFFINE) {
-                        const float product = dot(products, field_units(CODE_BITS));
-                        sums[t][r] += read[a][r].scale * product + read[a][r].bias * sum;
-                    } else {
-                        sums[t][r] += total(products);
-                    }
-                }
-            }
-        }
-    }
+    multiply_rows(sums, rows, w, x, p.inputs, lane);
 #pragma unroll
     for (uint t = 0; t < TOKENS; t++) {
 #pragma unroll
@@ -160,6 +174,96 @@ inline uint gather(const uint *ids, uint rows, uint expert, uint &cursor, uint *
     return count;
 }
 
+// A block's rows and outputs. With experts, `list` has the numbers of the rows.
+struct Tile {
+    const LinearParams &p;
+    uint first_row;
+    uint count;
+    uint first_output;
+    const uint *list;
+
+    inline uint row(uint i) const {
+        return EXPERTS ? list[i] : first_row + i;
+    }
+};
+
+// Copies inputs k to k + TILE_K of the tile's rows. Rows, outputs and inputs that do not exist are zeros.
+inline void load_x(float *x_tile, const Tile &tile, const uchar *x, uint k) {
+    const LinearParams &p = tile.p;
+    for (uint f = threadIdx.x; f < TILE_M * TILE_K / 4; f += THREADS) {
+        const uint i = f % TILE_M, j = f / TILE_M * 4;
+        float4 four = all4(0);
+        if (i < tile.count && k + j < p.inputs) {
+            const uint row = tile.row(i) / p.rows_per_input;
+            four = load4(x, ulong(row) * p.inputs + k + j, p.inputs - k - j, X_DTYPE, X_ALIGNED);
+        }
+#pragma unroll
+        for (uint e = 0; e < 4; e++) {
+            x_tile[(j + e) * STRIDE + i] = part(four, e);
+        }
+    }
+}
+
+// As above, of the tile's outputs; `first_w_row` is the row of W of the first.
+inline void load_w(float *w_tile, const Tile &tile, const Weight &w, ulong first_w_row, uint k) {
+    const LinearParams &p = tile.p;
+    for (uint f = threadIdx.x; f < TILE_N * TILE_K / CHUNK; f += THREADS) {
+        const uint i = f % TILE_N, j = f / TILE_N * CHUNK;
+        Chunk chunk = {};
+        if (tile.first_output + i < p.outputs && k + j < p.inputs) {
+            chunk = load_chunk(w, first_w_row + i, (k + j) / CHUNK, p.inputs);
+        }
+#pragma unroll
+        for (uint four = 0; four < FOURS; four++) {
+            const float4 v = AFFINE ? field_units(CODE_BITS) * fields_of(chunk, four) : fields_of(chunk, four);
+#pragma unroll
+            for (uint e = 0; e < 4; e++) {
+                w_tile[(j + four * 4 + e) * STRIDE + i] = AFFINE ? chunk.scale * part(v, e) + chunk.bias : part(v, e);
+            }
+        }
+    }
+}
+
+// Adds the products of TILE_K inputs to a thread's 4 rows, from `m` on, and 4 outputs, from `n` on.
+inline void multiply_tiles(float (&sums)[4][4], const float *x_tile, const float *w_tile, uint m, uint n) {
+#pragma unroll 8
+    for (uint step = 0; step < TILE_K; step++) {
+        const float4 a = *reinterpret_cast<const float4 *>(x_tile + step * STRIDE + m);
+        const float4 b = *reinterpret_cast<const float4 *>(w_tile + step * STRIDE + n);
+#pragma unroll
+        for (uint i = 0; i < 4; i++) {
+#pragma unroll
+            for (uint j = 0; j < 4; j++) {
+                sums[i][j] += part(a, i) * part(b, j);
+            }
+        }
+    }
+}
+
+inline void store_tile(const float (&sums)[4][4], const Tile &tile, uchar *out, uint m, uint n) {
+#pragma unroll
+    for (uint i = 0; i < 4; i++) {
+#pragma unroll
+        for (uint j = 0; j < 4; j++) {
+            if (m + i < tile.count && tile.first_output + n + j < tile.p.outputs) {
+                const ulong row = tile.row(m + i);
+                store(out, row * tile.p.outputs + tile.first_output + n + j, tile.p.alpha * sums[i][j], OUT_DTYPE);
+            }
+        }
+    }
+}
+
+// Zeros for the rows whose expert does not exist, which no block of an expert has.
+inline void clear_rows(const LinearParams &p, const uint *ids, uchar *out, uint first_output) {
+    for (uint row = threadIdx.x; row < p.rows; row += THREADS) {
+        if (ids[row] >= p.experts) {
+            for (uint i = first_output; i < min(first_output + TILE_N, p.outputs); i++) {
+                store(out, ulong(row) * p.outputs + i, 0.0f, OUT_DTYPE);
+            }
+        }
+    }
+}
+
 // Blocks: x counts TILE_N outputs, y TILE_M rows, or the experts. A thread has 4 rows and 4 outputs of a tile.
 extern "C" __global__ void __launch_bounds__(THREADS)
     KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
@@ -174,17 +278,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint first_output = blockIdx.x * TILE_N;
     const uint expert = EXPERTS ? blockIdx.y : 0;
     const ulong first_w_row = ulong(expert) * p.outputs + first_output;
-
     if (EXPERTS && expert == 0) {
-        for (uint row = threadIdx.x; row < p.rows; row += THREADS) {
-            if (ids[row] >= p.experts) {
-                for (uint i = first_output; i < min(first_output + TILE_N, p.outputs); i++) {
-                    store(out, ulong(row) * p.outputs + i, 0.0f, OUT_DTYPE);
-                }
-            }
-        }
+        clear_rows(p, ids, out, first_output);
     }
-
     uint cursor = EXPERTS ? 0 : blockIdx.y * TILE_M;
     while (cursor < p.rows) {
         const uint first_row = cursor;
@@ -199,62 +295,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (count == 0) {
             break;
         }
+        const Tile tile = {p, first_row, count, first_output, list};
         float sums[4][4] = {};
         for (uint k = 0; k < p.inputs; k += TILE_K) {
-            // Rows, outputs and inputs that do not exist are zeros.
-            for (uint f = threadIdx.x; f < TILE_M * TILE_K / 4; f += THREADS) {
-                const uint i = f % TILE_M, j = f / TILE_M * 4;
-                float4 four = all4(0);
-                if (i < count && k + j < p.inputs) {
-                    const uint row = (EXPERTS ? list[i] : first_row + i) / p.rows_per_input;
-                    four = load4(x, ulong(row) * p.inputs + k + j, p.inputs - k - j, X_DTYPE, X_ALIGNED);
-                }
-#pragma unroll
-                for (uint e = 0; e < 4; e++) {
-                    x_tile[(j + e) * STRIDE + i] = part(four, e);
-                }
-            }
-            for (uint f = threadIdx.x; f < TILE_N * TILE_K / CHUNK; f += THREADS) {
-                const uint i = f % TILE_N, j = f / TILE_N * CHUNK;
-                Chunk chunk = {};
-                if (first_output + i < p.outputs && k + j < p.inputs) {
-                    chunk = load_chunk(w, first_w_row + i, (k + j) / CHUNK, p.inputs);
-                }
-#pragma unroll
-                for (uint four = 0; four < FOURS; four++) {
-                    const float4 v = AFFINE ? field_units(CODE_BITS) * fields_of(chunk, four) : fields_of(chunk, four);
-#pragma unroll
-                    for (uint e = 0; e < 4; e++) {
-                        w_tile[(j + four * 4 + e) * STRIDE + i] =
-                            AFFINE ? chunk.scale * part(v, e) + chunk.bias : part(v, e);
-                    }
-                }
-            }
+            load_x(x_tile, tile, x, k);
+            load_w(w_tile, tile, w, first_w_row, k);
             __syncthreads();
-#pragma unroll 8
-            for (uint step = 0; step < TILE_K; step++) {
-                const float4 a = *reinterpret_cast<const float4 *>(x_tile + step * STRIDE + m);
-                const float4 b = *reinterpret_cast<const float4 *>(w_tile + step * STRIDE + n);
-#pragma unroll
-                for (uint i = 0; i < 4; i++) {
-#pragma unroll
-                    for (uint j = 0; j < 4; j++) {
-                        sums[i][j] += part(a, i) * part(b, j);
-                    }
-                }
-            }
+            multiply_tiles(sums, x_tile, w_tile, m, n);
             __syncthreads();
         }
-#pragma unroll
-        for (uint i = 0; i < 4; i++) {
-#pragma unroll
-            for (uint j = 0; j < 4; j++) {
-                if (m + i < count && first_output + n + j < p.outputs) {
-                    const ulong row = EXPERTS ? list[m + i] : first_row + m + i;
-                    store(out, row * p.outputs + first_output + n + j, p.alpha * sums[i][j], OUT_DTYPE);
-                }
-            }
-        }
+        store_tile(sums, tile, out, m, n);
         __syncthreads();
     }
 }

@@ -60,7 +60,7 @@ constexpr uint STAGE = (FACTORS_AT + 2 * FACTORS + 127) / 128 * 128;
 constexpr uint X_SUMS_AT = STAGES * STAGE;
 constexpr uint SUMS_AT = X_SUMS_AT + TEAMS * INPUTS / BLOCK * ROWS * 4;
 constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * WARPS * 32 * 16;
-// bulk_rows.rs computes the same sum.
+// skinny_affine4_tma.rs computes the same sum.
 static_assert(BARRIERS_AT + (STAGES + SLOTS) * 16 + 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(WARPS * OWN == INPUTS && GROUP % BLOCK == 0 && INPUTS % GROUP == 0, "linear: whole blocks and groups");
 static_assert(SPLITS == 1 || ROW_BY_ROW && !ODD && !EXPERTS, "linear: parts of rows are copied one by one");

@@ -44,7 +44,7 @@ constexpr uint AT_BIASES = AT_SCALES + (SEPARATE ? OUTPUTS * FactorPieces::STRID
 constexpr uint AT_X = AT_BIASES + (AFFINE ? OUTPUTS * FactorPieces::STRIDE : 0);
 constexpr uint X_ROW = SPAN * size_of(X_DTYPE), X_STRIDE = X_ROW + 32;
 constexpr uint STAGE = AT_X + TOKENS * X_STRIDE;
-// blocks.rs computes the same sum.
+// skinny_blocks_mma.rs computes the same sum.
 static_assert(WARPS * (STAGES * STAGE + OUTPUTS * 8 * 4) == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 
 // Begins to copy a span, `bytes` of each row, of all outputs; `from` is that of the first, `outputs` exist. Beyond the
@@ -124,6 +124,170 @@ inline uint2 inputs_of(const uchar *x, uint input, uint term) {
 
 constexpr uint NONE = 0xFFFFFFFF;
 
+// Context of all phases: the block's rows and outputs, and the warp's spans and stages.
+struct Warp {
+    const LinearParams &p;
+    const Weights &weights;
+    const uint *order;
+    uint lane;
+    uint first_output;
+    uint first_row;
+    uint begin;
+    uint end;
+    const uchar *stages;
+
+    inline uint row_of(uint token) const {
+        return SORTED ? order[first_row + token] : first_row + token;
+    }
+};
+
+// Begins to copy the weights of the first STAGES spans.
+inline void fill_weights(const Warp &w) {
+#pragma unroll
+    for (uint s = 0; s < STAGES; s++) {
+        if (w.begin + s < w.end) {
+            w.weights.begin(shared_address(w.stages + s * STAGE), w.begin + s, w.p.inputs, w.lane);
+        }
+    }
+}
+
+// Begins to copy their x. The first group of copies also holds all weights.
+inline void fill_inputs(const Warp &w, const uchar *x, const uint (&rows)[TOKENS]) {
+#pragma unroll
+    for (uint s = 0; s < STAGES; s++) {
+        if (w.begin + s < w.end) {
+            begin_inputs(shared_address(w.stages + s * STAGE), x, rows, w.p.inputs, w.begin + s, w.lane);
+        }
+        copies_commit();
+    }
+}
+
+// A lane's rows of a span in a stage: outputs g and g + 8 of each tile.
+struct Span {
+    Codes codes[TILES][2];
+    Factors scales[TILES][2];
+    Factors biases[TILES][2];
+    Header headers[TILES][2];
+};
+
+inline void find_span(Span &of, const Warp &w, const uchar *stage, uint span) {
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint r = 0; r < 2; r++) {
+            const uint output = tile * 16 + r * 8 + w.lane / 4;
+            of.codes[tile][r] = w.weights.codes_in(stage, output, span);
+            of.scales[tile][r] = w.weights.factors_in(stage + AT_SCALES, output, span, w.weights.scales);
+            of.biases[tile][r] = w.weights.factors_in(stage + AT_BIASES, output, span, w.weights.biases);
+            of.headers[tile][r] = header_of(of.codes[tile][r]);
+        }
+    }
+}
+
+// Sums of a unit: of each half by itself if it has a scale.
+constexpr uint SUMS = HALVES ? 2 : 1;
+
+// Adds the products of a tile with the inputs of unit `u`, scaled; `ones` are sums of the inputs.
+inline void multiply_tile(float (&sums)[4], const Span &of, const Tables<HALF> &numbers, const uint2 (&inputs)[2],
+                          const float (&ones)[SUMS][4], uint tile, uint u, uint t) {
+    uint pairs[2][4];
+    pairs_of<HALF>(of.codes[tile][0], numbers, u, t, pairs[0]);
+    pairs_of<HALF>(of.codes[tile][1], numbers, u, t, pairs[1]);
+    float products[SUMS][4];
+#pragma unroll
+    for (uint half = 0; half < 2; half++) {
+        const uint a[4] = {pairs[0][2 * half], pairs[1][2 * half], pairs[0][2 * half + 1], pairs[1][2 * half + 1]};
+        half < SUMS ? mma_alone<HALF>(products[half], a, inputs[half]) : mma<HALF>(products[0], a, inputs[half]);
+    }
+#pragma unroll
+    for (uint r = 0; r < 2; r++) {
+#pragma unroll
+        for (uint half = 0; half < SUMS; half++) {
+            float2 factors = factors_of(of.headers[tile][r], of.codes[tile][r], of.scales[tile][r], of.biases[tile][r], u, half);
+            if (FOLD) {
+                factors.y -= 128 * factors.x;
+            }
+#pragma unroll
+            for (uint j = 0; j < 2; j++) {
+                float &sum = sums[2 * r + j];
+                sum += factors.x * products[half][2 * r + j];
+                if (BIASED) {
+                    sum += factors.y * ones[half][j];
+                }
+            }
+        }
+    }
+}
+
+// Adds the products of all tiles with a span of x. `x` is the lane's row in the stage, `term` its term.
+inline void multiply_span(float (&sums)[TILES][4], const Span &of, const Tables<HALF> &numbers, const uchar *x, uint term,
+                          const Warp &w, uint span) {
+    const uint t = w.lane % 4;
+#pragma unroll
+    for (uint u = 0; u < UNITS; u++) {
+        if (!INPUTS_OF_SPANS && span * SPAN + u * UNIT >= w.p.inputs) {
+            break;
+        }
+        uint2 inputs[2];
+        float ones[SUMS][4];
+#pragma unroll
+        for (uint half = 0; half < 2; half++) {
+            inputs[half] = inputs_of(x, u * UNIT + half * 16 + 4 * t, term);
+            if (BIASED) {
+                constexpr uint ONE = HALF ? 0x3C003C00 : 0x3F803F80;
+                const uint all[4] = {ONE, ONE, ONE, ONE};
+                half < SUMS ? mma_alone<HALF>(ones[half], all, inputs[half]) : mma<HALF>(ones[0], all, inputs[half]);
+            }
+        }
+#pragma unroll
+        for (uint tile = 0; tile < TILES; tile++) {
+            multiply_tile(sums[tile], of, numbers, inputs, ones, tile, u, t);
+        }
+    }
+}
+
+// The sums over the warp's spans. The lane's column of B is a term of a row; columns without one repeat the last.
+inline void multiply_spans(float (&sums)[TILES][4], const Warp &w, const uchar *x, const uint (&rows)[TOKENS]) {
+    const uint g = w.lane / 4, x_at = AT_X + min(g / TERMS, TOKENS - 1) * X_STRIDE, term = g % TERMS;
+    const Tables<HALF> numbers = tables<HALF>(w.p.inputs >> 31);
+    uint slot = 0;
+    for (uint span = w.begin; span < w.end; span++) {
+        copies_wait<STAGES - 1>();
+        __syncwarp();
+        const uchar *stage = w.stages + slot * STAGE;
+        Span of;
+        find_span(of, w, stage, span);
+        multiply_span(sums, of, numbers, stage + x_at, term, w, span);
+        __syncwarp();
+        if (span + STAGES < w.end) {
+            w.weights.begin(shared_address(stage), span + STAGES, w.p.inputs, w.lane);
+            begin_inputs(shared_address(stage), x, rows, w.p.inputs, span + STAGES, w.lane);
+        }
+        copies_commit();
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+    }
+}
+
+// Epilogue: adds up the sums of all warps, [WARPS][OUTPUTS][8], and stores the results: zeros if the expert does not
+// exist.
+inline void store_sums(const Warp &w, const float *parts, uchar *out, bool known) {
+    for (uint i = threadIdx.x; i < OUTPUTS * TOKENS; i += 32 * WARPS) {
+        const uint output = i % OUTPUTS, token = i / OUTPUTS;
+        float sum = 0;
+#pragma unroll
+        for (uint warp = 0; warp < WARPS; warp++) {
+#pragma unroll
+            for (uint c = 0; c < TERMS; c++) {
+                sum += parts[(warp * OUTPUTS + output) * 8 + token * TERMS + c];
+            }
+        }
+        const uint row = w.row_of(token);
+        if (w.first_output + output < w.p.outputs && row < w.p.rows) {
+            store(out, ulong(row) * w.p.outputs + w.first_output + output, known ? w.p.alpha * sum : 0.0f, OUT_DTYPE);
+        }
+    }
+}
+
 // Blocks: x counts OUTPUTS outputs, y the rows, TOKENS each (one with experts); or tiles of places, whose experts and
 // rows are in `experts` and `order`, or NONE.
 // With one row or two a multiprocessor has room for 24 warps: those of the next launch begin early.
@@ -133,11 +297,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOKENS > 2 ? 1 : 24 / W
     extern __shared__ __align__(16) uchar shared[];
     const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
-    const auto row_of = [&](uint token) { return SORTED ? order[first_row + token] : first_row + token; };
     const uint spans = (p.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
     const uint begin = min(warp * each, spans), end = min(begin + each, spans);
-    const uchar *stages = shared + warp * STAGES * STAGE;
-
     if (EXPERTS) {
         wait_for_previous();
     }
@@ -149,14 +310,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOKENS > 2 ? 1 : 24 / W
     const ulong first = ulong(known ? expert : 0) * p.outputs + first_output;
     const uint code_bytes = ulong(p.inputs) * CODE_BYTES / SPAN;
     const uint factor_bytes = ulong(p.inputs) * SCALE_BYTES / SPAN;
-    const Weights w = {values + first * code_bytes, scales + first * factor_bytes, biases + first * factor_bytes,
-                       code_bytes, factor_bytes, p.outputs - first_output};
-#pragma unroll
-    for (uint s = 0; s < STAGES; s++) {
-        if (begin + s < end) {
-            w.begin(shared_address(stages + s * STAGE), begin + s, p.inputs, lane);
-        }
-    }
+    const Weights weights = {values + first * code_bytes, scales + first * factor_bytes, biases + first * factor_bytes,
+                             code_bytes, factor_bytes, p.outputs - first_output};
+    const Warp w = {p, weights, order, lane, first_output, first_row, begin, end, shared + warp * STAGES * STAGE};
+    fill_weights(w);
     if (!EXPERTS) {
         wait_for_previous();
     }
@@ -165,124 +322,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOKENS > 2 ? 1 : 24 / W
     uint rows[TOKENS];
 #pragma unroll
     for (uint token = 0; token < TOKENS; token++) {
-        const uint row = row_of(token);
-        rows[token] = (row < p.rows ? row : row_of(0)) / (EXPERTS ? p.rows_per_input : 1);
+        const uint row = w.row_of(token);
+        rows[token] = (row < p.rows ? row : w.row_of(0)) / (EXPERTS ? p.rows_per_input : 1);
     }
-#pragma unroll
-    for (uint s = 0; s < STAGES; s++) {
-        if (begin + s < end) {
-            begin_inputs(shared_address(stages + s * STAGE), x, rows, p.inputs, begin + s, lane);
-        }
-        // The first group holds what was begun of W, too.
-        copies_commit();
-    }
-
-    // The lane's column of B: a term of a row. Columns without one repeat the last.
-    const uint x_at = AT_X + min(g / TERMS, TOKENS - 1) * X_STRIDE, term = g % TERMS;
-    const Tables<HALF> numbers = tables<HALF>(p.inputs >> 31);
+    fill_inputs(w, x, rows);
     float sums[TILES][4] = {};
-    uint slot = 0;
-    for (uint span = begin; span < end; span++) {
-        copies_wait<STAGES - 1>();
-        __syncwarp();
-        const uchar *stage = stages + slot * STAGE;
-        Codes codes[TILES][2];
-        Factors of_scales[TILES][2], of_biases[TILES][2];
-        Header headers[TILES][2];
-#pragma unroll
-        for (uint tile = 0; tile < TILES; tile++) {
-#pragma unroll
-            for (uint r = 0; r < 2; r++) {
-                const uint output = tile * 16 + r * 8 + g;
-                codes[tile][r] = w.codes_in(stage, output, span);
-                of_scales[tile][r] = w.factors_in(stage + AT_SCALES, output, span, w.scales);
-                of_biases[tile][r] = w.factors_in(stage + AT_BIASES, output, span, w.biases);
-                headers[tile][r] = header_of(codes[tile][r]);
-            }
-        }
-#pragma unroll
-        for (uint u = 0; u < UNITS; u++) {
-            if (!INPUTS_OF_SPANS && span * SPAN + u * UNIT >= p.inputs) {
-                break;
-            }
-            // The sums of each half by themselves where it has a scale.
-            constexpr uint SUMS = HALVES ? 2 : 1;
-            uint2 inputs[2];
-            float ones[SUMS][4];
-#pragma unroll
-            for (uint half = 0; half < 2; half++) {
-                inputs[half] = inputs_of(stage + x_at, u * UNIT + half * 16 + 4 * t, term);
-                if (BIASED) {
-                    constexpr uint ONE = HALF ? 0x3C003C00 : 0x3F803F80;
-                    const uint all[4] = {ONE, ONE, ONE, ONE};
-                    half < SUMS ? mma_alone<HALF>(ones[half], all, inputs[half]) : mma<HALF>(ones[0], all, inputs[half]);
-                }
-            }
-#pragma unroll
-            for (uint tile = 0; tile < TILES; tile++) {
-                uint pairs[2][4];
-                pairs_of<HALF>(codes[tile][0], numbers, u, t, pairs[0]);
-                pairs_of<HALF>(codes[tile][1], numbers, u, t, pairs[1]);
-                float products[SUMS][4];
-#pragma unroll
-                for (uint half = 0; half < 2; half++) {
-                    const uint a[4] = {pairs[0][2 * half], pairs[1][2 * half], pairs[0][2 * half + 1], pairs[1][2 * half + 1]};
-                    half < SUMS ? mma_alone<HALF>(products[half], a, inputs[half]) : mma<HALF>(products[0], a, inputs[half]);
-                }
-#pragma unroll
-                for (uint r = 0; r < 2; r++) {
-#pragma unroll
-                    for (uint half = 0; half < SUMS; half++) {
-                        float2 factors = factors_of(headers[tile][r], codes[tile][r], of_scales[tile][r],
-                                                    of_biases[tile][r], u, half);
-                        if (FOLD) {
-                            factors.y -= 128 * factors.x;
-                        }
-#pragma unroll
-                        for (uint j = 0; j < 2; j++) {
-                            float &sum = sums[tile][2 * r + j];
-                            sum += factors.x * products[half][2 * r + j];
-                            if (BIASED) {
-                                sum += factors.y * ones[half][j];
-                            }
-                        }
-                    }
-                }
-            }
-        }
-        __syncwarp();
-        if (span + STAGES < end) {
-            w.begin(shared_address(stage), span + STAGES, p.inputs, lane);
-            begin_inputs(shared_address(stage), x, rows, p.inputs, span + STAGES, lane);
-        }
-        copies_commit();
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
-    }
-
-    // The sums of all warps: [WARPS][OUTPUTS][8], where the stages were not.
+    multiply_spans(sums, w, x, rows);
+    // The sums of all warps, behind the stages.
     float *parts = reinterpret_cast<float *>(shared + WARPS * STAGES * STAGE);
 #pragma unroll
-    for (uint tile = 0; tile < TILES; tile++) {
-#pragma unroll
-        for (uint r = 0; r < 2; r++) {
-            float *at = parts + (warp * OUTPUTS + tile * 16 + r * 8 + g) * 8 + 2 * t;
-            *reinterpret_cast<float2 *>(at) = make_float2(sums[tile][2 * r], sums[tile][2 * r + 1]);
-        }
+    for (uint i = 0; i < 2 * TILES; i++) {
+        float *at = parts + (warp * OUTPUTS + i * 8 + g) * 8 + 2 * t;
+        *reinterpret_cast<float2 *>(at) = make_float2(sums[i / 2][i % 2 * 2], sums[i / 2][i % 2 * 2 + 1]);
     }
     __syncthreads();
-    for (uint i = threadIdx.x; i < OUTPUTS * TOKENS; i += 32 * WARPS) {
-        const uint output = i % OUTPUTS, token = i / OUTPUTS;
-        float sum = 0;
-#pragma unroll
-        for (uint of_warp = 0; of_warp < WARPS; of_warp++) {
-#pragma unroll
-            for (uint c = 0; c < TERMS; c++) {
-                sum += parts[(of_warp * OUTPUTS + output) * 8 + token * TERMS + c];
-            }
-        }
-        const uint row = row_of(token);
-        if (first_output + output < p.outputs && row < p.rows) {
-            store(out, ulong(row) * p.outputs + first_output + output, known ? p.alpha * sum : 0.0f, OUT_DTYPE);
-        }
-    }
+    store_sums(w, parts, out, known);
 }

@@ -59,7 +59,7 @@ constexpr uint STAGE = TILE * PITCH;
 // Sums of tiles.
 constexpr uint SUMS_AT = STAGES * STAGE;
 constexpr uint BARRIERS_AT = SUMS_AT + SLOTS * EIGHTS * WARPS * 32 * 16;
-// stream_rows.rs computes the same sum.
+// skinny_dense_tma.rs computes the same sum.
 static_assert(BARRIERS_AT + (STAGES + SLOTS) * 16 + 16 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 static_assert(STEPS * 4 * LANE * WARPS == SEGMENT && INPUTS % (4 * LANE * WARPS) == 0, "linear: whole steps");
 static_assert(SEGMENT * 2 % 128 == 0, "linear: the padding is for rows of whole lines of banks");
@@ -75,108 +75,239 @@ struct SkinnyDenseTmaParams {
     OutParts parts;
 };
 
-// Blocks divide the outputs among them, SPLITS neighbouring ones together.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const SkinnyDenseTmaParams p, float *partials,
-                 uint *arrivals, const uchar *up, uchar *gated) {
-    extern __shared__ __align__(128) uchar memory[];
-    const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = of_warp(threadIdx.x / 32);
-    const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
-    // Outputs, or pairs of them.
-    const ulong all = p.outputs / SIDES;
-    const uint first = uint(all * stretch / stretches), end = uint(all * (stretch + 1) / stretches);
-    const uint tiles = (end - first + TILE_STEP - 1) / TILE_STEP, items = tiles * SEGMENTS;
-    const uint shared = shared_address(memory);
-    const TileBarriers barriers = {shared + BARRIERS_AT};
-    // Behind the barriers: whether an adding warp was the last of all with these outputs.
-    uint *is_last = reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
-    // The stage that is filled or used next.
-    RingCursor<STAGES> cursor;
-    if (threadIdx.x == 0) {
-        barriers.init(WARPS * 32, ADDERS * 32);
+// Context of all phases: tensors, the block's outputs, its part of the inputs, and addresses in shared memory.
+struct Block {
+    const SkinnyDenseTmaParams &p;
+    const uchar *x;
+    const uchar *values;
+    uchar *out;
+    float *partials;
+    uint *arrivals;
+    const uchar *up;
+    uchar *gated;
+    uchar *memory;
+    uint lane;
+    uint warp;
+    uint stretch;
+    uint part;
+    // Outputs, or pairs of them: of all blocks, and from `first` to `end` of this one.
+    ulong all;
+    uint first;
+    uint end;
+    uint tiles;
+    uint items;
+    TileBarriers barriers;
+
+    inline float4 *sums() const {
+        return reinterpret_cast<float4 *>(memory + SUMS_AT);
     }
-    __syncthreads();
-    float4 *all_sums = reinterpret_cast<float4 *>(memory + SUMS_AT);
+    // Behind the barriers: whether an adding warp was the last of all with these outputs.
+    inline uint *is_last() const {
+        return reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
+    }
     // The sums of eight rows of x of a tile, of this block or of another one with the same outputs.
-    const auto partial = [&](uint part, uint tile, uint eight) {
-        const ulong tiles_before = ulong(stretch * SPLITS + part) * p.max_tiles + tile;
+    inline float4 *partial(uint of_part, uint tile, uint eight) const {
+        const ulong tiles_before = ulong(stretch * SPLITS + of_part) * p.max_tiles + tile;
         return reinterpret_cast<float4 *>(partials) + (tiles_before * EIGHTS + eight) * 32 + lane;
-    };
-    // Of outputs g and g + 8 of a tile, rows 2t and 2t + 1 of eight.
-    const auto write = [&](uint tile, uint eight, float4 four) {
+    }
+    // Warps that multiply, and those that add.
+    static inline void meet() {
+        asm volatile("bar.sync 1, %0;" ::"n"((WARPS + ADDERS) * 32) : "memory");
+    }
+    // Stores results of outputs g and g + 8 of a tile, rows 2t and 2t + 1 of eight.
+    inline void write(uint tile, uint eight, float4 four) const {
         const float total[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (uint c = 0; c < 4 / SIDES; c++) {
-            const uint own = first + tile * TILE_STEP + g + c / 2 * 8, r = eight * EIGHT + 2 * t + c % 2;
+            const uint own = first + tile * TILE_STEP + lane / 4 + c / 2 * 8, r = eight * EIGHT + 2 * (lane % 4) + c % 2;
             if (own < end && r < p.rows) {
                 const auto place = [&](uint output) { return place_in_parts(p, p.parts, r, output); };
                 const Places at = {place(own), SIDES == 2 ? place(uint(all) + own) : 0, ulong(r) * p.up_width + own, ulong(r) * uint(all) + own};
                 store_result(out, up, gated, at, p.alpha * total[c], p.alpha * total[(c + 2) % 4]);
             }
         }
-    };
-    // Warps that multiply, and those that add.
-    const auto meet = [] {
-        asm volatile("bar.sync 1, %0;" ::"n"((WARPS + ADDERS) * 32) : "memory");
-    };
+    }
+};
+
+// Producer, one thread: copies W, a segment of a tile to a stage.
+inline void produce(const Block &b) {
+    RingCursor<STAGES> at;
+    uint row = b.first, segment = 0;
+#pragma unroll 1
+    for (uint i = 0; i < b.items; i++) {
+        if (i >= STAGES) {
+            barrier_wait(b.barriers.empty(at.stage), at.parity ^ 1);
+        }
+        const uint rows = min(TILE_STEP, b.end - row), barrier = b.barriers.full(at.stage);
+        const uint bytes = min(SEGMENT, INPUTS - segment * SEGMENT) * 2;
+        barrier_expect(barrier, SIDES * rows * bytes);
+#pragma unroll
+        for (uint side = 0; side < SIDES; side++) {
+            const uchar *from = b.values + (side * b.all + row) * ROW + (b.part * INPUTS + segment * SEGMENT) * 2;
+            const uint to = shared_address(b.memory) + at.stage * STAGE + side * (TILE_STEP * PITCH);
+#pragma unroll 1
+            for (uint r = 0; r < rows; r++) {
+                copy_bulk(to + r * PITCH, from + r * ROW, bytes, barrier);
+            }
+        }
+        at.next();
+        segment = segment + 1 == SEGMENTS ? 0 : segment + 1;
+        row += segment == 0 ? TILE_STEP : 0;
+    }
+}
+
+// Adder, a warp: adds up the sums of a tile's warps, and stores them, or leaves them for the last block.
+inline void add(const Block &b, uint adder) {
     RingCursor<SLOTS> slot;
+    wait_for_previous();
+    let_next_begin();
+#pragma unroll 1
+    for (uint tile = 0; tile < b.tiles; tile++) {
+        barrier_wait(b.barriers.summed(slot.stage), slot.parity);
+#pragma unroll
+        for (uint i = 0; i < EIGHTS / ADDERS; i++) {
+            const uint eight = i * ADDERS + adder;
+            const float4 total = sum_of_warps(b.sums() + (slot.stage * EIGHTS + eight) * (WARPS * 32) + b.lane);
+            if (i + 1 == EIGHTS / ADDERS) {
+                barrier_arrive(b.barriers.taken(slot.stage));
+            }
+            if (SPLITS == 1) {
+                b.write(tile, eight, total);
+            } else {
+                __stcg(b.partial(b.part, tile, eight), total);
+            }
+        }
+        slot.next();
+    }
+    if (SPLITS > 1) {
+        __syncwarp();
+        if (b.lane == 0) {
+            b.is_last()[adder] = count_arrival(b.arrivals + b.stretch, SPLITS * ADDERS);
+        }
+        b.meet();
+    }
+}
+
+// Consumer: the warp's inputs of x, which stay in registers.
+inline void load_inputs(uint4 (&xs)[EIGHTS][SEGMENTS][STEPS], const Block &b) {
+#pragma unroll
+    for (uint e = 0; e < EIGHTS; e++) {
+        const uint r = e * EIGHT + b.lane / 4;
+        const uchar *x_of_lane = b.x + ulong(r) * ROW + (b.part * INPUTS + b.lane % 4 * LANE) * 2;
+#pragma unroll
+        for (uint s = 0; s < SEGMENTS; s++) {
+#pragma unroll
+            for (uint i = 0; i < steps_of(s); i++) {
+                const uint at = (s * SEGMENT + b.warp * own_of(s) + i * 4 * LANE) * 2;
+                xs[e][s][i] = r < b.p.rows ? *reinterpret_cast<const uint4 *>(x_of_lane + at) : make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+}
+
+// Consumer: adds the products of segment `s`, from a stage.
+inline void multiply_segment(float (&sums)[EIGHTS][CHAINS][4], const uint4 (&xs)[EIGHTS][SEGMENTS][STEPS], const Block &b,
+                             uint stage, uint s) {
+    const uchar *of_lane = b.memory + stage * STAGE + b.lane / 4 * PITCH + (b.warp * own_of(s) + b.lane % 4 * LANE) * 2;
+#pragma unroll
+    for (uint i = 0; i < steps_of(s); i++) {
+        const uint4 first = *reinterpret_cast<const uint4 *>(of_lane + i * (4 * LANE * 2));
+        const uint4 second = *reinterpret_cast<const uint4 *>(of_lane + 8 * PITCH + i * (4 * LANE * 2));
+        const uint low[4] = {first.x, second.x, first.y, second.y}, high[4] = {first.z, second.z, first.w, second.w};
+#pragma unroll
+        for (uint e = 0; e < EIGHTS; e++) {
+            mma<DTYPE == F16>(sums[e][0], low, make_uint2(xs[e][s][i].x, xs[e][s][i].y));
+        }
+#pragma unroll
+        for (uint e = 0; e < EIGHTS; e++) {
+            mma<DTYPE == F16>(sums[e][CHAINS - 1], high, make_uint2(xs[e][s][i].z, xs[e][s][i].w));
+        }
+    }
+}
+
+// Consumer: leaves the warp's sums of a tile for the adders.
+inline void leave_sums(const Block &b, const float (&sums)[EIGHTS][CHAINS][4], uint slot) {
+#pragma unroll
+    for (uint e = 0; e < EIGHTS; e++) {
+        float4 total = make_float4(sums[e][0][0], sums[e][0][1], sums[e][0][2], sums[e][0][3]);
+#pragma unroll
+        for (uint c = 1; c < CHAINS; c++) {
+            total = total + make_float4(sums[e][c][0], sums[e][c][1], sums[e][c][2], sums[e][c][3]);
+        }
+        b.sums()[((slot * EIGHTS + e) * WARPS + b.warp) * 32 + b.lane] = total;
+    }
+}
+
+// Consumer, a warp: its part of the inputs of all tiles.
+inline void consume(const Block &b) {
+    RingCursor<STAGES> at;
+    RingCursor<SLOTS> slot;
+    uint4 xs[EIGHTS][SEGMENTS][STEPS];
+    load_inputs(xs, b);
+#pragma unroll 1
+    for (uint tile = 0; tile < b.tiles; tile++) {
+        // Beyond the last output a stage has what it held before; such sums are not stored.
+        float sums[EIGHTS][CHAINS][4] = {};
+#pragma unroll
+        for (uint s = 0; s < SEGMENTS; s++) {
+            barrier_wait(b.barriers.full(at.stage), at.parity);
+            multiply_segment(sums, xs, b, at.stage, s);
+            // The stage may be overwritten.
+            if (b.items > STAGES) {
+                barrier_arrive(b.barriers.empty(at.stage));
+            }
+            at.next();
+        }
+        barrier_wait(b.barriers.taken(slot.stage), slot.parity ^ 1);
+        leave_sums(b, sums, slot.stage);
+        barrier_arrive(b.barriers.summed(slot.stage));
+        slot.next();
+    }
+}
+
+// Epilogue with SPLITS: the consumers of the block whose adders came last add up the sums of all blocks.
+inline void add_blocks(const Block &b) {
+    b.meet();
+    bool is_done = false;
+#pragma unroll
+    for (uint i = 0; i < ADDERS; i++) {
+        is_done |= b.is_last()[i] != 0;
+    }
+    if (is_done) {
+#pragma unroll 1
+        for (uint i = b.warp; i < b.tiles * EIGHTS; i += WARPS) {
+            const uint tile = i / EIGHTS, eight = i % EIGHTS;
+            b.write(tile, eight, sum_of_blocks(b.partial(0, tile, eight), ulong(b.p.max_tiles) * (EIGHTS * 32)));
+        }
+    }
+}
+
+// Blocks divide the outputs among them, SPLITS neighbouring ones together.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const SkinnyDenseTmaParams p, float *partials,
+                 uint *arrivals, const uchar *up, uchar *gated) {
+    extern __shared__ __align__(128) uchar memory[];
+    const uint lane = threadIdx.x % 32, warp = of_warp(threadIdx.x / 32);
+    const uint stretch = blockIdx.x / SPLITS, stretches = gridDim.x / SPLITS, part = blockIdx.x % SPLITS;
+    const ulong all = p.outputs / SIDES;
+    const uint first = uint(all * stretch / stretches), end = uint(all * (stretch + 1) / stretches);
+    const uint tiles = (end - first + TILE_STEP - 1) / TILE_STEP, items = tiles * SEGMENTS;
+    const TileBarriers barriers = {shared_address(memory) + BARRIERS_AT};
+    const Block b = {p,    x,    values,  out,  partials, arrivals, up,  gated, memory,
+                     lane, warp, stretch, part, all,      first,    end, tiles, items,  barriers};
+    if (threadIdx.x == 0) {
+        barriers.init(WARPS * 32, ADDERS * 32);
+    }
+    __syncthreads();
     if (warp >= WARPS) {
         if (MANY) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         }
         if (warp == WARPS && elected()) {
-            uint row = first, segment = 0;
-#pragma unroll 1
-            for (uint i = 0; i < items; i++) {
-                if (i >= STAGES) {
-                    barrier_wait(barriers.empty(cursor.stage), cursor.parity ^ 1);
-                }
-                const uint rows = min(TILE_STEP, end - row), barrier = barriers.full(cursor.stage);
-                const uint bytes = min(SEGMENT, INPUTS - segment * SEGMENT) * 2;
-                barrier_expect(barrier, SIDES * rows * bytes);
-#pragma unroll
-                for (uint side = 0; side < SIDES; side++) {
-                    const uchar *from = values + (side * all + row) * ROW + (part * INPUTS + segment * SEGMENT) * 2;
-                    const uint to = shared + cursor.stage * STAGE + side * (TILE_STEP * PITCH);
-#pragma unroll 1
-                    for (uint r = 0; r < rows; r++) {
-                        copy_bulk(to + r * PITCH, from + r * ROW, bytes, barrier);
-                    }
-                }
-                cursor.next();
-                segment = segment + 1 == SEGMENTS ? 0 : segment + 1;
-                row += segment == 0 ? TILE_STEP : 0;
-            }
+            produce(b);
         }
         if (warp > WARPS && warp <= WARPS + ADDERS) {
-            const uint adder = warp - WARPS - 1;
-            wait_for_previous();
-            let_next_begin();
-#pragma unroll 1
-            for (uint tile = 0; tile < tiles; tile++) {
-                barrier_wait(barriers.summed(slot.stage), slot.parity);
-#pragma unroll
-                for (uint i = 0; i < EIGHTS / ADDERS; i++) {
-                    const uint eight = i * ADDERS + adder;
-                    const float4 total = sum_of_warps(all_sums + (slot.stage * EIGHTS + eight) * (WARPS * 32) + lane);
-                    if (i + 1 == EIGHTS / ADDERS) {
-                        barrier_arrive(barriers.taken(slot.stage));
-                    }
-                    if (SPLITS == 1) {
-                        write(tile, eight, total);
-                    } else {
-                        __stcg(partial(part, tile, eight), total);
-                    }
-                }
-                slot.next();
-            }
-            if (SPLITS > 1) {
-                __syncwarp();
-                if (lane == 0) {
-                    is_last[adder] = count_arrival(arrivals + stretch, SPLITS * ADDERS);
-                }
-                meet();
-            }
+            add(b, warp - WARPS - 1);
         }
         return;
     }
@@ -185,74 +316,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     wait_for_previous();
     let_next_begin();
-    uint4 xs[EIGHTS][SEGMENTS][STEPS];
-#pragma unroll
-    for (uint e = 0; e < EIGHTS; e++) {
-        const uint r = e * EIGHT + g;
-        const uchar *x_of_lane = x + ulong(r) * ROW + (part * INPUTS + t * LANE) * 2;
-#pragma unroll
-        for (uint s = 0; s < SEGMENTS; s++) {
-#pragma unroll
-            for (uint i = 0; i < steps_of(s); i++) {
-                const uint at = (s * SEGMENT + warp * own_of(s) + i * 4 * LANE) * 2;
-                xs[e][s][i] = r < p.rows ? *reinterpret_cast<const uint4 *>(x_of_lane + at) : make_uint4(0, 0, 0, 0);
-            }
-        }
-    }
-#pragma unroll 1
-    for (uint tile = 0; tile < tiles; tile++) {
-        // Beyond the last output a stage has what it held before; such sums are not stored.
-        float sums[EIGHTS][CHAINS][4] = {};
-#pragma unroll
-        for (uint s = 0; s < SEGMENTS; s++) {
-            barrier_wait(barriers.full(cursor.stage), cursor.parity);
-            const uchar *of_lane = memory + cursor.stage * STAGE + g * PITCH + (warp * own_of(s) + t * LANE) * 2;
-#pragma unroll
-            for (uint i = 0; i < steps_of(s); i++) {
-                const uint4 a = *reinterpret_cast<const uint4 *>(of_lane + i * (4 * LANE * 2));
-                const uint4 b = *reinterpret_cast<const uint4 *>(of_lane + 8 * PITCH + i * (4 * LANE * 2));
-                const uint low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
-#pragma unroll
-                for (uint e = 0; e < EIGHTS; e++) {
-                    mma<DTYPE == F16>(sums[e][0], low, make_uint2(xs[e][s][i].x, xs[e][s][i].y));
-                }
-#pragma unroll
-                for (uint e = 0; e < EIGHTS; e++) {
-                    mma<DTYPE == F16>(sums[e][CHAINS - 1], high, make_uint2(xs[e][s][i].z, xs[e][s][i].w));
-                }
-            }
-            // The stage may be overwritten.
-            if (items > STAGES) {
-                barrier_arrive(barriers.empty(cursor.stage));
-            }
-            cursor.next();
-        }
-        barrier_wait(barriers.taken(slot.stage), slot.parity ^ 1);
-#pragma unroll
-        for (uint e = 0; e < EIGHTS; e++) {
-            float4 total = make_float4(sums[e][0][0], sums[e][0][1], sums[e][0][2], sums[e][0][3]);
-#pragma unroll
-            for (uint c = 1; c < CHAINS; c++) {
-                total = total + make_float4(sums[e][c][0], sums[e][c][1], sums[e][c][2], sums[e][c][3]);
-            }
-            all_sums[((slot.stage * EIGHTS + e) * WARPS + warp) * 32 + lane] = total;
-        }
-        barrier_arrive(barriers.summed(slot.stage));
-        slot.next();
-    }
+    consume(b);
     if (SPLITS > 1) {
-        meet();
-        bool is_done = false;
-#pragma unroll
-        for (uint i = 0; i < ADDERS; i++) {
-            is_done |= is_last[i] != 0;
-        }
-        if (is_done) {
-#pragma unroll 1
-            for (uint i = warp; i < tiles * EIGHTS; i += WARPS) {
-                const uint tile = i / EIGHTS, eight = i % EIGHTS;
-                write(tile, eight, sum_of_blocks(partial(0, tile, eight), ulong(p.max_tiles) * (EIGHTS * 32)));
-            }
-        }
+        add_blocks(b);
     }
 }

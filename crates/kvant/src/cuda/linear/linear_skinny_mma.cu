@@ -70,7 +70,7 @@ constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
 constexpr uint KEPT_SPANS = KEPT / GROUPS;
 constexpr uint FACTOR_WORDS = AFFINE ? TILES * 2 * 16 * KEPT * size_of(W_DTYPE) / 4 : 0;
 constexpr uint WARP_WORDS = STAGES * STAGE + FACTOR_WORDS;
-// rows.rs computes the same sum.
+// skinny_mma.rs computes the same sum.
 static_assert(WARPS * (WARP_WORDS + OUTPUTS * WIDE * 8) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 constexpr uint MY_PIECES = (TOKENS * X_PIECES + 31) / 32;
 
@@ -242,170 +242,213 @@ inline void unit_words(uint (&w)[UNIT_WORDS], const uint *stage, uint row, uint 
     }
 }
 
-// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
-                const SkinnyMmaParams p) {
-    extern __shared__ __align__(16) uint shared[];
-    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
-    const uint spans = (p.linear.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
-    const uint begin = min(warp * each, spans), end = min(begin + each, spans);
-    const uint groups = AFFINE ? p.linear.inputs / GROUP : 0;
-    uint *stages = shared + warp * WARP_WORDS;
-    uchar *factors = reinterpret_cast<uchar *>(stages + STAGES * STAGE);
+// Context of all phases: the block's rows and outputs, and the warp's spans and shared memory.
+struct Warp {
+    const LinearParams &p;
+    uint lane;
+    uint first_output;
+    uint first_row;
+    // Whether the expert exists.
+    bool known;
+    // The warp's spans, and the number of groups of a row.
+    uint begin;
+    uint end;
+    uint groups;
+    uint *stages;
+    uchar *factors;
+};
 
-    if (EXPERTS) {
-        wait_for_previous();
-    }
-    const uint expert = EXPERTS ? ids[first_row] : 0;
-    const bool known = expert < p.linear.experts;
-    // Beyond the last output the last is computed again, and not stored.
+// Where a lane copies from: its weights, its scales or biases, and its pieces of x.
+struct Sources {
     Rows rows;
     ulong starts[TILES];
-    const ulong row_bytes = AFFINE ? ulong(p.linear.inputs) / 8 * BITS : ulong(p.linear.inputs) * 2;
+    const uchar *factors;
+    Pieces pieces;
+};
+
+// Beyond the last output the last is computed again, and not stored.
+inline void find_weights(Sources &from, const Warp &w, const uchar *values, uint expert) {
+    const ulong row_bytes = AFFINE ? ulong(w.p.inputs) / 8 * BITS : ulong(w.p.inputs) * 2;
+    const ulong first = ulong(w.known ? expert : 0) * w.p.outputs;
 #pragma unroll
     for (uint tile = 0; tile < TILES; tile++) {
 #pragma unroll
         for (uint r = 0; r < 2; r++) {
-            const ulong row = ulong(known ? expert : 0) * p.linear.outputs + min(first_output + tile * 16 + r * 8 + g, p.linear.outputs - 1);
-            rows.values[tile][r] = values + row * row_bytes + t * (SIDE_BY_SIDE ? COPY * 4 : WORDS * 4);
+            const ulong row = first + min(w.first_output + tile * 16 + r * 8 + w.lane / 4, w.p.outputs - 1);
+            from.rows.values[tile][r] = values + row * row_bytes + w.lane % 4 * (SIDE_BY_SIDE ? COPY * 4 : WORDS * 4);
         }
-        starts[tile] = (ulong(known ? expert : 0) * p.linear.outputs + min(first_output + tile * 16 + lane % 16, p.linear.outputs - 1)) * groups;
+        from.starts[tile] = (first + min(w.first_output + tile * 16 + w.lane % 16, w.p.outputs - 1)) * w.groups;
     }
-#pragma unroll
-    for (uint s = 0; s < STAGES; s++) {
-        if (begin + s < end) {
-            begin_span(stages + s * STAGE, rows, begin + s, lane, p.linear.inputs);
-        }
-    }
-    const uchar *factors_from = lane < 16 ? scales : biases;
-    Fetched fetched = {};
-    if (AFFINE && begin < end) {
-        fetch(fetched, factors_from, starts, begin, groups);
-    }
-    if (!EXPERTS) {
-        wait_for_previous();
-    }
-    let_next_begin();
+}
 
-    Pieces pieces;
+inline void find_inputs(Sources &from, const Warp &w, const uchar *x) {
 #pragma unroll
     for (uint i = 0; i < MY_PIECES; i++) {
-        const uint piece = i * 32 + lane;
-        const ulong row = min(first_row + piece / X_PIECES, p.linear.rows - 1) / p.linear.rows_per_input;
-        pieces.from[i] = x + row * p.linear.inputs * size_of(X_DTYPE) + piece % X_PIECES * 16;
+        const uint piece = i * 32 + w.lane;
+        const ulong row = min(w.first_row + piece / X_PIECES, w.p.rows - 1) / w.p.rows_per_input;
+        from.pieces.from[i] = x + row * w.p.inputs * size_of(X_DTYPE) + piece % X_PIECES * 16;
     }
+}
+
+// Begins to copy the weights of the first STAGES spans.
+inline void fill_weights(const Warp &w, const Sources &from) {
 #pragma unroll
     for (uint s = 0; s < STAGES; s++) {
-        if (begin + s < end) {
-            begin_inputs(stages + s * STAGE, pieces, begin + s, lane, p.linear.inputs);
+        if (w.begin + s < w.end) {
+            begin_span(w.stages + s * STAGE, from.rows, w.begin + s, w.lane, w.p.inputs);
         }
-        // The first group holds what was begun of W, too.
+    }
+}
+
+// Begins to copy their x. The first group of copies also holds all weights.
+inline void fill_inputs(const Warp &w, const Sources &from) {
+#pragma unroll
+    for (uint s = 0; s < STAGES; s++) {
+        if (w.begin + s < w.end) {
+            begin_inputs(w.stages + s * STAGE, from.pieces, w.begin + s, w.lane, w.p.inputs);
+        }
         copies_commit();
     }
+}
 
-    // The lane's column of B: a term of a token, at the inputs of one group; words from the beginning of a stage.
-    uint inputs_at[WIDE], term[WIDE];
+// Begins to copy the span that takes the place of `span` in `stage`.
+inline void refill_stage(const Warp &w, const Sources &from, uint *stage, uint span) {
+    if (span + STAGES < w.end) {
+        begin_span(stage, from.rows, span + STAGES, w.lane, w.p.inputs);
+        begin_inputs(stage, from.pieces, span + STAGES, w.lane, w.p.inputs);
+    }
+    copies_commit();
+}
+
+// Stores the scales and biases that were fetched, and fetches those of the spans after them.
+inline void keep_factors(const Warp &w, const Sources &from, Fetched &fetched, uint span) {
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint i = 0; i < KEPT / VECTOR; i++) {
+            reinterpret_cast<Vector *>(w.factors)[(tile * 32 + w.lane) * (KEPT / VECTOR) + i] = fetched.values[tile][i];
+        }
+    }
+    if (span + KEPT_SPANS < w.end) {
+        fetch(fetched, from.factors, from.starts, span + KEPT_SPANS, w.groups);
+    }
+}
+
+// A lane's columns of B: a term of a token, at the inputs of one group; words from the beginning of a stage.
+struct Columns {
+    uint inputs_at[WIDE];
+    uint term[WIDE];
     uint group[WIDE];
     bool mine[WIDE];
+};
+
+inline Columns columns_of(uint lane) {
+    Columns out;
 #pragma unroll
     for (uint b = 0; b < WIDE; b++) {
-        const uint column = 8 * b + g, token = column / GROUPS / TERMS;
-        term[b] = column / GROUPS % TERMS;
-        mine[b] = column < COLUMNS;
-        group[b] = column % GROUPS;
-        inputs_at[b] = W_STAGE + (token * X_ROW + t * LANE_STEP * size_of(X_DTYPE)) / 4;
+        const uint column = 8 * b + lane / 4, token = column / GROUPS / TERMS;
+        out.term[b] = column / GROUPS % TERMS;
+        out.mine[b] = column < COLUMNS;
+        out.group[b] = column % GROUPS;
+        out.inputs_at[b] = W_STAGE + (token * X_ROW + lane % 4 * LANE_STEP * size_of(X_DTYPE)) / 4;
     }
+    return out;
+}
 
-    // Odd and even products are added up by themselves: a product waits for the one whose sum it continues.
-    float sums[TILES][WIDE][4] = {};
-    uint slot = 0;
-    for (uint span = begin; span < end; span++) {
-        const uint kept = (span - begin) % KEPT_SPANS;
-        if (AFFINE && kept == 0) {
+// Products of a span with its weights, and with ones. Odd and even products are added up by themselves: a product waits
+// for the one whose sum it continues.
+struct Products {
+    float weights[TILES][WIDE][2][4] = {};
+    float ones[WIDE][2][4] = {};
+};
+
+inline void multiply_unit(Products &products, const uint *stage, const Columns &columns, uint unit, uint lane) {
+    uint in[WIDE][UNIT / 2] = {};
 #pragma unroll
-            for (uint tile = 0; tile < TILES; tile++) {
+    for (uint b = 0; b < WIDE; b++) {
+        if (columns.mine[b] && (GROUPS == 1 || (unit * UNIT_STEP + lane % 4 * LANE_STEP) / GROUP == columns.group[b])) {
+            load_pairs(in[b], stage + columns.inputs_at[b] + unit * UNIT_STEP * size_of(X_DTYPE) / 4, columns.term[b]);
+        }
+    }
 #pragma unroll
-                for (uint i = 0; i < KEPT / VECTOR; i++) {
-                    reinterpret_cast<Vector *>(factors)[(tile * 32 + lane) * (KEPT / VECTOR) + i] = fetched.values[tile][i];
+    for (uint tile = 0; tile < TILES; tile++) {
+        uint low[UNIT_WORDS], high[UNIT_WORDS];
+        unit_words(low, stage, tile * 2, unit, lane);
+        unit_words(high, stage, tile * 2 + 1, unit, lane);
+#pragma unroll
+        for (uint i = 0; i < UNIT_PRODUCTS; i++) {
+            const uint a[4] = {code_pair(low, 2 * i), code_pair(high, 2 * i), code_pair(low, 2 * i + 1), code_pair(high, 2 * i + 1)};
+#pragma unroll
+            for (uint b = 0; b < WIDE; b++) {
+                const uint2 four = make_uint2(in_pairs(in[b], 2 * i), in_pairs(in[b], 2 * i + 1));
+                mma<HALF>(products.weights[tile][b][i % 2], a, four);
+                if (AFFINE && tile == 0) {
+                    const uint all[4] = {ONES, ONES, ONES, ONES};
+                    mma<HALF>(products.ones[b][i % 2], all, four);
                 }
             }
-            if (span + KEPT_SPANS < end) {
-                fetch(fetched, factors_from, starts, span + KEPT_SPANS, groups);
+        }
+    }
+}
+
+// Adds the products of a span, scaled; `kept` is the span's place among those whose scales are stored.
+inline void add_products(float (&sums)[TILES][WIDE][4], const Products &products, const Warp &w, uint kept) {
+    const uint g = w.lane / 4, t = w.lane % 4;
+#pragma unroll
+    for (uint tile = 0; tile < TILES; tile++) {
+#pragma unroll
+        for (uint r = 0; r < 2; r++) {
+            float2 scale = make_float2(1, 1), bias = make_float2(0, 0);
+            if (AFFINE) {
+                const uint at = (tile * 32 + r * 8 + g) * KEPT + kept * GROUPS + (GROUPS == 4 ? t % 2 * 2 : 0);
+                scale = factors_at(w.factors, at);
+                bias = factors_at(w.factors, at + 16 * KEPT);
             }
+#pragma unroll
+            for (uint b = 0; b < WIDE; b++) {
+#pragma unroll
+                for (uint j = 0; j < 2; j++) {
+                    const uint i = 2 * r + j;
+                    float product = products.weights[tile][b][0][i] + products.weights[tile][b][1][i];
+                    if (AFFINE) {
+                        const float one = products.ones[b][0][i] + products.ones[b][1][i];
+                        product = FOLD ? product - 128 * one : product;
+                        product = (j == 0 ? scale.x : scale.y) * product + (j == 0 ? bias.x : bias.y) * one;
+                    }
+                    sums[tile][b][i] += product;
+                }
+            }
+        }
+    }
+}
+
+// The sums over the warp's spans.
+inline void multiply_spans(const Warp &w, const Sources &from, Fetched &fetched, float (&sums)[TILES][WIDE][4]) {
+    const Columns columns = columns_of(w.lane);
+    uint slot = 0;
+    for (uint span = w.begin; span < w.end; span++) {
+        const uint kept = (span - w.begin) % KEPT_SPANS;
+        if (AFFINE && kept == 0) {
+            keep_factors(w, from, fetched, span);
         }
         copies_wait<STAGES - 1>();
         __syncwarp();
-        const uint *stage = stages + slot * STAGE;
-        float products[TILES][WIDE][2][4] = {}, ones[WIDE][2][4] = {};
+        uint *stage = w.stages + slot * STAGE;
+        Products products;
 #pragma unroll
         for (uint unit = 0; unit < UNITS; unit++) {
-            uint in[WIDE][UNIT / 2] = {};
-#pragma unroll
-            for (uint b = 0; b < WIDE; b++) {
-                if (mine[b] && (GROUPS == 1 || (unit * UNIT_STEP + t * LANE_STEP) / GROUP == group[b])) {
-                    load_pairs(in[b], stage + inputs_at[b] + unit * UNIT_STEP * size_of(X_DTYPE) / 4, term[b]);
-                }
-            }
-#pragma unroll
-            for (uint tile = 0; tile < TILES; tile++) {
-                uint low[UNIT_WORDS], high[UNIT_WORDS];
-                unit_words(low, stage, tile * 2, unit, lane);
-                unit_words(high, stage, tile * 2 + 1, unit, lane);
-#pragma unroll
-                for (uint i = 0; i < UNIT_PRODUCTS; i++) {
-                    const uint a[4] = {code_pair(low, 2 * i), code_pair(high, 2 * i), code_pair(low, 2 * i + 1),
-                                       code_pair(high, 2 * i + 1)};
-#pragma unroll
-                    for (uint b = 0; b < WIDE; b++) {
-                        const uint2 four = make_uint2(in_pairs(in[b], 2 * i), in_pairs(in[b], 2 * i + 1));
-                        mma<HALF>(products[tile][b][i % 2], a, four);
-                        if (AFFINE && tile == 0) {
-                            const uint all[4] = {ONES, ONES, ONES, ONES};
-                            mma<HALF>(ones[b][i % 2], all, four);
-                        }
-                    }
-                }
-            }
+            multiply_unit(products, stage, columns, unit, w.lane);
         }
-#pragma unroll
-        for (uint tile = 0; tile < TILES; tile++) {
-#pragma unroll
-            for (uint r = 0; r < 2; r++) {
-                float2 scale = make_float2(1, 1), bias = make_float2(0, 0);
-                if (AFFINE) {
-                    const uint at = (tile * 32 + r * 8 + g) * KEPT + kept * GROUPS + (GROUPS == 4 ? t % 2 * 2 : 0);
-                    scale = factors_at(factors, at);
-                    bias = factors_at(factors, at + 16 * KEPT);
-                }
-#pragma unroll
-                for (uint b = 0; b < WIDE; b++) {
-#pragma unroll
-                    for (uint j = 0; j < 2; j++) {
-                        const uint i = 2 * r + j;
-                        float product = products[tile][b][0][i] + products[tile][b][1][i];
-                        if (AFFINE) {
-                            const float one = ones[b][0][i] + ones[b][1][i];
-                            product = FOLD ? product - 128 * one : product;
-                            product = (j == 0 ? scale.x : scale.y) * product + (j == 0 ? bias.x : bias.y) * one;
-                        }
-                        sums[tile][b][i] += product;
-                    }
-                }
-            }
-        }
+        add_products(sums, products, w, kept);
         __syncwarp();
-        if (span + STAGES < end) {
-            begin_span(stages + slot * STAGE, rows, span + STAGES, lane, p.linear.inputs);
-            begin_inputs(stages + slot * STAGE, pieces, span + STAGES, lane, p.linear.inputs);
-        }
-        copies_commit();
+        refill_stage(w, from, stage, span);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
+}
 
-    // The sums of all warps: [WARPS][OUTPUTS][8 WIDE], where the stages were not.
-    float *parts = reinterpret_cast<float *>(shared + WARPS * WARP_WORDS);
+// Epilogue: leaves the warp's sums in shared memory, [WARPS][OUTPUTS][8 WIDE], behind the stages.
+inline void leave_sums(float *parts, const float (&sums)[TILES][WIDE][4], uint warp, uint lane) {
+    const uint g = lane / 4, t = lane % 4;
 #pragma unroll
     for (uint tile = 0; tile < TILES; tile++) {
 #pragma unroll
@@ -417,20 +460,63 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             }
         }
     }
-    __syncthreads();
+}
+
+// Epilogue: adds up the sums of all warps, and stores the results. Results of an expert that does not exist are zeros.
+inline void store_sums(const Warp &w, const OutParts &out_parts, const float *parts, uchar *out) {
 #pragma unroll 1
     for (uint i = threadIdx.x; i < OUTPUTS * TOKENS; i += 32 * WARPS) {
         const uint output = i % OUTPUTS, token = i / OUTPUTS;
         float sum = 0;
 #pragma unroll
-        for (uint w = 0; w < WARPS; w++) {
+        for (uint warp = 0; warp < WARPS; warp++) {
 #pragma unroll
             for (uint c = 0; c < TERMS * GROUPS; c++) {
-                sum += parts[(w * OUTPUTS + output) * WIDE * 8 + token * TERMS * GROUPS + c];
+                sum += parts[(warp * OUTPUTS + output) * WIDE * 8 + token * TERMS * GROUPS + c];
             }
         }
-        if (first_output + output < p.linear.outputs && first_row + token < p.linear.rows) {
-            store(out, place_in_parts(p.linear, p.parts, first_row + token, first_output + output), known ? p.linear.alpha * sum : 0.0f, OUT_DTYPE);
+        if (w.first_output + output < w.p.outputs && w.first_row + token < w.p.rows) {
+            const ulong place = place_in_parts(w.p, out_parts, w.first_row + token, w.first_output + output);
+            store(out, place, w.known ? w.p.alpha * sum : 0.0f, OUT_DTYPE);
         }
     }
+}
+
+// Blocks: x counts tiles of outputs, y the rows, TOKENS each (one with experts).
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
+                const SkinnyMmaParams p) {
+    extern __shared__ __align__(16) uint shared[];
+    const uint lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint first_output = blockIdx.x * OUTPUTS, first_row = blockIdx.y * TOKENS;
+    const uint spans = (p.linear.inputs + SPAN - 1) / SPAN, each = (spans + WARPS - 1) / WARPS;
+    const uint begin = min(warp * each, spans), end = min(begin + each, spans);
+    const uint groups = AFFINE ? p.linear.inputs / GROUP : 0;
+    uint *stages = shared + warp * WARP_WORDS;
+    uchar *factors = reinterpret_cast<uchar *>(stages + STAGES * STAGE);
+    if (EXPERTS) {
+        wait_for_previous();
+    }
+    const uint expert = EXPERTS ? ids[first_row] : 0;
+    const Warp w = {p.linear, lane, first_output, first_row, expert < p.linear.experts, begin, end, groups, stages, factors};
+    Sources from;
+    from.factors = lane < 16 ? scales : biases;
+    find_weights(from, w, values, expert);
+    fill_weights(w, from);
+    Fetched fetched = {};
+    if (AFFINE && begin < end) {
+        fetch(fetched, from.factors, from.starts, begin, groups);
+    }
+    if (!EXPERTS) {
+        wait_for_previous();
+    }
+    let_next_begin();
+    find_inputs(from, w, x);
+    fill_inputs(w, from);
+    float sums[TILES][WIDE][4] = {};
+    multiply_spans(w, from, fetched, sums);
+    float *parts = reinterpret_cast<float *>(shared + WARPS * WARP_WORDS);
+    leave_sums(parts, sums, warp, lane);
+    __syncthreads();
+    store_sums(w, p.parts, parts, out);
 }

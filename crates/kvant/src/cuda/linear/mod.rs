@@ -1,9 +1,9 @@
 //! Products with a weight on CUDA.
 //!
-//! [`route`] selects a kernel for a call. A kernel's name says for which shape it is, for which weight, and by which
-//! mechanism: `gemv` is for one row or two, `skinny` for few, `gemm` for many; `tma` copies in bulk, `int8`, `mma` and
-//! `wgmma` are products of tensor cores. Each kernel has a file of its name: `NAME.rs` divides the work among blocks
-//! and builds the launches, `linear_NAME.cu` is the kernel. `gemm_affine_wgmma` has a folder.
+//! [`route`] selects a kernel for a call. A kernel's name states rows, weight and mechanism. Rows: `gemv` is for one or
+//! two, `skinny` for few, `gemm` for many. Mechanism: `tma` copies in bulk; `int8`, `mma` and `wgmma` are products of
+//! tensor cores. `NAME.rs` divides the work among blocks and builds the launches, `linear_NAME.cu` is the kernel.
+//! `gemm_affine_wgmma` has a folder.
 //!
 //! | kernel | serves | limit |
 //! |---|---|---|
@@ -18,9 +18,9 @@
 //! | `dequantise` | very many rows of bf16, any quantised weight: makes it bf16 for cuBLASLt, or for `gemm_affine` | tensor cores |
 //! | `generic` | everything else: odd alignments, f32 weights, mixed dtypes, many rows by blocks that do not become bf16 | |
 //!
-//! `out_parts` says where the results of several matrices are; `integer_products.h` has the exact integer products of
-//! both `gemv` kernels; `warp_tiling.rs` what the launches of `skinny_mma`, `gemv_affine_int8` and `skinny_blocks_mma`
-//! have in common; `block_codes.h` unpacks what `skinny_blocks_mma` reads.
+//! `out_parts` places the results of several matrices. `integer_products.h` has the exact integer products of both
+//! `gemv` kernels. `warp_tiling.rs` has the common parts of the launches of `skinny_mma`, `gemv_affine_int8` and
+//! `skinny_blocks_mma`. `block_codes.h` unpacks weights for `skinny_blocks_mma`.
 
 mod dequantise;
 mod gating;
@@ -49,7 +49,7 @@ use crate::{
 };
 use gating::Gating;
 
-/// A product: the call, the buffers of its weight, and the parameters that kernels have in common.
+/// A product: the call, the buffers of its weight, and the parameters of all kernels.
 #[derive(Clone, Copy)]
 struct LinearArgs<'a> {
     call: &'a Call,
@@ -57,12 +57,12 @@ struct LinearArgs<'a> {
     params: &'a LinearParams,
 }
 
-/// A kernel of products, with its division of the work for the product that it was made for.
+/// A kernel of products, with its division of the work of one product.
 trait LinearKernel {
     /// The kernel's name, which begins the name that a profiler shows.
     fn name(&self) -> &'static str;
 
-    /// Whether the kernel writes the parts of `out` one after the other.
+    /// Whether the kernel writes the results of several matrices (`parts`) to `out`.
     fn writes_parts(&self) -> bool {
         false
     }
@@ -70,7 +70,8 @@ trait LinearKernel {
     /// Adds the launches.
     fn build(&self, args: &LinearArgs, b: &mut Builder) -> Result<()>;
 
-    /// Adds the launches of the product with a gate behind it, if the kernel can compute both: returns whether it can.
+    /// Adds the launches of the product and of the gate after it, if one kernel can compute both. Returns whether it
+    /// can.
     fn build_gated(&self, _args: &LinearArgs, _gating: Gating, _b: &mut Builder) -> Result<bool> {
         Ok(false)
     }
@@ -86,7 +87,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     kernel.build(&LinearArgs { call, weight, params }, b)
 }
 
-/// Launches a product and the gate behind it as one kernel, if there is one for both.
+/// Launches a product and the gate after it as one kernel. Returns false if there is none for both.
 pub(crate) fn build_gated(call: &Call, gate: &gate::Call, b: &mut Builder) -> Result<bool> {
     let Some(gating) = Gating::of(call, gate) else { return Ok(false) };
     let (weight, params) = (&parts(&call.weight, call.dims.inputs), &params_of(call)?);

@@ -1,4 +1,4 @@
-// The results of several matrices that one product computes, one after the other (linear/out_parts.rs).
+// Results of several matrices that one product computes; they follow each other in `out` (linear/out_parts.rs).
 #ifndef KVANT_CUDA_LINEAR_OUT_PARTS_H
 #define KVANT_CUDA_LINEAR_OUT_PARTS_H
 #include "device/convert.h"
@@ -9,7 +9,7 @@ struct OutParts {
     uint third;
 };
 
-// The results of an output: that of a row is element `first` + row * width of `out`.
+// The results of an output: its result in a row is element `first` + row * width of `out`.
 struct Column {
     ulong first;
     uint width;
@@ -19,7 +19,7 @@ struct Column {
     }
 };
 
-// Of the kernel's parameters: the rows, and the outputs of all parts.
+// `p`: parameters of a kernel, with `rows` and the `outputs` of all parts.
 template <typename Params>
 inline Column column_in_parts(const Params &p, OutParts parts, uint output) {
     const uint begin = output >= parts.third ? parts.third : output >= parts.second ? parts.second : 0;

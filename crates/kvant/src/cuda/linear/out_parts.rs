@@ -1,4 +1,4 @@
-//! The results of several matrices that one product computes, one after the other.
+//! Results of several matrices that one product computes; they follow each other in `out`.
 
 use crate::{
     Result,

@@ -1,6 +1,34 @@
 //! Selection of the kernel of a product.
 //!
-//! [`select`] is a decision tree, read from the top: the first kernel whose conditions hold takes the call.
+//! [`select`] is a decision tree. This table follows it: the first line that fits a call names its kernel. A kernel
+//! also has conditions on alignment and size, which its `new` checks; if one fails, the next line that fits takes the
+//! call.
+//!
+//! | rows, one matrix | rows, matrices of experts | weight | x | GPU | kernel |
+//! |---|---|---|---|---|---|
+//! | 2–8 | ≤ max(8, experts / 4), or ≤ 4 per expert | affine, 4 bits, wide | bf16 | clusters | `skinny_affine4_tma` |
+//! | 9–128 (4–128 if W is large) | 9 or more, ≤ 64 per expert | affine, 4, 6, 8 bits, wide | bf16 | Hopper | `gemm_affine_wgmma` |
+//! | ≤ 40 | ≤ 48 per expert | blocks, small floats, affine of 2, 3, 5 bits | any | any | `skinny_blocks_mma` |
+//! | 1–32 | none | f16, bf16 | as W | clusters | `skinny_dense_tma` |
+//! | ≥ 1024 | none | affine, 4, 6, 8 bits, groups ≥ 64 | bf16 | Hopper with cuBLASLt | `dequantise` |
+//! | ≥ 33 | none | every other quantised weight | bf16 | cuBLASLt | `dequantise` |
+//! | ≥ 33 | none | affine, 4, 6, 8 bits, groups ≥ 64 | bf16 | others, with cuBLASLt | `dequantise` |
+//! | none | many | quantised, except affine of 4, 6, 8 bits in groups ≥ 64 | bf16 | Hopper | `dequantise` |
+//! | ≥ 33 | many | affine | any | any | `gemm_affine` |
+//! | ≥ 9 | many | bf16, unless cuBLASLt takes it | any | any | `gemm_affine` |
+//! | 1 | none | affine, 4, 6, 8 bits | any | clusters | `gemv_affine_tma` |
+//! | 1–2 | few | affine, 4, 6, 8 bits | any | any | `gemv_affine_int8` |
+//! | 3–32 | none | affine, 4, 6, 8 bits | any | any | `skinny_mma` |
+//! | 1–8 | few | f16, bf16 | as W, or f32 by bf16 | any | `skinny_mma` |
+//! | ≤ 8 | few | any | any | any | `generic` (`linear_few`) |
+//! | ≥ 9 | many | affine, or bf16 as above | any | any | `gemm_affine` |
+//! | ≥ 9 | many | any | any | any | `generic` (`linear_tiles`, or cuBLASLt) |
+//!
+//! - rows per expert: the mean, rounded up; few: at most max(8, 2 · experts) rows, many: more
+//! - wide: groups of 64 or 128 with scales of 16 bits
+//! - large: at least 32 MiB of codes
+//! - clusters: GPUs from Hopper on (`Limits::clusters`); Hopper: sm_90a (`Limits::warpgroup_products`)
+//! - cuBLASLt takes bf16 by bf16 of one matrix if it is installed (`Limits::library_products`)
 
 use super::{
     LinearKernel, dequantise::Dequantise, gemm_affine::GemmAffine, gemm_affine_wgmma::GemmAffineWgmma,
@@ -10,27 +38,28 @@ use super::{
 };
 use crate::{cuda::affine::Parts, gpu::Limits, ops::linear::Call};
 
-/// Dense rows up to which reading the weight is the limit, where `linear_skinny_dense_tma` does not take them.
+/// Maximum rows whose time is that of reading the weight, for dense weights.
 const FEW: usize = 8;
-/// As above, for affine weights, which no library multiplies.
+/// Maximum rows, as above, for affine weights.
 const FEW_AFFINE: usize = 32;
-/// As above, per expert.
+/// Maximum rows per expert, as above.
 const FEW_PER_EXPERT: usize = 2;
-/// Bytes of a matrix for which a batch of so few rows repays a second launch.
+/// Minimum bytes of codes with which `linear_gemm_affine_wgmma`, which is two launches, pays for fewer than 9 rows.
 const LARGE: usize = 32 << 20;
-const FEW_OF_LARGE: usize = 4;
+/// Minimum rows of that kernel for a matrix of at least `LARGE` bytes.
+const MIN_ROWS_OF_LARGE: usize = 4;
 
 /// The kernel that takes a product, with its division of the work.
 pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> Box<dyn LinearKernel> {
     let is_of_experts = call.experts.is_some();
     let few_of_experts = FEW.max(FEW_PER_EXPERT * call.dims.experts);
-    // Rows that read W at once where other kernels do not take it, and where they do.
-    let few = if is_of_experts { few_of_experts } else { FEW };
-    let few_aligned = if is_of_experts || weight.is_dense() { few } else { FEW_AFFINE };
+    // Maximum rows of `linear_few`, and of the kernels that multiply aligned rows on tensor cores.
+    let max_few = if is_of_experts { few_of_experts } else { FEW };
+    let max_skinny = if is_of_experts || weight.is_dense() { max_few } else { FEW_AFFINE };
     if let Some(kernel) = SkinnyAffine4Tma::new(call, weight, limits) {
         return Box::new(kernel);
     }
-    if let Some(kernel) = batch(call, weight, limits) {
+    if let Some(kernel) = gemm_affine_wgmma(call, weight, limits) {
         return Box::new(kernel);
     }
     if let Some(kernel) = SkinnyBlocksMma::new(call, weight, limits) {
@@ -39,19 +68,19 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> Box<dyn Li
     if let Some(kernel) = SkinnyDenseTma::new(call, weight, false, limits) {
         return Box::new(kernel);
     }
-    let many = GemmAffine::new(call, weight, limits);
-    let takes_codes = many.as_ref().is_some_and(|kernel| kernel.replaces_dense);
-    if let Some(kernel) = Dequantise::new(call, weight, limits, takes_codes, few) {
+    let gemm_affine = GemmAffine::new(call, weight, limits);
+    let is_faster_by_codes = gemm_affine.as_ref().is_some_and(|kernel| kernel.replaces_dense);
+    if let Some(kernel) = Dequantise::new(call, weight, limits, is_faster_by_codes, max_few) {
         return Box::new(kernel);
     }
-    let many = match many {
-        Some(kernel) if call.rows > few_aligned => return Box::new(kernel),
-        many => many,
+    let gemm_affine = match gemm_affine {
+        Some(kernel) if call.rows > max_skinny => return Box::new(kernel),
+        gemm_affine => gemm_affine,
     };
-    let has_others = weight.format == 0 && matches!(weight.bits, 0 | 4 | 6 | 8);
-    if has_others
-        && (1..=few_aligned).contains(&call.rows)
-        && let Some(others) = SkinnyMma::new(call, weight, limits)
+    let is_dense_or_4_6_8_bits = weight.format == 0 && matches!(weight.bits, 0 | 4 | 6 | 8);
+    if is_dense_or_4_6_8_bits
+        && (1..=max_skinny).contains(&call.rows)
+        && let Some(skinny_mma) = SkinnyMma::new(call, weight, limits)
     {
         if let Some(kernel) = GemvAffineTma::new(call, weight, limits) {
             return Box::new(kernel);
@@ -59,21 +88,21 @@ pub(super) fn select(call: &Call, weight: &Parts, limits: &Limits) -> Box<dyn Li
         if let Some(kernel) = GemvAffineInt8::new(call, weight, limits) {
             return Box::new(kernel);
         }
-        return Box::new(others);
+        return Box::new(skinny_mma);
     }
-    match many {
-        _ if call.rows <= few => Box::new(Generic::Few),
+    match gemm_affine {
+        _ if call.rows <= max_few => Box::new(Generic::Few),
         Some(kernel) => Box::new(kernel),
         None => Box::new(Generic::Tiles),
     }
 }
 
-/// The tiling of a batch: of more rows than other kernels read W once for or, for a matrix so large that a second
-/// launch is repaid, of a few. Measured on an H200 (docs/notes/cuda-linear.md).
-fn batch(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemmAffineWgmma> {
+/// `linear_gemm_affine_wgmma`, if there are enough rows for it to be the fastest kernel: its second launch pays if rows
+/// are many or the matrix is large. Measured on an H200 (docs/notes/cuda-linear.md).
+fn gemm_affine_wgmma(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemmAffineWgmma> {
     let bytes = call.dims.outputs * (call.dims.inputs / 8) * weight.bits as usize;
-    let least = if bytes >= LARGE { FEW_OF_LARGE } else { FEW + 1 };
-    if call.rows < least { None } else { GemmAffineWgmma::new(call, weight, limits) }
+    let min_rows = if bytes >= LARGE { MIN_ROWS_OF_LARGE } else { FEW + 1 };
+    if call.rows < min_rows { None } else { GemmAffineWgmma::new(call, weight, limits) }
 }
 
 #[cfg(test)]

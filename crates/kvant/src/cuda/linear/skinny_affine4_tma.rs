@@ -34,23 +34,25 @@ static SOURCE: Source = Source {
 
 /// Maximum rows of x, or of a tile of an expert.
 const ROWS: usize = 8;
-/// Up to this many rows of experts, or a quarter of the number of experts, each row is a tile of its own, and rows are
-/// not sorted. Few rows then share an expert, which is read again from the level-2 cache.
+/// Maximum rows of experts that are not sorted: each is a tile of its own. With so few rows, an expert rarely has
+/// several, and is then read again from the level-2 cache. The maximum is a quarter of the experts if that is more.
 const ALONE: usize = 8;
 const EXPERTS_PER_ROW: usize = 4;
 /// Inputs that a warp multiplies in a step.
 const BLOCK: usize = 64;
-/// Maximum warps of a block that multiply, and maximum steps of a warp with them: x takes eight registers of a lane for
-/// each step. Two more warps copy and add.
+/// Maximum warps of a block that multiply. A block of few warps has more registers for each: the pairs are numbers of
+/// warps and the maximum steps of each warp, which needs eight registers a lane per step for x. Two more warps copy and
+/// add.
 const WARPS: usize = 16;
 const STEPS: [(usize, usize); 2] = [(10, 14), (WARPS, 8)];
-/// Maximum blocks of short rows, which one warp multiplies each; and the number of warps that then take tiles in turn.
+/// Maximum `BLOCK`s of inputs of a short row. A single warp multiplies a tile of short rows.
 const SHORT: usize = 12;
+/// Warps that take tiles of short rows in turn.
 const TEAMS: usize = 8;
-/// Tiles of W in flight, at most and at least.
+/// Maximum and minimum tiles of W in flight.
 const STAGES: usize = 24;
 const FEWEST_STAGES: usize = 2;
-/// Tiles whose sums there is room for.
+/// Maximum tiles whose sums are in shared memory.
 const SLOTS: usize = 2;
 
 /// How the work is divided.
@@ -104,7 +106,8 @@ impl SkinnyAffine4Tma {
         (1..=SPLITS).find_map(|splits| {
             let blocks = inputs / BLOCK / splits;
             let factors = blocks * BLOCK / group * 2;
-            // Parts of rows of scales are copied by units of 16 bytes, whole rows together where they are no units.
+            // Bulk copies are multiples of 16 bytes. If the scales of a row are not, those of 2, 4 or 8 whole rows,
+            // which are contiguous, are copied together.
             let aligned_rows = [1, 2, 4, 8].into_iter().find(|rows| (rows * factors).is_multiple_of(16))?;
             let whole = inputs.is_multiple_of(splits * BLOCK) && (blocks * BLOCK).is_multiple_of(group);
             let codes = blocks * BLOCK / 2;
@@ -203,7 +206,7 @@ impl LinearKernel for SkinnyAffine4Tma {
         self.push(args, Gating::None, b)
     }
 
-    /// Of experts, gates of halves.
+    /// With experts, gates whose factors are results of the product.
     fn build_gated(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<bool> {
         let takes = args.call.experts.is_some() && gating.is_halves();
         if takes {

@@ -1,4 +1,4 @@
-//! Products with few rows by weights that other kernels of few rows do not unpack, on tensor cores: blocks, small
+//! Products with few rows on tensor cores, by weights for which only this kernel of few rows has code: blocks, small
 //! floats with separate scales, affine codes of 2, 3 and 5 bits.
 
 use super::{
@@ -23,18 +23,18 @@ static SOURCE: Source = Source {
 /// Inputs of a span, and of the units of a row, as `block_codes.h` has them.
 const SPAN: usize = 256;
 const UNIT: usize = 32;
-/// Maximum rows of one matrix, and of each expert on average.
+/// Maximum rows of one matrix, and maximum mean of rows per expert.
 const FEW: usize = 40;
 const FEW_PER_EXPERT: usize = 48;
-/// Minimum rows of experts that are sorted, so that an expert is read once for several.
+/// Minimum rows of experts that are sorted, so that several rows share one read of an expert.
 const SORTED: usize = 16;
 /// Columns of a product.
 const COLUMNS: usize = 8;
-/// Warps of a block, at most.
+/// Maximum warps of a block.
 const WARPS: usize = 8;
-/// Warps that keep a multiprocessor busy: with one row or two, and with more, for which it has room.
+/// Warps that keep a multiprocessor busy: with one or two rows; with more rows, whose warps need more memory.
 const BUSY: [usize; 2] = [24, 10];
-/// Spans of inputs that a warp has in flight, at most.
+/// Maximum spans of inputs that a warp has in flight.
 const STAGES: usize = 6;
 
 /// How the work is divided.
@@ -57,7 +57,7 @@ fn alignment(tensor: &Tensor, row: usize, span: usize) -> usize {
     1 << (tensor.byte_offset() | row | span | 16).trailing_zeros()
 }
 
-/// Alignments of codes and of scales, which are those of rows of a span and of rows as long as the weight's.
+/// Alignments of codes and of scales: of their rows, and of the spans within a row.
 fn alignments(call: &Call, weight: &Parts) -> [usize; 2] {
     let (row, span) = (row_bytes(&call.weight, call.dims.inputs), row_bytes(&call.weight, SPAN));
     let of_factors = [weight.scales, weight.biases].into_iter().flatten().map(|t| alignment(t, row[1], span[1])).min();
@@ -72,7 +72,7 @@ fn suits(call: &Call, weight: &Parts) -> bool {
     takes && aligned16(&call.x, call.dims.inputs) && call.dims.inputs.is_multiple_of(UNIT) && row < 1 << 26
 }
 
-/// Maximum rows for which the kernel, which reads W again for every eight rows, is faster than a kernel of many rows.
+/// Maximum rows for which the kernel is faster than a kernel of many rows. It reads W again for every eight rows.
 fn max_rows(call: &Call) -> usize {
     match call.experts {
         Some(_) => call.dims.experts.saturating_mul(FEW_PER_EXPERT),
@@ -80,22 +80,22 @@ fn max_rows(call: &Call) -> usize {
     }
 }
 
-/// Whether rows are sorted by expert: where that lets many of them share one.
+/// Whether rows are sorted by expert: if several rows are likely to share an expert.
 fn is_sorted(call: &Call) -> bool {
     let experts = call.dims.experts;
     call.experts.is_some() && call.rows >= SORTED.max(experts / 2) && experts <= MAX_EXPERTS
 }
 
-/// The best tiling, or one that needs less shared memory where the device has little.
+/// The best tiling, or a smaller one if shared memory is too small for it.
 fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let smaller = [(2, WARPS), (1, WARPS), (1, WARPS / 2), (1, WARPS / 4)];
-    let mut tilings = smaller.into_iter().map(|most| within(call, weight, limits, most));
+    let mut tilings = smaller.into_iter().map(|most| tiling_of(call, weight, limits, most));
     let fits = tilings.find(|tiling| tiling.bytes <= limits.threadgroup_bytes);
-    fits.unwrap_or_else(|| within(call, weight, limits, (1, 1)))
+    fits.unwrap_or_else(|| tiling_of(call, weight, limits, (1, 1)))
 }
 
 /// The tiling with at most `tiles` tiles and `warps` warps.
-fn within(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
+fn tiling_of(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
     let Call { x, dims, experts, rows, .. } = call;
     let busy = limits.busy_groups;
     let terms = if x.dtype() == DType::F32 { 3 } else { 1 };
@@ -110,7 +110,8 @@ fn within(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps): 
     // A second tile uses the same x, if enough blocks remain.
     let enough = down * (dims.outputs / (2 * TILE)) * 8 >= busy * 7;
     let tiles = if tokens > 2 && enough { max_tiles } else { 1 };
-    // As many warps as keep the device busy, since every one has to begin and to end, with even shares of the spans.
+    // The minimum warps that keep the device busy, because each warp has to begin and to end. They have even shares of
+    // the spans.
     let blocks = (down * dims.outputs.div_ceil(tiles * TILE)).max(1);
     let wanted = if tokens > 2 { BUSY[1] * busy / blocks } else { (BUSY[0] * busy + blocks / 2) / blocks };
     let warps = wanted.clamp(1, max_warps);
@@ -124,7 +125,7 @@ fn within(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps): 
     let factor_rows = usize::from(weight.scales.is_some()) + usize::from(weight.biases.is_some());
     let row = room(codes, of_codes[0]) + if factor_rows > 0 { factor_rows * room(factors, of_codes[1]) } else { 0 };
     let stage = tiles * TILE * row + tokens * (SPAN * x.dtype().size() + 32);
-    // Together, the warps of a multiprocessor use most of its memory.
+    // The warps of a multiprocessor together use most of its shared memory.
     let resident = (blocks * warps).div_ceil(busy).clamp(warps, BUSY[0].max(warps));
     let stages = (limits.threadgroup_bytes / 8 * 7 / (resident * stage)).clamp(2, STAGES).min(each);
     let sums = tiles * TILE * COLUMNS * size_of::<f32>();
@@ -217,7 +218,7 @@ mod tests {
         }
     }
 
-    /// Every span has a warp, and no warp would be without one if each had one less.
+    /// Every warp has spans, and no fewer warps could have equally long parts.
     #[test]
     fn warps_share_the_spans() {
         each(|call, weight| {

@@ -36,33 +36,33 @@ static SOURCE: Source = Source {
     layouts: &[OutParts::layout, SkinnyDenseTmaParams::layout],
 };
 
-/// Numbers of rows of x with a kernel of their own.
+/// Rows of x for which kernels are compiled; x is padded to the next of these numbers.
 const ROWS: [usize; 3] = [8, 16, 32];
 /// Rows of x that are multiplied together.
 const EIGHT: usize = 8;
-/// Warps of a block that multiply: the first number that divides the inputs into whole steps.
+/// Warps of a block that multiply: the first number by which the inputs are whole steps.
 const WARPS: [usize; 3] = [8, 4, 2];
 /// Inputs of a warp in a step.
 const STEP: usize = 32;
-/// Maximum registers of a lane for x. With more than `FEW_REGISTERS` in eight warps, the warps that copy and add give
-/// registers to the others. That needs instructions of one architecture alone, as products of warpgroups do.
+/// Maximum registers of a lane for x. With eight warps and more than `FEW_REGISTERS`, the warps that copy and add give
+/// registers to the others. That needs instructions of one architecture, as products of warpgroups do.
 const MAX_REGISTERS: usize = 176;
 const FEW_REGISTERS: usize = 80;
-/// Bytes of the sums that blocks leave, at most: those of more outputs do not stay in the level-2 cache.
+/// Maximum bytes of the sums that blocks leave. Larger sums do not stay in the level-2 cache.
 const MAX_PARTIALS: usize = 24 << 20;
-/// Bytes of a stage, at most, and the padding of an output in it.
+/// Maximum bytes of a stage, and the padding of an output in it.
 const STAGE: usize = 42 << 10;
 const PADDING: usize = 64;
-/// Maximum stages in flight, and the minimum of a block that has more to do.
+/// Maximum stages in flight, and the minimum for a block with more items than stages.
 const STAGES: usize = 6;
 const FEWEST_STAGES: usize = 2;
-/// Tiles whose sums there is room for.
+/// Maximum tiles whose sums are in shared memory.
 const SLOTS: usize = 2;
 
 /// How the work is divided.
 #[derive(Clone, Copy)]
 pub(super) struct SkinnyDenseTma {
-    /// Rows of x, with those that are not there.
+    /// Rows of x, including the padding.
     rows: usize,
     division: Splits,
     warps: usize,
@@ -75,8 +75,8 @@ pub(super) struct SkinnyDenseTma {
 }
 
 impl SkinnyDenseTma {
-    /// None if the kernel does not take the product on this device. `halves` says that a tile has as many outputs of
-    /// the second half as of the first.
+    /// None if the kernel does not take the product on this device. With `halves`, half of a tile's outputs belong to
+    /// each half of the results.
     pub(super) fn new(call: &Call, weight: &Parts, halves: bool, limits: &Limits) -> Option<SkinnyDenseTma> {
         let (all_inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let takes = limits.clusters
@@ -109,7 +109,7 @@ impl SkinnyDenseTma {
         if splits > 1 && division.partial_bytes(rows) > MAX_PARTIALS {
             return None;
         }
-        // As few segments as stages of their size allow, and shared memory; of whole steps.
+        // The minimum segments of whole steps whose stages fit in size and in shared memory.
         let steps = inputs / step;
         let max_steps = (STAGE / TILE - PADDING) / (step * 2);
         let (segment, stages, bytes) = (steps.div_ceil(max_steps)..=steps).find_map(|segments| {
@@ -133,7 +133,7 @@ impl SkinnyDenseTma {
         let up_width = Launch::uint(gate::NAME, "up", gating.up_width())?;
         let params = SkinnyDenseTmaParams { rows, outputs, alpha, max_tiles, up_width, parts: OutParts::of(call)? };
         let has_many = self.warps == WARPS[0] && registers_of_x(self.rows, self.inputs / self.warps) > FEW_REGISTERS;
-        // A warpgroup where it gives registers to others; otherwise one warp copies, and one or two add.
+        // A warpgroup if it gives registers to others; otherwise one warp copies, and one or two add.
         let others = match (has_many, self.rows) {
             (true, _) => 4,
             (false, EIGHT) => 2,
@@ -175,7 +175,7 @@ impl LinearKernel for SkinnyDenseTma {
         self.push(args, Gating::None, b)
     }
 
-    /// Every gate, if there is a tiling with both halves in a tile.
+    /// Every gate, if a tiling has both halves in a tile.
     fn build_gated(&self, args: &LinearArgs, gating: Gating, b: &mut Builder) -> Result<bool> {
         let tiling = SkinnyDenseTma::new(args.call, args.weight, gating.is_halves(), &b.limits);
         let Some(tiling) = tiling else { return Ok(false) };

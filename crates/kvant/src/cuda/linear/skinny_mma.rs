@@ -27,11 +27,11 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout, OutParts::layout, SkinnyMmaParams::layout],
 };
 
-/// Maximum columns of the tokens of a block: more would cost more in registers than reading W again does.
+/// Maximum columns of the tokens of a block. More would need more registers, which costs more than reading W again.
 const COLUMNS: usize = 16;
-/// Warps of a block, at most.
+/// Maximum warps of a block.
 const WARPS: usize = 8;
-/// Bytes that a warp prefetches, about.
+/// Approximate bytes that a warp prefetches.
 const PREFETCHED: usize = 7 << 10;
 /// Inputs of a lane and of a warp in a span, as `linear_skinny_mma.cu` has them.
 const LANE: usize = 32;
@@ -40,7 +40,7 @@ const SPAN: usize = 4 * LANE;
 /// How the work is divided.
 pub(super) struct SkinnyMma(WarpTiling);
 
-/// Whether the kernel takes these rows: 16-bit numbers, or f32 that become a sum of some.
+/// Whether the kernel takes these rows: 16-bit numbers, or f32 numbers as sums of bf16 numbers.
 pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
     let x = call.x.dtype();
     let aligned = aligned16(&call.x, call.dims.inputs)
@@ -50,16 +50,16 @@ pub(super) fn suits(call: &Call, weight: &Parts) -> bool {
     aligned && dtypes && call.dims.inputs > 0 && call.parts.len() <= MAX_PARTS
 }
 
-/// The best tiling, or one that needs less shared memory where the device has little.
+/// The best tiling, or a smaller one if shared memory is too small for it.
 fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let smaller = [(2, WARPS), (1, WARPS), (1, WARPS / 2), (1, WARPS / 4)];
-    let mut tilings = smaller.into_iter().map(|most| within(call, weight, limits.busy_groups, most));
+    let mut tilings = smaller.into_iter().map(|most| tiling_of(call, weight, limits.busy_groups, most));
     let fits = tilings.find(|tiling| tiling.bytes <= limits.threadgroup_bytes);
-    fits.unwrap_or_else(|| within(call, weight, limits.busy_groups, (1, 1)))
+    fits.unwrap_or_else(|| tiling_of(call, weight, limits.busy_groups, (1, 1)))
 }
 
 /// The tiling with at most `tiles` tiles and `warps` warps.
-fn within(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
+fn tiling_of(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_warps): (usize, usize)) -> WarpTiling {
     let bits = if weight.bits == 0 { 16 } else { weight.bits as usize };
     let lane_bytes = LANE * bits / 8;
     let groups = if weight.bits == 0 { 1 } else { (SPAN / weight.group as usize).max(1) };
@@ -68,7 +68,7 @@ fn within(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_warps
     let most = (COLUMNS / (groups * terms)).max(1);
     let tokens = wanted.min(1 << most.ilog2());
     let wide = (tokens * terms * groups).div_ceil(8);
-    // A second tile uses the same x, if enough blocks remain: for one row, whose x is short, more of them.
+    // A second tile uses the same x, if enough blocks remain. One row, whose x is short, needs more blocks.
     let pairs = call.dims.outputs / (2 * TILE);
     let enough = if call.rows > 1 { pairs * 8 >= busy_groups * 7 } else { pairs >= 2 * busy_groups };
     let tiles = if enough && call.experts.is_none() { max_tiles } else { 1 };
@@ -193,7 +193,7 @@ pub(super) mod tests {
     fn an_h200_has_the_best_shapes() {
         for call in calls() {
             let weight = parts(&call.weight, call.dims.inputs);
-            let best = within(&call, &weight, H200.busy_groups, (2, WARPS));
+            let best = tiling_of(&call, &weight, H200.busy_groups, (2, WARPS));
             assert_eq!(tiling(&call, &weight, &H200).bytes, best.bytes);
         }
     }

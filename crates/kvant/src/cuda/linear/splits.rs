@@ -1,4 +1,4 @@
-//! Rows of outputs that blocks divide, and inputs that several blocks of the same outputs divide.
+//! Division of outputs among blocks, and of long rows of inputs among several blocks with the same outputs.
 
 use super::warp_tiling::TILE;
 use crate::{
@@ -6,16 +6,16 @@ use crate::{
     gpu::{Builder, Launch, Use},
 };
 
-/// Blocks that have the same outputs and a part of the inputs each, at most.
+/// Maximum blocks with the same outputs; each has a part of the inputs.
 pub(super) const SPLITS: usize = 4;
 
 /// How the outputs, and the inputs of long rows, are divided.
 #[derive(Clone, Copy)]
 pub(super) struct Splits {
-    /// Blocks that have the same outputs and a part of the inputs each, and the number of groups of such blocks.
+    /// Blocks with the same outputs, each with a part of the inputs; and the number of groups of such blocks.
     pub splits: usize,
     pub stretches: usize,
-    /// Tiles of outputs of such blocks, at most.
+    /// Maximum tiles of outputs of such a group.
     pub tiles: usize,
 }
 
@@ -24,13 +24,13 @@ impl Splits {
         self.stretches * self.splits
     }
 
-    /// Bytes of the sums of `rows` rows that blocks leave for the one that adds them up.
+    /// Bytes of the sums of `rows` rows that blocks leave for the block that adds them up.
     pub(super) fn partial_bytes(&self, rows: usize) -> usize {
         self.blocks() * self.tiles * TILE * rows * size_of::<f32>()
     }
 
-    /// Adds the launch. If blocks share rows, its argument `index` is memory for their sums, and the next one counts
-    /// their arrivals.
+    /// Adds the launch. If blocks share outputs, argument `index` is memory for their sums, and the next argument
+    /// counts their arrivals.
     pub(super) fn push(&self, launch: Launch, index: u32, rows: usize, b: &mut Builder) -> Result<()> {
         if self.splits == 1 {
             return b.push(launch);

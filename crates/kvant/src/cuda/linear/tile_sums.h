@@ -1,15 +1,15 @@
-// Sums of a tile of 16 outputs whose inputs are divided among warps of a block, and among blocks:
-// linear_skinny_affine4_tma.cu and linear_skinny_dense_tma.cu, for their constants STAGES, WARPS and SPLITS.
+// Sums of a tile of 16 outputs whose inputs are divided among the warps of a block, and among blocks. Used by
+// linear_skinny_affine4_tma.cu and linear_skinny_dense_tma.cu, which define STAGES, WARPS and SPLITS.
 #ifndef KVANT_CUDA_LINEAR_TILE_SUMS_H
 #define KVANT_CUDA_LINEAR_TILE_SUMS_H
 #include "device/mbarrier.h"
 #include "device/vectors.h"
 
-// Successive tiles whose sums there is room for.
+// Maximum tiles whose sums are in shared memory.
 constexpr uint SLOTS = 2;
 
-// Barriers in shared memory, from `at` on: of STAGES buffers of W, which a warp fills and others empty; of the sums of
-// SLOTS tiles, which are all there, and have been read.
+// Barriers in shared memory, from `at` on. Of STAGES buffers of W: full, empty. Of the sums of SLOTS tiles: complete,
+// read.
 struct TileBarriers {
     uint at;
 
@@ -26,7 +26,7 @@ struct TileBarriers {
         return at + (2 * STAGES + SLOTS + slot) * 8;
     }
 
-    // One thread fills a buffer; `multiplying` threads empty it and leave sums; `adding` threads read sums.
+    // One thread fills a buffer. `multiplying` threads empty it and leave sums. `adding` threads read sums.
     inline void init(uint multiplying, uint adding) const {
 #pragma unroll
         for (uint s = 0; s < STAGES; s++) {
@@ -42,7 +42,7 @@ struct TileBarriers {
     }
 };
 
-// The sum of what WARPS warps have left, in their order. `first` is the lane's of the first warp.
+// Adds up the sums of WARPS warps, in their order. `first` is the lane's sum of the first warp.
 inline float4 sum_of_warps(const float4 *first) {
     float4 total = first[0];
 #pragma unroll
@@ -52,7 +52,7 @@ inline float4 sum_of_warps(const float4 *first) {
     return total;
 }
 
-// The sum of what SPLITS blocks have left, `apart` from each other, in their order.
+// Adds up the sums of SPLITS blocks, `apart` from each other, in their order.
 inline float4 sum_of_blocks(const float4 *first, ulong apart) {
     float4 total = __ldcg(first);
 #pragma unroll

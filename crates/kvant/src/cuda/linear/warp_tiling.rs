@@ -19,14 +19,14 @@ pub(super) struct WarpTiling {
     /// Spans of inputs that a warp has in flight.
     pub stages: usize,
     pub warps: usize,
-    /// Scales, or biases, that are read together.
+    /// Scales (or biases) that one load reads.
     pub vector: usize,
     /// Shared memory of a block.
     pub bytes: usize,
 }
 
 impl WarpTiling {
-    /// The launch, without the constants that only one of the kernels has.
+    /// The launch, without the constants of a single kernel.
     pub fn launch<P: Params>(
         &self,
         source: &'static Source,
@@ -52,7 +52,7 @@ impl WarpTiling {
     }
 }
 
-/// Maximum scales (and biases) of a row of `inputs` that one load of 16 bytes or fewer may take, among the numbers that
+/// Maximum scales (or biases) of a row of `inputs` that one load of at most 16 bytes reads, among the numbers that
 /// `suit` the kernel.
 pub(super) fn vector(weight: &Parts, inputs: usize, suit: impl Fn(usize) -> bool) -> usize {
     let Some(scales) = weight.scales else { return 1 };

@@ -1,12 +1,12 @@
-// RMS norm and rotary embedding of one head, in shared memory, shared by all threads of a block.
+// RMS norm and rotary embedding of one head, in shared memory, by all threads of a block.
 //
-// Angles are positions times frequencies, in turns, as doubles: whole turns are taken off before the sine.
+// Angles are positions times frequencies, in turns, as doubles. Whole turns are subtracted before the sine.
 #ifndef KVANT_CUDA_NORM_ROPE_HEAD_H
 #define KVANT_CUDA_NORM_ROPE_HEAD_H
 #include "device/elements.h"
 #include "device/reduce.h"
 
-// The numbers of norms, of where angles come from, and of layouts (gpu/norm_rope.rs).
+// The numbers of norms, of sources of angles, and of layouts (gpu/norm_rope.rs).
 constexpr uint NO_NORM = 0;
 constexpr uint PLAIN_NORM = 1;
 constexpr uint WEIGHTED_NORM = 2;
@@ -18,7 +18,7 @@ constexpr uint HALVES = 0;
 constexpr uint LEADING_HALVES = 1;
 constexpr uint INTERLEAVED = 2;
 
-// Pair i turns by coarse[i / 64] · fine[i % 64] turns a position.
+// Pair i makes coarse[i / 64] · fine[i % 64] turns per position.
 struct RopeParams {
     double coarse[64];
     double fine[64];
@@ -41,17 +41,17 @@ struct Rope {
     const float *factors;
 };
 
-// Shared memory of norm_rope, beyond the row.
+// Floats of shared memory of norm_rope, in addition to the row.
 constexpr uint NORM_ROPE_SCRATCH = 3 * EXCHANGE;
 
-// The turns, below one, that pair i takes at a position, or NaN. A double holds far positions: the product's error is
-// below 2^-53 of it, 5e-7 turns for the last position of 32 bits.
+// The turns, below one, of pair i at a position, or NaN. A double holds far positions: the product's error is below
+// 2^-53 of it, 5e-7 turns for the last position of 32 bits.
 inline double turns_of(const RopeParams &rope, float factor, uint position, uint i) {
     const double turns = rope.coarse[i / 64] * rope.fine[i % 64] / double(factor) * double(position);
     return turns - rint(turns);
 }
 
-// (cosine, sine) of pair i; position is within the tables.
+// (cosine, sine) of pair i. The position must be within the tables.
 inline float2 turn_of(Rope rope, const RopeParams &params, uint position, uint i) {
     if (rope.angles == TABLES) {
         const ulong at = ulong(position) * params.pairs + i;
@@ -63,7 +63,7 @@ inline float2 turn_of(Rope rope, const RopeParams &params, uint position, uint i
     return turn;
 }
 
-// The factors of the row's elements for a norm, in two steps, since squares and factors may overflow float where the
+// The factors of the row's elements for a norm, in two steps, because squares and factors may overflow float if the
 // result does not. Ends with a barrier.
 inline float2 norm_factors(const float *row, float *room, float squares, uint dim, float eps, Team team) {
     const float total = over_team<Sum>(squares, room, team);
@@ -83,7 +83,7 @@ inline float2 norm_factors(const float *row, float *room, float squares, uint di
     return make_float2(unit, 1 / sqrtf(mean + eps * unit * unit));
 }
 
-// The weight of element j, which is not there without a weighted norm.
+// The weight of element j; 1 without a weighted norm.
 inline float weight_of(Norm norm, uint j) {
     return norm.kind == WEIGHTED_NORM ? load(norm.weight, j, norm.dtype) : 1;
 }
@@ -96,7 +96,7 @@ inline float normed(float x, float weight, float2 factors, Norm norm) {
     return norm.kind == WEIGHTED_NORM ? y * weight : y;
 }
 
-// row ← the head that begins at element `start` of x; the sum of the squares of a thread's own.
+// Loads the head that begins at element `start` of x into the row. Returns the sum of squares of the thread's elements.
 inline float load_head(float *row, const uchar *x, ulong start, uint dtype, uint dim, Team team) {
     float squares = 0;
     for (uint j = team.index; j < dim; j += team.size) {
@@ -107,14 +107,14 @@ inline float load_head(float *row, const uchar *x, ulong start, uint dtype, uint
     return squares;
 }
 
-// Operands of a thread, in addition to the row, for its first pairs, or for elements that are not rotated.
+// Operands of a thread, in addition to the row, for its first pairs, or for its first elements if none is rotated.
 constexpr uint FIRST = 2;
 struct Needed {
     float2 turns[FIRST];
     float weights[2 * FIRST];
 };
 
-// How far apart the two of a pair are, and the first of pair i.
+// The distance between both elements of a pair; and the first element of pair i.
 inline uint apart_of(Rope rope, uint pairs, uint dim) {
     return rope.layout == HALVES ? dim / 2 : rope.layout == LEADING_HALVES ? pairs : 1;
 }
@@ -122,7 +122,7 @@ inline uint first_of(Rope rope, uint i) {
     return rope.layout == INTERLEAVED ? 2 * i : i;
 }
 
-// Position is within the tables.
+// The position must be within the tables.
 inline Needed needed(uint dim, Norm norm, Rope rope, const RopeParams &params, uint position, Team team) {
     Needed n;
 #pragma unroll
@@ -145,8 +145,8 @@ inline Needed needed(uint dim, Norm norm, Rope rope, const RopeParams &params, u
     return n;
 }
 
-// Normalises and turns what load_head has loaded. `room` holds NORM_ROPE_SCRATCH floats that nobody uses. Position is
-// within the tables; `n` is what is needed for it. It ends with a barrier.
+// Normalises and rotates the row that load_head has loaded. `room` holds NORM_ROPE_SCRATCH unused floats. The position
+// must be within the tables; `n` is needed() for it. Ends with a barrier.
 inline void norm_rope_head(float *row, float *room, float squares, uint dim, Norm norm, Rope rope, const RopeParams &params,
                            uint position, const Needed &n, Team team) {
     const uint pairs = rope.angles == NO_ROPE ? 0 : params.pairs, apart = apart_of(rope, pairs, dim);
@@ -186,7 +186,7 @@ inline void norm_rope_head(float *row, float *room, float squares, uint dim, Nor
         const uint j = first_of(rope, i);
         turn_pair(j, weight_of(norm, j), weight_of(norm, j + apart), turn_of(rope, params, position, i));
     }
-    // Elements that are not rotated: after the pairs, and with halves also between the two.
+    // Elements that are not rotated: those after the pairs, and with halves also those between the two halves.
     for (uint j = team.index; j < dim; j += team.size) {
         const bool turned = rope.layout == HALVES ? j < pairs || (j >= apart && j < apart + pairs) : j < 2 * pairs;
         if (!turned) {

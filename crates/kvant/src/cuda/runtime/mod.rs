@@ -241,13 +241,13 @@ impl Launcher {
         let waits = |op: &str| ["attend", "argmax", "sample", "all_reduce", "all_gather"].contains(&op);
         let usable = |at: usize| matches!(launches[at].1, Runner::Kernel(_)) && !waits(launches[at].0.op);
         let mut at = 0;
-        for Branch { main, side: beside } in branches(&of_kernels, usable) {
+        for Branch { main, side: side_launches } in branches(&of_kernels, usable) {
             let running = self.enqueue_all(&launches[at..main.start], RunningKernels::default(), stream)?;
             side.fork(stream).map_err(fault)?;
             self.enqueue_all(&launches[main], running, stream)?;
-            self.enqueue_all(&launches[beside.clone()], RunningKernels::default(), side.stream)?;
+            self.enqueue_all(&launches[side_launches.clone()], RunningKernels::default(), side.stream)?;
             side.join(stream).map_err(fault)?;
-            at = beside.end;
+            at = side_launches.end;
         }
         self.enqueue_all(&launches[at..], RunningKernels::default(), stream).map(drop)
     }

@@ -37,7 +37,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let (dim, page_tokens) = (spec.head_dim, to.page_tokens);
     let items = Launch::uint(NAME, "pages", call.count().saturating_mul(spec.kv_heads))? as usize;
     let sides = [(&dense.k, &sealed.k), (&dense.v, &sealed.v)];
-    // Tiles of rows come by asynchronous copies, as they are.
+    // Tiles of rows are copied asynchronously, without conversion.
     let tiles = matches!(dim, 128 | 256 | 512)
         && sealed.key_bias().is_none()
         && sides.into_iter().all(|(from, to)| can_encode_eights(&from.low, to.codec(), &to.low));
@@ -45,7 +45,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let threads = if tiles {
         EIGHTS.min(page_tokens * 4)
     } else {
-        // Threads for all rows of a page, and room for their sums.
+        // Threads for all rows of a page, and memory for their sums.
         let most = (LANES * MAX_SUMS / dim).clamp(LANES, MAX_THREADS);
         (page_tokens * (dim / per)).clamp(LANES, most)
     };

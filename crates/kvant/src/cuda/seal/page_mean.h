@@ -10,17 +10,17 @@ constexpr uint WARPS = THREADS / 32;
 // The largest code of a mean.
 constexpr float MEAN_LEVELS = 127;
 
-// In shared memory. Pages take the halves of it in turn, so that no warp waits for others that still read.
+// In shared memory. Pages use its two halves in turn, so that no warp waits for warps that still read.
 struct __align__(16) PageSums {
     // The sums of each warp's vectors.
     float sums[2][WARPS][HEAD_DIM];
-    // Each warp's copy of the mean as it is stored, decoded.
+    // Each warp's decoded copy of the stored mean.
     float means[WARPS][HEAD_DIM];
-    // How many vectors each warp has summed.
+    // The number of vectors that each warp has summed.
     uint found[2][WARPS];
 };
 
-// to[j] ← the sum of x[j] over the lanes that differ in the bits from FROM to below TO; each stores a part of them.
+// to[j] ← the sum of x[j] over the lanes that differ in the bits from FROM to below TO. Each lane stores a part.
 template <uint FROM, uint TO, uint N> inline void store_lane_sums(const float (&x)[N], float *to, bool stores = true) {
     if constexpr (FROM == TO) {
 #pragma unroll
@@ -42,7 +42,7 @@ template <uint FROM, uint TO, uint N> inline void store_lane_sums(const float (&
     }
 }
 
-// The mean of the sums as it is stored, for each warp by itself. The first warp stores it at `to`. Begins with a
+// The mean of the sums in its stored form; each warp computes it. The first warp stores it at `to`. Begins with a
 // barrier.
 inline const float *mean_of_sums(PageSums &room, uint turn, uchar *to) {
     constexpr uint QUADS = (HEAD_DIM / 4 + 31) / 32;

@@ -1,13 +1,13 @@
-// seal: pages of a pool, from dense rows to those of the layer's codecs; each page, KV head and side by itself, around
-// its own mean if the side's codec is centred.
+// seal: encodes dense rows of pages of a pool with the layer's codecs. Each page, KV head and side is encoded by
+// itself, around its own mean if the side's codec is centred.
 //
 // pages [n, 3]: entries of the dense and of the sealed pages, and the index of the page in its sequence. Grid (blocks,
 // 2): blockIdx.y is 0 for keys and 1 for values. An item is one head of one page; a block takes every gridDim.x-th item
-// that has pages. Its threads take the rows together: they rotate them, sum them, make the mean, which is the rotated
-// mean, and encode the rows around it. With TILES a warp has eight rows at a time (codec/encode_tiles.h), otherwise
-// HEAD_DIM / PER lanes have a row (codec/encode_rows.h). The rows of a page stay in registers if there are threads for
-// all of them; if not, they are loaded and rotated twice. Rows of dense codecs are moved. With KEY_BIAS the turned bias
-// is taken off keys first.
+// that has pages. Its threads rotate the rows together, add them up, compute the mean, which is the rotated mean, and
+// encode the rows around it. With TILES a warp has eight rows at a time (codec/encode_tiles.h), otherwise HEAD_DIM /
+// PER lanes have a row (codec/encode_rows.h). The rows of a page stay in registers if there are threads for all;
+// otherwise they are loaded and rotated twice. Rows of dense codecs are moved. With KEY_BIAS the rotated bias is
+// subtracted from keys first.
 #include "device/dependent_launch.h"
 #include "device/key_bias.h"
 #include "seal/page_mean.h"
@@ -19,7 +19,7 @@ struct SealParams {
     // Rows of `pages`.
     uint count;
     uint kv_heads;
-    // Entries from these on are no pages.
+    // Entries from this one on are not pages.
     uint dense_entries;
     uint sealed_entries;
     float k_scale;
@@ -45,7 +45,7 @@ struct Side {
     KeyBias bias;
 };
 
-// The rows of a head in a dense page, and where they go.
+// The rows of a head in a dense page, and their destination.
 struct Item {
     const uchar *source;
     WritablePlanes to;
@@ -117,7 +117,7 @@ template <uint CODEC, uint NORM> struct Encoder {
         load(item, 0);
     }
 
-    // Adds the rows of a set that are finite; returns how many they are. `usual`: all of them, by a look at the source.
+    // Adds the finite rows of a set, and returns their number. `usual`: all are finite, as a check of the source found.
     uint add(float (&sum)[2][STRIP], const float (&y)[2][2][STRIP], bool usual) {
         bool counts[2] = {true, true};
         uint found = 8;
@@ -155,7 +155,7 @@ template <uint CODEC, uint NORM> struct Encoder {
                 strips.template rotate<HALF>(y, a, signs);
                 const bool usual = __all_sync(ALL, strips.template are_usual<HALF>());
                 if (SETS > 1) {
-                    // Once more from the first on.
+                    // Reads the rows again, from the first one on.
                     load(item, (set + 1) % SETS);
                 }
                 found += add(sum, y, usual);

@@ -41,7 +41,8 @@ pub(super) struct AttendPrefill {
     items: usize,
     /// Maximum tokens of a work item.
     item_tokens: usize,
-    /// Items whose tokens a block knows: with two, it begins the next one while it finishes one.
+    /// Work items that a block has in shared memory, 1 or 2: the one that it processes, and the next one, whose copies
+    /// then begin before the first is finished.
     known_items: usize,
     /// Blocks that share the keys of an item and KV head.
     splits: usize,

@@ -336,6 +336,19 @@ inline SoftmaxState merged(const Shared &shared, uint r, uint column, uint all_m
     return sum;
 }
 
+// The weights of the warp's keys, and the block's largest scores (leave_weights).
+template <typename Early>
+inline void weigh_keys(const AttendParams &p, Shared &shared, const Lane &self, const Stretch &stretch, const Early &early,
+                       const Range &seen, const uchar *q, const QueryRows &query_rows, uint keys, float (&m)[2]) {
+    uint entries[2] = {NONE, NONE};
+    look_up_keys(self, stretch, early, seen, entries);
+    uint4 queries[LOADS];
+    load_queries(q, query_rows, queries);
+    float s[4] = {nothing(), nothing(), nothing(), nothing()};
+    scores_of_stretch(p, shared, self, stretch, entries, queries, keys, s);
+    leave_weights(shared, self, s, m);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     KVANT_KERNEL(const uchar *q, uchar *out, const uchar *k, const uchar *, const float *, const uchar *v, const uchar *,
            const float *, const uint *positions, const uint *sequence, const uint *lens, float *, uint *, const float *sinks,
@@ -372,14 +385,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     }
     __syncwarp();
 
-    uint entries[2] = {NONE, NONE};
-    look_up_keys(self, stretch, early, seen, entries);
     const QueryRows query_rows(p, item, head);
-    uint4 queries[LOADS];
-    load_queries(q, query_rows, queries);
-    float s[4] = {nothing(), nothing(), nothing(), nothing()}, m[2];
-    scores_of_stretch(p, shared, self, stretch, entries, queries, keys, s);
-    leave_weights(shared, self, s, m);
+    float m[2];
+    weigh_keys(p, shared, self, stretch, early, seen, q, query_rows, keys, m);
 
     // All blocks of the cluster have begun. The maxima are sent before the outputs, so that factors are known when
     // these arrive.

@@ -22,11 +22,34 @@ struct AttendUnpackParams {
     uint slot_pages;
 };
 
+constexpr uint VALUES = HEAD_DIM / 32;
+constexpr uint RUN = Runs<HEAD_DIM>::RUN;
+
+// The lane's runs of a row of the page, as they are stored, with the mean that they are stored without.
+inline void load_row(float (&x)[VALUES], const Planes &planes, uint head, uint row, uint lane) {
+#pragma unroll
+    for (uint i = 0; i < VALUES / RUN; i++) {
+        const uint j = Runs<HEAD_DIM>::coord(i, lane), quad = j & ~3u;
+        float4 y = load_row4(planes, ulong(head) * PAGE_KEYS + row, quad, HEAD_DIM, CODEC);
+        if (is_centred(CODEC)) {
+            y = y + load_mean4(planes.means + head * mean_bytes(HEAD_DIM), quad, HEAD_DIM);
+        }
+        if (RUN == 2) {
+            x[0] = j == quad ? y.x : y.z;
+            x[1] = j == quad ? y.y : y.w;
+        } else {
+            x[4 * i] = y.x;
+            x[4 * i + 1] = y.y;
+            x[4 * i + 2] = y.z;
+            x[4 * i + 3] = y.w;
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     KVANT_KERNEL(const uchar *low, const uchar *high, const float *norms, const uchar *means, uchar *out,
                  const uint *ranges, const uint *table, uint *new_table, const __grid_constant__ AttendUnpackParams p,
                  const float *bias_pairs, const uint *bias_places, const float *bias_starts, const float *bias_steps) {
-    constexpr uint VALUES = HEAD_DIM / 32;
     constexpr uint PAGE_BYTES = PAGE_KEYS * HEAD_DIM * 2;
     const uint index = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z;
     const uint slot = ranges[3 * sequence], first = ranges[3 * sequence + 1], end = ranges[3 * sequence + 2];
@@ -46,28 +69,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     uint *rows = reinterpret_cast<uint *>(out + to + ulong(head) * PAGE_BYTES);
     const uint lane = threadIdx.x % 32;
     const Runs<HEAD_DIM> runs(lane);
-    constexpr uint RUN = Runs<HEAD_DIM>::RUN;
     const KeyBias bias = {bias_pairs, bias_places, bias_starts, bias_steps};
 #pragma unroll 1
     for (uint row = threadIdx.x / 32; row < PAGE_KEYS; row += WARPS) {
         float x[VALUES];
-#pragma unroll
-        for (uint i = 0; i < VALUES / RUN; i++) {
-            const uint j = Runs<HEAD_DIM>::coord(i, lane), quad = j & ~3u;
-            float4 y = load_row4(planes, ulong(head) * PAGE_KEYS + row, quad, HEAD_DIM, CODEC);
-            if (is_centred(CODEC)) {
-                y = y + load_mean4(planes.means + head * mean_bytes(HEAD_DIM), quad, HEAD_DIM);
-            }
-            if (RUN == 2) {
-                x[0] = j == quad ? y.x : y.z;
-                x[1] = j == quad ? y.y : y.w;
-            } else {
-                x[4 * i] = y.x;
-                x[4 * i + 1] = y.y;
-                x[4 * i + 2] = y.z;
-                x[4 * i + 3] = y.w;
-            }
-        }
+        load_row(x, planes, head, row, lane);
         if (UNROTATE && is_quantised(CODEC)) {
             hadamard_warp<HEAD_DIM>(x, lane);
             runs.flip(x);

@@ -30,33 +30,33 @@ const fn source(name: &'static str, text: &'static str) -> Source {
     Source { name, text, headers: headers::ALL, layouts }
 }
 
-/// Inputs of a block, and outputs of a tile, halved if chunks have halves.
+/// Inputs of a block. Outputs of a tile: half of them if chunks have halves.
 const BLOCK: usize = 64;
 const OUTPUTS: usize = 256;
-/// Blocks of a chunk, and the fewest chunks for which there must be room in shared memory.
+/// Blocks of a chunk, and the minimum chunks in shared memory.
 const DEPTHS: [(usize, usize); 2] = [(4, 3), (2, 2)];
 /// As above, if each warpgroup multiplies half of a chunk's inputs.
 const DEPTHS_OF_HALVES: [(usize, usize); 2] = [(8, 3), (6, 3)];
-/// Maximum rows for which that is faster, by codes of 4 bits: longer pieces of rows are read faster, and x is read for
-/// half the outputs at a time. Small matrices, up to this number of weights, gain from smaller tiles with more rows,
-/// too: fewer blocks share one.
+/// Maximum rows with which halves are faster, for codes of 4 bits: rows are read in longer pieces, and x is read for
+/// half the outputs at a time. Small matrices, with at most `SMALL` weights, gain from smaller tiles with more rows,
+/// too: fewer blocks share a tile.
 const MAX_HALVES: usize = 16;
 const SMALL: usize = 1 << 24;
-/// Spans of inputs for whose scales there is room.
+/// Maximum spans of inputs whose scales are in shared memory.
 const SLOTS: usize = 2;
 /// Rows of a tile.
 const ROWS: [usize; 5] = [8, 16, 32, 64, 128];
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
-/// Rows up to which the products are of codes; of more rows, they are of weights rounded to bf16.
+/// Maximum rows of products of codes. With more rows, codes become weights, rounded to bf16.
 const MAX_CODES: usize = 32;
-/// Rows up to which there are four warpgroups that multiply; of more rows, there are two with twice the work.
+/// Maximum rows with four warpgroups that multiply. With more rows, two warpgroups have twice the work.
 const FOUR_WARPGROUPS: usize = 64;
 /// Maximum chunks in shared memory.
 const MAX_STAGES: usize = 8;
-/// Rows of a block of `linear_gemm_affine_wgmma_arrange`, or of all blocks of inputs that it has.
+/// Rows of a block of `linear_gemm_affine_wgmma_arrange`, over all its blocks of inputs.
 const ARRANGED_ROWS: usize = 32;
-/// Clusters do not pay if they give each block this number of chunks more than without idle multiprocessors.
+/// Maximum chunks that clusters may add to each block, compared with blocks that are all busy.
 const MAX_LONGER: usize = 8;
 
 /// How the work is divided.
@@ -68,14 +68,14 @@ pub(super) struct GemmAffineWgmma {
     /// Blocks of inputs of a chunk, and chunks.
     depth: usize,
     chunks: usize,
-    /// Outputs of a tile, and the parts of a chunk's inputs, 1 or 2, that different warpgroups multiply.
+    /// Outputs of a tile. Parts of a chunk's inputs that different warpgroups multiply: 1 or 2.
     outputs: usize,
     halves: usize,
     stages: usize,
     shared_bytes: usize,
     /// Whether scales and biases of an output begin at multiples of 8 bytes.
     factors_aligned: bool,
-    /// Blocks of a cluster, which divide a tile; 1 where the blocks divide all tiles.
+    /// Blocks of a cluster, which divide a tile; 1 if all blocks divide all tiles.
     cluster: usize,
     /// Blocks of the product.
     blocks: usize,
@@ -102,7 +102,7 @@ impl GemmAffineWgmma {
         if !takes {
             return None;
         }
-        // With experts, of those that all rows would make if every expert had as many; most tiles are then full.
+        // With experts: twice the mean number of rows of an expert, so that most experts need one tile.
         let rows_of_tile = match call.experts {
             Some(_) => 2 * call.rows.div_ceil(dims.experts),
             None => call.rows,
@@ -257,7 +257,7 @@ impl LinearKernel for GemmAffineWgmma {
     }
 }
 
-/// Blocks of a cluster that has a tile, where tiles are few; otherwise 1.
+/// Blocks of a cluster that has a tile, if tiles are few; otherwise 1.
 fn cluster_of(tiles: usize, chunks: usize, limits: &Limits) -> usize {
     let fits = |&cluster: &usize| cluster <= chunks && tiles <= clusters_at_once(cluster, limits);
     let cluster = (2..=MAX_CLUSTER).rev().find(fits).unwrap_or(1);
@@ -293,7 +293,7 @@ mod tests {
         linear::skinny_mma::tests::{H200, affine, call},
     };
 
-    /// Tiles that are fewer than multiprocessors have clusters, as large as they run at once.
+    /// With fewer tiles than multiprocessors, each has a cluster, of the maximum size for which all run at once.
     #[test]
     fn few_tiles_are_divided_among_clusters() {
         for (rows, outputs, inputs, want) in [
@@ -323,7 +323,7 @@ mod tests {
         }
     }
 
-    /// Which chunks have halves: those that the inputs nearly fill, of few rows or small matrices by codes of 4 bits.
+    /// Halves: if the inputs nearly fill the chunks, with few rows or small matrices, by codes of 4 bits.
     #[test]
     fn chunks_of_few_rows_have_halves() {
         for (bits, rows, inputs, group, want) in [
