@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "crates/kvant-models/tests/golden"
 SLIDING = "sliding_attention"
 
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+
 # folder: (checkpoint, architecture, class, changes of the config)
 MODELS = {
     "llama_gguf": ("llama", "llama", "LlamaForCausalLM", {}),
@@ -73,6 +75,17 @@ MODELS = {
         "attention_bias": False, "post_norm_eps": 1e-8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     }),
     "hunyuan_gguf": ("hunyuan", "hunyuan-dense", "HunYuanDenseV1ForCausalLM", {}),
+    # Heads of keys and values have equal sizes in llama.cpp. Value heads are three times as many as key heads, so that an
+    # order of heads differs from its inverse.
+    "qwen3_next_gguf": ("qwen3_next", "qwen3next", "Qwen3NextForCausalLM", {"mlp_only_layers": [], "num_hidden_layers": 3, "layer_types": [
+        "linear_attention", "linear_attention", "full_attention"], "full_attention_interval": 3, **DELTA}),
+    "qwen3_5_gguf": ("qwen3_5", "qwen35", "Qwen3_5ForCausalLM", DELTA),
+    "qwen3_5_moe_gguf": ("qwen3_5_moe", "qwen35moe", "Qwen3_5MoeForCausalLM", {"num_hidden_layers": 2, "layer_types": [
+        "linear_attention", "full_attention"], **DELTA}),
+    # The heads are as wide as the residual stream in llama.cpp.
+    "lfm2_gguf": ("lfm2", "lfm2", "Lfm2ForCausalLM", {"num_attention_heads": 1}),
+    # Files cannot specify the factor of experts.
+    "lfm2_moe_gguf": ("lfm2_moe", "lfm2moe", "Lfm2MoeForCausalLM", {"routed_scaling_factor": 1.0, "num_attention_heads": 1}),
     # Rows of 256 elements in random K-quants, instead of the checkpoint's weights.
     "k_quants_gguf": ("llama", "llama", "LlamaForCausalLM", {
         "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "rope_scaling": None,
@@ -83,6 +96,7 @@ TYPES = {
     "ffn_up": Type.Q8_0, "ffn_down": Type.Q4_1, "token_embd": Type.Q8_0, "output": Type.F16, "ffn_gate_exps": Type.Q8_0,
     "ffn_up_exps": Type.Q4_0, "ffn_down_exps": Type.Q5_0, "ffn_gate_up_exps": Type.Q8_0, "inp_gate": Type.BF16, "proj": Type.F32,
     "ffn_gate_shexp": Type.Q8_0, "ffn_up_shexp": Type.Q4_0, "ffn_down_shexp": Type.Q5_0,
+    "in_proj": Type.Q8_0, "out_proj": Type.Q5_1, "ssm_in": Type.Q8_0, "ssm_out": Type.Q5_0, "ssm_beta": Type.Q8_0, "ssm_ba": Type.Q8_0,
     "attn_qkv": Type.Q4_1, "attn_gate": Type.Q5_0, "per_layer_token_embd": Type.Q8_0, "per_layer_model_proj": Type.Q8_0,
 }  # fmt: skip
 K_TYPES = {
@@ -95,7 +109,8 @@ K_TYPES = {
 SPECIAL = {
     "router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight", "experts.gate_up_proj": "ffn_gate_up_exps.weight",
-    "experts.down_proj": "ffn_down_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight", "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
 }  # fmt: skip
 
 
@@ -135,7 +150,7 @@ def metadata(writer, arch, config, experts):
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_head_count(c["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(first(c, "norm_eps", "rms_norm_eps"))
     theta = full.get("rope_theta", c.get("rope_theta"))
     if "alpha" in scaling:
         theta *= scaling["alpha"] ** (head_dim / (head_dim - 2))
@@ -156,12 +171,18 @@ def metadata(writer, arch, config, experts):
         writer.add_rope_freq_base_swa(rope[SLIDING]["rope_theta"])
     elif arch == "gemma3":
         writer.add_rope_freq_base_swa(rope[SLIDING]["rope_theta"])
-    if swa:
+    if SLIDING in (c.get("layer_types") or []):
         writer.add_sliding_window_pattern(swa)
     if c.get("sliding_window"):
         writer.add_sliding_window(c["sliding_window"])
     if c.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(c["final_logit_softcapping"])
+    if arch in ("lfm2", "lfm2moe"):
+        kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in c["layer_types"]]
+        writer.add_shortconv_l_cache(c["conv_L_cache"])
+    if arch == "lfm2":
+        # The width that the family derives.
+        width = -(-int(c["block_ffn_dim_multiplier"] * (2 * width // 3)) // c["block_multiple_of"]) * c["block_multiple_of"]
     writer.add_head_count_kv(kv_heads)
     writer.add_feed_forward_length(width)
     writer.add_key_length(head_dim)
@@ -204,7 +225,21 @@ def metadata(writer, arch, config, experts):
         width = c.get("moe_intermediate_size") or c["intermediate_size"]
         writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
         writer.add_expert_feed_forward_length(width[0] if isinstance(width, list) else width)
-    if arch == "qwen2moe":
+    if arch in ("qwen3next", "qwen35", "qwen35moe"):
+        kinds = c.get("layer_types")
+        writer.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(c["linear_key_head_dim"])
+        writer.add_ssm_group_count(c["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(c["linear_num_value_heads"])
+        writer.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
+        writer.add_full_attention_interval(kinds.index("full_attention") + 1 if kinds else 4)
+        writer.add_rope_dimension_count(int(head_dim * c["partial_rotary_factor"]))
+        if arch != "qwen3next":
+            writer.add_rope_dimension_sections([3, 3, 2, 0])
+    elif arch == "lfm2moe":
+        writer.add_leading_dense_block_count(c["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if arch in ("qwen2moe", "qwen3next", "qwen35moe"):
         writer.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
     elif arch == "hunyuan-moe":
         writer.add_expert_shared_count(1)
@@ -292,10 +327,16 @@ def make(folder, out):
         shards = sorted((GOLDEN / checkpoint).glob("model*.safetensors"))
         weights = {k: v.to(torch.float32) for shard in shards for k, v in load_torch(shard).items()}
         known = model.state_dict()
-        for name in model.load_state_dict({k: v for k, v in weights.items() if k in known}, strict=False).missing_keys:
+        fitting = {k: v for k, v in weights.items() if k in known and known[k].shape == v.shape}
+        for name in model.load_state_dict(fitting, strict=False).missing_keys:
             # The checkpoint stores each expert separately.
-            assert ".mlp." in name or name == "lm_head.weight" or ".layers.3." in name or "vision" in name, name
-            if name.endswith("proj.weight") or ".experts." in name:
+            parts = (".mlp.", "feed_forward.experts", ".layers.3.", "vision", "linear_attn", "self_attn")
+            assert name == "lm_head.weight" or any(part in name for part in parts), name
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                known[name].normal_(std=0.3)
+            elif "linear_attn" in name:
+                draw_delta_net(name, known[name])
+            elif name.endswith("proj.weight") or ".experts." in name:
                 torch.nn.init.normal_(known[name], std=0.2)
     out.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(out / "model.gguf", arch)
@@ -331,13 +372,58 @@ def make(folder, out):
     print(f"{folder}: {(out / 'model.gguf').stat().st_size} bytes, logits ±{logits.std():.2f}")
 
 
+def draw_delta_net(name, parameter):
+    if name.endswith("A_log"):
+        parameter.uniform_(0.05, 4.0).log_()
+    elif name.endswith("linear_attn.norm.weight"):
+        parameter.normal_(1.0, 0.3)
+    else:
+        parameter.normal_(std=0.5 if "conv1d" in name else 0.2)
+
+
+def value_heads(role, c):
+    """The order of a tensor's rows, or columns. Value heads that share a key head are adjacent in transformers; GGUF has
+    the first value head of each key head, then the second ones."""
+    keys, values, key_dim, value_dim = (c[f"linear_{key}"] for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    heads = np.arange(values).reshape(keys, -1).T.reshape(-1)
+    rows = (heads[:, None] * value_dim + np.arange(value_dim)).reshape(-1)
+    fixed = 2 * keys * key_dim
+    return {
+        "attn_qkv": np.concatenate([np.arange(fixed), fixed + rows]), "attn_gate": rows, "ssm_out": rows,
+        "ssm_alpha": heads, "ssm_beta": heads, "ssm_a": heads, "ssm_dt": heads,
+    }.get("attn_qkv" if role == "ssm_conv1d" else role)  # fmt: skip
+
+
+def joint_parts(c):
+    """The rows of `in_proj_qkvz` in its two tensors."""
+    keys, values, key_dim, value_dim = (c[f"linear_{key}"] for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    widths = np.cumsum([key_dim, key_dim, values // keys * value_dim, values // keys * value_dim])
+    q, k, v, z = np.split(np.arange(keys * widths[-1]).reshape(keys, -1), widths[:-1], axis=1)
+    return {"attn_qkv": np.concatenate([part.reshape(-1) for part in (q, k, v)]), "attn_gate": z.reshape(-1)}
+
+
 def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
     """Quantises a parameter, writes it, and assigns the dequantised values to the model."""
-    target = stored(name, arch, config, mapping)
     values_of = parameter.detach().numpy().copy()
+    # Old files have the joint matrix; here, the first layer.
+    if name.endswith("in_proj_qkvz.weight") and ".layers.0." not in name:
+        for part, rows in joint_parts(config).items():
+            blocks = gguf.quantize(np.ascontiguousarray(values_of[rows]), types[part])
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{part}.weight", blocks, raw_dtype=types[part])
+            values_of[rows] = gguf.dequantize(blocks, types[part])
+        parameter.data.copy_(torch.tensor(values_of))
+        return
+    target = stored(name, arch, config, mapping)
+    if "conv" in name and values_of.ndim == 3:
+        values_of = values_of[:, 0]
     # A matrix of one row is a vector.
     values_of = values_of[0] if values_of.ndim == 2 and len(values_of) == 1 else values_of
-    role = target.rpartition(".")[0].split(".")[-1]
+    role = target.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
+    if role == "ssm_a":
+        values_of = -np.exp(values_of)
+    order = value_heads(role, config) if arch in ("qwen35", "qwen35moe") and "linear_attn" in name else None
+    if order is not None:
+        values_of = values_of[:, order] if role == "ssm_out" else values_of[order]
     kind = types.get(role, Type.F32) if values_of.ndim > 1 and target.endswith(".weight") else Type.F32
     if values_of.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = Type.F16
@@ -345,7 +431,8 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
     permuted = heads is not None and arch in ("llama", "mistral3", "smollm3", "granite", "muse-glimmer")
     if permuted:
         values_of = pairs(values_of, heads)
-    is_shifted = arch == "gemma3" and target.endswith("norm.weight") or arch == "muse-glimmer" and name.endswith("layernorm.weight")
+    is_hybrid = arch in ("qwen3next", "qwen35", "qwen35moe") and "linear_attn" not in name
+    is_shifted = (arch == "gemma3" or is_hybrid) and target.endswith("norm.weight") or arch == "muse-glimmer" and name.endswith("layernorm.weight")
     shift = np.float32(is_shifted)
     values_of = values_of + shift
     if arch == "gpt-oss" and "_exps" in target:
@@ -372,6 +459,11 @@ def write_tensor(writer, name, parameter, arch, config, mapping, types, rng):
         writer.add_tensor(target, blocks, raw_dtype=kind)
         result = gguf.dequantize(blocks, kind)
     result = result - shift
+    if order is not None:
+        columns = [slice(None)] * (role == "ssm_out")
+        result[tuple([*columns, order])] = result.copy()
+    if role == "ssm_a":
+        result = np.log(-result)
     parameter.data.copy_(torch.tensor(halves(result, heads) if permuted else result).reshape(parameter.shape))
 
 

@@ -267,7 +267,8 @@ impl InBlock<'_> {
 
     fn attention(&mut self, spec: &AttentionSpec, h: usize, source: &dyn Source) {
         let (q, kv) = (spec.q_width(), spec.kv_width());
-        if source.name(Role::Block(self.l, Part::QueryGateJoint)).is_some() {
+        let joint = source.name(Role::Block(self.l, Part::QueryGateJoint)).filter(|_| spec.output_gate);
+        if joint.is_some() {
             self.matrix(Part::QueryGateJoint, &[2 * q, h], spec.qkv_bias);
             self.matrix(Part::Key, &[kv, h], spec.qkv_bias);
             self.matrix(Part::Value, &[kv, h], spec.qkv_bias);
@@ -279,28 +280,23 @@ impl InBlock<'_> {
             width.into_iter().for_each(|width| self.vector_if(true, part, &[width]));
         }
         self.vector_if(spec.sinks, Part::Sinks, &[spec.heads]);
-        if spec.output_gate && source.name(Role::Block(self.l, Part::QueryGateJoint)).is_none() {
+        if spec.output_gate && joint.is_none() {
             self.matrix(Part::AttentionGate, &[q, h], false);
         }
         self.matrix(Part::AttentionOutput, &[h, q], spec.output_bias);
     }
 
     fn delta_net(&mut self, spec: &DeltaNetSpec, h: usize, source: &dyn Source) {
-        let role = |part| Role::Block(self.l, part);
-        let has_joint = source.name(role(Part::DeltaJoint)).is_some();
-        let [qkv, z, b, a] = spec.projections();
-        match has_joint {
-            true => {
-                self.matrix(Part::DeltaJoint, &[qkv + z, h], false);
-                self.matrix(Part::DeltaGatesJoint, &[b + a, h], false);
+        let outputs = spec.projections();
+        for (i, joint) in [Part::DeltaJoint, Part::DeltaGatesJoint].into_iter().enumerate() {
+            let of_pair = 2 * i..2 * i + 2;
+            if source.name(Role::Block(self.l, joint)).is_some() {
+                self.matrix(joint, &[outputs[of_pair].iter().sum(), h], false);
+                continue;
             }
-            false => {
-                for (part, outputs) in DELTA_PROJECTIONS.into_iter().zip([qkv, z, b, a]) {
-                    self.matrix(part, &[outputs, h], false);
-                }
-            }
+            of_pair.for_each(|part| self.matrix(DELTA_PROJECTIONS[part], &[outputs[part], h], false));
         }
-        self.vector_if(true, Part::ConvTaps, &[qkv, spec.taps]);
+        self.vector_if(true, Part::ConvTaps, &[spec.channels(), spec.taps]);
         for part in [Part::DeltaRate, Part::DeltaABias] {
             self.vector_if(true, part, &[spec.value_heads]);
         }

@@ -130,6 +130,8 @@ pub struct DeltaNetSpec {
     pub value_dim: usize,
     /// Taps of the convolution over queries, keys and values.
     pub taps: usize,
+    /// Whether the value heads that share a key head are `key_heads` apart, as in GGUF files, instead of adjacent.
+    pub tiled: bool,
 }
 
 impl DeltaNetSpec {
@@ -149,7 +151,7 @@ impl DeltaNetSpec {
     }
 
     fn check(&self) -> std::result::Result<(), String> {
-        let DeltaNetSpec { key_heads, value_heads, key_dim, value_dim, taps } = *self;
+        let DeltaNetSpec { key_heads, value_heads, key_dim, value_dim, taps, .. } = *self;
         if key_heads == 0 || value_heads == 0 || !value_heads.is_multiple_of(key_heads) {
             return Err(format!("{value_heads} value heads are no multiple of {key_heads} key heads"));
         }
@@ -208,6 +210,14 @@ impl BlockSpec {
         match &mut self.mixer {
             MixerSpec::Attention(attention) => Some(attention),
             MixerSpec::DeltaNet(_) | MixerSpec::ShortConv(_) => None,
+        }
+    }
+
+    /// The delta net of the block, if its mixer is one.
+    pub(crate) fn delta_net_mut(&mut self) -> Option<&mut DeltaNetSpec> {
+        match &mut self.mixer {
+            MixerSpec::DeltaNet(net) => Some(net),
+            MixerSpec::Attention(_) | MixerSpec::ShortConv(_) => None,
         }
     }
 

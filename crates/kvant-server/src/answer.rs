@@ -70,6 +70,12 @@ impl AnswerReader {
         }
     }
 
+    /// Sets the tools that the answer can call, in OpenAI's format.
+    #[must_use]
+    pub fn tools(self, tools: &[JsonValue]) -> AnswerReader {
+        AnswerReader { parser: self.parser.map(|parser| parser.tools(tools)), ..self }
+    }
+
     /// Sets whether the answer must be a call.
     #[must_use]
     pub fn must_call(self, must_call: bool) -> AnswerReader {

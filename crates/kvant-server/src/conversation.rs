@@ -316,9 +316,9 @@ impl ChatRequest {
         match self.messages.last().filter(|_| self.continues) {
             Some(begun) => {
                 let begun = begun.content.as_ref().map(Content::text).unwrap_or_default();
-                AnswerReader::continuing(format, &functions, &begun)
+                AnswerReader::continuing(format, &functions, &begun).tools(self.shape.tools())
             }
-            None => AnswerReader::new(format, &functions, tail),
+            None => AnswerReader::new(format, &functions, tail).tools(self.shape.tools()),
         }
     }
 

@@ -137,6 +137,11 @@ impl OutputConstraint {
         self.must_call
     }
 
+    /// The functions that the answer can call, as tools in OpenAI's format.
+    pub fn tools(&self) -> &[JsonValue] {
+        &self.calls
+    }
+
     /// The names of the functions that the answer can call.
     pub fn functions(&self) -> impl Iterator<Item = &str> {
         self.calls.iter().filter_map(|tool| tool["function"]["name"].as_str())

@@ -27,6 +27,7 @@ mod reply_format;
 mod stop;
 mod template;
 mod tool_calls;
+mod xml_calls;
 
 pub use defaults::GenerationDefaults;
 pub use exact::{JsonValue, keeps_digits};

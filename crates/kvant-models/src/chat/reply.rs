@@ -1,6 +1,6 @@
 //! Parses a model's reply while it is generated: reasoning, content, tool calls.
 
-use super::{FunctionCall, ReplyFormat, stop::partial_end, tool_calls};
+use super::{FunctionCall, JsonValue, ReplyFormat, stop::partial_end, tool_calls};
 
 /// A part of a reply.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,6 +27,8 @@ pub struct ReplyParser {
     format: ReplyFormat,
     /// The functions that were offered to the model.
     functions: Vec<String>,
+    /// Their schemas, as tools in OpenAI's format.
+    tools: Vec<JsonValue>,
     state: State,
     /// Text that is not assigned to a part yet.
     held: String,
@@ -57,6 +59,7 @@ impl ReplyParser {
         ReplyParser {
             format,
             functions: Vec::new(),
+            tools: Vec::new(),
             state: State::Start,
             held: String::new(),
             name: None,
@@ -70,6 +73,14 @@ impl ReplyParser {
     #[must_use]
     pub fn functions(self, names: impl IntoIterator<Item = impl Into<String>>) -> ReplyParser {
         ReplyParser { functions: names.into_iter().map(Into::into).collect(), ..self }
+    }
+
+    /// Sets the functions that were offered to the model, as tools in OpenAI's format. Some formats write arguments
+    /// without their types, which are those of the schemas.
+    #[must_use]
+    pub fn tools(self, tools: &[JsonValue]) -> ReplyParser {
+        let names = tools.iter().filter_map(|tool| tool["function"]["name"].as_str());
+        ReplyParser { tools: tools.to_vec(), ..self.functions(names) }
     }
 
     /// Sets the prompt that the reply follows. Templates with reasoning enabled write `<think>` themselves.
@@ -108,8 +119,9 @@ impl ReplyParser {
     /// Ends a truncated reply, for example at the token limit. The beginning of a call of an offered function becomes a
     /// call whose arguments are the partial JSON text. A call with an incomplete name is dropped.
     pub fn finish_cut(mut self) -> Vec<ReplyEvent> {
+        let offered = (&self.functions[..], &self.tools[..]);
         let cut = match self.state {
-            State::Call => tool_calls::parse_cut(self.format, self.name.clone(), &self.functions, &self.held),
+            State::Call => tool_calls::parse_cut(self.format, self.name.clone(), offered, &self.held),
             State::UnmarkedCall => tool_calls::parse_unmarked_cut(&self.functions, &self.held),
             _ => None,
         };
@@ -233,7 +245,7 @@ impl ReplyParser {
     fn call(&mut self, text: &str, events: &mut Vec<ReplyEvent>) {
         let calls = match self.state {
             State::UnmarkedCall => tool_calls::parse_unmarked(&self.functions, text).map(|call| vec![call]),
-            _ => tool_calls::parse(self.format, self.name.take(), text),
+            _ => tool_calls::parse(self.format, self.name.take(), &self.tools, text),
         };
         match calls {
             Some(calls) => events.extend(calls.into_iter().map(ReplyEvent::ToolCall)),
@@ -248,7 +260,6 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::chat::JsonValue;
 
     fn joined(events: Vec<ReplyEvent>) -> (String, String, Vec<FunctionCall>) {
         let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
@@ -434,6 +445,75 @@ mod tests {
             events.extend(parser.finish_cut());
             assert_eq!(joined(events), (String::new(), text.to_string(), Vec::new()));
         }
+    }
+
+    /// Calls as XML: schemas determine the types of arguments. Parts of a call are parts of its arguments.
+    #[test]
+    fn calls_as_xml() {
+        let properties = json!({
+            "place": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": ["boolean", "null"]},
+            "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "filter": {"type": "object"},
+            "code": {"enum": ["1", "2"]},
+        });
+        let function = json!({"name": "weather", "parameters": {"type": "object", "properties": properties}});
+        let tools = [json!({"type": "function", "function": function}).into()];
+        let parameter = |(name, value): (&str, &str)| format!("<parameter={name}>\n{value}\n</parameter>\n");
+        let values = [
+            ("place", "12 <\"Zürich\">\n"),
+            ("days", "2"),
+            ("exact", "True"),
+            ("unit", "None"),
+            ("filter", "{\"a\": [1]}"),
+            ("code", "1"),
+            ("other", "3"),
+        ];
+        let parameters: String = values.into_iter().map(parameter).collect();
+        let call = format!("<function=weather>\n{parameters}</function>\n");
+        let expected = json!({
+            "place": "12 <\"Zürich\">\n", "days": 2, "exact": true, "unit": null, "filter": {"a": [1]}, "code": "1", "other": "3",
+        });
+        let weather = FunctionCall { name: "weather".into(), arguments: expected.into() };
+        let text = format!("<think>\nHm\n</think>\n\nLook.<tool_call>\n{call}</tool_call>");
+        let read = |text: &str| {
+            let mut parser = ReplyParser::new(ReplyFormat::Hermes).tools(&tools);
+            let mut events: Vec<_> = text.chars().flat_map(|c| parser.push(&c.to_string())).collect();
+            events.extend(parser.finish());
+            joined(events)
+        };
+        assert_eq!(read(&text), ("Hm".into(), "Look.".into(), vec![weather.clone()]));
+        assert_eq!(read(&format!("<tool_call>{call}{call}</tool_call>")).2, [weather.clone(), weather.clone()]);
+        let empty = FunctionCall { name: "now".into(), arguments: json!({}).into() };
+        assert_eq!(read("<tool_call>\n<function=now>\n</function>\n</tool_call>").2, [empty]);
+        for bad in [
+            "<function=weather>",
+            "<function=weather",
+            "<function=f></function> and",
+            "<function=f><parameter=a></function>",
+        ] {
+            assert_eq!(read(&format!("<tool_call>{bad}</tool_call>")), (String::new(), bad.into(), Vec::new()));
+        }
+        let whole = weather.arguments.to_string();
+        let mut longest = 0;
+        for cut in (0..call.len()).filter(|&cut| call.is_char_boundary(cut)) {
+            let mut parser = ReplyParser::new(ReplyFormat::Hermes).tools(&tools);
+            let mut events = parser.push("<tool_call>\n");
+            events.extend(parser.push(&call[..cut]));
+            events.extend(parser.finish_cut());
+            let (_, content, calls) = joined(events);
+            assert_eq!(
+                (content.as_str(), calls.len()),
+                ("", usize::from(cut > "<function=weather".len())),
+                "{:?}",
+                &call[..cut]
+            );
+            let Some(JsonValue::String(so_far)) = calls.first().map(|call| &call.arguments) else { continue };
+            assert!(whole.starts_with(so_far), "{:?}: {so_far}", &call[..cut]);
+            longest = longest.max(so_far.len());
+        }
+        assert!(longest >= whole.len() - 1, "{longest}");
     }
 
     #[test]

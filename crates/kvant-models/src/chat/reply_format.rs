@@ -6,8 +6,8 @@
 pub enum ReplyFormat {
     /// Everything is content.
     Plain,
-    /// `<think>…</think>`, and calls as JSON in `<tool_call>…</tool_call>`: Qwen, Hermes, DeepSeek's reasoning and
-    /// others.
+    /// `<think>…</think>`, and calls in `<tool_call>…</tool_call>`, as JSON (Qwen 3, Hermes, DeepSeek's reasoning and
+    /// others) or as `<function=…>` with parameters (Qwen3-Coder, Qwen 3.5).
     Hermes,
     /// `[THINK]…[/THINK]`, and calls after `[TOOL_CALLS]`.
     Mistral,

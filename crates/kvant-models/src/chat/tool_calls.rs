@@ -2,17 +2,18 @@
 
 use indexmap::IndexMap;
 
-use super::{FunctionCall, JsonValue, ReplyFormat, stop::partial_end};
+use super::{FunctionCall, JsonValue, ReplyFormat, stop::partial_end, xml_calls};
 
 /// Maximum nesting depth of arguments.
 const MAX_DEPTH: usize = 64;
 
 /// The calls in a text; `name` comes from a harmony header. `None` if the text is not a call.
-pub fn parse(format: ReplyFormat, name: Option<String>, text: &str) -> Option<Vec<FunctionCall>> {
+pub fn parse(format: ReplyFormat, name: Option<String>, tools: &[JsonValue], text: &str) -> Option<Vec<FunctionCall>> {
     let text = text.trim();
     match format {
         ReplyFormat::Harmony => Some(vec![FunctionCall { name: name?, arguments: object(text)? }]),
         ReplyFormat::Gemma4 => Some(vec![gemma(text)?]),
+        ReplyFormat::Hermes if xml_calls::is_xml(text) => xml_calls::parse(tools, text),
         ReplyFormat::Mistral if !text.starts_with(['[', '{']) => {
             let (name, arguments) = text.split_once("[ARGS]").or_else(|| Some(text.split_at(text.find('{')?)))?;
             let name = name.split("[CALL_ID]").next().unwrap_or_default().trim().to_string();
@@ -39,15 +40,16 @@ pub fn parse_unmarked(functions: &[String], text: &str) -> Option<FunctionCall> 
 pub fn parse_cut(
     format: ReplyFormat,
     name: Option<String>,
-    functions: &[String],
+    (functions, tools): (&[String], &[JsonValue]),
     text: &str,
 ) -> Option<Option<FunctionCall>> {
-    if parse(format, name.clone(), text).is_some() {
+    if parse(format, name.clone(), tools, text).is_some() {
         return None;
     }
     let text = text.trim_start();
     match format {
         ReplyFormat::Gemma4 => gemma_cut(functions, text),
+        ReplyFormat::Hermes if xml_calls::is_xml(text) => xml_calls::parse_cut(tools, functions, text),
         ReplyFormat::Harmony => Some(Some(FunctionCall { name: name?, arguments: value_of(text).into() })),
         ReplyFormat::Mistral if !text.starts_with(['[', '{']) => match text.split_once("[ARGS]") {
             Some((name, arguments)) => {
@@ -309,7 +311,7 @@ mod tests {
         let mut longest = 0;
         for cut in (0..text.len()).filter(|&cut| text.is_char_boundary(cut)) {
             let functions = ["f".to_string()];
-            let found = parse_cut(ReplyFormat::Gemma4, None, &functions, &text[..cut]);
+            let found = parse_cut(ReplyFormat::Gemma4, None, (&functions, &[]), &text[..cut]);
             let call = found.unwrap_or_else(|| panic!("{:?} is content", &text[..cut]));
             assert_eq!(call.is_some(), cut > "call:f".len(), "{:?}", &text[..cut]);
             let Some(call) = call else { continue };
@@ -319,7 +321,7 @@ mod tests {
         }
         assert!(longest > whole.len() - 3);
         for text in ["call:g{a:", "cold:f{", "call:f{a:{{", &format!("call:f{}", "{a:".repeat(9999))] {
-            assert_eq!(parse_cut(ReplyFormat::Gemma4, None, &["f".to_string()], text), None, "{text}");
+            assert_eq!(parse_cut(ReplyFormat::Gemma4, None, (&["f".to_string()], &[]), text), None, "{text}");
         }
     }
 

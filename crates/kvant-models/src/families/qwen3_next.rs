@@ -100,6 +100,7 @@ fn delta_net(json: &ConfigJson) -> Result<DeltaNetSpec> {
         key_dim: dim("linear_key_head_dim")?,
         value_dim: dim("linear_value_head_dim")?,
         taps: text.size("linear_conv_kernel_dim", None, MAX_WIDTH)?,
+        tiled: false,
     })
 }
 

@@ -24,7 +24,8 @@ impl Pass<'_> {
         let conv = CausalConv::new(qkv, &weights.conv, inputs, runs, convolved).silu(true);
         ops::causal_conv(self.enc, &conv)?;
         let decay = [&weights.rate, &weights.a_bias];
-        ops::delta_rule(self.enc, &DeltaRule::new(convolved, [a, b], decay, matrices, runs, out))?;
+        let rule = DeltaRule::new(convolved, [a, b], decay, matrices, runs, out).tiled(spec.tiled);
+        ops::delta_rule(self.enc, &rule)?;
         // Each head of each token is a row.
         let [rows, columns] = normed;
         ops::rms_norm(self.enc, &RmsNorm::new(rows, self.spec().norm_eps, rows).weight(Some(&weights.norm)))?;

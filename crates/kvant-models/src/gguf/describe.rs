@@ -15,8 +15,14 @@ use crate::{
     Config, Error, Result,
     config::once_each,
     families,
-    spec::{AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, KeysValues, ParallelSum, QkNorm, ScoreBias},
+    spec::{
+        AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, KeysValues, MixerSpec, ParallelSum, QkNorm, ScoreBias,
+    },
 };
+
+mod hybrids;
+
+use hybrids::{lfm2, lfm2_moe, qwen3_5, qwen3_next};
 
 const ARCHITECTURE: &str = "general.architecture";
 /// Pairs whose frequency is divided by at least this do not rotate.
@@ -59,7 +65,7 @@ impl Architecture {
     }
 }
 
-static ARCHITECTURES: [Architecture; 22] = [
+static ARCHITECTURES: [Architecture; 27] = [
     Architecture::new("llama", llama).adjacent_pairs().optional_biases(),
     Architecture::new("mistral3", mistral3).adjacent_pairs().optional_biases(),
     Architecture::new("qwen2", qwen2),
@@ -82,10 +88,15 @@ static ARCHITECTURES: [Architecture; 22] = [
     Architecture::new("hunyuan-moe", hunyuan_moe).optional_biases(),
     Architecture::new("minimax-m2", minimax_m2).partial_rotation(),
     Architecture::new("muse-glimmer", muse_glimmer).adjacent_pairs(),
+    Architecture::new("qwen3next", qwen3_next).partial_rotation(),
+    Architecture::new("qwen35", qwen3_5).partial_rotation(),
+    Architecture::new("qwen35moe", qwen3_5).partial_rotation(),
+    Architecture::new("lfm2", lfm2),
+    Architecture::new("lfm2moe", lfm2_moe),
 ];
 
 /// Keys of `config.json`, and the corresponding metadata keys after the architecture's name.
-const KEYS: [(&str, &str); 29] = [
+const KEYS: [(&str, &str); 37] = [
     ("hidden_size", "embedding_length"),
     ("num_hidden_layers", "block_count"),
     ("num_attention_heads", "attention.head_count"),
@@ -115,6 +126,14 @@ const KEYS: [(&str, &str); 29] = [
     ("topk_group", "expert_group_used_count"),
     ("routed_scaling_factor", "expert_weights_scale"),
     ("partial_rotary_factor", "rope.dimension_count"),
+    ("norm_eps", "attention.layer_norm_rms_epsilon"),
+    ("full_attention_interval", "full_attention_interval"),
+    ("linear_num_key_heads", "ssm.group_count"),
+    ("linear_num_value_heads", "ssm.time_step_rank"),
+    ("linear_key_head_dim", "ssm.state_size"),
+    ("linear_value_head_dim", "ssm.inner_size"),
+    ("linear_conv_kernel_dim", "ssm.conv_kernel"),
+    ("conv_L_cache", "shortconv.l_cache"),
 ];
 
 /// The configuration of a model.
@@ -476,10 +495,14 @@ impl Keys<'_> {
         self.metadata.get(&self.full(key))
     }
 
-    /// A number, or the first element of an array.
+    /// A number, or the first element of an array that is not 0.
     fn whole(&self, key: &str) -> Result<Option<u64>> {
         match self.get(key) {
-            Some(MetadataValue::Scalars(_)) => Ok(self.of_layers(key)?.and_then(|all| all.first().copied())),
+            // 0 is a layer without it.
+            Some(MetadataValue::Scalars(_)) => {
+                let all = self.of_layers(key)?.unwrap_or_default();
+                Ok(all.iter().find(|&&n| n > 0).or(all.first()).copied())
+            }
             _ => self.metadata.whole(&self.full(key)),
         }
     }
@@ -601,17 +624,22 @@ impl Keys<'_> {
 
     /// Marked layers of the pattern are sliding.
     fn layer_types(&self) -> Result<Value> {
-        let key = self.full("attention.sliding_window_pattern");
+        self.flags("attention.sliding_window_pattern", ["full_attention", "sliding_attention"]).map(Value::from)
+    }
+
+    /// The names of an array of booleans: the second name for true.
+    fn flags(&self, key: &str, [unset, set]: [&'static str; 2]) -> Result<Vec<&'static str>> {
+        let key = self.full(key);
         let array = self.metadata.scalars(&key)?.ok_or_else(|| error(&key, "an array of booleans", "nothing"))?;
         let name = |scalar| match scalar {
-            Scalar::Bool(true) | Scalar::Integer(1) => Ok("sliding_attention"),
-            Scalar::Bool(false) | Scalar::Integer(0) => Ok("full_attention"),
+            Scalar::Bool(true) | Scalar::Integer(1) => Ok(set),
+            Scalar::Bool(false) | Scalar::Integer(0) => Ok(unset),
             other => Err(error(&key, "an array of booleans", other)),
         };
         if array.len() as u64 > MAX_LAYERS {
             return Err(error(&key, format_args!("at most {MAX_LAYERS} booleans"), array.len()));
         }
-        array.iter().map(name).collect::<Result<Vec<_>>>().map(Value::from)
+        array.iter().map(name).collect()
     }
 
     /// Rejects biases that the description does not have, which would be ignored otherwise.
@@ -751,6 +779,24 @@ impl Keys<'_> {
         let widths = self.of_layers("feed_forward_length")?;
         let factors = self.frequency_factors()?;
         for (l, block) in decoder.blocks.iter_mut().enumerate() {
+            let set = |number: &mut usize, all: &Option<Vec<u64>>| {
+                if let Some(all) = all {
+                    *number = usize::try_from(all[l]).unwrap_or(usize::MAX);
+                }
+            };
+            // Shared experts have their own width.
+            if let FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _, ParallelSum::Normed) =
+                &mut block.feed_forward
+            {
+                set(&mut dense.width, &widths);
+                if architecture.optional_biases {
+                    dense.biases = self.has_bias("ffn_gate");
+                }
+            }
+            if let Some(net) = block.delta_net_mut() {
+                // The converter reorders value heads, except those of Qwen3-Next.
+                net.tiled = !self.is("qwen3next");
+            }
             let Some(attention) = block.attention_mut() else { continue };
             if architecture.optional_biases {
                 attention.qkv_bias = self.has_bias("attn_q") || self.has_bias("attn_qkv");
@@ -759,11 +805,6 @@ impl Keys<'_> {
             if architecture.adjacent_pairs {
                 attention.rope.layout = PairLayout::Interleaved;
             }
-            let set = |number: &mut usize, all: &Option<Vec<u64>>| {
-                if let Some(all) = all {
-                    *number = usize::try_from(all[l]).unwrap_or(usize::MAX);
-                }
-            };
             set(&mut attention.heads, &heads);
             set(&mut attention.kv_heads, &kv_heads);
             // Files have weights for these norms: the factor of queries, and ones.
@@ -779,15 +820,6 @@ impl Keys<'_> {
             let is_rotated = attention.rope.rotated_pairs > 0 && !(self.is("gemma4") && attention.window.is_some());
             if let Some(factors) = factors.as_ref().filter(|_| is_rotated) {
                 rotate(attention, factors)?;
-            }
-            // Shared experts have their own width.
-            if let FeedForwardSpec::Dense(dense) | FeedForwardSpec::Parallel(dense, _, ParallelSum::Normed) =
-                &mut block.feed_forward
-            {
-                set(&mut dense.width, &widths);
-                if architecture.optional_biases {
-                    dense.biases = self.has_bias("ffn_gate");
-                }
             }
         }
         for block in &decoder.blocks {
@@ -856,6 +888,7 @@ fn has_bias(block: &BlockSpec, module: &str) -> bool {
         "ffn_gate_inp" | "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps" | "ffn_gate_up_exps" => {
             block.feed_forward.moe().is_some_and(|moe| moe.biases)
         }
+        "ssm_dt" => matches!(block.mixer, MixerSpec::DeltaNet(_)),
         "exp_probs_b" => block.feed_forward.moe().is_some_and(|moe| moe.routing.bias != ScoreBias::None),
         _ => false,
     }

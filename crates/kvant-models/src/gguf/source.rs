@@ -23,13 +23,22 @@ impl GgufSource<'_> {
             Part::QueryKeyValue => return self.present(format!("blk.{l}.attn_qkv.weight")),
             Part::QueryNorm => "attn_q_norm.weight",
             Part::KeyNorm => "attn_k_norm.weight",
-            Part::QueryGateJoint => return None,
+            // The gate of attention has its own matrix, or rows of the query's.
+            Part::QueryGateJoint => {
+                let has_gate = self.0.tensor(&format!("blk.{l}.attn_gate.weight")).is_some();
+                return if has_gate { None } else { self.present(format!("blk.{l}.attn_q.weight")) };
+            }
             Part::DeltaQkv => "attn_qkv.weight",
             Part::DeltaZ => "attn_gate.weight",
             Part::DeltaB => "ssm_beta.weight",
             Part::DeltaA => "ssm_alpha.weight",
-            Part::DeltaJoint | Part::DeltaGatesJoint => return None,
-            Part::ConvTaps => "ssm_conv1d.weight",
+            // Old files of Qwen3-Next.
+            Part::DeltaJoint => return self.present(format!("blk.{l}.ssm_in.weight")),
+            Part::DeltaGatesJoint => return self.present(format!("blk.{l}.ssm_ba.weight")),
+            Part::ConvTaps => {
+                let short = self.present(format!("blk.{l}.shortconv.conv.weight"));
+                return Some(short.unwrap_or_else(|| format!("blk.{l}.ssm_conv1d.weight")));
+            }
             Part::DeltaRate => "ssm_a",
             Part::DeltaABias => "ssm_dt.bias",
             Part::DeltaNorm => "ssm_norm.weight",
@@ -113,7 +122,8 @@ impl Source for GgufSource<'_> {
         let global = |name: &str| Some(name.to_string());
         match role {
             Role::Embedding => global("token_embd.weight"),
-            Role::FinalNorm => global("output_norm.weight"),
+            // LFM2's files use the name of another norm.
+            Role::FinalNorm => self.present("output_norm.weight".into()).or_else(|| global("token_embd_norm.weight")),
             Role::Output => global("output.weight"),
             Role::PerLayerTable => global("per_layer_token_embd.weight"),
             Role::PerLayerProjection => global("per_layer_model_proj.weight"),

@@ -2,11 +2,11 @@
 
 use kvant::Tensor;
 
-use super::{DeltaNetWeights, Loader, Mixer, Projection, ShortConvWeights, Stack, StackMatrices, outputs};
+use super::{DeltaNetWeights, Loader, Mixer, Projection, ShortConvWeights, Stack, StackMatrices};
 use crate::{
     Result,
     shard::{Cut, Share},
-    source::{Matrix, Part, Role},
+    source::{Form, Matrix, Part, Role},
     spec::{AttentionSpec, DeltaNetSpec, MixerSpec, ShortConvSpec},
 };
 
@@ -27,9 +27,10 @@ impl Loader<'_> {
         let whole = |outputs| Share::new(outputs, outputs, 1);
         let roles: [(Role, Share); 4] =
             std::array::from_fn(|i| (role(DELTA_PROJECTIONS[i]), whole(spec.projections()[i])));
-        let projections = match self.source.name(role(Part::DeltaJoint)) {
-            Some(_) => self.joint_projections(l, spec, &roles)?,
-            None => self.stack(None, &roles, h, false)?,
+        let has = |part| self.source.name(role(part)).is_some();
+        let projections = match has(Part::DeltaJoint) || has(Part::DeltaGatesJoint) {
+            true => self.joint_projections(l, spec, &roles)?,
+            false => self.stack(None, &roles, h, false)?,
         };
         let rate = self.finite(role(Part::DeltaRate), spec.value_heads)?;
         let rate: Vec<f32> = match self.source.has_log_rates() {
@@ -47,36 +48,49 @@ impl Loader<'_> {
         })
     }
 
-    /// The projections of a delta net in files that have two matrices in their place, each with rows by key head.
-    fn joint_projections(&mut self, l: usize, spec: &DeltaNetSpec, roles: &[(Role, Share)]) -> Result<Stack> {
+    /// The projections of a delta net in files that join qkv with z, or b with a, in a matrix with rows by key head.
+    fn joint_projections(&mut self, l: usize, spec: &DeltaNetSpec, roles: &[(Role, Share); 4]) -> Result<Stack> {
         let h = self.spec.hidden_size;
-        let joint = [Part::DeltaJoint, Part::DeltaGatesJoint].map(|part| Role::Block(l, part));
         let [qkv, z, b, a] = spec.projections();
-        let forms = [self.source.form(joint[0], &[qkv + z, h])?, self.source.form(joint[1], &[b + a, h])?];
-        let widths = [qkv, z, b, a];
-        let (matrices, parts): (_, Vec<Matrix>) = if forms[0] == forms[1] {
-            let whole = Matrix::zeros(forms[0], &[widths.iter().sum(), h], self.device)?;
-            self.bytes += whole.bytes();
-            let mut end = 0;
-            let rows = widths.map(|width| {
-                end += width;
-                whole.rows(end - width..end)
-            });
-            let parts = rows.into_iter().collect::<Result<_>>()?;
-            (StackMatrices::Joined(Box::new(whole), outputs(roles)), parts)
-        } else {
-            let form = |i: usize| forms[i / 2];
-            let parts = widths.iter().enumerate().map(|(i, &width)| Matrix::zeros(form(i), &[width, h], self.device));
-            let parts = parts.collect::<Result<Vec<_>>>()?;
-            self.bytes += parts.iter().map(Matrix::bytes).sum::<usize>();
-            (StackMatrices::Separate(parts.iter().map(Matrix::all).collect::<Result<_>>()?), parts)
+        let joint = |part| Some(Role::Block(l, part)).filter(|&role| self.source.name(role).is_some());
+        let joint = [(joint(Part::DeltaJoint), qkv + z), (joint(Part::DeltaGatesJoint), b + a)];
+        let form = |i: usize| match joint[i / 2] {
+            (Some(role), outputs) => self.source.form(role, &[outputs, h]),
+            (None, _) => self.source.form(roles[i].0, &[roles[i].1.whole, h]),
         };
+        let forms = [form(0)?, form(1)?, form(2)?, form(3)?];
+        let (matrices, parts) = self.zero_stack(&forms, &spec.projections())?;
         let keys = spec.key_heads * spec.key_dim;
         let (q, k) = (parts[0].rows(0..keys)?, parts[0].rows(keys..2 * keys)?);
         let v = parts[0].rows(2 * keys..qkv)?;
-        self.read_groups(joint[0], spec.key_heads, &[q, k, v, parts[1].all()?])?;
-        self.read_groups(joint[1], spec.key_heads, &[parts[2].all()?, parts[3].all()?])?;
+        let of_joint = [vec![q, k, v, parts[1].all()?], vec![parts[2].all()?, parts[3].all()?]];
+        for (i, (role, _)) in joint.into_iter().enumerate() {
+            match role {
+                Some(role) => self.read_groups(role, spec.key_heads, &of_joint[i])?,
+                None => (2 * i..2 * i + 2).try_for_each(|part| self.source.read(roles[part].0, &parts[part]))?,
+            }
+        }
         Ok(Stack { matrices, biases: None })
+    }
+
+    /// A stack of zeros, one matrix if all forms are equal, and its parts.
+    fn zero_stack(&mut self, forms: &[Form], outputs: &[usize]) -> Result<(StackMatrices, Vec<Matrix>)> {
+        let h = self.spec.hidden_size;
+        if forms.iter().all(|form| *form == forms[0]) {
+            let whole = Matrix::zeros(forms[0], &[outputs.iter().sum(), h], self.device)?;
+            self.bytes += whole.bytes();
+            let mut end = 0;
+            let rows = outputs.iter().map(|&outputs| {
+                end += outputs;
+                whole.rows(end - outputs..end)
+            });
+            let parts = rows.collect::<Result<_>>()?;
+            return Ok((StackMatrices::Joined(Box::new(whole), outputs.to_vec()), parts));
+        }
+        let parts = forms.iter().zip(outputs).map(|(&form, &outputs)| Matrix::zeros(form, &[outputs, h], self.device));
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        self.bytes += parts.iter().map(Matrix::bytes).sum::<usize>();
+        Ok((StackMatrices::Separate(parts.iter().map(Matrix::all).collect::<Result<_>>()?), parts))
     }
 
     /// Queries and the gate of the output, whose rows alternate by head in one matrix, and keys and values.
@@ -89,22 +103,11 @@ impl Loader<'_> {
             self.source.form(role(Part::Value), &[kv, h])?,
         ];
         let gate = Matrix::zeros(forms[0], &[q, h], self.device)?;
-        let (matrices, parts) = if forms.iter().all(|form| *form == forms[0]) {
-            let whole = Matrix::zeros(forms[0], &[q + 2 * kv, h], self.device)?;
-            let parts = [whole.rows(0..q)?, whole.rows(q..q + kv)?, whole.rows(q + kv..q + 2 * kv)?];
-            self.bytes += whole.bytes();
-            (StackMatrices::Joined(Box::new(whole), vec![q, kv, kv]), parts)
-        } else {
-            let zeros = |form, outputs: usize| Matrix::zeros(form, &[outputs, h], self.device);
-            let parts = [zeros(forms[0], q)?, zeros(forms[1], kv)?, zeros(forms[2], kv)?];
-            self.bytes += parts.iter().map(Matrix::bytes).sum::<usize>();
-            (StackMatrices::Separate(parts.iter().map(Matrix::all).collect::<Result<_>>()?), parts)
-        };
+        let (matrices, parts) = self.zero_stack(&forms, &[q, kv, kv])?;
         self.bytes += gate.bytes();
-        let [queries, keys, values] = parts;
-        self.read_groups(joint, spec.heads, &[queries, gate.all()?])?;
-        self.source.read(role(Part::Key), &keys)?;
-        self.source.read(role(Part::Value), &values)?;
+        self.read_groups(joint, spec.heads, &[parts[0].all()?, gate.all()?])?;
+        self.source.read(role(Part::Key), &parts[1])?;
+        self.source.read(role(Part::Value), &parts[2])?;
         Ok((Stack { matrices, biases: None }, gate))
     }
 

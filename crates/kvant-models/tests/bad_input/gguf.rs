@@ -160,7 +160,7 @@ fn errors_name_the_inconsistency() {
 fn replaced_header_bytes_are_errors_or_run() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.gguf");
-    for variant in ["llama_gguf", "ministral3_gguf", "gemma4_shared_gguf"] {
+    for variant in ["llama_gguf", "ministral3_gguf", "gemma4_shared_gguf", "qwen3_5_gguf", "lfm2_moe_gguf"] {
         let good = std::fs::read(golden(variant).join("model.gguf")).unwrap();
         let header = GgufHeader::read(&good[..], good.len() as u64).unwrap().data_start as usize;
         std::fs::write(&path, &good).unwrap();

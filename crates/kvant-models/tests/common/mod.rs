@@ -11,7 +11,7 @@ use kvant_models::{PoolOptions, safetensors::SafetensorsFile};
 use serde_json::{Map, Value};
 
 /// The folders with a `model.gguf` (`tools/golden_gguf_models.py`).
-pub const GGUF_MODELS: [&str; 29] = [
+pub const GGUF_MODELS: [&str; 34] = [
     "llama_gguf",
     "llama_bias_gguf",
     "llama_yarn_gguf",
@@ -40,6 +40,11 @@ pub const GGUF_MODELS: [&str; 29] = [
     "ernie4_5_gguf",
     "hunyuan_gguf",
     "muse_glimmer_gguf",
+    "qwen3_next_gguf",
+    "qwen3_5_gguf",
+    "qwen3_5_moe_gguf",
+    "lfm2_gguf",
+    "lfm2_moe_gguf",
     "k_quants_gguf",
 ];
 

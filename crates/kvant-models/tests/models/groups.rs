@@ -149,7 +149,7 @@ fn all() -> impl Iterator<Item = &'static str> {
 }
 
 /// Models with one head or three KV heads, those with one group of inputs, and those with recurrent states.
-const NOT_ON_TWO: [&str; 31] = [
+const NOT_ON_TWO: [&str; 36] = [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
@@ -181,6 +181,11 @@ const NOT_ON_TWO: [&str; 31] = [
     "gemma4_moe_gguf",
     "phi3_gguf",
     "k_quants_gguf",
+    "qwen3_next_gguf",
+    "qwen3_5_gguf",
+    "qwen3_5_moe_gguf",
+    "lfm2_gguf",
+    "lfm2_moe_gguf",
 ];
 
 #[test]

@@ -98,7 +98,7 @@ impl HeadTask<'_> {
     #[inline(always)]
     unsafe fn load<S: Simd>(&self, row: usize, token: &mut Token) {
         let Call { heads, key_heads, key_dim, value_dim, .. } = *self.call;
-        let (at, key_head) = (row * self.call.width(), self.head * key_heads / heads);
+        let (at, key_head) = (row * self.call.width(), self.call.key_head(self.head));
         let mut gates = [0f32; 4];
         let [a, b, rate, a_bias] = &mut gates;
         // SAFETY: the caller's promise.

@@ -18,6 +18,7 @@ struct DeltaRuleParams {
     uint stride; // floats between states
     uint heads;
     uint key_heads;
+    uint key_repeats; // adjacent heads with one key head
     uint value_dim;
 };
 
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     if (column >= p.value_dim || slot >= p.states || start >= end) {
         return;
     }
-    const uint of_keys = p.key_heads * KEY_DIM, key_head = uint(ulong(head) * p.key_heads / p.heads) * KEY_DIM;
+    const uint of_keys = p.key_heads * KEY_DIM, key_head = head / p.key_repeats % p.key_heads * KEY_DIM;
     const Head h = {qkv,      a,       b, 2 * of_keys + p.heads * p.value_dim, key_head, of_keys + key_head, 2 * of_keys + head * p.value_dim + column,
                     p.heads, head};
     float *column_of_state = state + ulong(slot) * p.stride + ulong(head) * KEY_DIM * p.value_dim + column;

@@ -13,6 +13,7 @@ params! {
         pub stride: u32,
         pub heads: u32,
         pub key_heads: u32,
+        pub key_repeats: u32,
         pub value_dim: u32,
     }
 }
@@ -32,6 +33,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         stride: uint("state", call.state.stride())?,
         heads: uint("state", call.heads)?,
         key_heads: uint("qkv", call.key_heads)?,
+        key_repeats: uint("qkv", call.key_repeats)?,
         value_dim: uint("state", call.value_dim)?,
     };
     let slices = call.value_dim.div_ceil(WARPS * COLUMNS);

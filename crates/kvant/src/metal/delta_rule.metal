@@ -15,6 +15,7 @@ struct DeltaRuleParams {
     uint stride; // floats between states
     uint heads;
     uint key_heads;
+    uint key_repeats; // adjacent heads with one key head
     uint value_dim;
 };
 
@@ -85,7 +86,7 @@ kernel void delta_rule(device const uchar *qkv [[buffer(0)]],
     if (column >= p.value_dim || slot >= p.states || start >= end) {
         return;
     }
-    const uint of_keys = p.key_heads * KEY_DIM, key_head = uint(ulong(head) * p.key_heads / p.heads) * KEY_DIM;
+    const uint of_keys = p.key_heads * KEY_DIM, key_head = head / p.key_repeats % p.key_heads * KEY_DIM;
     const ulong width = 2 * of_keys + p.heads * p.value_dim;
     const ulong state_at = ulong(slot) * p.stride + ulong(head) * KEY_DIM * p.value_dim + column;
     float s[MAX_DIM / PARTS];

@@ -15,8 +15,8 @@ pub(crate) const NORM_EPS: f32 = 1e-6;
 /// Arguments of [`delta_rule`](delta_rule()): the gated delta rule of linear attention (Yang, Kautz, Hatamizadeh: Gated
 /// Delta Networks, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 use it.
 ///
-/// A head h of a sequence has a state S, a matrix of D × Dv. For each token, with q and k of head h·Hk/H divided by
-/// √(Σx² + 10⁻⁶) and q also by √D:
+/// A head h of a sequence has a state S, a matrix of D × Dv. For each token, with q and k of head h·Hk/H (h mod Hk if
+/// `tiled`) divided by √(Σx² + 10⁻⁶) and q also by √D:
 ///
 /// ```text
 /// decay = exp(rate[h] · softplus(a[h] + a_bias[h]))        rate = −exp(A_log)
@@ -46,6 +46,8 @@ pub struct DeltaRule<'a> {
     pub runs: &'a StateRuns,
     /// `[T, H, Dv]`, f32, f16 or bf16.
     pub out: &'a Tensor,
+    /// Whether the heads that share a query and a key are Hk apart, as in GGUF files, instead of adjacent.
+    pub tiled: bool,
 }
 
 impl<'a> DeltaRule<'a> {
@@ -59,7 +61,12 @@ impl<'a> DeltaRule<'a> {
         out: &'a Tensor,
     ) -> DeltaRule<'a> {
         let ([a, b], [rate, a_bias]) = (gates, decay);
-        DeltaRule { qkv, a, b, rate, a_bias, state, runs, out }
+        DeltaRule { qkv, a, b, rate, a_bias, state, runs, out, tiled: false }
+    }
+
+    /// Sets the field.
+    pub fn tiled(self, tiled: bool) -> DeltaRule<'a> {
+        DeltaRule { tiled, ..self }
     }
 }
 
@@ -114,6 +121,7 @@ pub fn delta_rule(enc: &mut Encoder, args: &DeltaRule) -> Result<()> {
         key_heads,
         key_dim,
         value_dim,
+        key_repeats: if args.tiled { 1 } else { heads / key_heads },
     }))
 }
 
@@ -132,11 +140,18 @@ pub(crate) struct Call {
     pub key_heads: usize,
     pub key_dim: usize,
     pub value_dim: usize,
+    /// Adjacent heads with one key head.
+    pub key_repeats: usize,
 }
 
 rank_tensors! { Call { qkv, a, b, rate, a_bias, state, runs, out } }
 
 impl Call {
+    /// The head of the query and the key of a head.
+    pub(crate) fn key_head(&self, head: usize) -> usize {
+        head / self.key_repeats % self.key_heads
+    }
+
     /// Columns of `qkv`.
     pub(crate) fn width(&self) -> usize {
         2 * self.key_heads * self.key_dim + self.heads * self.value_dim

@@ -16,7 +16,7 @@ pub(crate) fn run(call: &Call) {
         for (head, state) in of_slot.chunks_exact_mut(key_dim * value_dim).enumerate() {
             for row in run.rows.clone() {
                 let row_at = row * call.width();
-                let key_head = head * key_heads / heads;
+                let key_head = call.key_head(head);
                 let q = normalised(&qkv[row_at + key_head * key_dim..][..key_dim]);
                 let k = normalised(&qkv[row_at + (key_heads + key_head) * key_dim..][..key_dim]);
                 let v = &qkv[row_at + 2 * key_heads * key_dim + head * value_dim..][..value_dim];

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod files;
+mod hybrids;
 mod rope;
 mod tokenizers;
 mod vocabularies;

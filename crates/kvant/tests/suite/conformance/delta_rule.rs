@@ -24,14 +24,16 @@ struct Shape {
     key_heads: usize,
     key_dim: usize,
     value_dim: usize,
+    tiled: bool,
 }
 
-const SHAPES: [Shape; 5] = [
-    Shape { heads: 1, key_heads: 1, key_dim: 32, value_dim: 16 },
-    Shape { heads: 4, key_heads: 2, key_dim: 64, value_dim: 64 },
-    Shape { heads: 2, key_heads: 1, key_dim: 128, value_dim: 128 },
-    Shape { heads: 3, key_heads: 3, key_dim: 96, value_dim: 48 },
-    Shape { heads: 1, key_heads: 1, key_dim: 256, value_dim: 208 },
+const SHAPES: [Shape; 6] = [
+    Shape { heads: 1, key_heads: 1, key_dim: 32, value_dim: 16, tiled: false },
+    Shape { heads: 4, key_heads: 2, key_dim: 64, value_dim: 64, tiled: false },
+    Shape { heads: 6, key_heads: 2, key_dim: 32, value_dim: 32, tiled: true },
+    Shape { heads: 2, key_heads: 1, key_dim: 128, value_dim: 128, tiled: false },
+    Shape { heads: 3, key_heads: 3, key_dim: 96, value_dim: 48, tiled: false },
+    Shape { heads: 1, key_heads: 1, key_dim: 256, value_dim: 208, tiled: false },
 ];
 
 /// Inputs on a device. `gates` shifts the logits of beta and of the decay.
@@ -44,6 +46,7 @@ struct Inputs {
     state: Out,
     slots: StateSlots,
     out: Out,
+    tiled: bool,
 }
 
 impl Inputs {
@@ -55,7 +58,7 @@ impl Inputs {
         dtypes: [DType; 3],
         gates: [f32; 2],
     ) -> Result<Inputs> {
-        let Shape { heads, key_heads, key_dim, value_dim } = shape;
+        let Shape { heads, key_heads, key_dim, value_dim, tiled } = shape;
         let width = 2 * key_heads * key_dim + heads * value_dim;
         let shifted = |values: Vec<f32>, by: f32| values.into_iter().map(|x| x + by).collect::<Vec<_>>();
         let qkv = input(device, dtypes[0], &rng.normals(rows * width), &[rows, width])?;
@@ -69,12 +72,12 @@ impl Inputs {
         let out = Out::new(device, dtypes[2], &[rows, heads, value_dim])?;
         out.tensor.write_bytes(&vec![0; out.tensor.bytes()])?;
         let slots = StateSlots::new(&state.tensor)?;
-        Ok(Inputs { qkv, a, b, rate, a_bias, state, slots, out })
+        Ok(Inputs { qkv, a, b, rate, a_bias, state, slots, out, tiled })
     }
 
     fn args<'a>(&'a self, runs: &'a StateRuns) -> DeltaRule<'a> {
         let (gates, decay) = ([&self.a, &self.b], [&self.rate, &self.a_bias]);
-        DeltaRule::new(&self.qkv, gates, decay, &self.slots, runs, &self.out.tensor)
+        DeltaRule::new(&self.qkv, gates, decay, &self.slots, runs, &self.out.tensor).tiled(self.tiled)
     }
 }
 
@@ -108,7 +111,7 @@ const GAIN: f64 = 4.0;
 #[test]
 fn long_runs() {
     let rows = 20_000;
-    let shape = Shape { heads: 1, key_heads: 1, key_dim: 32, value_dim: 16 };
+    let shape = SHAPES[0];
     conform("delta_rule of 20000 tokens", |device| {
         let inputs = Inputs::new(device, &mut Rng::of("long runs"), shape, rows, [DType::F32; 3], [-9.0, 0.0])?;
         let runs = StateRuns::new(device, &[(0, 0, rows as u32)])?;
