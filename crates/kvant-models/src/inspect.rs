@@ -6,13 +6,14 @@ use kvant::DType;
 
 use crate::{
     Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
+    cut::output_rows,
     forward::workspace_bytes,
     open::with_source,
     pools::pool_spec,
-    shard::{local_spec, output_rows},
+    shard::local_spec,
     source::{Form, Part, Role, Source, converted::is_converted},
     spec::{AttentionSpec, DenseSpec, FeedForwardSpec, MoeSpec, ParallelSum, RouterSpec},
-    weights::{dense_parts, has_output, has_router_bias},
+    weights::{has_output, has_router_bias},
 };
 
 /// A checkpoint's configuration and sizes.
@@ -274,7 +275,7 @@ impl InBlock<'_> {
 
     fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {
         if let Some(DenseSpec { width, biases, .. }) = spec.dense() {
-            let [fused, gate, up, down] = dense_parts(spec);
+            let [fused, gate, up, down] = Part::of_dense(spec);
             self.stack(fused, &[(gate, width), (up, width)], h, biases, source);
             self.matrix(down, &[h, width], biases);
         }
