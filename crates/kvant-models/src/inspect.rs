@@ -6,16 +6,17 @@ use kvant::DType;
 
 use crate::{
     Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
+    cut::output_rows,
     forward::workspace_bytes,
     open::with_source,
     pools::pool_spec,
-    shard::{local_spec, output_rows},
+    shard::local_spec,
     source::{Form, Part, Role, Source, converted::is_converted},
     spec::{
         AttentionSpec, DeltaNetSpec, DenseSpec, FeedForwardSpec, MixerSpec, MoeSpec, ParallelSum, RouterSpec,
         ShortConvSpec,
     },
-    weights::{DELTA_PROJECTIONS, dense_parts, has_output, has_router_bias},
+    weights::{DELTA_PROJECTIONS, has_output, has_router_bias},
 };
 
 /// A checkpoint's configuration and sizes.
@@ -314,7 +315,7 @@ impl InBlock<'_> {
 
     fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {
         if let Some(DenseSpec { width, biases, .. }) = spec.dense() {
-            let [fused, gate, up, down] = dense_parts(spec);
+            let [fused, gate, up, down] = Part::of_dense(spec);
             self.stack(fused, &[(gate, width), (up, width)], h, biases, source);
             self.matrix(down, &[h, width], biases);
         }

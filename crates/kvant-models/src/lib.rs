@@ -48,6 +48,7 @@ mod batch_decoder;
 mod cache_codecs;
 pub mod chat;
 mod config;
+mod cut;
 mod decoder;
 mod device_tokens;
 mod error;

@@ -17,6 +17,7 @@ use crate::{
     Error, Files, Result,
     open_file::{self, OpenFile},
     parallel::{self, PIECE},
+    source::Destination,
 };
 
 /// Maximum bytes of a header, according to the format.
@@ -226,6 +227,10 @@ impl SafetensorsFile {
 
     /// Like [`SafetensorsFile::read`], into a tensor of equal shape and dtype.
     pub fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        self.read_to(name, &Destination::whole(tensor)?)
+    }
+
+    fn read_to(&self, name: &str, tensor: &Destination) -> Result<()> {
         let info = self.header.tensors.get(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         if info.shape != tensor.shape() {
             let (expected, got) = (tensor.shape().to_vec(), info.shape.clone());
@@ -238,14 +243,12 @@ impl SafetensorsFile {
                 got: info.dtype.clone(),
             });
         }
-        let flat = tensor.reshape(&[tensor.elements()])?;
-        let (size, step) = (tensor.dtype().size(), PIECE / tensor.dtype().size());
-        parallel::for_each(tensor.elements().div_ceil(step), Vec::new, |piece, number| {
+        let step = tensor.piece();
+        parallel::for_each(tensor.bytes().div_ceil(step), Vec::new, |piece, number| {
             let start = number * step;
-            let part = flat.rows(start..tensor.elements().min(start + step))?;
-            piece.resize(part.bytes(), 0);
-            self.read_bytes(name, info.start + (start * size) as u64, piece)?;
-            Ok(part.write_bytes(piece)?)
+            piece.resize(step.min(tensor.bytes() - start), 0);
+            self.read_bytes(name, info.start + start as u64, piece)?;
+            tensor.write_at(start, piece)
         })
     }
 
@@ -324,17 +327,19 @@ impl Checkpoint {
         self.find(name)?.0.read_into(name, tensor)
     }
 
+    /// Reads a tensor into one of equal shape and dtype, which ranks may share.
+    pub(crate) fn read_to(&self, name: &str, tensor: &Destination) -> Result<()> {
+        self.find(name)?.0.read_to(name, tensor)
+    }
+
     /// Reads all bytes of a tensor into one of another dtype or shape with equal size in bytes.
-    pub(crate) fn read_raw(&self, name: &str, tensor: &Tensor) -> Result<()> {
-        let rows = tensor.shape().first().copied().unwrap_or(1).max(1);
-        let row_bytes = tensor.bytes() / rows;
-        let step = (PIECE / row_bytes.max(1)).clamp(1, rows);
-        parallel::for_each(rows.div_ceil(step), Vec::new, |piece, number| {
-            let first = number * step;
-            let count = step.min(rows - first);
-            piece.resize(count * row_bytes, 0);
-            self.read_bytes(name, (first * row_bytes) as u64, piece)?;
-            Ok(tensor.rows(first..first + count)?.write_bytes(piece)?)
+    pub(crate) fn read_raw(&self, name: &str, tensor: &Destination) -> Result<()> {
+        let step = tensor.piece();
+        parallel::for_each(tensor.bytes().div_ceil(step), Vec::new, |piece, number| {
+            let start = number * step;
+            piece.resize(step.min(tensor.bytes() - start), 0);
+            self.read_bytes(name, start as u64, piece)?;
+            tensor.write_at(start, piece)
         })
     }
 

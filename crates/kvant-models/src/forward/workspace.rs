@@ -4,7 +4,7 @@ use kvant::{DType, Device, Tensor};
 
 use crate::{
     Result,
-    shard::output_rows,
+    cut::output_rows,
     spec::{AttentionSpec, BlockSpec, DecoderSpec, DeltaNetSpec, MixerSpec, MoeSpec, ParallelSum, QkNorm},
 };
 

@@ -19,6 +19,7 @@ use crate::{
     Error, Result,
     open_file::{self, OpenFile},
     parallel::{self, PIECE},
+    source::Destination,
 };
 
 /// Maximum shards. Models have a few dozen.
@@ -174,7 +175,7 @@ impl Gguf {
     /// `MissingTensor`; `TensorDType` for a type that is not supported; `File`; `Kvant` if memory is short.
     pub fn read(&self, name: &str, device: &Device) -> Result<Tensor> {
         let tensor = Tensor::zeros(device, self.dense_dtype(name)?, &self.find(name)?.1.shape)?;
-        self.read_into(name, &tensor)?;
+        self.read_to(name, &Destination::whole(&tensor)?)?;
         Ok(tensor)
     }
 
@@ -189,20 +190,19 @@ impl Gguf {
     }
 
     /// Like [`Gguf::read`], into a tensor with the file's shape and this dtype.
-    pub(super) fn read_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
+    pub(super) fn read_to(&self, name: &str, tensor: &Destination) -> Result<()> {
         let (file, info) = self.find(name)?;
-        let flat = tensor.reshape(&[tensor.elements()])?;
         file.pieces(name, info, Vec::new, |floats, first, blocks| {
             let in_block = info.kind.block_elements() as usize;
             let elements = blocks.len() / info.kind.block_bytes() as usize * in_block;
-            let part = flat.rows(first * in_block..first * in_block + elements)?;
+            let start = first * in_block * tensor.dtype().size();
             if matches!(info.kind, GgufType::F32 | GgufType::F16 | GgufType::BF16) {
-                return Ok(part.write_bytes(blocks)?);
+                return tensor.write_at(start, blocks);
             }
             floats.resize(elements, 0.0);
             let decoded = dequantise(info.kind, blocks, floats);
             debug_assert!(decoded, "the type is supported and pieces are whole blocks");
-            Ok(part.write(floats.as_slice())?)
+            tensor.write_at(start, bytemuck::cast_slice(floats))
         })
     }
 
@@ -262,45 +262,39 @@ impl Gguf {
             bits,
             group: GROUP,
         };
-        let fits = self.read_affine_into(name, [&matrix.codes, &matrix.scales, &matrix.biases])?;
+        let parts = [&matrix.codes, &matrix.scales, &matrix.biases].map(Destination::whole);
+        let [codes, scales, biases] = parts;
+        let fits = self.read_affine_to(name, [&codes?, &scales?, &biases?])?;
         Ok(fits.then_some(matrix))
     }
 
     /// Reads codes, scales and biases of an affine matrix into tensors of matching shapes. Returns false if a bias
     /// overflows the dtype of `biases`; the contents are then unspecified.
-    pub(super) fn read_affine_into(&self, name: &str, [codes, scales, biases]: [&Tensor; 3]) -> Result<bool> {
+    pub(super) fn read_affine_to(&self, name: &str, [codes, scales, biases]: [&Destination; 3]) -> Result<bool> {
         let (file, info) = self.find(name)?;
         let bits = affine::bits(info.kind).expect("the caller has checked the type") as usize;
         let dtype = scales.dtype();
-        let flat = |tensor: &Tensor| tensor.reshape(&[tensor.elements()]);
-        let [codes, scales, biases] = [flat(codes)?, flat(scales)?, flat(biases)?];
         let fits = AtomicBool::new(true);
         file.pieces(name, info, AffineBytes::default, |bytes, first, blocks| {
             if !fits.load(Ordering::Relaxed) || bytes.convert(info.kind, blocks, dtype).is_err() {
                 fits.store(false, Ordering::Relaxed);
                 return Ok(());
             }
-            let next = first + bytes.scales.len() / dtype.size();
-            codes.rows(first * bits..next * bits)?.write_bytes(&bytes.codes)?;
-            scales.rows(first..next)?.write_bytes(&bytes.scales)?;
-            biases.rows(first..next)?.write_bytes(&bytes.biases)?;
-            Ok(())
+            codes.write_at(first * bits * DType::U32.size(), &bytes.codes)?;
+            scales.write_at(first * dtype.size(), &bytes.scales)?;
+            biases.write_at(first * dtype.size(), &bytes.biases)
         })?;
         Ok(fits.into_inner())
     }
 
     /// Reads the bytes of a tensor into a u8 tensor with this number of elements.
-    pub(super) fn read_bytes_into(&self, name: &str, tensor: &Tensor) -> Result<()> {
+    pub(super) fn read_bytes_to(&self, name: &str, tensor: &Destination) -> Result<()> {
         let (file, info) = self.find(name)?;
-        let flat = tensor.reshape(&[tensor.elements()])?;
         file.pieces(
             name,
             info,
             || (),
-            |(), first, bytes| {
-                let start = first * info.kind.block_bytes() as usize;
-                Ok(flat.rows(start..start + bytes.len())?.write_bytes(bytes)?)
-            },
+            |(), first, bytes| tensor.write_at(first * info.kind.block_bytes() as usize, bytes),
         )
     }
 
@@ -322,7 +316,9 @@ impl GgufFile {
         visit: impl Fn(&mut S, usize, &[u8]) -> Result<()> + Sync,
     ) -> Result<()> {
         let block = info.kind.block_bytes();
-        let blocks = (PIECE as u64 / block).max(1);
+        let (limit, row) = ((PIECE as u64 / block).max(1), info.row_blocks());
+        // Whole rows, if one is not too long.
+        let blocks = if (1..=limit).contains(&row) { limit / row * row } else { limit };
         let step = blocks * block;
         let count = (info.end - info.start).div_ceil(step);
         parallel::for_each(

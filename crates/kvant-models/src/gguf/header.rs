@@ -40,6 +40,15 @@ pub struct GgufTensor {
     pub end: u64,
 }
 
+impl GgufTensor {
+    /// Blocks of a row; 0 if rows are not whole blocks.
+    pub(super) fn row_blocks(&self) -> u64 {
+        let elements = self.shape.last().map_or(0, |&elements| elements as u64);
+        let block = self.kind.block_elements();
+        if elements.is_multiple_of(block) { elements / block } else { 0 }
+    }
+}
+
 /// The checked header of a file: keys and names are unique; tensors are aligned, contiguous and within the file.
 #[derive(Clone, Debug)]
 pub struct GgufHeader {

@@ -5,7 +5,7 @@ use kvant::{DType, Device, Tensor};
 use super::{Gguf, GgufTensor, GgufType, affine};
 use crate::{
     Error, Result,
-    source::{Form, Matrix, Part, Role, Source},
+    source::{Destination, Form, Matrix, Part, Role, Source},
 };
 
 /// The source of a model in a GGUF file. One table of names covers all architectures.
@@ -148,17 +148,17 @@ impl Source for GgufSource<'_> {
         }
     }
 
-    fn read(&self, role: Role, to: &Matrix) -> Result<()> {
+    fn read(&self, role: Role, to: &Matrix<Destination>) -> Result<()> {
         let name = self.required(role)?;
         match to {
-            Matrix::Dense(tensor) => self.0.read_into(&name, tensor),
-            Matrix::Blocks { data, .. } => self.0.read_bytes_into(&name, data),
+            Matrix::Dense(tensor) => self.0.read_to(&name, tensor),
+            Matrix::Blocks { data, .. } => self.0.read_bytes_to(&name, data),
             // `form` never returns it: MXFP4 is a block format here, and the others do not occur.
             Matrix::Floats { .. } => {
                 Err(Error::TensorDType { name, expected: "blocks", got: "MXFP4 codes".to_string() })
             }
             Matrix::Affine { codes, scales, biases, .. } => {
-                if self.0.read_affine_into(&name, [codes, scales, biases])? {
+                if self.0.read_affine_to(&name, [codes, scales, biases])? {
                     return Ok(());
                 }
                 let expected = "scales whose products with the zero point fit f16";

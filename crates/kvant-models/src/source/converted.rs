@@ -5,7 +5,7 @@ use kvant::{
     ops::{self, Embed, Weight},
 };
 
-use super::{Form, Matrix, Part, Role, Source};
+use super::{Destination, Form, Matrix, Part, Role, Source};
 use crate::Result;
 
 /// Rows converted at once.
@@ -37,15 +37,15 @@ impl Source for Converted<'_> {
         Ok(if is_converted(role, form) { Form::Dense(self.dtype) } else { form })
     }
 
-    fn read(&self, role: Role, to: &Matrix) -> Result<()> {
+    fn read(&self, role: Role, to: &Matrix<Destination>) -> Result<()> {
         let Matrix::Dense(converted) = to else { return self.source.read(role, to) };
         let stored = match self.source.form(role, converted.shape())? {
             Form::Dense(dtype) if dtype != converted.dtype() => dtype,
             _ => return self.source.read(role, to),
         };
-        let from = Tensor::zeros(converted.device(), stored, converted.shape())?;
-        self.source.read(role, &Matrix::Dense(from.clone()))?;
-        convert(&from, converted)
+        let (from, parts) = converted.in_dtype(stored)?;
+        self.source.read(role, &Matrix::Dense(parts))?;
+        convert(&from, converted.tensor())
     }
 
     fn vector(&self, role: Role, len: usize, device: &Device) -> Result<Tensor> {

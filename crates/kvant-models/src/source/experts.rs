@@ -1,8 +1,7 @@
 //! Reads gpt-oss' experts in Hugging Face's layout: alternating rows (or columns) of gate and up. The loader gets the
 //! gate's rows first.
 
-use kvant::Tensor;
-
+use super::Destination;
 use crate::{Result, safetensors::Checkpoint};
 
 /// Bytes read at once, unless a row or an expert's matrix is longer.
@@ -19,10 +18,9 @@ pub(super) struct Interleaved<'a> {
 
 impl Interleaved<'_> {
     /// Reads a tensor `[E, rows, …]` into one of shape `[E, rows]` or `[E, rows, n]` with equal size in bytes.
-    pub(super) fn read_rows(&self, name: &str, to: &Tensor) -> Result<()> {
+    pub(super) fn read_rows(&self, name: &str, to: &Destination) -> Result<()> {
         let (experts, rows) = (to.shape()[0], to.shape()[1]);
-        let flat = to.reshape(&[experts * rows, to.shape()[2..].iter().product()])?;
-        if flat.elements() == 0 {
+        if to.elements() == 0 {
             return Ok(());
         }
         let row_bytes = to.bytes() / (experts * rows);
@@ -42,7 +40,7 @@ impl Interleaved<'_> {
                     let found = piece.chunks_exact(row_bytes).skip(side).step_by(parts);
                     part.chunks_exact_mut(row_bytes).zip(found).for_each(|(to, from)| to.copy_from_slice(from));
                     let at = expert * rows + side * pairs + first;
-                    flat.rows(at..at + count)?.write_bytes(part)?;
+                    to.write_at(at * row_bytes, part)?;
                 }
             }
         }
@@ -50,7 +48,7 @@ impl Interleaved<'_> {
     }
 
     /// Reads a tensor `[E, inputs, outputs]` into one of shape `[E, outputs, inputs]`.
-    pub(super) fn read_transposed(&self, name: &str, to: &Tensor) -> Result<()> {
+    pub(super) fn read_transposed(&self, name: &str, to: &Destination) -> Result<()> {
         let &[experts, outputs, inputs] = to.shape() else { unreachable!("matrices of experts have three dimensions") };
         let size = to.dtype().size();
         let bytes = outputs * inputs * size;
@@ -58,7 +56,7 @@ impl Interleaved<'_> {
         for expert in 0..experts {
             self.checkpoint.read_bytes(name, (expert * bytes) as u64, &mut from)?;
             self.transpose(&from, &mut transposed, [inputs, outputs], size);
-            to.rows(expert..expert + 1)?.write_bytes(&transposed)?;
+            to.write_at(expert * bytes, &transposed)?;
         }
         Ok(())
     }

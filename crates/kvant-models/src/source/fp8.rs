@@ -2,9 +2,9 @@
 //! converted to bf16, rounded to nearest, as in transformers.
 
 use half::bf16;
-use kvant::{DType, Device, Tensor};
+use kvant::{DType, Device};
 
-use super::{Form, packed::one_matrix, quantization::BlockSize};
+use super::{Destination, Form, packed::one_matrix, quantization::BlockSize};
 use crate::{Error, Result, safetensors::Checkpoint};
 
 /// Weights converted at once.
@@ -62,7 +62,7 @@ impl Fp8<'_> {
     }
 
     /// Reads a matrix into bf16 `[outputs, inputs]`.
-    pub(super) fn read(&self, to: &Tensor) -> Result<()> {
+    pub(super) fn read(&self, to: &Destination) -> Result<()> {
         let (outputs, inputs) = (to.shape()[0], to.shape()[1]);
         let block = self.block_of(outputs, inputs)?;
         let numbers = self.checkpoint.read(&self.scale()?, &Device::cpu())?.to_f32()?;
@@ -83,7 +83,7 @@ impl Fp8<'_> {
                         .map(|(&code, scale)| bf16::from_f32(values[usize::from(code)] * scale)),
                 );
             }
-            to.rows(first..first + count)?.write(&rows)?;
+            to.write_at(first * inputs * DType::BF16.size(), bytemuck::cast_slice(&rows))?;
         }
         Ok(())
     }

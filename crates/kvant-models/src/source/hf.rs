@@ -3,7 +3,7 @@
 use kvant::{DType, Device, Tensor, ops::FloatFormat};
 
 use super::{
-    Form, Matrix, Part, Role, Source,
+    Destination, Form, Matrix, Part, Role, Source,
     experts::Interleaved,
     fp8::{self, Fp8},
     packed::Packed,
@@ -192,26 +192,26 @@ impl<'a> HfSource<'a> {
         is_fp8.then_some(Fp8 { checkpoint: self.checkpoint, module, block: self.quantization.block() })
     }
 
-    fn read_matrix(&self, name: &str, to: &Matrix) -> Result<()> {
+    fn read_matrix(&self, name: &str, to: &Matrix<Destination>) -> Result<()> {
         match to {
             Matrix::Dense(tensor) => match self.fp8(name) {
                 Some(fp8) => fp8.read(tensor),
-                None => self.checkpoint.read_into(name, tensor),
+                None => self.checkpoint.read_to(name, tensor),
             },
             Matrix::Affine { codes, scales, biases, bits, group } => {
                 if let Some(packed) = self.packed(name) {
                     return packed.read(*bits, *group, [codes, scales, biases]);
                 }
                 let module = name.strip_suffix(".weight").expect("only modules are quantised");
-                self.checkpoint.read_into(name, codes)?;
-                self.checkpoint.read_into(&format!("{module}.scales"), scales)?;
-                self.checkpoint.read_into(&format!("{module}.biases"), biases)
+                self.checkpoint.read_to(name, codes)?;
+                self.checkpoint.read_to(&format!("{module}.scales"), scales)?;
+                self.checkpoint.read_to(&format!("{module}.biases"), biases)
             }
-            Matrix::Blocks { data, .. } => self.checkpoint.read_into(name, data),
+            Matrix::Blocks { data, .. } => self.checkpoint.read_to(name, data),
             Matrix::Floats { codes, scales, .. } => {
                 let module = name.strip_suffix(".weight").expect("only modules are quantised");
-                self.checkpoint.read_into(name, codes)?;
-                self.checkpoint.read_into(&format!("{module}.scales"), scales)
+                self.checkpoint.read_to(name, codes)?;
+                self.checkpoint.read_to(&format!("{module}.scales"), scales)
             }
         }
     }
@@ -278,7 +278,7 @@ impl Source for HfSource<'_> {
         Ok(first)
     }
 
-    fn read(&self, role: Role, to: &Matrix) -> Result<()> {
+    fn read(&self, role: Role, to: &Matrix<Destination>) -> Result<()> {
         let pattern = self.required(role)?;
         match (self.layout(role), to) {
             (ExpertLayout::Plain, _) => {}
@@ -316,7 +316,7 @@ impl Source for HfSource<'_> {
             return self.checkpoint.read(&name, device);
         }
         let bias = Tensor::zeros(device, dtype, shape)?;
-        self.interleaved(role).read_rows(&name, &bias)?;
+        self.interleaved(role).read_rows(&name, &Destination::whole(&bias)?)?;
         Ok(bias)
     }
 

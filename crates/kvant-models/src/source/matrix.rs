@@ -7,27 +7,28 @@ use kvant::{
     ops::{self, Affine, BlockFormat, Blocks, FloatFormat, ScaledFloats, Weight},
 };
 
-use crate::{Error, Result};
+use super::Destination;
+use crate::{Error, Result, cut::Cut};
 
-/// A matrix, or the matrices of all experts, dense or quantised.
+/// A matrix, or the matrices of all experts, dense or quantised. `T` has one of its tensors.
 #[derive(Clone, Debug)]
-pub(crate) enum Matrix {
-    Dense(Tensor),
+pub(crate) enum Matrix<T = Tensor> {
+    Dense(T),
     Affine {
-        codes: Tensor,
-        scales: Tensor,
-        biases: Tensor,
+        codes: T,
+        scales: T,
+        biases: T,
         bits: u32,
         group: usize,
     },
     /// u8; the last dimension is the bytes of a row.
     Blocks {
-        data: Tensor,
+        data: T,
         format: BlockFormat,
     },
     Floats {
-        codes: Tensor,
-        scales: Tensor,
+        codes: T,
+        scales: T,
         format: FloatFormat,
     },
 }
@@ -66,48 +67,32 @@ impl Matrix {
 
     /// Another handle of the matrix.
     pub(crate) fn all(&self) -> Result<Matrix> {
-        self.map(|tensor| Ok(tensor.clone()))
+        self.views(|tensor| Ok(tensor.clone()))
+    }
+
+    /// The number of outputs of a matrix `[outputs, inputs]`.
+    pub(crate) fn outputs(&self) -> usize {
+        self.tensors()[0].map_or(0, |first| first.shape()[0])
     }
 
     /// Returns some of the outputs; for `[E, outputs, inputs]`, some of the experts.
     pub(crate) fn rows(&self, rows: Range<usize>) -> Result<Matrix> {
-        self.map(|tensor| Ok(tensor.rows(rows.clone())?))
+        self.views(|tensor| Ok(tensor.rows(rows.clone())?))
     }
 
     /// The matrix `[outputs, inputs]` of one expert.
     pub(crate) fn expert(&self, index: usize) -> Result<Matrix> {
-        self.map(|tensor| {
+        self.views(|tensor| {
             let one = tensor.rows(index..index + 1)?;
             Ok(one.reshape(&tensor.shape()[1..])?)
         })
     }
 
-    /// The number of experts in `[E, outputs, inputs]`.
-    pub(crate) fn experts(&self) -> usize {
-        match self {
-            Matrix::Dense(first)
-            | Matrix::Affine { codes: first, .. }
-            | Matrix::Blocks { data: first, .. }
-            | Matrix::Floats { codes: first, .. } => first.shape()[0],
-        }
-    }
-
-    /// Applies `view` to each tensor of the matrix.
-    fn map(&self, view: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Matrix> {
-        Ok(match self {
-            Matrix::Dense(tensor) => Matrix::Dense(view(tensor)?),
-            Matrix::Affine { codes, scales, biases, bits, group } => Matrix::Affine {
-                codes: view(codes)?,
-                scales: view(scales)?,
-                biases: view(biases)?,
-                bits: *bits,
-                group: *group,
-            },
-            Matrix::Blocks { data, format } => Matrix::Blocks { data: view(data)?, format: *format },
-            Matrix::Floats { codes, scales, format } => {
-                Matrix::Floats { codes: view(codes)?, scales: view(scales)?, format: *format }
-            }
-        })
+    /// The destination of a matrix of this form and `shape`. This matrix has the part of each rank, given by `cut`.
+    pub(crate) fn destination<'a>(&self, form: Form, shape: &[usize], cut: &'a Cut) -> Result<Matrix<Destination<'a>>> {
+        let words = |tensor: &Tensor| Destination::new(tensor, form.words(shape), cut);
+        let groups = |tensor: &Tensor| Destination::new(tensor, form.groups(shape), cut);
+        self.map(words, groups)
     }
 
     /// Records copies of all parts to a matrix of equal form and shape.
@@ -130,6 +115,48 @@ impl Matrix {
 
     pub(crate) fn bytes(&self) -> usize {
         self.tensors().into_iter().flatten().map(Tensor::bytes).sum()
+    }
+}
+
+impl Matrix<Destination<'_>> {
+    /// The matrix `[outputs, inputs]` of one expert.
+    pub(crate) fn expert(&self, index: usize) -> Result<Self> {
+        self.views(|tensor| Ok(tensor.expert(index)))
+    }
+
+    /// The number of experts in `[E, outputs, inputs]`.
+    pub(crate) fn experts(&self) -> usize {
+        match self {
+            Matrix::Dense(first)
+            | Matrix::Affine { codes: first, .. }
+            | Matrix::Blocks { data: first, .. }
+            | Matrix::Floats { codes: first, .. } => first.shape()[0],
+        }
+    }
+}
+
+impl<T> Matrix<T> {
+    /// Applies `view` to each tensor of the matrix.
+    fn views(&self, view: impl Fn(&T) -> Result<T>) -> Result<Self> {
+        self.map(&view, &view)
+    }
+
+    /// Applies `words` to the main tensor, and `groups` to scales and biases.
+    fn map<U>(&self, words: impl Fn(&T) -> Result<U>, groups: impl Fn(&T) -> Result<U>) -> Result<Matrix<U>> {
+        Ok(match self {
+            Matrix::Dense(tensor) => Matrix::Dense(words(tensor)?),
+            Matrix::Affine { codes, scales, biases, bits, group } => Matrix::Affine {
+                codes: words(codes)?,
+                scales: groups(scales)?,
+                biases: groups(biases)?,
+                bits: *bits,
+                group: *group,
+            },
+            Matrix::Blocks { data, format } => Matrix::Blocks { data: words(data)?, format: *format },
+            Matrix::Floats { codes, scales, format } => {
+                Matrix::Floats { codes: words(codes)?, scales: groups(scales)?, format: *format }
+            }
+        })
     }
 }
 

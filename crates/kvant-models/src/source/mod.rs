@@ -20,6 +20,7 @@
 //! 3. Pass both to [`Model`](crate::Model)'s `assemble`.
 
 pub(crate) mod converted;
+mod destination;
 mod experts;
 mod fp8;
 pub(crate) mod hf;
@@ -29,7 +30,11 @@ pub(crate) mod quantization;
 
 use kvant::{Device, Tensor};
 
-use crate::Result;
+use crate::{
+    Result,
+    spec::{FeedForwardSpec, ParallelSum},
+};
+pub(crate) use destination::Destination;
 pub(crate) use matrix::{Form, Matrix};
 
 /// The tensors of a checkpoint.
@@ -50,7 +55,7 @@ pub(crate) trait Source {
     fn form(&self, role: Role, shape: &[usize]) -> Result<Form>;
 
     /// Reads a matrix into `to`, which has the form returned by [`Source::form`]. `to` may be part of a larger matrix.
-    fn read(&self, role: Role, to: &Matrix) -> Result<()>;
+    fn read(&self, role: Role, to: &Matrix<Destination>) -> Result<()>;
 
     /// A vector of `len` floats, in the file's dtype.
     ///
@@ -205,4 +210,16 @@ pub(crate) enum Part {
     PerLayerPostNorm,
     /// Multiplies the block's output, `[1]`.
     Scalar,
+}
+
+impl Part {
+    /// Gate and up in one matrix or two, and down of a dense feed-forward.
+    pub(crate) fn of_dense(spec: &FeedForwardSpec) -> [Part; 4] {
+        match spec.parallel_sum() {
+            Some(ParallelSum::Plain | ParallelSum::Gated) => {
+                [Part::SharedGateUp, Part::SharedGate, Part::SharedUp, Part::SharedDown]
+            }
+            None | Some(ParallelSum::Normed) => [Part::GateUp, Part::Gate, Part::Up, Part::Down],
+        }
+    }
 }

@@ -2,9 +2,9 @@
 //! a scale and an optional zero point per group of inputs. They are converted to affine matrices without loss.
 
 use half::{bf16, f16};
-use kvant::{DType, Device, Tensor};
+use kvant::{DType, Device};
 
-use super::Form;
+use super::{Destination, Form};
 use crate::{Error, Result, safetensors::Checkpoint};
 
 /// The tensors of one module.
@@ -14,7 +14,7 @@ pub(super) struct Packed<'a> {
 }
 
 /// The destination of a matrix: codes, scales, biases.
-pub(super) type AffineParts<'a> = [&'a Tensor; 3];
+pub(super) type AffineParts<'a> = [&'a Destination<'a>; 3];
 
 impl Packed<'_> {
     /// Whether a module is packed.
@@ -155,11 +155,11 @@ pub(super) fn one_matrix(name: &str, shape: &[usize]) -> Result<[usize; 2]> {
 }
 
 /// Writes numbers in the dtype of the tensor.
-fn write_as(to: &Tensor, numbers: &[f32]) -> Result<()> {
-    match to.dtype() {
-        DType::F16 => to.write(&numbers.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>())?,
-        DType::BF16 => to.write(&numbers.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>())?,
-        _ => to.write(numbers)?,
-    }
-    Ok(())
+fn write_as(to: &Destination, numbers: &[f32]) -> Result<()> {
+    let bytes: Vec<u8> = match to.dtype() {
+        DType::F16 => numbers.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+        DType::BF16 => numbers.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
+        _ => numbers.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    };
+    to.write_at(0, &bytes)
 }

@@ -1,205 +1,18 @@
-//! Loads the tensors of a decoder that its description requires.
+//! Loads the tensors that a description requires, each rank its part.
 
 use kvant::{DType, Device, Tensor};
 
+use super::*;
 use crate::{
     Error, Result,
-    shard::{Cut, Share, of_rank, output_rows},
-    source::{Form, Matrix, Part, Role, Source},
-    spec::{
-        AttentionSpec, BlockSpec, DecoderSpec, FeedForwardSpec, MoeSpec, OutputMatrix, ParallelSum, PerLayerInputSpec,
-        QkNorm, RouterSpec, ScoreBias,
-    },
+    cut::{Cut, Share, of_rank, output_rows},
+    source::{Form, Part},
+    spec::{AttentionSpec, BlockSpec, FeedForwardSpec, MoeSpec, ParallelSum, PerLayerInputSpec, QkNorm, RouterSpec},
 };
 
 mod mixers;
 
 pub(crate) use mixers::DELTA_PROJECTIONS;
-
-/// Matrices with common inputs.
-#[derive(Debug)]
-pub(crate) struct Stack {
-    pub matrices: StackMatrices,
-    pub biases: Option<StackBiases>,
-}
-
-#[derive(Debug)]
-pub(crate) enum StackMatrices {
-    /// The matrices of one format, one below the other, and the outputs of each.
-    Joined(Box<Matrix>, Vec<usize>),
-    Separate(Vec<Matrix>),
-}
-
-/// The biases of a [`Stack`], f32.
-#[derive(Debug)]
-pub(crate) struct StackBiases {
-    pub whole: Tensor,
-    /// Views of `whole`.
-    pub parts: Vec<Tensor>,
-}
-
-impl StackBiases {
-    /// `whole` are the biases of matrices with these numbers of outputs.
-    fn new(whole: Tensor, outputs: &[usize]) -> Result<StackBiases> {
-        let mut end = 0;
-        let part = |&outputs: &usize| {
-            end += outputs;
-            Ok(whole.rows(end - outputs..end)?)
-        };
-        let parts = outputs.iter().map(part).collect::<Result<_>>()?;
-        Ok(StackBiases { whole, parts })
-    }
-}
-
-/// A matrix with a bias, or the matrices `[E, outputs, inputs]` of all experts with biases `[E, outputs]`.
-#[derive(Debug)]
-pub(crate) struct Projection {
-    pub matrix: Matrix,
-    pub bias: Option<Tensor>,
-}
-
-/// All tensors of a decoder.
-#[derive(Debug)]
-pub(crate) struct Weights {
-    pub embed: Matrix,
-    pub norm: Tensor,
-    /// Absent if the whole embedding is the output matrix. On a group of devices each rank may have some of its rows.
-    pub output: Option<Matrix>,
-    pub per_layer: Option<PerLayerWeights>,
-    pub blocks: Vec<BlockWeights>,
-    /// Bytes of the matrices on one rank.
-    pub bytes: usize,
-}
-
-/// The weights that compute per-layer inputs.
-#[derive(Debug)]
-pub(crate) struct PerLayerWeights {
-    pub embed: Matrix,
-    pub projection: Matrix,
-    pub norm: Tensor,
-}
-
-#[derive(Debug)]
-pub(crate) struct BlockWeights {
-    /// The norm of the first half's input.
-    pub mixer_norm: Option<Tensor>,
-    pub mixer: Mixer,
-    /// The norm of the first half's output.
-    pub mixer_post_norm: Option<Tensor>,
-    pub feed_forward: FeedForwardWeights,
-    pub per_layer: Option<LayerInputWeights>,
-    /// Multiplies the block's output; 1 if absent.
-    pub scalar: f32,
-}
-
-/// The weights of a block's first half.
-#[derive(Debug)]
-#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
-pub(crate) enum Mixer {
-    Attention(AttentionWeights),
-    DeltaNet(DeltaNetWeights),
-    ShortConv(ShortConvWeights),
-}
-
-#[derive(Debug)]
-pub(crate) struct DeltaNetWeights {
-    /// Queries, keys and values in one matrix; z; b; a.
-    pub projections: Stack,
-    /// `[channels, taps]`.
-    pub conv: Tensor,
-    /// The negative rate of decay, f32 `[value_heads]`.
-    pub rate: Tensor,
-    /// The bias of a, f32 `[value_heads]`.
-    pub a_bias: Tensor,
-    /// `[Dv]`.
-    pub norm: Tensor,
-    pub output: Projection,
-}
-
-#[derive(Debug)]
-pub(crate) struct ShortConvWeights {
-    pub input: Projection,
-    /// `[channels, taps]`.
-    pub conv: Tensor,
-    pub conv_bias: Option<Tensor>,
-    pub output: Projection,
-}
-
-#[derive(Debug)]
-pub(crate) struct AttentionWeights {
-    /// Queries, keys and values. No keys and values if the block uses another block's; no values if they are the raw
-    /// keys.
-    pub qkv: Stack,
-    pub q_norm: Option<Tensor>,
-    pub k_norm: Option<Tensor>,
-    /// f32 `[heads]`.
-    pub sinks: Option<Tensor>,
-    pub output_gate: Option<Matrix>,
-    pub output: Projection,
-}
-
-#[derive(Debug)]
-pub(crate) struct FeedForwardWeights {
-    pub norm: Option<Tensor>,
-    pub dense: Option<DenseWeights>,
-    pub moe: Option<MoeWeights>,
-    pub parallel: Option<ParallelWeights>,
-    pub post_norm: Option<Tensor>,
-}
-
-#[derive(Debug)]
-pub(crate) struct DenseWeights {
-    /// The gate and up projections.
-    pub gate_up: Stack,
-    pub down: Projection,
-}
-
-#[derive(Debug)]
-pub(crate) struct MoeWeights {
-    pub router: Projection,
-    /// The router's own norm, and the factors of the experts' weights, f32 `[E]`.
-    pub router_scales: Option<(Tensor, Tensor)>,
-    /// f32 `[E]`: added to the scores for the selection.
-    pub router_bias: Option<Tensor>,
-    pub gate_up: GateUp,
-    pub down: Projection,
-}
-
-/// The weights that combine a dense feed-forward with experts.
-#[derive(Debug)]
-#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
-pub(crate) enum ParallelWeights {
-    Plain,
-    /// `[1, H]`.
-    Gated(Matrix),
-    Normed(ParallelNorms),
-}
-
-/// The norms of a dense feed-forward and experts that run in parallel.
-#[derive(Debug)]
-pub(crate) struct ParallelNorms {
-    pub after_dense: Tensor,
-    pub before_experts: Tensor,
-    pub after_experts: Tensor,
-}
-
-/// The gate and up matrices of every expert.
-#[derive(Debug)]
-#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
-pub(crate) enum GateUp {
-    /// `[E, 2I, H]`, with the gate's rows first.
-    Fused(Projection),
-    /// `[E, I, H]` each, because their formats differ.
-    Split { gate: Projection, up: Projection },
-}
-
-/// The weights that add a block's per-layer input.
-#[derive(Debug)]
-pub(crate) struct LayerInputWeights {
-    pub gate: Matrix,
-    pub output: Matrix,
-    pub norm: Tensor,
-}
 
 impl Weights {
     /// Reads only the tensors that the description requires: image and audio encoders stay in the file.
@@ -219,56 +32,18 @@ impl Weights {
         let blocks = (0..spec.blocks.len()).map(|l| loader.block(l)).collect::<Result<_>>()?;
         Ok(Weights { embed, norm, output, per_layer, blocks, bytes: loader.bytes })
     }
-
-    /// Bytes of the matrices that a pass of one token reads.
-    pub(crate) fn bytes_per_token(&self, spec: &DecoderSpec) -> usize {
-        // Bytes that are not read if only `read` of `count` equal parts of a matrix are.
-        let skipped = |matrix: &Matrix, read: usize, count: usize| matrix.bytes() / count * (count - read);
-        let mut bytes = self.bytes;
-        if self.output.is_some() {
-            bytes -= skipped(&self.embed, 1, spec.vocab_size);
-        }
-        if let (Some(weights), Some(inputs)) = (&self.per_layer, spec.per_layer_input) {
-            bytes -= skipped(&weights.embed, 1, inputs.vocab_size);
-        }
-        for (weights, block) in self.blocks.iter().zip(&spec.blocks) {
-            let (Some(weights), Some(moe)) = (&weights.feed_forward.moe, block.feed_forward.moe()) else { continue };
-            let skipped = |of: &Projection| skipped(&of.matrix, moe.top_k, moe.experts);
-            bytes -= skipped(&weights.down);
-            bytes -= match &weights.gate_up {
-                GateUp::Fused(both) => skipped(both),
-                GateUp::Split { gate, up } => skipped(gate) + skipped(up),
-            };
-        }
-        bytes
-    }
 }
 
-/// Gate and up in one matrix or two, and down of a dense feed-forward.
-pub(crate) fn dense_parts(spec: &FeedForwardSpec) -> [Part; 4] {
-    match spec.parallel_sum() {
-        Some(ParallelSum::Plain | ParallelSum::Gated) => {
-            [Part::SharedGateUp, Part::SharedGate, Part::SharedUp, Part::SharedDown]
-        }
-        None | Some(ParallelSum::Normed) => [Part::GateUp, Part::Gate, Part::Up, Part::Down],
-    }
-}
-
-/// Whether a model of this checkpoint has a separate output matrix.
-pub(crate) fn has_output(output: OutputMatrix, source: &dyn Source) -> bool {
-    match output {
-        OutputMatrix::Own => true,
-        OutputMatrix::Embedding => false,
-        OutputMatrix::OwnIfStored => source.has(Role::Output),
-    }
-}
-
-/// Whether the scores have a bias in this checkpoint.
-pub(crate) fn has_router_bias(bias: ScoreBias, role: Role, source: &dyn Source) -> bool {
-    match bias {
-        ScoreBias::None => false,
-        ScoreBias::Stored => true,
-        ScoreBias::IfStored => source.has(role),
+impl StackBiases {
+    /// `whole` are the biases of matrices with these numbers of outputs.
+    fn new(whole: Tensor, outputs: &[usize]) -> Result<StackBiases> {
+        let mut end = 0;
+        let part = |&outputs: &usize| {
+            end += outputs;
+            Ok(whole.rows(end - outputs..end)?)
+        };
+        let parts = outputs.iter().map(part).collect::<Result<_>>()?;
+        Ok(StackBiases { whole, parts })
     }
 }
 
@@ -422,7 +197,7 @@ impl Loader<'_> {
         let Some(dense) = spec.dense() else { return Ok(None) };
         let local = self.local.blocks[l].feed_forward.dense().map_or(dense.width, |local| local.width);
         let (h, share) = (self.spec.hidden_size, self.share(dense.width, local));
-        let [fused, gate, up, down] = dense_parts(spec).map(|part| Role::Block(l, part));
+        let [fused, gate, up, down] = Part::of_dense(spec).map(|part| Role::Block(l, part));
         Ok(Some(DenseWeights {
             gate_up: self.stack(Some(fused), &[(gate, share), (up, share)], h, dense.biases)?,
             down: self.output_projection(down, &[h, dense.width], dense.biases, share)?,
@@ -613,14 +388,9 @@ impl Loader<'_> {
         Ok(matrix)
     }
 
-    /// Reads each rank's part of a matrix. A divided matrix is in host memory as a whole while it is read.
+    /// Reads each rank's part of a matrix.
     fn read(&self, role: Role, (form, shape): (Form, &[usize]), cut: &Cut, to: &Matrix) -> Result<()> {
-        if *cut == Cut::Whole {
-            return self.source.read(role, to);
-        }
-        let whole = Matrix::zeros(form, shape, &Device::cpu())?;
-        self.source.read(role, &whole)?;
-        cut.write(&whole, to)
+        self.source.read(role, &to.destination(form, shape, cut)?)
     }
 
     /// Matrices with the same inputs, by outputs, or `fused`, the one matrix that some files have in their place.

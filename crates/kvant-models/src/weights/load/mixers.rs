@@ -2,12 +2,13 @@
 
 use kvant::Tensor;
 
-use super::{DeltaNetWeights, Loader, Mixer, Projection, ShortConvWeights, Stack, StackMatrices};
+use super::Loader;
 use crate::{
     Result,
-    shard::{Cut, Share},
+    cut::{Cut, Share},
     source::{Form, Matrix, Part, Role},
     spec::{AttentionSpec, DeltaNetSpec, MixerSpec, ShortConvSpec},
+    weights::{DeltaNetWeights, Mixer, Projection, ShortConvWeights, Stack, StackMatrices},
 };
 
 /// The projections of a delta net's input, as [`DeltaNetSpec::projections`] lists their outputs.
@@ -67,7 +68,7 @@ impl Loader<'_> {
         for (i, (role, _)) in joint.into_iter().enumerate() {
             match role {
                 Some(role) => self.read_groups(role, spec.key_heads, &of_joint[i])?,
-                None => (2 * i..2 * i + 2).try_for_each(|part| self.source.read(roles[part].0, &parts[part]))?,
+                None => (2 * i..2 * i + 2).try_for_each(|part| self.read_whole(roles[part].0, &parts[part]))?,
             }
         }
         Ok(Stack { matrices, biases: None })
@@ -106,21 +107,27 @@ impl Loader<'_> {
         let (matrices, parts) = self.zero_stack(&forms, &[q, kv, kv])?;
         self.bytes += gate.bytes();
         self.read_groups(joint, spec.heads, &[parts[0].all()?, gate.all()?])?;
-        self.source.read(role(Part::Key), &parts[1])?;
-        self.source.read(role(Part::Value), &parts[2])?;
+        self.read_whole(role(Part::Key), &parts[1])?;
+        self.read_whole(role(Part::Value), &parts[2])?;
         Ok((Stack { matrices, biases: None }, gate))
+    }
+
+    /// Reads a matrix that is not divided.
+    fn read_whole(&self, role: Role, to: &Matrix) -> Result<()> {
+        let shape = [to.outputs(), self.spec.hidden_size];
+        self.read(role, (self.source.form(role, &shape)?, &shape), &Cut::Whole, to)
     }
 
     /// Reads a matrix whose rows are `groups` groups, each with rows of every matrix of `to` in turn.
     fn read_groups(&self, role: Role, groups: usize, to: &[Matrix]) -> Result<()> {
-        let outputs = to.iter().map(Matrix::experts).sum();
+        let outputs = to.iter().map(Matrix::outputs).sum();
         let shape = [outputs, self.spec.hidden_size];
         let joint = Matrix::zeros(self.source.form(role, &shape)?, &shape, self.device)?;
-        self.source.read(role, &joint)?;
+        self.read_whole(role, &joint)?;
         let (mut enc, mut first) = (self.device.encoder()?, 0);
         for group in 0..groups {
             for to in to {
-                let rows = to.experts() / groups;
+                let rows = to.outputs() / groups;
                 joint.rows(first..first + rows)?.copy_to(&mut enc, &to.rows(group * rows..(group + 1) * rows)?)?;
                 first += rows;
             }
