@@ -46,8 +46,8 @@ pub(super) fn lfm2_moe(keys: &Keys) -> Result<Value> {
 }
 
 impl Keys<'_> {
-    /// The keys of a model whose layers are delta nets and attention. The last layers are for multi-token prediction, and
-    /// are not read.
+    /// The keys of a model whose layers are delta nets and attention. The last layers are for multi-token prediction,
+    /// and are not read.
     fn hybrid(&self, model_type: &str) -> Result<Map<String, Value>> {
         let mut json = self.common(model_type)?;
         let predicting = self.whole("nextn_predict_layers")?.unwrap_or(0);

@@ -9,8 +9,8 @@ constexpr uint CLAMPED_SWISH = 2;
 constexpr uint SIGMOID = 3;
 constexpr uint IDENTITY = 4;
 
-// Every activation except the sigmoid and the identity is x / (1 + e^-z). SiLU: z = x. Clamped swish: z = 1.702 x. GELU:
-// (1 + tanh u) / 2 = 1 / (1 + e^-2u). `activation` is a constant.
+// Every activation except the sigmoid and the identity is x / (1 + e^-z). SiLU: z = x. Clamped swish: z = 1.702 x.
+// GELU: (1 + tanh u) / 2 = 1 / (1 + e^-2u). `activation` is a constant.
 inline float activate(float x, uint activation) {
     if (activation == IDENTITY) {
         return x;
