@@ -44,6 +44,8 @@ struct Load {
     cancelled: usize,
     paused: usize,
     drafted: usize,
+    /// Whether the model has recurrent states. It then has no drafts.
+    has_states: bool,
     /// Steps that are planned before the result of the first one is known.
     depth: usize,
     seed: u64,
@@ -61,6 +63,7 @@ const LOAD: Load = Load {
     cancelled: 5,
     paused: 5,
     drafted: 20,
+    has_states: false,
     depth: 1,
     seed: 1,
 };
@@ -107,6 +110,8 @@ struct Seen {
     finished: usize,
     drafts_right: usize,
     max_running: usize,
+    /// Tokens found in the prefix cache by requests with recurrent states.
+    hybrid_hits: u64,
 }
 
 impl Simulation {
@@ -117,7 +122,7 @@ impl Simulation {
             (0..len).map(|_| random.below(40) as u32).collect()
         });
         let documents = documents.collect();
-        let pages = Pages::new(load.pages, load.page_tokens);
+        let pages = Pages::new(load.pages, load.page_tokens, load.has_states);
         let scheduler = Scheduler::new(pages.clone(), SchedulerOptions::new(load.sequences, load.step_tokens));
         Simulation {
             load,
@@ -155,6 +160,7 @@ impl Simulation {
         assert_eq!((counts.running, counts.waiting, self.live.len()), (0, 0, 0));
         self.pages.check_unused();
         assert!(counts.prefix_hits <= counts.prefix_queries);
+        self.seen.hybrid_hits = if self.load.has_states { counts.prefix_hits } else { 0 };
         self.seen
     }
 
@@ -227,7 +233,7 @@ impl Simulation {
                 self.scheduler.pause(id, from == step);
             }
         }
-        if self.load.drafted > 0 {
+        if self.load.drafted > 0 && !self.load.has_states {
             for (&id, live) in &self.live {
                 if self.random.chance(self.load.drafted) {
                     // Correct drafts, sometimes with an error.
@@ -356,6 +362,8 @@ fn loads() -> Vec<Load> {
                 Load { sequences: 1, step_tokens: 64, arrivals: 8, ..load },
                 Load { sequences: 32, step_tokens: 256, pages: 200, arrivals: 300, page_tokens: 16, ..load },
                 Load { cancelled: 60, paused: 40, ..load },
+                Load { has_states: true, ..load },
+                Load { has_states: true, pages: 24, step_tokens: 9, arrivals: 25, ..load },
             ]);
         }
     }
@@ -372,10 +380,12 @@ fn simulate(requests: usize) {
         ahead += if load.depth > 1 { seen.drafts_right } else { 0 };
         total.finished += seen.finished;
         total.out_of_pages += seen.out_of_pages;
+        total.hybrid_hits += seen.hybrid_hits;
         total.drafts_right += seen.drafts_right;
         total.max_running = total.max_running.max(seen.max_running);
     }
     assert!(total.finished > requests / 2 && total.out_of_pages > 0 && total.drafts_right > 1000, "{total:?}");
+    assert!(total.hybrid_hits > 1000, "{total:?}");
     assert_eq!(total.max_running, 32);
     assert!(ahead > 1000 && ahead < total.drafts_right, "{ahead} of {} drafts accepted at depth 2", total.drafts_right);
 }
@@ -399,12 +409,12 @@ proptest! {
         longest_answer in 1usize..40,
         arrivals in 1usize..300,
         (cancelled, paused, drafted) in (0usize..50, 0usize..50, 0usize..50),
-        depth in 1usize..3,
+        (depth, has_states) in (1usize..3, any::<bool>()),
         seed in any::<u64>(),
     ) {
         let load = Load {
             requests: 200, pages, page_tokens: 1 << page_bits, sequences, step_tokens, longest_prompt, longest_answer,
-            arrivals, cancelled, paused, drafted, depth, seed,
+            arrivals, cancelled, paused, drafted, has_states, depth, seed,
         };
         Simulation::new(load).run();
     }

@@ -6,7 +6,7 @@
 
 use std::{
     cell::RefCell,
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     rc::Rc,
 };
 
@@ -52,6 +52,8 @@ struct Memory {
     /// Pages by the hash of all tokens up to their end: page, and time of last use.
     kept: HashMap<u64, (u32, u64)>,
     by_use: BTreeMap<u64, u64>,
+    /// The hashes of prefixes with recurrent states.
+    states: HashSet<u64>,
     clock: u64,
     /// Number of holds of all sequences.
     held: usize,
@@ -109,6 +111,8 @@ pub struct Pages {
     memory: Rc<RefCell<Memory>>,
     page_tokens: usize,
     pages: usize,
+    /// Whether sequences have recurrent states, and can only be continued where these are kept.
+    has_states: bool,
 }
 
 /// The pages of a step.
@@ -125,6 +129,8 @@ pub struct PageList {
     memory: Rc<RefCell<Memory>>,
     pages: Vec<u32>,
     len: usize,
+    /// The length at the last page boundary where a step began.
+    boundary: usize,
 }
 
 impl Drop for PageList {
@@ -136,17 +142,18 @@ impl Drop for PageList {
 }
 
 impl Pages {
-    pub fn new(pages: usize, page_tokens: usize) -> Pages {
+    pub fn new(pages: usize, page_tokens: usize, has_states: bool) -> Pages {
         let memory = Memory {
             hashes: vec![0; pages * page_tokens],
             holds: vec![0; pages],
             free: (0..pages as u32).collect(),
             kept: HashMap::new(),
             by_use: BTreeMap::new(),
+            states: HashSet::new(),
             clock: 0,
             held: 0,
         };
-        Pages { memory: Rc::new(RefCell::new(memory)), page_tokens, pages }
+        Pages { memory: Rc::new(RefCell::new(memory)), page_tokens, pages, has_states }
     }
 
     /// Checks that every page is either free or held, and that holds are counted correctly.
@@ -203,19 +210,38 @@ pub fn accept(row: &PlanRow, tokens: &[u32], draws: &[u32]) -> RowResult {
     RowResult { id: row.id, is_last: tokens.last() == Some(&STOP), tokens }
 }
 
+/// The prefixes of whole pages: their lengths and hashes.
+fn prefixes<'a>(salt: &[u8], tokens: &'a [u32], page_tokens: usize) -> impl Iterator<Item = (usize, u64)> + use<'a> {
+    let mut hash = salt.iter().fold(!EMPTY, |hash, &byte| extend(hash, byte.into()));
+    tokens.chunks_exact(page_tokens).enumerate().map(move |(index, page)| {
+        hash = page.iter().fold(hash, |hash, &token| extend(hash, token));
+        ((index + 1) * page_tokens, hash)
+    })
+}
+
+impl Pages {
+    /// The length of the longest kept prefix that a sequence can continue.
+    fn continued(&self, memory: &Memory, salt: &[u8], tokens: &[u32]) -> usize {
+        let kept = prefixes(salt, tokens, self.page_tokens).take_while(|(_, hash)| memory.kept.contains_key(hash));
+        let continued = kept.filter(|(_, hash)| !self.has_states || memory.states.contains(hash));
+        continued.map(|(end, _)| end).last().unwrap_or(0)
+    }
+}
+
 impl Storage for Pages {
     type Sequence = PageList;
     type Step = StepPages;
 
     fn empty(&mut self) -> PageList {
-        PageList { memory: Rc::clone(&self.memory), pages: Vec::new(), len: 0 }
+        PageList { memory: Rc::clone(&self.memory), pages: Vec::new(), len: 0, boundary: 0 }
     }
 
     fn find(&mut self, salt: &[u8], tokens: &[u32]) -> Result<PageList, StorageError> {
         let mut list = self.empty();
         let memory = &mut *self.memory.borrow_mut();
+        let known = self.continued(memory, salt, tokens);
         let mut hash = salt.iter().fold(!EMPTY, |hash, &byte| extend(hash, byte.into()));
-        for page in tokens.chunks_exact(self.page_tokens) {
+        for page in tokens[..known].chunks_exact(self.page_tokens) {
             hash = page.iter().fold(hash, |hash, &token| extend(hash, token));
             let Some(&(page, _)) = memory.kept.get(&hash) else { break };
             memory.touch(hash);
@@ -224,7 +250,22 @@ impl Storage for Pages {
             list.pages.push(page);
             list.len += self.page_tokens;
         }
+        list.boundary = list.len;
         Ok(list)
+    }
+
+    fn stops(&mut self, salt: &[u8], tokens: &[u32]) -> Vec<usize> {
+        if !self.has_states {
+            return Vec::new();
+        }
+        let known = tokens.len() - 1;
+        let prefixes = prefixes(salt, &tokens[..known], self.page_tokens);
+        let memory = self.memory.borrow();
+        let matched = prefixes.take_while(|(_, hash)| memory.kept.contains_key(hash)).map(|(end, _)| end).last();
+        let mut stops: Vec<usize> = matched.into_iter().chain([known / self.page_tokens * self.page_tokens]).collect();
+        stops.sort_unstable();
+        stops.dedup();
+        stops
     }
 
     fn keep(&mut self, salt: &[u8], list: &PageList, tokens: &[u32], _: usize) -> Result<(), StorageError> {
@@ -240,6 +281,11 @@ impl Storage for Pages {
                 memory.by_use.insert(memory.clock, hash);
             }
             memory.touch(hash);
+        }
+        for (end, hash) in prefixes(salt, tokens, self.page_tokens) {
+            if end == list.boundary || end == list.len {
+                memory.states.insert(hash);
+            }
         }
         Ok(())
     }
@@ -259,6 +305,9 @@ impl Storage for Pages {
                 list.pages.push(page);
                 memory.held += 1;
             }
+            if list.len.is_multiple_of(self.page_tokens) {
+                list.boundary = list.len;
+            }
             list.len += *count;
             step.lists.push(list.pages.clone());
         }
@@ -266,7 +315,7 @@ impl Storage for Pages {
     }
 
     fn truncate(&mut self, list: &mut PageList, len: usize) -> Result<(), StorageError> {
-        assert!(len <= list.len);
+        assert!(len <= list.len && !self.has_states, "states cannot be taken back");
         let memory = &mut *self.memory.borrow_mut();
         list.len = len;
         for page in list.pages.split_off(len.div_ceil(self.page_tokens)) {
