@@ -57,7 +57,7 @@ for step in "${steps[@]}"; do
     case $step in
         conformance) tests groups groups:: --test-threads 4 ;;
         operations)
-            for name in add_bias gate hadamard softcap sample moe rms_norm norm_rope kv; do
+            for name in add_bias causal_conv delta_rule gate hadamard softcap sample moe rms_norm norm_rope kv; do
                 tests "$name" "conformance::$name::" --test-threads 8
             done
             ;;

@@ -118,7 +118,7 @@ if step conformance; then
     say "| test | result | | |"
     say "|---|---|---|---|"
     # The last: whole models, kvant-models' tests/gpu.rs.
-    for name in conformance::{add,add_bias,collectives,hadamard,gate,moe,rms_norm,sample,softcap,kv,norm_rope,linear,codec,attend} \
+    for name in conformance::{add,add_bias,causal_conv,collectives,delta_rule,hadamard,gate,moe,rms_norm,sample,softcap,kv,norm_rope,linear,codec,attend} \
         hazards arguments golden pages gpu; do
         wanted "$name" && is_there "$name" && tests "$name" --test-threads 12
     done
@@ -156,7 +156,10 @@ conformance::rms_norm rms_norm_of_extreme_rows
 conformance::rms_norm rms_norm_of_an_extreme_residual_and_result
 conformance::add odd_offsets
 conformance::add_bias add_bias
+conformance::causal_conv parts_of_a_prompt_give_its_bits
 conformance::collectives all_reduce_of_one_device
+conformance::delta_rule odd_offsets
+conformance::delta_rule parts_of_a_prompt_give_its_results
 conformance::gate gate_in_place
 conformance::sample samples_of_odd_rows
 conformance::sample samples_of_a_large_vocabulary
@@ -191,6 +194,7 @@ conformance::attend decode_with_values_that_are_not_finite
 conformance::attend prefill_kernels
 conformance::attend prefill_with_values_that_are_not_finite
 hazards places::positions_near_the_end
+hazards states::one_result_in_every_company
 gpu the_shipped_model_matches_the_cpu
 LIST
     say ""

@@ -3,9 +3,9 @@
 use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, Tensor,
     ops::{
-        self, Activation, Add, AddBias, Affine, Argmax, Attend, Embed, Experts, Gate, Hadamard, HeadNorm, KvRead,
-        KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, RmsNorm, Rope, Sample,
-        Softcap, Weight,
+        self, Activation, Add, AddBias, Affine, Argmax, Attend, CausalConv, DeltaRule, Embed, Experts, Gate, Hadamard,
+        HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, RmsNorm,
+        Rope, Sample, Softcap, StateRuns, StateSlots, Weight,
     },
 };
 
@@ -87,6 +87,24 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
     Ok(tensor.to_vec::<u32>()?.into_iter().map(|x| x as f32).collect())
 }
 
+/// All rows except the last continue a sequence; the last one begins another.
+fn state_runs(device: &Device, rows: usize) -> Result<StateRuns> {
+    Ok(StateRuns::new(device, &[(1, 6, rows as u32 - 1), (0, 0, 1)])?)
+}
+
+/// The delta rule of four heads, two of them with one key.
+fn delta_rule(device: &Device, dtype: DType, rows: usize) -> Result<Vec<f32>> {
+    const DIM: usize = 64;
+    let (qkv, out) = (random(device, dtype, &[rows, 8 * DIM], 19)?, Tensor::zeros(device, dtype, &[rows, 4, DIM])?);
+    let gates = [random(device, dtype, &[rows, 4], 20)?, random(device, dtype, &[rows, 4], 21)?];
+    let decay = [Tensor::from_slice(device, &[-0.3f32; 4], &[4])?, random(device, DType::F32, &[4], 22)?];
+    let state = random(device, DType::F32, &[2, 4, DIM, DIM], 23)?;
+    let (slots, runs) = (StateSlots::new(&state)?, state_runs(device, rows)?);
+    let args = DeltaRule::new(&qkv, gates.each_ref(), decay.each_ref(), &slots, &runs, &out);
+    run(device, |enc| ops::delta_rule(enc, &args))?;
+    Ok([out.to_f32()?, state.to_f32()?].concat())
+}
+
 /// Operations with only one variant worth testing.
 fn small(dtype: DType, bound: f64) -> Vec<Trial> {
     const ROWS: usize = 5;
@@ -123,6 +141,16 @@ fn small(dtype: DType, bound: f64) -> Vec<Trial> {
             run(device, |enc| ops::softcap(enc, &Softcap::new(&x, 1.5, &out)))?;
             Ok(out.to_f32()?)
         }),
+        Trial::new("causal_conv", bound, move |device| {
+            let (x, weight, out) = (x(device, 16)?, random(device, dtype, &[WIDTH, 4], 17)?, out(device)?);
+            let state = random(device, dtype, &[2, 3, WIDTH], 18)?;
+            let (slots, runs) = (StateSlots::new(&state)?, state_runs(device, ROWS)?);
+            let args = CausalConv::new(&x, &weight, &slots, &runs, &out).silu(true);
+            run(device, |enc| ops::causal_conv(enc, &args))?;
+            Ok([out.to_f32()?, state.to_f32()?].concat())
+        }),
+        Trial::new("delta_rule", bound, move |device| delta_rule(device, dtype, ROWS)),
+        Trial::new("delta_rule, prompts", bound, move |device| delta_rule(device, dtype, 20)),
         Trial::new("hadamard", bound, move |device| {
             let x = random(device, dtype, &[ROWS, 256], 8)?;
             let out = Tensor::zeros(device, dtype, &[ROWS, 256])?;

@@ -1,6 +1,5 @@
-//! The gated delta rule. A task has one head of one run: its state of D × Dv floats stays in the cache of a core while
-//! the task goes through the rows. Columns of the state are independent; a few vectors of them are in registers at a
-//! time.
+//! The gated delta rule. A task has one head of one run. Columns of its state are independent: a few vectors of columns
+//! stay in the first cache of a core while the task goes through a chunk of rows, whose inputs have been prepared.
 
 use super::{
     Cpu,
@@ -49,7 +48,11 @@ struct HeadTask<'a> {
     head: usize,
 }
 
+/// Rows of a chunk.
+const ROWS: usize = 8;
+
 /// The inputs of a token.
+#[derive(Clone)]
 struct Token {
     q: [f32; MAX_DIM],
     k: [f32; MAX_DIM],
@@ -64,7 +67,8 @@ impl SimdKernel for HeadTask<'_> {
     #[inline(always)]
     fn run<S: Simd>(self) {
         let Call { heads, key_dim, value_dim, .. } = *self.call;
-        let mut token = Token { q: [0.0; MAX_DIM], k: [0.0; MAX_DIM], v: [0.0; MAX_DIM], decay: 0.0, beta: 0.0 };
+        let none = Token { q: [0.0; MAX_DIM], k: [0.0; MAX_DIM], v: [0.0; MAX_DIM], decay: 0.0, beta: 0.0 };
+        let mut tokens = vec![none; self.run.rows.len().min(ROWS)];
         // SAFETY: `dispatch` enables the instructions; rows and slots have been checked, and no other task has this
         // head of them. D and Dv are multiples of 16, and so of LANES.
         unsafe {
@@ -73,18 +77,28 @@ impl SimdKernel for HeadTask<'_> {
             if self.run.is_fresh {
                 std::slice::from_raw_parts_mut(state, key_dim * value_dim).fill(0.0);
             }
-            for row in self.run.rows.clone() {
-                self.load::<S>(row, &mut token);
+            for first in self.run.rows.clone().step_by(ROWS) {
+                let rows = first..self.run.rows.end.min(first + ROWS);
+                for (row, token) in rows.clone().zip(&mut tokens) {
+                    self.load::<S>(row, token);
+                }
+                let tokens = &mut tokens[..rows.len()];
                 let mut column = 0;
                 while column + 4 * S::LANES <= value_dim {
-                    columns::<S, 4>(state.add(column), value_dim, key_dim, &mut token, column);
+                    for token in &mut *tokens {
+                        columns::<S, 4>(state.add(column), value_dim, key_dim, token, column);
+                    }
                     column += 4 * S::LANES;
                 }
                 while column < value_dim {
-                    columns::<S, 1>(state.add(column), value_dim, key_dim, &mut token, column);
+                    for token in &mut *tokens {
+                        columns::<S, 1>(state.add(column), value_dim, key_dim, token, column);
+                    }
                     column += S::LANES;
                 }
-                self.tensors.out.store::<S>((row * heads + self.head) * value_dim, &token.v[..value_dim]);
+                for (row, token) in rows.zip(&*tokens) {
+                    self.tensors.out.store::<S>((row * heads + self.head) * value_dim, &token.v[..value_dim]);
+                }
             }
         }
     }

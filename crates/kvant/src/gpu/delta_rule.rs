@@ -22,10 +22,10 @@ pub(crate) const LAYOUTS: &[fn() -> Layout] = &[DeltaRuleParams::layout];
 
 /// Warps of a threadgroup: the kernels' WARPS.
 const WARPS: usize = 4;
-/// Columns of the state that a warp has: the kernels' COLUMNS.
-const COLUMNS: usize = 8;
+/// Columns of the state that a threadgroup has, in every kernel.
+const COLUMNS: usize = 32;
 
-pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
+pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str) -> Result<Launch> {
     let uint = |arg, value| Launch::uint(NAME, arg, value);
     let params = DeltaRuleParams {
         rows: uint("qkv", call.rows)?,
@@ -36,8 +36,8 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         key_repeats: uint("qkv", call.key_repeats)?,
         value_dim: uint("state", call.value_dim)?,
     };
-    let slices = call.value_dim.div_ceil(WARPS * COLUMNS);
-    Ok(Launch::new(NAME, source, "delta_rule")
+    let slices = call.value_dim.div_ceil(COLUMNS);
+    Ok(Launch::new(NAME, source, kernel)
         .constant("QKV_DTYPE", call.qkv.dtype())
         .constant("A_DTYPE", call.a.dtype())
         .constant("B_DTYPE", call.b.dtype())

@@ -88,7 +88,7 @@ pub fn delta_rule(enc: &mut Encoder, args: &DeltaRule) -> Result<()> {
     check::value_is(NAME, "D", dim_fits(key_dim, 32), "a multiple of 32 up to 256", key_dim)?;
     check::value_is(NAME, "Dv", dim_fits(value_dim, 16), "a multiple of 16 up to 256", value_dim)?;
     check::positive(NAME, "H", heads)?;
-    let of_keys = width.checked_sub(heads * value_dim).unwrap_or(0);
+    let of_keys = width.saturating_sub(heads * value_dim);
     let key_heads = of_keys / (2 * key_dim);
     let fits = of_keys > 0 && of_keys.is_multiple_of(2 * key_dim) && heads.is_multiple_of(key_heads);
     check::value_is(

@@ -587,7 +587,13 @@ fn recurrent(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         let rate = zeros(device, DType::F32, &[2])?;
         let state = StateSlots::new(&zeros(device, DType::F32, &[1, 2, dim, dim])?)?;
         let out = zeros(device, dtype, &[3, 2, dim])?;
-        ops::delta_rule(enc, &DeltaRule::new(&qkv, [&gate, &gate], [&rate, &rate], &state, &runs, &out))?;
+        let args = DeltaRule::new(&qkv, [&gate, &gate], [&rate, &rate], &state, &runs, &out);
+        ops::delta_rule(enc, &args)?;
+        // Long runs have another kernel.
+        let (starts, slots, past) = (runs.starts().clone(), runs.slots().clone(), runs.past().clone());
+        let runs = StateRuns::from_tensors(starts, slots, past, 100);
+        let args = DeltaRule::new(&qkv, [&gate, &gate], [&rate, &rate], &state, &runs, &out);
+        ops::delta_rule(enc, &args)?;
     }
     Ok(())
 }

@@ -19,3 +19,4 @@ mod reference;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod refused_kernels;
 mod speed;
+mod state_speed;

@@ -103,7 +103,7 @@ pub fn device() -> Result<Device> {
 }
 
 /// Times `record`, whose argument counts from 0 to `copies`, and prints a line.
-fn line(
+pub fn line(
     device: &Device,
     name: &str,
     bytes: usize,

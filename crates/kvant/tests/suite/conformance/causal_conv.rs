@@ -100,11 +100,13 @@ fn runs_out_of_range() {
         let attempt = |starts: &[u32], slots: &[u32]| {
             let upload = |words: &[u32]| Tensor::from_slice(device, words, &[words.len()]).unwrap();
             let runs = StateRuns::from_tensors(upload(starts), upload(slots), upload(&vec![0; slots.len()]), 4);
-            let slots = StateSlots::new(&Tensor::zeros(device, DType::F32, &[2, 1, 2]).unwrap()).unwrap();
+            let state = state(device, DType::F32, &[0.0; 4], &[2, 1, 2]).unwrap();
+            let slots = StateSlots::new(&state.tensor).unwrap();
             let out = Out::new(device, DType::F32, &[4, 2]).unwrap();
             let args = CausalConv::new(&x, &weight, &slots, &runs, &out.tensor);
             let result = run(device, |enc| ops::causal_conv(enc, &args));
             out.bytes().unwrap();
+            state.bytes().unwrap();
             result
         };
         attempt(&[0, 2, 4], &[1, 0]).unwrap();

@@ -1,6 +1,6 @@
 //! delta_rule against the reference.
 
-use crate::common::{Bound, FLOATS, Out, Rng, assert_close, conform, encode, input, run};
+use crate::common::{Bound, FLOATS, Out, Output, Rng, assert_close, conform, encode, input, run};
 use kvant::{
     DType, Device, Error, Result, Tensor,
     ops::{self, DeltaRule, StateRuns, StateSlots},
@@ -173,5 +173,51 @@ fn runs_out_of_range() {
         } else {
             wrong.into_iter().chain([twice]).for_each(|result| result.unwrap());
         }
+    }
+}
+
+/// Lengths around multiples of 16, 32 and 64, from a state; decays and betas of 0 and 1 to the last bit among them.
+#[test]
+fn lengths() {
+    let lengths =
+        [1u32, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300];
+    for gates in [[0.0, 0.0], [-100.0, 3.0], [100.0, 100.0], [-3.0, -200.0]] {
+        for lengths in lengths.chunks(SLOTS) {
+            let runs: Vec<_> = lengths.iter().zip(0..).map(|(&rows, slot)| (slot, 1, rows)).collect();
+            let rows = lengths.iter().sum::<u32>() as usize;
+            let case = format!("delta_rule of {lengths:?} tokens, gates {gates:?}");
+            conform(&case, |device| {
+                let inputs = Inputs::new(device, &mut Rng::of(&case), SHAPES[0], rows, [DType::F32; 3], gates)?;
+                let runs = StateRuns::new(device, &runs)?;
+                run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)))?;
+                let bound = Bound::of(DType::F32).times(GAIN);
+                Ok(vec![inputs.out.close_within("out", bound)?, inputs.state.close_within("state", bound)?])
+            });
+        }
+    }
+}
+
+/// A state whose rows are at no multiples of a vector, and keys, queries and values of zeros.
+#[test]
+fn odd_offsets() {
+    let Shape { heads, key_dim, value_dim, .. } = SHAPES[1];
+    for rows in [1, 9] {
+        conform(format!("delta_rule of {rows} tokens at an odd offset"), |device| {
+            let mut rng = Rng::of("odd offsets");
+            let inputs = Inputs::new(device, &mut rng, SHAPES[1], rows, [DType::F32; 3], [0.0; 2])?;
+            inputs.qkv.rows(rows - 1..rows)?.write_bytes(&vec![0; inputs.qkv.bytes() / rows])?;
+            let elements = heads * key_dim * value_dim;
+            let memory = Tensor::from_slice(device, &rng.normals(elements + 1), &[elements + 1])?;
+            let state = memory.rows(1..elements + 1)?.reshape(&[1, heads, key_dim, value_dim])?;
+            let (slots, runs) = (StateSlots::new(&state)?, StateRuns::new(device, &[(0, 1, rows as u32)])?);
+            let Inputs { qkv, a, b, rate, a_bias, out, .. } = &inputs;
+            let args = DeltaRule::new(qkv, [a, b], [rate, a_bias], &slots, &runs, &out.tensor);
+            run(device, |enc| ops::delta_rule(enc, &args))?;
+            let bound = Bound::of(DType::F32).times(GAIN);
+            Ok(vec![
+                inputs.out.close_within("out", bound)?,
+                Output::Close("state".to_string(), memory.to_f32()?, bound),
+            ])
+        });
     }
 }

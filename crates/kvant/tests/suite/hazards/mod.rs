@@ -5,6 +5,7 @@ mod order;
 mod places;
 mod refusals;
 mod seen;
+mod states;
 
 use crate::common::{
     Bound, FLOATS, Out, Rng, assert_close,
