@@ -9,23 +9,24 @@ use crate::gpu::Launch;
 
 /// Maximum launches on each side of a branch.
 const MOST: usize = 12;
-/// The fewest launches on each side: a branch costs two dependencies between streams.
+/// Minimum launches on each side. A branch costs two dependencies between streams.
 const LEAST: usize = 2;
 
-/// Launches `side` run at the same time as those of `main`, which come directly before them. They depend only on
-/// launches before `main`, and on one another.
+/// Launches `side` run at the same time as launches `main`, which come directly before them. They depend only on
+/// launches before `main`, and on each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Branch {
     pub main: Range<usize>,
     pub side: Range<usize>,
 }
 
-/// The branches of launches, in order; none overlap. `usable` says which launches may be in one.
+/// The branches of launches, in order; none overlap. `usable`: whether a launch may be in a branch.
 pub(super) fn branches(launches: &[&Launch], usable: impl Fn(usize) -> bool) -> Vec<Branch> {
     let meets = |at: usize, range: Range<usize>| range.into_iter().any(|other| launches[at].conflicts(launches[other]));
     let (mut found, mut at, mut floor) = (Vec::new(), 0, 0);
     while at < launches.len() {
-        // The launches before this one that it does not depend on. The fork comes after one more.
+        // The launches before this one on which it does not depend. The fork comes after at least one launch before
+        // them.
         let lowest = (floor + 1).max(at.saturating_sub(MOST));
         let is_independent = |first: usize| usable(first) && !meets(at, first..first + 1);
         let first = (lowest..at).rev().take_while(|&first| is_independent(first)).last().unwrap_or(at);

@@ -1,4 +1,4 @@
-//! From a kernel file to machine code, by NVRTC.
+//! Compiles a kernel file to machine code, by NVRTC.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int},
@@ -19,7 +19,7 @@ pub(in crate::cuda) struct CompileTarget {
 }
 
 impl CompileTarget {
-    /// The best that this NVRTC can do for a device of compute capability `major`.`minor`.
+    /// The best target of this NVRTC for a device of compute capability `major`.`minor`.
     pub(super) fn new(major: i32, minor: i32) -> Result<CompileTarget, String> {
         let mut count: c_int = 0;
         // SAFETY: `count` is what the function fills.
@@ -29,7 +29,7 @@ impl CompileTarget {
         check("nvrtcGetSupportedArchs", unsafe { nvrtc::nvrtcGetSupportedArchs(archs.as_mut_ptr()) })?;
         let own = major * 10 + minor;
         if archs.contains(&own) {
-            // From Hopper on, a device's own instructions need the suffix.
+            // From Hopper on, instructions of one architecture need the suffix.
             return Ok(CompileTarget { arch: format!("sm_{own}{}", if major >= 9 { "a" } else { "" }) });
         }
         let older = archs.into_iter().filter(|&arch| arch < own).max();
@@ -48,7 +48,7 @@ impl CompileTarget {
     }
 }
 
-/// The version of the NVRTC that is loaded.
+/// The version of the loaded NVRTC.
 pub(super) fn version() -> Result<(i32, i32), String> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: both are what the function fills.
@@ -77,7 +77,7 @@ impl<'a> KernelProgram<'a> {
         format!("{}\n{offset}\n{}", self.source.text, self.source.assertions())
     }
 
-    /// Every constant is a macro. `KERNEL_name` selects a kernel in files with several, and `KVANT_KERNEL` is the entry
+    /// Every constant is a macro. `KERNEL_name` selects a kernel of a file with several. `KVANT_KERNEL` is the entry
     /// name.
     fn options(&self, target: &CompileTarget) -> Vec<String> {
         let mut options = vec![
@@ -94,8 +94,7 @@ impl<'a> KernelProgram<'a> {
         options
     }
 
-    /// Everything that the machine code depends on except the compiler: options, with the entry name and constants, and
-    /// all text.
+    /// The key of the machine code, except for the compiler: options, with the entry name and constants, and all text.
     pub(super) fn key(&self, target: &CompileTarget) -> String {
         let mut key = self.options(target).join(" ");
         let headers = self.source.included();

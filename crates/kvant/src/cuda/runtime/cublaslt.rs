@@ -1,4 +1,4 @@
-//! CublasLt of dense matrices, by cuBLASLt where it can be loaded; elsewhere the launch's own kernel computes them.
+//! Matrix products by cuBLASLt, if it can be loaded; otherwise the launch's own kernel computes them.
 
 use std::{
     collections::HashMap,
@@ -20,13 +20,13 @@ use crate::{DType, gpu::Product};
 
 /// Bytes of scratch memory of a product.
 const WORKSPACE: usize = 32 << 20;
-/// Maximum plans that are kept. Every length of a prompt has its own.
+/// Maximum cached plans. Every length of a prompt has a plan.
 const MAX_PLANS: usize = 1024;
 
 /// The library, with plans by shape.
 pub(super) struct CublasLt {
     handle: lt::cublasLtHandle_t,
-    /// All products share it: they run one after the other.
+    /// The workspace. All products share it: they run one after the other.
     workspace: CudaMemory,
     plans: Mutex<HashMap<MatmulShape, Option<Arc<CublasLtPlan>>>>,
 }
@@ -103,7 +103,7 @@ impl CublasLt {
         Ok(Some(CublasLt { handle, workspace, plans: Mutex::default() }))
     }
 
-    /// How the library computes this product, if it can.
+    /// The library's plan for this product, if it supports it.
     pub(super) fn plan(&self, gpu: &CudaDevice, product: &Product) -> Option<Arc<CublasLtPlan>> {
         let Product { rows, outputs, inputs, dtype, out_dtype, .. } = *product;
         let shape = (rows, outputs, inputs, dtype, out_dtype);
@@ -139,7 +139,7 @@ impl CublasLt {
         };
         let mut found: lt::cublasLtMatmulHeuristicResult_t;
         let mut count = 0;
-        // The library is column-major: to it, x and W are transposed, and outᵀ = W xᵀ.
+        // The library is column-major: its x and W are transposed, and outᵀ = W xᵀ.
         let layouts = [layout(input, inputs, outputs)?, layout(input, inputs, rows)?, layout(output, outputs, rows)?];
         let description;
         // SAFETY: every pointer is to a local of the type and size that the function takes.
@@ -205,8 +205,8 @@ impl CublasLt {
     /// Enqueues a product in a stream.
     ///
     /// # Safety
-    /// The addresses are those of matrices of the plan's shape, aligned as [`Product`] says; they live until the stream
-    /// is done with them.
+    /// The addresses are those of matrices of the plan's shape, aligned as [`Product`] requires. They live until the
+    /// stream has finished with them.
     pub(super) unsafe fn run(
         &self,
         plan: &CublasLtPlan,

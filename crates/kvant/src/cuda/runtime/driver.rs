@@ -1,4 +1,4 @@
-//! The parts of the CUDA driver that the runtime uses, with every status checked.
+//! The functions of the CUDA driver that the runtime uses. Every status is checked.
 
 use std::{
     ffi::{CStr, c_void},
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{Error, device::MemoryInfo};
 
-/// A call of the driver that failed.
+/// A failed call of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DriverError {
     call: &'static str,
@@ -26,7 +26,7 @@ impl DriverError {
         self.status == CUresult::CUDA_ERROR_OUT_OF_MEMORY
     }
 
-    /// Whether it is an answer, and no failure: the work is not done yet.
+    /// Whether the status only reports that the work has not finished.
     pub(super) fn is_not_ready(self) -> bool {
         self.status == CUresult::CUDA_ERROR_NOT_READY
     }
@@ -53,12 +53,12 @@ pub(super) fn fault(reason: impl ToString) -> Error {
     Error::DeviceFault { device: "cuda".to_string(), reason: reason.to_string() }
 }
 
-/// A status as a result.
+/// Converts a status to a result.
 pub(super) fn check(call: &'static str, status: CUresult) -> Result<(), DriverError> {
     if status == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(DriverError { call, status }) }
 }
 
-/// Calls a function of the driver and returns its failure. The caller is responsible for the arguments, in its `unsafe`
+/// Calls a function of the driver and returns its failure. The caller guarantees valid arguments, in its `unsafe`
 /// block.
 macro_rules! driver {
     ($name:ident($($arg:expr),* $(,)?)) => {
@@ -91,7 +91,7 @@ fn require(names: &[&'static str]) -> Result<(), String> {
     }
 }
 
-/// GPUs, once the driver is initialised.
+/// The number of GPUs. The driver must be initialised.
 fn device_count() -> Result<usize, DriverError> {
     let mut count = 0;
     // SAFETY: `count` is what the function fills.
@@ -104,7 +104,7 @@ pub(in crate::cuda) fn count() -> usize {
     initialise().ok().and_then(|_| device_count().ok()).unwrap_or(0)
 }
 
-/// A device, its context, the one stream that all work goes through, and the memory pool of that stream.
+/// A device, its context, its single stream, and the memory pool of the stream.
 pub(super) struct CudaDevice {
     pub name: String,
     /// Compute capability.
@@ -115,7 +115,7 @@ pub(super) struct CudaDevice {
     /// Maximum shared memory that a block can request.
     pub shared_bytes: usize,
     pub memory_bytes: usize,
-    /// Whether copies read pageable host memory in place, rather than a copy that the driver has made of it.
+    /// Whether copies read pageable host memory in place, instead of a copy made by the driver.
     reads_host_memory: bool,
     pub device: cu::CUdevice,
     context: cu::CUcontext,
@@ -131,7 +131,7 @@ unsafe impl Send for CudaDevice {}
 unsafe impl Sync for CudaDevice {}
 
 impl CudaDevice {
-    /// A device by its number, or why it cannot be used.
+    /// Opens a device by its number.
     pub(super) fn open(index: usize) -> Result<CudaDevice, String> {
         let text = |failure: DriverError| failure.to_string();
         let version = initialise()?;
@@ -154,7 +154,7 @@ impl CudaDevice {
             return Err(format!("there is no GPU {index}: the NVIDIA driver reports {all}"));
         }
         let gpu = CudaDevice::numbered(index as i32, version).map_err(text)?;
-        // The kernels use tensor cores and asynchronous copies as GPUs have them since Ampere.
+        // The kernels use tensor cores and asynchronous copies of Ampere or later.
         let (major, minor) = gpu.capability;
         if major < 8 {
             return Err(format!("{} has compute capability {major}.{minor}; 8.0 is needed", gpu.name));
@@ -214,7 +214,7 @@ impl CudaDevice {
     }
 
     /// Locks the stream: while the guard lives, no other thread enqueues a pass or a transfer. Work between two
-    /// launches of a pass would see half of its results, and a library's product may be several kernels, which share a
+    /// launches of a pass would see half of its results. A product of the library may be several kernels, which share a
     /// workspace.
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
@@ -240,7 +240,7 @@ impl CudaDevice {
         Ok(MemoryInfo { total, free, held: usize::try_from(reserved.saturating_sub(used)).unwrap_or(usize::MAX) })
     }
 
-    /// Returns memory of the pool that nobody uses to the driver.
+    /// Returns unused memory of the pool to the driver.
     pub(super) fn trim(&self) -> Result<(), DriverError> {
         let _entered = self.enter()?;
         self.synchronise()?;
@@ -251,8 +251,8 @@ impl CudaDevice {
     /// CudaMemory, in the order of the stream.
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> crate::Result<CudaMemory> {
         let _entered = self.enter().map_err(fault)?;
-        // The driver refuses to allocate nothing. Copies in pieces of 16 bytes read the last one whole, also where only
-        // its beginning belongs to a row.
+        // The driver rejects allocations of 0 bytes. Copies in pieces of 16 bytes read the last piece whole, even if
+        // only its beginning belongs to a row.
         let size = bytes.max(1).checked_next_multiple_of(16).unwrap_or(usize::MAX);
         if size > self.memory_bytes {
             return Err(self.out_of_memory(bytes));
@@ -301,11 +301,11 @@ impl CudaDevice {
     }
 }
 
-/// Keeps a context current in this thread. Dropping it restores the previous one, which may belong to another library
-/// and another GPU.
+/// Keeps a context current in this thread. Dropping it restores the previous context, which may belong to another
+/// library and another GPU.
 #[must_use]
 pub(super) struct ContextGuard {
-    /// The previous context, if it is another one; null if there was none.
+    /// The previous context, if it differs; null if there was none.
     before: Option<cu::CUcontext>,
 }
 
@@ -349,7 +349,7 @@ impl CudaEvent {
         unsafe { driver!(cuEventSynchronize(self.event)) }
     }
 
-    /// Whether the work before it is done, or has failed.
+    /// Whether the work before it has finished or failed.
     pub(super) fn is_done(&self) -> bool {
         // SAFETY: the event is alive.
         let asked = self.gpu.enter().and_then(|_entered| unsafe { driver!(cuEventQuery(self.event)) });
@@ -366,11 +366,11 @@ impl Drop for CudaEvent {
     }
 }
 
-/// Maximum bytes of an upload that is staged in page-locked memory: the driver may wait for the stream before it copies
-/// other memory.
+/// Maximum bytes of an upload that is staged in page-locked memory. For other memory, the driver may wait for the
+/// stream before it copies.
 const MAX_STAGED: usize = 1 << 20;
 
-/// An allocation. It is freed in stream order: work enqueued before may still use it.
+/// An allocation, freed in stream order: work enqueued before may still use it.
 pub(super) struct CudaMemory {
     pub address: cu::CUdeviceptr,
     pub bytes: usize,
@@ -391,9 +391,9 @@ impl CudaMemory {
         unsafe { driver!(cuMemsetD8Async(self.address, 0, self.bytes.max(16), self.gpu.stream)) }
     }
 
-    /// Writes in stream order; returns when `bytes` may change.
+    /// Writes in stream order. `bytes` may change after it returns.
     ///
-    /// Panics when the range is beyond the allocation.
+    /// Panics if the range exceeds the allocation.
     pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), DriverError> {
         let to = self.at(offset, bytes.len());
         let _entered = self.gpu.enter()?;
@@ -408,7 +408,7 @@ impl CudaMemory {
                 driver!(cuMemcpyHtoDAsync_v2(to, staged.address.cast::<c_void>(), bytes.len(), self.gpu.stream))
             };
             let recorded = begun.and(staged.record(self.gpu.stream));
-            // Without the event nobody knows when the block is free.
+            // Without the event, nothing reports when the block is free.
             if recorded.is_ok() {
                 self.gpu.locked.give(staged);
             }
@@ -424,7 +424,7 @@ impl CudaMemory {
 
     /// Reads after all work enqueued in the stream.
     ///
-    /// Panics when the range is beyond the allocation.
+    /// Panics if the range exceeds the allocation.
     pub(super) fn download(&self, offset: usize, out: &mut [u8]) -> Result<(), DriverError> {
         let from = self.at(offset, out.len());
         let _entered = self.gpu.enter()?;
@@ -437,7 +437,7 @@ impl CudaMemory {
 
     /// Reads after all work enqueued in the stream, without waiting for it. `None` without page-locked host memory.
     ///
-    /// Panics when the range is beyond the allocation.
+    /// Panics if the range exceeds the allocation.
     pub(super) fn start_download(&self, offset: usize, bytes: usize) -> Result<Option<CudaDownload>, DriverError> {
         let from = self.at(offset, bytes);
         let _entered = self.gpu.enter()?;
@@ -470,7 +470,7 @@ impl Drop for CudaMemory {
     }
 }
 
-/// Whether the driver knows this host memory, page-locked or managed, which it reads in place.
+/// Whether the driver knows this host memory, page-locked or managed, and reads it in place.
 fn is_known(bytes: &[u8]) -> bool {
     let is_known = |byte: &u8| {
         let mut kind = 0u32;
@@ -500,7 +500,7 @@ impl CudaFunction {
     pub(super) fn load(gpu: &CudaDevice, code: &[u8], name: &CStr) -> Result<CudaFunction, DriverError> {
         use cu::CUfunction_attribute::*;
         let _entered = gpu.enter()?;
-        // PTX is text that ends with a NUL; machine code knows its size.
+        // PTX is text that ends with NUL. Machine code contains its size.
         let mut code = code.to_vec();
         code.push(0);
         let (mut module, mut function, mut static_bytes) = (null_mut(), null_mut(), 0);
@@ -563,7 +563,7 @@ pub(super) struct CudaGraph {
 unsafe impl Send for CudaGraph {}
 
 impl CudaGraph {
-    /// Captures the work that `record` enqueues in the stream that it gets.
+    /// Captures the work that `record` enqueues in its stream.
     pub(super) fn capture(
         gpu: &Arc<CudaDevice>,
         record: impl FnOnce(cu::CUstream) -> crate::Result<()>,
@@ -577,7 +577,7 @@ impl CudaGraph {
             let recorded = match driver!(cuStreamBeginCapture_v2(stream, mode)) {
                 Ok(()) => {
                     let recorded = record(stream);
-                    // Ends the capture also when recording failed.
+                    // Ends the capture even if recording failed.
                     let ended = driver!(cuStreamEndCapture(stream, &mut graph));
                     recorded.and(ended.map_err(fault))
                 }

@@ -1,8 +1,8 @@
-//! Compiled kernels on disk, so that a program's second start compiles nothing.
+//! Compiled kernels on disk: the second start of a program compiles nothing.
 //!
-//! A file holds the whole key with the code: another source, compiler, driver or device never matches. A kernel is
-//! compiled again if its file does not match or is damaged. Failing to write a file is not an error. The folder belongs
-//! to the user.
+//! A file holds the whole key with the code, so that another source, compiler, driver or device never matches. A kernel
+//! is compiled again if its file does not match or is damaged. Failing to write a file is not an error. The folder
+//! belongs to the user.
 
 use std::{
     fs,
@@ -17,7 +17,8 @@ pub(super) struct KernelCache {
 }
 
 impl KernelCache {
-    /// The user's: `$XDG_CACHE_HOME/kvant/cuda`, `~/.cache/kvant/cuda`, or on Windows `%LOCALAPPDATA%\kvant\cuda`.
+    /// The user's folder: `$XDG_CACHE_HOME/kvant/cuda`, `~/.cache/kvant/cuda`, or on Windows
+    /// `%LOCALAPPDATA%\kvant\cuda`.
     pub(super) fn of_user() -> KernelCache {
         let var = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let base = if cfg!(windows) {
@@ -33,7 +34,7 @@ impl KernelCache {
         KernelCache { folder: Some(folder.to_path_buf()) }
     }
 
-    /// The code stored under exactly this key.
+    /// The code stored under this exact key.
     pub(super) fn get(&self, key: &str) -> Option<Vec<u8>> {
         let file = fs::read(self.folder.as_ref()?.join(name_of(key))).ok()?;
         let rest = file.strip_prefix(MAGIC)?;
@@ -64,7 +65,7 @@ fn write(folder: &Path, key: &str, code: &[u8]) -> std::io::Result<()> {
         file.extend(part);
     }
     file.extend(hash(code).to_le_bytes());
-    // A reader sees a whole file or none. Writers of one key write the same.
+    // A reader sees a whole file or none. Writers of one key write equal bytes.
     let path = folder.join(name_of(key));
     let temporary = path.with_extension(format!("{}-{:?}", std::process::id(), std::thread::current().id()));
     // A full disk leaves half a file.
@@ -72,7 +73,7 @@ fn write(folder: &Path, key: &str, code: &[u8]) -> std::io::Result<()> {
     written.inspect_err(|_| drop(fs::remove_file(&temporary)))
 }
 
-/// Splits off a counted part: a length of eight bytes, then the bytes.
+/// Splits off a length of eight bytes, then that number of bytes.
 fn take_counted(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let (len, rest) = bytes.split_first_chunk::<8>()?;
     rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)
@@ -82,7 +83,7 @@ fn name_of(key: &str) -> String {
     format!("{:016x}.cubin", hash(key.as_bytes()))
 }
 
-/// FNV-1a, 64 bits. It detects damage and names files; keys are compared themselves.
+/// FNV-1a, 64 bits. It detects damage and names files; keys are compared in full.
 fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3))
 }

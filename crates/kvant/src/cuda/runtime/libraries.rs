@@ -1,7 +1,7 @@
 //! Finding NVIDIA's libraries at run time.
 //!
-//! The loader searches `LD_LIBRARY_PATH` and the linker's cache. A CUDA toolkit is often installed outside both. So the
-//! libraries in the toolkit's folder are opened first, by path; the loader then finds them by name.
+//! The loader searches `LD_LIBRARY_PATH` and the linker's cache. A CUDA toolkit is often outside both. So the libraries
+//! in the toolkit's folder are opened first, by path; the loader then finds them by name.
 
 use std::{path::PathBuf, sync::OnceLock};
 
@@ -51,7 +51,7 @@ fn open_from_toolkit(name: &str) {
     let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
     for home in homes.chain([PathBuf::from("/usr/local/cuda")]) {
         let Ok(entries) = std::fs::read_dir(home.join("lib64")) else { continue };
-        // `libnvrtc.so.13`, and `libnvrtc-builtins.so.13.0`, which the former opens by name.
+        // `libnvrtc.so.13`, and `libnvrtc-builtins.so.13.0`, which `libnvrtc` opens by name.
         let (library, parts) = (format!("lib{name}.so.1"), format!("lib{name}-builtins.so.1"));
         let mut paths: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
         paths.retain(|path| {

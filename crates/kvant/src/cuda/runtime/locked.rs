@@ -11,7 +11,7 @@ use super::driver::{CudaDevice, DriverError, driver};
 
 /// Bytes of the smallest page-locked block.
 const MIN_LOCKED: usize = 4 << 10;
-/// Blocks that are kept. If the stream uses all of them, copies take another way.
+/// Maximum cached blocks. If the stream uses all of them, copies do not use page-locked memory.
 const MAX_LOCKED: usize = 64;
 
 /// Page-locked blocks that no transfer holds. The stream may still use them.
@@ -59,7 +59,7 @@ pub(super) struct LockedMemory {
 unsafe impl Send for LockedMemory {}
 
 impl LockedMemory {
-    /// The context is current.
+    /// The context must be current.
     fn new(bytes: usize) -> Result<LockedMemory, DriverError> {
         let (mut address, mut done) = (null_mut(), null_mut());
         // SAFETY: both are what the functions fill. The event is complete until it is recorded.
@@ -73,13 +73,13 @@ impl LockedMemory {
         Ok(LockedMemory { address: address.cast(), bytes, done })
     }
 
-    /// Whether no copy uses it. False if the device has failed. The context is current.
+    /// Whether no copy uses it. False if the device has failed. The context must be current.
     fn is_done(&self) -> bool {
         // SAFETY: the event is alive.
         unsafe { driver!(cuEventQuery(self.done)) }.is_ok()
     }
 
-    /// Marks the end of what is enqueued in a stream. The context is current.
+    /// Marks the end of the work enqueued in a stream. The context must be current.
     pub(super) fn record(&self, stream: cu::CUstream) -> Result<(), DriverError> {
         // SAFETY: both are alive and of the same context.
         unsafe { driver!(cuEventRecord(self.done, stream)) }
@@ -88,7 +88,7 @@ impl LockedMemory {
 
 /// A copy to the host that has been enqueued in the stream.
 pub(super) struct CudaDownload {
-    /// There until it is dropped.
+    /// Present until it is dropped.
     memory: Option<LockedMemory>,
     bytes: usize,
     gpu: Arc<CudaDevice>,
@@ -100,9 +100,9 @@ impl CudaDownload {
         CudaDownload { memory: Some(memory), bytes, gpu }
     }
 
-    /// Waits for it, and writes its bytes.
+    /// Waits for the copy, and writes its bytes.
     ///
-    /// Panics if `out` has another number of bytes.
+    /// Panics if `out` has another number of bytes than the copy.
     pub(super) fn finish(self, out: &mut [u8]) -> Result<(), DriverError> {
         let Some(memory) = &self.memory else { return Ok(()) };
         assert_eq!(out.len(), self.bytes, "the caller knows the length");
@@ -114,7 +114,7 @@ impl CudaDownload {
         Ok(())
     }
 
-    /// Whether it is done, or the device has failed.
+    /// Whether the copy has finished, or the device has failed.
     pub(super) fn is_done(&self) -> bool {
         let Some(memory) = &self.memory else { return true };
         // SAFETY: the event is alive.

@@ -1,4 +1,4 @@
-//! Runs launches on an NVIDIA GPU, through the driver that is found at run time.
+//! Runs launches on an NVIDIA GPU, through the driver, which is loaded at run time.
 //!
 //! All work goes to one stream, so a launch sees what earlier ones wrote; transfers, allocations and frees are in the
 //! same order. A [`Launch`] becomes a kernel call:
@@ -51,7 +51,8 @@ use crate::{
 /// Maximum arguments of a kernel.
 const ARGUMENTS: usize = 64;
 
-/// The variable that lowers the limits to those of `sm_80` or `sm_89`: a Hopper GPU then runs the kernels of these.
+/// The variable that lowers the limits to those of `sm_80` or `sm_89`: a Hopper GPU then runs the kernels of these
+/// GPUs.
 const LIKE: &str = "KVANT_CUDA_LIKE";
 
 /// The executor.
@@ -62,20 +63,20 @@ pub(super) struct CudaExecutor {
 struct Launcher {
     gpu: Arc<CudaDevice>,
     target: CompileTarget,
-    /// Compiler, driver and device, on which the machine code depends besides its source.
+    /// Compiler, driver and device: with the source, they determine the machine code.
     environment: String,
     cache: KernelCache,
     functions: Mutex<HashMap<SpecialisedKernel, FunctionSlot>>,
-    /// Opened when it is first needed, under the lock `opening`; None if there is no library.
+    /// Opened when first needed, under the lock `opening`; None if it is not installed.
     cublaslt: OnceLock<Option<CublasLt>>,
     opening: Mutex<()>,
     /// Whether the device can run every cluster that kernels use.
     clusters: bool,
-    /// The shared memory of the earlier GPU whose limits hold, if [`LIKE`] names one.
+    /// The shared memory of the earlier GPU whose limits apply, if [`LIKE`] names one.
     shared_like: Option<usize>,
 }
 
-/// A kernel whose clusters need at least as many resources as any other: most threads and all shared memory.
+/// A kernel whose clusters need the maximum of resources: maximum threads and all shared memory.
 static EMPTY: Source = Source {
     name: "empty.cu",
     text: "extern \"C\" __global__ void __launch_bounds__(640, 1) KVANT_KERNEL() {}",
@@ -99,7 +100,7 @@ fn lowered(limits: Limits, shared_bytes: usize) -> Limits {
     Limits { threadgroup_bytes, warpgroup_products: false, clusters: false, ..limits }
 }
 
-/// How a launch runs: by its kernel, or by a library that computes the same product.
+/// How a launch runs: by its kernel, or by a library that computes an equal product.
 enum Runner {
     Kernel(CudaFunction),
     Library(Arc<CublasLtPlan>),
@@ -112,19 +113,19 @@ fn key_of(launch: &Launch) -> SpecialisedKernel {
     (std::ptr::from_ref(launch.source) as usize, launch.kernel, launch.constants.clone())
 }
 
-/// A kernel that the first thread to need it loads, while others wait. A failure, of memory for example, is not kept:
-/// the next launch tries again.
+/// A kernel, loaded by the first thread that needs it while others wait. A failure, for example of memory, is not
+/// cached: the next launch tries again.
 type FunctionSlot = Arc<Mutex<Option<CudaFunction>>>;
 
 impl CudaExecutor {
-    /// An NVIDIA GPU by its number, or why it cannot be used.
+    /// Opens an NVIDIA GPU by its number.
     pub(super) fn open(index: usize) -> std::result::Result<CudaExecutor, String> {
         let gpu = Arc::new(CudaDevice::open(index)?);
         let target = CompileTarget::new(gpu.capability.0, gpu.capability.1)?;
         let compiler = compile::version()?;
         let driver = (gpu.driver_version / 1000, gpu.driver_version % 1000 / 10);
         if compiler.0 > driver.0 {
-            // A driver loads what compilers of its own major version make, and of older ones.
+            // A driver loads code of compilers of its own major version and of earlier ones.
             return Err(format!(
                 "libnvrtc {}.{} is too new for the NVIDIA driver, which supports CUDA {}.{}: a libnvrtc {} is needed",
                 compiler.0, compiler.1, driver.0, driver.1, driver.0
@@ -142,7 +143,7 @@ impl CudaExecutor {
             clusters: false,
             shared_like: shared_like(std::env::var(LIKE).ok().as_deref())?,
         };
-        // On Hopper and later, if the compiler supports it. A slice of a GPU may have too few neighbouring
+        // On Hopper and later, if the compiler supports clusters. A slice of a GPU may have too few neighbouring
         // multiprocessors.
         if launcher.target.has_waits() {
             let fits = launcher
@@ -214,8 +215,8 @@ impl Launcher {
         Ok(self.cublaslt.get().and_then(Option::as_ref))
     }
 
-    /// Enqueues launches in a stream, in their order, behind kernels that may be `running` there. The result is what
-    /// may run behind the last one.
+    /// Enqueues launches in a stream, in their order, behind kernels that may be `running` there. Returns the kernels
+    /// that may run when the last one has been enqueued.
     fn enqueue_all<'a>(
         &self,
         launches: &'a [(Launch, Runner)],
@@ -252,16 +253,16 @@ impl Launcher {
         self.enqueue_all(&launches[at..], RunningKernels::default(), stream).map(drop)
     }
 
-    /// Whether a kernel can begin before the previous one has ended: if it waits for that itself
+    /// Whether a kernel can begin before the previous one has ended: it must wait for its results itself
     /// (`device/dependent_launch.h`).
     fn may_begin_early(&self, launch: &Launch) -> bool {
-        // Graphs have such edges since CUDA 12.3.
+        // Graphs support such edges since CUDA 12.3.
         self.target.has_waits() && self.gpu.driver_version >= 12030 && headers::waits_itself(launch.source)
     }
 
     /// Enqueues a launch in a stream; with `overlaps`, it may begin before the previous kernel has ended.
     fn enqueue(&self, launch: &Launch, runner: &Runner, overlaps: bool, stream: CUstream) -> Result<()> {
-        // The library is not opened here, which a capture would not allow.
+        // A capture does not allow opening the library here.
         let function = match (runner, launch.product, self.cublaslt.get().and_then(Option::as_ref)) {
             (Runner::Library(plan), Some(product), Some(cublaslt)) => {
                 let address = |index| {
@@ -371,7 +372,7 @@ impl Launcher {
     }
 }
 
-/// The memory of this backend behind the trait.
+/// The memory of this backend as a trait object.
 fn memory_of(memory: &dyn gpu::Memory) -> &CudaMemory {
     memory.as_any().downcast_ref().expect("the encoder has checked that tensors are of this device")
 }
@@ -463,7 +464,7 @@ impl Executor for CudaExecutor {
 
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
         let launcher = self.launcher.clone();
-        // Before the capture, within which kernels cannot be loaded.
+        // Before the capture, during which kernels cannot be loaded.
         let launches = launcher.prepare_all(launches)?;
         let side = SideStream::new(&launcher.gpu).map_err(fault)?;
         let graph = CudaGraph::capture(&launcher.gpu, |stream| launcher.capture_all(&launches, stream, &side))?;
@@ -472,7 +473,7 @@ impl Executor for CudaExecutor {
     }
 }
 
-/// Launches to be enqueued by the commit: a dropped pass does nothing.
+/// Launches that the commit enqueues: a dropped pass does nothing.
 struct CudaPass {
     launcher: Arc<Launcher>,
     launches: Vec<Launch>,

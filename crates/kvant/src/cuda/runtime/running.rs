@@ -1,12 +1,12 @@
 //! Which kernels of a stream may still run when the next one begins.
 //!
-//! A kernel that overlaps waits for the previous one (`device/dependent_launch.h`). If that lets the next one begin
-//! after it has waited itself, all others have ended by then. If it lets the next one begin first, those that it waits
-//! for may run, too.
+//! A kernel that overlaps waits for the previous one (`device/dependent_launch.h`). If the previous kernel lets it
+//! begin after its own wait, all earlier kernels have ended by then. If the previous kernel lets it begin first, the
+//! kernels for which that one waits may also run.
 
 use crate::{cuda::headers, gpu::Launch};
 
-/// The kernels that may run when the next launch begins, if that overlaps; none if nothing may.
+/// The kernels that may still run when the next launch begins early; none if nothing may.
 #[derive(Clone, Default)]
 pub(super) struct RunningKernels<'a>(Vec<&'a Launch>);
 
@@ -24,7 +24,7 @@ impl<'a> RunningKernels<'a> {
         self.0.push(launch);
     }
 
-    /// The next launch begins when all have ended.
+    /// The next launch begins after all kernels have ended.
     pub fn clear(&mut self) {
         self.0.clear();
     }
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_lets_the_next_one_begin_late_has_seen_others_end() {
-        // The last one reads what the first writes, which has ended.
+        // The last kernel reads results of the first one, which has ended.
         assert_eq!(overlaps(&[(&LATE, 0, 1), (&LATE, 0, 2), (&LATE, 1, 3)]), [false, true, true]);
         assert_eq!(overlaps(&[(&LATE, 0, 1), (&LATE, 1, 2)]), [false, false]);
     }
@@ -77,7 +77,7 @@ mod tests {
             let launches = [&[(&LATE, 0, 1)], &early[..], &[(&LATE, ahead, 5)]].concat();
             assert_eq!(overlaps(&launches), [false, true, true, may], "reads {ahead} ahead");
         }
-        // It did not overlap itself, so what came before it has ended.
+        // It did not overlap, so earlier kernels have ended.
         assert_eq!(overlaps(&[(&LATE, 0, 1), (&EARLY, 1, 2), (&LATE, 1, 3)]), [false, false, true]);
         // Two of them end what runs.
         assert_eq!(overlaps(&[(&LATE, 0, 1), (&EARLY, 0, 2), (&LATE, 0, 3), (&LATE, 1, 4)]), [false, true, true, true]);
