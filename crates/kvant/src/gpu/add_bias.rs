@@ -1,4 +1,4 @@
-//! The launch of `add_bias` and `add` except its grid.
+//! The launch of `add_bias` and `add`, without its grid.
 
 use super::{Launch, Layout, Params, Source, params, rows_aligned4};
 use crate::{

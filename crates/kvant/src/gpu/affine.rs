@@ -1,4 +1,4 @@
-//! Weights as the kernels see them: see `affine.h` of either backend.
+//! Weights as kernels see them: see `affine.h` of each backend.
 
 use super::Launch;
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     },
 };
 
-/// The number of a format with separate scales in `blocks.h` of either backend.
+/// The number of a format with separate scales in `blocks.h` of each backend.
 fn number_of_floats(format: FloatFormat) -> u32 {
     match format {
         FloatFormat::Mxfp4 => 11,
@@ -18,7 +18,7 @@ fn number_of_floats(format: FloatFormat) -> u32 {
     }
 }
 
-/// The number of a format in `blocks.h` of either backend.
+/// The number of a format in `blocks.h` of each backend.
 fn number(format: BlockFormat) -> u32 {
     match format {
         BlockFormat::Q5_0 => 1,
@@ -34,22 +34,22 @@ fn number(format: BlockFormat) -> u32 {
     }
 }
 
-/// A weight taken apart.
+/// The parts of a weight.
 pub(crate) struct Parts<'a> {
     /// The dense weight, or the codes.
     pub weight: &'a Tensor,
     pub scales: Option<&'a Tensor>,
     pub biases: Option<&'a Tensor>,
-    /// Of the dense weight, or of scales and biases.
+    /// The dtype of the dense weight, or of scales and biases.
     pub dtype: DType,
     /// 0 unless the weight is affine.
     pub bits: u32,
     pub group: u32,
     /// The number of a block format in `blocks.h`; 0 for other weights.
     pub format: u32,
-    /// Of blocks: every block begins at a multiple of this many bytes, 1, 2 or 4.
+    /// For blocks: every block begins at a multiple of this number of bytes, 1, 2 or 4.
     pub block_alignment: u32,
-    /// Whether all rows begin where vector loads may: the codes at 16 bytes, a dense weight where the backend says.
+    /// Whether all rows have the alignment of vector loads: 16 bytes for codes, for a dense weight that of the backend.
     pub aligned: bool,
 }
 
@@ -76,7 +76,7 @@ impl Parts<'_> {
                 let alignment = 1 << (codes.byte_offset() | 4).trailing_zeros();
                 Parts::blocks(codes, Some(scales), number_of_floats(*format), alignment)
             }
-            // 32 codes of 4 or 8 bits are 16 or 32 bytes; those of 6 bits are read word by word.
+            // 32 codes of 4 or 8 bits are 16 or 32 bytes. Codes of 6 bits are read word by word.
             OwnedWeight::Affine { codes, scales, biases, bits, group } => Parts {
                 weight: codes,
                 scales: Some(scales),
@@ -110,7 +110,7 @@ impl Parts<'_> {
         }
     }
 
-    /// Binds what every kernel of `linear` needs of a call with this weight: types and codes, and the buffers 0 to 5.
+    /// Binds this weight for every kernel of `linear`: types and codes, and the buffers 0 to 5.
     pub(crate) fn bind(&self, launch: Launch, call: &Call) -> Launch {
         let Call { x, experts: ids, out, .. } = call;
         launch

@@ -11,7 +11,7 @@ params! {
 
 pub(crate) const LAYOUTS: &[fn() -> Layout] = &[ArgmaxParams::layout];
 
-/// `op` is who asks: `sample` does, too.
+/// `op`: the operation that calls it; `sample` does, too.
 pub(crate) fn launch(op: &'static str, call: &Call, source: &'static Source, limits: &Limits) -> Result<Launch> {
     let Call { x, out, dim } = call;
     let params = ArgmaxParams { dim: Launch::uint(op, "N", *dim)? };

@@ -1,4 +1,4 @@
-//! Batches of decode rows and prompt chunks: each part gets the kernel that suits it.
+//! Batches of decode rows and prompt chunks: each part runs the kernel that suits it.
 
 use std::ops::Range;
 

@@ -16,9 +16,9 @@ pub struct Limits {
     pub threads: usize,
     /// Bytes of threadgroup memory.
     pub threadgroup_bytes: usize,
-    /// Threadgroups that keep the whole device busy: what splitting a context aims at.
+    /// Threadgroups that keep the whole device busy; splits of a context aim at this number.
     pub busy_groups: usize,
-    /// Whether warpgroups multiply (`wgmma`): compute capability 9.0, and no other.
+    /// Whether warpgroups multiply (`wgmma`): compute capability 9.0 only.
     pub warpgroup_products: bool,
     /// Whether a library multiplies dense matrices ([`Product`](super::Product)).
     pub library_products: bool,
@@ -33,12 +33,12 @@ pub fn metal_busy_groups(cores: usize) -> usize {
 
 /// Runs launches.
 pub trait Executor: Send + Sync + 'static {
-    /// Its name, for people.
+    /// Its name, for display.
     fn name(&self) -> String;
     /// Its limits.
     fn limits(&self) -> Limits;
-    /// Whether the launch's kernel cannot be had. Where a simpler kernel exists, it is taken instead. The first refusal
-    /// of a kernel is a warning with the reason.
+    /// Whether the launch's kernel is unavailable. If a simpler kernel exists, it is used instead. The first refusal of
+    /// a kernel is a warning with the reason.
     fn refuses(&self, _launch: &Launch) -> bool {
         false
     }
@@ -46,11 +46,11 @@ pub trait Executor: Send + Sync + 'static {
     fn kernels(&self) -> Vec<KernelReport> {
         Vec::new()
     }
-    /// Whether launches run one after the other, whatever they touch: then calls share their scratch memory.
+    /// Whether launches run one after the other, whatever they touch. Calls then share their scratch memory.
     fn in_order(&self) -> bool {
         false
     }
-    /// Memory; of zeros, or of anything.
+    /// Allocates memory, zeroed or uninitialised.
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>>;
     /// Waits for committed work that uses the bytes, then writes. `offset + bytes.len()` is within the allocation.
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
@@ -73,17 +73,17 @@ pub trait Executor: Send + Sync + 'static {
     fn allocate_host(&self, _bytes: usize) -> Result<Box<dyn Memory>> {
         Err(no_peers())
     }
-    /// How much memory there is. Machines that play a GPU have none of their own.
+    /// The amount of memory. Emulators report none.
     fn memory(&self) -> Result<MemoryInfo> {
         Err(Error::Unsupported { op: "memory", device: "gpu", reason: "the executor does not report it".to_string() })
     }
-    /// Returns memory that nobody uses to the system.
+    /// Returns unused memory to the system.
     fn trim(&self) -> Result<()> {
         Ok(())
     }
     /// Starts a pass.
     fn begin(&self) -> Result<Box<dyn LaunchPass>>;
-    /// Prepares launches to be run again and again, in order.
+    /// Prepares launches to be replayed, in order.
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>>;
 }
 
@@ -94,9 +94,9 @@ fn no_peers() -> Error {
 
 /// A pass that is being recorded.
 pub trait LaunchPass: Send {
-    /// Adds a launch, which sees what the ones before it wrote.
+    /// Adds a launch, which sees the writes of earlier ones.
     fn launch(&mut self, launch: Launch) -> Result<()>;
-    /// Does what takes long and can fail, such as to compile kernels, before [`LaunchPass::commit`].
+    /// Does the slow work that can fail, such as compiling kernels, before [`LaunchPass::commit`].
     fn prepare(&mut self) -> Result<()> {
         Ok(())
     }
@@ -110,27 +110,27 @@ pub(crate) struct Kernels {
     pub kind: DeviceKind,
     /// Turns a call into launches.
     pub build: fn(&Call, &mut Builder) -> Result<()>,
-    /// Turns a call and the one that follows it into launches that write the same, if there are fewer; else adds none.
+    /// Turns a call and the next one into fewer launches with equal results, if there are such; otherwise adds none.
     pub build_pair: fn(&Call, &Call, &mut Builder) -> Result<bool>,
     pub explain_attend: fn(&attend::Call, &Limits) -> attend::Explanation,
 }
 
-/// A device that runs the Metal kernels on `executor`: the Apple runtime, or a machine that plays it.
+/// A device that runs the Metal kernels on `executor`: the Apple runtime, or an emulator.
 pub fn metal_device(executor: impl Executor) -> Device {
     Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::metal::KERNELS }))
 }
 
-/// A device that runs the CUDA kernels on `executor`, for a machine that plays the GPU.
+/// A device that runs the CUDA kernels on `executor`, for an emulator.
 pub fn cuda_device(executor: impl Executor) -> Device {
     Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::cuda::KERNELS }))
 }
 
-/// The executor of launches on the first NVIDIA GPU, if any: for devices that report less than it has.
+/// The executor of launches on the first NVIDIA GPU, if any: for devices that report lower limits than it has.
 pub fn cuda_executor() -> Option<Arc<dyn Executor>> {
     crate::cuda::executor()
 }
 
-/// Whether [`compile_cuda`] can do its work here: whether libnvrtc can be loaded.
+/// Whether [`compile_cuda`] works here: whether libnvrtc can be loaded.
 pub fn has_cuda_compiler() -> bool {
     crate::cuda::has_compiler()
 }
@@ -138,7 +138,7 @@ pub fn has_cuda_compiler() -> bool {
 /// The machine code of a CUDA launch for `arch` (`sm_90a`); needs no GPU.
 ///
 /// # Errors
-/// The compiler's complaint.
+/// The compiler's messages.
 pub fn compile_cuda(launch: &Launch, arch: &str) -> std::result::Result<Vec<u8>, String> {
     crate::cuda::compile_only(launch, arch)
 }
@@ -149,7 +149,7 @@ pub(crate) struct Gpu<E> {
     pub kernels: Kernels,
 }
 
-/// The scratch memory of calls that run one after the other: each takes of it what the ones before have left.
+/// The scratch memory of calls that run one after the other: each takes memory that earlier calls have released.
 #[derive(Default)]
 pub(crate) struct Pad {
     blocks: Vec<PadBlock>,
@@ -162,7 +162,7 @@ struct PadBlock {
 }
 
 impl Pad {
-    /// Makes all of it free, for the next call.
+    /// Releases all of it for the next call.
     fn turn(&mut self) {
         self.blocks.iter_mut().for_each(|block| block.taken = false);
     }
@@ -191,13 +191,13 @@ pub(crate) struct Builder<'a> {
     device: &'static str,
     refuses: &'a dyn Fn(&Launch) -> bool,
     allocate: &'a dyn Fn(usize, bool) -> Result<Box<dyn Memory>>,
-    /// The memory that calls share, if they may.
+    /// The memory that calls share, if they may share any.
     pad: Option<RefCell<&'a mut Pad>>,
     launches: Vec<Launch>,
 }
 
 impl Builder<'_> {
-    /// Memory for partial results, filled with anything.
+    /// Uninitialised memory for partial results.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<Scratch> {
         let new = || (self.allocate)(bytes, false);
         match &self.pad {
@@ -206,26 +206,25 @@ impl Builder<'_> {
         }
     }
 
-    /// As above, filled with zeros before the launches run for the first time; a replay finds the results of the last
-    /// run.
+    /// As above, zeroed before the launches run for the first time. A replay finds the results of the last run.
     pub(crate) fn zeroed_scratch(&self, bytes: usize) -> Result<Scratch> {
         Ok(Scratch { memory: (self.allocate)(bytes, true)?.into(), bytes })
     }
 
-    /// The error that says what this device cannot do.
+    /// An error with the reason why this device does not support the call.
     pub(crate) fn unsupported(&self, op: &'static str, reason: String) -> Error {
         Error::Unsupported { op, device: self.device, reason }
     }
 
-    /// Whether the launch's kernel cannot be had: then a simpler one is taken. Buffers do not matter.
+    /// Whether the launch's kernel is unavailable: then a simpler one is used. Bound buffers do not matter.
     pub(crate) fn refuses(&self, launch: &Launch) -> bool {
         (self.refuses)(launch)
     }
 
-    /// Adds a launch; one without threads is dropped.
+    /// Adds a launch; a launch without threads is dropped.
     ///
     /// # Errors
-    /// `Unsupported` when the launch is beyond what the device allows.
+    /// `Unsupported` if the launch exceeds the device's limits.
     pub(crate) fn push(&mut self, launch: Launch) -> Result<()> {
         if launch.is_empty() {
             return Ok(());
@@ -251,7 +250,7 @@ impl Builder<'_> {
 }
 
 impl<E: Executor> Gpu<E> {
-    /// The launches of a call; `pad` is what calls of a pass share.
+    /// The launches of a call; `pad` is memory that the calls of a pass share.
     fn launches(&self, call: &Call, pad: &mut Pad) -> Result<Vec<Launch>> {
         if call.writes_nothing() {
             return Ok(Vec::new());
@@ -260,7 +259,7 @@ impl<E: Executor> Gpu<E> {
         Ok(launches)
     }
 
-    /// The launches of two calls that one kernel serves.
+    /// The launches of two calls that one kernel computes.
     fn launches_of_pair(&self, calls: &[Call], pad: &mut Pad) -> Result<Option<Vec<Launch>>> {
         let [first, second, ..] = calls else { return Ok(None) };
         if first.writes_nothing() || second.writes_nothing() {
@@ -384,10 +383,10 @@ mod tests {
 
     static SOURCE: Source = Source { name: "none", text: "", headers: &[], layouts: &[] };
 
-    /// Calls take what the ones before have left, the smallest block that suffices; within a call nothing is shared.
+    /// Calls reuse memory of earlier ones, the smallest block that suffices; within a call nothing is shared.
     #[test]
     fn calls_share_scratch_memory() {
-        // Of a size, so that each has an address of its own.
+        // Tensors with a size, so that each has an address.
         struct Eight(#[expect(dead_code)] u64);
         impl Memory for Eight {
             fn host(&self) -> Option<std::ptr::NonNull<u8>> {

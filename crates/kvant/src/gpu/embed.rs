@@ -1,4 +1,4 @@
-//! The launch of `embed` except its grid.
+//! The launch of `embed`, without its grid.
 
 use super::{Launch, Layout, Params, Source, affine::Parts, params, rows_aligned4};
 use crate::{
@@ -17,7 +17,7 @@ params! {
 
 pub(crate) const LAYOUTS: &[fn() -> Layout] = &[EmbedParams::layout];
 
-/// `table` is that of the call.
+/// `table` is the table of the call.
 pub(crate) fn launch(call: &Call, table: &Parts, source: &'static Source) -> Result<Launch> {
     let (dim, tokens) = (call.dims.inputs, call.ids.elements());
     let params = EmbedParams {

@@ -1,4 +1,4 @@
-//! The launch of `gate` except its grid.
+//! The launch of `gate`, without its grid.
 
 use super::{Launch, Layout, Params, Source, aligned4, params};
 use crate::{

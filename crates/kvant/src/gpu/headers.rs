@@ -3,9 +3,9 @@
 /// A header that kernel files include.
 #[derive(Debug)]
 pub struct Header {
-    /// As `#include "NAME"` names it: the path from the backend's folder.
+    /// The name in `#include "NAME"`: the path from the backend's folder.
     pub name: &'static str,
-    /// Its text; a function, since tables are generated.
+    /// Its text; a function, because tables are generated.
     pub text: fn() -> String,
 }
 
@@ -58,7 +58,7 @@ fn visit(
     }
 }
 
-/// Asserts that a backend's table is complete and has nothing to spare: `folder` is its folder below `src/`, `kernels`
+/// Asserts that a backend's table is complete and has no unused headers. `folder`: its folder below `src/`; `kernels`:
 /// the extension of its kernel files.
 #[cfg(test)]
 pub(crate) fn assert_table_is_exact(folder: &str, kernels: &str, table: &'static [Header]) {

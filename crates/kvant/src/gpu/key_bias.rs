@@ -1,10 +1,10 @@
-//! The bias that keys of sealed pages are stored without, as kernels get it.
+//! The bias that keys of sealed pages are stored without, as an argument of kernels.
 
 use super::Launch;
 use crate::KeyBias;
 
-/// Sets the constant KEY_BIAS, and binds at four indices from `first` on: pairs f32 `[Hk, 2, D/2]`, places u32 `[D]`,
-/// starts f32 `[pages, 2, D/2]`, steps f32 `[P, 2, D/2]`. Without a bias the indices stay free.
+/// Sets the constant KEY_BIAS, and binds four buffers at indices from `first` on: pairs f32 `[Hk, 2, D/2]`, places u32
+/// `[D]`, starts f32 `[pages, 2, D/2]`, steps f32 `[P, 2, D/2]`. Without a bias, it binds nothing.
 pub(crate) fn bind(launch: Launch, first: u32, bias: Option<&KeyBias>) -> Launch {
     bind_tensors(launch.constant("KEY_BIAS", bias.is_some()), first, bias)
 }

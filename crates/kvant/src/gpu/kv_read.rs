@@ -1,4 +1,4 @@
-//! The launch of `kv_read` except its grid.
+//! The launch of `kv_read`, without its grid.
 
 use super::{
     Launch, Layout, Params, Source, Use, key_bias, params,

@@ -1,4 +1,4 @@
-//! The launch of `kv_write` except its grid.
+//! The launch of `kv_write`, without its grid.
 
 use super::{
     Launch, Layout, Params, Source, Use, params,

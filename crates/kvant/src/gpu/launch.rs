@@ -17,7 +17,7 @@ pub struct Source {
     pub text: &'static str,
     /// All headers of the backend. [`Source::included`] selects those that the text includes.
     pub headers: &'static [Header],
-    /// The structs whose layout the compiler must confirm.
+    /// The structs whose layout the compiler checks.
     pub layouts: &'static [fn() -> Layout],
 }
 
@@ -28,7 +28,7 @@ impl Source {
         included(self.text, self.headers, &|header| (header.text)())
     }
 
-    /// As above, with `text` instead of this file's text and `text_of` for the headers' texts.
+    /// As above, with `text` instead of this file's text, and headers' texts from `text_of`.
     pub fn included_by(&self, text: &str, text_of: &dyn Fn(&Header) -> String) -> Vec<(&'static str, String)> {
         included(text, self.headers, text_of)
     }
@@ -38,8 +38,8 @@ impl Source {
         self.inline(self.text, &mut Vec::new())
     }
 
-    /// `static_assert`s that every parameter struct is laid out as in Rust: its size and its offsets. Apple's compiler
-    /// does not get them: it need not have `__builtin_offsetof`.
+    /// `static_assert`s of the size and offsets of every parameter struct. Apple's compiler does not get them: it may
+    /// lack `__builtin_offsetof`.
     pub fn assertions(&self) -> String {
         self.layouts.iter().map(|layout| layout().assertions()).collect()
     }
@@ -69,9 +69,9 @@ impl Source {
 pub enum Use {
     /// Only reads it.
     Read,
-    /// Only writes it, not necessarily all of it.
+    /// Only writes it; perhaps only a part.
     Write,
-    /// Reads what was there, and writes.
+    /// Reads the old contents, and writes.
     ReadWrite,
 }
 
@@ -82,7 +82,7 @@ impl Use {
     }
 }
 
-/// The value of a function constant: what a pipeline is specialised on.
+/// The value of a function constant, for which a pipeline is specialised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Constant {
     /// `bool`.
@@ -91,7 +91,7 @@ pub enum Constant {
     UInt(u32),
 }
 
-/// How many threads run.
+/// The number of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     /// Threadgroups (CUDA: blocks).
@@ -103,11 +103,11 @@ pub struct Grid {
 /// A buffer of a launch.
 #[derive(Clone)]
 pub struct Binding {
-    /// The kernel's `[[buffer(index)]]`, or its place among the arguments.
+    /// The kernel's `[[buffer(index)]]`, or the number of its argument.
     pub index: u32,
     /// Bytes from the start of the memory.
     pub offset: usize,
-    /// Bytes that the kernel may touch from there on.
+    /// Bytes that the kernel may touch from the offset on.
     pub bytes: usize,
     /// How the launch uses them.
     pub access: Use,
@@ -140,14 +140,14 @@ impl Binding {
         self.offset..self.offset + self.bytes
     }
 
-    /// Whether two bindings have bytes in common.
+    /// Whether two bindings overlap.
     fn meets(&self, other: &Binding) -> bool {
         let (own, others) = (self.range(), other.range());
         self.allocation() == other.allocation() && own.start < others.end && others.start < own.end
     }
 }
 
-/// Memory of one launch sequence: partial results. It holds anything, or zeros where they were asked for
+/// Memory of one sequence of launches, for partial results. Uninitialised, or zeroed on request
 /// ([`Builder::zeroed_scratch`](super::Builder::zeroed_scratch)).
 #[derive(Clone)]
 pub(crate) struct Scratch {
@@ -155,7 +155,7 @@ pub(crate) struct Scratch {
     pub bytes: usize,
 }
 
-/// One dispatch of one kernel: everything that a GPU needs to know.
+/// One dispatch of one kernel: all that a GPU needs to know.
 #[derive(Clone)]
 pub struct Launch {
     /// The operation, for labels and messages.
@@ -168,22 +168,22 @@ pub struct Launch {
     pub constants: Vec<(&'static str, Constant)>,
     /// The buffers.
     pub bindings: Vec<Binding>,
-    /// The bytes of the parameter struct, and the index it is bound to.
+    /// The bytes of the parameter struct, and the index at which it is bound.
     pub params: Option<(u32, Vec<u8>)>,
     /// Threadgroups and threads.
     pub grid: Grid,
-    /// Bytes of `[[threadgroup(0)]]` memory, a multiple of 16; 0 when the kernel has none.
+    /// Bytes of `[[threadgroup(0)]]` memory, a multiple of 16; 0 if the kernel has none.
     pub threadgroup_bytes: u32,
     /// Indices of buffers that the kernel may read before the previous launches have ended, unless the last of them
-    /// writes to these buffers. Most kernels read nothing early. Without effect where launches never overlap.
+    /// writes to these buffers. Most kernels read nothing early. Ignored if launches never overlap.
     pub ahead: &'static [u32],
-    /// Whether the kernel waits for the previous one at its end, and lets the next one begin before.
+    /// Whether the kernel waits for the previous one only at its end, and lets the next one begin earlier.
     pub late: bool,
-    /// The product, if the kernel computes a plain product of matrices: an executor may leave it to a library.
+    /// The product, if the kernel computes a plain product of matrices. An executor may let a library compute it.
     pub product: Option<Product>,
 }
 
-/// out = alpha · x · Wᵀ, of row-major matrices that begin at multiples of 16 bytes, as do their rows.
+/// out = alpha · x · Wᵀ, of row-major matrices. Matrices and rows begin at multiples of 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Product {
     /// Rows of x and of out.
@@ -194,16 +194,16 @@ pub struct Product {
     pub inputs: usize,
     /// The factor.
     pub alpha: f32,
-    /// Of x and of W.
+    /// The dtype of x and of W.
     pub dtype: DType,
-    /// Of out.
+    /// The dtype of out.
     pub out_dtype: DType,
-    /// The indices that x, W and out are bound to.
+    /// The indices at which x, W and out are bound.
     pub bindings: [u32; 3],
 }
 
 impl Launch {
-    /// A launch that binds nothing yet, of one thread.
+    /// A launch of one thread without bindings.
     pub(crate) fn new(op: &'static str, source: &'static Source, kernel: &'static str) -> Launch {
         let grid = Grid { groups: [1; 3], threads: [1; 3] };
         let (constants, bindings) = (Vec::new(), Vec::new());
@@ -222,7 +222,7 @@ impl Launch {
         }
     }
 
-    /// Gives the function constant of that name its value.
+    /// Sets a function constant.
     pub(crate) fn constant(mut self, name: &'static str, value: impl Into<Constant>) -> Launch {
         self.constants.push((name, value.into()));
         self
@@ -233,7 +233,7 @@ impl Launch {
         self.tensor(index, tensor, Use::Read)
     }
 
-    /// Binds a tensor that the kernel reads from an element on.
+    /// Binds a tensor that the kernel reads from element `first` on.
     pub(crate) fn read_from(self, index: u32, tensor: &Tensor, first: usize) -> Launch {
         let mut launch = self.read(index, tensor);
         if let Some(binding) = launch.bindings.last_mut() {
@@ -244,13 +244,13 @@ impl Launch {
         launch
     }
 
-    /// Binds a tensor that the kernel writes, all of it or a part.
+    /// Binds a tensor that the kernel writes, wholly or partly.
     pub(crate) fn write(self, index: u32, tensor: &Tensor) -> Launch {
         self.tensor(index, tensor, Use::Write)
     }
 
-    /// Binds a tensor if there is one. A kernel with an optional buffer declares it
-    /// `[[function_constant(HAS_…)]]`, so that nothing need be bound.
+    /// Binds a tensor if there is one. A kernel declares an optional buffer `[[function_constant(HAS_…)]]`, so that it
+    /// needs no binding.
     pub(crate) fn read_if(self, index: u32, tensor: Option<&Tensor>) -> Launch {
         match tensor {
             Some(tensor) => self.read(index, tensor),
@@ -292,18 +292,18 @@ impl Launch {
         self
     }
 
-    /// Dynamic threadgroup memory, rounded up to 16 bytes.
+    /// Sets dynamic threadgroup memory, rounded up to 16 bytes.
     pub(crate) fn threadgroup_memory(mut self, bytes: usize) -> Launch {
         self.threadgroup_bytes = u32::try_from(bytes.next_multiple_of(16)).unwrap_or(u32::MAX);
         self
     }
 
-    /// Says which buffers are read ahead.
+    /// Sets the buffers that are read ahead.
     pub(crate) fn reads_ahead(self, indices: &'static [u32]) -> Launch {
         Launch { ahead: indices, ..self }
     }
 
-    /// Says that the kernel waits for the previous one at its end, and lets the next one begin before.
+    /// Declares that the kernel waits for the previous one only at its end, and lets the next one begin earlier.
     pub(crate) fn waits_late(self, late: bool) -> Launch {
         Launch { late, ..self }
     }
@@ -321,18 +321,18 @@ impl Launch {
         !ahead.any(|a| previous.bindings.iter().any(|b| b.access.writes() && a.meets(b)))
     }
 
-    /// The grid: threadgroups, and threads of each. [`Builder::push`](super::Builder::push) checks it.
+    /// Sets the grid: threadgroups, and threads of each. [`Builder::push`](super::Builder::push) checks it.
     pub(crate) fn grid(self, groups: [usize; 3], threads: [usize; 3]) -> Launch {
         let narrow = |dims: [usize; 3]| dims.map(|n| u32::try_from(n).unwrap_or(u32::MAX));
         Launch { grid: Grid { groups: narrow(groups), threads: narrow(threads) }, ..self }
     }
 
-    /// Whether the grid holds no thread.
+    /// Whether the grid has no threads.
     pub fn is_empty(&self) -> bool {
         self.grid.groups.contains(&0) || self.grid.threads.contains(&0)
     }
 
-    /// A size as a kernel's `uint`, or an error.
+    /// Converts a size to a kernel's `uint`, or returns an error.
     pub(crate) fn uint(op: &'static str, arg: &'static str, value: usize) -> Result<u32> {
         u32::try_from(value).map_err(|_| Error::Value {
             op,
@@ -367,7 +367,7 @@ impl From<DType> for Constant {
     }
 }
 
-/// The number of a dtype in kernels: `elements.h` has the same.
+/// The number of a dtype in kernels; `elements.h` must agree.
 pub(crate) fn dtype_code(dtype: DType) -> u32 {
     match dtype {
         DType::F32 => 0,

@@ -60,5 +60,5 @@ pub use crate::backend::{Memory, Replay, Transfer, Wait};
 /// Threads that run in step and exchange values: a SIMD-group of Metal, a warp of CUDA.
 pub(crate) const LANES: usize = 32;
 
-/// Threads of a threadgroup where elements are independent.
+/// Threads of a threadgroup if elements are independent.
 pub(crate) const THREADS: usize = 256;

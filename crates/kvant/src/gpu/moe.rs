@@ -1,4 +1,4 @@
-//! The launches of `moe_route`, and of `moe_combine` except its grid.
+//! The launches of `moe_route`, and of `moe_combine` without its grid.
 
 use super::{LANES, Launch, Layout, Params, Source, params, rows_aligned4};
 use crate::{
@@ -34,7 +34,7 @@ pub(crate) const LAYOUTS: &[fn() -> Layout] = &[MoeRouteParams::layout, MoeCombi
 /// Tokens of a threadgroup: each of its SIMD-groups (CUDA: warps) has one.
 const TOKENS: usize = 4;
 
-/// The index of the bias of the choice. It follows the parameters, whose place does not depend on options.
+/// The index of the bias. It follows the parameters, whose index does not depend on options.
 pub(crate) const BIAS: u32 = 5;
 
 pub(crate) fn route(call: &route::Call, source: &'static Source) -> Result<Launch> {

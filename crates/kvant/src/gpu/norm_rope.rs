@@ -1,4 +1,4 @@
-//! The launch of `norm_rope` except its grid and its threadgroup memory; `norm_rope_write` shares parts of it.
+//! The launch of `norm_rope`, without its grid and its threadgroup memory; `norm_rope_write` shares parts of it.
 
 use std::f64::consts::TAU;
 
@@ -12,9 +12,9 @@ use crate::{
 };
 
 params! {
-    /// Where angles come from.
+    /// The source of angles.
     pub(crate) struct RopeParams {
-        /// Pair i turns by `coarse[i / 64] · fine[i % 64]` turns a position. Metal, which has no doubles, reads the
+        /// Pair i makes `coarse[i / 64] · fine[i % 64]` turns per position. Metal, which has no doubles, reads the
         /// bits.
         pub coarse: [f64; 64],
         pub fine: [f64; 64],
@@ -59,7 +59,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, b: &Builder) -> Resul
     Ok(bind_rope(launch, 3, call.rope.as_ref()))
 }
 
-/// The epsilon of a norm; anything when there is none.
+/// The epsilon of a norm; 0 without a norm.
 pub(crate) fn eps(norm: Option<&NormCall>) -> f32 {
     norm.map_or(0.0, |norm| norm.eps)
 }
@@ -111,7 +111,7 @@ impl RopeParams {
                 let step = power(1);
                 let mut frequency = 1.0;
                 for (i, fine) in params.fine.iter_mut().enumerate() {
-                    // Powers are slow; a few products lose next to nothing.
+                    // Powers are slow; a few products are nearly as precise.
                     frequency = if i.is_multiple_of(16) { power(i) } else { frequency * step };
                     *fine = frequency;
                 }

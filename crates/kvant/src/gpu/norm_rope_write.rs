@@ -1,4 +1,4 @@
-//! The launch of `norm_rope_write` except its grid and its threadgroup memory.
+//! The launch of `norm_rope_write`, without its grid and its threadgroup memory.
 
 use super::{
     Builder, Launch, Layout, Params, Source, Use,

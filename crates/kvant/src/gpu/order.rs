@@ -1,13 +1,13 @@
-//! Which launches must wait for which, derived from their declared accesses.
+//! Barriers between launches, derived from their declared accesses.
 
 use std::ops::Range;
 
 use super::Launch;
 
-/// Follows the launches of a pass and says where a barrier belongs.
+/// Follows the launches of a pass and returns the places of barriers.
 ///
-/// Launches between two barriers may run in any order and at the same time. A launch needs a barrier before it when
-/// it reads bytes that one since the last barrier writes, or writes bytes that one since then reads or writes.
+/// Launches between two barriers may run in any order and at the same time. A launch needs a barrier before it if it
+/// reads bytes that a launch since the last barrier writes, or writes bytes that such a launch reads or writes.
 #[derive(Default)]
 pub struct Order {
     /// (allocation, bytes, written) of the launches since the last barrier.
@@ -20,7 +20,7 @@ impl Order {
         Order::default()
     }
 
-    /// Takes the next launch; true when a barrier belongs before it.
+    /// Takes the next launch. Returns whether it needs a barrier before it.
     pub fn needs_barrier(&mut self, launch: &Launch) -> bool {
         let conflict = launch.bindings.iter().any(|b| {
             let (allocation, range) = (b.allocation(), b.range());
@@ -62,7 +62,7 @@ mod tests {
         (0..).zip(bindings).fold(launch, |launch, (index, (tensor, access))| launch.tensor(index, tensor, *access))
     }
 
-    /// Whether the second launch, after the first, gets a barrier.
+    /// Whether the second of two launches gets a barrier.
     fn second_waits(first: &[(&Tensor, Use)], second: &[(&Tensor, Use)]) -> bool {
         let mut order = Order::new();
         assert!(!order.needs_barrier(&launch(first)), "there is nothing to wait for");
@@ -87,7 +87,7 @@ mod tests {
         }
     }
 
-    /// The previous launch must not write what a kernel reads early; the rest is read in order.
+    /// The previous launch must not write a buffer that a kernel reads early; other buffers are read in order.
     #[test]
     fn only_what_is_read_ahead_keeps_launches_apart() {
         let (t, other) = (&tensor(), &tensor());
