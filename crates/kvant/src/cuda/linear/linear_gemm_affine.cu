@@ -1,20 +1,20 @@
 // linear_gemm_affine: linear (linear_generic.cu) of many rows with one W, affine or (BITS is 0) of bf16, on tensor
-// cores: by products of whole warpgroups (WARPGROUP_PRODUCTS), or of warps where GPUs have no others.
+// cores: by products of warpgroups (WARPGROUP_PRODUCTS), otherwise of warps.
 //
 // The products of an affine W use its codes, counted from the middle of their range, which bf16 holds exactly. With w =
 // scale * code + bias,
 //   out = sum over groups of  scale * (x . code)  +  sum over groups of  bias * (x . 1)
-// so W is never dequantised. The second sum is a product, too: of biases and sums of x, each a sum of TERMS bf16
-// numbers. An x of f32 is a sum of three bf16 numbers, one of f16 of two: as many products of the same codes, or
-// weights.
+// So W is never dequantised. The second sum is a product, too: of biases and sums of x, each a sum of TERMS bf16
+// numbers. An x of f32 is a sum of three bf16 numbers, an x of f16 a sum of two. Each of them is multiplied by the
+// codes, or weights.
 //
-// linear_gemm_affine_sort, with EXPERTS: ids [rows] -> the rows in the order of their experts, in tiles of ROWS places
-// of one expert each. `experts` has the expert of a tile, or NONE if the tile does not exist; `order` the row at a
-// place, or NONE for padding. Rows whose expert does not exist come last, as if there were one more. One block.
+// linear_gemm_affine_sort, with EXPERTS: sorts rows by their experts `ids` [rows], into tiles of ROWS places of one
+// expert each. `experts` has the expert of a tile, or NONE if the tile does not exist; `order` has the row at a place,
+// or NONE for padding. Rows whose expert does not exist come last, as rows of one more expert. One block.
 //
-// linear_gemm_affine_arrange: x [rows, inputs] -> for every tile of ROWS rows and BLOCK inputs a chunk, a matrix in the
-// layout of wgmma.h: the parts of x. For an affine W, chunks of their sums follow, of BLOCK sums and one term each. The
-// padding is zeros. A thread has 16 bytes of a row.
+// linear_gemm_affine_arrange: arranges x [rows, inputs] in chunks, one for every tile of ROWS rows and BLOCK inputs. A
+// chunk has the parts of x, each a matrix in the layout of wgmma.h. For an affine W, chunks of their sums follow, of
+// BLOCK sums and one term each. The padding is zeros. A thread has 16 bytes of a row.
 //
 // linear_gemm_affine: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread
 // (without WARPGROUP_PRODUCTS, those that multiply) copies them into a ring in shared memory, and two warpgroups
@@ -57,7 +57,7 @@ struct GemmAffineSortParams {
 
 extern "C" __global__ void __launch_bounds__(1024)
     KVANT_KERNEL(const uint *ids, uint *experts, uint *order, const GemmAffineSortParams p) {
-    // Rows of each expert; then where its next row goes.
+    // Rows of each expert; later the place of its next row.
     extern __shared__ uint counts[];
     uint *next = counts + p.experts + 1;
     const uint thread = threadIdx.x, threads = blockDim.x;
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
     __syncthreads();
     if (thread < 32) {
-        // The first tile of every expert: sums over those before, 32 experts at a time.
+        // The first tile of every expert: the number of tiles of earlier experts, 32 experts at a time.
         uint before = 0;
         for (uint first = 0; first <= p.experts; first += 32) {
             const uint e = first + thread, tiles = e <= p.experts ? (counts[e] + ROWS - 1) / ROWS : 0;
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         }
     }
     __syncthreads();
-    // The order within an expert differs from run to run, and no result depends on it.
+    // The order within an expert differs from run to run; no result depends on it.
     for (uint row = thread; row < p.rows; row += threads) {
         order[atomicAdd(next + min(ids[row], p.experts), 1)] = row;
     }
@@ -107,15 +107,15 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 constexpr bool AFFINE = BITS != 0;
 constexpr uint BLOCK = 64;
-// Inputs whose products, and x, are added before a scale, or a bias, multiplies them: SUMS times in BLOCK.
+// Inputs whose products (or x) are added before a scale (or a bias) multiplies the sum; BLOCK has SUMS such groups.
 constexpr uint SUM_INPUTS = BLOCK / SUMS;
 constexpr uint PARTS = X_DTYPE == F32 ? 3 : X_DTYPE == F16 ? 2 : 1;
-// Bytes of one part of x, and of all; what a chunk has room for.
+// Bytes of one part of x, and of all parts: the size of a stage.
 constexpr uint PART = ROWS * BLOCK * 2;
 constexpr uint STAGE = PARTS * PART;
-// Numbers of 16 bits that make a bias, or a sum.
+// 16-bit numbers whose sum is a bias, or a sum of x.
 constexpr uint TERMS = OUT_DTYPE == F32 ? 3 : 2;
-// Blocks of inputs for which products follow each other without a gap: there are whole ones.
+// Blocks of inputs whose products follow each other without a gap. The number of blocks is padded to a multiple of it.
 constexpr uint DEPTH = 4;
 
 inline uint blocks_of(uint inputs) {
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     if (AFFINE && piece % (8 / SUMS) == 0) {
-        // In the order of the lanes that have the biases: 16 neighbours are a lane's, two at a time.
+        // In the order of the lanes that have the biases: a lane has 16 neighbours, two at a time.
         const uint in_block = of_sum % BLOCK, pair = in_block % 16 / 2, element = in_block / 16 * 2 + in_block % 2;
         uchar *to = chunks + (blocks_of(p.inputs) + ulong(of_sum / BLOCK) * TERMS) * STAGE + r * 128 + (pair ^ r % 8) * 16;
         uint terms[TERMS];
@@ -201,16 +201,16 @@ extern "C" __global__ void __launch_bounds__(256)
 
 constexpr uint OUTPUTS = 128;
 constexpr uint CONSUMERS = 256;
-// One thread copies in bulk, whose warpgroup gives its registers to the consumers. Elsewhere the consumers copy: with a
-// ninth warp, each thread would have 168 registers.
+// One thread copies in bulk; its warpgroup gives registers to the consumers. Without warpgroup products the consumers
+// copy: with a ninth warp, each thread would have 168 registers.
 constexpr uint COPIERS = WARPGROUP_PRODUCTS ? 1 : CONSUMERS;
 constexpr uint THREADS = CONSUMERS + (WARPGROUP_PRODUCTS ? 128 : 0);
 // Pieces of 64 rows: products of one run while those of the other are added.
 constexpr uint PIECES = ROWS / 64;
-// Blocks of codes in registers. Products of warps take twice the time, and have fewer registers; scales of two sums
-// need more of them.
+// Blocks of codes in registers. Products of warps take twice the time, and leave fewer registers; scales of two sums
+// need more registers.
 constexpr uint AHEAD = WARPGROUP_PRODUCTS || PIECES == 1 ? DEPTH : DEPTH / 2 / SUMS;
-// Rows of the tile of results, in floats: threads meet in no bank.
+// Floats of a row of the tile of results, padded against bank conflicts.
 constexpr uint RESULTS = OUTPUTS + 4;
 // Shared memory, after the first multiple of 1024 bytes: barriers and the ring, or the results.
 constexpr uint AT_RING = 1024;
@@ -232,17 +232,17 @@ inline float float_of(uint bits) {
     return W_DTYPE == F32 ? __uint_as_float(bits) : W_DTYPE == F16 ? half_to_float(ushort(bits)) : __uint_as_float(bits << 16);
 }
 
-// A lane's codes of an output for BLOCK inputs, not yet converted, so that nothing waits for the load before they are
-// used. A dense row has two words of four.
+// A lane's codes of an output for BLOCK inputs. They are not yet converted, so that the load is waited for only at
+// their use. A dense row has two words of four.
 struct Codes {
     uint4 words[AFFINE ? 1 : 2];
     uint scales[SUMS];
 };
 
-// Whether eight codes begin within a word: two words have them.
+// Whether eight codes may begin within a word: two words then have them.
 constexpr bool WITHIN_WORDS = HALVED && BITS != 4 && BITS != 8;
 
-// Codes 8 t to 8 t + 7 of the 32 that begin at `from`, or the words that have them.
+// Codes 8 t to 8 t + 7 of the 32 codes that begin at `from`, or the words with these codes.
 inline uint2 load_eight(const uint *from, uint t) {
     if (BITS == 4) {
         return make_uint2(from[t], 0);
@@ -305,7 +305,7 @@ struct Weight {
         const uint *row = reinterpret_cast<const uint *>(codes) + ulong(output) * (inputs / 32 * BITS);
         return {{load_words(row, block * 4 + threadIdx.x % 4, BITS, W_ALIGNED)}, {bits_at(scales, group_of(output, block))}};
     }
-    // Of codes counted from their middle.
+    // The bias for codes counted from their middle.
     float bias(uint output, uint sum) const {
         const ulong group = group_of(output, sum_of(sum));
         return float_of(bits_at(biases, group)) + float_of(bits_at(scales, group)) * MIDDLE;
@@ -322,7 +322,7 @@ inline uint subtract(uint a, uint b) {
     return out;
 }
 
-// Pair i of 16 codes, or weights. Behind the exponent of 1 the lowest of seven bits counts 1 / 128.
+// Pair i of 16 codes, or weights. In the seven bits below the exponent of 1, a code counts 1 / 128.
 inline uint pair_of(const Codes &codes, uint i) {
     const uint4 w = codes.words[AFFINE ? 0 : i / 4];
     if (!AFFINE) {
@@ -350,7 +350,7 @@ inline uint pair_of(const Codes &codes, uint i) {
     }
     const uint word = i / 2 == 0 ? w.x : i / 2 == 1 ? w.y : i / 2 == 2 ? w.z : w.w;
     const uint two = word >> i % 2 * 16;
-    // 2^23 plus the code; minus 2^23 and the middle it has 8 bits, all in the upper half of the float.
+    // 2^23 plus the code. Minus 2^23 and the middle, it has 8 bits, which all fit into the upper half of the float.
     constexpr float OFF = 8388608 + MIDDLE;
     const float low = __uint_as_float(two & 255 | 0x4B000000) - OFF, high = __uint_as_float(two >> 8 & 255 | 0x4B000000) - OFF;
     return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
@@ -393,7 +393,7 @@ struct Block {
 // Copies the chunks of the block's tile of rows to the ring, one after the other.
 struct Copier {
     const Block &b;
-    // Of the phases in which buffers become free, the first is over.
+    // The first phase in which buffers become free has already ended.
     RingCursor<STAGES> at = {0, 1};
     uint copied = 0;
 
@@ -432,7 +432,7 @@ struct Consumer {
         if constexpr (!WARPGROUP_PRODUCTS) {
             // Products of warps read buffers by ordinary instructions.
             barrier_arrive_warp(b.free + stage * 8);
-            // Into the buffer before this one, which other warps may still read.
+            // The copy goes to the buffer before this one, which other warps may still read.
             if (copier.has_next()) {
                 copier.copy_next();
             }

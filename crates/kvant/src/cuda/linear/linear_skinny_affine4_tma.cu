@@ -8,18 +8,19 @@
 // a multiprocessor to itself. One warp copies the W of a tile with its scales and biases, up to STAGES tiles ahead of
 // their use. Others multiply: TEAMS take tiles in turn, and the WARPS of a team divide the inputs, STEPS times BLOCK
 // neighbouring ones each. A warp keeps its inputs of x in registers, as the B of its products; the A are 16 outputs.
-// Which inputs meet in one product is arbitrary, so long as A and B agree: lane 4g + t has 16 neighbouring codes of a
-// block, of outputs g and g + 8, and the same inputs of row g of x. Codes plus 128 are exact in bf16; adding 128 loses
-// low bits of the sums, so for results of f32 it is subtracted first. The sums of a block are scaled, and its bias is
-// multiplied by the sum of its x, in float. The warps of a team leave the sums of a tile in shared memory, where a last
-// warp adds them up.
+// The assignment of inputs to products is arbitrary if A and B agree: lane 4g + t has 16 neighbouring codes of a block,
+// of outputs g and g + 8, and the corresponding inputs of row g of x. Codes plus 128 are exact in bf16. Adding 128
+// loses low bits of the sums, so it is subtracted first for results of f32. The sums of a block are scaled in float,
+// and its bias is multiplied by the sum of its x. The warps of a team leave the sums of a tile in shared memory, where
+// another warp adds them up.
 //
-// Registers do not hold x of long rows. SPLITS blocks then have the same outputs, and INPUTS of each row: they leave
-// their sums in `partials`, and the one that is done last adds them up.
+// If registers do not hold x of long rows, SPLITS blocks have the same outputs, and INPUTS inputs of each row. They
+// leave their sums in `partials`, and the block that finishes last adds them up.
 //
-// EXPERTS: tiles are of one expert each. linear_gemm_affine_sort has put rows into tiles of ROWS rows, in `experts` and
-// `order`; or, if they are few, each is a tile (ALONE), and `experts` are theirs. Tiles of the same rows follow each
-// other. Of the two halves of the results that a gate needs (linear/gating.h), a tile has eight outputs each.
+// EXPERTS: each tile has one expert. linear_gemm_affine_sort has put rows into tiles of ROWS rows, in `experts` and
+// `order`. A few rows are not sorted: each is a tile (ALONE), and `experts` are those of the rows. Tiles of the same
+// rows follow each other. If a gate needs two halves of the results (linear/gating.h), a tile has eight outputs of each
+// half.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known;
 // x is read later.
@@ -42,13 +43,13 @@ constexpr uint NONE = 0xFFFFFFFF;
 constexpr uint CONSUMERS = TEAMS * WARPS;
 constexpr uint THREADS = 32 * (CONSUMERS + (WARPS > 1 ? 2 : 1));
 constexpr uint OWN = STEPS * BLOCK;
-// The block's bytes of a row of codes. Lanes meet in no bank if rows are an odd number of 32 bytes long: such rows are
-// copied together, others one by one, and padded.
+// The block's bytes of a row of codes. Rows of an odd number of 32 bytes have no bank conflicts: they are copied
+// together. Others are copied one by one, and padded.
 constexpr uint CODES = INPUTS / 2;
 constexpr bool ODD = CODES % 64 == 32;
 constexpr uint PITCH = ODD ? CODES : (CODES + 127) / 128 * 128 + 32;
-// Bytes of scales, or biases, of a row. Whole units of 16 bytes are copied row by row, and padded against bank
-// conflicts. Others are copied together, which begin at such a unit if the output is a multiple of ALIGNED_ROWS.
+// Bytes of scales (or biases) of a row. Multiples of 16 bytes are copied row by row, and padded against bank conflicts.
+// Otherwise several rows are copied together, from an output on that is a multiple of ALIGNED_ROWS.
 constexpr uint FACTOR_BYTES = INPUTS / GROUP * 2;
 constexpr bool ROW_BY_ROW = FACTOR_BYTES % 16 == 0;
 constexpr uint FACTOR_PITCH = ROW_BY_ROW ? FACTOR_BYTES + 16 : FACTOR_BYTES;
@@ -89,8 +90,8 @@ inline uint codes_of(uint2 two, uint i) {
     return pair;
 }
 
-// Scales, or biases, of an output that are loaded together: those of TOGETHER blocks. More than 14 warps have too few
-// registers for those of a long row.
+// Scales (or biases) of an output that one load reads: those of TOGETHER blocks. With more than 14 warps, there are too
+// few registers for those of a long row.
 constexpr bool FEW_REGISTERS = WARPS > 14 && STEPS > 4;
 constexpr uint TOGETHER = GROUP != BLOCK || FEW_REGISTERS           ? 1
                           : STEPS % 4 == 0 && FACTOR_PITCH % 8 == 0 ? 4
@@ -120,7 +121,7 @@ struct Factors {
     }
 };
 
-// A tile of a block: its tile of rows (0 without experts), and its number among those of the same rows.
+// A tile of a block: its tile of rows (0 without experts), and its number among the tiles of these rows.
 struct Place {
     uint row_tile;
     uint tile;
@@ -171,7 +172,7 @@ struct Share {
     }
 };
 
-// All that the phases of the kernel share.
+// Context of all phases of the kernel.
 struct Block {
     const SkinnyAffine4TmaParams &p;
     const Tensors &tensors;
@@ -412,7 +413,7 @@ inline void multiply_tiles(const Block &b) {
         float sums[4] = {};
         barrier_wait(b.barriers.full(at), parity);
         multiply_tile(b, sums, b.memory + at * STAGE, xs, x_sums, member);
-        // Without a later tile in this stage, nobody waits for it.
+        // If no later tile uses this stage, no thread waits for it.
         if (b.share.tiles > STAGES) {
             barrier_arrive(b.barriers.empty(at));
         }
@@ -433,7 +434,7 @@ inline void multiply_tiles(const Block &b) {
     }
 }
 
-// Epilogue with SPLITS: the block that is done last adds up the partial sums of all.
+// Epilogue with SPLITS: the block that finishes last adds up the partial sums of all blocks.
 inline void add_blocks(const Block &b, uint *arrivals) {
     const uint warp = b.self.warp;
     // After the b.barriers.

@@ -1,10 +1,10 @@
-// Codes of linear_gemm_affine_wgmma.cu, which become left sides of products, and their scales and biases.
+// Codes of linear_gemm_affine_wgmma.cu as left sides of products, and their scales and biases.
 #ifndef KVANT_CUDA_LINEAR_BATCH_CODES_H
 #define KVANT_CUDA_LINEAR_BATCH_CODES_H
 #include "linear/gemm_affine_wgmma/layout.h"
 
-// Offset of codes. The lowest of seven bits below the exponent of 128 counts 1. Codes of 8 bits are counted from their
-// middle.
+// Offset of codes: in the low seven bits of the bf16 number 128, a code adds its value. Codes of 8 bits are counted
+// from their middle.
 constexpr bool EXACT = OUT_DTYPE == F32 && BITS != 8;
 constexpr float OFFSET = BITS == 8 ? -128 : EXACT ? 0 : 128;
 constexpr uint MINUS_OFFSET = BITS == 8 ? 0x43004300 : 0xC300C300;
@@ -30,13 +30,13 @@ inline uint pair_of(const uint (&w)[4], uint i) {
         return masked(two << 4, 0x3F0000) | two & 0x3F;
     }
     const uint two = w[i / 2] >> i % 2 * 16;
-    // 2^23 plus the code; minus 2^23 and the middle it has 8 bits, all in the upper half of the float.
+    // 2^23 plus the code. Minus 2^23 and the middle, it has 8 bits, which all fit into the upper half of the float.
     constexpr float OFF = 8388608 + 128;
     const float low = __uint_as_float(two & 255 | 0x4B000000) - OFF, high = __uint_as_float(two >> 8 & 255 | 0x4B000000) - OFF;
     return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 
-// Unit `unit` of 16 bytes of a row of codes is in this place.
+// The place of unit `unit` of 16 bytes of a row of codes.
 inline uint swizzled(uint row, uint unit) {
     return BITS == 4 ? unit ^ (DEPTH % 4 == 0 ? row & 3 : row >> 1 & 1) << 1 : unit;
 }
@@ -98,7 +98,7 @@ inline void operands(uint (&a)[N][4], const uint (&w)[2][4], uint first, const F
     }
 }
 
-// The scales, or biases, of an output for a chunk; `odd` if they begin in the middle of a word.
+// The scales (or biases) of an output for a chunk. `odd`: they begin in the middle of a word.
 inline void load_factors(uint (&to)[FACTORS], const uchar *from, bool odd) {
     ushort halves[FACTORS];
     if constexpr (FACTORS_ALIGNED && FACTORS % 2 == 0) {

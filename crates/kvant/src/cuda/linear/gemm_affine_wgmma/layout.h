@@ -1,21 +1,21 @@
-// The shared memory of linear_gemm_affine_wgmma.cu, and how its blocks divide the work.
+// The shared memory of linear_gemm_affine_wgmma.cu, and the division of its work among blocks.
 #ifndef KVANT_CUDA_LINEAR_BATCH_LAYOUT_H
 #define KVANT_CUDA_LINEAR_BATCH_LAYOUT_H
 #include "linear/gemm_affine_wgmma/chunk.h"
 
 constexpr uint OUTPUTS = 256 / HALVES;
 constexpr uint PRODUCERS = 128;
-// Tiles of 64 outputs that a warpgroup multiplies. With many rows, fewer warpgroups leave registers for the sums of
-// two.
+// Tiles of 64 outputs that a warpgroup multiplies. With many rows there are fewer warpgroups, so that each has
+// registers for the sums of two tiles.
 constexpr uint TILES = ROWS <= 64 ? 1 : 2;
 constexpr uint CONSUMERS = 512 / TILES;
 constexpr uint THREADS = PRODUCERS + CONSUMERS;
-// Threads whose sums are of different outputs, and blocks of a chunk that a thread multiplies.
+// Threads whose sums are of different outputs. Blocks of a chunk that a thread multiplies.
 constexpr uint WRITERS = CONSUMERS / HALVES;
 constexpr uint OWN_BLOCKS = DEPTH / HALVES;
 static_assert(HALVES == 1 || !FOLDED, "linear: halves of chunks are for few rows");
-// Bytes of a row of codes, and from one to the next, so that the lanes of a load meet in no bank: where rows are not
-// padded, their units of 16 bytes are permuted (swizzled).
+// Bytes of a row of codes, and the distance of rows, chosen against bank conflicts of a load. If rows are not padded,
+// their units of 16 bytes are permuted (swizzled).
 constexpr uint CODES = INPUTS / 8 * BITS;
 constexpr uint PITCH = BITS == 4 ? CODES : BITS == 8 ? CODES + 64 : CODES + 16;
 // Lanes that copy a row, 16 bytes at a time.
@@ -24,10 +24,10 @@ constexpr uint ROW_LANES = CODES / 16 % 8 == 0 ? 8 : CODES / 16 % 4 == 0 ? 4 : 2
 constexpr uint AT_CODES = X_BYTES;
 constexpr uint AT_SUMS = AT_CODES + OUTPUTS * PITCH;
 constexpr uint STAGE = (AT_SUMS + SUMS_BYTES + 1023) / 1024 * 1024;
-// Chunks, of SPAN inputs, whose scales and biases are copied together; how many a thread has of a chunk; their bytes
-// for an output, and from one output to the next. They are copied in pieces of 8 bytes or, where these are not aligned,
-// in words: the first scale, or bias, of all may be in the middle of one (SCALES_ODD, BIASES_ODD: 0 or 1), and that of
-// any output.
+// Chunks, of SPAN inputs, whose scales and biases are copied together; scales of a thread in a chunk; their bytes for
+// an output, and the distance of outputs. They are copied in pieces of 8 bytes, or, if these are not aligned, in words.
+// The first scale (or bias) may be in the middle of a word (SCALES_ODD, BIASES_ODD: 0 or 1), and so may that of any
+// output.
 constexpr uint SPAN_CHUNKS = SPAN / INPUTS;
 constexpr uint FACTORS = INPUTS / GROUP / HALVES;
 constexpr uint SPAN_BYTES = SPAN / GROUP * 2;
@@ -48,8 +48,8 @@ static_assert(INPUTS / HALVES % GROUP == 0 && SPAN % INPUTS == 0 && GROUP % BLOC
 static_assert(X_DTYPE == BF16 && (OUT_DTYPE == BF16 || OUT_DTYPE == F32 && !FOLDED), "linear: the dtypes of rows");
 static_assert(W_DTYPE == BF16 || W_DTYPE == F16 && !FOLDED, "linear: the dtype of scales");
 
-// The shares of the blocks: `each` of all chunks of all tiles (in a cluster, of its tile), and one more for the first
-// `longer` blocks.
+// The shares of the blocks. Each has `each` chunks of all tiles (in a cluster, of its tile); the first `longer` blocks
+// have one more.
 struct Shares {
     uint each;
     uint longer;

@@ -4,10 +4,10 @@
 //
 // With w = scale * code + bias,
 //   out = sum over blocks of  scale * (x . code) + bias * (x . 1)
-// where a block is BLOCK inputs of one group. With up to 32 rows, products are of codes plus OFFSET, which bf16 holds
-// exactly; they and the second term are scaled and added in float. OFFSET costs some bits of the sums: for results of
-// f32 it is subtracted from codes of 4 and 6 bits before the products. With more rows (FOLDED) scaling takes longer
-// than making weights of the codes, rounded to bf16.
+// A block is BLOCK inputs of one group. With up to 32 rows, products are of codes plus OFFSET, which bf16 holds
+// exactly; they and the second term are scaled and added in float. OFFSET costs some bits of the sums. For results of
+// f32 it is therefore subtracted from codes of 4 and 6 bits before the products. With more rows (FOLDED), codes become
+// weights rounded to bf16, which is faster than scaling.
 //
 // x is in chunks, by linear_gemm_affine_wgmma_arrange.cu. Tiles are OUTPUTS outputs by ROWS rows, of out^T = W x^T. The
 // chunks of all tiles, one after the other, are divided evenly among the blocks, wherever that cuts a tile. One
@@ -18,9 +18,9 @@
 // shared memory. Chunks are longer then, and longer pieces of rows are read faster. A tile that several blocks share is
 // left in `partials`, and added up, in the order of its inputs, by the block that is done last.
 //
-// Where tiles are at most half as many as multiprocessors, several blocks would share each, and the last one of a small
-// matrix would add for longer than it multiplies. There the CLUSTER blocks of a cluster divide the chunks of a tile,
-// and each adds up a part of its sums, through distributed shared memory.
+// If tiles are at most half as many as multiprocessors, several blocks would share each, and the last block of a small
+// matrix would add for longer than it multiplies. In that case the CLUSTER blocks of a cluster divide the chunks of a
+// tile, and each adds up a part of its sums, through distributed shared memory.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known.
 #include "device/cluster.h"
@@ -71,7 +71,7 @@ struct Block {
     uint end;
 };
 
-// Tiles of rows; with experts, the leading ones that the sort has filled. All threads call it.
+// The number of tiles of rows. With experts, the tiles that the sort has filled; these come first. All threads call it.
 inline uint count_row_tiles(const GemmAffineWgmmaParams &p, const uint *experts) {
     if (!EXPERTS) {
         __syncthreads();
@@ -124,7 +124,7 @@ inline void copy_factors(const Block &b, const Producer &self, uint to, uint spa
             }
         }
     } else {
-        // Neighbouring lanes copy those of neighbouring outputs: rows are short, or not aligned.
+        // Neighbouring lanes copy scales (or biases) of neighbouring outputs, because rows are short or not aligned.
         const ulong count = ulong(b.p.linear.experts) * b.p.linear.outputs * self.groups;
 #pragma unroll 1
         for (uint i = self.own; i < 2 * OUTPUTS; i += PRODUCERS) {
@@ -205,8 +205,8 @@ inline void produce(const Block &b, uint own) {
     });
 }
 
-// A thread of the consumers. Its outputs of a tile are `own` and the one 8 later; those of another tile are 64 later.
-// `half` is its half of a chunk's inputs; `writer` is its number among the threads of that half.
+// A thread of the consumers. Its outputs of a tile are `own` and `own` + 8; in the next tile of the warpgroup, 64
+// later. `half` is its half of a chunk's inputs; `writer` is its number among the threads of that half.
 struct Consumer {
     uint g;
     uint t;
@@ -242,7 +242,7 @@ inline void factors_of_outputs(const uchar *factors_of_chunk, const Consumer &c,
         load_factors(of_row[1], from + SIDE, (odd[tile][r] + BIASES_ODD) % 2);
 #pragma unroll
         for (uint f = 0; f < FACTORS; f++) {
-            // Behind the last input; aligned ones are zeros there.
+            // Zero behind the last input; aligned factors are zeros there already.
             const bool there = WHOLE || FACTORS_ALIGNED || chunk * DEPTH + c.half * OWN_BLOCKS + f * (GROUP / BLOCK) < c.blocks;
             factors[tile][f].scale[r] = there ? of_row[0][f] : 0;
             const float less = fmaf(-OFFSET, __uint_as_float(of_row[0][f]), __uint_as_float(of_row[1][f]));
@@ -334,7 +334,7 @@ inline void multiply_codes(const Consumer &c, const uchar *stage, ulong x, const
     add(OWN_BLOCKS - 1);
 }
 
-// Cursors of a consumer: the ring, the slots of factors, and how many tiles it has multiplied.
+// Cursors of a consumer: the ring, the slots of factors, and the number of tiles that it has multiplied.
 struct Cursors {
     RingCursor<STAGES> ring;
     RingCursor<SLOTS> slot;
@@ -408,8 +408,8 @@ inline bool add_halves(const Block &b, const Consumer &c, uint turn, float (&sum
     return true;
 }
 
-// A thread's sums are in places of four: place i has columns 8 (i % (ROWS / 8)) + 2 t and the next one, of two outputs
-// of tile i / (ROWS / 8).
+// A thread's sums in places of four: place i has two neighbouring columns, from 8 (i % (ROWS / 8)) + 2 t on, of two
+// outputs of tile i / (ROWS / 8).
 constexpr uint PLACES = TILES * ROWS / 8;
 inline const float *place_of(const float (&sums)[TILES][ROWS / 2], uint i) {
     return &sums[i / (ROWS / 8)][i % (ROWS / 8) * 4];
@@ -419,14 +419,14 @@ struct Columns {
     Column of[2];
 };
 
-// Epilogue: where the results of a tile go.
+// Epilogue: the destination of a tile's results.
 struct Results {
     const Block &b;
     const Consumer &c;
     Segment segment;
     uint row_tile;
     uint first_output;
-    // Whether the tile's expert exists; results of others are zeros.
+    // Whether the tile's expert exists; otherwise the results are zeros.
     bool known;
 
     // The lane's outputs h of a tile are this one and the next.
@@ -469,7 +469,7 @@ struct Results {
 // Epilogue in a cluster: each block adds up a part of the tile's sums of all blocks. The ring is free: its place holds
 // the sums.
 inline void add_in_cluster(const Block &b, const Consumer &c, const Results &results, const float (&sums)[TILES][ROWS / 2]) {
-    // The warps of the block are done with the ring, and all copies have come.
+    // The warps of the block have finished with the ring, and all copies have arrived.
     meet(2, WRITERS);
     float4 *own_sums = reinterpret_cast<float4 *>(b.stages) + c.writer;
 #pragma unroll

@@ -1,13 +1,13 @@
-// linear_gemm_affine_wgmma_arrange: x [rows, inputs] -> for every tile of ROWS rows and every DEPTH blocks of inputs a
-// chunk: matrices of BLOCK inputs in the layout of wgmma.h, then, unless FOLDED, the sums of the blocks, [DEPTH][ROWS]
-// floats. The padding is zeros. A thread has 16 bytes of a row. It also sets the counters of linear_gemm_affine_wgmma
-// to 0.
+// linear_gemm_affine_wgmma_arrange: arranges x [rows, inputs] in chunks, one for every tile of ROWS rows and DEPTH
+// blocks of inputs. A chunk is matrices of BLOCK inputs in the layout of wgmma.h, then, unless FOLDED, the sums of the
+// blocks, [DEPTH][ROWS] floats. The padding is zeros. A thread has 16 bytes of a row. The kernel also sets the counters
+// of linear_gemm_affine_wgmma to 0.
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 #include "linear/gemm_affine_wgmma/chunk.h"
 
-// Blocks: x counts blocks of inputs, of whole chunks, as many as a block has threads for; y 32 rows, or a tile of
-// fewer.
+// CUDA blocks: x counts blocks of inputs, padded to whole chunks; a CUDA block has several if it has threads for them. y
+// counts 32 rows, or tiles of fewer rows.
 extern "C" __global__ void __launch_bounds__(256)
     KVANT_KERNEL(const uchar *x, uchar *out, uint *counters, const GemmAffineWgmmaParams p, const uint *experts, const uint *order) {
     take_turn();
