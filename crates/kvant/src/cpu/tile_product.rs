@@ -8,14 +8,14 @@ use std::arch::{asm, x86_64::*};
 
 use super::simd::amx::{TILE_BYTES, TILE_ROWS};
 
-/// Bytes of a tile.
+/// Bytes of an AMX tile.
 pub(super) const TILE: usize = TILE_ROWS * TILE_BYTES;
 /// Bytes of a hi tile and of the lo tile that follows it.
 pub(super) const PAIR: usize = 2 * TILE;
 /// Rows and columns of a block of sums: two tiles each.
 pub(super) const BLOCK: usize = 32;
 
-/// A product of two matrices in tiles: 16 or 32 rows times 32 columns.
+/// A product of two matrices in AMX tiles: 16 or 32 rows times 32 columns.
 pub(super) struct TileProduct {
     /// `[16 or 32, BLOCK]`; rows are `apart` bytes apart.
     pub sums: *mut f32,

@@ -1,5 +1,5 @@
-//! AMX: matrix products of tiles of up to 16 rows of 64 bytes. Kernels use inline assembly, because Rust's intrinsics
-//! for AMX are not stable.
+//! Matrix products of AMX tiles, of up to 16 rows of 64 bytes. Kernels use inline assembly, because Rust's
+//! intrinsics for AMX are not stable.
 
 use std::{arch::asm, marker::PhantomData, sync::OnceLock};
 
@@ -56,7 +56,8 @@ impl Drop for Tiles {
     }
 }
 
-/// Whether the processor has AMX with bf16 tiles and conversions to bf16, and the system lets this process use tiles.
+/// Whether the processor has AMX with tiles of bf16 and conversions to bf16, and the system lets this process use
+/// tiles.
 pub(super) fn is_supported() -> bool {
     static IS_SUPPORTED: OnceLock<bool> = OnceLock::new();
     *IS_SUPPORTED.get_or_init(|| has_instructions() && is_permitted())

@@ -1,4 +1,4 @@
-//! Attention of many query rows with AMX's bf16 tiles: prompts, and groups of many heads.
+//! Attention of many query rows with AMX tiles of bf16: prompts, and groups of many heads.
 //!
 //! As in [`many_rows`](super::many_rows), there are two matrix products per tile of keys, and a column is a query row.
 //! Each factor is split into hi + lo bf16, which keeps 16 bits or more. A product is hi·hi + hi·lo + lo·hi, summed in
@@ -46,18 +46,18 @@ pub(super) struct AmxRows {
     queries: Queries,
     /// The number of rows, padded to whole groups.
     rows: usize,
-    /// `[rows / 16, D / 32]` pairs of tiles.
+    /// `[rows / 16, D / 32]` pairs of AMX tiles.
     q: *mut u8,
     /// `[rows / BLOCK, D, BLOCK]`.
     o: *mut f32,
     /// `[rows]` each.
     m: *mut f32,
     l: *mut f32,
-    /// `[TILE / 16, D / 32]` pairs of tiles.
+    /// `[TILE / 16, D / 32]` pairs of AMX tiles.
     k: *mut u8,
-    /// `[D / 16, TILE / 32]` pairs of tiles.
+    /// `[D / 16, TILE / 32]` pairs of AMX tiles.
     v: *mut u8,
-    /// For one group: scores `[TILE, BLOCK]`, and weights as `[BLOCK / 16, TILE / 32]` pairs of tiles.
+    /// For one group: scores `[TILE, BLOCK]`, and weights as `[BLOCK / 16, TILE / 32]` pairs of AMX tiles.
     scores: *mut f32,
     weights: *mut u8,
     /// `[2, D]`: the means of a page's keys and values.
@@ -72,7 +72,7 @@ impl AmxRows {
         rows * (2 * head_dim + 2) + 2 * TILE * head_dim + 2 * TILE * BLOCK + 2 * head_dim
     }
 
-    /// Stores the queries as tiles in `memory`, which has [`AmxRows::len`] floats and is aligned to a cache line.
+    /// Stores the queries as AMX tiles in `memory`, which has [`AmxRows::len`] floats and is aligned to a cache line.
     /// Returns `None` if some are not finite.
     ///
     /// # Safety
@@ -91,7 +91,7 @@ impl AmxRows {
         let [k, v] = [part(TILE * dim), part(TILE * dim)];
         let [scores, weights] = [part(TILE * BLOCK), part(TILE * BLOCK)];
         let [m, l, means] = [part(rows), part(rows), part(2 * dim)];
-        // SAFETY: the caller's promise; a pair of tiles has as many bytes as its numbers as f32.
+        // SAFETY: the caller's promise; a pair of AMX tiles has as many bytes as its numbers as f32.
         unsafe {
             if !stage::stage_queries(&queries, rows, q.cast()) {
                 return None;
@@ -155,7 +155,7 @@ impl AmxRows {
         }
     }
 
-    /// Turns scores into weights, as tiles; rescales sums if a row's m is raised.
+    /// Turns scores into weights, as AMX tiles; rescales sums if a row's m is raised.
     #[inline(always)]
     unsafe fn weigh(&self, group: usize, keys: Range<usize>, tile: &KeyTile) {
         let dim = self.queries.head_dim;
@@ -313,7 +313,7 @@ impl AbsorbTiles for AmxRows {
             let wanted = [tile.next_from.k.planes, tile.next_from.v.planes]
                 .map(|planes| PrefetchRuns::new(&planes, tile.next.bytes, tile.next.row, tile.next.keys));
             let mut next = NextLines { sides: wanted.each_ref().map(Prefetcher::new), lines: 0 };
-            // Lines to prefetch for each product of a group: all at once would delay the loads of tiles.
+            // Lines to prefetch for each product of a group: all at once would delay the loads of AMX tiles.
             let groups = self.rows / BLOCK;
             let products = groups * (dim / BLOCK + tile.keys.div_ceil(BLOCK));
             next.lines = next.sides.each_ref().map(Prefetcher::left).into_iter().max().unwrap_or(0).div_ceil(products);
@@ -349,7 +349,7 @@ impl NextLines<'_> {
     }
 }
 
-/// The weights of 16 rows, `[TILE / 32]` pairs of tiles: a row of a tile has words of two keys.
+/// The weights of 16 rows, `[TILE / 32]` pairs of AMX tiles: a row of an AMX tile has words of two keys.
 #[derive(Clone, Copy)]
 struct WeightTiles(*mut u8);
 

@@ -1,4 +1,4 @@
-//! Stores queries, keys and values as bf16 tiles.
+//! Stores queries, keys and values as AMX tiles of bf16.
 
 use std::arch::x86_64::*;
 
@@ -12,14 +12,14 @@ use crate::cpu::{
     tile_product::{PAIR, digits},
 };
 
-/// Coordinates of a chunk: a word of a tile has one from its first half and one from its second.
+/// Coordinates of a chunk: a word of an AMX tile has one from its first half and one from its second.
 pub(super) const CHUNK: usize = 32;
-/// Keys of a pair of tiles of values.
+/// Keys of a pair of AMX tiles of values.
 pub(super) const KEYS: usize = 32;
-/// Words in the row of a tile, and rows of a tile.
+/// Words in the row of an AMX tile, and rows of an AMX tile.
 const WORDS: usize = 16;
 
-/// Rows of words for one tile, before they are transposed.
+/// Rows of words for one AMX tile, before they are transposed.
 #[repr(align(64))]
 struct Words([__m512i; WORDS]);
 
@@ -31,7 +31,7 @@ impl Words {
     }
 
     /// # Safety
-    /// The instructions of `Avx512` are enabled; `to` has room for a tile.
+    /// The instructions of `Avx512` are enabled; `to` has room for an AMX tile.
     #[inline(always)]
     unsafe fn transpose(&self, to: *mut u8) {
         // SAFETY: words can be moved as floats.
@@ -39,8 +39,8 @@ impl Words {
     }
 }
 
-/// Stores the queries as `[rows / 16, D / 32]` pairs of tiles: a row of a tile has one word of each query. Returns
-/// whether all are finite.
+/// Stores the queries as `[rows / 16, D / 32]` pairs of AMX tiles: a row of an AMX tile has one word of each query.
+/// Returns whether all are finite.
 ///
 /// # Safety
 /// The instructions of `Avx512` are enabled; `to` has room for `rows`, a multiple of 16.
@@ -79,8 +79,8 @@ pub(super) struct StagedTile<'a> {
     pub to: *mut u8,
 }
 
-/// Stores keys as `[keys / 16, D / 32]` pairs of tiles: a row of a tile is a part of one key. Returns whether all are
-/// finite.
+/// Stores keys as `[keys / 16, D / 32]` pairs of AMX tiles: a row of an AMX tile is a part of one key. Returns whether
+/// all are finite.
 ///
 /// # Safety
 /// The instructions of `Avx512` are enabled; the keys exist, and `to` has room for [`TILE`] of them.
@@ -114,8 +114,8 @@ unsafe fn store_keys<R: LoadRows>(rows: R, tile: StagedTile) -> bool {
     }
 }
 
-/// Stores values as `[D / 16, TILE / 32]` pairs of tiles: a row of a tile is one coordinate of 32 values, and a word
-/// has that coordinate of two neighbours. Absent values are zero. Returns whether all are finite.
+/// Stores values as `[D / 16, TILE / 32]` pairs of AMX tiles: a row of an AMX tile is one coordinate of 32 values, and
+/// a word has that coordinate of two neighbours. Absent values are zero. Returns whether all are finite.
 ///
 /// # Safety
 /// As for [`stage_keys`].

@@ -1,4 +1,4 @@
-//! Many rows of activations times a matrix, with bf16 tiles (AMX).
+//! Many rows of activations times a matrix, with AMX tiles of bf16.
 //!
 //! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Numbers are split into hi + lo
 //! bf16 ([`tile_product`]). bf16 numbers, and all numbers with 8-bit activations, have hi only. An instruction adds the
