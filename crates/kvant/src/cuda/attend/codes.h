@@ -30,7 +30,7 @@
 #include "device/fragments.h"
 
 constexpr uint CHUNK = HEAD_DIM < 256 ? HEAD_DIM : 256;
-// Of a row: blocks that have a norm each.
+// Blocks of a row that have a norm each.
 constexpr uint BLOCKS = HEAD_DIM / CHUNK;
 // At 2 bits: bytes of a word, of four, that take one lookup instead of two, and two more operations.
 constexpr uint EXPANDED_BYTES = 2;
@@ -47,14 +47,15 @@ inline constexpr bool in_pairs(uint codec) {
 
 extern __shared__ __align__(128) uchar memory[];
 
-// The bytes of `a` (0 to 3) and of `b` (4 to 7) that the nibbles of `which` name; 8 more: eight times the byte's sign.
+// The bytes of `a` (0 to 3) and of `b` (4 to 7) that the nibbles of `which` select. A nibble with 8 added selects the
+// byte's sign, eight times.
 inline uint permute(uint a, uint b, uint which) {
     uint out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(which));
     return out;
 }
 
-// Where the mask is set a, else b, in one instruction. The compiler would make two.
+// Bits of a where the mask is set, otherwise bits of b, in one instruction. The compiler would use two.
 inline uint choose(uint mask, uint a, uint b) {
     uint out;
     asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
@@ -71,7 +72,7 @@ template <uint CODEC>
 struct Table {
     // Bytes of a word's copies.
     static constexpr uint WORD = COMPACT ? COMPACT_COPIES * 4 : 128;
-    // Compact: words of an entry, and the bits of a byte that say which entry it is.
+    // Compact: words of an entry, and the bits of a byte that select the entry.
     static constexpr uint WORDS = CODEC == TQ4 ? 1 : 2;
     static constexpr uint FIELD = CODEC == TQ5 ? 5 : CODEC == TQ6 ? 6 : 8;
     static constexpr uint BYTES = COMPACT                          ? (WORDS * WORD) << FIELD
@@ -115,7 +116,7 @@ struct Table {
         return pack<true>(seventh != 0 ? 0 : c, seventh != 0 ? c : 0);
     }
 
-    // A thread has every `threads`-th entry, and begins somewhere in it, lest threads meet in a bank.
+    // A thread fills every `threads`-th entry. Threads begin at different words of it, to avoid bank conflicts.
     static void fill(uchar *table, uint thread, uint threads) {
         if constexpr (COMPACT) {
 #pragma unroll 1
@@ -167,7 +168,7 @@ struct Lookup {
         }
         return word<OFFSET>(permute(codes, column, 0x7604 | i << 4));
     }
-    // Not in pairs: the code in byte `i`, as the first of a pair whose other is 0, or as the second.
+    // Without pairs: the code in byte `i`, as the first or the second number of a pair whose other number is 0.
     uint low(uint codes, uint i) const {
         return entry(codes, i);
     }
@@ -181,7 +182,7 @@ struct Lookup {
         const uint spread = permute(high, 0, 0x4140), columns = permute(column, 0, 0x2020);
         return (spread & 0x00030003 << 2 * i) * (1u << (7 - 2 * i)) + columns;
     }
-    // In pairs: that of byte `i` of a word; the first or second of two words with their upper bits.
+    // With pairs: the pair of byte `i` of a word; with upper bits, of the first or second of two words.
     uint pair(uint codes, uint upper, uint which, uint i) const {
         if constexpr (CODEC == TQ4) {
             return entry(codes, i);
@@ -189,7 +190,7 @@ struct Lookup {
         const uint place = permute(codes, upper, (which == 0 ? 0xD504 : 0xD706) | i << 4);
         return word(CLUSTER > 1 ? place + window : place);
     }
-    // 2 bits: both pairs of a byte from the upper bytes of four centroids, which are in the order 0, 2, 1, 3.
+    // 2 bits: both pairs of a byte, from the upper bytes of four centroids, in the order 0, 2, 1, 3.
     static void expand(uint upper, uint (&pairs)[8], uint i) {
         // The lower byte of every centroid.
         constexpr uint LOWER = 0x06060606;
@@ -282,7 +283,7 @@ struct Codes {
     static constexpr bool PAIRED = in_pairs(CODEC);
     static constexpr uint LOW_BITS = low_bits_of(CODEC);
     static constexpr uint HIGH_BITS = high_bits_of(CODEC);
-    // Where four lanes share a row, two adjacent rows in shared memory have no bank conflicts if a lane has 32 bytes.
+    // If four lanes share a row, two adjacent rows in shared memory have no bank conflicts if a lane has 32 bytes.
     static constexpr uint MAX_RUN = (LANES == 4 ? 256 : 128) / LOW_BITS;
     static constexpr uint RUN = CHUNK / LANES < MAX_RUN ? CHUNK / LANES : MAX_RUN;
     static constexpr uint LOADS = CHUNK / LANES / RUN;
@@ -294,8 +295,7 @@ struct Codes {
     static constexpr uint LOW_RUN = RUN * LOW_BITS / 8;
     static constexpr uint HIGH_RUN = RUN * HIGH_BITS / 8;
     static constexpr uint HIGH_WORDS = HIGH_RUN < 4 ? 1 : HIGH_RUN / 4;
-    // Of the block's share of a row, and how far apart these lie in shared memory: such that lanes never meet in a
-    // bank.
+    // The block's share of a row, and the distance of shares in shared memory, chosen against bank conflicts.
     static constexpr uint LOW_BYTES = CHUNK * LOW_BITS / 8;
     static constexpr uint HIGH_BYTES = CHUNK * HIGH_BITS / 8;
     static constexpr uint LOW_PITCH = LOW_BYTES + (LANES == 4 && LOW_RUN <= 16 ? 0 : 16);
@@ -304,7 +304,7 @@ struct Codes {
     uint low[LOADS][LOW_RUN / 4];
     uint high[LOADS][HIGH_WORDS];
 
-    // Within the block, the coordinate of the lane's e-th.
+    // The coordinate of the lane's e-th one, within the block.
     static constexpr uint coord(uint lane, uint e) {
         return e / RUN * (RUN * LANES) + lane * RUN + e % RUN;
     }
@@ -329,7 +329,7 @@ struct Codes {
         return upper_word(load, unit) >> 16 * (unit % 2);
     }
 
-    // The 16 codes of a unit of 5, 6 or 8 bits, one a byte.
+    // The 16 codes of a unit of 5, 6 or 8 bits, one per byte.
     void singles(uint load, uint unit, uint (&out)[4]) const {
         if constexpr (CODEC == TQ8) {
 #pragma unroll
@@ -342,7 +342,7 @@ struct Codes {
             five_bits(low[load][2 * unit], low[load][2 * unit + 1], upper(load, unit), out);
         }
     }
-    // Where `singles` has coordinate e.
+    // The position of coordinate e in `singles`.
     static constexpr uint word_of(uint e) {
         return CODEC == TQ8 ? e / 4 : e % 4;
     }
@@ -370,15 +370,15 @@ inline uint2 halves_of_mean(uint codes) {
                       minus<true>(permute(shifted, 0x64646464, 0x4342), 0x64806480));
 }
 
-// The A operands of products whose rows are two coordinates and whose columns are two means, twice: they meet both
-// terms of a weight. `x` and `y` have four coordinates of each; of the last two if `upper`.
+// The A operands of products whose rows are two coordinates and whose columns are two means, each twice: they are
+// multiplied by both terms of a weight. `x` and `y` have four coordinates of each mean; `upper` selects the last two.
 inline uint4 operands_of_means(uint x, uint y, bool upper) {
     const uint2 halves = halves_of_mean(permute(x, y, upper ? 0x7362 : 0x5140));
     return make_uint4(halves.x, halves.y, halves.x, halves.y);
 }
 
-// The A operands of a unit's products; without pairs each product comes in two parts. Keys: rows are the keys x and y,
-// `use` gets (product, operands).
+// The A operands of a unit's products; without pairs, each product comes in two parts. For keys, rows are the keys x
+// and y. `use` gets (product, operands).
 template <uint CODEC, uint LANES, uint AT, typename Use>
 inline void key_operands(const Codes<CODEC, LANES> &x, const Codes<CODEC, LANES> &y, uint load, uint unit,
                          const Lookup<CODEC, AT> &lookup, Use use) {

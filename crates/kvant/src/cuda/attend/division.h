@@ -1,9 +1,9 @@
-// The parts of work items that a block, or a cluster of blocks, has: see work.h.
+// The parts of work items of a block, or of a cluster of blocks: see work.h.
 #ifndef KVANT_CUDA_ATTEND_DIVISION_H
 #define KVANT_CUDA_ATTEND_DIVISION_H
 #include "attend/work.h"
 
-// Which items and heads this block works on, and with how many others.
+// The items and heads of this block, and the number of blocks that share them.
 struct Division {
     // All blocks share the tiles of all items and heads. Otherwise `splits` blocks share those of one item and head.
     bool shared_evenly;
@@ -11,7 +11,7 @@ struct Division {
     // This block's number, and the number of blocks.
     uint block;
     uint blocks;
-    // The number of the block's item and head among all of them, if it has only one.
+    // The number of the block's item and head among all of them, if the block has only one.
     uint pair;
     // The items and heads whose tiles are shared, and the first item.
     uint items;

@@ -1,4 +1,4 @@
-// Merging of the states (state.h) that blocks have of one work item, quad by quad, for the kernels of dense decode: the
+// Merges the states (state.h) of blocks for one work item, quad by quad, for kernels of dense decode. An item is the
 // GROUP query rows of one KV head. A thread has four coordinates of a row, a quad.
 //
 // The blocks of a cluster merge through distributed shared memory (merge_in_cluster). The blocks of different clusters
@@ -16,8 +16,8 @@ constexpr uint SHARE = (QUADS + CLUSTER - 1) / CLUSTER;
 // Maximum bytes of states that one block merges.
 constexpr uint MAX_MERGED_BYTES = 192 * 1024;
 
-// States in device memory, and the counters of blocks that have left theirs. A block of a cluster leaves its share of
-// the cluster's state, for the blocks of other clusters that have the same share.
+// States in device memory, and counters of blocks that have left theirs. A block of a cluster leaves its share of the
+// cluster's state, for blocks of other clusters with an equal share.
 struct States {
     float *partials;
     uint *counters;
@@ -55,7 +55,7 @@ struct Output {
     uchar *out;
     RowEnds ends;
     QueryRows rows;
-    // Whether the item's token sees any key if pages hold all; over pages, these keys.
+    // Whether the item's token sees any key, if pages hold all of them; over pages, the range of these keys.
     bool sees;
     Range seen;
     Pages pages;
@@ -90,7 +90,7 @@ struct SharedState {
     }
 };
 
-// Merges the states of the cluster's blocks, in their order, for the quads of this block's share; calls use(quad,
+// Merges the states of the cluster's blocks, in their order, for this block's share of the quads. Calls use(quad,
 // state) for each.
 template <typename Use>
 inline void merge_in_cluster(const SharedState &own, uint rank, Use use) {
@@ -139,7 +139,7 @@ inline void merge(const States &states, const ItemPart &part_of_item, const Outp
     uint begin = first, count = min(group, part_of_item.parts - first), step = 1;
 #pragma unroll 1
     while (arrive(flag, counter, count)) {
-        // All quads of a thread at a time, so that enough loads are in flight.
+        // All quads of a thread together, so that enough loads are in flight.
         SoftmaxState sums[OWN];
 #pragma unroll 1
         for (uint part = side; part < count && side < SIDES; part += TOGETHER * SIDES) {

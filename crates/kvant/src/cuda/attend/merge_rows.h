@@ -1,6 +1,6 @@
-// Merging of the states (state.h) that blocks have of one work item, row by row, for attend_generic.cu and
-// attend_quantised.cu: every block that has a part of an item leaves o, m and l of the item's rows in device memory,
-// and the last to arrive merges them. And the end of a row: it is rotated back and divided by l.
+// Merges the states (state.h) of blocks for one work item, row by row, for attend_generic.cu and attend_quantised.cu.
+// Every block with a part of an item leaves o, m and l of the item's rows in device memory; the last block to arrive
+// merges them. It then finishes rows: they are rotated back and divided by l.
 //
 // The block's own state is in shared memory. A kernel describes it by a type S with
 //   float *o()         rows of HEAD_DIM,
@@ -15,8 +15,8 @@
 #include "device/cluster.h"
 #include "device/elements.h"
 
-// Coordinates of a row that a lane of a warp holds, lane + 32 i: the last lanes have one fewer where 32 does not divide
-// the head size.
+// Coordinates of a row that a lane of a warp holds, lane + 32 i. If 32 does not divide the head size, the last lanes
+// have one fewer.
 constexpr uint LANE_COORDS = (HEAD_DIM + 31) / 32;
 inline bool has_coord(uint i, uint lane) {
     return HEAD_DIM % 32 == 0 || lane + 32 * i < HEAD_DIM;
@@ -29,7 +29,7 @@ struct Partials {
     uchar *out;
 };
 
-// The state of the rows that a block of a cluster has: o, then m and l; a multiple of 16 bytes.
+// The part of the state that a block of a cluster has: o, then m and l; a multiple of 16 bytes.
 inline uint rows_of_share(const AttendParams &p) {
     return (p.item_rows + CLUSTER - 1) / CLUSTER;
 }
@@ -55,8 +55,8 @@ inline void leave_state(const AttendParams &p, const Partials &to, const S &stat
 // Quads of a row, of four coordinates each.
 constexpr uint ROW_QUADS = HEAD_DIM / 4;
 
-// The sum of a quad of every `step`-th of `parts`, in this order, with AT_ONCE loads in flight: quad(part) is the
-// address of the part's quad, and factor(part) its factor.
+// The sum of a quad over every `step`-th of `parts`, in this order, with AT_ONCE loads in flight. quad(part) is the
+// address of the part's quad, factor(part) its factor.
 template <uint AT_ONCE, typename Quad, typename Factor>
 inline float4 sum_of_parts(Range parts, uint step, Quad quad, Factor factor) {
     float4 o = make_float4(0, 0, 0, 0);

@@ -1,4 +1,4 @@
-// Numbers of the softmax: scores are in units of log 2, sums relative to the largest score so far.
+// Numbers of the softmax. Scores are in units of log 2; sums are relative to the largest score so far.
 #ifndef KVANT_CUDA_ATTEND_SOFTMAX_H
 #define KVANT_CUDA_ATTEND_SOFTMAX_H
 #include "device/convert.h"
@@ -25,7 +25,7 @@ inline float column_sum(float x) {
     return x;
 }
 
-// exp2(part - whole), also where both are infinite or there is nothing.
+// exp2(part - whole), also if both are infinite or there are no scores.
 inline float factor_of(float part, float whole) {
     return part == whole ? 1 : exp2_fast(part - whole);
 }
@@ -36,7 +36,7 @@ inline float power_above(float x) {
     return __uint_as_float(min(max(exponent + 1, 27u), 227u) << 23);
 }
 
-// Of a power of two that `power_above` returns.
+// The inverse of a power of two that `power_above` returns.
 inline float inverse_of_power(float x) {
     return __uint_as_float((254 << 23) - __float_as_uint(x));
 }
@@ -52,7 +52,7 @@ inline float largest(const float (&x)[N]) {
     return m;
 }
 
-// A power of two that brings numbers of up to 2^`more` times `largest` near 2^12 or below, exactly, and its inverse.
+// A power of two that scales numbers of up to 2^`more` times `largest` exactly to at most about 2^12, and its inverse.
 inline float2 to_half_range(float largest, int more = 0) {
     const int exponent = int(__float_as_uint(largest) >> 23 & 255) - 127;
     const int up = largest == 0 || exponent == 128 ? 0 : min(max(12 - more - exponent, -100), 100);

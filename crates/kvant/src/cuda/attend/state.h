@@ -8,8 +8,8 @@
 //
 //   m = max(m1, m2),   f1 = 2^(m1 - m),   f2 = 2^(m2 - m),   l = l1 f1 + l2 f2,   o = o1 f1 + o2 f2.
 //
-// The empty state, m = -inf and l = o = 0, is neutral. The merge is associative and commutative up to rounding; every
-// kernel merges in a fixed order, so that results have the same bits every time. The output of a row is o / l.
+// The empty state, m = -inf and l = o = 0, is neutral. The merge is associative and commutative up to rounding. Every
+// kernel merges in a fixed order, so that results are reproducible bit by bit. The output of a row is o / l.
 #ifndef KVANT_CUDA_ATTEND_STATE_H
 #define KVANT_CUDA_ATTEND_STATE_H
 #include "attend/softmax.h"
@@ -24,11 +24,11 @@ struct SoftmaxState {
     float l = 0;
     float4 o = make_float4(0, 0, 0, 0);
 
-    // Makes m the maximum of several states, before the first of them is merged.
+    // Sets m to the maximum of several states, before the first of them is merged.
     void merge_max(float other) {
         m = fmaxf(m, other);
     }
-    // Makes m at least `to`, and rescales l and o.
+    // Raises m to at least `to`, and rescales l and o.
     void rescale(float to) {
         const float f = factor_of(m, to);
         m = to;

@@ -1,12 +1,12 @@
-// Keys or values of a codec as A operands of attend_generic.cu: the layout of their rows in shared memory, and loading
+// Keys or values of a codec as A operands of attend_generic.cu: the layout of their rows in shared memory, and loads
 // from there.
 //
-// Keys: A = K, 16 keys x 16 coordinates. Values: A = V transposed, 16 coordinates x 16 keys. Both are read from the
-// same layout, rows as they are stored, 16 bytes apart from the next 128 so that a warp's accesses meet no bank twice.
-// A lane takes the coordinates as they lie in memory, whole words at a time; that permutes k of the product (keys: the
-// queries are laid out to match) or its rows (values: the output is put back in order at the end).
+// Keys: A = K, 16 keys x 16 coordinates. Values: A = V transposed, 16 coordinates x 16 keys. Both are read from one
+// layout: rows as they are stored, padded by 16 bytes to avoid bank conflicts. A lane takes coordinates in memory
+// order, whole words at a time. For keys this permutes k of the product, and the queries are permuted to match. For
+// values it permutes the rows of the product, and the output is reordered at the end.
 //
-// PARTS: into how many 16-bit numbers a coordinate is split. Dense f16 and bf16 are one. f32 is a sum of bf16 parts.
+// PARTS: the 16-bit numbers whose sum is a coordinate. Dense f16 and bf16 are one part. f32 is a sum of bf16 parts.
 // Centroids are f16: one part rounds them to 11 bits, two parts keep 22.
 #ifndef KVANT_CUDA_ATTEND_GENERIC_OPERANDS_H
 #define KVANT_CUDA_ATTEND_GENERIC_OPERANDS_H
@@ -27,9 +27,9 @@ struct Operand {
     static constexpr uint HIGH_PITCH = HIGH_ROW + HIGH_COPY;
     static constexpr uint BLOCKS = QUANTISED ? (DIM + 255) / 256 : 0;
 
-    // Centroids in shared memory, one copy for each lane so that lookups never share a bank; fewer if memory is short
-    // (LANE_COPIES). PAIRED: an entry is two f16 centroids, of both nibbles of a byte. Else it is one, split in two:
-    // the rounding in the low half, the rest above.
+    // Centroids in shared memory, one copy for each lane so that lookups have no bank conflicts; fewer if memory is
+    // short (LANE_COPIES). PAIRED: an entry is two f16 centroids, of both nibbles of a byte. Otherwise it is one
+    // centroid in two parts: the rounded number in the low half, the rest in the high half.
     static constexpr bool PAIRED = CODEC == TQ4 && PARTS == 1;
     static constexpr uint ENTRIES = !QUANTISED ? 0 : PAIRED ? 256 : levels_of(CODEC);
     static constexpr uint TABLE_BYTES = ENTRIES * LANE_COPIES * 4;
@@ -69,7 +69,7 @@ struct Operand {
     static constexpr uint MAX_RUN = BITS == 2 ? 64 : 256 / BITS;
     static constexpr uint RUN = MAX_RUN < POWER_OF_QUARTER ? MAX_RUN : POWER_OF_QUARTER;
     static_assert(BLOCKS < 2 || 256 % (4 * RUN) == 0, "attend: products of keys do not cross blocks");
-    // Bytes that a lane loads at a time, coordinates in them, products (of 16 coordinates a warp) they serve.
+    // Bytes that a lane loads at a time, their coordinates, and their products (16 coordinates of a warp each).
     static constexpr uint MAX_LOAD = BITS == 2 ? 8 : 16;
     static constexpr uint LOAD = RUN * BITS / 8 < MAX_LOAD ? RUN * BITS / 8 : MAX_LOAD;
     static constexpr uint LOAD_COORDS = LOAD * 8 / BITS;
@@ -107,8 +107,8 @@ struct Operand {
         }
     }
 
-    // The indices of up to 8 coordinates. At 8 bits: of the first four in x, of the others in y. Below: of the even
-    // ones in x, of the odd ones in y.
+    // The indices of up to 8 coordinates. At 8 bits, x has the first four and y the others. Below, x has the even and y
+    // the odd ones.
     static uint2 indices8(uint low, uint next, uint high) {
         if constexpr (CODEC == TQ8) {
             return make_uint2(low, next);
@@ -228,11 +228,11 @@ struct Operand {
 
     // ----------------------------------------------------------------------------------------------------- values
 
-    // A warp has a slice of the coordinates, a lane row g an eighth of it.
+    // A warp has a slice of the coordinates. Each row g of lanes has an eighth of the slice.
     template <uint SLICE>
     struct Values {
         static constexpr uint LANE_COORDS = SLICE / 8;
-        // At 2 bits, a byte may be that of two lanes.
+        // At 2 bits, two lanes may share a byte.
         static constexpr uint LANE_BYTES = LANE_COORDS * BITS < 8 ? 1 : LANE_COORDS * BITS / 8;
         static constexpr uint LOAD = LANE_BYTES < 16 ? LANE_BYTES : 16;
         static constexpr uint COORDS = LOAD * 8 / BITS < LANE_COORDS ? LOAD * 8 / BITS : LANE_COORDS;

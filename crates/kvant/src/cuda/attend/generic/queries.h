@@ -5,7 +5,7 @@
 #include "codec/rotate_warp.h"
 #include "device/fragments.h"
 
-// Loads the rows of an item, rotated if need be, as B operands; rows that are not there are zeros.
+// Loads the rows of an item, rotated if keys are, as B operands. Rows that do not exist are zeros.
 inline void load_queries(const AttendParams &p, const Buffers &b, const Shared &shared, Range item, uint head) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     ushort *to = reinterpret_cast<ushort *>(shared.queries());

@@ -4,14 +4,14 @@
 #include "attend/generic/layout.h"
 #include "device/fragments.h"
 
-// A thread's share of the block's softmax state: of its columns m and l, of its coordinates o.
+// A thread's share of the block's softmax state: m and l of its columns, o of its coordinates.
 struct Accumulators {
-    // By tile of columns: columns 2t and 2t + 1. The maximum is the same in all warps, l is this lane's part of it.
+    // By tile of columns: columns 2t and 2t + 1. All warps have equal maxima; l is this lane's part of the sum.
     float m[NT][2];
     float l[NT][2];
     // Coordinates by row, query columns.
     float o[PRODUCTS][NT][4];
-    // Of the values' norms so far, rounded up to a power of two.
+    // The largest norm of the values so far, rounded up to a power of two.
     float norm;
 };
 
@@ -44,7 +44,7 @@ inline void scores(const Shared &shared, const uchar *buffer, uint group, float 
 #pragma unroll
     for (uint half = 0; half < HALVES; half++) {
         constexpr uint LOADS = K::LOADS / HALVES;
-        // Chains are registers: their numbers must be known.
+        // Chains are registers: their indices must be constants.
         constexpr uint TOGETHER = LOADS % 4 == 0 ? 4 : LOADS;
 #pragma unroll (TOGETHER)
         for (uint j = 0; j < LOADS; j++) {
@@ -56,7 +56,8 @@ inline void scores(const Shared &shared, const uchar *buffer, uint group, float 
             for (uint step = 0; step < K::LOAD_STEPS; step++) {
                 uint a[K_PARTS][4];
                 K::key_operand(x, y, step, table, a);
-                // An infinite coordinate meets a query's first term; 0, as later ones may be, would make NaN of it.
+                // An infinite coordinate is multiplied by a query's first term only: a later term may be 0, which would
+                // make it NaN.
                 constexpr bool INFINITE = Q_TERMS > 1 && !K::QUANTISED;
                 uint finite[4];
                 if (INFINITE) {
@@ -100,7 +101,7 @@ inline void scores(const Shared &shared, const uchar *buffer, uint group, float 
     }
 }
 
-// Scores in units of log 2; minus infinity where the row does not see the key.
+// Scores in units of log 2; minus infinity if the row does not see the key.
 inline void shape_scores(const AttendParams &p, const Shared &shared, uint position_g, uint position_g8, bool all,
                          float (&s)[NT][4]) {
     const uint t = threadIdx.x % 4;
@@ -123,8 +124,8 @@ inline void shape_scores(const AttendParams &p, const Shared &shared, uint posit
     }
 }
 
-// The largest norm of 16 keys' values in this lane. Around page means there are numbers also for keys that no row sees:
-// `seen` says which of the lane's two some row may see.
+// The largest norm of this lane's values of 16 keys. With page means, keys that no row sees have numbers, too: `seen`
+// reports which of the lane's two keys any row may see.
 inline float largest_norm(const uchar *buffer, uint group, const bool (&seen)[2]) {
     const uint g = threadIdx.x % 32 / 4;
     const uchar *norms = buffer + V_NORMS + group * 16 * V_NORM_BYTES;

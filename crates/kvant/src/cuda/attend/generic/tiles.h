@@ -15,12 +15,12 @@ inline Range join(Range a, Range b) {
     return a.first >= a.end ? b : b.first >= b.end ? a : Range{min(a.first, b.first), max(a.end, b.end)};
 }
 
-// Over page means, tiles begin at multiples of TILE: the range with what comes before its first key in that key's tile.
+// With page means, tiles begin at multiples of TILE: extends the range to the beginning of its first tile.
 inline Range in_tiles(Range keys) {
     return {HAS_MEANS && keys.len() > 0 ? keys.first / TILE * TILE : keys.first, keys.end};
 }
 
-// How many tiles the cached keys of an item are, sequence by sequence; at least one, so that a block writes the output.
+// The number of tiles of an item's cached keys, sequence by sequence; at least one, so that a block writes the output.
 inline uint item_tiles(const AttendParams &p, const Buffers &b, uint item) {
     if (p.tokens == 1) {
         return max(tiles_of(in_tiles(visible(p, b.only))), 1u);
@@ -55,12 +55,12 @@ struct Segment {
     uint sequence;
     ulong first_row;
     Pages pages;
-    // Where the head's mean is in the plane of a page.
+    // The offset of the head's mean in the plane of a page.
     uint mean;
-    // The first key that some row sees: that of the range, or a later one.
+    // The first key that any row sees: the first of the range, or a later one.
     uint seen_first;
 
-    // The position of the key `at` further than `first`: NONE if no page holds it.
+    // The position of the key `at` keys behind `first`; NONE if no page holds it.
     inline uint position(const Buffers &b, uint first, uint at) const {
         const uint key = first + at;
         if (PAGE_SHIFT > 0) {
@@ -128,7 +128,7 @@ inline void copy_planes(const AttendParams &p, const Planes &planes, const Segme
     }
 }
 
-// Norms that are halves, those of two keys at a time: these are in one page.
+// Norms as halves, of two keys at a time, which are in one page.
 template <typename S>
 inline void copy_half_norms(const Planes &planes, const Segment &segment, uint first, uint to) {
     constexpr uint ROW = 2 * S::BLOCKS;

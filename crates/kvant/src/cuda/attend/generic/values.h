@@ -8,8 +8,8 @@
 constexpr bool SMALL_WEIGHTS = OUT_DTYPE == F32 && P_TERMS * V_PARTS > 1;
 using Sums = float[SMALL_WEIGHTS ? 2 : 1][PRODUCTS][NT][4];
 
-// Adds the products of a tile, for this warp's slice. `filter` may change operands: it gets the group of 16 keys, the
-// operands, whether they meet a term of the weights beyond the first, and that term.
+// Adds the products of a tile, for this warp's slice. `filter` may change operands. It gets the group of 16 keys, the
+// operands, whether they are multiplied by a later term of the weights, and that term.
 template <typename Filter>
 inline void multiply(const Shared &shared, const uchar *buffer, Sums &sums, Filter filter) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -61,8 +61,8 @@ inline uint keep_finite(uint pair) {
     return pair & (low | high);
 }
 
-// As above for values that are not finite: row by row, over the keys that the row sees, since 0 times infinity is NaN.
-// A value that is not finite meets the leading term alone, since terms differ in sign.
+// As above for values that are not finite: row by row, over the keys that the row sees, because 0 times infinity is
+// NaN. The value is multiplied by the leading term only, because terms differ in sign.
 inline void multiply_by_rows(const Buffers &b, const Shared &shared, const uchar *buffer, const Segment &segment, uint first,
                              Sums &sums) {
     const uint t = threadIdx.x % 4;

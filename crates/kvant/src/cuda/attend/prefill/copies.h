@@ -10,7 +10,8 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
                        uint to, uint page) {
     constexpr uint PIECES = COLUMNS / 8;
     constexpr uint TOGETHER = 32 / PIECES;
-    // A copy keeps the register of its address until it has been sent. Several of them pay at head size 64 alone.
+    // A copy occupies the register of its address until it is sent. Several copies at once are faster only at head size
+    // 64.
     constexpr uint ADDRESSES = WARPGROUP_PRODUCTS && HEAD_DIM == 64 ? 4 : 1;
     const uint lane = threadIdx.x % 32, piece = lane % PIECES, in_block = piece % 8;
     uint column = chunk * COLUMNS * 2 + piece * 16;
@@ -65,7 +66,7 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
     }
 }
 
-// Where the rows of the item's KV head begin.
+// The beginning of the rows of the item's KV head.
 inline ulong plane_of(const AttendParams &p, const Item &item, uint sequence) {
     return (sequence * p.row_sequence + rows_of_head(p, item.head)) * ROW;
 }
@@ -113,7 +114,7 @@ inline void produce(const AttendParams &p, const Shared &shared, const Item &ite
     });
 }
 
-// If all warps copy: the chunks that are still to be copied, those of keys and of values of a tile in turn.
+// If all warps copy: the chunks that remain to be copied, of keys and of values of a tile in turn.
 struct Copier {
     const AttendParams &p;
     const Shared &shared;
@@ -164,7 +165,7 @@ struct Copier {
         }
     }
 
-    // To the first segment from `from` on that has keys.
+    // Advances to the first segment from `from` on that has keys.
     inline void go_to(uint from) {
         const uint count = shared.state().segments;
         keys = {0, 0};
@@ -177,7 +178,7 @@ struct Copier {
     }
 };
 
-// Copies the warpgroup's queries, or its half of those of both; zeros for rows that do not exist.
+// Copies the warpgroup's queries, or its half of the queries of both; zeros for rows that do not exist.
 inline void copy_queries(const AttendParams &p, const Shared &shared, const Item &item, const uchar *q) {
     constexpr uint PIECES = HEAD_DIM / 8;
     constexpr uint COPIED = ROWS / 2 * PIECES;

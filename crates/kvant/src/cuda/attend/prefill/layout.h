@@ -1,4 +1,4 @@
-// The parts of attend_prefill.cu in common: the division of the work, the layout of shared memory, and barriers.
+// Shared parts of attend_prefill.cu: division of the work, layout of shared memory, and barriers.
 #ifndef KVANT_CUDA_ATTEND_PREFILL_LAYOUT_H
 #define KVANT_CUDA_ATTEND_PREFILL_LAYOUT_H
 #include "attend/work.h"
@@ -11,10 +11,11 @@
 constexpr bool HALF = DTYPE == F16;
 constexpr uint ROW = HEAD_DIM * 2;
 constexpr uint CONSUMERS = 256;
-// Warps that copy in turn: those that do nothing else, or all.
+// Warps that copy in turn: the warps that only copy, or all warps.
 constexpr uint COPYING_WARPS = WARPGROUP_PRODUCTS ? WARPS - CONSUMERS / 32 : WARPS;
 // Whether copies signal that a buffer is full, and the warps that multiply make it visible to products of warpgroups.
-// Otherwise a warp that copies waits for its copies and does that: faster where buffers need not be filled sooner.
+// Otherwise a warp that copies waits for its copies and makes them visible. That is faster if buffers need not be
+// filled sooner.
 constexpr bool COPIES_ARRIVE = !WARPGROUP_PRODUCTS || HEAD_DIM == 64 || HEAD_DIM == 512;
 // Both consumers have the same rows: the scores of half of a tile's keys, and half of the values' coordinates each.
 constexpr bool SHARED_ROWS = HEAD_DIM == 512;
@@ -24,7 +25,7 @@ constexpr uint ROWS = SHARED_ROWS ? 64 : 128;
 constexpr uint COLUMNS = HEAD_DIM < 512 ? HEAD_DIM : 128;
 constexpr uint CHUNKS = HEAD_DIM / COLUMNS;
 constexpr uint CHUNK = TILE * COLUMNS * 2;
-// Coordinates of a product of values, and such products of a chunk and a warpgroup.
+// Coordinates of a product of values; such products of a chunk and a warpgroup.
 constexpr uint WIDTH = SHARED_ROWS || HEAD_DIM == 64 ? 64 : 128;
 constexpr uint PARTS = SHARED_ROWS ? 1 : COLUMNS / WIDTH;
 // Bytes of a block of 64 columns.
@@ -58,13 +59,13 @@ static_assert(AT_NUMBERS + NUMBERS == SHARED_BYTES, "attend: the shared memory t
 
 // The block's data of an item.
 struct ItemState {
-    // Its number (Item); NONE behind the last.
+    // Its number (Item); NONE after the last item.
     uint number;
-    // Whether it is done again, since results are not finite: values may not be.
+    // Whether the item is processed again, because results are not finite: values may not be.
     bool careful;
-    // How many of `keys` may hold something.
+    // The number of sequences in `keys` that may have keys.
     uint segments;
-    // 1 if it has to be done again.
+    // 1 if the item must be processed again.
     uint failed;
     // Whether the block is the last of those that share it.
     bool last;
@@ -153,13 +154,13 @@ inline void show_to_products() {
     }
 }
 
-// The row of q and of out that a row of the item is.
+// The row of q and of out of a row of the item.
 inline ulong row_of(const AttendParams &p, const Item &item, uint r) {
     const uint row = item.first_row + r;
     return (ulong(row / p.group) * p.kv_heads + item.head) * p.group + row % p.group;
 }
 
-// Shortens the segments to the share of all tiles that part `part` is.
+// Shortens the segments to part `part` of all tiles.
 inline void keep_share(const AttendParams &p, const Shared &shared, uint part) {
     const uint count = shared.state().segments;
     uint tiles = 0;

@@ -9,7 +9,7 @@ inline uint load_shared(uint at) {
     return x;
 }
 
-// Whether any of the threads that meet found something.
+// Whether any of the threads that meet has found one.
 inline bool any_of(bool found, uint barrier, uint threads) {
     __syncwarp();
     uint any;

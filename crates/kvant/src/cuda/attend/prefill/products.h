@@ -1,4 +1,4 @@
-// The products of attend_prefill.cu: scores, weights, sums of values.
+// The products of attend_prefill.cu: scores, weights, and sums of values.
 #ifndef KVANT_CUDA_ATTEND_PREFILL_PRODUCTS_H
 #define KVANT_CUDA_ATTEND_PREFILL_PRODUCTS_H
 #include "attend/prefill/copies.h"
@@ -8,7 +8,7 @@
 // Weights in f16 are scaled up, so that small ones keep their bits.
 constexpr int WEIGHT_BITS = HALF ? 14 : 0;
 
-// A thread's share of the work: of rows g and g + 8 of its warp the maximum, its part of the sum, and the output.
+// A thread's share of the work, for rows g and g + 8 of its warp: the maximum, its part of the sum, and the output.
 struct Accumulators {
     float m[2];
     float l[2];
@@ -45,7 +45,7 @@ struct Seen {
     }
 };
 
-// The item's row that is the thread's first (c = 0) or second (1).
+// The thread's first (c = 0) or second (c = 1) row, as a row of the item.
 inline uint own_row(uint c) {
     return (SHARED_ROWS ? 0 : threadIdx.x / 128 * 64) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * c;
 }
@@ -67,7 +67,7 @@ inline void clear(Accumulators &acc) {
     }
 }
 
-// hold() makes the scaling end before the products that add to it begin: compilers move arithmetic over their fence.
+// hold() completes the scaling before the products that add to it begin: compilers move arithmetic over their fence.
 inline void scale(float (&o)[WIDTH / 2], const float (&f)[2]) {
 #pragma unroll
     for (uint j = 0; j < WIDTH / 2; j++) {
@@ -184,9 +184,9 @@ inline void end_values(uint base, Cursor used, Accumulators &acc) {
 // With SHARED_ROWS: gives the other warpgroup a number of each of the thread's rows, and returns the other's. Lanes of
 // a row have the same numbers.
 //
-// Warps with the same rows meet here once a tile, for the maximum, and once more between send_weights() and
-// take_weights(). So a tile's numbers are written when those of the tile before have been read: before that second
-// meeting. Likewise its weights are written behind the meeting here, before which those of the tile before were read.
+// Warps with equal rows meet here once a tile, for the maximum, and again between send_weights() and take_weights(). A
+// tile's numbers are written after the second meeting of the previous tile, by which its numbers have been read. A
+// tile's weights are written after the meeting here, by which the previous tile's weights have been read.
 inline float2 exchange(const Shared &shared, const float (&own)[2]) {
     const uint group = threadIdx.x / 128;
     if (threadIdx.x % 4 == 0) {
@@ -198,7 +198,7 @@ inline float2 exchange(const Shared &shared, const float (&own)[2]) {
     return make_float2(others[own_row(0)], others[own_row(1)]);
 }
 
-// From scores to weights, and the factors of what was summed before. Pages hold the units `held` of the tile that
+// Converts scores to weights, and returns the factors of earlier sums. Pages hold the units `held` of the tile that
 // begins with `first`.
 inline void soften(const AttendParams &p, const Shared &shared, const Seen &seen, uint first, uint held,
                    float (&s)[SCORED / 2], Accumulators &acc, float (&f)[2]) {
@@ -256,8 +256,8 @@ inline void soften(const AttendParams &p, const Shared &shared, const Seen &seen
     }
 }
 
-// Keeps later waits for products behind the softmax. ptxas moves such waits ahead of arithmetic, but not of stores.
-// This is one, which never happens, of the sums that the softmax computes last.
+// Keeps later waits for products behind the softmax. ptxas moves such waits ahead of arithmetic, but not ahead of
+// stores. This is a store that never happens, of the sums that the softmax computes last.
 inline void finish_softmax(uint base, const Accumulators &acc) {
     const float last = acc.l[0] + acc.l[1];
     asm volatile("{\n.reg .pred any;\nsetp.lt.f32 any, %0, 0f00000000;\n@any st.shared.f32 [%1], %0;\n}" ::"f"(last),
@@ -265,12 +265,12 @@ inline void finish_softmax(uint base, const Accumulators &acc) {
                  : "memory");
 }
 
-// Word `i` of the operands that a thread's weights are, rounded to the dtype of the values.
+// Word `i` of a thread's weights as operands, rounded to the dtype of the values.
 inline uint operand(const float (&s)[SCORED / 2], uint i) {
     return pack<HALF>(s[2 * i], s[2 * i + 1]);
 }
 
-// With SHARED_ROWS: leaves the weights where both warpgroups take them.
+// With SHARED_ROWS: leaves the weights for both warpgroups.
 inline void send_weights(const Shared &shared, const float (&s)[SCORED / 2]) {
     if constexpr (SHARED_ROWS) {
 #pragma unroll
