@@ -32,7 +32,7 @@ mod tokens;
 
 use std::{io::IsTerminal, process::ExitCode};
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use tracing_subscriber::filter::LevelFilter;
 
 use result::Result;
@@ -81,8 +81,8 @@ fn main() -> ExitCode {
     let log = log(&cli.command);
     let result = match cli.command {
         Command::Chat(args) => chat::run(&args),
-        Command::Completions(args) => shell::completions(&args),
-        Command::Man(args) => shell::man(&args),
+        Command::Completions(args) => shell::completions(&args, Cli::command()),
+        Command::Man(args) => shell::man(&args, Cli::command()),
         Command::Generate(args) => generate::run(&args),
         Command::Eval(args) => eval::run(&args),
         Command::Logits(args) => logits::run(&args),

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::CommandFactory;
+use clap::Command;
 
-use crate::{Cli, Result, output};
+use crate::{Result, output};
 
 /// Print the completions of a shell
 #[derive(clap::Args)]
@@ -21,13 +21,15 @@ pub struct ManArgs {
     directory: PathBuf,
 }
 
-pub fn completions(args: &CompletionArgs) -> Result {
+/// Prints the completions of `command`.
+pub fn completions(args: &CompletionArgs, mut command: Command) -> Result {
     let mut text = Vec::new();
-    clap_complete::generate(args.shell, &mut Cli::command(), "kvant", &mut text);
+    clap_complete::generate(args.shell, &mut command, "kvant", &mut text);
     output::text(&String::from_utf8(text)?)
 }
 
-pub fn man(args: &ManArgs) -> Result {
-    clap_mangen::generate_to(Cli::command(), &args.directory)
+/// Writes the manual pages of `command`.
+pub fn man(args: &ManArgs, command: Command) -> Result {
+    clap_mangen::generate_to(command, &args.directory)
         .map_err(|error| format!("{}: {error}", args.directory.display()).into())
 }

@@ -4,7 +4,12 @@ use std::time::Duration;
 
 use kvant::{Device, Tensor, ops};
 
-use super::{Case, Measured, buffers, pages::PagedCache, timing};
+use super::{
+    buffers,
+    case::{Case, Measured},
+    pages::PagedCache,
+    timing,
+};
 use crate::Result;
 
 pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measured> {

@@ -3,7 +3,7 @@
 use kvant::{Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor, bf16, device::DeviceKind, f16, ops};
 use kvant_models::KvCodec;
 
-use super::Case;
+use super::case::Case;
 use crate::{Result, output};
 
 /// Bytes of cached keys and values that a case rotates over.

@@ -6,7 +6,12 @@ use std::time::Duration;
 
 use kvant::{Device, Step, ops};
 
-use super::{Case, Measured, buffers, pages::PagedCache, timing};
+use super::{
+    buffers,
+    case::{Case, Measured},
+    pages::PagedCache,
+    timing,
+};
 use crate::Result;
 
 /// Slots of a layer, unless one call fills more.

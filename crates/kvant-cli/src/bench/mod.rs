@@ -2,6 +2,7 @@
 
 mod attend;
 mod buffers;
+mod case;
 mod kv_write;
 mod model;
 mod norm_rope;
@@ -12,10 +13,11 @@ pub use buffers::random;
 
 use std::time::Duration;
 
-use kvant::{Codec, DType, Device};
+use kvant::{Codec, Device};
 use kvant_models::KvCodec;
 use serde::Serialize;
 
+use self::case::{Case, Measured};
 use crate::{
     Result,
     args::{ActivationArgs, DeviceArgs, Heads},
@@ -84,42 +86,8 @@ struct How {
 
 impl How {
     fn budget(&self) -> Result<Duration> {
-        budget(self.seconds)
+        timing::budget(self.seconds)
     }
-}
-
-fn budget(seconds: f64) -> Result<Duration> {
-    Duration::try_from_secs_f64(seconds).map_err(|_| format!("--seconds must be a duration, got {seconds}").into())
-}
-
-/// One case.
-struct Case {
-    shape: Heads,
-    /// Tokens, with a meaning that depends on the operation.
-    context: u32,
-    /// Unused by operations without a cache.
-    kv: KvCodec,
-    /// The dtype of queries, new keys and values, and outputs.
-    activations: DType,
-    page_tokens: Option<usize>,
-}
-
-impl Case {
-    /// Whether the cache is in pages.
-    fn is_paged(&self) -> bool {
-        self.page_tokens.is_some() || self.kv.k.is_centred() || self.kv.v.is_centred()
-    }
-
-    fn page_tokens(&self) -> usize {
-        self.page_tokens.unwrap_or(64)
-    }
-}
-
-/// The result of a case.
-struct Measured {
-    timing: timing::Timing,
-    /// The bytes that one call must move.
-    bytes: usize,
 }
 
 /// A line of `--json`.

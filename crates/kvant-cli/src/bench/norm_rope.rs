@@ -6,7 +6,11 @@ use std::time::Duration;
 
 use kvant::{DType, Device, Tensor, ops};
 
-use super::{Case, Measured, buffers, timing};
+use super::{
+    buffers,
+    case::{Case, Measured},
+    timing,
+};
 use crate::Result;
 
 pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measured> {

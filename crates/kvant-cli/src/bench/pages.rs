@@ -2,7 +2,7 @@
 
 use kvant::{CacheLayer, Device, KvLayer, KvPool, PoolSpec, Sequence, Step, ops};
 
-use super::{Case, buffers};
+use super::{buffers, case::Case};
 use crate::Result;
 
 /// Tokens per write while filling. A multiple of every page size, so that whole pages are written at once.

@@ -82,6 +82,11 @@ impl Times {
     }
 }
 
+/// The duration of `--seconds`.
+pub fn budget(seconds: f64) -> Result<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|_| format!("--seconds must be a duration, got {seconds}").into())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

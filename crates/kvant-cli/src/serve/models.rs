@@ -15,7 +15,10 @@ use kvant_models::{
 };
 use kvant_server::{ModelFacts, Models, ServedModel, Server, ServerOptions};
 
-use super::ServeArgs;
+use super::{
+    args::{ServeArgs, name_of},
+    checkpoint,
+};
 use crate::{
     Result,
     memory::{self, Demand},
@@ -45,7 +48,7 @@ pub fn server(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resu
     for (index, path) in args.models.iter().enumerate() {
         let names = match index {
             0 if !args.name.is_empty() => args.name.clone(),
-            _ => vec![super::name_of(path)],
+            _ => vec![name_of(path)],
         };
         let template = templates.get(&names[0]).cloned();
         let (source, facts) = source(args, path, template, device, limit)?;
@@ -96,7 +99,7 @@ fn templates(args: &ServeArgs) -> Result<BTreeMap<String, PathBuf>> {
             return Err(format!("--chat-template: expected NAME=FILE with several models, got {got}").into());
         };
         // Errors in a template show at the start. Its tokens are known when the model is loaded.
-        super::template_of_file(Path::new(path), SpecialTokens::default())?;
+        checkpoint::template_of_file(Path::new(path), SpecialTokens::default())?;
         if templates.insert(name.to_string(), PathBuf::from(path)).is_some() {
             return Err(format!("--chat-template: {name} has two templates").into());
         }
@@ -178,8 +181,8 @@ impl OnDemand {
     fn try_load(&self) -> Result<ServedModel> {
         let files = shipped::files(Some(&self.path))?;
         let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
-        let template = super::template(self.template.as_deref(), &files, &tokenizer)?;
-        let sampling = super::sampling(&files)?;
+        let template = checkpoint::template(self.template.as_deref(), &files, &tokenizer)?;
+        let sampling = checkpoint::sampling(&files)?;
         let model = Model::load_files(&files, &self.device, &self.load)?;
         let engine = Engine::start(model, tokenizer, self.engine.clone())?;
         Ok(ServedModel::new(engine).template(template).sampling(sampling).pooling(self.pooling))

@@ -1,20 +1,22 @@
 //! `kvant bench model`: measures a model's speed on a device, relative to the device's memory bandwidth.
 
 mod parts;
+mod printout;
 mod read;
 
 use std::path::PathBuf;
 
-use kvant::Device;
-use kvant_models::{Model, PoolOptions, Sampling};
-use serde::Serialize;
+use kvant_models::{Model, Sampling};
 
-use self::parts::Parts;
+use self::{
+    parts::Parts,
+    printout::{ModelLine, Printout},
+};
 use super::timing::{self, Timing};
 use crate::{
     Result,
     args::{ActivationArgs, Kv, ModelDeviceArgs},
-    output, shipped,
+    shipped,
 };
 
 #[derive(clap::Args)]
@@ -57,96 +59,8 @@ pub struct ModelArgs {
     json: bool,
 }
 
-/// A line of results.
-#[derive(Default, Serialize)]
-struct ModelLine {
-    op: &'static str,
-    device: String,
-    kv: Option<String>,
-    sequences: Option<usize>,
-    /// Tokens of the prompt, or of each sequence in the cache.
-    context: Option<usize>,
-    temperature: Option<f32>,
-    /// The time of the first call, which may compile kernels and allocate memory.
-    us_first: Option<f64>,
-    us_median: f64,
-    us_min: f64,
-    tokens_per_second: Option<f64>,
-    /// Bytes that the call must move.
-    bytes: Option<usize>,
-    /// `bytes` per median time, in 1e9 bytes per second.
-    gbps: Option<f64>,
-    /// `gbps` relative to the rate of plain reads.
-    of_read: Option<f64>,
-}
-
-/// Prints lines as text or JSON.
-struct Printout {
-    device: Device,
-    json: bool,
-    /// The rate of plain reads, in 1e9 bytes per second.
-    read_gbps: f64,
-}
-
-impl Printout {
-    fn line(&self, op: &'static str, timing: &Timing) -> ModelLine {
-        let [us_median, us_min] = [timing.median_us, timing.min_us].map(output::round3);
-        ModelLine { op, device: self.device.to_string(), us_median, us_min, ..ModelLine::default() }
-    }
-
-    fn print(&self, line: ModelLine) -> Result {
-        let gbps = line.bytes.map(|bytes| bytes as f64 / line.us_median / 1e3);
-        let is_rate = matches!(line.op, "decode" | "batch");
-        let of_read = gbps.filter(|_| is_rate && self.read_gbps > 0.0).map(|gbps| gbps / self.read_gbps);
-        let (gbps, of_read) = (gbps.map(output::round3), of_read.map(output::round3));
-        let us_first = line.us_first.map(output::round3);
-        let line = ModelLine { us_first, gbps, of_read, ..line };
-        if self.json {
-            return output::json_line(&line);
-        }
-        let count = |n: Option<usize>| n.map_or(String::new(), |n| n.to_string());
-        // Draws other than greedy ones.
-        let drawn = line.temperature.filter(|&temperature| temperature > 0.0);
-        let op = drawn.map_or(line.op.to_string(), |temperature| format!("{} T={temperature}", line.op));
-        let number = |x: Option<f64>, unit: &str| x.map_or(String::new(), |x| format!("{x:.1}{unit}"));
-        output::text(&format!(
-            "{:<12} {:<9} {:>9} {:>8} {:>12} {:>14.1} {:>14.1} {:>10} {:>9} {:>8}\n",
-            op,
-            line.kv.as_deref().unwrap_or(""),
-            count(line.sequences),
-            count(line.context),
-            number(line.us_first, ""),
-            line.us_median,
-            line.us_min,
-            number(line.tokens_per_second, ""),
-            number(line.gbps, ""),
-            number(line.of_read.map(|part| part * 100.0), " %"),
-        ))
-    }
-
-    fn heading(&self) -> Result {
-        if self.json {
-            return Ok(());
-        }
-        output::text(&format!(
-            "{}\n\n{:<12} {:<9} {:>9} {:>8} {:>12} {:>14} {:>14} {:>10} {:>9} {:>8}\n",
-            self.device,
-            "",
-            "kv",
-            "sequences",
-            "context",
-            "first, µs",
-            "median, µs",
-            "fastest, µs",
-            "tokens/s",
-            "GB/s",
-            "of read"
-        ))
-    }
-}
-
 pub fn run(args: &ModelArgs) -> Result {
-    let budget = super::budget(args.seconds)?;
+    let budget = timing::budget(args.seconds)?;
     let draws: Vec<Sampling> = args.temperature.iter().map(|&t| Sampling::default().temperature(t)).collect();
     draws.iter().try_for_each(|sampling| sampling.validate(usize::MAX))?;
     let files = shipped::files(args.model.as_deref())?;
@@ -223,9 +137,4 @@ impl Cases {
             context: args.context.map_or(context, |context| context as usize),
         }
     }
-}
-
-/// Options of a pool for `sequences` sequences of up to `longest` tokens.
-fn pool_options(kv: &Kv, sequences: usize, longest: usize) -> PoolOptions {
-    PoolOptions { codecs: kv.codecs.clone(), sequences, longest, ..PoolOptions::default() }
 }

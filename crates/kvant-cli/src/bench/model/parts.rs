@@ -5,7 +5,10 @@ use std::time::Duration;
 use kvant::Sequence;
 use kvant_models::{AttentionSpec, BatchDecoder, Decoder, Logits, Model, PoolOptions, Sampling};
 
-use super::{super::timing, ModelLine, Printout, pool_options};
+use super::{
+    super::timing,
+    printout::{ModelLine, Printout},
+};
 use crate::{Result, args::Kv, memory, output};
 
 /// Steps of a batch before its sequences are truncated to their first length.
@@ -189,4 +192,9 @@ impl Ids {
 /// The first page boundary at which a sequence has at least this many tokens.
 fn boundary(tokens: usize) -> usize {
     tokens.next_multiple_of(PoolOptions::default().page_tokens)
+}
+
+/// Options of a pool for `sequences` sequences of up to `longest` tokens.
+fn pool_options(kv: &Kv, sequences: usize, longest: usize) -> PoolOptions {
+    PoolOptions { codecs: kv.codecs.clone(), sequences, longest, ..PoolOptions::default() }
 }
