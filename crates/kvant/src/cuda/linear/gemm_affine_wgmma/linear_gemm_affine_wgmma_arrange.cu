@@ -6,8 +6,8 @@
 #include "device/elements.h"
 #include "linear/gemm_affine_wgmma/chunk.h"
 
-// CUDA blocks: x counts blocks of inputs, padded to whole chunks; a CUDA block has several if it has threads for them. y
-// counts 32 rows, or tiles of fewer rows.
+// CUDA blocks: x counts blocks of inputs, padded to whole chunks; a CUDA block has several if it has threads for them.
+// y counts 32 rows, or tiles of fewer rows.
 extern "C" __global__ void __launch_bounds__(256)
     KVANT_KERNEL(const uchar *x, uchar *out, uint *counters, const GemmAffineWgmmaParams p, const uint *experts, const uint *order) {
     take_turn();
