@@ -32,16 +32,18 @@ check() {
     fi
 }
 divided() { (cd "$root/crates/kvant-models" && "$tests" --test-threads 1 --nocapture divided); }
-# The most probable tokens on one GPU and on two, with exact caches.
+# The most probable tokens on each number of GPUs, with exact caches.
 texts() {
-    local gpus of=()
-    for gpus in 1 2; do
+    local gpus text of=()
+    for gpus in ${GPUS:-1 2}; do
         "$kvant" generate --device cuda --tensor-parallel "$gpus" --activations f32 --kv f32 --temperature 0 --max-tokens 64 --json \
             >"$out/text-$gpus.json" || return 1
         of+=("$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["text"])' "$out/text-$gpus.json")")
     done
     printf '%s\n' "${of[@]}"
-    [ "${of[0]}" = "${of[1]}" ]
+    for text in "${of[@]}"; do
+        [ "$text" = "${of[0]}" ] || return 1
+    done
 }
 measure() {
     local model=$1 kv=$2 gpus=$3

@@ -29,6 +29,9 @@ pub(crate) enum Command {
     /// Panics, to test failures.
     #[cfg(feature = "internals")]
     Panic,
+    /// Lets a rank of a group fail within the next step with a prompt, to test failures.
+    #[cfg(feature = "internals")]
+    FailRank(usize),
 }
 
 /// A submitted request.

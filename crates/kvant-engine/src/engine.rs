@@ -206,6 +206,12 @@ impl Engine {
     pub(crate) fn panic(&self) {
         let _ = self.0.commands.send(Command::Panic);
     }
+
+    /// Lets a rank of a group fail within the next step with a prompt.
+    #[cfg(feature = "internals")]
+    pub(crate) fn fail_rank(&self, rank: usize) {
+        let _ = self.0.commands.send(Command::FailRank(rank));
+    }
 }
 
 impl fmt::Debug for Engine {

@@ -14,3 +14,8 @@ pub fn start(grammar: CompiledGrammar, compiler: &Arc<Compiler>) -> Option<Gramm
 pub fn panic(engine: &Engine) {
     engine.panic();
 }
+
+/// Lets a rank of the engine's group fail within the next step with a prompt, while other ranks wait for it.
+pub fn fail_rank(engine: &Engine, rank: usize) {
+    engine.fail_rank(rank);
+}

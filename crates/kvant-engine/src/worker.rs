@@ -111,6 +111,8 @@ impl Worker {
             }
             #[cfg(feature = "internals")]
             Command::Panic => panic!("a test has asked for this"),
+            #[cfg(feature = "internals")]
+            Command::FailRank(rank) => self.failing_rank = Some(rank),
         }
     }
 

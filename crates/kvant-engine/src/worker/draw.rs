@@ -106,6 +106,12 @@ impl Worker {
             }
             (PoolStep::Recorded, None) => return Err(no_decoder()),
         };
+        #[cfg(feature = "internals")]
+        if let Some(rank) = self.failing_rank {
+            // The rank finds positions that are invalid.
+            let positions = step.positions().on_rank(rank)?;
+            positions.write(&vec![u32::MAX; positions.elements()])?;
+        }
         let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
         let logits = self.model.forward(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
         Ok(Passed { rows, logits, drawn: None })

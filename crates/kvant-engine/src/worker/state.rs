@@ -46,6 +46,9 @@ pub(crate) struct Worker {
     pub(super) running: HashMap<u64, Running>,
     /// Messages to the text thread, sent at the end of a step.
     pub(super) pending_outputs: Vec<(u64, Output)>,
+    /// The rank that fails within the next step with a prompt.
+    #[cfg(feature = "internals")]
+    pub(super) failing_rank: Option<usize>,
 }
 
 /// A step whose result is not known yet.
@@ -103,6 +106,8 @@ impl Worker {
             in_flight: None,
             running: HashMap::new(),
             pending_outputs: Vec::new(),
+            #[cfg(feature = "internals")]
+            failing_rank: None,
         })
     }
 

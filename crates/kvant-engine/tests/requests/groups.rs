@@ -1,6 +1,8 @@
 //! A model that is divided among the ranks of a group gives the texts that it gives on one device, whatever the engine
 //! does meanwhile.
 
+use std::time::Duration;
+
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Failure};
 use kvant_models::Sampling;
 
@@ -64,6 +66,50 @@ fn a_panic_fails_all_requests_of_a_group() {
     kvant_engine::internals::panic(&engine);
     let last = responses.into_iter().last().unwrap();
     assert!(matches!(&last, Event::Failed(Failure::Engine(reason)) if reason.contains("panic")), "{last:?}");
+}
+
+/// Ranks do not wait for one that fails within a step: all requests end with its error, also later ones.
+#[test]
+fn a_rank_that_fails_in_a_step_ends_all_requests() {
+    for failing in [0, 1] {
+        let engine = group_engine(2, options().overlap(false).unread(4));
+        let long = |prompt| engine.submit(request(&engine, prompt).max_tokens(200)).unwrap();
+        let mut all: Vec<_> = PROMPTS[..2].iter().map(|prompt| long(prompt)).collect();
+        for responses in &mut all {
+            // They have begun, and pause at four unread events.
+            assert!(responses.any(|event| matches!(event, Event::Token(_))));
+        }
+        kvant_engine::internals::fail_rank(&engine, failing);
+        all.push(long(REPEATS));
+        let (sender, ends) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for responses in all {
+                sender.send(responses.into_iter().last()).unwrap();
+            }
+        });
+        for _ in 0..3 {
+            let last = ends.recv_timeout(Duration::from_secs(120)).expect("the requests end");
+            let is_its_error = |reason: &str| reason.contains("position") && !reason.contains("another rank");
+            assert!(matches!(&last, Some(Event::Failed(Failure::Engine(reason))) if is_its_error(reason)), "{last:?}");
+        }
+        assert!(engine.submit(request(&engine, PROMPTS[3])).is_err());
+    }
+}
+
+/// Branches of a prompt share the pages of all ranks, and each writes its own copy of the last one.
+#[test]
+fn equal_prompts_at_once_branch_on_every_rank() {
+    let prompt = PROMPTS.join(" and so on, ");
+    let branches = |engine: &Engine| -> Vec<EngineRequest> {
+        let branch = |seed| Sampling::default().temperature(1.0).seed(seed);
+        (0..4).map(|seed| request(engine, &prompt).sampling(branch(seed))).collect()
+    };
+    let options = || options().page_tokens(16).sequences(4);
+    let (group, plain) = (group_engine(2, options()), engine(options()));
+    // The first request leaves the prefix.
+    texts(&group, branches(&group)[..1].to_vec());
+    assert_eq!(texts(&group, branches(&group)), texts(&plain, branches(&plain)));
+    assert!(group.stats().prefix_hits >= 3, "{:?}", group.stats());
 }
 
 /// Pages of preempted requests move to host memory and back: those of all ranks.
