@@ -72,6 +72,8 @@ enum Content {
     Floats,
     /// u32, usually below a limit.
     Below(usize),
+    /// As `Below`, in rising order.
+    Rising(usize),
     /// Any u32.
     Words,
 }
@@ -136,11 +138,14 @@ impl<'t> World<'t> {
         let mut rng = crate::common::Rng::new(seed.into());
         let wild = self.tape.fault();
         match (dtype, content) {
-            (DType::U32, Content::Below(limit)) => {
+            (DType::U32, Content::Below(limit) | Content::Rising(limit)) => {
                 let far = [limit as u32, u32::MAX, limit as u32 + 1];
-                let values = (0..count)
-                    .map(|_| if wild && rng.below(4) == 0 { rng.pick(&far) } else { rng.below(limit.max(1)) as u32 });
-                values.flat_map(u32::to_le_bytes).collect()
+                let value = |_| if wild && rng.below(4) == 0 { rng.pick(&far) } else { rng.below(limit.max(1)) as u32 };
+                let mut values: Vec<u32> = (0..count).map(value).collect();
+                if matches!(content, Content::Rising(_)) {
+                    values.sort_unstable();
+                }
+                values.into_iter().flat_map(u32::to_le_bytes).collect()
             }
             (DType::U32 | DType::U8, _) => (0..count * dtype.size()).map(|_| rng.bits() as u8).collect(),
             _ => {

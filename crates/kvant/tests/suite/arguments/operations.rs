@@ -341,13 +341,14 @@ pub(super) fn causal_conv(w: &mut World) -> Result<()> {
 
 /// One run of all rows. The tape may change everything about it.
 fn state_runs(w: &mut World, rows: usize) -> StateRuns {
-    let (starts, slots, past) = (w.u32s(&[2], rows + 1, false), w.u32s(&[1], 2, false), w.u32s(&[1], 9, false));
+    let starts = w.tensor(&[DType::U32], &[2], Content::Rising(rows + 1), false);
+    let (slots, past) = (w.u32s(&[1], 2, false), w.u32s(&[1], 9, false));
     StateRuns::from_tensors(starts, slots, past, rows)
 }
 
 pub(super) fn delta_rule(w: &mut World) -> Result<()> {
-    let (rows, heads, key_heads) = (w.tape.pick(&COUNTS), w.tape.pick(&[2, 1, 0]), w.tape.pick(&[1, 2]));
-    let (key_dim, value_dim) = (w.tape.pick(&[32, 64, 33]), w.tape.pick(&[16, 48, 7]));
+    let (rows, heads, key_heads) = (w.tape.pick(&COUNTS), w.tape.pick(&[2, 2, 1, 0]), w.tape.pick(&[1, 1, 1, 2]));
+    let (key_dim, value_dim) = (w.tape.pick(&[32, 64, 32, 33]), w.tape.pick(&[16, 48, 16, 7]));
     let qkv = w.input(&[rows, 2 * key_heads * key_dim + heads * value_dim]);
     let (a, b, out) = (w.input(&[rows, heads]), w.input(&[rows, heads]), w.output(&[rows, heads, value_dim]));
     let (rate, a_bias) = (w.f32(&[heads]), w.f32(&[heads]));
