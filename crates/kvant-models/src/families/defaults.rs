@@ -75,7 +75,8 @@ mod tests {
         let types = FAMILIES.into_iter().flat_map(|family| family.model_types.iter().map(move |name| (family, name)));
         for (_, model_type) in types.filter(|(family, name)| !is_wrapper(family, name)) {
             let class = CLASSES.get(*model_type).unwrap_or_else(|| panic!("{model_type} has no defaults"));
-            assert!(class.keys.contains_key("rms_norm_eps"), "{model_type}");
+            let has_eps = ["rms_norm_eps", "norm_eps"].iter().any(|key| class.keys.contains_key(*key));
+            assert!(has_eps, "{model_type}");
         }
     }
 }
