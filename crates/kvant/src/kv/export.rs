@@ -225,7 +225,9 @@ fn check_contents(layout: &PoolLayout, len: usize, contents: &[GroupContents]) -
                 let sees_first = group.oldest_seen(len) < page_tokens;
                 let has_first = of.kept || of.first == 0 || !sees_first;
                 let kept_is_before = !of.kept || of.first > 0;
-                has_first && kept_is_before && of.first <= needed && end == group.end_needed(len, page_tokens)
+                // Page 0 may be needed again after truncation, and is the kept one.
+                let begins = of.first <= needed.max(usize::from(of.kept));
+                has_first && kept_is_before && begins && end == group.end_needed(len, page_tokens)
             }
             PageKind::State { max } => {
                 let at_boundary = of.boundary > 0 && of.boundary < len && of.boundary.is_multiple_of(page_tokens);

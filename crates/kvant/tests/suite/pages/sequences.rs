@@ -90,6 +90,23 @@ fn exports_come_back_or_are_refused() {
     }
 }
 
+/// A sequence that was truncated into its second page holds page 0 apart from the others.
+#[test]
+fn truncated_sequences_are_exported() {
+    for device in devices() {
+        let layer = CacheLayer::new(1, DIM, Codec::tq_centred(5));
+        let pool = KvPool::new(device, &PoolSpec::new(vec![layer], 1 << 20).page_tokens(16)).unwrap();
+        let tokens: Vec<u32> = (0..40).map(|at| prompt_token(0, at)).collect();
+        let mut sequence = pool.sequence();
+        for end in [33, 34] {
+            feed(&pool, &mut sequence, &tokens[..end]);
+        }
+        sequence.truncate(17).unwrap();
+        let mut moved = pool.import(&sequence.export().unwrap()).unwrap();
+        assert!(feed(&pool, &mut moved, &tokens) == feed(&pool, &mut sequence, &tokens), "{device}");
+    }
+}
+
 /// A graph recorded for 32 rows serves 1 to 32 sequences that join and leave.
 #[test]
 fn a_graph_serves_sequences_that_join_and_leave() {
