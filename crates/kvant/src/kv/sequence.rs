@@ -188,7 +188,7 @@ impl Sequence {
     /// Truncates to the first `len` tokens. Pages that hold only later positions are released.
     ///
     /// A layer with a window holds the positions that the latest step could see. The tokens of that step can therefore
-    /// always be removed; [`Sequence::hold`] allows more. A pool with states can only be truncated to
+    /// always be removed; [`Sequence::hold`] allows more. A sequence with states can only be truncated to
     /// [`Sequence::boundary`]. Truncation to 0 always succeeds.
     ///
     /// # Errors

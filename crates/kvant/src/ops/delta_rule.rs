@@ -73,7 +73,7 @@ impl<'a> DeltaRule<'a> {
 /// Runs [`DeltaRule`].
 ///
 /// # Errors
-/// Those of [every operation](crate::ops#errors); `Value` for a width of `qkv` that no number of key heads gives, or
+/// Those of [every operation](crate::ops#errors); `Value` for a width of `qkv` that is not 2·Hk·D + H·Dv, or
 /// for key heads that do not divide H. On the CPU, the commit returns `OutOfRange` or `Value` for runs that are not
 /// within the rows, and for states that do not exist or have two runs; a GPU skips such rows, and leaves a state of two
 /// runs undefined.

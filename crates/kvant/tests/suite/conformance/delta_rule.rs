@@ -1,8 +1,9 @@
 //! delta_rule against the reference.
 
+use super::check_refused_runs;
 use crate::common::{Bound, FLOATS, Out, Output, Rng, assert_close, conform, encode, input, run};
 use kvant::{
-    DType, Device, Error, Result, Tensor,
+    DType, Device, Result, Tensor,
     ops::{self, DeltaRule, StateRuns, StateSlots},
 };
 
@@ -154,25 +155,15 @@ fn parts_of_a_prompt_give_its_results() {
 #[test]
 fn runs_out_of_range() {
     for device in crate::common::devices() {
-        let attempt = |starts: &[u32], slots: &[u32]| {
+        let attempt = |runs: &StateRuns| {
             let dtypes = [DType::F32; 3];
             let inputs = Inputs::new(device, &mut Rng::of("range"), SHAPES[0], 4, dtypes, [0.0; 2]).unwrap();
-            let upload = |words: &[u32]| Tensor::from_slice(device, words, &[words.len()]).unwrap();
-            let runs = StateRuns::from_tensors(upload(starts), upload(slots), upload(&vec![0; slots.len()]), 4);
-            let result = run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)));
+            let result = run(device, |enc| ops::delta_rule(enc, &inputs.args(runs)));
             inputs.out.bytes().unwrap();
             inputs.state.bytes().unwrap();
             result
         };
-        attempt(&[0, 2, 4], &[1, 0]).unwrap();
-        let wrong = [attempt(&[0, 2, 5], &[1, 0]), attempt(&[0, 3, 2], &[1, 0]), attempt(&[0, 2, 4], &[1, 3])];
-        let twice = attempt(&[0, 2, 4], &[1, 1]);
-        if crate::common::sees_indices(device) {
-            assert!(wrong.iter().all(|result| matches!(result, Err(Error::OutOfRange { .. }))), "{device}: {wrong:?}");
-            assert!(matches!(twice, Err(Error::Value { arg: "runs.slots", .. })), "{device}: {twice:?}");
-        } else {
-            wrong.into_iter().chain([twice]).for_each(|result| result.unwrap());
-        }
+        check_refused_runs(device, 3, attempt);
     }
 }
 

@@ -152,7 +152,7 @@ fn boundaries_can_be_given_up_for_memory() {
     assert_eq!(without.usage().used, 0);
 }
 
-/// A prefix is found where a step ended at a multiple of the page size, and gives the bits of a text computed whole.
+/// A prefix is found where a step ended at a multiple of the page size, and continues with the states there.
 #[test]
 fn prefixes_are_found_where_their_states_are_kept() {
     for device in devices() {
