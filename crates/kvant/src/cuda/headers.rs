@@ -47,6 +47,7 @@ pub(super) static ALL: &[Header] = headers![
     "codec/planes.h",
     "codec/rotate_block.h",
     "codec/rotate_warp.h",
+    "delta_rule/chunks.h",
     "delta_rule/gates.h",
     "device/activation.h",
     "device/affine.h",

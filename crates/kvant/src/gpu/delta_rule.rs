@@ -15,6 +15,7 @@ params! {
         pub key_heads: u32,
         pub key_repeats: u32,
         pub value_dim: u32,
+        pub max_rows: u32,
     }
 }
 
@@ -25,24 +26,33 @@ const WARPS: usize = 4;
 /// Columns of the state that a threadgroup has, in every kernel.
 const COLUMNS: usize = 32;
 
-pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str) -> Result<Launch> {
-    let uint = |arg, value| Launch::uint(NAME, arg, value);
-    let params = DeltaRuleParams {
-        rows: uint("qkv", call.rows)?,
-        states: uint("state", call.state.count())?,
-        stride: uint("state", call.state.stride())?,
-        heads: uint("state", call.heads)?,
-        key_heads: uint("qkv", call.key_heads)?,
-        key_repeats: uint("qkv", call.key_repeats)?,
-        value_dim: uint("state", call.value_dim)?,
-    };
+impl DeltaRuleParams {
+    /// `max_rows`: longer runs are skipped.
+    pub(crate) fn of(call: &Call, max_rows: u32) -> Result<DeltaRuleParams> {
+        let uint = |arg, value| Launch::uint(NAME, arg, value);
+        Ok(DeltaRuleParams {
+            rows: uint("qkv", call.rows)?,
+            states: uint("state", call.state.count())?,
+            stride: uint("state", call.state.stride())?,
+            heads: uint("state", call.heads)?,
+            key_heads: uint("qkv", call.key_heads)?,
+            key_repeats: uint("qkv", call.key_repeats)?,
+            value_dim: uint("state", call.value_dim)?,
+            max_rows,
+        })
+    }
+}
+
+/// The launch of a kernel that computes runs of at most `max_rows` rows token by token.
+pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str, max_rows: u32) -> Result<Launch> {
+    let params = DeltaRuleParams::of(call, max_rows)?;
     let slices = call.value_dim.div_ceil(COLUMNS);
     Ok(Launch::new(NAME, source, kernel)
         .constant("QKV_DTYPE", call.qkv.dtype())
         .constant("A_DTYPE", call.a.dtype())
         .constant("B_DTYPE", call.b.dtype())
         .constant("OUT_DTYPE", call.out.dtype())
-        .constant("KEY_DIM", uint("state", call.key_dim)?)
+        .constant("KEY_DIM", Launch::uint(NAME, "state", call.key_dim)?)
         .read(0, &call.qkv)
         .read(1, &call.a)
         .read(2, &call.b)

@@ -17,6 +17,7 @@ struct DeltaRuleParams {
     uint key_heads;
     uint key_repeats; // adjacent heads with one key head
     uint value_dim;
+    uint max_rows; // longer runs are skipped
 };
 
 constant uint QKV_DTYPE [[function_constant(0)]];

@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const uint head = blockIdx.y, run = blockIdx.z;
     const uint slot = slots[run], start = starts[run], end = min(starts[run + 1], p.rows);
     // Whole warps: value_dim is a multiple of COLUMNS.
-    if (column >= p.value_dim || slot >= p.states || start >= end) {
+    if (column >= p.value_dim || slot >= p.states || start >= end || end - start > p.max_rows) {
         return;
     }
     const uint of_keys = p.key_heads * KEY_DIM, key_head = head / p.key_repeats % p.key_heads * KEY_DIM;

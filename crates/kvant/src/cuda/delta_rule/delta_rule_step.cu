@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const uint column = blockIdx.x * COLUMNS + lane % QUADS * 4;
     const uint head = blockIdx.y, run = blockIdx.z;
     const uint slot = slots[run], start = starts[run], end = min(starts[run + 1], p.rows);
-    if (slot >= p.states || start >= end) {
+    if (slot >= p.states || start >= end || end - start > p.max_rows) {
         return;
     }
     // Threads beyond the columns compute zeros and join the barriers; value_dim is a multiple of four.

@@ -42,6 +42,22 @@ inline void mma_alone(float (&d)[4], const uint (&a)[4], uint2 b) {
     }
 }
 
+// c += a * b in tf32, of 16 x 8 by 8 x 8: a[0] and a[1] are rows g and g + 8 at k = t, a[2] and a[3] at k = t + 4; b.x
+// and b.y are column g at k = t and k = t + 4.
+inline void mma_tf32(float (&c)[4], const uint (&a)[4], uint2 b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+// A float rounded to tf32.
+inline uint tf32(float x) {
+    uint bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return bits;
+}
+
 // Two floats as a pair, the first in the low half.
 template <bool HALF>
 inline uint pack(float low, float high) {
@@ -149,6 +165,13 @@ inline uint4 load_matrices_transposed(uint from) {
                  : "r"(from)
                  : "memory");
     return w;
+}
+
+// The inverse of load_matrices_transposed, on Hopper.
+inline void store_matrices_transposed(uint to, const uint (&w)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w[0]),
+                 "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
 }
 
 // Copies BYTES (4, 8 or 16) to shared memory asynchronously: reads `bytes`, and writes zeros for the rest.

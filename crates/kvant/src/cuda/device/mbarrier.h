@@ -66,6 +66,18 @@ inline void copy_bulk(uint to, const uchar *from, uint bytes, uint barrier) {
                  : "memory");
 }
 
+// Copies `bytes` from shared memory asynchronously. Size and addresses are multiples of 16.
+inline void store_bulk(uchar *to, uint from, uint bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
+                 "r"(from), "r"(bytes)
+                 : "memory");
+}
+
+// Waits until the thread's bulk stores have read shared memory.
+inline void stores_wait() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // Prefetches `bytes` to L2. Size and address are multiples of 16.
 inline void prefetch_bulk(const uchar *from, uint bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -3,7 +3,7 @@
 use super::check_refused_runs;
 use crate::common::{Bound, FLOATS, Out, Output, Rng, assert_close, conform, encode, input, run};
 use kvant::{
-    DType, Device, Result, Tensor,
+    DType, Device, DeviceKind, Result, Tensor,
     ops::{self, DeltaRule, StateRuns, StateSlots},
 };
 
@@ -76,6 +76,18 @@ impl Inputs {
         Ok(Inputs { qkv, a, b, rate, a_bias, state, slots, out, tiled })
     }
 
+    /// The results, within the bounds of the contract. `dtypes`: of inputs and results.
+    fn close(&self, device: &Device, shape: Shape, dtypes: [DType; 2]) -> Result<Vec<Output>> {
+        let chunks = device.kind() == DeviceKind::Cuda
+            && dtypes == [DType::BF16; 2]
+            && matches!(shape.key_dim, 64 | 128)
+            && shape.value_dim.is_multiple_of(64);
+        let rounding = if chunks { ROUNDING_OF_CHUNKS } else { 0.0 };
+        let bound = |dtype| Bound { rounding, ..Bound::of(dtype).times(GAIN) };
+        let out = self.out.close_within("out", bound(dtypes[1]))?;
+        Ok(vec![out, self.state.close_within("state", bound(DType::F32))?])
+    }
+
     fn args<'a>(&'a self, runs: &'a StateRuns) -> DeltaRule<'a> {
         let (gates, decay) = ([&self.a, &self.b], [&self.rate, &self.a_bias]);
         DeltaRule::new(&self.qkv, gates, decay, &self.slots, runs, &self.out.tensor).tiled(self.tiled)
@@ -97,16 +109,104 @@ fn delta_rule() {
                 let inputs = Inputs::new(device, &mut Rng::of(&case), shape, rows, dtypes, gates)?;
                 let runs = StateRuns::new(device, runs)?;
                 run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)))?;
-                let bound = |dtype| Bound::of(dtype).times(GAIN);
-                let out = inputs.out.close_within("out", bound(dtypes[2]))?;
-                Ok(vec![out, inputs.state.close_within("state", bound(DType::F32))?])
+                inputs.close(device, shape, [dtypes[0], dtypes[2]])
             });
         }
     }
 }
 
-/// The gain that the contract states.
+/// The gain that the contract states, and the rounding of a device that computes chunks in bf16.
 const GAIN: f64 = 4.0;
+const ROUNDING_OF_CHUNKS: f64 = 1.0 / 128.0;
+
+/// Prompts in bf16, which CUDA computes in chunks of 64 tokens, beside runs of few tokens.
+#[test]
+fn chunks() {
+    let shapes = [
+        Shape { heads: 2, key_heads: 1, key_dim: 128, value_dim: 128, tiled: false },
+        Shape { heads: 4, key_heads: 2, key_dim: 64, value_dim: 64, tiled: true },
+        Shape { heads: 1, key_heads: 1, key_dim: 128, value_dim: 192, tiled: false },
+        Shape { heads: 2, key_heads: 2, key_dim: 64, value_dim: 128, tiled: false },
+    ];
+    let runs: [Runs; 9] = [
+        &[(1, 1, 9)],
+        &[(0, 0, 63), (1, 3, 1), (2, 7, 64)],
+        &[(2, 1, 65), (StateRuns::INACTIVE, 0, 70), (0, 0, 8)],
+        &[(0, 0, 300)],
+        &[(1, 5, 127), (2, 0, 129)],
+        &[(1, 5, 128)],
+        &[(0, 2, 1), (1, 2, 1), (2, 0, 193)],
+        &[(0, 0, 17), (1, 0, 31), (2, 1, 33)],
+        &[(2, 9, 257)],
+    ];
+    let gates = [[0.0, 0.0], [-12.0, 6.0], [8.0, -20.0], [-100.0, 3.0], [100.0, 100.0], [-6.0, 0.0]];
+    for i in 0..2 * runs.len() {
+        let (runs, shape) = (runs[i / 2], shapes[(i + i / 4) % shapes.len()]);
+        let (rows, gates) = (runs.iter().map(|run| run.2 as usize).sum::<usize>(), gates[i % gates.len()]);
+        let case = format!("delta_rule in chunks, {runs:?} {shape:?} gates {gates:?}");
+        let dtypes = [DType::BF16, if i % 2 == 0 { DType::BF16 } else { DType::F32 }, DType::BF16];
+        conform(&case, |device| {
+            let inputs = Inputs::new(device, &mut Rng::of(&case), shape, rows, dtypes, gates)?;
+            let runs = StateRuns::new(device, runs)?;
+            run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)))?;
+            inputs.close(device, shape, [DType::BF16; 2])
+        });
+    }
+}
+
+/// More chunks than are computed at once.
+#[test]
+fn many_chunks() {
+    let shape = Shape { heads: 1, key_heads: 1, key_dim: 64, value_dim: 64, tiled: false };
+    let rows = [40, 4100, 9, 700];
+    let case = "delta_rule of thousands of tokens in bf16";
+    conform(case, |device| {
+        let total = rows.iter().sum::<u32>() as usize;
+        let inputs = Inputs::new(device, &mut Rng::of(case), shape, total, [DType::BF16; 3], [-6.0, 0.0])?;
+        let slots = [1, 0, StateRuns::INACTIVE, 2];
+        let runs: Vec<_> = rows.iter().zip(slots).map(|(&rows, slot)| (slot, 1, rows)).collect();
+        run(device, |enc| ops::delta_rule(enc, &inputs.args(&StateRuns::new(device, &runs)?)))?;
+        inputs.close(device, shape, [DType::BF16; 2])
+    });
+}
+
+/// Equal keys with betas of 1: the products of chunks cancel each other as far as they can.
+#[test]
+fn repeated_keys() {
+    let shape = Shape { heads: 2, key_heads: 1, key_dim: 64, value_dim: 64, tiled: false };
+    let rows = 200;
+    conform("delta_rule of repeated keys", |device| {
+        let inputs = Inputs::new(device, &mut Rng::of("keys"), shape, rows, [DType::BF16; 3], [-12.0, 10.0])?;
+        let row = inputs.qkv.rows(0..1)?.to_f32()?;
+        let values = inputs.qkv.to_f32()?;
+        let repeated: Vec<f32> =
+            values.chunks_exact(row.len()).flat_map(|of_row| [&row[..128], &of_row[128..]].concat()).collect();
+        inputs.qkv.write_bytes(&encode(DType::BF16, &repeated))?;
+        run(device, |enc| ops::delta_rule(enc, &inputs.args(&StateRuns::new(device, &[(0, 4, 200)])?)))?;
+        inputs.close(device, shape, [DType::BF16; 2])
+    });
+}
+
+/// A sequence with numbers that are not finite leaves those beside it alone.
+#[test]
+fn runs_are_apart() {
+    let shape = Shape { heads: 2, key_heads: 1, key_dim: 64, value_dim: 64, tiled: false };
+    for device in crate::common::devices() {
+        let result = |filler: f32| {
+            let inputs = Inputs::new(device, &mut Rng::of("apart"), shape, 170, [DType::BF16; 3], [0.0; 2]).unwrap();
+            for (from, to) in [(0, 5), (75, 170)] {
+                let part = inputs.qkv.rows(from..to).unwrap();
+                part.write_bytes(&encode(DType::BF16, &vec![filler; part.elements()])).unwrap();
+            }
+            let runs = StateRuns::new(device, &[(0, 0, 5), (1, 3, 70), (2, 3, 95)]).unwrap();
+            run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs))).unwrap();
+            let state = inputs.state.tensor.rows(1..2).unwrap();
+            (inputs.out.tensor.rows(5..75).unwrap().to_f32().unwrap(), state.to_f32().unwrap())
+        };
+        let (out, state) = result(0.5);
+        assert_eq!(result(f32::NAN), (out, state), "{device}");
+    }
+}
 
 /// Thousands of steps with little decay: rounding errors do not grow.
 #[test]

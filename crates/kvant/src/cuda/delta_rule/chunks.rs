@@ -1,0 +1,129 @@
+//! Runs of many tokens in chunks, on GPUs with warpgroup products.
+
+use crate::{
+    DType, Result,
+    cuda::headers,
+    gpu::{Builder, Launch, Layout, Limits, Params, Source, Use, delta_rule::DeltaRuleParams, params},
+    ops::delta_rule::{Call, NAME},
+};
+
+params! {
+    pub(crate) struct DeltaRuleChunksParams {
+        pub rule: DeltaRuleParams,
+        pub runs: u32,
+        pub first: u32,
+        pub slots: u32,
+    }
+}
+
+const LAYOUTS: &[fn() -> Layout] = &[DeltaRuleParams::layout, DeltaRuleChunksParams::layout];
+static CHUNKS: Source = source("delta_rule_chunks.cu", include_str!("delta_rule_chunks.cu"));
+static WGMMA: Source = source("delta_rule_wgmma.cu", include_str!("delta_rule_wgmma.cu"));
+
+const fn source(name: &'static str, text: &'static str) -> Source {
+    Source { name, text, headers: headers::ALL, layouts: LAYOUTS }
+}
+
+/// Tokens of a chunk: the kernels' CHUNK.
+const CHUNK: usize = 64;
+/// Bytes of a matrix of 64 by 64 elements.
+const BLOCK: usize = CHUNK * 128;
+/// Bytes of what a head has of a chunk: the kernels' CHUNK_HEAD.
+const CHUNK_HEAD: usize = 2 * BLOCK + 4 * CHUNK * 4;
+/// Chunks of a pass: limits the memory between the kernels.
+const MAX_SLOTS: usize = 64;
+/// Columns of the state that a block has.
+const COLUMNS: usize = 64;
+/// Threads of a warpgroup.
+const WARPGROUP: usize = 128;
+/// Buffers of chunks in shared memory.
+const STAGES: usize = 3;
+
+/// How the work is divided.
+pub(super) struct Chunks {
+    /// The maximum chunks that the rows can have.
+    chunks: usize,
+    shared_bytes: usize,
+}
+
+impl Chunks {
+    /// None if the kernels do not take the call.
+    pub(super) fn new(call: &Call, limits: &Limits) -> Option<Chunks> {
+        let Call { rows, key_dim, value_dim, .. } = *call;
+        let takes = limits.warpgroup_products
+            && [&call.qkv, &call.out]
+                .into_iter()
+                .all(|x| x.dtype() == DType::BF16 && x.byte_offset().is_multiple_of(16))
+            && matches!(key_dim, 64 | 128)
+            && value_dim.is_multiple_of(COLUMNS);
+        let shared_bytes = STAGES * (stage(key_dim) + 16);
+        // Each run may end with a chunk that is not full.
+        let chunks = (rows + (CHUNK - 1) * call.runs.count()) / CHUNK;
+        (takes && shared_bytes <= limits.threadgroup_bytes).then_some(Chunks { chunks, shared_bytes })
+    }
+
+    /// Adds the launches. Of several runs, those of at most `max_rows` rows are left out. False if a kernel is
+    /// unavailable.
+    pub(super) fn push(&self, call: &Call, max_rows: u32, b: &mut Builder) -> Result<bool> {
+        let slots = self.chunks.min(MAX_SLOTS);
+        let keys = b.scratch(slots * call.key_heads * keys_bytes(call.key_dim))?;
+        let of_heads = b.scratch(slots * call.heads * CHUNK_HEAD)?;
+        let max_rows = if call.runs.count() > 1 { max_rows } else { 0 };
+        for first in (0..self.chunks).step_by(slots.max(1)) {
+            let params = DeltaRuleChunksParams {
+                rule: DeltaRuleParams::of(call, max_rows)?,
+                runs: Launch::uint(NAME, "runs", call.runs.count())?,
+                first: Launch::uint(NAME, "qkv", first)?,
+                slots: Launch::uint(NAME, "qkv", slots)?,
+            };
+            let key_dim = Launch::uint(NAME, "state", call.key_dim)?;
+            let chunks = Launch::new(NAME, &CHUNKS, "delta_rule_chunks")
+                .constant("KEY_DIM", key_dim)
+                .constant("A_DTYPE", call.a.dtype())
+                .constant("B_DTYPE", call.b.dtype())
+                .read(0, &call.qkv)
+                .read(1, &call.a)
+                .read(2, &call.b)
+                .read(3, &call.rate)
+                .read(4, &call.a_bias)
+                .read(5, call.runs.starts())
+                .read(6, call.runs.slots())
+                .scratch(7, &keys, Use::Write)
+                .scratch(8, &of_heads, Use::Write)
+                .params(9, &params)
+                .threadgroup_memory(keys_bytes(call.key_dim).max(CHUNK_HEAD + CHUNK * (CHUNK + 8) * 4))
+                .grid([call.key_heads, slots, 1], [WARPGROUP, 1, 1]);
+            let products = Launch::new(NAME, &WGMMA, "delta_rule_wgmma")
+                .constant("KEY_DIM", key_dim)
+                .constant("STAGES", STAGES as u32)
+                .read(0, &call.qkv)
+                .read(1, call.runs.starts())
+                .read(2, call.runs.slots())
+                .read(3, call.runs.past())
+                .scratch(4, &keys, Use::Read)
+                .scratch(5, &of_heads, Use::Read)
+                .tensor(6, call.state.memory(), Use::ReadWrite)
+                .write(7, &call.out)
+                .params(8, &params)
+                .threadgroup_memory(self.shared_bytes)
+                .grid([call.value_dim / COLUMNS, call.heads, call.runs.count()], [2 * WARPGROUP, 1, 1]);
+            if b.refuses(&chunks) || b.refuses(&products) {
+                return Ok(false);
+            }
+            b.push(chunks)?;
+            b.push(products)?;
+        }
+        Ok(true)
+    }
+}
+
+/// Bytes of the keys and queries of a chunk.
+fn keys_bytes(key_dim: usize) -> usize {
+    2 * CHUNK * key_dim * 2
+}
+
+/// Bytes of a buffer: the kernel's STAGE.
+fn stage(key_dim: usize) -> usize {
+    let values = CHUNK * (COLUMNS * 2 + 16);
+    (keys_bytes(key_dim) + CHUNK_HEAD + values).next_multiple_of(1024)
+}
