@@ -2,7 +2,8 @@
 //
 // Tensors and runs are those of delta_rule.cu. A block has COLUMNS columns of one head's state, in registers for all
 // tokens of a run: thread t has the four columns from 4 * (t % QUADS), and the rows i with i % PARTS = t / QUADS. A
-// warp's load reads 128 adjacent bytes of four rows. All loads of the state are issued before the first token.
+// warp's load reads 128 adjacent bytes of four rows. All loads of the state are issued before the first token, and while
+// the previous kernel ends.
 //
 // A token has three barriers: queries and keys, then Sᵀk, then Sᵀq are complete. Sums are added in one order.
 #include "delta_rule/gates.h"
@@ -65,12 +66,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                  const DeltaRuleParams p) {
     __shared__ float q[KEY_DIM], k[KEY_DIM];
     __shared__ float4 seen_room[WARPS][QUADS], sum_room[WARPS][QUADS];
-    take_turn();
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = threadIdx.x / QUADS;
     const uint column = blockIdx.x * COLUMNS + lane % QUADS * 4;
     const uint head = blockIdx.y, run = blockIdx.z;
     const uint slot = slots[run], start = starts[run], end = min(starts[run + 1], p.rows);
     if (slot >= p.states || start >= end || end - start > p.max_rows) {
+        take_turn();
         return;
     }
     // Threads beyond the columns compute zeros and join the barriers; value_dim is a multiple of four.
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     for (uint i = 0; i < OWN_ROWS; i++) {
         s[i] = reads ? *reinterpret_cast<const float4 *>(own + i * next_row) : make_float4(0, 0, 0, 0);
     }
+    take_turn();
     const uint of_keys = p.key_heads * KEY_DIM, key_head = head / p.key_repeats % p.key_heads * KEY_DIM;
     const ulong width = 2 * of_keys + p.heads * p.value_dim;
     for (uint row = start; row < end; row++) {

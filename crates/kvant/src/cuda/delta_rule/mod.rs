@@ -4,7 +4,7 @@ use super::headers;
 use crate::{
     Result,
     gpu::{
-        Builder, Source, aligned4,
+        Builder, Launch, Source, aligned4,
         delta_rule::{LAYOUTS, launch},
     },
     ops::delta_rule::Call,
@@ -24,19 +24,27 @@ static STEP: Source = Source {
 const MAX_STEP_ROWS: u32 = 8;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
-    let has_step = aligned4(call.state.memory()) && call.state.stride().is_multiple_of(4);
-    let (short, source_of_short) = if has_step { ("delta_rule_step", &STEP) } else { ("delta_rule", &SOURCE) };
     if call.runs.max_rows() <= MAX_STEP_ROWS as usize {
-        return b.push(launch(call, source_of_short, short, u32::MAX)?);
+        return b.push(few_tokens(call, u32::MAX)?);
     }
     match Chunks::new(call, &b.limits) {
         Some(chunks) if chunks.push(call, MAX_STEP_ROWS, b)? => {
             // A step has prompts beside sequences that continue with a token.
             if call.runs.count() > 1 {
-                b.push(launch(call, source_of_short, short, MAX_STEP_ROWS)?)?;
+                b.push(few_tokens(call, MAX_STEP_ROWS)?)?;
             }
             Ok(())
         }
         _ => b.push(launch(call, &SOURCE, "delta_rule", u32::MAX)?),
     }
+}
+
+/// The fastest kernel for runs of few tokens. Longer runs than `max_rows` are skipped.
+fn few_tokens(call: &Call, max_rows: u32) -> Result<Launch> {
+    let aligned = aligned4(call.state.memory()) && call.state.stride().is_multiple_of(4);
+    if !aligned {
+        return launch(call, &SOURCE, "delta_rule", max_rows);
+    }
+    // Runs, states, and what does not depend on tokens.
+    Ok(launch(call, &STEP, "delta_rule_step", max_rows)?.reads_ahead(&[3, 4, 5, 6, 7, 8]))
 }
