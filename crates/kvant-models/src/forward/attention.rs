@@ -10,6 +10,7 @@ use kvant::{
 
 use super::{
     Network, Pass,
+    by_position::DividedAttention,
     workspace::{AttentionViews, GatheredViews},
 };
 use crate::{
@@ -43,6 +44,11 @@ impl Pass<'_> {
             ops::moe_combine(self.enc, &args)?;
             from = &own.attended[1];
         }
+        if let Some(all) = &own.by_position {
+            let (norms, sinks) = (&norms, weights.sinks.as_ref());
+            self.attend_by_position(kv, &DividedAttention { spec, own, all, norms, rope, from, sinks })?;
+            return self.attention_output(l, weights, own);
+        }
         let write = |v| {
             NormRopeWrite::new(from, k, v, self.step, kv, q).q_norm(norms.q).k_norm(norms.k).v_norm(norms.v).rope(rope)
         };
@@ -63,6 +69,12 @@ impl Pass<'_> {
         let attend = Attend::new(q, kv, self.step, &own.attended[1]);
         let attend = attend.scale(spec.scale).softcap(spec.softcap).window(spec.window).sinks(weights.sinks.as_ref());
         ops::attend(self.enc, &attend)?;
+        self.attention_output(l, weights, own)
+    }
+
+    /// y = the projected results of the heads, of all ranks.
+    fn attention_output(&mut self, l: usize, weights: &AttentionWeights, own: &AttentionViews) -> Result<()> {
+        let views = self.views;
         let mut attended = &own.attended[0];
         if let (Some(matrix), Some(gate)) = (&weights.output_gate, &own.output_gate) {
             // Some kernels fuse the gate with the product if it follows directly.
@@ -112,10 +124,10 @@ impl Pass<'_> {
 }
 
 /// The norms of a block's heads.
-struct HeadNorms<'a> {
-    q: Option<HeadNorm<'a>>,
-    k: Option<HeadNorm<'a>>,
-    v: Option<HeadNorm<'a>>,
+pub(super) struct HeadNorms<'a> {
+    pub q: Option<HeadNorm<'a>>,
+    pub k: Option<HeadNorm<'a>>,
+    pub v: Option<HeadNorm<'a>>,
 }
 
 impl<'a> HeadNorms<'a> {

@@ -6,6 +6,7 @@ use crate::{
     Encoder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
     group::rank_tensors,
+    position_share::check_undivided,
 };
 
 pub(crate) const NAME: &str = "norm_rope_write";
@@ -79,6 +80,7 @@ pub fn norm_rope_write<'a>(enc: &mut Encoder, args: &NormRopeWrite<'a>) -> Resul
         check::shape(NAME, arg, tensor, &[("T", tokens), ("heads", h), ("head_dim", spec.head_dim)])?;
     }
     args.step.validate(NAME, tokens, args.layer)?;
+    check_undivided(NAME, args.layer)?;
     let norm = |arg, norm: Option<HeadNorm>| norm.map(|norm| norm.validate(NAME, arg, head_dim)).transpose();
     let rope = args.rope.map(|rope| rope.validate(NAME, head_dim)).transpose()?;
     enc.submit(super::Call::NormRopeWrite(Call {

@@ -13,8 +13,9 @@ use kvant::{
     ops::{
         self, Activation, Add, AddBias, Affine, AllGather, AllReduce, Angles, Argmax, Attend, BlockFormat, Blocks,
         CausalConv, Columns, DeltaRule, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard,
-        HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout,
-        Residual, RmsNorm, Rope, Sample, ScaledFloats, Softcap, StateRuns, StateSlots, Weight,
+        HeadNorm, KvRead, KvSide, KvWrite, Linear, MergeAttention, MoeCombine, MoeRoute, NextNorm, NormRope,
+        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, ScaledFloats, Softcap, StateRuns, StateSlots,
+        Weight,
     },
 };
 
@@ -90,7 +91,19 @@ fn collectives(launches: &Launches) -> Result<()> {
             let (x, out) = (zeros(&group, dtype, &[3, columns])?, zeros(&group, dtype, &[3, columns * ranks])?);
             ops::all_gather(&mut enc, &AllGather::new(&x, &out))?;
         }
+        merges(&group, &mut enc)?;
         enc.commit()?.wait()?;
+    }
+    Ok(())
+}
+
+/// Results of all ranks, in rows that are aligned and rows that are not.
+fn merges(group: &Device, enc: &mut Encoder) -> Result<()> {
+    let heads = 2 * group.ranks();
+    for (dim, dtype, has_sinks) in [(64, DType::F32, false), (128, DType::BF16, true), (65, DType::F16, true)] {
+        let (x, ends) = (zeros(group, DType::F32, &[3, heads, dim])?, zeros(group, DType::F32, &[3, heads])?);
+        let (sinks, out) = (zeros(group, DType::F32, &[2])?, zeros(group, dtype, &[3, 2, dim])?);
+        ops::merge_attention(enc, &MergeAttention::new(&x, &ends, &out).sinks(has_sinks.then_some(&sinks)))?;
     }
     Ok(())
 }
