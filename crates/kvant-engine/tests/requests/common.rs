@@ -22,9 +22,9 @@ pub fn engine(options: EngineOptions) -> Engine {
     Engine::start(model(), Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
 }
 
-/// Of a group of CPU devices, which share the heads and the matrices.
+/// Of a group of CPU devices, which share the heads and the matrices. Devices share KV heads, too.
 pub fn group_engine(ranks: usize, options: EngineOptions) -> Engine {
-    divided_engine(ranks, CacheDivision::Auto, options)
+    divided_engine(ranks, CacheDivision::Heads, options)
 }
 
 /// As above, with a division of the cache.
