@@ -246,6 +246,48 @@ fn selected_tokens() {
     }
 }
 
+/// The vectors of tokens, of which each rank has its heads: `[tokens, heads / ranks, D]`.
+fn vectors_by_head(device: &Device, tokens: &[u32], heads: usize) -> Result<Tensor> {
+    let own = heads / device.ranks();
+    Tensor::from_rank_bytes(device, DType::F32, &[tokens.len(), own, DIM], |rank| {
+        let of_rank = rank * own * DIM..(rank + 1) * own * DIM;
+        let heads = |token| Rng::of(format!("by head {token}")).normals(heads * DIM)[of_rank.clone()].to_vec();
+        let values: Vec<f32> = tokens.iter().flat_map(heads).collect();
+        Ok::<_, Error>(bytemuck::cast_slice::<f32, u8>(&values).to_vec())
+    })
+}
+
+/// Layers of both divisions have one page table, and their rows do not touch.
+#[test]
+fn layers_of_both_divisions_share_pages() {
+    let results = |device: &Device| -> Result<[Vec<f32>; 2]> {
+        let by_head = CacheLayer::new(4 / device.ranks(), DIM, Codec::F16);
+        let layers = vec![layer(device, Codec::F32), by_head];
+        let pool = KvPool::new(device, &PoolSpec::new(layers, 0).page_tokens(64).room_for(2, 256, 256)?)?;
+        let (mut a, mut b) = (pool.sequence(), pool.sequence());
+        let (tokens, last): (Vec<u32>, usize) = ((0..170).collect(), 169);
+        let step = pool.step(&mut [(&mut a, 100), (&mut b, 70)])?;
+        let (space, x) = (Space::new(device, &tokens)?, vectors_by_head(device, &tokens, 4)?);
+        let out = Tensor::zeros(device, DType::F32, x.shape())?;
+        let all = Tensor::zeros(device, DType::F32, &[tokens.len(), 4 * DIM])?;
+        run(device, |enc| {
+            space.store(enc, &pool, &step)?;
+            ops::kv_write(enc, &KvWrite::new(&x, &x, &step, pool.layer(1)?))?;
+            space.attend(enc, &pool, &step)?;
+            ops::attend(enc, &Attend::new(&x, pool.layer(1)?, &step, &out))?;
+            ops::all_gather(enc, &AllGather::new(&out.reshape(&[tokens.len(), 4 / device.ranks() * DIM])?, &all))
+        })?;
+        assert_eq!(pool.layer(1)?.spec().kv_heads * device.ranks(), 4);
+        Ok([space.result()?[last * HEADS * DIM..].to_vec(), all.to_vec::<f32>()?[last * 4 * DIM..].to_vec()])
+    };
+    let want = results(&Device::reference()).unwrap();
+    for group in dividing() {
+        let got = results(&group).unwrap();
+        assert_near(format!("{group}: by position"), &got[0], &want[0]);
+        assert_near(format!("{group}: by head"), &got[1], &want[1]);
+    }
+}
+
 /// Each rank has its part of the positions, in a part of the memory.
 #[test]
 fn memory_is_divided() {
