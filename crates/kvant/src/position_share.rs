@@ -85,7 +85,7 @@ impl StepShare {
     }
 }
 
-/// What a call does with the positions of a step.
+/// The use that a call makes of the positions of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PositionUse {
     /// It reads the rows that tokens see.

@@ -10,7 +10,6 @@ use kvant::{
 
 use super::{
     Network, Pass,
-    by_position::DividedAttention,
     workspace::{AttentionViews, GatheredViews},
 };
 use crate::{
@@ -44,11 +43,6 @@ impl Pass<'_> {
             ops::moe_combine(self.enc, &args)?;
             from = &own.attended[1];
         }
-        if let Some(all) = &own.by_position {
-            let (norms, sinks) = (&norms, weights.sinks.as_ref());
-            self.attend_by_position(kv, &DividedAttention { spec, own, all, norms, rope, from, sinks })?;
-            return self.attention_output(l, weights, own);
-        }
         let write = |v| {
             NormRopeWrite::new(from, k, v, self.step, kv, q).q_norm(norms.q).k_norm(norms.k).v_norm(norms.v).rope(rope)
         };
@@ -66,15 +60,14 @@ impl Pass<'_> {
             std::mem::replace(self.enc, next).commit()?.wait()?;
             stored(index, self.step)?;
         }
-        let attend = Attend::new(q, kv, self.step, &own.attended[1]);
-        let attend = attend.scale(spec.scale).softcap(spec.softcap).window(spec.window).sinks(weights.sinks.as_ref());
-        ops::attend(self.enc, &attend)?;
-        self.attention_output(l, weights, own)
-    }
-
-    /// y = the projected results of the heads, of all ranks.
-    fn attention_output(&mut self, l: usize, weights: &AttentionWeights, own: &AttentionViews) -> Result<()> {
-        let views = self.views;
+        let sinks = weights.sinks.as_ref();
+        match &own.by_position {
+            Some(all) => self.attend_by_position(q, kv, spec, (own, all), sinks)?,
+            None => {
+                let attend = Attend::new(q, kv, self.step, &own.attended[1]).scale(spec.scale).softcap(spec.softcap);
+                ops::attend(self.enc, &attend.window(spec.window).sinks(sinks))?;
+            }
+        }
         let mut attended = &own.attended[0];
         if let (Some(matrix), Some(gate)) = (&weights.output_gate, &own.output_gate) {
             // Some kernels fuse the gate with the product if it follows directly.
@@ -124,10 +117,10 @@ impl Pass<'_> {
 }
 
 /// The norms of a block's heads.
-pub(super) struct HeadNorms<'a> {
-    pub q: Option<HeadNorm<'a>>,
-    pub k: Option<HeadNorm<'a>>,
-    pub v: Option<HeadNorm<'a>>,
+struct HeadNorms<'a> {
+    q: Option<HeadNorm<'a>>,
+    k: Option<HeadNorm<'a>>,
+    v: Option<HeadNorm<'a>>,
 }
 
 impl<'a> HeadNorms<'a> {

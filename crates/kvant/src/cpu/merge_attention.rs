@@ -1,5 +1,5 @@
-//! out = Σ wᵣ · xᵣ / Σ wᵣ: the attention results of all ranks, weighted by their ends. A rank merges its heads, straight
-//! from the memory of all ranks. Its threads share the rows.
+//! out = Σ wᵣ · xᵣ / Σ wᵣ: the attention results of all ranks, weighted by their ends. A rank merges its heads,
+//! straight from the memory of all ranks. Its threads share the rows.
 
 use super::{
     Cpu,

@@ -2,8 +2,8 @@
 //
 // x is f32 [T, H, D] and ends f32 [T, H] on every rank; out has `own_heads` of the H heads, from `first_head` on. A
 // thread merges four neighbouring elements of an output row at a time; the last four of a row may have fewer. It reads
-// them straight from the memory of all ranks, and adds them in the order of ranks. Blocks of one number meet before (all
-// results are complete) and after (all results are free).
+// them straight from the memory of all ranks, and adds them in the order of ranks. Blocks of one number meet before
+// (all results are complete) and after (all results are free).
 #include "device/dependent_launch.h"
 #include "device/peers.h"
 #include "device/vectors.h"

@@ -5,7 +5,7 @@ use crate::common::{Bound, Rng, assert_close, run};
 use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, Error, KvPool, PoolSpec, PrefixCache, Result, Sequence, Step, StepSize,
     Tensor,
-    ops::{self, AllGather, Attend, KvRead, KvSide, KvWrite, MergeAttention, NormRopeWrite},
+    ops::{self, AllGather, Attend, HeadNorm, KvRead, KvSide, KvWrite, MergeAttention, NormRopeWrite, Query, Rope},
 };
 
 const HEADS: usize = 8;
@@ -71,8 +71,12 @@ impl Space {
 
     /// Attends to the keys of all ranks.
     fn attend(&self, enc: &mut Encoder, pool: &KvPool, step: &Step) -> Result<()> {
+        self.attend_with(enc, pool, step, (&self.q).into())
+    }
+
+    fn attend_with(&self, enc: &mut Encoder, pool: &KvPool, step: &Step, q: Query) -> Result<()> {
         let (count, ranks) = (self.q.shape()[0], pool.device().ranks());
-        let attend = Attend::new(&self.q, pool.layer(0)?, step, &self.out).ends(Some(&self.ends));
+        let attend = Attend::new(q, pool.layer(0)?, step, &self.out).ends(Some(&self.ends));
         ops::attend(enc, &attend.softcap(Some(20.0)))?;
         ops::merge_attention(enc, &MergeAttention::new(&self.out, &self.ends, &self.own).sinks(Some(&self.sinks)))?;
         ops::all_gather(enc, &AllGather::new(&self.own.reshape(&[count, HEADS / ranks * DIM])?, &self.all))
@@ -145,6 +149,39 @@ fn batches() {
                 feed(pool, &mut batch).unwrap()
             };
             assert_near(format!("{group}: {round}"), &batch(&mut ours, &pool), &batch(&mut wanted, &one));
+        }
+    }
+}
+
+/// Keys and queries are rotated by their positions in the text, wherever a rank stores them.
+#[test]
+fn rotated_keys() {
+    let rope = Rope::new(1e4, DIM / 2);
+    let feed = |pool: &KvPool, sequence: &mut Sequence, tokens: &[u32]| -> Result<Vec<f32>> {
+        let (device, space) = (pool.device(), Space::new(pool.device(), tokens)?);
+        let step = pool.step(&mut [(sequence, tokens.len())])?;
+        run(device, |enc| {
+            let write = NormRopeWrite::new(&space.q, &space.k, &space.v, &step, pool.layer(0)?, &space.q);
+            let norm = HeadNorm::new(1e-6);
+            let q = ops::norm_rope_write(enc, &write.k_norm(Some(norm)).v_norm(Some(norm)).rope(Some(rope)))?;
+            assert_eq!(q.is_rotated(), pool.layer(0)?.rotates_queries());
+            space.attend_with(enc, pool, &step, q)
+        })?;
+        space.result()
+    };
+    let tokens: Vec<u32> = (0..200).collect();
+    for codec in CODECS {
+        let one = pool(&Device::reference(), codec, 1);
+        for group in dividing() {
+            let pool = pool(&group, codec, 1);
+            let (mut sequence, mut same) = (pool.sequence(), one.sequence());
+            let bound = Bound::of(DType::F32).over(&group.rank(0).unwrap(), codec, 1.0).times(8.0);
+            for count in [1, 15, 1, 30, 1, 20, 70, 1, 1] {
+                let piece = &tokens[sequence.len()..sequence.len() + count];
+                let got = feed(&pool, &mut sequence, piece).unwrap();
+                let want = feed(&one, &mut same, piece).unwrap();
+                assert_close(format!("{group}: {codec}, {count} before {}", same.len()), &got, &want, bound);
+            }
         }
     }
 }
@@ -246,7 +283,7 @@ fn selected_tokens() {
     }
 }
 
-/// The vectors of tokens, of which each rank has its heads: `[tokens, heads / ranks, D]`.
+/// The vectors of tokens, divided by heads: `[tokens, heads / ranks, D]`.
 fn vectors_by_head(device: &Device, tokens: &[u32], heads: usize) -> Result<Tensor> {
     let own = heads / device.ranks();
     Tensor::from_rank_bytes(device, DType::F32, &[tokens.len(), own, DIM], |rank| {
@@ -374,15 +411,12 @@ fn operations_that_need_all_positions_are_refused() {
     let pool = pool(&group, Codec::F16, 1);
     let (mut sequence, layer) = (pool.sequence(), pool.layer(0).unwrap());
     let step = pool.step(&mut [(&mut sequence, 2)]).unwrap();
-    let Space { q, k, v, out, ends, .. } = Space::new(&group, &[1, 2]).unwrap();
+    let Space { q, k, out, ends, .. } = Space::new(&group, &[1, 2]).unwrap();
     let without = run(&group, |enc| ops::attend(enc, &Attend::new(&q, layer, &step, &out))).unwrap_err();
     assert!(matches!(without, Error::Value { arg: "ends", .. }), "{without}");
     let attend = Attend::new(&q, layer, &step, &out).ends(Some(&ends)).window(Some(8));
     let window = run(&group, |enc| ops::attend(enc, &attend)).unwrap_err();
     assert!(matches!(window, Error::Value { arg: "window", .. }), "{window}");
-    let fused = NormRopeWrite::new(&q, &k, &v, &step, layer, &out);
-    let fused = run(&group, |enc| ops::norm_rope_write(enc, &fused).map(drop)).unwrap_err();
-    assert!(matches!(fused, Error::Value { arg: "layer", .. }), "{fused}");
     let read = KvRead::new(layer, KvSide::K, &k).step(Some(&step));
     let read = run(&group, |enc| ops::kv_read(enc, &read)).unwrap_err();
     assert!(matches!(read, Error::Value { arg: "layer", .. }), "{read}");

@@ -1,9 +1,9 @@
 //! merge_attention against the reference.
 
 use super::groups;
-use crate::common::{Bound, FLOATS, Rng, assert_close, run};
+use crate::common::{Bound, FLOATS, Rng, assert_close, run, without_gpu::Launches};
 use kvant::{
-    DType, Device, Encoder, Error, Result, Tensor,
+    DType, Device, Encoder, Error, Result, Tensor, gpu,
     ops::{self, MergeAttention},
     reference,
 };
@@ -139,6 +139,16 @@ fn results_merge_as_states_do() {
         assert!(got.iter().zip(&want).all(|(got, want)| (got - want).abs() < 1e-12), "{got:?}, not {want:?}");
     }
     assert!(reference::merge_attention(&[(&[1.0], 0.0), (&[], 0.0)], None).is_err());
+}
+
+/// Metal devices form no groups.
+#[test]
+fn metal_refuses_it() {
+    let device = gpu::metal_device(Launches::default());
+    let zeros = |shape: &[usize]| Tensor::zeros(&device, DType::F32, shape).unwrap();
+    let (x, ends, out) = (zeros(&[1, 1, 64]), zeros(&[1, 1]), zeros(&[1, 1, 64]));
+    let result = run(&device, |enc| ops::merge_attention(enc, &MergeAttention::new(&x, &ends, &out)));
+    assert!(matches!(result, Err(Error::Unsupported { op: "merge_attention", .. })), "{result:?}");
 }
 
 #[test]
