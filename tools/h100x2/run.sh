@@ -89,9 +89,9 @@ for step in "${steps[@]}"; do
         endurance) tests endurance groups::collectives::a_million_sums --exact --ignored --nocapture ;;
         sanitizer)
             for tool in ${TOOLS:-memcheck racecheck}; do
-                for name in all_reduce_in_place all_gather; do
-                    run "$tool-$name" kvant compute-sanitizer --error-exitcode 99 --tool "$tool" \
-                        "$binaries/suite" "groups::collectives::$name" --exact --test-threads 1
+                for name in collectives::all_reduce_in_place collectives::all_gather merge_attention::merge_attention; do
+                    run "$tool-${name#*::}" kvant compute-sanitizer --error-exitcode 99 --tool "$tool" \
+                        "$binaries/suite" "groups::$name" --exact --test-threads 1
                 done
             done
             ;;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use clap::builder::RangedU64ValueParser;
 use kvant::{Codec, CpuOptions, DType, Device, device::DeviceKind};
 pub use kvant_eval::Kv;
-use kvant_models::{Files, LoadOptions, Model};
+use kvant_models::{CacheCodecs, CacheDivision, Files, LoadOptions, Model};
 
 use crate::Result;
 
@@ -109,12 +109,34 @@ pub struct ModelDeviceArgs {
     /// that share the threads. Each has its part of the weights and of the cache
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
     tensor_parallel: Option<usize>,
+    /// How the devices divide caches of layers without windows: by heads (more devices than KV heads have copies), by
+    /// positions (each device has all KV heads of a part of each page; for 2 or 4 devices, not for centred types such
+    /// as tq4c), or auto: by positions if the devices do not divide the KV heads and the type allows it
+    #[arg(long, value_name = "HOW", value_enum, default_value = "auto")]
+    cache_division: Division,
     /// The devices among which the model is divided, as in cuda:0,cuda:2
     #[arg(long, value_name = "DEVICE,…", value_delimiter = ',', conflicts_with = "device")]
     devices: Vec<DeviceChoice>,
 }
 
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Division {
+    Auto,
+    Heads,
+    Positions,
+}
+
 impl ModelDeviceArgs {
+    /// How a group divides a cache in `codecs`.
+    pub fn cache_division(&self, codecs: &CacheCodecs) -> CacheDivision {
+        let division = match self.cache_division {
+            Division::Auto => CacheDivision::Auto,
+            Division::Heads => CacheDivision::Heads,
+            Division::Positions => CacheDivision::Positions,
+        };
+        division.with_codecs(codecs)
+    }
+
     /// The requested device or group, or the reason why it is not available.
     pub fn open(&self) -> Result<Device> {
         let ranks = self.tensor_parallel.unwrap_or(self.devices.len().max(1));
@@ -235,7 +257,18 @@ impl ActivationArgs {
 
     /// Loads a checkpoint with these activations for texts of up to `context` tokens.
     pub fn load(&self, files: &Files, device: &Device, context: usize) -> Result<Model> {
-        let options = LoadOptions { context: Some(context), ..self.options(device) };
+        self.load_divided(files, device, context, CacheDivision::Auto)
+    }
+
+    /// As [`ActivationArgs::load`], with a division of the cache among the devices of a group.
+    pub fn load_divided(
+        &self,
+        files: &Files,
+        device: &Device,
+        context: usize,
+        cache_division: CacheDivision,
+    ) -> Result<Model> {
+        let options = LoadOptions { context: Some(context), cache_division, ..self.options(device) };
         Ok(Model::load_files(files, device, &options)?)
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use clap::builder::NonEmptyStringValueParser;
 use kvant::Sequence;
 use kvant_models::{
-    Files, GenerateStats, Model, PoolOptions, Request, Sampling, Tokenizer,
+    Files, GenerateStats, LoadOptions, Model, PoolOptions, Request, Sampling, Tokenizer,
     chat::{ChatRole, ChatTemplate, Conversation, GenerationDefaults, Message, ReplyParser, SpecialTokens},
     generate,
 };
@@ -136,13 +136,14 @@ pub fn run(args: &ChatArgs) -> Result {
     let kv = args.activations.kv(&device, args.kv.as_ref());
     memory::warn_of_context(&files, args.context)?;
     let options = PoolOptions { codecs: kv.codecs, longest: args.context, ..PoolOptions::default() };
-    let load = args.activations.options(&device);
+    let division = args.device.cache_division(&options.codecs);
+    let load = LoadOptions { cache_division: division, ..args.activations.options(&device) };
     memory::check(
         &files,
         &device,
         &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--context" },
     )?;
-    let model = args.activations.load(&files, &device, args.context)?;
+    let model = args.activations.load_divided(&files, &device, args.context, division)?;
     let sequence = model.new_pool(&options)?.sequence();
     let system = args.system.clone();
     let (fed, messages) = (Vec::new(), Vec::new());

@@ -10,7 +10,7 @@ use std::{
 use clap::builder::NonEmptyStringValueParser;
 use kvant::{Codec, Sequence, device::DeviceKind};
 use kvant_models::{
-    Files, Model, PoolOptions, Request, Sampling, TextStream, Tokenizer,
+    Files, LoadOptions, Model, PoolOptions, Request, Sampling, TextStream, Tokenizer,
     chat::{ChatTemplate, Conversation, GenerationDefaults, Message, ReplyFormat, ReplyParser},
     generate,
 };
@@ -118,13 +118,14 @@ pub fn run(args: &GenerateArgs) -> Result {
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let kv = args.activations.kv(&device, args.kv.as_ref());
     let options = PoolOptions { codecs: kv.codecs.clone(), longest, ..PoolOptions::default() };
-    let load = args.activations.options(&device);
+    let division = args.device.cache_division(&kv.codecs);
+    let load = LoadOptions { cache_division: division, ..args.activations.options(&device) };
     memory::check(
         &files,
         &device,
         &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--max-tokens" },
     )?;
-    let model = args.activations.load(&files, &device, longest)?;
+    let model = args.activations.load_divided(&files, &device, longest, division)?;
     let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
     let mut sequence = model.new_pool(&options)?.sequence();
 

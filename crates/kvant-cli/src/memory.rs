@@ -31,7 +31,7 @@ pub fn free(device: &Device) -> Option<usize> {
 /// The model does not fit: the message has the numbers and the remedy. Errors of the files.
 pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
     let Some(free) = free(device) else { return Ok(()) };
-    let model = Inspection::open_for(files, demand.ranks)?;
+    let model = Inspection::open_for(files, demand.ranks, demand.load.cache_division)?;
     let mut estimate = model.memory(&demand.pool, &demand.load)?;
     estimate.cache = demand.bytes.unwrap_or(estimate.cache);
     if estimate.total() <= free {
@@ -59,7 +59,7 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
 /// They cannot: the message has the numbers and the remedy. Errors of the files.
 #[cfg(any(feature = "serve", test))]
 pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
-    let model = Inspection::open_for(files, demand.ranks)?;
+    let model = Inspection::open_for(files, demand.ranks, demand.load.cache_division)?;
     let of = |longest: usize| -> Result<usize> {
         Ok(model.cache_bytes(&PoolOptions { sequences: 1, longest, ..demand.pool.clone() }, &demand.load)?)
     };
@@ -89,7 +89,7 @@ pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
 #[cfg(feature = "serve")]
 pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<usize>> {
     let Some(free) = free(device) else { return Ok(None) };
-    let model = Inspection::open_for(files, demand.ranks)?;
+    let model = Inspection::open_for(files, demand.ranks, demand.load.cache_division)?;
     for free in [free / 10 * 9, free] {
         match pages_in(free, &model, demand)? {
             Pages::All => return Ok(None),
@@ -118,7 +118,7 @@ pub struct Share {
 /// The model with one sequence exceeds `limit`; errors of the files.
 #[cfg(any(feature = "serve", test))]
 pub fn share(files: &Files, demand: &Demand, limit: usize, max: usize) -> Result<Share> {
-    let model = Inspection::open_for(files, demand.ranks)?;
+    let model = Inspection::open_for(files, demand.ranks, demand.load.cache_division)?;
     let all = model.memory(&demand.pool, &demand.load)?;
     let one = model.memory(&PoolOptions { sequences: 1, ..demand.pool.clone() }, &demand.load)?.cache;
     let others = all.weights.saturating_add(all.scratch);

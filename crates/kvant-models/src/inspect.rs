@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kvant::DType;
 
 use crate::{
-    Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
+    CacheDivision, Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
     cut::output_rows,
     forward::workspace_bytes,
     open::with_source,
@@ -85,24 +85,24 @@ impl Inspection {
     /// # Errors
     /// As [`Model::load`](crate::Model::load), except for the contents of tensors.
     pub fn open(files: &Files) -> Result<Inspection> {
-        Inspection::open_for(files, 1)
+        Inspection::open_for(files, 1, CacheDivision::Auto)
     }
 
     /// As [`Inspection::open`], for a [group](kvant::Device::group) of `ranks` devices.
     ///
     /// # Errors
     /// As [`Inspection::open`]; `Argument` for no device; `Indivisible` if the model does not divide among them.
-    pub fn open_for(files: &Files, ranks: usize) -> Result<Inspection> {
+    pub fn open_for(files: &Files, ranks: usize, division: CacheDivision) -> Result<Inspection> {
         if ranks == 0 {
             return Err(crate::Error::argument("ranks", "at least 1", 0));
         }
-        with_source(files, |config, source| Inspection::of(config, source, ranks))
+        with_source(files, |config, source| Inspection::of(config, source, ranks, division))
     }
 
-    fn of(config: Config, source: &dyn Source, ranks: usize) -> Result<Inspection> {
+    fn of(config: Config, source: &dyn Source, ranks: usize, division: CacheDivision) -> Result<Inspection> {
         let spec = &config.decoder;
         spec.check()?;
-        let local = local_spec(spec, ranks, source)?;
+        let local = local_spec(spec, ranks, division, source)?;
         let (mut weight_bytes, mut dense) = (0usize, [0usize; 2]);
         let mut formats = BTreeMap::<String, StoredFormat>::new();
         let (stored, of_rank) = (tensors(spec, source, 1), tensors(&local, source, ranks));

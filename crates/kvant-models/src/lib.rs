@@ -87,7 +87,7 @@ pub use error::{Error, Result};
 pub use files::Files;
 pub use generate::{Finish, GenerateStats, Request, generate};
 pub use inspect::{Inspection, MemoryEstimate, StoredFormat};
-pub use model::{LoadOptions, Logits, Model};
+pub use model::{CacheDivision, LoadOptions, Logits, Model};
 pub use pooling::Pooling;
 pub use pools::PoolOptions;
 pub use prepare::MixedSize;

@@ -12,7 +12,7 @@ use kvant::{
 };
 
 use crate::{
-    AttentionSpec, CacheCodecs, Config, DecoderSpec, DeviceTokens, Error, Files, Result,
+    AttentionSpec, CacheCodecs, Config, DecoderSpec, DeviceTokens, Error, Files, KvCodec, Result,
     forward::{Network, OnStored, Wanted, Workspace},
     open::with_source,
     pass_rows::PassRows,
@@ -43,11 +43,41 @@ pub struct LoadOptions {
     /// longer than their original context. If `context` exceeds the original context, these factors apply to every
     /// text. Texts longer than both are rejected. `None` (the default) is the original context.
     pub context: Option<usize>,
+    /// How a [group](kvant::Device::group) divides the caches of layers without windows.
+    pub cache_division: CacheDivision,
+}
+
+/// How the ranks of a group divide the cache of a layer without a window. A layer with a window is always divided by
+/// heads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheDivision {
+    /// By heads, or by positions if the ranks do not divide the KV heads: 2 or 4 ranks, which divide pages of 64.
+    #[default]
+    Auto,
+    /// By heads. If there are more ranks than KV heads, several ranks have copies of a head.
+    Heads,
+    /// By positions: each rank has all KV heads of a part of each page. For 2, 4, 8 or 16 ranks, and pages of at least
+    /// 16 positions for each of them. Not for caches in centred codecs, such as `tq4c`.
+    Positions,
+}
+
+impl CacheDivision {
+    /// The division for a cache in `codecs`: by heads instead of [`CacheDivision::Auto`] if a codec is centred.
+    #[must_use]
+    pub fn with_codecs(self, codecs: &CacheCodecs) -> CacheDivision {
+        let is_centred = |kv: &KvCodec| kv.k.is_centred() || kv.v.is_centred();
+        let any = match codecs {
+            CacheCodecs::Same(kv) => is_centred(kv),
+            CacheCodecs::PerLayer(all) => all.iter().any(is_centred),
+        };
+        if any && self == CacheDivision::Auto { CacheDivision::Heads } else { self }
+    }
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        LoadOptions { activations: DType::F32, dense_weights: None, pass_tokens: 512, context: None }
+        let (context, cache_division) = (None, CacheDivision::Auto);
+        LoadOptions { activations: DType::F32, dense_weights: None, pass_tokens: 512, context, cache_division }
     }
 }
 
@@ -150,7 +180,7 @@ impl Model {
     ) -> Result<Model> {
         let converted = options.dense_weights.map(|dtype| Converted { source, dtype });
         let source = converted.as_ref().map_or(source, |converted| converted as &dyn Source);
-        let local = local_spec(&config.decoder, device.ranks(), source)?;
+        let local = local_spec(&config.decoder, device.ranks(), options.cache_division, source)?;
         let weights = Weights::load(&config.decoder, &local, source, device)?;
         let network = Arc::new(Network::new(config, local, weights, options.activations, options.context)?);
         Ok(Model { network, device: device.clone(), pass_tokens: options.pass_tokens, spaces: Arc::default() })
@@ -501,7 +531,8 @@ impl Model {
         }
         let (layers, own) = (&pool.spec().layers, self.rank_decoder().cache_blocks());
         let same = |(cached, (_, own)): (&CacheLayer, (usize, &AttentionSpec))| {
-            (cached.kv_heads, cached.head_dim, cached.window) == (own.kv_heads, own.head_dim, own.window)
+            (cached.kv_heads, cached.head_dim, cached.window, cached.position_ranks)
+                == (own.kv_heads, own.head_dim, own.window, own.position_ranks)
         };
         if layers.len() != self.decoder().cache_layers() || !layers.iter().zip(own).all(same) {
             return Err(Error::argument("pool", "one made for this model", "layers of other shapes"));

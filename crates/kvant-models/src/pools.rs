@@ -42,7 +42,7 @@ pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs, activations
     let dense = if activations == DType::BF16 { DType::BF16 } else { DType::F16 };
     let layer = |((_, attention), kv): ((usize, &AttentionSpec), KvCodec)| {
         let layer = CacheLayer::new(attention.kv_heads, attention.head_dim, kv.k).v(kv.v).dense(dense);
-        layer.window(attention.window)
+        layer.window(attention.window).position_ranks(attention.position_ranks)
     };
     Ok(spec.cache_blocks().zip(codecs.of_layers(spec.cache_layers())?).map(layer).collect())
 }

@@ -9,17 +9,22 @@
 //! | the output matrix | some rows of the vocabulary: the ranks' logits are gathered |
 //! | embeddings, routers, norms, per-layer inputs | all |
 //!
+//! A cache that is divided by positions ([`CacheDivision`]) has all KV heads on each rank. The projections of keys and
+//! values are then whole.
+//!
 //! Inputs are cut between groups of a quantised matrix. The last rank may have fewer groups of an MLP. Its matrices
 //! then end with zeros, because all ranks have tensors of one shape.
 
 use crate::{
-    DecoderSpec, Error, Result,
+    CacheDivision, DecoderSpec, Error, Result,
     source::{Form, Part, Role, Source},
     spec::{AttentionSpec, BlockSpec, FeedForwardSpec},
 };
 
 /// The largest group that messages propose.
 const MAX_PROPOSED: usize = 16;
+/// Positions of the largest page. Each rank has at least 16.
+const MAX_PAGE_TOKENS: usize = 256;
 /// Widths of dense matrices are cut at multiples of this, for which kernels are fast.
 const DENSE_STEP: usize = 8;
 
@@ -27,7 +32,12 @@ const DENSE_STEP: usize = 8;
 ///
 /// # Errors
 /// `Indivisible`; those of the source.
-pub(crate) fn local_spec(spec: &DecoderSpec, ranks: usize, source: &dyn Source) -> Result<DecoderSpec> {
+pub(crate) fn local_spec(
+    spec: &DecoderSpec,
+    ranks: usize,
+    division: CacheDivision,
+    source: &dyn Source,
+) -> Result<DecoderSpec> {
     if ranks == 1 {
         return Ok(spec.clone());
     }
@@ -40,8 +50,11 @@ pub(crate) fn local_spec(spec: &DecoderSpec, ranks: usize, source: &dyn Source) 
     let steps: Vec<Steps> =
         blocks.map(|(l, block)| Steps::new(l, block, spec.hidden_size, source)).collect::<Result<_>>()?;
     let blocks = |ranks| {
-        let blocks = spec.blocks.iter().zip(&steps).enumerate();
-        blocks.map(|(l, (block, steps))| steps.local_block(block, ranks).map_err(|misfit| (l, misfit))).collect()
+        let local = |(l, (block, steps)): (usize, (&BlockSpec, &Steps))| {
+            let by_position = is_by_position(spec, l, division, ranks);
+            steps.local_block(block, ranks, by_position).map_err(|misfit| (l, misfit))
+        };
+        spec.blocks.iter().zip(&steps).enumerate().map(local).collect()
     };
     let divided: std::result::Result<Vec<BlockSpec>, (usize, Misfit)> = blocks(ranks);
     match divided {
@@ -51,6 +64,21 @@ pub(crate) fn local_spec(spec: &DecoderSpec, ranks: usize, source: &dyn Source) 
             Err(Error::Indivisible { what, count, layer, ranks, fits: (2..=MAX_PROPOSED).filter(fits).collect() })
         }
     }
+}
+
+/// Whether ranks divide the cache of a block by positions. Blocks that share a cache agree.
+fn is_by_position(spec: &DecoderSpec, l: usize, division: CacheDivision, ranks: usize) -> bool {
+    let owner = spec.blocks[l].source().unwrap_or(l);
+    let Some(attention) = spec.blocks.get(owner).and_then(BlockSpec::attention) else { return false };
+    let reads = |(reader, block): (usize, &BlockSpec)| block.source().unwrap_or(reader) == owner;
+    let mut readers = spec.blocks.iter().enumerate().filter(|reader| reads(*reader)).map(|(_, block)| block);
+    let sees_all = readers.all(|block| block.attention().is_some_and(|attention| attention.window.is_none()));
+    sees_all
+        && match division {
+            CacheDivision::Auto => [2, 4].contains(&ranks) && !attention.kv_heads.is_multiple_of(ranks),
+            CacheDivision::Heads => false,
+            CacheDivision::Positions => true,
+        }
 }
 
 /// A number that the ranks cannot share.
@@ -81,9 +109,14 @@ impl Steps {
         })
     }
 
-    fn local_block(&self, block: &BlockSpec, ranks: usize) -> std::result::Result<BlockSpec, Misfit> {
+    fn local_block(
+        &self,
+        block: &BlockSpec,
+        ranks: usize,
+        by_position: bool,
+    ) -> std::result::Result<BlockSpec, Misfit> {
         let mut local = block.clone();
-        local.attention_mut().map_or(Ok(()), |attention| self.divide_heads(attention, ranks))?;
+        local.attention_mut().map_or(Ok(()), |attention| self.divide_heads(attention, ranks, by_position))?;
         match &mut local.feed_forward {
             FeedForwardSpec::Dense(dense) => divide_width(&mut dense.width, self.dense, ranks)?,
             FeedForwardSpec::Moe(moe) => divide_width(&mut moe.width, self.moe, ranks)?,
@@ -95,17 +128,30 @@ impl Steps {
         Ok(local)
     }
 
-    /// Divides the heads. If there are more ranks than KV heads, several ranks have one KV head.
-    fn divide_heads(&self, attention: &mut AttentionSpec, ranks: usize) -> std::result::Result<(), Misfit> {
+    /// Divides the heads. If there are more ranks than KV heads, several ranks have one KV head. With a cache that is
+    /// divided by positions, each rank has all KV heads.
+    fn divide_heads(
+        &self,
+        attention: &mut AttentionSpec,
+        ranks: usize,
+        by_position: bool,
+    ) -> std::result::Result<(), Misfit> {
         let AttentionSpec { heads, kv_heads, .. } = *attention;
         if !heads.is_multiple_of(ranks) {
             return Err(Misfit { what: "heads", count: heads });
         }
-        if !kv_heads.is_multiple_of(ranks) && !ranks.is_multiple_of(kv_heads) {
-            return Err(Misfit { what: "KV heads", count: kv_heads });
-        }
         attention.heads = heads / ranks;
-        attention.kv_heads = (kv_heads / ranks).max(1);
+        if by_position {
+            if !ranks.is_power_of_two() || ranks > MAX_PROPOSED {
+                return Err(Misfit { what: "positions of a page", count: MAX_PAGE_TOKENS });
+            }
+            attention.position_ranks = ranks;
+        } else {
+            if !kv_heads.is_multiple_of(ranks) && !ranks.is_multiple_of(kv_heads) {
+                return Err(Misfit { what: "KV heads", count: kv_heads });
+            }
+            attention.kv_heads = (kv_heads / ranks).max(1);
+        }
         // A dense matrix may be cut anywhere.
         let is_cut = attention.q_width().is_multiple_of(self.attention) || self.attention == DENSE_STEP;
         if !is_cut {

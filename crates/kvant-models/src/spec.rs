@@ -258,6 +258,9 @@ pub struct AttentionSpec {
     pub output_gate: bool,
     /// The source of keys and values.
     pub keys_values: KeysValues,
+    /// The number of ranks that divide the positions of the block's cache; each of them has all KV heads. 1 except in
+    /// [`Model::rank_decoder`](crate::Model::rank_decoder).
+    pub position_ranks: usize,
 }
 
 /// The extent of the norms of queries and keys.

@@ -259,8 +259,10 @@ pub(crate) struct LayerPages {
     pub pool: u64,
     /// The index of the layer group and of its page table in a [`Step`](crate::Step).
     pub group: usize,
-    /// Positions of a page: a power of two.
+    /// Positions of a page that a rank stores: a power of two.
     pub page_tokens: usize,
+    /// The ranks that divide the positions of a page; 1 if every rank stores all.
+    pub position_ranks: usize,
     /// The smallest value that is not a page.
     pub entries: u32,
 }
@@ -457,6 +459,11 @@ impl KvLayer {
     /// Positions of a page; `usize::MAX` without pages.
     pub(crate) fn page_tokens(&self) -> usize {
         self.pages.map_or(usize::MAX, |pages| pages.page_tokens)
+    }
+
+    /// The ranks that divide the positions of a page; 1 if every rank stores all.
+    pub(crate) fn position_ranks(&self) -> usize {
+        self.pages.map_or(1, |pages| pages.position_ranks)
     }
 
     /// The maximum length of a sequence, for a linear layer: its slots.

@@ -79,6 +79,7 @@
 //! | [`moe_route`](ops::moe_route()), [`moe_combine`](ops::moe_combine()) | yes | yes | yes | yes |
 //! | [`argmax`](ops::argmax()), [`sample`](ops::sample()) | yes | yes | yes | yes |
 //! | [`all_reduce`](ops::all_reduce()), [`all_gather`](ops::all_gather()): groups of devices | yes | yes | one rank | yes |
+//! | [`merge_attention`](ops::merge_attention()): groups of devices | yes | yes | no | yes |
 //!
 //! The Metal kernels are untested on Apple hardware; a test tool runs them on Linux. `docs/verification.md` lists the
 //! tests of each backend, and the gaps.
@@ -113,6 +114,7 @@ mod kv;
 mod layer;
 mod metal;
 pub mod ops;
+mod position_share;
 mod readback;
 pub mod reference;
 mod step;

@@ -14,6 +14,7 @@ use crate::{
     group::{Rank, RankTensors},
     layer::PageTable,
     ops::{self, StateRuns, check},
+    position_share::StepShare,
 };
 
 /// The tokens of one forward pass: T tokens of up to S sequences, each with its own position.
@@ -53,8 +54,9 @@ impl RankTensors for Step {
             base.move_to(rank);
             let mut runs = pages.runs.clone();
             runs.move_to(rank);
-            // The encoder checks the step of the group.
-            Arc::new(StepPages { pool: pages.pool, tables, seals, runs, base, written: Mutex::default() })
+            // The encoder checks the step of the group, and a rank has one share.
+            let (shares, written) = (Vec::new(), Mutex::default());
+            Arc::new(StepPages { pool: pages.pool, tables, seals, runs, shares, base, written })
         });
     }
 }
@@ -120,6 +122,8 @@ pub(crate) struct StepPages {
     pub seals: Vec<Tensor>,
     /// The tokens of each sequence and the slot of its states, if the pool has states.
     pub runs: Option<StateRuns>,
+    /// The step of each rank, for layers whose positions the ranks divide; empty without such layers.
+    pub shares: Vec<StepShare>,
     /// The tensor that all tensors of the step are views of.
     pub base: Tensor,
     pub written: Mutex<WrittenStep>,
@@ -311,11 +315,12 @@ impl Step {
         let batch = Batch::of(&sequence).longest(self.batch.longest);
         let upload = |words: &[u32]| Tensor::from_slice(self.positions.device(), words, &[words.len()]);
         let step = Step { positions: upload(&positions)?, sequence: upload(&sequence)?, ..self.clone() };
+        let shares = pages.shares.iter().map(|share| share.of_tokens(&positions, &sequence)).collect::<Result<_>>()?;
         let tokens = [positions, sequence].concat();
         let written = Mutex::new(WrittenStep { stamps, tokens, rewrites: Arc::default() });
         let (tables, seals, base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
         // The runs cover all tokens, so they do not fit some of them.
-        let pages = StepPages { pool: pages.pool, tables, seals, runs: None, base, written };
+        let pages = StepPages { pool: pages.pool, tables, seals, runs: None, shares, base, written };
         Ok(step.with_pages(pages).with_known_batch(batch))
     }
 

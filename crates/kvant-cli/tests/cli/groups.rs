@@ -11,7 +11,10 @@ fn text(rest: &str) -> String {
 
 #[test]
 fn groups_give_the_text_of_one_device() {
-    assert_eq!(text("--tensor-parallel 2"), text(""));
+    let one = text("");
+    for division in ["", " --cache-division heads", " --cache-division positions"] {
+        assert_eq!(text(&format!("--tensor-parallel 2{division}")), one, "{division}");
+    }
     let args = "generate --temperature 0 --max-tokens 4 --json --devices cpu,cpu --threads 2".split(' ');
     let lines = kvant(&args.collect::<Vec<_>>()).json();
     let device = lines[0]["device"].as_str().unwrap();
@@ -66,4 +69,7 @@ fn groups_that_cannot_be() {
     fails("generate --devices reference --threads 2", "--threads is for CPU devices");
     fails("generate --devices cpu,reference", "group");
     fails("eval --tensor-parallel 2", "--tensor-parallel");
+    let centred = "generate --device cpu --tensor-parallel 2 --kv tq4c --cache-division positions --max-tokens 1";
+    fails(centred, "without page means");
+    fails("generate --device cpu --tensor-parallel 2 --cache-division pages", "positions");
 }

@@ -4,7 +4,7 @@ use std::{path::Path, sync::Arc};
 
 use kvant::{Codec, CpuOptions, Device};
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Finished, Responses};
-use kvant_models::{Model, Tokenizer};
+use kvant_models::{CacheDivision, LoadOptions, Model, Tokenizer};
 
 pub fn model() -> Model {
     model_on(CpuOptions::default())
@@ -22,11 +22,17 @@ pub fn engine(options: EngineOptions) -> Engine {
     Engine::start(model(), Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
 }
 
-/// Of a group of CPU devices, which share the heads and the matrices.
+/// Of a group of CPU devices, which share the heads and the matrices. Devices share KV heads, too.
 pub fn group_engine(ranks: usize, options: EngineOptions) -> Engine {
+    divided_engine(ranks, CacheDivision::Heads, options)
+}
+
+/// As above, with a division of the cache.
+pub fn divided_engine(ranks: usize, cache_division: CacheDivision, options: EngineOptions) -> Engine {
     let rank = |_| Device::cpu_with(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap();
     let group = Device::group(&(0..ranks).map(rank).collect::<Vec<_>>()).unwrap();
-    let model = Model::load(shipped(), &group).unwrap();
+    let load = LoadOptions { cache_division, ..LoadOptions::default() };
+    let model = Model::load_with(shipped(), &group, &load).unwrap();
     Engine::start(model, Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap()
 }
 

@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Failure};
-use kvant_models::Sampling;
+use kvant_models::{CacheDivision, Sampling};
 
-use crate::common::{collect, engine, group_engine, options, request};
+use crate::common::{collect, divided_engine, engine, group_engine, options, request};
 
 const PROMPTS: [&str; 4] = ["# Fearless Concurrency", "fn main", "# Examples", "Creates a new `Vec<T>`"];
 /// A text that drafts predict.
@@ -124,6 +124,58 @@ fn preempted_requests_go_on() {
     for options in [few(), few().host_memory(64 << 20)] {
         let keeps = options.host_memory > 0;
         let group = group_engine(2, options);
+        assert_eq!(texts(&group, long(&group)), expected);
+        let stats = group.stats();
+        println!("{} preemptions, {} bytes in host memory", stats.preemptions, stats.host_used);
+        assert!(stats.preemptions > 0 && (!keeps || stats.host_used > 0), "{stats:?}");
+    }
+}
+
+/// Ranks that have all heads of some positions: the page of a token is that of one rank.
+fn by_position(ranks: usize, options: EngineOptions) -> Engine {
+    divided_engine(ranks, CacheDivision::Positions, options.page_tokens(16 * ranks))
+}
+
+#[test]
+fn texts_do_not_depend_on_the_division_of_the_cache() {
+    let plain = engine(options());
+    let expected = texts(&plain, crowd(&plain));
+    for (ranks, options) in [
+        (2, options().sequences(4).step_tokens(24)),
+        (4, options().sequences(4).step_tokens(24)),
+        (2, options().drafts(3)),
+        (2, options().overlap(true)),
+    ] {
+        let group = by_position(ranks, options);
+        assert_eq!(texts(&group, crowd(&group)), expected, "{ranks} ranks");
+        assert!(group.stats().recorded_steps > 0);
+    }
+}
+
+#[test]
+fn prefixes_and_branches_of_divided_positions() {
+    let prompt = PROMPTS.join(" and so on, ").repeat(2);
+    let branches = |engine: &Engine| -> Vec<EngineRequest> {
+        let branch = |seed| Sampling::default().temperature(1.0).seed(seed);
+        (0..4).map(|seed| request(engine, &prompt).sampling(branch(seed))).collect()
+    };
+    let (group, plain) = (by_position(2, options().sequences(4)), engine(options()));
+    texts(&group, branches(&group)[..1].to_vec());
+    assert_eq!(texts(&group, branches(&group)), texts(&plain, branches(&plain)));
+    assert!(group.stats().prefix_hits >= 3, "{:?}", group.stats());
+}
+
+#[test]
+fn preempted_requests_of_divided_positions_go_on() {
+    let few = || options().memory(3 << 20).sequences(6);
+    let long = |engine: &Engine| -> Vec<EngineRequest> {
+        PROMPTS.iter().chain(&PROMPTS).map(|prompt| request(engine, prompt).max_tokens(150)).collect()
+    };
+    let plain = engine(options());
+    let expected = texts(&plain, long(&plain));
+    for options in [few(), few().host_memory(64 << 20)] {
+        let keeps = options.host_memory > 0;
+        let group = by_position(2, options);
         assert_eq!(texts(&group, long(&group)), expected);
         let stats = group.stats();
         println!("{} preemptions, {} bytes in host memory", stats.preemptions, stats.host_used);

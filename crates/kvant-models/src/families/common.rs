@@ -148,6 +148,7 @@ impl ConfigJson<'_> {
             sinks: false,
             output_gate: false,
             keys_values: KeysValues::Own,
+            position_ranks: 1,
         })
     }
 

@@ -158,6 +158,7 @@ fn blocks(json: &ConfigJson) -> Result<Vec<BlockSpec>> {
                 None if k_eq_v && kind == Kind::Full => KeysValues::KeysAreValues,
                 None => KeysValues::Own,
             },
+            position_ranks: 1,
         };
         let width = if double_wide && source.is_some() { 2 * intermediate } else { intermediate };
         let dense = DenseSpec { width, activation: Activation::GeluTanh, biases: false };

@@ -60,9 +60,14 @@ impl Pass<'_> {
             std::mem::replace(self.enc, next).commit()?.wait()?;
             stored(index, self.step)?;
         }
-        let attend = Attend::new(q, kv, self.step, &own.attended[1]);
-        let attend = attend.scale(spec.scale).softcap(spec.softcap).window(spec.window).sinks(weights.sinks.as_ref());
-        ops::attend(self.enc, &attend)?;
+        let sinks = weights.sinks.as_ref();
+        match &own.by_position {
+            Some(all) => self.attend_by_position(q, kv, spec, (own, all), sinks)?,
+            None => {
+                let attend = Attend::new(q, kv, self.step, &own.attended[1]).scale(spec.scale).softcap(spec.softcap);
+                ops::attend(self.enc, &attend.window(spec.window).sinks(sinks))?;
+            }
+        }
         let mut attended = &own.attended[0];
         if let (Some(matrix), Some(gate)) = (&weights.output_gate, &own.output_gate) {
             // Some kernels fuse the gate with the product if it follows directly.

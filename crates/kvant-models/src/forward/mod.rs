@@ -6,6 +6,7 @@
 //! norms, the norm of y adds it, and the same operation writes the next norms of h.
 
 mod attention;
+mod by_position;
 mod delta_net;
 mod feed_forward;
 mod per_layer;

@@ -29,6 +29,7 @@ struct Buffers {
     shared_router: Option<[Tensor; 3]>,
     projected: Tensor,
     attended: Tensor,
+    by_position: Option<[Tensor; 3]>,
     output_gate: Tensor,
     convolved: Tensor,
     gate_up: Tensor,
@@ -142,6 +143,18 @@ pub(crate) struct AttentionViews {
     pub attended: [Tensor; 2],
     /// The gate of the heads' output, then the gated output: `[T, heads·D]`.
     pub output_gate: Option<Tensor>,
+    /// If the ranks of a group divide the positions of the cache.
+    pub by_position: Option<PositionViews>,
+}
+
+/// The query heads of all ranks, which each rank attends with to its part of the keys.
+pub(crate) struct PositionViews {
+    /// The queries, `[T, ranks·heads·D]` and `[T, ranks·heads, D]`.
+    pub q: [Tensor; 2],
+    /// The results, f32 `[T, ranks·heads, D]`.
+    pub out: Tensor,
+    /// Their ends, f32 `[T, ranks·heads]`.
+    pub ends: Tensor,
 }
 
 pub(crate) struct DenseViews {
@@ -254,6 +267,10 @@ impl Buffers {
             },
             projected: float(most(&|block| MixerWidths::of(&block.mixer).projected))?,
             attended: float(most(&|block| MixerWidths::of(&block.mixer).attended))?,
+            by_position: match position_widths(spec) {
+                [0, _] => None,
+                [width, heads] => Some([float(width)?, flat(DType::F32, width)?, flat(DType::F32, heads)?]),
+            },
             output_gate: float(most(&|block| MixerWidths::of(&block.mixer).gate))?,
             convolved: float(most(&|block| MixerWidths::of(&block.mixer).convolved))?,
             gate_up: float(most(&|block| block.feed_forward.dense().map_or(0, |dense| 2 * dense.width)))?,
@@ -375,7 +392,11 @@ impl Buffers {
             gathered: match &self.gathered {
                 Some(buffers) if attention.qk_norm == Some(QkNorm::Rows) => [
                     Some(GatheredViews::new(buffers, tokens, q_width)?),
-                    Some(GatheredViews::new(buffers, tokens, kv_width)?),
+                    // Each rank has all keys of a cache that is divided by positions.
+                    match attention.position_ranks {
+                        1 => Some(GatheredViews::new(buffers, tokens, kv_width)?),
+                        _ => None,
+                    },
                 ],
                 _ => [None, None],
             },
@@ -383,6 +404,17 @@ impl Buffers {
             output_gate: match attention.gate_width() {
                 0 => None,
                 width => Some(front(&self.output_gate, &[tokens, width])?),
+            },
+            by_position: match &self.by_position {
+                Some([q, out, ends]) if attention.position_ranks > 1 => {
+                    let all = attention.position_ranks * attention.heads;
+                    Some(PositionViews {
+                        q: heads(q, 0, all, dim)?,
+                        out: front(out, &[tokens, all, dim])?,
+                        ends: front(ends, &[tokens, all])?,
+                    })
+                }
+                _ => None,
             },
         })
     }
@@ -401,6 +433,14 @@ fn gathered_width(spec: &DecoderSpec, ranks: usize) -> usize {
     let attention = spec.blocks.iter().filter_map(BlockSpec::attention);
     let gathered = attention.filter(|attention| ranks > 1 && attention.qk_norm == Some(QkNorm::Rows));
     gathered.map(|attention| ranks * attention.q_width()).max().unwrap_or(0)
+}
+
+/// The query elements and heads of all ranks, for caches that are divided by positions; 0 without any.
+fn position_widths(spec: &DecoderSpec) -> [usize; 2] {
+    let attention = || spec.blocks.iter().filter_map(BlockSpec::attention).filter(|spec| spec.position_ranks > 1);
+    let max =
+        |of: fn(&AttentionSpec) -> usize| attention().map(|spec| spec.position_ranks * of(spec)).max().unwrap_or(0);
+    [max(AttentionSpec::q_width), max(|spec| spec.heads)]
 }
 
 /// For each token the index of the rank's part of its gathered row.
@@ -443,9 +483,14 @@ pub(crate) fn workspace_bytes(spec: &DecoderSpec, ranks: usize, dtype: DType, ro
     let streams = if has(spec, ParallelSum::Normed) { 6 + usize::from(ranks > 1) } else { 3 };
     let gathered = gathered_width(spec, ranks);
     let width = streams * spec.hidden_size + mixer + dense + moe + per_layer + gathered;
+    let [positions, heads] = position_widths(spec);
+    let width = width + positions;
+    let results = rows.saturating_mul(positions + heads);
     let local = output_rows(spec.vocab_size, ranks);
     let logits = if local == spec.vocab_size { 0 } else { rows.min(GATHERED_LOGITS).saturating_mul(local) };
-    rows.saturating_mul(width).saturating_mul(dtype.size()).saturating_add(logits.saturating_mul(DType::F32.size()))
+    rows.saturating_mul(width)
+        .saturating_mul(dtype.size())
+        .saturating_add(logits.saturating_add(results).saturating_mul(DType::F32.size()))
 }
 
 /// The elements for a token in the buffers of a block's first half.

@@ -145,7 +145,10 @@ impl Loader<'_> {
         Ok(AttentionWeights {
             qkv,
             q_norm: self.norm_if(q_norm, role(Part::QueryNorm))?,
-            k_norm: self.key_norm(k_norm, role(Part::KeyNorm), spec.qk_norm, keys)?,
+            k_norm: match local.position_ranks {
+                1 => self.key_norm(k_norm, role(Part::KeyNorm), spec.qk_norm, keys)?,
+                _ => self.norm_if(k_norm, role(Part::KeyNorm))?,
+            },
             sinks: if spec.sinks { Some(self.sinks(role(Part::Sinks), spec.heads, local.heads)?) } else { None },
             output_gate,
             output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias, queries)?,

@@ -1,8 +1,8 @@
 //! Models that are divided among the ranks of a group: CPU groups against transformers, and against one device.
 
-use kvant::{CpuOptions, DType, Device};
+use kvant::{Codec, CpuOptions, DType, Device};
 use kvant_models::{
-    BatchDecoder, Decoder, Error, Files, Inspection, LoadOptions, Logits, Model, PoolOptions, Sampling,
+    BatchDecoder, CacheDivision, Decoder, Error, Files, Inspection, LoadOptions, Logits, Model, PoolOptions, Sampling,
 };
 
 use crate::common::{FAMILIES, GGUF_MODELS, MLX_FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference};
@@ -16,9 +16,13 @@ fn group(ranks: usize) -> Device {
     Device::group(&(0..ranks).map(rank).collect::<Vec<_>>()).unwrap()
 }
 
+fn divided_by(cache_division: CacheDivision) -> LoadOptions {
+    LoadOptions { cache_division, ..LoadOptions::default() }
+}
+
 /// The model on a group; `None` if it does not divide.
-fn divided(variant: &str, device: &Device) -> Option<Model> {
-    match Model::load(&golden(variant), device) {
+fn divided(variant: &str, device: &Device, division: CacheDivision) -> Option<Model> {
+    match Model::load_with(&golden(variant), device, &divided_by(division)) {
         Ok(model) => Some(model),
         Err(Error::Indivisible { ranks, fits, .. }) => {
             assert!(ranks == device.ranks() && !fits.contains(&ranks), "{variant}");
@@ -35,8 +39,11 @@ fn check(model: &Model, variant: &str) {
     let file = golden(variant).join("logits.safetensors");
     let (tokens, expected) = (ids(&file, "tokens"), floats(&file, "logits"));
     let ranks = model.device().ranks();
+    let attention = model.rank_decoder().blocks.iter().filter_map(|block| block.attention());
+    // Each rank has at least 16 positions of a page.
+    let page_tokens = 16 * attention.map(|attention| attention.position_ranks).max().unwrap_or(1);
     for step in [tokens.len(), 7] {
-        let mut sequence = model.new_pool(&PoolOptions { page_tokens: 16, ..exact(64) }).unwrap().sequence();
+        let mut sequence = model.new_pool(&PoolOptions { page_tokens, ..exact(64) }).unwrap().sequence();
         let feed = |piece: &[u32]| model.feed(&mut sequence, piece, Logits::All).unwrap().to_f32().unwrap();
         let got: Vec<f32> = tokens.chunks(step).flat_map(feed).collect();
         let worst = max_difference(&got, &expected);
@@ -67,11 +74,11 @@ fn chosen(model: &Model, prompt: &[u32], count: usize) -> Vec<u32> {
 }
 
 /// Checks all models that divide, and returns their names.
-fn check_all(ranks: usize, variants: impl Iterator<Item = &'static str>) -> Vec<&'static str> {
+fn check_all(ranks: usize, division: CacheDivision, variants: impl Iterator<Item = &'static str>) -> Vec<&'static str> {
     let device = group(ranks);
     let mut divide = Vec::new();
     for variant in variants {
-        let Some(model) = divided(variant, &device) else { continue };
+        let Some(model) = divided(variant, &device, division) else { continue };
         check(&model, variant);
         let prompt = &ids(&golden(variant).join("logits.safetensors"), "tokens")[..12];
         let alone = Model::load(&golden(variant), &Device::cpu()).unwrap();
@@ -84,7 +91,7 @@ fn check_all(ranks: usize, variants: impl Iterator<Item = &'static str>) -> Vec<
 /// A rank that fails ends the pass of all ranks with its error. The next one runs.
 #[test]
 fn a_rank_that_fails_ends_the_pass() {
-    let model = Model::load(&golden("llama"), &group(2)).unwrap();
+    let model = Model::load_with(&golden("llama"), &group(2), &divided_by(CacheDivision::Heads)).unwrap();
     let pool = model.new_pool(&exact(64)).unwrap();
     let mut sequence = pool.sequence();
     for fails in [true, false] {
@@ -106,14 +113,15 @@ fn a_rank_that_fails_ends_the_pass() {
 fn inspections_count_the_bytes_of_a_rank() {
     for variant in ["llama", "gpt_oss_mxfp4", "ple_shared", "qwen3_moe_mlx", "llama_gguf", "moe"] {
         let files = Files::at(&golden(variant)).unwrap();
-        for ranks in [1, 2] {
-            let found = Inspection::open_for(&files, ranks).unwrap();
-            let model = Model::load_files(&files, &group(ranks), &LoadOptions::default()).unwrap();
+        let divisions = [CacheDivision::Heads, CacheDivision::Positions, CacheDivision::Auto];
+        for (ranks, division) in [(1, CacheDivision::Auto)].into_iter().chain(divisions.map(|division| (2, division))) {
+            let found = Inspection::open_for(&files, ranks, division).unwrap();
+            let model = Model::load_files(&files, &group(ranks), &divided_by(division)).unwrap();
             assert_eq!(found.weight_bytes, model.weight_bytes(), "{variant} on {ranks}");
             let (pool, load) = (exact(777), LoadOptions::default());
             assert_eq!(found.cache_bytes(&pool, &load).unwrap(), model.pool_spec(&pool).unwrap().bytes, "{variant}");
         }
-        let [one, two] = [1, 2].map(|ranks| Inspection::open_for(&files, ranks).unwrap());
+        let [one, two] = [1, 2].map(|ranks| Inspection::open_for(&files, ranks, CacheDivision::Auto).unwrap());
         assert!(one.parameters == two.parameters && one.weight_bytes > two.weight_bytes, "{variant}");
     }
 }
@@ -148,8 +156,8 @@ fn all() -> impl Iterator<Item = &'static str> {
     FAMILIES.into_iter().chain(MLX_FAMILIES).chain(VARIANTS).chain(GGUF_MODELS)
 }
 
-/// Models with one head or three KV heads, those with one group of inputs, and those with recurrent states.
-const NOT_ON_TWO: [&str; 36] = [
+/// Models with one head, those with one group of inputs, and those with recurrent states.
+const NOT_ON_TWO: [&str; 35] = [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
@@ -162,7 +170,6 @@ const NOT_ON_TWO: [&str; 36] = [
     "glm4_moe_mlx",
     "ernie4_5_moe_mlx",
     "minimax_m2_mlx",
-    "olmo2_three",
     "phi3",
     "qwen2_mlx",
     "smollm3_mlx",
@@ -190,7 +197,7 @@ const NOT_ON_TWO: [&str; 36] = [
 
 #[test]
 fn models_match_on_two_ranks() {
-    let divide = check_all(2, all());
+    let divide = check_all(2, CacheDivision::Auto, all());
     let refused: Vec<&str> = all().filter(|variant| !divide.contains(variant)).collect();
     let sorted = |mut names: Vec<&'static str>| {
         names.sort_unstable();
@@ -201,12 +208,100 @@ fn models_match_on_two_ranks() {
 
 #[test]
 fn models_match_on_three_ranks() {
-    assert_eq!(check_all(3, all()), ["olmo2_three"]);
+    assert_eq!(check_all(3, CacheDivision::Auto, all()), ["olmo2_three"]);
 }
 
 #[test]
 fn models_match_on_four_ranks() {
-    assert_eq!(check_all(4, all()), ["mistral", "ministral3", "qwen2_window", "gpt_oss", "olmo2"]);
+    assert_eq!(check_all(4, CacheDivision::Auto, all()), ["mistral", "ministral3", "qwen2_window", "gpt_oss", "olmo2"]);
+}
+
+/// Whether ranks divide the positions of a layer's cache.
+fn divides_positions(model: &Model) -> bool {
+    let mut attention = model.rank_decoder().blocks.iter().filter_map(|block| block.attention());
+    attention.any(|attention| attention.position_ranks > 1)
+}
+
+#[test]
+fn caches_by_heads_match() {
+    // Ranks with copies of a KV head.
+    assert_eq!(check_all(2, CacheDivision::Heads, ["llama", "olmo2_three"].into_iter()), ["llama"]);
+    let variants = ["mistral", "ministral3", "qwen2_window", "gpt_oss", "olmo2"];
+    assert_eq!(check_all(4, CacheDivision::Heads, variants.into_iter()), variants);
+}
+
+#[test]
+fn caches_by_positions_match_on_two_ranks() {
+    let divide = check_all(2, CacheDivision::Positions, all());
+    let refused: Vec<&str> = all().filter(|variant| !divide.contains(variant)).collect();
+    assert_eq!(refused.len(), NOT_ON_TWO.len(), "{refused:?}");
+    assert!(refused.iter().all(|variant| NOT_ON_TWO.contains(variant)), "{refused:?}");
+}
+
+#[test]
+fn caches_by_positions_match_on_four_ranks() {
+    let divide = check_all(4, CacheDivision::Positions, all());
+    assert_eq!(divide, ["mistral", "ministral3", "qwen2_window", "gpt_oss", "olmo2"]);
+}
+
+/// KV heads that the ranks do not divide lead to a division by positions, of layers without windows.
+#[test]
+fn positions_are_divided_where_heads_are_not() {
+    for (variant, ranks, expected) in [("llama", 2, true), ("gpt_oss", 2, false), ("gpt_oss", 4, true)] {
+        let model = Model::load(&golden(variant), &group(ranks)).unwrap();
+        assert_eq!(divides_positions(&model), expected, "{variant} on {ranks}");
+        for block in &model.rank_decoder().blocks {
+            let attention = block.attention().unwrap();
+            assert!(attention.position_ranks == 1 || attention.window.is_none(), "{variant} on {ranks}");
+        }
+    }
+}
+
+/// Quantised caches and 16-bit activations give, up to rounding, equal logits with either division.
+#[test]
+fn divisions_of_other_types_agree() {
+    for (activations, codec, bound) in [
+        (DType::F32, Codec::F16, 1e-3),
+        (DType::F32, Codec::tq(4), 2e-2),
+        (DType::BF16, Codec::BF16, 0.15),
+        (DType::BF16, Codec::tq(8), 0.15),
+    ] {
+        for variant in ["llama", "gpt_oss"] {
+            let device = group(2);
+            let logits = |cache_division| {
+                let load = LoadOptions { activations, ..divided_by(cache_division) };
+                let model = Model::load_with(&golden(variant), &device, &load).unwrap();
+                assert_eq!(divides_positions(&model), cache_division == CacheDivision::Positions);
+                let tokens = ids(&golden(variant).join("logits.safetensors"), "tokens");
+                let pool = PoolOptions { codecs: codec.into(), ..exact(64) };
+                let mut sequence = model.new_pool(&pool).unwrap().sequence();
+                model.feed(&mut sequence, &tokens, Logits::All).unwrap().to_f32().unwrap()
+            };
+            let worst = max_difference(&logits(CacheDivision::Heads), &logits(CacheDivision::Positions));
+            println!("{variant}, {activations}, {codec}: {worst:.1e}");
+            assert!(worst < bound, "{variant}, {activations}, {codec}: {worst}");
+        }
+    }
+}
+
+#[test]
+fn divisions_that_do_not_fit_are_refused() {
+    let error = Model::load_with(&golden("olmo2_three"), &group(3), &divided_by(CacheDivision::Positions)).unwrap_err();
+    let text = "256 positions of a page of layer 0 do not divide among 3 devices: the model divides among 2";
+    assert!(error.to_string().starts_with(text), "{error}");
+    let model = Model::load(&golden("llama"), &group(2)).unwrap();
+    // Centred codecs seal pages as a whole.
+    let centred = PoolOptions { codecs: Codec::tq_centred(4).into(), ..exact(64) };
+    let error = model.new_pool(&centred).unwrap_err();
+    assert!(matches!(error, Error::Kvant(kvant::Error::Value { arg: "codec", .. })), "{error}");
+    let by_heads = CacheDivision::Auto.with_codecs(&centred.codecs);
+    assert_eq!(by_heads, CacheDivision::Heads);
+    assert_eq!(CacheDivision::Auto.with_codecs(&Codec::tq(4).into()), CacheDivision::Auto);
+    let model = Model::load_with(&golden("llama"), &group(2), &divided_by(by_heads)).unwrap();
+    model.new_pool(&centred).unwrap();
+    let small = Model::load(&golden("llama"), &group(2)).unwrap();
+    let error = small.new_pool(&PoolOptions { page_tokens: 16, ..exact(64) }).unwrap_err();
+    assert!(error.to_string().contains("at least 32"), "{error}");
 }
 
 /// One matrix of queries, keys and values, and one of gate and up.
@@ -247,8 +342,8 @@ fn a_model_that_does_not_divide_is_refused() {
     let error = Model::load(&golden("gpt_oss"), &group(3)).unwrap_err();
     let text = "4 heads of layer 0 do not divide among 3 devices: the model divides among 2, 4";
     assert_eq!(error.to_string(), text);
-    let error = Inspection::open_for(&Files::at(&golden("phi3")).unwrap(), 2).unwrap_err();
+    let error = Inspection::open_for(&Files::at(&golden("phi3")).unwrap(), 2, CacheDivision::Auto).unwrap_err();
     assert_eq!(error.to_string(), "1 heads of layer 0 do not divide among 2 devices: the model runs on one");
-    let error = Inspection::open_for(&Files::at(&golden("llama")).unwrap(), 0).unwrap_err();
+    let error = Inspection::open_for(&Files::at(&golden("llama")).unwrap(), 0, CacheDivision::Auto).unwrap_err();
     assert!(error.to_string().contains("`ranks` must be at least 1"), "{error}");
 }

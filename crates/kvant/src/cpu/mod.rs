@@ -25,6 +25,7 @@ mod key_bias;
 mod kv_read;
 mod kv_write;
 mod linear;
+mod merge_attention;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
@@ -136,6 +137,7 @@ impl HostExecutor for Cpu {
             Call::KvRead(call) => kv_read::run(self, call),
             Call::KvWrite(call) => kv_write::run(self, call),
             Call::Linear(call) => linear::run(self, call),
+            Call::MergeAttention(call) => merge_attention::run(self, call)?,
             Call::MoeCombine(call) => moe::run_combine(self, call),
             Call::MoeRoute(call) => moe::run_route(self, call),
             Call::NormRope(call) => norm_rope::run(self, call),

@@ -17,6 +17,8 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let spec = call.layer.spec();
     let work = NormRopeWriteWork {
         call,
+        // SAFETY: kernels run under the device's lock, and this one does not write to the positions.
+        positions: unsafe { call.positions.host_slice() },
         // SAFETY: kernels run under the device's lock, and this one does not write to the step.
         tokens: unsafe { Tokens::new(&call.step, &call.layer) },
         q: Activations::new(&call.q, dim),
@@ -47,6 +49,8 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
 
 struct NormRopeWriteWork<'a> {
     call: &'a Call,
+    /// Positions of the rotary embedding.
+    positions: &'a [u32],
     tokens: Tokens<'a>,
     q: Activations,
     q_out: Activations,
@@ -73,13 +77,13 @@ impl SimdKernel for NormRopeWriteTask<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let NormRopeWriteWork { call, tokens, rotary, signs, .. } = self.work;
+        let NormRopeWriteWork { call, positions, tokens, rotary, signs, .. } = self.work;
         let spec = call.layer.spec();
         let pairs = rotary.as_ref().map_or(0, Rotary::pairs);
         let memory = &mut *scratch::take(call.head_dim + 2 * pairs);
         let (row, turns) = memory.split_at_mut(call.head_dim);
         for token in self.range {
-            let position = tokens.positions[token];
+            let position = positions[token];
             // SAFETY: `dispatch` enables the instructions; rows are within the tensors and, for tokens that are kept,
             // within the layer. No other task has this token or its slot.
             unsafe {

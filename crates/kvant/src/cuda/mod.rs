@@ -34,6 +34,7 @@ mod headers;
 mod kv_read;
 mod kv_write;
 mod linear;
+mod merge_attention;
 mod moe;
 mod norm_rope;
 mod rms_norm;
@@ -182,6 +183,7 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::KvRead(call) => kv_read::build(call, b),
         Call::KvWrite(call) => kv_write::build(call, b),
         Call::Linear(call) => linear::build(call, b),
+        Call::MergeAttention(call) => merge_attention::build(call, b),
         Call::MoeCombine(call) => moe::build_combine(call, b),
         Call::MoeRoute(call) => moe::build_route(call, b),
         Call::NormRope(call) => norm_rope::build(call, b),

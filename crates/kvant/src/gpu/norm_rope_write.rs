@@ -72,7 +72,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, b: &Builder) -> Resul
         .read_if(4, k_weight)
         .read_if(5, v_weight);
     let launch = bind_rope(launch, 6, call.rope.as_ref())
-        .read(9, &call.step.positions)
+        .read(9, &call.positions)
         .read(10, &call.step.sequence)
         .read(11, &call.step.lens)
         .write(12, &call.q_out)

@@ -2,7 +2,8 @@
 //!
 //! A tensor of a group has memory of one shape on every rank. A pass runs on all ranks, each on its own memory. A
 //! [`Call`] is recorded once. [`Call::for_rank`] replaces its tensors by plain tensors of the rank's device, so kernels
-//! know nothing of groups. Only collectives (`ops/all_reduce.rs`, `ops/all_gather.rs`) read other ranks' memory.
+//! know nothing of groups. Only collectives (`ops/all_reduce.rs`, `all_gather.rs`, `merge_attention.rs`) read other
+//! ranks' memory.
 //!
 //! Each rank has a thread for a pass; the caller's is one of them. A lock orders passes and transfers, so that all
 //! ranks run them in one order. A rank that fails or panics ends the pass of all ranks with its error: ranks that wait

@@ -17,6 +17,11 @@ impl Rank {
     pub(super) fn new(index: usize, device: &Device, meeting: &Arc<Meeting>, exchange: Option<&Arc<Exchange>>) -> Rank {
         Rank { index, device: device.clone(), meeting: Arc::clone(meeting), exchange: exchange.cloned() }
     }
+
+    /// The number of the rank in its group.
+    pub(crate) fn index(&self) -> usize {
+        self.index
+    }
 }
 
 /// A value that may hold tensors of a group.
@@ -95,12 +100,14 @@ pub(crate) struct Peers {
 impl Peers {
     /// Makes the peers of `rank` for the group's tensors `x` and `out`.
     pub(crate) fn new(rank: &Rank, x: &Tensor, out: &Tensor) -> Peers {
-        let all = |tensor: &Tensor| {
-            let storages = storages(&*tensor.storage().memory).iter();
-            storages.map(|storage| tensor.with_storage(Arc::clone(storage))).collect()
-        };
         let (meeting, exchange) = (Arc::clone(&rank.meeting), rank.exchange.clone());
-        Peers { rank: rank.index, x: all(x), out: all(out), meeting, exchange }
+        Peers { rank: rank.index, x: Peers::of_all(x), out: Peers::of_all(out), meeting, exchange }
+    }
+
+    /// A group's tensor as that of each rank.
+    pub(crate) fn of_all(tensor: &Tensor) -> Vec<Tensor> {
+        let storages = storages(&*tensor.storage().memory).iter();
+        storages.map(|storage| tensor.with_storage(Arc::clone(storage))).collect()
     }
 
     /// The memory through which GPUs exchange data; `None` in host memory.

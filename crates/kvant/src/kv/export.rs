@@ -258,13 +258,16 @@ fn describe(pool: &KvPool) -> HashMap<String, String> {
         metadata.insert(format!("state.{index}"), format!("{dtype:?} {shape:?}"));
     }
     for (index, layer) in pool.spec().layers.iter().enumerate() {
-        let CacheLayer { kv_heads, head_dim, window, k, v, dense } = layer;
+        let CacheLayer { kv_heads, head_dim, window, k, v, dense, position_ranks } = layer;
         let window = window.map_or("all".to_string(), |window| window.to_string());
         let (k, v) = (codec_text(*k), codec_text(*v));
         let dense = if layer.seals() { format!(", dense pages {dense:?}") } else { String::new() };
         let has_bias = pool.layer(index).is_ok_and(|layer| layer.key_bias().is_some());
         let bias = if has_bias { " without their bias" } else { "" };
-        let text = format!("{kv_heads} heads of {head_dim}, window {window}, keys {k}{bias}, values {v}{dense}");
+        let division =
+            if *position_ranks > 1 { format!(", positions on {position_ranks} ranks") } else { String::new() };
+        let text =
+            format!("{kv_heads} heads of {head_dim}, window {window}, keys {k}{bias}, values {v}{dense}{division}");
         metadata.insert(format!("layer.{index}"), text);
     }
     metadata

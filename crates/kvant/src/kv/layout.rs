@@ -11,6 +11,7 @@ use crate::{
     Codec, Error, Planes, Result,
     layer::{PAGE_UNIT, PlaneBytes},
     ops::check,
+    position_share::check_page,
 };
 
 /// The division of a pool's memory, which follows from the pool's specification.
@@ -149,6 +150,7 @@ pub(super) fn layer_groups(spec: &PoolSpec) -> Result<Groups> {
         check::positive(NAME, "kv_heads", layer.kv_heads)?;
         check::positive(NAME, "head_dim", layer.head_dim)?;
         layer.window.map_or(Ok(()), |window| check::positive(NAME, "window", window))?;
+        check_division(layer, page_tokens)?;
         let dense = Codec::Dense(layer.dense);
         for (arg, codec) in [("k", layer.k), ("v", layer.v), ("dense", dense)] {
             codec.validate(NAME, arg, layer.head_dim)?;
@@ -160,6 +162,19 @@ pub(super) fn layer_groups(spec: &PoolSpec) -> Result<Groups> {
     }
     let states = add_states(&mut groups, spec)?;
     Ok((groups, places, states))
+}
+
+/// Checks whether ranks can divide the positions of a layer.
+fn check_division(layer: &CacheLayer, page_tokens: usize) -> Result<()> {
+    check_page(NAME, layer.position_ranks, page_tokens)?;
+    if layer.position_ranks == 1 {
+        return Ok(());
+    }
+    let expected = "none for a layer whose positions the ranks divide";
+    check::value_is(NAME, "window", layer.window.is_none(), expected, layer.window.unwrap_or(0))?;
+    let (is_plain, expected) = (!layer.seals(), "without page means, for a layer whose positions the ranks divide");
+    let centred = if layer.k.is_centred() { layer.k } else { layer.v };
+    check::value_is(NAME, "codec", is_plain, expected, centred)
 }
 
 /// Adds the group of states, if the specification has any. Returns the first byte of each state in its page.
@@ -196,7 +211,7 @@ fn add_to_group(
     let overflow = || Error::Overflow { op: NAME, arg: "layers" };
     let mut at = groups[group].page_bytes;
     let mut side = |codec| -> Result<PlaneBytes> {
-        let mut planes = Planes::page_bytes(codec, layer.head_dim, layer.kv_heads, page_tokens);
+        let mut planes = Planes::page_bytes(codec, layer.head_dim, layer.kv_heads, page_tokens / layer.position_ranks);
         for plane in planes.as_mut().ok_or_else(overflow)?.iter_mut().flatten() {
             let end = plane.checked_next_multiple_of(PAGE_UNIT).and_then(|bytes| at.checked_add(bytes));
             *plane = std::mem::replace(&mut at, end.ok_or_else(overflow)?);

@@ -12,12 +12,13 @@ use super::{
     prefix::Prefixes,
     sequence::{Sequence, SequencePages},
     spec::{CacheLayer, PoolSpec, StateLayer, StepSize},
-    step_words::{StepShape, padded, run_words},
+    step_words::{StepShape, padded, run_words, share_words},
 };
 use crate::{
     Batch, Codec, DType, Device, Error, HeadOrder, KeyBias, KvLayer, LayerSpec, Planes, Result, Step, Tensor,
     layer::{LayerPages, PAGE_UNIT},
     ops::{self, StateRuns, StateSlots, check},
+    position_share::{PositionShare, StepShare},
     step::StepPages,
 };
 
@@ -115,15 +116,20 @@ impl KvPool {
             let CacheLayer { kv_heads, head_dim, .. } = *layer;
             bias.as_ref().map_or(Ok(()), |bias| bias.check(device, kv_heads, head_dim, spec.page_tokens))?;
         }
+        for layer in &spec.layers {
+            let (ranks, fits) = (device.ranks(), [1, device.ranks()].contains(&layer.position_ranks));
+            let expected = format_args!("1, or the {ranks} ranks of the device");
+            check::value_is(NAME, "position_ranks", fits, expected, layer.position_ranks)?;
+        }
         let longest = biases.iter().flatten().map(KeyBias::positions).min().unwrap_or(usize::MAX);
         let bytes = layout.slabs as usize * layout.slab_units as usize * PAGE_UNIT;
         let memory = Tensor::sparse(device, DType::U8, &[bytes])?;
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let paged = |layer: &CacheLayer, place: &LayerPlace, k, v| {
             let entries = (bytes - layout.groups[place.group].page_bytes) / PAGE_UNIT + 1;
-            let (group, page_tokens) = (place.group, layout.page_tokens);
-            let pages = LayerPages { pool: id, group, page_tokens, entries: entries as u32 };
-            let CacheLayer { kv_heads, head_dim, window, .. } = *layer;
+            let CacheLayer { kv_heads, head_dim, window, position_ranks, .. } = *layer;
+            let (group, page_tokens) = (place.group, layout.page_tokens / position_ranks);
+            let pages = LayerPages { pool: id, group, page_tokens, position_ranks, entries: entries as u32 };
             let (sequences, capacity) = (u32::MAX as usize, u32::MAX as usize);
             let order = HeadOrder::HeadMajor;
             let spec = LayerSpec { sequences, kv_heads, capacity, head_dim, k, v, window, ring: false, order };
@@ -482,6 +488,11 @@ impl KvPool {
         let of_group = seals.and_then(|n| padded(n.checked_mul(3)?)).ok_or_else(overflow)?;
         let at_runs = of_group.checked_mul(sealing).and_then(|n| n.checked_add(at_seals)).ok_or_else(overflow)?;
         let of_runs = if self.0.states.is_empty() { [0; 3] } else { run_words(sequences).ok_or_else(overflow)? };
+        // Positions, two kinds of sequences, and lengths of each rank.
+        let ranks = self.position_ranks();
+        let of_rank = share_words(tokens, sequences).and_then(|words| words.iter().sum::<usize>().checked_mul(ranks));
+        let at_shares = at_runs;
+        let at_runs = of_rank.and_then(|words| words.checked_add(at_shares)).ok_or_else(overflow)?;
         let [at_past, at_slots, total] = {
             let mut end = at_runs;
             let ends = of_runs.map(|words| {
@@ -512,12 +523,37 @@ impl KvPool {
                     Some(StateRuns::from_tensors(starts, slots, past, max_new))
                 }
             },
+            shares: self.step_shares(&base, at_shares, [tokens, sequences])?,
             written: Mutex::default(),
             base: base.clone(),
         };
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);
         let batch = Batch { sequences, longest, max_new, decode: alone };
         Ok(step.with_pages(pages).with_known_batch(batch))
+    }
+
+    /// The number of ranks that divide positions; 0 if no layer is divided.
+    fn position_ranks(&self) -> usize {
+        let is_divided = |layer: &CacheLayer| layer.position_ranks > 1;
+        if self.spec().layers.iter().any(is_divided) { self.0.device.ranks() } else { 0 }
+    }
+
+    /// The shares of all ranks of a step, from a word of its memory on.
+    fn step_shares(&self, base: &Tensor, first: usize, [tokens, sequences]: [usize; 2]) -> Result<Vec<StepShare>> {
+        let ranks = self.position_ranks();
+        let share = |rank| {
+            let [of_tokens, .., of_lens] = share_words(tokens, sequences).expect("the step's size has been checked");
+            let at = first + rank * (3 * of_tokens + of_lens);
+            let part = |index: usize, len: usize| base.rows(at + index * of_tokens..at + index * of_tokens + len);
+            Ok(StepShare {
+                share: PositionShare { page_tokens: self.layout().page_tokens, ranks, rank },
+                positions: part(0, tokens)?,
+                seen: part(1, tokens)?,
+                stored: part(2, tokens)?,
+                lens: part(3, sequences)?,
+            })
+        };
+        (0..ranks).map(share).collect()
     }
 
     pub(super) fn layout(&self) -> &PoolLayout {

@@ -28,12 +28,20 @@ pub struct CacheLayer {
     pub v: Codec,
     /// The dtype of dense pages, if a codec is centred.
     pub dense: DType,
+    /// The number of ranks that divide the positions of each page among them: 1 (the default) if every rank stores all,
+    /// otherwise the [ranks](crate::Device::ranks) of the device. Rank r of N stores the r-th of N equal parts of each
+    /// page, of all `kv_heads`, at least 16 positions. For layers without a window and without centred codecs.
+    ///
+    /// Operations write and see the rank's rows. [`Attend::ends`](crate::ops::Attend::ends) and
+    /// [`merge_attention`](crate::ops::merge_attention()) give the result over all positions.
+    pub position_ranks: usize,
 }
 
 impl CacheLayer {
     /// A layer whose tokens see all positions, with keys and values in `codec`.
     pub fn new(kv_heads: usize, head_dim: usize, codec: Codec) -> CacheLayer {
-        CacheLayer { kv_heads, head_dim, window: None, k: codec, v: codec, dense: DType::F16 }
+        let (window, dense, position_ranks) = (None, DType::F16, 1);
+        CacheLayer { kv_heads, head_dim, window, k: codec, v: codec, dense, position_ranks }
     }
 
     /// Whether the layer seals pages.
@@ -47,6 +55,7 @@ setters! { CacheLayer {
     k: Codec,
     v: Codec,
     dense: DType,
+    position_ranks: usize,
 } }
 
 /// A state that each sequence of a pool has in one recurrent layer, such as the inputs of a convolution or the matrix

@@ -1,7 +1,12 @@
 //! The words that a step uploads to the device.
 
 use super::{growth::Change, sequence::Sequence};
-use crate::{Step, Tensor, ops::StateRuns, step::StepPages};
+use crate::{
+    Step, Tensor,
+    ops::StateRuns,
+    position_share::{StepShare, TokenWords},
+    step::StepPages,
+};
 
 /// The dimensions of a step's upload: positions, sequences, lengths, and the table of each group.
 pub(super) struct StepShape<'a> {
@@ -14,6 +19,8 @@ pub(super) struct StepShape<'a> {
     pub seals: usize,
     /// The first words of the starts, past tokens and slots of the runs, if the pool has states.
     pub runs: Option<[usize; 3]>,
+    /// The shares of the ranks; empty if no layer's positions are divided.
+    pub shares: &'a [StepShare],
     /// Each token has a row, instead of each sequence.
     pub is_unrolled: bool,
 }
@@ -29,6 +36,14 @@ pub(super) fn run_words(sequences: usize) -> Option<[usize; 3]> {
     Some([starts, others, others])
 }
 
+/// The words of a rank's share of a step: positions, the sequences of tokens that see rows, those of tokens that are
+/// stored, and lengths.
+pub(super) fn share_words(tokens: usize, sequences: usize) -> Option<[usize; 4]> {
+    let (tokens, sequences) = (padded(tokens)?, padded(sequences)?);
+    tokens.checked_mul(3)?.checked_add(sequences)?;
+    Some([tokens, tokens, tokens, sequences])
+}
+
 impl<'a> StepShape<'a> {
     pub fn of(step: &Step, pages: &'a StepPages) -> StepShape<'a> {
         let width = pages.tables.first().map_or(0, |table| table.shape()[1]);
@@ -39,7 +54,8 @@ impl<'a> StepShape<'a> {
             let end = pages.base.elements();
             [end - slots - past - starts, end - slots - past, end - slots]
         });
-        StepShape { base: &pages.base, tokens, sequences, width, seals, runs, is_unrolled: false }
+        let (base, shares) = (&pages.base, &pages.shares);
+        StepShape { base, tokens, sequences, width, seals, runs, shares, is_unrolled: false }
     }
 
     /// The first word of the pages to seal of a group of sealed pages; `before` is the number of such groups before it.
@@ -106,6 +122,28 @@ impl<'a> StepShape<'a> {
             row += rows;
         }
         self.fill_runs(words, batch, tables);
+        self.fill_shares(words);
+    }
+
+    /// Fills the shares of all ranks, from positions, sequences and lengths.
+    fn fill_shares(&self, words: &mut [u32]) {
+        let [of_tokens, .., of_lens] =
+            share_words(self.tokens, self.sequences).expect("the step's size has been checked");
+        let end = self.runs.map_or(self.base.elements(), |[starts, ..]| starts);
+        let (of_rank, at_sequence) = (3 * of_tokens + of_lens, self.at_sequence());
+        let first = end - self.shares.len() * of_rank;
+        for (index, StepShare { share, .. }) in self.shares.iter().enumerate() {
+            let at = first + index * of_rank;
+            for token in 0..self.tokens {
+                let TokenWords { position, seen, stored } = share.token(words[token], words[at_sequence + token]);
+                words[at + token] = position;
+                words[at + of_tokens + token] = seen;
+                words[at + 2 * of_tokens + token] = stored;
+            }
+            for sequence in 0..self.sequences {
+                words[at + 3 * of_tokens + sequence] = share.rows(words[2 * at_sequence + sequence] as usize) as u32;
+            }
+        }
     }
 
     /// Fills the runs: each sequence's tokens, with the states that it holds before the step. `group` is that of the

@@ -37,7 +37,7 @@ mod vectors;
 use crate::{
     Device, DeviceKind, Result,
     gpu::{Builder, Kernels, LANES as SIMD, THREADS, planes},
-    ops::Call,
+    ops::{self, Call},
 };
 
 /// The Metal kernels, for any executor.
@@ -74,6 +74,9 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::KvRead(call) => kv_read::build(call, b),
         Call::KvWrite(call) => kv_write::build(call, b),
         Call::Linear(call) => call.each_part(|call| linear::build(call, b)),
+        Call::MergeAttention(_) => {
+            Err(b.unsupported(ops::merge_attention::NAME, "Metal devices form no groups".to_string()))
+        }
         Call::MoeCombine(call) => moe::build_combine(call, b),
         Call::MoeRoute(call) => moe::build_route(call, b),
         Call::NormRope(call) => norm_rope::build(call, b),

@@ -6,7 +6,8 @@ use super::check;
 use crate::{
     DType, Device, DeviceKind, Encoder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
-    group::rank_tensors,
+    group::{Rank, RankTensors, rank_tensors},
+    position_share::PositionUse,
 };
 
 pub(crate) const NAME: &str = "attend";
@@ -34,7 +35,7 @@ pub const HEAD_DIMS: [usize; 8] = [64, 80, 96, 112, 128, 192, 256, 512];
 ///
 /// A token that sees no position, or whose row is [`Step::INACTIVE`], gets zeros. A score of −∞ has weight zero if
 /// another score is larger (on the CPU 2⁻¹²⁶, like every score that is far below the largest). If all scores are −∞ and
-/// the head has no sink, the result is NaN.
+/// the head has no sink, the result is NaN, or zeros with `ends`.
 ///
 /// # Heads
 ///
@@ -68,6 +69,10 @@ pub struct Attend<'a> {
     /// The number of parts into which the context of each (sequence, KV head) is split; `None` lets the kernel choose.
     /// Results differ by rounding only. For tests and measurements.
     pub splits: Option<usize>,
+    /// f32 `[T, H]`: receives the ends of the result, with which [`merge_attention`](super::merge_attention()) merges
+    /// results over disjoint keys. An end is log2 Σⱼ exp(sⱼ) of the scores s; −∞ if a token saw no position, or only
+    /// scores of −∞. The output is then f32. Not for layers that seal pages, and not with sinks, which the merge adds.
+    pub ends: Option<&'a Tensor>,
     /// `[T, H, D]`, f32, f16 or bf16.
     pub out: &'a Tensor,
 }
@@ -76,7 +81,9 @@ impl<'a> Attend<'a> {
     /// Attention with scale 1/√D and the layer's window.
     pub fn new(q: impl Into<Query<'a>>, layer: &'a KvLayer, step: &'a Step, out: &'a Tensor) -> Attend<'a> {
         let scale = (layer.spec().head_dim as f32).sqrt().recip();
-        Attend { q: q.into(), layer, step, scale, softcap: None, window: None, sinks: None, splits: None, out }
+        let q = q.into();
+        let (softcap, window, sinks, splits, ends) = (None, None, None, None, None);
+        Attend { q, layer, step, scale, softcap, window, sinks, splits, ends, out }
     }
 }
 
@@ -86,6 +93,7 @@ setters! { Attend<'a> {
     window: Option<usize>,
     sinks: Option<&'a Tensor>,
     splits: Option<usize>,
+    ends: Option<&'a Tensor>,
 } }
 
 /// The queries of an attention call: raw, or with the Hadamard rotation of quantised keys.
@@ -209,6 +217,7 @@ fn validate(args: &Attend) -> Result<Call> {
     if let Some(splits) = args.splits {
         check::positive(NAME, "splits", splits)?;
     }
+    check_ends(args, tokens, heads)?;
     Ok(Call {
         q: q.clone(),
         layer: args.layer.clone(),
@@ -222,11 +231,30 @@ fn validate(args: &Attend) -> Result<Call> {
         span: PageSpan::All,
         earlier: None,
         out: args.out.clone(),
-        ends: None,
+        ends: args.ends.cloned(),
         tokens,
         heads,
         head_dim,
     })
+}
+
+/// Checks the tensor of ends.
+fn check_ends(args: &Attend, tokens: usize, heads: usize) -> Result<()> {
+    let is_divided = args.layer.position_ranks() > 1;
+    if is_divided {
+        let expected = "none for a layer whose positions the ranks divide";
+        check::value_is(NAME, "window", args.window.is_none(), expected, args.window.unwrap_or_default())?;
+    }
+    let Some(ends) = args.ends else {
+        let expected = "a tensor for a layer whose positions the ranks divide";
+        return check::value_is(NAME, "ends", !is_divided, expected, "none");
+    };
+    let is_plain = args.layer.dense().is_none();
+    check::value_is(NAME, "ends", is_plain, "none for a layer that seals pages", "some")?;
+    check::value_is(NAME, "ends", args.sinks.is_none(), "none with sinks", "some")?;
+    check::dtype(NAME, "ends", ends, DType::F32)?;
+    check::shape(NAME, "ends", ends, &[("T", tokens), ("H", heads)])?;
+    check::dtype(NAME, "out", args.out, DType::F32)
 }
 
 #[derive(Clone, Debug)]
@@ -256,7 +284,15 @@ pub(crate) struct Call {
     pub head_dim: usize,
 }
 
-rank_tensors! { Call { q, layer, step, sinks, earlier, out, ends } }
+impl RankTensors for Call {
+    fn move_to(&mut self, rank: &Rank) {
+        self.step.move_share_to(rank, &self.layer, PositionUse::See);
+        self.layer.move_to(rank);
+        self.earlier.move_to(rank);
+        [&mut self.q, &mut self.out].into_iter().for_each(|tensor| tensor.move_to(rank));
+        [&mut self.sinks, &mut self.ends].into_iter().for_each(|tensor| tensor.move_to(rank));
+    }
+}
 
 /// The part of the positions seen by a token at p that a call attends to. P is the page size, and r = max(⌊p/P⌋ − 1,
 /// 0)·P the start of the token's recent pages.

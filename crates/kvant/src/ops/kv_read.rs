@@ -3,6 +3,7 @@ use crate::{
     Encoder, Error, HeadOrder, KeyBias, KvLayer, Planes, Result, Step, Tensor,
     encoder::{Access::*, Touch},
     group::rank_tensors,
+    position_share::check_undivided,
 };
 
 pub(crate) const NAME: &str = "kv_read";
@@ -74,6 +75,7 @@ pub enum KvSide {
 /// Those of [every operation](crate::ops#errors); `Value` for a range that does not fit the layer.
 pub fn kv_read(enc: &mut Encoder, args: &KvRead) -> Result<()> {
     let spec = args.layer.spec();
+    check_undivided(NAME, args.layer)?;
     check::float(NAME, "out", args.out)?;
     let [tokens, ..] = args.order.dims(NAME, "out", args.out)?;
     args.order.check(NAME, "out", args.out, [tokens, spec.kv_heads, spec.head_dim])?;

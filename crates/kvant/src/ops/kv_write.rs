@@ -2,7 +2,8 @@ use super::check;
 use crate::{
     Encoder, HeadOrder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
-    group::rank_tensors,
+    group::{Rank, RankTensors},
+    position_share::PositionUse,
 };
 
 pub(crate) const NAME: &str = "kv_write";
@@ -17,6 +18,9 @@ pub(crate) const NAME: &str = "kv_write";
 /// is longer than a ring therefore writes each slot once, with the latest token. Later tokens overwrite slots that
 /// earlier tokens of the batch may need. To attend within a batch, feed at most `capacity − window + 1` tokens at once,
 /// or use pages ([`KvPool`](crate::KvPool)), which do not have this limit.
+///
+/// If the ranks of a group divide the layer's positions ([`CacheLayer::position_ranks`](crate::CacheLayer)), each rank
+/// stores those that it has.
 ///
 /// In a layer of a pool that seals pages, the rows are written dense. Pages that later tokens of the same step see as
 /// sealed are then sealed ([`CacheLayer`](crate::CacheLayer)).
@@ -101,7 +105,14 @@ pub(crate) struct Call {
     pub layer: KvLayer,
 }
 
-rank_tensors! { Call { k, v, step, layer } }
+impl RankTensors for Call {
+    fn move_to(&mut self, rank: &Rank) {
+        self.step.move_share_to(rank, &self.layer, PositionUse::Store);
+        self.layer.move_to(rank);
+        self.k.move_to(rank);
+        self.v.move_to(rank);
+    }
+}
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {

@@ -84,6 +84,7 @@
 //! | [`copy`](copy()), [`all_gather`](all_gather()) | | none | none | bits are copied |
 //! | [`all_reduce`](all_reduce()) | | f32, in the order of ranks | none | the same bits on all ranks, in every run |
 //! | [`embed`](embed()) | | none | none | |
+//! | [`merge_attention`](merge_attention()) | | f32, in the order of ranks | none | |
 //! | [`add`](add()), [`add_bias`](add_bias()) | | f32 | none | |
 //! | [`causal_conv`](causal_conv()) | | f32 | none | g = 4 |
 //! | [`delta_rule`](delta_rule()) | | f32 | none | g = 4, for the state as well |
@@ -119,6 +120,7 @@ pub(crate) mod hadamard;
 pub(crate) mod kv_read;
 pub(crate) mod kv_write;
 pub(crate) mod linear;
+pub(crate) mod merge_attention;
 pub(crate) mod moe;
 pub(crate) mod norm_rope;
 pub(crate) mod norm_rope_write;
@@ -145,6 +147,7 @@ pub use hadamard::{Hadamard, hadamard};
 pub use kv_read::{KvRead, KvSide, kv_read};
 pub use kv_write::{KvWrite, kv_write};
 pub use linear::{Affine, Experts, Linear, Weight, linear};
+pub use merge_attention::{MergeAttention, merge_attention};
 pub use moe::{ExpertGroups, ExpertScores, MoeCombine, MoeRoute, moe_combine, moe_route};
 pub use norm_rope::{Angles, HeadNorm, NormRope, PairLayout, Rope, norm_rope};
 pub use norm_rope_write::{NormRopeWrite, norm_rope_write};
@@ -224,6 +227,7 @@ calls! {
     KvRead(kv_read),
     KvWrite(kv_write),
     Linear(linear),
+    MergeAttention(merge_attention),
     MoeCombine(moe_combine_call),
     MoeRoute(moe_route_call),
     NormRope(norm_rope),

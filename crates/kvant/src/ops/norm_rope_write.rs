@@ -5,7 +5,8 @@ use super::{
 use crate::{
     Encoder, KvLayer, Result, Step, Tensor,
     encoder::{Access::*, Touch},
-    group::rank_tensors,
+    group::{Rank, RankTensors},
+    position_share::PositionUse,
 };
 
 pub(crate) const NAME: &str = "norm_rope_write";
@@ -90,6 +91,7 @@ pub fn norm_rope_write<'a>(enc: &mut Encoder, args: &NormRopeWrite<'a>) -> Resul
         v_norm: norm("v_norm.weight", args.v_norm)?,
         rope,
         rotate_q,
+        positions: args.step.positions().clone(),
         step: args.step.clone(),
         layer: args.layer.written().clone(),
         q_out: args.q_out.clone(),
@@ -111,6 +113,8 @@ pub(crate) struct Call {
     pub v_norm: Option<NormCall>,
     pub rope: Option<RopeCall>,
     pub rotate_q: bool,
+    /// Positions of the rotary embedding. The positions of the step locate the slots.
+    pub positions: Tensor,
     pub step: Step,
     pub layer: KvLayer,
     pub q_out: Tensor,
@@ -119,7 +123,16 @@ pub(crate) struct Call {
     pub head_dim: usize,
 }
 
-rank_tensors! { Call { q, k, v, q_norm, k_norm, v_norm, rope, step, layer, q_out } }
+impl RankTensors for Call {
+    fn move_to(&mut self, rank: &Rank) {
+        self.step.move_share_to(rank, &self.layer, PositionUse::Store);
+        self.layer.move_to(rank);
+        self.rope.move_to(rank);
+        [&mut self.q_norm, &mut self.k_norm, &mut self.v_norm].into_iter().for_each(|norm| norm.move_to(rank));
+        let tensors = [&mut self.q, &mut self.k, &mut self.v, &mut self.positions, &mut self.q_out];
+        tensors.into_iter().for_each(|tensor| tensor.move_to(rank));
+    }
+}
 
 impl Call {
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
@@ -136,6 +149,7 @@ impl Call {
         if let Some(rope) = &self.rope {
             rope.touches(visit);
         }
+        visit(Touch { arg: "step.positions", tensor: &self.positions, access: Read });
         self.step.touches(visit);
         self.layer.touches(Write, visit);
         visit(Touch { arg: "q_out", tensor: &self.q_out, access: Write });
@@ -149,7 +163,7 @@ impl Call {
         // SAFETY: `Call::check_indices` runs under the lock of a host device.
         unsafe {
             self.step.check_indices(NAME, self.layer.limit())?;
-            self.rope.as_ref().map_or(Ok(()), |rope| rope.check_positions(NAME, "step.positions", &self.step.positions))
+            self.rope.as_ref().map_or(Ok(()), |rope| rope.check_positions(NAME, "step.positions", &self.positions))
         }
     }
 }

@@ -30,6 +30,7 @@ mod key_bias;
 mod kv_read;
 mod kv_write;
 mod linear;
+mod merge_attention;
 mod moe;
 mod norm_rope;
 mod norm_rope_write;
@@ -47,6 +48,7 @@ pub use gate::{activate, gate};
 pub use hadamard::hadamard;
 pub(crate) use io::round_f16;
 pub use linear::{AffineRow, dequantise, linear};
+pub use merge_attention::merge_attention;
 pub use moe::{Routing, moe_combine, moe_route};
 pub use norm_rope::{rope, rope_angles};
 pub use rms_norm::rms_norm;
@@ -85,6 +87,7 @@ impl HostExecutor for Reference {
                 linear::run(call);
                 Ok(())
             })?,
+            Call::MergeAttention(call) => merge_attention::run(call)?,
             Call::MoeCombine(call) => moe::run_combine(call),
             Call::MoeRoute(call) => moe::run_route(call),
             Call::NormRope(call) => norm_rope::run(call),

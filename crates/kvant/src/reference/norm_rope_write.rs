@@ -2,7 +2,7 @@ use super::{io, kv_write, norm_rope::Head};
 use crate::{Tensor, ops::norm_rope_write::Call};
 
 pub(crate) fn run(call: &Call) {
-    let positions = io::load_u32(&call.step.positions);
+    let positions = io::load_u32(&call.positions);
     let all_heads = |x: &Tensor, heads: usize, head: Head| -> Vec<f64> {
         let rows = io::load(x);
         let rows = rows.chunks(call.head_dim).enumerate();

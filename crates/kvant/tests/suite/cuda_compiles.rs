@@ -13,8 +13,9 @@ use kvant::{
     ops::{
         self, Activation, Add, AddBias, Affine, AllGather, AllReduce, Angles, Argmax, Attend, BlockFormat, Blocks,
         CausalConv, Columns, DeltaRule, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard,
-        HeadNorm, KvRead, KvSide, KvWrite, Linear, MoeCombine, MoeRoute, NextNorm, NormRope, NormRopeWrite, PairLayout,
-        Residual, RmsNorm, Rope, Sample, ScaledFloats, Softcap, StateRuns, StateSlots, Weight,
+        HeadNorm, KvRead, KvSide, KvWrite, Linear, MergeAttention, MoeCombine, MoeRoute, NextNorm, NormRope,
+        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, ScaledFloats, Softcap, StateRuns, StateSlots,
+        Weight,
     },
 };
 
@@ -90,7 +91,41 @@ fn collectives(launches: &Launches) -> Result<()> {
             let (x, out) = (zeros(&group, dtype, &[3, columns])?, zeros(&group, dtype, &[3, columns * ranks])?);
             ops::all_gather(&mut enc, &AllGather::new(&x, &out))?;
         }
+        merges(&group, &mut enc)?;
+        for codec in [Codec::BF16, Codec::tq(4)] {
+            divided_positions(&group, &mut enc, codec)?;
+        }
         enc.commit()?.wait()?;
+    }
+    Ok(())
+}
+
+/// Results of all ranks, in rows that are aligned and rows that are not.
+fn merges(group: &Device, enc: &mut Encoder) -> Result<()> {
+    let heads = 2 * group.ranks();
+    for (dim, dtype, has_sinks) in [(64, DType::F32, false), (128, DType::BF16, true), (65, DType::F16, true)] {
+        let (x, ends) = (zeros(group, DType::F32, &[3, heads, dim])?, zeros(group, DType::F32, &[3, heads])?);
+        let (sinks, out) = (zeros(group, DType::F32, &[2])?, zeros(group, dtype, &[3, 2, dim])?);
+        ops::merge_attention(enc, &MergeAttention::new(&x, &ends, &out).sinks(has_sinks.then_some(&sinks)))?;
+    }
+    Ok(())
+}
+
+/// A layer whose positions the ranks divide: single tokens and a prompt.
+fn divided_positions(group: &Device, enc: &mut Encoder, codec: Codec) -> Result<()> {
+    let layer = CacheLayer::new(1, 128, codec).position_ranks(group.ranks());
+    let spec = PoolSpec::new(vec![layer], 0).page_tokens(16 * group.ranks()).room_for(2, 512, 512)?;
+    let pool = KvPool::new(group, &spec)?;
+    for (size, tokens) in [(StepSize::decode(2, 512), 2), (StepSize::decode(1, 512).tokens(64, 64), 64)] {
+        let (step, layer) = (pool.reserve_step(size)?, pool.layer(0)?);
+        let new = |heads| zeros(group, DType::BF16, &[tokens, heads, 128]);
+        let (q, k, v) = (new(8)?, new(1)?, new(1)?);
+        let write = NormRopeWrite::new(&q, &k, &v, &step, layer, &q).rope(Some(Rope::new(1e4, 64)));
+        let q = ops::norm_rope_write(enc, &write)?;
+        let (out, ends) = (zeros(group, DType::F32, &[tokens, 8, 128])?, zeros(group, DType::F32, &[tokens, 8])?);
+        ops::attend(enc, &Attend::new(q, layer, &step, &out).ends(Some(&ends)))?;
+        let own = zeros(group, DType::BF16, &[tokens, 8 / group.ranks(), 128])?;
+        ops::merge_attention(enc, &MergeAttention::new(&out, &ends, &own))?;
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ mod golden;
 mod groups;
 mod hazards;
 mod pages;
+mod partial_attention;
 mod reference;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod refused_kernels;

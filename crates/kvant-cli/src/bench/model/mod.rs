@@ -6,7 +6,7 @@ mod read;
 
 use std::path::PathBuf;
 
-use kvant_models::{Model, Sampling};
+use kvant_models::{CacheDivision, Model, Sampling};
 
 use self::{
     parts::Parts,
@@ -73,9 +73,14 @@ pub fn run(args: &ModelArgs) -> Result {
         report.read_gbps = report.read_gbps.max(bytes as f64 / timing.median_us / 1e3);
         report.print(ModelLine { bytes: Some(bytes), ..report.line(op, timing) })?;
     }
+    let default = [args.activations.kv(&device, None)];
+    let types = if args.kv.is_empty() { &default[..] } else { &args.kv };
+    // One model for all types.
+    let mut divisions = types.iter().map(|kv| args.device.cache_division(&kv.codecs));
+    let division = divisions.find(|division| *division != CacheDivision::Auto).unwrap_or_default();
     let mut loaded = None;
     let us = timing::once(|| {
-        loaded = Some(args.activations.load(&files, &device, args.longest())?);
+        loaded = Some(args.activations.load_divided(&files, &device, args.longest(), division)?);
         Ok(())
     })?;
     let model = loaded.ok_or("no model")?;
@@ -83,8 +88,7 @@ pub fn run(args: &ModelArgs) -> Result {
     report.print(ModelLine { bytes: Some(model.weight_bytes()), ..load })?;
     let parts = Parts { model: &model, report: &report, budget };
     let cases = Cases::of(args, &model);
-    let default = [args.activations.kv(&device, None)];
-    for kv in if args.kv.is_empty() { &default[..] } else { &args.kv } {
+    for kv in types {
         for &tokens in &cases.prompts {
             parts.prompt(kv, tokens)?;
         }

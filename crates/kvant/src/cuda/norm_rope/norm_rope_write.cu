@@ -6,6 +6,8 @@
 // does not hold their token when the step is written, or if its sequence has no page for it. Tokens whose sequence or
 // position is out of range are skipped.
 //
+// On a rank that stores some of the positions (DIVIDED), `slots` are the places of the tokens among its rows.
+//
 // Positions, sequences, lengths, page tables, weights and angles are read before the previous kernel has ended
 // (device/dependent_launch.h).
 #include "codec/encode_rows.h"
@@ -167,7 +169,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
                                            const uint *sequence, const uint *lens, uchar *q_out, uchar *k_low,
                                            uchar *k_high, float *k_norms, uchar *v_low, uchar *v_high,
                                            float *v_norms, const __grid_constant__ NormRopeWriteParams p,
-                                           const uint *table) {
+                                           const uint *table, const uint *slots) {
     extern __shared__ float row[];
 #if IN_REGISTERS
     __shared__ __align__(8) uint tables[TABLE_WORDS];
@@ -182,11 +184,13 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
                          {V_NORM, v_weight, V_WEIGHT_DTYPE, p.v_eps}, {ANGLES, LAYOUT, cos, sin, factors},
                          {NO_ROPE, HALVES, nullptr, nullptr, nullptr}};
     const uint position = positions[token], seq = sequence[token], head = blockIdx.y - p.heads - (is_key ? 0 : kv_heads);
+    // The position of the token's slot.
+    const uint slot = DIVIDED ? slots[token] : position;
     const Head h = {p, team, is_query, is_key, head, position, row, row + HEAD_DIM};
     const bool known = !HAS_TABLES || position < p.rope.table_rows;
     RowPlace place = {0, 0};
-    bool kept = !is_query && is_kept(p.layer, seq, position, lens);
-    kept = kept && (PAGE_SHIFT == 0 || find_in_pages(p.layer, table, seq, head, position, place));
+    bool kept = !is_query && is_kept(p.layer, seq, slot, lens);
+    kept = kept && (PAGE_SHIFT == 0 || find_in_pages(p.layer, table, seq, head, slot, place));
     Needed n;
     if (known) {
         n = needed_of(h, norms);
@@ -215,7 +219,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *q, const uchar *k, const uc
     }
     if (kept) {
         if (PAGE_SHIFT == 0) {
-            place.row = layer_row(p.layer, seq, head, layer_slot(p.layer, position));
+            place.row = layer_row(p.layer, seq, head, layer_slot(p.layer, slot));
         }
         store_row(h, encoder, is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms}, place);
     }

@@ -23,15 +23,19 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let in_registers = call.rotate_q || spec.k.is_quantised() || spec.v.is_quantised();
     let per = dim.min(8).max(dim / LANES);
     let threads = row_threads(dim);
+    // A rank that stores some of the positions has other slots than positions.
+    let is_divided = call.layer.position_ranks() > 1;
     b.push(
         launch(call, &SOURCE, b)?
             .constant("IN_REGISTERS", in_registers)
             .constant("HEAD_DIM", dim as u32)
             .constant("PER", per as u32)
             .constant("THREADS", threads as u32)
+            .constant("DIVIDED", is_divided)
+            .read_if(21, is_divided.then_some(&call.step.positions))
             .threadgroup_memory(dim * size_of::<f32>() + norm_rope::SCRATCH_BYTES)
             // Weights, angles, positions, sequences, lengths and page tables.
-            .reads_ahead(&[3, 4, 5, 6, 7, 8, 9, 10, 11, 20])
+            .reads_ahead(&[3, 4, 5, 6, 7, 8, 9, 10, 11, 20, 21])
             .grid([call.tokens, all_heads, 1], [threads, 1, 1]),
     )
 }

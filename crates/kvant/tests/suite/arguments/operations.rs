@@ -435,3 +435,11 @@ pub(super) fn all_gather(w: &mut World) -> Result<()> {
     let (x, out) = (w.u32s(&shape, 1000, false), w.u32s(&shape, 1000, true));
     w.attempt("all_gather", |enc| ops::all_gather(enc, &AllGather::new(&x, &out)))
 }
+
+pub(super) fn merge_attention(w: &mut World) -> Result<()> {
+    let (tokens, heads, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&[2, 1, 3, 0]), w.tape.pick(&WIDTHS));
+    let (x, ends) = (w.f32(&[tokens, heads, dim]), w.f32(&[tokens, heads]));
+    let (sinks, out) = (w.f32(&[heads]), w.output(&[tokens, heads, dim]));
+    let args = MergeAttention::new(&x, &ends, &out).sinks(w.tape.flag().then_some(&sinks));
+    w.attempt("merge_attention", |enc| ops::merge_attention(enc, &args))
+}

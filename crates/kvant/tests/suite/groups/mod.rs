@@ -3,7 +3,9 @@
 use kvant::{CpuOptions, Device};
 
 mod arguments;
+mod by_page;
 mod collectives;
+mod merge_attention;
 mod parts;
 mod speed;
 
