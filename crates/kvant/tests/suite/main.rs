@@ -5,7 +5,6 @@
 mod arguments;
 mod attend_routes;
 mod codec;
-mod codec_speed;
 mod common;
 mod conformance;
 mod cuda_compiles;
@@ -18,5 +17,3 @@ mod pages;
 mod reference;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod refused_kernels;
-mod speed;
-mod state_speed;

@@ -5,7 +5,6 @@ use kvant::{CpuOptions, Device};
 mod arguments;
 mod collectives;
 mod parts;
-mod speed;
 
 /// The numbers of ranks of the tested groups.
 const RANKS: [usize; 4] = [1, 2, 3, 4];
