@@ -10,6 +10,8 @@ use crate::{
 mod add_bias;
 mod all_gather;
 mod all_reduce;
+#[cfg(target_arch = "x86_64")]
+mod amx_product;
 mod argmax;
 mod attend;
 mod causal_conv;
@@ -38,8 +40,6 @@ mod softcap;
 #[cfg(test)]
 mod testing;
 mod thread_pool;
-#[cfg(target_arch = "x86_64")]
-mod tile_product;
 mod turboquant;
 
 pub use simd::SimdLevel;

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn tiles_serve_many_rows_over_any_cache() {
+    fn amx_serves_many_rows_over_any_cache() {
         for quantised in [false, true] {
             assert_eq!(select(SimdLevel::Avx512Amx, quantised, MANY_ROWS_BY_AMX), AmxRows);
             for rows in [1, MANY_ROWS_BY_AMX - 1] {
