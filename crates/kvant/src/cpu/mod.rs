@@ -45,6 +45,12 @@ mod turboquant;
 pub use simd::SimdLevel;
 pub(crate) use thread_pool::ThreadPool;
 
+/// The rows of the accuracy table in `ops/mod.rs` about this backend, in its order: attention, then products.
+#[cfg(test)]
+pub(crate) fn accuracy_rows() -> [Vec<String>; 2] {
+    [attend::accuracy::rows(), linear::accuracy::rows()]
+}
+
 /// Options of a CPU device; the default uses the best instruction set and all physical cores.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuOptions {

@@ -10,7 +10,7 @@ use crate::{
 pub(super) const MANY_ROWS: usize = 16;
 
 /// Minimum query rows for the AMX kernel, which takes as long for fewer.
-const MANY_ROWS_BY_AMX: usize = 32;
+pub(super) const MANY_ROWS_BY_AMX: usize = 32;
 
 /// A kernel of attention. The rows of a block are its query tokens × the query heads of one KV head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,6 +5,8 @@
 //! task is a range of outputs of one matrix and one part. [`route`] selects the kernel by the number of rows of a
 //! matrix: with few rows, reading weights is the bottleneck; with many, arithmetic.
 
+#[cfg(test)]
+pub(super) mod accuracy;
 #[cfg_attr(not(target_arch = "x86_64"), path = "amx_stub.rs")]
 mod amx;
 mod block;

@@ -35,6 +35,8 @@ use crate::{
     ops::attend::{Call, Explanation, NAME, PageSpan, Results},
 };
 
+#[cfg(test)]
+pub(super) mod accuracy;
 mod decode;
 mod generic;
 mod prefill;

@@ -76,8 +76,8 @@ impl AmxRows {
     /// Returns `None` if some are not finite.
     ///
     /// # Safety
-    /// The level has AMX, and this thread has no other `AmxRegisters`; `queries` are valid, and nobody else accesses their
-    /// states.
+    /// The level has AMX, and this thread has no other `AmxRegisters`; `queries` are valid, and nobody else accesses
+    /// their states.
     pub unsafe fn new(queries: Queries, memory: &mut [f32]) -> Option<AmxRows> {
         let (rows, dim) = (queries.rows.next_multiple_of(BLOCK), queries.head_dim);
         assert!(memory.len() >= AmxRows::len(queries.rows, dim) && dim.is_multiple_of(CHUNK));
