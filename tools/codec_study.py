@@ -8,7 +8,7 @@ Each format is a function from vectors to the numbers that are read back, in f64
 
     codec_study.py             print the squared error of each format for normal vectors, and for vectors with outliers
     codec_study.py --test      compare the formats with the packages `gguf` and `mlx`, where these have them
-    codec_study.py --golden    write formats.json and tiles.json of crates/kvant-eval/tests/golden, by these packages where they
+    codec_study.py --golden    write formats.json and segments.json of crates/kvant-eval/tests/golden, by these packages where they
                                have a format
 
 Every command requires the packages of tools/requirements.txt.
@@ -139,7 +139,7 @@ FORMATS = {"q8_0": (q8_0, 8.5), "q4_0": (q4_0, 4.5), "iq4_nl": (iq4_nl, 4.5), "m
 ROTATED = ("q8_0", "q4_0", "iq4_nl")
 
 
-# Formats that store tiles of 128 positions of a head, [128, dim].
+# Formats that store segments of 128 positions of a head, [128, dim].
 
 
 def ranges(x, bits, least):
@@ -184,14 +184,14 @@ def kvarn(x, bits, keys):
 TILES = {"kivi4": (kivi, 4), "kivi2": (kivi, 2), "kvarn4": (kvarn, 4), "kvarn2": (kvarn, 2)}
 
 
-def tile_numbers():
+def segment_numbers():
     """[positions, heads, dim], as in the test in `formats/mod.rs`."""
     p, h, i = np.ogrid[:256, :2, :64]
     return np.sin(1 + p * 0.7 + i * i * 0.3 + h) * (1 + i % 5) + (i % 7 - 3) + np.cos(p / 19)
 
 
-def golden_tiles():
-    x, data = tile_numbers(), {}
+def golden_segments():
+    x, data = segment_numbers(), {}
     for name, (function, bits) in TILES.items():
         for side in "KV":
             stored = np.empty_like(x)
@@ -199,7 +199,7 @@ def golden_tiles():
                 for head in range(x.shape[1]):
                     stored[first:first + 128, head] = function(x[first:first + 128, head], bits, side == "K")
             data[f"{name} {side}"] = [float(f"{v:.9g}") for v in stored.ravel()[::41]]
-    (GOLDEN.parent / "tiles.json").write_text(json.dumps(data).replace('], "', '],\n"') + "\n")
+    (GOLDEN.parent / "segments.json").write_text(json.dumps(data).replace('], "', '],\n"') + "\n")
 
 
 # The packages. Their inputs are f32.
@@ -315,7 +315,7 @@ def main():
     if args.test:
         test()
     if args.golden:
-        golden_tiles()
+        golden_segments()
         golden()
     if not (args.test or args.golden):
         table()

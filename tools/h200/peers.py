@@ -1,4 +1,4 @@
-"""Times other kernels on the attention shapes of kvant's test `speed`, on the same machine.
+"""Times other kernels on the attention shapes of `speed attention`, on the same machine.
 
     python3 tools/h200/peers.py [SPEED_LOG]
 
@@ -6,7 +6,7 @@ Decode: PyTorch's FlashAttention and cuDNN, and FlashInfer if it can be imported
 with nvcc and ninja); one token over a full bf16 cache of one sequence. Prompts: PyTorch's FlashAttention, cuDNN and
 memory-efficient kernels, causal, without windows; 4096 tokens of one sequence. A time is the median of seven replays of
 a CUDA graph of calls over buffers that together exceed the L2 cache several times; GB/s is bytes of keys and values
-divided by time. The last table has errors of these prompts. Given the output of `speed`, the first tables also have
+divided by time. The last table has errors of these prompts. Given the output of kvant-bench's `speed`, the first tables also have
 kvant's time and its speed relative to the fastest peer.
 """
 
@@ -133,8 +133,8 @@ def prompts(kvant):
 
 
 def errors():
-    """The normalised error of a prompt of 512 normal tokens in bf16, against f64; kvant's comes from the test
-    `speed::prompt_errors`."""
+    """The normalised error of a prompt of 512 normal tokens in bf16, against f64; kvant's comes from `speed
+    prompt-errors`."""
     print("\n| D | FlashAttention | cuDNN | memory-efficient |\n|---|---|---|---|")
     for dim in (64, 128, 256, 512):
         q, k, v = (torch.randn(1, heads, 512, dim, device=DEVICE).bfloat16() for heads in (8, 4, 4))

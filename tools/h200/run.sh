@@ -4,7 +4,7 @@
 #   tools/h200/run.sh BINARIES OUT BUILD [STEP|MODULE..]
 #
 # BINARIES is a folder with two test binaries, named without the hash (cargo test --no-run prints their paths): suite of
-# kvant, gpu of kvant-models. OUT gets a report, DATE-h200.md, and the logs. BUILD is the source folder that the
+# kvant, gpu of kvant-models; and with the program speed of kvant-bench. OUT gets a report, DATE-h200.md, and the logs. BUILD is the source folder that the
 # binaries were built from: some tests read files there, so it becomes a link to this checkout, unless it exists as
 # another folder.
 #
@@ -64,7 +64,12 @@ say "# kvant on $(nvidia-smi --query-gpu=name,driver_version --format=csv,nohead
 say ""
 
 crate_of() { [ "$1" = gpu ] && echo "$root/crates/kvant-models" || echo "$root/crates/kvant"; }
-binary_of() { [ "$1" = gpu ] && echo gpu || echo suite; }
+binary_of() {
+    case $1 in
+        gpu | speed) echo "$1" ;;
+        *) echo suite ;;
+    esac
+}
 
 # Whether the binary of a module exists; if not, a line of the table reports it.
 is_there() {
@@ -204,9 +209,7 @@ if step speed; then
     say "## Speed"
     say ""
     if is_there speed; then
-        "$binaries/suite" speed:: --ignored --nocapture --test-threads 1 2>"$out/speed.log" | tee "$out/speed.out" | grep '^|' |
-            tee "$out/speed.md" | tee -a "$report"
-        grep -q '^test result: ok' "$out/speed.out" || failed
+        "$binaries/speed" --device cuda 2>"$out/speed.log" | tee "$out/speed.md" | tee -a "$report" || failed
     fi
     say ""
 fi

@@ -1,7 +1,7 @@
 //! kvant's operations, prepared for repeated calls by the benches and the instruction counter.
 //!
-//! The programs measure: `kvant-bench` compares with other libraries, `cargo bench` measures single kernels, and
-//! `counted` counts instructions under valgrind.
+//! The programs measure: `kvant-bench` compares with other libraries, `speed` times operations on a GPU, `cargo bench`
+//! measures single kernels, and `counted` counts instructions under valgrind.
 
 use std::error::Error;
 

@@ -7,7 +7,7 @@ use kvant::{Codec, CpuOptions, DType, Device, device::DeviceKind};
 pub use kvant_eval::Kv;
 use kvant_models::{CacheCodecs, CacheDivision, Files, LoadOptions, Model};
 
-use crate::Result;
+use crate::result::Result;
 
 /// `--device` and related options.
 #[derive(Clone, clap::Args)]

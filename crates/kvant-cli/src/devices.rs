@@ -5,7 +5,7 @@ use std::fmt::Write;
 use kvant::{Device, device::DeviceKind};
 use serde::Serialize;
 
-use crate::{Result, output};
+use crate::{output, result::Result};
 
 /// List the devices, and why some are not available
 #[derive(clap::Args)]

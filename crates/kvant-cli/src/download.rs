@@ -7,7 +7,7 @@ use std::{env, io::IsTerminal, path::PathBuf};
 
 use hf_hub::{Cache, api::sync::ApiBuilder};
 
-use crate::{Result, hub::HubName, output};
+use crate::{hub::HubName, output, result::Result};
 
 /// Maximum attempts per file.
 const RETRIES: usize = 5;

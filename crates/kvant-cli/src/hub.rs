@@ -5,7 +5,7 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-use crate::Result;
+use crate::result::Result;
 
 /// A model of the hub: `organisation/model`, or `organisation/model/FILE.gguf`.
 #[derive(Clone, Debug, PartialEq)]

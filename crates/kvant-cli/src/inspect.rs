@@ -6,7 +6,7 @@ use kvant::Codec;
 use kvant_models::{Files, Inspection, LoadOptions, PoolOptions};
 use serde::Serialize;
 
-use crate::{Result, output, shipped};
+use crate::{output, result::Result, shipped};
 
 /// Describe a model and the memory that it needs, without loading it
 #[derive(clap::Args)]

@@ -3,7 +3,7 @@
 use kvant::{Codec, Device, device::DeviceKind};
 use kvant_models::{CacheCodecs, Config, Files, Inspection, LoadOptions, MemoryEstimate, PoolOptions};
 
-use crate::{Result, output};
+use crate::{output, result::Result};
 
 /// The sequences that a model must serve.
 pub struct Demand<'a> {

@@ -12,7 +12,7 @@ pub use kvant_eval::replace;
 use kvant_models::untrusted;
 use serde::Serialize;
 
-use crate::Result;
+use crate::result::Result;
 
 /// Writes one JSON object as a line to standard output.
 pub fn json_line(value: &impl Serialize) -> Result {

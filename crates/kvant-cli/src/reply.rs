@@ -2,7 +2,7 @@
 
 use kvant_models::chat::{FunctionCall, Message, ReplyEvent, ReplyFormat, ReplyParser, StopStrings};
 
-use crate::{Result, output};
+use crate::{output, result::Result};
 
 /// Receives the text of an answer piece by piece.
 pub struct ReplyPrinter {

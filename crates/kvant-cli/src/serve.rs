@@ -13,7 +13,7 @@ use kvant_engine::Engine;
 use kvant_models::{Model, Tokenizer};
 use kvant_server::{Server, ServerOptions};
 
-use crate::{Result, output, shipped, suggest};
+use crate::{output, result::Result, shipped, suggest};
 
 pub fn run(args: &ServeArgs) -> Result {
     args.check()?;

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Command;
 
-use crate::{Result, output};
+use crate::{output, result::Result};
 
 /// Print the completions of a shell
 #[derive(clap::Args)]

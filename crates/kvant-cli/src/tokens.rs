@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::Result;
+use crate::result::Result;
 
 /// Parses ids. Error messages name the source with `origin`.
 pub fn parse(text: &str, origin: &str) -> Result<Vec<u32>> {

@@ -60,7 +60,7 @@ impl CacheType {
     }
 
     /// Mean bytes of keys and values of a token in all layers of a sequence of `longest` tokens. Includes the means of
-    /// sealed pages, and dense pages or tiles.
+    /// sealed pages, and dense pages or segments.
     pub fn bytes_per_token(&self, spec: &PoolSpec, longest: usize) -> usize {
         let stored = |codec: Codec, dim: usize| {
             codec.bytes_per_vector(dim) as f64 + codec.bytes_per_mean(dim) as f64 / spec.page_tokens as f64
@@ -78,10 +78,10 @@ impl CacheType {
                     let of_dense = 2 * Codec::Dense(layer.dense).bytes_per_vector(dim);
                     mean(stored(layer.k, dim) + stored(layer.v, dim), dense, of_dense as f64)
                 }
-                // An open tile is half full on average.
+                // An open segment is half full on average.
                 CacheType::Format(format) => {
                     let stored = dim as f64 * (format.bits(KvSide::K, dim) + format.bits(KvSide::V, dim)) / 8.0;
-                    mean(stored, format.tile().map_or(0, |tile| tile / 2), 4.0 * dim as f64)
+                    mean(stored, format.segment().map_or(0, |segment| segment / 2), 4.0 * dim as f64)
                 }
             };
             layer.kv_heads as f64 * vectors

@@ -8,17 +8,17 @@ use crate::{Result, cache_type::CacheType, formats::Format, vectors};
 /// A text in a cache of some type.
 pub struct CacheSequence {
     format: Option<Format>,
-    /// All tokens as stored. For a format with tiles, only the tokens of full tiles.
+    /// All tokens as stored. For a format with segments, only the tokens of full segments.
     stored: Sequence,
-    /// For formats with tiles: the text with exact tokens of its last tile.
+    /// For formats with segments: the text with exact tokens of its last segment.
     open: Option<Sequence>,
 }
 
 /// Creates a pool for `sequences` texts of up to `longest` tokens in caches of a type.
 pub fn pool(kv: &CacheType, model: &Model, sequences: usize, longest: usize, page_tokens: usize) -> Result<KvPool> {
     kv.check(model)?;
-    // Formats with tiles use two sequences per text.
-    let sequences = if kv.format().and_then(Format::tile).is_some() { 2 * sequences } else { sequences };
+    // Formats with segments use two sequences per text.
+    let sequences = if kv.format().and_then(Format::segment).is_some() { 2 * sequences } else { sequences };
     Ok(model.new_pool(&PoolOptions { codecs: kv.codecs(), sequences, longest, page_tokens })?)
 }
 
@@ -57,9 +57,9 @@ impl CacheSequence {
     pub fn feed(&mut self, model: &Model, tokens: &[u32], logits: Logits) -> Result<Vec<f32>> {
         match self.format {
             None => Ok(model.feed(&mut self.stored, tokens, logits)?.to_f32()?),
-            Some(format) => match format.tile() {
+            Some(format) => match format.segment() {
                 None => self.feed_vectors(format, model, tokens, logits),
-                Some(tile) => self.feed_tiles(format, tile, model, tokens, logits),
+                Some(segment) => self.feed_segments(format, segment, model, tokens, logits),
             },
         }
     }
@@ -75,11 +75,11 @@ impl CacheSequence {
         Ok(out.to_f32()?)
     }
 
-    /// Every token sees its own tile exactly, and earlier tiles as stored.
-    fn feed_tiles(
+    /// Every token sees its own segment exactly, and earlier segments as stored.
+    fn feed_segments(
         &mut self,
         format: Format,
-        tile: usize,
+        segment: usize,
         model: &Model,
         mut tokens: &[u32],
         logits: Logits,
@@ -87,22 +87,22 @@ impl CacheSequence {
         let mut rows = Vec::new();
         while !tokens.is_empty() {
             let open = self.open.get_or_insert_with(|| self.stored.fork());
-            let (piece, rest) = tokens.split_at((tile - open.len() % tile).min(tokens.len()));
+            let (piece, rest) = tokens.split_at((segment - open.len() % segment).min(tokens.len()));
             let piece_rows = model.feed(open, piece, logits)?.to_f32()?;
             match logits {
                 Logits::All => rows.extend(piece_rows),
                 Logits::Last => rows = piece_rows,
             }
-            if open.len().is_multiple_of(tile) {
-                self.store_tile(format, tile)?;
+            if open.len().is_multiple_of(segment) {
+                self.store_segment(format, segment)?;
             }
             tokens = rest;
         }
         Ok(rows)
     }
 
-    /// Stores a full tile.
-    fn store_tile(&mut self, format: Format, tile: usize) -> Result {
+    /// Stores a full segment.
+    fn store_segment(&mut self, format: Format, segment: usize) -> Result {
         let Some(mut open) = self.open.take() else { return Ok(()) };
         let pool = open.pool().clone();
         let positions = self.stored.len()..open.len();
@@ -112,7 +112,7 @@ impl CacheSequence {
             let stored = |side| stored(format, &pool, layer, side, &from, positions.clone());
             layers.push([stored(KvSide::K)?, stored(KvSide::V)?]);
         }
-        let to = pool.step(&mut [(&mut self.stored, tile)])?;
+        let to = pool.step(&mut [(&mut self.stored, segment)])?;
         for (layer, sides) in layers.iter().enumerate() {
             vectors::write(&pool, layer, &to, sides)?;
         }

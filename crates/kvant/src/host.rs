@@ -77,9 +77,9 @@ fn want_huge_pages(_: NonNull<u8>, _: usize) {}
 
 /// Moves a range that stays in use into huge pages, including the rest of the pages at its ends. Does nothing for GPU
 /// memory, or if the system does not support it.
-pub(crate) fn settle(tensor: &crate::Tensor) {
+pub(crate) fn move_to_huge_pages(tensor: &crate::Tensor) {
     for rank in group::storages(&*tensor.storage().memory) {
-        settle(&tensor.with_storage(Arc::clone(rank)));
+        move_to_huge_pages(&tensor.with_storage(Arc::clone(rank)));
     }
     #[cfg(target_os = "linux")]
     if tensor.storage().memory.host().is_some() {

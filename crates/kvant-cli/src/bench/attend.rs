@@ -10,7 +10,7 @@ use super::{
     pages::PagedCache,
     timing,
 };
-use crate::Result;
+use crate::result::Result;
 
 pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measured> {
     let context = case.context as usize;

@@ -4,7 +4,7 @@ use kvant::{Codec, DType, Device, HeadOrder, KvLayer, LayerSpec, Step, Tensor, b
 use kvant_models::KvCodec;
 
 use super::case::Case;
-use crate::{Result, output};
+use crate::{output, result::Result};
 
 /// Bytes of cached keys and values that a case rotates over.
 const ROTATION: usize = 700_000_000;

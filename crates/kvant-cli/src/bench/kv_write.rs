@@ -12,7 +12,7 @@ use super::{
     pages::PagedCache,
     timing,
 };
-use crate::Result;
+use crate::result::Result;
 
 /// Slots of a layer, unless one call fills more.
 const CAPACITY: usize = 4096;

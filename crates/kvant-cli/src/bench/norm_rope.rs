@@ -11,7 +11,7 @@ use super::{
     case::{Case, Measured},
     timing,
 };
-use crate::Result;
+use crate::result::Result;
 
 pub fn measure(device: &Device, case: &Case, budget: Duration) -> Result<Measured> {
     let (tokens, head_dim) = (case.context as usize, case.shape.head_dim);

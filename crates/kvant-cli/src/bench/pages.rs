@@ -3,7 +3,7 @@
 use kvant::{CacheLayer, Device, KvLayer, KvPool, PoolSpec, Sequence, Step, ops};
 
 use super::{buffers, case::Case};
-use crate::Result;
+use crate::result::Result;
 
 /// Tokens per write while filling. A multiple of every page size, so that whole pages are written at once.
 const CHUNK: usize = 1024;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::Result;
+use crate::result::Result;
 
 /// Calls before the measurement, which wake up threads and allocate scratch memory.
 const WARM_UP: usize = 3;

@@ -11,7 +11,7 @@ use kvant::{
 
 use kvant_models::KvCodec;
 
-use crate::{Result, bench::random};
+use crate::{bench::random, result::Result};
 
 type Run = dyn Fn(&Device) -> Result<Vec<f32>>;
 

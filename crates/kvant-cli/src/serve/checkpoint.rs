@@ -7,7 +7,7 @@ use kvant_models::{
     chat::{ChatTemplate, GenerationDefaults, SpecialTokens},
 };
 
-use crate::Result;
+use crate::result::Result;
 
 /// The default sampling parameters of requests: the checkpoint's, or the ones of `kvant chat`.
 pub fn sampling(files: &Files) -> Result<Sampling> {

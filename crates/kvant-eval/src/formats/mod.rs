@@ -6,7 +6,7 @@
 mod blocks;
 mod floats;
 mod rotation;
-mod tiles;
+mod segments;
 
 use std::{fmt, str::FromStr};
 
@@ -38,7 +38,7 @@ enum Kind {
     Nvfp4,
     /// KIVI with this number of bits: 32 numbers of a channel (keys) or of a token (values) with scale and zero point.
     Kivi(u32),
-    /// KVarN with this number of bits: a rotated tile of 128 tokens with row and column factors.
+    /// KVarN with this number of bits: a rotated segment of 128 tokens with row and column factors.
     Kvarn(u32),
 }
 
@@ -71,22 +71,22 @@ impl Format {
 
     /// Bits per number of a stored vector, including all scales.
     pub fn bits(self, side: KvSide, head_dim: usize) -> f64 {
-        // KVarN's tile stores 16-bit numbers for each row and column.
+        // KVarN's segment stores 16-bit numbers for each row and column.
         let (of_row, of_column) = (2.0 * 16.0, 16.0);
-        let (tile, dim) = (tiles::TILE as f64, head_dim as f64);
+        let (segment, dim) = (segments::SEGMENT as f64, head_dim as f64);
         match (self.kind, side) {
             (Kind::Q8_0, _) => 8.5,
             (Kind::Fp8, _) => 8.0,
             (Kind::Q4_0 | Kind::Iq4Nl | Kind::Mlx4 | Kind::Nvfp4, _) => 4.5,
             (Kind::Kivi(bits), _) => f64::from(bits) + 1.0,
-            (Kind::Kvarn(bits), KvSide::K) => f64::from(bits) + of_row / tile + of_column / dim,
-            (Kind::Kvarn(bits), KvSide::V) => f64::from(bits) + of_row / dim + of_column / tile,
+            (Kind::Kvarn(bits), KvSide::K) => f64::from(bits) + of_row / segment + of_column / dim,
+            (Kind::Kvarn(bits), KvSide::V) => f64::from(bits) + of_row / dim + of_column / segment,
         }
     }
 
-    /// Positions of a tile, for formats with tiles. A token sees its own tile exactly.
-    pub fn tile(self) -> Option<usize> {
-        matches!(self.kind, Kind::Kivi(_) | Kind::Kvarn(_)).then_some(tiles::TILE)
+    /// Positions of a segment, for formats with segments. A token sees its own segment exactly.
+    pub fn segment(self) -> Option<usize> {
+        matches!(self.kind, Kind::Kivi(_) | Kind::Kvarn(_)).then_some(segments::SEGMENT)
     }
 
     /// Numbers of a vector per block.
@@ -104,18 +104,18 @@ impl Format {
         head_dim.is_multiple_of(self.block())
     }
 
-    /// Replaces vectors, `[positions, heads, head_dim]`, by their stored values. A format with tiles stores only
-    /// complete tiles; the remaining positions are unchanged. A block with a number that is not finite never becomes
+    /// Replaces vectors, `[positions, heads, head_dim]`, by their stored values. A format with segments stores only
+    /// complete segments; the remaining positions are unchanged. A block with a number that is not finite never becomes
     /// finite numbers of another block.
     pub fn store(self, side: KvSide, heads: usize, head_dim: usize, vectors: &mut [f64]) {
-        match self.tile() {
+        match self.segment() {
             None => vectors
                 .par_chunks_exact_mut(head_dim)
                 .with_min_len(16)
                 .for_each(|vector| self.store_vector(side, vector)),
-            Some(tile) => vectors
-                .par_chunks_exact_mut(tile * heads * head_dim)
-                .for_each(|tile| self.store_tile(side, heads, head_dim, tile)),
+            Some(segment) => vectors
+                .par_chunks_exact_mut(segment * heads * head_dim)
+                .for_each(|segment| self.store_segment(side, heads, head_dim, segment)),
         }
     }
 
@@ -135,7 +135,7 @@ impl Format {
             Kind::Mlx4 => blocks::mlx4,
             Kind::Fp8 => blocks::fp8,
             Kind::Nvfp4 => blocks::nvfp4,
-            Kind::Kivi(_) | Kind::Kvarn(_) => unreachable!("they store tiles"),
+            Kind::Kivi(_) | Kind::Kvarn(_) => unreachable!("they store segments"),
         };
         vector.chunks_exact_mut(self.block()).for_each(block);
         if self.rotated {
@@ -143,17 +143,17 @@ impl Format {
         }
     }
 
-    fn store_tile(self, side: KvSide, heads: usize, head_dim: usize, vectors: &mut [f64]) {
+    fn store_segment(self, side: KvSide, heads: usize, head_dim: usize, vectors: &mut [f64]) {
         let is_keys = matches!(side, KvSide::K);
         for head in 0..heads {
-            let of_head = || (0..tiles::TILE).map(move |position| (position * heads + head) * head_dim);
-            let mut tile: Vec<f64> = of_head().flat_map(|at| vectors[at..][..head_dim].to_vec()).collect();
+            let of_head = || (0..segments::SEGMENT).map(move |position| (position * heads + head) * head_dim);
+            let mut segment: Vec<f64> = of_head().flat_map(|at| vectors[at..][..head_dim].to_vec()).collect();
             match self.kind {
-                Kind::Kivi(bits) => tiles::kivi(&mut tile, head_dim, bits, is_keys),
-                Kind::Kvarn(bits) => tiles::kvarn(&mut tile, head_dim, bits, is_keys),
+                Kind::Kivi(bits) => segments::kivi(&mut segment, head_dim, bits, is_keys),
+                Kind::Kvarn(bits) => segments::kvarn(&mut segment, head_dim, bits, is_keys),
                 _ => unreachable!("the others store vectors"),
             }
-            for (at, vector) in of_head().zip(tile.chunks_exact(head_dim)) {
+            for (at, vector) in of_head().zip(segment.chunks_exact(head_dim)) {
                 vectors[at..][..head_dim].copy_from_slice(vector);
             }
         }
@@ -206,7 +206,7 @@ mod tests {
         let stored = golden["stored"].as_object().unwrap();
         for (name, _, can_rotate) in NAMES {
             let sides = [("K", KvSide::K), ("V", KvSide::V)];
-            if name.parse::<Format>().unwrap().tile().is_some() {
+            if name.parse::<Format>().unwrap().segment().is_some() {
                 continue;
             }
             let plain = [(name.to_string(), KvSide::K)];
@@ -226,13 +226,13 @@ mod tests {
         assert_eq!(stored.len(), 12);
     }
 
-    /// Tiles as stored by `tools/codec_study.py`; the file has every 41st number. Heads are independent.
+    /// Segments as stored by `tools/codec_study.py`; the file has every 41st number. Heads are independent.
     #[test]
-    fn tiles_equal_the_study() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/tiles.json");
+    fn segments_equal_the_study() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/segments.json");
         let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
         let (heads, dim, positions) = (2, 64, 256);
-        // Equals `tile_numbers` in the study.
+        // Equals `segment_numbers` in the study.
         let x = |position: usize, head: usize, i: usize| {
             let (p, h, i) = (position as f64, head as f64, i as f64);
             (1.0 + p * 0.7 + i * i * 0.3 + h).sin() * (1.0 + i % 5.0) + (i % 7.0 - 3.0) + (p / 19.0).cos()
@@ -250,7 +250,7 @@ mod tests {
                     let want = want.as_f64().unwrap();
                     assert!((got[at] - want).abs() < 1e-6, "{name} {letter}: {}, not {want}, at {at}", got[at]);
                 }
-                // An incomplete tile is exact.
+                // An incomplete segment is exact.
                 let rest = positions * heads * dim;
                 assert!((rest..rest + 5).all(|at| got[at] == exact(at)));
             }

@@ -139,8 +139,8 @@ impl Needles<'_> {
         let planted_at = |context: &Context| context.needles.iter().chain(&context.pass_keys).cloned().collect();
         let all: Vec<Vec<Planted>> = self.contexts.iter().map(planted_at).collect();
         let asked = all.iter().flatten().map(|planted| planted.asked.len()).max().unwrap_or(0);
-        // Forking copies the last page, and may allocate another one. A tile may be written again.
-        let longest = self.context() + asked + 2 * page_tokens + kv.format().and_then(Format::tile).unwrap_or(0);
+        // Forking copies the last page, and may allocate another one. A segment may be written again.
+        let longest = self.context() + asked + 2 * page_tokens + kv.format().and_then(Format::segment).unwrap_or(0);
         let pool = sequence::pool(kv, model, 1, longest, page_tokens)?;
         let mut probabilities = vec![0.0; DEPTHS];
         let mut keys = PassKeys { found: vec![0; DEPTHS], of: 0 };

@@ -1,4 +1,4 @@
-//! The sum over ranks. A rank adds a part of the elements, of all ranks, and stores the sums on all ranks.
+//! The sum over ranks. Each rank adds a part of the elements and stores the sums on all ranks.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{Result, ops::all_reduce::Call};
 
-/// Elements that make a task worth a thread.
+/// Minimum elements of a task.
 const TASK: usize = 4 * 1024;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
@@ -28,7 +28,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
     peers.wait_for_all()
 }
 
-/// Adds elements of all ranks and stores the sums on all ranks. While a rank does, others access other elements.
+/// Adds elements of all ranks and stores the sums on all ranks. Ranks do this at the same time for disjoint elements.
 fn sum(cpu: &Cpu, x: &[Elements], out: &[Elements], range: Range<usize>) {
     cpu.threads.run(range.len().div_ceil(TASK), |task| {
         let start = range.start + task * TASK;
@@ -52,9 +52,9 @@ impl SimdKernel for Sum<'_> {
             let len = PIECE.min(self.range.end - start);
             sums.set_len(len);
             piece.set_len(len);
-            // SAFETY: `dispatch` enables the instructions. The elements lie within the tensors, which have as many on
-            // every rank, and all ranks wait for each other before and after: until then these elements are this
-            // task's. All are read before any is written, so `out` may be `x`.
+            // SAFETY: `dispatch` enables the instructions. The elements are within the tensors, whose numbers of
+            // elements are equal on all ranks. All ranks meet before and after; in between, only this task accesses
+            // these elements. It reads all of them before it writes, so `out` may be `x`.
             unsafe {
                 first.load::<S>(start, &mut sums);
                 for x in others {

@@ -10,6 +10,8 @@ use crate::{
 mod add_bias;
 mod all_gather;
 mod all_reduce;
+#[cfg(target_arch = "x86_64")]
+mod amx_product;
 mod argmax;
 mod attend;
 mod causal_conv;
@@ -39,12 +41,16 @@ mod softcap;
 #[cfg(test)]
 mod testing;
 mod thread_pool;
-#[cfg(target_arch = "x86_64")]
-mod tile_product;
 mod turboquant;
 
 pub use simd::SimdLevel;
 pub(crate) use thread_pool::ThreadPool;
+
+/// The rows of the accuracy table in `ops/mod.rs` about this backend, in its order: attention, then products.
+#[cfg(test)]
+pub(crate) fn accuracy_rows() -> [Vec<String>; 2] {
+    [attend::accuracy::rows(), linear::accuracy::rows()]
+}
 
 /// Options of a CPU device; the default uses the best instruction set and all physical cores.
 #[derive(Clone, Copy, Debug, Default)]

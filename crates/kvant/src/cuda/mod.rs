@@ -60,7 +60,13 @@ use crate::{
 pub(crate) const KERNELS: Kernels =
     Kernels { kind: DeviceKind::Cuda, build, build_pair, explain_attend: attend::explain };
 
-/// Blocks of a cluster, at most.
+/// The rows of the accuracy table in `ops/mod.rs` about this backend, in its order: attention, then products.
+#[cfg(test)]
+pub(crate) fn accuracy_rows() -> [Vec<String>; 2] {
+    [attend::accuracy::rows(), linear::accuracy::rows()]
+}
+
+/// Maximum blocks of a cluster.
 const MAX_CLUSTER: usize = 8;
 
 /// Shared memory of a block that the hardware reserves.

@@ -165,7 +165,7 @@ impl KvPool {
         })?;
         let mut taken = SequencePages::new(layout);
         for (group, of) in contents.iter().enumerate() {
-            let held = GroupPages { first: of.first, settled: of.first, boundary: of.boundary, ..Default::default() };
+            let held = GroupPages { first: of.first, huge_end: of.first, boundary: of.boundary, ..Default::default() };
             taken.groups[group] = held;
             for index in 0..of.count {
                 let Some(page) = pages.take(group) else {

@@ -251,8 +251,8 @@ impl PoolLayout {
         self.state_group().unwrap_or(self.groups.len())
     }
 
-    /// The bytes of a page, plus its share of the rest of a slab that holds no whole page.
-    pub fn bytes_with_rest(&self, group: &LayerGroup) -> usize {
+    /// Bytes of a slab per page: the page, and its share of the remainder that is too short for a page.
+    pub fn slab_share(&self, group: &LayerGroup) -> usize {
         let slab = self.slab_units as usize * PAGE_UNIT;
         slab / (slab / group.page_bytes.max(1)).max(1)
     }

@@ -207,7 +207,7 @@ impl KvPool {
         let layout = self.layout();
         let of_group = |group: &LayerGroup| {
             let pages = group.max_pages(longest, max_new, layout.page_tokens);
-            pages.saturating_mul(layout.bytes_with_rest(group))
+            pages.saturating_mul(layout.slab_share(group))
         };
         layout.groups.iter().map(of_group).fold(0, usize::saturating_add)
     }
@@ -222,7 +222,7 @@ impl KvPool {
             PageKind::Dense | PageKind::State { .. } => 0,
         };
         let full = layout.groups.iter().filter(|group| group.window.is_none());
-        full.map(|group| pages(&group).saturating_mul(layout.bytes_with_rest(group))).fold(0, usize::saturating_add)
+        full.map(|group| pages(&group).saturating_mul(layout.slab_share(group))).fold(0, usize::saturating_add)
     }
 
     /// Makes an empty sequence, without pages.
@@ -311,7 +311,7 @@ impl KvPool {
             return Err(error);
         }
         apply(log, batch);
-        self.settle(batch);
+        self.move_to_huge_pages(batch);
         let mut written = of_pool.lock();
         written.clear();
         written.tokens.extend_from_slice(&words[..shape.at_sequence() + shape.tokens]);
@@ -452,19 +452,19 @@ impl KvPool {
         Ok(())
     }
 
-    /// Advises the OS to back full pages with huge pages, which makes reading them faster.
-    fn settle(&self, batch: &mut [(&mut Sequence, usize)]) {
+    /// Moves full pages to huge pages of the host's memory, which are faster to read.
+    fn move_to_huge_pages(&self, batch: &mut [(&mut Sequence, usize)]) {
         for (sequence, _) in batch.iter_mut().filter(|(_, count)| *count > 0) {
             let (full, pages) = (sequence.len() / self.layout().page_tokens, &mut sequence.pages);
             for (group, held) in pages.groups.iter_mut().enumerate() {
                 let full = full.min(held.end());
-                for index in held.settled.max(held.first)..full {
+                for index in held.huge_end.max(held.first)..full {
                     let page = held.pages.get(index - held.first).map(|&page| self.page(group, page));
                     if let Some(Ok(memory)) = page {
-                        crate::host::settle(&memory);
+                        crate::host::move_to_huge_pages(&memory);
                     }
                 }
-                held.settled = full;
+                held.huge_end = full;
             }
         }
     }

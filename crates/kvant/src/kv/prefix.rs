@@ -104,9 +104,13 @@ impl Node {
         self.pages.iter().map(|held| if let PagePlace::Host(bytes) = held { bytes.len() } else { 0 }).sum()
     }
 
-    /// Pages that no sequence holds, of groups with a window, of groups of dense pages, and of states; with their
-    /// groups.
-    fn passed<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
+    /// Pages that can be evicted without the node's other pages: pages that no sequence holds, of groups with a window,
+    /// of groups of dense pages, and of states; with their groups.
+    fn evictable_alone<'a>(
+        &'a self,
+        pages: &'a Pages,
+        layout: &'a PoolLayout,
+    ) -> impl Iterator<Item = (usize, Page)> + 'a {
         let goes = |group: &LayerGroup| {
             group.window.is_some() || matches!(group.kind, PageKind::Dense | PageKind::State { .. })
         };
@@ -118,16 +122,16 @@ impl Node {
         on_device.filter(|(_, page)| pages.holds(*page) == 1)
     }
 
-    /// Dense pages that no sequence holds and that the node also has as sealed pages, and states that no sequence
-    /// holds; with their groups. None unless the node has exactly one child.
-    fn within<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
+    /// Pages that only a branch at this node would read, with their groups: states, and dense pages that the node also
+    /// has as sealed pages. Sequences hold none of them. Empty unless the node has exactly one child.
+    fn redundant<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
         let is_sealed = |group: usize| {
             let sealed = layout.sealed_group(group).map(|sealed| &self.pages[sealed]);
             sealed.is_some_and(|held| !matches!(held, PagePlace::Nowhere))
         };
-        let passed = self.passed(pages, layout).filter(|_| self.children == 1);
+        let pages = self.evictable_alone(pages, layout).filter(|_| self.children == 1);
         let is_state = move |group: usize| matches!(layout.groups[group].kind, PageKind::State { .. });
-        passed.filter(move |(group, _)| is_state(*group) || is_sealed(*group))
+        pages.filter(move |(group, _)| is_state(*group) || is_sealed(*group))
     }
 
     /// Whether a sequence holds one of the node's pages.
@@ -499,22 +503,23 @@ impl Prefixes {
                 }
             }
         }
-        let (mut free, passed) = (Vec::new(), |node: usize| self.nodes[node].passed(pages, layout));
+        let mut free = Vec::new();
         for (index, stays) in stays.into_iter().enumerate() {
             match stays {
-                true => free.extend(passed(index).map(|(_, page)| page)),
+                true => free.extend(self.nodes[index].evictable_alone(pages, layout).map(|(_, page)| page)),
                 false => free.extend(self.nodes[index].device_pages()),
             }
         }
         free
     }
 
-    /// Evicts one page of [`Node::passed`], of the least recently used node that has one. Sequences may use the node,
-    /// but no longer need the page. Returns whether it evicted a page.
-    fn evict_passed(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
+    /// Evicts one page of [`Node::evictable_alone`] of the least recently used node that has one. Sequences may use the
+    /// node, but no longer need the page. Returns whether it evicted a page.
+    fn evict_single(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
         let layout = pool.layout();
         let nodes = self.nodes.iter().enumerate();
-        let with_page = nodes.filter_map(|(index, node)| Some((node.used, index, node.passed(pages, layout).next()?)));
+        let with_page =
+            nodes.filter_map(|(index, node)| Some((node.used, index, node.evictable_alone(pages, layout).next()?)));
         let Some((_, index, (group, page))) = with_page.min() else { return false };
         let saved = self.save(pool, group, page, index);
         self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
@@ -526,15 +531,15 @@ impl Prefixes {
     /// the device. The pages go to host memory if it has room. Returns whether it evicted a page.
     ///
     /// A node's pages of all groups are evicted together: a window's pages stay while pages below need them. If no such
-    /// node exists, [`Prefixes::evict_passed`] evicts single pages.
+    /// node exists, [`Prefixes::evict_single`] evicts single pages.
     pub fn evict(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
-        if self.drop_dense(pages, pool.layout()) {
+        if self.evict_redundant(pages, pool.layout()) {
             return true;
         }
         let leaves = self.nodes.iter().enumerate().filter(|(_, node)| node.is_on_device() && node.device_children == 0);
         let unused = leaves.filter(|(_, node)| !node.is_in_use(pages));
         let Some((index, _)) = unused.min_by_key(|(_, node)| node.used) else {
-            return self.evict_passed(pages, pool);
+            return self.evict_single(pages, pool);
         };
         for group in 0..self.nodes[index].pages.len() {
             let PagePlace::Device(page) = self.nodes[index].pages[group] else { continue };
@@ -550,11 +555,11 @@ impl Prefixes {
         true
     }
 
-    /// Evicts one dense page of [`Node::within`], of the least recently used node that has one. Returns whether it
+    /// Evicts one page of [`Node::redundant`], of the least recently used node that has one. Returns whether it
     /// evicted a page.
-    fn drop_dense(&mut self, pages: &mut Pages, layout: &PoolLayout) -> bool {
+    fn evict_redundant(&mut self, pages: &mut Pages, layout: &PoolLayout) -> bool {
         let of_node = |(index, node): (usize, &Node)| {
-            let (group, page) = node.within(pages, layout).next()?;
+            let (group, page) = node.redundant(pages, layout).next()?;
             Some((node.used, index, group, page))
         };
         let Some((_, index, group, page)) = self.nodes.iter().enumerate().filter_map(of_node).min() else {

@@ -45,8 +45,8 @@ pub(super) struct GroupPages {
     pub kept: Option<Page>,
     /// The length of the sequence at the states that are kept.
     pub boundary: usize,
-    /// Pages before this one have been moved to huge pages of the host's memory.
-    pub settled: usize,
+    /// End of the pages that were moved to huge pages of the host's memory.
+    pub huge_end: usize,
 }
 
 impl GroupPages {
@@ -86,7 +86,7 @@ impl GroupPages {
         if end == 0 {
             cut.append(&mut self.pages);
         }
-        self.settled = self.settled.min(end);
+        self.huge_end = self.huge_end.min(end);
         cut
     }
 }

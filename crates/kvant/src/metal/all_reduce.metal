@@ -1,4 +1,4 @@
-// all_reduce on a device that is no group: out = x, f32, f16 or bf16 in and out.
+// all_reduce on a single device: out = x, f32, f16 or bf16 in and out.
 //
 // One thread per element. `out` may be `x`.
 #include "elements.h"

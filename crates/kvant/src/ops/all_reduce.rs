@@ -10,15 +10,15 @@ pub(crate) const NAME: &str = "all_reduce";
 /// Arguments of [`all_reduce`](all_reduce()): `out` of every rank becomes the sum of `x` over all ranks of the group,
 /// element by element.
 ///
-/// The sum is ((x₀ + x₁) + x₂) + …, in the order of ranks and in f32, and is rounded once, to the dtype of `out`. So
-/// all ranks get the same bits, and every run gets them again. On a device that is no group, and on a group of one
-/// rank, `out` becomes `x`. `out` may be `x`.
+/// The sum is ((x₀ + x₁) + x₂) + …, in the order of ranks and in f32, and is rounded once, to the dtype of `out`. All
+/// ranks and all runs get equal bits. On a single device, and on a group of one rank, `out` becomes `x`. `out` may be
+/// `x`.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct AllReduce<'a> {
     /// f32, f16 or bf16, of any shape.
     pub x: &'a Tensor,
-    /// As many elements as `x`, f32, f16 or bf16.
+    /// f32, f16 or bf16, with the number of elements of `x`.
     pub out: &'a Tensor,
 }
 

@@ -103,6 +103,8 @@
 //! To multiply in f32 on a CPU with VNNI or AMX, at half the speed or less for [`linear`](linear()), open the device
 //! with [`CpuOptions`](crate::CpuOptions)` { simd: Some(SimdLevel::Avx512), .. }`, or `Avx2` without AVX-512.
 
+#[cfg(test)]
+mod accuracy;
 pub(crate) mod add;
 pub(crate) mod add_bias;
 pub(crate) mod all_gather;

@@ -1,7 +1,7 @@
 use super::{check_len, io};
 use crate::{Result, ops::all_reduce::Call};
 
-/// The sum over ranks, element by element, in the order of ranks. Without a rank, nothing.
+/// The sum over ranks, element by element, in the order of ranks. Does nothing without ranks.
 ///
 /// # Errors
 /// `Shape` if ranks have different numbers of elements.
@@ -22,7 +22,7 @@ pub(crate) fn run(call: &Call) -> Result<()> {
     };
     peers.wait_for_all()?;
     let inputs: Vec<Vec<f64>> = peers.x.iter().map(io::load).collect();
-    // `out` may be `x`, which others still read.
+    // `out` may be `x`, which other ranks still read.
     peers.wait_for_all()?;
     let inputs: Vec<&[f64]> = inputs.iter().map(Vec::as_slice).collect();
     io::store(&call.out, &all_reduce(&inputs)?);

@@ -5,7 +5,6 @@
 mod arguments;
 mod attend_routes;
 mod codec;
-mod codec_speed;
 mod common;
 mod conformance;
 mod cuda_compiles;
@@ -19,5 +18,3 @@ mod partial_attention;
 mod reference;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod refused_kernels;
-mod speed;
-mod state_speed;

@@ -9,7 +9,7 @@ use super::{
     super::timing,
     printout::{ModelLine, Printout},
 };
-use crate::{Result, args::Kv, memory, output};
+use crate::{args::Kv, memory, output, result::Result};
 
 /// Steps of a batch before its sequences are truncated to their first length.
 pub const BATCH_STEPS: usize = 64;

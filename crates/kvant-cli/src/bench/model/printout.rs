@@ -4,7 +4,7 @@ use kvant::Device;
 use serde::Serialize;
 
 use super::super::timing::Timing;
-use crate::{Result, output};
+use crate::{output, result::Result};
 
 /// A line of results.
 #[derive(Default, Serialize)]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvant::{DType, Device, DeviceKind, Encoder, Tensor, ops};
 
 use super::super::timing::{self, Timing};
-use crate::Result;
+use crate::result::Result;
 
 /// Bytes of each of two buffers. Together they exceed the caches of processors.
 const BYTES: usize = 384 << 20;

@@ -13,8 +13,7 @@ impl AmxRows {
         0
     }
 
-    /// # Safety
-    /// No requirement.
+    /// # Safety Never called.
     pub unsafe fn new(_: Queries, _: &mut [f32]) -> Option<AmxRows> {
         None
     }

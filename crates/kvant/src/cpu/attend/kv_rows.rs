@@ -213,7 +213,7 @@ pub(super) struct KvRows {
     norms: *const u8,
     half_norms: bool,
     norm_stride: usize,
-    /// The mean of the page, if vectors are stored minus it.
+    /// The mean of the page, if vectors are stored relative to it.
     mean: Option<StoredMean>,
     /// Coordinates that share a norm; all coordinates if there are no norms.
     pub block: usize,
@@ -414,7 +414,7 @@ pub(super) struct KvSource<'a> {
     capacity: usize,
     /// The pages of the sequence; `None` if its rows are contiguous.
     pages: Option<PagesOfSequence<'a>>,
-    /// The bias that the keys are stored without.
+    /// The key bias, which stored keys do not include.
     pub bias: Option<HeadBias<'a>>,
 }
 

@@ -38,6 +38,8 @@ use crate::{
     ops::attend::{Call, Results},
 };
 
+#[cfg(test)]
+pub(super) mod accuracy;
 #[cfg_attr(not(target_arch = "x86_64"), path = "amx_rows_stub.rs")]
 mod amx_rows;
 mod few_rows;

@@ -10,7 +10,7 @@ use crate::{
 pub(super) const MANY_ROWS: usize = 16;
 
 /// Minimum query rows for the AMX kernel, which takes as long for fewer.
-const MANY_ROWS_BY_AMX: usize = 32;
+pub(super) const MANY_ROWS_BY_AMX: usize = 32;
 
 /// A kernel of attention. The rows of a block are its query tokens × the query heads of one KV head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn tiles_serve_many_rows_over_any_cache() {
+    fn amx_serves_many_rows_over_any_cache() {
         for quantised in [false, true] {
             assert_eq!(select(SimdLevel::Avx512Amx, quantised, MANY_ROWS_BY_AMX), AmxRows);
             for rows in [1, MANY_ROWS_BY_AMX - 1] {

@@ -5,6 +5,8 @@
 //! task is a range of outputs of one matrix and one part. [`route`] selects the kernel by the number of rows of a
 //! matrix: with few rows, reading weights is the bottleneck; with many, arithmetic.
 
+#[cfg(test)]
+pub(super) mod accuracy;
 #[cfg_attr(not(target_arch = "x86_64"), path = "amx_stub.rs")]
 mod amx;
 mod block;
@@ -78,7 +80,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
             let per_word = if eight_bits { panel_products::BYTES } else { panel_products::WORDS };
             Form::Integers(Integers::Panels(PanelLayout { rows, per_word }))
         }
-        (LinearKernel::AmxProducts, _) => Form::Tiles(AmxLayout::new(matrix.inputs, x.dtype, eight_bits)),
+        (LinearKernel::AmxProducts, _) => Form::Amx(AmxLayout::new(matrix.inputs, x.dtype, eight_bits)),
         _ => Form::Floats,
     };
     let stride = few_rows::stride(&matrix);
@@ -86,7 +88,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
     let (unit, at_once) = match form {
         Form::Floats => (stride, 1),
         Form::Integers(integers) => (integers.stride(), 1),
-        Form::Tiles(layout) => (layout.tile(), amx::ROWS),
+        Form::Amx(layout) => (layout.tile(), amx::ROWS),
     };
     let len = x_rows.div_ceil(at_once) * unit;
     let prepared = &mut *scratch::take_lines(len.max(x_rows * stride));
@@ -107,7 +109,7 @@ fn run_rows(cpu: &Cpu, call: &Call, first: usize, x_rows: usize) {
         match form {
             Form::Floats => {}
             Form::Integers(form) => cpu.level.dispatch_vnni(PrepareAs { form, x, first, rows, to, odd, number }),
-            Form::Tiles(form) => cpu.level.dispatch_vbmi(PrepareAs { form, x, first, rows, to, odd, number }),
+            Form::Amx(form) => cpu.level.dispatch_vbmi(PrepareAs { form, x, first, rows, to, odd, number }),
         }
     });
     let in_form =
@@ -223,7 +225,7 @@ struct LinearJob<'a> {
 enum Form {
     Floats,
     Integers(Integers),
-    Tiles(AmxLayout),
+    Amx(AmxLayout),
 }
 
 /// One matrix of the output: some of the outputs of all rows.
@@ -290,7 +292,7 @@ impl LinearJob<'_> {
         let (matrix, alpha, base) = (self.matrix, self.call.alpha, expert * self.call.dims.outputs + first);
         let (x, stride) = (self.prepared, few_rows::stride(&matrix));
         match self.form {
-            Form::Tiles(layout) => {
+            Form::Amx(layout) => {
                 let tiles = ManyRowsBy { matrix, layout, base, outputs, x, rows, alpha, out, width };
                 return cpu.level.dispatch_vbmi(tiles);
             }

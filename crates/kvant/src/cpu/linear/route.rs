@@ -61,9 +61,9 @@ pub(super) fn select(
     eight_bits: bool,
 ) -> LinearKernel {
     let affine = weights == WeightClass::Codes;
-    let by_tiles = if eight_bits { MANY_EIGHT_BITS_BY_AMX } else { MANY_ROWS_BY_AMX };
+    let min_mean = if eight_bits { MANY_EIGHT_BITS_BY_AMX } else { MANY_ROWS_BY_AMX };
     match rows {
-        _ if level.has_amx() && affine && mean >= by_tiles => LinearKernel::AmxProducts,
+        _ if level.has_amx() && affine && mean >= min_mean => LinearKernel::AmxProducts,
         MANY_HALVES_BY_AMX.. if level.has_amx() && weights == WeightClass::Halves => LinearKernel::AmxProducts,
         MANY_ROWS_BY_VNNI.. if affine && level.has_vnni() => LinearKernel::PanelProducts,
         ..MANY_ROWS_BY_VNNI if affine && level.has_vbmi() => LinearKernel::ByteProducts,

@@ -4,13 +4,13 @@
 use std::{arch::asm, marker::PhantomData, sync::OnceLock};
 
 /// Rows of the largest tile.
-pub(crate) const TILE_ROWS: usize = 16;
+pub(crate) const AMX_ROWS: usize = 16;
 /// Bytes of a row of the largest tile.
-pub(crate) const TILE_BYTES: usize = 64;
+pub(crate) const AMX_ROW_BYTES: usize = 64;
 
 /// The shapes of the eight tile registers, in the processor's layout.
 #[repr(C, align(64))]
-struct TileShapes {
+struct AmxShapes {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -19,39 +19,39 @@ struct TileShapes {
 }
 
 /// All registers have the largest shape.
-const SHAPES: TileShapes = {
-    let mut shapes = TileShapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
+const SHAPES: AmxShapes = {
+    let mut shapes = AmxShapes { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
     let mut i = 0;
     while i < 8 {
-        (shapes.row_bytes[i], shapes.rows[i]) = (TILE_BYTES as u16, TILE_ROWS as u8);
+        (shapes.row_bytes[i], shapes.rows[i]) = (AMX_ROW_BYTES as u16, AMX_ROWS as u8);
         i += 1;
     }
     shapes
 };
 
 /// The tile registers of this thread, in use. Dropping this releases them; until then, every context switch saves them.
-pub(crate) struct Tiles {
+pub(crate) struct AmxRegisters {
     /// Not `Send`: the registers belong to one thread.
     _thread: PhantomData<*mut ()>,
 }
 
-impl Tiles {
+impl AmxRegisters {
     /// Sets the shapes of the registers, and clears them.
     ///
     /// # Safety
-    /// [`is_supported`] holds, and this thread has no other `Tiles`.
+    /// [`is_supported`] holds, and this thread has no other `AmxRegisters`.
     #[inline(always)]
-    pub(crate) unsafe fn new() -> Tiles {
+    pub(crate) unsafe fn new() -> AmxRegisters {
         // SAFETY: the caller's promise; the shapes are 64 bytes that describe valid tiles.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &SHAPES, options(nostack, preserves_flags, readonly)) };
-        Tiles { _thread: PhantomData }
+        AmxRegisters { _thread: PhantomData }
     }
 }
 
-impl Drop for Tiles {
+impl Drop for AmxRegisters {
     #[inline(always)]
     fn drop(&mut self) {
-        // SAFETY: `Tiles` exist only on machines with AMX.
+        // SAFETY: `AmxRegisters` exist only on machines with AMX.
         unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) };
     }
 }

@@ -1,8 +1,8 @@
-// all_reduce of a large message: out = the sum of x over ranks, in their order, f32, f16 or bf16 in and out.
+// all_reduce of a large message: out = the sum of x over ranks, in the order of ranks; f32, f16 or bf16 in and out.
 //
-// A rank adds a part of the elements: it reads them on all ranks and stores the sums on all ranks, straight from and to
-// the tensors. Blocks of one number meet before (all inputs are complete, all outputs are free) and after (all sums are
-// stored, all inputs are free). `out` may be `x`: only one rank accesses an element.
+// Each rank adds a part of the elements: it reads them from the tensors of all ranks and stores the sums in the tensors
+// of all ranks. Blocks with one index meet before (all inputs are complete, all outputs are free) and after (all sums
+// are stored, all inputs are free). `out` may be `x`: only one rank accesses an element.
 #include "device/dependent_launch.h"
 #include "device/peers.h"
 #include "device/vectors.h"
@@ -16,7 +16,7 @@ struct AllReduceLargeParams {
 
 // Elements of 16 bytes of x.
 constexpr uint PER = X_DTYPE == F32 ? 4 : 8;
-// Loads of a thread from each rank before it adds: a link has a long latency.
+// Loads of a thread from each rank before it adds, which hides the latency of the link.
 constexpr uint AT_ONCE = 2;
 
 struct Tensors {
@@ -32,7 +32,7 @@ inline float4 widen(uint2 bits) {
     return make_float4(bf16_to_float(a), bf16_to_float(b), bf16_to_float(c), bf16_to_float(d));
 }
 
-// Four elements of 16 bytes: the first ones, or the others.
+// Four of the elements of 16 bytes: the first four, or the last four.
 inline float4 widen(uint4 bits, uint half) {
     if (X_DTYPE == F32) {
         return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));

@@ -1,11 +1,11 @@
-// all_reduce of a small message: out = the sum of x over ranks, in their order, f32, f16 or bf16 in and out.
+// all_reduce of a small message: out = the sum of x over ranks, in the order of ranks; f32, f16 or bf16 in and out.
 //
-// One thread per 8 bytes of x. It sends them to all other ranks, in packets with the number of the collective, and adds
-// the packets that it receives. Data and signal travel together: one latency of the link, no barrier. With one rank
-// (RANKS), out = x. `out` may be `x`.
+// One thread per 8 bytes of x. A thread sends its bytes to all other ranks, in packets with the number of the
+// collective, and adds the packets that it receives. A packet is data and signal in one: the kernel takes one latency
+// of the link and needs no barrier. With one rank (RANKS), out = x. `out` may be `x`.
 //
-// Packets of the last collective but one are overwritten. All ranks have read them: a rank sends nothing before its
-// previous kernels have ended, and this rank has received something of the last collective from all others.
+// A packet overwrites one of the collective before the previous one. All ranks have read that one: a rank sends nothing
+// before its earlier kernels have ended, and this rank has received packets of the previous collective from all others.
 #include "device/dependent_launch.h"
 #include "device/peers.h"
 #include "device/vectors.h"
@@ -14,7 +14,7 @@ struct AllReduceSmallParams {
     uint elements;
     // Messages of 8 bytes.
     uint messages;
-    // Packets that an exchange has for a message from each rank.
+    // Packets per rank and message in an exchange.
     uint capacity;
     uint rank;
 };

@@ -115,18 +115,93 @@ inline void merge_in_cluster(const SharedState &own, uint rank, Use use) {
 #endif
 }
 
+// How the threads of a block merge the quads of their share: OWN quads of a thread, TOGETHER parts loaded at once. With
+// enough threads, SIDES of them have parts of the same quad.
+constexpr uint OWN = (SHARE + THREADS - 1) / THREADS;
+constexpr uint TOGETHER = OWN >= 8 ? 3 : OWN >= 4 ? 6 : OWN >= 2 ? 10 : 12;
+constexpr uint SIDES = THREADS / SHARE > 4 ? 4 : THREADS / SHARE > 1 ? THREADS / SHARE : 1;
+
+// A thread's quads: thread + j * THREADS of the share, in every SIDES-th part from `side` on.
+struct QuadThread {
+    uint side, thread, first_quad, end_quad;
+
+    uint quad(uint j) const {
+        return first_quad + thread + j * THREADS;
+    }
+};
+
+// Merges the thread's parts among `count` parts; `from(part)` is the address of a part's state. All quads of a thread
+// are loaded together, so that enough loads are in flight.
+template <typename From>
+inline void merge_parts(const States &states, const QuadThread &of, uint count, From from, SoftmaxState (&sums)[OWN]) {
+#pragma unroll 1
+    for (uint part = of.side; part < count && of.side < SIDES; part += TOGETHER * SIDES) {
+        float2 ml[TOGETHER][OWN];
+        float4 x[TOGETHER][OWN];
+#pragma unroll
+        for (uint i = 0; i < TOGETHER; i++) {
+            const float *state = from(min(part + i * SIDES, count - 1));
+#pragma unroll
+            for (uint j = 0; j < OWN; j++) {
+                const uint quad = of.quad(j);
+                ml[i][j] = make_float2(nothing(), 0);
+                x[i][j] = make_float4(0, 0, 0, 0);
+                if (part + i * SIDES < count && quad < of.end_quad) {
+                    x[i][j] = __ldcg(reinterpret_cast<const float4 *>(state) + quad);
+                    ml[i][j] = __ldcg(reinterpret_cast<const float2 *>(state + states.end_of(quad)));
+                }
+            }
+        }
+#pragma unroll
+        for (uint j = 0; j < OWN; j++) {
+            float m = sums[j].m;
+#pragma unroll
+            for (uint i = 0; i < TOGETHER; i++) {
+                m = fmaxf(m, ml[i][j].x);
+            }
+            sums[j].rescale(m);
+#pragma unroll
+            for (uint i = 0; i < TOGETHER; i++) {
+                sums[j].merge(ml[i][j], x[i][j]);
+            }
+        }
+    }
+}
+
+// Merges the sums of the sides into those of side 0, through `room`. All threads of the block call it.
+inline void merge_sides(const QuadThread &of, float *room, SoftmaxState &sum) {
+    float4 *room_o = reinterpret_cast<float4 *>(room);
+    float2 *room_ml = reinterpret_cast<float2 *>(room + (SIDES - 1) * SHARE * 4);
+    if constexpr (SIDES > 1) {
+        if (of.side > 0 && of.side < SIDES) {
+            room_o[(of.side - 1) * SHARE + of.thread] = sum.o;
+            room_ml[(of.side - 1) * SHARE + of.thread] = make_float2(sum.m, sum.l);
+        }
+    }
+    // The state of the first member may then be overwritten.
+    __syncthreads();
+    if constexpr (SIDES > 1) {
+        if (of.side == 0) {
+            float m = sum.m;
+#pragma unroll
+            for (uint i = 1; i < SIDES; i++) {
+                m = fmaxf(m, room_ml[(i - 1) * SHARE + of.thread].x);
+            }
+            sum.rescale(m);
+#pragma unroll
+            for (uint i = 1; i < SIDES; i++) {
+                sum.merge(room_ml[(i - 1) * SHARE + of.thread], room_o[(i - 1) * SHARE + of.thread]);
+            }
+        }
+    }
+}
+
 // Called when this block has left its state. The last block to arrive merges the parts; many parts are first merged in
 // groups of about the square root of their number. `room` is unused shared memory, of 96 bytes for each quad of the
 // share.
 inline void merge(const States &states, const ItemPart &part_of_item, const Output &output, uint *flag, float *room) {
-    constexpr uint OWN = (SHARE + THREADS - 1) / THREADS;
-    constexpr uint TOGETHER = OWN >= 8 ? 3 : OWN >= 4 ? 6 : OWN >= 2 ? 10 : 12;
-    // With enough threads, several have parts of the same quad.
-    constexpr uint SIDES = THREADS / SHARE > 4 ? 4 : THREADS / SHARE > 1 ? THREADS / SHARE : 1;
-    const uint side = SIDES > 1 ? threadIdx.x / SHARE : 0;
-    const uint thread = threadIdx.x - side * SHARE, first_quad = states.rank * SHARE, end_quad = min(first_quad + SHARE, QUADS);
-    float4 *room_o = reinterpret_cast<float4 *>(room);
-    float2 *room_ml = reinterpret_cast<float2 *>(room + (SIDES - 1) * SHARE * 4);
+    const uint side = SIDES > 1 ? threadIdx.x / SHARE : 0, first_quad = states.rank * SHARE;
+    const QuadThread of = {side, threadIdx.x - side * SHARE, first_quad, min(first_quad + SHARE, QUADS)};
     uint group = part_of_item.parts;
     if (part_of_item.parts * (SHARE * 16) > MAX_MERGED_BYTES) {
         group = uint(ceilf(sqrtf(float(part_of_item.parts))));
@@ -139,66 +214,14 @@ inline void merge(const States &states, const ItemPart &part_of_item, const Outp
     uint begin = first, count = min(group, part_of_item.parts - first), step = 1;
 #pragma unroll 1
     while (arrive(flag, counter, count)) {
-        // All quads of a thread together, so that enough loads are in flight.
         SoftmaxState sums[OWN];
-#pragma unroll 1
-        for (uint part = side; part < count && side < SIDES; part += TOGETHER * SIDES) {
-            float2 ml[TOGETHER][OWN];
-            float4 x[TOGETHER][OWN];
-#pragma unroll
-            for (uint i = 0; i < TOGETHER; i++) {
-                const float *from = states.at(part_of_item.slot(begin + min(part + i * SIDES, count - 1) * step));
-#pragma unroll
-                for (uint j = 0; j < OWN; j++) {
-                    const uint quad = first_quad + thread + j * THREADS;
-                    ml[i][j] = make_float2(nothing(), 0);
-                    x[i][j] = make_float4(0, 0, 0, 0);
-                    if (part + i * SIDES < count && quad < end_quad) {
-                        x[i][j] = __ldcg(reinterpret_cast<const float4 *>(from) + quad);
-                        ml[i][j] = __ldcg(reinterpret_cast<const float2 *>(from + states.end_of(quad)));
-                    }
-                }
-            }
-#pragma unroll
-            for (uint j = 0; j < OWN; j++) {
-                float m = sums[j].m;
-#pragma unroll
-                for (uint i = 0; i < TOGETHER; i++) {
-                    m = fmaxf(m, ml[i][j].x);
-                }
-                sums[j].rescale(m);
-#pragma unroll
-                for (uint i = 0; i < TOGETHER; i++) {
-                    sums[j].merge(ml[i][j], x[i][j]);
-                }
-            }
-        }
-        if constexpr (SIDES > 1) {
-            if (side > 0 && side < SIDES) {
-                room_o[(side - 1) * SHARE + thread] = sums[0].o;
-                room_ml[(side - 1) * SHARE + thread] = make_float2(sums[0].m, sums[0].l);
-            }
-        }
-        // The state of the first member may then be overwritten.
-        __syncthreads();
-        if constexpr (SIDES > 1) {
-            if (side == 0) {
-                float m = sums[0].m;
-#pragma unroll
-                for (uint i = 1; i < SIDES; i++) {
-                    m = fmaxf(m, room_ml[(i - 1) * SHARE + thread].x);
-                }
-                sums[0].rescale(m);
-#pragma unroll
-                for (uint i = 1; i < SIDES; i++) {
-                    sums[0].merge(room_ml[(i - 1) * SHARE + thread], room_o[(i - 1) * SHARE + thread]);
-                }
-            }
-        }
+        const auto from = [&](uint part) { return states.at(part_of_item.slot(begin + part * step)); };
+        merge_parts(states, of, count, from, sums);
+        merge_sides(of, room, sums[0]);
 #pragma unroll
         for (uint j = 0; j < OWN; j++) {
-            const uint quad = first_quad + thread + j * THREADS;
-            if (quad >= end_quad || side > 0) {
+            const uint quad = of.quad(j);
+            if (quad >= of.end_quad || of.side > 0) {
                 continue;
             }
             if (counter == of_item) {

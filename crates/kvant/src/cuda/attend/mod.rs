@@ -1,6 +1,6 @@
 //! Attention on CUDA.
 //!
-//! [`route`] selects a kernel for a call, both to run it and to explain it. Each kernel has a folder: `mod.rs` divides
+//! [`route`] selects the kernel that runs a call and that `explain` reports. Each kernel has a folder: `mod.rs` divides
 //! the work among blocks and builds the launch, `attend_NAME.cu` is the kernel, and headers that only it needs are next
 //! to it.
 //!
@@ -14,8 +14,8 @@
 //! | `unpack` | many tokens over quantised caches in pages, before `prefill` | all |
 //! | `generic` | everything else | all |
 //!
-//! All of them serve calls over a part of the positions (`PageSpan`), merge an earlier result with theirs, and leave
-//! the ends of their rows for a later call to merge.
+//! Each kernel accepts a call over a part of the positions (`PageSpan`), merges an earlier result, and can write the
+//! ends of its rows for a later call to merge.
 //!
 //! Headers that several kernels share:
 //!
@@ -35,6 +35,8 @@ use crate::{
     ops::attend::{Call, Explanation, NAME, PageSpan, Results},
 };
 
+#[cfg(test)]
+pub(super) mod accuracy;
 mod decode;
 mod generic;
 mod prefill;
@@ -65,17 +67,17 @@ params! {
     }
 }
 
-/// Maximum work items whose tiles blocks share evenly: `MAX_SHARED_ITEMS` of `work.h`.
+/// Maximum work items for an even division of tiles among blocks: `MAX_SHARED_ITEMS` of `work.h`.
 const MAX_SHARED_ITEMS: usize = 256;
 /// Maximum parts of a work item.
 const MAX_SPLITS: usize = 512;
-/// Maximum query heads that a block of a decode kernel works on together: the columns of a tensor-core product.
+/// Maximum query heads of a block of a decode kernel: the columns of a tensor-core product.
 const MAX_GROUP: usize = 8;
 /// Maximum shares into which decode kernels divide the query heads of a KV head. Each share reads all keys and values.
-/// The generic kernel reads them once for up to 64 query heads. The kernels' LACKING is at most 1 with two.
+/// The generic kernel reads them once for up to 64 query heads. With two shares, the kernels' LACKING is at most 1.
 const MAX_SHARES: usize = 2;
 
-/// The kernel that would run, and why.
+/// The selected kernel, and the reason.
 pub(crate) fn explain(call: &Call, limits: &Limits) -> Explanation {
     attend::explain(call, |part| {
         let (kernel, reason) = match route::select(part, limits) {
@@ -100,8 +102,8 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     }
 }
 
-/// Where rows of keys or values are: distances, in rows, between sequences, KV heads and slots, and the number of
-/// slots. Over pages, the place within a page, and the shape of the page table.
+/// Addresses of rows of keys or values: strides in rows between sequences, KV heads and slots, and the number of slots.
+/// With pages, strides within a page, and the shape of the page table.
 struct RowStrides {
     sequence: u64,
     head: u64,
@@ -116,7 +118,7 @@ impl RowStrides {
         let spec = call.layer.spec();
         if let (Some(pages), Some(table)) = (call.layer.pages(), call.step.table_of(&call.layer)) {
             let (head, page_width) = (pages.page_tokens as u64, table.shape()[1] as u64);
-            // Positions without an entry in the table are not held.
+            // The sequence holds no position without an entry in the table.
             let capacity = page_width.saturating_mul(head).min(u32::MAX.into());
             return RowStrides { sequence: 0, head, slot: 1, capacity, page_width, page_entries: pages.entries };
         }
@@ -130,8 +132,8 @@ impl RowStrides {
     }
 }
 
-/// How a kernel divides the query heads of each KV head. To the kernel every share is a KV head of its own, whose keys
-/// and values are those of the other shares. Of an odd number of heads the last share has one less.
+/// The division of the query heads of each KV head into shares. A kernel treats a share as a KV head; the shares of a
+/// KV head read equal keys and values. If the number of heads is odd, the last share has one head less.
 #[derive(Clone, Copy)]
 struct HeadShares {
     /// Shares of a KV head.
@@ -140,7 +142,7 @@ struct HeadShares {
     kv_heads: usize,
     /// Query heads of a share.
     group: usize,
-    /// How many fewer the last share of a KV head has.
+    /// Query heads that the last share of a KV head lacks.
     lacking: usize,
 }
 
@@ -152,12 +154,13 @@ impl HeadShares {
         HeadShares { shares, kv_heads: kv_heads * shares, group, lacking: group * shares - heads }
     }
 
-    /// All query heads of a KV head together.
+    /// One share per KV head.
     fn whole(call: &Call) -> HeadShares {
         HeadShares::new(call, 1)
     }
 
-    /// The fewest shares of at most [`MAX_GROUP`] query heads. Undivided if these are more than [`MAX_SHARES`].
+    /// The minimum number of shares with at most [`MAX_GROUP`] query heads each; one share if that exceeds
+    /// [`MAX_SHARES`].
     fn of_decode(call: &Call) -> HeadShares {
         let shares = HeadShares::whole(call).group.div_ceil(MAX_GROUP);
         HeadShares::new(call, if shares <= MAX_SHARES { shares } else { 1 })
@@ -187,12 +190,12 @@ fn params(call: &Call, heads: HeadShares, item_rows: usize, items: usize, splits
     })
 }
 
-/// Binds what every kernel has: the output, the page table of a layer with pages, and the sinks.
+/// Binds the output, the sinks, and the page table of a layer with pages, which every kernel has.
 fn bind_result(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
     bind_output(launch, call, heads).read_if(15, call.step.table_of(&call.layer))
 }
 
-/// As above, without the page table.
+/// As [`bind_result`], without the page table.
 fn bind_output(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
     let launch = with_span(launch, call)
         .constant("SHARES", heads.shares as u32)
@@ -209,34 +212,33 @@ fn bind_output(launch: Launch, call: &Call, heads: HeadShares) -> Launch {
     }
 }
 
-/// The constants of the positions that tokens see.
+/// Sets the constants of the visible positions.
 fn with_span(launch: Launch, call: &Call) -> Launch {
     launch.constant("PAGE_SHIFT", page_shift(&call.layer)).constant("SPAN", call.span.code())
 }
 
-/// The buffers that a kernel over some of the positions reads before the previous kernel has ended: if it merges that
-/// kernel's results, all others.
+/// The buffers that a kernel reads before the previous kernel has ended. If the kernel merges earlier results, it reads
+/// all other buffers ahead.
 fn reads_ahead(call: &Call, usual: &'static [u32]) -> &'static [u32] {
     const ALL: &[u32] = &[0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 21, 22, 23, 24];
     if call.earlier.is_some() { ALL } else { usual }
 }
 
-/// The dtype whose precision a result needs: that of the output, or if a later call merges the result, of the queries.
+/// The dtype that sets the precision of a result: the output's, or the queries' if a later call merges the result.
 fn precision(call: &Call) -> DType {
     if call.ends.is_some() { call.q.dtype() } else { call.out.dtype() }
 }
 
-/// Maximum keys of a sequence that the device may find.
+/// Maximum keys of a sequence on the device.
 fn max_keys(call: &Call) -> usize {
     match call.step.table_of(&call.layer) {
-        // The positions that the table has entries for, not the host's lengths: a kernel for short contexts must not
-        // find longer ones.
+        // The table's entries count, not the host's lengths: a kernel for short contexts must never meet a longer one.
         Some(_) => RowStrides::of_cache(call).capacity as usize,
         None => call.layer.spec().capacity,
     }
 }
 
-/// The longest context, in keys, that the device may find in the lengths.
+/// Maximum keys that a token can see on the device.
 fn longest_context(call: &Call) -> usize {
     keys_of_tokens(call, 1)
 }
@@ -258,8 +260,8 @@ fn pairs(call: &Call) -> usize {
     call.tokens * HeadShares::of_decode(call).kv_heads
 }
 
-/// Whether every (token, KV head) pair of a decode call can have a cluster of [`MAX_CLUSTER`] blocks, which merge their
-/// states through distributed shared memory. A call that requests splits gets splits instead.
+/// Whether the GPU has a cluster of [`MAX_CLUSTER`] blocks for every (token, KV head) pair of a decode call. Blocks of
+/// a cluster merge their states through distributed shared memory. A call that requests splits gets splits instead.
 fn has_clusters(call: &Call, limits: &Limits) -> bool {
     // Not every multiprocessor belongs to a group of eight that can form a cluster.
     limits.clusters && call.splits == 0 && pairs(call) * MAX_CLUSTER <= limits.busy_groups / 4 * 3
@@ -270,7 +272,7 @@ fn clusters_per_pair(call: &Call, limits: &Limits) -> usize {
     if !has_clusters(call, limits) {
         return 0;
     }
-    // An empty batch has a plan, too.
+    // An empty batch has a plan as well.
     (clusters_at_once(MAX_CLUSTER, limits) / pairs(call).max(1)).max(1)
 }
 
@@ -286,11 +288,11 @@ struct PartialStates {
 }
 
 impl PartialStates {
-    /// Allocates and binds it.
+    /// Allocates and binds the memory.
     fn bind(self, launch: Launch, call: &Call, b: &Builder) -> Result<Launch> {
-        // A part of a work item begins where a cluster's share of the keys begins, or at the first key of an item and
-        // head. Each part has a slot for its state. Each slot, and each item and head, has a counter for every block of
-        // a cluster.
+        // A part of a work item begins at the first key of a cluster's share, or at the first key of an item and head.
+        // Each part has a slot for its state. Each slot, and each item and head, has a counter for every block of a
+        // cluster.
         let pairs = self.items * self.heads.kv_heads;
         let slots = self.blocks / self.cluster + pairs;
         // The blocks of a cluster divide the rows among them, or the coordinates of rows.

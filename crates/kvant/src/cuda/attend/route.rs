@@ -1,7 +1,7 @@
 //! Selection of the attention kernel.
 //!
 //! [`select`] is a decision tree, read from the top: the first kernel whose conditions hold and whose shared memory
-//! fits takes the call. It is used to run a call and to explain it.
+//! fits takes the call. Running and explaining a call use it.
 
 use super::{
     HeadShares, MAX_GROUP,
@@ -40,7 +40,7 @@ struct AttendTraits {
     one_token_each: bool,
     /// The query heads of a KV head, or equal shares of them, are at most [`MAX_GROUP`].
     few_heads: bool,
-    /// The result needs the precision of f16 or bf16.
+    /// The result has the precision of f16 or bf16.
     is_16_bit: bool,
     /// Queries begin at a multiple of 16 bytes, and the output at a multiple of four elements.
     has_aligned_rows: bool,
@@ -56,7 +56,7 @@ struct AttendTraits {
     has_bias: bool,
     /// Keys and values are dense, and of the queries' 16-bit dtype.
     dense_16_bit: bool,
-    /// A power of two: the head sizes that all kernels but the generic one are written for.
+    /// The head size is a power of two: only the generic kernel accepts other sizes.
     has_fast_head_dim: bool,
     /// Every context fits into one cluster of blocks, and there are enough clusters.
     fits_in_cluster: bool,
@@ -139,7 +139,7 @@ pub(super) fn select(call: &Call, limits: &Limits) -> Result<CudaAttendKernel> {
     Ok(CudaAttendKernel::Generic(AttendGeneric::new(call, limits)?))
 }
 
-/// Whether a call suits the kernel of prompts, whatever its keys are.
+/// Whether the kernel of prompts accepts a call, apart from its keys.
 fn is_prompt(call: &Call) -> bool {
     call.q.dtype() != DType::F32
         && precision(call) != DType::F32
@@ -186,7 +186,7 @@ impl CudaAttendKernel {
             CudaAttendKernel::Prefill(kernel) => kernel.launch(call, None, b),
             CudaAttendKernel::Unpack(kernel) => match kernel.launches(call, b) {
                 Ok(launches) => return Ok(launches),
-                // Slower, but without the memory.
+                // The generic kernel is slower, but needs no memory for decoded pages.
                 Err(Error::OutOfMemory { .. }) => AttendGeneric::new(call, &b.limits)?.launch(GENERIC, call, b),
                 Err(error) => Err(error),
             },
@@ -321,7 +321,7 @@ mod tests {
         }
     }
 
-    /// No pair of codecs lacks the memory for its tables, on any GPU.
+    /// On every GPU, shared memory holds the tables of every pair of codecs.
     #[test]
     fn decode_of_all_codecs() {
         for limits in [H200, A100, RTX_4090] {
@@ -351,7 +351,7 @@ mod tests {
         assert_eq!(kernel(Codec::tq(4), 32), "attend_quantised");
     }
 
-    /// Many items over codes of 4 bits: two blocks a multiprocessor, where their tables fit.
+    /// Many items over codes of 4 bits: two blocks per multiprocessor if their tables fit.
     #[test]
     fn blocks_of_a_multiprocessor() {
         let (tq4, tq8) = (Codec::tq(4), Codec::tq(8));
@@ -405,7 +405,7 @@ mod tests {
         Ok(())
     }
 
-    /// Page means change no kernel but that of pages of 16 positions and short contexts.
+    /// Page means change the kernel only for short contexts over pages of 16 positions.
     #[test]
     fn page_means() -> Result<()> {
         let (tq, centred) = (Codec::tq, Codec::tq_centred);
@@ -428,7 +428,8 @@ mod tests {
         Ok(())
     }
 
-    /// Calls over a part of the positions, whose results later calls merge in f32, have the kernels of 16-bit outputs.
+    /// A call over a part of the positions, whose result a later call merges in f32, uses the kernels of 16-bit
+    /// outputs.
     #[test]
     fn spans() -> Result<()> {
         let (decode, prompt) = (StepSize::decode(1, 8192), StepSize::decode(1, 8192).tokens(512, 512));

@@ -158,16 +158,50 @@ struct StoredRow {
     bool kept;
 };
 
-// Encodes eight rotated rows; `place` returns the place of the i-th. All lanes call it together.
-template <uint DIM, uint CODEC, uint NORM, uint COPIES, typename Place>
-inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, const Nearest<CODEC, COPIES> &nearest_to,
-                        uint lane) {
-    constexpr uint STRIP = DIM / 16, BLOCK = DIM < 256 ? DIM : 256, BLOCKS = DIM / BLOCK;
-    const uint g = lane / 4, t = lane % 4;
-    // Of row r and its block b; a single block has both strips.
-    float energy[2][BLOCKS] = {};
+// Squared lengths of the blocks of a lane's two rows, and of the rows; the factors by which rows were scaled.
+template <uint BLOCKS> struct Energies {
+    float blocks[2][BLOCKS];
+    float total[2], unit[2];
+};
+
+// Squares of tiny rows lose digits: scales the coordinates of such rows to about 1, and adds the squares again.
+template <uint STRIP, uint BLOCKS>
+inline void rescale_tiny_rows(float (&y)[2][2][STRIP], Energies<BLOCKS> &energy) {
 #pragma unroll
     for (uint r = 0; r < 2; r++) {
+        float largest = 0;
+#pragma unroll
+        for (uint i = 0; i < 2 * STRIP; i++) {
+            largest = fmaxf(largest, fabsf(y[r][i / STRIP][i % STRIP]));
+        }
+#pragma unroll
+        for (uint distance = 4; distance < 32; distance *= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));
+        }
+        energy.unit[r] = energy.total[r] < 1e-24f ? unit_of(largest) : 1;
+        float again[BLOCKS] = {};
+#pragma unroll
+        for (uint i = 0; i < 2 * STRIP; i++) {
+            float &x = y[r][i / STRIP][i % STRIP];
+            x *= energy.unit[r];
+            again[i / STRIP % BLOCKS] = fmaf(x, x, again[i / STRIP % BLOCKS]);
+        }
+#pragma unroll
+        for (uint b = 0; b < BLOCKS; b++) {
+            energy.blocks[r][b] = strips_sum(again[b]);
+        }
+    }
+}
+
+// Computes the squared lengths; scales tiny rows.
+template <uint STRIP, uint BLOCKS> inline void add_squares(float (&y)[2][2][STRIP], Energies<BLOCKS> &energy) {
+    // Of row r and its block b; a single block has both strips.
+#pragma unroll
+    for (uint r = 0; r < 2; r++) {
+#pragma unroll
+        for (uint b = 0; b < BLOCKS; b++) {
+            energy.blocks[r][b] = 0;
+        }
 #pragma unroll
         for (uint s = 0; s < 2; s++) {
             float sum = 0;
@@ -175,88 +209,86 @@ inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, co
             for (uint c = 0; c < STRIP; c++) {
                 sum = fmaf(y[r][s][c], y[r][s][c], sum);
             }
-            energy[r][s % BLOCKS] += sum;
+            energy.blocks[r][s % BLOCKS] += sum;
         }
     }
-    float total[2], unit[2] = {1, 1};
 #pragma unroll
     for (uint r = 0; r < 2; r++) {
-        total[r] = 0;
+        energy.unit[r] = 1;
+        energy.total[r] = 0;
 #pragma unroll
         for (uint b = 0; b < BLOCKS; b++) {
-            energy[r][b] = strips_sum(energy[r][b]);
-            total[r] += energy[r][b];
+            energy.blocks[r][b] = strips_sum(energy.blocks[r][b]);
+            energy.total[r] += energy.blocks[r][b];
         }
     }
-    if (__any_sync(ALL, fminf(total[0], total[1]) < 1e-24f)) {
-        // Squares this small have lost digits: compute them again, with the coordinates scaled to about 1.
-#pragma unroll
-        for (uint r = 0; r < 2; r++) {
-            float largest = 0;
-#pragma unroll
-            for (uint i = 0; i < 2 * STRIP; i++) {
-                largest = fmaxf(largest, fabsf(y[r][i / STRIP][i % STRIP]));
-            }
-#pragma unroll
-            for (uint distance = 4; distance < 32; distance *= 2) {
-                largest = fmaxf(largest, __shfl_xor_sync(ALL, largest, distance));
-            }
-            unit[r] = total[r] < 1e-24f ? unit_of(largest) : 1;
-            float again[BLOCKS] = {};
-#pragma unroll
-            for (uint i = 0; i < 2 * STRIP; i++) {
-                float &x = y[r][i / STRIP][i % STRIP];
-                x *= unit[r];
-                again[i / STRIP % BLOCKS] = fmaf(x, x, again[i / STRIP % BLOCKS]);
-            }
-#pragma unroll
-            for (uint b = 0; b < BLOCKS; b++) {
-                energy[r][b] = strips_sum(again[b]);
-            }
-        }
+    if (__any_sync(ALL, fminf(energy.total[0], energy.total[1]) < 1e-24f)) {
+        rescale_tiny_rows(y, energy);
     }
+}
+
+// Finds the indices of a strip, whose coordinates are multiplied by `inverse`. Adds the products of coordinates and
+// centroids to yc, and the squares of centroids to cc.
+template <uint CODEC, uint COPIES, uint STRIP>
+inline void encode_strip(const float (&y)[STRIP], float inverse, const Nearest<CODEC, COPIES> &nearest_to,
+                         uint (&index)[STRIP], float &yc, float &cc) {
+    float products[2] = {}, squares[2] = {};
+#pragma unroll
+    for (uint c = 0; c < STRIP; c++) {
+        float value;
+        index[c] = nearest_to(y[c] * inverse, value);
+        products[c % 2] = fmaf(y[c], value, products[c % 2]);
+        squares[c % 2] = fmaf(value, value, squares[c % 2]);
+    }
+    yc += products[0] + products[1];
+    cc += squares[0] + squares[1];
+}
+
+// Stores the indices of a strip.
+template <uint DIM, uint CODEC> inline void store_strip(const StoredRow &row, uint strip, const uint (&index)[DIM / 16]) {
+    constexpr uint STRIP = DIM / 16, LOW = low_bits_of(CODEC), HIGH = high_bits_of(CODEC);
+    store_fields<LOW, 0, STRIP, HIGH == 0>(row.to.low + row.at * (DIM / 8 * LOW) + strip * (STRIP / 8 * LOW), index);
+    if constexpr (HIGH > 0) {
+        store_fields<HIGH, LOW, STRIP, false>(row.to.high + row.at * (DIM / 8 * HIGH) + strip * (STRIP / 8 * HIGH), index);
+    }
+}
+
+// Encodes eight rotated rows; `place` returns the place of the i-th. All lanes call it together.
+template <uint DIM, uint CODEC, uint NORM, uint COPIES, typename Place>
+inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, const Nearest<CODEC, COPIES> &nearest_to,
+                        uint lane) {
+    constexpr uint STRIP = DIM / 16, BLOCK = DIM < 256 ? DIM : 256, BLOCKS = DIM / BLOCK;
+    const uint g = lane / 4, t = lane % 4;
+    Energies<BLOCKS> energy;
+    add_squares(y, energy);
     // Each lane computes the norm of one block of one row.
     const uint my_row = g % 2, my_block = g / 2 % BLOCKS;
-    const float my_energy = BLOCKS == 1 || my_block == 0 ? (my_row == 0 ? energy[0][0] : energy[1][0])
-                                                         : (my_row == 0 ? energy[0][BLOCKS - 1] : energy[1][BLOCKS - 1]);
+    const auto mine = [&](const float(&of)[2][BLOCKS]) {
+        const float first = my_row == 0 ? of[0][0] : of[1][0], last = my_row == 0 ? of[0][BLOCKS - 1] : of[1][BLOCKS - 1];
+        return my_block == 0 ? first : last;
+    };
+    const float my_energy = mine(energy.blocks);
     const float n = sqrtf(my_energy / float(BLOCK)) / scale;
     const float my_inverse = n > 0 ? 1 / n : 0;
     float yc[2][BLOCKS] = {}, cc[2][BLOCKS] = {};
 #pragma unroll
     for (uint r = 0; r < 2; r++) {
         const StoredRow row = place(2 * t + r);
-        const WritablePlanes to = row.to;
-        const ulong at = row.at;
-        const bool stored = row.kept;
-        const bool storable = !is_nan_or_infinite(total[r]);
+        const bool storable = !is_nan_or_infinite(energy.total[r]);
 #pragma unroll
         for (uint s = 0; s < 2; s++) {
             const uint b = s % BLOCKS;
             const float inverse = __shfl_sync(ALL, my_inverse, b * 8 + r * 4 + t);
             uint index[STRIP];
-            float products[2] = {}, squares[2] = {};
-#pragma unroll
-            for (uint c = 0; c < STRIP; c++) {
-                float value;
-                index[c] = nearest_to(y[r][s][c] * inverse, value);
-                products[c % 2] = fmaf(y[r][s][c], value, products[c % 2]);
-                squares[c % 2] = fmaf(value, value, squares[c % 2]);
-            }
-            yc[r][b] += products[0] + products[1];
-            cc[r][b] += squares[0] + squares[1];
+            encode_strip(y[r][s], inverse, nearest_to, index, yc[r][b], cc[r][b]);
             if (!storable) {
 #pragma unroll
                 for (uint c = 0; c < STRIP; c++) {
                     index[c] = 0;
                 }
             }
-            if (stored) {
-                const uint strip = g + s * 8;
-                constexpr uint LOW = low_bits_of(CODEC), HIGH = high_bits_of(CODEC);
-                store_fields<LOW, 0, STRIP, HIGH == 0>(to.low + at * (DIM / 8 * LOW) + strip * (STRIP / 8 * LOW), index);
-                if constexpr (HIGH > 0) {
-                    store_fields<HIGH, LOW, STRIP, false>(to.high + at * (DIM / 8 * HIGH) + strip * (STRIP / 8 * HIGH), index);
-                }
+            if (row.kept) {
+                store_strip<DIM, CODEC>(row, g + s * 8, index);
             }
         }
     }
@@ -269,15 +301,11 @@ inline void store_eight(float (&y)[2][2][DIM / 16], Place place, float scale, co
             }
         }
     }
-    const auto mine = [&](const float(&of)[2][BLOCKS]) {
-        const float first = my_row == 0 ? of[0][0] : of[1][0], last = my_row == 0 ? of[0][BLOCKS - 1] : of[1][BLOCKS - 1];
-        return my_block == 0 ? first : last;
-    };
     const StoredRow row = place(2 * t + my_row);
     if (row.kept && g < 2 * BLOCKS) {
         const float norm = NORM == NORM_RMS ? n : NORM == NORM_MIN_SQUARES ? mine(yc) / mine(cc) : my_energy / mine(yc);
-        const bool storable = !is_nan_or_infinite(my_row == 0 ? total[0] : total[1]);
-        const float stored_norm = my_energy > 0 ? norm / (my_row == 0 ? unit[0] : unit[1]) : 0;
+        const bool storable = !is_nan_or_infinite(my_row == 0 ? energy.total[0] : energy.total[1]);
+        const float stored_norm = my_energy > 0 ? norm / (my_row == 0 ? energy.unit[0] : energy.unit[1]) : 0;
         store_norm<CODEC>(row.to, row.at * BLOCKS + my_block, storable ? stored_norm : __uint_as_float(0x7FC00000));
     }
 }

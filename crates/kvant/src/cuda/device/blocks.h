@@ -130,95 +130,136 @@ inline float4 numbers_of_codes(uint codes, uint format) {
     return bytes_of(codes) + all4(-code_of_zero(format));
 }
 
+// A chunk of 16 inputs of a block: chunk g of the block. `alignment` is that of the blocks. The functions below write
+// the 16 codes, four a word, the first in its lowest byte, and the scale and the bias of the chunk.
+struct BlockChunk {
+    const uchar *block;
+    uint alignment, g;
+    // Of K-quants: the bytes of the chunk in a plane of 32, and the shift of its two bits among those of four planes.
+    uint half_plane, two_bits;
+
+    uint word(uint at) const {
+        return word_at(block + at, alignment);
+    }
+};
+
+inline void load_q2_k(const BlockChunk &c, uint (&words)[4], float &scale, float &bias) {
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        words[j] = c.word(16 + c.g / 8 * 32 + c.half_plane + j * 4) >> c.two_bits & 0x03030303;
+    }
+    scale = half_at(c.block + 80) * float(c.block[c.g] & 15);
+    bias = -half_at(c.block + 82) * float(c.block[c.g] >> 4);
+}
+
+inline void load_q3_k(const BlockChunk &c, uint (&words)[4], float &scale) {
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        const uint high = c.word(c.half_plane + j * 4) >> (c.g / 2) & 0x01010101;
+        words[j] = (c.word(32 + c.g / 8 * 32 + c.half_plane + j * 4) >> c.two_bits & 0x03030303) | high << 2;
+    }
+    const uint low = c.block[96 + c.g % 8] >> (c.g / 8 * 4) & 15, top = c.block[104 + c.g % 4] >> (c.g / 4 * 2) & 3;
+    scale = half_at(c.block + 108) * (float(low | top << 4) - 32.0f);
+}
+
+// Q4_K and Q5_K.
+inline void load_q45_k(const BlockChunk &c, uint format, uint (&words)[4], float &scale, float &bias) {
+    const uint u = c.g / 2, codes = format == Q4_K ? 16 : 48;
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        words[j] = c.word(codes + u / 2 * 32 + c.half_plane + j * 4) >> (u % 2 * 4) & 0x0F0F0F0F;
+        if (format == Q5_K) {
+            words[j] |= (c.word(16 + c.half_plane + j * 4) >> u & 0x01010101) << 4;
+        }
+    }
+    const uchar *packed = c.block + 4;
+    const uint s = u < 4 ? packed[u] & 63 : (packed[u + 4] & 15) | packed[u - 4] >> 6 << 4;
+    const uint m = u < 4 ? packed[u + 4] & 63 : packed[u + 4] >> 4 | packed[u] >> 6 << 4;
+    scale = half_at(c.block) * float(s);
+    bias = -half_at(c.block + 2) * float(m);
+}
+
+inline void load_q6_k(const BlockChunk &c, uint (&words)[4], float &scale) {
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        const uint low = c.word(c.g / 8 * 64 + c.g % 4 * 16 + j * 4) >> (c.g % 8 / 4 * 4);
+        const uint high = c.word(128 + c.g / 8 * 32 + c.half_plane + j * 4) >> c.two_bits;
+        words[j] = (low & 0x0F0F0F0F) | (high & 0x03030303) << 4;
+    }
+    scale = half_at(c.block + 208) * float((signed char)(c.block[192 + c.g]));
+}
+
+inline void load_iq4_xs(const BlockChunk &c, uint (&words)[4], float &scale) {
+    const uint u = c.g / 2;
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        words[j] = values_of(c.word(8 + u * 16 + j * 4) >> (c.g % 2 * 4) & 0x0F0F0F0F);
+    }
+    const uint high = (c.block[2] | uint(c.block[3]) << 8) >> (u * 2) & 3;
+    scale = half_at(c.block) * (float((c.block[4 + u / 2] >> (u % 2 * 4) & 15) | high << 4) - 32.0f);
+}
+
+// Codes of MXFP4 or NVFP4 whose scales are separate.
+inline void load_fp4(const BlockChunk &c, uint (&words)[4]) {
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        const uchar *two = c.block + c.g * 8 + j * 2;
+        const uint codes = two[0] | uint(two[1]) << 8;
+        words[j] = numbers_of((codes & 0xF) | (codes & 0xF0) << 4 | (codes & 0xF00) << 8 | (codes & 0xF000) << 12);
+    }
+}
+
+// Blocks of 32 inputs: the chunk is the low or the high halves of 16 bytes, at the end of the block.
+inline void load_block_of_32(const BlockChunk &c, uint format, uint (&words)[4], float &scale, float &bias) {
+    const uint start = block_bytes(format) - 16;
+    uint high = 0;
+    if (format == Q5_0 || format == Q5_1) {
+        high = c.word(start - 4) >> (c.g * 16);
+    }
+#pragma unroll
+    for (uint j = 0; j < 4; j++) {
+        const uint codes = c.word(start + j * 4) >> (c.g * 4) & 0x0F0F0F0F;
+        words[j] = format == IQ4_NL  ? values_of(codes)
+                   : format == MXFP4 ? numbers_of(codes)
+                                     : codes | spread(high >> (j * 4)) << 4;
+    }
+    scale = format == MXFP4 ? half_power(c.block[0]) : half_at(c.block);
+    if (format == Q5_1) {
+        bias = half_at(c.block + 2);
+    }
+}
+
 // Inputs 16 c .. 16 c + 15 of row `row` of a matrix of rows of `inputs`: w = scale * numbers_of_codes(code) + bias.
 // Four codes a word, the first in its lowest byte. `scales` is read if they are separate.
 inline void load_block_codes(const uchar *data, const uchar *scales, uint format, uint alignment, ulong row, uint c,
                              uint inputs, uint (&words)[4], float &scale, float &bias) {
     const uint chunks = block_inputs(format) / 16;
     const uint g = c % chunks;
-    const uchar *block =
-        data + (row * (inputs / block_inputs(format)) + c / chunks) * block_bytes(format);
-    // Of K-quants: the bytes of this group in a plane of 32, and the shift of its two bits among those of four planes.
-    const uint half_plane = g % 2 * 16, two_bits = g % 8 / 2 * 2;
+    const uchar *block = data + (row * (inputs / block_inputs(format)) + c / chunks) * block_bytes(format);
+    const BlockChunk chunk = {block, alignment, g, g % 2 * 16, g % 8 / 2 * 2};
     bias = 0;
     if (format == Q2_K) {
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            words[j] = word_at(block + 16 + g / 8 * 32 + half_plane + j * 4, alignment) >> two_bits & 0x03030303;
-        }
-        scale = half_at(block + 80) * float(block[g] & 15);
-        bias = -half_at(block + 82) * float(block[g] >> 4);
+        load_q2_k(chunk, words, scale, bias);
     } else if (format == Q3_K) {
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            const uint high = word_at(block + half_plane + j * 4, alignment) >> (g / 2) & 0x01010101;
-            words[j] = (word_at(block + 32 + g / 8 * 32 + half_plane + j * 4, alignment) >> two_bits & 0x03030303) | high << 2;
-        }
-        const uint low = block[96 + g % 8] >> (g / 8 * 4) & 15, top = block[104 + g % 4] >> (g / 4 * 2) & 3;
-        scale = half_at(block + 108) * (float(low | top << 4) - 32.0f);
+        load_q3_k(chunk, words, scale);
     } else if (format == Q4_K || format == Q5_K) {
-        const uint u = g / 2, codes = format == Q4_K ? 16 : 48;
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            words[j] = word_at(block + codes + u / 2 * 32 + half_plane + j * 4, alignment) >> (u % 2 * 4) & 0x0F0F0F0F;
-            if (format == Q5_K) {
-                words[j] |= (word_at(block + 16 + half_plane + j * 4, alignment) >> u & 0x01010101) << 4;
-            }
-        }
-        const uchar *packed = block + 4;
-        const uint s = u < 4 ? packed[u] & 63 : (packed[u + 4] & 15) | packed[u - 4] >> 6 << 4;
-        const uint m = u < 4 ? packed[u + 4] & 63 : packed[u + 4] >> 4 | packed[u] >> 6 << 4;
-        scale = half_at(block) * float(s);
-        bias = -half_at(block + 2) * float(m);
+        load_q45_k(chunk, format, words, scale, bias);
     } else if (format == Q6_K) {
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            const uint low = word_at(block + g / 8 * 64 + g % 4 * 16 + j * 4, alignment) >> (g % 8 / 4 * 4);
-            const uint high = word_at(block + 128 + g / 8 * 32 + half_plane + j * 4, alignment) >> two_bits;
-            words[j] = (low & 0x0F0F0F0F) | (high & 0x03030303) << 4;
-        }
-        scale = half_at(block + 208) * float((signed char)(block[192 + g]));
+        load_q6_k(chunk, words, scale);
     } else if (format == IQ4_XS) {
-        const uint u = g / 2;
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            words[j] = values_of(word_at(block + 8 + u * 16 + j * 4, alignment) >> (g % 2 * 4) & 0x0F0F0F0F);
-        }
-        const uint high = (block[2] | uint(block[3]) << 8) >> (u * 2) & 3;
-        scale = half_at(block) * (float((block[4 + u / 2] >> (u % 2 * 4) & 15) | high << 4) - 32.0f);
+        load_iq4_xs(chunk, words, scale);
     } else if (format == MXFP8) {
 #pragma unroll
         for (uint j = 0; j < 4; j++) {
-            words[j] = word_at(block + g * 16 + j * 4, alignment);
+            words[j] = chunk.word(chunk.g * 16 + j * 4);
         }
         scale = power(scales[row * (inputs / 32) + c / 2]);
     } else if (format == MXFP4_SEPARATE || format == NVFP4) {
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            const uchar *two = block + g * 8 + j * 2;
-            const uint codes = two[0] | uint(two[1]) << 8;
-            words[j] = numbers_of((codes & 0xF) | (codes & 0xF0) << 4 | (codes & 0xF00) << 8 | (codes & 0xF000) << 12);
-        }
+        load_fp4(chunk, words);
         scale = format == NVFP4 ? 0.5f * e4m3(scales[row * (inputs / 16) + c])
                                 : half_power(scales[row * (inputs / 32) + c / 2]);
     } else {
-        // Blocks of 32: the chunk is the low or the high halves of 16 bytes, at the end of the block.
-        const uint start = block_bytes(format) - 16;
-        uint high = 0;
-        if (format == Q5_0 || format == Q5_1) {
-            high = word_at(block + start - 4, alignment) >> (g * 16);
-        }
-#pragma unroll
-        for (uint j = 0; j < 4; j++) {
-            const uint codes = word_at(block + start + j * 4, alignment) >> (g * 4) & 0x0F0F0F0F;
-            words[j] = format == IQ4_NL  ? values_of(codes)
-                       : format == MXFP4 ? numbers_of(codes)
-                                         : codes | spread(high >> (j * 4)) << 4;
-        }
-        scale = format == MXFP4 ? half_power(block[0]) : half_at(block);
-        if (format == Q5_1) {
-            bias = half_at(block + 2);
-        }
+        load_block_of_32(chunk, format, words, scale, bias);
     }
 }
 

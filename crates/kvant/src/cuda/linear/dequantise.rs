@@ -27,7 +27,7 @@ static SOURCE: Source = Source {
 };
 
 /// Minimum rows: if `linear_gemm_affine` multiplies the codes by warpgroups, and otherwise.
-const MANY: [usize; 2] = [1024, 33];
+pub(super) const MANY: [usize; 2] = [1024, 33];
 /// Maximum bytes of dense matrices at a time.
 const MOST: usize = 1 << 30;
 /// Codes of a thread.

@@ -16,6 +16,17 @@
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later. The previous
 // kernel's end waits for copies in flight on the same multiprocessor, so at most AHEAD stages are copied by then, and
 // AHEAD_L2 others are prefetched to L2, which nothing waits for. RESIDENT_BLOCKS blocks fit on a multiprocessor.
+//
+// This kernel is not folded into linear_skinny_affine4_tma, which has more rows and bulk copies as well. They share the
+// copies, and differ in everything else:
+//
+// - operands: bytes of codes and of x with integer products for 4, 6 and 8 bits; there bf16 for 4 bits only. Byte
+//   products took 7.8 us with three rows, bf16 products 5.7 (docs/notes/cuda-linear.md); with one row bytes are faster.
+// - x: f32 and f16 are as exact as bf16, because digits of 2^-22 represent each; bf16 products would round them.
+// - division: all warps share the inputs of one tile, and chunks continue a tile whose x does not fit in registers;
+//   there, teams take tiles in turn, and blocks split long rows.
+//
+// A common kernel would have both product loops, both layouts of x and both divisions, selected by constants.
 #include "device/affine.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"

@@ -22,6 +22,8 @@
 //! `gemv` kernels. `warp_tiling.rs` has the common parts of the launches of `skinny_mma`, `gemv_affine_int8` and
 //! `skinny_blocks_mma`. `block_codes.h` unpacks weights for `skinny_blocks_mma`.
 
+#[cfg(test)]
+pub(super) mod accuracy;
 mod dequantise;
 mod gating;
 mod gemm_affine;

@@ -43,7 +43,7 @@ const FEW: usize = 8;
 /// Maximum rows, as above, for affine weights.
 const FEW_AFFINE: usize = 32;
 /// Maximum rows per expert, as above.
-const FEW_PER_EXPERT: usize = 2;
+pub(super) const FEW_PER_EXPERT: usize = 2;
 /// Minimum bytes of codes with which `linear_gemm_affine_wgmma`, which is two launches, pays for fewer than 9 rows.
 const LARGE: usize = 32 << 20;
 /// Minimum rows of that kernel for a matrix of at least `LARGE` bytes.

@@ -24,8 +24,8 @@ static SOURCE: Source = Source {
 const SPAN: usize = 256;
 const UNIT: usize = 32;
 /// Maximum rows of one matrix, and maximum mean of rows per expert.
-const FEW: usize = 40;
-const FEW_PER_EXPERT: usize = 48;
+pub(super) const FEW: usize = 40;
+pub(super) const FEW_PER_EXPERT: usize = 48;
 /// Minimum rows of experts that are sorted, so that several rows share one read of an expert.
 const SORTED: usize = 16;
 /// Columns of a product.

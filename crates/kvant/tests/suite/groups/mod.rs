@@ -7,7 +7,6 @@ mod by_page;
 mod collectives;
 mod merge_attention;
 mod parts;
-mod speed;
 
 /// The numbers of ranks of the tested groups.
 const RANKS: [usize; 4] = [1, 2, 3, 4];

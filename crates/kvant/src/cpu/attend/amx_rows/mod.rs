@@ -27,9 +27,9 @@ use super::{
     tile::{AbsorbTiles, KeyTile, MAX_TILE as TILE, Queries},
 };
 use crate::cpu::{
+    amx_product::{AmxProduct, BLOCK, PAIR, digits},
     scratch,
-    simd::{Avx512, Simd, SimdLevel, amx::Tiles},
-    tile_product::{BLOCK, PAIR, TileProduct, digits},
+    simd::{Avx512, Simd, SimdLevel, amx::AmxRegisters},
 };
 
 mod stage;
@@ -62,7 +62,7 @@ pub(super) struct AmxRows {
     weights: *mut u8,
     /// `[2, D]`: the means of a page's keys and values.
     means: *mut f32,
-    _tiles: Tiles,
+    _registers: AmxRegisters,
 }
 
 impl AmxRows {
@@ -76,8 +76,8 @@ impl AmxRows {
     /// Returns `None` if some are not finite.
     ///
     /// # Safety
-    /// The level has AMX, and this thread has no other `Tiles`; `queries` are valid, and nobody else accesses their
-    /// states.
+    /// The level has AMX, and this thread has no other `AmxRegisters`; `queries` are valid, and nobody else accesses
+    /// their states.
     pub unsafe fn new(queries: Queries, memory: &mut [f32]) -> Option<AmxRows> {
         let (rows, dim) = (queries.rows.next_multiple_of(BLOCK), queries.head_dim);
         assert!(memory.len() >= AmxRows::len(queries.rows, dim) && dim.is_multiple_of(CHUNK));
@@ -97,8 +97,8 @@ impl AmxRows {
                 return None;
             }
             let [q, k, v, weights] = [q, k, v, weights].map(<*mut f32>::cast);
-            let _tiles = Tiles::new();
-            Some(AmxRows { queries, rows, q, o, m, l, k, v, scores, weights, means, _tiles })
+            let _registers = AmxRegisters::new();
+            Some(AmxRows { queries, rows, q, o, m, l, k, v, scores, weights, means, _registers })
         }
     }
 
@@ -132,14 +132,14 @@ impl AmxRows {
     /// Computes the scores of a group.
     #[inline(always)]
     unsafe fn score(&self, group: usize, keys: Range<usize>, is_exact: bool, next: &mut NextLines) {
-        const TILE_KEYS: usize = BLOCK / 2;
+        const AMX_ROWS: usize = BLOCK / 2;
         let pairs = self.queries.head_dim / CHUNK;
         for key in keys.step_by(BLOCK) {
             // SAFETY: passed on to the caller.
             unsafe {
                 next.fetch();
-                let (k, q) = (self.k.add(key / TILE_KEYS * pairs * PAIR), self.q.add(2 * group * pairs * PAIR));
-                TileProduct {
+                let (k, q) = (self.k.add(key / AMX_ROWS * pairs * PAIR), self.q.add(2 * group * pairs * PAIR));
+                AmxProduct {
                     sums: self.scores.add(key * BLOCK),
                     apart: BLOCK * size_of::<f32>(),
                     clears: true,
@@ -197,11 +197,11 @@ impl AmxRows {
                         Avx512::store(o.add(i * BLOCK), Avx512::mul(Avx512::load(o.add(i * BLOCK)), factor));
                     }
                 }
-                let tiles = WeightTiles(self.weights.add(vector * (TILE / KEYS) * PAIR));
-                Avx512::store(l, Avx512::add(Avx512::load(l), lanes.weigh(largest, tiles)));
+                let to = AmxWeights(self.weights.add(vector * (TILE / KEYS) * PAIR));
+                Avx512::store(l, Avx512::add(Avx512::load(l), lanes.weigh(largest, to)));
                 // Absent values are zero, and so are their weights.
                 for key in (lanes.keys.end.next_multiple_of(2)..keys.end).step_by(2) {
-                    tiles.store(key, [Avx512::zero(); 2]);
+                    to.store(key, [Avx512::zero(); 2]);
                 }
             }
         }
@@ -218,7 +218,7 @@ impl AmxRows {
             unsafe {
                 next.fetch();
                 let (v, weights) = (self.v.add(2 * i / BLOCK * TILE_PAIRS + first), self.weights.add(first));
-                TileProduct {
+                AmxProduct {
                     sums: self.o.add((group * dim + i) * BLOCK),
                     apart: BLOCK * size_of::<f32>(),
                     clears: false,
@@ -351,9 +351,9 @@ impl NextLines<'_> {
 
 /// The weights of 16 rows, `[TILE / 32]` pairs of AMX tiles: a row of an AMX tile has words of two keys.
 #[derive(Clone, Copy)]
-struct WeightTiles(*mut u8);
+struct AmxWeights(*mut u8);
 
-impl StoreWeights<Avx512> for WeightTiles {
+impl StoreWeights<Avx512> for AmxWeights {
     /// 2ⁿ·2ᶠ with n = ⌊x⌋.
     #[inline(always)]
     unsafe fn exp2(x: __m512) -> __m512 {

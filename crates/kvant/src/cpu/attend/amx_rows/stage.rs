@@ -3,13 +3,13 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::{
+    amx_product::{PAIR, digits},
     attend::{
         kv_rows::{LoadRows, RowLoader, with_loader},
         stage::StagedSide,
         tile::{MAX_TILE as TILE, Queries},
     },
     simd::{Avx512, Simd},
-    tile_product::{PAIR, digits},
 };
 
 /// Coordinates of a chunk: a word of an AMX tile has one from its first half and one from its second.

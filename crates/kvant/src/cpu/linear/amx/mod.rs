@@ -1,7 +1,7 @@
 //! Many rows of activations times a matrix, with AMX tiles of bf16.
 //!
 //! out\[t\]\[n\] = alpha · Σₖ x\[t\]\[k\] · w\[n\]\[k\] for the outputs n of one task. Numbers are split into hi + lo
-//! bf16 ([`tile_product`]). bf16 numbers, and all numbers with 8-bit activations, have hi only. An instruction adds the
+//! bf16 ([`amx_product`]). bf16 numbers, and all numbers with 8-bit activations, have hi only. An instruction adds the
 //! products of 16 rows with 16 outputs over 32 inputs to sums of f32.
 //!
 //! | operand | layout, in words of the bf16 of two neighbouring inputs |
@@ -21,24 +21,24 @@ use super::{few_rows::PrepareAs, many_rows::ManyRowsBy};
 use crate::{
     DType,
     cpu::{
+        amx_product::{self, AmxProduct},
         scratch,
         simd::{
             Simd, SimdKernel,
-            amx::{TILE_BYTES, TILE_ROWS, Tiles},
+            amx::{AMX_ROW_BYTES, AMX_ROWS, AmxRegisters},
         },
-        tile_product::{self, TileProduct},
     },
 };
 use weights::PanelWeights;
 
 /// Rows of activations of a tile.
-pub(super) const ROWS: usize = TILE_ROWS;
+pub(super) const ROWS: usize = AMX_ROWS;
 /// Outputs of a tile.
-const TILE: usize = 16;
+const OUTPUTS: usize = 16;
 /// Inputs of a tile.
 const STEP: usize = 32;
 /// Words of hi or lo in a tile: 16 rows of 64 bytes.
-const WORDS: usize = TILE_ROWS * TILE_BYTES / size_of::<f32>();
+const WORDS: usize = AMX_ROWS * AMX_ROW_BYTES / size_of::<f32>();
 /// Maximum outputs of a panel, 32 tiles: activations are read from the third-level cache once per panel.
 pub(super) const PANEL: usize = 512;
 /// Floats between rows of sums: rows a power of two apart would share a few sets of the caches.
@@ -89,7 +89,7 @@ impl SimdKernel for PrepareAs<'_, AmxLayout> {
                 // SAFETY: `dispatch` enables the instructions; the activations have these rows, which nobody writes.
                 let is_finite = unsafe {
                     self.x.load::<S>((self.first + index) * inputs, &mut row[..inputs]);
-                    weights::split_row(row, digits, &mut to[t * TILE..])
+                    weights::split_row(row, digits, &mut to[t * OUTPUTS..])
                 };
                 if !is_finite {
                     self.odd.lock().unwrap_or_else(PoisonError::into_inner).push((self.number + index) as u32);
@@ -130,8 +130,8 @@ impl SimdKernel for ManyRowsBy<'_, AmxLayout> {
                 unsafe {
                     let mut odd = self.panel::<S>(x, first, count, totals);
                     while odd != 0 {
-                        let output = odd.trailing_zeros() as usize * TILE;
-                        let outputs = first + output..first + count.min(output + TILE);
+                        let output = odd.trailing_zeros() as usize * OUTPUTS;
+                        let outputs = first + output..first + count.min(output + OUTPUTS);
                         self.tile_in_floats::<S>(x, rows.len(), outputs, &mut totals[output..]);
                         odd &= odd - 1;
                     }
@@ -158,10 +158,10 @@ impl ManyRowsBy<'_, AmxLayout> {
     /// Gathers rows of activations into a tile.
     fn gather(&self, rows: &[[u32; 2]], gathered: &mut [f32]) {
         for (t, row) in rows.iter().enumerate() {
-            let (tile, within) = (row[0] as usize / ROWS, row[0] as usize % ROWS * TILE);
+            let (tile, within) = (row[0] as usize / ROWS, row[0] as usize % ROWS * OUTPUTS);
             let from = self.x[tile * gathered.len()..][..gathered.len()].chunks_exact(WORDS);
             for (to, from) in gathered.chunks_exact_mut(WORDS).zip(from) {
-                to[t * TILE..][..TILE].copy_from_slice(&from[within..][..TILE]);
+                to[t * OUTPUTS..][..OUTPUTS].copy_from_slice(&from[within..][..OUTPUTS]);
             }
         }
     }
@@ -179,28 +179,28 @@ impl ManyRowsBy<'_, AmxLayout> {
         unsafe {
             let weights = PanelWeights::new::<S>(&self.matrix, self.base + first, count, self.layout.weight_digits);
             let digits = [self.layout.digits, weights.digits];
-            let pairs = count.div_ceil(2 * TILE);
+            let pairs = count.div_ceil(2 * OUTPUTS);
             let tile = DEPTH / STEP * digits[1] * WORDS;
             let panel = &mut *scratch::take_lines(2 * pairs * tile);
-            let _tiles = Tiles::new();
+            let _registers = AmxRegisters::new();
             for start in (0..self.layout.steps()).step_by(DEPTH / STEP) {
                 let steps = (DEPTH / STEP).min(self.layout.steps() - start);
                 for (n, to) in panel.chunks_exact_mut(tile).enumerate() {
-                    odd |= u32::from(!weights.unpack::<S>(n * TILE, start * STEP, steps, to)) << n;
+                    odd |= u32::from(!weights.unpack::<S>(n * OUTPUTS, start * STEP, steps, to)) << n;
                 }
                 for (i, rows) in x.chunks(2).enumerate() {
                     let at = start * digits[0] * WORDS;
                     let rows = [rows[0].add(at).cast(), rows[rows.len() - 1].add(at).cast()];
                     for (n, weights) in panel.chunks_exact(2 * tile).enumerate() {
-                        TileProduct {
-                            sums: totals[i * 2 * ROWS * APART + n * 2 * TILE..].as_mut_ptr(),
+                        AmxProduct {
+                            sums: totals[i * 2 * ROWS * APART + n * 2 * OUTPUTS..].as_mut_ptr(),
                             apart: APART * size_of::<f32>(),
                             clears: start == 0,
                             a: rows,
                             both: 2 * i + 1 < x.len(),
                             b: [weights.as_ptr().cast(), weights[tile..].as_ptr().cast()],
                             digits,
-                            step_bytes: digits.map(|digits| digits * tile_product::TILE),
+                            step_bytes: digits.map(|digits| digits * amx_product::AMX_TILE),
                             steps,
                         }
                         .add();
@@ -227,7 +227,7 @@ impl ManyRowsBy<'_, AmxLayout> {
         for t in 0..rows {
             for (k, number) in numbers.iter_mut().enumerate() {
                 let digit = |digit: usize| {
-                    let word = (k / STEP * digits + digit) * WORDS + t % ROWS * TILE + k % STEP / 2;
+                    let word = (k / STEP * digits + digit) * WORDS + t % ROWS * OUTPUTS + k % STEP / 2;
                     // SAFETY: a tile has these words.
                     let word = unsafe { x[t / ROWS].add(word).read() }.to_bits();
                     f32::from_bits(if k.is_multiple_of(2) { word << 16 } else { word & 0xFFFF_0000 })

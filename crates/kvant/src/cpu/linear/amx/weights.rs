@@ -2,14 +2,14 @@
 
 use std::arch::x86_64::*;
 
-use super::{STEP, TILE, WORDS};
+use super::{OUTPUTS, STEP, WORDS};
 use crate::{
     DType,
     cpu::{
+        amx_product::digits,
         linear::matrix::{Matrix, MatrixKind, UNIT, widen_unit},
         scratch::{self, ScratchFloats},
         simd::{Avx512, Simd, TransposedRows},
-        tile_product::digits,
     },
 };
 
@@ -30,14 +30,14 @@ pub(super) unsafe fn split_row(row: &[f32], digits: usize, to: &mut [f32]) -> bo
             let numbers = [_mm512_loadu_ps(numbers.as_ptr()), _mm512_loadu_ps(numbers.as_ptr().add(16))];
             let high = round(numbers);
             odd |= not_finite(high);
-            _mm512_storeu_si512(to[..TILE].as_mut_ptr().cast(), high);
+            _mm512_storeu_si512(to[..OUTPUTS].as_mut_ptr().cast(), high);
             if digits == 2 {
                 let halves = [_mm512_castsi512_si256(high), _mm512_extracti64x4_epi64::<1>(high)];
                 let rest = [0, 1].map(|i| {
                     let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves[i]));
                     _mm512_sub_ps(numbers[i], _mm512_castsi512_ps(high))
                 });
-                _mm512_storeu_si512(to[WORDS..][..TILE].as_mut_ptr().cast(), round(rest));
+                _mm512_storeu_si512(to[WORDS..][..OUTPUTS].as_mut_ptr().cast(), round(rest));
             }
         }
     }
@@ -84,7 +84,7 @@ impl PanelWeights<'_> {
         let dense = matches!(matrix.kind, MatrixKind::Dense(weights) if weights.dtype == DType::BF16);
         let group = matrix.group().unwrap_or(matrix.inputs.max(1));
         let groups = if matrix.group().is_some() { matrix.inputs / group } else { 0 };
-        let mut factors = scratch::take(count.div_ceil(TILE) * 2 * groups * TILE);
+        let mut factors = scratch::take(count.div_ceil(OUTPUTS) * 2 * groups * OUTPUTS);
         let blocks = if let MatrixKind::Blocks(blocks) = matrix.kind { Some(blocks) } else { None };
         let mut bytes = scratch::take(if blocks.is_some() { count * matrix.inputs / 4 } else { 0 });
         // SAFETY: the caller's promise.
@@ -112,10 +112,10 @@ impl PanelWeights<'_> {
         }
         let inputs = self.matrix.inputs;
         let row = |n: usize| self.first + (output + n).min(self.count - 1);
-        let floats = self.factors.len() / self.count.next_multiple_of(TILE) * TILE;
-        let (scales, biases) = self.factors[output / TILE * floats..][..floats].split_at(floats / 2);
+        let floats = self.factors.len() / self.count.next_multiple_of(OUTPUTS) * OUTPUTS;
+        let (scales, biases) = self.factors[output / OUTPUTS * floats..][..floats].split_at(floats / 2);
         let factors = Factors { scales, biases, group: self.group };
-        let mut rows = [std::ptr::null(); TILE];
+        let mut rows = [std::ptr::null(); OUTPUTS];
         // SAFETY: the caller's promise; the rows belong to the matrix.
         unsafe {
             match self.matrix.kind {
@@ -158,7 +158,7 @@ impl PanelWeights<'_> {
     #[inline(always)]
     unsafe fn unpack_codes<const BITS: usize>(
         &self,
-        rows: &[*const u8; TILE],
+        rows: &[*const u8; OUTPUTS],
         factors: Factors,
         input: usize,
         steps: usize,
@@ -191,14 +191,14 @@ impl PanelWeights<'_> {
         for (step, to) in to.chunks_exact_mut(self.digits * WORDS).take(steps).enumerate() {
             let input = input + step * STEP;
             let mut digits = [0.0; 2 * WORDS];
-            for n in 0..TILE.min(self.count - output) {
+            for n in 0..OUTPUTS.min(self.count - output) {
                 let row = self.first + output + n;
                 let mut weights = [0.0; STEP];
                 // SAFETY: the caller's promise.
                 unsafe {
                     match self.matrix.kind {
                         MatrixKind::Affine(affine) => {
-                            let at = input / factors.group * TILE + n;
+                            let at = input / factors.group * OUTPUTS + n;
                             let (scale, bias) = (factors.scales[at], factors.biases[at]);
                             let codes = affine.codes(row, inputs).add(input / 8 * affine.bits);
                             match affine.bits {
@@ -213,12 +213,12 @@ impl PanelWeights<'_> {
                         }
                         _ => unreachable!("their codes have 8 bits"),
                     }
-                    are_finite &= split_row(&weights, self.digits, &mut digits[n * TILE..]);
+                    are_finite &= split_row(&weights, self.digits, &mut digits[n * OUTPUTS..]);
                 }
             }
             for (to, digit) in to.chunks_exact_mut(WORDS).zip(digits.chunks_exact(WORDS)) {
                 // SAFETY: as above; these are squares of 16 by 16.
-                unsafe { Avx512::transpose16(digit.as_ptr(), TILE, to.as_mut_ptr()) };
+                unsafe { Avx512::transpose16(digit.as_ptr(), OUTPUTS, to.as_mut_ptr()) };
             }
         }
         are_finite
@@ -254,11 +254,11 @@ struct Factors<'a> {
 #[inline(always)]
 unsafe fn load_factors<S: Simd>(matrix: &Matrix, first: usize, count: usize, to: &mut [f32]) -> bool {
     let (mut largest, mut sum) = (0f32, 0f32);
-    let of_tile = to.len() / count.div_ceil(TILE);
+    let of_tile = to.len() / count.div_ceil(OUTPUTS);
     for (tile, to) in to.chunks_exact_mut(of_tile.max(1)).enumerate() {
-        let start = tile * TILE;
+        let start = tile * OUTPUTS;
         // SAFETY: the caller's promise.
-        unsafe { matrix.factors_by_group::<S>(first + start, TILE.min(count - start), TILE, to) };
+        unsafe { matrix.factors_by_group::<S>(first + start, OUTPUTS.min(count - start), OUTPUTS, to) };
         let (scales, biases) = to.split_at(of_tile / 2);
         for (scale, bias) in scales.iter().zip(biases) {
             let max = scale.abs().mul_add(255.0, bias.abs());
@@ -276,7 +276,7 @@ unsafe fn load_factors<S: Simd>(matrix: &Matrix, first: usize, count: usize, to:
 /// each.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
-    rows: &[*const u8; TILE],
+    rows: &[*const u8; OUTPUTS],
     factors: Factors,
     input: usize,
     steps: usize,
@@ -291,13 +291,13 @@ unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
         for first in (0..steps * STEP).step_by(16 * of_word) {
             let words = (steps * STEP - first).div_ceil(of_word).min(16);
             let codes = TransposedRows::new(rows, (input + first) / 8 * BITS, 4 * words);
-            for (word, codes) in codes.0.chunks_exact(TILE).take(words).enumerate() {
+            for (word, codes) in codes.0.chunks_exact(OUTPUTS).take(words).enumerate() {
                 let at = first + word * of_word;
-                let group = (input + at) / factors.group * TILE;
-                let scale = _mm512_loadu_ps(factors.scales[group..][..TILE].as_ptr());
-                let bias = _mm512_loadu_ps(factors.biases[group..][..TILE].as_ptr());
+                let group = (input + at) / factors.group * OUTPUTS;
+                let scale = _mm512_loadu_ps(factors.scales[group..][..OUTPUTS].as_ptr());
+                let bias = _mm512_loadu_ps(factors.biases[group..][..OUTPUTS].as_ptr());
                 let codes = _mm512_load_si512(codes.as_ptr().cast());
-                let to = to[(at / STEP * DIGITS * TILE + at % STEP / 2) * TILE..].as_mut_ptr();
+                let to = to[(at / STEP * DIGITS * OUTPUTS + at % STEP / 2) * OUTPUTS..].as_mut_ptr();
                 for pair in 0..of_word / 2 {
                     let mut weights = [scale; 2];
                     for (i, weight) in weights.iter_mut().enumerate() {
@@ -313,9 +313,9 @@ unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
                     }
                     // Without lo, the compiler removes its computation.
                     let [high, low] = digits(weights);
-                    _mm512_storeu_si512(to.add(pair * TILE).cast(), high);
+                    _mm512_storeu_si512(to.add(pair * OUTPUTS).cast(), high);
                     if DIGITS == 2 {
-                        _mm512_storeu_si512(to.add(WORDS + pair * TILE).cast(), low);
+                        _mm512_storeu_si512(to.add(WORDS + pair * OUTPUTS).cast(), low);
                     }
                 }
             }
@@ -328,13 +328,13 @@ unsafe fn unpack_codes<const BITS: usize, const DIGITS: usize>(
 /// # Safety
 /// As for [`unpack_codes`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-unsafe fn copy_bfloats(rows: &[*const u8; TILE], left: usize, steps: usize, to: &mut [f32]) -> bool {
+unsafe fn copy_bfloats(rows: &[*const u8; OUTPUTS], left: usize, steps: usize, to: &mut [f32]) -> bool {
     let mut odd = 0;
     for (step, to) in to.chunks_exact_mut(WORDS).take(steps).enumerate() {
         let bytes = 2 * (left - step * STEP).min(STEP);
         // SAFETY: the caller's promise.
         let words = unsafe { TransposedRows::new(rows, step * STEP * 2, bytes) };
-        for (to, words) in to.chunks_exact_mut(TILE).zip(words.0.chunks_exact(TILE)) {
+        for (to, words) in to.chunks_exact_mut(OUTPUTS).zip(words.0.chunks_exact(OUTPUTS)) {
             // SAFETY: each is a vector.
             unsafe {
                 let words = _mm512_load_si512(words.as_ptr().cast());

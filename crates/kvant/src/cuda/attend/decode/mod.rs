@@ -22,20 +22,20 @@ static SOURCE: Source = Source {
 
 /// Keys of a unit, which one product takes.
 pub(super) const UNIT: usize = 16;
-/// Fewer units are not worth a block.
+/// Minimum units of a block.
 const MIN_UNITS: usize = 4;
-/// Beginning and ending a part of a work item takes as long as this number of units.
+/// The cost of beginning and ending a part of a work item, in units.
 const END_UNITS: usize = 6;
-/// Coordinates of a context's keys that are worth another cluster of [`MAX_CLUSTER`].
+/// Minimum coordinates of keys for another cluster of [`MAX_CLUSTER`] blocks.
 const MIN_IN_CLUSTER: usize = 512 * 512;
-/// With more keys, clusters of [`MAX_CLUSTER`] gain from bulk copies, too.
+/// Maximum keys at which clusters of [`MAX_CLUSTER`] blocks are faster without bulk copies.
 const MANY_KEYS: usize = 8192;
-/// More buffers per warp were never faster.
+/// Maximum buffers per warp; more were never faster.
 const MAX_BUFFERS: usize = 6;
-/// More bytes in flight by bulk copies were not faster, either.
+/// Maximum bytes in flight by bulk copies; more were not faster.
 const MAX_BULK_BYTES: usize = 64 << 10;
 
-/// How the work is divided among blocks.
+/// Division of the work among blocks.
 pub(super) struct AttendDecode {
     dtype: DType,
     heads: HeadShares,
@@ -43,7 +43,7 @@ pub(super) struct AttendDecode {
     buffers: usize,
     /// Whether one copy fetches a whole unit.
     bulk: bool,
-    /// Blocks of a cluster, and the fewest units that are worth another cluster.
+    /// Blocks of a cluster, and minimum units for another cluster.
     cluster: usize,
     least: usize,
     shared_bytes: usize,
@@ -66,20 +66,20 @@ impl AttendDecode {
         let clusters = clusters_per_pair(call, limits);
         let cluster = match call.head_dim {
             _ if keys <= max_keys_in_clusters(call.head_dim, clusters, pairs, limits) => MAX_CLUSTER,
-            // Long states: 4 KiB for each query head.
+            // States are long: 4 KiB for each query head.
             512 if limits.clusters && call.tokens == 1 => 2,
             _ => 1,
         };
-        // On Hopper and later. Bulk copies make loads from shared memory slower, which clusters with few
-        // multiprocessors feel.
+        // On Hopper and later. Bulk copies slow down loads from shared memory, which matters if few multiprocessors
+        // work.
         let bulk = limits.clusters
             && (cluster < MAX_CLUSTER || keys > MANY_KEYS)
             && (spec.order == HeadOrder::HeadMajor || spec.kv_heads == 1);
-        // The larger number of warps with two buffers each; then the maximum of buffers that fit.
+        // Prefer the larger number of warps with at least two buffers each, then the maximum number of buffers.
         let (warps, buffers, shared_bytes) = [max_warps, max_warps / 2].into_iter().find_map(|warps| {
             let most = if bulk { MAX_BULK_BYTES / (warps * UNIT * call.head_dim * 2) } else { MAX_BUFFERS };
             (2..=most.clamp(2, MAX_BUFFERS)).rev().find_map(|buffers| {
-                // `Item`, which has a gap then.
+                // The size of `Item`; with `Exact` it has a gap.
                 let items = MAX_SHARED_ITEMS * if call.span == PageSpan::Exact { 20 } else { 16 };
                 let bytes = items + shared_bytes(call.head_dim, group, warps, buffers, bulk);
                 (bytes <= limits.threadgroup_bytes).then_some((warps, buffers, bytes))
@@ -89,14 +89,14 @@ impl AttendDecode {
         let splits = match call.splits {
             0 if cluster == MAX_CLUSTER => clusters.min(units * UNIT * call.head_dim / MIN_IN_CLUSTER).max(1),
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups => 1,
-            // The heads of one token have equally many keys. So no block has parts of two heads, which would cost it
-            // more time than a few blocks less.
+            // The heads of one token have equally many keys. Equal parts avoid blocks with parts of two heads, which
+            // cost more time than a few idle blocks.
             0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => {
                 (workers / pairs).min(units.div_ceil(MIN_UNITS * cluster))
             }
             splits => splits.min(MAX_SPLITS),
         };
-        // Requested splits are made however few units they get.
+        // Requested splits have no minimum.
         let least = match cluster {
             _ if call.splits > 0 => 1,
             MAX_CLUSTER => MIN_IN_CLUSTER / UNIT / call.head_dim,
@@ -153,18 +153,18 @@ impl AttendDecode {
     }
 }
 
-/// The longest contexts for which a (token, KV head) pair gets `clusters` clusters of [`MAX_CLUSTER`].
+/// Maximum keys for which a (token, KV head) pair gets `clusters` clusters of [`MAX_CLUSTER`] blocks.
 fn max_keys_in_clusters(head_dim: usize, clusters: usize, pairs: usize, limits: &Limits) -> usize {
     match (head_dim, clusters) {
         (_, 0) => 0,
-        // Long states are better merged in clusters, even if some multiprocessors belong to none.
+        // Merging long states in clusters is faster, even if some multiprocessors belong to none.
         (512, _) if clusters * pairs == clusters_at_once(MAX_CLUSTER, limits) => 32768,
         (512, _) => (1024 * clusters).max(2048),
         _ => 4096,
     }
 }
 
-/// The constants and buffers that this kernel and that of short contexts have in common.
+/// Binds the constants and buffers that this kernel and `attend_short` share.
 pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, heads: HeadShares) -> Launch {
     let launch = launch
         .constant("HEAD_DIM", call.head_dim as u32)
@@ -186,7 +186,7 @@ pub(super) fn bind_dense(launch: Launch, call: &Call, dtype: DType, heads: HeadS
     bind_result(launch, call, heads)
 }
 
-/// Bytes of shared memory without the items: with these the sum that `attend_decode.cu` computes.
+/// Bytes of shared memory without the items; `attend_decode.cu` computes the sum with them.
 fn shared_bytes(head_dim: usize, group: usize, warps: usize, buffers: usize, bulk: bool) -> usize {
     let pitch = head_dim * 2 + if bulk { 0 } else { 16 };
     warps * buffers * (UNIT * pitch + 8) + warps * (group * (head_dim + 4) * 4 + 64) + 64 + 16

@@ -33,29 +33,43 @@
 #include "attend/generic/values.h"
 #include "device/dependent_launch.h"
 
-// The scores of a tile, the new maxima, and the weights.
-inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, Range all,
-                      uint tile, Accumulators &acc) {
-    const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+// The thread among the block's warps, and the row g and pair of columns t of its lane in products.
+struct WarpLane {
+    uint warp, g, t;
+
+    WarpLane() {
+        const uint lane = threadIdx.x % 32;
+        warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    }
+};
+
+// The largest score of each column of a lane's products, and the largest norm of a value.
+struct Largest {
+    float scores[NT][2];
+    float norm;
+};
+
+// Computes the scores of a warp's keys of a tile, and the largest of this lane.
+inline void score_tile(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, Range all,
+                       uint tile, const WarpLane &at, float (&s)[WARP_GROUPS][NT][4], Largest &largest) {
     const uchar *buffer = shared.buffer(2 * tile);
     const uint first = segment.keys.first + tile * TILE;
     const bool whole = first >= all.first && first < all.end && all.end - first >= TILE;
-    float s[WARP_GROUPS][NT][4];
-    float largest[NT][2], norm = 0;
+    largest.norm = 0;
 #pragma unroll
     for (uint n = 0; n < NT; n++) {
-        largest[n][0] = largest[n][1] = nothing();
+        largest.scores[n][0] = largest.scores[n][1] = nothing();
     }
 #pragma unroll
     for (uint j = 0; j < WARP_GROUPS; j++) {
-        const uint group = warp + j * WARPS;
+        const uint group = at.warp + j * WARPS;
         if (group >= KEY_GROUPS) {
             break;
         }
         uint position[2];
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            position[i] = segment.position(b, first, group * 16 + g + 8 * i);
+            position[i] = segment.position(b, first, group * 16 + at.g + 8 * i);
         }
         const bool held = PAGE_SHIFT == 0 || (position[0] != NONE && position[1] != NONE);
         scores(shared, buffer, group, s[j]);
@@ -70,43 +84,52 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
         if (V::QUANTISED) {
             const bool seen[2] = {position[0] != NONE && position[0] >= segment.seen_first,
                                   position[1] != NONE && position[1] >= segment.seen_first};
-            norm = fmaxf(norm, largest_norm(buffer, group, seen));
+            largest.norm = fmaxf(largest.norm, largest_norm(buffer, group, seen));
             if (V_CENTRED) {
-                norm = fmaxf(norm, norm_of_mean(shared, first + group * 16));
+                largest.norm = fmaxf(largest.norm, norm_of_mean(shared, first + group * 16));
             }
         }
 #pragma unroll
         for (uint n = 0; n < NT; n++) {
 #pragma unroll
             for (uint c = 0; c < 4; c++) {
-                largest[n][c % 2] = fmaxf(largest[n][c % 2], s[j][n][c]);
+                largest.scores[n][c % 2] = fmaxf(largest.scores[n][c % 2], s[j][n][c]);
             }
         }
     }
-    // Over the keys of this warp, then of all.
+}
+
+// Stores the largest numbers of each warp in shared memory, for all warps.
+inline void share_largest(const Shared &shared, const WarpLane &at, Largest &largest) {
     float *maxima = shared.maxima();
 #pragma unroll
     for (uint step = 4; step < 32; step *= 2) {
 #pragma unroll
         for (uint n = 0; n < NT; n++) {
-            largest[n][0] = fmaxf(largest[n][0], __shfl_xor_sync(0xFFFFFFFF, largest[n][0], step));
-            largest[n][1] = fmaxf(largest[n][1], __shfl_xor_sync(0xFFFFFFFF, largest[n][1], step));
+            float(&two)[2] = largest.scores[n];
+            two[0] = fmaxf(two[0], __shfl_xor_sync(0xFFFFFFFF, two[0], step));
+            two[1] = fmaxf(two[1], __shfl_xor_sync(0xFFFFFFFF, two[1], step));
         }
         if (V::QUANTISED) {
-            norm = fmaxf(norm, __shfl_xor_sync(0xFFFFFFFF, norm, step));
+            largest.norm = fmaxf(largest.norm, __shfl_xor_sync(0xFFFFFFFF, largest.norm, step));
         }
     }
-    if (g == 0) {
+    if (at.g == 0) {
 #pragma unroll
         for (uint n = 0; n < NT; n++) {
-            *reinterpret_cast<float2 *>(maxima + warp * (ROWS + 4) + n * 8 + 2 * t) =
-                make_float2(largest[n][0], largest[n][1]);
+            *reinterpret_cast<float2 *>(maxima + at.warp * (ROWS + 4) + n * 8 + 2 * at.t) =
+                make_float2(largest.scores[n][0], largest.scores[n][1]);
         }
-        if (t == 0) {
-            maxima[warp * (ROWS + 4) + ROWS] = norm;
+        if (at.t == 0) {
+            maxima[at.warp * (ROWS + 4) + ROWS] = largest.norm;
         }
     }
     __syncthreads();
+}
+
+// Raises the maxima of the rows to those of all warps, and rescales the sums.
+inline void raise_maxima(const Shared &shared, const WarpLane &at, float norm, Accumulators &acc) {
+    const float *maxima = shared.maxima();
     float decay = 1;
     if (V::QUANTISED) {
 #pragma unroll
@@ -122,7 +145,7 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
         float2 m = make_float2(acc.m[n][0], acc.m[n][1]);
 #pragma unroll
         for (uint w = 0; w < WARPS; w++) {
-            const float2 of_warp = *reinterpret_cast<const float2 *>(maxima + w * (ROWS + 4) + n * 8 + 2 * t);
+            const float2 of_warp = *reinterpret_cast<const float2 *>(maxima + w * (ROWS + 4) + n * 8 + 2 * at.t);
             m = make_float2(fmaxf(m.x, of_warp.x), fmaxf(m.y, of_warp.y));
         }
         const float f[2] = {factor_of(acc.m[n][0], m.x), factor_of(acc.m[n][1], m.y)};
@@ -138,9 +161,21 @@ inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &sha
             }
         }
     }
+}
+
+// The scores of a tile, the new maxima, and the weights.
+inline void attend_to(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, Range all,
+                      uint tile, Accumulators &acc) {
+    const WarpLane at;
+    const uchar *buffer = shared.buffer(2 * tile);
+    float s[WARP_GROUPS][NT][4];
+    Largest largest;
+    score_tile(p, b, shared, segment, all, tile, at, s, largest);
+    share_largest(shared, at, largest);
+    raise_maxima(shared, at, largest.norm, acc);
 #pragma unroll
     for (uint j = 0; j < WARP_GROUPS; j++) {
-        const uint group = warp + j * WARPS;
+        const uint group = at.warp + j * WARPS;
         if (group < KEY_GROUPS) {
             weights(shared, buffer, group, s[j], acc);
         }
@@ -213,15 +248,12 @@ inline Range part_of(Range keys, uint before, Range tiles) {
     return {keys.first + min(from * TILE, keys.len()), keys.first + min(to * TILE, keys.len())};
 }
 
-// One part of a work item, from the queries to the output or the state.
-inline void work_on(const AttendParams &p, const Buffers &b, const Shared &shared, const ItemPart &part,
-                    bool &tables_filled) {
-    const uint thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const Range item = rows_of(p, part.item);
+// Loads the tokens of an item's rows.
+inline void load_rows(const AttendParams &p, const Buffers &b, const Shared &shared, Range item) {
     Row *rows = shared.rows();
     // The previous part no longer uses shared memory.
     __syncthreads();
-    for (uint r = thread; r < ROWS; r += THREADS) {
+    for (uint r = threadIdx.x; r < ROWS; r += THREADS) {
         Token token = {0, NONE, 0};
         if (r < item.len()) {
             token = p.tokens == 1 ? b.only
@@ -230,8 +262,9 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
         rows[r].token = token;
     }
     __syncthreads();
+}
 
-    Accumulators acc;
+inline void clear(Accumulators &acc) {
     acc.norm = 0;
 #pragma unroll
     for (uint n = 0; n < NT; n++) {
@@ -245,13 +278,66 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
             }
         }
     }
+}
+
+// Stores m, l and o of all rows in shared memory; l is summed over all lanes and warps.
+inline void store_state(const Shared &shared, const WarpLane &at, const Accumulators &acc) {
+    Row *rows = shared.rows();
+    float *sums = shared.maxima();
+#pragma unroll
+    for (uint n = 0; n < NT; n++) {
+#pragma unroll
+        for (uint c = 0; c < 2; c++) {
+            const float l = column_sum(acc.l[n][c]);
+            if (at.g == 0) {
+                sums[at.warp * (ROWS + 4) + n * 8 + 2 * at.t + c] = l;
+                if (at.warp == 0) {
+                    rows[n * 8 + 2 * at.t + c].m = acc.m[n][c];
+                }
+            }
+        }
+    }
+    const float unscale = (V::QUANTISED ? acc.norm : 1.0f) * (1 / WEIGHT_SCALE);
+    float *output = shared.output();
+#pragma unroll
+    for (uint i = 0; i < PRODUCTS; i++) {
+#pragma unroll
+        for (uint n = 0; n < NT; n++) {
+#pragma unroll
+            for (uint c = 0; c < 4; c++) {
+                const uint coord = at.warp * SLICE + Values::coord(2 * i + c / 2, at.g);
+                output[(n * 8 + 2 * at.t + c % 2) * HEAD_DIM + coord] = acc.o[i][n][c] * unscale;
+            }
+        }
+    }
+    __syncthreads();
+    for (uint r = threadIdx.x; r < ROWS; r += THREADS) {
+        float l = 0;
+#pragma unroll
+        for (uint w = 0; w < WARPS; w++) {
+            l += sums[w * (ROWS + 4) + r];
+        }
+        rows[r].l = l;
+    }
+    __syncthreads();
+}
+
+// One part of a work item, from the queries to the output or the state.
+inline void work_on(const AttendParams &p, const Buffers &b, const Shared &shared, const ItemPart &part,
+                    bool &tables_filled) {
+    const WarpLane at;
+    const Range item = rows_of(p, part.item);
+    Row *rows = shared.rows();
+    load_rows(p, b, shared, item);
+    Accumulators acc;
+    clear(acc);
     bool queries_loaded = false;
-    auto prepare = [&] {
+    const auto prepare = [&] {
         if (!tables_filled) {
             tables_filled = true;
-            K::fill_table(shared.k_table(), thread, THREADS);
+            K::fill_table(shared.k_table(), threadIdx.x, THREADS);
             if (!ONE_TABLE) {
-                V::fill_table(shared.v_table(), thread, THREADS);
+                V::fill_table(shared.v_table(), threadIdx.x, THREADS);
             }
         }
         if (!queries_loaded) {
@@ -259,6 +345,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
             load_queries(p, b, shared, item, part.head);
         }
     };
+    // Sequence by sequence: the first row of a sequence leads.
     uint before = 0;
 #pragma unroll 1
     for (uint lead = 0; lead < item.len(); lead++) {
@@ -281,7 +368,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
             all = {max(all.first, seen.first), min(all.end, seen.end)};
         }
         __syncthreads();
-        for (uint r = thread; r < ROWS; r += THREADS) {
+        for (uint r = threadIdx.x; r < ROWS; r += THREADS) {
             rows[r].seen = rows[r].token.sequence == sequence ? visible(p, rows[r].token) : Range{0, 0};
         }
         const uint mean = part.head / SHARES * MEAN_BYTES;
@@ -297,45 +384,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
     }
     copies_wait<0>();
     __syncthreads();
-
-    // l over all lanes and warps; o to shared memory, in order.
-    float *sums = shared.maxima();
-#pragma unroll
-    for (uint n = 0; n < NT; n++) {
-#pragma unroll
-        for (uint c = 0; c < 2; c++) {
-            const float l = column_sum(acc.l[n][c]);
-            if (g == 0) {
-                sums[warp * (ROWS + 4) + n * 8 + 2 * t + c] = l;
-                if (warp == 0) {
-                    rows[n * 8 + 2 * t + c].m = acc.m[n][c];
-                }
-            }
-        }
-    }
-    const float unscale = (V::QUANTISED ? acc.norm : 1.0f) * (1 / WEIGHT_SCALE);
-    float *output = shared.output();
-#pragma unroll
-    for (uint i = 0; i < PRODUCTS; i++) {
-#pragma unroll
-        for (uint n = 0; n < NT; n++) {
-#pragma unroll
-            for (uint c = 0; c < 4; c++) {
-                const uint coord = warp * SLICE + Values::coord(2 * i + c / 2, g);
-                output[(n * 8 + 2 * t + c % 2) * HEAD_DIM + coord] = acc.o[i][n][c] * unscale;
-            }
-        }
-    }
-    __syncthreads();
-    for (uint r = thread; r < ROWS; r += THREADS) {
-        float l = 0;
-#pragma unroll
-        for (uint w = 0; w < WARPS; w++) {
-            l += sums[w * (ROWS + 4) + r];
-        }
-        rows[r].l = l;
-    }
-    __syncthreads();
+    store_state(shared, at, acc);
     wait_if_late<EARLIER>();
     if (part.parts > 1 && !merge(p, b.to, shared, part, item.len())) {
         return;

@@ -1,4 +1,4 @@
-//! Attention over anything: any codec, any dtype, any number of tokens, also the step's own keys.
+//! Attention over any codec, dtype and number of tokens, and over the step's own keys.
 
 use crate::{
     Codec, DType, Error, Result,
@@ -26,7 +26,7 @@ const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
 /// Buffers, and copies of each table of centroids, from the best to the smallest. GPUs of compute capability 8.6, 8.9
 /// and 12.0 have 99 KiB.
 const MEMORY_LEVELS: [[usize; 2]; 4] = [[4, 32], [2, 32], [2, 8], [2, 4]];
-/// Pages whose means meet the queries at a time: the rows of a product.
+/// Pages whose means are multiplied by the queries at a time: the rows of a product.
 const PAGES_AT_ONCE: usize = 16;
 
 /// Keys or values as operands of products: `Operand` of `operands.h`.
@@ -41,8 +41,8 @@ struct GenericOperand {
 }
 
 impl GenericOperand {
-    /// `factor` is the dtype of the other factor. With `precise`, products have the precision of f32. Otherwise they
-    /// have what a 16-bit output can show, except that centroids are rounded to f16 once.
+    /// `factor` is the dtype of the other factor. With `precise`, products have the precision of f32. Otherwise
+    /// centroids are rounded to f16 once, and every other factor keeps at least the precision of a 16-bit output.
     fn new(codec: Codec, head_dim: usize, factor: DType, precise: bool) -> GenericOperand {
         let (parts, terms) = match codec {
             Codec::TurboQuant(_) => (1 + usize::from(precise), 1 + usize::from(precise)),
@@ -155,7 +155,7 @@ impl GenericTiling {
         8 * self.row_tiles
     }
 
-    /// Bytes of shared memory: the sum that `layout.h` computes.
+    /// Bytes of shared memory, computed as in `layout.h`.
     fn shared(&self) -> usize {
         let GenericTiling { k, v, row_tiles, warps, tile, page_tokens, has_bias, .. } = *self;
         let dim = k.head_dim;
@@ -180,7 +180,7 @@ impl GenericTiling {
     }
 }
 
-/// How the work is divided among blocks.
+/// Division of the work among blocks.
 pub(super) struct AttendGeneric {
     tiling: GenericTiling,
     item_rows: usize,
@@ -219,13 +219,13 @@ impl AttendGeneric {
         let item_rows = wanted.min(tiling.rows());
         let items = (call.tokens * group).div_ceil(item_rows);
         let pairs = items * spec.kv_heads;
-        // No more parts of a work item than can be merged.
+        // The merge limits the parts of a work item.
         let busy = (limits.busy_groups * tiling.blocks_per_multiprocessor).min(MAX_SPLITS);
         let splits = match call.splits {
             0 if items > MAX_SHARED_ITEMS || pairs >= 2 * busy => 1,
             splits => splits.min(MAX_SPLITS),
         };
-        // Maximum keys that a work item may see.
+        // Maximum keys that a work item sees.
         let seen = keys_of_tokens(call, tokens_of_sequence.max(1));
         let blocks = if splits == 0 {
             busy.min(pairs.saturating_mul(seen.div_ceil(tiling.tile) + 1))

@@ -245,6 +245,94 @@ struct Operand {
             return e / COORDS * (8 * COORDS) + g * COORDS + e % COORDS;
         }
 
+        // Operands of f32 words, split into PARTS terms.
+        template <typename Use> static void split_operands(const uint (&words)[4][WORDS], uint i, Use use) {
+#pragma unroll
+            for (uint e = 0; e < COORDS; e += 2) {
+                uint a[PARTS][4];
+#pragma unroll
+                for (uint j = 0; j < 4; j++) {
+                    uint terms[PARTS];
+                    const uint k = j / 2 * 2, c = e + j % 2;
+                    split<false, PARTS>(__uint_as_float(words[k][c]), __uint_as_float(words[k + 1][c]), terms);
+#pragma unroll
+                    for (uint p = 0; p < PARTS; p++) {
+                        a[p][j] = terms[p];
+                    }
+                }
+                use((i * COORDS + e) / 2, a);
+            }
+        }
+
+        // Operands of 16-bit words.
+        template <typename Use> static void dense_operands(const uint (&words)[4][WORDS], uint i, Use use) {
+#pragma unroll
+            for (uint e = 0; e < COORDS; e += 2) {
+                uint a[PARTS][4];
+#pragma unroll
+                for (uint j = 0; j < 4; j += 2) {
+                    a[0][j] = __byte_perm(words[j][e / 2], words[j + 1][e / 2], 0x5410);
+                    a[0][j + 1] = __byte_perm(words[j][e / 2], words[j + 1][e / 2], 0x7632);
+                }
+                use((i * COORDS + e) / 2, a);
+            }
+        }
+
+        // Operands of nibbles, each looked up with the nibble of another key.
+        template <typename Use>
+        static void paired_operands(const uint (&words)[4][WORDS], uint i, const uint *table, Use use) {
+            // A byte of `even` holds an even coordinate of two keys, one of `odd` the coordinate after it.
+            uint even[2][WORDS], odd[2][WORDS];
+#pragma unroll
+            for (uint w = 0; w < WORDS; w++) {
+#pragma unroll
+                for (uint j = 0; j < 2; j++) {
+                    const uint x = words[2 * j][w], y = words[2 * j + 1][w];
+                    even[j][w] = x & 0x0F0F0F0F | y << 4 & 0xF0F0F0F0;
+                    odd[j][w] = x >> 4 & 0x0F0F0F0F | y & 0xF0F0F0F0;
+                }
+            }
+#pragma unroll
+            for (uint e = 0; e < COORDS; e += 2) {
+                uint a[PARTS][4];
+                const uint w = e / 8, at = e % 8 / 2;
+#pragma unroll
+                for (uint j = 0; j < 2; j++) {
+                    a[0][2 * j] = entry(table, even[j][w], at);
+                    a[0][2 * j + 1] = entry(table, odd[j][w], at);
+                }
+                use((i * COORDS + e) / 2, a);
+            }
+        }
+
+        // Operands of other codes; those of `row` have their upper bits in `high`, from coordinate `from` on.
+        template <typename Use>
+        static void code_operands(const uint (&words)[4][WORDS], const uchar *high, const uint (&row)[4], uint from,
+                                  uint i, const uint *table, Use use) {
+#pragma unroll
+            for (uint e8 = 0; e8 < COORDS; e8 += 8) {
+                uint2 indices[4];
+#pragma unroll
+                for (uint k = 0; k < 4; k++) {
+                    if constexpr (CODEC == TQ8) {
+                        indices[k] = make_uint2(words[k][e8 / 4], COORDS > 4 ? words[k][(e8 / 4 + 1) % WORDS] : 0);
+                    } else {
+                        indices[k] = indices8(eight_of(words[k], e8), 0, high_bits(high + row[k] * HIGH_PITCH, from + e8));
+                    }
+                }
+#pragma unroll
+                for (uint e = e8; e < e8 + 8 && e < COORDS; e += 2) {
+                    uint a[PARTS][4];
+#pragma unroll
+                    for (uint j = 0; j < 4; j++) {
+                        const uint k = j / 2 * 2, c = e - e8 + j % 2;
+                        join(entry8(table, indices[k], c), entry8(table, indices[k + 1], c), a, j);
+                    }
+                    use((i * COORDS + e) / 2, a);
+                }
+            }
+        }
+
         // The A operands of load i: rows g and g + 8 of product m are the lane's coordinates 2m and 2m + 1, k are the
         // keys `first` + 2t, 2t+1, 2t+8, 2t+9.
         template <typename Use>
@@ -262,78 +350,13 @@ struct Operand {
                 }
             }
             if constexpr (CODEC == F32) {
-#pragma unroll
-                for (uint e = 0; e < COORDS; e += 2) {
-                    uint a[PARTS][4];
-#pragma unroll
-                    for (uint j = 0; j < 4; j++) {
-                        uint terms[PARTS];
-                        const uint k = j / 2 * 2, c = e + j % 2;
-                        split<false, PARTS>(__uint_as_float(words[k][c]), __uint_as_float(words[k + 1][c]), terms);
-#pragma unroll
-                        for (uint p = 0; p < PARTS; p++) {
-                            a[p][j] = terms[p];
-                        }
-                    }
-                    use((i * COORDS + e) / 2, a);
-                }
+                split_operands(words, i, use);
             } else if constexpr (!QUANTISED) {
-#pragma unroll
-                for (uint e = 0; e < COORDS; e += 2) {
-                    uint a[PARTS][4];
-#pragma unroll
-                    for (uint j = 0; j < 4; j += 2) {
-                        a[0][j] = __byte_perm(words[j][e / 2], words[j + 1][e / 2], 0x5410);
-                        a[0][j + 1] = __byte_perm(words[j][e / 2], words[j + 1][e / 2], 0x7632);
-                    }
-                    use((i * COORDS + e) / 2, a);
-                }
+                dense_operands(words, i, use);
             } else if constexpr (PAIRED) {
-                // A byte of `even` holds an even coordinate of two keys, one of `odd` the coordinate after it.
-                uint even[2][WORDS], odd[2][WORDS];
-#pragma unroll
-                for (uint w = 0; w < WORDS; w++) {
-#pragma unroll
-                    for (uint j = 0; j < 2; j++) {
-                        const uint x = words[2 * j][w], y = words[2 * j + 1][w];
-                        even[j][w] = x & 0x0F0F0F0F | y << 4 & 0xF0F0F0F0;
-                        odd[j][w] = x >> 4 & 0x0F0F0F0F | y & 0xF0F0F0F0;
-                    }
-                }
-#pragma unroll
-                for (uint e = 0; e < COORDS; e += 2) {
-                    uint a[PARTS][4];
-                    const uint w = e / 8, at = e % 8 / 2;
-#pragma unroll
-                    for (uint j = 0; j < 2; j++) {
-                        a[0][2 * j] = entry(table, even[j][w], at);
-                        a[0][2 * j + 1] = entry(table, odd[j][w], at);
-                    }
-                    use((i * COORDS + e) / 2, a);
-                }
+                paired_operands(words, i, table, use);
             } else {
-#pragma unroll
-                for (uint e8 = 0; e8 < COORDS; e8 += 8) {
-                    uint2 indices[4];
-#pragma unroll
-                    for (uint k = 0; k < 4; k++) {
-                        if constexpr (CODEC == TQ8) {
-                            indices[k] = make_uint2(words[k][e8 / 4], COORDS > 4 ? words[k][(e8 / 4 + 1) % WORDS] : 0);
-                        } else {
-                            indices[k] = indices8(eight_of(words[k], e8), 0, high_bits(high + row[k] * HIGH_PITCH, from + e8));
-                        }
-                    }
-#pragma unroll
-                    for (uint e = e8; e < e8 + 8 && e < COORDS; e += 2) {
-                        uint a[PARTS][4];
-#pragma unroll
-                        for (uint j = 0; j < 4; j++) {
-                            const uint k = j / 2 * 2, c = e - e8 + j % 2;
-                            join(entry8(table, indices[k], c), entry8(table, indices[k + 1], c), a, j);
-                        }
-                        use((i * COORDS + e) / 2, a);
-                    }
-                }
+                code_operands(words, high, row, from, i, table, use);
             }
         }
     };

@@ -154,6 +154,59 @@ inline void attend_in_order(const AttendParams &p, const Shared &shared, const I
     });
 }
 
+// Rearranges the results of the four lanes of a row: `pairs` are two of each of four groups of 8 columns; afterwards
+// they are the 8 columns of group t.
+inline void gather_columns(uint (&pairs)[4], uint t) {
+    // With lane t ^ 1, then t ^ 2.
+#pragma unroll
+    for (uint n = 0; n < 4; n += 2) {
+        const uint other = __shfl_xor_sync(0xFFFFFFFF, t % 2 == 0 ? pairs[n + 1] : pairs[n], 1);
+        pairs[n] = t % 2 == 0 ? pairs[n] : other;
+        pairs[n + 1] = t % 2 == 0 ? other : pairs[n + 1];
+    }
+#pragma unroll
+    for (uint n = 0; n < 2; n++) {
+        const uint other = __shfl_xor_sync(0xFFFFFFFF, t < 2 ? pairs[n + 2] : pairs[n], 2);
+        pairs[n] = t < 2 ? pairs[n] : other;
+        pairs[n + 2] = t < 2 ? other : pairs[n + 2];
+    }
+}
+
+// Writes a row, if it exists. result(i, eight) returns columns 2t and 2t + 1 of eight of chunk i. All lanes of the row
+// call it.
+template <typename Result>
+inline void write_row(uchar *out, ulong row, uint first_column, uint t, bool writes, Result result) {
+#pragma unroll
+    for (uint i = 0; i < CHUNKS * PARTS; i++) {
+        if constexpr (OUT_DTYPE == F32) {
+#pragma unroll
+            for (uint eight = 0; eight < WIDTH / 8; eight++) {
+                const ulong at = row * HEAD_DIM + first_column + i * WIDTH + eight * 8 + 2 * t;
+                const float2 two = result(i, eight);
+                if (writes) {
+                    *reinterpret_cast<float2 *>(out + at * 4) = two;
+                }
+            }
+            continue;
+        }
+#pragma unroll
+        for (uint j = 0; j < WIDTH / 8; j += 4) {
+            uint pairs[4];
+#pragma unroll
+            for (uint n = 0; n < 4; n++) {
+                const float2 two = result(i, j + n);
+                pairs[n] = pack<OUT_DTYPE == F16>(two.x, two.y);
+            }
+            gather_columns(pairs, t);
+            if (writes) {
+                const uint column = first_column + i * WIDTH + (j + t) * 8;
+                *reinterpret_cast<uint4 *>(out + row * ROW + column * 2) =
+                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
+        }
+    }
+}
+
 // Writes the thread's results to the output.
 inline void finish(const AttendParams &p, const Shared &shared, const Item &item, const uint *table, Accumulators &acc, uchar *out,
                    const RowEnds &ends) {
@@ -191,7 +244,6 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
                 ends.leave(row, f.end);
             }
         }
-        // Columns 2t and 2t + 1 of eight.
         const auto result = [&](uint i, uint eight) {
             const float *o = acc.o[i] + 4 * eight + 2 * c;
             float2 two = make_float2(o[0] * f.own, o[1] * f.own);
@@ -201,48 +253,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
             }
             return two;
         };
-#pragma unroll
-        for (uint i = 0; i < CHUNKS * PARTS; i++) {
-            if constexpr (OUT_DTYPE == F32) {
-#pragma unroll
-                for (uint eight = 0; eight < WIDTH / 8; eight++) {
-                    const ulong at = row * HEAD_DIM + first_column + i * WIDTH + eight * 8 + 2 * t;
-                    const float2 two = result(i, eight);
-                    if (writes) {
-                        *reinterpret_cast<float2 *>(out + at * 4) = two;
-                    }
-                }
-                continue;
-            }
-            // Four pairs by 8 columns each become, across the four lanes of a row, 16 bytes of 8 columns for each.
-#pragma unroll
-            for (uint j = 0; j < WIDTH / 8; j += 4) {
-                uint pairs[4];
-#pragma unroll
-                for (uint n = 0; n < 4; n++) {
-                    const float2 two = result(i, j + n);
-                    pairs[n] = pack<OUT_DTYPE == F16>(two.x, two.y);
-                }
-                // With lane t ^ 1, then t ^ 2.
-#pragma unroll
-                for (uint n = 0; n < 4; n += 2) {
-                    const uint other = __shfl_xor_sync(0xFFFFFFFF, t % 2 == 0 ? pairs[n + 1] : pairs[n], 1);
-                    pairs[n] = t % 2 == 0 ? pairs[n] : other;
-                    pairs[n + 1] = t % 2 == 0 ? other : pairs[n + 1];
-                }
-#pragma unroll
-                for (uint n = 0; n < 2; n++) {
-                    const uint other = __shfl_xor_sync(0xFFFFFFFF, t < 2 ? pairs[n + 2] : pairs[n], 2);
-                    pairs[n] = t < 2 ? pairs[n] : other;
-                    pairs[n + 2] = t < 2 ? other : pairs[n + 2];
-                }
-                if (writes) {
-                    const uint column = first_column + i * WIDTH + (j + t) * 8;
-                    *reinterpret_cast<uint4 *>(out + row * ROW + column * 2) =
-                        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-                }
-            }
-        }
+        write_row(out, row, first_column, t, writes, result);
     }
 }
 

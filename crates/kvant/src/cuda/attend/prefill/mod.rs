@@ -25,15 +25,15 @@ static SOURCE: Source = Source {
 /// Warps that compute and, with products of warpgroups, warps that copy.
 const CONSUMERS: usize = 8;
 const COPIERS: usize = 4;
-/// More buffers are of no use.
+/// Maximum buffers; more are not faster.
 const MAX_STAGES: usize = 12;
-/// The fewest keys that are worth a block of their own: a block's state is written and read once more.
+/// Minimum keys of a block: dividing an item writes and reads the state of every block.
 const MIN_KEYS: usize = 512;
 
 /// The kernel's name.
 pub(super) const PREFILL: &str = "attend_prefill";
 
-/// How the work is divided among blocks.
+/// Division of the work among blocks.
 pub(super) struct AttendPrefill {
     dtype: DType,
     /// Query rows of a work item.
@@ -41,12 +41,12 @@ pub(super) struct AttendPrefill {
     items: usize,
     /// Maximum tokens of a work item.
     item_tokens: usize,
-    /// Work items that a block has in shared memory, 1 or 2: the one that it processes, and the next one, whose copies
-    /// then begin before the first is finished.
+    /// Work items that a block has in shared memory, 1 or 2. With 2, copies of the next item begin before the current
+    /// one is finished.
     known_items: usize,
     /// Blocks that share the keys of an item and KV head.
     splits: usize,
-    /// Shares of items and KV heads, and the blocks that do them one after the other.
+    /// Shares of items and KV heads, and the blocks that process them in turn.
     shares: usize,
     blocks: usize,
     warpgroup_products: bool,
@@ -61,12 +61,12 @@ fn item_rows(head_dim: usize) -> usize {
     if head_dim == 512 { 64 } else { 128 }
 }
 
-/// Sizes of tiles, the preferred one first, with the fewest buffers that each needs.
+/// Sizes of tiles, the preferred one first, with the minimum buffers of each.
 fn tiles(head_dim: usize, warpgroup_products: bool) -> &'static [(usize, usize)] {
     match (warpgroup_products, head_dim) {
         (true, ..=128) => &[(128, 4)],
         (true, ..=256) => &[(64, 4)],
-        // Rows of 512 coordinates are copied in four chunks, and there must be more buffers than those.
+        // Rows of 512 coordinates are copied in four chunks, and buffers must outnumber them.
         (true, _) => &[(64, 5)],
         (false, ..=64) => &[(128, 3)],
         (false, ..=128) => &[(64, 3)],
@@ -109,7 +109,7 @@ impl AttendPrefill {
             let fits = |&stages: &usize| shared(1, tile, stages) <= limits.threadgroup_bytes;
             Some((tile, (least..=MAX_STAGES).rev().find(fits)?))
         })?;
-        // Not at the cost of a buffer.
+        // A second item never costs a buffer.
         let two_fit = shared(2, tile, stages) <= limits.threadgroup_bytes;
         let known_items = if warpgroup_products && two_fit { 2 } else { 1 };
         let (dtype, shared_bytes) = (call.q.dtype(), shared(known_items, tile, stages));
@@ -173,7 +173,7 @@ impl AttendPrefill {
             }
         };
         let launch = launch.params(14, &params);
-        // Counters: arrived shares of each item, if it has several; and shares that blocks have taken.
+        // Counters: arrived shares of each item with several shares, and shares that blocks have taken.
         let arrivals = if self.splits > 1 { self.shares / self.splits } else { 0 };
         let launch = match arrivals + usize::from(self.shares > self.blocks) {
             0 => launch,
@@ -189,17 +189,17 @@ impl AttendPrefill {
     }
 }
 
-/// Maximum tokens of a work item, rounded up to a multiple of four: its rows may begin and end in the middle of a
-/// token's.
+/// Maximum tokens of a work item, rounded up to a multiple of four. An item may begin and end in the middle of a
+/// token's rows.
 fn item_tokens(rows: usize, group: usize) -> usize {
     let most = if rows.is_multiple_of(group) { rows / group } else { rows.div_ceil(group) + 1 };
     most.min(rows).next_multiple_of(4)
 }
 
-/// Bytes of shared memory: the sum that `layout.h` computes.
+/// Bytes of shared memory, computed as in `layout.h`.
 fn shared_bytes(head_dim: usize, rows: usize, [items, tokens]: [usize; 2], tile: usize, stages: usize) -> usize {
     let chunk = tile * if head_dim == 512 { 128 } else { head_dim } * 2;
-    // The two warpgroups exchange weights, at least 16 bytes of a thread, and a number of each row.
+    // The two warpgroups exchange weights, at least 16 bytes per thread, and a number per row.
     let exchanged = if head_dim == 512 { 32 * CONSUMERS * tile.max(32) / 2 + rows * 8 } else { 0 };
     rows * head_dim * 2 + stages * (chunk + 16) + items * (16 + tokens * 20 + 32) + exchanged
 }

@@ -21,45 +21,45 @@ static SOURCE: Source = Source {
     layouts: &[AttendParams::layout],
 };
 
-/// Keys that a warp works on at a time.
+/// Keys that a warp processes at a time.
 const GROUP_KEYS: usize = 16;
 /// Lanes that share a row of keys, and a row of values.
 pub(super) const K_LANES: usize = 4;
 const V_LANES: usize = 8;
 /// Keys of a tile, the unit in which keys are divided among clusters.
 const TILE: usize = 64;
-/// Beginning and ending a part of a work item takes as long as this number of tiles.
+/// The cost of beginning and ending a part of a work item, in tiles.
 const END_TILES: usize = 10;
-/// Contexts that one cluster reads fast enough.
+/// Maximum tiles of a context for one cluster.
 const CLUSTER_TILES: usize = 2048 / TILE + 1;
-/// The address where wide tables begin. Before tables there is room for everything else but this kilobyte, which the
-/// hardware may reserve.
+/// Start address of wide tables. Everything else is stored before them, after the first kilobyte, which the hardware
+/// may reserve.
 const WIDE_TABLES_AT: usize = 64 << 10;
 const RESERVED_BYTES: usize = 1 << 10;
 /// Copies of an entry of a compact table.
 const COPIES: [usize; 3] = [32, 16, 8];
-/// Pages whose means a warp has at a time.
+/// Pages whose means a warp holds at a time.
 const LOT: usize = 8;
 /// `MAX_MERGE` of `work.h`.
 const MAX_MERGE: usize = 24;
-/// Maximum parts that blocks wait for.
+/// Maximum parts of a work item with `gather`.
 const MAX_GATHERED: usize = MAX_MERGE * MAX_GROUP;
 
-/// How the kernel uses registers: what was fastest for a head size and a codec.
+/// Use of registers: the fastest measured values for a head size and a codec.
 #[derive(Clone, Copy)]
 struct QuantisedTuning {
-    /// Fewer if shared memory is too small.
+    /// Maximum warps; less shared memory allows fewer.
     warps: usize,
     /// Pairs of products whose operands stay in registers.
     queries_held: u32,
 }
 
 impl QuantisedTuning {
-    /// `short`: few keys, so that no warp gets many.
+    /// `short`: few keys per warp.
     fn new(head_dim: usize, [k, v]: [u32; 2], short: bool) -> QuantisedTuning {
         let (warps, queries_held) = match (head_dim, k.max(v)) {
             _ if short => (8, 8),
-            // There is room for ten warps, which are slower.
+            // Ten warps fit, but are slower.
             (512, 5) => (8, 8),
             (256.., 2..=4) => (12, 4),
             _ => (12, 0),
@@ -68,7 +68,7 @@ impl QuantisedTuning {
     }
 }
 
-/// How tables of centroids lie in shared memory: `codes.h` describes them.
+/// Layout of tables of centroids in shared memory, see `codes.h`.
 #[derive(Clone, Copy)]
 enum TableLayout {
     /// An address takes one instruction.
@@ -78,18 +78,18 @@ enum TableLayout {
 }
 
 impl TableLayout {
-    /// The faster one first.
+    /// Wide layouts, the faster one first.
     const WIDE: [TableLayout; 2] =
         [TableLayout::Wide { fives_in_pairs: true }, TableLayout::Wide { fives_in_pairs: false }];
 
-    /// Bytes of both tables, and the address where they begin, in `shared_bytes` bytes of shared memory.
+    /// Bytes of both tables, and their start address, in `shared_bytes` bytes of shared memory.
     fn place(self, bits: [u32; 2], shared_bytes: usize) -> Option<(usize, usize)> {
         match self {
             TableLayout::Wide { fives_in_pairs } => Some((table_bytes(bits, fives_in_pairs), WIDE_TABLES_AT)),
             TableLayout::Compact { copies } => {
                 let [k, v] = bits.map(|bits| compact_table_bytes(bits, copies));
                 let bytes = if bits[0] == bits[1] { k } else { k + v };
-                // A table begins at a multiple of its size, so the end is at one of the larger.
+                // A table begins at a multiple of its size, so both end at a multiple of the larger size.
                 let larger = k.max(v);
                 Some((bytes, (shared_bytes / larger * larger).checked_sub(bytes)?))
             }
@@ -97,7 +97,7 @@ impl TableLayout {
     }
 }
 
-/// How the work is divided among blocks.
+/// Division of the work among blocks.
 pub(super) struct AttendQuantised {
     heads: HeadShares,
     warps: usize,
@@ -116,11 +116,11 @@ pub(super) struct AttendQuantised {
 }
 
 impl AttendQuantised {
-    /// For keys and values of `bits` bits; None if the tables do not fit into shared memory.
+    /// The kernel for keys and values of `bits` bits; `None` if shared memory cannot hold the tables.
     pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendQuantised> {
         let heads = HeadShares::of_decode(call);
         let pairs = pairs(call);
-        // No more parts of a work item than can be merged.
+        // The merge limits the parts of a work item.
         let busy = limits.busy_groups.min(MAX_SPLITS);
         let tiles = longest_context(call).div_ceil(TILE) + 1;
         let short = tiles <= CLUSTER_TILES && has_clusters(call, limits);
@@ -131,20 +131,21 @@ impl AttendQuantised {
             fits(call.head_dim, bits, tables, means_bytes, warps, shared_bytes)
         };
         let one_part_each = call.splits == 0 && (call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy);
-        // While one of two blocks begins or ends, the other reads. Wide tables leave no room for two. Other codes have
-        // one, whose compact tables are larger or were not measured, and so do means of pages.
+        // Two blocks per multiprocessor: one reads while the other begins or ends an item. Wide tables leave no room
+        // for two. Codes other than 4 bits, and means of pages, get one block: their compact tables are larger, or were
+        // not measured.
         let of_two = || {
             let (shared_bytes, warps) = (shared_bytes_of_each(2, limits), warps / 2);
             let tables = TableLayout::Compact { copies: COPIES[0] };
             let takes = one_part_each && cluster == 1 && call.head_dim <= BLOCK && bits == [4, 4] && means_bytes == 0;
             (takes && fits_in(shared_bytes, tables, warps)).then_some((2, shared_bytes, tables, warps))
         };
-        // All the shared memory there is: the more, the more sums are merged at a time.
+        // One block gets all shared memory: more memory merges more sums at a time.
         let shared_bytes = limits.threadgroup_bytes;
         let fits = |&(tables, warps): &(TableLayout, usize)| fits_in(shared_bytes, tables, warps);
         let at_least = |least: usize| (least / 2..=warps / 2).rev().map(|half| 2 * half);
         let wide = TableLayout::WIDE.into_iter().flat_map(|tables| at_least(2).map(move |warps| (tables, warps)));
-        // Fewer copies rather than few warps.
+        // Prefer fewer copies to few warps.
         let compact = [8, 4, 2].into_iter().flat_map(|least| {
             let all = COPIES.map(|copies| TableLayout::Compact { copies });
             all.into_iter().flat_map(move |tables| at_least(least).map(move |warps| (tables, warps)))
@@ -155,8 +156,8 @@ impl AttendQuantised {
         let workers = (busy / cluster).max(1);
         let splits = match call.splits {
             0 if one_part_each || cluster == MAX_CLUSTER => 1,
-            // The heads of one token have equally many keys. So no block has parts of two heads, which would cost it
-            // more time than a few blocks less.
+            // The heads of one token have equally many keys. Equal parts avoid blocks with parts of two heads, which
+            // cost more time than a few idle blocks.
             0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => workers / pairs,
             splits => splits.min(MAX_SPLITS),
         };
@@ -165,8 +166,8 @@ impl AttendQuantised {
         } else {
             pairs.saturating_mul(splits)
         };
-        // Worth it where states are long, and blocks that wait for each other fit on the device at once. A thread has
-        // four coordinates of a row.
+        // Faster for long states. All blocks must fit on the device at once, because they wait for each other. A thread
+        // has four coordinates of a row.
         let gather = call.head_dim > 256
             && cluster == 1
             && (2..=MAX_GATHERED).contains(&splits)
@@ -255,8 +256,8 @@ fn has_means(call: &Call) -> bool {
     spec.k.is_centred() || spec.v.is_centred()
 }
 
-/// Whether everything fits into shared memory, with tables in this layout and with `means_bytes` for each warp: the
-/// sums that `layout.h` computes.
+/// Whether shared memory holds everything, with tables in this layout and `means_bytes` for each warp; computed as in
+/// `layout.h`.
 fn fits(
     head_dim: usize,
     bits: [u32; 2],
@@ -270,8 +271,8 @@ fn fits(
     let after = shared_bytes.checked_sub(tables_at + table_bytes);
     let (Some(before), Some(after)) = (before, after) else { return false };
     let Some(sums_before) = before.checked_sub(MAX_GROUP * head_dim * 4) else { return false };
-    // Codes and norms of a group of keys for each warp, and means: as many as fit before the tables, the others after
-    // them.
+    // Each warp has a box with the codes and norms of a group of keys, and means. Boxes are stored before the tables,
+    // and after them if that space is full.
     let [k, v] = bits;
     let codes = codes_bytes(head_dim, k, K_LANES) + codes_bytes(head_dim, v, V_LANES);
     let box_bytes = 2 * GROUP_KEYS * 4 + codes + means_bytes;
@@ -280,7 +281,7 @@ fn fits(
     boxes_fit && sums_fit
 }
 
-/// Bytes of the tables of keys' and values' codecs, which are one if the codecs are: `Table` of `codes.h`.
+/// Bytes of the tables of both codecs (`Table` of `codes.h`). Equal codecs share a table.
 pub(super) fn table_bytes([k, v]: [u32; 2], fives_in_pairs: bool) -> usize {
     let table = |bits| if bits == 5 && fives_in_pairs { 128 << 10 } else { 64 << 10 };
     table(k) + if k == v { 0 } else { table(v) }
@@ -303,8 +304,7 @@ pub(super) fn high_bits(bits: u32) -> usize {
     bits as usize - low_bits(bits)
 }
 
-/// Bytes of the codes that a warp has of a group of keys, or of values, with the padding between rows: `Codes` of
-/// `codes.h`.
+/// Bytes of the codes of a group of keys or values, with the padding between rows: `Codes` of `codes.h`.
 fn codes_bytes(head_dim: usize, bits: u32, lanes: usize) -> usize {
     let coordinates = head_dim.min(256);
     let (low, high) = (coordinates * low_bits(bits) / 8, coordinates * high_bits(bits) / 8);

@@ -1,4 +1,4 @@
-//! Decode attention over dense 16-bit caches whose contexts are short.
+//! Decode attention over dense 16-bit caches with short contexts.
 
 use crate::{
     DType, HeadOrder, Result,
@@ -21,11 +21,11 @@ static SOURCE: Source = Source {
     layouts: &[AttendParams::layout],
 };
 
-/// One warp for each block of a cluster: what a warp computes goes to the block of its number.
+/// One warp for each block of a cluster: warp w sends its result to block w.
 pub(super) const WARPS: usize = MAX_CLUSTER;
 /// Keys of a warp.
 pub(super) const WARP_KEYS: usize = UNIT;
-/// Keys that fit into the shared memory of a cluster.
+/// Maximum keys in the shared memory of a cluster.
 pub(super) const MAX_KEYS: usize = MAX_CLUSTER * WARPS * WARP_KEYS;
 
 /// A cluster of blocks for every token and KV head.
@@ -37,7 +37,7 @@ pub(super) struct AttendShort {
 }
 
 impl AttendShort {
-    /// None if a block has too little shared memory.
+    /// `None` if a block has too little shared memory.
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendShort> {
         let heads = HeadShares::of_decode(call);
         let shared_bytes = shared_bytes(call.head_dim, heads.group);
@@ -73,7 +73,7 @@ pub(super) fn reason(group: usize, blocks: usize) -> String {
     )
 }
 
-/// Bytes of shared memory: the size of `Shared` of `attend_short.cu`.
+/// Bytes of shared memory: the size of `Shared` in `attend_short.cu`.
 fn shared_bytes(head_dim: usize, group: usize) -> usize {
     let rows = 2 * WARPS * (WARP_KEYS * head_dim * 2 + 16);
     let weights = WARPS * 512 + 8 * WARPS * 4;

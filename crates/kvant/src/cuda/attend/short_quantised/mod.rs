@@ -1,4 +1,4 @@
-//! Decode attention over quantised caches whose contexts are short.
+//! Decode attention over quantised caches with short contexts.
 
 use crate::{
     HeadOrder, Result,
@@ -23,11 +23,11 @@ static SOURCE: Source = Source {
     layouts: &[AttendParams::layout],
 };
 
-/// The tables begin here: the hardware may reserve everything before.
+/// Start address of the tables: the hardware may reserve the memory before it.
 const TABLES_AT: usize = 1 << 10;
 /// Coordinates of a warp.
 const SLICE: usize = 64;
-/// Positions of the smallest pages around whose means the kernel reads, and maximum pages of a block's keys.
+/// Minimum positions of a page with means, and maximum pages of a block's keys.
 const MIN_PAGE: usize = 32;
 const MAX_PAGES: usize = 8;
 
@@ -35,17 +35,17 @@ const MAX_PAGES: usize = 8;
 pub(super) struct AttendShortQuantised {
     heads: HeadShares,
     blocks: usize,
-    /// Faster, with a table for 5 bits that is twice as long.
+    /// Uses a table for 5 bits of twice the length, which is faster.
     fives_in_pairs: bool,
     shared_bytes: usize,
-    /// At least half of a multiprocessor's, so that no two blocks share one: lookups take all the bandwidth of its
-    /// shared memory.
+    /// At least half of a multiprocessor's, so that no two blocks share a multiprocessor: lookups take all the
+    /// bandwidth of its shared memory.
     requested_bytes: usize,
 }
 
 impl AttendShortQuantised {
-    /// For keys and values of `bits` bits; None if a block has too little shared memory, if rows of a plane cannot be
-    /// copied 16 bytes at a time, or if pages with means are too small.
+    /// The kernel for keys and values of `bits` bits. `None` if a block has too little shared memory, if rows of a
+    /// plane cannot be copied 16 bytes at a time, or if pages with means are too small.
     pub(super) fn new(call: &Call, bits: [u32; 2], limits: &Limits) -> Option<AttendShortQuantised> {
         let heads = HeadShares::of_decode(call);
         if !bits.into_iter().all(|bits| (call.head_dim * high_bits(bits) / 8).is_multiple_of(16)) {
@@ -107,17 +107,16 @@ impl AttendShortQuantised {
     }
 }
 
-/// Bytes of shared memory for the means of keys and of values, if there are any, and for the sums of the weights of
-/// each page: of `Shared`, too. A multiple of 16.
+/// Bytes of `Shared` for the means of keys and values, and for the sums of the weights of each page. A multiple of 16.
 fn means_bytes(head_dim: usize, [of_keys, of_values]: [bool; 2]) -> usize {
     let side = |means| if means { MAX_PAGES * (head_dim + 16) } else { 16 };
     side(of_keys) + side(of_values) + if of_values { WARPS } else { 1 } * MAX_PAGES * 8 * 4
 }
 
-/// Bytes of shared memory: the tables, and `Shared` of `attend_short_quantised.cu` without what means take.
+/// Bytes of shared memory without means: the tables, and `Shared` in `attend_short_quantised.cu`.
 fn shared_bytes(head_dim: usize, [k, v]: [u32; 2], fives_in_pairs: bool, group: usize) -> usize {
     let tables = table_bytes([k, v], fives_in_pairs);
-    // A lane's share of a key that it reads at a time.
+    // Coordinates of a key that a lane reads at a time.
     let run = (head_dim.min(BLOCK) / K_LANES).min(32 * 8 / low_bits(k));
     let gap = |run: usize| if (5..32).contains(&run) { K_LANES * run } else { 16 };
     let rows = |bits: usize, gap: usize| {

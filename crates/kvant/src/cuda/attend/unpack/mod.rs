@@ -1,5 +1,5 @@
-//! Attention of many tokens over quantised pages: the keys and values that the tokens see are decoded to bf16 pages,
-//! once a call, and the kernel of prompts reads these.
+//! Attention of many tokens over quantised pages. A call decodes the visible keys and values to bf16 pages once, and
+//! the kernel of prompts reads these pages.
 
 use crate::{
     Codec, DType, Error, Planes, Result, Step,
@@ -34,7 +34,7 @@ static UNPACK: Source = Source {
 };
 
 const WARPS: usize = 8;
-/// Warps of the block that finds the ranges.
+/// Warps of the block that finds the visible ranges.
 const RANGE_WARPS: usize = 32;
 /// Maximum bytes of decoded keys, and of decoded values.
 const MAX_BYTES: usize = 1 << 30;
@@ -44,11 +44,11 @@ pub(super) struct UnpackedPages {
     pub k: Scratch,
     pub v: Scratch,
     pub table: Scratch,
-    /// Entries of the table from this one on are no pages.
+    /// Table entries at or above this value name no page.
     pub entries: u32,
 }
 
-/// How much memory the decoded pages take.
+/// The kernel of prompts, and the size of the decoded pages.
 pub(super) struct AttendUnpack {
     prefill: AttendPrefill,
     slots: usize,
@@ -58,19 +58,19 @@ pub(super) struct AttendUnpack {
 }
 
 impl AttendUnpack {
-    /// Whether bf16 holds the side's vectors, except for the last bits of quantised ones.
+    /// Whether bf16 can hold the side's vectors. Quantised ones lose their last bits.
     fn can_read(codec: Codec) -> bool {
         codec.is_quantised() || codec == Codec::BF16
     }
 
-    /// `None` for caches that it cannot read, and if the keys that the tokens may see exceed [`MAX_BYTES`].
+    /// `None` for unsupported caches, and if the visible keys exceed [`MAX_BYTES`].
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<AttendUnpack> {
         let spec = call.layer.spec();
         let page_tokens = call.layer.pages()?.page_tokens;
         if call.q.dtype() != DType::BF16 || ![spec.k, spec.v].into_iter().all(AttendUnpack::can_read) {
             return None;
         }
-        // The batch of a pool's step bounds what the device finds in it.
+        // The batch of a pool's step bounds the contents of its buffers on the device.
         let batch = call.step.batch();
         let slots = batch.sequences.min(call.tokens).min(call.step.sequences());
         let seen = keys_of_tokens(call, batch.max_new.max(1));
@@ -88,10 +88,9 @@ impl AttendUnpack {
         format!("attend_unpack decodes up to {pages} pages to bf16 before; {}", self.prefill.reason())
     }
 
-    /// The launches: two kernels that decode, and the kernel of prompts.
+    /// The launches: two kernels that decode pages, then the kernel of prompts.
     ///
-    /// # Errors
-    /// `OutOfMemory`, and others of a launch.
+    /// # Errors `OutOfMemory` for the decoded pages, and the errors of a launch.
     pub(super) fn launches(&self, call: &Call, b: &Builder) -> Result<Vec<Launch>> {
         let Some(table) = call.step.table_of(&call.layer) else {
             return Err(Error::Unsupported { op: NAME, device: "cuda", reason: "no pages to unpack".into() });
@@ -147,7 +146,7 @@ impl AttendUnpack {
                 .grid([width, call.layer.spec().kv_heads, sequences], [32 * WARPS, 1, 1]);
             if is_keys { launch.scratch(7, &pages.table, Use::Write) } else { launch }
         };
-        // Rotated queries meet rotated keys.
+        // Rotated queries need rotated keys.
         Ok(vec![
             find,
             side(&call.layer.k, &pages.k, !call.q_rotated, true),

@@ -44,12 +44,14 @@ const MAX_HALVES: usize = 16;
 const SMALL: usize = 1 << 24;
 /// Maximum spans of inputs whose scales are in shared memory.
 const SLOTS: usize = 2;
+/// Maximum rows of a tile, and of one matrix.
+pub(super) const MAX_ROWS: usize = 128;
 /// Rows of a tile.
-const ROWS: [usize; 5] = [8, 16, 32, 64, 128];
+const ROWS: [usize; 5] = [8, 16, 32, 64, MAX_ROWS];
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 /// Maximum rows of products of codes. With more rows, codes become weights, rounded to bf16.
-const MAX_CODES: usize = 32;
+pub(super) const MAX_CODES: usize = 32;
 /// Maximum rows with four warpgroups that multiply. With more rows, two warpgroups have twice the work.
 const FOUR_WARPGROUPS: usize = 64;
 /// Maximum chunks in shared memory.

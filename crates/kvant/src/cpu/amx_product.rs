@@ -6,17 +6,17 @@
 
 use std::arch::{asm, x86_64::*};
 
-use super::simd::amx::{TILE_BYTES, TILE_ROWS};
+use super::simd::amx::{AMX_ROW_BYTES, AMX_ROWS};
 
 /// Bytes of an AMX tile.
-pub(super) const TILE: usize = TILE_ROWS * TILE_BYTES;
+pub(super) const AMX_TILE: usize = AMX_ROWS * AMX_ROW_BYTES;
 /// Bytes of a hi tile and of the lo tile that follows it.
-pub(super) const PAIR: usize = 2 * TILE;
+pub(super) const PAIR: usize = 2 * AMX_TILE;
 /// Rows and columns of a block of sums: two tiles each.
 pub(super) const BLOCK: usize = 32;
 
 /// A product of two matrices in AMX tiles: 16 or 32 rows times 32 columns.
-pub(super) struct TileProduct {
+pub(super) struct AmxProduct {
     /// `[16 or 32, BLOCK]`; rows are `apart` bytes apart.
     pub sums: *mut f32,
     pub apart: usize,
@@ -42,14 +42,14 @@ const LO_A: u32 = 2;
 const LO_B: u32 = 4;
 const CLEARS: u32 = 8;
 
-impl TileProduct {
+impl AmxProduct {
     /// Adds the products to the sums.
     ///
     /// # Safety
-    /// This thread has `Tiles`; the tiles exist, and nobody else accesses the sums.
+    /// This thread has `AmxRegisters`; the tiles exist, and nobody else accesses the sums.
     #[inline(always)]
     pub(super) unsafe fn add(self) {
-        let TileProduct { sums, apart, clears, a: [a0, a1], both, b: [b0, b1], digits, step_bytes, steps } = self;
+        let AmxProduct { sums, apart, clears, a: [a0, a1], both, b: [b0, b1], digits, step_bytes, steps } = self;
         debug_assert!(steps > 0);
         let flag = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
         let flags = flag(both, BOTH) | flag(digits[0] == 2, LO_A) | flag(digits[1] == 2, LO_B) | flag(clears, CLEARS);
@@ -121,9 +121,9 @@ impl TileProduct {
                 "tilestored [{more} + {apart} + 64], tmm3",
                 "7:",
                 sums = in(reg) sums,
-                more = in(reg) sums.wrapping_byte_add(TILE_ROWS * apart),
+                more = in(reg) sums.wrapping_byte_add(AMX_ROWS * apart),
                 apart = in(reg) apart,
-                row = in(reg) TILE_BYTES,
+                row = in(reg) AMX_ROW_BYTES,
                 flags = in(reg) flags,
                 a0 = inout(reg) a0 => _,
                 a1 = inout(reg) a1 => _,

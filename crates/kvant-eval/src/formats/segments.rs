@@ -1,9 +1,9 @@
-//! Formats that store tiles: the vectors of a head at 128 positions, `[128, dim]`.
+//! Formats that store segments: the vectors of a head at 128 positions, `[128, dim]`.
 
 use super::{floats::f16, rotation};
 
-/// Positions of a tile.
-pub const TILE: usize = 128;
+/// Positions of a segment.
+pub const SEGMENT: usize = 128;
 /// Numbers in KIVI that share a scale and a zero point.
 const GROUP: usize = 32;
 /// Passes in which KVarN balances rows and columns.
@@ -11,24 +11,24 @@ const PASSES: usize = 16;
 
 /// KIVI: groups of one coordinate at 32 positions for keys, of 32 coordinates of a vector for values. Each group is
 /// stored as integers between its minimum and maximum.
-pub fn kivi(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
+pub fn kivi(segment: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
     let mut group = [0.0; GROUP];
-    for first in 0..tile.len() / GROUP {
+    for first in 0..segment.len() / GROUP {
         // The index of the first number of a group, and the stride between its numbers.
         let (start, step) = if is_keys { (first / dim * GROUP * dim + first % dim, dim) } else { (first * GROUP, 1) };
-        group.iter_mut().enumerate().for_each(|(i, x)| *x = tile[start + i * step]);
+        group.iter_mut().enumerate().for_each(|(i, x)| *x = segment[start + i * step]);
         let (min, scale) = range(&group, bits, 1e-8);
         for (i, &x) in group.iter().enumerate() {
-            tile[start + i * step] = code(x, min, scale, bits) * f16(scale) + f16(min);
+            segment[start + i * step] = code(x, min, scale, bits) * f16(scale) + f16(min);
         }
     }
 }
 
 /// KVarN: rotated vectors whose rows and columns are divided by factors that equalise their deviations. Each row is
 /// stored as integers between its minimum and maximum. Rows are coordinates for keys, positions for values.
-pub fn kvarn(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
-    rotation::rotate(tile, dim, dim);
-    let mut matrix = Tile::new(tile, dim);
+pub fn kvarn(segment: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
+    rotation::rotate(segment, dim, dim);
+    let mut matrix = Segment::new(segment, dim);
     if is_keys {
         matrix = matrix.transposed();
     }
@@ -44,8 +44,8 @@ pub fn kvarn(tile: &mut [f64], dim: usize, bits: u32, is_keys: bool) {
     if is_keys {
         matrix = matrix.transposed();
     }
-    tile.copy_from_slice(&matrix.numbers);
-    rotation::rotate(tile, dim, dim);
+    segment.copy_from_slice(&matrix.numbers);
+    rotation::rotate(segment, dim, dim);
 }
 
 /// The minimum, and the step of the integers between minimum and maximum.
@@ -62,14 +62,14 @@ fn levels(bits: u32) -> f64 {
     f64::from((1u32 << bits) - 1)
 }
 
-struct Tile {
+struct Segment {
     numbers: Vec<f64>,
     columns: usize,
 }
 
-impl Tile {
-    fn new(numbers: &[f64], columns: usize) -> Tile {
-        Tile { numbers: numbers.to_vec(), columns }
+impl Segment {
+    fn new(numbers: &[f64], columns: usize) -> Segment {
+        Segment { numbers: numbers.to_vec(), columns }
     }
 
     fn rows(&self) -> usize {
@@ -84,16 +84,16 @@ impl Tile {
         &mut self.numbers[row * self.columns..][..self.columns]
     }
 
-    fn transposed(&self) -> Tile {
+    fn transposed(&self) -> Segment {
         let (rows, columns) = (self.rows(), self.columns);
         let numbers = (0..rows * columns).map(|i| self.numbers[i % rows * columns + i / rows]).collect();
-        Tile { numbers, columns: rows }
+        Segment { numbers, columns: rows }
     }
 
     /// Divides the numbers by the factors of their row and column.
-    fn scaled(&self, of_rows: &[f64], of_columns: &[f64]) -> Tile {
+    fn scaled(&self, of_rows: &[f64], of_columns: &[f64]) -> Segment {
         let at = |i: usize| self.numbers[i] / of_columns[i % self.columns] / of_rows[i / self.columns];
-        Tile { numbers: (0..self.numbers.len()).map(at).collect(), columns: self.columns }
+        Segment { numbers: (0..self.numbers.len()).map(at).collect(), columns: self.columns }
     }
 
     /// The standard deviation of each row.

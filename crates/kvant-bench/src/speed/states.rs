@@ -1,12 +1,12 @@
-//! Times of the operations with a state per sequence, in the shapes of Qwen 3.5 27B: see `speed.rs`. A copy of as many
-//! bytes as the states have is the floor of decoding.
-
-use crate::speed::{copies, device, line, noise};
+//! The operations with a state per sequence, in the shapes of Qwen 3.5 27B. A copy of the states is the floor of
+//! decoding.
 
 use kvant::{
     DType, Device, Result, Tensor,
     ops::{self, CausalConv, DeltaRule, StateRuns, StateSlots},
 };
+
+use crate::timer::{Timer, copies, noise};
 
 const KEY_HEADS: usize = 16;
 const HEADS: usize = 48;
@@ -50,29 +50,34 @@ fn groups(device: &Device, count: usize, sequences: usize, rows: u32) -> Result<
     (0..count).map(runs).collect()
 }
 
-#[test]
-#[ignore = "a measurement"]
-fn decode() -> Result<()> {
-    let device = device()?;
+/// Decode steps of several sequences, then prompts.
+pub fn all(timer: &Timer) -> Result<()> {
+    timer.head();
+    decode(timer)?;
+    prompts(timer)
+}
+
+fn decode(timer: &Timer) -> Result<()> {
+    let device = &timer.device;
     for sequences in [1, 2, 4, 8, 16, 32, 64] {
-        let layer = Layer::new(&device, sequences)?;
+        let layer = Layer::new(device, sequences)?;
         let bytes = sequences * HEADS * DIM * DIM * 4;
         let count = copies(2 * bytes).max(2);
-        let states = Tensor::zeros(&device, DType::F32, &[count * sequences, HEADS, DIM, DIM])?;
-        let (slots, runs) = (StateSlots::new(&states)?, groups(&device, count, sequences, 1)?);
-        line(&device, &format!("delta_rule, {sequences} sequences"), 2 * bytes, count, |enc, i| {
+        let states = Tensor::zeros(device, DType::F32, &[count * sequences, HEADS, DIM, DIM])?;
+        let (slots, runs) = (StateSlots::new(&states)?, groups(device, count, sequences, 1)?);
+        timer.line(&format!("delta_rule, {sequences} sequences"), 2 * bytes, count, |enc, i| {
             ops::delta_rule(enc, &layer.rule(&slots, &runs[i]))
         })?;
         let half = states.rows(0..count / 2 * sequences)?;
         let other = states.rows(count / 2 * sequences..count / 2 * 2 * sequences)?;
-        line(&device, &format!("copy of {sequences} states"), 2 * bytes, count / 2, |enc, i| {
+        timer.line(&format!("copy of {sequences} states"), 2 * bytes, count / 2, |enc, i| {
             let of = |tensor: &Tensor| tensor.rows(i * sequences..(i + 1) * sequences);
             ops::copy(enc, &of(&half)?, &of(&other)?)
         })?;
-        let inputs = Tensor::zeros(&device, DType::BF16, &[count * sequences, TAPS - 1, CHANNELS])?;
-        let (slots, out) = (StateSlots::new(&inputs)?, noise(&device, DType::BF16, &[sequences, CHANNELS])?);
+        let inputs = Tensor::zeros(device, DType::BF16, &[count * sequences, TAPS - 1, CHANNELS])?;
+        let (slots, out) = (StateSlots::new(&inputs)?, noise(device, DType::BF16, &[sequences, CHANNELS])?);
         let bytes = 2 * out.bytes() + 2 * inputs.bytes() / count + layer.weight.bytes();
-        line(&device, &format!("causal_conv, {sequences} sequences"), bytes, count, |enc, i| {
+        timer.line(&format!("causal_conv, {sequences} sequences"), bytes, count, |enc, i| {
             let conv = CausalConv::new(&layer.qkv, &layer.weight, &slots, &runs[i], &out).silu(true);
             ops::causal_conv(enc, &conv)
         })?;
@@ -80,21 +85,19 @@ fn decode() -> Result<()> {
     Ok(())
 }
 
-#[test]
-#[ignore = "a measurement"]
-fn prompts() -> Result<()> {
-    let device = device()?;
+fn prompts(timer: &Timer) -> Result<()> {
+    let device = &timer.device;
     for (sequences, rows) in [(1, 4), (1, 8), (1, 16), (1, 64), (1, 512), (1, 4096), (4, 1024)] {
-        let layer = Layer::new(&device, sequences * rows)?;
-        let states = Tensor::zeros(&device, DType::F32, &[sequences, HEADS, DIM, DIM])?;
-        let (slots, runs) = (StateSlots::new(&states)?, groups(&device, 1, sequences, rows as u32)?);
+        let layer = Layer::new(device, sequences * rows)?;
+        let states = Tensor::zeros(device, DType::F32, &[sequences, HEADS, DIM, DIM])?;
+        let (slots, runs) = (StateSlots::new(&states)?, groups(device, 1, sequences, rows as u32)?);
         let bytes = layer.qkv.bytes() + layer.out.bytes() + 2 * states.bytes();
-        line(&device, &format!("delta_rule, {sequences} prompts of {rows}"), bytes, 1, |enc, _| {
+        timer.line(&format!("delta_rule, {sequences} prompts of {rows}"), bytes, 1, |enc, _| {
             ops::delta_rule(enc, &layer.rule(&slots, &runs[0]))
         })?;
-        let inputs = Tensor::zeros(&device, DType::BF16, &[sequences, TAPS - 1, CHANNELS])?;
-        let (slots, out) = (StateSlots::new(&inputs)?, noise(&device, DType::BF16, &[sequences * rows, CHANNELS])?);
-        line(&device, &format!("causal_conv, {sequences} prompts of {rows}"), 2 * out.bytes(), 1, |enc, _| {
+        let inputs = Tensor::zeros(device, DType::BF16, &[sequences, TAPS - 1, CHANNELS])?;
+        let (slots, out) = (StateSlots::new(&inputs)?, noise(device, DType::BF16, &[sequences * rows, CHANNELS])?);
+        timer.line(&format!("causal_conv, {sequences} prompts of {rows}"), 2 * out.bytes(), 1, |enc, _| {
             let conv = CausalConv::new(&layer.qkv, &layer.weight, &slots, &runs[0], &out).silu(true);
             ops::causal_conv(enc, &conv)
         })?;

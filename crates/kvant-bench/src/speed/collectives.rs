@@ -1,5 +1,4 @@
-//! How long collectives take on the NVIDIA GPUs of this machine, in graphs: a table. Nothing is judged.
-//! `cargo test --release --test suite -- groups::speed --ignored --nocapture`; `KVANT_TEST_RANKS=2` takes two GPUs.
+//! Collectives on a group of this machine's NVIDIA GPUs, in graphs.
 
 use std::time::Instant;
 
@@ -10,6 +9,13 @@ use kvant::{
 
 /// Collectives of a graph. Each depends on the previous one.
 const CHAIN: usize = 200;
+
+/// The first `max_ranks` GPUs, or as many as the machine has.
+fn gpus(max_ranks: usize) -> Result<Device> {
+    let first = Device::cuda(0)?;
+    let rest = (1..max_ranks).map_while(|index| Device::cuda(index).ok());
+    Device::group(&std::iter::once(first).chain(rest).collect::<Vec<_>>())
+}
 
 /// Microseconds of a collective.
 fn time(group: &Device, record: impl Fn(&mut Encoder, usize) -> Result<()>) -> Result<f64> {
@@ -28,10 +34,9 @@ fn time(group: &Device, record: impl Fn(&mut Encoder, usize) -> Result<()>) -> R
     Ok(times?.into_iter().fold(f64::INFINITY, f64::min))
 }
 
-#[test]
-#[ignore = "a measurement"]
-fn all_reduces() -> Result<()> {
-    let group = super::gpus().expect("a GPU");
+/// Sums of messages of 1 KiB to 64 MiB.
+pub fn all_reduces(max_ranks: usize) -> Result<()> {
+    let group = gpus(max_ranks)?;
     println!("| all_reduce, {} ranks, bf16 | µs | GB/s of messages |", group.ranks());
     println!("|---|---|---|");
     for kib in [1, 4, 8, 10, 16, 21, 32, 64, 128, 192, 256, 320, 512, 1024, 2048, 4096, 16384, 65536] {
@@ -46,10 +51,9 @@ fn all_reduces() -> Result<()> {
     Ok(())
 }
 
-#[test]
-#[ignore = "a measurement"]
-fn all_gathers() -> Result<()> {
-    let group = super::gpus().expect("a GPU");
+/// Concatenations of parts of logits.
+pub fn all_gathers(max_ranks: usize) -> Result<()> {
+    let group = gpus(max_ranks)?;
     println!("| all_gather, {} ranks, f32 | µs | GB/s of each rank's part |", group.ranks());
     println!("|---|---|---|");
     for (rows, columns) in [(1, 64), (64, 64), (1, 131_072), (8, 131_072), (64, 131_072)] {

@@ -1,21 +1,18 @@
-//! Times of codecs on a GPU: decode and encoding over pages of a pool, by bits of a code, with and without page means.
-//! `KVANT_TEST_DEVICE=cuda cargo test --release -p kvant --test suite -- codec_speed:: --ignored --nocapture
-//! --test-threads 1`; KVANT_SPEED selects lines by a part of their names.
-//!
-//! This is a measurement without assertions. The graphs of a line are replayed in turns. Each graph contains the
-//! operation many times, over layers that together exceed the caches. Times are medians in µs.
+//! Codecs: decode and writes over pages of a pool, by bits of a code, with and without page means. The graphs of a line
+//! are replayed in turns. Times are medians in µs.
 
 use std::sync::OnceLock;
 
-use crate::{
-    common::{on_threads, query},
-    speed::{copies, device, in_turns, noise, random_bits},
-};
 use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, Graph, HeadOrder, KvLayer, KvPool, PoolSpec, Result, Sequence, Step,
     Tensor,
-    ops::{self, Attend, HeadNorm, KvWrite, NormRopeWrite, Rope},
+    ops::{self, Attend, HeadNorm, KvWrite, NormRopeWrite, Query, Rope},
 };
+
+use crate::timer::{Timer, copies, in_turns, noise, random_bits};
+
+/// Threads that compile kernels.
+const THREADS: usize = 8;
 
 /// A codec, and the page size.
 type Column = (Codec, usize);
@@ -42,7 +39,7 @@ enum Operation {
 
 /// An operation on the last `tokens` of `keys` tokens.
 #[derive(Clone, Copy, Debug)]
-struct Line {
+struct CodecLine {
     operation: Operation,
     shape: [usize; 3],
     tokens: usize,
@@ -50,7 +47,7 @@ struct Line {
 }
 
 /// Layers of a pool, the step of a sequence's last tokens, the sequence, and the inputs and outputs.
-struct Filled {
+struct FilledPool {
     layers: Vec<KvLayer>,
     step: Step,
     _sequence: Sequence,
@@ -61,15 +58,15 @@ struct Filled {
     weight: Tensor,
 }
 
-impl Line {
+impl CodecLine {
     fn name(&self) -> String {
-        let Line { operation, shape: [dim, heads, kv_heads], tokens, keys } = self;
+        let CodecLine { operation, shape: [dim, heads, kv_heads], tokens, keys } = self;
         format!("{operation:?} {dim}, {heads}, {kv_heads}: {tokens} of {keys}")
     }
 
     /// Layers filled with arbitrary data.
-    fn filled(&self, device: &Device, (codec, page_tokens): Column, layers: usize) -> Result<Filled> {
-        let &Line { shape: [dim, heads, kv_heads], tokens, keys, .. } = self;
+    fn filled(&self, device: &Device, (codec, page_tokens): Column, layers: usize) -> Result<FilledPool> {
+        let &CodecLine { shape: [dim, heads, kv_heads], tokens, keys, .. } = self;
         let spec = PoolSpec::new(vec![CacheLayer::new(kv_heads, dim, codec); layers], 0).page_tokens(page_tokens);
         let pool = KvPool::new(device, &spec.room_for(1, keys + page_tokens, tokens)?)?;
         let mut sequence = pool.sequence();
@@ -81,15 +78,15 @@ impl Line {
         let new = |heads| noise(device, DType::BF16, &[tokens, heads, dim]);
         let (q, k, v, out, weight) =
             (new(heads)?, new(kv_heads)?, new(kv_heads)?, new(heads)?, noise(device, DType::BF16, &[dim])?);
-        Ok(Filled { layers, step, _sequence: sequence, q, k, v, out, weight })
+        Ok(FilledPool { layers, step, _sequence: sequence, q, k, v, out, weight })
     }
 
-    fn record(&self, enc: &mut Encoder, filled: &Filled, call: usize) -> Result<()> {
-        let Filled { layers, step, q, k, v, out, weight, .. } = filled;
+    fn record(&self, enc: &mut Encoder, filled: &FilledPool, call: usize) -> Result<()> {
+        let FilledPool { layers, step, q, k, v, out, weight, .. } = filled;
         let (layer, dim) = (&layers[call % layers.len()], self.shape[0]);
         match self.operation {
             Operation::Attend => {
-                ops::attend(enc, &Attend::new(query(q, true), layer, step, out).scale((dim as f32).powf(-0.5)))
+                ops::attend(enc, &Attend::new(Query::Rotated(q), layer, step, out).scale((dim as f32).powf(-0.5)))
             }
             Operation::KvWrite => ops::kv_write(enc, &KvWrite::new(k, v, step, layer).order(HeadOrder::TokenMajor)),
             Operation::NormRopeWrite => {
@@ -110,21 +107,30 @@ fn bits(bytes: usize) -> Vec<u8> {
     out
 }
 
-fn measure(lines: impl Iterator<Item = Line>) -> Result<()> {
-    let device = &device()?;
-    let wanted = |line: &Line| std::env::var("KVANT_SPEED").map_or(true, |part| line.name().contains(&part));
-    let lines: Vec<Line> = lines.filter(wanted).collect();
+/// Compiles the kernels of all lines, on several threads: a compiler takes longer than the measurement.
+fn compile(device: &Device, lines: &[CodecLine]) -> Result<()> {
     let all: Vec<_> = lines.iter().flat_map(|&line| COLUMNS.map(|column| (line, column))).collect();
-    on_threads(&all, |(line, column)| {
-        let compiled = line
-            .filled(device, *column, 1)
-            .and_then(|filled| Encoder::capture(device, |enc| line.record(enc, &filled, 0)).map(drop));
-        compiled.unwrap_or_else(|error| panic!("{line:?}, {column:?}: {error}"));
-    });
+    let compile_part = |first: usize| {
+        all.iter().skip(first).step_by(THREADS).try_for_each(|&(line, column)| {
+            let filled = line.filled(device, column, 1)?;
+            Encoder::capture(device, |enc| line.record(enc, &filled, 0)).map(drop)
+        })
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS).map(|first| scope.spawn(move || compile_part(first))).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("a thread that compiles panicked"))
+    })
+}
+
+fn measure(timer: &Timer, lines: impl Iterator<Item = CodecLine>) -> Result<()> {
+    let device = &timer.device;
+    let lines: Vec<CodecLine> = lines.filter(|line| timer.is_wanted(&line.name())).collect();
+    compile(device, &lines)?;
     let names = COLUMNS.map(|(codec, page_tokens)| format!("{codec}, pages of {page_tokens}"));
-    println!("| operation, D, H, Hk: tokens | {} |", names.join(" | "));
+    println!("| operation on {}, D, H, Hk: tokens | {} |", device.name(), names.join(" | "));
+    println!("|---|{}", "---|".repeat(COLUMNS.len()));
     for line in lines {
-        let Line { shape: [dim, _, kv_heads], tokens, keys, .. } = line;
+        let CodecLine { shape: [dim, _, kv_heads], tokens, keys, .. } = line;
         let filled = COLUMNS.map(|column| {
             let layers = copies(2 * kv_heads * keys * column.0.bytes_per_vector(dim));
             let filled = line.filled(device, column, layers)?;
@@ -133,7 +139,7 @@ fn measure(lines: impl Iterator<Item = Line>) -> Result<()> {
             }
             Ok(filled)
         });
-        let filled = filled.into_iter().collect::<Result<Vec<Filled>>>()?;
+        let filled = filled.into_iter().collect::<Result<Vec<FilledPool>>>()?;
         let calls = if tokens > 1 { 8 } else { 64 };
         let record = |filled| Encoder::capture(device, |enc| (0..calls).try_for_each(|i| line.record(enc, filled, i)));
         let graphs = filled.iter().map(record).collect::<Result<Vec<Graph>>>()?;
@@ -143,21 +149,18 @@ fn measure(lines: impl Iterator<Item = Line>) -> Result<()> {
     Ok(())
 }
 
-#[test]
-#[ignore = "a measurement"]
-fn decode() -> Result<()> {
-    let lines = |keys| SHAPES.map(|shape| Line { operation: Operation::Attend, shape, tokens: 1, keys });
-    measure([131_072, 8192, 1024].into_iter().flat_map(lines))
+/// Decode attention of one token.
+pub fn decode(timer: &Timer) -> Result<()> {
+    let lines = |keys| SHAPES.map(|shape| CodecLine { operation: Operation::Attend, shape, tokens: 1, keys });
+    measure(timer, [131_072, 8192, 1024].into_iter().flat_map(lines))
 }
 
 /// A prompt and decode steps: in the middle of a page, and at its first position, where a mean is chosen.
-#[test]
-#[ignore = "a measurement"]
-fn encoding() -> Result<()> {
+pub fn writes(timer: &Timer) -> Result<()> {
     let lines = |shape| {
         [(8192, 8192), (1, 4096 + 33), (1, 4096 + 1)].into_iter().flat_map(move |(tokens, keys)| {
-            [Operation::KvWrite, Operation::NormRopeWrite].map(|operation| Line { operation, shape, tokens, keys })
+            [Operation::KvWrite, Operation::NormRopeWrite].map(|operation| CodecLine { operation, shape, tokens, keys })
         })
     };
-    measure([SHAPES[0], SHAPES[1]].into_iter().flat_map(lines))
+    measure(timer, [SHAPES[0], SHAPES[1]].into_iter().flat_map(lines))
 }
