@@ -122,8 +122,19 @@ impl Storage for PoolStorage {
         self.pool.step(batch).map(|step| PoolStep::Mixed(Box::new(step))).map_err(failure)
     }
 
-    fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<(), StorageError> {
-        Ok(sequence.truncate(len)?)
+    fn hold(&mut self, sequence: &mut Sequence, drafts: usize) {
+        // Windows hold all positions that the latest step could see.
+        if !self.pool.spec().states.is_empty() {
+            sequence.hold(drafts);
+        }
+    }
+
+    fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<usize, StorageError> {
+        match sequence.truncate(len) {
+            Err(kvant::Error::NoStates { kept: Some(start), .. }) if start < len => sequence.truncate(start)?,
+            result => result?,
+        }
+        Ok(sequence.len())
     }
 
     fn len(&self, sequence: &Sequence) -> usize {
