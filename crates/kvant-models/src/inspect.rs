@@ -206,7 +206,7 @@ fn tensors(spec: &DecoderSpec, source: &dyn Source, ranks: usize) -> Vec<Stored>
         match &block.mixer {
             MixerSpec::Attention(spec) => list.attention(spec, h, source),
             MixerSpec::DeltaNet(spec) => list.delta_net(spec, h, source),
-            MixerSpec::ShortConv(spec) => list.short_conv(spec),
+            MixerSpec::ShortConv(spec) => list.short_conv(spec, h),
         }
         list.feed_forward(&block.feed_forward, h, source);
         for part in [Part::AttentionPostNorm, Part::FeedForwardPostNorm] {
@@ -307,10 +307,10 @@ impl InBlock<'_> {
 
     fn short_conv(&mut self, spec: &ShortConvSpec) {
         let ShortConvSpec { channels, taps, biases } = *spec;
-        self.matrix(Part::ConvInput, &[3 * channels, channels], biases);
+        self.matrix(Part::ConvInput, &[3 * channels, h], biases);
         self.vector_if(true, Part::ConvTaps, &[channels, taps]);
         self.vector_if(biases, Part::ConvTaps, &[channels]);
-        self.matrix(Part::ConvOutput, &[channels, channels], biases);
+        self.matrix(Part::ConvOutput, &[h, channels], biases);
     }
 
     fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {
