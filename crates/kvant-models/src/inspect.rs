@@ -9,7 +9,7 @@ use crate::{
     cut::output_rows,
     forward::workspace_bytes,
     open::with_source,
-    pools::pool_spec,
+    pools::{pool_spec, pool_spec_with},
     shard::local_spec,
     source::{Form, Part, Role, Source, converted::is_converted},
     spec::{
@@ -133,6 +133,22 @@ impl Inspection {
     /// `Kvant` for a codec that does not support the model's head sizes, or a size that overflows.
     pub fn cache_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
         Ok(pool_spec(&self.local, options, load.pass_tokens, load.activations)?.bytes)
+    }
+
+    /// Bytes of the keys and values in a pool for this model: [`Inspection::cache_bytes`] without states.
+    ///
+    /// # Errors
+    /// As [`Inspection::cache_bytes`].
+    pub fn key_value_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
+        Ok(pool_spec_with(&self.local, options, load.pass_tokens, load.activations, Vec::new())?.bytes)
+    }
+
+    /// Bytes of the states of one sequence in all recurrent layers; 0 if the model has none.
+    pub fn state_bytes(&self, load: &LoadOptions) -> usize {
+        let bytes = |state: kvant::StateLayer| {
+            state.shape.iter().fold(state.dtype.size(), |bytes, &size| bytes.saturating_mul(size))
+        };
+        self.local.states(load.activations).into_iter().map(bytes).fold(0, usize::saturating_add)
     }
 
     /// Memory for the model and a pool. Kernels and internal tables of the device are not included.
@@ -305,7 +321,7 @@ impl InBlock<'_> {
         self.matrix(Part::DeltaOutput, &[h, spec.value_width()], false);
     }
 
-    fn short_conv(&mut self, spec: &ShortConvSpec) {
+    fn short_conv(&mut self, spec: &ShortConvSpec, h: usize) {
         let ShortConvSpec { channels, taps, biases } = *spec;
         self.matrix(Part::ConvInput, &[3 * channels, h], biases);
         self.vector_if(true, Part::ConvTaps, &[channels, taps]);

@@ -238,6 +238,7 @@ impl Worker {
         stats.paused = self.running.values().filter(|running| running.is_paused).count();
         (stats.pages_bytes, stats.pages_used, stats.host_used) = (usage.bytes, usage.used, usage.host);
         stats.requests_used = counts.committed.min(usage.used);
+        stats.states_used = usage.states;
         (stats.prefix_queries, stats.prefix_hits) = (counts.prefix_queries, counts.prefix_hits);
         (stats.preemptions, stats.steps) = (counts.preemptions, counts.steps);
     }
