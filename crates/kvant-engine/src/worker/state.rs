@@ -87,6 +87,7 @@ impl Worker {
         let rows = options.sequences.max(draws.min(MAX_RECORDED)).min(options.step_tokens);
         let decoder = BatchDecoder::new(&model, &pool, rows)?;
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
+        let storage = storage.with_state_interval(options.state_interval);
         let storage = storage.with_decoder(decoder, 1 + repeated + drafts);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
         let EngineOptions { sequences, step_tokens, unread, .. } = *options;
@@ -237,8 +238,8 @@ impl Worker {
         (stats.running, stats.waiting) = (counts.running, counts.waiting);
         stats.paused = self.running.values().filter(|running| running.is_paused).count();
         (stats.pages_bytes, stats.pages_used, stats.host_used) = (usage.bytes, usage.used, usage.host);
-        stats.requests_used = counts.committed.min(usage.used);
         stats.states_used = usage.states;
+        stats.requests_used = counts.committed.min(usage.used);
         (stats.prefix_queries, stats.prefix_hits) = (counts.prefix_queries, counts.prefix_hits);
         (stats.preemptions, stats.steps) = (counts.preemptions, counts.steps);
     }

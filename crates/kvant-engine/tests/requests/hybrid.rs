@@ -138,13 +138,35 @@ fn texts_share_what_they_begin_with() {
     }
 }
 
+/// With an interval, a text can be continued at each of its multiples.
+#[test]
+fn states_are_kept_at_intervals() {
+    for family in FAMILIES {
+        let model = model(family);
+        let prompt = text(5, 130);
+        for (interval, expected) in
+            [(None, [0, 0, 0]), (Some(1), [32, 64, 96]), (Some(20), [32, 64, 96]), (Some(48), [0, 48, 96])]
+        {
+            let options = interval.map_or(options(), |tokens| options().state_interval(tokens));
+            for (end, expected) in [40, 70, 100].into_iter().zip(expected) {
+                let engine = engine(family, options.clone());
+                ask(&engine, &prompt, 3);
+                let other = [&prompt[..end], &text(20 + end as u32, 9)].concat();
+                let (ids, finished) = ask(&engine, &other, 5);
+                assert_eq!(finished.usage.cached_tokens, expected, "{family}, {interval:?}: {end} tokens");
+                assert_eq!(ids, alone(&model, &other, 5), "{family}, {interval:?}: {end} tokens");
+            }
+        }
+    }
+}
+
 /// Too little memory for all requests: they are preempted, and their states computed again or fetched from the host.
 #[test]
 fn preempted_requests_go_on() {
     for family in FAMILIES {
         let all = engine(family, options()).stats().pages_bytes;
         for host in [0, 64 << 20] {
-            let few = options().memory(all / 6).sequences(6).host_memory(host);
+            let few = options().memory(all / 8).sequences(6).host_memory(host);
             let (few, model) = (engine(family, few), model(family));
             let prompts: Vec<Vec<u32>> = (0..6).map(|seed| text(seed, 40)).collect();
             let submit = |prompt: &Vec<u32>| {

@@ -124,7 +124,7 @@ fn a_step_that_holds_states_is_taken_back() {
         let (page, tokens, other) = (page_bytes(&pool), prompt(0, 80), prompt(1, 80));
         let mut sequence = pool.sequence();
         feed(&pool, &mut sequence, &tokens[..13]);
-        // Four drafts in each step, of which some are accepted. Some steps begin at a multiple of the page size.
+        // Four drafts in each step; some are accepted. Some steps begin at a multiple of the page size.
         let mut len = 13;
         for accepted in [0, 1, 4, 2, 0, 0, 3, 4, 4, 1, 2, 3, 0, 4] {
             let drafted = [&tokens[..len + accepted], &other[40..][..4 - accepted]].concat();
@@ -251,6 +251,50 @@ fn prefixes_are_found_where_their_states_are_kept() {
         drop((sequence, found));
         cache.clear();
         assert_eq!(pool.usage().used, 0);
+    }
+}
+
+/// When memory is short, states within a prefix move to host memory, and the prefix can still be continued there.
+#[test]
+fn states_within_prefixes_come_back_from_host_memory() {
+    for device in devices() {
+        for host in [0, 1 << 20] {
+            // States are larger than pages of keys and values, and there is room for ten of them.
+            let shapes: [&[usize]; 3] = [&STATE, &STATE, &[64, 64]];
+            let spec = PoolSpec::new(vec![CacheLayer::new(1, DIM, Codec::F32)], 170 << 10).page_tokens(PAGE);
+            let states = shapes.map(|shape| StateLayer::new(DType::F32, shape));
+            let spec = spec.states(states.to_vec()).host_bytes(host);
+            let pool = KvPool::new(device, &spec).unwrap();
+            let cache = PrefixCache::new(&pool, b"states");
+            let tokens = prompt(0, 70);
+            let mut sequence = pool.sequence();
+            for end in [16, 32, 48, 64, 70] {
+                feed(&pool, &mut sequence, &tokens[..end]);
+                cache.keep(&sequence, &tokens[..end]).unwrap();
+            }
+            drop(sequence);
+            let kept = pool.usage().states;
+            // Another text takes memory until the states within the first one are evicted.
+            let (mut other, mut len) = (pool.sequence(), 0);
+            while cache.find(&tokens[..49]).unwrap().len() == 48 && pool.usage().host == 0 {
+                len += PAGE;
+                pool.step(&mut [(&mut other, PAGE)]).unwrap();
+                assert!(len < 1 << 12, "the pool is full before");
+            }
+            assert!(pool.usage().states < kept + kept / 2, "states were evicted");
+            drop(other);
+            let found: Vec<usize> = [17, 33, 49, 65].map(|end| cache.find(&tokens[..end]).unwrap().len()).to_vec();
+            let all = [16, 32, 48, 64];
+            match host {
+                0 => assert!(found != all && found[3] == 64, "{found:?}: the end stays"),
+                _ => assert_eq!(found, all, "on {device}"),
+            }
+            let mut sequence = cache.find(&tokens[..20]).unwrap();
+            feed(&pool, &mut sequence, &tokens[..40]);
+            drop(sequence);
+            cache.clear();
+            assert_eq!((pool.usage().used, pool.usage().host), (0, 0));
+        }
     }
 }
 
