@@ -7,9 +7,9 @@ use std::{
 };
 
 use crate::common::{collect, options, shipped};
-use kvant::{Codec, CpuOptions, Device};
+use kvant::{Codec, CpuOptions, Device, PrefixCache, Sequence};
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Finished};
-use kvant_models::{Model, PoolOptions, Request, Tokenizer, generate};
+use kvant_models::{Logits, Model, PoolOptions, Request, Tokenizer, generate};
 
 const PAGE: usize = 16;
 /// One family for each kind of recurrent layer.
@@ -156,6 +156,41 @@ fn states_are_kept_at_intervals() {
                 assert_eq!(finished.usage.cached_tokens, expected, "{family}, {interval:?}: {end} tokens");
                 assert_eq!(ids, alone(&model, &other, 5), "{family}, {interval:?}: {end} tokens");
             }
+        }
+    }
+}
+
+/// Logits after a hit equal those of a miss to the bit, at every kept boundary. By default, the steps of both
+/// must end alike; on a batch-invariant device, the miss may be one step.
+#[test]
+fn hits_equal_misses_to_the_bit() {
+    for (family, is_invariant) in FAMILIES.into_iter().flat_map(|family| [(family, false), (family, true)]) {
+        let cpu = CpuOptions { threads: Some(2), batch_invariant: is_invariant, ..CpuOptions::default() };
+        let model = Model::load(&golden(family), &Device::cpu_with(cpu).unwrap()).unwrap();
+        let pool = PoolOptions { codecs: Codec::F32.into(), sequences: 12, longest: 160, page_tokens: PAGE };
+        let pool = model.new_pool(&pool).unwrap();
+        let cache = PrefixCache::new(&pool, b"bits");
+        let tokens = text(3, 130);
+        let feed = |sequence: &mut Sequence, end: usize| {
+            let logits = model.feed(sequence, &tokens[sequence.len()..end], Logits::All).unwrap();
+            logits.to_f32().unwrap().into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+        };
+        let ends = [16, 48, 80, 112, 120, 130];
+        let mut miss = pool.sequence();
+        let mut logits = Vec::new();
+        for end in ends {
+            logits.push(feed(&mut miss, end));
+            cache.keep(&miss, &tokens[..end]).unwrap();
+        }
+        for (index, &boundary) in ends[..4].iter().enumerate() {
+            let mut hit = cache.find(&tokens[..boundary + 1]).unwrap();
+            assert_eq!(hit.len(), boundary);
+            for (&end, logits) in ends.iter().zip(&logits).skip(index + 1) {
+                assert!(feed(&mut hit, end) == *logits, "{family}: from {boundary} to {end}");
+            }
+        }
+        if is_invariant {
+            assert!(feed(&mut pool.sequence(), 130) == logits.concat(), "{family}: one step");
         }
     }
 }
