@@ -15,8 +15,8 @@ pub struct InspectArgs {
     /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(value_name = "MODEL")]
     model: Option<PathBuf>,
-    /// One JSON object: family, layers, recurrent_layers, window_layers, window, hidden_size, vocab_size, context, parameters,
-    /// weight_bytes, formats (name, parameters, bytes), state_bytes, cache (context, kv, bytes)
+    /// One JSON object: family, layers, recurrent_layers, window_layers, window, hidden_size, vocab_size, context,
+    /// parameters, weight_bytes, formats (name, parameters, bytes), state_bytes, cache (context, kv, bytes)
     #[arg(long)]
     json: bool,
 }

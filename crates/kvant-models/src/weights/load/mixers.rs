@@ -62,8 +62,8 @@ impl Loader<'_> {
         }
     }
 
-    /// The projections of a delta net, with shares of the outputs of each. Some files join qkv with z, or b with a, in a
-    /// matrix with rows by key head.
+    /// The projections of a delta net, with shares of the outputs of each. Some files join qkv with z, or b with a, in
+    /// a matrix with rows by key head.
     fn delta_projections(&mut self, l: usize, specs: [&DeltaNetSpec; 2], shares: &[&[Share]; 4]) -> Result<Stack> {
         let (h, [spec, local]) = (self.spec.hidden_size, specs);
         let [qkv, z, b, a] = spec.projections();
