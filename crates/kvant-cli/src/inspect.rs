@@ -15,8 +15,8 @@ pub struct InspectArgs {
     /// openai/gpt-oss-20b [default: the model that ships with kvant]
     #[arg(value_name = "MODEL")]
     model: Option<PathBuf>,
-    /// One JSON object: family, layers, window_layers, window, hidden_size, vocab_size, context, parameters,
-    /// weight_bytes, formats (name, parameters, bytes), cache (context, kv, bytes)
+    /// One JSON object: family, layers, recurrent_layers, window_layers, window, hidden_size, vocab_size, context,
+    /// parameters, weight_bytes, formats (name, parameters, bytes), state_bytes, cache (context, kv, bytes)
     #[arg(long)]
     json: bool,
 }
@@ -25,6 +25,8 @@ pub struct InspectArgs {
 struct ModelReport {
     family: &'static str,
     layers: usize,
+    /// Layers with a state for each sequence instead of keys and values.
+    recurrent_layers: usize,
     /// Layers with a window of positions.
     window_layers: usize,
     /// The maximum of these windows.
@@ -36,7 +38,9 @@ struct ModelReport {
     parameters: usize,
     weight_bytes: usize,
     formats: Vec<FormatLine>,
-    /// For one sequence.
+    /// The states of one sequence.
+    state_bytes: usize,
+    /// Keys and values of one sequence.
     cache: Vec<CacheLine>,
 }
 
@@ -72,6 +76,7 @@ impl ModelReport {
         Ok(ModelReport {
             family: config.family,
             layers: decoder.blocks.len(),
+            recurrent_layers: decoder.blocks.iter().filter(|block| block.attention().is_none()).count(),
             window_layers: windows.len(),
             window: windows.into_iter().max(),
             hidden_size: decoder.hidden_size,
@@ -80,6 +85,7 @@ impl ModelReport {
             parameters: model.parameters,
             weight_bytes: model.weight_bytes,
             formats: model.formats.iter().map(format).collect(),
+            state_bytes: model.state_bytes(&LoadOptions::default()),
             cache: cache(&model),
         })
     }
@@ -91,7 +97,11 @@ impl ModelReport {
             None => String::new(),
         };
         writeln!(text, "family      {}", self.family)?;
-        writeln!(text, "layers      {}{window}", self.layers)?;
+        let recurrent = match self.recurrent_layers {
+            0 => String::new(),
+            layers => format!(", {layers} of them recurrent"),
+        };
+        writeln!(text, "layers      {}{recurrent}{window}", self.layers)?;
         writeln!(text, "width       {}", self.hidden_size)?;
         writeln!(text, "vocabulary  {}", self.vocab_size)?;
         if let Some(context) = self.context {
@@ -101,6 +111,9 @@ impl ModelReport {
         writeln!(text, "weights     {}", output::bytes(self.weight_bytes))?;
         for FormatLine { name, parameters, bytes } in &self.formats {
             writeln!(text, "  {name:<18} {:>8}  {:>10}", count(*parameters), output::bytes(*bytes))?;
+        }
+        if self.recurrent_layers > 0 {
+            writeln!(text, "\nstates of one sequence, at any length  {}", output::bytes(self.state_bytes))?;
         }
         writeln!(text, "\ncache of one sequence")?;
         let kinds: Vec<&str> = columns(&self.cache, |line| &line.kv);
@@ -128,7 +141,7 @@ fn cache(model: &Inspection) -> Vec<CacheLine> {
         Some(CacheLine {
             context,
             kv: codec.to_string(),
-            bytes: model.cache_bytes(&options, &LoadOptions::default()).ok()?,
+            bytes: model.key_value_bytes(&options, &LoadOptions::default()).ok()?,
         })
     };
     contexts.into_iter().flat_map(|context| codecs.into_iter().filter_map(move |codec| line(context, codec))).collect()

@@ -35,6 +35,10 @@ pub struct EngineOptions {
     pub host_memory: usize,
     /// Whether requests share the pages of equal prefixes. Default: true.
     pub prefix_cache: bool,
+    /// For models with recurrent states: the tokens of a prompt between places where a step ends, so that other prompts
+    /// can continue there; rounded up to pages. Default: none, only the end of each step and of the prompt, and where
+    /// texts part.
+    pub state_interval: Option<usize>,
     /// Maximum draft tokens of a request in a step, at most 32; 0 for none. Drafts are the tokens that followed an
     /// earlier occurrence of the last few tokens. They do not change texts: a draft is kept only if the model samples
     /// an equal token. They speed up repetitive texts on devices where a step of several tokens costs little more than
@@ -64,6 +68,7 @@ impl Default for EngineOptions {
             page_tokens: 64,
             host_memory: 0,
             prefix_cache: true,
+            state_interval: None,
             drafts: 0,
             overlap: None,
             warm_up: Duration::from_secs(300),
@@ -90,6 +95,7 @@ impl EngineOptions {
         at_least("sequences", 1, self.sequences)?;
         at_least("step_tokens", self.sequences.saturating_add(1), self.step_tokens)?;
         at_least("unread", 1, self.unread)?;
+        at_least("state_interval", 1, self.state_interval.unwrap_or(1))?;
         let at_most = |arg, max: usize, got: usize| match got <= max {
             true => Ok(()),
             false => {
@@ -153,6 +159,12 @@ impl EngineOptions {
     #[must_use]
     pub fn prefix_cache(self, prefix_cache: bool) -> Self {
         EngineOptions { prefix_cache, ..self }
+    }
+
+    /// Sets [`EngineOptions::state_interval`].
+    #[must_use]
+    pub fn state_interval(self, tokens: usize) -> Self {
+        EngineOptions { state_interval: Some(tokens), ..self }
     }
 
     /// Sets [`EngineOptions::drafts`].

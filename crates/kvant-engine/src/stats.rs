@@ -16,6 +16,8 @@ pub struct EngineStats {
     pub pages_bytes: usize,
     /// Bytes of pages in use by requests or the prefix cache.
     pub pages_used: usize,
+    /// Bytes of recurrent states in use by requests or the prefix cache, part of `pages_used`.
+    pub states_used: usize,
     /// Bytes of pages in use by requests, estimated from their lengths.
     pub requests_used: usize,
     /// Bytes of pages in host memory.

@@ -92,6 +92,10 @@ impl CacheType {
     /// Checks that the model's keys and values support the type.
     pub fn check(&self, model: &Model) -> Result {
         let CacheType::Format(format) = self else { return Ok(()) };
+        if format.segment().is_some() && !model.state_layers().is_empty() {
+            let reason = "its open segments are computed twice, and states of recurrent layers only advance";
+            return Err(format!("--kv: {format} needs a model without recurrent layers: {reason}").into());
+        }
         match model.decoder().cache_blocks().map(|(_, attention)| attention.head_dim).find(|&dim| !format.supports(dim))
         {
             Some(dim) => Err(format!("--kv: {format} cannot store vectors of {dim}").into()),

@@ -40,8 +40,8 @@ pub(crate) enum Cut {
     Whole,
     /// By outputs, of one matrix or of several matrices that are joined by rows. Each matrix has a share.
     Outputs(Vec<Share>),
-    /// By inputs.
-    Inputs(Share),
+    /// By inputs, which consist of parts that are divided alone.
+    Inputs(Vec<Share>),
 }
 
 impl Cut {
@@ -50,7 +50,7 @@ impl Cut {
         let mut local = shape.to_vec();
         match (self, &mut local[..]) {
             (Cut::Outputs(shares), [.., outputs, _]) => *outputs = shares.iter().map(|share| share.local).sum(),
-            (Cut::Inputs(share), [.., inputs]) => *inputs = share.local,
+            (Cut::Inputs(shares), [.., inputs]) => *inputs = shares.iter().map(|share| share.local).sum(),
             (Cut::Whole | Cut::Outputs(_), _) | (Cut::Inputs(_), []) => {}
         }
         local

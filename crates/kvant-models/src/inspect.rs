@@ -9,7 +9,7 @@ use crate::{
     cut::output_rows,
     forward::workspace_bytes,
     open::with_source,
-    pools::pool_spec,
+    pools::{pool_spec, pool_spec_with},
     shard::local_spec,
     source::{Form, Part, Role, Source, converted::is_converted},
     spec::{
@@ -135,6 +135,22 @@ impl Inspection {
         Ok(pool_spec(&self.local, options, load.pass_tokens, load.activations)?.bytes)
     }
 
+    /// Bytes of the keys and values in a pool for this model: [`Inspection::cache_bytes`] without states.
+    ///
+    /// # Errors
+    /// As [`Inspection::cache_bytes`].
+    pub fn key_value_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
+        Ok(pool_spec_with(&self.local, options, load.pass_tokens, load.activations, Vec::new())?.bytes)
+    }
+
+    /// Bytes of the states of one sequence in all recurrent layers; 0 if the model has none.
+    pub fn state_bytes(&self, load: &LoadOptions) -> usize {
+        let bytes = |state: kvant::StateLayer| {
+            state.shape.iter().fold(state.dtype.size(), |bytes, &size| bytes.saturating_mul(size))
+        };
+        self.local.states(load.activations).into_iter().map(bytes).fold(0, usize::saturating_add)
+    }
+
     /// Memory for the model and a pool. Kernels and internal tables of the device are not included.
     ///
     /// # Errors
@@ -206,7 +222,7 @@ fn tensors(spec: &DecoderSpec, source: &dyn Source, ranks: usize) -> Vec<Stored>
         match &block.mixer {
             MixerSpec::Attention(spec) => list.attention(spec, h, source),
             MixerSpec::DeltaNet(spec) => list.delta_net(spec, h, source),
-            MixerSpec::ShortConv(spec) => list.short_conv(spec),
+            MixerSpec::ShortConv(spec) => list.short_conv(spec, h),
         }
         list.feed_forward(&block.feed_forward, h, source);
         for part in [Part::AttentionPostNorm, Part::FeedForwardPostNorm] {
@@ -305,12 +321,12 @@ impl InBlock<'_> {
         self.matrix(Part::DeltaOutput, &[h, spec.value_width()], false);
     }
 
-    fn short_conv(&mut self, spec: &ShortConvSpec) {
+    fn short_conv(&mut self, spec: &ShortConvSpec, h: usize) {
         let ShortConvSpec { channels, taps, biases } = *spec;
-        self.matrix(Part::ConvInput, &[3 * channels, channels], biases);
+        self.matrix(Part::ConvInput, &[3 * channels, h], biases);
         self.vector_if(true, Part::ConvTaps, &[channels, taps]);
         self.vector_if(biases, Part::ConvTaps, &[channels]);
-        self.matrix(Part::ConvOutput, &[channels, channels], biases);
+        self.matrix(Part::ConvOutput, &[h, channels], biases);
     }
 
     fn feed_forward(&mut self, spec: &FeedForwardSpec, h: usize, source: &dyn Source) {

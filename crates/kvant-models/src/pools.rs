@@ -1,6 +1,6 @@
 //! The pools of decoders.
 
-use kvant::{CacheLayer, Codec, DType, PoolSpec};
+use kvant::{CacheLayer, Codec, DType, PoolSpec, StateLayer};
 
 use crate::{AttentionSpec, CacheCodecs, DecoderSpec, KvCodec, Result};
 
@@ -31,8 +31,19 @@ pub(crate) fn pool_spec(
     pass_tokens: usize,
     activations: DType,
 ) -> Result<PoolSpec> {
+    pool_spec_with(spec, options, pass_tokens, activations, spec.states(activations))
+}
+
+/// The specification of a decoder's pool with these states.
+pub(crate) fn pool_spec_with(
+    spec: &DecoderSpec,
+    options: &PoolOptions,
+    pass_tokens: usize,
+    activations: DType,
+    states: Vec<StateLayer>,
+) -> Result<PoolSpec> {
     let layers = cache_layers(spec, &options.codecs, activations)?;
-    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens).states(spec.states(activations));
+    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens).states(states);
     Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
 }
 

@@ -3,9 +3,11 @@
 //! | tensor | a rank has |
 //! |---|---|
 //! | queries, keys, values, gates of heads, with their biases; sinks | its heads |
+//! | projections, taps, decays and states of delta nets | its key heads, with their value heads |
+//! | input projection, taps and states of short convolutions | its channels |
 //! | gate and up of MLPs and experts, with their biases | some of the outputs |
-//! | the attention's output, down | the inputs that it computes: the ranks' results are summed |
-//! | biases of the attention's output and of down | rank 0 has them, other ranks zeros, because of that sum |
+//! | the output of attention, delta nets and convolutions; down | the inputs that it computes: the ranks' results are summed |
+//! | biases of these outputs and of down | rank 0 has them, other ranks zeros, because of that sum |
 //! | the output matrix | some rows of the vocabulary: the ranks' logits are gathered |
 //! | embeddings, routers, norms, per-layer inputs | all |
 //!
@@ -18,7 +20,7 @@
 use crate::{
     CacheDivision, DecoderSpec, Error, Result,
     source::{Form, Part, Role, Source},
-    spec::{AttentionSpec, BlockSpec, FeedForwardSpec},
+    spec::{AttentionSpec, BlockSpec, DeltaNetSpec, FeedForwardSpec, MixerSpec, ShortConvSpec},
 };
 
 /// The largest group that messages propose.
@@ -42,10 +44,6 @@ pub(crate) fn local_spec(
         return Ok(spec.clone());
     }
     spec.check()?;
-    if spec.blocks.iter().any(|block| block.attention().is_none()) {
-        let reason = "models with recurrent states run on one device".to_string();
-        return Err(Error::Unsupported { what: format!("a group of {ranks} devices"), reason });
-    }
     let blocks = spec.blocks.iter().enumerate();
     let steps: Vec<Steps> =
         blocks.map(|(l, block)| Steps::new(l, block, spec.hidden_size, source)).collect::<Result<_>>()?;
@@ -89,7 +87,7 @@ struct Misfit {
 
 /// The inputs between which the matrices of a block may be cut.
 struct Steps {
-    attention: usize,
+    mixer: usize,
     dense: usize,
     moe: usize,
 }
@@ -100,9 +98,10 @@ impl Steps {
         let feed_forward = &block.feed_forward;
         let [.., down] = Part::of_dense(feed_forward);
         Ok(Steps {
-            attention: match block.attention() {
-                Some(attention) => step(Part::AttentionOutput, &[h, attention.q_width()])?,
-                None => 1,
+            mixer: match &block.mixer {
+                MixerSpec::Attention(attention) => step(Part::AttentionOutput, &[h, attention.q_width()])?,
+                MixerSpec::DeltaNet(net) => step(Part::DeltaOutput, &[h, net.value_width()])?,
+                MixerSpec::ShortConv(conv) => step(Part::ConvOutput, &[h, conv.channels])?,
             },
             dense: feed_forward.dense().map_or(Ok(1), |dense| step(down, &[h, dense.width]))?,
             moe: feed_forward.moe().map_or(Ok(1), |moe| step(Part::ExpertDown, &[moe.experts, h, moe.width]))?,
@@ -116,7 +115,11 @@ impl Steps {
         by_position: bool,
     ) -> std::result::Result<BlockSpec, Misfit> {
         let mut local = block.clone();
-        local.attention_mut().map_or(Ok(()), |attention| self.divide_heads(attention, ranks, by_position))?;
+        match &mut local.mixer {
+            MixerSpec::Attention(attention) => self.divide_heads(attention, ranks, by_position)?,
+            MixerSpec::DeltaNet(net) => self.divide_delta_heads(net, ranks)?,
+            MixerSpec::ShortConv(conv) => self.divide_channels(conv, ranks)?,
+        }
         match &mut local.feed_forward {
             FeedForwardSpec::Dense(dense) => divide_width(&mut dense.width, self.dense, ranks)?,
             FeedForwardSpec::Moe(moe) => divide_width(&mut moe.width, self.moe, ranks)?,
@@ -153,11 +156,36 @@ impl Steps {
             attention.kv_heads = (kv_heads / ranks).max(1);
         }
         // A dense matrix may be cut anywhere.
-        let is_cut = attention.q_width().is_multiple_of(self.attention) || self.attention == DENSE_STEP;
+        let is_cut = attention.q_width().is_multiple_of(self.mixer) || self.mixer == DENSE_STEP;
         if !is_cut {
-            let count = heads * attention.head_dim / self.attention;
+            let count = heads * attention.head_dim / self.mixer;
             return Err(Misfit { what: "groups of inputs of the attention's output", count });
         }
+        Ok(())
+    }
+
+    /// Divides the key heads of a delta net, each with its value heads.
+    fn divide_delta_heads(&self, net: &mut DeltaNetSpec, ranks: usize) -> std::result::Result<(), Misfit> {
+        let DeltaNetSpec { key_heads, value_heads, value_dim, tiled, .. } = *net;
+        if !key_heads.is_multiple_of(ranks) {
+            return Err(Misfit { what: "key heads of the delta net", count: key_heads });
+        }
+        (net.key_heads, net.value_heads) = (key_heads / ranks, value_heads / ranks);
+        let adjacent = if tiled { net.key_heads } else { net.value_heads } * value_dim;
+        if !adjacent.is_multiple_of(self.mixer) {
+            let count = value_heads * value_dim / self.mixer;
+            return Err(Misfit { what: "groups of inputs of the delta net's output", count });
+        }
+        Ok(())
+    }
+
+    /// Divides the channels of a short convolution.
+    fn divide_channels(&self, conv: &mut ShortConvSpec, ranks: usize) -> std::result::Result<(), Misfit> {
+        if !conv.channels.is_multiple_of(ranks * self.mixer) {
+            let count = conv.channels / self.mixer;
+            return Err(Misfit { what: "groups of inputs of the convolution's output", count });
+        }
+        conv.channels /= ranks;
         Ok(())
     }
 }

@@ -206,6 +206,7 @@ const GAUGES: &[Metric<f64>] = &[
     }),
     ("kv_cache_bytes", "Bytes of all KV pages", |s| s.pages_bytes as f64),
     ("kv_cache_used_bytes", "Bytes of KV pages in use, cached prefixes included", |s| s.pages_used as f64),
+    ("kv_cache_state_bytes", "Bytes of recurrent states among these", |s| s.states_used as f64),
     ("kv_cache_request_bytes", "Bytes of KV pages that requests use", |s| s.requests_used as f64),
     ("kv_cache_host_bytes", "Bytes of KV pages in host memory", |s| s.host_used as f64),
 ];

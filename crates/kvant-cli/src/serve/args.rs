@@ -90,6 +90,10 @@ pub struct ServeArgs {
     /// Host memory for pages that do not fit on the device
     #[arg(long, value_name = "BYTES", default_value = "0")]
     pub(super) host_cache: Bytes,
+    /// For models with recurrent states: keep the states of prompts every N tokens, so that other prompts can continue
+    /// there [default: where prompts, steps and common prefixes end]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    pub(super) state_interval: Option<usize>,
     /// Maximum draft tokens per request and step, taken from its own text; for repetitive texts on a GPU
     #[arg(long, value_name = "N", default_value_t = 0,
           value_parser = RangedU64ValueParser::<usize>::new().range(..=EngineOptions::MAX_DRAFTS as u64))]
@@ -267,6 +271,7 @@ impl ServeArgs {
             .warm_up(Duration::from_secs(self.warm_up))
             .queue(self.queue)
             .host_memory(self.host_cache.0);
+        let options = self.state_interval.map_or(options.clone(), |tokens| options.state_interval(tokens));
         let options = if self.no_overlap { options.overlap(false) } else { options };
         let options = self.context.map_or(options.clone(), |tokens| options.context(tokens));
         pages.map_or(options.clone(), |bytes| options.memory(bytes))

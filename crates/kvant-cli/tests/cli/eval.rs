@@ -114,6 +114,30 @@ fn answers_to_prompts_as_long_as_a_pass() {
     assert_eq!(lines[0]["first_divergence"].as_array().unwrap().len(), 4);
 }
 
+/// A model with recurrent layers: cache types matter in its other layers.
+#[test]
+fn hybrids_are_measured() {
+    let file = scratch("eval_hybrid").join("ids");
+    let ids: Vec<String> = (0..90).map(|i| (i * i * 7 % 90 + 3).to_string()).collect();
+    std::fs::write(&file, ids.join(" ")).unwrap();
+    for family in ["qwen3_5", "lfm2"] {
+        let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvant-models/tests/golden").join(family);
+        let args = ["eval", "--model", str(&golden), "--tokens", str(&file), "--page-tokens", "16"];
+        let lines = kvant(&[&args[..], &["--kv", "f32,f16,tq4,tq2,q4_0", "--json"]].concat()).json();
+        lines.iter().for_each(|line| assert_keys(line, KEYS));
+        let divergence: Vec<f64> = lines.iter().map(|line| line["kl_mean"].as_f64().unwrap()).collect();
+        assert!(
+            divergence[0] == 0.0 && divergence[1] < divergence[2] && divergence[2] < divergence[3],
+            "{divergence:?}"
+        );
+        let answers = ["--answers", "--prompt-tokens", "30", "--answer-tokens", "12", "--prompts", "2"];
+        let lines = kvant(&[&args[..], &answers[..], &["--kv", "f16,tq2", "--json"]].concat()).json();
+        assert!(lines[0]["kl_mean"].as_f64().unwrap() < lines[1]["kl_mean"].as_f64().unwrap(), "{lines:?}");
+        let error = kvant(&[&args[..], &["--kv", "kivi2"]].concat()).error();
+        assert!(error.contains("kivi2 needs a model without recurrent layers"), "{error}");
+    }
+}
+
 /// Held-out tokens for which other implementations have computed the loss with these weights.
 #[test]
 fn known_tokens_give_the_known_loss() {

@@ -8,7 +8,8 @@ fn the_shipped_model_is_described() {
     let [model] = &lines[..] else { panic!("{lines:?}") };
     assert_keys(
         model,
-        "family layers window_layers window hidden_size vocab_size context parameters weight_bytes formats cache",
+        "family layers recurrent_layers window_layers window hidden_size vocab_size context parameters weight_bytes \
+         formats state_bytes cache",
     );
     assert_eq!(model["family"], "gemma4");
     let sum =
@@ -32,6 +33,24 @@ fn experts_in_mxfp4_are_named() {
     assert_eq!((&model["family"], &model["window"]), (&"gpt_oss".into(), &8.into()));
     let names: Vec<&str> = model["formats"].as_array().unwrap().iter().map(|f| f["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["bf16", "mxfp4"]);
+}
+
+/// The states of a hybrid are no part of its cache: they do not grow with the text.
+#[test]
+fn states_are_counted_apart_from_the_cache() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvant-models/tests/golden/qwen3_5");
+    let model = &kvant(&["inspect", str(&golden), "--json"]).json()[0];
+    assert_eq!((&model["layers"], &model["recurrent_layers"]), (&4.into(), &2.into()));
+    // Two layers: three inputs of 2·2·32 + 4·48 channels, and four matrices of 32 × 48, in f32.
+    assert_eq!(model["state_bytes"], 2 * 4 * (3 * 320 + 4 * 32 * 48));
+    // Two layers of keys and values: two heads of 64 each.
+    let line = &model["cache"][0];
+    let context = line["context"].as_u64().unwrap().next_multiple_of(64);
+    assert_eq!((&line["kv"], line["bytes"].as_u64()), (&"f32".into(), Some(context * 2 * 2 * 2 * 64 * 4)));
+    let text = kvant(&["inspect", str(&golden)]).ok();
+    for words in ["4, 2 of them recurrent", "states of one sequence"] {
+        assert!(text.contains(words), "{words} is not in {text}");
+    }
 }
 
 #[cfg(target_os = "linux")]

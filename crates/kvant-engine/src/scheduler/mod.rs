@@ -162,12 +162,17 @@ impl<S: Storage> Scheduler<S> {
         let mut may_admit = true;
         // Limits the tokens of a request that runs alone and finds too few pages.
         let mut max = usize::MAX;
+        let mut may_draft = true;
         loop {
             let mut left = self.choose(max);
             let admitted = if may_admit { self.admit(&mut left)? } else { Vec::new() };
-            self.spend(left, max);
+            let drafts = self.spend(left, max, may_draft);
             if self.running.iter().all(|task| task.planned == 0) {
                 return Ok(None);
+            }
+            for task in self.running.iter_mut().filter(|task| task.planned > 0) {
+                let drafts = task.planned_drafts();
+                task.sequence.iter_mut().for_each(|sequence| self.storage.hold(sequence, drafts));
             }
             let planned = self.running.iter_mut().filter(|task| task.planned > 0);
             let mut batch: Vec<_> = planned.filter_map(|task| Some((task.sequence.as_mut()?, task.planned))).collect();
@@ -175,6 +180,11 @@ impl<S: Storage> Scheduler<S> {
                 Ok(step) => return Ok(Some(self.plan(step))),
                 Err(StorageError::OutOfPages) => {}
                 Err(error) => return Err(error),
+            }
+            // No request gives up its pages for drafts.
+            may_draft = false;
+            if drafts > 0 && admitted.is_empty() {
+                continue;
             }
             self.is_full = true;
             max = self.make_room(&admitted, max)?;
@@ -212,7 +222,8 @@ impl<S: Storage> Scheduler<S> {
             if task.in_flight == 0 && std::mem::take(&mut task.is_drafting) {
                 task.computed = task.computed.min(task.tokens.len() - 1);
                 if let Some(sequence) = &mut task.sequence {
-                    self.storage.truncate(sequence, task.computed)?;
+                    // With states, the accepted tokens may be computed again, in the next step.
+                    task.computed = self.storage.truncate(sequence, task.computed)?;
                 }
             }
             let is_full = task.tokens.len() >= task.max_len && task.computed >= task.prompt_len && task.in_flight == 0;
@@ -302,19 +313,21 @@ impl<S: Storage> Scheduler<S> {
         left
     }
 
-    /// Spends the rest of the budget: first on prompts in order, then on drafts.
-    fn spend(&mut self, mut left: usize, max: usize) {
+    /// Spends the rest of the budget: first on prompts in order, then on drafts. Returns the number of drafts.
+    fn spend(&mut self, mut left: usize, max: usize, may_draft: bool) -> usize {
         for task in self.running.iter_mut().filter(|task| task.planned > 0 && !task.is_decoding()) {
             let more = (task.remaining().min(max) - task.planned.min(max)).min(left);
             let more = task.up_to_stop(task.planned + more) - task.planned;
             task.planned += more;
             left -= more;
         }
-        for task in self.running.iter_mut().filter(|task| task.planned == 1) {
-            let drafts = task.next_drafts().len().min(left).min(max - 1);
+        let before = left;
+        for task in self.running.iter_mut().filter(|task| may_draft && task.planned > 0) {
+            let drafts = task.next_drafts().len().min(left).min(max - task.planned.min(max));
             task.planned += drafts;
             left -= drafts;
         }
+        before - left
     }
 
     /// Starts waiting requests with the rest of the budget. Returns the started ones, in order.

@@ -15,6 +15,8 @@ pub struct PoolStorage {
     max_new: usize,
     /// Whether prefixes are kept.
     keeps_prefixes: bool,
+    /// Tokens of a prompt between kept states, if not only at the ends of steps.
+    state_interval: Option<usize>,
     decoder: Option<BatchDecoder>,
     /// Maximum tokens of a request in a step of the decoder.
     max_recorded: usize,
@@ -32,7 +34,13 @@ pub enum PoolStep {
 impl PoolStorage {
     /// Creates a storage. `max_new`: maximum tokens of a step. `keeps_prefixes`: whether requests share prefixes.
     pub fn new(pool: KvPool, max_new: usize, keeps_prefixes: bool) -> PoolStorage {
-        PoolStorage { pool, max_new, keeps_prefixes, decoder: None, max_recorded: 0 }
+        PoolStorage { pool, max_new, keeps_prefixes, state_interval: None, decoder: None, max_recorded: 0 }
+    }
+
+    /// Sets the tokens of a prompt between kept states, rounded up to pages.
+    #[must_use]
+    pub fn with_state_interval(self, state_interval: Option<usize>) -> PoolStorage {
+        PoolStorage { state_interval, ..self }
     }
 
     /// Adds a decoder, which runs steps with at most `max` tokens of each request if it has enough rows.
@@ -76,8 +84,12 @@ impl Storage for PoolStorage {
         // At least one token is computed after a found prefix.
         let known = &tokens[..tokens.len().saturating_sub(1)];
         let (page, matched) = (self.page_tokens(), PrefixCache::new(&self.pool, salt).matched(known));
-        let passes = (1..).map(|pass| pass * (self.max_new / page).max(1) * page).take_while(|&end| end < known.len());
-        let mut stops: Vec<usize> = passes.chain([matched, known.len() / page * page]).collect();
+        let every =
+            |step: usize| (1..known.len()).map(move |n| n.saturating_mul(step)).take_while(|&end| end < known.len());
+        let passes = every((self.max_new / page).max(1) * page);
+        let asked = self.state_interval.map(|tokens| every(tokens.max(1).saturating_add(page - 1) / page * page));
+        let ends = passes.chain(asked.into_iter().flatten());
+        let mut stops: Vec<usize> = ends.chain([matched, known.len() / page * page]).collect();
         stops.sort_unstable();
         stops.dedup();
         stops
@@ -122,8 +134,19 @@ impl Storage for PoolStorage {
         self.pool.step(batch).map(|step| PoolStep::Mixed(Box::new(step))).map_err(failure)
     }
 
-    fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<(), StorageError> {
-        Ok(sequence.truncate(len)?)
+    fn hold(&mut self, sequence: &mut Sequence, drafts: usize) {
+        // Windows hold all positions that the latest step could see.
+        if !self.pool.spec().states.is_empty() {
+            sequence.hold(drafts);
+        }
+    }
+
+    fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<usize, StorageError> {
+        match sequence.truncate(len) {
+            Err(kvant::Error::NoStates { kept: Some(start), .. }) if start < len => sequence.truncate(start)?,
+            result => result?,
+        }
+        Ok(sequence.len())
     }
 
     fn len(&self, sequence: &Sequence) -> usize {

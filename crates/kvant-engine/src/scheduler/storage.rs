@@ -39,11 +39,17 @@ pub trait Storage {
     /// `OutOfPages`, or a failure, which ends the engine.
     fn append(&mut self, batch: &mut [(&mut Self::Sequence, usize)]) -> Result<Self::Step, StorageError>;
 
-    /// Removes the last tokens, which the latest step has appended.
+    /// Prepares a sequence for a step whose last `drafts` tokens may be [removed](Storage::truncate).
+    fn hold(&mut self, sequence: &mut Self::Sequence, drafts: usize) {
+        let _ = (sequence, drafts);
+    }
+
+    /// Removes drafts, the last tokens of the latest step. Returns the new length: `len`, or that before the step if
+    /// recurrent states cannot be taken back to `len`.
     ///
     /// # Errors
     /// A failure, which ends the engine.
-    fn truncate(&mut self, sequence: &mut Self::Sequence, len: usize) -> Result<(), StorageError>;
+    fn truncate(&mut self, sequence: &mut Self::Sequence, len: usize) -> Result<usize, StorageError>;
 
     /// The number of tokens of a sequence.
     fn len(&self, sequence: &Self::Sequence) -> usize;

@@ -118,12 +118,18 @@ impl<S> Task<S> {
         (self.tokens.len() + self.pending).saturating_add(ahead).min(self.max_len.max(self.tokens.len()))
     }
 
-    /// The drafts for the next step. Drafts at positions of pending tokens are skipped.
+    /// The drafts for the next step, which follow all tokens that it computes: possible if it computes all that remain
+    /// of a generated text. Drafts at positions of pending tokens are skipped.
     pub fn next_drafts(&self) -> &[u32] {
         let drafts = self.drafts.get(self.pending..).unwrap_or(&[]);
-        let max =
-            if self.is_decoding() { self.max_len.saturating_sub(self.tokens.len() + self.pending + 1) } else { 0 };
+        let may_draft = self.computed >= self.prompt_len && self.remaining() > 0 && self.planned >= self.remaining();
+        let max = if may_draft { self.max_len.saturating_sub(self.tokens.len() + self.pending + 1) } else { 0 };
         &drafts[..drafts.len().min(max)]
+    }
+
+    /// The drafts of the planned step, which are its last tokens.
+    pub fn planned_drafts(&self) -> usize {
+        self.planned.saturating_sub(self.remaining())
     }
 
     /// Appends the tokens of the planned step and advances the state as if the step had run. `sampled` is the

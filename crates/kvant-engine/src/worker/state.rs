@@ -79,14 +79,16 @@ impl Worker {
         shared: Arc<Shared>,
         outputs: Sender<Vec<(u64, Output)>>,
     ) -> Result<Worker> {
-        // Recurrent states cannot be taken back to the last accepted draft.
-        let drafts = if pool.spec().states.is_empty() { options.drafts } else { 0 };
+        let drafts = options.drafts;
+        // Accepted drafts may be computed again, if states were taken back with the others.
+        let repeated = if pool.spec().states.is_empty() { 0 } else { drafts };
         let draws = options.sequences.saturating_mul(1 + drafts).min(options.step_tokens);
         let device_sampler = DeviceSampler::new(model.device(), draws)?;
         let rows = options.sequences.max(draws.min(MAX_RECORDED)).min(options.step_tokens);
         let decoder = BatchDecoder::new(&model, &pool, rows)?;
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
-        let storage = storage.with_decoder(decoder, 1 + drafts);
+        let storage = storage.with_state_interval(options.state_interval);
+        let storage = storage.with_decoder(decoder, 1 + repeated + drafts);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
         let EngineOptions { sequences, step_tokens, unread, .. } = *options;
         let overlap = options.overlap.unwrap_or(model.device().kind() == DeviceKind::Cuda);
@@ -236,6 +238,7 @@ impl Worker {
         (stats.running, stats.waiting) = (counts.running, counts.waiting);
         stats.paused = self.running.values().filter(|running| running.is_paused).count();
         (stats.pages_bytes, stats.pages_used, stats.host_used) = (usage.bytes, usage.used, usage.host);
+        stats.states_used = usage.states;
         stats.requests_used = counts.committed.min(usage.used);
         (stats.prefix_queries, stats.prefix_hits) = (counts.prefix_queries, counts.prefix_hits);
         (stats.preemptions, stats.steps) = (counts.preemptions, counts.steps);

@@ -1,27 +1,60 @@
 //! Models with recurrent states: the results of single requests, for prefixes, turns, branches and preemptions.
 
-use std::{ops::ControlFlow, path::PathBuf, sync::Arc};
+use std::{
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use crate::common::{collect, options, shipped};
-use kvant::{Codec, CpuOptions, Device};
+use kvant::{Codec, CpuOptions, Device, PrefixCache, Sequence};
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Finished};
-use kvant_models::{Model, PoolOptions, Request, Tokenizer, generate};
+use kvant_models::{Logits, Model, PoolOptions, Request, Tokenizer, generate};
 
 const PAGE: usize = 16;
 /// One family for each kind of recurrent layer.
 const FAMILIES: [&str; 2] = ["qwen3_5", "lfm2"];
 
+fn golden(family: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../kvant-models/tests/golden").join(family)
+}
+
 fn model(family: &str) -> Model {
-    let golden = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../kvant-models/tests/golden").join(family);
+    model_at(&golden(family))
+}
+
+fn model_at(path: &Path) -> Model {
     let cpu = CpuOptions { threads: Some(2), batch_invariant: true, ..CpuOptions::default() };
-    Model::load(&golden, &Device::cpu_with(cpu).unwrap()).unwrap()
+    Model::load(path, &Device::cpu_with(cpu).unwrap()).unwrap()
 }
 
 fn engine(family: &str, options: EngineOptions) -> Engine {
+    engine_of(model(family), options)
+}
+
+fn engine_of(model: Model, options: EngineOptions) -> Engine {
     // Any tokenizer: the tests look at ids.
     let tokenizer = Arc::new(Tokenizer::load(shipped()).unwrap());
-    Engine::start(model(family), tokenizer, options.page_tokens(PAGE)).unwrap()
+    Engine::start(model, tokenizer, options.page_tokens(PAGE)).unwrap()
 }
+
+/// A copy of a golden model that only writes its first tokens, so that n-grams repeat. Others have logits of zero.
+fn writes_few_tokens(family: &str) -> PathBuf {
+    let to = std::env::temp_dir().join(format!("kvant-few-tokens-{family}-{}", std::process::id()));
+    std::fs::create_dir_all(&to).unwrap();
+    std::fs::copy(golden(family).join("config.json"), to.join("config.json")).unwrap();
+    let mut bytes = std::fs::read(golden(family).join("model.safetensors")).unwrap();
+    let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..data]).unwrap();
+    let output = ["lm_head.weight", "model.embed_tokens.weight"].into_iter().find_map(|name| header.get(name)).unwrap();
+    let [start, end] = [0, 1].map(|at| output["data_offsets"][at].as_u64().unwrap() as usize);
+    let rows = output["shape"][0].as_u64().unwrap() as usize;
+    bytes[data + start + (end - start) / rows * FEW as usize..data + end].fill(0);
+    std::fs::write(to.join("model.safetensors"), bytes).unwrap();
+    to
+}
+
+const FEW: u32 = 4;
 
 /// Tokens of a text.
 fn text(seed: u32, len: usize) -> Vec<u32> {
@@ -105,13 +138,70 @@ fn texts_share_what_they_begin_with() {
     }
 }
 
+/// With an interval, a text can be continued at each of its multiples.
+#[test]
+fn states_are_kept_at_intervals() {
+    for family in FAMILIES {
+        let model = model(family);
+        let prompt = text(5, 130);
+        for (interval, expected) in
+            [(None, [0, 0, 0]), (Some(1), [32, 64, 96]), (Some(20), [32, 64, 96]), (Some(48), [0, 48, 96])]
+        {
+            let options = interval.map_or(options(), |tokens| options().state_interval(tokens));
+            for (end, expected) in [40, 70, 100].into_iter().zip(expected) {
+                let engine = engine(family, options.clone());
+                ask(&engine, &prompt, 3);
+                let other = [&prompt[..end], &text(20 + end as u32, 9)].concat();
+                let (ids, finished) = ask(&engine, &other, 5);
+                assert_eq!(finished.usage.cached_tokens, expected, "{family}, {interval:?}: {end} tokens");
+                assert_eq!(ids, alone(&model, &other, 5), "{family}, {interval:?}: {end} tokens");
+            }
+        }
+    }
+}
+
+/// Logits after a hit equal those of a miss to the bit, at every kept boundary. By default, the steps of both
+/// must end alike; on a batch-invariant device, the miss may be one step.
+#[test]
+fn hits_equal_misses_to_the_bit() {
+    for (family, is_invariant) in FAMILIES.into_iter().flat_map(|family| [(family, false), (family, true)]) {
+        let cpu = CpuOptions { threads: Some(2), batch_invariant: is_invariant, ..CpuOptions::default() };
+        let model = Model::load(&golden(family), &Device::cpu_with(cpu).unwrap()).unwrap();
+        let pool = PoolOptions { codecs: Codec::F32.into(), sequences: 12, longest: 160, page_tokens: PAGE };
+        let pool = model.new_pool(&pool).unwrap();
+        let cache = PrefixCache::new(&pool, b"bits");
+        let tokens = text(3, 130);
+        let feed = |sequence: &mut Sequence, end: usize| {
+            let logits = model.feed(sequence, &tokens[sequence.len()..end], Logits::All).unwrap();
+            logits.to_f32().unwrap().into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+        };
+        let ends = [16, 48, 80, 112, 120, 130];
+        let mut miss = pool.sequence();
+        let mut logits = Vec::new();
+        for end in ends {
+            logits.push(feed(&mut miss, end));
+            cache.keep(&miss, &tokens[..end]).unwrap();
+        }
+        for (index, &boundary) in ends[..4].iter().enumerate() {
+            let mut hit = cache.find(&tokens[..boundary + 1]).unwrap();
+            assert_eq!(hit.len(), boundary);
+            for (&end, logits) in ends.iter().zip(&logits).skip(index + 1) {
+                assert!(feed(&mut hit, end) == *logits, "{family}: from {boundary} to {end}");
+            }
+        }
+        if is_invariant {
+            assert!(feed(&mut pool.sequence(), 130) == logits.concat(), "{family}: one step");
+        }
+    }
+}
+
 /// Too little memory for all requests: they are preempted, and their states computed again or fetched from the host.
 #[test]
 fn preempted_requests_go_on() {
     for family in FAMILIES {
         let all = engine(family, options()).stats().pages_bytes;
         for host in [0, 64 << 20] {
-            let few = options().memory(all / 6).sequences(6).host_memory(host);
+            let few = options().memory(all / 8).sequences(6).host_memory(host);
             let (few, model) = (engine(family, few), model(family));
             let prompts: Vec<Vec<u32>> = (0..6).map(|seed| text(seed, 40)).collect();
             let submit = |prompt: &Vec<u32>| {
@@ -129,5 +219,50 @@ fn preempted_requests_go_on() {
             );
             assert!(stats.preemptions > 0, "{family}: {stats:?}");
         }
+    }
+}
+
+/// Drafts do not change texts. States go back to the start of a step whose drafts are wrong, and the accepted ones are
+/// computed again with the next drafts.
+#[test]
+fn drafts_change_nothing() {
+    for family in FAMILIES {
+        let path = writes_few_tokens(family);
+        let model = model_at(&path);
+        let all = engine_of(model.clone(), options()).stats().pages_bytes;
+        // Some texts begin alike.
+        let prompt = |seed: u32| text(seed % 3, 30 + 3 * seed as usize).into_iter().map(|token| token % FEW).collect();
+        let prompts: Vec<Vec<u32>> = (0..6).map(prompt).collect();
+        let expected: Vec<Vec<u32>> = prompts.iter().map(|prompt| alone(&model, prompt, 70)).collect();
+        for (drafts, options) in [
+            (3, options()),
+            (8, options().overlap(true)),
+            (4, options().prefix_cache(false)),
+            (4, options().memory(all / 10)),
+            (5, options().memory(all / 10).host_memory(64 << 20).overlap(true)),
+        ] {
+            let is_short = options.memory.is_some();
+            let engine = engine_of(model.clone(), options.sequences(6).step_tokens(40).drafts(drafts));
+            for round in 0..2 {
+                let submit = |prompt: &Vec<u32>| {
+                    let request = EngineRequest::new(prompt.clone()).max_tokens(70).stop_ids(Vec::new());
+                    engine.submit(request).unwrap()
+                };
+                let running: Vec<_> = prompts.iter().map(submit).collect();
+                for (index, responses) in running.into_iter().enumerate() {
+                    let ids = collect(responses).0;
+                    assert_eq!(ids, expected[index], "{family}, round {round}: text {index} with {drafts} drafts");
+                }
+            }
+            let stats = engine.stats();
+            let [tried, right] = stats.drafts;
+            println!(
+                "{family}: {right} of {tried} drafts in {} steps, {} recorded, {} preemptions, {} tokens found",
+                stats.steps, stats.recorded_steps, stats.preemptions, stats.prefix_hits
+            );
+            assert!(right > 50 && right < tried, "{family}: {right} of {tried}");
+            assert!(stats.preemptions > 0 || !is_short, "{family}: {stats:?}");
+        }
+        std::fs::remove_dir_all(path).unwrap();
     }
 }

@@ -44,7 +44,7 @@ struct Load {
     cancelled: usize,
     paused: usize,
     drafted: usize,
-    /// Whether the model has recurrent states. It then has no drafts.
+    /// Whether the model has recurrent states.
     has_states: bool,
     /// Steps that are planned before the result of the first one is known.
     depth: usize,
@@ -112,6 +112,7 @@ struct Seen {
     max_running: usize,
     /// Tokens found in the prefix cache by requests with recurrent states.
     hybrid_hits: u64,
+    hybrid_drafts_right: usize,
 }
 
 impl Simulation {
@@ -160,7 +161,9 @@ impl Simulation {
         assert_eq!((counts.running, counts.waiting, self.live.len()), (0, 0, 0));
         self.pages.check_unused();
         assert!(counts.prefix_hits <= counts.prefix_queries);
-        self.seen.hybrid_hits = if self.load.has_states { counts.prefix_hits } else { 0 };
+        if self.load.has_states {
+            (self.seen.hybrid_hits, self.seen.hybrid_drafts_right) = (counts.prefix_hits, self.seen.drafts_right);
+        }
         self.seen
     }
 
@@ -233,7 +236,7 @@ impl Simulation {
                 self.scheduler.pause(id, from == step);
             }
         }
-        if self.load.drafted > 0 && !self.load.has_states {
+        if self.load.drafted > 0 {
             for (&id, live) in &self.live {
                 if self.random.chance(self.load.drafted) {
                     // Correct drafts, sometimes with an error.
@@ -381,11 +384,12 @@ fn simulate(requests: usize) {
         total.finished += seen.finished;
         total.out_of_pages += seen.out_of_pages;
         total.hybrid_hits += seen.hybrid_hits;
+        total.hybrid_drafts_right += seen.hybrid_drafts_right;
         total.drafts_right += seen.drafts_right;
         total.max_running = total.max_running.max(seen.max_running);
     }
     assert!(total.finished > requests / 2 && total.out_of_pages > 0 && total.drafts_right > 1000, "{total:?}");
-    assert!(total.hybrid_hits > 1000, "{total:?}");
+    assert!(total.hybrid_hits > 1000 && total.hybrid_drafts_right > 1000, "{total:?}");
     assert_eq!(total.max_running, 32);
     assert!(ahead > 1000 && ahead < total.drafts_right, "{ahead} of {} drafts accepted at depth 2", total.drafts_right);
 }

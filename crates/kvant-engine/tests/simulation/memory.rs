@@ -120,6 +120,8 @@ pub struct Pages {
 pub struct StepPages {
     /// The pages of each row.
     pub lists: Vec<Vec<u32>>,
+    /// The length of each sequence before the step, where its states are.
+    starts: Vec<usize>,
     /// The pages allocated for this step. Their old contents are overwritten when the step runs, not before: an earlier
     /// planned step may still read them.
     taken: Vec<u32>,
@@ -131,6 +133,10 @@ pub struct PageList {
     len: usize,
     /// The length at the last page boundary where a step began.
     boundary: usize,
+    /// Drafts of the next step.
+    drafts: usize,
+    /// The length before the latest step, if it has drafts and states were therefore kept.
+    start: Option<usize>,
 }
 
 impl Drop for PageList {
@@ -176,7 +182,8 @@ impl Pages {
             memory.hashes[first..first + self.page_tokens].fill(0xDEAD);
         }
         let mut results = Vec::new();
-        for (row, pages) in plan.rows.iter().zip(&plan.step.lists) {
+        for ((row, pages), start) in plan.rows.iter().zip(&plan.step.lists).zip(&plan.step.starts) {
+            assert_eq!(row.position, *start, "states continue where the sequence ends");
             let mut draws = Vec::new();
             for (index, position) in row.tokens.clone().zip(row.position..) {
                 let token = match plan.tokens[index] {
@@ -233,7 +240,7 @@ impl Storage for Pages {
     type Step = StepPages;
 
     fn empty(&mut self) -> PageList {
-        PageList { memory: Rc::clone(&self.memory), pages: Vec::new(), len: 0, boundary: 0 }
+        PageList { memory: Rc::clone(&self.memory), pages: Vec::new(), len: 0, boundary: 0, drafts: 0, start: None }
     }
 
     fn find(&mut self, salt: &[u8], tokens: &[u32]) -> Result<PageList, StorageError> {
@@ -297,7 +304,7 @@ impl Storage for Pages {
         if need > memory.free.len() && need > memory.free.len() + memory.evictable() {
             return Err(StorageError::OutOfPages);
         }
-        let mut step = StepPages { lists: Vec::new(), taken: Vec::new() };
+        let mut step = StepPages { lists: Vec::new(), starts: Vec::new(), taken: Vec::new() };
         for (list, count) in batch {
             for _ in 0..missing(list, *count) {
                 let page = memory.take().expect("counted before");
@@ -308,21 +315,29 @@ impl Storage for Pages {
             if list.len.is_multiple_of(self.page_tokens) {
                 list.boundary = list.len;
             }
+            step.starts.push(list.len);
+            list.start = (list.drafts > 0).then_some(list.len);
             list.len += *count;
             step.lists.push(list.pages.clone());
         }
         Ok(step)
     }
 
-    fn truncate(&mut self, list: &mut PageList, len: usize) -> Result<(), StorageError> {
-        assert!(len <= list.len && !self.has_states, "states cannot be taken back");
+    fn hold(&mut self, list: &mut PageList, drafts: usize) {
+        list.drafts = drafts;
+    }
+
+    fn truncate(&mut self, list: &mut PageList, len: usize) -> Result<usize, StorageError> {
+        let start = list.start.take().expect("the latest step has drafts");
+        assert!(start < len && len <= list.len);
+        let len = if self.has_states && len < list.len { start } else { len };
         let memory = &mut *self.memory.borrow_mut();
         list.len = len;
         for page in list.pages.split_off(len.div_ceil(self.page_tokens)) {
             memory.held -= 1;
             memory.release(page);
         }
-        Ok(())
+        Ok(len)
     }
 
     fn len(&self, list: &PageList) -> usize {

@@ -30,6 +30,7 @@ impl Pass<'_> {
         let [rows, columns] = normed;
         ops::rms_norm(self.enc, &RmsNorm::new(rows, self.spec().norm_eps, rows).weight(Some(&weights.norm)))?;
         self.gate(Columns::from(z), Columns::from(columns), Activation::Silu, z)?;
-        self.output_linear(z, &weights.output, &self.views.y)
+        self.output_linear(z, &weights.output, &self.views.y)?;
+        self.sum_ranks(&self.views.y)
     }
 }

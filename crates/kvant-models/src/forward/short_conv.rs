@@ -25,6 +25,7 @@ impl Pass<'_> {
         let conv = CausalConv::new(product, &weights.conv, inputs, runs, convolved).bias(weights.conv_bias.as_ref());
         ops::causal_conv(self.enc, &conv)?;
         self.gate(c, Columns::from(convolved), Activation::Identity, product)?;
-        self.output_linear(product, &weights.output, &self.views.y)
+        self.output_linear(product, &weights.output, &self.views.y)?;
+        self.sum_ranks(&self.views.y)
     }
 }

@@ -92,7 +92,11 @@ impl<'a> Destination<'a> {
         match self.cut {
             Cut::Whole => (0..self.ranks.len()).try_for_each(|rank| self.upload(rank, start, bytes)),
             Cut::Outputs(shares) => self.write_outputs(shares, start, bytes),
-            Cut::Inputs(share) => self.write_inputs(share.scaled(self.row_bytes, share.whole), start, bytes),
+            Cut::Inputs(shares) => {
+                let inputs = shares.iter().map(|share| share.whole).sum();
+                let shares: Vec<Share> = shares.iter().map(|share| share.scaled(self.row_bytes, inputs)).collect();
+                self.write_inputs(&shares, start, bytes)
+            }
         }
     }
 
@@ -117,32 +121,39 @@ impl<'a> Destination<'a> {
         Ok(())
     }
 
-    /// Writes the columns of each rank, which `share` gives in bytes.
-    fn write_inputs(&self, share: Share, start: usize, bytes: &[u8]) -> Result<()> {
-        let width = self.row_bytes.max(1);
+    /// Writes the columns of each rank, which `shares` give in bytes.
+    fn write_inputs(&self, shares: &[Share], start: usize, bytes: &[u8]) -> Result<()> {
+        let (width, local) = (self.row_bytes.max(1), shares.iter().map(|share| share.local).sum::<usize>());
         // The end of a row, rows, the start of a row.
         let (head, rest) = bytes.split_at((start.next_multiple_of(width) - start).min(bytes.len()));
         let (rows, tail) = rest.split_at(rest.len() / width * width);
         let first = (start + head.len()) / width;
         let mut part = Vec::new();
         for rank in 0..self.ranks.len() {
-            self.write_columns(rank, share, start, head)?;
-            of_rank(rows, &[share], rank, &mut part);
-            self.upload(rank, first * share.local, &part)?;
-            self.write_columns(rank, share, start + head.len() + rows.len(), tail)?;
+            self.write_columns(rank, shares, start, head)?;
+            of_rank(rows, shares, rank, &mut part);
+            self.upload(rank, first * local, &part)?;
+            self.write_columns(rank, shares, start + head.len() + rows.len(), tail)?;
         }
         Ok(())
     }
 
     /// Writes a rank's columns of a part of one row.
-    fn write_columns(&self, rank: usize, share: Share, start: usize, bytes: &[u8]) -> Result<()> {
+    fn write_columns(&self, rank: usize, shares: &[Share], start: usize, bytes: &[u8]) -> Result<()> {
         let (row, column) = (start / self.row_bytes.max(1), start % self.row_bytes.max(1));
-        let columns = share.range(rank);
-        let (a, b) = (columns.start.max(column), columns.end.min(column + bytes.len()));
-        if a >= b {
-            return Ok(());
+        let local = shares.iter().map(|share| share.local).sum::<usize>();
+        let (mut first, mut first_local) = (0, row * local);
+        for share in shares {
+            let columns = share.range(rank);
+            let from = first + columns.start;
+            let (a, b) = (from.max(column), (first + columns.end).min(column + bytes.len()));
+            if a < b {
+                self.upload(rank, first_local + a - from, &bytes[a - column..b - column])?;
+            }
+            first += share.whole;
+            first_local += share.local;
         }
-        self.upload(rank, row * share.local + a - columns.start, &bytes[a - column..b - column])
+        Ok(())
     }
 
     /// Writes bytes of a rank's tensor.
@@ -188,7 +199,10 @@ mod tests {
         // Two matrices of 2 and 3 rows in one; the last rank has padding only.
         let shares = vec![Share::new(2, 1, 3), Share::new(3, 1, 3)];
         let rows = Cut::Outputs(shares.clone());
-        let columns = Cut::Inputs(Share::new(4, 2, 3));
+        let columns = Cut::Inputs(vec![Share::new(4, 2, 3)]);
+        // Each rank has a column of both halves; the last one has padding only.
+        let halves = vec![Share::new(2, 1, 3); 2];
+        let halved = Cut::Inputs(halves.clone());
         for step in 1..=40 {
             assert_eq!(written(&device, &shape, &Cut::Whole, step), vec![numbers.clone(); 3], "{step}");
             let (by_row, by_column) = (written(&device, &shape, &rows, step), written(&device, &shape, &columns, step));
@@ -205,6 +219,9 @@ mod tests {
                 let mut expected: Vec<u32> = numbers.iter().copied().filter(column).collect();
                 expected.resize(20, 0);
                 assert_eq!(by_column[rank], expected, "{step}, rank {rank}");
+                let mut expected = Vec::new();
+                super::of_rank(&numbers, &halves, rank, &mut expected);
+                assert_eq!(written(&device, &shape, &halved, step)[rank], expected, "{step}, rank {rank}");
             }
         }
     }

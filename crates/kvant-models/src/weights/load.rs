@@ -129,7 +129,7 @@ impl Loader<'_> {
         let gate = Cut::Outputs(vec![queries]);
         let (qkv, output_gate) = match self.source.name(role(Part::QueryGateJoint)) {
             Some(_) if spec.output_gate => {
-                let (qkv, gate) = self.gated_queries(l, spec)?;
+                let (qkv, gate) = self.gated_queries(l, spec, local)?;
                 (qkv, Some(gate))
             }
             _ => {
@@ -151,7 +151,7 @@ impl Loader<'_> {
             },
             sinks: if spec.sinks { Some(self.sinks(role(Part::Sinks), spec.heads, local.heads)?) } else { None },
             output_gate,
-            output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias, queries)?,
+            output: self.output_projection(role(Part::AttentionOutput), &[h, q], spec.output_bias, &[queries])?,
         })
     }
 
@@ -203,7 +203,7 @@ impl Loader<'_> {
         let [fused, gate, up, down] = Part::of_dense(spec).map(|part| Role::Block(l, part));
         Ok(Some(DenseWeights {
             gate_up: self.stack(Some(fused), &[(gate, share), (up, share)], h, dense.biases)?,
-            down: self.output_projection(down, &[h, dense.width], dense.biases, share)?,
+            down: self.output_projection(down, &[h, dense.width], dense.biases, &[share])?,
         }))
     }
 
@@ -226,7 +226,7 @@ impl Loader<'_> {
             router_scales,
             router_bias: self.router_bias(role(Part::RouterBias), spec)?,
             gate_up: self.expert_gate_up(l, spec, share)?,
-            down: self.output_projection(role(Part::ExpertDown), &[experts, h, width], biases, share)?,
+            down: self.output_projection(role(Part::ExpertDown), &[experts, h, width], biases, &[share])?,
         })
     }
 
@@ -370,9 +370,15 @@ impl Loader<'_> {
 
     /// The last projection of half a block. The factor of the residual stream is part of the stored bias; each product
     /// applies it to the matrix. The ranks' results are summed, so only rank 0 adds the bias.
-    fn output_projection(&mut self, role: Role, shape: &[usize], is_biased: bool, inputs: Share) -> Result<Projection> {
+    fn output_projection(
+        &mut self,
+        role: Role,
+        shape: &[usize],
+        is_biased: bool,
+        inputs: &[Share],
+    ) -> Result<Projection> {
         let ranks = self.device.ranks();
-        let cut = if ranks == 1 { Cut::Whole } else { Cut::Inputs(inputs) };
+        let cut = if ranks == 1 { Cut::Whole } else { Cut::Inputs(inputs.to_vec()) };
         let mut projection = self.projection(role, shape, is_biased, &cut)?;
         let scale = self.spec.residual_scale;
         if let Some(bias) = projection.bias.as_mut().filter(|_| scale != 1.0 || ranks > 1) {

@@ -28,8 +28,6 @@ fn divided(variant: &str, device: &Device, division: CacheDivision) -> Option<Mo
             assert!(ranks == device.ranks() && !fits.contains(&ranks), "{variant}");
             None
         }
-        // Recurrent states.
-        Err(Error::Unsupported { what, .. }) if what.starts_with("a group") => None,
         Err(error) => panic!("{variant}: {error}"),
     }
 }
@@ -111,7 +109,10 @@ fn a_rank_that_fails_ends_the_pass() {
 /// The bytes that each device needs are known before a model is loaded.
 #[test]
 fn inspections_count_the_bytes_of_a_rank() {
-    for variant in ["llama", "gpt_oss_mxfp4", "ple_shared", "qwen3_moe_mlx", "llama_gguf", "moe"] {
+    let hybrids = ["qwen3_5", "lfm2"];
+    for variant in
+        ["llama", "gpt_oss_mxfp4", "ple_shared", "qwen3_moe_mlx", "llama_gguf", "moe"].into_iter().chain(hybrids)
+    {
         let files = Files::at(&golden(variant)).unwrap();
         let divisions = [CacheDivision::Heads, CacheDivision::Positions, CacheDivision::Auto];
         for (ranks, division) in [(1, CacheDivision::Auto)].into_iter().chain(divisions.map(|division| (2, division))) {
@@ -156,13 +157,8 @@ fn all() -> impl Iterator<Item = &'static str> {
     FAMILIES.into_iter().chain(MLX_FAMILIES).chain(VARIANTS).chain(GGUF_MODELS)
 }
 
-/// Models with one head, those with one group of inputs, and those with recurrent states.
-const NOT_ON_TWO: [&str; 35] = [
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "lfm2",
-    "lfm2_moe",
+/// Models with one head or three KV heads, and those with one group of inputs.
+const NOT_ON_TWO: [&str; 30] = [
     "qwen3_next_mlx",
     "lfm2_mlx",
     "llama_w4a16",
@@ -189,7 +185,6 @@ const NOT_ON_TWO: [&str; 35] = [
     "phi3_gguf",
     "k_quants_gguf",
     "qwen3_next_gguf",
-    "qwen3_5_gguf",
     "qwen3_5_moe_gguf",
     "lfm2_gguf",
     "lfm2_moe_gguf",
@@ -344,6 +339,9 @@ fn a_model_that_does_not_divide_is_refused() {
     assert_eq!(error.to_string(), text);
     let error = Inspection::open_for(&Files::at(&golden("phi3")).unwrap(), 2, CacheDivision::Auto).unwrap_err();
     assert_eq!(error.to_string(), "1 heads of layer 0 do not divide among 2 devices: the model runs on one");
+    let error = Model::load(&golden("qwen3_5"), &group(4)).unwrap_err();
+    let text = "2 key heads of the delta net of layer 0 do not divide among 4 devices: the model divides among 2";
+    assert_eq!(error.to_string(), text);
     let error = Inspection::open_for(&Files::at(&golden("llama")).unwrap(), 0, CacheDivision::Auto).unwrap_err();
     assert!(error.to_string().contains("`ranks` must be at least 1"), "{error}");
 }

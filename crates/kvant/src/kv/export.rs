@@ -4,9 +4,10 @@
 //! that seal pages have a group of sealed pages, with the means of centred codecs, and one of dense pages. The metadata
 //! has the layers, the length, the first page of each group, and whether page 0 precedes it. The last group has the
 //! states of recurrent layers, if the pool has any: the page of the last boundary, if it is kept, and the page of the
-//! current states; the metadata has the length at the boundary. A page of a group of
-//! devices has the bytes of all ranks, one after the other; the metadata then has the number of ranks. An import does
-//! not trust the bytes: it checks everything against the pool before it takes a page.
+//! current states, but not those at the start of a step; the metadata has the length at the boundary.
+//!
+//! A page of a group of devices has the bytes of all ranks, one after the other; the metadata then has the number of
+//! ranks. An import does not trust the bytes: it checks everything against the pool before it takes a page.
 
 use std::{borrow::Cow, collections::HashMap};
 
@@ -79,13 +80,13 @@ impl Sequence {
         metadata.insert("len".to_string(), self.len().to_string());
         for (index, held) in self.pages.groups.iter().enumerate() {
             let page_bytes = pool.saved_page_bytes(index);
-            let count = held.all().count();
+            let count = held.lasting().count();
             let total = page_bytes.saturating_mul(count);
             let mut bytes = Vec::new();
             let failed = |_| Error::OutOfMemory { device: "the host".to_string(), bytes: total };
             bytes.try_reserve_exact(total).map_err(failed)?;
             bytes.resize(total, 0);
-            for (page, to) in held.all().zip(bytes.chunks_exact_mut(page_bytes)) {
+            for (page, to) in held.lasting().zip(bytes.chunks_exact_mut(page_bytes)) {
                 pool.save_page(index, page, to)?;
             }
             metadata.insert(format!("first.{index}"), held.first.to_string());

@@ -19,6 +19,10 @@ pub(super) enum Change {
     Copied { sequence: usize, group: usize, from: Page, to: Page },
     /// The states of a boundary are kept, and the sequence continues with a copy of them.
     Boundary { sequence: usize, group: usize, from: Page, to: Page },
+    /// The states at the start of the step are kept, and the sequence continues with a copy of them.
+    Held { sequence: usize, group: usize, from: Page, to: Page },
+    /// The states at the start of an earlier step are released.
+    Unheld { sequence: usize, group: usize, page: Page },
     /// A new last page is taken; `index` is its index in the sequence.
     New { sequence: usize, group: usize, index: usize, page: Page },
 }
@@ -54,6 +58,10 @@ pub(super) fn grow(
                 pages.release(page);
                 log.push(Change::Dropped { sequence, group, page });
             }
+            if let Some((_, page)) = held.start {
+                pages.release(page);
+                log.push(Change::Unheld { sequence, group, page });
+            }
         }
     }
     for (sequence, (owner, count)) in growing() {
@@ -75,6 +83,13 @@ pub(super) fn grow(
                     }
                     match pages.take(group) {
                         Some(to) => log.push(Change::Boundary { sequence, group, from, to }),
+                        None => missing += 1,
+                    }
+                    continue;
+                }
+                PageKind::State { .. } if owner.hold > 0 => {
+                    match pages.take(group) {
+                        Some(to) => log.push(Change::Held { sequence, group, from, to }),
                         None => missing += 1,
                     }
                     continue;
@@ -102,13 +117,15 @@ pub(super) fn grow(
 pub(super) fn undo(pages: &mut Pages, log: &mut Vec<Change>) {
     for change in log.drain(..).rev() {
         match change {
-            Change::Passed { group, page, .. } | Change::Dropped { group, page, .. } => pages.undo_release(group, page),
+            Change::Passed { group, page, .. }
+            | Change::Dropped { group, page, .. }
+            | Change::Unheld { group, page, .. } => pages.undo_release(group, page),
             Change::Kept { .. } => {}
             Change::Copied { group, from, to, .. } => {
                 pages.undo_release(group, from);
                 pages.release(to);
             }
-            Change::Boundary { to: page, .. } | Change::New { page, .. } => {
+            Change::Boundary { to: page, .. } | Change::Held { to: page, .. } | Change::New { page, .. } => {
                 pages.release(page);
             }
         }
@@ -139,6 +156,12 @@ pub(super) fn apply(log: &mut Vec<Change>, batch: &mut [(&mut Sequence, usize)])
                 let held = &mut owner.groups[group];
                 (held.kept, held.boundary, held.pages) = (Some(from), owner.len, vec![to]);
             }
+            Change::Held { sequence, group, from, to } => {
+                let owner = &mut batch[sequence].0.pages;
+                let held = &mut owner.groups[group];
+                (held.start, held.pages) = (Some((owner.len, from)), vec![to]);
+            }
+            Change::Unheld { sequence, group, .. } => batch[sequence].0.pages.groups[group].start = None,
             Change::New { sequence, group, index, page } => {
                 let held = &mut batch[sequence].0.pages.groups[group];
                 held.first = if held.pages.is_empty() { index } else { held.first };

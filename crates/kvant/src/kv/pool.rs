@@ -379,9 +379,9 @@ impl KvPool {
     /// Copies shared pages and uploads the step.
     fn write_step(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)], shape: &StepShape) -> Result<()> {
         let mut copies = state.log.iter().filter_map(|change| match *change {
-            Change::Copied { group, from, to, .. } | Change::Boundary { group, from, to, .. } => {
-                Some((self.page(group, from), self.page(group, to)))
-            }
+            Change::Copied { group, from, to, .. }
+            | Change::Boundary { group, from, to, .. }
+            | Change::Held { group, from, to, .. } => Some((self.page(group, from), self.page(group, to))),
             _ => None,
         });
         if let Some(first) = copies.next() {

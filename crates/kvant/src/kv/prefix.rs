@@ -9,7 +9,8 @@
 //!
 //! In layers that seal pages, the next token sees the first and the last page as dense pages, the others as sealed
 //! ones. A kept prefix has the dense pages that its sequence had when it was kept, and can be continued there. When
-//! memory is short, dense pages are evicted first, except at branches and at the ends of prefixes.
+//! memory is short, dense pages and states are evicted first, except at branches and at the ends of prefixes: dense
+//! pages are dropped, states move to host memory.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -286,6 +287,14 @@ struct Missing {
     node: usize,
 }
 
+/// The leaves in host memory that stay although a page needs room there.
+#[derive(Clone, Copy)]
+enum Leaves {
+    All,
+    /// Only this one, whose pages are being saved.
+    Except(usize),
+}
+
 /// The pages of a group that a sequence of full pages needs: a range of indices, and whether page 0 is kept in
 /// addition.
 struct NeededPages {
@@ -521,7 +530,7 @@ impl Prefixes {
         let with_page =
             nodes.filter_map(|(index, node)| Some((node.used, index, node.evictable_alone(pages, layout).next()?)));
         let Some((_, index, (group, page))) = with_page.min() else { return false };
-        let saved = self.save(pool, group, page, index);
+        let saved = self.save(pool, group, page, Leaves::Except(index));
         self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
         pages.release(page);
         true
@@ -533,7 +542,7 @@ impl Prefixes {
     /// A node's pages of all groups are evicted together: a window's pages stay while pages below need them. If no such
     /// node exists, [`Prefixes::evict_single`] evicts single pages.
     pub fn evict(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
-        if self.evict_redundant(pages, pool.layout()) {
+        if self.evict_redundant(pages, pool) {
             return true;
         }
         let leaves = self.nodes.iter().enumerate().filter(|(_, node)| node.is_on_device() && node.device_children == 0);
@@ -543,7 +552,7 @@ impl Prefixes {
         };
         for group in 0..self.nodes[index].pages.len() {
             let PagePlace::Device(page) = self.nodes[index].pages[group] else { continue };
-            let saved = self.save(pool, group, page, index);
+            let saved = self.save(pool, group, page, Leaves::Except(index));
             self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
             pages.release(page);
         }
@@ -555,9 +564,10 @@ impl Prefixes {
         true
     }
 
-    /// Evicts one page of [`Node::redundant`], of the least recently used node that has one. Returns whether it
-    /// evicted a page.
-    fn evict_redundant(&mut self, pages: &mut Pages, layout: &PoolLayout) -> bool {
+    /// Evicts one page of [`Node::redundant`], of the least recently used node that has one. States move to host memory if
+    /// it has room for them. Returns whether it evicted a page.
+    fn evict_redundant(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
+        let layout = pool.layout();
         let of_node = |(index, node): (usize, &Node)| {
             let (group, page) = node.redundant(pages, layout).next()?;
             Some((node.used, index, group, page))
@@ -565,26 +575,48 @@ impl Prefixes {
         let Some((_, index, group, page)) = self.nodes.iter().enumerate().filter_map(of_node).min() else {
             return false;
         };
-        self.set(index, group, PagePlace::Nowhere);
+        let is_state = layout.state_group() == Some(group);
+        let saved = if is_state { self.save(pool, group, page, Leaves::All) } else { None };
+        self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
         pages.release(page);
         true
     }
 
-    /// Copies a page's bytes to host memory, after evicting older ones from there if necessary. `None` if they do not
-    /// fit.
-    fn save(&mut self, pool: &KvPool, group: usize, page: Page, node: usize) -> Option<Box<[u8]>> {
+    /// Copies a page's bytes to host memory, after evicting older ones from there if necessary: states within prefixes
+    /// first, then pages of leaves, unless these stay. `None` if the page does not fit.
+    fn save(&mut self, pool: &KvPool, group: usize, page: Page, stay: Leaves) -> Option<Box<[u8]>> {
         let bytes = pool.saved_page_bytes(group);
-        while self.host_bytes.saturating_add(bytes) > self.host_limit {
-            let leaf = |node: &Node| node.children == 0 && !node.is_on_device() && node.host_bytes() > 0;
-            let leaves = self.nodes.iter().enumerate().filter(|&(index, other)| index != node && leaf(other));
-            let (oldest, _) = leaves.min_by_key(|(_, node)| node.used)?;
-            self.forget(oldest);
+        while bytes > self.host_limit.saturating_sub(self.host_bytes) {
+            let has_room = bytes <= self.host_limit && (self.forget_states(pool.layout()) || self.forget_leaf(stay));
+            if !has_room {
+                return None;
+            }
         }
         let mut copy = Vec::new();
         copy.try_reserve_exact(bytes).ok()?;
         copy.resize(bytes, 0);
         pool.save_page(group, page, &mut copy).ok()?;
         Some(copy.into())
+    }
+
+    /// Removes the least recently used states within a prefix from host memory. Returns whether there were any.
+    fn forget_states(&mut self, layout: &PoolLayout) -> bool {
+        let Some(group) = layout.state_group() else { return false };
+        let is_within = |node: &Node| node.children == 1 && matches!(node.pages.get(group), Some(PagePlace::Host(_)));
+        let within = self.nodes.iter().enumerate().filter(|(_, node)| is_within(node));
+        let Some((oldest, _)) = within.min_by_key(|(_, node)| node.used) else { return false };
+        self.set(oldest, group, PagePlace::Nowhere);
+        true
+    }
+
+    /// Removes the least recently used leaf whose pages are all in host memory. Returns whether there was one.
+    fn forget_leaf(&mut self, stay: Leaves) -> bool {
+        let Leaves::Except(node) = stay else { return false };
+        let is_leaf = |node: &Node| node.children == 0 && !node.is_on_device() && node.host_bytes() > 0;
+        let leaves = self.nodes.iter().enumerate().filter(|&(index, other)| index != node && is_leaf(other));
+        let Some((oldest, _)) = leaves.min_by_key(|(_, node)| node.used) else { return false };
+        self.forget(oldest);
+        true
     }
 
     /// Removes a node that has no children and no page on the device.

@@ -45,13 +45,20 @@ pub(super) struct GroupPages {
     pub kept: Option<Page>,
     /// The length of the sequence at the states that are kept.
     pub boundary: usize,
+    /// In the group of states: the length at the start of the latest step and the states there, if the step held them.
+    pub start: Option<(usize, Page)>,
     /// End of the pages that were moved to huge pages of the host's memory.
     pub huge_end: usize,
 }
 
 impl GroupPages {
-    /// All pages, including the kept one.
+    /// All pages, including those of earlier states.
     pub fn all(&self) -> impl Iterator<Item = Page> + '_ {
+        self.start.map(|(_, page)| page).into_iter().chain(self.lasting())
+    }
+
+    /// The pages that later steps need, including the kept one.
+    pub fn lasting(&self) -> impl Iterator<Item = Page> + '_ {
         self.kept.iter().chain(&self.pages).copied()
     }
 
@@ -63,7 +70,27 @@ impl GroupPages {
     /// The states of a sequence of `len` tokens at position `at`, if they are held.
     pub fn states_at(&self, at: usize, len: usize) -> Option<Page> {
         let kept = self.kept.filter(|_| self.boundary == at);
-        kept.or_else(|| self.pages.first().copied().filter(|_| at == len))
+        let start = self.start.filter(|(start, _)| *start == at).map(|(_, page)| page);
+        kept.or(start).or_else(|| self.pages.first().copied().filter(|_| at == len))
+    }
+
+    /// The latest length before the current one at which states are held.
+    fn latest_states(&self) -> Option<usize> {
+        self.start.map(|(start, _)| start).or(self.kept.map(|_| self.boundary))
+    }
+
+    /// Returns to the states at length `at`, which are held. Returns the pages that are no longer needed.
+    fn cut_states(&mut self, at: usize) -> Vec<Page> {
+        let start = self.start.take();
+        let mut cut = std::mem::take(&mut self.pages);
+        match start.filter(|(start, _)| *start == at) {
+            Some((_, page)) => self.pages.push(page),
+            None => {
+                cut.extend(start.map(|(_, page)| page));
+                self.pages.extend(self.kept.take());
+            }
+        }
+        cut
     }
 
     /// The page with an index, if it is held.
@@ -174,6 +201,10 @@ impl Sequence {
 
     /// Keeps `tokens` more positions than the windows need, from the next step on, so that this many tokens can be
     /// truncated.
+    ///
+    /// If the pool has [states](crate::StateLayer) and `tokens` is not 0, each step also keeps the states at its start
+    /// and continues with a copy, so that the tokens of the latest step can be removed, but only all of them. The copy
+    /// takes the memory of one more set of states until the next step.
     pub fn hold(&mut self, tokens: usize) {
         self.pages.hold = tokens;
     }
@@ -189,7 +220,8 @@ impl Sequence {
     ///
     /// A layer with a window holds the positions that the latest step could see. The tokens of that step can therefore
     /// always be removed; [`Sequence::hold`] allows more. A sequence with states can only be truncated to
-    /// [`Sequence::boundary`]. Truncation to 0 always succeeds.
+    /// [`Sequence::boundary`], and to the start of the latest step if that step [held](Sequence::hold) tokens.
+    /// Truncation to 0 always succeeds.
     ///
     /// # Errors
     /// - `Value` if the sequence has fewer tokens.
@@ -210,7 +242,8 @@ impl Sequence {
         if let Some(states) = layout.state_group()
             && self.pages.groups[states].states_at(len, now).is_none()
         {
-            return Err(Error::NoStates { at: len, kept: self.boundary() });
+            let kept = self.pages.groups[states].latest_states();
+            return Err(Error::NoStates { at: len, kept });
         }
         for (group, held) in layout.groups.iter().zip(&self.pages.groups) {
             let needed = group.first_needed(len, layout.page_tokens);
@@ -228,18 +261,12 @@ impl Sequence {
         }
         let mut state = pool.lock();
         for (group, held) in layout.groups.iter().zip(&mut self.pages.groups) {
-            match group.kind {
-                PageKind::State { .. } => {
-                    let kept = std::mem::replace(&mut held.pages, held.kept.take().into_iter().collect());
-                    kept.into_iter().for_each(|page| {
-                        state.pages.release(page);
-                    });
-                }
-                _ => {
-                    for page in held.cut(group.end_needed(len, layout.page_tokens)) {
-                        state.pages.release(page);
-                    }
-                }
+            let cut = match group.kind {
+                PageKind::State { .. } => held.cut_states(len),
+                _ => held.cut(group.end_needed(len, layout.page_tokens)),
+            };
+            for page in cut {
+                state.pages.release(page);
             }
         }
         self.pages.len = len;

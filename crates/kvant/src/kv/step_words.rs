@@ -180,10 +180,12 @@ impl<'a> StepShape<'a> {
     pub fn fill_pages(&self, words: &mut [u32], log: &[Change], batch: &[(&mut Sequence, usize)], tables: usize) {
         for change in log {
             match *change {
-                Change::Kept { .. } => {}
+                Change::Kept { .. } | Change::Unheld { .. } => {}
                 // States of earlier boundaries are in no slot.
                 Change::Dropped { group, .. } if group == tables => {}
-                Change::Boundary { sequence, to, .. } => self.set_slot(words, sequence, to),
+                Change::Boundary { sequence, to, .. } | Change::Held { sequence, to, .. } => {
+                    self.set_slot(words, sequence, to)
+                }
                 Change::Copied { sequence, group, to: page, .. } | Change::New { sequence, group, page, .. }
                     if group == tables =>
                 {

@@ -57,6 +57,9 @@ struct Tracked {
     tokens: Vec<u32>,
     /// The length before the latest step: later tokens can always be removed.
     certain: usize,
+    /// In a pool with states: the length before the latest step, if it held the states there.
+    start: Option<usize>,
+    hold: usize,
 }
 
 /// Positions of a page.
@@ -127,7 +130,10 @@ impl History<'_> {
         };
         for &(index, count) in &order {
             let tracked = &mut self.tracked[index];
-            tracked.certain = tracked.tokens.len();
+            if count > 0 {
+                tracked.certain = tracked.tokens.len();
+                tracked.start = (tracked.hold > 0).then_some(tracked.certain);
+            }
             let at = tracked.tokens.len();
             tracked.tokens.extend((at..at + count).map(|_| rng.below(1 << 20) as u32));
         }
@@ -236,7 +242,13 @@ impl History<'_> {
                 };
                 let found = sequence.len();
                 assert!(found < tokens && found % 16 == 0);
-                self.tracked.push(Tracked { sequence, tokens: all[..found].to_vec(), certain: found });
+                self.tracked.push(Tracked {
+                    sequence,
+                    tokens: all[..found].to_vec(),
+                    certain: found,
+                    start: None,
+                    hold: 0,
+                });
                 // The rest of the prompt, whose tokens are not random.
                 let Tracked { sequence, .. } = &mut self.tracked[n];
                 match self.pool.step(&mut [(sequence, tokens - found)]) {
@@ -260,20 +272,25 @@ impl History<'_> {
                 }
             }
             Action::Fork(which) => {
-                let Tracked { sequence, tokens, .. } = &self.tracked[pick(which, n)];
-                let (sequence, tokens) = (sequence.fork(), tokens.clone());
-                self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens });
+                let Tracked { sequence, tokens, start, hold, .. } = &self.tracked[pick(which, n)];
+                let (sequence, tokens, start, hold) = (sequence.fork(), tokens.clone(), *start, *hold);
+                self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens, start, hold });
             }
             Action::Truncate(which, len) => {
-                let Tracked { sequence, tokens, certain } = &mut self.tracked[pick(which, n)];
-                let len = pick(len, tokens.len() + 1);
+                let Tracked { sequence, tokens, certain, start, .. } = &mut self.tracked[pick(which, n)];
+                // Often to the start of the latest step.
+                let len = if len % 4 == 0 { *certain } else { pick(len, tokens.len() + 1) };
                 match sequence.truncate(len) {
-                    Ok(()) => tokens.truncate(len),
+                    Ok(()) => {
+                        *start = start.filter(|_| len == tokens.len());
+                        tokens.truncate(len);
+                    }
                     Err(Error::NotHeld { needed, oldest }) => {
                         assert!(len < *certain && needed < oldest && sequence.len() == tokens.len());
                     }
                     Err(Error::NoStates { at, kept }) => {
-                        assert!(at == len && kept == sequence.boundary() && kept != Some(len) && len < tokens.len());
+                        assert!(at == len && kept == start.or(sequence.boundary()) && len < tokens.len());
+                        assert!(![*start, sequence.boundary()].contains(&Some(len)), "held at {len}");
                         assert!(sequence.len() == tokens.len() && !self.pool.spec().states.is_empty());
                     }
                     Err(error) => panic!("{error}"),
@@ -292,13 +309,17 @@ impl History<'_> {
                     Ok(sequence) => {
                         assert_eq!(sequence.len(), tokens.len());
                         let tokens = tokens.clone();
-                        self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens });
+                        self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens, start: None, hold: 0 });
                     }
                     Err(Error::OutOfPages { .. }) => {}
                     Err(error) => panic!("{error}"),
                 }
             }
-            Action::Hold(which, tokens) => self.tracked[pick(which, n)].sequence.hold(tokens),
+            Action::Hold(which, tokens) => {
+                let tracked = &mut self.tracked[pick(which, n)];
+                tracked.hold = tokens;
+                tracked.sequence.hold(tokens);
+            }
         }
     }
 }

@@ -116,6 +116,66 @@ fn a_sequence_goes_back_to_its_boundary_and_nowhere_else() {
     }
 }
 
+/// A step of drafts can be taken back whole, at any length, and its accepted tokens be computed again.
+#[test]
+fn a_step_that_holds_states_is_taken_back() {
+    for (device, keeps_boundaries) in devices().iter().flat_map(|device| [(device, true), (device, false)]) {
+        let pool = pool(device, keeps_boundaries);
+        let (page, tokens, other) = (page_bytes(&pool), prompt(0, 80), prompt(1, 80));
+        let mut sequence = pool.sequence();
+        feed(&pool, &mut sequence, &tokens[..13]);
+        // Four drafts in each step; some are accepted. Some steps begin at a multiple of the page size.
+        let mut len = 13;
+        for accepted in [0, 1, 4, 2, 0, 0, 3, 4, 4, 1, 2, 3, 0, 4] {
+            let drafted = [&tokens[..len + accepted], &other[40..][..4 - accepted]].concat();
+            let start = sequence.len();
+            sequence.hold(4);
+            feed(&pool, &mut sequence, &drafted);
+            sequence.hold(0);
+            let fork = sequence.fork();
+            if accepted < 4 {
+                let error = sequence.truncate(drafted.len() - 1).unwrap_err();
+                assert!(matches!(error, Error::NoStates { kept: Some(kept), .. } if kept == start), "{error}");
+                sequence.truncate(start).unwrap();
+            }
+            drop(fork);
+            assert!(pool.usage().states <= 3 * page, "the current states, those at the boundary and at the start");
+            len += accepted;
+        }
+        let (start, before) = (sequence.len(), pool.usage().states);
+        feed(&pool, &mut sequence, &tokens[..len + 1]);
+        assert!(pool.usage().states <= before.min(2 * page), "a step without drafts copies nothing");
+        if start % PAGE != 0 {
+            assert!(sequence.truncate(start).is_err());
+        }
+        drop(sequence);
+        assert_eq!(pool.usage().used, 0);
+    }
+}
+
+/// A refused step leaves the held states of its sequences.
+#[test]
+fn held_states_need_memory() {
+    let spec = |pages: usize| {
+        let state = StateLayer::new(DType::F32, &[64, 256]);
+        let spec = PoolSpec::new(vec![CacheLayer::new(1, DIM, Codec::F32)], pages * 64 * 256 * 4);
+        spec.page_tokens(PAGE).states(vec![state]).keeps_boundaries(false)
+    };
+    let pool = KvPool::new(&Device::cpu(), &spec(3)).unwrap();
+    let mut sequence = pool.sequence();
+    sequence.hold(1);
+    pool.step(&mut [(&mut sequence, 5)]).unwrap();
+    pool.step(&mut [(&mut sequence, 5)]).unwrap();
+    let mut other = pool.sequence();
+    assert!(matches!(pool.step(&mut [(&mut other, 1)]), Err(Error::OutOfPages { .. })));
+    assert!(matches!(pool.step(&mut [(&mut sequence, 1), (&mut other, 1)]), Err(Error::OutOfPages { .. })));
+    sequence.truncate(5).unwrap();
+    sequence.hold(0);
+    pool.step(&mut [(&mut sequence, 1), (&mut other, 1)]).unwrap();
+    drop((sequence, other));
+    assert_eq!(pool.usage().used, 0);
+}
+
 #[test]
 fn forks_copy_their_states_at_the_first_write() {
     for device in devices() {
@@ -191,6 +251,50 @@ fn prefixes_are_found_where_their_states_are_kept() {
         drop((sequence, found));
         cache.clear();
         assert_eq!(pool.usage().used, 0);
+    }
+}
+
+/// When memory is short, states within a prefix move to host memory, and the prefix can still be continued there.
+#[test]
+fn states_within_prefixes_come_back_from_host_memory() {
+    for device in devices() {
+        for host in [0, 1 << 20] {
+            // States are larger than pages of keys and values, and there is room for ten of them.
+            let shapes: [&[usize]; 3] = [&STATE, &STATE, &[64, 64]];
+            let spec = PoolSpec::new(vec![CacheLayer::new(1, DIM, Codec::F32)], 170 << 10).page_tokens(PAGE);
+            let states = shapes.map(|shape| StateLayer::new(DType::F32, shape));
+            let spec = spec.states(states.to_vec()).host_bytes(host);
+            let pool = KvPool::new(device, &spec).unwrap();
+            let cache = PrefixCache::new(&pool, b"states");
+            let tokens = prompt(0, 70);
+            let mut sequence = pool.sequence();
+            for end in [16, 32, 48, 64, 70] {
+                feed(&pool, &mut sequence, &tokens[..end]);
+                cache.keep(&sequence, &tokens[..end]).unwrap();
+            }
+            drop(sequence);
+            let kept = pool.usage().states;
+            // Another text takes memory until the states within the first one are evicted.
+            let (mut other, mut len) = (pool.sequence(), 0);
+            while cache.find(&tokens[..49]).unwrap().len() == 48 && pool.usage().host == 0 {
+                len += PAGE;
+                pool.step(&mut [(&mut other, PAGE)]).unwrap();
+                assert!(len < 1 << 12, "the pool is full before");
+            }
+            assert!(pool.usage().states < kept + kept / 2, "states were evicted");
+            drop(other);
+            let found: Vec<usize> = [17, 33, 49, 65].map(|end| cache.find(&tokens[..end]).unwrap().len()).to_vec();
+            let all = [16, 32, 48, 64];
+            match host {
+                0 => assert!(found != all && found[3] == 64, "{found:?}: the end stays"),
+                _ => assert_eq!(found, all, "on {device}"),
+            }
+            let mut sequence = cache.find(&tokens[..20]).unwrap();
+            feed(&pool, &mut sequence, &tokens[..40]);
+            drop(sequence);
+            cache.clear();
+            assert_eq!((pool.usage().used, pool.usage().host), (0, 0));
+        }
     }
 }
 
