@@ -157,8 +157,8 @@ fn all() -> impl Iterator<Item = &'static str> {
     FAMILIES.into_iter().chain(MLX_FAMILIES).chain(VARIANTS).chain(GGUF_MODELS)
 }
 
-/// Models with one head or three KV heads, and those with one group of inputs.
-const NOT_ON_TWO: [&str; 30] = [
+/// Models with one head, and those with one group of inputs.
+const NOT_ON_TWO: [&str; 29] = [
     "qwen3_next_mlx",
     "lfm2_mlx",
     "llama_w4a16",

@@ -564,8 +564,8 @@ impl Prefixes {
         true
     }
 
-    /// Evicts one page of [`Node::redundant`], of the least recently used node that has one. States move to host memory if
-    /// it has room for them. Returns whether it evicted a page.
+    /// Evicts one page of [`Node::redundant`], of the least recently used node that has one. States move to host memory
+    /// if it has room for them. Returns whether it evicted a page.
     fn evict_redundant(&mut self, pages: &mut Pages, pool: &KvPool) -> bool {
         let layout = pool.layout();
         let of_node = |(index, node): (usize, &Node)| {

@@ -11,9 +11,9 @@
 // delta_rule_wgmma.cu says what they are for. Rows beyond the end of a run are zeros. Keys and queries are written in
 // the layout of wgmma.h, as they are, once for all heads that share them.
 //
-// A block of one warpgroup has a chunk, and all heads that share a key. Two products compute k . k and q . k. The inverse
-// of 1 + L is computed in blocks of 16: each warp inverts a block of the diagonal by substitution in f32, and then
-// computes the blocks below it, X[I, J] = -X[I, I] (sum of L[I, K] X[K, J] for J <= K < I), with products in tf32.
+// A block of one warpgroup has a chunk, and all heads that share a key. Two products compute k . k and q . k. The
+// inverse of 1 + L is computed in blocks of 16: each warp inverts a block of the diagonal by substitution in f32, and
+// then computes the blocks below it, X[I, J] = -X[I, I] (sum of L[I, K] X[K, J] for J <= K < I), with products in tf32.
 #include "delta_rule/chunks.h"
 #include "device/dependent_launch.h"
 #include "device/elements.h"

@@ -2,8 +2,8 @@
 //
 // Tensors and runs are those of delta_rule.cu. A block has COLUMNS columns of one head's state, in registers for all
 // tokens of a run: thread t has the four columns from 4 * (t % QUADS), and the rows i with i % PARTS = t / QUADS. A
-// warp's load reads 128 adjacent bytes of four rows. All loads of the state are issued before the first token, and while
-// the previous kernel ends.
+// warp's load reads 128 adjacent bytes of four rows. All loads of the state are issued before the first token, and
+// while the previous kernel ends.
 //
 // A token has three barriers: queries and keys, then Sᵀk, then Sᵀq are complete. Sums are added in one order.
 #include "delta_rule/gates.h"
