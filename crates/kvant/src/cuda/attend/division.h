@@ -11,7 +11,7 @@ struct Division {
     // This block's number, and the number of blocks.
     uint block;
     uint blocks;
-    // The number of the block's item and head among all of them, if the block has only one.
+    // The index of the block's item and head, if the block has only one.
     uint pair;
     // The items and heads whose tiles are shared, and the first item.
     uint items;

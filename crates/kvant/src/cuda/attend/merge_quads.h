@@ -115,8 +115,8 @@ inline void merge_in_cluster(const SharedState &own, uint rank, Use use) {
 #endif
 }
 
-// How the threads of a block merge the quads of their share: OWN quads of a thread, TOGETHER parts loaded at once. With
-// enough threads, SIDES of them have parts of the same quad.
+// Division of a share's quads among the threads of a block: OWN quads per thread, TOGETHER parts loaded at once. With
+// enough threads, SIDES threads have different parts of a quad.
 constexpr uint OWN = (SHARE + THREADS - 1) / THREADS;
 constexpr uint TOGETHER = OWN >= 8 ? 3 : OWN >= 4 ? 6 : OWN >= 2 ? 10 : 12;
 constexpr uint SIDES = THREADS / SHARE > 4 ? 4 : THREADS / SHARE > 1 ? THREADS / SHARE : 1;
@@ -196,8 +196,8 @@ inline void merge_sides(const QuadThread &of, float *room, SoftmaxState &sum) {
     }
 }
 
-// Called when this block has left its state. The last block to arrive merges the parts; many parts are first merged in
-// groups of about the square root of their number. `room` is unused shared memory, of 96 bytes for each quad of the
+// Called after this block has stored its state. The last block to arrive merges the parts; many parts are first merged
+// in groups of about the square root of their number. `room` is unused shared memory, of 96 bytes for each quad of the
 // share.
 inline void merge(const States &states, const ItemPart &part_of_item, const Output &output, uint *flag, float *room) {
     const uint side = SIDES > 1 ? threadIdx.x / SHARE : 0, first_quad = states.rank * SHARE;
@@ -210,7 +210,7 @@ inline void merge(const States &states, const ItemPart &part_of_item, const Outp
     const uint first = part_of_item.part / group * group;
     uint *of_item = states.counter(part_of_item.item * states.kv_heads + part_of_item.head);
     uint *counter = groups == 1 ? of_item : states.counter(states.pairs + part_of_item.slot(first));
-    // First the members of the group, then the groups, each in the slot of its first member.
+    // Merge the members of the group first, then the groups, each in the slot of its first member.
     uint begin = first, count = min(group, part_of_item.parts - first), step = 1;
 #pragma unroll 1
     while (arrive(flag, counter, count)) {

@@ -128,8 +128,8 @@ inline void merge_parts(const AttendParams &p, const Partials &from, const S &st
     __syncthreads();
 }
 
-// Leaves this block's state. The last block to arrive merges the parts; many parts are first merged in groups of about
-// the square root of their number. Returns true in the block that then holds the merged state.
+// Stores this block's state. The last block to arrive merges the parts; many parts are first merged in groups of about
+// the square root of their number. Returns true in the block with the merged state.
 template <typename S>
 inline bool merge(const AttendParams &p, const Partials &to, const S &state, const ItemPart &part_of_item, uint rows) {
     uint group = part_of_item.parts;
@@ -141,7 +141,7 @@ inline bool merge(const AttendParams &p, const Partials &to, const S &state, con
     const uint members = min(group, part_of_item.parts - first);
     uint *of_item = to.counters + in_cluster(part_of_item.item * p.kv_heads + part_of_item.head);
     uint *of_group = groups == 1 ? of_item : to.counters + in_cluster(p.items * p.kv_heads + part_of_item.slot(first));
-    // First the members of the group, then the groups.
+    // Merge the members of the group first, then the groups.
     uint *counter = of_group;
     uint slot = part_of_item.slot(part_of_item.part), begin = first, count = members, step = 1;
 #pragma unroll 1

@@ -5,7 +5,7 @@
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// The maximum of no scores.
+// The maximum without scores.
 inline float nothing() {
     return __uint_as_float(0xFF800000);
 }

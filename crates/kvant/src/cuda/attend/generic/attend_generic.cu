@@ -4,8 +4,8 @@
 // q [T, H, D] -> out [T, H, D].
 //
 // A block has parts of work items (work.h): up to 8 NT query rows that share a KV head, over some tiles of TILE keys.
-// So each key and value is read once for all heads of the group. Tiles of keys and of values pass in turn through a
-// ring of BUFFERS in shared memory, which asynchronous copies fill some tiles ahead. For each tile:
+// Each key and value is therefore read once for all heads of the group. Tiles of keys and of values pass in turn
+// through a ring of BUFFERS in shared memory, which asynchronous copies fill some tiles ahead. For each tile:
 //
 //   scores   each warp has 16 keys: S^T = K q^T on tensor cores, rows are keys, columns are queries;
 //   softmax  the rows' maxima over all warps; P = exp2(S - max), stored in shared memory as B operands;
@@ -21,11 +21,11 @@
 //
 // Over pages (work.h) a row's place is looked up when it is copied. A key that no page holds is zeros, and masked.
 // Around page means (generic/means.h) the scores of a page's keys get the product of the query and the mean of keys,
-// one for each page; o gets the mean of values times the sum of the weights, once for each page of a tile. Where keys
-// are stored without a bias, scores get its product with the query (generic/key_bias.h).
+// one for each page; o gets the mean of values times the sum of the weights, once for each page of a tile. If stored
+// keys do not include their bias, scores get the product of bias and query (generic/key_bias.h).
 //
 // Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h); if that
-// leaves results to merge, everything but these.
+// kernel's results are merged, everything except its results.
 #include "attend/division.h"
 #include "attend/generic/means.h"
 #include "attend/generic/queries.h"
@@ -189,16 +189,16 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
                        Accumulators &acc, Prepare prepare) {
     const uint tiles = tiles_of(segment.keys);
     constexpr int AHEAD = BUFFERS / 2;
-    // Keys and values then have a buffer each: values come while scores are computed, the next keys while values are
-    // added.
+    // With two, keys and values have a buffer each: values arrive while scores are computed, the next keys while values
+    // are added.
     constexpr bool TWO_BUFFERS = BUFFERS == 2;
     static_assert(TWO_BUFFERS || BUFFERS == 4, "attend: two buffers or four");
-    // No thread reads the buffers any more.
+    // All threads have finished reading the buffers.
     __syncthreads();
 #pragma unroll 1
     for (int tile = -AHEAD; tile < int(tiles); tile++) {
         if (TWO_BUFFERS) {
-            // This tile's keys have come, and the values of the tile before it are not read any more.
+            // This tile's keys have arrived, and no thread reads the previous tile's values.
             copies_wait<0>();
             __syncthreads();
             copy_values(p, b, shared, segment, tiles, tile);
@@ -212,11 +212,11 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
             attend_to(p, b, shared, segment, all, tile, acc);
         }
         if (!TWO_BUFFERS) {
-            // Values of the tile before this one, and its keys, are not read any more: their buffers are free.
+            // No thread reads this tile's keys and the previous tile's values: their buffers are free.
             copy_values(p, b, shared, segment, tiles, tile + AHEAD - 1);
         }
         if (tile >= 0) {
-            // This tile's values have come, of four buffers the next one's keys, too; and all weights are there.
+            // This tile's values and all weights have arrived; with four buffers, the next tile's keys as well.
             copies_wait<TWO_BUFFERS ? 0 : BUFFERS - 3>();
             __syncthreads();
         }
@@ -224,7 +224,7 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
         if (tile == -1) {
             prepare();
             if (HAS_MEANS) {
-                // The queries are there.
+                // The queries have arrived.
                 __syncthreads();
                 multiply_means(b, shared, segment, lot_of(segment.keys.first));
             }

@@ -28,8 +28,8 @@
 // up a tile's units. Keys that no page holds are zeros, and masked.
 //
 // 0 times a value that is not finite is NaN, so rows may get NaN from keys that they do not see. If a result is not
-// finite, the item is computed again, and tiles with such values are added key by key (nonfinite.h). A block that does
-// several items has begun one or two others by then.
+// finite, the item is computed again, and tiles with such values are added key by key (nonfinite.h). By then a block
+// with several items has begun one or two others.
 #include "attend/prefill/copies.h"
 #include "attend/prefill/nonfinite.h"
 #include "attend/prefill/products.h"
@@ -49,7 +49,7 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
         const uint r = own_row(c);
-        // Rows that do not exist need no mask.
+        // Missing rows need no mask.
         seen.row[c] = {0, NONE};
         if (r < item.rows) {
             const Token token = shared.tokens()[(item.first_row + r) / p.group - item.first_token];
@@ -61,8 +61,8 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
     return seen;
 }
 
-// The work of a warp for all keys, by products that run while it does something else. Calls scored() when all scores
-// are there, if it knows when.
+// The work of a warp for all keys, with asynchronous products. Calls scored() after the last scores, if it knows which
+// are the last.
 template <typename Scored>
 inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
                          Copier &copier, Cursor &cursor, Accumulators &acc, Scored scored) {
@@ -86,7 +86,7 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
             }
             entry = seen.entry(key + TILE);
             begin_scores(base, copier, cursor, s, [&](uint chunk) {
-                // Warpgroups that wait for each other have products that run meanwhile.
+                // Products run while warpgroups wait for each other.
                 if constexpr (SHARED_ROWS) {
                     if (chunk == 0) {
                         take_weights(shared, s, w);
@@ -120,7 +120,7 @@ inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item
     });
 }
 
-// As above, tile by tile. CAREFUL: values may not be finite.
+// As attend_ahead, tile by tile. CAREFUL: values may not be finite.
 template <bool CAREFUL>
 inline void attend_in_order(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
                             Copier &copier, Cursor &cursor, Accumulators &acc) {
@@ -144,7 +144,7 @@ inline void attend_in_order(const AttendParams &p, const Shared &shared, const I
             Cursor used = cursor;
             if (CAREFUL && values_are_nonfinite(base, cursor)) {
                 add_by_keys(base, copier, cursor, w, seen, key, held, acc);
-                // Products are the warp's together.
+                // All lanes of a warp take part in its products.
                 __syncwarp();
             } else {
                 begin_values(base, copier, cursor, w, acc);
@@ -224,7 +224,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
         acc.l[c] += __shfl_xor_sync(0xFFFFFFFF, acc.l[c], 2);
     }
     if constexpr (SHARED_ROWS) {
-        // Each warpgroup has the sum over the keys that it scored.
+        // A warpgroup has the sum over the keys whose scores it computed.
         const float2 others = exchange(shared, acc.l);
         acc.l[0] += others.x;
         acc.l[1] += others.y;
@@ -257,14 +257,14 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
     }
 }
 
-// The work of the warps that only copy: for one item after the other, its tokens, then its chunks. Whether an item has
-// failed is known when the place in which it was is free again: it is done once more in that place.
+// The work of the warps that only copy: for each item in turn, its tokens, then its chunks. When the slot of an item is
+// free again, the warps know whether the item has failed; a failed item is processed again in its slot.
 inline void produce_items(const AttendParams &p, uchar *memory, const uchar *k, const uchar *v, const uint *positions,
                           const uint *sequence, const uint *lens, const uint *table, uint *taken) {
     constexpr uint PRODUCERS = THREADS - CONSUMERS;
     const uint own = threadIdx.x - CONSUMERS, all = p.items * p.kv_heads * (SPLIT ? p.splits : 1);
     const auto meet_producers = [] { meet(8, PRODUCERS); };
-    // The first thread's: the next item that the block has taken.
+    // Of the first thread: the next item of the block.
     uint next = blockIdx.x;
     uint chunks = 0;
     Cursor cursor;
@@ -279,7 +279,7 @@ inline void produce_items(const AttendParams &p, uchar *memory, const uchar *k, 
             state.careful = state.failed != 0;
             if (!state.careful && next < all) {
                 state.number = next;
-                // There are as many calls as items: the last one leaves 0 for the next launch.
+                // The number of calls is the number of items: the last call resets the counter for the next launch.
                 next = gridDim.x < all ? gridDim.x + atomicInc(taken, all - 1) : NONE;
             } else if (!state.careful) {
                 // Only the item before this one may still fail.
@@ -291,7 +291,7 @@ inline void produce_items(const AttendParams &p, uchar *memory, const uchar *k, 
                 last.failed = 0;
             }
         }
-        // Until here a warp may still look at tokens and keys of the item that was in this place.
+        // Before this point a warp may still read tokens and keys of the previous item of the slot.
         meet_producers();
         if (state.number == NONE) {
             barrier_arrive(full);
@@ -338,7 +338,7 @@ inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, 
             attend_in_order<true>(p, shared, item, table, copier, cursor, acc);
         } else {
             attend_ahead(p, shared, item, table, copier, cursor, acc, [&] {
-                // The queries are not needed any more: those of the next item are copied, if it is known.
+                // The queries are no longer needed: copy those of the next item, if it is known.
                 meet_rows();
                 RingCursor<ITEMS> then = place;
                 then.next();
@@ -390,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         if (threadIdx.x >= CONSUMERS) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-            // Behind the counters of arrivals is that of items that blocks have taken.
+            // The counter of taken items follows the counters of arrivals.
             uint *taken = arrivals + (SPLIT ? p.items * p.kv_heads : 0);
             produce_items(p, memory, k, v, positions, sequence, lens, table, taken);
         } else {

@@ -67,7 +67,7 @@ struct ItemState {
     uint segments;
     // 1 if the item must be processed again.
     uint failed;
-    // Whether the block is the last of those that share it.
+    // Whether the block is the last to arrive among those that share the item.
     bool last;
 };
 
@@ -109,7 +109,7 @@ struct Item {
     uint rows;
     uint first_token;
     uint tokens;
-    // Its number among all items of all heads, and of the blocks that share it.
+    // The index of the item among all items of all heads, and of this block among the blocks that share the item.
     uint pair;
     uint part;
 

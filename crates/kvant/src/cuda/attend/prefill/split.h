@@ -8,8 +8,7 @@
 // all threads together.
 constexpr uint SUM_QUADS = CHUNKS * PARTS * WIDTH / 8;
 
-// Leaves the block's state. Returns true in the block that arrives last, which then holds the merge of all, added in
-// the order of the keys.
+// Stores the block's state. The block that arrives last merges all states in the order of the keys, and gets true.
 inline bool merge(const AttendParams &p, const Shared &shared, const Item &item, float *states, uint *arrivals, Accumulators &acc) {
     float4 *first = reinterpret_cast<float4 *>(states) + ulong(item.pair) * p.splits * (SUM_QUADS + 1) * CONSUMERS + threadIdx.x;
     float4 *own = first + ulong(item.part) * (SUM_QUADS + 1) * CONSUMERS;

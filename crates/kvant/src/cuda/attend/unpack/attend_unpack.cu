@@ -1,10 +1,10 @@
 // attend_unpack: decodes the keys or values that the tokens of a call see, from the pages of a pool to dense bf16 pages
-// of as many positions.
+// with equal numbers of positions.
 //
 // out: pages [slots, slot_pages] of [Hk, PAGE_KEYS, D]. The pages of a sequence begin with the one that has the first
 // position that any of its tokens sees (attend_unpack_ranges.cu). TABLE: also writes their page table [S, page_width];
-// a page that is not unpacked has the entry NONE. UNROTATE: quantised vectors are rotated back.
-// KEY_BIAS: keys get the bias that they are stored without.
+// a page that is not unpacked has the entry NONE. UNROTATE: quantised vectors are rotated back. KEY_BIAS: adds the key
+// bias, which stored keys do not include.
 //
 // Grid (pages of a sequence, Hk, S): a block decodes one head of one page, a warp every WARPS-th row of it. Lanes hold
 // runs of coordinates (rotate_warp.h).
@@ -25,7 +25,7 @@ struct AttendUnpackParams {
 constexpr uint VALUES = HEAD_DIM / 32;
 constexpr uint RUN = Runs<HEAD_DIM>::RUN;
 
-// The lane's runs of a row of the page, as they are stored, with the mean that they are stored without.
+// The lane's runs of a row of the page, as stored, plus the mean of the page.
 inline void load_row(float (&x)[VALUES], const Planes &planes, uint head, uint row, uint lane) {
 #pragma unroll
     for (uint i = 0; i < VALUES / RUN; i++) {
