@@ -116,6 +116,17 @@ fn steps_with_draws() {
     assert!(error.contains("temperature"), "{error}");
 }
 
+/// Batches begin at a boundary: a page of 256 tokens.
+#[test]
+fn hybrids_are_measured_in_parts() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvant-models/tests/golden/qwen3_5");
+    let args = "--prompts 5 --decode 20 --sequences 1,3 --context 256 --kv bf16 --seconds 0.01 --model";
+    let lines = model_lines(&args.split(' ').chain([model]).collect::<Vec<_>>());
+    let cases: Vec<String> =
+        lines.iter().map(|line| format!("{} {}", line["op"].as_str().unwrap(), line["sequences"])).collect();
+    assert_eq!(cases, ["prompt 1", "decode 1", "batch 1", "batch 3"]);
+}
+
 /// In a mixture of experts, a token reads only the experts that it is routed to.
 #[test]
 fn decode_counts_the_bytes_of_a_token() {

@@ -83,15 +83,18 @@ impl Parts<'_> {
 
     /// Decodes tokens of many sequences together. Each has its own pages.
     pub fn batch(&self, kv: &Kv, count: usize, context: usize, sampling: &Sampling) -> Result {
-        let context = if self.model.state_layers().is_empty() { context } else { boundary(context) };
+        let has_states = !self.model.state_layers().is_empty();
+        let context = if has_states { boundary(context) } else { context };
+        // Keeps the positions that windows have passed, so that truncation finds them. States are kept at the boundary;
+        // every step would copy what they hold.
+        let held = if has_states { 0 } else { BATCH_STEPS };
         let options = pool_options(kv, count, context + BATCH_STEPS);
         if !self.has_room(&options)? {
             return Ok(());
         }
         let (pool, mut ids) = (self.model.new_pool(&options)?, Ids(3));
         let mut sequences = vec![pool.sequence()];
-        // Keeps the positions that windows have passed, so that truncation finds them.
-        sequences[0].hold(BATCH_STEPS);
+        sequences[0].hold(held);
         // The last token is fed separately: the next step releases the pages that windows have passed.
         let prompt = ids.take(self.model, context);
         for tokens in [&prompt[..context - 1], &prompt[context - 1..]].into_iter().filter(|tokens| !tokens.is_empty()) {
@@ -101,7 +104,7 @@ impl Parts<'_> {
         for _ in 1..count {
             sequences.push(pool.import(&pages)?);
         }
-        sequences.iter_mut().for_each(|sequence| sequence.hold(BATCH_STEPS));
+        sequences.iter_mut().for_each(|sequence| sequence.hold(held));
         let mut decoder = BatchDecoder::new(self.model, &pool, count)?;
         let mut batch: Vec<(&mut Sequence, usize)> = sequences.iter_mut().map(|sequence| (sequence, 1)).collect();
         let draws = vec![sampling; count];
