@@ -396,7 +396,7 @@ type AttentionOverPages = (&'static str, usize, Option<usize>, Attention);
 fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Result<()> {
     let (tq, centred, bf16, f16) = (Codec::tq, Codec::tq_centred, DType::BF16, DType::F16);
     let [dense_bf16, dense_f16] = [Codec::BF16, Codec::F16];
-    let cases: [AttentionOverPages; 41] = [
+    let cases: [AttentionOverPages; 42] = [
         ("attend_generic", 9999, None, (128, tq(2), tq(3), bf16, DType::F32, 4, 1)),
         // Around page means: decode and prompts.
         ("attend_generic", 9999, None, (128, centred(4), centred(3), DType::F32, DType::F32, 4, 1)),
@@ -429,7 +429,7 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
         ("attend_quantised", 1500, None, (256, centred(5), centred(5), f16, bf16, 4, 1)),
         ("attend_quantised", 9999, Some(500), (512, centred(8), centred(8), bf16, f16, 8, 1)),
         ("attend_quantised", 999, None, (512, tq(8), centred(4), bf16, bf16, 8, 1)),
-        ("attend_quantised", 9999, None, (256, centred(6), tq(6), DType::F32, bf16, 2, 1)),
+        ("attend_quantised", 9999, None, (256, centred(6), tq(6), f16, bf16, 2, 1)),
         ("attend_quantised", 99, Some(40), (128, centred(8), centred(6), bf16, bf16, 15, 1)),
         ("attend_short_quantised", 999, None, (128, centred(4), centred(4), bf16, bf16, 4, 1)),
         ("attend_short_quantised", 999, Some(500), (128, centred(8), centred(6), bf16, bf16, 8, 1)),
@@ -442,6 +442,8 @@ fn attention_over_pages(device: &Device, enc: &mut Encoder, model: Model) -> Res
         ("attend_short_quantised", 999, None, (64, centred(2), centred(4), bf16, bf16, 4, 1)),
         ("attend_short_quantised", 999, Some(40), (256, centred(2), tq(3), bf16, bf16, 8, 1)),
         ("attend_quantised", 999, None, (128, centred(2), tq(2), bf16, bf16, 1, 1)),
+        // The part over sealed pages has the precision of the queries.
+        ("attend_generic", 9999, None, (256, centred(6), tq(6), DType::F32, bf16, 2, 1)),
     ];
     for (i, case) in cases.into_iter().enumerate() {
         // Before Hopper: decode without clusters and bulk copies, prompts without warpgroup products.
