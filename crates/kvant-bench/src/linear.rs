@@ -48,7 +48,7 @@ enum Matrix {
     Blocks(Tensor, ops::BlockFormat),
 }
 
-/// Multiplies `tokens` rows of `inputs` numbers by a rotation of matrices.
+/// Multiplies `tokens` rows of `inputs` numbers by each matrix in turn.
 pub struct Linear {
     device: Device,
     x: Tensor,

@@ -129,13 +129,13 @@ impl FilledLayers {
         let [head_dim, heads, kv_heads, len, tokens] = shape;
         let order = HeadOrder::HeadMajor;
         let spec = LayerSpec::new(kv_heads, head_dim, len, codec).ring(ring.is_some()).order(order);
-        // The cache ends with the last token, at any position.
+        // The last token ends the cache, wherever that is.
         let end = ring.map_or(len, |position| position + 1);
         let at: Vec<(u32, u32)> = (end - tokens..end).map(|position| (0, position as u32)).collect();
         FilledLayers::of(device, spec, heads, end - len..end, &at)
     }
 
-    /// Layers whose sequences all hold these positions, and queries of the tokens `at` a sequence and position.
+    /// Layers whose sequences all hold `held`, and queries at each (sequence, position) of `at`.
     fn of(
         device: &Device,
         spec: LayerSpec,

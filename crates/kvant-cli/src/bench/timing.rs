@@ -68,7 +68,7 @@ impl Times {
         self.times.len()
     }
 
-    /// Whether the budget has time left since the first call.
+    /// Whether the first call was less than the budget ago.
     pub fn go_on(&self, budget: Duration) -> bool {
         self.count() < MAX_CALLS && self.first.is_none_or(|first| first.elapsed() < budget)
     }

@@ -1,7 +1,7 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
 // The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are loaded 16 at a time,
-// all of one group: the number of half words is that of the bits of a code.
+// all of one group: as many half words as a code has bits.
 #ifndef KVANT_AFFINE_H
 #define KVANT_AFFINE_H
 #include "elements.h"
@@ -56,7 +56,7 @@ inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, 
         // 2, 3 or 5 bits.
         device const ushort *at = reinterpret_cast<device const ushort *>(row) + c * bits;
         for (uint i = 0; i < 4; i++) {
-            // Four codes are 20 bits at most, from bit 4 bits i on.
+            // Four codes: 20 bits at most, from bit 4 * bits * i.
             const uint bit = i * 4 * bits, half_word = bit / 16;
             const uint next = half_word + 1 < bits ? at[half_word + 1] : 0u;
             const uint w = (at[half_word] | next << 16) >> (bit % 16);

@@ -4,7 +4,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// The row of a vector in each plane, counted from `bytes` bytes after the start of the plane.
+// The row of a vector in each plane, where row 0 is `bytes` bytes after its start.
 struct RowPlace {
     ulong bytes;
     ulong row;
@@ -14,7 +14,7 @@ struct RowPlace {
 // The unit of page tables in bytes: an entry is the distance of a page from the start of the pool's memory.
 constant constexpr ulong PAGE_UNIT = 256;
 
-// [sequences, width] entries; values from `entries` on are not pages.
+// [sequences, width] values; one below `entries` is a page.
 struct PageTable {
     device const uint *table;
     uint width;

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::attention::{AttnMask, flash_attn};
 use kvant_bench::{Result, Shape};
 
-/// Attention of one query over a rotation of layers, `[1, tokens, kv_heads, head_dim]` in candle's layout.
+/// Attention of one query over each layer in turn, `[1, tokens, kv_heads, head_dim]` in candle's layout.
 pub struct CandleAttention {
     shape: Shape,
     tokens: usize,

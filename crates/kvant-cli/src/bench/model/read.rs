@@ -9,7 +9,7 @@ use crate::result::Result;
 
 /// Bytes of each of two buffers. Together they exceed the caches of processors.
 const BYTES: usize = 384 << 20;
-/// Reads or copies of a buffer in a submission, so that the launch time is negligible.
+/// Reads or copies in a submission: enough to make the launch time negligible.
 const REPEATS: usize = 4;
 /// Submissions before the measurement, and minimum and maximum during it.
 const CALLS: (usize, usize, usize) = (1, 3, 1000);
@@ -34,7 +34,7 @@ pub fn measure(device: &Device, budget: Duration) -> Result<Rates> {
     let zeros = || Tensor::zeros(device, dtype, &[rows, COLUMNS]);
     let (a, b) = (zeros()?, zeros()?);
     let (x, out) = (Tensor::zeros(device, dtype, &[1, COLUMNS])?, Tensor::zeros(device, dtype, &[1, rows])?);
-    // Until they are written, the system may map all pages of zeros to one page.
+    // The system may map all pages of zeros to one page until they are written.
     let bytes = vec![0x3e; a.bytes()];
     a.write_bytes(&bytes)?;
     b.write_bytes(&bytes)?;

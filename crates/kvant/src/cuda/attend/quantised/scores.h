@@ -5,18 +5,18 @@
 #include "attend/quantised/queries.h"
 #include "device/mbarrier.h"
 
-// A lane's share of a warp's state: of columns 2t and 2t + 1 the maximum, the same in all lanes, and the lane's part of
-// l; sums of coordinates by row and column.
+// A lane's share of a warp's state. For columns 2t and 2t + 1: the maximum, equal in lanes of one t, and its part of l;
+// sums of coordinates by row and column.
 struct Accumulators {
     float m[2];
     float l[2];
     float o[PRODUCTS][4];
-    // Of the values' norms so far, rounded up to a power of two.
+    // Largest norm of a value so far, up to the next power of 2.
     float norm;
-    // Of the team: how often it has added up scores.
+    // How often the team has added up scores.
     uint turn;
-    // Around means of values, of columns 2t and 2t + 1: the sum of the weights of the lot's page g, and the lane's part
-    // of that of the current page, which is not in l yet (means.h).
+    // With means of values, sums of weights in columns 2t and 2t + 1: of the lot's page g, and the lane's part of the
+    // current page's, which is not in l yet (means.h).
     float masses[2];
     float of_page[2];
 };
@@ -49,9 +49,8 @@ inline void multiply_keys(const Lookup<K_CODEC> &lookup, const Queries &queries,
     }
 }
 
-// Waits until all warps of a team have come here as often as this one: `turn` times before. An mbarrier on which every
-// thread arrives: compute-sanitizer's racecheck follows neither bar.sync of a part of the block nor one arrival for a
-// warp.
+// Waits until all warps of the team are here for the same `turn`, counted from 0. Every thread arrives at an mbarrier:
+// compute-sanitizer's racecheck follows neither bar.sync of part of a block nor one arrival per warp.
 inline void wait_for_team(uint turn) {
     const uint barrier = team_barrier(threadIdx.x / 32 / TEAM);
     barrier_arrive(barrier);
@@ -87,7 +86,7 @@ inline void multiply_values(const Lookup<V_CODEC> &lookup, const Values &values,
     }
 }
 
-// The maxima, and the largest norm, over all lanes; what has been summed so far relative to them.
+// Raises the maxima and the norm to those of all lanes, and rescales the sums so far.
 inline void grow(const float (&s)[4], float norm, Accumulators &acc) {
     float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
 #pragma unroll
