@@ -60,10 +60,11 @@ use crate::{
 pub(crate) const KERNELS: Kernels =
     Kernels { kind: DeviceKind::Cuda, build, build_pair, explain_attend: attend::explain };
 
-/// The rows of the accuracy table in `ops/mod.rs` about this backend, in its order: attention, then products.
+/// The rows of the accuracy table in `ops/mod.rs` about this backend, in its order: attention, products, the
+/// delta rule.
 #[cfg(test)]
-pub(crate) fn accuracy_rows() -> [Vec<String>; 2] {
-    [attend::accuracy::rows(), linear::accuracy::rows()]
+pub(crate) fn accuracy_rows() -> [Vec<String>; 3] {
+    [attend::accuracy::rows(), linear::accuracy::rows(), delta_rule::accuracy::rows()]
 }
 
 /// Maximum blocks of a cluster.

@@ -47,11 +47,21 @@ impl DeltaRuleParams {
 pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str, max_rows: u32) -> Result<Launch> {
     let params = DeltaRuleParams::of(call, max_rows)?;
     let slices = call.value_dim.div_ceil(COLUMNS);
-    Ok(Launch::new(NAME, source, kernel)
+    Ok(read_inputs(call, Launch::new(NAME, source, kernel))?
         .constant("QKV_DTYPE", call.qkv.dtype())
+        .constant("OUT_DTYPE", call.out.dtype())
+        .read(7, call.runs.past())
+        .tensor(8, call.state.memory(), Use::ReadWrite)
+        .write(9, &call.out)
+        .params(10, &params)
+        .grid([slices, call.heads, call.runs.count()], [WARPS * LANES, 1, 1]))
+}
+
+/// Binds the inputs and the runs, as arguments 0 to 6 of every kernel that reads the gates.
+pub(crate) fn read_inputs(call: &Call, launch: Launch) -> Result<Launch> {
+    Ok(launch
         .constant("A_DTYPE", call.a.dtype())
         .constant("B_DTYPE", call.b.dtype())
-        .constant("OUT_DTYPE", call.out.dtype())
         .constant("KEY_DIM", Launch::uint(NAME, "state", call.key_dim)?)
         .read(0, &call.qkv)
         .read(1, &call.a)
@@ -59,10 +69,5 @@ pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str,
         .read(3, &call.rate)
         .read(4, &call.a_bias)
         .read(5, call.runs.starts())
-        .read(6, call.runs.slots())
-        .read(7, call.runs.past())
-        .tensor(8, call.state.memory(), Use::ReadWrite)
-        .write(9, &call.out)
-        .params(10, &params)
-        .grid([slices, call.heads, call.runs.count()], [WARPS * LANES, 1, 1]))
+        .read(6, call.runs.slots()))
 }

@@ -15,8 +15,8 @@ pub(crate) const MAX_TAPS: usize = 8;
 /// For row t of a run and channel c, out\[t, c\] = f(bias\[c\] + Σⱼ weight\[c, j\] · x\[t − K + 1 + j, c\]), where f is
 /// SiLU or the identity. Rows before the run are those of the state, which holds the last K − 1 inputs of each
 /// sequence; the call replaces them by the last K − 1 inputs including the run. Inputs before the sequence are zero.
-/// A state in the dtype of `x` holds the inputs exactly, so that results do not depend on how a
-/// prompt is divided into runs.
+/// A state in the dtype of `x` holds the inputs exactly, so that results do not depend on how a prompt is divided into
+/// runs.
 ///
 /// Qwen3-Next and Qwen3.5 (four taps and SiLU) and LFM2 (three taps) have such layers.
 #[derive(Clone, Copy, Debug)]

@@ -30,7 +30,7 @@ pub(crate) const NORM_EPS: f32 = 1e-6;
 ///
 /// If `qkv` and `out` are bf16, a device may compute 64 tokens together (section 3.3 of the paper: sums of the
 /// logarithms of decays, and the inverse of a triangular matrix, instead of 64 steps). It then rounds factors of
-/// products to bf16; relative to the root mean square, the error of results and states is at most 1/128.
+/// products to bf16 ([accuracy](crate::ops#accuracy)).
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeltaRule<'a> {

@@ -3,7 +3,11 @@
 use crate::{
     DType, Result,
     cuda::headers,
-    gpu::{Builder, Launch, Layout, Limits, Params, Source, Use, delta_rule::DeltaRuleParams, params},
+    gpu::{
+        Builder, Launch, Layout, Limits, Params, Source, Use,
+        delta_rule::{DeltaRuleParams, read_inputs},
+        params,
+    },
     ops::delta_rule::{Call, NAME},
 };
 
@@ -62,13 +66,11 @@ impl Chunks {
         (takes && shared_bytes <= limits.threadgroup_bytes).then_some(Chunks { chunks, shared_bytes })
     }
 
-    /// Adds the launches. Of several runs, those of at most `max_rows` rows are left out. False if a kernel is
-    /// unavailable.
+    /// Adds the launches. Runs of at most `max_rows` rows are skipped. Returns false if a kernel is unavailable.
     pub(super) fn push(&self, call: &Call, max_rows: u32, b: &mut Builder) -> Result<bool> {
         let slots = self.chunks.min(MAX_SLOTS);
         let keys = b.scratch(slots * call.key_heads * keys_bytes(call.key_dim))?;
         let of_heads = b.scratch(slots * call.heads * CHUNK_HEAD)?;
-        let max_rows = if call.runs.count() > 1 { max_rows } else { 0 };
         for first in (0..self.chunks).step_by(slots.max(1)) {
             let params = DeltaRuleChunksParams {
                 rule: DeltaRuleParams::of(call, max_rows)?,
@@ -76,25 +78,14 @@ impl Chunks {
                 first: Launch::uint(NAME, "qkv", first)?,
                 slots: Launch::uint(NAME, "qkv", slots)?,
             };
-            let key_dim = Launch::uint(NAME, "state", call.key_dim)?;
-            let chunks = Launch::new(NAME, &CHUNKS, "delta_rule_chunks")
-                .constant("KEY_DIM", key_dim)
-                .constant("A_DTYPE", call.a.dtype())
-                .constant("B_DTYPE", call.b.dtype())
-                .read(0, &call.qkv)
-                .read(1, &call.a)
-                .read(2, &call.b)
-                .read(3, &call.rate)
-                .read(4, &call.a_bias)
-                .read(5, call.runs.starts())
-                .read(6, call.runs.slots())
+            let chunks = read_inputs(call, Launch::new(NAME, &CHUNKS, "delta_rule_chunks"))?
                 .scratch(7, &keys, Use::Write)
                 .scratch(8, &of_heads, Use::Write)
                 .params(9, &params)
                 .threadgroup_memory(keys_bytes(call.key_dim).max(CHUNK_HEAD + CHUNK * (CHUNK + 8) * 4))
                 .grid([call.key_heads, slots, 1], [WARPGROUP, 1, 1]);
             let products = Launch::new(NAME, &WGMMA, "delta_rule_wgmma")
-                .constant("KEY_DIM", key_dim)
+                .constant("KEY_DIM", Launch::uint(NAME, "state", call.key_dim)?)
                 .constant("STAGES", STAGES as u32)
                 .read(0, &call.qkv)
                 .read(1, call.runs.starts())

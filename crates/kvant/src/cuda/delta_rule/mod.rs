@@ -1,3 +1,5 @@
+#[cfg(test)]
+pub(super) mod accuracy;
 mod chunks;
 
 use super::headers;
@@ -27,14 +29,13 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if call.runs.max_rows() <= MAX_STEP_ROWS as usize {
         return b.push(few_tokens(call, u32::MAX)?);
     }
+    // A step may have prompts beside sequences that continue with a token.
+    let max_few = if call.runs.count() > 1 { MAX_STEP_ROWS } else { 0 };
     match Chunks::new(call, &b.limits) {
-        Some(chunks) if chunks.push(call, MAX_STEP_ROWS, b)? => {
-            // A step has prompts beside sequences that continue with a token.
-            if call.runs.count() > 1 {
-                b.push(few_tokens(call, MAX_STEP_ROWS)?)?;
-            }
-            Ok(())
-        }
+        Some(chunks) if chunks.push(call, max_few, b)? => match max_few {
+            0 => Ok(()),
+            _ => b.push(few_tokens(call, max_few)?),
+        },
         _ => b.push(launch(call, &SOURCE, "delta_rule", u32::MAX)?),
     }
 }
