@@ -27,11 +27,7 @@ extern "C" __global__ void __launch_bounds__(512)
     take_turn();
     const uint number = number_of_collective(own);
     const Ranks ranks = {{e0, e1, e2, e3, e4, e5, e6, e7}, own, p.rank};
-    const bool all_came = meet<RANKS, false>(ranks, number, failed);
-    if (threadIdx.x == blockDim.x - 1) {
-        count_collective(own, number);
-    }
-    if (!all_came) {
+    if (!begin_collective<RANKS>(ranks, number, failed)) {
         return;
     }
     uchar *const outs[MAX_RANKS] = {out0, out1, out2, out3, out4, out5, out6, out7};

@@ -41,18 +41,18 @@ inline void merge_four(const MergeAttentionParams &p, const Parts &parts, const 
         x[r] = load4(parts.x[r], at * p.head_dim + column, count, F32, ALIGNED);
     }
     const float sink = SINKS ? sinks[head] * LOG2_E : nothing();
-    float most = sink;
+    float highest = sink;
 #pragma unroll
     for (uint r = 0; r < RANKS; r++) {
-        most = fmaxf(most, ends[r]);
+        highest = fmaxf(highest, ends[r]);
     }
-    float sum = sink == nothing() ? 0 : exp2f(sink - most);
+    float sum = sink == nothing() ? 0 : exp2f(sink - highest);
     float4 merged = all4(0);
 #pragma unroll
     for (uint r = 0; r < RANKS; r++) {
         // A result over no keys, whose elements may be anything.
         if (ends[r] != nothing()) {
-            const float weight = exp2f(ends[r] - most);
+            const float weight = exp2f(ends[r] - highest);
             sum += weight;
             merged = merged + weight * x[r];
         }
@@ -83,11 +83,7 @@ extern "C" __global__ void __launch_bounds__(512)
     }
     const uint number = number_of_collective(own);
     const Ranks ranks = {{e0, e1, e2, e3, e4, e5, e6, e7}, own, p.rank};
-    const bool all_came = meet<RANKS, false>(ranks, number, failed);
-    if (threadIdx.x == blockDim.x - 1) {
-        count_collective(own, number);
-    }
-    if (!all_came) {
+    if (!begin_collective<RANKS>(ranks, number, failed)) {
         return;
     }
     merge_all(p, parts, sinks, out);

@@ -101,11 +101,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const uint number = number_of_collective(own);
     const Ranks ranks = {{e0, e1, e2, e3, e4, e5, e6, e7}, own, p.rank};
     const Tensors tensors = {{x0, x1, x2, x3, x4, x5, x6, x7}, {out0, out1, out2, out3, out4, out5, out6, out7}};
-    const bool all_came = meet<RANKS, false>(ranks, number, failed);
-    if (threadIdx.x == blockDim.x - 1) {
-        count_collective(own, number);
-    }
-    if (!all_came) {
+    if (!begin_collective<RANKS>(ranks, number, failed)) {
         return;
     }
     if (ALIGNED) {

@@ -148,4 +148,14 @@ template <uint RANK_COUNT, bool AT_END> inline bool meet(const Ranks &ranks, uin
     return missing == 0;
 }
 
+// Begins a collective whose blocks meet: all ranks have begun it afterwards. Returns false to all threads if a rank is
+// missing. All threads of the block call it, after they have read `number`.
+template <uint RANK_COUNT> inline bool begin_collective(const Ranks &ranks, uint number, uint *failed) {
+    const bool all_came = meet<RANK_COUNT, false>(ranks, number, failed);
+    if (threadIdx.x == blockDim.x - 1) {
+        count_collective(ranks.own, number);
+    }
+    return all_came;
+}
+
 #endif
