@@ -25,8 +25,9 @@ use crate::{
 
 /// The largest group that messages propose.
 const MAX_PROPOSED: usize = 16;
-/// Positions of the largest page. Each rank has at least 16.
+/// Positions of the largest page, and the minimum of them that a rank has.
 const MAX_PAGE_TOKENS: usize = 256;
+const MIN_PAGE_SHARE: usize = 16;
 /// Widths of dense matrices are cut at multiples of this, for which kernels are fast.
 const DENSE_STEP: usize = 8;
 
@@ -145,7 +146,7 @@ impl Steps {
         }
         attention.heads = heads / ranks;
         if by_position {
-            if !ranks.is_power_of_two() || ranks > MAX_PROPOSED {
+            if !ranks.is_power_of_two() || ranks > MAX_PAGE_TOKENS / MIN_PAGE_SHARE {
                 return Err(Misfit { what: "positions of a page", count: MAX_PAGE_TOKENS });
             }
             attention.position_ranks = ranks;

@@ -127,21 +127,18 @@ impl<'a> StepShape<'a> {
 
     /// Fills the shares of all ranks, from positions, sequences and lengths.
     fn fill_shares(&self, words: &mut [u32]) {
-        let [of_tokens, .., of_lens] =
-            share_words(self.tokens, self.sequences).expect("the step's size has been checked");
-        let end = self.runs.map_or(self.base.elements(), |[starts, ..]| starts);
-        let (of_rank, at_sequence) = (3 * of_tokens + of_lens, self.at_sequence());
-        let first = end - self.shares.len() * of_rank;
-        for (index, StepShare { share, .. }) in self.shares.iter().enumerate() {
-            let at = first + index * of_rank;
+        let at_sequence = self.at_sequence();
+        let first_word = |tensor: &Tensor| (tensor.byte_offset() - self.base.byte_offset()) / size_of::<u32>();
+        for StepShare { share, positions, seen, stored, lens } in self.shares {
+            let [at_positions, at_seen, at_stored, at_lens] = [positions, seen, stored, lens].map(first_word);
             for token in 0..self.tokens {
                 let TokenWords { position, seen, stored } = share.token(words[token], words[at_sequence + token]);
-                words[at + token] = position;
-                words[at + of_tokens + token] = seen;
-                words[at + 2 * of_tokens + token] = stored;
+                words[at_positions + token] = position;
+                words[at_seen + token] = seen;
+                words[at_stored + token] = stored;
             }
             for sequence in 0..self.sequences {
-                words[at + 3 * of_tokens + sequence] = share.rows(words[2 * at_sequence + sequence] as usize) as u32;
+                words[at_lens + sequence] = share.rows(words[2 * at_sequence + sequence] as usize) as u32;
             }
         }
     }
