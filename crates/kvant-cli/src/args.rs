@@ -256,18 +256,7 @@ impl ActivationArgs {
     }
 
     /// Loads a checkpoint with these activations for texts of up to `context` tokens.
-    pub fn load(&self, files: &Files, device: &Device, context: usize) -> Result<Model> {
-        self.load_divided(files, device, context, CacheDivision::Auto)
-    }
-
-    /// As [`ActivationArgs::load`], with a division of the cache among the devices of a group.
-    pub fn load_divided(
-        &self,
-        files: &Files,
-        device: &Device,
-        context: usize,
-        cache_division: CacheDivision,
-    ) -> Result<Model> {
+    pub fn load(&self, files: &Files, device: &Device, context: usize, cache_division: CacheDivision) -> Result<Model> {
         let options = LoadOptions { context: Some(context), cache_division, ..self.options(device) };
         Ok(Model::load_files(files, device, &options)?)
     }

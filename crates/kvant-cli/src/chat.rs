@@ -143,7 +143,7 @@ pub fn run(args: &ChatArgs) -> Result {
         &device,
         &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--context" },
     )?;
-    let model = args.activations.load_divided(&files, &device, args.context, division)?;
+    let model = args.activations.load(&files, &device, args.context, division)?;
     let sequence = model.new_pool(&options)?.sequence();
     let system = args.system.clone();
     let (fed, messages) = (Vec::new(), Vec::new());

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use kvant_eval::{EvalOptions, Subject, documents};
-use kvant_models::{Files, Tokenizer};
+use kvant_models::{CacheDivision, Files, Tokenizer};
 
 use crate::{
     Result,
@@ -64,7 +64,7 @@ pub fn run(args: &EvalArgs) -> Result {
         let from = args.source.path().display();
         return Err(format!("{from}: at least 2 tokens are required, got {}", tokens.len()).into());
     }
-    let model = args.activations.load(&files, &device, options.context(&files)?)?;
+    let model = args.activations.load(&files, &device, options.context(&files)?, CacheDivision::default())?;
     let name = args.model.as_deref().map_or("shipped".into(), Path::to_string_lossy);
     let subject = Subject { model: &model, name: &name, files: &files, tokens: &tokens };
     options.run(&subject, &mut |lines| output::text(&if *json { lines.json()? } else { lines.table() }))

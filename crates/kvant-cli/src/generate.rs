@@ -125,7 +125,7 @@ pub fn run(args: &GenerateArgs) -> Result {
         &device,
         &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--max-tokens" },
     )?;
-    let model = args.activations.load_divided(&files, &device, longest, division)?;
+    let model = args.activations.load(&files, &device, longest, division)?;
     let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
     let mut sequence = model.new_pool(&options)?.sequence();
 

@@ -80,7 +80,7 @@ pub fn run(args: &ModelArgs) -> Result {
     let division = divisions.find(|division| *division != CacheDivision::Auto).unwrap_or_default();
     let mut loaded = None;
     let us = timing::once(|| {
-        loaded = Some(args.activations.load_divided(&files, &device, args.longest(), division)?);
+        loaded = Some(args.activations.load(&files, &device, args.longest(), division)?);
         Ok(())
     })?;
     let model = loaded.ok_or("no model")?;
