@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvant::{DType, Device, Encoder, Graph, Result, Tensor};
+use kvant_bench::data::SplitMix;
 
 /// Bytes that all buffers together exceed.
 pub const CACHE: usize = 256 << 20;
@@ -87,21 +88,11 @@ pub fn copies(bytes: usize) -> usize {
     CACHE.div_ceil(bytes).min(64)
 }
 
-/// Linear congruential generator (Knuth's MMIX): fast, and random enough that no zero is frequent.
-struct Words(u64);
-
-impl Words {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        self.0
-    }
-}
-
 /// Random numbers that are not zero.
 pub fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
     let n: usize = shape.iter().product();
-    let mut words = Words(1);
-    let mut next = || (words.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5;
+    let mut words = SplitMix(1);
+    let mut next = || (words.next_word() >> 40) as f32 / (1u64 << 24) as f32 - 0.5;
     let bytes: Vec<u8> = match dtype {
         DType::F32 => (0..n).flat_map(|_| next().to_le_bytes()).collect(),
         DType::F16 => (0..n).flat_map(|_| kvant::f16::from_f32(next()).to_le_bytes()).collect(),
@@ -114,11 +105,8 @@ pub fn noise(device: &Device, dtype: DType, shape: &[usize]) -> Result<Tensor> {
 
 /// Random bits that are finite numbers below 2 as bf16.
 pub fn random_bits(bytes: usize) -> Vec<u8> {
-    let mut words = Words(1);
-    let words = (0..bytes.div_ceil(8)).map(|_| {
-        let word = words.next();
-        (word ^ word >> 29) & 0xBFFF_BFFF_BFFF_BFFF
-    });
+    let mut words = SplitMix(1);
+    let words = (0..bytes.div_ceil(8)).map(|_| words.next_word() & 0xBFFF_BFFF_BFFF_BFFF);
     let mut all: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
     all.truncate(bytes);
     all

@@ -96,26 +96,20 @@ fn a_rank_that_fails_in_a_step_ends_all_requests() {
     }
 }
 
-/// Branches of a prompt share the pages of all ranks, and each writes its own copy of the last one.
-#[test]
-fn equal_prompts_at_once_branch_on_every_rank() {
-    let prompt = PROMPTS.join(" and so on, ");
+/// Branches of a prompt share pages: their texts are those of one device.
+fn check_branches(prompt: &str, group: &Engine, plain: &Engine) {
     let branches = |engine: &Engine| -> Vec<EngineRequest> {
         let branch = |seed| Sampling::default().temperature(1.0).seed(seed);
-        (0..4).map(|seed| request(engine, &prompt).sampling(branch(seed))).collect()
+        (0..4).map(|seed| request(engine, prompt).sampling(branch(seed))).collect()
     };
-    let options = || options().page_tokens(16).sequences(4);
-    let (group, plain) = (group_engine(2, options()), engine(options()));
     // The first request leaves the prefix.
-    texts(&group, branches(&group)[..1].to_vec());
-    assert_eq!(texts(&group, branches(&group)), texts(&plain, branches(&plain)));
+    texts(group, branches(group)[..1].to_vec());
+    assert_eq!(texts(group, branches(group)), texts(plain, branches(plain)));
     assert!(group.stats().prefix_hits >= 3, "{:?}", group.stats());
 }
 
-/// Pages of preempted requests move to host memory and back: those of all ranks.
-#[test]
-fn preempted_requests_go_on() {
-    let few = || options().memory(3 << 20).page_tokens(16).sequences(6);
+/// Requests for more memory than `few` options give are preempted, with and without host memory.
+fn check_preemption(few: impl Fn() -> EngineOptions, group_engine: impl Fn(EngineOptions) -> Engine) {
     let long = |engine: &Engine| -> Vec<EngineRequest> {
         PROMPTS.iter().chain(&PROMPTS).map(|prompt| request(engine, prompt).max_tokens(150)).collect()
     };
@@ -123,12 +117,25 @@ fn preempted_requests_go_on() {
     let expected = texts(&plain, long(&plain));
     for options in [few(), few().host_memory(64 << 20)] {
         let keeps = options.host_memory > 0;
-        let group = group_engine(2, options);
+        let group = group_engine(options);
         assert_eq!(texts(&group, long(&group)), expected);
         let stats = group.stats();
         println!("{} preemptions, {} bytes in host memory", stats.preemptions, stats.host_used);
         assert!(stats.preemptions > 0 && (!keeps || stats.host_used > 0), "{stats:?}");
     }
+}
+
+/// Branches of a prompt share the pages of all ranks, and each writes its own copy of the last one.
+#[test]
+fn equal_prompts_at_once_branch_on_every_rank() {
+    let options = || options().page_tokens(16).sequences(4);
+    check_branches(&PROMPTS.join(" and so on, "), &group_engine(2, options()), &engine(options()));
+}
+
+/// Pages of preempted requests move to host memory and back: those of all ranks.
+#[test]
+fn preempted_requests_go_on() {
+    check_preemption(|| options().memory(3 << 20).page_tokens(16).sequences(6), |options| group_engine(2, options));
 }
 
 /// Ranks that have all heads of some positions: the page of a token is that of one rank.
@@ -155,30 +162,10 @@ fn texts_do_not_depend_on_the_division_of_the_cache() {
 #[test]
 fn prefixes_and_branches_of_divided_positions() {
     let prompt = PROMPTS.join(" and so on, ").repeat(2);
-    let branches = |engine: &Engine| -> Vec<EngineRequest> {
-        let branch = |seed| Sampling::default().temperature(1.0).seed(seed);
-        (0..4).map(|seed| request(engine, &prompt).sampling(branch(seed))).collect()
-    };
-    let (group, plain) = (by_position(2, options().sequences(4)), engine(options()));
-    texts(&group, branches(&group)[..1].to_vec());
-    assert_eq!(texts(&group, branches(&group)), texts(&plain, branches(&plain)));
-    assert!(group.stats().prefix_hits >= 3, "{:?}", group.stats());
+    check_branches(&prompt, &by_position(2, options().sequences(4)), &engine(options()));
 }
 
 #[test]
 fn preempted_requests_of_divided_positions_go_on() {
-    let few = || options().memory(3 << 20).sequences(6);
-    let long = |engine: &Engine| -> Vec<EngineRequest> {
-        PROMPTS.iter().chain(&PROMPTS).map(|prompt| request(engine, prompt).max_tokens(150)).collect()
-    };
-    let plain = engine(options());
-    let expected = texts(&plain, long(&plain));
-    for options in [few(), few().host_memory(64 << 20)] {
-        let keeps = options.host_memory > 0;
-        let group = by_position(2, options);
-        assert_eq!(texts(&group, long(&group)), expected);
-        let stats = group.stats();
-        println!("{} preemptions, {} bytes in host memory", stats.preemptions, stats.host_used);
-        assert!(stats.preemptions > 0 && (!keeps || stats.host_used > 0), "{stats:?}");
-    }
+    check_preemption(|| options().memory(3 << 20).sequences(6), |options| by_position(2, options));
 }
