@@ -1,10 +1,11 @@
-"""Makes checkpoints of released sizes with random weights, in MLX's affine 4-bit form with groups of 64.
+"""Makes checkpoints of released sizes with random weights, in MLX's affine form with groups of 64, 4 bits unless named.
 
-    python3 tools/h200/make_affine.py OUT [--tokenizer DIR] 31b 26b qwen27b qwen35b
+    python3 tools/h200/make_affine.py OUT [--tokenizer DIR] 31b 26b qwen27b qwen35b llama70b llama70b-8bit gptoss120b
 
-Writes OUT/31b and OUT/26b (Gemma 4, 17.27 and 14.19 GB), OUT/qwen27b and OUT/qwen35b (Qwen 3.5, dense and A3B). Random weights have the size and speed of trained ones; the text is
-noise. --tokenizer copies tokenizer.json and tokenizer_config.json of a checkpoint, so that `kvant generate` runs. Needs
-a GPU and PyTorch.
+Writes OUT/31b and OUT/26b (Gemma 4, 17.27 and 14.19 GB), OUT/qwen27b and OUT/qwen35b (Qwen 3.5, dense and A3B),
+OUT/llama70b and OUT/llama70b-8bit (Llama 3, 40 and 75 GB), OUT/gptoss120b (gpt-oss in its own form: mxfp4 and bf16, 64
+GB). Random weights have the size and speed of trained ones; the text is noise. --tokenizer copies tokenizer.json and
+tokenizer_config.json of a checkpoint, so that `kvant generate` runs. Needs a GPU and PyTorch.
 """
 
 import argparse
@@ -19,8 +20,9 @@ from safetensors.torch import save_file
 
 DEVICE = "cuda"
 GROUP = 64
-# The standard deviation of uniform 4-bit codes.
-CODE_DEVIATION = 4.61
+# The standard deviation of codes: uniform ones of 4 and 8 bits, and of mxfp4's numbers.
+DEVIATIONS = {4: 4.61, 8: 73.9}
+MXFP4_DEVIATION = 3.0
 
 
 def save_in_shards(tensors, directory, limit=6_000_000_000):
@@ -49,14 +51,28 @@ def save_in_shards(tensors, directory, limit=6_000_000_000):
     return total
 
 
-def affine(name, outputs, inputs, lead=()):
+def affine(name, outputs, inputs, lead=(), bits=4):
     """A matrix of random codes; products keep the size of their input."""
-    codes = torch.randint(-2**31, 2**31 - 1, (*lead, outputs, inputs // 8), dtype=torch.int32, device=DEVICE)
-    scale = 1 / (CODE_DEVIATION * math.sqrt(inputs))
+    codes = torch.randint(-2**31, 2**31 - 1, (*lead, outputs, inputs * bits // 32), dtype=torch.int32, device=DEVICE)
+    scale = 1 / (DEVIATIONS[bits] * math.sqrt(inputs))
     scales = torch.full((*lead, outputs, inputs // GROUP), scale, dtype=torch.bfloat16, device=DEVICE)
     yield name + ".weight", codes.view(torch.uint32)
     yield name + ".scales", scales
-    yield name + ".biases", scales * -7.5
+    yield name + ".biases", scales * -((2**bits - 1) / 2)
+
+
+def dense(name, outputs, inputs, bias=False):
+    yield name + ".weight", torch.randn(outputs, inputs, dtype=torch.bfloat16, device=DEVICE) * inputs**-0.5
+    if bias:
+        yield name + ".bias", torch.zeros(outputs, dtype=torch.bfloat16, device=DEVICE)
+
+
+def mxfp4(name, experts, outputs, inputs):
+    """Matrices of experts in gpt-oss's form: blocks of 32 codes with a power of two."""
+    yield name + "_blocks", torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, device=DEVICE)
+    exponent = 127 - round(math.log2(MXFP4_DEVIATION * math.sqrt(inputs)))
+    yield name + "_scales", torch.full((experts, outputs, inputs // 32), exponent, dtype=torch.uint8, device=DEVICE)
+    yield name + "_bias", torch.zeros(experts, outputs, dtype=torch.bfloat16, device=DEVICE)
 
 
 def ones(name, size):
@@ -98,6 +114,44 @@ def gemma(config):
             yield from affine(prefix + "experts.switch_glu.gate_proj", width, hidden, (experts,))
             yield from affine(prefix + "experts.switch_glu.up_proj", width, hidden, (experts,))
             yield from affine(prefix + "experts.switch_glu.down_proj", hidden, width, (experts,))
+
+
+def llama(config):
+    """All tensors of a Llama 3, layer by layer."""
+    hidden, wide, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    dim, kv_heads = hidden // heads, config["num_key_value_heads"]
+    bits = config["quantization"]["bits"]
+    yield from affine("model.embed_tokens", config["vocab_size"], hidden, bits=bits)
+    yield from affine("lm_head", config["vocab_size"], hidden, bits=bits)
+    yield from ones("model.norm.weight", hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield from ones(prefix + "input_layernorm.weight", hidden)
+        yield from ones(prefix + "post_attention_layernorm.weight", hidden)
+        for name, outputs, inputs in (
+            ("self_attn.q_proj", hidden, hidden), ("self_attn.k_proj", kv_heads * dim, hidden),
+            ("self_attn.v_proj", kv_heads * dim, hidden), ("self_attn.o_proj", hidden, hidden),
+            ("mlp.gate_proj", wide, hidden), ("mlp.up_proj", wide, hidden), ("mlp.down_proj", hidden, wide)):
+            yield from affine(prefix + name, outputs, inputs, bits=bits)
+
+
+def gpt_oss(config):
+    """All tensors of a gpt-oss, layer by layer."""
+    hidden, width, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    heads, kv_heads = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    yield from dense("model.embed_tokens", config["vocab_size"], hidden)
+    yield from dense("lm_head", config["vocab_size"], hidden)
+    yield from ones("model.norm.weight", hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield from ones(prefix + "input_layernorm.weight", hidden)
+        yield from ones(prefix + "post_attention_layernorm.weight", hidden)
+        for name, outputs, inputs in (("q", heads, hidden), ("k", kv_heads, hidden), ("v", kv_heads, hidden), ("o", hidden, heads)):
+            yield from dense(f"{prefix}self_attn.{name}_proj", outputs, inputs, bias=True)
+        yield from ones(prefix + "self_attn.sinks", config["num_attention_heads"])
+        yield from dense(prefix + "mlp.router", experts, hidden, bias=True)
+        yield from mxfp4(prefix + "mlp.experts.gate_up_proj", experts, 2 * width, hidden)
+        yield from mxfp4(prefix + "mlp.experts.down_proj", experts, hidden, width)
 
 
 def qwen(config):
@@ -163,7 +217,19 @@ QWEN = dict(
     linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, full_attention_interval=4,
     rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, eos_token_id=1, bos_token_id=2,
     quantization={"group_size": GROUP, "bits": 4})
+LLAMA = dict(
+    model_type="llama", vocab_size=128256, rms_norm_eps=1e-5, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0, hidden_act="silu",
+    tie_word_embeddings=False, eos_token_id=1, bos_token_id=2)
 CONFIGS = {
+    "llama70b": dict(LLAMA, quantization={"group_size": GROUP, "bits": 4}),
+    "llama70b-8bit": dict(LLAMA, quantization={"group_size": GROUP, "bits": 8}),
+    "gptoss120b": dict(
+        model_type="gpt_oss", vocab_size=201088, rms_norm_eps=1e-5, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rope_theta=150000.0,
+        hidden_act="silu", sliding_window=128, num_local_experts=128, num_experts_per_tok=4, tie_word_embeddings=False,
+        layer_types=["sliding_attention", "full_attention"] * 18, eos_token_id=1, bos_token_id=2,
+        quantization_config={"quant_method": "mxfp4"}),
     "qwen27b": dict(QWEN, model_type="qwen3_5_text", hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
                     num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48),
     "qwen35b": dict(QWEN, model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40, num_attention_heads=16,
@@ -175,6 +241,8 @@ CONFIGS = {
                 num_key_value_heads=8, num_global_key_value_heads=2, layer_types=layers(30), enable_moe_block=True, num_experts=128,
                 top_k_experts=8, moe_intermediate_size=704),
 }
+# By the first word of the model's type.
+TENSORS = {"gemma4": gemma, "qwen3": qwen, "llama": llama, "gpt": gpt_oss}
 
 
 def main():
@@ -187,7 +255,7 @@ def main():
     for name in args.models:
         start = time.time()
         directory = os.path.join(args.out, name)
-        total = save_in_shards((qwen if name.startswith("qwen") else gemma)(CONFIGS[name]), directory)
+        total = save_in_shards(TENSORS[CONFIGS[name]["model_type"].split("_")[0]](CONFIGS[name]), directory)
         with open(os.path.join(directory, "config.json"), "w") as file:
             json.dump(CONFIGS[name], file)
         if args.tokenizer:

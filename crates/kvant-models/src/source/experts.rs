@@ -2,10 +2,12 @@
 //! gate's rows first.
 
 use super::Destination;
-use crate::{Result, safetensors::Checkpoint};
+use crate::{
+    Result,
+    parallel::{self, PIECE},
+    safetensors::Checkpoint,
+};
 
-/// Bytes read at once, unless a row or an expert's matrix is longer.
-const PIECE: usize = 8 << 20;
 /// Rows and columns transposed at once: both sides stay in the L1 cache.
 const TILE: usize = 32;
 
@@ -27,24 +29,22 @@ impl Interleaved<'_> {
         // Pairs of rows, or one matrix after the other.
         let (pairs, parts) = if self.alternates { (rows / 2, 2) } else { (rows, 1) };
         let step = (PIECE / (parts * row_bytes)).clamp(1, pairs);
-        let mut piece = vec![0; step * parts * row_bytes];
-        let mut part = vec![0; step * row_bytes];
-        for expert in 0..experts {
-            for first in (0..pairs).step_by(step) {
-                let count = step.min(pairs - first);
-                let start = (expert * rows + first * parts) * row_bytes;
-                let piece = &mut piece[..count * parts * row_bytes];
-                self.checkpoint.read_bytes(name, start as u64, piece)?;
-                for side in 0..parts {
-                    let part = &mut part[..count * row_bytes];
-                    let found = piece.chunks_exact(row_bytes).skip(side).step_by(parts);
-                    part.chunks_exact_mut(row_bytes).zip(found).for_each(|(to, from)| to.copy_from_slice(from));
-                    let at = expert * rows + side * pairs + first;
-                    to.write_at(at * row_bytes, part)?;
-                }
+        let pieces = pairs.div_ceil(step);
+        parallel::for_each(experts * pieces, Default::default, |(piece, part): &mut (Vec<u8>, Vec<u8>), number| {
+            let (expert, first) = (number / pieces, number % pieces * step);
+            let count = step.min(pairs - first);
+            piece.resize(count * parts * row_bytes, 0);
+            part.resize(count * row_bytes, 0);
+            let start = (expert * rows + first * parts) * row_bytes;
+            self.checkpoint.read_bytes(name, start as u64, piece)?;
+            for side in 0..parts {
+                let found = piece.chunks_exact(row_bytes).skip(side).step_by(parts);
+                part.chunks_exact_mut(row_bytes).zip(found).for_each(|(to, from)| to.copy_from_slice(from));
+                let at = expert * rows + side * pairs + first;
+                to.write_at(at * row_bytes, part)?;
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Reads a tensor `[E, inputs, outputs]` into one of shape `[E, outputs, inputs]`.
@@ -52,13 +52,12 @@ impl Interleaved<'_> {
         let &[experts, outputs, inputs] = to.shape() else { unreachable!("matrices of experts have three dimensions") };
         let size = to.dtype().size();
         let bytes = outputs * inputs * size;
-        let (mut from, mut transposed) = (vec![0; bytes], vec![0; bytes]);
-        for expert in 0..experts {
-            self.checkpoint.read_bytes(name, (expert * bytes) as u64, &mut from)?;
-            self.transpose(&from, &mut transposed, [inputs, outputs], size);
-            to.write_at(expert * bytes, &transposed)?;
-        }
-        Ok(())
+        let buffers = || (vec![0; bytes], vec![0; bytes]);
+        parallel::for_each(experts, buffers, |(from, transposed), expert| {
+            self.checkpoint.read_bytes(name, (expert * bytes) as u64, from)?;
+            self.transpose(from, transposed, [inputs, outputs], size);
+            to.write_at(expert * bytes, transposed)
+        })
     }
 
     /// Transposes `[inputs, outputs]` to `[outputs, inputs]`, in elements of `size` bytes.

@@ -5,10 +5,12 @@ use half::bf16;
 use kvant::{DType, Device};
 
 use super::{Destination, Form, packed::one_matrix, quantization::BlockSize};
-use crate::{Error, Result, safetensors::Checkpoint};
+use crate::{
+    Error, Result,
+    parallel::{self, PIECE},
+    safetensors::Checkpoint,
+};
 
-/// Weights converted at once.
-const PIECE: usize = 1 << 20;
 pub(super) const DTYPE: &str = "F8_E4M3";
 
 /// One matrix and its scale.
@@ -70,22 +72,21 @@ impl Fp8<'_> {
         let values: Vec<f32> = (0..=u8::MAX).map(e4m3).collect();
         let name = format!("{}.weight", self.module);
         let step = (PIECE / inputs.max(1)).clamp(1, outputs.max(1));
-        let (mut bytes, mut rows) = (vec![0; step * inputs], Vec::with_capacity(step * inputs));
-        for first in (0..outputs).step_by(step) {
-            let count = step.min(outputs - first);
-            let bytes = &mut bytes[..count * inputs];
-            self.checkpoint.read_bytes(&name, (first * inputs) as u64, bytes)?;
-            rows.clear();
-            for (output, row) in (first..).zip(bytes.chunks_exact(inputs)) {
-                rows.extend(
-                    row.iter()
-                        .zip(scales.of_row(output))
-                        .map(|(&code, scale)| bf16::from_f32(values[usize::from(code)] * scale)),
-                );
-            }
-            to.write_at(first * inputs * DType::BF16.size(), bytemuck::cast_slice(&rows))?;
-        }
-        Ok(())
+        parallel::for_each(
+            outputs.div_ceil(step),
+            Default::default,
+            |(bytes, rows): &mut (Vec<u8>, Vec<bf16>), number| {
+                let first = number * step;
+                bytes.resize(step.min(outputs - first) * inputs, 0);
+                self.checkpoint.read_bytes(&name, (first * inputs) as u64, bytes)?;
+                rows.clear();
+                for (output, row) in (first..).zip(bytes.chunks_exact(inputs.max(1))) {
+                    let scaled = row.iter().zip(scales.of_row(output));
+                    rows.extend(scaled.map(|(&code, scale)| bf16::from_f32(values[usize::from(code)] * scale)));
+                }
+                to.write_at(first * inputs * DType::BF16.size(), bytemuck::cast_slice(rows))
+            },
+        )
     }
 }
 

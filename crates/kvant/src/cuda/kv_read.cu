@@ -71,7 +71,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *low, const uchar *high, con
     for (uint j = threadIdx.x; j < dim; j += blockDim.x) {
         float x = row[j];
         if (KEY_BIAS) {
-            x += bias.at(head, uint(position >> PAGE_SHIFT), uint(position) & ((1u << PAGE_SHIFT) - 1), j, dim);
+            x += bias.at(head, uint(page_index(position)), slot_in_page(position), j, dim);
         }
         store(out, to + j, x, OUT_DTYPE);
     }

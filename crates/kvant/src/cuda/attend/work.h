@@ -119,7 +119,7 @@ constexpr uint EXACT_PAGES = 4;
 
 // The pages between the first one and the recent ones, which EXACT_PAGES leaves out.
 inline uint gap_of(Token token) {
-    return SPAN == EXACT_PAGES ? max(token.position >> PAGE_SHIFT, 2u) - 2 : 0;
+    return SPAN == EXACT_PAGES ? max(page_index(token.position), 2u) - 2 : 0;
 }
 
 // A position, or the end of a range, without the gap.
@@ -148,7 +148,7 @@ inline Range visible(const AttendParams &p, Token token) {
         end = without_gap(end, gap);
     } else if (SPAN != ALL_POSITIONS) {
         // The start of the token's page and the one before.
-        const uint recent = (max(token.position >> PAGE_SHIFT, 1u) - 1) << PAGE_SHIFT;
+        const uint recent = (max(page_index(token.position), 1u) - 1) << PAGE_SHIFT;
         first = max(first, SPAN == FIRST_PAGE ? 0 : SPAN == SEALED_PAGES ? PAGE_KEYS : recent);
         end = min(end, SPAN == FIRST_PAGE ? min(PAGE_KEYS, recent) : SPAN == SEALED_PAGES ? recent : NONE);
     }
@@ -168,7 +168,7 @@ struct Pages {
     }
     // The entry of a position below p.capacity, and the page that an entry is: NONE if it is none.
     inline uint entry(uint position) const {
-        return at(position >> PAGE_SHIFT);
+        return at(page_index(position));
     }
     inline uint page(uint entry) const {
         return page_of(entry, count);
@@ -178,8 +178,8 @@ struct Pages {
         return page(entry(position));
     }
     inline bool hold_any(Range keys) const {
-        const uint last = (keys.end - 1) >> PAGE_SHIFT;
-        for (uint i = keys.first >> PAGE_SHIFT; keys.len() > 0 && i <= last; i++) {
+        const uint last = page_index(keys.end - 1);
+        for (uint i = page_index(keys.first); keys.len() > 0 && i <= last; i++) {
             if (page(at(i)) != NONE) {
                 return true;
             }
@@ -193,11 +193,11 @@ inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence, u
     return {entries_of(table, p.page_width, sequence), p.page_entries, gap};
 }
 
-// As Pages, for the first MOST positions that a token may see: the lanes of a warp hold the entries, so all lanes call
+// As Pages, for the first MAX_POSITIONS positions that a token may see: the lanes of a warp hold the entries, so all lanes call
 // entry() and of() together.
-template <uint MOST>
+template <uint MAX_POSITIONS>
 struct EarlyPages {
-    static constexpr uint COUNT = PAGE_SHIFT == 0 ? 1 : (MOST / PAGE_KEYS + 1 + 31) / 32;
+    static constexpr uint COUNT = PAGE_SHIFT == 0 ? 1 : (MAX_POSITIONS / PAGE_KEYS + 1 + 31) / 32;
     // Lane i has entries i, i + 32, and so on, of the table from `first` on; NONE for those after the table's end.
     uint first;
     uint entries[COUNT];
@@ -214,11 +214,11 @@ struct EarlyPages {
         }
     }
     inline bool has(uint position) const {
-        return (position >> PAGE_SHIFT) - first < COUNT * 32;
+        return page_index(position) - first < COUNT * 32;
     }
     // NONE if no lane has it.
     inline uint entry(uint position) const {
-        const uint at = (position >> PAGE_SHIFT) - first;
+        const uint at = page_index(position) - first;
         uint found = NONE;
 #pragma unroll
         for (uint i = 0; i < COUNT; i++) {
@@ -238,15 +238,15 @@ struct EarlyPages {
 // As load_token, with the entries of the first pages that the token may see, which depend on its position and its
 // sequence. If the sequence is 0, as it most likely is, and the first of these pages is the first of the span, no load
 // waits for another: they are loaded at once.
-template <uint MOST>
+template <uint MAX_POSITIONS>
 inline Token load_token_and_pages(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens,
-                                  const uint *table, uint token, EarlyPages<MOST> &pages) {
+                                  const uint *table, uint token, EarlyPages<MAX_POSITIONS> &pages) {
     const uint len = lens[0];
     const Token t = {positions[token], sequence[token], len};
     if (PAGE_SHIFT > 0) {
         constexpr uint LIKELY = SPAN == SEALED_PAGES ? 1 : 0;
         pages.load(p, table, 0, LIKELY, gap_of(t));
-        const uint first = visible(p, {t.position, 0, NONE}).first >> PAGE_SHIFT;
+        const uint first = page_index(visible(p, {t.position, 0, NONE}).first);
         if ((t.sequence > 0 || first != LIKELY) && t.sequence < p.sequences) {
             pages.load(p, table, t.sequence, first, gap_of(t));
         }
@@ -269,7 +269,7 @@ struct RowsInPages {
 
     // `pages` is Pages or EarlyPages; the lanes of a warp have the same arguments.
     template <typename Of>
-    inline RowsInPages(const Of &pages, uint position, uint rows) : slot(position % PAGE_KEYS) {
+    inline RowsInPages(const Of &pages, uint position, uint rows) : slot(slot_in_page(position)) {
         count[0] = min(rows, PAGE_KEYS - slot);
         count[1] = rows - count[0];
         page[0] = count[0] > 0 ? pages.of(position) : NONE;

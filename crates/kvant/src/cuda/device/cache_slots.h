@@ -51,12 +51,12 @@ inline bool is_kept(const LayerParams &layer, uint sequence, uint position, cons
 // Finds the vector of a position, over pages. Returns false if no page holds it.
 inline bool find_in_pages(const LayerParams &layer, const uint *table, uint sequence, uint head, ulong position,
                           RowPlace &place) {
-    const ulong index = position >> PAGE_SHIFT;
+    const ulong index = page_index(position);
     if (index >= layer.page_width) {
         return false;
     }
     place.page = entries_of(table, layer.page_width, sequence)[index];
-    place.row = (ulong(head) << PAGE_SHIFT) + (uint(position) & (PAGE_KEYS - 1));
+    place.row = (ulong(head) << PAGE_SHIFT) + slot_in_page(position);
     return is_page(place.page, layer.page_entries);
 }
 

@@ -12,6 +12,14 @@ constexpr uint PAGE_UNIT = 256;
 constexpr uint PAGE_KEYS = 1u << PAGE_SHIFT;
 constexpr uint NO_PAGE = 0xFFFFFFFF;
 
+// The page of a sequence that holds a position, and the position's slot in it.
+template <typename Position> inline Position page_index(Position position) {
+    return position >> PAGE_SHIFT;
+}
+template <typename Position> inline uint slot_in_page(Position position) {
+    return uint(position) % PAGE_KEYS;
+}
+
 // The entries of a sequence, in a table of `width` entries for each.
 inline const uint *entries_of(const uint *table, uint width, uint sequence) {
     return table + ulong(sequence) * width;

@@ -29,7 +29,7 @@ static SOURCE: Source = Source {
 /// Minimum rows: if `linear_gemm_affine` multiplies the codes by warpgroups, and otherwise.
 pub(super) const MANY: [usize; 2] = [1024, 33];
 /// Maximum bytes of dense matrices at a time.
-const MOST: usize = 1 << 30;
+const MAX_BYTES: usize = 1 << 30;
 /// Codes of a thread.
 const CHUNK: usize = 16;
 
@@ -55,14 +55,14 @@ impl Dequantise {
         let Call { x, dims, out, rows, .. } = call;
         let bytes = dims.outputs.checked_mul(dims.inputs)?.checked_mul(2)?;
         let types = !weight.is_dense() && x.dtype() == DType::BF16 && out.dtype() == DType::BF16;
-        if !types || bytes == 0 || bytes > MOST {
+        if !types || bytes == 0 || bytes > MAX_BYTES {
             return None;
         }
         if call.experts.is_some() {
             // The contract allows rounding the weights of experts on GPUs with products of warpgroups.
             let is_faster = limits.warpgroup_products && !is_faster_by_codes && *rows > max_few;
             let chunks = GemmAffine::of_dense(call, limits).filter(|_| is_faster)?;
-            return Some(Dequantise::Experts { chunks, at_once: (MOST / bytes).min(dims.experts) });
+            return Some(Dequantise::Experts { chunks, at_once: (MAX_BYTES / bytes).min(dims.experts) });
         }
         let aligned = |tensor: &Tensor| tensor.byte_offset().is_multiple_of(16);
         let by_warpgroups = is_faster_by_codes && limits.warpgroup_products;

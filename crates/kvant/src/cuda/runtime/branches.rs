@@ -8,9 +8,9 @@ use std::ops::Range;
 use crate::gpu::Launch;
 
 /// Maximum launches on each side of a branch.
-const MOST: usize = 12;
+const MAX_LAUNCHES: usize = 12;
 /// Minimum launches on each side. A branch costs two dependencies between streams.
-const LEAST: usize = 2;
+const MIN_LAUNCHES: usize = 2;
 
 /// Launches `side` run at the same time as launches `main`, which come directly before them. They depend only on
 /// launches before `main`, and on each other.
@@ -27,19 +27,19 @@ pub(super) fn branches(launches: &[&Launch], usable: impl Fn(usize) -> bool) -> 
     while at < launches.len() {
         // The launches before this one on which it does not depend. The fork comes after at least one launch before
         // them.
-        let lowest = (floor + 1).max(at.saturating_sub(MOST));
+        let lowest = (floor + 1).max(at.saturating_sub(MAX_LAUNCHES));
         let is_independent = |first: usize| usable(first) && !meets(at, first..first + 1);
         let first = (lowest..at).rev().take_while(|&first| is_independent(first)).last().unwrap_or(at);
         let main = first..at;
         let mut end = at;
-        while end < launches.len().min(at + MOST)
+        while end < launches.len().min(at + MAX_LAUNCHES)
             && usable(end)
             && !meets(end, main.clone())
             && (end == at || meets(end, at..end))
         {
             end += 1;
         }
-        if main.len() < LEAST || end - at < LEAST {
+        if main.len() < MIN_LAUNCHES || end - at < MIN_LAUNCHES {
             at += 1;
             continue;
         }

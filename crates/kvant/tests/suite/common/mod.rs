@@ -386,12 +386,12 @@ impl Rng {
     pub fn normals(&mut self, n: usize) -> Vec<f32> {
         /// Numbers that a thread has drawn recently, by the state before. A case draws the same numbers for each
         /// device; computing two logarithms and a cosine for each would take longer than most operations.
-        type Drawn = VecDeque<(u64, Vec<f32>)>;
+        type RecentDraws = VecDeque<(u64, Vec<f32>)>;
         const KEPT: usize = 1 << 22;
         thread_local! {
-            static DRAWN: RefCell<Drawn> = const { RefCell::new(VecDeque::new()) };
+            static RECENT: RefCell<RecentDraws> = const { RefCell::new(VecDeque::new()) };
         }
-        DRAWN.with_borrow_mut(|drawn| {
+        RECENT.with_borrow_mut(|drawn| {
             if let Some((_, values)) = drawn.iter().find(|(state, values)| *state == self.0 && values.len() == n) {
                 // Skips the two draws of each number.
                 self.0 = self.0.wrapping_add(STEP.wrapping_mul(2 * n as u64));

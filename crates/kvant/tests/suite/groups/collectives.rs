@@ -208,20 +208,20 @@ fn passes_of_many_threads() {
 #[test]
 #[ignore = "minutes on GPUs, hours on a CPU"]
 fn a_million_sums() {
-    const MOST: usize = 1 << 20;
+    const MAX_LEN: usize = 1 << 20;
     let count: usize = std::env::var("KVANT_ALL_REDUCES").map_or(1_000_000, |count| count.parse().expect("a number"));
     let group = super::gpus().unwrap_or_else(|| cpus(2, 1));
-    let x = inputs(&group, DType::BF16, [1, MOST]).unwrap().reshape(&[MOST]).unwrap();
-    let out = Tensor::zeros(&group, DType::BF16, &[MOST]).unwrap();
-    let (want, mut rng, mut done) = (sums(group.ranks(), DType::BF16, DType::BF16, MOST), Rng::of("a million"), 0);
+    let x = inputs(&group, DType::BF16, [1, MAX_LEN]).unwrap().reshape(&[MAX_LEN]).unwrap();
+    let out = Tensor::zeros(&group, DType::BF16, &[MAX_LEN]).unwrap();
+    let (want, mut rng, mut done) = (sums(group.ranks(), DType::BF16, DType::BF16, MAX_LEN), Rng::of("a million"), 0);
     while done < count {
         // Small ones are most of them, as in decode; starts are multiples of 8 elements or any.
         let sums: Vec<(usize, usize)> = (0..100)
             .map(|_| {
                 let bits = 3 + rng.below(17);
                 let len = 1 + rng.below(1 << bits);
-                let start = rng.below(MOST - len) / 8 * 8 + if rng.below(8) == 0 { rng.below(8) } else { 0 };
-                (start.min(MOST - len), len)
+                let start = rng.below(MAX_LEN - len) / 8 * 8 + if rng.below(8) == 0 { rng.below(8) } else { 0 };
+                (start.min(MAX_LEN - len), len)
             })
             .collect();
         let graph = Encoder::capture(&group, |enc| {
@@ -241,7 +241,7 @@ fn a_million_sums() {
                 let bytes = 2 * start..2 * (start + len);
                 assert!(got[bytes.clone()] == want[bytes], "{group}: rank {rank}, {len} elements from {start}");
             }
-            out.on_rank(rank).unwrap().write_bytes(&vec![0xA5; 2 * MOST]).unwrap();
+            out.on_rank(rank).unwrap().write_bytes(&vec![0xA5; 2 * MAX_LEN]).unwrap();
         }
     }
     println!("{group}: {done} sums");

@@ -101,7 +101,7 @@ inline uint entry_of(const AttendParams &p, const uint *table, const Item &item,
 }
 
 // The concatenated units that the cluster shares, and the end of the block's share.
-struct Stretch {
+struct UnitRange {
     // The items: in shared memory, or the only one.
     const Item *items;
     Item only;
@@ -131,22 +131,22 @@ struct Place {
 };
 
 // The part that begins at unit `at`, in an item from `index` on. It is empty if it has no units.
-inline Place place_at(const Stretch &stretch, uint at, uint index) {
-    const uint heads = stretch.heads;
-    Item item = stretch.only;
-    if (stretch.count > 1) {
+inline Place place_at(const UnitRange &range, uint at, uint index) {
+    const uint heads = range.heads;
+    Item item = range.only;
+    if (range.count > 1) {
         while (true) {
-            item = stretch.items[index];
-            if ((item.before + stretch.length_of(item)) * heads > at) {
+            item = range.items[index];
+            if ((item.before + range.length_of(item)) * heads > at) {
                 break;
             }
             index++;
         }
     }
-    const uint length = stretch.length_of(item), units = units_of(item);
+    const uint length = range.length_of(item), units = units_of(item);
     const uint head = (at - item.before * heads) / length;
     const uint first = item.before * heads + head * length;
-    const uint from = min(at - first, units), to = min(stretch.end - first, units);
+    const uint from = min(at - first, units), to = min(range.end - first, units);
     const EvenSplit blocks(to - from, CLUSTER);
     const uint rank = blockIdx.x % CLUSTER;
     return {item, index, head, first, from + blocks.first(rank), from + blocks.first(rank + 1), first + length};
@@ -291,12 +291,12 @@ inline void add_values(uint buffer, Accumulators &acc) {
 
 // Adds up the lengths of several items: `before` of each becomes the number of units of the items before it. All
 // threads call it.
-inline void add_lengths(const Stretch &stretch, Item *shared_items, uint items, uint warp, uint lane) {
+inline void add_lengths(const UnitRange &range, Item *shared_items, uint items, uint warp, uint lane) {
     if (warp == 0) {
         uint before = 0;
 #pragma unroll 1
         for (uint first = 0; first < items; first += 32) {
-            const uint own = first + lane < items ? stretch.length_of(shared_items[first + lane]) : 0;
+            const uint own = first + lane < items ? range.length_of(shared_items[first + lane]) : 0;
             uint sum = own;
 #pragma unroll
             for (uint step = 1; step < 32; step *= 2) {
@@ -316,19 +316,19 @@ inline void add_lengths(const Stretch &stretch, Item *shared_items, uint items, 
 // the number of units of all heads.
 template <typename Early>
 inline uint read_items(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens, const uint *table,
-                       uint first_item, Stretch &stretch, Item *shared_items, Early &pages_of_only, uint warp, uint lane) {
-    const uint items = stretch.count;
+                       uint first_item, UnitRange &range, Item *shared_items, Early &pages_of_only, uint warp, uint lane) {
+    const uint items = range.count;
     if (items == 1) {
-        stretch.only = item_of(p, load_token_and_pages(p, positions, sequence, lens, table, first_item, pages_of_only));
-        return stretch.length_of(stretch.only) * stretch.heads;
+        range.only = item_of(p, load_token_and_pages(p, positions, sequence, lens, table, first_item, pages_of_only));
+        return range.length_of(range.only) * range.heads;
     }
 #pragma unroll 1
     for (uint i = threadIdx.x; i < items; i += THREADS) {
         shared_items[i] = item_of(p, load_token(p, positions, sequence, lens, i));
     }
     __syncthreads();
-    add_lengths(stretch, shared_items, items, warp, lane);
-    return (shared_items[items - 1].before + stretch.length_of(shared_items[items - 1])) * stretch.heads;
+    add_lengths(range, shared_items, items, warp, lane);
+    return (shared_items[items - 1].before + range.length_of(shared_items[items - 1])) * range.heads;
 }
 
 // The next unit that this warp fetches, and over pages its entry in the page table.
@@ -348,12 +348,12 @@ struct Ahead {
     }
 
     // Fills the buffer of BUFFERS steps ago, which is free.
-    inline void fetch(const AttendParams &p, const uint *table, const Stretch &stretch, Buffers &ring, uint first_head, const uchar *k,
+    inline void fetch(const AttendParams &p, const uint *table, const UnitRange &range, Buffers &ring, uint first_head, const uchar *k,
                       const uchar *v) {
         while (more && unit >= place.to) {
-            more = place.next < stretch.end;
+            more = place.next < range.end;
             if (more) {
-                place = place_at(stretch, place.next, place.index);
+                place = place_at(range, place.next, place.index);
                 unit = first_of_warp(place);
                 look_up(p, table);
             }
@@ -385,7 +385,7 @@ inline void look_up_first(const AttendParams &p, const uint *table, const Early 
 
 // Attends to the warp's units of a place, with the ring filled BUFFERS steps ahead. Keys and values of a unit take one
 // step each. The first BUFFERS steps of the block (`first`) only fetch.
-inline void attend_to(const AttendParams &p, const uint *table, const Stretch &stretch, const Place &place, bool first, uint first_head,
+inline void attend_to(const AttendParams &p, const uint *table, const UnitRange &range, const Place &place, bool first, uint first_head,
                       const uchar *own_ring, Buffers &ring, Ahead &ahead, const uint4 (&queries)[LOADS], const uchar *k,
                       const uchar *v, Accumulators &acc) {
     uint unit = first_of_warp(place);
@@ -414,7 +414,7 @@ inline void attend_to(const AttendParams &p, const uint *table, const Stretch &s
             ring.empty();
         }
         step++;
-        ahead.fetch(p, table, stretch, ring, first_head, k, v);
+        ahead.fetch(p, table, range, ring, first_head, k, v);
     }
 }
 
@@ -490,12 +490,12 @@ inline void merge_block(const States &states, const ItemPart &part_of_item, cons
 
 // Moves to the next place if the share begins, at unit `at`, in the empty units after the last of a head. Returns
 // false if the share has no other.
-inline bool skip_empty_units(const Stretch &stretch, uint at, Place &place) {
+inline bool skip_empty_units(const UnitRange &range, uint at, Place &place) {
     if (at - place.first >= units_of(place.item)) {
-        if (place.next >= stretch.end) {
+        if (place.next >= range.end) {
             return false;
         }
-        place = place_at(stretch, place.next, place.index);
+        place = place_at(range, place.next, place.index);
     }
     return true;
 }
@@ -568,9 +568,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const Division division(p);
     const uint items = division.items, heads = division.heads;
     const uint first_item = division.first_item, first_head = division.first_head(p);
-    Stretch stretch = {shared_items, {}, items, heads, items > 1 ? END_UNITS : 0, 0};
+    UnitRange range = {shared_items, {}, items, heads, items > 1 ? END_UNITS : 0, 0};
     EarlyPages<31 * PAGE_KEYS> pages_of_only;
-    const uint length = read_items(p, positions, sequence, lens, table, first_item, stretch, shared_items, pages_of_only, warp, lane);
+    const uint length = read_items(p, positions, sequence, lens, table, first_item, range, shared_items, pages_of_only, warp, lane);
     const uint sharers = min(division.sharers(), (length + MIN_UNITS - 1) / MIN_UNITS);
     const uint own = division.own();
     // Blocks that return here have not waited; the first block of the first head does (device/dependent_launch.h).
@@ -578,9 +578,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         return;
     }
     const EvenSplit line(length, sharers);
-    stretch.end = line.first(own + 1);
-    Place place = place_at(stretch, line.first(own), 0);
-    if (!skip_empty_units(stretch, line.first(own), place)) {
+    range.end = line.first(own + 1);
+    Place place = place_at(range, line.first(own), 0);
+    if (!skip_empty_units(range, line.first(own), place)) {
         return;
     }
     Ahead ahead = {place, first_of_warp(place), NONE, false, true};
@@ -599,19 +599,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         load_queries(q, rows, queries);
         Accumulators acc;
         acc.clear();
-        attend_to(p, table, stretch, place, !begun, first_head, own_ring, ring, ahead, queries, k, v, acc);
+        attend_to(p, table, range, place, !begun, first_head, own_ring, ring, ahead, queries, k, v, acc);
         begun = true;
 
         // Not earlier: blocks of the next kernel would share the few multiprocessors that this one leaves free.
-        if (place.next >= stretch.end) {
+        if (place.next >= range.end) {
             let_next_begin();
         }
         wait_if_late<EARLIER>();
         finish_place(b, place, head, rows, acc, read_by_others);
-        if (place.next >= stretch.end) {
+        if (place.next >= range.end) {
             break;
         }
-        place = place_at(stretch, place.next, place.index);
+        place = place_at(range, place.next, place.index);
     }
     read_by_others.wait();
 }

@@ -48,7 +48,7 @@ struct Buffers {
             there.end = page != NONE ? there.end : 0;
             there.first = keys.first > first ? min(keys.first - first, there.end) : 0;
             plane += page_bytes_or_zero(page);
-            slot = first % PAGE_KEYS;
+            slot = slot_in_page(first);
         }
         const uint to = base + filled * BUFFER;
         if constexpr (BULK) {

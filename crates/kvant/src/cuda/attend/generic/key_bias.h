@@ -47,8 +47,8 @@ inline float leave_products(const Buffers &b, const Shared &shared, uint r, uint
 inline void add_bias(const Buffers &b, const Shared &shared, uint key, float (&s)[NT][4]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr uint HALF_DIM = HEAD_DIM / 2;
-    const float *start = b.bias.starts + ulong(key >> PAGE_SHIFT) * HEAD_DIM;
-    const float *steps = b.bias.steps + ulong(key % PAGE_KEYS + g) * HEAD_DIM;
+    const float *start = b.bias.starts + ulong(page_index(key)) * HEAD_DIM;
+    const float *steps = b.bias.steps + ulong(slot_in_page(key) + g) * HEAD_DIM;
     float sums[NT][2][4] = {};
 #pragma unroll 2
     for (uint step = 0; step < HEAD_DIM / 16; step++) {

@@ -7,16 +7,16 @@
 
 // Pages are multiplied PAGES_AT_ONCE at a time: which of these lots has a key, and the key's page in it.
 inline uint lot_of(uint key) {
-    return (key >> PAGE_SHIFT) / PAGES_AT_ONCE;
+    return page_index(key) / PAGES_AT_ONCE;
 }
 inline uint page_in_lot(uint key) {
-    return (key >> PAGE_SHIFT) % PAGES_AT_ONCE;
+    return page_index(key) % PAGES_AT_ONCE;
 }
 
 // The mean of page i of a lot; null if the segment has no key of it.
 inline const uchar *mean_of(const Planes &planes, const Segment &segment, uint lot, uint i) {
     const uint index = lot * PAGES_AT_ONCE + i;
-    if (index < segment.keys.first >> PAGE_SHIFT || index > (segment.keys.end - 1) >> PAGE_SHIFT) {
+    if (index < page_index(segment.keys.first) || index > page_index(segment.keys.end - 1)) {
         return nullptr;
     }
     const uint page = segment.pages.page(segment.pages.at(index));

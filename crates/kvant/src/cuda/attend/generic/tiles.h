@@ -135,7 +135,7 @@ inline void copy_half_norms(const Planes &planes, const Segment &segment, uint f
     const uchar *norms = reinterpret_cast<const uchar *>(planes.norms);
     for (uint i = 2 * threadIdx.x; i < TILE; i += 2 * THREADS) {
         const uint page = i < segment.keys.end - first ? segment.pages.of(first + i) : NONE;
-        const uchar *from = norms + page_bytes_or_zero(page) + (segment.first_row + (first + i) % PAGE_KEYS) * ROW;
+        const uchar *from = norms + page_bytes_or_zero(page) + (segment.first_row + slot_in_page(first + i)) * ROW;
         copy_async<2 * ROW>(to + i * ROW, from, page != NONE);
     }
 }

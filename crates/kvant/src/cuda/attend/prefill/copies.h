@@ -27,7 +27,7 @@ inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, ui
     if constexpr (PAGE_SHIFT > 0) {
 #pragma unroll 1
         for (uint unit = 0; unit < TILE / 16; unit++) {
-            const uint of_unit = __shfl_sync(0xFFFFFFFF, page, unit), slot = (first + unit * 16) % PAGE_KEYS;
+            const uint of_unit = __shfl_sync(0xFFFFFFFF, page, unit), slot = slot_in_page(first + unit * 16);
             const uchar *from = plane + page_bytes_or_zero(of_unit) + (slot + r0) * ROW + column;
 #pragma unroll
             for (uint i = 0; i < 16; i += TOGETHER) {

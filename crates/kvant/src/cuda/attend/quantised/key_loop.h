@@ -30,7 +30,7 @@ struct KeyLoop {
     // The group that begins with key `first`, over pages.
     Group group_of(uint entry) const {
         const uint position = start + first;
-        return {position % PAGE_KEYS, min(KEYS, end - first) - 1, pages.page(entry), seen > position ? seen - position : 0};
+        return {slot_in_page(position), min(KEYS, end - first) - 1, pages.page(entry), seen > position ? seen - position : 0};
     }
 
     // Begins to copy.
@@ -71,7 +71,7 @@ struct KeyLoop {
     }
     // The page of a key, counted from the sequence's first.
     uint page_of(uint key) const {
-        return (start + key) >> PAGE_SHIFT;
+        return page_index(start + key);
     }
 
     void run(const AttendParams &p, Accumulators &acc) {

@@ -29,9 +29,9 @@
 #include "device/mbarrier.h"
 
 static_assert(WARPS == CLUSTER, "attend: a warp's coordinates go to the block of its number");
-static_assert(TILE == 16, "attend: a product takes two keys of eight stretches");
+static_assert(TILE == 16, "attend: a product takes two keys of eight ranges");
 
-// A block's keys are in one stretch per warp, which one copy brings. A product takes two keys of every stretch.
+// A block's keys are in one range per warp, which one copy brings. A product takes two keys of every range.
 // Stretches are padded by 16 bytes, so that loads of keys and of values have no bank conflicts.
 constexpr uint STRETCH = TILE * ROW + 16;
 // Whether two blocks fit on a multiprocessor. Then the next kernel may begin at once. Otherwise its blocks would share
@@ -88,7 +88,7 @@ inline void prefetch_rows(const AttendParams &p, const uchar *plane, uint slot, 
     }
 }
 
-// The scores of 16 keys in units of log 2: of a key of stretch g and the next one, both at `k` in stretch 0, by query
+// The scores of 16 keys in units of log 2: of a key of range g and the next one, both at `k` in range 0, by query
 // rows 2t and 2t + 1.
 inline void scores(const AttendParams &p, const uchar *k, const uint4 (&q)[LOADS], float (&s)[4]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -119,9 +119,9 @@ struct Lane {
     uint rank;
 };
 
-// The block's keys, divided among warps in stretches of an even number of keys.
-struct Stretch {
-    // Keys of the cluster before the block's, the block's, and those of a full stretch.
+// The block's keys, divided among warps in ranges of an even number of keys.
+struct KeyRange {
+    // Keys of the cluster before the block's, the block's, and those of a full range.
     uint first;
     uint count;
     uint length;
@@ -130,7 +130,7 @@ struct Stretch {
     uint slot;
 };
 
-inline Stretch stretch_of(const AttendParams &p, const Lane &self, Range seen) {
+inline KeyRange key_range_of(const AttendParams &p, const Lane &self, Range seen) {
     const EvenSplit line(tiles_of(seen), CLUSTER);
     const uint first = min(line.first(self.rank) * TILE, seen.len());
     const uint count = min(line.first(self.rank + 1) * TILE, seen.len()) - first, length = (count + TILE - 1) / TILE * 2;
@@ -163,9 +163,9 @@ inline void expect_states(uint thread, uint all_m, uint all_o) {
 // Fills the values of missing keys with zeros, since their weights are multiplied, too. Announces the bytes of all
 // copies to the barriers, and prefetches keys.
 template <typename Own>
-inline void prepare_copies(const AttendParams &p, const Lane &self, const Stretch &stretch, const Own &own, uint held, uint own_v,
+inline void prepare_copies(const AttendParams &p, const Lane &self, const KeyRange &range, const Own &own, uint held, uint own_v,
                            const uchar *k_plane, uint keys, uint values) {
-    for (uint at = (held == TILE || PAGE_SHIFT == 0 ? stretch.rows * ROW : 0) + self.lane * 16; at < TILE * ROW; at += 512) {
+    for (uint at = (held == TILE || PAGE_SHIFT == 0 ? range.rows * ROW : 0) + self.lane * 16; at < TILE * ROW; at += 512) {
         if (PAGE_SHIFT == 0 || !own.hold(at / ROW)) {
             asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(own_v + at), "r"(0) : "memory");
         }
@@ -178,48 +178,48 @@ inline void prepare_copies(const AttendParams &p, const Lane &self, const Stretc
             own.each_page([&](uint, uint page, uint slot, uint count) {
                 prefetch_bulk(k_plane + page_bytes_or_zero(page) + slot * ROW, count * ROW);
             });
-        } else if (stretch.rows > 0) {
-            prefetch_rows(p, k_plane, stretch.slot, stretch.rows);
+        } else if (range.rows > 0) {
+            prefetch_rows(p, k_plane, range.slot, range.rows);
         }
     }
 }
 
-// Copies the keys and the values of the warp's stretch. One lane calls it.
+// Copies the keys and the values of the warp's range. One lane calls it.
 template <typename Own>
-inline void copy_stretch(const AttendParams &p, const Stretch &stretch, const Own &own, const uchar *k_plane, const uchar *v_plane, uint own_k,
+inline void copy_range(const AttendParams &p, const KeyRange &range, const Own &own, const uchar *k_plane, const uchar *v_plane, uint own_k,
                          uint own_v, uint keys, uint values) {
     if (PAGE_SHIFT > 0) {
         copy_from_pages(own, k_plane, own_k, keys);
         copy_from_pages(own, v_plane, own_v, values);
     } else {
-        copy(p, k_plane, stretch.slot, stretch.rows, own_k, keys);
-        copy(p, v_plane, stretch.slot, stretch.rows, own_v, values);
+        copy(p, k_plane, range.slot, range.rows, own_k, keys);
+        copy(p, v_plane, range.slot, range.rows, own_v, values);
     }
 }
 
 // Over pages: the entries of the two keys whose scores the lane has.
 template <typename Early>
-inline void look_up_keys(const Lane &self, const Stretch &stretch, const Early &early, Range seen, uint (&entries)[2]) {
+inline void look_up_keys(const Lane &self, const KeyRange &range, const Early &early, Range seen, uint (&entries)[2]) {
     if (PAGE_SHIFT > 0) {
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            entries[i] = early.entry(seen.first + stretch.first + self.g * stretch.length + self.warp * 2 + i);
+            entries[i] = early.entry(seen.first + range.first + self.g * range.length + self.warp * 2 + i);
         }
     }
 }
 
 // Scores of the lane's two keys by query rows 2t and 2t + 1. Keys that are not the block's, or that no page holds, are
 // masked.
-inline void scores_of_stretch(const AttendParams &p, const Shared &shared, const Lane &self, const Stretch &stretch,
+inline void scores_of_range(const AttendParams &p, const Shared &shared, const Lane &self, const KeyRange &range,
                               const uint (&entries)[2], const uint4 (&queries)[LOADS], uint keys, float (&s)[4]) {
-    if (self.warp * 2 < stretch.length) {
+    if (self.warp * 2 < range.length) {
         barrier_wait(keys, 0);
         scores(p, shared.k + self.warp * (2 * ROW), queries, s);
-        const uint key = self.g * stretch.length + self.warp * 2;
+        const uint key = self.g * range.length + self.warp * 2;
 #pragma unroll
         for (uint c = 0; c < 4; c++) {
             const bool is_held = PAGE_SHIFT == 0 || is_page(entries[c / 2], p.page_entries);
-            s[c] = key + c / 2 < stretch.count && is_held ? s[c] : nothing();
+            s[c] = key + c / 2 < range.count && is_held ? s[c] : nothing();
         }
     }
 }
@@ -338,14 +338,14 @@ inline SoftmaxState merged(const Shared &shared, uint r, uint column, uint all_m
 
 // The weights of the warp's keys, and the block's largest scores (leave_weights).
 template <typename Early>
-inline void weigh_keys(const AttendParams &p, Shared &shared, const Lane &self, const Stretch &stretch, const Early &early,
+inline void weigh_keys(const AttendParams &p, Shared &shared, const Lane &self, const KeyRange &range, const Early &early,
                        const Range &seen, const uchar *q, const QueryRows &query_rows, uint keys, float (&m)[2]) {
     uint entries[2] = {NONE, NONE};
-    look_up_keys(self, stretch, early, seen, entries);
+    look_up_keys(self, range, early, seen, entries);
     uint4 queries[LOADS];
     load_queries(q, query_rows, queries);
     float s[4] = {nothing(), nothing(), nothing(), nothing()};
-    scores_of_stretch(p, shared, self, stretch, entries, queries, keys, s);
+    scores_of_range(p, shared, self, range, entries, queries, keys, s);
     leave_weights(shared, self, s, m);
 }
 
@@ -368,12 +368,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const bool exists = token.sequence != NONE;
     const Range seen = exists ? visible(p, token) : Range{0, 0};
     const ulong plane = exists ? (token.sequence * p.row_sequence + rows_of_head(p, head)) * ROW : 0;
-    const Stretch stretch = stretch_of(p, self, seen);
+    const KeyRange range = key_range_of(p, self, seen);
     const uint own_k = shared_address(shared.k + warp * STRETCH), own_v = shared_address(shared.v + warp * STRETCH);
-    // Over pages: the pages of the warp's stretch.
-    const RowsInPages own(early, stretch.slot, PAGE_SHIFT > 0 ? stretch.rows : 0);
-    const uint held = PAGE_SHIFT > 0 ? own.held() : stretch.rows;
-    prepare_copies(p, self, stretch, own, held, own_v, k + plane, keys, values);
+    // Over pages: the pages of the warp's range.
+    const RowsInPages own(early, range.slot, PAGE_SHIFT > 0 ? range.rows : 0);
+    const uint held = PAGE_SHIFT > 0 ? own.held() : range.rows;
+    prepare_copies(p, self, range, own, held, own_v, k + plane, keys, values);
     expect_states(thread, all_m, all_o);
 
     wait_unless_late<EARLIER>();
@@ -381,13 +381,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         let_next_begin();
     }
     if (lane == 0) {
-        copy_stretch(p, stretch, own, k + plane, v + plane, own_k, own_v, keys, values);
+        copy_range(p, range, own, k + plane, v + plane, own_k, own_v, keys, values);
     }
     __syncwarp();
 
     const QueryRows query_rows(p, item, head);
     float m[2];
-    weigh_keys(p, shared, self, stretch, early, seen, q, query_rows, keys, m);
+    weigh_keys(p, shared, self, range, early, seen, q, query_rows, keys, m);
 
     // All blocks of the cluster have begun. The maxima are sent before the outputs, so that factors are known when
     // these arrive.

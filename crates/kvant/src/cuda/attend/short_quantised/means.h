@@ -20,7 +20,7 @@ inline float scale_of_mean(const uchar *row) {
 
 // Which of the block's pages has its key `i`.
 inline uint page_of_key(const Own &own, uint i) {
-    return ((own.slot + i) >> PAGE_SHIFT) - (own.slot >> PAGE_SHIFT);
+    return page_index(own.slot + i) - page_index(own.slot);
 }
 
 // The page that the warp copies the means of; NONE if the block has no key of it, or nothing holds it.

@@ -53,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     constexpr uint PAGE_BYTES = PAGE_KEYS * HEAD_DIM * 2;
     const uint index = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z;
     const uint slot = ranges[3 * sequence], first = ranges[3 * sequence + 1], end = ranges[3 * sequence + 2];
-    const uint in_slot = index - (first >> PAGE_SHIFT);
+    const uint in_slot = index - page_index(first);
     const uint page = pages_of(p.attend, table, sequence).of(index << PAGE_SHIFT);
     const bool is_seen =
-        slot < p.slots && index >= first >> PAGE_SHIFT && index <= (end - 1) >> PAGE_SHIFT && in_slot < p.slot_pages;
+        slot < p.slots && index >= page_index(first) && index <= page_index(end - 1) && in_slot < p.slot_pages;
     const ulong to = (ulong(slot) * p.slot_pages + in_slot) * p.attend.kv_heads * PAGE_BYTES;
     if (TABLE && head == 0 && threadIdx.x == 0) {
         new_table[ulong(sequence) * p.attend.page_width + index] = is_seen && page != NONE ? uint(to / PAGE_UNIT) : NONE;
