@@ -212,7 +212,7 @@ inline void load_fp4(const BlockChunk &c, uint (&words)[4]) {
     }
 }
 
-// Blocks of 32 inputs: the chunk is the low or the high halves of 16 bytes, at the end of the block.
+// Blocks of 32 inputs: the chunk is the low or the high nibbles of the last 16 bytes of the block.
 inline void load_block_of_32(const BlockChunk &c, uint format, uint (&words)[4], float &scale, float &bias) {
     const uint start = block_bytes(format) - 16;
     uint high = 0;
