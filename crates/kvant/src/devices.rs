@@ -95,7 +95,7 @@ impl Device {
     /// If a rank fails in a pass, the pass of all ranks fails, with its error. On the CPU the group can be used
     /// again.
     ///
-    /// While a group of these devices, in this order, is in use, every call returns that one. The devices can also be
+    /// While a group of these devices, in this order, is in use, every call returns that group. The devices can also be
     /// used alone. Metal has groups of one device only.
     ///
     /// ```
