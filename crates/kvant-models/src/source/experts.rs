@@ -24,7 +24,7 @@ impl Interleaved<'_> {
             return Ok(());
         }
         let row_bytes = to.bytes() / (experts * rows);
-        // Pairs of rows, or one matrix after the other.
+        // With alternating rows, pairs of rows are read; otherwise one matrix.
         let (pairs, parts) = if self.alternates { (rows / 2, 2) } else { (rows, 1) };
         let step = (PIECE / (parts * row_bytes)).clamp(1, pairs);
         let mut piece = vec![0; step * parts * row_bytes];

@@ -124,7 +124,7 @@ impl Group {
                     *done[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
                     self.meeting.leave();
                 }
-                // Ranks that leave a collective for this reason fail after it.
+                // The first failure counts: later ones are ranks that leave a collective because of it.
                 Err(error) if self.meeting.abort() => {
                     *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                 }
