@@ -125,7 +125,7 @@ impl KeyBias {
     /// The bias `[Hk, D]`, f32, f16 or bf16, in the order of the coordinates of keys.
     ///
     /// # Errors
-    /// `Shape`, `DType`, or `Device` if it is on another device than the turns.
+    /// `Shape`, `DType`, or `WrongDevice` if it is on another device than the turns.
     pub fn new(bias: &Tensor, turns: &KeyTurns) -> Result<KeyBias> {
         let turns = Arc::clone(&turns.0);
         let [heads, _] = check::rank(NAME, "bias", bias, ["Hk", "D"])?;
