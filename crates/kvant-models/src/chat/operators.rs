@@ -159,7 +159,7 @@ const NEST_BYTES: usize = 2048;
 const NO_LOCAL: u8 = u8::MAX;
 
 fn failed(operator: &str, a: &Value, b: &Value) -> Error {
-    let message = format!("`{operator}` does not take {} and {}", a.kind(), b.kind());
+    let message = format!("`{operator}` does not support {} and {}", a.kind(), b.kind());
     Error::new(ErrorKind::InvalidOperation, message)
 }
 

@@ -82,7 +82,7 @@ impl Exchange {
         if self.word().is_none_or(|word| word.load(Ordering::SeqCst) == 0) {
             return Ok(());
         }
-        let reason = "a rank of the group has failed, or did not come to a collective; the group cannot be used again";
+        let reason = "a rank of the group has failed, or did not reach a collective; the group cannot be used again";
         Err(Error::DeviceFault { device: "cuda".to_string(), reason: reason.to_string() })
     }
 
