@@ -120,7 +120,7 @@ fn describe<'a>(
     ops::Attend::new(q, layer, step, out).scale(scale).window(window)
 }
 
-/// Writes the tokens that the query sees, repeating the same thousand.
+/// Writes the tokens that the query sees: repetitions of [`CHUNK`] random ones.
 fn fill(layer: &KvLayer, context: &Context) -> Result {
     let (device, spec) = (layer.device(), layer.spec());
     let shape = [CHUNK.min(spec.capacity), spec.kv_heads, spec.head_dim];

@@ -109,9 +109,10 @@ pub struct ModelDeviceArgs {
     /// that share the threads. Each has its part of the weights and of the cache
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
     tensor_parallel: Option<usize>,
-    /// How the devices divide caches of layers without windows: by heads (more devices than KV heads have copies), by
-    /// positions (each device has all KV heads of a part of each page; for 2 or 4 devices, not for centred types such
-    /// as tq4c), or auto: by positions if the devices do not divide the KV heads and the type allows it
+    /// How the devices divide caches of layers without windows: by heads (copies of heads if there are more devices
+    /// than KV heads), by positions (each device has all KV heads of a part of each page; for 2 or 4 devices, not for
+    /// centred types such as tq4c), or auto: by positions if the devices do not divide the KV heads and the type allows
+    /// it
     #[arg(long, value_name = "HOW", value_enum, default_value = "auto")]
     cache_division: Division,
     /// The devices among which the model is divided, as in cuda:0,cuda:2

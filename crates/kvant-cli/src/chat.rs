@@ -447,7 +447,7 @@ impl Chat<'_> {
     /// Returns the length.
     fn keep_prefix(&mut self, prompt: &[u32]) -> Result<usize> {
         let same = self.fed.iter().zip(prompt).take_while(|(a, b)| a == b).count().min(prompt.len() - 1);
-        // Windows may have passed these positions, and recurrent states go back to their last boundary only.
+        // Windows may have passed these positions, and recurrent states can be rolled back only to their last boundary.
         let boundary = self.sequence.boundary().filter(|&boundary| boundary <= same);
         let mut lengths = [Some(same), boundary].into_iter().flatten();
         let kept = lengths.find(|&len| self.sequence.truncate(len).is_ok()).unwrap_or(0);

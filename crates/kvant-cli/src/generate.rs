@@ -30,7 +30,7 @@ use crate::{
 /// Without arguments: the small model that ships with kvant, and a suitable prompt.
 #[derive(clap::Args)]
 pub struct GenerateArgs {
-    /// Like --model, followed by the text as with --prompt
+    /// Like --model; the text can follow
     #[arg(value_name = "MODEL", conflicts_with = "model")]
     place: Option<PathBuf>,
     /// Like --prompt

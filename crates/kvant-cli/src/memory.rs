@@ -11,7 +11,7 @@ pub struct Demand<'a> {
     pub ranks: usize,
     pub pool: PoolOptions,
     pub load: LoadOptions,
-    /// Bytes for pages if the user set them, instead of enough for `pool`.
+    /// Bytes for pages, if the user set them. Otherwise, pages are sized for `pool`.
     pub bytes: Option<usize>,
     /// The option that shortens sequences.
     pub shorter: &'a str,
@@ -81,8 +81,9 @@ pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
     .into())
 }
 
-/// Bytes for the pages of many sequences. `None` means enough for `demand.pool`, if the device has that much; otherwise
-/// the bytes that the model leaves of nine tenths of the device's free memory.
+/// Bytes for the pages of many sequences. `None` means enough for `demand.pool`: if the device has that much, or does
+/// not report its memory. Otherwise: nine tenths of the device's free memory minus weights and activations, or all of
+/// it minus these if nine tenths do not suffice for one sequence.
 ///
 /// # Errors
 /// Not even one sequence fits: as [`check`].

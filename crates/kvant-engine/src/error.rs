@@ -4,7 +4,7 @@
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubmitError {
-    /// The maximum number of requests run or wait. Try again later.
+    /// The engine already has its maximum number of running and waiting requests. Try again later.
     #[error("the queue is full: {limit} requests run or wait")]
     Busy {
         /// Maximum requests that run or wait.

@@ -35,14 +35,14 @@ pub struct EngineOptions {
     pub host_memory: usize,
     /// Whether requests share the pages of equal prefixes. Default: true.
     pub prefix_cache: bool,
-    /// For models with recurrent states: the tokens of a prompt between places where a step ends, so that other prompts
-    /// can continue there; rounded up to pages. Default: none, only the end of each step and of the prompt, and where
-    /// texts part.
+    /// For models with recurrent states: a step ends at each multiple of this number of prompt tokens, rounded up to
+    /// pages, so that other prompts can continue there. Default: none. Other prompts can then continue only at the last
+    /// page boundary of a step or prompt, and where texts diverge.
     pub state_interval: Option<usize>,
     /// Maximum draft tokens of a request in a step, at most 32; 0 for none. Drafts are the tokens that followed an
     /// earlier occurrence of the last few tokens. They do not change texts: a draft is kept only if the model samples
     /// an equal token. They speed up repetitive texts on devices where a step of several tokens costs little more than
-    /// a step of one token; not small models on a CPU. Requests with a grammar have none. Default: 0.
+    /// a step of one token. They do not speed up small models on a CPU. Requests with a grammar have none. Default: 0.
     pub drafts: usize,
     /// Whether a step starts before the result of the previous one is known, if the device samples all its tokens. The
     /// device then waits for the host only for the results of drafts. A request that has ended costs one token, which

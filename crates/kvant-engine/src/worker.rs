@@ -47,7 +47,6 @@ impl Worker {
         shared.fail(reason.clone());
         // The text thread notifies all requests that it knows. Requests it does not know were submitted before the
         // failure was recorded.
-        // recorded.
         self.send();
         drop(self);
         for command in commands.iter() {

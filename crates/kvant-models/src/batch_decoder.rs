@@ -59,8 +59,8 @@ pub struct BatchDecoder {
     live: usize,
 }
 
-/// The first maximum length that passes are recorded for. Each further one is [`GROWTH`] times as long. Kernels and
-/// page tables depend on it.
+/// The smallest maximum length for which passes are recorded. Each further one is [`GROWTH`] times as long. Kernels and
+/// page tables depend on the maximum length.
 const FIRST_LENGTH: usize = 1024;
 const GROWTH: usize = 4;
 /// Maximum recorded passes.
@@ -229,7 +229,8 @@ impl BatchDecoder {
     /// # Errors
     /// None if the step has run.
     pub fn hidden(&mut self) -> Result<Tensor> {
-        // Passes of all sizes have it at the start of one buffer. The views may belong to a smaller pass.
+        // Passes of all sizes store the hidden states at the start of one buffer. The views may belong to a smaller
+        // pass.
         self.space.fit(self.model.rank_decoder(), self.live.max(1))?;
         Ok(self.space.views.x.rows(0..self.live)?)
     }
@@ -318,7 +319,7 @@ pub struct PassSize {
     longest: usize,
 }
 
-/// The maximum lengths that passes are recorded for, up to the first sufficient one.
+/// The maximum lengths for which passes are recorded, up to the first sufficient one.
 fn lengths(longest: usize) -> impl Iterator<Item = usize> {
     let longer = move |&last: &usize| (last < longest).then(|| last.saturating_mul(GROWTH));
     std::iter::successors(Some(FIRST_LENGTH), longer)

@@ -13,7 +13,7 @@ pub struct Config {
     pub family: &'static str,
     /// The decoder.
     pub decoder: DecoderSpec,
-    /// The context that the model was made for, in tokens.
+    /// The context for which the model was made, in tokens.
     pub max_position_embeddings: Option<usize>,
     /// The beginning-of-text id, if the file has one.
     pub bos_token_id: Option<u32>,

@@ -40,7 +40,7 @@ pub(crate) enum Cut {
     Whole,
     /// By outputs, of one matrix or of several matrices that are joined by rows. Each matrix has a share.
     Outputs(Vec<Share>),
-    /// By inputs, which consist of parts that are divided alone.
+    /// By inputs, which consist of parts. Each part is divided among the ranks separately.
     Inputs(Vec<Share>),
 }
 

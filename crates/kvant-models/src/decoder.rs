@@ -88,7 +88,7 @@ impl<'a> Decoder<'a> {
             &[token] if self.sampler.sampling().is_plain() => self.replay_and_draw(token),
             _ => self.feed(tokens).and_then(|()| self.adjust_and_draw(tokens)),
         };
-        // None: all logits are NaN.
+        // `None`: all logits are NaN.
         let drawn = drawn.and_then(|drawn| {
             let position = (before + tokens.len()).saturating_sub(1);
             drawn.ok_or(Error::NotANumber { position, activations: self.model.activations() })

@@ -1,6 +1,6 @@
-//! Runs text models of the families Llama, Mistral, Ministral 3, Qwen 2 and 3, Phi, SmolLM 3, Granite, OLMo 2 and 3,
-//! EXAONE 4, ERNIE 4.5, Hunyuan, GLM 4.5, MiniMax M2, Seed-OSS, Gemma 3, Gemma 4 and gpt-oss on [kvant], from Hugging
-//! Face and MLX checkpoints. Multimodal checkpoints run as text models.
+//! Runs text models of the families Llama, Mistral, Ministral 3, Qwen 2, 3, Next and 3.5, LFM2, Phi, SmolLM 3, Granite,
+//! OLMo 2 and 3, EXAONE 4, ERNIE 4.5, Hunyuan, GLM 4.5, MiniMax M2, Seed-OSS, Muse Glimmer, Gemma 3, Gemma 4 and
+//! gpt-oss on [kvant], from Hugging Face, MLX and GGUF checkpoints. Multimodal checkpoints run as text models.
 //!
 //! A model is data: a family converts `config.json` to a [`DecoderSpec`], and one interpreter runs all descriptions.
 //!

@@ -205,8 +205,9 @@ impl Model {
         self.network.weights.bytes
     }
 
-    /// Bytes of the matrices that a pass of one token reads, on each device of a group. Of a mixture of experts, these
-    /// are the `top_k` experts of the token. A table of embeddings counts one row, unless it is also the output matrix.
+    /// Bytes of the matrices that a pass of one token reads, on each device of a group. For a mixture of experts, this
+    /// includes the `top_k` experts of a token. A table of embeddings counts one row, unless it is also the output
+    /// matrix.
     pub fn weight_bytes_per_token(&self) -> usize {
         self.network.weights.bytes_per_token(self.rank_decoder())
     }
@@ -217,7 +218,7 @@ impl Model {
     /// the dense pages of its last pass until its next step: if sequences are fed one after the other, feed at most
     /// `pass_tokens / sequences` tokens at a time.
     ///
-    /// Logs a warning if sequences can exceed the context that the model was made for.
+    /// Logs a warning if sequences can exceed the context for which the model was made.
     pub fn new_pool(&self, options: &PoolOptions) -> Result<KvPool> {
         let longest = options.longest;
         if let Some(made_for) = self.config().max_position_embeddings.filter(|&most| longest > most) {
@@ -228,7 +229,7 @@ impl Model {
         self.pool_of(&self.pool_spec(options)?, longest)
     }
 
-    /// The specification of such a pool, which says how many bytes it takes, on each device of a group.
+    /// The specification of the pool that [`Model::new_pool`] makes, with its bytes on each device of a group.
     pub fn pool_spec(&self, options: &PoolOptions) -> Result<PoolSpec> {
         pools::pool_spec(self.rank_decoder(), options, self.pass_tokens, self.network.activations())
     }
@@ -467,7 +468,7 @@ impl Model {
     }
 
     /// Checks the length of a sequence after a pass. Queries scaled by position have a table of factors of limited
-    /// length, and LongRoPE is configured for the context that the model was loaded for.
+    /// length, and LongRoPE is configured for the context with which the model was loaded.
     pub(crate) fn check_length(&self, length: usize) -> Result<()> {
         match self.max_length() {
             Some(most) if length > most => {
@@ -551,8 +552,8 @@ impl Model {
     }
 }
 
-/// Takes a failed pass back: to the length `before` the feed, or if windows have passed older positions, to that after
-/// the `complete` passes. Recurrent states go back to their last boundary, or the sequence becomes empty.
+/// Rolls a failed pass back: to the length `before` the feed or, if windows have passed older positions, to the length
+/// after the `complete` passes. Recurrent states go back to their last boundary, or the sequence becomes empty.
 fn take_back(sequence: &mut Sequence, before: usize, complete: usize) -> Result<()> {
     let boundary = sequence.boundary().filter(|&boundary| boundary <= before);
     for len in [Some(before), Some(complete), boundary].into_iter().flatten() {

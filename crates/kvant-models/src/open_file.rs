@@ -1,4 +1,4 @@
-//! Files that are open, and bytes in their place.
+//! Open files, and embedded bytes that replace files.
 
 use std::{
     fmt,

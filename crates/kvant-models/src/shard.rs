@@ -7,7 +7,7 @@
 //! | input projection, taps and states of short convolutions | its channels |
 //! | gate and up of MLPs and experts, with their biases | some of the outputs |
 //! | the output of attention, delta nets and convolutions; down | the inputs that it computes: the ranks' results are summed |
-//! | biases of these outputs and of down | rank 0 has them, other ranks zeros, because of that sum |
+//! | biases of these outputs and of down | rank 0 has them, other ranks have zeros, because the results are summed |
 //! | the output matrix | some rows of the vocabulary: the ranks' logits are gathered |
 //! | embeddings, routers, norms, per-layer inputs | all |
 //!
@@ -23,12 +23,12 @@ use crate::{
     spec::{AttentionSpec, BlockSpec, DeltaNetSpec, FeedForwardSpec, MixerSpec, ShortConvSpec},
 };
 
-/// The largest group that messages propose.
+/// Maximum group size that messages propose.
 const MAX_PROPOSED: usize = 16;
-/// Positions of the largest page, and the minimum of them that a rank has.
+/// Positions of the largest page; minimum positions of a page on a rank.
 const MAX_PAGE_TOKENS: usize = 256;
 const MIN_PAGE_SHARE: usize = 16;
-/// Widths of dense matrices are cut at multiples of this, for which kernels are fast.
+/// Widths of dense matrices are cut at multiples of this number, because kernels are fast for them.
 const DENSE_STEP: usize = 8;
 
 /// The decoder that each of `ranks` ranks runs: fewer heads and narrower MLPs, and the whole vocabulary.

@@ -101,7 +101,7 @@ pub struct BlockSpec {
 
 /// The first half of a block, which mixes tokens.
 #[derive(Clone, Debug, PartialEq)]
-#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
+#[allow(clippy::large_enum_variant)] // Each layer has one: a box would save little.
 pub enum MixerSpec {
     /// Attention to keys and values in a cache.
     Attention(AttentionSpec),
@@ -315,8 +315,8 @@ impl RopeSpec {
 
 /// LongRoPE: a rotary embedding whose factors depend on the length of the text.
 ///
-/// A cached key has been rotated with one set of factors, so a text cannot switch to the other. The context that the
-/// model is loaded for ([`LoadOptions::context`](crate::LoadOptions::context)) determines the set.
+/// A cached key has been rotated with one set of factors, so a text cannot switch to the other. The context with which
+/// the model is loaded ([`LoadOptions::context`](crate::LoadOptions::context)) determines the set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LongRope {
     /// Maximum tokens of a text for which [`RopeSpec::factors`] apply.
@@ -512,7 +512,7 @@ impl DecoderSpec {
         })
     }
 
-    /// The number of blocks that store something for later tokens, keys and values or states. They are the first ones.
+    /// The number of blocks that store keys and values or states for later tokens. They come first.
     pub(crate) fn storing_blocks(&self) -> usize {
         self.blocks.iter().filter(|block| block.source().is_none()).count()
     }

@@ -26,7 +26,7 @@ const TOKENIZER_LIMIT: u64 = 256 << 20;
 /// A model's tokenizer.
 ///
 /// The `tokenizers` crate panics on some well-formed files with inconsistent contents. This type returns an error
-/// instead, except with `panic = "abort"`, where the file ends the process. A panic hook can check
+/// instead, except with `panic = "abort"`, where a panic ends the process. A panic hook can check
 /// [`Tokenizer::catches_panics`] to stay silent.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -111,7 +111,7 @@ impl Tokenizer {
         guarded(|| inner.with_truncation(None).map(|_| ()))?;
         inner.with_padding(None);
         let [start, end] = added_around(&inner)?;
-        // It would only add special tokens. Hostile ones repeat the text.
+        // A post-processor would only add special tokens; a hostile one could repeat the text.
         inner.with_post_processor(None::<PostProcessorWrapper>);
         let decoder = TokenDecoder::of(inner.get_decoder());
         Ok(Tokenizer {
@@ -331,6 +331,6 @@ fn added_around(inner: &tokenizers::Tokenizer) -> Result<[Vec<u32>; 2]> {
         reason: "`post_processor` must be one that the library can run".to_string(),
     })?;
     let mut parts = processed.get_ids().split(|&id| id == TEXT).map(<[u32]>::to_vec);
-    // Hostile post-processors repeat the text.
+    // A hostile post-processor repeats the text: only the first and the last part count.
     Ok([parts.next().unwrap_or_default(), parts.next_back().unwrap_or_default()])
 }

@@ -57,10 +57,11 @@ impl Runs {
         Runs { ways, seed, seen: None, counter: None, refused: &[], busy_groups: BUSY_GROUPS }
     }
 
-    /// The first launch of a kind runs in all four ways, each later one once, at random: the second, fourth, eighth and
-    /// so on in the checker build, the others in the plain build. A kind is a kernel with its constants and the class
-    /// of its grid: the threads of a group, and the number of groups rounded up to a power of two. Launches of very
-    /// many threads skip the checker build, which takes ten times as long; their kernels have small launches elsewhere.
+    /// The first launch of a kind runs in all four ways. Each later launch runs once, in a random order of threads: the
+    /// second, fourth, eighth and so on in the checker build, the others in the plain build. A kind is a kernel with
+    /// its constants and the class of its grid: the threads of a group, and the number of groups rounded up to a power
+    /// of two. Launches of very many threads skip the checker build, which takes ten times as long; their kernels have
+    /// small launches elsewhere.
     pub fn first_of_a_kind(seed: u64) -> Runs {
         Runs { seen: Some(Arc::default()), ..Runs::all(seed) }
     }

@@ -55,7 +55,7 @@ sampling_request! {
         modalities: Option<Vec<String>>,
         service_tier: Option<String>,
         store: Option<bool>,
-        // These have no effect on the answer.
+        // The following fields have no effect on the answer.
         #[expect(dead_code, reason = "has no effect")]
         user: Option<String>,
         #[expect(dead_code, reason = "has no effect")]

@@ -4,8 +4,8 @@ use kvant_models::chat::JsonValue;
 
 use crate::error::{ApiError, Result};
 
-/// Fields without effect on the answer: speed, cost, retention, other servers' truncation and caching of prompts, and
-/// parts of their answers that clients send back. `*` matches any index.
+/// Fields without effect on the answer: speed, cost, retention, truncation and caching of prompts by other servers, and
+/// parts of other servers' answers that clients send back. `*` matches any index.
 const HINTS: [&str; 21] = [
     "cache_control",
     "context_management",

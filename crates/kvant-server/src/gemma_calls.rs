@@ -123,7 +123,7 @@ impl GemmaCalls {
             only(schema, &["$ref"])?;
             return self.reference(path);
         }
-        // A reference next to a description, as some generators of schemas write it.
+        // Some generators of schemas wrap a reference in `allOf` to add a description.
         if let Some([whole]) = fields.get("allOf").and_then(JsonValue::as_array) {
             only(schema, &["allOf"])?;
             return self.value(whole);
@@ -301,8 +301,8 @@ fn begin(name: &JsonValue) -> String {
     literal(&format!("call:{}", name.as_str().unwrap_or_default()))
 }
 
-/// A regular expression of the whole texts in which a schema's pattern is found. `None` for anchors within the pattern,
-/// and for references and looks at other parts of the text.
+/// Converts a schema's pattern, which can match any part of a text, to a regular expression for the whole text. Returns
+/// `None` for anchors within the pattern, backreferences and lookarounds.
 fn whole_text(pattern: &str) -> Option<String> {
     let (is_start, rest) = pattern.strip_prefix('^').map_or((false, pattern), |rest| (true, rest));
     let mut found = Pattern::default();
@@ -316,7 +316,7 @@ fn whole_text(pattern: &str) -> Option<String> {
     Some(format!("{before}(?:{}){after}", found.out))
 }
 
-/// A pattern without its first anchor, as it is read from left to right.
+/// The state of the conversion, which reads a pattern without its first anchor from left to right.
 #[derive(Default)]
 struct Pattern {
     out: String,
@@ -324,13 +324,13 @@ struct Pattern {
     is_class: bool,
     /// Groups that are open.
     depth: usize,
-    /// There is a choice outside of groups.
+    /// Whether a `|` was found outside of groups.
     has_choice: bool,
-    /// The last character was the anchor of the end.
+    /// Whether the last character was the anchor `$`.
     is_end: bool,
-    /// The last character was the beginning of a group.
+    /// Whether the last character began a group.
     is_group: bool,
-    /// The last characters were `(?`.
+    /// Whether the last characters were `(?`.
     is_kind: bool,
 }
 
@@ -342,12 +342,12 @@ impl Pattern {
             return None;
         }
         match c {
-            // As in JavaScript, digits and words are of ASCII.
+            // As in JavaScript, digits and word characters are ASCII only.
             'd' if was_escaped => self.out.push_str("[0-9]"),
             'D' if was_escaped => self.out.push_str("[^0-9]"),
             'w' if was_escaped => self.out.push_str("[0-9A-Za-z_]"),
             'W' if was_escaped => self.out.push_str("[^0-9A-Za-z_]"),
-            // Ends of words, references, and other forms of letters.
+            // Word boundaries, backreferences, and escapes of other characters.
             c if was_escaped && c.is_ascii_alphanumeric() && !"nrtsSfv".contains(c) => return None,
             c if was_escaped => self.out.extend(['\\', c]),
             '\\' => self.is_escaped = true,
@@ -355,7 +355,7 @@ impl Pattern {
                 self.is_class = false;
                 self.out.push(c);
             }
-            // A class within a class has a meaning that JavaScript does not give it.
+            // In JavaScript, `[` within a class is a literal.
             '[' if self.is_class => self.out.push_str("\\["),
             c if self.is_class => self.out.push(c),
             '^' => return None,

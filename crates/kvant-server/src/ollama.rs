@@ -450,7 +450,7 @@ impl OllamaAnswer {
 }
 
 pub(crate) async fn tags(State(app): State<Arc<App>>) -> Json<Value> {
-    // Without a search, the list is as long as it was.
+    // If the search fails, the list has only the models that are known.
     let _ = app.models.search().await;
     let known = app.models.known();
     let models = known.iter().flat_map(|known| known.listed().map(|name| described(&app, name, known)));

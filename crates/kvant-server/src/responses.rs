@@ -51,7 +51,7 @@ pub(crate) struct ResponsesRequest {
     truncation: Option<String>,
     service_tier: Option<String>,
     metadata: Option<Map<String, Value>>,
-    // These have no effect on the answer.
+    // The following fields have no effect on the answer.
     #[expect(dead_code, reason = "has no effect")]
     user: Option<String>,
     #[expect(dead_code, reason = "has no effect")]
@@ -293,7 +293,7 @@ fn is_open(message: &Message) -> bool {
         && message.tool_calls.is_empty()
 }
 
-/// The response before it has output.
+/// The response without output.
 fn describe(app: &Serving, request: &ResponsesRequest, model: &str) -> JsonValue {
     let default = &app.model.sampling;
     let max_output_tokens =

@@ -1,4 +1,4 @@
-//! Counts of the statuses of answers.
+//! Counts responses by status.
 
 use std::{
     collections::BTreeMap,

@@ -10,7 +10,7 @@ use crate::{
 
 /// One allocation of a device.
 pub trait Memory: Send + Sync {
-    /// The address where the host sees it, on devices that share the host's memory.
+    /// The host's address of the memory, on devices that share the host's memory.
     fn host(&self) -> Option<NonNull<u8>>;
     /// For downcasts by the backend that allocated it.
     fn as_any(&self) -> &dyn Any;
@@ -41,7 +41,7 @@ pub(crate) trait Backend: Send + Sync {
     fn start_download(&self, _memory: &dyn Memory, _offset: usize, _bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
         Ok(None)
     }
-    /// The number of the device among those of its kind, by which others know it ([`Backend::share_with`]).
+    /// The number by which other devices of its kind identify this one ([`Backend::share_with`]).
     fn number(&self) -> Option<usize> {
         None
     }
@@ -77,7 +77,7 @@ fn no_peers(kind: DeviceKind) -> Error {
 /// them.
 pub(crate) trait Pass: Send {
     fn submit(&mut self, call: Call) -> Result<()>;
-    /// Does what takes long and can fail, such as to compile kernels, before [`Pass::commit`].
+    /// Does the slow work that can fail, such as compiling kernels, before [`Pass::commit`].
     fn prepare(&mut self) -> Result<()> {
         Ok(())
     }

@@ -69,7 +69,7 @@ pub struct TurboQuant {
 /// In the formulas, y is the rotated block of B coordinates and c are the chosen centroids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Norm {
-    /// ‖y‖/(√B·scale): the norm that the indices were chosen with.
+    /// ‖y‖/(√B·scale): the norm with which the indices were chosen.
     Rms,
     /// ⟨y,c⟩/⟨c,c⟩: the least squared error for these indices. The default.
     LeastSquares,

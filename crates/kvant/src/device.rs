@@ -102,7 +102,7 @@ impl Device {
     }
 
     /// The device's total, free and held memory. In a Linux container with a limit, the limit bounds the CPU's memory.
-    /// For a group, the least of its ranks: tensors have one size on all of them.
+    /// For a group, the minimum over its ranks, because tensors have one size on all of them.
     ///
     /// # Errors
     /// `Unsupported` for the CPU of systems other than Linux; `DeviceFault`.

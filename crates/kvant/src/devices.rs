@@ -88,14 +88,14 @@ impl Device {
     ///
     /// A tensor of the group has memory on each rank, all of one shape ([`Tensor`](crate::Tensor)). A pass runs on all
     /// ranks at the same time, each on its own memory. Contents may differ: a rank can hold its part of a weight, or of
-    /// the heads of a cache. Only [`all_reduce`](crate::ops::all_reduce()) and
-    /// [`all_gather`](crate::ops::all_gather()) see other ranks. Everything else, such as pools and graphs, works as on
-    /// one device.
+    /// the heads of a cache. Only [`all_reduce`](crate::ops::all_reduce()), [`all_gather`](crate::ops::all_gather())
+    /// and [`merge_attention`](crate::ops::merge_attention()) access other ranks. Everything else, such as pools and
+    /// graphs, works as on one device.
     ///
     /// If a rank fails in a pass, the pass of all ranks fails, with its error. On the CPU the group can be used
     /// again.
     ///
-    /// While a group of these devices, in this order, is in use, every call returns that one. The devices can also be
+    /// While a group of these devices, in this order, is in use, every call returns that group. The devices can also be
     /// used alone. Metal has groups of one device only.
     ///
     /// ```

@@ -66,7 +66,7 @@ pub struct Encoder {
 /// truncated in between has released pages, which may already have another owner.
 #[derive(Default)]
 struct PoolSteps {
-    /// Not in `others`, so that recording a decode step allocates nothing.
+    /// The first step is not in `others`, so that recording a decode step allocates nothing.
     first: Option<Arc<StepPages>>,
     others: Vec<Arc<StepPages>>,
 }

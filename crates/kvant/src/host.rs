@@ -32,7 +32,7 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// `sparse`: memory that is used in few, scattered places, where a huge page for each would waste memory.
+    /// `sparse`: the memory will be used in few, scattered places, so that huge pages would waste memory.
     fn new(bytes: usize, device: &str, sparse: bool) -> Result<Self> {
         let dangling = std::ptr::without_provenance_mut::<u8>(ALIGN);
         if bytes == 0 {
@@ -40,8 +40,9 @@ impl HostMemory {
         }
         let failed = || Error::OutOfMemory { device: device.to_string(), bytes };
         let align = if bytes < HUGE { ALIGN } else { HUGE };
-        // With this alignment the allocator would touch every page to zero it. A cache's capacity is far larger than
-        // its use, so request an alignment of 16, which maps zero pages lazily, and align here.
+        // With a larger alignment the allocator would touch every page to zero it. A cache's capacity is far larger
+        // than its use, so the code requests an alignment of 16, for which zero pages are mapped lazily, and aligns the
+        // start itself.
         let padded = bytes.checked_add(align).ok_or_else(failed)?;
         let layout = std::alloc::Layout::from_size_align(padded, 16).map_err(|_| failed())?;
         // SAFETY: the layout is not empty.
@@ -61,10 +62,11 @@ impl HostMemory {
 /// takes 2 MiB for each head as soon as it holds one token.
 const HUGE: usize = 2 << 20;
 
-/// Requests huge pages, for systems that provide them only on request. Without them everything works, slower.
+/// Requests huge pages, for systems that provide them only on request. Without huge pages, everything works, but
+/// slower.
 #[cfg(target_os = "linux")]
 fn want_huge_pages(start: NonNull<u8>, bytes: usize) {
-    // The remainder keeps small pages: a huge one would hold memory that nobody uses.
+    // The remainder keeps small pages, because most of a huge page would be unused.
     let whole = bytes / HUGE * HUGE;
     if whole > 0 {
         // SAFETY: whole pages within the block; the advice changes neither contents nor protection.
@@ -273,7 +275,8 @@ impl<E: HostExecutor> Replay for HostGraph<E> {
 
 /// Access to tensors in host memory, for code that runs under the device's lock: kernels and index checks.
 impl Tensor {
-    /// The address of the first element. Calls that run have tensors of one device: a group's have become the rank's.
+    /// The address of the first element. A running call has tensors of one device: a group's tensors have been replaced
+    /// by the rank's.
     pub(crate) fn host_ptr(&self) -> *mut u8 {
         let start = self.storage().memory.host().expect("a host device's tensor has an address");
         // SAFETY: a tensor's offset is within its storage.

@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use crate::device::MemoryInfo;
 
-/// `None` if it is not known.
+/// Total, free and held memory; `None` if it is not known.
 pub(crate) fn info() -> Option<MemoryInfo> {
     let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
     let field = |name: &str| {

@@ -12,11 +12,11 @@ const NAME: &str = "key_bias";
 
 /// The bias that a model adds to the keys of a layer before the rotary embedding (Qwen 2 and 2.5, gpt-oss).
 ///
-/// The bias can be many times longer than the keys without it, and the rotary embedding turns it by another angle at
-/// each position, so that neither a codec nor the mean of a page describes it well. A layer of
+/// The bias can be many times longer than the keys without it, and the rotary embedding rotates it by a different angle
+/// at each position. Therefore neither a codec nor the mean of a page describes it well. A layer of
 /// [`KvPool::with_key_biases`](crate::KvPool::with_key_biases) that seals pages ([`CacheLayer`](crate::CacheLayer))
-/// therefore encodes keys minus their turned bias, and attention adds the product of the query and the turned bias to
-/// the scores. Dense pages, and keys of a dense codec, keep the bias. A bias that a norm follows is not supported.
+/// encodes keys minus their rotated bias, and attention adds the product of the query and the rotated bias to the
+/// scores. Dense pages, and keys of a dense codec, keep the bias. A bias followed by a norm is not supported.
 ///
 /// ```
 /// use kvant::{CacheLayer, Codec, Device, KeyBias, KeyTurns, KvPool, PoolSpec, Tensor, ops::Rope};
@@ -125,7 +125,7 @@ impl KeyBias {
     /// The bias `[Hk, D]`, f32, f16 or bf16, in the order of the coordinates of keys.
     ///
     /// # Errors
-    /// `Shape`, `DType`, or `Device` if it is on another device than the turns.
+    /// `Shape`, `DType`, or `WrongDevice` if it is on another device than the turns.
     pub fn new(bias: &Tensor, turns: &KeyTurns) -> Result<KeyBias> {
         let turns = Arc::clone(&turns.0);
         let [heads, _] = check::rank(NAME, "bias", bias, ["Hk", "D"])?;
@@ -133,7 +133,7 @@ impl KeyBias {
         check::shape(NAME, "bias", bias, &[("Hk", heads), ("D", turns.head_dim)])?;
         check::device(NAME, "bias", bias, turns.steps.device())?;
         let (dim, places) = (turns.head_dim, turns.places.to_vec::<u32>()?);
-        // The ranks of a group have heads of their own.
+        // Each rank of a group has its own heads.
         let pairs = Tensor::from_rank_bytes(bias.device(), DType::F32, &[heads, 2, dim / 2], |rank| {
             let mut pairs = vec![0f32; heads * dim];
             for (from, to) in bias.on_rank(rank)?.to_f32()?.chunks_exact(dim).zip(pairs.chunks_exact_mut(dim)) {

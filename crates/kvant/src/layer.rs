@@ -29,11 +29,11 @@ pub struct LayerSpec {
     pub k: Codec,
     /// The codec of values.
     pub v: Codec,
-    /// How many positions a token sees, itself included; `None` for all that the layer holds. At most `capacity` on a
-    /// ring.
+    /// The number of positions that a token sees, itself included; `None` for all that the layer holds. At most
+    /// `capacity` on a ring.
     ///
-    /// [`attend`](crate::ops::attend()) uses this window if the call names none, and rejects a wider one. On a ring,
-    /// a wider window could reach tokens that were truncated: they overwrite the oldest slots, and lengths do not
+    /// [`attend`](crate::ops::attend()) uses this window if the call names none, and rejects a wider one. On a ring, a
+    /// wider window could reach slots of truncated tokens, which have overwritten the oldest positions; lengths do not
     /// record that.
     pub window: Option<usize>,
     /// Whether position p is stored in slot p mod cap (a ring) or in slot p (linear; p < cap).
@@ -216,7 +216,7 @@ pub struct KvLayer {
     pages: Option<LayerPages>,
     /// The dense pages, if the layer seals pages. The planes above are then those of sealed pages.
     dense: Option<Arc<DensePages>>,
-    /// The bias that sealed keys are stored without.
+    /// The key bias, which sealed keys do not include.
     key_bias: Option<KeyBias>,
 }
 
@@ -228,7 +228,7 @@ impl RankTensors for KvLayer {
         self.dense = self.dense.take().map(|dense| {
             let mut layer = dense.layer.clone();
             layer.move_to(rank);
-            // Calls have their room for results already.
+            // Memory for results exists before any call.
             Arc::new(DensePages { layer, results: Arc::default() })
         });
     }
@@ -310,13 +310,13 @@ impl KvLayer {
         KvLayer { dense: Some(Arc::new(DensePages { layer, results: Arc::clone(results) })), ..self }
     }
 
-    /// Sets the bias that sealed keys are stored without; ignored for a dense key codec.
+    /// Sets the key bias, which sealed keys do not include; ignored for a dense key codec.
     pub(crate) fn with_key_bias(self, bias: Option<KeyBias>) -> KvLayer {
         let key_bias = bias.filter(|_| self.spec.k.is_quantised());
         KvLayer { key_bias, ..self }
     }
 
-    /// The bias that sealed keys are stored without.
+    /// The key bias, which sealed keys do not include.
     pub(crate) fn key_bias(&self) -> Option<&KeyBias> {
         self.key_bias.as_ref()
     }

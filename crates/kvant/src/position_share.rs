@@ -1,8 +1,8 @@
 //! Layers whose positions are divided among the ranks of a group ([`CacheLayer::position_ranks`]).
 //!
-//! Of a page of P positions, rank r of N stores positions r·P/N to (r + 1)·P/N, in a page of P/N slots with an equal
-//! number. A rank's rows are in the order of their positions. Therefore a token sees a leading part of them, and
-//! operations need only other positions and lengths: those of a [`StepShare`].
+//! Rank r of N stores positions r·P/N to (r + 1)·P/N of a page of P positions, in a page of P/N slots. The page has the
+//! same number on all ranks. A rank's rows are in the order of their positions. Therefore a token sees a leading part
+//! of them, and operations only need the positions and lengths of a [`StepShare`].
 //!
 //! [`CacheLayer::position_ranks`]: crate::CacheLayer::position_ranks
 
@@ -124,7 +124,8 @@ pub(crate) fn check_undivided(op: &'static str, layer: &KvLayer) -> Result<()> {
     }
 }
 
-/// Checks that ranks can divide the positions of pages: each gets at least 16 of a page, the least that pages have.
+/// Checks that ranks can divide the positions of pages: each rank must get at least 16 of a page, the minimum page
+/// size.
 pub(crate) fn check_page(op: &'static str, ranks: usize, page_tokens: usize) -> Result<()> {
     const MIN_SLOTS: usize = 16;
     let fits = ranks.is_power_of_two() && ranks <= 256 / MIN_SLOTS;

@@ -54,7 +54,8 @@ impl RankTensors for Step {
             base.move_to(rank);
             let mut runs = pages.runs.clone();
             runs.move_to(rank);
-            // The encoder checks the step of the group, and a rank has one share.
+            // Shares and contents are not needed: the encoder has checked the step of the group, and a rank has one
+            // share.
             let (shares, written) = (Vec::new(), Mutex::default());
             Arc::new(StepPages { pool: pages.pool, tables, seals, runs, shares, base, written })
         });
@@ -110,7 +111,7 @@ setters! { Batch {
     decode: usize,
 } }
 
-/// The part of a step that ties it to a pool.
+/// The part of a step that depends on its pool.
 #[derive(Debug)]
 pub(crate) struct StepPages {
     pub pool: u64,
@@ -129,12 +130,12 @@ pub(crate) struct StepPages {
     pub written: Mutex<WrittenStep>,
 }
 
-/// The contents that a pool wrote to a step last.
+/// The latest contents that a pool wrote to a step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WrittenStep {
-    /// The sequences, as they were then.
+    /// The states of the sequences at that time.
     pub stamps: Vec<Stamp>,
-    /// The positions of the tokens, and at the end their sequences.
+    /// The positions of the tokens, then their sequences.
     pub tokens: Vec<u32>,
     /// Counts rewrites, which change the page tables of steps selected from this one.
     rewrites: Arc<AtomicU64>,
@@ -233,8 +234,8 @@ impl Step {
         Step { pages: Some(Arc::new(pages)), ..self }
     }
 
-    /// Returns the step with another [`Step::batch`]. In a step of a [`KvPool`](crate::KvPool), these numbers bound
-    /// what can be written to it, and never shrink.
+    /// Returns the step with another [`Step::batch`]. In a step of a [`KvPool`](crate::KvPool), these numbers are
+    /// limits of later contents, and never shrink.
     #[must_use]
     pub fn with_batch(self, batch: Batch) -> Step {
         if self.pages.is_none() {
@@ -250,7 +251,7 @@ impl Step {
         Step { batch, ..self }
     }
 
-    /// As [`Step::with_batch`], for a pool, which knows the batch.
+    /// As [`Step::with_batch`], for a batch that a pool has counted.
     pub(crate) fn with_known_batch(self, batch: Batch) -> Step {
         Step { batch, ..self }
     }
@@ -319,7 +320,7 @@ impl Step {
         let tokens = [positions, sequence].concat();
         let written = Mutex::new(WrittenStep { stamps, tokens, rewrites: Arc::default() });
         let (tables, seals, base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
-        // The runs cover all tokens, so they do not fit some of them.
+        // The runs cover all tokens of the step, not a selection.
         let pages = StepPages { pool: pages.pool, tables, seals, runs: None, shares, base, written };
         Ok(step.with_pages(pages).with_known_batch(batch))
     }

@@ -175,7 +175,7 @@ impl Tensor {
         })
     }
 
-    /// The tensor at this place of other memory, of the same size.
+    /// This tensor in other memory of the same size.
     pub(crate) fn with_storage(&self, storage: Arc<Storage>) -> Tensor {
         Tensor { storage, ..self.clone() }
     }

@@ -2,8 +2,8 @@
 //
 // The compiler's output has a call of __msl_block at the start of every basic block, and of __msl_access before every
 // access of memory (src/count/ir.rs). Threads run one after another here, while a GPU's SIMD-group issues an
-// instruction once for all of its lanes. Between two places where the lanes meet, a block therefore counts as often as
-// the lane that ran it most, and the n-th accesses of an instruction by all lanes count as one.
+// instruction once for all of its lanes. Between two places where the lanes meet, the count of a block is therefore its
+// maximum number of runs by a lane, and the n-th accesses of an instruction by all lanes count as one.
 #include <algorithm>
 #include <stdarg.h>
 #include "state.h"
@@ -108,7 +108,7 @@ static unsigned distinct(uint64_t *values, unsigned count) {
 static void touch(Bound &b, uint64_t from, uint64_t to, bool write) {
   std::vector<uint64_t> &bits = b.sectors[write];
   if (bits.empty()) bits.resize((b.region->capacity / SECTOR + 2 + 63) / 64);
-  // Sectors begin at multiples of their size; a region ends at one, and its capacity is one.
+  // Sectors begin at multiples of their size. A region ends at a multiple, and its capacity is a multiple.
   uint64_t base = (uint64_t)b.region->base / SECTOR;
   for (uint64_t sector = from / SECTOR; sector <= (to - 1) / SECTOR; sector++) bits[(sector - base) / 64] |= 1ull << (sector - base) % 64;
 }

@@ -26,7 +26,7 @@ inline uintptr_t frame_pointer(const mcontext_t &m) { return (uintptr_t)m.gregs[
 // The address after the call, before the callee has saved anything.
 inline uintptr_t return_address(const mcontext_t &m) { return *(uintptr_t *)m.gregs[REG_RSP]; }
 inline bool was_write(const mcontext_t &m) { return m.gregs[REG_ERR] & 2; }
-// The signal has no address for an instruction for aligned vectors, or for an address beyond 48 bits.
+// The signal has no address if an instruction requires an aligned vector, or if the address exceeds 48 bits.
 inline bool without_address(const siginfo_t &info) { return info.si_code == SI_KERNEL && !info.si_addr; }
 inline void go_on_at(mcontext_t &m, void (*place)(), void *stack) {
   m.gregs[REG_RSP] = (long long)stack;

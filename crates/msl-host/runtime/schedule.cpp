@@ -86,7 +86,8 @@ void set_all_ready(State &s) {
   for (unsigned i = 0; i < s.threads; i += 64) s.ready[i / 64] = s.threads - i < 64 ? (1ull << (s.threads - i)) - 1 : ~0ull;
 }
 
-// The next READY fiber, or -1: of the own SIMD-group first, then of the others, in the order of the schedule.
+// The next READY fiber, or -1. Fibers of the current SIMD-group come first, then the others, in the order of the
+// schedule.
 static int pick(State &s) {
   unsigned words = (s.threads + 63) / 64;
   if (s.launch->schedule == RANDOM) {
@@ -121,7 +122,7 @@ static void go(State &s, int to) {
   s.stats.switches++;
   msl_switch(&s.fibers[from].stack_pointer, s.fibers[to].stack_pointer);
 }
-// After a release: under the random schedule another thread may be faster than the one that came last.
+// After a release: under the random schedule, another thread may continue before the last one to arrive.
 static void yield_if_random(State &s) {
   if (s.launch->schedule != RANDOM) return;
   int i = pick(s);
@@ -154,7 +155,7 @@ static void describe(const State &s, char *text, size_t size) {
 [[noreturn]] static void diverged(State &s, const char *what) {
   char who[400];
   describe(s, who, sizeof who);
-  // Reports a waiting thread's place, which is the one to look at.
+  // Reports the place of a waiting thread, even if the current one does not wait.
   auto waits = [&](unsigned i) { return state_of(s, i) != Wait::DONE && state_of(s, i) != Wait::READY; };
   for (unsigned i = 0; i < s.threads && !waits((unsigned)s.current); i++)
     if (waits(i)) s.current = (int)i;
@@ -209,7 +210,7 @@ static bool settle(State &s, SimdGroup &g) {
   char *slots = g.slots[g.parity];
   g.parity ^= 1;
   g.alike = 0;
-  // The other lanes take part in a later function.
+  // The other lanes take part in a later function, which uses the other set of slots.
   for (unsigned i = 0; active != full && i < g.lanes; i++)
     if (!(active >> i & 1)) memcpy(g.slots[g.parity] + 16 * i, slots + 16 * i, 16);
   if (first->combine) first->combine(slots, g.lanes, active);

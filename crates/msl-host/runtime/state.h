@@ -43,8 +43,7 @@ struct SimdGroup {
   unsigned first, lanes;
   uint32_t epoch[2];  // of simdgroup barriers, [0] for threadgroup and [1] for device memory
   uint32_t any_epoch; // of all of them
-  // Of the lanes that have arrived since the group last continued: the number at the place of the first one, and that
-  // place.
+  // The place of the first lane that has arrived since the group last continued, and the number of lanes at that place.
   unsigned alike, operation;
   Wait wait;
   uint64_t path;
@@ -74,7 +73,7 @@ struct Bound {
   bool writable;
 };
 
-// A race of two writes that is none if the second one writes an equal value, which is known only afterwards.
+// A possible race of two writes. It is no race if the second one writes an equal value, which is known only afterwards.
 struct Pending {
   char *address;
   size_t bytes;

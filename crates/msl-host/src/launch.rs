@@ -258,8 +258,9 @@ impl<'a> Launch<'a> {
         self
     }
 
-    /// Lets a barrier without a memory flag order earlier reads before later writes, as on Apple's GPUs, where a used
-    /// value has been read. By default, it orders no memory, as in the specification, and the launch has races.
+    /// Lets a barrier without a memory flag order earlier reads before later writes, as on Apple's GPUs, where a value
+    /// that was used before the barrier has been read. By default, it orders no memory, as in the specification, and
+    /// the launch has races.
     pub fn reads_end_at_barriers(mut self) -> Launch<'a> {
         self.reads_end = true;
         self

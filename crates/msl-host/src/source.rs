@@ -107,8 +107,8 @@ impl Source {
         Source { unaligned: true, ..self }
     }
 
-    /// Lets the compiler fuse `a * b + c` into one operation with one rounding, as Apple's does. By default every
-    /// operation rounds. The checks between operations prevent most of it in [`crate::Build::Checker`].
+    /// Lets the compiler fuse `a * b + c` into one operation with one rounding, as Apple's compiler does. By default
+    /// every operation rounds. The checks between operations prevent most of it in [`crate::Build::Checker`].
     pub fn contract(self) -> Source {
         Source { contract: true, ..self }
     }

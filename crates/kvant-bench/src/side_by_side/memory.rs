@@ -46,10 +46,11 @@ pub fn reader<'a>(threads: usize) -> Contender<'a> {
     })
 }
 
-/// Copies of one block in a row, between which threads do not synchronise.
+/// Consecutive copies of one block without synchronisation of the threads.
 const COPIES: usize = 16;
 
-/// Copies one block repeatedly to other places, each thread its part: the minimum work of writing dense rows.
+/// Copies one block repeatedly to different addresses. Each thread copies a part of it. This is the minimum work of
+/// writing dense rows.
 pub fn copier<'a>(bytes: usize, threads: usize) -> Contender<'a> {
     let source = vec![1u8; bytes];
     // Not zeros, which the system would allocate page by page during the measurement.

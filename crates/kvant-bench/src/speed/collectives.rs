@@ -10,7 +10,7 @@ use kvant::{
 /// Collectives of a graph. Each depends on the previous one.
 const CHAIN: usize = 200;
 
-/// The first `max_ranks` GPUs, or as many as the machine has.
+/// The first `max_ranks` GPUs, or all if the machine has fewer.
 fn gpus(max_ranks: usize) -> Result<Device> {
     let first = Device::cuda(0)?;
     let rest = (1..max_ranks).map_while(|index| Device::cuda(index).ok());

@@ -49,7 +49,7 @@ pub fn products(timer: &Timer) -> Result<()> {
     Ok(())
 }
 
-/// Many rows that no library multiplies: f32 results, and activations of three dtypes.
+/// Many rows, in cases that cuBLASLt does not compute: f32 results, and activations of three dtypes.
 pub fn many_rows(timer: &Timer) -> Result<()> {
     timer.head();
     let device = &timer.device;

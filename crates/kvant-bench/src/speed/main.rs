@@ -48,7 +48,7 @@ options:
 ";
 
 type SpeedTable = (&'static str, fn(&Timer) -> kvant::Result<()>);
-/// A table of a group of at most that many GPUs.
+/// A table for a group of GPUs, given their maximum number.
 type GroupTable = (&'static str, fn(usize) -> kvant::Result<()>);
 
 const TABLES: [SpeedTable; 15] = [

@@ -41,7 +41,7 @@ impl Layer {
     }
 }
 
-/// `count` groups of runs, each of `sequences` runs of `rows` tokens after others, in slots of its own.
+/// `count` groups of `sequences` runs. Each run has `rows` tokens, continues a sequence, and has its own slot.
 fn groups(device: &Device, count: usize, sequences: usize, rows: u32) -> Result<Vec<StateRuns>> {
     let runs = |group: usize| {
         let of_group: Vec<_> = (0..sequences).map(|i| ((group * sequences + i) as u32, 1, rows)).collect();

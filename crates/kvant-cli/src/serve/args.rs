@@ -83,8 +83,9 @@ pub struct ServeArgs {
           value_parser = RangedU64ValueParser::<usize>::new().range(1..=MAX_SEQUENCES))]
     pub(super) max_sequences: usize,
     /// Memory for KV pages, as in 4GiB; requests wait while it is full [default: enough for all sequences at full
-    /// context, or nine tenths of the memory that the model leaves, if that suffices for one]. With several models, it
-    /// is the memory of all loaded ones: weights, pages and activations [default: nine tenths of the free memory]
+    /// context, or nine tenths of the free memory minus weights and activations, if that suffices for one]. With
+    /// several models, it is the memory of all loaded ones: weights, pages and activations [default: nine tenths of the
+    /// free memory]
     #[arg(long, value_name = "BYTES")]
     pub(super) memory: Option<Bytes>,
     /// Host memory for pages that do not fit on the device

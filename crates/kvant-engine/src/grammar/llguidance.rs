@@ -106,7 +106,7 @@ impl TableCompiler {
             None => Ok(MatcherState { matcher: matcher.into_cancellable(), watchdog, end: self.end }),
             Some(error) => {
                 let reason = message(&error);
-                // Only errors of a grammar have positions that its author knows.
+                // Positions refer to the Lark text. Authors of other grammars do not know that text.
                 let reason = if matches!(grammar, Grammar::Lark(_)) { &reason } else { without_place(&reason) };
                 Err(reason.to_string().into())
             }

@@ -44,9 +44,9 @@ fn check(schema: &Value) -> Result<(), String> {
 struct Keywords {
     multiples: BTreeSet<u128>,
     bounds: Vec<f64>,
-    /// Bounds that are excluded themselves.
+    /// Exclusive bounds.
     excluded: Vec<f64>,
-    /// Bounds of different subschemas can constrain one number.
+    /// Whether bounds of different subschemas can constrain one number.
     merges: bool,
 }
 

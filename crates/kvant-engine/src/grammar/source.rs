@@ -1,4 +1,4 @@
-//! The source of a grammar, and its answers.
+//! The source of a grammar, and the tokens that a grammar allows.
 
 use std::io;
 

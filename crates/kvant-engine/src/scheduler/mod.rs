@@ -51,7 +51,7 @@ pub struct Scheduler<S: Storage> {
     parked: BTreeMap<QueueKey, Task<S::Sequence>>,
     keys: HashMap<u64, QueueKey>,
     ended: Vec<EndedTask>,
-    /// No waiting request fits until a running one ends.
+    /// Whether no waiting request fits until a running one ends.
     is_full: bool,
     /// The sum of the memory reserved by running requests.
     committed: usize,

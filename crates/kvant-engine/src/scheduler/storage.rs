@@ -19,7 +19,7 @@ pub trait Storage {
     /// A failure, which ends the engine.
     fn find(&mut self, salt: &[u8], tokens: &[u32]) -> Result<Self::Sequence, StorageError>;
 
-    /// The positions, besides the end, where a step should end while it computes `tokens`, in increasing order: a
+    /// The positions where steps that compute `tokens` should end, in increasing order, without the end of `tokens`. A
     /// sequence with recurrent states can be continued only where a step has ended. None by default.
     fn stops(&mut self, salt: &[u8], tokens: &[u32]) -> Vec<usize> {
         let _ = (salt, tokens);
@@ -44,8 +44,8 @@ pub trait Storage {
         let _ = (sequence, drafts);
     }
 
-    /// Removes drafts, the last tokens of the latest step. Returns the new length: `len`, or that before the step if
-    /// recurrent states cannot be taken back to `len`.
+    /// Removes drafts, the last tokens of the latest step. Returns the new length: `len`, or the length before the step
+    /// if recurrent states cannot be rolled back to `len`.
     ///
     /// # Errors
     /// A failure, which ends the engine.
@@ -57,8 +57,8 @@ pub trait Storage {
     /// Maximum memory of a sequence of `len` tokens, in the unit of [`Storage::capacity`].
     fn need(&self, len: usize) -> usize;
 
-    /// The part of that memory that a sequence shares if `found` of its tokens were found. It stays shared while the
-    /// sequence grows.
+    /// The part of a sequence's memory that is shared if `found` of its tokens were found in the cache. It stays shared
+    /// while the sequence grows.
     fn spared(&self, found: usize) -> usize;
 
     /// The total memory.

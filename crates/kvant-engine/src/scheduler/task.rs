@@ -118,8 +118,8 @@ impl<S> Task<S> {
         (self.tokens.len() + self.pending).saturating_add(ahead).min(self.max_len.max(self.tokens.len()))
     }
 
-    /// The drafts for the next step, which follow all tokens that it computes: possible if it computes all that remain
-    /// of a generated text. Drafts at positions of pending tokens are skipped.
+    /// The drafts for the next step. They follow its other tokens, and are empty unless the step computes all remaining
+    /// tokens of a generated text. Drafts at positions of pending tokens are skipped.
     pub fn next_drafts(&self) -> &[u32] {
         let drafts = self.drafts.get(self.pending..).unwrap_or(&[]);
         let may_draft = self.computed >= self.prompt_len && self.remaining() > 0 && self.planned >= self.remaining();

@@ -108,7 +108,7 @@ impl Worker {
         };
         #[cfg(feature = "internals")]
         if let Some(rank) = self.failing_rank {
-            // The rank finds positions that are invalid.
+            // The rank's kernels report invalid positions.
             let positions = step.positions().on_rank(rank)?;
             positions.write(&vec![u32::MAX; positions.elements()])?;
         }

@@ -89,13 +89,13 @@ impl Running {
         sampler.accept_prompt(&request.prompt);
         let salt = match request.cache {
             CacheScope::Shared => Some(Arc::default()),
-            // The prefix makes it different from every salt that a client can choose.
+            // No salt of a client equals the empty salt of shared requests.
             CacheScope::Salted(salt) => Some([&[1], &salt[..]].concat().into()),
             CacheScope::Private => None,
         };
         let running = Running {
             sampler,
-            // The masks of drafts would cost more than they save.
+            // Computing the masks of drafts would cost more time than drafts save.
             lookup: (drafts > 0 && grammar.is_none()).then(|| Lookup::new(drafts)),
             grammar,
             stop_ids: request.stop_ids.unwrap_or_else(|| eos.to_vec()),

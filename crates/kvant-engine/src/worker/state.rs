@@ -80,7 +80,7 @@ impl Worker {
         outputs: Sender<Vec<(u64, Output)>>,
     ) -> Result<Worker> {
         let drafts = options.drafts;
-        // Accepted drafts may be computed again, if states were taken back with the others.
+        // Accepted drafts may be computed again if recurrent states were rolled back because of rejected ones.
         let repeated = if pool.spec().states.is_empty() { 0 } else { drafts };
         let draws = options.sequences.saturating_mul(1 + drafts).min(options.step_tokens);
         let device_sampler = DeviceSampler::new(model.device(), draws)?;

@@ -132,13 +132,13 @@ fn equal_prompts_at_once_branch_on_every_rank() {
     check_branches(&PROMPTS.join(" and so on, "), &group_engine(2, options()), &engine(options()));
 }
 
-/// Pages of preempted requests move to host memory and back: those of all ranks.
+/// The pages of preempted requests move to host memory and back, on all ranks.
 #[test]
 fn preempted_requests_go_on() {
     check_preemption(|| options().memory(3 << 20).page_tokens(16).sequences(6), |options| group_engine(2, options));
 }
 
-/// Ranks that have all heads of some positions: the page of a token is that of one rank.
+/// A group whose ranks divide the positions of a page. Each rank has all heads of its positions.
 fn by_position(ranks: usize, options: EngineOptions) -> Engine {
     divided_engine(ranks, CacheDivision::Positions, options.page_tokens(16 * ranks))
 }

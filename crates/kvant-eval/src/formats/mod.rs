@@ -105,8 +105,7 @@ impl Format {
     }
 
     /// Replaces vectors, `[positions, heads, head_dim]`, by their stored values. A format with segments stores only
-    /// complete segments; the remaining positions are unchanged. A block with a number that is not finite never becomes
-    /// finite numbers of another block.
+    /// complete segments; the remaining positions are unchanged. NaN stays NaN.
     pub fn store(self, side: KvSide, heads: usize, head_dim: usize, vectors: &mut [f64]) {
         match self.segment() {
             None => vectors

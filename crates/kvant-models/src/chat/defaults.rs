@@ -75,7 +75,7 @@ impl GenerationDefaults {
         })
     }
 
-    /// The parameters; ones that the file lacks come from `otherwise`.
+    /// The parameters; missing ones are those of `otherwise`.
     pub fn sampling(&self, otherwise: Sampling) -> Sampling {
         let temperature = match self.do_sample {
             Some(false) => Some(0.0),

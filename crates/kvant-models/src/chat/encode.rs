@@ -17,8 +17,8 @@ impl ChatTemplate {
         self.encode_within(conversation, tokenizer, usize::MAX)
     }
 
-    /// Like [`ChatTemplate::encode`], for conversations of at most `limit` tokens. A text that certainly exceeds the
-    /// limit is rejected without tokenising it; otherwise the result can exceed the limit.
+    /// Like [`ChatTemplate::encode`], for conversations of at most `limit` tokens. A text whose length alone exceeds
+    /// the limit is rejected without tokenising it. The result of other texts can exceed the limit.
     ///
     /// # Errors
     /// As [`ChatTemplate::encode`]; `TooLong`.

@@ -416,7 +416,7 @@ impl<'de> Deserialize<'de> for JsonValue {
     }
 }
 
-/// Visits either the JSON text of a value, passed as bytes, which JSON does not have, or serde's data.
+/// Visits the JSON text of a value or serde's data. The text is passed as bytes, a type that JSON does not have.
 struct OfAny;
 
 impl<'de> Visitor<'de> for OfAny {

@@ -7,8 +7,8 @@ use crate::{Error, Result};
 
 /// Maximum bytes of a format. Templates use some twenty.
 const MAX_FORMAT: usize = 1024;
-/// Bytes that a call, and each byte of its format, take from the rendering's budget: their cost in time corresponds to
-/// this number of bytes.
+/// Bytes that a call, and each byte of its format, take from the rendering's budget. The number corresponds to their
+/// time.
 const CALL_COST: usize = 1024;
 const BYTE_COST: usize = 64;
 

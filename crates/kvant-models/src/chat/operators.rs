@@ -155,11 +155,11 @@ fn replacement<'s>(instruction: &Instruction<'s>, add: &mut impl FnMut(Instructi
 /// The part of the budget that a list or mapping in a template takes.
 const NEST_BYTES: usize = 2048;
 
-/// Looks the filter up by name on each call.
+/// A value that makes minijinja look the filter up by name on each call.
 const NO_LOCAL: u8 = u8::MAX;
 
 fn failed(operator: &str, a: &Value, b: &Value) -> Error {
-    let message = format!("`{operator}` does not take {} and {}", a.kind(), b.kind());
+    let message = format!("`{operator}` does not support {} and {}", a.kind(), b.kind());
     Error::new(ErrorKind::InvalidOperation, message)
 }
 

@@ -6,7 +6,7 @@ use minijinja::{Value, value::ValueKind};
 
 use super::budget;
 
-/// Deeper values are cut off.
+/// Maximum nesting depth of values; deeper ones are truncated.
 const MAX_DEPTH: usize = 64;
 
 /// `str(value)`.

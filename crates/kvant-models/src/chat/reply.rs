@@ -32,7 +32,7 @@ pub struct ReplyParser {
     state: State,
     /// Text that is not assigned to a part yet.
     held: String,
-    /// The function name in a harmony header.
+    /// The function name in the latest harmony header.
     name: Option<String>,
     /// Whether the state has emitted text: line breaks before it are dropped.
     is_begun: bool,
@@ -394,8 +394,8 @@ mod tests {
         assert_eq!(calls.len(), 1);
     }
 
-    /// A call that is truncated at any point is a call with partial arguments, nothing before its name is complete, and
-    /// never content.
+    /// A call that is truncated within its arguments is a call with partial arguments; truncated within its name, it is
+    /// dropped. It is never content.
     #[test]
     fn a_cut_call_has_the_arguments_so_far() {
         let arguments = r#"{"place": "Zürich, \"Wiedikon\"", "days": [2, {"x": 1}]}"#;

@@ -109,7 +109,7 @@ impl<'a> Parameters<'a> {
     }
 }
 
-/// A line break after the opening delimiter and one before the closing one belong to the form.
+/// The value without the line breaks after the opening and before the closing delimiter, which belong to the form.
 fn without_breaks(value: &str) -> &str {
     let value = value.strip_prefix('\n').unwrap_or(value);
     value.strip_suffix('\n').unwrap_or(value)

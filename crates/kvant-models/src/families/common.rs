@@ -170,7 +170,7 @@ impl ConfigJson<'_> {
         Ok(())
     }
 
-    /// A decoder whose blocks norm only the inputs of their halves, as Llama's.
+    /// A decoder whose blocks norm only the inputs of their halves, like Llama's.
     pub(super) fn pre_norm<M: Into<MixerSpec>>(
         &self,
         block: impl Fn(usize) -> Result<(M, FeedForwardSpec)>,
@@ -207,7 +207,7 @@ impl ConfigJson<'_> {
         })
     }
 
-    /// A decoder whose blocks norm only the outputs of their halves, as OLMo 2's.
+    /// A decoder whose blocks norm only the outputs of their halves, like OLMo 2's.
     pub(super) fn post_norm(
         &self,
         block: impl Fn(usize) -> Result<(AttentionSpec, FeedForwardSpec)>,

@@ -62,7 +62,7 @@ const JOINED_EXPERTS: ExpertNames = ExpertNames::plain(&[
     (Part::ExpertDown, "mlp.experts.down_proj"),
 ]);
 
-/// One layer in this many is attention, if the file does not say.
+/// One layer in `INTERVAL` is attention if the file does not specify the layers.
 const INTERVAL: usize = 4;
 
 fn describe(json: &ConfigJson) -> Result<DecoderSpec> {

@@ -13,7 +13,7 @@ use super::{
 use crate::{Result, spec::AttentionSpec};
 
 impl Pass<'_> {
-    /// attended = the results of the rank's heads. `q` are the queries of these heads.
+    /// Writes the results of the rank's heads to `attended`. `q` are the queries of these heads.
     pub(super) fn attend_by_position(
         &mut self,
         q: Query,

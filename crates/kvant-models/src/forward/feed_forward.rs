@@ -75,7 +75,7 @@ impl<'a> Pass<'a> {
         Ok(ops::rms_norm(self.enc, &args.combine(combine).residual(residual))?)
     }
 
-    /// y = Σ weight · expert, plus y if a dense branch has written it.
+    /// y = Σ weight · expert; added to y if a dense branch has written it.
     fn combine(&mut self, x: &Tensor, own: &MoeViews, parallel: Option<&ParallelWeights>) -> Result<()> {
         let views = self.views;
         let args = MoeCombine::new(&own.out, &own.weights, &views.y).added(parallel.map(|_| &views.y));

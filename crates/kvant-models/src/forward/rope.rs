@@ -10,7 +10,7 @@ use crate::{
     spec::{DecoderSpec, LongRope, RopeSpec},
 };
 
-/// Maximum angles of a table: 32 MiB, as the file is untrusted.
+/// Maximum angles of a table, which is 32 MiB then. The limit exists because the file is untrusted.
 const MAX_TABLE: usize = 1 << 23;
 
 /// The rotary embedding of a block. Equal ones share tensors.

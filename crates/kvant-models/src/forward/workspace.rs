@@ -58,7 +58,7 @@ pub(crate) struct Views {
     pub per_layer: Option<PerLayerViews>,
 }
 
-/// For a dense branch with norms in parallel with the experts; `[T, H]` each.
+/// For a dense branch with norms that runs in parallel with the experts; `[T, H]` each.
 pub(crate) struct ParallelViews {
     pub dense_output: Tensor,
     pub router_input: Tensor,
@@ -95,7 +95,7 @@ pub(crate) struct BlockViews {
 }
 
 /// The tensors of a block's first half.
-#[allow(clippy::large_enum_variant)] // One a layer: nothing is gained by a box.
+#[allow(clippy::large_enum_variant)] // Each layer has one: a box would save little.
 pub(crate) enum MixerViews {
     Attention(AttentionViews),
     DeltaNet(DeltaNetViews),
@@ -147,7 +147,7 @@ pub(crate) struct AttentionViews {
     pub by_position: Option<PositionViews>,
 }
 
-/// The query heads of all ranks, which each rank attends with to its part of the keys.
+/// The query heads of all ranks. Each rank computes their attention to its part of the keys.
 pub(crate) struct PositionViews {
     /// The queries, `[T, ranks·heads·D]` and `[T, ranks·heads, D]`.
     pub q: [Tensor; 2],

@@ -25,7 +25,7 @@ mod hybrids;
 use hybrids::{lfm2, lfm2_moe, qwen3_5, qwen3_next};
 
 const ARCHITECTURE: &str = "general.architecture";
-/// Pairs whose frequency is divided by at least this do not rotate.
+/// Minimum divisor of a frequency at which the pair counts as not rotating.
 const STILL: f32 = 1e20;
 /// Values of `expert_gating_func`.
 const SOFTMAX: u64 = 1;
@@ -498,7 +498,7 @@ impl Keys<'_> {
     /// A number, or the first element of an array that is not 0.
     fn whole(&self, key: &str) -> Result<Option<u64>> {
         match self.get(key) {
-            // 0 is a layer without it.
+            // 0 in an array belongs to a layer without this property.
             Some(MetadataValue::Scalars(_)) => {
                 let all = self.of_layers(key)?.unwrap_or_default();
                 Ok(all.iter().find(|&&n| n > 0).or(all.first()).copied())
@@ -515,7 +515,7 @@ impl Keys<'_> {
         self.metadata.number(&self.full(key))
     }
 
-    /// Checks sizes before others are derived from them, so that errors name the right key.
+    /// Checks sizes before other sizes are derived from them, so that errors name the key in the file.
     fn check_lengths(&self) -> Result<()> {
         const SIZES: [&str; 7] = [
             "embedding_length",
@@ -716,7 +716,7 @@ impl Keys<'_> {
     fn scaling(&self) -> Result<Option<Map<String, Value>>> {
         let key = self.full("rope.scaling.type");
         let kind = match self.metadata.text(&key)? {
-            // The factor tensors contain the rest.
+            // The factor tensors contain the scaling.
             _ if self.is("phi3") && self.gguf.tensor("rope_factors_short.weight").is_some() => return Ok(None),
             None => "linear",
             Some(kind @ ("none" | "linear" | "yarn")) => kind,

@@ -23,14 +23,15 @@ pub(crate) struct Destination<'a> {
     row_bytes: usize,
     /// Rows of a matrix on one rank.
     local_rows: usize,
-    /// The shape of what is written.
+    /// The shape of the whole tensor.
     shape: Vec<usize>,
     /// Bytes of the matrices of earlier experts.
     offset: usize,
 }
 
 impl<'a> Destination<'a> {
-    /// `tensor` has, on each rank, the part of a tensor of `shape` that `cut` gives it. It is zero beyond the whole.
+    /// On each rank, `tensor` is the part of a tensor of `shape` that `cut` assigns to the rank. Its elements after the
+    /// end of the whole must be zero.
     pub(crate) fn new(tensor: &Tensor, shape: Vec<usize>, cut: &'a Cut) -> Result<Destination<'a>> {
         let flat = tensor.reshape(&[tensor.elements()])?;
         let ranks = (0..tensor.device().ranks()).map(|rank| flat.on_rank(rank)).collect::<kvant::Result<_>>()?;
@@ -46,7 +47,7 @@ impl<'a> Destination<'a> {
         Destination::new(tensor, tensor.shape().to_vec(), WHOLE)
     }
 
-    /// A new tensor of another dtype that is divided like this one, and the destination that it is.
+    /// A new tensor of another dtype, divided like this one, and its destination.
     pub(crate) fn in_dtype(&self, dtype: DType) -> Result<(Tensor, Destination<'a>)> {
         let tensor = Tensor::zeros(self.tensor.device(), dtype, self.tensor.shape())?;
         let destination = Destination::new(&tensor, self.shape.clone(), self.cut)?;
@@ -124,7 +125,7 @@ impl<'a> Destination<'a> {
     /// Writes the columns of each rank, which `shares` give in bytes.
     fn write_inputs(&self, shares: &[Share], start: usize, bytes: &[u8]) -> Result<()> {
         let (width, local) = (self.row_bytes.max(1), shares.iter().map(|share| share.local).sum::<usize>());
-        // The end of a row, rows, the start of a row.
+        // The bytes are the end of a row, then whole rows, then the start of a row.
         let (head, rest) = bytes.split_at((start.next_multiple_of(width) - start).min(bytes.len()));
         let (rows, tail) = rest.split_at(rest.len() / width * width);
         let first = (start + head.len()) / width;

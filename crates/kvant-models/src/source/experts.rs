@@ -26,7 +26,7 @@ impl Interleaved<'_> {
             return Ok(());
         }
         let row_bytes = to.bytes() / (experts * rows);
-        // Pairs of rows, or one matrix after the other.
+        // With alternating rows, pairs of rows are read; otherwise one matrix.
         let (pairs, parts) = if self.alternates { (rows / 2, 2) } else { (rows, 1) };
         let step = (PIECE / (parts * row_bytes)).clamp(1, pairs);
         let pieces = pairs.div_ceil(step);

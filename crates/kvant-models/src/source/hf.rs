@@ -21,7 +21,7 @@ const PREFIXES: [&str; 5] = ["model.", "model.language_model.", "language_model.
 const OUTPUTS: [&str; 4] =
     ["lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "model.language_model.lm_head.weight"];
 const EMBEDDING: &str = "embed_tokens.weight";
-/// LFM2 calls the norm after its last block that of the embedding.
+/// LFM2 names the norm after its last block `embedding_norm`.
 const FINAL_NORMS: [&str; 2] = ["norm.weight", "embedding_norm.weight"];
 
 /// A checkpoint with a family's names.
@@ -322,7 +322,7 @@ impl Source for HfSource<'_> {
 
     fn taps(&self, role: Role, shape: [usize; 2], device: &Device) -> Result<Tensor> {
         let (name, [channels, taps]) = (self.required(role)?, shape);
-        // MLX moves the dimension of a channel's inputs, which is 1, to the end.
+        // MLX moves the dimension of a channel's inputs, whose size is 1, to the end.
         let (torch, mlx) = ([channels, 1, taps], [channels, taps, 1]);
         let is_mlx = self.checkpoint.info(&name).is_some_and(|info| info.shape == mlx);
         self.float_dtype(&name, if is_mlx { &mlx } else { &torch })?;

@@ -119,8 +119,8 @@ pub(crate) enum Part {
     QueryNorm,
     /// `[D]`, or `[kv_heads·D]` if it covers all heads.
     KeyNorm,
-    /// For each head the rows of its query, then those of its gate: `[2·heads·D, H]`. A layout has either this or
-    /// queries and a gate in two matrices.
+    /// For each head the rows of its query, then the rows of its gate: `[2·heads·D, H]`. A layout has either this
+    /// matrix or separate queries and gate.
     QueryGateJoint,
     /// Queries, keys and values of a delta net, `[channels, H]`.
     DeltaQkv,
@@ -135,7 +135,7 @@ pub(crate) enum Part {
     DeltaJoint,
     /// For each key head its b and its a: `[2·value_heads, H]`.
     DeltaGatesJoint,
-    /// `[channels, taps]`, the last tap is that of the token itself.
+    /// `[channels, taps]`; the last tap multiplies the token itself.
     ConvTaps,
     /// The negative rate of decay, or its logarithm, `[value_heads]`.
     DeltaRate,

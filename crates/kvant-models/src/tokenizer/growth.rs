@@ -1,6 +1,6 @@
-//! Bounds the bytes that a `tokenizer.json` makes of a text.
+//! Limits the bytes to which a `tokenizer.json` can expand a text.
 //!
-//! Thirty normalisers that each double a text make gigabytes of one letter, and the failed allocation aborts the
+//! Thirty normalisers that each double a text expand one letter to gigabytes, and the failed allocation aborts the
 //! process. The bound is computed from the file's parts before the library gets the file.
 
 use serde::de::DeserializeOwned;
@@ -10,7 +10,7 @@ use tokenizers::{DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper};
 use super::guarded::guarded;
 use crate::{Error, Result};
 
-/// Maximum bytes that normalisers may make of one byte. The largest of real tokenizers, ALBERT's, has 750.
+/// Maximum bytes to which normalisers may expand one byte. The maximum of real tokenizers is 750 (ALBERT).
 const MAX_FACTOR: f64 = 1024.0;
 /// Up to this factor, texts of any length are accepted. Tokenizers of language models have at most 22.
 const USUAL: f64 = 32.0;

@@ -1,4 +1,4 @@
-//! The decoders of tokenizers, which make bytes of tokens.
+//! The decoders of tokenizers, which convert tokens to bytes.
 
 use std::{collections::HashMap, sync::LazyLock};
 

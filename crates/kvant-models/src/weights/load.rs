@@ -402,7 +402,7 @@ impl Loader<'_> {
         self.source.read(role, &to.destination(form, shape, cut)?)
     }
 
-    /// Matrices with the same inputs, by outputs, or `fused`, the one matrix that some files have in their place.
+    /// Matrices with common inputs. Some files have one matrix, `fused`, instead.
     fn stack(&mut self, fused: Option<Role>, roles: &[(Role, Share)], inputs: usize, is_biased: bool) -> Result<Stack> {
         if let Some(fused) = fused.filter(|fused| self.source.name(*fused).is_some()) {
             return self.fused_stack(fused, roles, inputs, is_biased);

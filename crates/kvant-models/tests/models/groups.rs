@@ -239,7 +239,7 @@ fn caches_by_positions_match_on_four_ranks() {
     assert_eq!(divide, ["mistral", "ministral3", "qwen2_window", "gpt_oss", "olmo2"]);
 }
 
-/// KV heads that the ranks do not divide lead to a division by positions, of layers without windows.
+/// If the ranks do not divide the KV heads, they divide the positions of layers without windows.
 #[test]
 fn positions_are_divided_where_heads_are_not() {
     for (variant, ranks, expected) in [("llama", 2, true), ("gpt_oss", 2, false), ("gpt_oss", 4, true)] {
@@ -331,7 +331,7 @@ fn converted_matrices_are_divided() {
     }
 }
 
-/// The message names the part that does not divide, and the numbers that would do.
+/// The message names the part that does not divide, and the possible numbers of devices.
 #[test]
 fn a_model_that_does_not_divide_is_refused() {
     let error = Model::load(&golden("gpt_oss"), &group(3)).unwrap_err();

@@ -185,9 +185,9 @@ impl Models {
         Models { limit, known: Vec::new(), loaders: Vec::new(), search: None }
     }
 
-    /// Sets how models are found that appear while the server runs: `search` adds those that are new. It is called now,
-    /// and in a thread of its own when a request names an unknown model or asks for the list of models, at most once a
-    /// second. No model is removed.
+    /// Sets a function that adds new models. It is called now. While the server runs, it is called on a separate thread
+    /// when a request names an unknown model or asks for the list of models, at most once a second. Models are never
+    /// removed.
     pub fn search(&mut self, search: impl Fn(&mut Models) + Send + Sync + 'static) {
         search(self);
         self.search = Some(Arc::new(search));
@@ -262,7 +262,7 @@ fn logged(name: &str, load: impl FnOnce() -> Result<ServedModel, String>) -> Res
 pub(crate) struct Catalog {
     known: RwLock<Vec<Arc<Known>>>,
     registry: Registry<ServedModel>,
-    /// Models of this and later searches, if there are any.
+    /// The models found so far, with their search. `None` without a search.
     models: Option<Mutex<Models>>,
     /// When the last search ended. Requests wait for one that runs.
     searched: tokio::sync::Mutex<Option<Instant>>,
@@ -301,12 +301,13 @@ impl Catalog {
         Catalog { known: RwLock::new(known), registry, models: models.map(Mutex::new), searched: Default::default() }
     }
 
-    /// The models so far, in the order of their numbers.
+    /// The known models, in the order of their indices.
     pub fn known(&self) -> Vec<Arc<Known>> {
         self.known.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The number of the model that a request names, and what is known of it; the first one if it names none.
+    /// The index of the model that a request names, and the facts about it; of the first model if the request names
+    /// none.
     pub async fn find(self: &Arc<Self>, asked: Option<&str>) -> Result<(usize, Arc<Known>)> {
         let Some(asked) = asked else { return Ok((0, Arc::clone(&self.known()[0]))) };
         if let Some(found) = self.named(asked) {
@@ -339,7 +340,7 @@ impl Catalog {
         let mut models = models.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(search) = models.search.clone() else { return };
         search(&mut models);
-        // A model has its place in the registry before a request can name it.
+        // The registry gets a model before a request can name it.
         models.loaders.drain(..).for_each(|(bytes, loader)| self.registry.add(bytes, loader));
         models.known.clone_into(&mut self.known.write().unwrap_or_else(PoisonError::into_inner));
     }

@@ -174,7 +174,7 @@ impl Plan {
     /// The models to unload to make room for another one.
     fn victims(&self, next: usize) -> Vec<usize> {
         let has_phase = |phase| move |slot: &&Slot| slot.phase == phase;
-        // The result of a pending load decides about the room.
+        // The free room is known only after a pending load has succeeded or failed.
         if self.models.iter().any(|slot| slot.phase == Phase::Loading) {
             return Vec::new();
         }

@@ -17,7 +17,7 @@ fn describe(app: &App, name: &str, known: &Known, seen: &Seen) -> Value {
 }
 
 pub(crate) async fn list(State(app): State<Arc<App>>) -> Json<Value> {
-    // Without a search, the list is as long as it was.
+    // If the search fails, the list has only the models that are known.
     let _ = app.models.search().await;
     let seen = app.models.seen();
     let data = seen.iter().flat_map(|(known, seen)| known.listed().map(|name| describe(&app, name, known, seen)));

@@ -3,7 +3,7 @@
 use super::Cpu;
 use crate::{Result, Tensor, ops::all_gather::Call};
 
-/// Bytes that make a task worth a thread.
+/// Minimum bytes of a task.
 const TASK: usize = 1 << 20;
 
 pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
@@ -21,11 +21,11 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
 struct Rows<'a> {
     x: &'a [*const u8],
     out: *mut u8,
-    /// Of a row of one rank.
+    /// Bytes of a row of one rank.
     bytes: usize,
 }
 
-// SAFETY: tasks write different rows of `out`, and read what nobody writes meanwhile.
+// SAFETY: tasks write different rows of `out`, and nobody writes the rows that they read.
 unsafe impl Sync for Rows<'_> {}
 
 impl Rows<'_> {

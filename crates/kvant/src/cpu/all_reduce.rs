@@ -19,12 +19,12 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
     };
     let x: Vec<Elements> = peers.x.iter().map(Elements::of).collect();
     let out: Vec<Elements> = peers.out.iter().map(Elements::of).collect();
-    // Whole cache lines, of 64 bytes or more.
+    // A rank's part is a multiple of 64 elements, so that ranks write different cache lines.
     let part = call.elements.div_ceil(x.len()).next_multiple_of(64);
     let limit = |rank: usize| (rank * part).min(call.elements);
     peers.wait_for_all()?;
     sum(cpu, &x, &out, limit(peers.rank)..limit(peers.rank + 1));
-    // The other ranks' sums.
+    // The other ranks store their sums in this rank's `out`.
     peers.wait_for_all()
 }
 

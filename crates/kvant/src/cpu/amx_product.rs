@@ -17,7 +17,7 @@ pub(super) const BLOCK: usize = 32;
 
 /// A product of two matrices in AMX tiles: 16 or 32 rows times 32 columns.
 pub(super) struct AmxProduct {
-    /// `[16 or 32, BLOCK]`; rows are `apart` bytes apart.
+    /// Sums `[16 or 32, BLOCK]`; rows are `apart` bytes apart.
     pub sums: *mut f32,
     pub apart: usize,
     /// Whether the sums start from zero.

@@ -1,7 +1,7 @@
 //! The index of the largest element of each row: the lowest index among equals, never that of a NaN.
 //!
-//! Threads share the rows, and parts of long rows. Each part yields its largest element; the first part with the
-//! overall largest one wins.
+//! Threads share the rows, and parts of long rows. Each part returns its largest element; among parts with equal
+//! elements, the first one wins.
 
 use super::{
     Cpu,

@@ -94,7 +94,7 @@ pub(super) fn signs(dim: usize) -> &'static [f32] {
 pub(super) unsafe fn rotate<S: Simd>(row: &mut [f32], signs: &[f32]) {
     // SAFETY: passed on to the caller.
     unsafe {
-        // Scaled before the transform, so that sums overflow only if the result nearly does.
+        // Scaled before the transform, so that a sum overflows only if the result is close to overflow.
         multiply::<S>(row, signs);
         transform::<S>(row);
     }

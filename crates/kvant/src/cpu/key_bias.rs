@@ -1,4 +1,4 @@
-//! The bias that keys of sealed pages are stored without ([`KeyBias`]), turned to their positions.
+//! The key bias ([`KeyBias`]), rotated to positions. Sealed pages store keys without it.
 //!
 //! A row of pairs has two halves: the first coordinates of all pairs, then the second ones.
 
@@ -44,8 +44,8 @@ impl<'a> HeadBias<'a> {
         to.iter_mut().zip(self.places).for_each(|(to, &place)| *to = pairs[place as usize]);
     }
 
-    /// Computes x and y from a query q, so that q's product with the bias is Σ x·cos + y·sin over the angles of the
-    /// pairs.
+    /// Computes x and y of each pair from a query q: q's product with the bias is Σ (x·cos + y·sin) over the pairs'
+    /// angles.
     #[inline(always)]
     pub fn product(&self, q: &[f32], to: &mut [f32]) {
         q.iter().zip(self.places).for_each(|(&q, &place)| to[place as usize] = q);

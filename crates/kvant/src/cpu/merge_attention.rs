@@ -1,5 +1,5 @@
-//! out = Σ wᵣ · xᵣ / Σ wᵣ: the attention results of all ranks, weighted by their ends. A rank merges its heads,
-//! straight from the memory of all ranks. Its threads share the rows.
+//! out = Σ wᵣ · xᵣ / Σ wᵣ: the attention results of all ranks, weighted by their ends. A rank merges its own heads, and
+//! reads the memory of all ranks. Its threads share the rows.
 
 use super::{
     Cpu,
@@ -15,7 +15,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
     let wait = || call.peers.as_ref().map_or(Ok(()), Peers::wait_for_all);
     wait()?;
     merge(cpu, call);
-    // The other ranks read this rank's result.
+    // The other ranks must have read this rank's result before it changes.
     wait()
 }
 
@@ -37,10 +37,10 @@ fn merge(cpu: &Cpu, call: &Call) {
 struct Row<'a> {
     /// The results and ends of all ranks.
     parts: &'a [(Elements, &'a [f32])],
-    /// The row in them.
+    /// The index of the row in each part.
     at: usize,
     dim: usize,
-    /// In base 2.
+    /// The sink of the row's head, in base 2.
     sink: Option<f32>,
     out: Elements,
     row: usize,

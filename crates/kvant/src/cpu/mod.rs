@@ -46,7 +46,7 @@ mod turboquant;
 pub use simd::SimdLevel;
 pub(crate) use thread_pool::ThreadPool;
 
-/// The rows of the accuracy table in `ops/mod.rs` about this backend, in its order: attention, then products.
+/// This backend's rows of the accuracy table in `ops/mod.rs`, in the table's order: attention, then products.
 #[cfg(test)]
 pub(crate) fn accuracy_rows() -> [Vec<String>; 2] {
     [attend::accuracy::rows(), linear::accuracy::rows()]

@@ -197,8 +197,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// Where a token's vectors of head 0 are stored; `None` if the layer does not keep the token, or the row is
-    /// inactive.
+    /// The place of a token's vectors of head 0; `None` if the layer does not keep the token, or the row is inactive.
     #[inline(always)]
     pub(super) fn place(&self, layer: &KvLayer, token: usize) -> Option<RowPlace> {
         let (sequence, position) = (self.sequence[token] as usize, self.positions[token] as usize);

@@ -190,7 +190,8 @@ impl Draw {
         let mut best = Best { rate: 0.0, id: usize::MAX };
         for block in std::iter::once(first).chain(0..blocks) {
             let start = block * BLOCK;
-            // e is at least v, so larger bits give a lower rate. The factor covers rounding.
+            // The exponential number is at least v, so larger random bits bound the rate from above. The factor covers
+            // rounding.
             let bound = f64::from(maxima[block]) / f64::from(best.rate) * 2f64.powi(32) * 1.0001;
             if bound < 0.25 {
                 continue;
@@ -281,8 +282,8 @@ unsafe fn exponential<S: Simd>(x: S::F, largest: f32, temperature: f32) -> S::F 
 unsafe fn sum<S: Simd>(row: &[f32], largest: f32, temperature: f32) -> f64 {
     let mut total = 0.0;
     for block in row.chunks_exact(BLOCK) {
-        // SAFETY: the caller's promise; a block is whole vectors. `max` returns its second operand for NaN, which
-        // leaves it a probability of 2⁻¹²⁶.
+        // SAFETY: the caller's promise; a block is whole vectors. `max` returns its second operand for NaN, so that NaN
+        // gets a probability of 2⁻¹²⁶.
         unsafe {
             let mut sum = S::zero();
             for x in block.chunks_exact(S::LANES) {

@@ -50,7 +50,7 @@ struct SealTask<'a> {
     sealed: PlaneRows,
     rows: std::ops::Range<usize>,
     dim: usize,
-    /// The bias that the vectors are stored without, and the page's index in its sequence.
+    /// The key bias, which is subtracted from the vectors before they are stored, and the page's index in its sequence.
     bias: Option<(HeadBias<'a>, usize)>,
 }
 

@@ -20,10 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a worker spins for the next job before it sleeps.
+/// Time that a worker spins for the next job before it sleeps.
 const SPIN: Duration = Duration::from_micros(60);
-/// Pauses of a spinning worker between two checks. Fewer pauses slow down working threads, more delay the start of a
-/// job.
+/// Pauses of a spinning worker between two checks. Fewer pauses slow down working threads; more pauses delay the start
+/// of a job.
 const PAUSES: u32 = 4;
 /// Checks whether the workers have left before the caller yields its core: one of them may need it.
 const LOOKS: u32 = 200;
@@ -130,7 +130,8 @@ impl ThreadPool {
         shared.claim_tasks();
         shared.ticket.0.store(number, SeqCst);
         let mut looks = 0;
-        // A worker joins before it reads the ticket. So either this load sees it, or the worker sees a closed job.
+        // A worker joins before it reads the ticket. Therefore either this load sees the worker, or the worker sees a
+        // closed job.
         while shared.joined.0.load(SeqCst) != 0 {
             looks += 1;
             if looks < LOOKS { std::hint::spin_loop() } else { std::thread::yield_now() }
@@ -218,8 +219,8 @@ impl PoolShared {
         let Sleeper { is_asleep, thread } = &self.sleepers[index].0;
         thread.get_or_init(std::thread::current);
         is_asleep.store(true, SeqCst);
-        // The caller of `run` opens a job before it looks for sleepers. So either it sees this sleeper, or this thread
-        // sees the job.
+        // The caller of `run` opens a job before it looks for sleepers. Therefore either it sees this sleeper, or this
+        // thread sees the job.
         while is_asleep.load(SeqCst) && !self.stop.load(SeqCst) && !is_for(self.ticket.0.load(SeqCst), index, done) {
             std::thread::park();
         }
@@ -239,7 +240,7 @@ impl PoolShared {
     }
 }
 
-/// Whether a ticket is that of an open job other than number `done` that needs worker `index`.
+/// Whether a ticket belongs to an open job, other than number `done`, that needs worker `index`.
 fn is_for(ticket: u64, index: usize, done: u64) -> bool {
     ticket & OPEN != 0 && ticket / NUMBER != done && (index as u64) < ticket % NUMBER / WANTED
 }

@@ -1,7 +1,7 @@
 // all_gather: out has the columns of x of all ranks, in their order; bits are copied.
 //
-// A rank stores its columns on all ranks. A thread moves UNIT bytes at a time, which divide a row. Blocks of one number
-// meet before (all outputs are free) and after (all columns are stored).
+// A rank stores its columns on all ranks. A thread moves UNIT bytes at a time; UNIT divides the bytes of a row. Blocks
+// with one index meet before the copy (all outputs are free) and after it (all columns are stored).
 #include "device/dependent_launch.h"
 #include "device/peers.h"
 

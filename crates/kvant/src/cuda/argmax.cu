@@ -3,8 +3,8 @@
 //
 // x is [rows, dim], f32, f16 or bf16; out is [rows]. BLOCKS blocks share a row. A thread has groups of four elements at
 // a constant distance: it loads AHEAD groups, then compares the largest of each with the best. If a row has several
-// blocks, each leaves its best in `parts`, [rows][1 + BLOCKS] of 64 bits, and the block that arrives last takes the
-// best of all.
+// blocks, each writes its best to `parts`, [rows][1 + BLOCKS] of 64 bits, and the last block to arrive selects the best
+// of all.
 #include "device/dependent_launch.h"
 #include "device/float_order.h"
 #include "device/reduce.h"
@@ -17,8 +17,8 @@ struct ArgmaxParams {
     uint dim;
 };
 
-// A thread's best group of four elements: the first with the largest key, searched at the end. 0, the key of NaN, is
-// never exceeded by NaN.
+// A thread's best group of four elements: the first with the largest key. The element within the group is determined at
+// the end. The key of NaN is 0, the initial key, so a NaN never becomes the best.
 struct Best {
     uint key = 0;
     uint index = 0xFFFFFFFF;
@@ -26,7 +26,7 @@ struct Best {
 
     // Considers the four elements from i on.
     inline void consider(float4 values, ulong i) {
-        // fmaxf ignores a NaN unless both are.
+        // fmaxf ignores a NaN unless both operands are NaN.
         const uint other = ordered(fmaxf(fmaxf(values.x, values.y), fmaxf(values.z, values.w)));
         if (other > key) {
             key = other;

@@ -11,7 +11,7 @@ use crate::{
 static SOURCE: Source =
     Source { name: "argmax.cu", text: include_str!("argmax.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
-/// The fewest elements of a block, where several share a row.
+/// Minimum elements of a block if several blocks share a row.
 const PART: usize = 2048;
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
@@ -21,7 +21,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
 /// As above, on behalf of another operation.
 pub(super) fn build_for(op: &'static str, call: &Call, b: &mut Builder) -> Result<()> {
     let rows = call.out.elements();
-    // As many blocks share a long row as the device runs at once.
+    // The blocks that the device runs at once share a long row.
     let blocks = (2 * b.limits.busy_groups / rows.max(1)).min(call.dim / PART).max(1);
     let launch = launch(op, call, &SOURCE, &b.limits)?.constant("BLOCKS", blocks as u32);
     if blocks == 1 {

@@ -1,9 +1,9 @@
 // causal_conv: a depthwise convolution over the last TAPS positions of each sequence; f32, f16 or bf16 in and out.
 //
 // x and out are [rows, channels], weight is [channels, TAPS], bias [channels], state [TAPS - 1, channels] in each slot.
-// Run z has the rows starts[z] .. starts[z + 1] and the state slots[z]; what is out of range is skipped. A thread has
-// one channel and every gridDim.y-th part of ROWS rows of a run, with the last inputs in registers. Only the thread of
-// the first part reads the state, and it writes the new one.
+// Run z has the rows starts[z] .. starts[z + 1] and the state slots[z]; rows and states out of range are skipped. A
+// thread has one channel and every gridDim.y-th part of ROWS rows of a run, with the last inputs in registers. Only the
+// thread of the first part reads the state, and it writes the new state.
 #include "device/dependent_launch.h"
 #include "device/elements.h"
 
@@ -76,7 +76,7 @@ extern "C" __global__ void KVANT_KERNEL(const uchar *x, const uchar *weights, co
         convolve(c, first, min(first + ROWS, rows), weight, bias, out);
     }
     if (blockIdx.y == 0) {
-        // Inputs move to older places: in rising order each is read before it is overwritten.
+        // Each input moves to an older place. In rising order, every place is read before it is overwritten.
         for (uint index = 0; index < OLD; index++) {
             store(state, c.state_at + ulong(index) * c.stride, input(c, rows + index), STATE_DTYPE);
         }

@@ -1,9 +1,10 @@
 // embed: out[t] = scale * table[ids[t]]; zeros if the id is beyond the table.
 //
 // The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
-// [vocab, dim / group]. ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One thread per four elements of a row,
-// or per 16 if the table is affine (BITS is not 0) or in blocks (FORMAT is not 0: device/blocks.h). TABLE_DTYPE is then
-// the dtype of scales and biases.
+// [vocab, dim / group]. ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. BITS is not 0 for an affine table,
+// FORMAT is not 0 for a table in blocks (device/blocks.h). One thread per four elements of a row of a dense table, and
+// per 16 elements of the other tables. TABLE_DTYPE is the dtype of a dense table, or of the scales and biases of an
+// affine one.
 #include "device/affine.h"
 #include "device/blocks.h"
 #include "device/dependent_launch.h"

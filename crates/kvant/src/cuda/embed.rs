@@ -14,7 +14,7 @@ static SOURCE: Source =
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let dim = call.dims.inputs;
     let table = parts(&call.table, dim);
-    // Four times as many elements per thread unless the table is dense.
+    // A thread has 4 elements of a dense table, 16 of others.
     let (groups, threads) = grid(call.ids.elements(), if table.is_dense() { dim } else { dim / 4 });
     b.push(launch(call, &table, &SOURCE)?.grid(groups, threads))
 }

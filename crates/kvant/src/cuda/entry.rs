@@ -1,7 +1,7 @@
 //! Names of compiled kernels, as profilers show them.
 //!
 //! A name says operation, kernel and main constants: `attend_decode_bf16_d256`, `linear_skinny_mma_affine4_g64`. The
-//! compiler gets it as the macro `KVANT_KERNEL`, by which every kernel file names its function.
+//! compiler gets it as the macro `KVANT_KERNEL`, the name of the function in every kernel file.
 
 use crate::gpu::{
     Constant,

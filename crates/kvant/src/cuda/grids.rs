@@ -2,8 +2,8 @@
 
 use crate::gpu::{LANES, THREADS};
 
-/// A grid with one thread per four elements of a row and per row: blocks count rows by x and elements by y, threads
-/// of a block elements by x and rows by y. `row_and_four` of `vectors.h` is its inverse.
+/// A grid with one thread per four elements of each row. Blocks count rows in x and elements in y; threads of a block
+/// count elements in x and rows in y. `row_and_four` of `vectors.h` is its inverse.
 pub(super) fn grid(rows: usize, dim: usize) -> ([usize; 3], [usize; 3]) {
     let fours = dim.div_ceil(4);
     let across = fours.next_multiple_of(LANES).clamp(LANES, THREADS);

@@ -89,7 +89,7 @@ pub(super) static ALL: &[Header] = headers![
     "codec/threshold_cells.h" => threshold_cells::header,
 ];
 
-/// Whether a kernel file waits for the previous kernel itself, so that it may begin before that has ended.
+/// Whether the kernels of a file wait for the previous kernel themselves, so that they may begin before it has ended.
 #[cfg(any(feature = "cuda", test))]
 pub(super) fn waits_itself(source: &Source) -> bool {
     source.text.lines().any(|line| line == "#include \"device/dependent_launch.h\"")

@@ -2,11 +2,11 @@
 //
 // blockIdx.y is 0 for keys and 1 for values. A row is one head of one token. For layers with codes: with ENCODE,
 // HEAD_DIM / PER lanes of a warp have a row in registers (codec/encode_rows.h); with TILES, a warp has eight rows at a
-// time (codec/encode_tiles.h). Otherwise rows are moved: blockDim.x threads have 16 bytes (or 4 elements, or fewer) of
-// a row at a time; blockDim.y rows are moved side by side, and ROWS in turn. They are loaded before their destination
-// is known. A dense layer of the source's dtype gets its bits. A token is skipped if the layer does not hold it when
-// the step is written, if its sequence has no page for it, or if its sequence or position is out of range. So no slot
-// is written twice. Rows of centred codecs are written by seal.cu.
+// time (codec/encode_tiles.h). Otherwise rows are moved: each of blockDim.x threads moves 16 bytes of a row at a time
+// (or 4 elements, or fewer); blockDim.y rows are moved in parallel, ROWS one after the other. Rows are loaded before
+// their destination is known. A dense layer of the source's dtype gets the source's bits. A token is skipped if the
+// layer does not hold it when the step is written, if its sequence has no page for it, or if its sequence or position
+// is out of range. Therefore no slot is written twice. Rows of centred codecs are written by seal.cu.
 #include "codec/encode_rows.h"
 #include "device/cache_slots.h"
 #include "device/elements.h"
@@ -41,7 +41,7 @@ struct Place {
     bool exists;
 };
 
-// Row i of all, by tokens, then heads.
+// Row i: rows are counted by tokens, then by heads.
 inline Place place_of(const KvWriteParams &p, uint i) {
     const uint token = i / p.layer.kv_heads;
     const bool exists = token < p.tokens;
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     const WritablePlanes to =
         is_key ? WritablePlanes{k_low, k_high, k_norms} : WritablePlanes{v_low, v_high, v_norms};
     const float scale = is_key ? p.k_scale : p.v_scale;
-    // One code for both if they are encoded alike.
+    // Both sides share the code if they are encoded alike.
     if (is_key || (K_DTYPE == V_DTYPE && K_CODEC == V_CODEC && K_NORM == V_NORM)) {
         encode<K_DTYPE, K_CODEC, K_NORM>(source, to, scale, tokens, p, tables);
     } else {

@@ -18,12 +18,12 @@ static SOURCE: Source =
 /// Threads of a block that encodes.
 const ENCODERS: usize = 128;
 
-/// Whether warps encode eight rows at a time: if there are many of them.
+/// Whether warps encode eight rows at a time, which needs many rows.
 fn by_eights(call: &Call, all: usize, busy_groups: usize) -> bool {
     let (spec, layer) = (call.layer.spec(), &call.layer);
     let sides = can_encode_eights(&call.k, spec.k, &layer.k.low) && can_encode_eights(&call.v, spec.v, &layer.v.low);
     let quantised = spec.k.is_quantised() || spec.v.is_quantised();
-    // Enough for all warps, and few enough that 32-bit row numbers do not overflow.
+    // Enough rows for all warps, and few enough that 32-bit row numbers do not overflow.
     let many = (EIGHTS / 8 * busy_groups..1 << 31).contains(&all);
     sides && quantised && many && matches!(spec.head_dim, 128 | 256 | 512)
 }

@@ -2,8 +2,8 @@
 //
 // x is f32 [T, H, D] and ends f32 [T, H] on every rank; out has `own_heads` of the H heads, from `first_head` on. A
 // thread merges four neighbouring elements of an output row at a time; the last four of a row may have fewer. It reads
-// them straight from the memory of all ranks, and adds them in the order of ranks. Blocks of one number meet before
-// (all results are complete) and after (all results are free).
+// them straight from the memory of all ranks, and adds them in the order of ranks. Blocks with one index meet before
+// the merge (all results are complete) and after it (all results are free).
 #include "device/dependent_launch.h"
 #include "device/peers.h"
 #include "device/vectors.h"
@@ -50,7 +50,7 @@ inline void merge_four(const MergeAttentionParams &p, const Parts &parts, const 
     float4 merged = all4(0);
 #pragma unroll
     for (uint r = 0; r < RANKS; r++) {
-        // A result over no keys, whose elements may be anything.
+        // Skips a result over no keys: its elements are undefined.
         if (ends[r] != nothing()) {
             const float weight = exp2f(ends[r] - highest);
             sum += weight;

@@ -60,8 +60,8 @@ use crate::{
 pub(crate) const KERNELS: Kernels =
     Kernels { kind: DeviceKind::Cuda, build, build_pair, explain_attend: attend::explain };
 
-/// The rows of the accuracy table in `ops/mod.rs` about this backend, in its order: attention, products, the
-/// delta rule.
+/// This backend's rows of the accuracy table in `ops/mod.rs`, in the table's order: attention, products, the delta
+/// rule.
 #[cfg(test)]
 pub(crate) fn accuracy_rows() -> [Vec<String>; 3] {
     [attend::accuracy::rows(), linear::accuracy::rows(), delta_rule::accuracy::rows()]
@@ -73,7 +73,7 @@ const MAX_CLUSTER: usize = 8;
 /// Shared memory of a block that the hardware reserves.
 const RESERVED_BYTES: usize = 1 << 10;
 
-/// Blocks with so much shared memory each that fit on a multiprocessor.
+/// Blocks with `shared_bytes` of shared memory each that fit on a multiprocessor.
 fn blocks_per_multiprocessor(shared_bytes: usize, limits: &Limits) -> usize {
     (limits.threadgroup_bytes + RESERVED_BYTES) / (shared_bytes + RESERVED_BYTES)
 }
@@ -202,7 +202,7 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
     }
 }
 
-/// The ranks of a collective, and where they meet. None if there is one.
+/// The ranks of a collective, and the memory in which they meet. `None` if there is one rank.
 fn peers<'a>(peers: Option<&'a Peers>, op: &'static str, b: &Builder) -> Result<Option<(&'a Peers, &'a Exchange)>> {
     let Some(peers) = peers.filter(|peers| peers.x.len() > 1) else { return Ok(None) };
     let exchange = peers.exchange().ok_or_else(|| b.unsupported(op, "the GPUs are not connected".to_string()))?;

@@ -82,7 +82,7 @@ inline float divisor(float sum, const MoeRouteParams &p) {
 
 #if KERNEL_moe_route && PER_LANE
 
-// A lane's experts: expert e belongs to lane e % 32, as its number e / 32.
+// A lane's experts: lane e % 32 has expert e as its expert number e / 32.
 struct Experts {
     const MoeRouteParams &p;
     uint lane;
@@ -91,7 +91,7 @@ struct Experts {
     bool has(uint k) const { return id(k) < p.experts; }
 };
 
-// The number of expert `id`, which any lane may hold; `number` if none does. All lanes of the warp call it.
+// The value in `own` of expert `id`, which any lane may hold; `number` if no lane does. All lanes of the warp call it.
 inline float number_of(const float (&own)[PER_LANE], uint id, float number) {
 #pragma unroll
     for (uint k = 0; k < PER_LANE; k++) {
@@ -145,7 +145,7 @@ inline uint choose_groups(const Experts &of, const float (&scores)[PER_LANE], co
     return largest_groups(group_key, of.lane, of.p.chosen_groups);
 }
 
-// The lane's choice, if it has one, with its exponential; and the largest logit, and the sum of exponentials, of all
+// The lane's choice and its exponential, if the lane has one; the largest logit and the sum of exponentials of all
 // choices.
 struct Choice {
     uint id = 0;

@@ -3,12 +3,12 @@
 //
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
 // and a row is the sum of `terms` rows of x times combine, [rows, terms]. AFTER: the residual is added to the normed
-// row, before the scale; NORMED: it has a norm of its own first. BEFORE: it is added to x first, and the sum is
-// written. A row belongs to one warp of several in a block, or, if it is long, to a whole block (WHOLE). A thread keeps
-// its first HELD groups of four elements in registers, for all norms; the others (BEYOND) are read twice, for the mean
-// square and for the result. Every element is read and written by one thread; nothing is written before the mean square
-// is known, and every element is read before it is written. So `out` and `sum` may be `x` or the residual. Rows whose
-// squares leave the range of f32 are processed again, scaled by a power of two.
+// row, before the scale; with NORMED, the residual is normed first. BEFORE: the residual is added to x before the norm,
+// and the sum is written. A block has several warps with a row each; a long row has a whole block (WHOLE). A thread
+// keeps its first HELD groups of four elements in registers, for all norms. The remaining groups (BEYOND) are read
+// twice, for the mean square and for the result. Every element is read and written by one thread; nothing is written
+// before the mean square is known, and every element is read before it is written. Therefore `out` and `sum` may be `x`
+// or the residual. Rows whose squares leave the range of f32 are processed again, scaled by a power of two.
 //
 // Weights are read before the previous kernel has ended (device/dependent_launch.h).
 #include "device/dependent_launch.h"
@@ -58,7 +58,7 @@ template <typename Each> inline float squares_of(const Each &each, float unit) {
     return squares;
 }
 
-// Factors of a row with this sum of squares, for the inverse of its length.
+// The factors of a row; `squares` is the sum of its squares, `inverse` is 1 / its length.
 template <typename Each>
 inline Factors factors_of(const Each &each, float squares, float inverse, float eps, float *room, Team team) {
     if (!is_nan_or_infinite(squares) && (squares >= 1e-24f || eps >= 1e-24f)) {
@@ -85,7 +85,8 @@ struct Tensors {
     const float *combine;
 };
 
-// A row, and a thread's groups of four elements of it: at `first`, and every `step` elements behind.
+// A row, and the thread's groups of four elements in it: the first group is at `first`, the next ones are `step`
+// elements apart.
 struct Row {
     const Tensors &t;
     const RmsNormParams &p;
@@ -127,7 +128,7 @@ struct Row {
     inline float4 stored_of(uint i) const {
         return load4(t.out, start + i, p.dim - i, OUT_DTYPE, ALIGNED);
     }
-    // Visits all elements of the thread: the `held` ones, then the rest. Elements behind the row are zeros.
+    // Visits all elements of the thread: the `held` ones, then the rest. Elements after the end of the row are zeros.
     template <typename Rest, typename Visit>
     inline void each_of(const float4 *held, const Rest &rest, const Visit &visit) const {
 #pragma unroll

@@ -6,12 +6,12 @@
 // `shares`, [rows][SHARE] of 64 bits.
 //
 // Nothing is sorted. Every entry has a rank: the ordered bits of its logit, then its index, so that larger ranks come
-// first. A cut asks which entry, in falling order of rank, is the first at which a running sum of weights reaches a
-// goal: top_k sums ones, top_p sums probabilities. The answer is found digit by digit of its rank: all entries that
-// share the digits known so far add their weight to a histogram of the next digit, and the bin in which the goal falls
-// is that digit. Probabilities are integers, in units of 2^-UNIT_BITS: their sums are exact, whatever the order of the
-// additions, and a row's token does not depend on how its threads are scheduled. Then the entry with the largest
-// probability over its random number is drawn.
+// first. A cut is the first entry, in falling order of rank, at which a running sum of weights reaches a goal: top_k
+// sums ones, top_p sums probabilities. The rank of the cut is found digit by digit: all entries that share the known
+// digits add their weights to a histogram of the next digit, and the bin that contains the goal is that digit.
+// Probabilities are integers, in units of 2^-UNIT_BITS: their sums are exact, whatever the order of the additions, and
+// a row's token does not depend on how its threads are scheduled. Finally the kernel selects the entry with the largest
+// quotient of its probability and its random number.
 #include "device/dependent_launch.h"
 #include "device/float_order.h"
 #include "device/reduce.h"
@@ -67,7 +67,7 @@ struct Shared {
     ulong *candidate_of(uint part) const { return at + 8 + BLOCKS + part; }
     ulong *histogram(uint phase) const { return at + 8 + 2 * BLOCKS + phase % 3 * BINS; }
 
-    // After it, all blocks see each other's earlier writes.
+    // Waits for all blocks of the row. Afterwards, all blocks see each other's earlier writes.
     void barrier() const {
         if (BLOCKS == 1) {
             __syncthreads();
@@ -99,7 +99,7 @@ struct Row {
     float temperature;
 };
 
-// The bits of a key beyond its digits are equal in all logits of one sign.
+// Bits of a key below its digits are equal in all logits of one sign.
 inline ulong rank_of(float logit, uint id) {
     const ulong key = ordered(logit) >> (32 - 8 * KEY_DIGITS);
     const ulong last = (ulong(1) << (8 * ID_DIGITS)) - 1;
@@ -149,7 +149,7 @@ struct Histogram {
     ulong left;
 };
 
-// A search among the entries with ranks from `cut` on: its goal, and the value of that.
+// A search among the entries whose rank is at least `cut`: the kind of its goal, and the goal's value.
 struct Search {
     ulong cut;
     Goal goal;
@@ -262,8 +262,9 @@ inline ulong find_rank(Row row, Search search, Histogram &histogram, Shared &sha
     return prefix;
 }
 
-// The candidate of the block: the entry with rank at least `cut` and the largest probability over its random number.
-// Upper half: the bits of that rate. Lower half: the inverted id, so that the lower id is larger.
+// The candidate of the block: the entry with the largest quotient of probability and random number (its rate), among
+// the entries whose rank is at least `cut`. The upper half has the bits of the rate, the lower half the inverted id:
+// among equal rates the lowest id wins.
 inline ulong race(Row row, ulong cut, ulong stream, float min_p, uint *room, const Shared &shared, Team team) {
     float largest = 0;
     uint id = 0xFFFFFFFF;
@@ -284,7 +285,7 @@ inline ulong race(Row row, ulong cut, ulong stream, float min_p, uint *room, con
             }
         }
     }
-    // Rates are not negative, so their bits are in their order.
+    // Rates are not negative, so their bits have the order of the rates.
     const uint rate = __float_as_uint(largest);
     const uint most = over_team<Max>(rate, room, team);
     const uint lowest = over_team<Min>(rate == most ? id : uint(Min::none), room + EXCHANGE, team);

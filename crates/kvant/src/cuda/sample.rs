@@ -11,7 +11,7 @@ use crate::{
 static SOURCE: Source =
     Source { name: "sample.cu", text: include_str!("sample.cu"), headers: headers::ALL, layouts: LAYOUTS };
 
-/// The fewest entries of a block, where several share a row.
+/// Minimum entries of a block if several blocks share a row.
 const PART: usize = 4096;
 /// Bins of a histogram: `BINS` of `sample.cu`.
 const BINS: usize = 256;

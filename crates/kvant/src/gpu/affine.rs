@@ -49,7 +49,8 @@ pub(crate) struct Parts<'a> {
     pub format: u32,
     /// For blocks: every block begins at a multiple of this number of bytes, 1, 2 or 4.
     pub block_alignment: u32,
-    /// Whether all rows have the alignment of vector loads: 16 bytes for codes, for a dense weight that of the backend.
+    /// Whether all rows are aligned for vector loads: to 16 bytes for codes, to the backend's alignment for a dense
+    /// weight.
     pub aligned: bool,
 }
 

@@ -7,7 +7,7 @@ use crate::{
     ops::attend::{Call, Explanation, Results},
 };
 
-/// The decode rows of a call and the rest, if it has both.
+/// The decode rows of a call, and its other rows, if it has both.
 pub(crate) fn parts(call: &Call) -> Result<Option<[Call; 2]>> {
     let batch = call.step.batch();
     let decode = batch.decode.min(call.tokens);

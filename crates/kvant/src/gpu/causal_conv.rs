@@ -20,7 +20,7 @@ pub(crate) const LAYOUTS: &[fn() -> Layout] = &[CausalConvParams::layout];
 
 /// Rows of a run that one thread computes in turn: the kernels' ROWS.
 const ROWS: usize = 32;
-/// Limits the parts of a run, so that the grid does; their threads go on with later rows.
+/// Maximum parts of a run, which limits the grid; the threads of a part continue with later rows.
 const MAX_PARTS: usize = 1024;
 
 pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {

@@ -26,7 +26,7 @@ pub struct Limits {
     pub clusters: bool,
 }
 
-/// Threadgroups of 128 threads that keep an Apple GPU of `cores` cores busy: 32 SIMD-groups a core.
+/// Threadgroups of 128 threads that keep an Apple GPU of `cores` cores busy: 32 SIMD-groups per core.
 pub fn metal_busy_groups(cores: usize) -> usize {
     8 * cores
 }
@@ -61,7 +61,7 @@ pub trait Executor: Send + Sync + 'static {
     fn start_download(&self, _memory: &dyn Memory, _offset: usize, _bytes: usize) -> Result<Option<Box<dyn Transfer>>> {
         Ok(None)
     }
-    /// The number of the GPU among those of its kind, by which others know it.
+    /// The number by which other GPUs of its kind identify this one.
     fn number(&self) -> Option<usize> {
         None
     }
@@ -110,7 +110,8 @@ pub(crate) struct Kernels {
     pub kind: DeviceKind,
     /// Turns a call into launches.
     pub build: fn(&Call, &mut Builder) -> Result<()>,
-    /// Turns a call and the next one into fewer launches with equal results, if there are such; otherwise adds none.
+    /// Turns a call and the next one into fewer launches with equal results, if kernels for both exist; otherwise adds
+    /// none.
     pub build_pair: fn(&Call, &Call, &mut Builder) -> Result<bool>,
     pub explain_attend: fn(&attend::Call, &Limits) -> attend::Explanation,
 }
@@ -162,7 +163,7 @@ struct PadBlock {
 }
 
 impl Pad {
-    /// Releases all of it for the next call.
+    /// Releases all memory for the next call.
     fn turn(&mut self) {
         self.blocks.iter_mut().for_each(|block| block.taken = false);
     }
@@ -206,7 +207,8 @@ impl Builder<'_> {
         }
     }
 
-    /// As above, zeroed before the launches run for the first time. A replay finds the results of the last run.
+    /// As [`Builder::scratch`], zeroed before the launches run for the first time. A replay finds the results of the
+    /// last run.
     pub(crate) fn zeroed_scratch(&self, bytes: usize) -> Result<Scratch> {
         Ok(Scratch { memory: (self.allocate)(bytes, true)?.into(), bytes })
     }
@@ -216,7 +218,7 @@ impl Builder<'_> {
         Error::Unsupported { op, device: self.device, reason }
     }
 
-    /// Whether the launch's kernel is unavailable: then a simpler one is used. Bound buffers do not matter.
+    /// Whether the launch's kernel is unavailable, so that a simpler one must be used. Bound buffers do not matter.
     pub(crate) fn refuses(&self, launch: &Launch) -> bool {
         (self.refuses)(launch)
     }

@@ -1,4 +1,4 @@
-//! The bias that keys of sealed pages are stored without, as an argument of kernels.
+//! The key bias as an argument of kernels. Sealed pages store keys without it.
 
 use super::Launch;
 use crate::KeyBias;
@@ -9,7 +9,7 @@ pub(crate) fn bind(launch: Launch, first: u32, bias: Option<&KeyBias>) -> Launch
     bind_tensors(launch.constant("KEY_BIAS", bias.is_some()), first, bias)
 }
 
-/// As above, without the constant.
+/// As [`bind`], without the constant.
 pub(crate) fn bind_tensors(launch: Launch, first: u32, bias: Option<&KeyBias>) -> Launch {
     let tensors = bias.into_iter().flat_map(KeyBias::tensors);
     (first..).zip(tensors).fold(launch, |launch, (index, tensor)| launch.read(index, tensor))

@@ -28,7 +28,7 @@ impl Source {
         included(self.text, self.headers, &|header| (header.text)())
     }
 
-    /// As above, with `text` instead of this file's text, and headers' texts from `text_of`.
+    /// As [`Source::included`], with `text` instead of this file's text, and headers' texts from `text_of`.
     pub fn included_by(&self, text: &str, text_of: &dyn Fn(&Header) -> String) -> Vec<(&'static str, String)> {
         included(text, self.headers, text_of)
     }
@@ -174,8 +174,8 @@ pub struct Launch {
     pub grid: Grid,
     /// Bytes of `[[threadgroup(0)]]` memory, a multiple of 16; 0 if the kernel has none.
     pub threadgroup_bytes: u32,
-    /// Indices of buffers that the kernel may read before the previous launches have ended, unless the last of them
-    /// writes to these buffers. Most kernels read nothing early. Ignored if launches never overlap.
+    /// Indices of buffers that the kernel may read before the previous launches have ended, unless the last of these
+    /// launches writes to the buffers. Most kernels read nothing early. Ignored if launches never overlap.
     pub ahead: &'static [u32],
     /// Whether the kernel waits for the previous one only at its end, and lets the next one begin earlier.
     pub late: bool,

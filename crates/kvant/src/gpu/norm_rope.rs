@@ -64,7 +64,7 @@ pub(crate) fn eps(norm: Option<&NormCall>) -> f32 {
     norm.map_or(0.0, |norm| norm.eps)
 }
 
-/// A norm as the kernels see it: its number in `norm_rope.h`, its weight and the weight's dtype.
+/// The arguments of kernels for a norm: its number in `norm_rope.h`, its weight and the weight's dtype.
 pub(crate) fn norm_constants(norm: Option<&NormCall>) -> (u32, Option<&Tensor>, DType) {
     let weight = norm.and_then(|norm| norm.weight.as_ref());
     let kind = match (norm, weight) {

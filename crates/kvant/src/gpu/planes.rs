@@ -1,12 +1,11 @@
-//! The planes of a cache layer as the kernels see them.
+//! The planes of a cache layer as arguments of kernels.
 
 use super::{LANES, Launch, THREADS, Use, dtype_code, params};
 use crate::{Codec, HeadOrder, KvLayer, Planes, Step, codec::Norm};
 
 params! {
-    /// The shape of a layer, and of its page table in a step: u32 `[sequences, page_width]`, where entries from
-    /// `page_entries` on are no pages. Both are 0 for a contiguous layer. The constant PAGE_SHIFT has the size of
-    /// pages.
+    /// The shape of a layer, and of its page table in a step: u32 `[sequences, page_width]`, an entry of at least
+    /// `page_entries` is no page. Both are 0 for a contiguous layer. The constant PAGE_SHIFT has the size of pages.
     pub(crate) struct LayerParams {
         pub sequences: u32,
         pub kv_heads: u32,
@@ -19,7 +18,7 @@ params! {
 }
 
 impl LayerParams {
-    /// `step`: whose page table is used; none for a contiguous layer that is read.
+    /// `step` has the page table; `None` for reads of a contiguous layer.
     pub(crate) fn new(op: &'static str, layer: &KvLayer, step: Option<&Step>) -> crate::Result<LayerParams> {
         let spec = layer.spec();
         let uint = |arg, n| Launch::uint(op, arg, n);
@@ -42,7 +41,7 @@ pub(crate) fn page_shift(layer: &KvLayer) -> u32 {
     layer.pages().map_or(0, |pages| pages.page_tokens.trailing_zeros())
 }
 
-/// The number of a quantised codec, less its bits: above those of all dtypes.
+/// Added to the bits of a quantised codec to form its number, which is above the numbers of dtypes.
 const QUANTISED: u32 = 16;
 
 /// Added to the number of a centred codec.
@@ -56,7 +55,7 @@ pub(crate) fn codec_code(codec: Codec) -> u32 {
     }
 }
 
-/// As above, without page means.
+/// As [`codec_code`], without page means.
 pub(crate) fn plain_code(codec: Codec) -> u32 {
     codec_code(codec) % CENTRED
 }
@@ -95,7 +94,7 @@ pub(crate) fn norm_code(codec: Codec) -> (u32, f32) {
     }
 }
 
-/// Binds the planes of one side at three indices from `first` on; those that do not exist stay free.
+/// Binds the planes of one side at three indices from `first` on; indices of missing planes stay free.
 pub(crate) fn bind(launch: Launch, first: u32, planes: &Planes, access: Use) -> Launch {
     let tensors = [Some(&planes.low), planes.high.as_ref(), planes.norms.as_ref()];
     (first..).zip(tensors).fold(launch, |launch, (index, tensor)| match tensor {
@@ -104,7 +103,7 @@ pub(crate) fn bind(launch: Launch, first: u32, planes: &Planes, access: Use) -> 
     })
 }
 
-/// Binds the means of keys and of values, those that exist.
+/// Binds the means of keys and the means of values, if they exist.
 pub(crate) fn bind_means(launch: Launch, indices: [u32; 2], layer: &KvLayer, access: Use) -> Launch {
     let means = [layer.k(), layer.v()].map(|planes| planes.means.as_ref());
     indices.into_iter().zip(means).fold(launch, |launch, (index, means)| match means {

@@ -22,7 +22,7 @@ pub(crate) const LAYOUTS: &[fn() -> Layout] = &[RmsNormParams::layout];
 
 /// Minimum elements of a row that a whole threadgroup takes.
 const LONG: usize = 512;
-/// SIMD-groups (CUDA: warps) of a threadgroup where each has a row of its own.
+/// SIMD-groups (CUDA: warps) of a threadgroup if each has its own row.
 const ROWS: usize = 4;
 /// In place of a dtype: there is no tensor.
 const ABSENT: u32 = 15;

@@ -25,7 +25,8 @@ pub(crate) const LAYOUTS: &[fn() -> Layout] = &[SampleParams::layout];
 
 const _: () = assert!(size_of::<SampleParams>() == SampleRow::WORDS * size_of::<u32>());
 
-/// Minimum entries of a row with which the threads would often meet in one bin of the histogram.
+/// Minimum entries of a row for several copies of the histogram: with more entries, threads would often add to one bin
+/// at once.
 pub(crate) const LONG: usize = 16 * 1024;
 
 /// At temperature 0 without parameters of rows, the `argmax` that replaces the call.
@@ -56,8 +57,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str,
         _ => 4,
     };
     let id_digits = (u32::BITS - (params.vocab - 1).leading_zeros()).div_ceil(8);
-    // Units of a probability of 1, as a power of two: at most 2^44, and fewer if the sum of a vocabulary of such
-    // probabilities would reach 2^64.
+    // Log2 of the units of a probability of 1: at most 44, and less if the sum over a vocabulary could reach 2^64.
     let unit_bits = params.vocab.leading_zeros() + u32::BITS;
     let threads = (vocab / 16).next_multiple_of(LANES).clamp(LANES, limits.threads.min(1024));
     Ok(Launch::new(NAME, source, kernel)

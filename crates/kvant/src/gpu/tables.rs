@@ -24,8 +24,8 @@ pub(crate) fn codebooks(float: &str) -> String {
     text + "#endif\n"
 }
 
-/// The signs of the Hadamard rotation: bit D + j says whether sign j of dimension D is −1. `uint` declares an array of
-/// 32 bits.
+/// The signs of the Hadamard rotation: bit D + j is 1 if sign j of dimension D is −1. `uint` declares an array of 32
+/// bits.
 pub(crate) fn signs(uint: &str) -> String {
     let bit = |at: usize| at >= 2 && codec::sign_is_negative(1 << at.ilog2(), at - (1 << at.ilog2()));
     let mut text = String::from(

@@ -2,12 +2,12 @@
 
 use crate::Tensor;
 
-/// Whether groups of four elements of the tensor, counted from its first, lie at multiples of their size.
+/// Whether groups of four elements of the tensor, counted from its first, begin at multiples of their size.
 pub(crate) fn aligned4(tensor: &Tensor) -> bool {
     tensor.byte_offset().is_multiple_of(4 * tensor.dtype().size())
 }
 
-/// Whether that holds for every row of `dim` elements of every tensor.
+/// Whether every row of `dim` elements of every tensor begins at a multiple of the size of four elements.
 pub(crate) fn rows_aligned4<'a>(dim: usize, tensors: impl IntoIterator<Item = &'a Tensor>) -> bool {
     dim.is_multiple_of(4) && tensors.into_iter().all(aligned4)
 }

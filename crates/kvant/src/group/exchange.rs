@@ -8,13 +8,13 @@ use std::sync::{
 
 use crate::{Device, Error, Result, backend::Memory, gpu::Scratch};
 
-/// Ranks of the kernels.
+/// Maximum ranks of the kernels.
 const MAX_GPUS: usize = 8;
 /// Bytes before the packets of an exchange: `struct Exchange` of `peers.h`.
 const HEAD: usize = 128 + 2 * MAX_GPUS * 128 * size_of::<u32>();
 /// A packet, which has 8 bytes of a message.
 const PACKET: usize = 16;
-/// Packets that a rank sends at a time, to all others together: a message of 256 KiB between two ranks.
+/// Packets that a rank sends at a time, to all other ranks together. Between two ranks, this is a message of 256 KiB.
 const PACKETS: usize = 32 << 10;
 
 /// The exchanges of all ranks.
@@ -44,7 +44,7 @@ impl Exchange {
         let bytes = HEAD + 2 * devices.len() * capacity(devices.len()) * PACKET;
         let exchange = |device: &Device| {
             let memory: Arc<dyn Memory> = device.backend().allocate(bytes)?.into();
-            // Other ranks may write when it is filled with zeros.
+            // Waits until the memory is zeroed; other ranks may write to it only then.
             device.backend().download(&*memory, 0, &mut [0; 4])?;
             Ok(Scratch { memory, bytes })
         };
@@ -82,7 +82,7 @@ impl Exchange {
         if self.word().is_none_or(|word| word.load(Ordering::SeqCst) == 0) {
             return Ok(());
         }
-        let reason = "a rank of the group has failed, or did not come to a collective; the group cannot be used again";
+        let reason = "a rank of the group has failed, or did not reach a collective; the group cannot be used again";
         Err(Error::DeviceFault { device: "cuda".to_string(), reason: reason.to_string() })
     }
 

@@ -1,10 +1,10 @@
-//! Where the ranks of a pass in host memory meet: a barrier that a failed rank opens.
+//! The barrier of the ranks of a pass in host memory. A failed rank opens it for all.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::*};
 
 use crate::{Error, Result};
 
-/// Looks of a waiting rank before it yields its core: another rank may wait for it.
+/// Checks of a waiting rank before it yields its core, which another rank may need.
 const LOOKS: u32 = 200;
 
 /// The barrier of a group's ranks.
@@ -24,14 +24,14 @@ impl Meeting {
         Meeting { ranks, arrived: AtomicUsize::new(0), aborted, ended }
     }
 
-    /// Begins a pass. No rank is at work.
+    /// Begins a pass. No rank runs yet.
     pub(super) fn start(&self) {
         self.arrived.store(0, Relaxed);
         self.aborted.store(false, Relaxed);
         self.ended.store(false, Relaxed);
     }
 
-    /// A rank is at the end of its pass, and comes no more.
+    /// A rank is at the end of its pass, and will not arrive again.
     pub(super) fn leave(&self) {
         self.ended.store(true, Release);
     }
@@ -50,7 +50,8 @@ impl Meeting {
         let wanted = (before / self.ranks + 1) * self.ranks;
         let mut looks = 0;
         while self.arrived.load(Acquire) < wanted {
-            // One that has ended came to all its meetings before.
+            // A rank that has ended has arrived at all barriers of its pass. If arrivals are missing, they will not
+            // come.
             let ended = self.ended.load(Acquire) && self.arrived.load(Acquire) < wanted;
             if ended || self.aborted.load(Acquire) {
                 let (device, reason) = ("group".to_string(), "another rank has failed".to_string());

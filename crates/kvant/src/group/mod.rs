@@ -2,12 +2,12 @@
 //!
 //! A tensor of a group has memory of one shape on every rank. A pass runs on all ranks, each on its own memory. A
 //! [`Call`] is recorded once. [`Call::for_rank`] replaces its tensors by plain tensors of the rank's device, so kernels
-//! know nothing of groups. Only collectives (`ops/all_reduce.rs`, `all_gather.rs`, `merge_attention.rs`) read other
+//! do not depend on groups. Only collectives (`ops/all_reduce.rs`, `all_gather.rs`, `merge_attention.rs`) read other
 //! ranks' memory.
 //!
 //! Each rank has a thread for a pass; the caller's is one of them. A lock orders passes and transfers, so that all
 //! ranks run them in one order. A rank that fails or panics ends the pass of all ranks with its error: ranks that wait
-//! for it in a collective stop waiting (`meeting.rs`). The next pass starts anew.
+//! for it in a collective stop waiting (`meeting.rs`). The next pass is not affected.
 
 use std::{
     any::Any,
@@ -51,7 +51,7 @@ pub(crate) struct Group {
     turn: Mutex<()>,
 }
 
-/// The groups that are in use. Two groups over one device could wait for each other: each device is in one at most.
+/// The groups that are in use. A device is in at most one group, because two groups that share a device could deadlock.
 static GROUPS: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
 
 /// The device of a group; see [`Device::group`].
@@ -110,7 +110,7 @@ impl Group {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts or runs the work of each rank, all at the same time. A failure of one is the result of all.
+    /// Starts or runs the work of all ranks at the same time. Returns the error of a rank that fails.
     fn together<T: Send>(&self, run: impl Fn(usize) -> Result<T> + Sync) -> Result<Vec<T>> {
         let _turn = self.turn();
         self.check()?;
@@ -124,7 +124,7 @@ impl Group {
                     *done[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
                     self.meeting.leave();
                 }
-                // Ranks that leave a collective for this reason fail after it.
+                // The first failure counts: later ones are ranks that leave a collective because of it.
                 Err(error) if self.meeting.abort() => {
                     *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                 }
@@ -141,7 +141,7 @@ impl Group {
         done.ok_or_else(|| fault(&self.devices, "a rank has not run".to_string()))
     }
 
-    /// Prepares the work of each rank, the first one before the others: these find its kernels compiled.
+    /// Prepares the work of each rank. Rank 0 is first, so that the other ranks reuse its compiled kernels.
     fn prepare<T>(&self, mut run: impl FnMut(usize) -> Result<T>) -> Result<Vec<T>> {
         (0..self.ranks.len()).map(&mut run).collect()
     }
@@ -340,7 +340,7 @@ struct GroupWait {
 }
 
 impl Wait for GroupWait {
-    /// Waits for all ranks, also where one has failed.
+    /// Waits for all ranks, even if one has failed.
     fn wait(self: Box<Self>) -> Result<()> {
         self.waits.into_iter().map(Wait::wait).fold(Ok(()), Result::and)?;
         self.exchange.map_or(Ok(()), |exchange| exchange.check())

@@ -86,7 +86,7 @@ impl Call {
     }
 }
 
-/// The tensors of all ranks in a collective, in the order of ranks, and the means to wait for the other ranks.
+/// The tensors of all ranks in a collective, in the order of ranks, and the barrier or memory for waiting for them.
 #[derive(Clone)]
 pub(crate) struct Peers {
     /// The rank that runs the call.
@@ -104,7 +104,7 @@ impl Peers {
         Peers { rank: rank.index, x: Peers::of_all(x), out: Peers::of_all(out), meeting, exchange }
     }
 
-    /// A group's tensor as that of each rank.
+    /// The tensors of all ranks of a group's tensor.
     pub(crate) fn of_all(tensor: &Tensor) -> Vec<Tensor> {
         let storages = storages(&*tensor.storage().memory).iter();
         storages.map(|storage| tensor.with_storage(Arc::clone(storage))).collect()

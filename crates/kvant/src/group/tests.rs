@@ -10,7 +10,7 @@ use crate::{
     ops::{self, AllReduce, Softcap},
 };
 
-/// Fates of the softcaps of a device.
+/// The behaviour of the softcaps of a device.
 const FAILS: usize = 1;
 const PANICS: usize = 2;
 
@@ -44,7 +44,7 @@ impl HostExecutor for Faulty {
     }
 }
 
-/// A group, and the fates of its ranks.
+/// A group, and the behaviour of its ranks.
 fn group(ranks: usize) -> (Device, Vec<Arc<AtomicUsize>>) {
     let fates: Vec<Arc<AtomicUsize>> = (0..ranks).map(|_| Arc::default()).collect();
     let device = |fate: &Arc<AtomicUsize>| {
@@ -95,7 +95,7 @@ fn a_rank_that_fails_ends_the_pass_of_all() {
     }
 }
 
-/// A rank that is late is waited for.
+/// The other ranks wait for a rank that is late.
 #[test]
 fn the_barrier_holds_until_all_are_there() {
     let (meeting, rounds) = (Meeting::new(3), AtomicUsize::new(0));

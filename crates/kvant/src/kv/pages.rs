@@ -1,7 +1,7 @@
-//! The pages of a pool: which are free, and how often each is held. This file does not access their memory.
+//! The pages of a pool: the free pages, and the hold count of each page. This file does not access their memory.
 //!
 //! The memory is divided into slabs of equal size. A slab belongs to one layer group at a time and is cut into pages of
-//! that group. When its last page becomes free, any group can take the slab: so memory moves between groups with
+//! that group. When its last page becomes free, any group can take the slab. Memory thereby moves between groups with
 //! different page sizes.
 
 /// A page as page tables store it: its distance from the start of the pool's memory, in
@@ -65,7 +65,7 @@ impl Pages {
         (slab, slab * self.max_per_slab + index as usize)
     }
 
-    /// How often a page is held.
+    /// The hold count of a page.
     pub fn holds(&self, page: Page) -> u32 {
         self.holds[self.find(page).1]
     }

@@ -24,7 +24,7 @@ use crate::{
 
 pub(super) const NAME: &str = "kv_pool";
 
-/// How much of a pool is in use.
+/// The memory of a pool that is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolUsage {
@@ -192,7 +192,7 @@ impl KvPool {
         Ok(&states[index])
     }
 
-    /// How much is in use.
+    /// The memory that is in use.
     pub fn usage(&self) -> PoolUsage {
         let state = self.lock();
         let of_group = |group: usize| state.pages.in_use(group) * self.layout().groups[group].page_bytes;

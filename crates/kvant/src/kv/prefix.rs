@@ -207,7 +207,7 @@ impl super::pool::PoolState {
         Ok(SequencePages::new(layout))
     }
 
-    /// Holds the pages of a path that can be continued. `None` if the device has no room for pages that are in host
+    /// Holds the pages of a path that can be continued. `None` if the device has no memory for pages that are in host
     /// memory.
     fn acquire(&mut self, pool: &KvPool, path: &[usize], host: bool) -> Result<Option<SequencePages>> {
         let layout = pool.layout();
@@ -430,7 +430,7 @@ impl Prefixes {
             }
             at = node;
         }
-        // A path may have no page of its own if all groups have windows; it is useless.
+        // If all groups have windows, a path may have no page; such a path is useless.
         self.prune(at);
     }
 
@@ -501,7 +501,7 @@ impl Prefixes {
 
     /// The pages that repeated calls of [`Prefixes::evict`] would free.
     fn evictable(&self, pages: &Pages, layout: &PoolLayout) -> Vec<Page> {
-        // A node stays while a node below it is in use.
+        // A node cannot be evicted while a node below it is in use.
         let mut stays = vec![false; self.nodes.len()];
         for (index, node) in self.nodes.iter().enumerate() {
             if node.is_in_use(pages) {

@@ -87,9 +87,9 @@ pub struct PoolSpec {
     pub layers: Vec<CacheLayer>,
     /// The states of recurrent layers; empty (the default) if a model has none.
     pub states: Vec<StateLayer>,
-    /// Whether a sequence keeps a copy of its states at the last page boundary where a step ended, which is the
-    /// default. Prefixes can be continued, and sequences truncated, only where their states are kept. A sequence then
-    /// takes up to two copies of all states instead of one.
+    /// Whether a sequence keeps a copy of its states at the last page boundary at which a step ended (the default).
+    /// Prefixes can be continued, and sequences truncated, only at positions whose states are kept. With this option, a
+    /// sequence has up to two copies of all states instead of one.
     pub keeps_boundaries: bool,
     /// Bytes of all pages and states together.
     pub bytes: usize,
@@ -99,7 +99,7 @@ pub struct PoolSpec {
     pub host_bytes: usize,
 }
 
-/// Tokens behind its windows that each sequence of [`PoolSpec::room_for_steps`] may hold.
+/// Tokens beyond its windows that each sequence of [`PoolSpec::room_for_steps`] may hold.
 const HELD: usize = 128;
 
 impl PoolSpec {

@@ -36,8 +36,8 @@ pub(super) fn run_words(sequences: usize) -> Option<[usize; 3]> {
     Some([starts, others, others])
 }
 
-/// The words of a rank's share of a step: positions, the sequences of tokens that see rows, those of tokens that are
-/// stored, and lengths.
+/// The words of a rank's share of a step: positions, the sequences of tokens that see rows, the sequences of tokens
+/// that are stored, and lengths.
 pub(super) fn share_words(tokens: usize, sequences: usize) -> Option<[usize; 4]> {
     let (tokens, sequences) = (padded(tokens)?, padded(sequences)?);
     tokens.checked_mul(3)?.checked_add(sequences)?;

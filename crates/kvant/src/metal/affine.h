@@ -1,13 +1,13 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
 // The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. They are loaded 16 at a time,
-// all of one group: as many half words as a code has bits.
+// all of one group. 16 codes fill one half word for each bit of a code.
 #ifndef KVANT_AFFINE_H
 #define KVANT_AFFINE_H
 #include "elements.h"
 
-// Codes 16 c .. 16 c + 15, of 4 bits, of the row whose first word is `row`, each in place in its half word: code i of a
-// half word is multiplied by 16^i.
+// Loads codes 16 c .. 16 c + 15, of 4 bits, of the row whose first word is `row`. Codes are masked, not shifted: code i
+// of a half word is returned as 16^i * code.
 inline void load_placed_codes(device const uint *row, uint c, bool aligned, thread float4 *q) {
     device const ushort *at = reinterpret_cast<device const ushort *>(row) + c * 4;
     ushort4 words = {at[0], at[1], at[2], at[3]};
@@ -19,8 +19,8 @@ inline void load_placed_codes(device const uint *row, uint c, bool aligned, thre
     }
 }
 
-// Codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned`, a function constant: rows begin at multiples
-// of 16 bytes.
+// Loads codes 16 c .. 16 c + 15 of the row whose first word is `row`. `aligned` is a function constant: rows begin at
+// multiples of 16 bytes.
 inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, thread float4 *q) {
     if (bits == 4) {
         device const uint *at = row + c * 2;
@@ -56,7 +56,7 @@ inline void load_codes(device const uint *row, uint c, uint bits, bool aligned, 
         // 2, 3 or 5 bits.
         device const ushort *at = reinterpret_cast<device const ushort *>(row) + c * bits;
         for (uint i = 0; i < 4; i++) {
-            // Four codes: 20 bits at most, from bit 4 * bits * i.
+            // Four codes: at most 20 bits, from bit 4 * bits * i on.
             const uint bit = i * 4 * bits, half_word = bit / 16;
             const uint next = half_word + 1 < bits ? at[half_word + 1] : 0u;
             const uint w = (at[half_word] | next << 16) >> (bit % 16);

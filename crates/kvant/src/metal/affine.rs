@@ -5,7 +5,7 @@ use crate::{
     ops::linear::OwnedWeight,
 };
 
-/// The parts of a weight whose rows have `inputs` elements; dense ones are read four at a time.
+/// The parts of a weight whose rows have `inputs` elements. Elements of dense weights are read four at a time.
 pub(super) fn parts(weight: &OwnedWeight, inputs: usize) -> Parts<'_> {
     Parts::of(weight, |dense| rows_aligned4(inputs, [dense]))
 }

@@ -1,4 +1,4 @@
-// argmax: the index of the largest element of each row, the lowest among equals, never of a NaN. A row of NaN only
+// argmax: the index of the largest element of each row; the lowest index among equals. NaN never wins: a row of NaN
 // gives 0xFFFFFFFF.
 //
 // x is [rows, dim], f32, f16 or bf16; out is [rows]. One threadgroup per row; each thread keeps its best element, and

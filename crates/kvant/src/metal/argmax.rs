@@ -15,7 +15,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     build_for(NAME, call, b)
 }
 
-/// Builds the launch for another operation, whose name errors then give.
+/// Builds the launch for another operation; errors name that operation.
 pub(super) fn build_for(op: &'static str, call: &Call, b: &mut Builder) -> Result<()> {
     b.push(launch(op, call, &SOURCE, &b.limits)?)
 }

@@ -74,7 +74,8 @@ inline float half_at(device const uchar *at) {
     return float(as_type<half>(ushort(at[0] | uint(at[1]) << 8)));
 }
 
-// Twice the values of four E2M1 codes, plus 12, computed without a table: 0, 1, 2, 3, 4, 6, 8, 12 and a sign.
+// Twice the values of four E2M1 codes, plus 12, computed without a table. Twice the values is 0, 1, 2, 3, 4, 6, 8, 12
+// with a sign.
 inline uint numbers_of(uint codes) {
     uint numbers = 0;
     for (uint i = 0; i < 4; i++) {
@@ -137,7 +138,8 @@ inline void load_block_codes(device const uchar *data, device const uchar *scale
     const uint g = c % chunks;
     device const uchar *block =
         data + (row * (inputs / block_inputs(format)) + c / chunks) * block_bytes(format);
-    // For K-quants: the bytes of this group in a plane of 32, and the shift of its two bits among those of four planes.
+    // For K-quants: the half of a plane of 32 bytes that has this group, and the shift of its two bits among the bits
+    // of four planes.
     const uint half_plane = g % 2 * 16, two_bits = g % 8 / 2 * 2;
     bias = 0;
     if (format == Q2_K) {
@@ -194,7 +196,7 @@ inline void load_block_codes(device const uchar *data, device const uchar *scale
         scale = format == NVFP4 ? 0.5f * e4m3(scales[row * (inputs / 16) + c])
                                 : half_power(scales[row * (inputs / 32) + c / 2]);
     } else {
-        // Blocks of 32: the chunk is the low or the high halves of 16 bytes, at the end of the block.
+        // Blocks of 32 inputs: the chunk is the low or the high nibbles of the last 16 bytes of the block.
         const uint start = block_bytes(format) - 16;
         uint high = 0;
         if (format == Q5_0 || format == Q5_1) {

@@ -28,8 +28,8 @@ const SMALL: usize = 1 << 20;
 
 /// The bytes that an allocation of `bytes` takes. `None` if the size overflows.
 ///
-/// Small ones are whole pages, and at most an eighth too large, so that similar sizes share a class. Large ones
-/// (weights, caches) are whole pages only, because an eighth of them would be a significant loss.
+/// Small allocations are rounded up by at most an eighth, to whole pages, so that similar sizes share a class. Large
+/// ones (weights, caches) are only rounded up to whole pages, because an eighth would be a significant loss.
 pub(super) fn size_class(bytes: usize) -> Option<usize> {
     let step = if bytes > SMALL { PAGE } else { (bytes.next_power_of_two() / 16).max(PAGE) };
     bytes.max(1).checked_next_multiple_of(step)

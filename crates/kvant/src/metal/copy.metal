@@ -1,7 +1,7 @@
 // copy: bytes from one buffer to another.
 //
-// If both sides begin at a multiple of 4 (WORDS), one thread per 4 bytes, with the tail by bytes; otherwise one thread
-// per byte.
+// With WORDS, both addresses are multiples of 4, and a thread copies 4 bytes; the rest is copied by bytes. Without, a
+// thread copies one byte.
 #include <metal_stdlib>
 using namespace metal;
 

@@ -2,7 +2,8 @@
 //
 // The table is [vocab, dim], f32, f16 or bf16, or MLX's affine codes [vocab, dim * bits / 32] with scales and biases
 // [vocab, dim / group], or rows of blocks (blocks.h); ids is [tokens]; out is [tokens, dim], f32, f16 or bf16. One
-// thread per four elements of a row, or per 16 if the table is not dense: x counts them, y the tokens.
+// thread per four elements of a row of a dense table, and per 16 elements of the other tables: x counts threads of a
+// row, y counts tokens.
 #include "vectors.h"
 #include "affine.h"
 #include "blocks.h"
@@ -16,7 +17,8 @@ struct EmbedParams {
 
 constant uint TABLE_DTYPE [[function_constant(0)]];
 constant uint OUT_DTYPE [[function_constant(1)]];
-// 0 for a dense table: TABLE_DTYPE is then the table's, otherwise that of scales and biases.
+// Bits of an affine code, otherwise 0. TABLE_DTYPE is the dtype of a dense table, or of the scales and biases of an
+// affine one.
 constant uint BITS [[function_constant(2)]];
 constant uint GROUP [[function_constant(3)]];
 constant bool ALIGNED [[function_constant(4)]];

@@ -1,4 +1,4 @@
-// The bias that keys of sealed pages are stored without, turned to their positions: key_bias.rs.
+// The key bias, rotated to positions; sealed pages store keys without it (key_bias.rs).
 //
 // A row of pairs has two halves: the first coordinates of all pairs, then the second ones. The angle of a position is
 // the sum of the angles of its page's first position and of its slot. Two neighbouring pairs are processed at once, as
@@ -39,7 +39,8 @@ struct KeyBias {
         const float2 first = *reinterpret_cast<device const float2 *>(row + 2 * i);
         return float4(first, *reinterpret_cast<device const float2 *>(row + dim / 2 + 2 * i));
     }
-    // The factors of cosines and sines in a query's product with the bias; `query` has the query's pairs.
+    // The factors by which a query's product with the bias multiplies cosines and sines. `query` has the query's
+    // coordinates, ordered by pairs.
     float4 factors(threadgroup const float *query, uint i) const {
         const float2 a = *reinterpret_cast<threadgroup const float2 *>(query + 2 * i);
         const float2 b = *reinterpret_cast<threadgroup const float2 *>(query + dim / 2 + 2 * i);

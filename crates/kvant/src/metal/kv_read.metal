@@ -2,8 +2,8 @@
 //
 // A threadgroup takes one vector: group.x is its head, group.y counts the positions. A quantised vector is decoded to
 // threadgroup memory, around the mean of its page if the codec is centred, and rotated back there unless KEEP_ROTATED.
-// The bias that keys are stored without is added last. A dense vector of out's dtype keeps its bits. For a position
-// without a page, out gets zeros if FILLS, and is unchanged otherwise.
+// The key bias, which stored keys do not include, is added last. A dense vector of out's dtype keeps its bits. For a
+// position without a page, out gets zeros if FILLS, and is unchanged otherwise.
 #include "key_bias.h"
 #include "planes.h"
 #include "rotate.h"

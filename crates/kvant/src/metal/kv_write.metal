@@ -1,8 +1,8 @@
 // kv_write: new keys and values, [T, Hk, D] or [Hk, T, D], into the slots of a cache layer, both in one launch.
 //
 // A threadgroup takes one vector: group.x is its head, group.y the token, group.z 0 for the key and 1 for the value. A
-// dense layer of the source's dtype gets its bits. A token that the layer does not hold when the step is written, that
-// has no page, or whose sequence or position is out of range, is skipped, so that no slot is written twice.
+// dense layer of the source's dtype gets its bits. A token is skipped if the layer does not hold it when the step is
+// written, if it has no page, or if its sequence or position is out of range. Therefore no slot is written twice.
 #include "slots.h"
 #include "turboquant.h"
 

@@ -68,9 +68,9 @@ inline WeightRow row_of(Weight w, ulong row, uint inputs) {
     return WeightRow{w.values + row * values, w.scales + row * groups, w.biases + row * groups, row};
 }
 
-// Inputs 16 c .. 16 c + 15 of a row of a W that is not dense, as scale * q + bias. With PLACED, q of a 4-bit code is
-// 16^i times the code, where i is its place in a half word: `placed` divides inputs or scales instead, so that no code
-// is shifted.
+// Inputs 16 c .. 16 c + 15 of a row of an affine W or of blocks, as scale * q + bias. With PLACED, no code is shifted:
+// q of a 4-bit code is 16^i times the code, where i is its place in a half word, and `placed` divides inputs or scales
+// by 16^i.
 struct Chunk {
     float4 q[4];
     float scale;
@@ -129,7 +129,7 @@ kernel void linear_few(device const uchar *x [[buffer(0)]],
     }
     const bool known = expert < p.experts;
 
-    // Beyond the last row or output, the last one is computed again, and not stored.
+    // Missing rows and outputs repeat the last one and are not stored.
     device const uchar *x_rows[TOKENS];
     WeightRow w_rows[ROWS];
     for (uint t = 0; t < TOKENS; t++) {
@@ -302,7 +302,7 @@ kernel void linear_tiles(device const uchar *x [[buffer(0)]],
             x_rows[f] = x + ulong(row) * p.inputs * bytes_of(X_DTYPE);
         }
         for (uint k = 0; k < p.inputs; k += TILE_K) {
-            // Inputs beyond the end are zero; rows and outputs beyond the end repeat the last one.
+            // Missing inputs are zero; missing rows and outputs repeat the last one.
             const uint j = k + x_four * 4;
 #pragma unroll
             for (uint f = 0; f < X_FOURS; f++) {

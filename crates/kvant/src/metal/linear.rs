@@ -12,9 +12,9 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout],
 };
 
-/// Maximum rows for which a weight is read once per four rows, instead of multiplied by tiles.
+/// Maximum rows for `linear_few`, which reads the weight once per four rows; more rows are multiplied in tiles.
 const FEW_ROWS: usize = 8;
-/// Maximum rows per expert for the same.
+/// Maximum rows per expert for `linear_few`.
 const FEW_ROWS_PER_EXPERT: usize = 2;
 /// SIMD-groups of a threadgroup of `linear_few`, and outputs of each.
 const SIMDGROUPS: usize = 4;
@@ -32,15 +32,15 @@ enum LinearKernel {
     Tiles,
 }
 
-/// Selects the kernel for `rows` output rows; `experts`: the number of experts, if rows choose one. Without `tiles`,
-/// the device rejects the kernel of tiles.
+/// Selects the kernel for `rows` output rows; `experts`: the number of experts, if rows choose one. `tiles`: whether
+/// the device accepts the kernel of tiles.
 fn select(rows: usize, experts: Option<usize>, tiles: bool) -> LinearKernel {
     let few = experts.map_or(FEW_ROWS, |experts| FEW_ROWS.max(FEW_ROWS_PER_EXPERT * experts));
     if rows > few && tiles {
         return LinearKernel::Tiles;
     }
     let together = match rows {
-        // Rows of different experts share no weight.
+        // Rows with different experts share no weight.
         _ if experts.is_some() => 1,
         0 | 1 => 1,
         2 => 2,

@@ -41,7 +41,7 @@ constant uint ADDED_DTYPE [[function_constant(10)]];
 
 constant uint SIGMOID = 2;
 
-// The logits of a token, and the function from a logit to a score: a sigmoid, or its share of a softmax.
+// The logits of a token, and the function from a logit to a score: a sigmoid, or the logit's part of a softmax.
 struct Scores {
     device const uchar *logits;
     device const float *bias;

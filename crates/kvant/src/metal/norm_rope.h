@@ -20,8 +20,8 @@ constant constexpr uint HALVES = 0;
 constant constexpr uint LEADING_HALVES = 1;
 constant constexpr uint INTERLEAVED = 2;
 
-// Pair i turns by coarse[i / 64] · fine[i % 64] turns per position; these are the bits of doubles, which Metal does not
-// have.
+// Pair i makes coarse[i / 64] · fine[i % 64] turns per position. Both are the bits of doubles, because Metal has no
+// doubles.
 struct RopeParams {
     ulong coarse[64];
     ulong fine[64];
@@ -65,7 +65,7 @@ inline ulong frequency(constant RopeParams &rope, uint i) {
     return shifted(product, exponent + 2);
 }
 
-// Turns divided by a factor that is not zero; whole turns are discarded.
+// `turns` divided by a factor that is not zero; whole turns are discarded.
 inline ulong divided(ulong turns, float factor) {
     const uint bits = as_type<uint>(factor);
     const uint exponent = bits >> 23 & 255, fraction = bits & 0x7FFFFF;
@@ -113,8 +113,8 @@ inline float2 turn_of(Rope rope, constant RopeParams &params, uint position, uin
     return cos_sin(position * turns);
 }
 
-// The factors that normalise a row. There are two, because squares and factors may overflow float although the result
-// does not.
+// The factors that normalise a row. They are applied in two steps, because squares and factors may overflow float
+// although the result does not.
 inline float2 norm_factors(threadgroup const float *row, threadgroup float *room, float squares, uint dim, float eps,
                            Place place) {
     const float total = reduce<Sum>(squares, room, place);

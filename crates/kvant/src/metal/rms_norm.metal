@@ -2,9 +2,9 @@
 // norms of out.
 //
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
-// and a row is the sum of `terms` of these, each times its element of combine, [rows, terms]. AFTER adds the residual
-// to the normed row, before the scale; NORMED adds the residual's own norm. BEFORE adds the residual to x first, and
-// writes the sum.
+// and a row is the sum of `terms` rows of x, each times its element of combine, [rows, terms]. AFTER: the residual is
+// added to the normed row, before the scale; with NORMED, the residual is normed first. BEFORE: the residual is added
+// to x before the norm, and the sum is written.
 //
 // A row belongs to one of several SIMD-groups in a threadgroup or, if it is long, to a whole threadgroup (WHOLE). It is
 // read twice: for its mean square, then, mostly from a cache, for the result. For the next norms, `out` is read in the
@@ -94,8 +94,8 @@ inline float squares_of(Row row, float unit, threadgroup float *shared, Place pl
     return reduce<Sum>(squares, shared, place);
 }
 
-// The factors that normalise the row. There are two, because squares and factors may overflow float although the result
-// does not.
+// The factors that normalise the row. They are applied in two steps, because squares and factors may overflow float
+// although the result does not.
 inline float2 factors_of(Row row, float eps, threadgroup float *shared, Place place) {
     const float squares = squares_of(row, 1, shared, place);
     if (is_finite(squares) && (squares >= 1e-24f || eps >= 1e-24f)) {

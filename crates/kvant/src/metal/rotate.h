@@ -27,7 +27,7 @@ inline float rotation_scale(uint dim) {
 // Rotates `rows` consecutive rows of `dim` elements; dim is a power of two, 2 to 4096. All threads
 // of the threadgroup call it, thread `index` of `threads`. It begins and ends with a barrier: callers need none.
 inline void rotate(threadgroup float *x, uint rows, uint dim, bool inverse, uint index, uint threads) {
-    // Scaled first, so that sums overflow only if the result nearly does.
+    // Elements are scaled down first, so that a sum overflows only if the result is close to overflow.
     const float scale = rotation_scale(dim);
     const uint column = dim - 1;
     uint distance = 1;

@@ -11,9 +11,9 @@
 //
 // The row is read twice: for its largest logit, and for the entry with the largest ratio of probability to random
 // number. A cut reads it twice more. First every entry adds 1 and its probability to one of 256 bins, by its distance
-// from the largest logit: a bin is an eighth of a temperature, and a probability of the last bin is less than a unit.
-// The entries of the bin that contains the goal are read into a list, with all bins before it if there is room. In the
-// list, the answer is found digit by digit of its rank: all entries that share the known digits add their weight to a
+// from the largest logit: a bin is an eighth of a temperature wide, and a probability in the last bin is less than a
+// unit. Then the entries of the bin that contains the goal are copied to a list, with the bins before it that fit. In
+// the list, the rank of the cut is found digit by digit: all entries that share the known digits add their weight to a
 // histogram of the next digit. If a bin does not fit the list, the row is read once per digit instead.
 #include "vectors.h"
 #include "ordered.h"
@@ -43,7 +43,7 @@ constant bool ROWS [[function_constant(7)]];
 constant constexpr uint BINS = 256;
 
 // The parameters of a row that has its own: words with the layout of SampleParams. They are untrusted: values out of
-// range are moved into it.
+// range become the nearest valid ones.
 inline SampleParams own_params(SampleParams p, device const uint *rows, uint row) {
     device const uint *own = rows + ulong(row) * (sizeof(SampleParams) / sizeof(uint));
     p.seed = own[0] | ulong(own[1]) << 32;
@@ -65,7 +65,7 @@ struct Row {
     float temperature;
 };
 
-// The bits of a key beyond its digits are equal for all logits of one sign.
+// Bits of a key below its digits are equal for all logits of one sign.
 inline ulong rank_of(float logit, uint id) {
     const ulong key = ordered(logit) >> (32 - 8 * KEY_DIGITS);
     const ulong last = (1ul << (8 * ID_DIGITS)) - 1;
@@ -117,7 +117,7 @@ struct Shared {
     // For each bin by distance: the number of entries, and the probability of those that no cut has removed.
     atomic_uint counts[BINS];
     ulong weights[BINS];
-    // The sums that a goal is searched in.
+    // The sums in which a goal is searched.
     ulong sums[BINS];
     ulong coarse[BINS / 16];
     // Ranks of all entries of bins from `from` to `to`.
@@ -217,7 +217,7 @@ struct Race {
             return;
         }
         const float rate = p / exponential(stream, other);
-        // Among equals, the lower id wins, which comes first.
+        // Among equals, the lower id wins, because it comes first.
         if (rate > largest) {
             largest = rate;
             id = other;
@@ -257,7 +257,7 @@ inline void distribute(Worker worker, threadgroup Shared<COPIES> &shared) {
         atomic_fetch_add_explicit(&shared.counts[0], f.far, memory_order_relaxed);
     }
     settle(worker, shared);
-    // The threads that write these read them next.
+    // Each thread next reads only the bins that it writes here.
     for (uint bin = worker.index; bin < BINS; bin += worker.threads) {
         shared.weights[bin] = shared.sums[bin];
     }
@@ -414,7 +414,7 @@ inline ulong search(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut
     return f.prefix;
 }
 
-// The weights that remain without the entries of bin `bin` whose ranks are below `cut`.
+// Removes from bin `bin` the weights of entries whose rank is below `cut`.
 template <uint COPIES>
 inline void cut_down(Worker worker, threadgroup Shared<COPIES> &shared, ulong cut) {
     const uint bin = bin_of(worker.row, logit_of(cut));
@@ -491,7 +491,7 @@ kernel void sample(device const uchar *logits [[buffer(0)]],
     }
     Race race = {worker.row, stream_of(p.seed, counter[group]), cut, p.min_p, 0, Min::none};
     each_entry(worker, race);
-    // Rates are not negative, so their bits compare as the rates do.
+    // Rates are not negative, so their bits have the order of the rates.
     const uint rate = as_type<uint>(race.largest);
     const uint max_rate = reduce<Max>(rate, largest, place);
     const uint id = reduce<Min>(rate == max_rate ? race.id : Min::none, largest, place);

@@ -80,8 +80,8 @@ inline void note_finite(DenseRows rows, threadgroup uint *finite, Place place) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// row ← the rotated mean of the vectors that count. Threads form slices; each slice sums every `slices`-th vector, and
-// `row` has room for the sum of each slice. Ends with a barrier.
+// row ← the rotated mean of the finite vectors. Threads form slices; each slice sums every `slices`-th vector, and
+// `row` holds the sum of each slice. Ends with a barrier.
 inline void make_mean(DenseRows rows, threadgroup const uint *finite, threadgroup float *row, threadgroup float *room,
                       Place place) {
     const uint index = index_of(place), threads = threads_of(place), dim = rows.dim;

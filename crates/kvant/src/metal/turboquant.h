@@ -1,8 +1,8 @@
 // TurboQuant's encoding of a row, as codec/turboquant.rs defines it, and storing of rows for any codec.
 //
 // All threads of a threadgroup share a row in threadgroup memory. A thread takes four coordinates at a time, from
-// 4·lane on, so that a SIMD-group has 128 consecutive ones: whole bytes of every plane, except that two threads share
-// each byte of a plane of single bits.
+// 4·lane on, so that a SIMD-group has 128 consecutive coordinates. A thread's coordinates fill whole bytes of every
+// plane, except planes of single bits, in which two threads share a byte.
 #ifndef KVANT_TURBOQUANT_H
 #define KVANT_TURBOQUANT_H
 #include "planes.h"
@@ -105,7 +105,7 @@ inline void sum_squares(threadgroup const float *row, threadgroup float *parts, 
     wait_for(place);
 }
 
-// Stores norm i. A half is rounded to nearest, and infinite above the maximum.
+// Stores norm i. A half is rounded to nearest; norms above the largest half become infinite.
 inline void store_norm(WritablePlanes to, ulong i, float norm, uint codec) {
     if (is_centred(codec)) {
         store(to.norms, i, norm, F16);
@@ -114,8 +114,8 @@ inline void store_norm(WritablePlanes to, ulong i, float norm, uint codec) {
     }
 }
 
-// Encodes a rotated row. If the codec is centred, the caller has subtracted the mean: each thread from the coordinates
-// that it reads here, four from 4·index on in every 4·threads. `room` has WRITE_ROOM unused floats.
+// Encodes a rotated row. If the codec is centred, the caller has subtracted the mean; each thread has done so for the
+// coordinates that it reads here: four from 4·index on in every 4·threads. `room` has WRITE_ROOM unused floats.
 inline void encode(threadgroup const float *row, threadgroup float *room, WritablePlanes to, ulong at, uint dim,
                    Encoding encoding, Place place) {
     threadgroup float *squares = room, *products = room + 32, *lengths = room + 64;

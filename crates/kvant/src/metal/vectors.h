@@ -22,7 +22,7 @@ inline float4 load4(device const uchar *x, ulong i, uint count, uint dtype, bool
 
 inline void store4(device uchar *x, ulong i, uint count, float4 values, uint dtype, bool aligned) {
     if (aligned) {
-        // One NaN for all, as in store.
+        // Every NaN gets the same bits, as in store.
         const uint4 bits = as_type<uint4>(values);
         values = as_type<float4>(select(bits, uint4(NAN_BITS), (bits & 0x7FFFFFFF) > 0x7F800000));
         switch (dtype) {

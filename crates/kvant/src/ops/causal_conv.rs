@@ -13,10 +13,9 @@ pub(crate) const MAX_TAPS: usize = 8;
 /// Arguments of [`causal_conv`](causal_conv()): a depthwise convolution over the last K positions of each sequence.
 ///
 /// For row t of a run and channel c, out\[t, c\] = f(bias\[c\] + Σⱼ weight\[c, j\] · x\[t − K + 1 + j, c\]), where f is
-/// SiLU or the identity. Rows before the run are those of the state, which holds the last K − 1 inputs of each
-/// sequence; the call replaces them by the last K − 1 inputs including the run. Inputs before the sequence are zero.
-/// A state in the dtype of `x` holds the inputs exactly, so that results do not depend on how a prompt is divided into
-/// runs.
+/// SiLU or the identity. The state holds the last K − 1 inputs of each sequence, which are the rows before the run; the
+/// call replaces them by the last K − 1 inputs including the run. Inputs before the sequence are zero. A state in the
+/// dtype of `x` holds the inputs exactly, so that results do not depend on how a prompt is divided into runs.
 ///
 /// Qwen3-Next and Qwen3.5 (four taps and SiLU) and LFM2 (three taps) have such layers.
 #[derive(Clone, Copy, Debug)]
@@ -24,7 +23,7 @@ pub(crate) const MAX_TAPS: usize = 8;
 pub struct CausalConv<'a> {
     /// `[T, C]`, f32, f16 or bf16.
     pub x: &'a Tensor,
-    /// `[C, K]`, f32, f16 or bf16; K is 2 to 8. The last tap is that of the row itself.
+    /// `[C, K]`, f32, f16 or bf16; K is 2 to 8. The last tap multiplies the row itself.
     pub weight: &'a Tensor,
     /// `[C]`, f32, f16 or bf16.
     pub bias: Option<&'a Tensor>,

@@ -7,7 +7,7 @@ pub(crate) fn shape(op: &'static str, arg: &'static str, tensor: &Tensor, dims: 
     dims_are(op, arg, tensor.shape(), dims)
 }
 
-/// As [`shape`], for the dimensions of something that is no tensor.
+/// As [`shape`], for dimensions without a tensor.
 pub(crate) fn dims_are(op: &'static str, arg: &'static str, got: &[usize], dims: &[(&str, usize)]) -> Result<()> {
     if got.iter().copied().eq(dims.iter().map(|d| d.1)) {
         return Ok(());
@@ -26,7 +26,7 @@ pub(crate) fn rank<const N: usize>(
     rank_of(op, arg, tensor.shape(), names)
 }
 
-/// As [`rank`], for the dimensions of something that is no tensor.
+/// As [`rank`], for dimensions without a tensor.
 pub(crate) fn rank_of<const N: usize>(
     op: &'static str,
     arg: &'static str,
@@ -69,8 +69,8 @@ pub(crate) fn at_most(op: &'static str, arg: &'static str, value: usize, limit: 
     value_is(op, arg, value <= limit, format_args!("at most {limit}"), value)
 }
 
-/// Checks a softcap. tanh(x / cap) would be wrong if a GPU flushed a smaller cap to zero, or the quotients of a larger
-/// one.
+/// Checks a softcap. A GPU may flush a smaller cap, or the quotients x / cap of a larger one, to zero, which would make
+/// tanh(x / cap) wrong.
 pub(crate) fn cap(op: &'static str, arg: &'static str, value: f32) -> Result<()> {
     value_is(op, arg, (f32::MIN_POSITIVE..=1e30).contains(&value), "1.2e-38 to 1e30", value)
 }

@@ -147,7 +147,7 @@ impl Call {
         }
     }
 
-    /// The bias that the side's vectors are stored without.
+    /// The key bias, which stored vectors of the side do not include.
     pub(crate) fn key_bias(&self) -> Option<&KeyBias> {
         self.layer.key_bias().filter(|_| self.side == KvSide::K)
     }

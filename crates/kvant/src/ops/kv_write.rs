@@ -20,7 +20,7 @@ pub(crate) const NAME: &str = "kv_write";
 /// or use pages ([`KvPool`](crate::KvPool)), which do not have this limit.
 ///
 /// If the ranks of a group divide the layer's positions ([`CacheLayer::position_ranks`](crate::CacheLayer)), each rank
-/// stores those that it has.
+/// stores its own positions.
 ///
 /// In a layer of a pool that seals pages, the rows are written dense. Pages that later tokens of the same step see as
 /// sealed are then sealed ([`CacheLayer`](crate::CacheLayer)).

@@ -353,7 +353,7 @@ pub(crate) struct Call {
     pub out: Tensor,
     /// Output rows.
     pub rows: usize,
-    /// The numbers of outputs of the matrices whose results follow each other in `out`; empty for one matrix.
+    /// The numbers of outputs of the matrices whose results are consecutive in `out`; empty for one matrix.
     pub parts: Vec<usize>,
 }
 

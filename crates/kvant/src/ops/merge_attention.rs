@@ -12,7 +12,7 @@ pub(crate) const NAME: &str = "merge_attention";
 /// Arguments of [`merge_attention`](merge_attention()): merges the ranks' results of attention over disjoint keys to
 /// the result over all of these keys.
 ///
-/// out = Σᵣ wᵣ · xᵣ / (Σᵣ wᵣ + exp(sink)), with wᵣ = 2^endᵣ of rank r, in the order of ranks; the sink counts only with
+/// out = Σᵣ wᵣ · xᵣ / (Σᵣ wᵣ + exp(sink)), with wᵣ = 2^endᵣ of rank r, in the order of ranks; exp(sink) is 0 without
 /// `sinks`. A result over no keys has the end −∞ and no effect. If all ends of a head are −∞, its result is zero.
 ///
 /// Each rank gets its heads: rank r of R gets heads r·H/R to (r + 1)·H/R. A device that is no group merges one result.

@@ -12,7 +12,7 @@ use crate::{
 pub(crate) const NAME: &str = "norm_rope_write";
 
 /// Arguments of [`norm_rope_write`](norm_rope_write()): [`norm_rope`](super::norm_rope()) of Q, K and V and
-/// [`kv_write`](super::kv_write()) of the new K and V, in one launch unless `kv_write` takes several. It is all the
+/// [`kv_write`](super::kv_write()) of the new K and V, in one launch unless `kv_write` needs several. This is all the
 /// work between a layer's projections and its attention.
 ///
 /// Queries and keys get norm and RoPE; values get only their norm. K and V are encoded from f32, without rounding to

@@ -21,8 +21,8 @@ pub(crate) const NAME: &str = "sample";
 /// divided by the sum over the remaining candidates. Temperature 0 selects the largest logit.
 ///
 /// e depends only on `seed`, the row's counter and the id. A captured step therefore draws with new numbers at each
-/// position, and a run can be repeated. Logits that differ by rounding draw another token only if the two largest rates
-/// are equal up to that rounding, whatever the order of the others.
+/// position, and a run can be repeated. If logits differ by rounding, another token is drawn only if the two largest
+/// rates are equal up to that rounding.
 ///
 /// A row that holds only NaN, which overflowing activations produce, draws `u32::MAX`, which is not a valid id.
 #[derive(Clone, Copy, Debug)]

@@ -52,8 +52,8 @@ impl StateRuns {
     }
 
     /// Runs in existing tensors: u32 `[S + 1]`, `[S]` and `[S]`, as [`StateRuns::starts`], [`StateRuns::slots`] and
-    /// [`StateRuns::past`] return them. `max_rows` bounds the rows of a run, as far as the host knows; it selects
-    /// grids, and longer runs are still computed.
+    /// [`StateRuns::past`] return them. `max_rows` is the host's estimate of the maximum rows of a run. It selects
+    /// grids; longer runs are computed as well.
     pub fn from_tensors(starts: Tensor, slots: Tensor, past: Tensor, max_rows: usize) -> StateRuns {
         StateRuns { starts, slots, past, max_rows }
     }
@@ -68,7 +68,7 @@ impl StateRuns {
         &self.slots
     }
 
-    /// u32 `[S]`: the tokens of the sequence before the run. Only 0 differs from other numbers: the state starts as
+    /// u32 `[S]`: the tokens of the sequence before the run. Only whether it is 0 matters: the state then starts as
     /// zeros.
     pub fn past(&self) -> &Tensor {
         &self.past

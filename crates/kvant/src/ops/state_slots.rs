@@ -7,7 +7,7 @@ const NAME: &str = "state_slots";
 ///
 /// Operations with a state per sequence ([`causal_conv`](crate::ops::causal_conv()),
 /// [`delta_rule`](crate::ops::delta_rule())) take it, with [`StateRuns`](crate::ops::StateRuns) that assign slots to
-/// sequences. [`KvPool::state`](crate::KvPool::state) returns that of a pool, whose slots are numbers of pages.
+/// sequences. [`KvPool::state`](crate::KvPool::state) returns the slots of a pool; their indices are numbers of pages.
 ///
 /// # Example
 /// ```
@@ -19,7 +19,7 @@ const NAME: &str = "state_slots";
 /// ```
 #[derive(Clone, Debug)]
 pub struct StateSlots {
-    /// From the first element of slot 0.
+    /// The memory, from the first element of slot 0 on.
     memory: Tensor,
     shape: Vec<usize>,
     count: usize,

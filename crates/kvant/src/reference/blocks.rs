@@ -1,8 +1,8 @@
 //! Dequantises GGUF's block formats and floats with a scale per group, block by block in f64.
 //!
 //! Every weight is scale · (value of its code) + bias. Products of f16 scales, integer scales and codes are exact in
-//! f64. K-quants (256 inputs) store a plane of the codes of 32 consecutive inputs, a unit, in 32 consecutive bytes, at
-//! the same bits of each.
+//! f64. K-quants have blocks of 256 inputs. 32 consecutive inputs are a unit; a plane of their codes is stored in 32
+//! consecutive bytes, at the same bits of each byte.
 
 use half::f16;
 
@@ -97,7 +97,7 @@ fn scale_of_q3(packed: &[u8], g: usize) -> f64 {
 }
 
 fn dequantise_block(format: BlockFormat, block: &[u8]) -> Vec<f64> {
-    // For input i: its byte in a plane, its unit, and its two bits of the planes of four units in 32 bytes.
+    // For input i: its byte in a plane, its unit, and its two bits in the 32 bytes that hold the planes of four units.
     let (byte, unit) = (|i: usize| i % 32, |i: usize| i / 32);
     let two_bits = |bytes: &[u8], i: usize| bytes[i / 128 * 32 + byte(i)] >> (unit(i) % 4 * 2) & 3;
     let four_bits = |bytes: &[u8], i: usize| bytes[i / 64 * 32 + byte(i)] >> (unit(i) % 2 * 4) & 15;

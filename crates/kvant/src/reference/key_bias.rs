@@ -1,4 +1,4 @@
-//! The bias that keys of sealed pages are stored without, turned to their positions.
+//! The key bias, rotated to positions. Sealed pages store keys without it.
 
 use super::io;
 use crate::KeyBias;

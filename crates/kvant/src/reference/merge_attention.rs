@@ -25,7 +25,7 @@ pub(crate) fn run(call: &Call) -> Result<()> {
     let wait = || call.peers.as_ref().map_or(Ok(()), Peers::wait_for_all);
     wait()?;
     let parts: Vec<[Vec<f64>; 2]> = call.parts().map(|(x, ends)| [io::load(x), io::load(ends)]).collect();
-    // The other ranks have read this rank's result, too.
+    // The other ranks must have read this rank's result before it changes.
     wait()?;
     let (sinks, dim) = (call.sinks.as_ref().map(io::load), call.head_dim);
     let mut out = Vec::with_capacity(call.out.elements());

@@ -15,8 +15,8 @@ pub(crate) fn run(call: &Call) {
     }
 }
 
-/// Encodes one side of a page. `from` and `to` are the byte offsets of the dense and the sealed page. `bias` is the
-/// bias that the vectors are stored without, and the position of the first vector.
+/// Encodes one side of a page. `from` and `to` are the byte offsets of the dense and the sealed page. `bias` is the key
+/// bias, which is subtracted from the vectors, and the position of the first vector.
 fn seal_side(call: &Call, dense: &Planes, sealed: &Planes, [from, to]: [usize; 2], bias: Option<(&KeyBias, usize)>) {
     let (layer, page_tokens) = (&call.sealed, call.sealed.page_tokens());
     let dim = layer.spec().head_dim;

@@ -147,7 +147,7 @@ fn attend(device: &Device, layer: &KvLayer, tokens: usize, q: DType, out: DType)
     ops::attend(&mut device.encoder()?, &Attend::new(&q, layer, &step, &out))
 }
 
-/// The capacity of the shared memory of a cluster's blocks: 1024 keys, and up to 256 coordinates if dense.
+/// Contexts that fit into the shared memory of a cluster's blocks: up to 1024 keys, of up to 256 coordinates if dense.
 #[test]
 fn short_contexts_have_kernels_of_their_own() -> Result<()> {
     let launches = Launches::default();

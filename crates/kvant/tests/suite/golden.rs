@@ -96,7 +96,7 @@ impl Case {
     }
 
     /// Compares every element within the golden data's own error (`mlx_err`), f32 arithmetic, and one rounding to the
-    /// dtype on each side; `magnitude` is the size of the numbers that f32 sums on the way.
+    /// dtype on each side. `magnitude`: the size of the numbers that are added in f32.
     fn compare(&self, device: &Device, got: &[f32], want: &str, magnitude: f64) {
         if let Some(why) = self.difference(got, want, magnitude) {
             panic!("{device}: {}: {why}", self.name);
@@ -188,9 +188,9 @@ fn sdpa() {
                 ops::attend(enc, &args)
             })
             .unwrap();
-            // Scores of thousands have rounding errors that change the weights.
+            // Rounding errors of scores in the thousands change the weights.
             let magnitude = if case.name.contains("sharp") { 400.0 } else { 4.0 };
-            // So do the factors that a device rounds, relative to values of about 1.
+            // Rounding of factors to 16 bits changes them too. Values are about 1.
             let spread = (case.number("scale").abs() * (head_dim as f64).sqrt()).max(1.0);
             let rounding = Bound::of(case.dtype()).over(device, Codec::F32, spread).rounding;
             let rounded = 8.0 * rounding / ARITHMETIC;

@@ -243,7 +243,7 @@ impl<'a> Function<'a> {
         self.users.get_key_value(name).map(|p| *p.0)
     }
 
-    /// A pointer as another one and a constant distance in bytes.
+    /// Splits a pointer into a base pointer and a constant offset in bytes.
     fn resolve(&self, pointer: &'a str) -> (&'a str, i64) {
         let (mut at, mut distance) = (pointer, 0);
         for _ in 0..64 {

@@ -54,7 +54,7 @@ pub struct Counts {
     pub matrix_accesses: u64,
     /// Arithmetic.
     pub operations: Operations,
-    /// The average share of a SIMD-group's threads that took part, from 0 to 1.
+    /// The mean fraction of a SIMD-group's threads that were active, from 0 to 1.
     pub active: f64,
     /// Places in the source that access device, constant or private memory, most units first.
     pub lines: Vec<SourceLine>,

@@ -113,7 +113,8 @@ fn scan(inclusive: bool) -> Case {
         expected,
         tolerance: 2e-5,
         chosen: inclusive,
-        // All lanes read a sum of a SIMD-group; lanes without one do not use the result.
+        // Each lane reads the sum of a SIMD-group. Lanes beyond the number of SIMD-groups read unwritten memory, and do
+        // not use it.
         lockstep: false,
         fault: Some(Kind::UninitialisedRead),
     }

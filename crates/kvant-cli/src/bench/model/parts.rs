@@ -48,7 +48,7 @@ impl Parts<'_> {
     /// Decodes tokens of one sequence with the recorded pass that `kvant generate` uses.
     pub fn decode(&self, kv: &Kv, context: usize, sampling: &Sampling) -> Result {
         let has_states = !self.model.state_layers().is_empty();
-        // Recurrent states go back to a page boundary only.
+        // Recurrent states can be rolled back only to a page boundary.
         let past = if has_states { boundary(context) } else { context - 1 };
         let options = pool_options(kv, 1, past + if has_states { BATCH_STEPS } else { 1 });
         if !self.has_room(&options)? {
@@ -85,8 +85,8 @@ impl Parts<'_> {
     pub fn batch(&self, kv: &Kv, count: usize, context: usize, sampling: &Sampling) -> Result {
         let has_states = !self.model.state_layers().is_empty();
         let context = if has_states { boundary(context) } else { context };
-        // Keeps the positions that windows have passed, so that truncation finds them. States are kept at the boundary;
-        // every step would copy what they hold.
+        // Keeps the positions that windows have passed, so that truncation finds them. Recurrent states are kept at the
+        // page boundary instead, because holding would copy them in every step.
         let held = if has_states { 0 } else { BATCH_STEPS };
         let options = pool_options(kv, count, context + BATCH_STEPS);
         if !self.has_room(&options)? {

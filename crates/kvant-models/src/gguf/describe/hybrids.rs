@@ -39,7 +39,7 @@ pub(super) fn lfm2_moe(keys: &Keys) -> Result<Value> {
         ("moe_intermediate_size".into(), json!(keys.required("expert_feed_forward_length")?)),
         ("use_expert_bias".into(), json!(keys.gguf.tensor(&format!("blk.{dense}.exp_probs_b.bias")).is_some())),
         ("norm_topk_prob".into(), json!(true)),
-        // Files do not record it.
+        // Files do not record this factor.
         ("routed_scaling_factor".into(), json!(1.0)),
     ]);
     Ok(json.into())

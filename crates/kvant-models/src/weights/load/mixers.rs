@@ -44,7 +44,7 @@ impl Loader<'_> {
             conv: self.taps(role(Part::ConvTaps), spec.taps, &channels)?,
             rate: self.divided(&rate, &[local.value_heads], &heads)?,
             a_bias: self.divided(&a_bias, &[local.value_heads], &heads)?,
-            // This norm multiplies by its weights alone, whatever the other norms do.
+            // This norm multiplies by its weights, even if the other norms multiply by 1 + w.
             norm: self.vector(role(Part::DeltaNorm), spec.value_dim)?,
             output: self.output_projection(role(Part::DeltaOutput), &[h, spec.value_width()], false, &values)?,
         })
@@ -53,7 +53,7 @@ impl Loader<'_> {
     /// The division of the value heads, each of `width` elements. A rank has the value heads of its key heads.
     fn value_shares(&self, spec: &DeltaNetSpec, local: &DeltaNetSpec, width: usize) -> Vec<Share> {
         match spec.tiled {
-            // Each key head is followed by the next one, and again by all of them.
+            // Tiled: the value heads form runs, and each run has one value head of every key head.
             true => {
                 let share = self.share(spec.key_heads * width, local.key_heads * width);
                 vec![share; spec.value_heads / spec.key_heads]
@@ -162,8 +162,8 @@ impl Loader<'_> {
         self.read(role, (self.source.form(role, &shape)?, &shape), &self.outputs_cut(shares), to)
     }
 
-    /// Reads a matrix whose rows are groups, each with rows of every matrix of `to` in turn. A rank has `groups` groups
-    /// and `outputs`.
+    /// Reads a matrix whose rows form groups; each group has rows of every matrix of `to` in turn. A rank has `groups`
+    /// groups, and its share of `outputs`.
     fn read_groups(&self, role: Role, outputs: Share, groups: usize, to: &[Matrix]) -> Result<()> {
         let h = self.spec.hidden_size;
         let joint = Matrix::zeros(self.source.form(role, &[outputs.whole, h])?, &[outputs.local, h], self.device)?;

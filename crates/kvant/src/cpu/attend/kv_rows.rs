@@ -91,7 +91,7 @@ impl<const BITS: u32> PackedRows<BITS> {
         self.low.wrapping_add(row * self.low_stride)
     }
 
-    /// The bits above them.
+    /// The high bits of a row's codes.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn high(&self, row: usize) -> *const u8 {

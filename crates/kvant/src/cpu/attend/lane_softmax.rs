@@ -6,8 +6,8 @@ use crate::cpu::simd::Simd;
 
 /// Maximum lanes of any level: rows are padded to a multiple.
 pub(super) const LANES: usize = 16;
-/// The minimum weight, and the minimum factor of sums, as log2. The largest weight is 1, so smaller ones are lost in
-/// rounding. Their products would be subnormal, and take a hundred cycles each.
+/// The minimum weight, and the minimum factor of sums, as log2. The largest weight is 1, so smaller weights would be
+/// lost in rounding; but their products would be subnormal and take a hundred cycles each.
 pub(super) const MIN_LOG2: f32 = -100.0;
 
 /// Limits of scores for [`limit`]: −∞ for rows that do not see a key, ∞ for rows that do.
@@ -58,8 +58,8 @@ impl ScoreLanes<'_> {
             // For a row that sees a key, the largest score is at least `lowest`: see `SoftmaxState`.
             let (mut largest, lowest) = (m, S::splat(f32::MIN));
             if let Some(seen) = seen {
-                // `min` returns the limit for NaN. So unseen scores become −∞, whatever they are. Seen scores are
-                // unchanged, except that NaN becomes ∞, which the softmax turns into NaN again.
+                // `min` returns the limit for NaN. Therefore unseen scores become −∞, whatever they are. Seen scores
+                // are unchanged, except that NaN becomes ∞, which the softmax turns into NaN again.
                 for key in keys.clone() {
                     let (score, limit) = (scores.add(key * stride), limit::<S>(&seen[key], row));
                     S::store(score, S::min(S::load(score), limit));

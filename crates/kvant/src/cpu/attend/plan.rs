@@ -35,7 +35,7 @@ impl BlockLimits {
 const SPLIT_KEYS: usize = 256;
 /// Minimum query rows of blocks that are made smaller to use more threads.
 const SHARED_ROWS: usize = 64;
-/// Tasks per thread, so that a thread that loses its core for a while does not delay the others.
+/// Tasks per thread. Several small tasks limit the delay if a thread loses its core for a while.
 const TASKS_PER_THREAD: usize = 4;
 /// Maximum KV heads of a task, and the minimum number of keys in pages for more than one. Several heads read a page's
 /// memory as a whole; a single head reads a few KiB of it and jumps to the next page.
@@ -70,7 +70,7 @@ pub(super) struct BatchShape<'a> {
     /// Whether the keys are in pages.
     pub paged: bool,
     pub threads: usize,
-    /// 0 to use as many as the threads need.
+    /// Requested splits; 0 if the plan chooses the number.
     pub splits: usize,
 }
 
@@ -247,7 +247,7 @@ impl WorkPlan {
         (self.tasks, self.partial_rows) = (0, 0);
         for block in &mut self.blocks {
             if block.splits > max_splits {
-                // Parts are never divided: use one split instead of fewer.
+                // Parts are never divided, so the only smaller number of splits is one.
                 block.splits = if shape.batch_invariant { 1 } else { max_splits };
             }
             (block.first_task, block.first_partial) = (self.tasks, self.partial_rows);
@@ -429,7 +429,7 @@ mod tests {
             let mut plan = WorkPlan::default();
             plan.make(&BatchShape { level, threads, ..shape });
             assert_eq!(plan.blocks[0].segment.tokens, max, "{threads} threads");
-            // Blocks of other kernels are this small already.
+            // Blocks of other kernels never have more tokens.
             plan.make(&BatchShape { quantised: false, threads, ..shape });
             assert_eq!(plan.blocks[0].segment.tokens, 16);
         }

@@ -10,15 +10,15 @@ use crate::cpu::{
     simd::{Simd, SimdKernel, SimdLevel},
 };
 
-/// Rows of a side, and the vectors that they are stored without.
+/// Rows of a side, and the vectors that must be added to them.
 #[derive(Clone, Copy)]
 pub(super) struct StagedSide<'a> {
     pub side: &'a KvRows,
     pub means: Option<RowMeans>,
 }
 
-/// The vectors that rows are stored without, in the order of chunks: the mean of their page, or one vector for each
-/// row.
+/// Vectors that were subtracted from rows when these were stored, in the order of chunks: the mean of the page, or one
+/// vector for each row.
 #[derive(Clone, Copy)]
 pub(super) struct RowMeans {
     start: *const f32,
@@ -44,7 +44,7 @@ impl RowMeans {
     }
 }
 
-/// The vectors that the keys of a tile are stored without: decodes the mean of the page to `mean`. If keys have a bias,
+/// The vectors that must be added to the keys of a tile. Decodes the mean of the page to `mean`. If keys have a bias,
 /// writes the sum of bias and mean of each key to `rows`, `[keys, D]`.
 ///
 /// # Safety

@@ -25,8 +25,9 @@ use crate::{
     },
 };
 
-/// Bytes of the keys that a task with several heads processes for each head in turn, as whole pages. Fewer keys cost
-/// jumps between pages; with more, the pages' address translations are evicted before the next head.
+/// A task with several heads processes the keys in spans of whole pages, for one head after the other: bytes of a span.
+/// A shorter span jumps between pages more often; with a longer one, the pages' address translations are evicted before
+/// the next head.
 const SPAN_BYTES: usize = 1 << 20;
 
 fn span(spec: &LayerSpec) -> usize {
@@ -254,7 +255,7 @@ impl HeadWork<'_> {
         }
     }
 
-    /// The queries and states in the form that kernels take.
+    /// The queries and states as arguments of kernels.
     fn queries(&mut self) -> Queries {
         let HeadWork { job, q, rounded, biased, states, .. } = self;
         Queries {

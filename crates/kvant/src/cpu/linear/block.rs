@@ -114,13 +114,13 @@ pub(super) struct WeightPrefetch {
 }
 
 impl WeightPrefetch {
-    /// The addresses to prefetch while the `index`th `bytes` bytes of each row are read: the first row's, and the
-    /// distance to the next row's.
+    /// The addresses to prefetch while the `index`th `bytes` bytes of each row are read: the address for the first row,
+    /// and the distance between the addresses for neighbouring rows.
     #[inline(always)]
     #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` calls it"))]
     pub fn at<const R: usize>(&self, index: usize, bytes: usize) -> (*const u8, usize) {
         match self.apart {
-            // In the order of addresses, for whichever row.
+            // Consecutive rows: prefetches in the order of addresses, regardless of rows.
             0 => (self.start.wrapping_add(index * R * bytes), bytes),
             apart => (self.start.wrapping_add(index * bytes), apart),
         }
@@ -149,8 +149,8 @@ impl WeightPrefetch {
     }
 }
 
-/// The scales and biases of rows at equal distances: those of the first row, and the number of scales (and biases)
-/// between rows.
+/// The scales and biases of rows at equal distances: the scales and biases of the first row, and the number of scales
+/// (and biases) between rows.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only `integers` reads them"))]
 pub(super) struct RowFactors {
     pub scales: *const f32,

@@ -104,7 +104,7 @@ impl BlockMatrix {
         }
     }
 
-    /// The length of the alternating runs that are cheap to unpack. Two runs are at most a group.
+    /// The length of the alternating runs that are cheap to unpack. Two runs fit in a group.
     pub(super) fn run(&self) -> usize {
         match self.format {
             Packing::Blocks(_) => self.group() / 2,
@@ -443,7 +443,7 @@ fn iq4_xs(block: &[u8; 136], to: &mut [u8; 256]) {
 /// Blocks whose halves are widened together.
 const HALVES: usize = 16;
 
-/// The f16 at offsets `halves` of each block, widened, and their bits.
+/// The bits of the f16 at offsets `halves` of each block, and their values.
 #[inline(always)]
 unsafe fn widened<S: Simd, const BYTES: usize, const N: usize>(
     blocks: &[u8],
@@ -499,7 +499,7 @@ unsafe fn ones<S: Simd, const BYTES: usize, const N: usize>(
     }
 }
 
-/// Calls `factors` for each block with its f16 at `halves`, and with room for its GROUPS scales and biases. The
+/// Calls `factors` for each block with its f16 at `halves`, and with the slices for its GROUPS scales and biases. The
 /// prefetch also keeps compilers from computing several blocks interleaved, which is slower.
 #[inline(always)]
 unsafe fn each<S: Simd, const BYTES: usize, const GROUPS: usize, const N: usize>(
@@ -524,7 +524,7 @@ unsafe fn each<S: Simd, const BYTES: usize, const GROUPS: usize, const N: usize>
     }
 }
 
-/// The scale of doubled values, 2^(e − 128), whose smallest two values are subnormal, and the bias.
+/// The scale of doubled values, 2^(e − 128), and the bias. The two smallest scales are subnormal.
 #[inline(always)]
 fn mxfp4_factors(e: u8) -> (f32, f32) {
     let scale = f32::from_bits(if e < 2 { 0x20_0000 << e } else { (u32::from(e) - 1) << 23 });
@@ -571,7 +571,8 @@ fn q3_factors(block: &[u8; 110], [d]: [f32; 1], s: &mut [f32; 16], b: &mut [f32;
 /// The scales and minima of Q4_K and Q5_K.
 #[inline(always)]
 fn q4_factors<const BYTES: usize>(block: &[u8; BYTES], [d, min]: [f32; 2], s: &mut [f32; 8], b: &mut [f32; 8]) {
-    // A word holds four scales or minima. The first four are whole; the low halves of the others share a word.
+    // A word holds four scales or minima. The first four are whole numbers of six bits; the low halves of the last four
+    // are in a third word.
     let (first, mins, rest) = (word(block, 4), word(block, 8), word(block, 12));
     let words = [
         first & 0x3F3F_3F3F,

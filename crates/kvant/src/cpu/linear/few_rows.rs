@@ -493,8 +493,8 @@ impl<const BITS: usize> WeightRows for AffineWeights<BITS> {
     ) -> [[f32; T]; R] {
         // SAFETY: the caller's promise.
         unsafe {
-            // For the most common groups, the number of units is a constant, which unrolls the loop over them. For
-            // short rows, the distance of prefetching is a constant, too.
+            // For the most common group sizes, the number of units is a constant, so that the loop over units is
+            // unrolled. For short rows, the distance of prefetching is a constant, too.
             match (self.affine.group, block.streams()) {
                 (group, _) if S::PORTABLE || matches!(BITS, 2 | 3 | 5) => {
                     self.dots_by::<S, R, T, false>(block, rows, x, group / UNIT)
@@ -565,7 +565,7 @@ struct ByteProducts<const BITS: usize> {
 }
 
 impl<const BITS: usize> WeightRows for ByteProducts<BITS> {
-    /// Registers suffice for eight rows, which share work that matters for short rows.
+    /// Registers suffice for eight rows; they share work, which matters for short rows.
     const EIGHT: bool = true;
 
     fn row_bytes(&self) -> usize {

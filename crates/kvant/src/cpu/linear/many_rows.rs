@@ -183,13 +183,13 @@ impl ManyRowsBy<'_, PanelLayout> {
             _ => None,
         };
         let unpacked = &mut *scratch::take(if blocks.is_some() { OUTPUTS * inputs / 4 } else { 0 });
-        // Divides the rows into pieces that are as equal as possible.
+        // Divides the rows into pieces that differ by one row at most.
         let (len, pieces) = (self.rows.len(), self.rows.len().div_ceil(panel_products::ROWS));
         for first in self.outputs.clone().step_by(OUTPUTS) {
             let count = (self.outputs.end - first).min(OUTPUTS);
             // SAFETY: the rows exist; `dispatch_vnni` enables the instructions. No other task writes these outputs.
             unsafe {
-                // Beyond the last output, it is computed again.
+                // Missing outputs repeat the last one.
                 let row = |n: usize| n.min(count - 1);
                 let factors = &mut panel[OUTPUTS * layout.words()..];
                 self.matrix.factors_by_group::<S>(self.base + first, count, OUTPUTS, factors);
@@ -245,7 +245,7 @@ impl ManyRowsBy<'_, PanelLayout> {
         unsafe {
             let (mut x, mut places) = ([std::ptr::null(); R], [std::ptr::null_mut(); R]);
             for (t, (x, place)) in x.iter_mut().zip(&mut places).enumerate() {
-                // Beyond the last row, it is computed again.
+                // Missing rows repeat the last one.
                 let [from, to] = rows[t.min(rows.len() - 1)];
                 *x = start.add(from as usize * stride);
                 *place = if direct {

@@ -158,8 +158,8 @@ fn list_rows(call: &Call, first: usize, list: &mut [[u32; 2]], bounds: &mut [u32
     };
     // SAFETY: calls run under the device's lock; validation checked that the ids are below E.
     let ids = &unsafe { ids.host_slice::<u32>() }[first * per_input..][..list.len()];
-    // A counting sort. `bounds[e + 1]` first counts the rows of e, then is the index for its next row, and finally the
-    // end.
+    // A counting sort. `bounds[e + 1]` is first the number of rows of e, then the index of its next row, and finally
+    // the end of its rows.
     ids.iter().for_each(|&id| bounds[id as usize + 1] += 1);
     let mut start = 0;
     for bound in &mut bounds[1..] {

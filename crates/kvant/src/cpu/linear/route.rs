@@ -3,14 +3,16 @@
 use super::matrix::{Matrix, MatrixKind};
 use crate::{DType, cpu::SimdLevel};
 
-/// Minimum rows of activations for widening weights to f32 once for all rows: measured to be equally fast there.
+/// Minimum rows of activations for widening weights to f32 once for all rows. Measured: with this number, both ways are
+/// equally fast.
 pub(super) const MANY_ROWS: usize = 64;
 /// Minimum rows for products of words, which are then faster than byte products.
 pub(super) const MANY_ROWS_BY_VNNI: usize = 16;
 
 /// Minimum mean rows for AMX, which is then faster than both: converting to hi + lo bf16 takes longer than to words.
 pub(super) const MANY_ROWS_BY_AMX: usize = 32;
-/// Minimum mean rows for AMX with 8-bit activations, which save AMX more work than panels, but no unpacking.
+/// Minimum mean rows for AMX with 8-bit activations. They reduce the products of AMX and of panels, but not AMX's
+/// unpacking of weights.
 pub(super) const MANY_EIGHT_BITS_BY_AMX: usize = 48;
 /// Minimum rows for AMX with 16-bit weights, which would otherwise be widened.
 pub(super) const MANY_HALVES_BY_AMX: usize = 16;

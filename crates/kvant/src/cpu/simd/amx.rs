@@ -74,8 +74,8 @@ fn has_instructions() -> bool {
 }
 
 /// Requests permission from Linux, which saves tiles only for processes that have it. This fails on kernels without
-/// AMX, and if a thread has an alternate signal stack that is too small for tiles. After success, no thread can install
-/// a too small stack.
+/// AMX, and if a thread has an alternate signal stack that is too small for tiles. After success, Linux rejects
+/// alternate signal stacks that are too small.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
     const REQUEST_PERMISSION: libc::c_ulong = 0x1023;

@@ -318,7 +318,7 @@ impl Simd for Avx512 {
             let turn = _mm512_setr_epi32(30, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28);
             let bits = _mm512_rorv_epi32(bits, turn);
             let third = _mm512_set1_epi32(4);
-            // 0xCA: where the first operand has a one, the second, elsewhere the third.
+            // 0xCA selects the second operand's bit if the first's is one, otherwise the third's.
             (
                 _mm512_ternarylogic_epi32::<0xCA>(third, bits, even),
                 _mm512_ternarylogic_epi32::<0xCA>(third, _mm512_srli_epi32::<1>(bits), odd),
@@ -341,7 +341,7 @@ impl Simd for Avx512 {
             let turn = _mm512_setr_epi32(28, 30, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26);
             let bits = _mm512_rorv_epi32(bits, turn);
             let fifth = _mm512_set1_epi32(16);
-            // 0xCA: where the first operand has a one, the second, elsewhere the third.
+            // 0xCA selects the second operand's bit if the first's is one, otherwise the third's.
             (
                 _mm512_ternarylogic_epi32::<0xCA>(fifth, bits, even),
                 _mm512_ternarylogic_epi32::<0xCA>(fifth, _mm512_srli_epi32::<1>(bits), odd),

@@ -1,38 +1,36 @@
 // The codes of quantised rows in a lane's registers, and their lookup.
 //
-// A block of up to 256 coordinates (CHUNK) of a row is shared by LANES lanes. Each has runs of consecutive coordinates,
-// of 16 or 32 bytes if the lane's coordinates suffice. A run is made of units of 16 coordinates.
+// LANES lanes share a block of a row: up to 256 coordinates (CHUNK). Each lane has runs of consecutive coordinates; a
+// run has 16 or 32 bytes if the lane has enough coordinates. A run consists of units of 16 coordinates.
 //
 // A table in shared memory maps codes to f16 centroids. Every entry has 32 copies side by side, one for each lane, so
 // that lookups of a warp have no bank conflicts. Entries are 256 bytes apart and tables begin at multiples of 64 KiB.
-// So one permutation of bytes makes an address of the code (second byte), 4 * lane (first byte) and the table's
+// One permutation of bytes then composes an address from 4 * lane (first byte), the code (second byte), and the table's
 // address.
 //
-//   2 bits: a byte has four codes. An entry has the pair of the lower two and, 128 bytes on, what `expand` makes both
-//     pairs of.
-//   3 bits: a byte has the lower bits of a pair in its lower nibble, and the upper bits of two pairs in the upper one.
-//     An entry is the first pair that this may be and, 128 bytes on, the second.
-//   4 bits: an entry is a pair of centroids, for both nibbles of a byte.
-//   5 bits: the same; the fifth bits of both are bits 7 and 16 of the offset, so the table is full, and twice as long.
-//     Without FIVES_IN_PAIRS as 6 bits.
-//   6 bits: an entry is (centroid, 0) and, 128 bytes on, (0, centroid). A pair is never put together: two products take
-//     half of it each. The bits of the byte above the code are arbitrary: every entry is stored four times (5 bits:
-//     eight).
-//   8 bits: likewise.
+//   2 bits: a byte has four codes. An entry is the pair of the lower two and, 128 bytes on, the four upper bytes of
+//   centroids that `expand` converts to both pairs. 3 bits: a byte has the lower bits of a pair in its lower nibble,
+//   and the upper bits of two pairs in the upper one. An entry is the pair with the first upper bits and, 128 bytes on,
+//   the pair with the second. 4 bits: an entry is a pair of centroids, for both nibbles of a byte. 5 bits: as 4 bits;
+//   the fifth bits of both codes are bits 7 and 16 of the offset, so the table has no gaps and twice the length.
+//   Without FIVES_IN_PAIRS: as 6 bits. 6 bits: an entry is (centroid, 0) and, 128 bytes on, (0, centroid). A pair is
+//   never composed: each of two products takes one half. The bits of the byte above the code are arbitrary, so every
+//   entry is stored four times (5 bits: eight times). 8 bits: as 6 bits, with every entry stored once.
 //
 // Compact tables (COMPACT_COPIES is 8, 16 or 32, otherwise 0) are for GPUs with little shared memory and for two blocks
 // on a multiprocessor. Each entry is stored once, with COMPACT_COPIES copies. Entries follow one another, and a table
 // begins at a multiple of its size. An address takes two instructions: a shift, and a choice of bits. With 16 copies
-// two lanes may meet in a bank, with 8 four.
+// two lanes may share a bank, with 8 copies four.
 #ifndef KVANT_CUDA_ATTEND_CODES_H
 #define KVANT_CUDA_ATTEND_CODES_H
 #include "codec/planes.h"
 #include "device/fragments.h"
 
 constexpr uint CHUNK = HEAD_DIM < 256 ? HEAD_DIM : 256;
-// Blocks of a row that have a norm each.
+// Blocks of a row. Each block has one norm.
 constexpr uint BLOCKS = HEAD_DIM / CHUNK;
-// At 2 bits: bytes of a word, of four, that take one lookup instead of two, and two more operations.
+// At 2 bits: the number of a word's four bytes that are looked up once instead of twice, which costs two more
+// operations.
 constexpr uint EXPANDED_BYTES = 2;
 
 // Whether the low plane has two bits of each code.
@@ -47,8 +45,8 @@ inline constexpr bool in_pairs(uint codec) {
 
 extern __shared__ __align__(128) uchar memory[];
 
-// The bytes of `a` (0 to 3) and of `b` (4 to 7) that the nibbles of `which` select. A nibble with 8 added selects the
-// byte's sign, eight times.
+// The bytes of `a` (0 to 3) and of `b` (4 to 7) that the nibbles of `which` select. A nibble plus 8 selects the byte's
+// sign bit, repeated eight times.
 inline uint permute(uint a, uint b, uint which) {
     uint out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(which));
@@ -78,9 +76,10 @@ struct Table {
     static constexpr uint BYTES = COMPACT                          ? (WORDS * WORD) << FIELD
                                   : CODEC == TQ5 && FIVES_IN_PAIRS ? 128 << 10
                                                                    : 64 << 10;
-    // The factor of centroids: among thousands of numbers from 1 to 2, that with the least error of rounding to f16.
-    // Of a vector's square the error is 5.3e-11, 1.5e-9, 6.7e-9, 1.4e-8, 2.9e-8 for 3, 4, 5, 6, 8 bits; with 1, 2.5e-8
-    // to 4.7e-8. At 2 bits it is 2.9e-11, the least for which all centroids have the same lower byte.
+    // The factor of centroids: of thousands of numbers from 1 to 2, the one with the least error of rounding to f16.
+    // The error relative to a vector's square is 5.3e-11, 1.5e-9, 6.7e-9, 1.4e-8, 2.9e-8 for 3, 4, 5, 6, 8 bits; with
+    // factor 1 it is 2.5e-8 to 4.7e-8. At 2 bits it is 2.9e-11, the least error among factors for which all centroids
+    // have the same lower byte.
     static constexpr float SCALE = CODEC == TQ2   ? 1.66292596f
                                    : CODEC == TQ3 ? 1.85879123f
                                    : CODEC == TQ4 ? 1.26016724f
@@ -88,7 +87,7 @@ struct Table {
                                    : CODEC == TQ6 ? 1.90302241f
                                                   : 1.86773717f;
 
-    // Between entries: bit 7 is never looked up at 4 bits.
+    // Distance between entries. At 4 bits, no lookup has bit 7 set.
     static constexpr uint PITCH = CODEC == TQ4 ? 256 : 128;
 
     static uint entry(uint at) {
@@ -138,12 +137,13 @@ struct Table {
     }
 };
 
-// Lookups of a lane in a table, which begins AT bytes after a multiple of 64 KiB, or, if it is compact, of its size.
+// Lookups of a lane in a table. The table begins AT bytes after a multiple of 64 KiB; a compact table begins AT bytes
+// after a multiple of its size.
 template <uint CODEC, uint AT = 0>
 struct Lookup {
     // The address of the lane's column of the table, less AT.
     uint column;
-    // In a cluster, a block's addresses have its number in their highest byte.
+    // The highest byte of a block's addresses: its number in the cluster.
     uint window;
 
     Lookup(const uchar *table)
@@ -175,10 +175,10 @@ struct Lookup {
     uint high(uint codes, uint i) const {
         return entry<true>(codes, i);
     }
-    // 5 bits: the upper bits of the nibbles of bytes `i` of two words, from the lower half of `high`, where two words
-    // have 16 bits; in place for `pair`.
+    // 5 bits: the upper bits of the nibbles of bytes `i` of two words, moved to where `pair` needs them. The lower half
+    // of `high` has the 16 upper bits of both words.
     uint upper(uint high, uint i) const {
-        // Two bits go to bits 7 and 8 of each half: the latter counts tables, as byte 2 of the address will.
+        // Two bits go to bits 7 and 8 of each half. Bit 8 selects the table; it becomes byte 2 of the address.
         const uint spread = permute(high, 0, 0x4140), columns = permute(column, 0, 0x2020);
         return (spread & 0x00030003 << 2 * i) * (1u << (7 - 2 * i)) + columns;
     }
@@ -197,7 +197,8 @@ struct Lookup {
         pairs[2 * i] = permute(upper, LOWER, 0x2404);
         pairs[2 * i + 1] = choose(0xFF00FF00, upper, LOWER);
     }
-    // 2 and 3 bits: the pairs of the eight nibbles of a word; their upper bits, two each, are in a half of `high`.
+    // 2 and 3 bits: the pairs of the eight nibbles of a word. The half `half` of `high` has their upper bits, two for
+    // each pair.
     void pairs(uint codes, uint high, uint half, uint (&pairs)[8]) const {
         if constexpr (CODEC == TQ2) {
 #pragma unroll
@@ -210,7 +211,7 @@ struct Lookup {
                 }
             }
         } else {
-            // Of nibbles 2i and 2i + 1 in the upper half of byte i.
+            // The upper half of byte i has the upper bits of nibbles 2i and 2i + 1.
             const uint upper = permute(high << 4, high, half == 0 ? 0x5140 : 0x7362);
             const uint even = choose(0x0F0F0F0F, codes, upper), odd = choose(0x0F0F0F0F, codes >> 4, upper);
 #pragma unroll
@@ -220,7 +221,8 @@ struct Lookup {
             }
         }
     }
-    // As above, for 16 codes each of two rows: pairs of both rows' codes, even ones and odd ones.
+    // As `pairs`, for 16 codes of each of two rows: a pair has a code of both rows. Even codes and odd codes are
+    // separate.
     void pairs_of_rows(uint x, uint y, uint high_x, uint high_y, uint half, uint (&even)[8], uint (&odd)[8]) const {
         pairs(choose(0x33333333, x, y << 2), choose(0x55555555, high_x, high_y << 1), half, even);
         pairs(choose(0x33333333, x >> 2, y), choose(0x55555555, high_x >> 1, high_y), half, odd);
@@ -253,11 +255,11 @@ inline void read_bytes(const uchar *from, uint *to) {
     }
 }
 
-// 16 codes, one per byte: code i is byte i / 4 of word i % 4. x and y have the lower four bits of each, upper(j) the
-// bits above them in the bytes of word j.
+// 16 codes, one per byte: code i is byte i / 4 of word i % 4. x and y have the lower four bits of all codes, upper(j)
+// has the upper bits of the codes of word j.
 template <typename Upper>
 inline void join_bits(uint x, uint y, Upper upper, uint (&out)[4]) {
-    // Coordinates 4i and 4i+1 in byte i, and 4i+2 and 4i+3.
+    // Byte i of `even` has coordinates 4i and 4i+1, byte i of `odd` has 4i+2 and 4i+3.
     const uint even = permute(x, y, 0x6420), odd = permute(x, y, 0x7531);
     out[0] = choose(0x0F0F0F0F, even, upper(0));
     out[1] = choose(0x0F0F0F0F, even >> 4, upper(1));
@@ -272,7 +274,7 @@ inline void six_bits(uint x, uint y, uint bits, uint (&out)[4]) {
 
 // The 16 codes of 5 bits whose upper bits are in `bits`.
 inline void five_bits(uint x, uint y, uint bits, uint (&out)[4]) {
-    // The bits of coordinates 4i to 4i+3 begin byte i.
+    // The lowest bits of byte i are those of coordinates 4i to 4i+3.
     const uint spread = permute(bits, bits >> 4, 0x5140);
     join_bits(x, y, [&](uint j) { return spread << (4 - j); }, out);
 }
@@ -289,7 +291,7 @@ struct Codes {
     static constexpr uint LOADS = CHUNK / LANES / RUN;
     static constexpr uint UNITS = RUN / 16;
     static_assert(RUN % 16 == 0, "attend: units of 16 coordinates");
-    // Bytes.
+    // Bytes of a row and of a run.
     static constexpr uint LOW_ROW = HEAD_DIM * LOW_BITS / 8;
     static constexpr uint HIGH_ROW = HEAD_DIM * HIGH_BITS / 8;
     static constexpr uint LOW_RUN = RUN * LOW_BITS / 8;
@@ -304,12 +306,12 @@ struct Codes {
     uint low[LOADS][LOW_RUN / 4];
     uint high[LOADS][HIGH_WORDS];
 
-    // The coordinate of the lane's e-th one, within the block.
+    // The index within the block of the lane's e-th coordinate.
     static constexpr uint coord(uint lane, uint e) {
         return e / RUN * (RUN * LANES) + lane * RUN + e % RUN;
     }
 
-    // From the lane's first coordinate of rows in shared memory.
+    // Reads the lane's coordinates. Both pointers are at its first coordinate in shared memory.
     void read(const uchar *low_row, const uchar *high_row) {
 #pragma unroll
         for (uint i = 0; i < LOADS; i++) {
@@ -320,11 +322,11 @@ struct Codes {
         }
     }
 
-    // Upper bits of a unit, where they are single bits: the word that has them in its half `unit` % 2.
+    // If a code has one upper bit: the word with the upper bits of a unit, in its half `unit` % 2.
     uint upper_word(uint load, uint unit) const {
         return HIGH_BITS == 0 ? 0 : high[load][unit / 2];
     }
-    // As above, in the lower half.
+    // As `upper_word`, with the bits in the lower half.
     uint upper(uint load, uint unit) const {
         return upper_word(load, unit) >> 16 * (unit % 2);
     }
@@ -342,7 +344,7 @@ struct Codes {
             five_bits(low[load][2 * unit], low[load][2 * unit + 1], upper(load, unit), out);
         }
     }
-    // The position of coordinate e in `singles`.
+    // The word of `singles` that has coordinate e.
     static constexpr uint word_of(uint e) {
         return CODEC == TQ8 ? e / 4 : e % 4;
     }
@@ -351,27 +353,28 @@ struct Codes {
     }
 };
 
-// The place of a query's coordinate, in elements, among B operands that match these codes of keys: those of two
-// products are adjacent for each lane.
+// The index of a query's coordinate among B operands in the order of these codes. For each lane, the operands of two
+// products are adjacent.
 template <typename C>
 inline uint query_place(uint row, uint coord) {
     constexpr uint LANES = 4, RUN = C::RUN;
     const uint c = coord % CHUNK;
     const uint t = c % (RUN * LANES) / RUN;
-    // Of the lane's coordinates.
+    // The index among the lane's coordinates.
     const uint at = coord / CHUNK * (CHUNK / LANES) + c / (RUN * LANES) * RUN + c % RUN;
     return (at / 8 * 32 + row * 4 + t) * 8 + at % 8;
 }
 
-// Of four codes of a page's mean two pairs of f16, exactly: 1024 + 128 + code, less 1152.
+// Four codes of a page's mean as two pairs of f16, exact: 1024 + 128 + code, less 1152.
 inline uint2 halves_of_mean(uint codes) {
     const uint shifted = codes ^ 0x80808080;
     return make_uint2(minus<true>(permute(shifted, 0x64646464, 0x4140), 0x64806480),
                       minus<true>(permute(shifted, 0x64646464, 0x4342), 0x64806480));
 }
 
-// The A operands of products whose rows are two coordinates and whose columns are two means, each twice: they are
-// multiplied by both terms of a weight. `x` and `y` have four coordinates of each mean; `upper` selects the last two.
+// The A operands of products whose rows are two coordinates and whose columns are two means. Each mean has two columns,
+// one for each of the two terms of a weight. `x` and `y` have four coordinates of each mean; `upper` selects the last
+// two.
 inline uint4 operands_of_means(uint x, uint y, bool upper) {
     const uint2 halves = halves_of_mean(permute(x, y, upper ? 0x7362 : 0x5140));
     return make_uint4(halves.x, halves.y, halves.x, halves.y);
@@ -445,7 +448,7 @@ inline void value_operands(const Codes<CODEC, LANES> (&v)[4], uint load, uint un
             use(i, a);
         }
     } else if constexpr (C::PAIRED) {
-        // A byte of `even` holds an even coordinate of two values, one of `odd` the coordinate after it.
+        // A byte of `even` holds an even coordinate of two values; the byte of `odd` holds the next coordinate.
         uint even[2][2], odd[2][2], high_even[2] = {}, high_odd[2] = {};
 #pragma unroll
         for (uint j = 0; j < 2; j++) {

@@ -11,8 +11,8 @@ constexpr bool HALF = DTYPE == F16;
 constexpr uint ROW = HEAD_DIM * 2;
 constexpr uint LOADS = HEAD_DIM / 32;
 
-// GROUP queries as B operands; zeros for the columns after them. A lane takes the coordinates in
-// the order in which scores() takes those of keys.
+// GROUP queries as B operands; the remaining columns are zeros. A lane takes coordinates of queries in the order in
+// which scores() takes coordinates of keys.
 inline void load_queries(const uchar *q, const QueryRows &rows, uint4 (&queries)[LOADS]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -41,18 +41,18 @@ inline float max_or_nan(float a, float b) {
     return m;
 }
 
-// The weights of a product's 16 keys as operands: of row g, for keys 2t and 2t + 1 and keys 2t + 8 and 2t + 9; leading
-// terms and the rest.
+// The weights of a product's 16 keys as operands of row g: of keys 2t and 2t + 1, and of keys 2t + 8 and 2t + 9. Each
+// weight is the sum of a leading term and a rest.
 struct Weights {
     uint2 leading;
     uint2 rest;
 };
 
-// Splits weights, relative to the largest of their row, into two terms. Lanes hold them as tensor cores leave scores:
-// of keys g and g + 8 for rows 2t and 2t + 1.
+// Splits weights, relative to the largest of their row, into two terms. A lane has the weights in the layout of scores:
+// keys g and g + 8, rows 2t and 2t + 1.
 inline Weights two_terms(const float (&weights)[4], const bool (&seen)[4]) {
-    // Both terms are positive, so that an infinite value times either has the same sign. No weight of a visible key may
-    // be 0; the error is far below what the output can show.
+    // Both terms are positive, so that an infinite value times either term has one sign. No weight of a visible key may
+    // be 0; the error is far below the precision of the output.
     constexpr float LEAST = HALF ? 1.0f / (1 << 24) : 1.0f / (1ull << 60);
     constexpr uint CUT = HALF ? 0x1000 : 0x8000;
     float leading[4], rest[4];

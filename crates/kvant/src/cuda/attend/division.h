@@ -1,11 +1,12 @@
-// The parts of work items of a block, or of a cluster of blocks: see work.h.
+// A block's parts of work items, or a cluster's: see work.h.
 #ifndef KVANT_CUDA_ATTEND_DIVISION_H
 #define KVANT_CUDA_ATTEND_DIVISION_H
 #include "attend/work.h"
 
 // The items and heads of this block, and the number of blocks that share them.
 struct Division {
-    // All blocks share the tiles of all items and heads. Otherwise `splits` blocks share those of one item and head.
+    // If true, all blocks share the tiles of all items and heads. Otherwise `splits` blocks share the tiles of one item
+    // and head.
     bool shared_evenly;
     uint splits;
     // This block's number, and the number of blocks.
@@ -42,8 +43,7 @@ struct Division {
 };
 
 // Calls use(part) for each part of an item that this block has. prefix[i] is the number of tiles of one head before
-// item i. With PADDED, `padding` of an item's tiles are empty ones at its end: they account for the time to begin and
-// end a part.
+// item i. With PADDED, the last `padding` tiles of an item are empty: the cost of beginning and ending a part.
 template <bool PADDED, typename Use>
 inline void each_part(const AttendParams &p, const Division &d, const uint *prefix, uint padding, Use use) {
     const uint tiles = prefix[d.items] * d.heads;
@@ -74,8 +74,8 @@ inline void each_part(const AttendParams &p, const Division &d, const uint *pref
                                {at - first, min(end - first, of_item)},
                                last_sharer - first_sharer + 1,
                                own - first_sharer,
-                               // Counts all earlier items and heads, and all earlier blocks: no two parts have the same
-                               // slot.
+                               // The sum of the earlier items and heads and of the earlier blocks: unique for every
+                               // part.
                                d.block - own + first_sharer + (d.first_item + item) * p.kv_heads + of_head};
         use(part);
         at = first + (PADDED ? length : part.tiles.end);

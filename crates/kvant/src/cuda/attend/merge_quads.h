@@ -16,8 +16,8 @@ constexpr uint SHARE = (QUADS + CLUSTER - 1) / CLUSTER;
 // Maximum bytes of states that one block merges.
 constexpr uint MAX_MERGED_BYTES = 192 * 1024;
 
-// States in device memory, and counters of blocks that have left theirs. A block of a cluster leaves its share of the
-// cluster's state, for blocks of other clusters with an equal share.
+// States in device memory, and counters of blocks that have left theirs. A block of a cluster stores its share of the
+// cluster's state; a block of another cluster with the same share merges it.
 struct States {
     float *partials;
     uint *counters;

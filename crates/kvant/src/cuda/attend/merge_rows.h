@@ -29,7 +29,7 @@ struct Partials {
     uchar *out;
 };
 
-// The part of the state that a block of a cluster has: o, then m and l; a multiple of 16 bytes.
+// Rows of the state that a block of a cluster has. Its part of the state is o, then m and l; a multiple of 16 bytes.
 inline uint rows_of_share(const AttendParams &p) {
     return (p.item_rows + CLUSTER - 1) / CLUSTER;
 }

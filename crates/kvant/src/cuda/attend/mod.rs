@@ -74,7 +74,7 @@ const MAX_SPLITS: usize = 512;
 /// Maximum query heads of a block of a decode kernel: the columns of a tensor-core product.
 const MAX_GROUP: usize = 8;
 /// Maximum shares into which decode kernels divide the query heads of a KV head. Each share reads all keys and values.
-/// The generic kernel reads them once for up to 64 query heads. With two shares, the kernels' LACKING is at most 1.
+/// The generic kernel reads them once for up to 64 query heads. With two shares, LACKING in the kernels is at most 1.
 const MAX_SHARES: usize = 2;
 
 /// The selected kernel, and the reason.
@@ -118,7 +118,7 @@ impl RowStrides {
         let spec = call.layer.spec();
         if let (Some(pages), Some(table)) = (call.layer.pages(), call.step.table_of(&call.layer)) {
             let (head, page_width) = (pages.page_tokens as u64, table.shape()[1] as u64);
-            // The sequence holds no position without an entry in the table.
+            // Positions without an entry in the table are not held.
             let capacity = page_width.saturating_mul(head).min(u32::MAX.into());
             return RowStrides { sequence: 0, head, slot: 1, capacity, page_width, page_entries: pages.entries };
         }
@@ -232,7 +232,8 @@ fn precision(call: &Call) -> DType {
 /// Maximum keys of a sequence on the device.
 fn max_keys(call: &Call) -> usize {
     match call.step.table_of(&call.layer) {
-        // The table's entries count, not the host's lengths: a kernel for short contexts must never meet a longer one.
+        // The bound is the table's number of entries, not the host's lengths: a kernel for short contexts must never
+        // run on a longer one.
         Some(_) => RowStrides::of_cache(call).capacity as usize,
         None => call.layer.spec().capacity,
     }
@@ -267,7 +268,7 @@ fn has_clusters(call: &Call, limits: &Limits) -> bool {
     limits.clusters && call.splits == 0 && pairs(call) * MAX_CLUSTER <= limits.busy_groups / 4 * 3
 }
 
-/// Clusters for each (token, KV head) pair; 0 if there are none or too few.
+/// Clusters for each (token, KV head) pair; 0 if the GPU has too few.
 fn clusters_per_pair(call: &Call, limits: &Limits) -> usize {
     if !has_clusters(call, limits) {
         return 0;

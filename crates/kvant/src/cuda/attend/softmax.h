@@ -5,7 +5,7 @@
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// The maximum without scores.
+// The maximum of no scores.
 inline float nothing() {
     return __uint_as_float(0xFF800000);
 }
@@ -41,7 +41,7 @@ inline float inverse_of_power(float x) {
     return __uint_as_float((254 << 23) - __float_as_uint(x));
 }
 
-// The largest element, one for each warp of a block.
+// The largest of N numbers, one for each warp of a block.
 template <uint N>
 inline float largest(const float (&x)[N]) {
     float m = x[0];

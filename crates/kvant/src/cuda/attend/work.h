@@ -5,10 +5,10 @@
 //
 // With `splits` = 0 the tiles of all items and heads are concatenated, and the blocks share them evenly. So a batch of
 // mixed lengths, or one long sequence, keeps all blocks equally busy, whatever lengths the device finds. Otherwise the
-// tiles of every item and head are divided among `splits` blocks. A block that has a part of an item leaves its softmax
-// state (state.h); the last one merges them.
+// tiles of every item and head are divided among `splits` blocks. A block that has a part of an item stores its softmax
+// state (state.h), and the last block merges the states.
 //
-// Where blocks form clusters, read "cluster" for "block": the blocks of a cluster divide each of its parts among them.
+// If blocks form clusters, a cluster takes the role of a block: its blocks divide each of its parts among them.
 #ifndef KVANT_CUDA_ATTEND_WORK_H
 #define KVANT_CUDA_ATTEND_WORK_H
 #include "device/arrivals.h"
@@ -37,7 +37,7 @@ struct AttendParams {
     uint splits;
     float scale;
     float softcap;
-    // Entries of a sequence in the page table; those from page_entries on are no pages.
+    // Entries of a sequence in the page table; an entry of at least page_entries is no page.
     uint page_width;
     uint page_entries;
 };
@@ -46,7 +46,7 @@ struct AttendParams {
 constexpr uint NONE = 0xFFFFFFFF;
 static_assert(NONE == NO_PAGE, "attend: page_of() returns NONE");
 
-// Where the rows of a KV head begin, counted from those of the first one. SHARES successive heads have the same rows.
+// The first row of a KV head, counted from the first row of head 0. SHARES successive heads have the same rows.
 inline ulong rows_of_head(const AttendParams &p, uint head) {
     return ulong(head / SHARES) * p.row_head;
 }
@@ -56,8 +56,8 @@ inline uint query_heads(const AttendParams &p) {
     return p.kv_heads * p.group - p.kv_heads / SHARES * LACKING;
 }
 
-// The rows of q, and of the output, that a token has of a KV head or share. The last share of a KV head has LACKING
-// rows less than the others: 0 or 1. Such a row is computed as the one before it, and not written.
+// The rows of q, and of the output, that a token has for a KV head or share. The last share of a KV head has LACKING
+// rows fewer than the others: 0 or 1. A lacking row is computed as a copy of the previous row, and not written.
 struct QueryRows {
     ulong first;
     uint count;
@@ -108,9 +108,10 @@ inline Token load_token(const AttendParams &p, const uint *positions, const uint
     return t;
 }
 
-// Which of the positions that a token sees a launch attends to: `PageSpan` of ops/attend.rs. All but the first over
-// pages only. EXACT_PAGES, the first page and the recent ones, are for sequences with one token each: positions then
-// count without the gap of pages between them, in key ranges and in all that they index.
+// The part of the visible positions to which a launch attends: `PageSpan` of ops/attend.rs. Values other than
+// ALL_POSITIONS need pages. EXACT_PAGES, the first page and the recent ones, needs sequences with one token each. Key
+// ranges, and everything that they index, then count positions without the gap of pages between the first page and the
+// recent ones.
 constexpr uint ALL_POSITIONS = 0;
 constexpr uint FIRST_PAGE = 1;
 constexpr uint SEALED_PAGES = 2;
@@ -136,7 +137,7 @@ inline Range visible(const AttendParams &p, Token token) {
     const uint after = token.position == NONE ? NONE : token.position + 1;
     const uint window_first = after > p.window ? after - p.window : 0;
     uint end = min(token.len, after);
-    // Over pages the capacity is what the page table has entries for.
+    // Over pages the capacity is the number of positions for which the page table has entries.
     const uint held = PAGE_SHIFT == 0 && token.len > p.capacity ? token.len - p.capacity : 0;
     if (!RING) {
         end = min(end, p.capacity);
@@ -147,7 +148,7 @@ inline Range visible(const AttendParams &p, Token token) {
         first = without_gap(first, gap);
         end = without_gap(end, gap);
     } else if (SPAN != ALL_POSITIONS) {
-        // The start of the token's page and the one before.
+        // The first position of the page before the token's page, or of page 0.
         const uint recent = (max(page_index(token.position), 1u) - 1) << PAGE_SHIFT;
         first = max(first, SPAN == FIRST_PAGE ? 0 : SPAN == SEALED_PAGES ? PAGE_KEYS : recent);
         end = min(end, SPAN == FIRST_PAGE ? min(PAGE_KEYS, recent) : SPAN == SEALED_PAGES ? recent : NONE);
@@ -158,7 +159,7 @@ inline Range visible(const AttendParams &p, Token token) {
 // The pages of a sequence (device/pages.h).
 struct Pages {
     const uint *entries;
-    // Entries from this one on are no pages.
+    // An entry of at least `count` is no page.
     uint count;
     uint gap;
 
@@ -166,7 +167,8 @@ struct Pages {
     inline uint at(uint index) const {
         return entries[SPAN == EXACT_PAGES && index > 0 ? index + gap : index];
     }
-    // The entry of a position below p.capacity, and the page that an entry is: NONE if it is none.
+    // entry(): the entry of a position below p.capacity. The next function: the page of an entry, NONE if it is no
+    // page.
     inline uint entry(uint position) const {
         return at(page_index(position));
     }
@@ -188,7 +190,7 @@ struct Pages {
     }
 };
 
-// The pages of a sequence that exists; the gap is that of its token.
+// The pages of a sequence that exists; `gap` is the gap of its token.
 inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence, uint gap = 0) {
     return {entries_of(table, p.page_width, sequence), p.page_entries, gap};
 }
@@ -235,9 +237,9 @@ struct EarlyPages {
     }
 };
 
-// As load_token, with the entries of the first pages that the token may see, which depend on its position and its
-// sequence. If the sequence is 0, as it most likely is, and the first of these pages is the first of the span, no load
-// waits for another: they are loaded at once.
+// As load_token, with the entries of the first pages that the token may see. These depend on the token's position and
+// sequence. In the most likely case, sequence 0 and a first page that is the first of the span, no load waits for
+// another: all are issued at once.
 template <uint MAX_POSITIONS>
 inline Token load_token_and_pages(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens,
                                   const uint *table, uint token, EarlyPages<MAX_POSITIONS> &pages) {
@@ -254,13 +256,13 @@ inline Token load_token_and_pages(const AttendParams &p, const uint *positions, 
     return t.sequence > 0 ? load_token(p, positions, sequence, lens, token) : t;
 }
 
-// Over pages, units of 16 keys begin at multiples of 16, so that no unit belongs to two pages: the range with what
-// comes before its first key in that key's unit.
+// Over pages, units of 16 keys begin at multiples of 16, so that no unit belongs to two pages. Extends a range to the
+// beginning of its first unit.
 inline Range in_units(Range keys) {
     return {PAGE_SHIFT == 0 ? keys.first : keys.first & ~15u, keys.end};
 }
 
-// Up to 16 consecutive positions of a sequence: pages hold the first of them, and those after the first page's end.
+// Up to 16 consecutive positions of a sequence, in one page or in two.
 struct RowsInPages {
     uint page[2];
     uint count[2];
@@ -278,7 +280,7 @@ struct RowsInPages {
     inline bool hold(uint row) const {
         return row < count[0] ? page[0] != NONE : row < count[0] + count[1] && page[1] != NONE;
     }
-    // How many rows pages hold.
+    // Rows that pages hold.
     inline uint held() const {
         return (page[0] != NONE ? count[0] : 0) + (page[1] != NONE ? count[1] : 0);
     }
@@ -302,13 +304,13 @@ inline bool sees_any(const AttendParams &p, const uint *table, Token token) {
     return PAGE_SHIFT == 0 ? seen.len() > 0 : pages_of(p, table, token.sequence, gap_of(token)).hold_any(seen);
 }
 
-// Besides keys and values: what rows of the output are made of, and where their ends go. A row's end is log2 of the sum
-// of the weights of its scores, -inf for none: with the row all that a merge with other positions' results needs.
+// Inputs of output rows other than keys and values, and the destination of the rows' ends. A row's end is log2 of the
+// sum of the weights of its scores, -inf for none. A row and its end can be merged with results over other positions.
 struct RowEnds {
     // Scores without a value, by query heads; null unless SINKS.
     const float *sinks;
 #if EARLIER
-    // The results over other positions and their ends, [T, H, D] and [T, H].
+    // Earlier results over other positions, [T, H, D], and their ends, [T, H].
     const float *earlier;
     const float *earlier_ends;
 #endif
@@ -413,8 +415,8 @@ struct ItemPart {
     uint head;
     // The part's tiles, among those of the item.
     Range tiles;
-    // The number of parts of the item, and this part's number. With more than one: the slot of the first part's state,
-    // which the slots of the others follow.
+    // The number of parts of the item, and this part's number. With several parts: the slot of the first part's state;
+    // the slots of the other parts follow.
     uint parts;
     uint part;
     uint first_slot;
@@ -424,7 +426,7 @@ struct ItemPart {
     }
 };
 
-// Counts the arrival of a block, whose threads have left a state. Returns whether it is the last.
+// Counts the arrival of a block, whose threads have stored a state. Returns whether it is the last block.
 inline bool arrive(uint *flag, uint *counter, uint all) {
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -1,7 +1,7 @@
 // Rows of a cache layer, encoded and stored. Dense rows are converted; codec/turboquant.rs defines TurboQuant.
 //
-// SHARERS neighbouring lanes of a warp share a row: lane i has the MINE coordinates from MINE * i on in registers. They
-// are whole bytes of every plane.
+// SHARERS neighbouring lanes of a warp share a row: lane i has the MINE coordinates from MINE * i on in registers.
+// These coordinates fill whole bytes of every plane.
 //
 // Butterflies of the rotation over a distance below MINE stay within a lane; for larger distances lanes exchange
 // registers. There is no barrier. Sums add neighbouring coordinates, then neighbouring pairs, and so on: their bits do
@@ -34,7 +34,7 @@ struct WritablePlanes {
     }
 };
 
-// Stores norm i. A half is rounded to nearest, and infinite above the largest half.
+// Stores norm i. A half is rounded to nearest; norms above the largest half become infinite.
 template <uint CODEC> inline void store_norm(const WritablePlanes &to, ulong i, float norm) {
     if constexpr (is_centred(CODEC)) {
         reinterpret_cast<ushort *>(to.norms)[i] = float_to_half(norm);
@@ -52,7 +52,7 @@ template <uint N, typename F> inline float tree_sum(F f, uint base = 0) {
     }
 }
 
-// The sum over the COUNT lanes that hold the block of this lane, if BEGUN lanes have already been added up.
+// The sum over the COUNT lanes that hold this lane's block; x is already the sum over BEGUN lanes.
 template <uint COUNT, uint BEGUN = 1> inline float lane_sum(float x) {
 #pragma unroll
     for (uint distance = BEGUN; distance < COUNT; distance *= 2) {
@@ -79,7 +79,7 @@ template <uint MINE> struct Signs {
     }
 };
 
-// A lane's part of a row of the source, from element `from` on. `aligned`, a constant, is that of load4.
+// A lane's part of a row of the source, from element `from` on. `aligned` is a constant: see load4.
 template <uint DTYPE, uint MINE> inline void load_part(float (&y)[MINE], const uchar *source, ulong from, bool aligned) {
 #pragma unroll
     for (uint j = 0; j < MINE; j += 4) {
@@ -153,7 +153,7 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
     const bool storable = !is_nan_or_infinite(total);
     float unit = 1;
     if (__any_sync(ALL, total < 1e-24f)) {
-        // Squares this small have lost digits: compute them again, with the coordinates scaled to about 1.
+        // Squares this small have lost digits: computes them again, with the coordinates scaled to about 1.
         float largest = 0;
 #pragma unroll
         for (uint j = 0; j < MINE; j++) {
@@ -203,8 +203,8 @@ inline void store_encoded(float (&y)[MINE], WritablePlanes to, ulong at, bool ke
     }
 }
 
-// Stores the row y, dense or encoded, as row `at` of the planes, whose codec is not centred. `aligned`, a constant, is
-// that of store4.
+// Stores the row y, dense or encoded, as row `at` of the planes, whose codec is not centred. `aligned` is a constant:
+// see store4.
 template <uint MINE, uint SHARERS, uint CODEC, uint NORM, uint COPIES>
 inline void store_row(float (&y)[MINE], WritablePlanes to, ulong at, bool kept, float scale, uint lane, const uint *tables,
                       bool aligned) {

@@ -1,11 +1,12 @@
 // Rows of a cache layer, encoded eight at a time by a warp from sources of 16 bits. kv_write and seal use it for many
 // rows.
 //
-// The D coordinates of a row are 16 strips of STRIP neighbours, D = 16 * STRIP. The rotation is one over the strips
-// followed by one within them. The rotation over strips is a product with Sylvester's matrix of 16 on tensor cores,
-// whose operands are exact: A is the matrix, B is coordinate c of each strip of eight rows (n). Lane 4g + t reads
-// strips t, t + 4, t + 8 and t + 12 of row g, so that four lanes read neighbours. It gets strips g and g + 8 of rows 2t
-// and 2t + 1 whole: the rest of the rotation stays within a lane. k = 2t + i + 8j is strip t + 4i + 8j.
+// The D coordinates of a row are 16 strips of STRIP neighbours, D = 16 * STRIP. The rotation over strips is followed by
+// the rotation within strips. The rotation over strips is a product with Sylvester's 16 x 16 matrix on tensor cores,
+// with exact operands: A is the matrix, B is coordinate c of each strip (k) of eight rows (n). Lane 4g + t reads strips
+// t, t + 4, t + 8 and t + 12 of row g, so that four lanes read neighbours: k = 2t + i + 8j is strip t + 4i + 8j. As
+// results the lane gets all coordinates of strips g and g + 8 of rows 2t and 2t + 1, so the rotation within strips
+// stays within the lane.
 #ifndef KVANT_CUDA_CODEC_ENCODE_TILES_H
 #define KVANT_CUDA_CODEC_ENCODE_TILES_H
 #include "codec/encode_rows.h"
@@ -151,14 +152,14 @@ template <uint DIM> inline void subtract_from_eight(float (&y)[2][2][DIM / 16], 
     }
 }
 
-// The place of one of eight rows: row `at` of planes, if it is kept.
+// The destination of one of eight rows: row `at` of the planes, if it is kept.
 struct StoredRow {
     WritablePlanes to;
     ulong at;
     bool kept;
 };
 
-// Squared lengths of the blocks of a lane's two rows, and of the rows; the factors by which rows were scaled.
+// Squared lengths of a lane's two rows and of their blocks; the factors by which the rows were scaled.
 template <uint BLOCKS> struct Energies {
     float blocks[2][BLOCKS];
     float total[2], unit[2];
@@ -195,7 +196,7 @@ inline void rescale_tiny_rows(float (&y)[2][2][STRIP], Energies<BLOCKS> &energy)
 
 // Computes the squared lengths; scales tiny rows.
 template <uint STRIP, uint BLOCKS> inline void add_squares(float (&y)[2][2][STRIP], Energies<BLOCKS> &energy) {
-    // Of row r and its block b; a single block has both strips.
+    // The square of row r and block b. A single block has both strips.
 #pragma unroll
     for (uint r = 0; r < 2; r++) {
 #pragma unroll

@@ -34,7 +34,7 @@ pub(in crate::cuda) fn can_encode_eights(source: &Tensor, codec: Codec, low: &Te
     source.dtype().size() == 2 && aligned16(source) && aligned16(low) && (codec.is_quantised() || moves)
 }
 
-/// Copies of the lookup tables, if `at_once` blocks of a multiprocessor have `bytes` of shared memory together.
+/// Copies of the lookup tables if the `at_once` blocks of a multiprocessor share `bytes` bytes of shared memory.
 pub(in crate::cuda) fn table_copies(
     spec: &LayerSpec,
     at_once: usize,

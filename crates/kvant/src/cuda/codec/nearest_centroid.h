@@ -1,9 +1,10 @@
 // The index of the centroid nearest to a number, by arithmetic and one comparison.
 //
-// Cells of equal width hold at most one threshold of a codebook each. For each cell, a table has the threshold in it,
-// or the next one above, and the number of thresholds below the cell (threshold_cells.rs). Lanes read different cells,
-// so each has copies of the table and of the centroids in banks of its own, if shared memory allows. Entries of 8 bytes
-// are read by 16 lanes at a time: more than 16 copies are not faster.
+// Numbers are divided into cells of equal width, each with at most one threshold of a codebook. For each cell, a table
+// has the threshold in the cell, or the next one above, and the number of thresholds below the cell
+// (threshold_cells.rs). Lanes read different cells. If shared memory allows, each lane therefore has its own copies of
+// the table and of the centroids, in separate banks. More than 16 copies of the table are not faster, because 16 lanes
+// at a time read entries of 8 bytes.
 #ifndef KVANT_CUDA_CODEC_NEAREST_CENTROID_H
 #define KVANT_CUDA_CODEC_NEAREST_CENTROID_H
 #include "codec/planes.h"
@@ -98,7 +99,7 @@ template <uint CODEC, uint COPIES> struct Nearest {
         return c;
     }
 
-    // The index, and the centroid. For NaN, any of them.
+    // Returns the index, and the centroid in c. The result for NaN is arbitrary, but valid.
     inline uint operator()(float z, float &c) const {
         const float place = __saturatef(fmaf(z, 0.5f / reach_of(CODEC), 0.5f));
         const uint cell = __float_as_uint(fmaf(place, float(CELLS - 1), 8388608.0f));

@@ -3,8 +3,8 @@
 // Dense: low holds [rows, D] elements. TurboQuant: low holds the lowest bits of each index: [rows, D/4] bytes of four
 // times 2 bits (2 and 3 bits), [rows, D/2] bytes of two nibbles (4, 5, 6 bits; even coordinate in the low half), or
 // [rows, D] bytes (8 bits). high holds the bits above: [rows, D/8] bytes of eight single bits (3 and 5 bits), or [rows,
-// D/4] bytes of four times 2 bits (6 bits). norms holds [rows, D/B] floats, B = min(D, 256). A coordinate is norm *
-// centroid, in the rotated domain.
+// D/4] bytes of four times 2 bits (6 bits). norms holds [rows, D/B] floats, B = min(D, 256). A coordinate of the
+// rotated vector is norm * centroid.
 //
 // Centred: norms are halves, and a coordinate is stored as the difference from the mean of its page and KV head. means
 // holds D codes (signed bytes) and the float that multiplies them, for each KV head of a page.

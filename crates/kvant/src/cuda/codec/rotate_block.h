@@ -1,7 +1,8 @@
 // The randomised Hadamard rotation of rows in shared memory: y = H·(s ⊙ x)/√D. The inverse is x = s ⊙ (H·y)/√D.
 //
 // H is Sylvester's matrix; s are the constant signs of codec/signs.rs. The fast transform has butterflies of distance
-// 1, 2, …, D/2. A thread takes four elements and does two distances with them, so that two distances need one barrier.
+// 1, 2, …, D/2. A thread loads four elements and computes the butterflies of two distances, so that two distances need
+// one barrier.
 #ifndef KVANT_CUDA_CODEC_ROTATE_BLOCK_H
 #define KVANT_CUDA_CODEC_ROTATE_BLOCK_H
 #include "codec/signs.h"
@@ -26,7 +27,7 @@ inline float rotation_scale(uint dim) {
 // Rotates `rows` consecutive rows of `dim` elements; dim is a power of two, 2 to 4096. All threads of the block call
 // it, as thread `index` of `threads`. It begins and ends with a barrier.
 inline void rotate(float *x, uint rows, uint dim, bool inverse, uint index, uint threads) {
-    // Scaled down first, so that sums overflow only if the result nearly does.
+    // Elements are scaled down first, so that a sum overflows only if the result is close to overflow.
     const float scale = rotation_scale(dim);
     const uint column = dim - 1;
     uint distance = 1;
@@ -45,7 +46,8 @@ inline void rotate(float *x, uint rows, uint dim, bool inverse, uint index, uint
     }
     for (; distance < dim; distance *= 4) {
         for (uint k = index; k < rows * dim / 4; k += threads) {
-            // The bits of k below the distance stay in place; the others make room for two more.
+            // The bits of k below the distance keep their place; the upper bits move up by two, for the element's
+            // number of four.
             const uint low = k & (distance - 1);
             const uint at = (k - low) * 4 + low;
             const uint4 columns = make_uint4(at & column, (at + distance) & column, (at + 2 * distance) & column,

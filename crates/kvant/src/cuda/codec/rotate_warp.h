@@ -33,7 +33,7 @@ inline void hadamard_warp(float (&x)[DIM / 32], uint lane) {
     }
 }
 
-// A lane's coordinates if it holds runs of up to four. The transform does not change; the signs do.
+// The rotation if a lane holds runs of up to four coordinates: the transform is unchanged, the signs differ.
 template <uint DIM>
 struct Runs {
     static constexpr uint RUN = DIM < 128 ? DIM / 32 : 4;

@@ -21,18 +21,18 @@ const ALL: [CellTable; 6] = [
     CellTable { bits: 8, count: 577, reach: 4.5 },
 ];
 
-/// A bound, with a wide margin, of the distance by which rounding may move a number out of its cell.
+/// Bound, with a wide margin, on the distance by which rounding may move a number out of its cell.
 const BLUR: f64 = 1e-4;
 
 impl CellTable {
-    /// For each cell, the threshold in it or the next one above, and the number of thresholds below that.
+    /// For each cell: the threshold in it, or the next one above; and the number of thresholds below that threshold.
     fn table(&self) -> Vec<(f32, usize)> {
         let thresholds = codec::thresholds(self.bits).expect("these sizes have codebooks");
         let width = 2.0 * self.reach / (self.count - 1) as f64;
         let cell = |i: usize| {
             let middle = -self.reach + i as f64 * width;
             let low = if i == 0 { f64::NEG_INFINITY } else { middle - width / 2.0 - BLUR };
-            // Above all thresholds, it is the last one, which is exceeded.
+            // Cells above all thresholds have the last threshold, which every number in them exceeds.
             let below = thresholds.iter().filter(|&&t| f64::from(t) < low).count().min(thresholds.len() - 1);
             (thresholds[below], below)
         };

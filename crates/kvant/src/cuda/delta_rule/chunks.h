@@ -1,4 +1,4 @@
-// Chunks of delta_rule: what delta_rule_chunks.cu computes, and delta_rule_wgmma.cu reads.
+// Chunks of delta_rule: the data that delta_rule_chunks.cu computes and delta_rule_wgmma.cu reads.
 //
 // A chunk is up to CHUNK consecutive tokens of a run, from a multiple of CHUNK of its rows on. Chunks are counted over
 // all runs that are computed in chunks. A pass has `slots` of them, from `first` on.
@@ -20,7 +20,7 @@ constexpr uint CHUNK = 64;
 constexpr uint BLOCK = CHUNK * 128;
 constexpr uint KEYS = KEY_DIM / 64 * BLOCK;
 constexpr uint CHUNK_KEYS = 2 * KEYS;
-// Of each head of a chunk: two matrices of CHUNK columns, and FACTORS vectors of CHUNK floats.
+// Data of each head of a chunk: two matrices of CHUNK columns, and FACTORS vectors of CHUNK floats.
 constexpr uint AT_SCORES = BLOCK;
 constexpr uint AT_FACTORS = 2 * BLOCK;
 constexpr uint FACTORS = 4;

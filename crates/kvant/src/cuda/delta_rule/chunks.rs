@@ -32,7 +32,7 @@ const fn source(name: &'static str, text: &'static str) -> Source {
 const CHUNK: usize = 64;
 /// Bytes of a matrix of 64 by 64 elements.
 const BLOCK: usize = CHUNK * 128;
-/// Bytes of what a head has of a chunk: the kernels' CHUNK_HEAD.
+/// Bytes of a head's data of a chunk: the kernels' CHUNK_HEAD.
 const CHUNK_HEAD: usize = 2 * BLOCK + 4 * CHUNK * 4;
 /// Chunks of a pass: limits the memory between the kernels.
 const MAX_SLOTS: usize = 64;

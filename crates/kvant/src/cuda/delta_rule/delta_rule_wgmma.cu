@@ -1,7 +1,7 @@
 // delta_rule_wgmma: delta_rule (delta_rule.cu) of prompts, in chunks of 64 tokens, with products of warpgroups.
 //
-// Of chunks, delta_rule_chunks.cu has computed the keys K and queries Q as matrices, `solved`, `scores` and vectors f.
-// With S [D, Dv] the state before a chunk, and V the chunk's values:
+// For each chunk, delta_rule_chunks.cu has computed the keys K and queries Q as matrices, `solved`, `scores` and
+// vectors f. With S [D, Dv] the state before a chunk, and V the chunk's values:
 //
 //   R   = V - f0 * (K S)            the values, less their prediction from S
 //   V'  = solved R                  the changes: beta times the values, less all that earlier tokens predict
@@ -9,8 +9,8 @@
 //   S   = f3 * S + (f2 * K)^T V'
 //
 // A warpgroup has 64 columns of the state of one head for a whole run, as the accumulators of S^T in f32. All products
-// are transposed, so that a result is the left side of the next product without leaving its registers: left sides are
-// rounded to bf16. A second warpgroup copies chunks ahead.
+// are transposed, so that a result becomes the left side of the next product without leaving its registers. Left sides
+// are rounded to bf16. A second warpgroup copies chunks ahead.
 #include "delta_rule/chunks.h"
 #include "device/dependent_launch.h"
 #include "device/fragments.h"
@@ -201,8 +201,8 @@ inline void begin_chunk(float (&s)[KEY_DIM / 2], uint (&state)[KEY_DIM / 16][4],
     }
 }
 
-// V' of a chunk in r, of K S in r; the results' part from the state before the chunk in o, of Q S in o, whose products
-// have begun.
+// The products K S (in r) and Q S (in o) have begun. Replaces r by V' of the chunk, and o by the part of the results
+// that comes from the state before the chunk.
 inline void compute_changes(float (&r)[32], float (&o)[32], const Stage &stage) {
     subtract_from_values(r, stage.values(), stage.factors(0));
     uint left[4][4];
@@ -222,7 +222,7 @@ inline void compute_changes(float (&r)[32], float (&o)[32], const Stage &stage) 
     hold(left);
 }
 
-// The left sides of products with V' in r: as it is, and scaled for the state.
+// V' (in r) as left sides of products: unscaled for the results, scaled for the state.
 struct Changes {
     uint plain[4][4], scaled[4][4];
 };
@@ -298,7 +298,7 @@ inline void consume(const DeltaRuleParams &p, const Range &range, uint head, uin
                     const uchar *memory, float *state, uchar *out) {
     const uint lane = threadIdx.x % 32, column = first_column + threadIdx.x / 32 * 16 + lane / 4;
     float *own = state + (ulong(head) * KEY_DIM + lane % 4 * 2) * p.value_dim + column;
-    // Of element i of s: the row of the state, and the column.
+    // The offset of element i of s in the state.
     const auto at = [&](uint i) { return ulong(i / 4 * 8 + i % 2) * p.value_dim + i / 2 % 2 * 8; };
     float s[KEY_DIM / 2];
 #pragma unroll

@@ -1,7 +1,7 @@
 // MLX's affine quantisation: w = scale * code + bias, one scale and bias per group of 32, 64 or 128 inputs.
 //
 // The codes of a row are one little-endian bit stream of 2, 3, 4, 5, 6 or 8 bits each. Kernels take 16 codes of one
-// group at a time: as many half words as a code has bits.
+// group at a time; these fill one half word for each bit of a code.
 #ifndef KVANT_CUDA_DEVICE_AFFINE_H
 #define KVANT_CUDA_DEVICE_AFFINE_H
 #include "device/vectors.h"
@@ -31,7 +31,8 @@ inline uint4 load_words(const uint *row, uint c, uint bits, bool aligned) {
     return aligned ? *reinterpret_cast<const uint4 *>(at) : make_uint4(at[0], at[1], at[2], at[3]);
 }
 
-// A code of few bits as a float. A conversion is slow: the code is the low bits of 2^23, which is subtracted.
+// A code of few bits as a float. Conversions are slow, so the code becomes the low bits of the float 2^23, and 2^23 is
+// subtracted.
 inline float from_bits(uint bits) {
     return __uint_as_float(bits | 0x4B000000) - 8388608.0f;
 }
@@ -70,7 +71,7 @@ inline float4 field_units(uint bits) {
     return bits == 4 ? make_float4(1, 1 / 16.0f, 1 / 256.0f, 1 / 4096.0f) : all4(1);
 }
 
-// As above, as plain codes.
+// As fields_of, with all results in units of 1: the codes.
 inline float4 codes_of(uint4 words, uint i, uint bits) {
     return field_units(bits) * fields_of(words, i, bits);
 }

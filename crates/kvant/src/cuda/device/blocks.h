@@ -58,8 +58,8 @@ inline constexpr float code_of_zero(uint format) {
                                                                                : 0;
 }
 
-// The word at any address. `alignment`, a constant, is that of blocks in bytes. The distance of words from it is even,
-// or a multiple of four.
+// The word at any address. `alignment` is a constant, the alignment of blocks in bytes. If it is 2 or 4, it also
+// divides the word's offset in a block.
 inline uint word_at(const uchar *at, uint alignment) {
     if (alignment == 4) {
         return *reinterpret_cast<const uint *>(at);
@@ -75,7 +75,8 @@ inline float half_at(const uchar *at) {
     return half_to_float(ushort(at[0] | uint(at[1]) << 8));
 }
 
-// Twice the numbers of four E2M1 codes, plus 12, without a table: 0, 1, 2, 3, 4, 6, 8, 12 and a sign.
+// Twice the numbers of four E2M1 codes, plus 12, computed without a table. Twice the numbers is 0, 1, 2, 3, 4, 6, 8, 12
+// with a sign.
 inline uint numbers_of(uint codes) {
     uint numbers = 0;
 #pragma unroll
@@ -112,7 +113,8 @@ inline float power(uint e) {
 // An E4M3 number: a sign, 4 bits of exponent with bias 7, 3 of mantissa. 0x7F and 0xFF are NaN.
 inline float e4m3(uint code) {
     const uint m = code & 0x7F;
-    // With its exponent in the longer field of f32, it is too small by 2^120, subnormal numbers included.
+    // The bits, moved into the longer exponent field of f32, are too small by a factor of 2^120, also for subnormal
+    // numbers.
     const float magnitude = __uint_as_float(m << 20) * 1.329227995784916e36f;
     return __uint_as_float((m == 0x7F ? 0x7FC00000 : __float_as_uint(magnitude)) | (code & 0x80) << 24);
 }
@@ -135,7 +137,8 @@ inline float4 numbers_of_codes(uint codes, uint format) {
 struct BlockChunk {
     const uchar *block;
     uint alignment, g;
-    // Of K-quants: the bytes of the chunk in a plane of 32, and the shift of its two bits among those of four planes.
+    // For K-quants: the half of a plane of 32 bytes that has the chunk, and the shift of its two bits among the bits of
+    // four planes.
     uint half_plane, two_bits;
 
     uint word(uint at) const {
@@ -209,7 +212,7 @@ inline void load_fp4(const BlockChunk &c, uint (&words)[4]) {
     }
 }
 
-// Blocks of 32 inputs: the chunk is the low or the high halves of 16 bytes, at the end of the block.
+// Blocks of 32 inputs: the chunk is the low or the high nibbles of the last 16 bytes of the block.
 inline void load_block_of_32(const BlockChunk &c, uint format, uint (&words)[4], float &scale, float &bias) {
     const uint start = block_bytes(format) - 16;
     uint high = 0;

@@ -13,7 +13,7 @@ struct LayerParams {
     uint capacity;
     uint ring;
     uint token_major;
-    // Entries of a sequence in the page table; entries from page_entries on are not pages.
+    // Entries of a sequence in the page table; an entry of at least page_entries is not a page.
     uint page_width;
     uint page_entries;
 };

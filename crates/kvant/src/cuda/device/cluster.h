@@ -15,8 +15,8 @@ inline void cluster_arrive() {
 #endif
 }
 
-// As above, for blocks that have written only barriers for the others, made visible by show_barriers_to_copies
-// (mbarrier.h).
+// As cluster_arrive, for blocks whose only writes for other blocks are barriers that show_barriers_to_copies
+// (mbarrier.h) has made visible.
 inline void cluster_arrive_early() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

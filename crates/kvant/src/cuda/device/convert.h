@@ -1,4 +1,4 @@
-// Types and conversions of all kernels. NVRTC has no headers of its own: halves are bits here.
+// Types and conversions of all kernels. NVRTC has no headers for halves, so they are bits here.
 #ifndef KVANT_CUDA_DEVICE_CONVERT_H
 #define KVANT_CUDA_DEVICE_CONVERT_H
 

@@ -4,10 +4,10 @@
 // An overlapping kernel waits before it accesses any buffer that it must not read ahead, in every thread that accesses
 // one. A block without work may end without waiting, if one block of its grid waits.
 //
-// Most kernels let the next one begin after they have waited: all kernels before them have ended by then. Two kinds let
-// it begin first. A short kernel does (take_turn_early), so that the next kernel reads ahead while this one waits. So
-// does a kernel that merges the previous kernel's results with its own at its end (take_turn_unless_late). The next
-// kernel may then also run together with the kernels that this one waits for (runtime/running.rs).
+// Most kernels let the next kernel begin after they have waited; all earlier kernels have ended by then. Two kinds of
+// kernels let the next one begin before they wait: short kernels (take_turn_early), so that the next kernel reads ahead
+// meanwhile; and kernels that merge the previous kernel's results at their end (take_turn_unless_late). In both cases
+// the next kernel may also overlap with the kernels for which this one waits (runtime/running.rs).
 #ifndef KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 #define KVANT_CUDA_DEVICE_DEPENDENT_LAUNCH_H
 

@@ -29,7 +29,7 @@ inline void store(uchar *x, ulong i, float value, uint dtype) {
     }
 }
 
-// The value as it is after being stored.
+// The value after rounding to `dtype`.
 inline float rounded(float value, uint dtype) {
     switch (dtype) {
     case F32: return value;

@@ -1,7 +1,7 @@
 // Tensor-core products, and their operands and results as 16-bit pairs.
 //
-// A warp multiplies A (16 x 16) by B (16 x 8) and adds to C (16 x 8, float). Lane 4g + t holds of A the rows g and
-// g + 8, of B the column g, of C the rows g and g + 8 at the columns 2t and 2t + 1:
+// A warp multiplies A (16 x 16) by B (16 x 8) and adds to C (16 x 8, float). Lane 4g + t holds rows g and g + 8 of A,
+// column g of B, and rows g and g + 8 of C at columns 2t and 2t + 1:
 //   a[0]: row g, k 2t, 2t+1   a[1]: row g+8, the same k   a[2]: row g, k 2t+8, 2t+9   a[3]: row g+8, the same k
 //   b.x: k 2t, 2t+1           b.y: k 2t+8, 2t+9
 //   c[0], c[1]: row g         c[2], c[3]: row g+8
@@ -102,8 +102,8 @@ inline uint times(uint pair, uint factor) {
     return out;
 }
 
-// Makes each of a pair of sums NaN, infinite or large if the number of `pair` is: adds 0 times an f16, whose square is
-// finite in float, or the square of a bf16.
+// Makes each of a pair of sums NaN, infinite or large if the corresponding number of `pair` is. Adds the square of a
+// bf16; for an f16, whose square is finite in float, adds 0 times the number.
 template <bool HALF>
 inline uint add_finite(uint sums, uint pair) {
     uint out;
@@ -115,15 +115,15 @@ inline uint add_finite(uint sums, uint pair) {
     return out;
 }
 
-// Two floats as a sum of TERMS pairs. Each term is the rounded rest of the terms before it: an f16 term adds 11 bits, a
-// bf16 term 8.
+// Two floats as a sum of TERMS pairs. Each term is the rounded difference to the sum of the previous terms: an f16 term
+// adds 11 bits, a bf16 term 8.
 template <bool HALF, uint TERMS>
 inline void split(float x, float y, uint (&terms)[TERMS]) {
 #pragma unroll
     for (uint i = 0; i < TERMS; i++) {
         terms[i] = pack<HALF>(x, y);
         const float2 taken = unpack<HALF>(terms[i]);
-        // The first term has an infinity or a NaN; the others would be NaN.
+        // If the first term is infinite or NaN, later terms are 0; they would be NaN.
         x = isfinite(taken.x) ? x - taken.x : 0;
         y = isfinite(taken.y) ? y - taken.y : 0;
     }
@@ -147,7 +147,7 @@ inline uint4 load_matrices(uint from) {
     return w;
 }
 
-// As above, of two matrices. Lanes 0 to 15 have the addresses of rows.
+// As load_matrices, for two matrices. Lanes 0 to 15 have the addresses of rows.
 inline uint2 load_two_matrices(uint from) {
     uint2 w;
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
@@ -157,7 +157,7 @@ inline uint2 load_two_matrices(uint from) {
     return w;
 }
 
-// As above, of four, each transposed: lane 4g + t gets column g of the rows 2t and 2t + 1.
+// As load_matrices, each matrix transposed: lane 4g + t gets column g of rows 2t and 2t + 1.
 inline uint4 load_matrices_transposed(uint from) {
     uint4 w;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -185,7 +185,7 @@ inline void copy_async_part(uint to, const uchar *from, uint bytes) {
     }
 }
 
-// As above; all zeros if not `there`.
+// As copy_async; copies zeros if `there` is false.
 template <uint BYTES>
 inline void copy_async(uint to, const uchar *from, bool there) {
     copy_async_part<BYTES>(to, from, there ? BYTES : 0);

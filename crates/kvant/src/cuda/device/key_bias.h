@@ -1,4 +1,4 @@
-// The bias that keys of sealed pages are stored without, rotated to their positions: key_bias.rs.
+// The key bias, rotated to positions; sealed pages store keys without it (key_bias.rs).
 #ifndef KVANT_CUDA_DEVICE_KEY_BIAS_H
 #define KVANT_CUDA_DEVICE_KEY_BIAS_H
 #include "device/convert.h"
@@ -7,11 +7,11 @@
 struct KeyBias {
     // [Hk, 2, dim / 2].
     const float *pairs;
-    // [dim]: where a coordinate is among the pairs.
+    // [dim]: the index of a coordinate among the pairs.
     const uint *places;
     // [pages, 2, dim / 2]: cosines, then sines, of the angles of each page's first position.
     const float *starts;
-    // [positions of a page, 2, dim / 2]: of the distances from it.
+    // [positions of a page, 2, dim / 2]: cosines, then sines, for the distance from the page's first position.
     const float *steps;
 
     // Coordinate j of the bias of a KV head, for the key in slot `slot` of page `page` of its sequence.

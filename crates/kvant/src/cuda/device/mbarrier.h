@@ -8,14 +8,14 @@ inline void barrier_init(uint at, uint count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
 
-// If ordinary instructions read and overwrite a buffer, every thread arrives itself. If one lane arrives for its warp
-// after __syncwarp, racecheck of compute-sanitizer reports false hazards (tools/h200/named_barriers.cu). On Hopper both
-// are equally fast.
+// Every thread arrives itself if ordinary instructions read and overwrite a buffer. If one lane arrived for its warp
+// after __syncwarp, racecheck of compute-sanitizer would report false hazards (tools/h200/named_barriers.cu). On Hopper
+// both are equally fast.
 inline void barrier_arrive(uint at) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 
-// As above, for all lanes of a warp together: WARP_ARRIVALS of them arrive. Before Hopper, arrivals of lanes are atomic
+// As barrier_arrive, for all lanes of a warp: WARP_ARRIVALS of them arrive. Before Hopper, arrivals of lanes are atomic
 // operations on one address, one after the other.
 #if __CUDA_ARCH__ >= 900
 constexpr uint WARP_ARRIVALS = 32;

@@ -2,7 +2,8 @@
 //
 // A table is [sequences, width] entries, one for each page of a sequence. A page holds PAGE_KEYS positions and begins
 // at a multiple of PAGE_KEYS. Within a page, each plane is [Hk, PAGE_KEYS] rows; page_bytes() is the distance of a
-// page's planes from those of page 0. Entries are untrusted: entries from a layer's number of entries on are not pages.
+// page's planes from those of page 0. Entries are untrusted: an entry of at least the layer's number of entries is not
+// a page.
 #ifndef KVANT_CUDA_DEVICE_PAGES_H
 #define KVANT_CUDA_DEVICE_PAGES_H
 #include "device/convert.h"

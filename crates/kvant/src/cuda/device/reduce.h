@@ -46,8 +46,8 @@ inline Team whole_block() {
 // Floats of shared memory of one exchange: one for each warp, or for each 128 coordinates of a row.
 constexpr uint EXCHANGE = 32;
 
-// All threads of the block call it, and all get the result. `room` holds EXCHANGE values, which must be unused. There
-// is one barrier, before they are read.
+// All threads of the block call it, and all get the result. `room` has memory for EXCHANGE values, which must be
+// unused. The function has one barrier, before it reads them.
 template <typename Op, typename T> inline T over_team(T x, T *room, Team team) {
     x = over_warp<Op>(x);
     if (team.lane == 0) {
@@ -57,7 +57,7 @@ template <typename Op, typename T> inline T over_team(T x, T *room, Team team) {
     return over_warp<Op>(team.lane < team.size / 32 ? room[team.lane] : T(Op::none));
 }
 
-// As over_team, of two values with one barrier; `room` holds two times EXCHANGE values.
+// As over_team, for two values with one barrier; `room` has memory for 2 * EXCHANGE values.
 template <typename Op> inline float2 over_team2(float2 x, float *room, Team team) {
     x = make_float2(over_warp<Op>(x.x), over_warp<Op>(x.y));
     if (team.lane == 0) {

@@ -60,7 +60,7 @@ inline void store4(uchar *x, ulong i, uint count, float4 values, uint dtype, boo
     }
 }
 
-// The values after being stored and loaded again.
+// The values after rounding to `dtype`.
 inline float4 rounded4(float4 v, uint dtype) {
     return make_float4(rounded(v.x, dtype), rounded(v.y, dtype), rounded(v.z, dtype), rounded(v.w, dtype));
 }

@@ -1,6 +1,6 @@
-// The functions of wgmma.h for GPUs without wgmma: equal products over equal layouts, by instructions of warps
-// (mma.sync). A warpgroup's warps have 16 rows of the result each. Products are done when a function returns, so the
-// waits do nothing.
+// The functions of wgmma.h for GPUs without wgmma: the same products and layouts, by instructions of warps (mma.sync).
+// A warpgroup's warps have 16 rows of the result each. Products are done when a function returns, so the waits do
+// nothing.
 #ifndef KVANT_CUDA_DEVICE_WARP_PRODUCTS_H
 #define KVANT_CUDA_DEVICE_WARP_PRODUCTS_H
 #include "device/fragments.h"
@@ -57,7 +57,7 @@ inline void multiply(float (&d)[N], const uint (&a)[4], ulong b, bool add) {
         }
     }
 }
-// As above, with the warpgroup's 64 rows of a in shared memory.
+// As the previous function, with the warpgroup's 64 rows of a in shared memory.
 template <bool HALF, uint N>
 inline void multiply(float (&d)[N], ulong a, ulong b, bool add) {
     const uint lane = threadIdx.x % 32;

@@ -1,11 +1,11 @@
 // Products of a warpgroup (wgmma): 128 threads multiply 64 rows by N columns over k = 16, asynchronously. The right
 // side is in shared memory, the left side there or in registers.
 //
-// Of the result, thread 32 w + 4 g + t of the warpgroup holds rows 16 w + g (d[4 j], d[4 j + 1]) and 16 w + g + 8 (d[4
-// j + 2], d[4 j + 3]) at columns 8 j + 2 t and 8 j + 2 t + 1. A left side in registers has the layout of fragments.h.
+// Thread 32 w + 4 g + t of the warpgroup holds rows 16 w + g (d[4 j], d[4 j + 1]) and 16 w + g + 8 (d[4 j + 2], d[4 j +
+// 3]) of the result, at columns 8 j + 2 t and 8 j + 2 t + 1. A left side in registers has the layout of fragments.h.
 //
-// Matrices in shared memory are in blocks of 64 columns: consecutive rows of 128 bytes, in which unit i of 16 bytes is
-// at i xor the row's number, both modulo 8. Blocks begin at multiples of 1024 bytes.
+// Matrices in shared memory are divided into blocks of 64 columns. A block is consecutive rows of 128 bytes and begins
+// at a multiple of 1024 bytes. In row r, unit i of 16 bytes is stored at place (i xor r) modulo 8.
 #ifndef KVANT_CUDA_DEVICE_WGMMA_H
 #define KVANT_CUDA_DEVICE_WGMMA_H
 #include "device/convert.h"
@@ -36,7 +36,7 @@ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps later computations behind the waits before it, and completes earlier results.
+// The compiler moves no computation on d across it: later computations stay behind the preceding waits.
 template <uint N>
 inline void hold(float (&d)[N]) {
 #pragma unroll

@@ -2,7 +2,8 @@
 // scales.
 //
 // A row is read in spans of 256 inputs, a span in units of 32. Lane t of four has inputs 4 t .. 4 t + 3 of either half
-// of a unit. FORMAT is of device/blocks.h; affine codes have BITS (2, 3, 5) and scales of GROUP.
+// of a unit. FORMAT is defined in device/blocks.h; affine codes have BITS (2, 3 or 5) bits and a scale for each GROUP
+// inputs.
 #ifndef KVANT_CUDA_LINEAR_BLOCK_CODES_H
 #define KVANT_CUDA_LINEAR_BLOCK_CODES_H
 #include "device/blocks.h"
@@ -22,8 +23,8 @@ constexpr bool BIASED = AFFINE || FORMAT == Q5_1 || FORMAT == Q2_K || FORMAT == 
 // Whether each half of a unit has a scale.
 constexpr bool HALVES = FORMAT == Q2_K || FORMAT == Q3_K || FORMAT == Q6_K || FORMAT == NVFP4;
 
-// Pieces of 16 bytes that hold BYTES bytes from any multiple of ALIGNMENT on, in a slot that begins at a multiple of
-// 16.
+// The bytes of a span in shared memory: pieces of 16 bytes, in which the first byte may be at any multiple of
+// ALIGNMENT.
 template <uint ALIGNMENT> struct Run {
     const uchar *slot;
     uint shift;
@@ -50,8 +51,8 @@ template <uint ALIGNMENT> struct Run {
 typedef Run<W_ALIGNMENT> Codes;
 typedef Run<FACTOR_ALIGNMENT> Factors;
 
-// scale * (byte i of a word - zero), rounded once. A byte in the low bits of the float 2^23 adds its value to it.
-// Products of 2^23 and f16 scales are exact.
+// scale * (byte i of a word - zero), rounded once. The byte becomes the low bits of the float 2^23, which adds its
+// value. Products of 2^23 and f16 scales are exact.
 inline float scaled_byte(float scale, uint word, uint i, float zero) {
     constexpr float OFF = 8388608;
     const float number = __uint_as_float(__byte_perm(word, 0x4B000000, 0x7540 | i));
@@ -134,8 +135,8 @@ inline float2 factors_of(const Header &h, const Codes &codes, const Factors &sca
     }
 }
 
-// Whether a code keeps its offset (MAGIC below) until its bias is applied: for formats with a bias whose error is at
-// most that of rounding the result.
+// Whether a code keeps its offset (MAGIC below) until its bias is applied. Only for formats with a bias, and only if
+// the error is at most the rounding error of the result.
 constexpr bool FOLD = BIASED && OUT_DTYPE != F32 && X_DTYPE != F16;
 
 // Bytes as numbers: in the low bits of 128 (bf16, which has room for 7 bits) or of 1024 (f16), a byte adds its value.
@@ -155,7 +156,7 @@ template <bool HALF> struct Tables {
     uint words[WIDE ? 8 : 4];
 };
 
-// `zero` is 0, but the compiler does not know that: otherwise it would load the words again for every use.
+// `zero` is 0 at run time. If the compiler knew this, it would load the words again for every use.
 template <bool HALF> inline Tables<HALF> tables(uint zero) {
     constexpr uint E2M1[4] = {0x0F0E0D0C, 0x18141210, 0x090A0B0C, 0x00040608};
     constexpr uint BYTES[4] = {0x3F2D1801, 0x766A5D4F, 0xA6998D81, 0xF1D9C5B5};
@@ -201,7 +202,7 @@ inline void pairs_of_nibbles(uint nibbles, const Tables<HALF> &tables, uint (&pa
 
 // Two E4M3 numbers, neighbours in a word; the first is byte `first`.
 template <bool HALF> inline uint pair_of_floats(uint word, uint first) {
-    // In a longer exponent field, all of them are too small by one factor, including subnormal numbers.
+    // The bits, moved into a longer exponent field, are too small by one factor, also for subnormal numbers.
     const uint upper = __byte_perm(word, 0, first == 0 ? 0x1404 : 0x3424);
     const uint magnitude = HALF ? upper >> 1 & 0x3F803F80 : upper >> 4 & 0x07F007F0;
     return times<HALF>(magnitude | (upper & 0x80008000), HALF ? 0x5C005C00 : 0x7B807B80);
@@ -214,7 +215,7 @@ inline uint stream_bytes(const Codes &codes, uint u, uint bit) {
     // The last word of a unit has no successor; it needs none.
     const uint second = bit % 32 + 4 * BITS > 32 ? codes.word<4>(at + 4) : 0;
     const uint four = __funnelshift_r(first, second, bit % 32);
-    // Two codes in either half, then one in every byte.
+    // First two codes in each half of a word, then one code in every byte.
     constexpr uint TWO = (1u << 2 * BITS) - 1, ONE = ((1u << BITS) - 1) * 0x10001;
     const uint twos = (four & TWO) | (four << (16 - 2 * BITS) & TWO << 16);
     return (twos & ONE) | (twos << (8 - BITS) & ONE << 8);
@@ -264,7 +265,7 @@ inline void pairs_of(const Codes &codes, const Tables<HALF> &tables, uint u, uin
                 const uint high = codes.word<4>(128 + u / 4 * 32 + part);
                 bytes[half] = (low & 0x0F0F0F0F) | ((u % 4 < 2 ? high << (4 - u % 4 * 2) : high >> (u % 4 * 2 - 4)) & 0x30303030);
             } else {
-                // Q5_0 and Q5_1: the highest bits, and halves of 16 bytes.
+                // Q5_0 and Q5_1: a block has the highest bits, then 16 bytes of nibbles.
                 constexpr uint SIZE = block_bytes(FORMAT), OF = SIZE % 4 == 0 ? 4 : 2;
                 const uint low = codes.word<OF>(SIZE * u + SIZE - 16 + 4 * t) >> 4 * half;
                 const uint high = codes.word<OF>(SIZE * u + SIZE - 20) >> (16 * half + 4 * t);

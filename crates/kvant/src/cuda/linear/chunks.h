@@ -1,6 +1,6 @@
 // Weights of every form in chunks of 16 bytes or 16 codes: f32, f16 or bf16 [outputs, inputs], or MLX's affine codes
-// [outputs, inputs * bits / 32] with scales and biases [outputs, inputs / group] (BITS is not 0; then W_DTYPE is
-// theirs), or rows of blocks (FORMAT is not 0: device/blocks.h).
+// [outputs, inputs * bits / 32] with scales and biases [outputs, inputs / group] (BITS is not 0; W_DTYPE is the dtype
+// of the scales), or rows of blocks (FORMAT is not 0: device/blocks.h).
 #ifndef KVANT_CUDA_LINEAR_CHUNKS_H
 #define KVANT_CUDA_LINEAR_CHUNKS_H
 #include "device/affine.h"
@@ -13,7 +13,7 @@ struct Weight {
     const uchar *biases;
 };
 
-// Of affine weights and of blocks, a chunk is codes, a scale and a bias.
+// A chunk of an affine weight or of blocks is codes, a scale and a bias.
 constexpr bool AFFINE = BITS != 0 || FORMAT != 0;
 // The codes of blocks are unpacked to bytes.
 constexpr uint CODE_BITS = FORMAT != 0 ? 8 : BITS;

@@ -1,5 +1,5 @@
-//! Products of many rows of bf16 with a quantised weight. The weight becomes bf16; cuBLASLt multiplies it, or, with
-//! experts, `linear_gemm_affine` does.
+//! Products of many rows of bf16 with a quantised weight. A kernel converts the weight to bf16. cuBLASLt multiplies it;
+//! with experts, `linear_gemm_affine` does.
 
 use std::ops::Range;
 
@@ -26,7 +26,7 @@ static SOURCE: Source = Source {
     layouts: &[DequantiseParams::layout],
 };
 
-/// Minimum rows: if `linear_gemm_affine` multiplies the codes by warpgroups, and otherwise.
+/// Minimum rows: first if `linear_gemm_affine` can multiply the codes by warpgroups, then otherwise.
 pub(super) const MANY: [usize; 2] = [1024, 33];
 /// Maximum bytes of dense matrices at a time.
 const MAX_BYTES: usize = 1 << 30;
@@ -35,7 +35,7 @@ const CHUNK: usize = 16;
 
 /// How the dense matrices are multiplied.
 pub(super) enum Dequantise {
-    /// One, by cuBLASLt.
+    /// One matrix, by cuBLASLt.
     Matrix,
     /// Matrices of experts, `at_once` at a time.
     Experts { chunks: GemmAffine, at_once: usize },

@@ -11,31 +11,31 @@ use crate::{
 #[derive(Clone, Copy)]
 pub(super) enum Gating<'a> {
     None,
-    /// They are the input of a gate.
+    /// The results are the input of a gate.
     Input(&'a gate::Call),
     /// The first half of a row, or the first of two parts, is the input of a gate, the second its factors.
     Halves(&'a gate::Call),
 }
 
 impl<'a> Gating<'a> {
-    /// How a gate depends on the product before it, if a kernel may compute both.
+    /// How a gate depends on the preceding product, if one kernel may compute both.
     pub fn of(product: &Call, gate: &'a gate::Call) -> Option<Gating<'a>> {
         let (out, outputs, rows) = (&product.out, product.dims.outputs, product.rows);
         let size = out.dtype().size();
-        // The columns of each part, and whether parts are consecutive in memory instead of parts of a row.
+        // The columns of each part; whether the parts are consecutive tensors (otherwise they are columns of one row).
         let (width, has_parts) = match product.parts[..] {
             [] => (outputs, false),
             [first, second] if first == second => (first, true),
             _ => return None,
         };
-        // Whether columns are those of the result from `first` on.
+        // Whether `columns` are the columns of the result from `first` on.
         let are = |columns: &gate::OwnedColumns, first: usize| {
             let before = if has_parts { first * rows } else { first };
             let is_there = columns.tensor.byte_offset() + columns.start * size == out.byte_offset() + before * size;
             let apart = rows == 1 || columns.width == width;
             overlap(&columns.tensor, out) && columns.tensor.dtype() == out.dtype() && is_there && apart
         };
-        // Other blocks still read the inputs of the product.
+        // The gate must not overwrite the inputs of the product, which other blocks still read.
         let mut is_free = gate.rows == rows;
         product.touches(&mut |touch| {
             is_free &= touch.arg == "out" || !overlap(touch.tensor, &gate.out);

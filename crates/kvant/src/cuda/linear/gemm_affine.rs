@@ -13,21 +13,21 @@ use crate::{
 };
 
 params! {
-    /// Of `linear_gemm_affine`.
+    /// Parameters of `linear_gemm_affine`.
     pub(crate) struct GemmAffineParams {
         pub rows: u32,
         pub outputs: u32,
         pub inputs: u32,
         pub experts: u32,
         pub alpha: f32,
-        /// The matrices of W: the first one's expert, and their number.
+        /// The expert of the launch's first matrix of W, and the number of its matrices.
         pub first_expert: u32,
         pub present: u32,
     }
 }
 
 params! {
-    /// Of `linear_gemm_affine_sort`.
+    /// Parameters of `linear_gemm_affine_sort`.
     pub(crate) struct GemmAffineSortParams {
         pub rows: u32,
         pub experts: u32,
@@ -48,14 +48,14 @@ const BLOCK: usize = 64;
 const OUTPUTS: usize = 128;
 /// The number of blocks of inputs is padded to a multiple of this.
 const DEPTH: usize = 4;
-/// Threads that multiply. With products of warpgroups, one thread of another 128 copies.
+/// Threads that multiply. With products of warpgroups, a block has 128 more threads, and one of these copies.
 const CONSUMERS: usize = 256;
 const COPIERS: usize = 128;
 /// Floats of a row of results. Results are stored in the memory of the chunks.
 const RESULTS: usize = OUTPUTS + 4;
 /// Chunks in shared memory. More than the maximum are not faster.
 const STAGES: std::ops::RangeInclusive<usize> = 3..=6;
-/// Rows of a chunk: 128 if these are enough chunks to keep the device busy, otherwise 64.
+/// Rows of a chunk: 128 if that leaves enough chunks to keep the device busy, otherwise 64.
 const ROWS: [usize; 2] = [128, 64];
 /// Maximum rows: the second dimension of the grid of `linear_gemm_affine_arrange` counts rows of whole chunks, 32 at a
 /// time.
@@ -74,16 +74,17 @@ pub(super) struct GemmAffine {
     parts: usize,
     terms: usize,
     stages: usize,
-    /// Whether products are of warpgroups.
+    /// Whether warpgroups compute the products; otherwise warps do.
     warpgroups: bool,
     /// Sums over the inputs of a chunk; each has a scale.
     sums: usize,
-    /// Whether the product of codes, by warpgroups, replaces one with dense weights, for up to 1023 rows of bf16.
+    /// Whether the product of codes by warpgroups is faster than a product of dense weights, for up to 1023 rows of
+    /// bf16.
     pub(super) replaces_dense: bool,
 }
 
-/// Adds the launch that sorts rows by expert, for `tiles` tiles of `rows` rows: the expert of every tile, and the row
-/// at each of its places. None without experts.
+/// Adds the launch that sorts rows by expert into `tiles` tiles of `rows` rows. Returns the expert of every tile, and
+/// the row at each of its places; `None` without experts.
 pub(super) fn sort(
     call: &Call,
     params: &LinearParams,
@@ -131,7 +132,7 @@ impl GemmAffine {
         if takes { GemmAffine::of_dense(call, limits) } else { None }
     }
 
-    /// As above, for a weight of bf16.
+    /// As `new`, for a weight of bf16.
     pub(super) fn of_dense(call: &Call, limits: &Limits) -> Option<GemmAffine> {
         GemmAffine::of(call, 1, limits)
     }

@@ -47,8 +47,8 @@ fn suits(call: &Call, weight: &Parts) -> bool {
     weight.bits != 0 && (call.rows <= TOKENS || call.experts.is_some())
 }
 
-/// The tiling that gives every multiprocessor one block, so that all have equal work. If shared memory is too small for
-/// it, a smaller one.
+/// The tiling that gives every multiprocessor one block, so that all have equal work; a smaller tiling if shared memory
+/// is too small for it.
 fn tiling(call: &Call, weight: &Parts, limits: &Limits) -> WarpTiling {
     let tiles = if call.experts.is_some() {
         let enough = |tiles: &usize| call.dims.outputs.div_ceil(TILE * tiles) * call.rows >= limits.busy_groups;
@@ -96,8 +96,9 @@ fn tiling_of(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]
     let spans = call.dims.inputs.div_ceil(SPAN);
     let vector = vector(weight, call.dims.inputs, |_| true);
     let kept = vector.max(groups);
-    // As few rounds as with all warps, and no warp without a part. If parts become at most a quarter longer by it, they
-    // are whole periods of scales, so that no scale is fetched twice. Codes of 6 bits are faster with all warps.
+    // The number of rounds is that of all warps, and no warp is without a part. Parts become whole periods of scales if
+    // that makes them at most a quarter longer, so that no scale is fetched twice. Codes of 6 bits are faster with all
+    // warps.
     let part = spans.div_ceil(max_warps);
     let whole = part.next_multiple_of(kept / groups);
     let better = weight.bits != 6 && whole <= part + part / 4 && spans.is_multiple_of(whole);
@@ -113,7 +114,8 @@ fn tiling_of(call: &Call, weight: &Parts, [tiles, max_warps, stages]: [usize; 3]
 }
 
 impl GemvAffineInt8 {
-    /// None if the kernel does not take the product. It takes only products that `linear_skinny_mma` takes.
+    /// `None` if the kernel does not support the product. `linear_skinny_mma` supports every product that this kernel
+    /// supports.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemvAffineInt8> {
         suits(call, weight).then(|| GemvAffineInt8(tiling(call, weight, limits)))
     }

@@ -28,9 +28,9 @@ const FEWEST_STAGES: usize = 3;
 /// of the next one's W is fetched to shared memory, and half to L2. Fetching all of it to shared memory would delay the
 /// end of the previous kernel.
 const SHORT: usize = 100 << 10;
-/// Minimum bytes of W per block with codes of 8 bits, unless they are at most SHORT: between the two,
-/// `linear_gemv_affine_int8` is as fast. It also takes codes of 6 bits above SHORT if a quarter of the multiprocessors
-/// would be idle.
+/// With codes of 8 bits a block has at most SHORT or at least LONG bytes of W: between the two,
+/// `linear_gemv_affine_int8` is as fast and runs instead. It also runs for codes of 6 bits above SHORT if a quarter of
+/// the multiprocessors would be idle.
 const LONG: usize = 160 << 10;
 
 /// How the work is divided: a block's tiles of outputs, and a warp's spans of inputs at a time.
@@ -49,8 +49,8 @@ pub(super) struct GemvAffineTma {
 }
 
 impl GemvAffineTma {
-    /// None if the kernel does not take the product on this device. It takes only products that
-    /// `linear_gemv_affine_int8` takes.
+    /// `None` if the kernel does not support the product on this device. `linear_gemv_affine_int8` supports every
+    /// product that this kernel supports.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<GemvAffineTma> {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);
@@ -69,7 +69,8 @@ impl GemvAffineTma {
         if !short && (weight.bits == 8 && bytes < LONG || weight.bits == 6 && tiles > 1 && idle) {
             return None;
         }
-        // A warp has four spans at a time if its registers hold their scales. Codes of 6 bits also need all warps.
+        // A warp has four spans at a time if its registers can hold their scales. With codes of 6 bits, all warps must
+        // also have work.
         let few = weight.group >= 64 && weight.dtype.size() == 2;
         // If a stage holds whole rows of W, it holds their scales, too, and scales need no memory of their own: there
         // is room for more stages.
@@ -129,8 +130,8 @@ impl LinearKernel for GemvAffineTma {
     }
 }
 
-/// Whether rows of scales can be copied by 8 or 16 bytes. They are read by words, or by 16 bytes if a part is a
-/// multiple of that.
+/// Whether rows of scales can be copied 8 or 16 bytes at a time. Lanes read scales in words, or in 16 bytes if a part
+/// is a multiple of 16 bytes.
 fn takes_factors(weight: &Parts, inputs: usize, spans: usize) -> bool {
     let row = inputs / weight.group as usize * weight.dtype.size();
     let of_part = spans * (SPAN / weight.group as usize).max(1) * weight.dtype.size();

@@ -1,4 +1,4 @@
-//! Products that no other kernel takes; and many dense rows, which cuBLASLt multiplies if it is installed.
+//! Products that no other kernel supports; and many dense rows, which cuBLASLt multiplies if it is installed.
 
 use super::{LinearArgs, LinearKernel, LinearParams, aligned16};
 use crate::{
@@ -99,7 +99,7 @@ pub(super) fn launch_dense(call: &Call, w: &Scratch, params: &LinearParams) -> L
     Launch { product: Some(product), ..launch }
 }
 
-/// The product that a library may compute instead: dense, of one dtype, and no less precise.
+/// The product, if a library may compute it instead: dense, of one dtype, and with at least equal precision.
 fn product(call: &Call) -> Option<Product> {
     let OwnedWeight::Dense(weight) = &call.weight else { return None };
     let Call { x, dims, alpha, out, rows, .. } = call;

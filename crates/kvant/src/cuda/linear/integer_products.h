@@ -1,8 +1,8 @@
 // Exact products of affine codes and numbers, both as bytes, on integer tensor cores.
 //
-// W is the left side of a product, 16 outputs by 32 inputs, as bytes that are codes: codes of 8 bits unchanged, others
-// unpacked four at a time, UNIT at a time. A number of x becomes an integer of 23 bits, relative to the largest number
-// of its span: three signed bytes, each in a column of the right side.
+// W is the left side of a product: 16 outputs by 32 inputs, one code per byte. Codes of 8 bits are unchanged; others
+// are unpacked to words of four codes, UNIT codes at a time. A number of x becomes an integer of 23 bits, relative to
+// the largest number of its span: three signed bytes, each in its own column of the right side.
 #ifndef KVANT_CUDA_LINEAR_INTEGER_PRODUCTS_H
 #define KVANT_CUDA_LINEAR_INTEGER_PRODUCTS_H
 #include "device/affine.h"
@@ -32,7 +32,7 @@ inline int4 mma_bytes(uint4 a, uint2 b, int4 c) {
     return d;
 }
 
-// The 16 codes of a unit as bytes, in the order that in_order has for x.
+// The 16 codes of a unit as bytes; in_order() has the same order for x.
 inline void unpack_unit(uint (&bytes)[4], const uint (&w)[UNIT_WORDS]) {
     if constexpr (BITS == 4) {
 #pragma unroll
@@ -41,7 +41,7 @@ inline void unpack_unit(uint (&bytes)[4], const uint (&w)[UNIT_WORDS]) {
             bytes[2 * i + 1] = w[i] >> 4 & 0x0F0F0F0F;
         }
     } else if constexpr (BITS == 6) {
-        // Bytes 0, 3, 6 and 9 of the twelve, and those behind them: four codes are three bytes.
+        // Four codes are three bytes: bytes 0, 3, 6 and 9 of the twelve, and the bytes after them.
         const uint a = __byte_perm(__byte_perm(w[0], w[1], 0x0630), w[2], 0x5210);
         const uint b = __byte_perm(__byte_perm(w[0], w[1], 0x0741), w[2], 0x6210);
         const uint c = __byte_perm(__byte_perm(w[0], w[1], 0x0052), w[2], 0x7410);
@@ -77,7 +77,7 @@ inline float larger(float a, float b) {
     return c;
 }
 
-// A span of x as integers of 23 bits relative to its largest. The lane has four neighbours.
+// A span of x as integers of 23 bits, relative to its largest number. The lane has four neighbours.
 struct Numbers {
     uint bits;
     uint exponent;
@@ -91,7 +91,7 @@ struct Numbers {
     int of(float x) const {
         return __float_as_int(fmaf(x, __uint_as_float((275u << 23) - exponent), MAGIC)) - MAGIC_BITS;
     }
-    // Their unit: NaN if an element of x is not finite.
+    // The unit of the integers: NaN if an element of x is not finite.
     float unit() const {
         return __uint_as_float(bits < 0x7F800000 ? exponent - (21u << 23) : 0x7FC00000);
     }
@@ -104,7 +104,7 @@ inline float make_digits(uint *digits, float4 v, uint at) {
     uint bytes[4];
 #pragma unroll
     for (uint j = 0; j < 4; j++) {
-        // Adding 0x808080 makes the signed bytes of v unsigned: each is larger by 0x80.
+        // Adding 0x808080 makes the signed bytes unsigned: each is larger by 0x80.
         bytes[j] = uint(numbers.of(part(v, j))) + 0x808080;
     }
     const uint low = __byte_perm(bytes[0], bytes[1], 0x5140), high = __byte_perm(bytes[2], bytes[3], 0x5140);
@@ -122,8 +122,8 @@ constexpr uint PAIR_DIGIT = SPAN / 2 / 4;
 constexpr uint PAIR_ZEROS = 7 * PAIR_DIGIT;
 constexpr uint PAIR_DIGITS = 8 * PAIR_DIGIT;
 
-// As make_digits; products are 16 times as large. The span's four stretches of 16 pairs are in the order 0, 2, 1, 3, so
-// that a lane's words of the right side are adjacent.
+// As make_digits, for pairs; products are 16 times as large. The span's four runs of 16 pairs are stored in the order
+// 0, 2, 1, 3, so that a lane's words of the right side are adjacent.
 inline float make_pair_digits(uint *digits, float4 v, uint lane) {
     const Numbers numbers(v);
     int n[4];

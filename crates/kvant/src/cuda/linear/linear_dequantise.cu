@@ -1,5 +1,5 @@
-// linear_dequantise: rows of W [.., inputs], affine or of blocks, from `first_row` on -> rows of bf16, for a product of
-// dense matrices with enough rows to pay for it. One thread per 16 codes.
+// linear_dequantise: converts rows of W [.., inputs], affine or in blocks, from `first_row` on to bf16, for a product
+// of dense matrices. Products with many rows are faster this way. One thread per 16 codes.
 #include "device/dependent_launch.h"
 #include "device/fragments.h"
 #include "linear/chunks.h"

@@ -4,26 +4,26 @@
 // The products of an affine W use its codes, counted from the middle of their range, which bf16 holds exactly. With w =
 // scale * code + bias,
 //   out = sum over groups of  scale * (x . code)  +  sum over groups of  bias * (x . 1)
-// So W is never dequantised. The second sum is a product, too: of biases and sums of x, each a sum of TERMS bf16
-// numbers. An x of f32 is a sum of three bf16 numbers, an x of f16 a sum of two. Each of them is multiplied by the
-// codes, or weights.
+// Therefore W is never dequantised. The second sum is a product, too: of biases and sums of x. Both operands are sums
+// of TERMS bf16 numbers. An x of f32 is a sum of three bf16 numbers, its parts; an x of f16 is a sum of two. Each part
+// is multiplied by the codes, or weights.
 //
 // linear_gemm_affine_sort, with EXPERTS: sorts rows by their experts `ids` [rows], into tiles of ROWS places of one
 // expert each. `experts` has the expert of a tile, or NONE if the tile does not exist; `order` has the row at a place,
 // or NONE for padding. Rows whose expert does not exist come last, as rows of one more expert. One block.
 //
 // linear_gemm_affine_arrange: arranges x [rows, inputs] in chunks, one for every tile of ROWS rows and BLOCK inputs. A
-// chunk has the parts of x, each a matrix in the layout of wgmma.h. For an affine W, chunks of their sums follow, of
-// BLOCK sums and one term each. The padding is zeros. A thread has 16 bytes of a row.
+// chunk has the parts of x, each a matrix in the layout of wgmma.h. For an affine W, chunks of sums of x follow; each
+// has BLOCK sums and one term. The padding is zeros. A thread has 16 bytes of a row.
 //
-// linear_gemm_affine: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks: one thread
-// (without WARPGROUP_PRODUCTS, those that multiply) copies them into a ring in shared memory, and two warpgroups
+// linear_gemm_affine: out^T = W x^T. A block has OUTPUTS outputs of ROWS rows and loops over the chunks. One thread
+// (without WARPGROUP_PRODUCTS, the threads that multiply) copies them into a ring in shared memory, and two warpgroups
 // multiply, 64 outputs each. A thread reads the codes, or weights, of its two outputs directly into the registers of
 // the products' operands: the order of inputs within BLOCK is free, so a lane has 16 neighbours, or eight in each half
-// (HALVED). With groups of 32, the products of each half are scaled by themselves (SUMS is 2). While the products of 64
-// rows by warpgroups run, those of the other 64 are scaled and added, and the next codes converted. Dense products are
-// added in the same way, BLOCK inputs at a time: tensor cores truncate sums instead of rounding them, which is visible
-// after some hundred inputs.
+// (HALVED). With groups of 32, each half has its own sums and scales (SUMS is 2). While warpgroups multiply 64 rows,
+// the products of the other 64 rows are scaled and added, and the next codes are converted. Dense products are added in
+// the same way, BLOCK inputs at a time: tensor cores truncate sums instead of rounding them, which is visible after
+// some hundred inputs.
 #include "device/affine.h"
 #include "device/dependent_launch.h"
 #include "device/fragments.h"
@@ -107,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 constexpr bool AFFINE = BITS != 0;
 constexpr uint BLOCK = 64;
-// Inputs whose products (or x) are added before a scale (or a bias) multiplies the sum; BLOCK has SUMS such groups.
+// Inputs of a sum: their products are added before the sum is scaled, and their x before the sum is multiplied by a
+// bias. BLOCK has SUMS sums.
 constexpr uint SUM_INPUTS = BLOCK / SUMS;
 constexpr uint PARTS = X_DTYPE == F32 ? 3 : X_DTYPE == F16 ? 2 : 1;
 // Bytes of one part of x, and of all parts: the size of a stage.
@@ -130,8 +131,8 @@ inline uint chunks_of(uint inputs) {
     return blocks_of(inputs) + blocks_of_sums(inputs) * TERMS;
 }
 
-// Whether a lane has eight neighbours in each half of BLOCK, instead of 16: if halves have sums of their own, and for
-// codes of 2, 3 and 5 bits, which have eight in two words.
+// Whether a lane has eight neighbours in each half of BLOCK, instead of 16: if each half has its own sums, and for
+// codes of 2, 3 and 5 bits, because two words hold eight of them.
 constexpr bool HALVED = SUMS == 2 || BITS == 2 || BITS == 3 || BITS == 5;
 
 // The order of a lane's 16 codes, or weights: pair i are inputs 8 (i % 2) + 2 t and the next one of product i / 2.
@@ -185,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     if (AFFINE && piece % (8 / SUMS) == 0) {
-        // In the order of the lanes that have the biases: a lane has 16 neighbours, two at a time.
+        // The sums are in the order in which lanes have the biases: a lane has 16 neighbours, two at a time.
         const uint in_block = of_sum % BLOCK, pair = in_block % 16 / 2, element = in_block / 16 * 2 + in_block % 2;
         uchar *to = chunks + (blocks_of(p.inputs) + ulong(of_sum / BLOCK) * TERMS) * STAGE + r * 128 + (pair ^ r % 8) * 16;
         uint terms[TERMS];
@@ -202,10 +203,10 @@ extern "C" __global__ void __launch_bounds__(256)
 constexpr uint OUTPUTS = 128;
 constexpr uint CONSUMERS = 256;
 // One thread copies in bulk; its warpgroup gives registers to the consumers. Without warpgroup products the consumers
-// copy: with a ninth warp, each thread would have 168 registers.
+// copy, because a ninth warp would limit each thread to 168 registers.
 constexpr uint COPIERS = WARPGROUP_PRODUCTS ? 1 : CONSUMERS;
 constexpr uint THREADS = CONSUMERS + (WARPGROUP_PRODUCTS ? 128 : 0);
-// Pieces of 64 rows: products of one run while those of the other are added.
+// Pieces of 64 rows: the products of one piece run while the products of the other are added.
 constexpr uint PIECES = ROWS / 64;
 // Blocks of codes in registers. Products of warps take twice the time, and leave fewer registers; scales of two sums
 // need more registers.
@@ -239,7 +240,7 @@ struct Codes {
     uint scales[SUMS];
 };
 
-// Whether eight codes may begin within a word: two words then have them.
+// Whether eight codes may begin within a word. Two words hold them in that case.
 constexpr bool WITHIN_WORDS = HALVED && BITS != 4 && BITS != 8;
 
 // Codes 8 t to 8 t + 7 of the 32 codes that begin at `from`, or the words with these codes.
@@ -263,11 +264,11 @@ struct Weight {
     ulong group_of(uint output, uint sum) const {
         return ulong(output) * (inputs / GROUP) + sum * SUM_INPUTS / GROUP;
     }
-    // Past the last sum, the last.
+    // The index of a sum, limited to the last one.
     uint sum_of(uint sum) const {
         return min(sum, inputs / SUM_INPUTS - 1);
     }
-    // Past the last block, the last.
+    // The index of a block, limited to the last one.
     uint block_of(uint block) const {
         return min(block, inputs / BLOCK - 1);
     }
@@ -279,7 +280,7 @@ struct Weight {
     }
     Codes load(uint output, uint block) const {
         if constexpr (HALVED) {
-            // Past the last half, the last: x is zero there.
+            // A half after the end repeats the last half; x is zero there.
             const uint *row = reinterpret_cast<const uint *>(codes) + ulong(output) * (inputs / 32 * BITS);
             uint2 eight[2];
 #pragma unroll
@@ -322,7 +323,7 @@ inline uint subtract(uint a, uint b) {
     return out;
 }
 
-// Pair i of 16 codes, or weights. In the seven bits below the exponent of 1, a code counts 1 / 128.
+// Pair i of 16 codes, or weights. A code in the seven mantissa bits of the bf16 number 1 counts 1 / 128.
 inline uint pair_of(const Codes &codes, uint i) {
     const uint4 w = codes.words[AFFINE ? 0 : i / 4];
     if (!AFFINE) {
@@ -350,7 +351,7 @@ inline uint pair_of(const Codes &codes, uint i) {
     }
     const uint word = i / 2 == 0 ? w.x : i / 2 == 1 ? w.y : i / 2 == 2 ? w.z : w.w;
     const uint two = word >> i % 2 * 16;
-    // 2^23 plus the code. Minus 2^23 and the middle, it has 8 bits, which all fit into the upper half of the float.
+    // The float 2^23 plus the code, less 2^23 and MIDDLE: 8 bits, which fit into the upper half of the float.
     constexpr float OFF = 8388608 + MIDDLE;
     const float low = __uint_as_float(two & 255 | 0x4B000000) - OFF, high = __uint_as_float(two >> 8 & 255 | 0x4B000000) - OFF;
     return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
@@ -393,7 +394,7 @@ struct Block {
 // Copies the chunks of the block's tile of rows to the ring, one after the other.
 struct Copier {
     const Block &b;
-    // The first phase in which buffers become free has already ended.
+    // The cursor's parity: all buffers are free at the beginning.
     RingCursor<STAGES> at = {0, 1};
     uint copied = 0;
 
@@ -402,7 +403,7 @@ struct Copier {
     }
     inline void copy_next() {
         const uchar *from = b.chunks + (ulong(blockIdx.y) * chunks_of(b.p.inputs) + copied) * STAGE;
-        // A term of sums is a part.
+        // A chunk of sums has the size of one part.
         const uint bytes = copied < blocks_of(b.p.inputs) ? STAGE : PART;
         barrier_wait(b.free + at.stage * 8, at.parity);
         copy_chunk(b.ring + at.stage * STAGE, from, bytes, b.full + at.stage * 8);
@@ -420,7 +421,7 @@ struct Consumer {
     RingCursor<STAGES> at;
     float sums[PIECES][32] = {};
 
-    // The chunk at the cursor, when it has come.
+    // Waits for the chunk at the cursor, and returns its matrix.
     inline ulong next_chunk() const {
         barrier_wait(b.full + at.stage * 8, at.parity);
         return matrix(b.ring + at.stage * STAGE, 16);
@@ -463,7 +464,7 @@ inline void add_products(Consumer &c, Pipeline &line, uint piece, uint sum) {
     }
 }
 
-// Consumer: the scales of a block whose codes are converted, and loads of the block that takes its registers.
+// Consumer: takes the scales of a block whose codes have been converted, and loads the block that reuses its registers.
 inline void advance(const Consumer &c, Pipeline &line, uint block, uint d) {
 #pragma unroll
     for (uint i = 0; i < 2; i++) {
@@ -570,7 +571,7 @@ inline void biases_of(const Consumer &c, uint block, uint (&a)[TERMS][4][4]) {
     }
 }
 
-// Consumer: adds biases times sums of x: the larger of the products of their terms.
+// Consumer: adds biases times sums of x. Only the larger products of their terms are computed.
 inline void multiply_biases(Consumer &c) {
 #pragma unroll 1
     for (uint block = 0; block < blocks_of_sums(c.b.p.inputs); block++) {
@@ -601,7 +602,7 @@ inline void multiply_biases(Consumer &c) {
     c.hold_sums();
 }
 
-// Epilogue: stores the sums by way of shared memory, in the place of the ring, so that neighbours are stored together.
+// Epilogue: stores the sums through shared memory, in the memory of the ring, so that neighbours are stored together.
 // Results of an expert that is not `known` are zeros.
 inline void store_sums(const GemmAffineParams &p, const float (&sums)[PIECES][32], float *results, uchar *out, const uint *order, bool known) {
     const uint thread = threadIdx.x, own = thread / 32 * 16 + thread % 32 / 4, t = thread % 4, first_output = blockIdx.x * OUTPUTS;
@@ -649,14 +650,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     take_turn();
     const uint expert = EXPERTS ? experts[blockIdx.y] : 0;
-    // The rows of an expert that does not exist are zeros, whatever is computed: the first launch stores them.
+    // Rows of an expert that does not exist are zeros; the first launch stores them.
     const bool known = expert < p.experts;
     if (EXPERTS && (expert == NONE || (known ? expert - p.first_expert >= p.present : p.first_expert > 0))) {
         return;
     }
     Copier copier = {b};
     if constexpr (WARPGROUP_PRODUCTS) {
-        // The consumers get the registers.
+        // Consumers get registers that the copying warps give up.
         if (thread >= CONSUMERS) {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
             if (thread == CONSUMERS) {
@@ -673,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     const uint own = thread / 32 * 16 + thread % 32 / 4, output = blockIdx.x * OUTPUTS + own;
-    // Beyond the last output the last is computed again, and not stored.
+    // Missing outputs repeat the last one and are not stored.
     Consumer c = {b, copier, {codes, scales, biases, p.inputs}, {min(output, p.outputs - 1), min(output + 8, p.outputs - 1)}};
     c.w.select(known ? ulong(expert - p.first_expert) * p.outputs : 0);
     multiply_blocks(c);

@@ -5,16 +5,16 @@
 // of 16 bytes (of 8 for codes of 6 bits).
 //
 // A block has TILES tiles of 16 outputs for TOKENS rows; its warps divide the inputs among them. A warp takes SPAN
-// inputs at a time. W is the A of its products, 16 outputs by 32 inputs, bytes that are codes: those of 8 bits as they
-// are, the others unpacked four at a time. Lane 4g + t has LANE neighbouring codes of the outputs g and g + 8, or two
-// times 16 of them. Asynchronous copies bring them to shared memory, STAGES spans ahead of their use, as they do scales
-// and biases. Only the warp's own lanes use them, so the block has a single barrier, at the end.
+// inputs at a time. W is the A of its products: 16 outputs by 32 inputs, one code per byte. Codes of 8 bits are
+// unchanged, others are unpacked to words of four. Lane 4g + t has LANE neighbouring codes of the outputs g and g + 8,
+// or two times 16 of them. Asynchronous copies bring codes, scales and biases to shared memory, STAGES spans ahead of
+// their use. Only the warp's own lanes read them, so the block has a single barrier, at the end.
 //
-// x becomes an integer of 23 bits, relative to the largest of its span: three signed bytes, each in a column of B of
-// its own. DEPTH spans become that at a time, so that the steps of one do not wait for those of another. Where a span
-// has several groups, each has columns of its own, zero at the inputs of the others. Sums of products are exact; a
-// group's are multiplied by its scale in float, and its bias by the sum of x, a product with ones. If one x of a span
-// is not finite, or 2^110 and more, the row's results are NaN.
+// A number of x becomes an integer of 23 bits, relative to the largest number of its span: three signed bytes, each in
+// its own column of B. DEPTH spans are converted at a time, so that the steps of one span overlap with those of
+// another. If a span has several groups, each group has its own columns, which are zero at the inputs of other groups.
+// Sums of products are exact. In float, a group's sum is multiplied by its scale, and its bias by the sum of x, which
+// is a product with ones. If a number of x is not finite, or at least 2^110, the row's results are NaN.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
 #include "device/affine.h"
@@ -28,8 +28,8 @@
 
 // Words of a lane in a span.
 constexpr uint WORDS = UNITS * UNIT_WORDS;
-// Words that are copied at a time. With rows at multiples of 16 bytes those of 6 bits (PACKED) are copied unchanged: 96
-// bytes of a row by six lanes, whichever lanes read them later.
+// Words that are copied at a time. Codes of 6 bits in rows at multiples of 16 bytes (PACKED) are copied unchanged: six
+// lanes copy 96 bytes of a row, regardless of the lanes that read them later.
 constexpr bool PACKED = BITS == 6 && W_ALIGNED;
 constexpr uint COPY = BITS == 6 && !PACKED ? 2 : 4;
 // Units of 16 bytes are adjacent to those of the three other lanes.
@@ -44,14 +44,14 @@ constexpr uint OUTPUTS = 16 * TILES;
 
 // Words of shared memory that a warp has for a span of W.
 constexpr uint STAGE = 2 * TILES * WORDS * 32;
-// Scales and biases are read VECTOR at a time (each row of them is a multiple of that), some spans' together, PERIODS
-// such ahead: [PERIODS][TILES][scales or biases][16 outputs][KEPT].
+// Scales and biases are read VECTOR at a time; VECTOR divides their rows. The scales of several spans, a period, are
+// read together, PERIODS periods ahead: [PERIODS][TILES][scales or biases][16 outputs][KEPT].
 constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
 constexpr uint KEPT_SPANS = KEPT / GROUPS;
 constexpr uint PERIODS = 1 + (STAGES + KEPT_SPANS - 1) / KEPT_SPANS;
 constexpr uint PERIOD = TILES * 32 * KEPT * size_of(W_DTYPE) / 4;
-// The bytes of a span of x, [TOKENS][3][SPAN] with gaps against bank conflicts, then zeros, and the units that the
-// bytes count.
+// The bytes of a span of x, [TOKENS][3][SPAN] with gaps against bank conflicts, then zeros, then the units of the
+// bytes.
 constexpr uint ZEROS = TOKENS * 3 * DIGIT;
 constexpr uint UNITS_AT = ZEROS + 8;
 constexpr uint DIGITS = UNITS_AT + 4;
@@ -61,7 +61,7 @@ constexpr uint WARP_WORDS = (STAGES * STAGE + PERIODS * PERIOD + DEPTH * DIGITS 
 // gemv_affine_int8.rs computes the same sum.
 static_assert(WARPS * (WARP_WORDS + OUTPUTS * TOKENS) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 
-// The lane's next addresses in W: its part of a span, of two rows of each tile, or PACKED parts of three.
+// The lane's next addresses in W: its parts of a span, two for each tile, or three if PACKED.
 constexpr uint PARTS = PACKED ? 3 : 2;
 struct Rows {
     const uchar *values[TILES][PARTS];
@@ -149,7 +149,7 @@ inline void next_digits(uint *digits, const uchar *x, const ulong (&x_rows)[TOKE
         float4 v[BATCH][TOKENS];
 #pragma unroll
         for (uint s = 0; s < BATCH; s++) {
-            // Beyond the end the last one again, which is not used.
+            // Spans after the end repeat the last one and are not used.
             const uint i = min(first + batch + s, end - 1) * SPAN + lane * 4;
 #pragma unroll
             for (uint token = 0; token < TOKENS; token++) {
@@ -188,7 +188,7 @@ struct Warp {
     uint *factors;
     uint *digits;
 
-    // Beyond the last output (of a half) the last is computed again, and not stored.
+    // Missing outputs repeat the last one (of a half) and are not stored.
     inline uint output_of(uint tile, uint r) const {
         const uint first = in_tile(r, p.outputs) - r % TILE_STEP;
         return min(first_output + tile * TILE_STEP + r % TILE_STEP, dim - 1) + first;
@@ -266,12 +266,13 @@ inline void clear_zeros(const Warp &w) {
     }
 }
 
-// A lane's columns of the products. Of B: byte g % 4 of x for a group of a token, at the inputs of each unit. Of the
-// results: the lowest two bytes of x, or the highest, which count `weights` units.
+// A lane's columns of the products. Its column of B is byte g % 4 of x for a group of a token, at the inputs of each
+// unit. Its columns of results belong to the lowest two bytes of x, or to the highest; `weights` are the values of
+// these bytes in units.
 struct Columns {
     uint digits_at[WIDE][UNITS];
     float2 weights;
-    // Minus what MAGIC adds to results of both columns.
+    // Minus the contribution of MAGIC to the results of both columns.
     float magic;
 };
 
@@ -292,7 +293,7 @@ inline Columns columns_of(uint lane) {
     return out;
 }
 
-// A span of x, as B: the units of the lane's two columns of results (`scaled`), what a sum of products has too much of
+// A span of x, as B: the units of the lane's two columns of results (`scaled`), the excess of a sum of products
 // (`less`), and the sums of x in each column (`ones`).
 struct SpanOfX {
     uint4 in[WIDE][UNITS];
@@ -397,7 +398,7 @@ inline void multiply_spans(const Warp &w, Sources &from, const uchar *x, const u
     }
 }
 
-// Epilogue: leaves the warp's sums in shared memory, [WARPS][OUTPUTS][TOKENS], behind the stages.
+// Epilogue: stores the warp's sums in shared memory, [WARPS][OUTPUTS][TOKENS], after the stages.
 inline void leave_sums(const Warp &w, float *parts, const float (&sums)[TILES][WIDE][2]) {
     const uint g = w.lane / 4, t = w.lane % 4;
 #pragma unroll

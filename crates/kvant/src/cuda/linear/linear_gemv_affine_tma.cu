@@ -1,21 +1,23 @@
 // linear_gemv_affine_tma: linear (linear_generic.cu) for affine codes and one row, by bulk copies. Reading W is the
 // limit.
 //
-// x is [inputs], f32, f16 or bf16; W is [outputs, inputs], codes of 4, 6 or 8 bits. Rows of W have a whole number of
-// PARTs, rows of scales and biases one of 8 bytes, and outputs are a multiple of 16.
+// x is [inputs], f32, f16 or bf16; W is [outputs, inputs], codes of 4, 6 or 8 bits. PART divides the rows of W, 8 bytes
+// divide the rows of scales and biases, and 16 divides the outputs.
 //
-// A block has up to TILES tiles of 16 outputs. Its warps divide the inputs: each has PART of them or, one after the
-// other, a part of each of CHUNKS. A warp converts its part of x to bytes once, and keeps them in registers as the B of
-// its products (integer_products.h) for all tiles. A last warp copies W, the rows of a tile in a chunk at a time, up to
-// STAGES of these ahead of their use; scales and biases are copied with a tile's first chunk, for all of its inputs.
+// A block has up to TILES tiles of 16 outputs. Its warps divide the inputs: each has PART inputs of each of CHUNKS
+// chunks, which are processed one after the other. A warp converts its part of x to bytes once, and keeps them in
+// registers as the B of its products (integer_products.h) for all tiles. The last warp copies W: the rows of a tile in
+// one chunk form a stage, and up to STAGES stages are copied ahead of their use. The scales and biases of all inputs of
+// a tile are copied with its first chunk.
 //
-// Where a span has several groups, each has columns of its own, zero at the inputs of the others. Sums of products are
-// exact; a group's sum is multiplied by its scale in float, and its bias by the sum of x, a product with ones. If one x
-// of a span is not finite, or 2^110 and more (2^106 with codes of 4 bits), all results are NaN.
+// If a span has several groups, each group has its own columns, which are zero at the inputs of other groups. Sums of
+// products are exact. In float, a group's sum is multiplied by its scale, and its bias by the sum of x, which is a
+// product with ones. If a number of x is not finite, or at least 2^110 (2^106 with codes of 4 bits), all results are
+// NaN.
 //
-// Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later. The previous
-// kernel's end waits for copies in flight on the same multiprocessor, so at most AHEAD stages are copied by then, and
-// AHEAD_L2 others are prefetched to L2, which nothing waits for. RESIDENT_BLOCKS blocks fit on a multiprocessor.
+// Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later. Copies in flight
+// on the same multiprocessor delay the end of the previous kernel. Until then at most AHEAD stages are copied; AHEAD_L2
+// further stages are prefetched to L2, which delays nothing. RESIDENT_BLOCKS blocks fit on a multiprocessor.
 //
 // This kernel is not folded into linear_skinny_affine4_tma, which has more rows and bulk copies as well. They share the
 // copies, and differ in everything else:
@@ -49,8 +51,8 @@ constexpr uint PITCH = (CHUNK_BYTES + 127) / 128 * 128 + (BITS == 6 ? 32 : 16);
 constexpr uint STAGE = ROWS * PITCH;
 constexpr uint SPAN_BYTES = SPAN / 8 * BITS;
 constexpr uint WORDS = UNITS * UNIT_WORDS;
-// Codes of 4 and 8 bits come to lanes as 16 bytes of each row's span, and 16 of its second half, are operands of a
-// product.
+// Codes of 4 and 8 bits are loaded as matrices: 16 bytes of each row's span, and 16 bytes of its second half, are the
+// operands of a product.
 constexpr bool MATRICES = BITS != 6;
 
 // Groups of a span and of a row; a tile's scales, or biases.
@@ -60,15 +62,16 @@ constexpr uint FACTOR_SIZE = size_of(W_DTYPE);
 constexpr uint FACTOR_ROW = ROW_GROUPS * FACTOR_SIZE;
 // Bytes that are copied at a time.
 constexpr uint FACTOR_COPY = FACTOR_ROW % 16 == 0 ? 16 : 8;
-// Rows of them begin at different banks.
+// Rows of factors begin at different banks.
 constexpr uint FACTOR_PITCH = FACTOR_ROW + (FACTOR_ROW / 16 % 2 == 0 ? 16 : 0);
 constexpr uint FACTORS = ROWS * FACTOR_PITCH;
 // Factors of a tile are needed until its last chunk.
 constexpr uint FACTOR_SLOTS = CHUNKS == 1 ? STAGES : TILES;
-// Four columns for each group, bytes of x (three, or four for pairs); eight columns a product.
+// Products for the columns: a group has four columns for its bytes of x (three, or four for pairs), a product has
+// eight.
 constexpr uint WIDE = (GROUPS + 1) / 2;
 
-// The bytes of a span of x: of pairs (4 bits), else as make_digits has them, with zeros behind them.
+// The bytes of a span of x, then zeros: bytes of pairs for codes of 4 bits, otherwise the bytes of make_digits.
 constexpr uint ZEROS = BITS == 4 ? PAIR_ZEROS : 3 * DIGIT;
 constexpr uint SPAN_DIGITS = BITS == 4 ? PAIR_DIGITS : 3 * DIGIT + 4;
 constexpr uint DIGITS = SPANS * SPAN_DIGITS;
@@ -111,12 +114,12 @@ inline void begin_tile(const uchar *values, const uchar *scales, const uchar *bi
     barrier_arrive_behind_copies(full);
 }
 
-// Prefetches to L2 what begin_tile will copy. Nothing waits for that.
+// Prefetches the copies of begin_tile to L2. Nothing waits for the prefetch.
 inline void prefetch_tile(const uchar *values, const uchar *scales, const uchar *biases, ulong first_row, uint chunk) {
     const uint bytes = (CHUNKS == 1 ? WARPS : min(WARPS, PARTS - chunk * WARPS)) * PART_BYTES;
     const uchar *from = values + first_row * W_ROW + chunk * CHUNK_BYTES;
     if (chunk == 0) {
-        // From a multiple of 16 bytes on.
+        // The prefetch begins at a multiple of 16 bytes.
         const auto prefetch = [&](const uchar *from) { prefetch_bulk(from - reinterpret_cast<ulong>(from) % 16, ROWS * FACTOR_ROW); };
         prefetch(scales + first_row * FACTOR_ROW);
         prefetch(biases + first_row * FACTOR_ROW);
@@ -131,7 +134,7 @@ inline void prefetch_tile(const uchar *values, const uchar *scales, const uchar 
     }
 }
 
-// The A of a span's four products. `at` is where that begins in row lane % 16, or (codes of 6 bits) in row lane / 4.
+// The A of a span's four products. `at` is the span's address in row lane % 16, or (codes of 6 bits) in row lane / 4.
 inline void operands(uint4 (&a)[4], const uchar *at, uint lane) {
     if constexpr (MATRICES) {
         const uint from = shared_address(at) + lane / 16 * (SPAN_BYTES / 2);
@@ -140,7 +143,7 @@ inline void operands(uint4 (&a)[4], const uchar *at, uint lane) {
             a[i] = load_matrices(from + i * 16);
         }
         if (BITS == 4) {
-            // The low halves of bytes, then all of these.
+            // The low nibbles of the bytes, then the high ones.
             constexpr uint LOW = 0x0F0F0F0F;
 #pragma unroll
             for (uint i = 0; i < 2; i++) {
@@ -224,7 +227,7 @@ struct Factors {
         }
     }
 
-    // Of a span's groups 2b and 2b + 1, if it has several, the second for `odd`.
+    // The factor of a span's group 2b, or 2b + 1 if `odd`; of its only group if it has one.
     inline float of(uint span, uint b, bool odd) const {
         const uint i = span * GROUPS + 2 * b;
         if constexpr (W_DTYPE == F32) {
@@ -320,8 +323,9 @@ inline void produce(const Block &b, Cursor &at) {
     }
 }
 
-// A warp of the consumers: its memory, and the lane's two columns of results: the lowest two bytes of x, or the
-// highest, which count `weights` units. `magic` is minus what MAGIC adds to both.
+// A warp of the consumers: its memory, and the lane's two columns of results. They belong to the lowest two bytes of x,
+// or to the highest; `weights` are the values of these bytes in units. `magic` is minus the contribution of MAGIC to
+// both columns.
 struct Consumer {
     uint *digits;
     float *sums;
@@ -348,7 +352,7 @@ inline Consumer consumer(const Block &b) {
     return {digits, sums, weights, magic, g, t};
 }
 
-// Consumer: the lane's numbers of a part of x. Beyond the last part the last is loaded again, and not used.
+// Consumer: the lane's numbers of a part of x. Parts after the last one repeat it and are not used.
 inline void load_part(float4 (&v)[SPANS], const uchar *x, uint part, uint lane) {
 #pragma unroll
     for (uint s = 0; s < SPANS; s++) {
@@ -356,8 +360,8 @@ inline void load_part(float4 (&v)[SPANS], const uchar *x, uint part, uint lane) 
     }
 }
 
-// A part of x as B, the units of the lane's two columns of results (`scaled`), what MAGIC adds to a product (`less`),
-// and the sums of x in each column (`ones`).
+// A part of x as B, the units of the lane's two columns of results (`scaled`), the contribution of MAGIC to a product
+// (`less`), and the sums of x in each column (`ones`).
 struct PartOfX {
     uint4 in[SPANS][WIDE][2];
     float2 scaled[SPANS];
@@ -392,7 +396,7 @@ inline void read_digits(PartOfX &x, const Consumer &c) {
 #pragma unroll
             for (uint half = 0; half < 2; half++) {
                 const uint4 four = x.in[s][b][half] = bytes_of(c.digits + s * SPAN_DIGITS, b, half, c.g, c.t);
-                // Of pairs, sixteen times both numbers.
+                // Pairs have sixteen times both numbers.
                 const uint n = BITS == 4 && half == 1 ? 0x11111111 : 0x01010101;
                 count = mma_bytes(make_uint4(n, n, n, n), make_uint2(four.x, four.y), count);
                 count = mma_bytes(make_uint4(n, n, n, n), make_uint2(four.z, four.w), count);
@@ -443,8 +447,7 @@ inline void multiply_tile(const Block &b, const Consumer &c, const PartOfX &x, c
     }
 }
 
-// Consumer: adds up the sums of the four lanes of a row, and leaves those of row g in even lanes and of row g + 8 in
-// odd ones.
+// Consumer: adds up the sums of the four lanes of a row. Even lanes keep row g, odd lanes row g + 8.
 inline void keep_sums(const Consumer &c, float2 sums, uint tile, uint chunk, bool mine) {
     const bool second = c.t % 2 != 0;
     float sum = (second ? sums.y : sums.x) + __shfl_xor_sync(ALL, second ? sums.x : sums.y, 1);
@@ -462,7 +465,7 @@ inline void multiply_chunk(const Block &b, const Consumer &c, const PartOfX &x, 
 #pragma unroll 1
     for (at.tile = 0; at.tile < b.tiles; at.tile++) {
         barrier_wait(b.full + at.ring.stage * 8, at.ring.parity);
-        // Of the previous tile: this waits while the products of the current tile run.
+        // The sums of the previous tile: their exchange overlaps with the products of the current tile.
         if (at.tile > 0) {
             keep_sums(c, before, at.tile - 1, at.chunk, mine);
         }

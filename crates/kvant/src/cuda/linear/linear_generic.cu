@@ -1,16 +1,15 @@
 // linear: out[r] = alpha * W x[r / rows_per_input], f32, f16 or bf16 in and out.
 //
 // x has rows of `inputs`; W is [outputs, inputs], f32, f16 or bf16, or MLX's affine codes [outputs, inputs * bits / 32]
-// with scales and biases [outputs, inputs / group] (BITS is not 0; then W_DTYPE is theirs),
-// or rows of blocks (FORMAT is not 0: device/blocks.h); out is [rows, outputs].
-// With EXPERTS there are several such matrices, one after the other, and ids[r] is the one of row r; the output is 0 if
-// there is no such matrix.
+// with scales and biases [outputs, inputs / group] (BITS is not 0; W_DTYPE is the dtype of the scales), or rows of
+// blocks (FORMAT is not 0: device/blocks.h); out is [rows, outputs]. With EXPERTS, W is several consecutive matrices,
+// and row r uses matrix ids[r]; the output is 0 if that matrix does not exist.
 //
-// Two kernels, for products that the other kernels of linear do not take (route.rs): odd alignments, weights of f32,
-// mixed dtypes, experts of many rows. linear_few is for a few rows; reading W is its limit. A warp has ROWS outputs of
-// TOKENS rows; its lanes read neighbouring chunks of 16 bytes of W, several before the first is used, so that all of a
-// small matrix is in flight at once. linear_tiles, for more rows, multiplies tiles of x and W, which are converted to
-// float in shared memory.
+// Two kernels, for products that the other kernels of linear do not support (route.rs): odd alignments, weights of f32,
+// mixed dtypes, experts of many rows. linear_few is for a few rows; the time to read W limits it. A warp has ROWS
+// outputs of TOKENS rows. Its lanes read neighbouring chunks of 16 bytes of W, several before the first is used, so
+// that a small matrix is in flight completely. linear_tiles, for more rows, multiplies tiles of x and W, which are
+// converted to float in shared memory.
 #include "device/dependent_launch.h"
 #include "device/reduce.h"
 #include "device/vectors.h"
@@ -19,8 +18,8 @@
 
 #if KERNEL_linear_few
 
-// The inputs of chunk c of a row of x, by 16 bytes where rows begin at multiples of them: neighbouring lanes read
-// neighbouring 16 bytes, so that a warp touches few cache lines at a time.
+// The inputs of chunk c of a row of x, loaded 16 bytes at a time if rows begin at multiples of 16 bytes. Neighbouring
+// lanes read neighbouring 16 bytes, so that a warp reads few cache lines at a time.
 inline void load_inputs(float4 (&inputs)[FOURS], const uchar *x, ulong start, uint c, uint count) {
     const uint first = c * CHUNK;
     if (X_ALIGNED && X_DTYPE != F32 && FOURS % 2 == 0) {
@@ -55,7 +54,7 @@ struct Rows {
 inline void multiply_chunk(float (&sums)[ROWS], const Chunk (&read)[ROWS], const uchar *x, ulong x_start, uint c, uint count) {
     float4 inputs[FOURS];
     load_inputs(inputs, x, x_start, c, count);
-    // A bias counts as often as the sum of its inputs says.
+    // The bias is multiplied by the sum of its inputs.
     float sum = 0;
     if (AFFINE) {
 #pragma unroll
@@ -154,8 +153,8 @@ constexpr uint TILE_K = 32;
 constexpr uint STRIDE = 68;
 constexpr uint THREADS = 256;
 
-// The next rows, from `cursor` on, that chose `expert`: at most TILE_M, their numbers into `list`. Every warp finds
-// them, the first writes them down.
+// Finds the next rows, from `cursor` on, that chose `expert`: at most TILE_M. Every warp finds them; the first warp
+// writes their numbers to `list`.
 inline uint gather(const uint *ids, uint rows, uint expert, uint &cursor, uint *list, uint lane, uint warp) {
     uint count = 0;
     while (count < TILE_M && cursor < rows) {
@@ -204,7 +203,7 @@ inline void load_x(float *x_tile, const Tile &tile, const uchar *x, uint k) {
     }
 }
 
-// As above, of the tile's outputs; `first_w_row` is the row of W of the first.
+// As load_x, for W and the tile's outputs; `first_w_row` is the row of W of the first output.
 inline void load_w(float *w_tile, const Tile &tile, const Weight &w, ulong first_w_row, uint k) {
     const LinearParams &p = tile.p;
     for (uint f = threadIdx.x; f < TILE_N * TILE_K / CHUNK; f += THREADS) {
@@ -253,7 +252,7 @@ inline void store_tile(const float (&sums)[4][4], const Tile &tile, uchar *out, 
     }
 }
 
-// Zeros for the rows whose expert does not exist, which no block of an expert has.
+// Writes zeros to rows whose expert does not exist; no block of an expert processes them.
 inline void clear_rows(const LinearParams &p, const uint *ids, uchar *out, uint first_output) {
     for (uint row = threadIdx.x; row < p.rows; row += THREADS) {
         if (ids[row] >= p.experts) {

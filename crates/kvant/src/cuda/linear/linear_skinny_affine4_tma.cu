@@ -4,23 +4,22 @@
 // x [rows, inputs] is bf16; rows begin at multiples of 16 bytes. W is [outputs, inputs], scales and biases 16 bits.
 // Results of the parts of W (linear/out_parts.h) follow each other.
 //
-// The work is in tiles of 16 outputs (of an expert, for up to ROWS of its rows). Every block has a stretch of them, and
+// The work is in tiles of 16 outputs (of an expert, for up to ROWS of its rows). Every block has consecutive tiles, and
 // a multiprocessor to itself. One warp copies the W of a tile with its scales and biases, up to STAGES tiles ahead of
-// their use. Others multiply: TEAMS take tiles in turn, and the WARPS of a team divide the inputs, STEPS times BLOCK
-// neighbouring ones each. A warp keeps its inputs of x in registers, as the B of its products; the A are 16 outputs.
-// The assignment of inputs to products is arbitrary if A and B agree: lane 4g + t has 16 neighbouring codes of a block,
-// of outputs g and g + 8, and the corresponding inputs of row g of x. Codes plus 128 are exact in bf16. Adding 128
-// loses low bits of the sums, so it is subtracted first for results of f32. The sums of a block are scaled in float,
-// and its bias is multiplied by the sum of its x. The warps of a team leave the sums of a tile in shared memory, where
-// another warp adds them up.
+// their use. Other warps multiply: TEAMS teams take tiles in turn, and the WARPS warps of a team divide the inputs:
+// each has STEPS times BLOCK neighbouring inputs. A warp keeps its inputs of x in registers, as the B of its products;
+// A is 16 outputs. The assignment of inputs to products is arbitrary if A and B agree: lane 4g + t has 16 neighbouring
+// codes of a block, of outputs g and g + 8, and the corresponding inputs of row g of x. Codes plus 128 are exact in
+// bf16. Adding 128 loses low bits of the sums, so it is subtracted first for results of f32. The sums of a block are
+// scaled in float, and its bias is multiplied by the sum of its x. The warps of a team store the sums of a tile in
+// shared memory, where another warp adds them up.
 //
-// If registers do not hold x of long rows, SPLITS blocks have the same outputs, and INPUTS inputs of each row. They
-// leave their sums in `partials`, and the block that finishes last adds them up.
+// If registers cannot hold x of long rows, SPLITS blocks have the same outputs, and INPUTS inputs of each row. They
+// store their sums in `partials`, and the last block to arrive adds them up.
 //
-// EXPERTS: each tile has one expert. linear_gemm_affine_sort has put rows into tiles of ROWS rows, in `experts` and
-// `order`. A few rows are not sorted: each is a tile (ALONE), and `experts` are those of the rows. Tiles of the same
-// rows follow each other. If a gate needs two halves of the results (linear/gating.h), a tile has eight outputs of each
-// half.
+// EXPERTS: each tile has one expert. linear_gemm_affine_sort has sorted rows into tiles of ROWS rows: `experts` and
+// `order`. With few rows, each row is a tile (ALONE), and `experts` are the experts of the rows. Tiles of the same rows
+// are consecutive. If a gate needs two halves of the results (linear/gating.h), a tile has eight outputs of each half.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known;
 // x is read later.
@@ -39,12 +38,12 @@ constexpr uint TILE = 16;
 constexpr uint ROWS = 8;
 constexpr uint BLOCK = 64;
 constexpr uint NONE = 0xFFFFFFFF;
-// Warps that multiply; the one behind them copies, and one more adds if teams have several warps.
+// Warps that multiply. The next warp copies, and one more adds if teams have several warps.
 constexpr uint CONSUMERS = TEAMS * WARPS;
 constexpr uint THREADS = 32 * (CONSUMERS + (WARPS > 1 ? 2 : 1));
 constexpr uint OWN = STEPS * BLOCK;
-// The block's bytes of a row of codes. Rows of an odd number of 32 bytes have no bank conflicts: they are copied
-// together. Others are copied one by one, and padded.
+// The block's bytes of a row of codes. Rows of an odd multiple of 32 bytes have no bank conflicts and are copied
+// together; other rows are copied one by one, and padded.
 constexpr uint CODES = INPUTS / 2;
 constexpr bool ODD = CODES % 64 == 32;
 constexpr uint PITCH = ODD ? CODES : (CODES + 127) / 128 * 128 + 32;
@@ -72,7 +71,7 @@ struct SkinnyAffine4TmaParams {
     LinearParams linear;
     // Tiles of rows; with experts, the maximum.
     uint row_tiles;
-    // Tiles of a stretch, at most.
+    // Maximum tiles of a block.
     uint max_tiles;
     OutParts parts;
 };
@@ -90,8 +89,8 @@ inline uint codes_of(uint2 two, uint i) {
     return pair;
 }
 
-// Scales (or biases) of an output that one load reads: those of TOGETHER blocks. With more than 14 warps, there are too
-// few registers for those of a long row.
+// Scales (or biases) of an output that one load reads: the scales of TOGETHER blocks. With more than 14 warps,
+// registers cannot hold the scales of a long row.
 constexpr bool FEW_REGISTERS = WARPS > 14 && STEPS > 4;
 constexpr uint TOGETHER = GROUP != BLOCK || FEW_REGISTERS           ? 1
                           : STEPS % 4 == 0 && FACTOR_PITCH % 8 == 0 ? 4
@@ -156,8 +155,8 @@ struct Tensors {
     const uint *order;
 };
 
-// The tiles of a block: `tiles` of them, from `begin` on. SPLITS neighbouring blocks have the same stretch of tiles,
-// each one part of the inputs.
+// The tiles of a block: `tiles` tiles from `begin` on. SPLITS neighbouring blocks have the same tiles, and one part of
+// the inputs each.
 struct Share {
     uint stretch;
     uint part;
@@ -194,7 +193,7 @@ inline Share share_of_block(const SkinnyAffine4TmaParams &p, const uint *experts
     const uint outputs = p.linear.outputs, output_tiles = outputs / TILE;
     uint units = outputs / ALIGNED_ROWS;
     if (EXPERTS) {
-        // The sort writes which tiles exist.
+        // The previous kernel, the sort, writes the number of tiles.
         wait_for_previous();
         uint row_tiles = ALONE ? p.row_tiles : 0;
         for (uint first = 0; !ALONE && first < p.row_tiles; first += THREADS) {
@@ -267,7 +266,7 @@ inline void copy_tiles(const Block &b) {
 }
 
 // Consumer: the warp's inputs of x, eight words for each block. Pair i of a block has inputs i and i + 4 of eight. The
-// sums of the blocks of x, which biases are multiplied by, go to shared memory, which only this team reads.
+// sums of the blocks of x, the factors of biases, are stored in shared memory; only this team reads them.
 inline void load_x(const Block &b, uint (&xs)[STEPS][8], float *x_sums, uint member, uint row_tile) {
     const uint g = b.self.g, t = b.self.t;
     const uint row = row_of(b.tensors, row_tile, g);
@@ -301,8 +300,8 @@ inline void load_x(const Block &b, uint (&xs)[STEPS][8], float *x_sums, uint mem
     __syncwarp();
 }
 
-// Consumer: the warp's sums of the tile in `stage`: outputs g and g + 8 by rows 2t and 2t + 1. Beyond the last output a
-// stage has stale bytes, and the sums are not stored.
+// Consumer: the warp's sums of the tile in `stage`: outputs g and g + 8 by rows 2t and 2t + 1. For outputs after the
+// last one, a stage has stale bytes, and the sums are not stored.
 inline void multiply_tile(const Block &b, float (&sums)[4], const uchar *stage, const uint (&xs)[STEPS][8], const float *x_sums, uint member) {
     const uint g = b.self.g, t = b.self.t;
     const uchar *of_lane = stage + g * PITCH + member * (OWN / 2) + t * 8;
@@ -437,7 +436,7 @@ inline void multiply_tiles(const Block &b) {
 // Epilogue with SPLITS: the block that finishes last adds up the partial sums of all blocks.
 inline void add_blocks(const Block &b, uint *arrivals) {
     const uint warp = b.self.warp;
-    // After the b.barriers.
+    // The flag is stored after the barriers.
     uint *is_last = reinterpret_cast<uint *>(b.memory + SHARED_BYTES - 16);
     if (warp > CONSUMERS) {
         __syncwarp();
@@ -455,7 +454,7 @@ inline void add_blocks(const Block &b, uint *arrivals) {
     }
 }
 
-// Blocks divide the outputs among them, SPLITS neighbouring ones together.
+// Groups of SPLITS neighbouring blocks divide the outputs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *x, const uchar *codes, const uchar *scales, const uchar *biases, uchar *out,
                  const SkinnyAffine4TmaParams p, float *partials, uint *arrivals, uchar *gated, const uint *experts,

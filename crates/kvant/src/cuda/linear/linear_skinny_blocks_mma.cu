@@ -5,17 +5,16 @@
 //
 // A block has OUTPUTS outputs for TOKENS rows; its warps divide the spans of 256 inputs among them. A warp copies a
 // span of all outputs to shared memory, STAGES spans ahead of their use, in pieces of 16 bytes: neighbouring lanes have
-// neighbouring pieces of a row. Where rows begin at no multiple of 16 bytes, pieces do, and the row begins within the
-// first. x comes the same way; only the warp's own lanes use both, so the block has no barrier but the one before the
-// warps' sums are added.
+// neighbouring pieces of a row. Pieces begin at multiples of 16 bytes; a row that does not begins within its first
+// piece. x is copied in the same way. Only the warp's own lanes read W and x, so the block has a single barrier, before
+// the warps' sums are added.
 //
-// W is the A of the products, 16 outputs by 16 inputs, x the B, 16 inputs by 8 columns: a row, or, for x of f32, one of
-// the three bf16 numbers whose sum it is. A lane's four codes of each become pairs that bf16 or f16 holds exactly;
-// scale and bias are applied in float to the sums over their inputs, and a bias counts as often as a product with ones
-// says.
+// W is the A of the products, 16 outputs by 16 inputs; x is the B, 16 inputs by 8 columns. A column is a row of x; an x
+// of f32 is a sum of three bf16 numbers, each with its own column. A lane's codes become pairs that bf16 or f16 holds
+// exactly. Scale and bias are applied in float: the scale to the sums of products, the bias to the sums of x, which are
+// products with ones.
 //
-// With experts a block has one row; or (SORTED) TOKENS places of one expert in the order that linear_gemm_affine_sort
-// makes.
+// With experts a block has one row; or (SORTED) TOKENS places of one expert, in the order of linear_gemm_affine_sort.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
 #include "device/dependent_launch.h"
@@ -47,8 +46,8 @@ constexpr uint STAGE = AT_X + TOKENS * X_STRIDE;
 // skinny_blocks_mma.rs computes the same sum.
 static_assert(WARPS * (STAGES * STAGE + OUTPUTS * 8 * 4) == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 
-// Begins to copy a span, `bytes` of each row, of all outputs; `from` is that of the first, `outputs` exist. Beyond the
-// last output the last is copied again.
+// Begins to copy a span of all outputs, `bytes` bytes of each; `from` is the address of the first output's span, and
+// `outputs` outputs exist. Missing outputs repeat the last one.
 template <uint BYTES, uint ALIGNMENT>
 inline void begin_rows(uint to, const uchar *from, uint bytes, uint row_bytes, uint outputs, uint lane) {
     typedef Pieces<BYTES, ALIGNMENT> P;
@@ -86,7 +85,7 @@ struct Weights {
                                                       factor_bytes, outputs, lane);
         }
     }
-    // Where output `i` is in a stage.
+    // The codes of output `i` in a stage.
     Codes codes_in(const uchar *stage, uint i, uint span) const {
         const uint start = uint(reinterpret_cast<ulong>(codes)) + min(i, outputs - 1) * code_bytes + span * CODE_BYTES;
         return {stage + i * CodePieces::STRIDE, W_ALIGNMENT == 16 ? 0 : start % 16};
@@ -151,7 +150,7 @@ inline void fill_weights(const Warp &w) {
     }
 }
 
-// Begins to copy their x. The first group of copies also holds all weights.
+// Begins to copy x of the first STAGES spans. The first group of copies also contains all copies of weights.
 inline void fill_inputs(const Warp &w, const uchar *x, const uint (&rows)[TOKENS]) {
 #pragma unroll
     for (uint s = 0; s < STAGES; s++) {
@@ -184,7 +183,7 @@ inline void find_span(Span &of, const Warp &w, const uchar *stage, uint span) {
     }
 }
 
-// Sums of a unit: of each half by itself if it has a scale.
+// Sums of a unit: one for each half if halves have their own scales.
 constexpr uint SUMS = HALVES ? 2 : 1;
 
 // Adds the products of a tile with the inputs of unit `u`, scaled; `ones` are sums of the inputs.
@@ -246,7 +245,7 @@ inline void multiply_span(float (&sums)[TILES][4], const Span &of, const Tables<
     }
 }
 
-// The sums over the warp's spans. The lane's column of B is a term of a row; columns without one repeat the last.
+// The sums over the warp's spans. The lane's column of B is a term of a row; surplus columns repeat the last term.
 inline void multiply_spans(float (&sums)[TILES][4], const Warp &w, const uchar *x, const uint (&rows)[TOKENS]) {
     const uint g = w.lane / 4, x_at = AT_X + min(g / TERMS, TOKENS - 1) * X_STRIDE, term = g % TERMS;
     const Tables<HALF> numbers = tables<HALF>(w.p.inputs >> 31);
@@ -289,8 +288,8 @@ inline void store_sums(const Warp &w, const float *parts, uchar *out, bool known
 }
 
 // Blocks: x counts OUTPUTS outputs, y the rows, TOKENS each (one with experts); or tiles of places, whose experts and
-// rows are in `experts` and `order`, or NONE.
-// With one row or two a multiprocessor has room for 24 warps: those of the next launch begin early.
+// rows are in `experts` and `order`, or NONE. With one or two rows, 24 warps fit on a multiprocessor, so that the next
+// launch's warps begin early.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, TOKENS > 2 ? 1 : 24 / WARPS)
     KVANT_KERNEL(const uchar *x, const uchar *values, const uchar *scales, const uchar *biases, const uint *ids, uchar *out,
                  const LinearParams p, const uint *experts, const uint *order) {
@@ -328,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TOKENS > 2 ? 1 : 24 / W
     fill_inputs(w, x, rows);
     float sums[TILES][4] = {};
     multiply_spans(sums, w, x, rows);
-    // The sums of all warps, behind the stages.
+    // The sums of all warps, after the stages.
     float *parts = reinterpret_cast<float *>(shared + WARPS * STAGES * STAGE);
 #pragma unroll
     for (uint i = 0; i < 2 * TILES; i++) {

@@ -1,23 +1,24 @@
 // linear_skinny_dense_tma: linear (linear_generic.cu) for a dense weight and 1 to 32 rows, by bulk copies and on tensor
 // cores. Reading W is the limit.
 //
-// x [rows, inputs] and W [outputs, inputs] have one dtype, f16 or bf16; rows begin at multiples of 16 bytes. Results of
-// the parts of W (SkinnyDenseTmaParams) follow each other.
+// x [rows, inputs] and W [outputs, inputs] have one dtype, f16 or bf16; rows begin at multiples of 16 bytes. The
+// results of the parts of W (SkinnyDenseTmaParams) are consecutive.
 //
-// Every block has a stretch of outputs, and a multiprocessor to itself. Warp WARPS copies SEGMENT inputs (at last those
-// that are left) of a tile of 16 rows of W at a time, up to STAGES of these ahead of their use. The warps before it
-// divide the inputs of a segment among them. Each keeps its inputs of all segments of x in registers, as the B of its
-// products, for every eight rows of x; the A are 16 outputs. Which inputs meet in one product is arbitrary, so long as
-// A and B agree: lane 4g + t has 8 neighbouring inputs of rows g, g + 8... of x, and of outputs g and g + 8. The warps
-// leave the sums of a tile in shared memory, where ADDERS last warps add them up.
+// Every block has consecutive outputs, and a multiprocessor to itself. Warp WARPS copies segments, SEGMENT inputs of a
+// tile of 16 rows of W (the last segment may be shorter), up to STAGES segments ahead of their use. Warps 0 to WARPS -
+// 1 divide the inputs of a segment among them. Each keeps its inputs of all segments of x in registers, as the B of its
+// products, for every eight rows of x; A is 16 outputs. The assignment of inputs to products is arbitrary if A and B
+// agree: lane 4g + t has 8 neighbouring inputs of rows g, g + 8... of x, and of outputs g and g + 8. The warps store
+// the sums of a tile in shared memory, where the last ADDERS warps add them up.
 //
-// If x takes many registers (MANY), the warps behind those that multiply are a warpgroup, idle ones among them, so that
-// it can give its registers to the others.
+// If x takes many registers (MANY), the warps that do not multiply form a whole warpgroup, with idle warps, so that it
+// can give its registers to the warps that multiply.
 //
-// Registers do not hold x of long rows. SPLITS blocks then have the same outputs, and INPUTS of each row: they leave
-// their sums in `partials`, and the one that is done last adds them up.
+// If registers cannot hold x of long rows, SPLITS blocks have the same outputs, and INPUTS inputs of each row. They
+// store their sums in `partials`, and the last block to arrive adds them up.
 //
-// A gate may follow (linear/gating.h). If it takes the results in halves, half of a tile's outputs are of the second.
+// A gate may follow (linear/gating.h). If it takes the results in halves, half of a tile's outputs belong to the second
+// half.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
 #include "device/arrivals.h"
@@ -36,10 +37,10 @@ constexpr uint SIDES = TILE / TILE_STEP;
 // Rows of x in a product.
 constexpr uint EIGHT = 8;
 constexpr uint EIGHTS = ROWS / EIGHT;
-// Sums of one product each, because a product waits for the one before it into the same sums; those of other rows of x
-// need not.
+// Independent sums, because a product waits for the previous product into the same sums. With several groups of eight
+// rows of x, these are independent already.
 constexpr uint CHAINS = EIGHTS == 1 ? 2 : 1;
-// Warps that add up the sums of every ADDERS-th eight rows.
+// Warps that add up sums. Each adds those of every ADDERS-th group of eight rows.
 constexpr uint ADDERS = EIGHTS == 1 ? 1 : 2;
 constexpr uint THREADS = 32 * (WARPS + (MANY ? 4 : 1 + ADDERS));
 constexpr uint SEGMENTS = (INPUTS + SEGMENT - 1) / SEGMENT;
@@ -53,7 +54,7 @@ constexpr uint own_of(uint segment) {
     return steps_of(segment) * 4 * LANE;
 }
 constexpr uint ROW = INPUTS * SPLITS * 2;
-// Of an output in a stage: padded, so that lanes meet in no bank.
+// Bytes of an output in a stage, padded against bank conflicts.
 constexpr uint PITCH = SEGMENT * 2 + 64;
 constexpr uint STAGE = TILE * PITCH;
 // Sums of tiles.
@@ -68,7 +69,7 @@ struct SkinnyDenseTmaParams {
     uint rows;
     uint outputs;
     float alpha;
-    // Tiles of a stretch, at most.
+    // Maximum tiles of a block.
     uint max_tiles;
     // Columns of a gate's factors.
     uint up_width;
@@ -90,7 +91,7 @@ struct Block {
     uint warp;
     uint stretch;
     uint part;
-    // Outputs, or pairs of them: of all blocks, and from `first` to `end` of this one.
+    // Outputs, or pairs of outputs: the number for all blocks; this block has those from `first` to `end`.
     ulong all;
     uint first;
     uint end;
@@ -101,7 +102,7 @@ struct Block {
     inline float4 *sums() const {
         return reinterpret_cast<float4 *>(memory + SUMS_AT);
     }
-    // Behind the barriers: whether an adding warp was the last of all with these outputs.
+    // The flag after the barriers: whether an adding warp was the last among the blocks with these outputs.
     inline uint *is_last() const {
         return reinterpret_cast<uint *>(memory + SHARED_BYTES - 16);
     }
@@ -110,7 +111,7 @@ struct Block {
         const ulong tiles_before = ulong(stretch * SPLITS + of_part) * p.max_tiles + tile;
         return reinterpret_cast<float4 *>(partials) + (tiles_before * EIGHTS + eight) * 32 + lane;
     }
-    // Warps that multiply, and those that add.
+    // Waits for the warps that multiply and the warps that add.
     static inline void meet() {
         asm volatile("bar.sync 1, %0;" ::"n"((WARPS + ADDERS) * 32) : "memory");
     }
@@ -156,7 +157,7 @@ inline void produce(const Block &b) {
     }
 }
 
-// Adder, a warp: adds up the sums of a tile's warps, and stores them, or leaves them for the last block.
+// Adder, a warp: adds up the warps' sums of a tile. Stores the results, or the partial sums for the last block.
 inline void add(const Block &b, uint adder) {
     RingCursor<SLOTS> slot;
     wait_for_previous();
@@ -225,7 +226,7 @@ inline void multiply_segment(float (&sums)[EIGHTS][CHAINS][4], const uint4 (&xs)
     }
 }
 
-// Consumer: leaves the warp's sums of a tile for the adders.
+// Consumer: stores the warp's sums of a tile for the adders.
 inline void leave_sums(const Block &b, const float (&sums)[EIGHTS][CHAINS][4], uint slot) {
 #pragma unroll
     for (uint e = 0; e < EIGHTS; e++) {
@@ -246,7 +247,7 @@ inline void consume(const Block &b) {
     load_inputs(xs, b);
 #pragma unroll 1
     for (uint tile = 0; tile < b.tiles; tile++) {
-        // Beyond the last output a stage has what it held before; such sums are not stored.
+        // For outputs after the last one, a stage has stale bytes, and the sums are not stored.
         float sums[EIGHTS][CHAINS][4] = {};
 #pragma unroll
         for (uint s = 0; s < SEGMENTS; s++) {
@@ -265,7 +266,7 @@ inline void consume(const Block &b) {
     }
 }
 
-// Epilogue with SPLITS: the consumers of the block whose adders came last add up the sums of all blocks.
+// Epilogue with SPLITS: in the block whose adders arrive last, the consumers add up the sums of all blocks.
 inline void add_blocks(const Block &b) {
     b.meet();
     bool is_done = false;
@@ -282,7 +283,7 @@ inline void add_blocks(const Block &b) {
     }
 }
 
-// Blocks divide the outputs among them, SPLITS neighbouring ones together.
+// Groups of SPLITS neighbouring blocks divide the outputs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KVANT_KERNEL(const uchar *x, const uchar *values, uchar *out, const SkinnyDenseTmaParams p, float *partials,
                  uint *arrivals, const uchar *up, uchar *gated) {

@@ -5,16 +5,16 @@
 // codes. Rows of both begin at multiples of 16 bytes (of 8 for codes of 6 bits).
 //
 // A block has TILES tiles of 16 outputs for TOKENS rows; its warps divide the inputs among them. A warp takes SPAN
-// inputs at a time: W is the A of its products, 16 outputs by 16 inputs, x the B, 16 inputs by 8 columns. Lane 4g + t
-// reads LANE neighbouring weights of the outputs g and g + 8 from part t of the span, 16 bytes at a time, into shared
-// memory, STAGES spans ahead of their use, and so is x; only the warp's own lanes use them, so the block has no barrier
-// but the one before the warps' sums are added. Which inputs meet in one product is arbitrary, so long as A and B
-// agree: each lane takes its own, in the order in which codes fall out of their words.
+// inputs at a time: W is the A of its products, 16 outputs by 16 inputs; x is the B, 16 inputs by 8 columns. Lane 4g +
+// t copies LANE neighbouring weights of the outputs g and g + 8, part t of the span, to shared memory, 16 bytes at a
+// time and STAGES spans ahead of their use. x is copied ahead as well. Only the warp's own lanes read both, so the
+// block has a single barrier, before the warps' sums are added. The assignment of inputs to products is arbitrary if A
+// and B agree: each lane multiplies its own inputs, in the order in which its codes are unpacked.
 //
-// Codes are integers that f16 and bf16 hold exactly; scale and bias are applied in float to the sums over a group, and
-// a bias counts as often as a product with ones says. Where a span has several groups, a token has a column for each,
-// zero at the inputs of the others. An x of f32 is a sum of three bf16 numbers, each in a column of its own: nothing is
-// rounded.
+// Codes are integers that f16 and bf16 hold exactly. Scale and bias are applied in float: the scale to a group's sum of
+// products, the bias to its sum of x, which is a product with ones. If a span has several groups, a token has a column
+// for each group, which is zero at the inputs of other groups. An x of f32 is a sum of three bf16 numbers, each in its
+// own column: nothing is rounded.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h); x is read later.
 #include "device/affine.h"
@@ -34,7 +34,8 @@ constexpr bool AFFINE = BITS != 0;
 constexpr bool HALF = X_DTYPE == F16;
 constexpr uint TERMS = X_DTYPE == F32 ? 3 : 1;
 
-// Weights that fall out of their words together, the words, and the products of four that they make.
+// Weights of a unit, which are unpacked together; the words of a unit; its products, which take four weights of a lane
+// each.
 constexpr uint UNIT = AFFINE ? 16 : 8;
 constexpr uint UNIT_WORDS = AFFINE ? words_of(BITS) : 4;
 constexpr uint UNIT_PRODUCTS = UNIT / 4;
@@ -43,20 +44,20 @@ constexpr uint LANE = 32;
 constexpr uint UNITS = LANE / UNIT;
 constexpr uint WORDS = UNITS * UNIT_WORDS;
 constexpr uint COPY = BITS == 6 ? 2 : 4;
-// From a unit of a lane to the next, and from a lane's first unit to that of the next lane: units as long as a copy lie
-// next to those of the three other lanes.
+// The distance between units of a lane, and between the first units of neighbouring lanes. A unit with the length of
+// one copy is adjacent to the units of the three other lanes.
 constexpr bool SIDE_BY_SIDE = UNIT_WORDS == COPY;
 constexpr uint UNIT_STEP = SIDE_BY_SIDE ? 4 * UNIT : UNIT;
 constexpr uint LANE_STEP = SIDE_BY_SIDE ? UNIT : LANE;
 constexpr uint SPAN = 4 * LANE;
-// Groups of a span, columns of x, and products side by side that have them.
+// Groups of a span; columns of x; products that are needed for these columns.
 constexpr uint GROUPS = AFFINE && SPAN > GROUP ? SPAN / GROUP : 1;
 constexpr uint COLUMNS = TOKENS * TERMS * GROUPS;
 constexpr uint WIDE = (COLUMNS + 7) / 8;
 // Groups whose scales a lane needs: those of its two columns.
 constexpr uint MINE = GROUPS > 1 ? 2 : 1;
-// Whether codes keep the bits above them in their 16 bits, which are then subtracted from the sums: where the error is
-// no larger than that of rounding the result.
+// Whether codes keep the offset MAGIC in their 16 bits; it is then subtracted from the sums. Only if the error is at
+// most the rounding error of the result.
 constexpr bool FOLD = (BITS == 4 || BITS == 6) && !HALF && OUT_DTYPE != F32;
 constexpr uint OUTPUTS = 16 * TILES;
 // Words of shared memory that a warp has for a span of W and of x, and pieces of 16 bytes of x.
@@ -64,8 +65,8 @@ constexpr uint W_STAGE = 2 * TILES * WORDS * 32;
 constexpr uint X_ROW = SPAN * size_of(X_DTYPE);
 constexpr uint X_PIECES = X_ROW / 16;
 constexpr uint STAGE = W_STAGE + TOKENS * X_ROW / 4;
-// Scales and biases are read VECTOR at a time (each row of them is a multiple of that), and kept for some spans:
-// [TILES][scales or biases][16 outputs][KEPT].
+// Scales and biases are read VECTOR at a time, and kept for several spans; VECTOR divides their rows: [TILES][scales or
+// biases][16 outputs][KEPT].
 constexpr uint KEPT = VECTOR > GROUPS ? VECTOR : GROUPS;
 constexpr uint KEPT_SPANS = KEPT / GROUPS;
 constexpr uint FACTOR_WORDS = AFFINE ? TILES * 2 * 16 * KEPT * size_of(W_DTYPE) / 4 : 0;
@@ -74,7 +75,7 @@ constexpr uint WARP_WORDS = STAGES * STAGE + FACTOR_WORDS;
 static_assert(WARPS * (WARP_WORDS + OUTPUTS * WIDE * 8) * 4 == SHARED_BYTES, "linear: the shared memory that Rust asks for");
 constexpr uint MY_PIECES = (TOKENS * X_PIECES + 31) / 32;
 
-// Behind these bits a code of few bits is a number of that much more: 1024 in f16, 128 in bf16.
+// A code of few bits as the low bits of these numbers adds its value: to 1024 in f16, to 128 in bf16.
 constexpr uint MAGIC = HALF ? 0x64006400 : 0x43004300;
 constexpr uint ONES = HALF ? 0x3C003C00 : 0x3F803F80;
 
@@ -94,7 +95,8 @@ inline uint code_pair(const uint (&w)[UNIT_WORDS], uint i) {
         // Codes j and j + 4 of a word.
         return code_of(w[i / 4] >> (i % 4 * 4), 0x000F000F);
     } else if constexpr (BITS == 6) {
-        // Codes i and i + 8 of 96 bits: 16 of them from bits 6 i / 8 * 8 on, of both halves.
+        // Codes i and i + 8 of 96 bits. `both` has 16 bits of each half of the 96, from the byte with the first bit of
+        // code i on.
         const uint from = i / 2;
         const uint both = from == 0   ? __byte_perm(w[0], __funnelshift_r(w[1], w[2], 16), 0x5410)
                           : from == 1 ? __byte_perm(w[0], __funnelshift_r(w[1], w[2], 16), 0x6521)
@@ -107,7 +109,7 @@ inline uint code_pair(const uint (&w)[UNIT_WORDS], uint i) {
         if constexpr (HALF) {
             return code_of(two, 0x00FF00FF);
         }
-        // The highest bit coincides with the 128 of MAGIC, which is subtracted where the bit is 0.
+        // The highest bit of a code coincides with the 128 of MAGIC, so 128 is subtracted if the bit is 0.
         return minus<HALF>(two & 0x007F007F | MAGIC, (~two & 0x00800080) * 0x86);
     }
 }
@@ -126,7 +128,7 @@ inline uint in_pairs(const uint (&x)[UNIT / 2], uint i) {
     }
 }
 
-// A pair of floats, or what the first terms leave of it, as 16-bit numbers.
+// A pair of floats, less the sum of the first `term` terms, as 16-bit numbers.
 inline uint term_of(float a, float b, uint term) {
     uint terms[3];
     split<false>(a, b, terms);
@@ -152,7 +154,7 @@ inline void load_pairs(uint (&pairs)[UNIT / 2], const uint *shared, uint term) {
     }
 }
 
-// Where a lane reads W: its part of the first span.
+// The lane's addresses in W: its part of the first span.
 struct Rows {
     const uchar *values[TILES][2];
 };
@@ -169,7 +171,7 @@ struct Fetched {
     Vector values[TILES][KEPT / VECTOR];
 };
 
-// Of some spans from `span` on.
+// Fetches the scales (or biases) of several spans from `span` on.
 inline void fetch(Fetched &to, const uchar *from, const ulong (&starts)[TILES], uint span, uint groups) {
 #pragma unroll
     for (uint tile = 0; tile < TILES; tile++) {
@@ -184,7 +186,7 @@ inline void fetch(Fetched &to, const uchar *from, const ulong (&starts)[TILES], 
     }
 }
 
-// Two neighbouring scales or biases, the first at an even place; or one of them twice.
+// Two neighbouring scales or biases, the first at an even index; or one of them twice.
 inline float2 factors_at(const uchar *factors, uint i) {
     if (MINE == 1) {
         const float one = load(factors, i, W_DTYPE);
@@ -266,7 +268,7 @@ struct Sources {
     Pieces pieces;
 };
 
-// Beyond the last output the last is computed again, and not stored.
+// Missing outputs repeat the last one and are not stored.
 inline void find_weights(Sources &from, const Warp &w, const uchar *values, uint expert) {
     const ulong row_bytes = AFFINE ? ulong(w.p.inputs) / 8 * BITS : ulong(w.p.inputs) * 2;
     const ulong first = ulong(w.known ? expert : 0) * w.p.outputs;
@@ -300,7 +302,7 @@ inline void fill_weights(const Warp &w, const Sources &from) {
     }
 }
 
-// Begins to copy their x. The first group of copies also holds all weights.
+// Begins to copy x of the first STAGES spans. The first group of copies also contains all copies of weights.
 inline void fill_inputs(const Warp &w, const Sources &from) {
 #pragma unroll
     for (uint s = 0; s < STAGES; s++) {
@@ -334,7 +336,8 @@ inline void keep_factors(const Warp &w, const Sources &from, Fetched &fetched, u
     }
 }
 
-// A lane's columns of B: a term of a token, at the inputs of one group; words from the beginning of a stage.
+// A lane's columns of B: a term of a token, at the inputs of one group. Offsets are in words, from the beginning of a
+// stage.
 struct Columns {
     uint inputs_at[WIDE];
     uint term[WIDE];
@@ -355,8 +358,8 @@ inline Columns columns_of(uint lane) {
     return out;
 }
 
-// Products of a span with its weights, and with ones. Odd and even products are added up by themselves: a product waits
-// for the one whose sum it continues.
+// Products of a span with its weights, and with ones. Odd and even products have separate sums, because a product waits
+// for the previous product into the same sum.
 struct Products {
     float weights[TILES][WIDE][2][4] = {};
     float ones[WIDE][2][4] = {};
@@ -446,7 +449,7 @@ inline void multiply_spans(const Warp &w, const Sources &from, Fetched &fetched,
     }
 }
 
-// Epilogue: leaves the warp's sums in shared memory, [WARPS][OUTPUTS][8 WIDE], behind the stages.
+// Epilogue: stores the warp's sums in shared memory, [WARPS][OUTPUTS][8 WIDE], after the stages.
 inline void leave_sums(float *parts, const float (&sums)[TILES][WIDE][4], uint warp, uint lane) {
     const uint g = lane / 4, t = lane % 4;
 #pragma unroll

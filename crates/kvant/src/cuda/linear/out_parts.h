@@ -1,4 +1,4 @@
-// Results of several matrices that one product computes; they follow each other in `out` (linear/out_parts.rs).
+// Results of several matrices that one product computes; they are consecutive in `out` (linear/out_parts.rs).
 #ifndef KVANT_CUDA_LINEAR_OUT_PARTS_H
 #define KVANT_CUDA_LINEAR_OUT_PARTS_H
 #include "device/convert.h"

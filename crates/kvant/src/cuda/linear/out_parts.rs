@@ -1,4 +1,4 @@
-//! Results of several matrices that one product computes; they follow each other in `out`.
+//! Results of several matrices that one product computes; they are consecutive in `out`.
 
 use crate::{
     Result,

@@ -38,13 +38,13 @@ use super::{
 };
 use crate::{cuda::affine::Parts, gpu::Limits, ops::linear::Call};
 
-/// Maximum rows whose time is that of reading the weight, for dense weights.
+/// Maximum rows for which the time to read the weight is the limit, for dense weights.
 const FEW: usize = 8;
-/// Maximum rows, as above, for affine weights.
+/// As `FEW`, for affine weights.
 const FEW_AFFINE: usize = 32;
-/// Maximum rows per expert, as above.
+/// As `FEW`, for the rows per expert.
 pub(super) const FEW_PER_EXPERT: usize = 2;
-/// Minimum bytes of codes with which `linear_gemm_affine_wgmma`, which is two launches, pays for fewer than 9 rows.
+/// Minimum bytes of codes for which `linear_gemm_affine_wgmma`, two launches, is faster with fewer than 9 rows.
 const LARGE: usize = 32 << 20;
 /// Minimum rows of that kernel for a matrix of at least `LARGE` bytes.
 const MIN_ROWS_OF_LARGE: usize = 4;
@@ -174,8 +174,8 @@ mod tests {
         }
     }
 
-    /// More than a few rows by affine weights, whatever the GPU and the dtypes, with cuBLASLt and without. Kernels of
-    /// few rows refuse an x that does not begin at a multiple of 16 bytes.
+    /// More than a few rows by affine weights, for all GPUs and dtypes, with and without cuBLASLt. Kernels for few rows
+    /// do not support an x that does not begin at a multiple of 16 bytes.
     #[test]
     fn no_many_rows_of_affine_weights_go_to_scalar_tiles() {
         let device = Device::reference();

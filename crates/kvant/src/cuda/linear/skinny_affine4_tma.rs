@@ -34,14 +34,14 @@ static SOURCE: Source = Source {
 
 /// Maximum rows of x, or of a tile of an expert.
 const ROWS: usize = 8;
-/// Maximum rows of experts that are not sorted: each is a tile of its own. With so few rows, an expert rarely has
-/// several, and is then read again from the level-2 cache. The maximum is a quarter of the experts if that is more.
+/// Maximum rows of experts that are not sorted: each row is a tile. With few rows, an expert rarely has several; if it
+/// has, its weights are read again from the level-2 cache. The maximum is a quarter of the experts if that is more.
 const ALONE: usize = 8;
 const EXPERTS_PER_ROW: usize = 4;
 /// Inputs that a warp multiplies in a step.
 const BLOCK: usize = 64;
-/// Maximum warps of a block that multiply. A block of few warps has more registers for each: the pairs are numbers of
-/// warps and the maximum steps of each warp, which needs eight registers a lane per step for x. Two more warps copy and
+/// Maximum warps of a block that multiply. `STEPS`: pairs of a number of warps and the maximum steps of a warp. A lane
+/// needs eight registers for x per step, and has more registers if the block has fewer warps. Two more warps copy and
 /// add.
 const WARPS: usize = 16;
 const STEPS: [(usize, usize); 2] = [(10, 14), (WARPS, 8)];
@@ -72,7 +72,7 @@ pub(super) struct SkinnyAffine4Tma {
 }
 
 impl SkinnyAffine4Tma {
-    /// None if the kernel does not take the product on this device.
+    /// `None` if the kernel does not support the product on this device.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<SkinnyAffine4Tma> {
         let (Some(scales), Some(biases)) = (weight.scales, weight.biases) else { return None };
         let (inputs, outputs) = (call.dims.inputs, call.dims.outputs);

@@ -1,5 +1,5 @@
-//! Products with few rows on tensor cores, by weights for which only this kernel of few rows has code: blocks, small
-//! floats with separate scales, affine codes of 2, 3 and 5 bits.
+//! Products with few rows on tensor cores, by weights that no other kernel for few rows supports: blocks, small floats
+//! with separate scales, affine codes of 2, 3 and 5 bits.
 
 use super::{
     LinearArgs, LinearKernel, LinearParams, aligned16,
@@ -110,8 +110,8 @@ fn tiling_of(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps
     // A second tile uses the same x, if enough blocks remain.
     let enough = down * (dims.outputs / (2 * TILE)) * 8 >= busy * 7;
     let tiles = if tokens > 2 && enough { max_tiles } else { 1 };
-    // The minimum warps that keep the device busy, because each warp has to begin and to end. They have even shares of
-    // the spans.
+    // The minimum number of warps that keeps the device busy, because every warp has the cost of its beginning and end.
+    // Warps have even shares of the spans.
     let blocks = (down * dims.outputs.div_ceil(tiles * TILE)).max(1);
     let wanted = if tokens > 2 { BUSY[1] * busy / blocks } else { (BUSY[0] * busy + blocks / 2) / blocks };
     let warps = wanted.clamp(1, max_warps);
@@ -133,7 +133,7 @@ fn tiling_of(call: &Call, weight: &Parts, limits: &Limits, (max_tiles, max_warps
 }
 
 impl SkinnyBlocksMma {
-    /// None if the kernel does not take the product, or is slower than one of many rows.
+    /// `None` if the kernel does not support the product, or is slower than a kernel for many rows.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<SkinnyBlocksMma> {
         let takes = call.rows <= max_rows(call) && suits(call, weight);
         takes.then(|| SkinnyBlocksMma(tiling(call, weight, limits)))
@@ -218,7 +218,7 @@ mod tests {
         }
     }
 
-    /// Every warp has spans, and no fewer warps could have equally long parts.
+    /// Every warp has spans, and with fewer warps the longest part would be longer.
     #[test]
     fn warps_share_the_spans() {
         each(|call, weight| {

@@ -45,10 +45,10 @@ const WARPS: [usize; 3] = [8, 4, 2];
 /// Inputs of a warp in a step.
 const STEP: usize = 32;
 /// Maximum registers of a lane for x. With eight warps and more than `FEW_REGISTERS`, the warps that copy and add give
-/// registers to the others. That needs instructions of one architecture, as products of warpgroups do.
+/// registers to the others. The instruction for this exists on one architecture only, like products of warpgroups.
 const MAX_REGISTERS: usize = 176;
 const FEW_REGISTERS: usize = 80;
-/// Maximum bytes of the sums that blocks leave. Larger sums do not stay in the level-2 cache.
+/// Maximum bytes of the partial sums of all blocks. Larger sums do not stay in the level-2 cache.
 const MAX_PARTIALS: usize = 24 << 20;
 /// Maximum bytes of a stage, and the padding of an output in it.
 const STAGE: usize = 42 << 10;
@@ -75,8 +75,8 @@ pub(super) struct SkinnyDenseTma {
 }
 
 impl SkinnyDenseTma {
-    /// None if the kernel does not take the product on this device. With `halves`, half of a tile's outputs belong to
-    /// each half of the results.
+    /// `None` if the kernel does not support the product on this device. With `halves`, half of a tile's outputs belong
+    /// to each half of the results.
     pub(super) fn new(call: &Call, weight: &Parts, halves: bool, limits: &Limits) -> Option<SkinnyDenseTma> {
         let (all_inputs, outputs) = (call.dims.inputs, call.dims.outputs);
         let takes = limits.clusters
@@ -217,7 +217,8 @@ mod tests {
                         format!("{rows} rows, {outputs} x {inputs}, {bytes} bytes, {warpgroup_products}, {halves}");
                     let shape = SkinnyDenseTma::new(&call, &parts(&call.weight, inputs), halves, &limits);
                     let Some(shape) = shape else {
-                        // Too many registers for a block, or an odd number of steps that blocks cannot divide.
+                        // Shapes that need too many registers for a block, or have an odd number of steps that blocks
+                        // cannot divide.
                         let is_long = rows > 16 && inputs > 10_240;
                         let is_odd = rows > 8 && inputs == 18_944 || rows > 16 && inputs == 4864;
                         let has_many_sums = rows > 8 && outputs == 262_144;

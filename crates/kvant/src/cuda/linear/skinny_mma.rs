@@ -27,7 +27,7 @@ static SOURCE: Source = Source {
     layouts: &[LinearParams::layout, OutParts::layout, SkinnyMmaParams::layout],
 };
 
-/// Maximum columns of the tokens of a block. More would need more registers, which costs more than reading W again.
+/// Maximum columns of a block's tokens. More columns would need more registers, which costs more than reading W again.
 const COLUMNS: usize = 16;
 /// Maximum warps of a block.
 const WARPS: usize = 8;
@@ -86,7 +86,7 @@ fn tiling_of(call: &Call, weight: &Parts, busy_groups: usize, (max_tiles, max_wa
 }
 
 impl SkinnyMma {
-    /// None if the kernel does not take the product.
+    /// `None` if the kernel does not support the product.
     pub(super) fn new(call: &Call, weight: &Parts, limits: &Limits) -> Option<SkinnyMma> {
         suits(call, weight).then(|| SkinnyMma(tiling(call, weight, limits)))
     }
@@ -180,7 +180,7 @@ pub(super) mod tests {
                 let (shape, best) = (tiling(&call, &weight, &limits), tiling(&call, &weight, &H200));
                 let case = format!("{} bits, {:?}, {}, {bytes} bytes", weight.bits, call.x.shape(), call.x.dtype());
                 assert!(shape.bytes <= bytes, "{case}: {}", shape.bytes);
-                // No smaller than need be.
+                // The tiling is reduced only if shared memory is too small.
                 assert_eq!(shape.bytes == best.bytes, best.bytes <= bytes, "{case}");
                 smaller += usize::from(shape.bytes < best.bytes);
             }

@@ -24,7 +24,7 @@ impl Splits {
         self.stretches * self.splits
     }
 
-    /// Bytes of the sums of `rows` rows that blocks leave for the block that adds them up.
+    /// Bytes of the partial sums of `rows` rows, of all blocks.
     pub(super) fn partial_bytes(&self, rows: usize) -> usize {
         self.blocks() * self.tiles * TILE * rows * size_of::<f32>()
     }

@@ -8,8 +8,8 @@
 // Maximum tiles whose sums are in shared memory.
 constexpr uint SLOTS = 2;
 
-// Barriers in shared memory, from `at` on. Of STAGES buffers of W: full, empty. Of the sums of SLOTS tiles: complete,
-// read.
+// Barriers in shared memory, from `at` on. Each of STAGES buffers of W has the barriers full and empty; the sums of
+// each of SLOTS tiles have the barriers complete and read.
 struct TileBarriers {
     uint at;
 
@@ -26,7 +26,7 @@ struct TileBarriers {
         return at + (2 * STAGES + SLOTS + slot) * 8;
     }
 
-    // One thread fills a buffer. `multiplying` threads empty it and leave sums. `adding` threads read sums.
+    // One thread fills a buffer. `multiplying` threads read it and store sums. `adding` threads read sums.
     inline void init(uint multiplying, uint adding) const {
 #pragma unroll
         for (uint s = 0; s < STAGES; s++) {

@@ -44,8 +44,8 @@ struct Rope {
 // Floats of shared memory of norm_rope, in addition to the row.
 constexpr uint NORM_ROPE_SCRATCH = 3 * EXCHANGE;
 
-// The turns, below one, of pair i at a position, or NaN. A double holds far positions: the product's error is below
-// 2^-53 of it, 5e-7 turns for the last position of 32 bits.
+// The fraction of a turn of pair i at a position, or NaN. Doubles suffice for large positions: the relative error of
+// the product is below 2^-53, which is 5e-7 turns at the last position of 32 bits.
 inline double turns_of(const RopeParams &rope, float factor, uint position, uint i) {
     const double turns = rope.coarse[i / 64] * rope.fine[i % 64] / double(factor) * double(position);
     return turns - rint(turns);
@@ -107,14 +107,14 @@ inline float load_head(float *row, const uchar *x, ulong start, uint dtype, uint
     return squares;
 }
 
-// Operands of a thread, in addition to the row, for its first pairs, or for its first elements if none is rotated.
+// Operands of a thread other than the row: for its first pairs, or for its first elements if no element is rotated.
 constexpr uint FIRST = 2;
 struct Needed {
     float2 turns[FIRST];
     float weights[2 * FIRST];
 };
 
-// The distance between both elements of a pair; and the first element of pair i.
+// The distance between the two elements of a pair; the first element of pair i.
 inline uint apart_of(Rope rope, uint pairs, uint dim) {
     return rope.layout == HALVES ? dim / 2 : rope.layout == LEADING_HALVES ? pairs : 1;
 }

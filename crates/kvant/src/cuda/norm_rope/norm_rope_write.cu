@@ -6,7 +6,7 @@
 // does not hold their token when the step is written, or if its sequence has no page for it. Tokens whose sequence or
 // position is out of range are skipped.
 //
-// On a rank that stores some of the positions (DIVIDED), `slots` are the places of the tokens among its rows.
+// On a rank that stores a share of the positions (DIVIDED), `slots` are the slots of the tokens among the rank's rows.
 //
 // Positions, sequences, lengths, page tables, weights and angles are read before the previous kernel has ended
 // (device/dependent_launch.h).
@@ -36,7 +36,7 @@ struct Head {
     Team team;
     bool is_query;
     bool is_key;
-    // Among the keys, or the values.
+    // Index among the heads of keys, or of values.
     uint head;
     uint position;
     // In shared memory: the head's row, and room for its norm.
@@ -57,8 +57,8 @@ template <uint CODEC> inline void fill_tables(uint *tables) {
     }
 }
 
-// The block's first warp rotates and encodes the rows that the block has collected. Tables never change: they are read
-// ahead.
+// The block's first warp rotates and encodes the rows that the block has computed. Tables are constant and therefore
+// read ahead.
 struct Encoder {
     uint lane;
     Signs<PER> signs;

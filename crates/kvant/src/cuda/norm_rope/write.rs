@@ -19,11 +19,11 @@ static SOURCE: Source = Source {
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     let spec = call.layer.spec();
     let (dim, all_heads) = (call.head_dim, call.heads + 2 * spec.kv_heads);
-    // A warp has a row in registers: the shorter a lane's part, the faster.
+    // If a warp holds a row in registers, a shorter part per lane is faster.
     let in_registers = call.rotate_q || spec.k.is_quantised() || spec.v.is_quantised();
     let per = dim.min(8).max(dim / LANES);
     let threads = row_threads(dim);
-    // A rank that stores some of the positions has other slots than positions.
+    // On a rank that stores a share of the positions, slots differ from positions.
     let is_divided = call.layer.position_ranks() > 1;
     b.push(
         launch(call, &SOURCE, b)?

@@ -12,7 +12,7 @@ const MAX_LAUNCHES: usize = 12;
 /// Minimum launches on each side. A branch costs two dependencies between streams.
 const MIN_LAUNCHES: usize = 2;
 
-/// Launches `side` run at the same time as launches `main`, which come directly before them. They depend only on
+/// Launches `side` run at the same time as launches `main`, which directly precede them. `side` launches depend only on
 /// launches before `main`, and on each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Branch {
@@ -59,7 +59,7 @@ mod tests {
 
     static SOURCE: Source = Source { name: "none", text: "", headers: &[], layouts: &[] };
 
-    /// Launches that read one tensor and write another, by number.
+    /// The branches of launches that read some tensors and write one, by number.
     fn found(launches: &[(&[usize], usize)]) -> Vec<Branch> {
         let tensors: Vec<Tensor> =
             (0..10).map(|_| Tensor::zeros(&Device::reference(), DType::U8, &[4]).unwrap()).collect();
@@ -78,7 +78,7 @@ mod tests {
     #[test]
     fn a_chain_has_no_branch() {
         assert!(found(&[(&[0], 1), (&[1], 2), (&[2], 3), (&[3], 4), (&[4], 5)]).is_empty());
-        // One launch on a side is not worth it.
+        // A side with one launch is too short for a branch.
         assert!(found(&[(&[0], 1), (&[1], 2), (&[1], 3), (&[3], 4), (&[2, 4], 5)]).is_empty());
         assert!(found(&[(&[0], 1), (&[1], 2), (&[2], 3), (&[1], 4), (&[3, 4], 5)]).is_empty());
     }

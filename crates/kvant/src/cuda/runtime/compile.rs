@@ -94,7 +94,8 @@ impl<'a> KernelProgram<'a> {
         options
     }
 
-    /// The key of the machine code, except for the compiler: options, with the entry name and constants, and all text.
+    /// The key of the machine code, without the compiler's version: options, with the entry name and constants, and all
+    /// text.
     pub(super) fn key(&self, target: &CompileTarget) -> String {
         let mut key = self.options(target).join(" ");
         let headers = self.source.included();

@@ -37,7 +37,7 @@ type MatmulShape = (usize, usize, usize, DType, DType);
 /// How the library computes products of one shape.
 pub(super) struct CublasLtPlan {
     description: MatmulDescription,
-    /// Of W, x and out.
+    /// Layouts of W, x and out.
     layouts: [MatrixLayout; 3],
     algorithm: lt::cublasLtMatmulAlgo_t,
 }
@@ -62,7 +62,7 @@ owned!(MatmulDescription, lt::cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy);
 owned!(MatrixLayout, lt::cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy);
 owned!(MatmulPreference, lt::cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy);
 
-// SAFETY: the handle may be used from several threads; descriptors are only read once they are made.
+// SAFETY: the handle may be used from several threads; descriptors are only read after their creation.
 unsafe impl Send for CublasLt {}
 // SAFETY: as above.
 unsafe impl Sync for CublasLt {}

@@ -213,9 +213,8 @@ impl CudaDevice {
         })
     }
 
-    /// Locks the stream: while the guard lives, no other thread enqueues a pass or a transfer. Work between two
-    /// launches of a pass would see half of its results. A product of the library may be several kernels, which share a
-    /// workspace.
+    /// Locks the stream: while the guard lives, no other thread enqueues a pass or a transfer, which would see half of
+    /// a pass's results. A product of the library may consist of several kernels, which share a workspace.
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -230,7 +229,7 @@ impl CudaDevice {
         let (mut free, mut total) = (0, 0);
         let (mut reserved, mut used) = (0u64, 0u64);
         use cu::CUmemPool_attribute::*;
-        // SAFETY: the pool is alive; the functions fill what they are given.
+        // SAFETY: the pool is alive; the functions fill the locals that they are given.
         unsafe {
             driver!(cuMemGetInfo_v2(&mut free, &mut total))?;
             let reserved = (&raw mut reserved).cast();
@@ -374,12 +373,12 @@ const MAX_STAGED: usize = 1 << 20;
 pub(super) struct CudaMemory {
     pub address: cu::CUdeviceptr,
     pub bytes: usize,
-    /// The address of host memory, which is never freed.
+    /// The host's address of the memory, if it is host memory. Host memory is never freed.
     pub host: Option<NonNull<u8>>,
     pub gpu: Arc<CudaDevice>,
 }
 
-// SAFETY: the driver may be used from any thread; what uses the address of host memory says why it may.
+// SAFETY: the driver may be used from any thread; each use of the host address states why it is valid.
 unsafe impl Send for CudaMemory {}
 // SAFETY: as above.
 unsafe impl Sync for CudaMemory {}
@@ -559,7 +558,7 @@ pub(super) struct CudaGraph {
     gpu: Arc<CudaDevice>,
 }
 
-// SAFETY: graphs may be used from any thread, one at a time: the owner sees to that.
+// SAFETY: graphs may be used from any thread, one at a time, which the owner ensures.
 unsafe impl Send for CudaGraph {}
 
 impl CudaGraph {
@@ -701,7 +700,7 @@ mod tests {
         assert!(current().is_null());
     }
 
-    /// Downloads that were started see the memory of that point in the stream, also if their blocks are used again.
+    /// A started download sees the memory as of that point in the stream, also if its block is reused.
     #[test]
     fn downloads_are_in_the_order_of_the_stream() {
         let Some(gpu) = gpu() else { return };

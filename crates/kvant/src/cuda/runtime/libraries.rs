@@ -1,7 +1,7 @@
 //! Finding NVIDIA's libraries at run time.
 //!
-//! The loader searches `LD_LIBRARY_PATH` and the linker's cache. A CUDA toolkit is often outside both. So the libraries
-//! in the toolkit's folder are opened first, by path; the loader then finds them by name.
+//! The loader searches `LD_LIBRARY_PATH` and the linker's cache. A CUDA toolkit is often outside both. Therefore the
+//! libraries in the toolkit's folder are opened first, by path; the loader then finds them by name.
 
 use std::{path::PathBuf, sync::OnceLock};
 

@@ -1,4 +1,4 @@
-//! Page-locked host memory, through which the stream copies small tensors without the host waiting.
+//! Page-locked host memory, through which the stream copies small tensors while the host continues.
 
 use std::{
     ptr::null_mut,
@@ -55,7 +55,7 @@ pub(super) struct LockedMemory {
     done: cu::CUevent,
 }
 
-// SAFETY: whoever has it is the only one who uses the memory; events may be used from any thread.
+// SAFETY: only the owner uses the memory; events may be used from any thread.
 unsafe impl Send for LockedMemory {}
 
 impl LockedMemory {

@@ -1,7 +1,7 @@
 //! Runs launches on an NVIDIA GPU, through the driver, which is loaded at run time.
 //!
-//! All work goes to one stream, so a launch sees what earlier ones wrote; transfers, allocations and frees are in the
-//! same order. A [`Launch`] becomes a kernel call:
+//! All work is enqueued in one stream, so a launch sees all earlier writes; transfers, allocations and frees are
+//! ordered as well. A [`Launch`] becomes a kernel call:
 //!
 //! - Its file is compiled for this device, once, with its constants as macros. The code is kept in memory and on disk.
 //! - The kernel's argument i is the address bound to index i, or the parameter struct, by value, if that has the index.
@@ -51,8 +51,8 @@ use crate::{
 /// Maximum arguments of a kernel.
 const ARGUMENTS: usize = 64;
 
-/// The variable that lowers the limits to those of `sm_80` or `sm_89`: a Hopper GPU then runs the kernels of these
-/// GPUs.
+/// The environment variable that lowers the limits to those of `sm_80` or `sm_89`, so that a Hopper GPU runs the
+/// kernels of these GPUs.
 const LIKE: &str = "KVANT_CUDA_LIKE";
 
 /// The executor.
@@ -94,7 +94,7 @@ fn shared_like(name: Option<&str>) -> std::result::Result<Option<usize>, String>
     }
 }
 
-/// The limits of a GPU before Hopper with so much shared memory.
+/// The limits of a GPU before Hopper with `shared_bytes` of shared memory.
 fn lowered(limits: Limits, shared_bytes: usize) -> Limits {
     let threadgroup_bytes = limits.threadgroup_bytes.min(shared_bytes);
     Limits { threadgroup_bytes, warpgroup_products: false, clusters: false, ..limits }
@@ -113,7 +113,7 @@ fn key_of(launch: &Launch) -> SpecialisedKernel {
     (std::ptr::from_ref(launch.source) as usize, launch.kernel, launch.constants.clone())
 }
 
-/// A kernel, loaded by the first thread that needs it while others wait. A failure, for example of memory, is not
+/// A kernel. The first thread that needs it loads it while others wait. A failure, for example a lack of memory, is not
 /// cached: the next launch tries again.
 type FunctionSlot = Arc<Mutex<Option<CudaFunction>>>;
 
@@ -215,8 +215,8 @@ impl Launcher {
         Ok(self.cublaslt.get().and_then(Option::as_ref))
     }
 
-    /// Enqueues launches in a stream, in their order, behind kernels that may be `running` there. Returns the kernels
-    /// that may run when the last one has been enqueued.
+    /// Enqueues launches in a stream, in their order, after kernels that may still be `running` there. Returns the
+    /// kernels that may still run after the last one has been enqueued.
     fn enqueue_all<'a>(
         &self,
         launches: &'a [(Launch, Runner)],
@@ -237,8 +237,8 @@ impl Launcher {
     /// As above, while `stream` is captured, with branches in a second stream.
     fn capture_all(&self, launches: &[(Launch, Runner)], stream: CUstream, side: &SideStream) -> Result<()> {
         let of_kernels: Vec<&Launch> = launches.iter().map(|(launch, _)| launch).collect();
-        // The library has one workspace, and blocks of these operations may wait for all others of their grid, or of
-        // other ranks, which have the collectives in this order.
+        // Not usable in branches: products of the library, which share one workspace; and operations whose blocks may
+        // wait for all other blocks of their grid, or for other ranks, which have the collectives in this order.
         let waits = |op: &str| ["attend", "argmax", "sample", "all_reduce", "all_gather"].contains(&op);
         let usable = |at: usize| matches!(launches[at].1, Runner::Kernel(_)) && !waits(launches[at].0.op);
         let mut at = 0;

@@ -1,8 +1,8 @@
-//! Which kernels of a stream may still run when the next one begins.
+//! The kernels of a stream that may still run when the next one begins.
 //!
-//! A kernel that overlaps waits for the previous one (`device/dependent_launch.h`). If the previous kernel lets it
-//! begin after its own wait, all earlier kernels have ended by then. If the previous kernel lets it begin first, the
-//! kernels for which that one waits may also run.
+//! A kernel that overlaps waits for the previous one (`device/dependent_launch.h`). If the previous kernel has waited
+//! before it let this one begin, all earlier kernels have ended. If not, the kernels for which the previous kernel
+//! waits may also run.
 
 use crate::{cuda::headers, gpu::Launch};
 
@@ -41,7 +41,8 @@ mod tests {
     static LATE: Source = Source { name: "late", text: "    take_turn();\n", headers: &[], layouts: &[] };
     static EARLY: Source = Source { name: "early", text: "    take_turn_early();\n", headers: &[], layouts: &[] };
 
-    /// Which launches may begin early: of each a source, the tensor that it reads ahead, and the one that it writes.
+    /// Whether each launch may begin early. A launch is a source, the tensor that it reads ahead, and the tensor that
+    /// it writes.
     fn overlaps(launches: &[(&'static Source, usize, usize)]) -> Vec<bool> {
         let tensors: Vec<Tensor> =
             (0..10).map(|_| Tensor::zeros(&Device::reference(), DType::U8, &[4]).unwrap()).collect();
@@ -79,7 +80,7 @@ mod tests {
         }
         // It did not overlap, so earlier kernels have ended.
         assert_eq!(overlaps(&[(&LATE, 0, 1), (&EARLY, 1, 2), (&LATE, 1, 3)]), [false, false, true]);
-        // Two of them end what runs.
+        // After two of them, nothing earlier runs.
         assert_eq!(overlaps(&[(&LATE, 0, 1), (&EARLY, 0, 2), (&LATE, 0, 3), (&LATE, 1, 4)]), [false, true, true, true]);
     }
 

@@ -10,7 +10,7 @@ constexpr uint WARPS = THREADS / 32;
 // The largest code of a mean.
 constexpr float MEAN_LEVELS = 127;
 
-// In shared memory. Pages use its two halves in turn, so that no warp waits for warps that still read.
+// Stored in shared memory. Pages alternate between its two halves, so that no warp waits for warps that still read.
 struct __align__(16) PageSums {
     // The sums of each warp's vectors.
     float sums[2][WARPS][HEAD_DIM];

@@ -1,13 +1,13 @@
-// seal: encodes dense rows of pages of a pool with the layer's codecs. Each page, KV head and side is encoded by
-// itself, around its own mean if the side's codec is centred.
+// seal: encodes dense rows of pages of a pool with the layer's codecs. Each page, KV head and side is encoded
+// separately, around its own mean if the side's codec is centred.
 //
 // pages [n, 3]: entries of the dense and of the sealed pages, and the index of the page in its sequence. Grid (blocks,
 // 2): blockIdx.y is 0 for keys and 1 for values. An item is one head of one page; a block takes every gridDim.x-th item
-// that has pages. Its threads rotate the rows together, add them up, compute the mean, which is the rotated mean, and
-// encode the rows around it. With TILES a warp has eight rows at a time (codec/encode_tiles.h), otherwise HEAD_DIM /
-// PER lanes have a row (codec/encode_rows.h). The rows of a page stay in registers if there are threads for all;
-// otherwise they are loaded and rotated twice. Rows of dense codecs are moved. With KEY_BIAS the rotated bias is
-// subtracted from keys first.
+// that has pages. Its threads rotate the rows, add them up, compute the mean of the rotated rows, and encode the rows
+// around it. With TILES a warp has eight rows at a time (codec/encode_tiles.h), otherwise HEAD_DIM / PER lanes have a
+// row (codec/encode_rows.h). The rows of a page stay in registers if there are threads for all; otherwise they are
+// loaded and rotated twice. Rows of dense codecs are moved. With KEY_BIAS the rotated bias is subtracted from keys
+// first.
 #include "device/dependent_launch.h"
 #include "device/key_bias.h"
 #include "seal/page_mean.h"
@@ -19,7 +19,7 @@ struct SealParams {
     // Rows of `pages`.
     uint count;
     uint kv_heads;
-    // Entries from this one on are not pages.
+    // An entry of at least this number is not a page.
     uint dense_entries;
     uint sealed_entries;
     float k_scale;
@@ -50,7 +50,7 @@ struct Item {
     const uchar *source;
     WritablePlanes to;
     uchar *mean;
-    // Of the head, in the sealed page.
+    // The head's first row in the sealed page.
     ulong first_row;
     uint head;
     // The page's index in its sequence.
@@ -117,7 +117,8 @@ template <uint CODEC, uint NORM> struct Encoder {
         load(item, 0);
     }
 
-    // Adds the finite rows of a set, and returns their number. `usual`: all are finite, as a check of the source found.
+    // Adds the finite rows of a set, and returns their number. `usual`: a check of the source found that all rows are
+    // finite.
     uint add(float (&sum)[2][STRIP], const float (&y)[2][2][STRIP], bool usual) {
         bool counts[2] = {true, true};
         uint found = 8;
@@ -212,7 +213,7 @@ template <uint CODEC, uint NORM> struct Encoder {
     void load_ahead(const Item &) {
     }
 
-    // The lane's part of a set's row, rotated; returns whether there is one.
+    // Loads the lane's part of a set's row, rotated; returns whether the row exists.
     bool load(float (&y)[PER], const Signs<PER> &signs, const Item &item, uint set, uint lane) {
         const uint row = set * ROWS + threadIdx.x / LANES;
         const bool there = row < PAGE_ROWS;
@@ -318,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     const KeyBias bias = {bias_pairs, bias_places, bias_starts, bias_steps};
     const Side side = is_key ? Side{k, {k_low, k_high, k_norms}, k_means, p.k_scale, true, bias}
                              : Side{v, {v_low, v_high, v_norms}, v_means, p.v_scale, false, bias};
-    // One code for both if they are encoded alike.
+    // Both sides share the code if they are encoded alike.
     if (is_key || (K_CODEC == V_CODEC && K_NORM == V_NORM)) {
         seal_side<K_CODEC, K_NORM>(p, pages, side, shared);
     } else {

@@ -13,8 +13,8 @@
 // Over quantised keys, the queries are rotated first; over quantised values, o is rotated back at the end. Norms
 // multiply scores and weights, not coordinates. Over page means, 32 keys begin at the start of a page, or within it.
 // Each mean of keys is then one more key, and each mean of values one more value, whose weight is the sum of the page's
-// weights. A bias that keys are stored without is one more row of coordinates for each key: cosines and sines, which
-// multiply factors of the queries (key_bias.h).
+// weights. The key bias, which stored keys do not include, is one more row of coordinates for each key: cosines and
+// sines, which are multiplied by factors of the queries (key_bias.h).
 #include "attend/lanes.h"
 #include "attend/softmax.h"
 #include "key_bias.h"
@@ -50,7 +50,8 @@ template <uint D, uint R> struct Division {
     static constant constexpr uint QUADS = quads_of_lane(D, L);
     // Blocks of 256 coordinates, each with a norm.
     static constant constexpr uint BLOCKS = (D + 255) / 256;
-    // Floats of threadgroup memory: the queries or results of all rows; the results of half the streams; two codebooks.
+    // Floats of threadgroup memory: the queries or results of all rows; the results of half of the streams; two
+    // codebooks.
     static constant constexpr uint MERGED = STREAMS > 1 ? STREAMS / 2 * R * D : 0;
     static constant constexpr uint ROOM = MERGED > R * D ? MERGED : R * D;
     static constant constexpr uint FLOATS = ROOM > 2 * TABLE ? ROOM : 2 * TABLE;
@@ -94,7 +95,7 @@ template <uint N> struct Sums {
     float of[N];
 };
 
-// The products of the lane's coordinates of a key and of the queries. The key is that of lane `from`.
+// The products of the lane's coordinates of a key with those of the queries. The key belongs to lane `from`.
 template <uint D, uint R>
 Sums<Division<D, R>::ROWS> products(thread const Accumulators<D, R> &acc, LaneOfRow<D, Division<D, R>::L> key,
                                     thread const Tile<D> &tile, uint from) {
@@ -189,7 +190,7 @@ void add_bias(thread const Accumulators<D, R> &acc, thread const Tile<D> &tile, 
     typedef Division<D, R> Of;
     const uint position = tile.keys.first + tile.base, first = position >> PAGE_SHIFT;
     for (uint page = 0; page < PAGES; page++) {
-        // The tables have turns for all positions that are held.
+        // The tables cover only positions that pages hold.
         if (!tile.keys.place_of(tile.base + (page << PAGE_SHIFT)).held) {
             continue;
         }
@@ -317,7 +318,7 @@ void add_values(thread Accumulators<D, R> &acc, thread const Tile<D> &tile, Sums
                 for (uint r = 0; r < Of::ROWS; r++) {
                     float weight = simd_shuffle(weights.of[r], ushort(key));
                     weight = V_QUANTISED && Of::BLOCKS > 1 ? weight * norm : weight;
-                    // Selected, not multiplied by 0: a value that is not seen may be anything.
+                    // Selected, not multiplied by 0, because an unseen value may be NaN.
                     if (FAST || (seen >> r & 1) != 0) {
                         for (uint n = block * EACH; n < (block + 1) * EACH; n++) {
                             acc.o[r][n] += weight * value.quads[n];
@@ -329,7 +330,7 @@ void add_values(thread Accumulators<D, R> &acc, thread const Tile<D> &tile, Sums
     }
 }
 
-// Adds the means of values, times the sum of the weights of a page's keys that the L lanes have.
+// Adds the means of values, each times the sum of the weights of the page's keys that the L lanes have.
 template <uint D, uint R>
 void add_means(thread Accumulators<D, R> &acc, thread const Tile<D> &tile, Sums<Division<D, R>::ROWS> weights) {
     typedef Division<D, R> Of;
@@ -431,7 +432,7 @@ void merge_streams(thread Accumulators<D, R> &acc, threadgroup float *room, thre
     typedef Division<D, R> Of;
     const bool pairs = v_pairs<D>(Of::L);
     for (uint half_of = Of::STREAMS / 2; half_of > 0; half_of /= 2) {
-        // Not where another stream may still read the data of the previous round.
+        // After the first round, a stream overwrites only the slot that it has read itself: others may still be read.
         const uint slot = stream % half_of + (half_of < Of::STREAMS / 2 ? half_of : 0);
         if (stream >= half_of && stream < 2 * half_of) {
             for (uint r = 0; r < Of::ROWS; r++) {
@@ -460,7 +461,7 @@ void merge_streams(thread Accumulators<D, R> &acc, threadgroup float *room, thre
                     }
                 }
             }
-            // Lanes write next to memory that others of the SIMD-group have read.
+            // Lanes overwrite memory that other lanes of the SIMD-group have read.
             simdgroup_barrier(mem_flags::mem_threadgroup);
         }
     }
@@ -574,7 +575,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
         sequence = simd_min(row.y > sequence ? row.y : NONE);
     }
 
-    // The lanes of all keys have parts of o, and each has a part of l.
+    // o is divided among the groups of lanes that share a key, l among all lanes.
     for (uint r = 0; r < Of::ROWS; r++) {
         acc.states[r].l = simd_sum(acc.states[r].l);
         for (uint n = 0; n < Of::QUADS; n++) {
@@ -592,7 +593,7 @@ kernel void attend_few(device const uchar *q [[buffer(0)]],
     merge_streams(acc, room, states, set, stream);
     const bool pairs = v_pairs<D>(Of::L);
     if (V_QUANTISED) {
-        // A SIMD-group writes memory that only it has read, or nobody since the last barrier.
+        // Since the last barrier, no other SIMD-group has read the memory that a SIMD-group writes here.
         for (uint r = 0; r < Of::ROWS && stream == 0; r++) {
             for (uint n = 0; n < Of::QUADS; n++) {
                 const uint quad = quad_of(n, acc.c, Of::L, pairs);

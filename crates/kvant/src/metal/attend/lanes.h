@@ -1,9 +1,9 @@
 // A row of keys or values, divided among some lanes of a SIMD-group.
 //
-// L lanes share a row of D coordinates. Lane c has quads of four coordinates: c, c + L, c + 2L, …; or, if it loads
-// eight coordinates at once, the quads 2c and 2c + 1 of every 2L. A load of a SIMD-group therefore reads whole sectors.
-// Codes become centroids by simd_shuffle or a table in threadgroup memory: lanes with different indices into `constant`
-// memory wait for one another.
+// L lanes share a row of D coordinates. Coordinates are divided into quads of four. Lane c has quads c, c + L, c + 2L,
+// …; if it loads eight coordinates at once, it has quads 2c and 2c + 1 of every 2L. A load of a SIMD-group therefore
+// reads whole sectors. Codes are converted to centroids by simd_shuffle or by a table in threadgroup memory. `constant`
+// memory would serialise lanes with different indices.
 #ifndef KVANT_ATTEND_LANES_H
 #define KVANT_ATTEND_LANES_H
 #include "attend/keys.h"

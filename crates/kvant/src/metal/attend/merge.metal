@@ -29,7 +29,7 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
     for (uint split = 0; split < p.splits; split++) {
         const ulong at = split * rows + row;
         const State part = unpacked(partial_states[at]);
-        // Without keys, o was not written.
+        // A split without keys has not written o.
         if (part.m != -INFINITY) {
             const float2 factors = merge(total, part);
             for (uint n = 0; n < own; n++) {
@@ -39,7 +39,7 @@ kernel void attend_merge(device uchar *out [[buffer(1)]],
     }
     if (EARLIER) {
         const float end = earlier_ends[row];
-        // `ends` may be the memory of the earlier ends.
+        // `ends` may be the memory of the earlier ends: all threads must have read them.
         threadgroup_barrier(mem_flags::mem_device);
         const float2 factors = with_earlier(total, end);
         for (uint n = 0; n < own; n++) {

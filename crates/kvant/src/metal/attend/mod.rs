@@ -156,7 +156,7 @@ fn bind_results(launch: Launch, call: &Call) -> Launch {
         .write_if(20, call.ends.as_ref())
 }
 
-/// The kernel of a route with its constants and its grid, without buffers.
+/// The launch of a route's kernel, with constants and grid, without buffers.
 fn kernel_of(call: &Call, route: &AttendRoute) -> Launch {
     let source = match route.kernel {
         AttendKernel::FewRows => &FEW_ROWS,

@@ -11,7 +11,8 @@ use crate::{
 /// Maximum query rows of a threadgroup of `attend_few`.
 const FEW_ROWS: usize = 8;
 const FEW_THREADS: usize = 128;
-/// Minimum keys of a split, if the route chooses the number of splits: fewer would not be worth the merge.
+/// Minimum keys of a split if the route chooses the number of splits. With fewer keys, the merge costs more than the
+/// split saves.
 const SPLIT_KEYS: usize = 256;
 /// Floats of a codebook in threadgroup memory.
 const TABLE: usize = 256;
@@ -142,7 +143,8 @@ pub(super) fn select(size: AttendSize, limits: &Limits) -> AttendRoute {
 }
 
 /// Threadgroup memory of `attend_tiles`, in the layout of `tiles.metal`: keys and values of a step, then codebooks of
-/// more than 32 centroids. Floats of more than 128 coordinates share the room of one: keys first, then values.
+/// more than 32 centroids. With floats and more than 128 coordinates, keys and values share one buffer: keys first,
+/// then values.
 fn tiles_bytes(head_dim: usize, keys: usize, codecs: [Codec; 2]) -> usize {
     let table = |codec| usize::from(matches!(codec, Codec::TurboQuant(TurboQuant { bits: 6.., .. })));
     let halves = codecs == [Codec::F16; 2];

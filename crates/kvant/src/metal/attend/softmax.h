@@ -5,8 +5,8 @@
 
 // The softmax state of some keys: m, the largest score in base 2, and l, the sum of 2^(score - m). The sum o of
 // 2^(score - m) * value is kept elsewhere. Without keys, m is -inf, and l and o are 0. With keys, m is at least
-// -FLT_MAX: scores of -inf have no weight if another is finite, and l is 0 if all are -inf. So m, not l, shows whether
-// there were keys.
+// -FLT_MAX: scores of -inf have no weight if another is finite, and l is 0 if all are -inf. Therefore m, not l, shows
+// whether the state has keys.
 struct State {
     float m;
     float l;
@@ -34,7 +34,7 @@ inline float2 merge(thread State &into, State part) {
     return factors;
 }
 
-// The larger one of m and the score of an existing key. A NaN is ignored here, and shows in its weight.
+// The maximum of m and the score of an existing key. A NaN is ignored here; its weight is NaN.
 inline float raised(float m, float score) {
     return score > m ? score : max(m, -FLT_MAX);
 }

@@ -7,19 +7,20 @@
 //   scores    one matrix for every 8 keys. If PARTS SIMD-groups divide the coordinates, they add up their products;
 //   softmax   in registers: four lanes share a row;
 //   values    weights are used directly as the left operand.
-// Keys and values that are all f16 stay halves in threadgroup memory, others become floats. Threadgroup memory has room
-// for the keys and the values of one step, and a step has two barriers; floats of D > 128 share the room of one.
+// If keys and values are both f16, they stay halves in threadgroup memory; otherwise they become floats. Threadgroup
+// memory holds the keys and the values of one step, and a step has two barriers; for floats with D > 128, keys and
+// values share one buffer.
 //
 // Over quantised keys, the queries are rotated first; over quantised values, o is rotated back at the end. Page means
-// are added where keys and values are decoded, once for all rows of a tile. A bias that keys are stored without is one
-// more product: of the queries' factors and the cosines and sines of keys (key_bias.h).
+// are added where keys and values are decoded, once for all rows of a tile. The key bias, which stored keys do not
+// include, is one more product: of the queries' factors and the cosines and sines of keys (key_bias.h).
 #include "attend/fragments.h"
 #include "attend/lanes.h"
 #include "attend/softmax.h"
 #include "key_bias.h"
 #include "rotate.h"
 
-// metal/attend/route.rs computes the bytes of threadgroup memory that follow from these.
+// metal/attend/route.rs computes the bytes of threadgroup memory from these constants.
 constant bool HALVES = K_CODEC == F16 && V_CODEC == F16;
 // Codebooks of more than 32 centroids are tables (lanes.h).
 constant bool K_TABLE = K_QUANTISED && K_CODEC % CENTRED > TQ5;
@@ -34,7 +35,7 @@ template <uint D, uint ROWS, uint SIMDS, uint KEYS> struct Division {
     static_assert(WIDTH % 16 == 0 && KEYS % 8 == 0 && ROWS <= 32, "whole pairs of matrices; a lane knows a row");
 };
 
-// Elements of type T from a key to the next one: 8 keys begin in different banks.
+// Elements of type T between keys, padded so that 8 keys begin in different banks.
 template <typename T> constexpr uint stride_of(uint dim) {
     return dim + 16 / sizeof(T);
 }
@@ -108,8 +109,8 @@ bool bring_halves(device const uchar *low, uint stride, threadgroup half *stage,
     return finite;
 }
 
-// Loads keys (or values) base .. base + KEYS into `stage`; zeros from `end` on, and without a page. With `check`,
-// returns whether all numbers that this thread loaded are finite. All threads call it.
+// Loads keys (or values) base .. base + KEYS into `stage`. Keys from `end` on, and keys without a page, become zeros.
+// With `check`, returns whether all numbers that this thread loaded are finite. All threads call it.
 template <bool VALUES, uint D, uint KEYS, uint THREADS, typename T>
 bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook book, uint index, bool check) {
     typedef Share<D, KEYS, THREADS> Own;
@@ -165,11 +166,12 @@ bool bring(CachedKeys keys, uint base, uint end, threadgroup T *stage, Codebook 
             }
             continue;
         }
-        // The code 0 does not represent the number 0.
+        // Missing keys have factor 0, because code 0 does not represent the number 0.
         const float factor = is_quantised(codec) && held ? load_norm(norms, norm, codec) : 0;
 #pragma unroll
         for (uint i = 0; i < 2; i++) {
-            // Four lanes store first halves while the next four store second ones: in different banks.
+            // Four lanes store the first half of their octet while the next four store the second half, which is in
+            // different banks.
             const uint quad = i ^ (octet >> 2 & 1);
             float4 x = codec == F32 ? as_type<float4>(pieces[0].low) : quad_from(pieces[0], quad, codec, book);
             if (codec == F32 && quad == 1) {
@@ -253,7 +255,7 @@ void add_bias(thread const Accumulators<D, ROWS, SIMDS, KEYS> &acc, CachedKeys k
     const uint start = acc.part * Of::WIDTH, first_quad = start / 4 + column / 2;
 #pragma unroll
     for (uint b = 0; b < Of::BLOCKS; b++) {
-        // The tables have turns for all positions that are held; eight keys are on one page.
+        // The tables cover only positions that pages hold. Eight keys are in one page.
         if (!FULL && (base + 8 * b > acc.any.y || !keys.place_of(base + 8 * b).held)) {
             continue;
         }
@@ -587,7 +589,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
             const bool sees = row.z <= row.w, there = is_there(row), mine = lane / 8 == simd / Of::PARTS;
             const uint from = sees ? row.z - first : NONE, to = sees ? row.w - first : 0;
             acc.seen = uint2(simd_shuffle(from, ushort(acc.row)), simd_shuffle(to, ushort(acc.row)));
-            // No key has index NONE - 1.
+            // If the row sees no key: an empty range, since no key has index NONE - 1.
             acc.seen = acc.seen.x <= acc.seen.y ? acc.seen : uint2(NONE - 1);
             acc.any = uint2(simd_min(mine ? from : NONE), simd_max(mine ? to : 0));
             acc.all = uint2(simd_max(mine && there ? from : 0), simd_min(mine && there ? to : NONE));
@@ -613,7 +615,7 @@ kernel void attend_tiles(device const uchar *q [[buffer(0)]],
     float end = -INFINITY;
     if (EARLIER_HERE) {
         end = vector != NONE ? earlier_ends[vector] : end;
-        // `ends` may be the memory of the earlier ends.
+        // `ends` may be the memory of the earlier ends: all threads must have read them.
         threadgroup_barrier(mem_flags::mem_device);
     }
     if (vector == NONE) {

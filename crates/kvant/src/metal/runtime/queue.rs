@@ -36,8 +36,9 @@ pub(super) struct PreparedLaunch {
     pub barrier: bool,
 }
 
-/// Launches of a command buffer. macOS aborts a command buffer that occupies the GPU for too long, and a pass may be a
-/// long prompt through a whole model; each command buffer has a fixed cost, though. Neither has been measured on a Mac.
+/// Launches of a command buffer. Fewer launches: a command buffer has a fixed cost. More: macOS aborts a command buffer
+/// that occupies the GPU for too long, and a pass may be a long prompt through a whole model. Neither has been measured
+/// on a Mac.
 const LAUNCHES: usize = 32;
 
 /// The queue that passes are committed to.
@@ -200,7 +201,7 @@ impl Queue {
                 pieces.push(state.line.commit(piece, first).map_err(|what| self.refused(what, &label(piece)))?);
                 Ok(())
             });
-            // Even if a later piece failed to commit: the earlier ones are committed.
+            // Recorded even if a later piece failed to commit, because the earlier pieces are committed.
             let work = CommittedPass { device: self.name.clone(), pieces: pieces.into(), steps };
             state.in_flight.add(pass, work.clone());
             committed.map(|()| Some(Running { pass, work }))
@@ -311,7 +312,7 @@ fn encode(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, step: &Prepare
     for binding in &launch.bindings {
         let buffer = MetalBuffer::of(binding.memory());
         // SAFETY: the binding is within the buffer, and the committed pass keeps the launch, which keeps the buffer.
-        // The kernel interprets it correctly: tests check the layouts and kernels launch by launch.
+        // Tests check launch by launch that the kernel's layout is the binding's.
         unsafe { encoder.setBuffer_offset_atIndex(Some(buffer.metal()), binding.offset, binding.index as usize) };
     }
     if let Some((index, bytes)) = &launch.params {

@@ -209,8 +209,8 @@ impl Case {
     }
 
     /// The error bound on a device. If the output is not f32, CUDA rounds the centroids of keys and values, the rotated
-    /// queries and the weights to f16: four errors of at most 2⁻¹², which for scores grow with the scores. The CPU may
-    /// round them, too. CUDA's kernel for prompts rounds more.
+    /// queries and the weights to f16: four errors of at most 2⁻¹². Errors of scores are relative to the scores. The
+    /// CPU may round them, too. CUDA's kernel for prompts rounds more.
     pub fn bound_on(&self, device: &Device) -> Bound {
         let mut bound = self.bound();
         let spread = (f64::from(self.scale().abs()) * (self.head_dim as f64).sqrt()).max(1.0);

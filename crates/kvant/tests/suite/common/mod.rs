@@ -539,8 +539,8 @@ pub enum Output {
 ///
 /// Both sides round to the dtype at the end, so equal results before that differ by at most one rounding: `unit` is the
 /// dtype's unit roundoff (2⁻²⁴, 2⁻¹¹, 2⁻⁸). The device computes in f32: `arithmetic` is the relative error of this,
-/// 2⁻²⁴ times the growth of an ordinary sum. `rounding` is further rounding that the device's contract allows. It is
-/// known better, so single elements may deviate less.
+/// 2⁻²⁴ times the growth of an ordinary sum. `rounding` is further rounding that the device's contract allows. Its size
+/// is known more precisely, so single elements may deviate by fewer multiples of it.
 ///
 /// Two conditions must hold: the normalised squared error Σ(x−y)²/Σy² is at most `unit² + (arithmetic + rounding)²`,
 /// and no single element deviates by more than `2·unit·|y| + (100·arithmetic + 8·rounding)·rms(y)`. The squared error
@@ -614,7 +614,7 @@ impl Bound {
     /// root mean square in these tests. With AMX, products of 16-bit weights, and of others from 32 rows on, use hi +
     /// lo bf16 (3e-6). With 8-bit activations, many rows have an error of at most 1/254 of the largest in a group, or
     /// activations and weights of 2⁻⁸ each: 6e-3 and 2.4e-3 of the root mean square. CUDA rounds quantised weights to
-    /// bf16 in products of more rows of bf16 (with experts, of each).
+    /// bf16 in products with more than 16 rows of bf16 (with experts: of each expert).
     pub fn of_rows(self, device: &Device, rows: usize, quantised: bool) -> Bound {
         let amx = is_cpu_with(device, |&level| level == SimdLevel::Avx512Amx);
         let vnni = is_cpu_with(device, |level| level.has_vnni());

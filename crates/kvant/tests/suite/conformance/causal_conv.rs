@@ -21,7 +21,7 @@ const RUNS: [Runs; 6] = [
 ];
 const SLOTS: usize = 4;
 
-/// A state that is written in place, and what surrounds it.
+/// A state that is written in place, between rows of a pattern.
 fn state(device: &Device, dtype: DType, values: &[f32], shape: &[usize]) -> kvant::Result<Out> {
     let out = Out::new(device, dtype, shape)?;
     out.tensor.write_bytes(&crate::common::encode(dtype, values))?;

@@ -41,7 +41,7 @@ fn gaussian_vectors_have_the_optimal_distortion() {
                 let with = |norm| {
                     distortion(device, Codec::TurboQuant(TurboQuant { bits, scale: 1.0, norm, centred: false }), &data)
                 };
-                // The figures are those of the norm that the indices were chosen with.
+                // The optimum refers to the norm with which the indices were chosen.
                 let got = with(Norm::Rms);
                 let off = (got / optimum - 1.0).abs();
                 assert!(off < tolerance, "{device}: tq{bits}, D {dim}: {got:.4e}, not {optimum:.4e}");

@@ -189,7 +189,7 @@ fn nan_is_converted_to_nan() {
 
 /// Compares a layer's planes with the reference's. Encoding in f32 may rarely choose the other of two centroids for a
 /// coordinate between them, and norms differ by the rounding of a sum. The least-squares and unbiased norms depend on
-/// the indices, so as many norms as indices may deviate more; a side's norms come after its indices.
+/// the indices, so one norm may deviate more for each index that differs. A side's norms come after its indices.
 fn quantised_alike(case: &str, got: &[Output], want: &[Output]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut other_indices = 0;

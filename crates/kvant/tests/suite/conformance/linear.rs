@@ -203,8 +203,8 @@ struct Case {
 }
 
 impl Case {
-    /// With `outliers`, one input of each row is 1000. Integers of 23 bits, relative to the largest, then have a larger
-    /// error than elsewhere.
+    /// With `outliers`, one input of each row is 1000. Activations as integers of 23 bits, relative to the largest one,
+    /// then have a larger error than in other cases.
     fn launch(&self, device: &Device, outliers: bool) -> Result<Out> {
         let mut rng = Rng::of(format!("{self:?}"));
         let w = Matrices::new(device, &mut rng, self.kind, &[self.outputs], self.inputs)?;
@@ -238,8 +238,8 @@ impl Case {
     fn output(&self, device: &Device, out: Out, outliers: bool) -> Result<Vec<Output>> {
         let quantised = !matches!(self.kind, Kind::Dense(_) | Kind::Floats(FloatFormat::Mxfp8, _));
         let rows = self.kind.rounded_rows(self.tokens);
-        // If thousands of products are added one after the other in f32, the sum's own rounding shows. All of a few
-        // outputs may be small sums of large products.
+        // Rounding of sequential f32 sums of thousands of products is noticeable. If the outputs are few, all may be
+        // small sums of large products.
         let cancels = quantised && rows > 0 && self.outputs < 16;
         let gain = if outliers || cancels || self.inputs >= 4096 { 2.0 } else { 1.0 };
         let bound = Bound::of(self.out).of_rows(device, rows, quantised).times(gain);
@@ -417,7 +417,7 @@ fn outliers() {
 }
 
 /// CUDA multiplies one row by bulk copies on Hopper and later, if weight rows have equal parts for its warps: one part
-/// or several each, not all warps with a last one, more parts than buffers, blocks with fewer tiles than others.
+/// or several per warp, a last part for some warps only, more parts than buffers, blocks with fewer tiles than others.
 #[test]
 fn one_row_in_equal_parts() {
     let (mut rng, mut cases) = (Rng::of("one row"), Vec::new());
@@ -868,8 +868,8 @@ fn very_many_rows() {
     one_in(3, |_| String::new(), cases).into_iter().for_each(Case::check);
 }
 
-/// Many rows of experts, which CUDA sorts: experts that nobody chooses, that do not fill a tile, that fill several;
-/// more of them than a warp sums at once.
+/// Many rows of experts, which CUDA sorts: experts with no rows, with less than a tile, with several tiles; more
+/// experts than a warp sums at once.
 #[test]
 fn many_rows_of_experts() {
     let (mut rng, mut cases) = (Rng::of("many rows of experts"), Vec::new());

@@ -1,4 +1,5 @@
-//! States of recurrent layers: of one sequence they do not reach another, and no run of a call changes bits.
+//! States of recurrent layers: a sequence does not affect another one, and bits do not depend on the other runs of a
+//! call.
 
 use super::*;
 use kvant::ops::{CausalConv, DeltaRule, StateRuns, StateSlots};
@@ -101,7 +102,7 @@ fn sequences_do_not_meet() {
     }
 }
 
-/// Equal calls have equal bits, and many sequences those of each alone.
+/// Equal calls give equal bits. Sequences in one call get the bits that each gets alone.
 #[test]
 fn one_result_in_every_company() {
     for device in devices() {

@@ -65,8 +65,8 @@ struct Tracked {
 /// Positions of a page.
 const PAGE: usize = 16;
 
-/// Keys and values by layer and the tokens up to theirs; sealed ones by the tokens up to the end of their page, and
-/// their position. The devices of a case share them.
+/// Keys and values by layer and all tokens up to their own. Sealed ones by layer, all tokens up to the end of their
+/// page, and position. The devices of a case share them.
 type Rows = RefCell<HashMap<(usize, Vec<u32>, Option<usize>), [Vec<f64>; 2]>>;
 
 /// A pool of a full and a sliding layer, with the sequences of a history.
@@ -78,7 +78,7 @@ struct History<'a> {
     tracked: Vec<Tracked>,
 }
 
-/// The vector that a token sees exactly, or always if the layer does not seal pages.
+/// The vector as stored before its page is sealed. A layer that does not seal pages always has it in this form.
 fn stored(codec: Codec, x: Vec<f32>) -> Vec<f64> {
     let wide = || x.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
     match codec {

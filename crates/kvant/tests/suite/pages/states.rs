@@ -116,7 +116,7 @@ fn a_sequence_goes_back_to_its_boundary_and_nowhere_else() {
     }
 }
 
-/// A step of drafts can be taken back whole, at any length, and its accepted tokens be computed again.
+/// A step with drafts can be rolled back completely at any length, and its accepted tokens computed again.
 #[test]
 fn a_step_that_holds_states_is_taken_back() {
     for (device, keeps_boundaries) in devices().iter().flat_map(|device| [(device, true), (device, false)]) {

@@ -359,7 +359,7 @@ impl StoreWeights<Avx512> for AmxWeights {
     unsafe fn exp2(x: __m512) -> __m512 {
         // SAFETY: passed on to the caller.
         unsafe {
-            // In this order, because `max` returns its second operand if one is NaN.
+            // x is the second operand, because `max` returns its second operand if one is NaN.
             let x = Avx512::max(Avx512::splat(-126.0), x);
             let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
             let mut power = Avx512::splat(EXP2[EXP2.len() - 1]);

@@ -3,15 +3,15 @@
 //!
 //! One or two permutes turn 32 codes into signed 14-bit centroids; f32 needs twice as many. One instruction adds 32
 //! products to 16 sums, twice as many as in f32, and the sums are exact. The operands are rounded: a query relative to
-//! the largest lane sum of its block, the weights of a tile relative to their sum. So no 32-bit sum overflows, and the
-//! sum of the weights is preserved. [`Attend`](crate::ops::Attend) and docs/notes/cpu-attention.md state the error;
-//! relative to a vector stored in 8 bits it is 6·10⁻³.
+//! the largest lane sum of its block, the weights of a tile relative to their sum. Therefore no 32-bit sum overflows,
+//! and the sum of the weights is preserved. [`Attend`](crate::ops::Attend) and docs/notes/cpu-attention.md state the
+//! error; relative to a vector stored in 8 bits it is 6·10⁻³.
 //!
 //! Packed codes are processed 64 coordinates at a time, as 16 words of four nibbles (or of four pairs of bits): word i
 //! holds coordinates 4i to 4i + 3. Queries and sums have the order of these words: the 16 coordinates 4i first, then
 //! the 16 coordinates 4i + 1, and so on: four sets. A vector of keys holds two sets, one after the other; a vector of
-//! values holds one set of two keys, alternating. 8-bit codes have the orders of the instructions that interleave two
-//! vectors of bytes: in sums, a set is the same four of every 16 coordinates.
+//! values holds one set of two values, interleaved. Instructions that interleave two vectors of bytes determine the
+//! order of 8-bit codes: in sums, a set has four of every 16 coordinates, always at equal places.
 
 use std::arch::x86_64::*;
 
@@ -60,7 +60,7 @@ const fn chunk_order(interleaved: bool) -> [u8; CHUNK] {
     order
 }
 
-/// Decodes the mean of a page, in the order of coordinates or in that of sums.
+/// Decodes the mean of a page, in the order of coordinates or, with `in_sums`, in the order of sums.
 ///
 /// # Safety
 /// The processor has the instructions of `Avx512Vbmi`; the page has the mean; the length of `to` is the mean's, a
@@ -157,7 +157,7 @@ trait FixedCodes: Copy {
     unsafe fn table() -> Self::Table;
     /// Coordinates `64 · chunk ..` of a key.
     unsafe fn key(&self, table: Self::Table, row: usize, chunk: usize) -> [__m512i; 2];
-    /// `SETS` sets of 16 coordinates of a chunk, from set `FIRST` on, of two values interleaved.
+    /// `SETS` sets of 16 coordinates of a chunk, from set `FIRST` on, with the words of two values interleaved.
     unsafe fn pair<const SETS: usize, const FIRST: usize>(
         &self,
         table: Self::Table,

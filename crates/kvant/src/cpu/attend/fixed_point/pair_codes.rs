@@ -1,7 +1,7 @@
 //! Unpacks indices of codes of 2 and 3 bits, which are stored as pairs of bits and single bits.
 //!
 //! Byte i of a chunk's low plane holds the pairs of coordinates 4i to 4i + 3, and nibble i of its high plane their
-//! single bits. One permute brings the bits of four words into each 64 bits. A multishift then extracts a window of 8
+//! single bits. One permute gathers the bits of four words in each 64 bits. A multishift then extracts a window of 8
 //! bits for every byte. The result holds the indices of two vectors of centroids: one in even bytes, the other in odd
 //! ones. Bits above an index are arbitrary, because the tables repeat.
 

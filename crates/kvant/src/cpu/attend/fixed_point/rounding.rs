@@ -120,8 +120,8 @@ fn factor(largest: f32, sum: f32, finite: bool) -> (f32, f32) {
 /// Rounds the weights of a tile's keys, `[TILE]`. Returns their unit, times [`UNIT`], and the sum of the rounded
 /// weights.
 ///
-/// The unit is chosen so that the rounded weights have the same sum as the weights. The softmax divides by the latter,
-/// so that otherwise the tile would weigh too much or too little.
+/// The unit is chosen so that the rounded weights have the same sum as the weights. The softmax divides by the sum of
+/// the weights: with another sum, the tile would weigh too much or too little.
 #[inline(always)]
 pub(super) unsafe fn round_weights(keys: usize, weights: *const f32, to: *mut i16) -> (f32, f32) {
     // SAFETY: AVX-512 is enabled; the caller guarantees both rows of TILE elements.

@@ -1,7 +1,7 @@
 //! Codes of rows in blocks, unpacked in registers: 128 inputs at a time, half a block of 256 or four blocks of 32.
 //!
-//! The first vector has every other run of inputs, the second the runs in between, so that a lane of their sums holds
-//! inputs of one group. [`BlockMatrix::run`] is the run length that the format makes cheap.
+//! The first vector has the even runs of inputs, the second the odd ones, so that a lane of their sums holds inputs of
+//! one group. [`BlockMatrix::run`] is the run length that the format makes cheap.
 
 use std::arch::x86_64::*;
 

@@ -1,9 +1,9 @@
 //! Byte products of affine rows with a few rows of activations.
 //!
 //! Codes are unsigned bytes. Activations become 24-bit integers, multiples of a unit per group, in three signed bytes:
-//! an error of about 2⁻²⁴ of the largest of the group, as in f32 with one exponent. An instruction multiplies 64 codes
-//! by 64 of these bytes and adds the products in groups of four. The sums of the three bytes are combined in integers
-//! (for 8-bit codes in f32), then scaled by group.
+//! the error is about 2⁻²⁴ of the group's largest activation, as for f32 numbers with one exponent. An instruction
+//! multiplies 64 codes by 64 of these bytes and adds the products in groups of four. The sums of the three bytes are
+//! combined in integers (for 8-bit codes in f32), then scaled by group.
 //!
 //! Codes are processed 64 at a time in natural order, or 128 at a time in two vectors of alternating runs; 4-bit codes
 //! have runs of 1. In both cases, a lane of the sums holds neighbouring inputs, which share a scale.
@@ -71,8 +71,8 @@ fn split(layout: IntegerLayout, row: *const f32) -> (*const u8, *const f32, *con
     (row.cast(), units, units.wrapping_add(layout.groups() + PAD))
 }
 
-/// Prepares a row of activations. Returns false if integers cannot represent it: one is not finite, or all of a group
-/// are tiny.
+/// Prepares a row of activations. Returns false if integers cannot represent it: an activation is not finite, or all
+/// activations of a group are tiny.
 ///
 /// # Safety
 /// The instructions of `Avx512Vbmi` are enabled; `x` has the length of a row of the matrix, `to` the length [`stride`].
@@ -93,7 +93,7 @@ pub unsafe fn prepare(layout: IntegerLayout, x: &[f32], to: &mut [f32]) -> bool 
             units.add(groups + i).write(0.0);
             sums.add(groups + i).write(0.0);
         }
-        // The bytes of every other run of 128, then the runs in between.
+        // The bytes of the even runs of 128 inputs, then of the odd runs.
         let run = layout.run.max(1);
         let numbers: [u8; VECTOR] = std::array::from_fn(|i| (i / run * 2 * run + i % run) as u8);
         let even = _mm512_loadu_si512(numbers.as_ptr().cast());

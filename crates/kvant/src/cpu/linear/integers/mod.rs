@@ -40,8 +40,8 @@ impl IntegerLayout {
     }
 }
 
-/// The largest magnitude and the sum of a group. `None` if integers cannot represent it: one is not finite, or all are
-/// tiny.
+/// The largest magnitude and the sum of a group. `None` if integers cannot represent the group: a number is not finite,
+/// or all numbers are tiny.
 ///
 /// # Safety
 /// The level's instructions are enabled; the group is a whole number of vectors.

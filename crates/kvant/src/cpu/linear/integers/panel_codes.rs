@@ -5,16 +5,16 @@ use std::arch::x86_64::*;
 use super::panel_products::{BYTES, OUTPUTS, PanelLayout, WORDS};
 use crate::cpu::simd::{Avx512, Simd, TransposedRows};
 
-/// Codes that are unpacked together: their bytes are as many as a code's bits.
+/// Codes that are unpacked together: eight codes of n bits fill n bytes.
 const EIGHT: usize = 8;
 /// Words of a row, and rows, that are transposed together.
 const SQUARE: usize = 16;
 
-/// Unpacks the codes of a panel's outputs, of `bits` bits each. The panel has their scales and biases already.
+/// Unpacks the codes of a panel's outputs, of `bits` bits each. The panel already contains their scales and biases.
 ///
 /// Codes become relative to the middle of their range: scale · code + bias = scale · (code − middle) + (bias + middle ·
-/// scale). The function changes words and biases accordingly. Bytes are unchanged: their sums start from a corrected
-/// value instead.
+/// scale). The function changes words and biases accordingly. It does not change bytes: their sums start from a
+/// corrected value instead.
 ///
 /// # Safety
 /// The level's instructions are enabled, the rows exist, and the panel has the length [`PanelLayout::panel`].
@@ -113,7 +113,7 @@ unsafe fn bytes_by_one<const BITS: usize>(codes: [*const u8; OUTPUTS], words: &m
         let (first, second) = to.split_at_mut(OUTPUTS);
         for ((codes, first), second) in codes.iter().zip(first).zip(second) {
             let mut eight = 0u64;
-            // SAFETY: eight codes have as many bytes as one has bits.
+            // SAFETY: eight codes of BITS bits fill BITS bytes.
             unsafe { std::ptr::copy_nonoverlapping(codes.add(step * BITS), (&raw mut eight).cast(), BITS) };
             let codes = _pdep_u64(eight, bytes);
             (*first, *second) = (f32::from_bits(codes as u32), f32::from_bits((codes >> 32) as u32));
@@ -131,7 +131,7 @@ unsafe fn words_by_one<const BITS: usize>(middle: i16, codes: [*const u8; OUTPUT
     let middles = _mm_set1_epi16(middle);
     for (step, to) in words.chunks_exact_mut(4 * OUTPUTS).enumerate() {
         for (n, codes) in codes.iter().enumerate() {
-            // SAFETY: eight codes have as many bytes as one has bits; `to` holds four pairs of each output.
+            // SAFETY: eight codes of BITS bits fill BITS bytes; `to` holds four pairs of each output.
             unsafe {
                 let mut eight = 0u64;
                 std::ptr::copy_nonoverlapping(codes.add(step * BITS), (&raw mut eight).cast(), BITS);
@@ -161,7 +161,7 @@ unsafe fn words_by_sixteen<const BITS: usize>(middle: i16, codes: [*const u8; OU
     }
     let mask = _mm512_set1_epi32((1 << BITS) - 1);
     let middles = _mm512_set1_epi16(middle);
-    // Eight codes have as many bytes as one has bits.
+    // Eight codes of BITS bits fill BITS bytes.
     for (step, to) in words.chunks_exact_mut(4 * OUTPUTS).enumerate().skip(done) {
         for (half, codes) in codes.chunks_exact(16).enumerate() {
             // SAFETY: a row is a whole number of groups, which are whole numbers of eights; `to` holds four pairs of

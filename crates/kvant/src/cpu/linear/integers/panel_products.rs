@@ -62,8 +62,8 @@ impl PanelLayout {
     }
 }
 
-/// Prepares a row of activations, `PER_WORD` of them in a word. Returns false if integers cannot represent it: one is
-/// not finite, or all of a group are tiny.
+/// Prepares a row of activations, `PER_WORD` of them in a word. Returns false if integers cannot represent it: an
+/// activation is not finite, or all activations of a group are tiny.
 ///
 /// # Safety
 /// The level's instructions are enabled; `x` has the length of a row of the matrix, `to` the length

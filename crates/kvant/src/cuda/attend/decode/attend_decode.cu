@@ -1,14 +1,14 @@
-// attend_decode: softmax(scale * q K^T [softcap] + mask) V for decode over dense 16-bit keys and values: every token is
-// of another sequence.
+// attend_decode: softmax(scale * q K^T [softcap] + mask) V for decode over dense 16-bit keys and values: every token
+// belongs to a different sequence.
 //
 // q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out any dtype.
 //
 // A work item (work.h) is a token; the GROUP <= 8 query heads of a KV head are computed together, so that each key and
-// value is read once. Larger groups are halved (SHARES = 2): then each half counts as a KV head, and both read the same
-// keys and values. The keys of an item are divided into units of 16. The units of all items and heads are
-// concatenated and divided evenly among clusters of CLUSTER blocks, and those of each part among the blocks of the
-// cluster and then their warps. Each warp works by itself, with its own ring of buffers and its own softmax state
-// (state.h). For each unit:
+// value is read once. Larger groups are halved (SHARES = 2): each half counts as a KV head, and both halves read equal
+// keys and values. The keys of an item are divided into units of 16. The units of all items and heads are concatenated
+// and divided evenly among clusters of CLUSTER blocks. A cluster divides the units of each of its parts among its
+// blocks, and a block among its warps. Warps work independently: each has its own ring of buffers and its own softmax
+// state (state.h). For each unit:
 //
 //   scores   S^T = K q^T on tensor cores: 16 keys by 8 query rows, queries in registers;
 //   weights  P = exp2(S - max), transposed into B operands within the warp, each the sum of two 16-bit numbers;
@@ -18,8 +18,8 @@
 // warps are merged, then those of the cluster's blocks, through distributed shared memory. If several clusters share an
 // item and head, the last one to finish merges their states.
 //
-// Over pages (work.h) a unit is in one page, which is looked up when the unit before it is fetched, and once more for
-// its scores. A key that no page holds is zeros, and masked.
+// Over pages (work.h) a unit is in one page. The page is looked up when the previous unit is fetched, and again for the
+// unit's scores. A key that no page holds is zeros, and masked.
 //
 // Positions, sequences, lengths and page tables are read before the previous kernel has ended
 // (device/dependent_launch.h).
@@ -39,7 +39,7 @@ static_assert(TILE == 16, "attend: a unit is what a product takes");
 // Products of values.
 constexpr uint PRODUCTS = HEAD_DIM / 16;
 
-// With BULK all rows begin at the same bank. To reduce bank conflicts some lanes load in another order and swap
+// With BULK all rows begin at the same bank. To reduce bank conflicts, odd rows of lanes load in another order and swap
 // afterwards. At D = 512 there are too few registers for that.
 constexpr bool SWAPS = BULK && HEAD_DIM < 512;
 
@@ -50,7 +50,7 @@ inline void swap(T &a, T &b) {
     b = c;
 }
 
-// An item: its keys, its sequence, and the units of one head in all items before it.
+// An item: its keys, its sequence, and the units that one head has in all earlier items.
 struct Item {
     Range keys;
     uint sequence;
@@ -70,7 +70,7 @@ static_assert(sizeof(Item) == ITEM_BYTES, "attend: Item");
 constexpr uint OUTPUT_PITCH = HEAD_DIM + 4;
 constexpr uint AT_OUTPUTS = WARPS * RING_BYTES;
 constexpr uint AT_SUMS = AT_OUTPUTS + WARPS * GROUP * OUTPUT_PITCH * 4;
-// m and l of the block's state, whose o overwrites that of the first warp.
+// m and l of the block's state. The block's o overwrites the first warp's.
 constexpr uint AT_ENDS = AT_SUMS + WARPS * 8 * 8;
 constexpr uint AT_BARRIERS = AT_ENDS + 64;
 constexpr uint AT_ITEMS = AT_BARRIERS + WARPS * BUFFERS * 8;
@@ -89,7 +89,7 @@ inline Item item_of(const AttendParams &p, Token token) {
     return item;
 }
 
-// At least one, so that a block writes the output.
+// Units of an item: at least one, so that a block writes the output.
 inline uint units_of(const Item &item) {
     return max(tiles_of(in_units(item.keys)), 1u);
 }
@@ -100,14 +100,14 @@ inline uint entry_of(const AttendParams &p, const uint *table, const Item &item,
     return first < item.keys.end ? pages_of(p, table, item.sequence, item.gap).entry(first) : NONE;
 }
 
-// The concatenated units that the cluster shares, and the end of the block's share.
+// The concatenated units that the cluster shares; `end` is the end of the block's share.
 struct UnitRange {
     // The items: in shared memory, or the only one.
     const Item *items;
     Item only;
     uint count;
     uint heads;
-    // Empty units after those of each head: they account for the time to begin and end a part.
+    // Empty units after the units of each head: the cost of beginning and ending a part.
     uint ends;
     uint end;
 
@@ -121,9 +121,9 @@ struct Place {
     Item item;
     uint index;
     uint head;
-    // The first unit of the item and head among all.
+    // The first unit of the item and head, among the units of all items.
     uint first;
-    // The block's units, among those of the item.
+    // The block's units, among the units of the item.
     uint from;
     uint to;
     // Where the next part begins.
@@ -165,7 +165,7 @@ struct Accumulators {
     float l[2];
     // Coordinates 16 i + g and 16 i + g + 8, by the same query rows.
     float o[PRODUCTS][4];
-    // Of the current unit, as B operands.
+    // The weights of the current unit, as B operands.
     Weights weights;
 
     inline void clear() {
@@ -181,7 +181,7 @@ struct Accumulators {
     }
 };
 
-// The scores of 16 keys, masked except those in `there`; the new maxima; the weights.
+// Computes the scores of 16 keys, masked outside of `there`, then the new maxima and the weights.
 inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[LOADS], Range there, Accumulators &acc) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr uint CHAINS = 4;
@@ -251,9 +251,9 @@ inline void scores(const AttendParams &p, const uchar *buffer, const uint4 (&q)[
 // O^T += V^T P^T over 16 values.
 inline void add_values(uint buffer, Accumulators &acc) {
     const uint lane = threadIdx.x % 32;
-    // Lanes 0-7 address keys 0-7 at coordinates 0-7, lanes 8-15 at coordinates 8-15; lanes 16-31 the same of keys 8-15.
-    // With BULK the two are exchanged for odd keys, and with SWAPS every other pair of keys has the coordinates of two
-    // successive products exchanged.
+    // Lanes 0-7 address coordinates 0-7 of keys 0-7, lanes 8-15 coordinates 8-15 of keys 0-7; lanes 16-31 address both
+    // of keys 8-15. With BULK the two halves of coordinates are exchanged for odd keys. With SWAPS the coordinates of
+    // two successive products are exchanged for every other pair of keys.
     const uint key = lane / 16 * 8 + lane % 8;
     const uint from = buffer + key * PITCH + (lane / 8 + (BULK ? key : 0)) % 2 * 16;
     const uint other = SWAPS ? key / 2 % 2 * 32 : 0;
@@ -312,8 +312,8 @@ inline void add_lengths(const UnitRange &range, Item *shared_items, uint items, 
     __syncthreads();
 }
 
-// Reads the items of the cluster's share: to shared memory, or the only one, whose page table is read with it. Returns
-// the number of units of all heads.
+// Reads the items of the cluster's share to shared memory. An only item stays in registers, and its page table is read
+// with it. Returns the number of units of all heads.
 template <typename Early>
 inline uint read_items(const AttendParams &p, const uint *positions, const uint *sequence, const uint *lens, const uint *table,
                        uint first_item, UnitRange &range, Item *shared_items, Early &pages_of_only, uint warp, uint lane) {
@@ -336,7 +336,7 @@ struct Ahead {
     Place place;
     uint unit;
     uint entry;
-    // Whether the values of the unit are next; its keys were fetched before.
+    // Whether the unit's values are fetched next, after its keys.
     bool of_values;
     // Whether the block has more units.
     bool more;
@@ -372,7 +372,7 @@ struct Ahead {
     }
 };
 
-// Looks up the first entry: the page table of an only item is there already.
+// Looks up the first entry. The page table of an only item has been read.
 template <typename Early>
 inline void look_up_first(const AttendParams &p, const uint *table, const Early &pages_of_only, uint items, Ahead &ahead) {
     const uint first_position = in_units(ahead.place.item.keys).first + ahead.unit * TILE;
@@ -418,7 +418,7 @@ inline void attend_to(const AttendParams &p, const uint *table, const UnitRange 
     }
 }
 
-// Leaves the states of the block's warps in shared memory.
+// Stores the states of the block's warps in shared memory.
 inline void leave_warps(const Accumulators &acc, float *outputs, float2 *sums, uint warp, uint g, uint t) {
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
@@ -455,8 +455,8 @@ inline SoftmaxState sum_of_warps(const float *outputs, const float2 *sums, uint 
     return sum;
 }
 
-// Merges the states of the block's warps, and in a cluster those of its blocks, which read each other's. Writes the
-// output, or leaves the state of one of several parts. In a cluster, blocks end only after a cluster_wait().
+// Merges the states of the block's warps and, in a cluster, of its blocks, which read each other's states. Writes the
+// output, or the state of one of several parts. In a cluster, blocks end only after a cluster_wait().
 inline void merge_block(const States &states, const ItemPart &part_of_item, const Output &output, const SharedState &own_state,
                         const float *outputs, const float2 *sums) {
 #pragma unroll 1
@@ -488,8 +488,8 @@ inline void merge_block(const States &states, const ItemPart &part_of_item, cons
     }
 }
 
-// Moves to the next place if the share begins, at unit `at`, in the empty units after the last of a head. Returns
-// false if the share has no other.
+// If the share begins at unit `at` among the empty units of a head, moves to the next place. Returns false if the share
+// has no more units.
 inline bool skip_empty_units(const UnitRange &range, uint at, Place &place) {
     if (at - place.first >= units_of(place.item)) {
         if (place.next >= range.end) {
@@ -540,7 +540,7 @@ inline void finish_place(const Block &b, const Place &place, uint head, const Qu
     leave_warps(acc, outputs, sums, b.warp, b.lane / 4, b.lane % 4);
     __syncthreads();
     const uint parts = last_part - first_part + 1, item = b.division.first_item + place.index;
-    // Counts all earlier items and heads, and all earlier clusters: no two parts have the same slot.
+    // The sum of the earlier items and heads and of the earlier clusters: unique for every part.
     const uint slot = b.division.block - b.own + first_part + item * b.p.kv_heads + head;
     const ItemPart part_of_item = {item, head, {place.from, place.to}, parts, b.own - first_part, slot};
     const States states = {b.partials, b.counters, b.p.items * b.p.kv_heads, b.p.kv_heads, blockIdx.x % CLUSTER};
@@ -573,7 +573,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const uint length = read_items(p, positions, sequence, lens, table, first_item, range, shared_items, pages_of_only, warp, lane);
     const uint sharers = min(division.sharers(), (length + MIN_UNITS - 1) / MIN_UNITS);
     const uint own = division.own();
-    // Blocks that return here have not waited; the first block of the first head does (device/dependent_launch.h).
+    // Blocks that return here have not waited for the previous kernel; the first block of the first head waits
+    // (device/dependent_launch.h).
     if (own >= sharers) {
         return;
     }
@@ -602,7 +603,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
         attend_to(p, table, range, place, !begun, first_head, own_ring, ring, ahead, queries, k, v, acc);
         begun = true;
 
-        // Not earlier: blocks of the next kernel would share the few multiprocessors that this one leaves free.
+        // The next kernel does not begin earlier, because its blocks would share the few multiprocessors that this
+        // kernel leaves free.
         if (place.next >= range.end) {
             let_next_begin();
         }

@@ -90,7 +90,7 @@ impl AttendDecode {
             0 if cluster == MAX_CLUSTER => clusters.min(units * UNIT * call.head_dim / MIN_IN_CLUSTER).max(1),
             0 if call.tokens > MAX_SHARED_ITEMS || pairs >= 4 * limits.busy_groups => 1,
             // The heads of one token have equally many keys. Equal parts avoid blocks with parts of two heads, which
-            // cost more time than a few idle blocks.
+            // would cost more time than a few idle blocks.
             0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => {
                 (workers / pairs).min(units.div_ceil(MIN_UNITS * cluster))
             }

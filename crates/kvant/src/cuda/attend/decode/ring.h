@@ -2,8 +2,8 @@
 // unit each.
 //
 // With BULK one copy brings a whole unit, whose rows are consecutive in the cache and in the buffer: an H200 reads 4.6
-// TB/s this way, and 4.25 TB/s where lanes copy 16 bytes each. Without BULK, rows are padded by 16 bytes in the buffer,
-// so that loads have no bank conflicts. Over pages a unit is in one page (in_units of work.h).
+// TB/s this way, and 4.25 TB/s if lanes copy 16 bytes each. Without BULK, rows are padded by 16 bytes in the buffer, so
+// that loads have no bank conflicts. Over pages a unit is in one page (in_units of work.h).
 #ifndef KVANT_CUDA_ATTEND_DECODE_RING_H
 #define KVANT_CUDA_ATTEND_DECODE_RING_H
 #include "attend/dense.h"
@@ -15,11 +15,12 @@ constexpr uint PITCH = BULK ? ROW : ROW + 16;
 constexpr uint BUFFER = TILE * PITCH;
 constexpr uint RING_BYTES = BUFFERS * BUFFER;
 
-// A warp's buffers, and the barriers that say which are full.
+// A warp's buffers, and the barriers that signal full buffers.
 struct Buffers {
     uint base;
     uint barriers;
-    // The buffers that are filled and emptied next; the parity of the barriers' phases in this lap of the latter.
+    // The indices of the next buffer to fill and the next buffer to empty; the parity of the barriers' phases in this
+    // lap of `emptied`.
     uint filled;
     uint emptied;
     uint parity;
@@ -72,7 +73,7 @@ struct Buffers {
             if (PAGE_SHIFT > 0) {
                 clear(to, 0, there.first * ROW);
             }
-            // Before the buffer's next copy.
+            // Must precede the buffer's next copy.
             show_to_copies();
         }
         if (lane == 0) {
@@ -118,14 +119,14 @@ struct Buffers {
         }
     }
 
-    // After each turn in which there may have been something to fill; BUFFERS turns come before the first wait.
+    // Ends a turn, whether or not it has filled a buffer. BUFFERS turns precede the first wait.
     void end_turn() const {
         if constexpr (!BULK) {
             copies_commit();
         }
     }
 
-    // Waits for the buffer that is emptied next, and says where in the ring it begins.
+    // Waits for the next buffer to empty, and returns its offset in the ring.
     uint wait() const {
         if constexpr (BULK) {
             barrier_wait(barriers + emptied * 8, parity);
@@ -136,7 +137,7 @@ struct Buffers {
         return emptied * BUFFER;
     }
 
-    // All lanes have read it.
+    // Releases the buffer: all lanes have read it.
     void empty() {
         __syncwarp();
         emptied = emptied + 1 == BUFFERS ? 0 : emptied + 1;

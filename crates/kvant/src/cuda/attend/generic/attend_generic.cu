@@ -4,8 +4,8 @@
 // q [T, H, D] -> out [T, H, D].
 //
 // A block has parts of work items (work.h): up to 8 NT query rows that share a KV head, over some tiles of TILE keys.
-// Each key and value is therefore read once for all heads of the group. Tiles of keys and of values pass in turn
-// through a ring of BUFFERS in shared memory, which asynchronous copies fill some tiles ahead. For each tile:
+// Each key and value is therefore read once for all heads of the group. Tiles of keys and tiles of values alternate in
+// a ring of BUFFERS in shared memory. Asynchronous copies fill the ring some tiles ahead. For each tile:
 //
 //   scores   each warp has 16 keys: S^T = K q^T on tensor cores, rows are keys, columns are queries;
 //   softmax  the rows' maxima over all warps; P = exp2(S - max), stored in shared memory as B operands;
@@ -19,13 +19,13 @@
 // Over quantised keys the queries are rotated when they are loaded; over quantised values the output is rotated back
 // once.
 //
-// Over pages (work.h) a row's place is looked up when it is copied. A key that no page holds is zeros, and masked.
+// Over pages (work.h) a row's page is looked up when the row is copied. A key that no page holds is zeros, and masked.
 // Around page means (generic/means.h) the scores of a page's keys get the product of the query and the mean of keys,
 // one for each page; o gets the mean of values times the sum of the weights, once for each page of a tile. If stored
 // keys do not include their bias, scores get the product of bias and query (generic/key_bias.h).
 //
-// Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h); if that
-// kernel's results are merged, everything except its results.
+// Positions, sequences and lengths are read before the previous kernel has ended (device/dependent_launch.h). If the
+// call merges that kernel's results, everything except these results is read before.
 #include "attend/division.h"
 #include "attend/generic/means.h"
 #include "attend/generic/queries.h"
@@ -76,7 +76,7 @@ inline void score_tile(const AttendParams &p, const Buffers &b, const Shared &sh
         if constexpr (K_CENTRED) {
             add_products(shared, first + group * 16, s[j]);
         }
-        // Positions after the last one that is seen have no turns.
+        // The table of turns ends at the last visible position.
         if (KEY_BIAS && first + group * 16 < segment.keys.end) {
             add_bias(b, shared, first + group * 16, s[j]);
         }
@@ -127,7 +127,7 @@ inline void share_largest(const Shared &shared, const WarpLane &at, Largest &lar
     __syncthreads();
 }
 
-// Raises the maxima of the rows to those of all warps, and rescales the sums.
+// Raises the maxima of the rows to the maxima over all warps, and rescales the sums.
 inline void raise_maxima(const Shared &shared, const WarpLane &at, float norm, Accumulators &acc) {
     const float *maxima = shared.maxima();
     float decay = 1;
@@ -189,8 +189,8 @@ inline void go_through(const AttendParams &p, const Buffers &b, const Shared &sh
                        Accumulators &acc, Prepare prepare) {
     const uint tiles = tiles_of(segment.keys);
     constexpr int AHEAD = BUFFERS / 2;
-    // With two, keys and values have a buffer each: values arrive while scores are computed, the next keys while values
-    // are added.
+    // With two buffers, one is for keys and one for values: values arrive while scores are computed, the next keys
+    // arrive while values are added.
     constexpr bool TWO_BUFFERS = BUFFERS == 2;
     static_assert(TWO_BUFFERS || BUFFERS == 4, "attend: two buffers or four");
     // All threads have finished reading the buffers.
@@ -345,7 +345,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const Shared &share
             load_queries(p, b, shared, item, part.head);
         }
     };
-    // Sequence by sequence: the first row of a sequence leads.
+    // Loops over sequences, by the first row of each.
     uint before = 0;
 #pragma unroll 1
     for (uint lead = 0; lead < item.len(); lead++) {

@@ -1,15 +1,16 @@
-// The bias that keys are stored without (device/key_bias.h), in attend_generic.cu: what it adds to scores.
+// The key bias (device/key_bias.h) in attend_generic.cu: keys are stored without it, so its product with the query is
+// added to scores.
 //
-// The product of a query and the turned bias is a sum over pairs of coordinates, x cos + y sin. For each query row x
-// and y are made once (leave_products); turned to a page's first position they are B operands, and the turns within a
-// page A operands, the same for all pages. Both are sums of two f16 numbers.
+// The product of a query and the turned bias is a sum over pairs of coordinates, x cos + y sin. x and y are computed
+// once for each query row (leave_products). Rotated to a page's first position, they are B operands; the rotations
+// within a page are A operands, equal for all pages. Both operands are sums of two f16 numbers.
 #ifndef KVANT_CUDA_ATTEND_GENERIC_KEY_BIAS_H
 #define KVANT_CUDA_ATTEND_GENERIC_KEY_BIAS_H
 #include "attend/generic/layout.h"
 #include "device/fragments.h"
 
-// Leaves x and y of a query row, scaled into the range of f16; returns the inverse scale. Before the rotation a lane
-// holds coordinates lane, lane + 32 and so on. Absent rows are zeros. A warp calls it.
+// Stores x and y of a query row, scaled into the range of f16; returns the inverse scale. A lane holds coordinates
+// lane, lane + 32 and so on of the query, before its Hadamard rotation. Missing rows are zeros. A warp calls it.
 inline float leave_products(const Buffers &b, const Shared &shared, uint r, uint head, const float (&q)[LANE_COORDS]) {
     const uint lane = threadIdx.x % 32;
     constexpr uint HALF_DIM = HEAD_DIM / 2, PAIRS = (HALF_DIM + 31) / 32;
@@ -33,7 +34,7 @@ inline float leave_products(const Buffers &b, const Shared &shared, uint r, uint
     for (uint step = 1; step < 32; step *= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
     }
-    // Turned, they are up to sqrt(2) times larger.
+    // After the rotation to a position they are up to sqrt(2) times larger.
     const float2 range = to_half_range(largest, 1);
 #pragma unroll
     for (uint k = 0; k < PAIRS; k++) {

@@ -1,5 +1,5 @@
-// The parts of attend_generic.cu in common: the division of the work among warps, the layout of shared memory, the
-// kernel's arguments.
+// Shared parts of attend_generic.cu: the division of the work among warps, the layout of shared memory, the kernel's
+// arguments.
 #ifndef KVANT_CUDA_ATTEND_GENERIC_LAYOUT_H
 #define KVANT_CUDA_ATTEND_GENERIC_LAYOUT_H
 #include "attend/generic/operands.h"
@@ -17,10 +17,10 @@ constexpr uint WARP_GROUPS = (KEY_GROUPS + WARPS - 1) / WARPS;
 constexpr uint SLICE = HEAD_DIM / WARPS;
 using Values = V::Values<SLICE>;
 constexpr uint PRODUCTS = SLICE / 16;
-// Weights differ by the norm of the value's block.
+// Variants of a weight: one for each norm of the value.
 constexpr uint VARIANTS = V::BLOCKS == 2 ? 2 : 1;
-// Independent sums, so that one product need not wait for the one before it, and so that small terms are not added to
-// large sums one by one: tensor cores cut off what does not fit.
+// Independent sums, so that a product need not wait for the previous one. Small terms have sums of their own: tensor
+// cores would truncate each when they add it to a large sum.
 constexpr bool SMALL_TERMS = Q_TERMS * K_PARTS > 1;
 constexpr uint CHAINS = NT == 1 ? 4 : NT == 2 || SMALL_TERMS ? 2 : 1;
 
@@ -34,8 +34,8 @@ inline constexpr uint chain_of(uint step, uint term, uint part) {
 // Weights in f16 are scaled up, so that small ones keep their bits.
 constexpr float WEIGHT_SCALE = V::HALF ? 16384.0f : 1.0f;
 
-// Shared memory, in bytes. A buffer: rows of the low plane, of the high plane, norms; buffers of keys hold the norms of
-// the tile's values, too. generic/mod.rs computes the same sum.
+// Shared memory, in bytes. A buffer has rows of the low plane, rows of the high plane, and norms; a buffer of keys also
+// has the norms of the tile's values. generic/mod.rs computes the same sum.
 constexpr uint max_of(uint a, uint b) {
     return a > b ? a : b;
 }
@@ -66,7 +66,7 @@ constexpr uint PAGES_AT_ONCE = 16;
 constexpr uint AT_SCALES = AT_PRODUCTS + (K_CENTRED ? PAGES_AT_ONCE * ROWS * 4 : 0);
 constexpr uint AT_MASSES = AT_SCALES + (V_CENTRED ? PAGES_AT_ONCE * 4 : 0);
 constexpr uint AT_BIASED = AT_MASSES + (V_CENTRED ? KEY_GROUPS * ROWS * 4 : 0);
-// Floats of a row of products with the bias of keys: so that rows do not meet in a bank.
+// Floats between rows of products with the key bias, padded against bank conflicts.
 constexpr uint BIASED_PITCH = HEAD_DIM + 4;
 constexpr uint AT_END = AT_BIASED + (KEY_BIAS ? ROWS * (BIASED_PITCH + 1) * 4 : 0);
 static_assert(AT_END == SHARED_BYTES, "attend: the shared memory that Rust asks for");
@@ -76,9 +76,9 @@ static_assert(PRODUCTS * 16 * WARPS == HEAD_DIM, "attend: every warp has a slice
 // A query row.
 struct Row {
     Token token;
-    // The positions it sees; none outside of its sequence's segment.
+    // The positions that the row sees in the current segment; none in segments of other sequences.
     Range seen;
-    // Takes a product of its queries and a key to a score.
+    // The factor from a product of query and key to a score.
     float factor;
     float m;
     float l;
@@ -86,7 +86,7 @@ struct Row {
 static_assert(sizeof(Row) == ROW_BYTES, "attend: Row");
 
 struct Buffers {
-    // The batch's token when it is the only one.
+    // The batch's only token, if it has one.
     Token only;
     const uchar *q;
     Planes k;
@@ -146,8 +146,8 @@ struct Shared {
         return reinterpret_cast<float *>(base + AT_MASSES);
     }
 
-    // Over keys without their bias (generic/key_bias.h): a row's products, and what takes them to those of a scaled
-    // query.
+    // For keys without their bias (generic/key_bias.h): a row's products, and the factor that converts them to products
+    // of the scaled query.
     float *biased(uint r) const {
         return reinterpret_cast<float *>(base + AT_BIASED) + r * BIASED_PITCH;
     }

@@ -1,11 +1,11 @@
-// The means of pages in attend_generic.cu: what they add to scores, and to sums of values. Tiles begin at multiples of
-// TILE, so that a tile has whole pages, or a part of one, and 16 keys are in one page.
+// Page means in attend_generic.cu: their contributions to scores and to sums of values. Tiles begin at multiples of
+// TILE, so that a tile consists of whole pages or is a part of one page, and 16 keys are in one page.
 #ifndef KVANT_CUDA_ATTEND_GENERIC_MEANS_H
 #define KVANT_CUDA_ATTEND_GENERIC_MEANS_H
 #include "attend/generic/scores.h"
 #include "attend/generic/tiles.h"
 
-// Pages are multiplied PAGES_AT_ONCE at a time: which of these lots has a key, and the key's page in it.
+// PAGES_AT_ONCE pages, a lot, are multiplied at a time: the lot of a key, and the index of the key's page in the lot.
 inline uint lot_of(uint key) {
     return page_index(key) / PAGES_AT_ONCE;
 }
@@ -27,8 +27,8 @@ inline float scale_of(const uchar *mean) {
     return mean == nullptr ? 0 : *reinterpret_cast<const float *>(mean + HEAD_DIM);
 }
 
-// The products of all queries and the means of the keys of a lot, with the means' scales, and the scales of the means
-// of values. Codes are exact in f16. Threads that read the results pass a barrier first.
+// Stores the products of all queries and a lot's means of keys, scaled, and the scales of its means of values. Codes
+// are exact in f16. A barrier must separate this function from the reads of its results.
 inline void multiply_means(const Buffers &b, const Shared &shared, const Segment &segment, uint lot) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (V_CENTRED) {
@@ -82,13 +82,13 @@ inline void add_products(const Shared &shared, uint key, float (&s)[NT][4]) {
     }
 }
 
-// A norm that sums around a page's mean must be relative to: coordinates of the mean, which are at most 127 times its
-// scale, are then in range, and values 2^20 times smaller keep their bits.
+// The minimum norm to which sums over a page with a mean are relative. It keeps coordinates of the mean, at most 127
+// times its scale, in range; values 2^20 times smaller keep their bits.
 inline float norm_of_mean(const Shared &shared, uint key) {
     return shared.scales()[page_in_lot(key)] * (127.0f / (1 << 20));
 }
 
-// Adds to O^T, of a tile whose values are in `buffer`, the means of its pages times the sums of their weights.
+// Adds to O^T, for the tile in `buffer`, the means of its pages times the sums of their weights.
 inline void add_means(const Shared &shared, const uchar *buffer, Accumulators &acc) {
     constexpr uint GROUPS = KEY_GROUPS / TILE_PAGES;
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -111,7 +111,7 @@ inline void add_means(const Shared &shared, const uchar *buffer, Accumulators &a
                 for (uint i = 0; i < GROUPS; i++) {
                     mass += shared.masses()[(page * GROUPS + i) * ROWS + n * 8 + 2 * t + column];
                 }
-                // A page that the row does not see may have anything.
+                // The mean of a page that the row does not see may be NaN.
                 const float factor = mass == 0 ? 0 : mass * scale;
 #pragma unroll
                 for (uint i = 0; i < PRODUCTS; i++) {

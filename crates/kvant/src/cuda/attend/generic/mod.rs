@@ -21,10 +21,10 @@ static SOURCE: Source = Source {
     layouts: &[AttendParams::layout],
 };
 
-/// Query rows of a block: tiles of 8, as many as registers allow.
+/// Possible numbers of tiles of 8 query rows in a block; registers limit them.
 const ROW_TILES: [usize; 4] = [1, 2, 4, 8];
-/// Buffers, and copies of each table of centroids, from the best to the smallest. GPUs of compute capability 8.6, 8.9
-/// and 12.0 have 99 KiB.
+/// Buffers, and copies of each table of centroids, from the fastest to the smallest. GPUs of compute capability 8.6,
+/// 8.9 and 12.0 have 99 KiB.
 const MEMORY_LEVELS: [[usize; 2]; 4] = [[4, 32], [2, 32], [2, 8], [2, 4]];
 /// Pages whose means are multiplied by the queries at a time: the rows of a product.
 const PAGES_AT_ONCE: usize = 16;
@@ -111,8 +111,8 @@ impl GenericTiling {
     ) -> Option<GenericTiling> {
         let dim = k.head_dim;
         let quantised = k.codec.is_quantised() || v.codec.is_quantised();
-        // At each memory level, most query rows first; for these, warps and keys of a tile from the best to the
-        // smallest.
+        // At each memory level, the largest number of query rows comes first; for each number of rows, warps and keys
+        // of a tile from the fastest to the smallest.
         let most = ROW_TILES.into_iter().rev().skip_while(move |&tiles| tiles > 1 && tiles * 4 >= rows);
         let levels = MEMORY_LEVELS.into_iter().flat_map(|level| most.clone().map(move |row_tiles| (level, row_tiles)));
         levels

@@ -6,8 +6,8 @@
 // order, whole words at a time. For keys this permutes k of the product, and the queries are permuted to match. For
 // values it permutes the rows of the product, and the output is reordered at the end.
 //
-// PARTS: the 16-bit numbers whose sum is a coordinate. Dense f16 and bf16 are one part. f32 is a sum of bf16 parts.
-// Centroids are f16: one part rounds them to 11 bits, two parts keep 22.
+// PARTS: number of 16-bit numbers whose sum is a coordinate. Dense f16 and bf16 are one part. f32 is a sum of bf16
+// parts. Centroids are f16: one part rounds them to 11 bits, two parts keep 22.
 #ifndef KVANT_CUDA_ATTEND_GENERIC_OPERANDS_H
 #define KVANT_CUDA_ATTEND_GENERIC_OPERANDS_H
 #include "codec/planes.h"
@@ -83,8 +83,8 @@ struct Operand {
         return at / RUN * (4 * RUN) + t * RUN + at % RUN;
     }
 
-    // The place of a coordinate in the queries' B operands: the product (16 coordinates), the lane column, the place in
-    // the lane's four.
+    // The place of a coordinate in the queries' B operands: the product (16 coordinates), the lane column, the index
+    // among the lane's four.
     static uint3 key_place(uint coord) {
         const uint at = coord / (4 * RUN) * RUN + coord % RUN;
         return make_uint3(at / 4, coord % (4 * RUN) / RUN, at % 4);
@@ -107,8 +107,8 @@ struct Operand {
         }
     }
 
-    // The indices of up to 8 coordinates. At 8 bits, x has the first four and y the others. Below, x has the even and y
-    // the odd ones.
+    // The indices of up to 8 coordinates. At 8 bits, x has the first four and y the last four. At fewer bits, x has the
+    // even ones and y the odd ones.
     static uint2 indices8(uint low, uint next, uint high) {
         if constexpr (CODEC == TQ8) {
             return make_uint2(low, next);
@@ -136,8 +136,8 @@ struct Operand {
         return make_uint2(even, odd);
     }
 
-    // The low bits of the eight coordinates from `at` on, a multiple of 8, of those that begin the words. Bits above
-    // them are arbitrary.
+    // The low bits of eight coordinates from `at` on, a multiple of 8, counted from the beginning of the words. Higher
+    // bits are arbitrary.
     template <uint N>
     static uint eight_of(const uint (&words)[N], uint at) {
         return BITS == 2 ? words[at / 16] >> at % 16 * 2 : words[at / 8];
@@ -151,7 +151,7 @@ struct Operand {
         }
     }
 
-    // The bits of the high plane of the 8 coordinates from `coord` (even) on, or of the rest of a byte.
+    // The bits of the high plane for the 8 coordinates from `coord` (even) on, or for fewer at the end of a byte.
     static uint high_bits(const uchar *high, uint coord) {
         if constexpr (HIGH_BITS == 1) {
             return uint(high[coord / 8]) >> coord % 8;
@@ -305,7 +305,7 @@ struct Operand {
             }
         }
 
-        // Operands of other codes; those of `row` have their upper bits in `high`, from coordinate `from` on.
+        // Operands of other codes; the upper bits of `row` are in `high`, from coordinate `from` on.
         template <typename Use>
         static void code_operands(const uint (&words)[4][WORDS], const uchar *high, const uint (&row)[4], uint from,
                                   uint i, const uint *table, Use use) {

@@ -9,13 +9,13 @@ struct Accumulators {
     // By tile of columns: columns 2t and 2t + 1. All warps have equal maxima; l is this lane's part of the sum.
     float m[NT][2];
     float l[NT][2];
-    // Coordinates by row, query columns.
+    // Coordinates are rows, queries are columns.
     float o[PRODUCTS][NT][4];
     // The largest norm of the values so far, rounded up to a power of two.
     float norm;
 };
 
-// Pairs of 16-bit numbers, infinities as the largest finite ones.
+// A pair of 16-bit numbers, with infinities replaced by the largest finite numbers.
 template <bool HALF> inline uint made_finite(uint pair) {
     uint y;
     if constexpr (HALF) {
@@ -124,8 +124,8 @@ inline void shape_scores(const AttendParams &p, const Shared &shared, uint posit
     }
 }
 
-// The largest norm of this lane's values of 16 keys. With page means, keys that no row sees have numbers, too: `seen`
-// reports which of the lane's two keys any row may see.
+// The largest norm of this lane's values of 16 keys. `seen`: which of the lane's two keys any row may see. With page
+// means, the norms of unseen keys are finite, too, and must be excluded.
 inline float largest_norm(const uchar *buffer, uint group, const bool (&seen)[2]) {
     const uint g = threadIdx.x % 32 / 4;
     const uchar *norms = buffer + V_NORMS + group * 16 * V_NORM_BYTES;
@@ -141,7 +141,7 @@ inline float largest_norm(const uchar *buffer, uint group, const bool (&seen)[2]
     return largest;
 }
 
-// Leaves the sums of the weights of 16 keys for columns 2t and 2t + 1 of a tile. Each lane has a part of a sum.
+// Stores the sums of the weights of 16 keys for columns 2t and 2t + 1 of a tile. Each lane has a part of a sum.
 inline void leave_masses(const Shared &shared, uint group, uint n, float2 mass) {
     const uint lane = threadIdx.x % 32;
     mass = make_float2(column_sum(mass.x), column_sum(mass.y));

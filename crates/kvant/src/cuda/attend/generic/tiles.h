@@ -57,7 +57,7 @@ struct Segment {
     Pages pages;
     // The offset of the head's mean in the plane of a page.
     uint mean;
-    // The first key that any row sees: the first of the range, or a later one.
+    // The first key that any row sees, which may be after the first key of the range.
     uint seen_first;
 
     // The position of the key `at` keys behind `first`; NONE if no page holds it.
@@ -128,7 +128,7 @@ inline void copy_planes(const AttendParams &p, const Planes &planes, const Segme
     }
 }
 
-// Norms as halves, of two keys at a time, which are in one page.
+// Norms are halves and are copied for two keys at a time; both are in one page.
 template <typename S>
 inline void copy_half_norms(const Planes &planes, const Segment &segment, uint first, uint to) {
     constexpr uint ROW = 2 * S::BLOCKS;
@@ -160,7 +160,7 @@ inline void copy_norms(const AttendParams &p, const Planes &planes, const Segmen
     }
 }
 
-// Begins to copy the keys of a tile, with the norms of its values; nothing for a missing tile.
+// Begins to copy the keys of a tile and the norms of its values. A missing tile is skipped.
 inline void copy_keys(const AttendParams &p, const Buffers &b, const Shared &shared, const Segment &segment, uint tiles,
                       uint tile) {
     if (tile < tiles) {

@@ -4,7 +4,7 @@
 #include "attend/generic/scores.h"
 #include "attend/generic/tiles.h"
 
-// Sums of V^T P^T, by coordinates and query columns: of the leading terms, and of the small ones (SMALL_WEIGHTS).
+// Sums of V^T P^T, by coordinates and query columns. Small terms have sums of their own with SMALL_WEIGHTS.
 constexpr bool SMALL_WEIGHTS = OUT_DTYPE == F32 && P_TERMS * V_PARTS > 1;
 using Sums = float[SMALL_WEIGHTS ? 2 : 1][PRODUCTS][NT][4];
 
@@ -61,8 +61,8 @@ inline uint keep_finite(uint pair) {
     return pair & (low | high);
 }
 
-// As above for values that are not finite: row by row, over the keys that the row sees, because 0 times infinity is
-// NaN. The value is multiplied by the leading term only, because terms differ in sign.
+// As `multiply`, for values that are not finite: row by row, over the keys that the row sees, because 0 times infinity
+// is NaN. An infinite value is multiplied by the leading term of the weight only, because the terms differ in sign.
 inline void multiply_by_rows(const Buffers &b, const Shared &shared, const uchar *buffer, const Segment &segment, uint first,
                              Sums &sums) {
     const uint t = threadIdx.x % 4;

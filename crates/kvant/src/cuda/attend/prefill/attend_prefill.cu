@@ -3,33 +3,34 @@
 //
 // q [T, H, D] -> out [T, H, D]; q, K and V have one 16-bit dtype, out any dtype.
 //
-// A work item is ROWS query rows of one KV head, numbered token by token, the heads of the group within; and all keys
-// that any of them sees, sequence by sequence (segments), in tiles of TILE. With products of warpgroups a block does
-// one item after the other, the first by its number, then whichever no block has taken: warps that copy go on to the
-// next one while those that compute finish theirs, if shared memory has room for the tokens of two ITEMS. Otherwise a
-// block has one item. The warps share the work:
+// A work item is ROWS query rows of one KV head, and all keys that any of them sees. Rows are numbered token by token,
+// the heads of the group within a token. Keys are ordered by sequence (segments), in tiles of TILE. With products of
+// warpgroups a block processes several items: first the item with the block's number, then items that no block has
+// taken. If shared memory has room for the tokens of two ITEMS, the warps that copy begin the next item while the warps
+// that compute finish the current one. With products of warps a block has one item. The warps share the work:
 //
-//   two warpgroups compute. Each has 64 rows and all coordinates. At head size 512, whose sums fill the registers of
-//     both, they have the same 64 rows: the scores of half of a tile's keys each, and half of the values' coordinates.
+//   two warpgroups compute. Each has 64 rows and all coordinates. At head size 512 the sums of 64 rows fill the
+//   registers of both, so both have the same rows: each computes the scores of half of a tile's keys, and half of the
+//   output's coordinates.
 //     They exchange the maxima of rows, and the weights, through shared memory;
-//   keys and values are copied into a ring of STAGES buffers ("chunks": COLUMNS coordinates of a tile's keys or
-//     values), a warp a buffer, in turn; barriers signal full and free buffers. With products of warpgroups, four warps
-//     only copy. Otherwise the warps that compute also copy, ahead of their use: where threads cannot give up
-//     registers, a warp that only copies costs as many as one that computes.
+//   keys and values are copied into a ring of STAGES buffers. A buffer holds a chunk: COLUMNS coordinates of a tile's
+//   keys or values. Warps take turns, a buffer each; barriers signal full and free buffers. With products of
+//   warpgroups, four warps only copy. Otherwise the warps that compute also copy, ahead of use: threads cannot give up
+//   registers there, so a warp that only copies would cost as many as one that computes.
 //
 // For each tile: S = q K^T, both in shared memory; P = exp2(S - max), rounded to operands within the thread; O += P V.
-// Warpgroups compute the scores of a tile together with the values of the previous tile. Of single warps, some multiply
-// while others have their softmax.
+// Products of warpgroups overlap the scores of a tile with the values of the previous tile. Single warps overlap with
+// each other: some multiply while others compute their softmax.
 //
-// SPLIT: `splits` blocks have an item's tiles, as equal shares of them. Each leaves its state (split.h), and the last
-// one to arrive merges them.
+// SPLIT: `splits` blocks have equal shares of an item's tiles. Each stores its state (split.h), and the last one to
+// arrive merges the states.
 //
 // Over pages (work.h) segments begin at multiples of 16 keys, so that a unit of 16 is in one page. Lanes of a warp look
 // up a tile's units. Keys that no page holds are zeros, and masked.
 //
 // 0 times a value that is not finite is NaN, so rows may get NaN from keys that they do not see. If a result is not
-// finite, the item is computed again, and tiles with such values are added key by key (nonfinite.h). By then a block
-// with several items has begun one or two others.
+// finite, the item is computed again, and tiles with infinite or NaN values are added key by key (nonfinite.h). By then
+// a block with several items has begun one or two others.
 #include "attend/prefill/copies.h"
 #include "attend/prefill/nonfinite.h"
 #include "attend/prefill/products.h"
@@ -61,8 +62,8 @@ inline Seen seen_by(const AttendParams &p, const Shared &shared, const Item &ite
     return seen;
 }
 
-// The work of a warp for all keys, with asynchronous products. Calls scored() after the last scores, if it knows which
-// are the last.
+// The work of a warp for all keys, with asynchronous products. Calls scored() after the last scores, if it knows that
+// they are the last.
 template <typename Scored>
 inline void attend_ahead(const AttendParams &p, const Shared &shared, const Item &item, const uint *table,
                          Copier &copier, Cursor &cursor, Accumulators &acc, Scored scored) {
@@ -157,7 +158,7 @@ inline void attend_in_order(const AttendParams &p, const Shared &shared, const I
 // Rearranges the results of the four lanes of a row: `pairs` are two of each of four groups of 8 columns; afterwards
 // they are the 8 columns of group t.
 inline void gather_columns(uint (&pairs)[4], uint t) {
-    // With lane t ^ 1, then t ^ 2.
+    // Exchanges with lane t ^ 1, then with lane t ^ 2.
 #pragma unroll
     for (uint n = 0; n < 4; n += 2) {
         const uint other = __shfl_xor_sync(0xFFFFFFFF, t % 2 == 0 ? pairs[n + 1] : pairs[n], 1);
@@ -212,7 +213,7 @@ inline void finish(const AttendParams &p, const Shared &shared, const Item &item
                    const RowEnds &ends) {
     const uint group = threadIdx.x / 128, t = threadIdx.x % 4;
     const uint first_column = SHARED_ROWS ? group * (HEAD_DIM / 2) : 0;
-    // Before threads of the rows meet below: one of them overwrites the ends.
+    // Read before the threads of a row meet below, because one of them then overwrites the ends.
     float earlier_end[2];
 #pragma unroll
     for (uint c = 0; c < 2; c++) {
@@ -264,7 +265,7 @@ inline void produce_items(const AttendParams &p, uchar *memory, const uchar *k, 
     constexpr uint PRODUCERS = THREADS - CONSUMERS;
     const uint own = threadIdx.x - CONSUMERS, all = p.items * p.kv_heads * (SPLIT ? p.splits : 1);
     const auto meet_producers = [] { meet(8, PRODUCERS); };
-    // Of the first thread: the next item of the block.
+    // The block's next item, in the first thread.
     uint next = blockIdx.x;
     uint chunks = 0;
     Cursor cursor;
@@ -305,7 +306,7 @@ inline void produce_items(const AttendParams &p, uchar *memory, const uchar *k, 
     }
 }
 
-// The work of the warps that compute, for the items that the others announce.
+// The work of the warps that compute, for the items that the copying warps announce.
 inline void consume_items(const AttendParams &p, uchar *memory, const uchar *q, uchar *out, const uchar *k, const uchar *v,
                           const uint *table, float *states, uint *arrivals, const RowEnds &ends) {
     // Warps with the same rows, or the same state to merge, fail together.

@@ -5,13 +5,13 @@
 #include "attend/prefill/layout.h"
 
 // Copies chunk `chunk` of the keys or values from `first` on; missing keys, and keys that no page holds, become zeros.
-// `page` is that of the lane's unit (entry_of_lane).
+// `page` is the page of the lane's unit (entry_of_lane).
 inline void copy_chunk(const AttendParams &p, const uchar *plane, Range keys, uint first, uint chunk, bool of_values,
                        uint to, uint page) {
     constexpr uint PIECES = COLUMNS / 8;
     constexpr uint TOGETHER = 32 / PIECES;
-    // A copy occupies the register of its address until it is sent. Several copies at once are faster only at head size
-    // 64.
+    // A copy occupies the register of its address until it is issued. Several copies at once are faster only at head
+    // size 64.
     constexpr uint ADDRESSES = WARPGROUP_PRODUCTS && HEAD_DIM == 64 ? 4 : 1;
     const uint lane = threadIdx.x % 32, piece = lane % PIECES, in_block = piece % 8;
     uint column = chunk * COLUMNS * 2 + piece * 16;
@@ -114,7 +114,7 @@ inline void produce(const AttendParams &p, const Shared &shared, const Item &ite
     });
 }
 
-// If all warps copy: the chunks that remain to be copied, of keys and of values of a tile in turn.
+// If all warps copy: the remaining chunks, for each tile its keys, then its values.
 struct Copier {
     const AttendParams &p;
     const Shared &shared;
@@ -141,7 +141,7 @@ struct Copier {
         }
     }
 
-    // Copies the next chunk, if there is one and it is the warp's turn. To be called before each chunk is used.
+    // Copies the next chunk, if one remains and it is the warp's turn. Must be called before each use of a chunk.
     inline void next() {
         if constexpr (!WARPGROUP_PRODUCTS) {
             if (keys.first >= keys.end) {

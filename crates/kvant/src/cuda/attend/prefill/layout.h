@@ -13,11 +13,12 @@ constexpr uint ROW = HEAD_DIM * 2;
 constexpr uint CONSUMERS = 256;
 // Warps that copy in turn: the warps that only copy, or all warps.
 constexpr uint COPYING_WARPS = WARPGROUP_PRODUCTS ? WARPS - CONSUMERS / 32 : WARPS;
-// Whether copies signal that a buffer is full, and the warps that multiply make it visible to products of warpgroups.
-// Otherwise a warp that copies waits for its copies and makes them visible. That is faster if buffers need not be
-// filled sooner.
+// Whether copies signal the barrier themselves when a buffer is full, and the warps that multiply make the buffer
+// visible to products of warpgroups. Otherwise a warp that copies waits for its copies and makes them visible, which is
+// faster unless buffers must be filled sooner.
 constexpr bool COPIES_ARRIVE = !WARPGROUP_PRODUCTS || HEAD_DIM == 64 || HEAD_DIM == 512;
-// Both consumers have the same rows: the scores of half of a tile's keys, and half of the values' coordinates each.
+// Both consumers have the same rows. Each computes the scores of half of a tile's keys, and half of the output's
+// coordinates.
 constexpr bool SHARED_ROWS = HEAD_DIM == 512;
 // Keys of a tile whose scores a warpgroup computes.
 constexpr uint SCORED = SHARED_ROWS ? TILE / 2 : TILE;
@@ -25,19 +26,19 @@ constexpr uint ROWS = SHARED_ROWS ? 64 : 128;
 constexpr uint COLUMNS = HEAD_DIM < 512 ? HEAD_DIM : 128;
 constexpr uint CHUNKS = HEAD_DIM / COLUMNS;
 constexpr uint CHUNK = TILE * COLUMNS * 2;
-// Coordinates of a product of values; such products of a chunk and a warpgroup.
+// Coordinates of a product of values; products of a warpgroup for a chunk of values.
 constexpr uint WIDTH = SHARED_ROWS || HEAD_DIM == 64 ? 64 : 128;
 constexpr uint PARTS = SHARED_ROWS ? 1 : COLUMNS / WIDTH;
 // Bytes of a block of 64 columns.
 constexpr uint BLOCK = TILE * 128;
 constexpr uint Q_BLOCK = ROWS * 128;
 static_assert(TILE % 16 == 0, "attend: tiles are made of products");
-// With SHARED_ROWS warpgroups exchange weights, in pieces of 16 bytes of each thread, and a number of each row.
+// With SHARED_ROWS, warpgroups exchange weights, in pieces of 16 bytes per thread, and one number per row.
 constexpr uint WEIGHT_PIECES = (SCORED / 4 + 3) / 4;
 constexpr uint WEIGHTS = SHARED_ROWS ? WEIGHT_PIECES * CONSUMERS * 16 : 0;
 constexpr uint NUMBERS = SHARED_ROWS ? 2 * ROWS * 4 : 0;
-// If all warps copy: chunks that are copied ahead of the one in use. With more than two stages it is one fewer than
-// possible, so that a warp that copies waits for no warp that is a chunk behind.
+// If all warps copy: chunks that are copied ahead of the chunk in use. With more than two stages it is one fewer than
+// possible, so that a warp that copies never waits for a warp that is one chunk behind.
 constexpr uint COPIES_AHEAD = STAGES > 2 ? STAGES - 2 : 1;
 // Each of the four warps that only copy fills or checks a buffer at most one lap late. Consumers hold the last chunk of
 // a tile's keys and all chunks of the previous tile's values. If all warps copy, they may hold all chunks of a tile's
@@ -61,7 +62,7 @@ static_assert(AT_NUMBERS + NUMBERS == SHARED_BYTES, "attend: the shared memory t
 struct ItemState {
     // Its number (Item); NONE after the last item.
     uint number;
-    // Whether the item is processed again, because results are not finite: values may not be.
+    // Whether the item is processed again because a result was not finite: some values may be infinite or NaN.
     bool careful;
     // The number of sequences in `keys` that may have keys.
     uint segments;
@@ -73,13 +74,13 @@ struct ItemState {
 
 struct Shared {
     uchar *base;
-    // Of the ITEMS.
+    // The item's index among the ITEMS.
     uint place;
 
     uint address() const {
         return shared_address(base);
     }
-    // The tokens of the item; by the first token of each sequence, the keys that any of its tokens sees.
+    // The tokens of the item; for the first token of each sequence, the keys that any of the sequence's tokens sees.
     Token *tokens() const {
         return reinterpret_cast<Token *>(item());
     }
@@ -104,7 +105,7 @@ struct Shared {
 
 struct Item {
     uint head;
-    // Among the rows of the KV head.
+    // Index of the item's first row among the rows of the KV head.
     uint first_row;
     uint rows;
     uint first_token;
@@ -219,8 +220,8 @@ inline void load_item(const AttendParams &p, const Shared &shared, const Item &i
     }
 }
 
-// Over pages: the entry of the unit of 16 keys that the lane looks up for all of its warp, of the tile that begins with
-// key `first` of a segment that ends at `end`; NONE if there is no such unit.
+// Over pages: each lane looks up one unit of 16 keys of a tile for its whole warp. The entry of this lane's unit, in
+// the tile that begins with key `first` of a segment that ends at `end`; NONE if the unit does not exist.
 inline uint entry_of_lane(const Pages &pages, uint first, uint end) {
     const uint at = threadIdx.x % 32 * 16;
     return PAGE_SHIFT > 0 && at < TILE && at < end - first ? pages.entry(first + at) : NONE;

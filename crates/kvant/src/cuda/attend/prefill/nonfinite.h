@@ -9,7 +9,7 @@ inline uint load_shared(uint at) {
     return x;
 }
 
-// Whether any of the threads that meet has found one.
+// Whether `found` is true in any of the threads that meet.
 inline bool any_of(bool found, uint barrier, uint threads) {
     __syncwarp();
     uint any;
@@ -43,7 +43,7 @@ inline bool values_are_nonfinite(uint base, Cursor cursor) {
 inline void add_by_keys(uint base, Copier &copier, Cursor &cursor, const uint (&w)[TILE / 16][4], const Seen &seen, uint first,
                         uint held, Accumulators &acc) {
     const uint t = threadIdx.x % 4, own_block = SHARED_ROWS ? threadIdx.x / 128 * BLOCK : 0;
-    // Far below what the output shows, but not 0, for an infinite value.
+    // Far below the precision of the output, but not 0, for an infinite value.
     constexpr float LEAST = 1.0f / (1ull << 60);
 #pragma unroll
     for (uint chunk = 0; chunk < CHUNKS; chunk++) {

@@ -21,11 +21,11 @@ struct Seen {
     Range all;
     // The end of the segment's keys.
     uint end;
-    // Over pages: those of the sequence.
+    // Over pages: the pages of the sequence.
     Pages pages;
 
-    // Over pages: the lane's entry for the tile that begins with `first` (entry_of_lane), and which units of 16 keys of
-    // the tile pages hold, as bits, from the entries of all lanes.
+    // Over pages: entry() is the lane's entry for the tile that begins with `first` (entry_of_lane); the function below
+    // it computes, from the entries of all lanes, a bit for each unit of 16 keys that pages hold.
     uint entry(uint first) const {
         return entry_of_lane(pages, first, end);
     }
@@ -94,7 +94,7 @@ inline void release(uint base, uint stage) {
     barrier_arrive_warp(base + AT_FREE + stage * 8);
 }
 
-// Products of warps are done when they have begun: their chunk is released at once.
+// Products of warps are synchronous: their chunk is released at once.
 inline void release_if_done(uint base, uint stage) {
     if constexpr (!WARPGROUP_PRODUCTS) {
         release(base, stage);
@@ -184,9 +184,9 @@ inline void end_values(uint base, Cursor used, Accumulators &acc) {
 // With SHARED_ROWS: gives the other warpgroup a number of each of the thread's rows, and returns the other's. Lanes of
 // a row have the same numbers.
 //
-// Warps with equal rows meet here once a tile, for the maximum, and again between send_weights() and take_weights(). A
-// tile's numbers are written after the second meeting of the previous tile, by which its numbers have been read. A
-// tile's weights are written after the meeting here, by which the previous tile's weights have been read.
+// Warps with equal rows meet twice for each tile: here, for the maximum, and between send_weights() and take_weights().
+// A tile's numbers are written after the second meeting of the previous tile; by then, the previous numbers have been
+// read. A tile's weights are written after the meeting here; by then, the previous weights have been read.
 inline float2 exchange(const Shared &shared, const float (&own)[2]) {
     const uint group = threadIdx.x / 128;
     if (threadIdx.x % 4 == 0) {
@@ -256,8 +256,8 @@ inline void soften(const AttendParams &p, const Shared &shared, const Seen &seen
     }
 }
 
-// Keeps later waits for products behind the softmax. ptxas moves such waits ahead of arithmetic, but not ahead of
-// stores. This is a store that never happens, of the sums that the softmax computes last.
+// Keeps later waits for products behind the softmax. ptxas moves waits ahead of arithmetic, but not ahead of stores.
+// This store of the sums, the last results of the softmax, is never executed.
 inline void finish_softmax(uint base, const Accumulators &acc) {
     const float last = acc.l[0] + acc.l[1];
     asm volatile("{\n.reg .pred any;\nsetp.lt.f32 any, %0, 0f00000000;\n@any st.shared.f32 [%1], %0;\n}" ::"f"(last),
@@ -270,7 +270,7 @@ inline uint operand(const float (&s)[SCORED / 2], uint i) {
     return pack<HALF>(s[2 * i], s[2 * i + 1]);
 }
 
-// With SHARED_ROWS: leaves the weights for both warpgroups.
+// With SHARED_ROWS: stores the weights for both warpgroups.
 inline void send_weights(const Shared &shared, const float (&s)[SCORED / 2]) {
     if constexpr (SHARED_ROWS) {
 #pragma unroll
@@ -284,8 +284,8 @@ inline void send_weights(const Shared &shared, const float (&s)[SCORED / 2]) {
     }
 }
 
-// Weights as operands. With SHARED_ROWS they are those that both warpgroups have sent: the thread of the other one that
-// has the same rows has the same columns of its half.
+// Weights as operands. With SHARED_ROWS, both warpgroups have sent weights: the partner thread in the other warpgroup
+// has the same rows, and the same columns of its half.
 inline void take_weights(const Shared &shared, const float (&s)[SCORED / 2], uint (&w)[TILE / 16][4]) {
     if constexpr (SHARED_ROWS) {
         meet_partner();

@@ -4,8 +4,8 @@
 #include "attend/prefill/products.h"
 #include "attend/state.h"
 
-// Quads of a thread's sums. Its state has one more: m of both rows, then l. States are stored quad by quad, those of
-// all threads together.
+// Quads of a thread's sums. A thread's state has one quad more: m of both rows, then l. States are stored by quads:
+// quad i of all threads, then quad i + 1.
 constexpr uint SUM_QUADS = CHUNKS * PARTS * WIDTH / 8;
 
 // Stores the block's state. The block that arrives last merges all states in the order of the keys, and gets true.
@@ -43,7 +43,7 @@ inline bool merge(const AttendParams &p, const Shared &shared, const Item &item,
         for (uint i = 0; i < SUM_QUADS; i++) {
             const float4 x = __ldcg(of_part + (1 + i) * CONSUMERS);
             float *o = acc.o[i / (WIDTH / 8)] + i % (WIDTH / 8) * 4;
-            // Two numbers of each row.
+            // o[0] and o[1] belong to the first row, o[2] and o[3] to the second.
             o[0] += x.x * f[0];
             o[1] += x.y * f[0];
             o[2] += x.z * f[1];

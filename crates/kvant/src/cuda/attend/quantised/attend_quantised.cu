@@ -3,8 +3,8 @@
 //
 // q [T, H, D] -> out [T, H, D].
 //
-// A block has parts of work items (work.h); an item is a token, with the heads of one KV head. Within a part every warp
-// works by itself, without a barrier: it takes every WARPS-th group of 16 keys and has a softmax state of its own
+// A block has parts of work items (work.h); an item is a token, with the heads of one KV head. Within a part the warps
+// work independently, without a barrier: each takes every WARPS-th group of 16 keys and has its own softmax state
 // (state.h). The states are merged at the end. For each group:
 //
 //   scores   S^T = K q^T on tensor cores: rows are keys, columns are heads. A lane holds coordinates of 2 keys;
@@ -18,19 +18,19 @@
 // that looks them up (codes.h). The order of coordinates within a product is free, so a lane's operands are neighbours
 // in a row. When the keys or values of a group are in registers, the copies of the next group begin.
 //
-// Shared memory is the limit: a lookup for every two codes of 4 or 5 bits, and for every code of 6 or 8, is most of its
-// traffic (docs/notes/cuda-decode.md). So queries of heads that do not exist are not read.
+// The bandwidth of shared memory is the limit (docs/notes/cuda-decode.md). Most of the traffic is lookups: one for
+// every two codes of 4 or 5 bits, one for every code of 6 or 8 bits. Therefore queries of missing heads are not read.
 //
 // Operands are f16: centroids, queries (rotated, scaled into range) and weights, which include the norm of their value
 // relative to the largest so far. Products are summed in float. The output is rotated back once.
 //
-// Where items are many, a block has one, and two blocks with compact tables run at once if these fit
-// (BLOCKS_PER_MULTIPROCESSOR): one reads while the other begins or ends.
+// With many items, a block has one item, and a multiprocessor runs two blocks with compact tables if these fit
+// (BLOCKS_PER_MULTIPROCESSOR): one block reads while the other begins or ends.
 //
-// Where contexts are short and the device has clusters, the eight blocks of a cluster share an item and merge their
-// states through distributed shared memory (device/cluster.h).
+// With short contexts, on a device with clusters, the eight blocks of a cluster share an item and merge their states
+// through distributed shared memory (device/cluster.h).
 //
-// Over pages (work.h) a group is in one page, which is looked up while the group before it is worked on. A key that no
+// Over pages (work.h) a group is in one page, which is looked up while the previous group is processed. A key that no
 // page holds is zeros, and masked. Around page means (means.h) the groups of a warp follow one another; the scores of a
 // page's keys get the product of query and mean, and o gets the mean of values times the sum of the weights.
 //
@@ -112,7 +112,7 @@ inline void merge_warps(const AttendParams &p, Accumulators &acc, const State &s
     __syncthreads();
 }
 
-// Merges the states of a cluster's blocks, in their order. Of the rows of an item each block has every CLUSTER-th.
+// Merges the states of a cluster's blocks, in their order. Each block merges every CLUSTER-th row of the item.
 inline void merge_blocks(const State &state, const Merged &merged, uint rows) {
     const uint rank = blockIdx.x % CLUSTER;
 #pragma unroll 1
@@ -203,7 +203,7 @@ __noinline__ void finish(const AttendParams &p, const Partials to, const TokenPl
     finish_rows<true>(p, to, state, of_share.count, [&](uint r) { return of_share.first + r; }, sees);
 }
 
-// Where the norms of a row are: of the block `part`, or of all blocks where norms are halves.
+// The address of a row's norms: the norm of block `part`, or, if norms are halves, the norms of all blocks.
 inline const uchar *norms_of_row(const Planes &planes, bool halves, ulong row, uint part) {
     const uchar *norms = reinterpret_cast<const uchar *>(planes.norms);
     return halves ? norms + row * (2 * BLOCKS) : norms + (row * BLOCKS + part) * 4;
@@ -243,7 +243,7 @@ inline void work_on(const AttendParams &p, const Buffers &b, const ItemPart &par
                               plane(b.v.high, ValueCodes::HIGH_ROW, max(ValueCodes::HIGH_BYTES, 16u)),
                               norms_of_row(lane < KEYS ? b.k : b.v, lane < KEYS ? K_CENTRED : V_CENTRED, row, part),
                               p.row_slot};
-        // Of the warp's block.
+        // The offset of the warp's block of coordinates.
         const uint mean = part_of_item.head / SHARES * mean_bytes(HEAD_DIM) + part * CHUNK;
         loop.begin(p, from, keys, pages_of(p, b.table, token.sequence), first_seen, b.k.means + mean, b.v.means + mean);
     }
@@ -280,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         // The length is most likely that of sequence 0, which needs no other load first.
         only = {positions[first_item], sequence[first_item], lens[0]};
     }
-    // Meanwhile.
+    // The tables are filled while these loads are in flight.
     Table<K_CODEC>::fill(k_table(), thread, THREADS);
     if (!ONE_TABLE) {
         Table<V_CODEC>::fill(v_table(), thread, THREADS);
@@ -294,19 +294,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         only = load_token(p, positions, sequence, lens, first_item);
     }
     // So far the kernel has read only buffers that the previous kernel does not write (gpu/launch.rs: `reads_ahead`).
-    // If that leaves results to merge, it writes nothing else that is read here.
+    // If this kernel merges the previous kernel's results, the previous kernel writes nothing else that is read here.
     take_turn_unless_late<EARLIER>();
     const Buffers b = {q,         {k_low, k_high, k_norms, k_means}, {v_low, v_high, v_norms, v_means},
                        positions, sequence,                          lens,
                        {partials, counters, RowEnds(sinks, earlier, earlier_ends, new_ends), out}, items == 1,
                        only,      table};
     BlockState block_state = {false, 0};
-    // Empty tiles after those of each head: they account for the time to begin and end a part.
+    // Empty tiles after the tiles of each head: the cost of beginning and ending a part.
     const uint ends = items > 1 ? END_TILES : 0;
     uint *prefix = shared_at<uint>(AT_PREFIX) + 7;
     for (uint i = thread; i < items; i += THREADS) {
         const Token token = b.alone ? only : load_token(p, positions, sequence, lens, first_item + i);
-        // At least one, so that a block writes the output.
+        // At least one tile, so that a block writes the output.
         prefix[i + 1] = (token.sequence == NONE ? 1 : max(tiles_of(in_units(visible(p, token))), 1u)) + ends;
     }
     if (thread == 0) {

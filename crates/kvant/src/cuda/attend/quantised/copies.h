@@ -3,22 +3,22 @@
 #define KVANT_CUDA_ATTEND_QUANTISED_COPIES_H
 #include "attend/quantised/layout.h"
 
-// The rows of a group of keys: key i of the group is at slot `slot` + i of a ring; past the last, the last. Over pages
-// `page` holds the group, or NONE, and its slots are those of the page; the keys before `skip` are not of the part.
+// The rows of a group of keys: key i is at slot `slot` + i of a ring; keys after `last` repeat key `last`. Over pages,
+// slots are slots of `page`, which is NONE if no page holds the group; keys before `skip` do not belong to the part.
 struct Group {
     uint slot;
     uint last;
     uint page;
     uint skip;
 
-    // Whether some of the keys are masked, and whether key i is.
+    // Whether any key is masked, and whether key i is masked.
     bool lacks_any() const {
         return last + 1 < KEYS || (PAGE_SHIFT > 0 && (skip > 0 || page == NONE));
     }
     bool lacks(uint i) const {
         return i > last || (PAGE_SHIFT > 0 && (i < skip || page == NONE));
     }
-    // Whether there is anything to copy, and how far planes are moved for it.
+    // Whether the group has rows to copy, and the offset of its page's planes.
     bool is_held() const {
         return PAGE_SHIFT == 0 || page != NONE;
     }
@@ -38,19 +38,21 @@ struct Group {
     }
 };
 
-// The bytes that a lane copies: its bytes of the first row, the first row's norms, all of the warp's block.
+// The addresses from which a lane copies: its bytes of the first row, and the first row's norms, both of the warp's
+// block.
 struct Sources {
     const uchar *k_low;
     const uchar *k_high;
     const uchar *v_low;
     const uchar *v_high;
-    // Of keys for the lower half of the lanes, of values for the upper. Halves: of all blocks.
+    // Norms of keys for the lower half of the lanes, of values for the upper half. If norms are halves: the norms of
+    // all blocks.
     const uchar *norms;
     // Rows between slots.
     uint row_slot;
 };
 
-// One instruction. The compiler would make three.
+// The address of a row, in one instruction; the compiler would emit three.
 template <uint BYTES>
 inline const uchar *row_at(const uchar *first, uint row_slot, uint slot) {
     const uchar *row;
@@ -100,7 +102,7 @@ struct Box {
             copy_async<4>(to + lane * 4, row_at<4 * BLOCKS>(from.norms + group.moved(), from.row_slot, group.slot_of(p, lane % KEYS)),
                           group.is_held());
         } else if (lane % KEYS < 2 * BLOCKS) {
-            // Halves, 8 at a time. The 8 of a page's group follow one another.
+            // Norms are halves and are copied 8 at a time; the 8 are consecutive in a page.
             copy_async<16>(to + lane / KEYS * (KEYS * 4) + lane % KEYS * 16,
                            from.norms + group.moved() + group.slot * (2 * BLOCKS) + lane % KEYS * 16, group.is_held());
         }

@@ -1,7 +1,8 @@
-// Merging of the parts of an item and head where all blocks are resident at once and have one part each, for
-// attend_quantised.cu. Every block leaves its state. When all have, the first blocks, the owners, merge and write a row
-// of the output each. So no block reads more than a row of each part. An owner does not wait forever: after a while it
-// leaves its rows to the last block to arrive, and its multiprocessor to blocks that may not have begun.
+// Merge of the parts of an item and head in attend_quantised.cu if all blocks are resident at once and have one part
+// each. Every block stores its state. When all states are stored, the first blocks, the owners, merge and write one row
+// of the output each, so that no block reads more than one row of each part. The wait of an owner is limited:
+// afterwards it hands its rows to the last block to arrive, and ends, so that blocks which have not begun can have its
+// multiprocessor.
 #ifndef KVANT_CUDA_ATTEND_QUANTISED_GATHER_H
 #define KVANT_CUDA_ATTEND_QUANTISED_GATHER_H
 #include "attend/quantised/layout.h"
@@ -63,8 +64,8 @@ inline void merge_row(const AttendParams &p, const Partials &from, const State &
     __syncthreads();
 }
 
-// Polls after which an owner stops waiting, some milliseconds. Blocks may not all be resident if the program has
-// launches in other streams.
+// Polls after which an owner stops waiting: a few milliseconds. Launches in other streams may keep some blocks from
+// being resident.
 constexpr uint PATIENCE = 1 << 12;
 
 // A counter of an item and head has three fields: parts that have arrived, owners that have stopped waiting, owners
@@ -81,8 +82,8 @@ inline uint load_acquire(const uint *at) {
     return x;
 }
 
-// The owners whose rows this block takes, as bits: its own, unless it stops waiting for the other parts; and if it is
-// the last to arrive, of those that have stopped.
+// The owners whose rows this block merges, as bits. An owner merges its own row unless it has stopped waiting for the
+// other parts. The last block to arrive also merges the rows of owners that have stopped.
 inline uint owned(uint *counter, uint part, uint parts, uint owners) {
     uint before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -98,7 +99,7 @@ inline uint owned(uint *counter, uint part, uint parts, uint owners) {
                          : "=r"(before)
                          : "l"(counter), "r"(GAVE_UP << part)
                          : "memory");
-            // If the last part has arrived meanwhile, it has not seen this.
+            // If the last part has arrived meanwhile, its block does not know that this owner has stopped.
             all = arrived_of(before) == parts;
         }
         mine |= all ? 1u << part : 0;
@@ -106,7 +107,7 @@ inline uint owned(uint *counter, uint part, uint parts, uint owners) {
     return mine;
 }
 
-// Leaves this block's state; writes the rows that it owns, if any.
+// Stores this block's state, and writes the rows that it owns, if any.
 template <typename Sees>
 inline void gather(const AttendParams &p, const Partials &to, const State &state, const ItemPart &part_of_item,
                    const QueryRows &rows, Sees sees) {

@@ -4,7 +4,8 @@
 #include "attend/quantised/means.h"
 
 // The keys of a part that a warp has. When a group's keys are in registers, copies of the next group's keys begin;
-// likewise for values. Means of values are copied where those of keys were, when these have met the queries.
+// likewise for values. Means of values are copied to the memory of the means of keys, after these have been multiplied
+// by the queries.
 struct KeyLoop {
     Sources from;
     Box box;
@@ -13,8 +14,8 @@ struct KeyLoop {
     uint end;
     uint first;
     Group group;
-    // Over pages: those of the sequence; the position of the part's first key, a multiple of 16, and the first that the
-    // token sees; and the entry of the group after the next, looked up a group ahead.
+    // Over pages: the pages of the sequence; the position of the part's first key, a multiple of 16; the first position
+    // that the token sees; and the entry of the group after the next, looked up a group ahead.
     Pages pages;
     uint start;
     uint seen;
@@ -136,7 +137,7 @@ struct KeyLoop {
             }
         }
     }
-    // When the last of a page's keys that the warp has is done; the lot may end, too, and the next one begin.
+    // Called after the warp's last key of a page. If the lot ends with this page, the next lot begins.
     bool end_page(uint entry, bool ends_lot, bool more, Accumulators &acc) {
         if (V_CENTRED) {
             Means::end_page(entry, acc);

@@ -1,5 +1,4 @@
-// The parts of attend_quantised.cu in common: the division of the work, the layout of shared memory, the kernel's
-// arguments.
+// Shared parts of attend_quantised.cu: the division of the work, the layout of shared memory, the kernel's arguments.
 #ifndef KVANT_CUDA_ATTEND_QUANTISED_LAYOUT_H
 #define KVANT_CUDA_ATTEND_QUANTISED_LAYOUT_H
 #include "attend/codes.h"
@@ -13,7 +12,7 @@ using KeyCodes = Codes<K_CODEC, K_LANES>;
 using ValueCodes = Codes<V_CODEC, V_LANES>;
 // Products of 16 coordinates, in a block of a row.
 constexpr uint PRODUCTS = CHUNK / 16;
-// Warps that share a group of keys, a block of the coordinates each; how many such teams there are.
+// Warps of a team, which shares a group of keys: each warp has one block of the coordinates. Number of teams.
 constexpr uint TEAM = BLOCKS;
 constexpr uint TEAMS = WARPS / TEAM;
 // Keys or values are stored around the means of their pages (means.h). Groups of a team then follow one another.
@@ -22,8 +21,8 @@ constexpr uint STEP = HAS_MEANS ? KEYS : TEAMS * KEYS;
 // Weights are scaled up, so that small ones keep their bits.
 constexpr float WEIGHT_SCALE = 16384;
 
-// Shared memory, in bytes: tables begin at address TABLES_AT, the rest is before and after them. Of compact ones the
-// larger is last, so that each begins at a multiple of its size.
+// Shared memory, in bytes: tables begin at address TABLES_AT, everything else is before and after them. The larger one
+// of two compact tables is last, so that each begins at a multiple of its size.
 constexpr bool ONE_TABLE = K_CODEC == V_CODEC;
 constexpr uint K_TABLE = Table<K_CODEC>::BYTES, V_TABLE = ONE_TABLE ? 0 : Table<V_CODEC>::BYTES;
 constexpr uint TABLES = K_TABLE + V_TABLE;
@@ -45,17 +44,17 @@ constexpr uint AT_BARRIERS = AT_MERGED_ENDS + ROWS * 8;
 constexpr uint AT_PREFIX = AT_BARRIERS + 64;
 // Scores of a team.
 constexpr uint AT_SCORES = (AT_PREFIX + (MAX_SHARED_ITEMS + 8) * 4 + 127) / 128 * 128;
-// At the end of a part: its output; and the sums of all warps, here or after the tables, wherever more bytes are free.
+// At the end of a part: its output; and the sums of all warps, here or after the tables, whichever has more free bytes.
 constexpr uint AT_OUTPUT = AT_SCORES + (TEAM > 1 ? 2 * WARPS * 512 : 0);
 constexpr uint AT_SUMS = AT_OUTPUT + ROWS * HEAD_DIM * 4;
 // The hardware reserves the first 1024 bytes, or none.
 constexpr uint AT_END = TABLES_AT - (1 << 10);
-// Each warp's codes and norms of a group: of some warps before the tables, where the output and the sums will be, of
-// the others after them.
+// Each warp's codes and norms of a group. Some warps have theirs before the tables, in the memory of the output and the
+// sums; the other warps after the tables.
 constexpr uint AT_BOX_NORMS = KEYS * (KeyCodes::LOW_PITCH + KeyCodes::HIGH_PITCH);
 constexpr uint AT_BOX_VALUES = AT_BOX_NORMS + 2 * KEYS * 4;
 constexpr uint AT_BOX_MEANS = AT_BOX_VALUES + KEYS * (ValueCodes::LOW_PITCH + ValueCodes::HIGH_PITCH);
-// And a lot of means: for each page the codes, the scale, the products with the queries. Lanes never meet in a bank.
+// Each warp's lot of means: for each page the codes, the scale, the products with the queries, without bank conflicts.
 constexpr uint LOT = 8;
 constexpr uint AT_MEAN_SCALE = CHUNK;
 constexpr uint AT_MEAN_PRODUCTS = CHUNK + 16;
@@ -128,7 +127,7 @@ struct State {
     }
 };
 
-// As above, for the rows that this block has of a cluster's state, in the place of the warps' sums.
+// As State, for this block's rows of the cluster's state, in the memory of the warps' sums.
 struct Merged {
     float *o() const {
         return reinterpret_cast<float *>(sums_of_warps());

@@ -1,6 +1,6 @@
-// The means of pages in attend_quantised.cu: what they add to scores, and to sums of values. A warp's groups follow one
-// another, so that those of a page do. Eight pages, a lot, are multiplied at a time: as rows of a product with the
-// queries before the lot's first group, as columns of a product with the weights after its last.
+// Page means in attend_quantised.cu: their contributions to scores and to sums of values. A warp's groups are
+// consecutive, so the groups of a page are, too. Eight pages, a lot, are multiplied at a time: as rows of a product
+// with the queries before the lot's first group, and as columns of a product with the weights after its last group.
 #ifndef KVANT_CUDA_ATTEND_QUANTISED_MEANS_H
 #define KVANT_CUDA_ATTEND_QUANTISED_MEANS_H
 #include "attend/quantised/scores.h"
@@ -12,7 +12,7 @@ struct Means {
     // The rows of keys' and values' means of the head and the warp's block, in page 0.
     const uchar *k;
     const uchar *v;
-    // The lot's first page, counted from the sequence's first; where page i of the lot is, in lane i; and the entry of
+    // The lot's first page, counted from the sequence's first page. Lane i has the page i of the lot, and the entry of
     // page i of the next lot, looked up a lot ahead.
     uint first;
     uint page;
@@ -24,7 +24,7 @@ struct Means {
         first = from - LOT;
         entry_after = index <= last ? pages.at(index) : NONE;
     }
-    // Begins with the lot that was looked up: to copy the means of its keys.
+    // Begins the lot that was looked up: begins to copy its means of keys.
     void begin(const Pages &pages, uint last) {
         page = pages.page(entry_after);
         if (K_CENTRED) {
@@ -32,10 +32,10 @@ struct Means {
         }
         look_up(pages, first + 2 * LOT, last);
     }
-    // Begins to copy the lot's means of one side; those without a page are zeros.
+    // Begins to copy the lot's means of one side; the mean of a missing page is zeros.
     void copy(const uchar *means) const {
         const uint lane = threadIdx.x % 32, to = shared_address(row(0));
-        // Of the warp's block.
+        // Offset of the scale from the warp's block.
         const uint at_scale = HEAD_DIM - threadIdx.x / 32 % TEAM * CHUNK;
 #pragma unroll 4
         for (uint i = 0; i < LOT; i++) {
@@ -83,7 +83,7 @@ struct Means {
         add_up(s, turn);
         *products(g) = make_float2(s[0], s[1]);
     }
-    // Adds what the scores of a page's keys get.
+    // Adds the product of a page's mean to the scores of its keys.
     static void add_product(uint i, float (&s)[4]) {
         const float2 x = *products(i);
         s[0] += x.x;
@@ -92,7 +92,7 @@ struct Means {
         s[3] += x.y;
     }
 
-    // The weights of a page are complete.
+    // Called when the weights of a page are complete: stores their sum.
     static void end_page(uint i, Accumulators &acc) {
         const uint g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -120,7 +120,7 @@ struct Means {
         constexpr float UP = 128;
         const float factor = own * (UP * inverse_of_power(unit));
         const float unscale = unit * inverse_of_power(grown) * (WEIGHT_SCALE * Table<V_CODEC>::SCALE / UP);
-        // A mean whose keys have no weight may be anything. f16 twice, lest large means be rounded to 11 bits.
+        // A mean whose keys have no weight may be NaN. Two f16 terms, so that large means are not rounded to 11 bits.
         uint weights[2];
         split<true>(acc.masses[0] == 0 ? 0 : acc.masses[0] * factor, acc.masses[1] == 0 ? 0 : acc.masses[1] * factor, weights);
         acc.masses[0] = acc.masses[1] = 0;

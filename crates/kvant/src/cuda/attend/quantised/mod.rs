@@ -132,8 +132,8 @@ impl AttendQuantised {
         };
         let one_part_each = call.splits == 0 && (call.tokens > MAX_SHARED_ITEMS || pairs >= 2 * busy);
         // Two blocks per multiprocessor: one reads while the other begins or ends an item. Wide tables leave no room
-        // for two. Codes other than 4 bits, and means of pages, get one block: their compact tables are larger, or were
-        // not measured.
+        // for two. Codes other than 4 bits, and page means, get one block: their compact tables are larger, or two
+        // blocks were not measured.
         let of_two = || {
             let (shared_bytes, warps) = (shared_bytes_of_each(2, limits), warps / 2);
             let tables = TableLayout::Compact { copies: COPIES[0] };
@@ -157,7 +157,7 @@ impl AttendQuantised {
         let splits = match call.splits {
             0 if one_part_each || cluster == MAX_CLUSTER => 1,
             // The heads of one token have equally many keys. Equal parts avoid blocks with parts of two heads, which
-            // cost more time than a few idle blocks.
+            // would cost more time than a few idle blocks.
             0 if call.tokens == 1 && pairs <= workers && workers % pairs <= workers / 8 => workers / pairs,
             splits => splits.min(MAX_SPLITS),
         };

@@ -1,9 +1,9 @@
-// Queries of attend_quantised.cu, as the operands that meet the keys.
+// Queries of attend_quantised.cu, as operands of the products with keys.
 #ifndef KVANT_CUDA_ATTEND_QUANTISED_QUERIES_H
 #define KVANT_CUDA_ATTEND_QUANTISED_QUERIES_H
 #include "attend/quantised/layout.h"
 
-// Loads the heads of an item, rotated if need be, as B operands; rows that are not there are zeros.
+// Loads the heads of an item as B operands, rotated if keys are rotated; missing rows are zeros.
 inline void load_queries(const AttendParams &p, const Buffers &b, uint token, uint head) {
     const uint warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const QueryRows rows(p, token, head);

@@ -13,10 +13,10 @@ struct Accumulators {
     float o[PRODUCTS][4];
     // Largest norm of a value so far, up to the next power of 2.
     float norm;
-    // How often the team has added up scores.
+    // Number of times that the team has added up scores.
     uint turn;
-    // With means of values, sums of weights in columns 2t and 2t + 1: of the lot's page g, and the lane's part of the
-    // current page's, which is not in l yet (means.h).
+    // With means of values: sums of weights in columns 2t and 2t + 1. `masses` is the sum of the lot's page g; the
+    // other is the lane's part of the current page's sum, which is not in l yet (means.h).
     float masses[2];
     float of_page[2];
 };

@@ -10,8 +10,8 @@
 //     maximum;
 //   after another barrier it computes some of the output's coordinates, O = P V, over all keys of the block.
 //
-// So no sums are added within a block. A warp sends its coordinates to the shared memory of the cluster's block with
-// its number, which merges the states of all blocks.
+// Therefore a block adds no partial sums of its warps. Warp w sends its coordinates to the shared memory of the
+// cluster's block w, which merges the states of all blocks.
 //
 // Over pages (work.h) a warp copies its keys from the one or two pages that hold them. A key that no page holds is
 // masked, and its value is zeros.
@@ -37,7 +37,7 @@ constexpr uint STRETCH = TILE * ROW + 16;
 // Whether two blocks fit on a multiprocessor. Then the next kernel may begin at once. Otherwise its blocks would share
 // the few multiprocessors that this one leaves free while keys are still being copied.
 constexpr bool TWO_FIT = HEAD_DIM <= 128;
-// Coordinates of a warp, and how many products of values these take.
+// Coordinates of a warp, and the number of products of values for them.
 constexpr uint SLICE = HEAD_DIM / WARPS;
 constexpr uint PRODUCTS = SLICE / 8;
 
@@ -53,7 +53,7 @@ struct Shared {
     float m[CLUSTER][GROUP];
     float l[CLUSTER][GROUP];
     float o[CLUSTER][GROUP][SLICE];
-    // Barriers: for keys, values, maxima, and the rest of what is sent.
+    // Barriers: for keys, for values, for received maxima, for the other received numbers.
     ulong keys;
     ulong values;
     ulong all_m;
@@ -65,7 +65,8 @@ static_assert((sizeof(Shared) + 15) / 16 * 16 == SHARED_BYTES, "attend: the shar
 inline void copy(const AttendParams &p, const uchar *plane, uint slot, uint rows, uint to, uint barrier) {
 #pragma unroll 1
     for (uint row = 0; row < rows;) {
-        // Up to the end of a ring, and from its beginning on; row by row where other heads' are in between.
+        // A copy ends at the end of a ring, and the next begins at its beginning. If rows of other heads are in
+        // between, each row is copied alone.
         const uint at = RING && slot + row >= p.capacity ? slot + row - p.capacity : slot + row;
         const uint run = !IN_ORDER ? 1 : RING ? min(rows - row, p.capacity - at) : rows;
         copy_bulk(to + row * ROW, plane + ulong(at) * p.row_slot * ROW, run * ROW, barrier);
@@ -121,7 +122,7 @@ struct Lane {
 
 // The block's keys, divided among warps in ranges of an even number of keys.
 struct KeyRange {
-    // Keys of the cluster before the block's, the block's, and those of a full range.
+    // The number of the cluster's keys before the block's keys, of the block's keys, and of keys in a full range.
     uint first;
     uint count;
     uint length;
@@ -173,7 +174,8 @@ inline void prepare_copies(const AttendParams &p, const Lane &self, const KeyRan
     if (self.lane == 0) {
         barrier_expect(keys, held * ROW);
         barrier_expect(values, held * ROW);
-        // Not values: they arrive while scores are computed, and prefetching them delays the keys of other blocks.
+        // Values are not prefetched: they arrive while scores are computed, and prefetching them delays the keys of
+        // other blocks.
         if (PAGE_SHIFT > 0) {
             own.each_page([&](uint, uint page, uint slot, uint count) {
                 prefetch_bulk(k_plane + page_bytes_or_zero(page) + slot * ROW, count * ROW);
@@ -208,7 +210,7 @@ inline void look_up_keys(const Lane &self, const KeyRange &range, const Early &e
     }
 }
 
-// Scores of the lane's two keys by query rows 2t and 2t + 1. Keys that are not the block's, or that no page holds, are
+// Scores of the lane's two keys by query rows 2t and 2t + 1. Keys of other blocks, and keys that no page holds, are
 // masked.
 inline void scores_of_range(const AttendParams &p, const Shared &shared, const Lane &self, const KeyRange &range,
                               const uint (&entries)[2], const uint4 (&queries)[LOADS], uint keys, float (&s)[4]) {
@@ -224,8 +226,8 @@ inline void scores_of_range(const AttendParams &p, const Shared &shared, const L
     }
 }
 
-// Leaves the weights of the warp's keys, relative to the block's largest scores, which it returns in m: those of query
-// rows 2t and 2t + 1. All threads call it.
+// Stores the weights of the warp's keys, relative to the block's largest scores. Returns in m the largest scores of
+// query rows 2t and 2t + 1. All threads call it.
 inline void leave_weights(Shared &shared, const Lane &self, const float (&s)[4], float (&m)[2]) {
     m[0] = fmaxf(s[0], s[2]);
     m[1] = fmaxf(s[1], s[3]);
@@ -268,7 +270,7 @@ inline void send_maxima(Shared &shared, const Lane &self, const float (&m)[2]) {
 // Multiplies the block's weights with the warp's slice of the values, and sends outputs and sums of weights to the
 // block that merges the slice.
 inline void send_outputs(Shared &shared, const Lane &self) {
-    // Values as B operands: of two units' first keys and second keys.
+    // Values as B operands: b.x has the first keys of two units, b.y their second keys.
     uint2 b[WARPS][PRODUCTS];
     const uint own_coordinates = shared_address(shared.v) + self.lane % 8 * STRETCH + self.lane / 8 * ROW + self.warp * (SLICE * 2);
 #pragma unroll
@@ -281,9 +283,9 @@ inline void send_outputs(Shared &shared, const Lane &self) {
                          : "memory");
         }
     }
-    // Of query row g (and, by the rest of the weights, in o[i][.][2] and o[i][.][3]) coordinates 2t and 2t + 1 of
-    // eight; and the sum of the weights: their product with ones. There are two of each, because products wait for
-    // their sums.
+    // o: coordinates 2t and 2t + 1 of every eight, of query row g; o[i][.][2] and o[i][.][3] are their parts from the
+    // second terms of the weights. l: the sum of the weights, as their product with ones. Each has two accumulators,
+    // because a product waits for the previous one with the same accumulator.
     float o[PRODUCTS][2][4] = {}, l[2][4] = {};
 #pragma unroll
     for (uint u = 0; u < WARPS; u++) {
@@ -313,8 +315,8 @@ inline void send_outputs(Shared &shared, const Lane &self) {
 
 constexpr uint ROW_QUADS = SLICE / 4;
 
-// Merges the states that the blocks have sent, in their order, for four coordinates of row r. No block writes to one
-// that has ended: it has waited for all.
+// Merges the states that the blocks have sent, in their order, for four coordinates of row r. Every block waits for all
+// states here, so none writes to a block that has ended.
 inline SoftmaxState merged(const Shared &shared, uint r, uint column, uint all_m, uint all_o) {
     barrier_wait(all_m, 0);
     SoftmaxState sum;
@@ -370,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const ulong plane = exists ? (token.sequence * p.row_sequence + rows_of_head(p, head)) * ROW : 0;
     const KeyRange range = key_range_of(p, self, seen);
     const uint own_k = shared_address(shared.k + warp * STRETCH), own_v = shared_address(shared.v + warp * STRETCH);
-    // Over pages: the pages of the warp's range.
+    // Over pages: the page or pages of the warp's range.
     const RowsInPages own(early, range.slot, PAGE_SHIFT > 0 ? range.rows : 0);
     const uint held = PAGE_SHIFT > 0 ? own.held() : range.rows;
     prepare_copies(p, self, range, own, held, own_v, k + plane, keys, values);

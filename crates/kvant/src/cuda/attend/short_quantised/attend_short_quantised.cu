@@ -30,8 +30,8 @@ using ValueCodes = SliceCodes<V_CODEC>;
 using ValueRows = ValueCodes::C;
 using ValueTable = Table<V_CODEC>;
 
-// Between stretches, so that two rows of each of them never meet in a bank: `RUN` bytes of a row for each of four
-// lanes.
+// Padding between stretches, so that lanes read two rows of every stretch without bank conflicts. `run`: bytes of a row
+// that each of four lanes reads.
 inline constexpr uint gap(uint run) {
     return run >= 32 || run <= 4 ? 16 : 4 * run;
 }
@@ -44,10 +44,10 @@ constexpr uint V_HIGH = TILE * ValueRows::HIGH_ROW + 16;
 constexpr uint K_ROW = KeyCodes::LOW_ROW + KeyCodes::HIGH_ROW, V_ROW = ValueRows::LOW_ROW + ValueRows::HIGH_ROW;
 constexpr bool VALUES_LATER = K_ROW + V_ROW >= 256;
 
-// Slices of a row; into how many parts the keys are divided among warps.
+// Slices of a row; parts into which the keys are divided among warps.
 constexpr uint SLICES = HEAD_DIM / SLICE;
 constexpr uint PARTS = WARPS / SLICES;
-// Bytes from one row of the parts to the next: so that few lanes meet in a bank.
+// Bytes between rows of the parts, padded so that few lanes share a bank.
 constexpr uint PARTS_ROW = WARPS * SLICE * 4 + 32;
 constexpr uint PARTS_BYTES = PARTS > 1 ? GROUP * PARTS_ROW : 0;
 constexpr uint K_BYTES = WARPS * K_LOW > PARTS_BYTES ? WARPS * K_LOW : PARTS_BYTES;
@@ -56,7 +56,7 @@ constexpr float LOWEST = -3.402823466e38f;
 
 // short_quantised/mod.rs computes the same size.
 struct Shared {
-    // Where the keys were, the parts of the output come, a row of all warps after the other.
+    // Later, the parts of the output overwrite the keys: row by row, each with the parts of all warps.
     uchar k_low[K_BYTES];
     uchar v_low[WARPS * V_LOW];
     uchar k_high[KeyCodes::HIGH_BITS > 0 ? WARPS * K_HIGH : 16];
@@ -66,7 +66,7 @@ struct Shared {
     // B operands of the products with keys, and with values.
     uint4 queries[HEAD_DIM];
     uint2 weights[BLOCKS][WARPS][32];
-    // From the cluster's blocks: outputs, and for each warp the largest score and the sum of the weights.
+    // Received from the cluster's blocks: outputs, and for each warp the largest score and the sum of the weights.
     float o[CLUSTER][HEAD_DIM];
     float2 ends[CLUSTER][WARPS];
     // By warps: a whole number above the scores of each query row, a power of two above the norms of the values.
@@ -74,7 +74,7 @@ struct Shared {
     float norms[BLOCKS][WARPS];
     // The sums of the weights of each page, by warps and query rows.
     float masses[V_CENTRED ? WARPS : 1][MAX_PAGES][8];
-    // From a product to a score.
+    // Factors from products to scores.
     float factors[8];
     // Barriers: for keys, values, ends, outputs.
     ulong keys;
@@ -95,7 +95,7 @@ inline uchar *at_place(uint place) {
     return memory + (place - (shared_address(memory) & 0xFFFFFF));
 }
 
-// Of norms that are floats or halves.
+// Norms are floats or halves.
 template <bool HALVES>
 inline float norm(const uchar *norms, uint i) {
     return HALVES ? half_to_float(reinterpret_cast<const ushort *>(norms)[i]) : reinterpret_cast<const float *>(norms)[i];
@@ -108,8 +108,8 @@ inline uint multiply_halves(uint a, uint b) {
     return out;
 }
 
-// Products of 16 keys, without their norms: of a key of stretch g and the next one, both `unit` rows into it, by query
-// rows 2t and 2t + 1; and so for each block of the coordinates.
+// Products of 16 keys, without their norms, for each block of the coordinates. A lane gets the products of the two keys
+// at row `unit` of stretch g with query rows 2t and 2t + 1.
 inline void multiply_keys(const Shared &shared, const KeyLookup &lookup, uint unit, float (&s)[BLOCKS][4]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr uint CHAINS = 4;
@@ -154,7 +154,7 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes
                    const RowEnds &ends) {
     constexpr uint RUN = QueryRuns::RUN;
     const uint lane = threadIdx.x % 32;
-    // While outputs are awaited.
+    // Outputs arrive meanwhile.
     wait_if_late<EARLIER>();
     const float earlier_end = ends.of_earlier(row);
     float before[HEAD_DIM / 32];
@@ -162,7 +162,7 @@ inline void finish(const AttendParams &p, Shared &shared, ulong row, bool writes
     for (uint i = 0; i < HEAD_DIM / 32; i++) {
         before[i] = ends.earlier_at<float>(row * HEAD_DIM + QueryRuns::coord(i / RUN, lane) + i % RUN);
     }
-    // Two of the cluster's warps for each lane: of the lower four blocks, and the upper.
+    // Each lane has two of the cluster's warps: one of the lower four blocks, one of the upper four.
     barrier_wait(shared_address(&shared.all_ends), 0);
     const float2 low = shared.ends[0][lane], high = shared.ends[CLUSTER / 2][lane];
     float m[2] = {low.x, high.x};
@@ -440,8 +440,8 @@ inline void largest_norms(const Norms &norms, uint (&largest_norm)[BLOCKS]) {
     }
 }
 
-// Leaves the weights of the warp's keys, relative to the warp's largest score, times the norms of their values, and
-// sends largest score and sum of weights to the blocks that merge the rows.
+// Stores the weights of the warp's keys, relative to the warp's largest score and multiplied by the norms of the
+// values. Sends the largest score and the sum of the weights to the blocks that merge the rows.
 inline void leave_weights(const Block &b, const Own &own, const Norms &norms, const uint (&largest_norm)[BLOCKS],
                           const float (&s)[4]) {
     // Of query rows 2t and 2t + 1.
@@ -451,7 +451,7 @@ inline void leave_weights(const Block &b, const Own &own, const Norms &norms, co
         m[0] = fmaxf(m[0], __shfl_xor_sync(0xFFFFFFFF, m[0], step));
         m[1] = fmaxf(m[1], __shfl_xor_sync(0xFFFFFFFF, m[1], step));
     }
-    // Weights are relative to powers of two; so is the weight of a warp relative to another's.
+    // Weights are relative to powers of two, so the factors between warps are powers of two as well.
     m[0] = ceilf(fmaxf(m[0], LOWEST));
     m[1] = ceilf(fmaxf(m[1], LOWEST));
     float weights[4];
@@ -509,7 +509,7 @@ inline float multiply_values(const Block &b, const Own &own, float (&o)[4][4], M
             codes[u].read(j, low + j % 2 * V_LOW + r * ValueRows::LOW_ROW, high + j % 2 * V_HIGH + r * ValueRows::HIGH_ROW);
         }
     }
-    // Weights are of row g. They become relative to the largest score of the block.
+    // The lane has weights of row g, which become relative to the largest score of the block.
     const uint column = b.g < GROUP ? b.g : 0;
     const float max = largest(b.shared.maxima[column]), norm = largest(b.shared.norms[block]);
     float2 masses = make_float2(0, 0);
@@ -597,7 +597,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     EarlyPages<CLUSTER * WARPS * TILE> pages;
     const Token token = load_token_and_pages(p, positions, sequence, lens, table, item, pages);
     const QueryRuns runs(lane);
-    // While page tables are read.
+    // The loads of page tables are in flight meanwhile.
     fill_tables(thread);
     const Own own(p, pages, token, head);
     const LaneKeys keys = locate_keys(b, own, k_norms, v_norms);
@@ -627,10 +627,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const float scale = multiply_values(b, own, o, means);
     send_outputs(b, o, means, scale);
 
-    // Merges the states of the block's row. No block writes to one that has ended: a block with a row has waited for
-    // all, and the others receive nothing.
+    // Merges the states of the block's row. No block writes to a block that has ended: a block with a row waits for all
+    // states, and a block without a row receives none.
     if (rank < GROUP && warp == 0) {
-        // Page tables are read again only if the row has to know.
+        // Page tables are read again only if the row needs this.
         const bool any = PAGE_SHIFT == 0 && sees_any(p, table, token);
         const RowEnds ends(sinks, earlier, earlier_ends, new_ends);
         const auto sees = [&] { return PAGE_SHIFT == 0 ? any : sees_any(p, table, token); };

@@ -13,16 +13,16 @@ static_assert(TILE == 16, "attend: a product takes two keys of eight stretches")
 
 // The keys of a block and of a warp of it.
 struct Own {
-    // How many the block has, and how many of these are in a stretch: an even number.
+    // Keys of the block, and keys of a stretch: an even number.
     uint count;
     uint length;
-    // Row and slot of the first one; rows of the warp's stretch, and the slot of the first of them.
+    // Row and slot of the block's first key; rows of the warp's stretch, and the slot of its first row.
     ulong plane;
     uint slot;
     uint rows;
     uint slot_of_rows;
-    // Over pages: those of the keys, and those of the stretch; `plane` is the head's first row in a page, and slots
-    // are positions.
+    // Over pages: the pages of the block's keys, and the pages of the stretch; `plane` is the head's first row in a
+    // page, and slots are positions.
     EarlyPages<CLUSTER * WARPS * TILE> pages;
     RowsInPages in_pages;
 
@@ -44,18 +44,18 @@ struct Own {
             in_pages = RowsInPages(pages, slot_of_rows, rows);
         }
     }
-    // How many rows of the stretch are copied.
+    // Rows of the stretch that are copied.
     uint held() const {
         return PAGE_SHIFT > 0 ? in_pages.held() : rows;
     }
-    // Of the block's key `i`; for one that is not there, any.
+    // The slot of the block's key `i`; arbitrary for a missing key.
     uint slot_of(const AttendParams &p, uint i) const {
         const uint at = slot + i;
         return RING && at >= p.capacity ? at - p.capacity : at;
     }
 };
 
-// The first byte of a warp's stretch of a plane; over pages that of the head's rows in a page.
+// The address of a warp's stretch in a plane; over pages, of the head's rows in a page.
 template <uint ROW>
 inline const uchar *stretch_of(const AttendParams &p, const uchar *plane, const Own &own) {
     if (PAGE_SHIFT > 0) {
@@ -67,7 +67,7 @@ inline const uchar *stretch_of(const AttendParams &p, const uchar *plane, const 
 // Copies the rows of a warp's stretch, ROW bytes each, to consecutive rows in shared memory.
 template <uint ROW>
 inline void copy(const AttendParams &p, const uchar *from, const Own &own, uint to, uint barrier) {
-    // Of a ring up to the end, and from its beginning on.
+    // A copy ends at the end of a ring, and the next begins at its beginning.
     const uint left = p.capacity - own.slot_of_rows;
     if constexpr (PAGE_SHIFT > 0) {
         own.in_pages.each_page([&](uint row, uint page, uint slot, uint rows) {

@@ -1,5 +1,5 @@
-// The means of pages in attend_short_quantised.cu: what they add to scores, and to sums of values. A block's keys are
-// in few pages (MAX_PAGES), whose means are in shared memory, one copied by each warp.
+// Page means in attend_short_quantised.cu: their contributions to scores and to sums of values. A block's keys are in
+// few pages (MAX_PAGES), whose means are in shared memory, one copied by each warp.
 #ifndef KVANT_CUDA_ATTEND_SHORT_QUANTISED_MEANS_H
 #define KVANT_CUDA_ATTEND_SHORT_QUANTISED_MEANS_H
 #include "attend/short_quantised/copies.h"
@@ -9,7 +9,7 @@
 constexpr bool HAS_MEANS = K_CENTRED || V_CENTRED;
 static_assert(!HAS_MEANS || PAGE_SHIFT >= 5, "attend: the pages of a block's keys, 128 at most");
 constexpr uint MAX_PAGES = 8;
-// Codes, then the scale. Rows that lanes read together do not meet in a bank.
+// A row has the codes, then the scale. Rows that lanes read together have no bank conflicts.
 constexpr uint MEAN_PITCH = HEAD_DIM + 16;
 constexpr uint K_MEANS = K_CENTRED ? MAX_PAGES * MEAN_PITCH : 16;
 constexpr uint V_MEANS = V_CENTRED ? MAX_PAGES * MEAN_PITCH : 16;
@@ -18,12 +18,12 @@ inline float scale_of_mean(const uchar *row) {
     return *reinterpret_cast<const float *>(row + HEAD_DIM);
 }
 
-// Which of the block's pages has its key `i`.
+// The index, among the block's pages, of the page with its key `i`.
 inline uint page_of_key(const Own &own, uint i) {
     return page_index(own.slot + i) - page_index(own.slot);
 }
 
-// The page that the warp copies the means of; NONE if the block has no key of it, or nothing holds it.
+// The page whose means the warp copies; NONE if the block has no key of it, or if the page does not exist.
 inline uint page_of_warp(const Own &own) {
     const uint i = threadIdx.x / 32;
     if (!HAS_MEANS || own.count == 0 || i > page_of_key(own, own.count - 1)) {
@@ -32,7 +32,7 @@ inline uint page_of_warp(const Own &own) {
     return own.pages.of(own.slot + (i << PAGE_SHIFT));
 }
 
-// Begins to copy a mean of one side; zeros if there is none.
+// Begins to copy a mean of one side; zeros if the page does not exist.
 inline void copy_mean(const uchar *means, uint page, uint head, uchar *rows) {
     const uint to = shared_address(rows + threadIdx.x / 32 * MEAN_PITCH);
     const uchar *from = means + page_bytes_or_zero(page) + head / SHARES * mean_bytes(HEAD_DIM);
@@ -41,8 +41,8 @@ inline void copy_mean(const uchar *means, uint page, uint head, uchar *rows) {
     }
 }
 
-// The products of the queries and two means, each with its scale, in units of those with centroids: of rows x and y by
-// query rows 2t and 2t + 1.
+// The products of query rows 2t and 2t + 1 with two means, rows x and y. They include the means' scales, and have the
+// unit of products with centroids.
 inline void multiply_means(const uchar *x, const uchar *y, const uint4 *queries, float (&s)[4]) {
     const uint lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     float sums[2][4] = {};
@@ -67,10 +67,10 @@ inline void multiply_means(const uchar *x, const uchar *y, const uint4 *queries,
     }
 }
 
-// The sums of a warp's weights by pages: of page g, query rows 2t and 2t + 1.
+// The sums of a warp's weights by pages: a lane gets those of page g and query rows 2t and 2t + 1.
 inline float2 sum_by_pages(const Own &own, const float (&weights)[4]) {
     const uint warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    // Which keys are in page g: ones.
+    // A operands: 1 for keys in page g, 0 for other keys.
     uint a[4] = {};
 #pragma unroll
     for (uint i = 0; i < 2; i++) {
@@ -80,7 +80,7 @@ inline float2 sum_by_pages(const Own &own, const float (&weights)[4]) {
             a[2 * i] |= page == g ? 0x3C00u << 16 * j : 0;
         }
     }
-    // f16 twice: a common mean may be large.
+    // Two f16 terms for each sum, because a mean may be large.
     uint first[2], second[2];
     split<true>(weights[0], weights[1], first);
     split<true>(weights[2], weights[3], second);
@@ -92,9 +92,9 @@ inline float2 sum_by_pages(const Own &own, const float (&weights)[4]) {
     return make_float2(sums[0], sums[1]);
 }
 
-// The means of values of a warp's slice times weights: of query row g, pages 2t and 2t + 1.
+// The means of values of a warp's slice times weights. A lane has weights of query row g and pages 2t and 2t + 1.
 struct MeanSums {
-    // As the sums of values, in units of `unit`.
+    // Layout of the sums of values, in units of `unit`.
     float o[4][4];
     float unit;
 
@@ -111,7 +111,7 @@ struct MeanSums {
         constexpr float UP = 256;
         const float power = power_above(largest), up = UP * inverse_of_power(power);
         unit = power * (1 / UP);
-        // A mean whose keys have no weight may be anything.
+        // A mean whose keys have no weight may be NaN.
         uint terms[2];
         split<true>(masses.x == 0 ? 0 : masses.x * (scales[0] * up), masses.y == 0 ? 0 : masses.y * (scales[1] * up), terms);
         uint codes[2][2];

@@ -35,11 +35,11 @@ const MAX_PAGES: usize = 8;
 pub(super) struct AttendShortQuantised {
     heads: HeadShares,
     blocks: usize,
-    /// Uses a table for 5 bits of twice the length, which is faster.
+    /// Codes of 5 bits have a table of twice the length, which is faster.
     fives_in_pairs: bool,
     shared_bytes: usize,
-    /// At least half of a multiprocessor's, so that no two blocks share a multiprocessor: lookups take all the
-    /// bandwidth of its shared memory.
+    /// Shared memory of a block: at least half of a multiprocessor's, so that no two blocks share a multiprocessor. The
+    /// lookups of one block take the whole bandwidth of its shared memory.
     requested_bytes: usize,
 }
 

@@ -1,4 +1,4 @@
-// Queries of attend_short_quantised.cu, as the operands that meet the keys: a warp rotates one.
+// Queries of attend_short_quantised.cu, as operands of the products with keys. A warp rotates one query.
 #ifndef KVANT_CUDA_ATTEND_SHORT_QUANTISED_QUERIES_H
 #define KVANT_CUDA_ATTEND_SHORT_QUANTISED_QUERIES_H
 #include "attend/codes.h"
@@ -44,7 +44,7 @@ inline void load_query(const uchar *q, ulong row, float (&x)[HEAD_DIM / 32]) {
     }
 }
 
-// Rotates query `r` if need be, and leaves it as B operands, and what takes products with it to scores.
+// Rotates query `r` if keys are rotated, and stores it as B operands, with the factor from its products to scores.
 inline void leave_query(const AttendParams &p, float (&x)[HEAD_DIM / 32], const QueryRuns &runs, uint r, uint4 *queries,
                         float *factors) {
     const uint lane = threadIdx.x % 32;
@@ -64,7 +64,7 @@ inline void leave_query(const AttendParams &p, float (&x)[HEAD_DIM / 32], const 
     ushort *to = reinterpret_cast<ushort *>(queries);
 #pragma unroll
     for (uint i = 0; i < HEAD_DIM / 32; i += 2) {
-        // Neighbours are adjacent.
+        // Neighbouring coordinates are adjacent.
         const uint at = query_place<KeyCodes>(r, QueryRuns::coord(i / QueryRuns::RUN, lane) + i % QueryRuns::RUN);
         *reinterpret_cast<uint *>(to + at) = pack<true>(x[i] * range.x, x[i + 1] * range.x);
     }

@@ -1,5 +1,5 @@
-// Products of weights and quantised values where a warp has 64 of the coordinates, for attend_short_quantised.cu: a
-// lane has eight of them, of four values at a time.
+// Products of weights and quantised values for attend_short_quantised.cu: a warp has 64 coordinates, and a lane eight
+// of them, of four values at a time.
 #ifndef KVANT_CUDA_ATTEND_SHORT_QUANTISED_VALUES_H
 #define KVANT_CUDA_ATTEND_SHORT_QUANTISED_VALUES_H
 #include "attend/codes.h"
@@ -11,14 +11,14 @@ template <uint CODEC>
 struct SliceCodes {
     using C = Codes<CODEC, 4>;
     static constexpr uint WORDS = CODEC == TQ8 ? 2 : 1;
-    // Bytes of a lane.
+    // Bytes of a lane's coordinates.
     static constexpr uint LOW = C::LOW_BITS;
     static constexpr uint HIGH = C::HIGH_BITS;
 
     uint low[4][WORDS];
     uint high[4];
 
-    // From where the lane's first coordinate of value j is.
+    // Reads value j; the pointers are at the lane's first coordinate.
     void read(uint j, const uchar *from_low, const uchar *from_high) {
         read_bytes<LOW>(from_low, low[j]);
         high[j] = 0;
@@ -34,7 +34,7 @@ struct SliceCodes {
     template <uint AT, typename Use>
     void operands(const Lookup<CODEC, AT> &lookup, Use use) const {
         if constexpr (in_twos(CODEC)) {
-            // Of the first two values in the lower half, of the last two in the upper one.
+            // The lower half has codes of the first two values, the upper half of the last two.
             uint even[8], odd[8];
             lookup.pairs_of_rows(low[0][0] | low[2][0] << 16, low[1][0] | low[3][0] << 16, high[0] | high[2] << 8,
                                  high[1] | high[3] << 8, 0, even, odd);
@@ -44,7 +44,7 @@ struct SliceCodes {
                 use(i, a);
             }
         } else if constexpr (C::PAIRED) {
-            // A byte of `even` holds an even coordinate of two values, one of `odd` the coordinate after it.
+            // A byte of `even` holds an even coordinate of two values; the byte of `odd` holds the next coordinate.
             uint even[2], odd[2];
 #pragma unroll
             for (uint j = 0; j < 2; j++) {
@@ -66,7 +66,7 @@ struct SliceCodes {
                 use(i, a);
             }
         } else {
-            // Codes of the first two values, and of the last two, that are even and odd.
+            // Codes of the first two values, and of the last two.
             uint of_first[4], of_second[4];
             if constexpr (CODEC == TQ5) {
                 five_bits(low[0][0], low[2][0], high[0] | high[2] << 8, of_first);

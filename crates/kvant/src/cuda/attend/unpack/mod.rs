@@ -70,7 +70,7 @@ impl AttendUnpack {
         if call.q.dtype() != DType::BF16 || ![spec.k, spec.v].into_iter().all(AttendUnpack::can_read) {
             return None;
         }
-        // The batch of a pool's step bounds the contents of its buffers on the device.
+        // The batch of a step over a pool bounds the contents of the step's buffers on the device.
         let batch = call.step.batch();
         let slots = batch.sequences.min(call.tokens).min(call.step.sequences());
         let seen = keys_of_tokens(call, batch.max_new.max(1));

@@ -3,8 +3,8 @@
 #define KVANT_CUDA_LINEAR_BATCH_CODES_H
 #include "linear/gemm_affine_wgmma/layout.h"
 
-// Offset of codes: in the low seven bits of the bf16 number 128, a code adds its value. Codes of 8 bits are counted
-// from their middle.
+// Offset of codes: a code becomes the low seven bits of the bf16 number 128, and so adds its value to it. Codes of 8
+// bits are counted from their middle.
 constexpr bool EXACT = OUT_DTYPE == F32 && BITS != 8;
 constexpr float OFFSET = BITS == 8 ? -128 : EXACT ? 0 : 128;
 constexpr uint MINUS_OFFSET = BITS == 8 ? 0x43004300 : 0xC300C300;
@@ -30,7 +30,8 @@ inline uint pair_of(const uint (&w)[4], uint i) {
         return masked(two << 4, 0x3F0000) | two & 0x3F;
     }
     const uint two = w[i / 2] >> i % 2 * 16;
-    // 2^23 plus the code. Minus 2^23 and the middle, it has 8 bits, which all fit into the upper half of the float.
+    // The float 2^23 plus the code, less 2^23 and the middle of the codes: 8 bits, which fit into the upper half of the
+    // float.
     constexpr float OFF = 8388608 + 128;
     const float low = __uint_as_float(two & 255 | 0x4B000000) - OFF, high = __uint_as_float(two >> 8 & 255 | 0x4B000000) - OFF;
     return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
@@ -85,7 +86,7 @@ inline uint weights_of(uint pair, uint scale, uint bias) {
     return out;
 }
 
-// The left sides of N products of a block from the one `first` on: rows g and g + 8 of the warp's outputs.
+// The left sides of N products of a block, from product `first` on: rows g and g + 8 of the warp's outputs.
 template <uint N>
 inline void operands(uint (&a)[N][4], const uint (&w)[2][4], uint first, const Factors &factors) {
 #pragma unroll

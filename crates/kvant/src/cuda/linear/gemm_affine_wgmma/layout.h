@@ -24,10 +24,10 @@ constexpr uint ROW_LANES = CODES / 16 % 8 == 0 ? 8 : CODES / 16 % 4 == 0 ? 4 : 2
 constexpr uint AT_CODES = X_BYTES;
 constexpr uint AT_SUMS = AT_CODES + OUTPUTS * PITCH;
 constexpr uint STAGE = (AT_SUMS + SUMS_BYTES + 1023) / 1024 * 1024;
-// Chunks, of SPAN inputs, whose scales and biases are copied together; scales of a thread in a chunk; their bytes for
-// an output, and the distance of outputs. They are copied in pieces of 8 bytes, or, if these are not aligned, in words.
-// The first scale (or bias) may be in the middle of a word (SCALES_ODD, BIASES_ODD: 0 or 1), and so may that of any
-// output.
+// Chunks of a span: the scales and biases of its SPAN inputs are copied together. Scales of a thread in a chunk; bytes
+// of an output's scales, and the distance of outputs. Copies have pieces of 8 bytes or, if these are not aligned,
+// words. The first scale (or bias) of the tensor may be in the middle of a word (SCALES_ODD, BIASES_ODD: 0 or 1), and
+// so may the first scale of any output.
 constexpr uint SPAN_CHUNKS = SPAN / INPUTS;
 constexpr uint FACTORS = INPUTS / GROUP / HALVES;
 constexpr uint SPAN_BYTES = SPAN / GROUP * 2;
@@ -38,7 +38,7 @@ constexpr uint SLOTS = 2;
 // The ring begins behind the barriers, at a multiple of 1024 bytes.
 constexpr uint AT_RING = 1024;
 constexpr uint AT_SLOTS = AT_RING + STAGES * STAGE;
-// The sums over the second halves, of two tiles in turn.
+// The sums over the second halves; two tiles alternate.
 constexpr uint AT_HALVES = AT_SLOTS + SLOTS * 2 * SIDE;
 constexpr uint HALF_BYTES = HALVES == 1 ? 0 : OUTPUTS * ROWS * 4;
 static_assert(1024 + AT_HALVES + 2 * HALF_BYTES == SHARED_BYTES, "linear: the shared memory that Rust asks for");

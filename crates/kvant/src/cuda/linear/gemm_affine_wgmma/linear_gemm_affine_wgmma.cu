@@ -1,26 +1,26 @@
 // linear_gemm_affine_wgmma: linear (linear_generic.cu) of up to 128 rows of bf16, or of rows of experts, with affine
-// codes, on the tensor cores of whole warpgroups. Every matrix is read once, which is the limit up to about 32 rows.
-// Results are bf16 or, of up to 32 rows, f32.
+// codes, on the tensor cores of whole warpgroups. Every matrix is read once; up to about 32 rows, the time to read it
+// is the limit. Results are bf16 or, of up to 32 rows, f32.
 //
 // With w = scale * code + bias,
 //   out = sum over blocks of  scale * (x . code) + bias * (x . 1)
-// A block is BLOCK inputs of one group. With up to 32 rows, products are of codes plus OFFSET, which bf16 holds
-// exactly; they and the second term are scaled and added in float. OFFSET costs some bits of the sums. For results of
-// f32 it is therefore subtracted from codes of 4 and 6 bits before the products. With more rows (FOLDED), codes become
+// A block is BLOCK inputs of one group. With up to 32 rows, the operands are codes plus OFFSET, which bf16 holds
+// exactly; products and the second term are scaled and added in float. OFFSET costs some bits of the sums, so for
+// results of f32 it is subtracted from codes of 4 and 6 bits before the products. With more rows (FOLDED), codes become
 // weights rounded to bf16, which is faster than scaling.
 //
-// x is in chunks, by linear_gemm_affine_wgmma_arrange.cu. Tiles are OUTPUTS outputs by ROWS rows, of out^T = W x^T. The
-// chunks of all tiles, one after the other, are divided evenly among the blocks, wherever that cuts a tile. One
-// warpgroup copies codes and x to a ring in shared memory, a chunk a stage, and scales and biases to two slots, for
-// SPAN inputs at once: in smaller pieces they would take as long as the codes. Consumer warpgroups multiply, 64 or 128
-// outputs each: a thread unpacks 16 neighbouring codes of two outputs, the left sides of four products (codes.h). With
-// HALVES of 2, two warpgroups have the same 64 outputs, each half of a chunk's inputs, and their sums are added through
-// shared memory. Chunks are longer then, and longer pieces of rows are read faster. A tile that several blocks share is
-// left in `partials`, and added up, in the order of its inputs, by the block that is done last.
+// linear_gemm_affine_wgmma_arrange.cu has divided x into chunks. A tile of out^T = W x^T is OUTPUTS outputs by ROWS
+// rows. The chunks of all tiles are concatenated and divided evenly among the blocks; a tile may be cut anywhere. One
+// warpgroup copies codes and x to a ring in shared memory, one chunk per stage. It copies scales and biases to two
+// slots, for SPAN inputs at once: in smaller pieces they would take as long as the codes. Consumer warpgroups multiply,
+// 64 or 128 outputs each: a thread unpacks 16 neighbouring codes of two outputs, the left sides of four products
+// (codes.h). With HALVES of 2, two warpgroups have the same 64 outputs and half of a chunk's inputs each, and their
+// sums are added through shared memory. Chunks are longer then: longer pieces of rows are read faster. Blocks that
+// share a tile store their sums in `partials`, and the last of them adds the sums up, in the order of the inputs.
 //
-// If tiles are at most half as many as multiprocessors, several blocks would share each, and the last block of a small
-// matrix would add for longer than it multiplies. In that case the CLUSTER blocks of a cluster divide the chunks of a
-// tile, and each adds up a part of its sums, through distributed shared memory.
+// If the tiles are at most half as many as the multiprocessors, several blocks would share each tile, and for a small
+// matrix the last block would spend more time on additions than on products. In that case the CLUSTER blocks of a
+// cluster divide the chunks of a tile, and each adds up a part of its sums, through distributed shared memory.
 //
 // Copies of W begin before the previous kernel has ended (device/dependent_launch.h), unless the expert is not known.
 #include "device/cluster.h"
@@ -112,7 +112,7 @@ inline void each_chunk(const Block &b, uint from, uint to, Copy copy) {
 inline void copy_factors(const Block &b, const Producer &self, uint to, uint span, ulong first_row, uint last) {
     const uint first = span * (SPAN / GROUP);
     if constexpr (FACTORS_ALIGNED) {
-        // Neighbouring lanes copy the pieces of an output; zeros behind the last input.
+        // Neighbouring lanes copy the pieces of an output; pieces after the last input are zeros.
 #pragma unroll
         for (uint side = 0; side < 2; side++) {
             const uchar *of_side = (side == 0 ? b.tensors.scales : b.tensors.biases) + (first_row * self.groups + first) * 2;
@@ -229,8 +229,8 @@ inline void meet(uint barrier, uint threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Consumer: scales and biases of the lane's outputs for a chunk. `odd`: whether those of an output begin in the middle
-// of a word.
+// Consumer: scales and biases of the lane's outputs for a chunk. `odd`: whether an output's scales (or biases) begin in
+// the middle of a word.
 inline void factors_of_outputs(const uchar *factors_of_chunk, const Consumer &c, uint chunk, const uint (&odd)[TILES][2],
                                Factors (&factors)[TILES][FACTORS]) {
 #pragma unroll
@@ -242,7 +242,7 @@ inline void factors_of_outputs(const uchar *factors_of_chunk, const Consumer &c,
         load_factors(of_row[1], from + SIDE, (odd[tile][r] + BIASES_ODD) % 2);
 #pragma unroll
         for (uint f = 0; f < FACTORS; f++) {
-            // Zero behind the last input; aligned factors are zeros there already.
+            // Factors after the last input are zero; aligned factors have been copied as zeros.
             const bool there = WHOLE || FACTORS_ALIGNED || chunk * DEPTH + c.half * OWN_BLOCKS + f * (GROUP / BLOCK) < c.blocks;
             factors[tile][f].scale[r] = there ? of_row[0][f] : 0;
             const float less = fmaf(-OFFSET, __uint_as_float(of_row[0][f]), __uint_as_float(of_row[1][f]));
@@ -251,7 +251,8 @@ inline void factors_of_outputs(const uchar *factors_of_chunk, const Consumer &c,
     }
 }
 
-// Consumer: all codes of a chunk. They are loaded before the products, over which loads cannot be moved.
+// Consumer: all codes of a chunk. They are loaded before the products, because the compiler cannot move loads across
+// products.
 inline void codes_of_outputs(const Consumer &c, const uchar *codes_of_lane, uint (&w)[TILES][OWN_BLOCKS][2][4]) {
 #pragma unroll
     for (uint i = 0; i < TILES * OWN_BLOCKS; i++) {
@@ -261,8 +262,8 @@ inline void codes_of_outputs(const Consumer &c, const uchar *codes_of_lane, uint
     }
 }
 
-// Consumer, FOLDED: adds the products of a chunk, by weights made of its codes. `before` is the barrier of the previous
-// stage, which products still read, or 0.
+// Consumer, FOLDED: converts the codes of a chunk to weights, and adds their products. `before` is the barrier of the
+// previous stage, which products still read, or 0.
 inline void multiply_weights(ulong x, const uint (&w)[TILES][OWN_BLOCKS][2][4], const Factors (&factors)[TILES][FACTORS], uint before,
                              float (&sums)[TILES][ROWS / 2]) {
     uint a[2][2][4];
@@ -270,7 +271,8 @@ inline void multiply_weights(ulong x, const uint (&w)[TILES][OWN_BLOCKS][2][4], 
     for (uint step = 0; step < 2 * TILES * DEPTH; step++) {
         const uint block = step / (2 * TILES), tile = step / 2 % TILES, part = step % 2;
         uint(&now)[2][4] = a[step % 2];
-        // Products that read `now` are done; after the first step, also all products of the previous chunk.
+        // All products except those just begun have finished; after the first step, this includes all products of the
+        // previous chunk.
         products_wait<1>();
         if (step == 1 && before != 0) {
             barrier_arrive(before);
@@ -344,7 +346,7 @@ struct Cursors {
 // Consumer: the sums of the block's chunks of a tile, from `unit` on. `weight` is the row of W of output 0.
 inline void multiply_segment(const Block &b, const Consumer &c, Cursors &at, const Segment &segment, uint &unit, uint weight,
                              uint first_output, float (&sums)[TILES][ROWS / 2]) {
-    // Odd if the scales, or biases, of an output begin in the middle of a word, unless the first of all do.
+    // Whether an output's first scale (or bias) has another parity in its word than the tensor's first.
     uint odd[TILES][2];
 #pragma unroll
     for (uint i = 0; i < 2 * TILES; i++) {
@@ -408,8 +410,8 @@ inline bool add_halves(const Block &b, const Consumer &c, uint turn, float (&sum
     return true;
 }
 
-// A thread's sums in places of four: place i has two neighbouring columns, from 8 (i % (ROWS / 8)) + 2 t on, of two
-// outputs of tile i / (ROWS / 8).
+// A thread's sums are divided into places of four: place i has two neighbouring columns, from 8 (i % (ROWS / 8)) + 2 t
+// on, of two outputs of tile i / (ROWS / 8).
 constexpr uint PLACES = TILES * ROWS / 8;
 inline const float *place_of(const float (&sums)[TILES][ROWS / 2], uint i) {
     return &sums[i / (ROWS / 8)][i % (ROWS / 8) * 4];
@@ -466,8 +468,8 @@ struct Results {
     }
 };
 
-// Epilogue in a cluster: each block adds up a part of the tile's sums of all blocks. The ring is free: its place holds
-// the sums.
+// Epilogue in a cluster: each block adds up one part of the tile's sums over all blocks. The sums are stored in the
+// memory of the ring, which is free.
 inline void add_in_cluster(const Block &b, const Consumer &c, const Results &results, const float (&sums)[TILES][ROWS / 2]) {
     // The warps of the block have finished with the ring, and all copies have arrived.
     meet(2, WRITERS);
@@ -499,10 +501,10 @@ inline void add_in_cluster(const Block &b, const Consumer &c, const Results &res
     cluster_wait();
 }
 
-// Epilogue of a tile that several blocks share: leaves the sums in `partials`. The block that is done last adds them
-// up, in the order of the inputs.
+// Epilogue of a tile that several blocks share: stores the sums in `partials`. The last block to arrive adds them up,
+// in the order of the inputs.
 inline void add_blocks(const Block &b, const Consumer &c, const Results &results, const float (&sums)[TILES][ROWS / 2]) {
-    // A block has two slots: for the tile at which its share begins, and for the one at which it ends.
+    // A block has two slots: for the tile in which its share begins, and for the tile in which it ends.
     const uint first_unit = results.segment.tile * b.chunks;
     const uint lowest = b.shares.block_of(first_unit), highest = b.shares.block_of(first_unit + b.chunks - 1);
     const auto slot_of = [&](uint block) {
@@ -527,7 +529,7 @@ inline void add_blocks(const Block &b, const Consumer &c, const Results &results
     if (*is_last == 0) {
         return;
     }
-    // Sums of several places and blocks are read at once. With many tiles, mostly two blocks share one.
+    // Sums of several places and blocks are read at once. With many tiles, a shared tile mostly has two blocks.
     constexpr uint SOME = PLACES < 8 ? PLACES : 8, AT_ONCE = SOME == 8 ? 2 : 4;
 #pragma unroll 1
     for (uint place = 0; place < PLACES; place += SOME) {
@@ -625,7 +627,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTERED
     const Tensors tensors = {arranged, codes, scales, biases, out, partials, counters, experts, order};
     uchar *stages = memory + (ring - shared_address(memory));
     const Block b = {p, tensors, base, full, free, slot_free, ring, stages, chunks, shares, own_share, begin, end};
-    // The consumers get the registers.
+    // Consumers get registers that the copying warps give up.
     if (thread >= CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TILES == 1 ? 64 : 72));
         produce(b, thread - CONSUMERS);

@@ -6,8 +6,8 @@
 #include "device/elements.h"
 #include "linear/gemm_affine_wgmma/chunk.h"
 
-// CUDA blocks: x counts blocks of inputs, padded to whole chunks; a CUDA block has several if it has threads for them.
-// y counts 32 rows, or tiles of fewer rows.
+// The grid: x counts blocks of inputs, padded to whole chunks; a CUDA block has several of them if it has enough
+// threads. y counts tiles of at most 32 rows.
 extern "C" __global__ void __launch_bounds__(256)
     KVANT_KERNEL(const uchar *x, uchar *out, uint *counters, const GemmAffineWgmmaParams p, const uint *experts, const uint *order) {
     take_turn();

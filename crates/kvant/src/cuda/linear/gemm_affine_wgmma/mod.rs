@@ -30,16 +30,16 @@ const fn source(name: &'static str, text: &'static str) -> Source {
     Source { name, text, headers: headers::ALL, layouts }
 }
 
-/// Inputs of a block. Outputs of a tile: half of them if chunks have halves.
+/// Inputs of a block; outputs of a tile, which are half as many if chunks have halves.
 const BLOCK: usize = 64;
 const OUTPUTS: usize = 256;
 /// Blocks of a chunk, and the minimum chunks in shared memory.
 const DEPTHS: [(usize, usize); 2] = [(4, 3), (2, 2)];
-/// As above, if each warpgroup multiplies half of a chunk's inputs.
+/// As `DEPTHS`, if each warpgroup multiplies half of a chunk's inputs.
 const DEPTHS_OF_HALVES: [(usize, usize); 2] = [(8, 3), (6, 3)];
-/// Maximum rows with which halves are faster, for codes of 4 bits: rows are read in longer pieces, and x is read for
-/// half the outputs at a time. Small matrices, with at most `SMALL` weights, gain from smaller tiles with more rows,
-/// too: fewer blocks share a tile.
+/// Maximum rows with which halves are faster, for codes of 4 bits. Halves read longer pieces of rows of W, but read x
+/// for half as many outputs at a time. For small matrices, of at most `SMALL` weights, halves are faster with more
+/// rows, too: smaller tiles are shared by fewer blocks.
 const MAX_HALVES: usize = 16;
 const SMALL: usize = 1 << 24;
 /// Maximum spans of inputs whose scales are in shared memory.
@@ -52,13 +52,13 @@ const ROWS: [usize; 5] = [8, 16, 32, 64, MAX_ROWS];
 const WARPGROUP: usize = 128;
 /// Maximum rows of products of codes. With more rows, codes become weights, rounded to bf16.
 pub(super) const MAX_CODES: usize = 32;
-/// Maximum rows with four warpgroups that multiply. With more rows, two warpgroups have twice the work.
+/// Maximum rows with four warpgroups that multiply. With more rows, two warpgroups multiply twice as much each.
 const FOUR_WARPGROUPS: usize = 64;
 /// Maximum chunks in shared memory.
 const MAX_STAGES: usize = 8;
 /// Rows of a block of `linear_gemm_affine_wgmma_arrange`, over all its blocks of inputs.
 const ARRANGED_ROWS: usize = 32;
-/// Maximum chunks that clusters may add to each block, compared with blocks that are all busy.
+/// Maximum chunks by which a block's work in clusters may exceed an even division among all multiprocessors.
 const MAX_LONGER: usize = 8;
 
 /// How the work is divided.
@@ -295,7 +295,8 @@ mod tests {
         linear::skinny_mma::tests::{H200, affine, call},
     };
 
-    /// With fewer tiles than multiprocessors, each has a cluster, of the maximum size for which all run at once.
+    /// With fewer tiles than multiprocessors, each tile has a cluster; the clusters have the maximum size for which all
+    /// run at once.
     #[test]
     fn few_tiles_are_divided_among_clusters() {
         for (rows, outputs, inputs, want) in [
