@@ -14,6 +14,8 @@ use crate::{
 const QUOTE: &str = "<|\"|>";
 /// Maximum value of `minItems` and `maxItems`.
 const MAX_ITEMS: u64 = 1000;
+/// Maximum references of the schemas of one function.
+const MAX_REFERENCES: usize = 1000;
 /// Keywords that do not constrain values, or are read elsewhere.
 const ANNOTATIONS: [&str; 12] = [
     "$comment",
@@ -134,12 +136,18 @@ impl GemmaCalls {
         }
         if let Some(JsonValue::Array(values)) = fields.get("enum") {
             only(schema, &["enum", "type"])?;
+            if values.is_empty() {
+                return Err("enum".to_string());
+            }
             let values = values.iter().map(|value| self.literal(value)).collect::<Enforced<Vec<_>>>()?;
             return Ok(self.rule(&values.join(" | ")));
         }
         for key in ["anyOf", "oneOf"] {
             if let Some(JsonValue::Array(schemas)) = fields.get(key) {
                 only(schema, &[key, "type", "discriminator"])?;
+                if schemas.is_empty() {
+                    return Err(key.to_string());
+                }
                 let values = schemas.iter().map(|schema| self.value(schema)).collect::<Enforced<Vec<_>>>()?;
                 return Ok(self.rule(&values.join(" | ")));
             }
@@ -202,6 +210,10 @@ impl GemmaCalls {
             return Ok(name.clone());
         }
         let refused = || format!("$ref: {path}");
+        // A chain of references is followed recursively.
+        if self.references.len() == MAX_REFERENCES {
+            return Err(format!("$ref, more than {MAX_REFERENCES} times"));
+        }
         let mut target = &self.root;
         for key in path.strip_prefix("#/").ok_or_else(refused)?.split('/') {
             let key = key.replace("~1", "/").replace("~0", "~");
@@ -322,6 +334,8 @@ struct Pattern {
     out: String,
     is_escaped: bool,
     is_class: bool,
+    /// Whether the class has no character yet, only its brackets and `^`.
+    is_empty_class: bool,
     /// Groups that are open.
     depth: usize,
     /// Whether a `|` was found outside of groups.
@@ -341,6 +355,8 @@ impl Pattern {
         if self.is_end || was_kind && c != ':' {
             return None;
         }
+        let is_class_start = self.is_empty_class && c == '^' && self.out.ends_with('[');
+        let was_empty_class = std::mem::replace(&mut self.is_empty_class, is_class_start);
         match c {
             // As in JavaScript, digits and word characters are ASCII only.
             'd' if was_escaped => self.out.push_str("[0-9]"),
@@ -349,19 +365,26 @@ impl Pattern {
             'W' if was_escaped => self.out.push_str("[^0-9A-Za-z_]"),
             // Word boundaries, backreferences, and escapes of other characters.
             c if was_escaped && c.is_ascii_alphanumeric() && !"nrtsSfv".contains(c) => return None,
+            // Word boundaries in Rust.
+            '<' | '>' if was_escaped => self.out.push(c),
             c if was_escaped => self.out.extend(['\\', c]),
             '\\' => self.is_escaped = true,
+            // In JavaScript, `[]` matches nothing and `[^]` everything; in Rust, the bracket is the class's first character.
+            ']' if self.is_class && was_empty_class => return None,
             ']' => {
                 self.is_class = false;
                 self.out.push(c);
             }
             // In JavaScript, `[` within a class is a literal.
             '[' if self.is_class => self.out.push_str("\\["),
+            // Doubled, they are operators of sets in Rust.
+            '&' | '~' if self.is_class => self.out.extend(['\\', c]),
+            '-' if self.is_class && self.out.ends_with('-') => return None,
             c if self.is_class => self.out.push(c),
             '^' => return None,
             '$' => self.is_end = true,
             c => {
-                self.is_class = c == '[';
+                (self.is_class, self.is_empty_class) = (c == '[', c == '[');
                 (self.is_group, self.is_kind) = (c == '(', was_group && c == '?');
                 self.depth = match c {
                     '(' => self.depth + 1,
@@ -405,13 +428,16 @@ mod tests {
             ("^(?:a|b)", "(?:(?:a|b))(?s:.*)"),
             (r"\d{3}-\w$", "(?s:.*)(?:[0-9]{3}-[0-9A-Za-z_])"),
             (r"^[^$|^\d[(]\$\.$", r"(?:[^$|^[0-9]\[(]\$\.)"),
+            (r"^[a&&b~]\<$", r"(?:[a\&\&b\~]<)"),
+            ("^[^^-a]]$", "(?:[^^-a]])"),
             ("", "(?s:.*)(?:)(?s:.*)"),
         ] {
             assert_eq!(whole_text(pattern).as_deref(), Some(regex), "{pattern}");
         }
-        for pattern in
-            ["^a|b$", "a^", "a$b", "(^a)", "(a$)", r"\ba", r"(a)\1", "(?=a)b", "(?<n>a)", "(a", "a)", "[a", "\\"]
-        {
+        for pattern in [
+            "^a|b$", "a^", "a$b", "(^a)", "(a$)", r"\ba", r"(a)\1", "(?=a)b", "(?<n>a)", "(a", "a)", "[a", "\\", "[]",
+            "[^]", "[+--]",
+        ] {
             assert_eq!(whole_text(pattern), None, "{pattern}");
         }
     }

@@ -36,7 +36,7 @@ fn free_key(schema: &Value) -> String {
 struct References {
     root: Value,
     key: String,
-    /// References and their targets. The index of a reference is the name of its copy.
+    /// Fragments, decoded, and their targets. The index of a fragment is the name of the target's copy.
     found: Vec<(String, Value)>,
 }
 
@@ -72,20 +72,21 @@ impl References {
         if !is_local || local.len() == reference.len() && is_plain(fragment) {
             return;
         }
-        let known = self.found.iter().position(|(other, _)| other == reference);
+        let Some(fragment) = percent_decoded(fragment) else { return };
+        let known = self.found.iter().position(|(other, _)| *other == fragment);
         let place = known.unwrap_or(self.found.len());
         if known.is_none() {
             // The error of `llguidance` names the reference.
-            let Some(target) = self.target(fragment).cloned() else { return };
-            self.found.push((reference.clone(), target));
+            let Some(target) = self.target(&fragment).cloned() else { return };
+            self.found.push((fragment, target));
         }
         *reference = format!("#/{}/{place}", self.key);
     }
 
+    /// The target of a fragment without percent escapes.
     fn target(&self, fragment: &str) -> Option<&Value> {
-        let fragment = percent_decoded(fragment)?;
         if fragment.is_empty() || fragment.starts_with('/') {
-            return self.root.pointer(&fragment);
+            return self.root.pointer(fragment);
         }
         let named = format!("#{fragment}");
         let has_name = |schema: &Map<String, Value>| {
@@ -181,6 +182,8 @@ mod tests {
             json!({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"items": {"$ref": "#/$defs/a~1b"}}}, "referenced": 1});
         let found = normalized(schema);
         assert_eq!(found["referenced_"], json!({"0": {"items": {"$ref": "#/referenced_/0"}}}));
+        let spelled = json!({"anyOf": [{"$ref": "#/$defs/%61b"}, {"$ref": "#/$defs/a%62"}], "$defs": {"ab": {}}});
+        assert_eq!(normalized(spelled)["referenced"], json!({"0": {}}));
     }
 
     #[test]

@@ -5,10 +5,18 @@ use std::collections::BTreeSet;
 use kvant_models::chat::JsonValue;
 use serde_json::{Map, Value};
 
-use super::{numbers::InexactNumber, references};
+use super::{
+    numbers::InexactNumber,
+    references,
+    source::{check_operators, operators},
+};
 
 /// Maximum product of all `multipleOf` of a schema, which is the number of states of its automaton.
 const MAX_MULTIPLE: u128 = 100_000;
+/// Maximum references of a schema. A chain of references is compiled recursively.
+const MAX_REFERENCES: usize = 1000;
+/// Maximum keys of all objects in a schema. The time of a compilation grows with the square of the properties.
+const MAX_KEYS: usize = 5000;
 
 /// Prepares a schema for `llguidance`.
 ///
@@ -36,6 +44,12 @@ fn check(schema: &Value) -> Result<(), String> {
     if product > MAX_MULTIPLE {
         return Err(format!("the product of all `multipleOf` is {product}; at most {MAX_MULTIPLE} is allowed"));
     }
+    for (what, count, max) in [("references", found.references, MAX_REFERENCES), ("keys", found.keys, MAX_KEYS)] {
+        if count > max {
+            return Err(format!("it has {count} {what}; at most {max} are allowed"));
+        }
+    }
+    check_operators(found.operators)?;
     if found.merges { check_bounds(&found.excluded, &found.bounds) } else { Ok(()) }
 }
 
@@ -48,6 +62,10 @@ struct Keywords {
     excluded: Vec<f64>,
     /// Whether bounds of different subschemas can constrain one number.
     merges: bool,
+    references: usize,
+    keys: usize,
+    /// Operators of all patterns.
+    operators: usize,
 }
 
 impl Keywords {
@@ -71,6 +89,12 @@ impl Keywords {
         self.bounds.extend(bounds);
         self.merges |= fields.contains_key("allOf") || fields.contains_key("$ref") && fields.len() > 1;
         self.multiples.extend(fields.get("multipleOf").map(coefficient));
+        self.keys += fields.len();
+        self.references += usize::from(fields.contains_key("$ref"));
+        self.operators += fields.get("pattern").and_then(Value::as_str).map_or(0, operators);
+        if let Some(Value::Object(patterns)) = fields.get("patternProperties") {
+            self.operators += patterns.keys().map(|pattern| operators(pattern)).sum::<usize>();
+        }
         fields.values().try_for_each(|value| self.value(value))
     }
 }
@@ -119,6 +143,23 @@ mod tests {
         ] {
             assert_eq!(check(&good), Ok(()), "{good}");
         }
+    }
+
+    #[test]
+    fn long_chains_and_large_patterns_are_refused() {
+        let chain = |links: usize| {
+            let link = |i: usize| (i.to_string(), json!({"items": {"$ref": format!("#/$defs/{}", i + 1)}}));
+            json!({"$ref": "#/$defs/0", "$defs": (0..links).map(link).collect::<Map<_, _>>()})
+        };
+        assert_eq!(check(&chain(MAX_REFERENCES - 1)), Ok(()));
+        assert!(check(&chain(MAX_REFERENCES)).is_err());
+        let pattern = |count: usize| json!({"items": {"pattern": "a?".repeat(count)}});
+        assert_eq!(check(&pattern(5000)), Ok(()));
+        assert!(check(&pattern(5001)).is_err());
+        assert!(check(&json!({"patternProperties": {"a?".repeat(5001): {}}})).is_err());
+        let properties = |count: usize| (0..count).map(|i| (i.to_string(), json!({}))).collect::<Map<_, _>>();
+        assert_eq!(check(&json!({"properties": properties(MAX_KEYS - 1)})), Ok(()));
+        assert!(check(&json!({"properties": properties(MAX_KEYS)})).is_err());
     }
 
     #[test]

@@ -6,6 +6,11 @@ use std::io;
 const MAX_SOURCE: usize = 256 << 10;
 /// Maximum nesting depth of brackets in a source.
 const MAX_DEPTH: usize = 64;
+/// Maximum operators of regular expressions in a source. The time and the memory of a compilation grow with the square
+/// of their number.
+const MAX_OPERATORS: usize = 5000;
+/// Maximum lines of a Lark grammar. A chain of rules, of which each names the next one, is compiled recursively.
+const MAX_LINES: usize = 5000;
 
 /// The language of a text.
 ///
@@ -58,7 +63,27 @@ impl Grammar {
                 return Err(format!("its brackets nest deeper than {MAX_DEPTH}"));
             }
         }
-        Ok(())
+        let lines = source.lines().count();
+        if matches!(self, Grammar::Lark(_)) && lines > MAX_LINES {
+            return Err(format!("it has {lines} lines; at most {MAX_LINES} are allowed"));
+        }
+        match self {
+            Grammar::JsonSchema(_) => Ok(()),
+            _ => check_operators(operators(source)),
+        }
+    }
+}
+
+/// The number of operators in a regular expression that make its automaton larger than its text.
+pub(super) fn operators(regex: &str) -> usize {
+    regex.bytes().filter(|byte| b"?*+&~".contains(byte)).count()
+}
+
+/// Checks the number of operators in all regular expressions of a source.
+pub(super) fn check_operators(count: usize) -> Result<(), String> {
+    match count > MAX_OPERATORS {
+        true => Err(format!("it has {count} of the operators ? * + & ~; at most {MAX_OPERATORS} are allowed")),
+        false => Ok(()),
     }
 }
 
@@ -97,5 +122,10 @@ mod tests {
         assert!(Grammar::Lark(format!("start: {}", "(".repeat(MAX_DEPTH + 1))).check().is_err());
         assert!(Grammar::JsonSchema("{\"items\":".repeat(MAX_DEPTH + 1)).check().is_err());
         assert!(Grammar::JsonSchema("{},".repeat(1000)).check().is_ok());
+        assert!(Grammar::Regex("a?".repeat(MAX_OPERATORS)).check().is_ok());
+        assert!(Grammar::Regex("a?".repeat(MAX_OPERATORS + 1)).check().is_err());
+        assert!(Grammar::Lark(format!("start: {}/a/", "~".repeat(MAX_OPERATORS + 1))).check().is_err());
+        assert!(Grammar::Lark("a: b\n".repeat(MAX_LINES)).check().is_ok());
+        assert!(Grammar::Lark("a: b\n".repeat(MAX_LINES + 1)).check().is_err());
     }
 }
