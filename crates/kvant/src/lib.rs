@@ -55,6 +55,7 @@
 //! | the same pass for the next token | [`Encoder::capture`] makes a [`Graph`]; each replay reads positions and lengths from device buffers |
 //! | keys and values of a model, for many sequences | [`KvPool`]: pages under one budget; [`Sequence`]: append, truncate, fork, export |
 //! | prompts that begin alike | [`PrefixCache`] |
+//! | prefixes outside of memory, or of another pool | [`PageStore`], [`PrefixCache::export_pages`] |
 //! | keys and values of one layer | [`KvLayer`]: memory only, for engines with their own cache manager |
 //! | the storage format of a vector | [`Codec`]: dense, or TurboQuant at 2, 3, 4, 5, 6 or 8 bits, also around the mean of a page |
 //! | the positions of a pass's tokens | [`Step`]: position and sequence of each token, length of each sequence |
@@ -128,7 +129,10 @@ pub use dtype::{DType, Element, Float};
 pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
 pub use key_bias::{KeyBias, KeyTurns};
-pub use kv::{CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, Sequence, StateLayer, StepSize};
+pub use kv::{
+    CacheLayer, KvPool, PageKey, PageStore, PoolSpec, PoolUsage, PrefixCache, PrefixPage, Sequence, StateLayer,
+    StepSize,
+};
 pub use layer::{HeadOrder, KvLayer, LayerSpec, Planes};
 pub use readback::Readback;
 pub use step::{Batch, Step};

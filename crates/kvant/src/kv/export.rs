@@ -244,7 +244,7 @@ fn check_contents(layout: &PoolLayout, len: usize, contents: &[GroupContents]) -
 }
 
 /// The properties that two pools must share for an import.
-fn describe(pool: &KvPool) -> HashMap<String, String> {
+pub(super) fn describe(pool: &KvPool) -> HashMap<String, String> {
     let mut metadata = HashMap::from([
         ("format".to_string(), FORMAT.to_string()),
         ("version".to_string(), version(pool).to_string()),

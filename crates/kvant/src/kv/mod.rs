@@ -10,6 +10,8 @@
 //! | `pages.rs` | free pages, and the hold count of each page |
 //! | `sequence.rs` | [`Sequence`]: the pages of one conversation; fork and truncation |
 //! | `prefix.rs` | [`PrefixCache`]: pages found by their tokens; eviction; the tier in host memory |
+//! | `store.rs` | [`PageStore`]: the tier outside of memory |
+//! | `transfer.rs` | [`PrefixPage`]: pages of prefixes that move between pools |
 //! | `export.rs` | a sequence as bytes, and back |
 
 mod export;
@@ -21,10 +23,14 @@ mod prefix;
 mod sequence;
 mod spec;
 mod step_words;
+mod store;
 #[cfg(all(test, target_os = "linux"))]
 mod tests;
+mod transfer;
 
 pub use pool::{KvPool, PoolUsage};
 pub use prefix::PrefixCache;
 pub use sequence::Sequence;
 pub use spec::{CacheLayer, PoolSpec, StateLayer, StepSize};
+pub use store::{PageKey, PageStore};
+pub use transfer::PrefixPage;

@@ -23,6 +23,7 @@ use super::{
     pages::{Page, Pages},
     pool::{KvPool, NAME},
     sequence::{GroupPages, Sequence, SequencePages},
+    store::{PageKey, Stored, host_memory},
 };
 use crate::{Error, Result, ops::check};
 
@@ -49,14 +50,14 @@ use crate::{Error, Result, ops::check};
 /// # Ok::<(), kvant::Error>(())
 /// ```
 pub struct PrefixCache {
-    pool: KvPool,
-    salt: Box<[u8]>,
+    pub(super) pool: KvPool,
+    pub(super) salt: Box<[u8]>,
 }
 
 /// The prefixes of a pool.
 pub(super) struct Prefixes {
     /// Includes free entries, which are not alive.
-    nodes: Vec<Node>,
+    pub(super) nodes: Vec<Node>,
     free: Vec<usize>,
     roots: HashMap<Box<[u8]>, usize>,
     /// Children by parent and hash of their tokens.
@@ -66,18 +67,26 @@ pub(super) struct Prefixes {
     clock: u64,
     host_bytes: usize,
     host_limit: usize,
+    /// The tier below host memory.
+    pub(super) stored: Stored,
 }
 
 #[derive(Debug, Default)]
-struct Node {
+pub(super) struct Node {
     /// False for a free entry.
     is_alive: bool,
+    /// Whether the node stays although it has neither pages in memory nor children.
+    pub(super) is_pinned: bool,
+    /// Whether a lookup ended here. Known only with a store.
+    pub(super) is_end: bool,
     parent: Option<usize>,
     hash: u64,
+    /// The name of its pages in a store; zeros without one.
+    pub(super) key: PageKey,
     tokens: Box<[u32]>,
-    /// One entry per group.
-    pages: Vec<PagePlace>,
-    children: usize,
+    /// One entry per group; none for a root.
+    pub(super) pages: Vec<PagePlace>,
+    pub(super) children: usize,
     /// Children with a page on the device.
     device_children: usize,
     used: u64,
@@ -85,7 +94,8 @@ struct Node {
 
 /// A page of a node.
 #[derive(Debug, Default)]
-enum PagePlace {
+pub(super) enum PagePlace {
+    /// Not in memory. A store may have it.
     #[default]
     Nowhere,
     Device(Page),
@@ -126,13 +136,7 @@ impl Node {
     /// Pages that only a branch at this node would read, with their groups: states, and dense pages that the node also
     /// has as sealed pages. Sequences hold none of them. Empty unless the node has exactly one child.
     fn redundant<'a>(&'a self, pages: &'a Pages, layout: &'a PoolLayout) -> impl Iterator<Item = (usize, Page)> + 'a {
-        let is_sealed = |group: usize| {
-            let sealed = layout.sealed_group(group).map(|sealed| &self.pages[sealed]);
-            sealed.is_some_and(|held| !matches!(held, PagePlace::Nowhere))
-        };
-        let pages = self.evictable_alone(pages, layout).filter(|_| self.children == 1);
-        let is_state = move |group: usize| matches!(layout.groups[group].kind, PageKind::State { .. });
-        pages.filter(move |(group, _)| is_state(*group) || is_sealed(*group))
+        self.evictable_alone(pages, layout).filter(|(group, _)| self.is_redundant(*group, layout))
     }
 
     /// Whether a sequence holds one of the node's pages.
@@ -166,7 +170,7 @@ impl PrefixCache {
     }
 
     /// Returns the longest kept prefix of `tokens` that every layer can continue, as a sequence. The sequence is empty
-    /// if no prefix fits.
+    /// if no prefix fits. Pages in host memory and in a [store](KvPool::set_page_store) are copied to the device.
     ///
     /// # Errors
     /// `DeviceFault` if pages cannot be copied back from host memory.
@@ -181,11 +185,15 @@ impl PrefixCache {
     /// find fewer: there must also be positions of windows, and [states](crate::StateLayer). A pass that ends here lets
     /// [`PrefixCache::keep`] keep the states, so that later sequences can continue where texts part.
     pub fn matched(&self, tokens: &[u32]) -> usize {
-        let page_tokens = self.pool.layout().page_tokens;
-        self.pool.lock().prefixes.path(&self.salt, tokens, page_tokens).len() * page_tokens
+        let layout = self.pool.layout();
+        let prefixes = &mut self.pool.lock().prefixes;
+        let path = prefixes.path(layout, &self.salt, tokens);
+        prefixes.pin(&path, false);
+        path.len() * layout.page_tokens
     }
 
-    /// Removes all prefixes of the pool, including those in host memory. Pages that sequences hold are not affected.
+    /// Removes all prefixes of the pool, including those in host memory and in its store. Pages that sequences hold are
+    /// not affected.
     pub fn clear(&self) {
         let state = &mut *self.pool.lock();
         state.prefixes.clear(&mut state.pages);
@@ -195,21 +203,40 @@ impl PrefixCache {
 impl super::pool::PoolState {
     fn find(&mut self, pool: &KvPool, salt: &[u8], tokens: &[u32]) -> Result<SequencePages> {
         let layout = pool.layout();
-        let path = self.prefixes.path(salt, tokens, layout.page_tokens);
+        let path = self.prefixes.path(layout, salt, tokens);
+        // Making room for its pages must not remove the path's nodes.
+        self.prefixes.pin(&path, true);
+        let found = self.find_on(pool, &path);
+        self.prefixes.pin(&path, false);
+        found
+    }
+
+    /// Holds the pages of the longest part of a path that can be continued.
+    fn find_on(&mut self, pool: &KvPool, path: &[usize]) -> Result<SequencePages> {
+        let layout = pool.layout();
         for host in [true, false] {
-            let depth = self.prefixes.continuable(&path, layout, host);
-            if depth > 0
-                && let Some(found) = self.acquire(pool, &path[..depth], host)?
-            {
-                return Ok(found);
+            // Each attempt but the last one finds a page missing.
+            for _ in 0..=path.len() * layout.groups.len() {
+                let depth = self.prefixes.continuable(path, layout, host);
+                if depth == 0 {
+                    break;
+                }
+                match self.acquire(pool, &path[..depth], host)? {
+                    Acquired::Pages(found) => {
+                        self.prefixes.touch_stored(&path[..depth], layout.groups.len());
+                        return Ok(found);
+                    }
+                    Acquired::NoRoom => break,
+                    // The store no longer has the page.
+                    Acquired::Damaged => {}
+                }
             }
         }
         Ok(SequencePages::new(layout))
     }
 
-    /// Holds the pages of a path that can be continued. `None` if the device has no memory for pages that are in host
-    /// memory.
-    fn acquire(&mut self, pool: &KvPool, path: &[usize], host: bool) -> Result<Option<SequencePages>> {
+    /// Holds the pages of a path that can be continued. `host`: including pages in host memory and in the store.
+    fn acquire(&mut self, pool: &KvPool, path: &[usize], host: bool) -> Result<Acquired> {
         let layout = pool.layout();
         let mut found = SequencePages::new(layout);
         found.len = path.len() * layout.page_tokens;
@@ -235,32 +262,34 @@ impl super::pool::PoolState {
             held.pages = path[pages].iter().enumerate().map(|(place, &node)| hold(Some(place), node)).collect();
         }
         let restored = self.restore(pool, &missing, &mut found.groups);
-        if !matches!(restored, Ok(true)) {
+        if !matches!(restored, Ok(Restored::All)) {
             for group in &mut found.groups {
                 group.kept = group.kept.filter(|&page| page != Page::MAX);
                 group.pages.retain(|&page| page != Page::MAX);
             }
             found.release(layout, &mut self.pages);
-            return restored.map(|_| None);
+            let is_damaged = matches!(restored?, Restored::Damaged);
+            return Ok(if is_damaged { Acquired::Damaged } else { Acquired::NoRoom });
         }
-        Ok(Some(found))
+        Ok(Acquired::Pages(found))
     }
 
-    /// Copies pages from host memory to the device. Returns whether they fit.
-    fn restore(&mut self, pool: &KvPool, missing: &[Missing], groups: &mut [GroupPages]) -> Result<bool> {
+    /// Copies pages from host memory and from the store to the device.
+    fn restore(&mut self, pool: &KvPool, missing: &[Missing], groups: &mut [GroupPages]) -> Result<Restored> {
         for &Missing { group, place, node } in missing {
-            let page = loop {
-                if let Some(page) = self.pages.take(group) {
-                    break page;
-                }
-                if !self.prefixes.evict(&mut self.pages, pool) {
-                    return Ok(false);
-                }
+            let Some(page) = self.take_page(pool, group) else { return Ok(Restored::NoRoom) };
+            // Making room may have moved the page from host memory to the store.
+            let stored = match &self.prefixes.nodes[node].pages[group] {
+                PagePlace::Host(_) => None,
+                _ => self.prefixes.read_stored(node, group, pool.saved_page_bytes(group)),
             };
-            // Making room may have evicted the page from host memory.
-            let PagePlace::Host(bytes) = &self.prefixes.nodes[node].pages[group] else {
-                self.pages.release(page);
-                return Ok(false);
+            let bytes = match (&self.prefixes.nodes[node].pages[group], &stored) {
+                (PagePlace::Host(bytes), _) => bytes,
+                (_, Some(bytes)) => &bytes[..],
+                _ => {
+                    self.pages.release(page);
+                    return Ok(Restored::Damaged);
+                }
             };
             if let Err(error) = pool.load_page(group, page, bytes) {
                 self.pages.release(page);
@@ -274,12 +303,28 @@ impl super::pool::PoolState {
                 None => groups[group].kept = Some(page),
             }
         }
-        Ok(true)
+        Ok(Restored::All)
     }
 }
 
-/// A page of a found prefix that is in host memory: its node, and its index in the sequence; `None` for the kept page
-/// 0.
+/// The result of holding the pages of a path.
+enum Acquired {
+    Pages(SequencePages),
+    /// The device has no room for the pages that are not on it.
+    NoRoom,
+    /// A page is no longer in host memory or the store.
+    Damaged,
+}
+
+/// The result of copying pages to the device.
+enum Restored {
+    All,
+    NoRoom,
+    Damaged,
+}
+
+/// A page of a found prefix that is not on the device: its node, and its index in the sequence; `None` for the kept
+/// page 0.
 #[derive(Clone, Copy)]
 struct Missing {
     group: usize,
@@ -297,9 +342,9 @@ enum Leaves {
 
 /// The pages of a group that a sequence of full pages needs: a range of indices, and whether page 0 is kept in
 /// addition.
-struct NeededPages {
-    kept: bool,
-    pages: Range<usize>,
+pub(super) struct NeededPages {
+    pub(super) kept: bool,
+    pub(super) pages: Range<usize>,
 }
 
 impl Prefixes {
@@ -313,6 +358,7 @@ impl Prefixes {
             clock: 0,
             host_bytes: 0,
             host_limit,
+            stored: Stored::default(),
         }
     }
 
@@ -339,22 +385,64 @@ impl Prefixes {
         children.iter().copied().find(|&child| *self.nodes[child].tokens == *tokens)
     }
 
-    /// The nodes that match the full pages of `tokens`, without the root. Marks all of them as used now.
-    fn path(&mut self, salt: &[u8], tokens: &[u32], page_tokens: usize) -> Vec<usize> {
+    /// The root of a salt.
+    pub(super) fn root(&mut self, salt: &[u8]) -> usize {
+        if let Some(&root) = self.roots.get(salt) {
+            return root;
+        }
+        let root = self.new_node(Node { key: self.stored.root(salt), ..Node::default() });
+        self.roots.insert(salt.into(), root);
+        root
+    }
+
+    /// Makes a node without pages.
+    pub(super) fn new_child(&mut self, parent: usize, tokens: &[u32], key: PageKey, groups: usize) -> usize {
+        let pages = (0..groups).map(|_| PagePlace::Nowhere).collect();
+        let (parent, hash, used) = (Some(parent), self.hasher.hash_one(tokens), self.clock);
+        let is_end = self.stored.take_sought(&key);
+        self.new_node(Node { is_end, parent, hash, key, tokens: tokens.into(), pages, used, ..Node::default() })
+    }
+
+    /// The child of a node with these tokens, which is made if it does not exist. Marks it as used now.
+    fn child_or_new(&mut self, parent: usize, tokens: &[u32], layout: &PoolLayout) -> usize {
+        let node = self.child(parent, tokens).unwrap_or_else(|| {
+            let key = self.stored.child(&self.nodes[parent].key, tokens);
+            self.new_child(parent, tokens, key, layout.groups.len())
+        });
+        self.nodes[node].used = self.clock;
+        node
+    }
+
+    /// The nodes of all full pages of `tokens`, without the root. Makes those that do not exist.
+    pub(super) fn whole_path(&mut self, layout: &PoolLayout, salt: &[u8], tokens: &[u32]) -> Vec<usize> {
         self.clock += 1;
-        let mut path = Vec::new();
-        let Some(&(mut at)) = self.roots.get(salt) else { return path };
-        for page in tokens.chunks_exact(page_tokens) {
-            let Some(child) = self.child(at, page) else { break };
-            self.nodes[child].used = self.clock;
-            path.push(child);
-            at = child;
+        let (mut at, mut path) = (self.root(salt), Vec::new());
+        for tokens in tokens.chunks_exact(layout.page_tokens) {
+            at = self.child_or_new(at, tokens, layout);
+            path.push(at);
         }
         path
     }
 
-    /// Maximum depth of a path after which every group can continue; `host`: counting pages in host memory.
-    fn continuable(&self, path: &[usize], layout: &PoolLayout, host: bool) -> usize {
+    /// The nodes that match the full pages of `tokens`, without the root, including new ones for pages in the store.
+    /// Marks all of them as used now.
+    pub(super) fn path(&mut self, layout: &PoolLayout, salt: &[u8], tokens: &[u32]) -> Vec<usize> {
+        self.clock += 1;
+        let mut path = Vec::new();
+        let mut at = self.roots.get(salt).copied();
+        for page in tokens.chunks_exact(layout.page_tokens) {
+            at = at.and_then(|node| self.child(node, page));
+            let Some(child) = at else { break };
+            self.nodes[child].used = self.clock;
+            path.push(child);
+        }
+        self.extend(layout, salt, tokens, &mut path);
+        path
+    }
+
+    /// Maximum depth of a path after which every group can continue; `host`: counting pages in host memory and in the
+    /// store.
+    pub(super) fn continuable(&self, path: &[usize], layout: &PoolLayout, host: bool) -> usize {
         // The last group first: states are missing most often.
         let fits = |path: &[usize]| {
             (0..layout.groups.len()).rev().all(|group| self.needed(path, layout, group, host).is_some())
@@ -363,14 +451,14 @@ impl Prefixes {
     }
 
     /// The pages of a group that a sequence needs to continue after the last node of a path; `None` if one of them is
-    /// neither on the device nor in host memory.
-    fn needed(&self, path: &[usize], layout: &PoolLayout, group: usize, host: bool) -> Option<NeededPages> {
+    /// neither on the device nor, if `host`, in host memory or the store.
+    pub(super) fn needed(&self, path: &[usize], layout: &PoolLayout, group: usize, host: bool) -> Option<NeededPages> {
         let of = &layout.groups[group];
         let (depth, len) = (path.len(), path.len() * layout.page_tokens);
         let has = |group: usize, index: usize| match self.nodes[path[index]].pages[group] {
             PagePlace::Device(_) => true,
             PagePlace::Host(_) => host,
-            PagePlace::Nowhere => false,
+            PagePlace::Nowhere => host && self.is_stored(path[index], group),
         };
         let seen = (of.oldest_seen(len) / layout.page_tokens).min(depth);
         // The sealed pages that exist: up to the page before the last one, which is dense.
@@ -399,21 +487,9 @@ impl Prefixes {
         if depth == 0 {
             return;
         }
-        let mut at = match self.roots.get(salt) {
-            Some(&root) => root,
-            None => {
-                let root = self.new_node(Node::default());
-                self.roots.insert(salt.into(), root);
-                root
-            }
-        };
+        let mut at = self.root(salt);
         for (index, tokens) in tokens.chunks_exact(layout.page_tokens).enumerate() {
-            let node = self.child(at, tokens).unwrap_or_else(|| {
-                let pages = layout.groups.iter().map(|_| PagePlace::Nowhere).collect();
-                let (parent, hash) = (Some(at), self.hasher.hash_one(tokens));
-                self.new_node(Node { parent, hash, tokens: tokens.into(), pages, ..Node::default() })
-            });
-            self.nodes[node].used = self.clock;
+            let node = self.child_or_new(at, tokens, layout);
             for (group, held) in from.groups.iter().enumerate() {
                 // A group with a window keeps its pages only at the end of the prefix.
                 let of = &layout.groups[group];
@@ -426,6 +502,7 @@ impl Prefixes {
                 if let (true, Some(page), false) = (needed, page, is_there) {
                     pages.hold(page);
                     self.set(node, group, PagePlace::Device(page));
+                    self.note_unwritten(node, group);
                 }
             }
             at = node;
@@ -435,7 +512,7 @@ impl Prefixes {
     }
 
     /// Sets a page of a node, and updates the counts that depend on it.
-    fn set(&mut self, node: usize, group: usize, held: PagePlace) {
+    pub(super) fn set(&mut self, node: usize, group: usize, held: PagePlace) {
         let before = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
         self.nodes[node].pages[group] = held;
         let after = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
@@ -447,10 +524,10 @@ impl Prefixes {
     }
 
     /// Removes a node without pages and children, and each ancestor that thereby loses its last child and has no pages.
-    fn prune(&mut self, mut node: usize) {
+    pub(super) fn prune(&mut self, mut node: usize) {
         loop {
-            let Node { is_alive, parent, hash, ref pages, children, .. } = self.nodes[node];
-            if !is_alive || children > 0 || pages.iter().any(|held| !matches!(held, PagePlace::Nowhere)) {
+            let Node { is_alive, is_pinned, parent, hash, ref pages, children, .. } = self.nodes[node];
+            if !is_alive || is_pinned || children > 0 || pages.iter().any(|held| !matches!(held, PagePlace::Nowhere)) {
                 return;
             }
             let Some(parent) = parent else {
@@ -529,11 +606,18 @@ impl Prefixes {
         let nodes = self.nodes.iter().enumerate();
         let with_page =
             nodes.filter_map(|(index, node)| Some((node.used, index, node.evictable_alone(pages, layout).next()?)));
-        let Some((_, index, (group, page))) = with_page.min() else { return false };
-        let saved = self.save(pool, group, page, Leaves::Except(index));
-        self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
-        pages.release(page);
+        let Some((_, index, (group, _))) = with_page.min() else { return false };
+        self.leave(pages, pool, index, group, Leaves::Except(index));
         true
+    }
+
+    /// Moves a page from the device to host memory, if it has room, and to the store.
+    fn leave(&mut self, pages: &mut Pages, pool: &KvPool, node: usize, group: usize, stay: Leaves) {
+        let PagePlace::Device(page) = self.nodes[node].pages[group] else { return };
+        self.store_evicted(pool, node, group, page);
+        let saved = self.save(pool, group, page, stay);
+        self.set(node, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
+        pages.release(page);
     }
 
     /// Evicts the pages of the least recently used node that no sequence uses and that has no descendant with pages on
@@ -551,13 +635,13 @@ impl Prefixes {
             return self.evict_single(pages, pool);
         };
         for group in 0..self.nodes[index].pages.len() {
-            let PagePlace::Device(page) = self.nodes[index].pages[group] else { continue };
-            let saved = self.save(pool, group, page, Leaves::Except(index));
-            self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
-            pages.release(page);
+            self.leave(pages, pool, index, group, Leaves::Except(index));
         }
         // The nodes below are reachable only through this node, and useless if a group without window lost its page.
-        if self.nodes[index].pages.iter().all(|held| matches!(held, PagePlace::Nowhere)) {
+        let is_lost = |group: usize| {
+            matches!(self.nodes[index].pages[group], PagePlace::Nowhere) && !self.is_stored(index, group)
+        };
+        if (0..self.nodes[index].pages.len()).all(is_lost) {
             self.drop_below(index);
         }
         self.prune(index);
@@ -576,9 +660,13 @@ impl Prefixes {
             return false;
         };
         let is_state = layout.state_group() == Some(group);
-        let saved = if is_state { self.save(pool, group, page, Leaves::All) } else { None };
-        self.set(index, group, saved.map_or(PagePlace::Nowhere, PagePlace::Host));
-        pages.release(page);
+        if is_state {
+            self.leave(pages, pool, index, group, Leaves::All);
+        } else {
+            self.store_evicted(pool, index, group, page);
+            self.set(index, group, PagePlace::Nowhere);
+            pages.release(page);
+        }
         true
     }
 
@@ -592,9 +680,7 @@ impl Prefixes {
                 return None;
             }
         }
-        let mut copy = Vec::new();
-        copy.try_reserve_exact(bytes).ok()?;
-        copy.resize(bytes, 0);
+        let mut copy = host_memory(bytes)?;
         pool.save_page(group, page, &mut copy).ok()?;
         Some(copy.into())
     }
@@ -655,6 +741,7 @@ impl Prefixes {
                 }
             }
         }
-        *self = Prefixes::new(self.host_limit);
+        self.stored.clear();
+        *self = Prefixes { stored: std::mem::take(&mut self.stored), ..Prefixes::new(self.host_limit) };
     }
 }

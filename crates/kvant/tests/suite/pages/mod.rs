@@ -10,5 +10,6 @@ mod sealed;
 mod sequences;
 mod stale;
 mod states;
+mod stored;
 mod tables;
 mod tokens;

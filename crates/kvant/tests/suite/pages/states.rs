@@ -69,7 +69,7 @@ fn prompt(prompt: u32, len: usize) -> Vec<u32> {
 }
 
 /// Appends the tokens that a sequence lacks, and checks both layers of states.
-fn feed(pool: &KvPool, sequence: &mut Sequence, tokens: &[u32]) {
+pub fn feed(pool: &KvPool, sequence: &mut Sequence, tokens: &[u32]) {
     let count = tokens.len() - sequence.len();
     let step = pool.step(&mut [(sequence, count)]).unwrap();
     for state in 0..2 {
