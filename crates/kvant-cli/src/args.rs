@@ -128,6 +128,14 @@ enum Division {
 }
 
 impl ModelDeviceArgs {
+    /// The options that change the bits of keys and values.
+    pub fn numerics(&self, load: &LoadOptions) -> String {
+        let LoadOptions { activations, dense_weights, context, cache_division, .. } = load;
+        let cpu = self.device.cpu_options();
+        let of_cpu = (cpu.eight_bit_activations, cpu.batch_invariant);
+        format!("{activations:?} {dense_weights:?} {context:?} {cache_division:?} {of_cpu:?}")
+    }
+
     /// How a group divides a cache in `codecs`.
     pub fn cache_division(&self, codecs: &CacheCodecs) -> CacheDivision {
         let division = match self.cache_division {

@@ -6,7 +6,7 @@ mod models;
 
 pub use args::ServeArgs;
 
-use std::{net::TcpListener, path::PathBuf, sync::Arc};
+use std::{net::TcpListener, path::PathBuf, sync::Arc, time::Duration};
 
 use kvant::Device;
 use kvant_engine::Engine;
@@ -14,6 +14,9 @@ use kvant_models::{Model, Tokenizer};
 use kvant_server::{Server, ServerOptions};
 
 use crate::{output, result::Result, shipped, suggest};
+
+/// Maximum time after the last request to store prefixes.
+const CLOSE: Duration = Duration::from_secs(60);
 
 pub fn run(args: &ServeArgs) -> Result {
     args.check()?;
@@ -25,13 +28,20 @@ pub fn run(args: &ServeArgs) -> Result {
     let is_checked = address.ip().is_loopback() || !args.allowed_host.is_empty();
     let options = if is_checked { options.hosts(&args.allowed_host) } else { options };
     let device = args.device.open()?;
+    let page_files = args.open_page_files()?;
+    let args = &ServeArgs { page_files: page_files.clone(), ..args.clone() };
     let server = match args.has_several() {
         true => models::server(args, &device, options)?,
         false => one_model(args, &device, options)?,
     };
     // A closed standard error is ignored.
     let _ = output::note(&format!("listening on http://{address}\n"));
-    Ok(server.run(listener)?)
+    let served = server.run(listener);
+    // The engines store the rest of their prefixes.
+    if page_files.is_some_and(|files| !files.close(CLOSE)) {
+        let _ = output::note("warning: not all prefixes were stored\n");
+    }
+    Ok(served?)
 }
 
 fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<Server> {
@@ -44,7 +54,7 @@ fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resul
     let load = args.load_options(device, &kv, context);
     let pages = args.pages(&files, device, &kv, load, context)?;
     let model = Model::load_files(&files, device, &load)?;
-    let engine = Engine::start(model, tokenizer, args.engine_options(kv, load.pass_tokens, pages))?;
+    let engine = Engine::start(model, tokenizer, args.engine_options(&files, kv, &load, pages)?)?;
     if template.is_none() && args.models.is_empty() {
         let advice = suggest::text("serve");
         let _ = output::note(&format!("note: the shipped model continues texts and cannot chat. {advice}\n"));

@@ -9,6 +9,7 @@ use std::{
 };
 
 use flume::Sender;
+use kvant::PrefixPage;
 
 use crate::{EngineRequest, Event, grammar::GrammarState};
 
@@ -24,6 +25,21 @@ pub(crate) enum Command {
     },
     /// A request with too many unread events has fewer now.
     Resume,
+    /// Copies pages of a prefix, from number `first` on.
+    Export {
+        salt: Arc<[u8]>,
+        tokens: Vec<u32>,
+        first: usize,
+        max_bytes: usize,
+        reply: Sender<kvant::Result<Vec<PrefixPage>>>,
+    },
+    /// Keeps pages of a prefix.
+    Import {
+        salt: Arc<[u8]>,
+        tokens: Vec<u32>,
+        pages: Vec<PrefixPage>,
+        reply: Sender<kvant::Result<usize>>,
+    },
     /// Ends all requests.
     EndAll,
     /// Panics, to test failures.

@@ -11,14 +11,15 @@ use std::{
 };
 
 use flume::Sender;
-use kvant::KvPool;
+use kvant::{KvPool, PrefixPage};
 use kvant_models::{Model, Tokenizer};
 
 use crate::{
-    CompiledGrammar, EngineOptions, EngineRequest, EngineStats, Grammar, Responses, SubmitError,
+    CacheScope, CompiledGrammar, EngineOptions, EngineRequest, EngineStats, Grammar, Responses, SubmitError,
     commands::{Command, Job, Reader},
     grammar::{self, Compiler, GrammarState},
     lock::lock,
+    page_files,
     shared::Shared,
     text,
     worker::Worker,
@@ -46,6 +47,10 @@ struct Handle {
     compiler: OnceLock<Result<Arc<Compiler>, String>>,
     options: EngineOptions,
     limits: Limits,
+    /// Identifies model and format of the pages.
+    page_identity: [u8; 32],
+    /// Bytes of a page of each layer group.
+    page_bytes: Vec<usize>,
     next: AtomicU64,
     threads: [thread::JoinHandle<()>; 2],
 }
@@ -73,6 +78,14 @@ impl Engine {
         let context = options.context.unwrap_or(made_for.min(model_context));
         options.check(context, model_context)?;
         let pool = new_pool(&model, &options, context)?;
+        if let Some(files) = options.page_files.as_ref().filter(|_| options.prefix_cache) {
+            let (format, device, activations) = (pool.page_format(), model.device(), model.activations());
+            let computed = format!("{device}, activations {activations:?}");
+            let identity = [&options.model_identity, &options.load_identity, format.as_bytes(), computed.as_bytes()];
+            pool.set_page_store(Box::new(files.store(&identity)));
+        }
+        let page_identity = page_files::hash(&[&options.model_identity, pool.page_format().as_bytes()]);
+        let page_bytes = pool.page_bytes();
         let ids = model.decoder().fed_vocab();
         let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
         let shared = Arc::new(Shared::new(pool.usage().bytes, options.sequences.saturating_add(options.queue)));
@@ -89,7 +102,9 @@ impl Engine {
             thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?
         };
         let (next, compiler, threads) = (AtomicU64::new(0), OnceLock::new(), [steps, texts]);
-        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, compiler, options, limits, next, threads })))
+        let handle =
+            Handle { commands, shared, tokenizer, compiler, options, limits, page_identity, page_bytes, next, threads };
+        Ok(Engine(Arc::new(handle)))
     }
 
     /// Submits a request. The returned channel delivers its events.
@@ -154,6 +169,49 @@ impl Engine {
     /// The length of an [embedding](EngineRequest::embed).
     pub fn embedding_len(&self) -> usize {
         self.0.limits.hidden
+    }
+
+    /// Identifies the model ([`EngineOptions::model_identity`]) and the [format](KvPool::page_format) of its pages.
+    /// Engines with equal identities can exchange pages.
+    pub fn page_identity(&self) -> [u8; 32] {
+        self.0.page_identity
+    }
+
+    /// Bytes of a page of each layer group.
+    pub fn page_bytes(&self) -> &[usize] {
+        &self.0.page_bytes
+    }
+
+    /// Copies pages of the longest prefix of `tokens` that requests of this scope have computed:
+    /// [`PrefixCache::export_pages`](kvant::PrefixCache::export_pages). Empty if there are none, if the scope keeps
+    /// none, or if the engine fails. Blocks until the current step ends: not for async code.
+    pub fn export_pages(&self, scope: &CacheScope, tokens: &[u32], first: usize, max_bytes: usize) -> Vec<PrefixPage> {
+        let (reply, pages) = flume::bounded(1);
+        let export = |salt| Command::Export { salt, tokens: tokens.to_vec(), first, max_bytes, reply };
+        self.exchange(scope, export, &pages).unwrap_or_default()
+    }
+
+    /// Keeps pages of a prefix of `tokens` for requests of this scope:
+    /// [`PrefixCache::import_pages`](kvant::PrefixCache::import_pages). Returns how many were kept: 0 if one does not
+    /// fit the pool, if the scope keeps none, or if the engine fails. Blocks until the current step ends: not for async
+    /// code.
+    pub fn import_pages(&self, scope: &CacheScope, tokens: &[u32], pages: Vec<PrefixPage>) -> usize {
+        let (reply, kept) = flume::bounded(1);
+        let import = |salt| Command::Import { salt, tokens: tokens.to_vec(), pages, reply };
+        self.exchange(scope, import, &kept).unwrap_or_default()
+    }
+
+    /// Sends a command for the prefix cache, and waits for its result.
+    fn exchange<T>(
+        &self,
+        scope: &CacheScope,
+        command: impl FnOnce(Arc<[u8]>) -> Command,
+        reply: &flume::Receiver<kvant::Result<T>>,
+    ) -> Option<T> {
+        let salt = scope.salt().filter(|_| self.0.options.prefix_cache)?;
+        self.0.commands.send(command(salt)).ok()?;
+        let result = reply.recv().ok()?;
+        result.inspect_err(|error| tracing::warn!(%error, "pages of a prefix cannot be exchanged")).ok()
     }
 
     /// Counts since the start up to the latest step, and the current number of running and waiting requests.

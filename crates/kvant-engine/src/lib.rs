@@ -7,6 +7,8 @@
 //! | embed a text | [`EngineRequest::embed`], [`Event::Embedding`] |
 //! | make a text follow a JSON schema, a regular expression or a grammar | [`Engine::compile`], [`Grammar`] |
 //! | watch it | [`Engine::stats`], [`Engine::is_healthy`] |
+//! | move prefixes to another engine | [`Engine::export_pages`], [`Engine::import_pages`] |
+//! | keep prefixes for later processes | [`PageFiles`], [`EngineOptions::page_files`] |
 //! | stop it | [`Engine::drain`] |
 //!
 //! ```no_run
@@ -48,6 +50,7 @@ mod grammar;
 pub mod internals;
 mod lock;
 mod options;
+mod page_files;
 mod request;
 mod responses;
 pub mod scheduler;
@@ -61,7 +64,9 @@ pub use engine::Engine;
 pub use error::SubmitError;
 pub use event::{Event, Failure, FinishReason, Finished, TextToken, Usage};
 pub use grammar::{CompiledGrammar, Grammar, InexactNumber};
+pub use kvant::PrefixPage;
 pub use options::EngineOptions;
+pub use page_files::{PageFileStore, PageFiles, PageFilesError};
 pub use request::{CacheScope, EngineRequest};
 pub use responses::{NoEvent, Responses};
 pub use stats::{EngineStats, Histogram, Seconds, Tokens, Unit};

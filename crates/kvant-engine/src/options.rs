@@ -5,6 +5,8 @@ use std::time::Duration;
 use kvant::Codec;
 use kvant_models::CacheCodecs;
 
+use crate::PageFiles;
+
 /// Options of [`Engine::start`](crate::Engine::start).
 ///
 /// ```
@@ -35,6 +37,15 @@ pub struct EngineOptions {
     pub host_memory: usize,
     /// Whether requests share the pages of equal prefixes. Default: true.
     pub prefix_cache: bool,
+    /// The directory where pages of prefixes outlive the engine. Default: none.
+    pub page_files: Option<PageFiles>,
+    /// Identifies the model, for pages that leave the engine: [`Files::samples`](kvant_models::Files::samples). The
+    /// engine adds the format of the pages. Default: empty.
+    pub model_identity: Vec<u8>,
+    /// Identifies all else that changes the bits of keys and values, for [`EngineOptions::page_files`]: options of
+    /// loading, and [`Files::modification_times`](kvant_models::Files::modification_times). The engine adds the device
+    /// and the dtype of activations. Default: empty.
+    pub load_identity: Vec<u8>,
     /// For models with recurrent states: a step ends at each multiple of this number of prompt tokens, rounded up to
     /// pages, so that other prompts can continue there. Default: none. Other prompts can then continue only at the last
     /// page boundary of a step or prompt, and where texts diverge.
@@ -68,6 +79,9 @@ impl Default for EngineOptions {
             page_tokens: 64,
             host_memory: 0,
             prefix_cache: true,
+            page_files: None,
+            model_identity: Vec::new(),
+            load_identity: Vec::new(),
             state_interval: None,
             drafts: 0,
             overlap: None,
@@ -159,6 +173,24 @@ impl EngineOptions {
     #[must_use]
     pub fn prefix_cache(self, prefix_cache: bool) -> Self {
         EngineOptions { prefix_cache, ..self }
+    }
+
+    /// Sets [`EngineOptions::page_files`]. Engines with equal identities find the pages again.
+    #[must_use]
+    pub fn page_files(self, page_files: PageFiles) -> Self {
+        EngineOptions { page_files: Some(page_files), ..self }
+    }
+
+    /// Sets [`EngineOptions::model_identity`].
+    #[must_use]
+    pub fn model_identity(self, model_identity: Vec<u8>) -> Self {
+        EngineOptions { model_identity, ..self }
+    }
+
+    /// Sets [`EngineOptions::load_identity`].
+    #[must_use]
+    pub fn load_identity(self, load_identity: Vec<u8>) -> Self {
+        EngineOptions { load_identity, ..self }
     }
 
     /// Sets [`EngineOptions::state_interval`].

@@ -1,5 +1,7 @@
 //! Requests.
 
+use std::sync::Arc;
+
 use kvant_models::{Pooling, Sampling};
 
 use crate::CompiledGrammar;
@@ -67,6 +69,18 @@ pub enum CacheScope {
     Salted(Vec<u8>),
     /// No other request.
     Private,
+}
+
+impl CacheScope {
+    /// The salt of the prefix cache. `None` without one.
+    pub(crate) fn salt(&self) -> Option<Arc<[u8]>> {
+        match self {
+            CacheScope::Shared => Some(Arc::default()),
+            // No salt of a client equals the empty salt of shared requests.
+            CacheScope::Salted(salt) => Some([&[1], &salt[..]].concat().into()),
+            CacheScope::Private => None,
+        }
+    }
 }
 
 impl EngineRequest {

@@ -22,6 +22,8 @@ pub struct EngineStats {
     pub requests_used: usize,
     /// Bytes of pages in host memory.
     pub host_used: usize,
+    /// Bytes of stored pages in [`EngineOptions::page_files`](crate::EngineOptions::page_files), of all engines.
+    pub stored: u64,
     /// Prompt tokens looked up in the prefix cache.
     pub prefix_queries: u64,
     /// Prompt tokens found in the prefix cache.

@@ -18,6 +18,7 @@ use std::{
 };
 
 use flume::Receiver;
+use kvant::PrefixCache;
 
 use crate::{
     Event, Failure, FinishReason,
@@ -29,13 +30,16 @@ use crate::{
 use running::Running;
 pub(crate) use state::Worker;
 
+/// Maximum pages of prefixes that are stored between two steps.
+const MAX_STORED: usize = 2;
+
 impl Worker {
     /// Serves requests until all handles of the engine are dropped, or it fails.
     pub fn run(mut self, commands: &Receiver<Command>) {
         let shared = Arc::clone(&self.shared);
         let served = catch_unwind(AssertUnwindSafe(|| self.serve(commands)));
         let reason = match served {
-            Ok(Ok(())) => return,
+            Ok(Ok(())) => return self.scheduler.storage().pool().store_all_pages(),
             Ok(Err(reason)) => reason,
             Err(panic) => {
                 let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
@@ -74,9 +78,21 @@ impl Worker {
             self.send();
             self.count();
             is_idle = !has_run;
+            self.store_prefixes(is_idle, commands);
             if is_idle && commands.is_disconnected() && commands.is_empty() {
                 return Ok(());
             }
+        }
+    }
+
+    /// Stores pages of prefixes that outlive the engine: between two steps a few, without work all, until there is a
+    /// command. A step in flight would delay the copies.
+    fn store_prefixes(&self, is_idle: bool, commands: &Receiver<Command>) {
+        let pool = self.scheduler.storage().pool();
+        if is_idle {
+            while commands.is_empty() && !commands.is_disconnected() && pool.store_next_page() {}
+        } else if self.in_flight.is_none() {
+            pool.store_pages(MAX_STORED);
         }
     }
 
@@ -100,6 +116,15 @@ impl Worker {
                 }
             }
             Command::Resume => {}
+            // The receiver of a reply may have gone.
+            Command::Export { salt, tokens, first, max_bytes, reply } => {
+                let cache = PrefixCache::new(self.scheduler.storage().pool(), &salt);
+                let _ = reply.send(cache.export_pages(&tokens, first, max_bytes));
+            }
+            Command::Import { salt, tokens, pages, reply } => {
+                let cache = PrefixCache::new(self.scheduler.storage().pool(), &salt);
+                let _ = reply.send(cache.import_pages(&tokens, &pages));
+            }
             Command::EndAll => {
                 let ids: Vec<u64> = self.running.keys().copied().collect();
                 for id in ids {

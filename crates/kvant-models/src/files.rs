@@ -150,6 +150,25 @@ impl Files {
         }
     }
 
+    /// The files with weights or a configuration, by name: their paths, or `None` for files in memory.
+    pub(crate) fn weights(&self) -> Result<Vec<(String, Option<PathBuf>)>> {
+        let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let paths = match &self.0 {
+            Location::Embedded(files) => return Ok(files.iter().map(|(name, _)| (name.to_string(), None)).collect()),
+            Location::Gguf(gguf) => gguf.paths().map(Path::to_path_buf).collect(),
+            Location::Directory(directory) => {
+                let failed = |e| unreadable(directory, e);
+                let entries = std::fs::read_dir(directory).map_err(failed)?;
+                let paths = entries.map(|entry| entry.map(|entry| entry.path()));
+                let mut paths = paths.collect::<io::Result<Vec<PathBuf>>>().map_err(failed)?;
+                paths.retain(|path| path.extension().is_some_and(|kind| kind == "safetensors" || kind == "json"));
+                paths.sort();
+                paths
+            }
+        };
+        Ok(paths.into_iter().map(|path| (name(&path), Some(path))).collect())
+    }
+
     fn in_memory(&self, name: &str) -> Option<&'static [u8]> {
         match self.0 {
             Location::Directory(_) | Location::Gguf(_) => None,

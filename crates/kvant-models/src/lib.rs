@@ -54,6 +54,7 @@ mod device_tokens;
 mod error;
 mod families;
 mod files;
+mod fingerprint;
 mod forward;
 mod generate;
 pub mod gguf;

@@ -209,6 +209,7 @@ const GAUGES: &[Metric<f64>] = &[
     ("kv_cache_state_bytes", "Bytes of recurrent states among these", |s| s.states_used as f64),
     ("kv_cache_request_bytes", "Bytes of KV pages that requests use", |s| s.requests_used as f64),
     ("kv_cache_host_bytes", "Bytes of KV pages in host memory", |s| s.host_used as f64),
+    ("kv_cache_disk_bytes", "Bytes of KV pages on disk, of all models", |s| s.stored as f64),
 ];
 
 const COUNTERS: &[Metric<u64>] = &[

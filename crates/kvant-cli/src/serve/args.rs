@@ -9,7 +9,7 @@ use std::{
 
 use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use kvant::Device;
-use kvant_engine::EngineOptions;
+use kvant_engine::{EngineOptions, PageFiles};
 use kvant_models::{Config, Files, LoadOptions, PoolOptions, Pooling};
 use kvant_server::{ApiKeys, ServerOptions};
 
@@ -91,6 +91,15 @@ pub struct ServeArgs {
     /// Host memory for pages that do not fit on the device
     #[arg(long, value_name = "BYTES", default_value = "0")]
     pub(super) host_cache: Bytes,
+    /// A directory where prefixes outlive the process. It holds the prompts' keys and values, readable by its owner
+    #[arg(long, value_name = "DIR")]
+    pub(super) prefix_dir: Option<PathBuf>,
+    /// Maximum bytes of --prefix-dir; the least recently used pages are removed
+    #[arg(long, value_name = "BYTES", default_value = "16GiB", requires = "prefix_dir")]
+    pub(super) prefix_disk: Bytes,
+    /// The opened --prefix-dir.
+    #[arg(skip)]
+    pub(super) page_files: Option<PageFiles>,
     /// For models with recurrent states: keep the states of prompts every N tokens, so that other prompts can continue
     /// there [default: where prompts, steps and common prefixes end]
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
@@ -263,11 +272,18 @@ impl ServeArgs {
         Ok(pages)
     }
 
-    pub(super) fn engine_options(&self, kv: Kv, step_tokens: usize, pages: Option<usize>) -> EngineOptions {
+    /// The options of a model's engine. `load`: how the model is loaded.
+    pub(super) fn engine_options(
+        &self,
+        files: &Files,
+        kv: Kv,
+        load: &LoadOptions,
+        pages: Option<usize>,
+    ) -> Result<EngineOptions> {
         let options = EngineOptions::default()
             .codecs(kv.codecs)
             .sequences(self.max_sequences)
-            .step_tokens(step_tokens)
+            .step_tokens(load.pass_tokens)
             .drafts(self.drafts)
             .warm_up(Duration::from_secs(self.warm_up))
             .queue(self.queue)
@@ -275,7 +291,17 @@ impl ServeArgs {
         let options = self.state_interval.map_or(options.clone(), |tokens| options.state_interval(tokens));
         let options = if self.no_overlap { options.overlap(false) } else { options };
         let options = self.context.map_or(options.clone(), |tokens| options.context(tokens));
-        pages.map_or(options.clone(), |bytes| options.memory(bytes))
+        let options = pages.map_or(options.clone(), |bytes| options.memory(bytes));
+        let Some(page_files) = &self.page_files else { return Ok(options) };
+        let options = options.model_identity(files.samples()?);
+        let loaded = [files.modification_times()?, self.device.numerics(load).into_bytes()].concat();
+        Ok(options.page_files(page_files.clone()).load_identity(loaded))
+    }
+
+    /// Opens the directory of `--prefix-dir`.
+    pub(super) fn open_page_files(&self) -> Result<Option<PageFiles>> {
+        let open = |path: &PathBuf| PageFiles::open(path, self.prefix_disk.0 as u64);
+        self.prefix_dir.as_ref().map(open).transpose().map_err(|error| format!("--prefix-dir: {error}").into())
     }
 }
 

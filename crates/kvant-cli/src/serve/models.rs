@@ -167,7 +167,7 @@ fn source(
     let max = limit / (2 * args.models.len().max(2));
     let share = memory::share(&files, &demand, limit, max)?;
     let has_template = template.is_some() || ChatTemplate::load_files(&files)?.is_some();
-    let engine = args.engine_options(kv, load.pass_tokens, Some(share.pages));
+    let engine = args.engine_options(&files, kv, &load, Some(share.pages))?;
     let facts = ModelFacts::new(share.total, context).has_template(has_template).cache(codecs);
     let pooling = args.pooling(&files);
     Ok((OnDemand { path: path.to_path_buf(), device: device.clone(), load, engine, pooling, template }, facts))

@@ -83,6 +83,13 @@ impl Running {
         answer
     }
 
+    /// Stops the server, which finishes its work first.
+    #[cfg(unix)]
+    fn stop(mut self) {
+        let killed = std::process::Command::new("kill").arg(self.child.id().to_string()).status().unwrap();
+        assert!(killed.success() && self.child.wait().unwrap().success());
+    }
+
     /// A field of `/proc/PID/status` in kilobytes.
     #[cfg(target_os = "linux")]
     fn kilobytes(&self, key: &str) -> usize {
@@ -249,6 +256,42 @@ fn two_models_at_once() {
         let error = end.stderr.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
         assert!(end.code == 1 && error.contains(expected), "{more:?}: {}", end.stderr);
     }
+}
+
+/// A prompt that an earlier process computed is found on disk. Another process cannot use the directory meanwhile.
+#[cfg(unix)]
+#[test]
+fn prefixes_outlive_the_server() {
+    let directory = scratch("serve-prefixes").join("pages");
+    let options = ["--batch-invariant", "--context", "1024", "--prefix-dir", str(&directory), "--prefix-disk", "64MiB"];
+    let prompt = "The vector grows and shrinks. ".repeat(40);
+    let body = format!(r#"{{"prompt": "{prompt}", "max_tokens": 20, "temperature": 0}}"#);
+    let ask = |running: &Running| {
+        let answer = running.ask("POST /v1/completions", &body);
+        let json = answer.split("\r\n\r\n").nth(1).unwrap();
+        let json: serde_json::Value = serde_json::from_str(json).unwrap_or_else(|error| panic!("{error}: {answer}"));
+        let cached = json["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        (json["choices"][0]["text"].as_str().unwrap().to_string(), cached)
+    };
+    let running = Running::start(Stdio::null(), &options);
+    let (cold, cached) = ask(&running);
+    assert_eq!(cached, 0);
+    let error = kvant(&[&["serve", "--port", "0"], &options[..]].concat()).error();
+    assert!(error.contains("--prefix-dir") && error.contains("another process"), "{error}");
+    running.stop();
+    let running = Running::start(Stdio::null(), &options);
+    let (warm, cached) = ask(&running);
+    assert_eq!(warm, cold);
+    assert!(cached >= 64, "{cached}");
+    let metrics = running.ask("GET /metrics", "");
+    let disk = metrics.lines().find(|line| line.starts_with("kv_cache_disk_bytes")).unwrap();
+    assert!(!disk.ends_with(" 0"), "{disk}");
+    running.stop();
+    // Another cache type stores other pages.
+    let running = Running::start(Stdio::null(), &[&options[..], &["--kv", "tq4"]].concat());
+    assert_eq!(ask(&running).1, 0);
+    running.stop();
+    assert!(kvant(&["serve", "--prefix-disk", "1MiB"]).error().contains("--prefix-dir"));
 }
 
 /// Lost log lines do not fail requests: the reader has closed the pipe, the disk is full, or nobody reads.

@@ -13,7 +13,7 @@ use kvant_models::{BatchDecoder, DeviceSampler, Error, Model, Result, TokenLogpr
 
 use super::running::Running;
 use crate::{
-    EngineOptions, Failure, FinishReason,
+    EngineOptions, Failure, FinishReason, PageFiles,
     lock::lock,
     scheduler::{EndReason, PlanRow, PoolStep, PoolStorage, Scheduler, SchedulerOptions, StepPlan},
     shared::Shared,
@@ -39,6 +39,8 @@ pub(crate) struct Worker {
     pub(super) unread: usize,
     /// Maximum drafts of a request in a step.
     pub(super) drafts: usize,
+    /// Where pages of prefixes are stored.
+    pub(super) page_files: Option<PageFiles>,
     /// Whether a step may start before the result of the previous one is known.
     pub(super) overlap: bool,
     /// The step whose result is not known yet.
@@ -104,6 +106,7 @@ impl Worker {
             step_tokens,
             unread,
             drafts,
+            page_files: options.page_files.clone(),
             overlap,
             in_flight: None,
             running: HashMap::new(),
@@ -239,6 +242,7 @@ impl Worker {
         stats.paused = self.running.values().filter(|running| running.is_paused).count();
         (stats.pages_bytes, stats.pages_used, stats.host_used) = (usage.bytes, usage.used, usage.host);
         stats.states_used = usage.states;
+        stats.stored = self.page_files.as_ref().map_or(0, PageFiles::bytes);
         stats.requests_used = counts.committed.min(usage.used);
         (stats.prefix_queries, stats.prefix_hits) = (counts.prefix_queries, counts.prefix_hits);
         (stats.preemptions, stats.steps) = (counts.preemptions, counts.steps);

@@ -7,6 +7,7 @@ mod groups;
 mod hybrid;
 mod scheduling;
 mod serving;
+mod stored;
 mod texts;
 #[path = "../words/mod.rs"]
 mod words;

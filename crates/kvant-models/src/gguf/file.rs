@@ -132,6 +132,11 @@ impl Gguf {
         Ok(gguf)
     }
 
+    /// The paths of all files of the model.
+    pub(crate) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.files.iter().map(|file| file.path.as_path())
+    }
+
     /// The path of the file, or of the first file of a split model.
     pub fn path(&self) -> &Path {
         &self.files[0].path
