@@ -34,6 +34,7 @@ pub fn run(args: &ServeArgs) -> Result {
         true => models::server(args, &device, options)?,
         false => one_model(args, &device, options)?,
     };
+    args.start_transfers(&server)?;
     // A closed standard error is ignored.
     let _ = output::note(&format!("listening on http://{address}\n"));
     let served = server.run(listener);

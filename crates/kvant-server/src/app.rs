@@ -1,12 +1,15 @@
 //! The state of the server, which all requests share.
 
-use std::sync::{Arc, atomic::AtomicBool};
+use std::sync::{Arc, OnceLock, atomic::AtomicBool};
 
 use axum::http::HeaderMap;
 use kvant_engine::CacheScope;
 use tokio::sync::Semaphore;
 
-use crate::{ServerOptions, error::Result, hosts, ids::now, keys, models::Catalog, statuses::Statuses, store::Store};
+use crate::{
+    ServerOptions, error::Result, hosts, ids::now, keys, models::Catalog, statuses::Statuses, store::Store,
+    transfer::Transfers,
+};
 
 /// State shared by all requests.
 pub(crate) struct App {
@@ -21,6 +24,8 @@ pub(crate) struct App {
     pub statuses: Statuses,
     /// Conversations of earlier responses.
     pub store: Store,
+    /// Transfers of prompts between workers, if the server takes part in them.
+    pub transfers: OnceLock<Arc<Transfers>>,
 }
 
 /// The id of a request in logs, errors and the header `x-request-id`.
@@ -35,7 +40,8 @@ impl App {
         let long_texts = Arc::new(Semaphore::new(MAX_LONG_TEXTS));
         let (statuses, store) = (Statuses::default(), Store::new(options.store_limit));
         let (models, is_draining) = (Arc::new(models), AtomicBool::new(false));
-        App { models, options, is_draining, long_texts, started: now(), statuses, store }
+        let transfers = OnceLock::new();
+        App { models, options, is_draining, long_texts, started: now(), statuses, store, transfers }
     }
 
     /// The token limit of an answer. `asked` is the request's limit, `usual` the route's default.

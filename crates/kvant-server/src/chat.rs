@@ -8,6 +8,7 @@ use axum::{
     http::HeaderMap,
     response::{IntoResponse, Response},
 };
+use kvant_engine::EngineRequest;
 use kvant_models::chat::JsonValue;
 use serde_json::{Map, Value, json};
 
@@ -26,6 +27,7 @@ use crate::{
     stream_options::{StreamOptions, UsageIn},
     structured::{OutputConstraint, StructuredOutputs},
     tools::chosen_tools,
+    transfer::TransferParams,
 };
 
 /// Maximum alternatives of a token, as in OpenAI's API.
@@ -52,6 +54,7 @@ sampling_request! {
         add_generation_prompt: Option<bool>,
         continue_final_message: Option<bool>,
         cache_salt: Option<String>,
+        kv_transfer_params: Option<TransferParams>,
         modalities: Option<Vec<String>>,
         service_tier: Option<String>,
         store: Option<bool>,
@@ -75,6 +78,8 @@ struct ChatAnswer {
     choices: Vec<ChatChoice>,
     usage: TokenUsage,
     usage_in: UsageIn,
+    /// The request whose pages the answer offers to another worker.
+    offered: Option<EngineRequest>,
 }
 
 /// The state of a choice.
@@ -124,11 +129,15 @@ pub(crate) async fn create(
         request.sampling.seed = request.sampling.seed.wrapping_add(choice);
         request
     });
+    let transfer = request.kv_transfer_params;
+    app.fetch_prompt(transfer.as_ref(), std::slice::from_ref(&base)).await;
+    let offered = transfer.is_some_and(|params| params.is_offer_asked()).then(|| base.clone());
     let generation = Generation::submit(&app, &id, requests.collect()).map_err(|error| error.of_prompt("messages"))?;
     let choice = || ChatChoice { reader: prompt.reader.clone(), with_logprobs: top.is_some(), calls: 0 };
     let choices = (0..n).map(|_| choice()).collect();
     let usage = TokenUsage::of_prompts(prompt.ids.len());
-    let answer = ChatAnswer { id: random_id("chatcmpl-"), created: now(), model, choices, usage, usage_in };
+    let id = random_id("chatcmpl-");
+    let answer = ChatAnswer { id, created: now(), model, choices, usage, usage_in, offered };
     if streams {
         let shared = Arc::clone(&app);
         let events = channel(move |sender| answer.stream(shared, generation, sender));
@@ -175,7 +184,7 @@ struct Built {
 }
 
 impl ChatAnswer {
-    async fn collect(mut self, app: &Serving, mut generation: Generation) -> Result<Value> {
+    async fn collect(mut self, app: &Arc<Serving>, mut generation: Generation) -> Result<Value> {
         let mut built: Vec<Built> = self.choices.iter().map(|_| Built::default()).collect();
         while let Some(event) = generation.next().await {
             let (index, event) = event?;
@@ -186,10 +195,14 @@ impl ChatAnswer {
         }
         let choices: Vec<Value> = built.into_iter().zip(&self.choices).enumerate().map(choice_json).collect();
         let ChatAnswer { id, created, model, .. } = &self;
-        Ok(json!({
+        let mut answer = json!({
             "id": id, "object": "chat.completion", "created": created, "model": model, "choices": choices,
             "usage": self.usage_json(),
-        }))
+        });
+        if let Some(offer) = app.offer_prompt(self.offered.as_ref()) {
+            answer["kv_transfer_params"] = offer;
+        }
+        Ok(answer)
     }
 
     fn usage_json(&self) -> Value {

@@ -29,6 +29,7 @@ use crate::{
     serving::{Serving, escaped, tokenized},
     stream_options::{StreamOptions, UsageIn},
     structured::{OutputConstraint, StructuredOutputs},
+    transfer::TransferParams,
 };
 
 /// OpenAI's default token limit of an answer.
@@ -49,6 +50,7 @@ sampling_request! {
         response_format: Option<JsonValue>,
         structured_outputs: Option<StructuredOutputs>,
         cache_salt: Option<String>,
+        kv_transfer_params: Option<TransferParams>,
         // Has no effect on the answer.
         #[expect(dead_code, reason = "has no effect")]
         user: Option<String>,
@@ -65,6 +67,8 @@ struct Answer {
     n: usize,
     usage: TokenUsage,
     usage_in: UsageIn,
+    /// The request whose pages the answer offers to another worker.
+    offered: Option<EngineRequest>,
 }
 
 pub(crate) async fn create(
@@ -111,9 +115,13 @@ pub(crate) async fn create(
             choices.push(ChoiceText::new(&app, &prompt, echo, top.is_some(), base.special_tokens)?);
         }
     }
+    // Pages travel for one prompt.
+    let transfer = request.kv_transfer_params.filter(|_| requests.len() == n);
+    app.fetch_prompt(transfer.as_ref(), &requests).await;
+    let offered = requests.first().filter(|_| transfer.is_some_and(|params| params.is_offer_asked())).cloned();
     let generation = Generation::submit(&app, &id, requests)?;
     let (id, usage) = (random_id("cmpl-"), TokenUsage::of_prompts(prompt_tokens));
-    let answer = Answer { id, created: now(), model, choices, n, usage, usage_in };
+    let answer = Answer { id, created: now(), model, choices, n, usage, usage_in, offered };
     if streams {
         let shared = Arc::clone(&app);
         let events = channel(move |sender| answer.stream(shared, generation, sender));
@@ -124,7 +132,7 @@ pub(crate) async fn create(
 
 impl Answer {
     /// Collects the answer in one response.
-    async fn collect(mut self, app: &Serving, mut generation: Generation) -> Result<Value> {
+    async fn collect(mut self, app: &Arc<Serving>, mut generation: Generation) -> Result<Value> {
         let mut whole: Vec<Piece> = self.choices.iter_mut().map(ChoiceText::start).collect();
         while let Some(event) = generation.next().await {
             let (index, event) = event?;
@@ -134,10 +142,14 @@ impl Answer {
         }
         let choices: Vec<Value> = whole.iter().enumerate().map(|(index, piece)| piece.json(index)).collect();
         let Answer { id, created, model, .. } = &self;
-        Ok(json!({
+        let mut answer = json!({
             "id": id, "object": "text_completion", "created": created, "model": model, "choices": choices,
             "usage": self.usage.openai(),
-        }))
+        });
+        if let Some(offer) = app.offer_prompt(self.offered.as_ref()) {
+            answer["kv_transfer_params"] = offer;
+        }
+        Ok(answer)
     }
 
     /// Sends the answer as events.

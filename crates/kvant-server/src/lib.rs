@@ -4,6 +4,7 @@
 //! |---|---|
 //! | serve an engine until a signal | [`Server::run`] |
 //! | serve in an async program | [`Server::serve`], [`Server::router`] |
+//! | compute prompts on one worker and continue them on another | [`Server::transfer`] |
 //! | names, keys, limits | [`ServerOptions`], [`ApiKeys`] |
 //!
 //! An unsupported field that would change the answer gets a 400 that names it. A client that disconnects cancels its
@@ -49,11 +50,13 @@ mod stream_options;
 mod structured;
 mod tokens;
 mod tools;
+mod transfer;
 
 pub use keys::ApiKeys;
 pub use models::{ModelError, ModelFacts, Models, ServedModel};
 pub use options::ServerOptions;
 pub use server::{ServeError, Server};
+pub use transfer::{PageReader, Refusal, TransferError, TransferOptions};
 
 /// The crate's README as a doctest.
 #[cfg(doctest)]

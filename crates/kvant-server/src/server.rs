@@ -11,8 +11,8 @@ use kvant_models::chat::ChatTemplate;
 use tokio::{net::TcpListener, sync::watch, time};
 
 use crate::{
-    ApiKeys, ModelError, Models, ServedModel, ServerOptions, app::App, blocking::blocking, connections,
-    models::Catalog, routes::router,
+    ApiKeys, ModelError, Models, ServedModel, ServerOptions, TransferOptions, app::App, blocking::blocking,
+    connections, models::Catalog, routes::router, transfer::Transfers,
 };
 
 /// Interval of the health check of engines.
@@ -69,6 +69,18 @@ impl Server {
         let models = &self.0.models;
         let known = models.known().get(index).cloned().ok_or_else(|| ModelError::Name(index.to_string()))?;
         models.load(index).map_err(|reason| ModelError::Load { name: known.name().to_string(), reason })
+    }
+
+    /// Lets other workers continue prompts that this one has computed, and the reverse. Other workers fetch pages from
+    /// `listener`, until the server is dropped. Engines need a [model
+    /// identity](kvant_engine::EngineOptions::model_identity).
+    ///
+    /// # Errors
+    /// The system refuses the listener or a thread.
+    pub fn transfer(&self, listener: std::net::TcpListener, options: TransferOptions) -> io::Result<()> {
+        let transfers = Transfers::start(listener, options)?;
+        // A second listener would not be used.
+        self.0.transfers.set(transfers).map_err(|_| io::Error::other("the server has a listener for transfers"))
     }
 
     /// The routes, for tests and for servers with additional routes.
@@ -140,6 +152,9 @@ impl Server {
         let mut all_ended = true;
         for drained in drains {
             all_ended &= matches!(drained.await, Ok(Ok(true)));
+        }
+        if let Some(transfers) = self.0.transfers.get() {
+            transfers.clear();
         }
         if all_ended { Ok(()) } else { Err(ServeError::Drain) }
     }

@@ -1,7 +1,7 @@
 //! The options of `kvant serve`, and the options of the engine and the server that follow from them.
 
 use std::{
-    net::{IpAddr, Ipv6Addr},
+    net::{IpAddr, Ipv6Addr, TcpListener},
     path::{Path, PathBuf},
     str::FromStr,
     time::Duration,
@@ -11,7 +11,7 @@ use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use kvant::Device;
 use kvant_engine::{EngineOptions, PageFiles};
 use kvant_models::{Config, Files, LoadOptions, PoolOptions, Pooling};
-use kvant_server::{ApiKeys, ServerOptions};
+use kvant_server::{ApiKeys, Server, ServerOptions, TransferOptions};
 
 use crate::{
     Result,
@@ -97,6 +97,14 @@ pub struct ServeArgs {
     /// Maximum bytes of --prefix-dir; the least recently used pages are removed
     #[arg(long, value_name = "BYTES", default_value = "16GiB", requires = "prefix_dir")]
     pub(super) prefix_disk: Bytes,
+    /// Let other workers continue prompts that this one has computed, and the reverse (`kv_transfer_params`). HOST is
+    /// the name or address under which they reach this worker
+    #[arg(long, value_name = "HOST:PORT", value_parser = host_and_port)]
+    pub(super) kv_transfer: Option<(String, u16)>,
+    /// A host from which pages are fetched, as the other worker's --kv-transfer names it, or `*`; can be repeated.
+    /// Requests select among them
+    #[arg(long, value_name = "HOST", requires = "kv_transfer")]
+    pub(super) kv_peer: Vec<String>,
     /// The opened --prefix-dir.
     #[arg(skip)]
     pub(super) page_files: Option<PageFiles>,
@@ -292,16 +300,43 @@ impl ServeArgs {
         let options = if self.no_overlap { options.overlap(false) } else { options };
         let options = self.context.map_or(options.clone(), |tokens| options.context(tokens));
         let options = pages.map_or(options.clone(), |bytes| options.memory(bytes));
-        let Some(page_files) = &self.page_files else { return Ok(options) };
+        if self.page_files.is_none() && self.kv_transfer.is_none() {
+            return Ok(options);
+        }
         let options = options.model_identity(files.samples()?);
+        let Some(page_files) = &self.page_files else { return Ok(options) };
         let loaded = [files.modification_times()?, self.device.numerics(load).into_bytes()].concat();
         Ok(options.page_files(page_files.clone()).load_identity(loaded))
+    }
+
+    /// Starts the listener of `--kv-transfer`.
+    pub(super) fn start_transfers(&self, server: &Server) -> Result {
+        let Some((host, port)) = &self.kv_transfer else { return Ok(()) };
+        let failed = |error| format!("--kv-transfer: cannot listen on {host}:{port}: {error}");
+        let listener = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let options = self.kv_peer.iter().fold(TransferOptions::new(host), |options, peer| options.peer(peer));
+        server.transfer(listener, options).map_err(failed)?;
+        let _ = output::note(&format!("pages of prompts on {address}\n"));
+        Ok(())
     }
 
     /// Opens the directory of `--prefix-dir`.
     pub(super) fn open_page_files(&self) -> Result<Option<PageFiles>> {
         let open = |path: &PathBuf| PageFiles::open(path, self.prefix_disk.0 as u64);
         self.prefix_dir.as_ref().map(open).transpose().map_err(|error| format!("--prefix-dir: {error}").into())
+    }
+}
+
+/// A host and a port. The host of an IPv6 address is in brackets.
+fn host_and_port(text: &str) -> std::result::Result<(String, u16), String> {
+    let parsed = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse().ok()?)));
+    let (host, port) = parsed.ok_or("expected HOST:PORT, as in 10.0.0.1:5600")?;
+    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    if host.is_empty() {
+        Err("expected a host that other workers can reach".to_string())
+    } else {
+        Ok((host.into(), port))
     }
 }
 

@@ -15,6 +15,7 @@ mod responses;
 mod round_trips;
 mod structured;
 mod tokens;
+mod transfer;
 mod untrusted;
 #[path = "../../../kvant-engine/tests/words/mod.rs"]
 mod words;

@@ -1,0 +1,216 @@
+//! Prompts that one worker computes and another continues.
+
+use std::{
+    io::{Read, Write},
+    net::{Shutdown, TcpListener, TcpStream},
+    time::Duration,
+};
+
+use kvant::Codec;
+use kvant_server::TransferOptions;
+
+use super::*;
+
+/// A worker with an engine of its own, whose logits depend on the text alone.
+struct Worker {
+    router: Router,
+    port: u16,
+    // Serves transfers while it exists.
+    _server: Server,
+}
+
+fn options(codec: Codec) -> EngineOptions {
+    EngineOptions::default().codecs(codec).context(1024).sequences(2).page_tokens(16).model_identity(b"model".to_vec())
+}
+
+fn worker(options: EngineOptions, transfer: TransferOptions) -> Worker {
+    let device = CpuOptions { threads: Some(2), batch_invariant: true, ..CpuOptions::default() };
+    let model = Model::load(Path::new(MODEL), &Device::cpu_with(device).unwrap()).unwrap();
+    let engine = Engine::start(model, Arc::new(Tokenizer::load(Path::new(MODEL)).unwrap()), options).unwrap();
+    let template = ChatTemplate::new(TEMPLATE, [("bos_token", "<bos>")].into_iter().collect()).unwrap();
+    let server = Server::new(engine, Some(template), ServerOptions::new(NAME));
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    server.transfer(listener, transfer).unwrap();
+    Worker { router: server.router(), port, _server: server }
+}
+
+fn transfer() -> TransferOptions {
+    TransferOptions::new("127.0.0.1").peer("127.0.0.1")
+}
+
+const PATHS: [&str; 2] = ["/v1/completions", "/v1/chat/completions"];
+
+/// A request of a route with log probabilities, which show the logits' bits.
+fn body(path: &str, max_tokens: usize) -> Value {
+    let text = "A vector is a contiguous growable array. ".repeat(12);
+    let common = json!({"max_tokens": max_tokens, "temperature": 0});
+    match path {
+        "/v1/completions" => and(common, json!({"prompt": text, "logprobs": 2})),
+        _ => and(common, json!({"messages": [{"role": "user", "content": text}], "logprobs": true, "top_logprobs": 2})),
+    }
+}
+
+/// Lets a worker compute the prompt. Returns `kv_transfer_params` for another one.
+async fn prefill(worker: &Worker, path: &str) -> Value {
+    let asked = json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+        "remote_block_ids": null, "remote_host": null, "remote_port": null});
+    let body = and(body(path, 1), json!({"kv_transfer_params": asked}));
+    let answer = post(worker.router.clone(), path, body).await.ok();
+    let params = answer["kv_transfer_params"].clone();
+    assert_eq!((&params["do_remote_prefill"], &params["remote_port"]), (&json!(true), &json!(worker.port)), "{answer}");
+    params
+}
+
+/// The choice of an answer, and the tokens of its prompt that were found.
+async fn decode(worker: &Worker, path: &str, params: &Value) -> (Value, u64) {
+    let body = and(body(path, 20), json!({"kv_transfer_params": params}));
+    let answer = post(worker.router.clone(), path, body).await.ok();
+    let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    (answer["choices"][0].clone(), cached)
+}
+
+/// Text and log probabilities are those of one worker, and the prompt is not computed again.
+#[tokio::test(flavor = "multi_thread")]
+async fn another_worker_continues_a_prompt() {
+    for codec in [Codec::F16, Codec::tq(4), Codec::tq_centred(4)] {
+        let [first, second, alone] = [0; 3].map(|_| worker(options(codec), transfer()));
+        for path in PATHS {
+            let want = decode(&alone, path, &Value::Null).await;
+            assert_eq!(want.1, 0);
+            let params = prefill(&first, path).await;
+            let (choice, cached) = decode(&second, path, &params).await;
+            assert_eq!(choice, want.0, "{codec}: {path}");
+            let pages = params["remote_block_ids"].as_array().unwrap().len() as u64;
+            assert_eq!((cached, pages > 5), (16 * pages, true), "{codec}: {path}");
+            // A token is good for one transfer. The pages are in the cache now.
+            let again = decode(&second, path, &params).await;
+            assert_eq!(again.0, want.0);
+        }
+    }
+}
+
+/// Streams continue prompts, too.
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_continue_a_prompt() {
+    let [first, second] = [0; 2].map(|_| worker(options(Codec::F16), transfer()));
+    let params = prefill(&first, PATHS[0]).await;
+    let more = json!({"kv_transfer_params": params, "stream": true, "stream_options": {"include_usage": true}});
+    let chunks = post(second.router.clone(), PATHS[0], and(body(PATHS[0], 5), more)).await.chunks();
+    let usage = &chunks.last().unwrap()["usage"];
+    assert!(usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() > 0, "{usage}");
+}
+
+/// Whatever is wrong with an offer, the answer is that of one worker.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_useless_offer_costs_only_time() {
+    let path = PATHS[0];
+    let first = worker(options(Codec::F16), transfer());
+    let (want, _) = decode(&worker(options(Codec::F16), transfer()), path, &Value::Null).await;
+    let good = prefill(&first, path).await;
+    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let with = |more: Value| and(good.clone(), more);
+    let second = worker(options(Codec::F16), transfer());
+    for (params, reason) in [
+        (with(json!({"remote_token": "5a".repeat(32)})), "a forged token"),
+        (with(json!({"remote_token": "short"})), "no token"),
+        (with(json!({"remote_port": gone})), "a peer that is gone"),
+        (with(json!({"remote_host": "localhost"})), "a host that is not a peer"),
+        (with(json!({"remote_host": null})), "no host"),
+        (json!({"do_remote_prefill": true}), "nothing"),
+    ] {
+        assert_eq!(decode(&second, path, &params).await.0, want, "{reason}");
+    }
+    assert_eq!(decode(&second, path, &Value::Null).await.1 % 16, 0);
+    // Another cache type and another model: the token is used up, and nothing is fetched.
+    for other in [options(Codec::tq(4)), options(Codec::F16).model_identity(b"other".to_vec())] {
+        let params = prefill(&first, path).await;
+        let (_, cached) = decode(&worker(other, transfer()), path, &params).await;
+        assert_eq!(cached, 0);
+    }
+    // Another prompt.
+    let params = prefill(&first, path).await;
+    let other = json!({"prompt": "B".repeat(400), "max_tokens": 2, "kv_transfer_params": params});
+    post(worker(options(Codec::F16), transfer()).router.clone(), path, other).await.ok();
+    // A worker that has not enabled transfers.
+    let plain = Server::new(shared_engine(), None, ServerOptions::new(NAME)).router();
+    post(plain, path, and(body(path, 2), json!({"kv_transfer_params": good}))).await.ok();
+    // An offer that has expired.
+    let brief = worker(options(Codec::F16), transfer().offer_time(Duration::ZERO));
+    let params = prefill(&brief, path).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let third = worker(options(Codec::F16), transfer());
+    assert_eq!(decode(&third, path, &params).await, (want, 0));
+}
+
+/// Passes the first `limit` bytes of a sender on, with one byte changed if `flip`, then closes the connections.
+fn faulty(to: u16, limit: usize, flip: bool) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        let (mut receiver, _) = listener.accept().unwrap();
+        let mut sender = TcpStream::connect(("127.0.0.1", to)).unwrap();
+        let mut greeting = [0; 104];
+        receiver.read_exact(&mut greeting).unwrap();
+        sender.write_all(&greeting).unwrap();
+        let mut bytes = vec![0; limit];
+        sender.read_exact(&mut bytes).unwrap();
+        if flip {
+            bytes[limit / 2] ^= 8;
+        }
+        let _ = receiver.write_all(&bytes);
+        let _ = receiver.shutdown(Shutdown::Both);
+    });
+    port
+}
+
+/// A sender that is killed in the middle, and bytes that change on the way: complete pages are used, the rest is
+/// computed.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_transfer_costs_only_time() {
+    let path = PATHS[0];
+    let first = worker(options(Codec::F16), transfer());
+    let (want, _) = decode(&worker(options(Codec::F16), transfer()), path, &Value::Null).await;
+    for (limit, flip) in [(1, false), (10, false), (100_000, false), (100_000, true)] {
+        let mut params = prefill(&first, path).await;
+        params["remote_port"] = json!(faulty(first.port, limit, flip));
+        let second = worker(options(Codec::F16), transfer());
+        let (choice, cached) = decode(&second, path, &params).await;
+        assert_eq!(choice, want, "{limit} bytes, flip: {flip}");
+        let pages = params["remote_block_ids"].as_array().unwrap().len() as u64;
+        assert!(cached < 16 * pages, "{limit} bytes, flip: {flip}");
+    }
+}
+
+/// A sender that says nothing costs at most the time of a transfer.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_silent_peer_costs_limited_time() {
+    let path = PATHS[0];
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let first = worker(options(Codec::F16), transfer());
+    let mut params = prefill(&first, path).await;
+    params["remote_port"] = json!(silent.local_addr().unwrap().port());
+    let second = worker(options(Codec::F16), transfer().transfer_time(Duration::from_millis(300)));
+    let (want, _) = decode(&first, path, &Value::Null).await;
+    assert_eq!(decode(&second, path, &params).await, (want, 0));
+}
+
+/// Anybody can connect: nothing but a token gets an answer, and the listener goes on.
+#[tokio::test(flavor = "multi_thread")]
+async fn strangers_get_nothing() {
+    let path = PATHS[0];
+    let first = worker(options(Codec::F16), transfer());
+    let params = prefill(&first, path).await;
+    for bytes in
+        [&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], &[0; 200], b"kvantkv1", &[&b"kvantkv1"[..], &[0; 96]].concat()]
+    {
+        let mut stream = TcpStream::connect(("127.0.0.1", first.port)).unwrap();
+        stream.write_all(bytes).unwrap();
+        let _ = stream.shutdown(Shutdown::Write);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        assert!(answer.len() <= 1, "{answer:?}");
+    }
+    let second = worker(options(Codec::F16), transfer());
+    assert!(decode(&second, path, &params).await.1 > 0);
+}
