@@ -29,12 +29,16 @@ pub fn run(args: &ServeArgs) -> Result {
     let options = if is_checked { options.hosts(&args.allowed_host) } else { options };
     let device = args.device.open()?;
     let page_files = args.open_page_files()?;
-    let args = &ServeArgs { page_files: page_files.clone(), ..args.clone() };
-    let server = match args.has_several() {
-        true => models::server(args, &device, options)?,
-        false => one_model(args, &device, options)?,
+    let server = {
+        // Only the server keeps the directory open.
+        let args = &ServeArgs { page_files: page_files.clone(), ..args.clone() };
+        let server = match args.has_several() {
+            true => models::server(args, &device, options)?,
+            false => one_model(args, &device, options)?,
+        };
+        args.start_transfers(&server)?;
+        server
     };
-    args.start_transfers(&server)?;
     // A closed standard error is ignored.
     let _ = output::note(&format!("listening on http://{address}\n"));
     let served = server.run(listener);

@@ -86,8 +86,10 @@ impl Running {
     /// Stops the server, which finishes its work first.
     #[cfg(unix)]
     fn stop(mut self) {
+        let started = std::time::Instant::now();
         let killed = std::process::Command::new("kill").arg(self.child.id().to_string()).status().unwrap();
         assert!(killed.success() && self.child.wait().unwrap().success());
+        assert!(started.elapsed().as_secs() < 50, "a handle of the directory was not dropped");
     }
 
     /// A field of `/proc/PID/status` in kilobytes.

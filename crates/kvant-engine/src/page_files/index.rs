@@ -3,9 +3,13 @@
 use std::{
     collections::{BTreeMap, HashMap},
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use super::format::{PageName, file_len};
+
+/// Minimum time between two touches of a file: waiting requests look up their prefixes in every step.
+const TOUCH: Duration = Duration::from_secs(60);
 
 /// Which pages a directory has. A page counts from the moment that it is accepted.
 #[derive(Debug, Default)]
@@ -23,6 +27,8 @@ pub struct Index {
 struct Entry {
     bytes: u64,
     used: u64,
+    /// When the file was touched.
+    touched: Option<Instant>,
     /// The contents, until they are written.
     page: Option<Arc<Vec<u8>>>,
 }
@@ -57,17 +63,21 @@ impl Index {
         self.clock += 1;
         self.order.insert(self.clock, name);
         self.bytes += bytes;
-        self.entries.insert(name, Entry { bytes, used: self.clock, page });
+        self.entries.insert(name, Entry { bytes, used: self.clock, touched: None, page });
     }
 
-    /// Marks a page as the most recently used one. Returns whether it is a file.
+    /// Marks a page as the most recently used one. Returns whether it is a file whose time should be set, too.
     pub fn touch(&mut self, name: &PageName) -> bool {
         let Some(entry) = self.entries.get_mut(name) else { return false };
         self.order.remove(&entry.used);
         self.clock += 1;
         entry.used = self.clock;
         self.order.insert(self.clock, *name);
-        entry.page.is_none()
+        let is_due = entry.page.is_none() && entry.touched.is_none_or(|touched| touched.elapsed() >= TOUCH);
+        if is_due {
+            entry.touched = Some(Instant::now());
+        }
+        is_due
     }
 
     /// Marks a page as written. Returns false if it was removed meanwhile.
