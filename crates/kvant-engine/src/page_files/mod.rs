@@ -140,8 +140,8 @@ impl PageFiles {
         lock(&self.0.shared.index).bytes()
     }
 
-    /// Waits until the engines have dropped their handles and all pages are written, for at most `limit`. Returns whether
-    /// this was the case.
+    /// Waits until the engines have dropped their handles and all pages are written, for at most `limit`. Returns
+    /// whether this was the case.
     pub fn close(self, limit: Duration) -> bool {
         let (mut files, started) = (self.0, Instant::now());
         loop {

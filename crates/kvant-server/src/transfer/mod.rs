@@ -292,7 +292,7 @@ fn accept(listener: &TcpListener, transfers: &Weak<Transfers>) {
         let accepted = listener.accept();
         let Some(transfers) = transfers.upgrade() else { return };
         let Ok((stream, peer)) = accepted else {
-            // Such as too many open files.
+            // There may be too many open files.
             thread::sleep(Duration::from_millis(100));
             continue;
         };

@@ -28,8 +28,8 @@ const MAX_EXAMINED: usize = 64;
 /// equal sizes. Layers that seal pages have groups of dense and of sealed pages, and recurrent states have a group.
 /// A store may lose any page at any time.
 pub trait PageStore: Send {
-    /// The key of the empty prefix of a [salt](crate::PrefixCache::new). It must also depend on [`KvPool::page_format`], and on
-    /// everything that keys and values depend on, such as the model's weights.
+    /// The key of the empty prefix of a [salt](crate::PrefixCache::new). It must also depend on
+    /// [`KvPool::page_format`], and on everything that keys and values depend on, such as the model's weights.
     fn root(&self, salt: &[u8]) -> PageKey;
 
     /// The key of the page with `tokens` after the page, or the empty prefix, with the key `parent`.
@@ -47,7 +47,8 @@ pub trait PageStore: Send {
     /// Stores a page, or drops it. May return before the page is written, and may wait for earlier pages.
     fn write(&mut self, key: &PageKey, group: usize, page: Vec<u8>);
 
-    /// Marks pages, with their layer groups, as used now: those of a prefix, the last one first. Some may not be stored.
+    /// Marks pages, with their layer groups, as used now: those of a prefix, the last one first. Some may not be
+    /// stored.
     fn touch(&mut self, pages: &[(PageKey, usize)]);
 
     /// Removes the pages of all salts.
