@@ -52,7 +52,7 @@ enum Command {
     Eval(eval::EvalArgs),
     Logits(logits::LogitsArgs),
     #[cfg(feature = "serve")]
-    Serve(serve::ServeArgs),
+    Serve(Box<serve::ServeArgs>),
     Inspect(inspect::InspectArgs),
     Devices(devices::DevicesArgs),
     Doctor(doctor::DoctorArgs),
