@@ -369,7 +369,7 @@ impl Pattern {
             '<' | '>' if was_escaped => self.out.push(c),
             c if was_escaped => self.out.extend(['\\', c]),
             '\\' => self.is_escaped = true,
-            // In JavaScript, `[]` matches nothing and `[^]` everything; in Rust, the bracket is the class's first character.
+            // In JavaScript, `[]` matches nothing and `[^]` everything; in Rust, the bracket belongs to the class.
             ']' if self.is_class && was_empty_class => return None,
             ']' => {
                 self.is_class = false;

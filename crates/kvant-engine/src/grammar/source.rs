@@ -9,7 +9,7 @@ const MAX_DEPTH: usize = 64;
 /// Maximum operators of regular expressions in a source. The time and the memory of a compilation grow with the square
 /// of their number.
 const MAX_OPERATORS: usize = 5000;
-/// Maximum lines of a Lark grammar. A chain of rules, of which each names the next one, is compiled recursively.
+/// Maximum lines of a Lark grammar. A chain of rules is compiled recursively.
 const MAX_LINES: usize = 5000;
 
 /// The language of a text.

@@ -195,8 +195,8 @@ inline Pages pages_of(const AttendParams &p, const uint *table, uint sequence, u
     return {entries_of(table, p.page_width, sequence), p.page_entries, gap};
 }
 
-// As Pages, for the first MAX_POSITIONS positions that a token may see: the lanes of a warp hold the entries, so all lanes call
-// entry() and of() together.
+// As Pages, for the first MAX_POSITIONS positions that a token may see: the lanes of a warp hold the entries, so all
+// lanes call entry() and of() together.
 template <uint MAX_POSITIONS>
 struct EarlyPages {
     static constexpr uint COUNT = PAGE_SHIFT == 0 ? 1 : (MAX_POSITIONS / PAGE_KEYS + 1 + 31) / 32;
