@@ -128,7 +128,9 @@ pub use dtype::{DType, Element, Float};
 pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
 pub use key_bias::{KeyBias, KeyTurns};
-pub use kv::{CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, Sequence, StateLayer, StepSize};
+pub use kv::{
+    CacheLayer, KvPool, PoolSpec, PoolUsage, PrefixCache, PrefixChange, PrefixPlace, Sequence, StateLayer, StepSize,
+};
 pub use layer::{HeadOrder, KvLayer, LayerSpec, Planes};
 pub use readback::Readback;
 pub use step::{Batch, Step};

@@ -10,6 +10,7 @@
 //! | `pages.rs` | free pages, and the hold count of each page |
 //! | `sequence.rs` | [`Sequence`]: the pages of one conversation; fork and truncation |
 //! | `prefix.rs` | [`PrefixCache`]: pages found by their tokens; eviction; the tier in host memory |
+//! | `prefix_watch.rs` | [`PrefixChange`]: reports of the pages that kept prefixes gain and lose |
 //! | `export.rs` | a sequence as bytes, and back |
 
 mod export;
@@ -18,6 +19,7 @@ mod layout;
 mod pages;
 mod pool;
 mod prefix;
+mod prefix_watch;
 mod sequence;
 mod spec;
 mod step_words;
@@ -26,5 +28,6 @@ mod tests;
 
 pub use pool::{KvPool, PoolUsage};
 pub use prefix::PrefixCache;
+pub use prefix_watch::{PrefixChange, PrefixPlace};
 pub use sequence::Sequence;
 pub use spec::{CacheLayer, PoolSpec, StateLayer, StepSize};

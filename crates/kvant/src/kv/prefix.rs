@@ -22,6 +22,7 @@ use super::{
     layout::{LayerGroup, PageKind, PoolLayout},
     pages::{Page, Pages},
     pool::{KvPool, NAME},
+    prefix_watch::{PrefixChange, Watcher, page_digest, root_digest},
     sequence::{GroupPages, Sequence, SequencePages},
 };
 use crate::{Error, Result, ops::check};
@@ -56,9 +57,9 @@ pub struct PrefixCache {
 /// The prefixes of a pool.
 pub(super) struct Prefixes {
     /// Includes free entries, which are not alive.
-    nodes: Vec<Node>,
+    pub(super) nodes: Vec<Node>,
     free: Vec<usize>,
-    roots: HashMap<Box<[u8]>, usize>,
+    pub(super) roots: HashMap<Box<[u8]>, usize>,
     /// Children by parent and hash of their tokens.
     children: HashMap<(usize, u64), Vec<usize>>,
     hasher: RandomState,
@@ -66,17 +67,20 @@ pub(super) struct Prefixes {
     clock: u64,
     host_bytes: usize,
     host_limit: usize,
+    pub(super) watcher: Option<Watcher>,
 }
 
 #[derive(Debug, Default)]
-struct Node {
+pub(super) struct Node {
     /// False for a free entry.
     is_alive: bool,
-    parent: Option<usize>,
+    pub parent: Option<usize>,
     hash: u64,
-    tokens: Box<[u32]>,
+    /// The hash of the salt and of all tokens up to this page.
+    pub digest: u64,
+    pub tokens: Box<[u32]>,
     /// One entry per group.
-    pages: Vec<PagePlace>,
+    pub pages: Vec<PagePlace>,
     children: usize,
     /// Children with a page on the device.
     device_children: usize,
@@ -85,7 +89,7 @@ struct Node {
 
 /// A page of a node.
 #[derive(Debug, Default)]
-enum PagePlace {
+pub(super) enum PagePlace {
     #[default]
     Nowhere,
     Device(Page),
@@ -185,6 +189,14 @@ impl PrefixCache {
         self.pool.lock().prefixes.path(&self.salt, tokens, page_tokens).len() * page_tokens
     }
 
+    /// Calls `report` with all later changes of the pool's prefixes, of every salt, after the pages that are stored
+    /// now. It replaces an earlier function. `report` is called while the pool is locked: it must not use the pool, and
+    /// should only pass the change on.
+    pub fn watch(&self, report: impl FnMut(PrefixChange) + Send + 'static) {
+        let state = &mut *self.pool.lock();
+        state.prefixes.watch(self.pool.layout(), Box::new(report));
+    }
+
     /// Removes all prefixes of the pool, including those in host memory. Pages that sequences hold are not affected.
     pub fn clear(&self) {
         let state = &mut *self.pool.lock();
@@ -195,8 +207,9 @@ impl PrefixCache {
 impl super::pool::PoolState {
     fn find(&mut self, pool: &KvPool, salt: &[u8], tokens: &[u32]) -> Result<SequencePages> {
         let layout = pool.layout();
-        let path = self.prefixes.path(salt, tokens, layout.page_tokens);
         for host in [true, false] {
+            // Making room for pages from host memory may have removed nodes, so the path is searched again.
+            let path = self.prefixes.path(salt, tokens, layout.page_tokens);
             let depth = self.prefixes.continuable(&path, layout, host);
             if depth > 0
                 && let Some(found) = self.acquire(pool, &path[..depth], host)?
@@ -257,8 +270,8 @@ impl super::pool::PoolState {
                     return Ok(false);
                 }
             };
-            // Making room may have evicted the page from host memory.
-            let PagePlace::Host(bytes) = &self.prefixes.nodes[node].pages[group] else {
+            // Making room may have evicted the page from host memory, and removed its node.
+            let Some(PagePlace::Host(bytes)) = self.prefixes.nodes[node].pages.get(group) else {
                 self.pages.release(page);
                 return Ok(false);
             };
@@ -313,6 +326,7 @@ impl Prefixes {
             clock: 0,
             host_bytes: 0,
             host_limit,
+            watcher: None,
         }
     }
 
@@ -402,7 +416,7 @@ impl Prefixes {
         let mut at = match self.roots.get(salt) {
             Some(&root) => root,
             None => {
-                let root = self.new_node(Node::default());
+                let root = self.new_node(Node { digest: root_digest(salt), ..Node::default() });
                 self.roots.insert(salt.into(), root);
                 root
             }
@@ -411,7 +425,8 @@ impl Prefixes {
             let node = self.child(at, tokens).unwrap_or_else(|| {
                 let pages = layout.groups.iter().map(|_| PagePlace::Nowhere).collect();
                 let (parent, hash) = (Some(at), self.hasher.hash_one(tokens));
-                self.new_node(Node { parent, hash, tokens: tokens.into(), pages, ..Node::default() })
+                let digest = page_digest(self.nodes[at].digest, tokens);
+                self.new_node(Node { parent, hash, digest, tokens: tokens.into(), pages, ..Node::default() })
             });
             self.nodes[node].used = self.clock;
             for (group, held) in from.groups.iter().enumerate() {
@@ -437,6 +452,7 @@ impl Prefixes {
     /// Sets a page of a node, and updates the counts that depend on it.
     fn set(&mut self, node: usize, group: usize, held: PagePlace) {
         let before = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
+        let place = self.watched_place(node);
         self.nodes[node].pages[group] = held;
         let after = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
         self.host_bytes = self.host_bytes + after.1 - before.1;
@@ -444,6 +460,7 @@ impl Prefixes {
             let count = &mut self.nodes[parent].device_children;
             *count = *count + usize::from(after.0) - usize::from(before.0);
         }
+        self.report(node, place);
     }
 
     /// Removes a node without pages and children, and each ancestor that thereby loses its last child and has no pages.
@@ -655,6 +672,7 @@ impl Prefixes {
                 }
             }
         }
-        *self = Prefixes::new(self.host_limit);
+        self.report_cleared();
+        *self = Prefixes { watcher: self.watcher.take(), ..Prefixes::new(self.host_limit) };
     }
 }

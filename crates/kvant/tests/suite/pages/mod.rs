@@ -12,3 +12,4 @@ mod stale;
 mod states;
 mod tables;
 mod tokens;
+mod watching;
