@@ -11,7 +11,7 @@ use std::{
 };
 
 use flume::Sender;
-use kvant::KvPool;
+use kvant::{KvPool, PrefixCache, PrefixChange};
 use kvant_models::{Model, Tokenizer};
 
 use crate::{
@@ -41,6 +41,8 @@ pub struct Engine(Arc<Handle>);
 struct Handle {
     commands: Sender<Command>,
     shared: Arc<Shared>,
+    /// A handle of the pool.
+    prefixes: PrefixCache,
     tokenizer: Arc<Tokenizer>,
     /// Created with the first grammar.
     compiler: OnceLock<Result<Arc<Compiler>, String>>,
@@ -75,7 +77,11 @@ impl Engine {
         let pool = new_pool(&model, &options, context)?;
         let ids = model.decoder().fed_vocab();
         let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
-        let shared = Arc::new(Shared::new(pool.usage().bytes, options.sequences.saturating_add(options.queue)));
+        let shared = Arc::new(Shared::new(
+            first_stats(&pool, options.sequences),
+            options.sequences.saturating_add(options.queue),
+        ));
+        let prefixes = PrefixCache::new(&pool, b"");
         let (commands, received) = flume::unbounded();
         let (outputs, texts) = flume::unbounded();
         let mut worker =
@@ -89,7 +95,8 @@ impl Engine {
             thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?
         };
         let (next, compiler, threads) = (AtomicU64::new(0), OnceLock::new(), [steps, texts]);
-        Ok(Engine(Arc::new(Handle { commands, shared, tokenizer, compiler, options, limits, next, threads })))
+        let handle = Handle { commands, shared, prefixes, tokenizer, compiler, options, limits, next, threads };
+        Ok(Engine(Arc::new(handle)))
     }
 
     /// Submits a request. The returned channel delivers its events.
@@ -163,6 +170,17 @@ impl Engine {
         EngineStats { waiting: stats.waiting + unseen, ..stats.clone() }
     }
 
+    /// Removes all cached prefixes. Pages of running requests stay, and are cached again when they are full.
+    pub fn clear_prefixes(&self) {
+        self.0.prefixes.clear();
+    }
+
+    /// Calls `report` with the changes of the cached prefixes ([`PrefixCache::watch`]), whose salts
+    /// [`CacheScope::salt_of`](crate::CacheScope::salt_of) reads.
+    pub fn watch_prefixes(&self, report: impl FnMut(PrefixChange) + Send + 'static) {
+        self.0.prefixes.watch(report);
+    }
+
     /// Number of requests that have not ended.
     pub fn live(&self) -> usize {
         self.0.shared.live()
@@ -171,6 +189,11 @@ impl Engine {
     /// Whether the engine can serve requests. It never recovers from a failure.
     pub fn is_healthy(&self) -> bool {
         self.0.shared.failure().is_none()
+    }
+
+    /// Whether the engine accepts no more requests because it ends.
+    pub fn is_draining(&self) -> bool {
+        self.0.shared.is_draining()
     }
 
     /// Accepts no more requests, and waits until all have ended, for at most `limit`. The remaining ones then end with
@@ -238,6 +261,16 @@ fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_mod
         None => spec.room_for_steps(options.sequences, context, options.step_tokens)?,
     };
     model.pool_of(&spec.host_bytes(options.host_memory), context)
+}
+
+/// The statistics that do not change.
+fn first_stats(pool: &KvPool, max_running: usize) -> EngineStats {
+    let (bytes, page_tokens) = (pool.usage().bytes, pool.spec().page_tokens);
+    // Sealed pages begin after the first page and end before the last two. All layers may have windows.
+    let page = pool.shared(4 * page_tokens) - pool.shared(3 * page_tokens);
+    let page = if page > 0 { page } else { pool.need(page_tokens, page_tokens) };
+    let pages = bytes / page.max(1);
+    EngineStats { max_running, pages_bytes: bytes, page_tokens, pages, ..EngineStats::default() }
 }
 
 impl Handle {

@@ -49,6 +49,7 @@ mod stream_options;
 mod structured;
 mod tokens;
 mod tools;
+mod workers;
 
 pub use keys::ApiKeys;
 pub use models::{ModelError, ModelFacts, Models, ServedModel};

@@ -9,7 +9,7 @@ use kvant_models::{Pooling, Sampler, Sampling};
 
 use super::lookup::Lookup;
 use crate::{
-    CacheScope, Failure, FinishReason,
+    Failure, FinishReason,
     commands::Job,
     grammar::{Allowed, GrammarState},
     scheduler::NewTask,
@@ -87,12 +87,7 @@ impl Running {
         let Job { id, request, grammar, reader, submitted } = job;
         let mut sampler = Sampler::new(request.sampling, vocab)?;
         sampler.accept_prompt(&request.prompt);
-        let salt = match request.cache {
-            CacheScope::Shared => Some(Arc::default()),
-            // No salt of a client equals the empty salt of shared requests.
-            CacheScope::Salted(salt) => Some([&[1], &salt[..]].concat().into()),
-            CacheScope::Private => None,
-        };
+        let salt = request.cache.pool_salt();
         let running = Running {
             sampler,
             // Computing the masks of drafts would cost more time than drafts save.
