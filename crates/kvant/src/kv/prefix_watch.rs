@@ -7,8 +7,8 @@ use super::{
     prefix::{Node, PagePlace, Prefixes},
 };
 
-/// A change of the kept prefixes of a pool. A page is identified by a hash of its salt, its tokens and all tokens before
-/// it, so equal pages of several pools have equal hashes, if all programs are built by one version of Rust.
+/// A change of the kept prefixes of a pool. A page is identified by a hash of its salt, its tokens and all tokens
+/// before it, so equal pages of several pools have equal hashes, if all programs are built by one version of Rust.
 ///
 /// Only layers without window count: sequences need their pages at any length. Pages of windows and states of recurrent
 /// layers can be missing where a page is reported. A pool without layers of this kind reports nothing.

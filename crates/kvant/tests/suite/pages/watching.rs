@@ -119,7 +119,7 @@ struct History {
 impl History {
     fn new(layers: &[CacheLayer], pages: usize, host_bytes: usize) -> History {
         let spec = |bytes| PoolSpec::new(layers.to_vec(), bytes).page_tokens(PAGE).host_bytes(host_bytes);
-        // The need of a text of so many pages is the budget of all.
+        // The budget is the need of one text of `pages` pages.
         let sizes = KvPool::new(&Device::reference(), &spec(64 << 20)).unwrap();
         let pool = KvPool::new(&Device::reference(), &spec(sizes.need(pages * PAGE, PAGE))).unwrap();
         let history = History { pool, model: Arc::default(), running: Vec::new(), texts: Vec::new() };
@@ -187,9 +187,10 @@ impl History {
         }
     }
 
-    /// Compares the model with the pool. `exactly`: every page of the tree counts, as there is only one group.
+    /// Compares the model with the pool. `exactly`: every page of the tree counts: the pool has one group.
     fn check(&self, exactly: bool) {
-        for (salt, text) in &self.texts {
+        // Earlier texts were compared before.
+        for (salt, text) in self.texts.iter().rev().take(8) {
             let known = self.model.lock().unwrap_or_else(PoisonError::into_inner).find(SALTS[*salt], text);
             let matched = self.cache(*salt).matched(text);
             assert!(known <= matched && (!exactly || known == matched), "{known} of {matched}");
