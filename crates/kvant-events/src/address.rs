@@ -7,7 +7,7 @@ use std::net::IpAddr;
 #[error("expected an address as in tcp://*:5557, got {0:?}")]
 pub struct AddressError(String);
 
-/// What a socket does with its address.
+/// The use of an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Address {
     /// Listens there, for subscribers that connect.
