@@ -79,7 +79,7 @@ class Cache:
                 self.blocks.clear()
 
     def cached(self, tokens, keys=()):
-        """The cached tokens at the start of a prompt, of which one is always computed."""
+        """The cached tokens at the start of a prompt. The server always computes its last token."""
         found = {(parent, page, salt): block for (block, _), (parent, page, salt) in self.blocks.items()}
         parent, count = None, 0
         while count + PAGE < len(tokens):

@@ -18,8 +18,8 @@
 //! | `AllBlocksCleared` | |
 //!
 //! A block is a page of the layers without window, hence `kv_cache_spec_kind` is `full_attention`. `medium` is `GPU`
-//! for pages in the pool, on a CPU too, and `CPU` for pages that were evicted to host memory. `extra_keys` and `cache_salt`
-//! have the salt of the first block of a prefix, if it has one.
+//! for pages in the pool, on a CPU too, and `CPU` for pages that were evicted to host memory. `extra_keys` and
+//! `cache_salt` have the salt of the first block of a prefix, if it has one.
 //!
 //! The ROUTER socket answers a request with a sequence number by all later messages that it still has, each with an
 //! empty frame, the topic, the number and the batch, and then by a message with the number −1, and an empty topic and
