@@ -23,6 +23,8 @@ PARTS = {
     "javascript": "npm's openai, anthropic and ai with four providers, with their default settings",
     "measures": "guidellm and aiperf with a tokenizer from a file",
     "faults": "clients that vanish, stall or send nothing; a shutdown under load",
+    "smg": "SGLang's gateway in front of two servers, one of which is killed",
+    "kv_events": "KV events, read by vLLM's event classes and Dynamo's indexer",
     "openai_suite": "the test suite of the package openai",
     "lm_eval_suite": "lm-eval's local-completions: the same log likelihoods as `kvant eval`",
     "llama_cpp_suite": "the tests of llama.cpp's server that concern no format of its own",
@@ -30,9 +32,9 @@ PARTS = {
     "load": "32 clients for 2 minutes, a quarter of whose requests are abandoned: memory and pages",
     "page": "the page in headless Chromium",
 }
-SMALL = ["packages", "faults"]
+SMALL = ["packages", "faults", "smg"]
 # The requirement files of a part. Each file has its own environment, and a part runs in each of its environments.
-REQUIREMENTS = {"defaults": ["defaults", "openai2"], "measures": ["measures"], **{part: ["small"] for part in SMALL}}
+REQUIREMENTS = {"defaults": ["defaults", "openai2"], "measures": ["measures"], **{part: ["small"] for part in SMALL}, **{part: [part] for part in ["smg", "kv_events"]}}
 
 
 def install(name):

@@ -52,7 +52,7 @@ class Server:
         """(seconds between tokens of all texts so far, their number), by kvant's own clock; zeros from other
         servers."""
         text = self.ask("GET", "/metrics").read().decode()
-        values = (re.search(rf"^inter_token_latency_seconds_{name}{{.*}} (.*)$", text, re.M) for name in ("sum", "count"))
+        values = (re.search(rf"^vllm:inter_token_latency_seconds_{name}{{.*}} (.*)$", text, re.M) for name in ("sum", "count"))
         return [float(value[1]) if value else 0.0 for value in values]
 
 

@@ -86,11 +86,11 @@ class Server:
             connection.close()
 
     def metrics(self):
-        """The metrics without labels. The label of finish reasons becomes part of the name:
+        """The metrics without prefixes and labels. The label of finish reasons becomes part of the name:
         `request_success_total.REASON`."""
         values = {}
         for line in self.request("/metrics")[1].splitlines():
-            found = re.match(r"(\w+)\{([^}]*)\} (\S+)", line)
+            found = re.match(r"(?:vllm:|kvant:)?(\w+)\{([^}]*)\} (\S+)", line)
             if found and "le=" not in line:
                 reason = re.search(r'finished_reason="(\w+)"', line)
                 values[found.group(1) + (f".{reason.group(1)}" if reason else "")] = float(found.group(3))

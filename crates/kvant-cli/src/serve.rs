@@ -2,6 +2,10 @@
 
 mod args;
 mod checkpoint;
+#[cfg(feature = "events")]
+mod events;
+#[cfg(feature = "grpc")]
+mod grpc;
 mod models;
 
 pub use args::ServeArgs;
@@ -10,6 +14,8 @@ use std::{net::TcpListener, path::PathBuf, sync::Arc, time::Duration};
 
 use kvant::Device;
 use kvant_engine::Engine;
+#[cfg(feature = "grpc")]
+use kvant_grpc::GrpcServer;
 use kvant_models::{Model, Tokenizer};
 use kvant_server::{Server, ServerOptions};
 
@@ -17,6 +23,9 @@ use crate::{output, result::Result, shipped, suggest};
 
 /// Maximum time after the last request to store prefixes.
 const CLOSE: Duration = Duration::from_secs(60);
+/// A build without gRPC has no such server.
+#[cfg(not(feature = "grpc"))]
+type GrpcServer = ();
 
 pub fn run(args: &ServeArgs) -> Result {
     args.check()?;
@@ -29,15 +38,16 @@ pub fn run(args: &ServeArgs) -> Result {
     let options = if is_checked { options.hosts(&args.allowed_host) } else { options };
     let device = args.device.open()?;
     let page_files = args.open_page_files()?;
-    let server = {
+    // The gRPC server runs until it is dropped.
+    let (server, _grpc) = {
         // Only the server keeps the directory open.
         let args = &ServeArgs { page_files: page_files.clone(), ..args.clone() };
-        let server = match args.has_several() {
-            true => models::server(args, &device, options)?,
+        let (server, grpc) = match args.has_several() {
+            true => (models::server(args, &device, options)?, None),
             false => one_model(args, &device, options)?,
         };
         args.start_transfers(&server)?;
-        server
+        (server, grpc)
     };
     // A closed standard error is ignored.
     let _ = output::note(&format!("listening on http://{address}\n"));
@@ -49,7 +59,7 @@ pub fn run(args: &ServeArgs) -> Result {
     Ok(served?)
 }
 
-fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<Server> {
+fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<(Server, Option<GrpcServer>)> {
     let files = shipped::files(args.models.first().map(PathBuf::as_path))?;
     let options = options.sampling(checkpoint::sampling(&files)?).pooling(args.pooling(&files));
     let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
@@ -60,9 +70,15 @@ fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resul
     let pages = args.pages(&files, device, &kv, load, context)?;
     let model = Model::load_files(&files, device, &load)?;
     let engine = Engine::start(model, tokenizer, args.engine_options(&files, kv, &load, pages)?)?;
+    #[cfg(feature = "events")]
+    events::publish(args, &engine)?;
     if template.is_none() && args.models.is_empty() {
         let advice = suggest::text("serve");
         let _ = output::note(&format!("note: the shipped model continues texts and cannot chat. {advice}\n"));
     }
-    Ok(Server::new(engine, template, options))
+    #[cfg(feature = "grpc")]
+    let grpc = grpc::start(args, &engine, &options)?;
+    #[cfg(not(feature = "grpc"))]
+    let grpc = None;
+    Ok((Server::new(engine, template, options), grpc))
 }

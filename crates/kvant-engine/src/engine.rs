@@ -11,7 +11,7 @@ use std::{
 };
 
 use flume::Sender;
-use kvant::{KvPool, PrefixPage};
+use kvant::{KvPool, PrefixCache, PrefixChange, PrefixPage};
 use kvant_models::{Model, Tokenizer};
 
 use crate::{
@@ -42,6 +42,8 @@ pub struct Engine(Arc<Handle>);
 struct Handle {
     commands: Sender<Command>,
     shared: Arc<Shared>,
+    /// A handle of the pool.
+    prefixes: PrefixCache,
     tokenizer: Arc<Tokenizer>,
     /// Created with the first grammar.
     compiler: OnceLock<Result<Arc<Compiler>, String>>,
@@ -88,7 +90,11 @@ impl Engine {
         let page_bytes = pool.page_bytes();
         let ids = model.decoder().fed_vocab();
         let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
-        let shared = Arc::new(Shared::new(pool.usage().bytes, options.sequences.saturating_add(options.queue)));
+        let shared = Arc::new(Shared::new(
+            first_stats(&pool, options.sequences),
+            options.sequences.saturating_add(options.queue),
+        ));
+        let prefixes = PrefixCache::new(&pool, b"");
         let (commands, received) = flume::unbounded();
         let (outputs, texts) = flume::unbounded();
         let mut worker =
@@ -102,8 +108,19 @@ impl Engine {
             thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?
         };
         let (next, compiler, threads) = (AtomicU64::new(0), OnceLock::new(), [steps, texts]);
-        let handle =
-            Handle { commands, shared, tokenizer, compiler, options, limits, page_identity, page_bytes, next, threads };
+        let handle = Handle {
+            commands,
+            shared,
+            prefixes,
+            tokenizer,
+            compiler,
+            options,
+            limits,
+            page_identity,
+            page_bytes,
+            next,
+            threads,
+        };
         Ok(Engine(Arc::new(handle)))
     }
 
@@ -208,7 +225,7 @@ impl Engine {
         command: impl FnOnce(Arc<[u8]>) -> Command,
         reply: &flume::Receiver<kvant::Result<T>>,
     ) -> Option<T> {
-        let salt = scope.salt().filter(|_| self.0.options.prefix_cache)?;
+        let salt = scope.pool_salt().filter(|_| self.0.options.prefix_cache)?;
         self.0.commands.send(command(salt)).ok()?;
         let result = reply.recv().ok()?;
         result.inspect_err(|error| tracing::warn!(%error, "pages of a prefix cannot be exchanged")).ok()
@@ -221,6 +238,17 @@ impl Engine {
         EngineStats { waiting: stats.waiting + unseen, ..stats.clone() }
     }
 
+    /// Removes all cached prefixes. Pages of running requests stay, and are cached again when they are full.
+    pub fn clear_prefixes(&self) {
+        self.0.prefixes.clear();
+    }
+
+    /// Calls `report` with the changes of the cached prefixes ([`PrefixCache::watch`]), whose salts
+    /// [`CacheScope::salt_of`](crate::CacheScope::salt_of) reads.
+    pub fn watch_prefixes(&self, report: impl FnMut(PrefixChange) + Send + 'static) {
+        self.0.prefixes.watch(report);
+    }
+
     /// Number of requests that have not ended.
     pub fn live(&self) -> usize {
         self.0.shared.live()
@@ -229,6 +257,11 @@ impl Engine {
     /// Whether the engine can serve requests. It never recovers from a failure.
     pub fn is_healthy(&self) -> bool {
         self.0.shared.failure().is_none()
+    }
+
+    /// Whether the engine accepts no more requests because it ends.
+    pub fn is_draining(&self) -> bool {
+        self.0.shared.is_draining()
     }
 
     /// Accepts no more requests, and waits until all have ended, for at most `limit`. The remaining ones then end with
@@ -296,6 +329,16 @@ fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_mod
         None => spec.room_for_steps(options.sequences, context, options.step_tokens)?,
     };
     model.pool_of(&spec.host_bytes(options.host_memory), context)
+}
+
+/// The statistics that do not change.
+fn first_stats(pool: &KvPool, max_running: usize) -> EngineStats {
+    let (bytes, page_tokens) = (pool.usage().bytes, pool.spec().page_tokens);
+    // Sealed pages begin after the first page and end before the last two. All layers may have windows.
+    let page = pool.shared(4 * page_tokens) - pool.shared(3 * page_tokens);
+    let page = if page > 0 { page } else { pool.need(page_tokens, page_tokens) };
+    let pages = bytes / page.max(1);
+    EngineStats { max_running, pages_bytes: bytes, page_tokens, pages, ..EngineStats::default() }
 }
 
 impl Handle {

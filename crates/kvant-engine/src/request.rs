@@ -71,14 +71,36 @@ pub enum CacheScope {
     Private,
 }
 
+/// Marks salts that clients choose, so that they differ from the empty salt of [`CacheScope::Shared`].
+const CLIENT_SALT: u8 = 1;
+
 impl CacheScope {
-    /// The salt of the prefix cache. `None` without one.
-    pub(crate) fn salt(&self) -> Option<Arc<[u8]>> {
+    /// The scope of a client with an API key and a salt of its choice. Either can be empty.
+    pub fn of_client(key: &[u8], salt: &str) -> CacheScope {
+        if key.is_empty() && salt.is_empty() {
+            return CacheScope::Shared;
+        }
+        // The length separates the key from the salt.
+        let length = (key.len() as u64).to_le_bytes();
+        CacheScope::Salted([&length, key, salt.as_bytes()].concat())
+    }
+
+    /// The salt in the pool. `None` if nothing is cached.
+    pub(crate) fn pool_salt(&self) -> Option<Arc<[u8]>> {
         match self {
             CacheScope::Shared => Some(Arc::default()),
-            // No salt of a client equals the empty salt of shared requests.
-            CacheScope::Salted(salt) => Some([&[1], &salt[..]].concat().into()),
+            CacheScope::Salted(salt) => Some([&[CLIENT_SALT], &salt[..]].concat().into()),
             CacheScope::Private => None,
+        }
+    }
+
+    /// The salt that a client chose, from a salt in the pool; empty for [`CacheScope::Shared`]. `None` if the salt has
+    /// an API key, or another form than that of [`CacheScope::of_client`].
+    pub fn salt_of(pool_salt: &[u8]) -> Option<&str> {
+        match pool_salt {
+            [] => Some(""),
+            [CLIENT_SALT, 0, 0, 0, 0, 0, 0, 0, 0, salt @ ..] => std::str::from_utf8(salt).ok(),
+            _ => None,
         }
     }
 }
@@ -180,5 +202,24 @@ impl EngineRequest {
     #[must_use]
     pub fn cache(self, cache: CacheScope) -> Self {
         EngineRequest { cache, ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn salts_of_clients() {
+        let salt_of = |key: &[u8], salt: &str| {
+            let pool_salt = CacheScope::of_client(key, salt).pool_salt().unwrap();
+            CacheScope::salt_of(&pool_salt).map(str::to_string)
+        };
+        assert_eq!(salt_of(b"", "").as_deref(), Some(""));
+        assert_eq!(salt_of(b"", "tenant").as_deref(), Some("tenant"));
+        // Nobody learns a key, or that its prefixes exist.
+        assert_eq!((salt_of(b"key", ""), salt_of(b"key", "tenant")), (None, None));
+        assert_eq!(CacheScope::salt_of(b"of another program"), None);
+        assert_eq!(CacheScope::Private.pool_salt(), None);
     }
 }

@@ -25,13 +25,14 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub fn new(pages_bytes: usize, limit: usize) -> Shared {
+    /// `stats`: the numbers that do not change. `limit`: maximum running and waiting requests.
+    pub fn new(stats: EngineStats, limit: usize) -> Shared {
         Shared {
             live: Mutex::new(0),
             none_live: Condvar::new(),
             is_draining: AtomicBool::new(false),
             failure: Mutex::default(),
-            stats: Mutex::new(EngineStats { pages_bytes, ..EngineStats::default() }),
+            stats: Mutex::new(stats),
             unseen: AtomicUsize::new(0),
             limit,
         }
@@ -66,6 +67,11 @@ impl Shared {
         self.is_draining.store(true, Ordering::Release);
     }
 
+    /// Whether requests are refused.
+    pub fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Acquire)
+    }
+
     /// Counts a new request.
     ///
     /// # Errors
@@ -74,7 +80,7 @@ impl Shared {
         if let Some(reason) = self.failure() {
             return Err(SubmitError::Unhealthy { reason });
         }
-        if self.is_draining.load(Ordering::Acquire) {
+        if self.is_draining() {
             return Err(SubmitError::Draining);
         }
         let mut live = lock(&self.live);

@@ -14,6 +14,12 @@ pub struct EngineStats {
     pub paused: usize,
     /// Bytes of all pages.
     pub pages_bytes: usize,
+    /// Maximum running requests.
+    pub max_running: usize,
+    /// Positions per page.
+    pub page_tokens: usize,
+    /// Maximum full pages of one long text: positions of layers with windows, and recurrent states, are not counted.
+    pub pages: usize,
     /// Bytes of pages in use by requests or the prefix cache.
     pub pages_used: usize,
     /// Bytes of recurrent states in use by requests or the prefix cache, part of `pages_used`.

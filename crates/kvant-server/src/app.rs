@@ -61,12 +61,6 @@ impl App {
     /// The scope in which the request can share cached pages.
     pub fn scope(&self, headers: &HeaderMap, salt: Option<String>) -> CacheScope {
         let key = keys::key(headers).filter(|_| self.options.salt_per_key).unwrap_or_default();
-        let salt = salt.unwrap_or_default();
-        if key.is_empty() && salt.is_empty() {
-            return CacheScope::Shared;
-        }
-        // The length separates the key from the salt.
-        let length = (key.len() as u64).to_le_bytes();
-        CacheScope::Salted([&length, key, salt.as_bytes()].concat())
+        CacheScope::of_client(key, &salt.unwrap_or_default())
     }
 }

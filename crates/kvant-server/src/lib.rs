@@ -51,6 +51,7 @@ mod structured;
 mod tokens;
 mod tools;
 mod transfer;
+mod workers;
 
 pub use keys::ApiKeys;
 pub use models::{ModelError, ModelFacts, Models, ServedModel};

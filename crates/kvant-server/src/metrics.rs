@@ -1,4 +1,5 @@
-//! `/metrics`: counters in Prometheus' text format, named as in vLLM without its prefix.
+//! `/metrics`: counters in Prometheus' text format. Metrics with vLLM's meaning have vLLM's names, prefix included,
+//! because routers read these; kvant's own have the prefix `kvant:`.
 
 use std::{fmt::Write, fs, sync::Arc};
 
@@ -76,12 +77,12 @@ impl Text {
             values.collect::<Vec<_>>()
         };
         let is_loaded = of(|seen| u64::from(seen.stats.is_some()));
-        text.values("model_loaded", "Whether a model is loaded", "gauge", &is_loaded);
-        text.values("model_loads_total", "Loads of a model on demand", "counter", &of(|seen| seen.loads.done));
+        text.values("kvant:model_loaded", "Whether a model is loaded", "gauge", &is_loaded);
+        text.values("kvant:model_loads_total", "Loads of a model on demand", "counter", &of(|seen| seen.loads.done));
         let failed = of(|seen| seen.loads.failed);
-        text.values("model_load_failures_total", "Failed loads of a model", "counter", &failed);
+        text.values("kvant:model_load_failures_total", "Failed loads of a model", "counter", &failed);
         let of_all = [(String::new(), bytes as f64)];
-        text.values("models_bytes", "Bytes of the models loaded on demand", "gauge", &of_all);
+        text.values("kvant:models_bytes", "Bytes of the models loaded on demand", "gauge", &of_all);
         text.0
     }
 
@@ -94,7 +95,12 @@ impl Text {
         for (name, help, value) in COUNTERS {
             text.values(name, help, "counter", &of_each(models, |stats| value(stats) as f64));
         }
-        text.head("request_success_total", "Ended requests", "counter");
+        text.head("vllm:cache_config_info", "Tokens of a KV page, and pages of one text that fit together", "gauge");
+        for (label, stats) in models {
+            let label = joined(label, "block_size", &stats.page_tokens.to_string());
+            text.value("vllm:cache_config_info", &joined(&label, "num_gpu_blocks", &stats.pages.to_string()), 1.0);
+        }
+        text.head("vllm:request_success_total", "Ended requests", "counter");
         for (label, stats) in models {
             for (reason, count) in [
                 ("stop", stats.finished_stop),
@@ -102,22 +108,26 @@ impl Text {
                 ("abort", stats.finished_cancelled),
                 ("error", stats.finished_failed),
             ] {
-                text.value("request_success_total", &joined(label, "finished_reason", reason), count as f64);
+                text.value("vllm:request_success_total", &joined(label, "finished_reason", reason), count as f64);
             }
         }
-        text.histograms("time_to_first_token_seconds", "Time to the first token", models, |s| &s.time_to_first_token);
-        text.histograms("inter_token_latency_seconds", "Time between two tokens of a request", models, |s| {
+        text.histograms("vllm:time_to_first_token_seconds", "Time to the first token", models, |s| {
+            &s.time_to_first_token
+        });
+        text.histograms("vllm:inter_token_latency_seconds", "Time between two tokens of a request", models, |s| {
             &s.inter_token
         });
-        text.histograms("e2e_request_latency_seconds", "End-to-end time of a request", models, |s| &s.request_time);
+        text.histograms("vllm:e2e_request_latency_seconds", "End-to-end time of a request", models, |s| {
+            &s.request_time
+        });
         let help = "Time of a request before its first step";
-        text.histograms("request_queue_time_seconds", help, models, |s| &s.queue_time);
+        text.histograms("vllm:request_queue_time_seconds", help, models, |s| &s.queue_time);
         let help = "Time from the first step to the first token";
-        text.histograms("request_prefill_time_seconds", help, models, |s| &s.prefill_time);
+        text.histograms("vllm:request_prefill_time_seconds", help, models, |s| &s.prefill_time);
         let help = "Time from the first token to the last";
-        text.histograms("request_decode_time_seconds", help, models, |s| &s.decode_time);
-        text.histograms("request_prompt_tokens", "Prompt tokens of a request", models, |s| &s.prompt_lengths);
-        text.histograms("request_generation_tokens", "Generated tokens of a request", models, |s| &s.text_lengths);
+        text.histograms("vllm:request_decode_time_seconds", help, models, |s| &s.decode_time);
+        text.histograms("vllm:request_prompt_tokens", "Prompt tokens of a request", models, |s| &s.prompt_lengths);
+        text.histograms("vllm:request_generation_tokens", "Generated tokens of a request", models, |s| &s.text_lengths);
         text.0
     }
 
@@ -198,29 +208,30 @@ fn of_each(models: &[(String, EngineStats)], value: impl Fn(&EngineStats) -> f64
 type Metric<T> = (&'static str, &'static str, fn(&EngineStats) -> T);
 
 const GAUGES: &[Metric<f64>] = &[
-    ("num_requests_running", "Running requests", |s| s.running as f64),
-    ("num_requests_waiting", "Waiting requests", |s| s.waiting as f64),
-    ("num_requests_paused", "Requests paused because their events are not read", |s| s.paused as f64),
-    ("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1, cached prefixes included", |s| {
-        s.pages_used as f64 / (s.pages_bytes as f64).max(1.0)
+    ("vllm:num_requests_running", "Running requests", |s| s.running as f64),
+    ("vllm:num_requests_waiting", "Waiting requests", |s| s.waiting as f64),
+    ("kvant:num_requests_paused", "Requests paused because their events are not read", |s| s.paused as f64),
+    // Without cached prefixes, which make room for requests: routers avoid servers that seem full.
+    ("vllm:kv_cache_usage_perc", "Share of the KV pages that requests use, 0 to 1", |s| {
+        s.requests_used as f64 / (s.pages_bytes as f64).max(1.0)
     }),
-    ("kv_cache_bytes", "Bytes of all KV pages", |s| s.pages_bytes as f64),
-    ("kv_cache_used_bytes", "Bytes of KV pages in use, cached prefixes included", |s| s.pages_used as f64),
-    ("kv_cache_state_bytes", "Bytes of recurrent states among these", |s| s.states_used as f64),
-    ("kv_cache_request_bytes", "Bytes of KV pages that requests use", |s| s.requests_used as f64),
-    ("kv_cache_host_bytes", "Bytes of KV pages in host memory", |s| s.host_used as f64),
-    ("kv_cache_disk_bytes", "Bytes of KV pages on disk, of all models", |s| s.stored as f64),
+    ("kvant:kv_cache_bytes", "Bytes of all KV pages", |s| s.pages_bytes as f64),
+    ("kvant:kv_cache_used_bytes", "Bytes of KV pages in use, cached prefixes included", |s| s.pages_used as f64),
+    ("kvant:kv_cache_state_bytes", "Bytes of recurrent states among these", |s| s.states_used as f64),
+    ("kvant:kv_cache_request_bytes", "Bytes of KV pages that requests use", |s| s.requests_used as f64),
+    ("kvant:kv_cache_host_bytes", "Bytes of KV pages in host memory", |s| s.host_used as f64),
+    ("kvant:kv_cache_disk_bytes", "Bytes of KV pages on disk, of all models", |s| s.stored as f64),
 ];
 
 const COUNTERS: &[Metric<u64>] = &[
-    ("prefix_cache_queries_total", "Tokens looked up in the prefix cache", |s| s.prefix_queries),
-    ("prefix_cache_hits_total", "Tokens found in the prefix cache", |s| s.prefix_hits),
-    ("num_preemptions_total", "Preemptions: running requests whose pages were taken back", |s| s.preemptions),
-    ("prompt_tokens_total", "Prompt tokens computed", |s| s.prompt_tokens),
-    ("generation_tokens_total", "Tokens generated", |s| s.generated_tokens),
-    ("engine_steps_total", "Steps of the engine", |s| s.steps),
-    ("spec_decode_num_draft_tokens_total", "Proposed draft tokens", |s| s.drafts[0]),
-    ("spec_decode_num_accepted_tokens_total", "Accepted draft tokens", |s| s.drafts[1]),
+    ("vllm:prefix_cache_queries_total", "Tokens looked up in the prefix cache", |s| s.prefix_queries),
+    ("vllm:prefix_cache_hits_total", "Tokens found in the prefix cache", |s| s.prefix_hits),
+    ("vllm:num_preemptions_total", "Preemptions: running requests whose pages were taken back", |s| s.preemptions),
+    ("vllm:prompt_tokens_total", "Prompt tokens computed", |s| s.prompt_tokens),
+    ("vllm:generation_tokens_total", "Tokens generated", |s| s.generated_tokens),
+    ("kvant:engine_steps_total", "Steps of the engine", |s| s.steps),
+    ("vllm:spec_decode_num_draft_tokens_total", "Proposed draft tokens", |s| s.drafts[0]),
+    ("vllm:spec_decode_num_accepted_tokens_total", "Accepted draft tokens", |s| s.drafts[1]),
 ];
 
 #[cfg(test)]
@@ -231,13 +242,15 @@ mod tests {
     fn the_text_format() {
         let models = ["a\"b\\c\nd", "other"].map(|name| (label(name), EngineStats::default()));
         let text = Text::stats(&models);
-        assert!(text.contains("num_requests_running{model_name=\"a\\\"b\\\\c\\nd\"} 0\n"));
-        assert!(text.contains("request_success_total{model_name=\"a\\\"b\\\\c\\nd\",finished_reason=\"stop\"} 0\n"));
-        assert!(text.contains("# TYPE time_to_first_token_seconds histogram\n"));
+        assert!(text.contains("vllm:num_requests_running{model_name=\"a\\\"b\\\\c\\nd\"} 0\n"));
+        assert!(
+            text.contains("vllm:request_success_total{model_name=\"a\\\"b\\\\c\\nd\",finished_reason=\"stop\"} 0\n")
+        );
+        assert!(text.contains("# TYPE vllm:time_to_first_token_seconds histogram\n"));
         assert!(text.contains(",le=\"+Inf\"} 0\n"));
-        assert!(text.contains("request_success_total{model_name=\"other\",finished_reason=\"stop\"} 0\n"));
+        assert!(text.contains("vllm:request_success_total{model_name=\"other\",finished_reason=\"stop\"} 0\n"));
         // A name has only one type, for all models.
-        assert_eq!(text.matches("# TYPE num_requests_running gauge\n").count(), 1);
+        assert_eq!(text.matches("# TYPE vllm:num_requests_running gauge\n").count(), 1);
         // Every name has a type before its first value.
         for line in text.lines().filter(|line| !line.starts_with('#')) {
             let name = line.split('{').next().unwrap();

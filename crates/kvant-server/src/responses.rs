@@ -24,47 +24,46 @@ use crate::{
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     ids::{now, random_id},
     keys,
-    sampling::{SamplingFields, TokenLimit},
+    sampling::{SamplingFields, TokenLimit, sampling_request},
     serving::Serving,
     structured::OutputConstraint,
     tools::chosen_tools,
 };
 
-#[derive(Debug, Deserialize)]
-pub(crate) struct ResponsesRequest {
-    model: Option<String>,
-    input: JsonValue,
-    instructions: Option<String>,
-    max_output_tokens: Option<TokenLimit>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    stream: Option<bool>,
-    tools: Option<Vec<JsonValue>>,
-    tool_choice: Option<Value>,
-    parallel_tool_calls: Option<bool>,
-    reasoning: Option<Map<String, Value>>,
-    text: Option<TextOptions>,
-    include: Option<Vec<String>>,
-    store: Option<bool>,
-    previous_response_id: Option<String>,
-    background: Option<bool>,
-    truncation: Option<String>,
-    service_tier: Option<String>,
-    metadata: Option<Map<String, Value>>,
-    // The following fields have no effect on the answer.
-    #[expect(dead_code, reason = "has no effect")]
-    user: Option<String>,
-    #[expect(dead_code, reason = "has no effect")]
-    safety_identifier: Option<String>,
-    #[expect(dead_code, reason = "has no effect")]
-    prompt_cache_key: Option<String>,
+sampling_request! {
+    struct ResponsesRequest {
+        model: Option<String>,
+        input: JsonValue,
+        instructions: Option<String>,
+        max_output_tokens: Option<TokenLimit>,
+        stream: Option<bool>,
+        tools: Option<Vec<JsonValue>>,
+        tool_choice: Option<Value>,
+        parallel_tool_calls: Option<bool>,
+        reasoning: Option<Map<String, Value>>,
+        text: Option<TextOptions>,
+        include: Option<Vec<String>>,
+        store: Option<bool>,
+        previous_response_id: Option<String>,
+        background: Option<bool>,
+        truncation: Option<String>,
+        service_tier: Option<String>,
+        metadata: Option<Map<String, Value>>,
+        // The following fields have no effect on the answer.
+        #[expect(dead_code, reason = "has no effect")]
+        user: Option<String>,
+        #[expect(dead_code, reason = "has no effect")]
+        safety_identifier: Option<String>,
+        #[expect(dead_code, reason = "has no effect")]
+        prompt_cache_key: Option<String>,
+    }
 }
 
 /// Prefixes of tool types that run on OpenAI's servers.
 const HOSTED: [&str; 4] = ["web_search", "file_search", "code_interpreter", "image_generation"];
 
 #[derive(Debug, Default, Deserialize)]
-struct TextOptions {
+pub(crate) struct TextOptions {
     format: Option<JsonValue>,
     verbosity: Option<String>,
 }
@@ -97,10 +96,11 @@ pub(crate) async fn create(
     headers: HeaderMap,
     Json(mut request): Json<ResponsesRequest>,
 ) -> Result<Response> {
+    let sampling = request.sampling_fields();
     let app = Serving::of(&app, request.model.as_deref()).await?;
     let model = app.name.clone();
     check_fixed(&app, &request)?;
-    let object = describe(&app, &request, &model);
+    let object = describe(&app, &request, &sampling, &model);
     let tools = request.tools.take().map(|tools| own_tools(&app, tools, request.tool_choice.as_ref()));
     let format = request.text.as_ref().and_then(|text| text.format.as_ref());
     let shape = OutputConstraint::of_format(format, "text.format", None)?;
@@ -131,8 +131,6 @@ pub(crate) async fn create(
     let asked = request.max_output_tokens.map(|TokenLimit(limit)| limit);
     let max_tokens = app.max_tokens(asked, app.model.engine.context());
     let base = prompt.request().max_tokens(max_tokens).cache(app.scope(&headers, None));
-    let sampling =
-        SamplingFields { temperature: request.temperature, top_p: request.top_p, ..SamplingFields::default() };
     let generation = Generation::submit(&app, &id, vec![sampling.apply(base, &app)?]);
     let generation = generation.map_err(|error| error.of_prompt("input"))?;
     let answer =
@@ -293,8 +291,8 @@ fn is_open(message: &Message) -> bool {
         && message.tool_calls.is_empty()
 }
 
-/// The response without output.
-fn describe(app: &Serving, request: &ResponsesRequest, model: &str) -> JsonValue {
+/// The response before it has output.
+fn describe(app: &Serving, request: &ResponsesRequest, sampling: &SamplingFields, model: &str) -> JsonValue {
     let default = &app.model.sampling;
     let max_output_tokens =
         request.max_output_tokens.map(|TokenLimit(limit)| limit).filter(|&limit| limit < usize::MAX);
@@ -305,9 +303,9 @@ fn describe(app: &Serving, request: &ResponsesRequest, model: &str) -> JsonValue
         "model": model, "output": [],
         "parallel_tool_calls": request.parallel_tool_calls.unwrap_or(true), "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": request.reasoning.as_ref().and_then(|r| r.get("effort")), "summary": null},
-        "store": request.store != Some(false) && app.store.is_on(), "temperature": request.temperature.unwrap_or(default.temperature), "text": {"format": {"type": "text"}},
+        "store": request.store != Some(false) && app.store.is_on(), "temperature": sampling.temperature.unwrap_or(default.temperature), "text": {"format": {"type": "text"}},
         "tool_choice": request.tool_choice.clone().unwrap_or(json!("auto")),
-        "tools": [], "top_p": request.top_p.unwrap_or(default.top_p),
+        "tools": [], "top_p": sampling.top_p.unwrap_or(default.top_p),
         "truncation": "disabled", "usage": null, "user": null,
     });
     let mut object = JsonValue::from(object);

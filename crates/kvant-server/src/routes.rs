@@ -21,7 +21,7 @@ use crate::{
     chat, completions, conversation, documents, embeddings,
     error::{ApiError, Result},
     ids::random_id,
-    metrics, models, ollama, responses, tokens,
+    metrics, models, ollama, responses, tokens, workers,
 };
 
 /// Maximum length of an id that a client chooses.
@@ -43,6 +43,10 @@ pub(crate) fn router(app: &Arc<App>) -> Router {
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
         .route("/metrics", get(metrics::get))
+        .route("/v1/loads", get(workers::loads))
+        .route("/server_info", get(workers::server_info))
+        .route("/model_info", get(workers::model_info))
+        .route("/flush_cache", post(workers::flush_cache))
         .route("/v1/models", get(models::routes::list))
         .route("/v1/models/{*name}", get(models::routes::get))
         .route("/v1/embeddings", post(embeddings::create))
@@ -102,6 +106,7 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     let started = Instant::now();
     let id = request_id(request.headers());
     request.extensions_mut().insert(id.clone());
+    let trace_id = trace_id(request.headers());
     let (method, path) = (request.method().clone(), request.uri().path().to_string());
     let is_preflight = method == Method::OPTIONS && app.options.cors.is_some();
     let is_public = documents::is_page(&path) || matches!(path.as_str(), "/health" | "/ping");
@@ -137,8 +142,10 @@ async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) 
     let path = if status == 404 { "-" } else { path.as_str() };
     match path {
         // Monitors request these routes every few seconds.
-        "/health" | "/ping" | "/metrics" => tracing::debug!(request_id = &*id.0, %method, path, status, ms, "request"),
-        _ => tracing::info!(request_id = &*id.0, %method, path, status, ms, "request"),
+        "/health" | "/ping" | "/metrics" | "/v1/loads" => {
+            tracing::debug!(request_id = &*id.0, %method, path, status, ms, "request");
+        }
+        _ => tracing::info!(request_id = &*id.0, trace_id, %method, path, status, ms, "request"),
     }
     response
 }
@@ -150,6 +157,15 @@ fn request_id(headers: &HeaderMap) -> RequestId {
         (1..=MAX_ID_LENGTH).contains(&id.len()) && id.bytes().all(is_plain)
     });
     RequestId(asked.map_or_else(|| random_id("req_").into(), Arc::from))
+}
+
+/// The trace to which a request belongs, from W3C's header `traceparent`: version, trace, parent and flags in
+/// hexadecimal.
+fn trace_id(headers: &HeaderMap) -> Option<String> {
+    let parent = headers.get("traceparent")?.to_str().ok()?;
+    let trace = parent.split('-').nth(1)?;
+    let is_hex = trace.len() == 32 && trace.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
+    is_hex.then(|| trace.to_string())
 }
 
 /// Allows pages of an origin to use the server.

@@ -60,6 +60,24 @@ pub struct ServeArgs {
     /// A file with API keys, one per line; SIGHUP reloads it
     #[arg(long, value_name = "FILE")]
     pub(super) api_key_file: Option<PathBuf>,
+    /// Also serve vLLM's gRPC protocol on this port of the same address; 0 selects a free one. It has no keys
+    #[cfg(feature = "grpc")]
+    #[arg(long, value_name = "PORT", conflicts_with_all = ["api_key", "api_key_file"])]
+    pub(super) grpc: Option<u16>,
+    /// Publish which prefixes are cached, as vLLM's KV events over ZeroMQ, for routers: tcp://*:5557 or an address of
+    /// this machine alone listens for subscribers, any other is that of a subscriber. Events contain the tokens of
+    /// requests
+    #[cfg(feature = "events")]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(super) kv_events: Option<String>,
+    /// The topic of the events
+    #[cfg(feature = "events")]
+    #[arg(long, value_name = "TOPIC", default_value = "", requires = "kv_events")]
+    pub(super) kv_events_topic: String,
+    /// Listen here for requests of subscribers for events that they missed
+    #[cfg(feature = "events")]
+    #[arg(long, value_name = "ADDRESS", requires = "kv_events")]
+    pub(super) kv_events_replay: Option<String>,
     /// Give each API key a prefix cache of its own
     #[arg(long)]
     pub(super) cache_per_key: bool,
@@ -188,6 +206,14 @@ impl ServeArgs {
         }
         if !self.has_several() && self.chat_template.len() > 1 {
             return Err("--chat-template: one model has one template".into());
+        }
+        #[cfg(feature = "grpc")]
+        if self.has_several() && self.grpc.is_some() {
+            return Err("--grpc: only for one MODEL".into());
+        }
+        #[cfg(feature = "events")]
+        if self.has_several() && self.kv_events.is_some() {
+            return Err("--kv-events: only for one MODEL, as events do not name the model".into());
         }
         Ok(())
     }

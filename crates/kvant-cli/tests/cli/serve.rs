@@ -147,8 +147,8 @@ fn models_of_a_directory_share_memory() {
         assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{model}: {answer}");
     }
     // Both fit, and the failed model takes no memory.
-    let both = metric(&running, "models_bytes");
-    assert_eq!(metric(&running, r#"model_loads_total{model_name="one"}"#), 1);
+    let both = metric(&running, "kvant:models_bytes");
+    assert_eq!(metric(&running, r#"kvant:model_loads_total{model_name="one"}"#), 1);
     drop(running);
 
     let memory = (both - 1).to_string();
@@ -156,8 +156,8 @@ fn models_of_a_directory_share_memory() {
     for (model, loads) in [("one", 1), ("org/two", 1), ("org/two", 1), ("one", 2)] {
         let answer = running.ask("POST /v1/completions", &complete(model));
         assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains(&format!(r#""model":"{model}""#)), "{answer}");
-        assert_eq!(metric(&running, &format!("model_loads_total{{model_name=\"{model}\"}}")), loads, "{model}");
-        assert_eq!(metric(&running, "models_bytes"), both / 2);
+        assert_eq!(metric(&running, &format!("kvant:model_loads_total{{model_name=\"{model}\"}}")), loads, "{model}");
+        assert_eq!(metric(&running, "kvant:models_bytes"), both / 2);
     }
 }
 

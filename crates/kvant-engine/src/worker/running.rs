@@ -87,7 +87,7 @@ impl Running {
         let Job { id, request, grammar, reader, submitted } = job;
         let mut sampler = Sampler::new(request.sampling, vocab)?;
         sampler.accept_prompt(&request.prompt);
-        let salt = request.cache.salt();
+        let salt = request.cache.pool_salt();
         let running = Running {
             sampler,
             // Computing the masks of drafts would cost more time than drafts save.

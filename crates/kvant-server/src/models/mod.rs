@@ -403,6 +403,15 @@ impl Catalog {
         self.known().into_iter().zip(seen).collect()
     }
 
+    /// Removes the cached prefixes of the loaded models.
+    pub fn clear_prefixes(&self) {
+        self.registry.each(|_, model| {
+            if let Some(model) = model {
+                model.engine.clear_prefixes();
+            }
+        });
+    }
+
     /// Bytes of the loaded models.
     pub fn bytes(&self) -> usize {
         self.registry.bytes()

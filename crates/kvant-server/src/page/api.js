@@ -24,7 +24,7 @@ export async function metrics() {
   if (!response.ok) return null;
   const values = {};
   for (const line of (await response.text()).split("\n")) {
-    const match = /^(\w+)\{([^}]*)\} (\S+)$/.exec(line);
+    const match = /^(?:vllm:|kvant:)(\w+)\{([^}]*)\} (\S+)$/.exec(line);
     if (match && !match[2].includes(",")) values[match[1]] = (values[match[1]] ?? 0) + Number(match[3]);
   }
   return values;

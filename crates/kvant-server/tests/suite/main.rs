@@ -19,6 +19,7 @@ mod transfer;
 mod untrusted;
 #[path = "../../../kvant-engine/tests/words/mod.rs"]
 mod words;
+mod workers;
 
 use std::{
     path::Path,
@@ -192,26 +193,26 @@ async fn health_models_and_metrics() {
         let line = metrics.text.lines().find(|line| line.starts_with(name) && !line.starts_with('#'));
         line.unwrap_or_else(|| panic!("{name}")).rsplit(' ').next().unwrap().parse().unwrap()
     };
-    assert!(value("generation_tokens_total") >= before as f64 + 3.0);
+    assert!(value("vllm:generation_tokens_total") >= before as f64 + 3.0);
     for name in [
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "prefix_cache_queries_total",
-        "prefix_cache_hits_total",
-        "num_preemptions_total",
-        "request_success_total",
-        "inter_token_latency_seconds_sum",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total",
+        "vllm:request_success_total",
+        "vllm:inter_token_latency_seconds_sum",
     ] {
         assert!(value(name) >= 0.0);
     }
     for name in [
-        "time_to_first_token_seconds_count",
-        "request_queue_time_seconds_count",
-        "request_prefill_time_seconds_count",
-        "request_decode_time_seconds_count",
-        "request_prompt_tokens_count",
-        "request_generation_tokens_sum",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:request_queue_time_seconds_count",
+        "vllm:request_prefill_time_seconds_count",
+        "vllm:request_decode_time_seconds_count",
+        "vllm:request_prompt_tokens_count",
+        "vllm:request_generation_tokens_sum",
         "process_start_time_seconds",
     ] {
         assert!(value(name) >= 1.0, "{name}");

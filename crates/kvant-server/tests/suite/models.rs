@@ -59,17 +59,17 @@ async fn requests_name_their_model() {
 
     let metrics = get(router.clone(), "/metrics").await.text;
     for line in [
-        "model_loaded{model_name=\"a\"} 0\n",
-        "model_loaded{model_name=\"b\"} 1\n",
-        "model_loads_total{model_name=\"b\"} 2\n",
-        "models_bytes 20\n",
-        "generation_tokens_total{model_name=\"b\"} 2\n",
-        "generation_tokens_total{model_name=\"org/c\"} 2\n",
+        "kvant:model_loaded{model_name=\"a\"} 0\n",
+        "kvant:model_loaded{model_name=\"b\"} 1\n",
+        "kvant:model_loads_total{model_name=\"b\"} 2\n",
+        "kvant:models_bytes 20\n",
+        "vllm:generation_tokens_total{model_name=\"b\"} 2\n",
+        "vllm:generation_tokens_total{model_name=\"org/c\"} 2\n",
         "http_requests_total{status=\"200\"}",
     ] {
         assert!(metrics.contains(line), "{line}\n{metrics}");
     }
-    assert!(!metrics.contains("generation_tokens_total{model_name=\"a\"}"));
+    assert!(!metrics.contains("vllm:generation_tokens_total{model_name=\"a\"}"));
 }
 
 #[tokio::test(flavor = "multi_thread")]

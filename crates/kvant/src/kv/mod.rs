@@ -12,6 +12,7 @@
 //! | `prefix.rs` | [`PrefixCache`]: pages found by their tokens; eviction; the tier in host memory |
 //! | `store.rs` | [`PageStore`]: the tier outside of memory |
 //! | `transfer.rs` | [`PrefixPage`]: pages of prefixes that move between pools |
+//! | `prefix_watch.rs` | [`PrefixChange`]: reports of the pages that kept prefixes gain and lose |
 //! | `export.rs` | a sequence as bytes, and back |
 
 mod export;
@@ -20,6 +21,7 @@ mod layout;
 mod pages;
 mod pool;
 mod prefix;
+mod prefix_watch;
 mod sequence;
 mod spec;
 mod step_words;
@@ -30,6 +32,7 @@ mod transfer;
 
 pub use pool::{KvPool, PoolUsage};
 pub use prefix::PrefixCache;
+pub use prefix_watch::{PrefixChange, PrefixPlace};
 pub use sequence::Sequence;
 pub use spec::{CacheLayer, PoolSpec, StateLayer, StepSize};
 pub use store::{PageKey, PageStore};

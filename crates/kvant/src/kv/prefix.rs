@@ -22,6 +22,7 @@ use super::{
     layout::{LayerGroup, PageKind, PoolLayout},
     pages::{Page, Pages},
     pool::{KvPool, NAME},
+    prefix_watch::{PrefixChange, Watcher, page_digest, root_digest},
     sequence::{GroupPages, Sequence, SequencePages},
     store::{PageKey, Stored, host_memory},
 };
@@ -59,7 +60,7 @@ pub(super) struct Prefixes {
     /// Includes free entries, which are not alive.
     pub(super) nodes: Vec<Node>,
     free: Vec<usize>,
-    roots: HashMap<Box<[u8]>, usize>,
+    pub(super) roots: HashMap<Box<[u8]>, usize>,
     /// Children by parent and hash of their tokens.
     children: HashMap<(usize, u64), Vec<usize>>,
     hasher: RandomState,
@@ -69,6 +70,7 @@ pub(super) struct Prefixes {
     host_limit: usize,
     /// The tier below host memory.
     pub(super) stored: Stored,
+    pub(super) watcher: Option<Watcher>,
 }
 
 #[derive(Debug, Default)]
@@ -79,11 +81,13 @@ pub(super) struct Node {
     pub(super) is_pinned: bool,
     /// Whether a lookup ended here. Known only with a store.
     pub(super) is_end: bool,
-    parent: Option<usize>,
+    pub(super) parent: Option<usize>,
     hash: u64,
+    /// The hash of the salt and of all tokens up to this page.
+    pub(super) digest: u64,
     /// The name of its pages in a store; zeros without one.
     pub(super) key: PageKey,
-    tokens: Box<[u32]>,
+    pub(super) tokens: Box<[u32]>,
     /// One entry per group; none for a root.
     pub(super) pages: Vec<PagePlace>,
     pub(super) children: usize,
@@ -190,6 +194,14 @@ impl PrefixCache {
         let path = prefixes.path(layout, &self.salt, tokens);
         prefixes.pin(&path, false);
         path.len() * layout.page_tokens
+    }
+
+    /// Calls `report` with all later changes of the pool's prefixes, of every salt, after the pages that are stored
+    /// now. It replaces an earlier function. `report` is called while the pool is locked: it must not use the pool, and
+    /// should only pass the change on.
+    pub fn watch(&self, report: impl FnMut(PrefixChange) + Send + 'static) {
+        let state = &mut *self.pool.lock();
+        state.prefixes.watch(self.pool.layout(), Box::new(report));
     }
 
     /// Removes all prefixes of the pool, including those in host memory and in its store. Pages that sequences hold are
@@ -359,6 +371,7 @@ impl Prefixes {
             host_bytes: 0,
             host_limit,
             stored: Stored::default(),
+            watcher: None,
         }
     }
 
@@ -390,7 +403,7 @@ impl Prefixes {
         if let Some(&root) = self.roots.get(salt) {
             return root;
         }
-        let root = self.new_node(Node { key: self.stored.root(salt), ..Node::default() });
+        let root = self.new_node(Node { digest: root_digest(salt), key: self.stored.root(salt), ..Node::default() });
         self.roots.insert(salt.into(), root);
         root
     }
@@ -398,9 +411,10 @@ impl Prefixes {
     /// Makes a node without pages.
     pub(super) fn new_child(&mut self, parent: usize, tokens: &[u32], key: PageKey, groups: usize) -> usize {
         let pages = (0..groups).map(|_| PagePlace::Nowhere).collect();
-        let (parent, hash, used) = (Some(parent), self.hasher.hash_one(tokens), self.clock);
         let is_end = self.stored.take_sought(&key);
-        self.new_node(Node { is_end, parent, hash, key, tokens: tokens.into(), pages, used, ..Node::default() })
+        let digest = page_digest(self.nodes[parent].digest, tokens);
+        let (parent, hash, used) = (Some(parent), self.hasher.hash_one(tokens), self.clock);
+        self.new_node(Node { is_end, parent, hash, digest, key, tokens: tokens.into(), pages, used, ..Node::default() })
     }
 
     /// The child of a node with these tokens, which is made if it does not exist. Marks it as used now.
@@ -514,6 +528,7 @@ impl Prefixes {
     /// Sets a page of a node, and updates the counts that depend on it.
     pub(super) fn set(&mut self, node: usize, group: usize, held: PagePlace) {
         let before = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
+        let place = self.watched_place(node);
         self.nodes[node].pages[group] = held;
         let after = (self.nodes[node].is_on_device(), self.nodes[node].host_bytes());
         self.host_bytes = self.host_bytes + after.1 - before.1;
@@ -521,6 +536,7 @@ impl Prefixes {
             let count = &mut self.nodes[parent].device_children;
             *count = *count + usize::from(after.0) - usize::from(before.0);
         }
+        self.report(node, place);
     }
 
     /// Removes a node without pages and children, and each ancestor that thereby loses its last child and has no pages.
@@ -742,6 +758,8 @@ impl Prefixes {
             }
         }
         self.stored.clear();
-        *self = Prefixes { stored: std::mem::take(&mut self.stored), ..Prefixes::new(self.host_limit) };
+        self.report_cleared();
+        let (stored, watcher) = (std::mem::take(&mut self.stored), self.watcher.take());
+        *self = Prefixes { stored, watcher, ..Prefixes::new(self.host_limit) };
     }
 }

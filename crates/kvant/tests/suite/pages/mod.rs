@@ -13,3 +13,4 @@ mod states;
 mod stored;
 mod tables;
 mod tokens;
+mod watching;
