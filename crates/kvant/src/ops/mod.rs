@@ -143,7 +143,7 @@ pub use attend::{Attend, Explanation, Query, attend, explain};
 pub use blocks::{BlockFormat, Blocks, FloatFormat, ScaledFloats};
 pub use causal_conv::{CausalConv, causal_conv};
 pub use copy::copy;
-pub use delta_rule::{DeltaRule, delta_rule};
+pub use delta_rule::{DeltaRule, DeltaRuleShape, delta_rule};
 pub use embed::{Embed, embed};
 pub use gate::{Activation, Columns, Gate, gate};
 pub use hadamard::{Hadamard, hadamard};
