@@ -89,7 +89,7 @@
 //! | [`causal_conv`](causal_conv()) | | f32 | none | g = 4 |
 //! | [`delta_rule`](delta_rule()) | unless below | f32 | none | g = 4, for the state as well |
 //! | | bf16 `qkv` and `out`, runs of more than 8 rows, D of 64 or 128, Dv a multiple of 64; CUDA on Hopper | f32 | factors of products are rounded to bf16 | r = 2⁻⁷, for the state as well |
-//! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | |
+//! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | g = 8 with `gate` |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
 //! | [`moe_route`](moe_route()) | chosen by logits | f32 | none | ids are exact |

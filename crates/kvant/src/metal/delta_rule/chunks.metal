@@ -9,14 +9,15 @@
 //   from[i]      = the product of the decays up to i
 //   rest[i]      = d(i, last)
 //
-// With S [D, Dv] the state before a chunk and V the chunk's values, delta_rule_products goes through the chunks of a run:
+// With S [D, Dv] the state before a chunk and V the chunk's values, delta_rule_products goes through the chunks of a
+// run:
 //
 //   V'  = solved (V - from * K S)          the changes
 //   out = from * Q S + scores V'
 //   S   = from[last] * S + K^T (rest * V')
 //
-// A chunk begins at a multiple of CHUNK of its run's rows. Chunks are counted over all runs that are computed in chunks;
-// a pass has `slots` of them, starting at `first`. Rows beyond the end of a run are zeros.
+// A chunk begins at a multiple of CHUNK of its run's rows. Chunks are counted over all runs that are computed in
+// chunks; a pass has `slots` of them, starting at `first`. Rows beyond the end of a run are zeros.
 #include "attend/fragments.h"
 #include "delta_rule/gates.h"
 

@@ -43,7 +43,8 @@ pub(super) fn max_scratch_bytes(shape: &DeltaRuleShape, rows: usize) -> usize {
     scratch_bytes(slots, [shape.key_heads, shape.heads], shape.key_dim).iter().sum()
 }
 
-/// Adds the launches. Runs of at most `max_rows` rows are skipped. Returns false if the kernels do not support the call.
+/// Adds the launches. Runs of at most `max_rows` rows are skipped. Returns false if the kernels do not support the
+/// call.
 pub(super) fn push(call: &Call, max_rows: u32, b: &mut Builder) -> Result<bool> {
     if call.key_dim > MAX_KEY_DIM {
         return Ok(false);
