@@ -13,8 +13,8 @@ use crate::{
     shard::local_spec,
     source::{Form, Part, Role, Source, converted::is_converted},
     spec::{
-        AttentionSpec, DeltaNetSpec, DenseSpec, FeedForwardSpec, MixerSpec, MoeSpec, ParallelSum, RouterSpec,
-        ShortConvSpec,
+        AttentionSpec, BlockSpec, DeltaNetSpec, DenseSpec, FeedForwardSpec, MixerSpec, MoeSpec, ParallelSum,
+        RouterSpec, ShortConvSpec,
     },
     weights::{DELTA_PROJECTIONS, has_output, has_router_bias},
 };
@@ -68,7 +68,7 @@ pub struct MemoryEstimate {
     pub weights: usize,
     /// Keys and values.
     pub cache: usize,
-    /// Activations of one pass, and the logits of one token.
+    /// Activations of one pass, scratch memory of its delta nets, and the logits of one token.
     pub scratch: usize,
 }
 
@@ -157,7 +157,9 @@ impl Inspection {
     /// As [`Inspection::cache_bytes`].
     pub fn memory(&self, pool: &PoolOptions, load: &LoadOptions) -> Result<MemoryEstimate> {
         let spec = &self.local;
-        let scratch = workspace_bytes(spec, self.ranks, load.activations, load.pass_tokens.min(pool.longest));
+        let rows = load.pass_tokens.min(pool.longest);
+        let scratch = workspace_bytes(spec, self.ranks, load.activations, rows);
+        let scratch = scratch.saturating_add(delta_net_bytes(spec, load, rows));
         let scratch = scratch.saturating_add(spec.vocab_size.saturating_mul(DType::F32.size()));
         let [elements, bytes] = self.dense;
         let converted = load.dense_weights.map_or(bytes, |dtype| elements.saturating_mul(dtype.size()));
@@ -182,6 +184,15 @@ impl Inspection {
         }
         Ok((fit > 0).then(|| fit.saturating_mul(pool.page_tokens).min(pool.longest)))
     }
+}
+
+/// Maximum bytes that the delta nets of a pass need between their kernels. They run one after the other.
+fn delta_net_bytes(spec: &DecoderSpec, load: &LoadOptions, rows: usize) -> usize {
+    let of_block = |block: &BlockSpec| match &block.mixer {
+        MixerSpec::DeltaNet(net) => net.rule_shape(load.activations).max_scratch_bytes(load.device, rows),
+        MixerSpec::Attention(_) | MixerSpec::ShortConv(_) => 0,
+    };
+    spec.blocks.iter().map(of_block).max().unwrap_or(0)
 }
 
 /// A tensor that the loader reads.

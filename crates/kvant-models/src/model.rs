@@ -43,14 +43,23 @@ pub struct LoadOptions {
     /// longer than their original context. If `context` exceeds the original context, these factors apply to every
     /// text. Texts longer than both are rejected. `None` (the default) is the original context.
     pub context: Option<usize>,
+    /// The kind of device for which memory is estimated ([`Inspection::memory`](crate::Inspection::memory)): some
+    /// operations need scratch memory on GPUs. [`DeviceKind::Cpu`] by default.
+    pub device: DeviceKind,
     /// How a [group](kvant::Device::group) divides the caches of layers without windows.
     pub cache_division: CacheDivision,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        let (context, cache_division) = (None, CacheDivision::Auto);
-        LoadOptions { activations: DType::F32, dense_weights: None, pass_tokens: 512, context, cache_division }
+        LoadOptions {
+            activations: DType::F32,
+            dense_weights: None,
+            pass_tokens: 512,
+            context: None,
+            device: DeviceKind::Cpu,
+            cache_division: CacheDivision::Auto,
+        }
     }
 }
 
@@ -58,7 +67,7 @@ impl LoadOptions {
     /// Fast options for a device. On CUDA: activations and dense matrices in bf16, and passes of 1024 to 8192 tokens,
     /// depending on the device's memory. On other devices the defaults.
     pub fn for_device(device: &Device) -> LoadOptions {
-        let options = LoadOptions::default();
+        let options = LoadOptions { device: device.kind(), ..LoadOptions::default() };
         if device.kind() != DeviceKind::Cuda {
             return options;
         }

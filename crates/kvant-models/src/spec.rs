@@ -14,7 +14,7 @@
 
 use kvant::{
     DType, StateLayer,
-    ops::{Activation, ExpertGroups, ExpertScores, PairLayout, attend::HEAD_DIMS},
+    ops::{Activation, DeltaRuleShape, ExpertGroups, ExpertScores, PairLayout, attend::HEAD_DIMS},
 };
 
 use crate::{Error, Result};
@@ -143,6 +143,12 @@ impl DeltaNetSpec {
     /// Columns of the values of all heads.
     pub(crate) fn value_width(&self) -> usize {
         self.value_heads * self.value_dim
+    }
+
+    /// The shapes of the delta rule.
+    pub(crate) fn rule_shape(&self, dtype: DType) -> DeltaRuleShape {
+        let DeltaNetSpec { key_heads, value_heads: heads, key_dim, value_dim, .. } = *self;
+        DeltaRuleShape { key_heads, heads, key_dim, value_dim, dtype }
     }
 
     /// The outputs of the projections of the input: queries, keys and values; the gate z; b; a.

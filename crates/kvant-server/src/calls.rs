@@ -27,9 +27,13 @@ pub(crate) struct Delimiters {
 impl Delimiters {
     pub fn of(family: ReplyFormat) -> Delimiters {
         match family {
-            ReplyFormat::Hermes => Delimiters {
+            ReplyFormat::Hermes | ReplyFormat::QwenXml => Delimiters {
                 reasoning: Some((&["<think>"], "</think>")),
                 call: Some([&["<tool_call>", "\n"], &["\n", "</tool_call>"]]),
+            },
+            ReplyFormat::Lfm2 => Delimiters {
+                reasoning: Some((&["<think>"], "</think>")),
+                call: Some([&["<|tool_call_start|>", "["], &["]", "<|tool_call_end|>"]]),
             },
             ReplyFormat::Mistral => {
                 let reasoning: (&[&str], &str) = (&["[THINK]"], "[/THINK]");
@@ -54,7 +58,9 @@ pub(crate) fn mark(app: &Serving, name: &str) -> String {
 pub(crate) fn special(app: &Serving, name: &str) -> Option<String> {
     let tokenizer = app.model.engine.tokenizer();
     let ids = tokenizer.encode(name, false).ok()?;
-    let is_special = ids.len() == 1 && tokenizer.decode(&ids).is_ok_and(|text| text.is_empty());
+    // A text that the vocabulary lacks may be a single special token for the unknown.
+    let is_named = |ids: &[u32]| tokenizer.decode_with_special(ids).is_ok_and(|text| text.trim() == name);
+    let is_special = ids.len() == 1 && tokenizer.is_special(ids[0]) && is_named(&ids);
     is_special.then(|| format!("<[{}]>", ids[0]))
 }
 

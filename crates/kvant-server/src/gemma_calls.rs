@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvant_models::chat::JsonValue;
+use kvant_models::chat::{JsonValue, referenced};
 use serde_json::json;
 
 use crate::{
@@ -37,7 +37,7 @@ const FORMATS: [&str; 10] =
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
 
 /// A rule, or the keyword of a schema that this format cannot enforce.
-type Enforced<T> = Result<T, String>;
+pub(crate) type Enforced<T> = Result<T, String>;
 
 /// The rules of calls.
 pub(crate) struct GemmaCalls {
@@ -209,17 +209,11 @@ impl GemmaCalls {
         if let Some(name) = self.references.get(path) {
             return Ok(name.clone());
         }
-        let refused = || format!("$ref: {path}");
         // A chain of references is followed recursively.
         if self.references.len() == MAX_REFERENCES {
             return Err(format!("$ref, more than {MAX_REFERENCES} times"));
         }
-        let mut target = &self.root;
-        for key in path.strip_prefix("#/").ok_or_else(refused)?.split('/') {
-            let key = key.replace("~1", "/").replace("~0", "~");
-            target = target.as_object().and_then(|fields| fields.get(&key)).ok_or_else(refused)?;
-        }
-        let target = target.clone();
+        let target = referenced(&self.root, path).ok_or_else(|| format!("$ref: {path}"))?.clone();
         // Schemas can be recursive.
         let name = self.new_name();
         self.references.insert(path.to_string(), name.clone());
@@ -315,7 +309,7 @@ fn begin(name: &JsonValue) -> String {
 
 /// Converts a schema's pattern, which can match any part of a text, to a regular expression for the whole text. Returns
 /// `None` for anchors within the pattern, backreferences and lookarounds.
-fn whole_text(pattern: &str) -> Option<String> {
+pub(crate) fn whole_text(pattern: &str) -> Option<String> {
     let (is_start, rest) = pattern.strip_prefix('^').map_or((false, pattern), |rest| (true, rest));
     let mut found = Pattern::default();
     for c in rest.chars() {
@@ -400,7 +394,7 @@ impl Pattern {
 }
 
 /// The value of a length or count keyword.
-fn bound(schema: &JsonValue, key: &str) -> Enforced<Option<u64>> {
+pub(crate) fn bound(schema: &JsonValue, key: &str) -> Enforced<Option<u64>> {
     if schema[key].is_null() {
         return Ok(None);
     }
@@ -409,7 +403,7 @@ fn bound(schema: &JsonValue, key: &str) -> Enforced<Option<u64>> {
 }
 
 /// Rejects keywords that are neither in `known` nor annotations.
-fn only(schema: &JsonValue, known: &[&str]) -> Enforced<()> {
+pub(crate) fn only(schema: &JsonValue, known: &[&str]) -> Enforced<()> {
     let mut keys = schema.as_object().into_iter().flatten().map(|(key, _)| key.as_str());
     let other = keys.find(|key| !known.contains(key) && !ANNOTATIONS.contains(key) && !key.starts_with("x-"));
     other.map_or(Ok(()), |key| Err(key.to_string()))

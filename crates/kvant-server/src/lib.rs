@@ -36,6 +36,7 @@ mod keys;
 mod logprobs;
 mod metrics;
 mod models;
+mod named_calls;
 mod ollama;
 mod options;
 mod prompts;

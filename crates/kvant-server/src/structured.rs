@@ -11,6 +11,7 @@ use crate::{
     fields::only_fields,
     gemma_calls::{GemmaCalls, is_enforceable},
     harmony_calls::HarmonyAnswer,
+    named_calls::{CallForm, NamedCalls},
     serving::Serving,
 };
 
@@ -150,7 +151,11 @@ impl OutputConstraint {
     /// The format in which the answer is parsed. A call that is not in the family's own format is JSON.
     pub fn read_as(&self, family: ReplyFormat) -> ReplyFormat {
         let has_own = match family {
-            ReplyFormat::Hermes | ReplyFormat::Mistral | ReplyFormat::Harmony => true,
+            ReplyFormat::Hermes
+            | ReplyFormat::QwenXml
+            | ReplyFormat::Lfm2
+            | ReplyFormat::Mistral
+            | ReplyFormat::Harmony => true,
             ReplyFormat::Gemma4 => self.calls.iter().all(|tool| is_enforceable(&parameters(&tool["function"]))),
             _ => false,
         };
@@ -256,19 +261,19 @@ impl OutputConstraint {
                 .call
                 .unwrap_or([&[], &[]])
                 .map(|parts| parts.iter().map(|part| mark(app, part)).collect::<Vec<_>>().join(" "));
-            let is_gemma = family == ReplyFormat::Gemma4;
-            let calls = match is_gemma {
-                true => self.gemma_calls(app, schema, &mut rules)?,
-                false => {
-                    self.calls.iter().map(|tool| call(&tool["function"], key, schema(&tool["function"]))).collect()
-                }
+            let calls: Vec<String> = match family {
+                ReplyFormat::Gemma4 => self.gemma_calls(app, schema, &mut rules)?,
+                ReplyFormat::QwenXml => self.named_calls(CallForm::Xml, schema, &mut rules),
+                ReplyFormat::Lfm2 => self.named_calls(CallForm::Python, schema, &mut rules),
+                _ => self.calls.iter().map(|tool| call(&tool["function"], key, schema(&tool["function"]))).collect(),
             };
             let calls = calls.join(" | ");
             match (is_free, delimiters.call.map(|[before, _]| before)) {
                 (false, _) => rules.push(format!("call: {before} ({calls}) {after}")),
                 (true, Some([first, ..])) => {
-                    // A JSON list can contain several calls.
-                    let more = if is_gemma { String::new() } else { format!("(\",\" \" \"? ({calls}))*") };
+                    // A list can contain several calls.
+                    let is_list = !matches!(family, ReplyFormat::Gemma4 | ReplyFormat::QwenXml);
+                    let more = if is_list { format!("(\",\" \" \"? ({calls}))*") } else { String::new() };
                     rules.push(format!("call: {before} ({calls}) {more} {after}"));
                     rules.push(format!("FREE: {}", without(app, first)));
                     answers = vec!["FREE (call FREE)*"];
@@ -282,6 +287,25 @@ impl OutputConstraint {
         }
         rules.push(format!("answer: {}", answers.join(" | ")));
         Ok(Grammar::Lark(rules.join("\n")))
+    }
+
+    /// The calls with named arguments, and their rules. If the form cannot enforce the schema of a function, its calls
+    /// are JSON, which the parser reads, too.
+    fn named_calls(
+        &self,
+        form: CallForm,
+        schema: impl Fn(&JsonValue) -> JsonValue,
+        rules: &mut Vec<String>,
+    ) -> Vec<String> {
+        let mut named = NamedCalls::new(form);
+        let functions = self.calls.iter().map(|tool| &tool["function"]);
+        let calls = functions.map(|function| {
+            let (name, schema) = (function["name"].as_str().unwrap_or_default(), schema(function));
+            named.call(name, &schema).unwrap_or_else(|| call(function, "arguments", schema))
+        });
+        let calls = calls.collect();
+        rules.extend(named.rules());
+        calls
     }
 
     /// The calls in Gemma's format, and their rules. If the format cannot enforce the schema of a function, arguments

@@ -87,7 +87,7 @@ impl ReplyParser {
     #[must_use]
     pub fn after_prompt(mut self, prompt: &str) -> ReplyParser {
         let opened = match self.format {
-            ReplyFormat::Hermes => prompt.trim_end().ends_with("<think>"),
+            ReplyFormat::Hermes | ReplyFormat::QwenXml | ReplyFormat::Lfm2 => prompt.trim_end().ends_with("<think>"),
             ReplyFormat::Mistral => prompt.trim_end().ends_with("[THINK]"),
             ReplyFormat::Gemma4 => prompt.trim_end().ends_with("<|channel>thought"),
             _ => false,
@@ -156,9 +156,11 @@ impl ReplyParser {
         use State::*;
         match (self.format, self.state) {
             (ReplyFormat::Plain, _) => &[],
-            (ReplyFormat::Hermes, Reasoning) => &[("</think>", Content)],
-            (ReplyFormat::Hermes, Call) => &[("</tool_call>", Content)],
-            (ReplyFormat::Hermes, _) => &[("<think>", Reasoning), ("<tool_call>", Call)],
+            (ReplyFormat::Hermes | ReplyFormat::QwenXml | ReplyFormat::Lfm2, Reasoning) => &[("</think>", Content)],
+            (ReplyFormat::Hermes | ReplyFormat::QwenXml, Call) => &[("</tool_call>", Content)],
+            (ReplyFormat::Hermes | ReplyFormat::QwenXml, _) => &[("<think>", Reasoning), ("<tool_call>", Call)],
+            (ReplyFormat::Lfm2, Call) => &[("<|tool_call_end|>", Content)],
+            (ReplyFormat::Lfm2, _) => &[("<think>", Reasoning), ("<|tool_call_start|>", Call)],
             (ReplyFormat::Mistral, Reasoning) => &[("[/THINK]", Content)],
             (ReplyFormat::Mistral, Call) => &[("[TOOL_CALLS]", Call)],
             (ReplyFormat::Mistral, _) => &[("[THINK]", Reasoning), ("[TOOL_CALLS]", Call)],
@@ -283,6 +285,18 @@ mod tests {
             (ReplyFormat::Hermes, format!("Look.<tool_call>\n{json_call}\n</tool_call>"), "", "Look.", 1),
             (ReplyFormat::Hermes, format!("<tool_call>{json_call}</tool_call><tool_call>{json_call}</tool_call>"), "", "", 2),
             (ReplyFormat::Hermes, "<tool_call>not json</tool_call>".into(), "", "not json", 0),
+            (ReplyFormat::QwenXml, format!("<think>\nHm\n</think>\n\nOk<tool_call>{json_call}</tool_call>"), "Hm", "Ok", 1),
+            (
+                ReplyFormat::Lfm2,
+                "<think>Hm</think>Ok.<|tool_call_start|>[weather(place=\"Zürich\", days=2), weather(place='Zürich',days=2)]\
+                 <|tool_call_end|> Done."
+                    .into(),
+                "Hm",
+                "Ok. Done.",
+                2,
+            ),
+            (ReplyFormat::Lfm2, format!("<|tool_call_start|>[{json_call}]<|tool_call_end|>"), "", "", 1),
+            (ReplyFormat::Lfm2, "<|tool_call_start|>[weather]<|tool_call_end|>".into(), "", "[weather]", 0),
             (ReplyFormat::Mistral, format!("[THINK]Hm[/THINK]Ok[TOOL_CALLS][{json_call}, {json_call}]"), "Hm", "Ok", 2),
             (ReplyFormat::Mistral, "[TOOL_CALLS]weather[ARGS]{\"place\": \"Zürich\", \"days\": 2}".into(), "", "", 1),
             (ReplyFormat::Llama3, json_call.replace("arguments", "parameters"), "", "", 1),
@@ -336,6 +350,7 @@ mod tests {
         let call = r#"{"name": "weather", "arguments": {}}"#;
         for (format, text, content) in [
             (ReplyFormat::Hermes, format!("<think>Hm</think><tool_call>{call}</tool_call>"), None),
+            (ReplyFormat::Lfm2, "<think>Hm</think><|tool_call_start|>[weather()]<|tool_call_end|>".into(), None),
             (ReplyFormat::Mistral, format!("[THINK]Hm[/THINK][TOOL_CALLS][{call}]"), None),
             (ReplyFormat::Llama3, call.to_string(), None),
             (ReplyFormat::Llama3, format!("<|python_tag|>{call}"), None),
@@ -402,6 +417,7 @@ mod tests {
         let json = |key: &str| format!(r#"{{"name": "weather", "{key}": {arguments}}}"#);
         for (format, before, call, after) in [
             (ReplyFormat::Hermes, "<tool_call>\n", json("arguments"), "\n</tool_call>"),
+            (ReplyFormat::Lfm2, "<|tool_call_start|>[", json("arguments"), "]<|tool_call_end|>"),
             (ReplyFormat::Mistral, "[TOOL_CALLS][", json("arguments"), "]"),
             (ReplyFormat::Mistral, "[TOOL_CALLS]weather[ARGS]", arguments.to_string(), ""),
             (ReplyFormat::Llama3, "", json("parameters"), ""),
@@ -457,8 +473,12 @@ mod tests {
             "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "filter": {"type": "object"},
             "code": {"enum": ["1", "2"]},
+            "mode": {"$ref": "#/$defs/mode"},
+            "fixed": {"const": "5"},
         });
-        let function = json!({"name": "weather", "parameters": {"type": "object", "properties": properties}});
+        let mode = json!({"mode": {"anyOf": [{"type": "string"}]}});
+        let parameters = json!({"type": "object", "properties": properties, "$defs": mode});
+        let function = json!({"name": "weather", "parameters": parameters});
         let tools = [json!({"type": "function", "function": function}).into()];
         let parameter = |(name, value): (&str, &str)| format!("<parameter={name}>\n{value}\n</parameter>\n");
         let values = [
@@ -468,12 +488,15 @@ mod tests {
             ("unit", "None"),
             ("filter", "{\"a\": [1]}"),
             ("code", "1"),
+            ("mode", "7"),
+            ("fixed", "5"),
             ("other", "3"),
         ];
         let parameters: String = values.into_iter().map(parameter).collect();
         let call = format!("<function=weather>\n{parameters}</function>\n");
         let expected = json!({
-            "place": "12 <\"Zürich\">\n", "days": 2, "exact": true, "unit": null, "filter": {"a": [1]}, "code": "1", "other": "3",
+            "place": "12 <\"Zürich\">\n", "days": 2, "exact": true, "unit": null, "filter": {"a": [1]}, "code": "1", "mode": "7",
+            "fixed": "5", "other": "3",
         });
         let weather = FunctionCall { name: "weather".into(), arguments: expected.into() };
         let text = format!("<think>\nHm\n</think>\n\nLook.<tool_call>\n{call}</tool_call>");

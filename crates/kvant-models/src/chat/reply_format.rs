@@ -7,8 +7,14 @@ pub enum ReplyFormat {
     /// Everything is content.
     Plain,
     /// `<think>…</think>`, and calls in `<tool_call>…</tool_call>`, as JSON (Qwen 3, Hermes, DeepSeek's reasoning and
-    /// others) or as `<function=…>` with parameters (Qwen3-Coder, Qwen 3.5).
+    /// others) or as [`ReplyFormat::QwenXml`].
     Hermes,
+    /// As [`ReplyFormat::Hermes`], but calls are `<function=…>` with parameters if the model decides (Qwen3-Coder,
+    /// Qwen 3.5).
+    QwenXml,
+    /// `<think>…</think>`, and calls in `<|tool_call_start|>…<|tool_call_end|>`, as a list of Python calls (LFM2) or as
+    /// JSON.
+    Lfm2,
     /// `[THINK]…[/THINK]`, and calls after `[TOOL_CALLS]`.
     Mistral,
     /// A reply that is JSON, or text after `<|python_tag|>`, is a call.
@@ -27,6 +33,10 @@ impl ReplyFormat {
             () if has("<|channel|>") && has("<|message|>") => ReplyFormat::Harmony,
             () if has("<|channel>") || has("<|tool_call>") => ReplyFormat::Gemma4,
             () if has("[TOOL_CALLS]") || has("[THINK]") => ReplyFormat::Mistral,
+            () if has("<|tool_list_start|>") || has("<|tool_call_start|>") || has("List of tools: [") => {
+                ReplyFormat::Lfm2
+            }
+            () if has("<tool_call>") && has("<function=") => ReplyFormat::QwenXml,
             () if has("<tool_call>") || has("<think>") || has("</think>") => ReplyFormat::Hermes,
             () if has("<|start_header_id|>") && has("parameters") => ReplyFormat::Llama3,
             () => ReplyFormat::Plain,

@@ -2,7 +2,7 @@
 
 use indexmap::IndexMap;
 
-use super::{FunctionCall, JsonValue, ReplyFormat, stop::partial_end, xml_calls};
+use super::{FunctionCall, JsonValue, ReplyFormat, python_calls, stop::partial_end, xml_calls};
 
 /// Maximum nesting depth of arguments.
 const MAX_DEPTH: usize = 64;
@@ -13,7 +13,8 @@ pub fn parse(format: ReplyFormat, name: Option<String>, tools: &[JsonValue], tex
     match format {
         ReplyFormat::Harmony => Some(vec![FunctionCall { name: name?, arguments: object(text)? }]),
         ReplyFormat::Gemma4 => Some(vec![gemma(text)?]),
-        ReplyFormat::Hermes if xml_calls::is_xml(text) => xml_calls::parse(tools, text),
+        ReplyFormat::Hermes | ReplyFormat::QwenXml if xml_calls::is_xml(text) => xml_calls::parse(tools, text),
+        ReplyFormat::Lfm2 if !is_json(text) => python_calls::parse(text),
         ReplyFormat::Mistral if !text.starts_with(['[', '{']) => {
             let (name, arguments) = text.split_once("[ARGS]").or_else(|| Some(text.split_at(text.find('{')?)))?;
             let name = name.split("[CALL_ID]").next().unwrap_or_default().trim().to_string();
@@ -24,6 +25,11 @@ pub fn parse(format: ReplyFormat, name: Option<String>, tools: &[JsonValue], tex
             value => Some(vec![call(value)?]),
         },
     }
+}
+
+/// Whether a text begins an object, or a list of objects.
+fn is_json(text: &str) -> bool {
+    text.strip_prefix('[').unwrap_or(text).trim_start().starts_with('{')
 }
 
 /// The call in a reply that is JSON without delimiters. `None` if the JSON is not a call of one of the functions.
@@ -49,7 +55,10 @@ pub fn parse_cut(
     let text = text.trim_start();
     match format {
         ReplyFormat::Gemma4 => gemma_cut(functions, text),
-        ReplyFormat::Hermes if xml_calls::is_xml(text) => xml_calls::parse_cut(tools, functions, text),
+        ReplyFormat::Hermes | ReplyFormat::QwenXml if xml_calls::is_xml(text) => {
+            xml_calls::parse_cut(tools, functions, text)
+        }
+        ReplyFormat::Lfm2 if !is_json(text) => python_calls::parse_cut(functions, text),
         ReplyFormat::Harmony => Some(Some(FunctionCall { name: name?, arguments: value_of(text).into() })),
         ReplyFormat::Mistral if !text.starts_with(['[', '{']) => match text.split_once("[ARGS]") {
             Some((name, arguments)) => {

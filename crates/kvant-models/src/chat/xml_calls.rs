@@ -101,10 +101,11 @@ impl<'a> Parameters<'a> {
     fn types(&self, parameter: &str) -> Types {
         let function = self.tools.iter().map(|tool| &tool["function"]).find(|f| f["name"] == self.function);
         let Some(function) = function else { return Types::default() };
-        match &function["parameters"]["properties"][parameter] {
+        let parameters = &function["parameters"];
+        match &parameters["properties"][parameter] {
             // Without a schema, the text is not interpreted.
             JsonValue::Null => Types { text: true, ..Types::default() },
-            schema => Types::of(schema, 0),
+            schema => Types::of(parameters, schema, 0),
         }
     }
 }
@@ -113,6 +114,37 @@ impl<'a> Parameters<'a> {
 fn without_breaks(value: &str) -> &str {
     let value = value.strip_prefix('\n').unwrap_or(value);
     value.strip_suffix('\n').unwrap_or(value)
+}
+
+/// How a parameter is written in the XML form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParameterForm {
+    /// As it is, without quotes; `null` if the schema allows it.
+    Text,
+    /// As JSON.
+    Json,
+    /// As either. A text that is JSON is not a string.
+    Either,
+}
+
+impl ParameterForm {
+    /// The form of a parameter with the schema `schema`, within the schema of all parameters.
+    pub fn of(parameters: &JsonValue, schema: &JsonValue) -> ParameterForm {
+        match Types::of(parameters, schema, 0) {
+            Types { text: true, json: true, .. } => ParameterForm::Either,
+            Types { text: true, .. } => ParameterForm::Text,
+            _ => ParameterForm::Json,
+        }
+    }
+}
+
+/// The target of a reference within a schema, such as `#/$defs/name`.
+pub fn referenced<'s>(root: &'s JsonValue, path: &str) -> Option<&'s JsonValue> {
+    let mut target = root;
+    for key in path.strip_prefix("#/")?.split('/') {
+        target = target.as_object()?.get(&key.replace("~1", "/").replace("~0", "~"))?;
+    }
+    Some(target)
 }
 
 /// The types that a schema allows.
@@ -125,34 +157,47 @@ struct Types {
 }
 
 impl Types {
-    fn of(schema: &JsonValue, depth: usize) -> Types {
+    const ALL: Types = Types { text: true, null: true, json: true };
+
+    fn of(root: &JsonValue, schema: &JsonValue, depth: usize) -> Types {
         let named = |name: &JsonValue| match name.as_str() {
             Some("string") => Types { text: true, ..Types::default() },
             Some("null") => Types { null: true, ..Types::default() },
             _ => Types { json: true, ..Types::default() },
+        };
+        let of_value = |value: &JsonValue| Types {
+            text: value.as_str().is_some(),
+            null: *value == JsonValue::Null,
+            json: value.as_str().is_none() && *value != JsonValue::Null,
         };
         match &schema["type"] {
             JsonValue::Null => {}
             JsonValue::Array(names) => return names.iter().map(named).fold(Types::default(), Types::or),
             name => return named(name),
         }
+        if depth > MAX_DEPTH {
+            return Types::ALL;
+        }
+        // References within references could multiply without end.
+        let path = schema["$ref"].as_str().filter(|_| depth == 0);
+        if let Some(target) = path.and_then(|path| referenced(root, path)) {
+            return Types::of(root, target, depth + 1);
+        }
+        if let Some(value) = schema.as_object().and_then(|fields| fields.get("const")) {
+            return of_value(value);
+        }
         if let JsonValue::Array(values) = &schema["enum"] {
-            let of_value = |value: &JsonValue| Types {
-                text: value.as_str().is_some(),
-                null: *value == JsonValue::Null,
-                json: value.as_str().is_none() && *value != JsonValue::Null,
-            };
             return values.iter().map(of_value).fold(Types::default(), Types::or);
         }
-        let alternatives = ["anyOf", "oneOf"].into_iter().find_map(|key| match &schema[key] {
-            JsonValue::Array(schemas) if depth < MAX_DEPTH => Some(schemas),
-            _ => None,
-        });
+        if let Some([whole]) = schema["allOf"].as_array() {
+            return Types::of(root, whole, depth + 1);
+        }
+        let alternatives = ["anyOf", "oneOf"].into_iter().find_map(|key| schema[key].as_array());
         match alternatives {
             Some(schemas) => {
-                schemas.iter().map(|schema| Types::of(schema, depth + 1)).fold(Types::default(), Types::or)
+                schemas.iter().map(|schema| Types::of(root, schema, depth + 1)).fold(Types::default(), Types::or)
             }
-            None => Types { text: true, null: true, json: true },
+            None => Types::ALL,
         }
     }
 

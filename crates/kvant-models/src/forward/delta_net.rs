@@ -2,7 +2,7 @@
 
 use kvant::{
     KvPool,
-    ops::{self, Activation, CausalConv, Columns, DeltaRule, RmsNorm},
+    ops::{self, CausalConv, DeltaRule, RmsNorm},
 };
 
 use super::{Pass, workspace::DeltaNetViews};
@@ -18,7 +18,7 @@ impl Pass<'_> {
     ) -> Result<()> {
         let (step, first) = (self.step, self.network.stored[l]);
         let (inputs, matrices, runs) = (pool.state(first)?, pool.state(first + 1)?, super::runs(step)?);
-        let DeltaNetViews { all, qkv, z, b, a, convolved, out, normed } = own;
+        let DeltaNetViews { all, qkv, z, z_heads, b, a, convolved, out, out_heads } = own;
         debug_assert_eq!(qkv.shape()[1], spec.channels());
         self.project(self.input(l), &weights.projections, all, &[qkv, z, b, a])?;
         let conv = CausalConv::new(qkv, &weights.conv, inputs, runs, convolved).silu(true);
@@ -27,9 +27,8 @@ impl Pass<'_> {
         let rule = DeltaRule::new(convolved, [a, b], decay, matrices, runs, out).tiled(spec.tiled);
         ops::delta_rule(self.enc, &rule)?;
         // Each head of each token is a row.
-        let [rows, columns] = normed;
-        ops::rms_norm(self.enc, &RmsNorm::new(rows, self.spec().norm_eps, rows).weight(Some(&weights.norm)))?;
-        self.gate(Columns::from(z), Columns::from(columns), Activation::Silu, z)?;
+        let norm = RmsNorm::new(out_heads, self.spec().norm_eps, z_heads).weight(Some(&weights.norm));
+        ops::rms_norm(self.enc, &norm.gate(Some(z_heads)))?;
         self.output_linear(z, &weights.output, &self.views.y)?;
         self.sum_ranks(&self.views.y)
     }

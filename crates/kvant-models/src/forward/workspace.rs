@@ -110,6 +110,8 @@ pub(crate) struct DeltaNetViews {
     pub qkv: Tensor,
     /// The gate of the output, then the gated output: `[T, value_heads·Dv]`.
     pub z: Tensor,
+    /// As rows of heads, `[T·value_heads, Dv]`.
+    pub z_heads: Tensor,
     /// `[T, value_heads]` each.
     pub b: Tensor,
     pub a: Tensor,
@@ -117,8 +119,8 @@ pub(crate) struct DeltaNetViews {
     pub convolved: Tensor,
     /// `[T, value_heads, Dv]`.
     pub out: Tensor,
-    /// `out` as rows of heads, `[T·value_heads, Dv]`, and as rows of tokens, `[T, value_heads·Dv]`.
-    pub normed: [Tensor; 2],
+    /// As rows of heads, `[T·value_heads, Dv]`.
+    pub out_heads: Tensor,
 }
 
 /// For a short convolution.
@@ -363,15 +365,17 @@ impl Buffers {
             span(&self.projected, end - tokens * width, &[tokens, width])
         };
         let [qkv, z, b, a] = widths.map(&mut part);
+        let z = z?;
         Ok(DeltaNetViews {
             all: front(&self.projected, &[tokens, widths.iter().sum()])?,
             qkv: qkv?,
-            z: z?,
+            z_heads: z.reshape(&[tokens * heads, dim])?,
+            z,
             b: b?,
             a: a?,
             convolved: front(&self.convolved, &[tokens, net.channels()])?,
             out: front(&self.attended, &[tokens, heads, dim])?,
-            normed: [front(&self.attended, &[tokens * heads, dim])?, front(&self.attended, &[tokens, heads * dim])?],
+            out_heads: front(&self.attended, &[tokens * heads, dim])?,
         })
     }
 

@@ -5,7 +5,7 @@ use crate::common::{
     with_header,
 };
 use half::{bf16, f16};
-use kvant::{DType, Device, Sequence};
+use kvant::{DType, Device, Sequence, device::DeviceKind, ops::DeltaRuleShape};
 use kvant_models::{
     Files, Inspection, LoadOptions, Logits, Model, PoolOptions,
     safetensors::{Checkpoint, SafetensorsFile},
@@ -202,6 +202,35 @@ fn inspections_equal_the_loaded_model() {
         let found = Inspection::open(&Files::directory(golden(variant))).unwrap();
         assert_eq!(found.parameters, in_file, "{variant}");
     }
+}
+
+/// Estimates count the memory between the kernels of a delta rule in chunks, on devices that have them.
+#[test]
+fn estimates_count_chunks() {
+    let model = Inspection::open(&Files::directory(golden("qwen3_5_moe"))).unwrap();
+    let scratch = |device, activations, pass_tokens| {
+        let load = LoadOptions { device, activations, pass_tokens, ..LoadOptions::default() };
+        model.memory(&exact(1024), &load).unwrap().scratch
+    };
+    for (device, dtype) in
+        [(DeviceKind::Cuda, DType::BF16), (DeviceKind::Cuda, DType::F32), (DeviceKind::Metal, DType::F32)]
+    {
+        for rows in [1, 10, 1000] {
+            let more = scratch(device, dtype, rows) - scratch(DeviceKind::Cpu, dtype, rows);
+            let shape = DeltaRuleShape { key_heads: 2, heads: 2, key_dim: 64, value_dim: 64, dtype };
+            assert_eq!(more, shape.max_scratch_bytes(device, rows), "{device:?} {dtype} {rows}");
+            assert_eq!(more > 0, (device, dtype) != (DeviceKind::Cuda, DType::F32));
+        }
+    }
+}
+
+/// Chunks of Qwen 3.5 27B: 64 are computed at once.
+#[test]
+fn chunks_of_a_large_model_take_as_much_as_documented() {
+    let dtype = DType::BF16;
+    let shape = DeltaRuleShape { key_heads: 16, heads: 48, key_dim: 128, value_dim: 128, dtype };
+    assert_eq!(shape.max_scratch_bytes(DeviceKind::Cuda, 4096), 64 * (16 * 32_768 + 48 * 17_408));
+    assert_eq!(shape.max_scratch_bytes(DeviceKind::Metal, 4096), 64 * (16 * 32_768 + 48 * 8448));
 }
 
 #[test]

@@ -1,33 +1,47 @@
-//! Constrained calls in families that do not write them as JSON objects: Gemma 4 and gpt-oss.
+//! Constrained calls in families that do not write them as JSON objects: Gemma 4, gpt-oss, Qwen 3.5, LFM2.
 
 use super::*;
 
 const CHAT: &str = "/v1/chat/completions";
 const GEMMA_MARKS: [&str; 5] = ["<|tool_call>", "<tool_call|>", "<|\"|>", "<|channel>", "<channel|>"];
+const XML_MARKS: [&str; 4] = ["<tool_call>", "</tool_call>", "<think>", "</think>"];
+const LFM2_MARKS: [&str; 4] = ["<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>"];
 const HARMONY_MARKS: [&str; 6] = ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>"];
 /// The token id of a header that begins a call.
 const HEADER: usize = 5 + HARMONY_MARKS.len();
 
 /// Routes with a vocabulary of [`words_with`] delimiters, and a template of their family.
-fn marked_router(marks: &[&str], texts: &[&str]) -> Router {
+fn marked_router(marks: &[&str], texts: &[&str], hint: &str) -> Router {
     let device = Device::cpu_with(CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
     let model = Model::load(Path::new(MODEL), &device).unwrap();
     let tokenizer = Arc::new(words_with(marks, texts));
     let engine = Engine::start(model, tokenizer, EngineOptions::default().context(1024).sequences(2)).unwrap();
-    let source =
-        format!("{{# {} #}}{{% for message in messages %}}{{{{ message.content }}}}{{% endfor %}}", marks.concat());
+    let source = format!(
+        "{{# {} {hint} #}}{{% for message in messages %}}{{{{ message.content }}}}{{% endfor %}}",
+        marks.concat()
+    );
     let template = ChatTemplate::new(&source, [("bos_token", "<bos>")].into_iter().collect()).unwrap();
     Server::new(engine, Some(template), ServerOptions::new(NAME)).router()
 }
 
 fn gemma_router() -> Router {
     static ROUTER: OnceLock<Router> = OnceLock::new();
-    ROUTER.get_or_init(|| marked_router(&GEMMA_MARKS, &[])).clone()
+    ROUTER.get_or_init(|| marked_router(&GEMMA_MARKS, &[], "")).clone()
 }
 
 fn harmony_router() -> Router {
     static ROUTER: OnceLock<Router> = OnceLock::new();
-    ROUTER.get_or_init(|| marked_router(&HARMONY_MARKS, &["commentary to=functions.f"])).clone()
+    ROUTER.get_or_init(|| marked_router(&HARMONY_MARKS, &["commentary to=functions.f"], "")).clone()
+}
+
+fn xml_router() -> Router {
+    static ROUTER: OnceLock<Router> = OnceLock::new();
+    ROUTER.get_or_init(|| marked_router(&XML_MARKS, &[], "<function=")).clone()
+}
+
+fn lfm2_router() -> Router {
+    static ROUTER: OnceLock<Router> = OnceLock::new();
+    ROUTER.get_or_init(|| marked_router(&LFM2_MARKS, &[], "")).clone()
 }
 
 /// A request that offers a function, and biases sampling towards some tokens.
@@ -56,7 +70,7 @@ fn arguments(choice: &Value) -> Value {
 /// If calls are optional, a call follows its schema after the family's opening delimiter.
 #[tokio::test(flavor = "multi_thread")]
 async fn optional_strict_calls_follow_their_schema() {
-    for (router, mark) in [(gemma_router(), 5), (harmony_router(), HEADER)] {
+    for (router, mark) in [(gemma_router(), 5), (harmony_router(), HEADER), (xml_router(), 5), (lfm2_router(), 5)] {
         for seed in 0..4 {
             let body = and(ask(seven_or_eight(), true, &[mark]), json!({"seed": seed, "parallel_tool_calls": false}));
             let body = and(body, json!({"stop_token_ids": if mark == 5 { vec![6] } else { vec![10] }}));
@@ -99,7 +113,7 @@ async fn required_calls_follow_their_schema() {
         );
         found.as_object().unwrap().len()
     };
-    for router in [gemma_router(), harmony_router()] {
+    for router in [gemma_router(), harmony_router(), xml_router(), lfm2_router()] {
         let (mut complete, mut fields) = (0, 0);
         for seed in 0..8 {
             let body = and(ask(schema.clone(), false, &[]), json!({"tool_choice": "required", "seed": seed}));
@@ -126,7 +140,7 @@ async fn required_calls_follow_their_schema() {
 async fn truncated_calls_are_incomplete() {
     let schema = json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 200}},
         "required": ["text"], "additionalProperties": false});
-    for router in [gemma_router(), harmony_router()] {
+    for router in [gemma_router(), harmony_router(), xml_router(), lfm2_router()] {
         for limit in [1, 3, 8, 60] {
             let more = json!({"tool_choice": "required", "max_tokens": limit, "reasoning_effort": "none"});
             let body = and(ask(schema.clone(), false, &[]), more);
@@ -204,4 +218,63 @@ async fn schemas_beyond_the_form() {
             assert!(date.len() == 10 && date.split('-').all(|part| part.parse::<u16>().is_ok()), "{found}");
         }
     }
+}
+
+/// The raw text of a required call, with its arguments.
+async fn required(router: Router, parameters: Value, seed: u64) -> (String, Value) {
+    let more = json!({"tool_choice": "required", "reasoning_effort": "none", "seed": seed, "logprobs": true});
+    let body = and(ask(parameters, false, &[]), more);
+    let choice = post(router, CHAT, body).await.ok()["choices"][0].clone();
+    let tokens = choice["logprobs"]["content"].as_array().unwrap().iter();
+    (tokens.map(|token| token["token"].as_str().unwrap()).collect(), arguments(&choice))
+}
+
+/// Calls of Qwen 3.5 and LFM2 are in the families' own forms, whose values need no quotes or are Python literals.
+#[tokio::test(flavor = "multi_thread")]
+async fn named_arguments_in_their_forms() {
+    let parameters = json!({
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["\"1\"", "two"]},
+            "exact": {"type": "boolean"},
+            "count": {"anyOf": [{"type": "integer", "minimum": 3, "maximum": 5}, {"type": "null"}]},
+            "code": {"$ref": "#/$defs/code"},
+        },
+        "required": ["kind", "exact", "count", "code"],
+        "$defs": {"code": {"type": "string", "pattern": "^[a-c]{2}$"}},
+    });
+    for seed in 0..4 {
+        for (router, begins, ends) in [
+            (
+                xml_router(),
+                "<tool_call>\n<function=f>\n<parameter=kind>\n",
+                "\n</parameter>\n</function>\n</tool_call>",
+            ),
+            (lfm2_router(), "<|tool_call_start|>[f(kind=\"", "\")]<|tool_call_end|>"),
+        ] {
+            let (text, found) = required(router, parameters.clone(), seed).await;
+            assert!(text.starts_with(begins) && text.trim_end().ends_with(ends), "{text}");
+            assert!([json!("\"1\""), json!("two")].contains(&found["kind"]) && found["exact"].is_boolean(), "{text}");
+            assert!(found["count"].is_null() || (3..=5).contains(&found["count"].as_i64().unwrap()), "{text}");
+            let code = found["code"].as_str().unwrap();
+            assert!(code.len() == 2 && code.chars().all(|c| "abc".contains(c)), "{text}");
+        }
+    }
+}
+
+/// A text that could be read as another value, or that another part of the schema defines, is written as JSON.
+#[tokio::test(flavor = "multi_thread")]
+async fn schemas_beyond_named_arguments() {
+    let of_field = |field: Value| json!({"type": "object", "properties": {"x": field}, "required": ["x"], "additionalProperties": false});
+    for (field, is_valid) in [
+        (json!({"enum": ["7", 8]}), (|x| *x == "7" || *x == 8) as fn(&Value) -> bool),
+        (json!({"type": ["string", "integer"], "maxLength": 3}), |x| x.is_string() || x.is_i64()),
+        (json!({"type": "string", "format": "date"}), |x| x.as_str().unwrap().len() == 10),
+    ] {
+        let (text, found) = required(xml_router(), of_field(field), 3).await;
+        assert!(text.starts_with("<tool_call>\n{\"name\": \"f\"") && is_valid(&found["x"]), "{text}");
+    }
+    let parameters = and(of_field(json!({"type": "null"})), json!({"minProperties": 1}));
+    let (text, _) = required(lfm2_router(), parameters, 3).await;
+    assert!(text.starts_with("<|tool_call_start|>[{\"name\": \"f\""), "{text}");
 }

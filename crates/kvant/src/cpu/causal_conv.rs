@@ -4,6 +4,7 @@
 use super::{
     Cpu,
     elements::{Elements, PIECE, Padded},
+    gate::silu,
     simd::{Simd, SimdKernel},
 };
 use crate::ops::{
@@ -73,7 +74,9 @@ impl SimdKernel for ConvTask<'_> {
                     add_product::<S>(&mut sum, &inputs[(index + tap) % taps], weight);
                 }
                 if call.silu {
-                    silu::<S>(&mut sum);
+                    for at in sum.vectors::<S>() {
+                        S::store(at, silu::<S>(S::load(at)));
+                    }
                 }
                 tensors.out.store::<S>(row_at(row), &sum);
             }
@@ -121,24 +124,6 @@ unsafe fn add_product<S: Simd>(sum: &mut Padded, x: &Padded, weight: &Padded) {
         for (i, to) in sum.vectors::<S>().enumerate() {
             let at = i * S::LANES;
             S::store(to, S::fma(S::load(x.as_ptr().add(at)), S::load(weight.as_ptr().add(at)), S::load(to)));
-        }
-    }
-}
-
-/// x / (1 + e⁻ˣ).
-///
-/// # Safety
-/// The level's instructions are enabled.
-#[inline(always)]
-unsafe fn silu<S: Simd>(x: &mut Padded) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        for at in x.vectors::<S>() {
-            let x = S::load(at);
-            let e = S::exp(S::sub(S::zero(), x));
-            // The exponential saturates at 2¹²⁷: larger magnitudes are cut, and −∞ becomes NaN.
-            let x = S::sub(x, S::min(S::add(x, S::splat(1e4)), S::zero()));
-            S::store(at, S::div(x, S::add(S::splat(1.0), e)));
         }
     }
 }

@@ -1,5 +1,9 @@
 //! The gated delta rule. A task has one head of one run. Columns of its state are independent: a few vectors of columns
-//! stay in the first cache of a core while the task goes through a chunk of rows, whose inputs have been prepared.
+//! stay in the first cache of a core while the task goes through some rows, whose inputs have been prepared.
+//!
+//! Prompts go through the state in blocks of four tokens: the chunked form of the rule (section 3.3 of the paper) with
+//! chunks that fit in registers. It needs 3.25 multiply-adds for each element of the state and token, instead of 4, and
+//! a quarter of the loads and stores. Larger chunks only add work within the chunk: one of 64 needs 4.
 
 use super::{
     Cpu,
@@ -25,7 +29,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
     };
     cpu.threads.run(runs.len() * call.heads, |task| {
         let (run, head) = (&runs[task / call.heads], task % call.heads);
-        cpu.level.dispatch(HeadTask { call, tensors, run, head });
+        cpu.level.dispatch(HeadTask { call, tensors, run, head, is_batch_invariant: cpu.batch_invariant });
     });
 }
 
@@ -46,10 +50,13 @@ struct HeadTask<'a> {
     tensors: RuleTensors,
     run: &'a Run,
     head: usize,
+    is_batch_invariant: bool,
 }
 
-/// Rows of a chunk.
+/// Rows whose inputs are prepared together, a multiple of BLOCK.
 const ROWS: usize = 8;
+/// Tokens that go through the state together: it is read and written once for all of them.
+const BLOCK: usize = 4;
 
 /// The inputs of a token.
 #[derive(Clone)]
@@ -82,21 +89,8 @@ impl SimdKernel for HeadTask<'_> {
                 for (row, token) in rows.clone().zip(&mut tokens) {
                     self.load::<S>(row, token);
                 }
-                let tokens = &mut tokens[..rows.len()];
-                let mut column = 0;
-                while column + 4 * S::LANES <= value_dim {
-                    for token in &mut *tokens {
-                        columns::<S, 4>(state.add(column), value_dim, key_dim, token, column);
-                    }
-                    column += 4 * S::LANES;
-                }
-                while column < value_dim {
-                    for token in &mut *tokens {
-                        columns::<S, 1>(state.add(column), value_dim, key_dim, token, column);
-                    }
-                    column += S::LANES;
-                }
-                for (row, token) in rows.zip(&*tokens) {
+                self.advance::<S>(state, &mut tokens[..rows.len()]);
+                for (row, token) in rows.zip(&tokens) {
                     self.tensors.out.store::<S>((row * heads + self.head) * value_dim, &token.v[..value_dim]);
                 }
             }
@@ -105,6 +99,52 @@ impl SimdKernel for HeadTask<'_> {
 }
 
 impl HeadTask<'_> {
+    /// Takes a state through tokens, whose results replace their values. On a batch-invariant device, tokens must not
+    /// depend on the end of a step, so they go one by one.
+    ///
+    /// # Safety
+    /// The level's instructions are enabled; `state` is the head's, and no other task has it.
+    #[inline(always)]
+    unsafe fn advance<S: Simd>(&self, state: *mut f32, tokens: &mut [Token]) {
+        let together = if self.is_batch_invariant { 0 } else { tokens.len() / BLOCK * BLOCK };
+        let (blocks, others) = tokens.split_at_mut(together);
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.blocks::<S, 2, BLOCK>(state, blocks);
+            self.blocks::<S, 4, 1>(state, others);
+        }
+    }
+
+    /// Takes a state through blocks of T tokens, N vectors of columns at a time, which stay in the first cache.
+    ///
+    /// # Safety
+    /// As [`HeadTask::advance`].
+    #[inline(always)]
+    unsafe fn blocks<S: Simd, const N: usize, const T: usize>(&self, state: *mut f32, tokens: &mut [Token]) {
+        let Call { key_dim, value_dim, .. } = *self.call;
+        let (blocks, _) = tokens.as_chunks_mut::<T>();
+        let mut weights = [const { Weights::<T>::NONE }; ROWS];
+        // SAFETY: the caller's promise; whole vectors of columns.
+        unsafe {
+            for (weights, block) in weights.iter_mut().zip(&*blocks) {
+                *weights = Weights::new::<S>(block, key_dim);
+            }
+            let mut column = 0;
+            while column + N * S::LANES <= value_dim {
+                for (weights, block) in weights.iter().zip(&mut *blocks) {
+                    columns::<S, N, T>(state.add(column), [key_dim, value_dim], block, weights, column);
+                }
+                column += N * S::LANES;
+            }
+            while column < value_dim {
+                for (weights, block) in weights.iter().zip(&mut *blocks) {
+                    columns::<S, 1, T>(state.add(column), [key_dim, value_dim], block, weights, column);
+                }
+                column += S::LANES;
+            }
+        }
+    }
+
     /// Loads a token's normalised query and key, its value and its gates.
     ///
     /// # Safety
@@ -154,47 +194,165 @@ unsafe fn normalise<S: Simd>(x: &mut [f32], scale: f32) {
     }
 }
 
-/// One token of N vectors of columns, which begin at `state`. The results replace the token's values.
+/// How the tokens of a block act on each other, for all columns. With s < t, d(s, t) is the product of the decays after
+/// token s up to t.
+struct Weights<const T: usize> {
+    /// The product of the decays up to each token.
+    decay: [f32; T],
+    /// For s < t: beta of t · d(s, t) · (key of t · key of s).
+    keys: [[f32; T]; T],
+    /// For s ≤ t: d(s, t) · (query of t · key of s).
+    queries: [[f32; T]; T],
+    /// d(t, T − 1).
+    rest: [f32; T],
+}
+
+impl<const T: usize> Weights<T> {
+    const NONE: Weights<T> = Weights { decay: [0.0; T], keys: [[0.0; T]; T], queries: [[0.0; T]; T], rest: [0.0; T] };
+
+    /// # Safety
+    /// The level's instructions are enabled; `key_dim` is a multiple of LANES.
+    #[inline(always)]
+    unsafe fn new<S: Simd>(tokens: &[Token; T], key_dim: usize) -> Weights<T> {
+        let (mut weights, mut decay) = (Weights::NONE, 1.0);
+        for (t, token) in tokens.iter().enumerate() {
+            decay *= token.decay;
+            weights.decay[t] = decay;
+            let mut since = 1.0;
+            for s in (0..=t).rev() {
+                // SAFETY: the caller's promise.
+                let (key, query) = unsafe {
+                    let earlier = &tokens[s].k[..key_dim];
+                    (dot::<S>(&token.k[..key_dim], earlier), dot::<S>(&token.q[..key_dim], earlier))
+                };
+                weights.keys[t][s] = token.beta * since * key;
+                weights.queries[t][s] = since * query;
+                since *= tokens[s].decay;
+            }
+        }
+        let mut rest = 1.0;
+        for (t, token) in tokens.iter().enumerate().rev() {
+            weights.rest[t] = rest;
+            rest *= token.decay;
+        }
+        weights
+    }
+}
+
+/// a · b.
+///
+/// # Safety
+/// The level's instructions are enabled; the lengths are equal, and multiples of LANES.
+#[inline(always)]
+unsafe fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
+    // SAFETY: whole vectors within the slices.
+    unsafe {
+        let mut sum = S::zero();
+        for (a, b) in a.chunks_exact(S::LANES).zip(b.chunks_exact(S::LANES)) {
+            sum = S::fma(S::load(a.as_ptr()), S::load(b.as_ptr()), sum);
+        }
+        S::sum(sum)
+    }
+}
+
+/// T tokens of N vectors of columns, which begin at `state`. The results replace the tokens' values. With S the state
+/// before the block, and the changes u:
+///
+/// ```text
+/// u[t]   = beta[t] · (v[t] − decay[t] · Sᵀk[t]) − Σ keys[t, s] · u[s]       s < t
+/// out[t] = decay[t] · Sᵀq[t] + Σ queries[t, s] · u[s]                       s ≤ t
+/// S      ← decay[T − 1] · S + Σ k[t] ⊗ rest[t] · u[t]
+/// ```
 ///
 /// # Safety
 /// The level's instructions are enabled; `state` has `key_dim` rows at a distance of `value_dim`, each with these
 /// columns.
 #[inline(always)]
-unsafe fn columns<S: Simd, const N: usize>(
+unsafe fn columns<S: Simd, const N: usize, const T: usize>(
     state: *mut f32,
-    value_dim: usize,
-    key_dim: usize,
-    token: &mut Token,
+    [key_dim, value_dim]: [usize; 2],
+    tokens: &mut [Token; T],
+    weights: &Weights<T>,
     column: usize,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        let mut seen = [S::zero(); N];
-        for (i, &k) in token.k[..key_dim].iter().enumerate() {
-            let row = state.add(i * value_dim);
-            for (j, sum) in seen.iter_mut().enumerate() {
-                *sum = S::fma(S::splat(k), S::load(row.add(j * S::LANES)), *sum);
-            }
+        let (mut seen, mut asked) = ([[S::zero(); N]; T], [[S::zero(); N]; T]);
+        if T == 1 {
+            let vectors = [tokens[0].k.as_ptr(), tokens[0].q.as_ptr()];
+            [seen[0], asked[0]] = products::<S, N, 2>(state, [key_dim, value_dim], vectors);
+        } else {
+            // Sums of both do not fit in registers at once.
+            seen = products::<S, N, T>(state, [key_dim, value_dim], tokens.each_ref().map(|token| token.k.as_ptr()));
+            asked = products::<S, N, T>(state, [key_dim, value_dim], tokens.each_ref().map(|token| token.q.as_ptr()));
         }
-        let (decay, beta) = (S::splat(token.decay), S::splat(token.beta));
-        let v = token.v.as_mut_ptr().add(column);
-        let mut change = [S::zero(); N];
-        for (j, change) in change.iter_mut().enumerate() {
-            let v = S::load(v.add(j * S::LANES));
-            *change = S::mul(beta, S::sub(v, S::mul(decay, seen[j])));
-        }
-        let mut sums = [S::zero(); N];
-        for i in 0..key_dim {
-            let (k, q, row) = (S::splat(token.k[i]), S::splat(token.q[i]), state.add(i * value_dim));
+        let mut changes = [[S::zero(); N]; T];
+        for t in 0..T {
+            let v = tokens[t].v.as_mut_ptr().add(column);
+            let (decay, beta) = (S::splat(weights.decay[t]), S::splat(tokens[t].beta));
             for j in 0..N {
-                let at = row.add(j * S::LANES);
-                let new = S::fma(k, change[j], S::mul(decay, S::load(at)));
-                S::store(at, new);
-                sums[j] = S::fma(q, new, sums[j]);
+                let at = v.add(j * S::LANES);
+                let mut change = S::mul(beta, S::sub(S::load(at), S::mul(decay, seen[t][j])));
+                let mut out = S::mul(decay, asked[t][j]);
+                for (s, earlier) in changes[..t].iter().enumerate() {
+                    change = S::fma(S::splat(-weights.keys[t][s]), earlier[j], change);
+                    out = S::fma(S::splat(weights.queries[t][s]), earlier[j], out);
+                }
+                changes[t][j] = change;
+                S::store(at, S::fma(S::splat(weights.queries[t][t]), change, out));
             }
         }
-        for (j, &sum) in sums.iter().enumerate() {
-            S::store(v.add(j * S::LANES), sum);
+        for (changes, &rest) in changes.iter_mut().zip(&weights.rest) {
+            for change in changes {
+                *change = S::mul(S::splat(rest), *change);
+            }
         }
+        let decay = S::splat(weights.decay[T - 1]);
+        for i in 0..key_dim {
+            let row = state.add(i * value_dim);
+            let mut new = [S::zero(); N];
+            for (j, new) in new.iter_mut().enumerate() {
+                *new = S::mul(decay, S::load(row.add(j * S::LANES)));
+            }
+            for t in 0..T {
+                let k = S::splat(tokens[t].k[i]);
+                for j in 0..N {
+                    new[j] = S::fma(k, changes[t][j], new[j]);
+                }
+            }
+            for (j, &new) in new.iter().enumerate() {
+                S::store(row.add(j * S::LANES), new);
+            }
+        }
+    }
+}
+
+/// The products of T keys or queries with N vectors of columns of the state.
+///
+/// # Safety
+/// As [`columns`]; each vector has `key_dim` elements.
+#[inline(always)]
+unsafe fn products<S: Simd, const N: usize, const T: usize>(
+    state: *const f32,
+    [key_dim, value_dim]: [usize; 2],
+    vectors: [*const f32; T],
+) -> [[S::F; N]; T] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut sums = [[S::zero(); N]; T];
+        for i in 0..key_dim {
+            let row = state.add(i * value_dim);
+            let mut own = [S::zero(); N];
+            for (j, own) in own.iter_mut().enumerate() {
+                *own = S::load(row.add(j * S::LANES));
+            }
+            for t in 0..T {
+                let x = S::splat(*vectors[t].add(i));
+                for j in 0..N {
+                    sums[t][j] = S::fma(x, own[j], sums[t][j]);
+                }
+            }
+        }
+        sums
     }
 }

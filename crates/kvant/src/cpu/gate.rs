@@ -96,17 +96,39 @@ impl SimdKernel for GatePiece {
                     }
                 };
                 let e = S::exp(S::sub(S::zero(), z));
-                // `exp` saturates at 2¹²⁷, so a very negative x would leave a visible quotient. Therefore x is clamped
-                // to −10⁴, by a subtraction that makes −∞ a NaN.
                 let x = match self.activation {
                     Activation::Sigmoid => S::splat(1.0),
-                    _ => S::sub(x, S::min(S::add(x, S::splat(1e4)), S::zero())),
+                    _ => cut::<S>(x),
                 };
                 S::store(g, S::mul(S::div(x, S::add(S::splat(1.0), e)), y));
             }
             self.out.0.store::<S>(self.out.1, &gate);
         }
     }
+}
+
+/// x / (1 + e⁻ˣ).
+///
+/// # Safety
+/// The level's instructions are enabled.
+#[inline(always)]
+pub(super) unsafe fn silu<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let e = S::exp(S::sub(S::zero(), x));
+        S::div(cut::<S>(x), S::add(S::splat(1.0), e))
+    }
+}
+
+/// `exp` saturates at 2¹²⁷, so a very negative x would leave a visible quotient. Therefore x is clamped to −10⁴, by a
+/// subtraction that makes −∞ a NaN.
+///
+/// # Safety
+/// The level's instructions are enabled.
+#[inline(always)]
+unsafe fn cut<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe { S::sub(x, S::min(S::add(x, S::splat(1e4)), S::zero())) }
 }
 
 #[cfg(test)]

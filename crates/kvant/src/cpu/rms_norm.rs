@@ -1,9 +1,10 @@
-//! out = x · weight / √(mean x² + eps) of each row, with a residual added before or after, and norms of out. Threads
-//! share the rows.
+//! out = x · weight / √(mean x² + eps) of each row, with a residual added before or after, a gate, and norms of out.
+//! Threads share the rows.
 
 use super::{
     Cpu,
     elements::Elements,
+    gate::silu,
     scratch,
     simd::{Simd, SimdKernel},
 };
@@ -32,6 +33,7 @@ pub(crate) fn run(cpu: &Cpu, call: &Call) {
         residual_norm: matches!(call.add, Addition::Normed { .. }),
         residual_weight: optional(call.residual_weight()),
         sum: optional(call.sum()),
+        gate: optional(call.gate.as_ref()),
         out: Elements::of(&call.out),
         next: call.next.each_ref().map(|of| of.as_ref().map(next)),
         dim: call.dim,
@@ -59,6 +61,8 @@ struct RmsNormTensors<'a> {
     residual_weight: Option<Elements>,
     /// If present, the residual is added first and this receives the sum.
     sum: Option<Elements>,
+    /// If present, its SiLU multiplies the result.
+    gate: Option<Elements>,
     out: Elements,
     next: [Option<NextElements>; MAX_NEXT],
     dim: usize,
@@ -83,7 +87,7 @@ impl SimdKernel for RmsNormRows<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let RmsNormTensors { x, residual, sum, out, dim, eps, next_eps, scale, .. } = self.norm;
+        let RmsNormTensors { x, residual, sum, gate, out, dim, eps, next_eps, scale, .. } = self.norm;
         let padded = dim.next_multiple_of(S::LANES);
         let buffer = &mut *scratch::take(3 * padded);
         let (row, buffer) = buffer.split_at_mut(padded);
@@ -119,6 +123,10 @@ impl SimdKernel for RmsNormRows<'_> {
                     add::<S>(row, added);
                 }
                 multiply::<S>(row, scale);
+                if let Some(gate) = gate {
+                    load_row::<S>(gate, start, weights, dim);
+                    multiply_by_silu::<S>(row, weights);
+                }
                 out.store::<S>(start, &row[..dim]);
                 for next in self.norm.next.iter().flatten() {
                     // The previous norm has overwritten the row.
@@ -176,6 +184,14 @@ unsafe fn multiply<S: Simd>(row: &mut [f32], scale: f32) {
     for i in (0..row.len()).step_by(S::LANES) {
         // SAFETY: the row is a whole number of vectors long; the instructions are the caller's promise.
         unsafe { S::store(row.as_mut_ptr().add(i), S::mul(load::<S>(row, i), S::splat(scale))) }
+    }
+}
+
+#[inline(always)]
+unsafe fn multiply_by_silu<S: Simd>(row: &mut [f32], gate: &[f32]) {
+    for i in (0..row.len()).step_by(S::LANES) {
+        // SAFETY: both are the same whole number of vectors long; the instructions are the caller's promise.
+        unsafe { S::store(row.as_mut_ptr().add(i), S::mul(load::<S>(row, i), silu::<S>(load::<S>(gate, i)))) }
     }
 }
 

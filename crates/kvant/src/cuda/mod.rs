@@ -53,7 +53,7 @@ use crate::{
     device::not_built,
     gpu::{Builder, Executor, Kernels, LANES as WARP, Launch, Limits, THREADS, Use, planes},
     group::{Exchange, Peers},
-    ops::Call,
+    ops::{self, Call},
 };
 
 /// The CUDA kernels, for any executor.
@@ -171,6 +171,11 @@ fn build_pair(first: &Call, second: &Call, b: &mut Builder) -> Result<bool> {
         (Call::Linear(product), Call::Gate(gate)) => linear::build_gated(product, gate, b),
         _ => Ok(false),
     }
+}
+
+/// Maximum scratch memory of `delta_rule`.
+pub(crate) fn delta_rule_scratch(shape: &ops::delta_rule::DeltaRuleShape, rows: usize) -> usize {
+    delta_rule::max_scratch_bytes(shape, rows)
 }
 
 fn build(call: &Call, b: &mut Builder) -> Result<()> {

@@ -4,13 +4,16 @@
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
 // and a row is the sum of `terms` rows of x times combine, [rows, terms]. AFTER: the residual is added to the normed
 // row, before the scale; with NORMED, the residual is normed first. BEFORE: the residual is added to x before the norm,
-// and the sum is written. A block has several warps with a row each; a long row has a whole block (WHOLE). A thread
-// keeps its first HELD groups of four elements in registers, for all norms. The remaining groups (BEYOND) are read
-// twice, for the mean square and for the result. Every element is read and written by one thread; nothing is written
-// before the mean square is known, and every element is read before it is written. Therefore `out` and `sum` may be `x`
-// or the residual. Rows whose squares leave the range of f32 are processed again, scaled by a power of two.
+// and the sum is written. GATED: the result is multiplied by gate / (1 + e^-gate), [rows, dim].
+//
+// A block has several warps with a row each; a long row has a whole block (WHOLE). A thread keeps its first HELD groups
+// of four elements in registers, for all norms. The remaining groups (BEYOND) are read twice, for the mean square and
+// for the result. Every element is read and written by one thread; nothing is written before the mean square is known,
+// and every element is read before it is written. Therefore `out` and `sum` may be `x` or the residual, and `out` the
+// gate. Rows whose squares leave the range of f32 are processed again, scaled by a power of two.
 //
 // Weights are read before the previous kernel has ended (device/dependent_launch.h).
+#include "device/activation.h"
 #include "device/dependent_launch.h"
 #include "device/reduce.h"
 #include "device/vectors.h"
@@ -83,6 +86,7 @@ struct Tensors {
     const uchar *next_weights[3];
     uchar *next_outs[3];
     const float *combine;
+    const uchar *gate;
 };
 
 // A row, and the thread's groups of four elements in it: the first group is at `first`, the next ones are `step`
@@ -120,6 +124,13 @@ struct Row {
         }
         return value;
     }
+    inline float4 gate_of(uint i) const {
+        if (!GATED) {
+            return all4(1);
+        }
+        const float4 x = load4(t.gate, start + i, p.dim - i, GATE_DTYPE, ALIGNED);
+        return make_float4(activate(x.x, SILU), activate(x.y, SILU), activate(x.z, SILU), activate(x.w, SILU));
+    }
     inline float4 value_of(uint i) const {
         const float4 value = x_of(i);
         return BEFORE ? value + residual_of(i) : value;
@@ -148,6 +159,7 @@ struct Held {
     float4 next_weights[NEXTS + 1][HELD];
     float4 values[HELD];
     float4 residuals[HELD];
+    float4 gates[HELD];
 };
 
 inline void load_weights(Held &held, const Row &row) {
@@ -169,6 +181,7 @@ inline void load_values(Held &held, const Row &row) {
         const uint i = row.first + k * row.step;
         held.values[k] = i < row.p.dim ? row.x_of(i) : all4(0);
         held.residuals[k] = i < row.p.dim ? row.residual_of(i) : all4(0);
+        held.gates[k] = i < row.p.dim ? row.gate_of(i) : all4(0);
     }
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
@@ -201,7 +214,7 @@ inline BothFactors both_factors_of(const Held &held, const Row &row, float inver
 
 // Stores a result, and returns it. `other` is the residual.
 inline float4 finish(const Row &row, const BothFactors &factors, uint i, float4 value, float4 other, float4 weight,
-                     float4 other_weight) {
+                     float4 other_weight, float4 gate) {
     const uint dim = row.p.dim;
     if (BEFORE) {
         store4(row.t.sum, row.start + i, dim - i, value, SUM_DTYPE, ALIGNED);
@@ -220,6 +233,9 @@ inline float4 finish(const Row &row, const BothFactors &factors, uint i, float4 
         value = value + other;
     }
     value = row.p.scale * value;
+    if (GATED) {
+        value = value * gate;
+    }
     store4(row.t.out, row.start + i, dim - i, value, OUT_DTYPE, ALIGNED);
     return value;
 }
@@ -231,13 +247,15 @@ inline void store_results(Held &held, const Row &row, const BothFactors &factors
         const uint i = row.first + k * row.step;
         if (i < row.p.dim) {
             const float4 result =
-                finish(row, factors, i, held.values[k], held.residuals[k], held.weights[k], held.residual_weights[k]);
+                finish(row, factors, i, held.values[k], held.residuals[k], held.weights[k], held.residual_weights[k],
+                       held.gates[k]);
             held.values[k] = rounded4(result, OUT_DTYPE);
         }
     }
     for (ulong i = row.first + HELD * row.step; BEYOND && i < row.p.dim; i += row.step) {
         const uint at = uint(i);
-        finish(row, factors, at, row.value_of(at), row.residual_of(at), row.weights_of(at), row.residual_weights_of(at));
+        finish(row, factors, at, row.value_of(at), row.residual_of(at), row.weights_of(at), row.residual_weights_of(at),
+               row.gate_of(at));
     }
 }
 
@@ -274,12 +292,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     KVANT_KERNEL(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out,
                  const uchar *residual_weight, const uchar *next_weight_0, const uchar *next_weight_1,
                  const uchar *next_weight_2, uchar *next_out_0, uchar *next_out_1, uchar *next_out_2,
-                 const float *combine, const RmsNormParams p) {
+                 const float *combine, const uchar *gate, const RmsNormParams p) {
     // Two exchanges of the first sums, and two of each norm whose squares leave the range of f32.
     __shared__ float room[9 * EXCHANGE];
     const Team team = whole_block();
     const Tensors tensors = {x, weight, residual, sum, out, residual_weight, {next_weight_0, next_weight_1, next_weight_2},
-                             {next_out_0, next_out_1, next_out_2}, combine};
+                             {next_out_0, next_out_1, next_out_2}, combine, gate};
     const uint index = WHOLE ? blockIdx.x : blockIdx.x * (team.size / 32) + team.warp;
     const uint first = (WHOLE ? team.index : team.lane) * 4, step = (WHOLE ? team.size : 32) * 4;
     const Row row = {tensors, p, index, first, step, ulong(index) * p.dim};

@@ -19,7 +19,18 @@ params! {
     }
 }
 
+params! {
+    pub(crate) struct DeltaRuleChunksParams {
+        pub rule: DeltaRuleParams,
+        pub runs: u32,
+        pub first: u32,
+        pub slots: u32,
+    }
+}
+
 pub(crate) const LAYOUTS: &[fn() -> Layout] = &[DeltaRuleParams::layout];
+/// Of the kernels that compute chunks.
+pub(crate) const CHUNK_LAYOUTS: &[fn() -> Layout] = &[DeltaRuleParams::layout, DeltaRuleChunksParams::layout];
 
 /// Warps of a threadgroup: the kernels' WARPS.
 const WARPS: usize = 4;
@@ -41,6 +52,23 @@ impl DeltaRuleParams {
             max_rows,
         })
     }
+}
+
+impl DeltaRuleChunksParams {
+    /// A pass of `slots` chunks, starting at number `first`. Runs of at most `max_rows` rows have none.
+    pub(crate) fn of(call: &Call, max_rows: u32, [first, slots]: [usize; 2]) -> Result<DeltaRuleChunksParams> {
+        Ok(DeltaRuleChunksParams {
+            rule: DeltaRuleParams::of(call, max_rows)?,
+            runs: Launch::uint(NAME, "runs", call.runs.count())?,
+            first: Launch::uint(NAME, "qkv", first)?,
+            slots: Launch::uint(NAME, "qkv", slots)?,
+        })
+    }
+}
+
+/// The maximum chunks of `chunk` tokens that the rows can have: each run may end with a chunk that is not full.
+pub(crate) fn max_chunks(call: &Call, chunk: usize) -> usize {
+    (call.rows + (chunk - 1) * call.runs.count()) / chunk
 }
 
 /// The launch of a kernel that computes runs of at most `max_rows` rows token by token.

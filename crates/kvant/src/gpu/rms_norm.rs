@@ -44,9 +44,10 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
         next_scales: call.next.each_ref().map(|next| next.as_ref().map_or(1.0, |next| next.scale)),
     };
     let (weight, residual) = (call.weight.as_ref(), call.residual.as_ref());
-    let (sum, residual_weight) = (call.sum(), call.residual_weight());
+    let (sum, residual_weight, gate) = (call.sum(), call.residual_weight(), call.gate.as_ref());
     let next = call.nexts().flat_map(|next| [next.weight.as_ref(), Some(&next.out)]);
-    let tensors = [Some(&call.x), Some(&call.out), weight, residual, sum, residual_weight].into_iter().chain(next);
+    let tensors =
+        [Some(&call.x), Some(&call.out), weight, residual, sum, residual_weight, gate].into_iter().chain(next);
     let aligned = rows_aligned4(call.dim, tensors.flatten());
     let dtype = |tensor: Option<&Tensor>| tensor.map_or(DType::F32, Tensor::dtype);
     let is_normed = matches!(call.add, Addition::Normed { .. });
@@ -68,6 +69,8 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
         .constant("RESIDUAL_WEIGHT_DTYPE", dtype(residual_weight))
         .constant("HAS_RESIDUAL_WEIGHT", residual_weight.is_some())
         .constant("COMBINE", call.combine.is_some())
+        .constant("GATED", gate.is_some())
+        .constant("GATE_DTYPE", dtype(gate))
         .constant("NEXTS", call.nexts().count() as u32)
         .constant("NEXT_WEIGHT_DTYPES", four_bits_each(call.nexts().map(|next| next.weight.as_ref())))
         .constant("NEXT_OUT_DTYPES", four_bits_each(call.nexts().map(|next| Some(&next.out))))
@@ -80,7 +83,11 @@ pub(crate) fn launch(call: &Call, source: &'static Source, most: usize) -> Resul
     let launch = call.nexts().zip(6..).fold(launch, |launch, (next, index)| {
         launch.read_if(index, next.weight.as_ref()).write(index + MAX_NEXT as u32, &next.out)
     });
-    Ok(launch.read_if(12, call.combine.as_ref()).params(13, &params).grid([groups, 1, 1], [warps * LANES, 1, 1]))
+    Ok(launch
+        .read_if(12, call.combine.as_ref())
+        .read_if(13, gate)
+        .params(14, &params)
+        .grid([groups, 1, 1], [warps * LANES, 1, 1]))
 }
 
 /// The dtypes in one number, the first in the lowest bits.

@@ -11,6 +11,7 @@ pub(super) static HEADERS: &[Header] = headers![
     "attend/params.h",
     "attend/softmax.h",
     "blocks.h",
+    "delta_rule/gates.h",
     "elements.h",
     "key_bias.h",
     "norm_rope.h",
@@ -39,7 +40,8 @@ fn the_table_is_exact() {
 fn sources_expand() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/metal");
     let to = std::env::var_os("KVANT_METAL_SOURCES").map(std::path::PathBuf::from);
-    let folders = [root.clone(), root.join("attend")].map(|folder| std::fs::read_dir(folder).expect("reads"));
+    let folders = [root.clone(), root.join("attend"), root.join("delta_rule")]
+        .map(|folder| std::fs::read_dir(folder).expect("reads"));
     let mut count = 0;
     for path in folders.into_iter().flatten().map(|entry| entry.expect("reads").path()) {
         if path.extension().is_none_or(|extension| extension != "metal") {

@@ -57,6 +57,11 @@ pub(crate) fn open() -> Result<Device> {
     crate::device::not_built(DeviceKind::Metal, &format!("Metal is Apple's, and this is {}", std::env::consts::OS))
 }
 
+/// Maximum scratch memory of `delta_rule`.
+pub(crate) fn delta_rule_scratch(shape: &ops::delta_rule::DeltaRuleShape, rows: usize) -> usize {
+    delta_rule::max_scratch_bytes(shape, rows)
+}
+
 fn build(call: &Call, b: &mut Builder) -> Result<()> {
     match call {
         Call::Add(call) => add_bias::build(&call.0, b),

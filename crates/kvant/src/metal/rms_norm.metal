@@ -4,13 +4,13 @@
 // x, residual, sum, out and the outputs next_out are [rows, dim]; weights are [dim]. COMBINE: x is [rows * terms, dim],
 // and a row is the sum of `terms` rows of x, each times its element of combine, [rows, terms]. AFTER: the residual is
 // added to the normed row, before the scale; with NORMED, the residual is normed first. BEFORE: the residual is added
-// to x before the norm, and the sum is written.
+// to x before the norm, and the sum is written. GATED: the result is multiplied by gate / (1 + e^-gate), [rows, dim].
 //
 // A row belongs to one of several SIMD-groups in a threadgroup or, if it is long, to a whole threadgroup (WHOLE). It is
 // read twice: for its mean square, then, mostly from a cache, for the result. For the next norms, `out` is read in the
 // same way. Every element is read and written by one thread. The first pass writes nothing, and the second reads an
-// element before it writes it, so that `out` and `sum` may be `x` or the residual. Rows whose squares overflow or
-// underflow f32 are read once more, scaled by a power of two.
+// element before it writes it, so that `out` and `sum` may be `x` or the residual, and `out` the gate. Rows whose
+// squares overflow or underflow f32 are read once more, scaled by a power of two.
 #include "vectors.h"
 #include "reduce.h"
 
@@ -42,6 +42,8 @@ constant uint NEXTS [[function_constant(13)]];
 constant uint NEXT_WEIGHT_DTYPES [[function_constant(14)]];
 constant uint NEXT_OUT_DTYPES [[function_constant(15)]];
 constant bool COMBINE [[function_constant(16)]];
+constant bool GATED [[function_constant(17)]];
+constant uint GATE_DTYPE [[function_constant(18)]];
 constant bool HAS_RESIDUAL = AFTER || BEFORE;
 constant bool HAS_NEXT_0 = NEXTS > 0;
 constant bool HAS_NEXT_1 = NEXTS > 1;
@@ -124,7 +126,8 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
                      device uchar *next_out_1 [[buffer(10), function_constant(HAS_NEXT_1)]],
                      device uchar *next_out_2 [[buffer(11), function_constant(HAS_NEXT_2)]],
                      device const float *combine [[buffer(12), function_constant(COMBINE)]],
-                     constant RmsNormParams &p [[buffer(13)]],
+                     device const uchar *gate [[buffer(13), function_constant(GATED)]],
+                     constant RmsNormParams &p [[buffer(14)]],
                      uint group [[threadgroup_position_in_grid]],
                      uint lane [[thread_index_in_simdgroup]],
                      uint simdgroup [[simdgroup_index_in_threadgroup]],
@@ -178,7 +181,12 @@ kernel void rms_norm(device const uchar *x [[buffer(0)]],
         if (AFTER) {
             value += other;
         }
-        store4(out, start + i, count, value * p.scale, OUT_DTYPE, ALIGNED);
+        value *= p.scale;
+        if (GATED) {
+            const float4 x = load4(gate, start + i, count, GATE_DTYPE, ALIGNED);
+            value *= x / (1.0f + precise::exp(-x));
+        }
+        store4(out, start + i, count, value, OUT_DTYPE, ALIGNED);
     }
     if (!HAS_NEXT_0) {
         return;

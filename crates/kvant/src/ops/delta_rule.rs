@@ -1,6 +1,6 @@
 use super::{StateRuns, StateSlots, check};
 use crate::{
-    DType, Encoder, Result, Tensor,
+    DType, DeviceKind, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
     group::rank_tensors,
 };
@@ -28,9 +28,9 @@ pub(crate) const NORM_EPS: f32 = 1e-6;
 ///
 /// Tokens of a run follow one another; its state continues in `state`.
 ///
-/// If `qkv` and `out` are bf16, a device may compute 64 tokens together (section 3.3 of the paper: sums of the
-/// logarithms of decays, and the inverse of a triangular matrix, instead of 64 steps). It then rounds factors of
-/// products to bf16 ([accuracy](crate::ops#accuracy)).
+/// A device may compute up to 64 tokens together (section 3.3 of the paper: products of decays, and the inverse of a
+/// triangular matrix, instead of 64 steps). If `qkv` and `out` are bf16, it may then round factors of products to bf16
+/// ([accuracy](crate::ops#accuracy)).
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct DeltaRule<'a> {
@@ -71,6 +71,33 @@ impl<'a> DeltaRule<'a> {
     /// Sets the field.
     pub fn tiled(self, tiled: bool) -> DeltaRule<'a> {
         DeltaRule { tiled, ..self }
+    }
+}
+
+/// Shapes of a [`DeltaRule`], for estimates of memory.
+#[derive(Clone, Copy, Debug)]
+pub struct DeltaRuleShape {
+    /// Hk.
+    pub key_heads: usize,
+    /// H.
+    pub heads: usize,
+    /// D.
+    pub key_dim: usize,
+    /// Dv.
+    pub value_dim: usize,
+    /// The dtype of `qkv` and `out`.
+    pub dtype: DType,
+}
+
+impl DeltaRuleShape {
+    /// Maximum bytes that a device of a kind allocates for calls of up to `rows` rows: memory between the kernels that
+    /// compute chunks. Calls of one pass share them.
+    pub fn max_scratch_bytes(&self, kind: DeviceKind, rows: usize) -> usize {
+        match kind {
+            DeviceKind::Cuda => crate::cuda::delta_rule_scratch(self, rows),
+            DeviceKind::Metal => crate::metal::delta_rule_scratch(self, rows),
+            _ => 0,
+        }
     }
 }
 

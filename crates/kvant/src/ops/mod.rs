@@ -89,7 +89,7 @@
 //! | [`causal_conv`](causal_conv()) | | f32 | none | g = 4 |
 //! | [`delta_rule`](delta_rule()) | unless below | f32 | none | g = 4, for the state as well |
 //! | | bf16 `qkv` and `out`, runs of more than 8 rows, D of 64 or 128, Dv a multiple of 64; CUDA on Hopper | f32 | factors of products are rounded to bf16 | r = 2⁻⁷, for the state as well |
-//! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | |
+//! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | g = 8 with `gate` |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
 //! | [`moe_route`](moe_route()) | chosen by logits | f32 | none | ids are exact |
@@ -143,7 +143,7 @@ pub use attend::{Attend, Explanation, Query, attend, explain};
 pub use blocks::{BlockFormat, Blocks, FloatFormat, ScaledFloats};
 pub use causal_conv::{CausalConv, causal_conv};
 pub use copy::copy;
-pub use delta_rule::{DeltaRule, delta_rule};
+pub use delta_rule::{DeltaRule, DeltaRuleShape, delta_rule};
 pub use embed::{Embed, embed};
 pub use gate::{Activation, Columns, Gate, gate};
 pub use hadamard::{Hadamard, hadamard};

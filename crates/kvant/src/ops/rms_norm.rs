@@ -11,7 +11,7 @@ pub(crate) const NAME: &str = "rms_norm";
 pub(crate) const MAX_NEXT: usize = 3;
 
 /// Arguments of [`rms_norm`](rms_norm()): n(x) = x · weight / √(mean x² + eps) of each row, with an optional residual
-/// addition before or after the norm, and optional norms of the result.
+/// addition before or after the norm, an optional gate, and optional norms of the result.
 ///
 /// | residual | result |
 /// |---|---|
@@ -22,7 +22,10 @@ pub(crate) const MAX_NEXT: usize = 3;
 ///
 /// With `combine`, x is the weighted sum of several rows, as [`moe_combine`](super::moe_combine()) computes it.
 ///
-/// `out` and `sum` may each be `x` or the residual, but not the same tensor.
+/// With `gate`, `out` is multiplied by gate / (1 + e^(−gate)), the SiLU of each element: the gated norm of delta nets.
+/// An infinite negative gate gives NaN, as in [`gate`](super::gate()).
+///
+/// `out` may be `x`, the residual or the gate, and `sum` may be `x` or the residual, but not the tensor of `out`.
 ///
 /// Each [`NextNorm`] of `next` is a norm of `out` with a weight of its own. It reads `out` as stored, rounded to its
 /// dtype, so that results equal those of separate calls.
@@ -55,6 +58,8 @@ pub struct RmsNorm<'a> {
     pub residual: Residual<'a>,
     /// Multiplies the result; 1 for a plain norm.
     pub scale: f32,
+    /// `[T, N]`, f32, f16 or bf16: its SiLU multiplies the result; `None` for ones.
+    pub gate: Option<&'a Tensor>,
     /// `[T, N]`, f32, f16 or bf16.
     pub out: &'a Tensor,
     /// Norms of `out`; at most 3.
@@ -74,6 +79,7 @@ impl<'a> RmsNorm<'a> {
             weight: None,
             residual: Residual::None,
             scale: 1.0,
+            gate: None,
             next: &[],
             next_eps: eps,
         }
@@ -85,6 +91,7 @@ setters! { RmsNorm<'a> {
     weight: Option<&'a Tensor>,
     residual: Residual<'a>,
     scale: f32,
+    gate: Option<&'a Tensor>,
     next: &'a [NextNorm<'a>],
     next_eps: f32,
 } }
@@ -166,6 +173,9 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
     if let Some(residual) = args.residual.tensor() {
         same_shape("residual", residual)?;
     }
+    if let Some(gate) = args.gate {
+        same_shape("gate", gate)?;
+    }
     match args.residual {
         Residual::None | Residual::After(_) => {}
         Residual::Normed { weight, .. } => check_weight("residual_weight", weight)?,
@@ -190,6 +200,7 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
             Residual::Before { sum, .. } => Addition::Before { sum: sum.clone() },
         },
         scale: args.scale,
+        gate: args.gate.cloned(),
         out: args.out.clone(),
         next: std::array::from_fn(|i| args.next.get(i).map(NextCall::new)),
         rows,
@@ -223,6 +234,7 @@ pub(crate) struct Call {
     pub residual: Option<Tensor>,
     pub add: Addition,
     pub scale: f32,
+    pub gate: Option<Tensor>,
     pub out: Tensor,
     /// Present entries come first. An array, so that a decode step allocates nothing.
     pub next: [Option<NextCall>; MAX_NEXT],
@@ -230,7 +242,7 @@ pub(crate) struct Call {
     pub dim: usize,
 }
 
-rank_tensors! { Call { x, combine, weight, residual, add, out, next } }
+rank_tensors! { Call { x, combine, weight, residual, add, gate, out, next } }
 
 /// How the residual, if present, is added.
 #[derive(Clone, Debug)]
@@ -304,6 +316,7 @@ impl Call {
             ("weight", self.weight.as_ref()),
             ("residual", self.residual.as_ref()),
             ("residual_weight", self.residual_weight()),
+            ("gate", self.gate.as_ref()),
         ];
         let weights = self.nexts().map(|next| ("next_weight", next.weight.as_ref()));
         for (arg, tensor) in optional.into_iter().chain(weights) {
@@ -321,7 +334,7 @@ impl Call {
     }
 
     pub(crate) fn in_place(&self) -> &'static [(&'static str, &'static str)] {
-        &[("out", "x"), ("out", "residual"), ("sum", "x"), ("sum", "residual")]
+        &[("out", "x"), ("out", "residual"), ("out", "gate"), ("sum", "x"), ("sum", "residual")]
     }
 
     pub(crate) fn check_indices(&self) -> Result<()> {

@@ -1,7 +1,10 @@
-use super::{check_len, io, moe::moe_combine};
+use super::{check_len, gate::activate, io, moe::moe_combine};
 use crate::{
     Result, Tensor,
-    ops::rms_norm::{Addition, Call},
+    ops::{
+        Activation,
+        rms_norm::{Addition, Call},
+    },
 };
 
 /// x · weight / √(mean x² + eps); without a weight, ones.
@@ -57,7 +60,12 @@ pub(crate) fn run(call: &Call) {
         Some(residual) => sum(normed, residual),
         None => normed,
     };
-    io::store(&call.out, &scaled(out, call.scale));
+    let mut out = scaled(out, call.scale);
+    if let Some(gate) = &call.gate {
+        let gated = out.iter().zip(io::load(gate)).map(|(x, gate)| x * activate(Activation::Silu, gate));
+        out = gated.collect();
+    }
+    io::store(&call.out, &out);
     let stored = io::load(&call.out);
     for next in call.nexts() {
         let normed = norm(&stored, next.weight.as_ref(), call.next_eps);

@@ -648,7 +648,7 @@ fn norms_of_long_rows(device: &Device, enc: &mut Encoder, dtype: DType, dim: usi
     }
     let (terms, combine) = (zeros(device, dtype, &[12, dim])?, zeros(device, DType::F32, &[3, 4])?);
     let args = RmsNorm::new(&terms, 1e-6, &out).combine(Some(&combine)).weight(Some(&weight));
-    ops::rms_norm(enc, &args.residual(residual))?;
+    ops::rms_norm(enc, &args.residual(residual).gate(Some(&other)))?;
     Ok(())
 }
 
@@ -671,6 +671,7 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
             let args = RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual);
             ops::rms_norm(enc, &args.next(&next[..count]))?;
         }
+        ops::rms_norm(enc, &RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).gate(Some(&other)))?;
         norms_of_long_rows(device, enc, dtype, 16 * dim)?;
         for activation in [
             Activation::GeluTanh,

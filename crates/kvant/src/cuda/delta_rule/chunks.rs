@@ -4,28 +4,17 @@ use crate::{
     DType, Result,
     cuda::headers,
     gpu::{
-        Builder, Launch, Layout, Limits, Params, Source, Use,
-        delta_rule::{DeltaRuleParams, read_inputs},
-        params,
+        Builder, Launch, Limits, Source, Use,
+        delta_rule::{CHUNK_LAYOUTS, DeltaRuleChunksParams, max_chunks, read_inputs},
     },
-    ops::delta_rule::{Call, NAME},
+    ops::delta_rule::{Call, DeltaRuleShape, NAME},
 };
 
-params! {
-    pub(crate) struct DeltaRuleChunksParams {
-        pub rule: DeltaRuleParams,
-        pub runs: u32,
-        pub first: u32,
-        pub slots: u32,
-    }
-}
-
-const LAYOUTS: &[fn() -> Layout] = &[DeltaRuleParams::layout, DeltaRuleChunksParams::layout];
 static CHUNKS: Source = source("delta_rule_chunks.cu", include_str!("delta_rule_chunks.cu"));
 static WGMMA: Source = source("delta_rule_wgmma.cu", include_str!("delta_rule_wgmma.cu"));
 
 const fn source(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, headers: headers::ALL, layouts: LAYOUTS }
+    Source { name, text, headers: headers::ALL, layouts: CHUNK_LAYOUTS }
 }
 
 /// Tokens of a chunk: the kernels' CHUNK.
@@ -53,31 +42,23 @@ pub(super) struct Chunks {
 impl Chunks {
     /// None if the kernels do not take the call.
     pub(super) fn new(call: &Call, limits: &Limits) -> Option<Chunks> {
-        let Call { rows, key_dim, value_dim, .. } = *call;
+        let Call { key_dim, value_dim, .. } = *call;
         let takes = limits.warpgroup_products
             && [&call.qkv, &call.out]
                 .into_iter()
-                .all(|x| x.dtype() == DType::BF16 && x.byte_offset().is_multiple_of(16))
-            && matches!(key_dim, 64 | 128)
-            && value_dim.is_multiple_of(COLUMNS);
+                .all(|x| is_supported(x.dtype(), key_dim, value_dim) && x.byte_offset().is_multiple_of(16));
         let shared_bytes = STAGES * (stage(key_dim) + 16);
-        // Each run may end with a chunk that is not full.
-        let chunks = (rows + (CHUNK - 1) * call.runs.count()) / CHUNK;
+        let chunks = max_chunks(call, CHUNK);
         (takes && shared_bytes <= limits.threadgroup_bytes).then_some(Chunks { chunks, shared_bytes })
     }
 
     /// Adds the launches. Runs of at most `max_rows` rows are skipped. Returns false if a kernel is unavailable.
     pub(super) fn push(&self, call: &Call, max_rows: u32, b: &mut Builder) -> Result<bool> {
         let slots = self.chunks.min(MAX_SLOTS);
-        let keys = b.scratch(slots * call.key_heads * keys_bytes(call.key_dim))?;
-        let of_heads = b.scratch(slots * call.heads * CHUNK_HEAD)?;
+        let [keys, of_heads] = scratch_bytes(slots, [call.key_heads, call.heads], call.key_dim);
+        let (keys, of_heads) = (b.scratch(keys)?, b.scratch(of_heads)?);
         for first in (0..self.chunks).step_by(slots.max(1)) {
-            let params = DeltaRuleChunksParams {
-                rule: DeltaRuleParams::of(call, max_rows)?,
-                runs: Launch::uint(NAME, "runs", call.runs.count())?,
-                first: Launch::uint(NAME, "qkv", first)?,
-                slots: Launch::uint(NAME, "qkv", slots)?,
-            };
+            let params = DeltaRuleChunksParams::of(call, max_rows, [first, slots])?;
             let chunks = read_inputs(call, Launch::new(NAME, &CHUNKS, "delta_rule_chunks"))?
                 .scratch(7, &keys, Use::Write)
                 .scratch(8, &of_heads, Use::Write)
@@ -106,6 +87,23 @@ impl Chunks {
         }
         Ok(true)
     }
+}
+
+/// Bytes of the keys and queries, and of the heads' matrices, of a number of chunks.
+fn scratch_bytes(slots: usize, [key_heads, heads]: [usize; 2], key_dim: usize) -> [usize; 2] {
+    [slots * key_heads * keys_bytes(key_dim), slots * heads * CHUNK_HEAD]
+}
+
+/// Maximum scratch memory of calls of up to `rows` rows, on GPUs with warpgroup products.
+pub(super) fn max_scratch_bytes(shape: &DeltaRuleShape, rows: usize) -> usize {
+    let DeltaRuleShape { key_heads, heads, key_dim, value_dim, dtype } = *shape;
+    // Each row may be a run.
+    let slots = if is_supported(dtype, key_dim, value_dim) { rows.min(MAX_SLOTS) } else { 0 };
+    scratch_bytes(slots, [key_heads, heads], key_dim).iter().sum()
+}
+
+fn is_supported(dtype: DType, key_dim: usize, value_dim: usize) -> bool {
+    dtype == DType::BF16 && matches!(key_dim, 64 | 128) && value_dim.is_multiple_of(COLUMNS)
 }
 
 /// Bytes of the keys and queries of a chunk.

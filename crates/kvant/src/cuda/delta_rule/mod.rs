@@ -9,7 +9,7 @@ use crate::{
         Builder, Launch, Source, aligned4,
         delta_rule::{LAYOUTS, launch},
     },
-    ops::delta_rule::Call,
+    ops::delta_rule::{Call, DeltaRuleShape},
 };
 use chunks::Chunks;
 
@@ -24,6 +24,11 @@ static STEP: Source = Source {
 
 /// Maximum rows of a run for the kernel that has barriers between tokens.
 const MAX_STEP_ROWS: u32 = 8;
+
+/// Maximum scratch memory of calls of up to `rows` rows.
+pub(crate) fn max_scratch_bytes(shape: &DeltaRuleShape, rows: usize) -> usize {
+    chunks::max_scratch_bytes(shape, rows)
+}
 
 pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if call.runs.max_rows() <= MAX_STEP_ROWS as usize {

@@ -5,6 +5,7 @@
 
 // The numbers of gpu/gate.rs. GELU is its approximation by tanh.
 constexpr uint GELU = 0;
+constexpr uint SILU = 1;
 constexpr uint CLAMPED_SWISH = 2;
 constexpr uint SIGMOID = 3;
 constexpr uint IDENTITY = 4;

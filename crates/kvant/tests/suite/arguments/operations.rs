@@ -155,6 +155,7 @@ pub(super) fn rms_norm(w: &mut World) -> Result<()> {
     let (residual, sum, residual_weight) = (w.input(&shape), w.output(&shape), w.weight(&[shape[1]]));
     let (eps, scale) = (w.tape.number(&[1e-6, 0.0]), w.tape.number(&[1.0, -0.5]));
     let next_eps = w.tape.number(&[1e-6, 0.0]);
+    let gate = w.tape.next().is_multiple_of(3).then(|| w.input(&shape));
     let nexts: Vec<_> = (0..w.tape.next() % 5)
         .map(|_| (w.weight(&[shape[1]]), w.output(&shape), w.tape.number(&[1.0, -0.5])))
         .collect();
@@ -167,7 +168,7 @@ pub(super) fn rms_norm(w: &mut World) -> Result<()> {
         };
         let next: Vec<_> = nexts.iter().map(|(w, out, s)| NextNorm::new(out).weight(w.as_ref()).scale(*s)).collect();
         let args = RmsNorm::new(&x, eps, &out).weight(weight.as_ref()).residual(residual).scale(scale);
-        ops::rms_norm(enc, &args.combine(combine.as_ref()).next(&next).next_eps(next_eps))
+        ops::rms_norm(enc, &args.combine(combine.as_ref()).gate(gate.as_ref()).next(&next).next_eps(next_eps))
     })
 }
 

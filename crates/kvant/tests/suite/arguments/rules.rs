@@ -36,6 +36,10 @@ fn overlap_is_refused_unless_the_operation_works_in_place() {
         run(device, |e| ops::rms_norm(e, &norm(&a, Residual::After(&b), &b))).unwrap();
         run(device, |e| ops::rms_norm(e, &norm(&a, Residual::Before { residual: &b, sum: &b }, &a))).unwrap();
         run(device, |e| ops::rms_norm(e, &norm(&a, Residual::Before { residual: &b, sum: &a }, &b))).unwrap();
+        run(device, |e| ops::rms_norm(e, &norm(&a, Residual::None, &b).gate(Some(&b)))).unwrap();
+        refused_overlap(device, "rms_norm over a shifted gate", |e| {
+            ops::rms_norm(e, &norm(&b, Residual::None, &a).gate(Some(&shifted)))
+        });
         refused_overlap(device, "rms_norm, out and sum", |e| {
             ops::rms_norm(e, &norm(&a, Residual::Before { residual: &b, sum: &a }, &a))
         });

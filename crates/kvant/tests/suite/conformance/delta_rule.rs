@@ -3,7 +3,7 @@
 use super::check_refused_runs;
 use crate::common::{Bound, FLOATS, Out, Output, Rng, assert_close, conform, encode, input, run};
 use kvant::{
-    DType, Device, DeviceKind, Result, Tensor,
+    CpuOptions, DType, Device, DeviceKind, Result, Tensor,
     ops::{self, DeltaRule, StateRuns, StateSlots},
 };
 
@@ -119,7 +119,7 @@ fn delta_rule() {
 const GAIN: f64 = 4.0;
 const ROUNDING_OF_CHUNKS: f64 = 1.0 / 128.0;
 
-/// Prompts in bf16, which CUDA computes in chunks of 64 tokens, beside runs of few tokens.
+/// Prompts in bf16, which CUDA computes in chunks of 64 tokens and Metal of 32, and runs of few tokens.
 #[test]
 fn chunks() {
     let shapes = [
@@ -222,32 +222,45 @@ fn long_runs() {
     });
 }
 
-/// A prompt at once and in parts: the same state and the same results.
+/// The results and states of a prompt of bf16 in parts.
+fn of_parts(device: &Device, shape: Shape, parts: &[usize]) -> [Vec<f32>; 2] {
+    let (dtypes, rows) = ([DType::BF16, DType::F32, DType::F32], parts.iter().sum());
+    let inputs = Inputs::new(device, &mut Rng::of("parts"), shape, rows, dtypes, [0.0; 2]).unwrap();
+    let mut at = 0;
+    for &part in parts {
+        let runs = StateRuns::new(device, &[(1, at as u32, part as u32)]).unwrap();
+        let of = |tensor: &Tensor| tensor.rows(at..at + part).unwrap();
+        let (qkv, a, b, out) = (of(&inputs.qkv), of(&inputs.a), of(&inputs.b), of(&inputs.out.tensor));
+        let decay = [&inputs.rate, &inputs.a_bias];
+        let args = DeltaRule::new(&qkv, [&a, &b], decay, &inputs.slots, &runs, &out).tiled(shape.tiled);
+        run(device, |enc| ops::delta_rule(enc, &args)).unwrap();
+        at += part;
+    }
+    [inputs.out.tensor.to_f32().unwrap(), inputs.state.tensor.to_f32().unwrap()]
+}
+
+/// A prompt at once and in parts: equal states and results within rounding.
 #[test]
 fn parts_of_a_prompt_give_its_results() {
-    let (shape, rows) = (SHAPES[1], 70);
     for device in crate::common::devices() {
-        let result = |parts: &[usize]| {
-            let dtypes = [DType::BF16, DType::F32, DType::F32];
-            let inputs = Inputs::new(device, &mut Rng::of("parts"), shape, rows, dtypes, [0.0; 2]).unwrap();
-            let mut at = 0;
-            for &part in parts {
-                let runs = StateRuns::new(device, &[(1, at as u32, part as u32)]).unwrap();
-                let of = |tensor: &Tensor| tensor.rows(at..at + part).unwrap();
-                let (qkv, a, b, out) = (of(&inputs.qkv), of(&inputs.a), of(&inputs.b), of(&inputs.out.tensor));
-                let decay = [&inputs.rate, &inputs.a_bias];
-                let args = DeltaRule::new(&qkv, [&a, &b], decay, &inputs.slots, &runs, &out);
-                run(device, |enc| ops::delta_rule(enc, &args)).unwrap();
-                at += part;
-            }
-            (inputs.out.tensor.to_f32().unwrap(), inputs.state.tensor.to_f32().unwrap())
-        };
-        let whole = result(&[rows]);
+        let whole = of_parts(device, SHAPES[1], &[70]);
         for parts in [&[1, 69][..], &[33, 1, 36], &[64, 6]] {
-            let got = result(parts);
+            let got = of_parts(device, SHAPES[1], parts);
             let bound = Bound::of(DType::F32).times(GAIN);
-            assert_close(format!("{device}: out in {parts:?}"), &got.0, &whole.0, bound);
-            assert_close(format!("{device}: state in {parts:?}"), &got.1, &whole.1, bound);
+            assert_close(format!("{device}: out in {parts:?}"), &got[0], &whole[0], bound);
+            assert_close(format!("{device}: state in {parts:?}"), &got[1], &whole[1], bound);
+        }
+    }
+}
+
+/// On a batch-invariant device, steps may end anywhere: the parts of a prompt give its bits.
+#[test]
+fn parts_of_a_prompt_give_its_bits() {
+    let device = Device::cpu_with(CpuOptions { batch_invariant: true, ..CpuOptions::default() }).unwrap();
+    for shape in SHAPES {
+        let whole = of_parts(&device, shape, &[70]);
+        for parts in [&[1, 69][..], &[33, 1, 36], &[64, 6]] {
+            assert!(of_parts(&device, shape, parts) == whole, "{shape:?}: other bits in {parts:?}");
         }
     }
 }

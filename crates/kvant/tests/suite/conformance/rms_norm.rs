@@ -26,7 +26,8 @@ fn rms_norm() {
                     let (other, sum, scale) = (rng.pick(&FLOATS), rng.pick(&FLOATS), rng.pick(&[1.0, 1.0, 0.73]));
                     let eps = [rng.pick(&[1e-6, 1e-5]), rng.pick(&[1e-6, 0.5])];
                     let (next, terms) = (rng.below(4), rng.pick(&[None, None, Some(1), Some(3), Some(9)]));
-                    norm_case(&Norm { size, terms, add, x, out, weight, other, sum, scale, eps, next, in_place: None });
+                    let (gate, in_place) = (rng.pick(&[None, None, Some(x), Some(out)]), None);
+                    norm_case(&Norm { size, terms, add, x, out, weight, other, gate, sum, scale, eps, next, in_place });
                 }
             }
         }
@@ -38,9 +39,11 @@ fn rms_norm() {
 fn rms_norm_in_place() {
     for dtype in FLOATS {
         for add in [Add::None, Add::After, Add::Normed, Add::Before] {
-            for over in [Over::OutIsX, Over::OutIsResidual, Over::SumIsX, Over::SumIsResidual, Over::Swapped] {
+            let overs =
+                [Over::OutIsX, Over::OutIsResidual, Over::OutIsGate, Over::SumIsX, Over::SumIsResidual, Over::Swapped];
+            for over in overs {
                 let needs = match over {
-                    Over::OutIsX => true,
+                    Over::OutIsX | Over::OutIsGate => true,
                     Over::OutIsResidual => add != Add::None,
                     _ => add == Add::Before,
                 };
@@ -49,8 +52,8 @@ fn rms_norm_in_place() {
                     let size = (9, 131);
                     let in_place = Some(over);
                     let (scale, eps, next) = (1.5, [1e-6; 2], 2);
-                    let terms = None;
-                    norm_case(&Norm { size, terms, add, x, out, weight, other, sum, scale, eps, next, in_place });
+                    let (terms, gate) = (None, matches!(over, Over::OutIsGate).then_some(dtype));
+                    norm_case(&Norm { size, terms, add, x, out, weight, other, gate, sum, scale, eps, next, in_place });
                 }
             }
         }
@@ -140,6 +143,27 @@ fn rms_norm_of_one_extreme_element() {
     }
 }
 
+/// The SiLU of a gate multiplies rows of heads and of whole layers; large gates among them.
+#[test]
+fn rms_norm_with_a_gate() {
+    for (rows, dim) in [(96, 128), (5, 64), (3, 17), (2, 1028), (1, 17_000)] {
+        for dtype in FLOATS {
+            conform(format!("rms_norm of {rows} rows of {dim} {dtype} with a gate"), |device| {
+                let mut rng = Rng::new(dim as u64);
+                let x = input(device, dtype, &rng.normals(rows * dim), &[rows, dim])?;
+                let mut gates: Vec<f32> = rng.normals(rows * dim).iter().map(|x| x * 5.0).collect();
+                gates[..4].copy_from_slice(&[-200.0, 200.0, -1e4, 0.0]);
+                let gate = input(device, dtype, &gates, &[rows, dim])?;
+                let weight = input(device, dtype, &rng.normals(dim), &[dim])?;
+                let out = Out::new(device, dtype, &[rows, dim])?;
+                let args = RmsNorm::new(&x, 1e-6, &out.tensor).weight(Some(&weight)).gate(Some(&gate));
+                run(device, |enc| ops::rms_norm(enc, &args))?;
+                Ok(vec![out.close_within("out", Bound::of(dtype).times(8.0))?])
+            });
+        }
+    }
+}
+
 /// A row with NaN, or without a norm (eps 0), does not affect other rows.
 #[test]
 fn rms_norm_of_rows_that_are_not_finite() {
@@ -169,6 +193,7 @@ fn rms_norm_of_rows_that_are_not_finite() {
 enum Over {
     OutIsX,
     OutIsResidual,
+    OutIsGate,
     SumIsX,
     SumIsResidual,
     /// The sum overwrites the residual, and the result overwrites x.
@@ -185,6 +210,7 @@ struct Norm {
     out: DType,
     weight: Option<DType>,
     other: DType,
+    gate: Option<DType>,
     sum: DType,
     scale: f32,
     /// The eps of the norm, and that of the norms of out.
@@ -207,6 +233,7 @@ fn norm_case(case: &Norm) {
             Ok(t)
         };
         let (x, residual) = (upload(&mut rng, case.x, case.terms.unwrap_or(1))?, upload(&mut rng, case.other, 1)?);
+        let gate = upload(&mut rng, case.gate.unwrap_or(DType::F32), 1)?;
         let combine = case
             .terms
             .map(|terms| input(device, DType::F32, &rng.normals(rows * terms), &[rows, terms]))
@@ -234,6 +261,7 @@ fn norm_case(case: &Norm) {
             None => (&out, &sum),
             Some(Over::OutIsX) => (&x, &sum),
             Some(Over::OutIsResidual) => (&residual, &sum),
+            Some(Over::OutIsGate) => (&gate, &sum),
             Some(Over::SumIsX) => (&out, &x),
             Some(Over::SumIsResidual) => (&out, &residual),
             Some(Over::Swapped) => (&x, &residual),
@@ -248,15 +276,18 @@ fn norm_case(case: &Norm) {
                 Add::Before => Residual::Before { residual: &residual.tensor, sum: &sum.tensor },
             })
             .scale(case.scale)
+            .gate(case.gate.map(|_| &gate.tensor))
             .next(&next)
             .next_eps(case.eps[1]);
         run(device, |enc| ops::rms_norm(enc, &args))?;
-        let mut outputs = vec![out.close("out")?];
+        // The gain of a gate.
+        let gain = if case.gate.is_some() { 8.0 } else { 1.0 };
+        let mut outputs = vec![out.close_within("out", Bound::of(case.out).times(gain))?];
         for (i, next) in next_outs.iter().enumerate() {
             // An element of `out` at a tie may be rounded the other way.
             let bound = Bound::of(next.tensor.dtype());
             let bound = Bound { unit: bound.unit.max(Bound::of(case.out).unit), ..bound };
-            outputs.push(next.close_within(&format!("next {i}"), bound.times(2.0))?);
+            outputs.push(next.close_within(&format!("next {i}"), bound.times(2.0 * gain))?);
             let weight = next_weights[i].as_ref();
             separate(device, case, &out.tensor, weight, next_scales[i], &next.tensor)?;
         }

@@ -7,30 +7,12 @@
 // A SIMD-group has COLUMNS columns of one head's state, in registers for all tokens of a run: lane l has column l %
 // COLUMNS and the rows i with i % PARTS = l / COLUMNS. Columns do not depend on each other, so SIMD-groups never wait
 // for each other: each normalises the query and the key itself.
-#include "elements.h"
-
-struct DeltaRuleParams {
-    uint rows;
-    uint states;
-    uint stride; // floats between states
-    uint heads;
-    uint key_heads;
-    uint key_repeats; // adjacent heads with one key head
-    uint value_dim;
-    uint max_rows; // longer runs are skipped
-};
-
-constant uint QKV_DTYPE [[function_constant(0)]];
-constant uint A_DTYPE [[function_constant(1)]];
-constant uint B_DTYPE [[function_constant(2)]];
-constant uint OUT_DTYPE [[function_constant(3)]];
-constant uint KEY_DIM [[function_constant(4)]];
+#include "delta_rule/gates.h"
 
 constant constexpr uint WARPS = 4;
 constant constexpr uint COLUMNS = 8;
 constant constexpr uint PARTS = 32 / COLUMNS;
 constant constexpr uint MAX_DIM = 256;
-constant constexpr float NORM_EPS = 1e-6f;
 
 // Writes x * scale / sqrt(sum of squares + eps) where all lanes read it.
 inline void normalise(device const uchar *x, ulong at, float scale, threadgroup float *to, uint lane) {
@@ -54,16 +36,6 @@ inline float over_column(float x) {
     return x;
 }
 
-// log(1 + y) for y from 0 to 1: the quotient corrects the rounding of 1 + y.
-inline float log1p_of(float y) {
-    const float sum = 1.0f + y;
-    return sum == 1.0f ? y : log(sum) * (y / (sum - 1.0f));
-}
-
-inline float softplus(float x) {
-    return max(x, 0.0f) + log1p_of(exp(-abs(x)));
-}
-
 kernel void delta_rule(device const uchar *qkv [[buffer(0)]],
                        device const uchar *a [[buffer(1)]],
                        device const uchar *b [[buffer(2)]],
@@ -84,7 +56,7 @@ kernel void delta_rule(device const uchar *qkv [[buffer(0)]],
     const uint head = group.y, run = group.z;
     const uint slot = slots[run], start = starts[run], end = min(starts[run + 1], p.rows);
     // Whole SIMD-groups: value_dim is a multiple of COLUMNS.
-    if (column >= p.value_dim || slot >= p.states || start >= end) {
+    if (column >= p.value_dim || slot >= p.states || start >= end || end - start > p.max_rows) {
         return;
     }
     const uint of_keys = p.key_heads * KEY_DIM, key_head = head / p.key_repeats % p.key_heads * KEY_DIM;
@@ -100,8 +72,8 @@ kernel void delta_rule(device const uchar *qkv [[buffer(0)]],
         normalise(qkv, row * width + of_keys + key_head, 1.0f, k, lane);
         simdgroup_barrier(mem_flags::mem_threadgroup);
         const ulong gate = ulong(row) * p.heads + head;
-        const float decay = exp(rate[head] * softplus(load(a, gate, A_DTYPE) + a_bias[head]));
-        const float beta = 1.0f / (1.0f + exp(-load(b, gate, B_DTYPE)));
+        const float decay = decay_of(rate[head], load(a, gate, A_DTYPE) + a_bias[head]);
+        const float beta = beta_of(load(b, gate, B_DTYPE));
         float seen = 0;
         for (uint i = 0; i < own_rows; i++) {
             seen = fma(k[i * PARTS + part], s[i], seen);
