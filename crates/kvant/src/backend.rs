@@ -16,6 +16,9 @@ pub trait Memory: Send + Sync {
     fn as_any(&self) -> &dyn Any;
 }
 
+/// Keeps borrowed memory alive.
+pub(crate) type Owner = Box<dyn Any + Send + Sync>;
+
 /// A device. Calls arrive validated: a backend never checks an argument.
 pub(crate) trait Backend: Send + Sync {
     fn kind(&self) -> DeviceKind;
@@ -31,6 +34,14 @@ pub(crate) trait Backend: Send + Sync {
     /// use.
     fn allocate_sparse(&self, bytes: usize) -> Result<Box<dyn Memory>> {
         self.allocate(bytes)
+    }
+    /// Memory that somebody else owns, kept alive by `owner`.
+    ///
+    /// # Safety
+    /// The contract of [`Tensor::from_raw`](crate::Tensor::from_raw).
+    unsafe fn borrow(&self, _start: NonNull<u8>, _owner: Owner) -> Result<Box<dyn Memory>> {
+        let reason = "tensors of other libraries can be used in place on the CPU only".to_string();
+        Err(Error::Unsupported { op: "from_raw", device: self.kind().name(), reason })
     }
     /// `offset + bytes.len()` is within the allocation.
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;

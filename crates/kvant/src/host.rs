@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     Error, Result, Tensor,
-    backend::{Backend, Memory, Pass, Replay, Wait},
+    backend::{Backend, Memory, Owner, Pass, Replay, Wait},
     device::{DeviceKind, MemoryInfo},
     dtype::Element,
     group, host_memory,
@@ -106,6 +106,26 @@ impl Drop for HostMemory {
     }
 }
 
+/// Memory of another library.
+struct Borrowed {
+    start: NonNull<u8>,
+    _owner: Owner,
+}
+
+// SAFETY: as for `HostMemory`; the caller of `borrow` keeps others from accessing it meanwhile.
+unsafe impl Send for Borrowed {}
+// SAFETY: as above.
+unsafe impl Sync for Borrowed {}
+
+impl Memory for Borrowed {
+    fn host(&self) -> Option<NonNull<u8>> {
+        Some(self.start)
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
 impl Memory for HostMemory {
     fn host(&self) -> Option<NonNull<u8>> {
         Some(self.start)
@@ -179,6 +199,10 @@ impl<E: HostExecutor> Backend for Host<E> {
 
     fn allocate_sparse(&self, bytes: usize) -> Result<Box<dyn Memory>> {
         Ok(Box::new(HostMemory::new(bytes, self.kind().name(), true)?))
+    }
+
+    unsafe fn borrow(&self, start: NonNull<u8>, owner: Owner) -> Result<Box<dyn Memory>> {
+        Ok(Box::new(Borrowed { start, _owner: owner }))
     }
 
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {

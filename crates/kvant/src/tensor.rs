@@ -1,6 +1,6 @@
 //! Dense row-major tensors on a device.
 
-use std::sync::Arc;
+use std::{any::Any, ptr::NonNull, sync::Arc};
 
 use safetensors::{Dtype, SafeTensors};
 
@@ -103,6 +103,53 @@ impl Tensor {
         let bytes = byte_count(shape, dtype)?;
         let shape = Shape::new(shape)?;
         let memory = device.backend().allocate_sparse(bytes)?;
+        let storage = Arc::new(Storage { device: device.clone(), memory });
+        Ok(Tensor { storage, dtype, shape, offset: 0 })
+    }
+
+    /// Uses memory of another library in place, without a copy. `owner` keeps it alive, and is dropped with the last
+    /// tensor of this memory. On the CPU and the reference device.
+    ///
+    /// ```
+    /// use kvant::{DType, Device, Tensor};
+    /// let mut numbers = vec![1f32, 2.0, 3.0];
+    /// let start = std::ptr::NonNull::new(numbers.as_mut_ptr()).unwrap().cast();
+    /// // SAFETY: the vector has three numbers, the tensor owns it, and a move leaves its elements in place.
+    /// let x = unsafe { Tensor::from_raw(&Device::cpu(), DType::F32, &[3], start, Box::new(numbers)) }?;
+    /// assert_eq!(x.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
+    /// # Ok::<(), kvant::Error>(())
+    /// ```
+    ///
+    /// # Safety
+    /// - From `start` on, as many bytes as `shape` and `dtype` have are initialised, and stay valid until `owner` is
+    ///   dropped.
+    /// - Nobody accesses these bytes during a transfer of the tensor or a pass that has recorded it; other threads may
+    ///   read them if neither writes.
+    /// - Tensors of overlapping memory are not arguments of one operation if it writes to one of them: overlaps are
+    ///   not detected.
+    ///
+    /// # Errors
+    /// `Value` if `start` is not aligned for the dtype; `Unsupported` for other devices; `Overflow`, `Shape` as
+    /// [`Tensor::zeros`].
+    pub unsafe fn from_raw(
+        device: &Device,
+        dtype: DType,
+        shape: &[usize],
+        start: NonNull<u8>,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Tensor> {
+        byte_count(shape, dtype)?;
+        let shape = Shape::new(shape)?;
+        let is_aligned = start.addr().get().is_multiple_of(dtype.size());
+        check::value_is(
+            "from_raw",
+            "start",
+            is_aligned,
+            format_args!("aligned for {dtype}"),
+            format_args!("{start:?}"),
+        )?;
+        // SAFETY: the contract is passed on to the caller.
+        let memory = unsafe { device.backend().borrow(start, owner) }?;
         let storage = Arc::new(Storage { device: device.clone(), memory });
         Ok(Tensor { storage, dtype, shape, offset: 0 })
     }
@@ -400,6 +447,29 @@ mod tests {
     use safetensors::tensor::TensorView;
 
     use super::*;
+
+    #[test]
+    fn from_raw_uses_memory_in_place_and_drops_its_owner() {
+        let owner = Arc::new(vec![1f32, 2.0, 3.0, 4.0].into_boxed_slice());
+        let start = NonNull::from(&owner[0]).cast::<u8>();
+        let raw = |device: &Device, start, shape: &[usize], owner: &Arc<Box<[f32]>>| {
+            // SAFETY: the four numbers live as long as their owner, and only this test accesses them.
+            unsafe { Tensor::from_raw(device, DType::F32, shape, start, Box::new(Arc::clone(owner))) }
+        };
+        let device = Device::cpu();
+        let x = raw(&device, start, &[2, 2], &owner).unwrap();
+        let view = x.rows(1..2).unwrap();
+        drop(x);
+        assert_eq!((view.to_vec::<f32>().unwrap(), Arc::strong_count(&owner)), (vec![3.0, 4.0], 2));
+        drop(view);
+        assert_eq!(Arc::strong_count(&owner), 1);
+        // SAFETY: within the four numbers.
+        let error = raw(&device, unsafe { start.add(2) }, &[1], &owner).unwrap_err().to_string();
+        assert!(error.contains("from_raw: `start` must be aligned for f32"), "{error}");
+        assert!(matches!(raw(&device, start, &[1; 5], &owner), Err(Error::Shape { .. })));
+        let group = Device::group(&[Device::cpu_with(crate::CpuOptions::default()).unwrap()]).unwrap();
+        assert!(matches!(raw(&group, start, &[4], &owner), Err(Error::Unsupported { .. })));
+    }
 
     #[test]
     fn from_safetensors_finds_tensors_and_rejects_bad_files() {
