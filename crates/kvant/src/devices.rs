@@ -1,6 +1,9 @@
 //! Opening and listing devices.
 
-use std::sync::{Arc, OnceLock};
+use std::{
+    path::PathBuf,
+    sync::{Arc, OnceLock},
+};
 
 use crate::{CpuOptions, Device, Result, cpu, cuda, device::DeviceKind, group, host::Host, metal, reference};
 
@@ -61,6 +64,13 @@ impl Device {
     /// ```
     pub fn cuda(index: usize) -> Result<Device> {
         cuda::open(index)
+    }
+
+    /// Searches these folders, too, for NVIDIA's compiler and cuBLASLt, before those of a CUDA toolkit: Python packages
+    /// have them in `site-packages/nvidia/*/lib`. Call it before a GPU is opened. On Linux; elsewhere, and without the
+    /// feature `cuda`, it has no effect.
+    pub fn search_cuda_libraries(folders: Vec<PathBuf>) {
+        cuda::search_in(folders);
     }
 
     /// The CPU with its best instruction set and all its cores. Every call returns the same device.

@@ -46,7 +46,7 @@ mod softcap;
 
 #[cfg(feature = "cuda")]
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc};
 
 use crate::{
     Device, DeviceKind, Result,
@@ -114,6 +114,14 @@ pub(crate) fn open(index: usize) -> Result<Device> {
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn open(_: usize) -> Result<Device> {
     not_built(DeviceKind::Cuda, "this kvant was built without the feature `cuda`")
+}
+
+/// Adds folders in which the compiler and cuBLASLt are searched.
+pub(crate) fn search_in(folders: Vec<PathBuf>) {
+    #[cfg(feature = "cuda")]
+    runtime::libraries::search_in(folders);
+    #[cfg(not(feature = "cuda"))]
+    drop(folders);
 }
 
 /// NVIDIA GPUs that the driver reports; 0 without a driver.

@@ -1,11 +1,22 @@
 //! Finding NVIDIA's libraries at run time.
 //!
 //! The loader searches `LD_LIBRARY_PATH` and the linker's cache. A CUDA toolkit is often outside both. Therefore the
-//! libraries in the toolkit's folder are opened first, by path; the loader then finds them by name.
+//! libraries in named folders and in the toolkit's are opened first, by path; the loader then finds them by name.
 
-use std::{path::PathBuf, sync::OnceLock};
+use std::{
+    path::PathBuf,
+    sync::{Mutex, OnceLock, PoisonError},
+};
 
 use libloading::Library;
+
+/// Folders that the program has named.
+static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Adds folders that are searched before those of a toolkit.
+pub(in crate::cuda) fn search_in(folders: Vec<PathBuf>) {
+    FOLDERS.lock().unwrap_or_else(PoisonError::into_inner).extend(folders);
+}
 
 /// Whether `libcuda`, the driver, can be loaded.
 pub(in crate::cuda) fn has_driver() -> bool {
@@ -43,14 +54,16 @@ pub(super) fn has_cublaslt() -> bool {
     })
 }
 
-/// Opens `lib{name}` and its parts from the folder of a toolkit, if there is one, and keeps them open.
+/// Opens `lib{name}` and its parts from the first folder that has it, and keeps them open.
 fn open_from_toolkit(name: &str) {
     if !cfg!(target_os = "linux") {
         return;
     }
     let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
-    for home in homes.chain([PathBuf::from("/usr/local/cuda")]) {
-        let Ok(entries) = std::fs::read_dir(home.join("lib64")) else { continue };
+    let toolkits = homes.chain([PathBuf::from("/usr/local/cuda")]).map(|home| home.join("lib64"));
+    let named = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    for folder in named.into_iter().chain(toolkits) {
+        let Ok(entries) = std::fs::read_dir(folder) else { continue };
         // `libnvrtc.so.13`, and `libnvrtc-builtins.so.13.0`, which `libnvrtc` opens by name.
         let (library, parts) = (format!("lib{name}.so.1"), format!("lib{name}-builtins.so.1"));
         let mut paths: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
