@@ -2,6 +2,8 @@
 //!
 //! Results go to standard output (with `--json`, one JSON object per line), everything else to standard error. An error
 //! is one message on standard error and exit code 1.
+//!
+//! The command is this library's [`run`]; `main.rs` and the Python package call it.
 
 mod args;
 mod bench;
@@ -16,6 +18,8 @@ mod generate;
 mod heap;
 mod hub;
 mod inspect;
+#[cfg(feature = "serve")]
+pub mod library;
 mod log;
 mod logits;
 mod memory;
@@ -30,7 +34,7 @@ mod suggest;
 mod terminal;
 mod tokens;
 
-use std::{io::IsTerminal, process::ExitCode};
+use std::{ffi::OsString, io::IsTerminal};
 
 use clap::{CommandFactory, Parser, Subcommand};
 use tracing_subscriber::filter::LevelFilter;
@@ -62,7 +66,10 @@ enum Command {
     Man(shell::ManArgs),
 }
 
-fn main() -> ExitCode {
+/// Runs the command with these arguments, the first of which is its name, and returns whether it succeeded. Call it once
+/// in a process: it installs a panic hook, a logger and signal handlers.
+#[must_use]
+pub fn run(args: impl IntoIterator<Item = OsString>) -> bool {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         // Panics that are converted to errors are reported as errors.
@@ -70,12 +77,12 @@ fn main() -> ExitCode {
             hook(panic);
         }
     }));
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(message) => {
             // Help and version are not errors. If standard output or error is closed, nothing can be reported.
             let _ = message.print();
-            return if message.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+            return !message.use_stderr();
         }
     };
     let log = log(&cli.command);
@@ -95,11 +102,11 @@ fn main() -> ExitCode {
     };
     log.flush();
     match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if output::is_closed(&*error) => ExitCode::SUCCESS,
+        Ok(()) => true,
+        Err(error) if output::is_closed(&*error) => true,
         Err(error) => {
             output::report(&*error);
-            ExitCode::FAILURE
+            false
         }
     }
 }

@@ -16,7 +16,7 @@ use kvant::Device;
 use kvant_engine::Engine;
 #[cfg(feature = "grpc")]
 use kvant_grpc::GrpcServer;
-use kvant_models::{Model, Tokenizer};
+use kvant_models::{Files, Model, Sampling, Tokenizer, chat::ChatTemplate};
 use kvant_server::{Server, ServerOptions};
 
 use crate::{output, result::Result, shipped, suggest};
@@ -59,19 +59,20 @@ pub fn run(args: &ServeArgs) -> Result {
     Ok(served?)
 }
 
+/// A running model, and the defaults of its requests.
+pub struct Loaded {
+    /// The engine.
+    pub engine: Engine,
+    /// The checkpoint's chat template, if it has one.
+    pub template: Option<ChatTemplate>,
+    /// The checkpoint's sampling parameters.
+    pub sampling: Sampling,
+}
+
 fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<(Server, Option<GrpcServer>)> {
     let files = shipped::files(args.models.first().map(PathBuf::as_path))?;
-    let options = options.sampling(checkpoint::sampling(&files)?).pooling(args.pooling(&files));
-    let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
-    let template = checkpoint::template(args.chat_template.first().map(PathBuf::as_path), &files, &tokenizer)?;
-    let kv = args.activations.kv(device, args.kv.as_ref());
-    let context = args.context(&files)?;
-    let load = args.load_options(device, &kv, context);
-    let pages = args.pages(&files, device, &kv, load, context)?;
-    let model = Model::load_files(&files, device, &load)?;
-    let engine = Engine::start(model, tokenizer, args.engine_options(&files, kv, &load, pages)?)?;
-    #[cfg(feature = "events")]
-    events::publish(args, &engine)?;
+    let Loaded { engine, template, sampling } = load(args, &files, device)?;
+    let options = options.sampling(sampling).pooling(args.pooling(&files));
     if template.is_none() && args.models.is_empty() {
         let advice = suggest::text("serve");
         let _ = output::note(&format!("note: the shipped model continues texts and cannot chat. {advice}\n"));
@@ -81,4 +82,26 @@ fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resul
     #[cfg(not(feature = "grpc"))]
     let grpc = None;
     Ok((Server::new(engine, template, options), grpc))
+}
+
+/// Loads the first model and starts its engine, for callers without HTTP.
+pub fn engine(args: &ServeArgs) -> Result<Loaded> {
+    args.check()?;
+    let device = args.device.open()?;
+    load(args, &shipped::files(args.models.first().map(PathBuf::as_path))?, &device)
+}
+
+fn load(args: &ServeArgs, files: &Files, device: &Device) -> Result<Loaded> {
+    let sampling = checkpoint::sampling(files)?;
+    let tokenizer = Arc::new(Tokenizer::load_files(files)?);
+    let template = checkpoint::template(args.chat_template.first().map(PathBuf::as_path), files, &tokenizer)?;
+    let kv = args.activations.kv(device, args.kv.as_ref());
+    let context = args.context(files)?;
+    let load = args.load_options(device, &kv, context);
+    let pages = args.pages(files, device, &kv, load, context)?;
+    let model = Model::load_files(files, device, &load)?;
+    let engine = Engine::start(model, tokenizer, args.engine_options(files, kv, &load, pages)?)?;
+    #[cfg(feature = "events")]
+    events::publish(args, &engine)?;
+    Ok(Loaded { engine, template, sampling })
 }
