@@ -66,8 +66,8 @@ enum Command {
     Man(shell::ManArgs),
 }
 
-/// Runs the command with these arguments, the first of which is its name, and returns whether it succeeded. Call it once
-/// in a process: it installs a panic hook, a logger and signal handlers.
+/// Runs the command with these arguments, its name first, and returns whether it succeeded. Call it once in a process:
+/// it installs a panic hook, a logger and signal handlers.
 #[must_use]
 pub fn run(args: impl IntoIterator<Item = OsString>) -> bool {
     let hook = std::panic::take_hook();

@@ -1,0 +1,261 @@
+//! The keys and values of a batch of sequences, in the pages of a pool.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kvant::{
+    CacheLayer, DType, Device, HeadOrder, KvPool, PoolSpec, Sequence, Step, Tensor,
+    ops::{self, KvSide},
+};
+use kvant_cli::library::Kv;
+use pyo3::prelude::*;
+
+use crate::{dlpack, error};
+
+/// Part of the free memory that a store may use unless it is told otherwise.
+const FREE_PART: usize = 2;
+
+/// The keys and values of all layers and sequences.
+#[pyclass(frozen, module = "kvant._kvant")]
+pub struct Store {
+    device: Device,
+    pool: KvPool,
+    batch: Mutex<Batch>,
+}
+
+/// The sequences, one for each row of a batch.
+#[derive(Default)]
+struct Batch {
+    sequences: Vec<Sequence>,
+    /// The positions of the latest tokens.
+    step: Option<Step>,
+    /// Tokens that can be truncated although windows have passed the tokens before them.
+    hold: usize,
+}
+
+#[pymethods]
+impl Store {
+    /// `layers`: KV heads, size of a head, and window of each layer. `kv`: a cache type, `@FILE`, or a type per layer.
+    #[new]
+    #[pyo3(signature = (layers, kv, dense, memory, page_tokens))]
+    fn new(
+        py: Python<'_>,
+        layers: Vec<(usize, usize, Option<usize>)>,
+        kv: Vec<String>,
+        dense: &str,
+        memory: Option<usize>,
+        page_tokens: usize,
+    ) -> PyResult<Store> {
+        let dense = dense_dtype(dense)?;
+        error::run(py, || {
+            let device = Device::cpu();
+            let layers = cache_layers(&layers, &kv, dense)?;
+            let bytes = match memory {
+                Some(bytes) => bytes,
+                None => device.memory().map_err(error::kvant)?.free / FREE_PART,
+            };
+            let spec = PoolSpec::new(layers, bytes).page_tokens(page_tokens);
+            let pool = KvPool::new(&device, &spec).map_err(error::kvant)?;
+            Ok(Store { device, pool, batch: Mutex::default() })
+        })
+    }
+
+    /// Appends `counts[i]` tokens to sequence i. Later calls of `forward` write and attend to these.
+    fn extend(&self, py: Python<'_>, counts: Vec<usize>) -> PyResult<()> {
+        error::run(py, || {
+            let mut batch = self.lock();
+            if batch.sequences.is_empty() {
+                batch.sequences = counts.iter().map(|_| self.pool.sequence()).collect();
+            }
+            let rows = batch.sequences.len();
+            if rows != counts.len() {
+                return Err(error::value(format!("the cache has {rows} sequences, got a batch of {}", counts.len())));
+            }
+            let (hold, Batch { sequences, step, .. }) = (batch.hold, &mut *batch);
+            sequences.iter_mut().for_each(|sequence| sequence.hold(hold));
+            let mut tokens: Vec<_> = sequences.iter_mut().zip(counts).collect();
+            *step = None;
+            *step = Some(self.pool.step(&mut tokens).map_err(error::kvant)?);
+            Ok(())
+        })
+    }
+
+    /// Stores the new keys and values of a layer, if given, and attends. Arrays are `[tokens, heads, size]`, with the
+    /// tokens of all sequences one after the other.
+    #[pyo3(signature = (layer, q, out, kv, scale, softcap, window, sinks))]
+    #[allow(clippy::too_many_arguments, reason = "one call for each layer and step: Python's calls are slow")]
+    fn forward(
+        &self,
+        layer: usize,
+        q: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        kv: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+        scale: Option<f32>,
+        softcap: Option<f32>,
+        window: Option<usize>,
+        sinks: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let tensor = |array: &Bound<'_, PyAny>, arg| dlpack::tensor(array, arg, &self.device);
+        let (q_tensor, out) = (tensor(q, "query")?, tensor(out, "out")?);
+        let sinks = sinks.map(|sinks| tensor(sinks, "sinks")).transpose()?;
+        let kv = kv.map(|(k, v)| Ok::<_, PyErr>((tensor(&k, "key")?, tensor(&v, "value")?))).transpose()?;
+        error::run(q.py(), || {
+            let batch = self.lock();
+            let step = batch.step.as_ref().ok_or_else(|| error::value("no tokens were appended"))?;
+            self.pass(layer, step, &q_tensor, &out, kv.as_ref(), |attend| {
+                let scale = scale.unwrap_or(attend.scale);
+                attend.scale(scale).softcap(softcap).window(window).sinks(sinks.as_ref())
+            })
+            .map_err(error::kvant)
+        })
+    }
+
+    /// The number of tokens of each sequence.
+    fn lengths(&self) -> Vec<usize> {
+        self.lock().sequences.iter().map(Sequence::len).collect()
+    }
+
+    /// Removes the last tokens of each sequence.
+    fn truncate(&self, py: Python<'_>, lengths: Vec<usize>) -> PyResult<()> {
+        error::run(py, || {
+            let mut batch = self.lock();
+            batch.step = None;
+            let mut rows = batch.sequences.iter_mut().zip(lengths);
+            rows.try_for_each(|(sequence, len)| sequence.truncate(len)).map_err(error::kvant)
+        })
+    }
+
+    /// Sequence i becomes a copy of sequence `indices[i]`; the copies share pages.
+    fn select(&self, py: Python<'_>, indices: Vec<usize>) -> PyResult<()> {
+        error::run(py, || {
+            let mut batch = self.lock();
+            let rows = batch.sequences.len();
+            if let Some(index) = indices.iter().find(|&&index| index >= rows) {
+                return Err(error::value(format!("the cache has {rows} sequences, got index {index}")));
+            }
+            batch.step = None;
+            let mut old: Vec<Option<Sequence>> = std::mem::take(&mut batch.sequences).into_iter().map(Some).collect();
+            let mut uses = vec![0usize; rows];
+            indices.iter().for_each(|&index| uses[index] += 1);
+            // The last copy is the sequence, which then does not share its last page.
+            let copy = |&index: &usize| {
+                uses[index] -= 1;
+                let sequence =
+                    if uses[index] == 0 { old[index].take() } else { old[index].as_ref().map(Sequence::fork) };
+                sequence.expect("a sequence is moved at its last use")
+            };
+            batch.sequences = indices.iter().map(copy).collect();
+            Ok(())
+        })
+    }
+
+    /// Keeps `tokens` more positions than windows need, so that they can be truncated.
+    fn hold(&self, tokens: usize) {
+        self.lock().hold = tokens;
+    }
+
+    /// Removes all sequences.
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        error::run(py, || {
+            let mut batch = self.lock();
+            (batch.sequences, batch.step) = Default::default();
+            Ok(())
+        })
+    }
+
+    /// Reads keys and values of a sequence from its oldest held position on, into `[heads, tokens, size]`: `k` and `v`
+    /// have room for all its tokens. Returns the first held position.
+    fn read(&self, layer: usize, row: usize, k: &Bound<'_, PyAny>, v: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let sides = [(k, "k", KvSide::K), (v, "v", KvSide::V)];
+        let sides = sides.map(|(array, arg, side)| Ok::<_, PyErr>((dlpack::tensor(array, arg, &self.device)?, side)));
+        let sides = sides.into_iter().collect::<PyResult<Vec<_>>>()?;
+        error::run(k.py(), || self.read_into(layer, row, &sides))
+    }
+
+    /// Bytes of the pages in use.
+    fn nbytes(&self) -> usize {
+        self.pool.usage().used
+    }
+
+    /// Bytes of all pages that the store may use.
+    #[getter]
+    fn memory(&self) -> usize {
+        self.pool.usage().bytes
+    }
+}
+
+impl Store {
+    fn lock(&self) -> MutexGuard<'_, Batch> {
+        // Each change leaves the batch consistent.
+        self.batch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pass<'a>(
+        &'a self,
+        layer: usize,
+        step: &'a Step,
+        q: &'a Tensor,
+        out: &'a Tensor,
+        kv: Option<&(Tensor, Tensor)>,
+        options: impl FnOnce(ops::Attend<'a>) -> ops::Attend<'a>,
+    ) -> kvant::Result<()> {
+        let layer = self.pool.layer(layer)?;
+        let mut enc = self.device.encoder()?;
+        if let Some((k, v)) = kv {
+            ops::kv_write(&mut enc, &ops::KvWrite::new(k, v, step, layer))?;
+        }
+        ops::attend(&mut enc, &options(ops::Attend::new(q, layer, step, out)))?;
+        enc.commit()?.wait()
+    }
+
+    fn read_into(&self, layer: usize, row: usize, sides: &[(Tensor, KvSide)]) -> PyResult<usize> {
+        let mut batch = self.lock();
+        let rows = batch.sequences.len();
+        let sequence = batch.sequences.get_mut(row);
+        let sequence =
+            sequence.ok_or_else(|| error::value(format!("the cache has {rows} sequences, got row {row}")))?;
+        let read = |sequence: &mut Sequence| {
+            let held = sequence.held(layer)?;
+            let step = self.pool.step(&mut [(sequence, 0)])?;
+            let layer = self.pool.layer(layer)?;
+            let mut enc = self.device.encoder()?;
+            for (out, side) in sides {
+                let read = ops::KvRead::new(layer, *side, out).step(Some(&step)).order(HeadOrder::HeadMajor);
+                ops::kv_read(&mut enc, &read)?;
+            }
+            enc.commit()?.wait()?;
+            Ok(held.start)
+        };
+        let first = read(sequence).map_err(error::kvant)?;
+        batch.step = None;
+        Ok(first)
+    }
+}
+
+/// The layers of a pool.
+fn cache_layers(layers: &[(usize, usize, Option<usize>)], kv: &[String], dense: DType) -> PyResult<Vec<CacheLayer>> {
+    let parse = |name: &String| name.parse::<Kv>().map_err(error::value);
+    let codecs = match kv {
+        [name] => parse(name)?.codecs.of_layers(layers.len()).map_err(error::models)?,
+        names if names.len() == layers.len() => {
+            let one = |name| Ok::<_, PyErr>(parse(name)?.codecs.of_layers(1).map_err(error::models)?[0]);
+            names.iter().map(one).collect::<PyResult<_>>()?
+        }
+        names => {
+            let message = format!("`kv` must have types of {} layers, got {}", layers.len(), names.len());
+            return Err(error::value(message));
+        }
+    };
+    let layer = |(&(kv_heads, head_dim, window), codec): (&(usize, usize, Option<usize>), kvant_models::KvCodec)| {
+        CacheLayer::new(kv_heads, head_dim, codec.k).v(codec.v).window(window).dense(dense)
+    };
+    Ok(layers.iter().zip(codecs).map(layer).collect())
+}
+
+/// The dtype of pages that are not sealed yet.
+fn dense_dtype(name: &str) -> PyResult<DType> {
+    match name {
+        "bfloat16" => Ok(DType::BF16),
+        "float16" | "float32" => Ok(DType::F16),
+        _ => Err(error::value(format!("the model's dtype must be float32, float16 or bfloat16, got {name}"))),
+    }
+}

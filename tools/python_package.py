@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Builds the Python package's wheel, installs it into an environment in target/, and runs its tests.
+
+    tools/python_package.py [--release] [PYTEST-ARGUMENT...]
+
+The environment sees the packages of this program's Python: tests of `kvant.transformers` run if it has torch and
+transformers, and are skipped otherwise. Without a network to install maturin, everything is skipped with a message.
+`--release` builds the wheel as it is published and checks its size.
+"""
+
+import argparse
+import glob
+import os
+import subprocess
+import sys
+import venv
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGE = os.path.join(ROOT, "bindings", "python")
+TARGET = os.path.abspath(os.environ.get("CARGO_TARGET_DIR", os.path.join(ROOT, "target")))
+ENVIRONMENT = os.path.join(TARGET, "python")
+MAX_BYTES = 25_000_000
+
+
+def installed():
+    """The folder of the environment's programs, or None if packages cannot be downloaded."""
+    programs = os.path.join(ENVIRONMENT, "bin")
+    requirements = os.path.join(PACKAGE, "tests", "requirements.txt")
+    if not os.path.exists(os.path.join(programs, "python")):
+        venv.create(ENVIRONMENT, with_pip=True, system_site_packages=True)
+    pip = [os.path.join(programs, "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    return programs if subprocess.run([*pip, "-r", requirements]).returncode == 0 else None
+
+
+def build(programs, release):
+    """The path of a new wheel."""
+    wheels = os.path.join(TARGET, "wheels", "release" if release else "dev")
+    for old in glob.glob(os.path.join(wheels, "*.whl")):
+        os.unlink(old)
+    command = [os.path.join(programs, "maturin"), "build", "--quiet", "--locked", "--out", wheels]
+    command += ["--profile", "release" if release else "dev", "--manifest-path", os.path.join(PACKAGE, "Cargo.toml")]
+    environment = {**os.environ, "CARGO_TARGET_DIR": TARGET}
+    subprocess.run(command, check=True, env=environment)
+    [wheel] = glob.glob(os.path.join(wheels, "*.whl"))
+    return wheel
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--release", action="store_true")
+    args, of_pytest = parser.parse_known_args()
+    programs = installed()
+    if programs is None:
+        print("skipped: maturin and pytest cannot be downloaded")
+        return
+    wheel = build(programs, args.release)
+    size = os.path.getsize(wheel)
+    print(f"{os.path.basename(wheel)}: {size / 1e6:.1f} MB")
+    if args.release and size > MAX_BYTES:
+        sys.exit(f"python_package: the wheel must have at most {MAX_BYTES / 1e6:.0f} MB")
+    python = os.path.join(programs, "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--force-reinstall"]
+    subprocess.run([*pip, wheel], check=True)
+    tests = [python, "-m", "pytest", "-q", os.path.join(PACKAGE, "tests"), *of_pytest]
+    sys.exit(subprocess.run(tests, cwd=PACKAGE).returncode)
+
+
+if __name__ == "__main__":
+    main()
