@@ -61,8 +61,8 @@ impl PyCodec {
     }
 }
 
-/// Attention of the last positions, `[tokens, heads, size]`, over keys and values `[positions, KV heads, size]`, stored in
-/// a cache type.
+/// Attention of the last positions, `[tokens, heads, size]`, over keys and values `[positions, KV heads, size]` that a
+/// cache type stores.
 #[pyfunction]
 #[pyo3(signature = (kv, q, k, v, out, scale, softcap, window, sinks))]
 #[allow(clippy::too_many_arguments, reason = "the arguments of attention")]

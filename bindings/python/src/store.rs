@@ -80,8 +80,8 @@ impl Store {
     }
 
     /// Stores the new keys and values of a layer, if given, and attends. Arrays are `[tokens, heads, size]`, with the
-    /// tokens of all sequences one after the other.
-    #[pyo3(signature = (layer, q, out, kv, scale, softcap, window, sinks))]
+    /// tokens of all sequences one after the other. `selected`: the tokens that `q` has, if not all.
+    #[pyo3(signature = (layer, q, out, kv, selected, scale, softcap, sinks))]
     #[allow(clippy::too_many_arguments, reason = "one call for each layer and step: Python's calls are slow")]
     fn forward(
         &self,
@@ -89,9 +89,9 @@ impl Store {
         q: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
         kv: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+        selected: Option<Vec<usize>>,
         scale: Option<f32>,
         softcap: Option<f32>,
-        window: Option<usize>,
         sinks: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let tensor = |array: &Bound<'_, PyAny>, arg| dlpack::tensor(array, arg, &self.device);
@@ -101,11 +101,19 @@ impl Store {
         error::run(q.py(), || {
             let batch = self.lock();
             let step = batch.step.as_ref().ok_or_else(|| error::value("no tokens were appended"))?;
-            self.pass(layer, step, &q_tensor, &out, kv.as_ref(), |attend| {
+            let run = || {
+                let layer = self.pool.layer(layer)?;
+                let mut enc = self.device.encoder()?;
+                if let Some((k, v)) = &kv {
+                    ops::kv_write(&mut enc, &ops::KvWrite::new(k, v, step, layer))?;
+                }
+                let some = selected.map(|tokens| step.select(&tokens)).transpose()?;
+                let attend = ops::Attend::new(&q_tensor, layer, some.as_ref().unwrap_or(step), &out);
                 let scale = scale.unwrap_or(attend.scale);
-                attend.scale(scale).softcap(softcap).window(window).sinks(sinks.as_ref())
-            })
-            .map_err(error::kvant)
+                ops::attend(&mut enc, &attend.scale(scale).softcap(softcap).sinks(sinks.as_ref()))?;
+                enc.commit()?.wait()
+            };
+            run().map_err(error::kvant)
         })
     }
 
@@ -187,24 +195,6 @@ impl Store {
     fn lock(&self) -> MutexGuard<'_, Batch> {
         // Each change leaves the batch consistent.
         self.batch.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn pass<'a>(
-        &'a self,
-        layer: usize,
-        step: &'a Step,
-        q: &'a Tensor,
-        out: &'a Tensor,
-        kv: Option<&(Tensor, Tensor)>,
-        options: impl FnOnce(ops::Attend<'a>) -> ops::Attend<'a>,
-    ) -> kvant::Result<()> {
-        let layer = self.pool.layer(layer)?;
-        let mut enc = self.device.encoder()?;
-        if let Some((k, v)) = kv {
-            ops::kv_write(&mut enc, &ops::KvWrite::new(k, v, step, layer))?;
-        }
-        ops::attend(&mut enc, &options(ops::Attend::new(q, layer, step, out)))?;
-        enc.commit()?.wait()
     }
 
     fn read_into(&self, layer: usize, row: usize, sides: &[(Tensor, KvSide)]) -> PyResult<usize> {

@@ -82,4 +82,7 @@ def model(family: str, dtype: torch.dtype = torch.float32):
         for parameter_name, parameter in built.named_parameters():
             if "sinks" in parameter_name or "bias" in parameter_name:
                 parameter.normal_(std=0.5)
+            if family == "gemma4" and "q_norm" in parameter_name:
+                # Its scale is 1: without training, scores would be eight times those of the others.
+                parameter.mul_(0.125)
     return built

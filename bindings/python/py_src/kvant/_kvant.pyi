@@ -28,9 +28,9 @@ class Store:
         q: Any,
         out: Any,
         kv: tuple[Any, Any] | None,
+        selected: list[int] | None,
         scale: float | None,
         softcap: float | None,
-        window: int | None,
         sinks: Any,
     ) -> None: ...
     def lengths(self) -> list[int]: ...

@@ -19,8 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers import cache_utils as _cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
 
 from . import _kvant
 
@@ -85,9 +89,6 @@ class _Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    # Older versions.
-    get_max_cache_shape = get_max_length
-
     def reset(self) -> None:
         self.length = 0
 
@@ -122,10 +123,8 @@ class KvantCache(Cache):
         return _kvant.Store(self._shapes, self._kv, name, self._memory, self._page_tokens)
 
     def _forget(self) -> None:
-        #: Tokens of each row so far, those of padding included, and which of them are real.
+        #: Tokens of each row so far, those of padding included, and which of them are real: [batch, slots].
         self._slots, self._is_real = 0, None
-        #: The real ones among the tokens of the current pass; None for all.
-        self._rows: torch.Tensor | None = None
 
     # Used by the attention function.
 
@@ -146,20 +145,19 @@ class KvantCache(Cache):
         if keys.dtype != self._dtype and self._slots == 0:
             self._store = self._new_store(keys.dtype)
 
-    def _begin(self, place: _Place, mask: torch.Tensor | None, batch: int, tokens: int) -> None:
+    def _begin(self, place: _Place, mask: torch.Tensor | None, batch: int) -> None:
         """Appends the tokens of a pass, with the first layer that runs in it."""
-        if place.start + tokens == self._slots and place.tokens == tokens:
+        tokens = place.tokens
+        if place.start + tokens == self._slots:
             return
-        if place.start != self._slots or place.tokens != tokens:
+        if place.start != self._slots:
             raise RuntimeError(
                 f"KvantCache: layer {place.layer} has {place.start} tokens, the cache {self._slots}: "
                 "every layer must see all tokens once; after an error, call reset()"
             )
         is_real = self._new_mask(mask, batch, tokens)
-        new = is_real[:, self._slots :]
-        self._store.extend(new.sum(axis=1).tolist())
+        self._store.extend(is_real[:, self._slots :].sum(axis=1).tolist())
         self._is_real, self._slots = is_real, self._slots + tokens
-        self._rows = None if new.all() else torch.from_numpy(np.flatnonzero(new))
 
     def _new_mask(self, mask: torch.Tensor | None, batch: int, tokens: int) -> np.ndarray:
         past = np.ones((batch, 0), dtype=bool) if self._is_real is None else self._is_real
@@ -169,7 +167,7 @@ class KvantCache(Cache):
         if mask is None:
             given = np.ones((batch, length), dtype=bool)
         else:
-            given = mask.numpy(force=True).astype(bool)
+            given = mask.numpy(force=True)
             if given.shape[0] not in (1, batch) or given.shape[1] < length:
                 raise ValueError(
                     f"KvantCache: `attention_mask` must have shape [{batch}, {length}], got {list(given.shape)}"
@@ -270,45 +268,21 @@ def _kv_names(kv: str | Sequence[str] | dict[str, Any]) -> list[str]:
 
 def _layers(cache: KvantCache, config: PreTrainedConfig):
     """The layers of a cache; the shapes of those with keys and values of their own, and their places among these."""
-    types, layers, shapes, stored = _layer_types(config), [], [], {}
-    for index, kind in enumerate(types):
-        of_layer = config.per_layer_config[index] if hasattr(config, "per_layer_config") else config
+    layers, shapes, stored = [], [], {}
+    types, options = get_layer_types_and_kwargs(config)
+    for index, (kind, of_kind, of_layer) in enumerate(zip(types, options, config.per_layer_config)):
         if kind in _ATTENTION:
-            window = of_layer.sliding_window if kind == "sliding_attention" else None
-            heads, size = _heads(config, of_layer, kind)
+            window = of_kind.get("sliding_window")
+            heads = getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads
+            size = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
             stored[index] = len(shapes)
             shapes.append((heads, size, window))
             layers.append(_Layer(cache, index, window))
         elif kind in ("linear_attention", "conv", "dummy"):
-            states = {} if kind == "dummy" else {"number_of_states": getattr(of_layer, "number_of_conv_states", 1)}
-            layers.append(_cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[kind](**states))
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**of_kind))
         else:
             raise NotImplementedError(f"KvantCache: layer {index} has the type {kind!r}, which kvant does not support")
     return layers, shapes, stored
-
-
-def _layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of each layer; "dummy" for layers without keys and values of their own."""
-    if hasattr(_cache_utils, "get_layer_types_and_kwargs"):
-        return _cache_utils.get_layer_types_and_kwargs(config)[0]
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        is_sliding = getattr(config, "sliding_window", None) is not None
-        types = ["sliding_attention" if is_sliding else "full_attention"] * config.num_hidden_layers
-    shared = getattr(config, "num_kv_shared_layers", 0) or 0
-    own = len(types) - shared
-    return ["dummy" if index >= own or kind in ("moe", "mlp") else kind for index, kind in enumerate(types)]
-
-
-def _heads(config: PreTrainedConfig, of_layer: PreTrainedConfig, kind: str) -> tuple[int, int]:
-    """KV heads, and the size of a head."""
-    heads = getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads
-    size = getattr(of_layer, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if of_layer is config and kind == "full_attention":
-        # Gemma 4, before configs had values per layer.
-        size = getattr(config, "global_head_dim", None) or size
-        heads = getattr(config, "num_global_key_value_heads", None) or heads
-    return heads, size
 
 
 def mask(
@@ -320,12 +294,13 @@ def mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask of the attention "kvant": the one of padding. Causality and windows need no mask."""
+    """The mask of the attention "kvant": the one of padding, `[batch, 1, 1, tokens]`, because some models cut masks of
+    four dimensions. Causality and windows need no mask."""
     if mask_function is not None and not _is_causal(mask_function):
         raise NotImplementedError(
             "kvant's attention supports causal masks with padding and windows; this model asks for another one"
         )
-    return attention_mask
+    return None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool)
 
 
 def _is_causal(mask_function: Any) -> bool:
@@ -353,35 +328,44 @@ def attention(
     """The attention "kvant": `query` is `[batch, heads, tokens, size]`, the result `[batch, tokens, heads, size]`."""
     _check(module, query, attention_mask, dropout)
     batch, heads, tokens, size = query.shape
-    queries = query.detach().transpose(1, 2).reshape(batch * tokens, heads, size)
+    padding = None if attention_mask is None else attention_mask[:, 0, 0]
     sinks = None if s_aux is None else s_aux.detach().float().contiguous()
     place: _Place | None = getattr(key, "kvant_place", None)
     if place is None:
         _check_untagged(query, key)
+        queries = _packed(query, None)
         out = torch.empty_like(queries)
         options = (scaling, softcap, sliding_window, sinks)
-        _attend_without_cache(queries, key.detach(), value.detach(), out, attention_mask, options)
+        _attend_without_cache(queries, key.detach(), value.detach(), out, padding, options)
         return out.view(batch, tokens, heads, size), None
     _pending.place = None
     cache = place.cache
-    cache._begin(place, attention_mask, batch, tokens)
-    rows = cache._rows
-
-    def packed(states: torch.Tensor) -> torch.Tensor:
-        states = states.detach().transpose(1, 2).reshape(batch * tokens, states.shape[1], size)
-        return (states if rows is None else states[rows]).contiguous()
-
-    pair = None if place.is_written else (packed(key), packed(value))
-    queries = queries.contiguous() if rows is None else queries[rows]
+    cache._begin(place, padding, batch)
+    is_real = cache._is_real[:, -place.tokens :]
+    rows = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real))
+    pair = None if place.is_written else (_packed(key, rows), _packed(value, rows))
+    selected = None
+    if tokens != place.tokens:
+        # Layers that share keys may run for the last tokens alone.
+        numbers = (is_real.cumsum() - 1).reshape(is_real.shape)[:, -tokens:]
+        is_real = is_real[:, -tokens:]
+        rows, selected = torch.from_numpy(np.flatnonzero(is_real)), numbers[is_real].tolist()
+    queries = _packed(query, rows)
     out = torch.empty_like(queries)
     # The layer has the window.
-    cache._store.forward(cache._stored[place.layer], queries, out, pair, scaling, softcap, None, sinks)
+    cache._store.forward(cache._stored[place.layer], queries, out, pair, selected, scaling, softcap, sinks)
     place.is_written = True
     if rows is not None:
         all_rows = out.new_zeros(batch * tokens, heads, size)
         all_rows[rows] = out
         out = all_rows
     return out.view(batch, tokens, heads, size), None
+
+
+def _packed(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """States `[batch, heads, tokens, size]` as `[tokens of all sequences, heads, size]`, those of `rows` alone."""
+    states = states.detach().transpose(1, 2).flatten(0, 1)
+    return (states if rows is None else states[rows]).contiguous()
 
 
 def _check(module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> None:
@@ -395,8 +379,8 @@ def _check(module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | No
         raise NotImplementedError("kvant's attention has no dropout: call model.eval()")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError("kvant's attention is causal; this layer's is not")
-    if mask is not None and mask.ndim != 2:
-        raise NotImplementedError(f"kvant's attention takes a mask [batch, tokens], got {list(mask.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1)):
+        raise NotImplementedError(f"kvant's attention takes a mask of padding, [batch, tokens], got {list(mask.shape)}")
 
 
 def _check_untagged(query: torch.Tensor, key: torch.Tensor) -> None:
@@ -415,7 +399,7 @@ def _attend_without_cache(queries, key, value, out, mask, options) -> None:
     kv = {torch.float32: "f32", torch.float16: "f16"}.get(key.dtype, "bf16")
     out.zero_()
     for row in range(batch):
-        real = slice(None) if mask is None else mask[row if len(mask) > 1 else 0, :tokens].to(torch.bool)
+        real = slice(None) if mask is None else mask[row if len(mask) > 1 else 0, :tokens]
         q, k, v = queries[row * tokens : (row + 1) * tokens], key[row].transpose(0, 1), value[row].transpose(0, 1)
         q, k, v = (states[real].contiguous() for states in (q, k, v))
         result = torch.empty_like(q)
