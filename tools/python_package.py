@@ -13,6 +13,7 @@ import glob
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -27,9 +28,15 @@ def installed():
     programs = os.path.join(ENVIRONMENT, "bin")
     requirements = os.path.join(PACKAGE, "tests", "requirements.txt")
     if not os.path.exists(os.path.join(programs, "python")):
-        venv.create(ENVIRONMENT, with_pip=True, system_site_packages=True)
+        venv.create(ENVIRONMENT, with_pip=True)
     pip = [os.path.join(programs, "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    return programs if subprocess.run([*pip, "-r", requirements]).returncode == 0 else None
+    if subprocess.run([*pip, "-r", requirements]).returncode != 0:
+        return None
+    # After the installation: the caller's packages do not replace those of the environment.
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    with open(os.path.join(ENVIRONMENT, "lib", version, "site-packages", "caller.pth"), "w") as file:
+        file.write(sysconfig.get_path("purelib") + "\n")
+    return programs
 
 
 def build(programs, release):
@@ -61,7 +68,7 @@ def main():
     python = os.path.join(programs, "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--force-reinstall"]
     subprocess.run([*pip, wheel], check=True)
-    tests = [python, "-m", "pytest", "-q", os.path.join(PACKAGE, "tests"), *of_pytest]
+    tests = [python, "-m", "pytest", "-q", *of_pytest]
     sys.exit(subprocess.run(tests, cwd=PACKAGE).returncode)
 
 
