@@ -15,7 +15,7 @@ from kvant.transformers import KvantCache
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "target/released/SmolLM2-135M-Instruct-Q4_1.gguf"
-TOKENS = 768
+TOKENS = 1024
 
 pytestmark = pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL} is missing")
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL} is missing"
 def log_probabilities(model, ids: torch.Tensor, kv: str) -> torch.Tensor:
     cache = KvantCache(model.config, kv=kv)
     with torch.no_grad():
-        parts = [model(part, past_key_values=cache).logits[0] for part in ids.split(256, dim=1)]
+        parts = [model(part, past_key_values=cache).logits[0] for part in ids.split(512, dim=1)]
     return torch.cat(parts).log_softmax(-1)
 
 
@@ -32,7 +32,7 @@ def test_divergence_equals_that_of_the_command(tmp_path):
     from transformers import AutoModelForCausalLM
 
     text = (ROOT / "docs/codec.md").read_text()
-    ids = kvant.LLM(MODEL, max_model_len=2048)._engine.encode(text[:8000])[:TOKENS]
+    ids = kvant.LLM(MODEL, max_model_len=2048)._engine.encode(text)[:TOKENS]
     path = tmp_path / "ids.txt"
     path.write_text(" ".join(map(str, ids)))
     command = [sys.executable, "-m", "kvant", "eval", "--model", str(MODEL), "--tokens", str(path), "--json"]
@@ -46,5 +46,5 @@ def test_divergence_equals_that_of_the_command(tmp_path):
     exact, other = (log_probabilities(model, ids, kv)[:-1] for kv in ("f32", "tq4c"))
     got = (exact.exp() * (exact - other)).sum(-1).mean().item()
     print(f"tq4c: {got:.5f} nats through KvantCache, {expected:.5f} by kvant eval")
-    # Activations are rounded at different places: the divergences of 767 tokens differed by 5.3 %.
-    assert abs(got / expected - 1) < 0.1
+    # Activations are rounded at different places: -0.4 % here, 2.8 % in the next 1024 tokens.
+    assert abs(got / expected - 1) < 0.05
