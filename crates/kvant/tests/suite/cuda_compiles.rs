@@ -93,7 +93,7 @@ fn collectives(launches: &Launches) -> Result<()> {
         }
         merges(&group, &mut enc)?;
         summed_norms(&group, &mut enc)?;
-        for codec in [Codec::BF16, Codec::tq(4)] {
+        for codec in [Codec::BF16, Codec::tq(4), Codec::tq_centred(4)] {
             divided_positions(&group, &mut enc, codec)?;
         }
         enc.commit()?.wait()?;

@@ -4,6 +4,7 @@ use kvant::{CpuOptions, Device};
 
 mod arguments;
 mod by_page;
+mod by_page_sealed;
 mod collectives;
 mod merge_attention;
 mod parts;
