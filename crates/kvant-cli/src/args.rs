@@ -5,7 +5,7 @@ use std::str::FromStr;
 use clap::builder::RangedU64ValueParser;
 use kvant::{Codec, CpuOptions, DType, Device, device::DeviceKind};
 pub use kvant_eval::Kv;
-use kvant_models::{CacheCodecs, CacheDivision, Files, LoadOptions, Model};
+use kvant_models::{CacheDivision, Files, LoadOptions, Model};
 
 use crate::result::Result;
 
@@ -110,9 +110,8 @@ pub struct ModelDeviceArgs {
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=64))]
     tensor_parallel: Option<usize>,
     /// How the devices divide caches of layers without windows: by heads (copies of heads if there are more devices
-    /// than KV heads), by positions (each device has all KV heads of a part of each page; for 2 or 4 devices, not for
-    /// centred types such as tq4c), or auto: by positions if the devices do not divide the KV heads and the type allows
-    /// it
+    /// than KV heads), by positions (each device has all KV heads of a part of each page; for 2 or 4 devices), or auto:
+    /// by positions if the devices do not divide the KV heads
     #[arg(long, value_name = "HOW", value_enum, default_value = "auto")]
     cache_division: Division,
     /// The devices among which the model is divided, as in cuda:0,cuda:2
@@ -136,14 +135,13 @@ impl ModelDeviceArgs {
         format!("{activations:?} {dense_weights:?} {context:?} {cache_division:?} {of_cpu:?}")
     }
 
-    /// How a group divides a cache in `codecs`.
-    pub fn cache_division(&self, codecs: &CacheCodecs) -> CacheDivision {
-        let division = match self.cache_division {
+    /// How a group divides its caches.
+    pub fn cache_division(&self) -> CacheDivision {
+        match self.cache_division {
             Division::Auto => CacheDivision::Auto,
             Division::Heads => CacheDivision::Heads,
             Division::Positions => CacheDivision::Positions,
-        };
-        division.with_codecs(codecs)
+        }
     }
 
     /// The requested device or group, or the reason why it is not available.

@@ -136,7 +136,7 @@ pub fn run(args: &ChatArgs) -> Result {
     let kv = args.activations.kv(&device, args.kv.as_ref());
     memory::warn_of_context(&files, args.context)?;
     let options = PoolOptions { codecs: kv.codecs, longest: args.context, ..PoolOptions::default() };
-    let division = args.device.cache_division(&options.codecs);
+    let division = args.device.cache_division();
     let load = LoadOptions { cache_division: division, ..args.activations.options(&device) };
     memory::check(
         &files,

@@ -118,7 +118,7 @@ pub fn run(args: &GenerateArgs) -> Result {
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let kv = args.activations.kv(&device, args.kv.as_ref());
     let options = PoolOptions { codecs: kv.codecs.clone(), longest, ..PoolOptions::default() };
-    let division = args.device.cache_division(&kv.codecs);
+    let division = args.device.cache_division();
     let load = LoadOptions { cache_division: division, ..args.activations.options(&device) };
     memory::check(
         &files,

@@ -62,7 +62,7 @@ pub fn run(args: &LogitsArgs) -> Result {
     }
     let files = shipped::files(args.model.as_deref())?;
     let device = args.device.open()?;
-    let division = args.device.cache_division(&args.kv.codecs);
+    let division = args.device.cache_division();
     let model = args.activations.load(&files, &device, tokens.len(), division)?;
     let step = args.step.map_or(tokens.len(), |step| step as usize);
     let mut sequence = model

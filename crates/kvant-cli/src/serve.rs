@@ -99,7 +99,7 @@ fn load(args: &ServeArgs, files: &Files, device: &Device) -> Result<Loaded> {
     let template = checkpoint::template(args.chat_template.first().map(PathBuf::as_path), files, &tokenizer)?;
     let kv = args.activations.kv(device, args.kv.as_ref());
     let context = args.context(files)?;
-    let load = args.load_options(device, &kv, context);
+    let load = args.load_options(device, context);
     let pages = args.pages(files, device, &kv, load, context)?;
     let model = Model::load_files(files, device, &load)?;
     let engine = Engine::start(model, tokenizer, args.engine_options(files, kv, &load, pages)?)?;

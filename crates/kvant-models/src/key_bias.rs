@@ -34,7 +34,7 @@ impl Model {
         layer: &CacheLayer,
         spec: &PoolSpec,
         longest: usize,
-        turns: &mut Vec<(&'a RopeSpec, usize, KeyTurns)>,
+        turns: &mut Vec<(&'a RopeSpec, [usize; 2], KeyTurns)>,
     ) -> Result<Option<KeyBias>> {
         let network = self.network();
         let is_stored_without = layer.seals() && layer.k.is_quantised() && attention.qk_norm.is_none();
@@ -45,12 +45,13 @@ impl Model {
         // LongRoPE uses tables. No model has both them and a bias.
         let (Some(bias), Angles::Theta(_)) = (biases.parts.get(1), rope.angles) else { return Ok(None) };
         let head_dim = attention.head_dim;
-        let known = turns.iter().find(|(rope, dim, _)| **rope == attention.rope && *dim == head_dim);
+        let ranks = layer.position_ranks;
+        let known = turns.iter().find(|(rope, of, _)| **rope == attention.rope && *of == [head_dim, ranks]);
         let of_rope = match known {
             Some((_, _, of_rope)) => of_rope.clone(),
             None => {
-                let made = KeyTurns::new(self.device(), rope, head_dim, spec.page_tokens, longest.max(1))?;
-                turns.push((&attention.rope, head_dim, made.clone()));
+                let made = KeyTurns::divided(self.device(), rope, head_dim, [spec.page_tokens, ranks], longest.max(1))?;
+                turns.push((&attention.rope, [head_dim, ranks], made.clone()));
                 made
             }
         };

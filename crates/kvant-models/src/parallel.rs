@@ -15,16 +15,18 @@ use crate::Result;
 /// size asynchronously.
 pub(crate) const PIECE: usize = 1 << 20;
 
-/// Eight threads already read page caches faster than devices accept the data.
+/// Maximum threads for each device that is written: eight threads read page caches faster than a device accepts the
+/// data.
 const MAX_THREADS: usize = 8;
 
-/// Calls `work` for each of `0..count` on several threads. Each thread has its own state, such as a buffer. After an
-/// error, no further index is started.
+/// Calls `work` for each of `0..count` on several threads, for data of `devices` devices. Each thread has its own
+/// state, such as a buffer. After an error, no further index is started.
 ///
 /// # Errors
 /// One of the errors of `work`.
 pub(crate) fn for_each<S>(
     count: usize,
+    devices: usize,
     state: impl Fn() -> S + Sync,
     work: impl Fn(&mut S, usize) -> Result<()> + Sync,
 ) -> Result<()> {
@@ -43,7 +45,7 @@ pub(crate) fn for_each<S>(
             }
         }
     };
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS).min(count);
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS * devices).min(count);
     thread::scope(|scope| {
         for _ in 1..threads {
             // If no thread can be spawned, the existing ones do the work.
@@ -64,6 +66,7 @@ mod tests {
         let seen: Vec<AtomicUsize> = (0..1000).map(|_| AtomicUsize::new(0)).collect();
         for_each(
             seen.len(),
+            2,
             || 0,
             |mine, number| {
                 *mine += 1;
@@ -73,7 +76,7 @@ mod tests {
         )
         .unwrap();
         assert!(seen.iter().all(|times| times.load(Ordering::Relaxed) == 1));
-        for_each(0, || (), |(), _| unreachable!("there is nothing to do")).unwrap();
+        for_each(0, 1, || (), |(), _| unreachable!("there is nothing to do")).unwrap();
     }
 
     #[test]
@@ -81,6 +84,7 @@ mod tests {
         let done = AtomicUsize::new(0);
         let result = for_each(
             1_000_000,
+            1,
             || (),
             |(), number| match number {
                 17 => Err(Error::MissingTensor { name: "seventeen".to_string() }),

@@ -34,21 +34,8 @@ pub enum CacheDivision {
     /// By heads. If there are more ranks than KV heads, several ranks have copies of a head.
     Heads,
     /// By positions: each rank has all KV heads of a part of each page. For 2, 4, 8 or 16 ranks, and pages of at least
-    /// 16 positions for each of them. Not for caches in centred codecs, such as `tq4c`.
+    /// 16 positions for each of them.
     Positions,
-}
-
-impl CacheDivision {
-    /// The division for a cache in `codecs`: by heads instead of [`CacheDivision::Auto`] if a codec is centred.
-    #[must_use]
-    pub fn with_codecs(self, codecs: &CacheCodecs) -> CacheDivision {
-        let is_centred = |kv: &KvCodec| kv.k.is_centred() || kv.v.is_centred();
-        let any = match codecs {
-            CacheCodecs::Same(kv) => is_centred(kv),
-            CacheCodecs::PerLayer(all) => all.iter().any(is_centred),
-        };
-        if any && self == CacheDivision::Auto { CacheDivision::Heads } else { self }
-    }
 }
 
 /// The specification of a decoder's pool.

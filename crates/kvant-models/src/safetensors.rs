@@ -244,7 +244,7 @@ impl SafetensorsFile {
             });
         }
         let step = tensor.piece();
-        parallel::for_each(tensor.bytes().div_ceil(step), Vec::new, |piece, number| {
+        parallel::for_each(tensor.bytes().div_ceil(step), tensor.devices(), Vec::new, |piece, number| {
             let start = number * step;
             piece.resize(step.min(tensor.bytes() - start), 0);
             self.read_bytes(name, info.start + start as u64, piece)?;
@@ -335,7 +335,7 @@ impl Checkpoint {
     /// Reads all bytes of a tensor into one of another dtype or shape with equal size in bytes.
     pub(crate) fn read_raw(&self, name: &str, tensor: &Destination) -> Result<()> {
         let step = tensor.piece();
-        parallel::for_each(tensor.bytes().div_ceil(step), Vec::new, |piece, number| {
+        parallel::for_each(tensor.bytes().div_ceil(step), tensor.devices(), Vec::new, |piece, number| {
             let start = number * step;
             piece.resize(step.min(tensor.bytes() - start), 0);
             self.read_bytes(name, start as u64, piece)?;

@@ -94,6 +94,17 @@ impl Device {
         REFERENCE.get_or_init(|| Device::from_backend(Arc::new(Host::new(reference::Reference)))).clone()
     }
 
+    /// A [group](Device::group) of reference devices: every operation and every collective in plain f64 loops. Every
+    /// call returns a new group.
+    ///
+    /// # Errors
+    /// `Value` for no rank or too many.
+    pub fn reference_group(ranks: usize) -> Result<Device> {
+        let ranks = ranks.min(group::MAX_RANKS + 1);
+        let rank = |_| Device::from_backend(Arc::new(Host::new(reference::Reference)));
+        Device::group(&(0..ranks).map(rank).collect::<Vec<_>>())
+    }
+
     /// A group of devices of one kind, its ranks: one device that runs every call on all of them.
     ///
     /// A tensor of the group has memory on each rank, all of one shape ([`Tensor`](crate::Tensor)). A pass runs on all

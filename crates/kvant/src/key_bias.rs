@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::{
-    DType, Device, Error, Result, Tensor,
+    CacheLayer, DType, Device, Error, Result, Tensor,
     group::{Rank, RankTensors},
     ops::{Angles, Rope, check},
 };
@@ -42,6 +42,7 @@ impl RankTensors for KeyBias {
         for tensor in [&mut turns.places, &mut turns.starts, &mut turns.steps] {
             tensor.move_to(rank);
         }
+        turns.first = if turns.position_ranks() > 1 { rank.index() * turns.page_tokens } else { 0 };
         self.turns = Arc::new(turns);
     }
 }
@@ -53,14 +54,19 @@ pub struct KeyTurns(Arc<Turns>);
 #[derive(Clone, Debug)]
 pub(crate) struct Turns {
     pub head_dim: usize,
+    /// Positions of a page that a rank stores.
     pub page_tokens: usize,
+    /// Positions of a page on all ranks together, if ranks divide them; otherwise `page_tokens`.
+    pub page_stride: usize,
+    /// The position within a page of its first row on this rank.
+    pub first: usize,
     /// The number of positions that the tables cover.
     pub positions: usize,
     /// The angle from a position to the next one, of each of D/2 pairs. Zero for pairs that do not rotate.
     pub frequencies: Vec<f64>,
     /// u32 `[D]`: the index of each coordinate in [`KeyBias::pairs`].
     pub places: Tensor,
-    /// f32 `[pages, 2, D/2]`: cosines, then sines, of the angles of each page's first position.
+    /// f32 `[pages, 2, D/2]`: cosines, then sines, of the angles of the first position of each page that a rank stores.
     pub starts: Tensor,
     /// f32 `[page_tokens, 2, D/2]`: cosines, then sines, of the angles from a page's first position to each of its
     /// positions.
@@ -75,9 +81,40 @@ impl KeyTurns {
     /// As [`norm_rope`](crate::ops::norm_rope()) for `rope`; `Value` for [`Angles::Tables`], an odd head size, or no
     /// position; `OutOfMemory`.
     pub fn new(device: &Device, rope: Rope, head_dim: usize, page_tokens: usize, positions: usize) -> Result<KeyTurns> {
+        KeyTurns::divided(device, rope, head_dim, [page_tokens, 1], positions)
+    }
+
+    /// As [`KeyTurns::new`], for layers whose positions are divided among ranks ([`CacheLayer::position_ranks`]): the
+    /// positions of a page, and the number of ranks that divide them.
+    ///
+    /// # Errors
+    /// As [`KeyTurns::new`]; `Value` if the ranks do not divide the positions of a page, or are not those of the
+    /// device.
+    ///
+    /// [`CacheLayer::position_ranks`]: crate::CacheLayer::position_ranks
+    pub fn divided(
+        device: &Device,
+        rope: Rope,
+        head_dim: usize,
+        [page_stride, position_ranks]: [usize; 2],
+        positions: usize,
+    ) -> Result<KeyTurns> {
         let even = head_dim > 0 && head_dim.is_multiple_of(2);
         check::value_is(NAME, "head_dim", even, "positive and even", head_dim)?;
-        check::positive(NAME, "page_tokens", page_tokens)?;
+        check::positive(NAME, "page_tokens", page_stride)?;
+        check::positive(NAME, "position_ranks", position_ranks)?;
+        let (ranks, fits) = (device.ranks(), [1, device.ranks()].contains(&position_ranks));
+        check::value_is(
+            NAME,
+            "position_ranks",
+            fits,
+            format_args!("1, or the {ranks} ranks of the device"),
+            position_ranks,
+        )?;
+        let (divides, expected) =
+            (page_stride.is_multiple_of(position_ranks), format_args!("a multiple of {position_ranks} ranks"));
+        check::value_is(NAME, "page_tokens", divides, expected, page_stride)?;
+        let page_tokens = page_stride / position_ranks;
         check::positive(NAME, "positions", positions)?;
         check::at_most(NAME, "positions", positions, u32::MAX as usize)?;
         rope.validate(NAME, head_dim)?;
@@ -91,18 +128,44 @@ impl KeyTurns {
         for (i, frequency) in frequencies.iter_mut().take(rope.rotated_pairs).enumerate() {
             *frequency = theta.powf(-2.0 * i as f64 / n) / factors.as_ref().map_or(1.0, |all| f64::from(all[i]));
         }
-        let pages = positions.div_ceil(page_tokens);
-        let turns = |count: usize, distance: usize| {
-            let angle = |at: usize, of: fn(f64) -> f64| {
-                frequencies.iter().map(move |frequency| of((at * distance) as f64 * frequency) as f32)
-            };
-            let rows = (0..count).flat_map(|at| angle(at, f64::cos).chain(angle(at, f64::sin)));
+        let pages = positions.div_ceil(page_stride);
+        // The turns of `count` positions, `distance` apart. A rank's begin `of_rank` positions after the last one's.
+        let turns = |count: usize, distance: usize, of_rank: usize| {
             crate::tensor::element_count(&[count, head_dim])?;
-            Tensor::from_slice(device, &rows.collect::<Vec<f32>>(), &[count, 2, head_dim / 2])
+            Tensor::from_rank_bytes(device, DType::F32, &[count, 2, head_dim / 2], |rank| {
+                let angle = |at: usize, of: fn(f64) -> f64| {
+                    let position = (at * distance + rank * of_rank) as f64;
+                    frequencies.iter().map(move |frequency| of(position * frequency) as f32)
+                };
+                let rows = (0..count).flat_map(|at| angle(at, f64::cos).chain(angle(at, f64::sin)));
+                Ok::<_, Error>(bytemuck::cast_slice(&rows.collect::<Vec<f32>>()).to_vec())
+            })
         };
         let places = Tensor::from_slice(device, &places(&rope, head_dim), &[head_dim])?;
-        let (starts, steps) = (turns(pages, page_tokens)?, turns(page_tokens, 1)?);
-        Ok(KeyTurns(Arc::new(Turns { head_dim, page_tokens, positions, frequencies, places, starts, steps })))
+        let of_rank = if position_ranks > 1 { page_tokens } else { 0 };
+        let (starts, steps) = (turns(pages, page_stride, of_rank)?, turns(page_tokens, 1, 0)?);
+        Ok(KeyTurns(Arc::new(Turns {
+            head_dim,
+            page_tokens,
+            page_stride,
+            first: 0,
+            positions,
+            frequencies,
+            places,
+            starts,
+            steps,
+        })))
+    }
+}
+
+impl Turns {
+    fn position_ranks(&self) -> usize {
+        self.page_stride / self.page_tokens
+    }
+
+    /// The position of a row of the rank.
+    pub(crate) fn position(&self, row: usize) -> usize {
+        row / self.page_tokens * self.page_stride + self.first + row % self.page_tokens
     }
 }
 
@@ -159,13 +222,16 @@ impl KeyBias {
         self.pairs.shape()[0]
     }
 
-    /// Checks that the bias fits keys of this shape, in pages of this size, on the device.
-    pub(crate) fn check(&self, device: &Device, kv_heads: usize, head_dim: usize, page_tokens: usize) -> Result<()> {
+    /// Checks that the bias fits the keys of a layer, in pages of this size, on the device.
+    pub(crate) fn check(&self, device: &Device, layer: &CacheLayer, page_tokens: usize) -> Result<()> {
         let (op, arg) = ("kv_pool", "biases");
-        let got = [self.kv_heads(), self.turns.head_dim, self.turns.page_tokens];
-        let fits = got == [kv_heads, head_dim, page_tokens];
-        let of = |[heads, dim, tokens]: [usize; 3]| format!("{heads} KV heads of {dim}, pages of {tokens} positions");
-        check::value_is(op, arg, fits, of([kv_heads, head_dim, page_tokens]), of(got))?;
+        let got = [self.kv_heads(), self.turns.head_dim, self.turns.page_stride, self.turns.position_ranks()];
+        let wanted = [layer.kv_heads, layer.head_dim, page_tokens, layer.position_ranks];
+        let of = |[heads, dim, tokens, ranks]: [usize; 4]| match ranks {
+            1 => format!("{heads} KV heads of {dim}, pages of {tokens} positions"),
+            _ => format!("{heads} KV heads of {dim}, pages of {tokens} positions that {ranks} ranks divide"),
+        };
+        check::value_is(op, arg, got == wanted, of(wanted), of(got))?;
         check::device(op, arg, &self.pairs, device)
     }
 }

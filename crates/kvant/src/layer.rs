@@ -11,6 +11,7 @@ use crate::{
     },
     group::{Rank, RankTensors, rank_tensors},
     ops::{attend::Results, check},
+    position_share::PositionShare,
 };
 
 /// The specification of a [`KvLayer`].
@@ -464,6 +465,16 @@ impl KvLayer {
     /// The ranks that divide the positions of a page; 1 if every rank stores all.
     pub(crate) fn position_ranks(&self) -> usize {
         self.pages.map_or(1, |pages| pages.position_ranks)
+    }
+
+    /// Maximum rows that a rank has of the first `len` positions of a sequence: those of rank 0.
+    pub(crate) fn max_rows(&self, len: usize) -> usize {
+        self.pages.filter(|pages| pages.position_ranks > 1).map_or(
+            len,
+            |LayerPages { page_tokens, position_ranks: ranks, .. }| {
+                PositionShare { page_tokens: page_tokens * ranks, ranks, rank: 0 }.rows(len)
+            },
+        )
     }
 
     /// The maximum length of a sequence, for a linear layer: its slots.

@@ -100,14 +100,11 @@ impl Step {
         let is_divided = layer.position_ranks() > 1;
         let shares = self.pages.as_ref().filter(|_| is_divided).map(|pages| &pages.shares);
         if let Some(of_rank) = shares.and_then(|shares| shares.get(rank.index())) {
-            let StepShare { share, positions, seen, stored, lens } = of_rank.clone();
+            let StepShare { positions, seen, stored, lens, .. } = of_rank;
+            let sequence = if used == PositionUse::See { seen } else { stored };
+            (self.positions, self.sequence, self.lens) = (positions.clone(), sequence.clone(), lens.clone());
             let batch = self.batch();
-            // Rank 0 has the maximum of rows.
-            let longest = PositionShare { rank: 0, ..share }.rows(batch.longest);
-            self.positions = positions;
-            self.sequence = if used == PositionUse::See { seen } else { stored };
-            self.lens = lens;
-            *self = self.clone().with_known_batch(batch.longest(longest));
+            self.set_known_batch(batch.longest(layer.max_rows(batch.longest)));
         }
         self.move_to(rank);
     }

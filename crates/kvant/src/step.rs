@@ -3,7 +3,7 @@
 use std::{
     ops::Range,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -47,18 +47,7 @@ impl RankTensors for Step {
         for tensor in [&mut self.positions, &mut self.sequence, &mut self.lens] {
             tensor.move_to(rank);
         }
-        self.pages = self.pages.take().map(|pages| {
-            let (mut tables, mut seals, mut base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
-            tables.move_to(rank);
-            seals.move_to(rank);
-            base.move_to(rank);
-            let mut runs = pages.runs.clone();
-            runs.move_to(rank);
-            // Shares and contents are not needed: the encoder has checked the step of the group, and a rank has one
-            // share.
-            let (shares, written) = (Vec::new(), Mutex::default());
-            Arc::new(StepPages { pool: pages.pool, tables, seals, runs, shares, base, written })
-        });
+        self.pages = self.pages.take().map(|pages| pages.on_rank(rank));
     }
 }
 
@@ -128,6 +117,14 @@ pub(crate) struct StepPages {
     /// The tensor that all tensors of the step are views of.
     pub base: Tensor,
     pub written: Mutex<WrittenStep>,
+    /// The pages of each rank of a group, made when a call of the rank needs them; see [`rank_slots`].
+    pub of_ranks: Box<[OnceLock<Arc<StepPages>>]>,
+}
+
+/// The slots of [`StepPages::of_ranks`]: none on a plain device.
+pub(crate) fn rank_slots(device: &Device) -> Box<[OnceLock<Arc<StepPages>>]> {
+    let ranks = if device.ranks() > 1 { device.ranks() } else { 0 };
+    (0..ranks).map(|_| OnceLock::new()).collect()
 }
 
 /// The latest contents that a pool wrote to a step.
@@ -164,6 +161,23 @@ pub(crate) struct Stamp {
 }
 
 impl StepPages {
+    /// The pages of a rank, which all of its calls share.
+    fn on_rank(&self, rank: &Rank) -> Arc<StepPages> {
+        let moved = || {
+            let (mut tables, mut seals, mut base) = (self.tables.clone(), self.seals.clone(), self.base.clone());
+            tables.move_to(rank);
+            seals.move_to(rank);
+            base.move_to(rank);
+            let mut runs = self.runs.clone();
+            runs.move_to(rank);
+            // Shares and contents are not needed: the encoder has checked the step of the group, and a rank has one
+            // share.
+            let (shares, written, of_ranks) = (Vec::new(), Mutex::default(), Box::default());
+            Arc::new(StepPages { pool: self.pool, tables, seals, runs, shares, base, written, of_ranks })
+        };
+        self.of_ranks.get(rank.index()).map_or_else(moved, |slot| Arc::clone(slot.get_or_init(moved)))
+    }
+
     pub fn lock(&self) -> MutexGuard<'_, WrittenStep> {
         self.written.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -256,6 +270,11 @@ impl Step {
         Step { batch, ..self }
     }
 
+    /// As [`Step::with_known_batch`], in place.
+    pub(crate) fn set_known_batch(&mut self, batch: Batch) {
+        self.batch = batch;
+    }
+
     /// u32 `[T]`: the position of each token, counted from 0 in its sequence.
     pub fn positions(&self) -> &Tensor {
         &self.positions
@@ -321,7 +340,8 @@ impl Step {
         let written = Mutex::new(WrittenStep { stamps, tokens, rewrites: Arc::default() });
         let (tables, seals, base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
         // The runs cover all tokens of the step, not a selection.
-        let pages = StepPages { pool: pages.pool, tables, seals, runs: None, shares, base, written };
+        let (pool, runs, of_ranks) = (pages.pool, None, rank_slots(base.device()));
+        let pages = StepPages { pool, tables, seals, runs, shares, base, written, of_ranks };
         Ok(step.with_pages(pages).with_known_batch(batch))
     }
 

@@ -260,8 +260,8 @@ impl ServeArgs {
     }
 
     /// A pass of the model is a step of the engine. Steps longer than [`MAX_STEP`] would delay decoding requests.
-    pub(super) fn load_options(&self, device: &Device, kv: &Kv, context: usize) -> LoadOptions {
-        let cache_division = self.device.cache_division(&kv.codecs);
+    pub(super) fn load_options(&self, device: &Device, context: usize) -> LoadOptions {
+        let cache_division = self.device.cache_division();
         let options = LoadOptions { cache_division, ..self.activations.options(device) };
         let decoding = self.max_sequences.saturating_mul(2 + self.drafts);
         LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MAX_STEP)), context: Some(context), ..options }

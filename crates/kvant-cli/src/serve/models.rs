@@ -159,7 +159,7 @@ fn source(
     let files = shipped::files(Some(path))?;
     let kv = args.activations.kv(device, args.kv.as_ref());
     let context = args.context(&files)?;
-    let load = args.load_options(device, &kv, context);
+    let load = args.load_options(device, context);
     let (codecs, sequences) = (kv.codecs.clone(), args.max_sequences);
     let pool = PoolOptions { codecs: codecs.clone(), sequences, longest: context, ..PoolOptions::default() };
     let demand = Demand { ranks: device.ranks(), pool, load, bytes: None, shorter: "--context" };

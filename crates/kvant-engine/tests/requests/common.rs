@@ -29,7 +29,17 @@ pub fn group_engine(ranks: usize, options: EngineOptions) -> Engine {
 
 /// As above, with a division of the cache.
 pub fn divided_engine(ranks: usize, cache_division: CacheDivision, options: EngineOptions) -> Engine {
-    let rank = |_| Device::cpu_with(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap();
+    engine_on(CpuOptions::default(), ranks, cache_division, options)
+}
+
+/// As above, of batch-invariant devices: texts are equal to the bit, whatever runs beside them.
+pub fn invariant_divided_engine(ranks: usize, cache_division: CacheDivision, options: EngineOptions) -> Engine {
+    let cpu = CpuOptions { batch_invariant: true, ..CpuOptions::default() };
+    engine_on(cpu, ranks, cache_division, options)
+}
+
+fn engine_on(cpu: CpuOptions, ranks: usize, cache_division: CacheDivision, options: EngineOptions) -> Engine {
+    let rank = |_| Device::cpu_with(CpuOptions { threads: Some(1), ..cpu }).unwrap();
     let group = Device::group(&(0..ranks).map(rank).collect::<Vec<_>>()).unwrap();
     let load = LoadOptions { cache_division, ..LoadOptions::default() };
     let model = Model::load_with(shipped(), &group, &load).unwrap();

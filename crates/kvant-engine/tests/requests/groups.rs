@@ -3,10 +3,11 @@
 
 use std::time::Duration;
 
+use kvant::Codec;
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Failure};
 use kvant_models::{CacheDivision, Sampling};
 
-use crate::common::{collect, divided_engine, engine, group_engine, options, request};
+use crate::common::{collect, divided_engine, engine, group_engine, invariant_divided_engine, options, request};
 
 const PROMPTS: [&str; 4] = ["# Fearless Concurrency", "fn main", "# Examples", "Creates a new `Vec<T>`"];
 /// A text that drafts predict.
@@ -156,6 +157,29 @@ fn texts_do_not_depend_on_the_division_of_the_cache() {
         let group = by_position(ranks, options);
         assert_eq!(texts(&group, crowd(&group)), expected, "{ranks} ranks");
         assert!(group.stats().recorded_steps > 0);
+    }
+}
+
+/// Sealed pages of divided positions: branches, prefixes, preemption and host memory do not change texts.
+#[test]
+fn sealed_pages_of_divided_positions() {
+    let sealing = || options().codecs(Codec::tq_centred(6)).page_tokens(32).sequences(6);
+    let long = |engine: &Engine| -> Vec<EngineRequest> {
+        PROMPTS.iter().chain(&PROMPTS).map(|prompt| request(engine, &prompt.repeat(12)).max_tokens(100)).collect()
+    };
+    let sealed = |options| invariant_divided_engine(2, CacheDivision::Positions, options);
+    let plain = sealed(sealing().prefix_cache(false));
+    let expected = texts(&plain, long(&plain));
+    drop(plain);
+    for options in [sealing(), sealing().memory(2 << 20), sealing().memory(2 << 20).host_memory(64 << 20)] {
+        let is_short = options.memory.is_some();
+        let group = sealed(options);
+        for _ in 0..2 {
+            assert_eq!(texts(&group, long(&group)), expected);
+        }
+        let stats = group.stats();
+        println!("{} preemptions, {} tokens found", stats.preemptions, stats.prefix_hits);
+        assert!(if is_short { stats.preemptions > 0 } else { stats.prefix_hits > 0 }, "{stats:?}");
     }
 }
 

@@ -11,11 +11,11 @@ use kvant::{Codec, CpuOptions, Device, PrefixCache, Sequence};
 use kvant_engine::{Engine, EngineOptions, EngineRequest, Finished};
 use kvant_models::{Logits, Model, PoolOptions, Request, Tokenizer, generate};
 
-const PAGE: usize = 16;
+pub(super) const PAGE: usize = 16;
 /// One family for each kind of recurrent layer.
-const FAMILIES: [&str; 2] = ["qwen3_5", "lfm2"];
+pub(super) const FAMILIES: [&str; 2] = ["qwen3_5", "lfm2"];
 
-fn golden(family: &str) -> PathBuf {
+pub(super) fn golden(family: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../kvant-models/tests/golden").join(family)
 }
 
@@ -57,12 +57,12 @@ fn writes_few_tokens(family: &str) -> PathBuf {
 const FEW: u32 = 4;
 
 /// Tokens of a text.
-fn text(seed: u32, len: usize) -> Vec<u32> {
+pub(super) fn text(seed: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|at| 3 + (at * 7 + seed * 31 + at * at * (seed + 1)) % 90).collect()
 }
 
 /// The text after a prompt, computed alone.
-fn alone(model: &Model, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
+pub(super) fn alone(model: &Model, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
     let pool = model.new_pool(&PoolOptions { codecs: Codec::F32.into(), longest: 256, ..PoolOptions::default() });
     let (mut sequence, mut ids) = (pool.unwrap().sequence(), Vec::new());
     let request = Request { max_tokens, ..Request::new(prompt) };

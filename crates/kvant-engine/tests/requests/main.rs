@@ -5,6 +5,7 @@ mod embeddings;
 mod grammar;
 mod groups;
 mod hybrid;
+mod hybrid_groups;
 mod scheduling;
 mod serving;
 mod stored;

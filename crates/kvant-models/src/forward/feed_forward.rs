@@ -3,8 +3,8 @@
 use kvant::{
     Tensor,
     ops::{
-        self, Activation, AddBias, Columns, ExpertScores, Experts, Gate, Linear, MoeCombine, MoeRoute, NextNorm,
-        Residual, RmsNorm,
+        self, Activation, AddBias, AllReduce, Columns, ExpertScores, Experts, Gate, Linear, MoeCombine, MoeRoute,
+        NextNorm, Residual, RmsNorm,
     },
 };
 
@@ -50,13 +50,15 @@ impl<'a> Pass<'a> {
             self.dense(x, dense, dense_views, spec.activation, out)?;
         }
         let (Some(moe), Some(moe_views), Some(spec)) = (&weights.moe, &own.moe, spec.moe()) else {
-            return self.sum_ranks(&views.y);
+            self.leave_partial();
+            return Ok(());
         };
         let Some((norms, parallel)) = normed else {
             self.route(x, moe, moe_views, spec)?;
             self.experts(x, moe, moe_views, spec)?;
             self.combine(x, moe_views, weights.parallel.as_ref())?;
-            return self.sum_ranks(&views.y);
+            self.leave_partial();
+            return Ok(());
         };
         // A router without its own norm reads the input of the experts.
         let router_input = if moe.router_scales.is_some() { &parallel.router_input } else { &parallel.experts_input };
@@ -68,7 +70,7 @@ impl<'a> Pass<'a> {
         if let Some(sums) = &parallel.sums {
             // The ranks' results are summed before their norms.
             ops::moe_combine(self.enc, &MoeCombine::new(experts, &moe_views.weights, &parallel.experts_output))?;
-            self.sum_ranks(sums)?;
+            ops::all_reduce(self.enc, &AllReduce::new(sums, sums))?;
             (experts, combine) = (&parallel.experts_output, None);
         }
         let args = RmsNorm::new(experts, self.spec().norm_eps, &views.y).weight(Some(&norms.after_experts));

@@ -17,7 +17,7 @@ mod workspace;
 use half::{bf16, f16};
 use kvant::{
     DType, Encoder, KvPool, Step, Tensor,
-    ops::{self, AllGather, AllReduce, NextNorm, Residual, RmsNorm, Rope, StateRuns},
+    ops::{self, AllGather, NextNorm, Residual, RmsNorm, Rope, StateRuns},
 };
 
 use crate::{
@@ -133,7 +133,8 @@ impl Network {
         stored: Option<&mut OnStored>,
     ) -> Result<()> {
         let stored = stored.map(|stored| stored as &mut OnStored);
-        let mut pass = Pass { network: self, enc, views, step, stream: Stream::Complete, stored };
+        let (stream, is_partial) = (Stream::Complete, false);
+        let mut pass = Pass { network: self, enc, views, step, stream, is_partial, stored };
         pass.embed()?;
         // The remaining blocks store nothing, so they run only for the wanted rows.
         let own = self.spec().storing_blocks();
@@ -287,6 +288,8 @@ struct Pass<'a> {
     views: &'a Views,
     step: &'a Step,
     stream: Stream,
+    /// Whether y has the result of one rank: the next norm sums it over the ranks first.
+    is_partial: bool,
     stored: Option<&'a mut OnStored<'a>>,
 }
 
@@ -396,6 +399,8 @@ impl<'a> Pass<'a> {
                 _ => (h, Residual::None),
             };
             let args = RmsNorm::new(x, self.spec().norm_eps, norm.out).weight(norm.weight);
+            // Only y can be partial, and it is the first.
+            let args = args.sum_ranks(std::mem::take(&mut self.is_partial));
             ops::rms_norm(self.enc, &args.scale(norm.scale).residual(residual))?;
         }
         Ok(())
@@ -418,12 +423,9 @@ impl<'a> Pass<'a> {
         logits.map_or(Ok(()), |out| self.network.logits(self.enc, self.views, &self.views.x, out))
     }
 
-    /// Replaces the results of the ranks, whose matrices have some of the inputs, by their sum.
-    fn sum_ranks(&mut self, x: &Tensor) -> Result<()> {
-        if self.network.ranks == 1 {
-            return Ok(());
-        }
-        Ok(ops::all_reduce(self.enc, &AllReduce::new(x, x))?)
+    /// Marks y as the result of one rank, whose matrices have some of the inputs.
+    fn leave_partial(&mut self) {
+        self.is_partial = self.network.ranks > 1;
     }
 
     fn linear(&mut self, x: &Tensor, weight: &Matrix, out: &Tensor) -> Result<()> {
@@ -474,6 +476,7 @@ impl<'a> Pass<'a> {
     fn add_normed(&mut self, x: &Tensor, weight: &Tensor, scale: f32, next: &[NextNorm]) -> Result<()> {
         let h = &self.views.h;
         let args = RmsNorm::new(x, self.spec().post_norm_eps, h).weight(Some(weight)).residual(Residual::After(h));
+        let args = args.sum_ranks(std::mem::take(&mut self.is_partial));
         ops::rms_norm(self.enc, &args.scale(scale).next(next).next_eps(self.spec().norm_eps))?;
         self.stream = if next.is_empty() { Stream::Complete } else { Stream::Normed };
         Ok(())

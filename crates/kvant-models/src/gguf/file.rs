@@ -197,7 +197,7 @@ impl Gguf {
     /// Like [`Gguf::read`], into a tensor with the file's shape and this dtype.
     pub(super) fn read_to(&self, name: &str, tensor: &Destination) -> Result<()> {
         let (file, info) = self.find(name)?;
-        file.pieces(name, info, Vec::new, |floats, first, blocks| {
+        file.pieces(name, info, tensor.devices(), Vec::new, |floats, first, blocks| {
             let in_block = info.kind.block_elements() as usize;
             let elements = blocks.len() / info.kind.block_bytes() as usize * in_block;
             let start = first * in_block * tensor.dtype().size();
@@ -218,7 +218,7 @@ impl Gguf {
             return Ok(false);
         }
         let same = AtomicBool::new(true);
-        file_a.pieces(a, of_a, Vec::new, |other, first, bytes| {
+        file_a.pieces(a, of_a, 1, Vec::new, |other, first, bytes| {
             other.resize(bytes.len(), 0);
             let start = of_b.start + first as u64 * of_b.kind.block_bytes();
             file_b.read_bytes(b, start, other)?;
@@ -280,7 +280,7 @@ impl Gguf {
         let bits = affine::bits(info.kind).expect("the caller has checked the type") as usize;
         let dtype = scales.dtype();
         let fits = AtomicBool::new(true);
-        file.pieces(name, info, AffineBytes::default, |bytes, first, blocks| {
+        file.pieces(name, info, codes.devices(), AffineBytes::default, |bytes, first, blocks| {
             if !fits.load(Ordering::Relaxed) || bytes.convert(info.kind, blocks, dtype).is_err() {
                 fits.store(false, Ordering::Relaxed);
                 return Ok(());
@@ -298,6 +298,7 @@ impl Gguf {
         file.pieces(
             name,
             info,
+            tensor.devices(),
             || (),
             |(), first, bytes| tensor.write_at(first * info.kind.block_bytes() as usize, bytes),
         )
@@ -311,12 +312,13 @@ impl Gguf {
 }
 
 impl GgufFile {
-    /// Visits the bytes of a tensor in pieces of whole blocks, on several threads. `visit` gets the thread's state, the
-    /// index of the piece's first block, and the piece.
+    /// Visits the bytes of a tensor in pieces of whole blocks, on several threads, for data of `devices` devices.
+    /// `visit` gets the thread's state, the index of the piece's first block, and the piece.
     fn pieces<S>(
         &self,
         name: &str,
         info: &GgufTensor,
+        devices: usize,
         state: impl Fn() -> S + Sync,
         visit: impl Fn(&mut S, usize, &[u8]) -> Result<()> + Sync,
     ) -> Result<()> {
@@ -328,6 +330,7 @@ impl GgufFile {
         let count = (info.end - info.start).div_ceil(step);
         parallel::for_each(
             count as usize,
+            devices,
             || (state(), Vec::new()),
             |(state, piece), number| {
                 let start = info.start + number as u64 * step;

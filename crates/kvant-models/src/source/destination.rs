@@ -1,5 +1,7 @@
 //! The place in which a source writes the bytes of a tensor: on a device, or in the parts of the ranks that share it.
 
+use std::cell::Cell;
+
 use kvant::{DType, Tensor};
 
 use crate::{
@@ -70,6 +72,11 @@ impl<'a> Destination<'a> {
         &self.shape
     }
 
+    /// The number of devices that are written.
+    pub(crate) fn devices(&self) -> usize {
+        self.ranks.len()
+    }
+
     pub(crate) fn dtype(&self) -> DType {
         self.tensor.dtype()
     }
@@ -129,14 +136,17 @@ impl<'a> Destination<'a> {
         let (head, rest) = bytes.split_at((start.next_multiple_of(width) - start).min(bytes.len()));
         let (rows, tail) = rest.split_at(rest.len() / width * width);
         let first = (start + head.len()) / width;
-        let mut part = Vec::new();
-        for rank in 0..self.ranks.len() {
+        // The memory stays with the thread: new memory for each piece would cost more than the copy.
+        thread_local! { static PART: Cell<Vec<u8>> = const { Cell::new(Vec::new()) } }
+        let mut part = PART.take();
+        let written = (0..self.ranks.len()).try_for_each(|rank| {
             self.write_columns(rank, shares, start, head)?;
             of_rank(rows, shares, rank, &mut part);
             self.upload(rank, first * local, &part)?;
-            self.write_columns(rank, shares, start + head.len() + rows.len(), tail)?;
-        }
-        Ok(())
+            self.write_columns(rank, shares, start + head.len() + rows.len(), tail)
+        });
+        PART.set(part);
+        written
     }
 
     /// Writes a rank's columns of a part of one row.

@@ -30,21 +30,26 @@ impl Interleaved<'_> {
         let (pairs, parts) = if self.alternates { (rows / 2, 2) } else { (rows, 1) };
         let step = (PIECE / (parts * row_bytes)).clamp(1, pairs);
         let pieces = pairs.div_ceil(step);
-        parallel::for_each(experts * pieces, Default::default, |(piece, part): &mut (Vec<u8>, Vec<u8>), number| {
-            let (expert, first) = (number / pieces, number % pieces * step);
-            let count = step.min(pairs - first);
-            piece.resize(count * parts * row_bytes, 0);
-            part.resize(count * row_bytes, 0);
-            let start = (expert * rows + first * parts) * row_bytes;
-            self.checkpoint.read_bytes(name, start as u64, piece)?;
-            for side in 0..parts {
-                let found = piece.chunks_exact(row_bytes).skip(side).step_by(parts);
-                part.chunks_exact_mut(row_bytes).zip(found).for_each(|(to, from)| to.copy_from_slice(from));
-                let at = expert * rows + side * pairs + first;
-                to.write_at(at * row_bytes, part)?;
-            }
-            Ok(())
-        })
+        parallel::for_each(
+            experts * pieces,
+            to.devices(),
+            Default::default,
+            |(piece, part): &mut (Vec<u8>, Vec<u8>), number| {
+                let (expert, first) = (number / pieces, number % pieces * step);
+                let count = step.min(pairs - first);
+                piece.resize(count * parts * row_bytes, 0);
+                part.resize(count * row_bytes, 0);
+                let start = (expert * rows + first * parts) * row_bytes;
+                self.checkpoint.read_bytes(name, start as u64, piece)?;
+                for side in 0..parts {
+                    let found = piece.chunks_exact(row_bytes).skip(side).step_by(parts);
+                    part.chunks_exact_mut(row_bytes).zip(found).for_each(|(to, from)| to.copy_from_slice(from));
+                    let at = expert * rows + side * pairs + first;
+                    to.write_at(at * row_bytes, part)?;
+                }
+                Ok(())
+            },
+        )
     }
 
     /// Reads a tensor `[E, inputs, outputs]` into one of shape `[E, outputs, inputs]`.
@@ -53,7 +58,7 @@ impl Interleaved<'_> {
         let size = to.dtype().size();
         let bytes = outputs * inputs * size;
         let buffers = || (vec![0; bytes], vec![0; bytes]);
-        parallel::for_each(experts, buffers, |(from, transposed), expert| {
+        parallel::for_each(experts, to.devices(), buffers, |(from, transposed), expert| {
             self.checkpoint.read_bytes(name, (expert * bytes) as u64, from)?;
             self.transpose(from, transposed, [inputs, outputs], size);
             to.write_at(expert * bytes, transposed)

@@ -74,6 +74,7 @@ impl Fp8<'_> {
         let step = (PIECE / inputs.max(1)).clamp(1, outputs.max(1));
         parallel::for_each(
             outputs.div_ceil(step),
+            to.devices(),
             Default::default,
             |(bytes, rows): &mut (Vec<u8>, Vec<bf16>), number| {
                 let first = number * step;

@@ -148,7 +148,7 @@ impl HostExecutor for Cpu {
             Call::MoeRoute(call) => moe::run_route(self, call),
             Call::NormRope(call) => norm_rope::run(self, call),
             Call::NormRopeWrite(call) => norm_rope_write::run(self, call),
-            Call::RmsNorm(call) => rms_norm::run(self, call),
+            Call::RmsNorm(call) => rms_norm::run(self, call)?,
             Call::Sample(call) => sample::run(self, call),
             Call::Seal(call) => seal::run(self, call),
             Call::Softcap(call) => softcap::run(self, call),

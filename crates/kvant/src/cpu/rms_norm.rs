@@ -2,21 +2,29 @@
 //! Threads share the rows.
 
 use super::{
-    Cpu,
+    Cpu, all_reduce,
     elements::Elements,
     gate::silu,
     scratch,
     simd::{Simd, SimdKernel},
 };
 use crate::{
-    Tensor,
+    Result, Tensor,
     ops::rms_norm::{Addition, Call, MAX_NEXT, NextCall},
 };
 
 /// Minimum elements of a task.
 const TASK: usize = 8 * 1024;
 
-pub(crate) fn run(cpu: &Cpu, call: &Call) {
+pub(crate) fn run(cpu: &Cpu, call: &Call) -> Result<()> {
+    if let Some(sum) = call.all_reduce() {
+        all_reduce::run(cpu, &sum)?;
+    }
+    norm_rows(cpu, call);
+    Ok(())
+}
+
+fn norm_rows(cpu: &Cpu, call: &Call) {
     let optional = |tensor: Option<&Tensor>| tensor.map(Elements::of);
     let next = |next: &NextCall| NextElements {
         weight: optional(next.weight.as_ref()),

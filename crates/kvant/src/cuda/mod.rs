@@ -228,5 +228,5 @@ fn bind_exchange(launch: Launch, first: u32, peers: &Peers, exchange: &Exchange)
     let own = &exchange.ranks()[peers.rank];
     let launch = launch.scratch(first, exchange.failed(), Use::ReadWrite).scratch(first + 1, own, Use::ReadWrite);
     let all = exchange.ranks().iter().zip(first + 2..);
-    all.fold(launch, |launch, (exchange, index)| launch.scratch(index, exchange, Use::Write))
+    all.fold(launch.collective(), |launch, (exchange, index)| launch.scratch(index, exchange, Use::Write))
 }

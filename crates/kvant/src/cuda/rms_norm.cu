@@ -12,9 +12,13 @@
 // and every element is read before it is written. Therefore `out` and `sum` may be `x` or the residual, and `out` the
 // gate. Rows whose squares leave the range of f32 are processed again, scaled by a power of two.
 //
+// RANKS > 1: x is first added over ranks, as all_reduce_small does: four elements are a message of 8 bytes, which a
+// thread sends to all other ranks; it holds all of its elements.
+//
 // Weights are read before the previous kernel has ended (device/dependent_launch.h).
 #include "device/activation.h"
 #include "device/dependent_launch.h"
+#include "device/peers.h"
 #include "device/reduce.h"
 #include "device/vectors.h"
 
@@ -183,9 +187,83 @@ inline void load_values(Held &held, const Row &row) {
         held.residuals[k] = i < row.p.dim ? row.residual_of(i) : all4(0);
         held.gates[k] = i < row.p.dim ? row.gate_of(i) : all4(0);
     }
+}
+
+inline void add_residuals_before(Held &held) {
 #pragma unroll
     for (uint k = 0; k < HELD; k++) {
         held.values[k] = BEFORE ? held.values[k] + held.residuals[k] : held.values[k];
+    }
+}
+
+// The exchanges of the ranks, and the number of the collective.
+struct Collective {
+    Exchange *own;
+    Exchange *const (&all)[MAX_RANKS];
+    uint *failed;
+    uint number;
+
+    uint own_rank() const {
+        uint rank = 0;
+#pragma unroll
+        for (uint r = 1; r < RANKS; r++) {
+            rank = all[r] == own ? r : rank;
+        }
+        return rank;
+    }
+    // The packet of four elements from a rank to the owner of an exchange.
+    Packet *packet(Exchange *exchange, uint from, const Row &row, uint i) const {
+        return packets_from(exchange, from, number, RANKS, CAPACITY) + (row.start + i) / 4;
+    }
+};
+
+inline uint2 message_of(const Row &row, uint i) {
+    return *reinterpret_cast<const uint2 *>(row.t.x + (row.start + i) * 2);
+}
+
+inline float4 widened(uint2 m) {
+    const auto widen = [](uint bits) { return X_DTYPE == F16 ? half_to_float(ushort(bits)) : bf16_to_float(ushort(bits)); };
+    return make_float4(widen(m.x), widen(m.x >> 16), widen(m.y), widen(m.y >> 16));
+}
+
+inline void send_values(const Collective &c, const Row &row) {
+    const uint own_rank = c.own_rank();
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        const uint i = row.first + k * row.step;
+        if (i < row.p.dim) {
+            const uint2 message = message_of(row, i);
+#pragma unroll
+            for (uint r = 0; r < RANKS; r++) {
+                if (r != own_rank) {
+                    send(c.packet(c.all[r], own_rank, row, i), message, c.number);
+                }
+            }
+        }
+    }
+}
+
+// Replaces the held elements by their sums over ranks, in the order of ranks, rounded to the dtype of x. After a rank
+// has failed, results are undefined.
+inline void receive_values(Held &held, const Collective &c, const Row &row) {
+    const uint own_rank = c.own_rank();
+#pragma unroll
+    for (uint k = 0; k < HELD; k++) {
+        const uint i = row.first + k * row.step;
+        if (i < row.p.dim) {
+            const uint2 message = message_of(row, i);
+            float4 sum = all4(0);
+#pragma unroll
+            for (uint r = 0; r < RANKS; r++) {
+                uint2 of_rank = message;
+                if (r != own_rank) {
+                    receive(c.packet(c.own, r, row, i), c.number, c.failed, of_rank);
+                }
+                const float4 term = widened(of_rank);
+                sum = r == 0 ? term : sum + term;
+            }
+            held.values[k] = rounded4(sum, X_DTYPE);
+        }
     }
 }
 
@@ -292,7 +370,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     KVANT_KERNEL(const uchar *x, const uchar *weight, const uchar *residual, uchar *sum, uchar *out,
                  const uchar *residual_weight, const uchar *next_weight_0, const uchar *next_weight_1,
                  const uchar *next_weight_2, uchar *next_out_0, uchar *next_out_1, uchar *next_out_2,
-                 const float *combine, const uchar *gate, const RmsNormParams p) {
+                 const float *combine, const uchar *gate, const RmsNormParams p
+#if RANKS > 1
+                 , uint *failed, Exchange *own, Exchange *e0, Exchange *e1, Exchange *e2, Exchange *e3, Exchange *e4,
+                 Exchange *e5, Exchange *e6, Exchange *e7
+#endif
+    ) {
     // Two exchanges of the first sums, and two of each norm whose squares leave the range of f32.
     __shared__ float room[9 * EXCHANGE];
     const Team team = whole_block();
@@ -305,10 +388,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Held held;
     load_weights(held, row);
     take_turn_early();
+#if RANKS > 1
+    Exchange *const all[MAX_RANKS] = {e0, e1, e2, e3, e4, e5, e6, e7};
+    const Collective collective = {own, all, failed, number_of_collective(own)};
+    if (index < p.rows) {
+        send_values(collective, row);
+    }
+    __syncthreads();
+    // While packets are on their way.
+    if (threadIdx.x == 0) {
+        count_collective(own, collective.number);
+    }
+#endif
     if (index >= p.rows) {
         return;
     }
     load_values(held, row);
+#if RANKS > 1
+    receive_values(held, collective, row);
+#endif
+    add_residuals_before(held);
     store_results(held, row, both_factors_of(held, row, inverse, room, team));
     if (NEXTS > 0) {
         store_nexts(held, row, inverse, room + 6 * EXCHANGE, team);

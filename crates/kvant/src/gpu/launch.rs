@@ -179,6 +179,8 @@ pub struct Launch {
     pub ahead: &'static [u32],
     /// Whether the kernel waits for the previous one only at its end, and lets the next one begin earlier.
     pub late: bool,
+    /// Whether blocks wait for the kernels of other ranks, which run collectives in one order.
+    pub collective: bool,
     /// The product, if the kernel computes a plain product of matrices. An executor may let a library compute it.
     pub product: Option<Product>,
 }
@@ -218,6 +220,7 @@ impl Launch {
             threadgroup_bytes: 0,
             ahead: &[],
             late: false,
+            collective: false,
             product: None,
         }
     }
@@ -306,6 +309,12 @@ impl Launch {
     /// Declares that the kernel waits for the previous one only at its end, and lets the next one begin earlier.
     pub(crate) fn waits_late(self, late: bool) -> Launch {
         Launch { late, ..self }
+    }
+
+    /// Declares that blocks wait for the kernels of other ranks.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn collective(self) -> Launch {
+        Launch { collective: true, ..self }
     }
 
     /// Whether one of two launches writes bytes that the other reads or writes.

@@ -36,7 +36,7 @@ pub(crate) use rank::{Peers, Rank, RankTensors, rank_tensors};
 const NAME: &str = "group";
 
 /// The largest number of ranks.
-const MAX_RANKS: usize = 64;
+pub(crate) const MAX_RANKS: usize = 64;
 
 /// A device that runs every call on all its ranks.
 pub(crate) struct Group {

@@ -46,6 +46,9 @@ pub(super) struct LayerGroup {
     pub window: Option<usize>,
     pub kind: PageKind,
     pub page_bytes: usize,
+    /// The number of pages before a token's page that it sees as dense pages, if the layers seal pages: 1, or 2 if
+    /// ranks divide the positions of a layer, because a rank may have no row of the token's page yet.
+    pub recent: usize,
 }
 
 /// The exclusive end of the sealed pages of a sequence of `len` tokens. The last token sees its own page and the page
@@ -65,7 +68,7 @@ impl LayerGroup {
         let seen = self.oldest_seen(len) / page_tokens;
         match self.kind {
             PageKind::Plain => seen,
-            PageKind::Dense => seen.max((len / page_tokens).saturating_sub(1)),
+            PageKind::Dense => seen.max((len / page_tokens).saturating_sub(self.recent)),
             PageKind::Sealed => seen.max(1),
             PageKind::State { .. } => 0,
         }
@@ -87,7 +90,9 @@ impl LayerGroup {
         match self.kind {
             PageKind::Plain => seen,
             // Pages that are not sealed yet.
-            PageKind::Dense => seen.max((len.saturating_sub(1).saturating_sub(hold) / page_tokens).saturating_sub(1)),
+            PageKind::Dense => {
+                seen.max((len.saturating_sub(1).saturating_sub(hold) / page_tokens).saturating_sub(self.recent))
+            }
             PageKind::Sealed => seen.max(1),
             PageKind::State { .. } => 0,
         }
@@ -101,8 +106,8 @@ impl LayerGroup {
         let seen = self.window.map_or(all, |window| in_window(window).min(all));
         match self.kind {
             PageKind::Plain => seen,
-            // The first page, two pages before the new tokens, and the pages of the new tokens.
-            PageKind::Dense => max_new.div_ceil(page_tokens).saturating_add(3).min(all),
+            // The first page, the page of the last token and the recent pages before it, and those of the new tokens.
+            PageKind::Dense => max_new.div_ceil(page_tokens).saturating_add(2 + self.recent).min(all),
             PageKind::Sealed => seen.min(all.saturating_sub(2)),
             PageKind::State { max } => max.min(all),
         }
@@ -171,10 +176,7 @@ fn check_division(layer: &CacheLayer, page_tokens: usize) -> Result<()> {
         return Ok(());
     }
     let expected = "none for a layer whose positions the ranks divide";
-    check::value_is(NAME, "window", layer.window.is_none(), expected, layer.window.unwrap_or(0))?;
-    let (is_plain, expected) = (!layer.seals(), "without page means, for a layer whose positions the ranks divide");
-    let centred = if layer.k.is_centred() { layer.k } else { layer.v };
-    check::value_is(NAME, "codec", is_plain, expected, centred)
+    check::value_is(NAME, "window", layer.window.is_none(), expected, layer.window.unwrap_or(0))
 }
 
 /// Adds the group of states, if the specification has any. Returns the first byte of each state in its page.
@@ -190,7 +192,7 @@ fn add_states(groups: &mut Vec<LayerGroup>, spec: &PoolSpec) -> Result<Vec<usize
     }
     if end > 0 {
         let kind = PageKind::State { max: if spec.keeps_boundaries { 2 } else { 1 } };
-        groups.push(LayerGroup { window: None, kind, page_bytes: end });
+        groups.push(LayerGroup { window: None, kind, page_bytes: end, recent: 0 });
     }
     Ok(starts)
 }
@@ -205,9 +207,12 @@ fn add_to_group(
 ) -> Result<LayerPlace> {
     let is_same = |group: &LayerGroup| (group.window, group.kind) == (layer.window, kind);
     let group = groups.iter().position(is_same).unwrap_or_else(|| {
-        groups.push(LayerGroup { window: layer.window, kind, page_bytes: 0 });
+        groups.push(LayerGroup { window: layer.window, kind, page_bytes: 0, recent: 1 });
         groups.len() - 1
     });
+    if layer.position_ranks > 1 {
+        groups[group].recent = 2;
+    }
     let overflow = || Error::Overflow { op: NAME, arg: "layers" };
     let mut at = groups[group].page_bytes;
     let mut side = |codec| -> Result<PlaneBytes> {

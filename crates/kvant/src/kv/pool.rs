@@ -19,7 +19,7 @@ use crate::{
     layer::{LayerPages, PAGE_UNIT},
     ops::{self, StateRuns, StateSlots, check},
     position_share::{PositionShare, StepShare},
-    step::StepPages,
+    step::{StepPages, rank_slots},
 };
 
 pub(super) const NAME: &str = "kv_pool";
@@ -113,8 +113,7 @@ impl KvPool {
         let count = biases.is_empty() || biases.len() == spec.layers.len();
         check::value_is(NAME, "biases", count, format_args!("none, or {}", spec.layers.len()), biases.len())?;
         for (bias, layer) in biases.iter().zip(&spec.layers) {
-            let CacheLayer { kv_heads, head_dim, .. } = *layer;
-            bias.as_ref().map_or(Ok(()), |bias| bias.check(device, kv_heads, head_dim, spec.page_tokens))?;
+            bias.as_ref().map_or(Ok(()), |bias| bias.check(device, layer, spec.page_tokens))?;
         }
         for layer in &spec.layers {
             let (ranks, fits) = (device.ranks(), [1, device.ranks()].contains(&layer.position_ranks));
@@ -525,6 +524,7 @@ impl KvPool {
             },
             shares: self.step_shares(&base, at_shares, [tokens, sequences])?,
             written: Mutex::default(),
+            of_ranks: rank_slots(&self.0.device),
             base: base.clone(),
         };
         let step = Step::from_tensors(part(0, tokens)?, part(at_sequence, tokens)?, part(at_lens, sequences)?);

@@ -7,10 +7,10 @@
 //! for a group without window, the last ones for a group with a window. Each kept prefix keeps these last pages at its
 //! end.
 //!
-//! In layers that seal pages, the next token sees the first and the last page as dense pages, the others as sealed
-//! ones. A kept prefix has the dense pages that its sequence had when it was kept, and can be continued there. When
-//! memory is short, dense pages and states are evicted first, except at branches and at the ends of prefixes: dense
-//! pages are dropped, states move to host memory.
+//! In layers that seal pages, the next token sees the first and the last page (the last two, if ranks divide positions)
+//! as dense pages, the others as sealed ones. A kept prefix has the dense pages that its sequence had when it was kept,
+//! and can be continued there. When memory is short, dense pages and states are evicted first, except at branches and
+//! at the ends of prefixes: dense pages are dropped, states move to host memory.
 
 use std::{
     collections::{HashMap, hash_map::RandomState},
@@ -486,7 +486,8 @@ impl Prefixes {
             PageKind::State { .. } => (false, depth - 1..depth),
             PageKind::Sealed => return Some(NeededPages { kept: false, pages: sealed(group) }),
             PageKind::Dense => {
-                let first = sealed(layout.sealed_group(group)?).end.min(depth - 1).max(seen);
+                let recent = depth.saturating_sub(of.recent);
+                let first = sealed(layout.sealed_group(group)?).end.min(recent).max(seen);
                 (first > 0 && seen == 0, first..depth)
             }
         };

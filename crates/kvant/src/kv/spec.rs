@@ -30,7 +30,10 @@ pub struct CacheLayer {
     pub dense: DType,
     /// The number of ranks that divide the positions of each page among them: 1 (the default) if every rank stores all,
     /// otherwise the [ranks](crate::Device::ranks) of the device. Rank r of N stores the r-th of N equal parts of each
-    /// page, of all `kv_heads`, at least 16 positions. For layers without a window and without centred codecs.
+    /// page, of all `kv_heads`, at least 16 positions. For layers without a window.
+    ///
+    /// If the layer seals pages, each rank seals its part of a page, around a mean of its own. The first page and the
+    /// two last pages of the rank's rows are dense.
     ///
     /// Operations write and see the rank's rows. [`Attend::ends`](crate::ops::Attend::ends) and
     /// [`merge_attention`](crate::ops::merge_attention()) give the result over all positions.

@@ -71,7 +71,7 @@ pub struct Attend<'a> {
     pub splits: Option<usize>,
     /// f32 `[T, H]`: receives the ends of the result, with which [`merge_attention`](super::merge_attention()) merges
     /// results over disjoint keys. An end is log2 Σⱼ exp(sⱼ) of the scores s; −∞ if a token saw no position, or only
-    /// scores of −∞. The output is then f32. Not for layers that seal pages, and not with sinks, which the merge adds.
+    /// scores of −∞. The output is then f32. Not with sinks, which the merge adds.
     pub ends: Option<&'a Tensor>,
     /// `[T, H, D]`, f32, f16 or bf16.
     pub out: &'a Tensor,
@@ -249,8 +249,6 @@ fn check_ends(args: &Attend, tokens: usize, heads: usize) -> Result<()> {
         let expected = "a tensor for a layer whose positions the ranks divide";
         return check::value_is(NAME, "ends", !is_divided, expected, "none");
     };
-    let is_plain = args.layer.dense().is_none();
-    check::value_is(NAME, "ends", is_plain, "none for a layer that seals pages", "some")?;
     check::value_is(NAME, "ends", args.sinks.is_none(), "none with sinks", "some")?;
     check::dtype(NAME, "ends", ends, DType::F32)?;
     check::shape(NAME, "ends", ends, &[("T", tokens), ("H", heads)])?;
@@ -277,7 +275,7 @@ pub(crate) struct Call {
     pub earlier: Option<Results>,
     /// With `ends`, the f32 result over this call's and the earlier positions.
     pub out: Tensor,
-    /// f32 `[T, H]`: receives the log-sums of the result (`Results::ends`), if a later call merges it.
+    /// f32 `[T, H]`: receives the log-sums of the result (`Results::ends`), if a later call or the caller merges it.
     pub ends: Option<Tensor>,
     pub tokens: usize,
     pub heads: usize,
@@ -295,7 +293,7 @@ impl RankTensors for Call {
 }
 
 /// The part of the positions seen by a token at p that a call attends to. P is the page size, and r = max(⌊p/P⌋ − 1,
-/// 0)·P the start of the token's recent pages.
+/// 0)·P the start of the token's recent pages. If ranks divide the positions of the layer, p and P count a rank's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageSpan {
     /// All positions.
@@ -367,7 +365,7 @@ impl Call {
     /// span in which a token of the step may see a position. The last one writes `out`.
     fn spans(self) -> Result<[Option<Call>; 3]> {
         let Some(dense) = self.layer.dense().cloned() else { return Ok([Some(self), None, None]) };
-        let (pages, longest) = (self.layer.page_tokens(), self.step.batch().longest);
+        let (pages, longest) = (self.layer.page_tokens(), self.layer.max_rows(self.step.batch().longest));
         // A token sees two recent pages and the first one. A sequence of at most three pages has no others.
         let at_once = self.q.device().kind() == DeviceKind::Cuda && self.step.batch().max_new <= 1;
         let spans: &[PageSpan] = match longest {
@@ -388,7 +386,7 @@ impl Call {
                 earlier: results.clone().filter(|_| index > 0),
                 sinks: self.sinks.clone().filter(|_| is_last),
                 out: later.as_ref().map_or(&self.out, |results| &results.out).clone(),
-                ends: later.map(|results| results.ends),
+                ends: later.map(|results| results.ends).or_else(|| self.ends.clone()),
                 ..self.clone()
             })
         };

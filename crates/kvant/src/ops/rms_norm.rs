@@ -2,7 +2,7 @@ use super::check;
 use crate::{
     DType, Encoder, Result, Tensor,
     encoder::{Access::*, Touch},
-    group::{Rank, RankTensors, rank_tensors},
+    group::{Peers, Rank, RankTensors, rank_tensors},
 };
 
 pub(crate) const NAME: &str = "rms_norm";
@@ -27,6 +27,9 @@ pub(crate) const MAX_NEXT: usize = 3;
 ///
 /// `out` may be `x`, the residual or the gate, and `sum` may be `x` or the residual, but not the tensor of `out`.
 ///
+/// With `sum_ranks`, x is the sum of the tensors of all ranks, as [`all_reduce`](super::all_reduce()) computes it. No
+/// other argument may then be `x`.
+///
 /// Each [`NextNorm`] of `next` is a norm of `out` with a weight of its own. It reads `out` as stored, rounded to its
 /// dtype, so that results equal those of separate calls.
 ///
@@ -50,6 +53,11 @@ pub struct RmsNorm<'a> {
     pub x: &'a Tensor,
     /// f32 `[T, K]`: row t of x is Σⱼ combine\[t, j\] · x\[t·K + j\], not rounded before the norm.
     pub combine: Option<&'a Tensor>,
+    /// Whether x is first replaced by its sum over the ranks of a group. The sum is that of
+    /// [`AllReduce`](super::AllReduce), rounded to the dtype of x: results equal those of separate calls, to the bit.
+    /// Afterwards the contents of `x` are unspecified. On a device that is no group, it has no effect. Not with
+    /// `combine`.
+    pub sum_ranks: bool,
     /// `[N]`, f32, f16 or bf16, used as it is; `None` for ones.
     pub weight: Option<&'a Tensor>,
     /// Added to the mean square; finite and not negative.
@@ -76,6 +84,7 @@ impl<'a> RmsNorm<'a> {
             eps,
             out,
             combine: None,
+            sum_ranks: false,
             weight: None,
             residual: Residual::None,
             scale: 1.0,
@@ -88,6 +97,7 @@ impl<'a> RmsNorm<'a> {
 
 setters! { RmsNorm<'a> {
     combine: Option<&'a Tensor>,
+    sum_ranks: bool,
     weight: Option<&'a Tensor>,
     residual: Residual<'a>,
     scale: f32,
@@ -146,13 +156,15 @@ pub enum Residual<'a> {
 /// Runs [`RmsNorm`].
 ///
 /// # Errors
-/// Those of [every operation](crate::ops#errors).
+/// Those of [every operation](crate::ops#errors). With `sum_ranks`: if a rank fails, the pass of all ranks fails with
+/// its error.
 pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
     let [mut rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
     if let Some(combine) = args.combine {
         check::dtype(NAME, "combine", combine, DType::F32)?;
         [rows, _] = check::rank(NAME, "combine", combine, ["T", "K"])?;
         check::shape(NAME, "x", args.x, &[("T·K", combine.elements()), ("N", dim)])?;
+        check::value_is(NAME, "sum_ranks", !args.sum_ranks, "false with `combine`", args.sum_ranks)?;
     }
     check::positive(NAME, "N", dim)?;
     check::float(NAME, "x", args.x)?;
@@ -190,6 +202,8 @@ pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
     enc.submit(super::Call::RmsNorm(Call {
         x: args.x.clone(),
         combine: args.combine.cloned(),
+        sums_ranks: args.sum_ranks && args.x.device().ranks() > 1,
+        peers: None,
         weight: args.weight.cloned(),
         eps: args.eps,
         next_eps: args.next_eps,
@@ -228,6 +242,10 @@ pub(crate) fn check_eps(op: &'static str, arg: &'static str, eps: f32) -> Result
 pub(crate) struct Call {
     pub x: Tensor,
     pub combine: Option<Tensor>,
+    /// x is summed over ranks first.
+    pub sums_ranks: bool,
+    /// The other ranks, if x is summed over them. None until the call is that of a rank.
+    pub peers: Option<Peers>,
     pub weight: Option<Tensor>,
     pub eps: f32,
     pub next_eps: f32,
@@ -242,7 +260,16 @@ pub(crate) struct Call {
     pub dim: usize,
 }
 
-rank_tensors! { Call { x, combine, weight, residual, add, gate, out, next } }
+impl RankTensors for Call {
+    fn move_to(&mut self, rank: &Rank) {
+        self.peers = self.sums_ranks.then(|| Peers::new(rank, &self.x, &self.x));
+        [&mut self.x, &mut self.out].into_iter().for_each(|tensor| tensor.move_to(rank));
+        let optional = [&mut self.combine, &mut self.weight, &mut self.residual, &mut self.gate];
+        optional.into_iter().for_each(|tensor| tensor.move_to(rank));
+        self.add.move_to(rank);
+        self.next.move_to(rank);
+    }
+}
 
 /// How the residual, if present, is added.
 #[derive(Clone, Debug)]
@@ -284,6 +311,12 @@ impl NextCall {
 }
 
 impl Call {
+    /// The sum of x over ranks, in place, as a call of its own.
+    pub(crate) fn all_reduce(&self) -> Option<super::all_reduce::Call> {
+        let (x, peers) = (&self.x, self.peers.clone()?);
+        Some(super::all_reduce::Call { x: x.clone(), out: x.clone(), elements: x.elements(), peers: Some(peers) })
+    }
+
     pub(crate) fn nexts(&self) -> impl DoubleEndedIterator<Item = &NextCall> {
         self.next.iter().flatten()
     }
@@ -310,7 +343,7 @@ impl Call {
     }
 
     pub(crate) fn touches(&self, visit: &mut dyn FnMut(Touch)) {
-        visit(Touch { arg: "x", tensor: &self.x, access: Read });
+        visit(Touch { arg: "x", tensor: &self.x, access: if self.sums_ranks { Write } else { Read } });
         let optional = [
             ("combine", self.combine.as_ref()),
             ("weight", self.weight.as_ref()),

@@ -92,7 +92,7 @@ impl HostExecutor for Reference {
             Call::MoeRoute(call) => moe::run_route(call),
             Call::NormRope(call) => norm_rope::run(call),
             Call::NormRopeWrite(call) => norm_rope_write::run(call),
-            Call::RmsNorm(call) => rms_norm::run(call),
+            Call::RmsNorm(call) => rms_norm::run(call)?,
             Call::Sample(call) => sample::run(call),
             Call::Seal(call) => seal::run(call),
             Call::Softcap(call) => softcap::run(call),

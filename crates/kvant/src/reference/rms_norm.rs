@@ -1,4 +1,4 @@
-use super::{check_len, gate::activate, io, moe::moe_combine};
+use super::{all_reduce, check_len, gate::activate, io, moe::moe_combine};
 use crate::{
     Result, Tensor,
     ops::{
@@ -32,7 +32,10 @@ fn weighted_sums(x: &[f64], weights: &[f64], call: &Call) -> Vec<f64> {
     sums
 }
 
-pub(crate) fn run(call: &Call) {
+pub(crate) fn run(call: &Call) -> Result<()> {
+    if let Some(sum) = call.all_reduce() {
+        all_reduce::run(&sum)?;
+    }
     let norm = |x: &[f64], weight: Option<&Tensor>, eps: f32| -> Vec<f64> {
         let weight = weight.map(io::load);
         let rows = x.chunks(call.dim);
@@ -71,4 +74,5 @@ pub(crate) fn run(call: &Call) {
         let normed = norm(&stored, next.weight.as_ref(), call.next_eps);
         io::store(&next.out, &scaled(normed, next.scale));
     }
+    Ok(())
 }

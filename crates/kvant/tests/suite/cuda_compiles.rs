@@ -92,10 +92,32 @@ fn collectives(launches: &Launches) -> Result<()> {
             ops::all_gather(&mut enc, &AllGather::new(&x, &out))?;
         }
         merges(&group, &mut enc)?;
-        for codec in [Codec::BF16, Codec::tq(4)] {
+        summed_norms(&group, &mut enc)?;
+        for codec in [Codec::BF16, Codec::tq(4), Codec::tq_centred(4)] {
             divided_positions(&group, &mut enc, codec)?;
         }
         enc.commit()?.wait()?;
+    }
+    Ok(())
+}
+
+/// Norms of sums over ranks: rows of a warp and of a block, and those that two kernels compute.
+fn summed_norms(group: &Device, enc: &mut Encoder) -> Result<()> {
+    for (dtype, rows, dim) in [
+        (DType::BF16, 1, 5376),
+        (DType::F16, 2, 64),
+        (DType::BF16, 3, 2880),
+        (DType::BF16, 64, 5376),
+        (DType::BF16, 1, 20000),
+        (DType::F16, 1, 65),
+        (DType::F32, 1, 256),
+    ] {
+        let [x, h, out, next_out] = [(); 4].map(|()| zeros(group, dtype, &[rows, dim]));
+        let (x, h, out, next_out) = (x?, h?, out?, next_out?);
+        let args = RmsNorm::new(&x, 1e-6, &out).sum_ranks(true);
+        ops::rms_norm(enc, &args.residual(Residual::Before { residual: &h, sum: &h }))?;
+        let next = [NextNorm::new(&next_out)];
+        ops::rms_norm(enc, &args.residual(Residual::After(&h)).next(&next))?;
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ mod read;
 
 use std::path::PathBuf;
 
-use kvant_models::{CacheDivision, Model, Sampling};
+use kvant_models::{Model, Sampling};
 
 use self::{
     parts::Parts,
@@ -75,9 +75,7 @@ pub fn run(args: &ModelArgs) -> Result {
     }
     let default = [args.activations.kv(&device, None)];
     let types = if args.kv.is_empty() { &default[..] } else { &args.kv };
-    // One model for all types.
-    let mut divisions = types.iter().map(|kv| args.device.cache_division(&kv.codecs));
-    let division = divisions.find(|division| *division != CacheDivision::Auto).unwrap_or_default();
+    let division = args.device.cache_division();
     let mut loaded = None;
     let us = timing::once(|| {
         loaded = Some(args.activations.load(&files, &device, args.longest(), division)?);

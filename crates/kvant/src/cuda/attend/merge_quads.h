@@ -46,10 +46,8 @@ struct States {
     }
 };
 
-// Quads of a row belong to several threads and blocks, which do not wait for each other.
-static_assert(!(EARLIER && ENDS), "attend: the end of an earlier result must not be overwritten while others read it");
-
-// The destination of the rows of an item and head.
+// The destination of the rows of an item and head. Quads of a row belong to several threads and blocks, which do not
+// wait for each other, so the ends of an earlier result must not be overwritten: `merges_in_place` in route.rs.
 struct Output {
     const AttendParams &p;
     uchar *out;

@@ -16,6 +16,7 @@ use super::{
 };
 use crate::{
     Codec, DType, Error, Result,
+    encoder::overlap,
     gpu::{Builder, Launch, Limits},
     ops::attend::Call,
 };
@@ -44,7 +45,7 @@ struct AttendTraits {
     is_16_bit: bool,
     /// Queries begin at a multiple of 16 bytes, and the output at a multiple of four elements.
     has_aligned_rows: bool,
-    /// The call merges an earlier result, and a later one merges its own, perhaps in the same memory.
+    /// The call merges an earlier result, and leaves its own for a later one in the earlier one's memory.
     merges_in_place: bool,
     /// Rows of the cache begin at multiples of 16 bytes.
     has_aligned_cache: bool,
@@ -72,7 +73,11 @@ impl AttendTraits {
             is_16_bit: precision(call) != DType::F32,
             has_aligned_rows: is_aligned16(&call.q)
                 && call.out.byte_offset().is_multiple_of(4 * call.out.dtype().size()),
-            merges_in_place: call.earlier.is_some() && call.ends.is_some(),
+            merges_in_place: call
+                .earlier
+                .as_ref()
+                .zip(call.ends.as_ref())
+                .is_some_and(|(earlier, ends)| overlap(&earlier.ends, ends) || overlap(&earlier.out, &call.out)),
             has_aligned_cache: [&call.layer.k, &call.layer.v].into_iter().all(is_aligned),
             quantised: match [spec.k, spec.v] {
                 [Codec::TurboQuant(k), Codec::TurboQuant(v)] => Some([k.bits, v.bits]),

@@ -239,8 +239,8 @@ impl Launcher {
         let of_kernels: Vec<&Launch> = launches.iter().map(|(launch, _)| launch).collect();
         // Not usable in branches: products of the library, which share one workspace; and operations whose blocks may
         // wait for all other blocks of their grid, or for other ranks, which have the collectives in this order.
-        let waits = |op: &str| ["attend", "argmax", "sample", "all_reduce", "all_gather"].contains(&op);
-        let usable = |at: usize| matches!(launches[at].1, Runner::Kernel(_)) && !waits(launches[at].0.op);
+        let waits = |launch: &Launch| launch.collective || ["attend", "argmax", "sample"].contains(&launch.op);
+        let usable = |at: usize| matches!(launches[at].1, Runner::Kernel(_)) && !waits(&launches[at].0);
         let mut at = 0;
         for Branch { main, side: side_launches } in branches(&of_kernels, usable) {
             let running = self.enqueue_all(&launches[at..main.start], RunningKernels::default(), stream)?;

@@ -1,6 +1,6 @@
 //! Caches whose positions are divided among the ranks: attention is that of one device, whatever happens to sequences.
 
-use super::{cpus, groups};
+use super::{cpus, groups, reference_groups};
 use crate::common::{Bound, Rng, assert_close, run};
 use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, Error, KvPool, PoolSpec, PrefixCache, Result, Sequence, Step, StepSize,
@@ -8,20 +8,24 @@ use kvant::{
     ops::{self, AllGather, Attend, HeadNorm, KvRead, KvSide, KvWrite, MergeAttention, NormRopeWrite, Query, Rope},
 };
 
-const HEADS: usize = 8;
-const KV_HEADS: usize = 2;
-const DIM: usize = 64;
+pub(super) const HEADS: usize = 8;
+pub(super) const KV_HEADS: usize = 2;
+pub(super) const DIM: usize = 64;
 
 /// Groups whose ranks can divide a page of 64 positions.
-fn dividing() -> Vec<Device> {
-    groups().into_iter().filter(|group| group.ranks().is_power_of_two() && group.ranks() <= 4).collect()
+pub(super) fn dividing() -> Vec<Device> {
+    groups()
+        .into_iter()
+        .chain(reference_groups())
+        .filter(|group| group.ranks().is_power_of_two() && group.ranks() <= 4)
+        .collect()
 }
 
 fn layer(device: &Device, codec: Codec) -> CacheLayer {
     CacheLayer::new(KV_HEADS, DIM, codec).position_ranks(device.ranks())
 }
 
-fn pool(device: &Device, codec: Codec, sequences: usize) -> KvPool {
+pub(super) fn pool(device: &Device, codec: Codec, sequences: usize) -> KvPool {
     let spec = PoolSpec::new(vec![layer(device, codec)], 0).page_tokens(64).room_for(sequences, 512, 64).unwrap();
     KvPool::new(device, &spec).unwrap()
 }
@@ -33,10 +37,10 @@ fn vectors(device: &Device, tokens: &[u32], heads: usize) -> Result<Tensor> {
 }
 
 /// The tensors of a pass over some tokens.
-struct Space {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+pub(super) struct Space {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
     sinks: Tensor,
     out: Tensor,
     ends: Tensor,
@@ -45,7 +49,7 @@ struct Space {
 }
 
 impl Space {
-    fn new(device: &Device, tokens: &[u32]) -> Result<Space> {
+    pub fn new(device: &Device, tokens: &[u32]) -> Result<Space> {
         let (count, ranks) = (tokens.len(), device.ranks());
         let zeros = |shape: &[usize]| Tensor::zeros(device, DType::F32, shape);
         let own = HEADS / ranks;
@@ -65,12 +69,12 @@ impl Space {
     }
 
     /// Stores keys and values.
-    fn store(&self, enc: &mut Encoder, pool: &KvPool, step: &Step) -> Result<()> {
+    pub fn store(&self, enc: &mut Encoder, pool: &KvPool, step: &Step) -> Result<()> {
         ops::kv_write(enc, &KvWrite::new(&self.k, &self.v, step, pool.layer(0)?))
     }
 
     /// Attends to the keys of all ranks.
-    fn attend(&self, enc: &mut Encoder, pool: &KvPool, step: &Step) -> Result<()> {
+    pub fn attend(&self, enc: &mut Encoder, pool: &KvPool, step: &Step) -> Result<()> {
         self.attend_with(enc, pool, step, (&self.q).into())
     }
 
@@ -82,13 +86,13 @@ impl Space {
         ops::all_gather(enc, &AllGather::new(&self.own.reshape(&[count, HEADS / ranks * DIM])?, &self.all))
     }
 
-    fn result(&self) -> Result<Vec<f32>> {
+    pub fn result(&self) -> Result<Vec<f32>> {
         self.all.on_rank(self.all.device().ranks() - 1)?.to_vec()
     }
 }
 
 /// Appends tokens to sequences; returns the attention of all of them.
-fn feed(pool: &KvPool, batch: &mut [(&mut Sequence, &[u32])]) -> Result<Vec<f32>> {
+pub(super) fn feed(pool: &KvPool, batch: &mut [(&mut Sequence, &[u32])]) -> Result<Vec<f32>> {
     let tokens: Vec<u32> = batch.iter().flat_map(|(_, tokens)| tokens.to_vec()).collect();
     let mut counts: Vec<_> = batch.iter_mut().map(|(sequence, tokens)| (&mut **sequence, tokens.len())).collect();
     let step = pool.step(&mut counts)?;
@@ -339,21 +343,24 @@ fn memory_is_divided() {
     }
 }
 
+/// Codecs of caches that move: pages of one form, and dense and sealed ones.
+const MOVED: [Codec; 2] = [Codec::F16, Codec::tq_centred(4)];
+
 /// An imported sequence, and a prefix from host memory, continue on every rank.
 #[test]
 fn sequences_by_page_move() {
     let tokens: Vec<u32> = (0..200).collect();
-    for group in dividing() {
-        let own = pool(&group, Codec::F16, 2);
+    for (group, codec) in dividing().into_iter().flat_map(|group| MOVED.map(|codec| (group.clone(), codec))) {
+        let own = pool(&group, codec, 2);
         let mut sequence = own.sequence();
         feed(&own, &mut [(&mut sequence, &tokens[..150])]).unwrap();
         let bytes = sequence.export().unwrap();
         let want = feed(&own, &mut [(&mut sequence, &tokens[150..])]).unwrap();
-        let other = pool(&group, Codec::F16, 1);
+        let other = pool(&group, codec, 1);
         let mut imported = other.import(&bytes).unwrap();
         assert_eq!(feed(&other, &mut [(&mut imported, &tokens[150..])]).unwrap(), want, "{group}");
         if group.ranks() > 1 {
-            let by_head = CacheLayer::new(KV_HEADS, DIM, Codec::F16);
+            let by_head = CacheLayer::new(KV_HEADS, DIM, codec);
             let spec = PoolSpec::new(vec![by_head], 0).page_tokens(64).room_for(1, 512, 64).unwrap();
             let refused = KvPool::new(&group, &spec).unwrap().import(&bytes);
             assert!(matches!(refused, Err(Error::File { .. })), "{refused:?}");
@@ -363,9 +370,9 @@ fn sequences_by_page_move() {
 
 #[test]
 fn prefixes_by_page_come_back_from_host_memory() {
-    for ranks in [1, 2, 4] {
+    for (ranks, codec) in [1, 2, 4].into_iter().flat_map(|ranks| MOVED.map(|codec| (ranks, codec))) {
         let group = cpus(ranks, 1);
-        let spec = PoolSpec::new(vec![layer(&group, Codec::F16)], 0).page_tokens(64).room_for(1, 256, 64).unwrap();
+        let spec = PoolSpec::new(vec![layer(&group, codec)], 0).page_tokens(64).room_for(1, 256, 64).unwrap();
         let pool = KvPool::new(&group, &spec.host_bytes(1 << 20)).unwrap();
         let cache = PrefixCache::new(&pool, b"pages");
         let tokens: Vec<u32> = (0..161).collect();
@@ -377,7 +384,7 @@ fn prefixes_by_page_come_back_from_host_memory() {
         // Needs all pages.
         feed(&pool, &mut [(&mut pool.sequence(), &(1000..1256).collect::<Vec<u32>>())]).unwrap();
         let mut found = cache.find(&tokens[..129]).unwrap();
-        assert_eq!(found.len(), 128, "{group}");
+        assert_eq!(found.len(), 128, "{group}, {codec}");
         assert_eq!(feed(&pool, &mut [(&mut found, &tokens[128..])]).unwrap(), want, "{group}");
     }
 }
@@ -398,10 +405,6 @@ fn divisions_that_do_not_fit_are_refused() {
     assert!(odd.to_string().contains("1, 2, 4, 8 or 16") && odd.to_string().contains("got 3"), "{odd}");
     let window = new(&group, half.window(Some(99)), 64);
     assert!(matches!(window, Error::Value { arg: "window", .. }), "{window}");
-    for sealing in [half.k(Codec::tq_centred(4)), half.v(Codec::tq_centred(4))] {
-        let sealing = new(&group, sealing, 64);
-        assert!(matches!(sealing, Error::Value { arg: "codec", .. }), "{sealing}");
-    }
 }
 
 /// A rank has a part of the positions, so its attention without ends would be wrong.

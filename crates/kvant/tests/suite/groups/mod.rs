@@ -4,9 +4,11 @@ use kvant::{CpuOptions, Device};
 
 mod arguments;
 mod by_page;
+mod by_page_sealed;
 mod collectives;
 mod merge_attention;
 mod parts;
+mod summed_norms;
 
 /// The numbers of ranks of the tested groups.
 const RANKS: [usize; 4] = [1, 2, 3, 4];
@@ -39,6 +41,14 @@ fn groups() -> Vec<Device> {
     groups.retain(|group| ranks.is_none_or(|ranks| group.ranks() == ranks));
     assert!(!groups.is_empty(), "KVANT_TEST_DEVICE, KVANT_TEST_RANKS: there is no such group here");
     groups
+}
+
+/// Groups of reference devices, whose sums are exact: for tests that compare within a bound, or one way with another.
+fn reference_groups() -> Vec<Device> {
+    let only = std::env::var("KVANT_TEST_DEVICE").is_ok_and(|only| only != "cpu");
+    let wanted = std::env::var("KVANT_TEST_RANKS").ok().map(|ranks| ranks.parse::<usize>().expect("a number"));
+    let ranks = [2, 3].into_iter().filter(|&ranks| !only && wanted.is_none_or(|wanted| wanted == ranks));
+    ranks.map(|ranks| Device::reference_group(ranks).unwrap()).collect()
 }
 
 /// All NVIDIA GPUs of this machine that work as a group, or `KVANT_TEST_RANKS` of them.
