@@ -246,8 +246,12 @@ impl Sequence {
             return Err(Error::NoStates { at: len, kept });
         }
         for (group, held) in layout.groups.iter().zip(&self.pages.groups) {
-            let needed = group.first_needed(len, layout.page_tokens);
+            let mut needed = group.first_needed(len, layout.page_tokens);
             let end = group.end_needed(len, layout.page_tokens);
+            // A window that had passed the first page may see it again.
+            if group.kind == PageKind::Dense && group.oldest_seen(len) < layout.page_tokens && held.get(0).is_none() {
+                needed = 0;
+            }
             let is_held = match group.kind {
                 PageKind::Dense => (needed..end).all(|index| held.get(index).is_some()),
                 // Sealed pages may end earlier: the pages after them are dense.
