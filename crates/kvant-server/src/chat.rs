@@ -16,7 +16,7 @@ use crate::{
     answer::{Added, AnswerReader, Part},
     app::{App, RequestId},
     body::Json,
-    conversation::{ChatMessage, ChatRequest, messages, thinking},
+    conversation::{ChatMessage, ChatRequest, messages, template_variables, thinking},
     error::{ApiError, Result},
     generation::{Generation, Gone, Sender, TokenUsage, channel, event_stream, finish_reason},
     ids::{now, random_id},
@@ -113,7 +113,7 @@ pub(crate) async fn create(
         }
         (some, None) | (None, some) => app.max_tokens(some.map(|TokenLimit(limit)| limit), app.model.engine.context()),
     };
-    let mut variables = request.chat_template_kwargs.unwrap_or_default();
+    let mut variables = template_variables(request.chat_template_kwargs)?;
     let thinking = thinking(request.reasoning_effort, &mut variables)?;
     let messages = messages(&app, request.messages)?;
     let chat = ChatRequest::new(messages, request.continue_final_message, request.add_generation_prompt)?;

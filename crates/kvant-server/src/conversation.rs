@@ -263,11 +263,14 @@ pub(crate) fn thinking(effort: Option<String>, variables: &mut BTreeMap<String, 
 impl ChatRequest {
     /// Bytes of text that the template receives.
     pub fn bytes(&self) -> usize {
+        let of_json = |value: &JsonValue| value.to_string().len();
         let of_message = |message: &Message| {
             let content = message.content.as_ref().map_or(0, |content| content.text().len());
-            content + message.reasoning_content.as_ref().map_or(0, String::len)
+            let calls = message.tool_calls.iter().map(|call| of_json(&call.function.arguments)).sum::<usize>();
+            content + message.reasoning_content.as_ref().map_or(0, String::len) + calls
         };
-        self.messages.iter().map(of_message).sum()
+        let values = self.tools.iter().chain(self.variables.values()).map(of_json).sum::<usize>();
+        self.messages.iter().map(of_message).sum::<usize>() + values
     }
 
     /// Creates a conversation whose answer is a new message, or continues the last one.
@@ -345,6 +348,19 @@ fn template(app: &Serving) -> Result<&ChatTemplate> {
     })
 }
 
+/// Template variables of a request. Names of other fields are refused: their values would bypass the checks of messages
+/// and tools, and texts would become special tokens.
+pub(crate) fn template_variables(
+    variables: Option<BTreeMap<String, JsonValue>>,
+) -> Result<BTreeMap<String, JsonValue>> {
+    let variables = variables.unwrap_or_default();
+    let is_taken = |name: &str| matches!(name, "messages" | "tools" | "strftime_now") || name.ends_with("_token");
+    match variables.keys().find(|name| is_taken(name)) {
+        Some(name) => Err(ApiError::field("chat_template_kwargs", format!("`{name}` is not a variable of requests"))),
+        None => Ok(variables),
+    }
+}
+
 #[derive(Debug, Deserialize)]
 pub(crate) struct TemplateRequest {
     model: Option<String>,
@@ -366,7 +382,7 @@ pub(crate) async fn apply_template(
     let messages = messages(&app, request.messages)?;
     let chat = ChatRequest {
         tools,
-        variables: request.chat_template_kwargs.unwrap_or_default(),
+        variables: template_variables(request.chat_template_kwargs)?,
         ..ChatRequest::new(messages, request.continue_final_message, request.add_generation_prompt)?
     };
     let text = app.blocking(move |app| tokenized("messages", template(app)?.render(&chat.conversation()))).await??;

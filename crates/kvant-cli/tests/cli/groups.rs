@@ -69,7 +69,5 @@ fn groups_that_cannot_be() {
     fails("generate --devices reference --threads 2", "--threads is for CPU devices");
     fails("generate --devices cpu,reference", "group");
     fails("eval --tensor-parallel 2", "--tensor-parallel");
-    let centred = "generate --device cpu --tensor-parallel 2 --kv tq4c --cache-division positions --max-tokens 1";
-    fails(centred, "without page means");
     fails("generate --device cpu --tensor-parallel 2 --cache-division pages", "positions");
 }

@@ -286,7 +286,7 @@ fn prefixes_outlive_the_server() {
     assert_eq!(warm, cold);
     assert!(cached >= 64, "{cached}");
     let metrics = running.ask("GET /metrics", "");
-    let disk = metrics.lines().find(|line| line.starts_with("kv_cache_disk_bytes")).unwrap();
+    let disk = metrics.lines().find(|line| line.starts_with("kvant:kv_cache_disk_bytes")).unwrap();
     assert!(!disk.ends_with(" 0"), "{disk}");
     running.stop();
     // Another cache type stores other pages.

@@ -230,6 +230,21 @@ async fn numbers_of_variables_keep_their_digits() {
     assert_eq!(answer["prompt"], format!("18446744073709551617 {numbers}"));
 }
 
+/// Variables do not replace what the server checks, or special tokens.
+#[tokio::test(flavor = "multi_thread")]
+async fn variables_do_not_replace_other_fields() {
+    let template = ChatTemplate::new("{{ bos_token }}", [("bos_token", "<bos>")].into_iter().collect()).unwrap();
+    let router = Server::new(shared_engine(), Some(template), ServerOptions::new(NAME)).router();
+    for path in ["/apply-template", "/v1/chat/completions"] {
+        for name in ["messages", "tools", "bos_token"] {
+            let body = json!({"messages": [user("a")], "chat_template_kwargs": {name: "<eos>"}}).to_string();
+            let request = Request::post(path).header(header::CONTENT_TYPE, "application/json");
+            let answer = send(router.clone(), request.body(Body::from(body)).unwrap()).await;
+            assert_eq!(answer.refused(), "chat_template_kwargs", "{path}: {name}");
+        }
+    }
+}
+
 /// An answer at the end of a conversation is continued.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_last_answer_is_continued() {
