@@ -161,6 +161,8 @@ def test_other_threads_run_meanwhile(llm):
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_ends_generation():
     code = (
+        # Shells start background jobs with SIGINT ignored, and Python then installs no handler.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import kvant\n"
         "llm = kvant.LLM(None)\n"
         "print('ready', flush=True)\n"
@@ -173,5 +175,8 @@ def test_ctrl_c_ends_generation():
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     started = time.monotonic()
-    _, errors = process.communicate(timeout=20)
+    try:
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert "KeyboardInterrupt" in errors and time.monotonic() - started < 10
