@@ -142,7 +142,7 @@ fn sampling(
         .top_k(random.top_k.map_or(default.top_k, |top_k| top_k as usize))
         .top_p(random.top_p.unwrap_or(default.top_p))
         .min_p(random.min_p.unwrap_or(default.min_p))
-        .seed(random.seed.map_or_else(random_seed, |seed| seed as u64))
+        .seed(random.seed.map_or_else(random_number, |seed| seed as u64))
         .presence_penalty(decoding.presence_penalty)
         .frequency_penalty(decoding.frequency_penalty)
         .repetition_penalty(repetition);
@@ -150,7 +150,7 @@ fn sampling(
     sampling
 }
 
-fn random_seed() -> u64 {
+pub(crate) fn random_number() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 

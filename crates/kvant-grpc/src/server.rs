@@ -1,7 +1,6 @@
 //! The server on a thread of its own.
 
 use std::{
-    hash::{BuildHasher, Hasher, RandomState},
     io,
     net::TcpListener,
     sync::{Arc, mpsc},
@@ -19,7 +18,7 @@ use tonic::{
 use tonic_health::{ServingStatus, server::HealthReporter};
 use vllm_proto::{control_server::ControlServer, inference_server::InferenceServer};
 
-use crate::{abort::Running, control::ControlService, inference::InferenceService};
+use crate::{abort::Running, control::ControlService, inference::InferenceService, request::random_number};
 
 /// Maximum bytes of a request.
 const MAX_MESSAGE: usize = 8 << 20;
@@ -126,7 +125,7 @@ impl GrpcServer {
             let _runtime = runtime.enter();
             TcpIncoming::from(tokio::net::TcpListener::from_std(listener)?).with_nodelay(Some(true))
         };
-        let instance = format!("{:016x}", RandomState::new().build_hasher().finish());
+        let instance = format!("{:016x}", random_number());
         let shared = Arc::new(Shared { engine, options, running: Arc::default(), instance });
         let ((stop, stopped), (end, ended)) = (oneshot::channel(), mpsc::channel());
         let run = move || {

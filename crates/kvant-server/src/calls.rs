@@ -64,6 +64,67 @@ pub(crate) fn special(app: &Serving, name: &str) -> Option<String> {
     is_special.then(|| format!("<[{}]>", ids[0]))
 }
 
+/// Rules of a grammar, with distinct names: `PREFIX_1`, `PREFIX_2`, and so on.
+pub(crate) struct Rules {
+    prefix: &'static str,
+    rules: Vec<String>,
+    names: usize,
+}
+
+impl Rules {
+    pub fn new(prefix: &'static str) -> Rules {
+        Rules { prefix, rules: Vec::new(), names: 0 }
+    }
+
+    /// Adds a rule, and returns its name.
+    pub fn add(&mut self, body: &str) -> String {
+        let name = self.new_name();
+        self.define(&name, body);
+        name
+    }
+
+    pub fn new_name(&mut self) -> String {
+        self.names += 1;
+        format!("{}_{}", self.prefix, self.names)
+    }
+
+    /// Adds the rule of a name, which can have attributes.
+    pub fn define(&mut self, name: &str, body: &str) {
+        self.rules.push(format!("{name}: {body}"));
+    }
+
+    /// Adds the rules of a list whose elements come in order, and returns the name of the first one. An element is its
+    /// text in the grammar, and whether it is required.
+    pub fn list(&mut self, elements: Vec<(String, bool)>, separator: &str) -> String {
+        // Two rules for each element: with and without one before it. The rule after the last element is empty.
+        let (mut first, mut later) = ("\"\"".to_string(), "\"\"".to_string());
+        for (element, is_required) in elements.into_iter().rev() {
+            let (without_first, without_later) = match is_required {
+                true => (String::new(), String::new()),
+                false => (format!(" | {first}"), format!(" | {later}")),
+            };
+            first = self.add(&format!("{element} {later}{without_first}"));
+            later = self.add(&format!("{} {element} {later}{without_later}", literal(separator)));
+        }
+        first
+    }
+
+    /// The number of rules and names, for [`Rules::truncate`].
+    pub fn size(&self) -> (usize, usize) {
+        (self.rules.len(), self.names)
+    }
+
+    /// Removes later rules, and frees their names.
+    pub fn truncate(&mut self, (rules, names): (usize, usize)) {
+        self.rules.truncate(rules);
+        self.names = names;
+    }
+
+    pub fn into_vec(self) -> Vec<String> {
+        self.rules
+    }
+}
+
 /// A literal text in a grammar.
 pub(crate) fn literal(text: &str) -> String {
     Value::from(text).to_string().replace('\u{7f}', "\\u007f")

@@ -6,7 +6,7 @@ use kvant_models::chat::{JsonValue, referenced};
 use serde_json::json;
 
 use crate::{
-    calls::{escaped, json_rule, literal, mark, regex_rule},
+    calls::{Rules, escaped, json_rule, literal, mark, regex_rule},
     serving::Serving,
 };
 
@@ -42,11 +42,10 @@ pub(crate) type Enforced<T> = Result<T, String>;
 /// The rules of calls.
 pub(crate) struct GemmaCalls {
     quote: String,
-    rules: Vec<String>,
+    rules: Rules,
     /// The schema of all arguments of the current function, and the rules of its references.
     root: JsonValue,
     references: HashMap<String, String>,
-    names: usize,
 }
 
 /// Whether the format can enforce a schema.
@@ -62,16 +61,13 @@ impl GemmaCalls {
 
     fn of(quote: String) -> GemmaCalls {
         let (root, references) = (JsonValue::Null, HashMap::new());
-        GemmaCalls { quote, rules: Vec::new(), root, references, names: 0 }
+        GemmaCalls { quote, rules: Rules::new("value"), root, references }
     }
 
     /// The call of a function with arguments that match a schema.
     pub fn call(&mut self, name: &JsonValue, schema: &JsonValue) -> Enforced<String> {
-        let (rules, names) = (self.rules.len(), self.names);
-        let arguments = self.arguments(schema).inspect_err(|_| {
-            self.rules.truncate(rules);
-            self.names = names;
-        })?;
+        let before = self.rules.size();
+        let arguments = self.arguments(schema).inspect_err(|_| self.rules.truncate(before))?;
         Ok(format!("{} {arguments}", begin(name)))
     }
 
@@ -93,25 +89,13 @@ impl GemmaCalls {
             "any_field: /[A-Za-z0-9_.-]{1,64}/ \":\" any".to_string(),
             "any_list: \"[\" (any (\",\" any)*)? \"]\"".to_string(),
         ];
-        self.rules.into_iter().chain(shared).collect()
+        self.rules.into_vec().into_iter().chain(shared).collect()
     }
 
     fn arguments(&mut self, schema: &JsonValue) -> Enforced<String> {
         self.root = schema.clone();
         self.references.clear();
         self.value(schema)
-    }
-
-    /// Adds a rule, and returns its name.
-    fn rule(&mut self, body: &str) -> String {
-        let name = self.new_name();
-        self.rules.push(format!("{name}: {body}"));
-        name
-    }
-
-    fn new_name(&mut self) -> String {
-        self.names += 1;
-        format!("value_{}", self.names)
     }
 
     /// The rule of a value.
@@ -140,7 +124,7 @@ impl GemmaCalls {
                 return Err("enum".to_string());
             }
             let values = values.iter().map(|value| self.literal(value)).collect::<Enforced<Vec<_>>>()?;
-            return Ok(self.rule(&values.join(" | ")));
+            return Ok(self.rules.add(&values.join(" | ")));
         }
         for key in ["anyOf", "oneOf"] {
             if let Some(JsonValue::Array(schemas)) = fields.get(key) {
@@ -149,7 +133,7 @@ impl GemmaCalls {
                     return Err(key.to_string());
                 }
                 let values = schemas.iter().map(|schema| self.value(schema)).collect::<Enforced<Vec<_>>>()?;
-                return Ok(self.rule(&values.join(" | ")));
+                return Ok(self.rules.add(&values.join(" | ")));
             }
         }
         match fields.get("type") {
@@ -157,7 +141,7 @@ impl GemmaCalls {
             Some(JsonValue::Array(kinds)) => {
                 let kinds = kinds.iter().map(|kind| self.of_kind(kind.as_str().unwrap_or_default(), schema));
                 let kinds = kinds.collect::<Enforced<Vec<_>>>()?;
-                Ok(self.rule(&kinds.join(" | ")))
+                Ok(self.rules.add(&kinds.join(" | ")))
             }
             _ if fields.contains_key("properties") => self.of_kind("object", schema),
             _ => only(schema, &[]).map(|()| "any".to_string()),
@@ -179,7 +163,7 @@ impl GemmaCalls {
                 for key in NUMBERS.iter().filter(|key| !schema[**key].is_null()) {
                     number[*key] = schema[*key].clone();
                 }
-                Ok(self.rule(&json_rule(number)))
+                Ok(self.rules.add(&json_rule(number)))
             }
             "string" => {
                 check(&["type", "format", "minLength", "maxLength", "pattern"])?;
@@ -215,10 +199,10 @@ impl GemmaCalls {
         }
         let target = referenced(&self.root, path).ok_or_else(|| format!("$ref: {path}"))?.clone();
         // Schemas can be recursive.
-        let name = self.new_name();
+        let name = self.rules.new_name();
         self.references.insert(path.to_string(), name.clone());
         let body = self.value(&target)?;
-        self.rules.push(format!("{name}: {body}"));
+        self.rules.define(&name, &body);
         Ok(name)
     }
 
@@ -228,10 +212,11 @@ impl GemmaCalls {
         }
         let regex = regex.map(|regex| format!(" & {}", regex_rule(&regex))).unwrap_or_default();
         let (min, max) = (min.unwrap_or(0), max.map(|max| max.to_string()).unwrap_or_default());
-        let name = self.new_name();
+        let name = self.rules.new_name();
         let (terminal, quote) = (name.to_uppercase(), &self.quote);
-        self.rules.push(format!("{name}: {quote} {terminal} {quote}"));
-        self.rules.push(format!("{terminal}: /(?s:.{{{min},{max}}})/{regex} & ~/(?s:.*){}(?s:.*)/", escaped(QUOTE)));
+        self.rules.define(&name, &format!("{quote} {terminal} {quote}"));
+        let mark = escaped(QUOTE);
+        self.rules.define(&terminal, &format!("/(?s:.{{{min},{max}}})/{regex} & ~/(?s:.*){mark}(?s:.*)/"));
         name
     }
 
@@ -257,7 +242,7 @@ impl GemmaCalls {
                 if min == 0 { format!("({some})?") } else { some }
             }
         };
-        Ok(self.rule(&format!("\"[\" {items} \"]\"")))
+        Ok(self.rules.add(&format!("\"[\" {items} \"]\"")))
     }
 
     /// Fields in alphabetical order, as the family's template writes them.
@@ -278,19 +263,13 @@ impl GemmaCalls {
         }
         let mut properties: Vec<_> = properties.iter().collect();
         properties.sort_by_key(|(name, _)| name.to_lowercase());
-        // Two rules for each field: with and without a field before it. The rule after the last field is empty.
-        let (mut first, mut later) = ("\"\"".to_string(), "\"\"".to_string());
-        for (name, schema) in properties.into_iter().rev() {
-            let field = format!("{} {}", self.key(name)?, self.value(schema)?);
+        let field = |(name, schema): (&String, &JsonValue)| {
             let is_required = required.iter().any(|other| *other == name.as_str());
-            let (without_first, without_later) = match is_required {
-                true => (String::new(), String::new()),
-                false => (format!(" | {first}"), format!(" | {later}")),
-            };
-            first = self.rule(&format!("{field} {later}{without_first}"));
-            later = self.rule(&format!("\",\" {field} {later}{without_later}"));
-        }
-        Ok(self.rule(&format!("\"{{\" {first} \"}}\"")))
+            Ok((format!("{} {}", self.key(name)?, self.value(schema)?), is_required))
+        };
+        let fields = properties.into_iter().map(field).collect::<Enforced<Vec<_>>>()?;
+        let fields = self.rules.list(fields, ",");
+        Ok(self.rules.add(&format!("\"{{\" {fields} \"}}\"")))
     }
 
     fn key(&self, name: &str) -> Enforced<String> {

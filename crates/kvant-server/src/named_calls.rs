@@ -5,7 +5,7 @@ use kvant_models::chat::{JsonValue, ParameterForm, referenced};
 use serde_json::json;
 
 use crate::{
-    calls::{escaped, json_rule, literal, regex_rule},
+    calls::{Rules, escaped, json_rule, literal, regex_rule},
     gemma_calls::{bound, only, whole_text},
 };
 
@@ -37,8 +37,7 @@ pub(crate) enum CallForm {
 /// The rules of calls.
 pub(crate) struct NamedCalls {
     form: CallForm,
-    rules: Vec<String>,
-    names: usize,
+    rules: Rules,
 }
 
 /// A property of the object of all arguments.
@@ -56,16 +55,15 @@ enum AllowedText {
 
 impl NamedCalls {
     pub fn new(form: CallForm) -> NamedCalls {
-        NamedCalls { form, rules: Vec::new(), names: 0 }
+        NamedCalls { form, rules: Rules::new("named") }
     }
 
     /// The call of a function with arguments that match a schema. `None` if the form cannot enforce the schema.
     pub fn call(&mut self, function: &str, schema: &JsonValue) -> Option<String> {
-        let (rules, names) = (self.rules.len(), self.names);
+        let before = self.rules.size();
         let call = self.enforced(function, schema);
         if call.is_none() {
-            self.rules.truncate(rules);
-            self.names = names;
+            self.rules.truncate(before);
         }
         call
     }
@@ -76,7 +74,7 @@ impl NamedCalls {
         let json = format!("{any}{}", json_rule(json!({}).into()));
         let terminal = format!("ANY_TEXT: {}", self::text(0, None, None));
         let shared = [parameter, text, argument, value].map(str::to_string);
-        self.rules.into_iter().chain(shared).chain([json, terminal]).collect()
+        self.rules.into_vec().into_iter().chain(shared).chain([json, terminal]).collect()
     }
 
     fn enforced(&mut self, function: &str, schema: &JsonValue) -> Option<String> {
@@ -109,7 +107,7 @@ impl NamedCalls {
                 return None;
             }
             let value = self.parameter(root, schema)?;
-            let parameter = self.rule(&format!("{} ({value}) \"\\n\"", literal(&format!("<parameter={name}>\n"))));
+            let parameter = self.rules.add(&format!("{} ({value}) \"\\n\"", literal(&format!("<parameter={name}>\n"))));
             all.push(if *is_required { parameter } else { format!("{parameter}?") });
         }
         Some(all.join(" "))
@@ -126,7 +124,7 @@ impl NamedCalls {
                 }
                 _ => json_rule(alone(root, schema)?),
             };
-            return Some(format!("{} {end}", self.rule(&json)));
+            return Some(format!("{} {end}", self.rules.add(&json)));
         }
         let mut alternatives = Vec::new();
         for found in texts(root, schema, form == ParameterForm::Either, 0)? {
@@ -135,10 +133,10 @@ impl NamedCalls {
                 AllowedText::Whole(value) => literal(&format!("{value}\n{PARAMETER_END}")),
                 AllowedText::Matching { min: 0, max: None, regex: None } => "any_text".to_string(),
                 AllowedText::Matching { min, max, regex } => {
-                    let name = self.new_name();
+                    let name = self.rules.new_name();
                     let terminal = name.to_uppercase();
-                    self.rules.push(format!("{name}[suffix={}]: {terminal}", literal(PARAMETER_END)));
-                    self.rules.push(format!("{terminal}: {}", text(min, max, regex.as_deref())));
+                    self.rules.define(&format!("{name}[suffix={}]", literal(PARAMETER_END)), &terminal);
+                    self.rules.define(&terminal, &text(min, max, regex.as_deref()));
                     name
                 }
             });
@@ -147,9 +145,8 @@ impl NamedCalls {
     }
 
     fn arguments(&mut self, root: &JsonValue, properties: &[Property]) -> Option<String> {
-        // Two rules for each argument: with and without one before it. The rule after the last one is empty.
-        let (mut first, mut later) = ("\"\"".to_string(), "\"\"".to_string());
-        for Property { name, schema, is_required } in properties.iter().rev() {
+        let mut arguments = Vec::new();
+        for Property { name, schema, is_required } in properties {
             let is_name = |c: char| c.is_alphanumeric() || "_-.$".contains(c);
             if !name.chars().all(is_name) || name.is_empty() {
                 return None;
@@ -160,27 +157,10 @@ impl NamedCalls {
                 Some("null") => "\"None\"".to_string(),
                 _ => json_rule(alone(root, schema)?),
             };
-            let argument = format!("{} {}", literal(&format!("{name}=")), self.rule(&value));
-            let (without_first, without_later) = match is_required {
-                true => (String::new(), String::new()),
-                false => (format!(" | {first}"), format!(" | {later}")),
-            };
-            first = self.rule(&format!("{argument} {later}{without_first}"));
-            later = self.rule(&format!("\", \" {argument} {later}{without_later}"));
+            let argument = format!("{} {}", literal(&format!("{name}=")), self.rules.add(&value));
+            arguments.push((argument, *is_required));
         }
-        Some(first)
-    }
-
-    /// Adds a rule, and returns its name.
-    fn rule(&mut self, body: &str) -> String {
-        let name = self.new_name();
-        self.rules.push(format!("{name}: {body}"));
-        name
-    }
-
-    fn new_name(&mut self) -> String {
-        self.names += 1;
-        format!("named_{}", self.names)
+        Some(self.rules.list(arguments, ", "))
     }
 }
 

@@ -31,8 +31,8 @@ use index::Index;
 const MAX_UNWRITTEN: usize = 64 << 20;
 /// The file that the process locks.
 const LOCK: &str = "kvant.lock";
-/// The suffix of files that are being written.
-const TEMPORARY: &str = ".page.tmp";
+/// The extension of files that are being written.
+const TEMPORARY: &str = "page.tmp";
 
 /// A directory of pages, for the engines of one process. Clones are handles of one directory. When the last one is
 /// dropped, all pages are written, and another process can open the directory.
@@ -282,7 +282,7 @@ impl PageDirectory {
 
     fn write_file(&self, name: &PageName, page: &[u8]) -> io::Result<()> {
         let path = self.path(name);
-        let temporary = path.with_extension(&TEMPORARY[1..]);
+        let temporary = path.with_extension(TEMPORARY);
         let (header, checksum) = format::frame(name, page);
         // A link would be written through.
         let _ = fs::remove_file(&temporary);

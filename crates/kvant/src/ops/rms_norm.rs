@@ -156,8 +156,7 @@ pub enum Residual<'a> {
 /// Runs [`RmsNorm`].
 ///
 /// # Errors
-/// Those of [every operation](crate::ops#errors). With `sum_ranks`: if a rank fails, the pass of all ranks fails with
-/// its error.
+/// Errors of [every operation](crate::ops#errors). With `sum_ranks`, the error of a rank fails the pass of all ranks.
 pub fn rms_norm(enc: &mut Encoder, args: &RmsNorm) -> Result<()> {
     let [mut rows, dim] = check::rank(NAME, "x", args.x, ["T", "N"])?;
     if let Some(combine) = args.combine {
