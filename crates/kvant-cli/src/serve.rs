@@ -38,20 +38,18 @@ pub fn run(args: &ServeArgs) -> Result {
     let options = if is_checked { options.hosts(&args.allowed_host) } else { options };
     let device = args.device.open()?;
     let page_files = args.open_page_files()?;
-    // The gRPC server runs until it is dropped.
-    let (server, _grpc) = {
-        // Only the server keeps the directory open.
+    let served = {
+        // Only the servers keep the directory open; that of gRPC runs until it is dropped.
         let args = &ServeArgs { page_files: page_files.clone(), ..args.clone() };
-        let (server, grpc) = match args.has_several() {
+        let (server, _grpc) = match args.has_several() {
             true => (models::server(args, &device, options)?, None),
             false => one_model(args, &device, options)?,
         };
         args.start_transfers(&server)?;
-        (server, grpc)
+        // A closed standard error is ignored.
+        let _ = output::note(&format!("listening on http://{address}\n"));
+        server.run(listener)
     };
-    // A closed standard error is ignored.
-    let _ = output::note(&format!("listening on http://{address}\n"));
-    let served = server.run(listener);
     // The engines store the rest of their prefixes.
     if page_files.is_some_and(|files| !files.close(CLOSE)) {
         let _ = output::note("warning: not all prefixes were stored\n");

@@ -293,6 +293,13 @@ fn prefixes_outlive_the_server() {
     let running = Running::start(Stdio::null(), &[&options[..], &["--kv", "tq4"]].concat());
     assert_eq!(ask(&running).1, 0);
     running.stop();
+    // Nor does another server of the engine keep the directory open.
+    #[cfg(feature = "grpc")]
+    {
+        let running = Running::start(Stdio::null(), &[&options[..], &["--grpc", "0"]].concat());
+        running.ask("GET /health", "");
+        running.stop();
+    }
     assert!(kvant(&["serve", "--prefix-disk", "1MiB"]).error().contains("--prefix-dir"));
 }
 
