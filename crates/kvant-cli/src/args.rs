@@ -128,6 +128,7 @@ enum Division {
 
 impl ModelDeviceArgs {
     /// The options that change the bits of keys and values.
+    #[cfg(feature = "serve")]
     pub fn numerics(&self, load: &LoadOptions) -> String {
         let LoadOptions { activations, dense_weights, context, cache_division, .. } = load;
         let cpu = self.device.cpu_options();

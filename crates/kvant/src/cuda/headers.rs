@@ -96,7 +96,7 @@ pub(super) fn waits_itself(source: &Source) -> bool {
 }
 
 /// Whether a kernel of a file lets the next kernel begin before it has waited for the previous one.
-#[cfg(any(feature = "cuda", test))]
+#[cfg(feature = "cuda")]
 pub(super) fn lets_next_begin_first(source: &Source) -> bool {
     source.text.contains("take_turn_early();")
 }

@@ -312,7 +312,6 @@ impl Launch {
     }
 
     /// Declares that blocks wait for the kernels of other ranks.
-    #[cfg(feature = "cuda")]
     pub(crate) fn collective(self) -> Launch {
         Launch { collective: true, ..self }
     }
