@@ -359,7 +359,8 @@ impl Model {
             None => space.views.ids.write(tokens)?,
         }
         let logits = (!is_hidden).then_some(out);
-        let encode = |wanted: &Wanted| self.network.encode_with(&mut enc, &space.views, pool, step, wanted, stored);
+        let encode =
+            |wanted: &Wanted| self.network.encode_with(&mut enc, &space.views, pool, step, wanted, None, stored);
         let x = match fewer {
             None if rows.is_empty() => {
                 encode(&Wanted::Nothing)?;
