@@ -8,6 +8,7 @@
 mod attention;
 mod by_position;
 mod delta_net;
+mod entered;
 mod feed_forward;
 mod per_layer;
 mod rope;
@@ -27,8 +28,10 @@ use crate::{
     spec::{DecoderSpec, MixerSpec},
     weights::{Mixer, Projection, Stack, StackMatrices, Weights},
 };
+pub(crate) use entered::Entered;
 use rope::BlockRope;
-pub(crate) use taps::{Features, Taps};
+pub(crate) use taps::Features;
+pub use taps::Taps;
 use workspace::MixerViews;
 pub(crate) use workspace::{Views, Workspace, workspace_bytes};
 
@@ -90,6 +93,16 @@ impl Network {
             embedding_scale,
             activations,
         })
+    }
+
+    /// The network with other layers of the pool for its blocks.
+    pub(crate) fn with_layers(self, stored: Vec<usize>) -> Network {
+        Network { stored, ..self }
+    }
+
+    /// The factor of the embedding, rounded to the dtype of activations.
+    pub(crate) fn embedding_scale(&self) -> f32 {
+        self.embedding_scale
     }
 
     /// The rotary embedding of a block; `None` if nothing rotates.
@@ -348,15 +361,24 @@ impl<'a> Pass<'a> {
     }
 
     fn block(&mut self, l: usize, pool: &KvPool) -> Result<()> {
+        self.first_half(l, pool)?;
+        self.second_half(l)
+    }
+
+    fn first_half(&mut self, l: usize, pool: &KvPool) -> Result<()> {
         let weights = &self.network.weights.blocks[l];
-        // The last addition to the residual stream applies the scalar.
-        let (at_mixer, at_feed_forward) = (self.mixer_norms(l), self.feed_forward_norms(l));
-        let at_next = if l + 1 < self.spec().blocks.len() { self.mixer_norms(l + 1) } else { self.final_norm() };
-        self.enter(&at_mixer)?;
+        self.enter(&self.mixer_norms(l))?;
         self.tap_residual(l)?;
         self.mixer(l, pool)?;
-        self.leave(weights.mixer_post_norm.as_ref(), 1.0, &at_feed_forward)?;
-        self.enter(&at_feed_forward)?;
+        let at_feed_forward = self.feed_forward_norms(l);
+        self.leave(weights.mixer_post_norm.as_ref(), 1.0, &at_feed_forward)
+    }
+
+    fn second_half(&mut self, l: usize) -> Result<()> {
+        let weights = &self.network.weights.blocks[l];
+        // The last addition to the residual stream applies the scalar.
+        let at_next = if l + 1 < self.spec().blocks.len() { self.mixer_norms(l + 1) } else { self.final_norm() };
+        self.enter(&self.feed_forward_norms(l))?;
         self.feed_forward(l)?;
         match &weights.per_layer {
             None => self.leave(weights.feed_forward.post_norm.as_ref(), weights.scalar, &at_next),
