@@ -18,6 +18,7 @@ mod assistant;
 mod eagle3;
 mod encode;
 mod entry;
+mod integers;
 mod mtp;
 mod space;
 #[cfg(test)]
