@@ -264,7 +264,8 @@ impl BatchDecoder {
         let rows = 0..pass.rows;
         let (logits, drawn, how) = (logits.rows(rows.clone())?, drawn.rows(rows.clone())?, how.rows(rows)?);
         let graph = capture(model, |enc| {
-            model.network().encode(enc, &space.views, pool, &pass.step, &Wanted::Every { logits: Some(&logits) })?;
+            let wanted = Wanted::Every { logits: Some(&logits) };
+            model.network().encode(enc, &space.views, pool, &pass.step, &wanted, None)?;
             if then != Then::Nothing {
                 let draw = ops::Sample::new(&logits, pass.step.lens(), &drawn);
                 ops::sample(enc, &draw.rows((then == Then::Draw).then_some(&how)))?;

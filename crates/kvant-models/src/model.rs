@@ -114,6 +114,7 @@ pub struct Model {
     network: Arc<Network>,
     device: Device,
     pass_tokens: usize,
+    cache_division: CacheDivision,
     /// Unused scratch memory.
     spaces: Arc<Mutex<Vec<Workspace>>>,
 }
@@ -165,7 +166,8 @@ impl Model {
         let local = local_spec(&config.decoder, device.ranks(), options.cache_division, source)?;
         let weights = Weights::load(&config.decoder, &local, source, device)?;
         let network = Arc::new(Network::new(config, local, weights, options.activations, options.context)?);
-        Ok(Model { network, device: device.clone(), pass_tokens: options.pass_tokens, spaces: Arc::default() })
+        let LoadOptions { pass_tokens, cache_division, .. } = *options;
+        Ok(Model { network, device: device.clone(), pass_tokens, cache_division, spaces: Arc::default() })
     }
 
     /// The model's configuration.
@@ -359,7 +361,8 @@ impl Model {
             None => space.views.ids.write(tokens)?,
         }
         let logits = (!is_hidden).then_some(out);
-        let encode = |wanted: &Wanted| self.network.encode_with(&mut enc, &space.views, pool, step, wanted, stored);
+        let encode =
+            |wanted: &Wanted| self.network.encode_with(&mut enc, &space.views, pool, step, wanted, None, stored);
         let x = match fewer {
             None if rows.is_empty() => {
                 encode(&Wanted::Nothing)?;
@@ -524,6 +527,11 @@ impl Model {
             return Err(Error::argument("pool", "one made for this model", "states of other shapes"));
         }
         Ok(())
+    }
+
+    /// How a group divides the caches of layers without windows.
+    pub(crate) fn cache_division(&self) -> CacheDivision {
+        self.cache_division
     }
 
     /// The model's description and tensors.

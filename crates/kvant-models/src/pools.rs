@@ -71,3 +71,16 @@ pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs, activations
     };
     Ok(spec.cache_blocks().zip(codecs.of_layers(spec.cache_layers())?).map(layer).collect())
 }
+
+/// The layer of a drafter with its own keys and values: dense, in the dtype of activations.
+pub(crate) fn draft_layer(spec: &DecoderSpec, activations: DType) -> Option<CacheLayer> {
+    let codec = match activations {
+        DType::BF16 => Codec::BF16,
+        DType::F16 => Codec::F16,
+        _ => Codec::F32,
+    };
+    spec.cache_blocks().next().map(|(_, attention)| {
+        let layer = CacheLayer::new(attention.kv_heads, attention.head_dim, codec);
+        layer.window(attention.window).position_ranks(attention.position_ranks)
+    })
+}

@@ -24,6 +24,7 @@ mod hybrids;
 
 use hybrids::{lfm2, lfm2_moe, qwen3_5, qwen3_next};
 
+const PREDICTING: &str = "nextn_predict_layers";
 const ARCHITECTURE: &str = "general.architecture";
 /// Minimum divisor of a frequency at which the pair counts as not rotating.
 const STILL: f32 = 1e20;
@@ -166,6 +167,12 @@ pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
     let ends = ["eos", "eot", "eom"].into_iter().map(id).collect::<Result<Vec<_>>>()?;
     config.eos_token_ids = once_each(ends.into_iter().flatten().collect());
     Ok(config)
+}
+
+/// The number of blocks for multi-token prediction, which follow the model's.
+pub(crate) fn predicting_blocks(gguf: &Gguf) -> Result<u64> {
+    let Some(architecture) = gguf.metadata().text(ARCHITECTURE)? else { return Ok(0) };
+    Ok(gguf.metadata().whole(&format!("{architecture}.{PREDICTING}"))?.unwrap_or(0))
 }
 
 /// Llama and Mistral. With a window, it is Mistral.
