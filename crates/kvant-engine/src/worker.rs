@@ -4,6 +4,7 @@
 //! computed, passes the tokens to the text thread, and reports the result to the scheduler. If the device runs
 //! concurrently with the host, the next step starts before the result of the current one is known (`overlap.rs`).
 
+mod drafter;
 mod draw;
 mod embed;
 mod lookup;
@@ -204,6 +205,7 @@ impl Worker {
         self.fill_in(&mut plan);
         match self.compute(&plan) {
             Ok(results) => {
+                self.has_caught_up = false;
                 self.scheduler.apply(results)?;
                 self.propose(&plan);
                 Ok(())

@@ -5,8 +5,8 @@
 //! only on seed and position. A draw counts if all drafts before it match the sampled tokens. Texts with and without
 //! drafts are therefore equal, except for rounding.
 
-use kvant::Tensor;
-use kvant_models::{Result, Sampling};
+use kvant::{DType, Tensor};
+use kvant_models::{DraftDecoder, Result, Sampling};
 
 use super::{
     running::{NoToken, Running},
@@ -113,7 +113,9 @@ impl Worker {
             positions.write(&vec![u32::MAX; positions.elements()])?;
         }
         let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
-        let logits = self.model.forward(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
+        let logits = Tensor::zeros(self.model.device(), DType::F32, &[rows.len(), self.model.vocab_size()])?;
+        let (pool, states) = (self.scheduler.storage().pool(), self.drafter.as_ref().map(DraftDecoder::states));
+        self.model.start_with(pool, step, &plan.tokens, None, (&rows, &logits), states)?.wait()?;
         Ok(Passed { rows, logits, drawn: None })
     }
 
@@ -207,6 +209,11 @@ impl Worker {
 
     /// Proposes drafts for the rows of an applied step.
     pub(super) fn propose(&mut self, plan: &StepPlan<PoolStep>) {
+        let drawn = plan.rows.iter().filter(|row| row.draws > 0);
+        let wanted: Vec<(u64, usize)> = drawn.map(|row| (row.id, self.drafts)).collect();
+        for (id, drafts) in self.draft_with_model(plan, &wanted) {
+            self.scheduler.propose(id, &drafts);
+        }
         for row in plan.rows.iter().filter(|row| row.draws > 0) {
             let lookup = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut());
             let (Some(lookup), Some(tokens)) = (lookup, self.scheduler.tokens(row.id)) else { continue };

@@ -38,10 +38,11 @@ pub(super) fn take<R: StepRows>(pages: &mut Pages, layout: &PoolLayout, batch: &
 fn reach<R: StepRows>(pages: &mut Pages, layout: &PoolLayout, batch: &[R], log: &mut Vec<Change>) -> usize {
     let mut missing = 0;
     for (sequence, rows) in batch.iter().enumerate().filter(|(_, rows)| rows.count() > 0) {
-        let indices = rows.start() / layout.page_tokens..(rows.start() + rows.count()).div_ceil(layout.page_tokens);
+        let end = (rows.start() + rows.count()).div_ceil(layout.page_tokens);
         let plain = layout.groups.iter().zip(&rows.pages().groups).enumerate();
         for (group, (_, held)) in plain.filter(|(_, (of, _))| of.kind == PageKind::Plain) {
-            for index in indices.clone() {
+            // Pages before positions after the end are taken, too.
+            for index in held.end().min(rows.start() / layout.page_tokens)..end {
                 let from = held.get(index);
                 if from.is_some_and(|page| pages.holds(page) == 1) {
                     continue;

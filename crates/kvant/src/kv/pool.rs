@@ -249,19 +249,19 @@ impl KvPool {
         self.new_step(batch)
     }
 
-    /// A step over positions that the sequences have, or over the next ones after their ends. `batch` has each sequence
-    /// and its positions, which must begin at most at its length; the sequences keep their lengths. For layers that are
-    /// written apart from the others, such as those of a model that drafts tokens.
+    /// A step over positions of sequences, before and after their ends. `batch` has each sequence and its positions; the
+    /// sequences keep their lengths. For layers that are written apart from the others, such as those of a model that
+    /// drafts tokens.
     ///
-    /// A token sees the positions before its own and its own, as if it were the last one of its sequence. All positions
-    /// can be written in layers that do not seal pages; a page that other sequences or prefixes hold is copied before.
-    /// Pages for positions after the end are taken, and later used by the sequence's next tokens. Layers that seal
-    /// pages can be read at positions before the end, and must not be written. Recurrent states are not affected:
-    /// [`Step::runs`] is `None`.
+    /// A token sees the positions before its own and its own, as if it were the last one of its sequence. Positions
+    /// after the end must have been written in such steps. All positions can be written in layers that do not seal
+    /// pages; a page that other sequences or prefixes hold is copied before. Pages for positions after the end are
+    /// taken, and later used by the sequence's next tokens. Layers that seal pages can be read at positions before the
+    /// end, and must not be written. Recurrent states are not affected: [`Step::runs`] is `None`.
     ///
     /// # Errors
-    /// As [`KvPool::step`]; `Value` for positions that begin after the end; `NotHeld` if a layer no longer holds a
-    /// position that the first one sees. Pool and sequences are then unchanged.
+    /// As [`KvPool::step`]; `NotHeld` if a layer no longer holds a position that the first one sees. Pool and sequences
+    /// are then unchanged.
     pub fn positions(&self, batch: &mut [(&mut Sequence, Range<usize>)]) -> Result<Step> {
         self.new_step(batch)
     }
@@ -383,8 +383,8 @@ impl KvPool {
             check::at_most(NAME, "batch (tokens of a sequence)", count, max_new)?;
             let len = of.start().saturating_add(count);
             check::at_most(NAME, "batch (length of a sequence)", len, longest)?;
-            if !R::APPENDS {
-                sequence.pages.check_positions(self.layout(), of.start(), of.start().saturating_add(count))?;
+            if !R::APPENDS && count > 0 {
+                sequence.pages.check_seen(self.layout(), of.start().min(sequence.len()))?;
             }
             let are_alone = alone == tokens && (shape.is_unrolled || count == 1);
             alone += if are_alone { count } else { 0 };

@@ -146,7 +146,7 @@ impl SequencePages {
     }
 
     /// Checks that every group of keys and values holds the positions that a token at `position` sees.
-    fn check_seen(&self, layout: &PoolLayout, position: usize) -> Result<()> {
+    pub fn check_seen(&self, layout: &PoolLayout, position: usize) -> Result<()> {
         let page_tokens = layout.page_tokens;
         for (group, held) in layout.groups.iter().zip(&self.groups) {
             let mut needed = group.first_needed(position, page_tokens);
@@ -167,36 +167,6 @@ impl SequencePages {
             }
         }
         Ok(())
-    }
-
-    /// Checks a range of positions for a step that appends nothing.
-    pub fn check_positions(&self, layout: &PoolLayout, start: usize, end: usize) -> Result<()> {
-        let len = self.len;
-        let (expected, got) = (format_args!("at most at the length {len}"), format_args!("{start}..{end}"));
-        check::value_is(NAME, "batch (first position)", start <= len, expected, got)?;
-        if start < end { self.check_seen(layout, start) } else { Ok(()) }
-    }
-
-    /// Releases all pages.
-    pub fn release(&mut self, layout: &PoolLayout, pages: &mut Pages) {
-        for (group, held) in layout.groups.iter().zip(&mut self.groups) {
-            held.all().for_each(|page| {
-                pages.release(page);
-            });
-            *held = GroupPages { first: group.first_index(), ..Default::default() };
-        }
-        self.len = 0;
-        self.changed();
-    }
-
-    /// Invalidates all earlier steps of the sequence.
-    pub fn changed(&self) {
-        self.changes.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// The current state of the sequence, for a step.
-    pub fn stamp(&self) -> Stamp {
-        Stamp { changes: Arc::clone(&self.changes), seen: self.changes.load(Ordering::Relaxed) }
     }
 }
 
