@@ -19,6 +19,7 @@ mod decoder;
 mod eagle3;
 mod encode;
 mod entry;
+mod integers;
 mod mtp;
 mod space;
 mod states;

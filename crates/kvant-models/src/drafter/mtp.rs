@@ -19,6 +19,7 @@ const FAMILIES: [&str; 2] = ["qwen3_next", "qwen3_5"];
 const HF: DraftNames = DraftNames {
     block: "mtp.layers.{l}.",
     first_block: 0,
+    parts: &[],
     others: &[
         (Role::FinalNorm, "mtp.norm.weight"),
         (Role::Draft(DraftPart::Input), "mtp.fc.weight"),
@@ -31,6 +32,7 @@ const HF: DraftNames = DraftNames {
 const GGUF: DraftNames = DraftNames {
     block: "blk.{l}.",
     first_block: 0,
+    parts: &[],
     others: &[
         (Role::FinalNorm, "blk.{l}.nextn.shared_head_norm.weight"),
         (Role::Embedding, "blk.{l}.nextn.embed_tokens.weight"),

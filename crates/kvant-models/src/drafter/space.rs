@@ -81,7 +81,7 @@ impl DraftSpace {
             joined: Tensor::zeros(device, dtype, &[2 * rows * width])?,
             alternate: Tensor::from_slice(device, &alternate, &[alternate.len()])?,
             features,
-            vocabulary: drafter.vocabulary.buffers(device, dtype, wanted)?,
+            vocabulary: drafter.vocabulary.buffers(device, wanted)?,
         };
         let blocks = Workspace::new(spec, device, dtype, rows)?;
         let last = Workspace::new(spec, device, dtype, wanted)?;

@@ -101,7 +101,8 @@ impl<'a> HfSource<'a> {
 
     /// The name of a block's tensor.
     fn of_block(&self, part: Part) -> Option<&'static str> {
-        let mut tables = std::iter::once(self.experts).chain(self.family.names.iter().copied());
+        let own = self.drafter.map_or(&[][..], |names| names.parts);
+        let mut tables = [own, self.experts].into_iter().chain(self.family.names.iter().copied());
         tables.find_map(|table: Names| table.iter().find(|(of, _)| *of == part).map(|(_, name)| *name))
     }
 

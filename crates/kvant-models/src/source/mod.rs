@@ -32,6 +32,7 @@ use kvant::{Device, Tensor};
 
 use crate::{
     Result,
+    families::Names,
     spec::{FeedForwardSpec, ParallelSum},
 };
 pub(crate) use destination::Destination;
@@ -114,8 +115,6 @@ pub(crate) enum DraftPart {
     HiddenNorm,
     /// The norm of all of the target's hidden states together, `[3·H]`.
     FeaturesNorm,
-    /// The norm of one of the target's hidden states, `[H]`.
-    FeatureNorm(usize),
     /// From the last norm to the target's hidden state.
     Output,
     /// The matrix that selects groups of tokens, `[C, H]`.
@@ -129,7 +128,9 @@ pub(crate) struct DraftNames {
     pub block: &'static str,
     /// The first block's number.
     pub first_block: usize,
-    /// The names of other tensors; `{l}` is replaced by the first block's number.
+    /// Names of a block's tensors that differ from its family's.
+    pub parts: Names,
+    /// The names of other tensors. `{l}` is replaced by the first block's number, `{block}` by the start of its names.
     pub others: &'static [(Role, &'static str)],
 }
 
@@ -137,7 +138,7 @@ impl DraftNames {
     /// The name of a tensor outside of the blocks.
     pub(crate) fn other(&self, role: Role) -> Option<String> {
         let (_, name) = self.others.iter().find(|(of, _)| *of == role)?;
-        Some(name.replace("{l}", &self.first_block.to_string()))
+        Some(name.replace("{block}", self.block).replace("{l}", &self.first_block.to_string()))
     }
 
     /// The start of the names of a block's tensors.
