@@ -42,7 +42,7 @@ impl Worker {
         let is_recorded = matches!(plan.step, PoolStep::Recorded);
         let (mut draws, mut samplings) = (Vec::with_capacity(plan.rows.len()), Vec::with_capacity(plan.tokens.len()));
         for row in &plan.rows {
-            let sampling = self.running.get(&row.id).map_or(&nobody, |running| running.sampler.sampling());
+            let sampling = self.running.get(&row.id).map_or(&nobody, |running| running.sampling());
             let before = if is_recorded { row.tokens.len() - row.draws } else { 0 };
             samplings.extend(std::iter::repeat_n(&nobody, before).chain(std::iter::repeat_n(sampling, row.draws)));
             draws.push(samplings.len() - row.draws..samplings.len());
@@ -85,6 +85,7 @@ impl Worker {
             tokens.map(|token| DrawnToken { token, logprobs: None }).collect()
         });
         let results = self.take_all(&plan, drawn.collect());
+        self.record_time(&plan);
         self.scheduler.apply(results)?;
         self.propose(&plan);
         self.end_scheduled();
