@@ -1,5 +1,7 @@
 //! Decode steps of batches with recorded passes.
 
+use std::time::{Duration, Instant};
+
 use kvant::{DType, Encoder, Graph, KvPool, Sequence, Step, StepSize, Submission, Tensor, device::DeviceKind, ops};
 
 use crate::{
@@ -323,6 +325,34 @@ impl BatchDecoder {
             }
         }
         Ok(())
+    }
+
+    /// Measures a greedy pass of `rows` rows without sequences: the shortest of `runs` runs, after one that may compile
+    /// kernels. Attention is not included. The last appended step must have run.
+    ///
+    /// # Errors
+    /// `Argument` for more than [`BatchDecoder::rows`]; otherwise as [`BatchDecoder::record_size`].
+    pub fn measure(&mut self, rows: usize, runs: usize) -> Result<Duration> {
+        if rows == 0 || rows > self.rows {
+            return Err(Error::argument("rows", format_args!("1 to {}", self.rows), rows));
+        }
+        self.live = 0;
+        self.select(bucket(rows, &self.model), 1)?;
+        let mut shortest = Duration::MAX;
+        for run in 0..=runs.max(1) {
+            if let Some(pass) = self.passes.last() {
+                self.pool.step_into(&mut [], &pass.step)?;
+            }
+            let started = Instant::now();
+            match self.passes.last().and_then(|pass| pass.graphs[Then::Greedy as usize].as_ref()) {
+                Some(graph) => graph.replay()?.wait()?,
+                None => self.record(Then::Greedy)?.wait()?,
+            }
+            if run > 0 {
+                shortest = shortest.min(started.elapsed());
+            }
+        }
+        Ok(shortest)
     }
 }
 

@@ -148,6 +148,11 @@ impl<S: Storage> Scheduler<S> {
         self.running.iter_mut().filter_map(|task| Some((task.id(), task.sequence.as_mut()?)))
     }
 
+    /// Number of tokens of a request that the next step computes, without drafts.
+    pub fn remaining(&self, id: u64) -> usize {
+        self.get(id).map_or(0, Task::remaining)
+    }
+
     /// The known tokens of a request.
     pub fn tokens(&self, id: u64) -> Option<&[u32]> {
         self.get(id).map(|task| &*task.tokens)

@@ -101,7 +101,7 @@ impl Worker {
     /// The first rows of a row of the plan, as many as tokens follow them.
     fn draft_rows(&self, plan: &StepPlan<PoolStep>, index: usize, next: Vec<u32>, drafts: usize) -> Option<DraftRows> {
         let row = &plan.rows[index];
-        let sampling = self.running.get(&row.id)?.sampler.sampling().clone();
+        let sampling = self.running.get(&row.id)?.sampling().clone();
         let (position, fed) = (row.position, None);
         let tokens = row.tokens.start..row.tokens.start + next.len();
         if self.model.drafter()?.taps() != Taps::Final {
@@ -148,6 +148,15 @@ impl Worker {
         }
         let drafts = drafter.propose(&mut batch, drawn)?;
         Ok(ids.into_iter().zip(drafts).filter(|(_, drafts)| !drafts.is_empty()).collect())
+    }
+
+    /// Proposes the drafts of the model's drafter.
+    pub(super) fn propose_from_model(&mut self, plan: &StepPlan<PoolStep>) {
+        let drawn = plan.rows.iter().filter(|row| row.draws > 0);
+        let wanted: Vec<(u64, usize)> = drawn.map(|row| (row.id, self.drafts)).collect();
+        for (id, drafts) in self.draft_with_model(plan, &wanted) {
+            self.scheduler.propose(id, &drafts);
+        }
     }
 
     /// Whether the drafter is to propose drafts after a step, so that the next one waits for them.

@@ -43,7 +43,7 @@ impl Worker {
         let is_recorded = matches!(plan.step, PoolStep::Recorded);
         let (mut draws, mut samplings) = (Vec::with_capacity(plan.rows.len()), Vec::with_capacity(plan.tokens.len()));
         for row in &plan.rows {
-            let sampling = self.running.get(&row.id).map_or(&nobody, |running| running.sampler.sampling());
+            let sampling = self.running.get(&row.id).map_or(&nobody, |running| running.sampling());
             let before = if is_recorded { row.tokens.len() - row.draws } else { 0 };
             samplings.extend(std::iter::repeat_n(&nobody, before).chain(std::iter::repeat_n(sampling, row.draws)));
             draws.push(samplings.len() - row.draws..samplings.len());
@@ -89,8 +89,10 @@ impl Worker {
         });
         let results = self.take_all(&plan, drawn.collect());
         self.has_caught_up = plan.rows.iter().all(|row| row.draws <= 1);
+        self.record_time(&plan);
         self.scheduler.apply(results)?;
         self.propose(&plan);
+        self.propose_from_model(&plan);
         self.end_scheduled();
         Ok(())
     }
