@@ -38,25 +38,27 @@ pub enum CacheDivision {
     Positions,
 }
 
-/// The specification of a decoder's pool.
+/// The specification of a decoder's pool. `draft`: the layer of its drafter.
 pub(crate) fn pool_spec(
     spec: &DecoderSpec,
     options: &PoolOptions,
     pass_tokens: usize,
     activations: DType,
+    draft: Option<CacheLayer>,
 ) -> Result<PoolSpec> {
-    pool_spec_with(spec, options, pass_tokens, activations, spec.states(activations))
+    pool_spec_with(spec, options, pass_tokens, activations, (draft, spec.states(activations)))
 }
 
-/// The specification of a decoder's pool with these states.
+/// The specification of a decoder's pool with these states, and a layer of a drafter.
 pub(crate) fn pool_spec_with(
     spec: &DecoderSpec,
     options: &PoolOptions,
     pass_tokens: usize,
     activations: DType,
-    states: Vec<StateLayer>,
+    (draft, states): (Option<CacheLayer>, Vec<StateLayer>),
 ) -> Result<PoolSpec> {
-    let layers = cache_layers(spec, &options.codecs, activations)?;
+    let mut layers = cache_layers(spec, &options.codecs, activations)?;
+    layers.extend(draft);
     let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens).states(states);
     Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
 }

@@ -15,12 +15,14 @@
 //! token, which is not stored yet, and further rows have the same position.
 
 mod assistant;
+mod decoder;
 mod eagle3;
 mod encode;
 mod entry;
 mod integers;
 mod mtp;
 mod space;
+mod states;
 #[cfg(test)]
 mod tests;
 mod vocabulary;
@@ -36,9 +38,11 @@ use crate::{
     source::{Source, converted::Converted},
     weights::{SharedMatrices, Weights},
 };
+pub use decoder::{Draft, DraftDecoder};
 pub(crate) use encode::{DraftHidden, DraftInput, DraftOutput};
 use entry::Entry;
 pub(crate) use space::DraftSpace;
+pub use states::TargetStates;
 use vocabulary::Vocabulary;
 
 /// A drafter of a loaded model.
