@@ -4,7 +4,7 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
-use common::drafters::{Mtp, with_mtp};
+use common::drafters::{Mtp, pairs, with_mtp};
 use kvant::{Codec, CpuOptions, DType, Device, KvPool, Sequence, Tensor};
 use kvant_models::{BatchDecoder, CacheCodecs, Draft, DraftDecoder, Error, Files, Model, PoolOptions, Sampling};
 
@@ -15,9 +15,13 @@ fn golden() -> PathBuf {
 }
 
 fn model(path: &Path) -> Model {
+    pair(path, path)
+}
+
+fn pair(target: &Path, drafter: &Path) -> Model {
     let cpu = CpuOptions { threads: Some(2), batch_invariant: true, ..CpuOptions::default() };
-    let model = Model::load(path, &Device::cpu_with(cpu).unwrap()).unwrap();
-    model.with_drafter(&Files::at(path).unwrap(), None).unwrap()
+    let model = Model::load(target, &Device::cpu_with(cpu).unwrap()).unwrap();
+    model.with_drafter(&Files::at(drafter).unwrap(), None).unwrap()
 }
 
 fn pool(model: &Model, codecs: impl Into<CacheCodecs>) -> KvPool {
@@ -65,22 +69,22 @@ fn drafts_of(model: &Model, pool: &KvPool, tokens: &[u32], ends: &[usize], how: 
 /// Drafts depend on the text alone: not on the passes that computed it, nor on earlier drafts.
 #[test]
 fn drafts_do_not_depend_on_passes() {
-    let model = model(&with_mtp(&golden(), Mtp::Random));
-    for codec in [Codec::F32, Codec::tq_centred(4)] {
-        let pool = pool(&model, codec);
-        for how in samplings() {
-            let tokens = text(3, 101);
-            let at_once = drafts_of(&model, &pool, &tokens, &[100], &how);
-            let ends: Vec<usize> = (1..60).chain([63, 64, 65, 80, 81, 97, 98, 99, 100]).collect();
-            let one_by_one = drafts_of(&model, &pool, &tokens, &ends, &how);
-            assert!(one_by_one.iter().all(|drafts| drafts.len() == 5));
-            if codec == Codec::F32 {
-                assert_eq!(one_by_one.last(), at_once.last());
+    for (name, target, drafter) in pairs(&golden()) {
+        let model = pair(&target, &drafter);
+        for codec in [Codec::F32, Codec::tq_centred(4)] {
+            let pool = pool(&model, codec);
+            for how in samplings() {
+                let tokens = text(3, 101);
+                let at_once = drafts_of(&model, &pool, &tokens, &[100], &how);
+                let ends: Vec<usize> = (1..60).chain([63, 64, 65, 80, 81, 97, 98, 99, 100]).collect();
+                let one_by_one = drafts_of(&model, &pool, &tokens, &ends, &how);
+                assert!(one_by_one.iter().all(|drafts| drafts.len() == 5), "{name}");
+                assert_eq!(one_by_one.last(), at_once.last(), "{name}, {codec}");
+                let again = drafts_of(&model, &pool, &tokens, &[7, 20, 48, 100], &how);
+                assert_eq!(again[1..3], [one_by_one[19].clone(), one_by_one[47].clone()], "{name}, {codec}");
             }
-            let again = drafts_of(&model, &pool, &tokens, &[7, 20, 48, 100], &how);
-            assert_eq!(again[1..3], [one_by_one[19].clone(), one_by_one[47].clone()]);
+            assert_eq!(pool.usage().used, 0);
         }
-        assert_eq!(pool.usage().used, 0);
     }
 }
 
@@ -88,20 +92,25 @@ fn drafts_do_not_depend_on_passes() {
 /// passes and in others.
 #[test]
 fn batches_draft_what_sequences_draft_alone() {
-    let model = model(&with_mtp(&golden(), Mtp::Random));
-    let pool = pool(&model, Codec::F32);
+    for (name, target, drafter) in pairs(&golden()) {
+        check_batches(name, &pair(&target, &drafter));
+    }
+}
+
+fn check_batches(name: &str, model: &Model) {
+    let pool = pool(model, Codec::F32);
     let all = samplings();
     for scale in [1, 25] {
         let texts: Vec<Vec<u32>> = (0..4).map(|seed| text(seed, 20 + seed as usize)).collect();
         let more: Vec<Vec<u32>> = (0..4).map(|seed| text(9 + seed, 1 + seed as usize * scale)).collect();
         let drafts = [3, 0, 5, 1];
-        let mut drafter = DraftDecoder::new(&model, &pool, 4, 5, 256).unwrap();
+        let mut drafter = DraftDecoder::new(model, &pool, 4, 5, 256).unwrap();
         let mut sequences: Vec<Sequence> = (0..4).map(|_| pool.sequence()).collect();
         let mut got = Vec::new();
         for (parts, next) in [(&texts, more.iter().map(|more| more[0]).collect::<Vec<_>>()), (&more, vec![5; 4])] {
             let starts: Vec<usize> = sequences.iter().map(Sequence::len).collect();
             let mut batch: Vec<_> = sequences.iter_mut().zip(parts.iter().map(Vec::as_slice)).collect();
-            feed(&model, &drafter, &mut batch);
+            feed(model, &drafter, &mut batch);
             let next: Vec<Vec<u32>> =
                 parts.iter().zip(next).map(|(part, last)| [&part[1..], &[last]].concat()).collect();
             let (mut batch, mut row) = (Vec::new(), 0);
@@ -116,8 +125,8 @@ fn batches_draft_what_sequences_draft_alone() {
         for index in 0..4 {
             let whole = [&texts[index][..], &more[index], &[5]].concat();
             let ends = [texts[index].len(), whole.len() - 1];
-            let alone = drafts_of(&model, &pool, &whole, &ends, &all[index % 2]);
-            assert_eq!(got[index], alone[1][..drafts[index]], "sequence {index}, scale {scale}");
+            let alone = drafts_of(model, &pool, &whole, &ends, &all[index % 2]);
+            assert_eq!(got[index], alone[1][..drafts[index]], "{name}: sequence {index}, scale {scale}");
         }
     }
 }

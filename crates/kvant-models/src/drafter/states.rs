@@ -37,6 +37,11 @@ impl TargetStates {
         self.rows
     }
 
+    /// Whether a pass leaves the hidden states of every row, instead of the rows with logits.
+    pub fn is_of_every_row(&self) -> bool {
+        self.taps != Taps::Final
+    }
+
     pub(crate) fn taps(&self) -> Taps {
         self.taps
     }

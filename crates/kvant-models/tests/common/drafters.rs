@@ -61,6 +61,22 @@ impl Tensors {
         self.header.insert(name.to_string(), json!({"dtype": "BF16", "shape": shape, "data_offsets": range}));
     }
 
+    fn add_integers(&mut self, name: &str, values: impl Iterator<Item = i64>) {
+        let start = self.data.len();
+        self.data.extend(values.flat_map(i64::to_le_bytes));
+        let range = [start, self.data.len()];
+        self.header.insert(
+            name.to_string(),
+            json!({"dtype": "I64", "shape": [range[1] / 8 - start / 8], "data_offsets": range}),
+        );
+    }
+
+    /// Zeroes the rows of a matrix from `first` on.
+    fn keep_rows(&mut self, name: &str, first: usize) {
+        let (rows, bytes) = (self.shape(name)[0], self.range(name).len());
+        self.fill(name, bytes / rows * first..bytes);
+    }
+
     fn copy(&mut self, from: &str, to: &str) {
         let (bytes, shape) = (self.data[self.range(from)].to_vec(), self.shape(from));
         let values = bytes.chunks_exact(2).map(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16));
@@ -82,13 +98,72 @@ fn noise(seed: u64) -> impl Iterator<Item = f32> {
     })
 }
 
-/// A new copy of the golden model `qwen3_5` in `golden`, with a drafter.
-pub fn with_mtp(golden: &Path, mtp: Mtp) -> PathBuf {
-    static COPIES: AtomicUsize = AtomicUsize::new(0);
-    let number = COPIES.fetch_add(1, Ordering::Relaxed);
-    let to = std::env::temp_dir().join(format!("kvant-mtp-{}-{number}", std::process::id()));
+/// A new directory.
+fn directory() -> PathBuf {
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let to = std::env::temp_dir().join(format!("kvant-drafters-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&to).unwrap();
-    let from = golden.join("qwen3_5");
+    to
+}
+
+/// A small random model and a drafter for it, one of each kind.
+pub fn pairs(golden: &Path) -> Vec<(&'static str, PathBuf, PathBuf)> {
+    let mtp = with_mtp(golden, Mtp::Random);
+    let (target, head) = with_eagle3(golden);
+    vec![
+        ("mtp", mtp.clone(), mtp),
+        ("eagle3", target, head),
+        ("assistant", golden.join("dense"), golden.join("assistant")),
+    ]
+}
+
+/// A copy of the golden `llama` that mostly writes its first tokens, and a random EAGLE-3 head that drafts some of them.
+pub fn with_eagle3(golden: &Path) -> (PathBuf, PathBuf) {
+    const DRAFTED: usize = 40;
+    const WIDTH: usize = 48;
+    let (from, target, head) = (golden.join("llama"), directory(), directory());
+    std::fs::copy(from.join("config.json"), target.join("config.json")).unwrap();
+    let mut tensors = Tensors::read(&from.join("model.safetensors"));
+    tensors.keep_rows("lm_head.weight", 2 * FEW);
+    tensors.write(&target.join("model.safetensors"));
+    let mut tensors = Tensors { header: serde_json::Map::new(), data: Vec::new() };
+    let matrices = [
+        ("fc.weight", [HIDDEN, 3 * HIDDEN]),
+        ("lm_head.weight", [DRAFTED, HIDDEN]),
+        ("midlayer.self_attn.q_proj.weight", [2 * HIDDEN, 2 * HIDDEN]),
+        ("midlayer.self_attn.k_proj.weight", [HIDDEN, 2 * HIDDEN]),
+        ("midlayer.self_attn.v_proj.weight", [HIDDEN, 2 * HIDDEN]),
+        ("midlayer.self_attn.o_proj.weight", [HIDDEN, 2 * HIDDEN]),
+        ("midlayer.mlp.gate_proj.weight", [WIDTH, HIDDEN]),
+        ("midlayer.mlp.up_proj.weight", [WIDTH, HIDDEN]),
+        ("midlayer.mlp.down_proj.weight", [HIDDEN, WIDTH]),
+    ];
+    // Draft token i is target token 2·i + 3.
+    tensors.add_integers("d2t", (0..DRAFTED as i64).map(|token| token + 3));
+    for (seed, (name, shape)) in matrices.into_iter().enumerate() {
+        let scale = (3.0 / shape[1] as f32).sqrt();
+        tensors.add(name, &shape, noise(10 + seed as u64).take(shape[0] * shape[1]).map(|x| scale * x));
+    }
+    tensors.keep_rows("lm_head.weight", FEW);
+    for name in ["midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm"] {
+        tensors.add(&format!("{name}.weight"), &[HIDDEN], noise(30).take(HIDDEN).map(|x| 1.0 + 0.3 * x));
+    }
+    tensors.write(&head.join("model.safetensors"));
+    let config = json!({
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
+        "intermediate_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+        "num_hidden_layers": 1, "vocab_size": 96, "rms_norm_eps": 1e-5, "rope_theta": 5e4, "hidden_act": "silu",
+        "attention_bias": false, "max_position_embeddings": 512, "draft_vocab_size": DRAFTED,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    });
+    std::fs::write(head.join("config.json"), config.to_string()).unwrap();
+    (target, head)
+}
+
+/// A copy of the golden `qwen3_5` with a drafter.
+pub fn with_mtp(golden: &Path, mtp: Mtp) -> PathBuf {
+    let (to, from) = (directory(), golden.join("qwen3_5"));
     std::fs::copy(from.join("config.json"), to.join("config.json")).unwrap();
     let mut tensors = Tensors::read(&from.join("model.safetensors"));
     let block = "model.layers.1.";
@@ -99,9 +174,7 @@ pub fn with_mtp(golden: &Path, mtp: Mtp) -> PathBuf {
     tensors.copy("model.norm.weight", "mtp.norm.weight");
     let size = match mtp {
         Mtp::Random | Mtp::NotANumber => {
-            let rows = tensors.shape("lm_head.weight")[0];
-            let row = tensors.range("lm_head.weight").len() / rows;
-            tensors.fill("lm_head.weight", FEW * row..rows * row);
+            tensors.keep_rows("lm_head.weight", FEW);
             if matches!(mtp, Mtp::Random) { 0.2 } else { f32::NAN }
         }
         Mtp::Agrees => 0.0,
