@@ -5,6 +5,7 @@
 //! concurrently with the host, the next step starts before the result of the current one is known (`overlap.rs`).
 
 mod draft_length;
+mod drafter;
 mod drafting;
 mod draw;
 mod embed;
@@ -208,9 +209,11 @@ impl Worker {
         self.fill_in(&mut plan);
         match self.compute(&plan) {
             Ok(results) => {
+                self.has_caught_up = false;
                 self.record_time(&plan);
                 self.scheduler.apply(results)?;
                 self.propose(&plan);
+                self.propose_from_model(&plan);
                 Ok(())
             }
             Err(error) => self.fail_step(ids(&plan), error),

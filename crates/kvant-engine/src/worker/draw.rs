@@ -5,8 +5,8 @@
 //! only on seed and position. A draw counts if all drafts before it match the sampled tokens. Texts with and without
 //! drafts are therefore equal, except for rounding.
 
-use kvant::Tensor;
-use kvant_models::{DeviceSampler, Result, Sampling};
+use kvant::{DType, Tensor};
+use kvant_models::{DeviceSampler, DraftDecoder, Result, Sampling};
 
 use super::{
     running::{NoToken, Running},
@@ -124,7 +124,9 @@ impl Worker {
             positions.write(&vec![u32::MAX; positions.elements()])?;
         }
         let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
-        let logits = self.model.forward(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
+        let logits = Tensor::zeros(self.model.device(), DType::F32, &[rows.len(), self.model.vocab_size()])?;
+        let (pool, states) = (self.scheduler.storage().pool(), self.drafter.as_ref().map(DraftDecoder::states));
+        self.model.start_with(pool, step, &plan.tokens, None, (&rows, &logits), states)?.wait()?;
         Ok(Passed { rows, logits, drawn: None })
     }
 

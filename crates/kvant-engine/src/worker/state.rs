@@ -9,7 +9,7 @@ use std::{
 
 use flume::Sender;
 use kvant::{DeviceKind, KvPool, Readback, Submission, Tensor};
-use kvant_models::{BatchDecoder, DeviceSampler, Error, Model, Result, TokenLogprobs, Tokenizer};
+use kvant_models::{BatchDecoder, DeviceSampler, DraftDecoder, Error, Model, Result, TokenLogprobs, Tokenizer};
 
 use super::{draft_length::DraftLengths, running::Running};
 use crate::{
@@ -39,6 +39,12 @@ pub(crate) struct Worker {
     pub(super) unread: usize,
     /// Maximum drafts of a request in a step.
     pub(super) drafts: usize,
+    /// The model's drafter, if requests may have drafts.
+    pub(super) drafter: Option<DraftDecoder>,
+    /// Whether no drafts of the drafter are wanted at the moment.
+    pub(super) drafter_rests: bool,
+    /// Whether the drafter has seen the tokens of the step whose result is taken.
+    pub(super) has_caught_up: bool,
     /// Whether the number of drafts depends on `lengths`.
     pub(super) adaptive_drafts: bool,
     pub(super) lengths: DraftLengths,
@@ -92,7 +98,17 @@ impl Worker {
         let draws = options.sequences.saturating_mul(1 + drafts).min(options.step_tokens);
         let device_sampler = DeviceSampler::new(model.device(), draws)?;
         let rows = options.sequences.max(draws.min(MAX_RECORDED)).min(options.step_tokens);
-        let decoder = BatchDecoder::new(&model, &pool, rows)?;
+        let mut decoder = BatchDecoder::new(&model, &pool, rows)?;
+        let drafter = match model.drafter() {
+            Some(_) if drafts > 0 => {
+                let rows = options.step_tokens.max(decoder.rows());
+                Some(DraftDecoder::new(&model, &pool, options.sequences, drafts, rows)?)
+            }
+            _ => None,
+        };
+        if let Some(drafter) = &drafter {
+            decoder.leave_states(drafter.states())?;
+        }
         let rows = decoder.rows();
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
         let storage = storage.with_state_interval(options.state_interval);
@@ -112,6 +128,9 @@ impl Worker {
             step_tokens,
             unread,
             drafts,
+            drafter,
+            drafter_rests: false,
+            has_caught_up: false,
             adaptive_drafts,
             lengths: DraftLengths::new(rows),
             latest_result: None,
