@@ -50,7 +50,6 @@ impl Class {
     }
 
     /// A drafter's prediction of the next token.
-    #[expect(dead_code, reason = "no drafter yet")]
     pub fn drafter() -> Class {
         Class { is_drafter: true, index: 0 }
     }
@@ -146,6 +145,13 @@ impl DraftLengths {
     pub fn observe(&mut self, own: &mut Acceptance, class: Class, is_right: bool) {
         own.classes[class.place()].add(is_right, FORGETS);
         self.shared.classes[class.place()].add(is_right, SHARED_FORGETS);
+    }
+
+    /// Whether the first prediction of a class is more probable than that of another one.
+    pub fn is_better(&self, own: &Acceptance, class: Class, than: Class) -> bool {
+        let shared = self.shared_estimates();
+        let estimate = |class: Class| own.classes[class.place()].estimate(shared[class.place()]);
+        estimate(class) > estimate(than)
     }
 
     /// Returns the number of drafts of each offer. The step has `rows` rows and samples `tokens` tokens without any.

@@ -17,6 +17,8 @@ pub enum Mtp {
     Agrees,
     /// As above, with noise of this size from the token before the last.
     Differs(f32),
+    /// As [`Mtp::Random`], with logits that are not numbers.
+    NotANumber,
 }
 
 const FEW: usize = 4;
@@ -96,16 +98,16 @@ pub fn with_mtp(golden: &Path, mtp: Mtp) -> PathBuf {
     }
     tensors.copy("model.norm.weight", "mtp.norm.weight");
     let size = match mtp {
-        Mtp::Random => {
+        Mtp::Random | Mtp::NotANumber => {
             let rows = tensors.shape("lm_head.weight")[0];
             let row = tensors.range("lm_head.weight").len() / rows;
             tensors.fill("lm_head.weight", FEW * row..rows * row);
-            0.2
+            if matches!(mtp, Mtp::Random) { 0.2 } else { f32::NAN }
         }
         Mtp::Agrees => 0.0,
         Mtp::Differs(size) => size,
     };
-    let is_random = matches!(mtp, Mtp::Random);
+    let is_random = matches!(mtp, Mtp::Random | Mtp::NotANumber);
     for norm in ["mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"] {
         let scale = if is_random { 0.3 } else { 0.0 };
         tensors.add(norm, &[HIDDEN], noise(1).take(HIDDEN).map(|x| scale * x));

@@ -168,6 +168,28 @@ impl SequencePages {
         }
         Ok(())
     }
+
+    /// Releases all pages.
+    pub fn release(&mut self, layout: &PoolLayout, pages: &mut Pages) {
+        for (group, held) in layout.groups.iter().zip(&mut self.groups) {
+            held.all().for_each(|page| {
+                pages.release(page);
+            });
+            *held = GroupPages { first: group.first_index(), ..Default::default() };
+        }
+        self.len = 0;
+        self.changed();
+    }
+
+    /// Invalidates all earlier steps of the sequence.
+    pub fn changed(&self) {
+        self.changes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The current state of the sequence, for a step.
+    pub fn stamp(&self) -> Stamp {
+        Stamp { changes: Arc::clone(&self.changes), seen: self.changes.load(Ordering::Relaxed) }
+    }
 }
 
 impl Sequence {
