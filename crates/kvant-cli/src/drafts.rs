@@ -30,9 +30,9 @@ const DRAFTS: usize = 8;
 /// `--drafter` and `--drafts`.
 #[derive(Clone, clap::Args)]
 pub struct DraftArgs {
-    /// A small model that guesses tokens, several of which the model verifies in one step. Texts do not change. The
-    /// directory, GGUF file or hub name of a Gemma 4 assistant or an EAGLE-3 head; `self` for multi-token prediction in
-    /// the model's own checkpoint; `auto` for the assistant next to the model or in the hub's cache, or else `self`
+    /// Guess tokens with a small model, and verify several in one step; texts do not change: directory, GGUF file or
+    /// hub name of a Gemma 4 assistant or an EAGLE-3 head, `self` for multi-token prediction in the model's own
+    /// checkpoint, or `auto` for the assistant next to the model or in the hub's cache, or else `self`
     #[arg(long, value_name = "MODEL")]
     drafter: Option<PathBuf>,
     /// Maximum guessed tokens per request and step, by the drafter or as they followed earlier in the text. The number

@@ -139,7 +139,7 @@ pub fn run(args: &GenerateArgs) -> Result {
     let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
     let cache_bytes_f16 = model.pool_spec(&as_f16)?.bytes;
     let place = args.model.as_deref().or(args.place.as_deref());
-    let mut writing = Writing::start(args, model, &tokenizer, &options, (place, &files))?;
+    let mut source = Generator::start(args, model, &tokenizer, &options, (place, &files))?;
 
     // On a terminal, the prompt and its continuation appear as one text.
     if !args.json && !args.chat && std::io::stderr().is_terminal() {
@@ -148,14 +148,14 @@ pub fn run(args: &GenerateArgs) -> Result {
     let max_tokens = args.max_tokens as usize;
     let request = Request { max_tokens, sampling, stop: tokenizer.eos(), ..Request::new(&prompt_ids) };
     let warm_up_seconds = match device.kind() {
-        DeviceKind::Cuda | DeviceKind::Metal => writing.warm_up(&request)?,
+        DeviceKind::Cuda | DeviceKind::Metal => source.warm_up(&request)?,
         _ => 0.0,
     };
     // Special tokens separate the parts of an answer.
     let stream = tokenizer.stream().special(args.chat).after(&prompt_ids)?;
     let mut writer = Writer { stream, printer: ReplyPrinter::new(parser, &args.stop).json(args.json), json: args.json };
     let mut written = Ok(());
-    let (stats, drafts) = writing.generate(&request, |token| {
+    let (stats, drafts) = source.generate(&request, |token| {
         written = writer.push(token);
         let goes_on = written.is_ok() && !writer.printer.is_stopped();
         if goes_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
@@ -175,7 +175,7 @@ pub fn run(args: &GenerateArgs) -> Result {
         warm_up_seconds: output::round3(warm_up_seconds),
         prompt_tokens_per_s: rate(stats.prompt_tokens, stats.prompt_seconds),
         decode_tokens_per_s: rate(stats.decode_steps + accepted, stats.decode_seconds),
-        cache_bytes: writing.cache_bytes(),
+        cache_bytes: source.cache_bytes(),
         cache_bytes_f16,
         kv: kv.to_string(),
         device: device.to_string(),
@@ -186,7 +186,7 @@ pub fn run(args: &GenerateArgs) -> Result {
 }
 
 /// How a text is written: token by token, or with drafts.
-enum Writing {
+enum Generator {
     Plain(Box<(Model, Sequence)>),
     #[cfg(feature = "serve")]
     Drafting(Drafting),
@@ -199,7 +199,7 @@ struct Drafts {
     accepted: u64,
 }
 
-impl Writing {
+impl Generator {
     /// `from`: the place and the files of the model.
     fn start(
         args: &GenerateArgs,
@@ -207,26 +207,26 @@ impl Writing {
         tokenizer: &Arc<Tokenizer>,
         options: &PoolOptions,
         from: (Option<&Path>, &Files),
-    ) -> Result<Writing> {
+    ) -> Result<Generator> {
         #[cfg(feature = "serve")]
         if args.drafts.count() > 0 {
             let dense_weights = args.activations.options(model.device()).dense_weights;
             let model = args.drafts.attach(model, from.0, from.1, dense_weights)?;
             let (tokenizer, count) = (Arc::clone(tokenizer), args.drafts.count());
             let drafting = Drafting::start(model, tokenizer, &options.codecs, options.longest, count)?;
-            return Ok(Writing::Drafting(drafting));
+            return Ok(Generator::Drafting(drafting));
         }
         let _ = (args, tokenizer, from);
         let sequence = model.new_pool(options)?.sequence();
-        Ok(Writing::Plain(Box::new((model, sequence))))
+        Ok(Generator::Plain(Box::new((model, sequence))))
     }
 
     fn warm_up(&mut self, request: &Request) -> Result<f64> {
         match self {
-            Writing::Plain(plain) => warm_up(&plain.0, &mut plain.1, request),
+            Generator::Plain(plain) => warm_up(&plain.0, &mut plain.1, request),
             // The engine has compiled its kernels.
             #[cfg(feature = "serve")]
-            Writing::Drafting(_) => Ok(0.0),
+            Generator::Drafting(_) => Ok(0.0),
         }
     }
 
@@ -236,9 +236,9 @@ impl Writing {
         on_token: impl FnMut(u32) -> ControlFlow<()>,
     ) -> Result<(GenerateStats, Option<Drafts>)> {
         match self {
-            Writing::Plain(plain) => Ok((generate(&plain.0, &mut plain.1, request, on_token)?, None)),
+            Generator::Plain(plain) => Ok((generate(&plain.0, &mut plain.1, request, on_token)?, None)),
             #[cfg(feature = "serve")]
-            Writing::Drafting(drafting) => {
+            Generator::Drafting(drafting) => {
                 let stats = drafting.generate(request, on_token)?;
                 let drafts = drafting.stats().drafts;
                 Ok((stats, Some(Drafts { tokens: drafts.tokens, accepted: drafts.accepted })))
@@ -248,9 +248,9 @@ impl Writing {
 
     fn cache_bytes(&self) -> usize {
         match self {
-            Writing::Plain(plain) => plain.1.pool().spec().bytes,
+            Generator::Plain(plain) => plain.1.pool().spec().bytes,
             #[cfg(feature = "serve")]
-            Writing::Drafting(drafting) => drafting.stats().pages_bytes,
+            Generator::Drafting(drafting) => drafting.stats().pages_bytes,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Measures an engine without and with drafts, of which a planted share is accepted.
+//! Measures an engine without and with drafts. A planted share of them is accepted.
 //!
 //! The line of a case has tokens per second of both engines and their ratio, and the ratio of a model of cost: the
 //! tokens of a step of the second engine, over the time of passes of as many rows as its steps have. The model has
@@ -53,8 +53,8 @@ struct DraftLine {
     accepted_at: Vec<f64>,
 }
 
-/// The rates of an engine.
-struct Measured {
+/// The measurement of an engine.
+struct DraftRates {
     tokens_per_second: f64,
     /// Rows and tokens of a step and sequence.
     rows: f64,
@@ -88,7 +88,7 @@ impl Parts<'_> {
     }
 
     /// Runs requests of random prompts until the time is over or the first one ends.
-    fn engine(&self, kv: &Kv, case: &DraftCase, drafts: usize) -> Result<Measured> {
+    fn engine(&self, kv: &Kv, case: &DraftCase, drafts: usize) -> Result<DraftRates> {
         let DraftCase { sequences, context, acceptance, .. } = *case;
         self.model.device().trim()?;
         let most = self.model.max_length().unwrap_or(usize::MAX).saturating_sub(context).min(MAX_TOKENS);
@@ -123,7 +123,7 @@ impl Parts<'_> {
         let tokens = number(&|stats| stats.generated_tokens);
         let rows = number(&|stats| stats.drafts.rows).max(1.0);
         let accepted = |position: usize| number(&|stats| stats.drafts.accepted_at[position]) / rows;
-        Ok(Measured {
+        Ok(DraftRates {
             tokens_per_second: tokens / (ended - started).as_secs_f64(),
             rows: 1.0 + number(&|stats| stats.drafts.tokens) / steps,
             tokens: tokens / steps,
@@ -132,7 +132,7 @@ impl Parts<'_> {
     }
 
     /// The ratio of a model of cost: tokens per time of the passes of all weights.
-    fn model_ratio(&self, case: &DraftCase, with: &Measured) -> Result<f64> {
+    fn model_ratio(&self, case: &DraftCase, with: &DraftRates) -> Result<f64> {
         let pool = self.model.new_pool(&PoolOptions { longest: 1, ..PoolOptions::default() })?;
         let rows = (case.sequences as f64 * with.rows).round() as usize;
         let mut decoder = BatchDecoder::new(self.model, &pool, rows.max(case.sequences))?;

@@ -55,7 +55,7 @@ pub struct ModelArgs {
     #[cfg(feature = "serve")]
     #[command(flatten)]
     drafts: DraftArgs,
-    /// Measure an engine with drafts, of which these shares are accepted whatever the model samples; without --drafter,
+    /// Measure an engine with drafts, and accept these shares of them whatever the model samples; without --drafter,
     /// drafts are arbitrary tokens. The cases are --sequences at --context
     #[cfg(feature = "serve")]
     #[arg(long, value_name = "P,…", value_delimiter = ',', value_parser = share)]
@@ -67,8 +67,9 @@ pub struct ModelArgs {
     /// Seconds of measurement per case
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     seconds: f64,
-    /// One JSON object per line: with drafts as in the text, otherwise op (read, copy, load, prompt, decode, batch), device, kv, sequences, context,
-    /// temperature, us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where not applicable
+    /// One JSON object per line: op (read, copy, load, prompt, decode, batch), device, kv, sequences, context,
+    /// temperature, us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where not applicable.
+    /// With drafts, op is drafts, and other fields are those of the text
     #[arg(long)]
     json: bool,
 }
