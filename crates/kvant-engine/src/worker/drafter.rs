@@ -151,15 +151,6 @@ impl Worker {
         Ok(ids.into_iter().zip(drafts).filter(|(_, drafts)| !drafts.is_empty()).collect())
     }
 
-    /// Proposes the drafts of the model's drafter.
-    pub(super) fn propose_from_model(&mut self, plan: &StepPlan<PoolStep>) {
-        let drawn = plan.rows.iter().filter(|row| row.draws > 0);
-        let wanted: Vec<(u64, usize)> = drawn.map(|row| (row.id, self.drafts)).collect();
-        for (id, drafts) in self.draft_with_model(plan, &wanted) {
-            self.scheduler.propose(id, &drafts);
-        }
-    }
-
     /// Whether the drafter is to propose drafts after a step, so that the next one waits for them.
     pub(super) fn waits_for_drafter(&self, rows: &[PlanRow]) -> bool {
         self.drafter.is_some() && !self.drafter_rests && rows.iter().any(|row| row.draws > 0)
