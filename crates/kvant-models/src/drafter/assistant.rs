@@ -9,7 +9,7 @@ use super::{
     Drafter, Parts,
     entry::Entry,
     integers, not_a_drafter, other_target,
-    vocabulary::{Centroids, Vocabulary, places},
+    vocabulary::{Centroids, DraftVocabulary, places},
     with_dtype,
 };
 use crate::{
@@ -178,7 +178,7 @@ fn assemble(
         output: matrix(DraftPart::Output, &[width, h])?,
     };
     let (vocabulary, output) = match groups {
-        None => (Vocabulary::Whole, None),
+        None => (DraftVocabulary::Whole, None),
         Some((groups, ordering)) => {
             let centroids = matrix(DraftPart::Centroids, &[groups.count, h])?;
             let places = places(ORDERING, &ordering, spec.vocab_size)?;
@@ -193,7 +193,7 @@ fn assemble(
                 group_tokens: spec.vocab_size / groups.count,
                 top_k: groups.top_k,
             };
-            (Vocabulary::Centroids(vocabulary), Some(output))
+            (DraftVocabulary::Centroids(vocabulary), Some(output))
         }
     };
     let parts = Parts {

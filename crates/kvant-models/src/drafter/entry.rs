@@ -12,8 +12,8 @@ use crate::{Result, forward::Entered, source::Matrix};
 /// The weights of a drafter's entry.
 #[derive(Debug)]
 pub(super) enum Entry {
-    /// h = input(\[e; hidden\]), where e is the target's scaled embedding. `output` projects the last norm to the hidden
-    /// state of the next pass.
+    /// h = input(\[e; hidden\]), where e is the target's scaled embedding. `output` projects the last norm to the
+    /// hidden state of the next pass.
     Assistant { input: Matrix, output: Matrix },
     /// h = input(\[norm(e); norm(hidden)\]).
     Mtp { input: Matrix, embedding_norm: Tensor, hidden_norm: Tensor },

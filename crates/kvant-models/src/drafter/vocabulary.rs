@@ -10,7 +10,7 @@ use crate::{Error, Result, forward::Views, source::Matrix};
 
 /// The tokens that a drafter can draft.
 #[derive(Debug)]
-pub(super) enum Vocabulary {
+pub(super) enum DraftVocabulary {
     /// All tokens of the target.
     Whole,
     /// Some tokens of the target. `places` has the draft token of each, u32 `[V]`.
@@ -53,11 +53,11 @@ pub(super) struct VocabularyViews {
     route: Option<[Tensor; 3]>,
 }
 
-impl Vocabulary {
+impl DraftVocabulary {
     pub(super) fn bytes(&self) -> usize {
         match self {
-            Vocabulary::Whole | Vocabulary::Some { .. } => 0,
-            Vocabulary::Centroids(own) => own.centroids.bytes() + own.tokens.bytes(),
+            DraftVocabulary::Whole | DraftVocabulary::Some { .. } => 0,
+            DraftVocabulary::Centroids(own) => own.centroids.bytes() + own.tokens.bytes(),
         }
     }
 
@@ -65,14 +65,14 @@ impl Vocabulary {
     pub(super) fn buffers(&self, device: &Device, rows: usize) -> Result<VocabularyBuffers> {
         let flat = |dtype, width: usize| Ok::<_, Error>(Tensor::zeros(device, dtype, &[rows * width])?);
         Ok(match self {
-            Vocabulary::Whole => VocabularyBuffers { logits: None, route: None, widths: [0; 3], rows_each: 1 },
-            Vocabulary::Some { tokens, .. } => VocabularyBuffers {
+            DraftVocabulary::Whole => VocabularyBuffers { logits: None, route: None, widths: [0; 3], rows_each: 1 },
+            DraftVocabulary::Some { tokens, .. } => VocabularyBuffers {
                 logits: Some(flat(DType::F32, *tokens)?),
                 route: None,
                 widths: [*tokens, 0, 0],
                 rows_each: 1,
             },
-            Vocabulary::Centroids(Centroids { groups, group_tokens, top_k, .. }) => VocabularyBuffers {
+            DraftVocabulary::Centroids(Centroids { groups, group_tokens, top_k, .. }) => VocabularyBuffers {
                 logits: Some(flat(DType::F32, top_k * group_tokens)?),
                 route: Some([flat(DType::F32, *groups)?, flat(DType::U32, *top_k)?, flat(DType::F32, *top_k)?]),
                 widths: [*group_tokens, *groups, *top_k],
@@ -109,11 +109,11 @@ impl Drafter {
         out: &Tensor,
     ) -> Result<()> {
         match (&self.vocabulary, &own.logits, &own.route) {
-            (Vocabulary::Some { places, .. }, Some(logits), _) => {
+            (DraftVocabulary::Some { places, .. }, Some(logits), _) => {
                 self.network.logits(enc, views, x, logits)?;
                 Ok(ops::spread(enc, &Spread::new(logits, places, f32::NEG_INFINITY, out))?)
             }
-            (Vocabulary::Centroids(centroids), Some(logits), Some([of_groups, ids, weights])) => {
+            (DraftVocabulary::Centroids(centroids), Some(logits), Some([of_groups, ids, weights])) => {
                 let Centroids { centroids, tokens, places, .. } = centroids;
                 ops::linear(enc, &Linear::new(x, centroids.weight(), of_groups))?;
                 ops::moe_route(enc, &MoeRoute::new(of_groups, ids, weights))?;
