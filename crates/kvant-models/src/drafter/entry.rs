@@ -112,8 +112,9 @@ impl Drafter {
 
 /// Copies hidden states to `out`.
 fn read_hidden(enc: &mut Encoder, hidden: DraftHidden, out: &Tensor) -> Result<()> {
-    Ok(match hidden {
+    match hidden {
         DraftHidden::Features { table, rows } => ops::embed(enc, &Embed::new(table, rows, out))?,
         DraftHidden::Fed(from) => ops::copy(enc, from, out)?,
-    })
+    }
+    Ok(())
 }

@@ -91,11 +91,6 @@ impl DraftSpace {
         Ok(DraftSpace { blocks, last, buffers, views, fitted: [rows, wanted] })
     }
 
-    /// Maximum rows of a pass.
-    pub(crate) fn rows(&self) -> usize {
-        self.buffers.alternate.shape()[0] / 2
-    }
-
     /// Adapts the views to a pass of `rows` rows; `wanted` rows get logits.
     pub(crate) fn fit(&mut self, drafter: &Drafter, rows: usize, wanted: usize) -> Result<()> {
         let spec = drafter.network.spec();

@@ -16,7 +16,7 @@ pub(super) enum DraftVocabulary {
     /// Some tokens of the target. `places` has the draft token of each, u32 `[V]`.
     Some { tokens: usize, places: Tensor },
     /// The tokens of the groups whose centroids have the largest logits.
-    Centroids(Centroids),
+    Centroids(Box<Centroids>),
 }
 
 /// A vocabulary in groups of equal size. A row has the logits of the tokens of `top_k` groups.
@@ -72,11 +72,15 @@ impl DraftVocabulary {
                 widths: [*tokens, 0, 0],
                 rows_each: 1,
             },
-            DraftVocabulary::Centroids(Centroids { groups, group_tokens, top_k, .. }) => VocabularyBuffers {
-                logits: Some(flat(DType::F32, top_k * group_tokens)?),
-                route: Some([flat(DType::F32, *groups)?, flat(DType::U32, *top_k)?, flat(DType::F32, *top_k)?]),
-                widths: [*group_tokens, *groups, *top_k],
-                rows_each: *top_k,
+            DraftVocabulary::Centroids(own) => VocabularyBuffers {
+                logits: Some(flat(DType::F32, own.top_k * own.group_tokens)?),
+                route: Some([
+                    flat(DType::F32, own.groups)?,
+                    flat(DType::U32, own.top_k)?,
+                    flat(DType::F32, own.top_k)?,
+                ]),
+                widths: [own.group_tokens, own.groups, own.top_k],
+                rows_each: own.top_k,
             },
         })
     }
@@ -113,8 +117,8 @@ impl Drafter {
                 self.network.logits(enc, views, x, logits)?;
                 Ok(ops::spread(enc, &Spread::new(logits, places, f32::NEG_INFINITY, out))?)
             }
-            (DraftVocabulary::Centroids(centroids), Some(logits), Some([of_groups, ids, weights])) => {
-                let Centroids { centroids, tokens, places, .. } = centroids;
+            (DraftVocabulary::Centroids(own), Some(logits), Some([of_groups, ids, weights])) => {
+                let Centroids { centroids, tokens, places, .. } = &**own;
                 ops::linear(enc, &Linear::new(x, centroids.weight(), of_groups))?;
                 ops::moe_route(enc, &MoeRoute::new(of_groups, ids, weights))?;
                 ops::linear(enc, &Linear::new(x, tokens.weight(), logits).experts(Some(Experts::new(ids))))?;
