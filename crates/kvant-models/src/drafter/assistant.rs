@@ -9,7 +9,7 @@ use super::{
     Drafter, Parts,
     entry::Entry,
     integers, not_a_drafter, other_target,
-    vocabulary::{Centroids, Vocabulary, places},
+    vocabulary::{Centroids, DraftVocabulary, places},
     with_dtype,
 };
 use crate::{
@@ -142,13 +142,21 @@ fn check_target(config: &Config, width: usize, target: &Model) -> Result<Vec<usi
         if of_own != of_target {
             return Err(other_target("KV heads", of_own, of_target));
         }
-        if own.window != layers[layer].window || own.window == Some(1) {
-            let show = |window: Option<usize>| window.map_or("none".to_string(), |window| window.to_string());
-            return Err(other_target("window", show(own.window), show(layers[layer].window)));
-        }
         Ok(layer)
     };
     config.decoder.blocks.iter().map(layer_of).collect()
+}
+
+/// The stored positions that a query sees. The target keeps those within its own window. The key of the row's own
+/// token, which windows include, is not stored yet.
+fn seen(own: Option<usize>, of_target: Option<usize>) -> Result<Option<usize>> {
+    match own.into_iter().chain(of_target).min() {
+        Some(0 | 1) => Err(Error::Unsupported {
+            what: "an assistant's window of 1 position".to_string(),
+            reason: "its queries would see no key".to_string(),
+        }),
+        window => Ok(window.map(|window| window - 1)),
+    }
 }
 
 fn kind(attention: &AttentionSpec) -> &'static str {
@@ -164,10 +172,11 @@ fn assemble(
 ) -> Result<Drafter> {
     let (device, weights) = (target.device(), &target.network().weights);
     let (mut spec, width) = (config.decoder, target.decoder().hidden_size);
-    for attention in spec.blocks.iter_mut().filter_map(crate::BlockSpec::attention_mut) {
+    let of_target: Vec<&AttentionSpec> = target.decoder().cache_blocks().map(|(_, attention)| attention).collect();
+    for (block, &layer) in spec.blocks.iter_mut().zip(&layers) {
+        let Some(attention) = block.attention_mut() else { continue };
         attention.keys_values = KeysValues::External;
-        // The key of the row's own token, which the window includes, is not stored yet.
-        attention.window = attention.window.map(|window| window - 1);
+        attention.window = seen(attention.window, of_target[layer].window)?;
     }
     spec.embedding_scale = target.decoder().embedding_scale;
     (spec.output, spec.final_softcap) = (OutputMatrix::Own, None);
@@ -178,7 +187,7 @@ fn assemble(
         output: matrix(DraftPart::Output, &[width, h])?,
     };
     let (vocabulary, output) = match groups {
-        None => (Vocabulary::Whole, None),
+        None => (DraftVocabulary::Whole, None),
         Some((groups, ordering)) => {
             let centroids = matrix(DraftPart::Centroids, &[groups.count, h])?;
             let places = places(ORDERING, &ordering, spec.vocab_size)?;
@@ -193,7 +202,7 @@ fn assemble(
                 group_tokens: spec.vocab_size / groups.count,
                 top_k: groups.top_k,
             };
-            (Vocabulary::Centroids(vocabulary), Some(output))
+            (DraftVocabulary::Centroids(Box::new(vocabulary)), Some(output))
         }
     };
     let parts = Parts {
