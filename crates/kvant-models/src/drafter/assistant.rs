@@ -31,6 +31,11 @@ pub(super) const ARCHITECTURE: &str = "gemma4-assistant";
 
 const FAMILY: &str = "gemma4";
 const ORDERING: &str = "masked_embedding.token_ordering";
+/// The defaults of transformers: the target's hidden size, groups of tokens, and selected groups.
+const WIDTH: usize = 1536;
+const UNIFIED_WIDTH: usize = 3840;
+const GROUPS: usize = 2048;
+const TOP_K: usize = 32;
 /// Maximum of a width, and of the number of groups.
 const MAX_SIZE: usize = 1 << 20;
 
@@ -77,7 +82,9 @@ pub(super) fn load(files: &Files, target: &Model, dense_weights: Option<DType>) 
     let json = files.read_json("config.json")?;
     let fields = Fields::new(&json)?;
     let config = text_config(&json)?;
-    let width = fields.size("backbone_hidden_size", None, MAX_SIZE)?;
+    let is_unified = fields.string("model_type")? == Some(MODEL_TYPES[1]);
+    let default = if is_unified { UNIFIED_WIDTH } else { WIDTH };
+    let width = fields.size("backbone_hidden_size", Some(default), MAX_SIZE)?;
     let layers = check_target(&config, width, target)?;
     let groups = Groups::parse(&fields, &config)?;
     let checkpoint = Checkpoint::open_files(files)?;
@@ -99,7 +106,9 @@ fn text_config(json: &Value) -> Result<Config> {
     };
     if let Some(keys) = text.as_object_mut() {
         keys.insert("num_kv_shared_layers".into(), json!(0));
-        keys.entry("model_type").or_insert("gemma4_text".into());
+        let is_unified = json.get("model_type").and_then(Value::as_str) == Some(MODEL_TYPES[1]);
+        let model_type = if is_unified { "gemma4_unified_text" } else { "gemma4_text" };
+        keys.entry("model_type").or_insert(model_type.into());
     }
     families::parse(&text)
 }
@@ -109,12 +118,12 @@ impl Groups {
         if fields.bool_or_null("use_ordered_embeddings")? != Some(true) {
             return Ok(None);
         }
-        let count = fields.size("num_centroids", None, MAX_SIZE)?;
+        let count = fields.size("num_centroids", Some(GROUPS), MAX_SIZE)?;
         let vocab = config.decoder.vocab_size;
         if !vocab.is_multiple_of(count) {
             return Err(fields.error("num_centroids", format_args!("a divisor of the vocabulary, {vocab}"), count));
         }
-        Ok(Some(Groups { count, top_k: fields.size("centroid_intermediate_top_k", None, count)? }))
+        Ok(Some(Groups { count, top_k: fields.size("centroid_intermediate_top_k", Some(TOP_K.min(count)), count)? }))
     }
 }
 
