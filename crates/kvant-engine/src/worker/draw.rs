@@ -267,7 +267,9 @@ fn drafts<'p>(plan: &'p StepPlan<PoolStep>, row: &PlanRow) -> &'p [u32] {
 
 /// Replaces sampled tokens, so that each draft is accepted with probability `share` after accepted ones.
 fn plant(share: f32, row: &PlanRow, drawn: &mut [DrawnToken], drafts: &[u32]) {
-    for (position, (drawn, &draft)) in (row.position..).zip(drawn.iter_mut().zip(drafts)) {
+    // Of the first draft: tokens that are computed again may precede it.
+    let first = row.position + row.tokens.len() - drafts.len();
+    for (position, (drawn, &draft)) in (first..).zip(drawn.iter_mut().zip(drafts)) {
         let bits = ops::Sample::noise(row.id, u32::try_from(position).unwrap_or(u32::MAX), 0);
         let is_accepted = f64::from(bits) < f64::from(share) * 2f64.powi(32);
         // Another small id.
