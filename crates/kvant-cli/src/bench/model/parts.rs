@@ -13,6 +13,8 @@ use crate::{args::Kv, memory, output, result::Result};
 
 /// Steps of a batch before its sequences are truncated to their first length.
 pub const BATCH_STEPS: usize = 64;
+/// Maximum tokens that are computed before decoding. Further ones only take their pages.
+const MAX_COMPUTED: usize = 1 << 17;
 /// Maximum warm runs of a prompt.
 const MAX_PROMPTS: usize = 100;
 
@@ -56,9 +58,11 @@ impl Parts<'_> {
         }
         let mut sequence = self.model.new_pool(&options)?.sequence();
         let mut ids = Ids(2);
-        if past > 0 {
-            self.model.feed(&mut sequence, &ids.take(self.model, past), Logits::Last)?;
+        let computed = if has_states { past } else { past.min(MAX_COMPUTED) };
+        if computed > 0 {
+            self.model.feed(&mut sequence, &ids.take(self.model, computed), Logits::Last)?;
         }
+        self.append_uncomputed(&mut sequence, past)?;
         let mut decoder = Decoder::new(self.model, &mut sequence, sampling.clone())?;
         let mut step = |_| {
             decoder.next(&[ids.next(self.model)])?;
@@ -79,6 +83,17 @@ impl Parts<'_> {
             bytes: Some(bytes),
             ..line
         })
+    }
+
+    /// Appends tokens without computing them: the time of a step depends on their number alone, and a prompt of a
+    /// million tokens takes minutes.
+    fn append_uncomputed(&self, sequence: &mut Sequence, len: usize) -> Result<()> {
+        let pool = sequence.pool().clone();
+        while sequence.len() < len {
+            let count = (len - sequence.len()).min(self.model.pass_tokens());
+            pool.step(&mut [(&mut *sequence, count)])?;
+        }
+        Ok(())
     }
 
     /// Decodes tokens of many sequences together. Each has its own pages.
