@@ -89,7 +89,7 @@ for step in "${steps[@]}"; do
         endurance) tests endurance groups::collectives::a_million_sums --exact --ignored --nocapture ;;
         sanitizer)
             for tool in ${TOOLS:-memcheck racecheck}; do
-                for name in collectives::all_reduce_in_place collectives::all_gather merge_attention::merge_attention; do
+                for name in collectives::all_reduce_in_place collectives::all_gather summed_norms::recorded_norms_of_sums merge_attention::merge_attention; do
                     run "$tool-${name#*::}" kvant compute-sanitizer --error-exitcode 99 --tool "$tool" \
                         "$binaries/suite" "groups::$name" --exact --test-threads 1
                 done
