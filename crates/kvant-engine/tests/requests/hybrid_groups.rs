@@ -82,7 +82,7 @@ fn turns_and_branches_continue_on_every_rank() {
     });
 }
 
-/// Too little memory for all requests: their pages and states are computed again, or fetched from the host by each rank.
+/// Too little memory for all requests: each rank computes their pages and states again, or fetches them from the host.
 #[test]
 fn preempted_requests_go_on() {
     for host in [0, 64 << 20] {
