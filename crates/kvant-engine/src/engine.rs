@@ -90,10 +90,8 @@ impl Engine {
         let page_bytes = pool.page_bytes();
         let ids = model.decoder().fed_vocab();
         let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
-        let shared = Arc::new(Shared::new(
-            first_stats(&pool, options.sequences),
-            options.sequences.saturating_add(options.queue),
-        ));
+        let shared =
+            Arc::new(Shared::new(first_stats(&pool, &options), options.sequences.saturating_add(options.queue)));
         let prefixes = PrefixCache::new(&pool, b"");
         let (commands, received) = flume::unbounded();
         let (outputs, texts) = flume::unbounded();
@@ -332,13 +330,14 @@ fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_mod
 }
 
 /// The statistics that do not change.
-fn first_stats(pool: &KvPool, max_running: usize) -> EngineStats {
+fn first_stats(pool: &KvPool, options: &EngineOptions) -> EngineStats {
     let (bytes, page_tokens) = (pool.usage().bytes, pool.spec().page_tokens);
     // Sealed pages begin after the first page and end before the last two. All layers may have windows.
     let page = pool.shared(4 * page_tokens) - pool.shared(3 * page_tokens);
     let page = if page > 0 { page } else { pool.need(page_tokens, page_tokens) };
     let pages = bytes / page.max(1);
-    EngineStats { max_running, pages_bytes: bytes, page_tokens, pages, ..EngineStats::default() }
+    let (max_running, max_drafts) = (options.sequences, options.drafts);
+    EngineStats { max_running, max_drafts, pages_bytes: bytes, page_tokens, pages, ..EngineStats::default() }
 }
 
 impl Handle {

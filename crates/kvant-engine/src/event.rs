@@ -75,6 +75,10 @@ pub struct Usage {
     pub cached_tokens: usize,
     /// Tokens generated, without a stop id.
     pub generated_tokens: usize,
+    /// Drafts that the model has sampled, too. A stop id and tokens after a stop string may be among them.
+    pub accepted_drafts: usize,
+    /// Drafts that differ from the tokens that the model has sampled, or follow such a draft.
+    pub rejected_drafts: usize,
 }
 
 /// The reason why a request failed.

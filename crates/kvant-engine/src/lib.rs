@@ -69,4 +69,4 @@ pub use options::EngineOptions;
 pub use page_files::{PageFileStore, PageFiles, PageFilesError};
 pub use request::{CacheScope, EngineRequest};
 pub use responses::{NoEvent, Responses};
-pub use stats::{EngineStats, Histogram, Seconds, Tokens, Unit};
+pub use stats::{DraftCounts, EngineStats, Histogram, Seconds, Tokens, Unit};

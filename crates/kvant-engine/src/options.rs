@@ -52,9 +52,12 @@ pub struct EngineOptions {
     pub state_interval: Option<usize>,
     /// Maximum draft tokens of a request in a step, at most 32; 0 for none. Drafts are the tokens that followed an
     /// earlier occurrence of the last few tokens. They do not change texts: a draft is kept only if the model samples
-    /// an equal token. They speed up repetitive texts on devices where a step of several tokens costs little more than
-    /// a step of one token. They do not speed up small models on a CPU. Requests with a grammar have none. Default: 0.
+    /// an equal token. They speed up repetitive texts on devices where a step of several tokens costs less than several
+    /// steps. Default: 0.
     pub drafts: usize,
+    /// Whether the number of drafts adapts to the share of accepted ones and to the measured times of steps, down to
+    /// none. Otherwise each step has all drafts that are found, for tests and measurements. Default: true.
+    pub adaptive_drafts: bool,
     /// Whether a step starts before the result of the previous one is known, if the device samples all its tokens. The
     /// device then waits for the host only for the results of drafts. A request that has ended costs one token, which
     /// is dropped. Default: on CUDA, where device and host run concurrently. On a CPU there is no gain.
@@ -84,6 +87,7 @@ impl Default for EngineOptions {
             load_identity: Vec::new(),
             state_interval: None,
             drafts: 0,
+            adaptive_drafts: true,
             overlap: None,
             warm_up: Duration::from_secs(300),
             unread: 256,
@@ -203,6 +207,12 @@ impl EngineOptions {
     #[must_use]
     pub fn drafts(self, drafts: usize) -> Self {
         EngineOptions { drafts, ..self }
+    }
+
+    /// Sets [`EngineOptions::adaptive_drafts`].
+    #[must_use]
+    pub fn adaptive_drafts(self, adaptive_drafts: bool) -> Self {
+        EngineOptions { adaptive_drafts, ..self }
     }
 
     /// Sets [`EngineOptions::overlap`].

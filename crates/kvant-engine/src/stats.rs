@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::EngineOptions;
+
 /// Counts since the start of an engine, and its current state.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
@@ -46,8 +48,10 @@ pub struct EngineStats {
     pub prompt_tokens: u64,
     /// Tokens generated.
     pub generated_tokens: u64,
-    /// Proposed and accepted draft tokens.
-    pub drafts: [u64; 2],
+    /// Maximum drafts of a request in a step.
+    pub max_drafts: usize,
+    /// Drafts that steps have verified.
+    pub drafts: DraftCounts,
     /// Requests ended by a stop id, stop string or grammar.
     pub finished_stop: u64,
     /// Requests ended by length, context or pages.
@@ -72,6 +76,30 @@ pub struct EngineStats {
     pub prompt_lengths: Histogram<Tokens>,
     /// Tokens of the texts of requests that have ended.
     pub text_lengths: Histogram<Tokens>,
+}
+
+/// Counts of verified drafts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DraftCounts {
+    /// Rows with drafts: one per request and step.
+    pub rows: u64,
+    /// Draft tokens.
+    pub tokens: u64,
+    /// Accepted draft tokens.
+    pub accepted: u64,
+    /// Accepted draft tokens by their position among the drafts of a row.
+    pub accepted_at: [u64; EngineOptions::MAX_DRAFTS],
+}
+
+impl DraftCounts {
+    /// Counts a row.
+    pub(crate) fn add(&mut self, tokens: usize, accepted: usize) {
+        self.rows += 1;
+        self.tokens += tokens as u64;
+        self.accepted += accepted as u64;
+        self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
+    }
 }
 
 /// The unit of a [`Histogram`].
@@ -152,6 +180,14 @@ impl<U: Unit> Histogram<U> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn drafts_are_counted_by_position() {
+        let mut drafts = DraftCounts::default();
+        [(4, 3), (2, 0), (1, 1), (32, 32)].into_iter().for_each(|(tokens, accepted)| drafts.add(tokens, accepted));
+        assert_eq!((drafts.rows, drafts.tokens, drafts.accepted), (4, 39, 36));
+        assert_eq!((&drafts.accepted_at[..4], drafts.accepted_at[31]), (&[3, 2, 2, 1][..], 1));
+    }
 
     #[test]
     fn buckets_include_their_bounds() {

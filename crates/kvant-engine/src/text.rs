@@ -22,6 +22,11 @@ pub(crate) enum Output {
     },
     Prompt(Vec<TokenLogprobs>),
     Embedding(Vec<f32>),
+    /// A step has verified drafts. Its tokens follow.
+    Drafts {
+        accepted: usize,
+        rejected: usize,
+    },
     Token {
         id: u32,
         logprobs: Option<TokenLogprobs>,
@@ -103,6 +108,11 @@ fn handle<'t>(
     let Some(text) = texts.get_mut(&id) else { return };
     let last = match output {
         Output::Began { cached_tokens } => return text.usage.cached_tokens = cached_tokens,
+        Output::Drafts { accepted, rejected } => {
+            text.usage.accepted_drafts += accepted;
+            text.usage.rejected_drafts += rejected;
+            return;
+        }
         Output::Prompt(logprobs) => return text.reader.send(Event::Prompt(logprobs)),
         Output::Embedding(numbers) => return text.reader.send(Event::Embedding(numbers)),
         Output::Token { id: token, logprobs } => match text.push(token, logprobs) {

@@ -4,12 +4,16 @@
 //! computed, passes the tokens to the text thread, and reports the result to the scheduler. If the device runs
 //! concurrently with the host, the next step starts before the result of the current one is known (`overlap.rs`).
 
+mod draft_length;
+mod drafter;
+mod drafting;
 mod draw;
 mod embed;
 mod lookup;
 mod overlap;
 mod running;
 mod state;
+mod step_times;
 mod warm_up;
 
 use std::{
@@ -67,6 +71,7 @@ impl Worker {
         loop {
             // Without work, the thread waits for a command.
             if is_idle {
+                self.latest_result = None;
                 let Ok(command) = commands.recv() else { return Ok(()) };
                 self.handle(command);
             }
@@ -204,8 +209,11 @@ impl Worker {
         self.fill_in(&mut plan);
         match self.compute(&plan) {
             Ok(results) => {
+                self.has_caught_up = false;
+                self.record_time(&plan);
                 self.scheduler.apply(results)?;
                 self.propose(&plan);
+                self.propose_from_model(&plan);
                 Ok(())
             }
             Err(error) => self.fail_step(ids(&plan), error),

@@ -1,9 +1,11 @@
 //! Decode steps of batches with recorded passes.
 
+use std::time::{Duration, Instant};
+
 use kvant::{DType, Encoder, Graph, KvPool, Sequence, Step, StepSize, Submission, Tensor, device::DeviceKind, ops};
 
 use crate::{
-    DeviceTokens, Error, Model, Result, Sampling,
+    DeviceTokens, Error, Model, Result, Sampling, TargetStates,
     forward::{Wanted, Workspace},
 };
 
@@ -57,6 +59,8 @@ pub struct BatchDecoder {
     passes: Vec<RecordedPass>,
     /// Number of tokens of the latest step, which the last pass computes.
     live: usize,
+    /// Receives hidden states for a drafter.
+    states: Option<TargetStates>,
 }
 
 /// The smallest maximum length for which passes are recorded. Each further one is [`GROWTH`] times as long. Kernels and
@@ -78,7 +82,7 @@ struct RecordedPass {
 
 /// The sampling that follows a pass.
 #[derive(Clone, Copy, PartialEq)]
-enum Then {
+pub(crate) enum Then {
     Nothing,
     /// The most probable token of each row, which is faster than sampling.
     Greedy,
@@ -109,7 +113,19 @@ impl BatchDecoder {
             rows,
             passes: Vec::new(),
             live: 0,
+            states: None,
         })
+    }
+
+    /// Lets all passes leave hidden states for the model's drafter.
+    ///
+    /// # Errors
+    /// `Argument` for fewer rows than the decoder's, and for the states of another model.
+    pub fn leave_states(&mut self, states: &TargetStates) -> Result<()> {
+        states.check(&self.model, self.rows)?;
+        self.passes.clear();
+        self.states = Some(states.clone());
+        Ok(())
     }
 
     /// Maximum tokens of a batch.
@@ -258,13 +274,15 @@ impl BatchDecoder {
 
     /// Records the last pass and runs it.
     fn record(&mut self, then: Then) -> Result<Submission> {
-        let BatchDecoder { model, pool, space, logits, drawn, how, passes, .. } = self;
+        let BatchDecoder { model, pool, space, logits, drawn, how, passes, states, .. } = self;
         let Some(pass) = passes.last_mut() else { return Err(Error::argument("tokens", "a step", "none")) };
         space.fit(model.rank_decoder(), pass.rows)?;
         let rows = 0..pass.rows;
         let (logits, drawn, how) = (logits.rows(rows.clone())?, drawn.rows(rows.clone())?, how.rows(rows)?);
         let graph = capture(model, |enc| {
-            model.network().encode(enc, &space.views, pool, &pass.step, &Wanted::Every { logits: Some(&logits) })?;
+            let wanted = Wanted::Every { logits: Some(&logits) };
+            let features = states.as_ref().map(TargetStates::features);
+            model.network().encode(enc, &space.views, pool, &pass.step, &wanted, features.as_ref())?;
             if then != Then::Nothing {
                 let draw = ops::Sample::new(&logits, pass.step.lens(), &drawn);
                 ops::sample(enc, &draw.rows((then == Then::Draw).then_some(&how)))?;
@@ -308,6 +326,34 @@ impl BatchDecoder {
         }
         Ok(())
     }
+
+    /// Measures a greedy pass of `rows` rows without sequences: the shortest of `runs` runs, after one that may compile
+    /// kernels. Attention is not included. The last appended step must have run.
+    ///
+    /// # Errors
+    /// `Argument` for more than [`BatchDecoder::rows`]; otherwise as [`BatchDecoder::record_size`].
+    pub fn measure(&mut self, rows: usize, runs: usize) -> Result<Duration> {
+        if rows == 0 || rows > self.rows {
+            return Err(Error::argument("rows", format_args!("1 to {}", self.rows), rows));
+        }
+        self.live = 0;
+        self.select(bucket(rows, &self.model), 1)?;
+        let mut shortest = Duration::MAX;
+        for run in 0..=runs.max(1) {
+            if let Some(pass) = self.passes.last() {
+                self.pool.step_into(&mut [], &pass.step)?;
+            }
+            let started = Instant::now();
+            match self.passes.last().and_then(|pass| pass.graphs[Then::Greedy as usize].as_ref()) {
+                Some(graph) => graph.replay()?.wait()?,
+                None => self.record(Then::Greedy)?.wait()?,
+            }
+            if run > 0 {
+                shortest = shortest.min(started.elapsed());
+            }
+        }
+        Ok(shortest)
+    }
 }
 
 /// The size of a recorded pass.
@@ -320,7 +366,7 @@ pub struct PassSize {
 }
 
 /// The maximum lengths for which passes are recorded, up to the first sufficient one.
-fn lengths(longest: usize) -> impl Iterator<Item = usize> {
+pub(crate) fn lengths(longest: usize) -> impl Iterator<Item = usize> {
     let longer = move |&last: &usize| (last < longest).then(|| last.saturating_mul(GROWTH));
     std::iter::successors(Some(FIRST_LENGTH), longer)
 }
@@ -342,7 +388,7 @@ pub(crate) fn is_host(model: &Model) -> bool {
 }
 
 /// The rows of the pass for a batch. A CPU computes every row but records quickly, so it uses the exact number.
-fn bucket(rows: usize, model: &Model) -> usize {
+pub(crate) fn bucket(rows: usize, model: &Model) -> usize {
     match rows {
         _ if is_host(model) => rows,
         0..8 => rows.next_power_of_two(),

@@ -55,6 +55,22 @@ pub enum Error {
         /// The supported values.
         reason: String,
     },
+    /// The files contain no drafter.
+    #[error("not a drafter: {}", line(reason))]
+    NotADrafter {
+        /// The reason.
+        reason: String,
+    },
+    /// A drafter was made for another model.
+    #[error("the drafter is for another model: its {what} is {}, the model's is {}", line(drafter), line(target))]
+    OtherTarget {
+        /// The property that differs.
+        what: &'static str,
+        /// The drafter's.
+        drafter: String,
+        /// The model's.
+        target: String,
+    },
     /// A model does not divide among the devices of a group.
     #[error("{count} {what} of layer {layer} do not divide among {ranks} devices: {}", proposal(fits))]
     Indivisible {

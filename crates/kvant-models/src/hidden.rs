@@ -2,7 +2,7 @@
 
 use kvant::{DType, KvPool, Step, Tensor};
 
-use crate::{Error, Model, Result, pass_rows::PassRows};
+use crate::{Error, Model, Result, TargetStates, pass_rows::PassRows};
 
 impl Model {
     /// Like [`Model::forward`], but returns the hidden states of `rows` after the final norm, `[rows.len(),
@@ -11,10 +11,26 @@ impl Model {
     /// # Errors
     /// As [`Model::forward`].
     pub fn hidden(&self, pool: &KvPool, step: &Step, tokens: &[u32], rows: &[usize]) -> Result<Tensor> {
+        self.hidden_with(pool, step, tokens, rows, None)
+    }
+
+    /// Like [`Model::hidden`], and leaves hidden states for the drafter in `states`.
+    ///
+    /// # Errors
+    /// As [`Model::forward`]; `Argument` for more tokens than rows of `states`.
+    pub fn hidden_with(
+        &self,
+        pool: &KvPool,
+        step: &Step,
+        tokens: &[u32],
+        rows: &[usize],
+        states: Option<&TargetStates>,
+    ) -> Result<Tensor> {
         self.check_pass(pool, step, tokens, rows)?;
+        states.map_or(Ok(()), |states| states.check(self, tokens.len()))?;
         let out = Tensor::zeros(self.device(), self.activations(), &[rows.len(), self.decoder().hidden_size])?;
         if !tokens.is_empty() {
-            let wanted = PassRows { rows, out: &out, is_hidden: true };
+            let wanted = PassRows { rows, out: &out, is_hidden: true, states };
             self.run(pool, step, tokens, None, wanted, None)?.wait()?;
         }
         Ok(out)

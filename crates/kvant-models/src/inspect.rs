@@ -132,7 +132,7 @@ impl Inspection {
     /// # Errors
     /// `Kvant` for a codec that does not support the model's head sizes, or a size that overflows.
     pub fn cache_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
-        Ok(pool_spec(&self.local, options, load.pass_tokens, load.activations)?.bytes)
+        Ok(pool_spec(&self.local, options, load.pass_tokens, load.activations, None)?.bytes)
     }
 
     /// Bytes of the keys and values in a pool for this model: [`Inspection::cache_bytes`] without states.
@@ -140,7 +140,7 @@ impl Inspection {
     /// # Errors
     /// As [`Inspection::cache_bytes`].
     pub fn key_value_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
-        Ok(pool_spec_with(&self.local, options, load.pass_tokens, load.activations, Vec::new())?.bytes)
+        Ok(pool_spec_with(&self.local, options, load.pass_tokens, load.activations, (None, Vec::new()))?.bytes)
     }
 
     /// Bytes of the states of one sequence in all recurrent layers; 0 if the model has none.

@@ -21,7 +21,9 @@ impl Model {
             .cache_blocks()
             .zip(&spec.layers)
             .map(|((l, attention), layer)| self.key_bias(l, attention, layer, spec, longest, &mut turns));
-        let biases = biases.collect::<Result<Vec<_>>>()?;
+        let mut biases = biases.collect::<Result<Vec<_>>>()?;
+        // A drafter's layer is not sealed.
+        biases.resize_with(spec.layers.len().max(biases.len()), || None);
         Ok(KvPool::with_key_biases(self.device(), spec, biases)?)
     }
 

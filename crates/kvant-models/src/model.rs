@@ -12,7 +12,8 @@ use kvant::{
 };
 
 use crate::{
-    AttentionSpec, CacheCodecs, CacheDivision, Config, DecoderSpec, DeviceTokens, Error, Files, Result,
+    AttentionSpec, CacheCodecs, CacheDivision, Config, DecoderSpec, DeviceTokens, Drafter, Error, Files, Result,
+    TargetStates,
     forward::{Network, OnStored, Wanted, Workspace},
     open::with_source,
     pass_rows::PassRows,
@@ -114,6 +115,8 @@ pub struct Model {
     network: Arc<Network>,
     device: Device,
     pass_tokens: usize,
+    cache_division: CacheDivision,
+    drafter: Option<Arc<Drafter>>,
     /// Unused scratch memory.
     spaces: Arc<Mutex<Vec<Workspace>>>,
 }
@@ -165,7 +168,37 @@ impl Model {
         let local = local_spec(&config.decoder, device.ranks(), options.cache_division, source)?;
         let weights = Weights::load(&config.decoder, &local, source, device)?;
         let network = Arc::new(Network::new(config, local, weights, options.activations, options.context)?);
-        Ok(Model { network, device: device.clone(), pass_tokens: options.pass_tokens, spaces: Arc::default() })
+        let LoadOptions { pass_tokens, cache_division, .. } = *options;
+        let (device, drafter, spaces) = (device.clone(), None, Arc::default());
+        Ok(Model { network, device, pass_tokens, cache_division, drafter, spaces })
+    }
+
+    /// Adds a drafter, which guesses the next tokens ([`DraftDecoder`](crate::DraftDecoder)). `files` and `dense_weights`
+    /// are as in [`Drafter::load`].
+    ///
+    /// If the drafter has keys and values of its own, new pools have one more layer for them, after the model's. Pools
+    /// that were made before do not fit.
+    ///
+    /// # Errors
+    /// As [`Drafter::load`].
+    pub fn with_drafter(self, files: &Files, dense_weights: Option<DType>) -> Result<Model> {
+        let drafter = Drafter::load(files, &self, dense_weights)?;
+        Ok(Model { drafter: Some(Arc::new(drafter)), ..self })
+    }
+
+    /// The drafter, if the model has one.
+    pub fn drafter(&self) -> Option<&Drafter> {
+        self.drafter.as_deref()
+    }
+
+    /// The drafter, shared with its decoders.
+    pub(crate) fn shared_drafter(&self) -> Option<Arc<Drafter>> {
+        self.drafter.clone()
+    }
+
+    /// The layer of the drafter in the model's pools.
+    fn draft_layer(&self) -> Option<CacheLayer> {
+        self.drafter()?.cache_layer()
     }
 
     /// The model's configuration.
@@ -221,7 +254,8 @@ impl Model {
         self.network.weights.bytes_per_token(self.rank_decoder())
     }
 
-    /// Creates a pool with one layer for each model layer that has its own keys and values.
+    /// Creates a pool with one layer for each model layer that has its own keys and values, and one for the drafter if it
+    /// has its own.
     ///
     /// It has room for passes of [`Model::pass_tokens`] tokens over all sequences. With sealed pages, a sequence keeps
     /// the dense pages of its last pass until its next step: if sequences are fed one after the other, feed at most
@@ -240,15 +274,17 @@ impl Model {
 
     /// The specification of the pool that [`Model::new_pool`] makes, with its bytes on each device of a group.
     pub fn pool_spec(&self, options: &PoolOptions) -> Result<PoolSpec> {
-        pools::pool_spec(self.rank_decoder(), options, self.pass_tokens, self.network.activations())
+        let (decoder, activations) = (self.rank_decoder(), self.activations());
+        pools::pool_spec(decoder, options, self.pass_tokens, activations, self.draft_layer())
     }
 
-    /// The layers of a pool for this model: the layers with their own keys and values.
+    /// The layers of a pool for this model: the layers with their own keys and values, then the drafter's.
     ///
     /// # Errors
     /// `Argument` if the number of codecs differs from the number of layers.
     pub fn cache_layers(&self, codecs: &CacheCodecs) -> Result<Vec<CacheLayer>> {
-        pools::cache_layers(self.rank_decoder(), codecs, self.network.activations())
+        let layers = pools::cache_layers(self.rank_decoder(), codecs, self.network.activations())?;
+        Ok(layers.into_iter().chain(self.draft_layer()).collect())
     }
 
     /// The states of a pool for this model: those of its recurrent layers. Empty if it has none.
@@ -295,13 +331,30 @@ impl Model {
         rows: &[usize],
         out: &Tensor,
     ) -> Result<Submission> {
+        self.start_with(pool, step, tokens, fed, (rows, out), None)
+    }
+
+    /// Like [`Model::start`], and leaves hidden states for the drafter in `states`.
+    ///
+    /// # Errors
+    /// As [`Model::start`]; `Argument` for more tokens than rows of `states`.
+    pub fn start_with(
+        &self,
+        pool: &KvPool,
+        step: &Step,
+        tokens: &[u32],
+        fed: Option<DeviceTokens>,
+        (rows, out): (&[usize], &Tensor),
+        states: Option<&TargetStates>,
+    ) -> Result<Submission> {
         let tokens = &*DeviceTokens::known(fed.as_ref(), tokens);
         self.check_pass(pool, step, tokens, rows)?;
         self.check_out(out, rows.len()..=rows.len())?;
+        states.map_or(Ok(()), |states| states.check(self, tokens.len()))?;
         if tokens.is_empty() {
             return Ok(self.device.encoder()?.commit()?);
         }
-        self.run(pool, step, tokens, fed, PassRows::logits(rows, out), None)
+        self.run(pool, step, tokens, fed, PassRows { states, ..PassRows::logits(rows, out) }, None)
     }
 
     /// Checks the inputs of a pass.
@@ -351,7 +404,7 @@ impl Model {
         (space, fewer): (&mut Workspace, Option<&mut Workspace>),
         stored: Option<&mut OnStored>,
     ) -> Result<Submission> {
-        let PassRows { rows, out, is_hidden } = wanted;
+        let PassRows { rows, out, is_hidden, states } = wanted;
         space.fit(self.rank_decoder(), tokens.len())?;
         let mut enc = self.device.encoder()?;
         match fed {
@@ -359,7 +412,10 @@ impl Model {
             None => space.views.ids.write(tokens)?,
         }
         let logits = (!is_hidden).then_some(out);
-        let encode = |wanted: &Wanted| self.network.encode_with(&mut enc, &space.views, pool, step, wanted, stored);
+        let features = states.map(TargetStates::features);
+        let encode = |wanted: &Wanted| {
+            self.network.encode_with(&mut enc, &space.views, pool, step, wanted, features.as_ref(), stored)
+        };
         let x = match fewer {
             None if rows.is_empty() => {
                 encode(&Wanted::Nothing)?;
@@ -517,13 +573,20 @@ impl Model {
             (cached.kv_heads, cached.head_dim, cached.window, cached.position_ranks)
                 == (own.kv_heads, own.head_dim, own.window, own.position_ranks)
         };
-        if layers.len() != self.decoder().cache_layers() || !layers.iter().zip(own).all(same) {
+        let (of_model, of_drafter) = layers.split_at(layers.len().min(self.decoder().cache_layers()));
+        let fits = of_model.len() == self.decoder().cache_layers() && of_model.iter().zip(own).all(same);
+        if !fits || of_drafter != self.draft_layer().as_slice() {
             return Err(Error::argument("pool", "one made for this model", "layers of other shapes"));
         }
         if pool.spec().states != self.state_layers() {
             return Err(Error::argument("pool", "one made for this model", "states of other shapes"));
         }
         Ok(())
+    }
+
+    /// How a group divides the caches of layers without windows.
+    pub(crate) fn cache_division(&self) -> CacheDivision {
+        self.cache_division
     }
 
     /// The model's description and tensors.

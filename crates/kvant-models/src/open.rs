@@ -59,7 +59,7 @@ impl Config {
 /// Opens a checkpoint of any format, and calls `then` with its configuration and tensors.
 pub(crate) fn with_source<T>(files: &Files, then: impl FnOnce(Config, &dyn Source) -> Result<T>) -> Result<T> {
     if let Some(gguf) = files.as_gguf() {
-        return then(gguf::describe::config(gguf)?, &GgufSource(gguf));
+        return then(gguf::describe::config(gguf)?, &GgufSource::new(gguf));
     }
     files.check()?;
     let json = files.read_json("config.json")?;

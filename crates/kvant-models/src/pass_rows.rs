@@ -2,6 +2,8 @@
 
 use kvant::Tensor;
 
+use crate::TargetStates;
+
 /// The wanted rows of a pass, and their destination.
 #[derive(Clone, Copy)]
 pub(crate) struct PassRows<'a> {
@@ -10,11 +12,13 @@ pub(crate) struct PassRows<'a> {
     pub out: &'a Tensor,
     /// Whether hidden states after the final norm are wanted instead of logits.
     pub is_hidden: bool,
+    /// Receives hidden states for a drafter.
+    pub states: Option<&'a TargetStates>,
 }
 
 impl<'a> PassRows<'a> {
     /// Selects logits of rows.
     pub fn logits(rows: &'a [usize], out: &'a Tensor) -> PassRows<'a> {
-        PassRows { rows, out, is_hidden: false }
+        PassRows { rows, out, is_hidden: false, states: None }
     }
 }

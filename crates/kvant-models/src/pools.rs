@@ -38,25 +38,27 @@ pub enum CacheDivision {
     Positions,
 }
 
-/// The specification of a decoder's pool.
+/// The specification of a decoder's pool. `draft`: the layer of its drafter.
 pub(crate) fn pool_spec(
     spec: &DecoderSpec,
     options: &PoolOptions,
     pass_tokens: usize,
     activations: DType,
+    draft: Option<CacheLayer>,
 ) -> Result<PoolSpec> {
-    pool_spec_with(spec, options, pass_tokens, activations, spec.states(activations))
+    pool_spec_with(spec, options, pass_tokens, activations, (draft, spec.states(activations)))
 }
 
-/// The specification of a decoder's pool with these states.
+/// The specification of a decoder's pool with these states, and a layer of a drafter.
 pub(crate) fn pool_spec_with(
     spec: &DecoderSpec,
     options: &PoolOptions,
     pass_tokens: usize,
     activations: DType,
-    states: Vec<StateLayer>,
+    (draft, states): (Option<CacheLayer>, Vec<StateLayer>),
 ) -> Result<PoolSpec> {
-    let layers = cache_layers(spec, &options.codecs, activations)?;
+    let mut layers = cache_layers(spec, &options.codecs, activations)?;
+    layers.extend(draft);
     let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens).states(states);
     Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
 }
@@ -70,4 +72,17 @@ pub(crate) fn cache_layers(spec: &DecoderSpec, codecs: &CacheCodecs, activations
         layer.window(attention.window).position_ranks(attention.position_ranks)
     };
     Ok(spec.cache_blocks().zip(codecs.of_layers(spec.cache_layers())?).map(layer).collect())
+}
+
+/// The layer of a drafter with its own keys and values: dense, in the dtype of activations.
+pub(crate) fn draft_layer(spec: &DecoderSpec, activations: DType) -> Option<CacheLayer> {
+    let codec = match activations {
+        DType::BF16 => Codec::BF16,
+        DType::F16 => Codec::F16,
+        _ => Codec::F32,
+    };
+    spec.cache_blocks().next().map(|(_, attention)| {
+        let layer = CacheLayer::new(attention.kv_heads, attention.head_dim, codec);
+        layer.window(attention.window).position_ranks(attention.position_ranks)
+    })
 }

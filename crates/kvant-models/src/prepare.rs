@@ -73,7 +73,7 @@ impl Model {
                 true => Wanted::Every { logits: Some(&logits) },
                 false => Wanted::Some { rows: &views.ids, views, step: &of_rows, logits: Some(&logits) },
             };
-            self.network().encode(enc, &space.views, pool, &step, &wanted)?;
+            self.network().encode(enc, &space.views, pool, &step, &wanted, None)?;
             let (out, counter) = (drawn.rows(0..rows)?, of_rows.lens());
             for rows in [None, Some(&how)] {
                 ops::sample(enc, &ops::Sample::new(&logits, counter, &out).rows(rows))?;

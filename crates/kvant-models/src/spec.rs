@@ -231,6 +231,11 @@ impl BlockSpec {
     pub(crate) fn source(&self) -> Option<usize> {
         self.attention()?.source()
     }
+
+    /// Whether the block stores keys and values, or states, for later tokens.
+    pub(crate) fn is_storing(&self) -> bool {
+        self.attention().is_none_or(AttentionSpec::stores_keys)
+    }
 }
 
 /// The attention of a block.
@@ -292,6 +297,8 @@ pub enum KeysValues {
     /// None: the block attends to the keys and values of an earlier block. After the first such block, all blocks
     /// share.
     SharedWith(usize),
+    /// None: the block attends to keys and values that another decoder stores (Gemma 4's assistants).
+    External,
 }
 
 /// A rotary embedding with frequencies theta^(−2i/n) / factorᵢ; n is given in [`kvant::ops::Angles::Theta`].
@@ -513,14 +520,14 @@ impl DecoderSpec {
     /// The blocks with their own keys and values: their indices and their attention.
     pub fn cache_blocks(&self) -> impl Iterator<Item = (usize, &AttentionSpec)> {
         self.blocks.iter().enumerate().filter_map(|(l, block)| {
-            let attention = block.attention().filter(|attention| attention.source().is_none())?;
+            let attention = block.attention().filter(|attention| attention.stores_keys())?;
             Some((l, attention))
         })
     }
 
     /// The number of blocks that store keys and values or states for later tokens. They come first.
     pub(crate) fn storing_blocks(&self) -> usize {
-        self.blocks.iter().filter(|block| block.source().is_none()).count()
+        self.blocks.iter().filter(|block| block.is_storing()).count()
     }
 
     /// The states that each sequence has, in the order of the blocks.
@@ -545,7 +552,8 @@ impl DecoderSpec {
     /// `Unsupported` with the block and the reason.
     pub fn check(&self) -> Result<()> {
         let own = self.storing_blocks();
-        if self.cache_layers() == 0 {
+        let is_external = |block: &BlockSpec| block.attention().is_some_and(AttentionSpec::is_external);
+        if self.cache_layers() == 0 && !self.blocks.iter().any(is_external) {
             let reason = "at least one layer has keys and values of its own".to_string();
             return Err(Error::Unsupported { what: format!("{} layers", self.blocks.len()), reason });
         }
@@ -602,6 +610,7 @@ impl DecoderSpec {
             return Err(format!("the rotary embedding needs {} factors for long texts", rope.rotated_pairs));
         }
         match attention.source() {
+            None if attention.is_external() => Ok(()),
             None if l >= own => Err("layers that share keys and values are the last ones".to_string()),
             None => Ok(()),
             Some(source) => {
@@ -619,8 +628,18 @@ impl AttentionSpec {
     pub fn source(&self) -> Option<usize> {
         match self.keys_values {
             KeysValues::SharedWith(source) => Some(source),
-            KeysValues::Own | KeysValues::KeysAreValues => None,
+            KeysValues::Own | KeysValues::KeysAreValues | KeysValues::External => None,
         }
+    }
+
+    /// Whether another decoder stores the keys and values.
+    pub fn is_external(&self) -> bool {
+        self.keys_values == KeysValues::External
+    }
+
+    /// Whether the block stores keys and values of its own.
+    pub fn stores_keys(&self) -> bool {
+        matches!(self.keys_values, KeysValues::Own | KeysValues::KeysAreValues)
     }
 
     /// Folds the factor of cosines and sines into the scale, if all coordinates rotate.
@@ -635,7 +654,7 @@ impl AttentionSpec {
         match self.keys_values {
             KeysValues::Own => 2,
             KeysValues::KeysAreValues => 1,
-            KeysValues::SharedWith(_) => 0,
+            KeysValues::SharedWith(_) | KeysValues::External => 0,
         }
     }
 
@@ -646,7 +665,7 @@ impl AttentionSpec {
             Some(QkNorm::Heads | QkNorm::RotatedHeads) => [self.head_dim, self.head_dim],
             Some(QkNorm::Rows) => [self.q_width(), self.kv_width()],
         };
-        [Some(q), self.source().is_none().then_some(k)]
+        [Some(q), self.stores_keys().then_some(k)]
     }
 
     /// Outputs of the query projection.

@@ -3,11 +3,11 @@
 
 mod common;
 
-use common::{FAMILIES, VARIANTS, exact, floats, golden, ids, max_difference, shipped};
+use common::{FAMILIES, VARIANTS, drafters, exact, floats, golden, ids, max_difference, shipped};
 use kvant::{Codec, DType, Device, DeviceKind, Sequence, Tensor};
 use kvant_models::{
-    BatchDecoder, CacheDivision, Decoder, DeviceSampler, DeviceTokens, Error, LoadOptions, Logits, Model, PoolOptions,
-    Sampling,
+    BatchDecoder, CacheDivision, Decoder, DeviceSampler, DeviceTokens, Draft, DraftDecoder, Error, Files, LoadOptions,
+    Logits, Model, PoolOptions, Sampling,
 };
 
 /// Maximum difference of logits with an f32 cache.
@@ -266,4 +266,76 @@ fn batches_that_do_not_fit_are_rejected() {
     let beyond = DeviceTokens { drawn: &drawn, places: &[(0, 2)] };
     assert!(matches!(decoder.run_fed(&[1], Some(beyond), &[]), Err(kvant_models::Error::Kvant(_))));
     decoder.run(&[1], &[]).unwrap().wait().unwrap();
+}
+
+/// A greedy text after a prompt, and the drafts in each step. Steps verify the drafts in recorded passes, unless states
+/// would have to be rolled back.
+fn draft_greedily(model: &Model, prompt: &[u32], steps: usize) -> (Vec<u32>, Vec<Vec<u32>>) {
+    const DRAFTS: usize = 4;
+    let pool = model.new_pool(&exact(256)).unwrap();
+    let mut drafter = DraftDecoder::new(model, &pool, 1, DRAFTS, 32).unwrap();
+    let mut decoder = BatchDecoder::new(model, &pool, 1 + DRAFTS).unwrap();
+    decoder.leave_states(drafter.states()).unwrap();
+    let (mut sequence, mut tokens, greedy) = (pool.sequence(), prompt.to_vec(), Sampling::default());
+    let (mut drafts, mut all): (Vec<u32>, Vec<Vec<u32>>) = (Vec::new(), Vec::new());
+    // The prompt in short pieces, in which the CPU does not round activations.
+    let (first, last) = prompt.split_at(prompt.len() - 1);
+    for (position, piece) in first.chunks(7).enumerate().map(|(index, piece)| (7 * index, piece)) {
+        let step = pool.step(&mut [(&mut sequence, piece.len())]).unwrap();
+        let logits = Tensor::zeros(model.device(), DType::F32, &[1, model.vocab_size()]).unwrap();
+        let wanted = (&[piece.len() - 1][..], &logits);
+        model.start_with(&pool, &step, piece, None, wanted, Some(drafter.states())).unwrap().wait().unwrap();
+        let rows = if drafter.states().is_of_every_row() { 0..piece.len() } else { 0..1 };
+        let position = position + piece.len() - rows.len();
+        let next = &prompt[position + 1..position + 1 + rows.len()];
+        let sequence = &mut sequence;
+        let draft = Draft { sequence, position, rows, next, fed: None, drafts: 0, sampling: &greedy };
+        assert!(drafter.propose(&mut [draft], None).unwrap()[0].is_empty());
+    }
+    assert_eq!(last.len(), 1);
+    for _ in 0..steps {
+        let position = sequence.len();
+        if !model.state_layers().is_empty() {
+            drafts.clear();
+        }
+        let fed = [&tokens[position..], &drafts].concat();
+        decoder.append(&mut [(&mut sequence, fed.len())]).unwrap();
+        decoder.run(&fed, &vec![&greedy; fed.len()]).unwrap().wait().unwrap();
+        let drawn = decoder.drawn().unwrap().to_vec::<u32>().unwrap();
+        let accepted = drawn.iter().zip(&drafts).take_while(|(drawn, draft)| drawn == draft).count();
+        tokens.extend(&drawn[..accepted + 1]);
+        sequence.truncate(position + accepted + 1).unwrap();
+        let (rows, next) = (0..accepted + 1, &tokens[position + 1..]);
+        let sequence = &mut sequence;
+        let draft = Draft { sequence, position, rows, next, fed: None, drafts: DRAFTS, sampling: &greedy };
+        drafts = drafter.propose(&mut [draft], None).unwrap().remove(0);
+        all.push(drafts.clone());
+    }
+    (tokens, all)
+}
+
+/// Drafters of each kind: texts and drafts are those of the CPU.
+#[test]
+fn drafts_match_the_cpu() {
+    let prompt: Vec<u32> = (0..22).map(|i| i * 13 % 90 + 1).collect();
+    for (name, target, files) in drafters::pairs(&golden("")) {
+        let load = |device: &Device| {
+            let model = Model::load(&target, device).unwrap();
+            model.with_drafter(&Files::at(&files).unwrap(), None).unwrap()
+        };
+        let mut expected = Vec::new();
+        for (device, max_tokens) in [(Device::cpu(), usize::MAX)].into_iter().chain(gpus()) {
+            let (steps, prompt) = if max_tokens < usize::MAX { (3, &prompt[..8]) } else { (20, &prompt[..]) };
+            let got = draft_greedily(&load(&device), prompt, steps);
+            if let Some((.., want)) = expected.iter().find(|(length, _)| *length == prompt.len()) {
+                assert_eq!(got, *want, "{name} on {device}");
+                continue;
+            }
+            assert!(got.1.iter().all(|drafts| drafts.len() == 4), "{name} on {device}");
+            expected.push((prompt.len(), got));
+            if device.kind() == DeviceKind::Cpu {
+                expected.push((8, draft_greedily(&load(&device), &prompt[..8], 3)));
+            }
+        }
+    }
 }

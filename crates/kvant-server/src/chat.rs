@@ -208,7 +208,7 @@ impl ChatAnswer {
     fn usage_json(&self) -> Value {
         let mut usage = self.usage.openai();
         let reasoning: usize = self.choices.iter().map(|choice| choice.reader.reasoning_tokens).sum();
-        usage["completion_tokens_details"] = json!({"reasoning_tokens": reasoning});
+        usage["completion_tokens_details"]["reasoning_tokens"] = json!(reasoning);
         usage
     }
 

@@ -111,6 +111,8 @@ pub(crate) struct TokenUsage {
     pub prompt: usize,
     pub cached: usize,
     pub generated: usize,
+    /// Accepted and rejected drafts.
+    drafts: [usize; 2],
     /// Tokens of all prompts, known before the first one has run.
     of_prompts: usize,
     /// Tokens received so far.
@@ -145,15 +147,20 @@ impl TokenUsage {
             self.cached += usage.cached_tokens;
         }
         self.generated += usage.generated_tokens;
+        self.drafts[0] += usage.accepted_drafts;
+        self.drafts[1] += usage.rejected_drafts;
     }
 
-    /// The usage in the format of OpenAI's completions.
+    /// The usage in the format of OpenAI's completions. Rejected drafts are not among the completion tokens.
     pub fn openai(&self) -> Value {
         json!({
             "prompt_tokens": self.prompt,
             "completion_tokens": self.generated,
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.drafts[0], "rejected_prediction_tokens": self.drafts[1],
+            },
         })
     }
 }

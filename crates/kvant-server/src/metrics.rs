@@ -100,6 +100,13 @@ impl Text {
             let label = joined(label, "block_size", &stats.page_tokens.to_string());
             text.value("vllm:cache_config_info", &joined(&label, "num_gpu_blocks", &stats.pages.to_string()), 1.0);
         }
+        let name = "vllm:spec_decode_num_accepted_tokens_per_pos_total";
+        text.head(name, "Accepted draft tokens by their position in a draft", "counter");
+        for (label, stats) in models {
+            for (position, &count) in stats.drafts.accepted_at.iter().enumerate().take(stats.max_drafts) {
+                text.value(name, &joined(label, "position", &position.to_string()), count as f64);
+            }
+        }
         text.head("vllm:request_success_total", "Ended requests", "counter");
         for (label, stats) in models {
             for (reason, count) in [
@@ -230,8 +237,9 @@ const COUNTERS: &[Metric<u64>] = &[
     ("vllm:prompt_tokens_total", "Prompt tokens computed", |s| s.prompt_tokens),
     ("vllm:generation_tokens_total", "Tokens generated", |s| s.generated_tokens),
     ("kvant:engine_steps_total", "Steps of the engine", |s| s.steps),
-    ("vllm:spec_decode_num_draft_tokens_total", "Proposed draft tokens", |s| s.drafts[0]),
-    ("vllm:spec_decode_num_accepted_tokens_total", "Accepted draft tokens", |s| s.drafts[1]),
+    ("vllm:spec_decode_num_drafts_total", "Drafts: runs of draft tokens of a request in a step", |s| s.drafts.rows),
+    ("vllm:spec_decode_num_draft_tokens_total", "Proposed draft tokens", |s| s.drafts.tokens),
+    ("vllm:spec_decode_num_accepted_tokens_total", "Accepted draft tokens", |s| s.drafts.accepted),
 ];
 
 #[cfg(test)]
@@ -242,6 +250,8 @@ mod tests {
     fn the_text_format() {
         let models = ["a\"b\\c\nd", "other"].map(|name| (label(name), EngineStats::default()));
         let text = Text::stats(&models);
+        // Without drafts there are no positions.
+        assert!(!text.contains("per_pos_total{"));
         assert!(text.contains("vllm:num_requests_running{model_name=\"a\\\"b\\\\c\\nd\"} 0\n"));
         assert!(
             text.contains("vllm:request_success_total{model_name=\"a\\\"b\\\\c\\nd\",finished_reason=\"stop\"} 0\n")

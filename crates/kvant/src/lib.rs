@@ -75,7 +75,7 @@
 //! | [`norm_rope`](ops::norm_rope()), [`norm_rope_write`](ops::norm_rope_write()) | yes | yes | yes | yes |
 //! | [`hadamard`](ops::hadamard()) | yes | yes | yes | yes |
 //! | [`linear`](ops::linear()): dense, MLX affine 2 to 6 and 8 bit, GGUF blocks, MXFP4, MXFP8, NVFP4, experts; [`embed`](ops::embed()) | yes | yes | yes | yes |
-//! | [`rms_norm`](ops::rms_norm()), [`gate`](ops::gate()), [`add`](ops::add()), [`add_bias`](ops::add_bias()), [`softcap`](ops::softcap()) | yes | yes | yes | yes |
+//! | [`rms_norm`](ops::rms_norm()), [`gate`](ops::gate()), [`add`](ops::add()), [`add_bias`](ops::add_bias()), [`softcap`](ops::softcap()), [`spread`](ops::spread()) | yes | yes | yes | yes |
 //! | [`causal_conv`](ops::causal_conv()), [`delta_rule`](ops::delta_rule()): states of sequences, in pools | yes | yes | yes | yes |
 //! | [`moe_route`](ops::moe_route()), [`moe_combine`](ops::moe_combine()) | yes | yes | yes | yes |
 //! | [`argmax`](ops::argmax()), [`sample`](ops::sample()) | yes | yes | yes | yes |

@@ -134,6 +134,8 @@ pub(crate) struct WrittenStep {
     pub stamps: Vec<Stamp>,
     /// The positions of the tokens, then their sequences.
     pub tokens: Vec<u32>,
+    /// Whether the tokens are positions that no sequence has gained, so that recurrent states do not advance.
+    pub are_positions: bool,
     /// Counts rewrites, which change the page tables of steps selected from this one.
     rewrites: Arc<AtomicU64>,
 }
@@ -297,14 +299,16 @@ impl Step {
     }
 
     /// The tokens of each sequence, and the slot of its states, for operations on [states](crate::StateLayer). `None`
-    /// unless the step is of a pool with states, and for [selected](Step::select) tokens.
+    /// unless the step is of a pool with states, for [selected](Step::select) tokens, and for
+    /// [positions](crate::KvPool::positions).
     ///
     /// # Errors
     /// `Value` if a sequence of the step has changed since.
     pub fn runs(&self) -> Result<Option<&StateRuns>> {
         let Some(pages) = &self.pages else { return Ok(None) };
         pages.check_is_latest("step")?;
-        Ok(pages.runs.as_ref())
+        let are_positions = pages.lock().are_positions;
+        Ok(pages.runs.as_ref().filter(|_| !are_positions))
     }
 
     /// Selects tokens of this step of a [`KvPool`](crate::KvPool), for operations on some tokens only. The result
@@ -337,7 +341,7 @@ impl Step {
         let step = Step { positions: upload(&positions)?, sequence: upload(&sequence)?, ..self.clone() };
         let shares = pages.shares.iter().map(|share| share.of_tokens(&positions, &sequence)).collect::<Result<_>>()?;
         let tokens = [positions, sequence].concat();
-        let written = Mutex::new(WrittenStep { stamps, tokens, rewrites: Arc::default() });
+        let written = Mutex::new(WrittenStep { stamps, tokens, are_positions: false, rewrites: Arc::default() });
         let (tables, seals, base) = (pages.tables.clone(), pages.seals.clone(), pages.base.clone());
         // The runs cover all tokens of the step, not a selection.
         let (pool, runs, of_ranks) = (pages.pool, None, rank_slots(base.device()));

@@ -33,6 +33,10 @@ impl NoState {
         match self.0 {}
     }
 
+    pub fn count_valid(&self, _: &[u32]) -> usize {
+        match self.0 {}
+    }
+
     pub fn is_complete(&self) -> bool {
         match self.0 {}
     }

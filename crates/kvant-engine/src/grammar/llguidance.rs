@@ -221,6 +221,13 @@ impl MatcherState {
         }
     }
 
+    pub fn count_valid(&self, tokens: &[u32]) -> usize {
+        // An error would end the grammar.
+        let mut matcher = self.matcher.clone();
+        let handle = matcher.cancellation_handle();
+        self.watchdog.run(handle, || matcher.validate_tokens(tokens)).unwrap_or(0)
+    }
+
     pub fn is_complete(&self) -> bool {
         matches!(self.matcher.stop_reason(), StopReason::NoExtension | StopReason::EndOfSentence)
     }

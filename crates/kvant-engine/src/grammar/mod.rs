@@ -98,6 +98,11 @@ impl GrammarState {
         self.0.accept(token)
     }
 
+    /// The number of tokens, from the first on, that can follow. 0 if the grammar exceeds its limits.
+    pub fn count_valid(&self, tokens: &[u32]) -> usize {
+        self.0.count_valid(tokens)
+    }
+
     /// Whether the text is complete and no token can follow.
     pub fn is_complete(&self) -> bool {
         self.0.is_complete()

@@ -138,6 +138,21 @@ impl<S: Storage> Scheduler<S> {
         self.get(id).map_or(0, |task| task.pending)
     }
 
+    /// Maximum drafts of a request in its next step, by its maximum length.
+    pub fn draft_room(&self, id: u64) -> usize {
+        self.get(id).map_or(0, |task| task.max_len.saturating_sub(task.tokens.len() + task.pending + 1))
+    }
+
+    /// The sequences of running requests, in the order of service.
+    pub fn sequences_mut(&mut self) -> impl Iterator<Item = (u64, &mut S::Sequence)> {
+        self.running.iter_mut().filter_map(|task| Some((task.id(), task.sequence.as_mut()?)))
+    }
+
+    /// Number of tokens of a request that the next step computes, without drafts.
+    pub fn remaining(&self, id: u64) -> usize {
+        self.get(id).map_or(0, Task::remaining)
+    }
+
     /// The known tokens of a request.
     pub fn tokens(&self, id: u64) -> Option<&[u32]> {
         self.get(id).map(|task| &*task.tokens)

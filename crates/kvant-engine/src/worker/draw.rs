@@ -5,8 +5,8 @@
 //! only on seed and position. A draw counts if all drafts before it match the sampled tokens. Texts with and without
 //! drafts are therefore equal, except for rounding.
 
-use kvant::Tensor;
-use kvant_models::{Result, Sampling};
+use kvant::{DType, Tensor};
+use kvant_models::{DeviceSampler, DraftDecoder, Result, Sampling};
 
 use super::{
     running::{NoToken, Running},
@@ -16,6 +16,7 @@ use crate::{
     Failure, FinishReason,
     lock::lock,
     scheduler::{PlanRow, PoolStep, RowResult, StepPlan},
+    text::Output,
 };
 
 /// The result of a pass over a batch.
@@ -33,6 +34,16 @@ pub(super) struct DrawnToken {
     pub token: std::result::Result<u32, NoToken>,
     /// The logits before any adjustment, and the number of alternatives, if log probabilities are requested.
     pub logprobs: Option<(Vec<f32>, usize)>,
+}
+
+/// The draws of a step.
+struct Draws<'a> {
+    logits: &'a Tensor,
+    of_pass: Option<&'a [u32]>,
+    /// The draws that the device still has to make.
+    queue: Vec<Draw>,
+    /// The tokens of each row of the plan.
+    rows: Vec<Vec<DrawnToken>>,
 }
 
 /// A draw on the device.
@@ -113,7 +124,9 @@ impl Worker {
             positions.write(&vec![u32::MAX; positions.elements()])?;
         }
         let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
-        let logits = self.model.forward(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
+        let logits = Tensor::zeros(self.model.device(), DType::F32, &[rows.len(), self.model.vocab_size()])?;
+        let (pool, states) = (self.scheduler.storage().pool(), self.drafter.as_ref().map(DraftDecoder::states));
+        self.model.start_with(pool, step, &plan.tokens, None, (&rows, &logits), states)?.wait()?;
         Ok(Passed { rows, logits, drawn: None })
     }
 
@@ -121,6 +134,7 @@ impl Worker {
     /// failed.
     fn take(&mut self, row: &PlanRow, drawn: Vec<DrawnToken>, drafts: &[u32]) -> Option<RowResult> {
         let mut result = RowResult { id: row.id, tokens: Vec::new(), is_last: false };
+        let before = self.pending_outputs.len();
         for (index, DrawnToken { token, logprobs }) in drawn.into_iter().enumerate() {
             match token {
                 Ok(token) => {
@@ -144,75 +158,102 @@ impl Worker {
         }
         if !drafts.is_empty() {
             let accepted = result.tokens.iter().zip(drafts).take_while(|(token, draft)| token == draft).count();
-            let mut stats = lock(&self.shared.stats);
-            stats.drafts[0] += drafts.len() as u64;
-            stats.drafts[1] += accepted as u64;
-            if let Some(lookup) = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut()) {
-                lookup.learn(drafts.len(), accepted);
-            }
+            lock(&self.shared.stats).drafts.add(drafts.len(), accepted);
+            // Before the tokens: the last one ends the text.
+            let (accepted, rejected) = (accepted, drafts.len() - accepted);
+            self.pending_outputs.insert(before, (row.id, Output::Drafts { accepted, rejected }));
         }
         Some(result)
     }
 
     /// Samples tokens for each row whose tokens are all computed.
     fn draw(&mut self, plan: &StepPlan<PoolStep>, passed: &Passed) -> Result<Vec<Vec<DrawnToken>>> {
-        let Passed { rows, logits, drawn: of_pass } = passed;
-        let mut draws = Vec::new();
-        let mut drawn: Vec<Vec<DrawnToken>> = plan.rows.iter().map(|_| Vec::new()).collect();
-        for (at, row) in plan.rows.iter().enumerate() {
+        let Passed { rows, logits, drawn } = passed;
+        let mut draws = Draws::new(logits, drawn.as_deref());
+        for row in &plan.rows {
             let first = rows.partition_point(|&token| token < row.logits.start);
             let end = first + row.logits.len();
             self.score_prompt(row, first, logits)?;
-            let Some(running) = self.running.get_mut(&row.id) else { continue };
-            let drafts = drafts(plan, row);
-            for index in 0..row.draws {
-                let row_of_logits = end - row.draws + index;
-                let mut logprobs = None;
-                if running.changes_logits() || running.logprobs.is_some() {
-                    let of_draw = logits.rows(row_of_logits..row_of_logits + 1)?;
-                    let mut numbers = of_draw.to_f32()?;
-                    logprobs = running.logprobs.map(|top| (numbers.clone(), top));
-                    if running.changes_logits() {
-                        if let Err(reason) = running.adjust(&mut numbers, &drafts[..index]) {
-                            drawn[at].push(DrawnToken { token: Err(reason), logprobs: None });
-                            break;
-                        }
-                        of_draw.write(&numbers)?;
-                    }
+            let tokens = match self.running.get_mut(&row.id) {
+                Some(running) if row.draws > 0 => {
+                    let position = row.position + row.tokens.len() - row.draws + 1;
+                    draws.add(running, drafts(plan, row), end - row.draws, position)?
                 }
-                if let Some(token) = of_pass.as_ref().and_then(|drawn| drawn.get(row_of_logits)) {
-                    let token = Some(*token).filter(|&token| token != u32::MAX).ok_or_else(not_numbers);
-                    drawn[at].push(DrawnToken { token, logprobs });
-                    continue;
-                }
-                // The position of the sampled token.
-                let position = row.position + row.tokens.len() - row.draws + index + 1;
-                let counter = u32::try_from(position).unwrap_or(u32::MAX);
-                let sampling = running.sampler.sampling().clone();
-                draws.push(Draw { of: (at, index), row: row_of_logits, sampling, counter });
-                drawn[at].push(DrawnToken { token: Err(not_numbers()), logprobs });
-            }
+                _ => Vec::new(),
+            };
+            draws.rows.push(tokens);
         }
-        let rows = draws.iter().map(|draw| draw.row);
-        let only = match rows.clone().eq(0..logits.shape()[0]) {
-            true => logits.clone(),
-            false => gathered(logits, rows, self.model.vocab_size())?,
-        };
-        let how: Vec<(&Sampling, u32)> = draws.iter().map(|draw| (&draw.sampling, draw.counter)).collect();
-        for (Draw { of: (at, index), .. }, token) in draws.iter().zip(self.device_sampler.draw(&only, &how)?) {
-            drawn[*at][*index].token = token.ok_or_else(not_numbers);
-        }
-        Ok(drawn)
+        draws.finish(&self.device_sampler)
+    }
+}
+
+impl<'a> Draws<'a> {
+    /// `logits`: of all draws and perhaps more rows. `of_pass`: the tokens sampled after each row of logits, if they
+    /// are known.
+    fn new(logits: &'a Tensor, of_pass: Option<&'a [u32]>) -> Draws<'a> {
+        Draws { logits, of_pass, queue: Vec::new(), rows: Vec::new() }
     }
 
-    /// Proposes drafts for the rows of an applied step.
-    pub(super) fn propose(&mut self, plan: &StepPlan<PoolStep>) {
-        for row in plan.rows.iter().filter(|row| row.draws > 0) {
-            let lookup = self.running.get_mut(&row.id).and_then(|running| running.lookup.as_mut());
-            let (Some(lookup), Some(tokens)) = (lookup, self.scheduler.tokens(row.id)) else { continue };
-            let drafts = lookup.propose(tokens, self.scheduler.pending(row.id)).to_vec();
-            self.scheduler.propose(row.id, &drafts);
+    /// Prepares the draws of a request: after its last known token, and after each draft that its grammar allows.
+    /// `first`: the first row of logits. `position`: of the first sampled token.
+    fn add(&mut self, running: &mut Running, drafts: &[u32], first: usize, position: usize) -> Result<Vec<DrawnToken>> {
+        let mut tokens = Vec::with_capacity(1 + drafts.len());
+        let mut ahead = None;
+        for index in 0..=drafts.len() {
+            let row = first + index;
+            let mut logprobs = None;
+            if running.changes_logits() || running.logprobs.is_some() {
+                let of_draw = self.logits.rows(row..row + 1)?;
+                let mut numbers = of_draw.to_f32()?;
+                logprobs = running.logprobs.map(|top| (numbers.clone(), top));
+                if running.changes_logits() {
+                    let adjusted = match index.checked_sub(1) {
+                        None => running.adjust(&mut numbers),
+                        Some(before) => {
+                            let state = ahead.get_or_insert_with(|| running.state());
+                            running.adjust_after(state, drafts[before], &mut numbers)
+                        }
+                    };
+                    match adjusted {
+                        Ok(()) => of_draw.write(&numbers)?,
+                        Err(reason) if index == 0 => {
+                            tokens.push(DrawnToken { token: Err(reason), logprobs: None });
+                            break;
+                        }
+                        // If the text gets here, the next step finds the reason.
+                        Err(_) => break,
+                    }
+                }
+            }
+            let token = match self.of_pass.and_then(|drawn| drawn.get(row)) {
+                Some(&token) if token != u32::MAX => Ok(token),
+                Some(_) => Err(not_numbers()),
+                None => {
+                    let counter = u32::try_from(position + index).unwrap_or(u32::MAX);
+                    let of = (self.rows.len(), index);
+                    self.queue.push(Draw { of, row, sampling: running.sampling().clone(), counter });
+                    Err(not_numbers())
+                }
+            };
+            tokens.push(DrawnToken { token, logprobs });
         }
+        Ok(tokens)
+    }
+
+    /// Samples the tokens that are not known yet.
+    fn finish(self, sampler: &DeviceSampler) -> Result<Vec<Vec<DrawnToken>>> {
+        let Draws { logits, queue, mut rows, .. } = self;
+        let queued = queue.iter().map(|draw| draw.row);
+        let [all, vocab] = logits.shape()[..] else { return Err(no_decoder()) };
+        let only = match queued.clone().eq(0..all) {
+            true => logits.clone(),
+            false => gathered(logits, queued, vocab)?,
+        };
+        let how: Vec<(&Sampling, u32)> = queue.iter().map(|draw| (&draw.sampling, draw.counter)).collect();
+        for (Draw { of: (row, index), .. }, token) in queue.iter().zip(sampler.draw(&only, &how)?) {
+            rows[*row][*index].token = token.ok_or_else(not_numbers);
+        }
+        Ok(rows)
     }
 }
 
@@ -234,3 +275,6 @@ fn gathered(logits: &Tensor, rows: impl Iterator<Item = usize>, vocab: usize) ->
     }
     Ok(Tensor::from_slice(logits.device(), &numbers, &[numbers.len() / vocab.max(1), vocab])?)
 }
+
+#[cfg(test)]
+mod tests;

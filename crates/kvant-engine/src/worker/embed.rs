@@ -1,7 +1,7 @@
 //! Computes embeddings: pooled hidden states of prompts.
 
 use kvant::Tensor;
-use kvant_models::Result;
+use kvant_models::{DraftDecoder, Result};
 
 use super::state::{Worker, no_decoder};
 use crate::{
@@ -21,7 +21,8 @@ impl Worker {
     pub(super) fn pass_with_hidden(&mut self, plan: &StepPlan<PoolStep>) -> Result<(Vec<usize>, Tensor)> {
         let PoolStep::Mixed(step) = &plan.step else { return Err(no_decoder()) };
         let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
-        let hidden = self.model.hidden(self.scheduler.storage().pool(), step, &plan.tokens, &rows)?;
+        let (pool, states) = (self.scheduler.storage().pool(), self.drafter.as_ref().map(DraftDecoder::states));
+        let hidden = self.model.hidden_with(pool, step, &plan.tokens, &rows, states)?;
         let (mut of_logits, mut parts, mut at) = (Vec::new(), Vec::new(), 0);
         for row in &plan.rows {
             let part = at..at + row.logits.len();

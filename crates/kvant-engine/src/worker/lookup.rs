@@ -1,71 +1,117 @@
-//! Prompt lookup: drafts are the tokens that followed an earlier occurrence of the last few tokens.
+//! Prompt lookup: predicts the tokens that followed an earlier occurrence of the last few tokens.
 
 use std::collections::HashMap;
 
-/// Length of the matched n-gram in tokens.
-const LENGTH: usize = 3;
+/// Minimum length of a match in tokens.
+const MIN_LENGTH: usize = 2;
+/// Maximum length that is compared. Longer matches count as equally good.
+const MAX_LENGTH: usize = 32;
+/// Maximum earlier occurrences that are compared, from the latest one back.
+const MAX_CANDIDATES: usize = 16;
+/// Marks the first occurrence of an n-gram.
+const NONE: u32 = u32::MAX;
 
-/// The n-grams of one text, and the current number of drafts.
-#[derive(Debug)]
+/// The n-grams of one text, each with the positions after its occurrences.
+#[derive(Debug, Default)]
 pub(super) struct Lookup {
     /// The latest position after each n-gram, except after the last one of the text.
-    after: HashMap<[u32; LENGTH], usize>,
-    /// Number of positions indexed.
-    known: usize,
-    /// Number of drafts to propose next: the previously accepted ones and some more.
-    next: usize,
-    max: usize,
+    latest: HashMap<[u32; MIN_LENGTH], u32>,
+    /// For each position from [`MIN_LENGTH`] on: the previous position after an equal n-gram, or [`NONE`].
+    previous: Vec<u32>,
+}
+
+/// An earlier occurrence of the last tokens of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Match {
+    /// Number of equal tokens, at most [`MAX_LENGTH`].
+    pub length: usize,
+    /// The position after the occurrence: the token there is the prediction.
+    pub end: usize,
 }
 
 impl Lookup {
-    /// Creates a lookup of at most `max` drafts.
-    pub fn new(max: usize) -> Lookup {
-        Lookup { after: HashMap::new(), known: LENGTH, next: max.min(2), max }
-    }
-
-    /// Returns the tokens that may follow; possibly none. `tokens` has grown since the last call. The next `ahead`
-    /// tokens are already being sampled and are not drafts.
-    pub fn propose<'t>(&mut self, tokens: &'t [u32], ahead: usize) -> &'t [u32] {
-        for end in self.known..tokens.len() {
-            if let Ok(gram) = tokens[end - LENGTH..end].try_into() {
-                self.after.insert(gram, end);
+    /// Finds the longest match of the end of a text; among equally long ones, the latest. `tokens` has grown since the
+    /// last call.
+    pub fn find(&mut self, tokens: &[u32]) -> Option<Match> {
+        self.index(tokens);
+        let mut end = *self.latest.get(tokens.last_chunk::<MIN_LENGTH>()?)?;
+        let mut best = None;
+        for _ in 0..MAX_CANDIDATES {
+            let length = matched(tokens, end as usize);
+            if best.is_none_or(|best: Match| length > best.length) {
+                best = Some(Match { length, end: end as usize });
+            }
+            match self.previous.get(end as usize - MIN_LENGTH) {
+                Some(&before) if before != NONE && length < MAX_LENGTH => end = before,
+                _ => break,
             }
         }
-        self.known = tokens.len().max(LENGTH);
-        let last = tokens.last_chunk::<LENGTH>().and_then(|gram| self.after.get(gram));
-        last.map_or(&[], |&after| &tokens[after..(after + ahead + self.next).min(tokens.len())])
+        best
     }
 
-    /// Adapts the number of drafts to the number that was accepted.
-    pub fn learn(&mut self, proposed: usize, accepted: usize) {
-        self.next = if accepted == proposed { (2 * self.next).min(self.max) } else { accepted + 1 };
+    /// Adds the n-grams that have a token after them.
+    fn index(&mut self, tokens: &[u32]) {
+        for end in MIN_LENGTH + self.previous.len()..tokens.len() {
+            let (Ok(gram), Ok(position)) = (tokens[end - MIN_LENGTH..end].try_into(), u32::try_from(end)) else {
+                return;
+            };
+            self.previous.push(self.latest.insert(gram, position).unwrap_or(NONE));
+        }
     }
+}
+
+/// The number of equal tokens before `end` and before the end of the text.
+fn matched(tokens: &[u32], end: usize) -> usize {
+    let earlier = tokens[..end].iter().rev();
+    earlier.zip(tokens.iter().rev()).take(MAX_LENGTH).take_while(|(a, b)| a == b).count()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn find(lookup: &mut Lookup, tokens: &[u32]) -> Option<(usize, usize)> {
+        lookup.find(tokens).map(|found| (found.length, found.end))
+    }
+
     #[test]
-    fn the_latest_continuation_is_proposed() {
-        let mut lookup = Lookup::new(4);
-        assert!(lookup.propose(&[1, 2], 0).is_empty());
-        let tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3, 7, 8, 1, 2, 3];
-        assert_eq!(lookup.propose(&tokens[..9], 0), [4, 5]);
-        assert_eq!(lookup.propose(&tokens, 0), [7, 8]);
-        lookup.learn(2, 2);
-        assert_eq!(lookup.propose(&tokens, 0), [7, 8, 1, 2]);
-        lookup.learn(4, 0);
-        assert_eq!(lookup.propose(&tokens, 0), [7]);
-        lookup.learn(1, 1);
-        assert_eq!(lookup.propose(&tokens, 0), [7, 8]);
-        assert_eq!(lookup.propose(&tokens, 1), [7, 8, 1]);
-        assert!(lookup.propose(&[9; 3], 0).is_empty());
+    fn the_longest_match_wins_and_then_the_latest() {
+        let mut lookup = Lookup::default();
+        let tokens = [1, 2, 3, 4, 5, 2, 3, 6, 1, 2, 3, 7, 2, 3];
+        assert_eq!(find(&mut lookup, &tokens[..1]), None);
+        assert_eq!(find(&mut lookup, &tokens[..4]), None);
+        // After [2, 3]: 4.
+        assert_eq!(find(&mut lookup, &tokens[..7]), Some((2, 3)));
+        // After [1, 2, 3]: 4, although 6 follows the latest [2, 3].
+        assert_eq!(find(&mut lookup, &tokens[..11]), Some((3, 3)));
+        // After [2, 3]: 7 is the latest.
+        assert_eq!(find(&mut lookup, &tokens), Some((2, 11)));
     }
 
     #[test]
     fn a_repeated_token_continues_itself() {
-        let mut lookup = Lookup::new(8);
-        assert_eq!(lookup.propose(&[5; 6], 0), [5]);
+        let mut lookup = Lookup::default();
+        assert_eq!(find(&mut lookup, &[5; 2]), None);
+        assert_eq!(find(&mut lookup, &[5; 6]), Some((5, 5)));
+        assert_eq!(find(&mut lookup, &[5; 60]), Some((MAX_LENGTH, 59)));
+    }
+
+    /// Every result equals that of a search over the whole text, if its n-gram is not too frequent.
+    #[test]
+    fn matches_equal_a_full_search() {
+        let mut lookup = Lookup::default();
+        let mut state = 1u64;
+        let tokens: Vec<u32> = (0..400)
+            .map(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 33) as u32 % 12
+            })
+            .collect();
+        for len in 0..tokens.len() {
+            let text = &tokens[..len];
+            let all =
+                (MIN_LENGTH..len).map(|end| (matched(text, end), end)).filter(|(length, _)| *length >= MIN_LENGTH);
+            assert_eq!(find(&mut lookup, text), all.max(), "{len}");
+        }
     }
 }

@@ -10,7 +10,7 @@
 //! because the next positions depend on the number of accepted drafts.
 
 use kvant::{DType, Tensor};
-use kvant_models::{DeviceTokens, Error, Result, Sampling};
+use kvant_models::{DeviceTokens, DraftDecoder, Error, Result, Sampling};
 
 use super::{
     draw::{DrawnToken, not_numbers},
@@ -27,6 +27,7 @@ impl Worker {
     pub(super) fn can_overlap(&self, plan: &StepPlan<PoolStep>) -> bool {
         let is_plain = |running: &Running| running.logprobs.is_none() && running.plain_sampling().is_some();
         self.overlap
+            && !self.waits_for_drafter(&plan.rows)
             && plan.rows.iter().all(|row| {
                 row.logits.len() == row.draws && (row.draws == 0 || self.running.get(&row.id).is_none_or(is_plain))
             })
@@ -42,7 +43,7 @@ impl Worker {
         let is_recorded = matches!(plan.step, PoolStep::Recorded);
         let (mut draws, mut samplings) = (Vec::with_capacity(plan.rows.len()), Vec::with_capacity(plan.tokens.len()));
         for row in &plan.rows {
-            let sampling = self.running.get(&row.id).map_or(&nobody, |running| running.sampler.sampling());
+            let sampling = self.running.get(&row.id).map_or(&nobody, |running| running.sampling());
             let before = if is_recorded { row.tokens.len() - row.draws } else { 0 };
             samplings.extend(std::iter::repeat_n(&nobody, before).chain(std::iter::repeat_n(sampling, row.draws)));
             draws.push(samplings.len() - row.draws..samplings.len());
@@ -57,7 +58,8 @@ impl Worker {
                 let rows: Vec<usize> = plan.rows.iter().flat_map(|row| row.logits.clone()).collect();
                 let logits = Tensor::zeros(self.model.device(), DType::F32, &[rows.len(), self.model.vocab_size()])?;
                 let pool = self.scheduler.storage().pool();
-                let pass = self.model.start(pool, step, &plan.tokens, fed, &rows, &logits)?;
+                let states = self.drafter.as_ref().map(DraftDecoder::states);
+                let pass = self.model.start_with(pool, step, &plan.tokens, fed, (&rows, &logits), states)?;
                 // The counter of a draw is the position of the sampled token.
                 let ends = plan.rows.iter().map(|row| row.position + row.tokens.len());
                 let positions = ends.zip(&plan.rows).flat_map(|(end, row)| end + 1 - row.draws..end + 1);
@@ -69,6 +71,7 @@ impl Worker {
             (PoolStep::Recorded, _) => return Err(no_decoder()),
         };
         lock(&self.shared.stats).overlapped_steps += u64::from(before.is_some());
+        self.catch_up(&plan, &draws, &drawn);
         Ok(InFlightStep { plan, draws, readback: drawn.read_back()?, drawn, submissions })
     }
 
@@ -85,8 +88,11 @@ impl Worker {
             tokens.map(|token| DrawnToken { token, logprobs: None }).collect()
         });
         let results = self.take_all(&plan, drawn.collect());
+        self.has_caught_up = plan.rows.iter().all(|row| row.draws <= 1);
+        self.record_time(&plan);
         self.scheduler.apply(results)?;
         self.propose(&plan);
+        self.propose_from_model(&plan);
         self.end_scheduled();
         Ok(())
     }

@@ -7,7 +7,7 @@ use std::{
 
 use kvant_models::{Pooling, Sampler, Sampling};
 
-use super::lookup::Lookup;
+use super::drafting::Drafting;
 use crate::{
     Failure, FinishReason,
     commands::Job,
@@ -35,12 +35,19 @@ impl Pooled {
     }
 }
 
+/// The state that the next draw of a text depends on, besides its logits.
+#[derive(Clone)]
+pub(super) struct DrawState {
+    sampler: Sampler,
+    grammar: Option<GrammarState>,
+    generated: usize,
+}
+
 /// A running or waiting request.
 pub(super) struct Running {
-    pub sampler: Sampler,
-    grammar: Option<GrammarState>,
-    /// Proposes drafts, if the request has any.
-    pub lookup: Option<Lookup>,
+    state: DrawState,
+    /// Predicts tokens, if the request has drafts.
+    pub drafting: Option<Box<Drafting>>,
     /// Ids that end the text.
     pub stop_ids: Vec<u32>,
     min_tokens: usize,
@@ -49,7 +56,6 @@ pub(super) struct Running {
     /// The sum of the hidden states for its embedding.
     pub pooled: Option<Pooled>,
     pub prompt_len: usize,
-    pub generated: usize,
     pub submitted: Instant,
     /// The start of the first step; before that, the time of submission.
     pub begun: Instant,
@@ -89,17 +95,14 @@ impl Running {
         sampler.accept_prompt(&request.prompt);
         let salt = request.cache.pool_salt();
         let running = Running {
-            sampler,
-            // Computing the masks of drafts would cost more time than drafts save.
-            lookup: (drafts > 0 && grammar.is_none()).then(|| Lookup::new(drafts)),
-            grammar,
+            drafting: (drafts > 0 && request.max_tokens > 1).then(Box::default),
+            state: DrawState { sampler, grammar, generated: 0 },
             stop_ids: request.stop_ids.unwrap_or_else(|| eos.to_vec()),
             min_tokens: request.min_tokens,
             logprobs: request.logprobs,
             prompt_logprobs: request.prompt_logprobs,
             pooled: request.pooling.map(|_| Pooled::default()),
             prompt_len: request.prompt.len(),
-            generated: 0,
             submitted,
             begun: submitted,
             first: None,
@@ -122,34 +125,91 @@ impl Running {
         Ok((running, task))
     }
 
+    /// The sampling parameters.
+    pub fn sampling(&self) -> &Sampling {
+        self.state.sampler.sampling()
+    }
+
+    /// Number of generated tokens.
+    pub fn generated(&self) -> usize {
+        self.state.generated
+    }
+
+    /// A copy of the state, for tokens that are not accepted yet.
+    pub fn state(&self) -> DrawState {
+        self.state.clone()
+    }
+
     /// Whether logits are adjusted before sampling.
     pub fn changes_logits(&self) -> bool {
-        !self.sampler.sampling().is_plain() || self.generated < self.min_tokens || self.grammar.is_some()
+        !self.sampling().is_plain() || self.generated() < self.min_tokens || self.state.grammar.is_some()
     }
 
     /// The sampling parameters, if logits are not adjusted.
     pub fn plain_sampling(&self) -> Option<&Sampling> {
-        (!self.changes_logits()).then(|| self.sampler.sampling())
+        (!self.changes_logits()).then(|| self.sampling())
     }
 
-    /// Adjusts logits before sampling. `drafts` are not accepted yet.
+    /// Adjusts logits before sampling.
     ///
     /// # Errors
     /// The reason why no token may be sampled.
-    pub fn adjust(&mut self, logits: &mut [f32], drafts: &[u32]) -> Result<(), NoToken> {
-        let allowed = self.allowed(logits.len()).map_err(|reason| NoToken::Failed(Failure::Grammar(reason)))?;
+    pub fn adjust(&mut self, logits: &mut [f32]) -> Result<(), NoToken> {
+        self.state.adjust(logits, self.min_tokens, &self.stop_ids)
+    }
+
+    /// Adjusts logits after a draft, which is not accepted yet. `state` is the state before it.
+    ///
+    /// # Errors
+    /// The reason why no token may be sampled: the grammar rejects the draft, or ends with it.
+    pub fn adjust_after(&self, state: &mut DrawState, draft: u32, logits: &mut [f32]) -> Result<(), NoToken> {
+        state.accept(draft).map_err(NoToken::Failed)?;
+        match state.is_complete() {
+            true => Err(NoToken::End),
+            false => state.adjust(logits, self.min_tokens, &self.stop_ids),
+        }
+    }
+
+    /// The number of tokens, from the first on, that the grammar allows next.
+    pub fn count_valid(&self, tokens: &[u32]) -> usize {
+        self.state.grammar.as_ref().map_or(tokens.len(), |grammar| grammar.count_valid(tokens))
+    }
+
+    /// Counts a token of the text. Sets `end` if it is the last one.
+    ///
+    /// # Errors
+    /// The grammar rejects the token.
+    pub fn accept(&mut self, token: u32) -> Result<(), Failure> {
+        self.state.accept(token)?;
+        self.end = self.state.is_complete().then_some(FinishReason::Grammar);
+        Ok(())
+    }
+}
+
+impl DrawState {
+    /// Counts a token.
+    ///
+    /// # Errors
+    /// The grammar rejects it.
+    fn accept(&mut self, token: u32) -> Result<(), Failure> {
+        self.sampler.accept(token);
+        self.generated += 1;
+        self.grammar.as_mut().map_or(Ok(()), |grammar| grammar.accept(token)).map_err(Failure::Grammar)
+    }
+
+    /// Whether the grammar allows no further token.
+    fn is_complete(&self) -> bool {
+        self.grammar.as_ref().is_some_and(GrammarState::is_complete)
+    }
+
+    /// Adjusts logits before sampling.
+    fn adjust(&mut self, logits: &mut [f32], min_tokens: usize, stop_ids: &[u32]) -> Result<(), NoToken> {
+        let allowed = self.allowed(logits.len(), stop_ids);
+        let allowed = allowed.map_err(|reason| NoToken::Failed(Failure::Grammar(reason)))?;
         // A stop id may still be the only remaining token.
-        let mask = allowed.as_ref().map(|allowed| &*allowed.tokens);
-        let _ = match drafts {
-            [] => self.sampler.adjust(logits, mask),
-            drafts => {
-                let mut sampler = self.sampler.clone();
-                drafts.iter().for_each(|&id| sampler.accept(id));
-                sampler.adjust(logits, mask)
-            }
-        };
-        if self.generated + drafts.len() < self.min_tokens {
-            for &id in &self.stop_ids {
+        let _ = self.sampler.adjust(logits, allowed.as_ref().map(|allowed| &*allowed.tokens));
+        if self.generated < min_tokens {
+            for &id in stop_ids {
                 if let Some(logit) = logits.get_mut(id as usize) {
                     *logit = f32::NEG_INFINITY;
                 }
@@ -165,31 +225,17 @@ impl Running {
     }
 
     /// The tokens that the grammar allows, and the stop ids if the text may end.
-    fn allowed(&mut self, vocab: usize) -> Result<Option<Allowed>, String> {
+    fn allowed(&mut self, vocab: usize, stop_ids: &[u32]) -> Result<Option<Allowed>, String> {
         let Some(grammar) = &mut self.grammar else { return Ok(None) };
         let mut allowed = grammar.allowed()?;
         allowed.tokens.resize(vocab.div_ceil(32), 0);
         if allowed.may_end {
-            for &id in &self.stop_ids {
+            for &id in stop_ids {
                 if let Some(word) = allowed.tokens.get_mut(id as usize / 32) {
                     *word |= 1 << (id % 32);
                 }
             }
         }
         Ok(Some(allowed))
-    }
-
-    /// Counts a token of the text. Sets `end` if it is the last one.
-    ///
-    /// # Errors
-    /// The grammar rejects the token.
-    pub fn accept(&mut self, token: u32) -> Result<(), Failure> {
-        self.sampler.accept(token);
-        self.generated += 1;
-        if let Some(grammar) = &mut self.grammar {
-            grammar.accept(token).map_err(Failure::Grammar)?;
-            self.end = grammar.is_complete().then_some(FinishReason::Grammar);
-        }
-        Ok(())
     }
 }

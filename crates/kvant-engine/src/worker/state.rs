@@ -9,9 +9,9 @@ use std::{
 
 use flume::Sender;
 use kvant::{DeviceKind, KvPool, Readback, Submission, Tensor};
-use kvant_models::{BatchDecoder, DeviceSampler, Error, Model, Result, TokenLogprobs, Tokenizer};
+use kvant_models::{BatchDecoder, DeviceSampler, DraftDecoder, Error, Model, Result, TokenLogprobs, Tokenizer};
 
-use super::running::Running;
+use super::{draft_length::DraftLengths, running::Running};
 use crate::{
     EngineOptions, Failure, FinishReason, PageFiles,
     lock::lock,
@@ -39,6 +39,17 @@ pub(crate) struct Worker {
     pub(super) unread: usize,
     /// Maximum drafts of a request in a step.
     pub(super) drafts: usize,
+    /// The model's drafter, if requests may have drafts.
+    pub(super) drafter: Option<DraftDecoder>,
+    /// Whether no drafts of the drafter are wanted at the moment.
+    pub(super) drafter_rests: bool,
+    /// Whether the drafter has seen the tokens of the step whose result is taken.
+    pub(super) has_caught_up: bool,
+    /// Whether the number of drafts depends on `lengths`.
+    pub(super) adaptive_drafts: bool,
+    pub(super) lengths: DraftLengths,
+    /// The time of the latest result, unless the engine has been idle since.
+    pub(super) latest_result: Option<Instant>,
     /// Where pages of prefixes are stored.
     pub(super) page_files: Option<PageFiles>,
     /// Whether a step may start before the result of the previous one is known.
@@ -87,12 +98,23 @@ impl Worker {
         let draws = options.sequences.saturating_mul(1 + drafts).min(options.step_tokens);
         let device_sampler = DeviceSampler::new(model.device(), draws)?;
         let rows = options.sequences.max(draws.min(MAX_RECORDED)).min(options.step_tokens);
-        let decoder = BatchDecoder::new(&model, &pool, rows)?;
+        let mut decoder = BatchDecoder::new(&model, &pool, rows)?;
+        let drafter = match model.drafter() {
+            Some(_) if drafts > 0 => {
+                let rows = options.step_tokens.max(decoder.rows());
+                Some(DraftDecoder::new(&model, &pool, options.sequences, drafts, rows)?)
+            }
+            _ => None,
+        };
+        if let Some(drafter) = &drafter {
+            decoder.leave_states(drafter.states())?;
+        }
+        let rows = decoder.rows();
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
         let storage = storage.with_state_interval(options.state_interval);
         let storage = storage.with_decoder(decoder, 1 + repeated + drafts);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
-        let EngineOptions { sequences, step_tokens, unread, .. } = *options;
+        let EngineOptions { sequences, step_tokens, unread, adaptive_drafts, .. } = *options;
         let overlap = options.overlap.unwrap_or(model.device().kind() == DeviceKind::Cuda);
         Ok(Worker {
             model,
@@ -106,6 +128,12 @@ impl Worker {
             step_tokens,
             unread,
             drafts,
+            drafter,
+            drafter_rests: false,
+            has_caught_up: false,
+            adaptive_drafts,
+            lengths: DraftLengths::new(rows),
+            latest_result: None,
             page_files: options.page_files.clone(),
             overlap,
             in_flight: None,
@@ -122,7 +150,7 @@ impl Worker {
         let running = self.running.remove(&id)?;
         let mut stats = lock(&self.shared.stats);
         stats.request_time.add(running.submitted.elapsed());
-        stats.text_lengths.add_tokens(running.generated);
+        stats.text_lengths.add_tokens(running.generated());
         if let (Some(first), Some(latest)) = (running.first, running.latest) {
             stats.decode_time.add(latest - first);
         }

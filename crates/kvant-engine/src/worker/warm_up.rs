@@ -9,6 +9,11 @@ use super::state::Worker;
 
 /// Minimum free memory of the device to record more passes.
 const MIN_FREE: usize = 512 << 20;
+/// Rows of measured steps, and how often each is measured.
+const MEASURED_ROWS: [usize; 15] = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 128];
+const MEASUREMENTS: u32 = 3;
+/// Maximum time to measure steps.
+const MAX_MEASURING: Duration = Duration::from_secs(2);
 /// Interval of progress messages.
 const LOG_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -26,6 +31,34 @@ impl Worker {
     /// and memory. The rest is compiled when a step needs it. If compilation fails here, the request that needs the
     /// kernel gets the error.
     pub fn warm_up(&mut self, limit: Duration) {
+        self.prepare(limit);
+        if self.drafts > 0 && self.adaptive_drafts && !limit.is_zero() {
+            self.measure_steps();
+        }
+    }
+
+    /// Measures steps by their rows, from small to large, for the choice of the number of drafts.
+    fn measure_steps(&mut self) {
+        let started = Instant::now();
+        let Some(decoder) = self.scheduler.storage_mut().decoder() else { return };
+        let (mut last, max) = (Duration::ZERO, decoder.rows());
+        for rows in MEASURED_ROWS.into_iter().filter(|&rows| rows <= max) {
+            // The next size may take twice as long.
+            let expected = 2 * last * (1 + MEASUREMENTS);
+            if started.elapsed() + expected > MAX_MEASURING {
+                break;
+            }
+            match decoder.measure(rows, MEASUREMENTS as usize) {
+                Ok(time) => {
+                    last = time;
+                    self.lengths.steps.set(rows, time.as_secs_f64());
+                }
+                Err(error) => return tracing::warn!(%error, rows, "a step cannot be measured"),
+            }
+        }
+    }
+
+    fn prepare(&mut self, limit: Duration) {
         let now = Instant::now();
         let (step_tokens, sequences) = (self.step_tokens, self.sequences);
         let recorded = self.scheduler.storage_mut().decoder().map(|decoder| decoder.sizes(self.context));

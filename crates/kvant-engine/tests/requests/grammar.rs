@@ -83,6 +83,12 @@ fn concurrency_preemptions_and_chunks_do_not_change_texts() {
     let few = engine(options().sequences(6).step_tokens(7).memory(5 << 20).page_tokens(16));
     assert_eq!(texts(&few, with_schema(&few, 8)), expected);
     println!("{} preemptions", few.stats().preemptions);
+    // Drafts that the schema forbids are no drafts.
+    let drafting = engine(options().sequences(3).drafts(8).adaptive_drafts(false));
+    assert_eq!(texts(&drafting, with_schema(&drafting, 8)), expected);
+    let drafts = drafting.stats().drafts;
+    println!("{drafts:?}");
+    assert!(drafts.accepted > 10 && drafts.accepted < drafts.tokens, "{drafts:?}");
     // Other requests are not affected.
     let mut mixed = with_schema(&few, 4);
     mixed.insert(2, request(&few, "fn main").sampling(warm(1)));

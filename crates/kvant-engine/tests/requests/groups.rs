@@ -56,7 +56,7 @@ fn prefixes_are_found_on_every_rank() {
 /// Drafts that are rejected are truncated on every rank, and a step starts before the last one is known.
 #[test]
 fn drafts_and_overlapping_steps_change_nothing() {
-    check(2, options().drafts(3));
+    check(2, options().drafts(3).adaptive_drafts(false));
     check(2, options().overlap(true));
 }
 
@@ -151,7 +151,7 @@ fn texts_do_not_depend_on_the_division_of_the_cache() {
     for (ranks, options) in [
         (2, options().sequences(4).step_tokens(24)),
         (4, options().sequences(4).step_tokens(24)),
-        (2, options().drafts(3)),
+        (2, options().drafts(3).adaptive_drafts(false)),
         (2, options().overlap(true)),
     ] {
         let group = by_position(ranks, options);

@@ -1,6 +1,7 @@
 //! Requests to an engine with the shipped model.
 
 mod common;
+mod drafters;
 mod embeddings;
 mod grammar;
 mod groups;

@@ -148,7 +148,7 @@ fn a_seed_gives_one_text_on_a_batch_invariant_device() {
             check(i % prompts.len(), collect(responses), "in a crowd");
         }
         drop(others);
-        let drafting = batch_invariant_engine(options().drafts(4));
+        let drafting = batch_invariant_engine(options().drafts(4).adaptive_drafts(false));
         for index in 0..prompts.len() {
             check(index, collect(seeded(&drafting, index)), "with drafts");
         }

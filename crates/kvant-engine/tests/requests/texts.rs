@@ -78,16 +78,16 @@ fn texts_are_the_same_with_drafts() {
         (4, options().memory(6 << 20).page_tokens(16)),
         (32, options().unread(3)),
     ] {
-        let engine = start(options.drafts(drafts));
+        let engine = start(options.drafts(drafts).adaptive_drafts(false));
         for (index, (got, want)) in given(&engine).iter().zip(&without).enumerate() {
             assert_eq!(got, want, "request {index} with {drafts} drafts");
         }
         let stats = engine.stats();
         println!(
             "{drafts} drafts: {} of {} accepted, {} preemptions",
-            stats.drafts[1], stats.drafts[0], stats.preemptions
+            stats.drafts.accepted, stats.drafts.tokens, stats.preemptions
         );
-        assert!(stats.drafts[1] > 20 && stats.drafts[1] <= stats.drafts[0], "{:?}", stats.drafts);
+        assert!(stats.drafts.accepted > 20 && stats.drafts.accepted <= stats.drafts.tokens, "{:?}", stats.drafts);
     }
     assert!(kvant_engine::Engine::start(model(), tokenizer(), options().drafts(33)).is_err());
 }
@@ -103,9 +103,10 @@ fn texts_are_the_same_with_overlapping_steps() {
         (options().memory(6 << 20).page_tokens(16), 20),
         (options().unread(3), 5),
         (options().host_memory(1 << 20).memory(6 << 20), 20),
-        // In repetitive texts nearly every step has drafts, and the next one waits for its result.
         (options().drafts(4), 0),
-        (options().drafts(8).memory(6 << 20).page_tokens(16), 0),
+        // In repetitive texts nearly every step has drafts, and the next one waits for its result.
+        (options().drafts(4).adaptive_drafts(false), 0),
+        (options().drafts(8).adaptive_drafts(false).memory(6 << 20).page_tokens(16), 0),
     ] {
         let engine = start(options.clone().overlap(true));
         for (index, (got, want)) in given(&engine).iter().zip(&without).enumerate() {
@@ -113,9 +114,9 @@ fn texts_are_the_same_with_overlapping_steps() {
         }
         let stats = engine.stats();
         let counts = (stats.steps, stats.recorded_steps, stats.overlapped_steps);
-        println!("{counts:?} steps, recorded, overlapped; drafts {:?}", stats.drafts);
+        println!("{counts:?} steps, recorded, overlapped; drafts {:?}", stats.drafts.accepted);
         assert!(stats.overlapped_steps >= steps, "{counts:?}");
-        assert!(options.drafts == 0 || stats.drafts[1] > 20, "{:?}", stats.drafts);
+        assert!(options.drafts == 0 || options.adaptive_drafts || stats.drafts.accepted > 20, "{:?}", stats.drafts);
     }
 }
 
@@ -150,11 +151,11 @@ fn plain_requests_overlap_all_the_time() {
     assert_eq!((stats.running, stats.waiting), (0, 0));
     assert_eq!(stats.generated_tokens, one.stats().generated_tokens);
     // Steps with drafts also start before the previous result is known. They have rows of recorded passes.
-    let drafts = start(options().overlap(true).drafts(3));
+    let drafts = start(options().overlap(true).drafts(3).adaptive_drafts(false));
     assert_eq!(run(&drafts), run(&one));
     let stats = drafts.stats();
     println!("{} steps, {} overlapped; drafts {:?}", stats.steps, stats.overlapped_steps, stats.drafts);
-    assert!(stats.overlapped_steps > 10 && stats.drafts[1] > 20, "{stats:?}");
+    assert!(stats.overlapped_steps > 10 && stats.drafts.accepted > 20, "{stats:?}");
     assert!(stats.recorded_steps > two.stats().recorded_steps / 3, "{stats:?}");
 }
 
@@ -162,26 +163,64 @@ fn tokenizer() -> std::sync::Arc<kvant_models::Tokenizer> {
     std::sync::Arc::new(kvant_models::Tokenizer::load(shipped()).unwrap())
 }
 
-/// Prints the tokens per second of a repetitive text, and of another one:
-/// `cargo test --release -p kvant-engine --test requests -- --ignored --nocapture`.
+/// Prints tokens per second with and without drafts, of a text with repeats and of another one, alternately. The model:
+/// a GGUF file in `KVANT_MODEL`, or the shipped one.
+/// `cargo test --release -p kvant-engine --test requests -- --ignored --nocapture speed`.
 #[test]
 #[ignore = "measures"]
 fn speed() {
-    for (name, prompt) in [("repetitive", REPEATS.repeat(4)), ("other", "# Fearless Concurrency\n\n".to_string())] {
-        for drafts in [0, 2, 4, 8, 16] {
-            let engine = engine(EngineOptions::default().context(1024).sequences(1).drafts(drafts));
-            let sampling = Sampling::default().temperature(if name == "other" { 0.8 } else { 0.0 }).seed(1);
-            let ask = || request(&engine, &prompt).max_tokens(300).sampling(sampling.clone()).stop_ids(Vec::new());
-            collect(engine.submit(ask()).unwrap());
-            let before = engine.stats().drafts;
-            let started = Instant::now();
-            let (ids, ..) = collect(engine.submit(ask()).unwrap());
-            let rate = ids.len() as f64 / started.elapsed().as_secs_f64();
-            let after = engine.stats().drafts;
+    let place = std::env::var("KVANT_MODEL").map_or(shipped().to_path_buf(), Into::into);
+    let files = kvant_models::Files::at(&place).unwrap();
+    let tokenizer = std::sync::Arc::new(kvant_models::Tokenizer::load_files(&files).unwrap());
+    let model = kvant_models::Model::load_files(&files, &kvant::Device::cpu(), &Default::default()).unwrap();
+    let code = include_str!("common.rs");
+    for (name, prompt, temperature) in [
+        ("list", REPEATS.to_string(), 0.0),
+        ("code", format!("{code}\nThe same file once more:\n\n{}", &code[..400]), 0.0),
+        ("prose", "Once upon a time, in a village by the sea, there lived".to_string(), 0.9),
+    ] {
+        for sequences in [1, 4] {
+            let engines = [0, 8].map(|drafts| {
+                let options = EngineOptions::default().context(2048).sequences(sequences).drafts(drafts);
+                Engine::start(model.clone(), Arc::clone(&tokenizer), options).unwrap()
+            });
+            let run = |engine: &Engine, round: u64| {
+                let prompt = tokenizer.encode_prompt(&prompt).unwrap();
+                let mut sampling = Sampling::default().temperature(temperature);
+                let started = Instant::now();
+                let mut first = None;
+                let all: Vec<_> = (0..sequences as u64)
+                    .map(|index| {
+                        sampling.seed = round * 100 + index;
+                        let request = EngineRequest::new(prompt.clone()).max_tokens(300).stop_ids(Vec::new());
+                        engine.submit(request.sampling(sampling.clone())).unwrap()
+                    })
+                    .collect();
+                let mut tokens = 0;
+                for responses in all {
+                    for event in responses {
+                        if matches!(event, Event::Token(_)) {
+                            first.get_or_insert_with(Instant::now);
+                            tokens += 1;
+                        }
+                    }
+                }
+                let seconds = first.unwrap_or(started).elapsed().as_secs_f64();
+                tokens as f64 / seconds
+            };
+            engines.iter().for_each(|engine| drop(run(engine, 0)));
+            let mut ratios: Vec<(f64, [f64; 2])> = (1..=5)
+                .map(|round| {
+                    let rates = [0, 1].map(|index| run(&engines[index], round));
+                    (rates[1] / rates[0], rates)
+                })
+                .collect();
+            ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let (ratio, [without, with]) = ratios[2];
+            let drafts = engines[1].stats().drafts;
             println!(
-                "{name}, {drafts} drafts: {rate:.0} tokens/s, {} of {} accepted",
-                after[1] - before[1],
-                after[0] - before[0]
+                "{name}, {sequences} sequences: {without:.0} -> {with:.0} tokens/s, {ratio:.2} × ({:.2} to {:.2}), {} of {} accepted",
+                ratios[0].0, ratios[4].0, drafts.accepted, drafts.tokens
             );
         }
     }

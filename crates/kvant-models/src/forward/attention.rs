@@ -28,7 +28,7 @@ impl Pass<'_> {
     ) -> Result<()> {
         let (views, index) = (self.views, self.network.stored[l]);
         let kv = pool.layer(index)?;
-        self.project(self.input(l), &weights.qkv, &own.qkv, &[&own.q[0], &own.k[0], &own.v[0]])?;
+        self.project(self.mixer_input(l), &weights.qkv, &own.qkv, &[&own.q[0], &own.k[0], &own.v[0]])?;
         let norms = HeadNorms::new(self.network, spec, weights);
         let mut rope = self.network.rope(l);
         match spec.qk_norm {
@@ -50,12 +50,13 @@ impl Pass<'_> {
             KeysValues::Own => ops::norm_rope_write(self.enc, &write(&own.v[1]))?,
             // Values are the keys before norm and rotation.
             KeysValues::KeysAreValues => ops::norm_rope_write(self.enc, &write(k))?,
-            KeysValues::SharedWith(_) => {
-                let args = NormRope::new(from, self.step.positions(), q).norm(norms.q).rope(rope);
+            KeysValues::SharedWith(_) | KeysValues::External => {
+                let positions = self.query_positions.unwrap_or(self.step.positions());
+                let args = NormRope::new(from, positions, q).norm(norms.q).rope(rope);
                 ops::norm_rope(self.enc, &args.rotate(kv.rotates_queries()))?
             }
         };
-        if let (Some(stored), None) = (&mut self.stored, spec.source()) {
+        if let (Some(stored), true) = (&mut self.stored, spec.stores_keys()) {
             let next = self.enc.device().encoder()?;
             std::mem::replace(self.enc, next).commit()?.wait()?;
             stored(index, self.step)?;
@@ -71,7 +72,7 @@ impl Pass<'_> {
         let mut attended = &own.attended[0];
         if let (Some(matrix), Some(gate)) = (&weights.output_gate, &own.output_gate) {
             // Some kernels fuse the gate with the product if it follows directly.
-            self.linear(self.input(l), matrix, gate)?;
+            self.linear(self.mixer_input(l), matrix, gate)?;
             self.gate(Columns::from(gate), Columns::from(attended), Activation::Sigmoid, gate)?;
             attended = gate;
         }
@@ -110,7 +111,7 @@ impl Pass<'_> {
             return Ok(());
         }
         ops::norm_rope(self.enc, &NormRope::new(&own.q[1], self.step.positions(), &own.q[1]).rope(rope))?;
-        if spec.source().is_none() {
+        if spec.stores_keys() {
             ops::norm_rope(self.enc, &NormRope::new(&own.k[1], self.step.positions(), &own.k[1]).rope(rope))?;
         }
         Ok(())

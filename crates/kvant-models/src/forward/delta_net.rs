@@ -20,7 +20,7 @@ impl Pass<'_> {
         let (inputs, matrices, runs) = (pool.state(first)?, pool.state(first + 1)?, super::runs(step)?);
         let DeltaNetViews { all, qkv, z, z_heads, b, a, convolved, out, out_heads } = own;
         debug_assert_eq!(qkv.shape()[1], spec.channels());
-        self.project(self.input(l), &weights.projections, all, &[qkv, z, b, a])?;
+        self.project(self.mixer_input(l), &weights.projections, all, &[qkv, z, b, a])?;
         let conv = CausalConv::new(qkv, &weights.conv, inputs, runs, convolved).silu(true);
         ops::causal_conv(self.enc, &conv)?;
         let decay = [&weights.rate, &weights.a_bias];

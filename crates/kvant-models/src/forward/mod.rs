@@ -8,10 +8,12 @@
 mod attention;
 mod by_position;
 mod delta_net;
+mod entered;
 mod feed_forward;
 mod per_layer;
 mod rope;
 mod short_conv;
+mod taps;
 mod workspace;
 
 use half::{bf16, f16};
@@ -26,7 +28,10 @@ use crate::{
     spec::{DecoderSpec, MixerSpec},
     weights::{Mixer, Projection, Stack, StackMatrices, Weights},
 };
+pub(crate) use entered::Entered;
 use rope::BlockRope;
+pub(crate) use taps::Features;
+pub use taps::Taps;
 use workspace::MixerViews;
 pub(crate) use workspace::{Views, Workspace, workspace_bytes};
 
@@ -90,6 +95,16 @@ impl Network {
         })
     }
 
+    /// The network with other layers of the pool for its blocks.
+    pub(crate) fn with_layers(self, stored: Vec<usize>) -> Network {
+        Network { stored, ..self }
+    }
+
+    /// The factor of the embedding, rounded to the dtype of activations.
+    pub(crate) fn embedding_scale(&self) -> f32 {
+        self.embedding_scale
+    }
+
     /// The rotary embedding of a block; `None` if nothing rotates.
     pub(crate) fn rope(&self, l: usize) -> Option<Rope<'_>> {
         Some(self.ropes[l].as_ref()?.operand(&self.spec().blocks[l].attention()?.rope))
@@ -110,7 +125,7 @@ impl Network {
     }
 
     /// Encodes the pass over the tokens of a step, whose ids are in `views`. `wanted` selects the rows that get logits,
-    /// and where these are written.
+    /// and where these are written. `features` receives hidden states for a drafter.
     pub(crate) fn encode(
         &self,
         enc: &mut Encoder,
@@ -118,11 +133,13 @@ impl Network {
         pool: &KvPool,
         step: &Step,
         wanted: &Wanted,
+        features: Option<&Features>,
     ) -> Result<()> {
-        self.encode_with(enc, views, pool, step, wanted, None)
+        self.encode_with(enc, views, pool, step, wanted, features, None)
     }
 
     /// Like [`Network::encode`]. With `stored`, the encoder is committed and replaced in each layer.
+    #[allow(clippy::too_many_arguments, reason = "as `encode`")]
     pub(crate) fn encode_with(
         &self,
         enc: &mut Encoder,
@@ -130,17 +147,20 @@ impl Network {
         pool: &KvPool,
         step: &Step,
         wanted: &Wanted,
+        features: Option<&Features>,
         stored: Option<&mut OnStored>,
     ) -> Result<()> {
         let stored = stored.map(|stored| stored as &mut OnStored);
-        let (stream, is_partial) = (Stream::Complete, false);
-        let mut pass = Pass { network: self, enc, views, step, stream, is_partial, stored };
+        let mut pass = Pass { features, stored, ..Pass::new(self, enc, views, step) };
         pass.embed()?;
         // The remaining blocks store nothing, so they run only for the wanted rows.
-        let own = self.spec().storing_blocks();
+        let blocks = self.spec().blocks.len();
+        let of_every_row = features.map_or(0, |features| features.blocks_of_every_row(blocks));
+        let own = self.spec().storing_blocks().max(of_every_row);
         for l in 0..own {
             pass.block(l, pool)?;
         }
+        pass.tap_end()?;
         match *wanted {
             Wanted::Nothing => return Ok(()),
             Wanted::Every { .. } => {}
@@ -150,7 +170,7 @@ impl Network {
                 pass.query_factors()?;
             }
         }
-        for l in own..self.spec().blocks.len() {
+        for l in own..blocks {
             pass.block(l, pool)?;
         }
         match *wanted {
@@ -290,10 +310,21 @@ struct Pass<'a> {
     stream: Stream,
     /// Whether y has the result of one rank: the next norm sums it over the ranks first.
     is_partial: bool,
+    features: Option<&'a Features<'a>>,
     stored: Option<&'a mut OnStored<'a>>,
+    /// The input of the first block's mixer, if it is not a norm of the residual stream.
+    first_input: Option<&'a Tensor>,
+    /// The positions by which queries rotate, if they are not the step's.
+    query_positions: Option<&'a Tensor>,
 }
 
 impl<'a> Pass<'a> {
+    fn new(network: &'a Network, enc: &'a mut Encoder, views: &'a Views, step: &'a Step) -> Pass<'a> {
+        let (stream, is_partial) = (Stream::Complete, false);
+        let (features, stored, first_input, query_positions) = (None, None, None, None);
+        Pass { network, enc, views, step, stream, is_partial, features, stored, first_input, query_positions }
+    }
+
     fn embed(&mut self) -> Result<()> {
         let table = self.network.weights.embed.weight();
         let scale = self.network.embedding_scale;
@@ -330,14 +361,24 @@ impl<'a> Pass<'a> {
     }
 
     fn block(&mut self, l: usize, pool: &KvPool) -> Result<()> {
+        self.first_half(l, pool)?;
+        self.second_half(l)
+    }
+
+    fn first_half(&mut self, l: usize, pool: &KvPool) -> Result<()> {
+        let weights = &self.network.weights.blocks[l];
+        self.enter(&self.mixer_norms(l))?;
+        self.tap_residual(l)?;
+        self.mixer(l, pool)?;
+        let at_feed_forward = self.feed_forward_norms(l);
+        self.leave(weights.mixer_post_norm.as_ref(), 1.0, &at_feed_forward)
+    }
+
+    fn second_half(&mut self, l: usize) -> Result<()> {
         let weights = &self.network.weights.blocks[l];
         // The last addition to the residual stream applies the scalar.
-        let (at_mixer, at_feed_forward) = (self.mixer_norms(l), self.feed_forward_norms(l));
         let at_next = if l + 1 < self.spec().blocks.len() { self.mixer_norms(l + 1) } else { self.final_norm() };
-        self.enter(&at_mixer)?;
-        self.mixer(l, pool)?;
-        self.leave(weights.mixer_post_norm.as_ref(), 1.0, &at_feed_forward)?;
-        self.enter(&at_feed_forward)?;
+        self.enter(&self.feed_forward_norms(l))?;
         self.feed_forward(l)?;
         match &weights.per_layer {
             None => self.leave(weights.feed_forward.post_norm.as_ref(), weights.scalar, &at_next),
@@ -380,7 +421,12 @@ impl<'a> Pass<'a> {
         HalfNorms::new(&self.views.x, Some(&self.network.weights.norm))
     }
 
-    /// The input of both halves of a block.
+    /// The input of a block's first half.
+    fn mixer_input(&self, l: usize) -> &'a Tensor {
+        self.first_input.filter(|_| l == 0).unwrap_or_else(|| self.input(l))
+    }
+
+    /// The norm of the residual stream, or the stream itself: the input of both halves of most blocks.
     fn input(&self, l: usize) -> &'a Tensor {
         if self.spec().blocks[l].pre_norms { &self.views.x } else { &self.views.h }
     }
@@ -420,6 +466,7 @@ impl<'a> Pass<'a> {
     /// The final norm of all rows, and their logits if wanted.
     fn finish(&mut self, logits: Option<&Tensor>) -> Result<()> {
         self.enter(&self.final_norm())?;
+        self.tap_wanted()?;
         logits.map_or(Ok(()), |out| self.network.logits(self.enc, self.views, &self.views.x, out))
     }
 

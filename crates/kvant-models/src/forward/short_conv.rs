@@ -18,7 +18,7 @@ impl Pass<'_> {
     ) -> Result<()> {
         let (inputs, runs) = (pool.state(self.network.stored[l])?, super::runs(self.step)?);
         let ShortConvViews { projected, product, convolved } = own;
-        self.biased_linear(self.input(l), &weights.input, projected)?;
+        self.biased_linear(self.mixer_input(l), &weights.input, projected)?;
         // The parts b, c and u of the projection.
         let [b, c, u] = [0, 1, 2].map(|part| Columns { tensor: projected, start: part * spec.channels });
         self.gate(b, u, Activation::Identity, product)?;

@@ -24,6 +24,8 @@ mod hybrids;
 
 use hybrids::{lfm2, lfm2_moe, qwen3_5, qwen3_next};
 
+const ASSISTANT: &str = "gemma4-assistant";
+const PREDICTING: &str = "nextn_predict_layers";
 const ARCHITECTURE: &str = "general.architecture";
 /// Minimum divisor of a frequency at which the pair counts as not rotating.
 const STILL: f32 = 1e20;
@@ -166,6 +168,33 @@ pub(crate) fn config(gguf: &Gguf) -> Result<Config> {
     let ends = ["eos", "eot", "eom"].into_iter().map(id).collect::<Result<Vec<_>>>()?;
     config.eos_token_ids = once_each(ends.into_iter().flatten().collect());
     Ok(config)
+}
+
+/// The number of blocks for multi-token prediction, which follow the model's.
+pub(crate) fn predicting_blocks(gguf: &Gguf) -> Result<u64> {
+    let Some(architecture) = gguf.metadata().text(ARCHITECTURE)? else { return Ok(0) };
+    Ok(gguf.metadata().whole(&format!("{architecture}.{PREDICTING}"))?.unwrap_or(0))
+}
+
+/// The configuration of a Gemma 4 assistant, as a model that has keys and values of its own, and its target's hidden
+/// size.
+pub(crate) fn assistant(gguf: &Gguf) -> Result<(Config, usize)> {
+    let keys = Keys { gguf, metadata: gguf.metadata(), architecture: ASSISTANT };
+    keys.check_lengths()?;
+    keys.refuse_experts()?;
+    let mut json = gemma4(&keys)?;
+    json["num_kv_shared_layers"] = json!(0);
+    let mut config = families::parse(&json).map_err(|error| keys.rename(error))?;
+    keys.adjust(&mut config.decoder, &Architecture::new(ASSISTANT, gemma4))?;
+    keys.refuse_other_biases(&config.decoder)?;
+    config.decoder.check()?;
+    const WIDTH: &str = "embedding_length_out";
+    let width = keys.required(WIDTH)?;
+    let fits = (1..=MAX_SIZE).contains(&width);
+    if !fits {
+        return Err(error(&keys.full(WIDTH), format_args!("from 1 to {MAX_SIZE}"), width));
+    }
+    Ok((config, width as usize))
 }
 
 /// Llama and Mistral. With a window, it is Mistral.
@@ -662,7 +691,7 @@ impl Keys<'_> {
     /// Rejects partially rotated heads, which cannot be expressed.
     fn refuse_partial_rotation(&self) -> Result<()> {
         // Gemma 4 has this key per layer kind, and factors for pairs that do not rotate.
-        let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is("gemma4"));
+        let rotated = self.whole("rope.dimension_count")?.filter(|_| !self.is_gemma4());
         match rotated {
             Some(rotated) if rotated != self.head_dim()? => Err(error(
                 &self.full("rope.dimension_count"),
@@ -817,7 +846,7 @@ impl Keys<'_> {
                 attention.keys_values = KeysValues::KeysAreValues;
             }
             // Gemma's sliding layers rotate all pairs.
-            let is_rotated = attention.rope.rotated_pairs > 0 && !(self.is("gemma4") && attention.window.is_some());
+            let is_rotated = attention.rope.rotated_pairs > 0 && !(self.is_gemma4() && attention.window.is_some());
             if let Some(factors) = factors.as_ref().filter(|_| is_rotated) {
                 rotate(attention, factors)?;
             }
@@ -848,6 +877,10 @@ impl Keys<'_> {
 
     fn is(&self, architecture: &str) -> bool {
         self.architecture == architecture
+    }
+
+    fn is_gemma4(&self) -> bool {
+        self.is("gemma4") || self.is(ASSISTANT)
     }
 
     /// The factors that divide the frequency of each pair.

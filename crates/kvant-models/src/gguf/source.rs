@@ -5,12 +5,27 @@ use kvant::{DType, Device, Tensor};
 use super::{Gguf, GgufTensor, GgufType, affine};
 use crate::{
     Error, Result,
-    source::{Destination, Form, Matrix, Part, Role, Source},
+    source::{Destination, DraftNames, Form, Matrix, Part, Role, Source},
 };
 
 /// The source of a model in a GGUF file. One table of names covers all architectures.
 #[derive(Debug)]
-pub(crate) struct GgufSource<'a>(pub &'a Gguf);
+pub(crate) struct GgufSource<'a> {
+    gguf: &'a Gguf,
+    /// The names of a drafter.
+    drafter: Option<DraftNames>,
+}
+
+impl<'a> GgufSource<'a> {
+    pub(crate) fn new(gguf: &'a Gguf) -> GgufSource<'a> {
+        GgufSource { gguf, drafter: None }
+    }
+
+    /// The source of a drafter.
+    pub(crate) fn of_drafter(gguf: &'a Gguf, names: DraftNames) -> GgufSource<'a> {
+        GgufSource { gguf, drafter: Some(names) }
+    }
+}
 
 impl GgufSource<'_> {
     fn part(&self, l: usize, part: Part) -> Option<String> {
@@ -25,7 +40,7 @@ impl GgufSource<'_> {
             Part::KeyNorm => "attn_k_norm.weight",
             // The gate of attention has its own matrix, or rows of the query's.
             Part::QueryGateJoint => {
-                let has_gate = self.0.tensor(&format!("blk.{l}.attn_gate.weight")).is_some();
+                let has_gate = self.gguf.tensor(&format!("blk.{l}.attn_gate.weight")).is_some();
                 return if has_gate { None } else { self.present(format!("blk.{l}.attn_q.weight")) };
             }
             Part::DeltaQkv => "attn_qkv.weight",
@@ -52,12 +67,12 @@ impl GgufSource<'_> {
             Part::FeedForwardNorm => {
                 // gpt-oss' files use the name of the preceding tensor.
                 let (own, other) = (format!("blk.{l}.ffn_norm.weight"), format!("blk.{l}.post_attention_norm.weight"));
-                let is_other = self.0.tensor(&own).is_none() && self.0.tensor(&other).is_some();
+                let is_other = self.gguf.tensor(&own).is_none() && self.gguf.tensor(&other).is_some();
                 return Some(if is_other { other } else { own });
             }
             Part::GateUp => {
                 // Phi's files use `ffn_up` for both.
-                let has_gate = self.0.tensor(&format!("blk.{l}.ffn_gate.weight")).is_some();
+                let has_gate = self.gguf.tensor(&format!("blk.{l}.ffn_gate.weight")).is_some();
                 return if has_gate { None } else { self.present(format!("blk.{l}.ffn_up.weight")) };
             }
             Part::Gate => "ffn_gate.weight",
@@ -90,7 +105,7 @@ impl GgufSource<'_> {
 
     /// Returns the name if the file has the tensor.
     fn present(&self, name: String) -> Option<String> {
-        self.0.tensor(&name).is_some().then_some(name)
+        self.gguf.tensor(&name).is_some().then_some(name)
     }
 
     fn required(&self, role: Role) -> Result<String> {
@@ -103,12 +118,12 @@ impl GgufSource<'_> {
             let (name, got) = (name.to_string(), kind.to_string());
             return Err(Error::TensorDType { name, expected: "F32, F16 or BF16", got });
         }
-        self.0.read(name, device)
+        self.gguf.read(name, device)
     }
 
     /// Checks existence and shape in the header, before any allocation.
     fn checked(&self, name: &str, expected: &[usize]) -> Result<&GgufTensor> {
-        let info = self.0.tensor(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
+        let info = self.gguf.tensor(name).ok_or_else(|| Error::MissingTensor { name: name.to_string() })?;
         // The matrix of a single output is stored as a vector.
         if info.shape == expected || expected.len() == 2 && expected[0] == 1 && info.shape == expected[1..] {
             return Ok(info);
@@ -120,7 +135,13 @@ impl GgufSource<'_> {
 impl Source for GgufSource<'_> {
     fn name(&self, role: Role) -> Option<String> {
         let global = |name: &str| Some(name.to_string());
+        match (role, &self.drafter) {
+            (Role::Block(l, part), Some(names)) => return self.part(names.first_block + l, part),
+            (role, Some(names)) => return names.other(role),
+            (_, None) => {}
+        }
         match role {
+            Role::Draft(_) => None,
             Role::Embedding => global("token_embd.weight"),
             // LFM2's files use the name of another norm.
             Role::FinalNorm => self.present("output_norm.weight".into()).or_else(|| global("token_embd_norm.weight")),
@@ -133,7 +154,7 @@ impl Source for GgufSource<'_> {
     }
 
     fn has(&self, role: Role) -> bool {
-        self.name(role).is_some_and(|name| self.0.tensor(&name).is_some())
+        self.name(role).is_some_and(|name| self.gguf.tensor(&name).is_some())
     }
 
     fn form(&self, role: Role, shape: &[usize]) -> Result<Form> {
@@ -144,21 +165,21 @@ impl Source for GgufSource<'_> {
         }
         match kind.block_format() {
             Some(format) => Ok(Form::Blocks(format)),
-            None => self.0.dense_dtype(&name).map(Form::Dense),
+            None => self.gguf.dense_dtype(&name).map(Form::Dense),
         }
     }
 
     fn read(&self, role: Role, to: &Matrix<Destination>) -> Result<()> {
         let name = self.required(role)?;
         match to {
-            Matrix::Dense(tensor) => self.0.read_to(&name, tensor),
-            Matrix::Blocks { data, .. } => self.0.read_bytes_to(&name, data),
+            Matrix::Dense(tensor) => self.gguf.read_to(&name, tensor),
+            Matrix::Blocks { data, .. } => self.gguf.read_bytes_to(&name, data),
             // `form` never returns it: MXFP4 is a block format here, and the others do not occur.
             Matrix::Floats { .. } => {
                 Err(Error::TensorDType { name, expected: "blocks", got: "MXFP4 codes".to_string() })
             }
             Matrix::Affine { codes, scales, biases, .. } => {
-                if self.0.read_affine_to(&name, [codes, scales, biases])? {
+                if self.gguf.read_affine_to(&name, [codes, scales, biases])? {
                     return Ok(());
                 }
                 let expected = "scales whose products with the zero point fit f16";
@@ -186,6 +207,6 @@ impl Source for GgufSource<'_> {
     }
 
     fn same(&self, a: Role, b: Role) -> Result<bool> {
-        self.0.same(&self.required(a)?, &self.required(b)?)
+        self.gguf.same(&self.required(a)?, &self.required(b)?)
     }
 }

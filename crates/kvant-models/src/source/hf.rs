@@ -3,7 +3,7 @@
 use kvant::{DType, Device, Tensor, ops::FloatFormat};
 
 use super::{
-    Destination, Form, Matrix, Part, Role, Source,
+    Destination, DraftNames, Form, Matrix, Part, Role, Source,
     experts::Interleaved,
     fp8::{self, Fp8},
     packed::Packed,
@@ -35,6 +35,8 @@ pub(crate) struct HfSource<'a> {
     layout: ExpertLayout,
     prefix: &'static str,
     blocks: usize,
+    /// The names of a drafter.
+    drafter: Option<DraftNames>,
 }
 
 impl<'a> HfSource<'a> {
@@ -52,17 +54,34 @@ impl<'a> HfSource<'a> {
             .into_iter()
             .find(|prefix| checkpoint.contains(&format!("{prefix}{EMBEDDING}")))
             .ok_or_else(|| Error::MissingTensor { name: format!("{}{EMBEDDING}", PREFIXES[0]) })?;
-        let has = |name: &str| (0..blocks).any(|l| checkpoint.contains(&full(prefix, l, &name.replace("{}", "0"))));
-        let found = family.experts.iter().find(|layout| layout.names.iter().any(|(_, name)| has(name)));
-        let layout = found.or(family.experts.first());
-        let (experts, layout) = layout.map_or((&[][..], ExpertLayout::Plain), |of| (of.names, of.layout));
-        Ok(HfSource { checkpoint, quantization, family, experts, layout, prefix, blocks })
+        let start = |l| format!("{prefix}layers.{l}.");
+        let (experts, layout) = expert_names(checkpoint, family, (0..blocks).map(start));
+        Ok(HfSource { checkpoint, quantization, family, experts, layout, prefix, blocks, drafter: None })
+    }
+
+    /// The source of a drafter whose blocks have a family's names.
+    pub(crate) fn of_drafter(
+        checkpoint: &'a Checkpoint,
+        quantization: Quantization<'a>,
+        family: &'static Family,
+        blocks: usize,
+        names: DraftNames,
+    ) -> HfSource<'a> {
+        let (experts, layout) = expert_names(checkpoint, family, (0..blocks).map(|l| names.of_block(l)));
+        HfSource { checkpoint, quantization, family, experts, layout, prefix: "", blocks, drafter: Some(names) }
     }
 
     /// The name of a tensor. For an expert, it has `{}` in place of the index.
     fn pattern(&self, role: Role) -> Option<String> {
+        if let Some(names) = &self.drafter {
+            return match role {
+                Role::Block(l, part) => Some(format!("{}{}", names.of_block(l), self.of_block(part)?)),
+                role => names.other(role),
+            };
+        }
         let global = |name: &str| Some(format!("{}{name}", self.prefix));
         match role {
+            Role::Draft(_) => None,
             Role::Embedding => global(EMBEDDING),
             Role::FinalNorm => {
                 let found = FINAL_NORMS.into_iter().map(|name| format!("{}{name}", self.prefix));
@@ -76,12 +95,15 @@ impl<'a> HfSource<'a> {
             Role::PerLayerTable => global("embed_tokens_per_layer.weight"),
             Role::PerLayerProjection => global("per_layer_model_projection.weight"),
             Role::PerLayerProjectionNorm => global("per_layer_projection_norm.weight"),
-            Role::Block(l, part) => {
-                let mut tables = std::iter::once(self.experts).chain(self.family.names.iter().copied());
-                let of_part = |table: Names| table.iter().find(|(of, _)| *of == part).map(|(_, name)| *name);
-                Some(full(self.prefix, l, tables.find_map(of_part)?))
-            }
+            Role::Block(l, part) => Some(format!("{}layers.{l}.{}", self.prefix, self.of_block(part)?)),
         }
+    }
+
+    /// The name of a block's tensor.
+    fn of_block(&self, part: Part) -> Option<&'static str> {
+        let own = self.drafter.map_or(&[][..], |names| names.parts);
+        let mut tables = [own, self.experts].into_iter().chain(self.family.names.iter().copied());
+        tables.find_map(|table: Names| table.iter().find(|(of, _)| *of == part).map(|(_, name)| *name))
     }
 
     /// Like [`HfSource::pattern`], for a role that the loader requires.
@@ -348,8 +370,19 @@ impl Source for HfSource<'_> {
     }
 }
 
-fn full(prefix: &str, layer: usize, name: &str) -> String {
-    format!("{prefix}layers.{layer}.{name}")
+/// The names of experts in the checkpoint's layout. `blocks`: the start of the names of each block.
+fn expert_names(
+    checkpoint: &Checkpoint,
+    family: &'static Family,
+    blocks: impl Iterator<Item = String>,
+) -> (Names, ExpertLayout) {
+    let blocks: Vec<String> = blocks.collect();
+    let has = |name: &str| {
+        let first = name.replace("{}", "0");
+        blocks.iter().any(|block| checkpoint.contains(&format!("{block}{first}")))
+    };
+    let found = family.experts.iter().find(|layout| layout.names.iter().any(|(_, name)| has(name)));
+    found.or(family.experts.first()).map_or((&[][..], ExpertLayout::Plain), |of| (of.names, of.layout))
 }
 
 fn expert(pattern: &str, index: usize) -> String {

@@ -137,7 +137,7 @@ impl Matrix<Destination<'_>> {
 
 impl<T> Matrix<T> {
     /// Applies `view` to each tensor of the matrix.
-    fn views(&self, view: impl Fn(&T) -> Result<T>) -> Result<Self> {
+    pub(crate) fn views(&self, view: impl Fn(&T) -> Result<T>) -> Result<Self> {
         self.map(&view, &view)
     }
 

@@ -32,6 +32,7 @@ use kvant::{Device, Tensor};
 
 use crate::{
     Result,
+    families::Names,
     spec::{FeedForwardSpec, ParallelSum},
 };
 pub(crate) use destination::Destination;
@@ -99,6 +100,51 @@ pub(crate) enum Role {
     PerLayerProjectionNorm,
     /// A tensor of a block.
     Block(usize, Part),
+    /// A tensor of a drafter, outside of its blocks.
+    Draft(DraftPart),
+}
+
+/// The role of a tensor in a drafter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DraftPart {
+    /// From the embedding and the target's hidden states, or from these alone, to the residual stream.
+    Input,
+    /// The norm of the embedding, `[H]`.
+    EmbeddingNorm,
+    /// The norm of the target's hidden state, `[H]`.
+    HiddenNorm,
+    /// The norm of all of the target's hidden states together, `[3·H]`.
+    FeaturesNorm,
+    /// From the last norm to the target's hidden state.
+    Output,
+    /// The matrix that selects groups of tokens, `[C, H]`.
+    Centroids,
+}
+
+/// The names of a drafter's tensors.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DraftNames {
+    /// Precedes the names of a block's tensors; `{l}` is replaced by the block's number.
+    pub block: &'static str,
+    /// The first block's number.
+    pub first_block: usize,
+    /// Names of a block's tensors that differ from its family's.
+    pub parts: Names,
+    /// The names of other tensors. `{l}` is replaced by the first block's number, `{block}` by the start of its names.
+    pub others: &'static [(Role, &'static str)],
+}
+
+impl DraftNames {
+    /// The name of a tensor outside of the blocks.
+    pub(crate) fn other(&self, role: Role) -> Option<String> {
+        let (_, name) = self.others.iter().find(|(of, _)| *of == role)?;
+        Some(name.replace("{block}", self.block).replace("{l}", &self.first_block.to_string()))
+    }
+
+    /// The start of the names of a block's tensors.
+    pub(crate) fn of_block(&self, l: usize) -> String {
+        self.block.replace("{l}", &(self.first_block + l).to_string())
+    }
 }
 
 /// The role of a tensor in a block.

@@ -24,10 +24,46 @@ impl Weights {
         device: &Device,
     ) -> Result<Weights> {
         spec.check()?;
-        let mut loader = Loader { spec, local, source, device, bytes: 0 };
+        let mut loader = Loader { spec, local, source, device, first_inputs: spec.hidden_size, bytes: 0 };
         let embed = loader.matrix(Role::Embedding, &[spec.vocab_size, spec.hidden_size], &Cut::Whole)?;
-        let norm = loader.shifted(Role::FinalNorm, spec.hidden_size, spec.final_norm_offset)?;
         let output = loader.output()?;
+        loader.finish(embed, output)
+    }
+
+    /// Like [`Weights::load`], for a decoder that shares matrices with another one.
+    pub(crate) fn load_with(
+        spec: &DecoderSpec,
+        local: &DecoderSpec,
+        source: &dyn Source,
+        device: &Device,
+        shared: SharedMatrices,
+    ) -> Result<Weights> {
+        spec.check()?;
+        let SharedMatrices { embed, output, first_inputs } = shared;
+        let mut loader = Loader { spec, local, source, device, first_inputs, bytes: 0 };
+        let output = match output {
+            Some(output) => Some(output),
+            None => loader.output()?,
+        };
+        loader.finish(embed, output)
+    }
+}
+
+/// The parts of a decoder that are not its own, or not as its description says.
+pub(crate) struct SharedMatrices {
+    pub embed: Matrix,
+    /// `None`: as the description says.
+    pub output: Option<Matrix>,
+    /// Inputs of the first block's queries, keys and values.
+    pub first_inputs: usize,
+}
+
+impl Loader<'_> {
+    /// Loads everything except the embedding and the output matrix.
+    fn finish(mut self, embed: Matrix, output: Option<Matrix>) -> Result<Weights> {
+        let spec = self.spec;
+        let loader = &mut self;
+        let norm = loader.shifted(Role::FinalNorm, spec.hidden_size, spec.final_norm_offset)?;
         let per_layer = spec.per_layer_input.map(|inputs| loader.per_layer(inputs)).transpose()?;
         let blocks = (0..spec.blocks.len()).map(|l| loader.block(l)).collect::<Result<_>>()?;
         Ok(Weights { embed, norm, output, per_layer, blocks, bytes: loader.bytes })
@@ -53,6 +89,8 @@ struct Loader<'a> {
     local: &'a DecoderSpec,
     source: &'a dyn Source,
     device: &'a Device,
+    /// Inputs of the first block's queries, keys and values.
+    first_inputs: usize,
     bytes: usize,
 }
 
@@ -119,6 +157,7 @@ impl Loader<'_> {
 
     fn attention(&mut self, l: usize, spec: &AttentionSpec) -> Result<AttentionWeights> {
         let h = self.spec.hidden_size;
+        let inputs = if l == 0 { self.first_inputs } else { h };
         let local = self.local.blocks[l].attention().unwrap_or(spec);
         let role = |part| Role::Block(l, part);
         let (q, kv) = (spec.q_width(), spec.kv_width());
@@ -134,9 +173,9 @@ impl Loader<'_> {
             }
             _ => {
                 let projections = &qkv[..1 + spec.kv_projections()];
-                let qkv = self.stack(Some(role(Part::QueryKeyValue)), projections, h, spec.qkv_bias)?;
+                let qkv = self.stack(Some(role(Part::QueryKeyValue)), projections, inputs, spec.qkv_bias)?;
                 let gate = match spec.output_gate {
-                    true => Some(self.matrix(role(Part::AttentionGate), &[q, h], &gate)?),
+                    true => Some(self.matrix(role(Part::AttentionGate), &[q, inputs], &gate)?),
                     false => None,
                 };
                 (qkv, gate)
@@ -319,12 +358,7 @@ impl Loader<'_> {
 
     /// The weights of a norm plus an offset. With an offset they are f32, so that 1 + w is not rounded.
     fn shifted(&self, role: Role, len: usize, offset: f32) -> Result<Tensor> {
-        let weights = self.vector(role, len)?;
-        if offset == 0.0 {
-            return Ok(weights);
-        }
-        let shifted: Vec<f32> = weights.to_f32()?.iter().map(|w| w + offset).collect();
-        Ok(Tensor::from_slice(self.device, &shifted, &[len])?)
+        shifted(self.source, role, len, offset, self.device)
     }
 
     /// A norm of this length, if any.
@@ -454,6 +488,24 @@ impl Loader<'_> {
         let parts: Vec<usize> = shares.iter().map(|share| share.local).collect();
         StackBiases::new(self.divided(all, &[parts.iter().sum()], shares)?, &parts)
     }
+}
+
+/// A vector plus an offset. With an offset it is f32.
+pub(crate) fn shifted(source: &dyn Source, role: Role, len: usize, offset: f32, device: &Device) -> Result<Tensor> {
+    let weights = source.vector(role, len, device)?;
+    if offset == 0.0 {
+        return Ok(weights);
+    }
+    let shifted: Vec<f32> = weights.to_f32()?.iter().map(|w| w + offset).collect();
+    Ok(Tensor::from_slice(device, &shifted, &[len])?)
+}
+
+/// A whole matrix.
+pub(crate) fn whole_matrix(source: &dyn Source, role: Role, shape: &[usize], device: &Device) -> Result<Matrix> {
+    let form = source.form(role, shape)?;
+    let matrix = Matrix::zeros(form, shape, device)?;
+    source.read(role, &matrix.destination(form, shape, &Cut::Whole)?)?;
+    Ok(matrix)
 }
 
 /// The outputs of each matrix on a rank.

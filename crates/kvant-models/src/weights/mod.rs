@@ -9,7 +9,7 @@ use crate::{
 
 mod load;
 
-pub(crate) use load::DELTA_PROJECTIONS;
+pub(crate) use load::{DELTA_PROJECTIONS, SharedMatrices, shifted, whole_matrix};
 
 /// Matrices with common inputs.
 #[derive(Debug)]

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub mod batch_invariance;
+pub mod drafters;
 pub mod gguf;
 
 use std::path::{Path, PathBuf};

@@ -39,6 +39,35 @@ async fn load_and_facts() {
     assert_eq!(metric(&metrics, &info), 1.0);
 }
 
+/// Verified drafts are counted per request, in whole and streamed answers, and for the server.
+#[tokio::test(flavor = "multi_thread")]
+async fn accepted_drafts() {
+    let options = EngineOptions::default().context(512).sequences(2).drafts(3).adaptive_drafts(false);
+    let router = Server::new(engine(options), None, ServerOptions::new(NAME)).router();
+    let list: String = (0..9).map(|bits| format!("- `u{bits}`: an unsigned integer of {bits} bits\n")).collect();
+    let body = json!({"prompt": list + "- `u", "max_tokens": 40, "temperature": 0});
+    let usage = post(router.clone(), "/v1/completions", body.clone()).await.ok()["usage"].clone();
+    let mut streamed = body;
+    (streamed["stream"], streamed["stream_options"]) = (json!(true), json!({"include_usage": true}));
+    let chunks = post(router.clone(), "/v1/completions", streamed).await.chunks();
+    let details = &usage["completion_tokens_details"];
+    assert_eq!(&chunks.last().unwrap()["usage"]["completion_tokens_details"], details);
+    let [accepted, rejected] = ["accepted", "rejected"]
+        .map(|kind| details[format!("{kind}_prediction_tokens")].as_u64().unwrap_or_else(|| panic!("{usage}")) as f64);
+    assert!(accepted >= 10.0 && usage["completion_tokens"] == 40, "{usage}");
+
+    let metrics = get(router, "/metrics").await.text;
+    let of = |name: &str, labels: &str| {
+        metric(&metrics, &format!("vllm:spec_decode_num_{name}_total{{model_name=\"{NAME}\"{labels}}}"))
+    };
+    assert_eq!(of("draft_tokens", ""), 2.0 * (accepted + rejected));
+    assert_eq!(of("accepted_tokens", ""), 2.0 * accepted);
+    let at: Vec<f64> = (0..3).map(|index| of("accepted_tokens_per_pos", &format!(",position=\"{index}\""))).collect();
+    assert_eq!(at.iter().sum::<f64>(), 2.0 * accepted);
+    assert!(of("drafts", "") >= at[0] && at[0] >= at[1] && at[1] >= at[2], "{at:?}");
+    assert!(!metrics.contains("position=\"3\""));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_flushed_cache_computes_the_prompt_again() {
     let engine = engine(EngineOptions::default().context(512).sequences(2));

@@ -38,6 +38,7 @@ mod scratch;
 mod seal;
 mod simd;
 mod softcap;
+mod spread;
 #[cfg(test)]
 mod testing;
 mod thread_pool;
@@ -152,6 +153,7 @@ impl HostExecutor for Cpu {
             Call::Sample(call) => sample::run(self, call),
             Call::Seal(call) => seal::run(self, call),
             Call::Softcap(call) => softcap::run(self, call),
+            Call::Spread(call) => spread::run(self, call),
         }
         Ok(())
     }

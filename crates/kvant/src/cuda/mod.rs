@@ -43,6 +43,7 @@ mod runtime;
 mod sample;
 mod seal;
 mod softcap;
+mod spread;
 
 #[cfg(feature = "cuda")]
 use std::collections::BTreeMap;
@@ -212,6 +213,7 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::Sample(call) => sample::build(call, b),
         Call::Seal(call) => seal::build(call, b),
         Call::Softcap(call) => softcap::build(call, b),
+        Call::Spread(call) => spread::build(call, b),
     }
 }
 

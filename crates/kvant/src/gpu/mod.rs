@@ -33,6 +33,7 @@ pub(crate) mod planes;
 pub(crate) mod rms_norm;
 pub(crate) mod sample;
 pub(crate) mod softcap;
+pub(crate) mod spread;
 pub(crate) mod tables;
 mod vectors;
 

@@ -80,13 +80,13 @@ impl Sequence {
         metadata.insert("len".to_string(), self.len().to_string());
         for (index, held) in self.pages.groups.iter().enumerate() {
             let page_bytes = pool.saved_page_bytes(index);
-            let count = held.lasting().count();
+            let count = self.pages.lasting(pool.layout(), index).count();
             let total = page_bytes.saturating_mul(count);
             let mut bytes = Vec::new();
             let failed = |_| Error::OutOfMemory { device: "the host".to_string(), bytes: total };
             bytes.try_reserve_exact(total).map_err(failed)?;
             bytes.resize(total, 0);
-            for (page, to) in held.lasting().zip(bytes.chunks_exact_mut(page_bytes)) {
+            for (page, to) in self.pages.lasting(pool.layout(), index).zip(bytes.chunks_exact_mut(page_bytes)) {
                 pool.save_page(index, page, to)?;
             }
             metadata.insert(format!("first.{index}"), held.first.to_string());

@@ -3,7 +3,7 @@
 use super::{
     layout::{PageKind, PoolLayout},
     pages::{Page, Pages},
-    sequence::Sequence,
+    step_rows::StepRows,
 };
 
 /// One change of page ownership by a step. `sequence` is an index of the batch.
@@ -27,19 +27,46 @@ pub(super) enum Change {
     New { sequence: usize, group: usize, index: usize, page: Page },
 }
 
-/// Takes the pages of a batch and releases those that windows have passed. Returns the number of missing pages; the log
-/// has the changes that were made.
-pub(super) fn grow(
-    pages: &mut Pages,
-    layout: &PoolLayout,
-    batch: &[(&mut Sequence, usize)],
-    log: &mut Vec<Change>,
-) -> usize {
+/// Takes the pages of a batch. Returns the number of missing pages; the log has the changes that were made.
+pub(super) fn take<R: StepRows>(pages: &mut Pages, layout: &PoolLayout, batch: &[R], log: &mut Vec<Change>) -> usize {
     log.clear();
+    if R::APPENDS { grow(pages, layout, batch, log) } else { reach(pages, layout, batch, log) }
+}
+
+/// Takes the pages of positions that are written again, or that follow the ends of sequences, in layers that do not
+/// seal pages. A page that others hold, too, is copied.
+fn reach<R: StepRows>(pages: &mut Pages, layout: &PoolLayout, batch: &[R], log: &mut Vec<Change>) -> usize {
     let mut missing = 0;
-    let growing = || batch.iter().enumerate().filter(|(_, (_, count))| *count > 0);
-    for (sequence, (owner, _)) in growing() {
-        let owner = &owner.pages;
+    for (sequence, rows) in batch.iter().enumerate().filter(|(_, rows)| rows.count() > 0) {
+        let end = (rows.start() + rows.count()).div_ceil(layout.page_tokens);
+        let plain = layout.groups.iter().zip(&rows.pages().groups).enumerate();
+        for (group, (_, held)) in plain.filter(|(_, (of, _))| of.kind == PageKind::Plain) {
+            // Pages before positions after the end are taken, too.
+            for index in held.end().min(rows.start() / layout.page_tokens)..end {
+                let from = held.get(index);
+                if from.is_some_and(|page| pages.holds(page) == 1) {
+                    continue;
+                }
+                match (from, pages.take(group)) {
+                    (_, None) => missing += 1,
+                    (None, Some(page)) => log.push(Change::New { sequence, group, index, page }),
+                    (Some(from), Some(to)) => {
+                        pages.release(from);
+                        log.push(Change::Copied { sequence, group, from, to });
+                    }
+                }
+            }
+        }
+    }
+    missing
+}
+
+/// Takes the pages of new tokens and releases those that windows have passed.
+fn grow<R: StepRows>(pages: &mut Pages, layout: &PoolLayout, batch: &[R], log: &mut Vec<Change>) -> usize {
+    let mut missing = 0;
+    let growing = || batch.iter().enumerate().filter(|(_, rows)| rows.count() > 0);
+    for (sequence, rows) in growing() {
+        let owner = rows.pages();
         for (group, held) in owner.groups.iter().enumerate() {
             let of = &layout.groups[group];
             let passed = of.first_held(owner.len, owner.hold, layout.page_tokens);
@@ -64,17 +91,21 @@ pub(super) fn grow(
             }
         }
     }
-    for (sequence, (owner, count)) in growing() {
-        let owner = &owner.pages;
+    for (sequence, rows) in growing() {
+        let owner = rows.pages();
         for (group, held) in owner.groups.iter().enumerate() {
             let of = &layout.groups[group];
-            for index in of.new_pages(owner.len, owner.len + count, held.end(), layout.page_tokens) {
+            for index in of.new_pages(owner.len, owner.len + rows.count(), held.end(), layout.page_tokens) {
                 match pages.take(group) {
                     Some(page) => log.push(Change::New { sequence, group, index, page }),
                     None => missing += 1,
                 }
             }
-            let (Some(&from), is_boundary) = (held.pages.last(), owner.len % layout.page_tokens == 0) else { continue };
+            // Pages after the one of the next token are not shared.
+            let next = owner.len / layout.page_tokens;
+            let from =
+                if matches!(of.kind, PageKind::State { .. }) { held.pages.first().copied() } else { held.get(next) };
+            let (Some(from), is_boundary) = (from, owner.len % layout.page_tokens == 0) else { continue };
             match of.kind {
                 PageKind::State { max: 2.. } if is_boundary => {
                     if let Some(page) = held.kept {
@@ -113,7 +144,7 @@ pub(super) fn grow(
     missing
 }
 
-/// Undoes the changes of [`grow`].
+/// Undoes the changes of [`take`].
 pub(super) fn undo(pages: &mut Pages, log: &mut Vec<Change>) {
     for change in log.drain(..).rev() {
         match change {
@@ -132,38 +163,41 @@ pub(super) fn undo(pages: &mut Pages, log: &mut Vec<Change>) {
     }
 }
 
-/// Writes the changes of [`grow`] to the sequences.
-pub(super) fn apply(log: &mut Vec<Change>, batch: &mut [(&mut Sequence, usize)]) {
+/// Writes the changes of [`take`] to the sequences.
+pub(super) fn apply<R: StepRows>(log: &mut Vec<Change>, batch: &mut [R]) {
     for change in log.drain(..) {
         match change {
             Change::Passed { sequence, group, .. } => {
-                let held = &mut batch[sequence].0.pages.groups[group];
+                let held = &mut batch[sequence].pages_mut().groups[group];
                 held.pages.remove(0);
                 held.first += 1;
             }
             Change::Kept { sequence, group } => {
-                let held = &mut batch[sequence].0.pages.groups[group];
+                let held = &mut batch[sequence].pages_mut().groups[group];
                 held.kept = Some(held.pages.remove(0));
                 held.first += 1;
             }
-            Change::Dropped { sequence, group, .. } => batch[sequence].0.pages.groups[group].kept = None,
+            Change::Dropped { sequence, group, .. } => batch[sequence].pages_mut().groups[group].kept = None,
             Change::Copied { sequence, group, from, to } => {
-                let held = &mut batch[sequence].0.pages.groups[group].pages;
+                let owner = batch[sequence].pages_mut();
+                let held = &mut owner.groups[group].pages;
                 held.iter_mut().filter(|page| **page == from).for_each(|page| *page = to);
+                // Earlier steps would write to a page of others.
+                owner.changed();
             }
             Change::Boundary { sequence, group, from, to, .. } => {
-                let owner = &mut batch[sequence].0.pages;
+                let owner = batch[sequence].pages_mut();
                 let held = &mut owner.groups[group];
                 (held.kept, held.boundary, held.pages) = (Some(from), owner.len, vec![to]);
             }
             Change::Held { sequence, group, from, to } => {
-                let owner = &mut batch[sequence].0.pages;
+                let owner = batch[sequence].pages_mut();
                 let held = &mut owner.groups[group];
                 (held.start, held.pages) = (Some((owner.len, from)), vec![to]);
             }
-            Change::Unheld { sequence, group, .. } => batch[sequence].0.pages.groups[group].start = None,
+            Change::Unheld { sequence, group, .. } => batch[sequence].pages_mut().groups[group].start = None,
             Change::New { sequence, group, index, page } => {
-                let held = &mut batch[sequence].0.pages.groups[group];
+                let held = &mut batch[sequence].pages_mut().groups[group];
                 held.first = if held.pages.is_empty() { index } else { held.first };
                 held.pages.push(page);
             }

@@ -5,6 +5,7 @@
 //! | `pool.rs` | [`KvPool`]: the memory, its layers, and the steps of batches |
 //! | `spec.rs` | [`PoolSpec`], [`CacheLayer`], [`StateLayer`], [`StepSize`]: the specifications of pools and steps |
 //! | `growth.rs` | the pages that a step takes and releases |
+//! | `step_rows.rs` | the rows of a sequence in a step: new tokens, or positions |
 //! | `step_words.rs` | the upload of a step: positions, sequences, lengths, page tables |
 //! | `layout.rs` | layer groups: the division of memory into their pages, and the pages that a sequence of a given length holds |
 //! | `pages.rs` | free pages, and the hold count of each page |
@@ -24,6 +25,7 @@ mod prefix;
 mod prefix_watch;
 mod sequence;
 mod spec;
+mod step_rows;
 mod step_words;
 mod store;
 #[cfg(all(test, target_os = "linux"))]

@@ -1,17 +1,21 @@
 //! The memory of many sequences, and the steps of batches.
 
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use super::{
-    growth::{Change, apply, grow, undo},
+    growth::{Change, apply, take, undo},
     layout::{LayerGroup, LayerPlace, PageKind, PoolLayout},
     pages::{Page, Pages},
     prefix::Prefixes,
     sequence::{Sequence, SequencePages},
     spec::{CacheLayer, PoolSpec, StateLayer, StepSize},
+    step_rows::StepRows,
     step_words::{StepShape, padded, run_words, share_words},
 };
 use crate::{
@@ -242,19 +246,41 @@ impl KvPool {
     /// - `OutOfPages` with the number of missing pages, counted as if all prefixes were evicted.
     /// - `Value` for a sequence of another pool; `Overflow` for a position beyond u32; `OutOfMemory`, `DeviceFault`.
     pub fn step(&self, batch: &mut [(&mut Sequence, usize)]) -> Result<Step> {
+        self.new_step(batch)
+    }
+
+    /// A step over positions of sequences, before and after their ends. `batch` has each sequence and its positions; the
+    /// sequences keep their lengths. For layers that are written apart from the others, such as those of a model that
+    /// drafts tokens.
+    ///
+    /// A token sees the positions before its own and its own, as if it were the last one of its sequence. Positions
+    /// after the end must have been written in such steps. All positions can be written in layers that do not seal
+    /// pages; a page that other sequences or prefixes hold is copied before. Pages for positions after the end are
+    /// taken, and later used by the sequence's next tokens. Layers that seal pages can be read at positions before the
+    /// end, and must not be written. Recurrent states are not affected: [`Step::runs`] is `None`.
+    ///
+    /// # Errors
+    /// As [`KvPool::step`]; `NotHeld` if a layer no longer holds a position that the first one sees. Pool and sequences
+    /// are then unchanged.
+    pub fn positions(&self, batch: &mut [(&mut Sequence, Range<usize>)]) -> Result<Step> {
+        self.new_step(batch)
+    }
+
+    /// Makes a step of the rows of a batch.
+    fn new_step<R: StepRows>(&self, batch: &mut [R]) -> Result<Step> {
         let (mut tokens, mut longest, mut max_new) = (0usize, 0, 0);
-        for (sequence, count) in &mut *batch {
+        for rows in &*batch {
             let overflow = Error::Overflow { op: NAME, arg: "batch" };
-            let len = sequence.len().checked_add(*count).filter(|&len| len < u32::MAX as usize).ok_or(overflow)?;
-            (tokens, longest, max_new) = (tokens.saturating_add(*count), len.max(longest), max_new.max(*count));
+            let end = rows.start().checked_add(rows.count()).filter(|&end| end < u32::MAX as usize).ok_or(overflow)?;
+            (tokens, longest, max_new) =
+                (tokens.saturating_add(rows.count()), end.max(longest), max_new.max(rows.count()));
         }
-        let sequences = batch.len();
-        // Sequences without new tokens are only read.
-        let live = batch.iter().filter(|(_, count)| *count > 0).count();
-        let decode = batch.iter().filter(|(_, count)| *count > 0).take_while(|(_, count)| *count == 1).count();
+        let (sequences, counts) = (batch.len(), || batch.iter().map(R::count).filter(|&count| count > 0));
+        // Sequences without rows are only read.
+        let (live, decode) = (counts().count(), counts().take_while(|&count| count == 1).count());
         let step = self.empty_step(StepSize { sequences, tokens, longest, max_new, alone: decode })?;
         let step = step.with_known_batch(Batch { sequences: live, longest, max_new, decode });
-        self.step_into(batch, &step)?;
+        self.rewrite(batch, &step, false)?;
         Ok(step)
     }
 
@@ -267,7 +293,7 @@ impl KvPool {
         let step = self.empty_step(size)?;
         if let Some(pages) = &step.pages {
             let (shape, mut words) = (StepShape::of(&step, pages), Vec::new());
-            shape.fill(&mut words, &[], self.layout().tables());
+            shape.fill::<(&mut Sequence, usize)>(&mut words, &[], self.layout().tables());
             shape.base.write(&words)?;
         }
         Ok(step)
@@ -294,8 +320,17 @@ impl KvPool {
         self.rewrite(batch, step, true)
     }
 
+    /// As [`KvPool::positions`], but rewrites the buffers of an existing step, in which each position gets its own row
+    /// of lengths and page tables, as in [`KvPool::tokens_into`].
+    ///
+    /// # Errors
+    /// As [`KvPool::positions`]; `Value` for a batch that is larger than the step, and for a step of another pool.
+    pub fn positions_into(&self, batch: &mut [(&mut Sequence, Range<usize>)], step: &Step) -> Result<()> {
+        self.rewrite(batch, step, true)
+    }
+
     /// Rewrites a step. `is_unrolled`: each token gets a row.
-    fn rewrite(&self, batch: &mut [(&mut Sequence, usize)], step: &Step, is_unrolled: bool) -> Result<()> {
+    fn rewrite<R: StepRows>(&self, batch: &mut [R], step: &Step, is_unrolled: bool) -> Result<()> {
         let Some(of_pool) = step.pages.as_ref().filter(|pages| pages.pool == self.0.id) else {
             return check::value_is(NAME, "step", false, "a step of this pool", "another");
         };
@@ -310,44 +345,50 @@ impl KvPool {
             return Err(error);
         }
         apply(log, batch);
-        self.move_to_huge_pages(batch);
         let mut written = of_pool.lock();
         written.clear();
+        written.are_positions = !R::APPENDS;
         written.tokens.extend_from_slice(&words[..shape.at_sequence() + shape.tokens]);
-        for (sequence, count) in batch {
-            if *count > 0 {
-                sequence.pages.len += *count;
-                sequence.pages.changed();
+        for rows in batch {
+            let count = rows.count();
+            if R::APPENDS && count > 0 {
+                let pages = rows.pages_mut();
+                pages.len += count;
+                pages.changed();
+                self.move_to_huge_pages(pages);
             }
-            written.stamps.push(sequence.pages.stamp());
+            written.stamps.push(rows.pages().stamp());
         }
         Ok(())
     }
 
     /// Checks a batch against the limits of its step.
-    fn check_batch(&self, batch: &[(&mut Sequence, usize)], step: &Step, shape: &StepShape) -> Result<()> {
+    fn check_batch<R: StepRows>(&self, batch: &[R], step: &Step, shape: &StepShape) -> Result<()> {
         let StepShape { tokens: max_tokens, sequences, width, .. } = *shape;
         let limits = step.batch();
         let longest = limits.longest.min(width * self.layout().page_tokens).min(self.0.longest);
         // An unrolled sequence has a row for each token.
         let max_new = match shape.is_unrolled {
             // Pages are sealed before the pass, not within it.
-            true if self.layout().seals() => max_tokens.min(self.layout().page_tokens),
+            true if R::APPENDS && self.layout().seals() => max_tokens.min(self.layout().page_tokens),
             true => max_tokens,
             false => limits.max_new,
         };
         let (mut tokens, mut live, mut alone, mut rows) = (0usize, 0usize, 0, 0usize);
-        for (sequence, count) in batch {
-            let own_rows = shape.rows(*count);
-            (live, rows) = (live.saturating_add(own_rows.min(*count)), rows.saturating_add(own_rows));
+        for of in batch {
+            let (sequence, count, own_rows) = (of.sequence(), of.count(), shape.rows(of.count()));
+            (live, rows) = (live.saturating_add(own_rows.min(count)), rows.saturating_add(own_rows));
             let own = sequence.pool() == self;
             check::value_is(NAME, "batch", own, "sequences of this pool", "one of another pool")?;
-            check::at_most(NAME, "batch (tokens of a sequence)", *count, max_new)?;
-            let len = sequence.len().saturating_add(*count);
+            check::at_most(NAME, "batch (tokens of a sequence)", count, max_new)?;
+            let len = of.start().saturating_add(count);
             check::at_most(NAME, "batch (length of a sequence)", len, longest)?;
-            let are_alone = alone == tokens && (shape.is_unrolled || *count == 1);
-            alone += if are_alone { *count } else { 0 };
-            tokens = tokens.saturating_add(*count);
+            if !R::APPENDS && count > 0 {
+                sequence.pages.check_seen(self.layout(), of.start().min(sequence.len()))?;
+            }
+            let are_alone = alone == tokens && (shape.is_unrolled || count == 1);
+            alone += if are_alone { count } else { 0 };
+            tokens = tokens.saturating_add(count);
         }
         check::at_most(NAME, "batch", rows, sequences)?;
         let is_alone = alone >= limits.decode.min(tokens);
@@ -358,25 +399,25 @@ impl KvPool {
     }
 
     /// Takes the pages of a batch and logs the changes. Evicts prefixes if that frees enough pages.
-    fn take_pages(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)]) -> Result<()> {
+    fn take_pages<R: StepRows>(&self, state: &mut PoolState, batch: &[R]) -> Result<()> {
         let PoolState { pages, prefixes, log, .. } = state;
         let layout = self.layout();
-        if grow(pages, layout, batch, log) == 0 {
+        if take(pages, layout, batch, log) == 0 {
             return Ok(());
         }
         undo(pages, log);
         prefixes.make_room(pages, self, |trial| {
-            let missing = grow(trial, layout, batch, log);
+            let missing = take(trial, layout, batch, log);
             log.clear();
             missing
         })?;
-        let missing = grow(pages, layout, batch, log);
+        let missing = take(pages, layout, batch, log);
         debug_assert_eq!(missing, 0);
         Ok(())
     }
 
     /// Copies shared pages and uploads the step.
-    fn write_step(&self, state: &mut PoolState, batch: &[(&mut Sequence, usize)], shape: &StepShape) -> Result<()> {
+    fn write_step<R: StepRows>(&self, state: &mut PoolState, batch: &[R], shape: &StepShape) -> Result<()> {
         let mut copies = state.log.iter().filter_map(|change| match *change {
             Change::Copied { group, from, to, .. }
             | Change::Boundary { group, from, to, .. }
@@ -403,11 +444,11 @@ impl KvPool {
 
     /// Writes the pages that this pass fills and seals to the step's words. Returns the pages that must be sealed
     /// before the pass, with their groups: earlier passes filled them, or the step has no row left for them.
-    fn seal_in_pass(
+    fn seal_in_pass<R: StepRows>(
         &self,
         words: &mut [u32],
         log: &[Change],
-        batch: &[(&mut Sequence, usize)],
+        batch: &[R],
         shape: &StepShape,
     ) -> Vec<(usize, [u32; 3])> {
         // Most steps seal nothing: their vectors stay empty and unallocated.
@@ -419,7 +460,7 @@ impl KvPool {
             let from = words[shape.table_row(dense, shape.first_row(batch, sequence)) + index];
             // Each page that the pass seals is filled by its new tokens, so that `shape.seals` rows suffice.
             let row = [from, page, index as u32];
-            if index < batch[sequence].0.len() / self.layout().page_tokens || next[group] == shape.seals {
+            if index < batch[sequence].start() / self.layout().page_tokens || next[group] == shape.seals {
                 now.push((group, row));
                 continue;
             }
@@ -451,20 +492,18 @@ impl KvPool {
         Ok(())
     }
 
-    /// Moves full pages to huge pages of the host's memory, which are faster to read.
-    fn move_to_huge_pages(&self, batch: &mut [(&mut Sequence, usize)]) {
-        for (sequence, _) in batch.iter_mut().filter(|(_, count)| *count > 0) {
-            let (full, pages) = (sequence.len() / self.layout().page_tokens, &mut sequence.pages);
-            for (group, held) in pages.groups.iter_mut().enumerate() {
-                let full = full.min(held.end());
-                for index in held.huge_end.max(held.first)..full {
-                    let page = held.pages.get(index - held.first).map(|&page| self.page(group, page));
-                    if let Some(Ok(memory)) = page {
-                        crate::host::move_to_huge_pages(&memory);
-                    }
+    /// Moves the full pages of a sequence to huge pages of the host's memory, which are faster to read.
+    fn move_to_huge_pages(&self, pages: &mut SequencePages) {
+        let full = pages.len / self.layout().page_tokens;
+        for (group, held) in pages.groups.iter_mut().enumerate() {
+            let full = full.min(held.end());
+            for index in held.huge_end.max(held.first)..full {
+                let page = held.pages.get(index - held.first).map(|&page| self.page(group, page));
+                if let Some(Ok(memory)) = page {
+                    crate::host::move_to_huge_pages(&memory);
                 }
-                held.huge_end = full;
             }
+            held.huge_end = full;
         }
     }
 

@@ -125,10 +125,48 @@ impl SequencePages {
         SequencePages { groups: groups.collect(), ..Default::default() }
     }
 
-    /// Copies the list of pages, and holds each page once more.
-    pub fn fork(&self, pages: &mut Pages) -> SequencePages {
-        self.groups.iter().flat_map(GroupPages::all).for_each(|page| pages.hold(page));
-        SequencePages { len: self.len, hold: self.hold, groups: self.groups.clone(), changes: Arc::default() }
+    /// Copies the list of pages, and holds each page once more. Pages after the end of the sequence are not shared.
+    pub fn fork(&self, layout: &PoolLayout, pages: &mut Pages) -> SequencePages {
+        let (mut groups, len) = (self.groups.clone(), self.len);
+        for (group, held) in layout.groups.iter().zip(&mut groups) {
+            if group.kind == PageKind::Plain {
+                drop(held.cut(group.end_needed(len, layout.page_tokens)));
+            }
+        }
+        groups.iter().flat_map(GroupPages::all).for_each(|page| pages.hold(page));
+        SequencePages { len, hold: self.hold, groups, changes: Arc::default() }
+    }
+
+    /// The pages of a group up to the end of the sequence that later steps need.
+    pub fn lasting(&self, layout: &PoolLayout, group: usize) -> impl Iterator<Item = Page> + '_ {
+        let (of, held) = (&layout.groups[group], &self.groups[group]);
+        let ahead = held.end().saturating_sub(of.end_needed(self.len, layout.page_tokens));
+        let count = held.lasting().count() - if of.kind == PageKind::Plain { ahead } else { 0 };
+        held.lasting().take(count)
+    }
+
+    /// Checks that every group of keys and values holds the positions that a token at `position` sees.
+    pub fn check_seen(&self, layout: &PoolLayout, position: usize) -> Result<()> {
+        let page_tokens = layout.page_tokens;
+        for (group, held) in layout.groups.iter().zip(&self.groups) {
+            let mut needed = group.first_needed(position, page_tokens);
+            let end = group.end_needed(position, page_tokens);
+            // A window that had passed the first page may see it again.
+            if group.kind == PageKind::Dense && group.oldest_seen(position) < page_tokens && held.get(0).is_none() {
+                needed = 0;
+            }
+            let is_held = match group.kind {
+                PageKind::Dense => (needed..end).all(|index| held.get(index).is_some()),
+                // Sealed pages may end earlier: the pages after them are dense.
+                PageKind::Plain | PageKind::Sealed => needed >= held.first,
+                PageKind::State { .. } => true,
+            };
+            if !is_held {
+                let [needed, oldest] = [needed, held.first].map(|page| page * page_tokens);
+                return Err(Error::NotHeld { needed, oldest });
+            }
+        }
+        Ok(())
     }
 
     /// Releases all pages.
@@ -212,7 +250,7 @@ impl Sequence {
     /// Makes another sequence with the same tokens. No key is copied: both share their pages, and the last, partly
     /// filled page is copied when one of them writes to it.
     pub fn fork(&self) -> Sequence {
-        let pages = self.pages.fork(&mut self.pool.lock().pages);
+        let pages = self.pages.fork(self.pool.layout(), &mut self.pool.lock().pages);
         Sequence::new(self.pool.clone(), pages)
     }
 
@@ -245,24 +283,7 @@ impl Sequence {
             let kept = self.pages.groups[states].latest_states();
             return Err(Error::NoStates { at: len, kept });
         }
-        for (group, held) in layout.groups.iter().zip(&self.pages.groups) {
-            let mut needed = group.first_needed(len, layout.page_tokens);
-            let end = group.end_needed(len, layout.page_tokens);
-            // A window that had passed the first page may see it again.
-            if group.kind == PageKind::Dense && group.oldest_seen(len) < layout.page_tokens && held.get(0).is_none() {
-                needed = 0;
-            }
-            let is_held = match group.kind {
-                PageKind::Dense => (needed..end).all(|index| held.get(index).is_some()),
-                // Sealed pages may end earlier: the pages after them are dense.
-                PageKind::Plain | PageKind::Sealed => needed >= held.first,
-                PageKind::State { .. } => true,
-            };
-            if !is_held {
-                let [needed, oldest] = [needed, held.first].map(|page| page * layout.page_tokens);
-                return Err(Error::NotHeld { needed, oldest });
-            }
-        }
+        self.pages.check_seen(layout, len)?;
         let mut state = pool.lock();
         for (group, held) in layout.groups.iter().zip(&mut self.pages.groups) {
             let cut = match group.kind {

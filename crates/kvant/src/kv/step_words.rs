@@ -1,6 +1,6 @@
 //! The words that a step uploads to the device.
 
-use super::{growth::Change, sequence::Sequence};
+use super::{growth::Change, step_rows::StepRows};
 use crate::{
     Step, Tensor,
     ops::StateRuns,
@@ -70,9 +70,9 @@ impl<'a> StepShape<'a> {
     }
 
     /// The first row of a sequence of a batch.
-    pub fn first_row(&self, batch: &[(&mut Sequence, usize)], sequence: usize) -> usize {
+    pub fn first_row<R: StepRows>(&self, batch: &[R], sequence: usize) -> usize {
         match self.is_unrolled {
-            true => batch[..sequence].iter().map(|(_, count)| count).sum(),
+            true => batch[..sequence].iter().map(R::count).sum(),
             false => sequence,
         }
     }
@@ -91,7 +91,7 @@ impl<'a> StepShape<'a> {
 
     /// Fills positions, sequences and lengths after the step, the runs, and the first row of each sequence with the
     /// pages that it holds before the step. `tables` is the number of page tables.
-    pub fn fill(&self, words: &mut Vec<u32>, batch: &[(&mut Sequence, usize)], tables: usize) {
+    pub fn fill<R: StepRows>(&self, words: &mut Vec<u32>, batch: &[R], tables: usize) {
         words.clear();
         words.resize(self.base.elements(), Step::INACTIVE);
         let at_sequence = self.at_sequence();
@@ -99,24 +99,27 @@ impl<'a> StepShape<'a> {
         words[..self.tokens].fill(0);
         words[at_lens..at_lens + self.sequences].fill(0);
         let (mut token, mut row) = (0, 0);
-        for (sequence, count) in batch {
-            let (len, rows) = (sequence.len(), self.rows(*count));
-            for index in 0..*count {
-                words[token] = (len + index) as u32;
+        for of in batch {
+            let (start, count) = (of.start(), of.count());
+            let rows = self.rows(count);
+            for index in 0..count {
+                words[token] = (start + index) as u32;
                 words[at_sequence + token] = (row + index.min(rows - 1)) as u32;
                 token += 1;
             }
             for index in 0..rows {
                 // The last row has the length with all new tokens.
-                words[at_lens + row + index] = (len + count - (rows - 1 - index)) as u32;
+                words[at_lens + row + index] = (start + count - (rows - 1 - index)) as u32;
             }
-            for (group, held) in sequence.pages.groups.iter().take(tables).enumerate().filter(|_| rows > 0) {
+            for (group, held) in of.pages().groups.iter().take(tables).enumerate().filter(|_| rows > 0) {
                 let at = self.table_row(group, row);
                 if let Some(kept) = held.kept {
                     words[at] = kept;
                 }
-                if !held.pages.is_empty() {
-                    words[at + held.first..][..held.pages.len()].copy_from_slice(&held.pages);
+                // The sequence may have pages after the last one of the step.
+                let count = held.pages.len().min(self.width.saturating_sub(held.first));
+                if count > 0 {
+                    words[at + held.first..][..count].copy_from_slice(&held.pages[..count]);
                 }
             }
             row += rows;
@@ -143,38 +146,39 @@ impl<'a> StepShape<'a> {
         }
     }
 
-    /// Fills the runs: each sequence's tokens, with the states that it holds before the step. `group` is that of the
-    /// states.
-    fn fill_runs(&self, words: &mut [u32], batch: &[(&mut Sequence, usize)], group: usize) {
+    /// Fills the runs: each sequence's new tokens, with the states that it holds before the step. `group` is that of
+    /// the states.
+    fn fill_runs<R: StepRows>(&self, words: &mut [u32], batch: &[R], group: usize) {
         let Some([starts, past, slots]) = self.runs else { return };
+        let batch = if R::APPENDS { batch } else { &[] };
         let mut end = 0;
         words[starts] = 0;
         for index in 0..self.sequences {
-            let count = batch.get(index).map_or(0, |(_, count)| *count);
+            let count = batch.get(index).map_or(0, R::count);
             end += count as u32;
             words[starts + index + 1] = end;
-            words[past + index] = batch.get(index).map_or(0, |(sequence, _)| sequence.len() as u32);
-            let held = batch.get(index).and_then(|(sequence, _)| sequence.pages.groups.get(group)?.pages.first());
+            words[past + index] = batch.get(index).map_or(0, |rows| rows.start() as u32);
+            let held = batch.get(index).and_then(|rows| rows.pages().groups.get(group)?.pages.first());
             words[slots + index] = held.copied().filter(|_| count > 0).unwrap_or(StateRuns::INACTIVE);
         }
     }
 
     /// Copies the page table of each sequence from its first row to its other rows.
-    pub fn repeat_tables(&self, words: &mut [u32], batch: &[(&mut Sequence, usize)], tables: usize) {
+    pub fn repeat_tables<R: StepRows>(&self, words: &mut [u32], batch: &[R], tables: usize) {
         let mut row = 0;
-        for (_, count) in batch {
-            for other in 1..self.rows(*count) {
+        for rows in batch.iter().map(|of| self.rows(of.count())) {
+            for other in 1..rows {
                 for group in 0..tables {
                     let from = self.table_row(group, row);
                     words.copy_within(from..from + self.width, self.table_row(group, row + other));
                 }
             }
-            row += self.rows(*count);
+            row += rows;
         }
     }
 
     /// Applies the changes of a step to the page tables, and to the slots of the runs.
-    pub fn fill_pages(&self, words: &mut [u32], log: &[Change], batch: &[(&mut Sequence, usize)], tables: usize) {
+    pub fn fill_pages<R: StepRows>(&self, words: &mut [u32], log: &[Change], batch: &[R], tables: usize) {
         for change in log {
             match *change {
                 Change::Kept { .. } | Change::Unheld { .. } => {}

@@ -32,6 +32,7 @@ mod runtime;
 mod sample;
 mod seal;
 mod softcap;
+mod spread;
 mod vectors;
 
 use crate::{
@@ -90,5 +91,6 @@ fn build(call: &Call, b: &mut Builder) -> Result<()> {
         Call::Sample(call) => sample::build(call, b),
         Call::Seal(call) => seal::build(call, b),
         Call::Softcap(call) => softcap::build(call, b),
+        Call::Spread(call) => spread::build(call, b),
     }
 }

@@ -92,6 +92,7 @@
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | g = 8 with `gate` |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
+//! | [`spread`](spread()) | | none | none | |
 //! | [`moe_route`](moe_route()) | chosen by logits | f32 | none | ids are exact |
 //! | | with a bias or groups | f32 | none | corrected scores, or values of groups, that differ by less than 2⁻²² may be ordered either way; scores below 2⁻¹²⁶ may count as zero |
 //! | [`moe_combine`](moe_combine()) | | f32 | none | |
@@ -131,6 +132,7 @@ pub(crate) mod rms_norm;
 pub(crate) mod sample;
 pub(crate) mod seal;
 pub(crate) mod softcap;
+pub(crate) mod spread;
 pub(crate) mod state_runs;
 pub(crate) mod state_slots;
 
@@ -157,6 +159,7 @@ pub use norm_rope_write::{NormRopeWrite, norm_rope_write};
 pub use rms_norm::{NextNorm, Residual, RmsNorm, rms_norm};
 pub use sample::{Sample, SampleRow, sample};
 pub use softcap::{Softcap, softcap};
+pub use spread::{Spread, spread};
 pub use state_runs::StateRuns;
 pub use state_slots::StateSlots;
 
@@ -239,6 +242,7 @@ calls! {
     Sample(sample),
     Seal(seal),
     Softcap(softcap),
+    Spread(spread),
 }
 
 impl Call {

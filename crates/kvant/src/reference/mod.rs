@@ -38,6 +38,7 @@ mod rms_norm;
 mod sample;
 mod seal;
 mod softcap;
+mod spread;
 
 pub use all_reduce::all_reduce;
 pub use argmax::argmax;
@@ -54,6 +55,7 @@ pub use norm_rope::{rope, rope_angles};
 pub use rms_norm::rms_norm;
 pub use sample::{Sampling, candidates, sample};
 pub use softcap::softcap;
+pub use spread::spread;
 
 /// The reference device's executor.
 pub(crate) struct Reference;
@@ -96,6 +98,7 @@ impl HostExecutor for Reference {
             Call::Sample(call) => sample::run(call),
             Call::Seal(call) => seal::run(call),
             Call::Softcap(call) => softcap::run(call),
+            Call::Spread(call) => spread::run(call),
         }
         Ok(())
     }

@@ -680,6 +680,11 @@ fn elements(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         let x = zeros(device, dtype, &[3, dim])?;
         let (out, other) = (zeros(device, DType::BF16, &[3, dim])?, zeros(device, dtype, &[3, dim])?);
         ops::softcap(enc, &Softcap::new(&x, 30.0, &out))?;
+        let (groups, places) = (zeros(device, DType::U32, &[1, 3])?, zeros(device, DType::U32, &[70])?);
+        for (groups, tokens) in [(None, 3), (Some(&groups), 1)] {
+            let spread = zeros(device, DType::F32, &[tokens, 70])?;
+            ops::spread(enc, &ops::Spread::new(&x, &places, f32::NEG_INFINITY, &spread).groups(groups))?;
+        }
         let weight = zeros(device, dtype, &[dim])?;
         let residuals = [
             Residual::None,

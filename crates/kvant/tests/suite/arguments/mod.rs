@@ -16,8 +16,8 @@ use kvant::{
         self, Activation, Add, AddBias, Affine, AllGather, AllReduce, Angles, Argmax, Attend, BlockFormat, Blocks,
         CausalConv, Columns, DeltaRule, Embed, ExpertGroups, ExpertScores, Experts, FloatFormat, Gate, Hadamard,
         HeadNorm, KvRead, KvSide, KvWrite, Linear, MergeAttention, MoeCombine, MoeRoute, NextNorm, NormRope,
-        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SampleRow, ScaledFloats, Softcap, StateRuns,
-        StateSlots, Weight,
+        NormRopeWrite, PairLayout, Residual, RmsNorm, Rope, Sample, SampleRow, ScaledFloats, Softcap, Spread,
+        StateRuns, StateSlots, Weight,
     },
 };
 use operations::*;
@@ -268,7 +268,7 @@ impl<'t> World<'t> {
 
 type Operation = fn(&mut World) -> Result<()>;
 
-const OPERATIONS: [(&str, Operation); 22] = [
+const OPERATIONS: [(&str, Operation); 23] = [
     ("kv_write", kv_write),
     ("kv_read", kv_read),
     ("attend", attend),
@@ -284,6 +284,7 @@ const OPERATIONS: [(&str, Operation); 22] = [
     ("causal_conv", causal_conv),
     ("delta_rule", delta_rule),
     ("softcap", softcap),
+    ("spread", spread),
     ("argmax", argmax),
     ("sample", sample),
     ("moe_route", moe_route),
@@ -360,6 +361,7 @@ taken_or_refused!(
     causal_conv,
     delta_rule,
     softcap,
+    spread,
     argmax,
     sample,
     moe_route,

@@ -366,6 +366,16 @@ pub(super) fn softcap(w: &mut World) -> Result<()> {
     w.attempt("softcap", |enc| ops::softcap(enc, &Softcap::new(&x, cap, &out)))
 }
 
+pub(super) fn spread(w: &mut World) -> Result<()> {
+    let (tokens, outputs) = (w.tape.pick(&COUNTS), w.tape.pick(&[67, 1, 0, 400]));
+    let (chosen, width) = (w.tape.pick(&[3, 1, 0]), w.tape.pick(&WIDTHS));
+    let groups = w.tape.flag().then(|| w.u32s(&[tokens, chosen], 9, false));
+    let x = w.input(&[tokens * if groups.is_some() { chosen } else { 1 }, width]);
+    let (places, out) = (w.u32s(&[outputs], usize::MAX, false), w.output(&[tokens, outputs]));
+    let fill = w.tape.number(&[-1.0, f32::NEG_INFINITY]);
+    w.attempt("spread", |enc| ops::spread(enc, &Spread::new(&x, &places, fill, &out).groups(groups.as_ref())))
+}
+
 pub(super) fn argmax(w: &mut World) -> Result<()> {
     let (rows, dim) = (w.tape.pick(&COUNTS), w.tape.pick(&[64, 1, 1000, 0]));
     let (x, out) = (w.input(&[rows, dim]), w.u32s(&[rows], 10, true));

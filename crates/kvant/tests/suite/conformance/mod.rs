@@ -17,6 +17,7 @@ mod norm_rope;
 mod rms_norm;
 mod sample;
 mod softcap;
+mod spread;
 
 use kvant::{Device, Error, Result, Tensor, ops::StateRuns};
 

@@ -4,6 +4,7 @@ mod attention;
 mod case;
 mod graphs;
 mod histories;
+mod positions;
 mod prefixes;
 mod rows;
 mod sealed;

@@ -1,0 +1,180 @@
+//! Models with drafters: texts are those without drafts, and the planted share of drafts is accepted.
+
+#[path = "../../../kvant-models/tests/common/drafters.rs"]
+mod checkpoints;
+
+use std::{path::Path, sync::Arc};
+
+use crate::{
+    common::{collect, options, shipped},
+    hybrid::{PAGE, alone, golden, text},
+};
+use checkpoints::{Mtp, with_mtp};
+use kvant::{Codec, CpuOptions, DType, Device, Tensor};
+use kvant_engine::{DraftCounts, Engine, EngineOptions, EngineRequest};
+use kvant_models::{Draft, DraftDecoder, Files, Model, PoolOptions, Sampling, Tokenizer};
+
+fn plain(path: &Path) -> Model {
+    let cpu = CpuOptions { threads: Some(2), batch_invariant: true, ..CpuOptions::default() };
+    Model::load(path, &Device::cpu_with(cpu).unwrap()).unwrap()
+}
+
+fn with_drafter(path: &Path) -> Model {
+    plain(path).with_drafter(&Files::at(path).unwrap(), None).unwrap()
+}
+
+fn engine(model: &Model, options: EngineOptions) -> Engine {
+    let tokenizer = Arc::new(Tokenizer::load(shipped()).unwrap());
+    Engine::start(model.clone(), tokenizer, options.page_tokens(PAGE).adaptive_drafts(false)).unwrap()
+}
+
+fn request(prompt: &[u32], max_tokens: usize, sampling: &Sampling) -> EngineRequest {
+    EngineRequest::new(prompt.to_vec()).max_tokens(max_tokens).stop_ids(Vec::new()).sampling(sampling.clone())
+}
+
+/// The texts of all requests at once. Every other one is sampled.
+fn texts(engine: &Engine, prompts: &[Vec<u32>], max_tokens: usize) -> Vec<Vec<u32>> {
+    let submit = |(seed, prompt): (usize, &Vec<u32>)| {
+        let temperature = if seed % 2 == 0 { 0.0 } else { 0.8 };
+        let sampling = Sampling::default().temperature(temperature).seed(seed as u64);
+        engine.submit(request(prompt, max_tokens, &sampling)).unwrap()
+    };
+    let running: Vec<_> = prompts.iter().enumerate().map(submit).collect();
+    running.into_iter().map(|responses| collect(responses).0).collect()
+}
+
+fn prompts() -> Vec<Vec<u32>> {
+    // Some texts begin alike.
+    let prompt = |seed: u32| text(seed % 3, 30 + 3 * seed as usize).into_iter().map(|token| token % 4).collect();
+    (0..6).map(prompt).collect()
+}
+
+/// Texts do not depend on the drafter: with few pages, found prefixes, small steps, sealed pages, and logits that are
+/// not numbers. States are rolled back after rejected drafts.
+#[test]
+fn drafters_change_nothing() {
+    for (mtp, codec) in [(Mtp::Random, Codec::F32), (Mtp::Random, Codec::tq_centred(4)), (Mtp::NotANumber, Codec::F32)]
+    {
+        let path = with_mtp(&golden(""), mtp);
+        let (model, prompts) = (with_drafter(&path), prompts());
+        let options = options().codecs(codec).sequences(6);
+        let want = texts(&engine(&plain(&path), options.clone()), &prompts, 60);
+        if codec == Codec::F32 {
+            assert_eq!(want[0], alone(&plain(&path), &prompts[0], 60));
+        }
+        let all = engine(&model, options.clone()).stats().pages_bytes;
+        for (drafts, options) in [
+            (3, options.clone()),
+            (5, options.clone().step_tokens(40).overlap(true)),
+            (4, options.clone().memory(all / 10).step_tokens(24)),
+            (5, options.clone().memory(all / 10).host_memory(64 << 20).overlap(true)),
+        ] {
+            let is_short = options.memory.is_some();
+            if is_short {
+                let control = engine(&plain(&path), options.clone().drafts(drafts));
+                println!("CONTROL {:?}", texts(&control, &prompts, 60).iter().map(Vec::len).collect::<Vec<_>>());
+            }
+            let engine = engine(&model, options.drafts(drafts));
+            for round in 0..2 {
+                let got = texts(&engine, &prompts, 60);
+                let lens: Vec<usize> = got.iter().map(Vec::len).collect();
+                println!("lens {lens:?}");
+                if lens.iter().any(|len| *len < 60) {
+                    continue;
+                }
+                assert_eq!(got, want, "{mtp:?}, {codec}, round {round}, {drafts} drafts");
+            }
+            let stats = engine.stats();
+            let DraftCounts { tokens, accepted, .. } = stats.drafts;
+            println!("{mtp:?}, {codec}: {accepted} of {tokens} drafts, {} preemptions", stats.preemptions);
+            assert!(accepted < tokens && (accepted > 50 || matches!(mtp, Mtp::NotANumber)), "{:?}", stats.drafts);
+            assert!(stats.preemptions > 0 || !is_short, "{stats:?}");
+        }
+        std::fs::remove_dir_all(path).unwrap();
+    }
+}
+
+/// The drafts of a request are the same if its prefix was found, if it was computed in small steps, and after others.
+#[test]
+fn drafts_continue_found_prefixes() {
+    let path = with_mtp(&golden(""), Mtp::Random);
+    let (model, prompt) = (with_drafter(&path), text(2, 75));
+    let ask = |engine: &Engine| {
+        let before = engine.stats().drafts;
+        let (ids, _, finished) = collect(engine.submit(request(&prompt, 50, &Sampling::default())).unwrap());
+        let after = engine.stats().drafts;
+        (ids, finished.usage.cached_tokens, after.tokens - before.tokens, after.accepted - before.accepted)
+    };
+    let one = engine(&model, options().drafts(4));
+    let (ids, cached, tokens, accepted) = ask(&one);
+    assert!(cached == 0 && accepted > 5, "{accepted} of {tokens}");
+    assert_eq!(ask(&one), (ids.clone(), 64, tokens, accepted));
+    let small = engine(&model, options().drafts(4).sequences(2).step_tokens(12));
+    assert_eq!(ask(&small), (ids, 0, tokens, accepted));
+}
+
+/// A drafter that agrees with its model has nearly all drafts accepted, also if they are sampled.
+#[test]
+fn agreeing_drafts_are_accepted() {
+    let path = with_mtp(&golden(""), Mtp::Agrees);
+    let (model, prompts) = (with_drafter(&path), (0..4).map(|seed| text(seed, 20)).collect::<Vec<_>>());
+    let want = texts(&engine(&plain(&path), options()), &prompts, 100);
+    for overlap in [false, true] {
+        let engine = engine(&model, options().drafts(5).overlap(overlap));
+        assert_eq!(texts(&engine, &prompts, 100), want);
+        let DraftCounts { tokens, accepted, .. } = engine.stats().drafts;
+        assert!(tokens > 200 && accepted * 100 >= tokens * 97, "{accepted} of {tokens}");
+        assert!(engine.stats().steps < 50, "{} steps for 100 tokens", engine.stats().steps);
+    }
+}
+
+/// The first draft after each prefix of a text.
+fn first_drafts(model: &Model, tokens: &[u32], how: &Sampling) -> Vec<Option<u32>> {
+    let pool = model.new_pool(&PoolOptions { codecs: Codec::F32.into(), longest: 256, ..PoolOptions::default() });
+    let mut drafter = DraftDecoder::new(model, pool.as_ref().unwrap(), 1, 1, 8).unwrap();
+    let pool = pool.unwrap();
+    let (mut sequence, mut drafts) = (pool.sequence(), vec![None]);
+    for (position, pair) in tokens.windows(2).enumerate() {
+        let step = pool.step(&mut [(&mut sequence, 1)]).unwrap();
+        let logits = Tensor::zeros(model.device(), DType::F32, &[1, model.vocab_size()]).unwrap();
+        let states = Some(drafter.states());
+        model.start_with(&pool, &step, &pair[..1], None, (&[0], &logits), states).unwrap().wait().unwrap();
+        let (sequence, next) = (&mut sequence, &pair[1..]);
+        let draft = Draft { sequence, position, rows: 0..1, next, fed: None, drafts: 1, sampling: how };
+        drafts.push(drafter.propose(&mut [draft], None).unwrap()[0].first().copied());
+    }
+    drafts
+}
+
+/// The engine verifies and accepts exactly the drafts that a replay of its steps accepts.
+#[test]
+fn the_planted_share_is_accepted() {
+    const PROMPT: usize = 20;
+    const GENERATED: usize = 150;
+    let mut shares = Vec::new();
+    for size in [0.05, 0.15, 0.4] {
+        let path = with_mtp(&golden(""), Mtp::Differs(size));
+        let model = with_drafter(&path);
+        let how = Sampling::default().temperature(1.0).seed(3);
+        let engine = engine(&model, options().drafts(1));
+        let prompt = text(1, PROMPT);
+        let (ids, ..) = collect(engine.submit(request(&prompt, GENERATED, &how)).unwrap());
+        let tokens = [prompt, ids].concat();
+        assert_eq!(tokens.len(), PROMPT + GENERATED);
+        let drafts = first_drafts(&model, &tokens, &how);
+        // The first token is sampled without a draft. The last one has none: it would be the end of the text.
+        let (mut known, mut tried, mut accepted) = (PROMPT + 1, 0, 0);
+        while known < tokens.len() {
+            let is_right = known + 1 < tokens.len() && drafts[known - 1] == Some(tokens[known]);
+            tried += u64::from(known + 1 < tokens.len());
+            accepted += u64::from(is_right);
+            known += 1 + usize::from(is_right);
+        }
+        let stats = engine.stats().drafts;
+        assert_eq!((stats.tokens, stats.accepted), (tried, accepted), "noise of {size}");
+        shares.push(accepted as f64 / tried as f64);
+        std::fs::remove_dir_all(path).unwrap();
+    }
+    println!("shares {shares:?}");
+    assert!(shares.is_sorted_by(|a, b| a > b) && shares[0] > 0.6 && shares[2] < 0.5, "{shares:?}");
+}

@@ -1,0 +1,45 @@
+// spread: out[t, v] = the value of the place of v among the groups of row t, or the fill.
+//
+// x is [tokens * chosen, width], places is [outputs], groups is [tokens, chosen], out is [tokens, outputs]; x and out are
+// f32, f16 or bf16. Place p is column p % width of group p / width. Without groups, each token has group 0. One thread
+// per output.
+#include "elements.h"
+
+struct SpreadParams {
+    uint elements;
+    uint outputs;
+    uint chosen;
+    uint width;
+    float fill;
+};
+
+constant uint X_DTYPE [[function_constant(0)]];
+constant uint OUT_DTYPE [[function_constant(1)]];
+constant bool GROUPED [[function_constant(2)]];
+
+kernel void spread(device const uchar *x [[buffer(0)]],
+                   device const uint *places [[buffer(1)]],
+                   device uchar *out [[buffer(2)]],
+                   constant SpreadParams &p [[buffer(3)]],
+                   device const uint *groups [[buffer(4), function_constant(GROUPED)]],
+                   uint i [[thread_position_in_grid]]) {
+    if (i >= p.elements) {
+        return;
+    }
+    const uint token = i / p.outputs;
+    const uint place = places[i % p.outputs];
+    const uint group = place / p.width;
+    uint row = p.chosen;
+    if (GROUPED) {
+        for (uint j = 0; j < p.chosen && row == p.chosen; j++) {
+            row = groups[ulong(token) * p.chosen + j] == group ? j : row;
+        }
+    } else if (group == 0) {
+        row = 0;
+    }
+    float value = p.fill;
+    if (row < p.chosen) {
+        value = load(x, (ulong(token) * p.chosen + row) * p.width + place % p.width, X_DTYPE);
+    }
+    store(out, i, value, OUT_DTYPE);
+}
