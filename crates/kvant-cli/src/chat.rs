@@ -1,22 +1,28 @@
 //! `kvant chat`: a conversation with a model.
 
+mod writing;
+
 use std::{
     hash::{BuildHasher, RandomState},
     io::{BufRead, IsTerminal},
     ops::ControlFlow,
     path::PathBuf,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use clap::builder::NonEmptyStringValueParser;
-use kvant::Sequence;
 use kvant_models::{
-    Files, GenerateStats, LoadOptions, Model, PoolOptions, Request, Sampling, Tokenizer,
+    Files, GenerateStats, LoadOptions, PoolOptions, Request, Sampling, Tokenizer,
     chat::{ChatRole, ChatTemplate, Conversation, GenerationDefaults, Message, ReplyParser, SpecialTokens},
-    generate,
 };
 use rustyline::error::ReadlineError;
 
+use self::writing::Writing;
+#[cfg(feature = "serve")]
+use crate::drafts::DraftArgs;
 use crate::{
     Result,
     args::{ActivationArgs, Kv, ModelDeviceArgs},
@@ -89,6 +95,9 @@ pub struct ChatArgs {
     /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
+    #[cfg(feature = "serve")]
+    #[command(flatten)]
+    drafts: DraftArgs,
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
@@ -100,16 +109,14 @@ static STOPPED: AtomicBool = AtomicBool::new(false);
 
 struct Chat<'a> {
     args: &'a ChatArgs,
-    model: Model,
-    tokenizer: Tokenizer,
+    vocab_size: usize,
+    tokenizer: Arc<Tokenizer>,
     template: ChatTemplate,
     sampling: Sampling,
     /// Maximum tokens of an answer.
     max_tokens: usize,
     kv: String,
-    sequence: Sequence,
-    /// The tokens of the sequence.
-    fed: Vec<u32>,
+    writing: Writing,
     messages: Vec<Message>,
     system: Option<String>,
     /// The number of oldest messages that are dropped because the context is full.
@@ -125,7 +132,7 @@ pub fn run(args: &ChatArgs) -> Result {
     let files = shipped::files(Some(name))?;
     let template = template(args, &files)?;
     let device = args.device.open()?;
-    let tokenizer = Tokenizer::load_files(&files)?;
+    let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let defaults = GenerationDefaults::load_files(&files)?;
     let mut sampling = defaults.sampling(Sampling::usual());
     sampling.temperature = args.temperature.unwrap_or(sampling.temperature);
@@ -144,19 +151,18 @@ pub fn run(args: &ChatArgs) -> Result {
         &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--context" },
     )?;
     let model = args.activations.load(&files, &device, args.context, division)?;
-    let sequence = model.new_pool(&options)?.sequence();
-    let system = args.system.clone();
-    let (fed, messages) = (Vec::new(), Vec::new());
+    let vocab_size = model.vocab_size();
+    let writing = Writing::start(args, model, &tokenizer, &options, &files)?;
+    let (system, messages) = (args.system.clone(), Vec::new());
     let mut chat = Chat {
         args,
-        model,
+        vocab_size,
         tokenizer,
         template,
         sampling,
         max_tokens: args.max_tokens as usize,
         kv: kv.name,
-        sequence,
-        fed,
+        writing,
         messages,
         system,
         left_out: 0,
@@ -192,7 +198,9 @@ fn messages_of(count: usize) -> String {
 fn speed(stats: &GenerateStats) -> String {
     let GenerateStats { prompt_tokens, generated_tokens, decode_steps, decode_seconds, prompt_seconds, .. } = *stats;
     let rate = |count: usize, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
-    let (decode, prompt) = (rate(decode_steps, decode_seconds), rate(prompt_tokens, prompt_seconds));
+    // With drafts, a step gives several tokens.
+    let decoded = decode_steps.max(generated_tokens.saturating_sub(1));
+    let (decode, prompt) = (rate(decoded, decode_seconds), rate(prompt_tokens, prompt_seconds));
     format!("({generated_tokens} tokens, {decode:.1} a second; prompt {prompt_tokens}, {prompt:.0} a second)\n")
 }
 
@@ -337,15 +345,15 @@ impl Chat<'_> {
                 return Err(format!("/set knows {known}, got {name:?}").into());
             }
         };
-        sampling.validate(self.model.vocab_size())?;
+        sampling.validate(self.vocab_size)?;
         self.sampling = sampling;
         Ok(())
     }
 
     /// Shows the contents of the cache.
     fn show_cache(&self) -> Result {
-        let (usage, tokens, context) = (self.sequence.pool().usage(), self.sequence.len(), self.args.context);
-        let [used, all] = [usage.used, usage.bytes].map(output::bytes);
+        let ((tokens, used, all), context) = (self.writing.cache(), self.args.context);
+        let [used, all] = [used, all].map(output::bytes);
         output::note(&format!("{}: {tokens} of {context} tokens, {used} of {all}\n", self.kv))
     }
 
@@ -373,27 +381,19 @@ impl Chat<'_> {
         let (messages, prompt) = self.prompt()?;
         let conversation = self.view(&messages);
         let room = self.args.context - prompt.len();
-        let rest = self.keep_prefix(&prompt)?;
-
         let parser = ReplyParser::new(self.template.reply_format());
         let parser = parser.after_prompt(&self.template.render(&conversation)?);
         let mut printer = ReplyPrinter::new(parser, &self.args.stop).hides_reasoning(self.hides_reasoning);
         let sampling = self.sampling.clone();
         let max_tokens = room.min(self.max_tokens);
-        let request = Request { max_tokens, sampling, stop: self.tokenizer.eos(), ..Request::new(&prompt[rest..]) };
+        let request = Request { max_tokens, sampling, stop: self.tokenizer.eos(), ..Request::new(&prompt) };
         let (mut stream, mut printed) = (self.tokenizer.stream_with_special().after(&prompt)?, Ok(()));
-        let fed = &mut self.fed;
-        fed.extend(&prompt[rest..]);
         STOPPED.store(false, Ordering::Relaxed);
-        let generated = generate(&self.model, &mut self.sequence, &request, |token| {
-            fed.push(token);
+        let stats = self.writing.generate(&request, |token| {
             printed = stream.push(token).map_err(Into::into).and_then(|piece| printer.push(&piece));
             let goes_on = printed.is_ok() && !printer.is_stopped() && !STOPPED.load(Ordering::Relaxed);
             if goes_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
-        });
-        // The last token is not fed. After an error, even fewer are fed.
-        self.fed.truncate(self.sequence.len());
-        let stats = generated?;
+        })?;
         printed?;
         printer.push(&stream.finish()?)?;
         let message = printer.message()?;
@@ -441,18 +441,5 @@ impl Chat<'_> {
     fn view<'m>(&self, messages: &'m [Message]) -> Conversation<'m> {
         let conversation = Conversation::new(messages);
         self.thinking.map_or(conversation.clone(), |on| conversation.thinking(on))
-    }
-
-    /// Truncates the sequence to the prefix shared with a prompt, but leaves at least one token of the prompt to feed.
-    /// Returns the length.
-    fn keep_prefix(&mut self, prompt: &[u32]) -> Result<usize> {
-        let same = self.fed.iter().zip(prompt).take_while(|(a, b)| a == b).count().min(prompt.len() - 1);
-        // Windows may have passed these positions, and recurrent states can be rolled back only to their last boundary.
-        let boundary = self.sequence.boundary().filter(|&boundary| boundary <= same);
-        let mut lengths = [Some(same), boundary].into_iter().flatten();
-        let kept = lengths.find(|&len| self.sequence.truncate(len).is_ok()).unwrap_or(0);
-        self.sequence.truncate(kept)?;
-        self.fed.truncate(kept);
-        Ok(kept)
     }
 }

@@ -3,19 +3,22 @@
 use std::{
     io::{IsTerminal, Read},
     ops::ControlFlow,
-    path::PathBuf,
+    path::{Path, PathBuf},
+    sync::Arc,
     time::Instant,
 };
 
 use clap::builder::NonEmptyStringValueParser;
 use kvant::{Codec, Sequence, device::DeviceKind};
 use kvant_models::{
-    Files, LoadOptions, Model, PoolOptions, Request, Sampling, TextStream, Tokenizer,
+    Files, GenerateStats, LoadOptions, Model, PoolOptions, Request, Sampling, TextStream, Tokenizer,
     chat::{ChatTemplate, Conversation, GenerationDefaults, Message, ReplyFormat, ReplyParser},
     generate,
 };
 use serde::Serialize;
 
+#[cfg(feature = "serve")]
+use crate::drafts::{DraftArgs, Drafting};
 use crate::{
     Result,
     args::{ActivationArgs, Kv, ModelDeviceArgs},
@@ -74,13 +77,16 @@ pub struct GenerateArgs {
     /// sealed pages (tq4c), K:V as in f16:tq4, or @FILE with types per layer
     #[arg(long, value_name = "KV")]
     kv: Option<Kv>,
+    #[cfg(feature = "serve")]
+    #[command(flatten)]
+    drafts: DraftArgs,
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
     device: ModelDeviceArgs,
     /// One JSON object: text, reasoning (with --chat, if the model reasons), prompt_tokens, generated_tokens,
-    /// decode_steps, warm_up_seconds, prompt_tokens_per_s, decode_tokens_per_s, cache_bytes, cache_bytes_f16, kv,
-    /// device; the text streams to standard error
+    /// decode_steps, accepted_drafts and rejected_drafts (with drafts), warm_up_seconds, prompt_tokens_per_s,
+    /// decode_tokens_per_s, cache_bytes, cache_bytes_f16, kv, device; the text streams to standard error
     #[arg(long)]
     json: bool,
 }
@@ -92,13 +98,17 @@ struct Report {
     reasoning: String,
     prompt_tokens: usize,
     generated_tokens: usize,
-    /// Passes of one token after the prompt. The prompt's pass gives the first token.
+    /// Passes after the prompt, of one token and its drafts. The prompt's pass gives the first token.
     decode_steps: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    accepted_drafts: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rejected_drafts: Option<u64>,
     /// Time to compile kernels, not included in the rates; 0 on the CPU.
     warm_up_seconds: f64,
     /// Of the prompt's pass, including the first sampled token.
     prompt_tokens_per_s: f64,
-    /// Of the decode steps.
+    /// Of the tokens of the decode steps.
     decode_tokens_per_s: f64,
     /// The allocated bytes of the cache.
     cache_bytes: usize,
@@ -112,7 +122,7 @@ pub fn run(args: &GenerateArgs) -> Result {
     let files = shipped::files(args.model.as_deref().or(args.place.as_deref()))?;
     let device = args.device.open()?;
     let prompt = prompt(args)?;
-    let tokenizer = Tokenizer::load_files(&files)?;
+    let tokenizer = Arc::new(Tokenizer::load_files(&files)?);
     let sampling = sampling(args, &files)?;
     let (prompt_ids, parser) = prompt_ids(args, &files, &tokenizer, &prompt)?;
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
@@ -127,7 +137,9 @@ pub fn run(args: &GenerateArgs) -> Result {
     )?;
     let model = args.activations.load(&files, &device, longest, division)?;
     let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
-    let mut sequence = model.new_pool(&options)?.sequence();
+    let cache_bytes_f16 = model.pool_spec(&as_f16)?.bytes;
+    let place = args.model.as_deref().or(args.place.as_deref());
+    let mut source = Generator::start(args, model, &tokenizer, &options, (place, &files))?;
 
     // On a terminal, the prompt and its continuation appear as one text.
     if !args.json && !args.chat && std::io::stderr().is_terminal() {
@@ -136,14 +148,14 @@ pub fn run(args: &GenerateArgs) -> Result {
     let max_tokens = args.max_tokens as usize;
     let request = Request { max_tokens, sampling, stop: tokenizer.eos(), ..Request::new(&prompt_ids) };
     let warm_up_seconds = match device.kind() {
-        DeviceKind::Cuda | DeviceKind::Metal => warm_up(&model, &mut sequence, &request)?,
+        DeviceKind::Cuda | DeviceKind::Metal => source.warm_up(&request)?,
         _ => 0.0,
     };
     // Special tokens separate the parts of an answer.
     let stream = tokenizer.stream().special(args.chat).after(&prompt_ids)?;
     let mut writer = Writer { stream, printer: ReplyPrinter::new(parser, &args.stop).json(args.json), json: args.json };
     let mut written = Ok(());
-    let stats = generate(&model, &mut sequence, &request, |token| {
+    let (stats, drafts) = source.generate(&request, |token| {
         written = writer.push(token);
         let goes_on = written.is_ok() && !writer.printer.is_stopped();
         if goes_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
@@ -151,23 +163,96 @@ pub fn run(args: &GenerateArgs) -> Result {
     written?;
     let (text, reasoning) = writer.finish()?;
 
+    let accepted = drafts.map_or(0, |drafts| drafts.accepted as usize);
     let report = Report {
         text,
         reasoning,
         prompt_tokens: stats.prompt_tokens,
         generated_tokens: stats.generated_tokens,
         decode_steps: stats.decode_steps,
+        accepted_drafts: drafts.map(|drafts| drafts.accepted),
+        rejected_drafts: drafts.map(|drafts| drafts.tokens - drafts.accepted),
         warm_up_seconds: output::round3(warm_up_seconds),
         prompt_tokens_per_s: rate(stats.prompt_tokens, stats.prompt_seconds),
-        decode_tokens_per_s: rate(stats.decode_steps, stats.decode_seconds),
-        cache_bytes: sequence.pool().spec().bytes,
-        cache_bytes_f16: model.pool_spec(&as_f16)?.bytes,
+        decode_tokens_per_s: rate(stats.decode_steps + accepted, stats.decode_seconds),
+        cache_bytes: source.cache_bytes(),
+        cache_bytes_f16,
         kv: kv.to_string(),
         device: device.to_string(),
     };
     // The text is complete: a closed standard error is ignored.
     let _ = output::note(&report.people());
     if args.json { output::json_line(&report) } else { Ok(()) }
+}
+
+/// How a text is written: token by token, or with drafts.
+enum Generator {
+    Plain(Box<(Model, Sequence)>),
+    #[cfg(feature = "serve")]
+    Drafting(Drafting),
+}
+
+/// Counts of drafts.
+#[derive(Clone, Copy)]
+struct Drafts {
+    tokens: u64,
+    accepted: u64,
+}
+
+impl Generator {
+    /// `from`: the place and the files of the model.
+    fn start(
+        args: &GenerateArgs,
+        model: Model,
+        tokenizer: &Arc<Tokenizer>,
+        options: &PoolOptions,
+        from: (Option<&Path>, &Files),
+    ) -> Result<Generator> {
+        #[cfg(feature = "serve")]
+        if args.drafts.count() > 0 {
+            let dense_weights = args.activations.options(model.device()).dense_weights;
+            let model = args.drafts.attach(model, from.0, from.1, dense_weights)?;
+            let (tokenizer, count) = (Arc::clone(tokenizer), args.drafts.count());
+            let drafting = Drafting::start(model, tokenizer, &options.codecs, options.longest, count)?;
+            return Ok(Generator::Drafting(drafting));
+        }
+        let _ = (args, tokenizer, from);
+        let sequence = model.new_pool(options)?.sequence();
+        Ok(Generator::Plain(Box::new((model, sequence))))
+    }
+
+    fn warm_up(&mut self, request: &Request) -> Result<f64> {
+        match self {
+            Generator::Plain(plain) => warm_up(&plain.0, &mut plain.1, request),
+            // The engine has compiled its kernels.
+            #[cfg(feature = "serve")]
+            Generator::Drafting(_) => Ok(0.0),
+        }
+    }
+
+    fn generate(
+        &mut self,
+        request: &Request,
+        on_token: impl FnMut(u32) -> ControlFlow<()>,
+    ) -> Result<(GenerateStats, Option<Drafts>)> {
+        match self {
+            Generator::Plain(plain) => Ok((generate(&plain.0, &mut plain.1, request, on_token)?, None)),
+            #[cfg(feature = "serve")]
+            Generator::Drafting(drafting) => {
+                let stats = drafting.generate(request, on_token)?;
+                let drafts = drafting.stats().drafts;
+                Ok((stats, Some(Drafts { tokens: drafts.tokens, accepted: drafts.accepted })))
+            }
+        }
+    }
+
+    fn cache_bytes(&self) -> usize {
+        match self {
+            Generator::Plain(plain) => plain.1.pool().spec().bytes,
+            #[cfg(feature = "serve")]
+            Generator::Drafting(drafting) => drafting.stats().pages_bytes,
+        }
+    }
 }
 
 /// Runs the kernels of a request once, because a GPU compiles them at their first use. Returns the time. The sequence
@@ -212,9 +297,13 @@ impl Report {
             0.0 => String::new(),
             seconds => format!("kernels compiled or loaded in {seconds:.1} s, not part of the rates\n"),
         };
+        let drafts = match (self.accepted_drafts, self.rejected_drafts) {
+            (Some(accepted), Some(rejected)) => format!("drafts: {accepted} of {} accepted\n", accepted + rejected),
+            _ => String::new(),
+        };
         format!(
             "\nprompt: {} tokens, {:.0} tokens/s; generated: {} tokens, in {} decode steps after the first, {:.0} tokens/s\n\
-             {warm_up}device: {}\n\
+             {drafts}{warm_up}device: {}\n\
              cache {}: {}, where f16 would take {}\n",
             self.prompt_tokens,
             self.prompt_tokens_per_s,

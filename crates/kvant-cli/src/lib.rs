@@ -12,6 +12,8 @@ mod devices;
 mod doctor;
 #[cfg(feature = "download")]
 mod download;
+#[cfg(feature = "serve")]
+mod drafts;
 mod eval;
 mod generate;
 #[cfg(feature = "serve")]

@@ -100,6 +100,8 @@ fn load(args: &ServeArgs, files: &Files, device: &Device) -> Result<Loaded> {
     let load = args.load_options(device, context);
     let pages = args.pages(files, device, &kv, load, context)?;
     let model = Model::load_files(files, device, &load)?;
+    let place = args.models.first().map(PathBuf::as_path);
+    let model = args.drafts.attach(model, place, files, load.dense_weights)?;
     let engine = Engine::start(model, tokenizer, args.engine_options(files, kv, &load, pages)?)?;
     Ok(Loaded { engine, template, sampling })
 }

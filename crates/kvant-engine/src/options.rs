@@ -58,6 +58,9 @@ pub struct EngineOptions {
     /// Whether the number of drafts adapts to the share of accepted ones and to the measured times of steps, down to
     /// none. Otherwise each step has all drafts that are found, for tests and measurements. Default: true.
     pub adaptive_drafts: bool,
+    /// For benchmarks: the probability that a step accepts a draft after accepted ones, whatever the model samples.
+    /// Texts are then meaningless, and without a drafter, drafts are arbitrary tokens. Default: none.
+    pub planted_acceptance: Option<f32>,
     /// Whether a step starts before the result of the previous one is known, if the device samples all its tokens. The
     /// device then waits for the host only for the results of drafts. A request that has ended costs one token, which
     /// is dropped. Default: on CUDA, where device and host run concurrently. On a CPU there is no gain.
@@ -88,6 +91,7 @@ impl Default for EngineOptions {
             state_interval: None,
             drafts: 0,
             adaptive_drafts: true,
+            planted_acceptance: None,
             overlap: None,
             warm_up: Duration::from_secs(300),
             unread: 256,
@@ -213,6 +217,12 @@ impl EngineOptions {
     #[must_use]
     pub fn adaptive_drafts(self, adaptive_drafts: bool) -> Self {
         EngineOptions { adaptive_drafts, ..self }
+    }
+
+    /// Sets [`EngineOptions::planted_acceptance`].
+    #[must_use]
+    pub fn planted_acceptance(self, planted_acceptance: Option<f32>) -> Self {
+        EngineOptions { planted_acceptance, ..self }
     }
 
     /// Sets [`EngineOptions::overlap`].

@@ -16,6 +16,7 @@ use kvant_server::{ApiKeys, Server, ServerOptions, TransferOptions};
 use crate::{
     Result,
     args::{ActivationArgs, Kv, ModelDeviceArgs},
+    drafts::DraftArgs,
     heap, log,
     memory::{self, Demand},
     output,
@@ -130,10 +131,8 @@ pub struct ServeArgs {
     /// there [default: where prompts, steps and common prefixes end]
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub(super) state_interval: Option<usize>,
-    /// Maximum draft tokens per request and step, taken from its own text; for repetitive texts on a GPU
-    #[arg(long, value_name = "N", default_value_t = 0,
-          value_parser = RangedU64ValueParser::<usize>::new().range(..=EngineOptions::MAX_DRAFTS as u64))]
-    pub(super) drafts: usize,
+    #[command(flatten)]
+    pub(super) drafts: DraftArgs,
     /// Maximum time at start to compile kernels and record passes for all batch sizes, on a GPU; 0 defers this until
     /// they are needed
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
@@ -204,6 +203,9 @@ impl ServeArgs {
         if self.models_dir.is_some() && self.models.is_empty() && !self.name.is_empty() {
             return Err("--name is the name of the first MODEL, and there is none".into());
         }
+        if self.has_several() && self.drafts.has_drafter() {
+            return Err("--drafter: only for one MODEL".into());
+        }
         if !self.has_several() && self.chat_template.len() > 1 {
             return Err("--chat-template: one model has one template".into());
         }
@@ -263,7 +265,7 @@ impl ServeArgs {
     pub(super) fn load_options(&self, device: &Device, context: usize) -> LoadOptions {
         let cache_division = self.device.cache_division();
         let options = LoadOptions { cache_division, ..self.activations.options(device) };
-        let decoding = self.max_sequences.saturating_mul(2 + self.drafts);
+        let decoding = self.max_sequences.saturating_mul(2 + self.drafts.count());
         LoadOptions { pass_tokens: decoding.max(options.pass_tokens.min(MAX_STEP)), context: Some(context), ..options }
     }
 
@@ -318,7 +320,7 @@ impl ServeArgs {
             .codecs(kv.codecs)
             .sequences(self.max_sequences)
             .step_tokens(load.pass_tokens)
-            .drafts(self.drafts)
+            .drafts(self.drafts.count())
             .warm_up(Duration::from_secs(self.warm_up))
             .queue(self.queue)
             .host_memory(self.host_cache.0);

@@ -149,3 +149,32 @@ fn threads_are_the_cpu_devices() {
     let lines = kvant(&args.split(' ').collect::<Vec<_>>()).json();
     assert!(lines[0]["device"].as_str().unwrap().contains("3 threads"));
 }
+
+const DRAFT_KEYS: &str = "op device kv sequences context drafts acceptance tokens_per_second_without tokens_per_second \
+                          ratio model_ratio rows tokens accepted_at";
+
+/// A planted share of drafts is accepted. No drafts are accepted at 0, and few are tried.
+#[test]
+fn drafts_with_planted_acceptance() {
+    let args = "bench model --sequences 1,2 --context 20 --drafts 4 --acceptance 0.8,0 --seconds 0.3 --json";
+    let lines = kvant(&args.split(' ').collect::<Vec<_>>()).json().split_off(3);
+    lines.iter().for_each(|line| assert_keys(line, DRAFT_KEYS));
+    let cases: Vec<String> = lines.iter().map(|line| format!("{} {}", line["sequences"], line["acceptance"])).collect();
+    assert_eq!(cases, ["1 0.8", "1 0.0", "2 0.8", "2 0.0"].map(|case| case.replace("0.8", "0.800000011920929")));
+    for line in &lines {
+        let number = |key: &str| line[key].as_f64().unwrap();
+        assert!(number("tokens_per_second") > 0.0 && number("tokens") >= 1.0 && number("rows") >= 1.0, "{line}");
+        let ratio = number("tokens_per_second") / number("tokens_per_second_without");
+        assert!((number("ratio") / ratio - 1.0).abs() < 0.01, "{line}");
+        let accepted: Vec<f64> =
+            line["accepted_at"].as_array().unwrap().iter().map(|share| share.as_f64().unwrap()).collect();
+        assert_eq!(accepted.len(), 4);
+        match line["acceptance"].as_f64() {
+            Some(0.0) => assert!(accepted[0] == 0.0 && number("rows") < 1.5, "{line}"),
+            _ => assert!(accepted[0] == 0.0 || (0.5..1.0).contains(&accepted[0]), "{line}"),
+        }
+        assert!(accepted.is_sorted_by(|a, b| a >= b), "{line}");
+    }
+    let error = kvant(&["bench", "model", "--acceptance", "1.5"]).error();
+    assert!(error.contains("0 to 1"), "{error}");
+}

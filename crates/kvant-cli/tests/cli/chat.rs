@@ -113,3 +113,15 @@ fn completions_and_manual_pages() {
     kvant(&["man", str(&directory)]).ok();
     assert!(directory.join("kvant-chat.1").exists());
 }
+
+/// Drafts do not change a conversation.
+#[test]
+fn a_chat_with_drafts() {
+    let model = shipped();
+    let args = ["chat", str(&model), "--plain", "--max-tokens", "12", "--temperature", "0"];
+    let input = b"What is a Vec?\nWhat is a Vec?\n/kv\n";
+    let text = kvant_with_input(&args, input).ok();
+    let drafting = kvant_with_input(&[&args[..], &["--drafts", "3"]].concat(), input);
+    assert!(drafting.stderr.contains(" of 4096 tokens, "), "{}", drafting.stderr);
+    assert_eq!(drafting.ok(), text);
+}

@@ -157,3 +157,21 @@ fn a_model_and_a_text() {
     let both = kvant(&["generate", str(&model), "# Vec", "--prompt", "x"]);
     assert!(both.code != 0 && both.stderr.contains("--prompt"), "{}", both.stderr);
 }
+
+/// Drafts do not change a text. A model without drafter says so.
+#[test]
+fn a_text_with_drafts() {
+    let args =
+        ["generate", "--prompt", "- a: 1\n- a: 1\n- a: 1\n-", "--max-tokens", "40", "--temperature", "0", "--json"];
+    let line = |more: &[&str]| kvant(&[&args[..], more].concat()).json().remove(0);
+    let (without, with) = (line(&[]), line(&["--drafts", "4"]));
+    assert_keys(&with, &format!("{KEYS} accepted_drafts rejected_drafts"));
+    assert_eq!(with["text"], without["text"]);
+    let number = |key: &str| with[key].as_u64().unwrap();
+    assert_eq!(number("decode_steps") + number("accepted_drafts") + 1, number("generated_tokens"));
+    assert!(with["decode_tokens_per_s"].as_f64().unwrap() > 0.0);
+    let error = kvant(&["generate", "--drafter", "self", "--max-tokens", "2"]).error();
+    assert!(error.starts_with("error: --drafter self: "), "{error}");
+    let run = kvant(&["generate", "--drafter", "auto", "--max-tokens", "2"]);
+    assert!(run.code == 0 && run.stderr.contains("no drafter for this model"), "{}", run.stderr);
+}

@@ -4,7 +4,7 @@
 //! accepted draft. [`DraftLengths::choose`] maximises the expected tokens per second of the batch:
 //!
 //! - **Acceptance**: predictions have [classes](Class): the length of a match, or the depth of a drafter's prediction.
-//!   Each request counts how often predictions of each class were right, and so does the engine for all requests, whose
+//!   Each request counts how often predictions of each class were right. So does the engine for all requests; its
 //!   shares are the prior of a new request. Every prediction is counted, whether a step has verified it or the text has
 //!   simply reached it. So lookup without drafts still learns.
 //! - **Times**: of steps by rows, and of a drafter's proposals by depth ([`StepTimes`]).
@@ -12,8 +12,8 @@
 //! The most probable drafts come first, over all requests. A draft is never more probable than the one before it, so
 //! the first n of them are the beginnings of some requests' drafts; n is the best one for the measured times.
 //!
-//! Times and acceptance of drafts that are never tried would stay wrong for ever. So one request at times gets one draft
-//! more than chosen, which costs at most [`PROBE_SHARE`] of the time.
+//! Times and acceptance of drafts that are never tried would stay wrong for ever. So one request at times gets one
+//! draft more than chosen, which costs at most [`PROBE_SHARE`] of the time.
 
 use super::step_times::StepTimes;
 
@@ -50,7 +50,6 @@ impl Class {
     }
 
     /// A drafter's prediction of the next token.
-    #[expect(dead_code, reason = "no drafter yet")]
     pub fn drafter() -> Class {
         Class { is_drafter: true, index: 0 }
     }
@@ -146,6 +145,13 @@ impl DraftLengths {
     pub fn observe(&mut self, own: &mut Acceptance, class: Class, is_right: bool) {
         own.classes[class.place()].add(is_right, FORGETS);
         self.shared.classes[class.place()].add(is_right, SHARED_FORGETS);
+    }
+
+    /// Whether a prediction of a class is more probable than that of another one.
+    pub fn is_better(&self, own: &Acceptance, class: Class, than: Class) -> bool {
+        let shared = self.shared_estimates();
+        let estimate = |class: Class| own.classes[class.place()].estimate(shared[class.place()]);
+        estimate(class) > estimate(than)
     }
 
     /// Returns the number of drafts of each offer. The step has `rows` rows and samples `tokens` tokens without any.

@@ -52,8 +52,9 @@ impl Worker {
         self.run_drafter(rows, None)
     }
 
-    /// Lets the drafter catch up with a step that has been started. `draws` has the indices of the tokens of each row in
-    /// `drawn`. Steps with drafts are left to [`Worker::draft_with_model`], because the accepted ones are not known yet.
+    /// Lets the drafter catch up with a step that has been started. `draws` has the indices of the tokens of each row
+    /// in `drawn`. Steps with drafts are left to [`Worker::draft_with_model`], because the accepted ones are not known
+    /// yet.
     pub(super) fn catch_up(&mut self, plan: &StepPlan<PoolStep>, draws: &[Range<usize>], drawn: &Tensor) {
         if self.drafter.is_some() && plan.rows.iter().all(|row| row.draws <= 1) {
             let rows = self.started_rows(plan, draws);

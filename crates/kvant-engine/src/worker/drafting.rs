@@ -1,4 +1,10 @@
 //! Predicts the next tokens of requests, and offers some of them to the scheduler as drafts.
+//!
+//! Predictions come from [`Lookup`], or from the model's drafter ([`Worker::draft_with_model`]): for each request and
+//! step, from the source whose first prediction is more probable. Lookup predicts before the number of drafts is
+//! chosen, the drafter after it, because its predictions take time.
+
+use std::{collections::HashMap, mem, time::Instant};
 
 use super::{
     draft_length::{Acceptance, Class, DraftLengths, Offer},
@@ -12,7 +18,8 @@ use crate::scheduler::{PoolStep, StepPlan};
 pub(super) struct Drafting {
     lookup: Lookup,
     acceptance: Acceptance,
-    latest: Option<Prediction>,
+    /// The latest predictions, at most one of each source.
+    latest: Vec<Prediction>,
 }
 
 /// Tokens that may follow a text.
@@ -24,34 +31,57 @@ struct Prediction {
     class: Class,
 }
 
+/// A request that may have drafts in the next step.
+struct Candidate {
+    id: u64,
+    drafting: Box<Drafting>,
+    /// Tokens that are already being sampled. Predictions of them are no drafts.
+    skipped: usize,
+    uses_drafter: bool,
+}
+
 impl Drafting {
     /// Counts which predictions have come true.
     fn observe(&mut self, known: &[u32], lengths: &mut DraftLengths) {
-        let Some(Prediction { start, tokens, class }) = &self.latest else { return };
-        let actual = known.get(*start..).unwrap_or(&[]);
-        for (index, (token, actual)) in tokens.iter().zip(actual).enumerate() {
-            lengths.observe(&mut self.acceptance, class.after(index), token == actual);
-            if token != actual {
-                return;
+        for Prediction { start, tokens, class } in mem::take(&mut self.latest) {
+            let actual = known.get(start..).unwrap_or(&[]);
+            for (index, (token, actual)) in tokens.iter().zip(actual).enumerate() {
+                lengths.observe(&mut self.acceptance, class.after(index), token == actual);
+                if token != actual {
+                    break;
+                }
             }
         }
     }
 
-    /// Predicts at most `max` tokens after the known ones.
-    fn predict(&mut self, known: &[u32], max: usize) {
-        self.latest = self.lookup.find(known).map(|found| {
+    /// Looks up at most `max` tokens after the known ones.
+    fn look_up(&mut self, known: &[u32], max: usize) {
+        self.latest.extend(self.lookup.find(known).map(|found| {
             let end = (found.end + max).min(known.len());
             Prediction {
                 start: known.len(),
                 tokens: known[found.end..end].to_vec(),
                 class: Class::lookup(found.length),
             }
-        });
+        }));
+    }
+}
+
+impl Candidate {
+    /// The prediction of lookup.
+    fn found(&self) -> Option<&Prediction> {
+        self.drafting.latest.first()
     }
 
-    /// The predicted tokens.
-    fn tokens(&self) -> &[u32] {
-        self.latest.as_ref().map_or(&[], |prediction| &prediction.tokens)
+    /// The drafts that the request offers, of a maximum of `max`.
+    fn offer(&mut self, max: usize) -> Offer<'_> {
+        let (mut class, mut skipped, mut available) = (Class::drafter(), 0, max);
+        if !self.uses_drafter {
+            skipped = self.skipped;
+            available = self.found().map_or(0, |found| found.tokens.len().saturating_sub(skipped)).min(max);
+            class = self.found().map_or(Class::lookup(0), |found| found.class);
+        }
+        Offer { acceptance: &mut self.drafting.acceptance, class, skipped, available }
     }
 }
 
@@ -61,49 +91,96 @@ impl Worker {
         if self.drafts == 0 {
             return;
         }
-        let Worker { running, scheduler, lengths, .. } = self;
-        let (mut predicted, mut rows, mut tokens) = (Vec::new(), 0, 0);
+        let (mut candidates, rows) = self.candidates(plan);
+        let mut offers: Vec<Offer> = candidates.iter_mut().map(|candidate| candidate.offer(self.drafts)).collect();
+        let mut counts = match self.adaptive_drafts {
+            true => self.lengths.choose(rows, offers.len(), &mut offers),
+            false => offers.iter().map(|offer| offer.available).collect(),
+        };
+        self.draft(plan, &mut candidates, &mut counts);
+        for (Candidate { id, drafting, skipped, uses_drafter }, count) in candidates.into_iter().zip(counts) {
+            let Some(running) = self.running.get_mut(&id) else { continue };
+            let used = if uses_drafter { drafting.latest.last() } else { drafting.latest.first() };
+            let drafts = used.filter(|used| count > 0 && (used.class == Class::drafter()) == uses_drafter);
+            let drafts = drafts.map_or(&[][..], |used| &used.tokens[..used.tokens.len().min(skipped + count)]);
+            self.scheduler.propose(id, drafts);
+            running.drafting = Some(drafting);
+        }
+    }
+
+    /// The requests that sample in a step, with the predictions of lookup, and the number of tokens that the next step
+    /// computes for them.
+    fn candidates(&mut self, plan: &StepPlan<PoolStep>) -> (Vec<Candidate>, usize) {
+        let Worker { running, scheduler, lengths, drafts, drafter, planted_acceptance, .. } = self;
+        let (mut candidates, mut rows) = (Vec::with_capacity(plan.rows.len()), 0);
         for row in plan.rows.iter().filter(|row| row.draws > 0) {
-            let Some(running) = running.get_mut(&row.id) else { continue };
-            let Some(known) = scheduler.tokens(row.id) else { continue };
+            let (Some(running), Some(known)) = (running.get_mut(&row.id), scheduler.tokens(row.id)) else { continue };
             rows += scheduler.remaining(row.id).max(1);
-            tokens += 1;
             let Some(mut drafting) = running.drafting.take() else { continue };
             drafting.observe(known, lengths);
             let skipped = scheduler.pending(row.id);
-            drafting.predict(known, skipped + self.drafts);
-            if let Some(prediction) = &mut drafting.latest {
-                let valid = running.count_valid(&prediction.tokens);
-                prediction.tokens.truncate(valid);
+            match planted_acceptance {
+                None => drafting.look_up(known, skipped + *drafts),
+                Some(_) if drafter.is_some() => {}
+                Some(_) => {
+                    let (start, tokens) = (known.len(), known[known.len() - 1..].repeat(skipped + *drafts));
+                    drafting.latest.push(Prediction { start, tokens, class: Class::lookup(0) });
+                }
             }
-            predicted.push((row.id, drafting, skipped));
-        }
-        let mut offers: Vec<Offer> = Vec::with_capacity(predicted.len());
-        for (_, drafting, skipped) in &mut predicted {
-            let Drafting { acceptance, latest, .. } = &mut **drafting;
-            let (class, count) = latest.as_ref().map_or((Class::lookup(0), 0), |p| (p.class, p.tokens.len()));
-            offers.push(Offer { acceptance, class, skipped: *skipped, available: count.saturating_sub(*skipped) });
-        }
-        let chosen = match self.adaptive_drafts {
-            true => lengths.choose(rows, tokens, &mut offers),
-            false => offers.iter().map(|offer| offer.available).collect(),
-        };
-        for ((id, drafting, skipped), count) in predicted.into_iter().zip(chosen) {
-            let drafts = if count > 0 { &drafting.tokens()[..skipped + count] } else { &[] };
-            scheduler.propose(id, drafts);
-            if let Some(running) = running.get_mut(&id) {
-                running.drafting = Some(drafting);
+            if let Some(found) = drafting.latest.first_mut() {
+                found.tokens.truncate(running.count_valid(&found.tokens));
             }
+            let found = drafting.latest.first().filter(|found| found.tokens.len() > skipped);
+            let uses_drafter = drafter.is_some()
+                && found.is_none_or(|found| lengths.is_better(&drafting.acceptance, Class::drafter(), found.class));
+            candidates.push(Candidate { id: row.id, drafting, skipped, uses_drafter });
+        }
+        (candidates, rows)
+    }
+
+    /// Runs the drafter for the chosen numbers of drafts.
+    fn draft(&mut self, plan: &StepPlan<PoolStep>, candidates: &mut [Candidate], counts: &mut [usize]) {
+        if self.drafter.is_none() {
+            return;
+        }
+        // After a step that overlaps, there are no drafts: the next step waits for its result, and has them.
+        let deferred = mem::take(&mut self.deferred_drafts);
+        let mut wanted = Vec::with_capacity(counts.len());
+        for (candidate, count) in candidates.iter().zip(&mut *counts) {
+            *count =
+                (*count).max(deferred.get(&candidate.id).copied().unwrap_or(0) * usize::from(candidate.uses_drafter));
+            wanted.push((candidate.id, *count * usize::from(candidate.uses_drafter)));
+        }
+        let depth = wanted.iter().map(|(_, count)| *count).max().unwrap_or(0);
+        if self.has_caught_up && depth > 0 {
+            self.deferred_drafts = wanted.iter().copied().filter(|(_, count)| *count > 0).collect();
+        }
+        let started = Instant::now();
+        let mut drafted: HashMap<u64, Vec<u32>> = self.draft_with_model(plan, &wanted);
+        if depth > 0 && !self.has_caught_up {
+            self.drafting_time = started.elapsed();
+            self.lengths.proposals.record(depth, self.drafting_time.as_secs_f64());
+        }
+        for candidate in candidates.iter_mut() {
+            let (Some(tokens), Some(running)) = (drafted.remove(&candidate.id), self.running.get(&candidate.id)) else {
+                continue;
+            };
+            let Some(start) = self.scheduler.tokens(candidate.id).map(<[u32]>::len) else { continue };
+            let mut tokens = tokens;
+            tokens.truncate(running.count_valid(&tokens));
+            candidate.drafting.latest.push(Prediction { start, tokens, class: Class::drafter() });
         }
     }
 
     /// Records the time since the previous result, if no prompt was computed in it.
     pub(super) fn record_time(&mut self, plan: &StepPlan<PoolStep>) {
-        let now = std::time::Instant::now();
+        let now = Instant::now();
         let before = self.latest_result.replace(now);
+        let drafting = mem::take(&mut self.drafting_time);
         let is_decoding = matches!(plan.step, PoolStep::Recorded) && plan.rows.iter().all(|row| row.draws > 0);
         if let (Some(before), true, true) = (before, is_decoding, self.drafts > 0) {
-            self.lengths.steps.record(plan.tokens.len(), (now - before).as_secs_f64());
+            let time = (now - before).saturating_sub(drafting);
+            self.lengths.steps.record(plan.tokens.len(), time.as_secs_f64());
         }
     }
 }

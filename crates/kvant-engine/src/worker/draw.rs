@@ -5,7 +5,7 @@
 //! only on seed and position. A draw counts if all drafts before it match the sampled tokens. Texts with and without
 //! drafts are therefore equal, except for rounding.
 
-use kvant::{DType, Tensor};
+use kvant::{DType, Tensor, ops};
 use kvant_models::{DeviceSampler, DraftDecoder, Result, Sampling};
 
 use super::{
@@ -68,7 +68,10 @@ impl Worker {
     pub(super) fn take_all(&mut self, plan: &StepPlan<PoolStep>, drawn: Vec<Vec<DrawnToken>>) -> Vec<RowResult> {
         let mut results = Vec::with_capacity(plan.rows.len());
         let mut computed = 0;
-        for (row, drawn) in plan.rows.iter().zip(drawn) {
+        for (row, mut drawn) in plan.rows.iter().zip(drawn) {
+            if let Some(share) = self.planted_acceptance {
+                plant(share, row, &mut drawn, drafts(plan, row));
+            }
             computed += row.tokens.len() - row.draws;
             // The token of a request that has ended in the meantime is dropped.
             if self.running.contains_key(&row.id) {
@@ -260,6 +263,16 @@ impl<'a> Draws<'a> {
 /// The drafts of a row, which are its last tokens.
 fn drafts<'p>(plan: &'p StepPlan<PoolStep>, row: &PlanRow) -> &'p [u32] {
     &plan.tokens[row.tokens.end - row.draws.saturating_sub(1)..row.tokens.end]
+}
+
+/// Replaces sampled tokens, so that each draft is accepted with probability `share` after accepted ones.
+fn plant(share: f32, row: &PlanRow, drawn: &mut [DrawnToken], drafts: &[u32]) {
+    for (position, (drawn, &draft)) in (row.position..).zip(drawn.iter_mut().zip(drafts)) {
+        let bits = ops::Sample::noise(row.id, u32::try_from(position).unwrap_or(u32::MAX), 0);
+        let is_accepted = f64::from(bits) < f64::from(share) * 2f64.powi(32);
+        // Another small id.
+        drawn.token = Ok(if is_accepted { draft } else { u32::from(draft == 0) });
+    }
 }
 
 pub(super) fn not_numbers() -> NoToken {

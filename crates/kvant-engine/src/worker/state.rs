@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     ops::Range,
     sync::{Arc, atomic::Ordering},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use flume::Sender;
@@ -48,6 +48,12 @@ pub(crate) struct Worker {
     /// Whether the number of drafts depends on `lengths`.
     pub(super) adaptive_drafts: bool,
     pub(super) lengths: DraftLengths,
+    /// The probability that a draft is accepted, for benchmarks.
+    pub(super) planted_acceptance: Option<f32>,
+    /// Drafts of the drafter that are wanted after the next step, because the latest one overlaps with it.
+    pub(super) deferred_drafts: HashMap<u64, usize>,
+    /// The drafter's time since the latest result.
+    pub(super) drafting_time: Duration,
     /// The time of the latest result, unless the engine has been idle since.
     pub(super) latest_result: Option<Instant>,
     /// Where pages of prefixes are stored.
@@ -133,6 +139,9 @@ impl Worker {
             has_caught_up: false,
             adaptive_drafts,
             lengths: DraftLengths::new(rows),
+            planted_acceptance: options.planted_acceptance,
+            deferred_drafts: HashMap::new(),
+            drafting_time: Duration::ZERO,
             latest_result: None,
             page_files: options.page_files.clone(),
             overlap,

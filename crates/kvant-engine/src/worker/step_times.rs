@@ -168,7 +168,7 @@ mod tests {
         (0..200).for_each(|_| times.record(1, 2.0 * 0.011));
         near(&times, 1, 0.022, 0.01);
         assert!(times.estimate(8).unwrap() > 0.018 * 1.35, "{times:?}");
-        // What runs again becomes exact.
+        // Sizes that run again become exact.
         (0..200).for_each(|_| times.record(8, 2.0 * 0.018));
         near(&times, 8, 0.036, 0.01);
     }

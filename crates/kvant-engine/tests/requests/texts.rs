@@ -208,7 +208,9 @@ fn speed() {
                 let seconds = first.unwrap_or(started).elapsed().as_secs_f64();
                 tokens as f64 / seconds
             };
-            engines.iter().for_each(|engine| drop(run(engine, 0)));
+            for engine in &engines {
+                run(engine, 0);
+            }
             let mut ratios: Vec<(f64, [f64; 2])> = (1..=5)
                 .map(|round| {
                     let rates = [0, 1].map(|index| run(&engines[index], round));

@@ -54,7 +54,7 @@ async fn accepted_drafts() {
     assert_eq!(&chunks.last().unwrap()["usage"]["completion_tokens_details"], details);
     let [accepted, rejected] = ["accepted", "rejected"]
         .map(|kind| details[format!("{kind}_prediction_tokens")].as_u64().unwrap_or_else(|| panic!("{usage}")) as f64);
-    assert!(accepted >= 10.0 && usage["completion_tokens"] == 40, "{usage}");
+    assert!(accepted >= 3.0 && usage["completion_tokens"] == 40, "{usage}");
 
     let metrics = get(router, "/metrics").await.text;
     let of = |name: &str, labels: &str| {

@@ -10,39 +10,31 @@ use crate::ops::spread::Call;
 /// Minimum outputs of a task.
 const TASK: usize = 16 * 1024;
 
-/// A group that a row does not have.
-const NONE: u32 = u32::MAX;
-
 pub(crate) fn run(cpu: &Cpu, call: &Call) {
     let (x, out) = (Elements::of(&call.x), Elements::of(&call.out));
     // SAFETY: calls run under the device's lock, and places and groups are inputs only.
     let places = unsafe { call.places.host_slice::<u32>() };
     // SAFETY: as above.
     let groups = call.groups.as_ref().map(|groups| unsafe { groups.host_slice::<u32>() });
-    let of_groups: Vec<Vec<u32>> = match groups {
-        Some(groups) => (0..call.tokens).map(|t| rows_of_groups(call, groups, t)).collect(),
+    let of_tokens: Vec<Vec<(u32, usize)>> = match groups {
+        Some(groups) => (0..call.tokens).map(|token| rows_of_groups(call, groups, token)).collect(),
         None => Vec::new(),
     };
     let pieces = call.outputs.div_ceil(TASK);
     cpu.threads.run(call.tokens * pieces, |task| {
         let (token, piece) = (task / pieces, task % pieces);
         let range = piece * TASK..call.outputs.min((piece + 1) * TASK);
-        let rows = of_groups.get(token).map(Vec::as_slice);
+        let rows = of_tokens.get(token).map(Vec::as_slice);
         cpu.level.dispatch(Outputs { call, x, out, places, rows, token, range });
     });
 }
 
-/// The row of x that has each group of a token, up to the last group that the places name.
-fn rows_of_groups(call: &Call, groups: &[u32], token: usize) -> Vec<u32> {
-    let of_token = &groups[token * call.chosen..(token + 1) * call.chosen];
-    let count = of_token.iter().map(|&group| group as usize + 1).filter(|&count| count <= call.outputs).max();
-    let mut rows = vec![NONE; count.unwrap_or(0)];
-    for (i, &group) in of_token.iter().enumerate().rev() {
-        if let Some(row) = rows.get_mut(group as usize) {
-            *row = (token * call.chosen + i) as u32;
-        }
-    }
-    rows
+/// The groups of a token, in order, and the row of x that has each of them.
+fn rows_of_groups(call: &Call, groups: &[u32], token: usize) -> Vec<(u32, usize)> {
+    let rows = token * call.chosen..(token + 1) * call.chosen;
+    let mut sorted: Vec<(u32, usize)> = rows.map(|row| (groups[row], row)).collect();
+    sorted.sort_unstable();
+    sorted
 }
 
 struct Outputs<'a> {
@@ -50,8 +42,8 @@ struct Outputs<'a> {
     x: Elements,
     out: Elements,
     places: &'a [u32],
-    /// The row of each group; without groups, a token has one row.
-    rows: Option<&'a [u32]>,
+    /// The groups in order, and their rows; without groups, a token has one row.
+    rows: Option<&'a [(u32, usize)]>,
     token: usize,
     range: std::ops::Range<usize>,
 }
@@ -63,10 +55,10 @@ impl Outputs<'_> {
         let row = match self.rows {
             None if place < width => self.token,
             None => return None,
-            Some(rows) => match rows.get(place / width) {
-                Some(&row) if row != NONE => row as usize,
-                _ => return None,
-            },
+            Some(rows) => {
+                let group = (place / width) as u32;
+                rows[rows.binary_search_by_key(&group, |&(group, _)| group).ok()?].1
+            }
         };
         Some(row * width + place % width)
     }

@@ -1,5 +1,7 @@
 //! `kvant bench model`: measures a model's speed on a device, relative to the device's memory bandwidth.
 
+#[cfg(feature = "serve")]
+mod drafts;
 mod parts;
 mod printout;
 mod read;
@@ -8,11 +10,15 @@ use std::path::PathBuf;
 
 use kvant_models::{Model, Sampling};
 
+#[cfg(feature = "serve")]
+use self::drafts::DraftCase;
 use self::{
     parts::Parts,
     printout::{ModelLine, Printout},
 };
 use super::timing::{self, Timing};
+#[cfg(feature = "serve")]
+use crate::drafts::DraftArgs;
 use crate::{
     Result,
     args::{ActivationArgs, Kv, ModelDeviceArgs},
@@ -46,6 +52,14 @@ pub struct ModelArgs {
     /// Temperatures of the draws of steps; 0 takes the most probable token
     #[arg(long, value_name = "T,…", value_delimiter = ',', default_value = "0")]
     temperature: Vec<f32>,
+    #[cfg(feature = "serve")]
+    #[command(flatten)]
+    drafts: DraftArgs,
+    /// Measure an engine with drafts, and accept these shares of them whatever the model samples; without --drafter,
+    /// drafts are arbitrary tokens. The cases are --sequences at --context
+    #[cfg(feature = "serve")]
+    #[arg(long, value_name = "P,…", value_delimiter = ',', value_parser = share)]
+    acceptance: Vec<f32>,
     #[command(flatten)]
     activations: ActivationArgs,
     #[command(flatten)]
@@ -54,7 +68,8 @@ pub struct ModelArgs {
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     seconds: f64,
     /// One JSON object per line: op (read, copy, load, prompt, decode, batch), device, kv, sequences, context,
-    /// temperature, us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where not applicable
+    /// temperature, us_first, us_median, us_min, tokens_per_second, bytes, gbps, of_read; null where not applicable.
+    /// With drafts, op is drafts, and other fields are those of the text
     #[arg(long)]
     json: bool,
 }
@@ -82,11 +97,21 @@ pub fn run(args: &ModelArgs) -> Result {
         Ok(())
     })?;
     let model = loaded.ok_or("no model")?;
+    #[cfg(feature = "serve")]
+    let model = {
+        let dense_weights = args.activations.options(&device).dense_weights;
+        args.drafts.attach(model, args.model.as_deref(), &files, dense_weights)?
+    };
     let load = report.line("load", &Timing { median_us: us, min_us: us });
     report.print(ModelLine { bytes: Some(model.weight_bytes()), ..load })?;
     let parts = Parts { model: &model, report: &report, budget };
     let cases = Cases::of(args, &model);
     for kv in types {
+        #[cfg(feature = "serve")]
+        if args.drafts.count() > 0 || !args.acceptance.is_empty() {
+            args.measure_drafts(&parts, kv, &cases)?;
+            continue;
+        }
         for &tokens in &cases.prompts {
             parts.prompt(kv, tokens)?;
         }
@@ -100,10 +125,36 @@ pub fn run(args: &ModelArgs) -> Result {
     Ok(())
 }
 
+/// Maximum drafts with `--acceptance` alone.
+#[cfg(feature = "serve")]
+const PLANTED_DRAFTS: usize = 8;
 /// Maximum context of the default decode cases.
 const DECODE: usize = 32768;
 
+/// A share from 0 to 1.
+#[cfg(feature = "serve")]
+fn share(text: &str) -> std::result::Result<f32, String> {
+    text.parse().ok().filter(|share| (0.0..=1.0).contains(share)).ok_or_else(|| "expected 0 to 1".to_string())
+}
+
 impl ModelArgs {
+    /// Measures the cases of drafts.
+    #[cfg(feature = "serve")]
+    fn measure_drafts(&self, parts: &Parts, kv: &Kv, cases: &Cases) -> Result {
+        let shares: Vec<Option<f32>> = match &self.acceptance[..] {
+            [] => vec![None],
+            shares => shares.iter().copied().map(Some).collect(),
+        };
+        // Without a drafter, planted drafts are free.
+        let drafts = if self.drafts.count() == 0 { PLANTED_DRAFTS } else { self.drafts.count() };
+        for &sequences in if cases.sequences.is_empty() { &[1][..] } else { &cases.sequences } {
+            for &acceptance in &shares {
+                parts.drafts(kv, &DraftCase { sequences, context: cases.context, drafts, acceptance })?;
+            }
+        }
+        Ok(())
+    }
+
     /// An upper bound of the tokens of all cases.
     fn longest(&self) -> usize {
         let lists = [&self.prompts, &self.decode];

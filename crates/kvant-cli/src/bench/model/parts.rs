@@ -207,7 +207,7 @@ impl Parts<'_> {
 }
 
 /// Random token ids, which select various experts.
-struct Ids(u64);
+pub struct Ids(pub u64);
 
 impl Ids {
     fn next(&mut self, model: &Model) -> u32 {
@@ -219,7 +219,7 @@ impl Ids {
         ((z ^ (z >> 31)) % model.decoder().fed_vocab().max(1) as u64) as u32
     }
 
-    fn take(&mut self, model: &Model, count: usize) -> Vec<u32> {
+    pub fn take(&mut self, model: &Model, count: usize) -> Vec<u32> {
         (0..count).map(|_| self.next(model)).collect()
     }
 }

@@ -371,7 +371,7 @@ pub(super) fn spread(w: &mut World) -> Result<()> {
     let (chosen, width) = (w.tape.pick(&[3, 1, 0]), w.tape.pick(&WIDTHS));
     let groups = w.tape.flag().then(|| w.u32s(&[tokens, chosen], 9, false));
     let x = w.input(&[tokens * if groups.is_some() { chosen } else { 1 }, width]);
-    let (places, out) = (w.u32s(&[outputs], usize::MAX, false), w.output(&[tokens, outputs]));
+    let (places, out) = (w.u32s(&[outputs], 200, false), w.output(&[tokens, outputs]));
     let fill = w.tape.number(&[-1.0, f32::NEG_INFINITY]);
     w.attempt("spread", |enc| ops::spread(enc, &Spread::new(&x, &places, fill, &out).groups(groups.as_ref())))
 }
