@@ -213,7 +213,6 @@ impl Worker {
                 self.record_time(&plan);
                 self.scheduler.apply(results)?;
                 self.propose(&plan);
-                self.propose_from_model(&plan);
                 Ok(())
             }
             Err(error) => self.fail_step(ids(&plan), error),

@@ -85,7 +85,7 @@ pub use cache_codecs::{CacheCodecs, KvCodec};
 pub use config::Config;
 pub use decoder::Decoder;
 pub use device_tokens::DeviceTokens;
-pub use drafter::{Draft, DraftDecoder, Drafter, TargetStates};
+pub use drafter::{Draft, DraftDecoder, DraftSize, Drafter, TargetStates};
 pub use error::{Error, Result};
 pub use files::Files;
 pub use forward::Taps;

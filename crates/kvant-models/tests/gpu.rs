@@ -276,6 +276,10 @@ fn draft_greedily(model: &Model, prompt: &[u32], steps: usize) -> (Vec<u32>, Vec
     let mut drafter = DraftDecoder::new(model, &pool, 1, DRAFTS, 32).unwrap();
     let mut decoder = BatchDecoder::new(model, &pool, 1 + DRAFTS).unwrap();
     decoder.leave_states(drafter.states()).unwrap();
+    // Half of the kinds record in advance.
+    if drafter.states().is_of_every_row() && model.device().kind() == DeviceKind::Cuda {
+        drafter.sizes(256).into_iter().for_each(|size| drafter.record_size(size).unwrap());
+    }
     let (mut sequence, mut tokens, greedy) = (pool.sequence(), prompt.to_vec(), Sampling::default());
     let (mut drafts, mut all): (Vec<u32>, Vec<Vec<u32>>) = (Vec::new(), Vec::new());
     // The prompt in short pieces, in which the CPU does not round activations.

@@ -71,7 +71,9 @@ impl Worker {
             let count = row.tokens.len().min(known.len().saturating_sub(row.position + 1));
             let next = known.iter().skip(row.position + 1).take(count).copied().collect();
             let drafts = wanted.get(&row.id).copied().unwrap_or(0).min(self.scheduler.draft_room(row.id));
-            let drafts = if row.draws > 0 { drafts } else { 0 };
+            // Tokens that are computed again, because states were rolled back, must be kept by a step without drafts.
+            let is_behind = self.scheduler.remaining(row.id) > 1 + self.drafts;
+            let drafts = if row.draws > 0 && !is_behind { drafts } else { 0 };
             if let Some(rows) = self.draft_rows(plan, index, next, drafts) {
                 found.insert(row.id, rows);
             }
@@ -149,15 +151,6 @@ impl Worker {
         }
         let drafts = drafter.propose(&mut batch, drawn)?;
         Ok(ids.into_iter().zip(drafts).filter(|(_, drafts)| !drafts.is_empty()).collect())
-    }
-
-    /// Proposes the drafts of the model's drafter.
-    pub(super) fn propose_from_model(&mut self, plan: &StepPlan<PoolStep>) {
-        let drawn = plan.rows.iter().filter(|row| row.draws > 0);
-        let wanted: Vec<(u64, usize)> = drawn.map(|row| (row.id, self.drafts)).collect();
-        for (id, drafts) in self.draft_with_model(plan, &wanted) {
-            self.scheduler.propose(id, &drafts);
-        }
     }
 
     /// Whether the drafter is to propose drafts after a step, so that the next one waits for them.

@@ -92,7 +92,6 @@ impl Worker {
         self.record_time(&plan);
         self.scheduler.apply(results)?;
         self.propose(&plan);
-        self.propose_from_model(&plan);
         self.end_scheduled();
         Ok(())
     }

@@ -64,7 +64,8 @@ impl Worker {
         let recorded = self.scheduler.storage_mut().decoder().map(|decoder| decoder.sizes(self.context));
         let recorded = recorded.unwrap_or_default();
         let mixed = self.model.mixed_sizes(sequences, step_tokens, self.context);
-        let all = recorded.len() + mixed.len();
+        let drafting = self.drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.sizes(self.context));
+        let all = recorded.len() + mixed.len() + drafting.len();
         let mut progress = Progress { started: now, limit, logged: now, done: 0, all };
         if all == 0 || limit.is_zero() {
             return;
@@ -74,6 +75,12 @@ impl Worker {
         for size in recorded {
             let Some(decoder) = self.scheduler.storage_mut().decoder() else { break };
             if !progress.goes_on(&self.model, decoder.record_size(size)) {
+                return;
+            }
+        }
+        for size in drafting {
+            let Some(drafter) = &mut self.drafter else { break };
+            if !progress.goes_on(&self.model, drafter.record_size(size)) {
                 return;
             }
         }

@@ -11,7 +11,7 @@ use kvant::{DType, Encoder, Graph, KvPool, Readback, Sequence, Step, StepSize, S
 use super::{DraftHidden, DraftInput, DraftOutput, DraftSpace, Drafter, TargetStates, states::no_drafter};
 use crate::{
     DeviceTokens, Error, Model, Result, Sampling,
-    batch_decoder::{Then, bucket, capture, lengths},
+    batch_decoder::{Then, bucket, capture, is_host, lengths},
     forward::Features,
 };
 
@@ -99,6 +99,16 @@ struct Buffers {
     hidden: [Tensor; 2],
     /// f32 `[S, vocab_size]`.
     logits: Tensor,
+}
+
+/// The size of recorded passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraftSize {
+    /// Rows of the first pass.
+    rows: usize,
+    sequences: usize,
+    /// Maximum length of a sequence.
+    longest: usize,
 }
 
 /// A recorded first pass.
@@ -202,6 +212,53 @@ impl DraftDecoder {
         }
         self.sort_out(&ordered[..count], passes, readback, &mut drafts)?;
         Ok(drafts)
+    }
+
+    /// The sizes of batches for sequences of up to `longest` tokens, to be [recorded](DraftDecoder::record_size) in
+    /// advance. Empty on a CPU, which compiles nothing.
+    pub fn sizes(&self, longest: usize) -> Vec<DraftSize> {
+        if is_host(&self.model) {
+            return Vec::new();
+        }
+        let mut counts: Vec<usize> = (1..=self.sequences).map(|count| bucket(count, &self.model)).collect();
+        counts.dedup();
+        let mut sizes = Vec::new();
+        for longest in lengths(longest) {
+            for &sequences in &counts {
+                let max = MAX_RECORDED.min(bucket(sequences.saturating_mul(1 + self.drafts), &self.model));
+                let doubled = std::iter::successors(Some(sequences), |&rows| Some(bucket(2 * rows, &self.model)));
+                sizes.extend(doubled.take_while(|&rows| rows <= max).map(|rows| DraftSize {
+                    rows,
+                    sequences,
+                    longest,
+                }));
+            }
+        }
+        sizes.truncate(MAX_PASSES);
+        sizes
+    }
+
+    /// Records the passes of a size and runs them with only inactive rows, so that no sequence changes.
+    ///
+    /// # Errors
+    /// `Kvant`: `Compile`, `OutOfMemory`, `Unsupported`.
+    pub fn record_size(&mut self, size: DraftSize) -> Result<()> {
+        let DraftSize { rows, sequences, longest } = size;
+        for (count, then) in [(sequences, Then::Greedy), (sequences, Then::Draw), (0, Then::Nothing)] {
+            self.select_first([rows, count, longest])?;
+            if let Some(pass) = self.firsts.last() {
+                self.pool.positions_into(&mut [], &pass.step)?;
+            }
+            self.replay_first(then)?.wait()?;
+        }
+        for (passes, then) in (1..self.drafts).flat_map(|passes| [(passes, Then::Greedy), (passes, Then::Draw)]) {
+            self.select_chain([sequences, longest], passes)?;
+            for step in self.chains.last().map_or(&[][..], |chain| &chain.steps) {
+                self.pool.positions_into(&mut [], step)?;
+            }
+            self.replay_chain(passes, then)?.wait()?;
+        }
+        Ok(())
     }
 
     /// Distributes drawn tokens to the sequences.

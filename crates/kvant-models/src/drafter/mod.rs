@@ -38,7 +38,7 @@ use crate::{
     source::{Source, converted::Converted},
     weights::{SharedMatrices, Weights},
 };
-pub use decoder::{Draft, DraftDecoder};
+pub use decoder::{Draft, DraftDecoder, DraftSize};
 pub(crate) use encode::{DraftHidden, DraftInput, DraftOutput};
 use entry::Entry;
 pub(crate) use space::DraftSpace;

@@ -107,7 +107,7 @@ fn directory() -> PathBuf {
     to
 }
 
-/// A small random model and a drafter for it, one of each kind.
+/// Small random models with drafters of each kind: a name, the model, and the drafter.
 pub fn pairs(golden: &Path) -> Vec<(&'static str, PathBuf, PathBuf)> {
     let mtp = with_mtp(golden, Mtp::Random);
     let (target, head) = with_eagle3(golden);
@@ -115,6 +115,7 @@ pub fn pairs(golden: &Path) -> Vec<(&'static str, PathBuf, PathBuf)> {
         ("mtp", mtp.clone(), mtp),
         ("eagle3", target, head),
         ("assistant", golden.join("dense"), golden.join("assistant")),
+        ("assistant with groups of tokens", golden.join("ple_shared"), golden.join("assistant_centroids")),
     ]
 }
 
