@@ -249,9 +249,9 @@ impl KvPool {
         self.new_step(batch)
     }
 
-    /// A step over positions of sequences, before and after their ends. `batch` has each sequence and its positions; the
-    /// sequences keep their lengths. For layers that are written apart from the others, such as those of a model that
-    /// drafts tokens.
+    /// A step over positions of sequences, before and after their ends. `batch` has each sequence and its positions.
+    /// The sequences keep their lengths. For layers that are written apart from the others, such as those of a model
+    /// that drafts tokens.
     ///
     /// A token sees the positions before its own and its own, as if it were the last one of its sequence. Positions
     /// after the end must have been written in such steps. All positions can be written in layers that do not seal
