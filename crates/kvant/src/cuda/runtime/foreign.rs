@@ -108,7 +108,7 @@ mod tests {
 
     const ELEMENTS: usize = 1 << 20;
 
-    /// What another library has on a GPU: a stream, and memory that is used in its order.
+    /// Another user of the GPU: its stream, and memory that is used in the order of this stream.
     struct OtherLibrary {
         gpu: Arc<CudaDevice>,
         stream: cu::CUstream,
