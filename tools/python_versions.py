@@ -4,8 +4,7 @@
     tools/python_versions.py [VERSION...]
 
 Run tools/python_package.py first: its environment has the package. Versions (default: 5.20.0 and the newest) are
-downloaded into target/. Prints a line for each; the exit status is 1 if a test failed. About 3 minutes per version on two
-cores.
+downloaded into target/. Prints a line for each; the exit status is 1 if a test failed. Half a minute per version.
 """
 
 import os
@@ -35,7 +34,7 @@ def main():
         found = "import transformers; print(transformers.__version__)"
         name = subprocess.run([PYTHON, "-c", found], check=True, env=environment, capture_output=True, text=True).stdout.strip()
         start = time.time()
-        command = [PYTHON, "-m", "pytest", "-q", "--tb=short", "tests/test_transformers.py", "tests/test_readme.py"]
+        command = [PYTHON, "-m", "pytest", "-q", "--tb=short", "tests/test_transformers.py"]
         done = subprocess.run(command, cwd=os.path.join(ROOT, "bindings", "python"), env=environment, capture_output=True, text=True)
         last = (done.stdout.strip().splitlines() or ["no output"])[-1]
         print(f"transformers {name}: {last} ({time.time() - start:.0f} s)", flush=True)
