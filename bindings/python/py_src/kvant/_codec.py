@@ -166,8 +166,8 @@ def _moved(encoded: Encoded, device: Any) -> Encoded:
         }
         return replace(encoded, planes=planes)
     torch = sys.modules["torch"]
-    planes = {
-        name: (torch.frombuffer(bytearray(plane), dtype=torch.uint8) if isinstance(plane, bytes) else plane).to(device)
-        for name, plane in encoded.planes.items()
-    }
-    return replace(encoded, planes=planes)
+
+    def tensor(plane: Any) -> Any:
+        return torch.from_numpy(np.frombuffer(bytearray(plane), np.uint8)) if isinstance(plane, bytes) else plane
+
+    return replace(encoded, planes={name: tensor(plane).to(device) for name, plane in encoded.planes.items()})
