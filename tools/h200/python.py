@@ -71,7 +71,7 @@ def main():
     versions = "import torch, transformers, kvant; print(torch.cuda.get_device_name(), torch.__version__, "
     versions += "transformers.__version__, kvant.__version__)"
     report.run("versions", [sys.executable, "-c", versions], 120, environment)
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--durations=5", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--durations=5", "-p", "no:cacheprovider"]
     if "rust" in steps:
         units = os.path.join(os.path.abspath(args.wheels), "units")
         os.chmod(units, 0o755)
@@ -81,8 +81,7 @@ def main():
         report.run("unit tests", [units, "cuda::runtime"], 120, {**environment, "LD_LIBRARY_PATH": libraries})
     if "tests" in steps:
         report.run("tests of CUDA", [*pytest, "test_cuda.py"], 240, environment)
-        # Without -x: one run reports all failures.
-        matrix = [part for part in pytest if part != "-x"] + ["--tb=line", "-n", str(WORKERS), "test_transformers.py"]
+        matrix = [*pytest, "--tb=line", "-n", str(WORKERS), "test_transformers.py"]
         report.run("families", matrix, 400, environment)
     if "speed" in steps:
         speed = os.path.join(os.path.dirname(os.path.abspath(__file__)), "python_speed.py")
