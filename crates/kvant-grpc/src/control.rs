@@ -106,7 +106,8 @@ impl Shared {
         };
         ServerInfo {
             engine_version: format!("kvant {}", env!("CARGO_PKG_VERSION")),
-            api_version: "v1".to_string(),
+            // Clients of vLLM check it.
+            api_version: "vllm".to_string(),
             instance_id: self.instance.clone(),
             parallelism: Some(parallelism),
             max_model_len: self.engine.context() as u32,
@@ -123,7 +124,7 @@ impl Shared {
     fn model_info(&self) -> ModelInfo {
         let [name, aliases @ ..] = self.options.names.as_slice() else { return ModelInfo::default() };
         ModelInfo {
-            model_id: name.clone(),
+            model_id: self.options.source.as_ref().unwrap_or(name).clone(),
             served_model_name: name.clone(),
             served_model_aliases: aliases.iter().filter(|alias| *alias != "*").cloned().collect(),
             supports_text_input: true,

@@ -22,6 +22,7 @@ mod inference;
 mod output;
 mod request;
 mod server;
+mod transfer;
 
 pub use server::{GrpcOptions, GrpcServer, KvEventSource};
 
