@@ -139,14 +139,19 @@ impl Offers {
 /// receiver then gets the last pages, and the [time of the offer](crate::TransferOptions::offer_time) begins.
 pub struct Offered {
     pub(crate) params: Value,
-    pub(crate) token: [u8; 32],
-    pub(crate) time: Duration,
-    pub(crate) progress: Arc<Progress>,
-    pub(crate) offers: Arc<Offers>,
+    /// `None` if there is nothing to fetch. Dropping it ends the prompt.
+    pub(crate) _offer: Option<RunningOffer>,
+}
+
+pub(crate) struct RunningOffer {
+    pub token: [u8; 32],
+    pub time: Duration,
+    pub progress: Arc<Progress>,
+    pub offers: Arc<Offers>,
 }
 
 impl Offered {
-    /// `kv_transfer_params` for the worker that continues.
+    /// `kv_transfer_params` for the worker that continues. Without an offer it has `do_remote_prefill` false.
     pub fn params(&self) -> &Value {
         &self.params
     }
@@ -159,7 +164,7 @@ impl fmt::Debug for Offered {
     }
 }
 
-impl Drop for Offered {
+impl Drop for RunningOffer {
     fn drop(&mut self) {
         self.progress.end();
         self.offers.end(&self.token, self.time);

@@ -62,6 +62,11 @@ impl TransferParams {
     }
 }
 
+/// The field in an answer that offers nothing.
+pub fn not_offered(engine_id: &str) -> Value {
+    json!({"do_remote_prefill": false, "do_remote_decode": false, "remote_engine_id": engine_id})
+}
+
 fn parse_port(port: &Value) -> Option<u16> {
     match port {
         Value::String(text) => text.parse().ok(),

@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     Offered, TransferError, TransferOptions, TransferParams, fetch,
-    offers::{Offer, Offers, Progress},
+    offers::{Offer, Offers, Progress, RunningOffer},
     params::{self, Source},
     send,
 };
@@ -76,10 +76,12 @@ impl Transfers {
         Ok(transfers)
     }
 
-    /// Offers the pages of a request's prompt if `params` asks for it. Call it before the request is submitted: the
-    /// pages can be fetched while the prompt is computed. `keep` is dropped after the pages are fetched or the offer
-    /// has expired. `None` if nobody asks, if the prompt has no full page, if there are too many offers, or if the
-    /// client's token is invalid or in use.
+    /// Offers the pages of a request's prompt if `params` asks for it, otherwise returns `None`. Call it before the
+    /// request is submitted: the pages can be fetched while the prompt is computed. `keep` is dropped after the pages
+    /// are fetched or the offer has expired.
+    ///
+    /// Nothing is offered if the prompt has no full page, if there are too many offers, or if the client's token is
+    /// invalid or in use: the other worker then computes the prompt.
     pub fn offer(
         &self,
         engine: &Engine,
@@ -87,25 +89,33 @@ impl Transfers {
         params: &TransferParams,
         keep: impl Any + Send + Sync,
     ) -> Option<Offered> {
-        let Listening { options, address, engine_id, offers } = &*self.0;
         if !params.is_offer_asked() {
             return None;
         }
+        let token = params.token().unwrap_or_else(random);
+        let offered = token.and_then(|token| self.offer_under(token, engine, request, Arc::new(keep)));
+        Some(offered.unwrap_or_else(|| Offered { params: params::not_offered(&self.0.engine_id), _offer: None }))
+    }
+
+    fn offer_under(
+        &self,
+        token: [u8; 32],
+        engine: &Engine,
+        request: &EngineRequest,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> Option<Offered> {
+        let Listening { options, address, engine_id, offers } = &*self.0;
         let pages = cached_part(&request.prompt).len() / engine.options().page_tokens;
-        let token = match params.token() {
-            Some(token) => token?,
-            None => random()?,
-        };
         let progress = Arc::<Progress>::default();
         let (tokens, scope) = (cached_part(&request.prompt).to_vec(), request.cache.clone());
-        let offer =
-            Offer { engine: engine.clone(), scope, tokens, progress: Arc::clone(&progress), _keep: Arc::new(keep) };
+        let offer = Offer { engine: engine.clone(), scope, tokens, progress: Arc::clone(&progress), _keep: keep };
         if pages == 0 || !offers.add(token, offer) {
             return None;
         }
         let source = Source { host: options.host.clone(), port: address.port(), token };
         let params = params::offered(engine_id, &source, pages);
-        Some(Offered { params, token, time: options.offer_time, progress, offers: Arc::clone(offers) })
+        let running = RunningOffer { token, time: options.offer_time, progress, offers: Arc::clone(offers) };
+        Some(Offered { params, _offer: Some(running) })
     }
 
     /// Fetches the pages of a request's prompt from the worker that `params` names into the prefix cache. Returns their

@@ -116,6 +116,25 @@ async fn streams_offer_a_prompt() {
     }
 }
 
+/// A prompt without a full page, and a token that is invalid or in use: nothing is offered, and the answer says so.
+#[tokio::test(flavor = "multi_thread")]
+async fn there_may_be_nothing_to_offer() {
+    let first = worker(options(Codec::F16), transfer());
+    let token = "5c".repeat(32);
+    let asked = |token: Value| json!({"do_remote_decode": true, "remote_token": token});
+    let long = json!({"prompt": "A vector ".repeat(40), "max_tokens": 1});
+    for (body, token, is_offered) in [
+        (json!({"prompt": "A", "max_tokens": 1}), Value::Null, false),
+        (long.clone(), json!("short"), false),
+        (long.clone(), json!(token), true),
+        (long, json!(token), false),
+    ] {
+        let body = and(body, json!({"kv_transfer_params": asked(token.clone())}));
+        let params = post(first.router.clone(), PATHS[0], body).await.ok()["kv_transfer_params"].clone();
+        assert_eq!(params["do_remote_prefill"], is_offered, "{token}: {params}");
+    }
+}
+
 /// A client chooses the token and calls both workers at once: pages travel while the prompt is computed.
 #[tokio::test(flavor = "multi_thread")]
 async fn pages_travel_while_the_prompt_is_computed() {
