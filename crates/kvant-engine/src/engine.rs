@@ -66,6 +66,8 @@ struct Limits {
     vocab: usize,
     /// Length of an embedding.
     hidden: usize,
+    /// Devices that share the model.
+    ranks: usize,
 }
 
 impl Engine {
@@ -97,7 +99,8 @@ impl Engine {
         let page_identity = page_files::hash(&[&options.model_identity, pool.page_format().as_bytes()]);
         let page_bytes = pool.page_bytes();
         let ids = model.decoder().fed_vocab();
-        let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
+        let (vocab, hidden, ranks) = (model.vocab_size(), model.decoder().hidden_size, model.device().ranks());
+        let limits = Limits { context, ids, vocab, hidden, ranks };
         let shared = Arc::new(Shared::new(
             first_stats(&pool, options.sequences),
             options.sequences.saturating_add(options.queue),
@@ -192,6 +195,11 @@ impl Engine {
     /// The length of an [embedding](EngineRequest::embed).
     pub fn embedding_len(&self) -> usize {
         self.0.limits.hidden
+    }
+
+    /// Number of devices that share the model.
+    pub fn ranks(&self) -> usize {
+        self.0.limits.ranks
     }
 
     /// Identifies the model ([`EngineOptions::model_identity`]) and the [format](KvPool::page_format) of its pages.

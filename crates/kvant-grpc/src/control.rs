@@ -95,12 +95,13 @@ unimplemented_methods! {
 impl Shared {
     fn server_info(&self) -> ServerInfo {
         let (stats, options) = (self.engine.stats(), self.engine.options());
+        let ranks = self.engine.ranks();
         let parallelism = ParallelismInfo {
-            tensor_parallel_size: 1,
+            tensor_parallel_size: ranks as u32,
             pipeline_parallel_size: 1,
             data_parallel_size: 1,
             decode_context_parallel_size: 1,
-            world_size: 1,
+            world_size: ranks as u64,
             data_parallel_size_local: 1,
             ..ParallelismInfo::default()
         };

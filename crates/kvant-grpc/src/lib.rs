@@ -19,6 +19,8 @@
 mod abort;
 mod control;
 mod inference;
+#[doc(hidden)]
+pub mod internals;
 mod output;
 mod request;
 mod server;

@@ -216,19 +216,10 @@ fn grammar(engine: &Engine, output: Option<&StructuredOutput>) -> Result<Option<
         Some(StructuredOutput::Choice(choice)) if choice.choices.is_empty() => {
             return Err(invalid("decoding.choice", "at least one choice is needed"));
         }
-        Some(StructuredOutput::Choice(choice)) => one_of(&choice.choices),
+        Some(StructuredOutput::Choice(choice)) => Grammar::one_of(&choice.choices),
         Some(StructuredOutput::StructuralTag(_)) => {
             return Err(invalid("decoding.structural_tag", "this server does not support the field"));
         }
     };
     engine.compile(&grammar).map(Some).map_err(|error| rejected(&error))
-}
-
-/// One of several texts.
-fn one_of(choices: &[String]) -> Grammar {
-    let escaped = |text: &String| -> String {
-        let is_meta = |c: char| r"\.+*?()|[]{}^$#&-~".contains(c);
-        text.chars().flat_map(|c| is_meta(c).then_some('\\').into_iter().chain([c])).collect()
-    };
-    Grammar::Regex(choices.iter().map(escaped).collect::<Vec<_>>().join("|"))
 }
