@@ -102,7 +102,9 @@ fn any_body_gets_an_answer() {
         body
     });
     let bodies = prop_oneof![4 => changed, 1 => prop::collection::vec(any::<u8>(), 0..64)];
-    let mut runner = TestRunner::new(ProptestConfig { cases: 2000, failure_persistence: None, ..Default::default() });
+    // PROPTEST_CASES sets more.
+    let config = ProptestConfig { failure_persistence: None, ..Default::default() };
+    let mut runner = TestRunner::new(ProptestConfig { cases: config.cases.max(2000), ..config });
     runner
         .run(&bodies, |body| {
             check(&engine, &body);
