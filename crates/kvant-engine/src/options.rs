@@ -55,6 +55,8 @@ pub struct EngineOptions {
     /// an equal token. They speed up repetitive texts on devices where a step of several tokens costs less than several
     /// steps. Default: 0.
     pub drafts: usize,
+    /// Whether drafts are also found by prompt lookup. Without it, only a model's drafter proposes drafts. Default: true.
+    pub prompt_lookup: bool,
     /// Whether the number of drafts adapts to the share of accepted ones and to the measured times of steps, down to
     /// none. Otherwise each step has all drafts that are found, for tests and measurements. Default: true.
     pub adaptive_drafts: bool,
@@ -90,6 +92,7 @@ impl Default for EngineOptions {
             load_identity: Vec::new(),
             state_interval: None,
             drafts: 0,
+            prompt_lookup: true,
             adaptive_drafts: true,
             planted_acceptance: None,
             overlap: None,
@@ -211,6 +214,12 @@ impl EngineOptions {
     #[must_use]
     pub fn drafts(self, drafts: usize) -> Self {
         EngineOptions { drafts, ..self }
+    }
+
+    /// Sets [`EngineOptions::prompt_lookup`].
+    #[must_use]
+    pub fn prompt_lookup(self, prompt_lookup: bool) -> Self {
+        EngineOptions { prompt_lookup, ..self }
     }
 
     /// Sets [`EngineOptions::adaptive_drafts`].

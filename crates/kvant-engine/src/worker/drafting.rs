@@ -111,7 +111,7 @@ impl Worker {
     /// The requests that sample in a step, with the predictions of lookup, and the number of tokens that the next step
     /// computes for them.
     fn candidates(&mut self, plan: &StepPlan<PoolStep>) -> (Vec<Candidate>, usize) {
-        let Worker { running, scheduler, lengths, drafts, drafter, planted_acceptance, .. } = self;
+        let Worker { running, scheduler, lengths, drafts, drafter, prompt_lookup, planted_acceptance, .. } = self;
         let (mut candidates, mut rows) = (Vec::with_capacity(plan.rows.len()), 0);
         for row in plan.rows.iter().filter(|row| row.draws > 0) {
             let (Some(running), Some(known)) = (running.get_mut(&row.id), scheduler.tokens(row.id)) else { continue };
@@ -120,6 +120,7 @@ impl Worker {
             drafting.observe(known, lengths);
             let skipped = scheduler.pending(row.id);
             match planted_acceptance {
+                None if !*prompt_lookup => {}
                 None => drafting.look_up(known, skipped + *drafts),
                 Some(_) if drafter.is_some() => {}
                 Some(_) => {

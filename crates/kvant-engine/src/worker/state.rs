@@ -45,6 +45,8 @@ pub(crate) struct Worker {
     pub(super) drafter_rests: bool,
     /// Whether the drafter has seen the tokens of the step whose result is taken.
     pub(super) has_caught_up: bool,
+    /// Whether drafts are found in the text.
+    pub(super) prompt_lookup: bool,
     /// Whether the number of drafts depends on `lengths`.
     pub(super) adaptive_drafts: bool,
     pub(super) lengths: DraftLengths,
@@ -139,6 +141,7 @@ impl Worker {
             has_caught_up: false,
             adaptive_drafts,
             lengths: DraftLengths::new(rows),
+            prompt_lookup: options.prompt_lookup,
             planted_acceptance: options.planted_acceptance,
             deferred_drafts: HashMap::new(),
             drafting_time: Duration::ZERO,

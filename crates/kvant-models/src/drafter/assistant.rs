@@ -9,7 +9,7 @@ use super::{
     Drafter, Parts,
     entry::Entry,
     integers, not_a_drafter, other_target,
-    vocabulary::{Centroids, Vocabulary, places},
+    vocabulary::{Centroids, DraftVocabulary, places},
     with_dtype,
 };
 use crate::{
@@ -31,6 +31,11 @@ pub(super) const ARCHITECTURE: &str = "gemma4-assistant";
 
 const FAMILY: &str = "gemma4";
 const ORDERING: &str = "masked_embedding.token_ordering";
+/// The defaults of transformers: the target's hidden size, groups of tokens, and selected groups.
+const WIDTH: usize = 1536;
+const UNIFIED_WIDTH: usize = 3840;
+const GROUPS: usize = 2048;
+const TOP_K: usize = 32;
 /// Maximum of a width, and of the number of groups.
 const MAX_SIZE: usize = 1 << 20;
 
@@ -77,7 +82,9 @@ pub(super) fn load(files: &Files, target: &Model, dense_weights: Option<DType>) 
     let json = files.read_json("config.json")?;
     let fields = Fields::new(&json)?;
     let config = text_config(&json)?;
-    let width = fields.size("backbone_hidden_size", None, MAX_SIZE)?;
+    let is_unified = fields.string("model_type")? == Some(MODEL_TYPES[1]);
+    let default = if is_unified { UNIFIED_WIDTH } else { WIDTH };
+    let width = fields.size("backbone_hidden_size", Some(default), MAX_SIZE)?;
     let layers = check_target(&config, width, target)?;
     let groups = Groups::parse(&fields, &config)?;
     let checkpoint = Checkpoint::open_files(files)?;
@@ -99,7 +106,9 @@ fn text_config(json: &Value) -> Result<Config> {
     };
     if let Some(keys) = text.as_object_mut() {
         keys.insert("num_kv_shared_layers".into(), json!(0));
-        keys.entry("model_type").or_insert("gemma4_text".into());
+        let is_unified = json.get("model_type").and_then(Value::as_str) == Some(MODEL_TYPES[1]);
+        let model_type = if is_unified { "gemma4_unified_text" } else { "gemma4_text" };
+        keys.entry("model_type").or_insert(model_type.into());
     }
     families::parse(&text)
 }
@@ -109,12 +118,12 @@ impl Groups {
         if fields.bool_or_null("use_ordered_embeddings")? != Some(true) {
             return Ok(None);
         }
-        let count = fields.size("num_centroids", None, MAX_SIZE)?;
+        let count = fields.size("num_centroids", Some(GROUPS), MAX_SIZE)?;
         let vocab = config.decoder.vocab_size;
         if !vocab.is_multiple_of(count) {
             return Err(fields.error("num_centroids", format_args!("a divisor of the vocabulary, {vocab}"), count));
         }
-        Ok(Some(Groups { count, top_k: fields.size("centroid_intermediate_top_k", None, count)? }))
+        Ok(Some(Groups { count, top_k: fields.size("centroid_intermediate_top_k", Some(TOP_K.min(count)), count)? }))
     }
 }
 
@@ -142,13 +151,21 @@ fn check_target(config: &Config, width: usize, target: &Model) -> Result<Vec<usi
         if of_own != of_target {
             return Err(other_target("KV heads", of_own, of_target));
         }
-        if own.window != layers[layer].window || own.window == Some(1) {
-            let show = |window: Option<usize>| window.map_or("none".to_string(), |window| window.to_string());
-            return Err(other_target("window", show(own.window), show(layers[layer].window)));
-        }
         Ok(layer)
     };
     config.decoder.blocks.iter().map(layer_of).collect()
+}
+
+/// The stored positions that a query sees. The target keeps those within its own window. The key of the row's own
+/// token, which windows include, is not stored yet.
+fn seen(own: Option<usize>, of_target: Option<usize>) -> Result<Option<usize>> {
+    match own.into_iter().chain(of_target).min() {
+        Some(0 | 1) => Err(Error::Unsupported {
+            what: "an assistant's window of 1 position".to_string(),
+            reason: "its queries would see no key".to_string(),
+        }),
+        window => Ok(window.map(|window| window - 1)),
+    }
 }
 
 fn kind(attention: &AttentionSpec) -> &'static str {
@@ -164,10 +181,11 @@ fn assemble(
 ) -> Result<Drafter> {
     let (device, weights) = (target.device(), &target.network().weights);
     let (mut spec, width) = (config.decoder, target.decoder().hidden_size);
-    for attention in spec.blocks.iter_mut().filter_map(crate::BlockSpec::attention_mut) {
+    let of_target: Vec<&AttentionSpec> = target.decoder().cache_blocks().map(|(_, attention)| attention).collect();
+    for (block, &layer) in spec.blocks.iter_mut().zip(&layers) {
+        let Some(attention) = block.attention_mut() else { continue };
         attention.keys_values = KeysValues::External;
-        // The key of the row's own token, which the window includes, is not stored yet.
-        attention.window = attention.window.map(|window| window - 1);
+        attention.window = seen(attention.window, of_target[layer].window)?;
     }
     spec.embedding_scale = target.decoder().embedding_scale;
     (spec.output, spec.final_softcap) = (OutputMatrix::Own, None);
@@ -178,7 +196,7 @@ fn assemble(
         output: matrix(DraftPart::Output, &[width, h])?,
     };
     let (vocabulary, output) = match groups {
-        None => (Vocabulary::Whole, None),
+        None => (DraftVocabulary::Whole, None),
         Some((groups, ordering)) => {
             let centroids = matrix(DraftPart::Centroids, &[groups.count, h])?;
             let places = places(ORDERING, &ordering, spec.vocab_size)?;
@@ -193,7 +211,7 @@ fn assemble(
                 group_tokens: spec.vocab_size / groups.count,
                 top_k: groups.top_k,
             };
-            (Vocabulary::Centroids(vocabulary), Some(output))
+            (DraftVocabulary::Centroids(Box::new(vocabulary)), Some(output))
         }
     };
     let parts = Parts {

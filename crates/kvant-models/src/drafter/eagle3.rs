@@ -12,7 +12,7 @@ use super::{
     Drafter, Parts,
     entry::Entry,
     integers, not_a_drafter, other_target,
-    vocabulary::{Vocabulary, places},
+    vocabulary::{DraftVocabulary, places},
     with_dtype,
 };
 use crate::{
@@ -161,21 +161,24 @@ fn check_target(config: &Config, options: &Options, target: &Model) -> Result<()
     Ok(())
 }
 
-fn vocabulary(checkpoint: &Checkpoint, options: &Options, target: &Model) -> Result<Vocabulary> {
+fn vocabulary(checkpoint: &Checkpoint, options: &Options, target: &Model) -> Result<DraftVocabulary> {
     let vocab = target.vocab_size();
     if options.tokens == vocab && !checkpoint.contains(OFFSETS) {
-        return Ok(Vocabulary::Whole);
+        return Ok(DraftVocabulary::Whole);
     }
     let offsets = integers::read(checkpoint, OFFSETS, options.tokens)?;
     let tokens: Vec<i64> = offsets.iter().zip(0i64..).map(|(offset, token)| offset.saturating_add(token)).collect();
     let places = places(OFFSETS, &tokens, vocab)?;
-    Ok(Vocabulary::Some { tokens: options.tokens, places: Tensor::from_slice(target.device(), &places, &[vocab])? })
+    Ok(DraftVocabulary::Some {
+        tokens: options.tokens,
+        places: Tensor::from_slice(target.device(), &places, &[vocab])?,
+    })
 }
 
 fn assemble(
     config: Config,
     options: Options,
-    vocabulary: Vocabulary,
+    vocabulary: DraftVocabulary,
     source: &dyn Source,
     target: &Model,
 ) -> Result<Drafter> {

@@ -22,7 +22,7 @@ pub(crate) enum DraftHidden<'a> {
     /// The target's: `rows` are rows of `table`, u32 `[taps.count()·R]`, the taps of a row one after the other
     /// ([`Features`](crate::forward::Features)).
     Features { table: &'a Tensor, rows: &'a Tensor },
-    /// Those that an earlier pass left, `[R, hidden_width]`.
+    /// The output of an earlier pass, `[R, hidden_width]`.
     Fed(&'a Tensor),
 }
 
@@ -38,9 +38,9 @@ pub(crate) struct DraftOutput<'a> {
 }
 
 impl Drafter {
-    /// Encodes a pass over the rows for which `space` is [fitted](DraftSpace::fit). `step` has their positions, at which
-    /// the drafter's own keys and values are written. An assistant's rows have the position of the last stored token, one
-    /// row per sequence. Without `out`, only keys and values are written.
+    /// Encodes a pass over the rows for which `space` is [fitted](DraftSpace::fit). `step` has their positions, at
+    /// which the drafter's own keys and values are written. An assistant's rows have the position of the last stored
+    /// token, one row per sequence. Without `out`, only keys and values are written.
     ///
     /// # Errors
     /// `Argument` for tensors of other shapes; `Kvant`.

@@ -12,8 +12,8 @@ use crate::{Result, forward::Entered, source::Matrix};
 /// The weights of a drafter's entry.
 #[derive(Debug)]
 pub(super) enum Entry {
-    /// h = input(\[e; hidden\]), where e is the target's scaled embedding. `output` projects the last norm to the hidden
-    /// state of the next pass.
+    /// h = input(\[e; hidden\]), where e is the target's scaled embedding. `output` projects the last norm to the
+    /// hidden state of the next pass.
     Assistant { input: Matrix, output: Matrix },
     /// h = input(\[norm(e); norm(hidden)\]).
     Mtp { input: Matrix, embedding_norm: Tensor, hidden_norm: Tensor },
@@ -112,8 +112,9 @@ impl Drafter {
 
 /// Copies hidden states to `out`.
 fn read_hidden(enc: &mut Encoder, hidden: DraftHidden, out: &Tensor) -> Result<()> {
-    Ok(match hidden {
+    match hidden {
         DraftHidden::Features { table, rows } => ops::embed(enc, &Embed::new(table, rows, out))?,
         DraftHidden::Fed(from) => ops::copy(enc, from, out)?,
-    })
+    }
+    Ok(())
 }

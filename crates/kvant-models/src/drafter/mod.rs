@@ -10,9 +10,9 @@
 //! it computes the first residual stream from the embedding of the next token and the target's hidden state.
 //!
 //! A row of MTP and EAGLE-3 at position p has the hidden state of p and the token of p + 1, attends to the positions up
-//! to p of the drafter's layer, and predicts the token of p + 2. The next row has the hidden state that the previous one
-//! left. A row of an assistant attends to all stored positions of the target. Its queries rotate by the position of its
-//! token, which is not stored yet, and further rows have the same position.
+//! to p of the drafter's layer, and predicts the token of p + 2. The next row has the hidden state that the previous
+//! one left. A row of an assistant attends to all stored positions of the target. Its queries rotate by the position of
+//! its token, which is not stored yet, and further rows have the same position.
 
 mod assistant;
 mod decoder;
@@ -43,13 +43,13 @@ pub(crate) use encode::{DraftHidden, DraftInput, DraftOutput};
 use entry::Entry;
 pub(crate) use space::DraftSpace;
 pub use states::TargetStates;
-use vocabulary::Vocabulary;
+use vocabulary::DraftVocabulary;
 
 /// A drafter of a loaded model.
 pub struct Drafter {
     network: Network,
     entry: Entry,
-    vocabulary: Vocabulary,
+    vocabulary: DraftVocabulary,
     taps: Taps,
     cache_layer: Option<CacheLayer>,
     /// Width of the target's residual stream.
@@ -63,24 +63,24 @@ pub struct Drafter {
 }
 
 /// The drafter that some files contain.
-enum Kind {
+enum FileKind {
     Assistant,
     Mtp,
     Eagle3,
 }
 
 impl Drafter {
-    /// Loads the drafter of a model. `files` are those of an assistant or an EAGLE-3 head, or for MTP those of the model
-    /// itself. `dense_weights` is as in [`LoadOptions`](crate::LoadOptions::dense_weights).
+    /// Loads the drafter of a model. `files` are those of an assistant or an EAGLE-3 head, or for MTP those of the
+    /// model itself. `dense_weights` is as in [`LoadOptions`](crate::LoadOptions::dense_weights).
     ///
     /// # Errors
     /// `NotADrafter` for files without a drafter; `OtherTarget` for a drafter of another model; otherwise as
     /// [`Model::load_files`].
     pub fn load(files: &Files, target: &Model, dense_weights: Option<DType>) -> Result<Drafter> {
-        let drafter = match Kind::of(files)? {
-            Kind::Assistant => assistant::load(files, target, dense_weights),
-            Kind::Mtp => mtp::load(files, target, dense_weights),
-            Kind::Eagle3 => eagle3::load(files, target, dense_weights),
+        let drafter = match FileKind::of(files)? {
+            FileKind::Assistant => assistant::load(files, target, dense_weights),
+            FileKind::Mtp => mtp::load(files, target, dense_weights),
+            FileKind::Eagle3 => eagle3::load(files, target, dense_weights),
         }?;
         tracing::info!(%files, bytes = drafter.bytes, "loaded a drafter");
         Ok(drafter)
@@ -115,21 +115,21 @@ impl Drafter {
     }
 }
 
-impl Kind {
-    fn of(files: &Files) -> Result<Kind> {
+impl FileKind {
+    fn of(files: &Files) -> Result<FileKind> {
         if let Some(gguf) = files.as_gguf() {
             return match gguf.metadata().text("general.architecture")? {
-                Some(assistant::ARCHITECTURE) => Ok(Kind::Assistant),
-                _ => Ok(Kind::Mtp),
+                Some(assistant::ARCHITECTURE) => Ok(FileKind::Assistant),
+                _ => Ok(FileKind::Mtp),
             };
         }
         files.check()?;
         let json = files.read_json("config.json")?;
         let fields = Fields::new(&json)?;
         if fields.string("model_type")?.is_some_and(|name| assistant::MODEL_TYPES.contains(&name)) {
-            return Ok(Kind::Assistant);
+            return Ok(FileKind::Assistant);
         }
-        Ok(if eagle3::is_config(&fields)? { Kind::Eagle3 } else { Kind::Mtp })
+        Ok(if eagle3::is_config(&fields)? { FileKind::Eagle3 } else { FileKind::Mtp })
     }
 }
 
@@ -142,7 +142,7 @@ struct Parts<'a> {
     layers: Vec<usize>,
     shared: SharedMatrices,
     entry: Entry,
-    vocabulary: Vocabulary,
+    vocabulary: DraftVocabulary,
     taps: Taps,
     hidden_width: usize,
     source: &'a dyn Source,

@@ -3,7 +3,7 @@
 
 use kvant::DType;
 
-use super::{Drafter, Parts, entry::Entry, not_a_drafter, other_target, vocabulary::Vocabulary, with_dtype};
+use super::{Drafter, Parts, entry::Entry, not_a_drafter, other_target, vocabulary::DraftVocabulary, with_dtype};
 use crate::{
     BlockSpec, Config, DecoderSpec, Error, Files, Model, Result, families,
     forward::Taps,
@@ -134,7 +134,7 @@ fn assemble(config: Config, source: &dyn Source, target: &Model) -> Result<Draft
         layers: vec![target.decoder().cache_layers()],
         shared: SharedMatrices { embed, output, first_inputs: h },
         entry,
-        vocabulary: Vocabulary::Whole,
+        vocabulary: DraftVocabulary::Whole,
         taps: Taps::FinalOfEvery,
         hidden_width: h,
         source,

@@ -2,7 +2,10 @@
 
 use kvant::Tensor;
 
-use super::{Drafter, vocabulary::VocabularyViews};
+use super::{
+    Drafter,
+    vocabulary::{VocabularyBuffers, VocabularyViews},
+};
 use crate::{
     Result,
     forward::{Taps, Workspace},
@@ -14,14 +17,14 @@ pub(crate) struct DraftSpace {
     blocks: Workspace,
     /// Scratch after the last block's attention, for the rows that get logits.
     last: Workspace,
-    buffers: Buffers,
+    buffers: SpaceBuffers,
     views: SpaceViews,
     /// The rows of the views, and those that get logits.
     fitted: [usize; 2],
 }
 
 /// Buffers for the maximum number of rows, M.
-struct Buffers {
+struct SpaceBuffers {
     /// `[2·M, W]`: embeddings, then hidden states.
     pair: Tensor,
     /// `[2·M·W]`: the rows of `pair` by token.
@@ -30,8 +33,7 @@ struct Buffers {
     alternate: Tensor,
     /// `[M·3·H]`: the target's hidden states by token, for EAGLE-3.
     features: Option<Tensor>,
-    /// `[M·H]` of the blocks, for a drafter whose fed hidden state is normed.
-    vocabulary: super::vocabulary::VocabularyBuffers,
+    vocabulary: VocabularyBuffers,
 }
 
 /// The buffers in the shapes of a pass of R rows.
@@ -48,7 +50,7 @@ pub(super) struct SpaceViews {
     pub alternate: Tensor,
     /// `[2·R, W]`.
     pub joined_rows: Tensor,
-    /// The same memory, `[R, 2·W]`.
+    /// `joined_rows` as `[R, 2·W]`.
     pub joined: Tensor,
     pub features: Option<FeatureViews>,
     pub vocabulary: VocabularyViews,
@@ -58,12 +60,12 @@ pub(super) struct SpaceViews {
 pub(super) struct FeatureViews {
     /// `[3·R, H]`.
     pub rows: Tensor,
-    /// The same memory, `[R, 3·H]`.
+    /// `rows` as `[R, 3·H]`.
     pub joined: Tensor,
 }
 
 impl DraftSpace {
-    /// Allocates scratch for passes of up to `rows` rows, up to `wanted` of which get logits; both at least 1.
+    /// Allocates scratch for passes of up to `rows` rows; up to `wanted` rows get logits. Both are at least 1.
     pub(crate) fn new(drafter: &Drafter, rows: usize, wanted: usize) -> Result<DraftSpace> {
         let (rows, wanted) = (rows.max(1), wanted.max(1).min(rows.max(1)));
         let (network, device) = (&drafter.network, drafter.network.weights.norm.device());
@@ -76,7 +78,7 @@ impl DraftSpace {
             }
             Taps::Final | Taps::FinalOfEvery => None,
         };
-        let buffers = Buffers {
+        let buffers = SpaceBuffers {
             pair: Tensor::zeros(device, dtype, &[2 * rows, width])?,
             joined: Tensor::zeros(device, dtype, &[2 * rows * width])?,
             alternate: Tensor::from_slice(device, &alternate, &[alternate.len()])?,
@@ -89,12 +91,7 @@ impl DraftSpace {
         Ok(DraftSpace { blocks, last, buffers, views, fitted: [rows, wanted] })
     }
 
-    /// Maximum rows of a pass.
-    pub(crate) fn rows(&self) -> usize {
-        self.buffers.alternate.shape()[0] / 2
-    }
-
-    /// Adapts the views to a pass of `rows` rows, `wanted` of which get logits.
+    /// Adapts the views to a pass of `rows` rows; `wanted` rows get logits.
     pub(crate) fn fit(&mut self, drafter: &Drafter, rows: usize, wanted: usize) -> Result<()> {
         let spec = drafter.network.spec();
         self.blocks.fit(spec, rows)?;
@@ -119,7 +116,7 @@ impl DraftSpace {
     }
 }
 
-impl Buffers {
+impl SpaceBuffers {
     fn views(&self, drafter: &Drafter, stream: &Tensor, rows: usize, wanted: usize) -> Result<SpaceViews> {
         let &[capacity, width] = self.pair.shape() else { unreachable!("the buffer is a matrix") };
         let joined = self.joined.rows(0..2 * rows * width)?;

@@ -10,13 +10,13 @@ use crate::{Error, Result, forward::Views, source::Matrix};
 
 /// The tokens that a drafter can draft.
 #[derive(Debug)]
-pub(super) enum Vocabulary {
+pub(super) enum DraftVocabulary {
     /// All tokens of the target.
     Whole,
     /// Some tokens of the target. `places` has the draft token of each, u32 `[V]`.
     Some { tokens: usize, places: Tensor },
     /// The tokens of the groups whose centroids have the largest logits.
-    Centroids(Centroids),
+    Centroids(Box<Centroids>),
 }
 
 /// A vocabulary in groups of equal size. A row has the logits of the tokens of `top_k` groups.
@@ -53,11 +53,11 @@ pub(super) struct VocabularyViews {
     route: Option<[Tensor; 3]>,
 }
 
-impl Vocabulary {
+impl DraftVocabulary {
     pub(super) fn bytes(&self) -> usize {
         match self {
-            Vocabulary::Whole | Vocabulary::Some { .. } => 0,
-            Vocabulary::Centroids(own) => own.centroids.bytes() + own.tokens.bytes(),
+            DraftVocabulary::Whole | DraftVocabulary::Some { .. } => 0,
+            DraftVocabulary::Centroids(own) => own.centroids.bytes() + own.tokens.bytes(),
         }
     }
 
@@ -65,18 +65,22 @@ impl Vocabulary {
     pub(super) fn buffers(&self, device: &Device, rows: usize) -> Result<VocabularyBuffers> {
         let flat = |dtype, width: usize| Ok::<_, Error>(Tensor::zeros(device, dtype, &[rows * width])?);
         Ok(match self {
-            Vocabulary::Whole => VocabularyBuffers { logits: None, route: None, widths: [0; 3], rows_each: 1 },
-            Vocabulary::Some { tokens, .. } => VocabularyBuffers {
+            DraftVocabulary::Whole => VocabularyBuffers { logits: None, route: None, widths: [0; 3], rows_each: 1 },
+            DraftVocabulary::Some { tokens, .. } => VocabularyBuffers {
                 logits: Some(flat(DType::F32, *tokens)?),
                 route: None,
                 widths: [*tokens, 0, 0],
                 rows_each: 1,
             },
-            Vocabulary::Centroids(Centroids { groups, group_tokens, top_k, .. }) => VocabularyBuffers {
-                logits: Some(flat(DType::F32, top_k * group_tokens)?),
-                route: Some([flat(DType::F32, *groups)?, flat(DType::U32, *top_k)?, flat(DType::F32, *top_k)?]),
-                widths: [*group_tokens, *groups, *top_k],
-                rows_each: *top_k,
+            DraftVocabulary::Centroids(own) => VocabularyBuffers {
+                logits: Some(flat(DType::F32, own.top_k * own.group_tokens)?),
+                route: Some([
+                    flat(DType::F32, own.groups)?,
+                    flat(DType::U32, own.top_k)?,
+                    flat(DType::F32, own.top_k)?,
+                ]),
+                widths: [own.group_tokens, own.groups, own.top_k],
+                rows_each: own.top_k,
             },
         })
     }
@@ -109,12 +113,12 @@ impl Drafter {
         out: &Tensor,
     ) -> Result<()> {
         match (&self.vocabulary, &own.logits, &own.route) {
-            (Vocabulary::Some { places, .. }, Some(logits), _) => {
+            (DraftVocabulary::Some { places, .. }, Some(logits), _) => {
                 self.network.logits(enc, views, x, logits)?;
                 Ok(ops::spread(enc, &Spread::new(logits, places, f32::NEG_INFINITY, out))?)
             }
-            (Vocabulary::Centroids(centroids), Some(logits), Some([of_groups, ids, weights])) => {
-                let Centroids { centroids, tokens, places, .. } = centroids;
+            (DraftVocabulary::Centroids(own), Some(logits), Some([of_groups, ids, weights])) => {
+                let Centroids { centroids, tokens, places, .. } = &**own;
                 ops::linear(enc, &Linear::new(x, centroids.weight(), of_groups))?;
                 ops::moe_route(enc, &MoeRoute::new(of_groups, ids, weights))?;
                 ops::linear(enc, &Linear::new(x, tokens.weight(), logits).experts(Some(Experts::new(ids))))?;

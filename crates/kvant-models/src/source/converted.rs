@@ -5,16 +5,17 @@ use kvant::{
     ops::{self, Embed, Weight},
 };
 
-use super::{Destination, Form, Matrix, Part, Role, Source};
+use super::{Destination, DraftPart, Form, Matrix, Part, Role, Source};
 use crate::Result;
 
 /// Rows converted at once.
 const ROWS: usize = 1 << 16;
 
 /// Whether [`LoadOptions::dense_weights`](crate::LoadOptions::dense_weights) applies to a matrix. It applies to dense
-/// matrices except routers: rounding a router could change the selected experts.
+/// matrices except routers and centroids: rounding a router could change the selected experts.
 pub(crate) fn is_converted(role: Role, form: Form) -> bool {
-    matches!(form, Form::Dense(_)) && !matches!(role, Role::Block(_, Part::Router | Part::SharedRouter))
+    let selects = matches!(role, Role::Block(_, Part::Router | Part::SharedRouter) | Role::Draft(DraftPart::Centroids));
+    matches!(form, Form::Dense(_)) && !selects
 }
 
 /// A source whose dense matrices have `dtype`.

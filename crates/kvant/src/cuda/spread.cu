@@ -1,8 +1,8 @@
 // spread: out[t, v] = the value of the place of v among the groups of row t, or the fill.
 //
-// x is [tokens * chosen, width], places is [outputs], groups is [tokens, chosen], out is [tokens, outputs]; x and out are
-// f32, f16 or bf16. Place p is column p % width of group p / width. Without groups, each token has group 0. One thread
-// per output.
+// x is [tokens * chosen, width], places is [outputs], groups is [tokens, chosen], out is [tokens, outputs]; x and out
+// are f32, f16 or bf16. Place p is column p % width of group p / width. Without groups, each token has group 0. One
+// thread per output.
 #include "device/dependent_launch.h"
 #include "device/vectors.h"
 

@@ -4,11 +4,15 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
-/// The tensors of a checkpoint, f32 or I64.
+/// Inputs that share a scale and a bias.
+const GROUP: usize = 32;
+
+/// The tensors of a checkpoint, f32, I64 or U32.
 #[derive(Clone, Default)]
 pub struct Tensors {
     floats: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     integers: BTreeMap<String, Vec<i64>>,
+    words: BTreeMap<String, (Vec<usize>, Vec<u32>)>,
     state: u64,
 }
 
@@ -64,6 +68,32 @@ impl Tensors {
         &self.floats[name].1
     }
 
+    /// The checkpoint with its matrices in MLX's affine format of 8 bits, and with the values that this represents.
+    pub fn quantised(&self) -> [Tensors; 2] {
+        let (mut coded, mut values) = (self.clone(), self.clone());
+        for (name, (shape, matrix)) in
+            self.floats.iter().filter(|(_, (shape, _))| shape.len() == 2 && shape[1].is_multiple_of(GROUP))
+        {
+            let module = name.strip_suffix(".weight").unwrap();
+            let (mut words, mut scales, mut biases, mut decoded) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+            for group in matrix.chunks(GROUP) {
+                let min = group.iter().copied().fold(f32::INFINITY, f32::min);
+                let scale = (group.iter().copied().fold(f32::NEG_INFINITY, f32::max) - min) / 255.0;
+                let codes: Vec<u8> = group.iter().map(|value| ((value - min) / scale).round() as u8).collect();
+                words.extend(codes.chunks(4).map(|code| u32::from_le_bytes(code.try_into().unwrap())));
+                decoded.extend(codes.iter().map(|&code| scale * f32::from(code) + min));
+                scales.push(scale);
+                biases.push(min);
+            }
+            coded.floats.remove(name);
+            coded.words.insert(name.clone(), (vec![shape[0], shape[1] / 4], words));
+            coded.set(&format!("{module}.scales"), &[shape[0], shape[1] / GROUP], scales);
+            coded.set(&format!("{module}.biases"), &[shape[0], shape[1] / GROUP], biases);
+            values.set(name, shape, decoded);
+        }
+        [coded, values]
+    }
+
     /// A directory with the checkpoint and a configuration.
     pub fn directory(&self, config: &Value) -> tempfile::TempDir {
         let (mut header, mut data) = (Map::new(), Vec::new());
@@ -74,6 +104,9 @@ impl Tensors {
         };
         for (name, (shape, values)) in &self.floats {
             add(name, "F32", shape, values.iter().flat_map(|value| value.to_le_bytes()).collect());
+        }
+        for (name, (shape, words)) in &self.words {
+            add(name, "U32", shape, words.iter().flat_map(|word| word.to_le_bytes()).collect());
         }
         for (name, values) in &self.integers {
             add(name, "I64", &[values.len()], values.iter().flat_map(|value| value.to_le_bytes()).collect());

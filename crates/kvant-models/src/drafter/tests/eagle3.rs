@@ -88,7 +88,7 @@ fn speculator(hidden: usize, target_width: usize, layers: Option<[usize; 3]>, mo
 }
 
 /// In the form of NVIDIA's heads, with the target's embedding, and norms of the hidden states.
-fn middle(hidden: usize, layers: [usize; 3]) -> Head {
+pub fn middle(hidden: usize, layers: [usize; 3]) -> Head {
     let layer = "midlayer.";
     let mut tensors = tensors(hidden, hidden, layer);
     tensors.norm("input_norm.weight", 3 * hidden, 1.0);
@@ -177,7 +177,7 @@ fn check(target: &str, head: &Head, layers: [usize; 3], device: &Device) {
 
 #[test]
 fn heads_match_their_definition() {
-    for device in [Device::cpu(), Device::reference()] {
+    for device in devices() {
         println!("on {device}");
         // Without layers in the file: 2, half, and all but 3.
         check("llama", &speculator(32, 64, None, "llama"), [2, 1, 0], &device);

@@ -1,5 +1,6 @@
 //! Drafters in GGUF files as llama.cpp writes them.
 
+#[allow(dead_code, reason = "integration tests use the rest")]
 #[path = "../../../tests/common/gguf.rs"]
 mod writer;
 

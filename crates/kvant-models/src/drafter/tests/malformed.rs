@@ -47,7 +47,6 @@ fn drafters_have_one_target() {
     };
     assert_eq!(assistant(&|config| config["backbone_hidden_size"] = 33.into()), "hidden size");
     assert_eq!(assistant(&|config| config["text_config"]["vocab_size"] = 97.into()), "vocabulary");
-    assert_eq!(assistant(&|config| config["text_config"]["sliding_window"] = 9.into()), "window");
     // Multi-token prediction.
     let predictor = |key: &str, value: u64| {
         let mut config = mtp::config("qwen3_5");
@@ -138,6 +137,10 @@ fn configurations_are_checked() {
             other => panic!("{other}"),
         }
     };
+    let mut narrow = mtp::config("assistant");
+    narrow["text_config"]["sliding_window"] = 1.into();
+    let error = refused_directory("dense", &narrow, &Tensors::default());
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
     for (key, value) in [("num_centroids", 7), ("num_centroids", 0), ("centroid_intermediate_top_k", 9)] {
         assert_eq!(centroids(key, value.into()), key);
     }

@@ -7,12 +7,13 @@ mod gguf_files;
 
 mod malformed;
 mod mtp;
+mod quantised;
 mod reference;
 mod taps;
 
 use std::path::{Path, PathBuf};
 
-use kvant::{CacheLayer, DType, Device, Encoder, KvPool, PoolSpec, Sequence, Step, Tensor};
+use kvant::{CacheLayer, CpuOptions, DType, Device, Encoder, KvPool, PoolSpec, Sequence, Step, Tensor};
 
 use super::{DraftHidden, DraftInput, DraftOutput, DraftSpace, Drafter};
 use crate::{
@@ -62,7 +63,9 @@ impl Pair {
     fn new(target: Model, drafter: Drafter, codecs: &CacheCodecs) -> Pair {
         let mut layers: Vec<CacheLayer> = target.cache_layers(codecs).unwrap();
         layers.extend(drafter.cache_layer());
-        let spec = PoolSpec::new(layers, 0).page_tokens(PAGE_TOKENS).states(target.state_layers());
+        // Each rank has at least 16 positions of a page.
+        let page_tokens = PAGE_TOKENS * layers.iter().map(|layer| layer.position_ranks).max().unwrap_or(1);
+        let spec = PoolSpec::new(layers, 0).page_tokens(page_tokens).states(target.state_layers());
         let pool = KvPool::new(target.device(), &spec.room_for_steps(3, 256, MAX_ROWS).unwrap()).unwrap();
         let space = DraftSpace::new(&drafter, MAX_ROWS, 4).unwrap();
         let shape = [drafter.taps().count() * MAX_ROWS, target.decoder().hidden_size];
@@ -136,6 +139,12 @@ impl Pair {
 enum Hidden<'a> {
     Features(&'a [usize]),
     Fed(&'a Tensor),
+}
+
+/// The CPU, the reference, and a group of two CPUs, among which drafters are divided.
+fn devices() -> [Device; 3] {
+    let rank = || Device::cpu_with(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap();
+    [Device::cpu(), Device::reference(), Device::group(&[rank(), rank()]).unwrap()]
 }
 
 fn commit(device: &Device, record: impl FnOnce(&mut Encoder) -> crate::Result<()>) {

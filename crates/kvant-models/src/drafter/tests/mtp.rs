@@ -128,7 +128,7 @@ fn the_block_matches_its_definition() {
         let config = config(target);
         let tensors = tensors(&config);
         let dir = tensors.directory(&config);
-        for device in [Device::cpu(), Device::reference()] {
+        for device in devices() {
             println!("{target} on {device}");
             check(&golden(target), dir.path(), &tensors, &device, &golden(target));
         }

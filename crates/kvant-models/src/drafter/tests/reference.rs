@@ -68,7 +68,7 @@ pub fn mlp([gate, up, down]: [&[f32]; 3], x: &[f64]) -> Vec<f64> {
     product(down, &inner.collect::<Vec<f64>>())
 }
 
-/// Qwen's experts, of which the `top_k` most probable have weights that add up to 1, and the shared one with its gate.
+/// Qwen's experts and the shared one with its gate. The weights of the `top_k` most probable add up to 1.
 /// `prefix` precedes the names.
 pub fn experts(tensors: &Tensors, prefix: &str, top_k: usize, x: &[f64]) -> Vec<f64> {
     let of = |name: &str| tensors.values(&format!("{prefix}{name}"));
