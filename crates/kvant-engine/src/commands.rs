@@ -49,6 +49,9 @@ pub(crate) enum Command {
     /// Lets a rank of a group fail within the next step with a prompt, to test failures.
     #[cfg(feature = "internals")]
     FailRank(usize),
+    /// Lets the drafter fail after the next step, to test failures.
+    #[cfg(feature = "internals")]
+    FailDrafter,
 }
 
 /// A submitted request.

@@ -318,6 +318,12 @@ impl Engine {
         let _ = self.0.commands.send(Command::Panic);
     }
 
+    /// Lets the drafter fail after the next step.
+    #[cfg(feature = "internals")]
+    pub(crate) fn fail_drafter(&self) {
+        let _ = self.0.commands.send(Command::FailDrafter);
+    }
+
     /// Lets a rank of a group fail within the next step with a prompt.
     #[cfg(feature = "internals")]
     pub(crate) fn fail_rank(&self, rank: usize) {

@@ -20,6 +20,11 @@ pub fn delay_reads(files: &PageFiles, delay: Duration) {
     files.delay_reads(delay);
 }
 
+/// Lets the drafter fail after the next step.
+pub fn fail_drafter(engine: &Engine) {
+    engine.fail_drafter();
+}
+
 /// Lets a rank of the engine's group fail within the next step with a prompt, while other ranks wait for it.
 pub fn fail_rank(engine: &Engine, rank: usize) {
     engine.fail_rank(rank);

@@ -55,7 +55,7 @@ pub struct EngineOptions {
     /// an equal token. They speed up repetitive texts on devices where a step of several tokens costs less than several
     /// steps. Default: 0.
     pub drafts: usize,
-    /// Whether drafts are also found by prompt lookup. Without it, only a model's drafter proposes drafts. Default: true.
+    /// Whether drafts are also found by prompt lookup. Otherwise only a model's drafter proposes drafts. Default: true.
     pub prompt_lookup: bool,
     /// Whether the number of drafts adapts to the share of accepted ones and to the measured times of steps, down to
     /// none. Otherwise each step has all drafts that are found, for tests and measurements. Default: true.

@@ -144,6 +144,8 @@ impl Worker {
             Command::Panic => panic!("a test has asked for this"),
             #[cfg(feature = "internals")]
             Command::FailRank(rank) => self.failing_rank = Some(rank),
+            #[cfg(feature = "internals")]
+            Command::FailDrafter => self.is_drafter_failing = true,
         }
     }
 

@@ -173,8 +173,8 @@ impl Model {
         Ok(Model { network, device, pass_tokens, cache_division, drafter, spaces })
     }
 
-    /// Adds a drafter, which guesses the next tokens ([`DraftDecoder`](crate::DraftDecoder)). `files` and `dense_weights`
-    /// are as in [`Drafter::load`].
+    /// Adds a drafter, which guesses the next tokens ([`DraftDecoder`](crate::DraftDecoder)). `files` and
+    /// `dense_weights` are as in [`Drafter::load`].
     ///
     /// If the drafter has keys and values of its own, new pools have one more layer for them, after the model's. Pools
     /// that were made before do not fit.
@@ -254,8 +254,8 @@ impl Model {
         self.network.weights.bytes_per_token(self.rank_decoder())
     }
 
-    /// Creates a pool with one layer for each model layer that has its own keys and values, and one for the drafter if it
-    /// has its own.
+    /// Creates a pool with one layer for each model layer that has its own keys and values, and one for the drafter if
+    /// it has its own.
     ///
     /// It has room for passes of [`Model::pass_tokens`] tokens over all sequences. With sealed pages, a sequence keeps
     /// the dense pages of its last pass until its next step: if sequences are fed one after the other, feed at most

@@ -160,7 +160,7 @@ fn drafts_with_planted_acceptance() {
     let lines = kvant(&args.split(' ').collect::<Vec<_>>()).json().split_off(3);
     lines.iter().for_each(|line| assert_keys(line, DRAFT_KEYS));
     let cases: Vec<String> = lines.iter().map(|line| format!("{} {}", line["sequences"], line["acceptance"])).collect();
-    assert_eq!(cases, ["1 0.8", "1 0.0", "2 0.8", "2 0.0"].map(|case| case.replace("0.8", "0.800000011920929")));
+    assert_eq!(cases, ["1 0.8", "1 0.0", "2 0.8", "2 0.0"]);
     for line in &lines {
         let number = |key: &str| line[key].as_f64().unwrap();
         assert!(number("tokens_per_second") > 0.0 && number("tokens") >= 1.0 && number("rows") >= 1.0, "{line}");

@@ -140,6 +140,10 @@ impl Worker {
         rows: &HashMap<u64, DraftRows>,
         drawn: Option<&Tensor>,
     ) -> Result<HashMap<u64, Vec<u32>>> {
+        #[cfg(feature = "internals")]
+        if std::mem::take(&mut self.is_drafter_failing) {
+            return Err(super::state::no_decoder());
+        }
         let Worker { drafter: Some(drafter), scheduler, .. } = self else { return Ok(HashMap::new()) };
         let (mut ids, mut batch) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
         for (id, sequence) in scheduler.sequences_mut() {

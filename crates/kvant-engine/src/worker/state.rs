@@ -70,6 +70,9 @@ pub(crate) struct Worker {
     /// The rank that fails within the next step with a prompt.
     #[cfg(feature = "internals")]
     pub(super) failing_rank: Option<usize>,
+    /// Whether the drafter fails after the next step.
+    #[cfg(feature = "internals")]
+    pub(super) is_drafter_failing: bool,
 }
 
 /// A step whose result is not known yet.
@@ -153,6 +156,8 @@ impl Worker {
             pending_outputs: Vec::new(),
             #[cfg(feature = "internals")]
             failing_rank: None,
+            #[cfg(feature = "internals")]
+            is_drafter_failing: false,
         })
     }
 

@@ -16,9 +16,11 @@ use crate::{
 };
 
 /// Maximum rows of a recorded first pass.
-const MAX_RECORDED: usize = 64;
+const MAX_RECORDED: usize = 128;
 /// Maximum recorded passes of each kind.
-const MAX_PASSES: usize = 64;
+const MAX_PASSES: usize = 128;
+/// Maximum sizes that are recorded in advance, each with two first passes.
+const MAX_SIZES: usize = 48;
 
 /// A sequence whose next tokens are drafted, after a pass of the target.
 #[derive(Debug)]
@@ -28,7 +30,7 @@ pub struct Draft<'a> {
     /// The position of the first row.
     pub position: usize,
     /// The rows of the target's latest pass, without rejected drafts: indices of its tokens, or of its rows with logits
-    /// for a drafter that reads [`Taps::Final`](crate::Taps::Final). Such a drafter only reads the last row.
+    /// for a drafter that reads [`Taps::Final`](crate::Taps::Final), which only reads the last row.
     pub rows: Range<usize>,
     /// The token after each row.
     pub next: &'a [u32],
@@ -75,14 +77,14 @@ pub struct DraftDecoder {
     drafts: usize,
     states: TargetStates,
     space: DraftSpace,
-    buffers: Buffers,
+    buffers: DraftBuffers,
     /// Recorded passes, least recently used first.
     firsts: Vec<FirstPass>,
     chains: Vec<Chain>,
 }
 
 /// The inputs and outputs of all passes.
-struct Buffers {
+struct DraftBuffers {
     /// The tokens after the rows of the first pass, u32 `[M]`.
     ids: Tensor,
     /// The rows of [`TargetStates`] that the first pass reads, u32 `[taps.count()·M]`.
@@ -154,7 +156,7 @@ impl DraftDecoder {
         let (device, count) = (model.device(), drafts.saturating_mul(sequences));
         let words = |shape: &[usize]| Tensor::zeros(device, DType::U32, shape);
         let hidden = || Tensor::zeros(device, model.activations(), &[sequences, drafter.hidden_width()]);
-        let buffers = Buffers {
+        let buffers = DraftBuffers {
             ids: words(&[rows])?,
             state_rows: words(&[rows * states.taps().count()])?,
             wanted: words(&[sequences])?,
@@ -234,7 +236,7 @@ impl DraftDecoder {
                 }));
             }
         }
-        sizes.truncate(MAX_PASSES);
+        sizes.truncate(MAX_SIZES);
         sizes
     }
 
@@ -438,7 +440,7 @@ impl DraftDecoder {
     }
 
     fn encode_first(&self, enc: &mut Encoder, step: &Step, [rows, count, _]: [usize; 3], then: Then) -> Result<()> {
-        let Buffers { ids, state_rows, wanted, hidden, logits, .. } = &self.buffers;
+        let DraftBuffers { ids, state_rows, wanted, hidden, logits, .. } = &self.buffers;
         let (ids, state_rows) = (ids.rows(0..rows)?, state_rows.rows(0..rows * self.states.taps().count())?);
         let hidden_of = DraftHidden::Features { table: self.states.table(), rows: &state_rows };
         let input = DraftInput { ids: &ids, hidden: hidden_of };
@@ -453,7 +455,7 @@ impl DraftDecoder {
 
     /// Samples a draft of each of `count` sequences.
     fn draw(&self, enc: &mut Encoder, pass: usize, count: usize, then: Then) -> Result<()> {
-        let Buffers { counters, how, drawn, logits, .. } = &self.buffers;
+        let DraftBuffers { counters, how, drawn, logits, .. } = &self.buffers;
         let at = pass * self.sequences;
         let (counters, drawn) = (counters.rows(at..at + count)?, drawn.rows(at..at + count)?);
         let (logits, how) = (logits.rows(0..count)?, how.rows(0..count)?);
@@ -535,7 +537,7 @@ impl DraftDecoder {
 
     /// Encodes pass `pass`, which reads the drafts and hidden states of the one before.
     fn encode_next(&self, enc: &mut Encoder, step: &Step, pass: usize, rows: usize, then: Then) -> Result<()> {
-        let Buffers { drawn, hidden, logits, .. } = &self.buffers;
+        let DraftBuffers { drawn, hidden, logits, .. } = &self.buffers;
         let before = (pass - 1) * self.sequences;
         let ids = drawn.rows(before..before + rows)?;
         let (from, to) = (hidden[(pass - 1) % 2].rows(0..rows)?, hidden[pass % 2].rows(0..rows)?);

@@ -119,7 +119,8 @@ pub fn pairs(golden: &Path) -> Vec<(&'static str, PathBuf, PathBuf)> {
     ]
 }
 
-/// A copy of the golden `llama` that mostly writes its first tokens, and a random EAGLE-3 head that drafts some of them.
+/// A copy of the golden `llama` that mostly writes its first tokens, and a random EAGLE-3 head that drafts some of
+/// them.
 pub fn with_eagle3(golden: &Path) -> (PathBuf, PathBuf) {
     const DRAFTED: usize = 40;
     const WIDTH: usize = 48;

@@ -14,11 +14,14 @@ use kvant_engine::{Engine, EngineOptions, EngineRequest, EngineStats};
 use kvant_models::{BatchDecoder, Model, PoolOptions, Tokenizer};
 use serde::Serialize;
 
-use super::parts::{Ids, Parts};
+use super::parts::{Ids, Parts, pool_options};
 use crate::{args::Kv, output, result::Result};
 
-/// Maximum tokens of a text after the prompt.
-const MAX_TOKENS: usize = 8192;
+/// Maximum tokens of a text after the prompt: for the first steps, and for each second of measurement.
+const FIRST_TOKENS: usize = 512;
+const TOKENS_PER_SECOND: usize = 1500;
+/// Maximum time to record passes before the measurement.
+const WARM_UP: Duration = Duration::from_secs(30);
 /// Tokens of each text before the measurement: numbers of drafts adapt, and passes are recorded.
 const WARM: u64 = 64;
 /// Runs of a pass for the model of cost.
@@ -63,11 +66,24 @@ struct DraftRates {
 }
 
 impl Parts<'_> {
-    /// Measures a case.
-    pub fn drafts(&self, kv: &Kv, case: &DraftCase) -> Result {
-        let without = self.engine(kv, case, 0)?;
+    /// Measures cases with equal sequences and prompts. Their engine without drafts is measured once.
+    pub fn drafts(&self, kv: &Kv, cases: &[DraftCase]) -> Result {
+        let Some(first) = cases.first() else { return Ok(()) };
+        if !self.has_room(&pool_options(kv, first.sequences, first.context + self.max_tokens(first)))? {
+            return Ok(());
+        }
+        let without = self.engine(kv, first, 0)?.tokens_per_second;
+        cases.iter().try_for_each(|case| self.with_drafts(kv, case, without))
+    }
+
+    /// Maximum tokens of a text after its prompt.
+    fn max_tokens(&self, case: &DraftCase) -> usize {
+        let room = self.model.max_length().unwrap_or(usize::MAX).saturating_sub(case.context);
+        room.min(FIRST_TOKENS + (self.budget.as_secs_f64() * TOKENS_PER_SECOND as f64) as usize)
+    }
+
+    fn with_drafts(&self, kv: &Kv, case: &DraftCase, without: f64) -> Result {
         let with = self.engine(kv, case, case.drafts)?;
-        let ratio = with.tokens_per_second / without.tokens_per_second;
         let line = DraftLine {
             op: "drafts",
             device: self.report.device.to_string(),
@@ -76,9 +92,9 @@ impl Parts<'_> {
             context: case.context,
             drafts: case.drafts,
             acceptance: case.acceptance,
-            tokens_per_second_without: output::round3(without.tokens_per_second),
+            tokens_per_second_without: output::round3(without),
             tokens_per_second: output::round3(with.tokens_per_second),
-            ratio: output::round3(ratio),
+            ratio: output::round3(with.tokens_per_second / without),
             model_ratio: output::round3(self.model_ratio(case, &with)?),
             rows: output::round3(with.rows),
             tokens: output::round3(with.tokens),
@@ -91,10 +107,15 @@ impl Parts<'_> {
     fn engine(&self, kv: &Kv, case: &DraftCase, drafts: usize) -> Result<DraftRates> {
         let DraftCase { sequences, context, acceptance, .. } = *case;
         self.model.device().trim()?;
-        let most = self.model.max_length().unwrap_or(usize::MAX).saturating_sub(context).min(MAX_TOKENS);
+        let most = self.max_tokens(case);
         let options = EngineOptions::default().codecs(kv.codecs.clone()).context(context + most).sequences(sequences);
         let steps = self.model.pass_tokens().max(sequences * (1 + drafts) + 1);
-        let options = options.step_tokens(steps).drafts(drafts).planted_acceptance(acceptance).prefix_cache(false);
+        let options = options
+            .step_tokens(steps)
+            .drafts(drafts)
+            .planted_acceptance(acceptance)
+            .prefix_cache(false)
+            .warm_up(WARM_UP);
         let engine = Engine::start(self.model.clone(), Arc::new(numbers(self.model)?), options.unread(usize::MAX))?;
         let mut ids = Ids(4);
         let requests = (0..sequences).map(|_| {

@@ -148,9 +148,9 @@ impl ModelArgs {
         // Without a drafter, planted drafts are free.
         let drafts = if self.drafts.count() == 0 { PLANTED_DRAFTS } else { self.drafts.count() };
         for &sequences in if cases.sequences.is_empty() { &[1][..] } else { &cases.sequences } {
-            for &acceptance in &shares {
-                parts.drafts(kv, &DraftCase { sequences, context: cases.context, drafts, acceptance })?;
-            }
+            let context = cases.context;
+            let case = |&acceptance| DraftCase { sequences, context, drafts, acceptance };
+            parts.drafts(kv, &shares.iter().map(case).collect::<Vec<_>>())?;
         }
         Ok(())
     }

@@ -190,7 +190,7 @@ impl Parts<'_> {
     }
 
     /// Whether the device has memory for a pool. If not, prints a note that the case is skipped.
-    fn has_room(&self, options: &PoolOptions) -> Result<bool> {
+    pub fn has_room(&self, options: &PoolOptions) -> Result<bool> {
         let device = self.model.device();
         device.trim()?;
         let (need, Some(free)) = (self.model.pool_spec(options)?.bytes, memory::free(device)) else { return Ok(true) };
@@ -230,6 +230,6 @@ fn boundary(tokens: usize) -> usize {
 }
 
 /// Options of a pool for `sequences` sequences of up to `longest` tokens.
-fn pool_options(kv: &Kv, sequences: usize, longest: usize) -> PoolOptions {
+pub fn pool_options(kv: &Kv, sequences: usize, longest: usize) -> PoolOptions {
     PoolOptions { codecs: kv.codecs.clone(), sequences, longest, ..PoolOptions::default() }
 }
