@@ -163,7 +163,7 @@ fn drafts_with_planted_acceptance() {
     assert_eq!(cases, ["1 0.8", "1 0.0", "2 0.8", "2 0.0"]);
     for line in &lines {
         let number = |key: &str| line[key].as_f64().unwrap();
-        assert!(number("tokens_per_second") > 0.0 && number("tokens") >= 1.0 && number("rows") >= 1.0, "{line}");
+        assert!(number("tokens_per_second") > 0.0 && number("tokens") > 0.9 && number("rows") >= 1.0, "{line}");
         let ratio = number("tokens_per_second") / number("tokens_per_second_without");
         assert!((number("ratio") / ratio - 1.0).abs() < 0.01, "{line}");
         let accepted: Vec<f64> =

@@ -129,6 +129,24 @@ fn a_drafter_without_numbers_changes_nothing() {
     std::fs::remove_dir_all(path).unwrap();
 }
 
+/// Lookup and a drafter together change nothing either.
+#[test]
+fn lookup_beside_a_drafter() {
+    let path = with_mtp(&golden(""), Mtp::Random);
+    let (model, prompts) = (with_drafter(&path), prompts());
+    let options = options().sequences(6);
+    let want = texts(&engine(&plain(&path), options.clone()), &prompts, 60);
+    for (is_adaptive, overlap) in [(false, false), (false, true), (true, true)] {
+        let options = options.clone().drafts(4).adaptive_drafts(is_adaptive).overlap(overlap);
+        let engine = start(&model, options);
+        assert_eq!(texts(&engine, &prompts, 60), want, "{is_adaptive} {overlap}");
+        let drafts = engine.stats().drafts;
+        println!("{} of {} drafts in {} rows", drafts.accepted, drafts.tokens, drafts.rows);
+        assert!(is_adaptive || drafts.accepted > 50, "{drafts:?}");
+    }
+    std::fs::remove_dir_all(path).unwrap();
+}
+
 /// The drafts of a request are the same if its prefix was found, if it was computed in small steps, and after others.
 #[test]
 fn drafts_continue_found_prefixes() {
