@@ -1,4 +1,4 @@
-"""SMG in front of three servers with 200 clients, one of which is killed: no failed request but those of the killed
+"""SMG in front of three servers with 200 clients; one server is killed: no failed request but those of the killed
 server, and no memory that stays.
 
 KVANT_LOAD_SECONDS sets the duration, KVANT_LOAD_CLIENTS the number of clients."""
