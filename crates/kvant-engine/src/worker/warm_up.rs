@@ -11,7 +11,7 @@ use super::state::Worker;
 const MIN_FREE: usize = 512 << 20;
 /// Rows of measured steps, and how often each is measured.
 const MEASURED_ROWS: [usize; 15] = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 128];
-const MEASUREMENTS: u32 = 3;
+const ROUNDS: usize = 5;
 /// Maximum time to measure steps.
 const MAX_MEASURING: Duration = Duration::from_secs(2);
 /// Interval of progress messages.
@@ -37,24 +37,33 @@ impl Worker {
         }
     }
 
-    /// Measures steps by their rows, from small to large, for the choice of the number of drafts.
+    /// Measures steps by their rows, for the choice of the number of drafts. All sizes are measured in turns, because a
+    /// busy machine disturbs measurements that follow one another.
     fn measure_steps(&mut self) {
         let started = Instant::now();
         let Some(decoder) = self.scheduler.storage_mut().decoder() else { return };
-        let (mut last, max) = (Duration::ZERO, decoder.rows());
-        for rows in MEASURED_ROWS.into_iter().filter(|&rows| rows <= max) {
-            // The next size may take twice as long.
-            let expected = 2 * last * (1 + MEASUREMENTS);
-            if started.elapsed() + expected > MAX_MEASURING {
-                break;
-            }
-            match decoder.measure(rows, MEASUREMENTS as usize) {
-                Ok(time) => {
-                    last = time;
-                    self.lengths.steps.set(rows, time.as_secs_f64());
+        let max = decoder.rows();
+        let mut times: Vec<(usize, Duration)> =
+            MEASURED_ROWS.into_iter().filter(|&rows| rows <= max).map(|rows| (rows, Duration::MAX)).collect();
+        for _ in 0..ROUNDS {
+            let mut last = Duration::ZERO;
+            for (rows, time) in &mut times {
+                // A measurement has two passes, and the next size may take twice as long.
+                if started.elapsed() + 4 * last > MAX_MEASURING {
+                    break;
                 }
-                Err(error) => return tracing::warn!(%error, rows, "a step cannot be measured"),
+                last = match decoder.measure(*rows, 1) {
+                    Ok(time) => time,
+                    Err(error) => return tracing::warn!(%error, rows, "a step cannot be measured"),
+                };
+                *time = last.min(*time);
             }
+        }
+        let mut shortest = Duration::MAX;
+        for (rows, time) in times.into_iter().rev().filter(|(_, time)| *time < Duration::MAX) {
+            // A step that takes longer than a larger one was disturbed.
+            shortest = time.min(shortest);
+            self.lengths.steps.set(rows, shortest.as_secs_f64());
         }
     }
 
