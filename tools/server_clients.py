@@ -24,6 +24,9 @@ PARTS = {
     "measures": "guidellm and aiperf with a tokenizer from a file",
     "faults": "clients that vanish, stall or send nothing; a shutdown under load",
     "smg": "SGLang's gateway in front of two servers, one of which is killed",
+    "dynamo": "NVIDIA Dynamo in front of two servers: prefixes, killed servers, prompts of one for the other",
+    "transfer": "prompts of one server for another over a slow link: the time to the first token",
+    "fleet_load": "200 clients for ten minutes through SMG, one server killed: failures and memory",
     "kv_events": "KV events, read by vLLM's event classes and Dynamo's indexer",
     "openai_suite": "the test suite of the package openai",
     "lm_eval_suite": "lm-eval's local-completions: the same log likelihoods as `kvant eval`",
@@ -34,7 +37,15 @@ PARTS = {
 }
 SMALL = ["packages", "faults", "smg"]
 # The requirement files of a part. Each file has its own environment, and a part runs in each of its environments.
-REQUIREMENTS = {"defaults": ["defaults", "openai2"], "measures": ["measures"], **{part: ["small"] for part in SMALL}, **{part: [part] for part in ["smg", "kv_events"]}}
+REQUIREMENTS = {
+    "defaults": ["defaults", "openai2"],
+    **{part: [part] for part in ["measures", "dynamo", "kv_events", "smg"]},
+    **{part: ["smg"] for part in ["fleet_load", "transfer"]},
+    **{part: ["small"] for part in ["packages", "faults"]},
+}
+
+# Packages that are installed without their dependencies.
+BARE = {"dynamo": "ai-dynamo==1.6.1"}
 
 
 def install(name):
@@ -50,9 +61,10 @@ def install(name):
         return python
     if not os.path.exists(python):
         subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    pip = subprocess.run([python, "-m", "pip", "install", "-q", "-r", requirements])
-    if pip.returncode != 0:
-        return None
+    pip = [python, "-m", "pip", "install", "-q"]
+    for packages in [["-r", requirements], *([["--no-deps", BARE[name]]] if name in BARE else [])]:
+        if subprocess.run([*pip, *packages]).returncode != 0:
+            return None
     with open(done, "w") as file:
         file.write(wanted)
     return python

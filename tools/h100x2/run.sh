@@ -16,7 +16,7 @@
 #   golden       golden models on the group
 #   endurance    a million all-reduces of random sizes, compared bit for bit on every rank
 #   sanitizer    collectives under compute-sanitizer
-#   speed        all_reduce and all_gather in graphs
+#   speed        all_reduce, all_gather and the norm of a sum in graphs
 #   bench        bench_tp.sh without the golden models; it takes its variables and needs PyTorch
 #
 # The exit status is 1 if anything failed, or ran no test.
@@ -89,14 +89,14 @@ for step in "${steps[@]}"; do
         endurance) tests endurance groups::collectives::a_million_sums --exact --ignored --nocapture ;;
         sanitizer)
             for tool in ${TOOLS:-memcheck racecheck}; do
-                for name in collectives::all_reduce_in_place collectives::all_gather merge_attention::merge_attention; do
+                for name in collectives::all_reduce_in_place collectives::all_gather summed_norms::recorded_norms_of_sums merge_attention::merge_attention; do
                     run "$tool-${name#*::}" kvant compute-sanitizer --error-exitcode 99 --tool "$tool" \
                         "$binaries/suite" "groups::$name" --exact --test-threads 1
                 done
             done
             ;;
         speed)
-            run speed kvant "$binaries/speed" all-reduces all-gathers --ranks "$ranks"
+            run speed kvant "$binaries/speed" all-reduces all-gathers summed-norms --ranks "$ranks"
             say ""
             grep '^|' "$out/speed.log" | tee -a "$report"
             say ""

@@ -1,10 +1,12 @@
 """Makes checkpoints of released sizes with random weights, in MLX's affine form with groups of 64, 4 bits unless named.
 
     python3 tools/h200/make_affine.py OUT [--tokenizer DIR] 31b 26b qwen27b qwen35b llama70b llama70b-8bit gptoss120b
+    python3 tools/h200/make_affine.py OUT 31b-assistant 26b-assistant e4b-assistant
 
 Writes OUT/31b and OUT/26b (Gemma 4, 17.27 and 14.19 GB), OUT/qwen27b and OUT/qwen35b (Qwen 3.5, dense and A3B),
 OUT/llama70b and OUT/llama70b-8bit (Llama 3, 40 and 75 GB), OUT/gptoss120b (gpt-oss in its own form: mxfp4 and bf16, 64
-GB). Random weights have the size and speed of trained ones; the text is noise. --tokenizer copies tokenizer.json and
+GB). qwen27b has a layer of multi-token prediction, in bf16. The assistants, in bf16, draft for Gemma 4; E4B itself is made
+by make_hf.py, and the assistants' widths are guesses. Random weights have the size and speed of trained ones; the text is noise. --tokenizer copies tokenizer.json and
 tokenizer_config.json of a checkpoint, so that `kvant generate` runs. Needs a GPU and PyTorch.
 """
 
@@ -199,6 +201,47 @@ def qwen(config):
             yield from affine(own + "down_proj", hidden, width, lead)
 
 
+    if config.get("mtp_num_hidden_layers"):
+        yield from dense("mtp.fc", hidden, 2 * hidden)
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            yield from ones(f"mtp.{norm}.weight", hidden)
+        block = "mtp.layers.0."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield from ones(f"{block}{norm}.weight", hidden)
+        for norm in ("q_norm", "k_norm"):
+            yield from ones(f"{block}self_attn.{norm}.weight", dim)
+        for name, outputs, inputs in (
+            ("self_attn.q_proj", 2 * heads * dim, hidden), ("self_attn.k_proj", kv, hidden), ("self_attn.v_proj", kv, hidden),
+            ("self_attn.o_proj", hidden, heads * dim), ("mlp.gate_proj", wide, hidden), ("mlp.up_proj", wide, hidden),
+            ("mlp.down_proj", hidden, wide)):
+            yield from dense(block + name, outputs, inputs)
+
+
+def assistant(config):
+    """All tensors of an assistant of Gemma 4: queries only, and the target's hidden states as input."""
+    text, target = config["text_config"], config["backbone_hidden_size"]
+    hidden, wide, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
+    yield from dense("model.embed_tokens", text["vocab_size"], hidden)
+    yield from ones("model.norm.weight", hidden)
+    yield from dense("pre_projection", hidden, 2 * target)
+    yield from dense("post_projection", target, hidden)
+    if config["use_ordered_embeddings"]:
+        yield from dense("masked_embedding.centroids", config["num_centroids"], hidden)
+        yield "masked_embedding.token_ordering", torch.randperm(text["vocab_size"], device=DEVICE)
+    for layer, kind in enumerate(text["layer_types"]):
+        prefix = f"model.layers.{layer}."
+        dim = text["global_head_dim"] if kind == "full_attention" else text["head_dim"]
+        yield from dense(prefix + "self_attn.q_proj", heads * dim, hidden)
+        yield from dense(prefix + "self_attn.o_proj", hidden, heads * dim)
+        yield from ones(prefix + "self_attn.q_norm.weight", dim)
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            yield from ones(f"{prefix}{norm}_layernorm.weight", hidden)
+        yield from dense(prefix + "mlp.gate_proj", wide, hidden)
+        yield from dense(prefix + "mlp.up_proj", wide, hidden)
+        yield from dense(prefix + "mlp.down_proj", hidden, wide)
+        yield from ones(prefix + "layer_scalar", 1)
+
+
 def layers(count):
     return ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
 
@@ -221,7 +264,25 @@ LLAMA = dict(
     model_type="llama", vocab_size=128256, rms_norm_eps=1e-5, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
     num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0, hidden_act="silu",
     tie_word_embeddings=False, eos_token_id=1, bos_token_id=2)
+
+
+def assistant_config(target, **text):
+    """The configuration of an assistant: three sliding layers and a full one."""
+    own = {key: value for key, value in SHARED.items() if key != "quantization"}
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    text = dict(own, num_hidden_layers=4, num_kv_shared_layers=4, layer_types=kinds, final_logit_softcapping=None, **text)
+    return dict(model_type="gemma4_assistant", backbone_hidden_size=target, num_centroids=2048, centroid_intermediate_top_k=32,
+                tie_word_embeddings=True, use_ordered_embeddings=text["hidden_size"] < 1024, text_config=text)
+
+
 CONFIGS = {
+    "31b-assistant": assistant_config(
+        5376, hidden_size=1024, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=16, num_global_key_value_heads=4),
+    "26b-assistant": assistant_config(
+        2816, hidden_size=1024, intermediate_size=8192, num_attention_heads=16, num_key_value_heads=8, num_global_key_value_heads=2),
+    "e4b-assistant": assistant_config(
+        2560, hidden_size=256, intermediate_size=2048, num_attention_heads=4, num_key_value_heads=2, sliding_window=512,
+        attention_k_eq_v=False),
     "llama70b": dict(LLAMA, quantization={"group_size": GROUP, "bits": 4}),
     "llama70b-8bit": dict(LLAMA, quantization={"group_size": GROUP, "bits": 8}),
     "gptoss120b": dict(
@@ -231,7 +292,7 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"] * 18, eos_token_id=1, bos_token_id=2,
         quantization_config={"quant_method": "mxfp4"}),
     "qwen27b": dict(QWEN, model_type="qwen3_5_text", hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
-                    num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48),
+                    num_attention_heads=24, num_key_value_heads=4, linear_num_value_heads=48, mtp_num_hidden_layers=1),
     "qwen35b": dict(QWEN, model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40, num_attention_heads=16,
                     num_key_value_heads=2, linear_num_value_heads=32, num_experts=256, num_experts_per_tok=8,
                     moe_intermediate_size=512, shared_expert_intermediate_size=512),
@@ -241,8 +302,8 @@ CONFIGS = {
                 num_key_value_heads=8, num_global_key_value_heads=2, layer_types=layers(30), enable_moe_block=True, num_experts=128,
                 top_k_experts=8, moe_intermediate_size=704),
 }
-# By the first word of the model's type.
-TENSORS = {"gemma4": gemma, "qwen3": qwen, "llama": llama, "gpt": gpt_oss}
+# By the model's type, or by its first word.
+TENSORS = {"gemma4_assistant": assistant, "gemma4": gemma, "qwen3": qwen, "llama": llama, "gpt": gpt_oss}
 
 
 def main():
@@ -255,7 +316,9 @@ def main():
     for name in args.models:
         start = time.time()
         directory = os.path.join(args.out, name)
-        total = save_in_shards(TENSORS[CONFIGS[name]["model_type"].split("_")[0]](CONFIGS[name]), directory)
+        kind = CONFIGS[name]["model_type"]
+        tensors = TENSORS.get(kind) or TENSORS[kind.split("_")[0]]
+        total = save_in_shards(tensors(CONFIGS[name]), directory)
         with open(os.path.join(directory, "config.json"), "w") as file:
             json.dump(CONFIGS[name], file)
         if args.tokenizer:

@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 
 use kvant::{
-    CacheLayer, Codec, DType, Device, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, Tensor,
+    CacheLayer, Codec, DType, Device, Encoder, HeadOrder, KvLayer, KvPool, LayerSpec, PoolSpec, Step, Tensor,
     codec::{Encoded, PageMean, TurboQuant, decode_around, encode_around, pack, plane_bytes, unpack},
     ops::{self, KvSide},
 };
 use kvant_models::KvCodec;
 use pyo3::{prelude::*, types::PyBytes};
 
-use crate::{dlpack, error};
+use crate::{dlpack::Place, error};
 
 /// Positions of a page.
 const PAGE: usize = 64;
@@ -39,10 +39,54 @@ impl PyCodec {
         self.0.bytes_per_vector(size)
     }
 
+    /// The bytes of each plane of this number of vectors, for codecs that are not centred.
+    fn plane_bytes(&self, vectors: usize, size: usize) -> PyResult<Vec<(&'static str, usize)>> {
+        let layer = layer_of(&Device::cpu(), self.0, vectors, size).map_err(error::kvant)?;
+        let part = |bytes: usize| if vectors == 0 { 0 } else { bytes };
+        Ok(layer.k().tensors().map(|(name, tensor)| (name, part(tensor.bytes()))).collect())
+    }
+
+    /// Encodes `[vectors, size]` of a GPU into planes there, by name; not for centred codecs. `gpu`: as for `attend`.
+    fn encode_into(
+        &self,
+        x: &Bound<'_, PyAny>,
+        planes: HashMap<String, Bound<'_, PyAny>>,
+        gpu: (usize, usize),
+    ) -> PyResult<()> {
+        let (py, place) = (x.py(), Place::new(Some(gpu))?);
+        let x = place.tensor(x, "x")?;
+        let [vectors, size] = dims(&x, "x")?;
+        let layer = layer_of(&place.device, self.0, vectors, size).map_err(error::kvant)?;
+        let outs = plane_tensors(&layer, &planes, &place)?;
+        error::run(py, || place.run(|enc| write_rows(enc, &x, &layer, &outs)).map_err(error::kvant))
+    }
+
+    /// Decodes planes of a GPU into `[vectors, size]`. `gpu`: as for `attend`.
+    fn decode_from(
+        &self,
+        planes: HashMap<String, Bound<'_, PyAny>>,
+        out: &Bound<'_, PyAny>,
+        gpu: (usize, usize),
+    ) -> PyResult<()> {
+        let (py, place) = (out.py(), Place::new(Some(gpu))?);
+        let out = place.tensor(out, "out")?;
+        let [vectors, size] = dims(&out, "out")?;
+        let layer = layer_of(&place.device, self.0, vectors, size).map_err(error::kvant)?;
+        let ins = plane_tensors(&layer, &planes, &place)?;
+        let decode = |enc: &mut Encoder| {
+            if vectors == 0 {
+                return Ok(());
+            }
+            ins.iter().zip(layer.k().tensors()).try_for_each(|(from, (_, to))| ops::copy(enc, from, to))?;
+            read_rows(enc, &layer, &out)
+        };
+        error::run(py, || place.run(decode).map_err(error::kvant))
+    }
+
     /// Encodes `[vectors, size]` and returns the planes. A page has `page` vectors.
     fn encode(&self, x: &Bound<'_, PyAny>, page: usize) -> PyResult<Vec<(&'static str, Py<PyBytes>)>> {
         let py = x.py();
-        let x = dlpack::tensor(x, "x", &Device::cpu())?;
+        let x = Place::new(None)?.tensor(x, "x")?;
         let planes = error::run(py, || match self.0 {
             Codec::TurboQuant(tq) if tq.centred => encode_pages(tq, &x, page),
             codec => encode_rows(codec, &x),
@@ -53,7 +97,7 @@ impl PyCodec {
     /// Decodes planes into `[vectors, size]`.
     fn decode(&self, planes: HashMap<String, Vec<u8>>, page: usize, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = out.py();
-        let out = dlpack::tensor(out, "out", &Device::cpu())?;
+        let out = Place::new(None)?.tensor(out, "out")?;
         error::run(py, || match self.0 {
             Codec::TurboQuant(tq) if tq.centred => decode_pages(tq, &planes, page, &out),
             codec => decode_rows(codec, &planes, &out),
@@ -62,9 +106,10 @@ impl PyCodec {
 }
 
 /// Attention of the last positions, `[tokens, heads, size]`, over keys and values `[positions, KV heads, size]` that a
-/// cache type stores.
+/// cache type stores. `gpu`: the number of the arrays' GPU and a `CUstream`, in whose order they are used; None is the
+/// CPU.
 #[pyfunction]
-#[pyo3(signature = (kv, q, k, v, out, scale, softcap, window, sinks))]
+#[pyo3(signature = (kv, q, k, v, out, scale, softcap, window, sinks, gpu))]
 #[allow(clippy::too_many_arguments, reason = "the arguments of attention")]
 pub fn attend(
     kv: &str,
@@ -76,11 +121,12 @@ pub fn attend(
     softcap: Option<f32>,
     window: Option<usize>,
     sinks: Option<&Bound<'_, PyAny>>,
+    gpu: Option<(usize, usize)>,
 ) -> PyResult<()> {
-    let device = Device::cpu();
+    let place = Place::new(gpu)?;
     let codecs: KvCodec = kv.parse().map_err(error::kvant)?;
     let py = q.py();
-    let tensor = |array: &Bound<'_, PyAny>, name| dlpack::tensor(array, name, &device);
+    let tensor = |array: &Bound<'_, PyAny>, name| place.tensor(array, name);
     let (q, k, v, out) = (tensor(q, "q")?, tensor(k, "k")?, tensor(v, "v")?, tensor(out, "out")?);
     let sinks = sinks.map(|sinks| tensor(sinks, "sinks")).transpose()?;
     let [positions, kv_heads, size] = dims(&k, "k")?;
@@ -92,17 +138,17 @@ pub fn attend(
         let run = || {
             let layer = CacheLayer::new(kv_heads, size, codecs.k).v(codecs.v).window(window);
             let spec = PoolSpec::new(vec![layer], 0).room_for(1, positions, positions)?;
-            let pool = KvPool::new(&device, &spec)?;
+            let pool = KvPool::new(&place.device, &spec)?;
             let mut sequence = pool.sequence();
             let step = pool.step(&mut [(&mut sequence, positions)])?;
             let last = step.select(&(positions - tokens..positions).collect::<Vec<_>>())?;
             let layer = pool.layer(0)?;
-            let mut enc = device.encoder()?;
-            ops::kv_write(&mut enc, &ops::KvWrite::new(&k, &v, &step, layer))?;
-            let attend = ops::Attend::new(&q, layer, &last, &out);
-            let scale = scale.unwrap_or(attend.scale);
-            ops::attend(&mut enc, &attend.scale(scale).softcap(softcap).sinks(sinks.as_ref()))?;
-            enc.commit()?.wait()
+            place.run(|enc| {
+                ops::kv_write(enc, &ops::KvWrite::new(&k, &v, &step, layer))?;
+                let attend = ops::Attend::new(&q, layer, &last, &out);
+                let scale = scale.unwrap_or(attend.scale);
+                ops::attend(enc, &attend.scale(scale).softcap(softcap).sinks(sinks.as_ref()))
+            })
         };
         run().map_err(error::kvant)
     })
@@ -114,19 +160,16 @@ fn dims<const N: usize>(tensor: &Tensor, arg: &str) -> PyResult<[usize; N]> {
 }
 
 /// A layer whose keys are the vectors.
-fn layer_of(codec: Codec, vectors: usize, size: usize) -> kvant::Result<KvLayer> {
-    KvLayer::new(&Device::cpu(), LayerSpec::new(1, size, vectors.max(1), codec).v(Codec::BF16))
+fn layer_of(device: &Device, codec: Codec, vectors: usize, size: usize) -> kvant::Result<KvLayer> {
+    KvLayer::new(device, LayerSpec::new(1, size, vectors.max(1), codec).v(Codec::BF16))
 }
 
 fn encode_rows(codec: Codec, x: &Tensor) -> PyResult<PlaneBytes> {
     let [vectors, size] = dims(x, "x")?;
     let encode = || -> kvant::Result<PlaneBytes> {
-        let layer = layer_of(codec, vectors, size)?;
-        let tokens: Vec<(u32, u32)> = (0..vectors as u32).map(|position| (0, position)).collect();
-        let step = Step::new(&Device::cpu(), 1, &tokens)?;
-        let rows = x.reshape(&[vectors, 1, size])?;
-        let mut enc = Device::cpu().encoder()?;
-        ops::kv_write(&mut enc, &ops::KvWrite::new(&rows, &rows, &step, &layer))?;
+        let layer = layer_of(x.device(), codec, vectors, size)?;
+        let mut enc = x.device().encoder()?;
+        write_rows(&mut enc, x, &layer, &[])?;
         enc.commit()?.wait()?;
         let plane = |(name, tensor): (&'static str, &Tensor)| {
             let mut bytes = vec![0; tensor.bytes()];
@@ -143,18 +186,45 @@ fn decode_rows(codec: Codec, planes: &HashMap<String, Vec<u8>>, out: &Tensor) ->
     if vectors == 0 {
         return Ok(());
     }
-    let layer = layer_of(codec, vectors, size).map_err(error::kvant)?;
+    let layer = layer_of(out.device(), codec, vectors, size).map_err(error::kvant)?;
     for (name, tensor) in layer.k().tensors() {
         tensor.write_bytes(plane(planes, name)?).map_err(error::kvant)?;
     }
     let decode = || {
-        let out = out.reshape(&[vectors, 1, size])?;
-        let mut enc = Device::cpu().encoder()?;
-        let read = ops::KvRead::new(&layer, KvSide::K, &out).order(HeadOrder::TokenMajor);
-        ops::kv_read(&mut enc, &read)?;
+        let mut enc = out.device().encoder()?;
+        read_rows(&mut enc, &layer, out)?;
         enc.commit()?.wait()
     };
     decode().map_err(error::kvant)
+}
+
+/// Encodes the vectors `x` as keys of a layer, and copies its planes to `outs`.
+fn write_rows(enc: &mut Encoder, x: &Tensor, layer: &KvLayer, outs: &[Tensor]) -> kvant::Result<()> {
+    let &[vectors, size] = x.shape() else { return Ok(()) };
+    if vectors == 0 {
+        return Ok(());
+    }
+    let tokens: Vec<(u32, u32)> = (0..vectors as u32).map(|position| (0, position)).collect();
+    let step = Step::new(x.device(), 1, &tokens)?;
+    let rows = x.reshape(&[vectors, 1, size])?;
+    ops::kv_write(enc, &ops::KvWrite::new(&rows, &rows, &step, layer))?;
+    layer.k().tensors().zip(outs).try_for_each(|((_, from), to)| ops::copy(enc, from, to))
+}
+
+/// Decodes the keys of a layer into the vectors `out`.
+fn read_rows(enc: &mut Encoder, layer: &KvLayer, out: &Tensor) -> kvant::Result<()> {
+    let &[vectors, size] = out.shape() else { return Ok(()) };
+    let out = out.reshape(&[vectors, 1, size])?;
+    ops::kv_read(enc, &ops::KvRead::new(layer, KvSide::K, &out).order(HeadOrder::TokenMajor))
+}
+
+/// The caller's planes of a layer's keys, in the layer's order.
+fn plane_tensors(layer: &KvLayer, planes: &HashMap<String, Bound<'_, PyAny>>, place: &Place) -> PyResult<Vec<Tensor>> {
+    let of_plane = |(name, _): (&'static str, &Tensor)| {
+        let missing = || error::value(format!("`encoded` must have the plane {name:?}"));
+        place.tensor(planes.get(name).ok_or_else(missing)?, name)
+    };
+    layer.k().tensors().map(of_plane).collect()
 }
 
 fn plane<'a>(planes: &'a HashMap<String, Vec<u8>>, name: &str) -> PyResult<&'a [u8]> {

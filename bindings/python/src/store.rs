@@ -3,23 +3,40 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvant::{
-    CacheLayer, DType, Device, HeadOrder, KvPool, PoolSpec, Sequence, Step, Tensor,
+    CacheLayer, DType, Device, Encoder, HeadOrder, KvPool, PoolSpec, Sequence, Step, Tensor,
     ops::{self, KvSide},
 };
 use kvant_cli::library::Kv;
 use pyo3::prelude::*;
 
-use crate::{dlpack, error};
+use crate::{dlpack::Place, error};
 
 /// Part of the free memory that a store may use unless it is told otherwise.
 const FREE_PART: usize = 2;
+/// Sequences of maximum length for which a store on a GPU has memory unless it is told otherwise. A GPU provides memory
+/// at once; the CPU, at its first use.
+const SEQUENCES: usize = 4;
 
 /// The keys and values of all layers and sequences.
 #[pyclass(frozen, module = "kvant._kvant")]
 pub struct Store {
-    device: Device,
-    pool: KvPool,
+    place: Place,
     batch: Mutex<Batch>,
+    pool: KvPool,
+    /// Dropped last.
+    _unused: ReturnsMemory,
+}
+
+/// Returns a GPU's unused memory to the system when it is dropped, because other libraries use the GPU, too.
+struct ReturnsMemory(Place);
+
+impl Drop for ReturnsMemory {
+    fn drop(&mut self) {
+        if self.0.is_gpu() {
+            // A failed device reports its failure at the next call.
+            let _ = self.0.device.trim();
+        }
+    }
 }
 
 /// The sequences, one for each row of a batch.
@@ -35,8 +52,11 @@ struct Batch {
 #[pymethods]
 impl Store {
     /// `layers`: KV heads, size of a head, and window of each layer. `kv`: a cache type, `@FILE`, or a type per layer.
+    /// `room`: maximum tokens of a sequence of the model, and bytes of GPU memory that torch holds without using them;
+    /// they matter without `memory`. `gpu`: the number of a GPU; None is the CPU.
     #[new]
-    #[pyo3(signature = (layers, kv, dense, memory, page_tokens))]
+    #[pyo3(signature = (layers, kv, dense, memory, page_tokens, room, gpu))]
+    #[allow(clippy::too_many_arguments, reason = "one call from Python")]
     fn new(
         py: Python<'_>,
         layers: Vec<(usize, usize, Option<usize>)>,
@@ -44,18 +64,22 @@ impl Store {
         dense: &str,
         memory: Option<usize>,
         page_tokens: usize,
+        room: (usize, usize),
+        gpu: Option<usize>,
     ) -> PyResult<Store> {
         let dense = dense_dtype(dense)?;
         error::run(py, || {
-            let device = Device::cpu();
+            let place = Place::new(gpu.map(|number| (number, 0)))?;
             let layers = cache_layers(&layers, &kv, dense)?;
+            let mut spec = PoolSpec::new(layers, 0).page_tokens(page_tokens);
             let bytes = match memory {
-                Some(bytes) => bytes,
-                None => device.memory().map_err(error::kvant)?.free / FREE_PART,
+                Some(bytes) => Ok(bytes),
+                None if place.is_gpu() => gpu_room(&place.device, &spec, room),
+                None => place.device.memory().map(|memory| memory.free / FREE_PART),
             };
-            let spec = PoolSpec::new(layers, bytes).page_tokens(page_tokens);
-            let pool = KvPool::new(&device, &spec).map_err(error::kvant)?;
-            Ok(Store { device, pool, batch: Mutex::default() })
+            spec.bytes = bytes.map_err(error::kvant)?;
+            let pool = KvPool::new(&place.device, &spec).map_err(error::kvant)?;
+            Ok(Store { _unused: ReturnsMemory(place.clone()), place, pool, batch: Mutex::default() })
         })
     }
 
@@ -80,8 +104,9 @@ impl Store {
     }
 
     /// Stores the new keys and values of a layer, if given, and attends. Arrays are `[tokens, heads, size]`, with the
-    /// tokens of all sequences one after the other. `selected`: the tokens that `q` has, if not all.
-    #[pyo3(signature = (layer, q, out, kv, selected, scale, softcap, sinks))]
+    /// tokens of all sequences one after the other. `selected`: the tokens that `q` has, if not all. `stream`: the
+    /// `CUstream` in whose order the arrays are used.
+    #[pyo3(signature = (layer, q, out, kv, selected, scale, softcap, sinks, stream))]
     #[allow(clippy::too_many_arguments, reason = "one call for each layer and step: Python's calls are slow")]
     fn forward(
         &self,
@@ -93,27 +118,27 @@ impl Store {
         scale: Option<f32>,
         softcap: Option<f32>,
         sinks: Option<&Bound<'_, PyAny>>,
+        stream: usize,
     ) -> PyResult<()> {
-        let tensor = |array: &Bound<'_, PyAny>, arg| dlpack::tensor(array, arg, &self.device);
+        let place = self.place.with_stream(stream);
+        let tensor = |array: &Bound<'_, PyAny>, arg| place.tensor(array, arg);
         let (q_tensor, out) = (tensor(q, "query")?, tensor(out, "out")?);
         let sinks = sinks.map(|sinks| tensor(sinks, "sinks")).transpose()?;
         let kv = kv.map(|(k, v)| Ok::<_, PyErr>((tensor(&k, "key")?, tensor(&v, "value")?))).transpose()?;
         error::run(q.py(), || {
             let batch = self.lock();
             let step = batch.step.as_ref().ok_or_else(|| error::value("no tokens were appended"))?;
-            let run = || {
+            let run = |enc: &mut Encoder| {
                 let layer = self.pool.layer(layer)?;
-                let mut enc = self.device.encoder()?;
                 if let Some((k, v)) = &kv {
-                    ops::kv_write(&mut enc, &ops::KvWrite::new(k, v, step, layer))?;
+                    ops::kv_write(enc, &ops::KvWrite::new(k, v, step, layer))?;
                 }
                 let some = selected.map(|tokens| step.select(&tokens)).transpose()?;
                 let attend = ops::Attend::new(&q_tensor, layer, some.as_ref().unwrap_or(step), &out);
                 let scale = scale.unwrap_or(attend.scale);
-                ops::attend(&mut enc, &attend.scale(scale).softcap(softcap).sinks(sinks.as_ref()))?;
-                enc.commit()?.wait()
+                ops::attend(enc, &attend.scale(scale).softcap(softcap).sinks(sinks.as_ref()))
             };
-            run().map_err(error::kvant)
+            place.run(run).map_err(error::kvant)
         })
     }
 
@@ -171,12 +196,20 @@ impl Store {
     }
 
     /// Reads keys and values of a sequence from its oldest held position on, into `[heads, tokens, size]`: `k` and `v`
-    /// have room for all its tokens. Returns the first held position.
-    fn read(&self, layer: usize, row: usize, k: &Bound<'_, PyAny>, v: &Bound<'_, PyAny>) -> PyResult<usize> {
+    /// have room for all its tokens. Returns the first held position. `stream` as in `forward`.
+    fn read(
+        &self,
+        layer: usize,
+        row: usize,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        stream: usize,
+    ) -> PyResult<usize> {
+        let place = self.place.with_stream(stream);
         let sides = [(k, "k", KvSide::K), (v, "v", KvSide::V)];
-        let sides = sides.map(|(array, arg, side)| Ok::<_, PyErr>((dlpack::tensor(array, arg, &self.device)?, side)));
+        let sides = sides.map(|(array, arg, side)| Ok::<_, PyErr>((place.tensor(array, arg)?, side)));
         let sides = sides.into_iter().collect::<PyResult<Vec<_>>>()?;
-        error::run(k.py(), || self.read_into(layer, row, &sides))
+        error::run(k.py(), || self.read_into(layer, row, &sides, &place))
     }
 
     /// Bytes of the pages in use.
@@ -197,7 +230,7 @@ impl Store {
         self.batch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn read_into(&self, layer: usize, row: usize, sides: &[(Tensor, KvSide)]) -> PyResult<usize> {
+    fn read_into(&self, layer: usize, row: usize, sides: &[(Tensor, KvSide)], place: &Place) -> PyResult<usize> {
         let mut batch = self.lock();
         let rows = batch.sequences.len();
         let sequence = batch.sequences.get_mut(row);
@@ -207,18 +240,27 @@ impl Store {
             let held = sequence.held(layer)?;
             let step = self.pool.step(&mut [(sequence, 0)])?;
             let layer = self.pool.layer(layer)?;
-            let mut enc = self.device.encoder()?;
-            for (out, side) in sides {
-                let read = ops::KvRead::new(layer, *side, out).step(Some(&step)).order(HeadOrder::HeadMajor);
-                ops::kv_read(&mut enc, &read)?;
-            }
-            enc.commit()?.wait()?;
+            place.run(|enc| {
+                sides.iter().try_for_each(|(out, side)| {
+                    let read = ops::KvRead::new(layer, *side, out).step(Some(&step)).order(HeadOrder::HeadMajor);
+                    ops::kv_read(enc, &read)
+                })
+            })?;
             Ok(held.start)
         };
         let first = read(sequence).map_err(error::kvant)?;
         batch.step = None;
         Ok(first)
     }
+}
+
+/// Half of the memory that this process can still use on a GPU, or less if that suffices for some sequences of maximum
+/// length. `room`: tokens of such a sequence, and bytes that torch holds without using them, which count as free.
+fn gpu_room(device: &Device, spec: &PoolSpec, (longest, idle): (usize, usize)) -> kvant::Result<usize> {
+    let memory = device.memory()?;
+    let free = memory.free.saturating_add(memory.held);
+    let part = (free.saturating_add(idle) / FREE_PART).min(free);
+    Ok(spec.clone().room_for(SEQUENCES, longest, longest)?.bytes.min(part))
 }
 
 /// The layers of a pool.

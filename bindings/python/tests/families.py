@@ -1,9 +1,13 @@
 """Tiny random models of the families that the tests run."""
 
 import functools
+import os
 
 import torch
 import transformers
+
+#: Where the models are: "cpu", or "cuda" to test a GPU.
+DEVICE = os.environ.get("KVANT_TEST_DEVICE", "cpu")
 
 _SIZES = {
     "vocab_size": 97,
@@ -85,4 +89,4 @@ def model(family: str, dtype: torch.dtype = torch.float32):
             if family == "gemma4" and "q_norm" in parameter_name:
                 # Its scale is 1: without training, scores would be eight times those of the others.
                 parameter.mul_(0.125)
-    return built
+    return built.to(DEVICE)

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,16 @@ def test_errors_have_exit_codes():
 def test_a_closed_pipe_is_quiet():
     done = subprocess.run(f"{sys.executable} -m kvant --help | head -1", shell=True, capture_output=True, text=True)
     assert done.stderr == "" and done.stdout
+
+
+def test_nvidia_libraries_are_searched_in_packages(tmp_path):
+    for folder in "nvidia/cu13/lib", "nvidia/cublas/lib", "nvidia/cuda_nvrtc/include", "other/lib":
+        (tmp_path / folder).mkdir(parents=True)
+    code = "import kvant; print(*kvant._cuda_folders(), sep='\\n')"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    found = [folder for folder in done.stdout.splitlines() if folder.startswith(str(tmp_path))]
+    assert found == [str(tmp_path / "nvidia/cublas/lib"), str(tmp_path / "nvidia/cu13/lib")]
 
 
 def test_eval_returns_a_table():

@@ -17,7 +17,7 @@ use kvant_engine::Engine;
 #[cfg(feature = "grpc")]
 use kvant_grpc::GrpcServer;
 use kvant_models::{Files, Model, Sampling, Tokenizer, chat::ChatTemplate};
-use kvant_server::{Server, ServerOptions};
+use kvant_server::{Server, ServerOptions, Transfers};
 
 use crate::{output, result::Result, shipped, suggest};
 
@@ -41,11 +41,12 @@ pub fn run(args: &ServeArgs) -> Result {
     let served = {
         // Only the servers keep the directory open; that of gRPC runs until it is dropped.
         let args = &ServeArgs { page_files: page_files.clone(), ..args.clone() };
+        let transfers = args.start_transfers()?;
         let (server, _grpc) = match args.has_several() {
             true => (models::server(args, &device, options)?, None),
-            false => one_model(args, &device, options)?,
+            false => one_model(args, &device, options, transfers.clone())?,
         };
-        args.start_transfers(&server)?;
+        transfers.into_iter().for_each(|transfers| server.transfer(transfers));
         // A closed standard error is ignored.
         let _ = output::note(&format!("listening on http://{address}\n"));
         server.run(listener)
@@ -67,7 +68,12 @@ pub struct Loaded {
     pub sampling: Sampling,
 }
 
-fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Result<(Server, Option<GrpcServer>)> {
+fn one_model(
+    args: &ServeArgs,
+    device: &Device,
+    options: ServerOptions,
+    transfers: Option<Transfers>,
+) -> Result<(Server, Option<GrpcServer>)> {
     let files = shipped::files(args.models.first().map(PathBuf::as_path))?;
     let Loaded { engine, template, sampling } = load(args, &files, device)?;
     let options = options.sampling(sampling).pooling(args.pooling(&files));
@@ -78,9 +84,9 @@ fn one_model(args: &ServeArgs, device: &Device, options: ServerOptions) -> Resul
         let _ = output::note(&format!("note: the shipped model continues texts and cannot chat. {advice}\n"));
     }
     #[cfg(feature = "grpc")]
-    let grpc = grpc::start(args, &engine, &options)?;
+    let grpc = grpc::start(args, &engine, &options, transfers)?;
     #[cfg(not(feature = "grpc"))]
-    let grpc = None;
+    let (grpc, _) = (None, transfers);
     Ok((Server::new(engine, template, options), grpc))
 }
 

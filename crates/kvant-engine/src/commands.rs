@@ -23,13 +23,14 @@ pub(crate) enum Command {
         id: u64,
         is_complete: bool,
     },
-    /// A request with too many unread events has fewer now.
+    /// A request with too many unread events has fewer now, or a stored page was read.
     Resume,
-    /// Copies pages of a prefix, from number `first` on.
+    /// Copies pages of a prefix, from these indices on.
     Export {
         salt: Arc<[u8]>,
         tokens: Vec<u32>,
-        first: usize,
+        from: Vec<usize>,
+        may_grow: bool,
         max_bytes: usize,
         reply: Sender<kvant::Result<Vec<PrefixPage>>>,
     },

@@ -66,6 +66,8 @@ struct Limits {
     vocab: usize,
     /// Length of an embedding.
     hidden: usize,
+    /// Devices that share the model.
+    ranks: usize,
 }
 
 impl Engine {
@@ -80,20 +82,28 @@ impl Engine {
         let context = options.context.unwrap_or(made_for.min(model_context));
         options.check(context, model_context)?;
         let pool = new_pool(&model, &options, context)?;
+        let (commands, received) = flume::unbounded();
         if let Some(files) = options.page_files.as_ref().filter(|_| options.prefix_cache) {
             let (format, device, activations) = (pool.page_format(), model.device(), model.activations());
             let computed = format!("{device}, activations {activations:?}");
             let identity = [&options.model_identity, &options.load_identity, format.as_bytes(), computed.as_bytes()];
-            pool.set_page_store(Box::new(files.store(&identity)));
+            // A weak handle, which does not keep the engine alive.
+            let waiting = flume::Sender::downgrade(&commands);
+            let wake = move || {
+                if let Some(commands) = waiting.upgrade() {
+                    let _ = commands.send(Command::Resume);
+                }
+            };
+            pool.set_page_store(Box::new(files.store(&identity).on_read(wake)));
         }
         let page_identity = page_files::hash(&[&options.model_identity, pool.page_format().as_bytes()]);
         let page_bytes = pool.page_bytes();
         let ids = model.decoder().fed_vocab();
-        let limits = Limits { context, ids, vocab: model.vocab_size(), hidden: model.decoder().hidden_size };
+        let (vocab, hidden, ranks) = (model.vocab_size(), model.decoder().hidden_size, model.device().ranks());
+        let limits = Limits { context, ids, vocab, hidden, ranks };
         let shared =
             Arc::new(Shared::new(first_stats(&pool, &options), options.sequences.saturating_add(options.queue)));
         let prefixes = PrefixCache::new(&pool, b"");
-        let (commands, received) = flume::unbounded();
         let (outputs, texts) = flume::unbounded();
         let mut worker =
             Worker::new(model, pool, Arc::clone(&tokenizer), &options, context, Arc::clone(&shared), outputs)?;
@@ -101,7 +111,6 @@ impl Engine {
         let steps = thread("kvant-engine", move || worker.run(&received))?;
         let texts = {
             let (tokenizer, shared) = (Arc::clone(&tokenizer), Arc::clone(&shared));
-            // A weak handle, which does not keep the engine alive.
             let commands = commands.downgrade();
             thread("kvant-text", move || text::run(&tokenizer, &texts, &shared, &commands))?
         };
@@ -186,6 +195,11 @@ impl Engine {
         self.0.limits.hidden
     }
 
+    /// Number of devices that share the model.
+    pub fn ranks(&self) -> usize {
+        self.0.limits.ranks
+    }
+
     /// Identifies the model ([`EngineOptions::model_identity`]) and the [format](KvPool::page_format) of its pages.
     /// Engines with equal identities can exchange pages.
     pub fn page_identity(&self) -> [u8; 32] {
@@ -200,9 +214,17 @@ impl Engine {
     /// Copies pages of the longest prefix of `tokens` that requests of this scope have computed:
     /// [`PrefixCache::export_pages`](kvant::PrefixCache::export_pages). Empty if there are none, if the scope keeps
     /// none, or if the engine fails. Blocks until the current step ends: not for async code.
-    pub fn export_pages(&self, scope: &CacheScope, tokens: &[u32], first: usize, max_bytes: usize) -> Vec<PrefixPage> {
+    pub fn export_pages(
+        &self,
+        scope: &CacheScope,
+        tokens: &[u32],
+        from: &[usize],
+        may_grow: bool,
+        max_bytes: usize,
+    ) -> Vec<PrefixPage> {
         let (reply, pages) = flume::bounded(1);
-        let export = |salt| Command::Export { salt, tokens: tokens.to_vec(), first, max_bytes, reply };
+        let (tokens, from) = (tokens.to_vec(), from.to_vec());
+        let export = |salt| Command::Export { salt, tokens, from, may_grow, max_bytes, reply };
         self.exchange(scope, export, &pages).unwrap_or_default()
     }
 

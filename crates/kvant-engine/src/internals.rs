@@ -1,9 +1,9 @@
 //! Parts for the tests of this workspace.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 pub use crate::grammar::{Allowed, Compiler, GrammarState};
-use crate::{CompiledGrammar, Engine};
+use crate::{CompiledGrammar, Engine, PageFiles};
 
 /// The state of a grammar before the first token, if it is one of `compiler`.
 pub fn start(grammar: CompiledGrammar, compiler: &Arc<Compiler>) -> Option<GrammarState> {
@@ -13,6 +13,11 @@ pub fn start(grammar: CompiledGrammar, compiler: &Arc<Compiler>) -> Option<Gramm
 /// Makes the engine's thread panic.
 pub fn panic(engine: &Engine) {
     engine.panic();
+}
+
+/// Delays each background read of a directory.
+pub fn delay_reads(files: &PageFiles, delay: Duration) {
+    files.delay_reads(delay);
 }
 
 /// Lets the drafter fail after the next step.

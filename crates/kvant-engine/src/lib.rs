@@ -45,6 +45,8 @@ mod engine;
 mod error;
 mod event;
 mod grammar;
+#[doc(hidden)]
+pub mod hex;
 #[cfg(feature = "internals")]
 #[doc(hidden)]
 pub mod internals;

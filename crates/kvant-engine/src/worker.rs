@@ -122,9 +122,11 @@ impl Worker {
             }
             Command::Resume => {}
             // The receiver of a reply may have gone.
-            Command::Export { salt, tokens, first, max_bytes, reply } => {
+            Command::Export { salt, tokens, from, may_grow, max_bytes, reply } => {
+                // Also the pages that the latest step has filled. The next step reports an error.
+                let _ = self.scheduler.keep_prefixes();
                 let cache = PrefixCache::new(self.scheduler.storage().pool(), &salt);
-                let _ = reply.send(cache.export_pages(&tokens, first, max_bytes));
+                let _ = reply.send(cache.export_pages(&tokens, &from, may_grow, max_bytes));
             }
             Command::Import { salt, tokens, pages, reply } => {
                 let cache = PrefixCache::new(self.scheduler.storage().pool(), &salt);

@@ -95,18 +95,20 @@ unimplemented_methods! {
 impl Shared {
     fn server_info(&self) -> ServerInfo {
         let (stats, options) = (self.engine.stats(), self.engine.options());
+        let ranks = self.engine.ranks();
         let parallelism = ParallelismInfo {
-            tensor_parallel_size: 1,
+            tensor_parallel_size: ranks as u32,
             pipeline_parallel_size: 1,
             data_parallel_size: 1,
             decode_context_parallel_size: 1,
-            world_size: 1,
+            world_size: ranks as u64,
             data_parallel_size_local: 1,
             ..ParallelismInfo::default()
         };
         ServerInfo {
             engine_version: format!("kvant {}", env!("CARGO_PKG_VERSION")),
-            api_version: "v1".to_string(),
+            // Clients of vLLM check it.
+            api_version: "vllm".to_string(),
             instance_id: self.instance.clone(),
             parallelism: Some(parallelism),
             max_model_len: self.engine.context() as u32,
@@ -123,7 +125,7 @@ impl Shared {
     fn model_info(&self) -> ModelInfo {
         let [name, aliases @ ..] = self.options.names.as_slice() else { return ModelInfo::default() };
         ModelInfo {
-            model_id: name.clone(),
+            model_id: self.options.source.as_ref().unwrap_or(name).clone(),
             served_model_name: name.clone(),
             served_model_aliases: aliases.iter().filter(|alias| *alias != "*").cloned().collect(),
             supports_text_input: true,

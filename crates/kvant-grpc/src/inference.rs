@@ -6,7 +6,8 @@ use futures_util::{
     Stream, StreamExt, TryStreamExt,
     stream::{self, BoxStream},
 };
-use kvant_engine::{Event, Failure, Responses};
+use kvant_engine::{Event, Failure, FinishReason, Responses};
+use kvant_transfer::Offered;
 use tonic::{Request, Response, Status};
 use vllm_proto::{GenerateRequest, GenerateResponse, inference_server::Inference};
 
@@ -49,13 +50,19 @@ impl Shared {
             return Err(Status::not_found(format!("the model {:?} does not exist", short(&request.model))));
         }
         let id = request.request_id.clone();
-        let requests =
-            self.blocking(move |shared| Requests::new(&shared.engine, &shared.options.sampling, request)).await??;
+        let prepare = move |shared: &Shared| {
+            let requests = Requests::new(&shared.engine, &shared.options.sampling, request)?;
+            let first = requests.requests.first();
+            let offered = first.and_then(|first| shared.transfer(requests.transfer.as_ref(), first));
+            Ok::<_, Status>((requests, offered))
+        };
+        let (requests, mut offered) = self.blocking(prepare).await??;
         let mut sequences = Vec::new();
         for (index, request) in requests.requests.iter().enumerate() {
             let responses = self.engine.submit(request.clone()).map_err(|error| rejected(&error))?;
-            let (output, entry) = (Output::new(index, &requests), self.running.add(&id));
-            sequences.push(Sequence { responses, output, entry, has_ended: false }.stream());
+            let output = Output::new(index, &requests).offer(offered.as_ref());
+            let (offered, entry) = (offered.take(), self.running.add(&id));
+            sequences.push(Sequence { responses, output, offered, entry, has_ended: false }.stream());
         }
         Ok(stream::select_all(sequences).boxed())
     }
@@ -70,6 +77,8 @@ fn short(text: &str) -> String {
 struct Sequence {
     responses: Responses,
     output: Output,
+    /// The offer of the prompt to another worker, until the prompt is computed.
+    offered: Option<Offered>,
     entry: Entry,
     has_ended: bool,
 }
@@ -93,11 +102,18 @@ impl Sequence {
                     return Some(Ok(self.output.aborted()));
                 }
             };
+            if !matches!(event, Event::Prompt(_)) {
+                self.offered = None;
+            }
             match event {
                 Event::Prompt(scores) => self.output.prompt(&scores),
                 Event::Token(token) => return Some(Ok(self.output.token(token))),
                 Event::Finished(finished) => {
                     self.has_ended = true;
+                    if finished.reason == FinishReason::Drained {
+                        // Routers let another worker continue.
+                        return Some(Err(Status::unavailable("the server ends")));
+                    }
                     return Some(Ok(self.output.finished(finished)));
                 }
                 Event::Failed(failure) => {

@@ -19,9 +19,12 @@
 mod abort;
 mod control;
 mod inference;
+#[doc(hidden)]
+pub mod internals;
 mod output;
 mod request;
 mod server;
+mod transfer;
 
 pub use server::{GrpcOptions, GrpcServer, KvEventSource};
 

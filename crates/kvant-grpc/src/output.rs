@@ -2,13 +2,18 @@
 
 use kvant_engine::{FinishReason as EndReason, Finished, TextToken};
 use kvant_models::TokenLogprobs;
+use kvant_transfer::Offered;
+use prost_types::Struct;
 use vllm_proto::{
     CandidateTokenInfo, FinishInfo, GenerateResponse, PromptInfo, SequenceOutput,
     candidate_token_info::TokenInfo,
     finish_info::{FinishReason, StopReason},
 };
 
-use crate::request::{Requests, Wanted};
+use crate::{
+    request::{Requests, Wanted},
+    transfer::structure,
+};
 
 /// The output of one sequence so far.
 #[derive(Debug)]
@@ -19,6 +24,8 @@ pub(crate) struct Output {
     stop_strings: Vec<String>,
     /// Sent with the first response.
     prompt: Option<PromptInfo>,
+    /// `kv_transfer_params` of the last response.
+    transfer: Option<Struct>,
     /// Generated tokens.
     tokens: u32,
 }
@@ -37,7 +44,12 @@ impl Output {
             prompt.candidate_tokens.push(CandidateTokenInfo::default());
         }
         let (stop_ids, stop_strings) = (requests.stop_ids.clone(), requests.stop_strings.clone());
-        Output { index: index as u32, wanted, stop_ids, stop_strings, prompt: Some(prompt), tokens: 0 }
+        Output { index: index as u32, wanted, stop_ids, stop_strings, prompt: Some(prompt), transfer: None, tokens: 0 }
+    }
+
+    /// Offers the prompt's pages with the last response.
+    pub fn offer(self, offered: Option<&Offered>) -> Output {
+        Output { transfer: offered.and_then(|offered| structure(offered.params())), ..self }
     }
 
     /// Adds log probabilities of prompt tokens.
@@ -76,7 +88,6 @@ impl Output {
                 (FinishReason::Stop, self.stop_strings.get(index).cloned().map(StopReason::StopString))
             }
             EndReason::Grammar => (FinishReason::Stop, None),
-            EndReason::Drained => (FinishReason::Aborted, None),
             _ => (FinishReason::Length, None),
         };
         let cached = Some(finished.usage.cached_tokens as u32);
@@ -96,7 +107,9 @@ impl Output {
         num_cached_tokens: Option<u32>,
     ) -> GenerateResponse {
         let num_output_tokens = self.tokens;
+        let kv_transfer_params = self.transfer.take().filter(|_| reason != FinishReason::Aborted);
         let mut info = FinishInfo { num_output_tokens, stop_reason, num_cached_tokens, ..FinishInfo::default() };
+        info.kv_transfer_params = kv_transfer_params;
         info.set_finish_reason(reason);
         self.response(SequenceOutput { finish_info: Some(info), ..SequenceOutput::default() }, text)
     }

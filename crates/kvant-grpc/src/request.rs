@@ -4,11 +4,14 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use kvant_engine::{CacheScope, CompiledGrammar, Engine, EngineRequest, Grammar, SubmitError};
 use kvant_models::Sampling;
+use kvant_transfer::TransferParams;
 use tonic::Status;
 use vllm_proto::{
     CandidateTokens, DecodingParameters, GenerateRequest, KvCacheParameters, RandomSampling, ResponseOptions,
     StoppingCriteria, candidate_tokens::Select, decoding_parameters::StructuredOutput, generate_request::Prompt,
 };
+
+use crate::transfer::params;
 
 /// Maximum sequences of a request.
 const MAX_SEQUENCES: u32 = 128;
@@ -24,6 +27,8 @@ pub(crate) struct Requests {
     /// Ids that end the text by the client's wish.
     pub stop_ids: Vec<u32>,
     pub stop_strings: Vec<String>,
+    /// How the prompt's pages travel.
+    pub transfer: Option<TransferParams>,
 }
 
 /// The contents of answers.
@@ -55,8 +60,9 @@ pub(crate) fn rejected(error: &SubmitError) -> Status {
 
 impl Requests {
     /// Converts a request. Tokenises its text and compiles its grammar, which can take long.
-    pub fn new(engine: &Engine, default: &Sampling, request: GenerateRequest) -> Result<Requests, Status> {
+    pub fn new(engine: &Engine, default: &Sampling, mut request: GenerateRequest) -> Result<Requests, Status> {
         check_unsupported(&request)?;
+        let transfer = params(request.kv.as_mut().and_then(|kv| kv.kv_transfer_params.take()))?;
         let prompt = prompt(engine, request.prompt, request.truncate_prompt_tokens)?;
         let random = request.sampling.unwrap_or_default();
         let decoding = request.decoding.unwrap_or_default();
@@ -85,7 +91,7 @@ impl Requests {
         };
         let requests = (0..sequences).map(of_sequence).collect();
         let StoppingCriteria { stop_token_ids: stop_ids, stop_strings, .. } = stopping;
-        Ok(Requests { prompt, requests, wanted, stop_ids, stop_strings })
+        Ok(Requests { prompt, requests, wanted, stop_ids, stop_strings, transfer })
     }
 }
 
@@ -100,7 +106,6 @@ fn check_unsupported(request: &GenerateRequest) -> Result<(), Status> {
         ("decoding.allowed_token_ids", decoding.is_some_and(|decoding| !decoding.allowed_token_ids.is_empty())),
         ("decoding.bad_words_token_ids", decoding.is_some_and(|decoding| !decoding.bad_words_token_ids.is_empty())),
         ("stopping.thinking_token_budget", request.stopping.as_ref().is_some_and(has_budget)),
-        ("kv.kv_transfer_params", kv.is_some_and(|kv| kv.kv_transfer_params.is_some())),
         ("kv.ec_transfer_params", kv.is_some_and(|kv| kv.ec_transfer_params.is_some())),
     ];
     match unsupported.iter().find(|(_, is_set)| *is_set) {
@@ -211,19 +216,10 @@ fn grammar(engine: &Engine, output: Option<&StructuredOutput>) -> Result<Option<
         Some(StructuredOutput::Choice(choice)) if choice.choices.is_empty() => {
             return Err(invalid("decoding.choice", "at least one choice is needed"));
         }
-        Some(StructuredOutput::Choice(choice)) => one_of(&choice.choices),
+        Some(StructuredOutput::Choice(choice)) => Grammar::one_of(&choice.choices),
         Some(StructuredOutput::StructuralTag(_)) => {
             return Err(invalid("decoding.structural_tag", "this server does not support the field"));
         }
     };
     engine.compile(&grammar).map(Some).map_err(|error| rejected(&error))
-}
-
-/// One of several texts.
-fn one_of(choices: &[String]) -> Grammar {
-    let escaped = |text: &String| -> String {
-        let is_meta = |c: char| r"\.+*?()|[]{}^$#&-~".contains(c);
-        text.chars().flat_map(|c| is_meta(c).then_some('\\').into_iter().chain([c])).collect()
-    };
-    Grammar::Regex(choices.iter().map(escaped).collect::<Vec<_>>().join("|"))
 }

@@ -10,6 +10,7 @@ use std::{
 
 use kvant_engine::Engine;
 use kvant_models::Sampling;
+use kvant_transfer::Transfers;
 use tokio::{sync::oneshot, time};
 use tonic::{
     Status,
@@ -31,10 +32,14 @@ const WATCH: Duration = Duration::from_millis(100);
 pub struct GrpcOptions {
     /// The names of the model. `*` as the last one accepts every name. A request without a name is accepted too.
     pub names: Vec<String>,
+    /// The directory or the name from which routers load tokenizer and template: `model_id`. Default: the first name.
+    pub source: Option<String>,
     /// Default sampling parameters. Seeds are random. Default: greedy.
     pub sampling: Sampling,
     /// The publisher of KV events.
     pub events: Option<KvEventSource>,
+    /// Transfers of prompts between workers: `kv_transfer_params`.
+    pub transfers: Option<Transfers>,
 }
 
 /// A publisher of KV events, as `GetKvEventSources` names it.
@@ -51,13 +56,25 @@ pub struct KvEventSource {
 impl GrpcOptions {
     /// Options for a model with this name.
     pub fn new(name: impl Into<String>) -> GrpcOptions {
-        GrpcOptions { names: vec![name.into()], sampling: Sampling::default(), events: None }
+        GrpcOptions {
+            names: vec![name.into()],
+            source: None,
+            sampling: Sampling::default(),
+            events: None,
+            transfers: None,
+        }
     }
 
     /// Sets [`GrpcOptions::names`].
     #[must_use]
     pub fn names(self, names: Vec<String>) -> Self {
         GrpcOptions { names, ..self }
+    }
+
+    /// Sets [`GrpcOptions::source`].
+    #[must_use]
+    pub fn source(self, source: impl Into<String>) -> Self {
+        GrpcOptions { source: Some(source.into()), ..self }
     }
 
     /// Sets [`GrpcOptions::sampling`].
@@ -70,6 +87,12 @@ impl GrpcOptions {
     #[must_use]
     pub fn events(self, events: KvEventSource) -> Self {
         GrpcOptions { events: Some(events), ..self }
+    }
+
+    /// Sets [`GrpcOptions::transfers`].
+    #[must_use]
+    pub fn transfers(self, transfers: Transfers) -> Self {
+        GrpcOptions { transfers: Some(transfers), ..self }
     }
 }
 

@@ -6,6 +6,8 @@ use kvant::{CpuOptions, Device};
 use kvant_engine::{Engine, EngineOptions, EngineStats};
 use kvant_grpc::{GrpcOptions, GrpcServer, KvEventSource};
 use kvant_models::{Model, Tokenizer};
+use kvant_transfer::{TransferOptions, Transfers};
+use prost_types::{Struct, value::Kind};
 use tonic::{Code, transport::Channel};
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 use vllm_proto::{
@@ -31,14 +33,20 @@ struct Running {
 
 /// A server of the shipped model, and a connection to it.
 async fn running() -> Running {
+    running_with(|options| options).await
+}
+
+async fn running_with(change: impl FnOnce(GrpcOptions) -> GrpcOptions) -> Running {
     let device = Device::cpu_with(CpuOptions { threads: Some(2), ..CpuOptions::default() }).unwrap();
     let model = Model::load(Path::new(MODEL), &device).unwrap();
     let tokenizer = Tokenizer::load(Path::new(MODEL)).unwrap();
-    let engine = Engine::start(model, Arc::new(tokenizer), EngineOptions::default().context(512).sequences(4)).unwrap();
+    let options = EngineOptions::default().context(512).sequences(4).model_identity(b"model".to_vec());
+    let engine = Engine::start(model, Arc::new(tokenizer), options).unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let events = KvEventSource { endpoint: "tcp://*:5557".into(), topic: "kv".into(), replay: None };
-    let server = GrpcServer::start(engine.clone(), GrpcOptions::new(NAME).events(events), listener).unwrap();
+    let options = change(GrpcOptions::new(NAME).events(events));
+    let server = GrpcServer::start(engine.clone(), options, listener).unwrap();
     let channel = Channel::from_shared(format!("http://{address}")).unwrap().connect().await.unwrap();
     Running { engine, server, channel }
 }
@@ -180,6 +188,58 @@ async fn a_repeated_prompt_is_cached_within_its_salt() {
     assert_eq!(cached(Some(KvCacheParameters { bypass_prefix_cache: true, ..Default::default() })).await, 0);
 }
 
+/// One server computes a prompt, another continues it, as Dynamo's sidecar asks for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn another_server_continues_a_prompt() {
+    let transferring = || {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let transfers = Transfers::start(listener, TransferOptions::new("127.0.0.1").peer("127.0.0.1")).unwrap();
+        running_with(|options| options.transfers(transfers))
+    };
+    let (first, second) = (transferring().await, transferring().await);
+    let prompt = "# Vec\n".repeat(60);
+    let with = |params: Struct, max_new_tokens| GenerateRequest {
+        kv: Some(KvCacheParameters { kv_transfer_params: Some(params), ..Default::default() }),
+        ..request(&first.engine, &prompt, max_new_tokens)
+    };
+    let asked = [("do_remote_decode".to_string(), Kind::BoolValue(true).into())].into();
+    let end = stream(&first, with(Struct { fields: asked }, 1)).await;
+    let end = end.last().unwrap().outputs.clone().unwrap().finish_info.unwrap();
+    let mut params = end.kv_transfer_params.unwrap();
+    // The sidecar sends the port as text.
+    let Some(Kind::NumberValue(port)) = params.fields["remote_port"].kind else { panic!("{params:?}") };
+    params.fields.insert("remote_port".into(), Kind::StringValue(port.to_string()).into());
+    let continued = stream(&second, with(params.clone(), 12)).await;
+    let cached = continued.last().unwrap().outputs.clone().unwrap().finish_info.unwrap().num_cached_tokens.unwrap();
+    let tokens = continued[0].prompt_info.as_ref().unwrap().num_prompt_tokens;
+    assert_eq!(cached, (tokens - 1) / 64 * 64);
+    let ids = |responses: &[GenerateResponse]| -> Vec<u32> {
+        responses.iter().flat_map(|response| response.outputs.clone().unwrap().token_ids).collect()
+    };
+    let alone = running().await;
+    assert_eq!(ids(&continued), ids(&stream(&alone, request(&alone.engine, &prompt, 12)).await));
+    // A token is good for one transfer, and a server without transfers computes the prompt.
+    let again = stream(&alone, with(params, 12)).await;
+    assert_eq!(ids(&again), ids(&continued));
+}
+
+/// When a server ends, its streams fail so that routers let another server continue.
+#[tokio::test(flavor = "multi_thread")]
+async fn drained_streams_are_unavailable() {
+    let running = running().await;
+    let long = request(&running.engine, "# Vec", 400);
+    let mut responses = InferenceClient::new(running.channel.clone()).generate_stream(long).await.unwrap().into_inner();
+    responses.message().await.unwrap().unwrap();
+    running.engine.drain(Duration::ZERO);
+    let failed = loop {
+        match responses.message().await {
+            Ok(response) => assert!(response.unwrap().outputs.unwrap().finish_info.is_none()),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!(failed.code(), Code::Unavailable, "{failed:?}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn aborts_and_vanished_clients_end_their_requests() {
     let running = running().await;
@@ -285,6 +345,7 @@ async fn facts_and_health() {
     let running = running().await;
     let mut control = ControlClient::new(running.channel.clone());
     let info = control.get_server_info(GetServerInfoRequest {}).await.unwrap().into_inner();
+    assert_eq!(info.api_version, "vllm");
     assert_eq!((info.max_model_len, info.kv_block_size, info.max_running_requests), (512, 64, 4));
     assert!(info.total_kv_blocks >= 32 && info.parallelism.unwrap().data_parallel_size == 1);
     let model = control.get_model_info(GetModelInfoRequest {}).await.unwrap().into_inner();

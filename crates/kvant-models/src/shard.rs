@@ -30,6 +30,11 @@ const MAX_PAGE_TOKENS: usize = 256;
 const MIN_PAGE_SHARE: usize = 16;
 /// Widths of dense matrices are cut at multiples of this number, because kernels are fast for them.
 const DENSE_STEP: usize = 8;
+/// Inputs that the kernels of many rows multiply at once. Others get slow kernels, for example the halves of gpt-oss'
+/// 2880.
+const CHUNK: usize = 64;
+/// Minimum width of an MLP on a rank for which whole chunks are worth their padding, at most 64 columns.
+const MIN_CHUNKED_WIDTH: usize = 1024;
 
 /// The decoder that each of `ranks` ranks runs: fewer heads and narrower MLPs, and the whole vocabulary.
 ///
@@ -191,8 +196,10 @@ impl Steps {
     }
 }
 
-/// Each rank gets a whole number of steps, the last one may get fewer.
+/// Each rank gets a whole number of steps, the last one may get fewer. If the width allows, they are whole chunks.
 fn divide_width(width: &mut usize, step: usize, ranks: usize) -> std::result::Result<(), Misfit> {
+    let is_chunked = CHUNK.is_multiple_of(step) && *width / ranks >= MIN_CHUNKED_WIDTH;
+    let step = if is_chunked { CHUNK } else { step };
     let steps = width.div_ceil(step);
     let of_rank = steps.div_ceil(ranks);
     if of_rank.saturating_mul(ranks - 1) >= steps {
@@ -210,5 +217,26 @@ fn step_of(form: Form) -> usize {
         Form::Blocks(format) => format.block_inputs(),
         // A multiple of all groups, as kernels require.
         Form::Floats { .. } => 32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn width_of_rank(mut width: usize, step: usize, ranks: usize) -> Option<usize> {
+        divide_width(&mut width, step, ranks).is_ok().then_some(width)
+    }
+
+    #[test]
+    fn wide_mlps_are_cut_between_chunks() {
+        // gpt-oss: 45 chunks of 64, the last rank has 22.
+        assert_eq!(width_of_rank(2880, 32, 2), Some(1472));
+        assert_eq!(width_of_rank(21_504, 64, 2), Some(10_752));
+        assert_eq!(width_of_rank(4100, DENSE_STEP, 2), Some(2112));
+        assert_eq!(width_of_rank(1408, 32, 2), Some(704));
+        assert_eq!(width_of_rank(720, 32, 2), Some(384));
+        assert_eq!(width_of_rank(4096, 256, 3), Some(1536));
+        assert_eq!(width_of_rank(64, 32, 4), None);
     }
 }

@@ -4,12 +4,10 @@ use std::sync::{Arc, OnceLock, atomic::AtomicBool};
 
 use axum::http::HeaderMap;
 use kvant_engine::CacheScope;
+use kvant_transfer::Transfers;
 use tokio::sync::Semaphore;
 
-use crate::{
-    ServerOptions, error::Result, hosts, ids::now, keys, models::Catalog, statuses::Statuses, store::Store,
-    transfer::Transfers,
-};
+use crate::{ServerOptions, error::Result, hosts, ids::now, keys, models::Catalog, statuses::Statuses, store::Store};
 
 /// State shared by all requests.
 pub(crate) struct App {
@@ -25,7 +23,7 @@ pub(crate) struct App {
     /// Conversations of earlier responses.
     pub store: Store,
     /// Transfers of prompts between workers, if the server takes part in them.
-    pub transfers: OnceLock<Arc<Transfers>>,
+    pub transfers: OnceLock<Transfers>,
 }
 
 /// The id of a request in logs, errors and the header `x-request-id`.

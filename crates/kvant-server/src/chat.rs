@@ -8,8 +8,8 @@ use axum::{
     http::HeaderMap,
     response::{IntoResponse, Response},
 };
-use kvant_engine::EngineRequest;
 use kvant_models::chat::JsonValue;
+use kvant_transfer::TransferParams;
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -27,7 +27,6 @@ use crate::{
     stream_options::{StreamOptions, UsageIn},
     structured::{OutputConstraint, StructuredOutputs},
     tools::chosen_tools,
-    transfer::TransferParams,
 };
 
 /// Maximum alternatives of a token, as in OpenAI's API.
@@ -78,8 +77,8 @@ struct ChatAnswer {
     choices: Vec<ChatChoice>,
     usage: TokenUsage,
     usage_in: UsageIn,
-    /// The request whose pages the answer offers to another worker.
-    offered: Option<EngineRequest>,
+    /// `kv_transfer_params` for another worker.
+    transfer: Option<Value>,
 }
 
 /// The state of a choice.
@@ -130,14 +129,16 @@ pub(crate) async fn create(
         request
     });
     let transfer = request.kv_transfer_params;
-    app.fetch_prompt(transfer.as_ref(), std::slice::from_ref(&base)).await;
-    let offered = transfer.is_some_and(|params| params.is_offer_asked()).then(|| base.clone());
+    app.fetch_prompt(transfer.as_ref(), Some(&base)).await;
+    let offered = app.offer_prompt(transfer.as_ref(), Some(&base));
+    let transfer = offered.as_ref().map(|offered| offered.params().clone());
     let generation = Generation::submit(&app, &id, requests.collect()).map_err(|error| error.of_prompt("messages"))?;
+    let generation = generation.offering(offered);
     let choice = || ChatChoice { reader: prompt.reader.clone(), with_logprobs: top.is_some(), calls: 0 };
     let choices = (0..n).map(|_| choice()).collect();
     let usage = TokenUsage::of_prompts(prompt.ids.len());
     let id = random_id("chatcmpl-");
-    let answer = ChatAnswer { id, created: now(), model, choices, usage, usage_in, offered };
+    let answer = ChatAnswer { id, created: now(), model, choices, usage, usage_in, transfer };
     if streams {
         let shared = Arc::clone(&app);
         let events = channel(move |sender| answer.stream(shared, generation, sender));
@@ -199,8 +200,8 @@ impl ChatAnswer {
             "id": id, "object": "chat.completion", "created": created, "model": model, "choices": choices,
             "usage": self.usage_json(),
         });
-        if let Some(offer) = app.offer_prompt(self.offered.as_ref()) {
-            answer["kv_transfer_params"] = offer;
+        if let Some(transfer) = self.transfer {
+            answer["kv_transfer_params"] = transfer;
         }
         Ok(answer)
     }
@@ -215,7 +216,12 @@ impl ChatAnswer {
     async fn stream(mut self, app: Arc<Serving>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
         for index in 0..self.choices.len() {
             let delta = json!({"role": "assistant", "content": ""});
-            sender.data(&self.chunk(index, delta, Value::Null, None)).await?;
+            let mut chunk = self.chunk(index, delta, Value::Null, None);
+            // At once: the other worker fetches pages while the prompt is computed.
+            if let Some(transfer) = self.transfer.take() {
+                chunk["kv_transfer_params"] = transfer;
+            }
+            sender.data(&chunk).await?;
         }
         while let Some(event) = generation.next().await {
             let (index, event) = match event {

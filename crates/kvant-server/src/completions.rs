@@ -13,6 +13,7 @@ use kvant_models::{
     TextStream, TokenLogprobs, Tokenizer,
     chat::{JsonValue, ReplyFormat},
 };
+use kvant_transfer::TransferParams;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -29,7 +30,6 @@ use crate::{
     serving::{Serving, escaped, tokenized},
     stream_options::{StreamOptions, UsageIn},
     structured::{OutputConstraint, StructuredOutputs},
-    transfer::TransferParams,
 };
 
 /// OpenAI's default token limit of an answer.
@@ -67,8 +67,8 @@ struct Answer {
     n: usize,
     usage: TokenUsage,
     usage_in: UsageIn,
-    /// The request whose pages the answer offers to another worker.
-    offered: Option<EngineRequest>,
+    /// `kv_transfer_params` for another worker.
+    transfer: Option<Value>,
 }
 
 pub(crate) async fn create(
@@ -117,11 +117,12 @@ pub(crate) async fn create(
     }
     // Pages travel for one prompt.
     let transfer = request.kv_transfer_params.filter(|_| requests.len() == n);
-    app.fetch_prompt(transfer.as_ref(), &requests).await;
-    let offered = requests.first().filter(|_| transfer.is_some_and(|params| params.is_offer_asked())).cloned();
-    let generation = Generation::submit(&app, &id, requests)?;
+    app.fetch_prompt(transfer.as_ref(), requests.first()).await;
+    let offered = app.offer_prompt(transfer.as_ref(), requests.first());
+    let transfer = offered.as_ref().map(|offered| offered.params().clone());
+    let generation = Generation::submit(&app, &id, requests)?.offering(offered);
     let (id, usage) = (random_id("cmpl-"), TokenUsage::of_prompts(prompt_tokens));
-    let answer = Answer { id, created: now(), model, choices, n, usage, usage_in, offered };
+    let answer = Answer { id, created: now(), model, choices, n, usage, usage_in, transfer };
     if streams {
         let shared = Arc::clone(&app);
         let events = channel(move |sender| answer.stream(shared, generation, sender));
@@ -146,14 +147,20 @@ impl Answer {
             "id": id, "object": "text_completion", "created": created, "model": model, "choices": choices,
             "usage": self.usage.openai(),
         });
-        if let Some(offer) = app.offer_prompt(self.offered.as_ref()) {
-            answer["kv_transfer_params"] = offer;
+        if let Some(transfer) = self.transfer {
+            answer["kv_transfer_params"] = transfer;
         }
         Ok(answer)
     }
 
     /// Sends the answer as events.
     async fn stream(mut self, app: Arc<Serving>, mut generation: Generation, sender: Sender) -> Result<(), Gone> {
+        // At once: the other worker fetches pages while the prompt is computed.
+        if let Some(transfer) = self.transfer.take() {
+            let mut chunk = self.chunk(0, &Piece::default());
+            chunk["kv_transfer_params"] = transfer;
+            sender.data(&chunk).await?;
+        }
         for index in 0..self.choices.len() {
             let piece = self.choices[index].start();
             if !piece.is_empty() {

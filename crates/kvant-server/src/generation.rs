@@ -11,6 +11,7 @@ use futures_util::{
     stream::{self, SelectAll},
 };
 use kvant_engine::{EngineRequest, Event, FinishReason, Responses, Usage};
+use kvant_transfer::Offered;
 use serde_json::{Value, json};
 
 use crate::{
@@ -29,6 +30,8 @@ pub(crate) struct Generation {
     submitted: Instant,
     /// Arrival time of the first token of each choice.
     first: Vec<Option<Instant>>,
+    /// The offer of the prompt to another worker, until the prompt is computed.
+    offered: Option<Offered>,
     /// Keeps the model loaded until the choices have ended. Dropped after them.
     _serving: Arc<Serving>,
 }
@@ -48,13 +51,21 @@ impl Generation {
         });
         let choices = stream::select_all(choices);
         let _serving = Arc::clone(app);
-        Ok(Generation { choices, id: id.clone(), submitted: Instant::now(), first, _serving })
+        Ok(Generation { choices, id: id.clone(), submitted: Instant::now(), first, offered: None, _serving })
+    }
+
+    /// Ends an offer of the prompt when the prompt is computed.
+    pub fn offering(self, offered: Option<Offered>) -> Generation {
+        Generation { offered, ..self }
     }
 
     /// Returns the next event and the index of its choice, or `None` after the last event of the last choice. Engine
     /// failure and the end of the drain are errors.
     pub async fn next(&mut self) -> Option<Result<(usize, Event)>> {
         let (index, event) = self.choices.next().await?;
+        if !matches!(event, Event::Prompt(_)) {
+            self.offered = None;
+        }
         match &event {
             Event::Token(_) => {
                 self.first[index].get_or_insert_with(Instant::now);

@@ -55,10 +55,10 @@ mod transfer;
 mod workers;
 
 pub use keys::ApiKeys;
+pub use kvant_transfer::{TransferOptions, Transfers};
 pub use models::{ModelError, ModelFacts, Models, ServedModel};
 pub use options::ServerOptions;
 pub use server::{ServeError, Server};
-pub use transfer::{PageReader, Refusal, TransferError, TransferOptions};
 
 /// The crate's README as a doctest.
 #[cfg(doctest)]

@@ -55,6 +55,18 @@ impl<'de> Deserialize<'de> for Seed {
     }
 }
 
+/// A priority. Higher ones run first.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Priority(pub i8);
+
+impl<'de> Deserialize<'de> for Priority {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Priority, D::Error> {
+        let Whole(number) = Whole::deserialize(deserializer)?;
+        let out_of_range = |_| D::Error::custom(format_args!("must be from {} to {}, got {number}", i8::MIN, i8::MAX));
+        i8::try_from(number).map(Priority).map_err(out_of_range)
+    }
+}
+
 /// A 64-bit integer, signed or unsigned.
 struct Whole(i128);
 
@@ -102,7 +114,7 @@ macro_rules! with_sampling_fields {
             min_tokens: Option<usize>,
             include_stop_str_in_output: Option<bool>,
             skip_special_tokens: Option<bool>,
-            priority: Option<i8>,
+            priority: Option<$crate::sampling::Priority>,
         }
     };
 }
@@ -186,7 +198,7 @@ impl SamplingFields {
             .stop_ids(ids)
             .min_tokens(self.min_tokens.unwrap_or(0))
             .include_stop(self.include_stop_str_in_output.unwrap_or(false))
-            .priority(self.priority.unwrap_or(0));
+            .priority(self.priority.map_or(0, |Priority(priority)| priority));
         if self.skip_special_tokens == Some(false) {
             request = request.special_tokens(true);
         }
@@ -220,5 +232,8 @@ mod tests {
         let limit = |json: &str| serde_json::from_str::<TokenLimit>(json).ok().map(|TokenLimit(limit)| limit);
         assert_eq!((limit("0"), limit("7"), limit("-1")), (Some(0), Some(7), Some(usize::MAX)));
         assert_eq!((limit("-2"), limit("0.5")), (None, None));
+        assert_eq!(serde_json::from_str::<Priority>("-128").unwrap(), Priority(-128));
+        let error = serde_json::from_str::<Priority>("300").unwrap_err().to_string();
+        assert!(error.contains("from -128 to 127, got 300"), "{error}");
     }
 }

@@ -11,8 +11,8 @@ use kvant_models::chat::ChatTemplate;
 use tokio::{net::TcpListener, sync::watch, time};
 
 use crate::{
-    ApiKeys, ModelError, Models, ServedModel, ServerOptions, TransferOptions, app::App, blocking::blocking,
-    connections, models::Catalog, routes::router, transfer::Transfers,
+    ApiKeys, ModelError, Models, ServedModel, ServerOptions, Transfers, app::App, blocking::blocking, connections,
+    models::Catalog, routes::router,
 };
 
 /// Interval of the health check of engines.
@@ -71,16 +71,10 @@ impl Server {
         models.load(index).map_err(|reason| ModelError::Load { name: known.name().to_string(), reason })
     }
 
-    /// Lets other workers continue prompts that this one has computed, and the reverse. Other workers fetch pages from
-    /// `listener`, until the server is dropped. Engines need a [model
-    /// identity](kvant_engine::EngineOptions::model_identity).
-    ///
-    /// # Errors
-    /// The system refuses the listener or a thread.
-    pub fn transfer(&self, listener: std::net::TcpListener, options: TransferOptions) -> io::Result<()> {
-        let transfers = Transfers::start(listener, options)?;
-        // A second listener would not be used.
-        self.0.transfers.set(transfers).map_err(|_| io::Error::other("the server has a listener for transfers"))
+    /// Lets other workers continue prompts that this one has computed, and the reverse. Engines need a [model
+    /// identity](kvant_engine::EngineOptions::model_identity). Only the first call has an effect.
+    pub fn transfer(&self, transfers: Transfers) {
+        let _ = self.0.transfers.set(transfers);
     }
 
     /// The routes, for tests and for servers with additional routes.

@@ -109,15 +109,11 @@ impl OutputConstraint {
             let field = format!("{name}.choice");
             return Err(ApiError::field(&field, format!("`{field}` must have at least one element, got none")));
         }
-        let choice = choice.map(|choices| {
-            let choices: Vec<String> = choices.iter().map(|choice| literal(choice)).collect();
-            Grammar::Lark(format!("start: {}", choices.join(" | ")))
-        });
         let constraints = [
             ("json", json.map(schema_text).map(Grammar::JsonSchema)),
             ("json_object", json_object.filter(|&on| on).map(|_| Grammar::JsonObject)),
             ("regex", regex.map(Grammar::Regex)),
-            ("choice", choice),
+            ("choice", choice.map(|choices| Grammar::one_of(&choices))),
             ("grammar", grammar.map(Grammar::Lark)),
         ];
         let mut constraints = constraints.into_iter().filter_map(|(key, grammar)| Some((key, grammar?)));

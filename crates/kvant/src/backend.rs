@@ -1,6 +1,6 @@
 //! The interface of a backend: memory, and the execution of validated calls. Private; `ops/` is its only caller.
 
-use std::{any::Any, ptr::NonNull, sync::Arc};
+use std::{any::Any, ffi::c_void, ptr::NonNull, sync::Arc};
 
 use crate::{
     Device, Error, Result,
@@ -17,7 +17,17 @@ pub trait Memory: Send + Sync {
 }
 
 /// Keeps borrowed memory alive.
-pub(crate) type Owner = Box<dyn Any + Send + Sync>;
+pub type Owner = Box<dyn Any + Send + Sync>;
+
+/// A stream of another library: a `CUstream`.
+#[derive(Clone, Copy, Debug)]
+pub struct ForeignStream(pub *mut c_void);
+
+// SAFETY: streams may be used from any thread.
+unsafe impl Send for ForeignStream {}
+
+/// Borrowed memory, and the position of the first borrowed byte in it.
+pub type MemoryAt = (Box<dyn Memory>, usize);
 
 /// A device. Calls arrive validated: a backend never checks an argument.
 pub(crate) trait Backend: Send + Sync {
@@ -35,13 +45,12 @@ pub(crate) trait Backend: Send + Sync {
     fn allocate_sparse(&self, bytes: usize) -> Result<Box<dyn Memory>> {
         self.allocate(bytes)
     }
-    /// Memory that somebody else owns, kept alive by `owner`.
+    /// `bytes` bytes that somebody else owns, kept alive by `owner`.
     ///
     /// # Safety
     /// The contract of [`Tensor::from_raw`](crate::Tensor::from_raw).
-    unsafe fn borrow(&self, _start: NonNull<u8>, _owner: Owner) -> Result<Box<dyn Memory>> {
-        let reason = "tensors of other libraries can be used in place on the CPU only".to_string();
-        Err(Error::Unsupported { op: "from_raw", device: self.kind().name(), reason })
+    unsafe fn borrow(&self, _start: NonNull<u8>, _bytes: usize, _owner: Owner) -> Result<MemoryAt> {
+        Err(no_borrowing(self.kind().name()))
     }
     /// `offset + bytes.len()` is within the allocation.
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
@@ -79,6 +88,18 @@ pub(crate) trait Backend: Send + Sync {
     fn explain_attend(&self, call: &attend::Call) -> attend::Explanation;
 }
 
+/// The error of a device that uses no memory of other libraries.
+pub(crate) fn no_borrowing(device: &'static str) -> Error {
+    let reason = "tensors of other libraries can be used in place on the CPU and on CUDA only".to_string();
+    Error::Unsupported { op: "from_raw", device, reason }
+}
+
+/// The error of a pass that cannot be ordered with a stream.
+pub(crate) fn no_streams() -> Error {
+    let reason = "only passes of a CUDA device can be ordered with a stream".to_string();
+    Error::Unsupported { op: "order_with", device: "this device", reason }
+}
+
 fn no_peers(kind: DeviceKind) -> Error {
     let reason = "devices of this kind do not access each other's memory".to_string();
     Error::Unsupported { op: "group", device: kind.name(), reason }
@@ -88,6 +109,13 @@ fn no_peers(kind: DeviceKind) -> Error {
 /// them.
 pub(crate) trait Pass: Send {
     fn submit(&mut self, call: Call) -> Result<()>;
+    /// Orders the pass with a stream of another library.
+    ///
+    /// # Safety
+    /// The contract of [`Encoder::order_with`](crate::Encoder::order_with).
+    unsafe fn order_with(&mut self, _stream: ForeignStream) -> Result<()> {
+        Err(no_streams())
+    }
     /// Does the slow work that can fail, such as compiling kernels, before [`Pass::commit`].
     fn prepare(&mut self) -> Result<()> {
         Ok(())

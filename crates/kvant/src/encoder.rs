@@ -1,10 +1,10 @@
 //! Recording operations, and replaying them.
 
-use std::{ops::Range, sync::Arc};
+use std::{ffi::c_void, ops::Range, sync::Arc};
 
 use crate::{
     Device, Error, Result, Tensor,
-    backend::{Pass, Replay, Wait},
+    backend::{ForeignStream, Pass, Replay, Wait, no_streams},
     ops::{Call, check},
     step::StepPages,
 };
@@ -145,6 +145,37 @@ impl Encoder {
     /// The device of the encoder's tensors.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Orders this encoder's operations with a stream of another library, without blocking the host: they begin after
+    /// the work that the stream has at the commit, and later work in the stream begins after them. `stream` is a
+    /// `CUstream`; null is the default stream.
+    ///
+    /// ```no_run
+    /// # use kvant::{Device, Tensor, ops};
+    /// # fn run(device: &Device, stream: *mut std::ffi::c_void, x: &Tensor, out: &Tensor) -> kvant::Result<()> {
+    /// let mut enc = device.encoder()?;
+    /// // SAFETY: the stream is one of this GPU, and exists until the commit.
+    /// unsafe { enc.order_with(stream) }?;
+    /// ops::softcap(&mut enc, &ops::Softcap::new(x, 30., out))?;
+    /// enc.commit()?; // The stream's next kernel sees `out`.
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Safety
+    /// `stream` is a stream of the primary context of the encoder's GPU, and exists until the encoder is committed or
+    /// dropped.
+    ///
+    /// # Errors
+    /// `Unsupported` on devices other than CUDA, for an encoder of [`Encoder::capture`], and while the stream is
+    /// captured.
+    pub unsafe fn order_with(&mut self, stream: *mut c_void) -> Result<()> {
+        match &mut self.mode {
+            // SAFETY: the contract is passed on to the caller.
+            Mode::Run(pass) => unsafe { pass.order_with(ForeignStream(stream)) },
+            Mode::Capture(_) => Err(no_streams()),
+        }
     }
 
     /// Starts the recorded operations. On the CPU, they have finished when this returns.

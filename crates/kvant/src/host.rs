@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     Error, Result, Tensor,
-    backend::{Backend, Memory, Owner, Pass, Replay, Wait},
+    backend::{self, Backend, Memory, Owner, Pass, Replay, Wait},
     device::{DeviceKind, MemoryInfo},
     dtype::Element,
     group, host_memory,
@@ -201,8 +201,8 @@ impl<E: HostExecutor> Backend for Host<E> {
         Ok(Box::new(HostMemory::new(bytes, self.kind().name(), true)?))
     }
 
-    unsafe fn borrow(&self, start: NonNull<u8>, owner: Owner) -> Result<Box<dyn Memory>> {
-        Ok(Box::new(Borrowed { start, _owner: owner }))
+    unsafe fn borrow(&self, start: NonNull<u8>, _bytes: usize, owner: Owner) -> Result<backend::MemoryAt> {
+        Ok((Box::new(Borrowed { start, _owner: owner }), 0))
     }
 
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {

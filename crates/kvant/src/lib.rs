@@ -130,8 +130,8 @@ pub use encoder::{Encoder, Graph, Submission};
 pub use error::{Error, Result};
 pub use key_bias::{KeyBias, KeyTurns};
 pub use kv::{
-    CacheLayer, KvPool, PageKey, PageStore, PoolSpec, PoolUsage, PrefixCache, PrefixChange, PrefixPage, PrefixPlace,
-    Sequence, StateLayer, StepSize,
+    CacheLayer, Fetched, KvPool, PageKey, PageStore, PoolSpec, PoolUsage, Prefetched, PrefixCache, PrefixChange,
+    PrefixPage, PrefixPlace, Sequence, StateLayer, StepSize,
 };
 pub use layer::{HeadOrder, KvLayer, LayerSpec, Planes};
 pub use readback::Readback;

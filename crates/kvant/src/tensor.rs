@@ -108,7 +108,10 @@ impl Tensor {
     }
 
     /// Uses memory of another library in place, without a copy. `owner` keeps it alive, and is dropped with the last
-    /// tensor of this memory. On the CPU and the reference device.
+    /// tensor of this memory. On the CPU, the reference device, and CUDA, where `start` is an address of the device.
+    ///
+    /// On CUDA the owner's drop waits for passes and transfers that may use the memory, except for passes ordered with
+    /// a stream ([`Encoder::order_with`](crate::Encoder::order_with)).
     ///
     /// ```
     /// use kvant::{DType, Device, Tensor};
@@ -122,9 +125,10 @@ impl Tensor {
     ///
     /// # Safety
     /// - From `start` on, as many bytes as `shape` and `dtype` have are initialised, and stay valid until `owner` is
-    ///   dropped.
+    ///   dropped. On CUDA they are memory of this GPU, with the rest of the 16-byte unit of the last byte.
     /// - Nobody accesses these bytes during a transfer of the tensor or a pass that has recorded it; other threads may
-    ///   read them if neither writes.
+    ///   read them if neither writes. Work in a stream that is ordered with the pass is before or after it.
+    /// - On CUDA, if passes are ordered with a stream, memory that `owner` frees is reused in the order of this stream.
     /// - Tensors of overlapping memory are not arguments of one operation if it writes to one of them: overlaps are
     ///   not detected.
     ///
@@ -138,7 +142,7 @@ impl Tensor {
         start: NonNull<u8>,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Tensor> {
-        byte_count(shape, dtype)?;
+        let bytes = byte_count(shape, dtype)?;
         let shape = Shape::new(shape)?;
         let is_aligned = start.addr().get().is_multiple_of(dtype.size());
         check::value_is(
@@ -149,9 +153,9 @@ impl Tensor {
             format_args!("{start:?}"),
         )?;
         // SAFETY: the contract is passed on to the caller.
-        let memory = unsafe { device.backend().borrow(start, owner) }?;
+        let (memory, offset) = unsafe { device.backend().borrow(start, bytes, owner) }?;
         let storage = Arc::new(Storage { device: device.clone(), memory });
-        Ok(Tensor { storage, dtype, shape, offset: 0 })
+        Ok(Tensor { storage, dtype, shape, offset })
     }
 
     /// Uploads `data`, whose length must be the product of `shape`.
@@ -469,6 +473,50 @@ mod tests {
         assert!(matches!(raw(&device, start, &[1; 5], &owner), Err(Error::Shape { .. })));
         let group = Device::group(&[Device::cpu_with(crate::CpuOptions::default()).unwrap()]).unwrap();
         assert!(matches!(raw(&group, start, &[4], &owner), Err(Error::Unsupported { .. })));
+    }
+
+    /// A pass that has recorded the tensor keeps the owner until it has run, or is discarded.
+    #[test]
+    fn passes_keep_the_owners_of_memory() {
+        let device = Device::cpu();
+        let y = Tensor::zeros(&device, DType::F32, &[4]).unwrap();
+        for commits in [true, false] {
+            let owner = Arc::new(vec![1f32, 2.0, 3.0, 4.0].into_boxed_slice());
+            let mut enc = device.encoder().unwrap();
+            {
+                let start = NonNull::from(&owner[0]).cast::<u8>();
+                // SAFETY: the four numbers live as long as their owner, and only this test accesses them.
+                let x = unsafe { Tensor::from_raw(&device, DType::F32, &[4], start, Box::new(Arc::clone(&owner))) };
+                crate::ops::softcap(&mut enc, &crate::ops::Softcap::new(&x.unwrap(), 1e6, &y)).unwrap();
+            }
+            assert_eq!(Arc::strong_count(&owner), 2);
+            if commits {
+                enc.commit().unwrap().wait().unwrap();
+                assert!((y.to_vec::<f32>().unwrap()[3] - 4.0).abs() < 1e-3);
+            } else {
+                drop(enc);
+            }
+            assert_eq!(Arc::strong_count(&owner), 1);
+        }
+    }
+
+    /// Streams are CUDA's.
+    #[test]
+    fn passes_of_the_cpu_have_no_stream() {
+        let order = |enc: &mut crate::Encoder| {
+            // SAFETY: the devices have no streams.
+            let error = unsafe { enc.order_with(std::ptr::null_mut()) }.unwrap_err();
+            assert!(matches!(error, Error::Unsupported { op: "order_with", .. }), "{error}");
+        };
+        let group = Device::reference_group(2).unwrap();
+        for device in [Device::cpu(), Device::reference(), group] {
+            order(&mut device.encoder().unwrap());
+            let captured = crate::Encoder::capture(&device, |enc| {
+                order(enc);
+                Ok(())
+            });
+            captured.unwrap().replay().unwrap().wait().unwrap();
+        }
     }
 
     #[test]

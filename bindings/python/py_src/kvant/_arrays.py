@@ -11,6 +11,22 @@ def is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def gpu(array: Any) -> tuple[int, int] | None:
+    """The number of an array's GPU, and the stream that torch uses there now; None on the CPU."""
+    if not is_torch(array) or array.device.type == "cpu":
+        return None
+    torch = sys.modules["torch"]
+    if array.device.type != "cuda" or torch.version.cuda is None:
+        raise NotImplementedError(f"kvant uses tensors on the CPU and on NVIDIA GPUs in place, got {array.device}")
+    return array.device.index, torch.cuda.current_stream(array.device).cuda_stream
+
+
+def shared(array: Any) -> Any:
+    """The array for the extension module. A tensor becomes a capsule of DLPack: `Tensor.__dlpack__` is slower, and refuses
+    tensors of a GPU that is not torch's current one."""
+    return sys.modules["torch"].utils.dlpack.to_dlpack(array) if is_torch(array) else array
+
+
 def prepared(array: Any) -> Any:
     """The array, contiguous and writable, as DLPack requires it; a copy only if it is not. Other sequences become numpy
     arrays."""

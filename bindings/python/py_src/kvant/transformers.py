@@ -8,7 +8,8 @@ Importing this module registers the attention and the masks "kvant" there:
     model.generate(**inputs, cache=cache)  # `past_key_values=cache` in older versions
 
 Keys and values are in kvant's pages. `Cache.update` returns the new ones alone, tagged with their place; the attention
-function reads the pages. Models run on the CPU, in float32, float16 or bfloat16.
+function reads the pages. Models run on the CPU or on one NVIDIA GPU, in float32, float16 or bfloat16. On a GPU, tensors
+are used in place, in the order of torch's current stream.
 """
 
 import threading
@@ -26,12 +27,14 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from . import _kvant
+from . import _arrays, _kvant
 
 __all__ = ["KvantCache", "attention", "mask"]
 
 #: Tokens that assisted generation can remove from a layer with a window.
 _HELD = 128
+
+_shared = torch.utils.dlpack.to_dlpack
 
 #: Types of layers with keys and values that the cache stores.
 _ATTENTION = ("full_attention", "sliding_attention")
@@ -99,7 +102,9 @@ class KvantCache(Cache):
     `kv` is a cache type such as "tq4c", "f16:tq4" (keys:values) or "@FILE" (types per layer), a list of types, or a
     dictionary like the contents of such a file: `{"layers": ["tq8", ...]}`, with a type for each layer that has its own
     keys and values. `memory` is the maximum of bytes for pages of `page_tokens` positions; unless given, half of the
-    free memory. The system provides memory at its first use.
+    free memory. The CPU's system provides memory at its first use. A GPU provides all of it with the first keys, so that
+    less is taken if it suffices for four sequences of the model's maximum length; memory that torch holds without using
+    it counts as free.
     """
 
     def __init__(
@@ -114,17 +119,27 @@ class KvantCache(Cache):
         layers, self._shapes, self._stored = _layers(self, self._config)
         super().__init__(layers=layers)
         dtype = getattr(self._config, "dtype", None)
-        self._store = self._new_store(dtype if isinstance(dtype, torch.dtype) else torch.float32)
+        dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+        self._held = 0
+        # The device is known with the first keys.
+        self._store = self._new_store(dtype, torch.device("cpu"))
         self._forget()
 
-    def _new_store(self, dtype: torch.dtype) -> _kvant.Store:
-        self._dtype = dtype
-        name = str(dtype).removeprefix("torch.")
-        return _kvant.Store(self._shapes, self._kv, name, self._memory, self._page_tokens)
+    def _new_store(self, dtype: torch.dtype, device: torch.device) -> _kvant.Store:
+        name, gpu, idle = str(dtype).removeprefix("torch."), None, 0
+        if device.type == "cuda":
+            gpu, idle = device.index, torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        room = (getattr(self._config, "max_position_embeddings", None) or 1 << 17, max(idle, 0))
+        store = _kvant.Store(self._shapes, self._kv, name, self._memory, self._page_tokens, room, gpu)
+        store.hold(self._held)
+        self._dtype, self._device = dtype, device
+        return store
 
     def _forget(self) -> None:
         #: Tokens of each row so far, those of padding included, and which of them are real: [batch, slots].
         self._slots, self._is_real = 0, None
+        #: The real tokens of the latest pass, on the device; None if all are.
+        self._rows = None
 
     # Used by the attention function.
 
@@ -142,8 +157,11 @@ class KvantCache(Cache):
                     f"KvantCache: {name} of layer {layer} must have shape [batch, {heads}, tokens, {size}], "
                     f"got {list(states.shape)}"
                 )
-        if keys.dtype != self._dtype and self._slots == 0:
-            self._store = self._new_store(keys.dtype)
+        if (keys.dtype != self._dtype or keys.device != self._device) and self._slots == 0:
+            _check_device(keys)
+            self._store = self._new_store(keys.dtype, keys.device)
+        if keys.device != self._device:
+            raise ValueError(f"KvantCache: all layers must be on one device, got {self._device} and {keys.device}")
 
     def _begin(self, place: _Place, mask: torch.Tensor | None, batch: int) -> None:
         """Appends the tokens of a pass, with the first layer that runs in it."""
@@ -156,7 +174,9 @@ class KvantCache(Cache):
                 "every layer must see all tokens once; after an error, call reset()"
             )
         is_real = self._new_mask(mask, batch, tokens)
-        self._store.extend(is_real[:, self._slots :].sum(axis=1).tolist())
+        new = is_real[:, self._slots :]
+        self._store.extend(new.sum(axis=1).tolist())
+        self._rows = None if new.all() else torch.from_numpy(np.flatnonzero(new)).to(self._device)
         self._is_real, self._slots = is_real, self._slots + tokens
 
     def _new_mask(self, mask: torch.Tensor | None, batch: int, tokens: int) -> np.ndarray:
@@ -214,6 +234,7 @@ class KvantCache(Cache):
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
+        self._held = _HELD
         self._store.hold(_HELD)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -239,17 +260,18 @@ class KvantCache(Cache):
         return self._store.nbytes()
 
     def dequantized(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, `[batch, KV heads, tokens, size]` in float32. Tokens of padding, and those that a
+        """Keys and values of a layer, `[batch, KV heads, tokens, size]` in float32, on the cache's device. Tokens of padding, and those that a
         window has passed, are zeros."""
         if layer not in self._stored:
             raise ValueError(f"dequantized: `layer` must have its own keys and values, got {layer}")
         heads, size, _ = self._shapes[self._stored[layer]]
         rows = 0 if self._is_real is None else len(self._is_real)
-        both = tuple(torch.zeros(rows, heads, self._slots, size) for _ in range(2))
+        both = tuple(torch.zeros(rows, heads, self._slots, size, device=self._device) for _ in range(2))
         for row in range(rows):
-            slots = torch.from_numpy(np.flatnonzero(self._is_real[row]))
-            sides = tuple(torch.zeros(heads, len(slots), size) for _ in range(2))
-            first = self._store.read(self._stored[layer], row, *sides)
+            slots = torch.from_numpy(np.flatnonzero(self._is_real[row])).to(self._device)
+            sides = tuple(torch.zeros(heads, len(slots), size, device=self._device) for _ in range(2))
+            shared = map(_arrays.shared, sides)
+            first = self._store.read(self._stored[layer], row, *shared, _stream(self._device))
             for side, read in zip(both, sides):
                 side[row][:, slots[first:]] = read[:, first:]
         return both
@@ -341,19 +363,21 @@ def attention(
     _pending.place = None
     cache = place.cache
     cache._begin(place, padding, batch)
-    is_real = cache._is_real[:, -place.tokens :]
-    rows = None if is_real.all() else torch.from_numpy(np.flatnonzero(is_real))
-    pair = None if place.is_written else (_packed(key, rows), _packed(value, rows))
+    rows = cache._rows
+    pair = None if place.is_written else (_shared(_packed(key, rows)), _shared(_packed(value, rows)))
     selected = None
     if tokens != place.tokens:
         # Layers that share keys may run for the last tokens alone.
+        is_real = cache._is_real[:, -place.tokens :]
         numbers = (is_real.cumsum() - 1).reshape(is_real.shape)[:, -tokens:]
         is_real = is_real[:, -tokens:]
-        rows, selected = torch.from_numpy(np.flatnonzero(is_real)), numbers[is_real].tolist()
+        rows, selected = torch.from_numpy(np.flatnonzero(is_real)).to(query.device), numbers[is_real].tolist()
     queries = _packed(query, rows)
     out = torch.empty_like(queries)
+    sinks = None if sinks is None else _shared(sinks)
+    arrays, options = (_shared(queries), _shared(out)), (scaling, softcap, sinks, _stream(query.device))
     # The layer has the window.
-    cache._store.forward(cache._stored[place.layer], queries, out, pair, selected, scaling, softcap, sinks)
+    cache._store.forward(cache._stored[place.layer], *arrays, pair, selected, *options)
     place.is_written = True
     if rows is not None:
         all_rows = out.new_zeros(batch * tokens, heads, size)
@@ -369,10 +393,7 @@ def _packed(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def _check(module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> None:
-    if query.device.type != "cpu":
-        raise NotImplementedError(
-            f"kvant.transformers runs on the CPU, got tensors on {query.device}: use kvant.LLM for GPUs"
-        )
+    _check_device(query)
     if module.training and torch.is_grad_enabled() and query.requires_grad:
         raise NotImplementedError("kvant's attention has no gradient: call model.eval(), or use another attention")
     if dropout:
@@ -381,6 +402,17 @@ def _check(module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | No
         raise NotImplementedError("kvant's attention is causal; this layer's is not")
     if mask is not None and (mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1)):
         raise NotImplementedError(f"kvant's attention takes a mask of padding, [batch, tokens], got {list(mask.shape)}")
+
+
+def _check_device(states: torch.Tensor) -> None:
+    if states.device.type != "cpu" and (states.device.type != "cuda" or torch.version.cuda is None):
+        raise NotImplementedError(
+            f"kvant.transformers runs on the CPU and on NVIDIA GPUs, got tensors on {states.device}"
+        )
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _check_untagged(query: torch.Tensor, key: torch.Tensor) -> None:
@@ -404,7 +436,9 @@ def _attend_without_cache(queries, key, value, out, mask, options) -> None:
         q, k, v = (states[real].contiguous() for states in (q, k, v))
         result = torch.empty_like(q)
         if len(q):
-            _kvant.attend(kv, q, k, v, result, *options)
+            scale, softcap, window, sinks = options
+            arrays, sinks = map(_shared, (q, k, v, result)), None if sinks is None else _shared(sinks)
+            _kvant.attend(kv, *arrays, scale, softcap, window, sinks, _arrays.gpu(q))
         out[row * tokens : (row + 1) * tokens][real] = result
 
 

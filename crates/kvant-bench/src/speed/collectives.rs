@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use kvant::{
     DType, Device, Encoder, Result, Tensor,
-    ops::{self, AllGather, AllReduce},
+    ops::{self, AllGather, AllReduce, Residual, RmsNorm},
 };
 
 /// Collectives of a graph. Each depends on the previous one.
@@ -61,6 +61,31 @@ pub fn all_gathers(max_ranks: usize) -> Result<()> {
         let out = Tensor::zeros(&group, DType::F32, &[rows, columns * group.ranks()])?;
         let us = time(&group, |enc, _| ops::all_gather(enc, &AllGather::new(&x, &out)))?;
         println!("| [{rows}, {columns}] | {us:.2} | {:.1} |", x.bytes() as f64 / us / 1e3);
+    }
+    Ok(())
+}
+
+/// The end of half a block on a group: the sum of the ranks' outputs, the residual addition and the next norm, as one
+/// operation and as two.
+pub fn summed_norms(max_ranks: usize) -> Result<()> {
+    let group = gpus(max_ranks)?;
+    println!("| sum of {} ranks, residual, norm; bf16 | one operation, µs | two | ratio |", group.ranks());
+    println!("|---|---|---|---|");
+    for (rows, width) in [(1, 2816), (1, 5376), (1, 8192), (8, 5376), (8, 8192), (64, 5376), (64, 8192), (4096, 5376)] {
+        let new = |shape: &[usize]| Tensor::zeros(&group, DType::BF16, shape);
+        let [x, h, out] = [new(&[rows, width])?, new(&[rows, width])?, new(&[rows, width])?];
+        let weight = new(&[width])?;
+        let norm = |enc: &mut Encoder, sum_ranks| {
+            let residual = Residual::Before { residual: &h, sum: &h };
+            let args = RmsNorm::new(&x, 1e-6, &out).weight(Some(&weight)).residual(residual);
+            ops::rms_norm(enc, &args.sum_ranks(sum_ranks))
+        };
+        let one = time(&group, |enc, _| norm(enc, true))?;
+        let two = time(&group, |enc, _| {
+            ops::all_reduce(enc, &AllReduce::new(&x, &x))?;
+            norm(enc, false)
+        })?;
+        println!("| [{rows}, {width}] | {one:.2} | {two:.2} | {:.2} |", two / one);
     }
     Ok(())
 }

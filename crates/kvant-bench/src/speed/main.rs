@@ -40,6 +40,7 @@ tables (all but the last two if none is named):
   codec-writes    writes by codec, with and without page means
   all-reduces     sums of a group of NVIDIA GPUs
   all-gathers     concatenations of a group of NVIDIA GPUs
+  summed-norms    sums of a group of NVIDIA GPUs with the norm that follows
 
 options:
   --device KIND   cuda, metal or cpu [the default device]
@@ -69,8 +70,11 @@ const TABLES: [SpeedTable; 15] = [
     ("codec-writes", codecs::writes),
 ];
 
-const COLLECTIVES: [GroupTable; 2] =
-    [("all-reduces", collectives::all_reduces), ("all-gathers", collectives::all_gathers)];
+const COLLECTIVES: [GroupTable; 3] = [
+    ("all-reduces", collectives::all_reduces),
+    ("all-gathers", collectives::all_gathers),
+    ("summed-norms", collectives::summed_norms),
+];
 
 struct SpeedOptions {
     tables: Vec<String>,

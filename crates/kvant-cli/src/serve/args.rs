@@ -11,7 +11,7 @@ use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use kvant::Device;
 use kvant_engine::{EngineOptions, PageFiles};
 use kvant_models::{Config, Files, LoadOptions, PoolOptions, Pooling};
-use kvant_server::{ApiKeys, Server, ServerOptions, TransferOptions};
+use kvant_server::{ApiKeys, ServerOptions, TransferOptions, Transfers};
 
 use crate::{
     Result,
@@ -338,15 +338,15 @@ impl ServeArgs {
     }
 
     /// Starts the listener of `--kv-transfer`.
-    pub(super) fn start_transfers(&self, server: &Server) -> Result {
-        let Some((host, port)) = &self.kv_transfer else { return Ok(()) };
+    pub(super) fn start_transfers(&self) -> Result<Option<Transfers>> {
+        let Some((host, port)) = &self.kv_transfer else { return Ok(None) };
         let failed = |error| format!("--kv-transfer: cannot listen on {host}:{port}: {error}");
         let listener = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let options = self.kv_peer.iter().fold(TransferOptions::new(host), |options, peer| options.peer(peer));
-        server.transfer(listener, options).map_err(failed)?;
+        let transfers = Transfers::start(listener, options).map_err(failed)?;
         let _ = output::note(&format!("pages of prompts on {address}\n"));
-        Ok(())
+        Ok(Some(transfers))
     }
 
     /// Opens the directory of `--prefix-dir`.

@@ -43,6 +43,28 @@ impl Grammar {
     /// Whether this build supports grammars (feature `grammar`).
     pub const IS_SUPPORTED: bool = cfg!(feature = "grammar");
 
+    /// One of several texts.
+    ///
+    /// ```
+    /// use kvant_engine::Grammar;
+    /// let Grammar::Regex(regex) = Grammar::one_of(&["a.b", "c"]) else { unreachable!() };
+    /// assert_eq!(regex, r"a\x2eb|c");
+    /// ```
+    pub fn one_of<S: AsRef<str>>(texts: &[S]) -> Grammar {
+        let mut regex = String::new();
+        for (index, text) in texts.iter().enumerate() {
+            regex.push_str(if index == 0 { "" } else { "|" });
+            for c in text.as_ref().chars() {
+                match c.is_ascii() && !c.is_ascii_alphanumeric() {
+                    // Not `\*`: the limits of operators and brackets count such characters.
+                    true => regex.extend(['\\', 'x', hex(c as u32 >> 4), hex(c as u32 & 15)]),
+                    false => regex.push(c),
+                }
+            }
+        }
+        Grammar::Regex(regex)
+    }
+
     /// Checks the size and the nesting depth, without compiling.
     pub(super) fn check(&self) -> Result<(), String> {
         let (Grammar::JsonSchema(source) | Grammar::Regex(source) | Grammar::Lark(source)) = self else {
@@ -72,6 +94,10 @@ impl Grammar {
             _ => check_operators(operators(source)),
         }
     }
+}
+
+fn hex(digit: u32) -> char {
+    char::from_digit(digit, 16).unwrap_or('0')
 }
 
 /// The number of operators in a regular expression that make its automaton larger than its text.

@@ -13,6 +13,8 @@
 use kvant::PageKey;
 use sha2::{Digest, Sha256};
 
+use crate::hex;
+
 const MAGIC: &[u8; 8] = b"kvantpg1";
 const HEADER: usize = 8 + 32 + 32 + 4 + 8;
 const CHECKSUM: usize = 32;
@@ -74,22 +76,13 @@ pub fn read(name: &PageName, page: usize, mut file: Vec<u8>) -> Option<Vec<u8>> 
 impl PageName {
     /// The name of the page's file.
     pub fn file_name(&self) -> String {
-        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        format!("{}-{}-{}.page", hex(&self.identity), hex(&self.key), self.group)
+        format!("{}-{}-{}.page", hex::of(&self.identity), hex::of(&self.key), self.group)
     }
 
     /// The page with a file name. `None` for names of other files.
     pub fn parse(file_name: &str) -> Option<PageName> {
         let mut parts = file_name.strip_suffix(".page")?.split('-');
-        let mut hash = || {
-            let text = parts.next().filter(|text| text.len() == 64 && text.is_ascii())?;
-            let mut bytes = [0; 32];
-            for (byte, at) in bytes.iter_mut().zip((0..).step_by(2)) {
-                *byte = u8::from_str_radix(&text[at..at + 2], 16).ok()?;
-            }
-            Some(bytes)
-        };
-        let (identity, key) = (hash()?, hash()?);
+        let (identity, key) = (hex::parse(parts.next()?)?, hex::parse(parts.next()?)?);
         let name = PageName { identity, key, group: parts.next()?.parse().ok()? };
         // Other spellings of the same name, such as capitals, are other files.
         (name.file_name() == file_name).then_some(name)

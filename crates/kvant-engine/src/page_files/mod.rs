@@ -5,27 +5,33 @@
 //! if its bytes are exactly those of the page with its name. Other files are left alone.
 //!
 //! A thread writes, removes and touches files. A page is written to a temporary file, which is then renamed. Until
-//! then, the page is read from memory.
+//! then, the page is read from memory. Another thread reads pages (`reads.rs`), so that the engine need not wait.
 
 mod format;
 mod index;
+mod reads;
 
 use std::{
+    fmt,
     fs::{self, File, OpenOptions},
     io::{self, Read, Write},
     path::{Path, PathBuf},
-    sync::{Arc, Condvar, Mutex, MutexGuard},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+    },
     thread::{self, JoinHandle},
     time::{Duration, Instant, SystemTime},
 };
 
 use flume::{Receiver, Sender};
-use kvant::{PageKey, PageStore};
+use kvant::{Fetched, PageKey, PageStore};
 
 use crate::lock::lock;
 use format::PageName;
 pub(crate) use format::hash;
 use index::Index;
+use reads::{ReadWork, Reads, Taken};
 
 /// Maximum bytes of pages that wait to be written.
 const MAX_UNWRITTEN: usize = 64 << 20;
@@ -75,7 +81,10 @@ struct OpenDirectory {
     shared: Arc<PageDirectory>,
     /// `None` once the handle is dropped.
     work: Option<Sender<FileWork>>,
-    thread: Option<JoinHandle<()>>,
+    reads: Option<Sender<ReadWork>>,
+    threads: Vec<JoinHandle<()>>,
+    /// Number of stores so far.
+    stores: AtomicU64,
     /// Locked until it is closed.
     _lock: File,
 }
@@ -87,6 +96,10 @@ struct PageDirectory {
     index: Mutex<Index>,
     /// Signals that a page was written.
     written: Condvar,
+    reads: Mutex<Reads>,
+    /// A delay of each read, for tests.
+    #[cfg(any(test, feature = "internals"))]
+    delay: Mutex<Duration>,
 }
 
 /// The work of the thread, in order.
@@ -122,15 +135,33 @@ impl PageFiles {
         let mut index = find_pages(directory).map_err(failed(directory))?;
         let removed = index.shrink(max_bytes);
         let index = Mutex::new(index);
-        let shared =
-            PageDirectory { directory: directory.to_path_buf(), limit: max_bytes, index, written: Condvar::new() };
-        let (shared, (work, received)) = (Arc::new(shared), flume::unbounded());
-        let thread = {
-            let shared = Arc::clone(&shared);
-            let started = thread::Builder::new().name("kvant-pages".to_string()).spawn(move || shared.run(&received));
-            started.map_err(failed(directory))?
+        let shared = Arc::new(PageDirectory {
+            directory: directory.to_path_buf(),
+            limit: max_bytes,
+            index,
+            written: Condvar::new(),
+            reads: Mutex::default(),
+            #[cfg(any(test, feature = "internals"))]
+            delay: Mutex::default(),
+        });
+        let ((work, received), (reads, requested)) = (flume::unbounded(), flume::unbounded());
+        let start = |name: &str, run: Box<dyn FnOnce() + Send>| {
+            thread::Builder::new().name(name.to_string()).spawn(run).map_err(failed(directory))
         };
-        let files = PageFiles(Arc::new(OpenDirectory { shared, work: Some(work), thread: Some(thread), _lock: file }));
+        let (writer, reader) = (Arc::clone(&shared), Arc::clone(&shared));
+        let threads = vec![
+            start("kvant-pages", Box::new(move || writer.run(&received)))?,
+            start("kvant-page-reads", Box::new(move || reader.read_requested(&requested)))?,
+        ];
+        let open = OpenDirectory {
+            shared,
+            work: Some(work),
+            reads: Some(reads),
+            threads,
+            stores: AtomicU64::new(0),
+            _lock: file,
+        };
+        let files = PageFiles(Arc::new(open));
         removed.into_iter().for_each(|name| files.0.send(FileWork::Remove(name)));
         Ok(files)
     }
@@ -160,7 +191,14 @@ impl PageFiles {
     /// The store of the pages with an identity, which has several parts: everything that keys and values depend on. An
     /// engine with [`EngineOptions::page_files`](crate::EngineOptions::page_files) makes it.
     pub fn store(&self, identity: &[&[u8]]) -> PageFileStore {
-        PageFileStore { files: self.clone(), identity: format::hash(identity) }
+        let number = self.0.stores.fetch_add(1, Ordering::Relaxed);
+        PageFileStore { files: self.clone(), number, identity: format::hash(identity), wake: Arc::new(|| {}) }
+    }
+
+    /// Delays each read by the reading thread.
+    #[cfg(any(test, feature = "internals"))]
+    pub(crate) fn delay_reads(&self, delay: Duration) {
+        *lock(&self.0.shared.delay) = delay;
     }
 
     /// Waits until the thread has done all work.
@@ -183,8 +221,8 @@ impl OpenDirectory {
 
 impl Drop for OpenDirectory {
     fn drop(&mut self) {
-        self.work = None;
-        if let Some(thread) = self.thread.take() {
+        (self.work, self.reads) = (None, None);
+        for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
     }
@@ -256,6 +294,17 @@ impl PageDirectory {
         }
     }
 
+    /// Reads requested pages until all senders are dropped.
+    fn read_requested(&self, requested: &Receiver<ReadWork>) {
+        for ReadWork { key, bytes, wake } in requested {
+            #[cfg(any(test, feature = "internals"))]
+            thread::sleep(*lock(&self.delay));
+            let page = self.read_file(&key.1, bytes);
+            lock(&self.reads).end(&key, page);
+            wake();
+        }
+    }
+
     fn path(&self, name: &PageName) -> PathBuf {
         self.directory.join(name.file_name())
     }
@@ -313,13 +362,38 @@ impl PageDirectory {
 }
 
 /// The pages of one identity in a directory of [`PageFiles`].
-#[derive(Debug)]
 pub struct PageFileStore {
     files: PageFiles,
+    /// Differs between the stores of a directory.
+    number: u64,
     identity: [u8; 32],
+    /// Called when a page was read in the background.
+    wake: Arc<dyn Fn() + Send + Sync>,
+}
+
+impl fmt::Debug for PageFileStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("PageFileStore").field(&self.files).finish()
+    }
 }
 
 impl PageFileStore {
+    /// Sets a function that is called when [`PageStore::fetch`] can return a further page.
+    #[must_use]
+    pub fn on_read(self, wake: impl Fn() + Send + Sync + 'static) -> Self {
+        PageFileStore { wake: Arc::new(wake), ..self }
+    }
+
+    /// Forgets a page that cannot be read.
+    fn forget_damaged(&self, name: PageName) {
+        // A page may have been removed while it was read.
+        if self.index().remove(&name) {
+            let directory = &self.files.0.shared.directory;
+            tracing::warn!(directory = %directory.display(), "a stored page is damaged, and is computed again");
+            self.files.0.send(FileWork::Remove(name));
+        }
+    }
+
     fn index(&self) -> MutexGuard<'_, Index> {
         lock(&self.files.0.shared.index)
     }
@@ -356,12 +430,40 @@ impl PageStore for PageFileStore {
         drop(index);
         let page = self.files.0.shared.read_file(&name, bytes);
         if page.is_none() {
-            let directory = &self.files.0.shared.directory;
-            tracing::warn!(directory = %directory.display(), "a stored page is damaged, and is computed again");
-            self.index().remove(&name);
-            self.files.0.send(FileWork::Remove(name));
+            self.forget_damaged(name);
         }
         page
+    }
+
+    fn fetch(&mut self, key: &PageKey, group: usize, bytes: usize) -> Fetched {
+        let (name, directory) = (self.name(key, group), &self.files.0);
+        let key = (self.number, name);
+        let taken = lock(&directory.shared.reads).take(&key);
+        match taken {
+            Taken::Reading => return Fetched::Reading,
+            Taken::Done(Some(page)) => return Fetched::Page(page),
+            Taken::Done(None) => {
+                self.forget_damaged(name);
+                return Fetched::Missing;
+            }
+            Taken::Unknown => {}
+        }
+        let (unwritten, is_stored) = {
+            let index = self.index();
+            (index.unwritten_page(&name), index.has(&name))
+        };
+        match unwritten {
+            Some(page) if page.len() == bytes => return Fetched::Page(page.to_vec()),
+            None if is_stored => {}
+            _ => return Fetched::Missing,
+        }
+        if lock(&directory.shared.reads).begin(key, bytes)
+            && let Some(reads) = &directory.reads
+        {
+            // The thread ends only after the sender.
+            let _ = reads.send(ReadWork { key, bytes, wake: Arc::clone(&self.wake) });
+        }
+        Fetched::Reading
     }
 
     fn has_room(&self) -> bool {

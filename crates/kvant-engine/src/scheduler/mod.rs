@@ -12,7 +12,7 @@
 //!   overtake long ones.
 //! - **Admission**: a request starts if fewer than the maximum number of requests run, and the pages of its known
 //!   tokens fit in addition to the pages reserved by running requests. It waits while another request computes a shared
-//!   prefix.
+//!   prefix, and while pages of its prefix are read from files.
 //! - **Preemption**: when pages run out, the last request in the order releases its pages and waits again. The prefix
 //!   cache keeps them until the memory is needed. The first request is never preempted.
 //!
@@ -284,8 +284,11 @@ impl<S: Storage> Scheduler<S> {
         self.waiting.remove(&key).or_else(|| self.parked.remove(&key))
     }
 
-    /// Keeps the prefixes that earlier steps have computed, and recomputes the reserved memory.
-    fn keep_prefixes(&mut self) -> Result<(), StorageError> {
+    /// Keeps the prefixes that earlier steps have computed, and recomputes the reserved memory. A step begins with it.
+    ///
+    /// # Errors
+    /// The storage failed.
+    pub fn keep_prefixes(&mut self) -> Result<(), StorageError> {
         let page = self.storage.page_tokens();
         self.committed = 0;
         for task in &mut self.running {
@@ -364,6 +367,9 @@ impl<S: Storage> Scheduler<S> {
             if task.pending > 0 || is_long {
                 continue;
             }
+            if self.awaits_pages(key)? {
+                continue;
+            }
             let sequence = self.find(key)?;
             let found = self.storage.len(&sequence);
             if self.computes_prefix_of(&self.waiting[&key], found) {
@@ -379,6 +385,18 @@ impl<S: Storage> Scheduler<S> {
             partial += usize::from(self.index(&key).is_ok_and(|index| count < self.running[index].remaining()));
         }
         Ok(admitted)
+    }
+
+    /// Whether pages of a waiting request's prefix are being read.
+    fn awaits_pages(&mut self, key: QueueKey) -> Result<bool, StorageError> {
+        let Some(task) = self.waiting.get_mut(&key) else { return Ok(false) };
+        // Pages that were evicted before the request could start are not read again and again.
+        let (Some(salt), true) = (&task.salt, task.may_find() && task.prefetched < task.tokens.len()) else {
+            return Ok(false);
+        };
+        let (pages, is_reading) = self.storage.prefetch(salt, &task.tokens[..task.tokens.len() - 1])?;
+        task.prefetched += pages;
+        Ok(is_reading)
     }
 
     /// Looks up the prefix of a waiting request in the cache.

@@ -1,6 +1,6 @@
 //! Implements the scheduler's storage with a [`KvPool`].
 
-use kvant::{KvPool, PrefixCache, Sequence, Step};
+use kvant::{KvPool, Prefetched, PrefixCache, Sequence, Step};
 use kvant_models::BatchDecoder;
 
 use super::{Storage, StorageError};
@@ -75,6 +75,14 @@ impl Storage for PoolStorage {
             true => Ok(PrefixCache::new(&self.pool, salt).find(tokens)?),
             false => Ok(self.pool.sequence()),
         }
+    }
+
+    fn prefetch(&mut self, salt: &[u8], tokens: &[u32]) -> Result<(usize, bool), StorageError> {
+        let fetched = match self.keeps_prefixes {
+            true => PrefixCache::new(&self.pool, salt).prefetch(tokens)?,
+            false => Prefetched::default(),
+        };
+        Ok((fetched.pages, fetched.is_reading))
     }
 
     fn stops(&mut self, salt: &[u8], tokens: &[u32]) -> Vec<usize> {

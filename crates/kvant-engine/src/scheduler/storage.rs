@@ -19,6 +19,16 @@ pub trait Storage {
     /// A failure, which ends the engine.
     fn find(&mut self, salt: &[u8], tokens: &[u32]) -> Result<Self::Sequence, StorageError>;
 
+    /// Prepares [`Storage::find`], which then need not wait for files. Returns the number of pages that came to the
+    /// device, and whether others are still being read. By default there are no files.
+    ///
+    /// # Errors
+    /// A failure, which ends the engine.
+    fn prefetch(&mut self, salt: &[u8], tokens: &[u32]) -> Result<(usize, bool), StorageError> {
+        let _ = (salt, tokens);
+        Ok((0, false))
+    }
+
     /// The positions where steps that compute `tokens` should end, in increasing order, without the end of `tokens`. A
     /// sequence with recurrent states can be continued only where a step has ended. None by default.
     fn stops(&mut self, salt: &[u8], tokens: &[u32]) -> Vec<usize> {

@@ -45,6 +45,8 @@ pub(super) struct Task<S> {
     pub scored: usize,
     /// Tokens found in the cache when the request first ran.
     pub cached: Option<usize>,
+    /// Pages of its prefix that came from files.
+    pub prefetched: usize,
     /// Tokens planned for the current step.
     pub planned: usize,
     /// The positions where a step ends, in increasing order.
@@ -74,6 +76,7 @@ impl<S> Task<S> {
             wanted: new.wanted,
             scored: 0,
             cached: None,
+            prefetched: 0,
             planned: 0,
             stops: Vec::new(),
         }

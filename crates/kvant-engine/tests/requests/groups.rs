@@ -31,6 +31,7 @@ fn crowd(engine: &Engine) -> Vec<EngineRequest> {
 fn check(ranks: usize, options: EngineOptions) -> Engine {
     let group = group_engine(ranks, options);
     let plain = engine(self::options());
+    assert_eq!((group.ranks(), plain.ranks()), (ranks, 1));
     assert_eq!(texts(&group, crowd(&group)), texts(&plain, crowd(&plain)));
     group
 }

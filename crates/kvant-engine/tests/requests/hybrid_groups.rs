@@ -11,7 +11,8 @@ use kvant_engine::{Engine, EngineOptions, EngineRequest, Event, Failure, Respons
 use kvant_models::{CacheDivision, LoadOptions, Model, Tokenizer};
 
 fn model(family: &str, cache_division: CacheDivision) -> Model {
-    let rank = |_| Device::cpu_with(CpuOptions { threads: Some(1), ..CpuOptions::default() }).unwrap();
+    let rank =
+        |_| Device::cpu_with(CpuOptions { threads: Some(1), batch_invariant: true, ..CpuOptions::default() }).unwrap();
     let group = Device::group(&(0..2).map(rank).collect::<Vec<_>>()).unwrap();
     Model::load_with(&golden(family), &group, &LoadOptions { cache_division, ..LoadOptions::default() }).unwrap()
 }
@@ -79,6 +80,29 @@ fn turns_and_branches_continue_on_every_rank() {
             assert_eq!(ids, alone(model, &prompt, 5), "{case}: branch {seed}");
         }
     });
+}
+
+/// Too little memory for all requests: each rank computes their pages and states again, or fetches them from the host.
+#[test]
+fn preempted_requests_go_on() {
+    for host in [0, 64 << 20] {
+        for_each(
+            || options().sequences(6),
+            |case, model, engine| {
+                let memory = engine.stats().pages_bytes / 4;
+                drop(engine);
+                let few = start(model, options().sequences(6).memory(memory).host_memory(host));
+                let prompts: Vec<Vec<u32>> = (0..6).map(|seed| text(seed, 40)).collect();
+                let all: Vec<_> = prompts.iter().map(|prompt| submit(&few, prompt, 60)).collect();
+                for (prompt, responses) in prompts.iter().zip(all) {
+                    assert_eq!(collect(responses).0, alone(model, prompt, 60), "{case}, host {host}");
+                }
+                let stats = few.stats();
+                println!("{case}, host {host}: {} preemptions, {} bytes there", stats.preemptions, stats.host_used);
+                assert!(stats.preemptions > 0, "{case}, host {host}: {stats:?}");
+            },
+        );
+    }
 }
 
 /// All requests end with the error of a rank that fails while others have its states.

@@ -3,7 +3,7 @@
 use std::{fs, path::PathBuf, time::Duration};
 
 use kvant::Codec;
-use kvant_engine::{EngineOptions, EngineRequest, PageFiles};
+use kvant_engine::{EngineOptions, EngineRequest, Event, PageFiles, internals};
 
 use crate::common::{batch_invariant_engine, collect};
 
@@ -130,4 +130,22 @@ fn engines_share_a_directory() {
     let (got, cached) = ids(&second);
     assert_eq!(got, want);
     assert!(cached > 0);
+}
+
+/// While the pages of a request's prefix are read, other requests go on.
+#[test]
+fn steps_do_not_wait_for_files() {
+    let scratch = Scratch::new("background");
+    let cold = run(&scratch, options(Codec::F16), &[prompt(0)]);
+    let files = PageFiles::open(&scratch.0, 1 << 30).unwrap();
+    // Nine pages.
+    internals::delay_reads(&files, Duration::from_millis(100));
+    let engine = batch_invariant_engine(options(Codec::F16).page_files(files.clone()));
+    let other = engine.submit(EngineRequest::new(vec![5; 20]).max_tokens(60)).unwrap();
+    let stored = engine.submit(EngineRequest::new(prompt(0)).max_tokens(12)).unwrap();
+    let counted = std::thread::spawn(move || other.take_while(|event| !matches!(event, Event::Finished(_))).count());
+    let (ids, _, finished) = collect(stored);
+    assert_eq!((ids, finished.usage.cached_tokens), (cold[0].0.clone(), 144));
+    assert!(finished.usage.generated_tokens == 12 && engine.stats().finished_length == 2, "{:?}", engine.stats());
+    assert_eq!(counted.join().unwrap(), 60);
 }

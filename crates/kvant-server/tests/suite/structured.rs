@@ -94,6 +94,11 @@ async fn any_json_and_other_languages() {
     }
     let (text, reason) = complete(json!({"structured_outputs": {"regex": "v[0-9]\\.[0-9]"}})).await;
     assert!(text.starts_with('v') && text.len() == 4 && reason == "stop", "{text}");
+    // Many choices, and characters that are operators in grammars.
+    let more = (0..6000).map(|n| format!("{n}?("));
+    let many: Vec<String> = more.chain(["? (*[+{~&/\n\\é".to_string()]).collect();
+    let (text, _) = complete(json!({"structured_outputs": {"choice": many}})).await;
+    assert!(many.contains(&text), "{text}");
     let (text, _) = complete(json!({"structured_outputs": {"choice": ["yes", "no \"never\""]}})).await;
     assert!(["yes", "no \"never\""].contains(&text.as_str()), "{text}");
     let (text, _) =

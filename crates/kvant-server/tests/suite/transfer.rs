@@ -7,13 +7,14 @@ use std::{
 };
 
 use kvant::Codec;
-use kvant_server::TransferOptions;
+use kvant_server::{TransferOptions, Transfers};
 
 use super::*;
 
 /// A worker with an engine of its own, whose logits depend on the text alone.
 struct Worker {
     router: Router,
+    engine: Engine,
     port: u16,
     // Serves transfers while it exists.
     _server: Server,
@@ -28,11 +29,11 @@ fn worker(options: EngineOptions, transfer: TransferOptions) -> Worker {
     let model = Model::load(Path::new(MODEL), &Device::cpu_with(device).unwrap()).unwrap();
     let engine = Engine::start(model, Arc::new(Tokenizer::load(Path::new(MODEL)).unwrap()), options).unwrap();
     let template = ChatTemplate::new(TEMPLATE, [("bos_token", "<bos>")].into_iter().collect()).unwrap();
-    let server = Server::new(engine, Some(template), ServerOptions::new(NAME));
+    let server = Server::new(engine.clone(), Some(template), ServerOptions::new(NAME));
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    server.transfer(listener, transfer).unwrap();
-    Worker { router: server.router(), port, _server: server }
+    server.transfer(Transfers::start(listener, transfer).unwrap());
+    Worker { router: server.router(), engine, port, _server: server }
 }
 
 fn transfer() -> TransferOptions {
@@ -99,6 +100,76 @@ async fn streams_continue_a_prompt() {
     let chunks = post(second.router.clone(), PATHS[0], and(body(PATHS[0], 5), more)).await.chunks();
     let usage = &chunks.last().unwrap()["usage"];
     assert!(usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() > 0, "{usage}");
+}
+
+/// A stream offers the pages in its first event.
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_offer_a_prompt() {
+    let [first, second] = [0; 2].map(|_| worker(options(Codec::F16), transfer()));
+    for path in PATHS {
+        let more = json!({"kv_transfer_params": {"do_remote_decode": true}, "stream": true});
+        let chunks = post(first.router.clone(), path, and(body(path, 1), more)).await.chunks();
+        let params = chunks[0]["kv_transfer_params"].clone();
+        assert!(chunks[1..].iter().all(|chunk| chunk["kv_transfer_params"].is_null()));
+        let pages = params["remote_block_ids"].as_array().unwrap().len() as u64;
+        assert_eq!(decode(&second, path, &params).await.1, 16 * pages, "{path}");
+    }
+}
+
+/// A prompt without a full page, and a token that is invalid or in use: nothing is offered, and the answer says so.
+#[tokio::test(flavor = "multi_thread")]
+async fn there_may_be_nothing_to_offer() {
+    let first = worker(options(Codec::F16), transfer());
+    let token = "5c".repeat(32);
+    let asked = |token: Value| json!({"do_remote_decode": true, "remote_token": token});
+    let long = json!({"prompt": "A vector ".repeat(40), "max_tokens": 1});
+    for (body, token, is_offered) in [
+        (json!({"prompt": "A", "max_tokens": 1}), Value::Null, false),
+        (long.clone(), json!("short"), false),
+        (long.clone(), json!(token), true),
+        (long, json!(token), false),
+    ] {
+        let body = and(body, json!({"kv_transfer_params": asked(token.clone())}));
+        let params = post(first.router.clone(), PATHS[0], body).await.ok()["kv_transfer_params"].clone();
+        assert_eq!(params["do_remote_prefill"], is_offered, "{token}: {params}");
+    }
+}
+
+/// A client chooses the token and calls both workers at once: pages travel while the prompt is computed.
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_travel_while_the_prompt_is_computed() {
+    let path = PATHS[0];
+    let slow = || options(Codec::F16).step_tokens(20);
+    let [first, second] = [0; 2].map(|_| worker(slow(), transfer()));
+    let long = json!({"prompt": "A vector is a contiguous growable array. ".repeat(60), "temperature": 0});
+    let with = |more: Value| and(long.clone(), more);
+    let token = "c4".repeat(32);
+    let source = json!({"do_remote_prefill": true, "remote_host": "127.0.0.1", "remote_port": first.port,
+        "remote_token": token});
+    let decoding = with(json!({"max_tokens": 20, "kv_transfer_params": source}));
+    let decoding = tokio::spawn(post(second.router.clone(), path, decoding));
+    // The receiver waits for the offer.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let prefill = json!({"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": true, "remote_token": token}});
+    let prefill = tokio::spawn(post(first.router.clone(), path, with(prefill)));
+    let mut early = 0;
+    while !prefill.is_finished() {
+        let pages = second.engine.stats().pages_used;
+        if first.engine.stats().running == 1 {
+            early = early.max(pages);
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let prefilled = prefill.await.unwrap().ok();
+    assert_eq!(prefilled["kv_transfer_params"]["remote_token"], token);
+    let answer = decoding.await.unwrap().ok();
+    let alone = worker(slow(), transfer());
+    let want = post(alone.router, path, with(json!({"max_tokens": 20}))).await.ok();
+    assert_eq!(answer["choices"], want["choices"]);
+    let tokens = prefilled["usage"]["prompt_tokens"].as_u64().unwrap();
+    let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    assert_eq!(cached, (tokens - 1) / 16 * 16);
+    assert!(early > 5, "{early} pages arrived before the prompt was computed");
 }
 
 /// Whatever is wrong with an offer, the answer is that of one worker.
@@ -202,7 +273,7 @@ async fn strangers_get_nothing() {
     let first = worker(options(Codec::F16), transfer());
     let params = prefill(&first, path).await;
     for bytes in
-        [&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], &[0; 200], b"kvantkv1", &[&b"kvantkv1"[..], &[0; 96]].concat()]
+        [&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], &[0; 200], b"kvantkv2", &[&b"kvantkv2"[..], &[0; 96]].concat()]
     {
         let mut stream = TcpStream::connect(("127.0.0.1", first.port)).unwrap();
         stream.write_all(bytes).unwrap();

@@ -1,11 +1,11 @@
 //! A device made of an executor and the kernels of a backend.
 
-use std::{cell::RefCell, sync::Arc};
+use std::{cell::RefCell, ptr::NonNull, sync::Arc};
 
 use super::launch::{Launch, Scratch};
 use crate::{
     Device, DeviceKind, Error, KernelReport, MemoryInfo, Result,
-    backend::{Backend, Memory, Pass, Replay, Transfer, Wait},
+    backend::{self, Backend, ForeignStream, Memory, MemoryAt, Owner, Pass, Replay, Transfer, Wait},
     ops::{Call, attend},
 };
 
@@ -52,6 +52,13 @@ pub trait Executor: Send + Sync + 'static {
     }
     /// Allocates memory, zeroed or uninitialised.
     fn allocate(&self, bytes: usize, zeroed: bool) -> Result<Box<dyn Memory>>;
+    /// `bytes` bytes from the device's address `start` on, which somebody else owns.
+    ///
+    /// # Safety
+    /// The contract of [`Tensor::from_raw`](crate::Tensor::from_raw).
+    unsafe fn borrow(&self, _start: NonNull<u8>, _bytes: usize, _owner: Owner) -> Result<MemoryAt> {
+        Err(backend::no_borrowing("gpu"))
+    }
     /// Waits for committed work that uses the bytes, then writes. `offset + bytes.len()` is within the allocation.
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()>;
     /// Waits for committed work that uses the bytes, then reads. `offset + out.len()` is within the allocation.
@@ -96,6 +103,13 @@ fn no_peers() -> Error {
 pub trait LaunchPass: Send {
     /// Adds a launch, which sees the writes of earlier ones.
     fn launch(&mut self, launch: Launch) -> Result<()>;
+    /// Orders the pass with a stream of another library.
+    ///
+    /// # Safety
+    /// The contract of [`Encoder::order_with`](crate::Encoder::order_with).
+    unsafe fn order_with(&mut self, _stream: ForeignStream) -> Result<()> {
+        Err(backend::no_streams())
+    }
     /// Does the slow work that can fail, such as compiling kernels, before [`LaunchPass::commit`].
     fn prepare(&mut self) -> Result<()> {
         Ok(())
@@ -297,6 +311,11 @@ impl<E: Executor> Backend for Gpu<E> {
         self.executor.allocate(bytes, true)
     }
 
+    unsafe fn borrow(&self, start: NonNull<u8>, bytes: usize, owner: Owner) -> Result<MemoryAt> {
+        // SAFETY: the contract is passed on to the caller.
+        unsafe { self.executor.borrow(start, bytes, owner) }
+    }
+
     fn upload(&self, memory: &dyn Memory, offset: usize, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() { Ok(()) } else { self.executor.upload(memory, offset, bytes) }
     }
@@ -367,6 +386,11 @@ struct GpuPass<E> {
 impl<E: Executor> Pass for GpuPass<E> {
     fn submit(&mut self, call: Call) -> Result<()> {
         self.gpu.launches(&call, &mut self.pad)?.into_iter().try_for_each(|launch| self.pass.launch(launch))
+    }
+
+    unsafe fn order_with(&mut self, stream: ForeignStream) -> Result<()> {
+        // SAFETY: the contract is passed on to the caller.
+        unsafe { self.pass.order_with(stream) }
     }
 
     fn prepare(&mut self) -> Result<()> {

@@ -56,7 +56,7 @@ pub(crate) use launch::{Scratch, dtype_code};
 pub(crate) use params::{Params, params};
 pub(crate) use vectors::{aligned4, rows_aligned4};
 
-pub use crate::backend::{Memory, Replay, Transfer, Wait};
+pub use crate::backend::{ForeignStream, Memory, MemoryAt, Owner, Replay, Transfer, Wait};
 
 /// Threads that run in step and exchange values: a SIMD-group of Metal, a warp of CUDA.
 pub(crate) const LANES: usize = 32;

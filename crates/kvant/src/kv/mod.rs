@@ -37,5 +37,5 @@ pub use prefix::PrefixCache;
 pub use prefix_watch::{PrefixChange, PrefixPlace};
 pub use sequence::Sequence;
 pub use spec::{CacheLayer, PoolSpec, StateLayer, StepSize};
-pub use store::{PageKey, PageStore};
+pub use store::{Fetched, PageKey, PageStore, Prefetched};
 pub use transfer::PrefixPage;

@@ -9,7 +9,8 @@ use super::{
     layout::{PageKind, PoolLayout},
     pages::Page,
     pool::{KvPool, PoolState},
-    prefix::{Node, PagePlace, Prefixes},
+    prefix::{Node, PagePlace, PrefixCache, Prefixes},
+    transfer::PrefixPage,
 };
 use crate::Result;
 
@@ -41,6 +42,12 @@ pub trait PageStore: Send {
     /// The page of a layer group, which has `bytes` bytes. `None` if it is missing or damaged; `has` is false then.
     fn read(&mut self, key: &PageKey, group: usize, bytes: usize) -> Option<Vec<u8>>;
 
+    /// Like [`PageStore::read`], but may read the page in the background, until a later call returns it. The pool calls
+    /// it before `read` ([`PrefixCache::prefetch`](crate::PrefixCache::prefetch)). By default it reads.
+    fn fetch(&mut self, key: &PageKey, group: usize, bytes: usize) -> Fetched {
+        self.read(key, group, bytes).map_or(Fetched::Missing, Fetched::Page)
+    }
+
     /// Whether [`PageStore::write`] would not wait.
     fn has_room(&self) -> bool;
 
@@ -53,6 +60,27 @@ pub trait PageStore: Send {
 
     /// Removes the pages of all salts.
     fn clear(&mut self);
+}
+
+/// The result of [`PageStore::fetch`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fetched {
+    /// The page. The store need not keep it in memory.
+    Page(Vec<u8>),
+    /// The page is being read, or will be.
+    Reading,
+    /// The page is missing or damaged; `has` is false now.
+    Missing,
+}
+
+/// The result of [`PrefixCache::prefetch`](crate::PrefixCache::prefetch).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Prefetched {
+    /// Pages that came to the device.
+    pub pages: usize,
+    /// Whether the store still reads pages.
+    pub is_reading: bool,
 }
 
 /// The store of a pool's prefixes, and the pages that it does not have yet.
@@ -130,7 +158,72 @@ impl KvPool {
     }
 }
 
+impl PrefixCache {
+    /// Copies those pages of the longest kept prefix of `tokens` to the device that the pool's
+    /// [store](KvPool::set_page_store) has read, and lets it read the others in the background. When the result has
+    /// `is_reading` false, [`PrefixCache::find`] need not wait for the store, unless pages are evicted meanwhile.
+    ///
+    /// # Errors
+    /// `DeviceFault`.
+    pub fn prefetch(&self, tokens: &[u32]) -> Result<Prefetched> {
+        let mut state = self.pool.lock();
+        if state.prefixes.stored.store.is_none() {
+            return Ok(Prefetched::default());
+        }
+        let path = state.prefixes.path(self.pool.layout(), &self.salt, tokens);
+        state.prefixes.pin(&path, true);
+        let mut held = Vec::new();
+        let fetched = state.fetch_pages(&self.pool, &path, &mut held);
+        held.into_iter().for_each(|page| {
+            state.pages.release(page);
+        });
+        state.prefixes.pin(&path, false);
+        fetched
+    }
+}
+
 impl PoolState {
+    /// Brings the pages of a path from the store to the device. Holds these and those that are there already: held
+    /// pages are not evicted to make room for the others.
+    fn fetch_pages(&mut self, pool: &KvPool, path: &[usize], held: &mut Vec<Page>) -> Result<Prefetched> {
+        let (layout, mut fetched) = (pool.layout(), Prefetched::default());
+        // Each round but the last one finds a page missing.
+        for _ in 0..=path.len() * layout.groups.len() {
+            let depth = self.prefixes.continuable(path, layout, true);
+            let mut numbers = self.prefixes.needed_pages(&path[..depth], layout);
+            numbers.sort_unstable();
+            let mut is_missing = false;
+            for (index, group) in numbers {
+                let size = pool.saved_page_bytes(group);
+                let page = match self.prefixes.nodes[path[index]].pages[group] {
+                    PagePlace::Host(_) => continue,
+                    PagePlace::Device(_) => PrefixPage::new(index, group, Vec::new()),
+                    PagePlace::Nowhere => match self.prefixes.fetch_stored(path[index], group, size) {
+                        Fetched::Page(bytes) => PrefixPage::new(index, group, bytes),
+                        Fetched::Reading => {
+                            fetched.is_reading = true;
+                            continue;
+                        }
+                        Fetched::Missing => {
+                            is_missing = true;
+                            break;
+                        }
+                    },
+                };
+                fetched.pages += usize::from(!page.bytes.is_empty());
+                match self.keep_page(pool, path, &page)? {
+                    Some(page) => held.push(page),
+                    // A lookup decides what fits.
+                    None => return Ok(Prefetched { is_reading: false, ..fetched }),
+                }
+            }
+            if !is_missing {
+                break;
+            }
+        }
+        Ok(fetched)
+    }
+
     /// Stores a page that is on the device, unless nobody is likely to read it. Returns whether it did.
     fn store_page(&mut self, pool: &KvPool, node: usize, group: usize) -> bool {
         let PoolState { prefixes, .. } = self;
@@ -229,6 +322,12 @@ impl Prefixes {
     pub fn read_stored(&mut self, node: usize, group: usize, bytes: usize) -> Option<Vec<u8>> {
         let key = &self.nodes[node].key;
         self.stored.store.as_mut()?.read(key, group, bytes)
+    }
+
+    /// Fetches a page from the store.
+    fn fetch_stored(&mut self, node: usize, group: usize, bytes: usize) -> Fetched {
+        let key = &self.nodes[node].key;
+        self.stored.store.as_mut().map_or(Fetched::Missing, |store| store.fetch(key, group, bytes))
     }
 
     /// Extends the path that matches the beginning of `tokens` by nodes for pages that only the store has.

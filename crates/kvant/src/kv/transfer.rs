@@ -1,9 +1,10 @@
 //! Prefixes that move between pools, page by page: to another process or machine.
 
 use super::{
+    layout::{LayerGroup, PageKind, PoolLayout},
     pages::Page,
     pool::{KvPool, NAME, PoolState},
-    prefix::{NeededPages, PagePlace, PrefixCache},
+    prefix::{NeededPages, PagePlace, PrefixCache, Prefixes},
     store::host_memory,
 };
 use crate::{Error, Result, ops::check};
@@ -43,17 +44,33 @@ impl KvPool {
 
 impl PrefixCache {
     /// Copies pages of the longest kept prefix of `tokens`: of all pages that a sequence needs to continue it, those
-    /// from number `first` on, with at most `max_bytes` bytes together, but at least one. Empty if there are no more.
+    /// with an index of at least `from[group]` (0 if absent), with at most `max_bytes` bytes together, but at least
+    /// one. Pages are in the order of their indices. Empty if there are no more.
+    ///
+    /// `may_grow`: a request still computes `tokens`. Only pages that the whole of `tokens` needs are copied, without
+    /// dense pages of layers that seal pages and without states: these are known at the end.
     ///
     /// The prefix may change between two calls. [`PrefixCache::import_pages`] accepts any pages.
     ///
     /// # Errors
     /// `DeviceFault`.
-    pub fn export_pages(&self, tokens: &[u32], first: usize, max_bytes: usize) -> Result<Vec<PrefixPage>> {
+    pub fn export_pages(
+        &self,
+        tokens: &[u32],
+        from: &[usize],
+        may_grow: bool,
+        max_bytes: usize,
+    ) -> Result<Vec<PrefixPage>> {
         let mut state = self.pool.lock();
-        let path = state.prefixes.path(self.pool.layout(), &self.salt, tokens);
+        let layout = self.pool.layout();
+        let path = state.prefixes.path(layout, &self.salt, tokens);
         state.prefixes.pin(&path, true);
-        let pages = state.copy_pages(&self.pool, &path, first, max_bytes);
+        let mut numbers = match may_grow {
+            true => state.prefixes.lasting_pages(&path, layout, tokens.len()),
+            false => state.prefixes.needed_pages(&path[..state.prefixes.continuable(&path, layout, true)], layout),
+        };
+        numbers.retain(|&(index, group)| index >= from.get(group).copied().unwrap_or(0));
+        let pages = state.copy_pages(&self.pool, &path, numbers, max_bytes);
         state.prefixes.pin(&path, false);
         pages
     }
@@ -89,22 +106,51 @@ impl PrefixCache {
     }
 }
 
+impl Prefixes {
+    /// Index and group of all pages that a sequence needs to continue after a path that can be continued.
+    pub(super) fn needed_pages(&self, path: &[usize], layout: &PoolLayout) -> Vec<(usize, usize)> {
+        let groups = (0..layout.groups.len()).filter(|_| !path.is_empty());
+        let of_group = |group: usize| {
+            let needed = self.needed(path, layout, group, true)?;
+            let NeededPages { kept, pages } = needed;
+            Some(kept.then_some(0).into_iter().chain(pages).map(move |index| (index, group)))
+        };
+        groups.filter_map(of_group).flatten().collect()
+    }
+
+    /// Index and group of the pages of a path that a prefix of `len` tokens will need, whatever follows the path.
+    fn lasting_pages(&self, path: &[usize], layout: &PoolLayout, len: usize) -> Vec<(usize, usize)> {
+        let whole = len / layout.page_tokens * layout.page_tokens;
+        let of_group = |(group, of): (usize, &LayerGroup)| {
+            let seen = of.oldest_seen(whole) / layout.page_tokens;
+            let first = match of.kind {
+                PageKind::Plain => seen,
+                PageKind::Sealed => seen.max(1),
+                PageKind::Dense | PageKind::State { .. } => path.len(),
+            };
+            let is_there = move |&index: &usize| match self.nodes[path[index]].pages[group] {
+                PagePlace::Nowhere => self.is_stored(path[index], group),
+                _ => true,
+            };
+            (first..path.len()).take_while(is_there).map(move |index| (index, group))
+        };
+        layout.groups.iter().enumerate().flat_map(of_group).collect()
+    }
+}
+
 impl PoolState {
-    fn copy_pages(&mut self, pool: &KvPool, path: &[usize], first: usize, max_bytes: usize) -> Result<Vec<PrefixPage>> {
-        let layout = pool.layout();
-        let path = &path[..self.prefixes.continuable(path, layout, true)];
-        let mut numbers = Vec::new();
-        for group in 0..layout.groups.len() {
-            if let (false, Some(NeededPages { kept, pages })) =
-                (path.is_empty(), self.prefixes.needed(path, layout, group, true))
-            {
-                numbers.extend(kept.then_some(0).into_iter().chain(pages).map(|index| (index, group)));
-            }
-        }
+    /// Copies pages of a path, by index and group.
+    fn copy_pages(
+        &mut self,
+        pool: &KvPool,
+        path: &[usize],
+        mut numbers: Vec<(usize, usize)>,
+        max_bytes: usize,
+    ) -> Result<Vec<PrefixPage>> {
         // The receiver can use the first pages of all groups without the last ones.
         numbers.sort_unstable();
         let (mut pages, mut total) = (Vec::new(), 0usize);
-        for (index, group) in numbers.into_iter().skip(first) {
+        for (index, group) in numbers {
             total = total.saturating_add(pool.saved_page_bytes(group));
             if total > max_bytes && !pages.is_empty() {
                 break;
@@ -131,7 +177,7 @@ impl PoolState {
     }
 
     /// Keeps a page at a node of a path, and holds it once more. Returns `None` if the pool has no room.
-    fn keep_page(&mut self, pool: &KvPool, path: &[usize], page: &PrefixPage) -> Result<Option<Page>> {
+    pub(super) fn keep_page(&mut self, pool: &KvPool, path: &[usize], page: &PrefixPage) -> Result<Option<Page>> {
         let &PrefixPage { index, group, ref bytes } = page;
         if let PagePlace::Device(page) = self.prefixes.nodes[path[index]].pages[group] {
             self.pages.hold(page);

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use kvant::Sequence;
+use kvant::{
+    CacheLayer, Sequence, Tensor,
+    ops::{self, KvWrite},
+};
 use kvant_models::{AttentionSpec, BatchDecoder, Decoder, Logits, Model, PoolOptions, Sampling};
 
 use super::{
@@ -13,6 +16,8 @@ use crate::{args::Kv, memory, output, result::Result};
 
 /// Steps of a batch before its sequences are truncated to their first length.
 pub const BATCH_STEPS: usize = 64;
+/// Maximum tokens that are computed before decoding. Keys and values of further ones are zero.
+const MAX_COMPUTED: usize = 1 << 17;
 /// Maximum warm runs of a prompt.
 const MAX_PROMPTS: usize = 100;
 
@@ -56,9 +61,11 @@ impl Parts<'_> {
         }
         let mut sequence = self.model.new_pool(&options)?.sequence();
         let mut ids = Ids(2);
-        if past > 0 {
-            self.model.feed(&mut sequence, &ids.take(self.model, past), Logits::Last)?;
+        let computed = if has_states { past } else { past.min(MAX_COMPUTED) };
+        if computed > 0 {
+            self.model.feed(&mut sequence, &ids.take(self.model, computed), Logits::Last)?;
         }
+        self.append_zeros(&mut sequence, past)?;
         let mut decoder = Decoder::new(self.model, &mut sequence, sampling.clone())?;
         let mut step = |_| {
             decoder.next(&[ids.next(self.model)])?;
@@ -79,6 +86,30 @@ impl Parts<'_> {
             bytes: Some(bytes),
             ..line
         })
+    }
+
+    /// Appends tokens with keys and values of zero: the time of a step depends on their number alone, and a prompt of a
+    /// million tokens takes minutes.
+    fn append_zeros(&self, sequence: &mut Sequence, len: usize) -> Result<()> {
+        let (pool, pass_tokens) = (sequence.pool().clone(), self.model.pass_tokens());
+        let zeros = |layer: &CacheLayer| {
+            let shape = [pass_tokens, layer.kv_heads, layer.head_dim];
+            Ok(Tensor::zeros(self.model.device(), self.model.activations(), &shape)?)
+        };
+        let zeros: Vec<Tensor> = match sequence.len() < len {
+            true => pool.spec().layers.iter().map(zeros).collect::<Result<_>>()?,
+            false => Vec::new(),
+        };
+        while sequence.len() < len {
+            let count = (len - sequence.len()).min(pass_tokens);
+            let step = pool.step(&mut [(&mut *sequence, count)])?;
+            let mut enc = self.model.device().encoder()?;
+            for (index, zeros) in zeros.iter().enumerate() {
+                ops::kv_write(&mut enc, &KvWrite::new(zeros, zeros, &step, pool.layer(index)?))?;
+            }
+            enc.commit()?.wait()?;
+        }
+        Ok(())
     }
 
     /// Decodes tokens of many sequences together. Each has its own pages.
@@ -151,7 +182,8 @@ impl Parts<'_> {
         let read = |(block, attention): (usize, &AttentionSpec)| {
             let layer = &own[index(attention.source().unwrap_or(block))];
             let vector = layer.k.bytes_per_vector(layer.head_dim) + layer.v.bytes_per_vector(layer.head_dim);
-            context.min(attention.window.unwrap_or(usize::MAX)) * attention.kv_heads * vector
+            let positions = context.min(attention.window.unwrap_or(usize::MAX));
+            positions.div_ceil(attention.position_ranks) * attention.kv_heads * vector
         };
         let blocks = decoder.blocks.iter().enumerate();
         Ok(blocks.filter_map(|(l, block)| Some((l, block.attention()?))).map(read).sum())

@@ -9,6 +9,7 @@ use std::{
 use cudarc::driver::sys::{self as cu, CUresult};
 
 use super::{
+    foreign::Borrow,
     libraries,
     locked::{CudaDownload, LockedPool},
 };
@@ -270,7 +271,7 @@ impl CudaDevice {
             first => first,
         };
         match address {
-            Ok(address) => Ok(CudaMemory { address, bytes, host: None, gpu: self.clone() }),
+            Ok(address) => Ok(CudaMemory { address, bytes, host: None, borrow: None, gpu: self.clone() }),
             Err(failure) if failure.is_out_of_memory() => Err(self.out_of_memory(bytes)),
             Err(failure) => Err(fault(failure)),
         }
@@ -289,14 +290,7 @@ impl CudaDevice {
 
     /// An event after all work enqueued in the stream.
     pub(super) fn event(self: &Arc<Self>) -> Result<CudaEvent, DriverError> {
-        let _entered = self.enter()?;
-        let mut event = null_mut();
-        // SAFETY: `event` is what the function fills.
-        unsafe { driver!(cuEventCreate(&mut event, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) }?;
-        let event = CudaEvent { event, gpu: self.clone() };
-        // SAFETY: both are alive and of the same context.
-        unsafe { driver!(cuEventRecord(event.event, self.stream)) }?;
-        Ok(event)
+        CudaEvent::after(self, self.stream)
     }
 }
 
@@ -332,9 +326,9 @@ impl Drop for ContextGuard {
     }
 }
 
-/// A point in the order of the stream.
+/// A point in the order of a stream.
 pub(super) struct CudaEvent {
-    event: cu::CUevent,
+    pub event: cu::CUevent,
     gpu: Arc<CudaDevice>,
 }
 
@@ -342,6 +336,18 @@ pub(super) struct CudaEvent {
 unsafe impl Send for CudaEvent {}
 
 impl CudaEvent {
+    /// An event after all work enqueued in a stream of the device's context.
+    pub(super) fn after(gpu: &Arc<CudaDevice>, stream: cu::CUstream) -> Result<CudaEvent, DriverError> {
+        let _entered = gpu.enter()?;
+        let mut event = null_mut();
+        // SAFETY: `event` is what the function fills.
+        unsafe { driver!(cuEventCreate(&mut event, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) }?;
+        let event = CudaEvent { event, gpu: gpu.clone() };
+        // SAFETY: both are alive and of the same context.
+        unsafe { driver!(cuEventRecord(event.event, stream)) }?;
+        Ok(event)
+    }
+
     pub(super) fn wait(&self) -> Result<(), DriverError> {
         let _entered = self.gpu.enter()?;
         // SAFETY: the event is alive.
@@ -375,6 +381,8 @@ pub(super) struct CudaMemory {
     pub bytes: usize,
     /// The host's address of the memory, if it is host memory. Host memory is never freed.
     pub host: Option<NonNull<u8>>,
+    /// Present if another library owns it.
+    pub borrow: Option<Borrow>,
     pub gpu: Arc<CudaDevice>,
 }
 
@@ -395,6 +403,7 @@ impl CudaMemory {
     /// Panics if the range exceeds the allocation.
     pub(super) fn upload(&self, offset: usize, bytes: &[u8]) -> Result<(), DriverError> {
         let to = self.at(offset, bytes.len());
+        self.used_in_stream();
         let _entered = self.gpu.enter()?;
         if bytes.len() <= MAX_STAGED
             && let Some(staged) = self.gpu.locked.take(bytes.len())
@@ -439,6 +448,7 @@ impl CudaMemory {
     /// Panics if the range exceeds the allocation.
     pub(super) fn start_download(&self, offset: usize, bytes: usize) -> Result<Option<CudaDownload>, DriverError> {
         let from = self.at(offset, bytes);
+        self.used_in_stream();
         let _entered = self.gpu.enter()?;
         let Some(memory) = self.gpu.locked.take(bytes) else { return Ok(None) };
         let _turn = self.gpu.turn();
@@ -457,6 +467,10 @@ impl CudaMemory {
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
+        if let Some(borrow) = &self.borrow {
+            borrow.wait(&self.gpu);
+            return;
+        }
         if self.host.is_some() {
             return;
         }

@@ -24,10 +24,16 @@ impl LockedPool {
     /// [`LockedPool::give`] returns it, also while a copy still runs. The device's context must be current.
     pub(super) fn take(&self, bytes: usize) -> Option<LockedMemory> {
         let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |memory: &LockedMemory| memory.bytes >= bytes && memory.is_done();
-        let fitting = free.iter().enumerate().filter(|(_, memory)| fits(memory));
-        if let Some((index, _)) = fitting.min_by_key(|(_, memory)| memory.bytes) {
-            return Some(free.swap_remove(index));
+        // Blocks return in the order of the stream, so only the first of each size is queried: loaders of many threads
+        // wait for this lock.
+        let mut min_bytes = bytes;
+        loop {
+            let fitting = free.iter().enumerate().filter(|(_, memory)| memory.bytes >= min_bytes);
+            let Some((index, memory)) = fitting.min_by_key(|(_, memory)| memory.bytes) else { break };
+            if memory.is_done() {
+                return Some(free.remove(index));
+            }
+            min_bytes = memory.bytes.saturating_add(1);
         }
         if free.len() >= MAX_LOCKED {
             return None;

@@ -26,6 +26,7 @@ mod branches;
 pub(super) mod compile;
 mod cublaslt;
 mod driver;
+mod foreign;
 mod kernel_cache;
 pub(super) mod libraries;
 mod locked;
@@ -37,6 +38,7 @@ use compile::{CompileTarget, KernelProgram};
 use cublaslt::{CublasLt, CublasLtPlan};
 pub(super) use driver::count;
 use driver::{CudaDevice, CudaEvent, CudaFunction, CudaGraph, CudaMemory, SideStream, driver, fault};
+use foreign::OrderedStream;
 use kernel_cache::KernelCache;
 use locked::CudaDownload;
 use running::RunningKernels;
@@ -45,7 +47,10 @@ use crate::{
     Error, Result,
     cuda::{MAX_CLUSTER, headers},
     device::MemoryInfo,
-    gpu::{self, Constant, Executor, Launch, LaunchPass, Limits, Replay, Source, Transfer, Wait},
+    gpu::{
+        self, Constant, Executor, ForeignStream, Launch, LaunchPass, Limits, MemoryAt, Owner, Replay, Source, Transfer,
+        Wait,
+    },
 };
 
 /// Maximum arguments of a kernel.
@@ -440,6 +445,11 @@ impl Executor for CudaExecutor {
         Ok(Box::new(self.launcher.gpu.allocate_host(bytes).map_err(fault)?))
     }
 
+    unsafe fn borrow(&self, start: NonNull<u8>, bytes: usize, owner: Owner) -> Result<MemoryAt> {
+        let (memory, offset) = self.launcher.gpu.borrow(start, bytes, owner);
+        Ok((Box::new(memory), offset))
+    }
+
     fn upload(&self, memory: &dyn gpu::Memory, offset: usize, bytes: &[u8]) -> Result<()> {
         memory_of(memory).upload(offset, bytes).map_err(fault)
     }
@@ -459,7 +469,8 @@ impl Executor for CudaExecutor {
     }
 
     fn begin(&self) -> Result<Box<dyn LaunchPass>> {
-        Ok(Box::new(CudaPass { launcher: self.launcher.clone(), launches: Vec::new(), prepared: Vec::new() }))
+        let launcher = self.launcher.clone();
+        Ok(Box::new(CudaPass { launcher, launches: Vec::new(), prepared: Vec::new(), ordered_with: None }))
     }
 
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
@@ -468,6 +479,7 @@ impl Executor for CudaExecutor {
         let launches = launcher.prepare_all(launches)?;
         let side = SideStream::new(&launcher.gpu).map_err(fault)?;
         let graph = CudaGraph::capture(&launcher.gpu, |stream| launcher.capture_all(&launches, stream, &side))?;
+        used_in_stream(&launches);
         let launches = launches.into_iter().map(|(launch, _)| launch).collect();
         Ok(Box::new(CudaReplay { graph: Mutex::new(graph), gpu: launcher.gpu.clone(), _launches: launches }))
     }
@@ -478,6 +490,13 @@ struct CudaPass {
     launcher: Arc<Launcher>,
     launches: Vec<Launch>,
     prepared: Vec<(Launch, Runner)>,
+    ordered_with: Option<OrderedStream>,
+}
+
+/// Marks the memory of launches for whose end no other stream waits.
+fn used_in_stream(launches: &[(Launch, Runner)]) {
+    let bindings = launches.iter().flat_map(|(launch, _)| &launch.bindings);
+    bindings.for_each(|binding| memory_of(binding.memory()).used_in_stream());
 }
 
 impl LaunchPass for CudaPass {
@@ -492,13 +511,31 @@ impl LaunchPass for CudaPass {
         Ok(())
     }
 
+    unsafe fn order_with(&mut self, stream: ForeignStream) -> Result<()> {
+        // SAFETY: the caller keeps the stream until the commit.
+        self.ordered_with = Some(unsafe { OrderedStream::new(&self.launcher.gpu, stream) }?);
+        Ok(())
+    }
+
     fn commit(mut self: Box<Self>) -> Result<Box<dyn Wait>> {
         self.prepare()?;
-        let CudaPass { launcher, prepared, .. } = *self;
-        let _entered = launcher.gpu.enter().map_err(fault)?;
-        let _turn = launcher.gpu.turn();
-        launcher.enqueue_all(&prepared, RunningKernels::default(), launcher.gpu.stream)?;
-        Ok(Box::new(launcher.gpu.event().map_err(fault)?))
+        let CudaPass { launcher, prepared, ordered_with, .. } = *self;
+        let gpu = &launcher.gpu;
+        let _entered = gpu.enter().map_err(fault)?;
+        let _turn = gpu.turn();
+        match &ordered_with {
+            Some(stream) => stream.before(gpu).map_err(fault)?,
+            None => used_in_stream(&prepared),
+        }
+        let enqueued = launcher.enqueue_all(&prepared, RunningKernels::default(), gpu.stream);
+        // Also after a failure: kernels before it may run.
+        let done =
+            gpu.event().and_then(|done| ordered_with.map_or(Ok(()), |stream| stream.after(&done)).map(|()| done));
+        if done.is_err() {
+            used_in_stream(&prepared);
+        }
+        enqueued?;
+        Ok(Box::new(done.map_err(fault)?))
     }
 }
 

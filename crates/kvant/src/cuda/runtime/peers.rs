@@ -53,6 +53,6 @@ impl CudaDevice {
             host.cast::<u8>().write_bytes(0, bytes.max(1));
             driver!(cuMemHostGetDevicePointer_v2(&mut address, host, 0))?;
         }
-        Ok(CudaMemory { address, bytes, host: NonNull::new(host.cast()), gpu: self.clone() })
+        Ok(CudaMemory { address, bytes, host: NonNull::new(host.cast()), borrow: None, gpu: self.clone() })
     }
 }

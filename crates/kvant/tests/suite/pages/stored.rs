@@ -11,8 +11,8 @@ use super::{
 };
 use crate::common::{Rng, devices};
 use kvant::{
-    CacheLayer, Codec, DType, Device, DeviceKind, Error, KvPool, PageKey, PageStore, PoolSpec, PrefixCache, PrefixPage,
-    Sequence, StateLayer,
+    CacheLayer, Codec, DType, Device, DeviceKind, Error, Fetched, KvPool, PageKey, PageStore, PoolSpec, PrefixCache,
+    PrefixPage, Sequence, StateLayer,
 };
 
 const PAGE: usize = 16;
@@ -28,6 +28,10 @@ struct Pages {
     damaged: HashSet<(PageKey, usize)>,
     /// The pages that were marked as used last.
     touched: Vec<(PageKey, usize)>,
+    /// Pages that are read in the background: the second fetch returns them. `None` to read at once.
+    fetched: Option<HashSet<(PageKey, usize)>>,
+    /// Number of reads that a lookup waited for.
+    waits: usize,
 }
 
 impl Shelf {
@@ -70,10 +74,22 @@ impl PageStore for Shelf {
 
     fn read(&mut self, key: &PageKey, group: usize, bytes: usize) -> Option<Vec<u8>> {
         let pages = &mut *self.0.lock().unwrap();
+        pages.waits += 1;
         if pages.damaged.remove(&(*key, group)) {
             pages.pages.remove(&(*key, group));
         }
         pages.pages.get(&(*key, group)).filter(|page| page.len() == bytes).cloned()
+    }
+
+    fn fetch(&mut self, key: &PageKey, group: usize, bytes: usize) -> Fetched {
+        if let Some(fetched) = &mut self.0.lock().unwrap().fetched
+            && fetched.insert((*key, group))
+        {
+            return Fetched::Reading;
+        }
+        let read = self.read(key, group, bytes).map_or(Fetched::Missing, Fetched::Page);
+        self.0.lock().unwrap().waits -= 1;
+        read
     }
 
     fn has_room(&self) -> bool {
@@ -297,15 +313,24 @@ fn page_formats_differ() {
 
 /// Copies a prefix from one pool to another, in parts of at most `max_bytes` bytes.
 fn transfer(from: &PrefixCache, to: &PrefixCache, tokens: &[u32], max_bytes: usize) -> usize {
-    let mut first = 0;
+    let (mut next, mut count) = (Vec::new(), 0);
     loop {
-        let pages = from.export_pages(tokens, first, max_bytes).unwrap();
+        let pages = from.export_pages(tokens, &next, false, max_bytes).unwrap();
         if pages.is_empty() {
-            return first;
+            return count;
         }
+        after(&mut next, &pages);
         assert!(pages.len() == 1 || pages.iter().map(|page| page.bytes.len()).sum::<usize>() <= max_bytes);
         assert_eq!(to.import_pages(tokens, &pages).unwrap(), pages.len());
-        first += pages.len();
+        count += pages.len();
+    }
+}
+
+/// Sets the indices after exported pages, by group.
+fn after(next: &mut Vec<usize>, pages: &[PrefixPage]) {
+    for page in pages {
+        next.resize(next.len().max(page.group + 1), 0);
+        next[page.group] = page.index + 1;
     }
 }
 
@@ -338,6 +363,80 @@ fn prefixes_move_to_another_pool() {
             assert_eq!(to.usage().used, 0);
         }
     }
+}
+
+/// Pages move while their prompt is computed. At its end few are left: those of the last step, of windows, and of the
+/// dense ends of layers that seal pages.
+#[test]
+fn a_prefix_moves_while_it_grows() {
+    let device = Device::cpu();
+    for codec in [Codec::F32, Codec::tq_centred(4)] {
+        let (len, step) = (260, 2 * PAGE);
+        let full = CacheLayer::new(1, DIM, codec);
+        let spec = PoolSpec::new(vec![full.window(Some(WINDOW)), full], 0).page_tokens(PAGE);
+        let spec = spec.room_for(3, len + 2, len).unwrap();
+        let (tokens, whole) = (prompt(0, len + 1), (len - 1) / PAGE * PAGE);
+        let [(from, source), (to, target)] = [0, 1]
+            .map(|_| KvPool::new(&device, &spec).unwrap())
+            .map(|pool| (pool.clone(), PrefixCache::new(&pool, b"")));
+        let (mut sequence, mut next, mut early) = (from.sequence(), Vec::new(), 0);
+        for end in (step..=whole).step_by(step) {
+            feed(&from, &mut sequence, &tokens[..end]);
+            source.keep(&sequence, &tokens[..end]).unwrap();
+            let pages = source.export_pages(&tokens[..len - 1], &next, true, usize::MAX).unwrap();
+            after(&mut next, &pages);
+            early += pages.len();
+            assert_eq!(target.import_pages(&tokens[..len - 1], &pages).unwrap(), pages.len());
+        }
+        assert!(early >= (whole - step) / PAGE - 2, "{codec}: {early} pages");
+        let pages = source.export_pages(&tokens[..len - 1], &next, false, usize::MAX).unwrap();
+        assert!(pages.len() <= WINDOW.div_ceil(PAGE) + 6, "{codec}: {} pages", pages.len());
+        target.import_pages(&tokens[..len - 1], &pages).unwrap();
+        let mut found = target.find(&tokens[..len - 1]).unwrap();
+        assert_eq!(found.len(), whole, "{codec}");
+        let want = feed(&from, &mut sequence, &tokens[..len]);
+        assert!(feed(&to, &mut found, &tokens[..len]) == want, "{codec}");
+    }
+}
+
+/// A lookup after a prefetch reads nothing, also if a page is damaged.
+#[test]
+fn a_lookup_need_not_wait_for_the_store() {
+    let spec = PoolSpec::new(two_layers(), 0).page_tokens(PAGE).room_for(3, 200, 200).unwrap();
+    let (shelf, tokens) = (Shelf::default(), prompt(0, 161));
+    let (first, kept) = pool(&Device::cpu(), &spec, &shelf);
+    let mut sequence = first.sequence();
+    for end in [80, 160] {
+        feed(&first, &mut sequence, &tokens[..end]);
+        kept.keep(&sequence, &tokens[..end]).unwrap();
+    }
+    first.store_all_pages();
+    for is_damaged in [false, true] {
+        shelf.0.lock().unwrap().fetched = Some(HashSet::new());
+        let (second, cache) = pool(&Device::cpu(), &spec, &shelf);
+        let fetched = cache.prefetch(&tokens[..160]).unwrap();
+        assert_eq!((fetched.pages, fetched.is_reading, second.usage().used), (0, true, 0));
+        if is_damaged {
+            shelf.damage(&mut Rng::new(1), 8);
+            assert!(!shelf.0.lock().unwrap().damaged.is_empty());
+        }
+        let mut pages = 0;
+        loop {
+            let fetched = cache.prefetch(&tokens[..160]).unwrap();
+            pages += fetched.pages;
+            if !fetched.is_reading {
+                break;
+            }
+        }
+        shelf.0.lock().unwrap().waits = 0;
+        let found = cache.find(&tokens[..160]).unwrap();
+        assert_eq!(shelf.0.lock().unwrap().waits, 0, "damaged: {is_damaged}");
+        assert_eq!(found.len() == 160, !is_damaged);
+        assert!(pages >= found.len() / PAGE && second.usage().used > 0, "{pages} pages");
+    }
+    // Without a store there is nothing to wait for.
+    let plain = KvPool::new(&Device::cpu(), &spec).unwrap();
+    assert!(!PrefixCache::new(&plain, b"").prefetch(&tokens).unwrap().is_reading);
 }
 
 /// States move with the pages where they can be continued.

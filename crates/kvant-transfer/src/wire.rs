@@ -2,10 +2,11 @@
 //!
 //! | who | bytes |
 //! |---|---|
-//! | receiver | `kvantkv1`, token, format of the pages, hash of the prompt: 8 + 3 · 32 bytes |
+//! | receiver | `kvantkv2`, token, format of the pages, hash of the prompt: 8 + 3 · 32 bytes |
 //! | sender | one byte: 0 if pages follow, otherwise a [`Refusal`] |
 //! | sender | for each page: index (u32), layer group (u32), length (u64), the page, checksum (32 bytes) |
-//! | sender | index 2³² − 1, number of pages (u32), 0 (u64), checksum |
+//! | sender | index 2³² − 2, number of pages so far (u32), 0 (u64), checksum: the prompt is still being computed |
+//! | sender | index 2³² − 1, number of pages (u32), 0 (u64), checksum: the end |
 //!
 //! Numbers are little-endian. A checksum is SHA-256 of the token and the frame before it, so that a frame of another
 //! transfer is not accepted.
@@ -15,9 +16,11 @@ use std::io::{self, Read, Write};
 use kvant_engine::PrefixPage;
 use sha2::{Digest, Sha256};
 
-const MAGIC: &[u8; 8] = b"kvantkv1";
+const MAGIC: &[u8; 8] = b"kvantkv2";
 /// The index of the last frame.
 const END: u32 = u32::MAX;
+/// The index of a frame without a page.
+const WAITING: u32 = u32::MAX - 1;
 const FRAME: usize = 16;
 const CHECKSUM: usize = 32;
 
@@ -63,7 +66,7 @@ impl Refusal {
 
 /// The first bytes of a receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Greeting {
+pub struct Greeting {
     pub token: [u8; 32],
     pub format: [u8; 32],
     pub prompt: [u8; 32],
@@ -90,7 +93,7 @@ impl Greeting {
 }
 
 /// Writes the answer to a greeting.
-pub(super) fn write_answer(to: &mut impl Write, refusal: Option<Refusal>) -> io::Result<()> {
+pub fn write_answer(to: &mut impl Write, refusal: Option<Refusal>) -> io::Result<()> {
     to.write_all(&[refusal.map_or(0, Refusal::byte)])
 }
 
@@ -107,7 +110,7 @@ fn header(index: u32, group: u32, len: u64) -> [u8; FRAME] {
 }
 
 /// Writes the frames of a transfer.
-pub(super) struct PageWriter<W> {
+pub struct PageWriter<W> {
     to: W,
     token: [u8; 32],
     pages: u32,
@@ -125,6 +128,12 @@ impl<W: Write> PageWriter<W> {
         self.frame(&header(index, group, page.bytes.len() as u64), &page.bytes)
     }
 
+    /// Sends what is written, and that the prompt is still being computed.
+    pub fn wait(&mut self) -> io::Result<()> {
+        self.frame(&header(WAITING, self.pages, 0), &[])?;
+        self.to.flush()
+    }
+
     pub fn end(mut self) -> io::Result<()> {
         self.frame(&header(END, self.pages, 0), &[])?;
         self.to.flush()
@@ -134,6 +143,15 @@ impl<W: Write> PageWriter<W> {
         let checksum = checksum(&self.token, header, page);
         [&header[..], page, &checksum].into_iter().try_for_each(|bytes| self.to.write_all(bytes))
     }
+}
+
+/// A frame of a transfer.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Received {
+    /// A page.
+    Page(PrefixPage),
+    /// The prompt is still being computed.
+    Waiting,
 }
 
 /// Reads the pages that another worker sends. Nothing is trusted: a page has an index below `max_pages`, a layer group
@@ -166,11 +184,11 @@ impl<R: Read> PageReader<R> {
         }
     }
 
-    /// Returns the next page; `None` after the last one.
+    /// Returns the next frame; `None` after the last one.
     ///
     /// # Errors
     /// `Io`, also for a truncated stream; `Invalid`. The stream is then of no further use.
-    pub fn next_page(&mut self) -> Result<Option<PrefixPage>, TransferError> {
+    pub fn next_frame(&mut self) -> Result<Option<Received>, TransferError> {
         if self.is_over {
             return Ok(None);
         }
@@ -181,13 +199,13 @@ impl<R: Read> PageReader<R> {
         let (numbers, len) = header.split_at(8);
         let [index, group] = [0, 4].map(|at| u32::from_le_bytes(numbers[at..at + 4].try_into().unwrap_or_default()));
         let len = u64::from_le_bytes(len.try_into().unwrap_or_default());
-        if index == END {
+        if index >= WAITING {
             self.check(&header, &[])?;
-            return if (group, len) == (self.pages, 0) {
-                Ok(None)
-            } else {
-                Err(TransferError::Invalid("missing pages"))
-            };
+            if (group, len) != (self.pages, 0) {
+                return Err(TransferError::Invalid("missing pages"));
+            }
+            self.is_over = index == END;
+            return Ok(if self.is_over { None } else { Some(Received::Waiting) });
         }
         let (index, group) = (index as usize, group as usize);
         let Some(&size) = self.sizes.get(group).filter(|&&size| size as u64 == len) else {
@@ -204,7 +222,7 @@ impl<R: Read> PageReader<R> {
         self.check(&header, &bytes)?;
         self.pages += 1;
         self.is_over = false;
-        Ok(Some(PrefixPage::new(index, group, bytes)))
+        Ok(Some(Received::Page(PrefixPage::new(index, group, bytes))))
     }
 
     fn check(&mut self, header: &[u8; FRAME], page: &[u8]) -> Result<(), TransferError> {
@@ -231,7 +249,10 @@ mod tests {
         let mut bytes = Vec::new();
         write_answer(&mut bytes, None).unwrap();
         let mut writer = PageWriter::new(&mut bytes, TOKEN);
-        pages().iter().for_each(|page| writer.write(page).unwrap());
+        for page in pages() {
+            writer.wait().unwrap();
+            writer.write(&page).unwrap();
+        }
         writer.end().unwrap();
         bytes
     }
@@ -245,8 +266,10 @@ mod tests {
     ) -> Result<Vec<PrefixPage>, TransferError> {
         let mut reader = PageReader::start(bytes, token, sizes.to_vec(), max_pages)?;
         let mut pages = Vec::new();
-        while let Some(page) = reader.next_page()? {
-            pages.push(page);
+        while let Some(frame) = reader.next_frame()? {
+            if let Received::Page(page) = frame {
+                pages.push(page);
+            }
         }
         Ok(pages)
     }
@@ -258,7 +281,7 @@ mod tests {
         greeting.write(&mut bytes).unwrap();
         assert_eq!(Greeting::read(&mut &bytes[..]).unwrap(), greeting);
         assert!(matches!(Greeting::read(&mut &bytes[..103]), Err(TransferError::Io(_))));
-        bytes[7] = b'2';
+        bytes[7] = b'1';
         assert!(matches!(Greeting::read(&mut &bytes[..]), Err(TransferError::Invalid(_))));
     }
 

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Speed and memory of KvantCache beside SDPA with a DynamicCache, with a model of the size of Gemma 4 E4B.
+
+    tools/h200/python_speed.py [--small]
+
+The weights are random, in bf16. Prints a table: for each length of context, time of a decode step, prompt speed, and
+memory of the cache. `--small` runs a tiny model, on the CPU if there is no GPU, to test the program.
+"""
+
+import inspect
+import statistics
+import sys
+import time
+
+import torch
+from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
+
+from kvant.transformers import KvantCache
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = "--small" in sys.argv
+LENGTHS = (64, 256) if SMALL else (2048, 32768)
+CHUNK = 64 if SMALL else 2048
+STEPS = 4 if SMALL else 48
+#: The attention and the cache type of each row.
+ROWS = {"SDPA, DynamicCache": ("sdpa", None), "KvantCache bf16": ("kvant", "bf16"), "KvantCache tq4c": ("kvant", "tq4c")}
+
+
+def layers(count, period):
+    return ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(count)]
+
+
+E4B = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8, num_key_value_heads=2,
+           num_kv_shared_layers=18, hidden_size_per_layer_input=256, sliding_window=512, layer_types=layers(42, 6),
+           vocab_size=262144, max_position_embeddings=131072)
+TINY = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
+            num_kv_shared_layers=2, hidden_size_per_layer_input=16, sliding_window=32, layer_types=layers(6, 3), head_dim=64,
+            global_head_dim=128, vocab_size=512, vocab_size_per_layer_input=512, max_position_embeddings=1024)
+
+
+def synchronise():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated():
+    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+
+
+def random_model():
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(final_logit_softcapping=30.0, **(TINY if SMALL else E4B))
+    with torch.device(DEVICE):
+        model = Gemma4ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2 and "embed" not in name:
+            weight.normal_(0, weight.shape[1] ** -0.5)
+        elif "post_" in name and "norm" in name:
+            weight.fill_(0.15)
+        elif "norm" in name:
+            weight.normal_(1.0, 0.1)
+    return model
+
+
+def measure(model, attention, kv, text):
+    """Seconds of the prompt, milliseconds of each step, bytes that torch holds for the cache, bytes of kvant's pages,
+    and logits of the last steps."""
+    model.set_attn_implementation(attention)
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    before = allocated()
+    cache = DynamicCache(config=model.config) if kv is None else KvantCache(model.config, kv=kv)
+    prompt = text.shape[1] - STEPS
+    synchronise()
+    start = time.perf_counter()
+    for at in range(0, prompt, CHUNK):
+        end = min(at + CHUNK, prompt)
+        model(text[:, at:end], logits_to_keep=1, **{argument: cache})
+    synchronise()
+    seconds, times, logits = time.perf_counter() - start, [], []
+    held = allocated() - before
+    for at in range(prompt, text.shape[1]):
+        start = time.perf_counter()
+        out = model(text[:, at : at + 1], **{argument: cache}).logits
+        synchronise()
+        times.append(1000 * (time.perf_counter() - start))
+        logits.append(out[0, -1].float().log_softmax(-1))
+    return seconds, times, held, 0 if kv is None else cache.nbytes(), torch.stack(logits)
+
+
+@torch.no_grad()
+def main():
+    model = random_model()
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters, {torch.__version__}, {DEVICE}")
+    print("| tokens | cache | step, ms: median (fastest) | prompt, tokens/s | torch, MB | pages, MB | KL to SDPA |")
+    print("|---|---|---|---|---|---|---|")
+    for length in LENGTHS:
+        text = torch.randint(5, model.config.vocab_size, (1, length + STEPS), device=DEVICE)
+        exact, first = None, {}
+        for turn in range(2):
+            for name, (attention, kv) in ROWS.items():
+                seconds, times, held, pages, logits = measure(model, attention, kv, text)
+                if turn == 0:
+                    # Kernels are compiled.
+                    first[name] = seconds
+                    continue
+                exact = logits if exact is None else exact
+                divergence = (exact.exp() * (exact - logits)).sum(-1).mean().item()
+                print(
+                    f"| {length} | {name} | {statistics.median(times):.2f} ({min(times):.2f}) | {length / seconds:.0f} | "
+                    f"{held / 1e6:.0f} | {pages / 1e6:.0f} | {divergence:.1e} |",
+                    flush=True,
+                )
+        print(f"first prompts, s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in first.items())}")
+
+
+if __name__ == "__main__":
+    main()
