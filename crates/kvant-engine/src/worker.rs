@@ -5,6 +5,7 @@
 //! concurrently with the host, the next step starts before the result of the current one is known (`overlap.rs`).
 
 mod draft_length;
+mod draft_rates;
 mod drafter;
 mod drafting;
 mod draw;
@@ -214,7 +215,7 @@ impl Worker {
         match self.compute(&plan) {
             Ok(results) => {
                 self.has_caught_up = false;
-                self.record_time(&plan);
+                self.record_time(&plan, &results);
                 self.scheduler.apply(results)?;
                 self.propose(&plan);
                 Ok(())

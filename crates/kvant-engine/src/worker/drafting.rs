@@ -8,10 +8,11 @@ use std::{collections::HashMap, mem, time::Instant};
 
 use super::{
     draft_length::{Acceptance, Class, DraftLengths, Offer},
+    draft_rates::StepRate,
     lookup::Lookup,
     state::Worker,
 };
-use crate::scheduler::{PoolStep, StepPlan};
+use crate::scheduler::{PoolStep, RowResult, StepPlan};
 
 /// The predictions of a request.
 #[derive(Debug, Default)]
@@ -94,6 +95,7 @@ impl Worker {
         let (mut candidates, rows) = self.candidates(plan);
         let mut offers: Vec<Offer> = candidates.iter_mut().map(|candidate| candidate.offer(self.drafts)).collect();
         let mut counts = match self.adaptive_drafts {
+            true if self.draft_rates.rests(offers.len()) => vec![0; offers.len()],
             true => self.lengths.choose(rows, offers.len(), &mut offers),
             false => offers.iter().map(|offer| offer.available).collect(),
         };
@@ -173,15 +175,19 @@ impl Worker {
         }
     }
 
-    /// Records the time since the previous result, if no prompt was computed in it.
-    pub(super) fn record_time(&mut self, plan: &StepPlan<PoolStep>) {
+    /// Records the time since the previous result, if no prompt was computed in it. `results`: of the step.
+    pub(super) fn record_time(&mut self, plan: &StepPlan<PoolStep>, results: &[RowResult]) {
         let now = Instant::now();
         let before = self.latest_result.replace(now);
         let drafting = mem::take(&mut self.drafting_time);
         let is_decoding = matches!(plan.step, PoolStep::Recorded) && plan.rows.iter().all(|row| row.draws > 0);
         if let (Some(before), true, true) = (before, is_decoding, self.drafts > 0) {
-            let time = (now - before).saturating_sub(drafting);
-            self.lengths.steps.record(plan.tokens.len(), time.as_secs_f64());
+            let (all, rows) = (now - before, plan.tokens.len());
+            self.lengths.steps.record(rows, all.saturating_sub(drafting).as_secs_f64());
+            let tokens = results.iter().map(|result| result.tokens.len()).sum();
+            let (batch, seconds) = (plan.rows.len(), all.as_secs_f64());
+            let plain_seconds = self.lengths.steps.estimate(batch).unwrap_or(0.0);
+            self.draft_rates.record(&StepRate { batch, tokens, rows, seconds, plain_seconds });
         }
     }
 }

@@ -89,7 +89,7 @@ impl Worker {
         });
         let results = self.take_all(&plan, drawn.collect());
         self.has_caught_up = plan.rows.iter().all(|row| row.draws <= 1);
-        self.record_time(&plan);
+        self.record_time(&plan, &results);
         self.scheduler.apply(results)?;
         self.propose(&plan);
         self.end_scheduled();

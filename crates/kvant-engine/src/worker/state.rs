@@ -11,7 +11,7 @@ use flume::Sender;
 use kvant::{DeviceKind, KvPool, Readback, Submission, Tensor};
 use kvant_models::{BatchDecoder, DeviceSampler, DraftDecoder, Error, Model, Result, TokenLogprobs, Tokenizer};
 
-use super::{draft_length::DraftLengths, running::Running};
+use super::{draft_length::DraftLengths, draft_rates::DraftRates, running::Running};
 use crate::{
     EngineOptions, Failure, FinishReason, PageFiles,
     lock::lock,
@@ -50,6 +50,8 @@ pub(crate) struct Worker {
     /// Whether the number of drafts depends on `lengths`.
     pub(super) adaptive_drafts: bool,
     pub(super) lengths: DraftLengths,
+    /// Whether drafts pay.
+    pub(super) draft_rates: DraftRates,
     /// The probability that a draft is accepted, for benchmarks.
     pub(super) planted_acceptance: Option<f32>,
     /// Drafts of the drafter that are wanted after the next step, because the latest one overlaps with it.
@@ -144,6 +146,7 @@ impl Worker {
             has_caught_up: false,
             adaptive_drafts,
             lengths: DraftLengths::new(rows),
+            draft_rates: DraftRates::default(),
             prompt_lookup: options.prompt_lookup,
             planted_acceptance: options.planted_acceptance,
             deferred_drafts: HashMap::new(),
