@@ -1,9 +1,9 @@
 //! Stops drafting where it does not pay, whatever the reason.
 //!
-//! [`DraftLengths`](super::draft_length::DraftLengths) predicts what drafts gain. A prediction may miss costs: recurrent
-//! states that are copied, tokens that are computed again after a wrong draft, attention. So the time that steps with
-//! drafts take is compared with the time that their tokens would have taken without any. After a loss, requests rest
-//! without drafts until the loss is a small share of the time.
+//! [`DraftLengths`](super::draft_length::DraftLengths) predicts what drafts gain. A prediction may miss costs: states
+//! that are copied, tokens that are computed again after a wrong draft, attention. So the time that steps with drafts
+//! take is compared with the time that their tokens would have taken without any. After a loss, requests rest without
+//! drafts until the loss is a small share of the time.
 
 /// Steps after which gain and loss are judged.
 const WINDOW: usize = 16;
