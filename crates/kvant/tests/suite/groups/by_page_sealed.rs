@@ -96,7 +96,7 @@ fn ranks_seal_their_rows() {
                     let got = feed(&pool, &mut [(&mut sequence, &tokens[at..at + count])]).unwrap();
                     let want = &want[at * HEADS * DIM..(at + count) * HEADS * DIM];
                     let error = nmse(&got, want);
-                    assert!(error < 1e-8, "{group}: {codec}, {count} after {at}: {error:.1e}");
+                    assert!(error < 1e-7, "{group}: {codec}, {count} after {at}: {error:.1e}");
                 }
             }
         }
