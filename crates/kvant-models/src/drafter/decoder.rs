@@ -78,6 +78,8 @@ pub struct DraftDecoder {
     states: TargetStates,
     space: DraftSpace,
     buffers: DraftBuffers,
+    /// The rows of states, the wanted rows and the sampling parameters that were written last.
+    written: [Vec<u32>; 3],
     /// Recorded passes, least recently used first.
     firsts: Vec<FirstPass>,
     chains: Vec<Chain>,
@@ -167,8 +169,9 @@ impl DraftDecoder {
             logits: Tensor::zeros(device, DType::F32, &[sequences, model.vocab_size()])?,
         };
         let space = DraftSpace::new(&drafter, rows, sequences)?;
-        let (model, pool, firsts, chains) = (model.clone(), pool.clone(), Vec::new(), Vec::new());
-        Ok(DraftDecoder { model, drafter, pool, sequences, drafts, states, space, buffers, firsts, chains })
+        let (model, pool, written) = (model.clone(), pool.clone(), Default::default());
+        let (firsts, chains) = (Vec::new(), Vec::new());
+        Ok(DraftDecoder { model, drafter, pool, sequences, drafts, states, space, buffers, written, firsts, chains })
     }
 
     /// The hidden states that passes of the target must leave before [`DraftDecoder::propose`].
@@ -370,7 +373,7 @@ impl DraftDecoder {
         states.resize(rows, 0);
         wanted.resize(count, 0);
         let states = Features::rows(self.states.taps(), self.states.rows(), &states);
-        self.buffers.state_rows.rows(0..states.len())?.write(&states)?;
+        write_changed(&self.buffers.state_rows.rows(0..states.len())?, states, &mut self.written[0])?;
         let to = self.buffers.ids.rows(0..rows)?;
         match drawn.filter(|_| !fed.is_empty()) {
             Some(drawn) => {
@@ -386,13 +389,16 @@ impl DraftDecoder {
         if count == 0 {
             return Ok(Then::Nothing);
         }
-        self.buffers.wanted.rows(0..count)?.write(&wanted)?;
+        write_changed(&self.buffers.wanted.rows(0..count)?, wanted, &mut self.written[1])?;
         self.write_sampling(ordered)
     }
 
     /// Uploads the positions of all drafts, and their sampling.
     fn write_sampling(&mut self, ordered: &Ordered) -> Result<Then> {
         let drafting = || ordered.iter().map(|(_, of)| of).filter(|of| of.drafts > 0);
+        if drafting().all(|of| of.sampling.is_greedy()) {
+            return Ok(Then::Greedy);
+        }
         let passes = drafting().map(|of| of.drafts).max().unwrap_or(0);
         let mut counters = vec![0u32; passes * self.sequences];
         for (pass, counters) in counters.chunks_mut(self.sequences).enumerate() {
@@ -402,11 +408,8 @@ impl DraftDecoder {
             }
         }
         self.buffers.counters.rows(0..counters.len())?.write(&counters)?;
-        if drafting().all(|of| of.sampling.is_greedy()) {
-            return Ok(Then::Greedy);
-        }
         let how: Vec<u32> = drafting().flat_map(|of| of.sampling.row().words()).collect();
-        self.buffers.how.rows(0..how.len() / ops::SampleRow::WORDS)?.write(&how)?;
+        write_changed(&self.buffers.how.rows(0..how.len() / ops::SampleRow::WORDS)?, how, &mut self.written[2])?;
         Ok(Then::Draw)
     }
 
@@ -472,22 +475,7 @@ impl DraftDecoder {
         let longest = ordered.iter().map(|(_, of)| of.last() + 1 + of.drafts).max().unwrap_or(0);
         let size = [bucket(count, &self.model), lengths(longest).last().unwrap_or(longest)];
         self.select_chain(size, max - 1)?;
-        let Some(chain) = self.chains.last() else { return Ok((1, None)) };
-        let mut passes = 1;
-        for step in &chain.steps[..max - 1] {
-            let ahead = if self.drafter.cache_layer().is_some() { passes } else { 0 };
-            let drafting = ordered.iter_mut().filter(|(_, of)| of.drafts > passes);
-            let mut batch: Vec<(&mut Sequence, Range<usize>)> = Vec::with_capacity(count);
-            for (_, of) in drafting {
-                let position = of.last() + ahead;
-                batch.push((&mut *of.sequence, position..position + 1));
-            }
-            match self.pool.positions_into(&mut batch, step) {
-                Err(kvant::Error::OutOfPages { .. }) => break,
-                result => result?,
-            }
-            passes += 1;
-        }
+        let passes = self.write_chain(ordered, max)?;
         if passes == 1 {
             return Ok((1, None));
         }
@@ -496,6 +484,33 @@ impl DraftDecoder {
             Err(Error::Kvant(kvant::Error::OutOfRange { .. })) => Ok((1, None)),
             submission => Ok((passes, Some(submission?))),
         }
+    }
+
+    /// Writes the steps of the selected passes. Returns the number of all passes, with the first one.
+    fn write_chain(&self, ordered: &mut Ordered, max: usize) -> Result<usize> {
+        let Some(chain) = self.chains.last() else { return Ok(1) };
+        let has_layer = self.has_layer();
+        let mut passes = 1;
+        for step in &chain.steps[..self.num_steps(max - 1)] {
+            let ahead = if has_layer { passes } else { 0 };
+            let mut batch: Vec<(&mut Sequence, Range<usize>)> = Vec::new();
+            for (_, of) in ordered.iter_mut().filter(|(_, of)| of.drafts > passes) {
+                let position = of.last() + ahead;
+                batch.push((&mut *of.sequence, position..position + 1));
+            }
+            match self.pool.positions_into(&mut batch, step) {
+                Err(kvant::Error::OutOfPages { .. }) => return Ok(passes),
+                result => result?,
+            }
+            passes += 1;
+        }
+        // The step of an assistant serves all passes.
+        Ok(if has_layer { passes } else { max })
+    }
+
+    /// The number of steps for passes after the first one. An assistant's positions do not advance.
+    fn num_steps(&self, passes: usize) -> usize {
+        if self.has_layer() { passes } else { passes.min(1) }
     }
 
     /// Moves the passes of a size to the end, or creates them.
@@ -509,8 +524,9 @@ impl DraftDecoder {
                 self.chains.push(Chain { size, steps: Vec::new(), graphs: Vec::new() });
             }
         }
+        let count = self.num_steps(passes);
         if let Some(chain) = self.chains.last_mut() {
-            while chain.steps.len() < passes {
+            while chain.steps.len() < count {
                 chain.steps.push(self.pool.reserve_step(StepSize::decode(size[0], size[1]))?);
             }
         }
@@ -522,7 +538,9 @@ impl DraftDecoder {
         if let Some((.., graph)) = graphs.iter().find(|(of, draw, _)| (*of, *draw) == (passes, then)) {
             return Ok(graph.replay()?);
         }
-        let (rows, steps) = (size[0], steps[..passes].to_vec());
+        let rows = size[0];
+        // An assistant has one step.
+        let steps: Vec<Step> = steps.iter().cycle().take(passes).cloned().collect();
         self.space.fit(&self.drafter, rows, rows)?;
         let graph = capture(&self.model, |enc| {
             let mut numbered = steps.iter().enumerate();
@@ -546,4 +564,15 @@ impl DraftDecoder {
         self.drafter.encode(enc, &self.space, &self.pool, step, input, Some(out))?;
         self.draw(enc, pass, rows, then)
     }
+}
+
+/// Uploads words to the start of a buffer, unless they were `written` there last.
+fn write_changed(to: &Tensor, words: Vec<u32>, written: &mut Vec<u32>) -> Result<()> {
+    if !written.starts_with(&words) {
+        // Unknown until the upload has succeeded.
+        written.clear();
+        to.write(&words)?;
+        *written = words;
+    }
+    Ok(())
 }
