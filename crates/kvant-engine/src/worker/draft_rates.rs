@@ -5,7 +5,7 @@
 //! take is compared with the time that their tokens would have taken without any. After a loss, requests rest without
 //! drafts until the loss is a small share of the time.
 
-/// Steps after which gain and loss are judged.
+/// Steps with drafts after which gain and loss are judged.
 const WINDOW: usize = 16;
 /// Loss in steps after which they are judged at once.
 const MAX_LOSS: f64 = 4.0;
@@ -25,10 +25,8 @@ pub(super) struct DraftRates(Vec<BatchRates>);
 /// Gain and loss of batches of one size.
 #[derive(Clone, Debug, Default)]
 struct BatchRates {
-    /// Steps of the current window.
+    /// Steps with drafts in the current window.
     steps: usize,
-    /// Whether any of them had drafts.
-    has_drafts: bool,
     /// The time that the window took longer than its tokens without drafts, in steps without drafts.
     loss: f64,
     /// Steps until drafts are tried again.
@@ -62,15 +60,17 @@ impl DraftRates {
             of.rest -= 1;
             return;
         }
+        if rows <= batch {
+            return;
+        }
         of.steps += 1;
-        of.has_drafts |= rows > batch;
         of.loss += (seconds / plain_seconds).min(MAX_SECONDS) - tokens as f64 / batch as f64;
         let is_over = of.steps >= WINDOW || of.loss > MAX_LOSS;
         if !is_over {
             return;
         }
-        let BatchRates { steps, has_drafts, loss, .. } = std::mem::take(of);
-        if has_drafts && loss > TOLERANCE * steps as f64 {
+        let BatchRates { steps, loss, .. } = std::mem::take(of);
+        if loss > TOLERANCE * steps as f64 {
             self.0[batch].rest = ((loss / LOSS_SHARE) as usize).min(MAX_REST);
         }
     }

@@ -14,6 +14,9 @@ use super::{
 };
 use crate::scheduler::{PoolStep, RowResult, StepPlan};
 
+/// Maximum time of a step that counts as a cost of drafts, over the expected time of its size.
+const MAX_EXCESS: f64 = 1.5;
+
 /// The predictions of a request.
 #[derive(Debug, Default)]
 pub(super) struct Drafting {
@@ -182,11 +185,14 @@ impl Worker {
         let drafting = mem::take(&mut self.drafting_time);
         let is_decoding = matches!(plan.step, PoolStep::Recorded) && plan.rows.iter().all(|row| row.draws > 0);
         if let (Some(before), true, true) = (before, is_decoding, self.drafts > 0) {
-            let (all, rows) = (now - before, plan.tokens.len());
-            self.lengths.steps.record(rows, all.saturating_sub(drafting).as_secs_f64());
+            let (steps, rows) = (&mut self.lengths.steps, plan.tokens.len());
+            let seconds = (now - before).saturating_sub(drafting).as_secs_f64();
+            // The first step of a size may compile kernels or allocate memory. Later ones may be interrupted.
+            let max = if steps.is_known(rows) { MAX_EXCESS * steps.estimate(rows).unwrap_or(0.0) } else { 0.0 };
+            steps.record(rows, seconds);
+            let plain_seconds = steps.estimate(plan.rows.len()).filter(|_| max > 0.0).unwrap_or(0.0);
             let tokens = results.iter().map(|result| result.tokens.len()).sum();
-            let (batch, seconds) = (plan.rows.len(), all.as_secs_f64());
-            let plain_seconds = self.lengths.steps.estimate(batch).unwrap_or(0.0);
+            let (batch, seconds) = (plan.rows.len(), seconds.min(max) + drafting.as_secs_f64());
             self.draft_rates.record(&StepRate { batch, tokens, rows, seconds, plain_seconds });
         }
     }

@@ -78,6 +78,11 @@ impl StepTimes {
         }
     }
 
+    /// Whether the time of a size has been measured.
+    pub fn is_known(&self, size: usize) -> bool {
+        self.index(size).is_ok_and(|index| self.points[index].count > 0)
+    }
+
     /// The time of a size in seconds, interpolated between measured sizes. `None` before the first measurement.
     pub fn estimate(&self, size: usize) -> Option<f64> {
         let ratio = match self.index(size) {
