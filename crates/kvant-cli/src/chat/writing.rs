@@ -54,12 +54,13 @@ impl Writing {
     pub fn generate(
         &mut self,
         request: &Request,
-        mut on_token: impl FnMut(u32) -> ControlFlow<()>,
+        on_token: impl FnMut(u32) -> ControlFlow<()>,
     ) -> Result<GenerateStats> {
         match self {
             Writing::Plain(plain) => plain.generate(request, on_token),
             #[cfg(feature = "serve")]
             Writing::Drafting { drafting, tokens } => {
+                let mut on_token = on_token;
                 *tokens = request.prompt.len();
                 drafting.generate(request, |token| {
                     *tokens += 1;
