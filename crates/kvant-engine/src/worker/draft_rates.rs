@@ -9,7 +9,7 @@
 const WINDOW: usize = 16;
 /// Loss in steps after which they are judged at once.
 const MAX_LOSS: f64 = 4.0;
-/// Maximum time of a step that counts, in steps without drafts: others were interrupted.
+/// Maximum time of a step that counts, in steps without drafts: its proposals may have been interrupted.
 const MAX_SECONDS: f64 = 8.0;
 /// Loss per step that may be an error of measurement.
 const TOLERANCE: f64 = 0.01;
@@ -41,7 +41,7 @@ pub(super) struct StepRate {
     pub tokens: usize,
     /// Rows of the step: more than `batch` with drafts, or with tokens that are computed again.
     pub rows: usize,
-    /// The time since the result of the previous step.
+    /// The time of the step and of the proposals for it.
     pub seconds: f64,
     /// The time of a step of `batch` rows.
     pub plain_seconds: f64,

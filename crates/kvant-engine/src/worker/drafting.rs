@@ -14,8 +14,9 @@ use super::{
 };
 use crate::scheduler::{PoolStep, RowResult, StepPlan};
 
-/// Maximum time of a step that counts as a cost of drafts, over the expected time of its size.
-const MAX_EXCESS: f64 = 1.5;
+/// Maximum time of a step that counts as a cost of drafts, over the expected time of its size: longer ones were
+/// interrupted.
+const MAX_INTERRUPTED: f64 = 1.5;
 
 /// The predictions of a request.
 #[derive(Debug, Default)]
@@ -185,15 +186,16 @@ impl Worker {
         let drafting = mem::take(&mut self.drafting_time);
         let is_decoding = matches!(plan.step, PoolStep::Recorded) && plan.rows.iter().all(|row| row.draws > 0);
         if let (Some(before), true, true) = (before, is_decoding, self.drafts > 0) {
-            let (steps, rows) = (&mut self.lengths.steps, plan.tokens.len());
+            let (steps, rows, batch) = (&mut self.lengths.steps, plan.tokens.len(), plan.rows.len());
             let seconds = (now - before).saturating_sub(drafting).as_secs_f64();
-            // The first step of a size may compile kernels or allocate memory. Later ones may be interrupted.
-            let max = if steps.is_known(rows) { MAX_EXCESS * steps.estimate(rows).unwrap_or(0.0) } else { 0.0 };
+            // The first step of a size may compile kernels or allocate memory.
+            let expected = if steps.is_known(rows) { steps.estimate(rows) } else { None };
             steps.record(rows, seconds);
-            let plain_seconds = steps.estimate(plan.rows.len()).filter(|_| max > 0.0).unwrap_or(0.0);
-            let tokens = results.iter().map(|result| result.tokens.len()).sum();
-            let (batch, seconds) = (plan.rows.len(), seconds.min(max) + drafting.as_secs_f64());
-            self.draft_rates.record(&StepRate { batch, tokens, rows, seconds, plain_seconds });
+            if let (Some(expected), Some(plain_seconds)) = (expected, steps.estimate(batch)) {
+                let seconds = seconds.min(MAX_INTERRUPTED * expected) + drafting.as_secs_f64();
+                let tokens = results.iter().map(|result| result.tokens.len()).sum();
+                self.draft_rates.record(&StepRate { batch, tokens, rows, seconds, plain_seconds });
+            }
         }
     }
 }
