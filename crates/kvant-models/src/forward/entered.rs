@@ -35,15 +35,11 @@ impl Network {
             pass.block(l, pool)?;
         }
         pass.first_half(last, pool)?;
-        // The remaining operations do not mix rows.
-        match *wanted {
-            Wanted::Nothing => return Ok(()),
-            Wanted::Every { .. } => {}
-            Wanted::Some { rows, views, step, .. } => {
-                pass.gather(rows, views)?;
-                (pass.views, pass.step) = (views, step);
-            }
+        if matches!(wanted, Wanted::Nothing) {
+            return Ok(());
         }
+        // The remaining operations do not mix rows.
+        pass.keep(wanted)?;
         pass.second_half(last)?;
         pass.finish(None)
     }

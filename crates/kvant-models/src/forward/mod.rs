@@ -161,22 +161,12 @@ impl Network {
             pass.block(l, pool)?;
         }
         pass.tap_end()?;
-        match *wanted {
-            Wanted::Nothing => return Ok(()),
-            Wanted::Every { .. } => {}
-            Wanted::Some { rows, views, step, .. } => {
-                pass.gather(rows, views)?;
-                (pass.views, pass.step) = (views, step);
-                pass.query_factors()?;
-            }
-        }
+        let (Wanted::Every { logits } | Wanted::Some { logits, .. }) = *wanted else { return Ok(()) };
+        pass.keep(wanted)?;
         for l in own..blocks {
             pass.block(l, pool)?;
         }
-        match *wanted {
-            Wanted::Nothing => Ok(()),
-            Wanted::Every { logits } | Wanted::Some { logits, .. } => pass.finish(logits),
-        }
+        pass.finish(logits)
     }
 }
 
@@ -341,6 +331,16 @@ impl<'a> Pass<'a> {
     fn query_factors(&mut self) -> Result<()> {
         if let Some(table) = &self.network.query_factors {
             ops::embed(self.enc, &ops::Embed::new(table, self.step.positions(), &self.views.query_factors))?;
+        }
+        Ok(())
+    }
+
+    /// Goes on with the wanted rows alone.
+    fn keep(&mut self, wanted: &Wanted<'a>) -> Result<()> {
+        if let Wanted::Some { rows, views, step, .. } = *wanted {
+            self.gather(rows, views)?;
+            (self.views, self.step) = (views, step);
+            self.query_factors()?;
         }
         Ok(())
     }

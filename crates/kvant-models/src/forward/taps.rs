@@ -12,8 +12,8 @@ pub enum Taps {
     Final,
     /// After the final norm, of every row.
     FinalOfEvery,
-    /// The residual stream entering three blocks, of every row. The number of blocks stands for the stream after the
-    /// last one.
+    /// The input of three blocks, of every row: the residual stream. An index equal to the number of blocks is the
+    /// output of the last block.
     Residual([usize; 3]),
 }
 
