@@ -31,10 +31,8 @@ CONFIGS = {
 }
 
 
-def random_model(config):
+def randomise(model):
     """Weights whose activations stay near 1 through all layers; every value is exact in bf16."""
-    with torch.device("cuda"):
-        model = Gemma4ForCausalLM(config).eval()
     for name, weight in model.named_parameters():
         if weight.ndim == 2 and "embed" not in name:
             weight.normal_(0, weight.shape[1] ** -0.5)
@@ -43,6 +41,12 @@ def random_model(config):
         elif "norm" in name:
             weight.normal_(1.0, 0.1)
         weight.copy_(weight.bfloat16().float())
+
+
+def random_model(config):
+    with torch.device("cuda"):
+        model = Gemma4ForCausalLM(config).eval()
+    randomise(model)
     return model
 
 

@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
 
 from kvant.transformers import KvantCache
+from make_hf import CONFIGS, VOCABULARY, layers, randomise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = "--small" in sys.argv
@@ -26,13 +27,7 @@ STEPS = 4 if SMALL else 48
 ROWS = {"SDPA, DynamicCache": ("sdpa", None), "KvantCache bf16": ("kvant", "bf16"), "KvantCache tq4c": ("kvant", "tq4c")}
 
 
-def layers(count, period):
-    return ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(count)]
-
-
-E4B = dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8, num_key_value_heads=2,
-           num_kv_shared_layers=18, hidden_size_per_layer_input=256, sliding_window=512, layer_types=layers(42, 6),
-           vocab_size=262144, max_position_embeddings=131072)
+E4B = dict(CONFIGS["e4b"], vocab_size=VOCABULARY, max_position_embeddings=131072)
 TINY = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1,
             num_kv_shared_layers=2, hidden_size_per_layer_input=16, sliding_window=32, layer_types=layers(6, 3), head_dim=64,
             global_head_dim=128, vocab_size=512, vocab_size_per_layer_input=512, max_position_embeddings=1024)
@@ -52,13 +47,7 @@ def random_model():
     config = Gemma4TextConfig(final_logit_softcapping=30.0, **(TINY if SMALL else E4B))
     with torch.device(DEVICE):
         model = Gemma4ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
-    for name, weight in model.named_parameters():
-        if weight.ndim == 2 and "embed" not in name:
-            weight.normal_(0, weight.shape[1] ** -0.5)
-        elif "post_" in name and "norm" in name:
-            weight.fill_(0.15)
-        elif "norm" in name:
-            weight.normal_(1.0, 0.1)
+    randomise(model)
     return model
 
 
