@@ -34,6 +34,12 @@ pub(crate) enum Command {
         max_bytes: usize,
         reply: Sender<kvant::Result<Vec<PrefixPage>>>,
     },
+    /// Counts the pages of a prefix.
+    Held {
+        salt: Arc<[u8]>,
+        tokens: Vec<u32>,
+        reply: Sender<kvant::Result<Vec<usize>>>,
+    },
     /// Keeps pages of a prefix.
     Import {
         salt: Arc<[u8]>,

@@ -228,6 +228,15 @@ impl Engine {
         self.exchange(scope, export, &pages).unwrap_or_default()
     }
 
+    /// The number of pages of each layer group that requests of this scope find at the beginning of `tokens`:
+    /// [`PrefixCache::held_pages`](kvant::PrefixCache::held_pages). Empty if the scope keeps none, or if the engine
+    /// fails. Blocks until the current step ends: not for async code.
+    pub fn held_pages(&self, scope: &CacheScope, tokens: &[u32]) -> Vec<usize> {
+        let (reply, held) = flume::bounded(1);
+        let ask = |salt| Command::Held { salt, tokens: tokens.to_vec(), reply };
+        self.exchange(scope, ask, &held).unwrap_or_default()
+    }
+
     /// Keeps pages of a prefix of `tokens` for requests of this scope:
     /// [`PrefixCache::import_pages`](kvant::PrefixCache::import_pages). Returns how many were kept: 0 if one does not
     /// fit the pool, if the scope keeps none, or if the engine fails. Blocks until the current step ends: not for async

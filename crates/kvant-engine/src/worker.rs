@@ -129,6 +129,10 @@ impl Worker {
                 let cache = PrefixCache::new(self.scheduler.storage().pool(), &salt);
                 let _ = reply.send(cache.export_pages(&tokens, &from, may_grow, max_bytes));
             }
+            Command::Held { salt, tokens, reply } => {
+                let cache = PrefixCache::new(self.scheduler.storage().pool(), &salt);
+                let _ = reply.send(Ok(cache.held_pages(&tokens)));
+            }
             Command::Import { salt, tokens, pages, reply } => {
                 let cache = PrefixCache::new(self.scheduler.storage().pool(), &salt);
                 let _ = reply.send(cache.import_pages(&tokens, &pages));

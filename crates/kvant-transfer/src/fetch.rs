@@ -37,7 +37,10 @@ pub fn fetch(
     let stream = connect(source)?;
     stream.set_nodelay(true)?;
     let tokens = cached_part(&request.prompt);
-    let greeting = Greeting { token: source.token, format: engine.page_identity(), prompt: hash(tokens) };
+    // Pages that are evicted before the others arrive are computed again.
+    let held = engine.held_pages(&request.cache, tokens);
+    let first = held.into_iter().map(|pages| pages.try_into().unwrap_or(0)).collect();
+    let greeting = Greeting { token: source.token, format: engine.page_identity(), prompt: hash(tokens), first };
     greeting.write(&mut Timed { stream: &stream, until: &until })?;
     let from = BufReader::with_capacity(1 << 16, Timed { stream: &stream, until: &until });
     let max_pages = tokens.len() / engine.options().page_tokens;

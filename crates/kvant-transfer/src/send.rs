@@ -41,7 +41,10 @@ pub fn send(offers: &Offers, stream: &TcpStream, time: Duration) -> Result<usize
     let mut to = BufWriter::with_capacity(1 << 16, Timed { stream, until: &until });
     write_answer(&mut to, offer.as_ref().err().copied())?;
     match offer {
-        Ok(offer) => send_pages(&offer, PageWriter::new(to, greeting.token), &until, time),
+        Ok(offer) => {
+            let first = greeting.first.iter().map(|&page| page as usize).collect();
+            send_pages(&offer, first, PageWriter::new(to, greeting.token), &until, time)
+        }
         Err(refusal) => {
             to.flush()?;
             Err(TransferError::Refused(refusal))
@@ -49,14 +52,16 @@ pub fn send(offers: &Offers, stream: &TcpStream, time: Duration) -> Result<usize
     }
 }
 
-/// Sends the pages of a prompt while it is computed.
+/// Sends the pages of a prompt while it is computed. `next`: the first page to send, by layer group.
 fn send_pages(
     offer: &Offer,
+    mut next: Vec<usize>,
     mut writer: PageWriter<BufWriter<Timed<'_>>>,
     until: &Cell<Instant>,
     time: Duration,
 ) -> Result<usize, TransferError> {
-    let (mut next, mut sent, mut latest) = (vec![0; offer.engine.page_bytes().len()], 0, Instant::now());
+    let (mut sent, mut latest) = (0, Instant::now());
+    next.resize(offer.engine.page_bytes().len(), 0);
     loop {
         // Before the pages are copied: those of the last step are among them.
         let is_over = offer.progress.wait(Duration::ZERO);

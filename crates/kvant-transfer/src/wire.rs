@@ -2,7 +2,8 @@
 //!
 //! | who | bytes |
 //! |---|---|
-//! | receiver | `kvantkv2`, token, format of the pages, hash of the prompt: 8 + 3 · 32 bytes |
+//! | receiver | `kvantkv3`, token, format of the pages, hash of the prompt: 8 + 3 · 32 bytes |
+//! | receiver | number of layer groups (u32), for each the first page that it lacks (u32) |
 //! | sender | one byte: 0 if pages follow, otherwise a [`Refusal`] |
 //! | sender | for each page: index (u32), layer group (u32), length (u64), the page, checksum (32 bytes) |
 //! | sender | index 2³² − 2, number of pages so far (u32), 0 (u64), checksum: the prompt is still being computed |
@@ -16,11 +17,13 @@ use std::io::{self, Read, Write};
 use kvant_engine::PrefixPage;
 use sha2::{Digest, Sha256};
 
-const MAGIC: &[u8; 8] = b"kvantkv2";
+const MAGIC: &[u8; 8] = b"kvantkv3";
 /// The index of the last frame.
 const END: u32 = u32::MAX;
 /// The index of a frame without a page.
 const WAITING: u32 = u32::MAX - 1;
+/// Maximum layer groups of a pool.
+const MAX_GROUPS: u32 = 1024;
 const FRAME: usize = 16;
 const CHECKSUM: usize = 32;
 
@@ -65,16 +68,21 @@ impl Refusal {
 }
 
 /// The first bytes of a receiver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Greeting {
     pub token: [u8; 32],
     pub format: [u8; 32],
     pub prompt: [u8; 32],
+    /// The first page that the receiver lacks, by layer group.
+    pub first: Vec<u32>,
 }
 
 impl Greeting {
     pub fn write(&self, to: &mut impl Write) -> io::Result<()> {
-        to.write_all(&[&MAGIC[..], &self.token, &self.format, &self.prompt].concat())
+        let mut bytes = [&MAGIC[..], &self.token, &self.format, &self.prompt].concat();
+        let groups = u32::try_from(self.first.len()).map_err(|_| io::Error::other("too many layer groups"))?;
+        [groups].iter().chain(&self.first).for_each(|number| bytes.extend(number.to_le_bytes()));
+        to.write_all(&bytes)
     }
 
     pub fn read(from: &mut impl Read) -> Result<Greeting, TransferError> {
@@ -88,7 +96,17 @@ impl Greeting {
             }
         };
         hash(Some(MAGIC))?;
-        Ok(Greeting { token: hash(None)?, format: hash(None)?, prompt: hash(None)? })
+        let [token, format, prompt] = [hash(None)?, hash(None)?, hash(None)?];
+        let mut number = || {
+            let mut bytes = [0; 4];
+            from.read_exact(&mut bytes).map(|()| u32::from_le_bytes(bytes))
+        };
+        let groups = number()?;
+        if groups > MAX_GROUPS {
+            return Err(TransferError::Invalid("too many layer groups"));
+        }
+        let first = (0..groups).map(|_| number()).collect::<io::Result<_>>()?;
+        Ok(Greeting { token, format, prompt, first })
     }
 }
 
@@ -276,11 +294,16 @@ mod tests {
 
     #[test]
     fn greetings() {
-        let greeting = Greeting { token: TOKEN, format: [1; 32], prompt: [2; 32] };
+        let greeting = Greeting { token: TOKEN, format: [1; 32], prompt: [2; 32], first: vec![0, 70_000] };
         let mut bytes = Vec::new();
         greeting.write(&mut bytes).unwrap();
         assert_eq!(Greeting::read(&mut &bytes[..]).unwrap(), greeting);
-        assert!(matches!(Greeting::read(&mut &bytes[..103]), Err(TransferError::Io(_))));
+        for end in [103, 105, bytes.len() - 1] {
+            assert!(matches!(Greeting::read(&mut &bytes[..end]), Err(TransferError::Io(_))), "{end} bytes");
+        }
+        bytes[107] = 1;
+        assert!(matches!(Greeting::read(&mut &bytes[..]), Err(TransferError::Invalid(_))));
+        bytes[107] = 0;
         bytes[7] = b'1';
         assert!(matches!(Greeting::read(&mut &bytes[..]), Err(TransferError::Invalid(_))));
     }

@@ -91,6 +91,43 @@ async fn another_worker_continues_a_prompt() {
     }
 }
 
+/// A receiver with the beginning of a prompt fetches only the other pages.
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_that_are_there_do_not_travel() {
+    let path = PATHS[0];
+    for codec in [Codec::F16, Codec::tq_centred(4)] {
+        let [first, second] = [0; 2].map(|_| worker(options(codec), transfer()));
+        let text = "A vector is a contiguous growable array. ".repeat(12);
+        let short = json!({"prompt": text[..text.len() / 2], "max_tokens": 1, "temperature": 0});
+        post(second.router.clone(), path, short).await.ok();
+        let mut params = prefill(&first, path).await;
+        let (port, bytes) = counting(first.port);
+        params["remote_port"] = json!(port);
+        let (_, cached) = decode(&second, path, &params).await;
+        let pages = params["remote_block_ids"].as_array().unwrap().len();
+        assert_eq!(cached, 16 * pages as u64, "{codec}");
+        let page_bytes: usize = second.engine.page_bytes().iter().sum();
+        let travelled = bytes.await.unwrap() as f64 / page_bytes as f64 / pages as f64;
+        assert!((0.3..0.7).contains(&travelled), "{codec}: {travelled} of the bytes of {pages} pages");
+    }
+}
+
+/// Passes everything between a receiver and a sender on. Returns its port and the number of bytes of the sender.
+fn counting(to: u16) -> (u16, tokio::task::JoinHandle<u64>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let bytes = tokio::task::spawn_blocking(move || {
+        let (mut receiver, _) = listener.accept().unwrap();
+        let mut sender = TcpStream::connect(("127.0.0.1", to)).unwrap();
+        let (mut from, mut greeted) = (receiver.try_clone().unwrap(), sender.try_clone().unwrap());
+        std::thread::spawn(move || std::io::copy(&mut from, &mut greeted));
+        let bytes = std::io::copy(&mut sender, &mut receiver).unwrap();
+        let _ = receiver.shutdown(Shutdown::Both);
+        bytes
+    });
+    (port, bytes)
+}
+
 /// Streams continue prompts, too.
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_continue_a_prompt() {
@@ -221,9 +258,8 @@ fn faulty(to: u16, limit: usize, flip: bool) -> u16 {
     std::thread::spawn(move || {
         let (mut receiver, _) = listener.accept().unwrap();
         let mut sender = TcpStream::connect(("127.0.0.1", to)).unwrap();
-        let mut greeting = [0; 104];
-        receiver.read_exact(&mut greeting).unwrap();
-        sender.write_all(&greeting).unwrap();
+        let (mut from, mut to) = (receiver.try_clone().unwrap(), sender.try_clone().unwrap());
+        std::thread::spawn(move || std::io::copy(&mut from, &mut to));
         let mut bytes = vec![0; limit];
         sender.read_exact(&mut bytes).unwrap();
         if flip {
@@ -273,7 +309,7 @@ async fn strangers_get_nothing() {
     let first = worker(options(Codec::F16), transfer());
     let params = prefill(&first, path).await;
     for bytes in
-        [&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], &[0; 200], b"kvantkv2", &[&b"kvantkv2"[..], &[0; 96]].concat()]
+        [&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], &[0; 200], b"kvantkv3", &[&b"kvantkv3"[..], &[0; 100]].concat()]
     {
         let mut stream = TcpStream::connect(("127.0.0.1", first.port)).unwrap();
         stream.write_all(bytes).unwrap();

@@ -75,6 +75,23 @@ impl PrefixCache {
         pages
     }
 
+    /// The number of pages of each layer group, from the first on, that are kept for a prefix of `tokens`: another pool
+    /// need not send them ([`PrefixCache::export_pages`] takes it as `from`). 0 for layers with a window and for
+    /// states, whose pages a sequence needs only at its end.
+    pub fn held_pages(&self, tokens: &[u32]) -> Vec<usize> {
+        let mut state = self.pool.lock();
+        let layout = self.pool.layout();
+        let path = state.prefixes.path(layout, &self.salt, tokens);
+        let pages = state.prefixes.lasting_pages(&path, layout, tokens.len());
+        let mut held = vec![0; layout.groups.len()];
+        for (index, group) in pages {
+            if layout.groups[group].oldest_seen(tokens.len()) == 0 {
+                held[group] = index + 1;
+            }
+        }
+        held
+    }
+
     /// Keeps pages of a prefix of `tokens` that [`PrefixCache::export_pages`] has copied from a pool with equal
     /// [format](KvPool::page_format). The bytes are trusted. Returns how many pages were kept: fewer than `pages` if
     /// the pool has no room. [`PrefixCache::find`] finds the prefix if it has all pages that its layers need.
