@@ -145,14 +145,22 @@ pub fn run(args: &ChatArgs) -> Result {
     let options = PoolOptions { codecs: kv.codecs, longest: args.context, ..PoolOptions::default() };
     let division = args.device.cache_division();
     let load = LoadOptions { cache_division: division, ..args.activations.options(&device) };
-    memory::check(
-        &files,
-        &device,
-        &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--context" },
-    )?;
+    #[cfg(feature = "serve")]
+    let drafter = args.drafts.files(Some(name), &files)?;
+    #[cfg(not(feature = "serve"))]
+    let drafter = None;
+    let demand = Demand {
+        ranks: device.ranks(),
+        pool: options.clone(),
+        load,
+        bytes: None,
+        drafter: drafter.as_ref(),
+        shorter: "--context",
+    };
+    memory::check(&files, &device, &demand)?;
     let model = args.activations.load(&files, &device, args.context, division)?;
     let vocab_size = model.vocab_size();
-    let writing = Writing::start(args, model, &tokenizer, &options, &files)?;
+    let writing = Writing::start(args, model, &tokenizer, &options, drafter.as_ref())?;
     let (system, messages) = (args.system.clone(), Vec::new());
     let mut chat = Chat {
         args,

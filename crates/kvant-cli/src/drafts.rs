@@ -10,7 +10,7 @@ use std::{
 use clap::builder::RangedU64ValueParser;
 use kvant::DType;
 use kvant_engine::{Engine, EngineOptions, EngineRequest, EngineStats, Event, FinishReason};
-use kvant_models::{CacheCodecs, Error, Files, Finish, GenerateStats, Model, Request, Tokenizer};
+use kvant_models::{CacheCodecs, Error, Files, Finish, GenerateStats, Inspection, Model, Request, Tokenizer};
 
 use crate::{
     Result,
@@ -53,36 +53,36 @@ impl DraftArgs {
         self.drafter.is_some()
     }
 
-    /// Adds the drafter to a model. `place` and `files`: of the model. `dense_weights` as in its load options.
+    /// The files of the drafter, if there is one. `place` and `files`: of the model.
     ///
     /// # Errors
-    /// There is no such drafter, or it is for another model.
-    pub fn attach(
-        &self,
-        model: Model,
-        place: Option<&Path>,
-        files: &Files,
-        dense_weights: Option<DType>,
-    ) -> Result<Model> {
-        let Some(drafter) = &self.drafter else { return Ok(model) };
-        let attach = |files: &Files| {
-            let with = model.clone().with_drafter(files, dense_weights);
-            with.map_err(|error| format!("--drafter {}: {error}", drafter.display()).into())
-        };
+    /// There are no such files.
+    pub fn files(&self, place: Option<&Path>, files: &Files) -> Result<Option<Files>> {
+        let Some(drafter) = &self.drafter else { return Ok(None) };
         match drafter.to_str() {
-            Some(OWN) => attach(files),
+            Some(OWN) => Ok(Some(files.clone())),
             Some(AUTO) => match place.and_then(beside) {
-                Some(found) => attach(&shipped::files(Some(&found))?),
-                None => match model.clone().with_drafter(files, dense_weights) {
+                Some(found) => Ok(Some(shipped::files(Some(&found))?)),
+                None => match Inspection::open(files)?.with_drafter(files) {
                     Err(Error::NotADrafter { .. }) => {
                         output::note("--drafter auto: there is no drafter for this model; its own text is used\n")?;
-                        Ok(model)
+                        Ok(None)
                     }
-                    _ => attach(files),
+                    _ => Ok(Some(files.clone())),
                 },
             },
-            _ => attach(&shipped::files(Some(drafter))?),
+            _ => Ok(Some(shipped::files(Some(drafter))?)),
         }
+    }
+
+    /// Adds the drafter with these files to a model. `dense_weights` as in its load options.
+    ///
+    /// # Errors
+    /// It is no drafter, or that of another model.
+    pub fn attach(&self, model: Model, files: Option<&Files>, dense_weights: Option<DType>) -> Result<Model> {
+        let (Some(drafter), Some(files)) = (&self.drafter, files) else { return Ok(model) };
+        let with = model.with_drafter(files, dense_weights);
+        with.map_err(|error| format!("--drafter {}: {error}", drafter.display()).into())
     }
 }
 

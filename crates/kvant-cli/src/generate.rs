@@ -130,16 +130,23 @@ pub fn run(args: &GenerateArgs) -> Result {
     let options = PoolOptions { codecs: kv.codecs.clone(), longest, ..PoolOptions::default() };
     let division = args.device.cache_division();
     let load = LoadOptions { cache_division: division, ..args.activations.options(&device) };
-    memory::check(
-        &files,
-        &device,
-        &Demand { ranks: device.ranks(), pool: options.clone(), load, bytes: None, shorter: "--max-tokens" },
-    )?;
+    #[cfg(feature = "serve")]
+    let drafter = args.drafts.files(args.model.as_deref().or(args.place.as_deref()), &files)?;
+    #[cfg(not(feature = "serve"))]
+    let drafter = None;
+    let demand = Demand {
+        ranks: device.ranks(),
+        pool: options.clone(),
+        load,
+        bytes: None,
+        drafter: drafter.as_ref(),
+        shorter: "--max-tokens",
+    };
+    memory::check(&files, &device, &demand)?;
     let model = args.activations.load(&files, &device, longest, division)?;
     let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
     let cache_bytes_f16 = model.pool_spec(&as_f16)?.bytes;
-    let place = args.model.as_deref().or(args.place.as_deref());
-    let mut source = Generator::start(args, model, &tokenizer, &options, (place, &files))?;
+    let mut source = Generator::start(args, model, &tokenizer, &options, drafter.as_ref())?;
 
     // On a terminal, the prompt and its continuation appear as one text.
     if !args.json && !args.chat && std::io::stderr().is_terminal() {
@@ -200,23 +207,23 @@ struct Drafts {
 }
 
 impl Generator {
-    /// `from`: the place and the files of the model.
+    /// `drafter`: its files.
     fn start(
         args: &GenerateArgs,
         model: Model,
         tokenizer: &Arc<Tokenizer>,
         options: &PoolOptions,
-        from: (Option<&Path>, &Files),
+        drafter: Option<&Files>,
     ) -> Result<Generator> {
         #[cfg(feature = "serve")]
         if args.drafts.count() > 0 {
             let dense_weights = args.activations.options(model.device()).dense_weights;
-            let model = args.drafts.attach(model, from.0, from.1, dense_weights)?;
+            let model = args.drafts.attach(model, drafter, dense_weights)?;
             let (tokenizer, count) = (Arc::clone(tokenizer), args.drafts.count());
             let drafting = Drafting::start(model, tokenizer, &options.codecs, options.longest, count)?;
             return Ok(Generator::Drafting(drafting));
         }
-        let _ = (args, tokenizer, from);
+        let _ = (args, tokenizer, drafter);
         let sequence = model.new_pool(options)?.sequence();
         Ok(Generator::Plain(Box::new((model, sequence))))
     }

@@ -13,8 +13,19 @@ pub struct Demand<'a> {
     pub load: LoadOptions,
     /// Bytes for pages, if the user set them. Otherwise, pages are sized for `pool`.
     pub bytes: Option<usize>,
+    /// The files of a drafter.
+    pub drafter: Option<&'a Files>,
     /// The option that shortens sequences.
     pub shorter: &'a str,
+}
+
+impl Demand<'_> {
+    /// The model with its drafter, as the devices share it.
+    fn inspect(&self, files: &Files) -> Result<Inspection> {
+        let model = Inspection::open_for(files, self.ranks, self.load.cache_division)?;
+        let Some(drafter) = self.drafter else { return Ok(model) };
+        Ok(model.with_drafter(drafter).map_err(|error| format!("--drafter: {error}"))?)
+    }
 }
 
 /// Free bytes of a device, or of each device of a group; `None` if it does not report them. The CPU devices of a group
@@ -31,7 +42,7 @@ pub fn free(device: &Device) -> Option<usize> {
 /// The model does not fit: the message has the numbers and the remedy. Errors of the files.
 pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
     let Some(free) = free(device) else { return Ok(()) };
-    let model = Inspection::open_for(files, demand.ranks, demand.load.cache_division)?;
+    let model = demand.inspect(files)?;
     let mut estimate = model.memory(&demand.pool, &demand.load)?;
     estimate.cache = demand.bytes.unwrap_or(estimate.cache);
     if estimate.total() <= free {
@@ -59,7 +70,7 @@ pub fn check(files: &Files, device: &Device, demand: &Demand) -> Result {
 /// They cannot: the message has the numbers and the remedy. Errors of the files.
 #[cfg(any(feature = "serve", test))]
 pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
-    let model = Inspection::open_for(files, demand.ranks, demand.load.cache_division)?;
+    let model = demand.inspect(files)?;
     let of = |longest: usize| -> Result<usize> {
         Ok(model.cache_bytes(&PoolOptions { sequences: 1, longest, ..demand.pool.clone() }, &demand.load)?)
     };
@@ -90,7 +101,7 @@ pub fn check_pages(files: &Files, demand: &Demand, bytes: usize) -> Result {
 #[cfg(feature = "serve")]
 pub fn pages(files: &Files, device: &Device, demand: &Demand) -> Result<Option<usize>> {
     let Some(free) = free(device) else { return Ok(None) };
-    let model = Inspection::open_for(files, demand.ranks, demand.load.cache_division)?;
+    let model = demand.inspect(files)?;
     for free in [free / 10 * 9, free] {
         match pages_in(free, &model, demand)? {
             Pages::All => return Ok(None),
@@ -119,7 +130,7 @@ pub struct Share {
 /// The model with one sequence exceeds `limit`; errors of the files.
 #[cfg(any(feature = "serve", test))]
 pub fn share(files: &Files, demand: &Demand, limit: usize, max: usize) -> Result<Share> {
-    let model = Inspection::open_for(files, demand.ranks, demand.load.cache_division)?;
+    let model = demand.inspect(files)?;
     let all = model.memory(&demand.pool, &demand.load)?;
     let one = model.memory(&PoolOptions { sequences: 1, ..demand.pool.clone() }, &demand.load)?.cache;
     let others = all.weights.saturating_add(all.scratch);
@@ -216,6 +227,8 @@ fn max_below(end: usize, fits: impl Fn(usize) -> Result<bool>) -> Result<usize> 
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -223,8 +236,14 @@ mod tests {
         let files = crate::shipped::files(None).unwrap();
         let model = Inspection::open(&files).unwrap();
         let pool = PoolOptions { sequences: 1, longest: 8192, ..PoolOptions::default() };
-        let demand =
-            Demand { ranks: 1, pool: pool.clone(), load: LoadOptions::default(), bytes: None, shorter: "--context" };
+        let demand = Demand {
+            ranks: 1,
+            pool: pool.clone(),
+            load: LoadOptions::default(),
+            bytes: None,
+            drafter: None,
+            shorter: "--context",
+        };
         let one = model.memory(&pool, &demand.load).unwrap().cache;
         check_pages(&files, &demand, one).unwrap();
         let error = check_pages(&files, &demand, one / 2).unwrap_err().to_string();
@@ -236,13 +255,38 @@ mod tests {
         assert!(error.contains("not even one page"), "{error}");
     }
 
+    /// A drafter's tensors and its layer need memory, too.
+    #[test]
+    fn drafters_need_memory() {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kvant-models/tests/golden");
+        let files = |name: &str| Files::at(&golden.join(name)).unwrap();
+        let (target, drafter, pool) = (files("dense"), files("assistant"), PoolOptions::default());
+        let demand = |drafter| Demand {
+            ranks: 1,
+            pool: pool.clone(),
+            load: LoadOptions::default(),
+            bytes: None,
+            drafter,
+            shorter: "--context",
+        };
+        let total = |drafter| {
+            let demand = demand(drafter);
+            demand.inspect(&target).unwrap().memory(&pool, &demand.load).unwrap().total()
+        };
+        let file = std::fs::metadata(golden.join("assistant/model.safetensors")).unwrap().len() as usize;
+        let more = total(Some(&drafter)) - total(None);
+        assert!((file - 20_000..file).contains(&more), "{more} of {file} bytes");
+        let error = demand(Some(&target)).inspect(&target).unwrap_err().to_string();
+        assert!(error.starts_with("--drafter: "), "{error}");
+    }
+
     #[test]
     fn models_share_memory() {
         let files = crate::shipped::files(None).unwrap();
         let model = Inspection::open(&files).unwrap();
         let pool = PoolOptions { sequences: 16, longest: 8192, ..PoolOptions::default() };
         let load = LoadOptions::default();
-        let demand = Demand { ranks: 1, pool: pool.clone(), load, bytes: None, shorter: "--context" };
+        let demand = Demand { ranks: 1, pool: pool.clone(), load, bytes: None, drafter: None, shorter: "--context" };
         let all = model.memory(&pool, &load).unwrap();
         let one = model.memory(&PoolOptions { sequences: 1, ..pool.clone() }, &load).unwrap().cache;
         let others = all.weights + all.scratch;
@@ -260,7 +304,7 @@ mod tests {
         let model = Inspection::open(&files).unwrap();
         let pool = PoolOptions { sequences: 16, longest: 1 << 20, ..PoolOptions::default() };
         let load = LoadOptions::default();
-        let demand = Demand { ranks: 1, pool: pool.clone(), load, bytes: None, shorter: "--context" };
+        let demand = Demand { ranks: 1, pool: pool.clone(), load, bytes: None, drafter: None, shorter: "--context" };
         let all = model.memory(&pool, &load).unwrap();
         let one = model.memory(&PoolOptions { sequences: 1, ..pool.clone() }, &load).unwrap();
         let others = all.weights + all.scratch;

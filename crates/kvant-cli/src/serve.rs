@@ -104,10 +104,10 @@ fn load(args: &ServeArgs, files: &Files, device: &Device) -> Result<Loaded> {
     let kv = args.activations.kv(device, args.kv.as_ref());
     let context = args.context(files)?;
     let load = args.load_options(device, context);
-    let pages = args.pages(files, device, &kv, load, context)?;
+    let drafter = args.drafts.files(args.models.first().map(PathBuf::as_path), files)?;
+    let pages = args.pages(files, device, &kv, load, context, drafter.as_ref())?;
     let model = Model::load_files(files, device, &load)?;
-    let place = args.models.first().map(PathBuf::as_path);
-    let model = args.drafts.attach(model, place, files, load.dense_weights)?;
+    let model = args.drafts.attach(model, drafter.as_ref(), load.dense_weights)?;
     let engine = Engine::start(model, tokenizer, args.engine_options(files, kv, &load, pages)?)?;
     Ok(Loaded { engine, template, sampling })
 }

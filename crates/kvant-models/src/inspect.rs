@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use kvant::DType;
+use kvant::{CacheLayer, DType};
 
 use crate::{
     CacheDivision, Config, DecoderSpec, Files, LoadOptions, PoolOptions, Result,
     cut::output_rows,
+    drafter::DraftMemory,
     forward::workspace_bytes,
     open::with_source,
     pools::{pool_spec, pool_spec_with},
@@ -46,6 +47,7 @@ pub struct Inspection {
     ranks: usize,
     /// Numbers and bytes of the matrices to which [`LoadOptions::dense_weights`] applies.
     dense: [usize; 2],
+    drafter: Option<DraftMemory>,
 }
 
 /// The matrices of one format.
@@ -64,7 +66,7 @@ pub struct StoredFormat {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryEstimate {
-    /// The matrices.
+    /// The matrices, with those of a drafter.
     pub weights: usize,
     /// Keys and values.
     pub cache: usize,
@@ -124,7 +126,25 @@ impl Inspection {
         }
         let mut formats: Vec<StoredFormat> = formats.into_values().collect();
         formats.sort_by_key(|format| std::cmp::Reverse(format.bytes));
-        Ok(Inspection { config, parameters, weight_bytes, formats, local, ranks, dense })
+        Ok(Inspection { config, parameters, weight_bytes, formats, local, ranks, dense, drafter: None })
+    }
+
+    /// Counts the memory of a drafter, too: its tensors and its own layer. `files` as in
+    /// [`Model::with_drafter`](crate::Model::with_drafter).
+    ///
+    /// # Errors
+    /// `NotADrafter` for files without a drafter; otherwise as [`Inspection::open`].
+    pub fn with_drafter(self, files: &Files) -> Result<Inspection> {
+        Ok(Inspection { drafter: Some(DraftMemory::read(files)?), ..self })
+    }
+
+    /// Bytes of the drafter's tensors on each device of a group; 0 without a drafter.
+    pub fn drafter_bytes(&self, load: &LoadOptions) -> usize {
+        self.drafter.as_ref().map_or(0, |drafter| drafter.weight_bytes(self.ranks, load))
+    }
+
+    fn draft_layer(&self, load: &LoadOptions) -> Option<CacheLayer> {
+        self.drafter.as_ref()?.cache_layer(self.ranks, load.activations)
     }
 
     /// Bytes of a pool for this model.
@@ -132,7 +152,8 @@ impl Inspection {
     /// # Errors
     /// `Kvant` for a codec that does not support the model's head sizes, or a size that overflows.
     pub fn cache_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
-        Ok(pool_spec(&self.local, options, load.pass_tokens, load.activations, None)?.bytes)
+        let draft = self.draft_layer(load);
+        Ok(pool_spec(&self.local, options, load.pass_tokens, load.activations, draft)?.bytes)
     }
 
     /// Bytes of the keys and values in a pool for this model: [`Inspection::cache_bytes`] without states.
@@ -140,7 +161,14 @@ impl Inspection {
     /// # Errors
     /// As [`Inspection::cache_bytes`].
     pub fn key_value_bytes(&self, options: &PoolOptions, load: &LoadOptions) -> Result<usize> {
-        Ok(pool_spec_with(&self.local, options, load.pass_tokens, load.activations, (None, Vec::new()))?.bytes)
+        Ok(pool_spec_with(
+            &self.local,
+            options,
+            load.pass_tokens,
+            load.activations,
+            (self.draft_layer(load), Vec::new()),
+        )?
+        .bytes)
     }
 
     /// Bytes of the states of one sequence in all recurrent layers; 0 if the model has none.
@@ -164,6 +192,7 @@ impl Inspection {
         let [elements, bytes] = self.dense;
         let converted = load.dense_weights.map_or(bytes, |dtype| elements.saturating_mul(dtype.size()));
         let weights = self.weight_bytes.saturating_sub(bytes).saturating_add(converted);
+        let weights = weights.saturating_add(self.drafter_bytes(load));
         Ok(MemoryEstimate { weights, cache: self.cache_bytes(pool, load)?, scratch })
     }
 

@@ -312,6 +312,11 @@ impl Checkpoint {
         self.place.contains_key(name)
     }
 
+    /// The names of all tensors, with their dtypes, shapes and ranges.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.place.keys().filter_map(|name| Some((name.as_str(), self.info(name)?)))
+    }
+
     /// The dtype, shape and range of a tensor.
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.files[*self.place.get(name)?].header.tensors.get(name)

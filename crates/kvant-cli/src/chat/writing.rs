@@ -29,23 +29,23 @@ pub struct Plain {
 }
 
 impl Writing {
-    /// `files`: of the model.
+    /// `drafter`: its files.
     pub fn start(
         args: &ChatArgs,
         model: Model,
         tokenizer: &Arc<Tokenizer>,
         options: &PoolOptions,
-        files: &Files,
+        drafter: Option<&Files>,
     ) -> Result<Writing> {
         #[cfg(feature = "serve")]
         if args.drafts.count() > 0 {
             let dense_weights = args.activations.options(model.device()).dense_weights;
-            let model = args.drafts.attach(model, args.model.as_deref(), files, dense_weights)?;
+            let model = args.drafts.attach(model, drafter, dense_weights)?;
             let (tokenizer, count) = (Arc::clone(tokenizer), args.drafts.count());
             let drafting = Drafting::start(model, tokenizer, &options.codecs, options.longest, count)?;
             return Ok(Writing::Drafting { drafting, tokens: 0 });
         }
-        let _ = (args, tokenizer, files);
+        let _ = (args, tokenizer, drafter);
         let sequence = model.new_pool(options)?.sequence();
         Ok(Writing::Plain(Box::new(Plain { model, sequence, fed: Vec::new() })))
     }

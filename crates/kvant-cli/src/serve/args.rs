@@ -288,11 +288,12 @@ impl ServeArgs {
         kv: &Kv,
         load: LoadOptions,
         longest: usize,
+        drafter: Option<&Files>,
     ) -> Result<Option<usize>> {
         let (codecs, sequences) = (kv.codecs.clone(), self.max_sequences);
         let pool = PoolOptions { codecs, sequences, longest, ..PoolOptions::default() };
         let bytes = self.memory.map(|bytes| bytes.0);
-        let demand = Demand { ranks: device.ranks(), pool, load, bytes, shorter: "--context" };
+        let demand = Demand { ranks: device.ranks(), pool, load, bytes, drafter, shorter: "--context" };
         if let Some(bytes) = bytes {
             memory::check(files, device, &demand)?;
             memory::check_pages(files, &demand, bytes)?;

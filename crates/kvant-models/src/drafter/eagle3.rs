@@ -89,7 +89,7 @@ pub(super) fn load(files: &Files, target: &Model, dense_weights: Option<DType>) 
 }
 
 /// The configuration of the layer, in the form of a model with one layer.
-fn layer_config(json: &Value) -> Result<Config> {
+pub(super) fn layer_config(json: &Value) -> Result<Config> {
     let mut layer = json.get("transformer_layer_config").unwrap_or(json).clone();
     if let Some(keys) = layer.as_object_mut() {
         keys.remove("architectures");

@@ -20,6 +20,7 @@ mod eagle3;
 mod encode;
 mod entry;
 mod integers;
+mod memory;
 mod mtp;
 mod space;
 mod states;
@@ -41,6 +42,7 @@ use crate::{
 pub use decoder::{Draft, DraftDecoder, DraftSize};
 pub(crate) use encode::{DraftHidden, DraftInput, DraftOutput};
 use entry::Entry;
+pub(crate) use memory::DraftMemory;
 pub(crate) use space::DraftSpace;
 pub use states::TargetStates;
 use vocabulary::DraftVocabulary;

@@ -16,6 +16,9 @@ use crate::{
 
 const FAMILIES: [&str; 2] = ["qwen3_next", "qwen3_5"];
 
+/// The start of the names of all tensors in Hugging Face's files.
+pub(super) const PREFIX: &str = "mtp.";
+
 const HF: DraftNames = DraftNames {
     block: "mtp.layers.{l}.",
     first_block: 0,
@@ -96,7 +99,7 @@ fn check_target(config: &Config, target: &Model) -> Result<()> {
 }
 
 /// The decoder of the block: an attention block of the model, with the feed-forward of its first block.
-fn describe(decoder: &DecoderSpec) -> Result<DecoderSpec> {
+pub(super) fn describe(decoder: &DecoderSpec) -> Result<DecoderSpec> {
     let attention = decoder.blocks.iter().find(|block| block.attention().is_some());
     let (Some(attention), Some(first)) = (attention, decoder.blocks.first()) else {
         return Err(not_a_drafter("the model has no attention layer"));

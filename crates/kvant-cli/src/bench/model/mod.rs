@@ -100,7 +100,8 @@ pub fn run(args: &ModelArgs) -> Result {
     #[cfg(feature = "serve")]
     let model = {
         let dense_weights = args.activations.options(&device).dense_weights;
-        args.drafts.attach(model, args.model.as_deref(), &files, dense_weights)?
+        let drafter = args.drafts.files(args.model.as_deref(), &files)?;
+        args.drafts.attach(model, drafter.as_ref(), dense_weights)?
     };
     let load = report.line("load", &Timing { median_us: us, min_us: us });
     report.print(ModelLine { bytes: Some(model.weight_bytes()), ..load })?;

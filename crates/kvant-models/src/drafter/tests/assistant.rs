@@ -63,7 +63,7 @@ fn differences(pair: &mut Pair, golden: &Golden, piece: usize) -> [f32; 2] {
 
 fn pair(assistant: &Path, target: &str, device: &Device, codecs: &CacheCodecs) -> Pair {
     let target = load(&golden(target), device);
-    let drafter = Drafter::load(&files(assistant), &target, None).unwrap();
+    let drafter = load_drafter(&files(assistant), &target);
     assert!(drafter.taps() == Taps::Final && drafter.cache_layer().is_none());
     Pair::new(target, drafter, codecs)
 }

@@ -162,7 +162,7 @@ fn row(head: &Head, embed: &[f32], cache: &mut Cache, hidden: &[f32], is_feature
 fn check(target: &str, head: &Head, layers: [usize; 3], device: &Device) {
     let dir = head.directory();
     let model = load(&golden(target), device);
-    let drafter = Drafter::load(&files(dir.path()), &model, None).unwrap();
+    let drafter = load_drafter(&files(dir.path()), &model);
     assert_eq!((drafter.taps(), drafter.hidden_width()), (Taps::Residual(layers), head.hidden));
     let mut pair = Pair::new(model, drafter, &Codec::F32.into());
     let embed = match head.tensors.has("embed_tokens.weight") {
@@ -195,7 +195,7 @@ fn a_whole_vocabulary_needs_no_map() {
     head.tensors.remove("lm_head.weight");
     let model = load(&golden("llama"), &Device::cpu());
     let dir = head.directory();
-    let drafter = Drafter::load(&files(dir.path()), &model, None).unwrap();
+    let drafter = load_drafter(&files(dir.path()), &model);
     let mut pair = Pair::new(model, drafter, &Codec::F32.into());
     let mut sequence = pair.pool.sequence();
     let tokens = super::mtp::prompt();

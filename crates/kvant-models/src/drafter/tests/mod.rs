@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use kvant::{CacheLayer, CpuOptions, DType, Device, Encoder, KvPool, PoolSpec, Sequence, Step, Tensor};
 
-use super::{DraftHidden, DraftInput, DraftOutput, DraftSpace, Drafter};
+use super::{DraftHidden, DraftInput, DraftMemory, DraftOutput, DraftSpace, Drafter};
 use crate::{
     CacheCodecs, Files, LoadOptions, Model,
     forward::{Features, Wanted},
@@ -151,6 +151,17 @@ fn commit(device: &Device, record: impl FnOnce(&mut Encoder) -> crate::Result<()
     let mut enc = device.encoder().unwrap();
     record(&mut enc).unwrap();
     enc.commit().unwrap().wait().unwrap();
+}
+
+/// Loads a drafter, and compares its memory with what its headers say.
+fn load_drafter(files: &Files, target: &Model) -> Drafter {
+    let drafter = Drafter::load(files, target, None).unwrap();
+    let (memory, ranks) = (DraftMemory::read(files).unwrap(), target.device().ranks());
+    assert_eq!(memory.cache_layer(ranks, target.activations()), drafter.cache_layer());
+    let (bytes, estimate) = (drafter.weight_bytes(), memory.weight_bytes(ranks, &LoadOptions::default()));
+    // The headers also count norms.
+    assert!(estimate.abs_diff(bytes) < bytes / 10 + 4096, "{estimate} bytes instead of {bytes}");
+    drafter
 }
 
 fn load(dir: &Path, device: &Device) -> Model {

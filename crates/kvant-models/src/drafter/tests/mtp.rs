@@ -107,7 +107,7 @@ fn row(
 /// Checks the drafter of a directory for a golden target, whose block has these tensors.
 pub fn check(target: &Path, drafter: &Path, tensors: &Tensors, device: &Device, source: &Path) {
     let model = load(target, device);
-    let drafter = Drafter::load(&files(drafter), &model, None).unwrap();
+    let drafter = load_drafter(&files(drafter), &model);
     assert_eq!((drafter.taps(), drafter.hidden_width()), (crate::Taps::FinalOfEvery, H));
     let mut pair = Pair::new(model, drafter, &Codec::F32.into());
     let embed = tensor_of(source, "model.embed_tokens.weight");
