@@ -26,6 +26,7 @@ PARTS = {
     "smg": "SGLang's gateway in front of two servers, one of which is killed",
     "dynamo": "NVIDIA Dynamo in front of two servers: prefixes, killed servers, prompts of one for the other",
     "transfer": "prompts of one server for another over a slow link: the time to the first token",
+    "restart": "1000 prompts before and after a restart with pages on disk: the times of first tokens",
     "fleet_load": "200 clients for ten minutes through SMG, one server killed: failures and memory",
     "kv_events": "KV events, read by vLLM's event classes and Dynamo's indexer",
     "openai_suite": "the test suite of the package openai",
@@ -40,7 +41,7 @@ SMALL = ["packages", "faults", "smg"]
 REQUIREMENTS = {
     "defaults": ["defaults", "openai2"],
     **{part: [part] for part in ["measures", "dynamo", "kv_events", "smg"]},
-    **{part: ["smg"] for part in ["fleet_load", "transfer"]},
+    **{part: ["smg"] for part in ["fleet_load", "restart", "transfer"]},
     **{part: ["small"] for part in ["packages", "faults"]},
 }
 

@@ -48,12 +48,12 @@ class Link:
 
 
 def first_token(server, body):
-    """The time of the first text of a stream, the text, and the cached tokens of the prompt."""
+    """The time of the first text of a stream, the text, the tokens of the prompt, and how many of them were cached."""
     connection = server.connect()
     usage = {"include_usage": True}
     data = json.dumps({**body, "stream": True, "stream_options": usage})
     connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
-    first, text, cached = None, "", 0
+    first, text, tokens, cached = None, "", 0, 0
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
             chunk = json.loads(line[6:])
@@ -62,9 +62,10 @@ def first_token(server, body):
                     first = first or time.monotonic()
                     text += choice["text"]
             if chunk.get("usage"):
+                tokens = chunk["usage"]["prompt_tokens"]
                 cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
     connection.close()
-    return first, text, cached
+    return first, text, tokens, cached
 
 
 def prefill(server, prompt, **params):
@@ -105,7 +106,7 @@ def run(kvant):
                 start = (2 * round + (way is after)) * LENGTH
                 body = {"prompt": text[start : start + LENGTH], "max_tokens": 8, "temperature": 0}
                 link = Link(port)
-                seconds, (_, got, cached) = way(first, second, link, body)
+                seconds, (_, got, _, cached) = way(first, second, link, body)
                 times[way].append(seconds)
                 moved[way] = link.bytes
                 # The text of one server, which has the prompt now.
