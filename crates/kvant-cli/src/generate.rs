@@ -3,7 +3,7 @@
 use std::{
     io::{IsTerminal, Read},
     ops::ControlFlow,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
     time::Instant,
 };

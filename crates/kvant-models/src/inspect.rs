@@ -138,13 +138,13 @@ impl Inspection {
         Ok(Inspection { drafter: Some(DraftMemory::read(files)?), ..self })
     }
 
-    /// Bytes of the drafter's tensors on each device of a group; 0 without a drafter.
+    /// Bytes of the drafter's tensors; 0 without a drafter.
     pub fn drafter_bytes(&self, load: &LoadOptions) -> usize {
-        self.drafter.as_ref().map_or(0, |drafter| drafter.weight_bytes(self.ranks, load))
+        self.drafter.as_ref().map_or(0, |drafter| drafter.weight_bytes(load))
     }
 
     fn draft_layer(&self, load: &LoadOptions) -> Option<CacheLayer> {
-        self.drafter.as_ref()?.cache_layer(self.ranks, load.activations)
+        self.drafter.as_ref()?.cache_layer(self.ranks, load)
     }
 
     /// Bytes of a pool for this model.

@@ -17,6 +17,8 @@
 //! Inputs are cut between groups of a quantised matrix. The last rank may have fewer groups of an MLP. Its matrices
 //! then end with zeros, because all ranks have tensors of one shape.
 
+use kvant::CacheLayer;
+
 use crate::{
     CacheDivision, DecoderSpec, Error, Result,
     source::{Form, Part, Role, Source},
@@ -77,12 +79,27 @@ fn is_by_position(spec: &DecoderSpec, l: usize, division: CacheDivision, ranks: 
     let reads = |(reader, block): (usize, &BlockSpec)| block.source().unwrap_or(reader) == owner;
     let mut readers = spec.blocks.iter().enumerate().filter(|reader| reads(*reader)).map(|(_, block)| block);
     let sees_all = readers.all(|block| block.attention().is_some_and(|attention| attention.window.is_none()));
-    sees_all
-        && match division {
-            CacheDivision::Auto => [2, 4].contains(&ranks) && !attention.kv_heads.is_multiple_of(ranks),
-            CacheDivision::Heads => false,
-            CacheDivision::Positions => true,
+    sees_all && prefers_positions(attention.kv_heads, division, ranks)
+}
+
+/// Whether ranks divide the cache of a layer without a window by positions.
+fn prefers_positions(kv_heads: usize, division: CacheDivision, ranks: usize) -> bool {
+    match division {
+        CacheDivision::Auto => [2, 4].contains(&ranks) && !kv_heads.is_multiple_of(ranks),
+        CacheDivision::Heads => false,
+        CacheDivision::Positions => true,
+    }
+}
+
+/// A rank's part of a layer in a pool.
+pub(crate) fn divided_layer(mut layer: CacheLayer, ranks: usize, division: CacheDivision) -> CacheLayer {
+    match layer.window.is_none() && prefers_positions(layer.kv_heads, division, ranks) {
+        true => layer.position_ranks(ranks),
+        false => {
+            layer.kv_heads = layer.kv_heads.div_ceil(ranks.max(1));
+            layer
         }
+    }
 }
 
 /// A number that the ranks cannot share.

@@ -3,7 +3,7 @@
 use kvant::{CacheLayer, DType};
 
 use super::{FileKind, eagle3, mtp, not_a_drafter};
-use crate::{Config, DecoderSpec, Files, LoadOptions, Result, pools, safetensors::Checkpoint};
+use crate::{Config, DecoderSpec, Files, LoadOptions, Result, pools, safetensors::Checkpoint, shard::divided_layer};
 
 /// Part of the name of a matrix that keeps its dtype.
 const CENTROIDS: &str = "centroids";
@@ -73,17 +73,16 @@ impl DraftMemory {
         self.dense = [self.dense[0].saturating_add(elements), self.dense[1].saturating_add(bytes)];
     }
 
-    /// Bytes of the drafter's tensors, on each device of a group.
-    pub(crate) fn weight_bytes(&self, ranks: usize, load: &LoadOptions) -> usize {
+    /// Bytes of the drafter's tensors. Each device of a group has these at most.
+    pub(crate) fn weight_bytes(&self, load: &LoadOptions) -> usize {
         let [elements, bytes] = self.dense;
         let converted = load.dense_weights.map_or(bytes, |dtype| elements.saturating_mul(dtype.size()));
-        self.fixed.saturating_add(converted).div_ceil(ranks.max(1))
+        self.fixed.saturating_add(converted)
     }
 
-    /// The drafter's own layer in its target's pools.
-    pub(crate) fn cache_layer(&self, ranks: usize, activations: DType) -> Option<CacheLayer> {
-        let mut layer = pools::draft_layer(self.own.as_ref()?, activations)?;
-        layer.kv_heads = layer.kv_heads.div_ceil(ranks.max(1));
-        Some(layer)
+    /// The drafter's own layer in its target's pools, on each of `ranks` devices.
+    pub(crate) fn cache_layer(&self, ranks: usize, load: &LoadOptions) -> Option<CacheLayer> {
+        let layer = pools::draft_layer(self.own.as_ref()?, load.activations)?;
+        Some(divided_layer(layer, ranks, load.cache_division))
     }
 }

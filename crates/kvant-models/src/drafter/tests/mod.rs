@@ -157,10 +157,16 @@ fn commit(device: &Device, record: impl FnOnce(&mut Encoder) -> crate::Result<()
 fn load_drafter(files: &Files, target: &Model) -> Drafter {
     let drafter = Drafter::load(files, target, None).unwrap();
     let (memory, ranks) = (DraftMemory::read(files).unwrap(), target.device().ranks());
-    assert_eq!(memory.cache_layer(ranks, target.activations()), drafter.cache_layer());
-    let (bytes, estimate) = (drafter.weight_bytes(), memory.weight_bytes(ranks, &LoadOptions::default()));
-    // The headers also count norms.
-    assert!(estimate.abs_diff(bytes) < bytes / 10 + 4096, "{estimate} bytes instead of {bytes}");
+    let load = LoadOptions {
+        activations: target.activations(),
+        cache_division: target.cache_division(),
+        ..LoadOptions::default()
+    };
+    assert_eq!(memory.cache_layer(ranks, &load), drafter.cache_layer());
+    let (bytes, estimate) = (drafter.weight_bytes(), memory.weight_bytes(&load));
+    // The headers also count norms. The ranks of a group divide some matrices.
+    assert!(estimate + 4096 > bytes, "{estimate} bytes instead of {bytes}");
+    assert!(ranks > 1 || estimate < bytes + bytes / 10 + 4096, "{estimate} bytes instead of {bytes}");
     drafter
 }
 
