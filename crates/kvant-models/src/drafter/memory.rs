@@ -8,7 +8,7 @@ use crate::{Config, DecoderSpec, Files, LoadOptions, Result, pools, safetensors:
 /// Part of the name of a matrix that keeps its dtype.
 const CENTROIDS: &str = "centroids";
 
-/// What a drafter adds to the memory of its target.
+/// The memory that a drafter adds to that of its target.
 #[derive(Clone, Debug)]
 pub(crate) struct DraftMemory {
     /// Bytes of tensors that are loaded as they are stored.
