@@ -1,6 +1,6 @@
 //! Implements the scheduler's storage with a [`KvPool`].
 
-use kvant::{KvPool, Prefetched, PrefixCache, Sequence, Step};
+use kvant::{KvPool, PoolSpec, Prefetched, PrefixCache, Sequence, Step};
 use kvant_models::BatchDecoder;
 
 use super::{Storage, StorageError};
@@ -13,6 +13,8 @@ pub struct PoolStorage {
     pool: KvPool,
     /// Maximum new tokens of a sequence in a step.
     max_new: usize,
+    /// Tokens of a step for which the pages of each request are counted.
+    share: usize,
     /// Whether prefixes are kept.
     keeps_prefixes: bool,
     /// Tokens of a prompt between kept states, if not only at the ends of steps.
@@ -34,7 +36,23 @@ pub enum PoolStep {
 impl PoolStorage {
     /// Creates a storage. `max_new`: maximum tokens of a step. `keeps_prefixes`: whether requests share prefixes.
     pub fn new(pool: KvPool, max_new: usize, keeps_prefixes: bool) -> PoolStorage {
-        PoolStorage { pool, max_new, keeps_prefixes, state_interval: None, decoder: None, max_recorded: 0 }
+        PoolStorage {
+            pool,
+            max_new,
+            share: max_new,
+            keeps_prefixes,
+            state_interval: None,
+            decoder: None,
+            max_recorded: 0,
+        }
+    }
+
+    /// Counts the pages of a request as [`PoolSpec::room_for_steps`] does for `sequences` requests, which share the
+    /// tokens of a step. Otherwise, pages for a whole step are counted for each.
+    #[must_use]
+    pub fn for_sequences(self, sequences: usize) -> PoolStorage {
+        let share = PoolSpec::step_share(sequences, self.max_new).min(self.max_new);
+        PoolStorage { share, ..self }
     }
 
     /// Sets the tokens of a prompt between kept states, rounded up to pages.
@@ -162,7 +180,7 @@ impl Storage for PoolStorage {
     }
 
     fn need(&self, len: usize) -> usize {
-        self.pool.need(len, self.max_new)
+        self.pool.need(len, self.share)
     }
 
     fn spared(&self, found: usize) -> usize {

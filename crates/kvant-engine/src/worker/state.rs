@@ -124,7 +124,7 @@ impl Worker {
         }
         let rows = decoder.rows();
         let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
-        let storage = storage.with_state_interval(options.state_interval);
+        let storage = storage.for_sequences(options.sequences).with_state_interval(options.state_interval);
         let storage = storage.with_decoder(decoder, 1 + repeated + drafts);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
         let EngineOptions { sequences, step_tokens, unread, adaptive_drafts, .. } = *options;

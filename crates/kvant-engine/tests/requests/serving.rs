@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use crate::common::{batch_invariant_engine, collect, engine, model, options, request, shipped};
-use kvant::Codec;
+use kvant::{Codec, Device};
 use kvant_engine::{CacheScope, Engine, EngineRequest, Event, Failure, FinishReason, NoEvent, Responses, SubmitError};
 use kvant_models::{Model, PoolOptions, Request, Sampling, Tokenizer, generate};
 
@@ -321,4 +321,26 @@ fn a_closed_engine_leaves_nothing() {
     engine.close().unwrap();
     // The threads owned the tokenizer too.
     assert_eq!(Arc::strong_count(&tokenizer), 1);
+}
+
+/// The pages of a model with windows are counted as they were allocated: all requests run at once.
+#[test]
+fn all_requests_fit_the_pages_that_are_made_for_them() {
+    const SEQUENCES: usize = 8;
+    let golden = shipped().join("../../kvant-models/tests/golden/gemma3");
+    let model = Model::load(&golden, &Device::cpu()).unwrap();
+    let options = options().sequences(SEQUENCES).step_tokens(512).page_tokens(16);
+    let engine = Engine::start(model, Arc::new(Tokenizer::load(shipped()).unwrap()), options).unwrap();
+    let submit = |seed| {
+        let prompt = (0..180).map(|index| 3 + (index * 7 + seed) % 50).collect::<Vec<u32>>();
+        engine.submit(EngineRequest::new(prompt).max_tokens(70).stop_ids(Vec::new())).unwrap()
+    };
+    let running: Vec<Responses> = (0..SEQUENCES as u32).map(submit).collect();
+    let mut most = 0;
+    while engine.stats().finished_length == 0 {
+        most = most.max(engine.stats().running);
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    running.into_iter().for_each(|responses| assert_eq!(collect(responses).0.len(), 70));
+    assert_eq!((most, engine.stats().preemptions), (SEQUENCES, 0));
 }

@@ -134,7 +134,12 @@ impl PoolSpec {
     /// # Errors
     /// As [`KvPool::new`](crate::KvPool::new).
     pub fn room_for_steps(self, sequences: usize, longest: usize, step_tokens: usize) -> Result<PoolSpec> {
-        self.room_for(sequences, longest, step_tokens.div_ceil(sequences.max(1)).max(HELD))
+        self.room_for(sequences, longest, PoolSpec::step_share(sequences, step_tokens))
+    }
+
+    /// The tokens of a step that [`PoolSpec::room_for_steps`] counts for each sequence.
+    pub fn step_share(sequences: usize, step_tokens: usize) -> usize {
+        step_tokens.div_ceil(sequences.max(1)).max(HELD)
     }
 }
 
