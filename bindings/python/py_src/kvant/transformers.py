@@ -185,8 +185,8 @@ class KvantCache(Cache):
         for name, states in ("keys", keys), ("values", values):
             if states.ndim != 4 or states.shape[1] != layer.heads or states.shape[3] != layer.size:
                 raise ValueError(
-                    f"KvantCache: {name} of layer {layer.index} must have shape [batch, {layer.heads}, tokens, {layer.size}], "
-                    f"got {list(states.shape)}"
+                    f"KvantCache: {name} of layer {layer.index} must have shape "
+                    f"[batch, {layer.heads}, tokens, {layer.size}], got {list(states.shape)}"
                 )
         if (keys.dtype != self._dtype or keys.device != self._device) and self._slots == 0:
             _check_device(keys)
@@ -230,9 +230,8 @@ class KvantCache(Cache):
             )
         if self._slots > 0 and tokens == 1 and self._is_real is None and mask.is_cuda:
             # Decode without padding so far: reading the mask would wait for the GPU. The next pass reads the result.
-            event = torch.cuda.Event()
-            self._unread = mask[:, :length].all().to("cpu", non_blocking=True), event
-            event.record()
+            is_real = mask[:, :length].all().to("cpu", non_blocking=True)
+            self._unread = is_real, torch.cuda.current_stream(self._device).record_event()
             return None
         given = np.broadcast_to(mask.numpy(force=True)[:, :length], (batch, length))
         past = given[:, : self._slots]
