@@ -147,12 +147,12 @@ def print_host_times(model):
             times = host_times(model, attention, kv, text)
             # Kernels are compiled in the first turn.
             steps[name] += times if turn else []
-    print(f"\nThe host's time of a step at {length} tokens, in microseconds of each layer (medians):\n")
+    print(f"\nThe host's time of a step at {length} tokens, in microseconds of each layer, medians (fastest):\n")
     print("| cache | update | attention | masks | together |\n|---|---|---|---|---|")
     for name, times in steps.items():
-        parts = [statistics.median(part) for part in zip(*times)]
-        together = statistics.median(sum(step) for step in times)
-        print(f"| {name} | {' | '.join(f'{part:.1f}' for part in [*parts, together])} |", flush=True)
+        columns = [*zip(*times), [sum(step) for step in times]]
+        cells = (f"{statistics.median(column):.1f} ({min(column):.1f})" for column in columns)
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 @torch.no_grad()
