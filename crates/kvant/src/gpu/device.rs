@@ -170,8 +170,9 @@ pub(crate) struct Gpu<E> {
     pad: Mutex<Option<Pad>>,
 }
 
-/// Maximum bytes of a block of scratch memory that is kept for later passes.
+/// Maximum bytes of a block of scratch memory that is kept for later passes, and maximum blocks of a kind.
 const MAX_KEPT: usize = 4 << 20;
+const MAX_BLOCKS: usize = 4;
 
 /// The scratch memory of calls that run one after the other: each takes memory that earlier calls have released.
 #[derive(Default)]
@@ -193,9 +194,16 @@ impl Pad {
         self.blocks.iter_mut().for_each(|block| block.taken = false);
     }
 
-    /// Frees large blocks.
+    /// Frees large blocks, and small ones beyond the maximum number.
     fn shrink(&mut self) {
         self.blocks.retain(|block| block.bytes <= MAX_KEPT);
+        self.blocks.sort_by_key(|block| std::cmp::Reverse(block.bytes));
+        let mut kept = [0; 2];
+        self.blocks.retain(|block| {
+            let of_kind = &mut kept[usize::from(block.zeros)];
+            *of_kind += 1;
+            *of_kind <= MAX_BLOCKS
+        });
     }
 
     /// The smallest free block of a kind that is large enough, or a new one.
@@ -490,7 +498,12 @@ mod tests {
         assert!(!Arc::ptr_eq(&zeros.memory, &other.memory));
         pad.take(MAX_KEPT + 1, false, || Ok(Box::new(Eight(0)))).unwrap();
         pad.shrink();
-        assert_eq!(pad.blocks.len(), 4);
+        assert_eq!(pad.blocks.iter().map(|block| block.bytes).collect::<Vec<_>>(), [31, 30, 10, 8]);
+        for bytes in 100..110 {
+            pad.take(bytes, false, || Ok(Box::new(Eight(0)))).unwrap();
+        }
+        pad.shrink();
+        assert_eq!(pad.blocks.iter().map(|block| block.bytes).collect::<Vec<_>>(), [109, 108, 107, 106, 8]);
     }
 
     /// The outcome of a launch on a device of 1024 threads and 32 KiB: the number of launches, or an error.
