@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Runs the tests of `kvant.transformers` with several versions of transformers, the oldest supported and the newest.
+"""Runs the tests of `kvant.transformers`, and the README's examples, with several versions of transformers: the oldest
+supported and the newest.
 
     tools/python_versions.py [VERSION...]
 
@@ -34,7 +35,7 @@ def main():
         found = "import transformers; print(transformers.__version__)"
         name = subprocess.run([PYTHON, "-c", found], check=True, env=environment, capture_output=True, text=True).stdout.strip()
         start = time.time()
-        command = [PYTHON, "-m", "pytest", "-q", "--tb=short", "tests/test_transformers.py"]
+        command = [PYTHON, "-m", "pytest", "-q", "--tb=short", "tests/test_transformers.py", "tests/test_readme.py"]
         done = subprocess.run(command, cwd=os.path.join(ROOT, "bindings", "python"), env=environment, capture_output=True, text=True)
         last = (done.stdout.strip().splitlines() or ["no output"])[-1]
         print(f"transformers {name}: {last} ({time.time() - start:.0f} s)", flush=True)

@@ -3,11 +3,12 @@
 
     tools/h200/python.py WHEELS OUT [STEP...]
 
-WHEELS is a folder with the wheel of kvant, and of other packages that the machine lacks in a suitable version. Steps (default: tests and speed): `tests` runs the Python tests on the GPU; `speed` measures a
-model of the size of Gemma 4 E4B with random weights, beside SDPA with a DynamicCache; `sanitizer` runs the tests of
-streams and attention under compute-sanitizer; `rust`: runs WHEELS/units, the unit tests of kvant, those of borrowed
-memory. OUT gets report.md, which is also printed. The exit status is 1 if something failed. Needs PyTorch, pytest and
-pytest-xdist.
+WHEELS is a folder with the wheel of kvant, and of other packages that the machine lacks in a suitable version. Steps
+(default: tests and speed): `tests` runs the Python tests on the GPU; `speed` measures a model of the size of Gemma 4 E4B
+with random weights, and SDPA with a DynamicCache; `host` measures only the host's time of each layer, with narrow
+layers; `sanitizer` runs caches in two streams, and codecs, under compute-sanitizer; `rust` runs WHEELS/units, the unit
+tests of kvant, those of borrowed memory. OUT gets report.md, which is also printed. The exit status is 1 if something
+failed. Needs PyTorch, pytest and pytest-xdist.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def main():
     parser.add_argument("steps", nargs="*")
     args = parser.parse_args()
     steps = args.steps or ["tests", "speed"]
-    unknown = set(steps) - {"tests", "speed", "sanitizer", "rust"}
+    unknown = set(steps) - {"tests", "speed", "host", "sanitizer", "rust"}
     if unknown:
         parser.error(f"there is no step {unknown.pop()}")
     out = os.path.abspath(args.out)
@@ -83,13 +84,17 @@ def main():
         report.run("tests of CUDA", [*pytest, "test_cuda.py"], 240, environment)
         matrix = [*pytest, "--tb=line", "-n", str(WORKERS), "test_transformers.py"]
         report.run("families", matrix, 400, environment)
+    here = os.path.dirname(os.path.abspath(__file__))
+    if "host" in steps:
+        report.run("host", [sys.executable, os.path.join(here, "python_speed.py"), "--host"], 120, environment)
     if "speed" in steps:
-        speed = os.path.join(os.path.dirname(os.path.abspath(__file__)), "python_speed.py")
-        report.run("speed", [sys.executable, speed], 300, environment, lines=60)
+        report.run("speed", [sys.executable, os.path.join(here, "python_speed.py")], 300, environment, lines=60)
     if "sanitizer" in steps:
+        program = [sys.executable, os.path.join(here, "python_memcheck.py")]
+        # Compiles the kernels, too.
+        report.run("caches and codecs", program, 100, environment)
         sanitizer = shutil.which("compute-sanitizer", path=os.environ["PATH"] + ":/usr/local/cuda/bin")
-        command = [sanitizer or "compute-sanitizer", "--error-exitcode=1", "--target-processes=all", *pytest, "test_cuda.py"]
-        report.run("memcheck", [*command, "-k", "attend or begin or streams"], 400, environment)
+        report.run("memcheck", [sanitizer or "compute-sanitizer", "--error-exitcode=1", *program], 150, environment)
     report.say(f"\n{report.failures} failures")
     sys.exit(report.failures > 0)
 

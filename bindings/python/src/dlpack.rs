@@ -103,6 +103,18 @@ impl Place {
         self.view(self.take(array)?, arg)
     }
 
+    /// The array at an address of this place's device as a tensor, whose memory the caller keeps.
+    ///
+    /// # Safety
+    /// The contract of [`Tensor::from_raw`]: the array is contiguous, of this dtype and shape, and valid until no pass
+    /// uses it.
+    pub unsafe fn tensor_at(&self, address: usize, dtype: DType, shape: &[usize]) -> PyResult<Tensor> {
+        let start = NonNull::new(std::ptr::with_exposed_provenance_mut(address));
+        let start = start.ok_or_else(|| error::value("an address must not be 0"))?;
+        // SAFETY: passed on to the caller.
+        unsafe { Tensor::from_raw(&self.device, dtype, shape, start, Box::new(())) }.map_err(error::kvant)
+    }
+
     /// Runs the operations of `record`: on a GPU in the order of the stream, without waiting.
     pub fn run(&self, record: impl FnOnce(&mut Encoder) -> kvant::Result<()>) -> kvant::Result<()> {
         let mut enc = self.device.encoder()?;

@@ -21,6 +21,8 @@ const SEQUENCES: usize = 4;
 #[pyclass(frozen, module = "kvant._kvant")]
 pub struct Store {
     place: Place,
+    /// The dtype of the model.
+    dtype: DType,
     batch: Mutex<Batch>,
     pool: KvPool,
     /// Dropped last.
@@ -55,22 +57,22 @@ impl Store {
     /// `room`: maximum tokens of a sequence of the model, and bytes of GPU memory that torch holds without using them;
     /// they matter without `memory`. `gpu`: the number of a GPU; None is the CPU.
     #[new]
-    #[pyo3(signature = (layers, kv, dense, memory, page_tokens, room, gpu))]
+    #[pyo3(signature = (layers, kv, dtype, memory, page_tokens, room, gpu))]
     #[allow(clippy::too_many_arguments, reason = "one call from Python")]
     fn new(
         py: Python<'_>,
         layers: Vec<(usize, usize, Option<usize>)>,
         kv: Vec<String>,
-        dense: &str,
+        dtype: &str,
         memory: Option<usize>,
         page_tokens: usize,
         room: (usize, usize),
         gpu: Option<usize>,
     ) -> PyResult<Store> {
-        let dense = dense_dtype(dense)?;
+        let dtype = model_dtype(dtype)?;
         error::run(py, || {
             let place = Place::new(gpu.map(|number| (number, 0)))?;
-            let layers = cache_layers(&layers, &kv, dense)?;
+            let layers = cache_layers(&layers, &kv, dense_dtype(dtype))?;
             let mut spec = PoolSpec::new(layers, 0).page_tokens(page_tokens);
             let bytes = match memory {
                 Some(bytes) => Ok(bytes),
@@ -79,7 +81,7 @@ impl Store {
             };
             spec.bytes = bytes.map_err(error::kvant)?;
             let pool = KvPool::new(&place.device, &spec).map_err(error::kvant)?;
-            Ok(Store { _unused: ReturnsMemory(place.clone()), place, pool, batch: Mutex::default() })
+            Ok(Store { _unused: ReturnsMemory(place.clone()), place, dtype, pool, batch: Mutex::default() })
         })
     }
 
@@ -125,20 +127,44 @@ impl Store {
         let (q_tensor, out) = (tensor(q, "query")?, tensor(out, "out")?);
         let sinks = sinks.map(|sinks| tensor(sinks, "sinks")).transpose()?;
         let kv = kv.map(|(k, v)| Ok::<_, PyErr>((tensor(&k, "key")?, tensor(&v, "value")?))).transpose()?;
-        error::run(q.py(), || {
-            let batch = self.lock();
-            let step = batch.step.as_ref().ok_or_else(|| error::value("no tokens were appended"))?;
-            let run = |enc: &mut Encoder| {
-                let layer = self.pool.layer(layer)?;
-                if let Some((k, v)) = &kv {
-                    ops::kv_write(enc, &ops::KvWrite::new(k, v, step, layer))?;
-                }
-                let some = selected.map(|tokens| step.select(&tokens)).transpose()?;
-                let attend = ops::Attend::new(&q_tensor, layer, some.as_ref().unwrap_or(step), &out);
-                let scale = scale.unwrap_or(attend.scale);
-                ops::attend(enc, &attend.scale(scale).softcap(softcap).sinks(sinks.as_ref()))
+        let arrays = Arrays { q: q_tensor, out, kv, sinks };
+        error::run(q.py(), || self.run(layer, &arrays, selected.as_deref(), (scale, softcap), &place))
+    }
+
+    /// As `forward` for all new tokens, with arrays of the model's dtype at these addresses of the cache's device. The
+    /// caller guarantees their shapes, that they are contiguous, and that they live until the work has run; on a GPU,
+    /// that their memory is reused in the order of the stream. Sinks are f32 `[heads]`.
+    #[pyo3(signature = (layer, heads, q, out, kv, scale, softcap, sinks, stream))]
+    #[allow(clippy::too_many_arguments, reason = "one call for each layer and step: Python's calls are slow")]
+    fn decode(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        heads: usize,
+        q: usize,
+        out: usize,
+        kv: Option<(usize, usize)>,
+        scale: Option<f32>,
+        softcap: Option<f32>,
+        sinks: Option<usize>,
+        stream: usize,
+    ) -> PyResult<()> {
+        error::run(py, || {
+            let place = self.place.with_stream(stream);
+            let tokens = self.lock().step.as_ref().map_or(0, Step::tokens);
+            let spec = self.pool.layer(layer).map_err(error::kvant)?.spec();
+            let (kv_heads, size) = (spec.kv_heads, spec.head_dim);
+            let tensor = |address: usize, dtype, shape: &[usize]| {
+                // SAFETY: `kvant.transformers` passes addresses of contiguous tensors of these shapes and dtypes on
+                // this device, one for each argument, and keeps them during the call. On a GPU, torch reuses memory
+                // in the order of the stream.
+                unsafe { place.tensor_at(address, dtype, shape) }
             };
-            place.run(run).map_err(error::kvant)
+            let states = |address, heads| tensor(address, self.dtype, &[tokens, heads, size]);
+            let kv = kv.map(|(k, v)| Ok::<_, PyErr>((states(k, kv_heads)?, states(v, kv_heads)?))).transpose()?;
+            let sinks = sinks.map(|sinks| tensor(sinks, DType::F32, &[heads])).transpose()?;
+            let arrays = Arrays { q: states(q, heads)?, out: states(out, heads)?, kv, sinks };
+            self.run(layer, &arrays, None, (scale, softcap), &place)
         })
     }
 
@@ -224,7 +250,40 @@ impl Store {
     }
 }
 
+/// The arrays of a layer: queries and results, new keys and values, and sinks.
+struct Arrays {
+    q: Tensor,
+    out: Tensor,
+    kv: Option<(Tensor, Tensor)>,
+    sinks: Option<Tensor>,
+}
+
 impl Store {
+    /// Stores new keys and values, and attends for all tokens of the step, or the selected ones. `options`: scale and
+    /// softcap.
+    fn run(
+        &self,
+        layer: usize,
+        arrays: &Arrays,
+        selected: Option<&[usize]>,
+        (scale, softcap): (Option<f32>, Option<f32>),
+        place: &Place,
+    ) -> PyResult<()> {
+        let batch = self.lock();
+        let step = batch.step.as_ref().ok_or_else(|| error::value("no tokens were appended"))?;
+        let run = |enc: &mut Encoder| {
+            let layer = self.pool.layer(layer)?;
+            if let Some((k, v)) = &arrays.kv {
+                ops::kv_write(enc, &ops::KvWrite::new(k, v, step, layer))?;
+            }
+            let some = selected.map(|tokens| step.select(tokens)).transpose()?;
+            let attend = ops::Attend::new(&arrays.q, layer, some.as_ref().unwrap_or(step), &arrays.out);
+            let scale = scale.unwrap_or(attend.scale);
+            ops::attend(enc, &attend.scale(scale).softcap(softcap).sinks(arrays.sinks.as_ref()))
+        };
+        place.run(run).map_err(error::kvant)
+    }
+
     fn lock(&self) -> MutexGuard<'_, Batch> {
         // Each change leaves the batch consistent.
         self.batch.lock().unwrap_or_else(PoisonError::into_inner)
@@ -283,11 +342,16 @@ fn cache_layers(layers: &[(usize, usize, Option<usize>)], kv: &[String], dense: 
     Ok(layers.iter().zip(codecs).map(layer).collect())
 }
 
-/// The dtype of pages that are not sealed yet.
-fn dense_dtype(name: &str) -> PyResult<DType> {
+fn model_dtype(name: &str) -> PyResult<DType> {
     match name {
         "bfloat16" => Ok(DType::BF16),
-        "float16" | "float32" => Ok(DType::F16),
+        "float16" => Ok(DType::F16),
+        "float32" => Ok(DType::F32),
         _ => Err(error::value(format!("the model's dtype must be float32, float16 or bfloat16, got {name}"))),
     }
+}
+
+/// The dtype of pages that are not sealed yet.
+fn dense_dtype(model: DType) -> DType {
+    if model == DType::BF16 { DType::BF16 } else { DType::F16 }
 }

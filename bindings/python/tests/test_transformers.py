@@ -280,6 +280,9 @@ def test_errors():
         tested(ids(2, 5), **{argument: cache})
         with pytest.raises(ValueError, match="must be as before"):
             tested(ids(2, 1), attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]] * 2, device=DEVICE), **{argument: cache})
+            # On a GPU, the mask is read later.
+            assert DEVICE == "cuda"
+            tested(ids(2, 1), **{argument: cache})
     tested.train()
     with pytest.raises(NotImplementedError, match="gradient"):
         tested(ids(1, 5), use_cache=False)

@@ -148,8 +148,9 @@ impl Encoder {
     }
 
     /// Orders this encoder's operations with a stream of another library, without blocking the host: they begin after
-    /// the work that the stream has at the commit, and later work in the stream begins after them. `stream` is a
-    /// `CUstream`; null is the default stream.
+    /// the work that the stream has at the commit, and later work in the stream begins after them. They run in this
+    /// stream; events order it with the device's own stream only if both have got work. `stream` is a `CUstream`; null
+    /// is the default stream.
     ///
     /// ```no_run
     /// # use kvant::{Device, Tensor, ops};

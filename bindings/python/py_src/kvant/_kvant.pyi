@@ -20,7 +20,7 @@ class Store:
         self,
         layers: list[tuple[int, int, int | None]],
         kv: list[str],
-        dense: str,
+        dtype: str,
         memory: int | None,
         page_tokens: int,
         room: tuple[int, int],
@@ -37,6 +37,18 @@ class Store:
         scale: float | None,
         softcap: float | None,
         sinks: Any,
+        stream: int,
+    ) -> None: ...
+    def decode(
+        self,
+        layer: int,
+        heads: int,
+        q: int,
+        out: int,
+        kv: tuple[int, int] | None,
+        scale: float | None,
+        softcap: float | None,
+        sinks: int | None,
         stream: int,
     ) -> None: ...
     def lengths(self) -> list[int]: ...

@@ -35,6 +35,8 @@ __all__ = ["KvantCache", "attention", "mask"]
 _HELD = 128
 
 _shared = torch.utils.dlpack.to_dlpack
+#: The stream of a GPU as a number. Without it, an object is made for each call.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 #: Types of layers with keys and values that the cache stores.
 _ATTENTION = ("full_attention", "sliding_attention")
@@ -45,10 +47,12 @@ class _Place:
 
     __slots__ = ("__weakref__", "cache", "is_written", "layer", "start", "tokens")
 
-    def __init__(self, cache: "KvantCache", layer: int, start: int, tokens: int):
+    def __init__(self, cache: "KvantCache", layer: "_Layer", start: int, tokens: int):
         self.cache, self.layer, self.start, self.tokens = cache, layer, start, tokens
         self.is_written = False
 
+
+_CHANGED = "KvantCache: `attention_mask` must be as before for tokens that are in the cache"
 
 #: The latest tag that no attention has read yet.
 _pending = threading.local()
@@ -61,27 +65,28 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: "KvantCache", index: int, window: int | None):
+    def __init__(self, cache: "KvantCache", index: int, stored: int, shape: tuple[int, int, int | None]):
         super().__init__()
         self._cache = weakref.ref(cache)
-        self.index, self.window = index, window
-        self.is_sliding = window is not None
+        #: Its number, among layers with keys and values of their own, too.
+        self.index, self.stored = index, stored
+        self.heads, self.size, self.window = shape
+        self.is_sliding = self.window is not None
         self.length = 0
+        #: The sinks of its attention as the model has them, their version, and in f32.
+        self.sinks: tuple[torch.Tensor, int, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
-        cache = self._cache()
-        cache._check_keys(self.index, key_states, value_states)
-        place = _Place(cache, self.index, self.length, key_states.shape[-2])
-        self.length += place.tokens
-        self.is_initialized = True
-        # A view, so that the model's tensor does not keep the tag.
-        key_states = key_states[:]
-        key_states.kvant_place = place
-        _pending.place = weakref.ref(place)
-        return key_states, value_states
+        return self._cache()._append(self, key_states, value_states)
+
+    def sinks_of(self, sinks: torch.Tensor) -> torch.Tensor:
+        """Sinks in f32, converted only if they have changed."""
+        if self.sinks is None or self.sinks[0] is not sinks or self.sinks[1] != sinks._version:
+            self.sinks = sinks, sinks._version, sinks.detach().float().contiguous()
+        return self.sinks[2]
 
     def get_seq_length(self) -> int:
         return self.length
@@ -132,30 +137,56 @@ class KvantCache(Cache):
         room = (getattr(self._config, "max_position_embeddings", None) or 1 << 17, max(idle, 0))
         store = _kvant.Store(self._shapes, self._kv, name, self._memory, self._page_tokens, room, gpu)
         store.hold(self._held)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._gpu = dtype, device, gpu
         return store
 
     def _forget(self) -> None:
-        #: Tokens of each row so far, those of padding included, and which of them are real: [batch, slots].
-        self._slots, self._is_real = 0, None
+        #: Tokens of each row so far, those of padding included.
+        self._slots = 0
+        #: Which of them are real: [batch, slots]; None if all are.
+        self._is_real: np.ndarray | None = None
+        #: The number of rows; 0 until the first tokens.
+        self._batch = 0
         #: The real tokens of the latest pass, on the device; None if all are.
         self._rows = None
+        #: The result of the check of a mask that was not read, and an event after it.
+        self._unread: tuple[torch.Tensor, Any] | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        layer = self.layers[layer_idx]
+        if type(layer) is _Layer:
+            return self._append(layer, key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     # Used by the attention function.
 
-    def _check_keys(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _append(self, layer: _Layer, keys: torch.Tensor, values: torch.Tensor):
+        """The keys of a layer's call with their tag, and the values."""
+        # Shapes and dtypes of the first pass, and the configuration once in each pass.
+        if layer.length == 0 or layer.stored == 0:
+            self._check_keys(layer, keys, values)
+        tokens = keys.shape[-2]
+        place = _Place(self, layer, layer.length, tokens)
+        layer.length += tokens
+        layer.is_initialized = True
+        # An alias, so that the model's tensor does not keep the tag.
+        keys = keys.detach()
+        keys.kvant_place = place
+        _pending.place = weakref.ref(place)
+        return keys, values
+
+    def _check_keys(self, layer: _Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
         implementation = self._config._attn_implementation
         if implementation != "kvant":
             raise ValueError(
                 f'KvantCache requires the model\'s attention "kvant", got "{implementation}": '
                 'load it with attn_implementation="kvant", or call model.set_attn_implementation("kvant")'
             )
-        heads, size, _ = self._shapes[self._stored[layer]]
         for name, states in ("keys", keys), ("values", values):
-            if states.ndim != 4 or states.shape[1] != heads or states.shape[3] != size:
+            if states.ndim != 4 or states.shape[1] != layer.heads or states.shape[3] != layer.size:
                 raise ValueError(
-                    f"KvantCache: {name} of layer {layer} must have shape [batch, {heads}, tokens, {size}], "
-                    f"got {list(states.shape)}"
+                    f"KvantCache: {name} of layer {layer.index} must have shape "
+                    f"[batch, {layer.heads}, tokens, {layer.size}], got {list(states.shape)}"
                 )
         if (keys.dtype != self._dtype or keys.device != self._device) and self._slots == 0:
             _check_device(keys)
@@ -170,32 +201,53 @@ class KvantCache(Cache):
             return
         if place.start != self._slots:
             raise RuntimeError(
-                f"KvantCache: layer {place.layer} has {place.start} tokens, the cache {self._slots}: "
+                f"KvantCache: layer {place.layer.index} has {place.start} tokens, the cache {self._slots}: "
                 "every layer must see all tokens once; after an error, call reset()"
             )
+        if self._batch not in (0, batch):
+            raise ValueError(f"KvantCache: the cache has {self._batch} sequences, got a batch of {batch}")
+        self._check_unread()
         is_real = self._new_mask(mask, batch, tokens)
-        new = is_real[:, self._slots :]
-        self._store.extend(new.sum(axis=1).tolist())
-        self._rows = None if new.all() else torch.from_numpy(np.flatnonzero(new)).to(self._device)
-        self._is_real, self._slots = is_real, self._slots + tokens
+        if is_real is None:
+            self._store.extend([tokens] * batch)
+            self._rows = None
+        else:
+            new = is_real[:, self._slots :]
+            self._store.extend(new.sum(axis=1).tolist())
+            self._rows = None if new.all() else torch.from_numpy(np.flatnonzero(new)).to(self._device)
+        self._is_real, self._batch, self._slots = is_real, batch, self._slots + tokens
 
-    def _new_mask(self, mask: torch.Tensor | None, batch: int, tokens: int) -> np.ndarray:
-        past = np.ones((batch, 0), dtype=bool) if self._is_real is None else self._is_real
-        if len(past) != batch:
-            raise ValueError(f"KvantCache: the cache has {len(past)} sequences, got a batch of {batch}")
+    def _new_mask(self, mask: torch.Tensor | None, batch: int, tokens: int) -> np.ndarray | None:
+        """The real tokens after a pass; None if all are."""
         length = self._slots + tokens
         if mask is None:
-            given = np.ones((batch, length), dtype=bool)
-        else:
-            given = mask.numpy(force=True)
-            if given.shape[0] not in (1, batch) or given.shape[1] < length:
-                raise ValueError(
-                    f"KvantCache: `attention_mask` must have shape [{batch}, {length}], got {list(given.shape)}"
-                )
-            given = np.broadcast_to(given[:, :length], (batch, length))
-        if (given[:, : self._slots] != past).any():
-            raise ValueError("KvantCache: `attention_mask` must be as before for tokens that are in the cache")
-        return given
+            if self._is_real is None:
+                return None
+            mask = torch.ones(1, length, dtype=torch.bool)
+        if mask.shape[0] not in (1, batch) or mask.shape[1] < length:
+            raise ValueError(
+                f"KvantCache: `attention_mask` must have shape [{batch}, {length}], got {list(mask.shape)}"
+            )
+        if self._slots > 0 and tokens == 1 and self._is_real is None and mask.is_cuda:
+            # Decode without padding so far: reading the mask would wait for the GPU. The next pass reads the result.
+            is_real = mask[:, :length].all().to("cpu", non_blocking=True)
+            self._unread = is_real, torch.cuda.current_stream(self._device).record_event()
+            return None
+        given = np.broadcast_to(mask.numpy(force=True)[:, :length], (batch, length))
+        past = given[:, : self._slots]
+        if not past.all() if self._is_real is None else (past != self._is_real).any():
+            raise ValueError(_CHANGED)
+        return None if given.all() else given
+
+    def _check_unread(self) -> None:
+        if self._unread is not None:
+            (is_real, event), self._unread = self._unread, None
+            event.synchronize()
+            if not is_real:
+                raise ValueError(f"{_CHANGED}; the latest token of the previous call must not be padding")
+
+    def _all_real(self) -> np.ndarray:
+        return np.ones((self._batch, self._slots), dtype=bool) if self._is_real is None else self._is_real
 
     # The interface of `Cache`.
 
@@ -209,7 +261,9 @@ class KvantCache(Cache):
             return
         indices = indices.tolist()
         self._store.select(indices)
-        self._is_real = self._is_real[indices]
+        self._batch = len(indices)
+        if self._is_real is not None:
+            self._is_real = self._is_real[indices]
 
     def _others(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, _Layer)]
@@ -222,15 +276,14 @@ class KvantCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         for layer in self._others():
             layer.batch_repeat_interleave(repeats)
-        if self._is_real is not None:
-            self._select(torch.arange(len(self._is_real)).repeat_interleave(repeats))
+        self._select(torch.arange(self._batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         for layer in self._others():
             layer.batch_select_indices(indices)
-        if self._is_real is not None:
-            # Indices, or a mask.
-            self._select(torch.arange(len(self._is_real))[indices.to("cpu")])
+        # Indices, or a mask.
+        if self._batch:
+            self._select(torch.arange(self._batch)[indices.to("cpu")])
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
@@ -244,11 +297,14 @@ class KvantCache(Cache):
             layer.crop(tokens_to_remove)
         length = self._slots + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self._slots)
         length = max(length, 0)
-        if length == self._slots or self._is_real is None:
+        if length == self._slots:
             return
-        is_real = self._is_real[:, :length]
-        self._store.truncate(is_real.sum(axis=1).tolist())
-        self._is_real, self._slots = is_real, length
+        if self._is_real is None:
+            self._store.truncate([length] * self._batch)
+        else:
+            self._is_real = self._is_real[:, :length]
+            self._store.truncate(self._is_real.sum(axis=1).tolist())
+        self._slots = length
         for layer in self.layers:
             if isinstance(layer, _Layer):
                 layer.length = length
@@ -265,13 +321,13 @@ class KvantCache(Cache):
         if layer not in self._stored:
             raise ValueError(f"dequantized: `layer` must have its own keys and values, got {layer}")
         heads, size, _ = self._shapes[self._stored[layer]]
-        rows = 0 if self._is_real is None else len(self._is_real)
+        rows, is_real = self._batch, self._all_real()
         both = tuple(torch.zeros(rows, heads, self._slots, size, device=self._device) for _ in range(2))
         for row in range(rows):
-            slots = torch.from_numpy(np.flatnonzero(self._is_real[row])).to(self._device)
+            slots = torch.from_numpy(np.flatnonzero(is_real[row])).to(self._device)
             sides = tuple(torch.zeros(heads, len(slots), size, device=self._device) for _ in range(2))
             shared = map(_arrays.shared, sides)
-            first = self._store.read(self._stored[layer], row, *shared, _stream(self._device))
+            first = self._store.read(self._stored[layer], row, *shared, _stream(self._gpu))
             for side, read in zip(both, sides):
                 side[row][:, slots[first:]] = read[:, first:]
         return both
@@ -299,7 +355,7 @@ def _layers(cache: KvantCache, config: PreTrainedConfig):
             size = getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads
             stored[index] = len(shapes)
             shapes.append((heads, size, window))
-            layers.append(_Layer(cache, index, window))
+            layers.append(_Layer(cache, index, stored[index], shapes[-1]))
         elif kind in ("linear_attention", "conv", "dummy"):
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**of_kind))
         else:
@@ -348,19 +404,59 @@ def attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention "kvant": `query` is `[batch, heads, tokens, size]`, the result `[batch, tokens, heads, size]`."""
+    place: _Place | None = getattr(key, "kvant_place", None)
+    if place is not None and place.tokens == 1 and not dropout and not module.training:
+        out = _decode(place, module, query, key, value, attention_mask, (scaling, softcap, s_aux))
+        if out is not None:
+            return out, None
     _check(module, query, attention_mask, dropout)
-    batch, heads, tokens, size = query.shape
     padding = None if attention_mask is None else attention_mask[:, 0, 0]
     sinks = None if s_aux is None else s_aux.detach().float().contiguous()
-    place: _Place | None = getattr(key, "kvant_place", None)
-    if place is None:
-        _check_untagged(query, key)
-        queries = _packed(query, None)
-        out = torch.empty_like(queries)
-        options = (scaling, softcap, sliding_window, sinks)
-        _attend_without_cache(queries, key.detach(), value.detach(), out, padding, options)
-        return out.view(batch, tokens, heads, size), None
+    if place is not None:
+        return _attend(place, query, key, value, padding, (scaling, softcap, sinks)), None
+    _check_untagged(query, key)
+    queries = _packed(query, None)
+    out = torch.empty_like(queries)
+    _attend_without_cache(queries, key.detach(), value.detach(), out, padding, (scaling, softcap, sliding_window, sinks))
+    batch, heads, tokens, size = query.shape
+    return out.view(batch, tokens, heads, size), None
+
+
+def _decode(place: _Place, module, query, key, value, mask, options) -> torch.Tensor | None:
+    """One token of each sequence, without padding, in torch's tensors as they are. None for other tensors."""
+    cache, layer = place.cache, place.layer
+    batch, heads, tokens, size = query.shape
+    dtype, device = cache._dtype, cache._device
+    if (
+        tokens != 1
+        or size != layer.size
+        or not (query.dtype is dtype and key.dtype is dtype and value.dtype is dtype)
+        or not (key.shape == (batch, layer.heads, 1, size) == value.shape)
+        or not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous())
+        or not (query.device == device and key.device == device and value.device == device)
+        or not getattr(module, "is_causal", True)
+    ):
+        return None
+    if place.start + 1 != cache._slots:
+        _check(module, query, mask, 0.0)
+        cache._begin(place, None if mask is None else mask[:, 0, 0], batch)
+    if cache._rows is not None:
+        return None
     _pending.place = None
+    scaling, softcap, sinks = options
+    sinks = None if sinks is None else layer.sinks_of(sinks).data_ptr()
+    out = query.new_empty((batch, 1, heads, size))
+    pair = None if place.is_written else (key.data_ptr(), value.data_ptr())
+    arrays = (query.data_ptr(), out.data_ptr())
+    cache._store.decode(layer.stored, heads, *arrays, pair, scaling, softcap, sinks, _stream(cache._gpu))
+    place.is_written = True
+    return out
+
+
+def _attend(place: _Place, query, key, value, padding, options) -> torch.Tensor:
+    """Any number of tokens, with padding."""
+    _pending.place = None
+    batch, heads, tokens, size = query.shape
     cache = place.cache
     cache._begin(place, padding, batch)
     rows = cache._rows
@@ -368,22 +464,23 @@ def attention(
     selected = None
     if tokens != place.tokens:
         # Layers that share keys may run for the last tokens alone.
-        is_real = cache._is_real[:, -place.tokens :]
+        is_real = cache._all_real()[:, -place.tokens :]
         numbers = (is_real.cumsum() - 1).reshape(is_real.shape)[:, -tokens:]
         is_real = is_real[:, -tokens:]
         rows, selected = torch.from_numpy(np.flatnonzero(is_real)).to(query.device), numbers[is_real].tolist()
     queries = _packed(query, rows)
     out = torch.empty_like(queries)
+    scaling, softcap, sinks = options
     sinks = None if sinks is None else _shared(sinks)
-    arrays, options = (_shared(queries), _shared(out)), (scaling, softcap, sinks, _stream(query.device))
+    arrays, options = (_shared(queries), _shared(out)), (scaling, softcap, sinks, _stream(cache._gpu))
     # The layer has the window.
-    cache._store.forward(cache._stored[place.layer], *arrays, pair, selected, *options)
+    cache._store.forward(place.layer.stored, *arrays, pair, selected, *options)
     place.is_written = True
     if rows is not None:
         all_rows = out.new_zeros(batch * tokens, heads, size)
         all_rows[rows] = out
         out = all_rows
-    return out.view(batch, tokens, heads, size), None
+    return out.view(batch, tokens, heads, size)
 
 
 def _packed(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -411,8 +508,11 @@ def _check_device(states: torch.Tensor) -> None:
         )
 
 
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+def _stream(gpu: int | None) -> int:
+    """torch's current stream of a GPU; 0 for the CPU."""
+    if gpu is None:
+        return 0
+    return torch.cuda.current_stream(gpu).cuda_stream if _raw_stream is None else _raw_stream(gpu)
 
 
 def _check_untagged(query: torch.Tensor, key: torch.Tensor) -> None:

@@ -105,7 +105,7 @@ pub(crate) fn open(index: usize) -> Result<Device> {
     }
     match runtime::CudaExecutor::open(index) {
         Ok(executor) => {
-            let device = Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: KERNELS }));
+            let device = Device::from_backend(Arc::new(Gpu::new(executor, KERNELS)));
             Ok(opened.entry(index).or_insert(device).clone())
         }
         Err(reason) => not_built(DeviceKind::Cuda, &reason),

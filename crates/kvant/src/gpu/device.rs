@@ -1,6 +1,10 @@
 //! A device made of an executor and the kernels of a backend.
 
-use std::{cell::RefCell, ptr::NonNull, sync::Arc};
+use std::{
+    cell::RefCell,
+    ptr::NonNull,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use super::launch::{Launch, Scratch};
 use crate::{
@@ -132,12 +136,12 @@ pub(crate) struct Kernels {
 
 /// A device that runs the Metal kernels on `executor`: the Apple runtime, or an emulator.
 pub fn metal_device(executor: impl Executor) -> Device {
-    Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::metal::KERNELS }))
+    Device::from_backend(Arc::new(Gpu::new(executor, crate::metal::KERNELS)))
 }
 
 /// A device that runs the CUDA kernels on `executor`, for an emulator.
 pub fn cuda_device(executor: impl Executor) -> Device {
-    Device::from_backend(Arc::new(Gpu { executor: Arc::new(executor), kernels: crate::cuda::KERNELS }))
+    Device::from_backend(Arc::new(Gpu::new(executor, crate::cuda::KERNELS)))
 }
 
 /// The executor of launches on the first NVIDIA GPU, if any: for devices that report lower limits than it has.
@@ -162,7 +166,13 @@ pub fn compile_cuda(launch: &Launch, arch: &str) -> std::result::Result<Vec<u8>,
 pub(crate) struct Gpu<E> {
     pub executor: Arc<E>,
     pub kernels: Kernels,
+    /// The scratch memory of the latest committed pass, if launches run one after the other.
+    pad: Mutex<Option<Pad>>,
 }
+
+/// Maximum bytes of a block of scratch memory that is kept for later passes, and maximum blocks of a kind.
+const MAX_KEPT: usize = 4 << 20;
+const MAX_BLOCKS: usize = 4;
 
 /// The scratch memory of calls that run one after the other: each takes memory that earlier calls have released.
 #[derive(Default)]
@@ -173,6 +183,8 @@ pub(crate) struct Pad {
 struct PadBlock {
     memory: Arc<dyn Memory>,
     bytes: usize,
+    /// Whether it has zeros between calls.
+    zeros: bool,
     taken: bool,
 }
 
@@ -182,9 +194,21 @@ impl Pad {
         self.blocks.iter_mut().for_each(|block| block.taken = false);
     }
 
-    /// The smallest free block that is large enough, or a new one.
-    fn take(&mut self, bytes: usize, new: impl FnOnce() -> Result<Box<dyn Memory>>) -> Result<Scratch> {
-        let fits = |block: &&mut PadBlock| !block.taken && block.bytes >= bytes;
+    /// Frees large blocks, and small ones beyond the maximum number.
+    fn shrink(&mut self) {
+        self.blocks.retain(|block| block.bytes <= MAX_KEPT);
+        self.blocks.sort_by_key(|block| std::cmp::Reverse(block.bytes));
+        let mut kept = [0; 2];
+        self.blocks.retain(|block| {
+            let of_kind = &mut kept[usize::from(block.zeros)];
+            *of_kind += 1;
+            *of_kind <= MAX_BLOCKS
+        });
+    }
+
+    /// The smallest free block of a kind that is large enough, or a new one.
+    fn take(&mut self, bytes: usize, zeros: bool, new: impl FnOnce() -> Result<Box<dyn Memory>>) -> Result<Scratch> {
+        let fits = |block: &&mut PadBlock| !block.taken && block.zeros == zeros && block.bytes >= bytes;
         let memory = match self.blocks.iter_mut().filter(fits).min_by_key(|block| block.bytes) {
             Some(block) => {
                 block.taken = true;
@@ -192,7 +216,7 @@ impl Pad {
             }
             None => {
                 let memory: Arc<dyn Memory> = new()?.into();
-                self.blocks.push(PadBlock { memory: memory.clone(), bytes, taken: true });
+                self.blocks.push(PadBlock { memory: memory.clone(), bytes, zeros, taken: true });
                 memory
             }
         };
@@ -214,9 +238,18 @@ pub(crate) struct Builder<'a> {
 impl Builder<'_> {
     /// Uninitialised memory for partial results.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<Scratch> {
-        let new = || (self.allocate)(bytes, false);
+        self.shared(bytes, false)
+    }
+
+    /// Memory of zeros, in which the kernel leaves zeros.
+    pub(crate) fn counters(&self, bytes: usize) -> Result<Scratch> {
+        self.shared(bytes, true)
+    }
+
+    fn shared(&self, bytes: usize, zeros: bool) -> Result<Scratch> {
+        let new = || (self.allocate)(bytes, zeros);
         match &self.pad {
-            Some(pad) => pad.borrow_mut().take(bytes, new),
+            Some(pad) => pad.borrow_mut().take(bytes, zeros, new),
             None => Ok(Scratch { memory: new()?.into(), bytes }),
         }
     }
@@ -266,6 +299,15 @@ impl Builder<'_> {
 }
 
 impl<E: Executor> Gpu<E> {
+    pub(crate) fn new(executor: E, kernels: Kernels) -> Gpu<E> {
+        Gpu { executor: Arc::new(executor), kernels, pad: Mutex::default() }
+    }
+
+    /// Replaces the kept scratch memory.
+    fn keep(&self, pad: Option<Pad>) -> Option<Pad> {
+        std::mem::replace(&mut self.pad.lock().unwrap_or_else(PoisonError::into_inner), pad)
+    }
+
     /// The launches of a call; `pad` is memory that the calls of a pass share.
     fn launches(&self, call: &Call, pad: &mut Pad) -> Result<Vec<Launch>> {
         if call.writes_nothing() {
@@ -342,7 +384,9 @@ impl<E: Executor> Backend for Gpu<E> {
 
     fn begin(self: Arc<Self>) -> Result<Box<dyn Pass>> {
         let pass = self.executor.begin()?;
-        Ok(Box::new(GpuPass { gpu: self, pass, pad: Pad::default() }))
+        // A pass that is recorded at the same time gets memory of its own.
+        let pad = self.keep(None).unwrap_or_default();
+        Ok(Box::new(GpuPass { gpu: self, pass, pad }))
     }
 
     fn capture(self: Arc<Self>, calls: Vec<Call>) -> Result<Box<dyn Replay>> {
@@ -365,6 +409,7 @@ impl<E: Executor> Backend for Gpu<E> {
     }
 
     fn trim(&self) -> Result<()> {
+        self.keep(None);
         self.executor.trim()
     }
 
@@ -398,7 +443,12 @@ impl<E: Executor> Pass for GpuPass<E> {
     }
 
     fn commit(self: Box<Self>) -> Result<Box<dyn Wait>> {
-        self.pass.commit()
+        let GpuPass { gpu, pass, mut pad } = *self;
+        let done = pass.commit()?;
+        // Later passes run after this one.
+        pad.shrink();
+        gpu.keep(Some(pad));
+        Ok(done)
     }
 }
 
@@ -428,7 +478,7 @@ mod tests {
             let mut taken: Vec<*const ()> = Vec::new();
             for &bytes in call {
                 let scratch = pad
-                    .take(bytes, || {
+                    .take(bytes, false, || {
                         allocated.push(bytes);
                         Ok(Box::new(Eight(0)))
                     })
@@ -441,6 +491,19 @@ mod tests {
             assert_eq!(taken.len(), call.len(), "{call:?}");
         }
         assert_eq!(allocated, [10, 30, 31]);
+        // Memory of zeros is not used for anything else, and small blocks remain.
+        pad.turn();
+        let zeros = pad.take(8, true, || Ok(Box::new(Eight(0)))).unwrap();
+        let other = pad.take(8, false, || Ok(Box::new(Eight(0)))).unwrap();
+        assert!(!Arc::ptr_eq(&zeros.memory, &other.memory));
+        pad.take(MAX_KEPT + 1, false, || Ok(Box::new(Eight(0)))).unwrap();
+        pad.shrink();
+        assert_eq!(pad.blocks.iter().map(|block| block.bytes).collect::<Vec<_>>(), [31, 30, 10, 8]);
+        for bytes in 100..110 {
+            pad.take(bytes, false, || Ok(Box::new(Eight(0)))).unwrap();
+        }
+        pad.shrink();
+        assert_eq!(pad.blocks.iter().map(|block| block.bytes).collect::<Vec<_>>(), [109, 108, 107, 106, 8]);
     }
 
     /// The outcome of a launch on a device of 1024 threads and 32 KiB: the number of launches, or an error.

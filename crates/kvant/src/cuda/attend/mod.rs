@@ -300,7 +300,7 @@ impl PartialStates {
         let rows = self.rows.next_multiple_of(self.cluster);
         let state = rows * call.head_dim + self.cluster * (2 * self.rows).next_multiple_of(4);
         let partials = b.scratch(slots * state * 4)?;
-        let counters = b.zeroed_scratch((slots + pairs) * self.cluster * 4)?;
+        let counters = b.counters((slots + pairs) * self.cluster * 4)?;
         Ok(launch.scratch(11, &partials, Use::ReadWrite).scratch(12, &counters, Use::ReadWrite))
     }
 }

@@ -12,6 +12,7 @@ use super::{
     foreign::Borrow,
     libraries,
     locked::{CudaDownload, LockedPool},
+    stream_order::{StreamId, StreamOrder},
 };
 use crate::{Error, device::MemoryInfo};
 
@@ -105,7 +106,10 @@ pub(in crate::cuda) fn count() -> usize {
     initialise().ok().and_then(|_| device_count().ok()).unwrap_or(0)
 }
 
-/// A device, its context, its single stream, and the memory pool of the stream.
+/// Maximum events that wait for their next use.
+const MAX_EVENTS: usize = 64;
+
+/// A device, its context, its stream, and the memory pool of the stream.
 pub(super) struct CudaDevice {
     pub name: String,
     /// Compute capability.
@@ -120,7 +124,12 @@ pub(super) struct CudaDevice {
     reads_host_memory: bool,
     pub device: cu::CUdevice,
     context: cu::CUcontext,
-    pub stream: cu::CUstream,
+    /// For functions that enqueue nothing in it; [`CudaDevice::stream`] is for work.
+    pub own_stream: cu::CUstream,
+    /// Keeps an event of the latest pass in another stream, and with it this device, until the own stream gets work.
+    order: StreamOrder<CudaEvent>,
+    /// Events that nobody has.
+    events: Mutex<Vec<cu::CUevent>>,
     pub pool: cu::CUmemoryPool,
     pub locked: LockedPool,
     turn: Mutex<()>,
@@ -141,7 +150,7 @@ impl CudaDevice {
             return Err(format!("the NVIDIA driver supports CUDA {major}.{minor}; 12.0 is needed"));
         }
         // The newest functions that the runtime calls.
-        require(&["cuMemAllocFromPoolAsync", "cuLaunchKernelEx"])?;
+        require(&["cuMemAllocFromPoolAsync", "cuLaunchKernelEx", "cuStreamGetId"])?;
         if !libraries::has_nvrtc() {
             return Err(
                 "libnvrtc, which compiles the kernels, cannot be loaded: it comes with the CUDA toolkit, or as \
@@ -207,7 +216,9 @@ impl CudaDevice {
             reads_host_memory: attribute(CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)? != 0,
             device,
             context,
-            stream,
+            own_stream: stream,
+            order: StreamOrder::default(),
+            events: Mutex::default(),
             pool,
             locked: LockedPool::default(),
             turn: Mutex::new(()),
@@ -260,7 +271,7 @@ impl CudaDevice {
         let allocate = || {
             let mut address = 0;
             // SAFETY: pool and stream are alive; `address` is what the function fills.
-            unsafe { driver!(cuMemAllocFromPoolAsync(&mut address, size, self.pool, self.stream)) }.map(|()| address)
+            unsafe { driver!(cuMemAllocFromPoolAsync(&mut address, size, self.pool, self.stream()?)) }.map(|()| address)
         };
         let address = match allocate() {
             Err(failure) if failure.is_out_of_memory() => {
@@ -282,15 +293,42 @@ impl CudaDevice {
         Error::OutOfMemory { device: format!("cuda ({})", self.name), bytes }
     }
 
-    /// Waits for all work enqueued in the stream.
-    pub(super) fn synchronise(&self) -> Result<(), DriverError> {
-        // SAFETY: the stream lives as long as this.
-        unsafe { driver!(cuStreamSynchronize(self.stream)) }
+    /// The stream for new work, after all enqueued passes. The context must be current.
+    pub(super) fn stream(&self) -> Result<cu::CUstream, DriverError> {
+        self.order.before_work(|pass| self.wait(self.own_stream, pass)).map(|()| self.own_stream)
     }
 
-    /// An event after all work enqueued in the stream.
+    /// The stream after all enqueued passes, for functions whose end no later pass awaits. The context must be current.
+    pub(super) fn stream_to_end(&self) -> Result<cu::CUstream, DriverError> {
+        self.order.before_end(|pass| self.wait(self.own_stream, pass)).map(|()| self.own_stream)
+    }
+
+    /// Later work in a stream of another library begins after all enqueued work. The context must be current.
+    pub(super) fn enter_stream(self: &Arc<Self>, stream: cu::CUstream, id: StreamId) -> Result<(), DriverError> {
+        let join = || self.wait(stream, &CudaEvent::after(self, self.own_stream)?);
+        self.order.before_pass(id, |pass| self.wait(self.own_stream, pass), join)
+    }
+
+    /// All later work begins after the event, which follows a pass in a stream of another library.
+    pub(super) fn leave_stream(&self, pass: Arc<CudaEvent>) {
+        self.order.after_pass(pass);
+    }
+
+    fn wait(&self, stream: cu::CUstream, event: &CudaEvent) -> Result<(), DriverError> {
+        // SAFETY: both are alive; waiting streams do not need the event later.
+        unsafe { driver!(cuStreamWaitEvent(stream, event.event, 0)) }
+    }
+
+    /// Waits for all enqueued work.
+    pub(super) fn synchronise(&self) -> Result<(), DriverError> {
+        // SAFETY: the stream lives as long as this.
+        unsafe { driver!(cuStreamSynchronize(self.stream_to_end()?)) }
+    }
+
+    /// An event after all enqueued work.
     pub(super) fn event(self: &Arc<Self>) -> Result<CudaEvent, DriverError> {
-        CudaEvent::after(self, self.stream)
+        let _entered = self.enter()?;
+        CudaEvent::after(self, self.stream_to_end()?)
     }
 }
 
@@ -334,14 +372,18 @@ pub(super) struct CudaEvent {
 
 // SAFETY: events may be used from any thread.
 unsafe impl Send for CudaEvent {}
+// SAFETY: as above; the driver locks its own state.
+unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
     /// An event after all work enqueued in a stream of the device's context.
     pub(super) fn after(gpu: &Arc<CudaDevice>, stream: cu::CUstream) -> Result<CudaEvent, DriverError> {
         let _entered = gpu.enter()?;
-        let mut event = null_mut();
-        // SAFETY: `event` is what the function fills.
-        unsafe { driver!(cuEventCreate(&mut event, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) }?;
+        let unused = gpu.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let event = match unused {
+            Some(event) => event,
+            None => new_event()?,
+        };
         let event = CudaEvent { event, gpu: gpu.clone() };
         // SAFETY: both are alive and of the same context.
         unsafe { driver!(cuEventRecord(event.event, stream)) }?;
@@ -362,8 +404,23 @@ impl CudaEvent {
     }
 }
 
+/// A new event. The context must be current.
+fn new_event() -> Result<cu::CUevent, DriverError> {
+    let mut event = null_mut();
+    // SAFETY: `event` is what the function fills.
+    unsafe { driver!(cuEventCreate(&mut event, cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32)) }?;
+    Ok(event)
+}
+
 impl Drop for CudaEvent {
     fn drop(&mut self) {
+        // Streams that wait for the event wait for its latest record at that time, so that it can be recorded again.
+        let mut events = self.gpu.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.len() < MAX_EVENTS {
+            events.push(self.event);
+            return;
+        }
+        drop(events);
         // SAFETY: nobody else has the event. Another call reports or has reported the failure.
         unsafe {
             let _ = self.gpu.enter().and_then(|_entered| driver!(cuEventDestroy_v2(self.event)));
@@ -395,7 +452,7 @@ impl CudaMemory {
     pub(super) fn fill_with_zeros(&self) -> Result<(), DriverError> {
         let _entered = self.gpu.enter()?;
         // SAFETY: the range is the allocation.
-        unsafe { driver!(cuMemsetD8Async(self.address, 0, self.bytes.max(16), self.gpu.stream)) }
+        unsafe { driver!(cuMemsetD8Async(self.address, 0, self.bytes.max(16), self.gpu.stream()?)) }
     }
 
     /// Writes in stream order. `bytes` may change after it returns.
@@ -411,11 +468,11 @@ impl CudaMemory {
             // SAFETY: the block holds at least `bytes.len()` bytes and is not shared.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), staged.address, bytes.len()) };
             let _turn = self.gpu.turn();
+            let stream = self.gpu.stream()?;
             // SAFETY: both ranges exist, and the block is not written before the event that is recorded below.
-            let begun = unsafe {
-                driver!(cuMemcpyHtoDAsync_v2(to, staged.address.cast::<c_void>(), bytes.len(), self.gpu.stream))
-            };
-            let recorded = begun.and(staged.record(self.gpu.stream));
+            let begun =
+                unsafe { driver!(cuMemcpyHtoDAsync_v2(to, staged.address.cast::<c_void>(), bytes.len(), stream)) };
+            let recorded = begun.and(staged.record(stream));
             // Without the event, nothing reports when the block is free.
             if recorded.is_ok() {
                 self.gpu.locked.give(staged);
@@ -423,9 +480,10 @@ impl CudaMemory {
             return recorded;
         }
         let turn = self.gpu.turn();
+        let stream = self.gpu.stream()?;
         // SAFETY: both ranges exist. The driver has copied pageable host memory when it returns; where it reads later,
         // the stream is synchronised below.
-        unsafe { driver!(cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast::<c_void>(), bytes.len(), self.gpu.stream)) }?;
+        unsafe { driver!(cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast::<c_void>(), bytes.len(), stream)) }?;
         drop(turn);
         if self.gpu.reads_host_memory || is_known(bytes) { self.gpu.synchronise() } else { Ok(()) }
     }
@@ -437,8 +495,9 @@ impl CudaMemory {
         let from = self.at(offset, out.len());
         let _entered = self.gpu.enter()?;
         let turn = self.gpu.turn();
+        let stream = self.gpu.stream()?;
         // SAFETY: both ranges exist, and the copy is over when this returns.
-        let begun = unsafe { driver!(cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.gpu.stream)) };
+        let begun = unsafe { driver!(cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), stream)) };
         drop(turn);
         begun.and(self.gpu.synchronise())
     }
@@ -452,10 +511,10 @@ impl CudaMemory {
         let _entered = self.gpu.enter()?;
         let Some(memory) = self.gpu.locked.take(bytes) else { return Ok(None) };
         let _turn = self.gpu.turn();
+        let stream = self.gpu.stream()?;
         // SAFETY: both ranges exist; the block is not given to others before the event that is recorded below.
-        let begun =
-            unsafe { driver!(cuMemcpyDtoHAsync_v2(memory.address.cast::<c_void>(), from, bytes, self.gpu.stream)) };
-        begun.and(memory.record(self.gpu.stream))?;
+        let begun = unsafe { driver!(cuMemcpyDtoHAsync_v2(memory.address.cast::<c_void>(), from, bytes, stream)) };
+        begun.and(memory.record(stream))?;
         Ok(Some(CudaDownload::new(memory, bytes, self.gpu.clone())))
     }
 
@@ -474,9 +533,11 @@ impl Drop for CudaMemory {
         if self.host.is_some() {
             return;
         }
-        // SAFETY: nobody else has the allocation. Another call reports or has reported the failure.
-        let freed =
-            unsafe { self.gpu.enter().and_then(|_entered| driver!(cuMemFreeAsync(self.address, self.gpu.stream))) };
+        let freed = self.gpu.enter().and_then(|_entered| {
+            let stream = self.gpu.stream_to_end()?;
+            // SAFETY: nobody else has the allocation. Another call reports or has reported the failure.
+            unsafe { driver!(cuMemFreeAsync(self.address, stream)) }
+        });
         if let Err(failure) = freed {
             tracing::debug!(%failure, "an allocation was not freed");
         }
@@ -556,7 +617,7 @@ impl CudaFunction {
                 blockDimY: 1,
                 blockDimZ: 1,
                 sharedMemBytes: most as u32,
-                hStream: gpu.stream,
+                hStream: gpu.own_stream,
                 attrs: &raw mut attribute,
                 numAttrs: 1,
             };
@@ -610,7 +671,7 @@ impl CudaGraph {
     pub(super) fn launch(&self) -> Result<(), DriverError> {
         let _entered = self.gpu.enter()?;
         // SAFETY: graph and stream are alive.
-        unsafe { driver!(cuGraphLaunch(self.exec, self.gpu.stream)) }
+        unsafe { driver!(cuGraphLaunch(self.exec, self.gpu.stream()?)) }
     }
 }
 

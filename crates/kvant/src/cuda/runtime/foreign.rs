@@ -10,7 +10,10 @@ use std::{
 
 use cudarc::driver::sys as cu;
 
-use super::driver::{CudaDevice, CudaEvent, CudaMemory, DriverError, driver, fault};
+use super::{
+    driver::{CudaDevice, CudaEvent, CudaMemory, DriverError, driver, fault},
+    stream_order::StreamId,
+};
 use crate::{
     Error, Result,
     gpu::{ForeignStream, Owner},
@@ -59,19 +62,22 @@ impl CudaDevice {
     }
 }
 
-/// A stream of another library that a pass is ordered with.
-pub(super) struct OrderedStream(cu::CUstream);
+/// A stream of another library, in which a pass runs.
+pub(super) struct OtherStream {
+    stream: cu::CUstream,
+    id: StreamId,
+}
 
 // SAFETY: streams may be used from any thread.
-unsafe impl Send for OrderedStream {}
+unsafe impl Send for OtherStream {}
 
-impl OrderedStream {
+impl OtherStream {
     /// # Safety
     /// The stream is of the device's context, and exists as long as this.
     ///
     /// # Errors
-    /// `Unsupported` while it is captured: the device's stream would become a part of the capture.
-    pub(super) unsafe fn new(gpu: &CudaDevice, stream: ForeignStream) -> Result<OrderedStream> {
+    /// `Unsupported` while it is captured: the pass would become a part of the capture.
+    pub(super) unsafe fn new(gpu: &CudaDevice, stream: ForeignStream) -> Result<OtherStream> {
         let stream = stream.0.cast();
         let _entered = gpu.enter().map_err(fault)?;
         let mut status = cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -82,20 +88,23 @@ impl OrderedStream {
             let reason = asked.map_or_else(|failure| failure.to_string(), |()| "the stream is captured".to_string());
             return Err(Error::Unsupported { op: "order_with", device: "cuda", reason });
         }
-        Ok(OrderedStream(stream))
+        let mut id = 0;
+        // SAFETY: the stream exists; `id` is what the function fills.
+        unsafe { driver!(cuStreamGetId(stream, &mut id)) }.map_err(fault)?;
+        Ok(OtherStream { stream, id })
     }
 
-    /// Later work of the device begins after the work that this stream has now. The context must be current.
-    pub(super) fn before(&self, gpu: &Arc<CudaDevice>) -> std::result::Result<(), DriverError> {
-        let event = CudaEvent::after(gpu, self.0)?;
-        // SAFETY: both streams are alive; the driver keeps a destroyed event until nothing waits for it.
-        unsafe { driver!(cuStreamWaitEvent(gpu.stream, event.event, 0)) }
+    /// The stream, whose later work begins after all work of the device. The context must be current.
+    pub(super) fn enter(&self, gpu: &Arc<CudaDevice>) -> std::result::Result<cu::CUstream, DriverError> {
+        gpu.enter_stream(self.stream, self.id).map(|()| self.stream)
     }
 
-    /// Later work of this stream begins after the device's work before the event. The context must be current.
-    pub(super) fn after(&self, done: &CudaEvent) -> std::result::Result<(), DriverError> {
-        // SAFETY: as above.
-        unsafe { driver!(cuStreamWaitEvent(self.0, done.event, 0)) }
+    /// An event after the work that the stream has now, before all later work of the device. The context must be
+    /// current.
+    pub(super) fn leave(&self, gpu: &Arc<CudaDevice>) -> std::result::Result<Arc<CudaEvent>, DriverError> {
+        let done = Arc::new(CudaEvent::after(gpu, self.stream)?);
+        gpu.leave_stream(done.clone());
+        Ok(done)
     }
 }
 
@@ -200,6 +209,45 @@ mod tests {
             assert_eq!(Arc::strong_count(&owner), 1);
             assert!(!is_delayed || !pass.is_done(), "the host waits for nothing");
             drop(pass);
+            let got = library.read(out);
+            assert!(got.iter().all(|&y| (y - round as f32).abs() < 1e-3), "round {round}: {}", got[0]);
+        }
+    }
+
+    /// Passes in two streams of the library, and passes and transfers in the device's own: each needs the one before.
+    #[test]
+    fn passes_of_all_streams_are_in_one_order() {
+        let Some((device, library)) = OtherLibrary::new() else { return };
+        let (x, out) = (library.allocate(4 * ELEMENTS), library.allocate(4 * ELEMENTS));
+        let scratch_bytes = 4 << 30;
+        let scratch = library.allocate(scratch_bytes);
+        let owner = Count::default();
+        let (source, result) = (tensor(&device, x, ELEMENTS, &owner), tensor(&device, out, ELEMENTS, &owner));
+        let zeros = || Tensor::zeros(&device, DType::F32, &[ELEMENTS]).unwrap();
+        let between = [zeros(), zeros(), zeros()];
+        let pass = |stream: Option<cu::CUstream>, from: &Tensor, to: &Tensor| {
+            let mut enc = device.encoder().unwrap();
+            if let Some(stream) = stream {
+                // SAFETY: the stream lives as long as the test; null is the default stream.
+                unsafe { enc.order_with(stream.cast()) }.unwrap();
+            }
+            ops::softcap(&mut enc, &ops::Softcap::new(from, 1e6, to)).unwrap();
+            drop(enc.commit().unwrap());
+        };
+        for round in 1..8 {
+            library.delay(scratch, scratch_bytes);
+            library.fill(x, round as f32);
+            pass(Some(library.stream), &source, &between[0]);
+            // Memory that is freed while a pass uses its neighbours, and used again.
+            drop(zeros());
+            pass(Some(library.stream), &between[0], &between[1]);
+            if round % 2 == 0 {
+                pass(None, &between[1], &between[2]);
+            } else {
+                pass(Some(null_mut()), &between[1], &between[2]);
+                assert!((between[2].to_vec::<f32>().unwrap()[ELEMENTS - 1] - round as f32).abs() < 1e-3);
+            }
+            pass(Some(library.stream), &between[2], &result);
             let got = library.read(out);
             assert!(got.iter().all(|&y| (y - round as f32).abs() < 1e-3), "round {round}: {}", got[0]);
         }

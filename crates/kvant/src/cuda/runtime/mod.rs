@@ -1,7 +1,8 @@
 //! Runs launches on an NVIDIA GPU, through the driver, which is loaded at run time.
 //!
 //! All work is enqueued in one stream, so a launch sees all earlier writes; transfers, allocations and frees are
-//! ordered as well. A [`Launch`] becomes a kernel call:
+//! ordered as well. A pass in a stream of another library is ordered with it (`stream_order.rs`). A [`Launch`] becomes
+//! a kernel call:
 //!
 //! - Its file is compiled for this device, once, with its constants as macros. The code is kept in memory and on disk.
 //! - The kernel's argument i is the address bound to index i, or the parameter struct, by value, if that has the index.
@@ -32,13 +33,14 @@ pub(super) mod libraries;
 mod locked;
 mod peers;
 mod running;
+mod stream_order;
 
 use branches::{Branch, branches};
 use compile::{CompileTarget, KernelProgram};
 use cublaslt::{CublasLt, CublasLtPlan};
 pub(super) use driver::count;
 use driver::{CudaDevice, CudaEvent, CudaFunction, CudaGraph, CudaMemory, SideStream, driver, fault};
-use foreign::OrderedStream;
+use foreign::OtherStream;
 use kernel_cache::KernelCache;
 use locked::CudaDownload;
 use running::RunningKernels;
@@ -327,8 +329,9 @@ impl Launcher {
                 missing.push(launch);
             }
         }
-        let workers = std::thread::available_parallelism().map_or(1, NonZero::get).min(missing.len());
-        if workers > 1 {
+        // Counting processors reads files on Linux.
+        if missing.len() > 1 {
+            let workers = std::thread::available_parallelism().map_or(1, NonZero::get).min(missing.len());
             let next = AtomicUsize::new(0);
             let load = || {
                 while let Some(launch) = missing.get(next.fetch_add(1, Ordering::Relaxed)) {
@@ -470,7 +473,7 @@ impl Executor for CudaExecutor {
 
     fn begin(&self) -> Result<Box<dyn LaunchPass>> {
         let launcher = self.launcher.clone();
-        Ok(Box::new(CudaPass { launcher, launches: Vec::new(), prepared: Vec::new(), ordered_with: None }))
+        Ok(Box::new(CudaPass { launcher, launches: Vec::new(), prepared: Vec::new(), other: None }))
     }
 
     fn capture(self: Arc<Self>, launches: Vec<Launch>) -> Result<Box<dyn Replay>> {
@@ -490,7 +493,8 @@ struct CudaPass {
     launcher: Arc<Launcher>,
     launches: Vec<Launch>,
     prepared: Vec<(Launch, Runner)>,
-    ordered_with: Option<OrderedStream>,
+    /// The stream of another library in which it runs.
+    other: Option<OtherStream>,
 }
 
 /// Marks the memory of launches for whose end no other stream waits.
@@ -513,24 +517,25 @@ impl LaunchPass for CudaPass {
 
     unsafe fn order_with(&mut self, stream: ForeignStream) -> Result<()> {
         // SAFETY: the caller keeps the stream until the commit.
-        self.ordered_with = Some(unsafe { OrderedStream::new(&self.launcher.gpu, stream) }?);
+        self.other = Some(unsafe { OtherStream::new(&self.launcher.gpu, stream) }?);
         Ok(())
     }
 
     fn commit(mut self: Box<Self>) -> Result<Box<dyn Wait>> {
         self.prepare()?;
-        let CudaPass { launcher, prepared, ordered_with, .. } = *self;
+        let CudaPass { launcher, prepared, other, .. } = *self;
         let gpu = &launcher.gpu;
         let _entered = gpu.enter().map_err(fault)?;
         let _turn = gpu.turn();
-        match &ordered_with {
-            Some(stream) => stream.before(gpu).map_err(fault)?,
-            None => used_in_stream(&prepared),
-        }
-        let enqueued = launcher.enqueue_all(&prepared, RunningKernels::default(), gpu.stream);
+        let Some(other) = other else {
+            used_in_stream(&prepared);
+            launcher.enqueue_all(&prepared, RunningKernels::default(), gpu.stream().map_err(fault)?)?;
+            return Ok(Box::new(Arc::new(gpu.event().map_err(fault)?)));
+        };
+        let stream = other.enter(gpu).map_err(fault)?;
+        let enqueued = launcher.enqueue_all(&prepared, RunningKernels::default(), stream).map(drop);
         // Also after a failure: kernels before it may run.
-        let done =
-            gpu.event().and_then(|done| ordered_with.map_or(Ok(()), |stream| stream.after(&done)).map(|()| done));
+        let done = other.leave(gpu);
         if done.is_err() {
             used_in_stream(&prepared);
         }
@@ -539,7 +544,7 @@ impl LaunchPass for CudaPass {
     }
 }
 
-impl Wait for CudaEvent {
+impl Wait for Arc<CudaEvent> {
     fn wait(self: Box<Self>) -> Result<()> {
         CudaEvent::wait(&self).map_err(fault)
     }
@@ -570,7 +575,7 @@ impl Replay for CudaReplay {
     fn replay(&self) -> Result<Option<Box<dyn Wait>>> {
         let _turn = self.gpu.turn();
         self.graph.lock().unwrap_or_else(PoisonError::into_inner).launch().map_err(fault)?;
-        Ok(Some(Box::new(self.gpu.event().map_err(fault)?)))
+        Ok(Some(Box::new(Arc::new(self.gpu.event().map_err(fault)?))))
     }
 }
 

@@ -177,7 +177,7 @@ impl AttendPrefill {
         let arrivals = if self.splits > 1 { self.shares / self.splits } else { 0 };
         let launch = match arrivals + usize::from(self.shares > self.blocks) {
             0 => launch,
-            counters => launch.scratch(12, &b.zeroed_scratch(counters * 4)?, Use::ReadWrite),
+            counters => launch.scratch(12, &b.counters(counters * 4)?, Use::ReadWrite),
         };
         if self.splits == 1 {
             return Ok(launch);
