@@ -133,6 +133,8 @@ def host_times(model, attention, kv, text):
             model(text[:, at : at + 1], **{cache_argument(model): cache})
             steps.append([1e6 * part.take() / model.config.num_hidden_layers for part in parts])
     finally:
+        # The bound method refers to the cache, whose pages would stay until Python collects cycles.
+        del cache.update, parts
         AttentionInterface.register(attention, FUNCTIONS[attention][0])
         AttentionMaskInterface.register(attention, FUNCTIONS[attention][1])
     return steps

@@ -142,7 +142,11 @@ pub fn run(args: &ChatArgs) -> Result {
     sampling.seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
     let kv = args.activations.kv(&device, args.kv.as_ref());
     memory::warn_of_context(&files, args.context)?;
-    let options = PoolOptions { codecs: kv.codecs, longest: args.context, ..PoolOptions::default() };
+    #[cfg(feature = "serve")]
+    let drafts = args.drafts.count();
+    #[cfg(not(feature = "serve"))]
+    let drafts = 0;
+    let options = PoolOptions { codecs: kv.codecs, longest: args.context, drafts, ..PoolOptions::default() };
     let division = args.device.cache_division();
     let load = LoadOptions { cache_division: division, ..args.activations.options(&device) };
     #[cfg(feature = "serve")]

@@ -127,7 +127,11 @@ pub fn run(args: &GenerateArgs) -> Result {
     let (prompt_ids, parser) = prompt_ids(args, &files, &tokenizer, &prompt)?;
     let longest = prompt_ids.len().saturating_add(args.max_tokens as usize);
     let kv = args.activations.kv(&device, args.kv.as_ref());
-    let options = PoolOptions { codecs: kv.codecs.clone(), longest, ..PoolOptions::default() };
+    #[cfg(feature = "serve")]
+    let drafts = args.drafts.count();
+    #[cfg(not(feature = "serve"))]
+    let drafts = 0;
+    let options = PoolOptions { codecs: kv.codecs.clone(), longest, drafts, ..PoolOptions::default() };
     let division = args.device.cache_division();
     let load = LoadOptions { cache_division: division, ..args.activations.options(&device) };
     #[cfg(feature = "serve")]
@@ -144,7 +148,7 @@ pub fn run(args: &GenerateArgs) -> Result {
     };
     memory::check(&files, &device, &demand)?;
     let model = args.activations.load(&files, &device, longest, division)?;
-    let as_f16 = PoolOptions { codecs: Codec::F16.into(), ..options.clone() };
+    let as_f16 = PoolOptions { codecs: Codec::F16.into(), drafts: 0, ..options.clone() };
     let cache_bytes_f16 = model.pool_spec(&as_f16)?.bytes;
     let mut source = Generator::start(args, model, &tokenizer, &options, drafter.as_ref())?;
 

@@ -358,7 +358,7 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> kvant_models::Resu
 fn new_pool(model: &Model, options: &EngineOptions, context: usize) -> kvant_models::Result<KvPool> {
     let layers = model.cache_layers(&options.codecs)?;
     let spec = kvant::PoolSpec::new(layers, options.memory.unwrap_or(0)).page_tokens(options.page_tokens);
-    let spec = spec.states(model.state_layers()).keeps_boundaries(options.prefix_cache);
+    let spec = spec.states(model.state_layers()).keeps_boundaries(options.prefix_cache).drafts(options.drafts);
     let spec = match options.memory {
         Some(_) => spec,
         None => spec.room_for_steps(options.sequences, context, options.step_tokens)?,

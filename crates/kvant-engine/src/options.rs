@@ -50,10 +50,10 @@ pub struct EngineOptions {
     /// pages, so that other prompts can continue there. Default: none. Other prompts can then continue only at the last
     /// page boundary of a step or prompt, and where texts diverge.
     pub state_interval: Option<usize>,
-    /// Maximum draft tokens of a request in a step, at most 32; 0 for none. Drafts are the tokens that followed an
-    /// earlier occurrence of the last few tokens. They do not change texts: a draft is kept only if the model samples
-    /// an equal token. They speed up repetitive texts on devices where a step of several tokens costs less than several
-    /// steps. Default: 0.
+    /// Maximum draft tokens of a request in a step, at most 32, and at most 15 for a model with recurrent states; 0 for
+    /// none. Drafts are the tokens that followed an earlier occurrence of the last few tokens. They do not change
+    /// texts: a draft is kept only if the model samples an equal token. They speed up repetitive texts on devices where
+    /// a step of several tokens costs less than several steps. Default: 0.
     pub drafts: usize,
     /// Whether drafts are also found by prompt lookup. Otherwise only a model's drafter proposes drafts. Default: true.
     pub prompt_lookup: bool,

@@ -19,7 +19,7 @@ pub fn pool(kv: &CacheType, model: &Model, sequences: usize, longest: usize, pag
     kv.check(model)?;
     // Formats with segments use two sequences per text.
     let sequences = if kv.format().and_then(Format::segment).is_some() { 2 * sequences } else { sequences };
-    Ok(model.new_pool(&PoolOptions { codecs: kv.codecs(), sequences, longest, page_tokens })?)
+    Ok(model.new_pool(&PoolOptions { codecs: kv.codecs(), sequences, longest, page_tokens, drafts: 0 })?)
 }
 
 impl CacheSequence {

@@ -15,12 +15,14 @@ pub struct PoolOptions {
     pub longest: usize,
     /// Positions per page: 16, 32, 64, 128 or 256.
     pub page_tokens: usize,
+    /// Drafts that each sequence verifies in a step: recurrent states then need more room.
+    pub drafts: usize,
 }
 
 impl Default for PoolOptions {
-    /// f16, one sequence of 4096 tokens, pages of 64.
+    /// f16, one sequence of 4096 tokens, pages of 64, no drafts.
     fn default() -> Self {
-        PoolOptions { codecs: Codec::F16.into(), sequences: 1, longest: 4096, page_tokens: 64 }
+        PoolOptions { codecs: Codec::F16.into(), sequences: 1, longest: 4096, page_tokens: 64, drafts: 0 }
     }
 }
 
@@ -59,7 +61,7 @@ pub(crate) fn pool_spec_with(
 ) -> Result<PoolSpec> {
     let mut layers = cache_layers(spec, &options.codecs, activations)?;
     layers.extend(draft);
-    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens).states(states);
+    let pool = PoolSpec::new(layers, 0).page_tokens(options.page_tokens).states(states).drafts(options.drafts);
     Ok(pool.room_for_steps(options.sequences, options.longest, pass_tokens)?)
 }
 

@@ -25,7 +25,7 @@ fn pair(target: &Path, drafter: &Path) -> Model {
 }
 
 fn pool(model: &Model, codecs: impl Into<CacheCodecs>) -> KvPool {
-    let options = PoolOptions { codecs: codecs.into(), sequences: 6, longest: 200, page_tokens: 16 };
+    let options = PoolOptions { codecs: codecs.into(), sequences: 6, longest: 200, page_tokens: 16, drafts: 8 };
     model.new_pool(&options).unwrap()
 }
 
@@ -207,7 +207,7 @@ fn invalid_batches_are_refused() {
     assert!(propose(0, 0..0, &[], None, 2).unwrap()[0].is_empty());
     assert_eq!(propose(0, 0..8, &tokens[1..], None, 2).unwrap()[0].len(), 2);
     // Room for one page per sequence.
-    let few = PoolOptions { codecs: Codec::F32.into(), sequences: 1, longest: 16, page_tokens: 16 };
+    let few = PoolOptions { codecs: Codec::F32.into(), sequences: 1, longest: 16, page_tokens: 16, drafts: 0 };
     let small = model.new_pool(&few).unwrap();
     let mut drafter = DraftDecoder::new(&model, &small, 1, 5, 16).unwrap();
     let mut others: Vec<Sequence> = Vec::new();

@@ -50,11 +50,48 @@ fn groups(device: &Device, count: usize, sequences: usize, rows: u32) -> Result<
     (0..count).map(runs).collect()
 }
 
-/// Decode steps of several sequences, then prompts.
+/// Decode steps of several sequences, without and with drafts, then prompts.
 pub fn all(timer: &Timer) -> Result<()> {
     timer.head();
     decode(timer)?;
+    drafts(timer)?;
     prompts(timer)
+}
+
+/// Steps that read a state and write one after each row.
+fn drafts(timer: &Timer) -> Result<()> {
+    let device = &timer.device;
+    for (sequences, rows) in [(1, 2), (1, 5), (1, 9), (1, 16), (16, 2), (16, 3), (16, 5), (16, 9)] {
+        let (layer, total) = (Layer::new(device, sequences * rows)?, sequences * rows);
+        let bytes = sequences * (1 + rows) * HEADS * DIM * DIM * 4;
+        let count = copies(bytes).max(2);
+        let states = Tensor::zeros(device, DType::F32, &[count * total, HEADS, DIM, DIM])?;
+        let runs = |group: usize| {
+            let after: Vec<u32> = (group * total..(group + 1) * total).map(|slot| slot as u32).collect();
+            let runs: Vec<_> = after.iter().step_by(rows).map(|&slot| (slot, 1, rows as u32)).collect();
+            StateRuns::with_after(device, &runs, Tensor::from_slice(device, &after, &[total])?)
+        };
+        let (slots, runs) = (StateSlots::new(&states)?, (0..count).map(runs).collect::<Result<Vec<_>>>()?);
+        timer.line(
+            &format!("delta_rule, {sequences} sequences of {rows} rows that stay"),
+            bytes,
+            count,
+            |enc, i| ops::delta_rule(enc, &layer.rule(&slots, &runs[i])),
+        )?;
+        let inputs = Tensor::zeros(device, DType::BF16, &[count * total, TAPS - 1, CHANNELS])?;
+        let (slots, out) = (StateSlots::new(&inputs)?, noise(device, DType::BF16, &[total, CHANNELS])?);
+        let bytes = 2 * out.bytes() + sequences * (1 + rows) * (TAPS - 1) * CHANNELS * 2 + layer.weight.bytes();
+        timer.line(
+            &format!("causal_conv, {sequences} sequences of {rows} rows that stay"),
+            bytes,
+            count,
+            |enc, i| {
+                let conv = CausalConv::new(&layer.qkv, &layer.weight, &slots, &runs[i], &out).silu(true);
+                ops::causal_conv(enc, &conv)
+            },
+        )?;
+    }
+    Ok(())
 }
 
 fn decode(timer: &Timer) -> Result<()> {

@@ -291,7 +291,7 @@ impl ServeArgs {
         drafter: Option<&Files>,
     ) -> Result<Option<usize>> {
         let (codecs, sequences) = (kv.codecs.clone(), self.max_sequences);
-        let pool = PoolOptions { codecs, sequences, longest, ..PoolOptions::default() };
+        let pool = PoolOptions { codecs, sequences, longest, drafts: self.drafts.count(), ..PoolOptions::default() };
         let bytes = self.memory.map(|bytes| bytes.0);
         let demand = Demand { ranks: device.ranks(), pool, load, bytes, drafter, shorter: "--context" };
         if let Some(bytes) = bytes {

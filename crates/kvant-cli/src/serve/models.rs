@@ -161,7 +161,13 @@ fn source(
     let context = args.context(&files)?;
     let load = args.load_options(device, context);
     let (codecs, sequences) = (kv.codecs.clone(), args.max_sequences);
-    let pool = PoolOptions { codecs: codecs.clone(), sequences, longest: context, ..PoolOptions::default() };
+    let pool = PoolOptions {
+        codecs: codecs.clone(),
+        sequences,
+        longest: context,
+        drafts: args.drafts.count(),
+        ..PoolOptions::default()
+    };
     let demand = Demand { ranks: device.ranks(), pool, load, bytes: None, drafter: None, shorter: "--context" };
     // The pages of one model leave memory for the others.
     let max = limit / (2 * args.models.len().max(2));

@@ -177,11 +177,12 @@ impl<S: Storage> Scheduler<S> {
         let mut may_admit = true;
         // Limits the tokens of a request that runs alone and finds too few pages.
         let mut max = usize::MAX;
-        let mut may_draft = true;
+        // Limits the drafts of a request, which need pages, too.
+        let mut max_drafts = self.storage.max_drafts();
         loop {
             let mut left = self.choose(max);
             let admitted = if may_admit { self.admit(&mut left)? } else { Vec::new() };
-            let drafts = self.spend(left, max, may_draft);
+            let drafts = self.spend(left, max, max_drafts);
             if self.running.iter().all(|task| task.planned == 0) {
                 return Ok(None);
             }
@@ -197,10 +198,11 @@ impl<S: Storage> Scheduler<S> {
                 Err(error) => return Err(error),
             }
             // No request gives up its pages for drafts.
-            may_draft = false;
             if drafts > 0 && admitted.is_empty() {
+                max_drafts = drafts / 2;
                 continue;
             }
+            max_drafts = 0;
             self.is_full = true;
             max = self.make_room(&admitted, max)?;
             // If the only running request has ended, others can start.
@@ -237,8 +239,7 @@ impl<S: Storage> Scheduler<S> {
             if task.in_flight == 0 && std::mem::take(&mut task.is_drafting) {
                 task.computed = task.computed.min(task.tokens.len() - 1);
                 if let Some(sequence) = &mut task.sequence {
-                    // With states, the accepted tokens may be computed again, in the next step.
-                    task.computed = self.storage.truncate(sequence, task.computed)?;
+                    self.storage.truncate(sequence, task.computed)?;
                 }
             }
             let is_full = task.tokens.len() >= task.max_len && task.computed >= task.prompt_len && task.in_flight == 0;
@@ -331,21 +332,23 @@ impl<S: Storage> Scheduler<S> {
         left
     }
 
-    /// Spends the rest of the budget: first on prompts in order, then on drafts. Returns the number of drafts.
-    fn spend(&mut self, mut left: usize, max: usize, may_draft: bool) -> usize {
+    /// Spends the rest of the budget: first on prompts in order, then on up to `max_drafts` drafts of each request.
+    /// Returns the maximum number of drafts that a request has.
+    fn spend(&mut self, mut left: usize, max: usize, max_drafts: usize) -> usize {
         for task in self.running.iter_mut().filter(|task| task.planned > 0 && !task.is_decoding()) {
             let more = (task.remaining().min(max) - task.planned.min(max)).min(left);
             let more = task.up_to_stop(task.planned + more) - task.planned;
             task.planned += more;
             left -= more;
         }
-        let before = left;
-        for task in self.running.iter_mut().filter(|task| may_draft && task.planned > 0) {
-            let drafts = task.next_drafts().len().min(left).min(max - task.planned.min(max));
+        let mut most = 0;
+        for task in self.running.iter_mut().filter(|task| task.planned > 0) {
+            let drafts = task.next_drafts().len().min(left).min(max_drafts).min(max - task.planned.min(max));
             task.planned += drafts;
             left -= drafts;
+            most = drafts.max(most);
         }
-        before - left
+        most
     }
 
     /// Starts waiting requests with the rest of the budget. Returns the started ones, in order.

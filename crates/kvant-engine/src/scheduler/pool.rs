@@ -1,6 +1,6 @@
 //! Implements the scheduler's storage with a [`KvPool`].
 
-use kvant::{KvPool, PoolSpec, Prefetched, PrefixCache, Sequence, Step};
+use kvant::{KvPool, PoolSpec, Prefetched, PrefixCache, Sequence, Step, ops::StateRuns};
 use kvant_models::BatchDecoder;
 
 use super::{Storage, StorageError};
@@ -160,6 +160,11 @@ impl Storage for PoolStorage {
         self.pool.step(batch).map(|step| PoolStep::Mixed(Box::new(step))).map_err(failure)
     }
 
+    fn max_drafts(&self) -> usize {
+        // States are kept after each row of a step of few rows.
+        if self.pool.spec().states.is_empty() { usize::MAX } else { StateRuns::MAX_KEPT - 1 }
+    }
+
     fn hold(&mut self, sequence: &mut Sequence, drafts: usize) {
         // Windows hold all positions that the latest step could see.
         if !self.pool.spec().states.is_empty() {
@@ -167,12 +172,8 @@ impl Storage for PoolStorage {
         }
     }
 
-    fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<usize, StorageError> {
-        match sequence.truncate(len) {
-            Err(kvant::Error::NoStates { kept: Some(start), .. }) if start < len => sequence.truncate(start)?,
-            result => result?,
-        }
-        Ok(sequence.len())
+    fn truncate(&mut self, sequence: &mut Sequence, len: usize) -> Result<(), StorageError> {
+        Ok(sequence.truncate(len)?)
     }
 
     fn len(&self, sequence: &Sequence) -> usize {

@@ -49,17 +49,21 @@ pub trait Storage {
     /// `OutOfPages`, or a failure, which ends the engine.
     fn append(&mut self, batch: &mut [(&mut Self::Sequence, usize)]) -> Result<Self::Step, StorageError>;
 
+    /// Maximum drafts of a sequence in a step.
+    fn max_drafts(&self) -> usize {
+        usize::MAX
+    }
+
     /// Prepares a sequence for a step whose last `drafts` tokens may be [removed](Storage::truncate).
     fn hold(&mut self, sequence: &mut Self::Sequence, drafts: usize) {
         let _ = (sequence, drafts);
     }
 
-    /// Removes drafts, the last tokens of the latest step. Returns the new length: `len`, or the length before the step
-    /// if recurrent states cannot be rolled back to `len`.
+    /// Removes drafts, the last tokens of the latest step.
     ///
     /// # Errors
     /// A failure, which ends the engine.
-    fn truncate(&mut self, sequence: &mut Self::Sequence, len: usize) -> Result<usize, StorageError>;
+    fn truncate(&mut self, sequence: &mut Self::Sequence, len: usize) -> Result<(), StorageError>;
 
     /// The number of tokens of a sequence.
     fn len(&self, sequence: &Self::Sequence) -> usize;

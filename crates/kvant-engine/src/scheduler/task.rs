@@ -121,11 +121,11 @@ impl<S> Task<S> {
         (self.tokens.len() + self.pending).saturating_add(ahead).min(self.max_len.max(self.tokens.len()))
     }
 
-    /// The drafts for the next step. They follow its other tokens, and are empty unless the step computes all remaining
-    /// tokens of a generated text. Drafts at positions of pending tokens are skipped.
+    /// The drafts for the next step. They follow its token, and are empty unless the step computes one token, the last
+    /// one of a generated text. Drafts at positions of pending tokens are skipped.
     pub fn next_drafts(&self) -> &[u32] {
         let drafts = self.drafts.get(self.pending..).unwrap_or(&[]);
-        let may_draft = self.computed >= self.prompt_len && self.remaining() > 0 && self.planned >= self.remaining();
+        let may_draft = self.is_decoding() && self.planned > 0;
         let max = if may_draft { self.max_len.saturating_sub(self.tokens.len() + self.pending + 1) } else { 0 };
         &drafts[..drafts.len().min(max)]
     }

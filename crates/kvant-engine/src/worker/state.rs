@@ -15,7 +15,7 @@ use super::{draft_length::DraftLengths, draft_rates::DraftRates, running::Runnin
 use crate::{
     EngineOptions, Failure, FinishReason, PageFiles,
     lock::lock,
-    scheduler::{EndReason, PlanRow, PoolStep, PoolStorage, Scheduler, SchedulerOptions, StepPlan},
+    scheduler::{EndReason, PlanRow, PoolStep, PoolStorage, Scheduler, SchedulerOptions, StepPlan, Storage},
     shared::Shared,
     text::Output,
 };
@@ -105,9 +105,8 @@ impl Worker {
         shared: Arc<Shared>,
         outputs: Sender<Vec<(u64, Output)>>,
     ) -> Result<Worker> {
-        let drafts = options.drafts;
-        // Accepted drafts may be computed again if recurrent states were rolled back because of rejected ones.
-        let repeated = if pool.spec().states.is_empty() { 0 } else { drafts };
+        let storage = PoolStorage::new(pool.clone(), options.step_tokens, options.prefix_cache);
+        let drafts = options.drafts.min(storage.max_drafts());
         let draws = options.sequences.saturating_mul(1 + drafts).min(options.step_tokens);
         let device_sampler = DeviceSampler::new(model.device(), draws)?;
         let rows = options.sequences.max(draws.min(MAX_RECORDED)).min(options.step_tokens);
@@ -123,9 +122,8 @@ impl Worker {
             decoder.leave_states(drafter.states())?;
         }
         let rows = decoder.rows();
-        let storage = PoolStorage::new(pool, options.step_tokens, options.prefix_cache);
         let storage = storage.for_sequences(options.sequences).with_state_interval(options.state_interval);
-        let storage = storage.with_decoder(decoder, 1 + repeated + drafts);
+        let storage = storage.with_decoder(decoder, 1 + drafts);
         let scheduler = Scheduler::new(storage, SchedulerOptions::new(options.sequences, options.step_tokens));
         let EngineOptions { sequences, step_tokens, unread, adaptive_drafts, .. } = *options;
         let overlap = options.overlap.unwrap_or(model.device().kind() == DeviceKind::Cuda);

@@ -8,7 +8,10 @@ use std::{
 
 use crate::common::{collect, options, shipped};
 use kvant::{Codec, CpuOptions, Device, PrefixCache, Sequence};
-use kvant_engine::{Engine, EngineOptions, EngineRequest, Finished};
+use kvant_engine::{
+    Engine, EngineOptions, EngineRequest, Finished,
+    scheduler::{EndReason, NewTask, PlanRow, PoolStorage, RowResult, Scheduler, SchedulerOptions},
+};
 use kvant_models::{Logits, Model, PoolOptions, Request, Tokenizer, generate};
 
 pub(super) const PAGE: usize = 16;
@@ -167,7 +170,7 @@ fn hits_equal_misses_to_the_bit() {
     for (family, is_invariant) in FAMILIES.into_iter().flat_map(|family| [(family, false), (family, true)]) {
         let cpu = CpuOptions { threads: Some(2), batch_invariant: is_invariant, ..CpuOptions::default() };
         let model = Model::load(&golden(family), &Device::cpu_with(cpu).unwrap()).unwrap();
-        let pool = PoolOptions { codecs: Codec::F32.into(), sequences: 12, longest: 160, page_tokens: PAGE };
+        let pool = PoolOptions { codecs: Codec::F32.into(), sequences: 12, longest: 160, page_tokens: PAGE, drafts: 0 };
         let pool = model.new_pool(&pool).unwrap();
         let cache = PrefixCache::new(&pool, b"bits");
         let tokens = text(3, 130);
@@ -222,8 +225,44 @@ fn preempted_requests_go_on() {
     }
 }
 
-/// Drafts do not change texts. States go back to the start of a step whose drafts are wrong, and the accepted ones are
-/// computed again with the next drafts.
+/// After wrong drafts, the next step begins after the accepted ones. States for drafts take no pages that others need:
+/// a step then has fewer drafts.
+#[test]
+fn accepted_drafts_are_computed_once() {
+    for (family, sequences) in FAMILIES.into_iter().flat_map(|family| [(family, 1), (family, 3)]) {
+        for drafts in [0, 5] {
+            let options = PoolOptions { codecs: Codec::F32.into(), sequences, longest: 256, page_tokens: PAGE, drafts };
+            let pool = model(family).new_pool(&options).unwrap();
+            let mut scheduler = Scheduler::new(PoolStorage::new(pool, 64, true), SchedulerOptions::new(sequences, 64));
+            let ids = 0..sequences as u64;
+            ids.clone().for_each(|id| scheduler.add(NewTask::new(id, text(id as u32, 20), 200)));
+            let (mut round, mut tried) = (0, 0);
+            while let Some(plan) = scheduler.schedule().unwrap() {
+                let take = |row: &PlanRow| {
+                    let known = scheduler.tokens(row.id).unwrap().len();
+                    assert!(row.draws == 0 || row.position + row.tokens.len() + 1 == known + row.draws, "{row:?}");
+                    assert!(row.draws <= 6 && (row.draws <= 1 || row.tokens.len() == row.draws), "{row:?}");
+                    // Any number of the drafts is accepted.
+                    let accepted = (round + row.id as usize) % row.draws.max(1);
+                    let right = &plan.tokens[row.drawn()].get(1..1 + accepted).unwrap_or(&[]);
+                    let tokens = if row.draws > 0 { [right, &[90][..]].concat() } else { Vec::new() };
+                    RowResult { id: row.id, tokens, is_last: false }
+                };
+                let results = plan.rows.iter().map(take).collect();
+                tried += plan.rows.iter().map(|row| row.draws.saturating_sub(1)).sum::<usize>();
+                scheduler.apply(results).unwrap();
+                ids.clone().for_each(|id| scheduler.propose(id, &[1, 2, 3, 4, 5]));
+                round += 1;
+            }
+            let ended = scheduler.take_ended();
+            assert!(ended.len() == sequences && ended.iter().all(|ended| ended.reason == EndReason::Length));
+            assert_eq!(scheduler.counts().preemptions, 0);
+            assert!(tried > 100 * sequences || drafts == 0, "{family}: {tried} drafts");
+        }
+    }
+}
+
+/// Drafts do not change texts. States go back to the accepted ones, wherever the drafts are wrong.
 #[test]
 fn drafts_change_nothing() {
     for family in FAMILIES {

@@ -270,6 +270,7 @@ impl Simulation {
             assert!(row.logits.start >= row.tokens.start && row.logits.end <= row.tokens.end);
             at = row.tokens.end;
             assert!(row.draws == 0 || row.logits.start <= row.drawn().start && row.logits.end == row.tokens.end);
+            assert!(row.draws <= 1 || row.tokens.len() == row.draws, "tokens before drafts are computed again");
             self.score(row);
         }
         assert_eq!(at, plan.tokens.len());

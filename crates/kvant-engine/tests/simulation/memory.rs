@@ -135,7 +135,7 @@ pub struct PageList {
     boundary: usize,
     /// Drafts of the next step.
     drafts: usize,
-    /// The length before the latest step, if it has drafts and states were therefore kept.
+    /// The length before the latest step, if it has drafts.
     start: Option<usize>,
 }
 
@@ -323,21 +323,25 @@ impl Storage for Pages {
         Ok(step)
     }
 
+    fn max_drafts(&self) -> usize {
+        if self.has_states { 4 } else { usize::MAX }
+    }
+
     fn hold(&mut self, list: &mut PageList, drafts: usize) {
+        assert!(drafts <= self.max_drafts());
         list.drafts = drafts;
     }
 
-    fn truncate(&mut self, list: &mut PageList, len: usize) -> Result<usize, StorageError> {
+    fn truncate(&mut self, list: &mut PageList, len: usize) -> Result<(), StorageError> {
         let start = list.start.take().expect("the latest step has drafts");
-        assert!(start < len && len <= list.len);
-        let len = if self.has_states && len < list.len { start } else { len };
+        assert!(start < len && len <= list.len && len + list.drafts >= list.len);
         let memory = &mut *self.memory.borrow_mut();
         list.len = len;
         for page in list.pages.split_off(len.div_ceil(self.page_tokens)) {
             memory.held -= 1;
             memory.release(page);
         }
-        Ok(len)
+        Ok(())
     }
 
     fn len(&self, list: &PageList) -> usize {

@@ -30,7 +30,7 @@ fn bits(logits: &[f32]) -> Vec<u32> {
 /// batches with others. Returns the bits of its logits.
 pub fn check(model: &Model, codec: Codec, page: usize, what: &str) -> Vec<u32> {
     let tokens = 9 * page / 2;
-    let options = PoolOptions { codecs: codec.into(), sequences: 3, longest: 5 * page, page_tokens: page };
+    let options = PoolOptions { codecs: codec.into(), sequences: 3, longest: 5 * page, page_tokens: page, drafts: 0 };
     let pool = model.new_pool(&options).unwrap();
     let text = text(model, 1, tokens);
     let logits = bits(&model.feed(&mut pool.sequence(), &text, Logits::All).unwrap().to_f32().unwrap());

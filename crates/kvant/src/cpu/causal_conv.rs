@@ -43,7 +43,7 @@ struct ConvTensors {
 struct ConvTask<'a> {
     call: &'a Call,
     tensors: ConvTensors,
-    run: &'a Run,
+    run: &'a Run<'a>,
     channels: std::ops::Range<usize>,
 }
 
@@ -55,7 +55,7 @@ impl SimdKernel for ConvTask<'_> {
         let (taps, len) = (call.taps, channels.len());
         let (weights, bias) = self::weights::<S>(call, tensors, &channels);
         let row_at = |row: usize| row * call.channels + channels.start;
-        let state_at = |input: usize| run.slot * call.state.stride() + row_at(input);
+        let state_at = |slot: usize, input: usize| slot * call.state.stride() + row_at(input);
         // Input j of the sequence, counted from the state's oldest, is in `inputs[j % taps]`.
         let mut inputs: [Padded; MAX_TAPS] = std::array::from_fn(|_| Padded::new(len));
         let mut sum = Padded::new(len);
@@ -64,7 +64,7 @@ impl SimdKernel for ConvTask<'_> {
         unsafe {
             if !run.is_fresh {
                 for (input, to) in inputs[..taps - 1].iter_mut().enumerate() {
-                    tensors.state.load::<S>(state_at(input), to);
+                    tensors.state.load::<S>(state_at(run.slot, input), to);
                 }
             }
             for (index, row) in run.rows.clone().enumerate() {
@@ -79,9 +79,11 @@ impl SimdKernel for ConvTask<'_> {
                     }
                 }
                 tensors.out.store::<S>(row_at(row), &sum);
-            }
-            for input in 0..taps - 1 {
-                tensors.state.store::<S>(state_at(input), &inputs[(run.rows.len() + input) % taps]);
+                for (slot, input) in
+                    run.slot_after(row).into_iter().flat_map(|slot| (0..taps - 1).map(move |i| (slot, i)))
+                {
+                    tensors.state.store::<S>(state_at(slot, input), &inputs[(index + 1 + input) % taps]);
+                }
             }
         }
     }

@@ -48,7 +48,7 @@ struct RuleTensors {
 struct HeadTask<'a> {
     call: &'a Call,
     tensors: RuleTensors,
-    run: &'a Run,
+    run: &'a Run<'a>,
     head: usize,
     is_batch_invariant: bool,
 }
@@ -79,26 +79,42 @@ impl SimdKernel for HeadTask<'_> {
         // SAFETY: `dispatch` enables the instructions; rows and slots have been checked, and no other task has this
         // head of them. D and Dv are multiples of 16, and so of LANES.
         unsafe {
-            let at = self.run.slot * self.call.state.stride() + self.head * key_dim * value_dim;
-            let state: *mut f32 = self.tensors.state.at(at).cast();
-            if self.run.is_fresh {
-                std::slice::from_raw_parts_mut(state, key_dim * value_dim).fill(0.0);
-            }
-            for first in self.run.rows.clone().step_by(ROWS) {
-                let rows = first..self.run.rows.end.min(first + ROWS);
-                for (row, token) in rows.clone().zip(&mut tokens) {
-                    self.load::<S>(row, token);
+            let mut before = self.state(self.run.slot);
+            for (part, slot) in self.run.parts() {
+                let state = self.state(slot);
+                if self.run.is_fresh && part.start == self.run.rows.start {
+                    state.write_bytes(0, key_dim * value_dim);
+                } else if state != before {
+                    // Slots may overlap.
+                    state.copy_from(before, key_dim * value_dim);
                 }
-                self.advance::<S>(state, &mut tokens[..rows.len()]);
-                for (row, token) in rows.zip(&tokens) {
-                    self.tensors.out.store::<S>((row * heads + self.head) * value_dim, &token.v[..value_dim]);
+                for first in part.clone().step_by(ROWS) {
+                    let rows = first..part.end.min(first + ROWS);
+                    for (row, token) in rows.clone().zip(&mut tokens) {
+                        self.load::<S>(row, token);
+                    }
+                    self.advance::<S>(state, &mut tokens[..rows.len()]);
+                    for (row, token) in rows.zip(&tokens) {
+                        self.tensors.out.store::<S>((row * heads + self.head) * value_dim, &token.v[..value_dim]);
+                    }
                 }
+                before = state;
             }
         }
     }
 }
 
 impl HeadTask<'_> {
+    /// The head's state in a slot.
+    ///
+    /// # Safety
+    /// The slot exists.
+    unsafe fn state(&self, slot: usize) -> *mut f32 {
+        let at = slot * self.call.state.stride() + self.head * self.call.key_dim * self.call.value_dim;
+        // SAFETY: the caller's promise.
+        unsafe { self.tensors.state.at(at).cast() }
+    }
+
     /// Takes a state through tokens, whose results replace their values. On a batch-invariant device, tokens must not
     /// depend on the end of a step, so they go one by one.
     ///

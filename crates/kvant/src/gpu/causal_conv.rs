@@ -27,7 +27,7 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
     let uint = |arg, value| Launch::uint(NAME, arg, value);
     let runs = call.runs.count();
     let params = CausalConvParams {
-        rows: uint("x", call.rows)?,
+        rows: uint("x", call.runs.rows(call.rows))?,
         channels: uint("x", call.channels)?,
         runs: uint("runs", runs)?,
         states: uint("state", call.state.count())?,
@@ -49,8 +49,9 @@ pub(crate) fn launch(call: &Call, source: &'static Source) -> Result<Launch> {
         .read(3, call.runs.starts())
         .read(4, call.runs.slots())
         .read(5, call.runs.past())
-        .tensor(6, call.state.memory(), Use::ReadWrite)
-        .write(7, &call.out)
-        .params(8, &params)
+        .read(6, call.runs.after())
+        .tensor(7, call.state.memory(), Use::ReadWrite)
+        .write(8, &call.out)
+        .params(9, &params)
         .grid([call.channels.div_ceil(THREADS), parts, runs], [THREADS, 1, 1]))
 }

@@ -42,7 +42,7 @@ impl DeltaRuleParams {
     pub(crate) fn of(call: &Call, max_rows: u32) -> Result<DeltaRuleParams> {
         let uint = |arg, value| Launch::uint(NAME, arg, value);
         Ok(DeltaRuleParams {
-            rows: uint("qkv", call.rows)?,
+            rows: uint("qkv", call.runs.rows(call.rows))?,
             states: uint("state", call.state.count())?,
             stride: uint("state", call.state.stride())?,
             heads: uint("state", call.heads)?,
@@ -79,9 +79,10 @@ pub(crate) fn launch(call: &Call, source: &'static Source, kernel: &'static str,
         .constant("QKV_DTYPE", call.qkv.dtype())
         .constant("OUT_DTYPE", call.out.dtype())
         .read(7, call.runs.past())
-        .tensor(8, call.state.memory(), Use::ReadWrite)
-        .write(9, &call.out)
-        .params(10, &params)
+        .read(8, call.runs.after())
+        .tensor(9, call.state.memory(), Use::ReadWrite)
+        .write(10, &call.out)
+        .params(11, &params)
         .grid([slices, call.heads, call.runs.count()], [WARPS * LANES, 1, 1]))
 }
 

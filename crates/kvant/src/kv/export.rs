@@ -4,7 +4,7 @@
 //! that seal pages have a group of sealed pages, with the means of centred codecs, and one of dense pages. The metadata
 //! has the layers, the length, the first page of each group, and whether page 0 precedes it. The last group has the
 //! states of recurrent layers, if the pool has any: the page of the last boundary, if it is kept, and the page of the
-//! current states, but not those at the start of a step; the metadata has the length at the boundary.
+//! current states, but not those of a step's other rows; the metadata has the length at the boundary.
 //!
 //! A page of a group of devices has the bytes of all ranks, one after the other; the metadata then has the number of
 //! ranks. An import does not trust the bytes: it checks everything against the pool before it takes a page.

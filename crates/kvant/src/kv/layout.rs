@@ -10,7 +10,7 @@ use super::{
 use crate::{
     Codec, Error, Planes, Result,
     layer::{PAGE_UNIT, PlaneBytes},
-    ops::check,
+    ops::{StateRuns, check},
     position_share::check_page,
 };
 
@@ -113,6 +113,11 @@ impl LayerGroup {
         }
     }
 
+    /// Maximum pages of states that a sequence holds only because its latest tokens can be removed.
+    pub fn held_states(&self, tokens: usize) -> usize {
+        if matches!(self.kind, PageKind::State { .. }) { tokens.min(StateRuns::MAX_KEPT) } else { 0 }
+    }
+
     /// The pages that a sequence gets when it grows from `len` to `new_len` tokens and has pages up to `end`.
     pub fn new_pages(&self, len: usize, new_len: usize, end: usize, page_tokens: usize) -> Range<usize> {
         match self.kind {
@@ -122,7 +127,8 @@ impl LayerGroup {
                 let first = end.max(self.oldest_seen(len) / page_tokens);
                 first..sealed_end(new_len, page_tokens)
             }
-            PageKind::State { .. } => end..1,
+            // One for each row of a step after which they stay.
+            PageKind::State { .. } => 0..0,
         }
     }
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{
-    growth::{Change, apply, take, undo},
+    growth::{Change, apply, release, take, undo},
     layout::{LayerGroup, LayerPlace, PageKind, PoolLayout},
     pages::{Page, Pages},
     prefix::Prefixes,
@@ -341,7 +341,7 @@ impl KvPool {
         let written = self.write_step(&mut state, batch, &shape);
         let PoolState { pages, log, words, .. } = &mut *state;
         if let Err(error) = written {
-            undo(pages, log);
+            undo(pages, log, 0);
             return Err(error);
         }
         apply(log, batch);
@@ -402,15 +402,22 @@ impl KvPool {
     fn take_pages<R: StepRows>(&self, state: &mut PoolState, batch: &[R]) -> Result<()> {
         let PoolState { pages, prefixes, log, .. } = state;
         let layout = self.layout();
+        release(pages, layout, batch, log);
+        let released = log.len();
         if take(pages, layout, batch, log) == 0 {
             return Ok(());
         }
-        undo(pages, log);
-        prefixes.make_room(pages, self, |trial| {
+        undo(pages, log, released);
+        // Prefixes may hold the released pages alone now, and be evicted.
+        let room = prefixes.make_room(pages, self, |trial| {
             let missing = take(trial, layout, batch, log);
-            log.clear();
+            log.truncate(released);
             missing
-        })?;
+        });
+        if let Err(error) = room {
+            undo(pages, log, 0);
+            return Err(error);
+        }
         let missing = take(pages, layout, batch, log);
         debug_assert_eq!(missing, 0);
         Ok(())
@@ -419,9 +426,7 @@ impl KvPool {
     /// Copies shared pages and uploads the step.
     fn write_step<R: StepRows>(&self, state: &mut PoolState, batch: &[R], shape: &StepShape) -> Result<()> {
         let mut copies = state.log.iter().filter_map(|change| match *change {
-            Change::Copied { group, from, to, .. }
-            | Change::Boundary { group, from, to, .. }
-            | Change::Held { group, from, to, .. } => Some((self.page(group, from), self.page(group, to))),
+            Change::Copied { group, from, to, .. } => Some((self.page(group, from), self.page(group, to))),
             _ => None,
         });
         if let Some(first) = copies.next() {
@@ -525,13 +530,14 @@ impl KvPool {
         let seals = if max_new > page_tokens { tokens.div_ceil(page_tokens).checked_add(sequences) } else { Some(0) };
         let of_group = seals.and_then(|n| padded(n.checked_mul(3)?)).ok_or_else(overflow)?;
         let at_runs = of_group.checked_mul(sealing).and_then(|n| n.checked_add(at_seals)).ok_or_else(overflow)?;
-        let of_runs = if self.0.states.is_empty() { [0; 3] } else { run_words(sequences).ok_or_else(overflow)? };
+        let of_runs =
+            if self.0.states.is_empty() { [0; 4] } else { run_words(tokens, sequences).ok_or_else(overflow)? };
         // Positions, two kinds of sequences, and lengths of each rank.
         let ranks = self.position_ranks();
         let of_rank = share_words(tokens, sequences).and_then(|words| words.iter().sum::<usize>().checked_mul(ranks));
         let at_shares = at_runs;
         let at_runs = of_rank.and_then(|words| words.checked_add(at_shares)).ok_or_else(overflow)?;
-        let [at_past, at_slots, total] = {
+        let [at_past, at_slots, at_after, total] = {
             let mut end = at_runs;
             let ends = of_runs.map(|words| {
                 end = end.saturating_add(words);
@@ -558,7 +564,7 @@ impl KvPool {
                 false => {
                     let starts = part(at_runs, sequences + 1)?;
                     let (past, slots) = (part(at_past, sequences)?, part(at_slots, sequences)?);
-                    Some(StateRuns::from_tensors(starts, slots, past, max_new))
+                    Some(StateRuns::from_tensors(starts, slots, past, part(at_after, tokens)?, max_new))
                 }
             },
             shares: self.step_shares(&base, at_shares, [tokens, sequences])?,

@@ -45,8 +45,9 @@ pub(super) struct GroupPages {
     pub kept: Option<Page>,
     /// The length of the sequence at the states that are kept.
     pub boundary: usize,
-    /// In the group of states: the length at the start of the latest step and the states there, if the step held them.
-    pub start: Option<(usize, Page)>,
+    /// In the group of states: the states that the latest step left at other lengths than its end, with these lengths
+    /// in rising order, so that the sequence can be truncated to them.
+    pub rows: Vec<(usize, Page)>,
     /// End of the pages that were moved to huge pages of the host's memory.
     pub huge_end: usize,
 }
@@ -54,7 +55,7 @@ pub(super) struct GroupPages {
 impl GroupPages {
     /// All pages, including those of earlier states.
     pub fn all(&self) -> impl Iterator<Item = Page> + '_ {
-        self.start.map(|(_, page)| page).into_iter().chain(self.lasting())
+        self.rows.iter().map(|(_, page)| *page).chain(self.lasting())
     }
 
     /// The pages that later steps need, including the kept one.
@@ -70,26 +71,29 @@ impl GroupPages {
     /// The states of a sequence of `len` tokens at position `at`, if they are held.
     pub fn states_at(&self, at: usize, len: usize) -> Option<Page> {
         let kept = self.kept.filter(|_| self.boundary == at);
-        let start = self.start.filter(|(start, _)| *start == at).map(|(_, page)| page);
-        kept.or(start).or_else(|| self.pages.first().copied().filter(|_| at == len))
+        let row = || self.rows.iter().find(|(row, _)| *row == at).map(|(_, page)| *page);
+        kept.or_else(row).or_else(|| self.pages.first().copied().filter(|_| at == len))
+    }
+
+    /// The latest states of a sequence of `len` tokens at a multiple of the page size, other than the kept ones, and
+    /// the length there.
+    pub fn boundary_states(&self, len: usize, page_tokens: usize) -> Option<(usize, Page)> {
+        let current = self.pages.first().map(|&page| (len, page));
+        self.rows.iter().copied().chain(current).rfind(|(at, _)| at.is_multiple_of(page_tokens))
     }
 
     /// The latest length before the current one at which states are held.
     fn latest_states(&self) -> Option<usize> {
-        self.start.map(|(start, _)| start).or(self.kept.map(|_| self.boundary))
+        self.rows.last().map(|(row, _)| *row).or(self.kept.map(|_| self.boundary))
     }
 
     /// Returns to the states at length `at`, which are held. Returns the pages that are no longer needed.
     fn cut_states(&mut self, at: usize) -> Vec<Page> {
-        let start = self.start.take();
         let mut cut = std::mem::take(&mut self.pages);
-        match start.filter(|(start, _)| *start == at) {
-            Some((_, page)) => self.pages.push(page),
-            None => {
-                cut.extend(start.map(|(_, page)| page));
-                self.pages.extend(self.kept.take());
-            }
-        }
+        let index = self.rows.iter().position(|(row, _)| *row == at);
+        // States at earlier lengths stay.
+        cut.extend(self.rows.drain(index.map_or(0, |index| index + 1)..).map(|(_, page)| page));
+        self.pages.extend(if index.is_some() { self.rows.pop().map(|(_, page)| page) } else { self.kept.take() });
         cut
     }
 
@@ -230,8 +234,8 @@ impl Sequence {
     }
 
     /// The length, before the latest step, to which a sequence of a pool with [states](crate::StateLayer) can be
-    /// truncated: the last multiple of the page size at which a step began. `None` without states, and before the first
-    /// such step.
+    /// truncated: the last multiple of the page size at which a step began or kept the states. `None` without states,
+    /// and before the first such step.
     pub fn boundary(&self) -> Option<usize> {
         let held = &self.pages.groups[self.pool.layout().state_group()?];
         held.kept.map(|_| held.boundary)
@@ -240,9 +244,10 @@ impl Sequence {
     /// Keeps `tokens` more positions than the windows need, from the next step on, so that this many tokens can be
     /// truncated.
     ///
-    /// If the pool has [states](crate::StateLayer) and `tokens` is not 0, each step also keeps the states at its start
-    /// and continues with a copy, so that the tokens of the latest step can be removed, but only all of them. The copy
-    /// takes the memory of one more set of states until the next step.
+    /// If the pool has [states](crate::StateLayer), a step of up to [`StateRuns::MAX_KEPT`](crate::ops::StateRuns)
+    /// tokens also writes the states before each of its last `tokens` tokens, and at its start if it has no more than
+    /// `tokens`. Each takes the memory of one more set of states until the next step. If `tokens` is not 0, a longer
+    /// step leaves the states at its start.
     pub fn hold(&mut self, tokens: usize) {
         self.pages.hold = tokens;
     }
@@ -258,8 +263,8 @@ impl Sequence {
     ///
     /// A layer with a window holds the positions that the latest step could see. The tokens of that step can therefore
     /// always be removed; [`Sequence::hold`] allows more. A sequence with states can only be truncated to
-    /// [`Sequence::boundary`], and to the start of the latest step if that step [held](Sequence::hold) tokens.
-    /// Truncation to 0 always succeeds.
+    /// [`Sequence::boundary`], and by the tokens of the latest step that it [held](Sequence::hold). Truncation to 0
+    /// always succeeds.
     ///
     /// # Errors
     /// - `Value` if the sequence has fewer tokens.

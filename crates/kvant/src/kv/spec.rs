@@ -94,6 +94,9 @@ pub struct PoolSpec {
     /// Prefixes can be continued, and sequences truncated, only at positions whose states are kept. With this option, a
     /// sequence has up to two copies of all states instead of one.
     pub keeps_boundaries: bool,
+    /// The tokens that [`PoolSpec::room_for`] expects each sequence to [hold](crate::Sequence::hold): more states. 0 by
+    /// default.
+    pub drafts: usize,
     /// Bytes of all pages and states together.
     pub bytes: usize,
     /// Positions of a page: 16, 32, 64, 128 or 256.
@@ -109,11 +112,12 @@ impl PoolSpec {
     /// Specifies layers and a budget in bytes for the pages of all of them. A page has 64 positions, and no host memory
     /// is used.
     pub fn new(layers: Vec<CacheLayer>, bytes: usize) -> PoolSpec {
-        PoolSpec { layers, states: Vec::new(), keeps_boundaries: true, bytes, page_tokens: 64, host_bytes: 0 }
+        let (states, keeps_boundaries) = (Vec::new(), true);
+        PoolSpec { layers, states, keeps_boundaries, drafts: 0, bytes, page_tokens: 64, host_bytes: 0 }
     }
 
     /// Sets the budget so that `sequences` sequences of up to `longest` tokens fit at once, each fed with up to
-    /// `max_new` tokens at a time. Set the layers and the page size before.
+    /// `max_new` tokens at a time. Set the other fields before.
     ///
     /// # Errors
     /// As [`KvPool::new`](crate::KvPool::new).
@@ -121,7 +125,7 @@ impl PoolSpec {
         let (groups, ..) = layer_groups(&self)?;
         let slab = groups.iter().map(|group| group.page_bytes).max().unwrap_or(PAGE_UNIT);
         let of_group = |group: &LayerGroup| {
-            let pages = group.max_pages(longest, max_new, self.page_tokens).max(1);
+            let pages = group.max_pages(longest, max_new, self.page_tokens).max(1) + group.held_states(self.drafts);
             pages.checked_mul(sequences.max(1))?.div_ceil(slab / group.page_bytes).checked_mul(slab)
         };
         let bytes = groups.iter().map(of_group).try_fold(0usize, |sum, bytes| sum.checked_add(bytes?));
@@ -146,6 +150,7 @@ impl PoolSpec {
 setters! { PoolSpec {
     states: Vec<StateLayer>,
     keeps_boundaries: bool,
+    drafts: usize,
     page_tokens: usize,
     host_bytes: usize,
 } }

@@ -17,8 +17,8 @@ pub(super) struct StepShape<'a> {
     pub width: usize,
     /// Maximum pages of a group that the pass seals.
     pub seals: usize,
-    /// The first words of the starts, past tokens and slots of the runs, if the pool has states.
-    pub runs: Option<[usize; 3]>,
+    /// The first words of the runs' starts, past tokens, slots and slots after rows, if the pool has states.
+    pub runs: Option<[usize; 4]>,
     /// The shares of the ranks; empty if no layer's positions are divided.
     pub shares: &'a [StepShare],
     /// Each token has a row, instead of each sequence.
@@ -30,10 +30,10 @@ pub(super) fn padded(words: usize) -> Option<usize> {
     words.checked_next_multiple_of(4)
 }
 
-/// The words of the runs of up to `sequences` sequences: starts, past tokens, slots.
-pub(super) fn run_words(sequences: usize) -> Option<[usize; 3]> {
+/// The words of the runs of up to `sequences` sequences: starts, past tokens, slots, slots after rows.
+pub(super) fn run_words(tokens: usize, sequences: usize) -> Option<[usize; 4]> {
     let [starts, others] = [padded(sequences.checked_add(1)?)?, padded(sequences)?];
-    Some([starts, others, others])
+    Some([starts, others, others, padded(tokens)?])
 }
 
 /// The words of a rank's share of a step: positions, the sequences of tokens that see rows, the sequences of tokens
@@ -50,9 +50,13 @@ impl<'a> StepShape<'a> {
         let (tokens, sequences) = (step.tokens(), step.sequences());
         let seals = pages.seals.iter().map(|seals| seals.shape()[0]).max().unwrap_or(0);
         let runs = pages.runs.is_some().then(|| {
-            let [starts, past, slots] = run_words(sequences).expect("the step's size has been checked");
-            let end = pages.base.elements();
-            [end - slots - past - starts, end - slots - past, end - slots]
+            let mut at = pages.base.elements();
+            let mut words = run_words(tokens, sequences).expect("the step's size has been checked");
+            for words in words.iter_mut().rev() {
+                at -= *words;
+                *words = at;
+            }
+            words
         });
         let (base, shares) = (&pages.base, &pages.shares);
         StepShape { base, tokens, sequences, width, seals, runs, shares, is_unrolled: false }
@@ -147,9 +151,9 @@ impl<'a> StepShape<'a> {
     }
 
     /// Fills the runs: each sequence's new tokens, with the states that it holds before the step. `group` is that of
-    /// the states.
+    /// the states. The states after rows are written by [`StepShape::fill_pages`].
     fn fill_runs<R: StepRows>(&self, words: &mut [u32], batch: &[R], group: usize) {
-        let Some([starts, past, slots]) = self.runs else { return };
+        let Some([starts, past, slots, _]) = self.runs else { return };
         let batch = if R::APPENDS { batch } else { &[] };
         let mut end = 0;
         words[starts] = 0;
@@ -177,21 +181,20 @@ impl<'a> StepShape<'a> {
         }
     }
 
-    /// Applies the changes of a step to the page tables, and to the slots of the runs.
+    /// Applies the changes of a step to the page tables, and to the slots of the runs. `tables` is also the group of
+    /// states.
     pub fn fill_pages<R: StepRows>(&self, words: &mut [u32], log: &[Change], batch: &[R], tables: usize) {
         for change in log {
             match *change {
-                Change::Kept { .. } | Change::Unheld { .. } => {}
+                Change::Kept { .. } | Change::Unheld { .. } | Change::Boundary { .. } | Change::Held { .. } => {}
                 // States of earlier boundaries are in no slot.
                 Change::Dropped { group, .. } if group == tables => {}
-                Change::Boundary { sequence, to, .. } | Change::Held { sequence, to, .. } => {
-                    self.set_slot(words, sequence, to)
+                Change::Copied { sequence, group, to, .. } if group == tables => {
+                    if let Some([_, _, slots, _]) = self.runs {
+                        words[slots + sequence] = to;
+                    }
                 }
-                Change::Copied { sequence, group, to: page, .. } | Change::New { sequence, group, page, .. }
-                    if group == tables =>
-                {
-                    self.set_slot(words, sequence, page);
-                }
+                Change::Written { sequence, row, page, .. } => self.set_after(words, [sequence, row], page),
                 Change::Passed { sequence, group, page } | Change::Dropped { sequence, group, page } => {
                     let row = self.table_row(group, self.first_row(batch, sequence));
                     words[row..row + self.width].iter_mut().filter(|entry| **entry == page).for_each(|entry| {
@@ -211,9 +214,12 @@ impl<'a> StepShape<'a> {
         }
     }
 
-    /// Sets the states of a sequence.
-    fn set_slot(&self, words: &mut [u32], sequence: usize, page: u32) {
-        if let Some([.., slots]) = self.runs {
+    /// Sets the slot of the states after a row of a sequence.
+    fn set_after(&self, words: &mut [u32], [sequence, row]: [usize; 2], page: u32) {
+        let Some([starts, _, slots, after]) = self.runs else { return };
+        words[after + words[starts + sequence] as usize + row] = page;
+        // A sequence without states begins with zeros, and needs a slot that exists.
+        if words[slots + sequence] == StateRuns::INACTIVE {
             words[slots + sequence] = page;
         }
     }

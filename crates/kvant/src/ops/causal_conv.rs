@@ -13,8 +13,8 @@ pub(crate) const MAX_TAPS: usize = 8;
 /// Arguments of [`causal_conv`](causal_conv()): a depthwise convolution over the last K positions of each sequence.
 ///
 /// For row t of a run and channel c, out\[t, c\] = f(bias\[c\] + Σⱼ weight\[c, j\] · x\[t − K + 1 + j, c\]), where f is
-/// SiLU or the identity. The state holds the last K − 1 inputs of each sequence, which are the rows before the run; the
-/// call replaces them by the last K − 1 inputs including the run. Inputs before the sequence are zero. A state in the
+/// SiLU or the identity. The state holds the last K − 1 inputs of each sequence, which are the rows before the run. The
+/// state after a row has the last K − 1 inputs including this row. Inputs before the sequence are zero. A state in the
 /// dtype of `x` holds the inputs exactly, so that results do not depend on how a prompt is divided into runs.
 ///
 /// Qwen3-Next and Qwen3.5 (four taps and SiLU) and LFM2 (three taps) have such layers.
@@ -77,8 +77,8 @@ setters! { CausalConv<'a> {
 ///
 /// # Errors
 /// Those of [every operation](crate::ops#errors). On the CPU, the commit returns `OutOfRange` or `Value` for runs that
-/// are not within the rows, and for states that do not exist or have two runs; a GPU skips such rows, and leaves a
-/// state of two runs undefined.
+/// are not within the rows, and for states that do not exist or that two runs use, unless both only read them; a GPU
+/// skips such rows, and leaves a state of two runs undefined.
 pub fn causal_conv(enc: &mut Encoder, args: &CausalConv) -> Result<()> {
     let [rows, channels] = check::rank(NAME, "x", args.x, ["T", "C"])?;
     let [_, taps] = check::rank(NAME, "weight", args.weight, ["C", "K"])?;

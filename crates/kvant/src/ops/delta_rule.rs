@@ -26,7 +26,7 @@ pub(crate) const NORM_EPS: f32 = 1e-6;
 /// out   = Sᵀq
 /// ```
 ///
-/// Tokens of a run follow one another; its state continues in `state`.
+/// Tokens of a run follow one another, from the state of its slot on.
 ///
 /// A device may compute up to 64 tokens together (section 3.3 of the paper: products of decays, and the inverse of a
 /// triangular matrix, instead of 64 steps). If `qkv` and `out` are bf16, it may then round factors of products to bf16
@@ -106,8 +106,8 @@ impl DeltaRuleShape {
 /// # Errors
 /// Those of [every operation](crate::ops#errors); `Value` for a width of `qkv` that is not 2·Hk·D + H·Dv, or
 /// for key heads that do not divide H. On the CPU, the commit returns `OutOfRange` or `Value` for runs that are not
-/// within the rows, and for states that do not exist or have two runs; a GPU skips such rows, and leaves a state of two
-/// runs undefined.
+/// within the rows, and for states that do not exist or that two runs use, unless both only read them; a GPU skips such
+/// rows, and leaves a state of two runs undefined.
 pub fn delta_rule(enc: &mut Encoder, args: &DeltaRule) -> Result<()> {
     let [rows, width] = check::rank(NAME, "qkv", args.qkv, ["T", "2·Hk·D + H·Dv"])?;
     let [heads, key_dim, value_dim] = check::rank_of(NAME, "state", args.state.shape(), ["H", "D", "Dv"])?;

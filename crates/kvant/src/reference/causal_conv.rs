@@ -8,8 +8,8 @@ pub(crate) fn run(call: &Call) {
     let mut out = io::load(&call.out);
     // SAFETY: the device's lock is held while a call runs, and the indices have been checked.
     for run in unsafe { call.runs.active() } {
-        let slot = call.state.slot(run.slot).expect("slots have been checked");
-        let mut of_slot = io::load(&slot);
+        let slot = |slot| call.state.slot(slot).expect("slots have been checked");
+        let mut of_slot = io::load(&slot(run.slot));
         if run.is_fresh {
             of_slot.fill(0.0);
         }
@@ -22,8 +22,10 @@ pub(crate) fn run(call: &Call) {
                 let sum = bias[channel] + products.sum::<f64>();
                 out[to * channels + channel] = if call.silu { sum / (1.0 + (-sum).exp()) } else { sum };
             }
+            if let Some(after) = run.slot_after(to) {
+                io::store(&slot(after), &inputs[(row + 1) * channels..(row + taps) * channels]);
+            }
         }
-        io::store(&slot, &inputs[run.rows.len() * channels..]);
     }
     io::store(&call.out, &out);
 }

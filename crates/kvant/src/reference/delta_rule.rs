@@ -8,13 +8,13 @@ pub(crate) fn run(call: &Call) {
     let mut out = io::load(&call.out);
     // SAFETY: the device's lock is held while a call runs, and the indices have been checked.
     for run in unsafe { call.runs.active() } {
-        let slot = call.state.slot(run.slot).expect("slots have been checked");
-        let mut of_slot = io::load(&slot);
+        let slot = |slot| call.state.slot(slot).expect("slots have been checked");
+        let mut state = io::load(&slot(run.slot));
         if run.is_fresh {
-            of_slot.fill(0.0);
+            state.fill(0.0);
         }
-        for (head, state) in of_slot.chunks_exact_mut(key_dim * value_dim).enumerate() {
-            for row in run.rows.clone() {
+        for row in run.rows.clone() {
+            for (head, state) in state.chunks_exact_mut(key_dim * value_dim).enumerate() {
                 let row_at = row * call.width();
                 let key_head = call.key_head(head);
                 let q = normalised(&qkv[row_at + key_head * key_dim..][..key_dim]);
@@ -36,8 +36,10 @@ pub(crate) fn run(call: &Call) {
                     out[(row * heads + head) * value_dim + column] = scale * sum;
                 }
             }
+            if let Some(after) = run.slot_after(row) {
+                io::store(&slot(after), &state);
+            }
         }
-        io::store(&slot, &of_slot);
     }
     io::store(&call.out, &out);
 }

@@ -650,7 +650,7 @@ fn recurrent(device: &Device, enc: &mut Encoder, dtype: DType) -> Result<()> {
         ops::delta_rule(enc, &args)?;
         // Long runs have another kernel.
         let (starts, slots, past) = (runs.starts().clone(), runs.slots().clone(), runs.past().clone());
-        let runs = StateRuns::from_tensors(starts, slots, past, 100);
+        let runs = StateRuns::from_tensors(starts, slots, past, runs.after().clone(), 100);
         let args = DeltaRule::new(&qkv, [&gate, &gate], [&rate, &rate], &state, &runs, &out);
         ops::delta_rule(enc, &args)?;
     }

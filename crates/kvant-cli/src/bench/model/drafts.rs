@@ -69,7 +69,9 @@ impl Parts<'_> {
     /// Measures cases with equal sequences and prompts. Their engine without drafts is measured once.
     pub fn drafts(&self, kv: &Kv, cases: &[DraftCase]) -> Result {
         let Some(first) = cases.first() else { return Ok(()) };
-        if !self.has_room(&pool_options(kv, first.sequences, first.context + self.max_tokens(first)))? {
+        let options = pool_options(kv, first.sequences, first.context + self.max_tokens(first));
+        let drafts = cases.iter().map(|case| case.drafts).max().unwrap_or(0);
+        if !self.has_room(&PoolOptions { drafts, ..options })? {
             return Ok(());
         }
         let without = self.engine(kv, first, 0)?.tokens_per_second;

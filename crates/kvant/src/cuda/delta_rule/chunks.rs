@@ -72,11 +72,12 @@ impl Chunks {
                 .read(1, call.runs.starts())
                 .read(2, call.runs.slots())
                 .read(3, call.runs.past())
-                .scratch(4, &keys, Use::Read)
-                .scratch(5, &of_heads, Use::Read)
-                .tensor(6, call.state.memory(), Use::ReadWrite)
-                .write(7, &call.out)
-                .params(8, &params)
+                .read(4, call.runs.after())
+                .scratch(5, &keys, Use::Read)
+                .scratch(6, &of_heads, Use::Read)
+                .tensor(7, call.state.memory(), Use::ReadWrite)
+                .write(8, &call.out)
+                .params(9, &params)
                 .threadgroup_memory(self.shared_bytes)
                 .grid([call.value_dim / COLUMNS, call.heads, call.runs.count()], [2 * WARPGROUP, 1, 1]);
             if b.refuses(&chunks) || b.refuses(&products) {

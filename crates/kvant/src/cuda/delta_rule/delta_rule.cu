@@ -1,8 +1,8 @@
 // delta_rule: the gated delta rule of linear attention, token by token; f32 states.
 //
 // qkv is [rows, 2 * key_heads * KEY_DIM + heads * value_dim]; a and b are [rows, heads]; state is [heads, KEY_DIM,
-// value_dim] in each slot; out is [rows, heads, value_dim]. Run z has the rows starts[z] .. starts[z + 1] and the state
-// slots[z]; what is out of range is skipped.
+// value_dim] in each slot; out is [rows, heads, value_dim]. Run z has the rows starts[z] .. starts[z + 1], continues
+// the state slots[z], and writes the state after row t to slot after[t]; what is out of range is skipped.
 //
 // A warp has COLUMNS columns of one head's state, in registers for all tokens of a run: lane l has column l % COLUMNS
 // and OWN_ROWS adjacent rows, from OWN_ROWS * (l / COLUMNS). Columns do not depend on each other, so warps never wait
@@ -117,7 +117,7 @@ inline float step(float (&s)[OWN_ROWS], const Prepared &t, const float (&qk)[2][
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     KVANT_KERNEL(const uchar *qkv, const uchar *a, const uchar *b, const float *rate, const float *a_bias,
-                 const uint *starts, const uint *slots, const uint *past, float *state, uchar *out,
+                 const uint *starts, const uint *slots, const uint *past, const uint *after, float *state, uchar *out,
                  const DeltaRuleParams p) {
     // Queries and keys of two tokens.
     __shared__ __align__(16) float shared[WARPS][2][2][PADDED];
@@ -127,22 +127,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const uint head = blockIdx.y, run = blockIdx.z;
     const uint slot = slots[run], start = starts[run], end = min(starts[run + 1], p.rows);
     // Whole warps: value_dim is a multiple of COLUMNS.
-    if (column >= p.value_dim || slot >= p.states || start >= end || end - start > p.max_rows) {
+    if (column >= p.value_dim || slot >= p.states || start >= end || end - start > p.max_rows ||
+        after[end - 1] >= p.states) {
         return;
     }
     const uint of_keys = p.key_heads * KEY_DIM, key_head = head / p.key_repeats % p.key_heads * KEY_DIM;
     const uint width = 2 * of_keys + p.heads * p.value_dim, v_at = 2 * of_keys + head * p.value_dim + column;
     const Head h = {qkv, a, b, width, key_head, of_keys + key_head, v_at, p.heads, head};
     const float own_rate = rate[head], own_bias = a_bias[head];
-    float *own = state + ulong(slot) * p.stride + (ulong(head) * KEY_DIM + part * OWN_ROWS) * p.value_dim + column;
+    state += (ulong(head) * KEY_DIM + part * OWN_ROWS) * p.value_dim + column;
+    const float *from = state + ulong(slot) * p.stride;
     float s[OWN_ROWS];
 #pragma unroll
     for (uint i = 0; i < OWN_ROWS; i++) {
-        s[i] = past[run] == 0 ? 0.0f : own[i * p.value_dim];
+        s[i] = past[run] == 0 ? 0.0f : from[i * p.value_dim];
     }
     // Token i of the run is in ahead[i % 2] until it is prepared in shared[warp][i % 2]. Beyond the end, the last token
     // is prepared again, so that no branch separates the instructions of two tokens.
-    const uint last = end - 1;
+    const uint last = end - 1, first_kept = end - start <= MAX_KEPT ? start : last;
     Token ahead[2] = {load_token(h, start, lane), load_token(h, min(start + 1, last), lane)};
     Prepared next = prepare(ahead[0], own_rate, own_bias, shared[warp][0], lane);
     ahead[0] = load_token(h, min(start + 2, last), lane);
@@ -161,11 +163,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
             if (part == 0) {
                 store(out, (ulong(row) * p.heads + head) * p.value_dim + column, y, OUT_DTYPE);
             }
+            if (row >= first_kept && after[row] < p.states) {
+                float *to = state + ulong(after[row]) * p.stride;
+#pragma unroll
+                for (uint j = 0; j < OWN_ROWS; j++) {
+                    to[j * p.value_dim] = s[j];
+                }
+            }
             __syncwarp();
         }
-    }
-#pragma unroll
-    for (uint i = 0; i < OWN_ROWS; i++) {
-        own[i * p.value_dim] = s[i];
     }
 }

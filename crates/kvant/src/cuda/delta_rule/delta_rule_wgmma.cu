@@ -293,34 +293,35 @@ inline void compute_chunks(float (&s)[KEY_DIM / 2], const Range &range, const uc
     }
 }
 
-// A head's part of the warpgroup, for a run.
+// A head's part of the warpgroup, for a run: from one state to another.
 inline void consume(const DeltaRuleParams &p, const Range &range, uint head, uint first_column, bool is_fresh,
-                    const uchar *memory, float *state, uchar *out) {
+                    const uchar *memory, const float *from, float *to, uchar *out) {
     const uint lane = threadIdx.x % 32, column = first_column + threadIdx.x / 32 * 16 + lane / 4;
-    float *own = state + (ulong(head) * KEY_DIM + lane % 4 * 2) * p.value_dim + column;
+    const ulong own = (ulong(head) * KEY_DIM + lane % 4 * 2) * p.value_dim + column;
     // The offset of element i of s in the state.
-    const auto at = [&](uint i) { return ulong(i / 4 * 8 + i % 2) * p.value_dim + i / 2 % 2 * 8; };
+    const auto at = [&](uint i) { return own + ulong(i / 4 * 8 + i % 2) * p.value_dim + i / 2 % 2 * 8; };
     float s[KEY_DIM / 2];
 #pragma unroll
     for (uint i = 0; i < KEY_DIM / 2; i++) {
-        s[i] = is_fresh ? 0.0f : own[at(i)];
+        s[i] = is_fresh ? 0.0f : from[at(i)];
     }
     out += (ulong(head) * p.value_dim + first_column) * 2;
     compute_chunks(s, range, memory, out, ulong(p.heads) * p.value_dim * 2);
 #pragma unroll
     for (uint i = 0; i < KEY_DIM / 2; i++) {
-        own[at(i)] = s[i];
+        to[at(i)] = s[i];
     }
 }
 
 extern "C" __global__ void __launch_bounds__(2 * WARPGROUP, 1)
-    KVANT_KERNEL(const uchar *qkv, const uint *starts, const uint *slots, const uint *past, const uchar *keys,
-                 const uchar *of_heads, float *state, uchar *out, const DeltaRuleChunksParams p) {
+    KVANT_KERNEL(const uchar *qkv, const uint *starts, const uint *slots, const uint *past, const uint *after,
+                 const uchar *keys, const uchar *of_heads, float *state, uchar *out, const DeltaRuleChunksParams p) {
     extern __shared__ __align__(1024) uchar memory[];
     take_turn();
     const uint first_column = blockIdx.x * COLUMNS, head = blockIdx.y, run = blockIdx.z;
     const Range range = own_chunks({starts, slots, p}, run);
-    if (range.from >= range.to) {
+    const uint slot_after = range.from < range.to ? of_warp(after[range.end - 1]) : p.rule.states;
+    if (slot_after >= p.rule.states) {
         return;
     }
     const uint base = shared_address(memory);
@@ -339,7 +340,9 @@ extern "C" __global__ void __launch_bounds__(2 * WARPGROUP, 1)
     if (threadIdx.x >= WARPGROUP) {
         produce(qkv, keys, of_heads, p.rule, range, head, first_column, base);
     } else {
-        const bool is_fresh = past[run] == 0 && range.from == 0;
-        consume(p.rule, range, head, first_column, is_fresh, memory, state + ulong(slots[run]) * p.rule.stride, out);
+        // Later passes continue the state that the first one leaves.
+        float *to = state + ulong(slot_after) * p.rule.stride;
+        const float *from = range.from == 0 ? state + ulong(slots[run]) * p.rule.stride : to;
+        consume(p.rule, range, head, first_column, past[run] == 0 && range.from == 0, memory, from, to, out);
     }
 }

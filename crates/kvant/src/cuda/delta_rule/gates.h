@@ -14,6 +14,7 @@ struct DeltaRuleParams {
     uint max_rows; // longer runs are skipped
 };
 
+constexpr uint MAX_KEPT = 16; // rows of a run that writes states after each: StateRuns::MAX_KEPT
 constexpr float NORM_EPS = 1e-6f; // added to a sum of squares
 
 // The logarithm of the decay: rate * softplus(x), where rate is negative.

@@ -9,7 +9,10 @@ use crate::{
         Builder, Launch, Source, aligned4,
         delta_rule::{LAYOUTS, launch},
     },
-    ops::delta_rule::{Call, DeltaRuleShape},
+    ops::{
+        StateRuns,
+        delta_rule::{Call, DeltaRuleShape},
+    },
 };
 use chunks::Chunks;
 
@@ -22,8 +25,8 @@ static STEP: Source = Source {
     layouts: LAYOUTS,
 };
 
-/// Maximum rows of a run for the kernel that has barriers between tokens.
-const MAX_STEP_ROWS: u32 = 8;
+/// Maximum rows of a run for the kernel that has barriers between tokens: these runs may write states after each row.
+const MAX_STEP_ROWS: u32 = StateRuns::MAX_KEPT as u32;
 
 /// Maximum scratch memory of calls of up to `rows` rows.
 pub(crate) fn max_scratch_bytes(shape: &DeltaRuleShape, rows: usize) -> usize {
@@ -34,13 +37,9 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if call.runs.max_rows() <= MAX_STEP_ROWS as usize {
         return b.push(few_tokens(call, u32::MAX)?);
     }
-    // A step may have prompts beside sequences that continue with a token.
-    let max_few = if call.runs.count() > 1 { MAX_STEP_ROWS } else { 0 };
+    // Any run may have few tokens.
     match Chunks::new(call, &b.limits) {
-        Some(chunks) if chunks.push(call, max_few, b)? => match max_few {
-            0 => Ok(()),
-            _ => b.push(few_tokens(call, max_few)?),
-        },
+        Some(chunks) if chunks.push(call, MAX_STEP_ROWS, b)? => b.push(few_tokens(call, MAX_STEP_ROWS)?),
         _ => b.push(launch(call, &SOURCE, "delta_rule", u32::MAX)?),
     }
 }
@@ -52,5 +51,5 @@ fn few_tokens(call: &Call, max_rows: u32) -> Result<Launch> {
         return launch(call, &SOURCE, "delta_rule", max_rows);
     }
     // Runs, states, and what does not depend on tokens.
-    Ok(launch(call, &STEP, "delta_rule_step", max_rows)?.reads_ahead(&[3, 4, 5, 6, 7, 8]))
+    Ok(launch(call, &STEP, "delta_rule_step", max_rows)?.reads_ahead(&[3, 4, 5, 6, 7, 8, 9]))
 }

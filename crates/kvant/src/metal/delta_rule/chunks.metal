@@ -244,11 +244,12 @@ kernel void delta_rule_products(device const uchar *qkv [[buffer(0)]],
                                 device const uint *starts [[buffer(1)]],
                                 device const uint *slots [[buffer(2)]],
                                 device const uint *past [[buffer(3)]],
-                                device const float *keys [[buffer(4)]],
-                                device const float *of_heads [[buffer(5)]],
-                                device float *state [[buffer(6)]],
-                                device uchar *out [[buffer(7)]],
-                                constant DeltaRuleChunksParams &p [[buffer(8)]],
+                                device const uint *after [[buffer(4)]],
+                                device const float *keys [[buffer(5)]],
+                                device const float *of_heads [[buffer(6)]],
+                                device float *state [[buffer(7)]],
+                                device uchar *out [[buffer(8)]],
+                                constant DeltaRuleChunksParams &p [[buffer(9)]],
                                 uint3 group [[threadgroup_position_in_grid]],
                                 uint warp [[simdgroup_index_in_threadgroup]],
                                 uint lane [[thread_index_in_simdgroup]]) {
@@ -264,17 +265,24 @@ kernel void delta_rule_products(device const uchar *qkv [[buffer(0)]],
     if (first_column >= value_dim || from >= to) {
         return;
     }
+    const uint slot_after = after[starts[run] + rows - 1];
+    if (slot_after >= p.rule.states) {
+        return;
+    }
     const uint of_keys = p.rule.key_heads * KEY_DIM, key_head = head / p.rule.key_repeats % p.rule.key_heads;
     const ulong width = 2 * of_keys + heads * value_dim;
     const Place place = {fragment_row(lane), first_column + fragment_column(lane)};
-    device float *own = state + ulong(slots[run]) * p.rule.stride + ulong(head) * KEY_DIM * value_dim + first_column;
+    device float *own = state + ulong(slot_after) * p.rule.stride + ulong(head) * KEY_DIM * value_dim + first_column;
+    // Later passes continue the state that the first one leaves.
+    const ulong of_slot = ulong(from == before ? slots[run] : slot_after) * p.rule.stride;
+    device const float *old = state + of_slot + ulong(head) * KEY_DIM * value_dim + first_column;
     Matrix s[MAX_KEY_DIM / 8][WIDTH];
     const bool is_fresh = past[run] == 0 && from == before;
     for (uint i = 0; i < KEY_DIM / 8; i++) {
         for (uint j = 0; j < WIDTH; j++) {
             s[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
             if (!is_fresh) {
-                simdgroup_load(s[i][j], own + i * 8 * value_dim + j * 8, value_dim);
+                simdgroup_load(s[i][j], old + i * 8 * value_dim + j * 8, value_dim);
             }
         }
     }

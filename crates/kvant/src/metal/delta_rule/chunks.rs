@@ -69,11 +69,12 @@ pub(super) fn push(call: &Call, max_rows: u32, b: &mut Builder) -> Result<bool> 
             .read(1, call.runs.starts())
             .read(2, call.runs.slots())
             .read(3, call.runs.past())
-            .scratch(4, &keys, Use::Read)
-            .scratch(5, &of_heads, Use::Read)
-            .tensor(6, call.state.memory(), Use::ReadWrite)
-            .write(7, &call.out)
-            .params(8, &params)
+            .read(4, call.runs.after())
+            .scratch(5, &keys, Use::Read)
+            .scratch(6, &of_heads, Use::Read)
+            .tensor(7, call.state.memory(), Use::ReadWrite)
+            .write(8, &call.out)
+            .params(9, &params)
             .grid([call.value_dim.div_ceil(COLUMNS), call.heads, call.runs.count()], [THREADS, 1, 1]);
         if b.refuses(&chunks) || b.refuses(&products) {
             return Ok(false);

@@ -1,8 +1,8 @@
 // delta_rule: the gated delta rule of linear attention, token by token; f32 states.
 //
 // qkv is [rows, 2 * key_heads * KEY_DIM + heads * value_dim]; a and b are [rows, heads]; state is [heads, KEY_DIM,
-// value_dim] in each slot; out is [rows, heads, value_dim]. Run z has the rows starts[z] .. starts[z + 1] and the state
-// slots[z]; what is out of range is skipped.
+// value_dim] in each slot; out is [rows, heads, value_dim]. Run z has the rows starts[z] .. starts[z + 1], continues
+// the state slots[z], and writes the state after row t to slot after[t]; what is out of range is skipped.
 //
 // A SIMD-group has COLUMNS columns of one head's state, in registers for all tokens of a run: lane l has column l %
 // COLUMNS and the rows i with i % PARTS = l / COLUMNS. Columns do not depend on each other, so SIMD-groups never wait
@@ -44,9 +44,10 @@ kernel void delta_rule(device const uchar *qkv [[buffer(0)]],
                        device const uint *starts [[buffer(5)]],
                        device const uint *slots [[buffer(6)]],
                        device const uint *past [[buffer(7)]],
-                       device float *state [[buffer(8)]],
-                       device uchar *out [[buffer(9)]],
-                       constant DeltaRuleParams &p [[buffer(10)]],
+                       device const uint *after [[buffer(8)]],
+                       device float *state [[buffer(9)]],
+                       device uchar *out [[buffer(10)]],
+                       constant DeltaRuleParams &p [[buffer(11)]],
                        uint3 group [[threadgroup_position_in_grid]],
                        uint warp [[simdgroup_index_in_threadgroup]],
                        uint lane [[thread_index_in_simdgroup]]) {
@@ -59,13 +60,18 @@ kernel void delta_rule(device const uchar *qkv [[buffer(0)]],
     if (column >= p.value_dim || slot >= p.states || start >= end || end - start > p.max_rows) {
         return;
     }
+    if (after[end - 1] >= p.states) {
+        return;
+    }
     const uint of_keys = p.key_heads * KEY_DIM, key_head = head / p.key_repeats % p.key_heads * KEY_DIM;
     const ulong width = 2 * of_keys + p.heads * p.value_dim;
-    const ulong state_at = ulong(slot) * p.stride + ulong(head) * KEY_DIM * p.value_dim + column;
+    device float *of_head = state + ulong(head) * KEY_DIM * p.value_dim + column;
+    device const float *from = of_head + ulong(slot) * p.stride;
     float s[MAX_DIM / PARTS];
     for (uint i = 0; i < own_rows; i++) {
-        s[i] = past[run] == 0 ? 0.0f : state[state_at + (i * PARTS + part) * p.value_dim];
+        s[i] = past[run] == 0 ? 0.0f : from[(i * PARTS + part) * p.value_dim];
     }
+    const uint first_kept = end - start <= MAX_KEPT ? start : end - 1;
     threadgroup float *q = shared + warp * 2 * MAX_DIM, *k = q + MAX_DIM;
     for (uint row = start; row < end; row++) {
         normalise(qkv, row * width + key_head, rsqrt(float(KEY_DIM)), q, lane);
@@ -89,9 +95,12 @@ kernel void delta_rule(device const uchar *qkv [[buffer(0)]],
         if (part == 0) {
             store(out, gate * p.value_dim + column, sum, OUT_DTYPE);
         }
+        if (row >= first_kept && after[row] < p.states) {
+            device float *to = of_head + ulong(after[row]) * p.stride;
+            for (uint i = 0; i < own_rows; i++) {
+                to[(i * PARTS + part) * p.value_dim] = s[i];
+            }
+        }
         simdgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    for (uint i = 0; i < own_rows; i++) {
-        state[state_at + (i * PARTS + part) * p.value_dim] = s[i];
     }
 }

@@ -21,6 +21,7 @@ constant uint OUT_DTYPE [[function_constant(3)]];
 constant uint KEY_DIM [[function_constant(4)]];
 
 constant constexpr float NORM_EPS = 1e-6f;
+constant constexpr uint MAX_KEPT = 16; // rows of a run that writes states after each: StateRuns::MAX_KEPT
 
 // log(1 + y) for y from 0 to 1: the quotient corrects the rounding of 1 + y.
 inline float log1p_of(float y) {

@@ -7,7 +7,10 @@ use crate::{
         Builder, Source,
         delta_rule::{LAYOUTS, launch},
     },
-    ops::delta_rule::{Call, DeltaRuleShape},
+    ops::{
+        StateRuns,
+        delta_rule::{Call, DeltaRuleShape},
+    },
 };
 
 static SOURCE: Source = Source {
@@ -17,8 +20,8 @@ static SOURCE: Source = Source {
     layouts: LAYOUTS,
 };
 
-/// Maximum rows of a run that is computed token by token: half a chunk.
-const MAX_STEP_ROWS: u32 = 16;
+/// Maximum rows of a run that is computed token by token, half a chunk: these runs may write states after each row.
+const MAX_STEP_ROWS: u32 = StateRuns::MAX_KEPT as u32;
 
 /// Maximum scratch memory of calls of up to `rows` rows.
 pub(crate) fn max_scratch_bytes(shape: &DeltaRuleShape, rows: usize) -> usize {
@@ -29,11 +32,7 @@ pub(crate) fn build(call: &Call, b: &mut Builder) -> Result<()> {
     if call.runs.max_rows() <= MAX_STEP_ROWS as usize {
         return b.push(launch(call, &SOURCE, "delta_rule", u32::MAX)?);
     }
-    // A step may have prompts and sequences that continue with a token.
-    let max_few = if call.runs.count() > 1 { MAX_STEP_ROWS } else { 0 };
-    match chunks::push(call, max_few, b)? {
-        false => b.push(launch(call, &SOURCE, "delta_rule", u32::MAX)?),
-        true if max_few > 0 => b.push(launch(call, &SOURCE, "delta_rule", max_few)?),
-        true => Ok(()),
-    }
+    // Any run may have few tokens.
+    let max_few = if chunks::push(call, MAX_STEP_ROWS, b)? { MAX_STEP_ROWS } else { u32::MAX };
+    b.push(launch(call, &SOURCE, "delta_rule", max_few)?)
 }

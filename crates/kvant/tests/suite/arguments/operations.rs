@@ -331,7 +331,7 @@ pub(super) fn add_bias(w: &mut World) -> Result<()> {
 pub(super) fn causal_conv(w: &mut World) -> Result<()> {
     let (rows, channels, taps) = (w.tape.pick(&COUNTS), w.tape.pick(&WIDTHS), w.tape.pick(&[4, 2, 1]));
     let (x, out, weight) = (w.input(&[rows, channels]), w.output(&[rows, channels]), w.input(&[channels, taps]));
-    let (bias, state) = (w.input(&[channels]), StateSlots::new(&w.output(&[2, taps - 1, channels]))?);
+    let (bias, state) = (w.input(&[channels]), StateSlots::new(&w.output(&[STATES, taps - 1, channels]))?);
     let has_bias = w.tape.flag();
     let runs = state_runs(w, rows);
     w.attempt("causal_conv", |enc| {
@@ -340,11 +340,15 @@ pub(super) fn causal_conv(w: &mut World) -> Result<()> {
     })
 }
 
+/// Enough for the states after a few rows to differ by chance.
+const STATES: usize = 30;
+
 /// One run of all rows. The tape may change everything about it.
 fn state_runs(w: &mut World, rows: usize) -> StateRuns {
     let starts = w.tensor(&[DType::U32], &[2], Content::Rising(rows + 1), false);
-    let (slots, past) = (w.u32s(&[1], 2, false), w.u32s(&[1], 9, false));
-    StateRuns::from_tensors(starts, slots, past, rows)
+    let (slots, past) = (w.u32s(&[1], STATES, false), w.u32s(&[1], 9, false));
+    let after = w.tensor(&[DType::U32], &[rows], Content::Rising(STATES), false);
+    StateRuns::from_tensors(starts, slots, past, after, rows)
 }
 
 pub(super) fn delta_rule(w: &mut World) -> Result<()> {
@@ -353,7 +357,8 @@ pub(super) fn delta_rule(w: &mut World) -> Result<()> {
     let qkv = w.input(&[rows, 2 * key_heads * key_dim + heads * value_dim]);
     let (a, b, out) = (w.input(&[rows, heads]), w.input(&[rows, heads]), w.output(&[rows, heads, value_dim]));
     let (rate, a_bias) = (w.f32(&[heads]), w.f32(&[heads]));
-    let state = StateSlots::new(&w.tensor(&[DType::F32], &[2, heads, key_dim, value_dim], Content::Floats, true))?;
+    let shape = [STATES, heads, key_dim, value_dim];
+    let state = StateSlots::new(&w.tensor(&[DType::F32], &shape, Content::Floats, true))?;
     let runs = state_runs(w, rows);
     w.attempt("delta_rule", |enc| {
         ops::delta_rule(enc, &DeltaRule::new(&qkv, [&a, &b], [&rate, &a_bias], &state, &runs, &out))

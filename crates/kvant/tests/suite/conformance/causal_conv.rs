@@ -1,6 +1,6 @@
 //! causal_conv against the reference.
 
-use super::check_refused_runs;
+use super::{KEPT_RUNS, KEPT_SLOTS, check_refused_runs, runs_that_keep};
 use crate::common::{Bound, FLOATS, Out, Rng, conform, input, run};
 use kvant::{
     DType, Device, Tensor,
@@ -59,6 +59,30 @@ fn causal_conv() {
                     Ok(vec![out.close_within("out", Bound::of(out_type).times(4.0))?, state.same("state")?])
                 });
             }
+        }
+    }
+}
+
+/// States after several rows of a run.
+#[test]
+fn kept_states() {
+    for (index, runs) in KEPT_RUNS.iter().enumerate() {
+        let rows = runs.iter().map(|run| run.2 as usize).sum::<usize>();
+        for (channels, taps) in [(1, 2), (70, 4), (9, 3), (24, 8)] {
+            let state_type = FLOATS[(index + taps) % FLOATS.len()];
+            let case = format!("causal_conv {runs:?} of {channels} channels, {taps} taps, state {state_type}");
+            conform(&case, |device| {
+                let mut rng = Rng::of(&case);
+                let x = input(device, DType::BF16, &rng.normals(rows * channels), &[rows, channels])?;
+                let weight = input(device, DType::F32, &rng.normals(channels * taps), &[channels, taps])?;
+                let shape = [KEPT_SLOTS, taps - 1, channels];
+                let state = state(device, state_type, &rng.normals(shape.iter().product()), &shape)?;
+                let out = Out::new(device, DType::F32, &[rows, channels])?;
+                out.tensor.write_bytes(&vec![0; out.tensor.bytes()])?;
+                let (slots, runs) = (StateSlots::new(&state.tensor)?, runs_that_keep(device, runs)?);
+                run(device, |enc| ops::causal_conv(enc, &CausalConv::new(&x, &weight, &slots, &runs, &out.tensor)))?;
+                Ok(vec![out.close_within("out", Bound::of(DType::F32).times(4.0))?, state.same("state")?])
+            });
         }
     }
 }

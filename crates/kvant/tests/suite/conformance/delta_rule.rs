@@ -1,6 +1,6 @@
 //! delta_rule against the reference.
 
-use super::check_refused_runs;
+use super::{KEPT_RUNS, KEPT_SLOTS, check_refused_runs, runs_that_keep};
 use crate::common::{Bound, FLOATS, Out, Output, Rng, assert_close, conform, encode, input, run};
 use kvant::{
     CpuOptions, DType, Device, DeviceKind, Result, Tensor,
@@ -59,6 +59,17 @@ impl Inputs {
         dtypes: [DType; 3],
         gates: [f32; 2],
     ) -> Result<Inputs> {
+        Inputs::with_slots(device, rng, shape, [rows, SLOTS], dtypes, gates)
+    }
+
+    fn with_slots(
+        device: &Device,
+        rng: &mut Rng,
+        shape: Shape,
+        [rows, slots]: [usize; 2],
+        dtypes: [DType; 3],
+        gates: [f32; 2],
+    ) -> Result<Inputs> {
         let Shape { heads, key_heads, key_dim, value_dim, tiled } = shape;
         let width = 2 * key_heads * key_dim + heads * value_dim;
         let shifted = |values: Vec<f32>, by: f32| values.into_iter().map(|x| x + by).collect::<Vec<_>>();
@@ -68,7 +79,7 @@ impl Inputs {
         let rates: Vec<f32> = (0..heads).map(|_| -(0.01 + 2.0 * rng.uniform() as f32)).collect();
         let rate = input(device, DType::F32, &rates, &[heads])?;
         let a_bias = input(device, DType::F32, &rng.normals(heads), &[heads])?;
-        let state = Out::new(device, DType::F32, &[SLOTS, heads, key_dim, value_dim])?;
+        let state = Out::new(device, DType::F32, &[slots, heads, key_dim, value_dim])?;
         state.tensor.write_bytes(&encode(DType::F32, &rng.normals(state.tensor.elements())))?;
         let out = Out::new(device, dtypes[2], &[rows, heads, value_dim])?;
         out.tensor.write_bytes(&vec![0; out.tensor.bytes()])?;
@@ -110,6 +121,26 @@ fn delta_rule() {
                 let runs = StateRuns::new(device, runs)?;
                 run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)))?;
                 inputs.close(device, shape, [dtypes[0], dtypes[2]])
+            });
+        }
+    }
+}
+
+/// States after several rows of a run.
+#[test]
+fn kept_states() {
+    let shapes = SHAPES.iter().enumerate().chain([(0, &SHAPES[3]), (1, &SHAPES[1])]);
+    for (index, shape) in shapes {
+        for runs in KEPT_RUNS {
+            let rows = runs.iter().map(|run| run.2 as usize).sum::<usize>();
+            let dtypes = if index % 2 == 0 { [DType::BF16; 3] } else { [DType::F32; 3] };
+            let case = format!("delta_rule {runs:?} {shape:?} {dtypes:?}");
+            conform(&case, |device| {
+                let (rng, size) = (&mut Rng::of(&case), [rows, KEPT_SLOTS]);
+                let inputs = Inputs::with_slots(device, rng, *shape, size, dtypes, [-3.0, 0.0])?;
+                let runs = runs_that_keep(device, runs)?;
+                run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)))?;
+                inputs.close(device, *shape, [dtypes[0], dtypes[2]])
             });
         }
     }
@@ -166,6 +197,14 @@ fn many_chunks() {
         let slots = [1, 0, StateRuns::INACTIVE, 2];
         let runs: Vec<_> = rows.iter().zip(slots).map(|(&rows, slot)| (slot, 1, rows)).collect();
         run(device, |enc| ops::delta_rule(enc, &inputs.args(&StateRuns::new(device, &runs)?)))?;
+        inputs.close(device, shape, [DType::BF16; 2])
+    });
+    // The state moves from slot 0 to slot 3.
+    let case = "delta_rule of thousands of tokens from one slot to another";
+    conform(case, |device| {
+        let inputs = Inputs::with_slots(device, &mut Rng::of(case), shape, [4200, 4], [DType::BF16; 3], [-6.0, 0.0])?;
+        let runs = runs_that_keep(device, &[(0, 1, 4200, 1, false)])?;
+        run(device, |enc| ops::delta_rule(enc, &inputs.args(&runs)))?;
         inputs.close(device, shape, [DType::BF16; 2])
     });
 }
@@ -261,6 +300,28 @@ fn parts_of_a_prompt_give_its_bits() {
         let whole = of_parts(&device, shape, &[70]);
         for parts in [&[1, 69][..], &[33, 1, 36], &[64, 6]] {
             assert!(of_parts(&device, shape, parts) == whole, "{shape:?}: other bits in {parts:?}");
+        }
+    }
+}
+
+/// On a batch-invariant device, a state after a row has the bits of the state of a run that ends there.
+#[test]
+fn kept_states_have_the_bits_of_shorter_runs() {
+    let device = Device::cpu_with(CpuOptions { batch_invariant: true, ..CpuOptions::default() }).unwrap();
+    for shape in SHAPES {
+        let inputs = || {
+            let rng = &mut Rng::of("bits of kept states");
+            Inputs::with_slots(&device, rng, shape, [9, KEPT_SLOTS], [DType::F32; 3], [0.0; 2]).unwrap()
+        };
+        let state = |inputs: &Inputs, slot: usize| inputs.slots.to_f32(slot).unwrap();
+        let kept = inputs();
+        let runs = runs_that_keep(&device, &[(1, 4, 9, 9, false)]).unwrap();
+        run(&device, |enc| ops::delta_rule(enc, &kept.args(&runs))).unwrap();
+        for rows in 1..=9 {
+            let short = inputs();
+            let runs = StateRuns::new(&device, &[(1, 4, rows)]).unwrap();
+            run(&device, |enc| ops::delta_rule(enc, &short.args(&runs))).unwrap();
+            assert!(state(&kept, 2 + rows as usize) == state(&short, 1), "{shape:?}: other bits after {rows} rows");
         }
     }
 }

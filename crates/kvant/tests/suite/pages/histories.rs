@@ -15,7 +15,7 @@ use kvant::{
     CacheLayer, Codec, DType, Device, Encoder, Error, KvPool, PoolSpec, PrefixCache, Sequence, StateLayer, Step,
     Tensor,
     codec::{self, PageMean, TurboQuant},
-    ops::{self, Attend},
+    ops::{self, Attend, StateRuns},
 };
 use proptest::prelude::*;
 
@@ -57,13 +57,19 @@ struct Tracked {
     tokens: Vec<u32>,
     /// The length before the latest step: later tokens can always be removed.
     certain: usize,
-    /// In a pool with states: the length before the latest step, if it held the states there.
-    start: Option<usize>,
+    /// In a pool with states: the lengths at which the latest step left states, except its end.
+    kept: Vec<usize>,
     hold: usize,
 }
 
 /// Positions of a page.
 const PAGE: usize = 16;
+
+/// The lengths at which a step of `count` tokens leaves states in a sequence of `len` tokens, except its end.
+fn kept_lengths(len: usize, count: usize, hold: usize) -> Vec<usize> {
+    let end = if count <= StateRuns::MAX_KEPT { len + count } else { len + hold.min(1) };
+    (len.max(end.saturating_sub(hold)).max(1)..end).collect()
+}
 
 /// Keys and values by layer and all tokens up to their own. Sealed ones by layer, all tokens up to the end of their
 /// page, and position. The devices of a case share them.
@@ -132,7 +138,7 @@ impl History<'_> {
             let tracked = &mut self.tracked[index];
             if count > 0 {
                 tracked.certain = tracked.tokens.len();
-                tracked.start = (tracked.hold > 0).then_some(tracked.certain);
+                tracked.kept = kept_lengths(tracked.certain, count, tracked.hold);
             }
             let at = tracked.tokens.len();
             tracked.tokens.extend((at..at + count).map(|_| rng.below(1 << 20) as u32));
@@ -246,7 +252,7 @@ impl History<'_> {
                     sequence,
                     tokens: all[..found].to_vec(),
                     certain: found,
-                    start: None,
+                    kept: Vec::new(),
                     hold: 0,
                 });
                 // The rest of the prompt, whose tokens are not random.
@@ -272,25 +278,29 @@ impl History<'_> {
                 }
             }
             Action::Fork(which) => {
-                let Tracked { sequence, tokens, start, hold, .. } = &self.tracked[pick(which, n)];
-                let (sequence, tokens, start, hold) = (sequence.fork(), tokens.clone(), *start, *hold);
-                self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens, start, hold });
+                let Tracked { sequence, tokens, kept, hold, .. } = &self.tracked[pick(which, n)];
+                let (sequence, tokens, kept, hold) = (sequence.fork(), tokens.clone(), kept.clone(), *hold);
+                self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens, kept, hold });
             }
             Action::Truncate(which, len) => {
-                let Tracked { sequence, tokens, certain, start, .. } = &mut self.tracked[pick(which, n)];
-                // Often to the start of the latest step.
-                let len = if len % 4 == 0 { *certain } else { pick(len, tokens.len() + 1) };
+                let Tracked { sequence, tokens, certain, kept: held, .. } = &mut self.tracked[pick(which, n)];
+                // Often to the start of the latest step, or within it.
+                let len = match len % 4 {
+                    0 => *certain,
+                    1 if !held.is_empty() => held[pick(len / 4, held.len())],
+                    _ => pick(len, tokens.len() + 1),
+                };
                 match sequence.truncate(len) {
                     Ok(()) => {
-                        *start = start.filter(|_| len == tokens.len());
+                        held.retain(|&at| at < len || len == tokens.len());
                         tokens.truncate(len);
                     }
                     Err(Error::NotHeld { needed, oldest }) => {
                         assert!(len < *certain && needed < oldest && sequence.len() == tokens.len());
                     }
                     Err(Error::NoStates { at, kept }) => {
-                        assert!(at == len && kept == start.or(sequence.boundary()) && len < tokens.len());
-                        assert!(![*start, sequence.boundary()].contains(&Some(len)), "held at {len}");
+                        assert!(at == len && kept == held.last().copied().or(sequence.boundary()));
+                        assert!(len < tokens.len() && !held.contains(&len) && sequence.boundary() != Some(len));
                         assert!(sequence.len() == tokens.len() && !self.pool.spec().states.is_empty());
                     }
                     Err(error) => panic!("{error}"),
@@ -309,7 +319,8 @@ impl History<'_> {
                     Ok(sequence) => {
                         assert_eq!(sequence.len(), tokens.len());
                         let tokens = tokens.clone();
-                        self.tracked.push(Tracked { certain: tokens.len(), sequence, tokens, start: None, hold: 0 });
+                        let (certain, kept) = (tokens.len(), Vec::new());
+                        self.tracked.push(Tracked { certain, sequence, tokens, kept, hold: 0 });
                     }
                     Err(Error::OutOfPages { .. }) => {}
                     Err(error) => panic!("{error}"),

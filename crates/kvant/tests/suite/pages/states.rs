@@ -116,41 +116,138 @@ fn a_sequence_goes_back_to_its_boundary_and_nowhere_else() {
     }
 }
 
-/// A step with drafts can be rolled back completely at any length, and its accepted tokens computed again.
+/// After a step with drafts, a sequence goes back to the accepted ones, at any length.
 #[test]
-fn a_step_that_holds_states_is_taken_back() {
+fn a_step_that_holds_tokens_goes_back_to_each_of_them() {
     for (device, keeps_boundaries) in devices().iter().flat_map(|device| [(device, true), (device, false)]) {
         let pool = pool(device, keeps_boundaries);
-        let (page, tokens, other) = (page_bytes(&pool), prompt(0, 80), prompt(1, 80));
+        let (page, tokens, other) = (page_bytes(&pool), prompt(0, 100), prompt(1, 100));
         let mut sequence = pool.sequence();
         feed(&pool, &mut sequence, &tokens[..13]);
-        // Four drafts in each step; some are accepted. Some steps begin at a multiple of the page size.
-        let mut len = 13;
+        // Four drafts after a token in each step; some are accepted.
         for accepted in [0, 1, 4, 2, 0, 0, 3, 4, 4, 1, 2, 3, 0, 4] {
-            let drafted = [&tokens[..len + accepted], &other[40..][..4 - accepted]].concat();
             let start = sequence.len();
+            let drafted = [&tokens[..start + 1 + accepted], &other[40..][..4 - accepted]].concat();
             sequence.hold(4);
             feed(&pool, &mut sequence, &drafted);
-            sequence.hold(0);
+            assert!(pool.usage().states <= 6 * page, "the states after each row, and those at the boundary");
             let fork = sequence.fork();
-            if accepted < 4 {
-                let error = sequence.truncate(drafted.len() - 1).unwrap_err();
-                assert!(matches!(error, Error::NoStates { kept: Some(kept), .. } if kept == start), "{error}");
-                sequence.truncate(start).unwrap();
+            assert!(sequence.truncate(start).is_err() || keeps_boundaries && start % PAGE == 0);
+            if sequence.len() > start {
+                sequence.truncate(start + 1 + accepted).unwrap();
+            } else {
+                feed(&pool, &mut sequence, &tokens[..start + 1 + accepted]);
             }
             drop(fork);
-            assert!(pool.usage().states <= 3 * page, "the current states, those at the boundary and at the start");
-            len += accepted;
         }
-        let (start, before) = (sequence.len(), pool.usage().states);
+        let before = pool.usage().states;
+        sequence.hold(0);
+        let len = sequence.len();
         feed(&pool, &mut sequence, &tokens[..len + 1]);
-        assert!(pool.usage().states <= before.min(2 * page), "a step without drafts copies nothing");
-        if start % PAGE != 0 {
-            assert!(sequence.truncate(start).is_err());
+        assert!(pool.usage().states <= before.min(2 * page), "a step without drafts releases the others");
+        // Boundaries within a step count.
+        if keeps_boundaries {
+            assert_eq!(sequence.boundary(), Some(len / PAGE * PAGE), "at {len} tokens");
         }
         drop(sequence);
         assert_eq!(pool.usage().used, 0);
     }
+}
+
+/// The lengths to which a sequence can go back, by the tokens of its last step and those that it holds.
+#[test]
+fn held_tokens_can_be_removed() {
+    let pool = pool(&Device::cpu(), false);
+    let tokens = prompt(0, 60);
+    let counts = [1, 2, 7, 15, 16, 17, 30];
+    for (count, hold) in counts.into_iter().flat_map(|count| [0, 1, 3, 15, 16, 40].map(|hold| (count, hold))) {
+        for start in [0, 16, 20] {
+            for to in 1..start + count {
+                let mut sequence = pool.sequence();
+                if start > 0 {
+                    feed(&pool, &mut sequence, &tokens[..start]);
+                }
+                sequence.hold(hold);
+                feed(&pool, &mut sequence, &tokens[..start + count]);
+                let is_held = match count {
+                    ..=16 => to >= start && to + hold >= start + count,
+                    _ => to == start && hold > 0,
+                };
+                assert_eq!(sequence.truncate(to).is_ok(), is_held, "{start} + {count} tokens, {hold} held: to {to}");
+                let next = [&tokens[..sequence.len()], &prompt(1, 60)[40..]].concat();
+                feed(&pool, &mut sequence, &next);
+            }
+        }
+    }
+    assert_eq!(pool.usage().used, 0);
+}
+
+/// A step may end short of its rows twice: lengths below the first one can still be chosen.
+#[test]
+fn a_step_is_shortened_twice() {
+    for device in devices() {
+        let pool = pool(device, true);
+        let tokens = prompt(0, 60);
+        let mut sequence = pool.sequence();
+        feed(&pool, &mut sequence, &tokens[..9]);
+        sequence.hold(12);
+        feed(&pool, &mut sequence, &tokens[..21]);
+        let fork = sequence.fork();
+        for len in [19, 16, 10, 9] {
+            sequence.truncate(len).unwrap();
+            assert!(sequence.truncate(8).is_err());
+        }
+        let other = [&tokens[..9], &prompt(1, 60)[40..]].concat();
+        feed(&pool, &mut sequence, &other);
+        // The fork shares the states and still has all of them.
+        for len in [18, 11] {
+            let mut sequence = fork.fork();
+            sequence.truncate(len).unwrap();
+            feed(&pool, &mut sequence, &tokens[..30]);
+        }
+        drop((sequence, fork));
+        assert_eq!(pool.usage().used, 0);
+    }
+}
+
+/// Forks that continue at a boundary read the same states in one step.
+#[test]
+fn forks_share_the_states_of_a_boundary() {
+    for device in devices() {
+        let pool = pool(device, true);
+        let (page, tokens) = (page_bytes(&pool), prompt(0, 60));
+        let mut a = pool.sequence();
+        feed(&pool, &mut a, &tokens[..32]);
+        let mut b = a.fork();
+        let other = [&tokens[..32], &prompt(1, 60)[40..]].concat();
+        let step = pool.step(&mut [(&mut a, 3), (&mut b, 5)]).unwrap();
+        for state in 0..2 {
+            convolve(&pool, state, &step, &[(&tokens[..35], 3), (&other[..37], 5)]);
+        }
+        assert_eq!(pool.usage().states, 3 * page, "the boundary, and the states of each");
+        for sequence in [&mut a, &mut b] {
+            sequence.truncate(32).unwrap();
+        }
+        feed(&pool, &mut b, &other);
+        feed(&pool, &mut a, &tokens);
+    }
+}
+
+/// A sequence whose prefixes are kept needs two pages of states, however many boundaries it passes.
+#[test]
+fn kept_boundaries_make_room() {
+    let state = StateLayer::new(DType::F32, &[64, 256]);
+    let spec = PoolSpec::new(vec![CacheLayer::new(1, DIM, Codec::F32)], 3 * 64 * 256 * 4).page_tokens(PAGE);
+    let pool = KvPool::new(&Device::cpu(), &spec.states(vec![state])).unwrap();
+    let (cache, tokens) = (PrefixCache::new(&pool, b"states"), prompt(0, 90));
+    let mut sequence = pool.sequence();
+    for end in [16, 32, 48, 50, 64, 80, 90] {
+        let count = end - sequence.len();
+        pool.step(&mut [(&mut sequence, count)]).unwrap();
+        cache.keep(&sequence, &tokens[..end]).unwrap();
+    }
+    drop(sequence);
+    assert_eq!(cache.find(&tokens).unwrap().len(), 80);
 }
 
 /// A refused step leaves the held states of its sequences.
@@ -161,15 +258,15 @@ fn held_states_need_memory() {
         let spec = PoolSpec::new(vec![CacheLayer::new(1, DIM, Codec::F32)], pages * 64 * 256 * 4);
         spec.page_tokens(PAGE).states(vec![state]).keeps_boundaries(false)
     };
-    let pool = KvPool::new(&Device::cpu(), &spec(3)).unwrap();
+    let pool = KvPool::new(&Device::cpu(), &spec(4)).unwrap();
     let mut sequence = pool.sequence();
-    sequence.hold(1);
+    sequence.hold(2);
     pool.step(&mut [(&mut sequence, 5)]).unwrap();
     pool.step(&mut [(&mut sequence, 5)]).unwrap();
     let mut other = pool.sequence();
     assert!(matches!(pool.step(&mut [(&mut other, 1)]), Err(Error::OutOfPages { .. })));
-    assert!(matches!(pool.step(&mut [(&mut sequence, 1), (&mut other, 1)]), Err(Error::OutOfPages { .. })));
-    sequence.truncate(5).unwrap();
+    assert!(matches!(pool.step(&mut [(&mut sequence, 4), (&mut other, 1)]), Err(Error::OutOfPages { .. })));
+    sequence.truncate(8).unwrap();
     sequence.hold(0);
     pool.step(&mut [(&mut sequence, 1), (&mut other, 1)]).unwrap();
     drop((sequence, other));
