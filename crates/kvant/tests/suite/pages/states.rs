@@ -132,7 +132,7 @@ fn a_step_that_holds_tokens_goes_back_to_each_of_them() {
             feed(&pool, &mut sequence, &drafted);
             assert!(pool.usage().states <= 6 * page, "the states after each row, and those at the boundary");
             let fork = sequence.fork();
-            assert!(sequence.truncate(start).is_err() || keeps_boundaries && start % PAGE == 0);
+            assert!(sequence.truncate(start).is_err() || keeps_boundaries && start.is_multiple_of(PAGE));
             if sequence.len() > start {
                 sequence.truncate(start + 1 + accepted).unwrap();
             } else {

@@ -157,6 +157,7 @@ inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float sqrtf(float x) { return __builtin_sqrtf(x); }
 inline float rsqrtf(float x) { return 1 / __builtin_sqrtf(x); }
 inline float expf(float x) { return __builtin_expf(x); }
+inline float log1pf(float x) { return __builtin_log1pf(x); }
 inline float exp2f(float x) { return __builtin_exp2f(x); }
 inline float logf(float x) { return __builtin_logf(x); }
 inline float log2f(float x) { return __builtin_log2f(x); }
