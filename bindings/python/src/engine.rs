@@ -153,7 +153,10 @@ impl Engine {
     /// A request with these parameters. Absent ones are the model's.
     fn request(&self, prompt: Vec<u32>, params: &Bound<'_, PyDict>) -> PyResult<EngineRequest> {
         let mut sampling = self.0.sampling.clone();
-        let set = |target: &mut f32, name| Ok::<_, PyErr>(*target = field(params, name)?.unwrap_or(*target));
+        let set = |target: &mut f32, name| {
+            *target = field(params, name)?.unwrap_or(*target);
+            Ok::<_, PyErr>(())
+        };
         set(&mut sampling.temperature, "temperature")?;
         set(&mut sampling.top_p, "top_p")?;
         set(&mut sampling.min_p, "min_p")?;
