@@ -14,9 +14,24 @@ use super::{
 };
 use crate::scheduler::{PoolStep, RowResult, StepPlan};
 
-/// Maximum time of a step that counts as a cost of drafts, over the expected time of its size: longer ones were
-/// interrupted.
+/// Maximum time of a step, and of a drafter's passes, that counts as a cost of drafts, over the expected time of their
+/// size: longer ones were interrupted, or recorded passes.
 const MAX_INTERRUPTED: f64 = 1.5;
+
+/// The time of the drafter's passes between two steps.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DraftingTime {
+    seconds: f64,
+    /// Of earlier passes of this depth; `None` for the first ones, which may compile kernels.
+    expected: Option<f64>,
+}
+
+impl DraftingTime {
+    /// The time that counts as a cost of drafts; `None` if it is not known.
+    fn judged(self) -> Option<f64> {
+        self.expected.map(|expected| self.seconds.min(MAX_INTERRUPTED * expected))
+    }
+}
 
 /// The predictions of a request.
 #[derive(Debug, Default)]
@@ -165,8 +180,10 @@ impl Worker {
         let started = Instant::now();
         let mut drafted: HashMap<u64, Vec<u32>> = self.draft_with_model(plan, &wanted);
         if depth > 0 && !self.has_caught_up {
-            self.drafting_time = started.elapsed();
-            self.lengths.proposals.record(depth, self.drafting_time.as_secs_f64());
+            let (proposals, seconds) = (&mut self.lengths.proposals, started.elapsed().as_secs_f64());
+            let expected = if proposals.is_known(depth) { proposals.estimate(depth) } else { None };
+            proposals.record(depth, seconds);
+            self.drafting = Some(DraftingTime { seconds, expected });
         }
         for candidate in candidates.iter_mut() {
             let (Some(tokens), Some(running)) = (drafted.remove(&candidate.id), self.running.get(&candidate.id)) else {
@@ -183,19 +200,34 @@ impl Worker {
     pub(super) fn record_time(&mut self, plan: &StepPlan<PoolStep>, results: &[RowResult]) {
         let now = Instant::now();
         let before = self.latest_result.replace(now);
-        let drafting = mem::take(&mut self.drafting_time);
+        let drafting = mem::take(&mut self.drafting);
         let is_decoding = matches!(plan.step, PoolStep::Recorded) && plan.rows.iter().all(|row| row.draws > 0);
         if let (Some(before), true, true) = (before, is_decoding, self.drafts > 0) {
             let (steps, rows, batch) = (&mut self.lengths.steps, plan.tokens.len(), plan.rows.len());
-            let seconds = (now - before).saturating_sub(drafting).as_secs_f64();
-            // The first step of a size may compile kernels or allocate memory.
+            let seconds = ((now - before).as_secs_f64() - drafting.map_or(0.0, |drafting| drafting.seconds)).max(0.0);
+            // The first step of a size may compile kernels or allocate memory, and so may a drafter's passes.
             let expected = if steps.is_known(rows) { steps.estimate(rows) } else { None };
             steps.record(rows, seconds);
-            if let (Some(expected), Some(plain_seconds)) = (expected, steps.estimate(batch)) {
-                let seconds = seconds.min(MAX_INTERRUPTED * expected) + drafting.as_secs_f64();
+            let drafting = drafting.map_or(Some(0.0), |drafting| drafting.judged());
+            if let (Some(expected), Some(drafting), Some(plain_seconds)) = (expected, drafting, steps.estimate(batch)) {
+                let seconds = seconds.min(MAX_INTERRUPTED * expected) + drafting;
                 let tokens = results.iter().map(|result| result.tokens.len()).sum();
                 self.draft_rates.record(&StepRate { batch, tokens, rows, seconds, plain_seconds });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Passes that are recorded or compiled on demand do not end drafts.
+    #[test]
+    fn slow_passes_are_judged_by_their_usual_time() {
+        let judged = |seconds, expected| DraftingTime { seconds, expected }.judged();
+        assert_eq!(judged(9.0, None), None);
+        assert_eq!(judged(0.002, Some(0.003)), Some(0.002));
+        assert_eq!(judged(0.2, Some(0.002)), Some(MAX_INTERRUPTED * 0.002));
     }
 }

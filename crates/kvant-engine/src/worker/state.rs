@@ -4,14 +4,14 @@ use std::{
     collections::HashMap,
     ops::Range,
     sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use flume::Sender;
 use kvant::{DeviceKind, KvPool, Readback, Submission, Tensor};
 use kvant_models::{BatchDecoder, DeviceSampler, DraftDecoder, Error, Model, Result, TokenLogprobs, Tokenizer};
 
-use super::{draft_length::DraftLengths, draft_rates::DraftRates, running::Running};
+use super::{draft_length::DraftLengths, draft_rates::DraftRates, drafting::DraftingTime, running::Running};
 use crate::{
     EngineOptions, Failure, FinishReason, PageFiles,
     lock::lock,
@@ -57,7 +57,7 @@ pub(crate) struct Worker {
     /// Drafts of the drafter that are wanted after the next step, because the latest one overlaps with it.
     pub(super) deferred_drafts: HashMap<u64, usize>,
     /// The drafter's time since the latest result.
-    pub(super) drafting_time: Duration,
+    pub(super) drafting: Option<DraftingTime>,
     /// The time of the latest result, unless the engine has been idle since.
     pub(super) latest_result: Option<Instant>,
     /// Where pages of prefixes are stored.
@@ -148,7 +148,7 @@ impl Worker {
             prompt_lookup: options.prompt_lookup,
             planted_acceptance: options.planted_acceptance,
             deferred_drafts: HashMap::new(),
-            drafting_time: Duration::ZERO,
+            drafting: None,
             latest_result: None,
             page_files: options.page_files.clone(),
             overlap,
