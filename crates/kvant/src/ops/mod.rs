@@ -88,7 +88,7 @@
 //! | [`add`](add()), [`add_bias`](add_bias()) | | f32 | none | |
 //! | [`causal_conv`](causal_conv()) | | f32 | none | g = 4 |
 //! | [`delta_rule`](delta_rule()) | unless below | f32 | none | g = 4, for the state as well |
-//! | | bf16 `qkv` and `out`, runs of more than 8 rows, D of 64 or 128, Dv a multiple of 64; CUDA on Hopper | f32 | factors of products are rounded to bf16 | r = 2⁻⁷, for the state as well |
+//! | | bf16 `qkv` and `out`, runs of more than 16 rows, D of 64 or 128, Dv a multiple of 64; CUDA on Hopper | f32 | factors of products are rounded to bf16 | r = 2⁻⁷, for the state as well |
 //! | [`rms_norm`](rms_norm()) | | f32; rows whose squares leave the range of f32 are rescaled | `next` reads `out` as rounded to its dtype | g = 8 with `gate` |
 //! | [`gate`](gate()) | | none | none | g = 8 |
 //! | [`softcap`](softcap()) | | none | none | |
