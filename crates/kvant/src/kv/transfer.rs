@@ -75,9 +75,9 @@ impl PrefixCache {
         pages
     }
 
-    /// The number of pages of each layer group, from the first on, that are kept for a prefix of `tokens`: another pool
-    /// need not send them ([`PrefixCache::export_pages`] takes it as `from`). 0 for layers with a window and for
-    /// states, whose pages a sequence needs only at its end.
+    /// The number of pages of each layer group that another pool need not send, for [`PrefixCache::export_pages`] as
+    /// `from`: of the pages that the whole of `tokens` needs, the first ones are kept. 0 for states, and for the dense
+    /// pages of layers that seal pages.
     pub fn held_pages(&self, tokens: &[u32]) -> Vec<usize> {
         let mut state = self.pool.lock();
         let layout = self.pool.layout();
@@ -85,9 +85,7 @@ impl PrefixCache {
         let pages = state.prefixes.lasting_pages(&path, layout, tokens.len());
         let mut held = vec![0; layout.groups.len()];
         for (index, group) in pages {
-            if layout.groups[group].oldest_seen(tokens.len()) == 0 {
-                held[group] = index + 1;
-            }
+            held[group] = index + 1;
         }
         held
     }
