@@ -59,20 +59,27 @@ impl DraftArgs {
     /// There are no such files.
     pub fn files(&self, place: Option<&Path>, files: &Files) -> Result<Option<Files>> {
         let Some(drafter) = &self.drafter else { return Ok(None) };
-        match drafter.to_str() {
-            Some(OWN) => Ok(Some(files.clone())),
+        let model = Inspection::open(files)?;
+        let found = match drafter.to_str() {
+            Some(OWN) => files.clone(),
             Some(AUTO) => match place.and_then(beside) {
-                Some(found) => Ok(Some(shipped::files(Some(&found))?)),
-                None => match Inspection::open(files)?.with_drafter(files) {
-                    Err(Error::NotADrafter { .. }) => {
-                        output::note("--drafter auto: there is no drafter for this model; its own text is used\n")?;
-                        Ok(None)
-                    }
-                    _ => Ok(Some(files.clone())),
-                },
+                Some(found) => shipped::files(Some(&found))?,
+                None => files.clone(),
             },
-            _ => Ok(Some(shipped::files(Some(drafter))?)),
+            _ => shipped::files(Some(drafter))?,
+        };
+        match model.with_drafter(&found) {
+            Err(Error::NotADrafter { .. }) if drafter.to_str() == Some(AUTO) => {
+                output::note("--drafter auto: there is no drafter for this model; its own text is used\n")?;
+                Ok(None)
+            }
+            checked => checked.map(|_| Some(found)).map_err(|error| self.error(&error)),
         }
+    }
+
+    fn error(&self, error: &Error) -> Box<dyn std::error::Error> {
+        let name = self.drafter.as_deref().unwrap_or(Path::new(""));
+        format!("--drafter {}: {error}", name.display()).into()
     }
 
     /// Adds the drafter with these files to a model. `dense_weights` as in its load options.
@@ -80,9 +87,8 @@ impl DraftArgs {
     /// # Errors
     /// It is no drafter, or that of another model.
     pub fn attach(&self, model: Model, files: Option<&Files>, dense_weights: Option<DType>) -> Result<Model> {
-        let (Some(drafter), Some(files)) = (&self.drafter, files) else { return Ok(model) };
-        let with = model.with_drafter(files, dense_weights);
-        with.map_err(|error| format!("--drafter {}: {error}", drafter.display()).into())
+        let Some(files) = files else { return Ok(model) };
+        model.with_drafter(files, dense_weights).map_err(|error| self.error(&error))
     }
 }
 

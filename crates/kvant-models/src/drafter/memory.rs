@@ -29,7 +29,9 @@ impl DraftMemory {
             FileKind::Assistant => (None, String::new()),
             FileKind::Eagle3 => (Some(eagle3::layer_config(&files.read_json("config.json")?)?.decoder), String::new()),
             FileKind::Mtp => {
-                let decoder = Config::load_files(files)?.decoder;
+                let config = Config::load_files(files)?;
+                mtp::check_family(&config)?;
+                let decoder = config.decoder;
                 let prefix = match files.as_gguf() {
                     Some(_) => format!("blk.{}.", decoder.blocks.len()),
                     None => mtp::PREFIX.to_string(),

@@ -48,9 +48,7 @@ const GGUF: DraftNames = DraftNames {
 
 pub(super) fn load(files: &Files, target: &Model, dense_weights: Option<DType>) -> Result<Drafter> {
     let config = Config::load_files(files)?;
-    if !FAMILIES.contains(&config.family) {
-        return Err(not_a_drafter(format_args!("the files are of the family {}", config.family)));
-    }
+    check_family(&config)?;
     check_target(&config, target)?;
     let blocks = config.decoder.blocks.len();
     if let Some(gguf) = files.as_gguf() {
@@ -64,6 +62,14 @@ pub(super) fn load(files: &Files, target: &Model, dense_weights: Option<DType>) 
     let family = families::named(config.family)?;
     let source = HfSource::of_drafter(&checkpoint, Quantization::parse(&json)?, family, 1, HF);
     with_dtype(&source, dense_weights, |source| assemble(config, source, target))
+}
+
+/// Checks that models of a family can have the blocks.
+pub(super) fn check_family(config: &Config) -> Result<()> {
+    match FAMILIES.contains(&config.family) {
+        true => Ok(()),
+        false => Err(not_a_drafter(format_args!("the files are of the family {}", config.family))),
+    }
 }
 
 /// A tensor of a second block.
