@@ -56,20 +56,21 @@ impl DraftArgs {
     /// The files of the drafter, if there is one. `place` and `files`: of the model.
     ///
     /// # Errors
-    /// There are no such files.
+    /// There are no such files, or they are no drafter.
     pub fn files(&self, place: Option<&Path>, files: &Files) -> Result<Option<Files>> {
         let Some(drafter) = &self.drafter else { return Ok(None) };
         let model = Inspection::open(files)?;
-        let found = match drafter.to_str() {
-            Some(OWN) => files.clone(),
+        // A model without a drafter is no error of `auto`.
+        let (found, may_lack) = match drafter.to_str() {
+            Some(OWN) => (files.clone(), false),
             Some(AUTO) => match place.and_then(beside) {
-                Some(found) => shipped::files(Some(&found))?,
-                None => files.clone(),
+                Some(found) => (shipped::files(Some(&found))?, false),
+                None => (files.clone(), true),
             },
-            _ => shipped::files(Some(drafter))?,
+            _ => (shipped::files(Some(drafter))?, false),
         };
         match model.with_drafter(&found) {
-            Err(Error::NotADrafter { .. }) if drafter.to_str() == Some(AUTO) => {
+            Err(Error::NotADrafter { .. }) if may_lack => {
                 output::note("--drafter auto: there is no drafter for this model; its own text is used\n")?;
                 Ok(None)
             }
