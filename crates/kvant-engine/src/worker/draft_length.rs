@@ -28,8 +28,10 @@ const MIN_PROBABILITY: f32 = 0.02;
 /// Weight of the latest observation in a share, of a request and of the engine.
 const FORGETS: f32 = 0.07;
 const SHARED_FORGETS: f32 = 0.01;
-/// Weight of a prior in observations, before the first one.
-const PRIOR: f32 = 3.0;
+/// Weights of priors in observations: of the engine's estimate for a request, and of the first estimates. One wrong draft
+/// must not end all of them, because drafts are rarely tried without a gain.
+const PRIOR: f32 = 4.0;
+const SHARED_PRIOR: f32 = 8.0;
 /// Shares of the first class before any observation.
 const FIRST_LOOKUP: f32 = 0.3;
 const FIRST_DRAFTER: f32 = 0.7;
@@ -85,9 +87,8 @@ impl Share {
         self.tried += 1.0 - forgets * self.tried;
     }
 
-    /// The share of right predictions. A prior loses weight with each observation.
-    fn estimate(self, prior: f32) -> f32 {
-        let weight = PRIOR * PRIOR / (PRIOR + self.tried);
+    /// The share of right predictions, with `weight` observations of a prior.
+    fn estimate(self, prior: f32, weight: f32) -> f32 {
         (self.right + weight * prior) / (self.tried + weight)
     }
 }
@@ -150,7 +151,7 @@ impl DraftLengths {
     /// Whether a prediction of a class is more probable than that of another one.
     pub fn is_better(&self, own: &Acceptance, class: Class, than: Class) -> bool {
         let shared = self.shared_estimates();
-        let estimate = |class: Class| own.classes[class.place()].estimate(shared[class.place()]);
+        let estimate = |class: Class| own.classes[class.place()].estimate(shared[class.place()], PRIOR);
         estimate(class) > estimate(than)
     }
 
@@ -206,7 +207,7 @@ impl DraftLengths {
             let mut probability = 1.0;
             for position in 0..offer.skipped + offer.available {
                 let place = offer.class.after(position).place();
-                probability *= offer.acceptance.classes[place].estimate(shared[place]);
+                probability *= offer.acceptance.classes[place].estimate(shared[place], PRIOR);
                 let depth = (position + 1).saturating_sub(offer.skipped);
                 // The first one may be tried to learn.
                 if depth > 1 && probability < MIN_PROBABILITY {
@@ -230,7 +231,7 @@ impl DraftLengths {
                 CLASSES => FIRST_DRAFTER,
                 _ => shares[place - 1],
             };
-            shares[place] = share.estimate(prior);
+            shares[place] = share.estimate(prior, SHARED_PRIOR);
         }
         shares
     }

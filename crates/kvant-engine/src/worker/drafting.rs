@@ -118,6 +118,7 @@ impl Worker {
             true => self.lengths.choose(rows, offers.len(), &mut offers),
             false => offers.iter().map(|offer| offer.available).collect(),
         };
+        tracing::trace!(?counts, rows, "drafts of the next step");
         self.draft(plan, &mut candidates, &mut counts);
         for (Candidate { id, drafting, skipped, uses_drafter }, count) in candidates.into_iter().zip(counts) {
             let Some(running) = self.running.get_mut(&id) else { continue };
@@ -209,10 +210,11 @@ impl Worker {
             let expected = if steps.is_known(rows) { steps.estimate(rows) } else { None };
             steps.record(rows, seconds);
             let drafting = drafting.map_or(Some(0.0), |drafting| drafting.judged());
-            if let (Some(expected), Some(drafting), Some(plain_seconds)) = (expected, drafting, steps.estimate(batch)) {
+            if let (Some(expected), Some(drafting)) = (expected, drafting) {
                 let seconds = seconds.min(MAX_INTERRUPTED * expected) + drafting;
                 let tokens = results.iter().map(|result| result.tokens.len()).sum();
-                self.draft_rates.record(&StepRate { batch, tokens, rows, seconds, plain_seconds });
+                tracing::trace!(batch, rows, tokens, seconds, drafting, "a step is judged");
+                self.draft_rates.record(&StepRate { batch, tokens, rows, seconds });
             }
         }
     }

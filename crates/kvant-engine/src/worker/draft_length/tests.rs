@@ -155,6 +155,29 @@ fn a_first_text_loses_little() {
     }
 }
 
+/// A first draft that is wrong does not end drafts that pay: the 27B hybrid's times on an H200.
+#[test]
+fn a_first_wrong_draft_ends_nothing() {
+    let step = |rows: usize| {
+        [0.00508, 0.00664, 0.00713, 0.00722, 0.00773][rows.min(5) - 1] + 0.0002 * rows.saturating_sub(5) as f64
+    };
+    let model = Model { name: "hybrid", step, proposal: 0.00042 };
+    let mut total = 0.0;
+    let runs = 40;
+    for seed in 0..runs {
+        let mut simulation = Simulation::new(model, true, vec![0.0]);
+        simulation.random = Random(seed);
+        simulation.run(1);
+        simulation.shares = vec![0.6];
+        let (none, best) = simulation.bounds();
+        assert!(best > 1.2 * none);
+        let (tokens, seconds, _) = simulation.run(150);
+        total += tokens / seconds / best;
+    }
+    let share = total / runs as f64;
+    assert!(share > 0.93, "{share:.3}");
+}
+
 /// Acceptance that changes is noticed, up and down, even without drafts.
 #[test]
 fn lengths_follow_the_text() {
