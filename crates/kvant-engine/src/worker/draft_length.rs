@@ -28,8 +28,8 @@ const MIN_PROBABILITY: f32 = 0.02;
 /// Weight of the latest observation in a share, of a request and of the engine.
 const FORGETS: f32 = 0.07;
 const SHARED_FORGETS: f32 = 0.01;
-/// Weights of priors in observations: of the engine's estimate for a request, and of the first estimates. One wrong draft
-/// must not end all of them, because drafts are rarely tried without a gain.
+/// Weights of priors in observations: of the engine's estimate for a request, and of the first estimates. One wrong
+/// draft must not end all of them, because drafts are rarely tried without a gain.
 const PRIOR: f32 = 4.0;
 const SHARED_PRIOR: f32 = 8.0;
 /// Shares of the first class before any observation.

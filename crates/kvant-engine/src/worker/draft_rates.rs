@@ -1,9 +1,9 @@
 //! Stops drafting where it does not pay, whatever the reason.
 //!
-//! [`DraftLengths`](super::draft_length::DraftLengths) predicts what drafts gain. A prediction may miss costs: attention,
-//! states, passes of the drafter that wait. So the time that steps with drafts take is compared with the time that their
-//! tokens would have taken without any. Gains and losses add up to a balance: one unlucky step says nothing. After a
-//! loss, requests rest without drafts until it is a small share of the time.
+//! [`DraftLengths`](super::draft_length::DraftLengths) predicts what drafts gain. A prediction may miss costs:
+//! attention, states, passes of the drafter that wait. So the time that steps with drafts take is compared with the
+//! time that their tokens would have taken without any. Gains and losses add up to a balance: one unlucky step says
+//! nothing. After a loss, requests rest without drafts until it is a small share of the time.
 
 /// Loss, in steps without drafts, after which drafts rest.
 const MAX_LOSS: f64 = 4.0;
