@@ -273,4 +273,4 @@ impl DraftLengths {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -88,7 +88,7 @@ impl Balance {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::draft_length::tests::Random, *};
 
     /// The time of 4000 tokens, over their time without drafts. A step with drafts takes `seconds` instead of 1 and
     /// gives `tokens`, on average over two steps.
@@ -130,16 +130,12 @@ mod tests {
     /// One sequence whose drafts gain a quarter on average: steps without an accepted draft must not end them.
     #[test]
     fn luck_does_not_end_drafts() {
-        let mut random = 1u64;
-        let mut is_right = || {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (random >> 33) % 10 < 6
-        };
+        let mut random = Random(1);
         let (mut rests, runs, steps) = (0, 50, 300);
         for _ in 0..runs {
             let mut rates = after_plain_steps(1);
             for _ in 0..steps {
-                let (is_resting, tokens) = (rates.rests(1), 1 + (0..3).take_while(|_| is_right()).count());
+                let (is_resting, tokens) = (rates.rests(1), 1 + (0..3).take_while(|_| random.share() < 0.6).count());
                 rests += usize::from(is_resting);
                 rates.record(&match is_resting {
                     true => StepRate { batch: 1, tokens: 1, rows: 1, seconds: 1.0 },

@@ -21,10 +21,11 @@ const CPU: Model = Model { name: "CPU", step: |rows| 0.01 + 0.004 * rows as f64,
 /// A row costs as much as a step.
 const STEEP: Model = Model { name: "steep", step: |rows| 0.01 * rows as f64, proposal: 0.002 };
 
-struct Random(u64);
+pub(in crate::worker) struct Random(pub u64);
 
 impl Random {
-    fn share(&mut self) -> f64 {
+    /// A number from 0 to 1.
+    pub fn share(&mut self) -> f64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as f64 / (1u64 << 31) as f64
     }
